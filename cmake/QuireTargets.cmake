@@ -1,0 +1,98 @@
+# Functions that every folder of src uses, so that flags and rules stand in one place.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+# Flags for our own code only: a project that adds Quire as a subdirectory keeps its own.
+# -ffp-contract=off is part of the promise of exactness (docs/exactness.md): an fma is one only where it is written.
+function(quire_compile_options target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wswitch-enum -Werror
+                                           -ffp-contract=off -fno-math-errno)
+  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON
+                                             CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+  if(QUIRE_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${QUIRE_SANITIZE} -fno-omit-frame-pointer
+                                             -fno-sanitize-recover=all)
+    target_link_options(${target} PUBLIC -fsanitize=${QUIRE_SANITIZE})
+  endif()
+endfunction()
+
+# quire_layer(NAME SOURCES... DEPENDS layers...): the object library of one folder of src.
+function(quire_layer name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS" ${ARGN})
+  add_library(quire_${name} OBJECT ${ARG_SOURCES})
+  quire_compile_options(quire_${name})
+  target_include_directories(quire_${name} PUBLIC
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src>)
+  foreach(layer ${ARG_DEPENDS})
+    target_link_libraries(quire_${name} PUBLIC quire_${layer})
+  endforeach()
+  set_property(GLOBAL APPEND PROPERTY QUIRE_LAYERS quire_${name})
+endfunction()
+
+# quire_test(NAME SOURCES... [DEPENDS targets...]): one GoogleTest program; cases are registered with ctest one by one.
+function(quire_test name)
+  if(NOT QUIRE_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS;LABELS" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  quire_compile_options(${name})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/src")
+  target_link_libraries(${name} PRIVATE quire GTest::gtest GTest::gtest_main ${ARG_DEPENDS})
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${ARG_LABELS}")
+endfunction()
+
+# quire_bench(NAME SOURCES...): one Google-Benchmark program.
+function(quire_bench name)
+  if(NOT QUIRE_BENCH)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  quire_compile_options(${name})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/src")
+  target_link_libraries(${name} PRIVATE quire benchmark::benchmark benchmark::benchmark_main)
+endfunction()
+
+# quire_fuzz(NAME SOURCES...): one libFuzzer target.
+function(quire_fuzz name)
+  if(NOT QUIRE_FUZZ)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  quire_compile_options(${name})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/src")
+  target_compile_options(${name} PRIVATE -fsanitize=fuzzer)
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+  target_link_libraries(${name} PRIVATE quire)
+endfunction()
+
+function(quire_library_archive)
+  get_property(layers GLOBAL PROPERTY QUIRE_LAYERS)
+  set(objects)
+  foreach(layer ${layers})
+    list(APPEND objects $<TARGET_OBJECTS:${layer}>)
+  endforeach()
+  add_library(quire STATIC ${objects})
+  add_library(quire::quire ALIAS quire)
+  target_compile_features(quire PUBLIC cxx_std_20)
+  target_include_directories(quire PUBLIC
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_link_libraries(quire PUBLIC Threads::Threads)
+  if(QUIRE_SANITIZE)
+    target_link_options(quire PUBLIC -fsanitize=${QUIRE_SANITIZE})
+  endif()
+
+  set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/quire)
+  install(TARGETS quire EXPORT quireTargets)
+  install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/quire" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+  install(EXPORT quireTargets NAMESPACE quire:: DESTINATION ${package_dir})
+  configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/quireConfig.cmake.in"
+    "${PROJECT_BINARY_DIR}/quireConfig.cmake" INSTALL_DESTINATION ${package_dir})
+  write_basic_package_version_file("${PROJECT_BINARY_DIR}/quireConfigVersion.cmake"
+    COMPATIBILITY SameMinorVersion)
+  install(FILES "${PROJECT_BINARY_DIR}/quireConfig.cmake" "${PROJECT_BINARY_DIR}/quireConfigVersion.cmake"
+    DESTINATION ${package_dir})
+endfunction()
