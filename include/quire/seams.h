@@ -7,12 +7,12 @@
 
 namespace quire {
 
-// Runs tasks on a set of threads. Kernels depend on it and on nothing else for parallelism; their results do not
-// depend on the number of threads or on which thread runs which task.
+// Runs tasks on a set of threads. Kernels depend on it and on nothing else for parallelism; their
+// results do not depend on the number of threads or on which thread runs which task.
 class ParallelRunner {
  public:
-  // A task: called once for each index in [0, count), on any thread; `worker` in [0, worker_count()) is that of the
-  // calling thread, for scratch memory of its own. Must not throw.
+  // A task: called once for each index in [0, count), on any thread; `worker` in [0,
+  // worker_count()) is that of the calling thread, for scratch memory of its own. Must not throw.
   using Task = void (*)(void* context, int64_t index, int worker);
 
   virtual ~ParallelRunner() = default;
@@ -23,13 +23,17 @@ class ParallelRunner {
   // Run with a callable `f(int64_t index, int worker)`.
   template <typename F>
   void ParallelFor(int64_t count, F&& f) noexcept {
-    Run(count, [](void* context, int64_t index, int worker) { (*static_cast<F*>(context))(index, worker); },
+    Run(
+        count,
+        [](void* context, int64_t index, int worker) {
+          (*static_cast<F*>(context))(index, worker);
+        },
         const_cast<void*>(static_cast<const void*>(&f)));
   }
 };
 
-// Quire's own pool of `thread_count` threads, the caller of Run among them. Workers spin briefly for the next Run, then
-// park. 0 = one per core that this process may use.
+// Quire's own pool of `thread_count` threads, the caller of Run among them. Workers spin briefly
+// for the next Run, then park. 0 = one per core that this process may use.
 std::shared_ptr<ParallelRunner> CreateThreadPool(int thread_count);
 
 }  // namespace quire

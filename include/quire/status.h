@@ -1,4 +1,5 @@
-// Outcomes as values. Every public call of Quire returns a Status or a Result<T>; only the language bindings throw.
+// Outcomes as values. Every public call of Quire returns a Status or a Result<T>; only the language
+// bindings throw.
 #ifndef QUIRE_STATUS_H_
 #define QUIRE_STATUS_H_
 
@@ -21,7 +22,7 @@ enum class StatusCode : int {
   kOutOfPages,       // the cache has too few free pages; remove or pop sequences and call again
   kOutOfMemory,      // the host's allocator refused
   kTooLarge,         // over a configured limit
-  kNeedsReplay,      // the state at that position is gone; recompute from the position in the message
+  kNeedsReplay,  // the state at that position is gone; recompute from the position in the message
   kNotFound,
   kTimeout,
   kFull,
@@ -63,8 +64,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}           // NOLINT(google-explicit-constructor)
-  Result(Status status) : status_(std::move(status)) {    // NOLINT(google-explicit-constructor)
+  Result(T value) : value_(std::move(value)) {}         // NOLINT(google-explicit-constructor)
+  Result(Status status) : status_(std::move(status)) {  // NOLINT(google-explicit-constructor)
     assert(!status_.ok());
   }
 
@@ -90,9 +91,9 @@ class [[nodiscard]] Result {
 #define QUIRE_CONCAT_INNER_(a, b) a##b
 #define QUIRE_CONCAT_(a, b) QUIRE_CONCAT_INNER_(a, b)
 
-#define QUIRE_RETURN_IF_ERROR(expr)              \
-  do {                                           \
-    ::quire::Status quire_status_ = (expr);      \
+#define QUIRE_RETURN_IF_ERROR(expr)                \
+  do {                                             \
+    ::quire::Status quire_status_ = (expr);        \
     if (!quire_status_.ok()) return quire_status_; \
   } while (false)
 

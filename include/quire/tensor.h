@@ -1,4 +1,5 @@
-// Element types and non-owning views of tensors. DLPack's structs are the form in which memory is passed in and out.
+// Element types and non-owning views of tensors. DLPack's structs are the form in which memory is
+// passed in and out.
 #ifndef QUIRE_TENSOR_H_
 #define QUIRE_TENSOR_H_
 
@@ -18,13 +19,15 @@ namespace quire {
 enum class DType : uint8_t { kF32, kF16, kBF16, kI32, kI64, kU8 };
 
 int64_t DTypeBytes(DType dtype);
-std::string_view DTypeName(DType dtype);  // "float32", "float16", "bfloat16", "int32", "int64", "uint8"
-Result<DType> ParseDType(std::string_view name);  // also "f32", "f16", "bf16", "F32", "BF16" (safetensors)
+std::string_view DTypeName(
+    DType dtype);  // "float32", "float16", "bfloat16", "int32", "int64", "uint8"
+Result<DType> ParseDType(
+    std::string_view name);  // also "f32", "f16", "bf16", "F32", "BF16" (safetensors)
 DLDataType ToDLDataType(DType dtype);
 Result<DType> FromDLDataType(DLDataType dtype);
 
-// A view of host memory: pointer, dtype, shape and strides in elements. It owns nothing; it is valid as long as the
-// memory is. Copyable.
+// A view of host memory: pointer, dtype, shape and strides in elements. It owns nothing; it is
+// valid as long as the memory is. Copyable.
 class TensorView {
  public:
   static constexpr int kMaxRank = 6;  // the largest rank in any interface is 5; one to spare
@@ -38,7 +41,8 @@ class TensorView {
   TensorView(const void* data, DType dtype, std::initializer_list<int64_t> shape)
       : TensorView(const_cast<void*>(data), dtype, shape) {}  // NOLINT: the callee only reads
 
-  // BadArgument for another device than the CPU, more than kMaxRank dimensions or an element type that Quire lacks.
+  // BadArgument for another device than the CPU, more than kMaxRank dimensions or an element type
+  // that Quire lacks.
   static Result<TensorView> FromDLPack(const DLTensor& tensor);
 
   void* data() const { return data_; }

@@ -1,0 +1,114 @@
+#include "base/checksum.h"
+
+#include <array>
+#include <bit>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+namespace quire {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the formats are little-endian");
+
+template <typename T>
+T Load(const unsigned char* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+// The five primes of XXH64.
+constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87;
+constexpr uint64_t kPrime2 = 0xC2B2AE3D27D4EB4F;
+constexpr uint64_t kPrime3 = 0x165667B19E3779F9;
+constexpr uint64_t kPrime4 = 0x85EBCA77C2B2AE63;
+constexpr uint64_t kPrime5 = 0x27D4EB2F165667C5;
+
+uint64_t Round(uint64_t lane, uint64_t input) {
+  return std::rotl(lane + input * kPrime2, 31) * kPrime1;
+}
+
+uint64_t MergeLane(uint64_t hash, uint64_t lane) {
+  return (hash ^ Round(0, lane)) * kPrime1 + kPrime4;
+}
+
+// Consumes whole stripes of 32 bytes and returns their hash.
+uint64_t HashStripes(const unsigned char*& from, size_t& left, uint64_t seed) {
+  uint64_t lanes[4] = {seed + kPrime1 + kPrime2, seed + kPrime2, seed, seed - kPrime1};
+  for (; left >= 32; from += 32, left -= 32) {
+    for (int i = 0; i < 4; ++i) lanes[i] = Round(lanes[i], Load<uint64_t>(from + 8 * i));
+  }
+  uint64_t hash = std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) +
+                  std::rotl(lanes[3], 18);
+  for (uint64_t lane : lanes) hash = MergeLane(hash, lane);
+  return hash;
+}
+
+uint64_t HashTail(const unsigned char* from, size_t left, uint64_t hash) {
+  for (; left >= 8; from += 8, left -= 8) {
+    hash = std::rotl(hash ^ Round(0, Load<uint64_t>(from)), 27) * kPrime1 + kPrime4;
+  }
+  if (left >= 4) {
+    hash = std::rotl(hash ^ Load<uint32_t>(from) * kPrime1, 23) * kPrime2 + kPrime3;
+    from += 4;
+    left -= 4;
+  }
+  for (; left > 0; ++from, --left) hash = std::rotl(hash ^ *from * kPrime5, 11) * kPrime1;
+  hash = (hash ^ hash >> 33) * kPrime2;
+  hash = (hash ^ hash >> 29) * kPrime3;
+  return hash ^ hash >> 32;
+}
+
+// The reflected polynomial of CRC-32C.
+constexpr uint32_t kCastagnoli = 0x82F63B78;
+
+constexpr std::array<uint32_t, 256> MakeCrcTable() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    uint32_t value = byte;
+    for (int bit = 0; bit < 8; ++bit) value = value >> 1 ^ (value & 1 ? kCastagnoli : 0);
+    table[byte] = value;
+  }
+  return table;
+}
+constexpr std::array<uint32_t, 256> kCrcTable = MakeCrcTable();
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) uint32_t Crc32cSse42(const unsigned char* from, size_t left,
+                                                       uint32_t crc) {
+  uint64_t state = ~crc;
+  for (; left >= 8; from += 8, left -= 8) state = _mm_crc32_u64(state, Load<uint64_t>(from));
+  uint32_t state32 = static_cast<uint32_t>(state);
+  for (; left > 0; ++from, --left) state32 = _mm_crc32_u8(state32, *from);
+  return ~state32;
+}
+#endif
+
+}  // namespace
+
+uint64_t Hash64(const void* data, size_t size, uint64_t seed) {
+  const auto* from = static_cast<const unsigned char*>(data);
+  size_t left = size;
+  uint64_t hash = size >= 32 ? HashStripes(from, left, seed) : seed + kPrime5;
+  return HashTail(from, left, hash + size);
+}
+
+uint32_t Crc32cPortable(const void* data, size_t size, uint32_t crc) {
+  const auto* from = static_cast<const unsigned char*>(data);
+  uint32_t state = ~crc;
+  for (size_t i = 0; i < size; ++i) state = state >> 8 ^ kCrcTable[(state ^ from[i]) & 0xFF];
+  return ~state;
+}
+
+uint32_t Crc32c(const void* data, size_t size, uint32_t crc) {
+#if defined(__x86_64__)
+  static const bool has_sse42 = __builtin_cpu_supports("sse4.2") != 0;
+  if (has_sse42) return Crc32cSse42(static_cast<const unsigned char*>(data), size, crc);
+#endif
+  return Crc32cPortable(data, size, crc);
+}
+
+}  // namespace quire

@@ -1,0 +1,59 @@
+#include "quire/status.h"
+
+#include "base/check.h"
+
+namespace quire {
+
+struct Status::Rep {
+  StatusCode code;
+  std::string_view text;
+};
+
+namespace {
+
+constexpr std::string_view kNames[kStatusCodeCount] = {
+    "Ok",          "UnknownSequence", "SequenceExists", "BadArgument", "BadState", "OutOfPages",
+    "OutOfMemory", "TooLarge",        "NeedsReplay",    "NotFound",    "Timeout",  "Full",
+    "Closed",      "WrongRole",       "Remote",         "Unavailable", "Corrupt",  "Incompatible",
+    "IoError",     "Cancelled",       "Internal"};
+
+}  // namespace
+
+std::string_view StatusCodeName(StatusCode code) {
+  const int index = static_cast<int>(code);
+  return index >= 0 && index < kStatusCodeCount ? kNames[index] : "UnknownStatusCode";
+}
+
+Status::Status(StatusCode code, std::string message) {
+  QUIRE_CHECK(code != StatusCode::kOk) << "an Ok status has no message, this one says: " << message;
+  struct OwningRep {
+    explicit OwningRep(StatusCode code_in, std::string message_in)
+        : message(std::move(message_in)), rep{code_in, message} {}
+    const std::string message;
+    const Rep rep;
+  };
+  auto owner = std::make_shared<const OwningRep>(code, std::move(message));
+  rep_ = std::shared_ptr<const Rep>(owner, &owner->rep);
+}
+
+Status Status::OutOfMemory() noexcept {
+  static constexpr Rep kRep{StatusCode::kOutOfMemory,
+                            "the host's allocator refused; free memory or lower the limits given "
+                            "at creation, then call again"};
+  Status status;
+  // Shares ownership with nothing, so no control block is allocated.
+  status.rep_ = std::shared_ptr<const Rep>(std::shared_ptr<const Rep>(), &kRep);
+  return status;
+}
+
+StatusCode Status::code() const noexcept { return ok() ? StatusCode::kOk : rep_->code; }
+
+std::string_view Status::message() const noexcept { return ok() ? std::string_view() : rep_->text; }
+
+std::string Status::ToString() const {
+  std::string text(StatusCodeName(code()));
+  if (!ok()) text.append(": ").append(rep_->text);
+  return text;
+}
+
+}  // namespace quire

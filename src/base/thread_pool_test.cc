@@ -1,0 +1,89 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "base/float_environment.h"
+#include "quire/seams.h"
+
+namespace quire {
+namespace {
+
+TEST(ThreadPool, RunsEveryIndexOnceForManyJobs) {
+  for (const int threads : {1, 2, 5}) {
+    const auto pool = CreateThreadPool(threads);
+    ASSERT_EQ(pool->worker_count(), threads);
+    for (const int64_t count : {0, 1, 2, 3, 17, 300}) {
+      for (int repeat = 0; repeat < 20; ++repeat) {
+        std::vector<std::atomic<int>> hits(static_cast<size_t>(count));
+        std::atomic<bool> worker_in_range{true};
+        pool->ParallelFor(count, [&](int64_t index, int worker) {
+          hits[static_cast<size_t>(index)].fetch_add(1);
+          if (worker < 0 || worker >= threads) worker_in_range = false;
+        });
+        for (const auto& hit : hits) ASSERT_EQ(hit.load(), 1);
+        ASSERT_TRUE(worker_in_range);
+      }
+    }
+  }
+}
+
+TEST(ThreadPool, ThreadsWorkAtTheSameTimeUnderNumbersOfTheirOwn) {
+  constexpr int kThreads = 3;
+  const auto pool = CreateThreadPool(kThreads);
+  std::atomic<int> arrived{0};
+  std::vector<std::atomic<int>> by_worker(kThreads);
+  // Each index waits for all others, so no thread can take two.
+  pool->ParallelFor(kThreads, [&](int64_t, int worker) {
+    by_worker[static_cast<size_t>(worker)].fetch_add(1);
+    arrived.fetch_add(1);
+    while (arrived.load() < kThreads) std::this_thread::yield();
+  });
+  for (const auto& tasks : by_worker) EXPECT_EQ(tasks.load(), 1);
+}
+
+TEST(ThreadPool, OneThreadRunsInOrderInTheCaller) {
+  const auto pool = CreateThreadPool(1);
+  std::vector<int64_t> order;
+  pool->ParallelFor(4, [&](int64_t index, int) { order.push_back(index); });
+  EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3}));
+}
+
+TEST(ThreadPool, ZeroMeansTheUsableCores) { EXPECT_GE(CreateThreadPool(0)->worker_count(), 1); }
+
+TEST(ThreadPool, UsingAPoolInsideItselfStopsTheProcess) {
+  EXPECT_DEATH(
+      {
+        const auto pool = CreateThreadPool(2);
+        pool->ParallelFor(2, [&](int64_t, int) { pool->ParallelFor(2, [](int64_t, int) {}); });
+      },
+      "another Run of this pool");
+}
+
+#if defined(__x86_64__)
+constexpr unsigned kFlushToZeroAndDenormalsAreZero = 0x8040;
+constexpr unsigned kExceptionFlags = 0x3F;
+
+TEST(ThreadPool, TasksRunInTheDefaultFloatEnvironmentAndTheCallersComesBack) {
+  for (const int threads : {1, 2}) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | kFlushToZeroAndDenormalsAreZero);
+    const auto pool = CreateThreadPool(threads);  // workers inherit the creator's environment
+    std::atomic<int> wrong{0};
+    pool->ParallelFor(64, [&](int64_t, int) {
+      if ((_mm_getcsr() & ~kExceptionFlags) != 0x1F80) wrong.fetch_add(1);
+    });
+    pool->ParallelFor(1, [&](int64_t, int) {
+      if ((_mm_getcsr() & ~kExceptionFlags) != 0x1F80) wrong.fetch_add(1);
+    });
+    const unsigned after = _mm_getcsr();
+    _mm_setcsr(before);
+    EXPECT_EQ(wrong.load(), 0);
+    EXPECT_EQ(after, before | kFlushToZeroAndDenormalsAreZero);
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace quire

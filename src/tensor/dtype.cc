@@ -1,0 +1,66 @@
+#include "quire/tensor.h"
+
+namespace quire {
+namespace {
+
+struct DTypeInfo {
+  DType dtype;
+  std::string_view name;
+  std::string_view short_name;
+  std::string_view safetensors_name;
+  DLDataTypeCode code;
+  uint8_t bits;
+};
+
+constexpr DTypeInfo kInfos[] = {
+    {DType::kF32, "float32", "f32", "F32", kDLFloat, 32},
+    {DType::kF16, "float16", "f16", "F16", kDLFloat, 16},
+    {DType::kBF16, "bfloat16", "bf16", "BF16", kDLBfloat, 16},
+    {DType::kI32, "int32", "i32", "I32", kDLInt, 32},
+    {DType::kI64, "int64", "i64", "I64", kDLInt, 64},
+    {DType::kU8, "uint8", "u8", "U8", kDLUInt, 8},
+};
+
+const DTypeInfo& Info(DType dtype) { return kInfos[static_cast<int>(dtype)]; }
+
+std::string AllNames() {
+  std::string names;
+  for (const DTypeInfo& info : kInfos) {
+    if (!names.empty()) names += ", ";
+    names += info.name;
+  }
+  return names;
+}
+
+}  // namespace
+
+int64_t DTypeBytes(DType dtype) { return Info(dtype).bits / 8; }
+
+std::string_view DTypeName(DType dtype) { return Info(dtype).name; }
+
+Result<DType> ParseDType(std::string_view name) {
+  for (const DTypeInfo& info : kInfos) {
+    if (name == info.name || name == info.short_name || name == info.safetensors_name) {
+      return info.dtype;
+    }
+  }
+  return Status(StatusCode::kBadArgument,
+                "unknown element type \"" + std::string(name) + "\"; Quire has " + AllNames());
+}
+
+DLDataType ToDLDataType(DType dtype) {
+  const DTypeInfo& info = Info(dtype);
+  return DLDataType{static_cast<uint8_t>(info.code), info.bits, 1};
+}
+
+Result<DType> FromDLDataType(DLDataType dtype) {
+  for (const DTypeInfo& info : kInfos) {
+    if (dtype.lanes == 1 && dtype.code == info.code && dtype.bits == info.bits) return info.dtype;
+  }
+  return Status(StatusCode::kBadArgument,
+                "element type with DLPack code " + std::to_string(dtype.code) + ", " +
+                    std::to_string(dtype.bits) + " bits and " + std::to_string(dtype.lanes) +
+                    " lanes; Quire has " + AllNames());
+}
+
+}  // namespace quire
