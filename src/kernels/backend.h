@@ -1,8 +1,9 @@
-// The table of operations of one device and instruction set, and their arguments. Kernels are pure functions over views and
-// plan arrays: they allocate nothing, keep no state, cannot fail; whoever fills the arguments has validated them.
+// The table of operations of one device and instruction set, and their arguments. Kernels are pure
+// functions over views and plan arrays: they allocate nothing, keep no state, cannot fail; whoever
+// fills the arguments has validated them.
 //
-// Every row's result is a function of that row's inputs alone (docs/exactness.md): not of the other rows, of the number of
-// workers or of how the work was cut.
+// Every row's result is a function of that row's inputs alone (docs/exactness.md): not of the other
+// rows, of the number of workers or of how the work was cut.
 #ifndef QUIRE_KERNELS_BACKEND_H_
 #define QUIRE_KERNELS_BACKEND_H_
 
@@ -20,7 +21,8 @@
 
 namespace quire {
 
-// ---------------------------------------------------------------------------------------------------- attention
+// ----------------------------------------------------------------------------------------------------
+// attention
 
 // cos and sin of rows' positions, float32 [row][rotary_dim / 2] each, row stride rotary_dim / 2.
 struct RotaryRows {
@@ -30,7 +32,8 @@ struct RotaryRows {
   bool interleaved = false;  // pairs (2i, 2i+1) instead of (i, i + rotary_dim / 2)
 };
 
-// Rows [row][head][dim] of float32, float16 or bfloat16 with strides in elements; dim is contiguous.
+// Rows [row][head][dim] of float32, float16 or bfloat16 with strides in elements; dim is
+// contiguous.
 struct HeadRows {
   const void* data = nullptr;
   DType dtype = DType::kF32;
@@ -50,33 +53,36 @@ struct AppendTarget {
   int32_t slot;
 };
 
-// Stores rows of k (rotated in float32, then rounded once to the layout's dtype) and v. Opening a tile (its first slot
-// written is `slot` and open_tile[row] is set) first zeroes the tile's V and its v_nonfinite flag.
+// Stores rows of k (rotated in float32, then rounded once to the layout's dtype) and v. Opening a
+// tile (its first slot written is `slot` and open_tile[row] is set) first zeroes the tile's V and
+// its v_nonfinite flag.
 struct AppendArgs {
   KVPages pages;
   int64_t row_count = 0;
   HeadRows k, v;
-  RotaryRows rotary;              // identity unless RopeMode::kNormal
-  const AppendTarget* targets;    // [row_count]; slots are distinct
-  const uint8_t* opens_tile;      // [row_count]; 1: no slot of this tile holds a token yet
+  RotaryRows rotary;            // identity unless RopeMode::kNormal
+  const AppendTarget* targets;  // [row_count]; slots are distinct
+  const uint8_t* opens_tile;    // [row_count]; 1: no slot of this tile holds a token yet
 };
 
-// One sequence of a forward: rows [first_row, first_row + row_count) of q and o, at positions base, base + 1, ...; row r
-// sees positions [0, base + r].
+// One sequence of a forward: rows [first_row, first_row + row_count) of q and o, at positions base,
+// base + 1, ...; row r sees positions [0, base + r].
 struct AttentionSequence {
   int64_t first_row;
   int64_t row_count;
-  int64_t base;             // position of the first row
-  const PageRun* runs;      // cover [0, base + row_count)
+  int64_t base;         // position of the first row
+  const PageRun* runs;  // cover [0, base + row_count)
   int64_t run_count;
   int64_t private_segment;  // first segment that no SharedSpan with this sequence covers
-  const float* inline_cos;  // RopeMode::kInline: table of all positions, [position][rotary_dim / 2]; else null
+  const float* inline_cos;  // RopeMode::kInline: table of all positions, [position][rotary_dim /
+                            // 2]; else null
   const float* inline_sin;
 };
 
-// Whole segments [segment_begin, segment_end) whose pages are the same for sequences [first, first + count) of the plan's
-// order, count >= 2; every row of them sees all of these positions. Spans are sorted by segment_begin; for one sequence they
-// are adjacent: each begins where the one before ended, the first at 0.
+// Whole segments [segment_begin, segment_end) whose pages are the same for sequences [first, first
+// + count) of the plan's order, count >= 2; every row of them sees all of these positions. Spans
+// are sorted by segment_begin; for one sequence they are adjacent: each begins where the one before
+// ended, the first at 0.
 struct SharedSpan {
   int64_t first;
   int64_t count;
@@ -84,10 +90,12 @@ struct SharedSpan {
   int64_t segment_end;
 };
 
-// Attention of all rows over the pages. Arithmetic: docs/exactness.md. o = 0 and lse = -inf for a row that sees nothing.
+// Attention of all rows over the pages. Arithmetic: docs/exactness.md. o = 0 and lse = -inf for a
+// row that sees nothing.
 struct AttentionArgs {
   KVPages pages;
-  int num_qo_heads = 0;  // a multiple of pages.layout.num_kv_heads; query head h reads kv head h / (Hq / Hkv)
+  int num_qo_heads =
+      0;  // a multiple of pages.layout.num_kv_heads; query head h reads kv head h / (Hq / Hkv)
   float scale_log2 = 0;  // sm_scale * log2(e)
   HeadRows q;            // [row][Hq][qk_head_dim], unrotated
   RotaryRows rotary;     // of the query rows; identity for RopeMode::kNone
@@ -100,9 +108,11 @@ struct AttentionArgs {
   void* scratch = nullptr;  // attention_scratch_bytes() of it, 64-byte aligned
 };
 
-// ---------------------------------------------------------------------------------------------------- linear layers
+// ----------------------------------------------------------------------------------------------------
+// linear layers
 
-// Weights [n outputs][k inputs] in the order in which the kernels read them. Owned by whoever packed them.
+// Weights [n outputs][k inputs] in the order in which the kernels read them. Owned by whoever
+// packed them.
 struct PackedLinear {
   DType dtype = DType::kF32;  // of the packed weights: kF32, kF16 or kBF16
   int64_t n = 0, k = 0;
@@ -110,9 +120,9 @@ struct PackedLinear {
   const float* bias = nullptr;  // [n] or null
 };
 
-// y = x W^T + bias. One output: products singly (kF32 rows) or in pairs (kBF16 rows on a path with bf16 dot products), k
-// ascending, one float32 accumulator per block of 1024 inputs (k > 1024) or 512, each from zero, block sums added left to
-// right, then the bias.
+// y = x W^T + bias. One output: products singly (kF32 rows) or in pairs (kBF16 rows on a path with
+// bf16 dot products), k ascending, one float32 accumulator per block of 1024 inputs (k > 1024) or
+// 512, each from zero, block sums added left to right, then the bias.
 struct LinearArgs {
   PackedLinear w;
   int64_t row_count = 0;
@@ -121,52 +131,62 @@ struct LinearArgs {
   DType x_rounding = DType::kF32;  // kBF16: x is rounded to bfloat16 first
   float* y = nullptr;              // [row][n], row stride y_stride
   int64_t y_stride = 0;
-  bool accumulate = false;  // y += instead of y =: the finished output is added to y once (residual)
+  bool accumulate =
+      false;  // y += instead of y =: the finished output is added to y once (residual)
   void* scratch = nullptr;  // linear_scratch_bytes() of it, 64-byte aligned
 };
 
-// ---------------------------------------------------------------------------------------------------- the table
+// ----------------------------------------------------------------------------------------------------
+// the table
 
 struct Backend {
   std::string_view name;  // "avx512_bf16", "avx512", "avx2", "scalar"
 
   void (*append_kv)(const AppendArgs&, ParallelRunner&);
   // Scratch for any plan of at most row_count rows and sequence_count sequences.
-  size_t (*attention_scratch_bytes)(const KVLayout&, int num_qo_heads, int64_t row_count, int64_t sequence_count,
-                                    int worker_count);
+  size_t (*attention_scratch_bytes)(const KVLayout&, int num_qo_heads, int64_t row_count,
+                                    int64_t sequence_count, int worker_count);
   void (*attention)(const AttentionArgs&, ParallelRunner&);
 
   size_t (*packed_linear_bytes)(DType dtype, int64_t n, int64_t k);
-  // Packs row-major [n][k] of `from`; `to` is kF32, kF16 or kBF16 (rounded to nearest even where narrower).
-  void (*pack_linear)(const void* weights, DType from, int64_t n, int64_t k, DType to, void* packed, ParallelRunner&);
+  // Packs row-major [n][k] of `from`; `to` is kF32, kF16 or kBF16 (rounded to nearest even where
+  // narrower).
+  void (*pack_linear)(const void* weights, DType from, int64_t n, int64_t k, DType to, void* packed,
+                      ParallelRunner&);
   size_t (*linear_scratch_bytes)(int64_t row_count, int64_t n, int64_t k, int worker_count);
   void (*linear)(const LinearArgs&, ParallelRunner&);
 
-  // y[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (w + weight_offset); rows of `dim`, contiguous; y may be x.
-  void (*rms_norm)(const float* x, const float* w, float weight_offset, float eps, int64_t row_count, int64_t dim,
-                   float* y, ParallelRunner&);
+  // y[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (w + weight_offset); rows of `dim`, contiguous; y may
+  // be x.
+  void (*rms_norm)(const float* x, const float* w, float weight_offset, float eps,
+                   int64_t row_count, int64_t dim, float* y, ParallelRunner&);
   // y[r][i] = silu(gate_up[r][i]) * gate_up[r][dim + i].
   void (*silu_mul)(const float* gate_up, int64_t row_count, int64_t dim, float* y, ParallelRunner&);
   // y[r] = table[ids[r]] widened, rows of `dim` in `dtype`.
-  void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count, int64_t dim, float* y,
-                      ParallelRunner&);
+  void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
+                      int64_t dim, float* y, ParallelRunner&);
 };
 
-// The paths that this build has and this CPU can run, best first; never empty ("scalar" is always there).
+// The paths that this build has and this CPU can run, best first; never empty ("scalar" is always
+// there).
 std::span<const Backend* const> Backends();
-// The named path, or the best for ""; environment variable QUIRE_KERNELS names the default. BadArgument lists the names.
+// The named path, or the best for ""; environment variable QUIRE_KERNELS names the default.
+// BadArgument lists the names.
 Result<const Backend*> FindBackend(std::string_view name);
 
-// Widening and rounding (nearest even) of one row-major array, on the scalar path; for loading, export and tests.
+// Widening and rounding (nearest even) of one row-major array, on the scalar path; for loading,
+// export and tests.
 void ConvertElements(const void* from, DType from_dtype, void* to, DType to_dtype, int64_t count);
 
-// Moves stored tokens bit for bit between slots, tiled or row layout (consolidation, commit, copies on write).
-// opens_tile as in AppendArgs, per token.
-void CopySlots(const KVPages& pages, std::span<const AppendTarget> from, std::span<const AppendTarget> to,
-               const uint8_t* opens_tile);
-// Logical rows of one stored token: k [kv head][qk_head_dim], v [kv head][v_head_dim] in `dtype` (the layout's or kF32).
+// Moves stored tokens bit for bit between slots, tiled or row layout (consolidation, commit, copies
+// on write). opens_tile as in AppendArgs, per token.
+void CopySlots(const KVPages& pages, std::span<const AppendTarget> from,
+               std::span<const AppendTarget> to, const uint8_t* opens_tile);
+// Logical rows of one stored token: k [kv head][qk_head_dim], v [kv head][v_head_dim] in `dtype`
+// (the layout's or kF32).
 void ReadSlot(const KVPages& pages, AppendTarget slot, DType dtype, void* k, void* v);
-void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void* k, const void* v, bool opens_tile);
+void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void* k, const void* v,
+               bool opens_tile);
 
 }  // namespace quire
 

@@ -1,16 +1,20 @@
-// How keys and values of one layer lie in memory, and the views through which kernels read and write them.
+// How keys and values of one layer lie in memory, and the views through which kernels read and
+// write them.
 //
-// Positions are the ground: a tile is 16 consecutive positions, the key at position p is in lane p mod 16; a segment is
-// 256 positions. A page holds `page_size` consecutive positions, slot = p mod page_size.
+// Positions are the ground: a tile is 16 consecutive positions, the key at position p is in lane p
+// mod 16; a segment is 256 positions. A page holds `page_size` consecutive positions, slot = p mod
+// page_size.
 //
 // Tiled layout (page_size a multiple of 16), per page of one layer, elements of `dtype`:
 //   K: [tile][kv head][...one K tile...]   then   V: [tile][kv head][...one V tile...]
 //   K tile  bf16: [k_dim / 2][16 lanes][2]    f32, f16: [k_dim][16 lanes]
 //   V tile  bf16: [16 lanes / 2][v_dim][2]    f32, f16: [16 lanes][v_dim]
-//   k_dim = qk_head_dim rounded up to even, v_dim = v_head_dim rounded up to 16; the padding is zero.
-// Why: with keys in lanes a score is a chain over the head dimension without horizontal sums; with pairs AVX-512 BF16 dot
-// products apply; K and V each form one long run per page, which memory delivers at full speed.
-// Row layout (any other page_size): K: [slot][kv head][k_dim], V: [slot][kv head][v_dim]; attention assembles tiles from it.
+//   k_dim = qk_head_dim rounded up to even, v_dim = v_head_dim rounded up to 16; the padding is
+//   zero.
+// Why: with keys in lanes a score is a chain over the head dimension without horizontal sums; with
+// pairs AVX-512 BF16 dot products apply; K and V each form one long run per page, which memory
+// delivers at full speed. Row layout (any other page_size): K: [slot][kv head][k_dim], V: [slot][kv
+// head][v_dim]; attention assembles tiles from it.
 #ifndef QUIRE_KERNELS_KV_LAYOUT_H_
 #define QUIRE_KERNELS_KV_LAYOUT_H_
 
@@ -21,8 +25,9 @@
 
 namespace quire {
 
-inline constexpr int kTilePositions = 16;      // one AVX-512 register of float32 scores
-inline constexpr int kSegmentPositions = 256;  // part of the arithmetic: changing it changes bits (docs/exactness.md)
+inline constexpr int kTilePositions = 16;  // one AVX-512 register of float32 scores
+inline constexpr int kSegmentPositions =
+    256;  // part of the arithmetic: changing it changes bits (docs/exactness.md)
 inline constexpr int kTilesPerSegment = kSegmentPositions / kTilePositions;
 
 struct KVLayout {
@@ -41,7 +46,9 @@ struct KVLayout {
   size_t k_tile_elements() const { return static_cast<size_t>(k_dim()) * kTilePositions; }
   size_t v_tile_elements() const { return static_cast<size_t>(v_dim()) * kTilePositions; }
   size_t v_offset() const { return static_cast<size_t>(page_size) * num_kv_heads * k_dim(); }
-  size_t page_elements() const { return v_offset() + static_cast<size_t>(page_size) * num_kv_heads * v_dim(); }
+  size_t page_elements() const {
+    return v_offset() + static_cast<size_t>(page_size) * num_kv_heads * v_dim();
+  }
   size_t page_bytes() const { return page_elements() * static_cast<size_t>(DTypeBytes(dtype)); }
   // Offsets within a page, tiled layout.
   size_t k_tile_offset(int tile, int head) const {
@@ -61,23 +68,25 @@ struct KVLayout {
   bool operator==(const KVLayout&) const = default;
 };
 
-// Pages of one layer. `v_nonfinite[page * tiles_per_page + tile]` is set when a value stored in that tile was NaN or
-// infinite since the tile was opened.
+// Pages of one layer. `v_nonfinite[page * tiles_per_page + tile]` is set when a value stored in
+// that tile was NaN or infinite since the tile was opened.
 struct KVPages {
   KVLayout layout;
   std::byte* base = nullptr;       // page i at base + i * layout.page_bytes()
   uint8_t* v_nonfinite = nullptr;  // [page_count * tiles_per_page]
 };
 
-// One entry of a page table: positions from `start` on lie in `page`, up to the next entry's start or the end of the run.
-// start / page_size is the page range that the entry is about; an entry never crosses its end.
+// One entry of a page table: positions from `start` on lie in `page`, up to the next entry's start
+// or the end of the run. start / page_size is the page range that the entry is about; an entry
+// never crosses its end.
 struct PageEntry {
   int64_t start;
   int32_t page;
 };
 
-// Consecutive entries that cover the positions [begin, end): entry 0 covers from `begin` (its own start may be lower, the
-// run is clipped), the last one to `end`. Entries are ascending. Never empty.
+// Consecutive entries that cover the positions [begin, end): entry 0 covers from `begin` (its own
+// start may be lower, the run is clipped), the last one to `end`. Entries are ascending. Never
+// empty.
 struct PageRun {
   const PageEntry* entries;
   int64_t entry_count;

@@ -1,0 +1,184 @@
+// Storing new keys and values. Included after simd-inl.h, inside a path's namespace and target
+// region; the including file includes before it: base/float_environment.h, kernels/backend.h,
+// kernels/kv_slot.h, tensor/half.h.
+#ifndef QUIRE_KERNELS_CPU_APPEND_INL_H_
+#define QUIRE_KERNELS_CPU_APPEND_INL_H_
+
+#include "kernels/cpu/rotary-inl.h"
+
+// Rows per task: the tokens of a tile share its cache lines, so a task should have about a tile.
+constexpr int64_t kAppendRows = 16;
+
+template <DType kType>
+struct StoredAs {
+  using Element = uint16_t;
+};
+template <>
+struct StoredAs<DType::kF32> {
+  using Element = float;
+};
+
+template <DType kType>
+QUIRE_INLINE float Wide(typename StoredAs<kType>::Element x) {
+  if constexpr (kType == DType::kF32) {
+    return x;
+  } else {
+    return kType == DType::kBF16 ? Bf16ToF32(x) : F16ToF32(x);
+  }
+}
+template <DType kType>
+QUIRE_INLINE typename StoredAs<kType>::Element Narrow(float x) {
+  if constexpr (kType == DType::kF32) {
+    return x;
+  } else {
+    return kType == DType::kBF16 ? F32ToBf16(x) : F32ToF16(x);
+  }
+}
+
+// Row layout: unused slots are never read, so only the flag is reset.
+static void OpenTile(const KVPages& pages, AppendTarget target) {
+  const KVLayout& layout = pages.layout;
+  pages.v_nonfinite[TileFlag(layout, target.page, target.slot)] = 0;
+  if (!layout.tiled()) return;
+  const size_t bytes = layout.dtype == DType::kF32 ? sizeof(float) : sizeof(uint16_t);
+  __builtin_memset(
+      PageAt(pages, target.page) + layout.v_tile_offset(target.slot / kTilePositions, 0) * bytes, 0,
+      layout.v_tile_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
+}
+
+template <DType kFrom, DType kTo>
+static void AppendKey(const AppendArgs& args, int64_t row, int head) {
+  using Element = typename StoredAs<kTo>::Element;
+  const KVLayout& layout = args.pages.layout;
+  const AppendTarget target = args.targets[row];
+  const auto* from = static_cast<const typename StoredAs<kFrom>::Element*>(args.k.data) +
+                     row * args.k.row_stride + head * args.k.head_stride;
+  auto* page = reinterpret_cast<Element*>(PageAt(args.pages, target.page));
+  const KeyElements key = KeyOfSlot(layout, target.slot, head);
+  const int rotary_dim = args.rotary.rotary_dim;
+  const int half = rotary_dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const int first = PairFirst(i, args.rotary.interleaved);
+    const int second = PairSecond(i, rotary_dim, args.rotary.interleaved);
+    float x = Wide<kFrom>(from[first]);
+    float y = Wide<kFrom>(from[second]);
+    RotatePair(&x, &y, args.rotary.cos[row * half + i], args.rotary.sin[row * half + i]);
+    page[key[first]] = Narrow<kTo>(x);
+    page[key[second]] = Narrow<kTo>(y);
+  }
+  for (int d = rotary_dim; d < layout.qk_head_dim; ++d) {
+    page[key[d]] = Narrow<kTo>(Wide<kFrom>(from[d]));
+  }
+  for (int d = layout.qk_head_dim; d < layout.k_dim(); ++d) page[key[d]] = Narrow<kTo>(0.0F);
+}
+
+// True if all stored values are finite.
+template <DType kFrom, DType kTo>
+static bool AppendValue(const AppendArgs& args, int64_t row, int head) {
+  using Element = typename StoredAs<kTo>::Element;
+  const KVLayout& layout = args.pages.layout;
+  const AppendTarget target = args.targets[row];
+  const auto* from = static_cast<const typename StoredAs<kFrom>::Element*>(args.v.data) +
+                     row * args.v.row_stride + head * args.v.head_stride;
+  auto* page = reinterpret_cast<Element*>(PageAt(args.pages, target.page));
+  const ValueElements value = ValueOfSlot(layout, target.slot, head);
+  float sum = 0.0F;  // of x * 0: NaN if some x is not finite
+  for (int d = 0; d < layout.v_head_dim; ++d) {
+    const Element x = Narrow<kTo>(Wide<kFrom>(from[d]));
+    page[value[d]] = x;
+    sum += Wide<kTo>(x) * 0.0F;
+  }
+  for (int d = layout.v_head_dim; d < layout.v_dim(); ++d) page[value[d]] = Narrow<kTo>(0.0F);
+  return sum == 0.0F;
+}
+
+template <DType kKey, DType kTo>
+static void AppendKeys(const AppendArgs& args, int64_t row) {
+  for (int head = 0; head < args.pages.layout.num_kv_heads; ++head) {
+    AppendKey<kKey, kTo>(args, row, head);
+  }
+}
+template <DType kValue, DType kTo>
+static void AppendValues(const AppendArgs& args, int64_t row) {
+  bool is_finite = true;
+  for (int head = 0; head < args.pages.layout.num_kv_heads; ++head) {
+    is_finite = AppendValue<kValue, kTo>(args, row, head) && is_finite;
+  }
+  if (is_finite) return;
+  const AppendTarget target = args.targets[row];
+  // Several tasks may set the flag of one tile.
+  __atomic_store_n(args.pages.v_nonfinite + TileFlag(args.pages.layout, target.page, target.slot),
+                   uint8_t{1}, __ATOMIC_RELAXED);
+}
+
+using AppendRow = void (*)(const AppendArgs& args, int64_t row);
+
+template <DType kTo>
+static AppendRow KeysFrom(DType from) {
+  if (from == DType::kF32) return AppendKeys<DType::kF32, kTo>;
+  return from == DType::kF16 ? AppendKeys<DType::kF16, kTo> : AppendKeys<DType::kBF16, kTo>;
+}
+template <DType kTo>
+static AppendRow ValuesFrom(DType from) {
+  if (from == DType::kF32) return AppendValues<DType::kF32, kTo>;
+  return from == DType::kF16 ? AppendValues<DType::kF16, kTo> : AppendValues<DType::kBF16, kTo>;
+}
+
+struct AppendCall {
+  const AppendArgs* args;
+  AppendRow keys;
+  AppendRow values;
+};
+
+static AppendCall MakeAppendCall(const AppendArgs& args) {
+  const DType to = args.pages.layout.dtype;
+  if (to == DType::kF32) {
+    return {&args, KeysFrom<DType::kF32>(args.k.dtype), ValuesFrom<DType::kF32>(args.v.dtype)};
+  }
+  if (to == DType::kF16) {
+    return {&args, KeysFrom<DType::kF16>(args.k.dtype), ValuesFrom<DType::kF16>(args.v.dtype)};
+  }
+  return {&args, KeysFrom<DType::kBF16>(args.k.dtype), ValuesFrom<DType::kBF16>(args.v.dtype)};
+}
+
+// The end of the rows of task `index`.
+static int64_t AppendEnd(const AppendArgs& args, int64_t index) {
+  const int64_t end = (index + 1) * kAppendRows;
+  return end < args.row_count ? end : args.row_count;
+}
+
+static void RunOpenTiles(void* context, int64_t index, int /*worker*/) {
+  const AppendArgs& args = *static_cast<const AppendCall*>(context)->args;
+  for (int64_t row = index * kAppendRows; row < AppendEnd(args, index); ++row) {
+    if (args.targets[row].page >= 0 && args.opens_tile[row] != 0) {
+      OpenTile(args.pages, args.targets[row]);
+    }
+  }
+}
+
+static void RunAppendRows(void* context, int64_t index, int /*worker*/) {
+  const ScopedFloatEnvironment environment;
+  const AppendCall& call = *static_cast<const AppendCall*>(context);
+  for (int64_t row = index * kAppendRows; row < AppendEnd(*call.args, index); ++row) {
+    if (call.args->targets[row].page < 0) continue;
+    call.keys(*call.args, row);
+    call.values(*call.args, row);
+  }
+}
+
+// All tiles are opened before any row is stored: the rows of a tile may belong to several tasks.
+static void AppendKV(const AppendArgs& args, ParallelRunner& runner) {
+  AppendCall call = MakeAppendCall(args);
+  const int64_t tasks = (args.row_count + kAppendRows - 1) / kAppendRows;
+  if (tasks <= 1) {  // a barrier costs more than a few rows
+    for (int64_t index = 0; index < tasks; ++index) {
+      RunOpenTiles(&call, index, 0);
+      RunAppendRows(&call, index, 0);
+    }
+    return;
+  }
+  runner.Run(tasks, RunOpenTiles, &call);
+  runner.Run(tasks, RunAppendRows, &call);
+}
+
+#endif  // QUIRE_KERNELS_CPU_APPEND_INL_H_

@@ -1,0 +1,887 @@
+// Attention over paged keys and values. docs/exactness.md has the arithmetic; attention_schedule.h
+// how the work is cut. Included after simd-inl.h, inside a path's namespace and target region; the
+// including file includes before it: base/float_environment.h, kernels/attention_schedule.h,
+// kernels/backend.h, kernels/kv_slot.h, kernels/segment_tiles.h, tensor/half.h.
+//
+// Two loop nests compute a segment for a unit's rows, from the same chains:
+//   block   one kv head, many rows: tiles of the segment are prepared once (assembled, rotated,
+//   widened), then groups of
+//           kRowsMax rows run over all of them. Bound by arithmetic.
+//   decode  many kv heads, few rows each: K tiles of all heads in the order of memory, softmax, V
+//   tiles of all heads, with
+//           prefetch. Bound by memory.
+#ifndef QUIRE_KERNELS_CPU_ATTENTION_INL_H_
+#define QUIRE_KERNELS_CPU_ATTENTION_INL_H_
+
+#include "kernels/cpu/chain-inl.h"
+#include "kernels/cpu/rotary-inl.h"
+#include "kernels/cpu/softmax-inl.h"
+#include "kernels/cpu/tiles-inl.h"
+
+// Rows times heads of a unit that reads many heads, at most (AttentionSchedule); a block has
+// kRowsMax rows at a time.
+constexpr int64_t kScoreRows = 128;
+// How far ahead decode asks for memory (measured, specs: performance section 8).
+constexpr int64_t kPrefetchBytes = 16384;
+// From so many rows on, widening a block's tiles to float32 once is cheaper than in every group of
+// rows.
+constexpr int64_t kWidenRows = 32;
+
+static int64_t SmallerOf(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t LargerOf(int64_t a, int64_t b) { return a > b ? a : b; }
+static size_t Align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// ----------------------------------------------------------------------------------------------------
+// memory of a worker
+
+// Visible positions [begin, end) of a query row.
+struct RowView {
+  int64_t begin;
+  int64_t end;
+};
+
+struct WorkerSpace {
+  std::byte* q;            // [head][row][k_dim] weights of the unit
+  float* states;           // o, m, l of the unit's rows, if it keeps them itself
+  float* segment;          // o, m, l of one segment
+  float* scores;           // [row][kScoreStride]
+  float* row;              // one row of q or o, padded to whole vectors
+  RowView* views;          // [row]
+  std::byte* key_tiles;    // of a segment (block) or some heads (decode), prepared
+  std::byte* value_tiles;  // of a segment (block) or one (decode)
+  std::byte* stored;       // a tile assembled in the cache's type
+  std::byte* hidden;       // a V tile with lanes hidden
+  float* tile;             // a K tile in float32
+  float* cos;              // [rotary_dim / 2][16]
+  float* sin;
+  SegmentTiles* tiles;  // of this and of the next segment
+
+  // Sets the pointers for the memory at `base`; returns the bytes that they span.
+  size_t Place(const KVLayout& layout, std::byte* base) {
+    const size_t k_tile = layout.k_tile_elements() * sizeof(float);
+    const size_t v_tile = layout.v_tile_elements() * sizeof(float);
+    const size_t k_dim = static_cast<size_t>(layout.k_dim());
+    const size_t v_dim = static_cast<size_t>(layout.v_dim());
+    const size_t key_tiles_count = kTilesPerSegment > kWidest ? kTilesPerSegment : kWidest;
+    std::byte* next = base;
+    q = Take(&next, kUnitRows * k_dim * sizeof(float));
+    states = reinterpret_cast<float*>(Take(&next, kUnitRows * (v_dim + 2) * sizeof(float)));
+    segment = reinterpret_cast<float*>(Take(&next, kScoreRows * (v_dim + 2) * sizeof(float)));
+    scores = reinterpret_cast<float*>(Take(&next, kScoreRows * kScoreStride * sizeof(float)));
+    row = reinterpret_cast<float*>(Take(&next, (k_dim + v_dim + 2 * kLanes) * sizeof(float)));
+    views = reinterpret_cast<RowView*>(Take(&next, kUnitRows * sizeof(RowView)));
+    key_tiles = Take(&next, key_tiles_count * k_tile);
+    value_tiles = Take(&next, kTilesPerSegment * v_tile);
+    stored = Take(&next, k_tile > v_tile ? k_tile : v_tile);
+    hidden = Take(&next, v_tile);
+    tile = reinterpret_cast<float*>(Take(&next, k_tile));
+    cos = reinterpret_cast<float*>(Take(&next, k_tile / 2));
+    sin = reinterpret_cast<float*>(Take(&next, k_tile / 2));
+    tiles = reinterpret_cast<SegmentTiles*>(Take(&next, 2 * sizeof(SegmentTiles)));
+    return static_cast<size_t>(next - base);
+  }
+
+ private:
+  static std::byte* Take(std::byte** next, size_t bytes) {
+    std::byte* begin = *next;
+    *next += Align64(bytes);
+    return begin;
+  }
+};
+
+static size_t WorkerBytes(const KVLayout& layout) {
+  WorkerSpace space;
+  return space.Place(layout, nullptr);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// the call
+
+// What all tasks of one Attention call share. Read-only but for the memory that it points to.
+struct AttentionCall {
+  const AttentionArgs* args;
+  AttentionSchedule* schedule;
+  WeightKind weights;
+  const ChainLoops* stored_loops;  // for tiles in the cache's type
+  size_t element_bytes;
+  RowStates states;  // o [kv head][query row][v_dim], m, l [kv head][query row], of all rows
+  std::byte* workers;
+  size_t worker_bytes;
+
+  const KVLayout& layout() const { return args->pages.layout; }
+};
+
+static const ChainLoops* LoopsOf(DType dtype) {
+  if (dtype == DType::kBF16) return &kLoopsBF16;
+  if (dtype == DType::kF16) return &kLoopsF16;
+  return &kLoopsF32;
+}
+
+static WorkerSpace SpaceOf(const AttentionCall& call, int worker) {
+  WorkerSpace space;
+  space.Place(call.layout(), call.workers + static_cast<size_t>(worker) * call.worker_bytes);
+  return space;
+}
+
+static RowStates StatesAt(RowStates states, int64_t row, int v_dim) {
+  return {states.o + row * v_dim, states.m + row, states.l + row};
+}
+
+// `count` rows' states in memory of count * (v_dim + 2) floats.
+static RowStates StatesIn(float* memory, int64_t count, int v_dim) {
+  return {memory, memory + count * v_dim, memory + count * v_dim + count};
+}
+
+// Where a unit's states are kept: head h, row r at index h * head_rows + r (both counted from the
+// unit's first).
+struct UnitStates {
+  RowStates first;
+  int64_t head_rows;
+};
+
+static UnitStates SharedStates(const AttentionCall& call, const AttentionUnit& unit) {
+  const int64_t total = call.schedule->total_rows();
+  const int64_t index = unit.head_begin * total + unit.row_begin;
+  return {StatesAt(call.states, index, call.layout().v_dim()), total};
+}
+
+static void ClearUnitStates(const AttentionCall& call, const AttentionUnit& unit,
+                            UnitStates states) {
+  const int v_dim = call.layout().v_dim();
+  for (int64_t h = 0; h < unit.head_count(); ++h) {
+    ClearStates(StatesAt(states.first, h * states.head_rows, v_dim), unit.row_count(), v_dim);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// rows in and out
+
+// Walks the query rows of a unit: which row of q and o, which query head of the group.
+class RowWalker {
+ public:
+  RowWalker(const AttentionCall& call, int64_t query_row, int64_t sequence)
+      : call_(call),
+        sequence_(sequence),
+        plan_row_(query_row / call.schedule->group_size()),
+        head_in_group_(query_row % call.schedule->group_size()) {
+    FindSequence();
+  }
+  const AttentionSequence& sequence() const {
+    return call_.args->sequences[static_cast<size_t>(sequence_)];
+  }
+  int64_t row() const { return sequence().first_row + row_in_sequence(); }
+  int64_t position() const { return sequence().base + row_in_sequence(); }
+  int64_t head(int64_t kv_head) const {
+    return kv_head * call_.schedule->group_size() + head_in_group_;
+  }
+  // REQUIRES: there is a next row.
+  void Next() {
+    if (++head_in_group_ < call_.schedule->group_size()) return;
+    head_in_group_ = 0;
+    ++plan_row_;
+    is_behind_ = true;
+  }
+  // To be called after Next, before the row is looked at.
+  void Settle() {
+    if (is_behind_) FindSequence();
+  }
+
+ private:
+  int64_t row_in_sequence() const {
+    return plan_row_ - call_.schedule->plan_row_begin()[sequence_];
+  }
+  void FindSequence() {
+    while (plan_row_ >= call_.schedule->plan_row_begin()[sequence_ + 1]) ++sequence_;
+    is_behind_ = false;
+  }
+
+  const AttentionCall& call_;
+  int64_t sequence_;
+  int64_t plan_row_;
+  int64_t head_in_group_;
+  bool is_behind_ = false;
+};
+
+static void WidenRow(const void* from, DType dtype, int64_t offset, int count, float* to) {
+  int i = 0;
+  if (dtype == DType::kF32) {
+    __builtin_memcpy(to, static_cast<const float*>(from) + offset,
+                     static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  const auto* half = static_cast<const uint16_t*>(from) + offset;
+  if (dtype == DType::kBF16) {
+    for (; i + kLanes <= count; i += kLanes) Store(to + i, LoadBits16AsHigh(half + i));
+    for (; i < count; ++i) to[i] = Bf16ToF32(half[i]);
+  } else {
+    for (; i + kLanes <= count; i += kLanes) Store(to + i, LoadF16(half + i));
+    for (; i < count; ++i) to[i] = F16ToF32(half[i]);
+  }
+}
+
+static void NarrowRow(const float* from, int count, void* to, DType dtype, int64_t offset) {
+  int i = 0;
+  if (dtype == DType::kF32) {
+    __builtin_memcpy(static_cast<float*>(to) + offset, from,
+                     static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  auto* half = static_cast<uint16_t*>(to) + offset;
+  if (dtype == DType::kBF16) {
+    for (; i + kLanes <= count; i += kLanes) StoreBF16(half + i, Load(from + i));
+    for (; i < count; ++i) half[i] = F32ToBf16(from[i]);
+  } else {
+    for (; i + kLanes <= count; i += kLanes) StoreF16(half + i, Load(from + i));
+    for (; i < count; ++i) half[i] = F32ToF16(from[i]);
+  }
+}
+
+// Rotated query rows of the unit as weights, and what each row sees.
+static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, WorkerSpace& space) {
+  const AttentionArgs& args = *call.args;
+  const int k_dim = call.layout().k_dim();
+  const int dim = call.layout().qk_head_dim;
+  const int half = args.rotary.rotary_dim / 2;
+  const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.weights);
+  for (int i = dim; i < k_dim + kLanes; ++i) space.row[i] = 0.0F;
+  RowWalker walker(call, unit.row_begin, unit.sequence);
+  for (int64_t r = 0; r < unit.row_count(); ++r, walker.Next()) {
+    walker.Settle();
+    space.views[r] = {0, unit.shared ? INT64_MAX : walker.position() + 1};
+    for (int64_t h = 0; h < unit.head_count(); ++h) {
+      WidenRow(
+          args.q.data, args.q.dtype,
+          walker.row() * args.q.row_stride + walker.head(unit.head_begin + h) * args.q.head_stride,
+          dim, space.row);
+      RotateRow(space.row, args.rotary.cos + walker.row() * half,
+                args.rotary.sin + walker.row() * half, args.rotary.rotary_dim,
+                args.rotary.interleaved);
+      std::byte* q = space.q + static_cast<size_t>(h * unit.row_count() + r) * row_bytes;
+      for (int i = 0; i < k_dim; i += kLanes) {
+        alignas(64) std::byte weights[kLanes * sizeof(float)];
+        StoreWeights(call.weights, weights, 0, Load(space.row + i));
+        const size_t count = static_cast<size_t>(k_dim - i < kLanes ? k_dim - i : kLanes);
+        const size_t bytes = WeightBytes(call.weights);
+        __builtin_memcpy(q + static_cast<size_t>(i) * bytes, weights, count * bytes);
+      }
+    }
+  }
+}
+
+// Writes o and lse of rows [begin, end) of the unit's heads x rows.
+static void FinishRows(const AttentionCall& call, const AttentionUnit& unit, UnitStates states,
+                       int64_t begin, int64_t end, WorkerSpace& space) {
+  const AttentionArgs& args = *call.args;
+  const int v_dim = call.layout().v_dim();
+  for (int64_t i = begin; i < end;) {
+    const int64_t h = i / unit.row_count();
+    const int64_t stop = SmallerOf(end, (h + 1) * unit.row_count());
+    const int64_t first = unit.row_begin + i % unit.row_count();
+    RowWalker walker(call, first, call.schedule->SequenceOf(first));
+    for (; i < stop; ++i, walker.Next()) {
+      walker.Settle();
+      const RowStates state =
+          StatesAt(states.first, h * states.head_rows + i % unit.row_count(), v_dim);
+      const int64_t head = walker.head(unit.head_begin + h);
+      FinishRow(state.o, *state.l, v_dim, space.row);
+      NarrowRow(space.row, call.layout().v_head_dim, args.o.data, args.o.dtype,
+                walker.row() * args.o.row_stride + head * args.o.head_stride);
+      if (args.lse != nullptr) {
+        args.lse[walker.row() * args.lse_row_stride + head] = FinishLse(*state.m, *state.l);
+      }
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// one segment
+
+// What a row sees of a segment, relative to its first position; empty if begin >= end.
+struct SegmentView {
+  int begin;
+  int end;
+};
+
+static SegmentView ViewIn(const RowView& view, int64_t segment) {
+  const int64_t first = segment * kSegmentPositions;
+  return {static_cast<int>(LargerOf(view.begin - first, 0)),
+          static_cast<int>(SmallerOf(LargerOf(view.end - first, 0), kSegmentPositions))};
+}
+
+// Tiles [begin, end) of a segment that some of the rows see.
+struct TileRange {
+  int begin;
+  int end;
+};
+
+static TileRange SeenTiles(const RowView* views, int64_t count, int64_t segment) {
+  int begin = kSegmentPositions;
+  int end = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    const SegmentView view = ViewIn(views[r], segment);
+    if (view.begin >= view.end) continue;
+    begin = view.begin < begin ? view.begin : begin;
+    end = view.end > end ? view.end : end;
+  }
+  return {begin / kLanes, (end + kLanes - 1) / kLanes};
+}
+
+// Softmax of `count` rows of one head; m and l per row.
+static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t count,
+                        int64_t segment, TileRange range, float* scores, float* m, float* l) {
+  for (int64_t r = 0; r < count; ++r, scores += kScoreStride) {
+    const SegmentView view = ViewIn(views[r], segment);
+    if (view.begin < view.end) {
+      SoftmaxRow(call.weights, scores, view.begin, view.end, range.begin, range.end,
+                 call.args->scale_log2, m + r, l + r);
+    } else {
+      HiddenRow(call.weights, scores, range.begin, range.end, m + r, l + r);
+    }
+  }
+}
+
+// V tiles of one head of a segment, ready for a chain.
+struct ValueTiles {
+  const ChainLoops* loops;
+  DType dtype;  // of the tiles, as the chain reads them
+  const std::byte* const* data;
+};
+
+// log2 of the widest loop for at most `wanted` columns, where `at_once` are held.
+static int WidthFor(int64_t wanted, int at_once) {
+  int width = 0;
+  while ((2 << width) <= wanted && (2 << width) <= at_once) ++width;
+  return width;
+}
+
+// Chains over the tiles [range) for `count` <= kRowsMax rows; weights at `scores`. `prefetch`: what
+// is read later, or null.
+static void WeighTiles(const AttentionCall& call, const ValueTiles& values, TileRange range,
+                       const float* scores, int count, float* o, bool resume,
+                       const std::byte* prefetch) {
+  const int v_dim = call.layout().v_dim();
+  const int64_t column_bytes = kTilePositions * (values.dtype == DType::kF32 ? 4 : 2);
+  WeighArgs a;
+  a.p = reinterpret_cast<const std::byte*>(scores) +
+        static_cast<size_t>(range.begin * kLanes) * WeightBytes(call.weights);
+  a.v = values.data + range.begin;
+  a.tile_count = range.end - range.begin;
+  a.v_row_elements = v_dim * ChainPair(values.dtype);
+  a.o_row = v_dim;
+  a.resume = resume;
+  a.prefetch = prefetch;
+  for (int d = 0; d < v_dim;) {
+    const int width = WidthFor((v_dim - d) / kLanes, ColumnsAtOnce(count));
+    a.column = d;
+    a.o = o + d;
+    values.loops->weigh[count - 1][width](a);
+    d += kLanes << width;
+    if (prefetch != nullptr) a.prefetch = prefetch + d * column_bytes;
+  }
+}
+
+static bool SeesAllOf(const SegmentView& view, int tile) {
+  return view.begin <= tile * kLanes && view.end >= (tile + 1) * kLanes;
+}
+
+// A weight of 0 hides a finite value, but 0 * Inf is NaN: a row must not meet such a value where it
+// does not see it.
+static bool NeedsHiding(const SegmentTiles& tiles, const RowView* views, int64_t count,
+                        int64_t segment, TileRange range) {
+  for (int t = range.begin; t < range.end; ++t) {
+    if (!tiles.tiles[t].v_nonfinite) continue;
+    for (int64_t r = 0; r < count; ++r) {
+      if (!SeesAllOf(ViewIn(views[r], segment), t)) return true;
+    }
+  }
+  return false;
+}
+
+// One tile with values that are not finite, row by row: each meets only what it sees.
+static void WeighHiding(const AttentionCall& call, const ValueTiles& values, int tile,
+                        const RowView* views, int64_t segment, const float* scores, int count,
+                        float* o, WorkerSpace& space) {
+  const int v_dim = call.layout().v_dim();
+  const int pair = ChainPair(values.dtype);
+  for (int r = 0; r < count; ++r, scores += kScoreStride, o += v_dim) {
+    const SegmentView view = ViewIn(views[r], segment);
+    const int lo = static_cast<int>(LargerOf(view.begin - tile * kLanes, 0));
+    const int hi = static_cast<int>(SmallerOf(view.end - tile * kLanes, kLanes));
+    if (lo >= hi) continue;
+    const std::byte* shown[kTilesPerSegment];
+    shown[tile] = space.hidden;
+    if (values.dtype == DType::kF32) {
+      HideLanes(reinterpret_cast<const float*>(values.data[tile]), v_dim, pair, lo, hi,
+                reinterpret_cast<float*>(space.hidden));
+    } else {
+      HideLanes(reinterpret_cast<const uint16_t*>(values.data[tile]), v_dim, pair, lo, hi,
+                reinterpret_cast<uint16_t*>(space.hidden));
+    }
+    WeighTiles(call, {values.loops, values.dtype, shown}, {tile, tile + 1}, scores, 1, o, true,
+               nullptr);
+  }
+}
+
+static void WeighCarefully(const AttentionCall& call, const SegmentTiles& tiles,
+                           const ValueTiles& values, const RowView* views, int64_t segment,
+                           TileRange range, const float* scores, int count, float* o,
+                           WorkerSpace& space) {
+  __builtin_memset(o, 0, static_cast<size_t>(count * call.layout().v_dim()) * sizeof(float));
+  for (int t = range.begin; t < range.end; ++t) {
+    if (tiles.tiles[t].v_nonfinite) {
+      WeighHiding(call, values, t, views, segment, scores, count, o, space);
+    } else {
+      WeighTiles(call, values, {t, t + 1}, scores, count, o, true, nullptr);
+    }
+  }
+}
+
+// K tile of a head as the chain `*loops` reads it; `buffer` holds a float32 tile. Rotated in
+// RopeMode::kInline (angles of the tile are in `space`), float32 if `widen`.
+static const std::byte* PrepareKeys(const AttentionCall& call, const SegmentTile& tile, int head,
+                                    bool rotate, bool widen, WorkerSpace& space,
+                                    std::byte* buffer) {
+  const KVLayout& layout = call.layout();
+  if (!rotate && !widen) return StoredKeys(call.args->pages, tile, head, buffer);
+  const std::byte* stored = StoredKeys(call.args->pages, tile, head, space.stored);
+  const bool pack = rotate && !widen && layout.dtype == DType::kBF16;
+  float* wide = pack ? space.tile : reinterpret_cast<float*>(buffer);
+  WidenTile(layout.dtype, stored, layout.k_dim(), kLanes, wide);
+  if (!rotate) return buffer;
+  RotateTile(wide, space.cos, space.sin, call.args->rotary.rotary_dim,
+             call.args->rotary.interleaved);
+  if (layout.dtype == DType::kBF16) RoundTileToBF16(wide, layout.k_dim() * kLanes);
+  if (pack) PackKeyPairs(wide, layout.k_dim(), reinterpret_cast<uint32_t*>(buffer));
+  return buffer;
+}
+
+// The chain for what PrepareKeys returns.
+static const ChainLoops* KeyLoops(const AttentionCall& call, bool rotate, bool widen) {
+  if (widen) return &kLoopsF32;
+  return rotate && call.layout().dtype == DType::kF16 ? &kLoopsF32 : call.stored_loops;
+}
+
+static int64_t ScoreSteps(const AttentionCall& call, const ChainLoops* loops) {
+  return loops == &kLoopsBF16 ? call.layout().k_dim() / 2 : call.layout().k_dim();
+}
+
+static void LoadTileAngles(const AttentionCall& call, const AttentionSequence& sequence,
+                           int64_t segment, int tile, WorkerSpace& space) {
+  const int half = call.args->rotary.rotary_dim / 2;
+  const int64_t position = segment * kSegmentPositions + tile * kLanes;
+  const int64_t count =
+      LargerOf(SmallerOf(sequence.base + sequence.row_count - position, kLanes), 0);
+  LoadAngles(sequence.inline_cos, position, static_cast<int>(count), half, space.cos);
+  LoadAngles(sequence.inline_sin, position, static_cast<int>(count), half, space.sin);
+}
+
+// The end of the positions of a unit that are looked at in a segment.
+static int64_t PositionsEnd(const AttentionUnit& unit, const AttentionSequence& sequence,
+                            int64_t segment) {
+  const int64_t segment_end = (segment + 1) * kSegmentPositions;
+  return unit.shared ? segment_end : SmallerOf(segment_end, sequence.base + sequence.row_count);
+}
+
+// Where the state of one segment goes: folded into the unit's states, or kept as it is in a slot of
+// the arena.
+struct SegmentSink {
+  UnitStates states;
+  float* slot;  // null: fold
+};
+
+static RowStates SegmentOutput(const AttentionCall& call, const AttentionUnit& unit,
+                               const SegmentSink& sink, int64_t index, WorkerSpace& space) {
+  const int v_dim = call.layout().v_dim();
+  if (sink.slot == nullptr) return StatesIn(space.segment, kScoreRows, v_dim);
+  return StatesAt(StatesIn(sink.slot, unit.row_count() * unit.head_count(), v_dim), index, v_dim);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// block
+
+struct BlockTiles {
+  const std::byte* keys[kTilesPerSegment];
+  const std::byte* values[kTilesPerSegment];
+  const ChainLoops* key_loops;
+  ValueTiles value_tiles;
+};
+
+static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                         TileRange range, WorkerSpace& space, BlockTiles* block) {
+  const KVLayout& layout = call.layout();
+  const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
+  const int head = unit.head_begin;
+  const bool rotate = sequence.inline_cos != nullptr;
+  // Packed weights need pairs; float32 tiles are wide already.
+  const bool widen = call.weights != WeightKind::kPackedBF16 && layout.dtype != DType::kF32 &&
+                     unit.row_count() >= kWidenRows;
+  const size_t k_bytes = layout.k_tile_elements() * sizeof(float);
+  const size_t v_bytes = layout.v_tile_elements() * sizeof(float);
+  for (int t = range.begin; t < range.end; ++t) {
+    const SegmentTile& tile = space.tiles->tiles[t];
+    if (rotate) LoadTileAngles(call, sequence, segment, t, space);
+    block->keys[t] = PrepareKeys(call, tile, head, rotate, widen, space,
+                                 space.key_tiles + static_cast<size_t>(t) * k_bytes);
+    std::byte* buffer = space.value_tiles + static_cast<size_t>(t) * v_bytes;
+    if (widen) {
+      WidenTile(layout.dtype, StoredValues(call.args->pages, tile, head, space.stored),
+                kTilePositions, layout.v_dim(), reinterpret_cast<float*>(buffer));
+      block->values[t] = buffer;
+    } else {
+      block->values[t] = StoredValues(call.args->pages, tile, head, buffer);
+    }
+  }
+  block->key_loops = KeyLoops(call, rotate, widen);
+  block->value_tiles = {widen ? &kLoopsF32 : call.stored_loops, widen ? DType::kF32 : layout.dtype,
+                        block->values};
+}
+
+static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileRange range,
+                       const std::byte* q, int count, float* scores) {
+  ScoreArgs a;
+  a.q = q;
+  a.q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
+  a.q_column_bytes = 0;
+  a.steps = ScoreSteps(call, block.key_loops);
+  a.s_row = kScoreStride;
+  a.s_column = kLanes;
+  a.prefetch = nullptr;
+  for (int t = range.begin; t < range.end;) {
+    const int columns = t + kTilesAtOnce <= range.end ? kTilesAtOnce : 1;
+    for (int c = 0; c < columns; ++c) a.k[c] = block.keys[t + c];
+    a.s = scores + t * kLanes;
+    if (columns == kTilesAtOnce) {
+      block.key_loops->score_tiles[count - 1](a);
+    } else {
+      block.key_loops->score_tile[count - 1](a);
+    }
+    t += columns;
+  }
+}
+
+static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                         const SegmentSink& sink, WorkerSpace& space) {
+  const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
+  const int v_dim = call.layout().v_dim();
+  const size_t q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
+  ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(unit, sequence, segment),
+                 space.tiles);
+  BlockTiles block;
+  PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment), space,
+               &block);
+  for (int64_t r = 0; r < unit.row_count(); r += kRowsMax) {
+    const int count = static_cast<int>(SmallerOf(kRowsMax, unit.row_count() - r));
+    const RowView* views = space.views + r;
+    const TileRange range = SeenTiles(views, count, segment);
+    const RowStates out = SegmentOutput(call, unit, sink, r, space);
+    if (range.begin < range.end) {
+      ScoreTiles(call, block, range, space.q + static_cast<size_t>(r) * q_row_bytes, count,
+                 space.scores);
+    }
+    SoftmaxRows(call, views, count, segment, range, space.scores, out.m, out.l);
+    if (range.begin >= range.end) continue;  // l is 0: nothing to fold
+    if (NeedsHiding(*space.tiles, views, count, segment, range)) {
+      WeighCarefully(call, *space.tiles, block.value_tiles, views, segment, range, space.scores,
+                     count, out.o, space);
+    } else {
+      WeighTiles(call, block.value_tiles, range, space.scores, count, out.o, false, nullptr);
+    }
+    if (sink.slot == nullptr) {
+      FoldRows(StatesAt(sink.states.first, r, v_dim), out, count, v_dim);
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// decode
+
+// What decode reads of a segment, in the order in which it reads it: K tiles [tile][head], then V
+// tiles [tile][head], then the next segment. Gives the address that lies some steps ahead, for
+// prefetching.
+class ReadOrder {
+ public:
+  ReadOrder(const AttentionCall& call, const AttentionUnit& unit, const SegmentTiles* tiles,
+            TileRange range, bool has_next)
+      : call_(call), unit_(unit), tiles_(tiles), range_(range), has_next_(has_next) {
+    const size_t tile_bytes = call.layout().k_tile_elements() * call.element_bytes;
+    ahead_ =
+        (kPrefetchBytes + static_cast<int64_t>(tile_bytes) - 1) / static_cast<int64_t>(tile_bytes);
+  }
+  const std::byte* AheadOfKey(int tile, int64_t head) const {
+    return At(Index(tile, head) + ahead_);
+  }
+  const std::byte* AheadOfValue(int tile, int64_t head) const {
+    return At(Count() + Index(tile, head) + ahead_);
+  }
+
+ private:
+  int64_t Count() const { return (range_.end - range_.begin) * unit_.head_count(); }
+  int64_t Index(int tile, int64_t head) const {
+    return (tile - range_.begin) * unit_.head_count() + head;
+  }
+  const std::byte* At(int64_t index) const {
+    const int64_t count = Count();
+    if (index < count) return Key(tiles_[0], range_.begin, index);
+    if (index < 2 * count) return Value(tiles_[0], range_.begin, index - count);
+    if (!has_next_) return Value(tiles_[0], range_.begin, count - 1);
+    const int64_t next = index - 2 * count;
+    const int64_t last = tiles_[1].tile_count * unit_.head_count() - 1;
+    return Key(tiles_[1], 0, next < last ? next : last);
+  }
+  const std::byte* Key(const SegmentTiles& tiles, int first, int64_t index) const {
+    return Address(tiles.tiles[first + index / unit_.head_count()], index % unit_.head_count(),
+                   true);
+  }
+  const std::byte* Value(const SegmentTiles& tiles, int first, int64_t index) const {
+    return Address(tiles.tiles[first + index / unit_.head_count()], index % unit_.head_count(),
+                   false);
+  }
+  const std::byte* Address(const SegmentTile& tile, int64_t head, bool is_key) const {
+    const KVLayout& layout = call_.layout();
+    const std::byte* page = PageAt(call_.args->pages, tile.pieces[0].page);
+    if (!tile.in_place) return page;
+    const int h = static_cast<int>(unit_.head_begin + head);
+    return page +
+           (is_key ? layout.k_tile_offset(tile.tile, h) : layout.v_tile_offset(tile.tile, h)) *
+               call_.element_bytes;
+  }
+
+  const AttentionCall& call_;
+  const AttentionUnit& unit_;
+  const SegmentTiles* tiles_;
+  TileRange range_;
+  bool has_next_;
+  int64_t ahead_;
+};
+
+// Scores of one tile: rows [row, row + count) of all heads of the unit.
+static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int tile, bool rotate,
+                       int64_t row, int count, const ReadOrder& order, WorkerSpace& space) {
+  const ChainLoops* loops = KeyLoops(call, rotate, false);
+  const size_t buffer_bytes = call.layout().k_tile_elements() * sizeof(float);
+  const int64_t rows = unit.row_count();
+  ScoreArgs a;
+  a.q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
+  a.q_column_bytes = static_cast<size_t>(rows) * a.q_row_bytes;
+  a.steps = ScoreSteps(call, loops);
+  a.s_row = kScoreStride;
+  a.s_column = static_cast<size_t>(rows) * kScoreStride;
+  for (int64_t h = 0; h < unit.head_count();) {
+    const int width = WidthFor(unit.head_count() - h, HeadsAtOnce(count));
+    const int columns = 1 << width;
+    for (int c = 0; c < columns; ++c) {
+      a.k[c] = PrepareKeys(call, space.tiles->tiles[tile],
+                           static_cast<int>(unit.head_begin + h + c), rotate, false, space,
+                           space.key_tiles + static_cast<size_t>(c) * buffer_bytes);
+    }
+    a.prefetch = order.AheadOfKey(tile, h);
+    a.q = space.q + static_cast<size_t>(h * rows + row) * a.q_row_bytes;
+    a.s = space.scores + (h * rows + row) * kScoreStride + tile * kLanes;
+    loops->score_heads[count - 1][width](a);
+    h += columns;
+  }
+}
+
+// Adds one tile's values to the outputs of all heads and rows of the unit.
+static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                       int tile, const ReadOrder& order, const RowStates& out, WorkerSpace& space) {
+  const int v_dim = call.layout().v_dim();
+  const int64_t rows = unit.row_count();
+  const bool hide = NeedsHiding(*space.tiles, space.views, rows, segment, {tile, tile + 1});
+  const std::byte* data[kTilesPerSegment];
+  const ValueTiles values = {call.stored_loops, call.layout().dtype, data};
+  for (int64_t h = 0; h < unit.head_count(); ++h) {
+    data[tile] = StoredValues(call.args->pages, space.tiles->tiles[tile],
+                              static_cast<int>(unit.head_begin + h), space.value_tiles);
+    for (int64_t r = 0; r < rows; r += kRowsMax) {
+      const int count = static_cast<int>(SmallerOf(kRowsMax, rows - r));
+      const float* scores = space.scores + (h * rows + r) * kScoreStride;
+      float* o = out.o + (h * rows + r) * v_dim;
+      if (hide) {
+        WeighHiding(call, values, tile, space.views + r, segment, scores, count, o, space);
+      } else {
+        WeighTiles(call, values, {tile, tile + 1}, scores, count, o, true,
+                   r == 0 ? order.AheadOfValue(tile, h) : nullptr);
+      }
+    }
+  }
+}
+
+// space.tiles[0] holds the segment's tiles, space.tiles[1] the next one's where the unit goes on.
+static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                          bool has_next, const SegmentSink& sink, WorkerSpace& space) {
+  const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
+  const int v_dim = call.layout().v_dim();
+  const int64_t rows = unit.row_count();
+  const int64_t heads = unit.head_count();
+  const bool rotate = sequence.inline_cos != nullptr;
+  const TileRange range = SeenTiles(space.views, rows, segment);
+  const ReadOrder order(call, unit, space.tiles, range, has_next);
+  const RowStates out = SegmentOutput(call, unit, sink, 0, space);
+  for (int t = range.begin; t < range.end; ++t) {
+    if (rotate) LoadTileAngles(call, sequence, segment, t, space);
+    for (int64_t r = 0; r < rows; r += kRowsMax) {
+      ScoreHeads(call, unit, t, rotate, r, static_cast<int>(SmallerOf(kRowsMax, rows - r)), order,
+                 space);
+    }
+  }
+  for (int64_t h = 0; h < heads; ++h) {
+    SoftmaxRows(call, space.views, rows, segment, range, space.scores + h * rows * kScoreStride,
+                out.m + h * rows, out.l + h * rows);
+  }
+  __builtin_memset(out.o, 0, static_cast<size_t>(heads * rows * v_dim) * sizeof(float));
+  for (int t = range.begin; t < range.end; ++t) {
+    WeighHeads(call, unit, segment, t, order, out, space);
+  }
+  if (sink.slot != nullptr) return;
+  for (int64_t h = 0; h < heads; ++h) {
+    FoldRows(StatesAt(sink.states.first, h * sink.states.head_rows, v_dim),
+             StatesAt(out, h * rows, v_dim), rows, v_dim);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// units
+
+static void DecodeSegments(const AttentionCall& call, const AttentionUnit& unit, int64_t begin,
+                           int64_t end, SegmentSink sink, WorkerSpace& space) {
+  const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
+  const KVPages& pages = call.args->pages;
+  SegmentTiles* tiles = space.tiles;
+  SegmentTiles* next = space.tiles + 1;
+  ResolveSegment(pages, sequence, begin, PositionsEnd(unit, sequence, begin), tiles);
+  for (int64_t s = begin; s < end; ++s) {
+    const bool has_next = s + 1 < end;
+    if (has_next) {
+      ResolveSegment(pages, sequence, s + 1, PositionsEnd(unit, sequence, s + 1), next);
+    }
+    DecodeSegment(call, unit, s, has_next, sink, space);
+    if (has_next) *tiles = *next;
+    if (sink.slot != nullptr) sink.slot += call.schedule->SlotFloats(unit);
+  }
+}
+
+static void RunSegments(const AttentionCall& call, const AttentionUnit& unit, int64_t begin,
+                        int64_t end, SegmentSink sink, WorkerSpace& space) {
+  if (begin >= end) return;
+  LoadQueries(call, unit, space);
+  if (unit.row_count() < kBlockRowsMin) {
+    DecodeSegments(call, unit, begin, end, sink, space);
+    return;
+  }
+  for (int64_t s = begin; s < end; ++s) {
+    BlockSegment(call, unit, s, sink, space);
+    if (sink.slot != nullptr) sink.slot += call.schedule->SlotFloats(unit);
+  }
+}
+
+// A unit from its first to its last segment. Only rows that also see shared segments need states
+// that outlive the task.
+static void RunWholeUnit(void* context, int64_t index, int worker) {
+  const ScopedFloatEnvironment environment;
+  const AttentionCall& call = *static_cast<const AttentionCall*>(context);
+  const AttentionSchedule& schedule = *call.schedule;
+  const AttentionUnit& unit = schedule.whole_units()[static_cast<size_t>(index)];
+  WorkerSpace space = SpaceOf(call, worker);
+  const bool is_alone = schedule.final_group() && unit.segment_begin == 0;
+  const int64_t count = unit.row_count() * unit.head_count();
+  const UnitStates states =
+      is_alone ? UnitStates{StatesIn(space.states, count, call.layout().v_dim()), unit.row_count()}
+               : SharedStates(call, unit);
+  if (unit.segment_begin == 0) ClearUnitStates(call, unit, states);
+  RunSegments(call, unit, unit.segment_begin, unit.segment_end, {states, nullptr}, space);
+  if (schedule.final_group()) FinishRows(call, unit, states, 0, count, space);
+}
+
+// Some segments of a cut unit, each into its slot of the arena.
+static void RunPiece(void* context, int64_t index, int worker) {
+  const ScopedFloatEnvironment environment;
+  const AttentionCall& call = *static_cast<const AttentionCall*>(context);
+  const AttentionSchedule& schedule = *call.schedule;
+  const AttentionPiece& piece = schedule.pieces()[static_cast<size_t>(index)];
+  const AttentionWavePart& part = schedule.parts()[static_cast<size_t>(piece.part)];
+  const AttentionUnit& unit = schedule.unit(part.unit);
+  WorkerSpace space = SpaceOf(call, worker);
+  float* slot =
+      schedule.arena() + part.arena +
+      static_cast<size_t>(piece.segment_begin - part.segment_begin) * schedule.SlotFloats(unit);
+  RunSegments(call, unit, piece.segment_begin, piece.segment_end, {{}, slot}, space);
+}
+
+// Tasks per cut unit for the folds behind a wave.
+constexpr int64_t kFoldTasks = 8;
+
+// A share of the rows of a wave's part: folds their segments in order, and finishes them behind the
+// last wave.
+static void RunFold(void* context, int64_t index, int worker) {
+  const ScopedFloatEnvironment environment;
+  const AttentionCall& call = *static_cast<const AttentionCall*>(context);
+  const AttentionSchedule& schedule = *call.schedule;
+  const AttentionWavePart& part = schedule.parts()[static_cast<size_t>(index / kFoldTasks)];
+  const AttentionUnit& unit = schedule.unit(part.unit);
+  const int v_dim = call.layout().v_dim();
+  const int64_t rows = unit.row_count();
+  const int64_t count = rows * unit.head_count();
+  const int64_t begin = count * (index % kFoldTasks) / kFoldTasks;
+  const int64_t end = count * (index % kFoldTasks + 1) / kFoldTasks;
+  const UnitStates states = SharedStates(call, unit);
+  for (int64_t i = begin; i < end;) {
+    const int64_t stop = SmallerOf(end, (i / rows + 1) * rows);
+    const RowStates into = StatesAt(states.first, i / rows * states.head_rows + i % rows, v_dim);
+    if (part.segment_begin == 0) ClearStates(into, stop - i, v_dim);
+    float* slot = schedule.arena() + part.arena;
+    for (int64_t s = part.segment_begin; s < part.segment_end; ++s) {
+      FoldRows(into, StatesAt(StatesIn(slot, count, v_dim), i, v_dim), stop - i, v_dim);
+      slot += schedule.SlotFloats(unit);
+    }
+    i = stop;
+  }
+  if (!schedule.final_group() || !part.last) return;
+  WorkerSpace space = SpaceOf(call, worker);
+  FinishRows(call, unit, states, begin, end, space);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// entry points
+
+static size_t StateBytes(const KVLayout& layout, int num_qo_heads, int64_t row_count) {
+  return Align64(static_cast<size_t>(row_count * num_qo_heads) *
+                 static_cast<size_t>(layout.v_dim() + 2) * sizeof(float));
+}
+
+static size_t AttentionScratchBytes(const KVLayout& layout, int num_qo_heads, int64_t row_count,
+                                    int64_t sequence_count, int worker_count) {
+  return AttentionSchedule::ScratchBytes(layout, num_qo_heads, row_count, sequence_count,
+                                         worker_count) +
+         StateBytes(layout, num_qo_heads, row_count) +
+         WorkerBytes(layout) * static_cast<size_t>(worker_count);
+}
+
+static void Attention(const AttentionArgs& args, ParallelRunner& runner) {
+  const KVLayout& layout = args.pages.layout;
+  const int workers = runner.worker_count();
+  auto* scratch = static_cast<std::byte*>(args.scratch);
+  AttentionSchedule schedule(args, workers, scratch);
+  scratch += AttentionSchedule::ScratchBytes(layout, args.num_qo_heads, args.row_count,
+                                             static_cast<int64_t>(args.sequences.size()), workers);
+  AttentionCall call;
+  call.args = &args;
+  call.schedule = &schedule;
+  call.weights = WeightKindOf(layout.dtype);
+  call.stored_loops = LoopsOf(layout.dtype);
+  call.element_bytes = layout.dtype == DType::kF32 ? sizeof(float) : sizeof(uint16_t);
+  call.states = StatesIn(reinterpret_cast<float*>(scratch), args.row_count * args.num_qo_heads,
+                         layout.v_dim());
+  call.workers = scratch + StateBytes(layout, args.num_qo_heads, args.row_count);
+  call.worker_bytes = WorkerBytes(layout);
+  while (schedule.NextGroup()) {
+    while (schedule.NextWave()) {
+      runner.Run(static_cast<int64_t>(schedule.pieces().size()), RunPiece, &call);
+      runner.Run(static_cast<int64_t>(schedule.parts().size()) * kFoldTasks, RunFold, &call);
+    }
+    const auto whole = static_cast<int64_t>(schedule.whole_units().size());
+    if (whole > 0) runner.Run(whole, RunWholeUnit, &call);
+  }
+}
+
+#endif  // QUIRE_KERNELS_CPU_ATTENTION_INL_H_

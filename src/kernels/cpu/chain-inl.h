@@ -1,0 +1,231 @@
+// The two inner loops of attention: scores of some rows against some tiles (Q K^T), outputs of some
+// rows from tiles (P V). Each result is one chain of fused steps in a fixed order; how many chains
+// run side by side is chosen per path and cannot be seen in the bits. Included after simd-inl.h,
+// inside a path's namespace and target region.
+#ifndef QUIRE_KERNELS_CPU_CHAIN_INL_H_
+#define QUIRE_KERNELS_CPU_CHAIN_INL_H_
+
+// Row stride of scores and weights in floats: off a power of two, so that rows do not fall into the
+// same cache sets.
+constexpr int kScoreStride = kSegmentPositions + kLanes;
+
+#if defined(QUIRE_SIMD_SCALAR)
+QUIRE_INLINE void PrefetchL1(const void*) {}
+#else
+QUIRE_INLINE void PrefetchL1(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+#endif
+
+// How a tile's elements enter a chain: `kPair` elements per lane and step, weighed by one Weight.
+struct ChainF32 {
+  using Element = float;
+  using Weight = float;
+  using Vector = VF;
+  static constexpr int kPair = 1;
+  QUIRE_INLINE Vector LoadVector(const Element* p) { return Load(p); }
+  QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return Fma(v, Set1(w), acc); }
+};
+struct ChainF16 {
+  using Element = uint16_t;
+  using Weight = float;
+  using Vector = VF;
+  static constexpr int kPair = 1;
+  QUIRE_INLINE Vector LoadVector(const Element* p) { return LoadF16(p); }
+  QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return Fma(v, Set1(w), acc); }
+};
+struct ChainBF16 {
+  using Element = uint16_t;
+  using Weight = QPair;
+  using Vector = VPair;
+  static constexpr int kPair = 2;
+  QUIRE_INLINE Vector LoadVector(const Element* p) { return LoadPair(p); }
+  QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return DotPair(acc, v, w); }
+};
+
+// Registers of a path: rows held at once, and how many tiles of one head, heads of one tile or
+// columns of 16 outputs beside them (powers of two). At least 8 chains keep two FMA units busy.
+#if defined(QUIRE_SIMD_AVX512)
+constexpr int kRowsMax =
+    8;  // 8 rows x 2 vectors: best of the shapes tried (specs: performance section 8)
+constexpr int kTilesAtOnce = 2;
+constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int ColumnsAtOnce(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
+#elif defined(QUIRE_SIMD_AVX2)
+constexpr int kRowsMax = 4;  // a vector is two registers of 16
+constexpr int kTilesAtOnce = 1;
+constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int ColumnsAtOnce(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#else
+constexpr int kRowsMax = 2;
+constexpr int kTilesAtOnce = 1;
+constexpr int HeadsAtOnce(int) { return 1; }
+constexpr int ColumnsAtOnce(int) { return 1; }
+#endif
+constexpr int kWidths = 4;  // 1, 2, 4, 8
+constexpr int kWidest = 1 << (kWidths - 1);
+// Steps ahead at which a tile is fetched from L2 into L1 where many rows use it (8 of 4 to 32
+// tried: 0.93 of the peak).
+constexpr int kStepsAhead = 8;
+
+struct ScoreArgs {
+  const std::byte* q;  // weights of row 0 (and column 0)
+  size_t q_row_bytes;
+  size_t q_column_bytes;        // between columns, where these are heads
+  const std::byte* k[kWidest];  // K tile per column
+  int64_t steps;
+  float* s;      // 16 scores of row 0 and column 0
+  size_t s_row;  // strides in floats
+  size_t s_column;
+  const std::byte* prefetch;  // heads only: what is read later, as many bytes as now
+};
+
+// The same R rows of C tiles, or (kHeads) R rows of each of C heads.
+template <typename Chain, int R, int C, bool kHeads>
+static void Score(const ScoreArgs& a) {
+  using Element = typename Chain::Element;
+  using Weight = typename Chain::Weight;
+  constexpr int64_t kStepElements = kLanes * Chain::kPair;
+  VF acc[R][C];
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int c = 0; c < C; ++c) acc[r][c] = Zero();
+  }
+  for (int64_t d = 0; d < a.steps; ++d) {
+    typename Chain::Vector k[C];
+    QUIRE_UNROLL
+    for (int c = 0; c < C; ++c) {
+      const Element* tile = reinterpret_cast<const Element*>(a.k[c]) + d * kStepElements;
+      k[c] = Chain::LoadVector(tile);
+      if constexpr (kHeads) {
+        PrefetchL2(reinterpret_cast<const Element*>(a.prefetch) + (d * C + c) * kStepElements);
+      } else {
+        PrefetchL1(tile + kStepsAhead * kStepElements);
+      }
+    }
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const std::byte* row = a.q + r * a.q_row_bytes;
+      QUIRE_UNROLL
+      for (int c = 0; c < C; ++c) {
+        const std::byte* column = kHeads ? row + c * a.q_column_bytes : row;
+        acc[r][c] = Chain::Step(acc[r][c], k[c], reinterpret_cast<const Weight*>(column)[d]);
+      }
+    }
+  }
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int c = 0; c < C; ++c) Store(a.s + r * a.s_row + c * a.s_column, acc[r][c]);
+  }
+}
+
+struct WeighArgs {
+  const std::byte* p;  // weights of row 0 for the first tile; rows are kScoreStride floats apart
+  const std::byte* const* v;  // V tiles
+  int tile_count;
+  int64_t v_row_elements;     // of one step: v_dim * pair
+  int64_t column;             // first output dimension
+  float* o;                   // row 0, this column
+  int64_t o_row;              // stride in floats
+  bool resume;                // the chains go on from o; else from zero
+  const std::byte* prefetch;  // what is read later, as many bytes as now; null: the tiles are in L2
+};
+
+// R rows x C vectors of 16 output dimensions, over all keys of the tiles.
+template <typename Chain, int R, int C>
+static void Weigh(const WeighArgs& a) {
+  using Element = typename Chain::Element;
+  using Weight = typename Chain::Weight;
+  constexpr int kSteps = kLanes / Chain::kPair;
+  constexpr int kVector = kLanes * Chain::kPair;
+  constexpr size_t kRowBytes = kScoreStride * sizeof(float);
+  VF acc[R][C];
+  if (a.resume) {
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      QUIRE_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = Load(a.o + r * a.o_row + c * kLanes);
+    }
+  } else {
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      QUIRE_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = Zero();
+    }
+  }
+  const std::byte* p = a.p;
+  const auto* ahead = reinterpret_cast<const Element*>(a.prefetch);
+  for (int t = 0; t < a.tile_count; ++t, p += kSteps * sizeof(Weight)) {
+    const Element* v = reinterpret_cast<const Element*>(a.v[t]) + a.column * Chain::kPair;
+    for (int step = 0; step < kSteps; ++step, v += a.v_row_elements) {
+      typename Chain::Vector values[C];
+      QUIRE_UNROLL
+      for (int c = 0; c < C; ++c) values[c] = Chain::LoadVector(v + c * kVector);
+      if (ahead == nullptr) {
+        const Element* next = v + kStepsAhead / 2 * a.v_row_elements;
+        QUIRE_UNROLL
+        for (int c = 0; c < C; ++c) PrefetchL1(next + c * kVector);
+      } else {
+        QUIRE_UNROLL
+        for (int c = 0; c < C; ++c) PrefetchL2(ahead + c * kVector);
+        ahead += C * kVector;
+      }
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Weight w = reinterpret_cast<const Weight*>(p + r * kRowBytes)[step];
+        QUIRE_UNROLL
+        for (int c = 0; c < C; ++c) acc[r][c] = Chain::Step(acc[r][c], values[c], w);
+      }
+    }
+  }
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int c = 0; c < C; ++c) Store(a.o + r * a.o_row + c * kLanes, acc[r][c]);
+  }
+}
+
+// The loops for one chain, by number of rows - 1 and by log2 of the number of heads or columns;
+// null where that is more than the path holds at once.
+struct ChainLoops {
+  void (*score_tiles[kRowsMax])(const ScoreArgs&);  // kTilesAtOnce tiles
+  void (*score_tile[kRowsMax])(const ScoreArgs&);
+  void (*score_heads[kRowsMax][kWidths])(const ScoreArgs&);
+  void (*weigh[kRowsMax][kWidths])(const WeighArgs&);
+};
+
+template <typename Chain, int R, int kWidth>
+constexpr void FillWidths(ChainLoops* loops) {
+  if constexpr (kWidth < kWidths) {
+    if constexpr ((1 << kWidth) <= HeadsAtOnce(R)) {
+      loops->score_heads[R - 1][kWidth] = Score<Chain, R, 1 << kWidth, true>;
+    }
+    if constexpr ((1 << kWidth) <= ColumnsAtOnce(R)) {
+      loops->weigh[R - 1][kWidth] = Weigh<Chain, R, 1 << kWidth>;
+    }
+    FillWidths<Chain, R, kWidth + 1>(loops);
+  }
+}
+template <typename Chain, int R>
+constexpr void FillRows(ChainLoops* loops) {
+  if constexpr (R > 0) {
+    loops->score_tiles[R - 1] = Score<Chain, R, kTilesAtOnce, false>;
+    loops->score_tile[R - 1] = Score<Chain, R, 1, false>;
+    FillWidths<Chain, R, 0>(loops);
+    FillRows<Chain, R - 1>(loops);
+  }
+}
+
+template <typename Chain>
+constexpr ChainLoops MakeLoops() {
+  ChainLoops loops = {};
+  FillRows<Chain, kRowsMax>(&loops);
+  return loops;
+}
+static constexpr ChainLoops kLoopsF32 = MakeLoops<ChainF32>();
+static constexpr ChainLoops kLoopsF16 = MakeLoops<ChainF16>();
+static constexpr ChainLoops kLoopsBF16 = MakeLoops<ChainBF16>();
+
+#endif  // QUIRE_KERNELS_CPU_CHAIN_INL_H_

@@ -1,0 +1,170 @@
+// Operations row by row. Included once per path, after simd-inl.h and linear-inl.h; see there. All
+// of them give the same bits on every path.
+
+// Tasks take whole rows, so many that a task is worth handing over.
+constexpr int64_t kElementsPerTask = 16384;
+
+struct RowTasks {
+  int64_t row_count;
+  int64_t rows_per_task;
+};
+
+QUIRE_INLINE RowTasks CutRows(int64_t row_count, int64_t dim) {
+  const int64_t rows = kElementsPerTask / (dim > 0 ? dim : 1);
+  return {row_count, rows > 0 ? rows : 1};
+}
+QUIRE_INLINE int64_t TaskCount(const RowTasks& tasks) {
+  return CeilDivide(tasks.row_count, tasks.rows_per_task);
+}
+QUIRE_INLINE int64_t EndRow(const RowTasks& tasks, int64_t index) {
+  const int64_t end = (index + 1) * tasks.rows_per_task;
+  return end < tasks.row_count ? end : tasks.row_count;
+}
+
+// Up to kLanes numbers; lanes from `count` on are zero.
+QUIRE_INLINE VF LoadSome(const float* p, int64_t count) {
+  if (count >= kLanes) return Load(p);
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
+  return Load(lanes);
+}
+QUIRE_INLINE void StoreSome(float* p, int64_t count, VF v) {
+  if (count >= kLanes) {
+    Store(p, v);
+    return;
+  }
+  float lanes[kLanes];
+  Store(lanes, v);
+  for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
+}
+
+// ---------------------------------------------------------------------------------------- RMS norm
+
+struct RmsNormPlan {
+  RowTasks tasks;
+  const float* x;
+  const float* w;
+  float weight_offset;
+  float eps;
+  int64_t dim;
+  float* y;
+};
+
+// Squares are summed lane by lane in two turns (element i in lane i mod 32), then over one tree.
+static void RmsNormRow(const RmsNormPlan& plan, const float* x, float* y) {
+  VF even = Zero();
+  VF odd = Zero();
+  for (int64_t i = 0; i < plan.dim; i += 2 * kLanes) {
+    const VF a = LoadSome(x + i, plan.dim - i);
+    even = Fma(a, a, even);
+    if (i + kLanes < plan.dim) {
+      const VF b = LoadSome(x + i + kLanes, plan.dim - i - kLanes);
+      odd = Fma(b, b, odd);
+    }
+  }
+  const float mean = ReduceAdd(Add(even, odd)) / static_cast<float>(plan.dim);
+  const VF scale = Set1(1.0F / __builtin_sqrtf(mean + plan.eps));
+  const VF offset = Set1(plan.weight_offset);
+  for (int64_t i = 0; i < plan.dim; i += kLanes) {
+    const int64_t left = plan.dim - i;
+    const VF weight = Add(LoadSome(plan.w + i, left), offset);
+    StoreSome(y + i, left, Mul(Mul(LoadSome(x + i, left), scale), weight));
+  }
+}
+
+static void RmsNormTask(void* context, int64_t index, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const RmsNormPlan*>(context);
+  const int64_t end = EndRow(plan.tasks, index);
+  for (int64_t row = index * plan.tasks.rows_per_task; row < end; ++row) {
+    RmsNormRow(plan, plan.x + row * plan.dim, plan.y + row * plan.dim);
+  }
+}
+
+static void RmsNorm(const float* x, const float* w, float weight_offset, float eps,
+                    int64_t row_count, int64_t dim, float* y, ParallelRunner& runner) {
+  RmsNormPlan plan{CutRows(row_count, dim), x, w, weight_offset, eps, dim, y};
+  runner.Run(TaskCount(plan.tasks), RmsNormTask, &plan);
+}
+
+// -------------------------------------------------------------------------------------------- SiLU
+
+// e^-a for a >= 0, NaN for NaN. The product with log2(e) is carried in two parts: rounded to one,
+// its error would be as large as a times half an ulp.
+QUIRE_INLINE VF ExpMinus(VF a) {
+  constexpr float kLog2EHigh = 1.4426950216293335F;
+  constexpr float kLog2ELow = 1.925963033500011e-8F;
+  constexpr float kLn2 = 0.6931471805599453F;
+  // Beyond 200 the result is zero; the bound keeps the error term finite. NaN passes, see Min.
+  const VF x = Sub(Zero(), Min(Set1(200.0F), a));
+  const VF high = Mul(x, Set1(kLog2EHigh));
+  const VF low = Fma(x, Set1(kLog2ELow), Fma(x, Set1(kLog2EHigh), Sub(Zero(), high)));
+  const VF power = Exp2(high);
+  return Fma(power, Mul(low, Set1(kLn2)), power);
+}
+
+// g / (1 + e^-g), through e^-|g|, which cannot overflow.
+QUIRE_INLINE VF Silu(VF g) {
+  const VF e = ExpMinus(Max(Sub(Zero(), g), g));
+  const VF numerator = Select(NotLess(g, Zero()), g, Mul(g, e));
+  return Div(numerator, Add(Set1(1.0F), e));
+}
+
+struct SiluMulPlan {
+  RowTasks tasks;
+  const float* gate_up;
+  int64_t dim;
+  float* y;
+};
+
+static void SiluMulTask(void* context, int64_t index, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const SiluMulPlan*>(context);
+  const int64_t end = EndRow(plan.tasks, index);
+  for (int64_t row = index * plan.tasks.rows_per_task; row < end; ++row) {
+    const float* const gate = plan.gate_up + row * 2 * plan.dim;
+    const float* const up = gate + plan.dim;
+    float* const y = plan.y + row * plan.dim;
+    for (int64_t i = 0; i < plan.dim; i += kLanes) {
+      const int64_t left = plan.dim - i;
+      StoreSome(y + i, left, Mul(Silu(LoadSome(gate + i, left)), LoadSome(up + i, left)));
+    }
+  }
+}
+
+static void SiluMul(const float* gate_up, int64_t row_count, int64_t dim, float* y,
+                    ParallelRunner& runner) {
+  SiluMulPlan plan{CutRows(row_count, dim), gate_up, dim, y};
+  runner.Run(TaskCount(plan.tasks), SiluMulTask, &plan);
+}
+
+// ------------------------------------------------------------------------------------------ gather
+
+struct GatherPlan {
+  RowTasks tasks;
+  const void* table;
+  DType dtype;
+  const int32_t* ids;
+  int64_t dim;
+  float* y;
+};
+
+static void GatherTask(void* context, int64_t index, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const GatherPlan*>(context);
+  const int64_t end = EndRow(plan.tasks, index);
+  for (int64_t row = index * plan.tasks.rows_per_task; row < end; ++row) {
+    const int64_t from = plan.ids[row] * plan.dim;
+    float* const y = plan.y + row * plan.dim;
+    int64_t i = 0;
+    for (; i + kLanes <= plan.dim; i += kLanes)
+      Store(y + i, LoadAs(plan.dtype, plan.table, from + i));
+    for (; i < plan.dim; ++i) y[i] = LoadOneAs(plan.dtype, plan.table, from + i);
+  }
+}
+
+static void GatherRows(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
+                       int64_t dim, float* y, ParallelRunner& runner) {
+  GatherPlan plan{CutRows(row_count, dim), table, dtype, ids, dim, y};
+  runner.Run(TaskCount(plan.tasks), GatherTask, &plan);
+}

@@ -1,0 +1,542 @@
+// Linear layers. Included once per path, after simd-inl.h; see there.
+//
+// One output is, per block of inputs, one chain of fma from zero with ascending inputs; then the
+// block sums, left to right; then the bias. Everything else here (tiles of rows, chunks of outputs,
+// widened panels) is a choice of order between chains and changes no bit: a chain belongs to one
+// row and one output and is never cut.
+
+// Rows of one tile: with these the accumulators of a tile fill the registers but for the operands.
+#if defined(QUIRE_SIMD_AVX512)
+constexpr int kMaxTileRows = 12;
+#elif defined(QUIRE_SIMD_AVX2)
+constexpr int kMaxTileRows = 6;
+#else
+constexpr int kMaxTileRows = 4;
+#endif
+// Vectors of outputs per tile. AVX2 has half the registers: a full tile takes one vector at a time.
+template <int kRows>
+constexpr int kTileVectors =
+#if defined(QUIRE_SIMD_AVX2)
+    kRows > kMaxTileRows / 2 ? 1 :
+#endif
+                             kOutputBlock / kLanes;
+
+// Rows that go over the same widened weights: 120 rows of 1024 inputs take half of a 1 MiB L2.
+constexpr int64_t kMaxBlockRows = 120;
+// Output blocks whose sums are kept while the rows stay in L2 with one block of inputs.
+constexpr int64_t kGroupBlocks = 8;
+// So much of x stays in L2 beside the weights.
+constexpr int64_t kResidentBytes = int64_t{512} << 10;
+// From this number of tiles on, widening once into a panel is cheaper than widening in each tile.
+constexpr int64_t kPanelTiles = 3;
+// Distance of the prefetch when weights are read once: more than the latency of memory at one
+// thread's share of its speed.
+constexpr int64_t kStreamAhead = 4096;
+
+// A row of x of one input block: the odd number of lines keeps rows out of each other's cache sets.
+constexpr int64_t kRowFloats = kMaxInputBlock + 16;
+constexpr int64_t kPanelFloats = kMaxInputBlock * kOutputBlock;
+constexpr int64_t kSumFloats = kMaxBlockRows * kGroupBlocks * kOutputBlock;
+constexpr int64_t kWorkerFloats = kPanelFloats + kSumFloats;
+
+// -------------------------------------------------------------------------------- forms of weights
+// How one step of a chain reads weights: kInputs inputs of kOutputBlock outputs. `x` is a row at
+// the step's first input.
+
+struct F32Weights {
+  using Element = float;
+  using X = float;
+  static constexpr int kInputs = 1;
+  using Vector = VF;
+  QUIRE_INLINE Vector LoadAt(const float* w) { return Load(w); }
+  QUIRE_INLINE VF Step(VF sum, Vector w, const float* x) { return Fma(w, Set1(x[0]), sum); }
+  QUIRE_INLINE VF LastStep(VF sum, Vector, const float*) { return sum; }
+};
+
+struct F16Weights {
+  using Element = uint16_t;
+  using X = float;
+  static constexpr int kInputs = 1;
+  using Vector = VF;
+  QUIRE_INLINE Vector LoadAt(const uint16_t* w) { return LoadF16(w); }
+  QUIRE_INLINE VF Step(VF sum, Vector w, const float* x) { return Fma(w, Set1(x[0]), sum); }
+  QUIRE_INLINE VF LastStep(VF sum, Vector, const float*) { return sum; }
+};
+
+struct WidePair {
+  VF even, odd;
+};
+#if defined(QUIRE_SIMD_BF16)
+QUIRE_INLINE WidePair LoadWidePair(const uint16_t* p) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(bits, high))};
+}
+#else
+QUIRE_INLINE WidePair LoadWidePair(const uint16_t* p) {
+  const VPair pair = LoadPair(p);
+  return {pair.even, pair.odd};
+}
+#endif
+
+// bfloat16 weights, products singly.
+struct BF16Weights {
+  using Element = uint16_t;
+  using X = float;
+  static constexpr int kInputs = 2;
+  using Vector = WidePair;
+  QUIRE_INLINE Vector LoadAt(const uint16_t* w) { return LoadWidePair(w); }
+  QUIRE_INLINE VF Step(VF sum, Vector w, const float* x) {
+    return Fma(w.odd, Set1(x[1]), Fma(w.even, Set1(x[0]), sum));
+  }
+  QUIRE_INLINE VF LastStep(VF sum, Vector w, const float* x) {
+    return Fma(w.even, Set1(x[0]), sum);
+  }
+};
+
+#if defined(QUIRE_SIMD_BF16)
+// bfloat16 weights and rows, products in pairs. An odd last input has a zero beside it in both.
+struct BF16PairWeights {
+  using Element = uint16_t;
+  using X = uint16_t;
+  static constexpr int kInputs = 2;
+  using Vector = VPair;
+  QUIRE_INLINE Vector LoadAt(const uint16_t* w) { return LoadPair(w); }
+  QUIRE_INLINE VF Step(VF sum, Vector w, const uint16_t* x) {
+    QPair pair;
+    __builtin_memcpy(&pair, x, sizeof(pair));
+    return DotPair(sum, w, pair);
+  }
+  QUIRE_INLINE VF LastStep(VF sum, Vector w, const uint16_t* x) { return Step(sum, w, x); }
+};
+#endif
+
+// ---------------------------------------------------------------------------------------- one tile
+
+// One tile of rows against one block of outputs and of inputs.
+struct Tile {
+  const void* w;   // packed, at the first input
+  const float* x;  // rows kRowFloats apart
+  int64_t inputs;
+  float* sums;  // row stride sum_stride; 32 outputs
+  int64_t sum_stride;
+  bool first;         // the first block of inputs: sums are set, else added to
+  const char* ahead;  // what to prefetch, ahead_step bytes on per step
+  int64_t ahead_step;
+};
+
+template <class W, int kRows>
+static void RunTile(const Tile& tile) {
+  constexpr int kVectors = kTileVectors<kRows>;
+  constexpr int64_t kXStride =
+      kRowFloats * static_cast<int64_t>(sizeof(float) / sizeof(typename W::X));
+  const int64_t steps = tile.inputs / W::kInputs;
+  const char* ahead = tile.ahead;
+  int64_t ahead_step = tile.ahead_step;
+  for (int64_t output = 0; output < kOutputBlock; output += kVectors * kLanes) {
+    const auto* w = static_cast<const typename W::Element*>(tile.w) + output * W::kInputs;
+    const auto* x = reinterpret_cast<const typename W::X*>(tile.x);
+    VF sum[kRows][kVectors];
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
+    }
+    for (int64_t step = 0; step < steps; ++step) {
+      PrefetchL2(ahead);
+      PrefetchL2(ahead + 64);
+      ahead += ahead_step;
+      typename W::Vector weights[kVectors];
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) weights[v] = W::LoadAt(w + v * kLanes * W::kInputs);
+      QUIRE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        QUIRE_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+          sum[r][v] = W::Step(sum[r][v], weights[v], x + r * kXStride);
+        }
+      }
+      w += kOutputBlock * W::kInputs;
+      x += W::kInputs;
+    }
+    if (tile.inputs % W::kInputs != 0) {
+      QUIRE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        QUIRE_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+          sum[r][v] =
+              W::LastStep(sum[r][v], W::LoadAt(w + v * kLanes * W::kInputs), x + r * kXStride);
+        }
+      }
+    }
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        float* const out = tile.sums + r * tile.sum_stride + output + v * kLanes;
+        Store(out, tile.first ? sum[r][v] : Add(Load(out), sum[r][v]));
+      }
+    }
+    ahead_step = 0;  // a second pass over the same inputs finds them there
+  }
+}
+
+using TileFunction = void (*)(const Tile&);
+
+// The functions for 1, 2, ... rows.
+template <class W>
+struct TileFunctions {
+#if defined(QUIRE_SIMD_AVX512)
+  static constexpr TileFunction kFor[kMaxTileRows] = {
+      RunTile<W, 1>, RunTile<W, 2>, RunTile<W, 3>, RunTile<W, 4>,  RunTile<W, 5>,  RunTile<W, 6>,
+      RunTile<W, 7>, RunTile<W, 8>, RunTile<W, 9>, RunTile<W, 10>, RunTile<W, 11>, RunTile<W, 12>};
+#elif defined(QUIRE_SIMD_AVX2)
+  static constexpr TileFunction kFor[kMaxTileRows] = {RunTile<W, 1>, RunTile<W, 2>, RunTile<W, 3>,
+                                                      RunTile<W, 4>, RunTile<W, 5>, RunTile<W, 6>};
+#else
+  static constexpr TileFunction kFor[kMaxTileRows] = {RunTile<W, 1>, RunTile<W, 2>, RunTile<W, 3>,
+                                                      RunTile<W, 4>};
+#endif
+};
+
+// ---------------------------------------------------------------------------- the plan of one call
+
+struct LinearPlan {
+  const LinearArgs* args;
+  const TileFunction* direct;  // on the packed weights
+  bool pairs;                  // x is stored as bfloat16 for dot products of pairs
+  int64_t input_block;
+  int64_t input_blocks;
+  int64_t row_blocks;
+  int64_t output_blocks;
+  int64_t chunk_blocks;  // output blocks of one task
+  int64_t chunks;
+  float* x;               // [input block][row][kRowFloats]
+  float* worker_scratch;  // kWorkerFloats each
+};
+
+QUIRE_INLINE int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+QUIRE_INLINE int64_t InputsOfBlock(const LinearPlan& plan, int64_t block) {
+  const int64_t begin = block * plan.input_block;
+  const int64_t left = plan.args->w.k - begin;
+  return left < plan.input_block ? left : plan.input_block;
+}
+
+// Scratch holds the rows of x, padded, then each worker's part.
+static size_t LinearScratchBytes(int64_t row_count, int64_t, int64_t k, int worker_count) {
+  const int64_t input_blocks = CeilDivide(k, InputBlock(k));
+  const int64_t floats = input_blocks * row_count * kRowFloats + worker_count * kWorkerFloats;
+  return static_cast<size_t>(floats) * sizeof(float);
+}
+
+static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
+  LinearPlan plan{};
+  plan.args = &args;
+  plan.direct = args.w.dtype == DType::kF32   ? TileFunctions<F32Weights>::kFor
+                : args.w.dtype == DType::kF16 ? TileFunctions<F16Weights>::kFor
+                                              : TileFunctions<BF16Weights>::kFor;
+#if defined(QUIRE_SIMD_BF16)
+  if (args.w.dtype == DType::kBF16 && args.x_rounding == DType::kBF16) {
+    plan.direct = TileFunctions<BF16PairWeights>::kFor;
+    plan.pairs = true;
+  }
+#endif
+  plan.input_block = InputBlock(args.w.k);
+  plan.input_blocks = CeilDivide(args.w.k, plan.input_block);
+  plan.row_blocks = CeilDivide(args.row_count, kMaxBlockRows);
+  plan.output_blocks = OutputBlocks(args.w.n);
+  // Enough tasks to even out threads of different speed, each still a long run of memory.
+  constexpr int64_t kTasksPerWorker = 8;
+  const int64_t total = plan.output_blocks * plan.row_blocks;
+  plan.chunk_blocks = CeilDivide(total, kTasksPerWorker * worker_count);
+  if (plan.row_blocks > 1 && plan.chunk_blocks > kGroupBlocks) plan.chunk_blocks = kGroupBlocks;
+  if (plan.chunk_blocks > plan.output_blocks) plan.chunk_blocks = plan.output_blocks;
+  plan.chunks = CeilDivide(plan.output_blocks, plan.chunk_blocks);
+  plan.x = static_cast<float*>(args.scratch);
+  plan.worker_scratch = plan.x + plan.input_blocks * args.row_count * kRowFloats;
+  return plan;
+}
+
+// --------------------------------------------------------------------------------------- rows of x
+
+// Rows [first, first + count) into scratch, rounded if asked. Behind the last input follow zeros up
+// to a whole vector.
+static void PackRows(const LinearPlan& plan, int64_t first, int64_t count) {
+  const LinearArgs& args = *plan.args;
+  for (int64_t block = 0; block < plan.input_blocks; ++block) {
+    const int64_t inputs = InputsOfBlock(plan, block);
+    for (int64_t row = first; row < first + count; ++row) {
+      const float* from = args.x + row * args.x_stride + block * plan.input_block;
+      float* const to = plan.x + (block * args.row_count + row) * kRowFloats;
+      for (int64_t i = 0; i < inputs; i += kLanes) {
+        float last[kLanes] = {};
+        const float* source = from + i;
+        if (inputs - i < kLanes) {
+          for (int64_t j = 0; i + j < inputs; ++j) last[j] = from[i + j];
+          source = last;
+        }
+        const VF v = Load(source);
+        if (plan.pairs) {
+          StoreBF16(reinterpret_cast<uint16_t*>(to) + i, v);
+        } else {
+          Store(to + i, args.x_rounding == DType::kBF16 ? RoundToBF16(v) : v);
+        }
+      }
+    }
+  }
+}
+
+constexpr int64_t kRowsPerPackTask = 8;
+
+static void PackRowsTask(void* context, int64_t index, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const LinearPlan*>(context);
+  const int64_t first = index * kRowsPerPackTask;
+  const int64_t left = plan.args->row_count - first;
+  PackRows(plan, first, left < kRowsPerPackTask ? left : kRowsPerPackTask);
+}
+
+// ------------------------------------------------------------------------------ the work of a task
+
+// Weights of one block of outputs and of inputs in float32, [input][32].
+static void WidenPanel(DType dtype, const uint16_t* w, int64_t inputs, float* panel) {
+  if (dtype == DType::kF16) {
+    for (int64_t i = 0; i < inputs * kOutputBlock; i += kLanes) Store(panel + i, LoadF16(w + i));
+    return;
+  }
+  for (int64_t i = 0; i < inputs; i += 2) {
+    for (int64_t output = 0; output < kOutputBlock; output += kLanes) {
+      const WidePair pair = LoadWidePair(w + i * kOutputBlock + 2 * output);
+      Store(panel + i * kOutputBlock + output, pair.even);
+      Store(panel + (i + 1) * kOutputBlock + output, pair.odd);
+    }
+  }
+}
+
+struct RowBlock {
+  int64_t first;
+  int64_t count;
+  int64_t tiles;
+};
+
+// Blocks and tiles are as equal as can be: a small last one would run at a fraction of the speed.
+QUIRE_INLINE RowBlock RowBlockAt(const LinearPlan& plan, int64_t index) {
+  const int64_t rows = plan.args->row_count;
+  const int64_t first = rows * index / plan.row_blocks;
+  const int64_t count = rows * (index + 1) / plan.row_blocks - first;
+  return {first, count, CeilDivide(count, kMaxTileRows)};
+}
+
+QUIRE_INLINE const char* PackedAt(const LinearPlan& plan, int64_t output_block,
+                                  int64_t input_block) {
+  const PackedLinear& w = plan.args->w;
+  const int64_t element = output_block * PackedBlockElements(w.dtype, w.k) +
+                          input_block * plan.input_block * kOutputBlock;
+  return static_cast<const char*>(w.data) + element * (w.dtype == DType::kF32 ? 4 : 2);
+}
+
+// All rows of a block against one block of outputs and of inputs. `next` is the block of weights
+// that comes after.
+static void RunTiles(const LinearPlan& plan, const RowBlock& rows, int64_t output_block,
+                     int64_t input_block, const char* next, float* panel, float* sums) {
+  const PackedLinear& w = plan.args->w;
+  const char* const packed = PackedAt(plan, output_block, input_block);
+  const int64_t inputs = InputsOfBlock(plan, input_block);
+  const int64_t element_bytes = w.dtype == DType::kF32 ? 4 : 2;
+  const int64_t packed_bytes = inputs * kOutputBlock * element_bytes;
+  const bool widen = w.dtype != DType::kF32 && !plan.pairs && rows.tiles >= kPanelTiles;
+  if (widen) WidenPanel(w.dtype, reinterpret_cast<const uint16_t*>(packed), inputs, panel);
+  const TileFunction* const functions = widen ? TileFunctions<F32Weights>::kFor : plan.direct;
+
+  Tile tile{};
+  tile.w = widen ? static_cast<const void*>(panel) : packed;
+  tile.inputs = inputs;
+  tile.sum_stride = kGroupBlocks * kOutputBlock;
+  tile.first = input_block == 0;
+  const int64_t steps = CeilDivide(inputs, w.dtype == DType::kBF16 && !widen ? 2 : 1);
+  for (int64_t t = 0; t < rows.tiles; ++t) {
+    const int64_t row = rows.count * t / rows.tiles;
+    const int64_t count = rows.count * (t + 1) / rows.tiles - row;
+    tile.x = plan.x + (input_block * plan.args->row_count + rows.first + row) * kRowFloats;
+    tile.sums = sums + row * tile.sum_stride;
+    if (rows.tiles == 1) {  // weights are read once: their own continuation
+      tile.ahead = packed + kStreamAhead;
+      tile.ahead_step = CeilDivide(packed_bytes, steps);
+    } else {  // spread over all tiles, so that memory is never waited for
+      tile.ahead = next + packed_bytes * t / rows.tiles;
+      tile.ahead_step = CeilDivide(packed_bytes, rows.tiles * steps);
+    }
+    functions[count - 1](tile);
+  }
+}
+
+// The sums of one row and block of outputs, bias added, into y.
+static void FinishOutputs(const LinearArgs& args, int64_t row, int64_t output, const float* sums) {
+  float* const y = args.y + row * args.y_stride + output;
+  const float* const bias = args.w.bias != nullptr ? args.w.bias + output : nullptr;
+  const int64_t left = args.w.n - output;
+  const int64_t count = left < kOutputBlock ? left : kOutputBlock;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    VF v = Load(sums + i);
+    if (bias != nullptr) v = Add(v, Load(bias + i));
+    Store(y + i, args.accumulate ? Add(Load(y + i), v) : v);
+  }
+  for (; i < count; ++i) {
+    float v = sums[i];
+    if (bias != nullptr) v += bias[i];
+    y[i] = args.accumulate ? y[i] + v : v;
+  }
+}
+
+// Blocks of inputs go round outside the group of output blocks, so that a block of rows stays in L2
+// for the whole group; where all of x stays there, groups of one block read the weights as they lie
+// in memory.
+static void RunGroup(const LinearPlan& plan, const RowBlock& rows, int64_t begin, int64_t end,
+                     float* panel, float* sums) {
+  for (int64_t input_block = 0; input_block < plan.input_blocks; ++input_block) {
+    for (int64_t block = begin; block < end; ++block) {
+      const bool last = block + 1 == end;
+      const bool wraps = last && input_block + 1 < plan.input_blocks;
+      const char* const next = wraps  ? PackedAt(plan, begin, input_block + 1)
+                               : last ? PackedAt(plan, end, 0)
+                                      : PackedAt(plan, block + 1, input_block);
+      RunTiles(plan, rows, block, input_block, next, panel, sums + (block - begin) * kOutputBlock);
+    }
+  }
+  for (int64_t row = 0; row < rows.count; ++row) {
+    for (int64_t block = begin; block < end; ++block) {
+      FinishOutputs(*plan.args, rows.first + row, block * kOutputBlock,
+                    sums + (row * kGroupBlocks + block - begin) * kOutputBlock);
+    }
+  }
+}
+
+static void LinearTask(void* context, int64_t index, int worker) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const LinearPlan*>(context);
+  const RowBlock rows = RowBlockAt(plan, index / plan.chunks);
+  const int64_t begin = index % plan.chunks * plan.chunk_blocks;
+  const int64_t chunk_end = begin + plan.chunk_blocks;
+  const int64_t end = chunk_end < plan.output_blocks ? chunk_end : plan.output_blocks;
+  const int64_t x_bytes = rows.count * plan.args->w.k * (plan.pairs ? 2 : 4);
+  const int64_t group = x_bytes <= kResidentBytes ? 1 : kGroupBlocks;
+  float* const panel = plan.worker_scratch + worker * kWorkerFloats;
+  for (int64_t block = begin; block < end; block += group) {
+    const int64_t group_end = block + group < end ? block + group : end;
+    RunGroup(plan, rows, block, group_end, panel, panel + kPanelFloats);
+  }
+}
+
+static void Linear(const LinearArgs& args, ParallelRunner& runner) {
+  if (args.row_count == 0) return;
+  LinearPlan plan = MakeLinearPlan(args, runner.worker_count());
+  // Below this, waking the other threads costs more than the copy.
+  constexpr int64_t kMinParallelElements = int64_t{1} << 15;
+  if (args.row_count * args.w.k < kMinParallelElements) {
+    const ScopedFloatEnvironment environment;
+    PackRows(plan, 0, args.row_count);
+  } else {
+    runner.Run(CeilDivide(args.row_count, kRowsPerPackTask), PackRowsTask, &plan);
+  }
+  runner.Run(plan.row_blocks * plan.chunks, LinearTask, &plan);
+}
+
+// ------------------------------------------------------------------------------ packing of weights
+
+static size_t PackedLinearBytes(DType dtype, int64_t n, int64_t k) {
+  const int64_t elements = OutputBlocks(n) * PackedBlockElements(dtype, k);
+  return static_cast<size_t>(elements * (dtype == DType::kF32 ? 4 : 2));
+}
+
+struct PackPlan {
+  const void* weights;
+  DType from;
+  int64_t n, k;
+  DType to;
+  void* packed;
+};
+
+// Sixteen numbers of `from` at `index`, widened.
+QUIRE_INLINE VF LoadAs(DType from, const void* data, int64_t index) {
+  if (from == DType::kF32) return Load(static_cast<const float*>(data) + index);
+  const auto* const bits = static_cast<const uint16_t*>(data) + index;
+  return from == DType::kF16 ? LoadF16(bits) : LoadBits16AsHigh(bits);
+}
+
+QUIRE_INLINE float LoadOneAs(DType from, const void* data, int64_t index) {
+  if (from == DType::kF32) return static_cast<const float*>(data)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[index];
+  return from == DType::kF16 ? F16ToF32(bits) : Bf16ToF32(bits);
+}
+
+QUIRE_INLINE void StoreAs(DType to, void* data, int64_t index, VF v) {
+  if (to == DType::kF32) return Store(static_cast<float*>(data) + index, v);
+  auto* const bits = static_cast<uint16_t*>(data) + index;
+  if (to == DType::kF16) return StoreF16(bits, v);
+  StoreBF16(bits, v);
+}
+
+// Inputs a task takes at a time: those of 32 outputs stay in L1.
+constexpr int64_t kPackInputs = 128;
+
+// Inputs [begin, begin + count) of one output in the packed type; zeros up to a whole vector.
+static void ConvertRow(const PackPlan& plan, int64_t output, int64_t begin, int64_t count,
+                       void* to) {
+  const int64_t base = output * plan.k + begin;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    StoreAs(plan.to, to, i, LoadAs(plan.from, plan.weights, base + i));
+  }
+  if (i == count) return;
+  float last[kLanes] = {};
+  for (int64_t j = i; j < count; ++j) last[j - i] = LoadOneAs(plan.from, plan.weights, base + j);
+  StoreAs(plan.to, to, i, Load(last));
+}
+
+// Columns of the rows' units (a float32, a float16 or a pair of bfloat16) one after the other.
+template <typename Unit>
+static void WriteColumns(const void* rows, int64_t row_bytes, int64_t columns, void* packed) {
+  auto* to = static_cast<Unit*>(packed);
+  for (int64_t i = 0; i < columns; ++i) {
+    const char* from = static_cast<const char*>(rows) + i * static_cast<int64_t>(sizeof(Unit));
+    for (int64_t r = 0; r < kOutputBlock; ++r) {
+      __builtin_memcpy(to + r, from + r * row_bytes, sizeof(Unit));
+    }
+    to += kOutputBlock;
+  }
+}
+
+// One block of outputs: rows are read in long runs into a buffer that stays in L1, whose columns
+// are written in order.
+static void PackTask(void* context, int64_t block, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const PackPlan*>(context);
+  constexpr int64_t kBufferFloats = kPackInputs + kLanes;  // an odd number of lines, see kRowFloats
+  constexpr int64_t kRowBytes = kBufferFloats * static_cast<int64_t>(sizeof(float));
+  alignas(64) float rows[kOutputBlock][kBufferFloats] = {};  // outputs from n on stay zero
+  const int64_t element_bytes = plan.to == DType::kF32 ? 4 : 2;
+  const int64_t packed_inputs = PackedInputs(plan.to, plan.k);
+  char* packed = static_cast<char*>(plan.packed) +
+                 block * PackedBlockElements(plan.to, plan.k) * element_bytes;
+  for (int64_t begin = 0; begin < packed_inputs; begin += kPackInputs) {
+    const int64_t left = plan.k - begin;
+    const int64_t count = left < kPackInputs ? left : kPackInputs;
+    for (int64_t r = 0; r < kOutputBlock && block * kOutputBlock + r < plan.n; ++r) {
+      ConvertRow(plan, block * kOutputBlock + r, begin, count, rows[r]);
+    }
+    const int64_t inputs = PackedInputs(plan.to, count);
+    if (plan.to == DType::kF32) WriteColumns<uint32_t>(rows, kRowBytes, inputs, packed);
+    if (plan.to == DType::kF16) WriteColumns<uint16_t>(rows, kRowBytes, inputs, packed);
+    if (plan.to == DType::kBF16) WriteColumns<uint32_t>(rows, kRowBytes, inputs / 2, packed);
+    packed += inputs * kOutputBlock * element_bytes;
+  }
+}
+
+static void PackLinear(const void* weights, DType from, int64_t n, int64_t k, DType to,
+                       void* packed, ParallelRunner& runner) {
+  PackPlan plan{weights, from, n, k, to, packed};
+  runner.Run(OutputBlocks(n), PackTask, &plan);
+}

@@ -1,0 +1,41 @@
+// All that the *-inl.h files use from outside. The file of a path includes this before its target
+// region begins, so that inline functions of shared headers are never compiled with wide
+// instructions: the linker may keep any of their copies.
+#ifndef QUIRE_KERNELS_CPU_PATH_INCLUDES_H_
+#define QUIRE_KERNELS_CPU_PATH_INCLUDES_H_
+
+#if defined(__x86_64__)
+#if !defined(__clang__)
+// GCC 12 warns of its own deliberately uninitialized registers (its bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/float_environment.h"
+#include "kernels/attention_schedule.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/paths.h"
+#include "kernels/kv_layout.h"
+#include "kernels/kv_slot.h"
+#include "kernels/linear_layout.h"
+#include "kernels/segment_tiles.h"
+#include "tensor/half.h"
+
+// Fully unrolls the next loop, whose count is a constant: an array of vectors that it indexes then
+// lives in registers.
+#if defined(__clang__)
+#define QUIRE_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define QUIRE_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+#endif  // QUIRE_KERNELS_CPU_PATH_INCLUDES_H_

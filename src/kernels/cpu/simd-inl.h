@@ -1,0 +1,363 @@
+// Vectors of 16 float32 lanes, one meaning on every path. Included once per path, inside that
+// path's namespace and target region (cpu/avx512.cc and its sisters), never by other headers; hence
+// no include guard, no namespace, no #include here.
+//
+// The including file defines exactly one of QUIRE_SIMD_AVX512, QUIRE_SIMD_AVX2, QUIRE_SIMD_SCALAR,
+// and QUIRE_SIMD_BF16 besides QUIRE_SIMD_AVX512 where the CPU has bfloat16 dot products.
+//
+// Every operation gives the same bits on every path (the caller has MXCSR at its default,
+// base/float_environment.h), except DotPair with QUIRE_SIMD_BF16. That is why reductions have a
+// fixed tree and why Max has x86's rule for NaN.
+
+#define QUIRE_INLINE static inline __attribute__((always_inline))
+
+constexpr int kLanes = 16;
+
+// ----------------------------------------------------------------------------------------------------
+// the vector
+#if defined(QUIRE_SIMD_AVX512)
+
+using VF = __m512;
+using VMask = __mmask16;
+
+QUIRE_INLINE VF Set1(float x) { return _mm512_set1_ps(x); }
+QUIRE_INLINE VF Zero() { return _mm512_setzero_ps(); }
+QUIRE_INLINE VF Load(const float* p) { return _mm512_loadu_ps(p); }
+QUIRE_INLINE void Store(float* p, VF v) { _mm512_storeu_ps(p, v); }
+QUIRE_INLINE VF Add(VF a, VF b) { return _mm512_add_ps(a, b); }
+QUIRE_INLINE VF Sub(VF a, VF b) { return _mm512_sub_ps(a, b); }
+QUIRE_INLINE VF Mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
+QUIRE_INLINE VF Div(VF a, VF b) { return _mm512_div_ps(a, b); }
+QUIRE_INLINE VF Fma(VF a, VF b, VF c) {
+  return _mm512_fmadd_ps(a, b, c);
+}  // a * b + c, rounded once
+QUIRE_INLINE VF Max(VF a, VF b) { return _mm512_max_ps(a, b); }  // a > b ? a : b
+QUIRE_INLINE VF Min(VF a, VF b) { return _mm512_min_ps(a, b); }  // a < b ? a : b
+QUIRE_INLINE VF RoundToInt(VF a) {                               // nearest, ties to even
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+QUIRE_INLINE VF Scale2(VF a, VF n) {
+  return _mm512_scalef_ps(a, n);
+}  // a * 2^n, integral n in [-126, 127]
+QUIRE_INLINE VMask MaskRange(int lo, int hi) {  // lanes lo <= i < hi, 0 <= lo, hi <= 16
+  return lo >= hi ? VMask(0) : static_cast<VMask>((0xffffU << lo) & (0xffffU >> (kLanes - hi)));
+}
+QUIRE_INLINE VMask NotLess(VF a, VF b) {
+  return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ);
+}  // !(a < b): true for NaN
+QUIRE_INLINE VF KeepIf(VMask m, VF a) { return _mm512_maskz_mov_ps(m, a); }  // lane of a, or +0
+QUIRE_INLINE VF Select(VMask m, VF a, VF b) { return _mm512_mask_blend_ps(m, b, a); }  // m ? a : b
+QUIRE_INLINE VF LoadBits16AsHigh(const uint16_t* p) {  // 16 bfloat16 -> float32
+  return _mm512_castsi512_ps(_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+QUIRE_INLINE VF LoadF16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+QUIRE_INLINE void StoreF16(uint16_t* p, VF v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+// float32 rounded to the nearest bfloat16, kept as float32; NaN stays NaN (quiet).
+QUIRE_INLINE VF RoundToBF16(VF v) {
+  const __m512i u = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x00400000));
+  return _mm512_castsi512_ps(_mm512_and_si512(r, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
+}
+// REQUIRES: v is exactly representable in bfloat16 (see RoundToBF16).
+QUIRE_INLINE void StoreBF16Exact(uint16_t* p, VF v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16)));
+}
+// ((i + (i + 8)) + 4) + 2) + 1: halves are added until one lane is left.
+QUIRE_INLINE float ReduceAdd(VF v) {
+  const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+QUIRE_INLINE float ReduceMax(VF v) {
+  const __m256 a = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+
+#elif defined(QUIRE_SIMD_AVX2)
+
+struct VF {
+  __m256 lo, hi;
+};
+struct VMask {
+  __m256 lo, hi;  // all ones or all zeros per lane
+};
+
+QUIRE_INLINE VF Set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+QUIRE_INLINE VF Zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+QUIRE_INLINE VF Load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+QUIRE_INLINE void Store(float* p, VF v) {
+  _mm256_storeu_ps(p, v.lo);
+  _mm256_storeu_ps(p + 8, v.hi);
+}
+QUIRE_INLINE VF Add(VF a, VF b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+QUIRE_INLINE VF Sub(VF a, VF b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+QUIRE_INLINE VF Mul(VF a, VF b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+QUIRE_INLINE VF Div(VF a, VF b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+QUIRE_INLINE VF Fma(VF a, VF b, VF c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+QUIRE_INLINE VF Max(VF a, VF b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+QUIRE_INLINE VF Min(VF a, VF b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+QUIRE_INLINE VF RoundToInt(VF a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+QUIRE_INLINE __m256 PowerOfTwo(__m256 n) {
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+QUIRE_INLINE VF Scale2(VF a, VF n) {
+  return {_mm256_mul_ps(a.lo, PowerOfTwo(n.lo)), _mm256_mul_ps(a.hi, PowerOfTwo(n.hi))};
+}
+QUIRE_INLINE __m256 MaskRange8(int lo, int hi) {
+  const __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(lo), i),
+                                                 _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), i)));
+}
+QUIRE_INLINE VMask MaskRange(int lo, int hi) {
+  return {MaskRange8(lo, hi), MaskRange8(lo - 8, hi - 8)};
+}
+QUIRE_INLINE VMask NotLess(VF a, VF b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_NLT_UQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_NLT_UQ)};
+}
+QUIRE_INLINE VF KeepIf(VMask m, VF a) {
+  return {_mm256_and_ps(m.lo, a.lo), _mm256_and_ps(m.hi, a.hi)};
+}
+QUIRE_INLINE VF Select(VMask m, VF a, VF b) {
+  return {_mm256_blendv_ps(b.lo, a.lo, m.lo), _mm256_blendv_ps(b.hi, a.hi, m.hi)};
+}
+QUIRE_INLINE __m256 LoadBits16AsHigh8(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(
+      _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+QUIRE_INLINE VF LoadBits16AsHigh(const uint16_t* p) {
+  return {LoadBits16AsHigh8(p), LoadBits16AsHigh8(p + 8)};
+}
+QUIRE_INLINE VF LoadF16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+QUIRE_INLINE void StoreF16(uint16_t* p, VF v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(v.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8),
+                   _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+QUIRE_INLINE __m256 RoundToBF16x8(__m256 v) {
+  const __m256i u = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x00400000));
+  const __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+  const __m256 b = _mm256_blendv_ps(_mm256_castsi256_ps(r), _mm256_castsi256_ps(quiet), nan);
+  return _mm256_and_ps(b, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000U))));
+}
+QUIRE_INLINE VF RoundToBF16(VF v) { return {RoundToBF16x8(v.lo), RoundToBF16x8(v.hi)}; }
+QUIRE_INLINE __m128i HighHalves(__m256 v) {
+  const __m256i s = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+}
+QUIRE_INLINE void StoreBF16Exact(uint16_t* p, VF v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), HighHalves(v.lo));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), HighHalves(v.hi));
+}
+QUIRE_INLINE float ReduceAdd(VF v) {
+  const __m256 a = _mm256_add_ps(v.lo, v.hi);
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+QUIRE_INLINE float ReduceMax(VF v) {
+  const __m256 a = _mm256_max_ps(v.lo, v.hi);
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+
+#else  // QUIRE_SIMD_SCALAR
+
+struct VF {
+  float v[kLanes];
+};
+struct VMask {
+  bool v[kLanes];
+};
+
+#define QUIRE_LANES(expr)                           \
+  VF r;                                             \
+  for (int i = 0; i < kLanes; ++i) r.v[i] = (expr); \
+  return r
+
+QUIRE_INLINE VF Set1(float x) { QUIRE_LANES(x); }
+QUIRE_INLINE VF Zero() { return Set1(0.0F); }
+QUIRE_INLINE VF Load(const float* p) { QUIRE_LANES(p[i]); }
+QUIRE_INLINE void Store(float* p, VF v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = v.v[i];
+}
+QUIRE_INLINE VF Add(VF a, VF b) { QUIRE_LANES(a.v[i] + b.v[i]); }
+QUIRE_INLINE VF Sub(VF a, VF b) { QUIRE_LANES(a.v[i] - b.v[i]); }
+QUIRE_INLINE VF Mul(VF a, VF b) { QUIRE_LANES(a.v[i] * b.v[i]); }
+QUIRE_INLINE VF Div(VF a, VF b) { QUIRE_LANES(a.v[i] / b.v[i]); }
+QUIRE_INLINE VF Fma(VF a, VF b, VF c) { QUIRE_LANES(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+QUIRE_INLINE VF Max(VF a, VF b) { QUIRE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+QUIRE_INLINE VF Min(VF a, VF b) { QUIRE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+QUIRE_INLINE float RoundToInt1(
+    float x) {  // |x| < 2^22: adding 1.5 * 2^23 rounds to the nearest integer, ties to even
+  return (x + 12582912.0F) - 12582912.0F;
+}
+QUIRE_INLINE VF RoundToInt(VF a) { QUIRE_LANES(RoundToInt1(a.v[i])); }
+QUIRE_INLINE float PowerOfTwo(float n) {
+  const uint32_t u = static_cast<uint32_t>(static_cast<int32_t>(n == n ? n : 0.0F) + 127) << 23;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+QUIRE_INLINE VF Scale2(VF a, VF n) { QUIRE_LANES(a.v[i] * PowerOfTwo(n.v[i])); }
+QUIRE_INLINE VMask MaskRange(int lo, int hi) {
+  VMask m;
+  for (int i = 0; i < kLanes; ++i) m.v[i] = lo <= i && i < hi;
+  return m;
+}
+QUIRE_INLINE VMask NotLess(VF a, VF b) {
+  VMask m;
+  for (int i = 0; i < kLanes; ++i) m.v[i] = !(a.v[i] < b.v[i]);
+  return m;
+}
+QUIRE_INLINE VF KeepIf(VMask m, VF a) { QUIRE_LANES(m.v[i] ? a.v[i] : 0.0F); }
+QUIRE_INLINE VF Select(VMask m, VF a, VF b) { QUIRE_LANES(m.v[i] ? a.v[i] : b.v[i]); }
+QUIRE_INLINE VF LoadBits16AsHigh(const uint16_t* p) { QUIRE_LANES(Bf16ToF32(p[i])); }
+QUIRE_INLINE VF LoadF16(const uint16_t* p) { QUIRE_LANES(F16ToF32(p[i])); }
+QUIRE_INLINE void StoreF16(uint16_t* p, VF v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = F32ToF16(v.v[i]);
+}
+QUIRE_INLINE VF RoundToBF16(VF v) { QUIRE_LANES(Bf16ToF32(F32ToBf16(v.v[i]))); }
+QUIRE_INLINE void StoreBF16Exact(uint16_t* p, VF v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = F32ToBf16(v.v[i]);
+}
+QUIRE_INLINE float ReduceAdd(VF v) {
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) v.v[i] = v.v[i] + v.v[i + n];
+  }
+  return v.v[0];
+}
+QUIRE_INLINE float ReduceMax(VF v) {
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) v.v[i] = v.v[i] > v.v[i + n] ? v.v[i] : v.v[i + n];
+  }
+  return v.v[0];
+}
+#undef QUIRE_LANES
+
+#endif
+
+// ----------------------------------------------------------------------------------------------------
+// pairs of bfloat16 Memory holds 16 outputs x 2 inputs, [lane][2]. VPair is what a chain step needs
+// of it; QPair is one broadcast pair of the other operand, prepared once (MakeQPair, both values
+// already rounded to bfloat16).
+#if defined(QUIRE_SIMD_BF16)
+
+using VPair = __m512bh;
+using QPair = uint32_t;
+QUIRE_INLINE VPair LoadPair(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+QUIRE_INLINE QPair MakeQPair(float even, float odd) {
+  uint32_t a, b;
+  __builtin_memcpy(&a, &even, 4);
+  __builtin_memcpy(&b, &odd, 4);
+  return (a >> 16) | (b & 0xffff0000U);
+}
+// acc + even + odd in the hardware's order (one VDPBF16PS).
+QUIRE_INLINE VF DotPair(VF acc, VPair k, QPair q) {
+  return _mm512_dpbf16_ps(acc, k, (__m512bh)_mm512_set1_epi32(static_cast<int>(q)));
+}
+
+#else
+
+struct VPair {
+  VF even, odd;
+};
+struct QPair {
+  float even, odd;
+};
+#if defined(QUIRE_SIMD_AVX512)
+QUIRE_INLINE VPair LoadPair(const uint16_t* p) {
+  const __m512i u = _mm512_loadu_si512(p);
+  return {
+      _mm512_castsi512_ps(_mm512_slli_epi32(u, 16)),
+      _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32(static_cast<int>(0xffff0000U))))};
+}
+#elif defined(QUIRE_SIMD_AVX2)
+QUIRE_INLINE VPair LoadPair(const uint16_t* p) {
+  const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000U));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
+           _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(a, high)),
+           _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
+}
+#else
+QUIRE_INLINE VPair LoadPair(const uint16_t* p) {
+  VPair r;
+  for (int i = 0; i < kLanes; ++i) {
+    r.even.v[i] = Bf16ToF32(p[2 * i]);
+    r.odd.v[i] = Bf16ToF32(p[2 * i + 1]);
+  }
+  return r;
+}
+#endif
+QUIRE_INLINE QPair MakeQPair(float even, float odd) { return {even, odd}; }
+QUIRE_INLINE VF DotPair(VF acc, VPair k, QPair q) {
+  return Fma(k.odd, Set1(q.odd), Fma(k.even, Set1(q.even), acc));
+}
+
+#endif
+
+// ----------------------------------------------------------------------------------------------------
+// functions 2^x. Exact at integers; elsewhere within 1.5 ulp on [-126, 127]. 0 below -126 (and at
+// -inf), 2^127 from 127 on; NaN for NaN. Own minimax polynomial of degree 6 for 2^f - 1 on [-0.5,
+// 0.5] (relative error 2e-9 before rounding).
+QUIRE_INLINE VF Exp2(VF x) {
+  const VF least = Set1(-126.0F);
+  const VMask keep = NotLess(x, least);
+  const VF c = Max(least, Min(Set1(127.0F), x));  // operand order: NaN passes through
+  const VF n = RoundToInt(c);
+  const VF f = Sub(c, n);
+  VF p = Set1(0.00015353361959569156F);
+  p = Fma(p, f, Set1(0.0013398875016719103F));
+  p = Fma(p, f, Set1(0.00961843691766262F));
+  p = Fma(p, f, Set1(0.055503323674201965F));
+  p = Fma(p, f, Set1(0.24022647738456726F));
+  p = Fma(p, f, Set1(0.6931471824645996F));
+  p = Fma(p, f, Set1(1.0F));
+  return KeepIf(keep, Scale2(p, n));
+}
+QUIRE_INLINE float Exp2Scalar(float x) {
+  float lanes[kLanes];
+  Store(lanes, Exp2(Set1(x)));
+  return lanes[0];
+}
+
+QUIRE_INLINE void StoreBF16(uint16_t* p, VF v) { StoreBF16Exact(p, RoundToBF16(v)); }
+
+#if defined(QUIRE_SIMD_SCALAR)
+QUIRE_INLINE void PrefetchL2(const void*) {}
+#else
+// Into L2, not L1: the L1 has too few fill buffers to keep memory busy (a third of the speed of
+// decode attention).
+QUIRE_INLINE void PrefetchL2(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
+#endif

@@ -1,0 +1,169 @@
+// The arithmetic between and behind the two chains: softmax of a segment, fold of segments, end of
+// a row. One implementation for every caller. Included after simd-inl.h, inside a path's namespace
+// and target region.
+#ifndef QUIRE_KERNELS_CPU_SOFTMAX_INL_H_
+#define QUIRE_KERNELS_CPU_SOFTMAX_INL_H_
+
+QUIRE_INLINE float NegativeInfinity() { return -__builtin_inff(); }
+
+// How weights (rotated q, softmax p) are kept: as chains of the layout's dtype take them.
+enum class WeightKind : uint8_t { kF32, kRoundedF32, kPackedBF16 };
+
+QUIRE_INLINE WeightKind WeightKindOf(DType cache_dtype) {
+  if (cache_dtype != DType::kBF16) return WeightKind::kF32;
+#if defined(QUIRE_SIMD_BF16)
+  return WeightKind::kPackedBF16;
+#else
+  return WeightKind::kRoundedF32;
+#endif
+}
+QUIRE_INLINE size_t WeightBytes(WeightKind kind) {
+  return kind == WeightKind::kPackedBF16 ? sizeof(uint16_t) : sizeof(float);
+}
+// Stores weights first .. first + 15 of a row.
+QUIRE_INLINE void StoreWeights(WeightKind kind, std::byte* row, int64_t first, VF w) {
+  if (kind == WeightKind::kPackedBF16) {
+    StoreBF16(reinterpret_cast<uint16_t*>(row) + first, w);
+  } else {
+    Store(reinterpret_cast<float*>(row) + first,
+          kind == WeightKind::kRoundedF32 ? RoundToBF16(w) : w);
+  }
+}
+
+// Scores of one row of one segment become weights, in place (a narrower weight lies at or before
+// the score that it comes from). Positions [lo, hi) of the segment are visible, lo < hi; weights of
+// all tiles [tile_begin, tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the
+// weights before they are rounded. If every visible score is -inf, *m is -inf and all weights are
+// 0; a NaN is in *l and in its weight.
+static void SoftmaxRow(WeightKind kind, float* scores, int lo, int hi, int tile_begin, int tile_end,
+                       float scale_log2, float* m, float* l) {
+  auto* weights = reinterpret_cast<std::byte*>(scores);
+  const VF scale = Set1(scale_log2);
+  const VF none = Set1(NegativeInfinity());
+  const int first = lo / kLanes;
+  const int last = (hi + kLanes - 1) / kLanes;
+  VF greatest = none;
+  for (int t = first; t < last; ++t) {
+    VF y = Mul(Load(scores + t * kLanes), scale);
+    const int begin = lo - t * kLanes;
+    const int end = hi - t * kLanes;
+    if (begin > 0 || end < kLanes) {
+      y = Select(MaskRange(begin > 0 ? begin : 0, end < kLanes ? end : kLanes), y, none);
+    }
+    greatest = Max(y, greatest);  // a NaN in y leaves `greatest`
+  }
+  const float maximum = ReduceMax(greatest);
+  const VF base = Set1(maximum == NegativeInfinity() ? 0.0F : maximum);
+  VF sum = Zero();
+  for (int t = tile_begin; t < first; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
+  for (int t = first; t < last; ++t) {
+    VF p = Exp2(Sub(Mul(Load(scores + t * kLanes), scale), base));
+    const int begin = lo - t * kLanes;
+    const int end = hi - t * kLanes;
+    if (begin > 0 || end < kLanes) {
+      p = KeepIf(MaskRange(begin > 0 ? begin : 0, end < kLanes ? end : kLanes), p);
+    }
+    sum = Add(sum, p);
+    StoreWeights(kind, weights, t * kLanes, p);
+  }
+  for (int t = last; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
+  *m = maximum;
+  *l = ReduceAdd(sum);
+}
+
+// A row that sees nothing of the tiles: weights 0, and a state that changes no fold.
+static void HiddenRow(WeightKind kind, float* scores, int tile_begin, int tile_end, float* m,
+                      float* l) {
+  auto* weights = reinterpret_cast<std::byte*>(scores);
+  for (int t = tile_begin; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
+  *m = NegativeInfinity();
+  *l = 0.0F;
+}
+
+// State of consecutive rows of one head: o [row][v_dim], m [row], l [row].
+struct RowStates {
+  float* o;
+  float* m;
+  float* l;
+};
+
+static void ClearStates(RowStates states, int64_t count, int v_dim) {
+  __builtin_memset(states.o, 0, static_cast<size_t>(count * v_dim) * sizeof(float));
+  for (int64_t i = 0; i < count; ++i) states.m[i] = NegativeInfinity();
+  for (int64_t i = 0; i < count; ++i) states.l[i] = 0.0F;
+}
+
+// Factors of old and new state: 2^(own m - common m), 0 for a state that holds nothing.
+QUIRE_INLINE VF FoldFactor(VF own, VF common) {
+  // !(-inf < own): own is -inf, and own - common may be NaN.
+  return Select(NotLess(Set1(NegativeInfinity()), own), Zero(), Exp2(Sub(own, common)));
+}
+
+// Folds at most 16 rows of a segment into the states of the segments before it.
+static void FoldRows16(RowStates into, RowStates from, int count, int v_dim) {
+  float old_m[kLanes];
+  float old_l[kLanes];
+  float new_m[kLanes];
+  float new_l[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    const bool used = i < count;
+    old_m[i] = used ? into.m[i] : 0.0F;
+    old_l[i] = used ? into.l[i] : 0.0F;
+    new_m[i] = used ? from.m[i] : 0.0F;
+    new_l[i] = used ? from.l[i] : 0.0F;
+  }
+  const VF common = Max(Load(old_m), Load(new_m));
+  const VF a = FoldFactor(Load(old_m), common);
+  const VF b = FoldFactor(Load(new_m), common);
+  float factor_old[kLanes];
+  float factor_new[kLanes];
+  Store(factor_old, a);
+  Store(factor_new, b);
+  Store(new_l, Fma(Load(new_l), b, Mul(Load(old_l), a)));
+  Store(new_m, common);
+  for (int i = 0; i < count; ++i) {
+    if (from.l[i] == 0.0F) continue;  // contributes nothing, and from.o may be undefined
+    into.m[i] = new_m[i];
+    into.l[i] = new_l[i];
+    float* o = into.o + i * v_dim;
+    const float* segment = from.o + i * v_dim;
+    const VF fa = Set1(factor_old[i]);
+    const VF fb = Set1(factor_new[i]);
+    for (int d = 0; d < v_dim; d += kLanes) {
+      Store(o + d, Fma(Load(segment + d), fb, Mul(Load(o + d), fa)));
+    }
+  }
+}
+
+static void FoldRows(RowStates into, RowStates from, int64_t count, int v_dim) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int n = static_cast<int>(count - i < kLanes ? count - i : kLanes);
+    FoldRows16({into.o + i * v_dim, into.m + i, into.l + i},
+               {from.o + i * v_dim, from.m + i, from.l + i}, n, v_dim);
+  }
+}
+
+// Which payload and sign a NaN has, and whether a zero is -0, depends on how chains were grouped;
+// outputs do not show it.
+QUIRE_INLINE VF Canonical(VF x) {
+  const VF infinity = Set1(__builtin_inff());
+  const VF positive = Add(x, Zero());  // -0 becomes +0
+  const VF nan = Set1(__builtin_nanf(""));
+  // NaN, and nothing else, is neither less than +inf nor, negated, less than +inf.
+  return Select(NotLess(x, infinity), Select(NotLess(Sub(Zero(), x), infinity), nan, positive),
+                positive);
+}
+
+// The output of one row: o / l, 0 where the row saw nothing; `out` holds v_dim floats.
+static void FinishRow(const float* o, float l, int v_dim, float* out) {
+  const VF scale = Set1(l == 0.0F ? 0.0F : 1.0F / l);
+  for (int d = 0; d < v_dim; d += kLanes) Store(out + d, Canonical(Mul(Load(o + d), scale)));
+}
+
+QUIRE_INLINE float FinishLse(float m, float l) {
+  if (l == 0.0F) return NegativeInfinity();
+  const float lse = m + static_cast<float>(__builtin_log2(static_cast<double>(l)));
+  return lse == lse ? lse : __builtin_nanf("");
+}
+
+#endif  // QUIRE_KERNELS_CPU_SOFTMAX_INL_H_

@@ -1,0 +1,103 @@
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/paths.h"
+
+#if QUIRE_SIMD
+#include <cpuid.h>
+#endif
+
+namespace quire {
+namespace {
+
+#if QUIRE_SIMD
+struct CpuidLeaf {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+CpuidLeaf ReadCpuid(unsigned leaf, unsigned subleaf) {
+  CpuidLeaf r;
+  // Leaves zeros where the CPU has no such leaf.
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  return r;
+}
+
+bool HasBits(unsigned value, std::initializer_list<int> bits) {
+  for (const int bit : bits) {
+    if ((value >> bit & 1) == 0) return false;
+  }
+  return true;
+}
+
+// Which register states the operating system saves; without that an instruction traps whatever the
+// CPU can do.
+unsigned SavedStates(const CpuidLeaf& leaf1) {
+  constexpr int kOsXsave = 27;
+  if (!HasBits(leaf1.ecx, {kOsXsave})) return 0;
+  unsigned low = 0;
+  unsigned high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+std::vector<const Backend*> DetectVectorPaths() {
+  const CpuidLeaf leaf1 = ReadCpuid(1, 0);
+  const CpuidLeaf leaf7 = ReadCpuid(7, 0);
+  const unsigned states = SavedStates(leaf1);
+  const bool saves_ymm = HasBits(states, {1, 2});  // SSE, AVX
+  const bool saves_zmm =
+      HasBits(states, {1, 2, 5, 6, 7});  // and opmasks, both parts of the ZMM registers
+  const bool avx2 = saves_ymm && HasBits(leaf1.ecx, {12, 28, 29}) &&
+                    HasBits(leaf7.ebx, {5});  // FMA, AVX, F16C; AVX2
+  const bool avx512 = avx2 && saves_zmm && HasBits(leaf7.ebx, {16, 17, 30, 31});  // F, DQ, BW, VL
+  const bool bf16 = avx512 && leaf7.eax >= 1 && HasBits(ReadCpuid(7, 1).eax, {5});
+  std::vector<const Backend*> paths;
+  if (bf16) paths.push_back(&kAvx512Bf16Backend);
+  if (avx512) paths.push_back(&kAvx512Backend);
+  if (avx2) paths.push_back(&kAvx2Backend);
+  return paths;
+}
+#endif
+
+std::vector<const Backend*> DetectPaths() {
+#if QUIRE_SIMD
+  std::vector<const Backend*> paths = DetectVectorPaths();
+#else
+  std::vector<const Backend*> paths;
+#endif
+  paths.push_back(&kScalarBackend);
+  return paths;
+}
+
+std::string Names(std::span<const Backend* const> backends) {
+  std::string names;
+  for (const Backend* backend : backends) {
+    if (!names.empty()) names += ", ";
+    names += backend->name;
+  }
+  return names;
+}
+
+}  // namespace
+
+std::span<const Backend* const> Backends() {
+  static const std::vector<const Backend*> paths = DetectPaths();
+  return paths;
+}
+
+Result<const Backend*> FindBackend(std::string_view name) {
+  const char* const from_environment = name.empty() ? std::getenv("QUIRE_KERNELS") : nullptr;
+  if (from_environment != nullptr) name = from_environment;
+  if (name.empty()) return Backends().front();
+  for (const Backend* backend : Backends()) {
+    if (backend->name == name) return backend;
+  }
+  return Status(StatusCode::kBadArgument,
+                std::string("FindBackend: no kernel path \"") + std::string(name) + "\"" +
+                    (from_environment != nullptr ? " (environment variable QUIRE_KERNELS)" : "") +
+                    " on this machine and in this build; there are: " + Names(Backends()));
+}
+
+}  // namespace quire

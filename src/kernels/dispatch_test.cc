@@ -1,0 +1,90 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "kernels/backend.h"
+
+namespace quire {
+namespace {
+
+// Sets QUIRE_KERNELS and puts back what was there.
+class ScopedKernels {
+ public:
+  explicit ScopedKernels(const char* value) {
+    const char* const old = std::getenv(kName);
+    had_value_ = old != nullptr;
+    if (had_value_) old_ = old;
+    value != nullptr ? setenv(kName, value, 1) : unsetenv(kName);
+  }
+  ~ScopedKernels() { had_value_ ? setenv(kName, old_.c_str(), 1) : unsetenv(kName); }
+
+ private:
+  static constexpr const char* kName = "QUIRE_KERNELS";
+  bool had_value_;
+  std::string old_;
+};
+
+TEST(Dispatch, ScalarIsAlwaysThereAndLast) {
+  ASSERT_FALSE(Backends().empty());
+  EXPECT_EQ(Backends().back()->name, "scalar");
+}
+
+TEST(Dispatch, EveryPathIsCompleteAndFoundByItsName) {
+  for (const Backend* backend : Backends()) {
+    EXPECT_EQ(FindBackend(backend->name).value(), backend);
+    EXPECT_NE(backend->append_kv, nullptr);
+    EXPECT_NE(backend->attention_scratch_bytes, nullptr);
+    EXPECT_NE(backend->attention, nullptr);
+    EXPECT_NE(backend->packed_linear_bytes, nullptr);
+    EXPECT_NE(backend->pack_linear, nullptr);
+    EXPECT_NE(backend->linear_scratch_bytes, nullptr);
+    EXPECT_NE(backend->linear, nullptr);
+    EXPECT_NE(backend->rms_norm, nullptr);
+    EXPECT_NE(backend->silu_mul, nullptr);
+    EXPECT_NE(backend->gather_rows, nullptr);
+  }
+}
+
+TEST(Dispatch, NoNameMeansTheBest) {
+  const ScopedKernels unset(nullptr);
+  EXPECT_EQ(FindBackend("").value(), Backends().front());
+  const ScopedKernels empty("");
+  EXPECT_EQ(FindBackend("").value(), Backends().front());
+}
+
+TEST(Dispatch, TheEnvironmentNamesTheDefaultOnly) {
+  const ScopedKernels scalar("scalar");
+  EXPECT_EQ(FindBackend("").value()->name, "scalar");
+  EXPECT_EQ(FindBackend(Backends().front()->name).value(), Backends().front());
+}
+
+TEST(Dispatch, AnUnknownNameIsRefusedWithTheListOfNames) {
+  const ScopedKernels unset(nullptr);
+  const Status status = FindBackend("sse9").status();
+  EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+  EXPECT_NE(status.message().find("\"sse9\""), std::string::npos);
+  EXPECT_NE(status.message().find("scalar"), std::string::npos);
+  const ScopedKernels wrong("mmx");
+  EXPECT_NE(FindBackend("").status().message().find("QUIRE_KERNELS"), std::string::npos);
+}
+
+#if defined(__x86_64__)
+TEST(Dispatch, AgreesWithTheCompilersDetection) {
+  const auto has = [](std::string_view name) {
+    for (const Backend* backend : Backends()) {
+      if (backend->name == name) return true;
+    }
+    return false;
+  };
+  if (Backends().size() == 1) GTEST_SKIP() << "built without vector paths, or the CPU has none";
+  EXPECT_EQ(has("avx2"), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
+  EXPECT_EQ(has("avx512"),
+            __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"));
+  EXPECT_EQ(has("avx512_bf16"), has("avx512") && __builtin_cpu_supports("avx512bf16"));
+}
+#endif
+
+}  // namespace
+}  // namespace quire

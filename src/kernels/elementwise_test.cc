@@ -1,0 +1,209 @@
+#include "kernels/reference/elementwise.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "base/random.h"
+#include "kernels/backend.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace quire {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kDims[] = {1, 15, 16, 17, 31, 32, 33, 100, 4097};
+
+std::vector<float> RandomFloats(int64_t count, uint64_t seed, double low = -3, double high = 3) {
+  RandomSequence random(seed);
+  std::vector<float> values(static_cast<size_t>(count));
+  for (float& value : values) value = static_cast<float>(random.Uniform(low, high));
+  return values;
+}
+
+bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+class ElementwiseTest : public testing::TestWithParam<const Backend*> {
+ protected:
+  const Backend& backend() const { return *GetParam(); }
+
+  std::vector<float> RmsNorm(const Backend& path, const std::vector<float>& x,
+                             const std::vector<float>& w, float offset) {
+    std::vector<float> y(x.size());
+    const int64_t dim = static_cast<int64_t>(w.size());
+    path.rms_norm(x.data(), w.data(), offset, 1e-5F, static_cast<int64_t>(x.size()) / dim, dim,
+                  y.data(), *pool_);
+    return y;
+  }
+  std::vector<float> SiluMul(const Backend& path, const std::vector<float>& gate_up, int64_t dim) {
+    std::vector<float> y(gate_up.size() / 2);
+    path.silu_mul(gate_up.data(), static_cast<int64_t>(y.size()) / dim, dim, y.data(), *pool_);
+    return y;
+  }
+  // silu(gate) * 1 for each gate.
+  std::vector<float> Silu(const std::vector<float>& gate) {
+    std::vector<float> gate_up = gate;
+    gate_up.insert(gate_up.end(), gate.size(), 1.0F);
+    return SiluMul(backend(), gate_up, static_cast<int64_t>(gate.size()));
+  }
+
+  const Backend& scalar_ = *FindBackend("scalar").value();
+  const std::shared_ptr<ParallelRunner> pool_ = CreateThreadPool(2);
+};
+
+TEST_P(ElementwiseTest, RmsNormAgreesWithTheReference) {
+  for (const int64_t dim : kDims) {
+    for (const float offset : {0.0F, 1.0F}) {
+      const std::vector<float> x = RandomFloats(5 * dim, 1);
+      const std::vector<float> w = RandomFloats(dim, 2);
+      const std::vector<float> y = RmsNorm(backend(), x, w, offset);
+      const std::vector<double> expected =
+          reference::RmsNorm(x.data(), w.data(), offset, 1e-5F, 5, dim);
+      // The sum is a chain of dim / 32 and a tree; what follows is some six roundings.
+      const double bound = (static_cast<double>(dim) / 64 + 8) * 0x1p-24;
+      for (size_t i = 0; i < y.size(); ++i) {
+        const double weight_rounding = std::abs(w[i % static_cast<size_t>(dim)]) + offset;
+        ASSERT_NEAR(y[i], expected[i], bound * (std::abs(expected[i]) + 3 * weight_rounding))
+            << dim;
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, RmsNormMayWriteOverItsInput) {
+  std::vector<float> x = RandomFloats(3 * 40, 3);
+  const std::vector<float> w = RandomFloats(40, 4);
+  const std::vector<float> y = RmsNorm(backend(), x, w, 0);
+  backend().rms_norm(x.data(), w.data(), 0, 1e-5F, 3, 40, x.data(), *pool_);
+  EXPECT_TRUE(SameBits(x, y));
+}
+
+TEST_P(ElementwiseTest, SiluIsAccurateOverTheWholeRange) {
+  std::vector<float> gate;
+  for (double g = -87; g <= 130; g += 0.01) gate.push_back(static_cast<float>(g));
+  const std::vector<float> y = Silu(gate);
+  for (size_t i = 0; i < gate.size(); ++i) {
+    const double g = gate[i];
+    const double expected = g / (1 + std::exp(-g));
+    ASSERT_NEAR(y[i], expected, 4 * 0x1p-24 * std::abs(expected) + 1e-45) << g;
+  }
+}
+
+TEST_P(ElementwiseTest, SiluOfExtremes) {
+  const float max = std::numeric_limits<float>::max();
+  const std::vector<float> y = Silu({0.0F, max, -max, kInfinity, -200.0F, -90.0F, 1e-40F, NAN});
+  EXPECT_EQ(y[0], 0);
+  EXPECT_EQ(y[1], max);
+  EXPECT_EQ(y[2], 0);
+  EXPECT_EQ(y[3], kInfinity);
+  EXPECT_EQ(y[4], 0);
+  EXPECT_LE(y[5], 0);
+  EXPECT_GT(y[5], -1e-35F);
+  EXPECT_GT(y[6], 0);
+  EXPECT_TRUE(std::isnan(y[7]));
+}
+
+TEST_P(ElementwiseTest, SiluMulAgreesWithTheReference) {
+  for (const int64_t dim : kDims) {
+    const std::vector<float> gate_up = RandomFloats(2 * 5 * dim, 5, -20, 20);
+    const std::vector<float> y = SiluMul(backend(), gate_up, dim);
+    const std::vector<double> expected = reference::SiluMul(gate_up.data(), 5, dim);
+    for (size_t i = 0; i < y.size(); ++i) {
+      ASSERT_NEAR(y[i], expected[i], 5 * 0x1p-24 * std::abs(expected[i]));
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, GatherWidensTheChosenRows) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const int64_t dim : kDims) {
+      const std::vector<float> table = RandomFloats(4 * dim, 6);
+      std::vector<float> stored(table.size());
+      std::vector<float> wide(table.size());
+      ConvertElements(table.data(), DType::kF32, stored.data(), dtype, 4 * dim);
+      ConvertElements(stored.data(), dtype, wide.data(), DType::kF32, 4 * dim);
+      const std::vector<int32_t> ids = {3, 0, 0, 2, 1};
+      std::vector<float> y(ids.size() * static_cast<size_t>(dim));
+      backend().gather_rows(stored.data(), dtype, ids.data(), 5, dim, y.data(), *pool_);
+      for (size_t r = 0; r < ids.size(); ++r) {
+        ASSERT_EQ(0,
+                  std::memcmp(y.data() + r * static_cast<size_t>(dim), wide.data() + ids[r] * dim,
+                              static_cast<size_t>(dim) * sizeof(float)));
+      }
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, BitsAreThoseOfTheScalarPath) {
+  for (const int64_t dim : kDims) {
+    const std::vector<float> x = RandomFloats(6 * dim, 7);
+    const std::vector<float> w = RandomFloats(dim, 8);
+    EXPECT_TRUE(SameBits(RmsNorm(backend(), x, w, 1), RmsNorm(scalar_, x, w, 1))) << dim;
+    const std::vector<float> gate_up = RandomFloats(6 * dim, 9, -100, 100);
+    EXPECT_TRUE(SameBits(SiluMul(backend(), gate_up, dim), SiluMul(scalar_, gate_up, dim))) << dim;
+  }
+}
+
+TEST_P(ElementwiseTest, ARowsResultDoesNotDependOnTheOtherRows) {
+  constexpr int64_t kDim = 333;
+  constexpr int64_t kRows = 200;  // several tasks
+  const std::vector<float> x = RandomFloats(kRows * 2 * kDim, 10);
+  const std::vector<float> w = RandomFloats(kDim, 11);
+  const std::vector<float> normed = RmsNorm(backend(), x, w, 0);
+  const std::vector<float> gated = SiluMul(backend(), x, kDim);
+  for (const int64_t row : {int64_t{0}, int64_t{77}, kRows - 1}) {
+    const std::vector<float> norm_row(x.begin() + row * kDim, x.begin() + (row + 1) * kDim);
+    const std::vector<float> norm = RmsNorm(backend(), norm_row, w, 0);
+    EXPECT_EQ(0, std::memcmp(norm.data(), normed.data() + row * kDim, kDim * sizeof(float)));
+    const std::vector<float> gate_row(x.begin() + row * 2 * kDim, x.begin() + (row + 1) * 2 * kDim);
+    const std::vector<float> gate = SiluMul(backend(), gate_row, kDim);
+    EXPECT_EQ(0, std::memcmp(gate.data(), gated.data() + row * kDim, kDim * sizeof(float)));
+  }
+}
+
+#if defined(__x86_64__)
+// Calls every task in the calling thread as it is: a host's runner need not care for the float
+// environment.
+class PlainRunner final : public ParallelRunner {
+ public:
+  int worker_count() const noexcept override { return 1; }
+  void Run(int64_t count, Task task, void* context) noexcept override {
+    for (int64_t i = 0; i < count; ++i) task(context, i, 0);
+  }
+};
+
+TEST_P(ElementwiseTest, TheCallersFloatEnvironmentDoesNotMatter) {
+  PlainRunner runner;
+  const std::vector<float> x = RandomFloats(80, 12, -1e-39, 1e-39);
+  const std::vector<float> w(40, 1.0F);
+  const auto all = [&] {
+    std::vector<float> y(80 + 40);
+    backend().rms_norm(x.data(), w.data(), 0, 1e-38F, 2, 40, y.data(), runner);
+    backend().silu_mul(x.data(), 1, 40, y.data() + 80, runner);
+    return y;
+  };
+  const std::vector<float> y = all();
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040 | 0x6000);  // flush to zero, denormals are zero, round toward zero
+  const std::vector<float> flushed = all();
+  _mm_setcsr(before);
+  EXPECT_NE(y[0], 0);
+  EXPECT_TRUE(SameBits(y, flushed));
+}
+#endif
+
+INSTANTIATE_TEST_SUITE_P(Paths, ElementwiseTest,
+                         testing::ValuesIn(Backends().begin(), Backends().end()),
+                         [](const auto& param) { return std::string(param.param->name); });
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,64 @@
+// Where the elements of one stored token of one kv head lie: the address arithmetic of kv_layout.h,
+// spelled out per element. For code that touches single tokens (append, copies, assembling);
+// attention reads whole tiles.
+#ifndef QUIRE_KERNELS_KV_SLOT_H_
+#define QUIRE_KERNELS_KV_SLOT_H_
+
+#include <cstddef>
+
+#include "kernels/kv_layout.h"
+
+namespace quire {
+
+// Elements that lie side by side in a chain step: 2 with bfloat16 (a pair for dot products),
+// else 1. In the K tile these are dimensions 2i and 2i + 1 of one lane, in the V tile lanes 2i and
+// 2i + 1 of one dimension.
+inline int ChainPair(DType dtype) { return dtype == DType::kBF16 ? 2 : 1; }
+
+// Key dimension d: element `first + d / pair * step + d % pair` of the page.
+struct KeyElements {
+  size_t first;
+  size_t step;
+  int pair;
+  size_t operator[](int d) const {
+    return first + static_cast<size_t>(d / pair) * step + static_cast<size_t>(d % pair);
+  }
+};
+
+// Value dimension d: element `first + d * step` of the page.
+struct ValueElements {
+  size_t first;
+  size_t step;
+  size_t operator[](int d) const { return first + static_cast<size_t>(d) * step; }
+};
+
+inline KeyElements KeyOfSlot(const KVLayout& layout, int slot, int head) {
+  if (!layout.tiled()) return {layout.k_row_offset(slot, head), 1, 1};
+  const int pair = ChainPair(layout.dtype);
+  const int lane = slot % kTilePositions;
+  return {layout.k_tile_offset(slot / kTilePositions, head) + static_cast<size_t>(lane) * pair,
+          static_cast<size_t>(kTilePositions) * pair, pair};
+}
+
+inline ValueElements ValueOfSlot(const KVLayout& layout, int slot, int head) {
+  if (!layout.tiled()) return {layout.v_row_offset(slot, head), 1};
+  const int pair = ChainPair(layout.dtype);
+  const int lane = slot % kTilePositions;
+  const size_t row = static_cast<size_t>(lane / pair) * layout.v_dim() * pair;
+  return {
+      layout.v_tile_offset(slot / kTilePositions, head) + row + static_cast<size_t>(lane % pair),
+      static_cast<size_t>(pair)};
+}
+
+// Index into KVPages::v_nonfinite of the tile that holds a slot.
+inline size_t TileFlag(const KVLayout& layout, int page, int slot) {
+  return static_cast<size_t>(page) * layout.tiles_per_page() + slot / kTilePositions;
+}
+
+inline std::byte* PageAt(const KVPages& pages, int page) {
+  return pages.base + static_cast<size_t>(page) * pages.layout.page_bytes();
+}
+
+}  // namespace quire
+
+#endif  // QUIRE_KERNELS_KV_SLOT_H_

@@ -1,0 +1,32 @@
+#include "kernels/reference/elementwise.h"
+
+#include <cmath>
+
+namespace quire::reference {
+
+std::vector<double> RmsNorm(const float* x, const float* w, double weight_offset, double eps,
+                            int64_t row_count, int64_t dim) {
+  std::vector<double> y;
+  for (int64_t row = 0; row < row_count; ++row) {
+    const float* const from = x + row * dim;
+    double squares = 0;
+    for (int64_t i = 0; i < dim; ++i) squares += static_cast<double>(from[i]) * from[i];
+    const double root = std::sqrt(squares / static_cast<double>(dim) + eps);
+    for (int64_t i = 0; i < dim; ++i) y.push_back(from[i] / root * (w[i] + weight_offset));
+  }
+  return y;
+}
+
+std::vector<double> SiluMul(const float* gate_up, int64_t row_count, int64_t dim) {
+  std::vector<double> y;
+  for (int64_t row = 0; row < row_count; ++row) {
+    for (int64_t i = 0; i < dim; ++i) {
+      const double gate = gate_up[row * 2 * dim + i];
+      const double up = gate_up[row * 2 * dim + dim + i];
+      y.push_back(gate / (1 + std::exp(-gate)) * up);
+    }
+  }
+  return y;
+}
+
+}  // namespace quire::reference

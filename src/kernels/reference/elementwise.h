@@ -1,0 +1,16 @@
+// Operations row by row as plain loops in double: what the kernels are measured against.
+#ifndef QUIRE_KERNELS_REFERENCE_ELEMENTWISE_H_
+#define QUIRE_KERNELS_REFERENCE_ELEMENTWISE_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace quire::reference {
+
+std::vector<double> RmsNorm(const float* x, const float* w, double weight_offset, double eps,
+                            int64_t row_count, int64_t dim);
+std::vector<double> SiluMul(const float* gate_up, int64_t row_count, int64_t dim);
+
+}  // namespace quire::reference
+
+#endif  // QUIRE_KERNELS_REFERENCE_ELEMENTWISE_H_

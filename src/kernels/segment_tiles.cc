@@ -1,0 +1,89 @@
+#include "kernels/segment_tiles.h"
+
+#include <algorithm>
+
+#include "kernels/kv_slot.h"
+
+namespace quire {
+namespace {
+
+// Walks page entries in the order of positions.
+class EntryCursor {
+ public:
+  // REQUIRES: a run covers `position`.
+  EntryCursor(const AttentionSequence& sequence, int64_t position) {
+    run_ = std::upper_bound(sequence.runs, sequence.runs + sequence.run_count, position,
+                            [](int64_t p, const PageRun& run) { return p < run.begin; }) -
+           1;
+    const PageEntry* first = run_->entries;
+    const PageEntry* found =
+        std::upper_bound(first, first + run_->entry_count, position,
+                         [](int64_t p, const PageEntry& entry) { return p < entry.start; });
+    entry_ = std::max<int64_t>(found - first - 1, 0);
+  }
+
+  int32_t page() const { return run_->entries[entry_].page; }
+
+  // The first position behind the current entry.
+  int64_t end() const {
+    if (entry_ + 1 >= run_->entry_count) return run_->end;
+    return std::min(run_->entries[entry_ + 1].start, run_->end);
+  }
+
+  void Next() {
+    if (++entry_ < run_->entry_count && run_->entries[entry_].start < run_->end) return;
+    ++run_;
+    entry_ = 0;
+  }
+
+ private:
+  const PageRun* run_;
+  int64_t entry_;
+};
+
+void CloseTile(const KVPages& pages, SegmentTile* tile) {
+  const KVLayout& layout = pages.layout;
+  tile->in_place = layout.tiled();
+  tile->v_nonfinite = false;
+  for (int i = 0; i < tile->piece_count; ++i) {
+    const TilePiece& piece = tile->pieces[i];
+    if (piece.page != tile->pieces[0].page) tile->in_place = false;
+    // A run of slots of the row layout may touch two of the page's flags.
+    const int last_slot = piece.slot + piece.count - 1;
+    if (pages.v_nonfinite[TileFlag(layout, piece.page, piece.slot)] != 0 ||
+        pages.v_nonfinite[TileFlag(layout, piece.page, last_slot)] != 0) {
+      tile->v_nonfinite = true;
+    }
+  }
+  tile->tile = tile->pieces[0].slot / kTilePositions;
+}
+
+}  // namespace
+
+void ResolveSegment(const KVPages& pages, const AttentionSequence& sequence, int64_t segment,
+                    int64_t end, SegmentTiles* out) noexcept {
+  out->tile_count = 0;
+  int64_t position = segment * kSegmentPositions;
+  const int64_t stop = std::min(position + kSegmentPositions, end);
+  if (position >= stop) return;
+  EntryCursor cursor(sequence, position);
+  while (position < stop) {
+    SegmentTile* tile = &out->tiles[out->tile_count++];
+    tile->piece_count = 0;
+    const int64_t tile_end = std::min(position + kTilePositions, stop);
+    while (position < tile_end) {
+      const int64_t piece_end = std::min(cursor.end(), tile_end);
+      if (piece_end > position) {
+        tile->pieces[tile->piece_count++] = {
+            cursor.page(), static_cast<int32_t>(position % pages.layout.page_size),
+            static_cast<int32_t>(position % kTilePositions),
+            static_cast<int32_t>(piece_end - position)};
+        position = piece_end;
+      }
+      if (position < stop && position >= cursor.end()) cursor.Next();
+    }
+    CloseTile(pages, tile);
+  }
+}
+
+}  // namespace quire
