@@ -1,12 +1,13 @@
-// AttentionKVCache: paged keys and values of many sequences, and attention over them. After TVM's interface of the same
-// name (relax.vm.AttentionKVCache).
+// AttentionKVCache: paged keys and values of many sequences, and attention over them. After TVM's
+// interface of the same name (relax.vm.AttentionKVCache).
 //
 // One forward, in calls:
 //   BeginForward(ids, lengths);
-//   for every layer: AttentionWithFusedQKV(layer, qkv, o, sm_scale)   // or Append(layer, k, v), then Attend(layer, q, o)
-//   EndForward();
-// Exact: the output row of a token depends, bit for bit, on the tokens that it may see (and on build and kernel path) and
-// not on the batch, the cut of the prompt, page size, forks, pops or the number of threads (docs/exactness.md).
+//   for every layer: AttentionWithFusedQKV(layer, qkv, o, sm_scale)   // or Append(layer, k, v),
+//   then Attend(layer, q, o) EndForward();
+// Exact: the output row of a token depends, bit for bit, on the tokens that it may see (and on
+// build and kernel path) and not on the batch, the cut of the prompt, page size, forks, pops or the
+// number of threads (docs/exactness.md).
 #ifndef QUIRE_ATTENTION_KV_CACHE_H_
 #define QUIRE_ATTENTION_KV_CACHE_H_
 
@@ -36,77 +37,90 @@ struct AttentionLayerSpec {
 };
 
 struct AttentionKVCacheOptions {
-  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims and dtype share one page table (a group)
+  std::vector<AttentionLayerSpec>
+      layers;  // layers of equal num_kv_heads, dims and dtype share one page table (a group)
   int64_t max_num_sequences = 0;
   int64_t token_capacity = 0;      // pages per group: ceil(token_capacity / page_size) + 1
   int64_t prefill_chunk_size = 0;  // most new tokens of one forward
-  int64_t page_size = 0;           // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
+  int64_t page_size = 0;  // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
   RopeOptions rope;
-  std::string kernel_path;                 // "" = the best of this CPU, else a name from KernelPaths()
+  std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
-  bool poison_freed_pages = false;         // tests: freed pages and fresh scratch are filled with NaN
+  bool poison_freed_pages = false;  // tests: freed pages and fresh scratch are filled with NaN
 };
 
-// The smallest power of two of at least 16 tokens with at least 48 KiB per layer, at most 256: runs that long are read
-// at memory speed.
+// The smallest power of two of at least 16 tokens with at least 48 KiB per layer, at most 256: runs
+// that long are read at memory speed.
 int64_t DefaultPageSize(const AttentionLayerSpec& layer);
 
-// Names of the kernel paths that this build has and this CPU can run, best first: "avx512_bf16", "avx512", "avx2", "scalar".
+// Names of the kernel paths that this build has and this CPU can run, best first: "avx512_bf16",
+// "avx512", "avx2", "scalar".
 std::vector<std::string> KernelPaths();
 
 class AttentionKVCache : public KVState {
  public:
-  // BadArgument for options out of range, OutOfMemory when the pages cannot be mapped. Options are copied.
+  // BadArgument for options out of range, OutOfMemory when the pages cannot be mapped. Options are
+  // copied.
   static Result<std::unique_ptr<AttentionKVCache>> Create(AttentionKVCacheOptions options);
 
   // ---- Counters. Lengths include the tokens of an open forward.
-  virtual bool Empty() const = 0;                       // no sequences
-  virtual int64_t GetNumAvailablePages() const = 0;     // free pages, the minimum over groups
-  virtual int64_t GetTotalSequenceLength() const = 0;   // sum over sequences; a shared prefix counts once per sequence
-  virtual int64_t GetDistinctTokenCount() const = 0;    // a shared prefix counts once
+  virtual bool Empty() const = 0;                    // no sequences
+  virtual int64_t GetNumAvailablePages() const = 0;  // free pages, the minimum over groups
+  virtual int64_t GetTotalSequenceLength()
+      const = 0;  // sum over sequences; a shared prefix counts once per sequence
+  virtual int64_t GetDistinctTokenCount() const = 0;  // a shared prefix counts once
   virtual int64_t sequence_count() const = 0;
-  virtual int64_t pages_in_use() const = 0;             // all groups
-  virtual int64_t pages_allocated() const = 0;          // in use and free, all groups
+  virtual int64_t pages_in_use() const = 0;     // all groups
+  virtual int64_t pages_allocated() const = 0;  // in use and free, all groups
   virtual bool HasSequence(int64_t seq_id) const = 0;
   virtual Result<int64_t> GetSequenceLength(int64_t seq_id) const = 0;
-  // Free pages that BeginForward(seq_ids, append_lengths) would take: the maximum over groups. Same checks, same errors,
-  // but for OutOfPages.
+  // Free pages that BeginForward(seq_ids, append_lengths) would take: the maximum over groups. Same
+  // checks, same errors, but for OutOfPages.
   virtual Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                                       std::span<const int64_t> append_lengths) const = 0;
 
-  // kLongRope: which factors the sequence's positions use. REQUIRES: the sequence is empty. Forks inherit it.
+  // kLongRope: which factors the sequence's positions use. REQUIRES: the sequence is empty. Forks
+  // inherit it.
   virtual Status SelectLongRope(int64_t seq_id, bool use_long_factors) = 0;
 
-  // ---- Attention. FORWARD only; n = new tokens of the forward, in the order of the batch. Tensors are float32 or of the
-  // layer's dtype, contiguous in their last dimension. After a failed call only AbortForward and Clear are legal.
+  // ---- Attention. FORWARD only; n = new tokens of the forward, in the order of the batch. Tensors
+  // are float32 or of the layer's dtype, contiguous in their last dimension. After a failed call
+  // only AbortForward and Clear are legal.
 
-  // Splits qkv, rotates (RopeMode), stores k and v and attends to all tokens up to and including each row's own.
-  // qkv: [m, Hq + 2 Hkv, D] where D == Dv, or [m, Hq D + Hkv D + Hkv Dv]; o: [m, Hq, Dv] or [m, Hq Dv]; m >= n, rows behind n
-  // are ignored and left unwritten. sm_scale is the whole factor on q.k.
-  virtual Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o, double sm_scale) = 0;
+  // Splits qkv, rotates (RopeMode), stores k and v and attends to all tokens up to and including
+  // each row's own. qkv: [m, Hq + 2 Hkv, D] where D == Dv, or [m, Hq D + Hkv D + Hkv Dv]; o: [m,
+  // Hq, Dv] or [m, Hq Dv]; m >= n, rows behind n are ignored and left unwritten. sm_scale is the
+  // whole factor on q.k.
+  virtual Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
+                                       double sm_scale) = 0;
 
   // The halves of the fused call: k and q are given unrotated and rotated in the same way.
   // k: [m, Hkv, D], v: [m, Hkv, Dv].
   virtual Status Append(int64_t layer, const TensorView& k, const TensorView& v) = 0;
-  // q: [m, Hq, D], o: [m, Hq, Dv]. lse, if not null: float32 [m, Hq], log2 of the sum of 2^(score log2 e).
-  // BadState before the layer's Append.
-  virtual Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
-                        double sm_scale) = 0;
+  // q: [m, Hq, D], o: [m, Hq, Dv]. lse, if not null: float32 [m, Hq], log2 of the sum of 2^(score
+  // log2 e). BadState before the layer's Append.
+  virtual Status Attend(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView* lse, double sm_scale) = 0;
 
-  // Position of each new token, int32 [n]. Valid until the next BeginForward, AbortForward or Clear. BadState in IDLE.
+  // Position of each new token, int32 [n]. Valid until the next BeginForward, AbortForward or
+  // Clear. BadState in IDLE.
   virtual Result<std::span<const int32_t>> GetQueryPositions() const = 0;
 
-  // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv, D or Dv], float32 or the
-  // layers' dtype. Keys come out as stored: rotated with kNormal.
-  // REQUIRES: 0 <= start < end <= length.
-  virtual Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k, const TensorView& v) = 0;
-  // Overwrites positions [start, start + n) as stored. Pages that others can see are copied first; OutOfPages then.
-  virtual Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k, const TensorView& v) = 0;
+  // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv, D
+  // or Dv], float32 or the layers' dtype. Keys come out as stored: rotated with kNormal. REQUIRES:
+  // 0 <= start < end <= length.
+  virtual Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                            const TensorView& v) = 0;
+  // Overwrites positions [start, start + n) as stored. Pages that others can see are copied first;
+  // OutOfPages then.
+  virtual Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                            const TensorView& v) = 0;
 
-  // Text of the current forward's plan: rows, runs, append targets, sharers. BadState in IDLE. For people and golden tests.
+  // Text of the current forward's plan: rows, runs, append targets, sharers. BadState in IDLE. For
+  // people and golden tests.
   virtual Result<std::string> DebugPlan() const = 0;
-  // Digest of all that can be observed: sequences, lengths, pages, counters (not KV bytes). Equal before and after a
-  // failed call.
+  // Digest of all that can be observed: sequences, lengths, pages, counters (not KV bytes). Equal
+  // before and after a failed call.
   virtual uint64_t StateDigest() const = 0;
   // Walks the whole state; Internal with the first violated invariant.
   virtual Status CheckInvariants() const = 0;

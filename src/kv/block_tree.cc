@@ -1,0 +1,430 @@
+#include "kv/block_tree.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+#include "kv/reserve.h"
+
+namespace quire {
+
+BlockTree::BlockTree(std::vector<PagePool> pools) : pools_(std::move(pools)) {}
+
+// ----------------------------------------------------------------------------------------------------
+// queries
+
+int64_t BlockTree::PathLength(BlockIndex last) const {
+  int64_t length = 0;
+  for (BlockIndex b = last; b != kNoBlock; b = block(b).parent) ++length;
+  return length;
+}
+
+bool BlockTree::IsExclusiveFrom(BlockIndex last, int64_t position) const {
+  for (BlockIndex b = last; b != kNoBlock && block(b).end > position; b = block(b).parent) {
+    if (block(b).refs > 1) return false;
+  }
+  return true;
+}
+
+int64_t BlockTree::PagesInRange(BlockIndex last, int group, int64_t range_begin,
+                                int64_t limit) const {
+  int64_t count = 0;
+  int32_t below = kNoPage;
+  VisitPieces(last, group, range_begin, limit, [&](int64_t, int64_t, int32_t page) {
+    count += page != below;
+    below = page;
+  });
+  return count;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// planning
+
+bool BlockTree::CanAppendInPlace(BlockIndex last, int group) const {
+  const int64_t slot = pool(group).Slot(End(last));
+  if (slot == 0) return false;
+  return pool(group).fill(entries(last, group).back().page) == slot;
+}
+
+// The highest position at or below `cut` at which new pages may start without leaving more than
+// kPagesPerRangeMax pages in a range of any group. Ends, because it only falls and the start of a
+// range always fits.
+int64_t BlockTree::LowerCut(BlockIndex last, int64_t cut) const {
+  for (int g = 0; g < group_count();) {
+    const int64_t range_begin = pool(g).RangeBegin(cut);
+    if (PagesInRange(last, g, range_begin, cut) < kPagesPerRangeMax) {
+      ++g;
+    } else {
+      cut = range_begin;
+      g = 0;
+    }
+  }
+  return cut;
+}
+
+AppendPlan BlockTree::PlanAppend(BlockIndex last, int64_t count, int64_t cut,
+                                 std::span<GroupAppend> groups) {
+  AppendPlan plan{.last = last, .length = End(last), .count = count, .cut = cut};
+  const bool shared = last != kNoBlock && block(last).refs > 1;
+  const bool claimed = shared && block(last).claim == planning_;
+  bool any_in_place = false;
+  for (int g = 0; g < group_count(); ++g) {
+    GroupAppend& group = groups[static_cast<size_t>(g)];
+    group.in_place = !plan.copies() && !claimed && CanAppendInPlace(last, g);
+    any_in_place |= group.in_place;
+    if (plan.copies() || group.in_place) continue;
+    const int64_t range_begin = pool(g).RangeBegin(plan.length);
+    if (PagesInRange(last, g, range_begin, plan.length) >= kPagesPerRangeMax)
+      plan.cut = range_begin;
+  }
+  if (plan.copies()) plan.cut = LowerCut(last, plan.cut);
+  if (shared && any_in_place && !plan.copies()) at(last).claim = planning_;
+  plan.extends = last != kNoBlock && !shared && !plan.copies();
+  for (int g = 0; g < group_count(); ++g) {
+    GroupAppend& group = groups[static_cast<size_t>(g)];
+    group.in_place &= !plan.copies();
+    group.page_count = pool(g).RangeCount(plan.cut, plan.length + count) - group.in_place;
+  }
+  return plan;
+}
+
+// Blocks are added at double the size: growth by one each time would move all of them each time.
+void BlockTree::EnsureFreeBlocks(size_t count) {
+  if (free_blocks_.size() >= count) return;
+  const size_t old_size = blocks_.size();
+  const size_t size = std::max(old_size + count - free_blocks_.size(), 2 * old_size);
+  blocks_.reserve(size);
+  slices_.reserve(size * pools_.size());
+  free_blocks_.reserve(size);
+  deferred_merges_.reserve(size);
+  blocks_.resize(size);
+  slices_.resize(size * pools_.size());
+  for (size_t i = size; i-- > old_size;) free_blocks_.push_back(static_cast<BlockIndex>(i));
+}
+
+void BlockTree::EnsureFreeArrays(size_t count) {
+  if (free_arrays_.size() >= count) return;
+  const size_t old_size = arrays_.size();
+  const size_t size = std::max(old_size + count - free_arrays_.size(), 2 * old_size);
+  free_arrays_.reserve(size);
+  arrays_.resize(size);
+  for (size_t i = size; i-- > old_size;) free_arrays_.push_back(static_cast<int32_t>(i));
+}
+
+// TakeArray pops the free arrays from the top, and nothing is freed between the commits of one
+// planning: so the n-th new slice of the plans gets the n-th array from the top, whose entries are
+// reserved here.
+void BlockTree::Reserve(std::span<const AppendPlan> plans, std::span<const GroupAppend> groups) {
+  size_t block_count = 0;
+  size_t array_count = 0;
+  for (const AppendPlan& plan : plans) {
+    if (plan.extends) continue;
+    block_count += plan.copies() ? 2 : 1;  // a cut may split a block
+    array_count += pools_.size();
+  }
+  EnsureFreeBlocks(block_count);
+  EnsureFreeArrays(array_count);
+  size_t next_array = free_arrays_.size();
+  for (size_t i = 0; i < plans.size(); ++i) {
+    for (int g = 0; g < group_count(); ++g) {
+      const GroupAppend& group = groups[i * pools_.size() + static_cast<size_t>(g)];
+      if (!plans[i].extends) {
+        ReserveGrowing(array_at(free_arrays_[--next_array]).entries,
+                       static_cast<size_t>(group.page_count + group.in_place));
+      } else if (group.page_count > 0) {
+        const PageSlice& s = slice(plans[i].last, g);
+        ReserveGrowing(array_at(s.array).entries,
+                       static_cast<size_t>(s.first + s.count + group.page_count));
+      }
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// commits
+
+BlockIndex BlockTree::TakeBlock() noexcept {
+  QUIRE_CHECK(!free_blocks_.empty()) << "a block is taken that was not reserved";
+  const BlockIndex index = free_blocks_.back();
+  free_blocks_.pop_back();
+  const bool queued =
+      at(index).merge_deferred;  // a freed block stays in deferred_merges_ until that is run
+  at(index) = Block{};
+  at(index).merge_deferred = queued;
+  return index;
+}
+
+int32_t BlockTree::TakeArray() noexcept {
+  QUIRE_CHECK(!free_arrays_.empty()) << "a page array is taken that was not reserved";
+  const int32_t array = free_arrays_.back();
+  free_arrays_.pop_back();
+  array_at(array).refs = 1;
+  return array;
+}
+
+void BlockTree::DropArray(int32_t array) noexcept {
+  if (--array_at(array).refs > 0) return;
+  array_at(array).entries.clear();  // keeps its memory for the next user
+  free_arrays_.push_back(array);
+}
+
+// A new block with one reference, for a sequence. Its parent's count is that of one child more and
+// is not raised: the reference comes from the caller.
+BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept {
+  const BlockIndex index = TakeBlock();
+  at(index).parent = parent;
+  at(index).refs = 1;
+  at(index).begin = begin;
+  at(index).end = end;
+  if (parent != kNoBlock) {
+    ++at(parent).child_count;
+    at(parent).child_xor ^= index;
+  }
+  return index;
+}
+
+// Entries of the leaf `index` for [from, its end). `page`: the first of these positions lie in this
+// page, of which the block has an entry already; kNoPage: they open a new one.
+void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page) noexcept {
+  PagePool& pages = pool(group);
+  PageSlice& s = slice_at(index, group);
+  std::vector<PageEntry>& table = array_at(s.array).entries;
+  const int64_t end = at(index).end;
+  if (page != kNoPage) {
+    const int64_t to = std::min(end, pages.RangeEnd(from));
+    pages.SetFillTo(page, to);
+    from = to;
+  }
+  while (from < end) {
+    const int64_t to = std::min(end, pages.RangeEnd(from));
+    QUIRE_CHECK(table.size() < table.capacity()) << "page array " << s.array << " was not reserved";
+    table.push_back({.start = from, .page = pages.Take()});
+    pages.SetFillTo(table.back().page, to);
+    ++s.count;
+    from = to;
+  }
+}
+
+BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept {
+  BlockIndex index = plan.last;
+  if (plan.extends) {
+    at(index).end += plan.count;
+  } else {
+    const BlockIndex parent = plan.copies() ? ForkAt(plan.last, plan.cut) : plan.last;
+    index = AddBlock(parent, plan.cut, plan.length + plan.count);
+  }
+  distinct_token_count_ += plan.length + plan.count - plan.cut;
+  for (int g = 0; g < group_count(); ++g) {
+    const GroupAppend& group = groups[static_cast<size_t>(g)];
+    const int32_t page = group.in_place ? entries(plan.last, g).back().page : kNoPage;
+    PageSlice& s = slice_at(index, g);
+    if (plan.extends) {
+      // Cut off what descendants that are gone have left behind.
+      array_at(s.array).entries.resize(static_cast<size_t>(s.first + s.count));
+    } else {
+      s = {.array = TakeArray(), .first = 0, .count = 0};
+      if (group.in_place) {
+        pool(g).Hold(page);
+        array_at(s.array).entries.push_back({.start = plan.length, .page = page});
+        s.count = 1;
+      }
+    }
+    AddEntries(index, g, plan.cut, page);
+  }
+  return index;
+}
+
+void BlockTree::SplitSlice(BlockIndex upper, BlockIndex lower, int group,
+                           int64_t position) noexcept {
+  PageSlice& low = slice_at(lower, group);
+  const std::span<const PageEntry> table = entries(lower, group);
+  const auto behind =
+      std::lower_bound(table.begin() + 1, table.end(), position,
+                       [](const PageEntry& entry, int64_t p) { return entry.start < p; });
+  const int64_t upper_count = behind - table.begin();
+  // The entry in which `position` lies belongs to both, unless it starts there.
+  const bool straddles = behind == table.end() || behind->start > position;
+  slice_at(upper, group) = {.array = low.array, .first = low.first, .count = upper_count};
+  if (straddles) pool(group).Hold(table[static_cast<size_t>(upper_count) - 1].page);
+  const int64_t skipped = upper_count - straddles;
+  ++array_at(low.array).refs;
+  low.first += skipped;
+  low.count -= skipped;
+}
+
+// A new block takes the part of `index` above `position`; `index` keeps the rest, and with it its
+// children and its sequences. REQUIRES: begin < position < end.
+BlockIndex BlockTree::Split(BlockIndex index, int64_t position) noexcept {
+  const BlockIndex upper = TakeBlock();
+  Block& low = at(index);
+  Block& up = at(upper);
+  up.parent = low.parent;
+  up.refs = 1;
+  up.child_count = 1;
+  up.child_xor = index;
+  up.begin = low.begin;
+  up.end = position;
+  for (int g = 0; g < group_count(); ++g) SplitSlice(upper, index, g, position);
+  if (up.parent != kNoBlock) at(up.parent).child_xor ^= index ^ upper;
+  low.parent = upper;
+  low.begin = position;
+  return upper;
+}
+
+BlockIndex BlockTree::ForkAt(BlockIndex last, int64_t position) noexcept {
+  if (position == 0) return kNoBlock;
+  BlockIndex index = last;
+  while (at(index).begin >= position) index = at(index).parent;
+  QUIRE_CHECK(position <= at(index).end) << "fork at " << position << " of " << End(last);
+  if (position < at(index).end) index = Split(index, position);
+  ++at(index).refs;
+  return index;
+}
+
+// REQUIRES: a leaf with one reference; begin < end < its end.
+void BlockTree::Trim(BlockIndex index, int64_t end) noexcept {
+  Block& leaf = at(index);
+  distinct_token_count_ -= leaf.end - end;
+  leaf.end = end;
+  for (int g = 0; g < group_count(); ++g) {
+    PageSlice& s = slice_at(index, g);
+    const PageEntry* table = array_data(s.array) + s.first;
+    for (; s.count > 1 && table[s.count - 1].start >= end; --s.count) {
+      pool(g).Release(table[s.count - 1].page);
+    }
+    pool(g).SetFillTo(table[s.count - 1].page, end);
+  }
+}
+
+// Frees a leaf with one reference and returns its parent, to which the reference on the leaf has
+// passed.
+BlockIndex BlockTree::FreeLeaf(BlockIndex index) noexcept {
+  Block& leaf = at(index);
+  const BlockIndex parent = leaf.parent;
+  distinct_token_count_ -= leaf.end - leaf.begin;
+  for (int g = 0; g < group_count(); ++g) {
+    const std::span<const PageEntry> table = entries(index, g);
+    for (size_t i = table.size(); i-- > 0;) {
+      const bool held = pool(g).Release(table[i].page);
+      if (held)
+        pool(g).SetFillTo(table[i].page,
+                          leaf.begin);  // entry 0: its page is also the parent's last
+    }
+    DropArray(slice(index, g).array);
+    slice_at(index, g) = {};
+  }
+  if (parent != kNoBlock) {
+    --at(parent).child_count;
+    at(parent).child_xor ^= index;
+  }
+  leaf.refs = 0;
+  free_blocks_.push_back(index);
+  return parent;
+}
+
+BlockIndex BlockTree::Pop(BlockIndex last, int64_t length) noexcept {
+  QUIRE_CHECK(length <= End(last)) << "pop to " << length << " of " << End(last);
+  while (End(last) > length) {
+    if (at(last).refs > 1) {
+      const BlockIndex shorter = ForkAt(last, length);
+      DropReference(last);
+      return shorter;
+    }
+    if (at(last).begin < length) {
+      Trim(last, length);
+      return last;
+    }
+    last = FreeLeaf(last);
+  }
+  return last;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// merging
+
+// REQUIRES: more than one reference.
+void BlockTree::DropReference(BlockIndex index) noexcept {
+  QUIRE_CHECK(at(index).refs > 1) << "block " << index << " would be lost";
+  --at(index).refs;
+  MergeIfLone(index);
+}
+
+bool BlockTree::ReserveMerge(BlockIndex upper, BlockIndex lower) noexcept {
+  try {
+    for (int g = 0; g < group_count(); ++g) {
+      const PageSlice& up = slice(upper, g);
+      const PageSlice& low = slice(lower, g);
+      if (up.array == low.array) continue;
+      ReserveGrowing(array_at(up.array).entries,
+                     static_cast<size_t>(up.first + up.count + low.count));
+    }
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+void BlockTree::MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexcept {
+  PageSlice& up = slice_at(upper, group);
+  PageSlice& low = slice_at(lower, group);
+  const std::span<const PageEntry> table = entries(lower, group);
+  const bool one_page = entries(upper, group).back().page == table.front().page;
+  if (one_page) pool(group).Release(table.front().page);  // the merged block has one entry of it
+  if (up.array != low.array) {
+    std::vector<PageEntry>& target = array_at(up.array).entries;
+    target.resize(static_cast<size_t>(up.first + up.count));
+    target.insert(target.end(), table.begin() + one_page, table.end());
+  }
+  DropArray(low.array);
+  low = {.array = up.array, .first = up.first, .count = up.count + low.count - one_page};
+  up = {};
+}
+
+// Joins `index` and its child if that is the only one and no sequence ends between them. The
+// child's index stays, as sequences and blocks refer to it.
+void BlockTree::MergeIfLone(BlockIndex index) noexcept {
+  Block& upper = at(index);
+  if (upper.refs != 1 || upper.child_count != 1) return;
+  if (merges_deferred_) {
+    if (!upper.merge_deferred) deferred_merges_.push_back(index);
+    upper.merge_deferred = true;
+    return;
+  }
+  const BlockIndex child = upper.child_xor;
+  if (!ReserveMerge(index, child)) return;
+  for (int g = 0; g < group_count(); ++g) MergeSlices(index, child, g);
+  at(child).begin = upper.begin;
+  at(child).parent = upper.parent;
+  if (upper.parent != kNoBlock) at(upper.parent).child_xor ^= index ^ child;
+  upper.refs = 0;
+  free_blocks_.push_back(index);
+}
+
+void BlockTree::RunDeferredMerges() noexcept {
+  merges_deferred_ = false;
+  for (const BlockIndex index : deferred_merges_) {
+    at(index).merge_deferred = false;
+    MergeIfLone(index);
+  }
+  deferred_merges_.clear();
+}
+
+void BlockTree::Clear() noexcept {
+  for (PagePool& pages : pools_) pages.Reset();
+  std::fill(blocks_.begin(), blocks_.end(), Block{});
+  std::fill(slices_.begin(), slices_.end(), PageSlice{});
+  free_blocks_.clear();
+  for (size_t i = blocks_.size(); i-- > 0;) free_blocks_.push_back(static_cast<BlockIndex>(i));
+  free_arrays_.clear();
+  for (size_t i = arrays_.size(); i-- > 0;) {
+    arrays_[i].entries.clear();
+    arrays_[i].refs = 0;
+    free_arrays_.push_back(static_cast<int32_t>(i));
+  }
+  deferred_merges_.clear();
+  merges_deferred_ = false;
+  distinct_token_count_ = 0;
+}
+
+}  // namespace quire

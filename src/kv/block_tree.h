@@ -1,0 +1,221 @@
+// BlockTree: which tokens share which pages. Every sequence is a path from a root to the block in
+// which it ends.
+//
+// A block is a range of token positions [begin, end), never empty. Along a path the ranges are
+// adjacent and start at 0. A block counts its references: its children plus the sequences that end
+// in it (of a forward that copied part of a path, also the end of the old path, until the forward
+// ends). Only a block with one reference is ever shortened or extended, so nobody's tokens change
+// but those of the sequence that asked.
+//
+// Every group of layers has a page pool of its own; per group a block has a slice (array, first,
+// count) of a page array: a table of entries (start, page), ascending, each inside one page-sized
+// range of positions. Entries never change, they are only added behind and dropped from behind; the
+// block's range clips what its entries say. Slices of one array belong to consecutive blocks of one
+// path and follow one another in it, two neighbours sharing at most the entry at their border. So a
+// leaf may cut its array behind its own slice: only descendants could use what lies there.
+//
+// Pages. Position p lies in slot p mod page_size, always. A page is held once per slice with an
+// entry of it; its holders are consecutive blocks of one path and their slots are contiguous; its
+// fill is where the deepest of them ends. That gives the one rule of writing:
+//
+//   a sequence that ends in page p at slot s appends in place iff fill(p) == s; else its next token
+//   opens a new page at the same slot.
+//
+// No slot that another holder can see is ever written, and nobody needs to own the right to write:
+// of sequences that end at the same fill, the first to append takes the slot, and the fill then
+// tells the others. When a leaf goes or shrinks, the fill falls to where the remaining tokens end.
+//
+// Forks and pops take no pages and copy nothing: they move references, and split at most one block.
+// Many forks at many positions could leave one range of a path in many pages; an append that would
+// make them more than kPagesPerRangeMax cuts the path instead: the sequence's tokens from the start
+// of that range on are copied to pages of their own. With several groups all of them are cut at the
+// same position.
+//
+// A block with one child and no sequence of its own is merged with the child, so that a path has no
+// more blocks than there are branches on it. While a forward is open merges wait, because the plan
+// points into page arrays.
+//
+// Calls are planned, then committed: Reserve may throw std::bad_alloc and changes nothing that can
+// be observed; the commits are noexcept and allocate nothing (a merge tries to, and is left out if
+// it cannot).
+#ifndef QUIRE_KV_BLOCK_TREE_H_
+#define QUIRE_KV_BLOCK_TREE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kernels/kv_layout.h"
+#include "kv/page_pool.h"
+
+namespace quire {
+
+using BlockIndex = int32_t;
+inline constexpr BlockIndex kNoBlock = -1;
+
+// Pages that may hold one page range of one sequence. More forks than this inside one page and one
+// line are rare; each entry costs a run of attention its length, and a consolidation costs the copy
+// of at most one page.
+inline constexpr int64_t kPagesPerRangeMax = 4;
+
+struct Block {
+  BlockIndex parent = kNoBlock;
+  int32_t refs = 0;  // 0: the block is free
+  int32_t child_count = 0;
+  BlockIndex child_xor = 0;  // exclusive or of the children: of an only child, its index
+  int64_t begin = 0;
+  int64_t end = 0;
+  uint64_t claim = 0;  // number of the planning in which a sequence of this shared block was given
+                       // the slot at its end
+  bool merge_deferred = false;
+};
+
+struct PageSlice {
+  int32_t array = -1;
+  int64_t first = 0;
+  int64_t count = 0;
+};
+
+// What it takes to give the sequence that ends in `last` `count` more tokens.
+struct AppendPlan {
+  BlockIndex last = kNoBlock;
+  int64_t length = 0;
+  int64_t count = 0;
+  int64_t cut = 0;       // [cut, length) is copied into own pages; cut == length: nothing is
+  bool extends = false;  // `last` grows; else a new block is made
+  bool copies() const { return cut < length; }
+};
+struct GroupAppend {
+  bool in_place = false;   // the first new token goes into the page in which the sequence ends
+  int64_t page_count = 0;  // pages taken
+};
+
+class BlockTree {
+ public:
+  explicit BlockTree(std::vector<PagePool> pools);
+
+  // ---- Planning. Plans of one planning may be committed together, in their order.
+  void BeginPlanning() noexcept { ++planning_; }
+  // `cut` below the length asks for own copies of at least [cut, length). Fills
+  // groups[group_count()]. REQUIRES: count > 0 or cut < length.
+  AppendPlan PlanAppend(BlockIndex last, int64_t count, int64_t cut, std::span<GroupAppend> groups);
+  AppendPlan PlanAppend(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
+    return PlanAppend(last, count, End(last), groups);
+  }
+  // Memory for committing all these plans. groups: [plan][group]. May throw std::bad_alloc.
+  void Reserve(std::span<const AppendPlan> plans, std::span<const GroupAppend> groups);
+  // Memory for one ForkAt or Pop. May throw std::bad_alloc.
+  void ReserveSplit() { EnsureFreeBlocks(1); }
+
+  // ---- Commits.
+  // Returns the sequence's new end. If the plan copies, the caller keeps the reference on plan.last
+  // and the new block's tokens [cut, length) have slots without bytes; else plan.last's reference
+  // has passed to the result. REQUIRES: reserved, pages available.
+  BlockIndex Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept;
+  // A new reference on a block that ends at `position` on the path to `last`; kNoBlock for 0.
+  // REQUIRES: position <= End(last); ReserveSplit().
+  BlockIndex ForkAt(BlockIndex last, int64_t position) noexcept;
+  // Moves a reference from `last` to the block of its path that ends at `length`, and frees what
+  // nobody else holds. REQUIRES: length <= End(last); ReserveSplit() if length > 0.
+  BlockIndex Pop(BlockIndex last, int64_t length) noexcept;
+  void Release(BlockIndex last) noexcept { Pop(last, 0); }
+
+  void DeferMerges() noexcept { merges_deferred_ = true; }
+  void RunDeferredMerges() noexcept;
+  void Clear() noexcept;
+
+  // ---- Queries.
+  int group_count() const { return static_cast<int>(pools_.size()); }
+  const PagePool& pool(int group) const { return pools_[static_cast<size_t>(group)]; }
+  PagePool& pool(int group) { return pools_[static_cast<size_t>(group)]; }
+  const Block& block(BlockIndex index) const { return blocks_[static_cast<size_t>(index)]; }
+  int64_t End(BlockIndex last) const { return last == kNoBlock ? 0 : block(last).end; }
+  const PageSlice& slice(BlockIndex index, int group) const {
+    return slices_[static_cast<size_t>(index) * pools_.size() + static_cast<size_t>(group)];
+  }
+  const PageEntry* array_data(int32_t array) const {
+    return arrays_[static_cast<size_t>(array)].entries.data();
+  }
+  std::span<const PageEntry> entries(BlockIndex index, int group) const {
+    const PageSlice& s = slice(index, group);
+    return {array_data(s.array) + s.first, static_cast<size_t>(s.count)};
+  }
+  int32_t array_refs(int32_t array) const { return arrays_[static_cast<size_t>(array)].refs; }
+  int64_t array_count() const { return static_cast<int64_t>(arrays_.size()); }
+  int64_t block_capacity() const { return static_cast<int64_t>(blocks_.size()); }
+  int64_t block_count() const {
+    return static_cast<int64_t>(blocks_.size()) - static_cast<int64_t>(free_blocks_.size());
+  }
+  int64_t distinct_token_count() const { return distinct_token_count_; }
+  int64_t PathLength(BlockIndex last) const;  // in blocks
+  // Whether no other sequence sees a token of the path at or behind `position`.
+  bool IsExclusiveFrom(BlockIndex last, int64_t position) const;
+  // Distinct pages that hold tokens of [range_begin, limit) on the path. REQUIRES: both in one page
+  // range.
+  int64_t PagesInRange(BlockIndex last, int group, int64_t range_begin, int64_t limit) const;
+
+  // Calls visit(from, to, page) for every piece of [begin, end) that lies in one entry, the highest
+  // positions first.
+  template <typename F>
+  void VisitPieces(BlockIndex last, int group, int64_t begin, int64_t end, F&& visit) const {
+    for (BlockIndex b = last; b != kNoBlock && block(b).end > begin; b = block(b).parent) {
+      const std::span<const PageEntry> table = entries(b, group);
+      int64_t to = block(b).end;
+      for (size_t i = table.size(); i-- > 0 && to > begin;) {
+        const int64_t from = i == 0 ? block(b).begin : table[i].start;
+        const int64_t low = from < begin ? begin : from;
+        const int64_t high = to > end ? end : to;
+        if (low < high) visit(low, high, table[i].page);
+        to = from;
+      }
+    }
+  }
+
+ private:
+  struct PageArray {
+    std::vector<PageEntry> entries;
+    int32_t refs = 0;  // slices of it
+  };
+
+  Block& at(BlockIndex index) { return blocks_[static_cast<size_t>(index)]; }
+  PageSlice& slice_at(BlockIndex index, int group) {
+    return slices_[static_cast<size_t>(index) * pools_.size() + static_cast<size_t>(group)];
+  }
+  PageArray& array_at(int32_t array) { return arrays_[static_cast<size_t>(array)]; }
+
+  bool CanAppendInPlace(BlockIndex last, int group) const;
+  int64_t LowerCut(BlockIndex last, int64_t cut) const;
+  void EnsureFreeBlocks(size_t count);
+  void EnsureFreeArrays(size_t count);
+
+  BlockIndex TakeBlock() noexcept;
+  BlockIndex AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept;
+  int32_t TakeArray() noexcept;
+  void DropArray(int32_t array) noexcept;
+  void AddEntries(BlockIndex index, int group, int64_t from, int32_t page) noexcept;
+  BlockIndex Split(BlockIndex index, int64_t position) noexcept;
+  void SplitSlice(BlockIndex upper, BlockIndex lower, int group, int64_t position) noexcept;
+  void Trim(BlockIndex index, int64_t end) noexcept;
+  BlockIndex FreeLeaf(BlockIndex index) noexcept;
+  void DropReference(BlockIndex index) noexcept;
+  void MergeIfLone(BlockIndex index) noexcept;
+  bool ReserveMerge(BlockIndex upper, BlockIndex lower) noexcept;
+  void MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexcept;
+
+  std::vector<PagePool> pools_;
+  std::vector<Block> blocks_;
+  std::vector<PageSlice> slices_;        // [block][group]
+  std::vector<BlockIndex> free_blocks_;  // a stack; capacity blocks_.size()
+  std::vector<PageArray> arrays_;
+  std::vector<int32_t> free_arrays_;  // a stack; capacity arrays_.size()
+  std::vector<BlockIndex>
+      deferred_merges_;  // each block once (Block::merge_deferred); capacity blocks_.size()
+  bool merges_deferred_ = false;
+  uint64_t planning_ = 0;
+  int64_t distinct_token_count_ = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_BLOCK_TREE_H_

@@ -1,0 +1,356 @@
+#include "kv/forward_plan.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "kv/reserve.h"
+#include "kv/text.h"
+
+namespace quire {
+
+void ForwardPlan::ClearBatch() noexcept {
+  members.clear();
+  group_appends.clear();
+}
+
+void ForwardPlan::ClearArrays() noexcept {
+  row_count_ = 0;
+  positions_.clear();
+  for (GroupPlan& plan : groups_) {
+    plan.targets.clear();
+    plan.opens_tile.clear();
+    plan.runs.clear();
+    plan.sequences.clear();
+    plan.copy_from.clear();
+    plan.copy_to.clear();
+    plan.copy_opens_tile.clear();
+  }
+  shared_.clear();
+  order_.clear();
+  private_segments_.clear();
+}
+
+void ForwardPlan::Reserve(const BlockTree& tree) {
+  size_t rows = 0;
+  size_t cuts = 0;
+  size_t copies = 0;
+  for (const ForwardMember& member : members) {
+    rows += static_cast<size_t>(member.row_count());
+    cuts += member.append.copies();
+    copies += static_cast<size_t>(member.base() - member.append.cut);
+  }
+  // A path gets at most one block of its own and one more for every block that a cut may split.
+  size_t blocks = 1;
+  size_t path_max = 0;
+  for (const ForwardMember& member : members) {
+    const size_t path = static_cast<size_t>(tree.PathLength(member.append.last)) + 1 + cuts;
+    blocks += path;
+    path_max = std::max(path_max, path);
+  }
+  groups_.resize(static_cast<size_t>(tree.group_count()));
+  for (GroupPlan& plan : groups_) {
+    ReserveGrowing(plan.targets, rows);
+    ReserveGrowing(plan.opens_tile, rows);
+    ReserveGrowing(plan.runs, blocks);
+    ReserveGrowing(plan.sequences, members.size());
+    ReserveGrowing(plan.copy_from, copies);
+    ReserveGrowing(plan.copy_to, copies);
+    ReserveGrowing(plan.copy_opens_tile, copies);
+  }
+  ReserveGrowing(positions_, rows);
+  ReserveGrowing(shared_, blocks);
+  ReserveGrowing(order_, members.size());
+  ReserveGrowing(private_segments_, members.size());
+  ReserveGrowing(nodes_, blocks);
+  ReserveGrowing(path_, path_max);
+  marks_.resize(static_cast<size_t>(tree.block_capacity()));
+}
+
+void ForwardPlan::Fill(const BlockTree& tree) noexcept {
+  for (const ForwardMember& member : members) {
+    for (int64_t i = 0; i < member.row_count(); ++i) {
+      positions_.push_back(static_cast<int32_t>(member.base() + i));
+    }
+  }
+  row_count_ = static_cast<int64_t>(positions_.size());
+  if (FindSharing(tree)) {
+    BuildNodes(tree);
+    OrderByTree(tree);
+  } else {
+    for (size_t i = 0; i < members.size(); ++i) order_.push_back(static_cast<int32_t>(i));
+    private_segments_.resize(members.size(), 0);
+  }
+  for (int g = 0; g < tree.group_count(); ++g) {
+    group(g).targets.resize(static_cast<size_t>(row_count_));
+    group(g).opens_tile.resize(static_cast<size_t>(row_count_));
+    for (size_t m = 0; m < members.size(); ++m) {
+      FillRows(tree, g, m);
+      if (members[m].append.copies()) FillCopies(tree, g, m);
+    }
+    FillSequences(tree, g);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// rows
+
+void ForwardPlan::FillRows(const BlockTree& tree, int group_index, size_t m) noexcept {
+  const ForwardMember& member = members[m];
+  const PagePool& pool = tree.pool(group_index);
+  GroupPlan& plan = group(group_index);
+  const size_t group_count = static_cast<size_t>(tree.group_count());
+  const bool in_place = group_appends[m * group_count + static_cast<size_t>(group_index)].in_place;
+  const int64_t base = member.base();
+  tree.VisitPieces(member.last, group_index, base, base + member.row_count(),
+                   [&](int64_t from, int64_t to, int32_t page) {
+                     size_t row = static_cast<size_t>(member.first_row + from - base);
+                     int32_t slot = static_cast<int32_t>(pool.Slot(from));
+                     for (int64_t p = from; p < to; ++p, ++row, ++slot) {
+                       plan.targets[row] = {.page = page, .slot = slot};
+                       plan.opens_tile[row] = slot % kTilePositions == 0;
+                     }
+                   });
+  // A page that is opened in mid-tile opens that tile. (With copies the first copied token has done
+  // it.)
+  if (!in_place && !member.append.copies())
+    plan.opens_tile[static_cast<size_t>(member.first_row)] = 1;
+}
+
+void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) noexcept {
+  const ForwardMember& member = members[m];
+  const PagePool& pool = tree.pool(group_index);
+  GroupPlan& plan = group(group_index);
+  const size_t first = plan.copy_from.size();
+  const int64_t cut = member.append.cut;
+  const size_t size = first + static_cast<size_t>(member.base() - cut);
+  const auto visit = [&](BlockIndex last, std::vector<AppendTarget>& slots) {
+    slots.resize(size);
+    tree.VisitPieces(last, group_index, cut, member.base(),
+                     [&](int64_t from, int64_t to, int32_t page) {
+                       for (int64_t p = from; p < to; ++p) {
+                         slots[first + static_cast<size_t>(p - cut)] = {
+                             .page = page, .slot = static_cast<int32_t>(pool.Slot(p))};
+                       }
+                     });
+  };
+  visit(member.append.last, plan.copy_from);
+  visit(member.last, plan.copy_to);
+  for (size_t i = first; i < size; ++i) {
+    plan.copy_opens_tile.push_back(i == first || plan.copy_to[i].slot % kTilePositions == 0);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// sharing
+
+// Whether two members have a block in common. Stops at the first.
+bool ForwardPlan::FindSharing(const BlockTree& tree) noexcept {
+  ++pass_;
+  for (const ForwardMember& member : members) {
+    for (BlockIndex b = member.last; b != kNoBlock; b = tree.block(b).parent) {
+      Mark& mark = marks_[static_cast<size_t>(b)];
+      if (mark.pass == pass_) return true;
+      mark.pass = pass_;
+    }
+  }
+  return false;
+}
+
+void ForwardPlan::AddChild(int32_t parent, int32_t child) noexcept {
+  Node& up = nodes_[static_cast<size_t>(parent)];
+  nodes_[static_cast<size_t>(child)].parent = parent;
+  if (up.first_child < 0) {
+    up.first_child = child;
+  } else {
+    nodes_[static_cast<size_t>(up.last_child)].next_sibling = child;
+  }
+  up.last_child = child;
+}
+
+// The part of the block tree on which members lie, children in the order in which the batch first
+// touches them. A walk up a path ends at the first block that another member has touched.
+void ForwardPlan::BuildNodes(const BlockTree& tree) noexcept {
+  ++pass_;
+  nodes_.clear();
+  nodes_.push_back(Node{});
+  for (size_t m = 0; m < members.size(); ++m) {
+    int32_t child = -1;
+    BlockIndex b = members[m].last;
+    for (; b != kNoBlock && marks_[static_cast<size_t>(b)].pass != pass_;
+         b = tree.block(b).parent) {
+      const int32_t node = static_cast<int32_t>(nodes_.size());
+      nodes_.push_back(Node{.block = b});
+      if (child >= 0) AddChild(node, child);
+      if (child < 0) nodes_.back().member = static_cast<int32_t>(m);
+      marks_[static_cast<size_t>(b)] = {.pass = pass_, .node = node};
+      child = node;
+    }
+    // A member ends in a block of its own (it has just been given tokens), so at least one node is
+    // new.
+    QUIRE_CHECK(child >= 0) << "sequence " << members[m].id << " has no block of its own";
+    AddChild(b == kNoBlock ? 0 : marks_[static_cast<size_t>(b)].node, child);
+  }
+  for (const ForwardMember& member : members) {
+    int32_t node = marks_[static_cast<size_t>(member.last)].node;
+    for (; node >= 0; node = nodes_[static_cast<size_t>(node)].parent) {
+      ++nodes_[static_cast<size_t>(node)].member_count;
+    }
+  }
+}
+
+int32_t ForwardPlan::NextNode(int32_t index) const noexcept {
+  const Node* node = &nodes_[static_cast<size_t>(index)];
+  if (node->first_child >= 0) return node->first_child;
+  while (node->next_sibling < 0 && node->parent >= 0)
+    node = &nodes_[static_cast<size_t>(node->parent)];
+  return node->next_sibling;
+}
+
+// A block of two or more members is read once for them, in whole segments: from where the sharing
+// of its ancestors ended. All their rows see it, since new tokens lie in blocks of one member. The
+// span of an ancestor with the same members grows instead.
+void ForwardPlan::EnterNode(const BlockTree& tree, int32_t index) noexcept {
+  Node& node = nodes_[static_cast<size_t>(index)];
+  const Node& parent = nodes_[static_cast<size_t>(node.parent)];
+  node.shared_end = parent.shared_end;
+  node.span = parent.span;
+  const int64_t segment_end = tree.block(node.block).end / kSegmentPositions;
+  if (node.member_count >= 2 && segment_end > parent.shared_end) {
+    if (node.span < 0 || shared_[static_cast<size_t>(node.span)].count != node.member_count) {
+      node.span = static_cast<int32_t>(shared_.size());
+      shared_.push_back({.first = static_cast<int64_t>(order_.size()),
+                         .count = node.member_count,
+                         .segment_begin = parent.shared_end,
+                         .segment_end = segment_end});
+    }
+    shared_[static_cast<size_t>(node.span)].segment_end = segment_end;
+    node.shared_end = segment_end;
+  }
+  if (node.member < 0) return;
+  order_.push_back(node.member);
+  private_segments_.push_back(node.shared_end);
+}
+
+void ForwardPlan::OrderByTree(const BlockTree& tree) noexcept {
+  for (int32_t node = NextNode(0); node >= 0; node = NextNode(node)) EnterNode(tree, node);
+  std::sort(shared_.begin(), shared_.end(), [](const SharedSpan& a, const SharedSpan& b) {
+    return a.segment_begin != b.segment_begin ? a.segment_begin < b.segment_begin
+                                              : a.first < b.first;
+  });
+}
+
+// ----------------------------------------------------------------------------------------------------
+// runs
+
+void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
+                           GroupPlan& plan) noexcept {
+  path_.clear();
+  for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) path_.push_back(b);
+  int32_t array = -1;
+  for (size_t i = path_.size(); i-- > 0;) {
+    const Block& block = tree.block(path_[i]);
+    const PageSlice& slice = tree.slice(path_[i], group_index);
+    const PageEntry* entries = tree.array_data(slice.array) + slice.first;
+    if (slice.array == array) {  // follows the block above in the same array: one run
+      PageRun& run = plan.runs.back();
+      run.entry_count = entries + slice.count - run.entries;
+      run.end = block.end;
+      continue;
+    }
+    array = slice.array;
+    plan.runs.push_back(
+        {.entries = entries, .entry_count = slice.count, .begin = block.begin, .end = block.end});
+  }
+}
+
+void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept {
+  GroupPlan& plan = group(group_index);
+  for (size_t i = 0; i < order_.size(); ++i) {
+    const ForwardMember& member = members[static_cast<size_t>(order_[i])];
+    const size_t first_run = plan.runs.size();
+    FillRuns(tree, group_index, member.last, plan);
+    plan.sequences.push_back({.first_row = member.first_row,
+                              .row_count = member.row_count(),
+                              .base = member.base(),
+                              .runs = plan.runs.data() + first_run,
+                              .run_count = static_cast<int64_t>(plan.runs.size() - first_run),
+                              .private_segment = private_segments_[i],
+                              .inline_cos = nullptr,
+                              .inline_sin = nullptr});
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// text
+
+std::vector<BlockIndex> ForwardPlan::HeldBlocks() const {
+  std::vector<BlockIndex> held;
+  for (const ForwardMember& member : members) {
+    if (member.append.copies()) held.push_back(member.append.last);
+  }
+  return held;
+}
+
+namespace {
+
+void PrintRun(Text& out, const PageRun& run) {
+  out << " [" << run.begin << ", " << run.end << ")";
+  for (int64_t i = 0; i < run.entry_count; ++i) {
+    out << " " << run.entries[i].start << ":" << run.entries[i].page;
+  }
+}
+
+void PrintSlot(Text& out, const AppendTarget& slot) { out << slot.page << "." << slot.slot; }
+
+void PrintGroup(Text& out, const GroupPlan& plan, std::span<const ForwardMember> members,
+                std::span<const int32_t> order) {
+  for (size_t i = 0; i < plan.copy_from.size(); ++i) {
+    out << "  copy ";
+    PrintSlot(out, plan.copy_from[i]);
+    out << " -> ";
+    PrintSlot(out, plan.copy_to[i]);
+    out << (plan.copy_opens_tile[i] != 0 ? " opens\n" : "\n");
+  }
+  for (size_t i = 0; i < plan.targets.size(); ++i) {
+    out << "  row " << i << " -> ";
+    PrintSlot(out, plan.targets[i]);
+    out << (plan.opens_tile[i] != 0 ? " opens\n" : "\n");
+  }
+  for (size_t i = 0; i < plan.sequences.size(); ++i) {
+    const AttentionSequence& sequence = plan.sequences[i];
+    out << "  sequence " << members[static_cast<size_t>(order[i])].id << " reads";
+    for (int64_t r = 0; r < sequence.run_count; ++r) PrintRun(out, sequence.runs[r]);
+    out << ", private from segment " << sequence.private_segment << "\n";
+  }
+}
+
+}  // namespace
+
+// Slots are written page.slot, page tables start:page.
+std::string ForwardPlan::ToString(const BlockTree& tree) const {
+  Text out;
+  out << "forward of " << members.size() << " sequences, " << row_count_ << " rows\n";
+  for (const ForwardMember& member : members) {
+    out << "sequence " << member.id << ": rows [" << member.first_row << ", "
+        << member.first_row + member.row_count() << ") positions [" << member.base() << ", "
+        << member.base() + member.row_count() << ")";
+    if (member.append.copies()) {
+      out << " after copies of [" << member.append.cut << ", " << member.base() << ")";
+    }
+    out << "\n";
+  }
+  for (int g = 0; g < tree.group_count(); ++g) {
+    out << "group " << g << ", page size " << tree.pool(g).page_size() << "\n";
+    PrintGroup(out, group(g), members, order_);
+  }
+  for (const SharedSpan& span : shared_) {
+    out << "segments [" << span.segment_begin << ", " << span.segment_end << ") are shared by";
+    for (int64_t i = 0; i < span.count; ++i) {
+      out << " " << members[static_cast<size_t>(order_[static_cast<size_t>(span.first + i)])].id;
+    }
+    out << "\n";
+  }
+  return out.str();
+}
+
+}  // namespace quire

@@ -1,0 +1,126 @@
+// ForwardPlan: one forward as arrays for the kernels: where new tokens go, what each sequence
+// reads, what is read once for several.
+//
+// Size and time are O(sequences + blocks on their paths + new tokens), never O(pages): the plan
+// refers to page tables of the block tree and copies none. Page arrays therefore stay where they
+// are while the forward is open (BlockTree defers merges, appends happen at Begin only).
+//
+// Rows are in the order of the batch. Sequences are in *plan order*: depth first along the block
+// tree, so that sequences that share a block are adjacent wherever they stand in the batch. Without
+// sharing both orders are the same and nothing is spent on it.
+#ifndef QUIRE_KV_FORWARD_PLAN_H_
+#define QUIRE_KV_FORWARD_PLAN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kv/block_tree.h"
+
+namespace quire {
+
+// One sequence of the batch.
+struct ForwardMember {
+  int64_t id = 0;
+  int32_t sequence = 0;  // index in the sequence table
+  int64_t first_row = 0;
+  AppendPlan append;           // base position = append.length, rows = append.count
+  BlockIndex last = kNoBlock;  // where it ends once the append is committed
+  bool long_factors = false;
+  int64_t row_count() const { return append.count; }
+  int64_t base() const { return append.length; }
+};
+
+// The part of the plan for one group of layers.
+struct GroupPlan {
+  std::vector<AppendTarget> targets;  // [row]
+  std::vector<uint8_t> opens_tile;    // [row]
+  std::vector<PageRun> runs;
+  std::vector<AttentionSequence> sequences;  // in plan order
+  // Consolidation: tokens whose bytes move before the forward.
+  std::vector<AppendTarget> copy_from;
+  std::vector<AppendTarget> copy_to;
+  std::vector<uint8_t> copy_opens_tile;
+};
+
+class ForwardPlan {
+ public:
+  // ---- Planning: fill these two, then Reserve.
+  std::vector<ForwardMember> members;      // in the order of the batch
+  std::vector<GroupAppend> group_appends;  // [member][group]
+
+  void ClearBatch() noexcept;   // members and group_appends
+  void ClearArrays() noexcept;  // all else
+  void Clear() noexcept {
+    ClearBatch();
+    ClearArrays();
+  }
+  // Memory for Fill. May throw std::bad_alloc. REQUIRES: tree.Reserve for all appends, which are
+  // not committed yet.
+  void Reserve(const BlockTree& tree);
+  // ---- Commit. REQUIRES: Reserve; no arrays; all appends are committed and members[i].last is
+  // set.
+  void Fill(const BlockTree& tree) noexcept;
+
+  int64_t row_count() const { return row_count_; }
+  std::span<const int32_t> positions() const { return positions_; }  // [row]
+  const GroupPlan& group(int group) const { return groups_[static_cast<size_t>(group)]; }
+  // The same plan for a caller that adds pointers to its sequences (RopeMode::kInline).
+  GroupPlan& group(int group) { return groups_[static_cast<size_t>(group)]; }
+  std::span<const SharedSpan> shared() const { return shared_; }
+  std::span<const int32_t> order() const { return order_; }  // plan order -> member
+  // Ends of paths that appends have left, on which the forward keeps its reference.
+  std::vector<BlockIndex> HeldBlocks() const;
+
+  // Stable text, one line per fact.
+  std::string ToString(const BlockTree& tree) const;
+
+ private:
+  // A block on the path of a member, in batches that share blocks.
+  struct Node {
+    BlockIndex block = kNoBlock;
+    int32_t parent = -1;
+    int32_t first_child = -1;
+    int32_t last_child = -1;
+    int32_t next_sibling = -1;
+    int32_t member = -1;  // that ends in it
+    int64_t member_count = 0;
+    int64_t shared_end = 0;  // segments before it are in blocks of this path that two members share
+    int32_t span = -1;       // the SharedSpan that ends with this block's segments
+  };
+  struct Mark {
+    uint64_t pass = 0;
+    int32_t node = -1;
+  };
+
+  bool FindSharing(const BlockTree& tree) noexcept;
+  void BuildNodes(const BlockTree& tree) noexcept;
+  void AddChild(int32_t parent, int32_t child) noexcept;
+  void OrderByTree(const BlockTree& tree) noexcept;
+  void EnterNode(const BlockTree& tree, int32_t index) noexcept;
+  int32_t NextNode(int32_t index) const noexcept;
+  void FillRows(const BlockTree& tree, int group, size_t member) noexcept;
+  void FillCopies(const BlockTree& tree, int group, size_t member) noexcept;
+  void FillSequences(const BlockTree& tree, int group) noexcept;
+  void FillRuns(const BlockTree& tree, int group, BlockIndex last, GroupPlan& plan) noexcept;
+
+  int64_t row_count_ = 0;
+  std::vector<int32_t> positions_;
+  std::vector<GroupPlan> groups_;
+  std::vector<SharedSpan> shared_;
+  std::vector<int32_t> order_;
+  std::vector<int64_t> private_segments_;  // [plan order]
+
+  // Scratch of Fill.
+  uint64_t pass_ = 0;
+  std::vector<Mark> marks_;  // [block]
+  std::vector<Node> nodes_;  // node 0 stands for no block: its children are the roots
+  std::vector<BlockIndex> path_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_FORWARD_PLAN_H_

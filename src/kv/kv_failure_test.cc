@@ -1,0 +1,886 @@
+// What happens when a call cannot be carried out: the state is as it was, and the same call works
+// when the reason is gone. Reasons here: each single allocation of a call failing, no free page, no
+// free sequence, a call in the wrong state, every bad argument, a second thread. operator new is
+// replaced in this program, so that the n-th allocation can be refused.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "kv/kv_test_forward.h"
+#include "quire/attention_kv_cache.h"
+
+namespace {
+
+// Allocations that may still succeed; negative: all.
+std::atomic<int64_t> allocations_left{-1};
+std::atomic<int64_t> allocations_made{0};
+std::atomic<bool> allocation_refused{false};
+
+void* AllocateOrThrow(size_t size, size_t alignment) {
+  allocations_made.fetch_add(1);
+  if (allocations_left.load() >= 0 && allocations_left.fetch_sub(1) == 0) {
+    allocation_refused.store(true);
+    throw std::bad_alloc();
+  }
+  const size_t rounded = (size + alignment - 1) / alignment * alignment;
+  void* memory = std::aligned_alloc(alignment, rounded == 0 ? alignment : rounded);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+constexpr size_t kUsualAlignment = alignof(std::max_align_t);
+
+}  // namespace
+
+void* operator new(size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
+void* operator new[](size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
+void* operator new(size_t size, std::align_val_t alignment) {
+  return AllocateOrThrow(size, static_cast<size_t>(alignment));
+}
+void* operator new[](size_t size, std::align_val_t alignment) {
+  return AllocateOrThrow(size, static_cast<size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace quire {
+namespace {
+
+using Ids = std::vector<int64_t>;
+
+// Arguments that need no allocation.
+template <int64_t... kValues>
+constexpr std::array<int64_t, sizeof...(kValues)> kIds = {kValues...};
+
+// While it lives, the n-th allocation (from 0) fails, once.
+class RefuseAllocation {
+ public:
+  explicit RefuseAllocation(int64_t n) {
+    allocation_refused.store(false);
+    allocations_left.store(n);
+  }
+  ~RefuseAllocation() { allocations_left.store(-1); }
+  bool refused() const { return allocation_refused.load(); }
+};
+
+AttentionKVCacheOptions SmallOptions(int64_t page_size = 4) {
+  AttentionKVCacheOptions options;
+  options.layers = {{2, 1, 4, 4, DType::kF32}, {2, 1, 4, 4, DType::kF32}};
+  options.max_num_sequences = 8;
+  options.token_capacity = 64;
+  options.prefill_chunk_size = 40;
+  options.page_size = page_size;
+  options.rope.mode = RopeMode::kNormal;
+  options.runner = std::make_shared<SerialRunner>();
+  options.poison_freed_pages = true;
+  return options;
+}
+
+std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
+  auto cache = AttentionKVCache::Create(options);
+  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
+  return *std::move(cache);
+}
+
+void Extend(AttentionKVCache& cache, const AttentionKVCacheOptions& options, int64_t id,
+            int64_t count) {
+  std::vector<uint64_t> tokens;
+  for (int64_t i = 0; i < count; ++i) tokens.push_back(static_cast<uint64_t>(100 * id + i));
+  const auto outputs = RunForward(cache, options.layers, Ids{id}, {tokens});
+  ASSERT_TRUE(outputs.ok()) << outputs.status().ToString();
+}
+
+// A state, made anew for every trial.
+struct Scene {
+  std::string name;
+  AttentionKVCacheOptions options;
+  std::function<void(AttentionKVCache&, const AttentionKVCacheOptions&)> build;
+};
+
+// Sequence 0 of 10 tokens, 1 shares 6 and has 3 more, 2 shares 8 of 1's, 3 is empty. Pages of 4.
+void BuildForked(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
+  ASSERT_TRUE(cache.AddSequence(0).ok());
+  Extend(cache, options, 0, 10);
+  ASSERT_TRUE(cache.ForkSequence(0, 1, 6).ok());
+  Extend(cache, options, 1, 3);
+  ASSERT_TRUE(cache.ForkSequence(1, 2, 8).ok());
+  ASSERT_TRUE(cache.AddSequence(3).ok());
+}
+
+// Sequence 2's last range lies in 4 pages and its next slot is taken: the next forward has to
+// gather them.
+void BuildConsolidationDue(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
+  ASSERT_TRUE(cache.AddSequence(3).ok());
+  Extend(cache, options, 3, 16);
+  ASSERT_TRUE(cache.ForkSequence(3, 4, 1).ok());
+  Extend(cache, options, 4, 15);
+  ASSERT_TRUE(cache.ForkSequence(4, 0, 2).ok());
+  Extend(cache, options, 0, 14);
+  ASSERT_TRUE(cache.ForkSequence(0, 1, 3).ok());
+  Extend(cache, options, 1, 13);
+  ASSERT_TRUE(cache.ForkSequence(1, 2, 4).ok());
+}
+
+std::vector<Scene> Scenes() {
+  AttentionKVCacheOptions wide = SmallOptions(16);
+  wide.token_capacity = 160;
+  AttentionKVCacheOptions odd = SmallOptions(3);
+  odd.rope.mode = RopeMode::kInline;
+  AttentionKVCacheOptions groups = SmallOptions(4);
+  groups.layers[1] = {2, 2, 4, 4, DType::kBF16};
+  return {{"forked", SmallOptions(), BuildForked},
+          {"forked, pages of 3", odd, BuildForked},
+          {"forked, two groups", groups, BuildForked},
+          {"consolidation due", wide, BuildConsolidationDue}};
+}
+
+// Whether allocations inside the call are optional: block merges are left out when there is no
+// memory for them.
+enum class WhenRefused : uint8_t { kFails, kMayWorkWithout };
+
+using Call = std::function<Status(AttentionKVCache&)>;
+
+void ExpectEachRefusalIsHarmless(const Scene& scene, const Call& prepare, const Call& call,
+                                 WhenRefused when_refused = WhenRefused::kFails) {
+  for (int64_t n = 0;; ++n) {
+    ASSERT_LT(n, 10000) << "never succeeds";
+    const auto cache = MakeCache(scene.options);
+    scene.build(*cache, scene.options);
+    Status status = prepare(*cache);
+    ASSERT_TRUE(status.ok()) << status.ToString();
+    const uint64_t digest = cache->StateDigest();
+    bool refused = false;
+    {
+      RefuseAllocation refusal(n);
+      status = call(*cache);
+      refused = refusal.refused();
+    }
+    const Status sound = cache->CheckInvariants();
+    ASSERT_TRUE(sound.ok()) << "allocation " << n << ": " << sound.ToString();
+    if (!refused) {
+      EXPECT_TRUE(status.ok()) << status.ToString();
+      return;
+    }
+    if (status.ok()) {
+      EXPECT_EQ(when_refused, WhenRefused::kMayWorkWithout) << "allocation " << n;
+      continue;
+    }
+    ASSERT_EQ(status.code(), StatusCode::kOutOfMemory) << "allocation " << n;
+    ASSERT_EQ(cache->StateDigest(), digest) << "allocation " << n;
+    status = call(*cache);
+    ASSERT_TRUE(status.ok()) << "again after allocation " << n << ": " << status.ToString();
+    ASSERT_TRUE(cache->CheckInvariants().ok());
+  }
+}
+
+Status Nothing(AttentionKVCache&) { return Status(); }
+
+Status BeginThree(AttentionKVCache& cache) {
+  return cache.BeginForward(kIds<0, 1, 2>, kIds<3, 1, 2>);
+}
+
+// Tensors for a forward of BeginThree, made before any allocation is refused.
+struct ForwardTensors {
+  explicit ForwardTensors(const AttentionLayerSpec& spec)
+      : inputs(MakeTokenInputs(spec, 0, DType::kF32, std::vector<uint64_t>{1, 2, 3, 4, 5, 6})),
+        o(DType::kF32, {6, spec.num_qo_heads, spec.v_head_dim}),
+        lse(DType::kF32, {6, spec.num_qo_heads}) {}
+  TokenInputs inputs;
+  TestTensor o, lse;
+};
+
+Status RunAllLayers(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
+  for (size_t l = 0; l < options.layers.size(); ++l) {
+    const ForwardTensors t(options.layers[l]);
+    QUIRE_RETURN_IF_ERROR(
+        cache.AttentionWithFusedQKV(static_cast<int64_t>(l), t.inputs.qkv.view(), t.o.view(), 0.5));
+  }
+  return Status();
+}
+
+class KVAllocationFailure : public testing::TestWithParam<size_t> {
+ protected:
+  const Scene scene_ = Scenes()[GetParam()];
+};
+
+TEST_P(KVAllocationFailure, ControlCalls) {
+  const auto expect = [&](const char* name, const Call& call,
+                          WhenRefused when_refused = WhenRefused::kFails) {
+    SCOPED_TRACE(name);
+    ExpectEachRefusalIsHarmless(scene_, Nothing, call, when_refused);
+  };
+  expect("add", [](AttentionKVCache& c) { return c.AddSequence(70); });
+  expect("fork in mid-page", [](AttentionKVCache& c) { return c.ForkSequence(0, 70, 3); });
+  expect("fork at the end", [](AttentionKVCache& c) { return c.ForkSequence(1, 70); });
+  expect("fork at 0", [](AttentionKVCache& c) { return c.ForkSequence(1, 70, 0); });
+  const WhenRefused optional = WhenRefused::kMayWorkWithout;
+  expect(
+      "pop own tokens", [](AttentionKVCache& c) { return c.PopN(1, 1); }, optional);
+  expect(
+      "pop into a shared prefix", [](AttentionKVCache& c) { return c.PopN(2, 3); }, optional);
+  expect(
+      "pop all", [](AttentionKVCache& c) { return c.PopN(0, c.GetSequenceLength(0).value()); },
+      optional);
+  for (int64_t id = 0; id < 4; ++id) {
+    expect(
+        "remove", [id](AttentionKVCache& c) { return c.RemoveSequence(id); }, optional);
+  }
+  expect("clear", [](AttentionKVCache& c) { return c.Clear(); });
+  expect("pages needed",
+         [](AttentionKVCache& c) { return c.PagesNeeded(kIds<0, 1, 2>, kIds<3, 1, 2>).status(); });
+  expect("begin", BeginThree);
+  expect("begin of a long prompt",
+         [](AttentionKVCache& c) { return c.BeginForward(kIds<3, 2>, kIds<20, 1>); });
+}
+
+TEST_P(KVAllocationFailure, CallsInAForward) {
+  const auto expect = [&](const char* name, const Call& prepare, const Call& call,
+                          WhenRefused when_refused = WhenRefused::kFails) {
+    SCOPED_TRACE(name);
+    const Call begin_and_prepare = [&](AttentionKVCache& c) {
+      const Status begun = BeginThree(c);
+      return begun.ok() ? prepare(c) : begun;
+    };
+    ExpectEachRefusalIsHarmless(scene_, begin_and_prepare, call, when_refused);
+  };
+  const ForwardTensors t(scene_.options.layers[0]);
+  const Call append = [&](AttentionKVCache& c) {
+    return c.Append(0, t.inputs.k.view(), t.inputs.v.view());
+  };
+  const Call attend = [&](AttentionKVCache& c) {
+    return c.Attend(0, t.inputs.q.view(), t.o.view(), &t.lse.view(), 0.5);
+  };
+  const Call run = [&](AttentionKVCache& c) { return RunAllLayers(c, scene_.options); };
+  const WhenRefused optional = WhenRefused::kMayWorkWithout;
+  expect("append", Nothing, append);
+  expect("attend", append, attend);
+  expect("fused", Nothing, [&](AttentionKVCache& c) {
+    return c.AttentionWithFusedQKV(0, t.inputs.qkv.view(), t.o.view(), 0.5);
+  });
+  expect(
+      "end", run, [](AttentionKVCache& c) { return c.EndForward(); }, optional);
+  expect(
+      "abort", Nothing, [](AttentionKVCache& c) { return c.AbortForward(); }, optional);
+  expect(
+      "abort after a layer", append, [](AttentionKVCache& c) { return c.AbortForward(); },
+      optional);
+  expect("clear", append, [](AttentionKVCache& c) { return c.Clear(); });
+  expect("add", Nothing, [](AttentionKVCache& c) { return c.AddSequence(70); });
+  expect("fork of an outsider", Nothing, [](AttentionKVCache& c) { return c.ForkSequence(3, 70); });
+  expect(
+      "pop of an outsider", Nothing,
+      [](AttentionKVCache& c) { return c.PopN(3, c.GetSequenceLength(3).value() / 2); }, optional);
+  expect("positions", Nothing, [](AttentionKVCache& c) { return c.GetQueryPositions().status(); });
+  expect("plan", Nothing, [](AttentionKVCache& c) { return c.DebugPlan().status(); });
+}
+
+// The layers of both scenes with DebugGetKV are of equal heads and dims.
+TEST_P(KVAllocationFailure, DebugCalls) {
+  const AttentionLayerSpec& spec = scene_.options.layers[0];
+  if (scene_.options.layers[1].num_kv_heads != spec.num_kv_heads) return;
+  const int64_t layers = static_cast<int64_t>(scene_.options.layers.size());
+  const TestTensor k(DType::kF32, {layers, 2, spec.num_kv_heads, spec.qk_head_dim});
+  const TestTensor v(DType::kF32, {layers, 2, spec.num_kv_heads, spec.v_head_dim});
+  ExpectEachRefusalIsHarmless(scene_, Nothing, [&](AttentionKVCache& c) {
+    return c.DebugGetKV(1, 1, 3, k.view(), v.view());
+  });
+  ExpectEachRefusalIsHarmless(scene_, Nothing, [&](AttentionKVCache& c) {
+    return c.DebugSetKV(1, 1, k.view(), v.view());  // shared: copied first
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, 4));
+
+// What was planned in BeginForward is carried out without memory.
+TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
+  for (const Scene& scene : Scenes()) {
+    SCOPED_TRACE(scene.name);
+    const auto cache = MakeCache(scene.options);
+    scene.build(*cache, scene.options);
+    const ForwardTensors first(scene.options.layers[0]);
+    const ForwardTensors second(scene.options.layers[1]);
+    ASSERT_TRUE(BeginThree(*cache).ok());
+    const int64_t before = allocations_made.load();
+    const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
+    const Status b = cache->Append(1, second.inputs.k.view(), second.inputs.v.view());
+    const Status c = cache->Attend(1, second.inputs.q.view(), second.o.view(), nullptr, 0.5);
+    const Status d = cache->EndForward();
+    EXPECT_EQ(allocations_made.load(), before);
+    EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
+  }
+}
+
+TEST(KVAllocationFailure, CreateReportsOutOfMemory) {
+  AttentionKVCacheOptions options = SmallOptions();
+  for (int64_t n = 0;; ++n) {
+    ASSERT_LT(n, 10000);
+    AttentionKVCacheOptions copy = options;
+    bool refused = false;
+    Result<std::unique_ptr<AttentionKVCache>> cache = Status(StatusCode::kInternal, "not run");
+    {
+      RefuseAllocation refusal(n);
+      cache = AttentionKVCache::Create(std::move(copy));
+      refused = refusal.refused();
+    }
+    if (!refused) {
+      EXPECT_TRUE(cache.ok()) << cache.status().ToString();
+      return;
+    }
+    ASSERT_FALSE(cache.ok()) << "allocation " << n;
+    ASSERT_EQ(cache.status().code(), StatusCode::kOutOfMemory) << "allocation " << n;
+  }
+}
+
+// An error has a message, which needs memory too: without it the answer is OutOfMemory, never an
+// exception.
+TEST(KVAllocationFailure, ErrorsWithoutMemoryForTheirMessage) {
+  const auto cache = MakeCache(SmallOptions());
+  BuildForked(*cache, SmallOptions());
+  const std::vector<Call> calls = {
+      [](AttentionKVCache& c) { return c.AddSequence(0); },
+      [](AttentionKVCache& c) { return c.AddSequence(-1); },
+      [](AttentionKVCache& c) { return c.RemoveSequence(70); },
+      [](AttentionKVCache& c) { return c.ForkSequence(70, 71); },
+      [](AttentionKVCache& c) { return c.PopN(0, 1000); },
+      [](AttentionKVCache& c) { return c.BeginForward(kIds<70>, kIds<1>); },
+      [](AttentionKVCache& c) { return c.BeginForward(kIds<0>, kIds<1000>); },
+      [](AttentionKVCache& c) { return c.PagesNeeded(kIds<70>, kIds<1>).status(); },
+      [](AttentionKVCache& c) { return c.EndForward(); },
+      [](AttentionKVCache& c) { return c.AbortForward(); },
+      [](AttentionKVCache& c) { return c.GetSequenceLength(70).status(); },
+      [](AttentionKVCache& c) { return c.GetQueryPositions().status(); },
+      [](AttentionKVCache& c) { return c.DebugPlan().status(); },
+      [](AttentionKVCache& c) { return c.SelectLongRope(70, true); },
+      [](AttentionKVCache& c) { return c.Append(0, TensorView(), TensorView()); },
+      [](AttentionKVCache& c) { return c.DebugGetKV(70, 0, 1, TensorView(), TensorView()); },
+      [](AttentionKVCache& c) { return c.DebugSetKV(70, 0, TensorView(), TensorView()); }};
+  const uint64_t digest = cache->StateDigest();
+  for (size_t i = 0; i < calls.size(); ++i) {
+    bool refused = true;
+    for (int64_t n = 0; refused; ++n) {
+      Status status;
+      {
+        RefuseAllocation refusal(n);
+        status = calls[i](*cache);
+        refused = refusal.refused();
+      }
+      ASSERT_FALSE(status.ok()) << "call " << i;
+      if (refused) {
+        EXPECT_EQ(status.code(), StatusCode::kOutOfMemory) << "call " << i;
+      } else {
+        EXPECT_NE(status.code(), StatusCode::kOutOfMemory) << "call " << i;
+      }
+      ASSERT_EQ(cache->StateDigest(), digest) << "call " << i;
+    }
+  }
+}
+
+// ---------------------------------------------------------------------- no room
+
+class KVNoRoom : public testing::Test {
+ protected:
+  KVNoRoom() { BuildForked(*cache_, options_); }
+  void TakeAllPages() {
+    for (int64_t id = 10; cache_->GetNumAvailablePages() > 0; ++id) {
+      ASSERT_TRUE(cache_->AddSequence(id).ok());
+      Extend(*cache_, options_, id,
+             std::min(options_.page_size * cache_->GetNumAvailablePages(),
+                      options_.prefill_chunk_size));
+    }
+  }
+  void ExpectRefused(StatusCode code, const Status& status, uint64_t digest) {
+    EXPECT_EQ(status.code(), code) << status.ToString();
+    EXPECT_EQ(cache_->StateDigest(), digest);
+    EXPECT_TRUE(cache_->CheckInvariants().ok());
+  }
+
+  const AttentionKVCacheOptions options_ = SmallOptions();
+  const std::unique_ptr<AttentionKVCache> cache_ = MakeCache(options_);
+};
+
+TEST_F(KVNoRoom, BeginWithoutPagesChangesNothingAndWorksLater) {
+  TakeAllPages();
+  const uint64_t digest = cache_->StateDigest();
+  const Ids ids = {3};
+  const Ids lengths = {1};
+  EXPECT_EQ(cache_->PagesNeeded(ids, lengths).value(), 1);
+  for (int i = 0; i < 3; ++i) {
+    ExpectRefused(StatusCode::kOutOfPages, cache_->BeginForward(ids, lengths), digest);
+  }
+  ASSERT_TRUE(cache_->RemoveSequence(10).ok());
+  EXPECT_TRUE(cache_->BeginForward(ids, lengths).ok());
+}
+
+TEST_F(KVNoRoom, ABatchOfWhichOnlyAPartFitsChangesNothing) {
+  TakeAllPages();
+  ASSERT_TRUE(cache_->PopN(10, options_.page_size).ok());
+  const uint64_t digest = cache_->StateDigest();
+  ExpectRefused(StatusCode::kOutOfPages,
+                cache_->BeginForward(kIds<3, 10>, Ids{1, options_.page_size + 1}), digest);
+  EXPECT_TRUE(cache_->BeginForward(kIds<3>, kIds<1>).ok());
+}
+
+TEST_F(KVNoRoom, AppendsInPlaceNeedNoPage) {
+  TakeAllPages();
+  EXPECT_EQ(cache_->PagesNeeded(kIds<0>, kIds<2>).value(), 0);
+  EXPECT_TRUE(cache_->BeginForward(kIds<0>, kIds<2>).ok());
+}
+
+TEST_F(KVNoRoom, ForksAndPopsNeedNoPage) {
+  TakeAllPages();
+  EXPECT_TRUE(cache_->ForkSequence(0, 70, 3).ok());
+  EXPECT_TRUE(cache_->PopN(0, 5).ok());
+  EXPECT_TRUE(cache_->PopN(70, 1).ok());
+  EXPECT_TRUE(cache_->CheckInvariants().ok());
+}
+
+TEST_F(KVNoRoom, DebugSetOfASharedTokenNeedsAPage) {
+  TakeAllPages();
+  const uint64_t digest = cache_->StateDigest();
+  const TestTensor k(DType::kF32, {2, 1, 1, 4});
+  const TestTensor v(DType::kF32, {2, 1, 1, 4});
+  ExpectRefused(StatusCode::kOutOfPages, cache_->DebugSetKV(1, 2, k.view(), v.view()), digest);
+  EXPECT_TRUE(cache_->DebugSetKV(0, 9, k.view(), v.view()).ok()) << "a token of its own";
+  ASSERT_TRUE(cache_->RemoveSequence(10).ok());
+  EXPECT_TRUE(cache_->DebugSetKV(1, 2, k.view(), v.view()).ok());
+}
+
+TEST(KVNoRoomToConsolidate, BeginIsRefused) {
+  AttentionKVCacheOptions options = SmallOptions(16);
+  options.token_capacity = 16 * 3;  // four pages, all taken by the scene
+  const auto cache = MakeCache(options);
+  BuildConsolidationDue(*cache, options);
+  ASSERT_EQ(cache->GetNumAvailablePages(), 0);
+  EXPECT_EQ(cache->PagesNeeded(kIds<2>, kIds<1>).value(), 1);
+  const uint64_t digest = cache->StateDigest();
+  EXPECT_EQ(cache->BeginForward(kIds<2>, kIds<1>).code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(cache->StateDigest(), digest);
+  ASSERT_TRUE(cache->RemoveSequence(1).ok());
+  EXPECT_TRUE(cache->BeginForward(kIds<2>, kIds<1>).ok()) << "its slot is free now";
+  EXPECT_EQ(cache->GetNumAvailablePages(), 0);
+}
+
+TEST_F(KVNoRoom, NoSequenceMoreThanTheLimit) {
+  for (int64_t id = 20; cache_->sequence_count() < options_.max_num_sequences; ++id) {
+    ASSERT_TRUE(cache_->AddSequence(id).ok());
+  }
+  const uint64_t digest = cache_->StateDigest();
+  ExpectRefused(StatusCode::kTooLarge, cache_->AddSequence(70), digest);
+  ExpectRefused(StatusCode::kTooLarge, cache_->ForkSequence(0, 70), digest);
+  ASSERT_TRUE(cache_->RemoveSequence(20).ok());
+  EXPECT_TRUE(cache_->ForkSequence(0, 70).ok());
+}
+
+// ---------------------------------------------------------------------- wrong state
+
+// The state machine of kv-state.md 2.2. Sequences 0, 1, 2 are the batch, 3 is outside it.
+struct StateRow {
+  const char* name;
+  StatusCode idle;
+  StatusCode forward;
+  Call call;
+};
+
+const ForwardTensors& SmallTensors() {
+  static const ForwardTensors tensors(SmallOptions().layers[0]);
+  return tensors;
+}
+
+std::vector<StateRow> StateTable() {
+  constexpr StatusCode kOk = StatusCode::kOk;
+  constexpr StatusCode kBad = StatusCode::kBadState;
+  static const TestTensor k(DType::kF32, {2, 1, 1, 4});
+  static const TestTensor v(DType::kF32, {2, 1, 1, 4});
+  return {
+      {"Clear", kOk, kOk, [](AttentionKVCache& c) { return c.Clear(); }},
+      {"AddSequence", kOk, kOk, [](AttentionKVCache& c) { return c.AddSequence(70); }},
+      {"Remove outsider", kOk, kOk, [](AttentionKVCache& c) { return c.RemoveSequence(3); }},
+      {"Remove member", kOk, kBad, [](AttentionKVCache& c) { return c.RemoveSequence(1); }},
+      {"PopN outsider", kOk, kOk, [](AttentionKVCache& c) { return c.PopN(3, 0); }},
+      {"PopN member", kOk, kBad, [](AttentionKVCache& c) { return c.PopN(1, 1); }},
+      {"Fork outsider", kOk, kOk, [](AttentionKVCache& c) { return c.ForkSequence(3, 70); }},
+      {"Fork member", kOk, kBad, [](AttentionKVCache& c) { return c.ForkSequence(1, 70); }},
+      {"BeginForward", kOk, kBad,
+       [](AttentionKVCache& c) { return c.BeginForward(kIds<3>, kIds<1>); }},
+      {"PagesNeeded", kOk, kBad,
+       [](AttentionKVCache& c) { return c.PagesNeeded(kIds<3>, kIds<1>).status(); }},
+      {"EndForward", kBad, kBad, [](AttentionKVCache& c) { return c.EndForward(); }},
+      {"AbortForward", kBad, kOk, [](AttentionKVCache& c) { return c.AbortForward(); }},
+      {"fused", kBad, kOk,
+       [](AttentionKVCache& c) {
+         return c.AttentionWithFusedQKV(0, SmallTensors().inputs.qkv.view(),
+                                        SmallTensors().o.view(), 0.5);
+       }},
+      {"Append", kBad, kOk,
+       [](AttentionKVCache& c) {
+         return c.Append(1, SmallTensors().inputs.k.view(), SmallTensors().inputs.v.view());
+       }},
+      {"Attend before Append", kBad, kBad,
+       [](AttentionKVCache& c) {
+         return c.Attend(1, SmallTensors().inputs.q.view(), SmallTensors().o.view(), nullptr, 0.5);
+       }},
+      {"GetQueryPositions", kBad, kOk,
+       [](AttentionKVCache& c) { return c.GetQueryPositions().status(); }},
+      {"DebugPlan", kBad, kOk, [](AttentionKVCache& c) { return c.DebugPlan().status(); }},
+      {"GetSequenceLength", kOk, kOk,
+       [](AttentionKVCache& c) { return c.GetSequenceLength(1).status(); }},
+      {"DebugGetKV", kOk, kOk,
+       [](AttentionKVCache& c) { return c.DebugGetKV(1, 0, 1, k.view(), v.view()); }},
+  };
+}
+
+class KVStateMachine : public testing::TestWithParam<size_t> {};
+
+TEST_P(KVStateMachine, AnswersAsTheTableSays) {
+  const StateRow row = StateTable()[GetParam()];
+  SCOPED_TRACE(row.name);
+  for (const bool in_forward : {false, true}) {
+    const AttentionKVCacheOptions options = SmallOptions();
+    const auto cache = MakeCache(options);
+    BuildForked(*cache, options);
+    if (in_forward) {
+      ASSERT_TRUE(BeginThree(*cache).ok());
+    }
+    const uint64_t digest = cache->StateDigest();
+    const Status status = row.call(*cache);
+    EXPECT_EQ(status.code(), in_forward ? row.forward : row.idle) << status.ToString();
+    if (!status.ok()) {
+      EXPECT_EQ(cache->StateDigest(), digest);
+    }
+    EXPECT_TRUE(cache->CheckInvariants().ok());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, KVStateMachine, testing::Range<size_t>(0, StateTable().size()));
+
+TEST(KVStateMachine, EndBeforeAllLayersKeepsTheForwardOpen) {
+  const AttentionKVCacheOptions options = SmallOptions();
+  const auto cache = MakeCache(options);
+  BuildForked(*cache, options);
+  ASSERT_TRUE(BeginThree(*cache).ok());
+  const ForwardTensors& t = SmallTensors();
+  ASSERT_TRUE(cache->AttentionWithFusedQKV(0, t.inputs.qkv.view(), t.o.view(), 0.5).ok());
+  EXPECT_EQ(cache->EndForward().code(), StatusCode::kBadState);
+  ASSERT_TRUE(cache->Append(1, t.inputs.k.view(), t.inputs.v.view()).ok());
+  EXPECT_EQ(cache->EndForward().code(), StatusCode::kBadState);
+  ASSERT_TRUE(cache->Attend(1, t.inputs.q.view(), t.o.view(), nullptr, 0.5).ok());
+  EXPECT_TRUE(cache->EndForward().ok());
+  EXPECT_EQ(cache->EndForward().code(), StatusCode::kBadState);
+  EXPECT_EQ(cache->GetSequenceLength(0).value(), 13);
+}
+
+TEST(KVStateMachine, AfterAFailedAttentionCallOnlyAbortAndClearAreLegal) {
+  for (const bool clear : {false, true}) {
+    const AttentionKVCacheOptions options = SmallOptions();
+    const auto cache = MakeCache(options);
+    BuildForked(*cache, options);
+    ASSERT_TRUE(BeginThree(*cache).ok());
+    const ForwardTensors& t = SmallTensors();
+    EXPECT_EQ(cache->Append(5, t.inputs.k.view(), t.inputs.v.view()).code(),
+              StatusCode::kBadArgument);
+    EXPECT_EQ(cache->Append(0, t.inputs.k.view(), t.inputs.v.view()).code(), StatusCode::kBadState);
+    EXPECT_EQ(cache->EndForward().code(), StatusCode::kBadState);
+    ASSERT_TRUE(clear ? cache->Clear().ok() : cache->AbortForward().ok());
+    if (clear) continue;
+    ASSERT_TRUE(BeginThree(*cache).ok());
+    ASSERT_TRUE(RunAllLayers(*cache, options).ok());
+    EXPECT_TRUE(cache->EndForward().ok());
+  }
+}
+
+// Calls the cache back from a second thread while the first is inside an attention call.
+class CallingBackRunner final : public ParallelRunner {
+ public:
+  int worker_count() const noexcept override { return 1; }
+  void Run(int64_t count, Task task, void* context) noexcept override {
+    if (call_back) {
+      const auto call = std::exchange(call_back, nullptr);
+      std::thread(call).join();
+    }
+    for (int64_t i = 0; i < count; ++i) task(context, i, 0);
+  }
+  std::function<void()> call_back;
+};
+
+TEST(KVStateMachine, ASecondThreadMeanwhileGetsBadState) {
+  AttentionKVCacheOptions options = SmallOptions();
+  const auto runner = std::make_shared<CallingBackRunner>();
+  options.runner = runner;
+  const auto cache = MakeCache(options);
+  BuildForked(*cache, options);
+  ASSERT_TRUE(BeginThree(*cache).ok());
+  const ForwardTensors& t = SmallTensors();
+  const TestTensor k(DType::kF32, {2, 1, 1, 4});
+  const TestTensor v(DType::kF32, {2, 1, 1, 4});
+  const std::vector<std::pair<const char*, Call>> calls = {
+      {"Clear", [](AttentionKVCache& c) { return c.Clear(); }},
+      {"AddSequence", [](AttentionKVCache& c) { return c.AddSequence(70); }},
+      {"RemoveSequence", [](AttentionKVCache& c) { return c.RemoveSequence(3); }},
+      {"ForkSequence", [](AttentionKVCache& c) { return c.ForkSequence(3, 70); }},
+      {"PopN", [](AttentionKVCache& c) { return c.PopN(3, 0); }},
+      {"BeginForward", [](AttentionKVCache& c) { return c.BeginForward(kIds<3>, kIds<1>); }},
+      {"EndForward", [](AttentionKVCache& c) { return c.EndForward(); }},
+      {"AbortForward", [](AttentionKVCache& c) { return c.AbortForward(); }},
+      {"Append",
+       [&](AttentionKVCache& c) { return c.Append(1, t.inputs.k.view(), t.inputs.v.view()); }},
+      {"DebugGetKV",
+       [&](AttentionKVCache& c) { return c.DebugGetKV(1, 0, 1, k.view(), v.view()); }},
+      {"DebugSetKV", [&](AttentionKVCache& c) { return c.DebugSetKV(3, 0, k.view(), v.view()); }}};
+  std::vector<StatusCode> codes;
+  runner->call_back = [&] {
+    for (const auto& [name, call] : calls) codes.push_back(call(*cache).code());
+  };
+  ASSERT_TRUE(cache->AttentionWithFusedQKV(0, t.inputs.qkv.view(), t.o.view(), 0.5).ok());
+  ASSERT_EQ(codes.size(), calls.size());
+  for (size_t i = 0; i < codes.size(); ++i) {
+    EXPECT_EQ(codes[i], StatusCode::kBadState) << calls[i].first;
+  }
+  ASSERT_TRUE(cache->AttentionWithFusedQKV(1, t.inputs.qkv.view(), t.o.view(), 0.5).ok());
+  EXPECT_TRUE(cache->EndForward().ok());
+  EXPECT_TRUE(cache->CheckInvariants().ok());
+}
+
+// ---------------------------------------------------------------------- bad arguments
+
+struct BadCall {
+  const char* name;
+  StatusCode code;
+  Call call;
+};
+
+TEST(KVBadArguments, EveryOneIsRefusedAndChangesNothing) {
+  const AttentionKVCacheOptions options = SmallOptions();
+  const auto cache = MakeCache(options);
+  BuildForked(*cache, options);
+  const TestTensor k(DType::kF32, {2, 2, 1, 4});
+  const TestTensor v(DType::kF32, {2, 2, 1, 4});
+  const TestTensor other(DType::kF32, {2, 2, 1, 5});
+  const TestTensor half(DType::kF16, {2, 2, 1, 4});
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  constexpr StatusCode kUnknown = StatusCode::kUnknownSequence;
+  constexpr StatusCode kBad = StatusCode::kBadArgument;
+  const auto get = [](int64_t id, int64_t start, int64_t end, const TestTensor& a,
+                      const TestTensor& b) {
+    return [=](AttentionKVCache& c) { return c.DebugGetKV(id, start, end, a.view(), b.view()); };
+  };
+  const auto set = [](int64_t id, int64_t start, const TestTensor& a, const TestTensor& b) {
+    return [=](AttentionKVCache& c) { return c.DebugSetKV(id, start, a.view(), b.view()); };
+  };
+  const auto begin = [](Ids ids, Ids lengths) {
+    return [=](AttentionKVCache& c) { return c.BeginForward(ids, lengths); };
+  };
+  const auto fork = [](int64_t parent, int64_t child, int64_t position) {
+    return [=](AttentionKVCache& c) { return c.ForkSequence(parent, child, position); };
+  };
+  const std::vector<BadCall> rows = {
+      {"add negative", kBad, [](AttentionKVCache& c) { return c.AddSequence(-1); }},
+      {"add twice", StatusCode::kSequenceExists,
+       [](AttentionKVCache& c) { return c.AddSequence(0); }},
+      {"remove unknown", kUnknown, [](AttentionKVCache& c) { return c.RemoveSequence(70); }},
+      {"remove negative", kUnknown, [](AttentionKVCache& c) { return c.RemoveSequence(-1); }},
+      {"fork unknown", kUnknown, fork(70, 71, 0)},
+      {"fork onto itself", StatusCode::kSequenceExists, fork(0, 0, 1)},
+      {"fork onto another", StatusCode::kSequenceExists, fork(0, 1, 1)},
+      {"fork to negative", kBad, fork(0, -5, 1)},
+      {"fork below -1", kBad, fork(0, 70, -2)},
+      {"fork behind the end", kBad, fork(0, 70, 11)},
+      {"fork far away", kBad, fork(0, 70, kHuge)},
+      {"pop unknown", kUnknown, [](AttentionKVCache& c) { return c.PopN(70, 1); }},
+      {"pop negative", kBad, [](AttentionKVCache& c) { return c.PopN(0, -1); }},
+      {"pop too many", kBad, [](AttentionKVCache& c) { return c.PopN(0, 11); }},
+      {"pop far too many", kBad, [](AttentionKVCache& c) { return c.PopN(0, kHuge); }},
+      {"begin empty", kBad, begin({}, {})},
+      {"begin unequal", kBad, begin({0, 1}, {1})},
+      {"begin unknown", kUnknown, begin({0, 70}, {3, 3})},
+      {"begin twice", kBad, begin({0, 0}, {1, 1})},
+      {"begin length 0", kBad, begin({0, 1}, {1, 0})},
+      {"begin negative length", kBad, begin({0, 1}, {1, -1})},
+      {"begin over the chunk", StatusCode::kTooLarge, begin({0}, {41})},
+      {"begin over the chunk together", StatusCode::kTooLarge, begin({0, 1}, {20, 21})},
+      {"begin overflow", StatusCode::kTooLarge, begin({0, 1}, {kHuge, kHuge})},
+      {"pages overflow", StatusCode::kTooLarge,
+       [](AttentionKVCache& c) {
+         return c.PagesNeeded(kIds<0, 1>, Ids{kHuge, kHuge}).status();
+       }},
+      {"length unknown", kUnknown,
+       [](AttentionKVCache& c) { return c.GetSequenceLength(70).status(); }},
+      {"get unknown", kUnknown, get(70, 0, 2, k, v)},
+      {"get negative", kBad, get(0, -1, 1, k, v)},
+      {"get nothing", kBad, get(0, 2, 2, k, v)},
+      {"get reversed", kBad, get(0, 4, 2, k, v)},
+      {"get behind the end", kBad, get(0, 9, 11, k, v)},
+      {"get another count", kBad, get(0, 0, 3, k, v)},
+      {"get another dim", kBad, get(0, 0, 2, other, v)},
+      {"get another dim of v", kBad, get(0, 0, 2, k, other)},
+      {"get another dtype", kBad, get(0, 0, 2, half, v)},
+      {"set unknown", kUnknown, set(70, 0, k, v)},
+      {"set negative", kBad, set(0, -1, k, v)},
+      {"set behind the end", kBad, set(0, 9, k, v)},
+      {"set far away", kBad, set(0, kHuge, k, v)},
+      {"set another dim", kBad, set(0, 0, k, other)},
+      {"set another dtype", kBad, set(0, 0, k, half)},
+      {"set nothing", kBad, set(0, 0, TestTensor(), TestTensor())},
+      {"long rope unknown", kUnknown,
+       [](AttentionKVCache& c) { return c.SelectLongRope(70, true); }},
+  };
+  const uint64_t digest = cache->StateDigest();
+  for (const BadCall& row : rows) {
+    const Status status = row.call(*cache);
+    EXPECT_EQ(status.code(), row.code) << row.name << ": " << status.ToString();
+    EXPECT_FALSE(status.message().empty()) << row.name;
+    EXPECT_EQ(cache->StateDigest(), digest) << row.name;
+  }
+  EXPECT_TRUE(cache->CheckInvariants().ok());
+}
+
+TEST(KVBadArguments, LongRopeIsChosenWhileEmpty) {
+  AttentionKVCacheOptions options = SmallOptions();
+  options.rope.scaling = RopeScaling::kLongRope;
+  options.rope.original_max_position_embeddings = 32;
+  options.rope.short_factors = {1, 1};
+  options.rope.long_factors = {2, 3};
+  const auto cache = MakeCache(options);
+  BuildForked(*cache, options);
+  EXPECT_EQ(cache->SelectLongRope(0, true).code(), StatusCode::kBadState);
+  EXPECT_TRUE(cache->SelectLongRope(3, true).ok());
+}
+
+TEST(KVBadArguments, TensorsOfAttentionCalls) {
+  const AttentionKVCacheOptions options = SmallOptions();
+  const ForwardTensors& t = SmallTensors();
+  const auto tensor = [](std::vector<int64_t> shape, DType dtype = DType::kF32) {
+    return TestTensor(dtype, std::move(shape));
+  };
+  const TensorView transposed = [] {
+    static float data[6 * 2 * 4];
+    int64_t shape[] = {6, 2, 4};
+    int64_t strides[] = {8, 1, 2};
+    DLTensor dl{};
+    dl.data = data;
+    dl.device = {kDLCPU, 0};
+    dl.ndim = 3;
+    dl.dtype = ToDLDataType(DType::kF32);
+    dl.shape = shape;
+    dl.strides = strides;
+    return TensorView::FromDLPack(dl).value();
+  }();
+  const auto fused = [](int64_t layer, const TensorView& qkv, const TensorView& o) {
+    return [=](AttentionKVCache& c) { return c.AttentionWithFusedQKV(layer, qkv, o, 0.5); };
+  };
+  const auto append = [](int64_t layer, const TensorView& k, const TensorView& v) {
+    return [=](AttentionKVCache& c) { return c.Append(layer, k, v); };
+  };
+  const auto attend = [&t](const TensorView& q, const TensorView& o, const TensorView& lse) {
+    return [=, &t](AttentionKVCache& c) {
+      QUIRE_RETURN_IF_ERROR(c.Append(0, t.inputs.k.view(), t.inputs.v.view()));
+      return c.Attend(0, q, o, &lse, 0.5);
+    };
+  };
+  const TestTensor few = tensor({5, 16});
+  const TestTensor wide = tensor({6, 17});
+  const TestTensor heads = tensor({6, 3, 4});
+  const TestTensor few_o = tensor({5, 2, 4});
+  const TestTensor other_o = tensor({6, 2, 5});
+  const TestTensor integers = tensor({6, 16}, DType::kI32);
+  const TestTensor half = tensor({6, 16}, DType::kF16);
+  const TestTensor few_k = tensor({5, 1, 4});
+  const TestTensor other_k = tensor({6, 2, 4});
+  const TestTensor half_lse = tensor({6, 2}, DType::kF16);
+  const TestTensor other_lse = tensor({6, 3});
+  const TensorView qkv = t.inputs.qkv.view();
+  const TensorView q = t.inputs.q.view();
+  const TensorView k = t.inputs.k.view();
+  const TensorView v = t.inputs.v.view();
+  const TensorView o = t.o.view();
+  const TensorView lse = t.lse.view();
+  const std::vector<std::pair<const char*, Call>> rows = {
+      {"layer -1", fused(-1, qkv, o)},
+      {"layer 2", fused(2, qkv, o)},
+      {"too few rows", fused(0, few.view(), o)},
+      {"too wide", fused(0, wide.view(), o)},
+      {"another number of heads", fused(0, heads.view(), o)},
+      {"too few rows of o", fused(0, qkv, few_o.view())},
+      {"another dim of o", fused(0, qkv, other_o.view())},
+      {"integers", fused(0, integers.view(), o)},
+      {"neither float32 nor the layer's dtype", fused(0, half.view(), o)},
+      {"o strided in its last dimension", fused(0, qkv, transposed)},
+      {"empty view", fused(0, TensorView(), o)},
+      {"append to layer 2", append(2, k, v)},
+      {"too few rows of k", append(0, few_k.view(), v)},
+      {"too few rows of v", append(0, k, few_k.view())},
+      {"another number of heads of k", append(0, other_k.view(), v)},
+      {"another number of heads of v", append(0, k, other_k.view())},
+      {"another shape of q", attend(k, o, lse)},
+      {"another dim of o", attend(q, other_o.view(), lse)},
+      {"lse of another dtype", attend(q, o, half_lse.view())},
+      {"lse of another shape", attend(q, o, other_lse.view())},
+      {"q strided in its last dimension", attend(transposed, o, lse)},
+  };
+  for (const auto& [name, call] : rows) {
+    const auto cache = MakeCache(options);
+    BuildForked(*cache, options);
+    const uint64_t idle = cache->StateDigest();
+    ASSERT_TRUE(BeginThree(*cache).ok());
+    const Status status = call(*cache);
+    EXPECT_EQ(status.code(), StatusCode::kBadArgument) << name << ": " << status.ToString();
+    ASSERT_TRUE(cache->AbortForward().ok()) << name;
+    EXPECT_EQ(cache->StateDigest(), idle) << name;
+  }
+}
+
+TEST(KVBadArguments, OptionsOutOfRange) {
+  using Spoil = std::function<void(AttentionKVCacheOptions&)>;
+  const std::vector<std::pair<const char*, Spoil>> rows = {
+      {"layers", [](auto& o) { o.layers.clear(); }},
+      {"num_qo_heads", [](auto& o) { o.layers[0].num_qo_heads = 0; }},
+      {"num_qo_heads", [](auto& o) { o.layers[1].num_kv_heads = 3; }},
+      {"num_kv_heads", [](auto& o) { o.layers[1].num_kv_heads = -1; }},
+      {"qk_head_dim", [](auto& o) { o.layers[0].qk_head_dim = 0; }},
+      {"v_head_dim", [](auto& o) { o.layers[0].v_head_dim = -4; }},
+      {"dtype", [](auto& o) { o.layers[0].dtype = DType::kI32; }},
+      {"max_num_sequences", [](auto& o) { o.max_num_sequences = 0; }},
+      {"token_capacity", [](auto& o) { o.token_capacity = 0; }},
+      {"prefill_chunk_size", [](auto& o) { o.prefill_chunk_size = 0; }},
+      {"page_size", [](auto& o) { o.page_size = -1; }},
+      {"abacus", [](auto& o) { o.kernel_path = "abacus"; }},
+      {"rotary_dim", [](auto& o) { o.rope.rotary_dim = 3; }},
+      {"theta", [](auto& o) { o.rope.theta = -1; }},
+  };
+  for (const auto& [field, spoil] : rows) {
+    AttentionKVCacheOptions options = SmallOptions();
+    spoil(options);
+    const auto cache = AttentionKVCache::Create(options);
+    ASSERT_FALSE(cache.ok()) << field;
+    EXPECT_EQ(cache.status().code(), StatusCode::kBadArgument) << cache.status().ToString();
+    EXPECT_NE(cache.status().message().find(field), std::string::npos)
+        << field << " is not named: " << cache.status().ToString();
+  }
+}
+
+TEST(KVBadArguments, MoreMemoryThanThereIs) {
+  AttentionKVCacheOptions options = SmallOptions();
+  options.token_capacity = int64_t{1} << 30;
+  options.layers[0].num_qo_heads = options.layers[0].num_kv_heads = 4096;
+  options.layers[0].qk_head_dim = options.layers[0].v_head_dim = 4096;
+  const auto cache = AttentionKVCache::Create(options);
+  ASSERT_FALSE(cache.ok());
+  EXPECT_EQ(cache.status().code(), StatusCode::kOutOfMemory) << cache.status().ToString();
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,292 @@
+#include "kv/kv_invariants.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kv/text.h"
+
+namespace quire {
+namespace {
+
+// Collects the message of a violation: return Violation() << "block " << b << ...;
+class Violation {
+ public:
+  template <typename T>
+  Violation& operator<<(const T& part) {
+    text_ << part;
+    return *this;
+  }
+  operator Status()
+      const {  // NOLINT(google-explicit-constructor): it is only ever returned as a Status
+    return Status(StatusCode::kInternal, "invariant violated: " + text_.str());
+  }
+
+ private:
+  Text text_;
+};
+
+class Checker {
+ public:
+  Checker(const BlockTree& tree, const SequenceTable& sequences, std::span<const BlockIndex> held)
+      : tree_(tree), sequences_(sequences), held_(held) {}
+
+  Status Check() const {
+    QUIRE_RETURN_IF_ERROR(CheckBlocks());
+    QUIRE_RETURN_IF_ERROR(CheckReferences());
+    for (int g = 0; g < tree_.group_count(); ++g) {
+      QUIRE_RETURN_IF_ERROR(CheckSlices(g));
+      QUIRE_RETURN_IF_ERROR(CheckPages(g));
+      QUIRE_RETURN_IF_ERROR(CheckRanges(g));
+    }
+    QUIRE_RETURN_IF_ERROR(CheckArrays());
+    return CheckSequences();
+  }
+
+ private:
+  bool IsLive(BlockIndex b) const {
+    return b >= 0 && b < tree_.block_capacity() && tree_.block(b).refs > 0;
+  }
+  template <typename F>
+  void ForEachLiveBlock(F&& f) const {
+    for (BlockIndex b = 0; b < tree_.block_capacity(); ++b) {
+      if (tree_.block(b).refs != 0) f(b, tree_.block(b));
+    }
+  }
+
+  // Ranges are not empty and adjacent along paths; the count of distinct tokens and of blocks is
+  // that of live blocks.
+  Status CheckBlocks() const {
+    int64_t tokens = 0;
+    int64_t blocks = 0;
+    Status status;
+    ForEachLiveBlock([&](BlockIndex b, const Block& block) {
+      ++blocks;
+      tokens += block.end - block.begin;
+      if (block.begin >= block.end) status = Violation() << "block " << b << " is empty";
+      if (block.parent != kNoBlock && !IsLive(block.parent)) {
+        status = Violation() << "block " << b << " has the dead parent " << block.parent;
+      } else if (block.begin != tree_.End(block.parent)) {
+        status = Violation() << "block " << b << " begins at " << block.begin
+                             << ", its parent ends at " << tree_.End(block.parent);
+      }
+    });
+    QUIRE_RETURN_IF_ERROR(status);
+    if (tokens != tree_.distinct_token_count()) {
+      return Violation() << tokens << " tokens in blocks, " << tree_.distinct_token_count()
+                         << " counted";
+    }
+    if (blocks != tree_.block_count()) {
+      return Violation() << blocks << " blocks are live, " << tree_.block_count()
+                         << " are not free";
+    }
+    return Status();
+  }
+
+  // The counts are those of children, sequences and an open forward.
+  Status CheckReferences() const {
+    const size_t capacity = static_cast<size_t>(tree_.block_capacity());
+    std::vector<int64_t> refs(capacity), children(capacity);
+    std::vector<BlockIndex> child_xor(capacity);
+    ForEachLiveBlock([&](BlockIndex b, const Block& block) {
+      if (block.parent == kNoBlock) return;
+      const size_t parent = static_cast<size_t>(block.parent);
+      ++refs[parent];
+      ++children[parent];
+      child_xor[parent] ^= b;
+    });
+    std::vector<BlockIndex> ends(held_.begin(), held_.end());
+    for (const Sequence& sequence : sequences_.entries()) ends.push_back(sequence.last);
+    for (const BlockIndex end : ends) {
+      if (end == kNoBlock) continue;
+      if (!IsLive(end)) return Violation() << "a sequence ends in the dead block " << end;
+      ++refs[static_cast<size_t>(end)];
+    }
+    Status status;
+    ForEachLiveBlock([&](BlockIndex b, const Block& block) {
+      const size_t i = static_cast<size_t>(b);
+      if (refs[i] != block.refs) {
+        status = Violation() << "block " << b << " counts " << block.refs << " references of "
+                             << refs[i];
+      }
+      if (children[i] != block.child_count || child_xor[i] != block.child_xor) {
+        status = Violation() << "block " << b << " counts " << block.child_count << " children of "
+                             << children[i];
+      }
+    });
+    return status;
+  }
+
+  // A slice covers its block, in order, each entry inside one page range.
+  Status CheckSlices(int group) const {
+    Status status;
+    ForEachLiveBlock([&](BlockIndex b, const Block& block) {
+      if (tree_.slice(b, group).count < 1) {
+        status = Violation() << "block " << b << " has no pages in group " << group;
+        return;
+      }
+      const std::span<const PageEntry> table = tree_.entries(b, group);
+      for (size_t i = 0; i < table.size(); ++i) {
+        const int64_t from = i == 0 ? block.begin : table[i].start;
+        const int64_t to = i + 1 == table.size() ? block.end : table[i + 1].start;
+        if (from >= to || table[i].start > from ||
+            to > tree_.pool(group).RangeEnd(table[i].start)) {
+          status = Violation() << "block " << b << " group " << group << " entry " << i
+                               << " of start " << table[i].start << " covers [" << from << ", "
+                               << to << ")";
+        }
+      }
+    });
+    return status;
+  }
+
+  struct Holder {
+    int32_t page;
+    int64_t from;
+    int64_t to;
+    BlockIndex block;
+  };
+
+  std::vector<Holder> HoldersByPage(int group) const {
+    std::vector<Holder> holders;
+    ForEachLiveBlock([&](BlockIndex b, const Block& block) {
+      tree_.VisitPieces(b, group, block.begin, block.end,
+                        [&](int64_t from, int64_t to, int32_t page) {
+                          holders.push_back({page, from, to, b});
+                        });
+    });
+    std::sort(holders.begin(), holders.end(), [](const Holder& a, const Holder& b) {
+      return a.page != b.page ? a.page < b.page : a.from < b.from;
+    });
+    return holders;
+  }
+
+  // A page is free, or held as often as it says by consecutive blocks with contiguous slots, the
+  // last of which ends at the fill. So at most one block can be appended to in the page.
+  Status CheckPages(int group) const {
+    const PagePool& pool = tree_.pool(group);
+    std::vector<int32_t> holds(static_cast<size_t>(pool.page_count()));
+    const std::vector<Holder> holders = HoldersByPage(group);
+    for (size_t i = 0; i < holders.size(); ++i) {
+      const Holder& holder = holders[i];
+      ++holds[static_cast<size_t>(holder.page)];
+      const bool is_last = i + 1 == holders.size() || holders[i + 1].page != holder.page;
+      if (is_last) {
+        const int64_t fill = pool.Slot(holder.to - 1) + 1;
+        if (pool.fill(holder.page) == fill) continue;
+        return Violation() << "page " << holder.page << " of group " << group << " is filled to "
+                           << pool.fill(holder.page) << ", its holders end at " << fill;
+      }
+      const Holder& next = holders[i + 1];
+      if (next.from != holder.to || tree_.block(next.block).parent != holder.block) {
+        return Violation() << "page " << holder.page << " of group " << group
+                           << " is held by block " << holder.block << " up to " << holder.to
+                           << " and by block " << next.block << " from " << next.from;
+      }
+    }
+    for (const int32_t page : pool.free_pages()) {
+      if (holds[static_cast<size_t>(page)] != 0 || pool.holds(page) != 0) {
+        return Violation() << "page " << page << " of group " << group
+                           << " is free and held, or free twice";
+      }
+      holds[static_cast<size_t>(page)] = -1;
+    }
+    for (size_t page = 0; page < holds.size(); ++page) {
+      if (std::max(holds[page], 0) != pool.holds(static_cast<int32_t>(page)) || holds[page] == 0) {
+        return Violation() << "page " << page << " of group " << group << " counts "
+                           << pool.holds(static_cast<int32_t>(page)) << " holders of "
+                           << holds[page];
+      }
+    }
+    return Status();
+  }
+
+  // No range of a path is in more than kPagesPerRangeMax pages.
+  Status CheckRanges(int group) const {
+    const PagePool& pool = tree_.pool(group);
+    for (const Sequence& sequence : sequences_.entries()) {
+      const int64_t end = tree_.End(sequence.last);
+      for (int64_t begin = 0; begin < end; begin += pool.page_size()) {
+        const int64_t limit = std::min(end, begin + pool.page_size());
+        const int64_t pages = tree_.PagesInRange(sequence.last, group, begin, limit);
+        if (pages > kPagesPerRangeMax) {
+          return Violation() << "sequence " << sequence.id << " has positions from " << begin
+                             << " in " << pages << " pages of group " << group;
+        }
+      }
+    }
+    return Status();
+  }
+
+  struct SliceUser {
+    int32_t array;
+    int64_t first;
+    int64_t count;
+    BlockIndex block;
+  };
+
+  // Arrays count their slices; these follow one another along a path.
+  Status CheckArrays() const {
+    std::vector<SliceUser> users;
+    ForEachLiveBlock([&](BlockIndex b, const Block&) {
+      for (int g = 0; g < tree_.group_count(); ++g) {
+        const PageSlice& s = tree_.slice(b, g);
+        users.push_back({s.array, s.first, s.count, b});
+      }
+    });
+    std::sort(users.begin(), users.end(), [this](const SliceUser& a, const SliceUser& b) {
+      return a.array != b.array ? a.array < b.array
+                                : tree_.block(a.block).begin < tree_.block(b.block).begin;
+    });
+    std::vector<int32_t> refs(static_cast<size_t>(tree_.array_count()));
+    for (size_t i = 0; i < users.size(); ++i) {
+      ++refs[static_cast<size_t>(users[i].array)];
+      if (i == 0 || users[i - 1].array != users[i].array) continue;
+      const SliceUser& upper = users[i - 1];
+      const int64_t overlap = upper.first + upper.count - users[i].first;
+      if (overlap < 0 || overlap > 1 || tree_.block(users[i].block).parent != upper.block) {
+        return Violation() << "blocks " << upper.block << " and " << users[i].block
+                           << " share page array " << upper.array
+                           << " but do not follow one another in it";
+      }
+    }
+    for (size_t array = 0; array < refs.size(); ++array) {
+      if (refs[array] != tree_.array_refs(static_cast<int32_t>(array))) {
+        return Violation() << "page array " << array << " counts "
+                           << tree_.array_refs(static_cast<int32_t>(array)) << " slices of "
+                           << refs[array];
+      }
+    }
+    return Status();
+  }
+
+  // Every sequence is found under its id, and the count is theirs.
+  Status CheckSequences() const {
+    int64_t count = 0;
+    for (const Sequence& sequence : sequences_.entries()) {
+      if (sequence.id < 0) continue;
+      ++count;
+      const int32_t found = sequences_.Find(sequence.id);
+      if (found == SequenceTable::kAbsent || &sequences_[found] != &sequence) {
+        return Violation() << "sequence " << sequence.id << " is not found under its id";
+      }
+    }
+    if (count == sequences_.count()) return Status();
+    return Violation() << count << " sequences are in the table, " << sequences_.count()
+                       << " counted";
+  }
+
+  const BlockTree& tree_;
+  const SequenceTable& sequences_;
+  std::span<const BlockIndex> held_;
+};
+
+}  // namespace
+
+Status CheckKVInvariants(const BlockTree& tree, const SequenceTable& sequences,
+                         std::span<const BlockIndex> held) {
+  return Checker(tree, sequences, held).Check();
+}
+
+}  // namespace quire

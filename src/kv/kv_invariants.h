@@ -1,0 +1,21 @@
+// Checks every invariant of the block tree, the page pools and the sequences (head of block_tree.h)
+// from scratch.
+#ifndef QUIRE_KV_KV_INVARIANTS_H_
+#define QUIRE_KV_KV_INVARIANTS_H_
+
+#include <span>
+
+#include "kv/block_tree.h"
+#include "kv/sequence_table.h"
+#include "quire/status.h"
+
+namespace quire {
+
+// Internal with the first violation. `held`: blocks on which an open forward has a reference beside
+// those of sequences. Takes time in the order of all pages and tokens; for tests and fuzzers.
+Status CheckKVInvariants(const BlockTree& tree, const SequenceTable& sequences,
+                         std::span<const BlockIndex> held);
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_KV_INVARIANTS_H_

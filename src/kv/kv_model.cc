@@ -1,0 +1,886 @@
+#include "kv/kv_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <set>
+
+#include "base/check.h"
+#include "tensor/half.h"
+
+namespace quire {
+namespace {
+
+// Pages that may hold one page range of a sequence: a fifth makes BeginForward gather the range in
+// one page.
+constexpr size_t kMostEntriesPerRange = 4;
+
+// Half the distance between neighbouring numbers near 1.
+constexpr double kEpsF32 = 0x1p-24;
+constexpr double kEpsF16 = 0x1p-11;
+constexpr double kEpsBF16 = 0x1p-8;
+
+double HalfUlp(DType dtype) {
+  if (dtype == DType::kF16) return kEpsF16;
+  return dtype == DType::kBF16 ? kEpsBF16 : kEpsF32;
+}
+
+// Below the smallest normal number the distance between neighbours stays as it is.
+double SmallestNormal(DType dtype) { return dtype == DType::kF16 ? 0x1p-14 : 0x1p-126; }
+
+Status Bad(StatusCode code, const std::string& message) {
+  return Status(code, "KVModel: " + message);
+}
+
+float LoadElement(const TensorView& view, int64_t offset) {
+  switch (view.dtype()) {
+    case DType::kF32:
+      return view.data_as<float>()[offset];
+    case DType::kF16:
+      return F16ToF32(view.data_as<uint16_t>()[offset]);
+    case DType::kBF16:
+      return Bf16ToF32(view.data_as<uint16_t>()[offset]);
+    case DType::kI32:
+    case DType::kI64:
+    case DType::kU8:
+      break;
+  }
+  QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());
+  return 0;
+}
+
+void StoreElement(const TensorView& view, int64_t offset, float value) {
+  if (view.dtype() == DType::kF32) view.data_as<float>()[offset] = value;
+  if (view.dtype() == DType::kF16) view.data_as<uint16_t>()[offset] = F32ToF16(value);
+  if (view.dtype() == DType::kBF16) view.data_as<uint16_t>()[offset] = F32ToBf16(value);
+}
+
+bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
+  return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
+         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype;
+}
+
+uint64_t Mix(uint64_t digest, uint64_t value) {
+  digest = (digest ^ value) * 0x9E3779B97F4A7C15u;
+  return digest ^ digest >> 29;
+}
+
+}  // namespace
+
+std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
+                                    RopePairing pairing, int64_t position) {
+  std::vector<double> y(x.begin(), x.end());
+  const size_t pairs = frequencies.inv_freq.size();
+  for (size_t i = 0; i < pairs; ++i) {
+    const bool half_split = pairing == RopePairing::kHalfSplit;
+    const size_t a = half_split ? i : 2 * i;
+    const size_t b = half_split ? i + pairs : 2 * i + 1;
+    const double angle = static_cast<double>(position) * frequencies.inv_freq[i];
+    const double c = std::cos(angle) * frequencies.amplitude;
+    const double s = std::sin(angle) * frequencies.amplitude;
+    y[a] = x[a] * c - x[b] * s;
+    y[b] = x[b] * c + x[a] * s;
+  }
+  return y;
+}
+
+float RoundToDType(float value, DType dtype) {
+  if (dtype == DType::kF16) return F16ToF32(F32ToF16(value));
+  if (dtype == DType::kBF16) return Bf16ToF32(F32ToBf16(value));
+  return value;
+}
+
+// ---------------------------------------------------------------------- arguments
+
+// `heads` heads of `dim` elements per row, beginning at element `offset` of the row.
+struct KVModel::Rows {
+  const TensorView* view;
+  int64_t offset;
+  int64_t dim;
+
+  int64_t At(int64_t row, int64_t head, int64_t d) const {
+    const int64_t head_stride = view->rank() == 3 ? view->stride(1) : dim;
+    return row * view->stride(0) + offset + head * head_stride + d;
+  }
+  double Get(int64_t row, int64_t head, int64_t d) const {
+    return LoadElement(*view, At(row, head, d));
+  }
+  void Set(int64_t row, int64_t head, int64_t d, double value) const {
+    StoreElement(*view, At(row, head, d), static_cast<float>(value));
+  }
+};
+
+Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
+                          int64_t dim) const {
+  const DType stored = options_.layers[static_cast<size_t>(layer)].dtype;
+  const bool dtype_fits = view.dtype() == DType::kF32 || view.dtype() == stored;
+  const bool by_head = view.rank() == 3 && view.dim(1) == heads && view.dim(2) == dim;
+  const bool flat = view.rank() == 2 && view.dim(1) == heads * dim;
+  const bool dense = view.rank() > 0 && view.stride(view.rank() - 1) == 1;
+  const bool rows_fit = view.rank() > 0 && view.dim(0) >= static_cast<int64_t>(positions_.size());
+  if (dtype_fits && (by_head || flat) && dense && rows_fit) return Status();
+  return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
+}
+
+// ---------------------------------------------------------------------- pages
+
+int64_t KVModel::Group::used() const {
+  return std::count_if(page_holders.begin(), page_holders.end(), [](int32_t n) { return n > 0; });
+}
+
+int32_t KVModel::Group::TakeFreePage() const {
+  const auto free = std::find(page_holders.begin(), page_holders.end(), 0);
+  return static_cast<int32_t>(free - page_holders.begin());
+}
+
+int32_t KVModel::Group::HoldersOf(int32_t page, int64_t position) const {
+  return slot_holders[static_cast<size_t>(page * page_size + position % page_size)];
+}
+
+void KVModel::Group::Hold(int32_t page, int64_t position, int32_t count) {
+  page_holders[static_cast<size_t>(page)] += count;
+  slot_holders[static_cast<size_t>(page * page_size + position % page_size)] += count;
+}
+
+void KVModel::HoldAll(const Sequence& sequence, int32_t count) {
+  for (size_t p = 0; p < sequence.tokens.size(); ++p) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      groups_[g].Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), count);
+    }
+  }
+}
+
+// Pages that hold the tokens of one page range below `limit`.
+size_t KVModel::EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit) {
+  std::set<int32_t> pages;
+  for (int64_t p = limit - limit % g.page_size; p < limit; ++p) {
+    pages.insert(sequence.tokens[static_cast<size_t>(p)].pages[group]);
+  }
+  return pages.size();
+}
+
+// The highest position at or below `cut` where a new page may begin in every group.
+int64_t KVModel::LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut) {
+  bool fits = false;
+  while (!fits) {
+    fits = true;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      if (EntryCount(sequence, g, groups[g], cut) < kMostEntriesPerRange) continue;
+      cut -= cut % groups[g].page_size;
+      fits = false;
+    }
+  }
+  return cut;
+}
+
+// Where the part begins that must move before the sequence can take a token: its length if nothing
+// must.
+int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>& groups) {
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (length % groups[g].page_size == 0) continue;
+    const bool in_place = groups[g].HoldersOf(sequence.tokens.back().pages[g], length) == 0;
+    if (in_place || EntryCount(sequence, g, groups[g], length) < kMostEntriesPerRange) continue;
+    return LowerCut(sequence, groups, length - length % groups[g].page_size);
+  }
+  return length;
+}
+
+// Gives the tokens from `cut` on pages that nobody else has. Their old places stay held: the caller
+// lets go of them.
+void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
+                             std::vector<int64_t>& taken) {
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    int32_t page = 0;
+    for (int64_t p = cut; p < length; ++p) {
+      if (p == cut || p % groups[g].page_size == 0) {
+        page = groups[g].TakeFreePage();
+        ++taken[g];
+      }
+      sequence.tokens[static_cast<size_t>(p)].pages[g] = page;
+      groups[g].Hold(page, p, 1);
+    }
+  }
+}
+
+// Adds a token in the slot behind the sequence's last one if nobody sees that slot, else in a page
+// of its own.
+void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
+                         std::vector<int64_t>& taken) {
+  const int64_t position = static_cast<int64_t>(sequence.tokens.size());
+  Token token{std::make_shared<TokenValues>(), std::vector<int32_t>(groups.size())};
+  for (size_t g = 0; g < groups.size(); ++g) {
+    int32_t& page = token.pages[g];
+    bool in_place = position % groups[g].page_size != 0;
+    if (in_place) {
+      page = sequence.tokens.back().pages[g];
+      in_place = groups[g].HoldersOf(page, position) == 0;
+    }
+    if (!in_place) {
+      page = groups[g].TakeFreePage();
+      ++taken[g];
+    }
+    groups[g].Hold(page, position, 1);
+  }
+  sequence.tokens.push_back(std::move(token));
+}
+
+KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids,
+                                std::span<const int64_t> lengths) const {
+  Plan plan;
+  plan.groups = groups_;
+  for (Group& group : plan.groups) {  // room for any plan; whether it fits is asked at the end
+    const size_t most =
+        2 * group.page_holders.size() +
+        static_cast<size_t>(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}));
+    group.page_holders.resize(most + seq_ids.size() * group.page_holders.size());
+    group.slot_holders.resize(group.page_holders.size() * static_cast<size_t>(group.page_size));
+  }
+  std::vector<int64_t> taken(groups_.size());
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    Sequence sequence = sequences_.at(seq_ids[i]);
+    MoveToOwnPages(sequence, CutForAppend(sequence, plan.groups), plan.groups, taken);
+    for (int64_t n = 0; n < lengths[i]; ++n) {
+      PlaceToken(sequence, plan.groups, taken);
+      sequence.tokens.back().values->k.resize(options_.layers.size());
+      sequence.tokens.back().values->v.resize(options_.layers.size());
+    }
+    plan.members.emplace(seq_ids[i], std::move(sequence));
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    plan.pages_needed = std::max(plan.pages_needed, taken[g]);
+    plan.fits = plan.fits && taken[g] <= groups_[g].page_count - groups_[g].used();
+    plan.groups[g].page_holders.resize(groups_[g].page_holders.size());
+    plan.groups[g].slot_holders.resize(groups_[g].slot_holders.size());
+  }
+  return plan;
+}
+
+// ---------------------------------------------------------------------- sequences
+
+KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
+  std::vector<size_t> first_layer;  // [group]
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    const AttentionLayerSpec& layer = options_.layers[l];
+    size_t g = 0;
+    while (g < first_layer.size() && !SamePageTable(options_.layers[first_layer[g]], layer)) ++g;
+    if (g == first_layer.size()) {
+      first_layer.push_back(l);
+      Group group;
+      group.page_size = options_.page_size != 0 ? options_.page_size : DefaultPageSize(layer);
+      group.page_count = (options_.token_capacity + group.page_size - 1) / group.page_size + 1;
+      group.page_holders.resize(static_cast<size_t>(group.page_count));
+      group.slot_holders.resize(static_cast<size_t>(group.page_count * group.page_size));
+      groups_.push_back(std::move(group));
+    }
+    group_of_layer_.push_back(g);
+    frequencies_.emplace_back(
+        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, false).value(),
+        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, true).value());
+  }
+}
+
+KVModel::~KVModel() = default;
+
+Status KVModel::Clear() {
+  const std::vector<Group> old = std::move(groups_);
+  groups_.clear();
+  for (Group group : old) {
+    std::fill(group.page_holders.begin(), group.page_holders.end(), 0);
+    std::fill(group.slot_holders.begin(), group.slot_holders.end(), 0);
+    groups_.push_back(std::move(group));
+  }
+  sequences_.clear();
+  before_.clear();
+  forward_ = false;
+  return Status();
+}
+
+Status KVModel::AddSequence(int64_t seq_id) {
+  if (seq_id < 0) return Bad(StatusCode::kBadArgument, "negative id");
+  if (HasSequence(seq_id)) return Bad(StatusCode::kSequenceExists, "id is taken");
+  if (sequence_count() >= options_.max_num_sequences) {
+    return Bad(StatusCode::kTooLarge, "too many sequences");
+  }
+  sequences_[seq_id].long_factors = options_.rope.use_long_factors;
+  return Status();
+}
+
+// What RemoveSequence, PopN and ForkSequence ask of the sequence that they change or read.
+Status KVModel::CheckControl(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (InBatch(seq_id)) return Bad(StatusCode::kBadState, "in the open forward");
+  return Status();
+}
+
+Status KVModel::RemoveSequence(int64_t seq_id) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  HoldAll(sequences_.at(seq_id), -1);
+  sequences_.erase(seq_id);
+  return Status();
+}
+
+Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(parent_id));
+  if (child_id < 0) return Bad(StatusCode::kBadArgument, "negative child id");
+  if (HasSequence(child_id)) return Bad(StatusCode::kSequenceExists, "child id is taken");
+  if (sequence_count() >= options_.max_num_sequences) {
+    return Bad(StatusCode::kTooLarge, "too many sequences");
+  }
+  const Sequence& parent = sequences_.at(parent_id);
+  const int64_t length = static_cast<int64_t>(parent.tokens.size());
+  if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
+  Sequence child = parent;
+  if (fork_pos >= 0) child.tokens.resize(static_cast<size_t>(fork_pos));
+  HoldAll(child, 1);
+  sequences_.emplace(child_id, std::move(child));
+  return Status();
+}
+
+Status KVModel::PopN(int64_t seq_id, int64_t n) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  if (n < 0 || n > length) return Bad(StatusCode::kBadArgument, "n");
+  HoldAll(sequence, -1);
+  sequence.tokens.resize(static_cast<size_t>(length - n));
+  HoldAll(sequence, 1);
+  return Status();
+}
+
+Status KVModel::SelectLongRope(int64_t seq_id, bool use_long_factors) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  if (options_.rope.mode == RopeMode::kNone || options_.rope.scaling != RopeScaling::kLongRope) {
+    return Bad(StatusCode::kBadState, "the cache has no long factors");
+  }
+  Sequence& sequence = sequences_.at(seq_id);
+  if (!sequence.tokens.empty()) return Bad(StatusCode::kBadState, "sequence is not empty");
+  sequence.long_factors = use_long_factors;
+  return Status();
+}
+
+// ---------------------------------------------------------------------- counters
+
+int64_t KVModel::GetNumAvailablePages() const {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const Group& group : groups_) least = std::min(least, group.page_count - group.used());
+  return least;
+}
+
+int64_t KVModel::pages_in_use() const {
+  int64_t sum = 0;
+  for (const Group& group : groups_) sum += group.used();
+  return sum;
+}
+
+int64_t KVModel::pages_allocated() const {
+  int64_t sum = 0;
+  for (const Group& group : groups_) sum += group.page_count;
+  return sum;
+}
+
+int64_t KVModel::GetTotalSequenceLength() const {
+  int64_t sum = 0;
+  for (const auto& [id, sequence] : sequences_) sum += static_cast<int64_t>(sequence.tokens.size());
+  return sum;
+}
+
+// Two sequences share a token iff both have it in the same slot. Copies that an open forward made
+// count beside the tokens that they replace.
+int64_t KVModel::GetDistinctTokenCount() const {
+  const std::vector<int32_t>& slots = groups_[0].slot_holders;
+  return std::count_if(slots.begin(), slots.end(), [](int32_t n) { return n > 0; });
+}
+
+Result<int64_t> KVModel::GetSequenceLength(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  return static_cast<int64_t>(sequences_.at(seq_id).tokens.size());
+}
+
+Result<int64_t> KVModel::PagesNeeded(std::span<const int64_t> seq_ids,
+                                     std::span<const int64_t> append_lengths) const {
+  QUIRE_RETURN_IF_ERROR(CheckBatch(seq_ids, append_lengths));
+  return MakePlan(seq_ids, append_lengths).pages_needed;
+}
+
+// ---------------------------------------------------------------------- forward
+
+Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
+                           std::span<const int64_t> lengths) const {
+  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
+  if (seq_ids.empty() || seq_ids.size() != lengths.size()) {
+    return Bad(StatusCode::kBadArgument, "batch is empty or of unequal sizes");
+  }
+  std::set<int64_t> seen;
+  int64_t room = options_.prefill_chunk_size;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    if (!HasSequence(seq_ids[i])) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+    if (!seen.insert(seq_ids[i]).second) return Bad(StatusCode::kBadArgument, "twice in the batch");
+    if (lengths[i] < 1) return Bad(StatusCode::kBadArgument, "length below 1");
+    if (lengths[i] > room) return Bad(StatusCode::kTooLarge, "over prefill_chunk_size");
+    room -= lengths[i];
+  }
+  return Status();
+}
+
+Status KVModel::BeginForward(std::span<const int64_t> seq_ids,
+                             std::span<const int64_t> append_lengths) {
+  QUIRE_RETURN_IF_ERROR(CheckBatch(seq_ids, append_lengths));
+  Plan plan = MakePlan(seq_ids, append_lengths);
+  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  groups_ = std::move(plan.groups);
+  batch_.assign(seq_ids.begin(), seq_ids.end());
+  batch_lengths_.assign(append_lengths.begin(), append_lengths.end());
+  positions_.clear();
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    Sequence& sequence = sequences_.at(batch_[i]);
+    const size_t base = sequence.tokens.size();
+    for (int64_t n = 0; n < batch_lengths_[i]; ++n) {
+      positions_.push_back(static_cast<int32_t>(base) + static_cast<int32_t>(n));
+    }
+    before_.emplace(batch_[i], std::move(sequence));
+    sequence = std::move(plan.members.at(batch_[i]));
+  }
+  appended_.assign(options_.layers.size(), 0);
+  attended_.assign(options_.layers.size(), 0);
+  forward_ = true;
+  failed_ = false;
+  return Status();
+}
+
+Status KVModel::EndForward() {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  if (failed_) return Bad(StatusCode::kBadState, "an attention call has failed");
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    if (!appended_[l] || !attended_[l]) return Bad(StatusCode::kBadState, "a layer was not run");
+  }
+  // Tokens that moved into another page leave their old one now.
+  for (const auto& [id, old] : before_) {
+    const Sequence& now = sequences_.at(id);
+    for (size_t p = 0; p < old.tokens.size(); ++p) {
+      for (size_t g = 0; g < groups_.size(); ++g) {
+        const int32_t page = old.tokens[p].pages[g];
+        if (page != now.tokens[p].pages[g]) groups_[g].Hold(page, static_cast<int64_t>(p), -1);
+      }
+    }
+  }
+  before_.clear();
+  forward_ = false;
+  return Status();
+}
+
+Status KVModel::AbortForward() {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  for (auto& [id, old] : before_) {
+    Sequence& now = sequences_.at(id);
+    for (size_t p = 0; p < now.tokens.size(); ++p) {
+      for (size_t g = 0; g < groups_.size(); ++g) {
+        const int32_t page = now.tokens[p].pages[g];
+        const bool kept = p < old.tokens.size() && old.tokens[p].pages[g] == page;
+        if (!kept) groups_[g].Hold(page, static_cast<int64_t>(p), -1);
+      }
+    }
+    now = std::move(old);
+  }
+  before_.clear();
+  forward_ = false;
+  return Status();
+}
+
+Result<std::span<const int32_t>> KVModel::GetQueryPositions() const {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  return std::span<const int32_t>(positions_);
+}
+
+// ---------------------------------------------------------------------- attention
+
+Status KVModel::CheckAttention(int64_t layer) const {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  if (failed_) return Bad(StatusCode::kBadState, "an attention call has failed");
+  if (layer < 0 || layer >= static_cast<int64_t>(options_.layers.size())) {
+    return Bad(StatusCode::kBadArgument, "no such layer");
+  }
+  return Status();
+}
+
+Status KVModel::FailAttention(Status status) {
+  if (!status.ok() && forward_) failed_ = true;
+  return status;
+}
+
+Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
+                                      double sm_scale) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  const int64_t hq = spec.num_qo_heads;
+  const int64_t hkv = spec.num_kv_heads;
+  const int64_t d = spec.qk_head_dim;
+  const int64_t dv = spec.v_head_dim;
+  Status shape = CheckRows("qkv", qkv, layer, 1, (hq + hkv) * d + hkv * dv);
+  if (d == dv && qkv.rank() == 3) shape = CheckRows("qkv", qkv, layer, hq + 2 * hkv, d);
+  QUIRE_RETURN_IF_ERROR(FailAttention(shape));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckRows("o", o, layer, hq, dv)));
+  if (appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
+  }
+  const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
+  AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
+  AttendRows(layer, Rows{&qkv, 0, d}, Rows{&o, 0, dv}, nullptr, sm_scale);
+  return Status();
+}
+
+Status KVModel::Append(int64_t layer, const TensorView& k, const TensorView& v) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("k", k, layer, spec.num_kv_heads, spec.qk_head_dim)));
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("v", v, layer, spec.num_kv_heads, spec.v_head_dim)));
+  if (appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
+  }
+  AppendRows(layer, Rows{&k, 0, spec.qk_head_dim}, Rows{&v, 0, spec.v_head_dim});
+  return Status();
+}
+
+Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
+                       const TensorView* lse, double sm_scale) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim)));
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim)));
+  const bool lse_fits = lse == nullptr || (lse->dtype() == DType::kF32 && lse->rank() == 2 &&
+                                           lse->dim(0) >= static_cast<int64_t>(positions_.size()) &&
+                                           lse->dim(1) == spec.num_qo_heads && lse->stride(1) == 1);
+  if (!lse_fits) return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
+  if (!appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "attend before append"));
+  }
+  AttendRows(layer, Rows{&q, 0, spec.qk_head_dim}, Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
+  return Status();
+}
+
+void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
+  const size_t l = static_cast<size_t>(layer);
+  const AttentionLayerSpec& spec = options_.layers[l];
+  int64_t row = 0;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    const Sequence& sequence = sequences_.at(batch_[i]);
+    const RopeFrequencies& frequencies = FrequenciesOf(sequence, l);
+    for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
+      const int64_t position = positions_[static_cast<size_t>(row)];
+      TokenValues& values = *sequence.tokens[static_cast<size_t>(position)].values;
+      std::vector<double> key(static_cast<size_t>(spec.qk_head_dim));
+      for (int64_t h = 0; h < spec.num_kv_heads; ++h) {
+        for (int64_t d = 0; d < spec.qk_head_dim; ++d)
+          key[static_cast<size_t>(d)] = k.Get(row, h, d);
+        if (options_.rope.mode == RopeMode::kNormal) {
+          key = RotateReference(key, frequencies, options_.rope.pairing, position);
+        }
+        for (const double x : key) {
+          values.k[l].push_back(RoundToDType(static_cast<float>(x), spec.dtype));
+        }
+        for (int64_t d = 0; d < spec.v_head_dim; ++d) {
+          values.v[l].push_back(RoundToDType(static_cast<float>(v.Get(row, h, d)), spec.dtype));
+        }
+      }
+    }
+  }
+  appended_[l] = 1;
+}
+
+double KVModel::StoredKeyBound(int64_t layer, double value) const {
+  if (options_.rope.mode != RopeMode::kNormal) return 0;
+  const DType dtype = options_.layers[static_cast<size_t>(layer)].dtype;
+  // One unit in the last place where the two roundings fall apart, and the float32 rotation's own
+  // error; 16 is above any element that tests store.
+  return 2 * HalfUlp(dtype) * (std::abs(value) + SmallestNormal(dtype)) + 16 * 8 * kEpsF32;
+}
+
+// Keys of all tokens of the sequence as attention sees them: [token][kv head][D].
+std::vector<std::vector<double>> KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
+  const size_t dk = static_cast<size_t>(options_.layers[layer].qk_head_dim);
+  std::vector<std::vector<double>> keys;
+  for (size_t j = 0; j < sequence.tokens.size(); ++j) {
+    const std::vector<float>& stored = sequence.tokens[j].values->k[layer];
+    keys.emplace_back(stored.begin(), stored.end());
+    if (options_.rope.mode != RopeMode::kInline) continue;
+    for (size_t at = 0; at < stored.size(); at += dk) {
+      const std::vector<double> turned =
+          RotateReference(std::span(keys[j]).subspan(at, dk), FrequenciesOf(sequence, layer),
+                          options_.rope.pairing, static_cast<int64_t>(j));
+      std::copy(turned.begin(), turned.end(), keys[j].begin() + static_cast<ptrdiff_t>(at));
+    }
+  }
+  return keys;
+}
+
+// How far a kernel's q.k may be off, relative to the product of their norms.
+double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
+  // Both rotations and the chain over the head dimension in float32.
+  double error = static_cast<double>(2 * spec.qk_head_dim + 16) * kEpsF32;
+  // q, and a key that is rotated at use, are rounded to bfloat16 where products are taken in pairs.
+  if (spec.dtype == DType::kBF16) error += 2 * kEpsBF16;
+  // A rotated key may have been rounded to the other neighbour when it was stored.
+  if (options_.rope.mode == RopeMode::kNormal) error += 2 * HalfUlp(spec.dtype);
+  return error;
+}
+
+// One row and query head: softmax of the scores over keys[0 .. visible), values weighted by it.
+void KVModel::AttendHead(const HeadArguments& head, std::span<const double> query, double* lse,
+                         std::span<double> o) {
+  const AttentionLayerSpec& spec = options_.layers[head.layer];
+  const size_t dk = static_cast<size_t>(spec.qk_head_dim);
+  std::vector<double> scores(head.visible);
+  double largest = -std::numeric_limits<double>::infinity();
+  double worst = 0;  // error of any score
+  const double query_norm = std::inner_product(query.begin(), query.end(), query.begin(), 0.0);
+  for (size_t j = 0; j < head.visible; ++j) {
+    double sum = 0;
+    double key_norm = 0;
+    for (size_t d = 0; d < dk; ++d) {
+      const double key = (*head.keys)[j][head.kv_head * dk + d];
+      sum += query[d] * key;
+      key_norm += key * key;
+    }
+    scores[j] = sum * head.sm_scale;
+    largest = std::max(largest, scores[j]);
+    // Norms, not elements: a rotated element's error is relative to the pair that it was made from.
+    const double size = std::sqrt(query_norm * key_norm) * std::abs(head.sm_scale);
+    worst = std::max(worst, size * ScoreError(spec));
+  }
+  double total = 0;
+  const size_t dv = o.size();
+  std::vector<double> size(dv);
+  std::fill(o.begin(), o.end(), 0.0);
+  for (size_t j = 0; j < head.visible; ++j) {
+    const double p = std::exp(scores[j] - largest);
+    total += p;
+    const std::vector<float>& stored = head.sequence->tokens[j].values->v[head.layer];
+    for (size_t d = 0; d < dv; ++d) {
+      o[d] += p * stored[head.kv_head * dv + d];
+      size[d] += p * std::abs(stored[head.kv_head * dv + d]);
+    }
+  }
+  *lse = (largest + std::log(total)) / std::log(2.0);
+  // exp2 of float32 arguments of some tens, the chain over keys, and p rounded to bfloat16 above
+  // the fraction.
+  const double weights = std::expm1(2 * worst) +
+                         (static_cast<double>(head.visible) + 256) * kEpsF32 +
+                         (spec.dtype == DType::kBF16 ? 2 * kEpsBF16 : 0);
+  for (size_t d = 0; d < dv; ++d) {
+    o[d] /= total;
+    last_bounds_.o.push_back(weights * size[d] / total +
+                             HalfUlp(head.output_dtype) * 2 * std::abs(o[d]) +
+                             SmallestNormal(head.output_dtype) * kEpsF16);
+  }
+  last_bounds_.lse.push_back((worst + weights) * 2 + std::abs(*lse) * 4 * kEpsF32);
+}
+
+void KVModel::AttendRows(int64_t layer, const Rows& q, const Rows& o, const TensorView* lse,
+                         double sm_scale) {
+  const size_t l = static_cast<size_t>(layer);
+  const AttentionLayerSpec& spec = options_.layers[l];
+  const int64_t group_size = spec.num_qo_heads / spec.num_kv_heads;
+  std::vector<double> query(static_cast<size_t>(spec.qk_head_dim));
+  std::vector<double> output(static_cast<size_t>(spec.v_head_dim));
+  last_bounds_ = Bounds();
+  int64_t row = 0;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    const Sequence& sequence = sequences_.at(batch_[i]);
+    const std::vector<std::vector<double>> keys = KeysOf(sequence, l);
+    for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
+      const int64_t position = positions_[static_cast<size_t>(row)];
+      for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
+        for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
+        const HeadArguments head{l,
+                                 static_cast<size_t>(h / group_size),
+                                 static_cast<size_t>(position) + 1,
+                                 sm_scale,
+                                 &sequence,
+                                 &keys,
+                                 o.view->dtype()};
+        double log_sum = 0;
+        AttendHead(
+            head,
+            RotateReference(query, FrequenciesOf(sequence, l), options_.rope.pairing, position),
+            &log_sum, output);
+        for (size_t d = 0; d < output.size(); ++d)
+          o.Set(row, h, static_cast<int64_t>(d), output[d]);
+        if (lse != nullptr) {
+          lse->data_as<float>()[row * lse->stride(0) + h] = static_cast<float>(log_sum);
+        }
+      }
+    }
+  }
+  attended_[l] = 1;
+}
+
+// ---------------------------------------------------------------------- debugging
+
+Status KVModel::CheckDebugRows(const char* name, const TensorView& view, int64_t count,
+                               int64_t dim) const {
+  const AttentionLayerSpec& spec = options_.layers[0];
+  for (const AttentionLayerSpec& layer : options_.layers) {
+    const bool same = layer.num_kv_heads == spec.num_kv_heads &&
+                      layer.qk_head_dim == spec.qk_head_dim && layer.v_head_dim == spec.v_head_dim;
+    const bool dtype_fits = view.dtype() == DType::kF32 || view.dtype() == layer.dtype;
+    if (!same || !dtype_fits) return Bad(StatusCode::kBadArgument, "layers differ");
+  }
+  const bool shape_fits = view.rank() == 4 && view.stride(3) == 1 &&
+                          view.dim(0) == static_cast<int64_t>(options_.layers.size()) &&
+                          view.dim(1) == count && view.dim(2) == spec.num_kv_heads &&
+                          view.dim(3) == dim;
+  if (shape_fits) return Status();
+  return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
+}
+
+Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                           const TensorView& v) {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  if (start < 0 || start >= end || end > length) return Bad(StatusCode::kBadArgument, "range");
+  const AttentionLayerSpec& spec = options_.layers[0];
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, end - start, spec.qk_head_dim));
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, end - start, spec.v_head_dim));
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    for (int64_t p = start; p < end; ++p) {
+      const TokenValues& values = *sequence.tokens[static_cast<size_t>(p)].values;
+      const int64_t layer = static_cast<int64_t>(l);
+      for (size_t i = 0; i < values.k[l].size(); ++i) {
+        const int64_t h = static_cast<int64_t>(i) / spec.qk_head_dim;
+        const int64_t d = static_cast<int64_t>(i) % spec.qk_head_dim;
+        StoreElement(k, layer * k.stride(0) + (p - start) * k.stride(1) + h * k.stride(2) + d,
+                     values.k[l][i]);
+      }
+      for (size_t i = 0; i < values.v[l].size(); ++i) {
+        const int64_t h = static_cast<int64_t>(i) / spec.v_head_dim;
+        const int64_t d = static_cast<int64_t>(i) % spec.v_head_dim;
+        StoreElement(v, layer * v.stride(0) + (p - start) * v.stride(1) + h * v.stride(2) + d,
+                     values.v[l][i]);
+      }
+    }
+  }
+  return Status();
+}
+
+Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                           const TensorView& v) {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (InBatch(seq_id)) return Bad(StatusCode::kBadState, "in the open forward");
+  Sequence& sequence = sequences_.at(seq_id);
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
+  if (start < 0 || count < 1 || count > length - start)
+    return Bad(StatusCode::kBadArgument, "range");
+  const AttentionLayerSpec& spec = options_.layers[0];
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, spec.qk_head_dim));
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, count, spec.v_head_dim));
+  // A token is shared only together with all before it, so the first one answers for the range.
+  if (groups_[0].HoldersOf(sequence.tokens[static_cast<size_t>(start)].pages[0], start) > 1) {
+    const int64_t cut = LowerCut(sequence, groups_, start);
+    for (const Group& group : groups_) {
+      const int64_t needed = (length - 1) / group.page_size - cut / group.page_size + 1;
+      if (needed > group.page_count - group.used()) {
+        return Bad(StatusCode::kOutOfPages, "too few free pages");
+      }
+    }
+    const Sequence old = sequence;
+    std::vector<int64_t> taken(groups_.size());
+    MoveToOwnPages(sequence, cut, groups_, taken);
+    for (int64_t p = cut; p < length; ++p) {
+      for (size_t g = 0; g < groups_.size(); ++g) {
+        groups_[g].Hold(old.tokens[static_cast<size_t>(p)].pages[g], p, -1);
+      }
+    }
+  }
+  for (int64_t p = start; p < start + count; ++p) {
+    Token& token = sequence.tokens[static_cast<size_t>(p)];
+    token.values = std::make_shared<TokenValues>(*token.values);
+    for (size_t l = 0; l < options_.layers.size(); ++l) {
+      const int64_t layer = static_cast<int64_t>(l);
+      const DType dtype = options_.layers[l].dtype;
+      std::vector<float>& keys = token.values->k[l];
+      for (size_t i = 0; i < keys.size(); ++i) {
+        const int64_t h = static_cast<int64_t>(i) / spec.qk_head_dim;
+        const int64_t d = static_cast<int64_t>(i) % spec.qk_head_dim;
+        keys[i] = RoundToDType(
+            LoadElement(k, layer * k.stride(0) + (p - start) * k.stride(1) + h * k.stride(2) + d),
+            dtype);
+      }
+      std::vector<float>& values = token.values->v[l];
+      for (size_t i = 0; i < values.size(); ++i) {
+        const int64_t h = static_cast<int64_t>(i) / spec.v_head_dim;
+        const int64_t d = static_cast<int64_t>(i) % spec.v_head_dim;
+        values[i] = RoundToDType(
+            LoadElement(v, layer * v.stride(0) + (p - start) * v.stride(1) + h * v.stride(2) + d),
+            dtype);
+      }
+    }
+  }
+  return Status();
+}
+
+Result<std::string> KVModel::DebugPlan() const {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  std::string text;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    text += std::to_string(batch_[i]) + " + " + std::to_string(batch_lengths_[i]) + "\n";
+  }
+  return text;
+}
+
+uint64_t KVModel::StateDigest() const {
+  uint64_t digest = Mix(0, forward_ ? 1 : 0);
+  for (const auto& [id, sequence] : sequences_) {
+    digest = Mix(digest, static_cast<uint64_t>(id));
+    digest = Mix(digest, sequence.long_factors ? 1 : 0);
+    for (const Token& token : sequence.tokens) {
+      for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));
+    }
+  }
+  for (const auto& [id, sequence] : before_) {
+    digest = Mix(digest, static_cast<uint64_t>(id));
+    digest = Mix(digest, sequence.tokens.size());
+  }
+  for (const Group& group : groups_) digest = Mix(digest, static_cast<uint64_t>(group.used()));
+  if (forward_) {
+    for (const char done : appended_) digest = Mix(digest, static_cast<uint64_t>(done));
+    for (const char done : attended_) digest = Mix(digest, static_cast<uint64_t>(done));
+  }
+  return digest;
+}
+
+// The holders counted again from the sequences.
+Status KVModel::CheckInvariants() const {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group fresh = groups_[g];
+    std::fill(fresh.page_holders.begin(), fresh.page_holders.end(), 0);
+    std::fill(fresh.slot_holders.begin(), fresh.slot_holders.end(), 0);
+    for (const auto& [id, sequence] : sequences_) {
+      for (size_t p = 0; p < sequence.tokens.size(); ++p) {
+        fresh.Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), 1);
+      }
+    }
+    for (const auto& [id, old] : before_) {
+      const Sequence& now = sequences_.at(id);
+      for (size_t p = 0; p < old.tokens.size(); ++p) {
+        const int32_t page = old.tokens[p].pages[g];
+        if (page != now.tokens[p].pages[g]) fresh.Hold(page, static_cast<int64_t>(p), 1);
+      }
+    }
+    if (fresh.page_holders != groups_[g].page_holders ||
+        fresh.slot_holders != groups_[g].slot_holders) {
+      return Bad(StatusCode::kInternal, "holders of group " + std::to_string(g) + " are wrong");
+    }
+  }
+  return Status();
+}
+
+}  // namespace quire

@@ -1,0 +1,179 @@
+// KVModel: the naive oracle of AttentionKVCache. A sequence is a list of tokens with their values;
+// a page is a list of reference counts; attention is a plain loop in double. Nothing is fast and
+// nothing is clever, so that what it answers can be believed: the model tests and fuzzers run it
+// beside the real cache and compare all that can be observed.
+#ifndef QUIRE_KV_KV_MODEL_H_
+#define QUIRE_KV_KV_MODEL_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "quire/attention_kv_cache.h"
+
+namespace quire {
+
+// x turned to `position`: the first 2 * inv_freq.size() dimensions in pairs, the others copied. In
+// double.
+std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
+                                    RopePairing pairing, int64_t position);
+
+// The nearest value of `dtype` (kF32, kF16, kBF16), ties to even.
+float RoundToDType(float value, DType dtype);
+
+class KVModel final : public AttentionKVCache {
+ public:
+  // REQUIRES: options that AttentionKVCache::Create accepts. kernel_path, runner and
+  // poison_freed_pages are not read.
+  explicit KVModel(const AttentionKVCacheOptions& options);
+  ~KVModel() override;
+
+  Status Clear() override;
+  Status AddSequence(int64_t seq_id) override;
+  Status RemoveSequence(int64_t seq_id) override;
+  Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos = -1) override;
+  Status PopN(int64_t seq_id, int64_t n) override;
+  Status BeginForward(std::span<const int64_t> seq_ids,
+                      std::span<const int64_t> append_lengths) override;
+  Status EndForward() override;
+  Status AbortForward() override;
+
+  bool Empty() const override { return sequences_.empty(); }
+  int64_t GetNumAvailablePages() const override;
+  int64_t GetTotalSequenceLength() const override;
+  int64_t GetDistinctTokenCount() const override;
+  int64_t sequence_count() const override { return static_cast<int64_t>(sequences_.size()); }
+  int64_t pages_in_use() const override;
+  int64_t pages_allocated() const override;
+  bool HasSequence(int64_t seq_id) const override { return sequences_.count(seq_id) != 0; }
+  Result<int64_t> GetSequenceLength(int64_t seq_id) const override;
+  Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
+                              std::span<const int64_t> append_lengths) const override;
+
+  Status SelectLongRope(int64_t seq_id, bool use_long_factors) override;
+
+  // Outputs are rounded from double. The bounds of the last call's values are in last_bounds().
+  Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
+                               double sm_scale) override;
+  Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
+  Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
+                double sm_scale) override;
+  Result<std::span<const int32_t>> GetQueryPositions() const override;
+
+  Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                    const TensorView& v) override;
+  Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                    const TensorView& v) override;
+
+  Result<std::string> DebugPlan() const override;
+  uint64_t StateDigest() const override;
+  Status CheckInvariants() const override;
+
+  // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
+  struct Bounds {
+    std::vector<double> o;
+    std::vector<double> lse;
+  };
+  const Bounds& last_bounds() const { return last_bounds_; }
+  // How far a stored key element may lie from DebugGetKV's (its rotation is rounded in another
+  // order); values are equal.
+  double StoredKeyBound(int64_t layer, double value) const;
+
+ private:
+  // Stored values of one token, per layer; empty until the layer's Append.
+  struct TokenValues {
+    std::vector<std::vector<float>> k, v;
+  };
+  struct Token {
+    std::shared_ptr<TokenValues> values;
+    std::vector<int32_t> pages;  // [group]
+  };
+  struct Sequence {
+    std::vector<Token> tokens;
+    bool long_factors = false;
+  };
+  // The pages of one layer group; a page is in use while a slot of it is held.
+  struct Group {
+    int64_t page_size = 0;
+    int64_t page_count = 0;
+    std::vector<int32_t> page_holders;  // [page]
+    std::vector<int32_t> slot_holders;  // [page * page_size + slot]
+
+    int64_t used() const;
+    int32_t TakeFreePage() const;
+    int32_t HoldersOf(int32_t page, int64_t position) const;
+    void Hold(int32_t page, int64_t position, int32_t count);
+  };
+  using SequenceMap = std::map<int64_t, Sequence>;
+  // What BeginForward makes of the state.
+  struct Plan {
+    SequenceMap members;
+    std::vector<Group> groups;
+    int64_t pages_needed = 0;
+    bool fits = true;
+  };
+  // One layer's part of a TensorView argument: element (row, head, dim).
+  struct Rows;
+  struct HeadArguments {
+    size_t layer;
+    size_t kv_head;
+    size_t visible;  // tokens
+    double sm_scale;
+    const Sequence* sequence;
+    const std::vector<std::vector<double>>* keys;
+    DType output_dtype;
+  };
+
+  bool InBatch(int64_t seq_id) const { return before_.count(seq_id) != 0; }
+  Status CheckControl(int64_t seq_id) const;
+  Status CheckBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
+  Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
+  static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);
+  static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut);
+  static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups);
+  static void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
+                             std::vector<int64_t>& taken);
+  static void PlaceToken(Sequence& sequence, std::vector<Group>& groups,
+                         std::vector<int64_t>& taken);
+  void HoldAll(const Sequence& sequence, int32_t count);
+  Status CheckAttention(int64_t layer) const;
+  Status FailAttention(Status status);
+  Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
+                   int64_t dim) const;
+  void AppendRows(int64_t layer, const Rows& k, const Rows& v);
+  const RopeFrequencies& FrequenciesOf(const Sequence& sequence, size_t layer) const {
+    return sequence.long_factors ? frequencies_[layer].second : frequencies_[layer].first;
+  }
+  std::vector<std::vector<double>> KeysOf(const Sequence& sequence, size_t layer) const;
+  double ScoreError(const AttentionLayerSpec& spec) const;
+  void AttendHead(const HeadArguments& head, std::span<const double> query, double* lse,
+                  std::span<double> o);
+  void AttendRows(int64_t layer, const Rows& q, const Rows& o, const TensorView* lse,
+                  double sm_scale);
+  Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, int64_t dim) const;
+
+  const AttentionKVCacheOptions options_;
+  std::vector<size_t> group_of_layer_;
+  std::vector<std::pair<RopeFrequencies, RopeFrequencies>> frequencies_;  // [layer], short and long
+  std::vector<Group> groups_;
+  SequenceMap sequences_;
+
+  // The open forward. before_ holds the batch as it was, pages included, for AbortForward.
+  bool forward_ = false;
+  bool failed_ = false;
+  SequenceMap before_;
+  std::vector<int64_t> batch_;
+  std::vector<int64_t> batch_lengths_;
+  std::vector<int32_t> positions_;
+  std::vector<char> appended_, attended_;  // [layer]
+  Bounds last_bounds_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_KV_MODEL_H_

@@ -1,0 +1,137 @@
+#include "kv/kv_test_forward.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "base/float_environment.h"
+#include "base/random.h"
+#include "tensor/half.h"
+
+namespace quire {
+namespace {
+
+// Numbers are looked up in a table, as drawing each would cost more than the cache's own work. The
+// size is prime, so that tokens that begin at different places differ everywhere.
+constexpr size_t kTableSize = 8191;
+
+const std::vector<float>& NumberTable() {
+  static const std::vector<float> table = [] {
+    std::vector<float> numbers(kTableSize);
+    RandomSequence random(20240917);
+    for (float& x : numbers) x = static_cast<float>(random.Uniform(-2, 2));
+    return numbers;
+  }();
+  return table;
+}
+
+size_t TableStart(uint64_t token, int64_t layer) {
+  return RandomBits(token, static_cast<uint64_t>(layer), 0) % kTableSize;
+}
+
+}  // namespace
+
+TestTensor::TestTensor(DType dtype, std::vector<int64_t> shape) {
+  int64_t count = 1;
+  for (const int64_t n : shape) count *= n;
+  size_ = static_cast<size_t>(count * DTypeBytes(dtype));
+  data_.reset(new std::byte[size_ == 0 ? 1 : size_]);
+  std::memset(data_.get(), 0xFF, size_);
+  view_ = TensorView(data_.get(), dtype, std::span<const int64_t>(shape));
+}
+
+float TestTensor::Get(int64_t i) const {
+  if (view_.dtype() == DType::kF16) return F16ToF32(view_.data_as<uint16_t>()[i]);
+  if (view_.dtype() == DType::kBF16) return Bf16ToF32(view_.data_as<uint16_t>()[i]);
+  return view_.data_as<float>()[i];
+}
+
+void TestTensor::Set(int64_t i, float value) {
+  if (view_.dtype() == DType::kF16) {
+    view_.data_as<uint16_t>()[i] = F32ToF16(value);
+  } else if (view_.dtype() == DType::kBF16) {
+    view_.data_as<uint16_t>()[i] = F32ToBf16(value);
+  } else {
+    view_.data_as<float>()[i] = value;
+  }
+}
+
+std::span<const std::byte> TestTensor::rows(int64_t first, int64_t count) const {
+  const size_t row_bytes = view_.dim(0) == 0 ? 0 : size_ / static_cast<size_t>(view_.dim(0));
+  return bytes().subspan(static_cast<size_t>(first) * row_bytes,
+                         static_cast<size_t>(count) * row_bytes);
+}
+
+TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType dtype,
+                            std::span<const uint64_t> tokens) {
+  const int64_t n = static_cast<int64_t>(tokens.size());
+  const int64_t q_size = spec.num_qo_heads * spec.qk_head_dim;
+  const int64_t k_size = spec.num_kv_heads * spec.qk_head_dim;
+  const int64_t v_size = spec.num_kv_heads * spec.v_head_dim;
+  TokenInputs inputs;
+  inputs.qkv = TestTensor(dtype, {n, q_size + k_size + v_size});
+  inputs.q = TestTensor(dtype, {n, spec.num_qo_heads, spec.qk_head_dim});
+  inputs.k = TestTensor(dtype, {n, spec.num_kv_heads, spec.qk_head_dim});
+  inputs.v = TestTensor(dtype, {n, spec.num_kv_heads, spec.v_head_dim});
+  const std::vector<float>& table = NumberTable();
+  for (int64_t row = 0; row < n; ++row) {
+    size_t next = TableStart(tokens[static_cast<size_t>(row)], layer);
+    int64_t column = 0;
+    const auto fill = [&](TestTensor& part, int64_t size) {
+      for (int64_t i = 0; i < size; ++i, ++column) {
+        const float value = table[next];
+        next = next + 1 == kTableSize ? 0 : next + 1;
+        part.Set(row * size + i, value);
+        inputs.qkv.Set(row * (q_size + k_size + v_size) + column, value);
+      }
+    };
+    fill(inputs.q, q_size);
+    fill(inputs.k, k_size);
+    fill(inputs.v, v_size);
+  }
+  return inputs;
+}
+
+double ScoreScale(const AttentionLayerSpec& spec) {
+  const ScopedFloatEnvironment environment;  // a test may have set another
+  return 1.0 / std::sqrt(static_cast<double>(spec.qk_head_dim));
+}
+
+Status RunLayer(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t layer,
+                std::span<const uint64_t> tokens, const ForwardStyle& style,
+                LayerOutputs* outputs) {
+  const int64_t n = static_cast<int64_t>(tokens.size());
+  const TokenInputs inputs = MakeTokenInputs(spec, layer, style.input_dtype, tokens);
+  outputs->o = TestTensor(style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
+  outputs->lse = TestTensor();
+  if (style.calls == CallStyle::kFused) {
+    return cache.AttentionWithFusedQKV(layer, inputs.qkv.view(), outputs->o.view(),
+                                       ScoreScale(spec));
+  }
+  outputs->lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
+  QUIRE_RETURN_IF_ERROR(cache.Append(layer, inputs.k.view(), inputs.v.view()));
+  return cache.Attend(layer, inputs.q.view(), outputs->o.view(), &outputs->lse.view(),
+                      ScoreScale(spec));
+}
+
+Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
+                                             std::span<const AttentionLayerSpec> layers,
+                                             std::span<const int64_t> ids,
+                                             const std::vector<std::vector<uint64_t>>& tokens,
+                                             const ForwardStyle& style) {
+  std::vector<int64_t> lengths;
+  std::vector<uint64_t> rows;
+  for (const std::vector<uint64_t>& list : tokens) {
+    lengths.push_back(static_cast<int64_t>(list.size()));
+    rows.insert(rows.end(), list.begin(), list.end());
+  }
+  QUIRE_RETURN_IF_ERROR(cache.BeginForward(ids, lengths));
+  std::vector<LayerOutputs> outputs(layers.size());
+  for (size_t l = 0; l < layers.size(); ++l) {
+    QUIRE_RETURN_IF_ERROR(
+        RunLayer(cache, layers[l], static_cast<int64_t>(l), rows, style, &outputs[l]));
+  }
+  QUIRE_RETURN_IF_ERROR(cache.EndForward());
+  return outputs;
+}
+
+}  // namespace quire

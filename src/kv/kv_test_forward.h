@@ -1,0 +1,84 @@
+// For the tests of the cache: token inputs that are a function of the token, and forwards made of
+// them.
+#ifndef QUIRE_KV_KV_TEST_FORWARD_H_
+#define QUIRE_KV_KV_TEST_FORWARD_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "quire/attention_kv_cache.h"
+
+namespace quire {
+
+// A tensor that owns its memory, filled with bytes 0xFF (NaN in every float format) at first.
+class TestTensor {
+ public:
+  TestTensor() = default;
+  TestTensor(DType dtype, std::vector<int64_t> shape);
+
+  const TensorView& view() const { return view_; }
+  int64_t count() const { return data_ == nullptr ? 0 : view_.element_count(); }
+  float Get(int64_t i) const;
+  void Set(int64_t i, float value);
+  std::span<const std::byte> bytes() const { return {data_.get(), size_}; }
+  // The bytes of rows [first, first + count) of the first axis.
+  std::span<const std::byte> rows(int64_t first, int64_t count) const;
+
+ private:
+  std::shared_ptr<std::byte[]> data_;
+  size_t size_ = 0;
+  TensorView view_;
+};
+
+// Runs everything on the calling thread.
+class SerialRunner final : public ParallelRunner {
+ public:
+  int worker_count() const noexcept override { return 1; }
+  void Run(int64_t count, Task task, void* context) noexcept override {
+    for (int64_t i = 0; i < count; ++i) task(context, i, 0);
+  }
+};
+
+// What a model would feed the cache: q, k and v of a token and layer are fixed by the token's
+// number.
+struct TokenInputs {
+  TestTensor qkv;      // [n, (Hq + Hkv) D + Hkv Dv]
+  TestTensor q, k, v;  // the same numbers, [n, heads, dim]
+};
+TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType dtype,
+                            std::span<const uint64_t> tokens);
+
+// One forward's outputs of one layer, in the order of the batch's rows.
+struct LayerOutputs {
+  TestTensor o;    // [n, Hq, Dv]
+  TestTensor lse;  // [n, Hq]; empty after a fused call
+};
+
+enum class CallStyle : uint8_t { kFused, kHalves };
+
+struct ForwardStyle {
+  CallStyle calls = CallStyle::kFused;
+  DType input_dtype = DType::kF32;
+  DType output_dtype = DType::kF32;
+};
+
+// 1 / sqrt(D), as models use it.
+double ScoreScale(const AttentionLayerSpec& spec);
+
+// The attention call or calls of one layer.
+Status RunLayer(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t layer,
+                std::span<const uint64_t> tokens, const ForwardStyle& style, LayerOutputs* outputs);
+
+// Begin, all layers and End. tokens[i] are appended to ids[i]. Outputs are per layer.
+Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
+                                             std::span<const AttentionLayerSpec> layers,
+                                             std::span<const int64_t> ids,
+                                             const std::vector<std::vector<uint64_t>>& tokens,
+                                             const ForwardStyle& style = {});
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_KV_TEST_FORWARD_H_

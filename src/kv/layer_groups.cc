@@ -1,0 +1,120 @@
+#include "kv/layer_groups.h"
+
+#include <limits>
+#include <string>
+
+namespace quire {
+namespace {
+
+// Runs of memory shorter than this are read at less than full speed (specs: performance); longer
+// pages only waste more of the last page of each sequence, so the size also has an upper limit, in
+// tokens.
+constexpr int64_t kPageBytesGood = 48 * 1024;
+constexpr int64_t kDefaultPageSizeMin = 16;
+constexpr int64_t kDefaultPageSizeMax = 256;
+
+// Heads, dimensions and page sizes up to here keep every product of the layout in 64 bits; no model
+// is near.
+constexpr int64_t kExtentMax = 1 << 20;
+
+Status OutOfRange(const std::string& field, int64_t value, const std::string& range) {
+  return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: " + field + " is " +
+                                              std::to_string(value) + "; it must be " + range);
+}
+
+Status CheckExtent(const std::string& field, int64_t value) {
+  if (value >= 1 && value <= kExtentMax) return Status();
+  return OutOfRange(field, value, "in [1, " + std::to_string(kExtentMax) + "]");
+}
+
+Status CheckLayer(const AttentionLayerSpec& layer, size_t index) {
+  const std::string name = "layers[" + std::to_string(index) + "].";
+  QUIRE_RETURN_IF_ERROR(CheckExtent(name + "num_qo_heads", layer.num_qo_heads));
+  QUIRE_RETURN_IF_ERROR(CheckExtent(name + "num_kv_heads", layer.num_kv_heads));
+  QUIRE_RETURN_IF_ERROR(CheckExtent(name + "qk_head_dim", layer.qk_head_dim));
+  QUIRE_RETURN_IF_ERROR(CheckExtent(name + "v_head_dim", layer.v_head_dim));
+  if (layer.num_qo_heads % layer.num_kv_heads != 0) {
+    return OutOfRange(name + "num_qo_heads", layer.num_qo_heads,
+                      "a multiple of num_kv_heads, " + std::to_string(layer.num_kv_heads));
+  }
+  if (layer.dtype == DType::kF32 || layer.dtype == DType::kF16 || layer.dtype == DType::kBF16)
+    return Status();
+  return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: " + name + "dtype is " +
+                                              std::string(DTypeName(layer.dtype)) +
+                                              "; it must be float32, float16 or bfloat16");
+}
+
+Status CheckOptions(const AttentionKVCacheOptions& options) {
+  if (options.layers.empty()) {
+    return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: layers is empty");
+  }
+  for (size_t i = 0; i < options.layers.size(); ++i) {
+    QUIRE_RETURN_IF_ERROR(CheckLayer(options.layers[i], i));
+  }
+  if (options.max_num_sequences < 1) {
+    return OutOfRange("max_num_sequences", options.max_num_sequences, "at least 1");
+  }
+  if (options.token_capacity < 1)
+    return OutOfRange("token_capacity", options.token_capacity, "at least 1");
+  if (options.prefill_chunk_size < 1) {
+    return OutOfRange("prefill_chunk_size", options.prefill_chunk_size, "at least 1");
+  }
+  return options.page_size == 0 ? Status() : CheckExtent("page_size", options.page_size);
+}
+
+KVLayout LayoutOf(const AttentionLayerSpec& layer, int64_t page_size) {
+  return {.dtype = layer.dtype,
+          .num_kv_heads = static_cast<int>(layer.num_kv_heads),
+          .qk_head_dim = static_cast<int>(layer.qk_head_dim),
+          .v_head_dim = static_cast<int>(layer.v_head_dim),
+          .page_size = static_cast<int>(page_size)};
+}
+
+// Page ids are int32, and a layer's pages must fit the address space.
+Result<int64_t> PageCount(const AttentionKVCacheOptions& options, const KVLayout& layout) {
+  const int64_t page_size = layout.page_size;
+  const int64_t count = (options.token_capacity - 1) / page_size + 2;
+  if (count > std::numeric_limits<int32_t>::max()) {
+    return OutOfRange("token_capacity", options.token_capacity,
+                      "below 2^31 pages of " + std::to_string(page_size) + " tokens");
+  }
+  constexpr double kBytesMax = 0x1p62;
+  const double token_bytes = static_cast<double>(DTypeBytes(layout.dtype)) * layout.num_kv_heads *
+                             (static_cast<double>(layout.k_dim()) + layout.v_dim());
+  if (token_bytes * static_cast<double>(page_size) * static_cast<double>(count) > kBytesMax) {
+    return OutOfRange("token_capacity", options.token_capacity,
+                      "small enough for 2^62 bytes per layer");
+  }
+  return count;
+}
+
+}  // namespace
+
+int64_t DefaultPageSize(const AttentionLayerSpec& layer) {
+  int64_t size = kDefaultPageSizeMin;
+  while (size < kDefaultPageSizeMax &&
+         LayoutOf(layer, size).page_bytes() < static_cast<size_t>(kPageBytesGood)) {
+    size *= 2;
+  }
+  return size;
+}
+
+Result<std::vector<LayerGroup>> MakeLayerGroups(const AttentionKVCacheOptions& options) {
+  QUIRE_RETURN_IF_ERROR(CheckOptions(options));
+  std::vector<LayerGroup> groups;
+  for (size_t l = 0; l < options.layers.size(); ++l) {
+    const AttentionLayerSpec& layer = options.layers[l];
+    const int64_t page_size = options.page_size != 0 ? options.page_size : DefaultPageSize(layer);
+    const KVLayout layout = LayoutOf(layer, page_size);
+    size_t g = 0;
+    while (g < groups.size() && !(groups[g].layout == layout)) ++g;
+    if (g == groups.size()) {
+      QUIRE_ASSIGN_OR_RETURN(const int64_t page_count, PageCount(options, layout));
+      groups.push_back({.layout = layout, .page_count = page_count, .layers = {}});
+    }
+    groups[g].layers.push_back(static_cast<int64_t>(l));
+  }
+  return groups;
+}
+
+}  // namespace quire

@@ -1,0 +1,27 @@
+// Layers of equal shape form a group, which has one page table: one page size, one page pool, the
+// same page ids.
+#ifndef QUIRE_KV_LAYER_GROUPS_H_
+#define QUIRE_KV_LAYER_GROUPS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kv_layout.h"
+#include "quire/attention_kv_cache.h"
+#include "quire/status.h"
+
+namespace quire {
+
+struct LayerGroup {
+  KVLayout layout;
+  int64_t page_count = 0;
+  std::vector<int64_t> layers;  // ascending
+};
+
+// The groups in the order of their first layers. BadArgument for options out of range, with the
+// field's name; RoPE and kernel path are checked where they are used.
+Result<std::vector<LayerGroup>> MakeLayerGroups(const AttentionKVCacheOptions& options);
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_LAYER_GROUPS_H_

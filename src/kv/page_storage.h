@@ -1,0 +1,51 @@
+// PageStorage: the bytes of all pages of all layers.
+#ifndef QUIRE_KV_PAGE_STORAGE_H_
+#define QUIRE_KV_PAGE_STORAGE_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kv/layer_groups.h"
+#include "kv/page_pool.h"
+#include "tensor/host_memory.h"
+
+namespace quire {
+
+// Bytes that are NaN in float32, float16 and bfloat16 alike. Poisoned memory makes a kernel that
+// reads what it should not fail a test instead of passing by luck.
+inline constexpr int kPoisonByte = 0xFF;
+
+// One mapping per layer. Physical memory is taken when a page is first written.
+class PageStorage final : public PageFreeListener {
+ public:
+  // With `poison` all pages are NaN now and again whenever they are freed. OutOfMemory if a layer
+  // cannot be mapped.
+  static Result<std::unique_ptr<PageStorage>> Create(std::vector<LayerGroup> groups, bool poison);
+
+  const KVPages& layer(int64_t index) const { return layers_[static_cast<size_t>(index)].pages; }
+  // Moves tokens in all layers of the group.
+  void Copy(int group, std::span<const AppendTarget> from, std::span<const AppendTarget> to,
+            const uint8_t* opens_tile) const noexcept;
+  void OnPageFreed(int group, int32_t page) noexcept override;
+
+ private:
+  struct Layer {
+    HostMemory bytes;
+    HostMemory v_nonfinite;
+    KVPages pages;
+  };
+  PageStorage(std::vector<LayerGroup> groups, bool poison)
+      : groups_(std::move(groups)), poison_(poison) {}
+  Status Map();
+
+  std::vector<LayerGroup> groups_;
+  bool poison_;
+  std::vector<Layer> layers_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_PAGE_STORAGE_H_

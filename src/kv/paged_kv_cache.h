@@ -1,0 +1,183 @@
+// PagedKVCache: the AttentionKVCache of this library. It holds the parts together: the sequence
+// table (which sequences), the block tree (which pages), the page storage (their bytes), the
+// forward plan (one forward as arrays) and a backend (the kernels).
+//
+// Every call enters through Enter: one control call at a time, std::bad_alloc becomes OutOfMemory.
+// Inside, a call checks and reserves first and changes nothing until all of that has succeeded;
+// what follows is noexcept.
+#ifndef QUIRE_KV_PAGED_KV_CACHE_H_
+#define QUIRE_KV_PAGED_KV_CACHE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/guard.h"
+#include "kernels/backend.h"
+#include "kv/attention_tensors.h"
+#include "kv/block_tree.h"
+#include "kv/forward_plan.h"
+#include "kv/layer_groups.h"
+#include "kv/page_storage.h"
+#include "kv/rope_table.h"
+#include "kv/sequence_table.h"
+#include "quire/attention_kv_cache.h"
+
+namespace quire {
+
+class PagedKVCache final : public AttentionKVCache {
+ public:
+  static Result<std::unique_ptr<AttentionKVCache>> Create(AttentionKVCacheOptions options);
+
+  Status Clear() override;
+  Status AddSequence(int64_t seq_id) override;
+  Status RemoveSequence(int64_t seq_id) override;
+  Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) override;
+  Status PopN(int64_t seq_id, int64_t n) override;
+  Status BeginForward(std::span<const int64_t> seq_ids,
+                      std::span<const int64_t> append_lengths) override;
+  Status EndForward() override;
+  Status AbortForward() override;
+
+  bool Empty() const override { return sequences_.count() == 0; }
+  int64_t GetNumAvailablePages() const override;
+  int64_t GetTotalSequenceLength() const override;
+  int64_t GetDistinctTokenCount() const override { return tree_.distinct_token_count(); }
+  int64_t sequence_count() const override { return sequences_.count(); }
+  int64_t pages_in_use() const override;
+  int64_t pages_allocated() const override;
+  bool HasSequence(int64_t seq_id) const override { return sequences_.Find(seq_id) >= 0; }
+  Result<int64_t> GetSequenceLength(int64_t seq_id) const override;
+  Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
+                              std::span<const int64_t> append_lengths) const override;
+  Status SelectLongRope(int64_t seq_id, bool use_long_factors) override;
+
+  Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
+                               double sm_scale) override;
+  Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
+  Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
+                double sm_scale) override;
+  Result<std::span<const int32_t>> GetQueryPositions() const override;
+
+  Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                    const TensorView& v) override;
+  Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                    const TensorView& v) override;
+  Result<std::string> DebugPlan() const override;
+  uint64_t StateDigest() const override;
+  Status CheckInvariants() const override;
+
+ private:
+  // Angles for layers of one qk_head_dim.
+  struct Rope {
+    int64_t head_dim = 0;
+    RopeTable short_table;
+    RopeTable long_table;      // grows only if a sequence uses it
+    std::vector<float> cos{};  // of the forward's rows, [row][pair]
+    std::vector<float> sin{};
+    RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
+  };
+  struct Layer {
+    int group = 0;
+    int rope = 0;           // index in ropes_; RopeMode::kNone has none
+    bool appended = false;  // in this forward
+    bool attended = false;
+  };
+
+  PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
+               std::vector<Rope> ropes, std::unique_ptr<PageStorage> storage,
+               const Backend* backend);
+  static std::vector<PagePool> MakePools(const std::vector<LayerGroup>& groups,
+                                         PageStorage* storage);
+
+  // Runs the body of a public call.
+  template <typename F>
+  std::invoke_result_t<F> Enter(const char* call, F&& body) const;
+  Status RequireIdle(const char* call) const;
+  Status RequireForward(const char* call) const;
+  // The index of a known sequence.
+  Result<int32_t> FindSequence(const char* call, int64_t seq_id) const;
+  // The same for a call that changes the sequence or forks it.
+  Result<int32_t> FindOutsideBatch(const char* call, int64_t seq_id) const;
+  Status CheckNewSequence(const char* call, int64_t seq_id) const;
+  bool InBatch(const Sequence& sequence) const {
+    return in_forward_ && sequence.batch == planning_;
+  }
+
+  Status PlanBatch(const char* call, std::span<const int64_t> seq_ids,
+                   std::span<const int64_t> append_lengths);
+  Status PlanMember(const char* call, int64_t seq_id, int64_t append_length, int64_t first_row);
+  Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;
+  void ReserveForward();
+  void ReserveRope();
+  void ReserveScratch();
+  void CommitForward() noexcept;
+  void FillRope() noexcept;
+  void CloseForward() noexcept;
+  void RollBackForward() noexcept;
+
+  // Runs an attention call: only a success leaves the forward open for further ones.
+  template <typename F>
+  Status RunAttention(const char* call, int64_t layer, F&& body);
+  Status RequireAppended(const AttentionCall& call, bool appended) const;
+  RotaryRows RotaryOfRows(const Layer& layer) const;
+  void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
+  void RunAttend(int64_t layer, const HeadRows& q, const MutableHeadRows& o, const TensorView* lse,
+                 double sm_scale) noexcept;
+
+  Status CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
+                           const TensorView& v) const;
+  // Slots of the positions from `start` on.
+  void FillSlots(BlockIndex last, int group, int64_t start,
+                 std::span<AppendTarget> slots) const noexcept;
+  Status PrivatizeFrom(Sequence& sequence, int64_t start);
+
+  const AttentionKVCacheOptions options_;
+  const std::vector<LayerGroup> groups_;
+  const std::unique_ptr<PageStorage> storage_;
+  const Backend* const backend_;
+  std::vector<Rope> ropes_;
+  std::vector<Layer> layers_;
+
+  SequenceTable sequences_;
+  BlockTree tree_;
+  ForwardPlan plan_;
+  uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it
+  bool in_forward_ = false;
+  bool failed_ = false;  // an attention call of this forward has failed
+
+  // Scratch of planning.
+  std::vector<AppendPlan> appends_;       // [member]
+  std::vector<int64_t> page_counts_;      // [group]
+  std::unique_ptr<std::byte[]> scratch_;  // of attention
+  size_t scratch_bytes_ = 0;
+
+  mutable std::atomic<bool> busy_ = false;  // a call is inside
+};
+
+template <typename F>
+std::invoke_result_t<F> PagedKVCache::Enter(const char* call, F&& body) const {
+  return GuardEntry([&]() -> std::invoke_result_t<F> {
+    if (busy_.exchange(true, std::memory_order_acquire)) {
+      return Status(StatusCode::kBadState,
+                    std::string(call) +
+                        ": another call on this cache is running; make calls from one "
+                        "thread at a time");
+    }
+    struct Leave {
+      std::atomic<bool>& busy;
+      ~Leave() { busy.store(false, std::memory_order_release); }
+    } leave{busy_};
+    return body();
+  });
+}
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_PAGED_KV_CACHE_H_

@@ -1,0 +1,245 @@
+// Debug* of PagedKVCache, its digest and its invariants.
+#include <algorithm>
+#include <cstring>
+
+#include "base/checksum.h"
+#include "kv/kv_invariants.h"
+#include "kv/paged_kv_cache.h"
+#include "kv/reserve.h"
+
+namespace quire {
+namespace {
+
+Status BadTensor(const char* call, const char* name, const TensorView& tensor,
+                 const std::string& why) {
+  return Status(StatusCode::kBadArgument,
+                std::string(call) + ": " + name + " is " + tensor.ToString() + "; " + why);
+}
+
+// [layers, count, heads, dim]
+Status CheckShape(const char* call, const char* name, const TensorView& tensor,
+                  std::span<const AttentionLayerSpec> layers, int64_t count, int64_t dim) {
+  const int64_t layer_count = static_cast<int64_t>(layers.size());
+  const int64_t heads = layers[0].num_kv_heads;
+  const bool fits = tensor.rank() == 4 && tensor.dim(0) == layer_count && tensor.dim(1) == count &&
+                    tensor.dim(2) == heads && tensor.dim(3) == dim;
+  if (!fits) {
+    return BadTensor(call, name, tensor,
+                     "it must be [" + std::to_string(layer_count) + ", " + std::to_string(count) +
+                         ", " + std::to_string(heads) + ", " + std::to_string(dim) + "]");
+  }
+  if (tensor.stride(3) != 1 && dim > 1)
+    return BadTensor(call, name, tensor, "its last dimension must be contiguous");
+  for (const AttentionLayerSpec& layer : layers) {
+    if (tensor.dtype() == DType::kF32 || tensor.dtype() == layer.dtype) continue;
+    return BadTensor(call, name, tensor, "it must be float32 or the layers' dtype");
+  }
+  return tensor.data() != nullptr ? Status() : BadTensor(call, name, tensor, "its pointer is null");
+}
+
+// One token of one layer in a tensor [layers, count, heads, dim], whose heads may be strided.
+class TokenRows {
+ public:
+  explicit TokenRows(const TensorView& tensor)
+      : tensor_(tensor),
+        row_bytes_(static_cast<size_t>(tensor.dim(3) * DTypeBytes(tensor.dtype()))),
+        rows_(row_bytes_ * static_cast<size_t>(tensor.dim(2))) {}
+
+  void* data() { return rows_.data(); }  // [head][dim]
+  void Load(int64_t layer, int64_t token) {
+    for (int64_t h = 0; h < tensor_.dim(2); ++h)
+      std::memcpy(Row(h), Element(layer, token, h), row_bytes_);
+  }
+  void Store(int64_t layer, int64_t token) {
+    for (int64_t h = 0; h < tensor_.dim(2); ++h)
+      std::memcpy(Element(layer, token, h), Row(h), row_bytes_);
+  }
+
+ private:
+  std::byte* Row(int64_t head) { return rows_.data() + static_cast<size_t>(head) * row_bytes_; }
+  std::byte* Element(int64_t layer, int64_t token, int64_t head) const {
+    const int64_t offset =
+        layer * tensor_.stride(0) + token * tensor_.stride(1) + head * tensor_.stride(2);
+    return tensor_.data_as<std::byte>() + offset * DTypeBytes(tensor_.dtype());
+  }
+
+  const TensorView& tensor_;
+  size_t row_bytes_;
+  std::vector<std::byte> rows_;
+};
+
+}  // namespace
+
+Status PagedKVCache::CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
+                                       const TensorView& v) const {
+  const AttentionLayerSpec& first = options_.layers[0];
+  for (size_t l = 1; l < options_.layers.size(); ++l) {
+    const AttentionLayerSpec& layer = options_.layers[l];
+    if (layer.num_kv_heads == first.num_kv_heads && layer.qk_head_dim == first.qk_head_dim &&
+        layer.v_head_dim == first.v_head_dim) {
+      continue;
+    }
+    return Status(StatusCode::kBadArgument,
+                  std::string(call) + ": layer " + std::to_string(l) +
+                      " has other heads or dimensions than layer 0; one tensor cannot hold both");
+  }
+  QUIRE_RETURN_IF_ERROR(CheckShape(call, "k", k, options_.layers, count, first.qk_head_dim));
+  QUIRE_RETURN_IF_ERROR(CheckShape(call, "v", v, options_.layers, count, first.v_head_dim));
+  if (k.dtype() == v.dtype()) return Status();
+  return BadTensor(call, "v", v,
+                   "it must be of the dtype of k, " + std::string(DTypeName(k.dtype())));
+}
+
+void PagedKVCache::FillSlots(BlockIndex last, int group, int64_t start,
+                             std::span<AppendTarget> slots) const noexcept {
+  const PagePool& pool = tree_.pool(group);
+  const int64_t end = start + static_cast<int64_t>(slots.size());
+  tree_.VisitPieces(last, group, start, end, [&](int64_t from, int64_t to, int32_t page) {
+    for (int64_t p = from; p < to; ++p) {
+      slots[static_cast<size_t>(p - start)] = {.page = page,
+                                               .slot = static_cast<int32_t>(pool.Slot(p))};
+    }
+  });
+}
+
+Status PagedKVCache::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                                const TensorView& v) {
+  return Enter("DebugGetKV", [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("DebugGetKV", seq_id));
+    const BlockIndex last = sequences_[index].last;
+    if (start < 0 || start >= end || end > tree_.End(last)) {
+      return Status(StatusCode::kBadArgument,
+                    "DebugGetKV: [" + std::to_string(start) + ", " + std::to_string(end) +
+                        ") is no range of positions of sequence " + std::to_string(seq_id) +
+                        " of length " + std::to_string(tree_.End(last)));
+    }
+    QUIRE_RETURN_IF_ERROR(CheckDebugTensors("DebugGetKV", end - start, k, v));
+    TokenRows k_rows(k);
+    TokenRows v_rows(v);
+    std::vector<AppendTarget> slots(static_cast<size_t>(end - start));
+    for (int g = 0; g < tree_.group_count(); ++g) {
+      FillSlots(last, g, start, slots);
+      for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
+        for (int64_t i = 0; i < end - start; ++i) {
+          ReadSlot(storage_->layer(layer), slots[static_cast<size_t>(i)], k.dtype(), k_rows.data(),
+                   v_rows.data());
+          k_rows.Store(layer, i);
+          v_rows.Store(layer, i);
+        }
+      }
+    }
+    return Status();
+  });
+}
+
+// Moves the tokens from `start` on to pages of the sequence's own if others see one of them.
+Status PagedKVCache::PrivatizeFrom(Sequence& sequence, int64_t start) {
+  if (tree_.IsExclusiveFrom(sequence.last, start)) return Status();
+  ForwardPlan moves;  // of one sequence that gets no new token
+  moves.group_appends.resize(groups_.size());
+  tree_.BeginPlanning();
+  const AppendPlan append = tree_.PlanAppend(sequence.last, 0, start, moves.group_appends);
+  moves.members.push_back({.id = sequence.id, .append = append});
+  std::vector<int64_t> page_counts;
+  for (const GroupAppend& group : moves.group_appends) page_counts.push_back(group.page_count);
+  QUIRE_RETURN_IF_ERROR(CheckPages("DebugSetKV", page_counts));
+  tree_.Reserve(std::span(&append, 1), moves.group_appends);
+  moves.Reserve(tree_);
+
+  sequence.last = moves.members[0].last = tree_.Append(append, moves.group_appends);
+  moves.Fill(tree_);
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    const GroupPlan& plan = moves.group(g);
+    storage_->Copy(g, plan.copy_from, plan.copy_to, plan.copy_opens_tile.data());
+  }
+  tree_.Release(append.last);
+  return Status();
+}
+
+Status PagedKVCache::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                                const TensorView& v) {
+  return Enter("DebugSetKV", [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("DebugSetKV", seq_id));
+    Sequence& sequence = sequences_[index];
+    const int64_t length = tree_.End(sequence.last);
+    const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
+    if (start < 0 || count < 1 || count > length - start) {
+      return Status(StatusCode::kBadArgument,
+                    "DebugSetKV: " + std::to_string(count) + " tokens from " +
+                        std::to_string(start) + " on are not in sequence " +
+                        std::to_string(seq_id) + " of length " + std::to_string(length));
+    }
+    QUIRE_RETURN_IF_ERROR(CheckDebugTensors("DebugSetKV", count, k, v));
+    TokenRows k_rows(k);
+    TokenRows v_rows(v);
+    std::vector<AppendTarget> slots(static_cast<size_t>(count));
+    QUIRE_RETURN_IF_ERROR(PrivatizeFrom(sequence, start));
+    for (int g = 0; g < tree_.group_count(); ++g) {
+      FillSlots(sequence.last, g, start, slots);
+      for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
+        for (int64_t i = 0; i < count; ++i) {
+          k_rows.Load(layer, i);
+          v_rows.Load(layer, i);
+          WriteSlot(storage_->layer(layer), slots[static_cast<size_t>(i)], k.dtype(), k_rows.data(),
+                    v_rows.data(),
+                    /*opens_tile=*/false);
+        }
+      }
+    }
+    return Status();
+  });
+}
+
+Result<std::string> PagedKVCache::DebugPlan() const {
+  return Enter("DebugPlan", [&]() -> Result<std::string> {
+    if (!in_forward_) return RequireForward("DebugPlan");
+    return plan_.ToString(tree_);
+  });
+}
+
+// ----------------------------------------------------------------------------------------------------
+// digest
+
+// Independent of what cannot be observed: how tokens are cut into blocks, the order of free pages,
+// whether an attention call has failed.
+uint64_t PagedKVCache::StateDigest() const {
+  std::vector<int64_t> facts{in_forward_, sequences_.count(), tree_.distinct_token_count()};
+  for (const int32_t index : sequences_.SortedById()) {
+    const Sequence& sequence = sequences_[index];
+    facts.insert(facts.end(),
+                 {sequence.id, tree_.End(sequence.last), sequence.long_factors, InBatch(sequence)});
+    for (int g = 0; g < tree_.group_count(); ++g) {
+      int32_t below = kNoPage;
+      tree_.VisitPieces(sequence.last, g, 0, tree_.End(sequence.last),
+                        [&](int64_t from, int64_t, int32_t page) {
+                          if (page == below) {
+                            facts.back() = from;  // another piece of the same page
+                          } else {
+                            facts.insert(facts.end(), {page, from});
+                          }
+                          below = page;
+                        });
+    }
+  }
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    std::vector<int32_t> free = tree_.pool(g).free_pages();
+    std::sort(free.begin(), free.end());
+    facts.insert(facts.end(), free.begin(), free.end());
+    facts.push_back(kNoPage);
+  }
+  for (const Layer& layer : layers_) {
+    facts.push_back(in_forward_ && layer.appended);
+    facts.push_back(in_forward_ && layer.attended);
+  }
+  return Hash64(facts.data(), facts.size() * sizeof(facts[0]));
+}
+
+Status PagedKVCache::CheckInvariants() const {
+  return Enter("CheckInvariants", [&]() -> Status {
+    const std::vector<BlockIndex> held =
+        in_forward_ ? plan_.HeldBlocks() : std::vector<BlockIndex>();
+    return CheckKVInvariants(tree_, sequences_, held);
+  });
+}
+
+}  // namespace quire

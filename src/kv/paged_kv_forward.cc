@@ -1,0 +1,397 @@
+// The forward of PagedKVCache: planning, attention, end.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "base/check.h"
+#include "base/float_environment.h"
+#include "kv/paged_kv_cache.h"
+#include "kv/reserve.h"
+
+namespace quire {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr size_t kScratchAlignment = 64;  // a cache line; backend.h asks for it
+
+Status BadBatch(StatusCode code, const char* call, const std::string& why) {
+  return Status(code, std::string(call) + ": " + why);
+}
+
+}  // namespace
+
+// ----------------------------------------------------------------------------------------------------
+// planning
+
+Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append_length,
+                                int64_t first_row) {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence(call, seq_id));
+  Sequence& sequence = sequences_[index];
+  const auto name = [&] { return "sequence " + std::to_string(seq_id); };
+  if (sequence.batch == planning_) {
+    return BadBatch(StatusCode::kBadArgument, call, name() + " is in the batch twice");
+  }
+  sequence.batch = planning_;
+  if (append_length < 1) {
+    return BadBatch(
+        StatusCode::kBadArgument, call,
+        name() + " is to get " + std::to_string(append_length) + " tokens; the least is 1");
+  }
+  if (append_length > options_.prefill_chunk_size - first_row) {
+    return BadBatch(StatusCode::kTooLarge, call,
+                    "with the " + std::to_string(append_length) + " tokens of " + name() +
+                        " the batch has more than prefill_chunk_size, " +
+                        std::to_string(options_.prefill_chunk_size) +
+                        "; append them in several forwards");
+  }
+  const int64_t length = tree_.End(sequence.last);
+  if (append_length > std::numeric_limits<int32_t>::max() - length) {
+    return BadBatch(StatusCode::kTooLarge, call,
+                    name() + " of length " + std::to_string(length) + " cannot get " +
+                        std::to_string(append_length) + " more tokens: positions end at 2^31");
+  }
+  const size_t group_count = groups_.size();
+  const size_t first_group = plan_.group_appends.size();
+  plan_.group_appends.resize(first_group + group_count);
+  const std::span<GroupAppend> groups(plan_.group_appends.data() + first_group, group_count);
+  const AppendPlan append = tree_.PlanAppend(sequence.last, append_length, groups);
+  for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
+  plan_.members.push_back({.id = seq_id,
+                           .sequence = index,
+                           .first_row = first_row,
+                           .append = append,
+                           .last = kNoBlock,
+                           .long_factors = sequence.long_factors});
+  appends_.push_back(append);
+  return Status();
+}
+
+// Leaves only marks that no call can see (the numbers of this planning), and plan_.members, which
+// is read in FORWARD only.
+Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_ids,
+                               std::span<const int64_t> append_lengths) {
+  QUIRE_RETURN_IF_ERROR(RequireIdle(call));
+  if (seq_ids.size() != append_lengths.size()) {
+    return BadBatch(StatusCode::kBadArgument, call,
+                    std::to_string(seq_ids.size()) + " sequence ids, but " +
+                        std::to_string(append_lengths.size()) + " append lengths");
+  }
+  if (seq_ids.empty()) return BadBatch(StatusCode::kBadArgument, call, "the batch is empty");
+  ++planning_;
+  tree_.BeginPlanning();
+  plan_.ClearBatch();
+  appends_.clear();
+  page_counts_.assign(groups_.size(), 0);
+  int64_t row_count = 0;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], append_lengths[i], row_count));
+    row_count += append_lengths[i];
+  }
+  return Status();
+}
+
+Status PagedKVCache::CheckPages(const char* call, std::span<const int64_t> page_counts) const {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const PagePool& pool = tree_.pool(static_cast<int>(g));
+    if (page_counts[g] <= pool.free_count()) continue;
+    return Status(StatusCode::kOutOfPages,
+                  std::string(call) + ": needs " + std::to_string(page_counts[g]) + " pages of " +
+                      std::to_string(pool.page_size()) + " tokens in the group of layer " +
+                      std::to_string(groups_[g].layers.front()) + ", " +
+                      std::to_string(pool.free_count()) + " of " +
+                      std::to_string(pool.page_count()) +
+                      " are free; remove or pop sequences and call again");
+  }
+  return Status();
+}
+
+Result<int64_t> PagedKVCache::PagesNeeded(std::span<const int64_t> seq_ids,
+                                          std::span<const int64_t> append_lengths) const {
+  return Enter("PagesNeeded", [&]() -> Result<int64_t> {
+    // Planning changes nothing that can be observed, and a cache is never created const.
+    PagedKVCache* self = const_cast<PagedKVCache*>(this);
+    QUIRE_RETURN_IF_ERROR(self->PlanBatch("PagesNeeded", seq_ids, append_lengths));
+    return *std::max_element(page_counts_.begin(), page_counts_.end());
+  });
+}
+
+void PagedKVCache::ReserveRope() {
+  int64_t rows = 0;
+  int64_t short_end = 0;
+  int64_t long_end = 0;
+  for (const ForwardMember& member : plan_.members) {
+    rows += member.row_count();
+    int64_t& end = member.long_factors ? long_end : short_end;
+    end = std::max(end, member.base() + member.row_count());
+  }
+  for (Rope& rope : ropes_) {
+    rope.short_table.Grow(short_end, *options_.runner);
+    rope.long_table.Grow(long_end, *options_.runner);
+    ReserveGrowing(rope.cos, static_cast<size_t>(rows * rope.short_table.pair_count()));
+    ReserveGrowing(rope.sin, static_cast<size_t>(rows * rope.short_table.pair_count()));
+  }
+}
+
+void PagedKVCache::ReserveScratch() {
+  const int64_t sequence_count = static_cast<int64_t>(plan_.members.size());
+  const ForwardMember& last = plan_.members.back();
+  size_t bytes = 0;
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    const AttentionLayerSpec& spec = options_.layers[l];
+    if (l > 0 && spec == options_.layers[l - 1]) continue;
+    const KVLayout& layout = groups_[static_cast<size_t>(layers_[l].group)].layout;
+    bytes = std::max(
+        bytes, backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
+                                                 last.first_row + last.row_count(), sequence_count,
+                                                 options_.runner->worker_count()));
+  }
+  if (bytes <= scratch_bytes_) return;
+  scratch_.reset(new std::byte[bytes + kScratchAlignment]);
+  scratch_bytes_ = bytes;
+}
+
+void PagedKVCache::ReserveForward() {
+  tree_.Reserve(appends_, plan_.group_appends);
+  plan_.Reserve(tree_);
+  ReserveRope();
+  ReserveScratch();
+}
+
+// ----------------------------------------------------------------------------------------------------
+// begin and end
+
+Status PagedKVCache::BeginForward(std::span<const int64_t> seq_ids,
+                                  std::span<const int64_t> append_lengths) {
+  return Enter("BeginForward", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(PlanBatch("BeginForward", seq_ids, append_lengths));
+    QUIRE_RETURN_IF_ERROR(CheckPages("BeginForward", page_counts_));
+    ReserveForward();
+    CommitForward();
+    return Status();
+  });
+}
+
+void PagedKVCache::CommitForward() noexcept {
+  plan_.ClearArrays();
+  for (size_t m = 0; m < plan_.members.size(); ++m) {
+    ForwardMember& member = plan_.members[m];
+    const std::span<const GroupAppend> groups(plan_.group_appends.data() + m * groups_.size(),
+                                              groups_.size());
+    member.last = tree_.Append(member.append, groups);
+    sequences_[member.sequence].last = member.last;
+  }
+  plan_.Fill(tree_);
+  tree_.DeferMerges();
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    const GroupPlan& plan = plan_.group(g);
+    storage_->Copy(g, plan.copy_from, plan.copy_to, plan.copy_opens_tile.data());
+  }
+  FillRope();
+  for (Layer& layer : layers_) layer.appended = layer.attended = false;
+  in_forward_ = true;
+  failed_ = false;
+}
+
+// The rows' own angles, and for RopeMode::kInline the tables of all positions.
+void PagedKVCache::FillRope() noexcept {
+  for (Rope& rope : ropes_) {
+    const int64_t pairs = rope.short_table.pair_count();
+    rope.cos.resize(static_cast<size_t>(plan_.row_count() * pairs));
+    rope.sin.resize(rope.cos.size());
+    for (const ForwardMember& member : plan_.members) {
+      const RopeTable& table = rope.table(member.long_factors);
+      const int64_t count = member.row_count() * pairs;
+      std::copy_n(table.cos() + member.base() * pairs, count,
+                  rope.cos.data() + member.first_row * pairs);
+      std::copy_n(table.sin() + member.base() * pairs, count,
+                  rope.sin.data() + member.first_row * pairs);
+    }
+  }
+  if (options_.rope.mode != RopeMode::kInline) return;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Rope& rope =
+        ropes_[static_cast<size_t>(layers_[static_cast<size_t>(groups_[g].layers[0])].rope)];
+    std::vector<AttentionSequence>& sequences = plan_.group(static_cast<int>(g)).sequences;
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      const ForwardMember& member = plan_.members[static_cast<size_t>(plan_.order()[i])];
+      sequences[i].inline_cos = rope.table(member.long_factors).cos();
+      sequences[i].inline_sin = rope.table(member.long_factors).sin();
+    }
+  }
+}
+
+Status PagedKVCache::EndForward() {
+  return Enter("EndForward", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireForward("EndForward"));
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      if (layers_[l].appended && layers_[l].attended) continue;
+      const char* missing = layers_[l].appended ? "Attend" : "Append";
+      return Status(StatusCode::kBadState, "EndForward: layer " + std::to_string(l) +
+                                               " lacks its " + missing +
+                                               "; run every layer, or call AbortForward");
+    }
+    CloseForward();
+    return Status();
+  });
+}
+
+void PagedKVCache::CloseForward() noexcept {
+  in_forward_ = false;
+  for (const ForwardMember& member : plan_.members) {
+    if (member.append.copies()) tree_.Release(member.append.last);
+  }
+  tree_.RunDeferredMerges();
+}
+
+Status PagedKVCache::AbortForward() {
+  return Enter("AbortForward", [&]() -> Status {
+    if (!in_forward_) return RequireForward("AbortForward");
+    RollBackForward();
+    return Status();
+  });
+}
+
+// In the reverse order of the batch, so that pages come back to the free list as they left it.
+void PagedKVCache::RollBackForward() noexcept {
+  in_forward_ = false;
+  for (size_t m = plan_.members.size(); m-- > 0;) {
+    const AppendPlan& append = plan_.members[m].append;
+    BlockIndex& last = sequences_[plan_.members[m].sequence].last;
+    last = tree_.Pop(last, append.cut);
+    if (!append.copies()) continue;
+    tree_.Release(last);
+    last = append.last;
+  }
+  tree_.RunDeferredMerges();
+}
+
+Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
+  return GuardEntry([&]() -> Result<std::span<const int32_t>> {
+    if (!in_forward_) return RequireForward("GetQueryPositions");
+    return plan_.positions();
+  });
+}
+
+// ----------------------------------------------------------------------------------------------------
+// attention
+
+template <typename F>
+Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
+  return Enter(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireForward(call));
+    failed_ = true;
+    if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
+      return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
+                                                  std::to_string(layer) + "; this cache has " +
+                                                  std::to_string(layers_.size()));
+    }
+    QUIRE_RETURN_IF_ERROR(body(AttentionCall{.name = call,
+                                             .layer = layer,
+                                             .spec = options_.layers[static_cast<size_t>(layer)],
+                                             .row_count = plan_.row_count()}));
+    failed_ = false;
+    return Status();
+  });
+}
+
+Status PagedKVCache::RequireAppended(const AttentionCall& call, bool appended) const {
+  if (layers_[static_cast<size_t>(call.layer)].appended == appended) return Status();
+  return Status(StatusCode::kBadState,
+                std::string(call.name) + ": layer " + std::to_string(call.layer) +
+                    (appended ? " has not been appended to in this forward; call Append first"
+                              : " has been appended to in this forward already"));
+}
+
+Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
+                                           const TensorView& o, double sm_scale) {
+  return RunAttention("AttentionWithFusedQKV", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const QKVRows rows, ViewFusedQKV(call, qkv));
+    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
+    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
+    RunAppend(layer, rows.k, rows.v);
+    RunAttend(layer, rows.q, o_rows, nullptr, sm_scale);
+    return Status();
+  });
+}
+
+Status PagedKVCache::Append(int64_t layer, const TensorView& k, const TensorView& v) {
+  return RunAttention("Append", layer, [&](const AttentionCall& call) -> Status {
+    const int64_t heads = call.spec.num_kv_heads;
+    QUIRE_ASSIGN_OR_RETURN(const HeadRows k_rows,
+                           ViewHeads(call, "k", k, heads, call.spec.qk_head_dim));
+    QUIRE_ASSIGN_OR_RETURN(const HeadRows v_rows,
+                           ViewHeads(call, "v", v, heads, call.spec.v_head_dim));
+    QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
+    RunAppend(layer, k_rows, v_rows);
+    return Status();
+  });
+}
+
+Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView& o,
+                            const TensorView* lse, double sm_scale) {
+  return RunAttention("Attend", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
+                           ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
+    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
+    if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
+    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
+    RunAttend(layer, q_rows, o_rows, lse, sm_scale);
+    return Status();
+  });
+}
+
+RotaryRows PagedKVCache::RotaryOfRows(const Layer& layer) const {
+  if (options_.rope.mode == RopeMode::kNone) return {};
+  const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
+  return {.cos = rope.cos.data(),
+          .sin = rope.sin.data(),
+          .rotary_dim = static_cast<int>(2 * rope.short_table.pair_count()),
+          .interleaved = options_.rope.pairing == RopePairing::kInterleaved};
+}
+
+void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v) noexcept {
+  Layer& layer = layers_[static_cast<size_t>(index)];
+  const GroupPlan& plan = plan_.group(layer.group);
+  AppendArgs args{.pages = storage_->layer(index),
+                  .row_count = plan_.row_count(),
+                  .k = k,
+                  .v = v,
+                  .rotary = {},
+                  .targets = plan.targets.data(),
+                  .opens_tile = plan.opens_tile.data()};
+  if (options_.rope.mode == RopeMode::kNormal) args.rotary = RotaryOfRows(layer);
+  backend_->append_kv(args, *options_.runner);
+  layer.appended = true;
+}
+
+void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, const MutableHeadRows& o,
+                             const TensorView* lse, double sm_scale) noexcept {
+  const ScopedFloatEnvironment environment;  // scale_log2 is rounded here
+  Layer& layer = layers_[static_cast<size_t>(index)];
+  void* scratch = scratch_.get();
+  size_t space = scratch_bytes_ + kScratchAlignment;
+  if (scratch != nullptr) {
+    scratch = std::align(kScratchAlignment, scratch_bytes_, scratch, space);
+    if (options_.poison_freed_pages) std::memset(scratch, kPoisonByte, scratch_bytes_);
+  }
+  const AttentionArgs args{
+      .pages = storage_->layer(index),
+      .num_qo_heads = static_cast<int>(options_.layers[static_cast<size_t>(index)].num_qo_heads),
+      .scale_log2 = static_cast<float>(sm_scale * kLog2E),
+      .q = q,
+      .rotary = RotaryOfRows(layer),
+      .o = o,
+      .lse = lse == nullptr ? nullptr : lse->data_as<float>(),
+      .lse_row_stride = lse == nullptr ? 0 : lse->stride(0),
+      .row_count = plan_.row_count(),
+      .sequences = plan_.group(layer.group).sequences,
+      .shared = plan_.shared(),
+      .scratch = scratch};
+  backend_->attention(args, *options_.runner);
+  layer.attended = true;
+}
+
+}  // namespace quire

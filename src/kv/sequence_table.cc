@@ -1,0 +1,103 @@
+#include "kv/sequence_table.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace quire {
+namespace {
+
+constexpr size_t kBucketCountMin = 16;
+
+// Multiplication by 2^64 / golden ratio spreads consecutive ids over the high bits (Knuth,
+// TAOCP 6.4).
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+
+}  // namespace
+
+size_t SequenceTable::HomeBucket(int64_t id) const {
+  const uint64_t mixed = static_cast<uint64_t>(id) * kGolden;
+  return static_cast<size_t>(mixed >> 32) & (buckets_.size() - 1);
+}
+
+int32_t SequenceTable::Find(int64_t id) const {
+  if (buckets_.empty()) return kAbsent;
+  for (size_t bucket = HomeBucket(id); buckets_[bucket] != kAbsent; bucket = NextBucket(bucket)) {
+    if ((*this)[buckets_[bucket]].id == id) return buckets_[bucket];
+  }
+  return kAbsent;
+}
+
+void SequenceTable::PutIntoBucket(int32_t index) noexcept {
+  size_t bucket = HomeBucket((*this)[index].id);
+  while (buckets_[bucket] != kAbsent) bucket = NextBucket(bucket);
+  buckets_[bucket] = index;
+}
+
+void SequenceTable::Rehash(size_t bucket_count) {
+  std::vector<int32_t> buckets(bucket_count, kAbsent);
+  buckets_.swap(buckets);
+  for (size_t i = 0; i < sequences_.size(); ++i) {
+    if (sequences_[i].id >= 0) PutIntoBucket(static_cast<int32_t>(i));
+  }
+}
+
+void SequenceTable::ReserveOne() {
+  const size_t wanted = static_cast<size_t>(count_) + 1;
+  if (2 * wanted > buckets_.size()) Rehash(std::max(kBucketCountMin, 2 * buckets_.size()));
+  if (!free_.empty()) return;
+  const size_t size = std::max(wanted, 2 * sequences_.size());
+  free_.reserve(size);
+  const size_t old_size = sequences_.size();
+  sequences_.resize(size);
+  for (size_t i = size; i-- > old_size;) free_.push_back(static_cast<int32_t>(i));
+}
+
+int32_t SequenceTable::Insert(int64_t id) noexcept {
+  QUIRE_CHECK(!free_.empty()) << "no room was reserved for sequence " << id;
+  const int32_t index = free_.back();
+  free_.pop_back();
+  (*this)[index] = Sequence{.id = id};
+  PutIntoBucket(index);
+  ++count_;
+  return index;
+}
+
+void SequenceTable::Erase(int32_t index) noexcept {
+  size_t hole = HomeBucket((*this)[index].id);
+  while (buckets_[hole] != index) hole = NextBucket(hole);
+  // A follower moves into the hole unless its home lies cyclically behind the hole: then probing
+  // still finds it.
+  for (size_t next = NextBucket(hole); buckets_[next] != kAbsent; next = NextBucket(next)) {
+    const size_t home = HomeBucket((*this)[buckets_[next]].id);
+    const size_t mask = buckets_.size() - 1;
+    if (((next - home) & mask) < ((next - hole) & mask)) continue;
+    buckets_[hole] = buckets_[next];
+    hole = next;
+  }
+  buckets_[hole] = kAbsent;
+  (*this)[index] = Sequence{};
+  free_.push_back(index);
+  --count_;
+}
+
+void SequenceTable::Clear() noexcept {
+  std::fill(buckets_.begin(), buckets_.end(), kAbsent);
+  std::fill(sequences_.begin(), sequences_.end(), Sequence{});
+  free_.clear();
+  for (size_t i = sequences_.size(); i-- > 0;) free_.push_back(static_cast<int32_t>(i));
+  count_ = 0;
+}
+
+std::vector<int32_t> SequenceTable::SortedById() const {
+  std::vector<int32_t> indices;
+  indices.reserve(static_cast<size_t>(count_));
+  for (size_t i = 0; i < sequences_.size(); ++i) {
+    if (sequences_[i].id >= 0) indices.push_back(static_cast<int32_t>(i));
+  }
+  std::sort(indices.begin(), indices.end(),
+            [this](int32_t a, int32_t b) { return (*this)[a].id < (*this)[b].id; });
+  return indices;
+}
+
+}  // namespace quire

@@ -1,0 +1,62 @@
+// SequenceTable: ids to sequences, in a flat table with stable indices and a hash from id to index.
+#ifndef QUIRE_KV_SEQUENCE_TABLE_H_
+#define QUIRE_KV_SEQUENCE_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kv/block_tree.h"
+
+namespace quire {
+
+// A sequence is a path of blocks: the block in which it ends says all but what stands here.
+struct Sequence {
+  int64_t id = -1;  // -1: this entry of the table is free
+  BlockIndex last = kNoBlock;
+  bool long_factors = false;  // RopeScaling::kLongRope
+  uint64_t batch =
+      0;  // number of the last planning that named it: finds duplicates and members of the batch
+};
+
+// Not a std::unordered_map: that allocates per insertion, so that a commit could fail, and follows
+// a pointer per look-up. Open addressing with linear probing, at most half full; removal shifts the
+// followers back, so there are no tombstones.
+class SequenceTable {
+ public:
+  static constexpr int32_t kAbsent = -1;
+
+  int64_t count() const { return count_; }
+  // The index of the sequence, or kAbsent. It stays the same until the sequence is erased.
+  int32_t Find(int64_t id) const;
+  Sequence& operator[](int32_t index) { return sequences_[static_cast<size_t>(index)]; }
+  const Sequence& operator[](int32_t index) const { return sequences_[static_cast<size_t>(index)]; }
+
+  // Makes the next Insert succeed. May throw std::bad_alloc; then nothing has changed.
+  void ReserveOne();
+  // REQUIRES: ReserveOne() since the last Insert; id >= 0 and absent.
+  int32_t Insert(int64_t id) noexcept;
+  void Erase(int32_t index) noexcept;
+  void Clear() noexcept;
+
+  // All entries, free ones (id -1) included.
+  const std::vector<Sequence>& entries() const { return sequences_; }
+  // Indices in the order of ids.
+  std::vector<int32_t> SortedById() const;
+
+ private:
+  size_t HomeBucket(int64_t id) const;
+  size_t NextBucket(size_t bucket) const { return (bucket + 1) & (buckets_.size() - 1); }
+  void PutIntoBucket(int32_t index) noexcept;
+  void Rehash(size_t bucket_count);
+
+  std::vector<Sequence> sequences_;
+  std::vector<int32_t> free_;  // capacity is that of sequences_
+  std::vector<int32_t>
+      buckets_;  // indices into sequences_ or kAbsent; the size is a power of two or 0
+  int64_t count_ = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_SEQUENCE_TABLE_H_
