@@ -1,5 +1,5 @@
-// A language model read from a Hugging Face folder: config.json and safetensors in, logits out. It holds weights; all
-// that lasts between tokens is in the KVState that is passed in.
+// A language model read from a Hugging Face folder: config.json and safetensors in, logits out. It
+// holds weights; all that lasts between tokens is in the KVState that is passed in.
 #ifndef QUIRE_MODEL_H_
 #define QUIRE_MODEL_H_
 
@@ -18,9 +18,9 @@
 namespace quire {
 
 struct ModelOptions {
-  // kF32: activations, products and KV in float32. kBF16: activations rounded to bfloat16 where they enter a product
-  // or the cache, sums in float32. Weights stay in the type they have on disk and are widened exactly; with kBF16 float32
-  // weights are rounded once.
+  // kF32: activations, products and KV in float32. kBF16: activations rounded to bfloat16 where
+  // they enter a product or the cache, sums in float32. Weights stay in the type they have on disk
+  // and are widened exactly; with kBF16 float32 weights are rounded once.
   DType dtype = DType::kBF16;
   std::string kernel_path;                 // as in AttentionKVCacheOptions
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
@@ -34,22 +34,24 @@ struct ModelInfo {
   std::vector<int64_t> eos_token_ids;  // generation_config.json, else config.json
   int64_t bos_token_id = -1;           // -1: none
   int64_t parameter_count = 0;
-  int64_t weight_bytes = 0;            // in memory, mapped or allocated
+  int64_t weight_bytes = 0;  // in memory, mapped or allocated
   std::vector<AttentionLayerSpec> layers;
   RopeOptions rope;
 };
 
 class Model {
  public:
-  // Reads `directory`. NotFound, Corrupt, BadArgument name the file and the field; nothing stays allocated then.
-  static Result<std::unique_ptr<Model>> Load(const std::string& directory, const ModelOptions& options);
+  // Reads `directory`. NotFound, Corrupt, BadArgument name the file and the field; nothing stays
+  // allocated then.
+  static Result<std::unique_ptr<Model>> Load(const std::string& directory,
+                                             const ModelOptions& options);
   virtual ~Model() = default;
 
   virtual const ModelInfo& info() const = 0;
 
-  // One forward of the batch that is open in `cache` (BeginForward done; EndForward is the caller's).
-  // token_ids: [n], the new tokens in batch order. logit_rows: ascending indices into [0, n). logits: [rows, vocab_size].
-  // On error the forward must be aborted.
+  // One forward of the batch that is open in `cache` (BeginForward done; EndForward is the
+  // caller's). token_ids: [n], the new tokens in batch order. logit_rows: ascending indices into
+  // [0, n). logits: [rows, vocab_size]. On error the forward must be aborted.
   virtual Status Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
                          std::span<const int64_t> logit_rows, float* logits) = 0;
 };

@@ -1,0 +1,97 @@
+// The decoder of the llama family: embedding; per layer RMS norm, fused QKV projection, attention
+// over the cache, output projection, RMS norm, gated MLP; final norm and head. Driven by
+// configuration and architecture.
+#ifndef QUIRE_MODEL_DECODER_H_
+#define QUIRE_MODEL_DECODER_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "model/architecture.h"
+#include "model/checkpoint.h"
+#include "model/model_config.h"
+#include "model/weights.h"
+#include "quire/model.h"
+#include "tensor/host_memory.h"
+
+namespace quire {
+
+struct DecoderOptions {
+  DType dtype = DType::kBF16;  // kF32 or kBF16, see ModelOptions
+  const Backend* backend = nullptr;
+  std::shared_ptr<ParallelRunner> runner;
+};
+
+// The residual stream is float32 throughout. Every operation works row by row, so a row's values do
+// not depend on which other rows stand in the batch.
+class Decoder final : public Model {
+ public:
+  // Loads all weights. Errors are those of WeightLoader and Checkpoint.
+  static Result<std::unique_ptr<Decoder>> Create(const ModelConfig& config,
+                                                 const Architecture& architecture,
+                                                 Checkpoint checkpoint, DecoderOptions options);
+
+  const ModelInfo& info() const override { return info_; }
+  Status Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
+                 std::span<const int64_t> logit_rows, float* logits) override;
+
+ private:
+  struct Layer {
+    std::vector<float> attention_norm;  // [hidden_size]
+    std::vector<float> mlp_norm;        // [hidden_size]
+    std::vector<float> q_norm;          // [head_dim], or empty
+    std::vector<float> k_norm;          // [head_dim], or empty
+    LinearWeights qkv;                  // [(Hq + 2 Hkv) D, hidden_size]
+    LinearWeights o;                    // [hidden_size, Hq D]
+    LinearWeights gate_up;              // [2 intermediate_size, hidden_size]
+    LinearWeights down;                 // [hidden_size, intermediate_size]
+  };
+
+  // Buffers of one forward of n rows. Those of attention and MLP share: they are never alive
+  // together.
+  struct Buffers {
+    float* hidden;  // [n, hidden_size], the residual stream
+    float* normed;  // [n, hidden_size]
+    float* wide;    // qkv, or gate_up
+    float* narrow;  // attention output, or the gated activation
+    void* scratch;  // of the linear kernels
+  };
+
+  Decoder(const ModelConfig& config, Checkpoint checkpoint, DecoderOptions options);
+
+  Status LoadWeights(const Architecture& architecture);
+  Result<Layer> LoadLayer(WeightLoader& loader, const Architecture& architecture, int64_t layer);
+  void FillInfo(const WeightLoader& loader);
+
+  Status CheckForward(const AttentionKVCache& cache, std::span<const int32_t> token_ids,
+                      std::span<const int64_t> logit_rows, const float* logits) const;
+  Result<Buffers> PrepareBuffers(int64_t row_count, int64_t logit_row_count);
+  Status RunLayer(AttentionKVCache& cache, int64_t layer, int64_t row_count, const Buffers& b);
+  void NormHeads(const Layer& layer, int64_t row_count, float* qkv);
+  void Norm(const std::vector<float>& weight, const float* x, int64_t row_count, float* y);
+  void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
+                bool accumulate, void* scratch);
+  void ComputeLogits(std::span<const int64_t> logit_rows, const Buffers& b, float* logits);
+
+  const ModelConfig config_;
+  const Checkpoint checkpoint_;  // the embedding is read from its mapping
+  const DecoderOptions options_;
+  const Backend& backend_;
+  ParallelRunner& runner_;
+  ModelInfo info_;
+
+  RowTable embedding_;
+  std::vector<Layer> layers_;
+  std::vector<float> final_norm_;
+  LinearWeights head_;  // packed also when it is tied to the embedding
+
+  HostMemory workspace_;  // grows to the largest forward so far
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_MODEL_DECODER_H_

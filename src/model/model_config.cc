@@ -1,0 +1,204 @@
+#include "model/model_config.h"
+
+#include <limits>
+#include <utility>
+
+#include "base/json.h"
+#include "model/rope_config.h"
+#include "tensor/host_memory.h"
+
+namespace quire {
+namespace {
+
+// Bounds far above published models; together they keep every product of two sizes and four bytes
+// within 63 bits.
+constexpr int64_t kMaxVocabulary = int64_t{1} << 24;                    // largest known 262 144
+constexpr int64_t kMaxHiddenSize = int64_t{1} << 20;                    // 18 432
+constexpr int64_t kMaxIntermediate = int64_t{1} << 24;                  // 73 728
+constexpr int64_t kMaxLayers = 10'000;                                  // 126
+constexpr int64_t kMaxHeads = int64_t{1} << 14;                         // 128
+constexpr int64_t kMaxHeadDim = int64_t{1} << 14;                       // 512
+constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();  // positions are int32
+constexpr size_t kMaxEosTokens = 1024;
+
+Status BadField(const JsonValue& config, std::string_view field, const std::string& why) {
+  return Status(StatusCode::kBadArgument, config.path() + "." + std::string(field) + ": " + why);
+}
+
+Result<std::string> ReadArchitecture(const JsonValue& config) {
+  QUIRE_ASSIGN_OR_RETURN(const JsonValue list, config.Get("architectures"));
+  QUIRE_ASSIGN_OR_RETURN(const size_t size, list.ArraySize());
+  if (size == 0) return BadField(config, "architectures", "the list is empty; name one class");
+  QUIRE_ASSIGN_OR_RETURN(const JsonValue first, list.At(0));
+  return first.String();
+}
+
+Status ReadSizes(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.vocab_size, json.GetInt("vocab_size", 1, kMaxVocabulary));
+  QUIRE_ASSIGN_OR_RETURN(config.hidden_size, json.GetInt("hidden_size", 1, kMaxHiddenSize));
+  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
+                         json.GetInt("intermediate_size", 1, kMaxIntermediate));
+  QUIRE_ASSIGN_OR_RETURN(config.num_hidden_layers, json.GetInt("num_hidden_layers", 1, kMaxLayers));
+  QUIRE_ASSIGN_OR_RETURN(config.max_position_embeddings,
+                         json.GetInt("max_position_embeddings", 1, kMaxPositions));
+  QUIRE_ASSIGN_OR_RETURN(config.rms_norm_eps, json.GetNumberOr("rms_norm_eps", 1e-6));
+  if (!(config.rms_norm_eps >= 0 && config.rms_norm_eps < 1)) {
+    return BadField(json, "rms_norm_eps",
+                    std::to_string(config.rms_norm_eps) + " is not in [0, 1)");
+  }
+  return Status();
+}
+
+Status ReadHeads(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.num_attention_heads,
+                         json.GetInt("num_attention_heads", 1, kMaxHeads));
+  const int64_t heads = config.num_attention_heads;
+  QUIRE_ASSIGN_OR_RETURN(config.num_key_value_heads,
+                         json.GetIntOr("num_key_value_heads", heads, 1, kMaxHeads));
+  if (heads % config.num_key_value_heads != 0) {
+    return BadField(json, "num_key_value_heads",
+                    std::to_string(config.num_key_value_heads) +
+                        " does not divide num_attention_heads, " + std::to_string(heads));
+  }
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> head_dim, json.Find("head_dim"));
+  if (head_dim) {
+    QUIRE_ASSIGN_OR_RETURN(config.head_dim, head_dim->Int(1, kMaxHeadDim));
+    return Status();
+  }
+  if (config.hidden_size % heads != 0 || config.hidden_size / heads > kMaxHeadDim) {
+    return BadField(json, "head_dim",
+                    "it is missing, and hidden_size " + std::to_string(config.hidden_size) +
+                        " over num_attention_heads " + std::to_string(heads) +
+                        " is no size of a head; add the field");
+  }
+  config.head_dim = config.hidden_size / heads;
+  return Status();
+}
+
+Status ReadFlags(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.tie_word_embeddings, json.GetBoolOr("tie_word_embeddings", false));
+  QUIRE_ASSIGN_OR_RETURN(config.attention_bias, json.GetBoolOr("attention_bias", false));
+  QUIRE_ASSIGN_OR_RETURN(config.mlp_bias, json.GetBoolOr("mlp_bias", false));
+  QUIRE_ASSIGN_OR_RETURN(const std::string activation, json.GetStringOr("hidden_act", "silu"));
+  if (activation != "silu" && activation != "swish") {
+    return BadField(json, "hidden_act", "\"" + activation + "\" is not known; known is silu");
+  }
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> quantised,
+                         json.Find("quantization_config"));
+  if (!quantised) return Status();
+  return BadField(json, "quantization_config",
+                  "quantised weights are not read; save the model dequantised (float32, float16 or "
+                  "bfloat16) without this field");
+}
+
+Status ReadLayerTypes(const JsonValue& json, WindowConfig& window) {
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> types, json.Find("layer_types"));
+  if (!types) return Status();
+  window.has_layer_types = true;
+  QUIRE_ASSIGN_OR_RETURN(const size_t size, types->ArraySize());
+  for (size_t i = 0; i < size; ++i) {
+    QUIRE_ASSIGN_OR_RETURN(const JsonValue entry, types->At(i));
+    QUIRE_ASSIGN_OR_RETURN(const std::string type, entry.String());
+    if (type == "sliding_attention") {
+      window.has_sliding_layer_type = true;
+    } else if (type != "full_attention") {
+      return Status(StatusCode::kBadArgument,
+                    entry.path() + ": \"" + type +
+                        "\" is not known; known are full_attention and sliding_attention");
+    }
+  }
+  return Status();
+}
+
+Status ReadWindow(const JsonValue& json, WindowConfig& window) {
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> size, json.Find("sliding_window"));
+  if (size) {
+    QUIRE_ASSIGN_OR_RETURN(window.size, size->Int(1, kMaxPositions));
+  }
+  QUIRE_ASSIGN_OR_RETURN(window.enabled, json.GetBoolOr("use_sliding_window", false));
+  QUIRE_ASSIGN_OR_RETURN(window.first_layer, json.GetIntOr("max_window_layers", 0, 0, kMaxLayers));
+  return ReadLayerTypes(json, window);
+}
+
+// A token id or a list of them.
+Result<std::vector<int64_t>> ReadTokenIds(const JsonValue& value, int64_t vocab_size) {
+  std::vector<int64_t> ids;
+  if (!value.json().is_array()) {
+    QUIRE_ASSIGN_OR_RETURN(const int64_t id, value.Int(0, vocab_size - 1));
+    ids.push_back(id);
+    return ids;
+  }
+  QUIRE_ASSIGN_OR_RETURN(const size_t size, value.ArraySize());
+  if (size > kMaxEosTokens) {
+    return Status(StatusCode::kBadArgument, value.path() + ": " + std::to_string(size) +
+                                                " ids, at most " + std::to_string(kMaxEosTokens));
+  }
+  for (size_t i = 0; i < size; ++i) {
+    QUIRE_ASSIGN_OR_RETURN(const JsonValue entry, value.At(i));
+    QUIRE_ASSIGN_OR_RETURN(const int64_t id, entry.Int(0, vocab_size - 1));
+    ids.push_back(id);
+  }
+  return ids;
+}
+
+// Fields that are absent here leave what is in `config`.
+Status ReadSpecialTokens(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> eos, json.Find("eos_token_id"));
+  if (eos) {
+    QUIRE_ASSIGN_OR_RETURN(config.eos_token_ids, ReadTokenIds(*eos, config.vocab_size));
+  }
+  QUIRE_ASSIGN_OR_RETURN(config.bos_token_id, json.GetIntOr("bos_token_id", config.bos_token_id, -1,
+                                                            config.vocab_size - 1));
+  return Status();
+}
+
+std::string_view AsText(const MappedFile& file) {
+  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+}
+
+std::string GenerationConfigPath(const std::string& config_path) {
+  return config_path.substr(0, config_path.size() - std::string_view("config.json").size()) +
+         "generation_config.json";
+}
+
+}  // namespace
+
+Result<ModelConfig> ParseModelConfig(std::string_view config_text,
+                                     std::string_view generation_config, const std::string& path) {
+  QUIRE_ASSIGN_OR_RETURN(const nlohmann::json document, ParseJson(config_text, path));
+  const JsonValue json(document, path);
+  ModelConfig config;
+  config.path = path;
+  QUIRE_ASSIGN_OR_RETURN(config.architecture, ReadArchitecture(json));
+  QUIRE_RETURN_IF_ERROR(ReadSizes(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadHeads(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadWindow(json, config.window));
+  QUIRE_ASSIGN_OR_RETURN(config.rope,
+                         ReadRopeOptions(json, config.head_dim, config.max_position_embeddings));
+  QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(json, config));
+  if (generation_config.empty()) return config;
+  const std::string generation_path = GenerationConfigPath(path);
+  QUIRE_ASSIGN_OR_RETURN(const nlohmann::json generation,
+                         ParseJson(generation_config, generation_path));
+  QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(JsonValue(generation, generation_path), config));
+  return config;
+}
+
+Result<ModelConfig> ReadModelConfig(const std::string& directory) {
+  const std::string path = directory + "/config.json";
+  const Result<MappedFile> config = MappedFile::Open(path);
+  if (!config.ok() && config.status().code() == StatusCode::kNotFound) {
+    return Status(StatusCode::kNotFound,
+                  directory + ": there is no config.json; give a Hugging Face model folder");
+  }
+  if (!config.ok()) return config.status();
+  const Result<MappedFile> generation = MappedFile::Open(GenerationConfigPath(path));
+  if (!generation.ok()) {
+    if (generation.status().code() != StatusCode::kNotFound) return generation.status();
+    return ParseModelConfig(AsText(*config), "", path);
+  }
+  return ParseModelConfig(AsText(*config), AsText(*generation), path);
+}
+
+}  // namespace quire

@@ -1,0 +1,20 @@
+// The rotary embedding of a config.json: rope_theta and rope_scaling of transformers 4,
+// rope_parameters of transformers 5.
+#ifndef QUIRE_MODEL_ROPE_CONFIG_H_
+#define QUIRE_MODEL_ROPE_CONFIG_H_
+
+#include <cstdint>
+
+#include "base/json.h"
+#include "quire/rope.h"
+#include "quire/status.h"
+
+namespace quire {
+
+// BadArgument names the field. The result has passed ComputeRopeFrequencies.
+Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
+                                    int64_t max_position_embeddings);
+
+}  // namespace quire
+
+#endif  // QUIRE_MODEL_ROPE_CONFIG_H_

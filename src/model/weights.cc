@@ -1,0 +1,180 @@
+#include "model/weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace quire {
+namespace {
+
+std::string ShapeText(std::span<const int64_t> shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+bool IsAligned(const void* data, DType dtype) {
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(DTypeBytes(dtype)) == 0;
+}
+
+// The one type that holds all parts exactly.
+DType CommonDType(std::span<const CheckpointTensor> tensors) {
+  const DType first = *tensors.front().stored->dtype;
+  const bool same = std::ranges::all_of(
+      tensors, [first](const CheckpointTensor& tensor) { return tensor.stored->dtype == first; });
+  return same ? first : DType::kF32;
+}
+
+int64_t ElementCount(const CheckpointTensor& tensor) {
+  return static_cast<int64_t>(tensor.bytes.size()) / DTypeBytes(*tensor.stored->dtype);
+}
+
+// Copies a tensor to aligned memory as `dtype`: its own, or float32, which holds every type that is
+// read.
+Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) {
+  const DType from = *tensor.stored->dtype;
+  if (from == dtype) {
+    std::memcpy(to, tensor.bytes.data(), tensor.bytes.size());
+    return Status();
+  }
+  if (IsAligned(tensor.bytes.data(), from)) {
+    ConvertElements(tensor.bytes.data(), from, to, dtype, ElementCount(tensor));
+    return Status();
+  }
+  QUIRE_ASSIGN_OR_RETURN(const HostMemory aligned, HostMemory::Allocate(tensor.bytes.size()));
+  std::memcpy(aligned.data(), tensor.bytes.data(), tensor.bytes.size());
+  ConvertElements(aligned.data(), from, to, dtype, ElementCount(tensor));
+  return Status();
+}
+
+}  // namespace
+
+LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k, HostMemory packed,
+                             std::vector<float> bias)
+    : memory_(std::move(packed)), bias_(std::move(bias)) {
+  packed_ = PackedLinear{.dtype = dtype,
+                         .n = n,
+                         .k = k,
+                         .data = memory_.data(),
+                         .bias = bias_.empty() ? nullptr : bias_.data()};
+}
+
+int64_t LinearWeights::bytes() const {
+  return static_cast<int64_t>(memory_.size() + bias_.size() * sizeof(float));
+}
+
+WeightLoader::WeightLoader(const Checkpoint& checkpoint, const Backend& backend,
+                           ParallelRunner& runner, DType compute_dtype)
+    : checkpoint_(checkpoint), backend_(backend), runner_(runner), compute_dtype_(compute_dtype) {}
+
+Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
+                                                 std::span<const int64_t> shape) {
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, checkpoint_.Find(name));
+  const std::optional<DType> dtype = tensor.stored->dtype;
+  if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
+    return Status(StatusCode::kBadArgument,
+                  tensor.Name() + " is stored as " + std::string(tensor.stored->type_name) +
+                      "; weights must be F32, F16 or BF16: save the model in one of these types");
+  }
+  if (!std::ranges::equal(tensor.stored->shape, shape)) {
+    return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
+                                            ", config.json asks for " + ShapeText(shape) +
+                                            "; the two do not belong together");
+  }
+  return tensor;
+}
+
+void WeightLoader::Count(const std::string& name, int64_t elements) {
+  if (std::ranges::find(tables_, name) == tables_.end()) parameter_count_ += elements;
+}
+
+Result<std::vector<float>> WeightLoader::Bias(std::span<const LinearPart> parts) {
+  std::vector<float> bias;
+  for (const LinearPart& part : parts) {
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<float> values, Vector(part.name + ".bias", part.rows));
+    bias.insert(bias.end(), values.begin(), values.end());
+  }
+  return bias;
+}
+
+Result<HostMemory> WeightLoader::Pack(std::span<const CheckpointTensor> tensors, DType from,
+                                      DType to, int64_t n, int64_t k) {
+  QUIRE_ASSIGN_OR_RETURN(HostMemory packed,
+                         HostMemory::Allocate(backend_.packed_linear_bytes(to, n, k)));
+  const CheckpointTensor& first = tensors.front();
+  if (tensors.size() == 1 && IsAligned(first.bytes.data(), from)) {
+    backend_.pack_linear(first.bytes.data(), from, n, k, to, packed.data(), runner_);
+    return packed;
+  }
+  const int64_t row_bytes = k * DTypeBytes(from);
+  QUIRE_ASSIGN_OR_RETURN(const HostMemory rows,
+                         HostMemory::Allocate(static_cast<size_t>(n * row_bytes)));
+  std::byte* next = rows.data();
+  for (const CheckpointTensor& tensor : tensors) {
+    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, next));
+    next += tensor.stored->shape.front() * row_bytes;
+  }
+  backend_.pack_linear(rows.data(), from, n, k, to, packed.data(), runner_);
+  return packed;
+}
+
+Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, int64_t k,
+                                           bool has_bias) {
+  std::vector<CheckpointTensor> tensors;
+  int64_t n = 0;
+  for (const LinearPart& part : parts) {
+    const int64_t shape[] = {part.rows, k};
+    QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(part.name + ".weight", shape));
+    tensors.push_back(tensor);
+    n += part.rows;
+  }
+  std::vector<float> bias;
+  if (has_bias) {
+    QUIRE_ASSIGN_OR_RETURN(bias, Bias(parts));
+  }
+  const DType from = CommonDType(tensors);
+  const bool rounds = compute_dtype_ == DType::kBF16 && from == DType::kF32;
+  const DType to = rounds ? DType::kBF16 : from;
+  QUIRE_ASSIGN_OR_RETURN(HostMemory packed, Pack(tensors, from, to, n, k));
+  for (const CheckpointTensor& tensor : tensors) {
+    Checkpoint::Release(tensor);
+    Count(tensor.stored->name, ElementCount(tensor));
+  }
+  LinearWeights weights(to, n, k, std::move(packed), std::move(bias));
+  weight_bytes_ += weights.bytes();
+  return weights;
+}
+
+Result<std::vector<float>> WeightLoader::Vector(const std::string& name, int64_t size) {
+  const int64_t shape[] = {size};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  std::vector<float> values(static_cast<size_t>(size));
+  QUIRE_RETURN_IF_ERROR(
+      CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
+  Count(name, size);
+  weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
+  return values;
+}
+
+Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64_t dim) {
+  const int64_t shape[] = {rows, dim};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  RowTable table;
+  table.dtype = *tensor.stored->dtype;
+  table.data = tensor.bytes.data();
+  table.bytes = static_cast<int64_t>(tensor.bytes.size());
+  if (!IsAligned(table.data, table.dtype)) {
+    QUIRE_ASSIGN_OR_RETURN(table.copy, HostMemory::Allocate(tensor.bytes.size()));
+    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, table.dtype, table.copy.data()));
+    table.data = table.copy.data();
+    Checkpoint::Release(tensor);
+  }
+  Count(name, rows * dim);
+  tables_.push_back(name);
+  weight_bytes_ += table.bytes;
+  return table;
+}
+
+}  // namespace quire

@@ -1,0 +1,95 @@
+// From the tensors of a checkpoint to what the decoder computes with: packed matrices, float32
+// vectors, tables of rows.
+#ifndef QUIRE_MODEL_WEIGHTS_H_
+#define QUIRE_MODEL_WEIGHTS_H_
+
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "model/checkpoint.h"
+#include "quire/seams.h"
+#include "quire/status.h"
+#include "quire/tensor.h"
+#include "tensor/host_memory.h"
+
+namespace quire {
+
+// One weight matrix in the kernels' order, with its bias. The view's pointers follow moves.
+class LinearWeights {
+ public:
+  LinearWeights() = default;
+  LinearWeights(DType dtype, int64_t n, int64_t k, HostMemory packed, std::vector<float> bias);
+
+  const PackedLinear& packed() const { return packed_; }
+  int64_t bytes() const;
+
+ private:
+  PackedLinear packed_;
+  HostMemory memory_;
+  std::vector<float> bias_;
+};
+
+// Rows that are looked up by index: the token embedding. Reads the mapped file where its alignment
+// allows.
+struct RowTable {
+  DType dtype = DType::kF32;
+  const void* data = nullptr;  // [rows][dim]
+  HostMemory copy;             // empty when data lies in the file
+  int64_t bytes = 0;
+};
+
+// A part of a fused matrix: the tensors `name`.weight [rows, k] and, if there is a bias,
+// `name`.bias [rows].
+struct LinearPart {
+  std::string name;
+  int64_t rows;
+};
+
+// Loads tensors one after the other, and lets go of the file's memory behind each that was copied,
+// so that the weights are in memory about once. Errors name the file, the tensor, and what was
+// expected: NotFound for a missing tensor, Corrupt for another shape, BadArgument for an element
+// type other than float32, float16 and bfloat16.
+class WeightLoader {
+ public:
+  // kBF16: float32 matrices are rounded to bfloat16; kF32: all types are kept. The arguments must
+  // outlive the loader.
+  WeightLoader(const Checkpoint& checkpoint, const Backend& backend, ParallelRunner& runner,
+               DType compute_dtype);
+
+  // The parts on top of each other as one matrix.
+  Result<LinearWeights> Linear(std::span<const LinearPart> parts, int64_t k, bool has_bias);
+  Result<LinearWeights> Linear(std::initializer_list<LinearPart> parts, int64_t k, bool has_bias) {
+    return Linear(std::span<const LinearPart>(parts.begin(), parts.size()), k, has_bias);
+  }
+  Result<std::vector<float>> Vector(const std::string& name, int64_t size);
+  Result<RowTable> Rows(const std::string& name, int64_t rows, int64_t dim);
+
+  // Of everything loaded so far. A tensor that is used twice (tied embeddings) counts once as
+  // parameters.
+  int64_t parameter_count() const { return parameter_count_; }
+  int64_t weight_bytes() const { return weight_bytes_; }
+
+ private:
+  Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
+  Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
+  Result<HostMemory> Pack(std::span<const CheckpointTensor> tensors, DType from, DType to,
+                          int64_t n, int64_t k);
+  void Count(const std::string& name, int64_t elements);
+
+  const Checkpoint& checkpoint_;
+  const Backend& backend_;
+  ParallelRunner& runner_;
+  const DType compute_dtype_;
+  int64_t parameter_count_ = 0;
+  int64_t weight_bytes_ = 0;
+  std::vector<std::string> tables_;  // names that Rows has counted
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_MODEL_WEIGHTS_H_
