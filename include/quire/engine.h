@@ -1,7 +1,11 @@
 // The serving engine: many requests over one model and one KV cache, token ids in, token ids out.
 //
-// Exact: nothing that the scheduler does (batching, chunking, prefix reuse, preemption) can be seen in an answer.
-// Threads: one thread at a time calls the engine (checked); it computes on the model's runner.
+// Exact: nothing that the scheduler does (batching, chunking, prefix reuse, preemption) can be seen
+// in an answer. Threads: one thread at a time calls the engine; a second one meanwhile gets
+// BadState. Stats and Idle are open to all threads at all times and tell how things stood after the
+// last call. The engine computes on the model's runner.
+//
+// Order of calls: Submit any number of requests at any time, Step until Idle.
 #ifndef QUIRE_ENGINE_H_
 #define QUIRE_ENGINE_H_
 
@@ -20,34 +24,47 @@
 namespace quire {
 
 struct EngineOptions {
-  std::string model_directory;
-  DType dtype = DType::kBF16;   // see ModelOptions
-  int threads = 0;              // 0 = one per core; ignored when runner is given
-  std::shared_ptr<ParallelRunner> runner;
-  std::string kernel_path;
-  int64_t page_size = 0;        // 0 = default
-  int64_t prefill_chunk = 512;  // most new tokens of one step
-  int64_t max_num_sequences = 64;
-  int64_t kv_bytes = 0;         // bytes of KV pages; 0 = as much as one sequence of max_position_embeddings, at most a
-                                // quarter of the machine's memory
+  std::string model_directory = {};
+  DType dtype = DType::kBF16;  // see ModelOptions
+  int threads = 0;             // 0 = one per core; ignored when runner is given
+  std::shared_ptr<ParallelRunner> runner = nullptr;
+  std::string kernel_path = {};
+  int64_t page_size = 0;           // 0 = default
+  int64_t prefill_chunk = 512;     // most new tokens of one step
+  int64_t max_num_sequences = 64;  // samples that are worked on at a time
+  int64_t max_waiting = 65536;     // requests in the queue; they cost the memory of their prompts
+  bool prefix_cache = true;        // keep the KV of answers, reuse the longest common prefix
+  // Bytes of KV pages; 0 = as much as one sequence of max_position_embeddings, at most a quarter of
+  // the machine's memory.
+  int64_t kv_bytes = 0;
 };
 
-// How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed, position) only.
+// How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,
+// position) only. Order: penalties, bias, then greedy, or temperature, top_k, top_p, min_p (each on
+// what the one before left). Equal logits: the lower id comes first.
 struct SamplingOptions {
-  int64_t max_tokens = 128;
-  float temperature = 0.0F;  // 0 = greedy
-  int64_t top_k = 0;         // 0 = off
-  float top_p = 1.0F;
-  float min_p = 0.0F;
-  float repetition_penalty = 1.0F;  // over prompt and answer
-  float presence_penalty = 0.0F;    // over the answer
-  float frequency_penalty = 0.0F;   // over the answer
-  std::vector<std::pair<int32_t, float>> logit_bias;
+  int64_t max_tokens = 128;  // >= 1
+  float temperature = 0.0F;  // >= 0; 0 = greedy
+  int64_t top_k = 0;         // >= 0; 0 = off
+  float top_p = 1.0F;        // in (0, 1]; 1 = off
+  float min_p = 0.0F;        // in [0, 1], as a part of the best token's probability; 0 = off
+  // > 0; for a token of prompt or answer: a positive logit is divided by it, another multiplied.
+  float repetition_penalty = 1.0F;
+  float presence_penalty = 0.0F;   // subtracted once for a token of the answer
+  float frequency_penalty = 0.0F;  // subtracted for each time that the token is in the answer
+  std::vector<std::pair<int32_t, float>> logit_bias = {};  // (token, what is added); a token once
   uint64_t seed = 0;
   int64_t n = 1;          // samples; sample i draws with stream i of the seed
   int64_t logprobs = -1;  // -1: none; 0: of the chosen token; k: also of the k best
+  // Else a token of ModelInfo::eos_token_ids ends the answer and is not part of it.
   bool ignore_eos = false;
-  std::vector<std::vector<int32_t>> stop;  // token sequences; the match is cut from the answer
+  // Token sequences that end the answer. The match is cut from it: tokens that may begin one are
+  // given out only when it is known that they do not.
+  std::vector<std::vector<int32_t>> stop = {};
+
+  static constexpr int64_t kLogprobsMax = 256;      // 2 KiB per token of the answer
+  static constexpr int64_t kStopSequencesMax = 64;  // each is compared at every token
+  static constexpr int64_t kStopTokensMax = 256;    // of one; so many tokens may be held back
 };
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
@@ -62,18 +79,21 @@ struct StepOutput {
   int64_t request_id = 0;
   int64_t sample = 0;
   std::vector<int32_t> tokens;  // new ones
-  std::vector<std::vector<TokenLogprob>> logprobs;  // per new token: the chosen one, then the best ones
+  // Per new token: the chosen one, then the best ones.
+  std::vector<std::vector<TokenLogprob>> logprobs;
   FinishReason finish_reason = FinishReason::kNone;
-  std::string error;            // kError
+  std::string error;  // kError
   // Of the whole request; set with a finish_reason.
   int64_t prompt_tokens = 0;
-  int64_t cached_tokens = 0;
-  int64_t completion_tokens = 0;
+  int64_t cached_tokens = 0;      // of the prompt, found in the prefix cache
+  int64_t completion_tokens = 0;  // of all samples so far: final with the last sample that finishes
 };
 
 struct EngineStats {
   int64_t pages_total = 0, pages_free = 0, pages_in_use = 0;
-  int64_t waiting = 0, running = 0;
+  // Of the prefix cache; their pages are in use and given up when others need them.
+  int64_t retained_sequences = 0, retained_tokens = 0;
+  int64_t waiting = 0, running = 0;  // requests
   int64_t steps = 0, prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0, preemptions = 0;
   int64_t kv_bytes = 0, kv_bytes_per_token = 0, weight_bytes = 0, page_size = 0;
 };
@@ -86,18 +106,31 @@ class Engine {
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
 
-  // Queues a request; its id. BadArgument for ids outside the vocabulary, an empty prompt or options out of range;
-  // TooLarge if prompt + max_tokens can never fit the cache or the model's positions.
-  virtual Result<int64_t> Submit(std::span<const int32_t> prompt, const SamplingOptions& options) = 0;
-  // Ends a request; its pages are free when Cancel returns. UnknownSequence if it is not there (any more).
+  // Queues a request; its id. BadArgument for ids outside the vocabulary, an empty prompt or
+  // options out of range; TooLarge if prompt + max_tokens can never fit the cache or the model's
+  // positions, or n is over max_num_sequences; Full if max_waiting requests wait.
+  virtual Result<int64_t> Submit(std::span<const int32_t> prompt,
+                                 const SamplingOptions& options) = 0;
+  // Ends a request; its pages are free when Cancel returns. The next Step reports its unfinished
+  // samples with kCancelled. UnknownSequence if it is not there (any more).
   virtual Status Cancel(int64_t request_id) = 0;
-  // One forward for whatever is due, and its outputs. Empty outputs and ok when nothing is left to do.
+  // Ends one sample behind the first `answer_tokens` tokens that it was given out, for a caller who
+  // finds the end in the text (stop strings). The surplus is popped and not counted: state and
+  // usage are as if it had stopped there at once. The next Step reports its end with kStop.
+  // UnknownSequence if the sample is not there (any more), BadArgument for more tokens than were
+  // given out.
+  virtual Status Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) = 0;
+  // One forward for whatever is due, and its outputs. Empty outputs and ok when nothing is left to
+  // do. When the forward fails, the requests that it fails for even alone end with kError. An error
+  // (OutOfMemory) leaves all requests as they were: Step can be called again.
   virtual Result<std::vector<StepOutput>> Step() = 0;
   virtual bool Idle() const = 0;
 
-  // Logits of every token of every prompt, computed together in one batch (in chunks). logits[i]: [prompts[i].size(),
-  // vocab_size], the caller's.
-  virtual Status Logits(std::span<const std::span<const int32_t>> prompts, std::span<float* const> logits) = 0;
+  // Logits of every token of every prompt, computed together in one batch (in chunks). logits[i]:
+  // [prompts[i].size(), vocab_size], the caller's; after an error their content is undefined. Legal
+  // between steps: it uses pages that no request holds, OutOfPages if those are too few.
+  virtual Status Logits(std::span<const std::span<const int32_t>> prompts,
+                        std::span<float* const> logits) = 0;
 
   virtual EngineStats Stats() const = 0;
 };

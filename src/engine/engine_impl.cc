@@ -1,0 +1,192 @@
+#include "engine/engine_impl.h"
+
+#include <algorithm>
+#include <sstream>
+#include <type_traits>
+#include <utility>
+
+#include "base/check.h"
+#include "base/guard.h"
+
+namespace quire {
+namespace {
+
+int64_t KVBytesPerToken(const std::vector<AttentionLayerSpec>& layers) {
+  int64_t bytes = 0;
+  for (const AttentionLayerSpec& layer : layers) {
+    bytes += layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * DTypeBytes(layer.dtype);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+int64_t CacheSequencesMax(int64_t max_num_sequences) {
+  return 2 * max_num_sequences + kRetainedSequencesMax;
+}
+
+EngineImpl::EngineImpl(Parts parts)
+    : model_(std::move(parts.model)),
+      cache_(std::move(parts.cache)),
+      runner_(std::move(parts.runner)),
+      kernel_path_(std::move(parts.kernel_path)),
+      page_size_(parts.page_size),
+      prefill_chunk_(parts.prefill_chunk),
+      max_num_sequences_(parts.max_num_sequences),
+      max_waiting_(parts.max_waiting),
+      uses_prefix_cache_(parts.prefix_cache),
+      pages_total_(cache_->GetNumAvailablePages()),
+      prefix_cache_(cache_.get(), page_size_, kRetainedSequencesMax) {
+  const ModelInfo& info = model_->info();
+  draw_scratch_.reserve(runner_->worker_count());
+  for (int i = 0; i < runner_->worker_count(); ++i) draw_scratch_.emplace_back(info.vocab_size);
+  counters_.pages_total = pages_total_;
+  counters_.kv_bytes = parts.kv_bytes;
+  counters_.kv_bytes_per_token = KVBytesPerToken(info.layers);
+  counters_.weight_bytes = info.weight_bytes;
+  counters_.page_size = page_size_;
+  Publish();
+}
+
+template <typename F>
+auto EngineImpl::Enter(std::string_view call, F&& body) -> decltype(body()) {
+  if (entered_.exchange(true, std::memory_order_acquire)) {
+    return GuardEntry([&]() -> decltype(body()) {
+      return Status(StatusCode::kBadState,
+                    "Engine::" + std::string(call) +
+                        ": another thread is inside the engine; call it from one thread at a time");
+    });
+  }
+  auto result = GuardEntry(std::forward<F>(body));
+  Publish();
+  entered_.store(false, std::memory_order_release);
+  return result;
+}
+
+void EngineImpl::Publish() noexcept {
+  counters_.pages_free = cache_->GetNumAvailablePages();
+  counters_.pages_in_use = pages_total_ - counters_.pages_free;
+  counters_.retained_sequences = prefix_cache_.sequence_count();
+  counters_.retained_tokens = prefix_cache_.token_count();
+  counters_.waiting = static_cast<int64_t>(waiting_.size());
+  counters_.running = static_cast<int64_t>(running_.size());
+  idle_.store(waiting_.empty() && running_.empty() && due_.empty(), std::memory_order_release);
+  const std::lock_guard<std::mutex> lock(published_mutex_);
+  published_ = counters_;
+}
+
+EngineStats EngineImpl::Stats() const {
+  const std::lock_guard<std::mutex> lock(published_mutex_);
+  return published_;
+}
+
+Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
+  std::ostringstream message;
+  const int64_t positions = model_->info().max_position_embeddings;
+  if (options.n > max_num_sequences_) {
+    message << "SamplingOptions::n is " << options.n << "; the engine works on at most "
+            << max_num_sequences_ << " samples at a time (EngineOptions::max_num_sequences)";
+    return Status(StatusCode::kTooLarge, message.str());
+  }
+  if (prompt_tokens > positions || options.max_tokens > positions - prompt_tokens) {
+    message << "Engine::Submit: a prompt of " << prompt_tokens << " tokens and max_tokens "
+            << options.max_tokens << " do not fit the model's " << positions
+            << " positions; shorten the prompt or lower max_tokens";
+    return Status(StatusCode::kTooLarge, message.str());
+  }
+  const int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, page_size_);
+  if (pages > pages_total_) {
+    message << "Engine::Submit: " << options.n << " sample(s) of " << prompt_tokens
+            << " prompt tokens and max_tokens " << options.max_tokens << " need " << pages
+            << " pages of " << page_size_ << " tokens, the cache has " << pages_total_
+            << "; raise EngineOptions::kv_bytes or lower max_tokens or n";
+    return Status(StatusCode::kTooLarge, message.str());
+  }
+  return {};
+}
+
+int64_t EngineImpl::SequencesFree() const {
+  int64_t used = 0;
+  for (const auto& request : running_) used += request->unfinished_count();
+  return max_num_sequences_ - used;
+}
+
+Request* EngineImpl::FindRequest(int64_t request_id) const {
+  const auto has_id = [&](const auto& request) { return request->id == request_id; };
+  const auto running = std::find_if(running_.begin(), running_.end(), has_id);
+  if (running != running_.end()) return running->get();
+  const auto waiting = std::find_if(waiting_.begin(), waiting_.end(), has_id);
+  return waiting == waiting_.end() ? nullptr : waiting->get();
+}
+
+Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
+                                   const SamplingOptions& options) {
+  return Enter("Submit", [&]() -> Result<int64_t> {
+    const int64_t vocab_size = model_->info().vocab_size;
+    QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
+    QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
+    QUIRE_RETURN_IF_ERROR(CheckFits(static_cast<int64_t>(prompt.size()), options));
+    if (static_cast<int64_t>(waiting_.size()) >= max_waiting_) {
+      return Status(StatusCode::kFull, "Engine::Submit: " + std::to_string(waiting_.size()) +
+                                           " requests wait (EngineOptions::max_waiting); "
+                                           "step the engine and submit again");
+    }
+    waiting_.push_back(std::make_unique<Request>(next_request_id_, prompt, options));
+    return next_request_id_++;
+  });
+}
+
+Status EngineImpl::Cancel(int64_t request_id) {
+  return Enter("Cancel", [&]() -> Status {
+    Request* const request = FindRequest(request_id);
+    if (request == nullptr) {
+      return Status(StatusCode::kUnknownSequence,
+                    "Engine::Cancel: request " + std::to_string(request_id) +
+                        " is not there; it has finished or was never submitted");
+    }
+    EndRequest(request, FinishReason::kCancelled, "");
+    return {};
+  });
+}
+
+Status EngineImpl::Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) {
+  return Enter("Stop", [&] { return StopSample(request_id, sample, answer_tokens); });
+}
+
+Result<std::vector<StepOutput>> EngineImpl::Step() {
+  return Enter("Step", [&]() -> Result<std::vector<StepOutput>> {
+    QUIRE_RETURN_IF_ERROR(RunStep());
+    return std::exchange(due_, {});
+  });
+}
+
+Status EngineImpl::Logits(std::span<const std::span<const int32_t>> prompts,
+                          std::span<float* const> logits) {
+  return Enter("Logits", [&] { return ComputeLogits(prompts, logits); });
+}
+
+void EngineImpl::CheckInvariants() const {
+  prefix_cache_.CheckInvariants();
+  int64_t sequences = prefix_cache_.sequence_count();
+  int64_t samples = 0;
+  for (const auto& request : running_) {
+    for (const Sample& sample : request->samples) {
+      QUIRE_CHECK(sample.finished() ? !sample.has_sequence() : sample.pending() >= 1);
+      samples += sample.finished() ? 0 : 1;
+      if (!sample.has_sequence()) continue;
+      ++sequences;
+      const Result<int64_t> length = cache_->GetSequenceLength(sample.sequence_id);
+      QUIRE_CHECK(length.ok()) << length.status().ToString();
+      QUIRE_CHECK(*length == sample.computed) << "sequence " << sample.sequence_id;
+    }
+  }
+  QUIRE_CHECK(samples <= max_num_sequences_);
+  QUIRE_CHECK(cache_->sequence_count() == sequences) << "a sequence that nobody holds";
+  for (const auto& request : waiting_) {
+    for (const Sample& sample : request->samples) QUIRE_CHECK(!sample.has_sequence());
+  }
+  const Status status = cache_->CheckInvariants();
+  QUIRE_CHECK(status.ok()) << status.ToString();
+}
+
+}  // namespace quire

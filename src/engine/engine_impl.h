@@ -1,0 +1,167 @@
+// The engine behind quire/engine.h, over a model and a cache that are ready; tests hand in their
+// own.
+//
+// A step: plan (admit, evict, preempt, fork, until the scheduler says "run"), forward, draw,
+// EndForward, commit. All that can fail comes before EndForward; from there on results are only
+// stored, into memory that is there.
+#ifndef QUIRE_ENGINE_ENGINE_IMPL_H_
+#define QUIRE_ENGINE_ENGINE_IMPL_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/prefix_cache.h"
+#include "engine/request.h"
+#include "engine/sampler.h"
+#include "engine/scheduler.h"
+#include "quire/engine.h"
+
+namespace quire {
+
+// The most sequences that the prefix cache retains. Each costs a search among them and, as a rule,
+// a page of its own; a server with more conversations than this between two of their turns has long
+// run out of pages.
+inline constexpr int64_t kRetainedSequencesMax = 1024;
+
+// Sequences that the cache of an engine must have room for: those of samples, as many of Logits,
+// the retained ones.
+int64_t CacheSequencesMax(int64_t max_num_sequences);
+
+class EngineImpl final : public Engine {
+ public:
+  struct Parts {
+    std::unique_ptr<Model> model;
+    std::unique_ptr<AttentionKVCache>
+        cache;  // empty; all layers with pages of `page_size`; CacheSequencesMax sequences
+    std::shared_ptr<ParallelRunner> runner;
+    std::string kernel_path;
+    int64_t page_size = 0;
+    int64_t kv_bytes = 0;
+    int64_t prefill_chunk = 0;
+    int64_t max_num_sequences = 0;
+    int64_t max_waiting = 0;
+    bool prefix_cache = true;
+  };
+  explicit EngineImpl(Parts parts);
+
+  const ModelInfo& model_info() const override { return model_->info(); }
+  const std::string& kernel_path() const override { return kernel_path_; }
+  Result<int64_t> Submit(std::span<const int32_t> prompt, const SamplingOptions& options) override;
+  Status Cancel(int64_t request_id) override;
+  Status Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) override;
+  Result<std::vector<StepOutput>> Step() override;
+  bool Idle() const override { return idle_.load(std::memory_order_acquire); }
+  Status Logits(std::span<const std::span<const int32_t>> prompts,
+                std::span<float* const> logits) override;
+  EngineStats Stats() const override;
+
+  // For tests: what must hold between two calls; the first violation stops the process.
+  void CheckInvariants() const;
+
+ private:
+  // `tokens` pending tokens of one sample in a forward.
+  struct Work {
+    Request* request;
+    Sample* sample;
+    int64_t tokens;
+  };
+  using Batch = std::vector<Work>;
+  // A token drawn for a sample from row `row` of the forward's logits, and what is said about it.
+  struct Drawn {
+    Request* request;
+    Sample* sample;
+    int64_t row;
+    Draw draw;
+    StepOutput output;
+  };
+
+  // Excludes a second thread, turns bad_alloc into OutOfMemory and refreshes what Stats and Idle
+  // tell.
+  template <typename F>
+  auto Enter(std::string_view call, F&& body) -> decltype(body());
+  void Publish() noexcept;
+
+  // engine_impl.cc
+  Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
+  int64_t SequencesFree() const;
+  Request* FindRequest(int64_t request_id) const;
+
+  // step_plan.cc: who computes what.
+  Result<Batch> PlanBatch(bool may_admit);
+  Status GiveSequences();
+  Status GiveSequence(Sample* sample, const PrefixMatch& from);
+  PrefixMatch FindPrefix(const Request& request, const Sample& sample) const;
+  PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
+  bool IsPrefixBeingComputed(const Sample& sample, int64_t matched) const;
+  Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
+  std::optional<WaitingHead> ViewHead();
+  Status AdmitHead();
+  void PreemptYoungest();
+  void RestartOrFail();
+  void MakeRoom();
+
+  // step_forward.cc: computing it.
+  Status RunStep();
+  Status RunBatch(const Batch& batch);
+  Status Attempt(const Batch& batch);
+  Status Forward(const Batch& batch);
+  std::vector<Drawn> PrepareDraws(const Batch& batch) const;
+  void DrawAll(std::vector<Drawn>* draws);
+  void Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept;
+
+  // step_finish.cc: what a drawn token does to its sample, and the end of samples and requests.
+  void ApplyDraw(Drawn* drawn) noexcept;
+  void Report(int64_t answer_length, Drawn* drawn) noexcept;
+  void FinishSample(Request* request, Sample* sample, FinishReason reason,
+                    StepOutput* output) noexcept;
+  void ReleaseSequence(Request* request, Sample* sample) noexcept;
+  void RetainOrRemove(Sample* sample) noexcept;
+  void DropSequences(Request* request) noexcept;
+  Status StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens);
+  void Erase(const Request* request) noexcept;
+  void EndRequest(Request* request, FinishReason reason, const std::string& error);
+
+  // step_logits.cc
+  Status CheckLogitsArguments(std::span<const std::span<const int32_t>> prompts,
+                              std::span<float* const> logits) const;
+  Status ShrinkToFreePages(std::vector<int64_t>* sequence_ids, std::vector<int64_t>* lengths);
+  Status ComputeLogits(std::span<const std::span<const int32_t>> prompts,
+                       std::span<float* const> logits);
+
+  const std::unique_ptr<Model> model_;
+  const std::unique_ptr<AttentionKVCache> cache_;
+  const std::shared_ptr<ParallelRunner> runner_;
+  const std::string kernel_path_;
+  const int64_t page_size_;
+  const int64_t prefill_chunk_;
+  const int64_t max_num_sequences_;
+  const int64_t max_waiting_;
+  const bool uses_prefix_cache_;
+  const int64_t pages_total_;
+
+  PrefixCache prefix_cache_;
+  std::deque<std::unique_ptr<Request>> waiting_;   // by id
+  std::vector<std::unique_ptr<Request>> running_;  // by id; all older than those that wait
+  std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests
+  int64_t next_request_id_ = 0;
+  int64_t next_sequence_id_ = 0;
+  std::vector<float> logits_;              // [rows of the forward, vocab_size]
+  std::vector<DrawScratch> draw_scratch_;  // one per worker
+
+  std::atomic<bool> entered_ = false;
+  std::atomic<bool> idle_ = true;
+  EngineStats counters_;  // of the thread that is inside
+  mutable std::mutex published_mutex_;
+  EngineStats published_;  // guarded by published_mutex_
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_ENGINE_IMPL_H_

@@ -1,0 +1,100 @@
+// Test only: the real cache behind a switch that makes any call fail before it does anything.
+#ifndef QUIRE_ENGINE_FALLIBLE_KV_CACHE_H_
+#define QUIRE_ENGINE_FALLIBLE_KV_CACHE_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "quire/attention_kv_cache.h"
+
+namespace quire {
+
+class FallibleKVCache final : public AttentionKVCache {
+ public:
+  explicit FallibleKVCache(std::unique_ptr<AttentionKVCache> cache) : cache_(std::move(cache)) {}
+
+  // Asked before each call that may fail for want of pages or memory; its error is what the call
+  // returns.
+  std::function<Status(std::string_view call)> fault;
+
+  Status Clear() override { return cache_->Clear(); }
+  Status AddSequence(int64_t id) override {
+    QUIRE_RETURN_IF_ERROR(Fault("AddSequence"));
+    return cache_->AddSequence(id);
+  }
+  Status RemoveSequence(int64_t id) override { return cache_->RemoveSequence(id); }
+  Status ForkSequence(int64_t parent, int64_t child, int64_t position) override {
+    QUIRE_RETURN_IF_ERROR(Fault("ForkSequence"));
+    return cache_->ForkSequence(parent, child, position);
+  }
+  Status PopN(int64_t id, int64_t n) override {
+    QUIRE_RETURN_IF_ERROR(Fault("PopN"));
+    return cache_->PopN(id, n);
+  }
+  Status BeginForward(std::span<const int64_t> ids, std::span<const int64_t> lengths) override {
+    QUIRE_RETURN_IF_ERROR(Fault("BeginForward"));
+    return cache_->BeginForward(ids, lengths);
+  }
+  Status EndForward() override {
+    QUIRE_RETURN_IF_ERROR(Fault("EndForward"));
+    return cache_->EndForward();
+  }
+  Status AbortForward() override { return cache_->AbortForward(); }
+
+  bool Empty() const override { return cache_->Empty(); }
+  int64_t GetNumAvailablePages() const override { return cache_->GetNumAvailablePages(); }
+  int64_t GetTotalSequenceLength() const override { return cache_->GetTotalSequenceLength(); }
+  int64_t GetDistinctTokenCount() const override { return cache_->GetDistinctTokenCount(); }
+  int64_t sequence_count() const override { return cache_->sequence_count(); }
+  int64_t pages_in_use() const override { return cache_->pages_in_use(); }
+  int64_t pages_allocated() const override { return cache_->pages_allocated(); }
+  bool HasSequence(int64_t id) const override { return cache_->HasSequence(id); }
+  Result<int64_t> GetSequenceLength(int64_t id) const override {
+    return cache_->GetSequenceLength(id);
+  }
+  Result<int64_t> PagesNeeded(std::span<const int64_t> ids,
+                              std::span<const int64_t> lengths) const override {
+    QUIRE_RETURN_IF_ERROR(Fault("PagesNeeded"));
+    return cache_->PagesNeeded(ids, lengths);
+  }
+  Status SelectLongRope(int64_t id, bool use_long_factors) override {
+    return cache_->SelectLongRope(id, use_long_factors);
+  }
+  Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
+                               double sm_scale) override {
+    QUIRE_RETURN_IF_ERROR(Fault("AttentionWithFusedQKV"));
+    return cache_->AttentionWithFusedQKV(layer, qkv, o, sm_scale);
+  }
+  Status Append(int64_t layer, const TensorView& k, const TensorView& v) override {
+    return cache_->Append(layer, k, v);
+  }
+  Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
+                double sm_scale) override {
+    return cache_->Attend(layer, q, o, lse, sm_scale);
+  }
+  Result<std::span<const int32_t>> GetQueryPositions() const override {
+    return cache_->GetQueryPositions();
+  }
+  Status DebugGetKV(int64_t id, int64_t start, int64_t end, const TensorView& k,
+                    const TensorView& v) override {
+    return cache_->DebugGetKV(id, start, end, k, v);
+  }
+  Status DebugSetKV(int64_t id, int64_t start, const TensorView& k, const TensorView& v) override {
+    return cache_->DebugSetKV(id, start, k, v);
+  }
+  Result<std::string> DebugPlan() const override { return cache_->DebugPlan(); }
+  uint64_t StateDigest() const override { return cache_->StateDigest(); }
+  Status CheckInvariants() const override { return cache_->CheckInvariants(); }
+
+ private:
+  Status Fault(std::string_view call) const { return fault ? fault(call) : Status(); }
+
+  std::unique_ptr<AttentionKVCache> cache_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_FALLIBLE_KV_CACHE_H_

@@ -1,0 +1,159 @@
+#include "engine/prefix_cache.h"
+
+#include <iterator>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+
+namespace quire {
+namespace {
+
+void RemoveFrom(AttentionKVCache* cache, int64_t sequence_id) noexcept {
+  const Status status = cache->RemoveSequence(sequence_id);
+  QUIRE_CHECK(status.ok()) << status.ToString();
+}
+
+}  // namespace
+
+int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b) {
+  return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
+}
+
+PrefixCache::PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t sequences_max)
+    : cache_(cache), page_size_(page_size), sequences_max_(sequences_max) {
+  QUIRE_CHECK(sequences_max >= 1);
+}
+
+void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens) noexcept {
+  if (tokens.empty()) return RemoveFrom(cache_, sequence_id);
+  try {
+    Entries entry;
+    entry.push_back({.sequence_id = sequence_id, .tokens = std::move(tokens)});
+    Insert(std::move(entry));
+  } catch (const std::bad_alloc&) {
+    RemoveFrom(cache_, sequence_id);  // retaining is a favour, not a duty
+  }
+}
+
+void PrefixCache::Count(int64_t tokens, int64_t sign) noexcept {
+  token_count_ += sign * tokens;
+  page_count_max_ += sign * PagesOf(tokens);
+}
+
+// `entry` is a list of one, so that what allocates comes before what changes.
+void PrefixCache::Insert(Entries entry) {
+  const Entries::iterator added = entry.begin();
+  const auto [place, is_new] = by_tokens_.insert(added);
+  if (!is_new) {  // the same tokens are retained already
+    RemoveFrom(cache_, added->sequence_id);
+    return Touch((*place)->sequence_id);
+  }
+  by_use_.splice(by_use_.end(), entry);
+  Count(static_cast<int64_t>(added->tokens.size()), 1);
+  const auto is_prefix = [](Entries::iterator a, Entries::iterator b) {
+    return CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
+  };
+  if (const auto next = std::next(place); next != by_tokens_.end() && is_prefix(added, *next)) {
+    const Entries::iterator longer = *next;
+    Remove(added);
+    by_use_.splice(by_use_.end(), by_use_, longer);
+    return;
+  }
+  if (place != by_tokens_.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
+  if (sequence_count() > sequences_max_) Remove(by_use_.begin());
+}
+
+PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens) const {
+  PrefixMatch best;
+  const auto consider = [&](Entries::iterator entry) {
+    const int64_t length = CommonPrefix(tokens, entry->tokens);
+    if (length > best.length) best = {.sequence_id = entry->sequence_id, .length = length};
+  };
+  const auto place = by_tokens_.lower_bound(tokens);
+  if (place != by_tokens_.end()) consider(*place);
+  if (place != by_tokens_.begin()) consider(*std::prev(place));
+  return best;
+}
+
+void PrefixCache::Touch(int64_t sequence_id) noexcept {
+  const auto entry = std::find_if(by_use_.begin(), by_use_.end(),
+                                  [&](const Entry& e) { return e.sequence_id == sequence_id; });
+  if (entry != by_use_.end()) by_use_.splice(by_use_.end(), by_use_, entry);
+}
+
+void PrefixCache::Evict(int64_t pages) noexcept {
+  while (!by_use_.empty()) {
+    const int64_t missing = pages - cache_->GetNumAvailablePages();
+    if (missing <= 0) return;
+    const Entries::iterator victim = by_use_.begin();
+    const bool is_left = CutTail(victim, missing);
+    // What is still missing is in pages that others hold too: nothing is won by keeping the rest.
+    if (is_left && cache_->GetNumAvailablePages() < pages) Remove(victim);
+  }
+}
+
+bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
+  const auto length = static_cast<int64_t>(entry->tokens.size());
+  const int64_t kept = std::max<int64_t>(0, PagesOf(length) - pages) * page_size_;
+  if (kept == 0) {
+    Remove(entry);
+    return false;
+  }
+  const Status status = cache_->PopN(entry->sequence_id, length - kept);
+  if (!status.ok()) {  // the allocator refused; removing needs no memory
+    Remove(entry);
+    return false;
+  }
+  // The shortened text keeps its place between its neighbours, unless it has become a prefix of the
+  // next one (every text between a prefix and the text itself begins with the prefix, so it is the
+  // next ones that would).
+  const auto place = by_tokens_.find(entry);
+  entry->tokens.resize(kept);
+  Count(length, -1);
+  Count(kept, 1);
+  const auto begins = [&](Index::iterator other) {
+    return CommonPrefix(entry->tokens, (*other)->tokens) == kept;
+  };
+  const bool is_redundant = (std::next(place) != by_tokens_.end() && begins(std::next(place))) ||
+                            (place != by_tokens_.begin() && begins(std::prev(place)));
+  if (!is_redundant) return true;
+  by_tokens_.erase(place);
+  Count(kept, -1);
+  RemoveFrom(cache_, entry->sequence_id);
+  by_use_.erase(entry);
+  return false;
+}
+
+void PrefixCache::Remove(Entries::iterator entry) noexcept {
+  RemoveFrom(cache_, entry->sequence_id);
+  Count(static_cast<int64_t>(entry->tokens.size()), -1);
+  by_tokens_.erase(entry);
+  by_use_.erase(entry);
+}
+
+void PrefixCache::CheckInvariants() const {
+  QUIRE_CHECK(by_use_.size() == by_tokens_.size());
+  QUIRE_CHECK(sequence_count() <= sequences_max_);
+  int64_t tokens = 0;
+  int64_t pages = 0;
+  for (auto it = by_tokens_.begin(); it != by_tokens_.end(); ++it) {
+    const Entry& entry = **it;
+    const auto length = static_cast<int64_t>(entry.tokens.size());
+    tokens += length;
+    pages += PagesOf(length);
+    const Result<int64_t> held = cache_->GetSequenceLength(entry.sequence_id);
+    QUIRE_CHECK(held.ok()) << held.status().ToString();
+    QUIRE_CHECK(*held == length) << "sequence " << entry.sequence_id;
+    if (const auto next = std::next(it); next != by_tokens_.end()) {
+      QUIRE_CHECK(std::lexicographical_compare(entry.tokens.begin(), entry.tokens.end(),
+                                               (*next)->tokens.begin(), (*next)->tokens.end()));
+      QUIRE_CHECK(CommonPrefix(entry.tokens, (*next)->tokens) < length)
+          << "sequence " << entry.sequence_id << " is a prefix of another";
+    }
+  }
+  QUIRE_CHECK(tokens == token_count_);
+  QUIRE_CHECK(pages == page_count_max_);
+}
+
+}  // namespace quire

@@ -1,0 +1,100 @@
+// Remembers which tokens the KV of finished sequences stands for, so that a new request starts
+// behind the longest prefix that is there, to the token.
+//
+// Retained sequences stay in the KV cache under ids of their own; a request forks the one that
+// matches (which copies nothing). They are given up when pages run out: least recently used first,
+// from the tail, because the beginning of a sequence is what others share.
+//
+// The sequences are kept in lexicographic order of their tokens, where the longest common prefix
+// with any text is at one of the two neighbours of that text's place. So an ordered set is enough:
+// a radix tree would store the same tokens with a node for each branch and answer the same
+// question.
+//
+// Invariant: no retained sequence's tokens are a prefix of another's; the shorter one would hold a
+// slot for nothing.
+#ifndef QUIRE_ENGINE_PREFIX_CACHE_H_
+#define QUIRE_ENGINE_PREFIX_CACHE_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <list>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "quire/attention_kv_cache.h"
+
+namespace quire {
+
+// Length of the longest common prefix.
+int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b);
+
+struct PrefixMatch {
+  int64_t sequence_id = -1;
+  int64_t length = 0;  // tokens in common; 0 = no match
+};
+
+class PrefixCache {
+ public:
+  // `cache` outlives this. sequences_max >= 1 bounds what is retained.
+  PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t sequences_max);
+
+  // Takes over a sequence of the cache that holds exactly `tokens`. When memory is short the
+  // sequence is removed instead.
+  void Retain(int64_t sequence_id, std::vector<int32_t> tokens) noexcept;
+
+  // The longest match of a beginning of `tokens`. The match is as good as used now: Touch it before
+  // it may be evicted.
+  PrefixMatch Find(std::span<const int32_t> tokens) const;
+  void Touch(int64_t sequence_id) noexcept;
+
+  // Gives up retained KV until `pages` are free or nothing is left.
+  void Evict(int64_t pages) noexcept;
+
+  bool empty() const { return by_use_.empty(); }
+  int64_t sequence_count() const { return static_cast<int64_t>(by_use_.size()); }
+  int64_t token_count() const { return token_count_; }
+  // Evicting everything frees at most so many pages; fewer if sequences share some.
+  int64_t page_count_max() const { return page_count_max_; }
+  // The first violated invariant stops the process. For tests.
+  void CheckInvariants() const;
+
+ private:
+  struct Entry {
+    int64_t sequence_id;
+    std::vector<int32_t> tokens;
+  };
+  using Entries = std::list<Entry>;  // least recently used first
+
+  struct LexicographicOrder {
+    using is_transparent = void;
+    static std::span<const int32_t> Key(Entries::iterator entry) { return entry->tokens; }
+    static std::span<const int32_t> Key(std::span<const int32_t> tokens) { return tokens; }
+    template <typename A, typename B>
+    bool operator()(const A& a, const B& b) const {
+      const std::span<const int32_t> x = Key(a);
+      const std::span<const int32_t> y = Key(b);
+      return std::lexicographical_compare(x.begin(), x.end(), y.begin(), y.end());
+    }
+  };
+  using Index = std::set<Entries::iterator, LexicographicOrder>;
+
+  int64_t PagesOf(int64_t tokens) const { return (tokens + page_size_ - 1) / page_size_; }
+  void Count(int64_t tokens, int64_t sign) noexcept;
+  void Insert(Entries entry);
+  void Remove(Entries::iterator entry) noexcept;
+  // Cuts the tail that holds `pages` pages; false if the entry is gone thereby.
+  bool CutTail(Entries::iterator entry, int64_t pages) noexcept;
+
+  AttentionKVCache* cache_;
+  int64_t page_size_;
+  int64_t sequences_max_;
+  Entries by_use_;
+  Index by_tokens_;
+  int64_t token_count_ = 0;
+  int64_t page_count_max_ = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_PREFIX_CACHE_H_

@@ -1,0 +1,85 @@
+// A request and its samples, as the engine keeps them.
+//
+// Invariants.
+// - A sample's tokens are the prompt and then its answer. The first `computed` of them are in its
+// sequence; the rest is
+//   pending. A sample that decodes has one pending token, the one that was drawn last. Nothing else
+//   tells prefill, decode, resuming after preemption and continuing behind a cached prefix apart.
+// - All samples of a request have an empty answer, or none has: the first draw is made for all of
+// them from the logits of
+//   the prompt's last token.
+// - The first unfinished sample leads: it computes the prompt. Another unfinished sample without a
+// sequence waits until it
+//   can be forked from the leader at the prompt's end.
+#ifndef QUIRE_ENGINE_REQUEST_H_
+#define QUIRE_ENGINE_REQUEST_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "quire/engine.h"
+#include "quire/status.h"
+
+namespace quire {
+
+inline constexpr int64_t kNoSequence = -1;
+
+struct Sample {
+  std::vector<int32_t> tokens;
+  std::vector<std::vector<TokenLogprob>>
+      held_logprobs;  // of answer tokens that are not reported yet, if asked for
+  int64_t sequence_id = kNoSequence;
+  int64_t computed = 0;
+  int64_t reported = 0;   // answer tokens that the caller has
+  int64_t last_step = 0;  // in which it was given tokens last
+  FinishReason finish_reason = FinishReason::kNone;
+
+  bool finished() const { return finish_reason != FinishReason::kNone; }
+  bool has_sequence() const { return sequence_id != kNoSequence; }
+  int64_t pending() const { return static_cast<int64_t>(tokens.size()) - computed; }
+};
+
+struct Request {
+  Request(int64_t request_id, std::span<const int32_t> prompt, SamplingOptions sampling);
+
+  // The leader; null if all are finished.
+  Sample* leader();
+  int64_t unfinished_count() const;
+  bool answer_begun() const;
+  std::span<const int32_t> prompt_of(const Sample& sample) const {
+    return {sample.tokens.data(), static_cast<size_t>(prompt_tokens)};
+  }
+  std::span<const int32_t> answer_of(const Sample& sample) const {
+    return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
+  }
+  // Takes all memory that the samples need until they finish, so that results can be stored without
+  // failing.
+  void ReserveAnswers();
+
+  int64_t id;
+  int64_t prompt_tokens;
+  SamplingOptions options;
+  std::vector<Sample> samples;
+  int64_t cached_tokens = 0;
+  int64_t completion_tokens = 0;
+  bool admitted_before = false;
+  bool restarted = false;  // computed anew without shared pages, see Decision::kRestart
+};
+
+// BadArgument with the field's name and value.
+Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size);
+// BadArgument with the position and value of the first id outside the vocabulary, or for no ids.
+Status CheckTokens(std::string_view what, std::span<const int32_t> tokens, int64_t vocab_size);
+
+// Length of the longest stop sequence that the answer ends with; 0 = none.
+int64_t StopMatchLength(std::span<const int32_t> answer,
+                        const std::vector<std::vector<int32_t>>& stop);
+// Length of the longest end of the answer that begins a stop sequence without completing it: not to
+// be given out yet.
+int64_t HeldBackLength(std::span<const int32_t> answer,
+                       const std::vector<std::vector<int32_t>>& stop);
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_REQUEST_H_

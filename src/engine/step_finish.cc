@@ -1,0 +1,177 @@
+// What a drawn token does to its sample, and how samples and requests end. Results are stored in
+// memory that was taken when the request was admitted and when the draws were prepared.
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+#include "engine/engine_impl.h"
+
+namespace quire {
+
+void EngineImpl::ApplyDraw(Drawn* drawn) noexcept {
+  Sample& sample = *drawn->sample;
+  const SamplingOptions& options = drawn->request->options;
+  const auto answer_length = [&] {
+    return static_cast<int64_t>(sample.tokens.size()) - drawn->request->prompt_tokens;
+  };
+  if (drawn->draw.error != DrawError::kNone) {
+    Report(answer_length(), drawn);
+    return FinishSample(drawn->request, &sample, FinishReason::kError, &drawn->output);
+  }
+  const std::vector<int64_t>& eos = model_->info().eos_token_ids;
+  if (!options.ignore_eos && std::find(eos.begin(), eos.end(), drawn->draw.token) != eos.end()) {
+    Report(answer_length(), drawn);
+    return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
+  }
+  sample.tokens.push_back(drawn->draw.token);
+  if (options.logprobs >= 0) sample.held_logprobs.push_back(std::move(drawn->draw.logprobs));
+  const std::span<const int32_t> answer = drawn->request->answer_of(sample);
+  if (const int64_t match = StopMatchLength(answer, options.stop); match > 0) {
+    Report(answer_length() - match, drawn);
+    return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
+  }
+  if (answer_length() == options.max_tokens) {
+    Report(answer_length(), drawn);
+    return FinishSample(drawn->request, &sample, FinishReason::kLength, &drawn->output);
+  }
+  Report(answer_length() - HeldBackLength(answer, options.stop), drawn);
+}
+
+// Gives out the answer up to `answer_length`.
+void EngineImpl::Report(int64_t answer_length, Drawn* drawn) noexcept {
+  Sample& sample = *drawn->sample;
+  const int64_t count = answer_length - sample.reported;
+  QUIRE_CHECK(count >= 0) << "a token was given out that belongs to a stop sequence";
+  const auto first = drawn->request->answer_of(sample).begin() + sample.reported;
+  drawn->output.tokens.insert(drawn->output.tokens.end(), first, first + count);
+  if (drawn->request->options.logprobs >= 0) {
+    const auto begin = sample.held_logprobs.begin();
+    drawn->output.logprobs.insert(drawn->output.logprobs.end(), std::make_move_iterator(begin),
+                                  std::make_move_iterator(begin + count));
+    sample.held_logprobs.erase(begin, begin + count);
+  }
+  sample.reported += count;
+  drawn->request->completion_tokens += count;
+  counters_.completion_tokens += count;
+}
+
+// The answer is what was reported: what was drawn beyond it is popped, so that state and usage are
+// as if the sample had stopped at once.
+void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason reason,
+                              StepOutput* output) noexcept {
+  sample->finish_reason = reason;
+  sample->tokens.resize(request->prompt_tokens + sample->reported);
+  output->finish_reason = reason;
+  output->prompt_tokens = request->prompt_tokens;
+  output->cached_tokens = request->cached_tokens;
+  output->completion_tokens = request->completion_tokens;
+  if (sample->has_sequence()) ReleaseSequence(request, sample);
+}
+
+// The sequence goes to the next leader if that one still waits to be forked from it, else it is
+// retained.
+void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
+  Sample* const heir = request->leader();
+  const bool inherits =
+      heir != nullptr && !heir->has_sequence() && sample->computed >= request->prompt_tokens;
+  const int64_t kept =
+      inherits ? request->prompt_tokens
+               : std::min(sample->computed, static_cast<int64_t>(sample->tokens.size()));
+  const Status popped = cache_->PopN(sample->sequence_id, sample->computed - kept);
+  if (!popped.ok() || sample->finish_reason == FinishReason::kError) {
+    const Status removed = cache_->RemoveSequence(sample->sequence_id);
+    QUIRE_CHECK(removed.ok()) << removed.ToString();
+    sample->computed = 0;
+    sample->sequence_id = kNoSequence;
+    return;
+  }
+  sample->computed = kept;
+  if (!inherits) return RetainOrRemove(sample);
+  heir->sequence_id = std::exchange(sample->sequence_id, kNoSequence);
+  heir->computed = std::exchange(sample->computed, 0);
+}
+
+void EngineImpl::RetainOrRemove(Sample* sample) noexcept {
+  const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
+  const int64_t computed = std::exchange(sample->computed, 0);
+  if (uses_prefix_cache_) {
+    try {
+      return prefix_cache_.Retain(sequence_id,
+                                  {sample->tokens.begin(), sample->tokens.begin() + computed});
+    } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
+    }
+  }
+  const Status removed = cache_->RemoveSequence(sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+}
+
+void EngineImpl::DropSequences(Request* request) noexcept {
+  for (Sample& sample : request->samples) {
+    if (!sample.has_sequence()) continue;
+    const Status removed = cache_->RemoveSequence(sample.sequence_id);
+    QUIRE_CHECK(removed.ok()) << removed.ToString();
+    sample.sequence_id = kNoSequence;
+    sample.computed = 0;
+  }
+}
+
+// Ends a request, wherever it is, with an output for each unfinished sample. Outputs first: they
+// need memory.
+void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::string& error) {
+  std::vector<StepOutput> outputs;
+  for (const Sample& sample : request->samples) {
+    if (sample.finished()) continue;
+    StepOutput& output = outputs.emplace_back();
+    output.request_id = request->id;
+    output.sample = &sample - request->samples.data();
+    output.finish_reason = reason;
+    output.error = error;
+    output.prompt_tokens = request->prompt_tokens;
+    output.cached_tokens = request->cached_tokens;
+    output.completion_tokens = request->completion_tokens;
+  }
+  due_.insert(due_.end(), std::make_move_iterator(outputs.begin()),
+              std::make_move_iterator(outputs.end()));
+  DropSequences(request);
+  Erase(request);
+}
+
+void EngineImpl::Erase(const Request* request) noexcept {
+  const auto is_request = [&](const auto& other) { return other.get() == request; };
+  if (std::erase_if(running_, is_request) == 0) std::erase_if(waiting_, is_request);
+}
+
+Status EngineImpl::StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens) {
+  Request* const request = FindRequest(request_id);
+  const bool is_there = request != nullptr && sample_index >= 0 &&
+                        sample_index < static_cast<int64_t>(request->samples.size()) &&
+                        !request->samples[sample_index].finished();
+  if (!is_there) {
+    return Status(StatusCode::kUnknownSequence,
+                  "Engine::Stop: sample " + std::to_string(sample_index) + " of request " +
+                      std::to_string(request_id) +
+                      " is not there; it has finished or was never submitted");
+  }
+  Sample& sample = request->samples[sample_index];
+  if (answer_tokens < 0 || answer_tokens > sample.reported) {
+    return Status(StatusCode::kBadArgument,
+                  "Engine::Stop: answer_tokens is " + std::to_string(answer_tokens) +
+                      "; it must be in [0, " + std::to_string(sample.reported) +
+                      "], what was given out of sample " + std::to_string(sample_index));
+  }
+  StepOutput output;
+  output.request_id = request_id;
+  output.sample = sample_index;
+  due_.reserve(due_.size() + 1);
+  const int64_t surplus = sample.reported - answer_tokens;
+  sample.reported -= surplus;
+  request->completion_tokens -= surplus;
+  counters_.completion_tokens -= surplus;
+  FinishSample(request, &sample, FinishReason::kStop, &output);
+  due_.push_back(std::move(output));
+  if (request->leader() == nullptr) Erase(request);
+  return {};
+}
+
+}  // namespace quire

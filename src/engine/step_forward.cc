@@ -1,0 +1,145 @@
+// The second half of a step: one forward of the planned batch, the draws behind it, and the commit.
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/guard.h"
+#include "engine/engine_impl.h"
+#include "engine/open_forward.h"
+
+namespace quire {
+namespace {
+
+std::string DescribeDrawError(DrawError error, int64_t sample, int64_t position) {
+  return "Internal: the logits for token " + std::to_string(position) + " of sample " +
+         std::to_string(sample) +
+         (error == DrawError::kNotANumber ? " hold NaN or +infinity" : " are all -infinity") +
+         "; the model's weights or KV are damaged";
+}
+
+}  // namespace
+
+Status EngineImpl::RunStep() {
+  for (bool may_admit = true;; may_admit = false) {
+    QUIRE_ASSIGN_OR_RETURN(const Batch batch, PlanBatch(may_admit));
+    if (batch.empty()) return {};
+    const Status status = RunBatch(batch);
+    if (status.code() != StatusCode::kOutOfPages) return status;
+    MakeRoom();
+  }
+}
+
+// A batch that fails is tried again with its first request alone: what is wrong with one request
+// must not end others, and a step always gets somewhere.
+Status EngineImpl::RunBatch(const Batch& batch) {
+  Status status = Attempt(batch);
+  Request* const first = batch.front().request;
+  if (!status.ok() && status.code() != StatusCode::kOutOfPages) {
+    Batch alone;
+    std::copy_if(batch.begin(), batch.end(), std::back_inserter(alone),
+                 [&](const Work& work) { return work.request == first; });
+    if (alone.size() < batch.size()) status = Attempt(alone);
+  }
+  if (status.ok() || status.code() == StatusCode::kOutOfPages) return status;
+  EndRequest(first, FinishReason::kError, status.ToString());
+  return {};
+}
+
+Status EngineImpl::Attempt(const Batch& batch) {
+  return GuardEntry([&]() -> Status {
+    std::vector<int64_t> sequence_ids;
+    std::vector<int64_t> lengths;
+    for (const Work& work : batch) {
+      sequence_ids.push_back(work.sample->sequence_id);
+      lengths.push_back(work.tokens);
+    }
+    std::vector<Drawn> draws = PrepareDraws(batch);
+    due_.reserve(due_.size() + draws.size());
+    QUIRE_RETURN_IF_ERROR(cache_->BeginForward(sequence_ids, lengths));
+    OpenForward forward(cache_.get());
+    QUIRE_RETURN_IF_ERROR(Forward(batch));
+    DrawAll(&draws);
+    QUIRE_RETURN_IF_ERROR(forward.End());
+    Commit(batch, &draws);
+    return {};
+  });
+}
+
+Status EngineImpl::Forward(const Batch& batch) {
+  std::vector<int32_t> token_ids;
+  std::vector<int64_t> logit_rows;
+  for (const Work& work : batch) {
+    const auto first = work.sample->tokens.begin() + work.sample->computed;
+    token_ids.insert(token_ids.end(), first, first + work.tokens);
+    if (work.tokens == work.sample->pending()) {
+      logit_rows.push_back(static_cast<int64_t>(token_ids.size()) - 1);
+    }
+  }
+  logits_.resize(logit_rows.size() * model_->info().vocab_size);
+  return model_->Forward(*cache_, token_ids, logit_rows, logits_.data());
+}
+
+// One draw for each sample whose pending tokens end in this batch; for all samples of a request
+// where its prompt ends.
+std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) const {
+  std::vector<Drawn> draws;
+  int64_t row = 0;
+  const auto prepare = [&](Request* request, Sample* sample) {
+    Drawn& drawn = draws.emplace_back();
+    drawn.request = request;
+    drawn.sample = sample;
+    drawn.row = row;
+    ReserveLogprobs(request->options, model_->info().vocab_size, &drawn.draw);
+    drawn.output.request_id = request->id;
+    drawn.output.sample = sample - request->samples.data();
+    const size_t tokens_max = request->answer_of(*sample).size() - sample->reported + 1;
+    drawn.output.tokens.reserve(tokens_max);
+    if (request->options.logprobs >= 0) drawn.output.logprobs.reserve(tokens_max);
+  };
+  for (const Work& work : batch) {
+    if (work.tokens < work.sample->pending()) continue;
+    if (work.request->answer_begun()) {
+      prepare(work.request, work.sample);
+    } else {
+      for (Sample& sample : work.request->samples) prepare(work.request, &sample);
+    }
+    ++row;
+  }
+  return draws;
+}
+
+void EngineImpl::DrawAll(std::vector<Drawn>* draws) {
+  const int64_t vocab_size = model_->info().vocab_size;
+  runner_->ParallelFor(static_cast<int64_t>(draws->size()), [&](int64_t index, int worker) {
+    Drawn& drawn = (*draws)[index];
+    const Request& request = *drawn.request;
+    DrawToken({.logits = {logits_.data() + drawn.row * vocab_size, static_cast<size_t>(vocab_size)},
+               .prompt = request.prompt_of(*drawn.sample),
+               .answer = request.answer_of(*drawn.sample),
+               .options = &request.options,
+               .stream = drawn.output.sample},
+              &draw_scratch_[worker], &drawn.draw);
+  });
+  for (Drawn& drawn : *draws) {
+    if (drawn.draw.error == DrawError::kNone) continue;
+    const auto position = static_cast<int64_t>(drawn.sample->tokens.size());
+    drawn.output.error = DescribeDrawError(drawn.draw.error, drawn.output.sample, position);
+  }
+}
+
+void EngineImpl::Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept {
+  ++counters_.steps;
+  for (const Work& work : batch) {
+    work.sample->computed += work.tokens;
+    work.sample->last_step = counters_.steps;
+  }
+  for (Drawn& drawn : *draws) {
+    ApplyDraw(&drawn);
+    const bool says_something =
+        !drawn.output.tokens.empty() || drawn.output.finish_reason != FinishReason::kNone;
+    if (says_something) due_.push_back(std::move(drawn.output));
+  }
+  std::erase_if(running_, [](const auto& request) { return request->leader() == nullptr; });
+}
+
+}  // namespace quire

@@ -1,0 +1,218 @@
+// The first half of a step: who computes what. Every decision is carried out whole before the next
+// one is asked for, so an error between two leaves a state from which the next step goes on.
+#include <algorithm>
+#include <utility>
+
+#include "engine/engine_impl.h"
+
+namespace quire {
+namespace {
+
+// The better of two; the first on a tie.
+PrefixMatch Longer(const PrefixMatch& a, const PrefixMatch& b) {
+  return b.length > a.length ? b : a;
+}
+
+}  // namespace
+
+Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
+  for (;;) {
+    QUIRE_RETURN_IF_ERROR(GiveSequences());
+    Batch works;
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
+    const Decision decision = DecideNext({.token_budget = prefill_chunk_,
+                                          .page_size = page_size_,
+                                          .pages_free = cache_->GetNumAvailablePages(),
+                                          .sequences_free = SequencesFree(),
+                                          .pages_evictable_max = prefix_cache_.page_count_max(),
+                                          .running = running,
+                                          .head = may_admit ? ViewHead() : std::nullopt});
+    switch (decision.kind) {
+      case Decision::Kind::kAdmit:
+        QUIRE_RETURN_IF_ERROR(AdmitHead());
+        break;
+      case Decision::Kind::kEvict:
+        prefix_cache_.Evict(decision.pages);
+        break;
+      case Decision::Kind::kPreempt:
+        PreemptYoungest();
+        may_admit = false;  // else the pages that were just won could go to a newcomer
+        break;
+      case Decision::Kind::kRestart:
+        RestartOrFail();
+        break;
+      case Decision::Kind::kRun:
+      case Decision::Kind::kNothing: {
+        Batch batch;
+        for (const Take& take : decision.takes) {
+          batch.push_back(works[take.index]);
+          batch.back().tokens = take.tokens;
+        }
+        return batch;
+      }
+    }
+  }
+}
+
+// Leaders without a sequence get one; the other samples are forked as soon as their leader has
+// computed the prompt.
+Status EngineImpl::GiveSequences() {
+  for (const auto& request : running_) {
+    Sample* const leader = request->leader();
+    if (!leader->has_sequence()) {
+      QUIRE_RETURN_IF_ERROR(GiveSequence(leader, FindPrefix(*request, *leader)));
+    }
+    if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
+    for (Sample& sample : request->samples) {
+      if (sample.finished() || sample.has_sequence()) continue;
+      QUIRE_RETURN_IF_ERROR(GiveSequence(&sample, FindFork(*request, *leader, sample)));
+    }
+  }
+  return {};
+}
+
+Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from) {
+  const int64_t sequence_id = next_sequence_id_;
+  QUIRE_RETURN_IF_ERROR(from.length == 0
+                            ? cache_->AddSequence(sequence_id)
+                            : cache_->ForkSequence(from.sequence_id, sequence_id, from.length));
+  ++next_sequence_id_;
+  prefix_cache_.Touch(from.sequence_id);
+  sample->sequence_id = sequence_id;
+  sample->computed = from.length;
+  return {};
+}
+
+// Where the sample's tokens begin in the cache: among what is retained, and in the sequences of
+// running samples. Its last token is left out, because it has to be computed for the logits behind
+// it.
+PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample) const {
+  if (!uses_prefix_cache_ || request.restarted) return {};
+  const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
+  PrefixMatch best = prefix_cache_.Find(tokens);
+  for (const auto& other : running_) {
+    for (const Sample& candidate : other->samples) {
+      if (!candidate.has_sequence() || &candidate == &sample) continue;
+      const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
+      best = Longer(
+          best, {.sequence_id = candidate.sequence_id, .length = CommonPrefix(tokens, computed)});
+    }
+  }
+  return best;
+}
+
+PrefixMatch EngineImpl::FindFork(const Request& request, const Sample& leader,
+                                 const Sample& sample) const {
+  return Longer({.sequence_id = leader.sequence_id, .length = request.prompt_tokens},
+                FindPrefix(request, sample));
+}
+
+// Whether a running sample is about to compute more of this one's beginning than is there now. To
+// wait for it costs a few steps and saves all that work; a page is the least that is worth it, as
+// that is what a fork costs.
+bool EngineImpl::IsPrefixBeingComputed(const Sample& sample, int64_t matched) const {
+  if (!uses_prefix_cache_) return false;
+  const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
+  for (const auto& other : running_) {
+    for (const Sample& candidate : other->samples) {
+      if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
+      if (CommonPrefix(tokens, candidate.tokens) - matched >= page_size_) return true;
+    }
+  }
+  return false;
+}
+
+// `works` gets the sample behind each entry.
+Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const {
+  std::vector<RunnableSample> view;
+  for (const auto& request : running_) {
+    for (Sample& sample : request->samples) {
+      if (sample.finished() || !sample.has_sequence()) continue;
+      bool opens_page = false;
+      if (sample.computed % page_size_ != 0) {
+        const int64_t one = 1;
+        QUIRE_ASSIGN_OR_RETURN(const int64_t pages,
+                               cache_->PagesNeeded({&sample.sequence_id, 1}, {&one, 1}));
+        opens_page = pages > 0;
+      }
+      view.push_back({.request_id = request->id,
+                      .length = sample.computed,
+                      .pending = sample.pending(),
+                      .opens_page = opens_page,
+                      .last_step = sample.last_step});
+      works->push_back({.request = request.get(), .sample = &sample, .tokens = 0});
+    }
+  }
+  return view;
+}
+
+std::optional<WaitingHead> EngineImpl::ViewHead() {
+  if (waiting_.empty()) return {};
+  Request& request = *waiting_.front();
+  const Sample& leader = *request.leader();
+  const PrefixMatch match = FindPrefix(request, leader);
+  if (IsPrefixBeingComputed(leader, match.length)) return {};
+  prefix_cache_.Touch(
+      match.sequence_id);  // what it is about to use goes last if pages must be found for it
+  return WaitingHead{.matched = match.length,
+                     .pending = static_cast<int64_t>(leader.tokens.size()) - match.length,
+                     .samples = request.unfinished_count()};
+}
+
+Status EngineImpl::AdmitHead() {
+  Request& request = *waiting_.front();
+  request.ReserveAnswers();
+  running_.reserve(running_.size() + 1);
+  const PrefixMatch match = FindPrefix(request, *request.leader());
+  QUIRE_RETURN_IF_ERROR(GiveSequence(request.leader(), match));
+  if (!request.admitted_before) {
+    request.cached_tokens = match.length;
+    counters_.prompt_tokens += request.prompt_tokens;
+    counters_.cached_tokens += request.cached_tokens;
+    request.admitted_before = true;
+  }
+  running_.push_back(std::move(waiting_.front()));
+  waiting_.pop_front();
+  return {};
+}
+
+// The request goes on later where it was: its samples keep their tokens, so what is computed again
+// are the same bits. Its KV is retained, and given up from the tail as far as the pages are needed.
+void EngineImpl::PreemptYoungest() {
+  waiting_.emplace_front();  // may throw, so it comes first
+  Request& request = *running_.back();
+  for (Sample& sample : request.samples) {
+    if (sample.has_sequence()) RetainOrRemove(&sample);
+  }
+  waiting_.front() = std::move(running_.back());
+  running_.pop_back();
+  ++counters_.preemptions;
+}
+
+// The only running request does not fit although it did at Submit. Pages that it shares in part
+// with what is gone by now hold less of it than pages of its own would; computed anew it takes what
+// CheckFits counted.
+void EngineImpl::RestartOrFail() {
+  Request& request = *running_.front();
+  if (request.restarted) {
+    EndRequest(&request, FinishReason::kError,
+               "OutOfPages: request " + std::to_string(request.id) +
+                   " runs alone and the cache has no page left for its next token");
+    return;
+  }
+  request.restarted = true;
+  DropSequences(&request);
+}
+
+// After BeginForward found too few pages, against the scheduler's count.
+void EngineImpl::MakeRoom() {
+  if (!prefix_cache_.empty()) {
+    prefix_cache_.Evict(cache_->GetNumAvailablePages() + 1);
+  } else if (running_.size() > 1) {
+    PreemptYoungest();
+  } else {
+    RestartOrFail();
+  }
+}
+
+}  // namespace quire
