@@ -1,0 +1,105 @@
+"""Quire: the KV-state engine for LLM serving.
+
+* :class:`quire.Engine` answers prompts with a model from a Hugging Face folder.
+* :class:`quire.KVCache` is the paged KV state beneath it, for engines of your own.
+* ``quire --help`` (or ``python -m quire``) is the program.
+
+Errors derive from :class:`quire.QuireError`. The C++ library is loaded with the first name that
+needs it, so that the program can start, and say what is wrong, before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from quire import errors
+from quire.errors import *  # noqa: F403 (the list stands in errors.__all__)
+
+if TYPE_CHECKING:
+    from quire.engine import (
+        Engine,
+        ModelInfo,
+        Piece,
+        Result,
+        Sample,
+        SamplingOptions,
+        Stream,
+        Usage,
+    )
+    from quire.kv_cache import KVCache, LayerSpec, RopeOptions, default_page_size, rope_frequencies
+
+    __version__: str
+
+_MODULE_OF = {
+    "Engine": "quire.engine",
+    "KVCache": "quire.kv_cache",
+    "LayerSpec": "quire.kv_cache",
+    "ModelInfo": "quire.engine",
+    "Piece": "quire.engine",
+    "Result": "quire.engine",
+    "RopeOptions": "quire.kv_cache",
+    "Sample": "quire.engine",
+    "SamplingOptions": "quire.engine",
+    "Stream": "quire.engine",
+    "Usage": "quire.engine",
+    "default_page_size": "quire.kv_cache",
+    "rope_frequencies": "quire.kv_cache",
+}
+
+
+def version() -> str:
+    """Version of the C++ library; also ``quire.__version__``."""
+    from quire import _ffi
+
+    return str(_ffi.function("version")())
+
+
+def kernel_paths() -> list[str]:
+    """The kernel paths that this build has and this CPU can run, best first."""
+    from quire import _ffi
+
+    return [str(name) for name in _ffi.function("kernel_paths")()]
+
+
+def embedded_model_dir() -> str:
+    """The folder of the embedded model, SmolLM2-135M-Instruct; the first call makes it."""
+    from quire.embedded import embedded_model_dir as make
+
+    return str(make())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version()
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+__all__ = [
+    "Engine",
+    "KVCache",
+    "LayerSpec",
+    "ModelInfo",
+    "Piece",
+    "Result",
+    "RopeOptions",
+    "Sample",
+    "SamplingOptions",
+    "Stream",
+    "Usage",
+    "__version__",
+    "default_page_size",
+    "embedded_model_dir",
+    "kernel_paths",
+    "rope_frequencies",
+    "version",
+    *errors.__all__,
+]

@@ -1,0 +1,81 @@
+"""Loads libquire_ffi.so and gives its objects and functions."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import tvm_ffi  # before our library: it must bring the one libtvm_ffi.so of the process
+
+from quire import errors
+
+
+def library_path() -> Path:
+    """The file of the library: QUIRE_FFI_LIBRARY if set, else the one beside this module."""
+    override = os.environ.get("QUIRE_FFI_LIBRARY")
+    path = Path(override) if override else Path(__file__).with_name("libquire_ffi.so")
+    if not path.exists():
+        raise ImportError(
+            f"quire: {path} is missing. In a source tree build it with "
+            "`cmake --preset release -DQUIRE_PYTHON=ON && cmake --build --preset release`, "
+            "or call ./run"
+        )
+    return path
+
+
+LIBRARY_PATH = library_path()
+# Kept for the life of the process: objects hold pointers to its code.
+_module = tvm_ffi.load_module(str(LIBRARY_PATH), keep_module_alive=True)
+
+
+for _error in errors.BY_CODE.values():
+    tvm_ffi.register_error(f"quire.{_error.__name__}", _error)
+
+
+@tvm_ffi.register_object("quire.KVCache")
+class KVCacheHandle(tvm_ffi.Object):
+    """The C++ object behind quire.KVCache; constructor and methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.Engine")
+class EngineHandle(tvm_ffi.Object):
+    """The C++ object behind quire.Engine; constructor and methods come from the library."""
+
+
+def new_kv_cache(options: dict[str, Any]) -> Any:
+    return KVCacheHandle(options)  # type: ignore[call-arg]
+
+
+def new_engine(options: dict[str, Any]) -> Any:
+    return EngineHandle(options)  # type: ignore[call-arg]
+
+
+def function(name: str) -> Any:
+    """The function `name` of the library."""
+    return tvm_ffi.get_global_func(f"quire.{name}")
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_open_objects: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def close_at_exit(owner: Closable) -> None:
+    """Closes `owner` when the interpreter ends, so that its threads are joined while Python still
+    stands."""
+    _open_objects.add(owner)
+
+
+@atexit.register
+def _close_all() -> None:
+    for owner in list(_open_objects):
+        owner.close()
+
+
+def closed_error(what: str) -> errors.ClosedError:
+    return errors.ClosedError(f"{what}: it was closed; create a new one")

@@ -1,0 +1,728 @@
+"""quire.Engine: text or token ids in, text and token ids out, from a model folder."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+
+import numpy as np
+
+from quire import _ffi, errors
+from quire._arrays import dtype_name, int_list
+from quire.kv_cache import LayerSpec
+from quire.text import Detokenizer, Message, StopStrings, Tokenizer
+
+__all__ = [
+    "Engine",
+    "FinishReason",
+    "ModelInfo",
+    "Piece",
+    "Result",
+    "Sample",
+    "SamplingOptions",
+    "Stream",
+    "Usage",
+]
+
+Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Sequence[Message]
+"""A text (taken as it is), token ids, or the messages of a chat (put through the model's
+template)."""
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+# In the order of quire::FinishReason; "error" raises and is never seen in a result.
+_FINISH_REASONS: tuple[Any, ...] = (None, "stop", "length", "cancelled", "error")
+_DEFAULT_MAX_TOKENS = 128
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How an answer is drawn. A draw depends on logits, history, seed and position alone.
+
+    max_tokens: most new tokens; 128 by default, or what the model's positions leave.
+    temperature: 0 (default) takes the most likely token.
+    top_k, top_p, min_p: cut the unlikely; 0, 1 and 0 switch them off (default).
+    repetition_penalty: over prompt and answer; presence_penalty, frequency_penalty: over the
+        answer.
+    logit_bias: added to the logits of single token ids.
+    seed: 0 by default; any number of 64 bits.
+    n: samples per prompt.
+    logprobs: 0 (default) gives the log-probability of each token, k those of the k best ones as
+        well, None none.
+    ignore_eos: go on behind the end-of-answer token.
+    stop: texts, or lists of token ids, that end the answer and are cut from it.
+    """
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    n: int
+    logprobs: int | None
+    ignore_eos: bool
+    stop: str | Sequence[str | Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Tokens of one request: of the prompt, how many of those came from a cache, and of all its
+    samples."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclasses.dataclass
+class Sample:
+    """One answer.
+
+    ids: its tokens, up to and including the one that ended it by a stop text.
+    text: of the ids, without special tokens and cut before a stop text; None when the model has no
+        tokenizer.
+    logprobs: natural logarithm of each token's probability under the model's own logits; None if
+        not asked for.
+    top_logprobs: per token the best ones, as (id, logprob); None unless `logprobs` was above 0.
+    """
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    text: str | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclasses.dataclass
+class Result:
+    """The answer to one prompt; with n > 1 its samples.
+
+    ids, text, logprobs, top_logprobs and finish_reason are those of the first sample.
+    """
+
+    prompt_ids: list[int]
+    samples: list[Sample]
+    usage: Usage
+
+    @property
+    def ids(self) -> list[int]:
+        return self.samples[0].ids
+
+    @property
+    def text(self) -> str | None:
+        return self.samples[0].text
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        return self.samples[0].logprobs
+
+    @property
+    def top_logprobs(self) -> list[list[tuple[int, float]]] | None:
+        return self.samples[0].top_logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.samples[0].finish_reason
+
+
+class Piece(str):
+    """A piece of an answer: its text (this is a str), and the tokens that came with it.
+
+    ids: new tokens; their text may still be waiting for the rest of a character or of a stop text.
+    sample: index of the sample.
+    finish_reason: set on the last piece of a sample.
+    result: the whole answer, set on the last piece of all.
+    """
+
+    ids: list[int]
+    sample: int
+    finish_reason: FinishReason | None
+    result: Result | None
+
+    @staticmethod
+    def of(text: str, ids: list[int], sample: int, finish_reason: FinishReason | None) -> Piece:
+        piece = Piece(text)
+        piece.ids, piece.sample, piece.finish_reason, piece.result = (
+            ids,
+            sample,
+            finish_reason,
+            None,
+        )
+        return piece
+
+    @property
+    def text(self) -> str:
+        """The text as a plain str."""
+        return str(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """What the engine runs.
+
+    ``eos_token_ids`` end an answer; ``bos_token_id`` is None if there is none.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    parameter_count: int
+    weight_bytes: int
+    layers: tuple[LayerSpec, ...]
+    rope: Mapping[str, Any]
+    kernel_path: str
+
+
+@dataclasses.dataclass
+class _Output:
+    """What one step gave to one sample."""
+
+    sample: int
+    tokens: list[int]
+    logprobs: list[
+        list[tuple[int, float]]
+    ]  # per token: the chosen one, then the best ones; empty if not asked for
+    finish_reason: FinishReason | None
+    cached_tokens: int
+    error: str | None
+
+
+class _Answer:
+    """One sample in the making: collects tokens, makes text, watches for stop texts."""
+
+    def __init__(
+        self, detokenizer: Detokenizer | None, stops: Sequence[str], logprobs: int | None
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self.sample = Sample(
+            text=None if detokenizer is None else "",
+            logprobs=None if logprobs is None else [],
+            top_logprobs=[] if logprobs else None,
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has come: nothing is added any more, but the engine may not have
+        reported the end."""
+        return self._stops.stopped
+
+    @property
+    def finished(self) -> bool:
+        """Whether the engine has reported the end."""
+        return self.sample.finish_reason is not None
+
+    def put(self, output: _Output) -> tuple[str, list[int]]:
+        """Takes one step's tokens; returns the new text, and the tokens that belong to the
+        answer."""
+        taken: list[int] = []
+        text = ""
+        for i, token in enumerate(output.tokens):
+            if self.stopped:
+                break
+            taken.append(token)
+            self._note_logprobs(output.logprobs[i])
+            if self._detokenizer is not None:
+                text += self._stops.put(self._detokenizer.put([token]))
+        if output.finish_reason is not None and not self.stopped:
+            text += self._rest_of_text()
+        self.sample.ids += taken
+        if self._detokenizer is not None:
+            self.sample.text = (self.sample.text or "") + text
+        if output.finish_reason is not None:
+            self.sample.finish_reason = "stop" if self.stopped else output.finish_reason
+        return text, taken
+
+    def _rest_of_text(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = self._stops.put(self._detokenizer.finish())
+        return text + self._stops.finish()
+
+    def _note_logprobs(self, entries: list[tuple[int, float]]) -> None:
+        if self.sample.logprobs is not None:
+            self.sample.logprobs.append(entries[0][1])
+        if self.sample.top_logprobs is not None:
+            self.sample.top_logprobs.append(entries[1:])
+
+
+class _Request:
+    """One submitted prompt."""
+
+    def __init__(self, id: int, prompt_ids: list[int], answers: list[_Answer]) -> None:
+        self.id = id
+        self.prompt_ids = prompt_ids
+        self.answers = answers
+        self.outputs: collections.deque[_Output] = collections.deque()
+        self.cached_tokens = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finished for answer in self.answers)
+
+    def result(self) -> Result:
+        samples = [answer.sample for answer in self.answers]
+        usage = Usage(
+            len(self.prompt_ids), self.cached_tokens, sum(len(sample.ids) for sample in samples)
+        )
+        return Result(self.prompt_ids, samples, usage)
+
+
+class Engine:
+    """Runs a language model from a Hugging Face folder (config.json, safetensors, tokenizer.json).
+
+    Exact: an answer and its logits depend on the prompt and the options alone, not on what runs
+    beside it, on page size, chunking or threads. Threads of Python may share an engine; one at a
+    time computes, for all of them.
+
+    Args:
+        model_dir: the folder; that of the embedded model (:func:`quire.embedded_model_dir`) if
+            None.
+        dtype: "bfloat16" or "float32": of products and stored keys and values.
+        threads: 0 = one per core.
+        page_size: tokens per page of KV; 0 = chosen for the model.
+        prefill_chunk: most new tokens of one step.
+        kv_bytes: memory for KV pages; 0 = one sequence of all the model's positions, at most a
+            quarter of the machine's memory.
+        prefix_cache: keep the KV of finished answers, and reuse the longest common prefix.
+        max_num_sequences: most samples in work at a time; more wait.
+        max_waiting: most requests that wait.
+        kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
+
+    Raises:
+        NotFoundError, CorruptError, IncompatibleError, BadArgumentError: the folder is not what it
+            should be.
+        OutOfMemoryError: weights or pages do not fit.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        dtype: Any = "bfloat16",
+        threads: int = 0,
+        page_size: int = 0,
+        prefill_chunk: int = 512,
+        kv_bytes: int = 0,
+        prefix_cache: bool = True,
+        max_num_sequences: int = 64,
+        max_waiting: int = 65536,
+        kernel_path: str = "",
+    ) -> None:
+        if model_dir is None:
+            from quire.embedded import embedded_model_dir
+
+            model_dir = embedded_model_dir()
+        self.model_dir = Path(model_dir)
+        try:
+            os.fspath(model_dir).encode("utf-8")
+        except UnicodeEncodeError:
+            raise errors.BadArgumentError(
+                f"{os.fspath(model_dir)!r}: the name of the folder is not valid UTF-8"
+            ) from None
+        self._open_handle: Any = _ffi.new_engine(
+            {
+                "model_directory": os.fspath(model_dir),
+                "dtype": dtype_name(dtype),
+                "threads": threads,
+                "page_size": page_size,
+                "prefill_chunk": prefill_chunk,
+                "kv_bytes": kv_bytes,
+                "prefix_cache": prefix_cache,
+                "max_num_sequences": max_num_sequences,
+                "max_waiting": max_waiting,
+                "kernel_path": kernel_path,
+            }
+        )
+        # Reentrant: the garbage collector may close a stream, and so cancel its request, at any
+        # line of Python.
+        self._lock = threading.RLock()
+        self._requests: dict[int, _Request] = {}
+        self._tokenizer: Tokenizer | None = None
+        self._info = self._read_info()
+        _ffi.close_at_exit(self)
+
+    @property
+    def _handle(self) -> Any:
+        if self._open_handle is None:
+            raise _ffi.closed_error("Engine")
+        return self._open_handle
+
+    def __tvm_ffi_object__(self) -> Any:
+        """The C++ object, for functions of other tvm-ffi libraries."""
+        return self._handle
+
+    def close(self) -> None:
+        """Ends all requests and frees model, pages and threads.
+
+        Every later call raises ClosedError.
+        """
+        with self._lock:
+            self._open_handle = None
+            self._requests.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model and how it is run."""
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. NotFoundError when its folder has none."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self.model_dir)
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts and answers can be text."""
+        return (self.model_dir / "tokenizer.json").is_file()
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start and gauges of now, from any thread at any time.
+
+        pages_total, pages_free, pages_in_use (those of retained sequences among them);
+        retained_sequences, retained_tokens (of the prefix cache); waiting, running (requests);
+        steps, prompt_tokens, cached_tokens, completion_tokens, preemptions; kv_bytes,
+        kv_bytes_per_token, weight_bytes, page_size (tokens).
+        """
+        return {str(name): int(value) for name, value in self._handle.stats().items()}
+
+    # ---- Logits
+
+    def logits(self, prompts: Prompt | Sequence[Prompt]) -> Any:
+        """Logits of every token: float32 [n, vocab_size]; a list of such for several prompts.
+
+        Several prompts are computed together in one batch, which changes no bit of any of them.
+        """
+        many, one = _as_list(prompts)
+        with self._lock:
+            ids = [np.asarray(self._prompt_ids(prompt), dtype=np.int64) for prompt in many]
+            outputs = [np.empty((len(prompt), self._info.vocab_size), np.float32) for prompt in ids]
+            self._handle.logits(ids, outputs)
+        return outputs[0] if one else outputs
+
+    # ---- Answers
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SamplingOptions]
+    ) -> Any:
+        """Answers to one prompt or to many at once.
+
+        Args:
+            prompts: a text, token ids or chat messages; or a list of such.
+            **options: see :class:`SamplingOptions`.
+
+        Returns:
+            A :class:`Result` for one prompt, else a list of them in the order of the prompts.
+
+        Raises:
+            BadArgumentError: an option or token id out of range, an empty prompt.
+            TooLargeError: a prompt and its max_tokens can never fit.
+            FullError: too many requests wait.
+        """
+        many, one = _as_list(prompts)
+        requests: list[_Request] = []
+        try:
+            for prompt in many:
+                requests.append(self._submit(prompt, options))
+            while unfinished := [request for request in requests if not request.finished]:
+                self._advance(unfinished[0])
+                # A stop text is found here; the engine must hear of it before it computes on.
+                for request in unfinished:
+                    self._take_outputs(request)
+        finally:
+            for request in requests:
+                self._drop(request)
+        results = [request.result() for request in requests]
+        return results[0] if one else results
+
+    def stream(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> Stream:
+        """The answer to one prompt, piece by piece as it is computed.
+
+        Raises as :meth:`generate`, and at once. Several streams may be open at a time: each step
+        computes for all of them.
+
+        Args:
+            prompt: a text, token ids or chat messages.
+            **options: see :class:`SamplingOptions`.
+
+        Returns:
+            An iterator over :class:`Piece`: a str with the tokens that came with it.
+        """
+        return Stream(self, self._submit(prompt, options))
+
+    # ---- Requests. Locked: the maps of requests and every call of the C++ engine.
+
+    def _submit(self, prompt: Prompt, options: SamplingOptions) -> _Request:
+        unknown = options.keys() - SamplingOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(
+                f"there is no option {sorted(unknown)[0]!r}; options are "
+                + ", ".join(SamplingOptions.__annotations__)
+            )
+        with self._lock:
+            ids = self._prompt_ids(prompt)
+            stop_texts, stop_ids = _split_stops(options.get("stop", ()))
+            logprobs = options.get("logprobs", 0)
+            sampling: dict[str, Any] = {
+                name: value
+                for name, value in options.items()
+                if name not in ("stop", "logprobs", "max_tokens")
+            }
+            sampling["logprobs"] = -1 if logprobs is None else logprobs
+            sampling["max_tokens"] = self._max_tokens(options.get("max_tokens"), len(ids))
+            if "seed" in sampling:
+                sampling["seed"] = _as_signed(sampling["seed"])
+            if stop_ids:
+                sampling["stop"] = stop_ids
+            if stop_texts and not self.has_tokenizer:
+                raise errors.BadArgumentError(
+                    "stop: texts need a tokenizer, and this model has none; give token ids"
+                )
+            StopStrings(stop_texts)  # raises what is wrong with them while nothing is submitted
+            request_id = int(self._handle.submit(np.asarray(ids, dtype=np.int64), sampling))
+            answers = [
+                _Answer(self._detokenizer(prompt, ids), stop_texts, logprobs)
+                for _ in range(sampling.get("n", 1))
+            ]
+            request = _Request(request_id, ids, answers)
+            self._requests[request_id] = request
+            return request
+
+    def _advance(self, request: _Request) -> list[Piece]:
+        """Computes until there is something for this request, and gives it."""
+        with self._lock:
+            while not request.outputs:
+                if request.id not in self._requests:
+                    raise errors.CancelledError(
+                        f"request {request.id} was cancelled or its engine closed"
+                    )
+                self._step(request)
+        return self._take_outputs(request)
+
+    def _take_outputs(self, request: _Request) -> list[Piece]:
+        """What has come for this request since the last call."""
+        with self._lock:
+            outputs = list(request.outputs)
+            request.outputs.clear()
+        pieces = [self._piece(request, output) for output in outputs]
+        return [piece for piece in pieces if piece is not None]
+
+    def _step(self, waiting: _Request) -> None:
+        """One step of the C++ engine, its outputs handed to the requests they belong to."""
+        any_output = False
+        for request_id, output in _outputs(self._handle.step()):
+            any_output = True
+            request = self._requests.get(request_id)
+            if request is not None:  # else cancelled meanwhile
+                request.outputs.append(output)
+        if not any_output and self._handle.idle():
+            raise errors.InternalError(
+                f"the engine is idle, but request {waiting.id} has not ended"
+            )
+
+    def _piece(self, request: _Request, output: _Output) -> Piece | None:
+        if output.error is not None:
+            raise errors.from_text(output.error)
+        request.cached_tokens = max(request.cached_tokens, output.cached_tokens)
+        answer = request.answers[output.sample]
+        was_stopped = answer.stopped
+        text, ids = answer.put(output)
+        if answer.stopped and not answer.finished:
+            if was_stopped:
+                return None  # computed by another thread before the engine heard of the stop text
+            self._stop(request, output.sample, len(answer.sample.ids))
+        return Piece.of(text, ids, output.sample, answer.sample.finish_reason)
+
+    def _stop(self, request: _Request, sample: int, answer_tokens: int) -> None:
+        """Ends one sample; the engine reports its end with the next step."""
+        with self._lock:
+            try:
+                self._handle.stop(request.id, sample, answer_tokens)
+            except errors.UnknownSequenceError:
+                pass  # it has ended by itself, and the report waits in request.outputs
+
+    def _drop(self, request: _Request) -> None:
+        """Forgets a request, and ends it if the engine still works on it."""
+        with self._lock:
+            known = self._requests.pop(request.id, None) is not None
+            if not known or request.finished or self._open_handle is None:
+                return
+            try:
+                self._handle.cancel(request.id)
+            except errors.UnknownSequenceError:
+                pass  # it has ended by itself
+
+    # ---- Prompts
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if _is_chat(prompt):
+            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        return int_list(prompt, "token ids")
+
+    def _detokenizer(self, prompt: Prompt, ids: list[int]) -> Detokenizer | None:
+        if not self.has_tokenizer:
+            return None
+        # The answer to a chat stands alone; otherwise it goes on from the prompt.
+        context = (
+            () if _is_chat(prompt) else [id for id in ids[-8:] if 0 <= id < self._info.vocab_size]
+        )
+        return Detokenizer(self.tokenizer, context)
+
+    def _max_tokens(self, asked: int | None, prompt_length: int) -> int:
+        if asked is not None:
+            return asked
+        room = self._info.max_position_embeddings - prompt_length
+        return max(1, min(_DEFAULT_MAX_TOKENS, room))
+
+    def _read_info(self) -> ModelInfo:
+        fields = dict(self._handle.info())
+        bos = int(fields["bos_token_id"])
+        return ModelInfo(
+            architecture=str(fields["architecture"]),
+            vocab_size=int(fields["vocab_size"]),
+            hidden_size=int(fields["hidden_size"]),
+            max_position_embeddings=int(fields["max_position_embeddings"]),
+            eos_token_ids=tuple(int(id) for id in fields["eos_token_ids"]),
+            bos_token_id=None if bos < 0 else bos,
+            parameter_count=int(fields["parameter_count"]),
+            weight_bytes=int(fields["weight_bytes"]),
+            layers=tuple(
+                LayerSpec(**{**dict(layer), "dtype": str(layer["dtype"])})
+                for layer in fields["layers"]
+            ),
+            rope={str(name): value for name, value in fields["rope"].items()},
+            kernel_path=str(fields["kernel_path"]),
+        )
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one answer. The last one has the whole :class:`Result`.
+
+    Closing or dropping it cancels the request.
+    """
+
+    def __init__(self, engine: Engine, request: _Request) -> None:
+        self._engine = engine
+        self._request = request
+        self._ready: collections.deque[Piece] = collections.deque()
+
+    def __next__(self) -> Piece:
+        if not self._ready:
+            if self._request.finished:
+                raise StopIteration
+            self._compute()
+        return self._ready.popleft()
+
+    def _compute(self) -> None:
+        try:
+            while not self._ready:
+                self._ready.extend(self._engine._advance(self._request))
+        except BaseException:
+            self.close()
+            raise
+        if self._request.finished:
+            self._ready[-1].result = self._request.result()
+            self.close()
+
+    def close(self) -> None:
+        """Ends the request; its pages are free then. Closing twice is allowed."""
+        self._engine._drop(self._request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _is_chat(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+    )
+
+
+def _as_list(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether they were given as a single one."""
+    if isinstance(prompts, str) or _is_chat(prompts):
+        return [prompts], True
+    if isinstance(prompts, np.ndarray):
+        return ([prompts], True) if prompts.ndim == 1 else (list(prompts), False)
+    prompts = list(prompts)
+    if prompts and hasattr(prompts[0], "__index__"):
+        return [prompts], True
+    return prompts, False
+
+
+def _split_stops(stop: Any) -> tuple[list[str], list[list[int]]]:
+    """Stop texts, which are watched for here, and stop token lists, which the engine watches
+    for."""
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    texts = [entry for entry in stops if isinstance(entry, str)]
+    return texts, [int_list(entry, "stop") for entry in stops if not isinstance(entry, str)]
+
+
+def _as_signed(seed: int) -> int:
+    """The seed's 64 bits as a signed number, the only kind that crosses tvm-ffi."""
+    if not 0 <= seed < 2**64:
+        raise errors.BadArgumentError(f"seed = {seed} is out of range: 0 to 2^64 - 1")
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _outputs(step: Any) -> Iterator[tuple[int, _Output]]:
+    """Request ids and outputs from the flat arrays of one step (StepArrays in
+    src/ffi/engine.cc)."""
+    rows = np.from_dlpack(step["requests"]).tolist()
+    if not rows:
+        return
+    tokens = np.from_dlpack(step["tokens"]).tolist()
+    ends = np.from_dlpack(step["logprob_ends"]).tolist()
+    entries = list(
+        zip(
+            np.from_dlpack(step["logprob_tokens"]).tolist(),
+            np.from_dlpack(step["logprobs"]).tolist(),
+        )
+    )
+    begin = 0
+    for request_id, sample, end, reason, _, cached_tokens, _, error_index in rows:
+        starts = [ends[i - 1] if i > 0 else 0 for i in range(begin, end)]
+        logprobs = [entries[start:stop] for start, stop in zip(starts, ends[begin:end])]
+        yield (
+            request_id,
+            _Output(
+                sample=sample,
+                tokens=tokens[begin:end],
+                logprobs=logprobs,
+                finish_reason=_FINISH_REASONS[reason],
+                cached_tokens=cached_tokens,
+                error=str(step["errors"][error_index]) if error_index >= 0 else None,
+            ),
+        )
+        begin = end

@@ -1,0 +1,117 @@
+"""The import as a whole: a GGUF file in, a Hugging Face folder out that is there completely or not
+at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .gguf_reader import GgufFile
+from .model_config import build_config, build_generation_config, read_shape
+from .safetensors_writer import Declaration, SafetensorsWriter
+from .tokenizer import ImportedTokenizer, build_tokenizer
+from .weights import DTYPES, Weight, converted_parts, plan_weights
+
+# Grows when the same GGUF file would be written in another way, so that cached folders are made
+# anew.
+FORMAT_VERSION = 1
+
+
+def import_gguf(
+    path: str | os.PathLike[str], out_dir: str | os.PathLike[str], dtype: str = "bfloat16"
+) -> Path:
+    """Writes the model of a GGUF file as a Hugging Face folder and returns the folder.
+
+    The folder must not exist, or be empty. It is made under another name beside its place and
+    renamed when it is complete, so an import that fails or is killed leaves no half folder under
+    the asked name. GgufError says what is wrong with the file; FileExistsError and other OSErrors
+    what is wrong with the folder.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f'dtype "{dtype}" is not one of {", ".join(DTYPES)}')
+    out = Path(out_dir)
+    _check_free(out)
+    file = GgufFile(path)
+    shape = read_shape(file)
+    weights = plan_weights(file, shape)
+    configs = {
+        "config.json": build_config(file, shape, dtype),
+        "generation_config.json": build_generation_config(file, shape),
+    }
+    tokenizer = build_tokenizer(file, shape.vocab_size)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
+    try:
+        for name, config in configs.items():
+            _write_json(part / name, config)
+        _write_tokenizer(part, tokenizer)
+        _write_weights(part / "model.safetensors", file, weights, dtype)
+        _publish(part, out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return out
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(
+            f"{out}: exists already and is not an empty folder; remove it or name another"
+        )
+
+
+def _publish(part: Path, out: Path) -> None:
+    part.chmod(0o777 & ~_umask())  # mkdtemp made it private
+    try:
+        os.rename(part, out)  # replaces an empty folder, nothing else
+    except OSError:
+        _check_free(out)  # somebody else was quicker: say it in our words
+        raise
+    parent = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _umask() -> int:
+    value = os.umask(0)
+    os.umask(value)
+    return value
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "x", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    _write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_tokenizer(folder: Path, imported: ImportedTokenizer) -> None:
+    _write_text(folder / "tokenizer.json", imported.tokenizer.to_str(pretty=True))
+    _write_json(folder / "tokenizer_config.json", imported.config)
+    if imported.templates:
+        (folder / "additional_chat_templates").mkdir()
+    for name, template in imported.templates.items():
+        _write_text(folder / "additional_chat_templates" / f"{name}.jinja", template)
+
+
+def _write_weights(path: Path, file: GgufFile, weights: list[Weight], dtype: str) -> None:
+    declarations = [
+        Declaration(weight.name, DTYPES[dtype], weight.source.shape) for weight in weights
+    ]
+    with np.errstate(all="ignore"), SafetensorsWriter(os.fspath(path), declarations) as writer:
+        for weight in weights:
+            for part in converted_parts(file, weight, dtype):
+                writer.write(part)

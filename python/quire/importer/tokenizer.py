@@ -1,0 +1,371 @@
+"""From the vocabulary of a GGUF file to a Hugging Face tokenizer: tokenizer.json,
+tokenizer_config.json, templates.
+
+GGUF keeps the tokens, their types, and the merges or scores; how text is cut before merging is only
+named (tokenizer.ggml.pre). A wrong cut gives other ids for the same text without any error, so an
+unknown name is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from .gguf_reader import GgufFile
+
+MAX_TOKENS = 2_000_000
+MAX_MERGES = 4_000_000
+# Longest piece that merges are derived for: the work per piece is quadratic in its length.
+# SentencePiece's own default limit is 16 characters.
+_PIECE_LENGTH_MAX = 512
+
+_SPACE = "\u2581"  # SentencePiece writes a space as this
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_TEMPLATE_KEY = "tokenizer.chat_template"
+_TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class TokenType(enum.IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How a byte-level vocabulary cuts text. Without `pattern` it is GPT-2's, which ByteLevel
+    itself knows."""
+
+    pattern: str = ""
+    single_digits: bool = False  # cut each digit off before anything else
+    nfc: bool = False
+    whole_words: bool = False  # a piece that is a token is not merged
+    adds_bos: bool = False
+
+
+_LLAMA3 = _Split(pattern=_LETTERS + r"\p{N}{1,3}" + _REST, whole_words=True, adds_bos=True)
+_SPLITS = {
+    "gpt-2": _Split(),
+    "smollm": _Split(single_digits=True),
+    "starcoder": _Split(single_digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _Split(pattern=_LETTERS + r"\p{N}" + _REST, nfc=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedTokenizer:
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    templates: dict[str, str]  # named chat templates beside the default one
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+    tokens: list[str]
+    types: list[TokenType]
+
+    def ids(self) -> dict[str, int]:
+        """What the merge model knows. Unused ids only fill the embedding matrix; they stand for no
+        text."""
+        return {
+            t: i
+            for i, (t, kind) in enumerate(zip(self.tokens, self.types))
+            if kind != TokenType.UNUSED
+        }
+
+    def added(self) -> list[AddedToken]:
+        """Tokens that are found in the text before anything else."""
+        return [
+            AddedToken(text, special=kind == TokenType.CONTROL, normalized=False)
+            for text, kind in zip(self.tokens, self.types)
+            if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+        ]
+
+
+def build_tokenizer(file: GgufFile, vocab_size: int) -> ImportedTokenizer:
+    metadata = file.metadata
+    model = metadata.text("tokenizer.ggml.model")
+    vocabulary = _read_vocabulary(file, vocab_size, sentencepiece=model == "llama")
+    if model == "gpt2":
+        tokenizer, adds_bos = _byte_level(file, vocabulary)
+    elif model == "llama":
+        tokenizer, adds_bos = _sentencepiece(file, vocabulary), True
+    else:
+        raise metadata.error(
+            "tokenizer.ggml.model",
+            f'"{model}" is not one of gpt2 (byte-level BPE), llama (SentencePiece)',
+        )
+    added = vocabulary.added()
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    tokenizer.add_tokens([token for token in added if not token.special])
+    config = _config(file, vocabulary, adds_bos)
+    _wrap(tokenizer, config)
+    return ImportedTokenizer(tokenizer, config, _named_templates(file))
+
+
+def _read_vocabulary(file: GgufFile, vocab_size: int, sentencepiece: bool) -> _Vocabulary:
+    metadata, key = file.metadata, "tokenizer.ggml.tokens"
+    tokens = metadata.texts(key)
+    if not 0 < len(tokens) <= min(vocab_size, MAX_TOKENS):
+        raise metadata.error(
+            key,
+            f"has {len(tokens)} tokens for an embedding of {vocab_size} rows "
+            f"(and at most {MAX_TOKENS})",
+        )
+    types = _read_types(file, len(tokens))
+    if sentencepiece:
+        # User-defined pieces are found in the raw text, where a space is a space.
+        tokens = [
+            text.replace(_SPACE, " ") if kind == TokenType.USER_DEFINED else text
+            for text, kind in zip(tokens, types)
+        ]
+    if len(set(tokens)) != len(tokens):
+        raise metadata.error(key, "holds the same token twice")
+    return _Vocabulary(tokens, types)
+
+
+def _read_types(file: GgufFile, token_count: int) -> list[TokenType]:
+    metadata, key = file.metadata, "tokenizer.ggml.token_type"
+    if key not in metadata:
+        types = [TokenType.NORMAL] * token_count
+        for name in ("bos", "eos", "eot", "eom", "padding"):
+            index = _special_id(file, name, token_count)
+            if index is not None:
+                types[index] = TokenType.CONTROL
+        return types
+    numbers = metadata.numbers(key).tolist()
+    if len(numbers) != token_count:
+        raise metadata.error(key, f"has {len(numbers)} entries for {token_count} tokens")
+    try:
+        return [TokenType(number) for number in numbers]
+    except ValueError as error:
+        raise metadata.error(key, str(error)) from None
+
+
+def _special_id(file: GgufFile, name: str, token_count: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    return file.metadata.integer(key, 0, token_count - 1) if key in file.metadata else None
+
+
+def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    metadata, key = file.metadata, "tokenizer.ggml.pre"
+    name = metadata.text(key)
+    split = _SPLITS.get(name)
+    if split is None:
+        raise metadata.error(
+            key,
+            f'"{name}" is not one of {", ".join(_SPLITS)}; with another way to cut text the ids '
+            "would be wrong",
+        )
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids(),
+            merges=_read_merges(file, vocabulary),
+            ignore_merges=split.whole_words,
+        )
+    )
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.pattern:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.pattern))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.adds_bos
+
+
+def _read_merges(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    metadata, key = file.metadata, "tokenizer.ggml.merges"
+    lines = metadata.texts(key)
+    if len(lines) > MAX_MERGES:
+        raise metadata.error(key, f"has {len(lines)} entries; the limit is {MAX_MERGES}")
+    known = vocabulary.ids()
+    merges = []
+    for index, line in enumerate(lines):
+        left, space, right = line.partition(" ")
+        if not space or left not in known or right not in known or left + right not in known:
+            raise metadata.error(
+                key, f"entry {index}, {line!r}, does not join two tokens into a third"
+            )
+        merges.append((left, right))
+    return merges
+
+
+def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> Tokenizer:
+    metadata = file.metadata
+    for key in ("tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.merges"):
+        if key in metadata:
+            raise metadata.error(
+                key, "is not expected in a SentencePiece BPE vocabulary of the llama kind"
+            )
+    if metadata.boolean("tokenizer.ggml.remove_extra_whitespaces", default=False):
+        raise metadata.error(
+            "tokenizer.ggml.remove_extra_whitespaces", "is set; such a vocabulary is not imported"
+        )
+    scores = metadata.numbers("tokenizer.ggml.scores").tolist()
+    if len(scores) != len(vocabulary.tokens):
+        raise metadata.error(
+            "tokenizer.ggml.scores",
+            f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens",
+        )
+    prefix = metadata.boolean("tokenizer.ggml.add_space_prefix", default=True)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids(),
+            merges=_merges_from_scores(file, vocabulary, scores),
+            unk_token=_unknown_token(file, vocabulary),
+            fuse_unk=True,
+            byte_fallback=_has_byte_fallback(file, vocabulary),
+        )
+    )
+    replace = [normalizers.Prepend(_SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*replace, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _has_byte_fallback(file: GgufFile, vocabulary: _Vocabulary) -> bool:
+    """All 256 byte tokens or none: with a part of them some text would have no ids."""
+    values = set()
+    for text, kind in zip(vocabulary.tokens, vocabulary.types):
+        if kind != TokenType.BYTE:
+            continue
+        match = _BYTE_TOKEN.fullmatch(text)
+        if match is None:
+            raise file.metadata.error(
+                "tokenizer.ggml.tokens", f"the byte token {text!r} is not of the form <0x00>"
+            )
+        values.add(match[1])
+    if len(values) not in (0, 256):
+        raise file.metadata.error(
+            "tokenizer.ggml.tokens", f"holds {len(values)} byte tokens, expected 0 or 256"
+        )
+    return bool(values)
+
+
+def _unknown_token(file: GgufFile, vocabulary: _Vocabulary) -> str | None:
+    index = _special_id(file, "unknown", len(vocabulary.tokens))
+    if index is None:
+        index = next(
+            (i for i, kind in enumerate(vocabulary.types) if kind == TokenType.UNKNOWN), None
+        )
+    return None if index is None else vocabulary.tokens[index]
+
+
+def _merges_from_scores(
+    file: GgufFile, vocabulary: _Vocabulary, scores: list[float]
+) -> list[tuple[str, str]]:
+    """SentencePiece joins the two neighbours whose union has the highest score. As a list of
+    merges: every way to cut a piece into two pieces, the best pieces first. Only normal pieces take
+    part, as control tokens stand for no text."""
+    score_of = {
+        text: scores[index]
+        for index, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types))
+        if kind == TokenType.NORMAL
+    }
+    ids = {text: index for index, text in enumerate(vocabulary.tokens)}
+    merges = []
+    for piece, score in score_of.items():
+        if len(piece) > _PIECE_LENGTH_MAX:
+            raise file.metadata.error(
+                "tokenizer.ggml.tokens",
+                f"a piece has {len(piece)} characters; the limit is {_PIECE_LENGTH_MAX}",
+            )
+        cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        merges += [
+            (-score, ids[left], ids[right], left, right)
+            for left, right in cuts
+            if left in score_of and right in score_of
+        ]
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
+
+
+def _config(file: GgufFile, vocabulary: _Vocabulary, adds_bos: bool) -> dict[str, Any]:
+    metadata = file.metadata
+    arch = metadata.text("general.architecture")
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": metadata.integer(f"{arch}.context_length", 1, 1 << 31),
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, field in (
+        ("bos", "bos_token"),
+        ("eos", "eos_token"),
+        ("unknown", "unk_token"),
+        ("padding", "pad_token"),
+    ):
+        index = _special_id(file, name, len(vocabulary.tokens))
+        if index is not None:
+            config[field] = vocabulary.tokens[index]
+    for name, default in (("bos", adds_bos and "bos_token" in config), ("eos", False)):
+        adds = metadata.boolean(f"tokenizer.ggml.add_{name}_token", default=default)
+        if adds and f"{name}_token" not in config:
+            raise metadata.error(
+                f"tokenizer.ggml.add_{name}_token", f"is set, but there is no {name}_token_id"
+            )
+        config[f"add_{name}_token"] = adds
+    if _TEMPLATE_KEY in metadata:
+        config["chat_template"] = metadata.text(_TEMPLATE_KEY)
+    return config
+
+
+def _wrap(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Puts bos in front and eos behind, where the model expects them."""
+    names = [
+        config[f"{name}_token"] if config[f"add_{name}_token"] else "" for name in ("bos", "eos")
+    ]
+    if not any(names):
+        return
+    special = [(name, tokenizer.token_to_id(name)) for name in dict.fromkeys(names) if name]
+    single, second = ([names[0], f"${part}", names[1]] for part in "AB")
+    in_pair = [
+        [f"{item}:{number}" for item in part if item]
+        for number, part in enumerate((single, second))
+    ]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[item for item in single if item],
+        pair=in_pair[0] + in_pair[1],
+        special_tokens=special,
+    )
+
+
+def _named_templates(file: GgufFile) -> dict[str, str]:
+    """Templates for special uses. Their names become file names, so they are plain words."""
+    named = {}
+    for key in file.metadata.keys():
+        if not key.startswith(f"{_TEMPLATE_KEY}."):
+            continue
+        name = key.removeprefix(f"{_TEMPLATE_KEY}.")
+        if not _TEMPLATE_NAME.fullmatch(name):
+            raise file.metadata.error(key, f"{name!r} cannot be a file name")
+        named[name] = file.metadata.text(key)
+    return named

@@ -1,0 +1,431 @@
+"""quire.KVCache: paged keys and values of many sequences, and attention over them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from quire import _ffi
+from quire._arrays import dtype_name, empty_beside, input_array, int_list, output_array
+
+__all__ = ["KVCache", "LayerSpec", "RopeOptions", "default_page_size", "rope_frequencies"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What one attention layer keeps. ``num_qo_heads`` is a multiple of ``num_kv_heads``.
+
+    ``dtype`` is that of the stored keys and values: "float32", "float16" or "bfloat16" (a NumPy or
+    torch dtype will do). ``v_head_dim`` defaults to ``qk_head_dim``, ``num_kv_heads`` to
+    ``num_qo_heads``.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int = 0
+    qk_head_dim: int = 0
+    v_head_dim: int = 0
+    dtype: Any = "float32"
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "num_qo_heads": self.num_qo_heads,
+            "num_kv_heads": self.num_kv_heads or self.num_qo_heads,
+            "qk_head_dim": self.qk_head_dim,
+            "v_head_dim": self.v_head_dim or self.qk_head_dim,
+            "dtype": dtype_name(self.dtype),
+        }
+
+
+class RopeOptions(TypedDict, total=False):
+    """Rotary position embedding; what is absent has the default of ``include/quire/rope.h``.
+
+    ``mode``: "none" rotates nothing; "normal" stores rotated keys; "inline" stores keys as given
+    and rotates them when attention reads them.
+    """
+
+    mode: Literal["none", "normal", "inline"]
+    pairing: Literal["half_split", "interleaved"]
+    scaling: Literal["none", "linear", "dynamic", "llama3", "llama4", "longrope", "yarn"]
+    theta: float
+    position_scale: float
+    rotary_dim: int
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    truncate: bool
+    attention_factor: float
+    original_max_position_embeddings: int
+    short_factors: list[float]
+    long_factors: list[float]
+    use_long_factors: bool
+
+
+def _rope_fields(rope: RopeOptions | Mapping[str, Any] | str | None) -> dict[str, Any]:
+    if rope is None:
+        return {}
+    if isinstance(rope, str):
+        return {"mode": rope}
+    return dict(rope)
+
+
+def default_page_size(layer: LayerSpec) -> int:
+    """The page size in tokens that a cache takes for such layers when none is given."""
+    return int(_ffi.function("default_page_size")(layer._fields()))
+
+
+def rope_frequencies(
+    rope: RopeOptions | Mapping[str, Any], head_dim: int, *, long_factors: bool = False
+) -> tuple[np.ndarray, float]:
+    """Frequencies float64 [rotary_dim / 2] and the factor on cos and sin, as a cache with these
+    options uses them."""
+    result = _ffi.function("rope_frequencies")(_rope_fields(rope), head_dim, long_factors)
+    return np.from_dlpack(result["inv_freq"]), float(result["amplitude"])
+
+
+class KVCache:
+    """Paged keys and values of many sequences, and attention over them.
+
+    One forward::
+
+        cache.begin_forward(ids, lengths)
+        for layer in range(layers):
+            cache.attention_with_fused_qkv(layer, qkv, o)
+        cache.end_forward()
+
+    or, with an abort when something raises::
+
+        with cache.forward(ids, lengths): ...
+
+    Tensors are NumPy arrays, torch CPU tensors or anything else with DLPack; they are borrowed for
+    the call and never copied. They are float32 or of the layer's dtype, and contiguous in their
+    last dimension. The output row of a token depends, bit for bit, on the tokens that it may see
+    and not on batch, page size, forks, pops or threads.
+
+    Every call works, or raises a subclass of :class:`quire.QuireError` and has changed nothing.
+
+    Args:
+        layers: what each layer keeps; or give ``num_layers`` equal ones by the arguments of
+            :class:`LayerSpec`.
+        max_num_sequences: most sequences at a time.
+        token_capacity: tokens that fit in the pages of one layer group.
+        prefill_chunk_size: most new tokens of one forward; ``token_capacity`` if 0.
+        page_size: tokens; 0 = chosen per layer group (:func:`default_page_size`).
+        rope: rotary position embedding, or just its mode; none by default.
+        threads: of the attention; 0 = one per core.
+        kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
+        poison_freed_pages: fill freed pages with NaN, for tests.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec | Mapping[str, Any]] | None = None,
+        *,
+        num_layers: int = 0,
+        num_qo_heads: int = 0,
+        num_kv_heads: int = 0,
+        qk_head_dim: int = 0,
+        v_head_dim: int = 0,
+        dtype: Any = "float32",
+        max_num_sequences: int,
+        token_capacity: int,
+        prefill_chunk_size: int = 0,
+        page_size: int = 0,
+        rope: RopeOptions | Mapping[str, Any] | str | None = None,
+        threads: int = 0,
+        kernel_path: str = "",
+        poison_freed_pages: bool = False,
+    ) -> None:
+        equal = LayerSpec(num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim, dtype)
+        if layers is None:
+            specs = [equal] * num_layers
+        elif num_layers or equal != LayerSpec(0):
+            raise TypeError(
+                "KVCache: give either layers or num_layers and its companions, not both"
+            )
+        else:
+            specs = [
+                layer if isinstance(layer, LayerSpec) else LayerSpec(**layer) for layer in layers
+            ]
+        self._layers = tuple(LayerSpec(**spec._fields()) for spec in specs)
+        self._open_handle: Any = _ffi.new_kv_cache(
+            {
+                "layers": [spec._fields() for spec in self._layers],
+                "max_num_sequences": max_num_sequences,
+                "token_capacity": token_capacity,
+                "prefill_chunk_size": prefill_chunk_size or token_capacity,
+                "page_size": page_size,
+                "rope": _rope_fields(rope),
+                "threads": threads,
+                "kernel_path": kernel_path,
+                "poison_freed_pages": poison_freed_pages,
+            }
+        )
+        _ffi.close_at_exit(self)
+
+    @property
+    def _handle(self) -> Any:
+        if self._open_handle is None:
+            raise _ffi.closed_error("KVCache")
+        return self._open_handle
+
+    def __tvm_ffi_object__(self) -> Any:
+        """The C++ object, for functions of other tvm-ffi libraries."""
+        return self._handle
+
+    def close(self) -> None:
+        """Frees pages and threads.
+
+        Every later call raises ClosedError; closing twice is allowed.
+        """
+        self._open_handle = None
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer keeps, with all defaults filled in."""
+        return self._layers
+
+    # ---- Sequences
+
+    def clear(self) -> None:
+        """Drops all sequences; aborts an open forward first."""
+        self._handle.clear()
+
+    def add_sequence(self, seq_id: int) -> None:
+        """Adds an empty sequence.
+
+        SequenceExistsError, BadArgumentError (negative), TooLargeError (too many).
+        """
+        self._handle.add_sequence(seq_id)
+
+    def remove_sequence(self, seq_id: int) -> None:
+        """Drops a sequence and frees what no other one shares.
+
+        UnknownSequenceError; BadStateError in its forward.
+        """
+        self._handle.remove_sequence(seq_id)
+
+    def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
+        """Adds a sequence that begins with the first `fork_pos` tokens of the parent (-1: all).
+
+        Copies no KV.
+        """
+        self._handle.fork_sequence(parent_id, child_id, fork_pos)
+
+    def pop_n(self, seq_id: int, n: int) -> None:
+        """Drops the last `n` tokens. Sequences that share them keep them."""
+        self._handle.pop_n(seq_id, n)
+
+    # ---- Forward
+
+    def begin_forward(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> None:
+        """Plans a forward of ``append_lengths[i]`` new tokens for ``seq_ids[i]``; reserves for it.
+
+        Raises OutOfPagesError, UnknownSequenceError, BadArgumentError, BadStateError; nothing has
+        changed then.
+        """
+        self._handle.begin_forward(
+            int_list(seq_ids, "seq_ids"), int_list(append_lengths, "append_lengths")
+        )
+
+    def end_forward(self) -> None:
+        """Ends the forward; its tokens count from now on.
+
+        BadStateError, and still open, if a layer was not run.
+        """
+        self._handle.end_forward()
+
+    def abort_forward(self) -> None:
+        """Ends the forward and leaves the sequences as they were before it."""
+        self._handle.abort_forward()
+
+    @contextlib.contextmanager
+    def forward(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> Iterator[KVCache]:
+        """begin_forward, the body, end_forward; abort_forward when the body or end_forward
+        raises."""
+        self.begin_forward(seq_ids, append_lengths)
+        try:
+            yield self
+            self.end_forward()
+        except BaseException:
+            self.abort_forward()
+            raise
+
+    # ---- Counters. Lengths include the tokens of an open forward.
+
+    def empty(self) -> bool:
+        """Whether there are no sequences."""
+        return bool(self._handle.empty())
+
+    def get_num_available_pages(self) -> int:
+        """Free pages: the minimum over layer groups."""
+        return int(self._handle.get_num_available_pages())
+
+    def get_total_sequence_length(self) -> int:
+        """Tokens of all sequences; a shared prefix counts once per sequence."""
+        return int(self._handle.get_total_sequence_length())
+
+    def get_distinct_token_count(self) -> int:
+        """Tokens of all sequences; a shared prefix counts once."""
+        return int(self._handle.get_distinct_token_count())
+
+    def sequence_count(self) -> int:
+        """Number of sequences."""
+        return int(self._handle.sequence_count())
+
+    def pages_in_use(self) -> int:
+        """Pages that hold tokens, over all layer groups."""
+        return int(self._handle.pages_in_use())
+
+    def pages_allocated(self) -> int:
+        """Pages in use and free, over all layer groups."""
+        return int(self._handle.pages_allocated())
+
+    def has_sequence(self, seq_id: int) -> bool:
+        """Whether the sequence is there."""
+        return bool(self._handle.has_sequence(seq_id))
+
+    def get_sequence_length(self, seq_id: int) -> int:
+        """Tokens of one sequence. UnknownSequenceError."""
+        return int(self._handle.get_sequence_length(seq_id))
+
+    def pages_needed(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> int:
+        """Free pages that begin_forward with these arguments would take: the maximum over layer
+        groups."""
+        return int(
+            self._handle.pages_needed(
+                int_list(seq_ids, "seq_ids"), int_list(append_lengths, "append_lengths")
+            )
+        )
+
+    def select_long_rope(self, seq_id: int, use_long_factors: bool) -> None:
+        """With "longrope" scaling: which factors an empty sequence uses. Forks inherit it."""
+        self._handle.select_long_rope(seq_id, use_long_factors)
+
+    # ---- Attention. m >= n, the new tokens of the forward in the order of the batch; rows behind n
+    # are left alone.
+
+    def attention_with_fused_qkv(
+        self, layer: int, qkv: Any, o: Any = None, sm_scale: float | None = None
+    ) -> Any:
+        """Splits qkv, rotates, stores keys and values, and attends.
+
+        Each row sees all tokens up to and including its own.
+
+        Args:
+            layer: index of the layer.
+            qkv: [m, Hq + 2 Hkv, D] if D == Dv, or [m, Hq D + Hkv D + Hkv Dv].
+            o: [m, Hq, Dv] or [m, Hq Dv], written; a new array beside `qkv` if None.
+            sm_scale: the whole factor on q.k; 1 / sqrt(D) if None.
+
+        Returns:
+            `o`.
+        """
+        o = self._output(layer, qkv, o)
+        self._handle.attention_with_fused_qkv(
+            layer, input_array(qkv), o, self._scale(layer, sm_scale)
+        )
+        return o
+
+    def append(self, layer: int, k: Any, v: Any) -> None:
+        """Rotates and stores the new keys [m, Hkv, D] and values [m, Hkv, Dv]: the first half of
+        the fused call."""
+        self._handle.append(layer, input_array(k), input_array(v))
+
+    def attend(
+        self, layer: int, q: Any, o: Any = None, lse: Any = None, sm_scale: float | None = None
+    ) -> Any:
+        """Rotates q and attends: the second half of the fused call.
+
+        BadStateError before the layer's append.
+
+        Args:
+            layer: index of the layer.
+            q: [m, Hq, D].
+            o: [m, Hq, Dv], written; a new array beside `q` if None.
+            lse: float32 [m, Hq], written if given: log2 of the sum of 2^(score log2 e).
+            sm_scale: the whole factor on q.k; 1 / sqrt(D) if None.
+
+        Returns:
+            `o`.
+        """
+        o = self._output(layer, q, o)
+        lse = None if lse is None else output_array(lse, "lse")
+        self._handle.attend(layer, input_array(q), o, lse, self._scale(layer, sm_scale))
+        return o
+
+    def get_query_positions(self) -> np.ndarray:
+        """Position of each new token of the forward, int32 [n]; a copy.
+
+        BadStateError outside a forward.
+        """
+        return np.from_dlpack(self._handle.get_query_positions())
+
+    # ---- Debugging
+
+    def debug_get_kv(
+        self, seq_id: int, start: int = 0, end: int | None = None, *, k: Any = None, v: Any = None
+    ) -> tuple[Any, Any]:
+        """Stored keys [layers, end - start, Hkv, D] and values [..., Dv].
+
+        New float32 arrays unless given. Keys come out as stored: rotated in mode "normal". All
+        layers must be of equal heads and dims.
+        """
+        end = self.get_sequence_length(seq_id) if end is None else end
+        layer = self._layers[0]
+        shape = (len(self._layers), max(end - start, 0), layer.num_kv_heads)
+        k = np.empty((*shape, layer.qk_head_dim), np.float32) if k is None else output_array(k, "k")
+        v = np.empty((*shape, layer.v_head_dim), np.float32) if v is None else output_array(v, "v")
+        self._handle.debug_get_kv(seq_id, start, end, k, v)
+        return k, v
+
+    def debug_set_kv(self, seq_id: int, start: int, k: Any, v: Any) -> None:
+        """Overwrites stored keys and values from `start` on; shapes as debug_get_kv.
+
+        Shared pages are copied first.
+        """
+        self._handle.debug_set_kv(seq_id, start, input_array(k), input_array(v))
+
+    def debug_plan(self) -> str:
+        """The plan of the open forward, for people. BadStateError outside a forward."""
+        return str(self._handle.debug_plan())
+
+    def state_digest(self) -> int:
+        """A number for all that can be observed (not the KV bytes); equal before and after a
+        failed call."""
+        return int(self._handle.state_digest()) & 0xFFFFFFFFFFFFFFFF
+
+    def check_invariants(self) -> None:
+        """Walks the whole state; InternalError with the first violated invariant."""
+        self._handle.check_invariants()
+
+    # A layer that is out of range gets stand-ins here, and its BadArgumentError from the cache.
+
+    def _output(self, layer: int, beside: Any, o: Any) -> Any:
+        if o is not None:
+            return output_array(o, "o")
+        spec = self._layers[layer] if 0 <= layer < len(self._layers) else LayerSpec(0)
+        return empty_beside(beside, (beside.shape[0], spec.num_qo_heads, spec.v_head_dim))
+
+    def _scale(self, layer: int, sm_scale: float | None) -> float:
+        if sm_scale is not None:
+            return sm_scale
+        return (
+            1.0 / math.sqrt(self._layers[layer].qk_head_dim)
+            if 0 <= layer < len(self._layers)
+            else 1.0
+        )

@@ -1,0 +1,199 @@
+// quire.KVCache: AttentionKVCache for tvm-ffi. Tensors are borrowed for the call and never copied.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/reflection/registry.h>
+
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "ffi/errors.h"
+#include "ffi/options.h"
+#include "ffi/tensors.h"
+#include "quire/attention_kv_cache.h"
+
+namespace quire::ffi {
+namespace {
+
+namespace tf = tvm::ffi;
+
+std::span<const int64_t> SpanOf(const tf::Shape& shape) { return {shape.data(), shape.size()}; }
+
+AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
+  AttentionKVCacheOptions options;
+  OptionsReader reader("KVCache", fields);
+  for (const OptionMap& layer :
+       reader.Get<tf::Array<OptionMap>>("layers").value_or(tf::Array<OptionMap>())) {
+    options.layers.push_back(ReadLayerSpec(layer));
+  }
+  reader.Read("max_num_sequences", &options.max_num_sequences);
+  reader.Read("token_capacity", &options.token_capacity);
+  reader.Read("prefill_chunk_size", &options.prefill_chunk_size);
+  reader.Read("page_size", &options.page_size);
+  if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
+  reader.Read("kernel_path", &options.kernel_path);
+  reader.Read("poison_freed_pages", &options.poison_freed_pages);
+  int threads = 0;
+  reader.Read("threads", &threads);
+  reader.Finish();
+  if (threads < 0) {
+    ThrowBadArgument("KVCache: option 'threads' = " + std::to_string(threads) +
+                     " is negative; 0 stands for one per core");
+  }
+  if (threads > 0) options.runner = CreateThreadPool(threads);
+  return options;
+}
+
+class KVCacheObj : public tf::Object {
+ public:
+  explicit KVCacheObj(const OptionMap& fields)
+      : cache_(latch_.Run([&] { return AttentionKVCache::Create(ReadCacheOptions(fields)); })) {}
+
+  void Clear() {
+    latch_.Run([&] { return cache_->Clear(); });
+  }
+  void AddSequence(int64_t seq_id) {
+    latch_.Run([&] { return cache_->AddSequence(seq_id); });
+  }
+  void RemoveSequence(int64_t seq_id) {
+    latch_.Run([&] { return cache_->RemoveSequence(seq_id); });
+  }
+  void ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
+    latch_.Run([&] { return cache_->ForkSequence(parent_id, child_id, fork_pos); });
+  }
+  void PopN(int64_t seq_id, int64_t n) {
+    latch_.Run([&] { return cache_->PopN(seq_id, n); });
+  }
+  void BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
+    latch_.Run([&] { return cache_->BeginForward(SpanOf(seq_ids), SpanOf(append_lengths)); });
+  }
+  void EndForward() {
+    latch_.Run([&] { return cache_->EndForward(); });
+  }
+  void AbortForward() {
+    latch_.Run([&] { return cache_->AbortForward(); });
+  }
+
+  bool Empty() {
+    return latch_.Run([&] { return cache_->Empty(); });
+  }
+  int64_t GetNumAvailablePages() {
+    return latch_.Run([&] { return cache_->GetNumAvailablePages(); });
+  }
+  int64_t GetTotalSequenceLength() {
+    return latch_.Run([&] { return cache_->GetTotalSequenceLength(); });
+  }
+  int64_t GetDistinctTokenCount() {
+    return latch_.Run([&] { return cache_->GetDistinctTokenCount(); });
+  }
+  int64_t SequenceCount() {
+    return latch_.Run([&] { return cache_->sequence_count(); });
+  }
+  int64_t PagesInUse() {
+    return latch_.Run([&] { return cache_->pages_in_use(); });
+  }
+  int64_t PagesAllocated() {
+    return latch_.Run([&] { return cache_->pages_allocated(); });
+  }
+  bool HasSequence(int64_t seq_id) {
+    return latch_.Run([&] { return cache_->HasSequence(seq_id); });
+  }
+  int64_t GetSequenceLength(int64_t seq_id) {
+    return latch_.Run([&] { return cache_->GetSequenceLength(seq_id); });
+  }
+  int64_t PagesNeeded(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
+    return latch_.Run([&] { return cache_->PagesNeeded(SpanOf(seq_ids), SpanOf(append_lengths)); });
+  }
+  void SelectLongRope(int64_t seq_id, bool use_long_factors) {
+    latch_.Run([&] { return cache_->SelectLongRope(seq_id, use_long_factors); });
+  }
+
+  void AttentionWithFusedQKV(int64_t layer, tf::TensorView qkv, tf::TensorView o, double sm_scale) {
+    const TensorView qkv_view = ViewOf(qkv);
+    const TensorView o_view = ViewOf(o);
+    latch_.Run([&] { return cache_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale); });
+  }
+  void Append(int64_t layer, tf::TensorView k, tf::TensorView v) {
+    const TensorView k_view = ViewOf(k);
+    const TensorView v_view = ViewOf(v);
+    latch_.Run([&] { return cache_->Append(layer, k_view, v_view); });
+  }
+  void Attend(int64_t layer, tf::TensorView q, tf::TensorView o, tf::Optional<tf::TensorView> lse,
+              double sm_scale) {
+    const TensorView q_view = ViewOf(q);
+    const TensorView o_view = ViewOf(o);
+    const TensorView lse_view = lse.has_value() ? ViewOf(lse.value()) : TensorView();
+    const TensorView* lse_pointer = lse.has_value() ? &lse_view : nullptr;
+    latch_.Run([&] { return cache_->Attend(layer, q_view, o_view, lse_pointer, sm_scale); });
+  }
+  // A copy: the cache's own array changes with the next forward.
+  tf::Tensor GetQueryPositions() {
+    return NewTensor(latch_.Run([&] { return cache_->GetQueryPositions(); }));
+  }
+
+  void DebugGetKV(int64_t seq_id, int64_t start, int64_t end, tf::TensorView k, tf::TensorView v) {
+    const TensorView k_view = ViewOf(k);
+    const TensorView v_view = ViewOf(v);
+    latch_.Run([&] { return cache_->DebugGetKV(seq_id, start, end, k_view, v_view); });
+  }
+  void DebugSetKV(int64_t seq_id, int64_t start, tf::TensorView k, tf::TensorView v) {
+    const TensorView k_view = ViewOf(k);
+    const TensorView v_view = ViewOf(v);
+    latch_.Run([&] { return cache_->DebugSetKV(seq_id, start, k_view, v_view); });
+  }
+  tf::String DebugPlan() {
+    return tf::String(latch_.Run([&] { return cache_->DebugPlan(); }));
+  }
+  // The digest's bits as a signed number: tvm-ffi has no unsigned ones.
+  int64_t StateDigest() {
+    return static_cast<int64_t>(latch_.Run([&] { return cache_->StateDigest(); }));
+  }
+  void CheckInvariants() {
+    latch_.Run([&] { return cache_->CheckInvariants(); });
+  }
+
+  [[maybe_unused]] static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.KVCache", KVCacheObj, tf::Object);
+
+ private:
+  FaultLatch latch_;
+  std::unique_ptr<AttentionKVCache> cache_;
+};
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::ObjectDef<KVCacheObj>()
+      .def(tf::reflection::init<OptionMap>())
+      .def("clear", &KVCacheObj::Clear)
+      .def("add_sequence", &KVCacheObj::AddSequence)
+      .def("remove_sequence", &KVCacheObj::RemoveSequence)
+      .def("fork_sequence", &KVCacheObj::ForkSequence)
+      .def("pop_n", &KVCacheObj::PopN)
+      .def("begin_forward", &KVCacheObj::BeginForward)
+      .def("end_forward", &KVCacheObj::EndForward)
+      .def("abort_forward", &KVCacheObj::AbortForward)
+      .def("empty", &KVCacheObj::Empty)
+      .def("get_num_available_pages", &KVCacheObj::GetNumAvailablePages)
+      .def("get_total_sequence_length", &KVCacheObj::GetTotalSequenceLength)
+      .def("get_distinct_token_count", &KVCacheObj::GetDistinctTokenCount)
+      .def("sequence_count", &KVCacheObj::SequenceCount)
+      .def("pages_in_use", &KVCacheObj::PagesInUse)
+      .def("pages_allocated", &KVCacheObj::PagesAllocated)
+      .def("has_sequence", &KVCacheObj::HasSequence)
+      .def("get_sequence_length", &KVCacheObj::GetSequenceLength)
+      .def("pages_needed", &KVCacheObj::PagesNeeded)
+      .def("select_long_rope", &KVCacheObj::SelectLongRope)
+      .def("attention_with_fused_qkv", &KVCacheObj::AttentionWithFusedQKV)
+      .def("append", &KVCacheObj::Append)
+      .def("attend", &KVCacheObj::Attend)
+      .def("get_query_positions", &KVCacheObj::GetQueryPositions)
+      .def("debug_get_kv", &KVCacheObj::DebugGetKV)
+      .def("debug_set_kv", &KVCacheObj::DebugSetKV)
+      .def("debug_plan", &KVCacheObj::DebugPlan)
+      .def("state_digest", &KVCacheObj::StateDigest)
+      .def("check_invariants", &KVCacheObj::CheckInvariants);
+}
+
+}  // namespace
+}  // namespace quire::ffi

@@ -1,0 +1,54 @@
+// The functions quire.*: what belongs to no object.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/reflection/registry.h>
+#include <tvm/ffi/string.h>
+
+#include <span>
+#include <string>
+
+#include "ffi/errors.h"
+#include "ffi/options.h"
+#include "ffi/tensors.h"
+#include "quire/attention_kv_cache.h"
+#include "quire/rope.h"
+
+namespace quire::ffi {
+namespace {
+
+namespace tf = tvm::ffi;
+
+tf::Array<tf::String> KernelPathNames() {
+  tf::Array<tf::String> names;
+  for (const std::string& name : KernelPaths()) names.push_back(tf::String(name));
+  return names;
+}
+
+OptionMap RopeFrequenciesOf(const OptionMap& rope, int64_t head_dim, bool long_factors) {
+  const RopeFrequencies frequencies =
+      ValueOrThrow(ComputeRopeFrequencies(ReadRopeOptions(rope), head_dim, long_factors));
+  return {{"inv_freq", NewTensor(std::span(frequencies.inv_freq))},
+          {"amplitude", frequencies.amplitude}};
+}
+
+// Name of each code -> kind of its exception.
+tf::Map<tf::String, tf::String> ErrorKindNames() {
+  tf::Map<tf::String, tf::String> names;
+  for (const ErrorKind& entry : ErrorKinds()) {
+    names.Set(tf::String(std::string(StatusCodeName(entry.code))),
+              tf::String(std::string(entry.kind)));
+  }
+  return names;
+}
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::GlobalDef()
+      .def("quire.version", [] { return tf::String(QUIRE_VERSION); })
+      .def("quire.kernel_paths", KernelPathNames)
+      .def("quire.default_page_size",
+           [](const OptionMap& layer) { return DefaultPageSize(ReadLayerSpec(layer)); })
+      .def("quire.rope_frequencies", RopeFrequenciesOf)
+      .def("quire.error_kinds", ErrorKindNames);
+}
+
+}  // namespace
+}  // namespace quire::ffi
