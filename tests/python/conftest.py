@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import quire  # noqa: E402
+from tiny_model import TinyModel  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A llama with random weights, a tokenizer and a chat template."""
+    return TinyModel(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def engine(tiny: TinyModel) -> Iterator[quire.Engine]:
+    """float32, pages of 16 tokens, short chunks, so that prompts of the tests span several of each.
+
+    Without a prefix cache, so that no page stays in use behind a request.
+    """
+    with quire.Engine(
+        tiny.directory,
+        dtype="float32",
+        threads=2,
+        page_size=16,
+        prefill_chunk=24,
+        kv_bytes=2 << 20,
+        prefix_cache=False,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> str:
+    """The folder of SmolLM2-135M-Instruct."""
+    return quire.embedded_model_dir()

@@ -1,0 +1,305 @@
+"""Logits and greedy answers against Hugging Face transformers, an independent implementation of the
+same models.
+
+How far two right float32 evaluations may lie apart depends on the model, so the bound is computed,
+not chosen: the reference is evaluated in float64 once as it is and a few times with every weight
+moved at random by what float32 products of that size may lose. A float32 evaluation is the exact
+one of such a neighbouring model (backward analysis), so it differs by about as much as the
+neighbours do.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import quire
+import torch
+import transformers
+from quire.embedded import embedded_model_dir
+
+# One thread: torch's workers spin while they wait, which takes the cores from everything else on a
+# busy machine.
+torch.set_num_threads(1)
+
+# Relative rounding error of one float32 operation.
+UNIT = 2.0**-24
+# Neighbours drawn, and by how much more than the largest of them a right evaluation may differ:
+# neighbours are a sample of the errors, not their maximum, and rounding also happens between the
+# products.
+NEIGHBOURS = 4
+MARGIN = 2
+
+SMALL = dict(
+    vocab_size=160,
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=3,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-3,
+    initializer_range=0.2,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=None,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500000.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
+
+
+def heads(queries: int, keys: int, head_dim: int | None = None) -> dict:
+    sizes = {"num_attention_heads": queries, "num_key_value_heads": keys}
+    return sizes if head_dim is None else sizes | {"head_dim": head_dim}
+
+
+CASES = {
+    "llama": ("Llama", dict(**heads(4, 4), tie_word_embeddings=False)),
+    "llama-gqa-tied": ("Llama", dict(**heads(8, 2), tie_word_embeddings=True)),
+    "llama-mqa-wide-heads": ("Llama", dict(**heads(4, 1, 32), tie_word_embeddings=False)),
+    "llama-llama3": (
+        "Llama",
+        dict(**heads(4, 2, 32), rope_parameters=LLAMA3, tie_word_embeddings=True),
+    ),
+    "llama-linear": (
+        "Llama",
+        dict(**heads(4, 2), rope_parameters=LINEAR, tie_word_embeddings=False),
+    ),
+    "llama-yarn": (
+        "Llama",
+        dict(**heads(4, 2, 32), rope_parameters=YARN, tie_word_embeddings=False),
+    ),
+    "llama-biases": (
+        "Llama",
+        dict(**heads(4, 2), attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    ),
+    "qwen2": ("Qwen2", dict(**heads(4, 2), tie_word_embeddings=False)),
+    "qwen2-seven-to-one-tied": (
+        "Qwen2",
+        dict(hidden_size=112, **heads(7, 1), tie_word_embeddings=True),
+    ),
+    "qwen3": ("Qwen3", dict(**heads(4, 2, 32), tie_word_embeddings=False)),
+    "qwen3-tied": ("Qwen3", dict(**heads(8, 4, 16), tie_word_embeddings=True)),
+    "mistral": ("Mistral", dict(**heads(8, 2), sliding_window=None, tie_word_embeddings=False)),
+    "mistral-wide-heads-tied": (
+        "Mistral",
+        dict(**heads(2, 1, 64), sliding_window=None, tie_word_embeddings=True),
+    ),
+}
+
+
+def random_model(kind: str, options: dict, seed: int) -> torch.nn.Module:
+    """A model in which every part matters: norms away from one and biases away from zero."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    return model
+
+
+def round_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The same model with weights that `dtype` holds. (model.to(dtype) would round the rotary
+    frequencies as well.)"""
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return rounded
+
+
+def logits_of(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].numpy()
+
+
+def neighbour(model: torch.nn.Module, generator: torch.Generator) -> torch.nn.Module:
+    """Every weight moved by sqrt(K) roundings, the usual error of a sum of K products, and the
+    rotary frequencies by four: they and the angles are rounded by themselves."""
+
+    def move(values: torch.Tensor, roundings: float) -> None:
+        noise = torch.rand(values.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        values.mul_(1 + roundings * UNIT * noise)
+
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            move(parameter, math.sqrt(parameter.shape[-1]))
+        for name, buffer in moved.named_buffers():
+            if name.endswith("inv_freq"):
+                move(buffer, 4)
+    return moved
+
+
+class Reference:
+    """A model in float64 with some neighbours."""
+
+    def __init__(self, model: torch.nn.Module, neighbours: int = NEIGHBOURS):
+        generator = torch.Generator().manual_seed(11)
+        self.exact = copy.deepcopy(model).double()
+        self.neighbours = [neighbour(self.exact, generator) for _ in range(neighbours)]
+
+    def logits_and_bound(self, ids: list[int]) -> tuple[np.ndarray, float]:
+        """Exact logits, and by how much those of a float32 evaluation may differ."""
+        logits = logits_of(self.exact, ids)
+        return logits, MARGIN * max(
+            float(np.abs(logits_of(other, ids) - logits).max()) for other in self.neighbours
+        )
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, SMALL["vocab_size"], count).tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(tmp_path, name):
+    kind, options = CASES[name]
+    model = random_model(kind, options, seed=sum(map(ord, name)))
+    model.save_pretrained(tmp_path)
+    ids = random_ids(70, seed=1)
+    expected, bound = Reference(model).logits_and_bound(ids)
+    with quire.Engine(tmp_path, dtype="float32", threads=1) as engine:
+        actual = engine.logits(ids)
+    assert actual.dtype == np.float32 and actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= bound
+    # The bound is one of float32: transformers' own float32 keeps it, and weights in bfloat16 are
+    # far outside of it.
+    assert np.abs(logits_of(model, ids) - expected).max() <= bound
+    assert (
+        np.abs(logits_of(round_parameters(model, torch.bfloat16), ids) - expected).max()
+        > 20 * bound
+    )
+
+
+@pytest.mark.parametrize("path", quire.kernel_paths())
+def test_every_kernel_path_keeps_the_bound(tmp_path, path):
+    model = random_model("Qwen3", CASES["qwen3-tied"][1], seed=9)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(70, seed=6)
+    expected, bound = Reference(model).logits_and_bound(ids)
+    with quire.Engine(tmp_path, dtype="float32", threads=1, kernel_path=path) as engine:
+        assert engine.info.kernel_path == path
+        assert np.abs(engine.logits(ids) - expected).max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_weights_are_widened_exactly(tmp_path, dtype):
+    model = round_parameters(random_model("Llama", CASES["llama-gqa-tied"][1], seed=5), dtype)
+    copy.deepcopy(model).to(dtype).save_pretrained(tmp_path)
+    ids = random_ids(40, seed=2)
+    expected, bound = Reference(model).logits_and_bound(ids)
+    with quire.Engine(tmp_path, dtype="float32", threads=1) as engine:
+        assert np.abs(engine.logits(ids) - expected).max() <= bound
+
+
+def test_sharded_checkpoint_gives_the_same_bits(tmp_path):
+    model = random_model("Qwen3", CASES["qwen3"][1], seed=6)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="60KB")
+    assert (tmp_path / "many" / "model.safetensors.index.json").is_file()
+    ids = random_ids(40, seed=3)
+    logits = []
+    for folder in ("one", "many"):
+        with quire.Engine(tmp_path / folder, dtype="float32", threads=1) as engine:
+            logits.append(engine.logits(ids))
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
+def test_a_prompt_of_several_segments(tmp_path):
+    """Attention is folded per 256 positions: here over two of them, in chunks that cut neither at a
+    border."""
+    model = random_model("Llama", CASES["llama-gqa-tied"][1], seed=7)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(400, seed=4)
+    expected, bound = Reference(model).logits_and_bound(ids)
+    with quire.Engine(tmp_path, dtype="float32", threads=1, prefill_chunk=96) as engine:
+        assert np.abs(engine.logits(ids) - expected).max() <= bound
+
+
+def test_bfloat16_stays_near(tmp_path):
+    """The default dtype: at most four times as far from the exact logits as transformers' bfloat16
+    is, on average."""
+    model = round_parameters(
+        random_model("Llama", CASES["llama-gqa-tied"][1], seed=8), torch.bfloat16
+    )
+    copy.deepcopy(model).bfloat16().save_pretrained(tmp_path)
+    ids = random_ids(70, seed=5)
+    expected, bound = Reference(model).logits_and_bound(ids)
+
+    def distance(logits: np.ndarray) -> float:
+        return float(np.sqrt(np.mean((logits - expected) ** 2)))
+
+    # Loaded and not converted, which would round the rotary frequencies as well.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16
+    ).eval()
+    with torch.no_grad():
+        limit = 4 * distance(theirs(torch.tensor([ids])).logits[0].float().numpy())
+    assert limit > bound
+    with quire.Engine(tmp_path, threads=1) as engine:
+        assert distance(engine.logits(ids)) <= limit
+
+
+# The embedded model -------------------------------------------------------------------------------
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about autumn.",
+    "def fibonacci(n):",
+    "List three uses of a magnet, and 12345 reasons.",
+]
+
+
+@pytest.fixture(scope="module")
+def embedded_reference() -> Reference:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        embedded_model_dir(), dtype=torch.float32
+    ).eval()
+    return Reference(model, neighbours=1)
+
+
+@pytest.fixture(scope="module")
+def embedded_engine():
+    with quire.Engine(embedded_model_dir(), dtype="float32") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_answer_of_the_embedded_model(embedded_reference, embedded_engine, prompt):
+    """Token for token up to the first near-tie: a step whose two best logits are nearer than both
+    errors together."""
+    template = transformers.AutoTokenizer.from_pretrained(embedded_model_dir())
+    ids = template.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True
+    )["input_ids"]
+    answer = embedded_engine.generate(ids, max_tokens=32).ids
+    assert answer
+    whole = list(ids) + answer
+    expected, bound = embedded_reference.logits_and_bound(whole)
+    assert np.abs(embedded_engine.logits(whole) - expected).max() <= bound
+    compared = 0
+    for step, token in enumerate(answer):
+        row = expected[len(ids) + step - 1]
+        second, best = np.sort(row)[-2:]
+        if best - second <= 2 * bound:
+            break
+        assert token == int(row.argmax()), f"token {step} of the answer to {prompt!r}"
+        compared += 1
+    assert compared >= min(len(answer), 6)

@@ -1,0 +1,187 @@
+# Sourced by ./run and ./test: brings a Debian 12 machine and this checkout to the point where Quire is built. Every function
+# does only what is missing, so that a second call starts at once. Messages go to standard error; what the tools print
+# goes to build/setup.log, which holds the last call, and is shown only when one of them fails.
+
+QUIRE_VENV="$QUIRE_ROOT/.venv"
+QUIRE_PYTHON="$QUIRE_VENV/bin/python"
+QUIRE_LOG="$QUIRE_ROOT/build/setup.log"
+# The imported embedded model and other caches stay in the checkout, unless the user has a place for them.
+export QUIRE_HOME="${QUIRE_HOME:-$QUIRE_ROOT/.quire}"
+CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
+export CMAKE_BUILD_PARALLEL_LEVEL
+
+say() { printf 'quire: %s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+# quietly COMMAND...: output into the log; on failure the end of it is shown.
+quietly() {
+  local begin
+  printf '\n$ %s\n' "$*" >>"$QUIRE_LOG"
+  begin=$(wc -l <"$QUIRE_LOG")
+  "$@" >>"$QUIRE_LOG" 2>&1 && return
+  local code=$?
+  tail -n "+$begin" "$QUIRE_LOG" | tail -n 60 >&2
+  say "failed ($code): $*; the whole output is in $QUIRE_LOG"
+  return $code
+}
+
+# lock_setup, unlock_setup: two calls at the same time set up one after the other.
+lock_setup() {
+  mkdir -p "$QUIRE_ROOT/build"
+  exec 9>"$QUIRE_ROOT/build/.setup.lock"
+  flock -n 9 || { say "another call sets up this checkout; waiting for it"; flock 9; }
+  : >"$QUIRE_LOG"
+}
+unlock_setup() { exec 9>&-; }
+
+# ---- System packages
+
+python_command() { printf '%s' "${PYTHON:-python3}"; }
+
+cmake_is_new_enough() {
+  command -v cmake >/dev/null &&
+    [[ $(printf '%s\n' 3.25 "$(cmake --version | sed -n '1s/[^0-9]*//p')" | sort -V | head -n 1) == 3.25 ]]
+}
+
+# What a header search of the compiler does not find, by the package that has it.
+missing_headers() {
+  g++ -E -P -x c++ - <<'CODE'
+#if !__has_include(<gtest/gtest.h>)
+libgtest-dev
+#endif
+#if !__has_include(<nlohmann/json.hpp>)
+nlohmann-json3-dev
+#endif
+#if !__has_include(<dlpack/dlpack.h>)
+libdlpack-dev
+#endif
+CODE
+}
+
+missing_run_packages() {
+  if command -v g++ >/dev/null; then missing_headers; else
+    printf '%s\n' build-essential libgtest-dev nlohmann-json3-dev libdlpack-dev
+  fi
+  cmake_is_new_enough || echo cmake
+  command -v ninja >/dev/null || echo ninja-build
+  "$(python_command)" -c 'import ensurepip, venv' 2>/dev/null || printf '%s\n' python3 python3-venv
+}
+
+missing_test_packages() {
+  missing_run_packages
+  command -v clang++-14 >/dev/null || echo clang-14
+  command -v clang-format-14 >/dev/null || echo clang-format-14
+  compgen -G '/usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' >/dev/null || echo libclang-rt-14-dev
+  command -v git >/dev/null || echo git
+}
+
+# install_system run|test
+install_system() {
+  local packages as_root=()
+  mapfile -t packages < <("missing_$1_packages" | sort -u)
+  [[ ${#packages[@]} -eq 0 ]] && return
+  command -v apt-get >/dev/null ||
+    die "missing: ${packages[*]} (names of Debian 12 packages); install what your system calls them"
+  if [[ $EUID -ne 0 ]]; then
+    command -v sudo >/dev/null || die "missing packages; as root: apt-get install ${packages[*]}"
+    as_root=(sudo)
+  fi
+  say "installing system packages: ${packages[*]}"
+  quietly "${as_root[@]}" apt-get update
+  quietly "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}"
+  mapfile -t packages < <("missing_$1_packages" | sort -u)
+  [[ ${#packages[@]} -eq 0 ]] || die "still missing after their installation: ${packages[*]}"
+}
+
+# ---- The virtual environment
+
+python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])'; }
+
+create_venv() {
+  local python version
+  python="$(python_command)"
+  version="$(python_version "$python")"
+  [[ $(printf '%s\n' 3.11 "$version" | sort -V | head -n 1) == 3.11 ]] ||
+    die "$python is Python $version; Quire needs 3.11 or newer: set PYTHON to one"
+  say "making the virtual environment .venv (Python $version)"
+  quietly "$python" -m venv --clear "$QUIRE_VENV"
+  # `import quire` in this environment is the checkout's.
+  echo "$QUIRE_ROOT/python" >"$("$QUIRE_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quire.pth"
+}
+
+pip_install() {
+  quietly env PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
+    "$QUIRE_PYTHON" -m pip install --no-input "$@"
+}
+
+# What the stamp of a list says: for which list and place it was installed.
+requirements_stamp() { printf '%s %s' "$(sha256sum <"$QUIRE_ROOT/requirements/$1.txt")" "$QUIRE_VENV"; }
+
+# requirements_are_installed run|test: also not when the folder was moved or the interpreter has gone.
+requirements_are_installed() {
+  local stamp="$QUIRE_VENV/quire-$1.stamp"
+  [[ -f $stamp && $(<"$stamp") == "$(requirements_stamp "$1")" ]] && "$QUIRE_PYTHON" -c '' 2>/dev/null
+}
+
+install_requirements() {
+  requirements_are_installed "$1" && return
+  say "installing the Python packages of requirements/$1.txt"
+  if [[ $1 == run ]]; then
+    pip_install --no-deps -r "$QUIRE_ROOT/requirements/run.txt"
+  else
+    pip_install -c "$QUIRE_ROOT/requirements/run.txt" -r "$QUIRE_ROOT/requirements/$1.txt"
+  fi
+  requirements_stamp "$1" >"$QUIRE_VENV/quire-$1.stamp"
+}
+
+# install_python run|test: a changed run.txt starts from an empty environment, so that nothing of the old one stays.
+install_python() {
+  requirements_are_installed run || create_venv
+  install_requirements run
+  [[ $1 == run ]] || install_requirements "$1"
+}
+
+# ---- The build
+
+configure_stamp() { printf '%s %s %s' "$(sha256sum <"$QUIRE_ROOT/CMakePresets.json")" "$QUIRE_ROOT" "$*"; }
+
+# is_configured PRESET [cmake arguments]: ninja itself watches the CMakeLists.txt, but not the presets.
+is_configured() {
+  local folder="$QUIRE_ROOT/build/$1"
+  [[ -f $folder/build.ninja && -f $folder/quire.stamp && $(<"$folder/quire.stamp") == "$(configure_stamp "$@")" ]]
+}
+
+# configure PRESET [cmake arguments]
+configure() {
+  local folder="$QUIRE_ROOT/build/$1" launcher=()
+  is_configured "$@" && return
+  command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+  rm -rf "$folder"  # a cache of another place or compiler is not to be trusted
+  (cd "$QUIRE_ROOT" && quietly cmake --preset "$@" "${launcher[@]}")
+  configure_stamp "$@" >"$folder/quire.stamp"
+}
+
+RELEASE=(release -DQUIRE_PYTHON=ON "-DPython_EXECUTABLE=$QUIRE_PYTHON")
+configure_release() { configure "${RELEASE[@]}"; }
+
+# build PRESET [targets]
+build() {
+  local preset="$1"
+  shift
+  (cd "$QUIRE_ROOT" && quietly cmake --build --preset "$preset" ${1:+--target "$@"})
+}
+
+# setup_run: everything up to libquire_ffi.so. Once it is there, the system's packages are not looked for again.
+setup_run() {
+  lock_setup
+  if ! requirements_are_installed run || ! is_configured "${RELEASE[@]}"; then
+    install_system run
+    install_python run
+    configure_release
+  fi
+  if ! ninja -C "$QUIRE_ROOT/build/release" -n quire_ffi 2>/dev/null | grep -q 'no work to do'; then
+    say "building Quire (some minutes the first time)"
+    build release quire_ffi
+  fi
+  unlock_setup
+}
