@@ -8,10 +8,10 @@ namespace {
 // Units per worker that a group should have, so that workers end at about the same time.
 constexpr int64_t kUnitsPerWorker = 4;
 // Smaller blocks would spend their time on loading keys and values.
-constexpr int64_t kSmallestBlock = 64;
-// Blocks are a multiple of the rows that the kernels hold in registers (8 on AVX-512), but for the
+constexpr int64_t kSmallestBlock = 72;
+// Blocks are a multiple of the rows that the kernels hold in registers (2, 4, 8 or 12), but for the
 // last of a sequence.
-constexpr int64_t kRowsTogether = 8;
+constexpr int64_t kRowsTogether = 24;
 static_assert(kSmallestBlock % kRowsTogether == 0 && kUnitRows % kRowsTogether == 0);
 // Query rows of a unit that reads all heads in memory order: their scores (1 KiB each) stay in L2.
 constexpr int64_t kDecodeUnitRows = 128;

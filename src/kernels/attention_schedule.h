@@ -22,10 +22,10 @@
 
 namespace quire {
 
-// Query rows (times heads) of a unit, at most. 256 rows share one load of a segment's keys and
+// Query rows (times heads) of a unit, at most. They share one load of a segment's keys and
 // values, which with the rows' own state just fits a 1 MiB L2 at head dimension 128 (measured,
 // specs: performance section 8).
-inline constexpr int64_t kUnitRows = 256;
+inline constexpr int64_t kUnitRows = 264;
 // From so many query rows per kv head on, a unit has one kv head and walks segment by segment;
 // below, it has many heads and reads pages in the order of memory, since it is bound by memory.
 inline constexpr int64_t kBlockRowsMin = 16;

@@ -41,11 +41,12 @@ struct RowView {
 };
 
 struct WorkerSpace {
-  std::byte* q;            // [head][row][k_dim] weights of the unit
+  std::byte* q;            // weights of the unit: [head][group of kRowsMax rows][step][row]
   float* states;           // o, m, l of the unit's rows, if it keeps them itself
   float* segment;          // o, m, l of one segment
   float* scores;           // [row][kScoreStride]
   float* row;              // one row of q or o, padded to whole vectors
+  std::byte* weights;      // one row of q as weights
   RowView* views;          // [row]
   std::byte* key_tiles;    // of a segment (block) or some heads (decode), prepared
   std::byte* value_tiles;  // of a segment (block) or one (decode)
@@ -69,6 +70,7 @@ struct WorkerSpace {
     segment = reinterpret_cast<float*>(Take(&next, kScoreRows * (v_dim + 2) * sizeof(float)));
     scores = reinterpret_cast<float*>(Take(&next, kScoreRows * kScoreStride * sizeof(float)));
     row = reinterpret_cast<float*>(Take(&next, (k_dim + v_dim + 2 * kLanes) * sizeof(float)));
+    weights = Take(&next, (k_dim + kLanes) * sizeof(float));
     views = reinterpret_cast<RowView*>(Take(&next, kUnitRows * sizeof(RowView)));
     key_tiles = Take(&next, key_tiles_count * k_tile);
     value_tiles = Take(&next, kTilesPerSegment * v_tile);
@@ -151,6 +153,28 @@ static void ClearUnitStates(const AttentionCall& call, const AttentionUnit& unit
   for (int64_t h = 0; h < unit.head_count(); ++h) {
     ClearStates(StatesAt(states.first, h * states.head_rows, v_dim), unit.row_count(), v_dim);
   }
+}
+
+// The chain for what PrepareKeys returns.
+static const ChainLoops* KeyLoops(const AttentionCall& call, bool rotate, bool widen) {
+  if (widen) return &kLoopsF32;
+  return rotate && call.layout().dtype == DType::kF16 ? &kLoopsF32 : call.stored_loops;
+}
+
+static int64_t ScoreSteps(const AttentionCall& call, const ChainLoops* loops) {
+  return loops == &kLoopsBF16 ? call.layout().k_dim() / 2 : call.layout().k_dim();
+}
+
+// Keys of the unit are rotated here (RopeMode::kInline).
+static bool RotatesKeys(const AttentionCall& call, const AttentionUnit& unit) {
+  return call.args->sequences[static_cast<size_t>(unit.sequence)].inline_cos != nullptr;
+}
+
+// Tiles of a block are widened to float32 first. Packed weights need pairs; float32 tiles are wide
+// already.
+static bool WidensTiles(const AttentionCall& call, const AttentionUnit& unit) {
+  return call.weights != WeightKind::kPackedBF16 && call.layout().dtype != DType::kF32 &&
+         unit.row_count() >= kWidenRows;
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -236,16 +260,45 @@ static void NarrowRow(const float* from, int count, void* to, DType dtype, int64
   }
 }
 
-// Rotated query rows of the unit as weights, and what each row sees.
-static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, WorkerSpace& space) {
+// Puts the steps of a row `stride` steps apart.
+template <typename Step>
+static void SpreadSteps(const std::byte* row, int64_t steps, int64_t stride, std::byte* to) {
+  for (int64_t d = 0; d < steps; ++d) {
+    __builtin_memcpy(to + d * stride * static_cast<int64_t>(sizeof(Step)),
+                     row + d * static_cast<int64_t>(sizeof(Step)), sizeof(Step));
+  }
+}
+
+// Row `index` of `count` rows of one head, whose weights lie at `to` for chains of `steps` steps.
+// The rows of a group stand side by side, so that a chain's step finds them at fixed distances.
+static void StoreQuery(const std::byte* row, size_t row_bytes, int64_t steps, int64_t index,
+                       int64_t count, std::byte* to) {
+  const int64_t first = index / kRowsMax * kRowsMax;
+  const int64_t group = SmallerOf(kRowsMax, count - first);
+  const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
+  std::byte* const at =
+      to + static_cast<size_t>(first) * row_bytes + static_cast<size_t>(index - first) * step_bytes;
+  if (group == 1) {
+    __builtin_memcpy(at, row, row_bytes);
+  } else if (step_bytes == sizeof(uint64_t)) {
+    SpreadSteps<uint64_t>(row, steps, group, at);
+  } else {
+    SpreadSteps<uint32_t>(row, steps, group, at);
+  }
+}
+
+// Rotated query rows of the unit as weights of `loops`, and what each row sees.
+static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit,
+                        const ChainLoops* loops, WorkerSpace& space) {
   const AttentionArgs& args = *call.args;
   const int k_dim = call.layout().k_dim();
   const int dim = call.layout().qk_head_dim;
   const int half = args.rotary.rotary_dim / 2;
   const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.weights);
+  const int64_t rows = unit.row_count();
   for (int i = dim; i < k_dim + kLanes; ++i) space.row[i] = 0.0F;
   RowWalker walker(call, unit.row_begin, unit.sequence);
-  for (int64_t r = 0; r < unit.row_count(); ++r, walker.Next()) {
+  for (int64_t r = 0; r < rows; ++r, walker.Next()) {
     walker.Settle();
     space.views[r] = {0, unit.shared ? INT64_MAX : walker.position() + 1};
     for (int64_t h = 0; h < unit.head_count(); ++h) {
@@ -256,14 +309,11 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, Wo
       RotateRow(space.row, args.rotary.cos + walker.row() * half,
                 args.rotary.sin + walker.row() * half, args.rotary.rotary_dim,
                 args.rotary.interleaved);
-      std::byte* q = space.q + static_cast<size_t>(h * unit.row_count() + r) * row_bytes;
       for (int i = 0; i < k_dim; i += kLanes) {
-        alignas(64) std::byte weights[kLanes * sizeof(float)];
-        StoreWeights(call.weights, weights, 0, Load(space.row + i));
-        const size_t count = static_cast<size_t>(k_dim - i < kLanes ? k_dim - i : kLanes);
-        const size_t bytes = WeightBytes(call.weights);
-        __builtin_memcpy(q + static_cast<size_t>(i) * bytes, weights, count * bytes);
+        StoreWeights(call.weights, space.weights, i, Load(space.row + i));
       }
+      StoreQuery(space.weights, row_bytes, ScoreSteps(call, loops), r, rows,
+                 space.q + static_cast<size_t>(h * rows) * row_bytes);
     }
   }
 }
@@ -455,16 +505,6 @@ static const std::byte* PrepareKeys(const AttentionCall& call, const SegmentTile
   return buffer;
 }
 
-// The chain for what PrepareKeys returns.
-static const ChainLoops* KeyLoops(const AttentionCall& call, bool rotate, bool widen) {
-  if (widen) return &kLoopsF32;
-  return rotate && call.layout().dtype == DType::kF16 ? &kLoopsF32 : call.stored_loops;
-}
-
-static int64_t ScoreSteps(const AttentionCall& call, const ChainLoops* loops) {
-  return loops == &kLoopsBF16 ? call.layout().k_dim() / 2 : call.layout().k_dim();
-}
-
 static void LoadTileAngles(const AttentionCall& call, const AttentionSequence& sequence,
                            int64_t segment, int tile, WorkerSpace& space) {
   const int half = call.args->rotary.rotary_dim / 2;
@@ -511,10 +551,8 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
   const KVLayout& layout = call.layout();
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const int head = unit.head_begin;
-  const bool rotate = sequence.inline_cos != nullptr;
-  // Packed weights need pairs; float32 tiles are wide already.
-  const bool widen = call.weights != WeightKind::kPackedBF16 && layout.dtype != DType::kF32 &&
-                     unit.row_count() >= kWidenRows;
+  const bool rotate = RotatesKeys(call, unit);
+  const bool widen = WidensTiles(call, unit);
   const size_t k_bytes = layout.k_tile_elements() * sizeof(float);
   const size_t v_bytes = layout.v_tile_elements() * sizeof(float);
   for (int t = range.begin; t < range.end; ++t) {
@@ -540,7 +578,6 @@ static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileR
                        const std::byte* q, int count, float* scores) {
   ScoreArgs a;
   a.q = q;
-  a.q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
   a.q_column_bytes = 0;
   a.steps = ScoreSteps(call, block.key_loops);
   a.s_row = kScoreStride;
@@ -660,9 +697,9 @@ static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int
   const ChainLoops* loops = KeyLoops(call, rotate, false);
   const size_t buffer_bytes = call.layout().k_tile_elements() * sizeof(float);
   const int64_t rows = unit.row_count();
+  const size_t q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
   ScoreArgs a;
-  a.q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
-  a.q_column_bytes = static_cast<size_t>(rows) * a.q_row_bytes;
+  a.q_column_bytes = static_cast<size_t>(rows) * q_row_bytes;
   a.steps = ScoreSteps(call, loops);
   a.s_row = kScoreStride;
   a.s_column = static_cast<size_t>(rows) * kScoreStride;
@@ -675,7 +712,7 @@ static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int
                            space.key_tiles + static_cast<size_t>(c) * buffer_bytes);
     }
     a.prefetch = order.AheadOfKey(tile, h);
-    a.q = space.q + static_cast<size_t>(h * rows + row) * a.q_row_bytes;
+    a.q = space.q + static_cast<size_t>(h * rows + row) * q_row_bytes;
     a.s = space.scores + (h * rows + row) * kScoreStride + tile * kLanes;
     loops->score_heads[count - 1][width](a);
     h += columns;
@@ -714,7 +751,7 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
   const int v_dim = call.layout().v_dim();
   const int64_t rows = unit.row_count();
   const int64_t heads = unit.head_count();
-  const bool rotate = sequence.inline_cos != nullptr;
+  const bool rotate = RotatesKeys(call, unit);
   const TileRange range = SeenTiles(space.views, rows, segment);
   const ReadOrder order(call, unit, space.tiles, range, has_next);
   const RowStates out = SegmentOutput(call, unit, sink, 0, space);
@@ -764,8 +801,10 @@ static void DecodeSegments(const AttentionCall& call, const AttentionUnit& unit,
 static void RunSegments(const AttentionCall& call, const AttentionUnit& unit, int64_t begin,
                         int64_t end, SegmentSink sink, WorkerSpace& space) {
   if (begin >= end) return;
-  LoadQueries(call, unit, space);
-  if (unit.row_count() < kBlockRowsMin) {
+  const bool block = unit.row_count() >= kBlockRowsMin;
+  const bool widen = block && WidensTiles(call, unit);
+  LoadQueries(call, unit, KeyLoops(call, RotatesKeys(call, unit), widen), space);
+  if (!block) {
     DecodeSegments(call, unit, begin, end, sink, space);
     return;
   }

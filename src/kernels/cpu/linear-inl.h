@@ -21,8 +21,9 @@ constexpr int kTileVectors =
 #endif
                              kOutputBlock / kLanes;
 
-// Rows that go over the same widened weights: 120 rows of 1024 inputs take half of a 1 MiB L2.
-constexpr int64_t kMaxBlockRows = 120;
+// Tiles of rows that go over the same widened weights: 120 rows of 1024 inputs take half of a 1 MiB
+// L2.
+constexpr int64_t kMaxBlockTiles = 120 / kMaxTileRows;
 // Output blocks whose sums are kept while the rows stay in L2 with one block of inputs.
 constexpr int64_t kGroupBlocks = 8;
 // So much of x stays in L2 beside the weights.
@@ -36,32 +37,31 @@ constexpr int64_t kStreamAhead = 4096;
 // A row of x of one input block: the odd number of lines keeps rows out of each other's cache sets.
 constexpr int64_t kRowFloats = kMaxInputBlock + 16;
 constexpr int64_t kPanelFloats = kMaxInputBlock * kOutputBlock;
-constexpr int64_t kSumFloats = kMaxBlockRows * kGroupBlocks * kOutputBlock;
+constexpr int64_t kSumFloats = kMaxBlockTiles * kMaxTileRows * kGroupBlocks * kOutputBlock;
 constexpr int64_t kWorkerFloats = kPanelFloats + kSumFloats;
 
 // -------------------------------------------------------------------------------- forms of weights
 // How one step of a chain reads weights: kInputs inputs of kOutputBlock outputs. `x` is a row at
 // the step's first input.
 
-struct F32Weights {
+struct F32Loads {
   using Element = float;
-  using X = float;
-  static constexpr int kInputs = 1;
-  using Vector = VF;
-  QUIRE_INLINE Vector LoadAt(const float* w) { return Load(w); }
-  QUIRE_INLINE VF Step(VF sum, Vector w, const float* x) { return Fma(w, Set1(x[0]), sum); }
-  QUIRE_INLINE VF LastStep(VF sum, Vector, const float*) { return sum; }
+  QUIRE_INLINE VF LoadAt(const float* w) { return Load(w); }
 };
-
-struct F16Weights {
+struct F16Loads {
   using Element = uint16_t;
+  QUIRE_INLINE VF LoadAt(const uint16_t* w) { return LoadF16(w); }
+};
+template <class Loads>
+struct SingleWeights : Loads {
   using X = float;
   static constexpr int kInputs = 1;
   using Vector = VF;
-  QUIRE_INLINE Vector LoadAt(const uint16_t* w) { return LoadF16(w); }
   QUIRE_INLINE VF Step(VF sum, Vector w, const float* x) { return Fma(w, Set1(x[0]), sum); }
   QUIRE_INLINE VF LastStep(VF sum, Vector, const float*) { return sum; }
 };
+using F32Weights = SingleWeights<F32Loads>;
+using F16Weights = SingleWeights<F16Loads>;
 
 struct WidePair {
   VF even, odd;
@@ -208,6 +208,7 @@ struct LinearPlan {
   bool pairs;                  // x is stored as bfloat16 for dot products of pairs
   int64_t input_block;
   int64_t input_blocks;
+  int64_t tiles;  // of all rows
   int64_t row_blocks;
   int64_t output_blocks;
   int64_t chunk_blocks;  // output blocks of one task
@@ -245,7 +246,8 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
 #endif
   plan.input_block = InputBlock(args.w.k);
   plan.input_blocks = CeilDivide(args.w.k, plan.input_block);
-  plan.row_blocks = CeilDivide(args.row_count, kMaxBlockRows);
+  plan.tiles = CeilDivide(args.row_count, kMaxTileRows);
+  plan.row_blocks = CeilDivide(plan.tiles, kMaxBlockTiles);
   plan.output_blocks = OutputBlocks(args.w.n);
   // Enough tasks to even out threads of different speed, each still a long run of memory.
   constexpr int64_t kTasksPerWorker = 8;
@@ -315,18 +317,25 @@ static void WidenPanel(DType dtype, const uint16_t* w, int64_t inputs, float* pa
   }
 }
 
+// Tiles [begin, end) of the plan. All tiles of a plan are as equal as can be: a small last one
+// would run at a fraction of the speed.
 struct RowBlock {
-  int64_t first;
-  int64_t count;
-  int64_t tiles;
+  int64_t begin;
+  int64_t end;
+  int64_t first_row;
+  int64_t row_count;
+  int64_t tiles() const { return end - begin; }
 };
 
-// Blocks and tiles are as equal as can be: a small last one would run at a fraction of the speed.
+QUIRE_INLINE int64_t FirstRowOfTile(const LinearPlan& plan, int64_t tile) {
+  return plan.args->row_count * tile / plan.tiles;
+}
+
 QUIRE_INLINE RowBlock RowBlockAt(const LinearPlan& plan, int64_t index) {
-  const int64_t rows = plan.args->row_count;
-  const int64_t first = rows * index / plan.row_blocks;
-  const int64_t count = rows * (index + 1) / plan.row_blocks - first;
-  return {first, count, CeilDivide(count, kMaxTileRows)};
+  const int64_t begin = plan.tiles * index / plan.row_blocks;
+  const int64_t end = plan.tiles * (index + 1) / plan.row_blocks;
+  const int64_t first_row = FirstRowOfTile(plan, begin);
+  return {begin, end, first_row, FirstRowOfTile(plan, end) - first_row};
 }
 
 QUIRE_INLINE const char* PackedAt(const LinearPlan& plan, int64_t output_block,
@@ -346,7 +355,7 @@ static void RunTiles(const LinearPlan& plan, const RowBlock& rows, int64_t outpu
   const int64_t inputs = InputsOfBlock(plan, input_block);
   const int64_t element_bytes = w.dtype == DType::kF32 ? 4 : 2;
   const int64_t packed_bytes = inputs * kOutputBlock * element_bytes;
-  const bool widen = w.dtype != DType::kF32 && !plan.pairs && rows.tiles >= kPanelTiles;
+  const bool widen = w.dtype != DType::kF32 && !plan.pairs && rows.tiles() >= kPanelTiles;
   if (widen) WidenPanel(w.dtype, reinterpret_cast<const uint16_t*>(packed), inputs, panel);
   const TileFunction* const functions = widen ? TileFunctions<F32Weights>::kFor : plan.direct;
 
@@ -356,17 +365,17 @@ static void RunTiles(const LinearPlan& plan, const RowBlock& rows, int64_t outpu
   tile.sum_stride = kGroupBlocks * kOutputBlock;
   tile.first = input_block == 0;
   const int64_t steps = CeilDivide(inputs, w.dtype == DType::kBF16 && !widen ? 2 : 1);
-  for (int64_t t = 0; t < rows.tiles; ++t) {
-    const int64_t row = rows.count * t / rows.tiles;
-    const int64_t count = rows.count * (t + 1) / rows.tiles - row;
-    tile.x = plan.x + (input_block * plan.args->row_count + rows.first + row) * kRowFloats;
-    tile.sums = sums + row * tile.sum_stride;
-    if (rows.tiles == 1) {  // weights are read once: their own continuation
+  for (int64_t t = rows.begin; t < rows.end; ++t) {
+    const int64_t row = FirstRowOfTile(plan, t);
+    const int64_t count = FirstRowOfTile(plan, t + 1) - row;
+    tile.x = plan.x + (input_block * plan.args->row_count + row) * kRowFloats;
+    tile.sums = sums + (row - rows.first_row) * tile.sum_stride;
+    if (rows.tiles() == 1) {  // weights are read once: their own continuation
       tile.ahead = packed + kStreamAhead;
       tile.ahead_step = CeilDivide(packed_bytes, steps);
     } else {  // spread over all tiles, so that memory is never waited for
-      tile.ahead = next + packed_bytes * t / rows.tiles;
-      tile.ahead_step = CeilDivide(packed_bytes, rows.tiles * steps);
+      tile.ahead = next + packed_bytes * (t - rows.begin) / rows.tiles();
+      tile.ahead_step = CeilDivide(packed_bytes, rows.tiles() * steps);
     }
     functions[count - 1](tile);
   }
@@ -406,9 +415,9 @@ static void RunGroup(const LinearPlan& plan, const RowBlock& rows, int64_t begin
       RunTiles(plan, rows, block, input_block, next, panel, sums + (block - begin) * kOutputBlock);
     }
   }
-  for (int64_t row = 0; row < rows.count; ++row) {
+  for (int64_t row = 0; row < rows.row_count; ++row) {
     for (int64_t block = begin; block < end; ++block) {
-      FinishOutputs(*plan.args, rows.first + row, block * kOutputBlock,
+      FinishOutputs(*plan.args, rows.first_row + row, block * kOutputBlock,
                     sums + (row * kGroupBlocks + block - begin) * kOutputBlock);
     }
   }
@@ -421,7 +430,7 @@ static void LinearTask(void* context, int64_t index, int worker) {
   const int64_t begin = index % plan.chunks * plan.chunk_blocks;
   const int64_t chunk_end = begin + plan.chunk_blocks;
   const int64_t end = chunk_end < plan.output_blocks ? chunk_end : plan.output_blocks;
-  const int64_t x_bytes = rows.count * plan.args->w.k * (plan.pairs ? 2 : 4);
+  const int64_t x_bytes = rows.row_count * plan.args->w.k * (plan.pairs ? 2 : 4);
   const int64_t group = x_bytes <= kResidentBytes ? 1 : kGroupBlocks;
   float* const panel = plan.worker_scratch + worker * kWorkerFloats;
   for (int64_t block = begin; block < end; block += group) {
