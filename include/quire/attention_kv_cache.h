@@ -3,8 +3,11 @@
 //
 // One forward, in calls:
 //   BeginForward(ids, lengths);
-//   for every layer: AttentionWithFusedQKV(layer, qkv, o, sm_scale)   // or Append(layer, k, v),
-//   then Attend(layer, q, o) EndForward();
+//   for every layer:
+//     AttentionWithFusedQKV(layer, qkv, o, sm_scale);   // or Append(layer, k, v), then
+//                                                       // Attend(layer, q, o, lse, sm_scale)
+//   EndForward();
+//
 // Exact: the output row of a token depends, bit for bit, on the tokens that it may see (and on
 // build and kernel path) and not on the batch, the cut of the prompt, page size, forks, pops or the
 // number of threads (docs/exactness.md).
@@ -39,7 +42,7 @@ struct AttentionLayerSpec {
 struct AttentionKVCacheOptions {
   std::vector<AttentionLayerSpec>
       layers;  // layers of equal num_kv_heads, dims and dtype share one page table (a group)
-  int64_t max_num_sequences = 0;
+  int64_t max_num_sequences = 0;   // that are not retained
   int64_t token_capacity = 0;      // pages per group: ceil(token_capacity / page_size) + 1
   int64_t prefill_chunk_size = 0;  // most new tokens of one forward
   int64_t page_size = 0;  // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
@@ -57,19 +60,50 @@ int64_t DefaultPageSize(const AttentionLayerSpec& layer);
 // "avx512", "avx2", "scalar".
 std::vector<std::string> KernelPaths();
 
+// Where the pages of all groups are. A page is seen by a sequence that has a token in it; in a
+// forward, a sequence of the batch sees what it saw before as well (AbortForward gives it back).
+// free + exclusive + shared + retained_only == total, at all times.
+struct PageCounts {
+  int64_t total = 0;
+  int64_t free = 0;
+  int64_t exclusive = 0;      // seen by one sequence, which is not retained
+  int64_t shared = 0;         // seen by two or more sequences, not all of which are retained
+  int64_t retained_only = 0;  // seen by retained sequences alone: free once these are removed
+
+  bool operator==(const PageCounts&) const = default;
+};
+
+// Stored keys and values of consecutive tokens of one layer, contiguous, of the layer's dtype.
+struct LayerKV {
+  TensorView k;  // [n, Hkv, D]
+  TensorView v;  // [n, Hkv, Dv]
+};
+using KVBlock = std::vector<LayerKV>;  // of the same tokens, for each layer
+
 class AttentionKVCache : public KVState {
  public:
   // BadArgument for options out of range, OutOfMemory when the pages cannot be mapped. Options are
   // copied.
   static Result<std::unique_ptr<AttentionKVCache>> Create(AttentionKVCacheOptions options);
 
+  // What it was created with; kernel_path and runner are those in use.
+  virtual const AttentionKVCacheOptions& options() const = 0;
+
+  // Retained: kept for its tokens alone (a prefix cache holds it). It does not count against
+  // max_num_sequences and cannot be in a batch; all else is as before, and forks of it are not
+  // retained. New sequences are not. TooLarge for making one active again when max_num_sequences
+  // are; BadState for a member of the batch.
+  virtual Status SetRetained(int64_t seq_id, bool retained) = 0;
+
   // ---- Counters. Lengths include the tokens of an open forward.
   virtual bool Empty() const = 0;                    // no sequences
   virtual int64_t GetNumAvailablePages() const = 0;  // free pages, the minimum over groups
-  virtual int64_t GetTotalSequenceLength()
-      const = 0;  // sum over sequences; a shared prefix counts once per sequence
+  // Sum over sequences; a shared prefix counts once per sequence.
+  virtual int64_t GetTotalSequenceLength() const = 0;
   virtual int64_t GetDistinctTokenCount() const = 0;  // a shared prefix counts once
-  virtual int64_t sequence_count() const = 0;
+  virtual int64_t sequence_count() const = 0;         // retained ones included
+  virtual int64_t retained_sequence_count() const = 0;
+  virtual PageCounts page_counts() const = 0;   // all groups; O(sequences + blocks)
   virtual int64_t pages_in_use() const = 0;     // all groups
   virtual int64_t pages_allocated() const = 0;  // in use and free, all groups
   virtual bool HasSequence(int64_t seq_id) const = 0;
@@ -79,26 +113,29 @@ class AttentionKVCache : public KVState {
   virtual Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                                       std::span<const int64_t> append_lengths) const = 0;
 
-  // kLongRope: which factors the sequence's positions use. REQUIRES: the sequence is empty. Forks
-  // inherit it.
+  // kLongRope: which factors the sequence's positions use. Forks inherit it.
+  // REQUIRES: the sequence is empty.
   virtual Status SelectLongRope(int64_t seq_id, bool use_long_factors) = 0;
+  virtual Result<bool> UsesLongRope(int64_t seq_id) const = 0;
 
   // ---- Attention. FORWARD only; n = new tokens of the forward, in the order of the batch. Tensors
   // are float32 or of the layer's dtype, contiguous in their last dimension. After a failed call
   // only AbortForward and Clear are legal.
 
   // Splits qkv, rotates (RopeMode), stores k and v and attends to all tokens up to and including
-  // each row's own. qkv: [m, Hq + 2 Hkv, D] where D == Dv, or [m, Hq D + Hkv D + Hkv Dv]; o: [m,
-  // Hq, Dv] or [m, Hq Dv]; m >= n, rows behind n are ignored and left unwritten. sm_scale is the
-  // whole factor on q.k.
+  // each row's own.
+  // qkv: [m, Hq + 2 Hkv, D] where D == Dv, or [m, Hq D + Hkv D + Hkv Dv].
+  // o: [m, Hq, Dv] or [m, Hq Dv].
+  // m >= n; rows behind n are ignored and left unwritten. sm_scale is the whole factor on q.k.
   virtual Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
                                        double sm_scale) = 0;
 
   // The halves of the fused call: k and q are given unrotated and rotated in the same way.
   // k: [m, Hkv, D], v: [m, Hkv, Dv].
   virtual Status Append(int64_t layer, const TensorView& k, const TensorView& v) = 0;
-  // q: [m, Hq, D], o: [m, Hq, Dv]. lse, if not null: float32 [m, Hq], log2 of the sum of 2^(score
-  // log2 e). BadState before the layer's Append.
+  // q: [m, Hq, D], o: [m, Hq, Dv].
+  // lse, if not null: float32 [m, Hq], log2 of the sum of 2^(score log2 e).
+  // BadState before the layer's Append.
   virtual Status Attend(int64_t layer, const TensorView& q, const TensorView& o,
                         const TensorView* lse, double sm_scale) = 0;
 
@@ -106,13 +143,23 @@ class AttentionKVCache : public KVState {
   // Clear. BadState in IDLE.
   virtual Result<std::span<const int32_t>> GetQueryPositions() const = 0;
 
-  // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv, D
-  // or Dv], float32 or the layers' dtype. Keys come out as stored: rotated with kNormal. REQUIRES:
-  // 0 <= start < end <= length.
+  // ---- KV as stored, bit for bit: keys are rotated with kNormal. quire/kv_export.h moves it as
+  // chunks.
+  // Reads as many tokens of the layer as the tensors have, from position `start` on. Legal in
+  // FORWARD too; tokens of the open forward are those of the layer's Append.
+  virtual Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) = 0;
+  // Appends the tokens of all blocks, one after the other. Takes pages as a forward does.
+  // REQUIRES: IDLE; every layer in every block; the caller answers for keys that are rotated for
+  // the positions at which they come to stand.
+  virtual Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) = 0;
+
+  // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv,
+  // D or Dv], float32 or the layers' dtype. Keys come out as stored: rotated with kNormal.
+  // REQUIRES: 0 <= start < end <= length.
   virtual Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                             const TensorView& v) = 0;
-  // Overwrites positions [start, start + n) as stored. Pages that others can see are copied first;
-  // OutOfPages then.
+  // Overwrites positions [start, start + n) as stored. Pages that others can see are copied first,
+  // for which it may lack pages: OutOfPages.
   virtual Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                             const TensorView& v) = 0;
 

@@ -18,6 +18,7 @@
 
 #include "quire/model.h"
 #include "quire/seams.h"
+#include "quire/snapshot.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
 
@@ -91,22 +92,45 @@ struct StepOutput {
 
 struct EngineStats {
   int64_t pages_total = 0, pages_free = 0, pages_in_use = 0;
-  // Of the prefix cache; their pages are in use and given up when others need them.
-  int64_t retained_sequences = 0, retained_tokens = 0;
+  // Of the prefix cache; their pages are in use and given up when others need them. retained_pages:
+  // those that only retained sequences hold.
+  int64_t retained_sequences = 0, retained_tokens = 0, retained_pages = 0;
   int64_t waiting = 0, running = 0;  // requests
   int64_t steps = 0, prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0, preemptions = 0;
   int64_t kv_bytes = 0, kv_bytes_per_token = 0, weight_bytes = 0, page_size = 0;
 };
 
+// What an engine takes from the machine, in bytes, known before it is made.
+struct MemoryPlan {
+  int64_t weight_bytes = 0;  // as ModelInfo::weight_bytes
+  int64_t kv_bytes_per_token = 0;
+  int64_t page_size = 0;  // tokens
+  int64_t page_bytes = 0;
+  int64_t page_count = 0;
+  int64_t kv_bytes = 0;  // mapped for the pages: page_count * page_bytes, a byte for each 16 tokens
+                         // of a layer, and the rest of the last page of the machine
+  int64_t scratch_bytes = 0;    // of the largest step: activations, attention, logits, sampling
+  int64_t total_bytes = 0;      // weights, KV, scratch
+  int64_t machine_bytes = 0;    // memory of this machine, or of the control group it runs in
+  int64_t longest_context = 0;  // tokens of prompt and answer of a request of one sample
+};
+
 class Engine {
  public:
+  // The sizes of the engine that Create would make. Reads config.json and the headers of the
+  // safetensors files; nothing large is allocated or read. Errors are those of Create, but a plan
+  // that is larger than the machine is no error here.
+  static Result<MemoryPlan> PlanMemory(const EngineOptions& options);
+  // NotFound, Corrupt, BadArgument: the folder or an option, by name and value. OutOfMemory: the
+  // plan is larger than the machine, or the system refused.
   static Result<std::unique_ptr<Engine>> Create(const EngineOptions& options);
   virtual ~Engine() = default;
 
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
 
-  // Queues a request; its id. BadArgument for ids outside the vocabulary, an empty prompt or
+  // Queues a request; its id. With LongRoPE the long factors are used where prompt + max_tokens
+  // passes the original length. BadArgument for ids outside the vocabulary, an empty prompt or
   // options out of range; TooLarge if prompt + max_tokens can never fit the cache or the model's
   // positions, or n is over max_num_sequences; Full if max_waiting requests wait.
   virtual Result<int64_t> Submit(std::span<const int32_t> prompt,
@@ -131,6 +155,17 @@ class Engine {
   // between steps: it uses pages that no request holds, OutOfPages if those are too few.
   virtual Status Logits(std::span<const std::span<const int32_t>> prompts,
                         std::span<float* const> logits) = 0;
+
+  // Snapshots (quire/snapshot.h) of what the prefix cache holds; BadState without one.
+  // Writes the longest beginning of contents.tokens whose KV is there, and says how many tokens
+  // that is. NotFound if there is none; else as quire::SaveSnapshot.
+  virtual Result<int64_t> SaveSnapshot(const SnapshotContents& contents,
+                                       const std::string& path) = 0;
+  // Requests that begin with the snapshot's tokens start behind them from now on, as long as the
+  // prefix cache keeps them. TooLarge if model or cache cannot hold them; else as
+  // quire::LoadSnapshot.
+  virtual Result<SnapshotInfo> LoadSnapshot(const Passport& identity, const std::string& path,
+                                            const SnapshotLoadOptions& options) = 0;
 
   virtual EngineStats Stats() const = 0;
 };

@@ -28,24 +28,27 @@ class KVState {
   // Drops all sequences; in FORWARD it aborts the forward first. Storage is not zeroed.
   virtual Status Clear() = 0;
 
-  // Adds an empty sequence. REQUIRES: seq_id >= 0, not present, fewer than max_num_sequences
-  // present.
+  // Adds an empty sequence.
+  // REQUIRES: seq_id >= 0, not present, fewer than max_num_sequences present.
   virtual Status AddSequence(int64_t seq_id) = 0;
 
   // Frees what no other sequence shares. In FORWARD: BadState for a member of the batch.
   virtual Status RemoveSequence(int64_t seq_id) = 0;
 
-  // The child's first fork_pos tokens are the parent's; from there the two evolve independently. -1
-  // = all tokens. Copies no KV. REQUIRES: child absent, -1 <= fork_pos <= length of the parent.
+  // The child's first fork_pos tokens are the parent's; from there the two evolve independently.
+  // -1 = all tokens. Copies no KV.
+  // REQUIRES: child absent, -1 <= fork_pos <= length of the parent, fewer than max_num_sequences
+  // present.
   virtual Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos = -1) = 0;
 
-  // Drops the last n tokens. REQUIRES: 0 <= n <= length. Copies no KV; sequences that share the
-  // tokens keep them.
+  // Drops the last n tokens. Copies no KV; sequences that share the tokens keep them.
+  // REQUIRES: 0 <= n <= length.
   virtual Status PopN(int64_t seq_id, int64_t n) = 0;
 
   // Plans a forward of append_lengths[i] new tokens for seq_ids[i] and reserves all that it needs.
+  // OutOfPages, OutOfMemory: nothing changed.
   // REQUIRES: IDLE; equal sizes, not empty; ids known and distinct; lengths >= 1, their sum at most
-  // prefill_chunk_size. OutOfPages, OutOfMemory: nothing changed.
+  // prefill_chunk_size.
   virtual Status BeginForward(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths) = 0;
 

@@ -39,8 +39,21 @@ struct ModelInfo {
   RopeOptions rope;
 };
 
+// What a model takes, known before it is loaded.
+struct ModelMeasure {
+  ModelInfo info;
+  int64_t workspace_bytes = 0;  // of a forward, behind the weights
+};
+
 class Model {
  public:
+  // The info that Load gives, and the workspace of a forward of `row_count` tokens that wants the
+  // logits of `logit_row_count` of them. Reads config.json and the headers of the safetensors files
+  // only and allocates nothing large; errors are those of Load, but for OutOfMemory. REQUIRES: 0 <=
+  // logit_row_count <= row_count < 2^31.
+  static Result<ModelMeasure> Measure(const std::string& directory, const ModelOptions& options,
+                                      int64_t row_count, int64_t logit_row_count);
+
   // Reads `directory`. NotFound, Corrupt, BadArgument name the file and the field; nothing stays
   // allocated then.
   static Result<std::unique_ptr<Model>> Load(const std::string& directory,

@@ -77,9 +77,60 @@ constexpr std::array<uint32_t, 256> MakeCrcTable() {
 constexpr std::array<uint32_t, 256> kCrcTable = MakeCrcTable();
 
 #if defined(__x86_64__)
+// The instruction takes 3 cycles and a new one can start each cycle, so three stripes of the input
+// are summed side by side and put together: three times the speed of one chain. Long enough that
+// putting together costs little, short enough for sections of a few KiB to gain.
+constexpr size_t kStripeBytes = 1024;
+
+// Linear maps of 32 bits, column i the image of bit i.
+using BitMatrix = std::array<uint32_t, 32>;
+
+constexpr uint32_t Apply(const BitMatrix& matrix, uint32_t bits) {
+  uint32_t sum = 0;
+  for (size_t i = 0; i < 32; ++i) sum ^= bits >> i & 1 ? matrix[i] : 0;
+  return sum;
+}
+
+// What kStripeBytes zeros behind it do to a checksum's state, by the byte of the state.
+using ShiftTables = std::array<std::array<uint32_t, 256>, 4>;
+constexpr ShiftTables MakeShiftTables() {
+  BitMatrix zeros{};  // one byte of them, then two, four, ...
+  for (size_t i = 0; i < 32; ++i) {
+    const uint32_t bit = uint32_t{1} << i;
+    zeros[i] = bit >> 8 ^ kCrcTable[bit & 0xFF];
+  }
+  for (size_t bytes = 1; bytes < kStripeBytes; bytes *= 2) {
+    const BitMatrix half = zeros;
+    for (uint32_t& column : zeros) column = Apply(half, column);
+  }
+  ShiftTables tables{};
+  for (size_t place = 0; place < 4; ++place) {
+    for (uint32_t byte = 0; byte < 256; ++byte)
+      tables[place][byte] = Apply(zeros, byte << 8 * place);
+  }
+  return tables;
+}
+static_assert(std::has_single_bit(kStripeBytes), "the loop above doubles");
+constexpr ShiftTables kShiftTables = MakeShiftTables();
+
+uint32_t ShiftByStripe(uint64_t state) {
+  return kShiftTables[0][state & 0xFF] ^ kShiftTables[1][state >> 8 & 0xFF] ^
+         kShiftTables[2][state >> 16 & 0xFF] ^ kShiftTables[3][state >> 24 & 0xFF];
+}
+
 __attribute__((target("sse4.2"))) uint32_t Crc32cSse42(const unsigned char* from, size_t left,
                                                        uint32_t crc) {
   uint64_t state = ~crc;
+  for (; left >= 3 * kStripeBytes; from += 3 * kStripeBytes, left -= 3 * kStripeBytes) {
+    uint64_t second = 0;
+    uint64_t third = 0;
+    for (const unsigned char* at = from; at < from + kStripeBytes; at += 8) {
+      state = _mm_crc32_u64(state, Load<uint64_t>(at));
+      second = _mm_crc32_u64(second, Load<uint64_t>(at + kStripeBytes));
+      third = _mm_crc32_u64(third, Load<uint64_t>(at + 2 * kStripeBytes));
+    }
+    state = ShiftByStripe(ShiftByStripe(state) ^ second) ^ third;
+  }
   for (; left >= 8; from += 8, left -= 8) state = _mm_crc32_u64(state, Load<uint64_t>(from));
   uint32_t state32 = static_cast<uint32_t>(state);
   for (; left > 0; ++from, --left) state32 = _mm_crc32_u8(state32, *from);

@@ -54,6 +54,17 @@ TEST(Crc32c, PortableFormAgreesAtEverySizeAndAlignment) {
   }
 }
 
+// Long inputs are summed in three stripes.
+TEST(Crc32c, PortableFormAgreesOnLongInputs) {
+  const std::string bytes = RandomBytes(10000);
+  for (const size_t size : {1024, 3071, 3072, 3073, 3079, 3080, 6143, 6144, 6151, 9216, 10000}) {
+    for (const uint32_t before : {0u, 0xDEADBEEFu}) {
+      ASSERT_EQ(Crc32c(bytes.data(), size, before), Crc32cPortable(bytes.data(), size, before))
+          << size;
+    }
+  }
+}
+
 TEST(Crc32c, PartsAddUp) {
   const std::string bytes = RandomBytes(50);
   for (size_t cut = 0; cut <= bytes.size(); ++cut) {

@@ -21,8 +21,8 @@ struct JsonLimits {
   int max_depth = 64;    // nesting of arrays and objects
 };
 
-// Corrupt for text that is no JSON, has a key twice in one object or is nested too deep; TooLarge
-// over max_bytes. `what` names the text in messages, for instance a file.
+// Corrupt for text that is no JSON, holds a NUL byte, has a key twice in one object or is nested
+// too deep; TooLarge over max_bytes. `what` names the text in messages, for instance a file.
 Result<nlohmann::json> ParseJson(std::string_view text, std::string_view what,
                                  const JsonLimits& limits = {});
 

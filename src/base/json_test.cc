@@ -37,6 +37,19 @@ TEST(ParseJson, RefusesWhatIsNoJson) {
   EXPECT_NE(ErrorOf("[1,\n 2,]").message().find("line 2, column 4"), std::string::npos);
 }
 
+// The library below takes a NUL for the end of the text.
+TEST(ParseJson, RefusesANulWhereverItStands) {
+  for (const std::string_view text :
+       {std::string_view("{}\0", 3), std::string_view("{}\0{\"a\":", 8),
+        std::string_view("\0{}", 3), std::string_view("\0", 1), std::string_view("[1,\0 2]", 8),
+        std::string_view("\"\0\"", 3)}) {
+    const Status status = ErrorOf(text);
+    EXPECT_EQ(status.code(), StatusCode::kCorrupt) << text;
+    EXPECT_NE(status.message().find("is a NUL"), std::string::npos) << status.ToString();
+  }
+  EXPECT_TRUE(ErrorOf("\"\\u0000\"").ok()) << "escaped it is a character like others";
+}
+
 TEST(ParseJson, RefusesRepeatedKeys) {
   EXPECT_NE(ErrorOf(R"({"a": {"b": 1, "b": 2}})").message().find("the key \"b\" stands twice"),
             std::string::npos);

@@ -9,20 +9,11 @@
 #include "base/guard.h"
 
 namespace quire {
-namespace {
 
-int64_t KVBytesPerToken(const std::vector<AttentionLayerSpec>& layers) {
-  int64_t bytes = 0;
-  for (const AttentionLayerSpec& layer : layers) {
-    bytes += layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * DTypeBytes(layer.dtype);
-  }
-  return bytes;
-}
+int64_t CacheSequencesMax(int64_t max_num_sequences) { return 2 * max_num_sequences; }
 
-}  // namespace
-
-int64_t CacheSequencesMax(int64_t max_num_sequences) {
-  return 2 * max_num_sequences + kRetainedSequencesMax;
+int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk) {
+  return std::min(max_num_sequences, prefill_chunk);
 }
 
 EngineImpl::EngineImpl(Parts parts)
@@ -38,11 +29,12 @@ EngineImpl::EngineImpl(Parts parts)
       pages_total_(cache_->GetNumAvailablePages()),
       prefix_cache_(cache_.get(), page_size_, kRetainedSequencesMax) {
   const ModelInfo& info = model_->info();
+  logits_.reserve(StepSamplesMax(max_num_sequences_, prefill_chunk_) * info.vocab_size);
   draw_scratch_.reserve(runner_->worker_count());
   for (int i = 0; i < runner_->worker_count(); ++i) draw_scratch_.emplace_back(info.vocab_size);
   counters_.pages_total = pages_total_;
   counters_.kv_bytes = parts.kv_bytes;
-  counters_.kv_bytes_per_token = KVBytesPerToken(info.layers);
+  counters_.kv_bytes_per_token = parts.kv_bytes_per_token;
   counters_.weight_bytes = info.weight_bytes;
   counters_.page_size = page_size_;
   Publish();
@@ -68,6 +60,7 @@ void EngineImpl::Publish() noexcept {
   counters_.pages_in_use = pages_total_ - counters_.pages_free;
   counters_.retained_sequences = prefix_cache_.sequence_count();
   counters_.retained_tokens = prefix_cache_.token_count();
+  counters_.retained_pages = cache_->page_counts().retained_only;
   counters_.waiting = static_cast<int64_t>(waiting_.size());
   counters_.running = static_cast<int64_t>(running_.size());
   idle_.store(waiting_.empty() && running_.empty() && due_.empty(), std::memory_order_release);
@@ -78,6 +71,12 @@ void EngineImpl::Publish() noexcept {
 EngineStats EngineImpl::Stats() const {
   const std::lock_guard<std::mutex> lock(published_mutex_);
   return published_;
+}
+
+int64_t EngineImpl::step_bytes() const {
+  auto bytes = static_cast<int64_t>(logits_.capacity() * sizeof(float));
+  for (const DrawScratch& scratch : draw_scratch_) bytes += scratch.bytes();
+  return bytes;
 }
 
 Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
@@ -111,6 +110,15 @@ int64_t EngineImpl::SequencesFree() const {
   return max_num_sequences_ - used;
 }
 
+// Which factors a request's positions use is settled before its first token is computed, because
+// stored keys cannot be turned again: the long ones if it may pass the length for which the short
+// ones were trained. So the choice depends on the request alone.
+bool EngineImpl::NeedsLongRope(int64_t tokens_max) const {
+  const RopeOptions& rope = model_->info().rope;
+  return rope.scaling == RopeScaling::kLongRope &&
+         tokens_max > rope.original_max_position_embeddings;
+}
+
 Request* EngineImpl::FindRequest(int64_t request_id) const {
   const auto has_id = [&](const auto& request) { return request->id == request_id; };
   const auto running = std::find_if(running_.begin(), running_.end(), has_id);
@@ -131,7 +139,9 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
                                            " requests wait (EngineOptions::max_waiting); "
                                            "step the engine and submit again");
     }
-    waiting_.push_back(std::make_unique<Request>(next_request_id_, prompt, options));
+    auto request = std::make_unique<Request>(next_request_id_, prompt, options);
+    request->long_rope = NeedsLongRope(request->prompt_tokens + options.max_tokens);
+    waiting_.push_back(std::move(request));
     return next_request_id_++;
   });
 }
@@ -163,6 +173,16 @@ Result<std::vector<StepOutput>> EngineImpl::Step() {
 Status EngineImpl::Logits(std::span<const std::span<const int32_t>> prompts,
                           std::span<float* const> logits) {
   return Enter("Logits", [&] { return ComputeLogits(prompts, logits); });
+}
+
+Result<int64_t> EngineImpl::SaveSnapshot(const SnapshotContents& contents,
+                                         const std::string& path) {
+  return Enter("SaveSnapshot", [&] { return SaveRetained(contents, path); });
+}
+
+Result<SnapshotInfo> EngineImpl::LoadSnapshot(const Passport& identity, const std::string& path,
+                                              const SnapshotLoadOptions& options) {
+  return Enter("LoadSnapshot", [&] { return LoadRetained(identity, path, options); });
 }
 
 void EngineImpl::CheckInvariants() const {

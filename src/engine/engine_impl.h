@@ -30,9 +30,13 @@ namespace quire {
 // run out of pages.
 inline constexpr int64_t kRetainedSequencesMax = 1024;
 
-// Sequences that the cache of an engine must have room for: those of samples, as many of Logits,
-// the retained ones.
+// Sequences that the cache of an engine must have room for: those of samples, and as many of
+// Logits. Retained ones do not count.
 int64_t CacheSequencesMax(int64_t max_num_sequences);
+
+// Samples that one step computes at most: each has at least one of its tokens, and at most one row
+// of logits.
+int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk);
 
 class EngineImpl final : public Engine {
  public:
@@ -44,6 +48,7 @@ class EngineImpl final : public Engine {
     std::string kernel_path;
     int64_t page_size = 0;
     int64_t kv_bytes = 0;
+    int64_t kv_bytes_per_token = 0;
     int64_t prefill_chunk = 0;
     int64_t max_num_sequences = 0;
     int64_t max_waiting = 0;
@@ -60,8 +65,15 @@ class EngineImpl final : public Engine {
   bool Idle() const override { return idle_.load(std::memory_order_acquire); }
   Status Logits(std::span<const std::span<const int32_t>> prompts,
                 std::span<float* const> logits) override;
+  Result<int64_t> SaveSnapshot(const SnapshotContents& contents, const std::string& path) override;
+  Result<SnapshotInfo> LoadSnapshot(const Passport& identity, const std::string& path,
+                                    const SnapshotLoadOptions& options) override;
   EngineStats Stats() const override;
 
+  // For tests of the memory plan.
+  const Model& model() const { return *model_; }
+  const AttentionKVCache& cache() const { return *cache_; }
+  int64_t step_bytes() const;  // of logits and draw scratch, taken now
   // For tests: what must hold between two calls; the first violation stops the process.
   void CheckInvariants() const;
 
@@ -91,15 +103,17 @@ class EngineImpl final : public Engine {
   // engine_impl.cc
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
   int64_t SequencesFree() const;
+  bool NeedsLongRope(int64_t tokens_max) const;
   Request* FindRequest(int64_t request_id) const;
 
   // step_plan.cc: who computes what.
   Result<Batch> PlanBatch(bool may_admit);
   Status GiveSequences();
-  Status GiveSequence(Sample* sample, const PrefixMatch& from);
+  Status GiveSequence(Sample* sample, const PrefixMatch& from, bool long_rope);
+  Status AddSequence(int64_t sequence_id, bool long_rope);
   PrefixMatch FindPrefix(const Request& request, const Sample& sample) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
-  bool IsPrefixBeingComputed(const Sample& sample, int64_t matched) const;
+  bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
   std::optional<WaitingHead> ViewHead();
   Status AdmitHead();
@@ -122,7 +136,7 @@ class EngineImpl final : public Engine {
   void FinishSample(Request* request, Sample* sample, FinishReason reason,
                     StepOutput* output) noexcept;
   void ReleaseSequence(Request* request, Sample* sample) noexcept;
-  void RetainOrRemove(Sample* sample) noexcept;
+  void RetainOrRemove(const Request& request, Sample* sample) noexcept;
   void DropSequences(Request* request) noexcept;
   Status StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens);
   void Erase(const Request* request) noexcept;
@@ -134,6 +148,12 @@ class EngineImpl final : public Engine {
   Status ShrinkToFreePages(std::vector<int64_t>* sequence_ids, std::vector<int64_t>* lengths);
   Status ComputeLogits(std::span<const std::span<const int32_t>> prompts,
                        std::span<float* const> logits);
+
+  // engine_snapshot.cc
+  Result<int64_t> SaveRetained(const SnapshotContents& contents, const std::string& path);
+  Status CheckSnapshotFits(const SnapshotInfo& info, const std::string& path) const;
+  Result<SnapshotInfo> LoadRetained(const Passport& identity, const std::string& path,
+                                    const SnapshotLoadOptions& options);
 
   const std::unique_ptr<Model> model_;
   const std::unique_ptr<AttentionKVCache> cache_;

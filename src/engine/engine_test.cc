@@ -27,7 +27,18 @@ struct Sizes {
   int64_t sequences = 8;
   int64_t waiting = 100;
   bool prefix_cache = true;
+  bool long_rope = false;
 };
+
+// For prompt + max_tokens of more than 16.
+RopeOptions LongRope() {
+  return {.mode = RopeMode::kNormal,
+          .scaling = RopeScaling::kLongRope,
+          .factor = 4,
+          .original_max_position_embeddings = 16,
+          .short_factors = {1, 1},
+          .long_factors = {2, 3}};
+}
 
 struct Answer {
   Tokens tokens;
@@ -43,7 +54,9 @@ struct Server {
   explicit Server(const Sizes& sizes = {}) {
     auto owned_model = std::make_unique<FakeModel>();
     AttentionKVCacheOptions options;
+    if (sizes.long_rope) owned_model->mutable_info().rope = LongRope();
     options.layers = owned_model->info().layers;
+    options.rope = owned_model->info().rope;
     options.max_num_sequences = CacheSequencesMax(sizes.sequences);
     options.token_capacity = (sizes.pages - 1) * sizes.page_size;
     options.prefill_chunk_size = sizes.chunk;
@@ -181,6 +194,7 @@ void ExpectSameAnswers(const std::vector<Job>& jobs, const Sizes& sizes, const A
   Server server(sizes);
   for (const Job& job : jobs) server.Submit(job.prompt, job.options);
   server.Finish();
+  EXPECT_EQ(server.cache->out_of_pages, 0) << what << ": the scheduler counts pages otherwise";
   ASSERT_EQ(server.answers.size(), want.size()) << what;
   for (const auto& [key, answer] : want) {
     ExpectEqual(
@@ -211,8 +225,10 @@ TEST(Engine, PreemptedRequestsGoOnAsIfNothingHadHappened) {
   const std::vector<Job> jobs = RandomJobs(24, 2);
   const Answers want = Alone(jobs);
   int64_t needed = 0;
+  int64_t prompt_tokens = 0;
   for (const Job& job : jobs) {
     const auto length = static_cast<int64_t>(job.prompt.size());
+    prompt_tokens += length;
     needed = std::max(needed, PagesForRequest(length, job.options.max_tokens, job.options.n, 4));
   }
   int64_t preemptions = 0;
@@ -222,6 +238,7 @@ TEST(Engine, PreemptedRequestsGoOnAsIfNothingHadHappened) {
       ExpectSameAnswers(jobs, {.pages = needed + more, .prefix_cache = prefix_cache}, want,
                         "pages " + std::to_string(needed + more), &stats);
       preemptions += stats.preemptions;
+      EXPECT_EQ(stats.prompt_tokens, prompt_tokens) << "each prompt counts once";
     }
   }
   EXPECT_GT(preemptions, 10);
@@ -345,15 +362,18 @@ TEST(Engine, FindsTheLongestPrefixToTheToken) {
 TEST(Engine, RequestsThatArriveTogetherComputeTheirCommonBeginningOnce) {
   RandomSequence random(10);
   const Tokens system = RandomTokens(64, &random);
-  Server server({.chunk = 16});
-  for (int32_t i = 0; i < 6; ++i) {
-    Tokens prompt = system;
-    prompt.insert(prompt.end(), {i, 7, 8});
-    server.Submit(prompt, {.max_tokens = 4, .ignore_eos = true});
+  // With 100 the second one could begin in the first one's step.
+  for (const int64_t chunk : {16, 100}) {
+    Server server({.chunk = chunk});
+    for (int32_t i = 0; i < 6; ++i) {
+      Tokens prompt = system;
+      prompt.insert(prompt.end(), {i, 7, 8});
+      server.Submit(prompt, {.max_tokens = 4, .ignore_eos = true});
+    }
+    server.Finish();
+    EXPECT_GE(server.engine->Stats().cached_tokens, 5 * 64) << "chunk " << chunk;
+    EXPECT_EQ(server.engine->Stats().prompt_tokens, 6 * 67);
   }
-  server.Finish();
-  EXPECT_GE(server.engine->Stats().cached_tokens, 5 * 64);
-  EXPECT_EQ(server.engine->Stats().prompt_tokens, 6 * 67);
 }
 
 TEST(Engine, EvictsRetainedSequencesForNewRequests) {
@@ -586,6 +606,8 @@ TEST(Engine, LogitsSaysWhatIsWrongWithItsArguments) {
   EXPECT_TRUE(server.engine->Logits({}, {}).ok());
   server.engine->CheckInvariants();
   server.Finish();
+  EXPECT_LT(server.engine->Stats().pages_free, 2);
+  EXPECT_TRUE(call(ok, Tokens(30, 2), 2).ok()) << "retained sequences are given up";
 }
 
 // ---- Errors.
@@ -617,7 +639,7 @@ TEST(Engine, AFailingRequestEndsAloneAndHurtsNoNeighbour) {
 
 TEST(Engine, LogitsThatAreNotNumbersEndTheSample) {
   for (const float bad : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
-    Server server({.prefix_cache = false});
+    Server server;  // with a prefix cache, which must not keep what gave such logits
     server.model->edit = [&](int32_t, int32_t position, std::span<float> logits) {
       if (position == 12) logits[5] = bad;
     };
@@ -664,6 +686,47 @@ TEST(Engine, RecoversFromAnErrorAtEveryCall) {
       if (calls <= fail_at) break;
     }
   }
+}
+
+// The sequence that could not be given its factors must not stay behind.
+TEST(Engine, RecoversFromAnErrorWhenLongFactorsAreChosen) {
+  const Tokens prompt(20, 7);
+  const SamplingOptions options{.max_tokens = 5, .ignore_eos = true};
+  Server reference({.long_rope = true});
+  const Answer want = reference.Generate(prompt, options);
+  Server server({.long_rope = true});
+  int64_t calls = 0;
+  server.cache->fault = [&](std::string_view call) {
+    const bool fails = call == "SelectLongRope" && calls++ == 0;
+    return fails ? Status(StatusCode::kOutOfMemory, "injected") : Status();
+  };
+  server.Submit(prompt, options);
+  EXPECT_EQ(server.Step().code(), StatusCode::kOutOfMemory);
+  EXPECT_TRUE(server.cache->Empty());
+  server.Finish();
+  ExpectEqual(server.answers[{0, 0}], want, "after the error");
+  EXPECT_EQ(calls, 2);
+  server.cache->fault = [](std::string_view call) {
+    return call == "SelectLongRope" ? Status(StatusCode::kOutOfMemory, "injected") : Status();
+  };
+  std::vector<float> logits(prompt.size() * FakeModel::kVocabSize);
+  const std::span<const int32_t> prompts[] = {prompt};
+  float* const buffers[] = {logits.data()};
+  EXPECT_EQ(server.engine->Logits(prompts, buffers).code(), StatusCode::kOutOfMemory);
+  server.engine->CheckInvariants();
+}
+
+// What cannot be retained is removed, and costs a later request its time only.
+TEST(Engine, GoesOnWhenASequenceCannotBeRetained) {
+  Server server;
+  server.cache->fault = [](std::string_view call) {
+    return call == "SetRetained" ? Status(StatusCode::kOutOfMemory, "injected") : Status();
+  };
+  const Answer first = server.Generate(Tokens(20, 7), {.max_tokens = 5, .ignore_eos = true});
+  EXPECT_TRUE(server.cache->Empty());
+  const Answer second = server.Generate(Tokens(20, 7), {.max_tokens = 5, .ignore_eos = true});
+  ExpectEqual(second, first, "again");
+  EXPECT_EQ(second.cached_tokens, 0);
 }
 
 TEST(Engine, SecondThreadGetsBadState) {

@@ -19,6 +19,7 @@ class FallibleKVCache final : public AttentionKVCache {
   // Asked before each call that may fail for want of pages or memory; its error is what the call
   // returns.
   std::function<Status(std::string_view call)> fault;
+  int64_t out_of_pages = 0;  // of BeginForward, by the cache itself
 
   Status Clear() override { return cache_->Clear(); }
   Status AddSequence(int64_t id) override {
@@ -34,9 +35,15 @@ class FallibleKVCache final : public AttentionKVCache {
     QUIRE_RETURN_IF_ERROR(Fault("PopN"));
     return cache_->PopN(id, n);
   }
+  Status SetRetained(int64_t id, bool retained) override {
+    QUIRE_RETURN_IF_ERROR(Fault("SetRetained"));
+    return cache_->SetRetained(id, retained);
+  }
   Status BeginForward(std::span<const int64_t> ids, std::span<const int64_t> lengths) override {
     QUIRE_RETURN_IF_ERROR(Fault("BeginForward"));
-    return cache_->BeginForward(ids, lengths);
+    const Status status = cache_->BeginForward(ids, lengths);
+    if (status.code() == StatusCode::kOutOfPages) ++out_of_pages;
+    return status;
   }
   Status EndForward() override {
     QUIRE_RETURN_IF_ERROR(Fault("EndForward"));
@@ -44,11 +51,14 @@ class FallibleKVCache final : public AttentionKVCache {
   }
   Status AbortForward() override { return cache_->AbortForward(); }
 
+  const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }
   int64_t GetNumAvailablePages() const override { return cache_->GetNumAvailablePages(); }
   int64_t GetTotalSequenceLength() const override { return cache_->GetTotalSequenceLength(); }
   int64_t GetDistinctTokenCount() const override { return cache_->GetDistinctTokenCount(); }
   int64_t sequence_count() const override { return cache_->sequence_count(); }
+  int64_t retained_sequence_count() const override { return cache_->retained_sequence_count(); }
+  PageCounts page_counts() const override { return cache_->page_counts(); }
   int64_t pages_in_use() const override { return cache_->pages_in_use(); }
   int64_t pages_allocated() const override { return cache_->pages_allocated(); }
   bool HasSequence(int64_t id) const override { return cache_->HasSequence(id); }
@@ -61,8 +71,10 @@ class FallibleKVCache final : public AttentionKVCache {
     return cache_->PagesNeeded(ids, lengths);
   }
   Status SelectLongRope(int64_t id, bool use_long_factors) override {
+    QUIRE_RETURN_IF_ERROR(Fault("SelectLongRope"));
     return cache_->SelectLongRope(id, use_long_factors);
   }
+  Result<bool> UsesLongRope(int64_t id) const override { return cache_->UsesLongRope(id); }
   Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
                                double sm_scale) override {
     QUIRE_RETURN_IF_ERROR(Fault("AttentionWithFusedQKV"));
@@ -77,6 +89,13 @@ class FallibleKVCache final : public AttentionKVCache {
   }
   Result<std::span<const int32_t>> GetQueryPositions() const override {
     return cache_->GetQueryPositions();
+  }
+  Status ExportKV(int64_t id, int64_t layer, int64_t start, const LayerKV& to) override {
+    return cache_->ExportKV(id, layer, start, to);
+  }
+  Status ImportKV(int64_t id, std::span<const KVBlock> blocks) override {
+    QUIRE_RETURN_IF_ERROR(Fault("ImportKV"));
+    return cache_->ImportKV(id, blocks);
   }
   Status DebugGetKV(int64_t id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override {

@@ -25,11 +25,15 @@ PrefixCache::PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t seq
   QUIRE_CHECK(sequences_max >= 1);
 }
 
-void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens) noexcept {
-  if (tokens.empty()) return RemoveFrom(cache_, sequence_id);
+void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens,
+                         bool long_rope) noexcept {
+  if (tokens.empty() || !cache_->SetRetained(sequence_id, true).ok()) {
+    return RemoveFrom(cache_, sequence_id);
+  }
   try {
     Entries entry;
-    entry.push_back({.sequence_id = sequence_id, .tokens = std::move(tokens)});
+    entry.push_back(
+        {.sequence_id = sequence_id, .tokens = std::move(tokens), .long_rope = long_rope});
     Insert(std::move(entry));
   } catch (const std::bad_alloc&) {
     RemoveFrom(cache_, sequence_id);  // retaining is a favour, not a duty
@@ -44,7 +48,8 @@ void PrefixCache::Count(int64_t tokens, int64_t sign) noexcept {
 // `entry` is a list of one, so that what allocates comes before what changes.
 void PrefixCache::Insert(Entries entry) {
   const Entries::iterator added = entry.begin();
-  const auto [place, is_new] = by_tokens_.insert(added);
+  Index& by_tokens = IndexOf(*added);
+  const auto [place, is_new] = by_tokens.insert(added);
   if (!is_new) {  // the same tokens are retained already
     RemoveFrom(cache_, added->sequence_id);
     return Touch((*place)->sequence_id);
@@ -54,25 +59,26 @@ void PrefixCache::Insert(Entries entry) {
   const auto is_prefix = [](Entries::iterator a, Entries::iterator b) {
     return CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
   };
-  if (const auto next = std::next(place); next != by_tokens_.end() && is_prefix(added, *next)) {
+  if (const auto next = std::next(place); next != by_tokens.end() && is_prefix(added, *next)) {
     const Entries::iterator longer = *next;
     Remove(added);
     by_use_.splice(by_use_.end(), by_use_, longer);
     return;
   }
-  if (place != by_tokens_.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
+  if (place != by_tokens.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
   if (sequence_count() > sequences_max_) Remove(by_use_.begin());
 }
 
-PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens) const {
+PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, bool long_rope) const {
+  const Index& by_tokens = by_tokens_[long_rope ? 1 : 0];
   PrefixMatch best;
   const auto consider = [&](Entries::iterator entry) {
     const int64_t length = CommonPrefix(tokens, entry->tokens);
     if (length > best.length) best = {.sequence_id = entry->sequence_id, .length = length};
   };
-  const auto place = by_tokens_.lower_bound(tokens);
-  if (place != by_tokens_.end()) consider(*place);
-  if (place != by_tokens_.begin()) consider(*std::prev(place));
+  const auto place = by_tokens.lower_bound(tokens);
+  if (place != by_tokens.end()) consider(*place);
+  if (place != by_tokens.begin()) consider(*std::prev(place));
   return best;
 }
 
@@ -108,17 +114,18 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
   // The shortened text keeps its place between its neighbours, unless it has become a prefix of the
   // next one (every text between a prefix and the text itself begins with the prefix, so it is the
   // next ones that would).
-  const auto place = by_tokens_.find(entry);
+  Index& by_tokens = IndexOf(*entry);
+  const auto place = by_tokens.find(entry);
   entry->tokens.resize(kept);
   Count(length, -1);
   Count(kept, 1);
   const auto begins = [&](Index::iterator other) {
     return CommonPrefix(entry->tokens, (*other)->tokens) == kept;
   };
-  const bool is_redundant = (std::next(place) != by_tokens_.end() && begins(std::next(place))) ||
-                            (place != by_tokens_.begin() && begins(std::prev(place)));
+  const bool is_redundant = (std::next(place) != by_tokens.end() && begins(std::next(place))) ||
+                            (place != by_tokens.begin() && begins(std::prev(place)));
   if (!is_redundant) return true;
-  by_tokens_.erase(place);
+  by_tokens.erase(place);
   Count(kept, -1);
   RemoveFrom(cache_, entry->sequence_id);
   by_use_.erase(entry);
@@ -128,32 +135,41 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
 void PrefixCache::Remove(Entries::iterator entry) noexcept {
   RemoveFrom(cache_, entry->sequence_id);
   Count(static_cast<int64_t>(entry->tokens.size()), -1);
-  by_tokens_.erase(entry);
+  IndexOf(*entry).erase(entry);
   by_use_.erase(entry);
 }
 
 void PrefixCache::CheckInvariants() const {
-  QUIRE_CHECK(by_use_.size() == by_tokens_.size());
+  QUIRE_CHECK(by_use_.size() == by_tokens_[0].size() + by_tokens_[1].size());
   QUIRE_CHECK(sequence_count() <= sequences_max_);
+  QUIRE_CHECK(sequence_count() == cache_->retained_sequence_count());
   int64_t tokens = 0;
   int64_t pages = 0;
-  for (auto it = by_tokens_.begin(); it != by_tokens_.end(); ++it) {
-    const Entry& entry = **it;
+  for (const Entry& entry : by_use_) {
     const auto length = static_cast<int64_t>(entry.tokens.size());
     tokens += length;
     pages += PagesOf(length);
     const Result<int64_t> held = cache_->GetSequenceLength(entry.sequence_id);
     QUIRE_CHECK(held.ok()) << held.status().ToString();
     QUIRE_CHECK(*held == length) << "sequence " << entry.sequence_id;
-    if (const auto next = std::next(it); next != by_tokens_.end()) {
-      QUIRE_CHECK(std::lexicographical_compare(entry.tokens.begin(), entry.tokens.end(),
-                                               (*next)->tokens.begin(), (*next)->tokens.end()));
-      QUIRE_CHECK(CommonPrefix(entry.tokens, (*next)->tokens) < length)
-          << "sequence " << entry.sequence_id << " is a prefix of another";
-    }
   }
   QUIRE_CHECK(tokens == token_count_);
   QUIRE_CHECK(pages == page_count_max_);
+  for (const bool long_rope : {false, true}) CheckOrder(long_rope);
+}
+
+void PrefixCache::CheckOrder(bool long_rope) const {
+  const Index& by_tokens = by_tokens_[long_rope ? 1 : 0];
+  for (auto it = by_tokens.begin(); it != by_tokens.end(); ++it) {
+    const Entry& entry = **it;
+    QUIRE_CHECK(entry.long_rope == long_rope) << "sequence " << entry.sequence_id;
+    const auto next = std::next(it);
+    if (next == by_tokens.end()) return;
+    QUIRE_CHECK(LexicographicOrder()(*it, *next));
+    QUIRE_CHECK(CommonPrefix(entry.tokens, (*next)->tokens) <
+                static_cast<int64_t>(entry.tokens.size()))
+        << "sequence " << entry.sequence_id << " is a prefix of another";
+  }
 }
 
 }  // namespace quire

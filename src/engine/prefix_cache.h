@@ -10,12 +10,16 @@
 // a radix tree would store the same tokens with a node for each branch and answer the same
 // question.
 //
-// Invariant: no retained sequence's tokens are a prefix of another's; the shorter one would hold a
-// slot for nothing.
+// LongRoPE has two sets of factors, and KV made with one is of no use to a request that computes
+// with the other: each set has an order of its own.
+//
+// Invariants: in one order no sequence's tokens are a prefix of another's; the shorter one would
+// hold a slot for nothing. The KV cache counts exactly the sequences that are here as retained.
 #ifndef QUIRE_ENGINE_PREFIX_CACHE_H_
 #define QUIRE_ENGINE_PREFIX_CACHE_H_
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <list>
 #include <set>
@@ -39,13 +43,13 @@ class PrefixCache {
   // `cache` outlives this. sequences_max >= 1 bounds what is retained.
   PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t sequences_max);
 
-  // Takes over a sequence of the cache that holds exactly `tokens`. When memory is short the
-  // sequence is removed instead.
-  void Retain(int64_t sequence_id, std::vector<int32_t> tokens) noexcept;
+  // Takes over a sequence of the cache that holds exactly `tokens`, computed with the long factors
+  // of LongRoPE or not. When memory is short the sequence is removed instead.
+  void Retain(int64_t sequence_id, std::vector<int32_t> tokens, bool long_rope = false) noexcept;
 
   // The longest match of a beginning of `tokens`. The match is as good as used now: Touch it before
   // it may be evicted.
-  PrefixMatch Find(std::span<const int32_t> tokens) const;
+  PrefixMatch Find(std::span<const int32_t> tokens, bool long_rope = false) const;
   void Touch(int64_t sequence_id) noexcept;
 
   // Gives up retained KV until `pages` are free or nothing is left.
@@ -63,6 +67,7 @@ class PrefixCache {
   struct Entry {
     int64_t sequence_id;
     std::vector<int32_t> tokens;
+    bool long_rope;
   };
   using Entries = std::list<Entry>;  // least recently used first
 
@@ -79,7 +84,9 @@ class PrefixCache {
   };
   using Index = std::set<Entries::iterator, LexicographicOrder>;
 
+  void CheckOrder(bool long_rope) const;
   int64_t PagesOf(int64_t tokens) const { return (tokens + page_size_ - 1) / page_size_; }
+  Index& IndexOf(const Entry& entry) { return by_tokens_[entry.long_rope ? 1 : 0]; }
   void Count(int64_t tokens, int64_t sign) noexcept;
   void Insert(Entries entry);
   void Remove(Entries::iterator entry) noexcept;
@@ -90,7 +97,8 @@ class PrefixCache {
   int64_t page_size_;
   int64_t sequences_max_;
   Entries by_use_;
-  Index by_tokens_;
+  std::array<Index, 2> by_tokens_;  // of the short factors (and of all models without LongRoPE),
+                                    // of the long ones
   int64_t token_count_ = 0;
   int64_t page_count_max_ = 0;
 };

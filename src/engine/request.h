@@ -64,6 +64,7 @@ struct Request {
   int64_t cached_tokens = 0;
   int64_t completion_tokens = 0;
   bool admitted_before = false;
+  bool long_rope = false;  // its positions use the long factors of LongRoPE
   bool restarted = false;  // computed anew without shared pages, see Decision::kRestart
 };
 

@@ -178,6 +178,15 @@ DrawScratch::DrawScratch(int64_t vocab_size)
   candidates.reserve(vocab_size);
 }
 
+int64_t DrawScratch::Bytes(int64_t vocab_size) {
+  return vocab_size * static_cast<int64_t>(2 * sizeof(double) + 2 * sizeof(int32_t));
+}
+
+int64_t DrawScratch::bytes() const {
+  return static_cast<int64_t>((logits.capacity() + weights.capacity()) * sizeof(double) +
+                              (candidates.capacity() + counts.capacity()) * sizeof(int32_t));
+}
+
 void ReserveLogprobs(const SamplingOptions& options, int64_t vocab_size, Draw* draw) {
   if (options.logprobs >= 0) draw->logprobs.resize(1 + std::min(options.logprobs, vocab_size));
 }

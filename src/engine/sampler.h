@@ -40,6 +40,9 @@ struct Draw {
 // Memory of one worker. It holds nothing between two draws.
 struct DrawScratch {
   explicit DrawScratch(int64_t vocab_size);
+  // Of one for this vocabulary.
+  static int64_t Bytes(int64_t vocab_size);
+  int64_t bytes() const;
 
   std::vector<double> logits;       // [vocab_size] adjusted
   std::vector<double> weights;      // [vocab_size] by id

@@ -35,7 +35,6 @@ int64_t TokensThatFit(const RunnableSample& sample, int64_t wanted, int64_t page
 struct Budget {
   int64_t tokens;
   int64_t pages;
-  int64_t pages_spoken_for = 0;  // for tokens of running samples beyond this step
 };
 
 bool MoreThanOneRequest(std::span<const RunnableSample> running) {
@@ -54,9 +53,10 @@ Decision NoPageFor(const SchedulerView& view, int64_t pages) {
   return decision;
 }
 
-// Whether the head may come in: its tokens must fit beside all that the running samples still need
-// for their known tokens, with a page to grow for each of them; a request that is admitted only to
-// be preempted again wastes its prefill.
+// Whether the head may come in: its tokens must fit beside what the running samples take in this
+// step, with a page to grow for each of them; a request that is admitted only to be preempted again
+// wastes its prefill. (Nothing else is spoken for: where token budget is left, each running sample
+// has got all its known tokens, or all pages.)
 std::optional<Decision> DecideAdmission(const SchedulerView& view, const Budget& budget) {
   if (!view.head || budget.tokens == 0 || view.head->samples > view.sequences_free) return {};
   const WaitingHead& head = *view.head;
@@ -64,7 +64,7 @@ std::optional<Decision> DecideAdmission(const SchedulerView& view, const Budget&
   const int64_t needed = PagesForAppend(head.matched, head.pending, view.page_size, opens_page) +
                          (head.samples - 1);  // each further sample opens a page of its own
   const int64_t growth = static_cast<int64_t>(view.running.size());
-  const int64_t left = budget.pages - budget.pages_spoken_for - growth;
+  const int64_t left = budget.pages - growth;
   // What the head itself is about to use is no help: given up, it would have to be computed.
   const int64_t matched_pages = PagesForAppend(0, head.matched, view.page_size, false);
   const int64_t evictable_max = view.pages_evictable_max - matched_pages;
@@ -111,11 +111,7 @@ Decision DecideNext(const SchedulerView& view) {
           PagesForAppend(sample.length, wanted, view.page_size, sample.opens_page);
       return NoPageFor(view, used + needed);
     }
-    const int64_t pages = PagesForAppend(sample.length, taken, view.page_size, sample.opens_page);
-    const int64_t pages_for_all =
-        PagesForAppend(sample.length, sample.pending, view.page_size, sample.opens_page);
-    budget.pages -= pages;
-    budget.pages_spoken_for += pages_for_all - pages;
+    budget.pages -= PagesForAppend(sample.length, taken, view.page_size, sample.opens_page);
     budget.tokens -= taken;
     if (taken > 0) run.takes.push_back({.index = index, .tokens = taken});
   }

@@ -133,6 +133,16 @@ TEST(Scheduler, NoRequestIsLetInAtTheCostOfItsOwnMatch) {
   EXPECT_EQ(DecideNext(view).kind, Kind::kEvict) << "alone it has to go on somehow";
 }
 
+// A fork in the middle of a page does not write there, so its first token needs a page.
+TEST(Scheduler, AMatchInTheMiddleOfAPageCostsAPage) {
+  const std::vector<RunnableSample> running = {{.request_id = 0, .length = 6, .pending = 1}};
+  SchedulerView view = View(20, 2);
+  view.head = WaitingHead{.matched = 6, .pending = 2};  // one page, and one to grow for the other
+  EXPECT_EQ(Decide(running, view).kind, Kind::kAdmit);
+  view.pages_free = 1;
+  EXPECT_EQ(Decide(running, view).kind, Kind::kRun);
+}
+
 TEST(Scheduler, PagesOfRunningPromptsAreSpokenFor) {
   SchedulerView view = View(8, 10);
   view.head = WaitingHead{.matched = 0, .pending = 4, .samples = 1};

@@ -87,18 +87,19 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
     return;
   }
   sample->computed = kept;
-  if (!inherits) return RetainOrRemove(sample);
+  if (!inherits) return RetainOrRemove(*request, sample);
   heir->sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   heir->computed = std::exchange(sample->computed, 0);
 }
 
-void EngineImpl::RetainOrRemove(Sample* sample) noexcept {
+void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept {
   const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   const int64_t computed = std::exchange(sample->computed, 0);
   if (uses_prefix_cache_) {
     try {
       return prefix_cache_.Retain(sequence_id,
-                                  {sample->tokens.begin(), sample->tokens.begin() + computed});
+                                  {sample->tokens.begin(), sample->tokens.begin() + computed},
+                                  request.long_rope);
     } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
     }
   }

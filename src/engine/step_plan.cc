@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "engine/engine_impl.h"
 
 namespace quire {
@@ -60,21 +61,33 @@ Status EngineImpl::GiveSequences() {
   for (const auto& request : running_) {
     Sample* const leader = request->leader();
     if (!leader->has_sequence()) {
-      QUIRE_RETURN_IF_ERROR(GiveSequence(leader, FindPrefix(*request, *leader)));
+      QUIRE_RETURN_IF_ERROR(
+          GiveSequence(leader, FindPrefix(*request, *leader), request->long_rope));
     }
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || sample.has_sequence()) continue;
-      QUIRE_RETURN_IF_ERROR(GiveSequence(&sample, FindFork(*request, *leader, sample)));
+      QUIRE_RETURN_IF_ERROR(
+          GiveSequence(&sample, FindFork(*request, *leader, sample), request->long_rope));
     }
   }
   return {};
 }
 
-Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from) {
+Status EngineImpl::AddSequence(int64_t sequence_id, bool long_rope) {
+  QUIRE_RETURN_IF_ERROR(cache_->AddSequence(sequence_id));
+  if (!long_rope) return {};
+  const Status selected = cache_->SelectLongRope(sequence_id, true);
+  if (selected.ok()) return {};
+  const Status removed = cache_->RemoveSequence(sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  return selected;
+}
+
+Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool long_rope) {
   const int64_t sequence_id = next_sequence_id_;
   QUIRE_RETURN_IF_ERROR(from.length == 0
-                            ? cache_->AddSequence(sequence_id)
+                            ? AddSequence(sequence_id, long_rope)
                             : cache_->ForkSequence(from.sequence_id, sequence_id, from.length));
   ++next_sequence_id_;
   prefix_cache_.Touch(from.sequence_id);
@@ -89,8 +102,9 @@ Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from) {
 PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample) const {
   if (!uses_prefix_cache_ || request.restarted) return {};
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
-  PrefixMatch best = prefix_cache_.Find(tokens);
+  PrefixMatch best = prefix_cache_.Find(tokens, request.long_rope);
   for (const auto& other : running_) {
+    if (other->long_rope != request.long_rope) continue;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || &candidate == &sample) continue;
       const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
@@ -110,10 +124,12 @@ PrefixMatch EngineImpl::FindFork(const Request& request, const Sample& leader,
 // Whether a running sample is about to compute more of this one's beginning than is there now. To
 // wait for it costs a few steps and saves all that work; a page is the least that is worth it, as
 // that is what a fork costs.
-bool EngineImpl::IsPrefixBeingComputed(const Sample& sample, int64_t matched) const {
+bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sample,
+                                       int64_t matched) const {
   if (!uses_prefix_cache_) return false;
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : running_) {
+    if (other->long_rope != request.long_rope) continue;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
       if (CommonPrefix(tokens, candidate.tokens) - matched >= page_size_) return true;
@@ -151,7 +167,7 @@ std::optional<WaitingHead> EngineImpl::ViewHead() {
   Request& request = *waiting_.front();
   const Sample& leader = *request.leader();
   const PrefixMatch match = FindPrefix(request, leader);
-  if (IsPrefixBeingComputed(leader, match.length)) return {};
+  if (IsPrefixBeingComputed(request, leader, match.length)) return {};
   prefix_cache_.Touch(
       match.sequence_id);  // what it is about to use goes last if pages must be found for it
   return WaitingHead{.matched = match.length,
@@ -164,7 +180,7 @@ Status EngineImpl::AdmitHead() {
   request.ReserveAnswers();
   running_.reserve(running_.size() + 1);
   const PrefixMatch match = FindPrefix(request, *request.leader());
-  QUIRE_RETURN_IF_ERROR(GiveSequence(request.leader(), match));
+  QUIRE_RETURN_IF_ERROR(GiveSequence(request.leader(), match, request.long_rope));
   if (!request.admitted_before) {
     request.cached_tokens = match.length;
     counters_.prompt_tokens += request.prompt_tokens;
@@ -182,7 +198,7 @@ void EngineImpl::PreemptYoungest() {
   waiting_.emplace_front();  // may throw, so it comes first
   Request& request = *running_.back();
   for (Sample& sample : request.samples) {
-    if (sample.has_sequence()) RetainOrRemove(&sample);
+    if (sample.has_sequence()) RetainOrRemove(request, &sample);
   }
   waiting_.front() = std::move(running_.back());
   running_.pop_back();

@@ -17,6 +17,7 @@
 
 #include "ffi/errors.h"
 #include "ffi/options.h"
+#include "ffi/snapshot.h"
 #include "ffi/tensors.h"
 
 namespace quire::ffi {
@@ -185,6 +186,17 @@ class EngineObj : public tf::Object {
     latch_.Run([&] { return engine_->Logits(spans, pointers); });
   }
 
+  int64_t SaveSnapshot(const OptionMap& fields, const tf::String& path) {
+    const SnapshotContents contents = ReadSnapshotContents(fields);
+    return latch_.Run([&] { return engine_->SaveSnapshot(contents, std::string(path)); });
+  }
+  OptionMap LoadSnapshot(const OptionMap& identity, const tf::String& path, bool any_numerics) {
+    const Passport passport = ReadIdentity(identity);
+    return SnapshotFields(latch_.Run([&] {
+      return engine_->LoadSnapshot(passport, std::string(path), {.any_numerics = any_numerics});
+    }));
+  }
+
   tf::Map<tf::String, int64_t> Stats() {
     const EngineStats stats = latch_.Run([&] { return engine_->Stats(); });
     return {{"pages_total", stats.pages_total},
@@ -192,6 +204,7 @@ class EngineObj : public tf::Object {
             {"pages_in_use", stats.pages_in_use},
             {"retained_sequences", stats.retained_sequences},
             {"retained_tokens", stats.retained_tokens},
+            {"retained_pages", stats.retained_pages},
             {"waiting", stats.waiting},
             {"running", stats.running},
             {"steps", stats.steps},
@@ -243,7 +256,17 @@ class EngineObj : public tf::Object {
   std::unique_ptr<Engine> engine_;
 };
 
+tf::Map<tf::String, int64_t> PlanMemory(const OptionMap& fields) {
+  const MemoryPlan plan = ValueOrThrow(Engine::PlanMemory(ReadEngineOptions(fields)));
+  return {{"weight_bytes", plan.weight_bytes},   {"kv_bytes_per_token", plan.kv_bytes_per_token},
+          {"page_size", plan.page_size},         {"page_bytes", plan.page_bytes},
+          {"page_count", plan.page_count},       {"kv_bytes", plan.kv_bytes},
+          {"scratch_bytes", plan.scratch_bytes}, {"total_bytes", plan.total_bytes},
+          {"machine_bytes", plan.machine_bytes}, {"longest_context", plan.longest_context}};
+}
+
 TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::GlobalDef().def("quire.Engine.plan_memory", PlanMemory);
   tf::reflection::ObjectDef<EngineObj>()
       .def(tf::reflection::init<OptionMap>())
       .def("submit", &EngineObj::Submit)
@@ -252,6 +275,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("step", &EngineObj::Step)
       .def("idle", &EngineObj::Idle)
       .def("logits", &EngineObj::Logits)
+      .def("save_snapshot", &EngineObj::SaveSnapshot)
+      .def("load_snapshot", &EngineObj::LoadSnapshot)
       .def("stats", &EngineObj::Stats)
       .def("info", &EngineObj::Info);
 }

@@ -2,14 +2,14 @@
 
 #include <tvm/ffi/error.h>
 
-#include <array>
 #include <exception>
+#include <iterator>
 #include <new>
 
 namespace quire::ffi {
 namespace {
 
-constexpr std::array kErrorKinds = {
+constexpr ErrorKind kErrorKinds[] = {
     ErrorKind{StatusCode::kUnknownSequence, "quire.UnknownSequenceError"},
     ErrorKind{StatusCode::kSequenceExists, "quire.SequenceExistsError"},
     ErrorKind{StatusCode::kBadArgument, "quire.BadArgumentError"},
@@ -34,12 +34,12 @@ constexpr std::array kErrorKinds = {
 
 // Lookup is by position; a new code without an entry, or one out of order, does not compile.
 constexpr bool InOrder() {
-  for (size_t i = 0; i < kErrorKinds.size(); ++i) {
+  for (size_t i = 0; i < std::size(kErrorKinds); ++i) {
     if (static_cast<size_t>(kErrorKinds[i].code) != i + 1) return false;
   }
   return true;
 }
-static_assert(kErrorKinds.size() == static_cast<size_t>(kStatusCodeCount) - 1);
+static_assert(std::size(kErrorKinds) == static_cast<size_t>(kStatusCodeCount) - 1);
 static_assert(InOrder());
 
 }  // namespace

@@ -42,7 +42,7 @@ std::vector<int32_t> Narrow(const T* values, int64_t count) {
 
 }  // namespace
 
-TensorView ViewOf(const tvm::ffi::TensorView& tensor) {
+DLTensor DLTensorOf(const tvm::ffi::TensorView& tensor) {
   DLTensor dl{};
   dl.data = tensor.data_ptr();
   dl.device = tensor.device();
@@ -51,7 +51,11 @@ TensorView ViewOf(const tvm::ffi::TensorView& tensor) {
   dl.shape = const_cast<int64_t*>(tensor.shape().data());
   dl.strides = const_cast<int64_t*>(tensor.strides().data());
   dl.byte_offset = tensor.byte_offset();
-  return ValueOrThrow(TensorView::FromDLPack(dl));
+  return dl;
+}
+
+TensorView ViewOf(const tvm::ffi::TensorView& tensor) {
+  return ValueOrThrow(TensorView::FromDLPack(DLTensorOf(tensor)));
 }
 
 std::vector<int32_t> TokenIds(const tvm::ffi::TensorView& tensor) {
@@ -81,6 +85,39 @@ tvm::ffi::Tensor NewTensor(std::span<const float> values) {
 }
 tvm::ffi::Tensor NewTensor(std::span<const double> values) {
   return Copy(DLDataType{kDLFloat, 64, 1}, values);
+}
+
+namespace {
+
+DLDataType DLTypeOf(const HostTensor& tensor) {
+  return DLDataType{tensor.dtype().code, tensor.dtype().bits, 1};
+}
+
+tvm::ffi::ShapeView ShapeOf(const HostTensor& tensor) {
+  return {tensor.shape().data(), tensor.shape().size()};
+}
+
+// "Allocates" the bytes of a HostTensor.
+struct SharedAllocator {
+  HostTensor tensor;
+  void AllocData(DLTensor* dl) { dl->data = const_cast<std::byte*>(tensor.data()); }
+  void FreeData(DLTensor*) { tensor = HostTensor(); }
+};
+
+}  // namespace
+
+tvm::ffi::Tensor TensorSharing(const HostTensor& tensor) {
+  return tvm::ffi::Tensor::FromNDAlloc(SharedAllocator{tensor}, ShapeOf(tensor), DLTypeOf(tensor),
+                                       DLDevice{kDLCPU, 0});
+}
+
+tvm::ffi::Tensor TensorCopyOf(const HostTensor& tensor) {
+  tvm::ffi::Tensor copy = tvm::ffi::Tensor::FromNDAlloc(AlignedAllocator{}, ShapeOf(tensor),
+                                                        DLTypeOf(tensor), DLDevice{kDLCPU, 0});
+  if (tensor.bytes() > 0) {
+    std::memcpy(copy.data_ptr(), tensor.data(), static_cast<size_t>(tensor.bytes()));
+  }
+  return copy;
 }
 
 }  // namespace quire::ffi

@@ -9,9 +9,13 @@
 #include <span>
 #include <vector>
 
+#include "quire/host_tensor.h"
 #include "quire/tensor.h"
 
 namespace quire::ffi {
+
+// The plain struct of the same memory; it points into `tensor`.
+DLTensor DLTensorOf(const tvm::ffi::TensorView& tensor);
 
 // View of the same memory. BadArgument as TensorView::FromDLPack.
 TensorView ViewOf(const tvm::ffi::TensorView& tensor);
@@ -27,6 +31,11 @@ tvm::ffi::Tensor NewTensor(std::span<const int32_t> values);
 tvm::ffi::Tensor NewTensor(std::span<const int64_t> values);
 tvm::ffi::Tensor NewTensor(std::span<const float> values);
 tvm::ffi::Tensor NewTensor(std::span<const double> values);
+
+// The same bytes, which the result keeps alive. The caller may write to them, so nobody else may
+// use them.
+tvm::ffi::Tensor TensorSharing(const HostTensor& tensor);
+tvm::ffi::Tensor TensorCopyOf(const HostTensor& tensor);
 
 }  // namespace quire::ffi
 

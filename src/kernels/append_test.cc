@@ -118,7 +118,12 @@ Stored Append(const AppendCase& test, const Backend& backend, int workers) {
   const int v_dim = test.layout.v_head_dim;
   args.k = {test.k_data.data(), test.k_dtype, heads * (k_dim + 1) + 2, k_dim + 1};
   args.v = {test.v_data.data(), test.v_dtype, heads * (v_dim + 1) + 2, v_dim + 1};
-  args.rotary = {test.cos.data(), test.sin.data(), test.rotary_dim, test.interleaved};
+  std::vector<RotaryAngles> angles;
+  for (int64_t row = 0; row < test.rows; ++row) {
+    const int64_t first = row * test.rotary_dim / 2;
+    angles.push_back({test.cos.data() + first, test.sin.data() + first});
+  }
+  args.rotary = {angles.data(), test.rotary_dim, test.interleaved};
   args.targets = test.targets.data();
   args.opens_tile = test.opens.data();
   backend.append_kv(args, *pool);

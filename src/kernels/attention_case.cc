@@ -283,8 +283,7 @@ void AttentionCase::BuildQueries() {
   q_.assign(static_cast<size_t>(args_.row_count * args_.q.row_stride) * element_bytes,
             std::byte{kPoison});
   args_.q.data = q_.data();
-  cos_rows_.resize(static_cast<size_t>(args_.row_count) * half);
-  sin_rows_.resize(cos_rows_.size());
+  angle_rows_.assign(static_cast<size_t>(args_.row_count), {cos_table_.data(), sin_table_.data()});
   for (size_t i = 0; i < sequences_.size(); ++i) {
     const int64_t content = spec_.sequences[plan_order_[i]].content;
     for (int64_t r = 0; r < sequences_[i].row_count; ++r) {
@@ -298,14 +297,13 @@ void AttentionCase::BuildQueries() {
                                        element_bytes);
         }
       }
-      if (half == 0 || position < 0) continue;
-      std::copy_n(cos_table_.begin() + position * static_cast<int64_t>(half), half,
-                  cos_rows_.begin() + row * static_cast<int64_t>(half));
-      std::copy_n(sin_table_.begin() + position * static_cast<int64_t>(half), half,
-                  sin_rows_.begin() + row * static_cast<int64_t>(half));
+      if (position < 0) continue;
+      const size_t angle = static_cast<size_t>(position) * half;
+      angle_rows_[static_cast<size_t>(row)] = {cos_table_.data() + angle,
+                                               sin_table_.data() + angle};
     }
   }
-  args_.rotary = {cos_rows_.data(), sin_rows_.data(), spec_.rotary_dim, spec_.interleaved};
+  args_.rotary = {angle_rows_.data(), spec_.rotary_dim, spec_.interleaved};
   if (!spec_.inline_keys) return;
   for (AttentionSequence& sequence : sequences_) {
     sequence.inline_cos = cos_table_.data();

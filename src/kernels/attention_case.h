@@ -114,7 +114,7 @@ class AttentionCase {
   std::vector<SharedSpan> spans_;
   std::vector<std::byte> q_;
   std::vector<float> cos_table_, sin_table_;  // [position][rotary_dim / 2]
-  std::vector<float> cos_rows_, sin_rows_;
+  std::vector<RotaryAngles> angle_rows_;
   uint64_t random_state_;
 
   uint64_t Random();

@@ -24,12 +24,15 @@ namespace quire {
 // ----------------------------------------------------------------------------------------------------
 // attention
 
-// cos and sin of rows' positions, float32 [row][rotary_dim / 2] each, row stride rotary_dim / 2.
+// cos and sin of one position, float32 [rotary_dim / 2] each.
+struct RotaryAngles {
+  const float* cos;
+  const float* sin;
+};
 struct RotaryRows {
-  const float* cos = nullptr;
-  const float* sin = nullptr;
-  int rotary_dim = 0;        // 0: no rotation
-  bool interleaved = false;  // pairs (2i, 2i+1) instead of (i, i + rotary_dim / 2)
+  const RotaryAngles* angles = nullptr;  // [row]
+  int rotary_dim = 0;                    // 0: no rotation
+  bool interleaved = false;              // pairs (2i, 2i+1) instead of (i, i + rotary_dim / 2)
 };
 
 // Rows [row][head][dim] of float32, float16 or bfloat16 with strides in elements; dim is

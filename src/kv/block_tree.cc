@@ -11,8 +11,7 @@ namespace quire {
 
 BlockTree::BlockTree(std::vector<PagePool> pools) : pools_(std::move(pools)) {}
 
-// ----------------------------------------------------------------------------------------------------
-// queries
+// ---------------------------------------------------------------------- queries
 
 int64_t BlockTree::PathLength(BlockIndex last) const {
   int64_t length = 0;
@@ -38,8 +37,16 @@ int64_t BlockTree::PagesInRange(BlockIndex last, int group, int64_t range_begin,
   return count;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// planning
+bool BlockTree::HasRoomForEntry(BlockIndex index) const {
+  for (int g = 0; g < group_count(); ++g) {
+    const PageSlice& s = slice(index, g);
+    const size_t size = static_cast<size_t>(s.first + s.count) + 1;
+    if (arrays_[static_cast<size_t>(s.array)].entries.capacity() < size) return false;
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------------- planning
 
 bool BlockTree::CanAppendInPlace(BlockIndex last, int group) const {
   const int64_t slot = pool(group).Slot(End(last));
@@ -96,10 +103,12 @@ void BlockTree::EnsureFreeBlocks(size_t count) {
   const size_t size = std::max(old_size + count - free_blocks_.size(), 2 * old_size);
   blocks_.reserve(size);
   slices_.reserve(size * pools_.size());
+  viewers_.reserve(size);
   free_blocks_.reserve(size);
   deferred_merges_.reserve(size);
   blocks_.resize(size);
   slices_.resize(size * pools_.size());
+  viewers_.resize(size);
   for (size_t i = size; i-- > old_size;) free_blocks_.push_back(static_cast<BlockIndex>(i));
 }
 
@@ -116,6 +125,7 @@ void BlockTree::EnsureFreeArrays(size_t count) {
 // planning: so the n-th new slice of the plans gets the n-th array from the top, whose entries are
 // reserved here.
 void BlockTree::Reserve(std::span<const AppendPlan> plans, std::span<const GroupAppend> groups) {
+  ++version_;
   size_t block_count = 0;
   size_t array_count = 0;
   for (const AppendPlan& plan : plans) {
@@ -141,8 +151,7 @@ void BlockTree::Reserve(std::span<const AppendPlan> plans, std::span<const Group
   }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// commits
+// ---------------------------------------------------------------------- commits
 
 BlockIndex BlockTree::TakeBlock() noexcept {
   QUIRE_CHECK(!free_blocks_.empty()) << "a block is taken that was not reserved";
@@ -207,6 +216,7 @@ void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t pa
 }
 
 BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept {
+  ++version_;
   BlockIndex index = plan.last;
   if (plan.extends) {
     at(index).end += plan.count;
@@ -254,7 +264,8 @@ void BlockTree::SplitSlice(BlockIndex upper, BlockIndex lower, int group,
 }
 
 // A new block takes the part of `index` above `position`; `index` keeps the rest, and with it its
-// children and its sequences. REQUIRES: begin < position < end.
+// children and its sequences.
+// REQUIRES: begin < position < end.
 BlockIndex BlockTree::Split(BlockIndex index, int64_t position) noexcept {
   const BlockIndex upper = TakeBlock();
   Block& low = at(index);
@@ -273,6 +284,7 @@ BlockIndex BlockTree::Split(BlockIndex index, int64_t position) noexcept {
 }
 
 BlockIndex BlockTree::ForkAt(BlockIndex last, int64_t position) noexcept {
+  ++version_;
   if (position == 0) return kNoBlock;
   BlockIndex index = last;
   while (at(index).begin >= position) index = at(index).parent;
@@ -324,6 +336,7 @@ BlockIndex BlockTree::FreeLeaf(BlockIndex index) noexcept {
 }
 
 BlockIndex BlockTree::Pop(BlockIndex last, int64_t length) noexcept {
+  ++version_;
   QUIRE_CHECK(length <= End(last)) << "pop to " << length << " of " << End(last);
   while (End(last) > length) {
     if (at(last).refs > 1) {
@@ -340,8 +353,7 @@ BlockIndex BlockTree::Pop(BlockIndex last, int64_t length) noexcept {
   return last;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// merging
+// ---------------------------------------------------------------------- merging
 
 // REQUIRES: more than one reference.
 void BlockTree::DropReference(BlockIndex index) noexcept {
@@ -392,6 +404,7 @@ void BlockTree::MergeIfLone(BlockIndex index) noexcept {
     return;
   }
   const BlockIndex child = upper.child_xor;
+  ++version_;  // arrays may move, even if memory is short in the end
   if (!ReserveMerge(index, child)) return;
   for (int g = 0; g < group_count(); ++g) MergeSlices(index, child, g);
   at(child).begin = upper.begin;
@@ -411,6 +424,7 @@ void BlockTree::RunDeferredMerges() noexcept {
 }
 
 void BlockTree::Clear() noexcept {
+  ++version_;
   for (PagePool& pages : pools_) pages.Reset();
   std::fill(blocks_.begin(), blocks_.end(), Block{});
   std::fill(slices_.begin(), slices_.end(), PageSlice{});

@@ -54,9 +54,9 @@ namespace quire {
 using BlockIndex = int32_t;
 inline constexpr BlockIndex kNoBlock = -1;
 
-// Pages that may hold one page range of one sequence. More forks than this inside one page and one
-// line are rare; each entry costs a run of attention its length, and a consolidation costs the copy
-// of at most one page.
+// Pages that may hold one page range of one sequence. A line of descent with more forks than this
+// inside one page is rare; every further entry shortens the pieces that attention reads, and a
+// consolidation costs the copy of about one page.
 inline constexpr int64_t kPagesPerRangeMax = 4;
 
 struct Block {
@@ -69,6 +69,13 @@ struct Block {
   uint64_t claim = 0;  // number of the planning in which a sequence of this shared block was given
                        // the slot at its end
   bool merge_deferred = false;
+};
+
+// Scratch of page_counts.h: how many sequences have the block on their path.
+struct BlockViewers {
+  int32_t all = 0;
+  int32_t active = 0;  // that are not retained
+  int32_t children_left = 0;
 };
 
 struct PageSlice {
@@ -98,7 +105,8 @@ class BlockTree {
   // ---- Planning. Plans of one planning may be committed together, in their order.
   void BeginPlanning() noexcept { ++planning_; }
   // `cut` below the length asks for own copies of at least [cut, length). Fills
-  // groups[group_count()]. REQUIRES: count > 0 or cut < length.
+  // groups[group_count()].
+  // REQUIRES: count > 0 or cut < length.
   AppendPlan PlanAppend(BlockIndex last, int64_t count, int64_t cut, std::span<GroupAppend> groups);
   AppendPlan PlanAppend(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
     return PlanAppend(last, count, End(last), groups);
@@ -111,13 +119,24 @@ class BlockTree {
   // ---- Commits.
   // Returns the sequence's new end. If the plan copies, the caller keeps the reference on plan.last
   // and the new block's tokens [cut, length) have slots without bytes; else plan.last's reference
-  // has passed to the result. REQUIRES: reserved, pages available.
+  // has passed to the result.
+  // REQUIRES: reserved, pages available.
   BlockIndex Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept;
+  // Append of one token by a plan that extends, in place in all groups: page_of(group) is the page
+  // in which the sequence ends.
+  template <typename F>
+  void ExtendInPlace(BlockIndex last, F&& page_of) noexcept {
+    ++version_;
+    ++distinct_token_count_;
+    const int64_t end = ++at(last).end;
+    for (int g = 0; g < group_count(); ++g) pool(g).SetFillTo(page_of(g), end);
+  }
   // A new reference on a block that ends at `position` on the path to `last`; kNoBlock for 0.
   // REQUIRES: position <= End(last); ReserveSplit().
   BlockIndex ForkAt(BlockIndex last, int64_t position) noexcept;
   // Moves a reference from `last` to the block of its path that ends at `length`, and frees what
-  // nobody else holds. REQUIRES: length <= End(last); ReserveSplit() if length > 0.
+  // nobody else holds.
+  // REQUIRES: length <= End(last); ReserveSplit() if length > 0.
   BlockIndex Pop(BlockIndex last, int64_t length) noexcept;
   void Release(BlockIndex last) noexcept { Pop(last, 0); }
 
@@ -148,11 +167,18 @@ class BlockTree {
     return static_cast<int64_t>(blocks_.size()) - static_cast<int64_t>(free_blocks_.size());
   }
   int64_t distinct_token_count() const { return distinct_token_count_; }
+  // Another number after every call that may have changed a block or a slice, or changed or moved
+  // an array.
+  uint64_t version() const { return version_; }
+  // Whether the block's array in each group takes one more entry where it is.
+  bool HasRoomForEntry(BlockIndex index) const;
+  // [block_capacity()]; kept here so that counting needs no memory.
+  std::span<BlockViewers> viewers() const { return viewers_; }
   int64_t PathLength(BlockIndex last) const;  // in blocks
   // Whether no other sequence sees a token of the path at or behind `position`.
   bool IsExclusiveFrom(BlockIndex last, int64_t position) const;
-  // Distinct pages that hold tokens of [range_begin, limit) on the path. REQUIRES: both in one page
-  // range.
+  // Distinct pages that hold tokens of [range_begin, limit) on the path.
+  // REQUIRES: both in one page range.
   int64_t PagesInRange(BlockIndex last, int group, int64_t range_begin, int64_t limit) const;
 
   // Calls visit(from, to, page) for every piece of [begin, end) that lies in one entry, the highest
@@ -205,14 +231,16 @@ class BlockTree {
 
   std::vector<PagePool> pools_;
   std::vector<Block> blocks_;
-  std::vector<PageSlice> slices_;        // [block][group]
-  std::vector<BlockIndex> free_blocks_;  // a stack; capacity blocks_.size()
+  std::vector<PageSlice> slices_;              // [block][group]
+  mutable std::vector<BlockViewers> viewers_;  // [block]
+  std::vector<BlockIndex> free_blocks_;        // a stack; capacity blocks_.size()
   std::vector<PageArray> arrays_;
   std::vector<int32_t> free_arrays_;  // a stack; capacity arrays_.size()
   std::vector<BlockIndex>
       deferred_merges_;  // each block once (Block::merge_deferred); capacity blocks_.size()
   bool merges_deferred_ = false;
   uint64_t planning_ = 0;
+  uint64_t version_ = 1;
   int64_t distinct_token_count_ = 0;
 };
 

@@ -177,8 +177,7 @@ void BlockTreeDriver::Clear() {
   in_forward_ = false;
 }
 
-// ----------------------------------------------------------------------------------------------------
-// looking
+// ---------------------------------------------------------------------- looking
 
 std::vector<int64_t> BlockTreeDriver::Slots(int64_t id, int group) const {
   const PagePool& pool = tree_.pool(group);
@@ -218,8 +217,10 @@ std::string BlockTreeDriver::Snapshot() const {
 }
 
 std::string BlockTreeDriver::Check() const {
-  const std::vector<BlockIndex> held = in_forward_ ? plan_.HeldBlocks() : std::vector<BlockIndex>();
-  const Status status = CheckKVInvariants(tree_, table_, held);
+  const std::span<const ForwardMember> batch = in_forward_
+                                                   ? std::span<const ForwardMember>(plan_.members)
+                                                   : std::span<const ForwardMember>();
+  const Status status = CheckKVInvariants(tree_, table_, batch);
   if (!status.ok()) return status.ToString();
   const std::string tokens = CheckTokens();
   return tokens.empty() && in_forward_ ? CheckPlan() : tokens;

@@ -263,7 +263,7 @@ TEST(BlockTree, AbortOfAConsolidationBringsTheOldPathBack) {
   const std::string before = tree.Snapshot();
   const Slots slots = tree.Slots(4);
   ASSERT_TRUE(tree.Begin({{4, 3}}));
-  EXPECT_EQ(tree.plan().HeldBlocks().size(), 1u);
+  EXPECT_TRUE(tree.plan().members[0].append.copies());
   EXPECT_EQ(tree.Check(), "");
   tree.Abort();
   EXPECT_EQ(tree.Check(), "");
@@ -412,8 +412,10 @@ class Walk {
   }
 
   void BeginBatch(const std::vector<BlockTreeDriver::Item>& batch) {
-    if (tree_.Begin(batch))
-      consolidations_ += static_cast<int64_t>(tree_.plan().HeldBlocks().size());
+    if (!tree_.Begin(batch)) return;
+    for (const ForwardMember& member : tree_.plan().members) {
+      consolidations_ += member.append.copies();
+    }
   }
 
   void Finish() {

@@ -9,11 +9,13 @@
 namespace quire {
 
 void ForwardPlan::ClearBatch() noexcept {
+  filled_at_ = 0;
   members.clear();
   group_appends.clear();
 }
 
 void ForwardPlan::ClearArrays() noexcept {
+  filled_at_ = 0;
   row_count_ = 0;
   positions_.clear();
   for (GroupPlan& plan : groups_) {
@@ -89,10 +91,10 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
     }
     FillSequences(tree, g);
   }
+  filled_at_ = tree.version();
 }
 
-// ----------------------------------------------------------------------------------------------------
-// rows
+// ---------------------------------------------------------------------- rows
 
 void ForwardPlan::FillRows(const BlockTree& tree, int group_index, size_t m) noexcept {
   const ForwardMember& member = members[m];
@@ -140,8 +142,7 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) n
   }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// sharing
+// ---------------------------------------------------------------------- sharing
 
 // Whether two members have a block in common. Stops at the first.
 bool ForwardPlan::FindSharing(const BlockTree& tree) noexcept {
@@ -239,8 +240,7 @@ void ForwardPlan::OrderByTree(const BlockTree& tree) noexcept {
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// runs
+// ---------------------------------------------------------------------- runs
 
 void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
                            GroupPlan& plan) noexcept {
@@ -280,16 +280,7 @@ void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept
   }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// text
-
-std::vector<BlockIndex> ForwardPlan::HeldBlocks() const {
-  std::vector<BlockIndex> held;
-  for (const ForwardMember& member : members) {
-    if (member.append.copies()) held.push_back(member.append.last);
-  }
-  return held;
-}
+// ---------------------------------------------------------------------- text
 
 namespace {
 

@@ -58,12 +58,22 @@ class ForwardPlan {
     ClearBatch();
     ClearArrays();
   }
-  // Memory for Fill. May throw std::bad_alloc. REQUIRES: tree.Reserve for all appends, which are
-  // not committed yet.
+  // Memory for Fill. May throw std::bad_alloc.
+  // REQUIRES: tree.Reserve for all appends, which are not committed yet.
   void Reserve(const BlockTree& tree);
-  // ---- Commit. REQUIRES: Reserve; no arrays; all appends are committed and members[i].last is
-  // set.
+  // ---- Commit.
+  // REQUIRES: Reserve; no arrays; all appends are committed and members[i].last is set.
   void Fill(const BlockTree& tree) noexcept;
+
+  // ---- The same batch once more, see forward_plan_repeat.cc.
+  // Whether a forward of these is one token more for each member of this plan, in arrays as they
+  // are. If so, the pages that it takes are added to page_counts [group].
+  bool CanRepeat(std::span<const int64_t> ids, std::span<const int64_t> lengths,
+                 const BlockTree& tree, std::span<int64_t> page_counts) const noexcept;
+  // Commits the appends and makes this their plan. REQUIRES: CanRepeat; pages available.
+  void Repeat(BlockTree& tree) noexcept;
+  // What differs from a plan that is made of the same members anew, or "". For tests.
+  std::string DifferenceFromNew(const BlockTree& tree) const;
 
   int64_t row_count() const { return row_count_; }
   std::span<const int32_t> positions() const { return positions_; }  // [row]
@@ -72,8 +82,6 @@ class ForwardPlan {
   GroupPlan& group(int group) { return groups_[static_cast<size_t>(group)]; }
   std::span<const SharedSpan> shared() const { return shared_; }
   std::span<const int32_t> order() const { return order_; }  // plan order -> member
-  // Ends of paths that appends have left, on which the forward keeps its reference.
-  std::vector<BlockIndex> HeldBlocks() const;
 
   // Stable text, one line per fact.
   std::string ToString(const BlockTree& tree) const;
@@ -107,6 +115,10 @@ class ForwardPlan {
   void FillSequences(const BlockTree& tree, int group) noexcept;
   void FillRuns(const BlockTree& tree, int group, BlockIndex last, GroupPlan& plan) noexcept;
 
+  void RepeatMember(BlockTree& tree, size_t member) noexcept;
+  void RepeatSequences(int group) noexcept;
+
+  uint64_t filled_at_ = 0;  // the tree's version when the arrays were filled; 0: there are none
   int64_t row_count_ = 0;
   std::vector<int32_t> positions_;
   std::vector<GroupPlan> groups_;

@@ -15,8 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/guard.h"
 #include "kv/kv_test_forward.h"
 #include "quire/attention_kv_cache.h"
+#include "quire/kv_export.h"
 
 namespace {
 
@@ -240,6 +242,7 @@ TEST_P(KVAllocationFailure, ControlCalls) {
     expect(
         "remove", [id](AttentionKVCache& c) { return c.RemoveSequence(id); }, optional);
   }
+  expect("retain", [](AttentionKVCache& c) { return c.SetRetained(0, true); });
   expect("clear", [](AttentionKVCache& c) { return c.Clear(); });
   expect("pages needed",
          [](AttentionKVCache& c) { return c.PagesNeeded(kIds<0, 1, 2>, kIds<3, 1, 2>).status(); });
@@ -289,6 +292,26 @@ TEST_P(KVAllocationFailure, CallsInAForward) {
   expect("plan", Nothing, [](AttentionKVCache& c) { return c.DebugPlan().status(); });
 }
 
+// The batch of the step before, whose plan is made from that one's.
+TEST_P(KVAllocationFailure, TheSameBatchAgain) {
+  const Call step = [&](AttentionKVCache& c) -> Status {
+    QUIRE_RETURN_IF_ERROR(c.BeginForward(kIds<0, 1, 2>, kIds<1, 1, 1>));
+    QUIRE_RETURN_IF_ERROR(RunAllLayers(c, scene_.options));
+    return c.EndForward();
+  };
+  for (int steps = 1; steps <= 8; ++steps) {
+    SCOPED_TRACE(steps);
+    const Call prepare = [&](AttentionKVCache& c) {
+      Status status;
+      for (int i = 0; i < steps && status.ok(); ++i) status = step(c);
+      return status;
+    };
+    ExpectEachRefusalIsHarmless(scene_, prepare, [](AttentionKVCache& c) {
+      return c.BeginForward(kIds<0, 1, 2>, kIds<1, 1, 1>);
+    });
+  }
+}
+
 // The layers of both scenes with DebugGetKV are of equal heads and dims.
 TEST_P(KVAllocationFailure, DebugCalls) {
   const AttentionLayerSpec& spec = scene_.options.layers[0];
@@ -301,6 +324,52 @@ TEST_P(KVAllocationFailure, DebugCalls) {
   });
   ExpectEachRefusalIsHarmless(scene_, Nothing, [&](AttentionKVCache& c) {
     return c.DebugSetKV(1, 1, k.view(), v.view());  // shared: copied first
+  });
+}
+
+// Tensors for two tokens of each layer.
+std::vector<TestTensor> TwoTokens(const AttentionKVCacheOptions& options) {
+  std::vector<TestTensor> tensors;
+  for (const AttentionLayerSpec& spec : options.layers) {
+    tensors.emplace_back(spec.dtype, std::vector<int64_t>{2, spec.num_kv_heads, spec.qk_head_dim});
+    tensors.emplace_back(spec.dtype, std::vector<int64_t>{2, spec.num_kv_heads, spec.v_head_dim});
+  }
+  return tensors;
+}
+
+KVBlock BlockOf(const std::vector<TestTensor>& tensors) {
+  KVBlock block;
+  for (size_t i = 0; i < tensors.size(); i += 2)
+    block.push_back({tensors[i].view(), tensors[i + 1].view()});
+  return block;
+}
+
+TEST_P(KVAllocationFailure, ExportAndImport) {
+  const std::vector<TestTensor> tensors = TwoTokens(scene_.options);
+  const std::vector<KVBlock> blocks(3, BlockOf(tensors));
+  for (int64_t id = 0; id < 4; ++id) {
+    SCOPED_TRACE("sequence " + std::to_string(id));
+    ExpectEachRefusalIsHarmless(scene_, Nothing,
+                                [&](AttentionKVCache& c) { return c.ImportKV(id, blocks); });
+  }
+  ExpectEachRefusalIsHarmless(
+      scene_, Nothing, [&](AttentionKVCache& c) { return c.ExportKV(0, 1, 3, blocks[0][1]); });
+}
+
+// The first three tokens of sequence 0 as a chunk, into a sequence that is new.
+TEST_P(KVAllocationFailure, Chunks) {
+  const auto writer = MakeCache(scene_.options);
+  scene_.build(*writer, scene_.options);
+  ChunkFields fields;
+  fields.tokens = {1, 2, 3};
+  ExpectEachRefusalIsHarmless(scene_, Nothing, [&](AttentionKVCache& c) {
+    // The copy of the fields is the caller's.
+    return GuardEntry([&] { return ExportChunk(c, 0, 0, fields).status(); });
+  });
+  const ChunkBuffer chunk = ExportChunk(*writer, 0, 0, fields).value();
+  const ChunkView view = ChunkView::Open(chunk.bytes(), ChunkExpectation{}, {}).value();
+  ExpectEachRefusalIsHarmless(scene_, Nothing, [&](AttentionKVCache& c) {
+    return ImportChunks(c, 70, std::span(&view, 1));
   });
 }
 
@@ -435,6 +504,19 @@ TEST_F(KVNoRoom, ABatchOfWhichOnlyAPartFitsChangesNothing) {
   EXPECT_TRUE(cache_->BeginForward(kIds<3>, kIds<1>).ok());
 }
 
+TEST_F(KVNoRoom, TheSameBatchAgainWithoutPagesChangesNothingAndWorksLater) {
+  TakeAllPages();
+  Extend(*cache_, options_, 0, 1);
+  Extend(*cache_, options_, 0, 1);  // its page is full now
+  const uint64_t digest = cache_->StateDigest();
+  for (int i = 0; i < 3; ++i) {
+    ExpectRefused(StatusCode::kOutOfPages, cache_->BeginForward(kIds<0>, kIds<1>), digest);
+  }
+  ASSERT_TRUE(cache_->RemoveSequence(10).ok());
+  Extend(*cache_, options_, 0, 1);
+  EXPECT_TRUE(cache_->CheckInvariants().ok());
+}
+
 TEST_F(KVNoRoom, AppendsInPlaceNeedNoPage) {
   TakeAllPages();
   EXPECT_EQ(cache_->PagesNeeded(kIds<0>, kIds<2>).value(), 0);
@@ -486,6 +568,45 @@ TEST_F(KVNoRoom, NoSequenceMoreThanTheLimit) {
   EXPECT_TRUE(cache_->ForkSequence(0, 70).ok());
 }
 
+TEST_F(KVNoRoom, RetainedSequencesDoNotCount) {
+  for (int64_t id = 20; cache_->sequence_count() < options_.max_num_sequences; ++id) {
+    ASSERT_TRUE(cache_->AddSequence(id).ok());
+  }
+  ASSERT_TRUE(cache_->SetRetained(0, true).ok());
+  EXPECT_TRUE(cache_->SetRetained(0, true).ok()) << "it is already";
+  EXPECT_EQ(cache_->retained_sequence_count(), 1);
+  EXPECT_TRUE(cache_->ForkSequence(0, 70).ok()) << "the fork takes the free place";
+  EXPECT_EQ(cache_->retained_sequence_count(), 1) << "and is active";
+  EXPECT_EQ(cache_->sequence_count(), options_.max_num_sequences + 1);
+
+  const uint64_t digest = cache_->StateDigest();
+  ExpectRefused(StatusCode::kTooLarge, cache_->SetRetained(0, false), digest);
+  ExpectRefused(StatusCode::kTooLarge, cache_->ForkSequence(0, 71), digest);
+  ASSERT_TRUE(cache_->RemoveSequence(70).ok());
+  EXPECT_TRUE(cache_->SetRetained(0, false).ok());
+  EXPECT_TRUE(cache_->SetRetained(0, false).ok()) << "it is already, and nothing more is needed";
+  ASSERT_TRUE(cache_->SetRetained(0, true).ok());
+  ASSERT_TRUE(cache_->RemoveSequence(0).ok());
+  EXPECT_EQ(cache_->retained_sequence_count(), 0);
+}
+
+TEST_F(KVNoRoom, RetainedPagesAreFreeOnceTheirSequencesAreRemoved) {
+  ASSERT_TRUE(cache_->SetRetained(0, true).ok());
+  ASSERT_TRUE(cache_->SetRetained(1, true).ok());
+  PageCounts counts = cache_->page_counts();
+  EXPECT_EQ(counts.retained_only, 2) << "the last pages of 0 and of 1, which 2 does not see";
+  EXPECT_EQ(counts.shared, 3);
+  ASSERT_TRUE(cache_->SetRetained(2, true).ok());
+  counts = cache_->page_counts();
+  EXPECT_EQ(counts.retained_only, 5);
+  EXPECT_EQ(counts.free + counts.retained_only, counts.total);
+  TakeAllPages();
+  EXPECT_EQ(cache_->page_counts().free, 0);
+  for (int64_t id = 0; id < 3; ++id) ASSERT_TRUE(cache_->RemoveSequence(id).ok());
+  EXPECT_EQ(cache_->GetNumAvailablePages(), 5);
+  EXPECT_EQ(cache_->page_counts().retained_only, 0);
+}
+
 // ---------------------------------------------------------------------- wrong state
 
 // The state machine of kv-state.md 2.2. Sequences 0, 1, 2 are the batch, 3 is outside it.
@@ -499,6 +620,12 @@ struct StateRow {
 const ForwardTensors& SmallTensors() {
   static const ForwardTensors tensors(SmallOptions().layers[0]);
   return tensors;
+}
+
+const KVBlock& TwoTokenBlock() {
+  static const std::vector<TestTensor> tensors = TwoTokens(SmallOptions());
+  static const KVBlock block = BlockOf(tensors);
+  return block;
 }
 
 std::vector<StateRow> StateTable() {
@@ -515,6 +642,8 @@ std::vector<StateRow> StateTable() {
       {"PopN member", kOk, kBad, [](AttentionKVCache& c) { return c.PopN(1, 1); }},
       {"Fork outsider", kOk, kOk, [](AttentionKVCache& c) { return c.ForkSequence(3, 70); }},
       {"Fork member", kOk, kBad, [](AttentionKVCache& c) { return c.ForkSequence(1, 70); }},
+      {"Retain outsider", kOk, kOk, [](AttentionKVCache& c) { return c.SetRetained(3, true); }},
+      {"Retain member", kOk, kBad, [](AttentionKVCache& c) { return c.SetRetained(1, true); }},
       {"BeginForward", kOk, kBad,
        [](AttentionKVCache& c) { return c.BeginForward(kIds<3>, kIds<1>); }},
       {"PagesNeeded", kOk, kBad,
@@ -539,6 +668,11 @@ std::vector<StateRow> StateTable() {
       {"DebugPlan", kBad, kOk, [](AttentionKVCache& c) { return c.DebugPlan().status(); }},
       {"GetSequenceLength", kOk, kOk,
        [](AttentionKVCache& c) { return c.GetSequenceLength(1).status(); }},
+      {"UsesLongRope", kOk, kOk, [](AttentionKVCache& c) { return c.UsesLongRope(1).status(); }},
+      {"ExportKV", kOk, kOk,
+       [](AttentionKVCache& c) { return c.ExportKV(1, 0, 1, TwoTokenBlock()[0]); }},
+      {"ImportKV", kOk, kBad,
+       [](AttentionKVCache& c) { return c.ImportKV(3, std::span(&TwoTokenBlock(), 1)); }},
       {"DebugGetKV", kOk, kOk,
        [](AttentionKVCache& c) { return c.DebugGetKV(1, 0, 1, k.view(), v.view()); }},
   };
@@ -567,6 +701,19 @@ TEST_P(KVStateMachine, AnswersAsTheTableSays) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, KVStateMachine, testing::Range<size_t>(0, StateTable().size()));
+
+TEST(KVStateMachine, ARetainedSequenceIsInNoBatch) {
+  const AttentionKVCacheOptions options = SmallOptions();
+  const auto cache = MakeCache(options);
+  BuildForked(*cache, options);
+  ASSERT_TRUE(cache->SetRetained(1, true).ok());
+  const uint64_t digest = cache->StateDigest();
+  EXPECT_EQ(cache->BeginForward(kIds<0, 1>, kIds<1, 1>).code(), StatusCode::kBadState);
+  EXPECT_EQ(cache->PagesNeeded(kIds<0, 1>, kIds<1, 1>).status().code(), StatusCode::kBadState);
+  EXPECT_EQ(cache->StateDigest(), digest);
+  ASSERT_TRUE(cache->SetRetained(1, false).ok());
+  EXPECT_TRUE(cache->BeginForward(kIds<0, 1>, kIds<1, 1>).ok());
+}
 
 TEST(KVStateMachine, EndBeforeAllLayersKeepsTheForwardOpen) {
   const AttentionKVCacheOptions options = SmallOptions();
@@ -704,6 +851,7 @@ TEST(KVBadArguments, EveryOneIsRefusedAndChangesNothing) {
       {"pop negative", kBad, [](AttentionKVCache& c) { return c.PopN(0, -1); }},
       {"pop too many", kBad, [](AttentionKVCache& c) { return c.PopN(0, 11); }},
       {"pop far too many", kBad, [](AttentionKVCache& c) { return c.PopN(0, kHuge); }},
+      {"retain unknown", kUnknown, [](AttentionKVCache& c) { return c.SetRetained(70, true); }},
       {"begin empty", kBad, begin({}, {})},
       {"begin unequal", kBad, begin({0, 1}, {1})},
       {"begin unknown", kUnknown, begin({0, 70}, {3, 3})},

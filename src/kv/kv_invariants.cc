@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv/page_counts.h"
 #include "kv/text.h"
 
 namespace quire {
@@ -29,8 +30,9 @@ class Violation {
 
 class Checker {
  public:
-  Checker(const BlockTree& tree, const SequenceTable& sequences, std::span<const BlockIndex> held)
-      : tree_(tree), sequences_(sequences), held_(held) {}
+  Checker(const BlockTree& tree, const SequenceTable& sequences,
+          std::span<const ForwardMember> batch)
+      : tree_(tree), sequences_(sequences), batch_(batch) {}
 
   Status Check() const {
     QUIRE_RETURN_IF_ERROR(CheckBlocks());
@@ -41,7 +43,8 @@ class Checker {
       QUIRE_RETURN_IF_ERROR(CheckRanges(g));
     }
     QUIRE_RETURN_IF_ERROR(CheckArrays());
-    return CheckSequences();
+    QUIRE_RETURN_IF_ERROR(CheckSequences());
+    return CheckPageCounts();
   }
 
  private:
@@ -96,7 +99,10 @@ class Checker {
       ++children[parent];
       child_xor[parent] ^= b;
     });
-    std::vector<BlockIndex> ends(held_.begin(), held_.end());
+    std::vector<BlockIndex> ends;
+    for (const ForwardMember& member : batch_) {
+      if (member.append.copies()) ends.push_back(member.append.last);
+    }
     for (const Sequence& sequence : sequences_.entries()) ends.push_back(sequence.last);
     for (const BlockIndex end : ends) {
       if (end == kNoBlock) continue;
@@ -261,32 +267,82 @@ class Checker {
     return Status();
   }
 
-  // Every sequence is found under its id, and the count is theirs.
+  // Who sees a page: 0 and up, sequences by index.
+  struct PageViewers {
+    int32_t last_viewer = -1;
+    int32_t all = 0;
+    int32_t active = 0;
+  };
+
+  void SeePath(int32_t viewer, BlockIndex last, int group, std::vector<PageViewers>& pages) const {
+    tree_.VisitPieces(last, group, 0, tree_.End(last), [&](int64_t, int64_t, int32_t page) {
+      PageViewers& seen = pages[static_cast<size_t>(page)];
+      if (seen.last_viewer == viewer) return;
+      seen.last_viewer = viewer;
+      ++seen.all;
+      seen.active += !sequences_[viewer].retained;
+    });
+  }
+
+  // The counts are those of each page, asked one by one, and make up the total.
+  Status CheckPageCounts() const {
+    const PageCounts counted = CountPages(tree_, sequences_, batch_);
+    PageCounts expected;
+    for (int g = 0; g < tree_.group_count(); ++g) {
+      std::vector<PageViewers> pages(static_cast<size_t>(tree_.pool(g).page_count()));
+      for (size_t i = 0; i < sequences_.entries().size(); ++i) {
+        const int32_t viewer = static_cast<int32_t>(i);
+        SeePath(viewer, sequences_[viewer].last, g, pages);
+        for (const ForwardMember& member : batch_) {
+          if (member.sequence == viewer) SeePath(viewer, member.append.last, g, pages);
+        }
+      }
+      expected.total += tree_.pool(g).page_count();
+      for (const PageViewers& seen : pages) {
+        expected.free += seen.all == 0;
+        expected.retained_only += seen.all > 0 && seen.active == 0;
+        expected.exclusive += seen.all == 1 && seen.active == 1;
+        expected.shared += seen.all > 1 && seen.active > 0;
+      }
+    }
+    const int64_t sum = counted.free + counted.exclusive + counted.shared + counted.retained_only;
+    if (counted == expected && sum == counted.total) return Status();
+    return Violation() << "page counts are " << counted.free << " free, " << counted.exclusive
+                       << " exclusive, " << counted.shared << " shared, " << counted.retained_only
+                       << " retained only of " << counted.total << " instead of " << expected.free
+                       << ", " << expected.exclusive << ", " << expected.shared << ", "
+                       << expected.retained_only << " of " << expected.total;
+  }
+
+  // Every sequence is found under its id, and the counts are theirs.
   Status CheckSequences() const {
     int64_t count = 0;
+    int64_t retained = 0;
     for (const Sequence& sequence : sequences_.entries()) {
       if (sequence.id < 0) continue;
       ++count;
+      retained += sequence.retained;
       const int32_t found = sequences_.Find(sequence.id);
       if (found == SequenceTable::kAbsent || &sequences_[found] != &sequence) {
         return Violation() << "sequence " << sequence.id << " is not found under its id";
       }
     }
-    if (count == sequences_.count()) return Status();
-    return Violation() << count << " sequences are in the table, " << sequences_.count()
+    if (count == sequences_.count() && retained == sequences_.retained_count()) return Status();
+    return Violation() << count << " sequences are in the table, " << retained << " retained, "
+                       << sequences_.count() << " and " << sequences_.retained_count()
                        << " counted";
   }
 
   const BlockTree& tree_;
   const SequenceTable& sequences_;
-  std::span<const BlockIndex> held_;
+  std::span<const ForwardMember> batch_;
 };
 
 }  // namespace
 
 Status CheckKVInvariants(const BlockTree& tree, const SequenceTable& sequences,
-                         std::span<const BlockIndex> held) {
-  return Checker(tree, sequences, held).Check();
+                         std::span<const ForwardMember> batch) {
+  return Checker(tree, sequences, batch).Check();
 }
 
 }  // namespace quire

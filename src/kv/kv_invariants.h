@@ -6,15 +6,16 @@
 #include <span>
 
 #include "kv/block_tree.h"
+#include "kv/forward_plan.h"
 #include "kv/sequence_table.h"
 #include "quire/status.h"
 
 namespace quire {
 
-// Internal with the first violation. `held`: blocks on which an open forward has a reference beside
-// those of sequences. Takes time in the order of all pages and tokens; for tests and fuzzers.
+// Internal with the first violation. `batch`: members of the open forward, if any. Takes time in
+// the order of all pages and tokens; for tests and fuzzers.
 Status CheckKVInvariants(const BlockTree& tree, const SequenceTable& sequences,
-                         std::span<const BlockIndex> held);
+                         std::span<const ForwardMember> batch);
 
 }  // namespace quire
 

@@ -302,9 +302,7 @@ Status KVModel::Clear() {
 Status KVModel::AddSequence(int64_t seq_id) {
   if (seq_id < 0) return Bad(StatusCode::kBadArgument, "negative id");
   if (HasSequence(seq_id)) return Bad(StatusCode::kSequenceExists, "id is taken");
-  if (sequence_count() >= options_.max_num_sequences) {
-    return Bad(StatusCode::kTooLarge, "too many sequences");
-  }
+  if (IsFull()) return Bad(StatusCode::kTooLarge, "too many sequences");
   sequences_[seq_id].long_factors = options_.rope.use_long_factors;
   return Status();
 }
@@ -327,13 +325,12 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   QUIRE_RETURN_IF_ERROR(CheckControl(parent_id));
   if (child_id < 0) return Bad(StatusCode::kBadArgument, "negative child id");
   if (HasSequence(child_id)) return Bad(StatusCode::kSequenceExists, "child id is taken");
-  if (sequence_count() >= options_.max_num_sequences) {
-    return Bad(StatusCode::kTooLarge, "too many sequences");
-  }
+  if (IsFull()) return Bad(StatusCode::kTooLarge, "too many sequences");
   const Sequence& parent = sequences_.at(parent_id);
   const int64_t length = static_cast<int64_t>(parent.tokens.size());
   if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
   Sequence child = parent;
+  child.retained = false;
   if (fork_pos >= 0) child.tokens.resize(static_cast<size_t>(fork_pos));
   HoldAll(child, 1);
   sequences_.emplace(child_id, std::move(child));
@@ -351,6 +348,16 @@ Status KVModel::PopN(int64_t seq_id, int64_t n) {
   return Status();
 }
 
+Status KVModel::SetRetained(int64_t seq_id, bool retained) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.retained && !retained && IsFull()) {
+    return Bad(StatusCode::kTooLarge, "too many sequences");
+  }
+  sequence.retained = retained;
+  return Status();
+}
+
 Status KVModel::SelectLongRope(int64_t seq_id, bool use_long_factors) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   if (options_.rope.mode == RopeMode::kNone || options_.rope.scaling != RopeScaling::kLongRope) {
@@ -360,6 +367,11 @@ Status KVModel::SelectLongRope(int64_t seq_id, bool use_long_factors) {
   if (!sequence.tokens.empty()) return Bad(StatusCode::kBadState, "sequence is not empty");
   sequence.long_factors = use_long_factors;
   return Status();
+}
+
+Result<bool> KVModel::UsesLongRope(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  return sequences_.at(seq_id).long_factors;
 }
 
 // ---------------------------------------------------------------------- counters
@@ -380,6 +392,35 @@ int64_t KVModel::pages_allocated() const {
   int64_t sum = 0;
   for (const Group& group : groups_) sum += group.page_count;
   return sum;
+}
+
+int64_t KVModel::retained_sequence_count() const {
+  return std::count_if(sequences_.begin(), sequences_.end(),
+                       [](const auto& entry) { return entry.second.retained; });
+}
+
+PageCounts KVModel::page_counts() const {
+  PageCounts counts;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    std::vector<std::set<int64_t>> viewers(static_cast<size_t>(groups_[g].page_count));
+    for (const SequenceMap* sequences : {&sequences_, &before_}) {
+      for (const auto& [id, sequence] : *sequences) {
+        for (const Token& token : sequence.tokens) {
+          viewers[static_cast<size_t>(token.pages[g])].insert(id);
+        }
+      }
+    }
+    for (const std::set<int64_t>& ids : viewers) {
+      const bool active = std::any_of(ids.begin(), ids.end(),
+                                      [&](int64_t id) { return !sequences_.at(id).retained; });
+      ++counts.total;
+      counts.free += ids.empty();
+      counts.retained_only += !ids.empty() && !active;
+      counts.exclusive += active && ids.size() == 1;
+      counts.shared += active && ids.size() > 1;
+    }
+  }
+  return counts;
 }
 
 int64_t KVModel::GetTotalSequenceLength() const {
@@ -419,6 +460,7 @@ Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
   for (size_t i = 0; i < seq_ids.size(); ++i) {
     if (!HasSequence(seq_ids[i])) return Bad(StatusCode::kUnknownSequence, "no such sequence");
     if (!seen.insert(seq_ids[i]).second) return Bad(StatusCode::kBadArgument, "twice in the batch");
+    if (sequences_.at(seq_ids[i]).retained) return Bad(StatusCode::kBadState, "retained");
     if (lengths[i] < 1) return Bad(StatusCode::kBadArgument, "length below 1");
     if (lengths[i] > room) return Bad(StatusCode::kTooLarge, "over prefill_chunk_size");
     room -= lengths[i];
@@ -740,6 +782,61 @@ Status KVModel::CheckDebugRows(const char* name, const TensorView& view, int64_t
   return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
 }
 
+// Bits go through float32, so a signalling NaN comes out quiet.
+Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  const int64_t count = to.k.rank() == 3 ? to.k.dim(0) : 0;
+  if (start < 0 || count < 1 || count > static_cast<int64_t>(sequence.tokens.size()) - start)
+    return Bad(StatusCode::kBadArgument, "range");
+  if (layer < 0 || layer >= static_cast<int64_t>(options_.layers.size()))
+    return Bad(StatusCode::kBadArgument, "layer");
+  const size_t l = static_cast<size_t>(layer);
+  for (int64_t p = 0; p < count; ++p) {
+    const TokenValues& values = *sequence.tokens[static_cast<size_t>(start + p)].values;
+    for (size_t i = 0; i < values.k[l].size(); ++i)
+      StoreElement(to.k, p * to.k.stride(0) + static_cast<int64_t>(i), values.k[l][i]);
+    for (size_t i = 0; i < values.v[l].size(); ++i)
+      StoreElement(to.v, p * to.v.stride(0) + static_cast<int64_t>(i), values.v[l][i]);
+  }
+  return Status();
+}
+
+// REQUIRES: tensors of the right shapes.
+Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
+  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  int64_t count = 0;
+  for (const KVBlock& block : blocks) count += block[0].k.dim(0);
+  if (count < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
+  Plan plan = MakePlan(std::span(&seq_id, 1), std::span(&count, 1));
+  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  // The pages that only the old path holds are those that a consolidation copied from.
+  Sequence& sequence = sequences_.at(seq_id);
+  const Sequence old = std::exchange(sequence, std::move(plan.members.at(seq_id)));
+  groups_ = std::move(plan.groups);
+  for (size_t p = 0; p < old.tokens.size(); ++p) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      if (old.tokens[p].pages[g] == sequence.tokens[p].pages[g]) continue;
+      groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
+    }
+  }
+  size_t position = old.tokens.size();
+  for (const KVBlock& block : blocks) {
+    for (int64_t row = 0; row < block[0].k.dim(0); ++row, ++position) {
+      TokenValues& values = *sequence.tokens[position].values;
+      for (size_t l = 0; l < block.size(); ++l) {
+        const LayerKV& kv = block[l];
+        for (int64_t i = 0; i < kv.k.stride(0); ++i)
+          values.k[l].push_back(LoadElement(kv.k, row * kv.k.stride(0) + i));
+        for (int64_t i = 0; i < kv.v.stride(0); ++i)
+          values.v[l].push_back(LoadElement(kv.v, row * kv.v.stride(0) + i));
+      }
+    }
+  }
+  return Status();
+}
+
 Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                            const TensorView& v) {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
@@ -841,6 +938,7 @@ uint64_t KVModel::StateDigest() const {
   for (const auto& [id, sequence] : sequences_) {
     digest = Mix(digest, static_cast<uint64_t>(id));
     digest = Mix(digest, sequence.long_factors ? 1 : 0);
+    digest = Mix(digest, sequence.retained ? 1 : 0);
     for (const Token& token : sequence.tokens) {
       for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));
     }

@@ -38,16 +38,20 @@ class KVModel final : public AttentionKVCache {
   Status RemoveSequence(int64_t seq_id) override;
   Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos = -1) override;
   Status PopN(int64_t seq_id, int64_t n) override;
+  Status SetRetained(int64_t seq_id, bool retained) override;
   Status BeginForward(std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths) override;
   Status EndForward() override;
   Status AbortForward() override;
 
+  const AttentionKVCacheOptions& options() const override { return options_; }
   bool Empty() const override { return sequences_.empty(); }
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
   int64_t GetDistinctTokenCount() const override;
   int64_t sequence_count() const override { return static_cast<int64_t>(sequences_.size()); }
+  int64_t retained_sequence_count() const override;
+  PageCounts page_counts() const override;
   int64_t pages_in_use() const override;
   int64_t pages_allocated() const override;
   bool HasSequence(int64_t seq_id) const override { return sequences_.count(seq_id) != 0; }
@@ -56,6 +60,7 @@ class KVModel final : public AttentionKVCache {
                               std::span<const int64_t> append_lengths) const override;
 
   Status SelectLongRope(int64_t seq_id, bool use_long_factors) override;
+  Result<bool> UsesLongRope(int64_t seq_id) const override;
 
   // Outputs are rounded from double. The bounds of the last call's values are in last_bounds().
   Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
@@ -64,6 +69,9 @@ class KVModel final : public AttentionKVCache {
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
+
+  Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
+  Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) override;
 
   Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override;
@@ -96,6 +104,7 @@ class KVModel final : public AttentionKVCache {
   struct Sequence {
     std::vector<Token> tokens;
     bool long_factors = false;
+    bool retained = false;
   };
   // The pages of one layer group; a page is in use while a slot of it is held.
   struct Group {
@@ -131,6 +140,9 @@ class KVModel final : public AttentionKVCache {
 
   bool InBatch(int64_t seq_id) const { return before_.count(seq_id) != 0; }
   Status CheckControl(int64_t seq_id) const;
+  bool IsFull() const {
+    return sequence_count() - retained_sequence_count() >= options_.max_num_sequences;
+  }
   Status CheckBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
   Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
   static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);

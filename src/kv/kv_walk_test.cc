@@ -18,12 +18,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string>
 
 #include "base/random.h"
 #include "kv/kv_model.h"
 #include "kv/kv_test_forward.h"
+#include "kv/paged_kv_cache.h"
 
 namespace quire {
 namespace {
@@ -44,12 +46,15 @@ enum class Kind : uint8_t {
   kPagesNeeded,
   kSelectLongRope,
   kBadTensor,
+  kRetain,
+  kDecode,
+  kImport,
 };
-constexpr size_t kKindCount = 15;
+constexpr size_t kKindCount = 18;
 constexpr std::array<const char*, kKindCount> kKindNames = {
-    "kAdd",         "kRemove",         "kFork",     "kPop",      "kBegin",    "kLayer",
-    "kEnd",         "kAbort",          "kForward",  "kDebugGet", "kDebugSet", "kClear",
-    "kPagesNeeded", "kSelectLongRope", "kBadTensor"};
+    "kAdd",         "kRemove",         "kFork",      "kPop",      "kBegin",    "kLayer",
+    "kEnd",         "kAbort",          "kForward",   "kDebugGet", "kDebugSet", "kClear",
+    "kPagesNeeded", "kSelectLongRope", "kBadTensor", "kRetain",   "kDecode",   "kImport"};
 
 struct WalkOp {
   Kind kind;
@@ -161,7 +166,8 @@ WalkSetting MakeSetting(uint64_t seed) {
 Walk MakeWalk(uint64_t seed, int64_t op_count) {
   RandomSequence random(seed, kOpsStream);
   // Usual shares; a walk draws its own, and leaves some kinds out.
-  std::array<double, kKindCount> weights = {3, 3, 12, 10, 4, 6, 3, 1, 40, 6, 4, 0.15, 2, 2, 0.5};
+  std::array<double, kKindCount> weights = {3, 3, 12,   10, 4, 6,   3, 1,  40,
+                                            6, 4, 0.15, 2,  2, 0.5, 4, 12, 8};
   for (double& weight : weights) {
     weight *= random.Below(5) == 0 ? 0 : std::exp(random.Uniform(-1.5, 1.5));
   }
@@ -210,6 +216,9 @@ class Walker {
   using Seen = std::map<std::string, std::map<StatusCode, int64_t>>;
   const Seen& seen() const { return seen_; }
   int64_t fresh_comparisons() const { return fresh_comparisons_; }
+  int64_t repeated_forwards() const {
+    return static_cast<const PagedKVCache&>(*cache_).repeated_forward_count();
+  }
 
  private:
   using History = std::vector<KnownToken>;
@@ -244,6 +253,11 @@ class Walker {
   std::string Clear();
   std::string SelectLongRope(const WalkOp& op);
   std::string BadTensor(const WalkOp& op);
+  std::string Retain(const WalkOp& op);
+  std::string Decode(const WalkOp& op);
+  std::string Import(const WalkOp& op);
+  std::string ExportPart(int64_t id, int64_t start, int64_t count,
+                         std::array<std::vector<TestTensor>, 2>* tensors);
   std::vector<uint64_t> RowsWithPadding(uint32_t draw) const;
 
   const WalkSetting setting_;
@@ -255,6 +269,7 @@ class Walker {
   int64_t newest_child_ = -1;
   std::map<int64_t, History> history_;
   std::map<int64_t, bool> long_factors_;
+  std::set<int64_t> retained_;
   Seen seen_;
   int64_t fresh_comparisons_ = 0;
   bool open_ = false;
@@ -295,7 +310,9 @@ Batch Walker::DrawBatch(uint32_t seed) const {
   RandomSequence random(seed);
   Batch batch;
   std::vector<int64_t> ids;
-  for (const auto& [id, history] : history_) ids.push_back(id);
+  for (const auto& [id, history] : history_) {
+    if (retained_.count(id) == 0) ids.push_back(id);
+  }
   const int64_t most = std::min<int64_t>(6, static_cast<int64_t>(ids.size()));
   const int64_t count = most == 0 ? 0 : 1 + random.Below(most);
   int64_t room = setting_.options.prefill_chunk_size;
@@ -310,9 +327,12 @@ Batch Walker::DrawBatch(uint32_t seed) const {
   }
   if (batch.ids.empty() || random.Below(12) != 0) return batch;
   const size_t victim = static_cast<size_t>(random.Below(static_cast<int64_t>(batch.ids.size())));
-  switch (random.Below(7)) {
+  switch (random.Below(8)) {
     case 0:
       batch.ids[victim] = setting_.id_count + 5;
+      break;
+    case 6:
+      if (!retained_.empty()) batch.ids[victim] = *retained_.begin();
       break;
     case 1:
       batch.ids.push_back(batch.ids[victim]);
@@ -355,11 +375,19 @@ std::string Walker::CompareCounters() {
   };
   compare("Empty", cache_->Empty(), model_.Empty());
   compare("sequence_count", cache_->sequence_count(), model_.sequence_count());
+  compare("retained", cache_->retained_sequence_count(), model_.retained_sequence_count());
   compare("total length", cache_->GetTotalSequenceLength(), model_.GetTotalSequenceLength());
   compare("distinct tokens", cache_->GetDistinctTokenCount(), model_.GetDistinctTokenCount());
   compare("pages_in_use", cache_->pages_in_use(), model_.pages_in_use());
   compare("free pages", cache_->GetNumAvailablePages(), model_.GetNumAvailablePages());
   compare("pages_allocated", cache_->pages_allocated(), model_.pages_allocated());
+  const PageCounts counts = cache_->page_counts();
+  const PageCounts model_counts = model_.page_counts();
+  compare("page_counts().total", counts.total, model_counts.total);
+  compare("page_counts().free", counts.free, model_counts.free);
+  compare("page_counts().exclusive", counts.exclusive, model_counts.exclusive);
+  compare("page_counts().shared", counts.shared, model_counts.shared);
+  compare("page_counts().retained_only", counts.retained_only, model_counts.retained_only);
   for (int64_t id = -1; id <= setting_.id_count; ++id) {
     compare("HasSequence", cache_->HasSequence(id), model_.HasSequence(id));
     const Result<int64_t> length = cache_->GetSequenceLength(id);
@@ -423,6 +451,12 @@ std::string Walker::Apply(const WalkOp& op) {
       return SelectLongRope(op);
     case Kind::kBadTensor:
       return BadTensor(op);
+    case Kind::kRetain:
+      return Retain(op);
+    case Kind::kDecode:
+      return Decode(op);
+    case Kind::kImport:
+      return Import(op);
   }
   return "no such operation";
 }
@@ -460,7 +494,9 @@ std::string Walker::Remove(const WalkOp& op) {
   const int64_t id = PickId(op.a);
   QUIRE_WALK_CALL("RemoveSequence", status,
                   [&](AttentionKVCache& c) { return c.RemoveSequence(id); });
-  if (status.ok()) history_.erase(id);
+  if (!status.ok()) return "";
+  history_.erase(id);
+  retained_.erase(id);
   return "";
 }
 
@@ -479,7 +515,8 @@ std::string Walker::Fork(const WalkOp& op) {
 }
 
 std::string Walker::ForkOnce(const WalkOp& op) {
-  const bool full = model_.sequence_count() == setting_.options.max_num_sequences;
+  const bool full = model_.sequence_count() - model_.retained_sequence_count() ==
+                    setting_.options.max_num_sequences;
   if (full && setting_.evicts && op.a % 4 != 0) {
     const std::string error = Remove({Kind::kRemove, op.b, 0, 0});
     if (!error.empty()) return error;
@@ -507,7 +544,9 @@ std::string Walker::ForkOnce(const WalkOp& op) {
   long_factors_[child] = long_factors_.at(parent);
   newest_child_ = child;
   if (!setting_.chains || open_) return "";
-  const std::string error = BeginBatch({{parent, child}, {1, 1}}, op);
+  const Batch both = {{parent, child}, {1, 1}};
+  const Batch child_alone = {{child}, {1}};
+  const std::string error = BeginBatch(retained_.count(parent) == 0 ? both : child_alone, op);
   return error.empty() && open_ ? RunRest({Kind::kForward, op.c, op.b, op.a}) : error;
 }
 
@@ -552,6 +591,8 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op) {
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
   error = Differ("pages taken by BeginForward", available - cache_->GetNumAvailablePages(), needed);
+  const Status plan = cache_->CheckInvariants();  // looks at the plan of the open forward
+  if (error.empty() && !plan.ok()) error = "after BeginForward: " + plan.ToString();
   open_ = true;
   call_failed_ = false;
   batch_ = batch;
@@ -854,6 +895,7 @@ std::string Walker::Clear() {
   QUIRE_WALK_CALL("Clear", status, [&](AttentionKVCache& c) { return c.Clear(); });
   open_ = false;
   history_.clear();
+  retained_.clear();
   before_.clear();
   return status.ok() ? "" : "Clear: " + status.ToString();
 }
@@ -896,6 +938,96 @@ std::string Walker::BadTensor(const WalkOp& op) {
   });
   call_failed_ = true;
   return status.ok() ? "a bad tensor was accepted" : "";
+}
+
+std::string Walker::Retain(const WalkOp& op) {
+  const int64_t id = PickId(op.a);
+  const bool retained = op.b % 8 == 0 ? op.b % 16 == 0 : retained_.count(id) == 0;
+  QUIRE_WALK_CALL("SetRetained", status,
+                  [&](AttentionKVCache& c) { return c.SetRetained(id, retained); });
+  if (!status.ok()) return "";
+  retained_.erase(id);
+  if (retained) retained_.insert(id);
+  return "";
+}
+
+// Steps of the last forward's batch, or of a new one, one token each.
+std::string Walker::Decode(const WalkOp& op) {
+  if (open_) return RunRest(op);
+  Batch batch = op.a % 4 == 0 || batch_.ids.empty() ? DrawBatch(op.a) : batch_;
+  batch.lengths.assign(batch.ids.size(), 1);
+  std::string error;
+  for (uint32_t step = 0; step <= op.b % 8 && error.empty(); ++step) {
+    error = BeginBatch(batch, op);
+    if (!open_) return error;
+    if (error.empty()) error = CompareCounters();
+    if (error.empty()) error = RunRest({op.kind, op.a, op.b + step, op.c / 8 + step});
+    if (open_) return error;
+  }
+  return error;
+}
+
+// Tokens of a sequence out of the cache and out of the model: [0] and [1], each k and v per layer.
+std::string Walker::ExportPart(int64_t id, int64_t start, int64_t count,
+                               std::array<std::vector<TestTensor>, 2>* tensors) {
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    const AttentionLayerSpec& spec = layers_[l];
+    for (std::vector<TestTensor>& side : *tensors) {
+      side.emplace_back(spec.dtype,
+                        std::vector<int64_t>{count, spec.num_kv_heads, spec.qk_head_dim});
+      side.emplace_back(spec.dtype,
+                        std::vector<int64_t>{count, spec.num_kv_heads, spec.v_head_dim});
+    }
+    const auto target = [&](size_t side) {
+      return LayerKV{.k = (*tensors)[side][2 * l].view(), .v = (*tensors)[side][2 * l + 1].view()};
+    };
+    QUIRE_WALK_CALL("ExportKV", status, [&](AttentionKVCache& c) {
+      const LayerKV to = target(&c == cache_.get() ? 0 : 1);
+      return c.ExportKV(id, static_cast<int64_t>(l), start, to);
+    });
+    if (!status.ok()) continue;
+    const TestTensor& keys = (*tensors)[0][2 * l];
+    for (int64_t i = 0; i < keys.count(); ++i) {
+      const double expected = (*tensors)[1][2 * l].Get(i);
+      const double bound = model_.StoredKeyBound(static_cast<int64_t>(l), expected);
+      if (std::abs(keys.Get(i) - expected) > bound) return "an exported key differs";
+    }
+    if (!std::ranges::equal((*tensors)[0][2 * l + 1].bytes(), (*tensors)[1][2 * l + 1].bytes()))
+      return "exported values differ";
+  }
+  return "";
+}
+
+// A sequence gets tokens that another one has at the same positions. Keys and values of a walk's
+// token depend on its number and position alone, so this is as if it had computed them.
+std::string Walker::Import(const WalkOp& op) {
+  const int64_t from = PickId(op.a);
+  const int64_t to = PickId(op.b);
+  const bool known = history_.count(from) != 0 && history_.count(to) != 0;
+  const int64_t start = known ? static_cast<int64_t>(history_.at(to).size()) : 0;
+  const int64_t available = known ? static_cast<int64_t>(history_.at(from).size()) - start : 1;
+  const bool other_angles = known && long_factors_.at(from) != long_factors_.at(to);
+  if (available < 1 || other_angles) return "";
+  const bool unwritten = open_ && before_.count(from) != 0;
+  if (unwritten) return "";
+  const int64_t count = 1 + static_cast<int64_t>(op.c) % std::min<int64_t>(available, 40);
+  std::array<std::vector<TestTensor>, 2> tensors;
+  const std::string error = ExportPart(from, start, count, &tensors);
+  if (!error.empty() || history_.count(from) == 0) return error;
+  QUIRE_WALK_CALL("ImportKV", status, [&](AttentionKVCache& c) {
+    const std::vector<TestTensor>& side = tensors[&c == cache_.get() ? 0 : 1];
+    KVBlock block;
+    for (size_t i = 0; i < side.size(); i += 2)
+      block.push_back({side[i].view(), side[i + 1].view()});
+    return c.ImportKV(to, std::span(&block, 1));
+  });
+  if (!status.ok()) return "";
+  const History& source = history_.at(from);
+  const auto first = source.begin() + static_cast<ptrdiff_t>(start);
+  const History part(first, first + static_cast<ptrdiff_t>(count));
+  History& target = history_.at(to);
+  target.insert(target.end(), part.begin(), part.end());
+  return "";
 }
 
 std::string Walker::Finish() {
@@ -1037,6 +1169,7 @@ TEST_P(KVWalk, CacheAndModelAgree) {
 TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   Walker::Seen seen;
   int64_t fresh_comparisons = 0;
+  int64_t repeated_forwards = 0;
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     const Walk walk = MakeWalk(seed, kOpsPerWalk);
     Walker walker(MakeSetting(seed));
@@ -1045,6 +1178,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       for (const auto& [code, count] : codes) seen[call][code] += count;
     }
     fresh_comparisons += walker.fresh_comparisons();
+    repeated_forwards += walker.repeated_forwards();
   }
   using Code = StatusCode;
   const std::map<std::string, std::vector<Code>> expected = {
@@ -1065,7 +1199,10 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       {"AbortForward", {Code::kOk, Code::kBadState}},
       {"DebugGetKV", {Code::kOk, Code::kUnknownSequence, Code::kBadArgument}},
       {"DebugSetKV", {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kOutOfPages}},
+      {"ExportKV", {Code::kOk, Code::kUnknownSequence}},
+      {"ImportKV", {Code::kOk, Code::kUnknownSequence, Code::kBadState, Code::kOutOfPages}},
       {"SelectLongRope", {Code::kOk, Code::kUnknownSequence, Code::kBadState}},
+      {"SetRetained", {Code::kOk, Code::kUnknownSequence, Code::kTooLarge, Code::kBadState}},
       {"Clear", {Code::kOk}}};
   for (const auto& [call, codes] : expected) {
     for (const Code code : codes) {
@@ -1073,6 +1210,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
     }
   }
   EXPECT_GE(fresh_comparisons, 100);
+  EXPECT_GE(repeated_forwards, 1000);
   if (std::getenv("QUIRE_WALK_PRINT") == nullptr) return;
   for (const auto& [call, codes] : seen) {
     for (const auto& [code, count] : codes) {
@@ -1080,7 +1218,8 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
                   static_cast<long long>(count));
     }
   }
-  std::printf("fresh %lld\n", static_cast<long long>(fresh_comparisons));
+  std::printf("fresh %lld, repeated %lld\n", static_cast<long long>(fresh_comparisons),
+              static_cast<long long>(repeated_forwards));
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, KVWalk, testing::Range(0, kShards));

@@ -4,6 +4,32 @@
 #include <utility>
 
 namespace quire {
+namespace {
+
+// Of one layer.
+size_t PagesBytes(const LayerGroup& group) {
+  return static_cast<size_t>(group.page_count) * group.layout.page_bytes();
+}
+size_t TileCount(const LayerGroup& group) {
+  return static_cast<size_t>(group.page_count) * static_cast<size_t>(group.layout.tiles_per_page());
+}
+
+}  // namespace
+
+int64_t PageStorage::Bytes(std::span<const LayerGroup> groups) {
+  size_t bytes = 0;
+  for (const LayerGroup& group : groups) {
+    bytes += group.layers.size() * (HostMemory::AllocatedBytes(PagesBytes(group)) +
+                                    HostMemory::AllocatedBytes(TileCount(group)));
+  }
+  return static_cast<int64_t>(bytes);
+}
+
+int64_t PageStorage::bytes() const {
+  size_t bytes = 0;
+  for (const Layer& layer : layers_) bytes += layer.bytes.size() + layer.v_nonfinite.size();
+  return static_cast<int64_t>(bytes);
+}
 
 Result<std::unique_ptr<PageStorage>> PageStorage::Create(std::vector<LayerGroup> groups,
                                                          bool poison) {
@@ -17,18 +43,14 @@ Status PageStorage::Map() {
   for (const LayerGroup& group : groups_) layer_count += group.layers.size();
   layers_.resize(layer_count);
   for (const LayerGroup& group : groups_) {
-    const size_t page_count = static_cast<size_t>(group.page_count);
     for (const int64_t index : group.layers) {
       Layer& layer = layers_[static_cast<size_t>(index)];
-      QUIRE_ASSIGN_OR_RETURN(layer.bytes,
-                             HostMemory::Allocate(page_count * group.layout.page_bytes()));
-      const size_t tile_count = page_count * static_cast<size_t>(group.layout.tiles_per_page());
-      QUIRE_ASSIGN_OR_RETURN(layer.v_nonfinite, HostMemory::Allocate(tile_count));
+      QUIRE_ASSIGN_OR_RETURN(layer.bytes, HostMemory::Allocate(PagesBytes(group)));
+      QUIRE_ASSIGN_OR_RETURN(layer.v_nonfinite, HostMemory::Allocate(TileCount(group)));
       layer.pages = {.layout = group.layout,
                      .base = layer.bytes.data(),
                      .v_nonfinite = layer.v_nonfinite.as<uint8_t>()};
-      if (poison_)
-        std::memset(layer.bytes.data(), kPoisonByte, page_count * group.layout.page_bytes());
+      if (poison_) std::memset(layer.bytes.data(), kPoisonByte, PagesBytes(group));
     }
   }
   return Status();

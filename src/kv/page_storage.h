@@ -25,6 +25,10 @@ class PageStorage final : public PageFreeListener {
   // cannot be mapped.
   static Result<std::unique_ptr<PageStorage>> Create(std::vector<LayerGroup> groups, bool poison);
 
+  // What Create maps for these groups.
+  static int64_t Bytes(std::span<const LayerGroup> groups);
+  int64_t bytes() const;
+
   const KVPages& layer(int64_t index) const { return layers_[static_cast<size_t>(index)].pages; }
   // Moves tokens in all layers of the group.
   void Copy(int group, std::span<const AppendTarget> from, std::span<const AppendTarget> to,

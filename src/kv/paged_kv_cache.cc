@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "kv/page_counts.h"
+
 namespace quire {
 
 std::vector<std::string> KernelPaths() {
@@ -17,8 +19,7 @@ Result<std::unique_ptr<AttentionKVCache>> AttentionKVCache::Create(
   return PagedKVCache::Create(std::move(options));
 }
 
-// ----------------------------------------------------------------------------------------------------
-// creation
+// ---------------------------------------------------------------------- creation
 
 Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheOptions options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<AttentionKVCache>> {
@@ -44,6 +45,7 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
     }
     QUIRE_ASSIGN_OR_RETURN(auto storage, PageStorage::Create(groups, options.poison_freed_pages));
     if (options.runner == nullptr) options.runner = CreateThreadPool(0);
+    options.kernel_path = (*backend)->name;
     return std::unique_ptr<AttentionKVCache>(new PagedKVCache(
         std::move(options), std::move(groups), std::move(ropes), std::move(storage), *backend));
   });
@@ -81,8 +83,7 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
   }
 }
 
-// ----------------------------------------------------------------------------------------------------
-// checks
+// ---------------------------------------------------------------------- checks
 
 namespace {
 
@@ -132,14 +133,19 @@ Status PagedKVCache::CheckNewSequence(const char* call, int64_t seq_id) const {
   if (HasSequence(seq_id)) {
     return Status(StatusCode::kSequenceExists, OfSequence(call, seq_id) + "exists already");
   }
-  if (sequences_.count() < options_.max_num_sequences) return Status();
-  return Status(StatusCode::kTooLarge,
-                OfSequence(call, seq_id) + "would be one more than max_num_sequences, " +
-                    std::to_string(options_.max_num_sequences) + "; remove another one first");
+  return CheckRoomForActive(call, seq_id);
 }
 
-// ----------------------------------------------------------------------------------------------------
-// sequences
+Status PagedKVCache::CheckRoomForActive(const char* call, int64_t seq_id) const {
+  const int64_t active_count = sequences_.count() - sequences_.retained_count();
+  if (active_count < options_.max_num_sequences) return Status();
+  return Status(StatusCode::kTooLarge, OfSequence(call, seq_id) +
+                                           "would be one more than max_num_sequences, " +
+                                           std::to_string(options_.max_num_sequences) +
+                                           "; remove or retain another one first");
+}
+
+// ---------------------------------------------------------------------- sequences
 
 Status PagedKVCache::Clear() {
   return Enter("Clear", [&]() -> Status {
@@ -206,6 +212,17 @@ Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
   });
 }
 
+Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
+  return Enter("SetRetained", [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("SetRetained", seq_id));
+    if (!retained && sequences_[index].retained) {
+      QUIRE_RETURN_IF_ERROR(CheckRoomForActive("SetRetained", seq_id));
+    }
+    sequences_.SetRetained(index, retained);
+    return Status();
+  });
+}
+
 Status PagedKVCache::SelectLongRope(int64_t seq_id, bool use_long_factors) {
   return Enter("SelectLongRope", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("SelectLongRope", seq_id));
@@ -225,8 +242,14 @@ Status PagedKVCache::SelectLongRope(int64_t seq_id, bool use_long_factors) {
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// counters
+Result<bool> PagedKVCache::UsesLongRope(int64_t seq_id) const {
+  return Enter("UsesLongRope", [&]() -> Result<bool> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("UsesLongRope", seq_id));
+    return sequences_[index].long_factors;
+  });
+}
+
+// ---------------------------------------------------------------------- counters
 
 int64_t PagedKVCache::GetNumAvailablePages() const {
   int64_t least = tree_.pool(0).free_count();
@@ -239,6 +262,8 @@ int64_t PagedKVCache::GetTotalSequenceLength() const {
   for (const Sequence& sequence : sequences_.entries()) total += tree_.End(sequence.last);
   return total;
 }
+
+PageCounts PagedKVCache::page_counts() const { return CountPages(tree_, sequences_, Batch()); }
 
 int64_t PagedKVCache::pages_in_use() const {
   int64_t total = 0;

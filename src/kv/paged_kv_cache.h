@@ -40,16 +40,20 @@ class PagedKVCache final : public AttentionKVCache {
   Status RemoveSequence(int64_t seq_id) override;
   Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) override;
   Status PopN(int64_t seq_id, int64_t n) override;
+  Status SetRetained(int64_t seq_id, bool retained) override;
   Status BeginForward(std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths) override;
   Status EndForward() override;
   Status AbortForward() override;
 
+  const AttentionKVCacheOptions& options() const override { return options_; }
   bool Empty() const override { return sequences_.count() == 0; }
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
   int64_t GetDistinctTokenCount() const override { return tree_.distinct_token_count(); }
   int64_t sequence_count() const override { return sequences_.count(); }
+  int64_t retained_sequence_count() const override { return sequences_.retained_count(); }
+  PageCounts page_counts() const override;
   int64_t pages_in_use() const override;
   int64_t pages_allocated() const override;
   bool HasSequence(int64_t seq_id) const override { return sequences_.Find(seq_id) >= 0; }
@@ -57,6 +61,7 @@ class PagedKVCache final : public AttentionKVCache {
   Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths) const override;
   Status SelectLongRope(int64_t seq_id, bool use_long_factors) override;
+  Result<bool> UsesLongRope(int64_t seq_id) const override;
 
   Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
                                double sm_scale) override;
@@ -64,6 +69,9 @@ class PagedKVCache final : public AttentionKVCache {
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
+
+  Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
+  Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) override;
 
   Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override;
@@ -73,14 +81,19 @@ class PagedKVCache final : public AttentionKVCache {
   uint64_t StateDigest() const override;
   Status CheckInvariants() const override;
 
+  // Forwards whose plan was that of the step before, one token further. For tests.
+  int64_t repeated_forward_count() const { return repeated_forward_count_; }
+  // What is taken now, for tests of kv_memory.h.
+  int64_t storage_bytes() const { return storage_->bytes(); }
+  int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_bytes_); }
+
  private:
   // Angles for layers of one qk_head_dim.
   struct Rope {
     int64_t head_dim = 0;
     RopeTable short_table;
-    RopeTable long_table;      // grows only if a sequence uses it
-    std::vector<float> cos{};  // of the forward's rows, [row][pair]
-    std::vector<float> sin{};
+    RopeTable long_table;                // grows only if a sequence uses it
+    std::vector<RotaryAngles> angles{};  // of the forward's rows, in the tables
     RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
   };
   struct Layer {
@@ -106,18 +119,28 @@ class PagedKVCache final : public AttentionKVCache {
   // The same for a call that changes the sequence or forks it.
   Result<int32_t> FindOutsideBatch(const char* call, int64_t seq_id) const;
   Status CheckNewSequence(const char* call, int64_t seq_id) const;
+  Status CheckRoomForActive(const char* call, int64_t seq_id) const;
   bool InBatch(const Sequence& sequence) const {
     return in_forward_ && sequence.batch == planning_;
   }
+  // Of the open forward, if any.
+  std::span<const ForwardMember> Batch() const {
+    return in_forward_ ? std::span<const ForwardMember>(plan_.members)
+                       : std::span<const ForwardMember>();
+  }
 
   Status PlanBatch(const char* call, std::span<const int64_t> seq_ids,
-                   std::span<const int64_t> append_lengths);
-  Status PlanMember(const char* call, int64_t seq_id, int64_t append_length, int64_t first_row);
+                   std::span<const int64_t> append_lengths, ForwardPlan& plan);
+  Status PlanMember(const char* call, int64_t seq_id, int64_t append_length, int64_t first_row,
+                    ForwardPlan& plan);
   Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;
   void ReserveForward();
-  void ReserveRope();
+  void ReserveRope(int64_t more_rows);
   void ReserveScratch();
   void CommitForward() noexcept;
+  bool CanRepeatForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths);
+  void CommitRepeatedForward() noexcept;
+  void OpenForward() noexcept;
   void FillRope() noexcept;
   void CloseForward() noexcept;
   void RollBackForward() noexcept;
@@ -130,6 +153,9 @@ class PagedKVCache final : public AttentionKVCache {
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
   void RunAttend(int64_t layer, const HeadRows& q, const MutableHeadRows& o, const TensorView* lse,
                  double sm_scale) noexcept;
+
+  Result<int64_t> CheckImport(const Sequence& sequence, std::span<const KVBlock> blocks) const;
+  void StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept;
 
   Status CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
                            const TensorView& v) const;
@@ -147,10 +173,12 @@ class PagedKVCache final : public AttentionKVCache {
 
   SequenceTable sequences_;
   BlockTree tree_;
-  ForwardPlan plan_;
+  ForwardPlan plan_;       // of the open forward or the last one
+  ForwardPlan query_;      // members of PagesNeeded: it leaves plan_ as it is, to be repeated
   uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it
   bool in_forward_ = false;
   bool failed_ = false;  // an attention call of this forward has failed
+  int64_t repeated_forward_count_ = 0;
 
   // Scratch of planning.
   std::vector<AppendPlan> appends_;       // [member]

@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
+#include "base/random.h"
 #include "kv/kv_test_forward.h"
 
 namespace quire {
@@ -379,6 +381,126 @@ TEST(PagedKVCache, ACallWithinACallIsRefused) {
   EXPECT_EQ(runner->code, StatusCode::kBadState);
   EXPECT_FALSE(cache->HasSequence(77));
   EXPECT_TRUE(cache->AddSequence(77).ok());
+}
+
+// Two caches get the same random calls. Before each forward the second one gets a call besides that
+// changes nothing, but that it has to plan anew for.
+class RepeatedForwards : public testing::Test {
+ protected:
+  static AttentionKVCacheOptions MakeOptions() {
+    AttentionKVCacheOptions options = SmallOptions();
+    options.layers.push_back(
+        {.num_qo_heads = 1, .num_kv_heads = 1, .qk_head_dim = 4, .v_head_dim = 4});
+    options.token_capacity = 1024;
+    return options;
+  }
+
+  template <typename F>
+  void CallBoth(F&& call, StatusCode expected = StatusCode::kOk) {
+    const Status status = call(*repeating_);
+    ASSERT_EQ(status.code(), expected) << status.ToString();
+    ASSERT_EQ(call(*planning_).code(), expected);
+  }
+  void Begin(const Ids& ids, const Ids& lengths) {
+    EXPECT_TRUE(planning_->PopN(ids.back(), 0).ok());
+    CallBoth([&](AttentionKVCache& c) { return c.BeginForward(ids, lengths); });
+    if (HasFatalFailure()) return;
+    ASSERT_EQ(repeating_->DebugPlan().value(), planning_->DebugPlan().value());
+    CallBoth([&](AttentionKVCache& c) { return c.PopN(ids[0], 1); }, StatusCode::kBadState);
+    const Status sound = repeating_->CheckInvariants();
+    ASSERT_TRUE(sound.ok()) << sound.ToString();
+  }
+  void Step(const Ids& ids, const Ids& lengths, bool aborts) {
+    Begin(ids, lengths);
+    if (HasFatalFailure()) return;
+    std::vector<uint64_t> tokens;
+    for (const int64_t length : lengths) {
+      for (int64_t i = 0; i < length; ++i) tokens.push_back(next_token_++);
+    }
+    for (size_t l = 0; l < options_.layers.size() && !aborts; ++l) {
+      LayerOutputs outputs[2];
+      CallBoth([&](AttentionKVCache& c) {
+        return RunLayer(c, options_.layers[l], static_cast<int64_t>(l), tokens, {},
+                        &outputs[&c == repeating_.get()]);
+      });
+      EXPECT_TRUE(SameBytes(outputs[0].o.bytes(), outputs[1].o.bytes()));
+    }
+    CallBoth([&](AttentionKVCache& c) { return aborts ? c.AbortForward() : c.EndForward(); });
+    ASSERT_EQ(repeating_->StateDigest(), planning_->StateDigest());
+  }
+  // Something between two steps; some of it concerns the batch.
+  void Disturb(RandomSequence& random, const Ids& ids) {
+    const int64_t id = random.Below(kSequences);
+    switch (random.Below(6)) {
+      case 0:
+        CallBoth([&](AttentionKVCache& c) { return c.ForkSequence(id, kSequences); });
+        if (random.Below(2) == 0) Step({kSequences, id}, {1, 1}, false);
+        CallBoth([&](AttentionKVCache& c) { return c.RemoveSequence(kSequences); });
+        break;
+      case 1: {
+        const int64_t length = repeating_->GetSequenceLength(id).value();
+        const int64_t n = std::min<int64_t>(random.Below(6), length - 1);
+        CallBoth([&](AttentionKVCache& c) { return c.PopN(id, n); });
+        break;
+      }
+      case 2: {
+        const int64_t parent = (id + 1) % kSequences;
+        CallBoth([&](AttentionKVCache& c) { return c.RemoveSequence(id); });
+        CallBoth([&](AttentionKVCache& c) { return c.ForkSequence(parent, id); });
+        break;
+      }
+      case 3: {
+        const Ids twos(ids.size(), 2);
+        CallBoth([&](AttentionKVCache& c) { return c.PagesNeeded(ids, twos).status(); });
+        CallBoth([&](AttentionKVCache& c) { return c.PagesNeeded(ids, Ids{}).status(); },
+                 StatusCode::kBadArgument);
+        break;
+      }
+      case 4: {
+        const Ids ones(ids.size(), 1);
+        CallBoth([&](AttentionKVCache& c) { return c.SetRetained(ids[0], true); });
+        CallBoth([&](AttentionKVCache& c) { return c.BeginForward(ids, ones); },
+                 StatusCode::kBadState);
+        CallBoth([&](AttentionKVCache& c) { return c.SetRetained(ids[0], false); });
+        break;
+      }
+      default:
+        Step(ids, Ids(ids.size(), 1 + random.Below(2)), true);
+    }
+  }
+
+  static constexpr int64_t kSequences = 6;
+  const AttentionKVCacheOptions options_ = MakeOptions();
+  const std::unique_ptr<AttentionKVCache> repeating_ = MakeCache(options_);
+  const std::unique_ptr<AttentionKVCache> planning_ = MakeCache(options_);
+  uint64_t next_token_ = 1;
+};
+
+TEST_F(RepeatedForwards, ArePlannedAsIfAnew) {
+  RandomSequence random(1);
+  for (int64_t id = 0; id < kSequences; ++id) {
+    CallBoth([&](AttentionKVCache& c) { return c.AddSequence(id); });
+    Step({id}, {1 + random.Below(10)}, false);
+  }
+  for (int round = 0; round < 150 && !HasFailure(); ++round) {
+    Ids ids(kSequences);
+    std::iota(ids.begin(), ids.end(), 0);
+    for (size_t i = ids.size(); i-- > 1;) {
+      std::swap(ids[i], ids[static_cast<size_t>(random.Below(static_cast<int64_t>(i) + 1))]);
+    }
+    ids.resize(static_cast<size_t>(1 + random.Below(kSequences)));
+    const int64_t steps = 1 + random.Below(8);
+    for (int64_t i = 0; i < steps && !HasFailure(); ++i) {
+      Step(ids, Ids(ids.size(), random.Below(10) == 0 ? 2 : 1), false);
+      if (!HasFailure() && random.Below(4) == 0) Disturb(random, ids);
+    }
+    for (const int64_t id : ids) {  // keeps them short
+      const int64_t length = repeating_->GetSequenceLength(id).value();
+      if (length > 60) CallBoth([&](AttentionKVCache& c) { return c.PopN(id, length - 5); });
+    }
+  }
+  EXPECT_GT(static_cast<PagedKVCache&>(*repeating_).repeated_forward_count(), 150);
+  EXPECT_EQ(static_cast<PagedKVCache&>(*planning_).repeated_forward_count(), 0);
 }
 
 }  // namespace

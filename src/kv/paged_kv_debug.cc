@@ -197,8 +197,7 @@ Result<std::string> PagedKVCache::DebugPlan() const {
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// digest
+// ---------------------------------------------------------------------- digest
 
 // Independent of what cannot be observed: how tokens are cut into blocks, the order of free pages,
 // whether an attention call has failed.
@@ -206,8 +205,8 @@ uint64_t PagedKVCache::StateDigest() const {
   std::vector<int64_t> facts{in_forward_, sequences_.count(), tree_.distinct_token_count()};
   for (const int32_t index : sequences_.SortedById()) {
     const Sequence& sequence = sequences_[index];
-    facts.insert(facts.end(),
-                 {sequence.id, tree_.End(sequence.last), sequence.long_factors, InBatch(sequence)});
+    facts.insert(facts.end(), {sequence.id, tree_.End(sequence.last), sequence.long_factors,
+                               sequence.retained, InBatch(sequence)});
     for (int g = 0; g < tree_.group_count(); ++g) {
       int32_t below = kNoPage;
       tree_.VisitPieces(sequence.last, g, 0, tree_.End(sequence.last),
@@ -236,9 +235,10 @@ uint64_t PagedKVCache::StateDigest() const {
 
 Status PagedKVCache::CheckInvariants() const {
   return Enter("CheckInvariants", [&]() -> Status {
-    const std::vector<BlockIndex> held =
-        in_forward_ ? plan_.HeldBlocks() : std::vector<BlockIndex>();
-    return CheckKVInvariants(tree_, sequences_, held);
+    QUIRE_RETURN_IF_ERROR(CheckKVInvariants(tree_, sequences_, Batch()));
+    const std::string difference = in_forward_ ? plan_.DifferenceFromNew(tree_) : "";
+    if (difference.empty()) return Status();
+    return Status(StatusCode::kInternal, "invariant violated: the plan " + difference);
   });
 }
 

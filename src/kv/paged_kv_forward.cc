@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/float_environment.h"
+#include "kv/kv_memory.h"
 #include "kv/paged_kv_cache.h"
 #include "kv/reserve.h"
 
@@ -21,16 +22,19 @@ Status BadBatch(StatusCode code, const char* call, const std::string& why) {
 
 }  // namespace
 
-// ----------------------------------------------------------------------------------------------------
-// planning
+// ---------------------------------------------------------------------- planning
 
 Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append_length,
-                                int64_t first_row) {
+                                int64_t first_row, ForwardPlan& plan) {
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence(call, seq_id));
   Sequence& sequence = sequences_[index];
   const auto name = [&] { return "sequence " + std::to_string(seq_id); };
   if (sequence.batch == planning_) {
     return BadBatch(StatusCode::kBadArgument, call, name() + " is in the batch twice");
+  }
+  if (sequence.retained) {
+    return BadBatch(StatusCode::kBadState, call,
+                    name() + " is retained; make it active with SetRetained, or fork it");
   }
   sequence.batch = planning_;
   if (append_length < 1) {
@@ -52,25 +56,25 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
                         std::to_string(append_length) + " more tokens: positions end at 2^31");
   }
   const size_t group_count = groups_.size();
-  const size_t first_group = plan_.group_appends.size();
-  plan_.group_appends.resize(first_group + group_count);
-  const std::span<GroupAppend> groups(plan_.group_appends.data() + first_group, group_count);
+  const size_t first_group = plan.group_appends.size();
+  plan.group_appends.resize(first_group + group_count);
+  const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, group_count);
   const AppendPlan append = tree_.PlanAppend(sequence.last, append_length, groups);
   for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
-  plan_.members.push_back({.id = seq_id,
-                           .sequence = index,
-                           .first_row = first_row,
-                           .append = append,
-                           .last = kNoBlock,
-                           .long_factors = sequence.long_factors});
+  plan.members.push_back({.id = seq_id,
+                          .sequence = index,
+                          .first_row = first_row,
+                          .append = append,
+                          .last = kNoBlock,
+                          .long_factors = sequence.long_factors});
   appends_.push_back(append);
   return Status();
 }
 
-// Leaves only marks that no call can see (the numbers of this planning), and plan_.members, which
-// is read in FORWARD only.
+// Leaves only marks that no call can see (the numbers of this planning), and the plan's members,
+// which are read in FORWARD only.
 Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_ids,
-                               std::span<const int64_t> append_lengths) {
+                               std::span<const int64_t> append_lengths, ForwardPlan& plan) {
   QUIRE_RETURN_IF_ERROR(RequireIdle(call));
   if (seq_ids.size() != append_lengths.size()) {
     return BadBatch(StatusCode::kBadArgument, call,
@@ -80,12 +84,12 @@ Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_id
   if (seq_ids.empty()) return BadBatch(StatusCode::kBadArgument, call, "the batch is empty");
   ++planning_;
   tree_.BeginPlanning();
-  plan_.ClearBatch();
+  plan.ClearBatch();
   appends_.clear();
   page_counts_.assign(groups_.size(), 0);
   int64_t row_count = 0;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
-    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], append_lengths[i], row_count));
+    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], append_lengths[i], row_count, plan));
     row_count += append_lengths[i];
   }
   return Status();
@@ -111,41 +115,34 @@ Result<int64_t> PagedKVCache::PagesNeeded(std::span<const int64_t> seq_ids,
   return Enter("PagesNeeded", [&]() -> Result<int64_t> {
     // Planning changes nothing that can be observed, and a cache is never created const.
     PagedKVCache* self = const_cast<PagedKVCache*>(this);
-    QUIRE_RETURN_IF_ERROR(self->PlanBatch("PagesNeeded", seq_ids, append_lengths));
+    QUIRE_RETURN_IF_ERROR(self->PlanBatch("PagesNeeded", seq_ids, append_lengths, self->query_));
     return *std::max_element(page_counts_.begin(), page_counts_.end());
   });
 }
 
-void PagedKVCache::ReserveRope() {
+// `more_rows`: that each member gets beyond its plan.
+void PagedKVCache::ReserveRope(int64_t more_rows) {
   int64_t rows = 0;
   int64_t short_end = 0;
   int64_t long_end = 0;
   for (const ForwardMember& member : plan_.members) {
     rows += member.row_count();
     int64_t& end = member.long_factors ? long_end : short_end;
-    end = std::max(end, member.base() + member.row_count());
+    end = std::max(end, member.base() + member.row_count() + more_rows);
   }
   for (Rope& rope : ropes_) {
     rope.short_table.Grow(short_end, *options_.runner);
     rope.long_table.Grow(long_end, *options_.runner);
-    ReserveGrowing(rope.cos, static_cast<size_t>(rows * rope.short_table.pair_count()));
-    ReserveGrowing(rope.sin, static_cast<size_t>(rows * rope.short_table.pair_count()));
+    ReserveGrowing(rope.angles, static_cast<size_t>(rows));
   }
 }
 
 void PagedKVCache::ReserveScratch() {
   const int64_t sequence_count = static_cast<int64_t>(plan_.members.size());
   const ForwardMember& last = plan_.members.back();
-  size_t bytes = 0;
-  for (size_t l = 0; l < layers_.size(); ++l) {
-    const AttentionLayerSpec& spec = options_.layers[l];
-    if (l > 0 && spec == options_.layers[l - 1]) continue;
-    const KVLayout& layout = groups_[static_cast<size_t>(layers_[l].group)].layout;
-    bytes = std::max(
-        bytes, backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
-                                                 last.first_row + last.row_count(), sequence_count,
-                                                 options_.runner->worker_count()));
-  }
+  const size_t bytes =
+      AttentionScratchBytes(*backend_, groups_, options_.layers, last.first_row + last.row_count(),
+                            sequence_count, options_.runner->worker_count());
   if (bytes <= scratch_bytes_) return;
   scratch_.reset(new std::byte[bytes + kScratchAlignment]);
   scratch_bytes_ = bytes;
@@ -154,17 +151,23 @@ void PagedKVCache::ReserveScratch() {
 void PagedKVCache::ReserveForward() {
   tree_.Reserve(appends_, plan_.group_appends);
   plan_.Reserve(tree_);
-  ReserveRope();
+  ReserveRope(0);
   ReserveScratch();
 }
 
-// ----------------------------------------------------------------------------------------------------
-// begin and end
+// ---------------------------------------------------------------------- begin and end
 
 Status PagedKVCache::BeginForward(std::span<const int64_t> seq_ids,
                                   std::span<const int64_t> append_lengths) {
   return Enter("BeginForward", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(PlanBatch("BeginForward", seq_ids, append_lengths));
+    QUIRE_RETURN_IF_ERROR(RequireIdle("BeginForward"));
+    if (CanRepeatForward(seq_ids, append_lengths)) {
+      QUIRE_RETURN_IF_ERROR(CheckPages("BeginForward", page_counts_));
+      ReserveRope(1);  // for all else the last forward had as much as this one
+      CommitRepeatedForward();
+      return Status();
+    }
+    QUIRE_RETURN_IF_ERROR(PlanBatch("BeginForward", seq_ids, append_lengths, plan_));
     QUIRE_RETURN_IF_ERROR(CheckPages("BeginForward", page_counts_));
     ReserveForward();
     CommitForward();
@@ -187,6 +190,28 @@ void PagedKVCache::CommitForward() noexcept {
     const GroupPlan& plan = plan_.group(g);
     storage_->Copy(g, plan.copy_from, plan.copy_to, plan.copy_opens_tile.data());
   }
+  OpenForward();
+}
+
+bool PagedKVCache::CanRepeatForward(std::span<const int64_t> seq_ids,
+                                    std::span<const int64_t> append_lengths) {
+  page_counts_.assign(groups_.size(), 0);
+  if (!plan_.CanRepeat(seq_ids, append_lengths, tree_, page_counts_)) return false;
+  return std::none_of(plan_.members.begin(), plan_.members.end(), [&](const ForwardMember& member) {
+    return sequences_[member.sequence].retained;
+  });
+}
+
+void PagedKVCache::CommitRepeatedForward() noexcept {
+  ++planning_;
+  for (const ForwardMember& member : plan_.members) sequences_[member.sequence].batch = planning_;
+  plan_.Repeat(tree_);
+  ++repeated_forward_count_;
+  tree_.DeferMerges();
+  OpenForward();
+}
+
+void PagedKVCache::OpenForward() noexcept {
   FillRope();
   for (Layer& layer : layers_) layer.appended = layer.attended = false;
   in_forward_ = true;
@@ -197,15 +222,12 @@ void PagedKVCache::CommitForward() noexcept {
 void PagedKVCache::FillRope() noexcept {
   for (Rope& rope : ropes_) {
     const int64_t pairs = rope.short_table.pair_count();
-    rope.cos.resize(static_cast<size_t>(plan_.row_count() * pairs));
-    rope.sin.resize(rope.cos.size());
+    rope.angles.clear();
     for (const ForwardMember& member : plan_.members) {
       const RopeTable& table = rope.table(member.long_factors);
-      const int64_t count = member.row_count() * pairs;
-      std::copy_n(table.cos() + member.base() * pairs, count,
-                  rope.cos.data() + member.first_row * pairs);
-      std::copy_n(table.sin() + member.base() * pairs, count,
-                  rope.sin.data() + member.first_row * pairs);
+      for (int64_t i = member.base(); i < member.base() + member.row_count(); ++i) {
+        rope.angles.push_back({table.cos() + i * pairs, table.sin() + i * pairs});
+      }
     }
   }
   if (options_.rope.mode != RopeMode::kInline) return;
@@ -273,8 +295,7 @@ Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
   });
 }
 
-// ----------------------------------------------------------------------------------------------------
-// attention
+// ---------------------------------------------------------------------- attention
 
 template <typename F>
 Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
@@ -346,8 +367,7 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
 RotaryRows PagedKVCache::RotaryOfRows(const Layer& layer) const {
   if (options_.rope.mode == RopeMode::kNone) return {};
   const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
-  return {.cos = rope.cos.data(),
-          .sin = rope.sin.data(),
+  return {.angles = rope.angles.data(),
           .rotary_dim = static_cast<int>(2 * rope.short_table.pair_count()),
           .interleaved = options_.rope.pairing == RopePairing::kInterleaved};
 }

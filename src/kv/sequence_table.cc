@@ -76,9 +76,15 @@ void SequenceTable::Erase(int32_t index) noexcept {
     hole = next;
   }
   buckets_[hole] = kAbsent;
+  SetRetained(index, false);
   (*this)[index] = Sequence{};
   free_.push_back(index);
   --count_;
+}
+
+void SequenceTable::SetRetained(int32_t index, bool retained) noexcept {
+  retained_count_ += retained - (*this)[index].retained;
+  (*this)[index].retained = retained;
 }
 
 void SequenceTable::Clear() noexcept {
@@ -87,6 +93,7 @@ void SequenceTable::Clear() noexcept {
   free_.clear();
   for (size_t i = sequences_.size(); i-- > 0;) free_.push_back(static_cast<int32_t>(i));
   count_ = 0;
+  retained_count_ = 0;
 }
 
 std::vector<int32_t> SequenceTable::SortedById() const {

@@ -15,6 +15,7 @@ struct Sequence {
   int64_t id = -1;  // -1: this entry of the table is free
   BlockIndex last = kNoBlock;
   bool long_factors = false;  // RopeScaling::kLongRope
+  bool retained = false;      // set through the table, which counts them
   uint64_t batch =
       0;  // number of the last planning that named it: finds duplicates and members of the batch
 };
@@ -27,6 +28,7 @@ class SequenceTable {
   static constexpr int32_t kAbsent = -1;
 
   int64_t count() const { return count_; }
+  int64_t retained_count() const { return retained_count_; }
   // The index of the sequence, or kAbsent. It stays the same until the sequence is erased.
   int32_t Find(int64_t id) const;
   Sequence& operator[](int32_t index) { return sequences_[static_cast<size_t>(index)]; }
@@ -37,6 +39,7 @@ class SequenceTable {
   // REQUIRES: ReserveOne() since the last Insert; id >= 0 and absent.
   int32_t Insert(int64_t id) noexcept;
   void Erase(int32_t index) noexcept;
+  void SetRetained(int32_t index, bool retained) noexcept;
   void Clear() noexcept;
 
   // All entries, free ones (id -1) included.
@@ -55,6 +58,7 @@ class SequenceTable {
   std::vector<int32_t>
       buckets_;  // indices into sequences_ or kAbsent; the size is a power of two or 0
   int64_t count_ = 0;
+  int64_t retained_count_ = 0;
 };
 
 }  // namespace quire

@@ -44,12 +44,24 @@ Result<std::unique_ptr<Decoder>> Decoder::Create(const ModelConfig& config,
                                                  const Architecture& architecture,
                                                  Checkpoint checkpoint, DecoderOptions options) {
   std::unique_ptr<Decoder> decoder(new Decoder(config, std::move(checkpoint), std::move(options)));
-  QUIRE_RETURN_IF_ERROR(decoder->LoadWeights(architecture));
+  QUIRE_RETURN_IF_ERROR(decoder->LoadWeights(architecture, WeightUse::kLoad));
   return decoder;
 }
 
-Status Decoder::LoadWeights(const Architecture& architecture) {
-  WeightLoader loader(checkpoint_, backend_, runner_, options_.dtype);
+// A decoder whose weights have sizes only, and which is never asked to compute.
+Result<ModelMeasure> Decoder::Measure(const ModelConfig& config, const Architecture& architecture,
+                                      Checkpoint checkpoint, DecoderOptions options,
+                                      int64_t row_count, int64_t logit_row_count) {
+  Decoder decoder(config, std::move(checkpoint), std::move(options));
+  QUIRE_RETURN_IF_ERROR(decoder.LoadWeights(architecture, WeightUse::kMeasure));
+  const size_t workspace_bytes = decoder.SizesOf(row_count, logit_row_count).total();
+  return ModelMeasure{
+      .info = std::move(decoder.info_),
+      .workspace_bytes = static_cast<int64_t>(HostMemory::AllocatedBytes(workspace_bytes))};
+}
+
+Status Decoder::LoadWeights(const Architecture& architecture, WeightUse use) {
+  WeightLoader loader(checkpoint_, backend_, runner_, options_.dtype, use);
   QUIRE_ASSIGN_OR_RETURN(embedding_, loader.Rows("model.embed_tokens.weight", config_.vocab_size,
                                                  config_.hidden_size));
   layers_.reserve(static_cast<size_t>(config_.num_hidden_layers));
@@ -145,36 +157,37 @@ Status Decoder::CheckForward(const AttentionKVCache& cache, std::span<const int3
   return Status();
 }
 
-Result<Decoder::Buffers> Decoder::PrepareBuffers(int64_t row_count, int64_t logit_row_count) {
-  const int64_t hidden = config_.hidden_size;
+Decoder::BufferSizes Decoder::SizesOf(int64_t row_count, int64_t logit_row_count) const {
   const auto row_bytes = [row_count](int64_t width) {
     return AlignUp(static_cast<size_t>(row_count * width) * sizeof(float));
   };
-  const size_t hidden_bytes = row_bytes(hidden);
-  const size_t wide_bytes = row_bytes(std::max(QkvWidth(config_), 2 * config_.intermediate_size));
-  const size_t narrow_bytes =
-      row_bytes(std::max(AttentionWidth(config_), config_.intermediate_size));
   const auto scratch_of = [this](const LinearWeights& weights, int64_t rows) {
     const PackedLinear& packed = weights.packed();
     return backend_.linear_scratch_bytes(rows, packed.n, packed.k, runner_.worker_count());
   };
   const Layer& layer = layers_.front();  // all layers have the same shapes
-  const size_t scratch_bytes =
-      std::max({scratch_of(layer.qkv, row_count), scratch_of(layer.o, row_count),
-                scratch_of(layer.gate_up, row_count), scratch_of(layer.down, row_count),
-                logit_row_count == 0 ? 0 : scratch_of(head_, logit_row_count)});
-  const size_t needed = 2 * hidden_bytes + wide_bytes + narrow_bytes + scratch_bytes;
-  if (needed > workspace_.size()) {
+  return {
+      .hidden = row_bytes(config_.hidden_size),
+      .wide = row_bytes(std::max(QkvWidth(config_), 2 * config_.intermediate_size)),
+      .narrow = row_bytes(std::max(AttentionWidth(config_), config_.intermediate_size)),
+      .scratch = std::max({scratch_of(layer.qkv, row_count), scratch_of(layer.o, row_count),
+                           scratch_of(layer.gate_up, row_count), scratch_of(layer.down, row_count),
+                           logit_row_count == 0 ? 0 : scratch_of(head_, logit_row_count)})};
+}
+
+Result<Decoder::Buffers> Decoder::PrepareBuffers(int64_t row_count, int64_t logit_row_count) {
+  const BufferSizes sizes = SizesOf(row_count, logit_row_count);
+  if (sizes.total() > workspace_.size()) {
     workspace_ = HostMemory();  // gives the old one back first: only one is ever held
-    QUIRE_ASSIGN_OR_RETURN(workspace_, HostMemory::Allocate(needed));
+    QUIRE_ASSIGN_OR_RETURN(workspace_, HostMemory::Allocate(sizes.total()));
   }
   std::byte* const base = workspace_.data();
-  std::byte* const wide = base + 2 * hidden_bytes;
+  std::byte* const wide = base + 2 * sizes.hidden;
   return Buffers{.hidden = reinterpret_cast<float*>(base),
-                 .normed = reinterpret_cast<float*>(base + hidden_bytes),
+                 .normed = reinterpret_cast<float*>(base + sizes.hidden),
                  .wide = reinterpret_cast<float*>(wide),
-                 .narrow = reinterpret_cast<float*>(wide + wide_bytes),
-                 .scratch = wide + wide_bytes + narrow_bytes};
+                 .narrow = reinterpret_cast<float*>(wide + sizes.wide),
+                 .scratch = wide + sizes.wide + sizes.narrow};
 }
 
 void Decoder::Norm(const std::vector<float>& weight, const float* x, int64_t row_count, float* y) {

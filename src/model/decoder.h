@@ -35,7 +35,14 @@ class Decoder final : public Model {
                                                  const Architecture& architecture,
                                                  Checkpoint checkpoint, DecoderOptions options);
 
+  // See Model::Measure.
+  static Result<ModelMeasure> Measure(const ModelConfig& config, const Architecture& architecture,
+                                      Checkpoint checkpoint, DecoderOptions options,
+                                      int64_t row_count, int64_t logit_row_count);
+
   const ModelInfo& info() const override { return info_; }
+  // What is taken now, for tests.
+  int64_t workspace_bytes() const { return static_cast<int64_t>(workspace_.size()); }
   Status Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
                  std::span<const int64_t> logit_rows, float* logits) override;
 
@@ -60,15 +67,24 @@ class Decoder final : public Model {
     float* narrow;  // attention output, or the gated activation
     void* scratch;  // of the linear kernels
   };
+  // Of the workspace, in bytes.
+  struct BufferSizes {
+    size_t hidden;  // of hidden, and of normed
+    size_t wide;
+    size_t narrow;
+    size_t scratch;
+    size_t total() const { return 2 * hidden + wide + narrow + scratch; }
+  };
 
   Decoder(const ModelConfig& config, Checkpoint checkpoint, DecoderOptions options);
 
-  Status LoadWeights(const Architecture& architecture);
+  Status LoadWeights(const Architecture& architecture, WeightUse use);
   Result<Layer> LoadLayer(WeightLoader& loader, const Architecture& architecture, int64_t layer);
   void FillInfo(const WeightLoader& loader);
 
   Status CheckForward(const AttentionKVCache& cache, std::span<const int32_t> token_ids,
                       std::span<const int64_t> logit_rows, const float* logits) const;
+  BufferSizes SizesOf(int64_t row_count, int64_t logit_row_count) const;
   Result<Buffers> PrepareBuffers(int64_t row_count, int64_t logit_row_count);
   Status RunLayer(AttentionKVCache& cache, int64_t layer, int64_t row_count, const Buffers& b);
   void NormHeads(const Layer& layer, int64_t row_count, float* qkv);

@@ -266,7 +266,7 @@ class ForwardChecks : public testing::Test {
     EXPECT_NE(status.message().find(part), std::string::npos) << status.ToString();
   }
 
-  const TestModel test_model_;
+  const TestModel test_model_ = {};
   TestFolder folder_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<AttentionKVCache> cache_;

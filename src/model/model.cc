@@ -12,33 +12,56 @@
 namespace quire {
 namespace {
 
-Result<std::unique_ptr<Model>> LoadModel(const std::string& directory,
-                                         const ModelOptions& options) {
+// What stands before any weight is read.
+struct ModelFolder {
+  ModelConfig config;
+  const Architecture* architecture;
+  Checkpoint checkpoint;
+  DecoderOptions options;
+};
+
+Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions& options,
+                               std::string_view call) {
   if (options.dtype != DType::kF32 && options.dtype != DType::kBF16) {
-    return Status(StatusCode::kBadArgument, "Model::Load: dtype is " +
+    return Status(StatusCode::kBadArgument, std::string(call) + ": dtype is " +
                                                 std::string(DTypeName(options.dtype)) +
                                                 "; it must be float32 or bfloat16");
   }
   QUIRE_ASSIGN_OR_RETURN(const Backend* const backend, FindBackend(options.kernel_path));
-  QUIRE_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(directory));
+  QUIRE_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(directory));
   QUIRE_ASSIGN_OR_RETURN(const Architecture* const architecture, FindArchitecture(config));
   QUIRE_RETURN_IF_ERROR(CheckNoWindow(*architecture, config));
   QUIRE_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(directory));
-  DecoderOptions decoder_options{
-      .dtype = options.dtype,
-      .backend = backend,
-      .runner = options.runner != nullptr ? options.runner : CreateThreadPool(0)};
-  QUIRE_ASSIGN_OR_RETURN(
-      std::unique_ptr<Decoder> decoder,
-      Decoder::Create(config, *architecture, std::move(checkpoint), std::move(decoder_options)));
-  return std::unique_ptr<Model>(std::move(decoder));
+  return ModelFolder{
+      .config = std::move(config),
+      .architecture = architecture,
+      .checkpoint = std::move(checkpoint),
+      .options = {.dtype = options.dtype,
+                  .backend = backend,
+                  .runner = options.runner != nullptr ? options.runner : CreateThreadPool(0)}};
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                                            const ModelOptions& options) {
-  return GuardEntry([&] { return LoadModel(directory, options); });
+  return GuardEntry([&]() -> Result<std::unique_ptr<Model>> {
+    QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Load"));
+    QUIRE_ASSIGN_OR_RETURN(
+        std::unique_ptr<Decoder> decoder,
+        Decoder::Create(folder.config, *folder.architecture, std::move(folder.checkpoint),
+                        std::move(folder.options)));
+    return std::unique_ptr<Model>(std::move(decoder));
+  });
+}
+
+Result<ModelMeasure> Model::Measure(const std::string& directory, const ModelOptions& options,
+                                    int64_t row_count, int64_t logit_row_count) {
+  return GuardEntry([&]() -> Result<ModelMeasure> {
+    QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Measure"));
+    return Decoder::Measure(folder.config, *folder.architecture, std::move(folder.checkpoint),
+                            std::move(folder.options), row_count, logit_row_count);
+  });
 }
 
 }  // namespace quire

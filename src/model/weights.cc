@@ -66,8 +66,12 @@ int64_t LinearWeights::bytes() const {
 }
 
 WeightLoader::WeightLoader(const Checkpoint& checkpoint, const Backend& backend,
-                           ParallelRunner& runner, DType compute_dtype)
-    : checkpoint_(checkpoint), backend_(backend), runner_(runner), compute_dtype_(compute_dtype) {}
+                           ParallelRunner& runner, DType compute_dtype, WeightUse use)
+    : checkpoint_(checkpoint),
+      backend_(backend),
+      runner_(runner),
+      compute_dtype_(compute_dtype),
+      use_(use) {}
 
 Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
                                                  std::span<const int64_t> shape) {
@@ -137,24 +141,29 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   const DType from = CommonDType(tensors);
   const bool rounds = compute_dtype_ == DType::kBF16 && from == DType::kF32;
   const DType to = rounds ? DType::kBF16 : from;
-  QUIRE_ASSIGN_OR_RETURN(HostMemory packed, Pack(tensors, from, to, n, k));
+  HostMemory packed;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(packed, Pack(tensors, from, to, n, k));
+  }
   for (const CheckpointTensor& tensor : tensors) {
-    Checkpoint::Release(tensor);
+    if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
     Count(tensor.stored->name, ElementCount(tensor));
   }
-  LinearWeights weights(to, n, k, std::move(packed), std::move(bias));
-  weight_bytes_ += weights.bytes();
-  return weights;
+  // Vector has counted the bias.
+  weight_bytes_ +=
+      static_cast<int64_t>(HostMemory::AllocatedBytes(backend_.packed_linear_bytes(to, n, k)));
+  return LinearWeights(to, n, k, std::move(packed), std::move(bias));
 }
 
 Result<std::vector<float>> WeightLoader::Vector(const std::string& name, int64_t size) {
   const int64_t shape[] = {size};
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  Count(name, size);
+  weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
+  if (use_ == WeightUse::kMeasure) return std::vector<float>();
   std::vector<float> values(static_cast<size_t>(size));
   QUIRE_RETURN_IF_ERROR(
       CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
-  Count(name, size);
-  weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
   return values;
 }
 
@@ -165,7 +174,7 @@ Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64
   table.dtype = *tensor.stored->dtype;
   table.data = tensor.bytes.data();
   table.bytes = static_cast<int64_t>(tensor.bytes.size());
-  if (!IsAligned(table.data, table.dtype)) {
+  if (use_ == WeightUse::kLoad && !IsAligned(table.data, table.dtype)) {
     QUIRE_ASSIGN_OR_RETURN(table.copy, HostMemory::Allocate(tensor.bytes.size()));
     QUIRE_RETURN_IF_ERROR(CopyElements(tensor, table.dtype, table.copy.data()));
     table.data = table.copy.data();

@@ -26,6 +26,7 @@ class LinearWeights {
   LinearWeights(DType dtype, int64_t n, int64_t k, HostMemory packed, std::vector<float> bias);
 
   const PackedLinear& packed() const { return packed_; }
+  // In memory, the bias included.
   int64_t bytes() const;
 
  private:
@@ -50,6 +51,11 @@ struct LinearPart {
   int64_t rows;
 };
 
+enum class WeightUse : uint8_t {
+  kLoad,
+  kMeasure,  // only checks and counts: no tensor is read, results have sizes and no data
+};
+
 // Loads tensors one after the other, and lets go of the file's memory behind each that was copied,
 // so that the weights are in memory about once. Errors name the file, the tensor, and what was
 // expected: NotFound for a missing tensor, Corrupt for another shape, BadArgument for an element
@@ -59,7 +65,7 @@ class WeightLoader {
   // kBF16: float32 matrices are rounded to bfloat16; kF32: all types are kept. The arguments must
   // outlive the loader.
   WeightLoader(const Checkpoint& checkpoint, const Backend& backend, ParallelRunner& runner,
-               DType compute_dtype);
+               DType compute_dtype, WeightUse use = WeightUse::kLoad);
 
   // The parts on top of each other as one matrix.
   Result<LinearWeights> Linear(std::span<const LinearPart> parts, int64_t k, bool has_bias);
@@ -85,6 +91,7 @@ class WeightLoader {
   const Backend& backend_;
   ParallelRunner& runner_;
   const DType compute_dtype_;
+  const WeightUse use_;
   int64_t parameter_count_ = 0;
   int64_t weight_bytes_ = 0;
   std::vector<std::string> tables_;  // names that Rows has counted

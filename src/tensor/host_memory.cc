@@ -60,14 +60,18 @@ class FileDescriptor {
 
 }  // namespace
 
-Result<HostMemory> HostMemory::Allocate(size_t bytes) {
-  if (bytes == 0) return HostMemory();
+size_t HostMemory::AllocatedBytes(size_t bytes) {
   const size_t unit =
       bytes >= kHugePageBytes ? kHugePageBytes : static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  if (bytes > SIZE_MAX - 2 * unit) return OutOfMemoryFor(bytes, ENOMEM);
-  const size_t rounded = (bytes + unit - 1) / unit * unit;
+  return (bytes + unit - 1) / unit * unit;
+}
+
+Result<HostMemory> HostMemory::Allocate(size_t bytes) {
+  if (bytes == 0) return HostMemory();
+  if (bytes > SIZE_MAX / 2) return OutOfMemoryFor(bytes, ENOMEM);
+  const size_t rounded = AllocatedBytes(bytes);
   std::byte* data = nullptr;
-  if (unit == kHugePageBytes) {
+  if (rounded >= kHugePageBytes) {
     data = MapAligned(rounded);
   } else {
     void* mapped = mmap(nullptr, rounded, PROT_READ | PROT_WRITE,

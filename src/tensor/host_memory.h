@@ -20,6 +20,8 @@ class HostMemory {
   HostMemory() = default;
   // OutOfMemory with the size in its message. Zero bytes give an empty object.
   static Result<HostMemory> Allocate(size_t bytes);
+  // size() of what Allocate(bytes) gives, without taking it. REQUIRES: bytes <= SIZE_MAX / 2.
+  static size_t AllocatedBytes(size_t bytes);
 
   HostMemory(HostMemory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}

@@ -31,6 +31,13 @@ def read(path: Path) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
+def object_files() -> list[Path]:
+    """What the library and the binding are linked from, as the release build has it."""
+    found = sorted(RELEASE.glob("src/*/CMakeFiles/quire_*.dir/**/*.o"))
+    assert found, f"{RELEASE} is not built: ./test release"
+    return [path for path in found if not re.search(r"_(?:test|test_ffi|bench|fuzz)\.dir", str(path))]
+
+
 def warning_flags() -> list[str]:
     """The -W flags of cmake/QuireTargets.cmake."""
     flags = re.findall(r"-W[a-z-]+", read(Path("cmake/QuireTargets.cmake")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -203,64 +202,3 @@ def test_a_missing_name_is_noticed():
         page, "`src/kv/` `src/{base,kv}/*.cc` [a](../README.md#x) [b](https://example.org/x)"
     )
     assert len(missing_names(page, "`src/nowhere.cc` `src/{base,nowhere}/` [a](nowhere.md)")) == 3
-
-
-# ---- Instruction sets: wide instructions stand only where the CPU was asked first ----------------
-
-_WIDE = re.compile(r"%[yz]mm\d|\{%k\d\}")
-_FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
-
-
-def object_files() -> list[Path]:
-    found = sorted(source_tree.RELEASE.glob("src/*/CMakeFiles/quire_*.dir/**/*.o"))
-    assert found, f"{source_tree.RELEASE} is not built: ./test release"
-    return [path for path in found if not re.search(r"_(?:test|bench|fuzz)\.dir", str(path))]
-
-
-def wide_functions(path: Path) -> list[str]:
-    """Mangled names of the functions of an object that use registers of more than 128 bits."""
-    code = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", path], check=True, capture_output=True, text=True
-    ).stdout
-    names: dict[str, None] = {}
-    current = ""
-    for line in code.splitlines():
-        if match := _FUNCTION.match(line):
-            current = match[1]
-        elif _WIDE.search(line):
-            names[current] = None
-    return list(names)
-
-
-def weak_symbols(path: Path) -> set[str]:
-    """Functions of which the linker keeps any one copy."""
-    lines = subprocess.run(
-        ["nm", "--defined-only", path], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    return {
-        fields[2] for line in lines if len(fields := line.split()) == 3 and fields[1] in "WwVvu"
-    }
-
-
-@pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="looks for x86 instructions"
-)
-def test_wide_instructions_stay_in_the_paths():
-    found, wide_count = [], 0
-    for path in object_files():
-        wide = wide_functions(path)
-        if "kernels/CMakeFiles/quire_kernels.dir/cpu/" in str(path):
-            wide_count += len(wide)
-            shared = weak_symbols(path) & set(wide)
-            found += [
-                f"{path.name}: {name} is compiled wide, and the linker may keep this copy for everybody; include its "
-                "header before the target region, or put it into the path's namespace"
-                for name in sorted(shared)
-            ]
-        else:
-            found += [
-                f"{path.name}: {name} uses wide registers; only src/kernels/cpu may, behind dispatch"
-                for name in wide
-            ]
-    assert not found, "\n".join(found)
-    assert wide_count > 10, "no wide kernels were found: the test looks at the wrong files"

@@ -35,6 +35,16 @@ QUIRE_INLINE typename StoredAs<kType>::Element Narrow(float x) {
   }
 }
 
+// Equal types keep their bits: a NaN its payload.
+template <DType kFrom, DType kTo>
+QUIRE_INLINE typename StoredAs<kTo>::Element Convert(typename StoredAs<kFrom>::Element x) {
+  if constexpr (kFrom == kTo) {
+    return x;
+  } else {
+    return Narrow<kTo>(Wide<kFrom>(x));
+  }
+}
+
 // Row layout: unused slots are never read, so only the flag is reset.
 static void OpenTile(const KVPages& pages, AppendTarget target) {
   const KVLayout& layout = pages.layout;
@@ -56,18 +66,17 @@ static void AppendKey(const AppendArgs& args, int64_t row, int head) {
   auto* page = reinterpret_cast<Element*>(PageAt(args.pages, target.page));
   const KeyElements key = KeyOfSlot(layout, target.slot, head);
   const int rotary_dim = args.rotary.rotary_dim;
-  const int half = rotary_dim / 2;
-  for (int i = 0; i < half; ++i) {
+  for (int i = 0; i < rotary_dim / 2; ++i) {
     const int first = PairFirst(i, args.rotary.interleaved);
     const int second = PairSecond(i, rotary_dim, args.rotary.interleaved);
     float x = Wide<kFrom>(from[first]);
     float y = Wide<kFrom>(from[second]);
-    RotatePair(&x, &y, args.rotary.cos[row * half + i], args.rotary.sin[row * half + i]);
+    RotatePair(&x, &y, args.rotary.angles[row].cos[i], args.rotary.angles[row].sin[i]);
     page[key[first]] = Narrow<kTo>(x);
     page[key[second]] = Narrow<kTo>(y);
   }
   for (int d = rotary_dim; d < layout.qk_head_dim; ++d) {
-    page[key[d]] = Narrow<kTo>(Wide<kFrom>(from[d]));
+    page[key[d]] = Convert<kFrom, kTo>(from[d]);
   }
   for (int d = layout.qk_head_dim; d < layout.k_dim(); ++d) page[key[d]] = Narrow<kTo>(0.0F);
 }
@@ -84,7 +93,7 @@ static bool AppendValue(const AppendArgs& args, int64_t row, int head) {
   const ValueElements value = ValueOfSlot(layout, target.slot, head);
   float sum = 0.0F;  // of x * 0: NaN if some x is not finite
   for (int d = 0; d < layout.v_head_dim; ++d) {
-    const Element x = Narrow<kTo>(Wide<kFrom>(from[d]));
+    const Element x = Convert<kFrom, kTo>(from[d]);
     page[value[d]] = x;
     sum += Wide<kTo>(x) * 0.0F;
   }

@@ -64,7 +64,7 @@ struct WorkerSpace {
     const size_t k_dim = static_cast<size_t>(layout.k_dim());
     const size_t v_dim = static_cast<size_t>(layout.v_dim());
     const size_t key_tiles_count = kTilesPerSegment > kWidest ? kTilesPerSegment : kWidest;
-    std::byte* next = base;
+    uintptr_t next = reinterpret_cast<uintptr_t>(base);  // a null pointer has no neighbours
     q = Take(&next, kUnitRows * k_dim * sizeof(float));
     states = reinterpret_cast<float*>(Take(&next, kUnitRows * (v_dim + 2) * sizeof(float)));
     segment = reinterpret_cast<float*>(Take(&next, kScoreRows * (v_dim + 2) * sizeof(float)));
@@ -80,14 +80,14 @@ struct WorkerSpace {
     cos = reinterpret_cast<float*>(Take(&next, k_tile / 2));
     sin = reinterpret_cast<float*>(Take(&next, k_tile / 2));
     tiles = reinterpret_cast<SegmentTiles*>(Take(&next, 2 * sizeof(SegmentTiles)));
-    return static_cast<size_t>(next - base);
+    return next - reinterpret_cast<uintptr_t>(base);
   }
 
  private:
-  static std::byte* Take(std::byte** next, size_t bytes) {
-    std::byte* begin = *next;
+  static std::byte* Take(uintptr_t* next, size_t bytes) {
+    const uintptr_t begin = *next;
     *next += Align64(bytes);
-    return begin;
+    return reinterpret_cast<std::byte*>(begin);
   }
 };
 
@@ -293,7 +293,6 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit,
   const AttentionArgs& args = *call.args;
   const int k_dim = call.layout().k_dim();
   const int dim = call.layout().qk_head_dim;
-  const int half = args.rotary.rotary_dim / 2;
   const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.weights);
   const int64_t rows = unit.row_count();
   for (int i = dim; i < k_dim + kLanes; ++i) space.row[i] = 0.0F;
@@ -306,9 +305,7 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit,
           args.q.data, args.q.dtype,
           walker.row() * args.q.row_stride + walker.head(unit.head_begin + h) * args.q.head_stride,
           dim, space.row);
-      RotateRow(space.row, args.rotary.cos + walker.row() * half,
-                args.rotary.sin + walker.row() * half, args.rotary.rotary_dim,
-                args.rotary.interleaved);
+      RotateRow(space.row, args.rotary, walker.row());
       for (int i = 0; i < k_dim; i += kLanes) {
         StoreWeights(call.weights, space.weights, i, Load(space.row + i));
       }

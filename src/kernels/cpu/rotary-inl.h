@@ -24,10 +24,12 @@ QUIRE_INLINE int PairSecond(int i, int rotary_dim, bool interleaved) {
   return interleaved ? 2 * i + 1 : i + rotary_dim / 2;
 }
 
-// One row of one head; cos and sin of its position, [rotary_dim / 2].
-static void RotateRow(float* row, const float* cos, const float* sin, int rotary_dim,
-                      bool interleaved) {
-  const int half = rotary_dim / 2;
+// One head of row `index`.
+static void RotateRow(float* row, const RotaryRows& rotary, int64_t index) {
+  if (rotary.rotary_dim == 0) return;
+  const auto [cos, sin] = rotary.angles[index];
+  const bool interleaved = rotary.interleaved;
+  const int half = rotary.rotary_dim / 2;
   int i = 0;
   if (!interleaved) {
     for (; i + kLanes <= half; i += kLanes) {
@@ -39,7 +41,7 @@ static void RotateRow(float* row, const float* cos, const float* sin, int rotary
     }
   }
   for (; i < half; ++i) {
-    RotatePair(row + PairFirst(i, interleaved), row + PairSecond(i, rotary_dim, interleaved),
+    RotatePair(row + PairFirst(i, interleaved), row + PairSecond(i, rotary.rotary_dim, interleaved),
                cos[i], sin[i]);
   }
 }

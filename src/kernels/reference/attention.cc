@@ -15,14 +15,13 @@ double Element(const void* data, DType dtype, int64_t index) {
   return static_cast<double>(dtype == DType::kBF16 ? Bf16ToF32(bits) : F16ToF32(bits));
 }
 
-void Rotate(std::vector<double>* row, const float* cos, const float* sin,
-            const RotaryRows& rotary) {
+void Rotate(std::vector<double>* row, const RotaryAngles& angles, const RotaryRows& rotary) {
   const int half = rotary.rotary_dim / 2;
   for (int i = 0; i < half; ++i) {
     const size_t first = static_cast<size_t>(rotary.interleaved ? 2 * i : i);
     const size_t second = static_cast<size_t>(rotary.interleaved ? 2 * i + 1 : i + half);
-    const double c = static_cast<double>(cos[i]);
-    const double s = static_cast<double>(sin[i]);
+    const double c = static_cast<double>(angles.cos[i]);
+    const double s = static_cast<double>(angles.sin[i]);
     const double x = (*row)[first];
     const double y = (*row)[second];
     (*row)[first] = x * c - y * s;
@@ -59,8 +58,9 @@ std::vector<Context> ReadContexts(const AttentionArgs& args, const AttentionSequ
         context.keys.emplace_back(key, key + layout.qk_head_dim);
         context.values.emplace_back(value, value + layout.v_head_dim);
         if (sequence.inline_cos == nullptr) continue;
-        Rotate(&context.keys.back(), sequence.inline_cos + position * half,
-               sequence.inline_sin + position * half, args.rotary);
+        Rotate(&context.keys.back(),
+               {sequence.inline_cos + position * half, sequence.inline_sin + position * half},
+               args.rotary);
       }
     }
   }
@@ -84,7 +84,7 @@ void AttendRow(const AttentionArgs& args, const Context& context, int64_t seen, 
     q.push_back(Element(args.q.data, args.q.dtype,
                         row * args.q.row_stride + head * args.q.head_stride + d));
   }
-  if (half > 0) Rotate(&q, args.rotary.cos + row * half, args.rotary.sin + row * half, args.rotary);
+  if (half > 0) Rotate(&q, args.rotary.angles[row], args.rotary);
   const double scale = static_cast<double>(args.scale_log2);
   std::vector<double> scores;
   double m = -std::numeric_limits<double>::infinity();

@@ -1,0 +1,75 @@
+// A snapshot file from anywhere: as it is, and as a sound one with some bytes changed. What is
+// accepted has the tokens of the chunks that it announces.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+#include "chunk/snapshot_file.h"
+#include "chunk/test_chunk.h"
+
+namespace {
+
+// A file in memory.
+class FuzzFile {
+ public:
+  FuzzFile() : descriptor_(::memfd_create("snapshot", MFD_CLOEXEC)) {
+    QUIRE_CHECK(descriptor_ >= 0);
+    path_ = "/proc/self/fd/" + std::to_string(descriptor_);
+  }
+  const std::string& path() const { return path_; }
+  void Write(std::span<const uint8_t> bytes) {
+    QUIRE_CHECK(::ftruncate(descriptor_, 0) == 0);
+    QUIRE_CHECK(::pwrite(descriptor_, bytes.data(), bytes.size(), 0) ==
+                static_cast<ssize_t>(bytes.size()));
+  }
+
+ private:
+  int descriptor_;
+  std::string path_;
+};
+
+std::vector<uint8_t> SoundSnapshot() {
+  const std::string path =
+      std::filesystem::temp_directory_path() / ("snapshot_fuzz." + std::to_string(::getpid()));
+  const quire::Status status = quire::WriteSampleSnapshot(path);
+  QUIRE_CHECK(status.ok()) << status.ToString();
+  FILE* const file = std::fopen(path.c_str(), "rb");
+  std::vector<uint8_t> bytes(std::filesystem::file_size(path));
+  QUIRE_CHECK(std::fread(bytes.data(), 1, bytes.size(), file) == bytes.size());
+  std::fclose(file);
+  std::filesystem::remove(path);
+  return bytes;
+}
+
+void Read(FuzzFile& file, std::span<const uint8_t> bytes) {
+  file.Write(bytes);
+  const auto info = quire::ReadSnapshotInfo(file.path());
+  const auto verified = quire::VerifySnapshot(file.path());
+  if (!verified.ok()) return;
+  QUIRE_CHECK(info.ok());
+  QUIRE_CHECK(info->tokens == verified->tokens);
+  QUIRE_CHECK(info->file_bytes == static_cast<int64_t>(bytes.size()));
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static FuzzFile file;
+  static const std::vector<uint8_t> sound = SoundSnapshot();
+  Read(file, std::span(data, size));
+  std::vector<uint8_t> bytes = sound;
+  for (size_t i = 0; i + 2 < size; i += 3)
+    bytes[static_cast<size_t>(data[i] | data[i + 1] << 8) % bytes.size()] = data[i + 2];
+  // The header's checksum as a forger would set it, behind which the tables are believed.
+  quire::SealSnapshotAgain(std::as_writable_bytes(std::span(bytes)));
+  Read(file, bytes);
+  return 0;
+}

@@ -1,0 +1,74 @@
+// Snapshots out of and into the prefix cache.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "engine/engine_impl.h"
+
+namespace quire {
+namespace {
+
+Status NeedsPrefixCache(const char* call) {
+  return Status(StatusCode::kBadState,
+                std::string("Engine::") + call +
+                    ": this engine keeps no KV between requests (EngineOptions::prefix_cache)");
+}
+
+}  // namespace
+
+Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
+                                         const std::string& path) {
+  if (!uses_prefix_cache_) return NeedsPrefixCache("SaveSnapshot");
+  PrefixMatch match = prefix_cache_.Find(contents.tokens, false);
+  const PrefixMatch long_match = prefix_cache_.Find(contents.tokens, true);
+  if (long_match.length > match.length) match = long_match;
+  if (match.length == 0) {
+    return Status(StatusCode::kNotFound, "Engine::SaveSnapshot: no KV of the beginning of these " +
+                                             std::to_string(contents.tokens.size()) +
+                                             " tokens is there; let a request compute them first");
+  }
+  SnapshotContents held = contents;
+  held.tokens.resize(static_cast<size_t>(match.length));
+  const int64_t id = next_sequence_id_++;
+  QUIRE_RETURN_IF_ERROR(cache_->ForkSequence(match.sequence_id, id, match.length));
+  const Status saved = quire::SaveSnapshot(*cache_, id, held, path);
+  const Status removed = cache_->RemoveSequence(id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  QUIRE_RETURN_IF_ERROR(saved);
+  prefix_cache_.Touch(match.sequence_id);
+  return match.length;
+}
+
+Status EngineImpl::CheckSnapshotFits(const SnapshotInfo& info, const std::string& path) const {
+  if (info.tokens.empty()) return {};
+  QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, model_->info().vocab_size));
+  const int64_t length = static_cast<int64_t>(info.tokens.size());
+  const int64_t length_max =
+      std::min(model_->info().max_position_embeddings, pages_total_ * page_size_);
+  if (length <= length_max) return {};
+  return Status(StatusCode::kTooLarge, path + ": a snapshot of " + std::to_string(length) +
+                                           " tokens; model and cache hold at most " +
+                                           std::to_string(length_max));
+}
+
+Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const std::string& path,
+                                              const SnapshotLoadOptions& options) {
+  if (!uses_prefix_cache_) return NeedsPrefixCache("LoadSnapshot");
+  QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
+  QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path));
+  const int64_t length = static_cast<int64_t>(announced.tokens.size());
+  prefix_cache_.Evict((length + page_size_ - 1) / page_size_);
+  const int64_t id = next_sequence_id_++;
+  QUIRE_ASSIGN_OR_RETURN(SnapshotInfo info,
+                         quire::LoadSnapshot(*cache_, id, identity, path, options));
+  if (info.tokens != announced.tokens) {  // the file was replaced meanwhile
+    const Status removed = cache_->RemoveSequence(id);
+    QUIRE_CHECK(removed.ok()) << removed.ToString();
+    return Status(StatusCode::kUnavailable, path + ": it changed while it was read; load it again");
+  }
+  prefix_cache_.Retain(id, std::move(announced.tokens), info.long_factors);
+  return info;
+}
+
+}  // namespace quire

@@ -1,0 +1,205 @@
+// The memory plan against what an engine really takes: weights, page storage, and the buffers of a
+// step that is as large as steps can be. All by ==.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <numeric>
+
+#include "engine/engine_impl.h"
+#include "engine/machine_memory.h"
+#include "kv/paged_kv_cache.h"
+#include "model/decoder.h"
+#include "model/test_model.h"
+
+namespace quire {
+namespace {
+
+struct Taken {
+  int64_t weights, storage, scratch;
+};
+
+Taken TakenBy(const Engine& engine) {
+  const auto& impl = static_cast<const EngineImpl&>(engine);
+  const auto& cache = static_cast<const PagedKVCache&>(impl.cache());
+  const auto& decoder = static_cast<const Decoder&>(impl.model());
+  return {.weights = impl.model_info().weight_bytes,
+          .storage = cache.storage_bytes(),
+          .scratch = decoder.workspace_bytes() + cache.scratch_bytes() + impl.step_bytes()};
+}
+
+// Steps with as many samples and tokens as may be: each sample but the last has one token, which is
+// another one for each, so that none waits for another's prefix.
+void RunLargestStep(Engine* engine, const EngineOptions& options) {
+  const int64_t samples = std::min(options.max_num_sequences, options.prefill_chunk);
+  for (int64_t i = 0; i < samples; ++i) {
+    const int64_t length = i + 1 < samples ? 1 : options.prefill_chunk - (samples - 1);
+    std::vector<int32_t> prompt(length);
+    std::iota(prompt.begin(), prompt.end(), static_cast<int32_t>(i));
+    const Result<int64_t> id = engine->Submit(prompt, {.max_tokens = 2, .ignore_eos = true});
+    ASSERT_TRUE(id.ok()) << id.status().ToString();
+  }
+  const Result<std::vector<StepOutput>> outputs = engine->Step();
+  ASSERT_TRUE(outputs.ok()) << outputs.status().ToString();
+  ASSERT_EQ(static_cast<int64_t>(outputs->size()), samples) << "not all in one step";
+}
+
+TEST(MemoryPlan, IsWhatTheEngineTakes) {
+  const TestModel models[] = {
+      {},
+      {.architecture = "Qwen2ForCausalLM", .tie_word_embeddings = true, .dtype = DType::kBF16},
+      {.architecture = "Qwen3ForCausalLM",
+       .hidden_size = 1100,  // two input blocks, matrices above a huge page
+       .intermediate_size = 1500,
+       .num_attention_heads = 6,
+       .num_key_value_heads = 1,
+       .head_dim = 12,
+       .dtype = DType::kF16},
+      {.architecture = "MistralForCausalLM", .num_hidden_layers = 5, .attention_bias = false},
+      {.attention_bias = true, .mlp_bias = true}};
+  int cases = 0;
+  for (const TestModel& model : models) {
+    const TestFolder folder;
+    WriteTestModel(folder, model);
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const auto& [page_size, chunk, sequences, threads] :
+           {std::array<int64_t, 4>{0, 64, 8, 1}, {5, 7, 20, 2}, {32, 33, 1, 3}}) {
+        SCOPED_TRACE(model.architecture + ", case " + std::to_string(cases++));
+        const EngineOptions options{.model_directory = folder.path(),
+                                    .dtype = dtype,
+                                    .threads = static_cast<int>(threads),
+                                    .page_size = page_size,
+                                    .prefill_chunk = chunk,
+                                    .max_num_sequences = sequences,
+                                    .kv_bytes = 8 << 20};
+        const Result<MemoryPlan> plan = Engine::PlanMemory(options);
+        ASSERT_TRUE(plan.ok()) << plan.status().ToString();
+        Result<std::unique_ptr<Engine>> engine = Engine::Create(options);
+        ASSERT_TRUE(engine.ok()) << engine.status().ToString();
+        RunLargestStep(engine->get(), options);
+        const Taken taken = TakenBy(**engine);
+        EXPECT_EQ(plan->weight_bytes, taken.weights);
+        EXPECT_EQ(plan->kv_bytes, taken.storage);
+        EXPECT_EQ(plan->scratch_bytes, taken.scratch);
+        EXPECT_EQ(plan->total_bytes, taken.weights + taken.storage + taken.scratch);
+        const EngineStats stats = (*engine)->Stats();
+        EXPECT_EQ(plan->page_count, stats.pages_total);
+        EXPECT_EQ(plan->page_size, stats.page_size);
+        EXPECT_EQ(plan->kv_bytes_per_token, stats.kv_bytes_per_token);
+        EXPECT_EQ(plan->kv_bytes, stats.kv_bytes);
+        EXPECT_EQ(plan->weight_bytes, stats.weight_bytes);
+        EXPECT_EQ(plan->page_bytes, plan->kv_bytes_per_token * plan->page_size);
+        EXPECT_EQ(plan->page_count, options.kv_bytes / plan->page_bytes);
+        EXPECT_EQ(plan->machine_bytes, MachineMemoryBytes());
+      }
+    }
+  }
+}
+
+// What the plan calls the longest context is taken, and a token more is refused.
+TEST(MemoryPlan, TheLongestContextFitsAndNoLongerOne) {
+  const TestFolder folder;
+  for (const int64_t positions : {50, 4096}) {
+    WriteTestModel(folder, {.extra = {{"max_position_embeddings", positions}}});
+    const EngineOptions options{.model_directory = folder.path(),
+                                .dtype = DType::kF32,
+                                .threads = 1,
+                                .page_size = 16,
+                                .kv_bytes = 100'000};
+    const int64_t longest = Engine::PlanMemory(options)->longest_context;
+    EXPECT_EQ(longest, positions == 50 ? 50 : 100'000 / (16 * 512) * 16);
+    const auto engine = *Engine::Create(options);
+    const std::vector<int32_t> prompt(10, 1);
+    EXPECT_EQ(engine->Submit(prompt, {.max_tokens = longest - 9}).status().code(),
+              StatusCode::kTooLarge);
+    ASSERT_TRUE(engine->Submit(prompt, {.max_tokens = longest - 10, .ignore_eos = true}).ok());
+    while (!engine->Idle()) ASSERT_TRUE(engine->Step().ok());
+    EXPECT_EQ(engine->Stats().completion_tokens, longest - 10);
+  }
+}
+
+// Weights of more than the machine's memory in a file that is one hole: to read or to load it would
+// take minutes and end in a killed process.
+TEST(MemoryPlan, ReadsNoWeightsAndCreateRefusesWhatTheMachineCannotHold) {
+  const TestFolder folder;
+  const int64_t hidden = 1 << 15, rows = 1 << 20;
+  const int64_t layer_bytes = 3 * rows * hidden * 2;
+  TestModel model{.vocab_size = 8,
+                  .hidden_size = hidden,
+                  .intermediate_size = rows,
+                  .num_hidden_layers = MachineMemoryBytes() / layer_bytes + 1,
+                  .num_attention_heads = 1,
+                  .num_key_value_heads = 1,
+                  .head_dim = 16};
+  folder.Write("config.json", TestConfig(model).dump());
+  nlohmann::json header;
+  int64_t end = 0;
+  const auto add = [&](const std::string& name, std::vector<int64_t> shape) {
+    const int64_t begin = end;
+    end += 2 * std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+    header[name] = {{"dtype", "BF16"}, {"shape", shape}, {"data_offsets", {begin, end}}};
+  };
+  add("model.embed_tokens.weight", {8, hidden});
+  add("model.norm.weight", {hidden});
+  add("lm_head.weight", {8, hidden});
+  for (int64_t i = 0; i < model.num_hidden_layers; ++i) {
+    const std::string prefix = "model.layers." + std::to_string(i) + ".";
+    add(prefix + "input_layernorm.weight", {hidden});
+    add(prefix + "post_attention_layernorm.weight", {hidden});
+    for (const char* const name : {"q_proj", "k_proj", "v_proj"}) {
+      add(prefix + "self_attn." + name + ".weight", {16, hidden});
+    }
+    add(prefix + "self_attn.o_proj.weight", {hidden, 16});
+    add(prefix + "mlp.gate_proj.weight", {rows, hidden});
+    add(prefix + "mlp.up_proj.weight", {rows, hidden});
+    add(prefix + "mlp.down_proj.weight", {hidden, rows});
+  }
+  const std::string front = SafetensorsBytes(header.dump(), "");
+  folder.Write("model.safetensors", front);
+  std::filesystem::resize_file(folder.File("model.safetensors"), front.size() + end);
+
+  const EngineOptions options{
+      .model_directory = folder.path(), .threads = 1, .prefill_chunk = 16, .kv_bytes = 1 << 20};
+  const Result<MemoryPlan> plan = Engine::PlanMemory(options);
+  ASSERT_TRUE(plan.ok()) << plan.status().ToString();
+  EXPECT_GT(plan->weight_bytes, plan->machine_bytes);
+  const Status created = Engine::Create(options).status();
+  EXPECT_EQ(created.code(), StatusCode::kOutOfMemory);
+  for (const int64_t number : {plan->weight_bytes, plan->kv_bytes, plan->machine_bytes}) {
+    EXPECT_NE(created.message().find(std::to_string(number)), std::string_view::npos)
+        << created.ToString();
+  }
+}
+
+TEST(MemoryPlan, SaysWhatIsWrongWithADamagedModel) {
+  const TestFolder folder;
+  EngineOptions options{.model_directory = folder.path(), .threads = 1, .kv_bytes = 1 << 20};
+  const auto expect = [&](StatusCode code, std::string_view in_message) {
+    const Status plan = Engine::PlanMemory(options).status();
+    const Status created = Engine::Create(options).status();
+    EXPECT_EQ(plan.code(), code) << plan.ToString();
+    EXPECT_NE(plan.message().find(in_message), std::string_view::npos) << plan.ToString();
+    EXPECT_EQ(created.ToString(), plan.ToString());
+  };
+  expect(StatusCode::kNotFound, "there is no config.json");
+  folder.Write("config.json", TestConfig({}).dump());
+  expect(StatusCode::kNotFound, "there is neither model.safetensors");
+  folder.Write("config.json", "{\"architectures\":");
+  expect(StatusCode::kCorrupt, "not acceptable JSON");
+  folder.Write("config.json", std::string("{}\0{}", 5));
+  expect(StatusCode::kCorrupt, "is a NUL");
+  folder.Write("config.json", TestConfig({}).dump());
+  const std::string whole = SafetensorsBytes(TestTensors({}));
+  folder.Write("model.safetensors", std::string_view(whole).substr(0, whole.size() - 100));
+  expect(StatusCode::kCorrupt, "model.safetensors");
+  folder.Write("model.safetensors", SafetensorsBytes(TestTensors({.hidden_size = 50})));
+  expect(StatusCode::kCorrupt, "config.json asks for");
+  std::vector<TestTensor> tensors = TestTensors({});
+  std::erase_if(tensors, [](const TestTensor& tensor) {
+    return tensor.name == "model.layers.1.mlp.down_proj.weight";
+  });
+  folder.Write("model.safetensors", SafetensorsBytes(tensors));
+  expect(StatusCode::kNotFound, "model.layers.1.mlp.down_proj.weight");
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,84 @@
+// The functions quire.snapshot_*: what can be said about snapshot files without an engine.
+#include "ffi/snapshot.h"
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/reflection/registry.h>
+#include <tvm/ffi/string.h>
+
+#include <span>
+#include <string>
+
+#include "ffi/errors.h"
+#include "ffi/tensors.h"
+
+namespace quire::ffi {
+namespace {
+
+namespace tf = tvm::ffi;
+
+void ReadIdentityFields(OptionsReader& reader, Passport* identity) {
+  reader.Read("model", &identity->model);
+  reader.Read("revision", &identity->revision);
+  reader.Read("tokenizer", &identity->tokenizer);
+  reader.Read("adapter", &identity->adapter);
+  reader.Read("block_tokens", &identity->block_tokens);
+}
+
+OptionMap SnapshotDifferences(const tf::String& ours, const tf::String& theirs) {
+  const SnapshotDifference difference =
+      ValueOrThrow(DiffSnapshots(std::string(ours), std::string(theirs)));
+  return {{"passport", tf::String(difference.passport)},
+          {"common_tokens", difference.common_tokens},
+          {"compared_sections", difference.compared_sections},
+          {"different_sections", difference.different_sections},
+          {"first_section", tf::String(difference.first_section)},
+          {"same_sampler", difference.same_sampler}};
+}
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::GlobalDef()
+      .def("quire.snapshot_info",
+           [](const tf::String& path) {
+             return SnapshotFields(ValueOrThrow(ReadSnapshotInfo(std::string(path))));
+           })
+      .def("quire.snapshot_verify",
+           [](const tf::String& path) {
+             return SnapshotFields(ValueOrThrow(VerifySnapshot(std::string(path))));
+           })
+      .def("quire.snapshot_diff", SnapshotDifferences);
+}
+
+}  // namespace
+
+Passport ReadIdentity(const OptionMap& fields) {
+  Passport identity;
+  OptionsReader reader("snapshot", fields);
+  ReadIdentityFields(reader, &identity);
+  reader.Finish();
+  return identity;
+}
+
+SnapshotContents ReadSnapshotContents(const OptionMap& fields) {
+  SnapshotContents contents;
+  OptionsReader reader("snapshot", fields);
+  ReadIdentityFields(reader, &contents.identity);
+  if (const auto tokens = reader.Get<tf::Tensor>("tokens"))
+    contents.tokens = TokenIds(tf::TensorView(*tokens));
+  if (const auto sampler = reader.Get<tf::Bytes>("sampler"))
+    contents.sampler.assign(sampler->data(), sampler->size());
+  reader.Read("created_ms", &contents.created_ms);
+  reader.Finish();
+  return contents;
+}
+
+OptionMap SnapshotFields(const SnapshotInfo& info) {
+  return {{"passport", tf::String(info.passport_json)},
+          {"tokens", NewTensor(std::span(info.tokens))},
+          {"sampler", tf::Bytes(info.sampler)},
+          {"created_ms", info.created_ms},
+          {"chunk_count", info.chunk_count},
+          {"file_bytes", info.file_bytes},
+          {"long_factors", info.long_factors}};
+}
+
+}  // namespace quire::ffi

@@ -1,0 +1,131 @@
+// The step after a decode step: the same batch in the same order, one token more for each member.
+// Its plan is the last one with every number one higher, and here it is made so, which reads and
+// writes a few cache lines per sequence; planning anew walks every path.
+//
+// Invariant: while filled_at_ is the tree's version, nothing has changed in the tree since the
+// arrays were filled, that is to say since the appends of that forward. So each member still ends
+// in the block that it was given tokens in then:
+//   - nobody else has a reference on that block (it would have taken a fork), so it is extended;
+//   - its last page is filled to where the member ends, so the next slot of that page is free, and
+//     only behind the last slot a page is opened;
+//   - paths, their order and what members share are the same, since only blocks of one member grow.
+// Everything else that could make the two plans differ is asked for in CanRepeat, among it that no
+// page array has to move, to which runs of several members may point.
+//
+// DifferenceFromNew compares with a plan that is made the long way; CheckInvariants of the cache
+// calls it in every forward.
+#include <limits>
+#include <string>
+
+#include "kv/forward_plan.h"
+
+namespace quire {
+
+bool ForwardPlan::CanRepeat(std::span<const int64_t> ids, std::span<const int64_t> lengths,
+                            const BlockTree& tree, std::span<int64_t> page_counts) const noexcept {
+  const bool same_shape = filled_at_ == tree.version() && ids.size() == members.size() &&
+                          lengths.size() == members.size() && positions_.size() == members.size();
+  if (!same_shape) return false;
+  for (size_t m = 0; m < members.size(); ++m) {
+    const bool one_more = ids[m] == members[m].id && lengths[m] == 1 &&
+                          positions_[m] < std::numeric_limits<int32_t>::max() - 1;
+    if (!one_more) return false;
+    bool opens_page = false;
+    for (int g = 0; g < tree.group_count(); ++g) {
+      const bool opens = group(g).targets[m].slot + 1 == tree.pool(g).page_size();
+      page_counts[static_cast<size_t>(g)] += opens;
+      opens_page |= opens;
+    }
+    if (opens_page && !tree.HasRoomForEntry(members[m].last)) return false;
+  }
+  return true;
+}
+
+void ForwardPlan::RepeatMember(BlockTree& tree, size_t m) noexcept {
+  ForwardMember& member = members[m];
+  const int64_t length = member.base() + 1;
+  member.append = {
+      .last = member.last, .length = length, .count = 1, .cut = length, .extends = true};
+  positions_[m] = static_cast<int32_t>(length);
+  const size_t group_count = groups_.size();
+  const std::span<GroupAppend> appends(group_appends.data() + m * group_count, group_count);
+  bool opens_page = false;
+  for (size_t g = 0; g < group_count; ++g) {
+    AppendTarget& target = groups_[g].targets[m];
+    const bool in_place = ++target.slot < tree.pool(static_cast<int>(g)).page_size();
+    appends[g] = {.in_place = in_place, .page_count = in_place ? 0 : 1};
+    groups_[g].opens_tile[m] = !in_place || target.slot % kTilePositions == 0;
+    opens_page |= !in_place;
+  }
+  if (!opens_page) {
+    tree.ExtendInPlace(member.last, [&](int g) { return group(g).targets[m].page; });
+    return;
+  }
+  tree.Append(member.append, appends);
+  for (size_t g = 0; g < group_count; ++g) {
+    if (appends[g].in_place) continue;
+    const int32_t page = tree.entries(member.last, static_cast<int>(g)).back().page;
+    groups_[g].targets[m] = {.page = page, .slot = 0};
+  }
+}
+
+// A member's last run ends with its last block, which has grown.
+void ForwardPlan::RepeatSequences(int group_index) noexcept {
+  GroupPlan& plan = group(group_index);
+  size_t run_end = 0;
+  for (size_t i = 0; i < order_.size(); ++i) {
+    AttentionSequence& sequence = plan.sequences[i];
+    ++sequence.base;
+    run_end += static_cast<size_t>(sequence.run_count);
+    PageRun& run = plan.runs[run_end - 1];
+    ++run.end;
+    run.entry_count += plan.targets[static_cast<size_t>(order_[i])].slot == 0;  // a page's first
+  }
+}
+
+void ForwardPlan::Repeat(BlockTree& tree) noexcept {
+  for (size_t m = 0; m < members.size(); ++m) RepeatMember(tree, m);
+  for (int g = 0; g < tree.group_count(); ++g) RepeatSequences(g);
+  filled_at_ = tree.version();
+}
+
+// ---------------------------------------------------------------------- comparison
+
+namespace {
+
+// What the text of a plan leaves out, sequence by sequence.
+bool SameSequences(const GroupPlan& a, const GroupPlan& b) {
+  if (a.sequences.size() != b.sequences.size() || a.runs.size() != b.runs.size()) return false;
+  for (size_t i = 0; i < a.runs.size(); ++i) {
+    if (a.runs[i].entries != b.runs[i].entries) return false;
+  }
+  for (size_t i = 0; i < a.sequences.size(); ++i) {
+    const AttentionSequence& x = a.sequences[i];
+    const AttentionSequence& y = b.sequences[i];
+    const bool same = x.first_row == y.first_row && x.row_count == y.row_count &&
+                      x.base == y.base && x.runs - a.runs.data() == y.runs - b.runs.data();
+    if (!same) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string ForwardPlan::DifferenceFromNew(const BlockTree& tree) const {
+  ForwardPlan fresh;
+  fresh.members = members;
+  fresh.group_appends = group_appends;
+  fresh.Reserve(tree);
+  fresh.Fill(tree);
+  const std::string text = ToString(tree);
+  const std::string fresh_text = fresh.ToString(tree);
+  if (text != fresh_text) return "is\n" + text + "and made anew\n" + fresh_text;
+  if (positions_ != fresh.positions_) return "has other positions than one that is made anew";
+  for (int g = 0; g < tree.group_count(); ++g) {
+    if (SameSequences(group(g), fresh.group(g))) continue;
+    return "of group " + std::to_string(g) + " reads other runs than one that is made anew";
+  }
+  return "";
+}
+
+}  // namespace quire

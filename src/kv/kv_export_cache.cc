@@ -1,0 +1,149 @@
+// ExportKV and ImportKV of PagedKVCache.
+#include <limits>
+
+#include "kv/kv_export_rows.h"
+#include "kv/paged_kv_cache.h"
+
+namespace quire {
+namespace {
+
+Status BadTensor(const char* call, int64_t layer, const char* name, const TensorView& tensor,
+                 const std::string& wanted) {
+  return Status(StatusCode::kBadArgument, std::string(call) + ": layer " + std::to_string(layer) +
+                                              ": " + name + " is " + tensor.ToString() +
+                                              "; it must be " + wanted);
+}
+
+Status CheckRows(const char* call, int64_t layer, const char* name, const TensorView& tensor,
+                 DType dtype, int64_t heads, int64_t dim, int64_t count) {
+  const bool fits = tensor.rank() == 3 && tensor.dim(0) == count && tensor.dim(1) == heads &&
+                    tensor.dim(2) == dim && tensor.dtype() == dtype && tensor.is_contiguous();
+  if (!fits) {
+    return BadTensor(call, layer, name, tensor,
+                     "contiguous " + std::string(DTypeName(dtype)) + " [" + std::to_string(count) +
+                         ", " + std::to_string(heads) + ", " + std::to_string(dim) + "]");
+  }
+  if (tensor.data() != nullptr) return Status();
+  return BadTensor(call, layer, name, tensor, "in memory: its pointer is null");
+}
+
+// Both tensors are of `count` tokens of the layer.
+Status CheckLayer(const char* call, int64_t layer, const AttentionLayerSpec& spec,
+                  const LayerKV& kv, int64_t count) {
+  QUIRE_RETURN_IF_ERROR(
+      CheckRows(call, layer, "k", kv.k, spec.dtype, spec.num_kv_heads, spec.qk_head_dim, count));
+  return CheckRows(call, layer, "v", kv.v, spec.dtype, spec.num_kv_heads, spec.v_head_dim, count);
+}
+
+HeadRows RowsOf(const TensorView& tensor) {
+  return {.data = tensor.data(),
+          .dtype = tensor.dtype(),
+          .row_stride = tensor.stride(0),
+          .head_stride = tensor.stride(1)};
+}
+
+int64_t TokenCount(const LayerKV& kv) { return kv.k.rank() == 3 ? kv.k.dim(0) : 0; }
+
+}  // namespace
+
+Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) {
+  return Enter("ExportKV", [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("ExportKV", seq_id));
+    if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
+      return Status(StatusCode::kBadArgument, "ExportKV: no layer " + std::to_string(layer) +
+                                                  "; this cache has " +
+                                                  std::to_string(layers_.size()));
+    }
+    const BlockIndex last = sequences_[index].last;
+    const int64_t count = TokenCount(to);
+    if (start < 0 || count < 1 || count > tree_.End(last) - start) {
+      return Status(StatusCode::kBadArgument,
+                    "ExportKV: " + std::to_string(count) + " tokens from " + std::to_string(start) +
+                        " on are not in sequence " + std::to_string(seq_id) + " of length " +
+                        std::to_string(tree_.End(last)));
+    }
+    const size_t l = static_cast<size_t>(layer);
+    QUIRE_RETURN_IF_ERROR(CheckLayer("ExportKV", layer, options_.layers[l], to, count));
+    std::vector<AppendTarget> slots(static_cast<size_t>(count));
+    FillSlots(last, layers_[l].group, start, slots);
+    ReadRows(storage_->layer(layer), slots, to.k.data(), to.v.data(), *options_.runner);
+    return Status();
+  });
+}
+
+// The number of tokens in all blocks.
+Result<int64_t> PagedKVCache::CheckImport(const Sequence& sequence,
+                                          std::span<const KVBlock> blocks) const {
+  int64_t total = 0;
+  for (const KVBlock& block : blocks) {
+    if (block.size() != layers_.size()) {
+      return Status(StatusCode::kBadArgument,
+                    "ImportKV: a block has " + std::to_string(block.size()) +
+                        " layers; this cache has " + std::to_string(layers_.size()));
+    }
+    const int64_t count = TokenCount(block[0]);
+    for (size_t l = 0; l < block.size(); ++l) {
+      QUIRE_RETURN_IF_ERROR(
+          CheckLayer("ImportKV", static_cast<int64_t>(l), options_.layers[l], block[l], count));
+    }
+    const int64_t room = std::numeric_limits<int32_t>::max() - tree_.End(sequence.last) - total;
+    if (count < 1 || count > room) {
+      return Status(count < 1 ? StatusCode::kBadArgument : StatusCode::kTooLarge,
+                    "ImportKV: a block of " + std::to_string(count) + " tokens behind " +
+                        std::to_string(tree_.End(sequence.last) + total) +
+                        "; the least is 1, and positions end at 2^31");
+    }
+    total += count;
+  }
+  if (total > 0) return total;
+  return Status(StatusCode::kBadArgument, "ImportKV: there are no blocks");
+}
+
+Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
+  return Enter("ImportKV", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireIdle("ImportKV"));
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("ImportKV", seq_id));
+    Sequence& sequence = sequences_[index];
+    QUIRE_ASSIGN_OR_RETURN(const int64_t count, CheckImport(sequence, blocks));
+    ForwardPlan plan;  // of one sequence; its rows are the tokens
+    plan.group_appends.resize(groups_.size());
+    tree_.BeginPlanning();
+    const AppendPlan append = tree_.PlanAppend(sequence.last, count, plan.group_appends);
+    plan.members.push_back({.id = seq_id, .append = append});
+    std::vector<int64_t> page_counts;
+    for (const GroupAppend& group : plan.group_appends) page_counts.push_back(group.page_count);
+    QUIRE_RETURN_IF_ERROR(CheckPages("ImportKV", page_counts));
+    tree_.Reserve(std::span(&append, 1), plan.group_appends);
+    plan.Reserve(tree_);
+
+    sequence.last = plan.members[0].last = tree_.Append(append, plan.group_appends);
+    plan.Fill(tree_);
+    StoreImport(plan, blocks);
+    if (append.copies()) tree_.Release(append.last);
+    return Status();
+  });
+}
+
+void PagedKVCache::StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept {
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    const GroupPlan& group = plan.group(g);
+    storage_->Copy(g, group.copy_from, group.copy_to, group.copy_opens_tile.data());
+    for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
+      int64_t row = 0;
+      for (const KVBlock& block : blocks) {
+        const LayerKV& kv = block[static_cast<size_t>(layer)];
+        backend_->append_kv({.pages = storage_->layer(layer),
+                             .row_count = kv.k.dim(0),
+                             .k = RowsOf(kv.k),
+                             .v = RowsOf(kv.v),
+                             .rotary = {},
+                             .targets = group.targets.data() + row,
+                             .opens_tile = group.opens_tile.data() + row},
+                            *options_.runner);
+        row += kv.k.dim(0);
+      }
+    }
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,299 @@
+"""bench/bench: the driver runs, and its arithmetic is right. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import source_tree
+
+BENCH = source_tree.ROOT / "bench"
+WORKER_DIR = os.environ.get("QUIRE_BENCH_WORKER_DIR") or str(source_tree.RELEASE / "bench")
+sys.path.insert(0, str(BENCH))
+
+import cases as bench_cases  # noqa: E402
+import generation  # noqa: E402
+import measure  # noqa: E402
+import models  # noqa: E402
+import report  # noqa: E402
+import workers  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What a run wrote that finds no peers."""
+    assert (Path(WORKER_DIR) / "bench_worker").exists(), "not built: ./test release"
+    folder = tmp_path_factory.mktemp("bench")
+    done = subprocess.run(
+        [BENCH / "bench", "--smoke", "--rounds", "3", "--json", folder / "smoke.json"],
+        env=os.environ | {"QUIRE_BENCH_WORKER_DIR": WORKER_DIR, "QUIRE_PEERS": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("bench/setup vllm builds it; measured without it") == 1, done.stderr
+    return json.loads((folder / "smoke.json").read_text())
+
+
+def test_every_case_gives_its_rows(smoke):
+    names = [case["name"] for case in smoke["cases"]]
+    assert names == ["smoke/decode", "smoke/shared", "smoke/prefill", "smoke/plan"]
+    for case in smoke["cases"]:
+        assert case["rows"], case["name"]
+        for rounds in case["samples"].values():
+            assert len(rounds) == 3
+            assert all(x > 0 for samples in rounds for calls in samples.values() for x in calls)
+        # Before each side, and behind the last one.
+        assert [len(probes) for probes in case["probes"]] == [len(case["samples"]) + 1] * 3
+    assert smoke["machine"]["cpu"] and smoke["versions"]["worker"]["kernel_path"]
+
+
+def test_ratio_is_the_median_of_the_rounds_ratios(smoke):
+    shared = smoke["cases"][1]
+    row = shared["rows"][0]
+    quire, copies = (
+        [statistics.median(samples["call"]) for samples in shared["samples"][side]]
+        for side in ("Quire", "own copies")
+    )
+    ratios = [theirs / ours for theirs, ours in zip(copies, quire, strict=True)]
+    comparison = row["comparisons"][0]
+    assert comparison["peer"] == "own copies"
+    assert comparison["ratio"] == pytest.approx(statistics.median(ratios))
+    assert (comparison["lowest"], comparison["highest"]) == (min(ratios), max(ratios))
+    assert row["value"] == pytest.approx(1e3 * statistics.median(quire))
+
+
+# ---- Arithmetic, on numbers made for it
+
+
+def case_of(metric: bench_cases.Metric) -> bench_cases.Case:
+    sides = (bench_cases.Side("Quire", "quire", {}), bench_cases.Side("vLLM", "vllm-kernel", {}))
+    return bench_cases.Case(name="made/up", group="a", sides=sides, metrics=(metric,))
+
+
+def probe(bandwidth: float, peak: float, dot: float | None = None) -> measure.Probe:
+    read = {"read_n": [bandwidth], "f32_n": [peak]}
+    return read if dot is None else read | {"bf16_n": [dot]}
+
+
+def measured(
+    quire: list[float], peer: list[float], probes: list[measure.Probe]
+) -> measure.Measured:
+    samples = {"Quire": [{"call": [x]} for x in quire], "vLLM": [{"call": [x]} for x in peer]}
+    return measure.Measured(samples, [[each] * 3 for each in probes])
+
+
+def test_bound_is_the_slower_of_memory_and_arithmetic():
+    for work, seconds in (
+        (bench_cases.Work(((20e9, 1e9),)), 2.0),  # 20 GB at 10 GB/s
+        (bench_cases.Work(((1e9, 300e9),)), 3.0),  # 300 GFLOP at 100 GFLOP/s
+        (bench_cases.Work(((1e9, 300e9),), "bfloat16"), 1.5),  # at 200
+        (bench_cases.Work(((20e9, 0), (0, 300e9))), 5.0),  # one after the other
+    ):
+        metric = bench_cases.Metric(work=work)
+        data = measured([2 * seconds], [1.0], [probe(10e9, 100e9, 200e9)])
+        assert measure.rows(case_of(metric), data)[0].fraction == pytest.approx(0.5)
+
+
+def test_without_bf16_dot_products_float32_bounds():
+    metric = bench_cases.Metric(work=bench_cases.Work(((0, 100e9),), "bfloat16"))
+    row = measure.rows(case_of(metric), measured([4.0], [1.0], [probe(10e9, 100e9)]))[0]
+    assert row.fraction == pytest.approx(0.25)
+
+
+def test_a_side_is_bound_by_what_was_read_before_and_behind_it():
+    metric = bench_cases.Metric(work=bench_cases.Work(((20e9, 0),)))
+    data = measured([2.0], [1.0], [])
+    data.probes.append([probe(10e9, 1e12), probe(30e9, 1e12), probe(90e9, 1e12)])
+    row = measure.rows(case_of(metric), data)[0]
+    assert (row.bandwidth, row.fraction) == (20e9, 0.5)
+
+
+def test_goals_are_judged_by_medians_over_rounds():
+    goals = (
+        bench_cases.Goal("vLLM", 2.0),
+        bench_cases.Goal("llama.cpp", 1.0),  # not measured: no outcome
+        bench_cases.Goal("bound", 0.75, in_fast_memory=0.60),
+    )
+    metric = bench_cases.Metric(work=bench_cases.Work(((30e9, 0),)), goals=goals)
+    slow, fast = probe(30e9, 1e12), probe(60e9, 1e12)
+    # Ratios 2, 1, 3; of the bound 0.8 and 0.5 in slow memory, 0.65 in fast memory.
+    data = measured(
+        [1 / 0.8, 1 / 0.5, 0.5 / 0.65], [2 / 0.8, 1 / 0.5, 1.5 / 0.65], [slow, slow, fast]
+    )
+    row = measure.rows(case_of(metric), data)[0]
+    assert [outcome.reached for outcome in row.outcomes] == [True, True]
+    assert row.comparisons[0].ratio == pytest.approx(2)
+    data = measured(
+        [1 / 0.8, 1 / 0.5, 0.5 / 0.55], [1.9 / 0.8, 1.9 / 0.5, 1 / 0.55], [slow, slow, fast]
+    )
+    row = measure.rows(case_of(metric), data)[0]
+    assert [outcome.reached for outcome in row.outcomes] == [False, False]
+
+
+def test_limits_and_quoted_figures():
+    metric = bench_cases.Metric(
+        unit="us", goals=(bench_cases.Goal("limit", 20e-6),), quoted={"TVM": 569e-6}
+    )
+    case = case_of(metric)
+    data = measure.Measured({"Quire": [{"call": [10e-6, 30e-6, 19e-6]}]}, [[probe(1e9, 1e9)] * 2])
+    row = measure.rows(case, data)[0]
+    assert row.value == pytest.approx(19)
+    assert row.comparisons[0].ratio == pytest.approx(569 / 19)
+    assert row.outcomes[0].reached
+
+
+def test_tokens_per_second_compare_as_times_do():
+    metric = bench_cases.Metric(unit="tokens", tokens=16)
+    row = measure.rows(case_of(metric), measured([0.5], [1.0], [probe(1e9, 1e9)]))[0]
+    assert (row.value, row.comparisons[0].value, row.comparisons[0].ratio) == (32, 16, 2)
+
+
+def test_names_of_cases_are_distinct_and_every_group_has_quick_ones():
+    every = bench_cases.all_cases(32 << 20, 2)
+    assert len({case.name for case in every}) == len(every)
+    assert {case.group for case in every if case.quick} == set(bench_cases.GROUPS)
+    assert not [case.name for case in every if case.quick and case.long]
+    assert all(case.sides[0].name == "Quire" for case in every)
+
+
+def test_attention_rotates_more_than_the_last_cache():
+    cache = 32 << 20
+    for case in bench_cases.all_cases(cache, 2):
+        for side in case.sides:
+            if side.request.get("kind") == "attention":
+                request = side.request
+                element = 2 if request["dtype"] == "bfloat16" else 4
+                tokens = request["prefix"] + request["sequences"] * request["own"]
+                layer = 2 * tokens * request["kv_heads"] * request["head_dim"] * element
+                assert request["layers"] * layer > 8 * cache, case.name
+                assert request["layers"] * layer <= case.side_bytes, case.name
+
+
+# ---- Children
+
+
+def line_worker(tmp_path: Path, program: str, patience: float = 60.0) -> workers.LineWorker:
+    return workers.LineWorker(
+        [sys.executable, "-c", program], tmp_path / "log", lambda: patience, start=None
+    )
+
+
+def test_a_child_that_ends_is_named_with_its_last_words(tmp_path):
+    worker = line_worker(tmp_path, "import sys; input(); sys.exit('out of luck')")
+    with pytest.raises(workers.WorkerError, match="has ended: out of luck"):
+        worker.ask({"do": "run"})
+    worker.close()
+
+
+def test_a_child_that_hangs_is_ended(tmp_path):
+    worker = line_worker(tmp_path, "import sys; sys.stdin.read()", patience=0.01)
+    with pytest.raises(workers.WorkerError, match="took too long"):
+        worker.ask({"do": "run"})
+    assert worker.process.poll() is not None
+
+
+def test_what_a_peer_prints_and_raises_does_not_end_its_worker(tmp_path):
+    program = f"""
+import sys; sys.path.insert(0, {str(BENCH)!r})
+import line_protocol
+def run(x):
+    print("noise")
+    return {{"samples": {{"call": [1 / x]}}}}
+line_protocol.serve({{"run": run}})
+"""
+    worker = line_worker(tmp_path, program)
+    with pytest.raises(workers.WorkerError, match="ZeroDivisionError"):
+        worker.ask({"do": "run", "x": 0})
+    assert worker.ask({"do": "run", "x": 4}) == {"samples": {"call": [0.25]}}
+    worker.close()
+    assert "noise" in worker.log_tail()
+
+
+# ---- Requests of the whole-model cases
+
+
+def test_every_engine_is_asked_for_the_same_work():
+    asked: list[tuple[list[int], int]] = []
+
+    def generate(prompts: list[list[int]], tokens: int) -> None:
+        asked.append(([len(prompt) for prompt in prompts], tokens))
+
+    cases = generation.Cases(generate, vocab_size=1000)
+    request = {"kind": "generate", "depth": 64, "batch": 3, "tokens": 32}
+    cases.prepare("key", **request)
+    assert asked == [([64], 1)] * 3 + [([64] * 3, 1), ([64] * 3, 33)]
+    asked.clear()
+    cases.run("key", **request)
+    assert asked == [([64] * 3, 1), ([64] * 3, 33)]
+    asked.clear()
+    cases.run("key", kind="shared", prefix=128, batch=2, tokens=5)
+    assert asked == [([128], 1), ([128 + 16] * 2, 5)]
+    asked.clear()
+    cases.run("key", kind="first_token", prefix=128, repetitions=2)
+    assert asked == [([128], 1), ([144], 1), ([144], 1)]
+
+
+# ---- The page
+
+
+def row(case: str, value: float) -> measure.Row:
+    return measure.Row(case, "call", "ms", value, [], 0.5, 30e9, [])
+
+
+def test_rows_of_the_page_are_replaced_and_others_stay(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"head\n{report.BEGIN}\n{report.END}\ntail\n")
+    report.update(page, "one", {"a": [row("decode/x", 1), row("decode/y", 2)]}, "2026-01-01")
+    report.update(page, "two", {"a": [row("decode/x", 3)], "c": [row("plan", 4)]}, "2026-01-02")
+    report.update(page, "one", {"a": [row("decode/x", 5)]}, "2026-01-03")
+    text = page.read_text()
+    assert text.startswith("head\n") and text.endswith("\ntail\n")
+    tables = report.parse(text.split(report.BEGIN)[1].split(report.END)[0])
+    assert list(tables) == ["one", "two"]
+    lines = tables["one"]["Decode attention"]
+    assert "| 5 ms |" in lines["decode/x"] and lines["decode/x"].endswith("2026-01-03 |")
+    assert "| 2 ms |" in lines["decode/y"] and lines["decode/y"].endswith("2026-01-01 |")
+    assert list(tables["two"]) == ["Decode attention", "Planning a step"]
+
+
+def test_the_page_has_its_place_for_results():
+    text = source_tree.read(Path("docs/benchmarks.md"))
+    assert text.count(report.BEGIN) == 1 and text.count(report.END) == 1
+
+
+# ---- Models
+
+
+@pytest.mark.parametrize("name", ["110m", "1b"])
+def test_a_models_numbers_agree_with_its_tensors(name):
+    model = models.describe(name)
+    tensors = {hf: shape for hf, _, shape, _ in models._tensors(model)}
+    matrices = sum(s[0] * s[1] for hf, s in tensors.items() if len(s) == 2 and "layers" in hf)
+    assert matrices == model.layer_parameters
+    head = tensors["lm_head.weight"]
+    assert head[0] * head[1] == model.logit_parameters
+
+
+def test_the_embedded_models_numbers_are_those_of_its_configuration():
+    import quire
+
+    config = json.loads((Path(quire.embedded_model_dir()) / "config.json").read_text())
+    model = models.describe("embedded")
+    assert model == models.Model(
+        name="embedded",
+        vocab_size=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate=config["intermediate_size"],
+        max_positions=config["max_position_embeddings"],
+    )
