@@ -19,6 +19,8 @@ from quire.errors import *  # noqa: F403 (the list stands in errors.__all__)
 if TYPE_CHECKING:
     from quire.engine import (
         Engine,
+        EngineOptions,
+        MemoryPlan,
         ModelInfo,
         Piece,
         Result,
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "Engine": "quire.engine",
+    "EngineOptions": "quire.engine",
     "KVCache": "quire.kv_cache",
     "LayerSpec": "quire.kv_cache",
+    "MemoryPlan": "quire.engine",
     "ModelInfo": "quire.engine",
     "Piece": "quire.engine",
     "Result": "quire.engine",
@@ -85,8 +89,10 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Engine",
+    "EngineOptions",
     "KVCache",
     "LayerSpec",
+    "MemoryPlan",
     "ModelInfo",
     "Piece",
     "Result",

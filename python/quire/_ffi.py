@@ -45,12 +45,30 @@ class EngineHandle(tvm_ffi.Object):
     """The C++ object behind quire.Engine; constructor and methods come from the library."""
 
 
+@tvm_ffi.register_object("quire.LookupBuffer")
+class LookupBufferHandle(tvm_ffi.Object):
+    """The C++ object behind quire.LookupBuffer; constructor and methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.StoreBuffer")
+class StoreBufferHandle(tvm_ffi.Object):
+    """The C++ object behind quire.StoreBuffer; constructor and methods come from the library."""
+
+
 def new_kv_cache(options: dict[str, Any]) -> Any:
     return KVCacheHandle(options)  # type: ignore[call-arg]
 
 
 def new_engine(options: dict[str, Any]) -> Any:
     return EngineHandle(options)  # type: ignore[call-arg]
+
+
+def new_lookup_buffer(options: dict[str, Any]) -> Any:
+    return LookupBufferHandle(options)  # type: ignore[call-arg]
+
+
+def new_store_buffer(options: dict[str, Any]) -> Any:
+    return StoreBufferHandle(options)  # type: ignore[call-arg]
 
 
 def function(name: str) -> Any:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from .importer import FORMAT_VERSION, import_gguf
@@ -23,9 +24,9 @@ class EmbeddedModelError(RuntimeError):
     """The package with the embedded model is absent or not what it should be."""
 
 
-def embedded_model_dir() -> Path:
-    """The Hugging Face folder of the embedded model. The first call makes it (some seconds), later
-    ones only look.
+def embedded_model_dir(on_import: Callable[[], None] | None = None) -> Path:
+    """The Hugging Face folder of the embedded model. The first call makes it (some seconds, before
+    which it calls `on_import`), later ones only look.
 
     It lies in the cache folder under a name that contains the digest of the GGUF file and the
     importer's version. Calls at the same time, also from several processes, are safe: one imports,
@@ -40,6 +41,8 @@ def embedded_model_dir() -> Path:
     with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed, also by a crash
         if not folder.is_dir():
+            if on_import is not None:
+                on_import()
             import_gguf(gguf, folder)
     return folder
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -19,9 +20,12 @@ from quire.text import Detokenizer, Message, StopStrings, Tokenizer
 
 __all__ = [
     "Engine",
+    "EngineOptions",
     "FinishReason",
+    "MemoryPlan",
     "ModelInfo",
     "Piece",
+    "Prompt",
     "Result",
     "Sample",
     "SamplingOptions",
@@ -38,6 +42,20 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 # In the order of quire::FinishReason; "error" raises and is never seen in a result.
 _FINISH_REASONS: tuple[Any, ...] = (None, "stop", "length", "cancelled", "error")
 _DEFAULT_MAX_TOKENS = 128
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of :class:`Engine`, which says what they mean."""
+
+    dtype: Any
+    threads: int
+    page_size: int
+    prefill_chunk: int
+    kv_bytes: int
+    prefix_cache: bool
+    max_num_sequences: int
+    max_waiting: int
+    kernel_path: str
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -185,6 +203,37 @@ class ModelInfo:
     kernel_path: str
 
 
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What an engine would take of the memory, in exact bytes; nothing has been loaded.
+
+    weight_bytes: the weights as the engine keeps them.
+    kv_bytes_per_token: keys and values of one token in all layers.
+    page_size: tokens of a page; page_bytes: of a page in all layers; page_count: pages in all.
+    kv_bytes: all pages.
+    scratch_bytes: what one step needs beside weights and pages, at most.
+    total_bytes: all of these together.
+    machine_bytes: memory of the machine.
+    longest_context: most tokens that one sequence can have with these pages.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    page_size: int
+    page_bytes: int
+    page_count: int
+    kv_bytes: int
+    scratch_bytes: int
+    total_bytes: int
+    machine_bytes: int
+    longest_context: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has so much memory."""
+        return self.total_bytes <= self.machine_bytes
+
+
 @dataclasses.dataclass
 class _Output:
     """What one step gave to one sample."""
@@ -321,30 +370,22 @@ class Engine:
         max_waiting: int = 65536,
         kernel_path: str = "",
     ) -> None:
-        if model_dir is None:
-            from quire.embedded import embedded_model_dir
-
-            model_dir = embedded_model_dir()
-        self.model_dir = Path(model_dir)
-        try:
-            os.fspath(model_dir).encode("utf-8")
-        except UnicodeEncodeError:
-            raise errors.BadArgumentError(
-                f"{os.fspath(model_dir)!r}: the name of the folder is not valid UTF-8"
-            ) from None
+        self.model_dir = _folder(model_dir)
         self._open_handle: Any = _ffi.new_engine(
-            {
-                "model_directory": os.fspath(model_dir),
-                "dtype": dtype_name(dtype),
-                "threads": threads,
-                "page_size": page_size,
-                "prefill_chunk": prefill_chunk,
-                "kv_bytes": kv_bytes,
-                "prefix_cache": prefix_cache,
-                "max_num_sequences": max_num_sequences,
-                "max_waiting": max_waiting,
-                "kernel_path": kernel_path,
-            }
+            _option_map(
+                self.model_dir,
+                {
+                    "dtype": dtype,
+                    "threads": threads,
+                    "page_size": page_size,
+                    "prefill_chunk": prefill_chunk,
+                    "kv_bytes": kv_bytes,
+                    "prefix_cache": prefix_cache,
+                    "max_num_sequences": max_num_sequences,
+                    "max_waiting": max_waiting,
+                    "kernel_path": kernel_path,
+                },
+            )
         )
         # Reentrant: the garbage collector may close a stream, and so cancel its request, at any
         # line of Python.
@@ -353,6 +394,19 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._info = self._read_info()
         _ffi.close_at_exit(self)
+
+    @staticmethod
+    def plan_memory(
+        model_dir: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]
+    ) -> MemoryPlan:
+        """The memory that an engine of this model and these options takes, from config.json and the
+        headers of the weights alone: in milliseconds, whatever the size of the model.
+
+        Raises as the constructor, but no OutOfMemoryError: look at :attr:`MemoryPlan.fits`.
+        """
+        fields = _ffi.function("Engine.plan_memory")(_option_map(_folder(model_dir), options))
+        names = [field.name for field in dataclasses.fields(MemoryPlan)]
+        return MemoryPlan(**{name: int(fields[name]) for name in names})
 
     @property
     def _handle(self) -> Any:
@@ -408,7 +462,13 @@ class Engine:
 
     # ---- Logits
 
-    def logits(self, prompts: Prompt | Sequence[Prompt]) -> Any:
+    @overload
+    def logits(self, prompts: Prompt) -> np.ndarray: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def logits(self, prompts: Sequence[Prompt]) -> list[np.ndarray]: ...
+
+    def logits(self, prompts: Prompt | Sequence[Prompt]) -> np.ndarray | list[np.ndarray]:
         """Logits of every token: float32 [n, vocab_size]; a list of such for several prompts.
 
         Several prompts are computed together in one batch, which changes no bit of any of them.
@@ -422,9 +482,19 @@ class Engine:
 
     # ---- Answers
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str as well
+        self, prompts: Prompt, **options: Unpack[SamplingOptions]
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], **options: Unpack[SamplingOptions]
+    ) -> list[Result]: ...
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SamplingOptions]
-    ) -> Any:
+    ) -> Result | list[Result]:
         """Answers to one prompt or to many at once.
 
         Args:
@@ -440,20 +510,66 @@ class Engine:
             FullError: too many requests wait.
         """
         many, one = _as_list(prompts)
-        requests: list[_Request] = []
+        results: dict[int, Result] = {}
+        requests = ((prompt, options) for prompt in many)
+        # All at once, so that what is wrong with any of them is known before anything is computed.
+        with contextlib.closing(self.generate_each(requests, in_flight=len(many))) as outcomes:
+            for index, outcome in outcomes:
+                if isinstance(outcome, errors.QuireError):
+                    raise outcome
+                results[index] = outcome
+        return results[0] if one else [results[index] for index in range(len(many))]
+
+    def generate_each(
+        self,
+        requests: Iterable[tuple[Prompt, SamplingOptions]],
+        *,
+        in_flight: int = 256,
+        on_step: Callable[[], None] | None = None,
+    ) -> Generator[tuple[int, Result | errors.QuireError], None, None]:
+        """Answers to many requests, each with options of its own, in the order in which they end.
+
+        The answers are those that :meth:`generate` gives. Closing the iterator cancels what has not
+        ended.
+
+        Args:
+            requests: prompts and their options; taken one by one, as others end.
+            in_flight: most requests that are submitted at a time.
+            on_step: is called after each step of the engine.
+
+        Yields:
+            The index of a request, and its result or, when it alone failed, its error.
+        """
+        running: dict[int, _Request] = {}
+        source = enumerate(requests)
         try:
-            for prompt in many:
-                requests.append(self._submit(prompt, options))
-            while unfinished := [request for request in requests if not request.finished]:
-                self._advance(unfinished[0])
-                # A stop text is found here; the engine must hear of it before it computes on.
-                for request in unfinished:
-                    self._take_outputs(request)
+            while True:
+                while len(running) < in_flight and (entry := next(source, None)) is not None:
+                    index, (prompt, options) = entry
+                    try:
+                        running[index] = self._submit(prompt, options)
+                    except errors.QuireError as error:
+                        yield index, error
+                if not running:
+                    return
+                self._step_for(list(running.values()))
+                if on_step is not None:
+                    on_step()
+                for index, request in list(running.items()):
+                    outcome = self._outcome(request)
+                    if outcome is not None:
+                        del running[index]
+                        yield index, outcome
         finally:
-            for request in requests:
+            for request in running.values():
                 self._drop(request)
-        results = [request.result() for request in requests]
-        return results[0] if one else results
+
+    def check(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> int:
+        """Raises what :meth:`generate` would raise before it computes; else the number of the
+        prompt's tokens."""
+        request = self._submit(prompt, options)
+        self._drop(request)
+        return len(request.prompt_ids)
 
     def stream(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> Stream:
         """The answer to one prompt, piece by piece as it is computed.
@@ -512,12 +628,34 @@ class Engine:
         """Computes until there is something for this request, and gives it."""
         with self._lock:
             while not request.outputs:
-                if request.id not in self._requests:
-                    raise errors.CancelledError(
-                        f"request {request.id} was cancelled or its engine closed"
-                    )
+                self._check_known(request)
                 self._step(request)
         return self._take_outputs(request)
+
+    def _step_for(self, requests: Sequence[_Request]) -> None:
+        """One step, unless something has come for one of these requests meanwhile."""
+        with self._lock:
+            if any(request.outputs for request in requests):
+                return
+            self._check_known(requests[0])
+            self._step(requests[0])
+
+    def _outcome(self, request: _Request) -> Result | errors.QuireError | None:
+        """What became of a request; None while it has not ended. One that ended is forgotten."""
+        try:
+            # A stop text is found here; the engine must hear of it before it computes on.
+            self._take_outputs(request)
+        except errors.QuireError as error:
+            self._drop(request)
+            return error
+        if not request.finished:
+            return None
+        self._drop(request)
+        return request.result()
+
+    def _check_known(self, request: _Request) -> None:
+        if request.id not in self._requests:
+            raise errors.CancelledError(f"request {request.id} was cancelled or its engine closed")
 
     def _take_outputs(self, request: _Request) -> list[Piece]:
         """What has come for this request since the last call."""
@@ -658,6 +796,29 @@ class Stream(Iterator[Piece]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _folder(model_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder of a model, None being the embedded one."""
+    if model_dir is None:
+        from quire.embedded import embedded_model_dir
+
+        return embedded_model_dir()
+    return Path(model_dir)
+
+
+def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as the library takes them; those that are absent have its defaults, which are
+    those of Engine.__init__."""
+    name = os.fspath(folder)
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise errors.BadArgumentError(
+            f"{name!r}: the name of the folder is not valid UTF-8"
+        ) from None
+    dtype = dtype_name(options.get("dtype", "bfloat16"))
+    return {**options, "model_directory": name, "dtype": dtype}
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -78,7 +78,7 @@ class OutOfPagesError(QuireError, RuntimeError):
 
 
 class OutOfMemoryError(QuireError, MemoryError):
-    """The host's allocator refused."""
+    """The host's allocator refused, or the machine has less memory than it would take."""
 
     code = "OutOfMemory"
 

@@ -3,10 +3,11 @@ stop strings."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
 from quire import errors
+from quire.template_sandbox import TEXT_MAX, LimitedEnvironment, TemplateLimitError
 
 __all__ = ["ChatTemplate", "Detokenizer", "Message", "StopStrings", "Tokenizer"]
 
@@ -26,6 +27,8 @@ Message = Mapping[str, Any]
 they are."""
 
 _REPLACEMENT = "\ufffd"
+# The longest templates in use have some 20 000 characters.
+_TEMPLATE_CHARACTERS_MAX = 1 << 20
 # The special tokens that transformers hands to a template by name.
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -77,12 +80,17 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        if len(source) > _TEMPLATE_CHARACTERS_MAX:
+            raise errors.CorruptError(
+                f"chat template: has {len(source)} characters; the limit is "
+                f"{_TEMPLATE_CHARACTERS_MAX}"
+            )
+        environment = LimitedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, jinja2.ext.loopcontrols],
         )
-        environment.filters["tojson"] = _tojson
+        environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self.source = source
@@ -91,6 +99,11 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise errors.CorruptError(f"chat template: {error}") from error
+        except Exception as error:  # what Python's own compiler says of what jinja2 made of it
+            raise errors.CorruptError(
+                f"chat template: cannot be compiled: {type(error).__name__}: {error}"
+            ) from error
+        self._environment = environment
 
     def render(
         self,
@@ -103,20 +116,33 @@ class ChatTemplate:
     ) -> str:
         """The text of the prompt. BadArgumentError when the template refuses the messages."""
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **variables},
-            )
+            with self._environment.rendering():
+                return self._join(
+                    self._template.generate(
+                        messages=[dict(message) for message in messages],
+                        tools=tools,
+                        documents=documents,
+                        add_generation_prompt=add_generation_prompt,
+                        **{**self._special_tokens, **variables},
+                    )
+                )
         except jinja2.TemplateError as error:
             raise errors.BadArgumentError(f"chat template: {error}") from error
-        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+        except Exception as error:  # a template is a program and may fail in any way
             raise errors.BadArgumentError(
                 f"chat template: {type(error).__name__}: {error}; are the messages of the form "
                 '{"role": "user", "content": "..."}?'
             ) from error
+
+    def _join(self, pieces: Iterable[str]) -> str:
+        parts: list[str] = []
+        size = 0
+        for piece in pieces:
+            parts.append(piece)
+            size += len(piece)
+            if size > TEXT_MAX:
+                raise TemplateLimitError(f"the template prints more than {TEXT_MAX} characters")
+        return "".join(parts)
 
 
 class Tokenizer:
@@ -132,10 +158,9 @@ class Tokenizer:
             raise errors.NotFoundError(
                 f"{path}: there is no such file; only token ids will do here"
             )
-        try:
+        self._path = path
+        with self._naming_failures():
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing more precise
-            raise errors.CorruptError(f"{path}: {error}") from error
         # Lengths are the engine's affair: it refuses what does not fit and never cuts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -159,7 +184,8 @@ class Tokenizer:
             raise errors.BadArgumentError(
                 f"the text has a lone surrogate at index {error.start}; it is not valid Unicode"
             ) from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        with self._naming_failures():
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Token ids of a chat that waits for its next answer.
@@ -175,7 +201,19 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with self._naming_failures():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @contextlib.contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """What the tokenizers package raises is a fault of the file. It knows no classes of errors,
+        and where its own code panics that is not even an Exception."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise errors.CorruptError(f"{self._path}: {error}") from error
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:

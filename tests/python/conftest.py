@@ -18,6 +18,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture
+def model(tiny: TinyModel) -> list[str]:
+    """Arguments of the program for that model."""
+    return [str(tiny.directory), "--dtype", "float32", "--threads", "1"]
+
+
 @pytest.fixture(scope="session")
 def engine(tiny: TinyModel) -> Iterator[quire.Engine]:
     """float32, pages of 16 tokens, short chunks, so that prompts of the tests span several of each.

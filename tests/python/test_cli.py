@@ -6,40 +6,15 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import quire
+from program import process, run
 from quire import cli
+from quire.cli import arguments as cli_arguments
 from tiny_model import Shape, TinyModel
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = cli.main(list(arguments))
-    except SystemExit as exit:  # argparse ends usage errors and --help this way
-        code = int(exit.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def process(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        [sys.executable, "-m", "quire", *arguments],
-        env=environment,
-        **(streams | options),  # type: ignore[call-overload]
-    )
-
-
-@pytest.fixture
-def model(tiny: TinyModel) -> list[str]:
-    return [str(tiny.directory), "--dtype", "float32", "--threads", "1"]
 
 
 # ---- generate
@@ -170,6 +145,16 @@ def test_a_prompt_from_standard_input(
     assert run(capsys, "generate", *model, "--max-tokens", "5") == expected
 
 
+def test_several_answers(
+    capsys: pytest.CaptureFixture[str], model: list[str], engine: quire.Engine
+) -> None:
+    arguments = ["--temperature", "1", "--n", "3", "--json", "--max-tokens", "6", "--raw"]
+    code, out, _ = run(capsys, "generate", *model, "--page-size", "16", *arguments, "Hi")
+    expected = engine.generate("Hi", temperature=1, n=3, max_tokens=6).samples
+    assert code == 0
+    assert [found["ids"] for found in json.loads(out)["samples"]] == [s.ids for s in expected]
+
+
 def test_stats_go_to_standard_error(capsys: pytest.CaptureFixture[str], model: list[str]) -> None:
     _, _, err = run(
         capsys, "generate", *model, "--stats", "--max-tokens", "5", "--ignore-eos", "Hi"
@@ -194,6 +179,11 @@ def test_stats_go_to_standard_error(capsys: pytest.CaptureFixture[str], model: l
         (["generate", "MODEL", "bad \udc80 text"], "surrogate"),
         (["import", "/no/such/file.gguf", "/tmp/no_such_out"], "/no/such/file.gguf"),
         (["inspect", "/no/such/folder"], "/no/such/folder"),
+        (["chat", "/no/such/folder"], "/no/such/folder"),
+        (["chat", "MODEL", "--threads", "-1"], "threads"),
+        (["generate", "--file", "/no/such/file.txt"], "/no/such/file.txt: No such file"),
+        (["generate", "--file", "/tmp"], "/tmp: Is a directory"),
+        (["generate", "/no/such/folder", "--dry-run"], "/no/such/folder"),
     ],
     ids=str,
 )
@@ -204,7 +194,7 @@ def test_a_failure_is_one_line(
     code, out, err = run(capsys, *arguments)
     assert code == 1 and out == ""
     assert err.startswith("quire: error: ") and err.count("\n") == 1 and message in err
-    assert "Traceback" not in err
+    assert "Traceback" not in err and "Errno" not in err
 
 
 @pytest.mark.parametrize("arguments", [["generate", "Hi"], ["import", "FILE.gguf", "DIR"]], ids=str)
@@ -233,6 +223,12 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(
         ["generate", "MODEL", "x", "--dtype", "int8"],
         ["generate", "MODEL", "x", "--kv-bytes", "lots"],
         ["generate", "MODEL", "x", "--raw", "--system", "s"],
+        ["generate", "MODEL", "x", "--n", "2"],
+        ["generate", "MODEL", "x", "--output", "answers.jsonl"],
+        ["generate", "MODEL", "x", "--format", "txt"],
+        ["generate", "MODEL", "x", "--file", "prompts.txt"],
+        ["generate", "MODEL", "--prompt", "x", "--file", "prompts.txt"],
+        ["chat", "MODEL", "too", "many"],
         ["import", "one"],
     ],
     ids=str,
@@ -265,35 +261,16 @@ def test_a_file_in_place_of_a_folder_gets_a_hint(
     ],
 )
 def test_sizes(text: str, expected: int) -> None:
-    assert cli._bytes(text) == expected
+    assert cli_arguments.size(text) == expected
 
 
-# ---- inspect, help
-
-
-def test_inspect_of_the_build(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "inspect", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["version"] == quire.__version__ and "scalar" in found["kernel_paths"]
-
-
-def test_inspect_of_a_model(capsys: pytest.CaptureFixture[str], tiny: TinyModel) -> None:
-    code, out, _ = run(capsys, "inspect", str(tiny.directory), "--json", "--page-size", "16")
-    found = json.loads(out)
-    assert (
-        code == 0
-        and found["layers"] == 3
-        and found["page_size"] == 16
-        and found["chat_template"] is True
-    )
-    code, out, _ = run(capsys, "inspect", str(tiny.directory))
-    assert code == 0 and "LlamaForCausalLM" in out
+# ---- Help
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0 and all(
-        f"quire {command}" in out for command in ("generate", "import", "inspect")
+        f"quire {command}" in out for command in ("generate", "chat", "import", "inspect")
     )
     assert run(capsys, "--version") == (0, f"quire {quire.__version__}\n", "")
 
@@ -303,7 +280,7 @@ def test_without_arguments_it_introduces_itself_and_answers(
 ) -> None:
     code, out, err = run(capsys)
     assert code == 0 and "quire generate" in out
-    answer = out.split(cli._DEMO_PROMPT)[-1].strip(' "\n')
+    answer = out.split(cli.DEMO_PROMPT)[-1].strip(' "\n')
     assert len(answer) > 20 and "tokens/s" in err
 
 

@@ -341,6 +341,90 @@ def test_a_stream_that_never_starts_is_dropped_too(engine: quire.Engine) -> None
     assert engine.stats()["waiting"] == 0 and engine.stats()["running"] == 0
 
 
+# ---- Many requests with options of their own
+
+
+def test_each_request_gets_the_answer_that_it_gets_alone(
+    engine: quire.Engine, tiny: TinyModel
+) -> None:
+    requests: list[tuple[Any, Any]] = [
+        (PROMPTS[0], {"max_tokens": 9}),
+        (some_ids(tiny, 30), {"max_tokens": 3, "temperature": 1.0, "seed": 5, "n": 2}),
+        ([{"role": "user", "content": "Hi"}], {"max_tokens": 12, "logprobs": 2}),
+        (PROMPTS[1], {"max_tokens": 1, "ignore_eos": True}),
+    ]
+    alone = [engine.generate(prompt, **options) for prompt, options in requests]
+    for in_flight in (1, 2, 256):
+        found = dict(engine.generate_each(requests, in_flight=in_flight))
+        assert sorted(found) == [0, 1, 2, 3]
+        for index, result in enumerate(alone):
+            outcome = found[index]
+            assert isinstance(outcome, quire.Result) and outcome == result
+
+
+def test_requests_come_back_as_they_end(engine: quire.Engine, tiny: TinyModel) -> None:
+    steps = [0]
+
+    def count() -> None:
+        steps[0] += 1
+
+    lengths = (20, 2, 9)
+    requests: list[tuple[Any, Any]] = [
+        ([7], {"max_tokens": n, "ignore_eos": True}) for n in lengths
+    ]
+    order = [index for index, _ in engine.generate_each(requests, on_step=count)]
+    assert order == [1, 2, 0] and steps[0] >= 20
+
+
+def test_a_stop_text_ends_one_of_many(engine: quire.Engine) -> None:
+    text = engine.generate("Hi", max_tokens=20, ignore_eos=True).text
+    assert text is not None
+    stop = text[len(text) // 2 :][:2]
+    options: Any = {"max_tokens": 20, "ignore_eos": True}
+    found = dict(engine.generate_each([("Hi", options), ("Hi", {**options, "stop": stop})]))
+    whole, cut = found[0], found[1]
+    assert isinstance(whole, quire.Result) and isinstance(cut, quire.Result)
+    assert whole.text == text and cut.text == text[: text.index(stop)]
+    assert cut.finish_reason == "stop" and engine.stats()["pages_in_use"] == 0
+
+
+def test_one_that_fails_leaves_the_others_alone(engine: quire.Engine) -> None:
+    good: Any = ([7], {"max_tokens": 3})
+    requests: list[Any] = [([], {}), good, ([7], {"max_tokens": 5000}), good, ([10**6], {})]
+    for in_flight in (1, 256):
+        found = dict(engine.generate_each(requests, in_flight=in_flight))
+        assert isinstance(found[0], quire.BadArgumentError)
+        assert isinstance(found[2], quire.TooLargeError)
+        assert isinstance(found[4], quire.BadArgumentError)
+        assert found[1] == found[3] == engine.generate([7], max_tokens=3)
+
+
+def test_closing_the_iterator_cancels_the_rest(engine: quire.Engine) -> None:
+    taken = []
+
+    def requests() -> Any:
+        for n in range(1000):
+            taken.append(n)
+            yield [7], {"max_tokens": 1 if n == 0 else 100, "ignore_eos": True}
+
+    outcomes = engine.generate_each(requests(), in_flight=3)
+    assert next(outcomes)[0] == 0 and len(taken) == 3
+    outcomes.close()
+    stats = engine.stats()
+    assert (stats["running"], stats["waiting"], stats["pages_in_use"]) == (0, 0, 0)
+
+
+def test_a_check_computes_nothing(engine: quire.Engine, tiny: TinyModel) -> None:
+    before = engine.stats()["prompt_tokens"]
+    assert engine.check(some_ids(tiny, 30), max_tokens=5) == 30
+    with pytest.raises(quire.TooLargeError):
+        engine.check([7], max_tokens=5000)
+    with pytest.raises(quire.BadArgumentError):
+        engine.check([7], temperature=-1.0)
+    after = engine.stats()
+    assert after["prompt_tokens"] == before and after["running"] == after["waiting"] == 0
+
+
 def test_threads_share_an_engine(engine: quire.Engine) -> None:
     expected = [engine.generate(prompt, max_tokens=15, ignore_eos=True).ids for prompt in PROMPTS]
     found: dict[int, list[int]] = {}

@@ -1,0 +1,138 @@
+"""Options that several commands share, and the values they take."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "stop",
+    "logprobs",
+    "ignore_eos",
+)
+ENGINE = (
+    "dtype",
+    "threads",
+    "page_size",
+    "kv_bytes",
+    "prefill_chunk",
+    "max_num_sequences",
+    "prefix_cache",
+    "kernel_path",
+)
+
+
+class UsageError(Exception):
+    """Arguments that argparse cannot judge alone."""
+
+
+def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Those that were given on the command line; the rest keeps the library's defaults."""
+    found = {name: getattr(options, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def add_sampling(command: argparse.ArgumentParser, most_tokens: str) -> argparse._ArgumentGroup:
+    """The options that every command with answers has."""
+    sampling = command.add_argument_group("sampling (greedy by default)")
+    sampling.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"most new tokens (default: {most_tokens})"
+    )
+    sampling.add_argument(
+        "--temperature", type=float, metavar="T", help="0 takes the most likely token"
+    )
+    sampling.add_argument(
+        "--top-k", type=int, metavar="K", help="only the K most likely tokens; 0: all"
+    )
+    sampling.add_argument(
+        "--top-p", type=float, metavar="P", help="only the most likely tokens that sum up to P"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, metavar="P", help="only tokens of at least P times the best one"
+    )
+    sampling.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="over prompt and answer; 1: off"
+    )
+    sampling.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="over the answer; 0: off"
+    )
+    sampling.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="over the answer; 0: off"
+    )
+    sampling.add_argument("--seed", type=int, metavar="N", help="0 to 2^64 - 1")
+    sampling.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="ends the answer before TEXT; may be repeated",
+    )
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on behind the end of the answer"
+    )
+    return sampling
+
+
+def add_engine(command: argparse.ArgumentParser) -> None:
+    """How the model is run."""
+    engine = command.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of products and KV (default: bfloat16)"
+    )
+    engine.add_argument("--threads", type=int, metavar="N", help="0: one per core (default)")
+    engine.add_argument(
+        "--page-size", type=int, metavar="N", help="tokens per page of KV; 0: chosen for the model"
+    )
+    engine.add_argument(
+        "--kv-bytes", type=size, metavar="SIZE", help="memory for KV: 512M, 2G, ..."
+    )
+    engine.add_argument(
+        "--prefill-chunk", type=int, metavar="N", help="most new tokens of one step (default: 512)"
+    )
+    engine.add_argument(
+        "--max-num-sequences",
+        type=int,
+        metavar="N",
+        help="most answers in work at a time (default: 64)",
+    )
+    engine.add_argument(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        default=None,
+        help="do not keep the KV of earlier prompts and answers",
+    )
+    engine.add_argument(
+        "--kernel-path", metavar="NAME", help="one of `quire inspect`; default: the best"
+    )
+
+
+def token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(word) for word in re.split(r"[\s,]+", text.strip("[] \t\n")) if word]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"token ids are numbers with commas between them: {error}"
+        ) from None
+    if not ids:
+        raise argparse.ArgumentTypeError("there must be at least one token id")
+    return ids
+
+
+def size(text: str) -> int:
+    """Bytes of "512M", "1.5GiB", ..."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size: 1000000, 512M, 2G, ...")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

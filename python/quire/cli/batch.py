@@ -1,0 +1,150 @@
+"""The answers of `quire generate --file`: computed together, written in the order of the lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from quire import errors
+from quire.cli import answers, arguments, memory, models
+from quire.cli.arguments import UsageError
+from quire.cli.prompt_file import PromptFile, PromptLine
+from quire.cli.terminal import Progress, note
+
+if TYPE_CHECKING:
+    from quire.engine import Engine, MemoryPlan, Result
+    from quire.text import Tokenizer
+
+
+def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int:
+    folder = models.model_folder(model)
+    engine_arguments = arguments.given(options, arguments.ENGINE)
+    if options.dry_run:
+        plan = memory.plan_memory(folder, engine_arguments)
+        tokenizer = models.read_tokenizer(folder)
+        prompts = [
+            (
+                _prompt(file, line, tokenizer, options),
+                line.sampling.get("max_tokens", options.max_tokens),
+            )
+            for line in file.lines
+        ]
+        return memory.print_plan(plan, length_facts(plan, tokenizer, prompts), options.json)
+    with (
+        models.open_engine(folder, engine_arguments) as engine,
+        _open_output(options.output, options.file) as output,
+    ):
+        requests = _requests(engine, file, options)
+        return _answer_all(engine, file, requests, output)
+
+
+def length_facts(
+    plan: MemoryPlan, tokenizer: Tokenizer | None, prompts: Iterable[tuple[Any, int | None]]
+) -> dict[str, Any]:
+    """Of prompts and their max_tokens (None: what there is room for): how long they are, and how
+    many cannot be answered."""
+    sizes = [(models.count_tokens(tokenizer, prompt), most) for prompt, most in prompts]
+    too_long = [n for n, most in sizes if n + (1 if most is None else most) > plan.longest_context]
+    return {
+        "prompts": len(sizes),
+        "prompt_tokens": sum(n for n, _ in sizes),
+        "longest_prompt": max(n for n, _ in sizes),
+        "too_long": len(too_long),
+    }
+
+
+def _prompt(
+    file: PromptFile, line: PromptLine, tokenizer: Tokenizer | None, options: argparse.Namespace
+) -> Any:
+    """The prompt of a line as the engine takes it."""
+    if not isinstance(line.prompt, str):
+        return line.prompt
+    raw = options.raw if line.raw is None else line.raw
+    system = options.system if line.system is None else line.system
+    try:
+        return models.text_prompt(tokenizer, line.prompt, system, raw)
+    except UsageError as error:
+        raise file.failure([(line.number, error)]) from None
+
+
+def _requests(
+    engine: Engine, file: PromptFile, options: argparse.Namespace
+) -> list[tuple[Any, Any]]:
+    """Prompts and their sampling options, all of them checked. Lines that can never be answered
+    stop everything; those that only do not fit get their error in the output."""
+    tokenizer = models.tokenizer_of(engine)
+    defaults = {"logprobs": None, **arguments.given(options, arguments.SAMPLING)}
+    requests = []
+    bad: list[tuple[int, object]] = []
+    for line in file.lines:
+        prompt, sampling = _prompt(file, line, tokenizer, options), {**defaults, **line.sampling}
+        try:
+            engine.check(prompt, **sampling)
+        except errors.TooLargeError:
+            pass
+        except errors.QuireError as error:
+            bad.append((line.number, error))
+        requests.append((prompt, sampling))
+    if bad:
+        raise file.failure(bad)
+    return requests
+
+
+def _answer_all(
+    engine: Engine, file: PromptFile, requests: list[tuple[Any, Any]], output: TextIO
+) -> int:
+    progress = Progress(len(requests), sys.stderr)
+    done = written = failed = 0
+    # Rows that wait for one before them.
+    waiting: dict[int, dict[str, Any]] = {}
+    before = engine.stats()["completion_tokens"]
+
+    def new_tokens() -> int:
+        return engine.stats()["completion_tokens"] - before
+
+    try:
+        outcomes = engine.generate_each(
+            requests, on_step=lambda: progress.update(done, new_tokens())
+        )
+        with contextlib.closing(outcomes):
+            for index, outcome in outcomes:
+                waiting[index] = _row(file.lines[index], outcome)
+                done += 1
+                failed += "error" in waiting[index]
+                while written in waiting:
+                    text = json.dumps(waiting.pop(written), ensure_ascii=False)
+                    print(text, file=output, flush=True)
+                    written += 1
+    finally:
+        progress.clear()
+    note(f"({progress.summary(done, new_tokens())})")
+    if failed:
+        note(f'quire: error: {failed} of {done} requests failed; their rows have an "error"')
+    return 1 if failed else 0
+
+
+def _row(line: PromptLine, outcome: Result | errors.QuireError) -> dict[str, Any]:
+    row: dict[str, Any] = {"line": line.number}
+    if line.id is not None:
+        row["id"] = line.id
+    if isinstance(outcome, errors.QuireError):
+        return {**row, "error": {"code": outcome.code, "message": str(outcome)}}
+    return {**row, **answers.result_object(outcome)}
+
+
+@contextlib.contextmanager
+def _open_output(name: str | None, source: str) -> Iterator[TextIO]:
+    """The file of the answers, or standard output. Whatever was in the file before is replaced."""
+    if name is None:
+        yield sys.stdout
+        return
+    if os.path.exists(name) and os.path.exists(source) and os.path.samefile(name, source):
+        raise UsageError(f"generate: --output {name} is the file of the prompts")
+    # What is no Unicode (a lone surrogate in an "id") is written as JSON's own escape.
+    with open(name, "w", encoding="utf-8", errors="backslashreplace") as file:
+        yield file

@@ -1,0 +1,37 @@
+"""`quire import`: a GGUF file as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quire.cli import arguments, models
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="quire import",
+        description="Turns a GGUF file of the llama family into a Hugging Face folder.",
+    )
+    command.add_argument("file", metavar="FILE.gguf")
+    command.add_argument(
+        "directory", metavar="DIR", help="is made; must not exist yet, or be empty"
+    )
+    command.add_argument(
+        "--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights written"
+    )
+    command.set_defaults(run=_run)
+    return command
+
+
+def _run(options: argparse.Namespace) -> int:
+    with models.naming_missing_packages():
+        from quire.importer import GgufError, import_gguf
+    try:
+        import_gguf(
+            Path(options.file), Path(options.directory), **arguments.given(options, ("dtype",))
+        )
+    except GgufError as error:
+        raise models.Failure(error) from error
+    print(f'{options.directory}: written; try: quire generate {options.directory} "Hello"')
+    return 0

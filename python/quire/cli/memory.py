@@ -1,0 +1,62 @@
+"""`--dry-run`: what a command would take of the memory, without loading anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import quire
+from quire.cli.models import model_folder
+
+if TYPE_CHECKING:
+    from quire.engine import MemoryPlan
+
+
+def plan_memory(model: str | None, arguments: dict[str, Any]) -> MemoryPlan:
+    return quire.Engine.plan_memory(model_folder(model), **arguments)
+
+
+def memory_lines(plan: MemoryPlan) -> dict[str, str]:
+    """The plan in words, by name."""
+    return {
+        "weights": bytes_text(plan.weight_bytes),
+        "KV per token": bytes_text(plan.kv_bytes_per_token),
+        "KV pages": f"{bytes_text(plan.kv_bytes)}: {plan.page_count:,} pages of "
+        f"{plan.page_size} tokens, {plan.page_bytes:,} bytes each",
+        "scratch": bytes_text(plan.scratch_bytes),
+        "total": bytes_text(plan.total_bytes),
+        "machine": f"{bytes_text(plan.machine_bytes)}: "
+        + ("it fits" if plan.fits else "IT DOES NOT FIT"),
+        "longest context": f"{plan.longest_context:,} tokens",
+    }
+
+
+def bytes_text(count: int) -> str:
+    """Exact, and in the unit one thinks in."""
+    exact = f"{count:,} bytes"
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{exact} ({count / 1024**power:.1f} {unit})"
+    return exact
+
+
+def print_table(rows: dict[str, str]) -> None:
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+
+
+def print_plan(plan: MemoryPlan, facts: dict[str, Any], as_json: bool) -> int:
+    """Prints a plan and what else is known about the command; returns the exit code.
+
+    1 says that it cannot be run like this.
+    """
+    runs = plan.fits and facts.get("too_long", 0) == 0
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(plan), "fits": plan.fits, **facts}))
+        return 0 if runs else 1
+    rows = memory_lines(plan)
+    rows |= {name.replace("_", " "): f"{value:,}" for name, value in facts.items()}
+    print_table(rows)
+    return 0 if runs else 1

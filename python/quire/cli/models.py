@@ -1,0 +1,107 @@
+"""From what the user calls a model to an engine that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import quire
+from quire.cli.arguments import UsageError
+from quire.cli.terminal import is_terminal, note
+
+if TYPE_CHECKING:
+    from quire.engine import Engine
+    from quire.text import Tokenizer
+
+
+class Failure(Exception):
+    """A failure of a part that has errors of its own."""
+
+
+def model_folder(model: str | None) -> str:
+    """The folder of a model; None is the embedded one, which is made when it is not there yet."""
+    if model is None:
+        return _embedded_model_dir()
+    path = os.path.expanduser(model)
+    if os.path.isfile(path):
+        hint = "turn a GGUF file into one with: quire import FILE.gguf DIR"
+        raise quire.NotFoundError(f"{model}: is a file, not the folder of a model; {hint}")
+    if not os.path.isdir(path):
+        hint = "if it is meant as the prompt, give it with --prompt"
+        raise quire.NotFoundError(f"{model}: there is no such folder with a model; {hint}")
+    return path
+
+
+def open_engine(model: str | None, arguments: dict[str, Any]) -> Engine:
+    return quire.Engine(model_folder(model), **arguments)
+
+
+def tokenizer_of(engine: Engine) -> Tokenizer | None:
+    return engine.tokenizer if engine.has_tokenizer else None
+
+
+def read_tokenizer(folder: str) -> Tokenizer | None:
+    """The tokenizer of a model that is not loaded; None if it has none."""
+    from quire.text import Tokenizer
+
+    return Tokenizer(folder) if os.path.isfile(os.path.join(folder, "tokenizer.json")) else None
+
+
+def is_chat_model(tokenizer: Tokenizer | None) -> bool:
+    return tokenizer is not None and tokenizer.chat_template is not None
+
+
+def text_prompt(
+    tokenizer: Tokenizer | None, text: str, system: str | None = None, raw: bool = False
+) -> Any:
+    """A text as the engine takes it: a chat for chat models, unless raw."""
+    if raw or not is_chat_model(tokenizer):
+        if system is not None:
+            raise UsageError("a system message needs a model with a chat template, and no --raw")
+        return text
+    return chat_messages(system) + [{"role": "user", "content": text}]
+
+
+def count_tokens(tokenizer: Tokenizer | None, prompt: Any) -> int:
+    """Tokens of a prompt as the engine takes it."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    if tokenizer is None:
+        raise quire.NotFoundError("this model has no tokenizer.json; only token ids will do here")
+    if isinstance(prompt, str):
+        return len(tokenizer.encode(prompt))
+    return len(tokenizer.encode_chat(prompt))
+
+
+def chat_messages(system: str | None) -> list[dict[str, Any]]:
+    """What a chat begins with."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _embedded_model_dir() -> str:
+    with naming_missing_packages():
+        from quire.embedded import EmbeddedModelError, embedded_model_dir
+        from quire.importer import GgufError
+
+    def tell() -> None:
+        if is_terminal(sys.stderr):
+            note("(importing the embedded model, some seconds; the next start is fast)")
+
+    try:
+        return str(embedded_model_dir(on_import=tell))
+    except (EmbeddedModelError, GgufError) as error:
+        raise Failure(error) from error
+
+
+@contextlib.contextmanager
+def naming_missing_packages() -> Iterator[None]:
+    """For imports of what only the extra [import] brings."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise Failure(
+            f"the package {error.name} is missing: pip install 'quire[import]'"
+        ) from error

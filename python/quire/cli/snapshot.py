@@ -1,0 +1,156 @@
+"""`quire snapshot`: keeps the KV of a text in a file, looks into such files, goes on from them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import time
+from typing import Any
+
+from quire import snapshot
+from quire.cli import answers, arguments, memory, models
+from quire.cli.arguments import UsageError
+from quire.cli.terminal import note
+
+_ABOUT = """\
+Keeps the KV of a text in a file, looks into such files, and goes on from them.
+
+  quire snapshot save FILE [MODEL] --prompt TEXT       keeps the KV of a text and its answer
+  quire snapshot restore FILE [MODEL] [--prompt TEXT]  goes on from it, with more text or without
+  quire snapshot show FILE                             what it is of
+  quire snapshot verify FILE                           reads and checks all of it
+  quire snapshot diff FILE FILE                        what two have in common
+"""
+# The action and how many files it takes; those that run a model take its folder as well.
+_FILES = {"save": 1, "restore": 1, "show": 1, "verify": 1, "diff": 2}
+_RUN_A_MODEL = ("save", "restore")
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="quire snapshot",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("action", choices=tuple(_FILES))
+    command.add_argument(
+        "words", nargs="*", metavar="FILE | MODEL", help="the file, and the folder of the model"
+    )
+    command.add_argument("--prompt", metavar="TEXT", help="the text; with restore: what follows")
+    command.add_argument(
+        "--prompt-ids", metavar="IDS", type=arguments.token_ids, help='as token ids: "1,2,3"'
+    )
+    command.add_argument("--raw", action="store_true", help="save: no chat template")
+    command.add_argument("--json", action="store_true", help="print one object")
+    command.add_argument(
+        "--any-numerics",
+        action="store_true",
+        help="restore: also what other kernels computed, which is not equal bit for bit",
+    )
+    arguments.add_sampling(command, most_tokens="128; with save: 1")
+    arguments.add_engine(command)
+    command.set_defaults(run=_run)
+    return command
+
+
+def _run(options: argparse.Namespace) -> int:
+    files, model = _files_and_model(options)
+    if options.action == "save":
+        return _save(options, files[0], model)
+    if options.action == "restore":
+        return _restore(options, files[0], model)
+    if options.action == "diff":
+        return _print(dataclasses.asdict(snapshot.diff(files[0], files[1])), options.json)
+    read = snapshot.verify if options.action == "verify" else snapshot.info
+    return _print(_facts(read(files[0])), options.json)
+
+
+def _files_and_model(options: argparse.Namespace) -> tuple[list[str], str | None]:
+    count = _FILES[options.action]
+    words: list[str] = list(options.words)
+    most = count + (options.action in _RUN_A_MODEL)
+    if not count <= len(words) <= most:
+        raise UsageError(
+            f"snapshot {options.action}: {count} FILE{'S' if count > 1 else ''} and "
+            f"{most - count} MODEL at most, not {len(words)} words"
+        )
+    if options.prompt is not None and options.prompt_ids is not None:
+        raise UsageError("snapshot: --prompt and --prompt-ids are two sources of a prompt")
+    return words[:count], words[count] if len(words) > count else None
+
+
+def _save(options: argparse.Namespace, file: str, model: str | None) -> int:
+    if options.prompt is None and options.prompt_ids is None:
+        raise UsageError("snapshot save: give the text with --prompt or --prompt-ids")
+    sampling = {"max_tokens": 1, **arguments.given(options, arguments.SAMPLING)}
+    with models.open_engine(model, arguments.given(options, arguments.ENGINE)) as engine:
+        prompt = options.prompt_ids or models.text_prompt(
+            models.tokenizer_of(engine), options.prompt, raw=options.raw
+        )
+        result = engine.generate(prompt, **sampling)
+        # What draws the next token, so that whoever restores it can go on with the same numbers.
+        sampler = json.dumps(sampling, sort_keys=True).encode()
+        count = snapshot.save(engine, result.prompt_ids + result.ids, file, sampler=sampler)
+    note(f"(saved the KV of {count} tokens: {file})")
+    return 0
+
+
+def _restore(options: argparse.Namespace, file: str, model: str | None) -> int:
+    with models.open_engine(model, arguments.given(options, arguments.ENGINE)) as engine:
+        start = time.monotonic()
+        info = snapshot.restore(engine, file, any_numerics=options.any_numerics)
+        seconds = time.monotonic() - start
+        more = options.prompt_ids or []
+        if options.prompt is not None:
+            more = engine.tokenizer.encode(options.prompt)
+        sampling = {**_sampling_of(info), **arguments.given(options, arguments.SAMPLING)}
+        if options.json:
+            result = engine.generate(info.tokens + more, **sampling)
+            print(json.dumps(answers.result_object(result), ensure_ascii=False))
+            return 0
+        note(f"(restored the KV of {len(info.tokens)} tokens in {seconds:.2f} s)")
+        answers.print_answer(engine, info.tokens + more, sampling)
+    return 0
+
+
+def _sampling_of(info: snapshot.SnapshotInfo) -> dict[str, Any]:
+    """The options that `save` drew with, but for the length of its answer."""
+    if not info.sampler:
+        return {}
+    try:
+        sampling = json.loads(info.sampler)
+    except ValueError:
+        return {}  # saved by something else, whose sampler is none of ours
+    known = arguments.SAMPLING if isinstance(sampling, dict) else ()
+    return {name: sampling[name] for name in known if name in sampling and name != "max_tokens"}
+
+
+def _facts(info: snapshot.SnapshotInfo) -> dict[str, Any]:
+    created = datetime.datetime.fromtimestamp(info.created, datetime.timezone.utc)
+    return {
+        **info.passport,
+        "tokens": len(info.tokens),
+        "first_tokens": info.tokens[:16],
+        "chunks": info.chunk_count,
+        "sampler_bytes": len(info.sampler),
+        "created": created.isoformat(timespec="seconds"),
+        "file_bytes": info.file_bytes,
+    }
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        memory.print_table({name: _text(value) for name, value in facts.items()})
+    return 0
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(str(entry) for entry in value) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value) or "none"

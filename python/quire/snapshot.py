@@ -1,0 +1,198 @@
+"""Snapshots: the KV of a text as one file, which another process or machine goes on from.
+
+    engine.generate(prompt)
+    snapshot.save(engine, tokens, "chat.quire")
+    ...
+    info = snapshot.restore(other_engine, "chat.quire")
+    other_engine.generate(info.tokens + more)     # starts behind the tokens of the snapshot
+
+What is restored is equal bit for bit to what the engine would compute; a damaged file, or one of
+another model, is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire import _ffi
+
+if TYPE_CHECKING:
+    from quire.engine import Engine
+
+__all__ = [
+    "SnapshotDifference",
+    "SnapshotInfo",
+    "diff",
+    "info",
+    "model_identity",
+    "restore",
+    "save",
+    "verify",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInfo:
+    """What a snapshot is of.
+
+    passport: model, layers, types, RoPE and kernels, as docs/formats/chunk.md has them.
+    tokens: whose KV is in it.
+    sampler: bytes of whoever saved it.
+    created: seconds since 1970.
+    chunk_count: pieces of passport["block"] tokens; the last one may be shorter.
+    """
+
+    passport: dict[str, Any]
+    tokens: list[int]
+    sampler: bytes
+    created: float
+    chunk_count: int
+    file_bytes: int
+    long_factors: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotDifference:
+    """What two snapshots do not have in common.
+
+    passport: the first field in which the passports differ, with both values; empty if none.
+    common_tokens: of the same beginning.
+    compared_sections, different_sections: keys or values of one layer and chunk, of the chunks with
+        the same tokens behind the same tokens.
+    first_section: which is the first different one; empty if none.
+    """
+
+    passport: str
+    common_tokens: int
+    compared_sections: int
+    different_sections: int
+    first_section: str
+    same_sampler: bool
+
+
+def info(path: str | os.PathLike[str]) -> SnapshotInfo:
+    """Reads and checks all but the KV.
+
+    Raises:
+        NotFoundError, IoError: the file cannot be read.
+        CorruptError: it is damaged, or no snapshot.
+        IncompatibleError: a newer version of Quire wrote it.
+    """
+    return _read_info(_ffi.function("snapshot_info")(os.fspath(path)))
+
+
+def verify(path: str | os.PathLike[str]) -> SnapshotInfo:
+    """Reads and checks everything; raises as :func:`info`."""
+    return _read_info(_ffi.function("snapshot_verify")(os.fspath(path)))
+
+
+def diff(ours: str | os.PathLike[str], theirs: str | os.PathLike[str]) -> SnapshotDifference:
+    """Compares two snapshots, both of which are verified."""
+    fields = _ffi.function("snapshot_diff")(os.fspath(ours), os.fspath(theirs))
+    return SnapshotDifference(
+        passport=str(fields["passport"]),
+        common_tokens=int(fields["common_tokens"]),
+        compared_sections=int(fields["compared_sections"]),
+        different_sections=int(fields["different_sections"]),
+        first_section=str(fields["first_section"]),
+        same_sampler=bool(fields["same_sampler"]),
+    )
+
+
+def save(
+    engine: Engine,
+    tokens: Sequence[int],
+    path: str | os.PathLike[str],
+    *,
+    sampler: bytes = b"",
+    block_tokens: int = 256,
+) -> int:
+    """Writes the KV of the longest beginning of `tokens` that the engine's prefix cache holds.
+
+    The file is written whole or not at all. Returns how many tokens are in it: all but the last one
+    of an answer, whose KV nobody has needed yet.
+
+    Raises:
+        NotFoundError: nothing of these tokens has been computed; generate first.
+        BadStateError: the engine was made without a prefix cache.
+        IoError: the file cannot be written.
+    """
+    contents = {
+        **model_identity(engine.model_dir),
+        "block_tokens": block_tokens,
+        "tokens": np.asarray(tokens, dtype=np.int64),
+        "sampler": bytes(sampler),
+        "created_ms": time.time_ns() // 1_000_000,
+    }
+    return int(engine.__tvm_ffi_object__().save_snapshot(contents, os.fspath(path)))
+
+
+def restore(
+    engine: Engine, path: str | os.PathLike[str], *, any_numerics: bool = False
+) -> SnapshotInfo:
+    """Puts the KV of a snapshot into the engine's prefix cache: prompts that begin with its tokens
+    start behind them.
+
+    any_numerics: also take KV that other kernels computed (another CPU), which is close to what
+    this engine would compute and not equal to it.
+
+    Raises:
+        IncompatibleError: another model, element type or kernel; the message names the difference.
+        CorruptError: the file is damaged. Nothing of it is used.
+        TooLargeError, OutOfPagesError: it does not fit.
+    """
+    identity = model_identity(engine.model_dir)
+    handle = engine.__tvm_ffi_object__()
+    return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
+
+
+def model_identity(model_dir: str | os.PathLike[str]) -> dict[str, str]:
+    """What passports say of a model: the name of its architecture, digests of weights and
+    tokenizer. Reads all weights."""
+    folder = Path(model_dir)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    weights = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    tokenizer = folder / "tokenizer.json"
+    return {
+        "model": str((config.get("architectures") or ["unknown"])[0]),
+        "revision": _digest(weights),
+        "tokenizer": _digest([tokenizer]) if tokenizer.is_file() else "",
+    }
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """Of the names and contents of files, independent of their folder. Hashing lets go of Python's
+    lock, so that the files of a large model are read side by side."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        parts = list(pool.map(_file_digest, files))
+    whole = hashlib.blake2b(digest_size=32)
+    for file, part in zip(files, parts, strict=True):
+        whole.update(file.name.encode() + b"\0" + part)
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).digest()
+
+
+def _read_info(fields: Any) -> SnapshotInfo:
+    return SnapshotInfo(
+        passport=json.loads(str(fields["passport"])),
+        tokens=np.from_dlpack(fields["tokens"]).tolist(),
+        sampler=bytes(fields["sampler"]),
+        created=int(fields["created_ms"]) / 1000,
+        chunk_count=int(fields["chunk_count"]),
+        file_bytes=int(fields["file_bytes"]),
+        long_factors=bool(fields["long_factors"]),
+    )

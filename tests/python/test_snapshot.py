@@ -1,0 +1,196 @@
+"""Snapshots from Python: an engine goes on from a file as if it had computed the text itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire import snapshot
+from quire.cli import snapshot as command
+from quire.cli.arguments import UsageError
+from tiny_model import TinyModel
+
+PROMPT = list(range(3, 60))
+
+
+def open_engine(directory: Any, **options: Any) -> quire.Engine:
+    fixed = {"dtype": "float32", "threads": 1, "kv_bytes": 2 << 20}
+    return quire.Engine(directory, **{**fixed, **options})
+
+
+@pytest.fixture
+def engine(tiny: TinyModel) -> Iterator[quire.Engine]:
+    with open_engine(tiny.directory, page_size=16) as engine:
+        yield engine
+
+
+@pytest.fixture
+def file(engine: quire.Engine, tmp_path: Path) -> Path:
+    """The KV of PROMPT, in pieces of 8 tokens."""
+    engine.generate(PROMPT, max_tokens=1)
+    path = tmp_path / "prompt.quire"
+    assert snapshot.save(engine, PROMPT, path, sampler=b"\0own\xff", block_tokens=8) == len(PROMPT)
+    return path
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_another_engine_goes_on_exactly(engine: quire.Engine, file: Path, tiny: TinyModel) -> None:
+    more = [70, 71, 72]
+    cold = engine.generate(PROMPT + more, max_tokens=12, logprobs=3)
+    for page_size in (16, 64, 5):
+        with open_engine(tiny.directory, page_size=page_size) as other:
+            info = snapshot.restore(other, file)
+            assert info.tokens == PROMPT
+            warm = other.generate(info.tokens + more, max_tokens=12, logprobs=3)
+            assert warm.usage.cached_tokens == len(PROMPT)
+            assert warm.ids == cold.ids
+            assert warm.samples[0].logprobs == cold.samples[0].logprobs
+            assert warm.samples[0].top_logprobs == cold.samples[0].top_logprobs
+
+
+def test_what_is_not_there_is_not_saved(engine: quire.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "x.quire"
+    with pytest.raises(quire.NotFoundError, match="let a request compute them"):
+        snapshot.save(engine, [9, 9, 9], path)
+    assert not path.exists()
+    engine.generate(PROMPT, max_tokens=1)
+    # Only the beginning of this one is there.
+    assert snapshot.save(engine, [*PROMPT[:20], 1, 2, 3], path) == 20
+    assert snapshot.info(path).tokens == PROMPT[:20]
+
+
+def test_info_says_what_it_is_of(file: Path, engine: quire.Engine) -> None:
+    for info in (snapshot.info(file), snapshot.verify(file)):
+        assert info.tokens == PROMPT
+        assert info.sampler == b"\0own\xff"
+        assert info.chunk_count == 8
+        assert info.file_bytes == file.stat().st_size
+        assert info.passport["model"] == engine.info.architecture
+        assert info.passport["dtype"] == "f32"
+        assert info.passport["block"] == 8
+        assert info.passport["numerics"].split("/")[1] == engine.info.kernel_path
+        assert not info.long_factors
+        assert info.created > 1.6e9
+
+
+def test_a_damaged_file_is_refused(file: Path, tiny: TinyModel) -> None:
+    size = file.stat().st_size
+    with open_engine(tiny.directory) as other:
+        before = other.stats()
+        for at in (0, 9, 70, size // 2, size - 200):
+            flip(file, at)
+            with pytest.raises(quire.CorruptError):
+                snapshot.verify(file)
+            with pytest.raises(quire.CorruptError):
+                snapshot.restore(other, file)
+            flip(file, at)
+        assert {**other.stats()} == {**before}
+        assert snapshot.restore(other, file).tokens == PROMPT
+    with pytest.raises(quire.NotFoundError):
+        snapshot.info(file.with_name("none"))
+
+
+def test_another_model_is_refused_by_name(
+    file: Path, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    for source in tiny.directory.iterdir():
+        (other / source.name).write_bytes(source.read_bytes())
+    weights = next(other.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with open_engine(other) as engine, pytest.raises(quire.IncompatibleError, match="revision: "):
+        snapshot.restore(engine, file)
+    with (
+        open_engine(tiny.directory, dtype="bfloat16") as engine,
+        pytest.raises(quire.IncompatibleError, match='dtype: "bf16" here, "f32" there'),
+    ):
+        snapshot.restore(engine, file)
+
+
+def test_other_kernels_only_when_asked_for(file: Path, tiny: TinyModel) -> None:
+    paths = quire.kernel_paths()
+    if len(paths) < 2:
+        pytest.skip("this CPU runs one kernel path only")
+    with open_engine(tiny.directory, kernel_path=paths[-1]) as other:
+        with pytest.raises(quire.IncompatibleError, match="numerics: "):
+            snapshot.restore(other, file)
+        assert snapshot.restore(other, file, any_numerics=True).tokens == PROMPT
+
+
+def test_it_needs_a_prefix_cache(file: Path, tiny: TinyModel) -> None:
+    with open_engine(tiny.directory, prefix_cache=False) as other:
+        with pytest.raises(quire.BadStateError, match="prefix_cache"):
+            snapshot.restore(other, file)
+        with pytest.raises(quire.BadStateError, match="prefix_cache"):
+            snapshot.save(other, PROMPT, file)
+
+
+def test_differences(engine: quire.Engine, file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.quire"
+    snapshot.save(engine, PROMPT[:30], other, block_tokens=8)
+    difference = snapshot.diff(file, other)
+    assert difference.common_tokens == 30
+    assert difference.passport == ""
+    assert difference.different_sections == 0
+    assert difference.compared_sections > 0
+    assert not difference.same_sampler
+
+
+# ---- The command
+
+
+def run(*arguments: str) -> int:
+    options = command.parser().parse_intermixed_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+def test_command_saves_and_restores(
+    tiny: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "chat.quire")
+    model = [str(tiny.directory), "--dtype", "float32", "--threads", "1"]
+    ids = ",".join(map(str, PROMPT))
+    assert run("save", file, *model, "--prompt-ids", ids, "--max-tokens", "5", "--seed", "7") == 0
+    assert f"{len(PROMPT) + 4} tokens" in capsys.readouterr().err
+    assert run("restore", file, *model, "--max-tokens", "6", "--json") == 0
+    warm = json.loads(capsys.readouterr().out)
+    with open_engine(tiny.directory) as engine:
+        cold = engine.generate(PROMPT, max_tokens=11)
+    assert snapshot.info(file).tokens == (PROMPT + cold.ids)[: len(PROMPT) + 4]
+    assert warm["ids"] == cold.ids[4:10]
+    assert warm["usage"]["cached_tokens"] == len(PROMPT) + 3  # the last one gives the logits
+    assert json.loads(snapshot.info(file).sampler) == {"max_tokens": 5, "seed": 7}
+
+
+def test_command_looks_into_files(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in ("show", "verify"):
+        assert run(action, str(file), "--json") == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["tokens"] == len(PROMPT)
+        assert shown["chunks"] == 8
+        assert run(action, str(file)) == 0
+        assert "revision" in capsys.readouterr().out
+    assert run("diff", str(file), str(file), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["common_tokens"] == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["show"], ["show", "a", "b"], ["diff", "a"], ["save", "a"], ["save", "a", "b", "c"]],
+)
+def test_command_refuses_wrong_words(arguments: list[str]) -> None:
+    with pytest.raises(UsageError):
+        run(*arguments)
