@@ -1,0 +1,470 @@
+"""What is measured: every case with its sides, the work that bounds it, and what it should reach
+(the goals are those of the project's issue on speed)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import models
+from generation import OWN_TOKENS
+
+GROUPS = {
+    "a": "Decode attention",
+    "b": "Prefill attention",
+    "c": "Planning a step",
+    "d": "Whole models",
+    "e": "Start and memory",
+}
+
+HEADS = 32
+HEAD_DIM = 128
+_ELEMENT = {"bfloat16": 2, "float32": 4}
+_SHORT = {"bfloat16": "bf16", "float32": "f32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One program that does the work of a case. `worker` names its kind (driver.Workers)."""
+
+    name: str
+    worker: str
+    request: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """`against` a side: Quire at least so many times as fast (as small); "bound": at least this
+    part of it, where memory is fast `in_fast_memory`; "limit": at most so many seconds."""
+
+    against: str
+    value: float
+    in_fast_memory: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Phases of (bytes read, FLOP done), one after the other; each is bound by the slower of the
+    two. Empty: no bound is known."""
+
+    phases: tuple[tuple[float, float], ...] = ()
+    precision: Literal["bfloat16", "float32"] = "float32"
+
+    def bound_seconds(self, bandwidth: float, peak: float) -> float:
+        return sum(max(read / bandwidth, flop / peak) for read, flop in self.phases)
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A row of the table. `unit`: how the measured number is shown; "tokens" divides `tokens` by
+    seconds."""
+
+    name: str = "call"
+    unit: Literal["ms", "us", "tokens", "s", "MiB"] = "ms"
+    tokens: int = 1
+    work: Work = Work()
+    goals: tuple[Goal, ...] = ()
+    quoted: dict[str, float] = dataclasses.field(default_factory=dict)  # side: seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    group: str
+    sides: tuple[Side, ...]  # the first one is Quire
+    metrics: tuple[Metric, ...]
+    quick: bool = False
+    long: bool = False  # takes more than some minutes: only with --long, or by its name
+    side_bytes: int = 0  # memory of each side
+    model: str = ""
+    tokens: int = 0  # KV capacity, most sequences and longest sequence of a whole-model case
+    sequences: int = 1
+    length: int = 0
+
+
+# ---- (a), (b): attention
+
+
+def _layers(layer_bytes: int, cache_bytes: int) -> int:
+    """Layers that take turns, so that reads are from memory: a cache that does not replace the
+    oldest line first keeps its share of what comes round, here at most an eighth."""
+    return 1 + 8 * cache_bytes // layer_bytes
+
+
+def _attention_work(shape: dict[str, Any]) -> Work:
+    element = _ELEMENT[shape["dtype"]]
+    token_bytes = 2 * shape["kv_heads"] * HEAD_DIM * element
+    tokens = shape["prefix"] + shape["sequences"] * shape["own"]
+    length, rows = shape["prefix"] + shape["own"], shape["rows"]
+    pairs = shape["sequences"] * (rows * (length - rows) + rows * (rows + 1) / 2)
+    return Work(((tokens * token_bytes, 4 * HEADS * HEAD_DIM * pairs),), shape["dtype"])
+
+
+def _attention_case(
+    name: str,
+    group: str,
+    shape: dict[str, Any],
+    goals: tuple[Goal, ...],
+    *,
+    copies: bool = False,
+    quick: bool,
+    cache_bytes: int,
+    threads: int,
+) -> Case:
+    token_bytes = 2 * shape["kv_heads"] * HEAD_DIM * _ELEMENT[shape["dtype"]]
+    layer_tokens = shape["prefix"] + shape["sequences"] * shape["own"]
+    layers = _layers(layer_tokens * token_bytes, cache_bytes)
+    request = shape | {"kind": "attention", "heads": HEADS, "head_dim": HEAD_DIM}
+    request |= {"threads": threads, "layers": layers}
+    sides = [Side("Quire", "quire", request)]
+    side_bytes = layers * layer_tokens * token_bytes
+    if copies:
+        own = request | {"own": shape["own"] + shape["prefix"], "prefix": 0}
+        copy_bytes = own["own"] * own["sequences"] * token_bytes
+        own["layers"] = _layers(copy_bytes, cache_bytes)
+        sides.append(Side("own copies", "quire", own))
+        side_bytes = max(side_bytes, own["layers"] * copy_bytes)
+    sides.append(Side("vLLM", "vllm-kernel", request))
+    work = _attention_work(shape)
+    return Case(
+        name=name,
+        group=group,
+        sides=tuple(sides),
+        metrics=(Metric(work=work, goals=goals),),
+        quick=quick,
+        side_bytes=side_bytes,
+    )
+
+
+def _attention_cases(cache_bytes: int, threads: int) -> list[Case]:
+    cases = []
+    common: dict[str, Any] = {"cache_bytes": cache_bytes, "threads": threads}
+    decode_goals = (Goal("vLLM", 2.0), Goal("bound", 0.75, in_fast_memory=0.60))
+    batches = (1, 8, 32)
+    for dtype in ("bfloat16", "float32"):
+        shapes = [(4, b, n) for b in batches for n in (512, 4096, 32768)]
+        shapes += [
+            (group, b, n)
+            for group in (1, 8)
+            for b, n in ((1, 32768), (8, 4096), (32, 512), (32, 4096))
+        ]
+        for group, sequences, length in shapes:
+            shape = {
+                "dtype": dtype,
+                "kv_heads": HEADS // group,
+                "sequences": sequences,
+                "prefix": 0,
+                "own": length,
+                "rows": 1,
+            }
+            cases.append(
+                _attention_case(
+                    f"decode/{_SHORT[dtype]}/gqa{group}/{sequences}x{length}",
+                    "a",
+                    shape,
+                    decode_goals,
+                    quick=(group, sequences, length) in ((4, 1, 4096), (4, 32, 512), (4, 8, 4096))
+                    or (
+                        dtype == "bfloat16"
+                        and (group, sequences, length) in ((1, 8, 4096), (8, 8, 4096))
+                    ),
+                    **common,
+                )
+            )
+        for group in (4, 1, 8):
+            for sequences in (8, 32):
+                shape = {
+                    "dtype": dtype,
+                    "kv_heads": HEADS // group,
+                    "sequences": sequences,
+                    "prefix": 4096,
+                    "own": 256,
+                    "rows": 1,
+                }
+                gain = {4: 2.2, 1: 2.8}.get(group)
+                cases.append(
+                    _attention_case(
+                        f"shared/{_SHORT[dtype]}/gqa{group}/{sequences}x(4096+256)",
+                        "a",
+                        shape,
+                        () if gain is None else (Goal("own copies", gain),),
+                        copies=True,
+                        quick=dtype == "bfloat16" and group == 4 and sequences == 8,
+                        **common,
+                    )
+                )
+        for new in (512, 2048):
+            for cached in (0, 4096):
+                shape = {
+                    "dtype": dtype,
+                    "kv_heads": HEADS // 4,
+                    "sequences": 1,
+                    "prefix": 0,
+                    "own": new + cached,
+                    "rows": new,
+                }
+                cases.append(
+                    _attention_case(
+                        f"prefill/{_SHORT[dtype]}/gqa4/{new}+{cached}",
+                        "b",
+                        shape,
+                        (Goal("vLLM", 2.0), Goal("bound", 0.75)),
+                        quick=dtype == "bfloat16" and (new, cached) in ((512, 0), (512, 4096)),
+                        **common,
+                    )
+                )
+    return cases
+
+
+# ---- (c): planning
+
+# Microseconds of TVM 0.27's cache on an EPYC of the Zen 4 generation (the project's specification
+# of performance): BeginForward, the same over forked children, fork at the end and in the middle,
+# pop, remove, EndForward. Quoted, not measured beside Quire.
+_TVM = {
+    (32, 4096): (91, 69, 5.3, 2.4, 0.4, 0.4, 0.4),
+    (32, 32768): (405, 233, 7.7, 3.3, 0.7, 0.4, 0.6),
+    (256, 4096): (569, 211, 5.6, 2.3, 0.6, 0.3, 0.7),
+}
+_TVM_NAME = "TVM (quoted)"
+
+
+def _plan_cases(threads: int) -> list[Case]:
+    cases = []
+    for (sequences, length), figures in _TVM.items():
+        begin, forked, fork_end, fork_middle, pop, remove, end = (x * 1e-6 for x in figures)
+        is_goal = (sequences, length) == (256, 4096)
+        same = (Goal("limit", 20e-6),) if is_goal else ()
+        new = (Goal("limit", 60e-6),) if is_goal else ()
+        fork = (Goal("limit", 1e-6),)
+        rows: list[tuple[str, float | None, tuple[Goal, ...]]] = [
+            ("begin_step", begin, same),
+            ("begin_repeat", begin, new),
+            ("begin_other_order", begin, new),
+            ("begin_forked_end", forked, new),
+            ("begin_forked_middle", forked, new),
+            ("abort", None, ()),
+            ("end", end, ()),
+            ("fork_end", fork_end, fork),
+            ("fork_middle", fork_middle, fork),
+            ("pop", pop, ()),
+            ("remove", remove, ()),
+        ]
+        request = {"kind": "plan", "sequences": sequences, "length": length, "threads": threads}
+        cases.append(
+            Case(
+                name=f"plan/{sequences}x{length}",
+                group="c",
+                sides=(Side("Quire", "quire", request),),
+                metrics=tuple(
+                    Metric(
+                        name=name,
+                        unit="us",
+                        goals=goals,
+                        quoted={} if peer is None else {_TVM_NAME: peer},
+                    )
+                    for name, peer, goals in rows
+                ),
+                quick=True,
+            )
+        )
+    return cases
+
+
+# ---- (d), (e): whole models
+
+# Of the contexts that a case computes before it measures: some minutes on two cores.
+_LONG_FLOP = 3e13
+
+
+def _sides(request: dict[str, Any], llama: str) -> tuple[Side, ...]:
+    return (
+        Side("Quire", "quire-engine", request),
+        Side("llama.cpp", llama, request),
+        Side("vLLM", "vllm-engine", request),
+    )
+
+
+def _prefill_case(model: models.Model, tokens: int) -> Case:
+    flop = model.flop(tokens, tokens * (tokens + 1) / 2, 1)
+    # Short prompts several times in a round: about a second or two.
+    repetitions = max(1, min(5, int(2e11 / flop)))
+    return Case(
+        name=f"model/{model.name}/prefill/{tokens}",
+        group="d",
+        sides=_sides(
+            {"kind": "prefill", "tokens": tokens, "repetitions": repetitions}, "llama-bench"
+        ),
+        metrics=(
+            Metric(
+                unit="tokens",
+                tokens=tokens,
+                work=Work(((model.step_bytes(0), flop),), "bfloat16"),
+                goals=(Goal("llama.cpp", 1.35), Goal("vLLM", 1.0)),
+            ),
+        ),
+        quick=tokens == 512 and model.name != "1b",
+        model=model.name,
+        tokens=tokens + 2,
+        length=tokens + 2,
+    )
+
+
+def _generation_case(model: models.Model, depth: int, batch: int) -> Case:
+    tokens = 32
+    length = max(depth, 16)
+    length = min(length, model.max_positions - tokens - 2)
+    middle = length + tokens / 2
+    work = Work(
+        (
+            (
+                model.step_bytes(batch * middle),
+                model.flop(batch, batch * middle, batch),
+            ),
+        ),
+        "bfloat16",
+    )
+    goals: tuple[Goal, ...] = ()
+    if batch == 1:
+        goals = (Goal("llama.cpp", 1.0),)
+    elif batch == 16:
+        goals = (Goal("llama.cpp", 1.7), Goal("vLLM", 1.3))
+    return Case(
+        name=f"model/{model.name}/generate/{batch}x{depth}",
+        group="d",
+        sides=_sides(
+            {"kind": "generate", "depth": length, "batch": batch, "tokens": tokens},
+            # llama.cpp's own programs where they can be used: they serve no requests and sample
+            # nothing. Behind a long context they would compute it again in every round.
+            "llama-server" if depth > 0 else "llama-bench" if batch == 1 else "llama-batched-bench",
+        ),
+        metrics=(Metric(unit="tokens", tokens=batch, work=work, goals=goals),),
+        quick=(model.name, depth, batch) in (("110m", 0, 1), ("110m", 0, 16), ("1b", 0, 1)),
+        long=2 * batch * depth * model.layer_parameters > _LONG_FLOP,
+        model=model.name,
+        tokens=batch * (length + tokens + 2),
+        sequences=batch,
+        length=length + tokens + 2,
+    )
+
+
+def _shared_case(model: models.Model) -> Case:
+    prefix, batch, tokens = 2048, 16, 32
+    own_rows = batch * OWN_TOKENS
+    first = (
+        model.step_bytes(prefix),
+        model.flop(own_rows, own_rows * (prefix + OWN_TOKENS / 2), batch),
+    )
+    kv_tokens = prefix + batch * (OWN_TOKENS + tokens / 2)
+    step = (
+        model.step_bytes(kv_tokens),
+        model.flop(batch, batch * (prefix + OWN_TOKENS + tokens / 2), batch),
+    )
+    length = prefix + OWN_TOKENS + tokens + 2
+    return Case(
+        name=f"model/{model.name}/shared/{batch}x({prefix}+{OWN_TOKENS})",
+        group="d",
+        sides=_sides(
+            {"kind": "shared", "prefix": prefix, "batch": batch, "tokens": tokens}, "llama-server"
+        ),
+        metrics=(Metric(unit="s", work=Work((first,) + (step,) * (tokens - 1), "bfloat16")),),
+        # llama-server computes the prefix in every slot.
+        long=2 * batch * prefix * model.layer_parameters > _LONG_FLOP,
+        model=model.name,
+        tokens=batch * length,
+        sequences=batch,
+        length=length,
+    )
+
+
+def _first_token_case(model: models.Model) -> Case:
+    prefix = 1024
+    pairs = OWN_TOKENS * (prefix + OWN_TOKENS / 2)
+    length = prefix + OWN_TOKENS + 2
+    return Case(
+        name=f"model/{model.name}/first_token/{prefix}+{OWN_TOKENS}",
+        group="d",
+        sides=_sides({"kind": "first_token", "prefix": prefix, "repetitions": 3}, "llama-server"),
+        metrics=(
+            Metric(
+                work=Work(
+                    ((model.step_bytes(prefix), model.flop(OWN_TOKENS, pairs, 1)),), "bfloat16"
+                ),
+                goals=(Goal("llama.cpp", 3.0), Goal("vLLM", 1 / 0.6)),
+            ),
+        ),
+        quick=model.name == "110m",
+        model=model.name,
+        tokens=4 * length,
+        length=length,
+    )
+
+
+def _start_case(model: models.Model) -> Case:
+    context = 4096
+    request = {"context": context}
+    return Case(
+        name=f"start/{model.name}/{context}",
+        group="e",
+        sides=(
+            Side("Quire", "quire-start", request),
+            Side("llama.cpp", "llama-start", request),
+        ),
+        metrics=(
+            Metric("start", "s", goals=(Goal("llama.cpp", 1.0),)),
+            Metric("memory at start", "MiB"),
+            Metric("memory, context full", "MiB", goals=(Goal("llama.cpp", 1 / 1.1),)),
+        ),
+        quick=model.name != "1b",
+        model=model.name,
+        tokens=context,
+        length=context,
+    )
+
+
+def smoke_cases(threads: int) -> list[Case]:
+    """Tiny ones, whose figures mean nothing: do the parts work together?"""
+    shape: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_heads": 8,
+        "sequences": 2,
+        "prefix": 0,
+        "own": 256,
+        "rows": 1,
+    }
+    common: dict[str, Any] = {"quick": True, "cache_bytes": 1, "threads": threads}
+    goals = (Goal("vLLM", 2.0), Goal("bound", 0.75))
+    plan = {"kind": "plan", "sequences": 4, "length": 64, "threads": threads}
+    return [
+        _attention_case("smoke/decode", "a", shape, goals, **common),
+        _attention_case(
+            "smoke/shared", "a", shape | {"prefix": 256, "own": 16}, goals, copies=True, **common
+        ),
+        _attention_case(
+            "smoke/prefill", "b", shape | {"sequences": 1, "rows": 64}, goals, **common
+        ),
+        Case(
+            name="smoke/plan",
+            group="c",
+            sides=(Side("Quire", "quire", plan),),
+            metrics=(
+                Metric("begin_step", "us", goals=(Goal("limit", 1.0),), quoted={_TVM_NAME: 91e-6}),
+                Metric("fork_end", "us"),
+            ),
+        ),
+    ]
+
+
+def all_cases(cache_bytes: int, threads: int) -> list[Case]:
+    cases = _attention_cases(cache_bytes, threads) + _plan_cases(threads)
+    for name in models.NAMES:
+        model = models.describe(name)
+        cases += [_prefill_case(model, tokens) for tokens in (128, 512, 2048)]
+        cases += [
+            _generation_case(model, depth, batch)
+            for depth in (0, 2048, 8192)
+            for batch in (1, 4, 16)
+        ]
+        cases += [_shared_case(model), _first_token_case(model)]
+    cases += [_start_case(models.describe(name)) for name in models.NAMES]
+    return sorted(cases, key=lambda case: case.group)

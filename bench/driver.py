@@ -1,0 +1,566 @@
+"""bench/bench: measures Quire and its peers in turn, in rounds of the same run.
+
+usage: bench/bench [options] [CASE...]      CASE: a name as --list shows it, or a pattern (decode/*)
+
+Without cases everything is measured that does not take long by itself. docs/benchmarks.md says how
+it is measured and what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import cases as case_list
+import measure
+import models
+import report
+from cases import Case, Side
+from workers import LineWorker, LlamaBench, LlamaServer, Patience, Worker, WorkerError
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = ROOT / "bench"
+_QUICK_SECONDS = 600
+# When a quick run begins no case any more. What is then under way ends with its time.
+_QUICK_LAST_BEGIN = 480
+# To end the children and write the results.
+_QUICK_RESERVE = 15
+# A child that takes longer hangs: the longest preparation is that of 131 000 tokens of context.
+_PATIENCE_SECONDS = 7200.0
+_GIB = 1 << 30
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    machine = Machine(options.threads)
+    selected = select(options, machine)
+    if options.list:
+        for case in selected:
+            marks = [mark for mark, on in (("quick", case.quick), ("long", case.long)) if on]
+            print(f"({case.group}) {case.name}" + (f"  [{', '.join(marks)}]" if marks else ""))
+        return 0
+    if not selected:
+        print("no case has such a name; bench/bench --list shows them", file=sys.stderr)
+        return 2
+    # Ended from outside, too, the children are ended and what was measured is written.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(1))
+    run = Run(options, machine, selected)
+    try:
+        run.all()
+    finally:
+        run.workers.close_all()
+        run.write()
+    return 1 if run.failed else 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench/bench", description="Measures Quire beside its peers, in rounds of one run."
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="names or patterns; see --list")
+    parser.add_argument("--list", action="store_true", help="print the cases and end")
+    parser.add_argument(
+        "--quick", action="store_true", help="some cases, fewer rounds: at most 10 minutes"
+    )
+    parser.add_argument("--long", action="store_true", help="also the cases that take very long")
+    parser.add_argument("--smoke", action="store_true", help="tiny cases, to see that all works")
+    parser.add_argument(
+        "--group", action="append", choices=sorted(case_list.GROUPS), help="only this group"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="default: 5; quick: 3")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="of a side in a round of attention or planning"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="default: one per core",
+    )
+    parser.add_argument("--no-peers", action="store_true", help="Quire alone")
+    parser.add_argument(
+        "--peer", action="append", metavar="NAME", help="only this peer (vLLM, llama.cpp)"
+    )
+    parser.add_argument(
+        "--vllm-dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of vLLM's engine: where the CPU has no bfloat16 it may be faster in float32",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/bench/DATE.json")
+    parser.add_argument(
+        "--update-docs", action="store_true", help="put the rows into docs/benchmarks.md"
+    )
+    options = parser.parse_args(arguments)
+    short = options.quick or options.smoke
+    options.rounds = options.rounds or (1 if options.smoke else 3 if options.quick else 5)
+    if options.seconds is None:
+        options.seconds = 0.0 if options.smoke else 0.25 if short else 0.8
+    if options.rounds < 1 or options.threads < 1:
+        parser.error("--rounds and --threads are at least 1")
+    if options.smoke and options.update_docs:
+        parser.error("figures of --smoke mean nothing: they do not go into the page")
+    return options
+
+
+def select(options: argparse.Namespace, machine: Machine) -> list[Case]:
+    if options.smoke:
+        return case_list.smoke_cases(options.threads)
+    chosen = []
+    for case in case_list.all_cases(machine.cache_bytes, options.threads):
+        if options.group and case.group not in options.group:
+            continue
+        if options.cases:
+            # A name stands for itself, whatever brackets are in it.
+            wanted = any(
+                case.name == name or fnmatch.fnmatch(case.name, name) for name in options.cases
+            )
+        elif options.quick:
+            wanted = case.quick
+        else:
+            wanted = options.list or options.long or not case.long
+        if wanted:
+            chosen.append(case)
+    return chosen
+
+
+class Machine:
+    """What is said about the machine in results."""
+
+    def __init__(self, threads: int) -> None:
+        self.cpu = _cpu_name()
+        self.cores = os.cpu_count() or 1
+        self.threads = threads
+        self.cache_bytes = _last_cache_bytes()
+        self.memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def title(self) -> str:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.cache_bytes / 2**20:.0f} MiB last cache, "
+            f"{self.memory_bytes / _GIB:.0f} GiB; {threads}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"system": platform.platform(), "python": platform.python_version()}
+
+
+def _cpu_name() -> str:
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return names[0] if names else platform.machine()
+
+
+def _last_cache_bytes() -> int:
+    sizes = [
+        int(path.read_text().strip().removesuffix("K")) << 10
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(sizes, default=32 << 20)
+
+
+def available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+class Unavailable(RuntimeError):
+    """A side cannot take part, and why."""
+
+
+class Workers:
+    """The child processes that are alive. One kind of worker serves many cases; what the next case
+    does not use is closed, so that its memory is free."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        selected: list[Case],
+        build: Path,
+        logs: Path,
+        patience: Patience,
+    ) -> None:
+        self._threads = options.threads
+        self._vllm_dtype = options.vllm_dtype
+        self._selected = selected
+        self._build = build
+        self._logs = logs
+        self._patience = patience
+        self._peers = Path(os.environ.get("QUIRE_PEERS") or Path.home() / ".cache" / "quire-peers")
+        self._alive: dict[tuple[Any, ...], Worker] = {}
+        self._missing: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        self.quire = self._quire()
+        self._has_bf16 = bool(self.quire.ask({"do": "info"})["bf16_dot"])
+
+    def _quire(self) -> LineWorker:
+        return LineWorker(
+            [str(self._build / "bench_worker")], self._logs / "quire.log", self._patience
+        )
+
+    def key(self, side: Side, case: Case) -> tuple[Any, ...]:
+        if side.worker in ("quire", "vllm-kernel"):
+            return (side.worker,)
+        if side.worker == "llama-server":
+            return (side.worker, case.model, case.sequences, case.length)
+        return (side.worker, case.model)
+
+    def keep_only(self, keys: set[tuple[Any, ...]]) -> None:
+        for key in [key for key in self._alive if key not in keys]:
+            self._alive.pop(key).close()
+
+    def get(self, side: Side, case: Case) -> Worker:
+        """Raises Unavailable."""
+        key = self.key(side, case)
+        if key[0] == "quire":
+            return self.quire
+        if key[0] in self._missing:
+            raise Unavailable(self._missing[key[0]])
+        if key not in self._alive:
+            try:
+                self._alive[key] = self._start(side.worker, case)
+            except WorkerError as error:
+                raise Unavailable(str(error)) from None
+        self.versions[side.worker] = self._alive[key].version
+        return self._alive[key]
+
+    def lost(self, side: Side, case: Case) -> None:
+        """After a failure the process is not used again."""
+        if side.worker == "quire":
+            self.quire.close()
+            self.quire = self._quire()
+        elif worker := self._alive.pop(self.key(side, case), None):
+            worker.close()
+
+    def close_all(self) -> None:
+        self.keep_only(set())
+        self.quire.close()
+
+    def _start(self, kind: str, case: Case) -> Worker:
+        log = self._logs / f"{kind}.log"
+        threads = self._threads
+        if kind == "vllm-kernel":
+            start = {"do": "info", "threads": threads}
+            return LineWorker(
+                [self._vllm(), str(HERE / "vllm_kernel_worker.py")], log, self._patience, start
+            )
+        if kind == "vllm-engine":
+            load = self._load(case) | {"dtype": self._vllm_dtype}
+            return LineWorker(
+                [self._vllm(), str(HERE / "vllm_engine_worker.py")], log, self._patience, load
+            )
+        if kind == "quire-engine":
+            return self._quire_engine(log, self._load(case))
+        if kind == "llama-server":
+            return self._llama_server(log, case)
+        if kind in ("llama-bench", "llama-batched-bench"):
+            return LlamaBench(
+                self._llama(kind), self._gguf(case), log, threads=threads, patience=self._patience
+            )
+        if kind == "quire-start":
+            return QuireStart(lambda: self._quire_engine(log, self._load(case, alone=True)), case)
+        if kind == "llama-start":
+            return LlamaStart(lambda: self._llama_server(log, case), case)
+        raise AssertionError(kind)
+
+    def _quire_engine(self, log: Path, load: dict[str, Any]) -> LineWorker:
+        return LineWorker(
+            [sys.executable, str(HERE / "quire_engine_worker.py")], log, self._patience, load
+        )
+
+    def _llama_server(self, log: Path, case: Case) -> LlamaServer:
+        return LlamaServer(
+            self._llama("llama-server"),
+            self._gguf(case),
+            log,
+            threads=self._threads,
+            slots=case.sequences,
+            length=case.length,
+            vocab_size=models.describe(case.model).vocab_size,
+            patience=self._patience,
+        )
+
+    def _load(self, case: Case, alone: bool = False) -> dict[str, Any]:
+        """An engine is made once for all cases of its model, as large as the largest one needs."""
+        same = (
+            [case]
+            if alone
+            else [c for c in self._selected if c.model == case.model and c.group == "d"]
+        )
+        model = models.describe(case.model)
+        sequences = max(c.sequences for c in same)
+        # Two pages of 256 tokens more for each sequence: the last one is not full.
+        room = 0 if alone else 512 * sequences
+        tokens = max(c.tokens for c in same) + room
+        return {
+            "do": "load",
+            "model": str(models.folder(case.model, self._peers / "models")),
+            "threads": self._threads,
+            "kv_bytes": tokens * model.kv_bytes_per_token,
+            "sequences": sequences,
+            "length": max(c.length for c in same),
+        }
+
+    def _gguf(self, case: Case) -> Path:
+        """In the type that llama.cpp computes faster with on this CPU."""
+        dtype: Literal["bf16", "f16"] = "bf16" if self._has_bf16 else "f16"
+        return models.gguf_file(case.model, self._peers / "models", dtype)
+
+    def _vllm(self) -> str:
+        if not (self._peers / "vllm" / "ready").exists():
+            self._no("vllm-kernel", "vllm-engine", reason="no vLLM: bench/setup vllm builds it")
+        return str(self._peers / "vllm" / "bin" / "python")
+
+    def _llama(self, name: str) -> Path:
+        binary = self._peers / "llama" / "bin" / name
+        if not binary.exists():
+            self._no(name, reason="no llama.cpp: bench/setup llama builds it")
+        return binary
+
+    def _no(self, *kinds: str, reason: str) -> None:
+        for kind in kinds:
+            self._missing[kind] = reason
+        raise Unavailable(reason)
+
+
+class QuireStart:
+    """Starts Quire's Python process anew in each round."""
+
+    version = ""
+
+    def __init__(self, start: Any, case: Case) -> None:
+        self._start, self._case = start, case
+
+    def prepare(self, key: str, request: dict[str, Any]) -> None:
+        """The files come into the page cache."""
+        self.run(key, request)
+
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
+        begin = time.perf_counter()
+        worker = self._start()
+        seconds = getattr(worker, "start_seconds", time.perf_counter() - begin)
+        self.version = worker.version
+        try:
+            before = sum(worker.memory().values())
+            # The context is full but for the answer.
+            worker.run(key, {"kind": "prefill", "tokens": request["context"] - 8})
+            after = sum(worker.memory().values())
+        finally:
+            worker.close()
+        return {
+            "start": [seconds],
+            "memory at start": [float(before)],
+            "memory, context full": [float(after)],
+        }
+
+    def drop(self, key: str) -> None:
+        """It has ended."""
+
+    def settle(self) -> None:
+        """It has ended."""
+
+    def close(self) -> None:
+        """It has ended."""
+
+
+class LlamaStart(QuireStart):
+    """The same with llama-server, which says itself how long it took."""
+
+
+class Run:
+    """One call of bench/bench."""
+
+    def __init__(self, options: argparse.Namespace, machine: Machine, selected: list[Case]) -> None:
+        self._options = options
+        self._machine = machine
+        self._selected = selected
+        self._begin = time.monotonic()
+        self._date = datetime.datetime.now(datetime.UTC)
+        self._results: list[dict[str, Any]] = []
+        self._rows: dict[str, list[measure.Row]] = {}
+        self._case: Case | None = None
+        self._said: set[str] = set()
+        self.failed = False
+        results = ROOT / "build" / "bench"
+        stamp = self._date.strftime("%Y%m%d-%H%M%S")
+        self._json = options.json or results / f"{stamp}.json"
+        build = Path(
+            os.environ.get("QUIRE_BENCH_WORKER_DIR") or ROOT / "build" / "release" / "bench"
+        )
+        # vLLM takes one thread for itself unless it is told; the children inherit this.
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        logs = self._json.with_suffix(".logs")
+        self.workers = Workers(options, selected, build, logs, self._patience)
+        self._probe_bytes = (32 << 20) if options.smoke else _GIB
+        self._info = self.workers.quire.ask({"do": "info"})
+        self._single = self._probe(repetitions=3, single=True)
+
+    def all(self) -> None:
+        options = self._options
+        print(f"{self._machine.title()}; kernels {self._info['kernel_path']}")
+        print(
+            f"{len(self._selected)} cases, {options.rounds} rounds each; {self._bounds()}",
+            flush=True,
+        )
+        for case in self._selected:
+            if options.quick and time.monotonic() - self._begin > _QUICK_LAST_BEGIN:
+                self._say(
+                    f"{case.name}: not measured: --quick ends after {_QUICK_SECONDS // 60} minutes"
+                )
+                continue
+            try:
+                self._measure(case)
+            except (WorkerError, Unavailable) as error:
+                self.failed = True
+                self._say(f"{case.name}: not measured: {error}")
+
+    def _patience(self) -> float:
+        if not self._options.quick:
+            return _PATIENCE_SECONDS
+        return max(1.0, self._begin + _QUICK_SECONDS - _QUICK_RESERVE - time.monotonic())
+
+    def _bounds(self) -> str:
+        figures = {
+            name: sorted(values)[len(values) // 2] * 1e-9 for name, values in self._single.items()
+        }
+        text = (
+            f"memory {figures['read_1']:.1f} GB/s (1 thread), {figures['read_n']:.1f} (all); "
+            f"float32 {figures['f32_1']:.0f}, {figures['f32_n']:.0f} GFLOP/s"
+        )
+        return text + (f"; bfloat16 {figures['bf16_n']:.0f}" if "bf16_n" in figures else "")
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _measure(self, case: Case) -> None:
+        self._case = case
+        sides = [side for side in case.sides if self._takes_part(side)]
+        self.workers.keep_only({self.workers.key(side, case) for side in sides})
+        needed = case.side_bytes * len(sides)
+        if needed > available_bytes() - 2 * _GIB:
+            self._say(f"{case.name}: not measured: needs {needed / _GIB:.1f} GiB of free memory")
+            return
+        try:
+            sides = [side for side in sides if self._prepare(side, case)]
+            measured = measure.measure(case, sides, self._options.rounds, self)
+        except WorkerError:
+            for side in sides:  # which of them it was cannot be known from here
+                self.workers.lost(side, case)
+            raise
+        for side in sides:
+            self._drop(side, case)
+        rows = measure.rows(case, measured)
+        for row in rows:
+            print(report.line(row), flush=True)
+        self._rows.setdefault(case.group, []).extend(rows)
+        self._results.append(measure.as_json(case, measured, rows))
+
+    def _takes_part(self, side: Side) -> bool:
+        if side.worker.startswith("quire"):
+            return True
+        return not self._options.no_peers and (
+            not self._options.peer or side.name in self._options.peer
+        )
+
+    def _prepare(self, side: Side, case: Case) -> bool:
+        try:
+            self.workers.get(side, case).prepare(side.name, side.request)
+            return True
+        except (WorkerError, Unavailable) as error:
+            if side.name == "Quire":
+                raise
+            text = f"{side.name} ({side.worker}): {error}"
+            if isinstance(error, WorkerError):
+                self.workers.lost(side, case)
+                text = f"{case.name}: {text}"
+            if text not in self._said:
+                self._said.add(text)
+                self._say(f"{text}; measured without it")
+            return False
+
+    def _drop(self, side: Side, case: Case) -> None:
+        try:
+            self.workers.get(side, case).drop(side.name)
+        except (WorkerError, Unavailable):
+            self.workers.lost(side, case)
+
+    # ---- measure.Runner
+
+    def run(self, side: Side) -> measure.Samples:
+        assert self._case is not None
+        worker = self.workers.get(side, self._case)
+        limits: dict[str, Any] = {}
+        if side.worker in ("quire", "vllm-kernel"):
+            limits = {
+                "seconds": self._options.seconds,
+                "min_calls": 1 if self._options.smoke else 3,
+            }
+        request = side.request if side.worker not in ("quire", "vllm-kernel") else {}
+        samples = worker.run(side.name, request | limits)
+        worker.settle()
+        return samples
+
+    def probe(self, single: bool) -> measure.Probe:
+        return self._probe(repetitions=1, single=single)
+
+    def _probe(self, repetitions: int, single: bool) -> measure.Probe:
+        return self.workers.quire.ask(
+            {
+                "do": "probe",
+                "threads": self._options.threads,
+                "bytes": self._probe_bytes,
+                "repetitions": repetitions,
+                "single": single,
+            }
+        )
+
+    # ---- Results
+
+    def write(self) -> None:
+        self._json.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "date": self._date.isoformat(timespec="seconds"),
+            "machine": self._machine.as_json(),
+            "versions": self.workers.versions | {"quire": _commit(), "worker": self._info},
+            "options": {name: str(value) for name, value in vars(self._options).items()},
+            "bounds": self._single,
+            "cases": self._results,
+        }
+        self._json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"results: {self._json}")
+        if self._options.update_docs:
+            page = ROOT / "docs" / "benchmarks.md"
+            date = self._date.strftime("%Y-%m-%d")
+            report.update(page, self._machine.title(), self._rows, date)
+            print(f"tables: {page}")
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

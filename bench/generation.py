@@ -1,0 +1,80 @@
+"""What an engine is asked in the whole-model cases, the same for Quire, vLLM and llama-server."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+Prompt = list[int]
+# generate(prompts, tokens): every prompt is answered with so many tokens, all at the same time.
+Generate = Callable[[list[Prompt], int], None]
+
+OWN_TOKENS = 16  # of a request behind a prefix that it shares
+
+
+class Cases:
+    """Runs the whole-model cases on one engine. Prompts are random: a prompt of another seed shares
+    nothing with those before."""
+
+    def __init__(self, generate: Generate, vocab_size: int, seed: int = 1) -> None:
+        self._generate = generate
+        self._random = random.Random(seed)
+        self._vocab_size = vocab_size
+        self._prompts: dict[str, list[Prompt]] = {}
+
+    def prompt(self, length: int) -> Prompt:
+        return [self._random.randrange(100, self._vocab_size - 100) for _ in range(length)]
+
+    def seconds(self, prompts: list[Prompt], tokens: int) -> float:
+        begin = time.perf_counter()
+        self._generate(prompts, tokens)
+        return time.perf_counter() - begin
+
+    def prepare(self, key: str, kind: str, **shape: Any) -> dict[str, Any]:
+        """Computes what the rounds find ready: the prompts of a generation, one by one, since an
+        engine need not have room for all of them in one step."""
+        if kind == "generate":
+            prompts = [self.prompt(shape["depth"]) for _ in range(shape["batch"])]
+            for one in prompts:
+                self.seconds([one], 1)
+            self._prompts[key] = prompts
+        self.run(key, kind, **shape)
+        return {}
+
+    def drop(self, key: str) -> dict[str, Any]:
+        self._prompts.pop(key, None)
+        return {}
+
+    def run(self, key: str, kind: str, **shape: Any) -> dict[str, Any]:
+        measure: dict[str, Callable[..., list[float]]] = {
+            "prefill": self.prefill,
+            "generate": lambda **rest: self.generation(self._prompts[key], **rest),
+            "shared": self.shared_prefix,
+            "first_token": self.first_token,
+        }
+        return {"samples": {"call": measure[kind](**shape)}}
+
+    def prefill(self, tokens: int, repetitions: int = 1) -> list[float]:
+        """Seconds for a new prompt, up to its first token."""
+        return [self.seconds([self.prompt(tokens)], 1) for _ in range(repetitions)]
+
+    def generation(self, prompts: list[Prompt], depth: int, batch: int, tokens: int) -> list[float]:
+        """Seconds of one decode step behind prompts that are cached: the difference of two times,
+        so that queueing and the prompts' last tokens fall out."""
+        del depth, batch
+        first = self.seconds(prompts, 1)
+        return [(self.seconds(prompts, tokens + 1) - first) / tokens]
+
+    def shared_prefix(self, prefix: int, batch: int, tokens: int) -> list[float]:
+        """Seconds of `batch` requests behind a new prefix that one request has just computed."""
+        common = self.prompt(prefix)
+        self.seconds([common], 1)
+        return [self.seconds([common + self.prompt(OWN_TOKENS) for _ in range(batch)], tokens)]
+
+    def first_token(self, prefix: int, repetitions: int) -> list[float]:
+        """Seconds to the first token of a cached prefix and OWN_TOKENS new tokens."""
+        common = self.prompt(prefix)
+        self.seconds([common], 1)
+        return [self.seconds([common + self.prompt(OWN_TOKENS)], 1) for _ in range(repetitions)]

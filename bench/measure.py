@@ -1,0 +1,183 @@
+"""One case: its sides in turn, round after round, the machine's bounds read between them; and the
+arithmetic that makes a row of the table out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import Any, Protocol
+
+from cases import Case, Goal, Metric, Side
+
+# Memory that gives more than this to all threads is in its fast mode (the project's specification
+# of performance): other goals hold there.
+FAST_MEMORY = 40e9
+
+Samples = dict[str, list[float]]  # of one side and round, by metric
+Probe = dict[str, list[float]]
+
+
+class Runner(Protocol):
+    def run(self, side: Side) -> Samples: ...
+    def probe(self, single: bool) -> Probe: ...
+
+
+@dataclasses.dataclass
+class Measured:
+    """Everything that was read. samples[side][round]; a round has one probe more than sides: before
+    each side, and behind the last one; the first of a round is with one thread, too."""
+
+    samples: dict[str, list[Samples]]
+    probes: list[list[Probe]]
+
+
+def measure(case: Case, sides: list[Side], rounds: int, runner: Runner) -> Measured:
+    measured = Measured({side.name: [] for side in sides}, [])
+    for _ in range(rounds):
+        probes = [runner.probe(single=True)]
+        for side in sides:
+            measured.samples[side.name].append(runner.run(side))
+            probes.append(runner.probe(single=False))
+        measured.probes.append(probes)
+    return measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How many times Quire is as fast (as small), round by round."""
+
+    peer: str
+    value: float  # the peer's, in the metric's own unit
+    ratio: float
+    lowest: float
+    highest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    goal: str
+    reached: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    case: str
+    metric: str
+    unit: str
+    value: float
+    comparisons: list[Comparison]
+    fraction: float | None  # of the bound
+    bandwidth: float  # read in the same rounds, bytes per second
+    outcomes: list[Outcome]
+
+
+def rows(case: Case, measured: Measured) -> list[Row]:
+    return [
+        _row(case, metric, measured)
+        for metric in case.metrics
+        if all(metric.name in samples for samples in measured.samples["Quire"])
+    ]
+
+
+def _row(case: Case, metric: Metric, measured: Measured) -> Row:
+    quire = _round_medians(measured.samples["Quire"], metric)
+    peers = {
+        name: _round_medians(rounds, metric)
+        for name, rounds in measured.samples.items()
+        if name != "Quire" and all(metric.name in samples for samples in rounds)
+    }
+    peers |= {name: [value] * len(quire) for name, value in metric.quoted.items()}
+    comparisons = [_compare(name, values, quire, metric) for name, values in peers.items()]
+    bandwidths = [_around(probes, 0, "read_n") for probes in measured.probes]
+    fractions = _fractions(metric, quire, measured.probes)
+    outcomes = [
+        outcome
+        for goal in metric.goals
+        if (outcome := _outcome(goal, comparisons, fractions, bandwidths, quire)) is not None
+    ]
+    return Row(
+        case=case.name,
+        metric=metric.name,
+        unit=metric.unit,
+        value=shown(statistics.median(quire), metric),
+        comparisons=comparisons,
+        fraction=statistics.median(fractions) if fractions else None,
+        bandwidth=statistics.median(bandwidths),
+        outcomes=outcomes,
+    )
+
+
+def shown(measured: float, metric: Metric) -> float:
+    """Seconds or bytes, in the metric's unit."""
+    if metric.unit == "tokens":
+        return metric.tokens / measured
+    return measured * {"ms": 1e3, "us": 1e6, "s": 1.0, "MiB": 2.0**-20}[metric.unit]
+
+
+def _round_medians(rounds: list[Samples], metric: Metric) -> list[float]:
+    return [statistics.median(samples[metric.name]) for samples in rounds]
+
+
+def _compare(name: str, peer: list[float], quire: list[float], metric: Metric) -> Comparison:
+    ratios = [theirs / ours for theirs, ours in zip(peer, quire, strict=True)]
+    return Comparison(
+        peer=name,
+        value=shown(statistics.median(peer), metric),
+        ratio=statistics.median(ratios),
+        lowest=min(ratios),
+        highest=max(ratios),
+    )
+
+
+def _around(probes: list[Probe], side: int, name: str) -> float:
+    """The mean of what was read before and behind a side."""
+    return statistics.mean(statistics.median(probe[name]) for probe in probes[side : side + 2])
+
+
+def _fractions(metric: Metric, quire: list[float], probes: list[list[Probe]]) -> list[float]:
+    """Bound by measured time, in each round. Quire is the first side."""
+    if not metric.work.phases:
+        return []
+    fractions = []
+    for seconds, around in zip(quire, probes, strict=True):
+        has_dot = metric.work.precision == "bfloat16" and "bf16_n" in around[0]
+        peak = _around(around, 0, "bf16_n" if has_dot else "f32_n")
+        bound = metric.work.bound_seconds(_around(around, 0, "read_n"), peak)
+        fractions.append(bound / seconds)
+    return fractions
+
+
+def _outcome(
+    goal: Goal,
+    comparisons: list[Comparison],
+    fractions: list[float],
+    bandwidths: list[float],
+    quire: list[float],
+) -> Outcome | None:
+    """None if what the goal compares with was not measured."""
+    if goal.against == "limit":
+        return Outcome(f"≤ {goal.value * 1e6:g} µs", statistics.median(quire) <= goal.value)
+    if goal.against == "bound":
+        # Each round has the goal of its own memory mode.
+        wanted = [
+            goal.in_fast_memory
+            if goal.in_fast_memory is not None and bandwidth > FAST_MEMORY
+            else goal.value
+            for bandwidth in bandwidths
+        ]
+        reached = statistics.median(f / w for f, w in zip(fractions, wanted, strict=True)) >= 1
+        return Outcome(f"{statistics.median(wanted):g} of the bound", reached)
+    for comparison in comparisons:
+        if comparison.peer == goal.against:
+            return Outcome(f"{goal.value:.3g} × {goal.against}", comparison.ratio >= goal.value)
+    return None
+
+
+def as_json(case: Case, measured: Measured, result: list[Row]) -> dict[str, Any]:
+    return {
+        "name": case.name,
+        "group": case.group,
+        "samples": measured.samples,
+        "probes": measured.probes,
+        "rows": [dataclasses.asdict(row) for row in result],
+    }

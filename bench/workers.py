@@ -1,0 +1,318 @@
+"""The child processes that measure. They live as long as they are needed, so that start-up is in no
+figure, and work one at a time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import generation
+
+# CPU time that an idle process may take between two looks, in clock ticks, and how long to wait
+# for it: pools of threads spin for up to 0.2 s after their last task.
+_IDLE_TICKS = 0
+_SETTLE_SECONDS = 2.0
+_LOOK_SECONDS = 0.03
+
+# Seconds that a child may still take.
+Patience = Callable[[], float]
+
+
+class WorkerError(RuntimeError):
+    """A child could not do what it was asked, or is gone."""
+
+
+class Worker(Protocol):
+    version: str
+
+    def prepare(self, key: str, request: dict[str, Any]) -> None: ...
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]: ...
+    def drop(self, key: str) -> None: ...
+    def settle(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Process:
+    """A child process of our own."""
+
+    def __init__(self, command: list[str], log: Path, **options: Any) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        with open(log, "wb") as errors:
+            self.process = subprocess.Popen(command, stderr=errors, **options)
+
+    def log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
+
+    def settle(self) -> None:
+        """Waits until the process has stopped computing."""
+        end = time.monotonic() + _SETTLE_SECONDS
+        before = self._ticks()
+        while time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+            now = self._ticks()
+            if now - before <= _IDLE_TICKS:
+                return
+            before = now
+
+    def _ticks(self) -> int:
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0
+        return int(fields[11]) + int(fields[12])
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in memory: anonymous, and of mapped files."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        sizes = {
+            line.split(":")[0]: line.split()[1] for line in status.splitlines() if "kB" in line
+        }
+        return {name: int(sizes[name]) << 10 for name in ("RssAnon", "RssFile")}
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+
+class LineWorker(Process):
+    """A child that speaks line_protocol.py."""
+
+    version = ""
+
+    def __init__(
+        self,
+        command: list[str],
+        log: Path,
+        patience: Patience,
+        start: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._name = Path(command[-1]).name
+        self._patience = patience
+        if start is not None:
+            try:
+                self.version = str(self.ask(start).get("version", ""))
+            except WorkerError:
+                self.stop()
+                raise
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            # There is one answer to a request, so nothing of it can wait in Python's own buffer.
+            if not select.select([self.process.stdout], [], [], self._patience())[0]:
+                self.stop()
+                raise WorkerError(f"{self._name} took too long")
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise WorkerError(f"{self._name} has ended: {self.log_tail()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer
+
+    def prepare(self, key: str, request: dict[str, Any]) -> None:
+        self.ask({"do": "prepare", "key": key} | request)
+
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
+        samples: dict[str, list[float]] = self.ask({"do": "run", "key": key} | request)["samples"]
+        return samples
+
+    def drop(self, key: str) -> None:
+        self.ask({"do": "drop", "key": key})
+
+    def close(self) -> None:
+        self.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class LlamaServer(Process):
+    """llama-server with one slot per sequence. Its context is divided among the slots."""
+
+    def __init__(
+        self,
+        binary: Path,
+        model: Path,
+        log: Path,
+        *,
+        threads: int,
+        slots: int,
+        length: int,
+        vocab_size: int,
+        patience: Patience,
+    ) -> None:
+        self._port = _free_port()
+        self._patience = patience
+        self.version = llama_version(binary.parent)
+        begin = time.perf_counter()
+        super().__init__(
+            [
+                *(str(binary), "-m", str(model)),
+                *("-t", str(threads), "-tb", str(threads), "-fa", "on"),
+                *("-c", str(slots * length), "-np", str(slots), "--port", str(self._port)),
+                # Copies of old prompts beside the slots are memory that no case asks for.
+                *("--cache-ram", "0", "--no-webui", "--log-disable"),
+            ],
+            log,
+            stdout=subprocess.DEVNULL,
+        )
+        self._wait_until_ready()
+        self.start_seconds = time.perf_counter() - begin
+        self._pool = concurrent.futures.ThreadPoolExecutor(slots)
+        self._cases = generation.Cases(self.generate, vocab_size)
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + self._patience()
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise WorkerError(f"llama-server has ended: {self.log_tail()}")
+            try:
+                if self._ask("GET", "/health")[0] == 200:
+                    return
+            except OSError:
+                pass  # it does not listen yet
+            time.sleep(0.005)
+        self.stop()
+        raise WorkerError("llama-server took too long to start")
+
+    def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=self._patience())
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def _complete(self, prompt: list[int], tokens: int) -> None:
+        status, answer = self._ask(
+            "POST",
+            "/completion",
+            {
+                "prompt": prompt,
+                "n_predict": tokens,
+                "cache_prompt": True,
+                "ignore_eos": True,
+                "samplers": ["top_k"],
+                "top_k": 1,
+            },
+        )
+        if status != 200:
+            raise WorkerError(f"llama-server: status {status}: {answer[:200]!r}")
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> None:
+        """The server chooses the slots: the one that holds most of a prompt, else the one that was
+        unused for longest."""
+        list(self._pool.map(self._complete, prompts, [tokens] * len(prompts)))
+
+    def prepare(self, key: str, request: dict[str, Any]) -> None:
+        try:
+            self._cases.prepare(key, **request)
+        except (OSError, http.client.HTTPException) as error:
+            raise WorkerError(f"llama-server: {error!r}; {self.log_tail()}") from None
+
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
+        try:
+            samples: dict[str, list[float]] = self._cases.run(key, **request)["samples"]
+        except (OSError, http.client.HTTPException) as error:
+            raise WorkerError(f"llama-server: {error!r}; {self.log_tail()}") from None
+        return samples
+
+    def drop(self, key: str) -> None:
+        self._cases.drop(key)
+
+    def close(self) -> None:
+        self.stop()  # first: requests that wait for an answer end with it
+        self._pool.shutdown(cancel_futures=True)
+
+
+class LlamaBench:
+    """llama-bench or llama-batched-bench, one call a round. They time themselves, without loading
+    the model."""
+
+    def __init__(
+        self, binary: Path, model: Path, log: Path, *, threads: int, patience: Patience
+    ) -> None:
+        self._binary, self._model, self._log, self._threads = binary, model, log, str(threads)
+        self._patience = patience
+        self.version = llama_version(binary.parent)
+
+    def prepare(self, key: str, request: dict[str, Any]) -> None:
+        """Each call warms up by itself."""
+
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
+        """Seconds of a prompt, or of one decode step."""
+        tokens, repetitions = request["tokens"], str(request.get("repetitions", 1))
+        if self._binary.name == "llama-batched-bench":
+            return {"call": [self._batched(request["depth"], request["batch"], tokens) / tokens]}
+        if request["kind"] == "prefill":
+            result = self._call("-p", str(tokens), "-n", "0", "-r", repetitions, "-o", "jsonl")
+            return {"call": [ns * 1e-9 for ns in result["samples_ns"]]}
+        result = self._call("-p", "0", "-n", str(tokens), "-r", repetitions, "-o", "jsonl")
+        return {"call": [ns * 1e-9 / tokens for ns in result["samples_ns"]]}
+
+    def _batched(self, prompt: int, batch: int, tokens: int) -> float:
+        counts = ("-npp", str(prompt), "-ntg", str(tokens), "-npl", str(batch))
+        context = ("-c", str(batch * (prompt + tokens + 64)), "-tb", self._threads)
+        result = self._call(*counts, *context, "--output-format", "jsonl")
+        return float(result["t_tg"])
+
+    def _call(self, *arguments: str) -> dict[str, Any]:
+        command = [str(self._binary), "-m", str(self._model), "-t", self._threads, "-fa", "on"]
+        try:
+            with open(self._log, "wb") as errors:
+                done = subprocess.run(
+                    [*command, *arguments],
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    check=False,
+                    timeout=self._patience(),
+                )
+        except subprocess.TimeoutExpired:
+            raise WorkerError(f"{self._binary.name} took too long") from None
+        lines = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
+        if done.returncode != 0 or not lines:
+            raise WorkerError(f"{self._binary.name} ended with {done.returncode}: see {self._log}")
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+
+    def drop(self, key: str) -> None:
+        """It holds nothing."""
+
+    def settle(self) -> None:
+        """It has ended."""
+
+    def close(self) -> None:
+        """It has ended."""
+
+
+def llama_version(binaries: Path) -> str:
+    done = subprocess.run(
+        [str(binaries / "llama-server"), "--version"], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "version" in line]
+    return "llama.cpp " + (lines[0].split(":", 1)[1].strip() if lines else "")
