@@ -2,6 +2,8 @@
 
 * :class:`quire.Engine` answers prompts with a model from a Hugging Face folder.
 * :class:`quire.KVCache` is the paged KV state beneath it, for engines of your own.
+* :class:`quire.LookupBuffer` and :class:`quire.StoreBuffer` hand tensors over by tokens or by name.
+* :mod:`quire.snapshot` keeps the state of a text in a file.
 * ``quire --help`` (or ``python -m quire``) is the program.
 
 Errors derive from :class:`quire.QuireError`. The C++ library is loaded with the first name that
@@ -17,6 +19,7 @@ from quire import errors
 from quire.errors import *  # noqa: F403 (the list stands in errors.__all__)
 
 if TYPE_CHECKING:
+    from quire.buffers import LookupBuffer, StoreBuffer
     from quire.engine import (
         Engine,
         EngineOptions,
@@ -38,6 +41,7 @@ _MODULE_OF = {
     "EngineOptions": "quire.engine",
     "KVCache": "quire.kv_cache",
     "LayerSpec": "quire.kv_cache",
+    "LookupBuffer": "quire.buffers",
     "MemoryPlan": "quire.engine",
     "ModelInfo": "quire.engine",
     "Piece": "quire.engine",
@@ -45,6 +49,7 @@ _MODULE_OF = {
     "RopeOptions": "quire.kv_cache",
     "Sample": "quire.engine",
     "SamplingOptions": "quire.engine",
+    "StoreBuffer": "quire.buffers",
     "Stream": "quire.engine",
     "Usage": "quire.engine",
     "default_page_size": "quire.kv_cache",
@@ -92,6 +97,7 @@ __all__ = [
     "EngineOptions",
     "KVCache",
     "LayerSpec",
+    "LookupBuffer",
     "MemoryPlan",
     "ModelInfo",
     "Piece",
@@ -99,6 +105,7 @@ __all__ = [
     "RopeOptions",
     "Sample",
     "SamplingOptions",
+    "StoreBuffer",
     "Stream",
     "Usage",
     "__version__",

@@ -30,6 +30,7 @@ prompts with it.
   quire chat [MODEL]                  a conversation in the terminal
   quire inspect [MODEL]               what a model is, takes and runs on; what this build can do
   quire import FILE.gguf DIR          turns a GGUF file into a Hugging Face folder
+  quire snapshot save | restore ...   a conversation's state as one file, checked when it is read
 
 `quire COMMAND --help` tells all options; --dry-run tells what memory a command would take.
 In Python: import quire; quire.Engine(MODEL).generate("TEXT")
@@ -42,6 +43,7 @@ _COMMANDS = {
     "chat": "quire.cli.chat",
     "inspect": "quire.cli.inspect",
     "import": "quire.cli.import_gguf",
+    "snapshot": "quire.cli.snapshot",
 }
 
 
