@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import generation
@@ -15,6 +16,9 @@ class Worker:
     def load(
         self, model: str, threads: int, kv_bytes: int, sequences: int, length: int
     ) -> dict[str, Any]:
+        # tvm-ffi imports torch where it finds it, for seconds and 200 MiB; the program `quire` does
+        # not let it either.
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         import quire
 
         del length  # the model's own limit holds
