@@ -72,7 +72,30 @@ class KVStoreBufferBase(KVCacheBufferBase):
         raise NotImplementedError
 
 
-class LookupBuffer(KVLookupBufferBase):
+class _LocalBuffer(KVCacheBufferBase):
+    """What both buffers of this process have."""
+
+    _handle: Any
+
+    def close(self) -> None:
+        """Drops everything; waiting and later calls raise ClosedError. Twice is fine."""
+        self._handle.close()
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes that are used: of all tensors, and in a store of their keys."""
+        return int(self._handle.used_bytes())
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be used."""
+        return int(self._handle.capacity_bytes())
+
+    def __len__(self) -> int:
+        return int(self._handle.size())
+
+
+class LookupBuffer(_LocalBuffer, KVLookupBufferBase):
     """A lookup buffer within this process.
 
     ``capacity`` bytes bound all tensors of all entries. ``prefer``: of the entries that match a
@@ -174,27 +197,10 @@ class LookupBuffer(KVLookupBufferBase):
         }
         return self._give(stored_tokens), self._give(stored_roi) != 0, bundle
 
-    def close(self) -> None:
-        """Drops all entries; waiting and later calls raise BufferClosed. Twice is fine."""
-        self._handle.close()
-
-    @property
-    def buffer_size(self) -> int:
-        """Bytes of all entries."""
-        return int(self._handle.used_bytes())
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that entries can have."""
-        return int(self._handle.capacity_bytes())
-
     @property
     def waiting(self) -> int:
         """Calls that block now."""
         return int(self._handle.waiting())
-
-    def __len__(self) -> int:
-        return int(self._handle.size())
 
     def _note_library(self, *arrays: Any) -> None:
         self._uses_torch = any(_is_torch(array) for array in arrays)
@@ -203,7 +209,7 @@ class LookupBuffer(KVLookupBufferBase):
         return _from_tensor(tensor, self._uses_torch)
 
 
-class StoreBuffer(KVStoreBufferBase):
+class StoreBuffer(_LocalBuffer, KVStoreBufferBase):
     """A store within this process, of at most ``capacity`` bytes of tensors and keys.
 
     When there is no room, ``put`` drops the tensor and counts it in :attr:`dropped`: a cache must
@@ -274,27 +280,10 @@ class StoreBuffer(KVStoreBufferBase):
         """How many keys from the first on are there without a gap."""
         return int(self._handle.prefix_hits(list(keys)))
 
-    def close(self) -> None:
-        """Drops everything; later calls raise StoreClosed. Twice is fine."""
-        self._handle.close()
-
     @property
     def dropped(self) -> int:
         """Tensors that found no room."""
         return self._dropped
-
-    @property
-    def buffer_size(self) -> int:
-        """Bytes of all tensors and keys."""
-        return int(self._handle.used_bytes())
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that tensors and keys can have."""
-        return int(self._handle.capacity_bytes())
-
-    def __len__(self) -> int:
-        return int(self._handle.size())
 
 
 def _is_nothing(array: Any) -> bool:
