@@ -7,9 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import line_protocol
+
 Prompt = list[int]
 # generate(prompts, tokens): every prompt is answered with so many tokens, all at the same time.
 Generate = Callable[[list[Prompt], int], None]
+
+# load(options of the case) makes an engine: how it generates, its vocabulary's size, its version.
+Load = Callable[..., tuple[Generate, int, str]]
 
 OWN_TOKENS = 16  # of a request behind a prefix that it shares
 
@@ -78,3 +83,18 @@ class Cases:
         common = self.prompt(prefix)
         self.seconds([common], 1)
         return [self.seconds([common + self.prompt(OWN_TOKENS)], 1) for _ in range(repetitions)]
+
+
+def serve(load: Load) -> None:
+    """Answers bench/bench with the engine that `load` makes."""
+    handlers: dict[str, line_protocol.Handler] = {}
+
+    def load_engine(**options: Any) -> dict[str, Any]:
+        generate, vocab_size, version = load(**options)
+        cases = Cases(generate, vocab_size)
+        generate([cases.prompt(8)], 1)
+        handlers.update(prepare=cases.prepare, run=cases.run, drop=cases.drop)
+        return {"version": version}
+
+    handlers["load"] = load_engine
+    line_protocol.serve(handlers)
