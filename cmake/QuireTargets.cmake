@@ -83,6 +83,7 @@ function(quire_library_archive)
   target_include_directories(quire PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   target_link_libraries(quire PUBLIC Threads::Threads)
+  target_link_libraries(quire PRIVATE uring::uring hiredis::hiredis)
   if(QUIRE_SANITIZE)
     target_link_options(quire PUBLIC -fsanitize=${QUIRE_SANITIZE})
   endif()
@@ -96,5 +97,6 @@ function(quire_library_archive)
   write_basic_package_version_file("${PROJECT_BINARY_DIR}/quireConfigVersion.cmake"
     COMPATIBILITY SameMinorVersion)
   install(FILES "${PROJECT_BINARY_DIR}/quireConfig.cmake" "${PROJECT_BINARY_DIR}/quireConfigVersion.cmake"
+                "${PROJECT_SOURCE_DIR}/cmake/Finduring.cmake" "${PROJECT_SOURCE_DIR}/cmake/Findhiredis.cmake"
     DESTINATION ${package_dir})
 endfunction()

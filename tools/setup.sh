@@ -55,12 +55,18 @@ nlohmann-json3-dev
 #if !__has_include(<dlpack/dlpack.h>)
 libdlpack-dev
 #endif
+#if !__has_include(<liburing.h>)
+liburing-dev
+#endif
+#if !__has_include(<hiredis/hiredis.h>)
+libhiredis-dev
+#endif
 CODE
 }
 
 missing_run_packages() {
   if command -v g++ >/dev/null; then missing_headers; else
-    printf '%s\n' build-essential libgtest-dev nlohmann-json3-dev libdlpack-dev
+    printf '%s\n' build-essential libgtest-dev nlohmann-json3-dev libdlpack-dev liburing-dev libhiredis-dev
   fi
   cmake_is_new_enough || echo cmake
   command -v ninja >/dev/null || echo ninja-build
@@ -73,6 +79,7 @@ missing_test_packages() {
   command -v clang-format-14 >/dev/null || echo clang-format-14
   compgen -G '/usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' >/dev/null || echo libclang-rt-14-dev
   command -v git >/dev/null || echo git
+  command -v redis-server >/dev/null || echo redis-server
 }
 
 # install_system run|test

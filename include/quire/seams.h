@@ -2,8 +2,10 @@
 #ifndef QUIRE_SEAMS_H_
 #define QUIRE_SEAMS_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 namespace quire {
 
@@ -35,6 +37,22 @@ class ParallelRunner {
 // Quire's own pool of `thread_count` threads, the caller of Run among them. Workers spin briefly
 // for the next Run, then park. 0 = one per core that this process may use.
 std::shared_ptr<ParallelRunner> CreateThreadPool(int thread_count);
+
+// Time. All calls from any thread.
+class Clock {
+ public:
+  virtual ~Clock() = default;
+  // Milliseconds since 1970.
+  virtual int64_t WallMs() const noexcept = 0;
+  // Nanoseconds since some moment; never goes back.
+  virtual int64_t SteadyNs() const noexcept = 0;
+  // Waits until `changed` is notified or SteadyNs() is until_ns; may return earlier.
+  virtual void Wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                    int64_t until_ns) = 0;
+};
+
+// The machine's.
+std::shared_ptr<Clock> MachineTime();
 
 }  // namespace quire
 

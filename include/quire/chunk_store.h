@@ -1,0 +1,305 @@
+// ChunkStore: KV that outlives its request. Chunks of prefix chains are kept in up to three tiers,
+// looked up by tokens and brought back: RAM, a folder of files, Redis or Redis Cluster.
+//
+//   auto store = ChunkStore::Open({.disk = {.directory = "/var/cache/quire"}});
+//   (*store)->AddPassport(passport);
+//   const KeySpace keys(*passport.Fingerprint(), salt);
+//   auto fetch = (*store)->Fetch({.keys = &keys, .tokens = prompt, .block_tokens = 256});
+//   (*fetch)->Wait(deadline_ns);
+//   for (int64_t i = 0; i < (*fetch)->ready(); ++i) use((*fetch)->chunk(i)->view());
+//   ...
+//   (*store)->Put(keys, std::move(sealed_chunk), {});
+//
+// Never wrong: what comes back is, byte for byte, what was put under that passport, salt and those
+// tokens; whatever is doubtful is a miss. Never in the way: no call but Wait, Flush, Close and the
+// ones under "Administration" waits for a disk or a network; memory and queues have limits; a tier
+// that is slow, full or gone costs at most the deadline. A failure of a tier is a number in
+// Statistics and an event, and a miss or a drop.
+//
+// All calls from any thread.
+#ifndef QUIRE_CHUNK_STORE_H_
+#define QUIRE_CHUNK_STORE_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "quire/chunk.h"
+#include "quire/seams.h"
+#include "quire/status.h"
+
+namespace quire {
+
+enum class TierKind : uint8_t { kRam, kDisk, kRedis };  // fastest first
+inline constexpr int kTierCount = 3;
+std::string_view TierName(TierKind tier);  // "ram", "disk", "redis"
+
+// When a put is acknowledged, and so what it survives.
+enum class Durability : uint8_t {
+  kNone,   // in RAM. Nothing.
+  kAsync,  // in the queue of writes, which has a limit. Nothing more.
+  kOs,     // written and linked into place. The process dies.
+  kSync,   // and synced, file and folder. The machine loses power.
+};
+
+enum class WritePolicy : uint8_t {
+  kThrough,    // to every tier at once
+  kSelective,  // to disk and Redis once a chunk was wanted ChunkStoreOptions::admit_after times
+  kBack,       // to disk and Redis when RAM gives the chunk up, and at Flush and Close
+};
+
+// Which chunk goes first when a tier is full; of a prefix chain always the deepest one that nothing
+// hangs on.
+enum class EvictionKind : uint8_t {
+  kLru,     // longest not used
+  kS3Fifo,  // S3-FIFO: what was used only once goes early, so that one scan cannot empty the tier
+  kCost,    // least seconds of recompute saved per byte, aged by use
+};
+
+struct RamTierOptions {
+  int64_t bytes_max = 0;  // 0 = no such tier
+};
+
+struct DiskTierOptions {
+  std::string directory = {};  // "" = no such tier; made if absent. Several processes may share it
+  int64_t bytes_max = 0;       // 0 = what is free in the file system when it is opened, but a tenth
+  Durability durability = Durability::kOs;
+  bool use_uring = true;  // false, or where the kernel refuses: threads
+  int64_t io_timeout_ms = 2000;
+};
+
+struct RedisTierOptions {
+  // "HOST:PORT", several with commas: seeds of a cluster if the first one that answers is in one,
+  // else the first. "unix:PATH" too. "" = no such tier.
+  std::string endpoints = {};
+  std::string username = {};
+  std::string password = {};  // never in messages
+  std::string key_prefix = {};
+  int64_t ttl_ms = 0;  // of what is written; 0 = for ever (as the server's policy has it)
+  int64_t connect_timeout_ms = 500;
+  int64_t io_timeout_ms = 2000;
+  // > 0: a put is acknowledged when WAIT counted so many replicas. What a cluster loses in a
+  // failover is lost all the same.
+  int64_t replicas = 0;
+};
+
+struct ChunkStoreOptions {
+  RamTierOptions ram = {};
+  DiskTierOptions disk = {};
+  RedisTierOptions redis = {};
+  WritePolicy write_policy = WritePolicy::kThrough;
+  int64_t admit_after = 2;
+  EvictionKind eviction = EvictionKind::kLru;
+  bool promote = true;  // what came from a slower tier is kept in the faster ones, too
+  int64_t queue_bytes_max = int64_t{256} << 20;  // of puts that wait to be written
+  int64_t fetch_bytes_max = int64_t{1} << 30;    // of fetches under way and not yet given back
+  int64_t pin_timeout_ms = 60'000;               // a pin of somebody who forgot it ends by itself
+  // Tampering (not only damage) is found if chunks are signed with this key; a store with a key
+  // takes no chunk without its MAC. Never in messages.
+  std::string mac_key = {};
+  int64_t scrub_bytes_per_second = 0;  // reads and verifies what lies on disk; 0 = only when asked
+  std::shared_ptr<Clock> clock = nullptr;  // null = MachineTime()
+};
+
+// A sealed chunk in memory, shared by whoever uses it and never changed.
+class StoredChunk {
+ public:
+  StoredChunk(ChunkHeader header, ChunkBuffer buffer)
+      : header_(std::move(header)), buffer_(std::move(buffer)) {}
+  const ChunkHeader& header() const { return header_; }
+  std::span<const std::byte> bytes() const { return buffer_.bytes(); }
+  // Sections are verified when they are read from it.
+  Result<ChunkView> View(const ChunkExpectation& expected, const ChunkLimits& limits) const {
+    return ChunkView::Open(bytes(), expected, limits);
+  }
+
+ private:
+  ChunkHeader header_;
+  ChunkBuffer buffer_;
+};
+
+// ---- Bringing back
+
+// Why a chunk is not there.
+enum class MissReason : uint8_t {
+  kNone,          // it is there
+  kNotStored,     // in no tier
+  kExpired,       // its time is over
+  kCorrupt,       // damaged; it is gone now
+  kIncompatible,  // sound bytes of something else
+  kNotWorth,      // computing it was predicted to be faster
+  kTimeout,       // the deadline passed
+  kUnavailable,   // a tier that might have it did not answer
+  kCancelled,
+  kNoRoom,  // over fetch_bytes_max
+};
+std::string_view MissReasonName(MissReason reason);
+
+struct FetchRequest {
+  const KeySpace* keys = nullptr;        // REQUIRES: of a passport that was added
+  std::span<const int32_t> tokens = {};  // from position 0 on; copied
+  int64_t block_tokens = 0;
+  bool tail = false;        // also the shorter last chunk
+  int64_t first_chunk = 0;  // chunks before it are not read: the caller has them
+  int64_t deadline_ns = 0;  // on the clock's SteadyNs; what is not there by then is a miss
+  // Time that computing one token takes the caller, measured; 0 = take whatever is there.
+  double compute_seconds_per_token = 0;
+  int priority = 0;  // higher first, among fetches that wait
+};
+
+// The chunks of one request on their way. Destroying it cancels what is not there yet.
+class ChunkFetch {
+ public:
+  virtual ~ChunkFetch() = default;
+
+  // Chunks asked for, first_chunk not counted. Chunk i here is chunk first_chunk + i of the chain.
+  virtual int64_t chunk_count() const = 0;
+  // Chunks that will come as far as is known: leading ones found. Final with located().
+  virtual bool located() const = 0;
+  virtual int64_t found() const = 0;
+  // Leading chunks that are complete and verified. Only grows.
+  virtual int64_t ready() const = 0;
+  virtual bool done() const = 0;  // nothing changes any more
+  // Waits for done() or the moment. False if it is not done then.
+  virtual bool Wait(int64_t until_ns) = 0;
+  // Waits until `layer` of all chunks that were found is there and verified: ok, Timeout, or why it
+  // will never be (Corrupt, Unavailable, Cancelled). Layers come in order, layer 0 of all chunks
+  // first; chunks with a MAC only whole.
+  virtual Status WaitLayer(int64_t layer, int64_t until_ns) = 0;
+  // REQUIRES: i < ready(), or i < found() and WaitLayer was ok: then only those layers' sections.
+  virtual std::shared_ptr<const StoredChunk> chunk(int64_t i) const = 0;
+  virtual TierKind tier(int64_t i) const = 0;  // that chunk i came from
+  // Why chunk ready() is none. REQUIRES: done().
+  virtual MissReason miss() const = 0;
+  virtual void Cancel() noexcept = 0;
+};
+
+// ---- Putting
+
+struct PutOptions {
+  // Seconds that computing the chunk anew would take; 0 = not known, then its tokens count.
+  double recompute_seconds = 0;
+  int priority = 50;  // 0 to 100: chunks of lower priority are evicted first
+};
+
+// What became of a put.
+class ChunkPut {
+ public:
+  virtual ~ChunkPut() = default;
+  virtual bool done() const = 0;
+  virtual bool Wait(int64_t until_ns) = 0;
+  // Ok: acknowledged as the durability says, or it was there already. REQUIRES: done(). Full,
+  // IoError, Unavailable, Closed: of the last tier that failed; others may have it.
+  virtual Status status() const = 0;
+};
+
+// ---- Control
+
+struct ChunkQuota {
+  int64_t bytes_max = 0;         // of one salt, per tier; 0 = no limit of its own
+  int64_t bytes_guaranteed = 0;  // other salts never evict below it
+};
+
+// A chunk in a tier, as List tells.
+struct ChunkListing {
+  TierKind tier = TierKind::kRam;
+  ChunkKey key{};
+  Digest fingerprint{};
+  int64_t tokens = 0;
+  int64_t first_token = -1;  // position of its first token; -1 = not known
+  int64_t bytes = 0;
+  int64_t created_ms = 0;
+  int64_t expires_ms = 0;
+};
+
+struct ChunkEvent {
+  enum class Kind : uint8_t { kStored, kRemoved, kEvicted, kExpired, kCorrupt };
+  Kind kind = Kind::kStored;
+  TierKind tier = TierKind::kRam;
+  ChunkKey key{};
+};
+
+struct TierStatistics {
+  bool present = false;
+  int64_t chunks = 0, bytes = 0, bytes_max = 0;
+  int64_t hits = 0, misses = 0, corrupt = 0, errors = 0, timeouts = 0;
+  int64_t writes = 0, dropped_writes = 0, deduplicated = 0, evicted = 0, expired = 0;
+  int64_t bytes_read = 0, bytes_written = 0;
+  int64_t queue_bytes = 0;  // puts that wait for this tier
+  // What a load is predicted to take: latency + bytes / bandwidth, measured. 0 = not measured yet.
+  double latency_seconds = 0, bytes_per_second = 0;
+  bool available = true;  // false: the circuit breaker is open
+};
+
+struct ChunkStoreStatistics {
+  std::array<TierStatistics, kTierCount> tiers{};  // by TierKind
+  int64_t fetches = 0, fetched_tokens = 0;
+  std::array<int64_t, 10> misses{};  // by MissReason
+  int64_t pins = 0, forced_unpins = 0, events_dropped = 0;
+};
+
+class ChunkStore {
+ public:
+  // BadArgument for an option by name and value or no tier at all; IoError when the directory
+  // cannot be made. Redis that does not answer is no error: it may come later.
+  static Result<std::unique_ptr<ChunkStore>> Open(ChunkStoreOptions options);
+  virtual ~ChunkStore() = default;  // as Close
+
+  // A passport whose chunks are fetched and put. Twice is fine.
+  virtual Status AddPassport(const Passport& passport) = 0;
+
+  // Starts to look for the chunks of a prefix chain and to bring the leading ones that are there.
+  // Stops at the first one that is not. BadArgument, Closed; Full when fetch_bytes_max is out.
+  virtual Result<std::shared_ptr<ChunkFetch>> Fetch(const FetchRequest& request) = 0;
+  // The leading chunks of the chain that the store knows of without asking a disk or a network.
+  virtual int64_t KnownPrefix(const KeySpace& keys, std::span<const ChunkKey> chain) = 0;
+  // Brings chunks into RAM (into the fastest tier there is) for a fetch to come.
+  virtual Result<std::shared_ptr<ChunkFetch>> Prefetch(const FetchRequest& request) = 0;
+
+  // Of each chunk whether a put would store anything. Saves the caller an export.
+  virtual std::vector<bool> Wanted(const KeySpace& keys, std::span<const ChunkKey> chain) = 0;
+  // Takes a sealed chunk of keys' space. BadArgument, Corrupt if it is none; Full when
+  // queue_bytes_max is out: counted as dropped.
+  virtual Result<std::shared_ptr<ChunkPut>> Put(const KeySpace& keys, ChunkBuffer sealed,
+                                                const PutOptions& options) = 0;
+
+  // Keeps chunks from being evicted until Unpin or pin_timeout_ms. Counted: as many Unpins as Pins.
+  // How many are there and pinned now.
+  virtual int64_t Pin(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
+  virtual void Unpin(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
+  virtual void Touch(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;  // as a use
+  // Time to live from now on; 0 = for ever. Redis too.
+  virtual Status SetTtl(const KeySpace& keys, std::span<const ChunkKey> chunks, int64_t ttl_ms) = 0;
+  virtual Status SetQuota(const KeySpace& keys, const ChunkQuota& quota) = 0;
+
+  // ---- Administration. These wait for the tiers.
+  virtual Result<int64_t> Remove(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
+  // Everything of the key space, in all tiers; how many chunks.
+  virtual Result<int64_t> Clear(const KeySpace& keys) = 0;
+  virtual Result<std::vector<ChunkListing>> List(TierKind tier) = 0;
+  // One chunk by its key, verified, whatever its passport. NotFound, Corrupt, Unavailable.
+  virtual Result<std::shared_ptr<const StoredChunk>> Get(TierKind tier, const ChunkKey& key) = 0;
+  // Reads and verifies everything in the tier; damaged chunks are removed. How many were damaged.
+  virtual Result<int64_t> Verify(TierKind tier) = 0;
+  // Removes what is expired, over quota, or left over by a process that died. Bytes freed.
+  virtual Result<int64_t> CollectGarbage(TierKind tier) = 0;
+
+  // Waits until all puts so far are as durable as promised, or the moment. Timeout.
+  virtual Status Flush(int64_t until_ns) = 0;
+  // Ends all fetches (Cancelled), writes what is queued, stops. Every later call returns Closed.
+  virtual void Close() noexcept = 0;
+
+  virtual ChunkStoreStatistics Statistics() const = 0;
+  // Events since the last call, oldest first; the newest 65536 are kept.
+  virtual std::vector<ChunkEvent> TakeEvents() = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_CHUNK_STORE_H_

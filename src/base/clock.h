@@ -1,0 +1,31 @@
+// Time behind an interface, so that tests advance it and nothing waits for real.
+#ifndef QUIRE_BASE_CLOCK_H_
+#define QUIRE_BASE_CLOCK_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+
+#include "quire/seams.h"
+
+namespace quire {
+
+// A moment on Clock::SteadyNs, and the one that never comes.
+inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+// Waits until `is_over()` or the moment `until_ns`; false if it is not over then. `lock` guards
+// what is_over reads, and whoever changes that notifies `changed`.
+template <typename IsOver>
+bool WaitUntil(Clock& clock, std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+               int64_t until_ns, IsOver&& is_over) {
+  while (!is_over()) {
+    if (clock.SteadyNs() >= until_ns) return false;
+    clock.Wait(changed, lock, until_ns);
+  }
+  return true;
+}
+
+}  // namespace quire
+
+#endif  // QUIRE_BASE_CLOCK_H_
