@@ -102,7 +102,9 @@ class FieldWriter {
     return AddBytes(std::as_bytes(std::span(&value, 1)));
   }
   FieldWriter& AddBytes(std::span<const std::byte> bytes) {
-    out_->insert(out_->end(), bytes.begin(), bytes.end());
+    const size_t at = out_->size();
+    out_->resize(at + bytes.size());
+    if (!bytes.empty()) std::memcpy(out_->data() + at, bytes.data(), bytes.size());
     return *this;
   }
   FieldWriter& AddText(std::string_view text) {
