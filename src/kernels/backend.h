@@ -142,6 +142,8 @@ struct LinearArgs {
 // ----------------------------------------------------------------------------------------------------
 // the table
 
+struct RecurrenceKernels;
+
 struct Backend {
   std::string_view name;  // "avx512_bf16", "avx512", "avx2", "scalar"
 
@@ -168,6 +170,8 @@ struct Backend {
   // y[r] = table[ids[r]] widened, rows of `dim` in `dtype`.
   void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
                       int64_t dim, float* y, ParallelRunner&);
+
+  const RecurrenceKernels* recurrence;  // recurrence.h
 };
 
 // The paths that this build has and this CPU can run, best first; never empty ("scalar" is always
