@@ -175,7 +175,11 @@ void RedisServer::Kill() {
 
 std::string RedisServer::Command(const std::vector<std::string>& arguments) const {
   redisContext* context = redisConnect("127.0.0.1", port_);
-  QUIRE_CHECK(context != nullptr && context->err == 0) << context->errstr;
+  QUIRE_CHECK(context != nullptr);
+  if (context->err != 0) {
+    redisFree(context);
+    return "(gone)";
+  }
   std::vector<const char*> argv;
   std::vector<size_t> sizes;
   for (const std::string& argument : arguments) {
