@@ -126,6 +126,7 @@ class CompositeWalk {
       cache_ = *RecurrentCache::Create(setting_.cache);
       parts.recurrent.push_back(cache_);
     }
+    if (random_.Below(2) == 0) std::swap(parts.recurrent.front(), parts.recurrent.back());
     state_ = *CompositeState::Create(parts);
   }
 
@@ -165,7 +166,7 @@ class CompositeWalk {
       case 6:
         return Pop();
       case 7:
-        return Retain();
+        return random_.Below(4) == 0 ? Retain() : Forward();
       case 8:
         return random_.Below(12) == 0 ? Clear() : Add();
       default:
@@ -265,6 +266,7 @@ class CompositeWalk {
     copy.retained = false;
     CutTo(copy, at);
     model_[child] = copy;
+    cut_id_ = child;
   }
 
   void Pop() {
@@ -277,7 +279,9 @@ class CompositeWalk {
       expected = StatusCode::kNeedsReplay;
       ExpectReplayStart(id, model_[id].length() - n);
     }
-    if (Expect(state_->PopN(id, n), expected, digest)) CutTo(model_[id], model_[id].length() - n);
+    if (!Expect(state_->PopN(id, n), expected, digest)) return;
+    CutTo(model_[id], model_[id].length() - n);
+    cut_id_ = id;
   }
 
   void ExpectReplayStart(int64_t id, int64_t position) {
@@ -289,7 +293,7 @@ class CompositeWalk {
 
   void Retain() {
     const int64_t id = AnyId();
-    const bool retained = random_.Below(2) == 0;
+    const bool retained = random_.Below(3) == 0;
     const uint64_t digest = state_->StateDigest();
     StatusCode expected = OfOutsider(id);
     if (expected == StatusCode::kOk && !retained && model_[id].retained && Full())
@@ -508,9 +512,14 @@ class CompositeWalk {
       }
     }
     if (!setting_.with_cache || model_.empty()) return;
-    // One of them each time: computing the states anew takes the longest.
-    auto any = model_.begin();
-    std::advance(any, random_.Below(static_cast<int64_t>(model_.size())));
+    // One of them each time, the one that was cut if any: computing the states anew takes the
+    // longest.
+    auto any = model_.find(cut_id_);
+    if (any == model_.end()) {
+      any = model_.begin();
+      std::advance(any, random_.Below(static_cast<int64_t>(model_.size())));
+    }
+    cut_id_ = -1;
     const std::vector<float> expected = RunAlone(any->second.tokens, nullptr);
     const std::vector<float> states = StatesOf(*cache_, any->first);
     ASSERT_EQ(states.size(), expected.size());
@@ -527,6 +536,7 @@ class CompositeWalk {
   std::unique_ptr<CompositeState> state_;
   std::map<int64_t, ModelSequence> model_;
   Ids batch_;
+  int64_t cut_id_ = -1;  // the sequence that was forked or popped last, until it is checked
   uint64_t next_token_ = 0;
   int64_t replay_count_ = 0;
   int64_t refusal_count_ = 0;
@@ -540,7 +550,7 @@ TEST(CompositeWalkTest, RandomWalks) {
   for (uint64_t seed = first; seed < first + 60; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     CompositeWalk walk(seed);
-    walk.Run(120);
+    walk.Run(200);
     if (HasFailure()) return;
     replay_count += walk.replay_count();
     refusal_count += walk.refusal_count();
