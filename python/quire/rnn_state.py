@@ -28,7 +28,7 @@ class StateSpec:
         import tvm_ffi
 
         fields: dict[str, Any] = {
-            "shape": tvm_ffi.Shape(int_list(self.shape, "shape")),
+            "shape": tvm_ffi.Shape(tuple(int_list(self.shape, "shape"))),
             "dtype": dtype_name(self.dtype),
         }
         if self.initial is not None:
