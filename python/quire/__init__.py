@@ -2,6 +2,7 @@
 
 * :class:`quire.Engine` answers prompts with a model from a Hugging Face folder.
 * :class:`quire.KVCache` is the paged KV state beneath it, for engines of your own.
+* :class:`quire.RNNState` and :class:`quire.RecurrentCache` are the same for recurrent layers.
 * :class:`quire.LookupBuffer` and :class:`quire.StoreBuffer` hand tensors over by tokens or by name.
 * :mod:`quire.snapshot` keeps the state of a text in a file.
 * ``quire --help`` (or ``python -m quire``) is the program.
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
         Usage,
     )
     from quire.kv_cache import KVCache, LayerSpec, RopeOptions, default_page_size, rope_frequencies
+    from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
+    from quire.rnn_state import RNNState, StateSpec
 
     __version__: str
 
@@ -45,10 +48,14 @@ _MODULE_OF = {
     "MemoryPlan": "quire.engine",
     "ModelInfo": "quire.engine",
     "Piece": "quire.engine",
+    "RNNState": "quire.rnn_state",
+    "RecurrentCache": "quire.recurrent_cache",
+    "RecurrentLayerSpec": "quire.recurrent_cache",
     "Result": "quire.engine",
     "RopeOptions": "quire.kv_cache",
     "Sample": "quire.engine",
     "SamplingOptions": "quire.engine",
+    "StateSpec": "quire.rnn_state",
     "StoreBuffer": "quire.buffers",
     "Stream": "quire.engine",
     "Usage": "quire.engine",
@@ -101,10 +108,14 @@ __all__ = [
     "MemoryPlan",
     "ModelInfo",
     "Piece",
+    "RNNState",
+    "RecurrentCache",
+    "RecurrentLayerSpec",
     "Result",
     "RopeOptions",
     "Sample",
     "SamplingOptions",
+    "StateSpec",
     "StoreBuffer",
     "Stream",
     "Usage",

@@ -60,6 +60,16 @@ class BufferServerHandle(tvm_ffi.Object):
     """The C++ object that serves buffers; constructor and methods come from the library."""
 
 
+@tvm_ffi.register_object("quire.RNNState")
+class RNNStateHandle(tvm_ffi.Object):
+    """The C++ object behind quire.RNNState; constructor and methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.RecurrentCache")
+class RecurrentCacheHandle(tvm_ffi.Object):
+    """The C++ object behind quire.RecurrentCache; constructor and methods come from the library."""
+
+
 def new_kv_cache(options: dict[str, Any]) -> Any:
     return KVCacheHandle(options)  # type: ignore[call-arg]
 
@@ -78,6 +88,14 @@ def new_store_buffer(options: dict[str, Any]) -> Any:
 
 def new_buffer_server(options: dict[str, Any]) -> Any:
     return BufferServerHandle(options)  # type: ignore[call-arg]
+
+
+def new_rnn_state(options: dict[str, Any]) -> Any:
+    return RNNStateHandle(options)  # type: ignore[call-arg]
+
+
+def new_recurrent_cache(options: dict[str, Any]) -> Any:
+    return RecurrentCacheHandle(options)  # type: ignore[call-arg]
 
 
 def function(name: str) -> Any:
