@@ -622,13 +622,18 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op) {
   const int64_t available = cache_->GetNumAvailablePages();
   QUIRE_WALK_CALL("BeginForward", status,
                   [&](AttentionKVCache& c) { return c.BeginForward(batch.ids, batch.lengths); });
-  if (needed >= 0 && status.ok() != (needed <= available)) {
+  // Groups free pages apart from one another where there are windows: then the most that one group
+  // needs may be fewer than the least that another has, but not the other way.
+  const bool agrees = status.ok() == (needed <= available) || (setting_.has_windows && status.ok());
+  if (needed >= 0 && !agrees) {
     return "BeginForward: " + status.ToString() + " with " + std::to_string(needed) +
            " needed and " + std::to_string(available) + " available";
   }
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
-  error = Differ("pages taken by BeginForward", available - cache_->GetNumAvailablePages(), needed);
+  const int64_t taken = available - cache_->GetNumAvailablePages();
+  if (!setting_.has_windows || taken > needed)
+    error = Differ("pages taken by BeginForward", taken, needed);
   const Status plan = cache_->CheckInvariants();  // looks at the plan of the open forward
   if (error.empty() && !plan.ok()) error = "after BeginForward: " + plan.ToString();
   open_ = true;
