@@ -875,7 +875,7 @@ TEST(RedisTier, ManyThreadsShareATier) {
 TEST(RedisTierCluster, SpreadsFollowsSlotsAndSurvivesAFailover) {
   QUIRE_NEEDS_REDIS();
   RedisServerCluster cluster;
-  const auto tier = Open(cluster.seeds(), {.connect_timeout_ms = 200});
+  const auto tier = Open(cluster.seeds(), {.connect_timeout_ms = 200, .replicas = 1});
   std::vector<std::shared_ptr<const StoredChunk>> chunks;
   std::vector<TierWrite> writes;
   std::vector<TierRead> reads;
