@@ -884,13 +884,14 @@ TEST(RedisTier, ManyThreadsShareATier) {
 
 TEST(RedisTierCluster, SpreadsFollowsSlotsAndSurvivesAFailover) {
   QUIRE_NEEDS_REDIS();
+  constexpr int32_t kChunks = 12;
   RedisServerCluster cluster;
   const auto tier = Open(cluster.seeds(), {.connect_timeout_ms = 200, .replicas = 1});
   std::vector<std::shared_ptr<const StoredChunk>> chunks;
   std::vector<TierWrite> writes;
   std::vector<TierRead> reads;
   std::vector<ChunkId> ids;
-  for (int32_t i = 0; i < 24; ++i) {
+  for (int32_t i = 0; i < kChunks; ++i) {
     chunks.push_back(MakeChunk(i * 100, {.layers = 4, .head_dim = 8192}));
     ids.push_back(IdOf(*chunks.back()));
     writes.push_back({.id = ids.back(), .chunk = chunks.back().get()});
@@ -898,7 +899,7 @@ TEST(RedisTierCluster, SpreadsFollowsSlotsAndSurvivesAFailover) {
   }
   for (const Status& status : tier->Write(writes, In(kLongNs)))
     EXPECT_TRUE(status.ok()) << status.ToString();
-  EXPECT_EQ(*tier->Prefix(ids, In(kLongNs)), 24);
+  EXPECT_EQ(*tier->Prefix(ids, In(kLongNs)), kChunks);
   const auto expect_all = [&] {
     Collector sink(reads.size());
     tier->Read(reads, In(kLongNs), sink);
@@ -909,7 +910,7 @@ TEST(RedisTierCluster, SpreadsFollowsSlotsAndSurvivesAFailover) {
     }
   };
   expect_all();
-  EXPECT_EQ(tier->List(In(kLongNs))->size(), 24U);
+  EXPECT_EQ(tier->List(In(kLongNs))->size(), size_t{kChunks});
   for (size_t i = 0; i < 3; ++i) EXPECT_NE(cluster.server(i).Command({"DBSIZE"}), "0");
 
   // A slot moves while we read it: first ASK, then MOVED.
@@ -954,7 +955,7 @@ TEST(RedisTierCluster, SpreadsFollowsSlotsAndSurvivesAFailover) {
     EXPECT_EQ(sink.items[i].ends, 1);
     EXPECT_TRUE(is_on_victim[i] || sink.items[i].status.ok()) << sink.items[i].status.ToString();
   }
-  const int64_t until_ns = In(20'000 * kMs);
+  const int64_t until_ns = In(40'000 * kMs);
   Status status(StatusCode::kUnavailable, "not asked yet");
   while (!status.ok() && MachineTime()->SteadyNs() < until_ns)
     status = ReadOne(*tier, *chunks[5], 500 * kMs);

@@ -201,7 +201,7 @@ RedisServerCluster::RedisServerCluster(std::vector<std::string> arguments) {
   arguments.insert(
       arguments.end(),
       {"--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout",
-       "1000", "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"});
+       "2000", "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"});
   std::vector<std::string> create = {"redis-cli", "--cluster", "create"};
   for (int i = 0; i < 6; ++i) {
     servers_.push_back(std::make_unique<RedisServer>(arguments));
