@@ -30,11 +30,11 @@ struct Shape {
   int64_t head_dim = 64;
   int64_t tokens = 16;
   int64_t expires_ms = 0;
-  std::string mac_key = {};
+  const char* mac_key = "";
 };
 
 // Three megabytes: a piece for each layer.
-constexpr Shape kThreePieces = {.layers = 3, .head_dim = 16384, .tokens = 16, .mac_key = {}};
+constexpr Shape kThreePieces = {.layers = 3, .head_dim = 16384, .tokens = 16};
 
 const KeySpace& Space(const std::string& salt = "") {
   static std::map<std::string, KeySpace> spaces;
