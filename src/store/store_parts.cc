@@ -17,11 +17,6 @@ int64_t BlockBytes(const Passport& passport) {
   return bytes;
 }
 
-ChunkStoreOptions WithClock(ChunkStoreOptions options) {
-  if (options.clock == nullptr) options.clock = MachineTime();
-  return options;
-}
-
 }  // namespace
 
 void PassportTable::Add(const Digest& fingerprint, const Passport& passport) {
@@ -38,7 +33,7 @@ std::optional<PassportTable::Entry> PassportTable::Find(const Digest& fingerprin
 }
 
 StoreParts::StoreParts(ChunkStoreOptions store_options)
-    : options(WithClock(std::move(store_options))),
+    : options(std::move(store_options)),
       clock(options.clock),
       pins(options.pin_timeout_ms * 1'000'000),
       admission(options.admit_after),
@@ -48,16 +43,19 @@ StoreParts::StoreParts(ChunkStoreOptions store_options)
 }
 
 void StoreParts::CollectEvents() {
-  std::vector<ChunkEvent> collected;
-  for (const auto& tier : slow)
-    if (tier != nullptr) tier->tier->TakeEvents(&collected);
-  for (const ChunkEvent& event : collected) events.Add(event);
+  for (const auto& tier : slow) {
+    if (tier == nullptr) continue;
+    std::vector<ChunkEvent> collected;
+    tier->tier->TakeEvents(&collected);
+    for (const ChunkEvent& event : collected) events.Add(event);
+  }
 }
 
 bool StoreParts::Knows(const ChunkId& id) const {
   if (has_memory() && memory->Has(id, clock->WallMs())) return true;
-  return std::any_of(slow.begin(), slow.end(),
-                     [&](const auto& tier) { return tier != nullptr && tier->tier->Knows(id) == 1; });
+  return std::any_of(slow.begin(), slow.end(), [&](const auto& tier) {
+    return tier != nullptr && tier->tier->Knows(id) == 1;
+  });
 }
 
 int64_t StoreParts::AdminDeadline(TierKind tier) const {

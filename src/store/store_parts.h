@@ -34,8 +34,6 @@ namespace quire {
 // Slow tiers by TierKind; none at kRam.
 using SlowTiers = std::array<std::unique_ptr<ChunkTier>, kTierCount>;
 
-inline constexpr size_t kMissReasonCount = static_cast<size_t>(MissReason::kNoRoom) + 1;
-
 inline constexpr std::array<TierKind, 2> kSlowTiers = {TierKind::kDisk, TierKind::kRedis};
 
 inline size_t At(TierKind tier) { return static_cast<size_t>(tier); }
@@ -57,6 +55,7 @@ class PassportTable {
 };
 
 struct StoreParts {
+  // REQUIRES: options.clock is there.
   explicit StoreParts(ChunkStoreOptions store_options);
 
   bool has_memory() const { return memory != nullptr; }
@@ -68,7 +67,7 @@ struct StoreParts {
   void Wanted(const KeptChunk& kept) noexcept;
   // Keeps the chunk in RAM; whoever has to go for it, and was not written yet, is written.
   MemoryTier::Outcome Keep(const KeptChunk& kept, bool unwritten);
-  // Brings the slow tiers' events to the others.
+  // Brings the slow tiers' events to the others. std::bad_alloc: some of them come later.
   void CollectEvents();
   bool HasSlow() const { return slow[At(TierKind::kDisk)] || slow[At(TierKind::kRedis)]; }
   // Whether a tier is known to have it, without asking a disk or a network.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "store/redis_tier.h"
 
 namespace quire {
 namespace {
@@ -56,7 +57,15 @@ Status CheckOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
 
 Result<std::unique_ptr<ChunkStore>> ChunkStore::Open(ChunkStoreOptions options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
-    return TieredStore::Create(std::move(options), {});
+    const bool has_redis = !options.redis.endpoints.empty();
+    QUIRE_RETURN_IF_ERROR(CheckOptions(options, has_redis));
+    if (options.clock == nullptr) options.clock = MachineTime();
+    SlowTiers slow;
+    if (has_redis) {
+      QUIRE_ASSIGN_OR_RETURN(slow[At(TierKind::kRedis)],
+                             RedisTier::Create(options.redis, options.mac_key, options.clock));
+    }
+    return TieredStore::Create(std::move(options), std::move(slow));
   });
 }
 
@@ -485,7 +494,7 @@ ChunkStoreStatistics TieredStore::Statistics() const {
           parts_->slow[At(tier)]->Statistics(parts_->writes[At(tier)]->bytes());
   statistics.fetches = fetcher_.started();
   statistics.fetched_tokens = parts_->fetched_tokens;
-  for (size_t i = 0; i < kMissReasonCount; ++i) statistics.misses[i] = parts_->misses[i];
+  for (size_t i = 0; i < statistics.misses.size(); ++i) statistics.misses[i] = parts_->misses[i];
   statistics.pins = parts_->pins.size();
   statistics.forced_unpins = parts_->pins.forced();
   statistics.events_dropped = parts_->events.dropped();

@@ -19,7 +19,7 @@ namespace quire {
 
 class TieredStore final : public ChunkStore {
  public:
-  // With these slow tiers in place of those that the options name.
+  // With these slow tiers in place of those that the options name. REQUIRES: options.clock.
   static Result<std::unique_ptr<ChunkStore>> Create(ChunkStoreOptions options, SlowTiers slow);
   explicit TieredStore(std::shared_ptr<StoreParts> parts);
   ~TieredStore() override;
