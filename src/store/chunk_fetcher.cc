@@ -166,7 +166,8 @@ void ChunkFetcher::Ask(const Fetch& fetch, SlowTier& tier) noexcept {
     status = Status::OutOfMemory();
   }
   const int64_t now = parts_->clock->SteadyNs();
-  tier.Report(status, now, now - begin);
+  tier.Count(status);
+  tier.health.Report(status, now, now - begin);
   if (!status.ok()) search.unavailable = true;
   Search(fetch);
 }

@@ -41,6 +41,7 @@ class ChunkFetcher::Sink final : public TierReadSink {
   int64_t begin_ns = 0;
   int64_t bytes_read = 0;  // of what came whole
   bool failed = false;     // something did not
+  bool is_reported = false;
 
   Result<std::span<std::byte>> OnHeader(size_t item, const ChunkHeader& header) override {
     ChunkLoad& load = *items[item].load;
@@ -83,12 +84,16 @@ class ChunkFetcher::Sink final : public TierReadSink {
   }
 
   void OnEnd(size_t item, const Status& status) override {
-    const int64_t now = fetcher_->parts_->clock->SteadyNs();
-    tier_->Report(status, now, now - begin_ns);
+    tier_->Count(status);
     if (status.ok()) {
       bytes_read += items[item].load->reserved_bytes;
     } else {
       failed = true;
+    }
+    if (!std::exchange(is_reported, true)) {
+      // One call is one sign of health, however many chunks it was for.
+      const int64_t now = fetcher_->parts_->clock->SteadyNs();
+      tier_->health.Report(status, now, now - begin_ns);
     }
     fetcher_->Finish(*tier_, items[item].load, status);
   }

@@ -52,9 +52,11 @@ struct ChunkLoad {
   const ChunkId id;
   const TierKind tier;
 
-  // Whether all layers up to this one are verified. REQUIRES: chunk is there.
+  // Whether all layers up to this one are verified. A MAC is over the whole: before its end nothing
+  // is.
   bool HasLayers(int64_t layer) const {
-    return chunk != nullptr && (pending.empty() || pending.begin()->first > layer);
+    return chunk != nullptr && !chunk->header().has_mac &&
+           (pending.empty() || pending.begin()->first > layer);
   }
 
   // ---- Under StoreParts::fetch_mutex

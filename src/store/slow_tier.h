@@ -18,9 +18,8 @@ struct SlowTier {
   SlowTier(TierKind tier_kind, std::unique_ptr<ChunkTier> chunk_tier, int64_t timeout_ms)
       : kind(tier_kind), tier(std::move(chunk_tier)), io_timeout_ns(timeout_ms * 1'000'000) {}
 
-  // Counts what a call on one chunk said, and tells the health.
-  void Report(const Status& status, int64_t now_ns, int64_t took_ns) noexcept {
-    health.Report(status, now_ns, took_ns);
+  // What a call said of one chunk, or as a whole.
+  void Count(const Status& status) noexcept {
     if (status.code() == StatusCode::kTimeout) ++timeouts;
     if (status.code() == StatusCode::kUnavailable || status.code() == StatusCode::kIoError)
       ++errors;

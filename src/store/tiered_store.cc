@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/guard.h"
-#include "store/redis_tier.h"
 
 namespace quire {
 namespace {
@@ -18,7 +17,9 @@ Status BadOption(const std::string& name, const std::string& value, const std::s
                 "ChunkStore::Open: " + name + " is " + value + "; it must be " + rule);
 }
 
-Status CheckOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
+}  // namespace
+
+Status CheckStoreOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
   struct Bound {
     const char* name;
     int64_t value;
@@ -53,27 +54,11 @@ Status CheckOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
   return {};
 }
 
-}  // namespace
-
-Result<std::unique_ptr<ChunkStore>> ChunkStore::Open(ChunkStoreOptions options) {
-  return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
-    const bool has_redis = !options.redis.endpoints.empty();
-    QUIRE_RETURN_IF_ERROR(CheckOptions(options, has_redis));
-    if (options.clock == nullptr) options.clock = MachineTime();
-    SlowTiers slow;
-    if (has_redis) {
-      QUIRE_ASSIGN_OR_RETURN(slow[At(TierKind::kRedis)],
-                             RedisTier::Create(options.redis, options.mac_key, options.clock));
-    }
-    return TieredStore::Create(std::move(options), std::move(slow));
-  });
-}
-
 Result<std::unique_ptr<ChunkStore>> TieredStore::Create(ChunkStoreOptions options, SlowTiers slow) {
   return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
     const bool has_slow =
         std::any_of(slow.begin(), slow.end(), [](const auto& tier) { return tier != nullptr; });
-    QUIRE_RETURN_IF_ERROR(CheckOptions(options, has_slow));
+    QUIRE_RETURN_IF_ERROR(CheckStoreOptions(options, has_slow));
     try {
       auto parts = std::make_shared<StoreParts>(std::move(options));
       parts->AddTiers(std::move(slow));

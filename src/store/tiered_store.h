@@ -17,6 +17,9 @@
 
 namespace quire {
 
+// BadArgument for an option by name and value.
+Status CheckStoreOptions(const ChunkStoreOptions& options, bool has_slow_tier);
+
 class TieredStore final : public ChunkStore {
  public:
   // With these slow tiers in place of those that the options name. REQUIRES: options.clock.

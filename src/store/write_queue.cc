@@ -132,6 +132,8 @@ void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
     all = Status::OutOfMemory();
   }
   const int64_t now = clock_->SteadyNs();
+  // One call is one sign of health, however many chunks it was for.
+  if (all.ok()) tier_->health.Report(outcomes.front(), now, now - begin);
   lock.lock();
   for (size_t i = 0; i < batch_.size(); ++i) {
     Jobs::node_type job = jobs_.extract(jobs_.begin());
@@ -139,7 +141,7 @@ void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
     bytes_ -= BytesOf(job.mapped().kept);
     lock.unlock();
     const Status& status = all.ok() ? outcomes[i] : all;
-    if (all.ok()) tier_->Report(status, now, now - begin);
+    tier_->Count(status);
     Finish(job.mapped(), status);
     job = {};
     lock.lock();
