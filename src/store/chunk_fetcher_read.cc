@@ -42,6 +42,7 @@ class ChunkFetcher::Sink final : public TierReadSink {
   int64_t bytes_read = 0;  // of what came whole
   bool failed = false;     // something did not
   bool is_reported = false;
+  size_t ended = 0;
 
   Result<std::span<std::byte>> OnHeader(size_t item, const ChunkHeader& header) override {
     ChunkLoad& load = *items[item].load;
@@ -84,6 +85,8 @@ class ChunkFetcher::Sink final : public TierReadSink {
   }
 
   void OnEnd(size_t item, const Status& status) override {
+    if (!fetcher_->IsUnderWay(items[item].load)) return;
+    const int64_t now = fetcher_->parts_->clock->SteadyNs();
     tier_->Count(status);
     if (status.ok()) {
       bytes_read += items[item].load->reserved_bytes;
@@ -92,9 +95,11 @@ class ChunkFetcher::Sink final : public TierReadSink {
     }
     if (!std::exchange(is_reported, true)) {
       // One call is one sign of health, however many chunks it was for.
-      const int64_t now = fetcher_->parts_->clock->SteadyNs();
       tier_->health.Report(status, now, now - begin_ns);
     }
+    // Before the last one is told: who has his chunks finds the measure of them.
+    if (++ended == items.size() && !failed && bytes_read > 0)
+      tier_->predictor.Measured(bytes_read, static_cast<double>(now - begin_ns) * 1e-9);
     fetcher_->Finish(*tier_, items[item].load, status);
   }
 
@@ -156,10 +161,6 @@ void ChunkFetcher::Read(SlowTier& tier, const std::vector<Load>& loads) noexcept
   } catch (const std::bad_alloc&) {
     left = Status::OutOfMemory();
   }
-  if (sink.bytes_read > 0 && !sink.failed) {
-    const int64_t took = parts_->clock->SteadyNs() - sink.begin_ns;
-    tier.predictor.Measured(sink.bytes_read, static_cast<double>(took) * 1e-9);
-  }
   for (const Load& load : loads) Finish(tier, load, left);
 }
 
@@ -187,6 +188,7 @@ void ChunkFetcher::Finish(SlowTier& tier, const Load& load, const Status& status
 void ChunkFetcher::Serve(const Load& load) noexcept {
   // Before it leaves loads_: who does not find it there finds it in RAM.
   Promote(*load);
+  ReleasePin(*load);
   std::vector<ChunkLoad::Waiter> waiters;  // ends after the lock
   {
     const std::lock_guard lock(parts_->fetch_mutex);
@@ -201,7 +203,6 @@ void ChunkFetcher::Serve(const Load& load) noexcept {
       }
     }
   }
-  ReleasePin(*load);
 }
 
 void ChunkFetcher::Promote(const ChunkLoad& load) noexcept {

@@ -185,7 +185,7 @@ TEST_F(StoreFailure, AFetchOrPinThatFailsLeavesNoPin) {
 TEST_F(StoreFailure, ThreadsWithoutMemoryMissAndDropAndGoOn) {
   Open(0, /*with_disk=*/true);
   // The fake tier allocates in its calls as a real one does.
-  refuse_one_in = 7;
+  refuse_one_in = 101;
   int64_t served = 0;
   for (int round = 0; round < 200; ++round) {
     const auto tokens = TokensFrom(100 * (round % 16), 12);

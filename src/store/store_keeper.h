@@ -26,7 +26,7 @@ class StoreKeeper {
   void Scrub() noexcept;
   void ScrubOnce(SlowTier& disk);
   // False if it is to stop.
-  bool Sleep(int64_t ns);
+  bool Sleep(int64_t ns) noexcept;
 
   const std::shared_ptr<StoreParts> parts_;
   std::mutex mutex_;
