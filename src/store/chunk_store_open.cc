@@ -1,4 +1,5 @@
 // The tiers that the options name, and the store above them.
+#include <string>
 #include <utility>
 
 #include "base/clock.h"
@@ -11,6 +12,10 @@ namespace quire {
 
 Result<std::unique_ptr<ChunkStore>> ChunkStore::Open(ChunkStoreOptions options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
+    if (!options.disk.directory.empty())
+      return Status(StatusCode::kBadArgument, "ChunkStore::Open: disk.directory is \"" +
+                                                  options.disk.directory +
+                                                  "\", and this build has no disk tier");
     const bool has_redis = !options.redis.endpoints.empty();
     QUIRE_RETURN_IF_ERROR(CheckStoreOptions(options, has_redis));
     if (options.clock == nullptr) options.clock = MachineTime();
