@@ -1,0 +1,31 @@
+// The tiers that the options name, and the store above them.
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/guard.h"
+#include "quire/chunk_store.h"
+#include "store/redis_tier.h"
+#include "store/tiered_store.h"
+
+namespace quire {
+
+Result<std::unique_ptr<ChunkStore>> ChunkStore::Open(ChunkStoreOptions options) {
+  return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
+    if (!options.disk.directory.empty())
+      return Status(StatusCode::kBadArgument, "ChunkStore::Open: disk.directory is \"" +
+                                                  options.disk.directory +
+                                                  "\", and this build has no disk tier");
+    const bool has_redis = !options.redis.endpoints.empty();
+    QUIRE_RETURN_IF_ERROR(CheckStoreOptions(options, has_redis));
+    if (options.clock == nullptr) options.clock = MachineTime();
+    SlowTiers slow;
+    if (has_redis) {
+      QUIRE_ASSIGN_OR_RETURN(slow[At(TierKind::kRedis)],
+                             RedisTier::Create(options.redis, options.mac_key, options.clock));
+    }
+    return TieredStore::Create(std::move(options), std::move(slow));
+  });
+}
+
+}  // namespace quire
