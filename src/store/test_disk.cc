@@ -21,8 +21,9 @@ namespace fs = std::filesystem;
 
 // ---------------------------------------------------------------------- files
 
-TestDirectory::TestDirectory() {
-  std::string path = (fs::temp_directory_path() / "quire-disk-XXXXXX").string();
+TestDirectory::TestDirectory(const std::string& parent) {
+  const fs::path above = fs::is_directory(parent) ? fs::path(parent) : fs::temp_directory_path();
+  std::string path = (above / "quire-disk-XXXXXX").string();
   EXPECT_NE(::mkdtemp(path.data()), nullptr);
   path_ = path;
 }
@@ -233,7 +234,7 @@ int FaultyFileSystem::Fault(std::string_view name) {
   if (const int fault = Fault(name); fault < 0) return fault
 
 int FaultyFileSystem::Open(const std::string& path, OpenMode mode) {
-  QUIRE_FAULT("open");
+  QUIRE_FAULT(mode == OpenMode::kNameless ? "nameless" : "open");
   return below_->Open(path, mode);
 }
 int64_t FaultyFileSystem::Read(int file, std::span<std::byte> to, int64_t offset) {

@@ -23,7 +23,8 @@ namespace quire {
 // Removed with all that is in it.
 class TestDirectory {
  public:
-  TestDirectory();
+  // In `parent` where there is one; else among temporary files.
+  explicit TestDirectory(const std::string& parent = "");
   ~TestDirectory();
   const std::string& path() const { return path_; }
   // All files below, by path relative to it.
