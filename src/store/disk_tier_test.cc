@@ -12,6 +12,7 @@
 
 #include "base/clock.h"
 #include "base/fake_clock.h"
+#include "base/random.h"
 #include "store/disk_layout.h"
 #include "store/test_disk.h"
 
@@ -468,6 +469,67 @@ TEST_F(DiskTierTest, UsableBeforeTheScanIsOver) {
   hold.unlock();
   EXPECT_TRUE((*tier)->AwaitScan(kNever).ok());
   EXPECT_EQ((*tier)->Usage().chunks, 2);
+}
+
+// ---- All at once
+
+TEST_F(DiskTierTest, EverybodyAtOnce) {
+  std::vector<std::vector<TestChunk>> chains;
+  for (int64_t seed = 0; seed < 6; ++seed) chains.push_back(TestChain(4, seed));
+  // Room for half of them, and two tiers on the folder.
+  const int64_t bytes_max = 12 * chains[0][0].stored->header().total_bytes;
+  const std::vector<std::unique_ptr<DiskTier>> tiers = [&] {
+    std::vector<std::unique_ptr<DiskTier>> opened;
+    for (int i = 0; i < 2; ++i) opened.push_back(std::move(*DiskTier::Open(Setup(bytes_max))));
+    return opened;
+  }();
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 6; ++t) {
+    threads.emplace_back([&, t] {
+      RandomSequence random(t);
+      DiskTier& tier = *tiers[t % 2];
+      for (int round = 0; round < 40; ++round) {
+        const auto& chain = chains[static_cast<size_t>(random.Below(6))];
+        const TestChunk& chunk = chain[static_cast<size_t>(random.Below(4))];
+        switch (random.Below(8)) {
+          case 0:
+            (void)tier.Remove(chunk.id, kNever);
+            break;
+          case 1:
+            if (tier.Pin(chunk.id, 1)) tier.Pin(chunk.id, -1);
+            break;
+          case 2:
+            (void)tier.SetExpiry(chunk.id, int64_t{1} << (50 + random.Below(3)), kNever);
+            break;
+          case 3:
+            (void)tier.CollectGarbage(kNever);
+            (void)tier.List(kNever);
+            break;
+          case 4:
+            (void)tier.Write(WritesOf(chain), kNever);
+            break;
+          default: {
+            TestSink sink(chain.size());
+            tier.Read(ReadsOf(chain, 1), kNever, sink);
+            for (size_t i = 0; i < chain.size(); ++i) {
+              EXPECT_EQ(sink.ends[i], 1);
+              const StatusCode code = sink.statuses[i].code();
+              EXPECT_TRUE(code == StatusCode::kOk || code == StatusCode::kNotFound)
+                  << sink.statuses[i].ToString();
+              EXPECT_TRUE(code != StatusCode::kOk || sink.headers[i].tokens == chain[i].tokens);
+            }
+          }
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& tier : tiers) {
+    EXPECT_EQ(tier->Usage().corrupt, 0);
+    EXPECT_EQ(*tier->Verify(kNever), 0);
+    EXPECT_EQ(tier->List(kNever)->size(), directory.ChunkFiles().size());
+  }
+  EXPECT_LE(directory.ChunkFiles().size(), 12u);
 }
 
 // ---- A disk that hangs
