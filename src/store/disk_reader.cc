@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/check.h"
 #include "chunk/chunk_layout.h"
 
 namespace quire {
@@ -85,8 +86,11 @@ bool DiskReader::IsCancelled(FileSession& io, size_t index) {
 }
 
 void DiskReader::EndRest(const Status& status) {
-  for (size_t i = 0; i < items_.size(); ++i)
-    if (!items_[i].ended) sink_.OnEnd(i, status);
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (items_[i].ended) continue;
+    QUIRE_CHECK(!status.ok()) << "item " << i << " was neither served nor refused";
+    sink_.OnEnd(i, status);
+  }
 }
 
 void DiskReader::End(FileSession& io, DiskFolder& folder, size_t index, const Status& status) {

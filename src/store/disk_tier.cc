@@ -167,6 +167,12 @@ void DiskTier::RunWrites(IoWork& work, Shared& shared, WriteJob& job) {
   for (WriteJob::Item& item : job.items) {
     if (work.abandoned()) return;
     const ChunkId& id = item.chunk.id;
+    item.chunk.copy = [&](int64_t offset, std::span<std::byte> to) {
+      return work.WithCaller([&] {
+        const auto from = item.source->bytes().subspan(static_cast<size_t>(offset), to.size());
+        std::ranges::copy(from, to.begin());
+      });
+    };
     {
       std::unique_lock<std::mutex> lock(shared.claims_mutex);
       const int64_t until_ns = shared.clock->SteadyNs() + shared.io_timeout_ns;
@@ -177,12 +183,6 @@ void DiskTier::RunWrites(IoWork& work, Shared& shared, WriteJob& job) {
       }
       shared.claims.insert(id);
     }
-    item.chunk.copy = [&](int64_t offset, std::span<std::byte> to) {
-      return work.WithCaller([&] {
-        const auto from = item.source->bytes().subspan(static_cast<size_t>(offset), to.size());
-        std::ranges::copy(from, to.begin());
-      });
-    };
     Status status = GuardEntry([&] { return shared.folder->Store(io, item.chunk); });
     work.WithCaller([&] { item.status = std::move(status); });
     const std::lock_guard<std::mutex> guard(shared.claims_mutex);

@@ -13,6 +13,10 @@ FileTransfers::FileTransfers(FileSystem& files)
   queue_ = files.CreateQueue(kDepth);
 }
 
+FileTransfers::~FileTransfers() {
+  for (size_t left = slots_.size() - free_.size(); left > 0; --left) queue_->Next();
+}
+
 size_t FileTransfers::Take() {
   const size_t slot = free_.back();
   free_.pop_back();

@@ -25,6 +25,8 @@ class FileTransfers {
 
   // Memory: std::bad_alloc.
   explicit FileTransfers(FileSystem& files);
+  // Waits for what is under way: it has the memory.
+  ~FileTransfers();
 
   bool full() const { return free_.empty(); }
   bool idle() const { return free_.size() == slots_.size(); }
