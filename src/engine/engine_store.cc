@@ -16,7 +16,7 @@
 namespace quire {
 namespace {
 
-// Of exports after a step: 20 ms at the 3 GB/s that exporting and sealing do on one core.
+// Of exports after a step: 40 ms at the 1.7 GB/s that exporting and sealing do on one old core.
 constexpr int64_t kStoreBytesPerStep = int64_t{64} << 20;
 
 // A step that waits for a store and nothing else returns after this, so that others get in.
