@@ -61,11 +61,11 @@ EngineImpl::Start EngineImpl::FindStart(const Request& request) const {
   const Sample& leader = *request.leader();
   const PrefixMatch match = FindPrefix(request, leader);
   Start start{.from = match, .end = match.length};
-  const ChunkLoad* const load = request.load.get();
+  const PrefixLoad* const load = request.load.get();
   if (load == nullptr || load->begin() > match.length) return start;
   const int64_t common = CommonPrefix(leader.tokens, load->tokens());
   int64_t end = 0;
-  for (const ChunkLoad::Chunk& chunk : load->chunks()) {
+  for (const PrefixLoad::Chunk& chunk : load->chunks()) {
     if (chunk.end <= common) end = chunk.end;
   }
   if (end <= match.length) return start;
@@ -100,7 +100,7 @@ bool EngineImpl::StartLoad(Request* request) {
   if (!store_->HasMore(static_cast<int64_t>(leader.tokens.size()), match.length, tail)) {
     return false;
   }
-  Result<std::unique_ptr<ChunkLoad>> load = store_->StartLoad(
+  Result<std::unique_ptr<PrefixLoad>> load = store_->StartLoad(
       request->space, leader.tokens, match.length, tail, counters_.compute_seconds_per_token);
   request->looked_up = true;
   ++request->lookups;
@@ -120,7 +120,7 @@ bool EngineImpl::IsPrefixBeingLoaded(const Request& request, int64_t matched) co
   for (const auto& other : waiting_) {
     if (other.get() == &request) return false;
     if (other->load == nullptr || other->space != request.space) continue;
-    const ChunkLoad& load = *other->load;
+    const PrefixLoad& load = *other->load;
     int64_t common = CommonPrefix(tokens, load.tokens());
     if (load.ended()) common = std::min(common, load.end());
     if (common - matched >= kLoadTokensMin) return true;
@@ -132,7 +132,7 @@ void EngineImpl::PollLoad(Request* request) {
   if (request->load == nullptr || request->load->ended()) return;
   request->load->Poll(store_->now_ns());
   if (!request->load->ended()) return;
-  const ChunkLoad& load = *request->load;
+  const PrefixLoad& load = *request->load;
   request->miss = load.miss();
   request->load_seconds += load.seconds();
   ++counters_.loads;
@@ -158,7 +158,7 @@ void EngineImpl::ImportChunks(Request* request, const Start& start) noexcept {
   Sample& leader = *request->leader();
   if (!request->admitted_before) request->cached.memory = leader.computed;
   if (start.end == start.from.length) return;
-  for (const ChunkLoad::Chunk& chunk : request->load->chunks()) {
+  for (const PrefixLoad::Chunk& chunk : request->load->chunks()) {
     if (chunk.begin < leader.computed) continue;
     if (chunk.end > start.end) break;
     const Status status =
