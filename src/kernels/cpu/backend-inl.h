@@ -11,4 +11,5 @@ static constexpr Backend kTable = {
     RmsNorm,
     SiluMul,
     GatherRows,
+    &kRecurrence,
 };
