@@ -215,6 +215,13 @@ StoreUseOptions ReadStoreUseOptions(const OptionMap& fields) {
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::GlobalDef().def("quire.miss_reason_name", [](int64_t reason) {
+    const auto known = static_cast<int64_t>(ChunkStoreStatistics{}.misses.size());
+    if (reason < 0 || reason >= known) {
+      ThrowBadArgument("miss_reason_name: there is no reason " + std::to_string(reason));
+    }
+    return Text(MissReasonName(static_cast<MissReason>(reason)));
+  });
   tf::reflection::ObjectDef<ChunkStoreObj>()
       .def(tf::reflection::init<OptionMap>())
       .def("statistics", &ChunkStoreObj::Statistics)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.terminal import note, printable
 
 if TYPE_CHECKING:
-    from quire.engine import Engine, Result, Sample
+    from quire.engine import Engine, Result, Sample, Usage
 
 
 @dataclasses.dataclass
@@ -64,6 +64,44 @@ def print_stats(answer: PrintedAnswer) -> None:
         f"({usage.prompt_tokens} prompt tokens{cached} in {answer.prefill_seconds:.2f} s, "
         f"{usage.completion_tokens} new tokens{speed}, ended by {answer.result.finish_reason})"
     )
+
+
+def print_sources(engine: Engine, result: Result | None) -> None:
+    """With a chunk store: where the KV of the prompt came from, and why no more came."""
+    if engine.store is None or result is None:
+        return
+    note(f"({sources(result.usage)})")
+
+
+def print_total_sources(engine: Engine) -> None:
+    """The same for all requests of the engine together."""
+    if engine.store is None:
+        return
+    stats = engine.stats()
+    tiers = {name: stats[f"loaded_{name}_tokens"] for name in ("ram", "disk", "redis")}
+    found = ", ".join(f"{count} {name}" for name, count in tiers.items() if count > 0)
+    note(
+        f"({stats['cached_tokens']} of {stats['prompt_tokens']} prompt tokens not computed; "
+        f"from the store: {found or 'none'})"
+    )
+
+
+def sources(usage: Usage) -> str:
+    """ "300 of 310 prompt tokens not computed: 44 memory, 256 disk in 0.01 s; then: not stored"."""
+    found = {
+        "memory": usage.memory_tokens,
+        "ram": usage.ram_tokens,
+        "disk": usage.disk_tokens,
+        "redis": usage.redis_tokens,
+    }
+    text = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens not computed"
+    if usage.cached_tokens > 0:
+        text += ": " + ", ".join(f"{count} {name}" for name, count in found.items() if count > 0)
+    if usage.load_seconds > 0:
+        text += f" in {usage.load_seconds:.3f} s"
+    if usage.miss is not None:
+        text += f"; {'then' if usage.cached_tokens else 'the store'}: {usage.miss}"
+    return text
 
 
 def result_object(result: Result) -> dict[str, Any]:
