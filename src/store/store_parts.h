@@ -27,7 +27,6 @@ namespace quire {
 // Slow tiers by TierKind; none at kRam.
 using SlowTiers = std::array<std::unique_ptr<ChunkTier>, kTierCount>;
 
-inline constexpr size_t kMissReasonCount = static_cast<size_t>(MissReason::kNoRoom) + 1;
 
 inline size_t At(TierKind tier) { return static_cast<size_t>(tier); }
 inline uint8_t TierBit(TierKind tier) { return static_cast<uint8_t>(1u << At(tier)); }

@@ -390,7 +390,7 @@ ChunkStoreStatistics TieredStore::Statistics() const {
   if (parts_->has_memory()) statistics.tiers[At(TierKind::kRam)] = parts_->memory->Statistics();
   statistics.fetches = fetcher_.started();
   statistics.fetched_tokens = parts_->fetched_tokens;
-  for (size_t i = 0; i < kMissReasonCount; ++i) statistics.misses[i] = parts_->misses[i];
+  for (size_t i = 0; i < statistics.misses.size(); ++i) statistics.misses[i] = parts_->misses[i];
   statistics.pins = parts_->pins.size();
   statistics.forced_unpins = parts_->pins.forced();
   statistics.events_dropped = parts_->events.dropped();
