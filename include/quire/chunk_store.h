@@ -141,6 +141,7 @@ enum class MissReason : uint8_t {
   kCancelled,
   kNoRoom,  // over fetch_bytes_max
 };
+inline constexpr int kMissReasonCount = 10;
 std::string_view MissReasonName(MissReason reason);
 
 struct FetchRequest {
@@ -247,7 +248,7 @@ struct TierStatistics {
 struct ChunkStoreStatistics {
   std::array<TierStatistics, kTierCount> tiers{};  // by TierKind
   int64_t fetches = 0, fetched_tokens = 0;
-  std::array<int64_t, 10> misses{};  // by MissReason
+  std::array<int64_t, kMissReasonCount> misses{};  // by MissReason
   int64_t pins = 0, forced_unpins = 0, events_dropped = 0;
 };
 

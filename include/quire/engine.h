@@ -134,7 +134,7 @@ struct EngineStats {
   // the time they took together; chunks that were put, or refused by the store.
   int64_t loading = 0, loads = 0;                      // requests that wait for it now; ended loads
   std::array<int64_t, kTierCount> loaded_tokens = {};  // by TierKind
-  decltype(ChunkStoreStatistics::misses) misses = {};  // by MissReason
+  std::array<int64_t, kMissReasonCount> misses = {};   // by MissReason
   double load_seconds = 0;
   int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet

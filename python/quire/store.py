@@ -147,8 +147,8 @@ class ChunkStore:
     def take_events(self) -> list[tuple[str, Tier, str]]:
         """(what happened, tier, key) since the last call: "stored", "removed", "evicted",
         "expired", "corrupt"."""
-        events = self._handle.take_events()
-        return [(str(event["kind"]), str(event["tier"]), str(event["key"])) for event in events]
+        events: Any = self._handle.take_events()
+        return [(event["kind"], event["tier"], event["key"]) for event in map(_plain, events)]
 
     def list(self, tier: Tier) -> list[ChunkInfo]:
         """All chunks of a tier."""

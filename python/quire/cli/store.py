@@ -80,8 +80,13 @@ def _open(options: argparse.Namespace) -> tuple[ChunkStore, Tier]:
         raise errors.NotFoundError(
             f"{name}: there is no such folder; for Redis write {_SCHEME}HOST:PORT"
         )
-    details = {"durability": options.kv_durability or "os"}
-    return ChunkStore(name, disk_bytes=options.kv_dir_bytes or 0, key=key, **details), "disk"
+    store = ChunkStore(
+        name,
+        disk_bytes=options.kv_dir_bytes or 0,
+        durability=options.kv_durability or "os",
+        key=key,
+    )
+    return store, "disk"
 
 
 def _list(store: ChunkStore, tier: Tier, as_json: bool) -> int:
