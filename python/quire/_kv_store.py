@@ -13,6 +13,9 @@ from quire.identity import kept_identity, model_identity
 from quire.store import ChunkStore
 
 
+Attach = Callable[[ChunkStore, dict[str, Any], dict[str, Any]], None]
+
+
 class Attachment:
     """A store, and the thread that attaches it unless the model's digest is known.
 
@@ -25,23 +28,25 @@ class Attachment:
         owned: bool,
         model_dir: os.PathLike[str],
         options: dict[str, Any],
-        attach: Callable[[ChunkStore, dict[str, Any], dict[str, Any]], None],
+        attach: Attach,
     ) -> None:
         self.store = store
+        self.done = False  # the engine uses the store
         self._owned = owned
         self._options = {**options, "key": store.key}
-        self._attach = attach
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         known = kept_identity(model_dir)
         if known is not None:
             attach(store, known, self._options)
-        else:
-            self._thread = threading.Thread(
-                target=self._compute, args=(model_dir,), name="quire-digest", daemon=True
-            )
-            self._thread.start()
+            self.done = True
+            return
+        # The thread alone holds the engine: whoever drops an engine that is attached frees it.
+        self._thread = threading.Thread(
+            target=self._compute, args=(model_dir, attach), name="quire-digest", daemon=True
+        )
+        self._thread.start()
 
     def wait(self) -> None:
         """Until the store is attached; raises what kept it from being."""
@@ -61,10 +66,11 @@ class Attachment:
         if self._owned:
             self.store.close()
 
-    def _compute(self, model_dir: os.PathLike[str]) -> None:
+    def _compute(self, model_dir: os.PathLike[str], attach: Attach) -> None:
         try:
             identity = model_identity(model_dir, stop=self._stop)
-            self._attach(self.store, identity, self._options)
+            attach(self.store, identity, self._options)
+            self.done = True
         except errors.CancelledError:
             pass
         except Exception as error:  # told by wait()

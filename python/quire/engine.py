@@ -453,6 +453,16 @@ class Engine:
                 "Engine: kv_store and kv_dir, kv_redis or kv_ram_bytes are two stores; give one"
             )
         self.model_dir = _folder(model_dir)
+        store = kv_store
+        if has_tiers:
+            store = ChunkStore(
+                kv_dir,
+                redis=kv_redis,
+                ram_bytes=kv_ram_bytes,
+                disk_bytes=kv_dir_bytes,
+                durability=kv_durability,  # type: ignore[arg-type]
+                key=b"" if kv_key_file is None else Path(kv_key_file).read_bytes(),
+            )
         self._open_handle: Any = _ffi.new_engine(
             _option_map(
                 self.model_dir,
@@ -476,22 +486,13 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._info = self._read_info()
         _ffi.close_at_exit(self)
-        if kv_store is not None or has_tiers:
-            store = kv_store or ChunkStore(
-                kv_dir,
-                redis=kv_redis,
-                ram_bytes=kv_ram_bytes,
-                disk_bytes=kv_dir_bytes,
-                durability=kv_durability,  # type: ignore[arg-type]
-                key=b"" if kv_key_file is None else Path(kv_key_file).read_bytes(),
-            )
+        if store is not None:
             use = {
                 "load_timeout_ms": max(1, round(kv_load_timeout * 1000)),
                 "load_always": kv_load_always,
             }
-            self._attachment = Attachment(
-                store, kv_store is None, self.model_dir, use, self._attach_store
-            )
+            owned = kv_store is None
+            self._attachment = Attachment(store, owned, self.model_dir, use, self._attach_store)
 
     def _attach_store(
         self, store: ChunkStore, identity: dict[str, Any], options: dict[str, Any]
@@ -509,6 +510,11 @@ class Engine:
         went wrong with that."""
         if self._attachment is not None:
             self._attachment.wait()
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether the store is in use already."""
+        return self._attachment is not None and self._attachment.done
 
     def flush_store(self, timeout: float = _FLUSH_SECONDS) -> None:
         """Puts what is in memory and not in the store, and waits until it is as durable as the
@@ -566,8 +572,8 @@ class Engine:
             attachment.wait()
             with self._lock:
                 self._handle.flush_store(round(_FLUSH_SECONDS * 1000))
-        except (errors.QuireError, OSError):
-            pass
+        except (errors.QuireError, OSError, ValueError):
+            pass  # ValueError: config.json has become something else
 
     def __enter__(self) -> Engine:
         return self

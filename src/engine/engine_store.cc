@@ -86,10 +86,12 @@ void EngineImpl::StartLoads() {
 
 // Asks the store for a request unless it was asked. True if the request is to be held back.
 bool EngineImpl::StartLoad(Request* request) {
-  if (request->load != nullptr && !request->load->ended()) return true;
+  const bool has_load = request->load != nullptr;
+  if (has_load && !request->load->ended()) return true;
+  if (!has_load && (request->looked_up || request->restarted)) return false;
   const Sample& leader = *request->leader();
   const PrefixMatch match = FindPrefix(*request, leader);
-  if (request->load != nullptr && request->load->begin() > match.length) {
+  if (has_load && request->load->begin() > match.length) {
     request->load = nullptr;
     request->looked_up = request->lookups >= kLookupsMax;
   }
