@@ -107,10 +107,17 @@ def sources(usage: Usage) -> str:
 
 def result_object(result: Result) -> dict[str, Any]:
     """A result as JSON; with several samples a list of them."""
-    usage = dataclasses.asdict(result.usage)
+    usage = _usage_object(result.usage)
     if len(result.samples) > 1:
         return {"samples": [_sample_object(sample) for sample in result.samples], "usage": usage}
     return {**_sample_object(result.samples[0]), "usage": usage}
+
+
+def _usage_object(usage: Usage) -> dict[str, Any]:
+    """What a chunk store gave stands there only if one was asked."""
+    fields = dataclasses.asdict(usage)
+    always = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    return {name: value for name, value in fields.items() if name in always or value}
 
 
 def _sample_object(sample: Sample) -> dict[str, Any]:
