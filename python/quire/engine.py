@@ -902,7 +902,13 @@ class Engine:
             parameter_count=int(fields["parameter_count"]),
             weight_bytes=int(fields["weight_bytes"]),
             layers=tuple(
-                LayerSpec(**{**dict(layer), "dtype": str(layer["dtype"])})
+                LayerSpec(
+                    **{
+                        **dict(layer),
+                        "dtype": str(layer["dtype"]),
+                        "head_sinks": tuple(layer["head_sinks"]),
+                    }
+                )
                 for layer in fields["layers"]
             ),
             rope={str(name): value for name, value in fields["rope"].items()},

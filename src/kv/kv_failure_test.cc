@@ -1,7 +1,7 @@
 // What happens when a call cannot be carried out: the state is as it was, and the same call works
 // when the reason is gone. Reasons here: each single allocation of a call failing, no free page, no
 // free sequence, a call in the wrong state, every bad argument, a second thread. operator new is
-// replaced in this program, so that the n-th allocation can be refused.
+// replaced in this program (allocation_refusal.h), so that the n-th allocation can be refused.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -16,49 +16,10 @@
 #include <vector>
 
 #include "base/guard.h"
+#include "kv/allocation_refusal.h"
 #include "kv/kv_test_forward.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/kv_export.h"
-
-namespace {
-
-// Allocations that may still succeed; negative: all.
-std::atomic<int64_t> allocations_left{-1};
-std::atomic<int64_t> allocations_made{0};
-std::atomic<bool> allocation_refused{false};
-
-void* AllocateOrThrow(size_t size, size_t alignment) {
-  allocations_made.fetch_add(1);
-  if (allocations_left.load() >= 0 && allocations_left.fetch_sub(1) == 0) {
-    allocation_refused.store(true);
-    throw std::bad_alloc();
-  }
-  const size_t rounded = (size + alignment - 1) / alignment * alignment;
-  void* memory = std::aligned_alloc(alignment, rounded == 0 ? alignment : rounded);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
-constexpr size_t kUsualAlignment = alignof(std::max_align_t);
-
-}  // namespace
-
-void* operator new(size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
-void* operator new[](size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
-void* operator new(size_t size, std::align_val_t alignment) {
-  return AllocateOrThrow(size, static_cast<size_t>(alignment));
-}
-void* operator new[](size_t size, std::align_val_t alignment) {
-  return AllocateOrThrow(size, static_cast<size_t>(alignment));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 
 namespace quire {
 namespace {
@@ -68,17 +29,6 @@ using Ids = std::vector<int64_t>;
 // Arguments that need no allocation.
 template <int64_t... kValues>
 constexpr std::array<int64_t, sizeof...(kValues)> kIds = {kValues...};
-
-// While it lives, the n-th allocation (from 0) fails, once.
-class RefuseAllocation {
- public:
-  explicit RefuseAllocation(int64_t n) {
-    allocation_refused.store(false);
-    allocations_left.store(n);
-  }
-  ~RefuseAllocation() { allocations_left.store(-1); }
-  bool refused() const { return allocation_refused.load(); }
-};
 
 AttentionKVCacheOptions SmallOptions(int64_t page_size = 4) {
   AttentionKVCacheOptions options;
@@ -384,12 +334,12 @@ TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
     const ForwardTensors first(scene.options.layers[0]);
     const ForwardTensors second(scene.options.layers[1]);
     ASSERT_TRUE(BeginThree(*cache).ok());
-    const int64_t before = allocations_made.load();
+    const int64_t before = AllocationsMade();
     const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
     const Status b = cache->Append(1, second.inputs.k.view(), second.inputs.v.view());
     const Status c = cache->Attend(1, second.inputs.q.view(), second.o.view(), nullptr, 0.5);
     const Status d = cache->EndForward();
-    EXPECT_EQ(allocations_made.load(), before);
+    EXPECT_EQ(AllocationsMade(), before);
     EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
   }
 }

@@ -46,6 +46,10 @@ class KVModel final : public AttentionKVCache {
 
   const AttentionKVCacheOptions& options() const override { return options_; }
   bool Empty() const override { return sequences_.empty(); }
+  Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
+  Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  Result<int64_t> HeldTokens(int64_t seq_id) const override;
+
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
   int64_t GetDistinctTokenCount() const override;
@@ -68,6 +72,8 @@ class KVModel final : public AttentionKVCache {
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override;
+  Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
+                               const TensorView* lse, double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -81,6 +87,14 @@ class KVModel final : public AttentionKVCache {
   Result<std::string> DebugPlan() const override;
   uint64_t StateDigest() const override;
   Status CheckInvariants() const override;
+
+  // The window of a sequence: 0 for none; `lost` positions behind the sinks are hidden for good.
+  struct Window {
+    int64_t window = 0;
+    int64_t sinks = 0;
+    int64_t lost = 0;
+  };
+  Window WindowOf(int64_t seq_id) const;
 
   // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
   struct Bounds {
@@ -99,17 +113,28 @@ class KVModel final : public AttentionKVCache {
   };
   struct Token {
     std::shared_ptr<TokenValues> values;
-    std::vector<int32_t> pages;  // [group]
+    std::vector<int32_t> pages;  // [group]; -1: freed
+    int64_t copy = 0;            // sequences share a token iff this number is the same
   };
   struct Sequence {
     std::vector<Token> tokens;
     bool long_factors = false;
     bool retained = false;
+    int64_t window = 0;  // 0: none
+    int64_t sinks = 0;
+    int64_t lost = 0;  // hidden behind the sinks whatever the window says
+    int64_t slid = 0;  // hidden behind the sinks from the next query, as of the last forward
+
+    int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+    int64_t SlidAt(int64_t position) const;
+    bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
+    void EndAt(int64_t length);
   };
   // The pages of one layer group; a page is in use while a slot of it is held.
   struct Group {
     int64_t page_size = 0;
     int64_t page_count = 0;
+    int64_t window = 0;
     std::vector<int32_t> page_holders;  // [page]
     std::vector<int32_t> slot_holders;  // [page * page_size + slot]
 
@@ -131,8 +156,12 @@ class KVModel final : public AttentionKVCache {
   struct HeadArguments {
     size_t layer;
     size_t kv_head;
-    size_t visible;  // tokens
+    std::vector<size_t> visible;  // positions
+    int64_t sink_end;             // before it the sink query is used
+    std::vector<double> query, sink_query;
     double sm_scale;
+    double soft_cap;
+    const float* head_sink;  // or null
     const Sequence* sequence;
     const std::vector<std::vector<double>>* keys;
     DType output_dtype;
@@ -148,10 +177,14 @@ class KVModel final : public AttentionKVCache {
   static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);
   static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut);
   static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups);
-  static void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
-                             std::vector<int64_t>& taken);
-  static void PlaceToken(Sequence& sequence, std::vector<Group>& groups,
-                         std::vector<int64_t>& taken);
+  void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
+                      std::vector<int64_t>& taken) const;
+  void PlaceToken(Sequence& sequence, std::vector<Group>& groups,
+                  std::vector<int64_t>& taken) const;
+  bool IsHeld(const Sequence& sequence, int64_t position, size_t group) const;
+  bool CanEndAt(const Sequence& sequence, int64_t length) const;
+  bool NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const;
+  void FreeHidden();
   void HoldAll(const Sequence& sequence, int32_t count);
   Status CheckAttention(int64_t layer) const;
   Status FailAttention(Status status);
@@ -163,10 +196,11 @@ class KVModel final : public AttentionKVCache {
   }
   std::vector<std::vector<double>> KeysOf(const Sequence& sequence, size_t layer) const;
   double ScoreError(const AttentionLayerSpec& spec) const;
-  void AttendHead(const HeadArguments& head, std::span<const double> query, double* lse,
-                  std::span<double> o);
-  void AttendRows(int64_t layer, const Rows& q, const Rows& o, const TensorView* lse,
-                  double sm_scale);
+  void AttendHead(const HeadArguments& head, double* lse, std::span<double> o);
+  Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
+                     const TensorView* lse);
+  void AttendRows(int64_t layer, const Rows& q, bool is_rotated, const Rows& o,
+                  const TensorView* lse, double sm_scale);
   Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, int64_t dim) const;
 
   const AttentionKVCacheOptions options_;
@@ -174,6 +208,7 @@ class KVModel final : public AttentionKVCache {
   std::vector<std::pair<RopeFrequencies, RopeFrequencies>> frequencies_;  // [layer], short and long
   std::vector<Group> groups_;
   SequenceMap sequences_;
+  mutable int64_t next_copy_ = 1;
 
   // The open forward. before_ holds the batch as it was, pages included, for AbortForward.
   bool forward_ = false;

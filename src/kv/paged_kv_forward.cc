@@ -66,7 +66,8 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
                           .first_row = first_row,
                           .append = append,
                           .last = kNoBlock,
-                          .long_factors = sequence.long_factors});
+                          .long_factors = sequence.long_factors,
+                          .window = sequence.window});
   appends_.push_back(append);
   return Status();
 }
@@ -134,6 +135,7 @@ void PagedKVCache::ReserveRope(int64_t more_rows) {
     rope.short_table.Grow(short_end, *options_.runner);
     rope.long_table.Grow(long_end, *options_.runner);
     ReserveGrowing(rope.angles, static_cast<size_t>(rows));
+    ReserveGrowing(rope.sink_angles, static_cast<size_t>(rows));
   }
 }
 
@@ -198,7 +200,8 @@ bool PagedKVCache::CanRepeatForward(std::span<const int64_t> seq_ids,
   page_counts_.assign(groups_.size(), 0);
   if (!plan_.CanRepeat(seq_ids, append_lengths, tree_, page_counts_)) return false;
   return std::none_of(plan_.members.begin(), plan_.members.end(), [&](const ForwardMember& member) {
-    return sequences_[member.sequence].retained;
+    const Sequence& sequence = sequences_[member.sequence];
+    return sequence.retained || sequence.window != member.window;
   });
 }
 
@@ -229,6 +232,7 @@ void PagedKVCache::FillRope() noexcept {
         rope.angles.push_back({table.cos() + i * pairs, table.sin() + i * pairs});
       }
     }
+    FillSinkAngles(rope);
   }
   if (options_.rope.mode != RopeMode::kInline) return;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -264,6 +268,11 @@ void PagedKVCache::CloseForward() noexcept {
     if (member.append.copies()) tree_.Release(member.append.last);
   }
   tree_.RunDeferredMerges();
+  for (const ForwardMember& member : plan_.members) {
+    hides_more_ |= member.append.copies();  // it has left its old path to others
+    SlideTo(&sequences_[member.sequence], member.base());
+  }
+  FreeHidden();
 }
 
 Status PagedKVCache::AbortForward() {
@@ -286,6 +295,7 @@ void PagedKVCache::RollBackForward() noexcept {
     last = append.last;
   }
   tree_.RunDeferredMerges();
+  FreeHidden();
 }
 
 Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
@@ -332,7 +342,7 @@ Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
     RunAppend(layer, rows.k, rows.v);
-    RunAttend(layer, rows.q, o_rows, nullptr, sm_scale);
+    RunAttend(layer, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale);
     return Status();
   });
 }
@@ -359,7 +369,29 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
-    RunAttend(layer, q_rows, o_rows, lse, sm_scale);
+    RunAttend(layer, q_rows, Rotated::kNo, o_rows, lse, sm_scale);
+    return Status();
+  });
+}
+
+Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
+                                           const TensorView& o, const TensorView* lse,
+                                           double sm_scale) {
+  const char* name = "AttentionWithSharedKV";
+  return RunAttention(name, source_layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
+                           ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
+    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
+    if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
+    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
+    Layer& source = layers_[static_cast<size_t>(source_layer)];
+    const bool is_rotated = options_.rope.mode == RopeMode::kNormal;
+    if (is_rotated) FillSlidAngles(source);
+    const bool attended = source.attended;
+    RunAttend(source_layer, q_rows, is_rotated ? Rotated::kYes : Rotated::kNo, o_rows, lse,
+              sm_scale);
+    source.attended = attended;  // this was another layer's
     return Status();
   });
 }
@@ -387,8 +419,9 @@ void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v
   layer.appended = true;
 }
 
-void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, const MutableHeadRows& o,
-                             const TensorView* lse, double sm_scale) noexcept {
+void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, Rotated rotated,
+                             const MutableHeadRows& o, const TensorView* lse,
+                             double sm_scale) noexcept {
   const ScopedFloatEnvironment environment;  // scale_log2 is rounded here
   Layer& layer = layers_[static_cast<size_t>(index)];
   void* scratch = scratch_.get();
@@ -397,12 +430,26 @@ void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, const MutableHead
     scratch = std::align(kScratchAlignment, scratch_bytes_, scratch, space);
     if (options_.poison_freed_pages) std::memset(scratch, kPoisonByte, scratch_bytes_);
   }
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(index)];
+  RotaryRows rotary = RotaryOfRows(layer);
+  const RotaryAngles* sink_angles = nullptr;
+  if (rotated == Rotated::kYes) {
+    rotary.angles = nullptr;
+    sink_angles = slid_angles_.empty() ? nullptr : slid_angles_.data();
+  } else if (options_.rope.mode != RopeMode::kNone) {
+    const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
+    sink_angles = rope.sink_angles.empty() ? nullptr : rope.sink_angles.data();
+  }
   const AttentionArgs args{
       .pages = storage_->layer(index),
-      .num_qo_heads = static_cast<int>(options_.layers[static_cast<size_t>(index)].num_qo_heads),
+      .num_qo_heads = static_cast<int>(spec.num_qo_heads),
       .scale_log2 = static_cast<float>(sm_scale * kLog2E),
       .q = q,
-      .rotary = RotaryOfRows(layer),
+      .rotary = rotary,
+      .sink_angles = sink_angles,
+      .layer_window = groups_[static_cast<size_t>(layer.group)].window,
+      .soft_cap = static_cast<float>(spec.soft_cap),
+      .head_sinks_log2 = layer.head_sinks_log2.empty() ? nullptr : layer.head_sinks_log2.data(),
       .o = o,
       .lse = lse == nullptr ? nullptr : lse->data_as<float>(),
       .lse_row_stride = lse == nullptr ? 0 : lse->stride(0),
