@@ -5,6 +5,7 @@
 #include "base/clock.h"
 #include "base/guard.h"
 #include "quire/chunk_store.h"
+#include "store/disk_tier.h"
 #include "store/redis_tier.h"
 #include "store/tiered_store.h"
 
@@ -12,14 +13,18 @@ namespace quire {
 
 Result<std::unique_ptr<ChunkStore>> ChunkStore::Open(ChunkStoreOptions options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
-    if (!options.disk.directory.empty())
-      return Status(StatusCode::kBadArgument, "ChunkStore::Open: disk.directory is \"" +
-                                                  options.disk.directory +
-                                                  "\", and this build has no disk tier");
+    const bool has_disk = !options.disk.directory.empty();
     const bool has_redis = !options.redis.endpoints.empty();
-    QUIRE_RETURN_IF_ERROR(CheckStoreOptions(options, has_redis));
+    QUIRE_RETURN_IF_ERROR(CheckStoreOptions(options, has_disk || has_redis));
     if (options.clock == nullptr) options.clock = MachineTime();
     SlowTiers slow;
+    if (has_disk) {
+      QUIRE_ASSIGN_OR_RETURN(slow[At(TierKind::kDisk)],
+                             DiskTier::Open({.disk = options.disk,
+                                             .eviction = options.eviction,
+                                             .mac_key = options.mac_key,
+                                             .clock = options.clock}));
+    }
     if (has_redis) {
       QUIRE_ASSIGN_OR_RETURN(slow[At(TierKind::kRedis)],
                              RedisTier::Create(options.redis, options.mac_key, options.clock));
