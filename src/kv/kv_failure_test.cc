@@ -158,7 +158,7 @@ std::vector<Scene> Scenes() {
   groups.layers[1] = {2, 2, 4, 4, DType::kBF16};
   AttentionKVCacheOptions windows = SmallOptions(4);
   windows.rope.mode = RopeMode::kNormal;
-  windows.layers[1].window = 6;
+  windows.layers[1].window = 12;
   return {{"forked", SmallOptions(), BuildForked},
           {"windows", windows, BuildWindows},
           {"forked, pages of 3", odd, BuildForked},

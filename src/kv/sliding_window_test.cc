@@ -106,6 +106,9 @@ TEST_F(SlidingWindow, WhatASequenceHoldsAndWhereItMayEnd) {
   EXPECT_EQ(cache_->PopN(0, 11).code(), StatusCode::kBadState);
   EXPECT_TRUE(cache_->ForkSequence(0, 1, 191).ok());
   EXPECT_TRUE(cache_->ForkSequence(0, 2, 16).ok());  // before anything slid
+  EXPECT_TRUE(cache_->ForkSequence(0, 4, 0).ok());
+  EXPECT_TRUE(cache_->ForkSequence(0, 5, 2).ok());  // among the sinks
+  ASSERT_TRUE(cache_->RemoveSequence(5).ok());
   const Status status = cache_->ForkSequence(0, 3, 100);
   EXPECT_EQ(status.code(), StatusCode::kBadState);
   EXPECT_NE(status.ToString().find("sequence 0 of length 201 cannot end at 100"), std::string::npos)
