@@ -1147,6 +1147,8 @@ std::string Walker::DrawLoad(const Batch& batch, size_t member, const WalkOp& op
   const int64_t to = batch.ids[member];
   const int64_t from = PickId(static_cast<uint32_t>(random.Bits()));
   if (random.Below(3) == 0 || history_.count(from) == 0 || history_.count(to) == 0) return "";
+  const bool unwritten = open_ && before_.count(from) != 0;
+  if (unwritten) return "";
   const History& source = history_.at(from);
   const int64_t start = static_cast<int64_t>(history_.at(to).size());
   const int64_t available = static_cast<int64_t>(source.size()) - start;
@@ -1173,7 +1175,7 @@ std::string Walker::DrawLoad(const Batch& batch, size_t member, const WalkOp& op
 }
 
 std::string Walker::Loading(const WalkOp& op) {
-  if (open_) return RunRest(op);
+  if (open_ && op.c % 4 != 0) return RunRest(op);
   const Batch batch = DrawBatch(op.a);
   std::vector<WalkLoad> loads;
   for (size_t member = 0; member < batch.lengths.size() && member < batch.ids.size(); ++member) {
