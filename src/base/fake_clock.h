@@ -26,10 +26,8 @@ class FakeClock final : public Clock {
       ++waiting_;
       entered_.notify_all();
     }
-    // Advance notifies nobody: the condition variable may be gone by then. A waiter looks by
-    // itself.
-    while (changed.wait_for(lock, kLook) == std::cv_status::timeout && SteadyNs() < until_ns) {
-    }
+    // Advance notifies nobody: the condition variable may be gone by then. The caller looks again.
+    changed.wait_for(lock, kLook);
     const std::lock_guard<std::mutex> guard(mutex_);
     --waiting_;
   }

@@ -129,15 +129,15 @@ AttentionLayerSpec ReadLayerSpec(const OptionMap& fields) {
 }
 
 OptionMap LayerSpecFields(const AttentionLayerSpec& layer) {
-  return {
-      {"num_qo_heads", layer.num_qo_heads},
-      {"num_kv_heads", layer.num_kv_heads},
-      {"qk_head_dim", layer.qk_head_dim},
-      {"v_head_dim", layer.v_head_dim},
-      {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
-      {"window", layer.window},
-      {"soft_cap", layer.soft_cap},
-      {"head_sinks", tvm::ffi::Array<double>(layer.head_sinks.begin(), layer.head_sinks.end())}};
+  const std::vector<double> head_sinks(layer.head_sinks.begin(), layer.head_sinks.end());
+  return {{"num_qo_heads", layer.num_qo_heads},
+          {"num_kv_heads", layer.num_kv_heads},
+          {"qk_head_dim", layer.qk_head_dim},
+          {"v_head_dim", layer.v_head_dim},
+          {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
+          {"window", layer.window},
+          {"soft_cap", layer.soft_cap},
+          {"head_sinks", tvm::ffi::Array<double>(head_sinks.begin(), head_sinks.end())}};
 }
 
 RopeOptions ReadRopeOptions(const OptionMap& fields) {
