@@ -652,7 +652,9 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
   // Groups free pages apart from one another where there are windows: then the most that one group
   // needs may be fewer than the least that another has, but not the other way.
   const bool agrees = status.ok() == (needed <= available) || (setting_.has_windows && status.ok());
-  if (needed >= 0 && !agrees) {
+  // Together with what is loaded a length below 1 may look like a good one.
+  const bool has_bad_length = std::ranges::any_of(batch.lengths, [](int64_t n) { return n < 1; });
+  if (needed >= 0 && !has_bad_length && !agrees) {
     return "BeginForward: " + status.ToString() + " with " + std::to_string(needed) +
            " needed and " + std::to_string(available) + " available";
   }
