@@ -47,6 +47,10 @@ void* AllocateOrThrow(size_t size, size_t alignment) {
 
 }  // namespace
 
+// GCC 12 inlines one of a pair and then takes free() for a mismatch.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmismatched-new-delete"
+#endif
 void* operator new(size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
 void* operator new[](size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
 void* operator new(size_t size, std::align_val_t alignment) {
