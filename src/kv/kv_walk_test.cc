@@ -1177,7 +1177,7 @@ std::string Walker::DrawLoad(const Batch& batch, size_t member, const WalkOp& op
 }
 
 std::string Walker::Loading(const WalkOp& op) {
-  if (open_ && op.c % 4 != 0) return RunRest(op);
+  if (open_ && op.c % 2 != 0) return RunRest(op);
   const Batch batch = DrawBatch(op.a);
   std::vector<WalkLoad> loads;
   for (size_t member = 0; member < batch.lengths.size() && member < batch.ids.size(); ++member) {
