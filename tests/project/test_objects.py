@@ -162,7 +162,7 @@ def test_the_library_is_a_good_guest():
 
 
 # The operator new of failure tests, in no library.
-_REFUSES_FOR_TESTS = Path("src/kv/allocation_refusal.cc")
+_REFUSES_FOR_TESTS = Path("src/base/replaced_new.cc")
 
 
 def test_only_the_binding_says_throw():
