@@ -191,23 +191,21 @@ int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>
   return length;
 }
 
-// Gives the tokens from `cut` on pages that nobody else has. Their old places stay held: the caller
-// lets go of them. A page range that is not held as a whole from `cut` on is left out.
+// Gives the tokens from `cut` on pages that nobody else has, one for each run of held ones within a
+// page range. Their old places stay held: the caller lets go of them.
 void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
                              std::vector<int64_t>& taken) const {
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   for (size_t g = 0; g < groups.size(); ++g) {
-    int32_t page = 0;
+    int32_t own = -1;
     for (int64_t p = cut; p < length; ++p) {
-      if (p == cut || p % groups[g].page_size == 0) {
-        bool held = true;
-        const int64_t end = std::min(length, p - p % groups[g].page_size + groups[g].page_size);
-        for (int64_t n = p; n < end; ++n)
-          held &= sequence.tokens[static_cast<size_t>(n)].pages[g] >= 0;
-        page = held ? groups[g].TakeFreePage() : -1;
-        taken[g] += held;
+      int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
+      if (page < 0 || p % groups[g].page_size == 0) own = -1;
+      if (page >= 0 && own < 0) {
+        own = groups[g].TakeFreePage();
+        ++taken[g];
       }
-      sequence.tokens[static_cast<size_t>(p)].pages[g] = page;
+      page = own;
       groups[g].Hold(page, p, 1);
     }
   }
@@ -306,8 +304,8 @@ bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
 
 // Whether the next query of the sequence may look at the page range of `position`.
 bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const {
-  Sequence next = sequence;  // the window counts as of the last forward
-  next.window = 0;
+  Sequence next;  // the window counts as of the last forward
+  next.sinks = sequence.sinks;
   next.lost = sequence.slid;
   const int64_t end = sequence.length();
   const int64_t range = position - position % group.page_size;
