@@ -20,6 +20,8 @@ using Tokens = std::vector<int32_t>;
 // Short enough that requests of the schedules lie on both sides of it.
 constexpr int64_t kOriginalLength = 40;
 
+constexpr int64_t kWindow = 20;
+
 TestModel LongRopeModel() {
   TestModel model;
   std::vector<double> factors(model.head_dim / 2);
@@ -51,6 +53,19 @@ std::vector<Variant> Variants() {
   add("Qwen2", {.architecture = "Qwen2ForCausalLM", .tie_word_embeddings = true});
   add("Qwen3", {.architecture = "Qwen3ForCausalLM", .head_dim = 12, .dtype = DType::kBF16});
   add("LongRope", LongRopeModel());
+  // Windows that requests of the schedules slide out of, in all layers and in some.
+  add("MistralWindow",
+      {.architecture = "MistralForCausalLM", .extra = {{"sliding_window", kWindow}}});
+  add("Gemma2", {.architecture = "Gemma2ForCausalLM",
+                 .tie_word_embeddings = true,
+                 .extra = {{"sliding_window", kWindow}, {"query_pre_attn_scalar", 24}}});
+  add("Gemma3", {.architecture = "Gemma3ForCausalLM",
+                 .num_hidden_layers = 3,
+                 .tie_word_embeddings = true,
+                 .extra = {{"sliding_window", kWindow},
+                           {"sliding_window_pattern", 3},
+                           {"query_pre_attn_scalar", 24},
+                           {"rope_scaling", {{"rope_type", "linear"}, {"factor", 4.0}}}}});
   return variants;
 }
 
