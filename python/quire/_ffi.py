@@ -70,6 +70,15 @@ class RecurrentCacheHandle(tvm_ffi.Object):
     """The C++ object behind quire.RecurrentCache; constructor and methods come from the library."""
 
 
+@tvm_ffi.register_object("quire.ChunkStore")
+class ChunkStoreHandle(tvm_ffi.Object):
+    """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
+
+
+def new_chunk_store(options: dict[str, Any]) -> Any:
+    return ChunkStoreHandle(options)  # type: ignore[call-arg]
+
+
 def new_kv_cache(options: dict[str, Any]) -> Any:
     return KVCacheHandle(options)  # type: ignore[call-arg]
 

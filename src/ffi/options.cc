@@ -137,7 +137,7 @@ OptionMap LayerSpecFields(const AttentionLayerSpec& layer) {
       {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
       {"window", layer.window},
       {"soft_cap", layer.soft_cap},
-      {"head_sinks", tvm::ffi::Array<double>(layer.head_sinks.begin(), layer.head_sinks.end())}};
+      {"head_sinks", ToArray({layer.head_sinks.begin(), layer.head_sinks.end()})}};
 }
 
 RopeOptions ReadRopeOptions(const OptionMap& fields) {
