@@ -130,14 +130,16 @@ AttentionLayerSpec ReadLayerSpec(const OptionMap& fields) {
 }
 
 OptionMap LayerSpecFields(const AttentionLayerSpec& layer) {
-  OptionMap fields = {{"num_qo_heads", layer.num_qo_heads},
-                      {"num_kv_heads", layer.num_kv_heads},
-                      {"qk_head_dim", layer.qk_head_dim},
-                      {"v_head_dim", layer.v_head_dim},
-                      {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
-                      {"window", layer.window},
-                      {"soft_cap", layer.soft_cap},
-                      {"head_sinks", ToArray({layer.head_sinks.begin(), layer.head_sinks.end()})}};
+  const std::vector<double> head_sinks(layer.head_sinks.begin(), layer.head_sinks.end());
+  OptionMap fields = {
+      {"num_qo_heads", layer.num_qo_heads},
+      {"num_kv_heads", layer.num_kv_heads},
+      {"qk_head_dim", layer.qk_head_dim},
+      {"v_head_dim", layer.v_head_dim},
+      {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
+      {"window", layer.window},
+      {"soft_cap", layer.soft_cap},
+      {"head_sinks", tvm::ffi::Array<double>(head_sinks.begin(), head_sinks.end())}};
   if (layer.rope) fields.Set("rope", RopeFields(*layer.rope));
   return fields;
 }

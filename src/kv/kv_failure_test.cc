@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <limits>
@@ -74,6 +75,16 @@ void BuildForked(AttentionKVCache& cache, const AttentionKVCacheOptions& options
   ASSERT_TRUE(cache.AddSequence(3).ok());
 }
 
+// The same, of which 0 has a window of its own, beside a long sequence that has lost tokens to one.
+void BuildWindows(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
+  BuildForked(cache, options);
+  ASSERT_TRUE(cache.EnableSlidingWindowForSeq(0, 8, 1).ok());
+  ASSERT_TRUE(cache.AddSequence(4).ok());
+  ASSERT_TRUE(cache.EnableSlidingWindowForSeq(4, 9, 5).ok());
+  Extend(cache, options, 4, 30);
+  ASSERT_LT(cache.HeldTokens(4).value(), 30);
+}
+
 // Sequence 2's last range lies in 4 pages and its next slot is taken: the next forward has to
 // gather them.
 void BuildConsolidationDue(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
@@ -95,7 +106,11 @@ std::vector<Scene> Scenes() {
   odd.rope.mode = RopeMode::kInline;
   AttentionKVCacheOptions groups = SmallOptions(4);
   groups.layers[1] = {2, 2, 4, 4, DType::kBF16};
+  AttentionKVCacheOptions windows = SmallOptions(4);
+  windows.rope.mode = RopeMode::kNormal;
+  windows.layers[1].window = 12;
   return {{"forked", SmallOptions(), BuildForked},
+          {"windows", windows, BuildWindows},
           {"forked, pages of 3", odd, BuildForked},
           {"forked, two groups", groups, BuildForked},
           {"consolidation due", wide, BuildConsolidationDue}};
@@ -192,6 +207,9 @@ TEST_P(KVAllocationFailure, ControlCalls) {
     expect(
         "remove", [id](AttentionKVCache& c) { return c.RemoveSequence(id); }, optional);
   }
+  expect("enable a window",
+         [](AttentionKVCache& c) { return c.EnableSlidingWindowForSeq(3, 8, 2); });
+  expect("held tokens", [](AttentionKVCache& c) { return c.HeldTokens(0).status(); });
   expect("retain", [](AttentionKVCache& c) { return c.SetRetained(0, true); });
   expect("clear", [](AttentionKVCache& c) { return c.Clear(); });
   expect("pages needed",
@@ -222,6 +240,9 @@ TEST_P(KVAllocationFailure, CallsInAForward) {
   const WhenRefused optional = WhenRefused::kMayWorkWithout;
   expect("append", Nothing, append);
   expect("attend", append, attend);
+  expect("shared", append, [&](AttentionKVCache& c) {
+    return c.AttentionWithSharedKV(0, t.inputs.q.view(), t.o.view(), &t.lse.view(), 0.5);
+  });
   expect("fused", Nothing, [&](AttentionKVCache& c) {
     return c.AttentionWithFusedQKV(0, t.inputs.qkv.view(), t.o.view(), 0.5);
   });
@@ -323,7 +344,7 @@ TEST_P(KVAllocationFailure, Chunks) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, 4));
+INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, 5));
 
 // What was planned in BeginForward is carried out without memory.
 TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
@@ -951,6 +972,10 @@ TEST(KVBadArguments, OptionsOutOfRange) {
       {"qk_head_dim", [](auto& o) { o.layers[0].qk_head_dim = 0; }},
       {"v_head_dim", [](auto& o) { o.layers[0].v_head_dim = -4; }},
       {"dtype", [](auto& o) { o.layers[0].dtype = DType::kI32; }},
+      {"window", [](auto& o) { o.layers[0].window = -1; }},
+      {"soft_cap", [](auto& o) { o.layers[0].soft_cap = -1; }},
+      {"soft_cap", [](auto& o) { o.layers[0].soft_cap = std::nan(""); }},
+      {"head_sinks", [](auto& o) { o.layers[0].head_sinks = {1.0F}; }},
       {"max_num_sequences", [](auto& o) { o.max_num_sequences = 0; }},
       {"token_capacity", [](auto& o) { o.token_capacity = 0; }},
       {"prefill_chunk_size", [](auto& o) { o.prefill_chunk_size = 0; }},

@@ -296,7 +296,7 @@ bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
   if (length == sequence.length()) return true;
   Sequence shorter = sequence;
   shorter.EndAt(length);
-  if (length < shorter.sinks + shorter.lost) return false;
+  if (shorter.lost > 0 && length < shorter.sinks + shorter.lost) return false;
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (int64_t p = 0; p < length; ++p) {
       if (shorter.Sees(length, p, groups_[g].window) && !IsHeld(sequence, p, g)) return false;

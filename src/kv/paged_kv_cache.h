@@ -171,9 +171,9 @@ class PagedKVCache final : public AttentionKVCache {
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
   void RunAttend(int64_t layer, const HeadRows& q, Rotated rotated, const MutableHeadRows& o,
                  const TensorView* lse, double sm_scale) noexcept;
-  // Fills slid_angles_ with what turns a row that was rotated to p back by slid(p). May throw
-  // std::bad_alloc.
-  void FillSlidAngles(const Layer& layer);
+  // slid_angles_: what turns a row that was rotated to p back by slid(p).
+  void ReserveSlidAngles(int64_t pairs, int64_t rows);
+  void FillSlidAngles(const Layer& layer) noexcept;
 
   // Windows.
   Status CheckEnd(const char* call, const Sequence& sequence, int64_t length) const;

@@ -131,7 +131,11 @@ void PagedKVCache::ReserveRope(int64_t more_rows) {
     int64_t& end = member.long_factors ? long_end : short_end;
     end = std::max(end, member.base() + member.row_count() + more_rows);
   }
+  const bool has_sinks =
+      std::any_of(plan_.members.begin(), plan_.members.end(),
+                  [](const ForwardMember& member) { return member.window.sinks > 0; });
   for (Rope& rope : ropes_) {
+    if (has_sinks) ReserveSlidAngles(rope.short_table.pair_count(), rows);
     rope.short_table.Grow(short_end, *options_.runner);
     rope.long_table.Grow(long_end, *options_.runner);
     ReserveGrowing(rope.angles, static_cast<size_t>(rows));

@@ -157,7 +157,14 @@ void PagedKVCache::FillSinkAngles(Rope& rope) noexcept {
   }
 }
 
-void PagedKVCache::FillSlidAngles(const Layer& layer) {
+void PagedKVCache::ReserveSlidAngles(int64_t pairs, int64_t rows) {
+  if (options_.rope.mode != RopeMode::kNormal) return;
+  ReserveGrowing(slid_cos_, static_cast<size_t>(rows * pairs));
+  ReserveGrowing(slid_sin_, static_cast<size_t>(rows * pairs));
+  ReserveGrowing(slid_angles_, static_cast<size_t>(rows));
+}
+
+void PagedKVCache::FillSlidAngles(const Layer& layer) noexcept {
   const ScopedFloatEnvironment environment;
   slid_angles_.clear();
   Rope& rope = ropes_[static_cast<size_t>(layer.rope)];

@@ -40,7 +40,8 @@ HiddenRange HiddenFrom(const Sequence& sequence, int64_t length, int64_t layer_w
 bool CanEndAt(const BlockTree& tree, const Sequence& sequence, int group, int64_t layer_window,
               int64_t length) {
   const SequenceWindow window = WindowAt(sequence.window, length);
-  if (length < window.sinks + window.slid) return false;  // it would end in what is hidden for good
+  // It may not end in what is hidden for good.
+  if (window.slid > 0 && length < window.sinks + window.slid) return false;
   const RowView view = ViewOfRow(window, layer_window, length);
   const HiddenRange hidden = HiddenOf(view);
   return tree.IsHeld(sequence.last, group, view.begin, std::min(hidden.begin, length)) &&

@@ -106,6 +106,9 @@ TEST_F(SlidingWindow, WhatASequenceHoldsAndWhereItMayEnd) {
   EXPECT_EQ(cache_->PopN(0, 11).code(), StatusCode::kBadState);
   EXPECT_TRUE(cache_->ForkSequence(0, 1, 191).ok());
   EXPECT_TRUE(cache_->ForkSequence(0, 2, 16).ok());  // before anything slid
+  EXPECT_TRUE(cache_->ForkSequence(0, 4, 0).ok());
+  EXPECT_TRUE(cache_->ForkSequence(0, 5, 2).ok());  // among the sinks
+  ASSERT_TRUE(cache_->RemoveSequence(5).ok());
   const Status status = cache_->ForkSequence(0, 3, 100);
   EXPECT_EQ(status.code(), StatusCode::kBadState);
   EXPECT_NE(status.ToString().find("sequence 0 of length 201 cannot end at 100"), std::string::npos)
@@ -128,12 +131,13 @@ TEST_F(SlidingWindow, WhatASequenceHoldsAndWhereItMayEnd) {
 TEST_F(SlidingWindow, ASiblingKeepsThePagesThatItSees) {
   options_.layers[0].window = 32;
   Create();
-  Append(0, 0, 64);
-  ASSERT_TRUE(cache_->ForkSequence(0, 1, 64).ok());
+  Append(0, 0, 70);
+  ASSERT_TRUE(cache_->ForkSequence(0, 1, 70).ok());
   const int64_t pages = cache_->pages_in_use();
-  Append(0, 64, 200);
-  // The child still sees (32, 64] and so does nobody else; the parent's own window moved on.
-  EXPECT_EQ(*cache_->HeldTokens(1), 32);
+  EXPECT_EQ(pages, 3);
+  Append(0, 70, 200);
+  // The child still sees [39, 70), also in the page in which the parent went on.
+  EXPECT_EQ(*cache_->HeldTokens(1), 70 - 32);
   EXPECT_EQ(cache_->pages_in_use(), pages + 3);
   ASSERT_TRUE(cache_->RemoveSequence(1).ok());
   EXPECT_EQ(cache_->pages_in_use(), 3);
