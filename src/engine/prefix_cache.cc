@@ -151,7 +151,7 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
       place != by_tokens.end() && CommonPrefix(entry->tokens, (*place)->tokens) == kept &&
       (!has_windows_ || static_cast<int64_t>((*place)->tokens.size()) == kept);
   if (!is_redundant) {
-    by_tokens.insert(std::move(node));
+    by_tokens.insert(place, std::move(node));
     return true;
   }
   Count(kept, -1);

@@ -112,7 +112,9 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
       const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
       const PrefixMatch match{.sequence_id = candidate.sequence_id,
                               .length = CommonPrefix(tokens, computed)};
-      if (cache_->CanFork(match.sequence_id, match.length)) best = Longer(best, match);
+      if (match.length > best.length && cache_->CanFork(match.sequence_id, match.length)) {
+        best = match;
+      }
     }
   }
   return best;

@@ -87,11 +87,11 @@ static void RmsNorm(const float* x, const float* w, float weight_offset, float e
   runner.Run(TaskCount(plan.tasks), RmsNormTask, &plan);
 }
 
-// -------------------------------------------------------------------------------- gated
-// activations
+// ------------------------------------------------------------------------------- gated activations
 
-// e^-a for a >= 0, NaN for NaN. The product with log2(e) is carried in two parts: rounded to one,
-// its error would be as large as a times half an ulp.
+// e^-a for a >= 0, NaN for NaN; both activations and the soft cap are made of it. The product with
+// log2(e) is carried in two parts: rounded to one, its error would be as large as a times half an
+// ulp.
 QUIRE_INLINE VF ExpMinus(VF a) {
   constexpr float kLog2EHigh = 1.4426950216293335F;
   constexpr float kLog2ELow = 1.925963033500011e-8F;
