@@ -359,7 +359,7 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       EXPECT_EQ(stats.pages_in_use, 0);
     }
   }
-  EXPECT_GT(preemptions, 10);
+  EXPECT_GT(preemptions, has_windows ? 0 : 10);  // what slides out makes room
   EXPECT_GT(cached_tokens, 1000);
   if (has_windows) {
     EXPECT_EQ(loaded_tokens, 0);
