@@ -134,10 +134,11 @@ Status ReadLayerTypes(const JsonValue& json, int64_t layer_count, WindowConfig& 
 }
 
 Status ReadWindow(const JsonValue& json, bool is_gemma, int64_t layer_count, WindowConfig& window) {
-  if (is_gemma) window.size = kGemmaWindow;
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> size, json.Find("sliding_window"));
   if (size) {
     QUIRE_ASSIGN_OR_RETURN(window.size, size->Int(1, kMaxPositions));
+  } else if (is_gemma && !json.json().contains("sliding_window")) {
+    window.size = kGemmaWindow;  // null is no window, only absence is the default
   }
   QUIRE_ASSIGN_OR_RETURN(window.enabled, json.GetBoolOr("use_sliding_window", false));
   QUIRE_ASSIGN_OR_RETURN(window.first_layer, json.GetIntOr("max_window_layers",

@@ -386,6 +386,14 @@ TEST(ModelConfig, FillsWhatGemmaLeavesOut) {
   EXPECT_EQ(third.local_rope->theta, 1e4);
 }
 
+TEST(ModelConfig, NullIsNoWindowForGemma) {
+  for (const char* const name : {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}) {
+    const ModelConfig config = ParseOk(With(GemmaForm(name), "sliding_window", nullptr));
+    EXPECT_FALSE(config.window.size.has_value()) << name;
+    EXPECT_EQ(WindowOfLayer(*FindArchitecture(name), config, 0), 0) << name;
+  }
+}
+
 TEST(ModelConfig, ReadsTheTwoRopesOfGemma3InBothForms) {
   Json old_form = GemmaForm("Gemma3ForCausalLM");
   old_form["rope_theta"] = 5e5;
