@@ -59,7 +59,8 @@ void StoreElement(const TensorView& view, int64_t offset, float value) {
 
 bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
   return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
-         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window;
+         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window &&
+         a.rope == b.rope;
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {
@@ -393,9 +394,9 @@ KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
       groups_.push_back(std::move(group));
     }
     group_of_layer_.push_back(g);
-    frequencies_.emplace_back(
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, false).value(),
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, true).value());
+    const RopeOptions& rope = layer.rope ? *layer.rope : options_.rope;
+    frequencies_.emplace_back(ComputeRopeFrequencies(rope, layer.qk_head_dim, false).value(),
+                              ComputeRopeFrequencies(rope, layer.qk_head_dim, true).value());
   }
 }
 
@@ -455,6 +456,12 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   HoldAll(child, 1);
   sequences_.emplace(child_id, std::move(child));
   return Status();
+}
+
+bool KVModel::CanFork(int64_t seq_id, int64_t position) const {
+  if (!HasSequence(seq_id) || position < 0) return false;
+  const Sequence& parent = sequences_.at(seq_id);
+  return position <= static_cast<int64_t>(parent.tokens.size()) && CanEndAt(parent, position);
 }
 
 Status KVModel::PopN(int64_t seq_id, int64_t n) {
