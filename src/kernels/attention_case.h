@@ -48,7 +48,8 @@ struct CaseSpec {
   int rotary_dim = 0;
   bool interleaved = false;
   bool inline_keys = false;
-  bool use_spans = true;          // false: the same pages, but no SharedSpan
+  bool use_spans = true;  // false: the same pages, but no SharedSpan
+  bool cached_only = false;
   float sharpness = 1.0F;         // factor of the usual scale
   double fork_probability = 0.1;  // that a new page entry begins at a position
   double run_probability = 0.02;  // that a new run begins at a position

@@ -64,7 +64,8 @@ size_t AttentionSchedule::ScratchBytes(const KVLayout& layout, int num_qo_heads,
 
 AttentionSchedule::AttentionSchedule(const AttentionArgs& args, int worker_count,
                                      std::byte* scratch) noexcept
-    : sequences_(args.sequences),
+    : args_(args),
+      sequences_(args.sequences),
       shared_(args.shared),
       kv_heads_(args.pages.layout.num_kv_heads),
       group_size_(args.num_qo_heads / args.pages.layout.num_kv_heads),
@@ -139,7 +140,7 @@ void AttentionSchedule::AddPrivateUnits(int64_t sequence) noexcept {
 
 int64_t AttentionSchedule::SegmentsSeenBy(int64_t sequence, int64_t query_row) const noexcept {
   const int64_t row = query_row / group_size_ - row_begin_[sequence];
-  const int64_t seen = sequences_[static_cast<size_t>(sequence)].base + row + 1;
+  const int64_t seen = args_.SeenEnd(sequences_[static_cast<size_t>(sequence)], row);
   return CeilDiv(std::max<int64_t>(seen, 0), kSegmentPositions);
 }
 

@@ -162,6 +162,7 @@ CaseSpec RandomSpec(uint64_t seed) {
     }
     spec.sequences.push_back(sequence);
   }
+  spec.cached_only = random.Below(6) == 0;
   return spec;
 }
 

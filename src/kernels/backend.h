@@ -107,8 +107,27 @@ struct AttentionArgs {
   int64_t lse_row_stride = 0;
   int64_t row_count = 0;
   std::span<const AttentionSequence> sequences;  // in plan order (sharers adjacent)
-  std::span<const SharedSpan> shared;
-  void* scratch = nullptr;  // attention_scratch_bytes() of it, 64-byte aligned
+  std::span<const SharedSpan> shared = {};
+  bool cached_only = false;  // every row of a sequence sees [0, base) alone
+  void* scratch = nullptr;   // attention_scratch_bytes() of it, 64-byte aligned
+
+  // The end of the positions that row `row` of a sequence sees.
+  int64_t SeenEnd(const AttentionSequence& sequence, int64_t row) const {
+    return cached_only ? sequence.base : sequence.base + row + 1;
+  }
+};
+
+// Two attention results over disjoint sets of keys become that over both, in the first pair.
+struct MergeArgs {
+  int64_t row_count = 0;
+  int head_count = 0;
+  int dim = 0;
+  MutableHeadRows o;     // [row][head][dim]
+  float* lse = nullptr;  // [row][head], base 2; -inf: no keys, and the output is not read
+  int64_t lse_row_stride = 0;
+  HeadRows other_o;
+  const float* other_lse = nullptr;
+  int64_t other_lse_row_stride = 0;
 };
 
 // ----------------------------------------------------------------------------------------------------
@@ -150,6 +169,7 @@ struct Backend {
   size_t (*attention_scratch_bytes)(const KVLayout&, int num_qo_heads, int64_t row_count,
                                     int64_t sequence_count, int worker_count);
   void (*attention)(const AttentionArgs&, ParallelRunner&);
+  void (*merge_attention)(const MergeArgs&, ParallelRunner&);
 
   size_t (*packed_linear_bytes)(DType dtype, int64_t n, int64_t k);
   // Packs row-major [n][k] of `from`; `to` is kF32, kF16 or kBF16 (rounded to nearest even where

@@ -94,23 +94,18 @@ float RoundToDType(float value, DType dtype) {
 
 // ---------------------------------------------------------------------- arguments
 
-// `heads` heads of `dim` elements per row, beginning at element `offset` of the row.
-struct KVModel::Rows {
-  const TensorView* view;
-  int64_t offset;
-  int64_t dim;
+double KVModel::Rows::Get(int64_t row, int64_t head, int64_t d) const {
+  return LoadElement(*view, At(row, head, d));
+}
+void KVModel::Rows::Set(int64_t row, int64_t head, int64_t d, double value) const {
+  StoreElement(*view, At(row, head, d), static_cast<float>(value));
+}
 
-  int64_t At(int64_t row, int64_t head, int64_t d) const {
-    const int64_t head_stride = view->rank() == 3 ? view->stride(1) : dim;
-    return row * view->stride(0) + offset + head * head_stride + d;
-  }
-  double Get(int64_t row, int64_t head, int64_t d) const {
-    return LoadElement(*view, At(row, head, d));
-  }
-  void Set(int64_t row, int64_t head, int64_t d, double value) const {
-    StoreElement(*view, At(row, head, d), static_cast<float>(value));
-  }
-};
+bool KVModel::LseFits(const TensorView& lse, int64_t heads) const {
+  return lse.dtype() == DType::kF32 && lse.rank() == 2 &&
+         lse.dim(0) >= static_cast<int64_t>(positions_.size()) && lse.dim(1) == heads &&
+         lse.stride(1) == 1;
+}
 
 Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                           int64_t dim) const {
@@ -570,7 +565,8 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
   }
   const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
   AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
-  AttendRows(layer, Rows{&qkv, 0, d}, Rows{&o, 0, dv}, nullptr, sm_scale);
+  AttendRows(layer, Rows{&qkv, 0, d}, Rows{&o, 0, dv}, nullptr, sm_scale, Sees::kUpToOwn,
+             /*rotates_q=*/true);
   return Status();
 }
 
@@ -596,14 +592,13 @@ Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
       FailAttention(CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim)));
   QUIRE_RETURN_IF_ERROR(
       FailAttention(CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim)));
-  const bool lse_fits = lse == nullptr || (lse->dtype() == DType::kF32 && lse->rank() == 2 &&
-                                           lse->dim(0) >= static_cast<int64_t>(positions_.size()) &&
-                                           lse->dim(1) == spec.num_qo_heads && lse->stride(1) == 1);
-  if (!lse_fits) return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
+  if (lse != nullptr && !LseFits(*lse, spec.num_qo_heads))
+    return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
   if (!appended_[static_cast<size_t>(layer)]) {
     return FailAttention(Bad(StatusCode::kBadState, "attend before append"));
   }
-  AttendRows(layer, Rows{&q, 0, spec.qk_head_dim}, Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
+  AttendRows(layer, Rows{&q, 0, spec.qk_head_dim}, Rows{&o, 0, spec.v_head_dim}, lse, sm_scale,
+             Sees::kUpToOwn, /*rotates_q=*/true);
   return Status();
 }
 
@@ -645,9 +640,9 @@ double KVModel::StoredKeyBound(int64_t layer, double value) const {
 }
 
 // Keys of all tokens of the sequence as attention sees them: [token][kv head][D].
-std::vector<std::vector<double>> KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
+KVModel::TokenRows KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
   const size_t dk = static_cast<size_t>(options_.layers[layer].qk_head_dim);
-  std::vector<std::vector<double>> keys;
+  TokenRows keys;
   for (size_t j = 0; j < sequence.tokens.size(); ++j) {
     const std::vector<float>& stored = sequence.tokens[j].values->k[layer];
     keys.emplace_back(stored.begin(), stored.end());
@@ -660,6 +655,15 @@ std::vector<std::vector<double>> KVModel::KeysOf(const Sequence& sequence, size_
     }
   }
   return keys;
+}
+
+KVModel::TokenRows KVModel::ValuesOf(const Sequence& sequence, size_t layer) {
+  TokenRows values;
+  for (const Token& token : sequence.tokens) {
+    const std::vector<float>& stored = token.values->v[layer];
+    values.emplace_back(stored.begin(), stored.end());
+  }
+  return values;
 }
 
 // How far a kernel's q.k may be off, relative to the product of their norms.
@@ -676,8 +680,15 @@ double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
 // One row and query head: softmax of the scores over keys[0 .. visible), values weighted by it.
 void KVModel::AttendHead(const HeadArguments& head, std::span<const double> query, double* lse,
                          std::span<double> o) {
-  const AttentionLayerSpec& spec = options_.layers[head.layer];
+  const AttentionLayerSpec& spec = *head.spec;
   const size_t dk = static_cast<size_t>(spec.qk_head_dim);
+  std::fill(o.begin(), o.end(), 0.0);
+  if (head.visible == 0) {
+    *lse = -std::numeric_limits<double>::infinity();
+    last_bounds_.o.insert(last_bounds_.o.end(), o.size(), 0.0);
+    last_bounds_.lse.push_back(0.0);
+    return;
+  }
   std::vector<double> scores(head.visible);
   double largest = -std::numeric_limits<double>::infinity();
   double worst = 0;  // error of any score
@@ -699,14 +710,13 @@ void KVModel::AttendHead(const HeadArguments& head, std::span<const double> quer
   double total = 0;
   const size_t dv = o.size();
   std::vector<double> size(dv);
-  std::fill(o.begin(), o.end(), 0.0);
   for (size_t j = 0; j < head.visible; ++j) {
     const double p = std::exp(scores[j] - largest);
     total += p;
-    const std::vector<float>& stored = head.sequence->tokens[j].values->v[head.layer];
     for (size_t d = 0; d < dv; ++d) {
-      o[d] += p * stored[head.kv_head * dv + d];
-      size[d] += p * std::abs(stored[head.kv_head * dv + d]);
+      const double value = (*head.values)[j][head.kv_head * dv + d];
+      o[d] += p * value;
+      size[d] += p * std::abs(value);
     }
   }
   *lse = (largest + std::log(total)) / std::log(2.0);
@@ -725,7 +735,7 @@ void KVModel::AttendHead(const HeadArguments& head, std::span<const double> quer
 }
 
 void KVModel::AttendRows(int64_t layer, const Rows& q, const Rows& o, const TensorView* lse,
-                         double sm_scale) {
+                         double sm_scale, Sees sees, bool rotates_q) {
   const size_t l = static_cast<size_t>(layer);
   const AttentionLayerSpec& spec = options_.layers[l];
   const int64_t group_size = spec.num_qo_heads / spec.num_kv_heads;
@@ -735,23 +745,27 @@ void KVModel::AttendRows(int64_t layer, const Rows& q, const Rows& o, const Tens
   int64_t row = 0;
   for (size_t i = 0; i < batch_.size(); ++i) {
     const Sequence& sequence = sequences_.at(batch_[i]);
-    const std::vector<std::vector<double>> keys = KeysOf(sequence, l);
+    const TokenRows keys = KeysOf(sequence, l);
+    const TokenRows values = ValuesOf(sequence, l);
+    const int64_t old_length = static_cast<int64_t>(sequence.tokens.size()) - batch_lengths_[i];
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
       const int64_t position = positions_[static_cast<size_t>(row)];
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
         for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
-        const HeadArguments head{l,
+        const int64_t visible = sees == Sees::kUpToOwn ? position + 1 : old_length;
+        const HeadArguments head{&spec,
                                  static_cast<size_t>(h / group_size),
-                                 static_cast<size_t>(position) + 1,
+                                 static_cast<size_t>(visible),
                                  sm_scale,
-                                 &sequence,
                                  &keys,
+                                 &values,
                                  o.view->dtype()};
         double log_sum = 0;
-        AttendHead(
-            head,
-            RotateReference(query, FrequenciesOf(sequence, l), options_.rope.pairing, position),
-            &log_sum, output);
+        AttendHead(head,
+                   rotates_q ? RotateReference(query, FrequenciesOf(sequence, l),
+                                               options_.rope.pairing, position)
+                             : query,
+                   &log_sum, output);
         for (size_t d = 0; d < output.size(); ++d)
           o.Set(row, h, static_cast<int64_t>(d), output[d]);
         if (lse != nullptr) {

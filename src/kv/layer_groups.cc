@@ -13,10 +13,6 @@ constexpr int64_t kPageBytesGood = 48 * 1024;
 constexpr int64_t kDefaultPageSizeMin = 16;
 constexpr int64_t kDefaultPageSizeMax = 256;
 
-// Heads, dimensions and page sizes up to here keep every product of the layout in 64 bits; no model
-// is near.
-constexpr int64_t kExtentMax = 1 << 20;
-
 Status OutOfRange(const std::string& field, int64_t value, const std::string& range) {
   return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: " + field + " is " +
                                               std::to_string(value) + "; it must be " + range);

@@ -25,6 +25,7 @@
 #include "kv/forward_plan.h"
 #include "kv/layer_groups.h"
 #include "kv/page_storage.h"
+#include "kv/ragged_kv.h"
 #include "kv/rope_table.h"
 #include "kv/sequence_table.h"
 #include "quire/attention_kv_cache.h"
@@ -68,6 +69,12 @@ class PagedKVCache final : public AttentionKVCache {
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override;
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale) override;
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override;
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -153,6 +160,12 @@ class PagedKVCache final : public AttentionKVCache {
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
   void RunAttend(int64_t layer, const HeadRows& q, const MutableHeadRows& o, const TensorView* lse,
                  double sm_scale) noexcept;
+  void GrowScratch(size_t bytes);
+  // Of the kernels, as attention_scratch_bytes wants it; poisoned where the options say so.
+  void* Scratch() noexcept;
+  // `args` says what is attended to; what is the same for all calls is set here.
+  void RunKernel(int64_t layer, AttentionArgs args, const TensorView* lse,
+                 double sm_scale) noexcept;
 
   Result<int64_t> CheckImport(const Sequence& sequence, std::span<const KVBlock> blocks) const;
   void StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept;
@@ -185,6 +198,7 @@ class PagedKVCache final : public AttentionKVCache {
   std::vector<int64_t> page_counts_;      // [group]
   std::unique_ptr<std::byte[]> scratch_;  // of attention
   size_t scratch_bytes_ = 0;
+  RaggedKV ragged_;  // of the last SelfAttention
 
   mutable std::atomic<bool> busy_ = false;  // a call is inside
 };
@@ -203,6 +217,25 @@ std::invoke_result_t<F> PagedKVCache::Enter(const char* call, F&& body) const {
       ~Leave() { busy.store(false, std::memory_order_release); }
     } leave{busy_};
     return body();
+  });
+}
+
+template <typename F>
+Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
+  return Enter(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireForward(call));
+    failed_ = true;
+    if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
+      return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
+                                                  std::to_string(layer) + "; this cache has " +
+                                                  std::to_string(layers_.size()));
+    }
+    QUIRE_RETURN_IF_ERROR(body(AttentionCall{.name = call,
+                                             .layer = layer,
+                                             .spec = options_.layers[static_cast<size_t>(layer)],
+                                             .row_count = plan_.row_count()}));
+    failed_ = false;
+    return Status();
   });
 }
 

@@ -143,6 +143,10 @@ void PagedKVCache::ReserveScratch() {
   const size_t bytes =
       AttentionScratchBytes(*backend_, groups_, options_.layers, last.first_row + last.row_count(),
                             sequence_count, options_.runner->worker_count());
+  GrowScratch(bytes);
+}
+
+void PagedKVCache::GrowScratch(size_t bytes) {
   if (bytes <= scratch_bytes_) return;
   scratch_.reset(new std::byte[bytes + kScratchAlignment]);
   scratch_bytes_ = bytes;
@@ -297,25 +301,6 @@ Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
 
 // ---------------------------------------------------------------------- attention
 
-template <typename F>
-Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
-  return Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireForward(call));
-    failed_ = true;
-    if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
-      return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
-                                                  std::to_string(layer) + "; this cache has " +
-                                                  std::to_string(layers_.size()));
-    }
-    QUIRE_RETURN_IF_ERROR(body(AttentionCall{.name = call,
-                                             .layer = layer,
-                                             .spec = options_.layers[static_cast<size_t>(layer)],
-                                             .row_count = plan_.row_count()}));
-    failed_ = false;
-    return Status();
-  });
-}
-
 Status PagedKVCache::RequireAppended(const AttentionCall& call, bool appended) const {
   if (layers_[static_cast<size_t>(call.layer)].appended == appended) return Status();
   return Status(StatusCode::kBadState,
@@ -387,31 +372,40 @@ void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v
   layer.appended = true;
 }
 
-void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, const MutableHeadRows& o,
-                             const TensorView* lse, double sm_scale) noexcept {
-  const ScopedFloatEnvironment environment;  // scale_log2 is rounded here
-  Layer& layer = layers_[static_cast<size_t>(index)];
+void* PagedKVCache::Scratch() noexcept {
   void* scratch = scratch_.get();
   size_t space = scratch_bytes_ + kScratchAlignment;
-  if (scratch != nullptr) {
-    scratch = std::align(kScratchAlignment, scratch_bytes_, scratch, space);
-    if (options_.poison_freed_pages) std::memset(scratch, kPoisonByte, scratch_bytes_);
-  }
-  const AttentionArgs args{
-      .pages = storage_->layer(index),
-      .num_qo_heads = static_cast<int>(options_.layers[static_cast<size_t>(index)].num_qo_heads),
-      .scale_log2 = static_cast<float>(sm_scale * kLog2E),
-      .q = q,
-      .rotary = RotaryOfRows(layer),
-      .o = o,
-      .lse = lse == nullptr ? nullptr : lse->data_as<float>(),
-      .lse_row_stride = lse == nullptr ? 0 : lse->stride(0),
-      .row_count = plan_.row_count(),
-      .sequences = plan_.group(layer.group).sequences,
-      .shared = plan_.shared(),
-      .scratch = scratch};
+  if (scratch == nullptr) return nullptr;
+  scratch = std::align(kScratchAlignment, scratch_bytes_, scratch, space);
+  if (options_.poison_freed_pages) std::memset(scratch, kPoisonByte, scratch_bytes_);
+  return scratch;
+}
+
+void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, const MutableHeadRows& o,
+                             const TensorView* lse, double sm_scale) noexcept {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  RunKernel(
+      index,
+      {.pages = storage_->layer(index),
+       .num_qo_heads = static_cast<int>(options_.layers[static_cast<size_t>(index)].num_qo_heads),
+       .q = q,
+       .rotary = RotaryOfRows(layer),
+       .o = o,
+       .sequences = plan_.group(layer.group).sequences,
+       .shared = plan_.shared()},
+      lse, sm_scale);
+}
+
+void PagedKVCache::RunKernel(int64_t index, AttentionArgs args, const TensorView* lse,
+                             double sm_scale) noexcept {
+  const ScopedFloatEnvironment environment;  // scale_log2 is rounded here
+  args.scale_log2 = static_cast<float>(sm_scale * kLog2E);
+  args.lse = lse == nullptr ? nullptr : lse->data_as<float>();
+  args.lse_row_stride = lse == nullptr ? 0 : lse->stride(0);
+  args.row_count = plan_.row_count();
+  args.scratch = Scratch();
   backend_->attention(args, *options_.runner);
-  layer.attended = true;
+  layers_[static_cast<size_t>(index)].attended = true;
 }
 
 }  // namespace quire

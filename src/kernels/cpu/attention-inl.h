@@ -194,7 +194,7 @@ class RowWalker {
     return call_.args->sequences[static_cast<size_t>(sequence_)];
   }
   int64_t row() const { return sequence().first_row + row_in_sequence(); }
-  int64_t position() const { return sequence().base + row_in_sequence(); }
+  int64_t seen_end() const { return call_.args->SeenEnd(sequence(), row_in_sequence()); }
   int64_t head(int64_t kv_head) const {
     return kv_head * call_.schedule->group_size() + head_in_group_;
   }
@@ -299,7 +299,7 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit,
   RowWalker walker(call, unit.row_begin, unit.sequence);
   for (int64_t r = 0; r < rows; ++r, walker.Next()) {
     walker.Settle();
-    space.views[r] = {0, unit.shared ? INT64_MAX : walker.position() + 1};
+    space.views[r] = {0, unit.shared ? INT64_MAX : walker.seen_end()};
     for (int64_t h = 0; h < unit.head_count(); ++h) {
       WidenRow(
           args.q.data, args.q.dtype,
@@ -513,10 +513,11 @@ static void LoadTileAngles(const AttentionCall& call, const AttentionSequence& s
 }
 
 // The end of the positions of a unit that are looked at in a segment.
-static int64_t PositionsEnd(const AttentionUnit& unit, const AttentionSequence& sequence,
-                            int64_t segment) {
+static int64_t PositionsEnd(const AttentionCall& call, const AttentionUnit& unit,
+                            const AttentionSequence& sequence, int64_t segment) {
   const int64_t segment_end = (segment + 1) * kSegmentPositions;
-  return unit.shared ? segment_end : SmallerOf(segment_end, sequence.base + sequence.row_count);
+  if (unit.shared) return segment_end;
+  return SmallerOf(segment_end, call.args->SeenEnd(sequence, sequence.row_count - 1));
 }
 
 // Where the state of one segment goes: folded into the unit's states, or kept as it is in a slot of
@@ -598,7 +599,7 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const int v_dim = call.layout().v_dim();
   const size_t q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
-  ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(unit, sequence, segment),
+  ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(call, unit, sequence, segment),
                  space.tiles);
   BlockTiles block;
   PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment), space,
@@ -783,11 +784,11 @@ static void DecodeSegments(const AttentionCall& call, const AttentionUnit& unit,
   const KVPages& pages = call.args->pages;
   SegmentTiles* tiles = space.tiles;
   SegmentTiles* next = space.tiles + 1;
-  ResolveSegment(pages, sequence, begin, PositionsEnd(unit, sequence, begin), tiles);
+  ResolveSegment(pages, sequence, begin, PositionsEnd(call, unit, sequence, begin), tiles);
   for (int64_t s = begin; s < end; ++s) {
     const bool has_next = s + 1 < end;
     if (has_next) {
-      ResolveSegment(pages, sequence, s + 1, PositionsEnd(unit, sequence, s + 1), next);
+      ResolveSegment(pages, sequence, s + 1, PositionsEnd(call, unit, sequence, s + 1), next);
     }
     DecodeSegment(call, unit, s, has_next, sink, space);
     if (has_next) *tiles = *next;

@@ -127,7 +127,7 @@ ReferenceOutput ReferenceAttention(const AttentionArgs& args) {
   for (const AttentionSequence& sequence : args.sequences) {
     const std::vector<Context> contexts = ReadContexts(args, sequence);
     for (int64_t r = 0; r < sequence.row_count; ++r) {
-      const int64_t seen = std::max<int64_t>(sequence.base + r + 1, 0);
+      const int64_t seen = std::max<int64_t>(args.SeenEnd(sequence, r), 0);
       for (int head = 0; head < args.num_qo_heads; ++head) {
         AttendRow(args, contexts[static_cast<size_t>(head / group)], seen, sequence.first_row + r,
                   head, &out);
