@@ -65,7 +65,8 @@ float TokenValue(int64_t content, int64_t position, int kind, int head, int dim)
 
 AttentionCase::AttentionCase(const CaseSpec& spec)
     : spec_(spec), random_state_(Mix(spec.layout_seed)) {
-  args_.pages.layout = {spec.dtype, spec.kv_heads, spec.qk_dim, spec.v_dim, spec.page_size};
+  args_.pages.layout = {spec.dtype, spec.kv_heads,  spec.qk_dim,
+                        spec.v_dim, spec.page_size, spec.value_dtype};
   args_.num_qo_heads = spec.kv_heads * spec.group;
   args_.cached_only = spec.cached_only;
   args_.scale_log2 = spec.sharpness * 1.44269504F / std::sqrt(static_cast<float>(spec.qk_dim));

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -38,6 +39,7 @@ struct SequenceSpec {
 
 struct CaseSpec {
   DType dtype = DType::kF32;
+  std::optional<DType> value_dtype = std::nullopt;  // where it is not dtype
   DType q_dtype = DType::kF32;
   DType o_dtype = DType::kF32;
   int kv_heads = 2;

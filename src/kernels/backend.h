@@ -56,13 +56,16 @@ struct AppendTarget {
   int32_t slot;
 };
 
-// Stores rows of k (rotated in float32, then rounded once to the layout's dtype) and v. Opening a
-// tile (its first slot written is `slot` and open_tile[row] is set) first zeroes the tile's V and
-// its v_nonfinite flag.
+// Stores rows of k (rotated in float32, then rounded or quantised once to the layout's dtype) and
+// v; or, where k (v) is of the layout's quantised dtype, its codes as they are and k_scale
+// (v_scale) beside them. Opening a tile (its first slot written is `slot` and open_tile[row] is
+// set) first zeroes the tile's V and its v_nonfinite flag.
 struct AppendArgs {
   KVPages pages;
   int64_t row_count = 0;
   HeadRows k, v;
+  const float* k_scale = nullptr;  // [row][kv head], with codes only
+  const float* v_scale = nullptr;
   RotaryRows rotary;            // identity unless RopeMode::kNormal
   const AppendTarget* targets;  // [row_count]; slots are distinct
   const uint8_t* opens_tile;    // [row_count]; 1: no slot of this tile holds a token yet
@@ -206,7 +209,7 @@ void ConvertElements(const void* from, DType from_dtype, void* to, DType to_dtyp
 void CopySlots(const KVPages& pages, std::span<const AppendTarget> from,
                std::span<const AppendTarget> to, const uint8_t* opens_tile);
 // Logical rows of one stored token: k [kv head][qk_head_dim], v [kv head][v_head_dim] in `dtype`
-// (the layout's or kF32).
+// (kF32, or the layout's if that is no quantised one): codes times their scale, and back.
 void ReadSlot(const KVPages& pages, AppendTarget slot, DType dtype, void* k, void* v);
 void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void* k, const void* v,
                bool opens_tile);

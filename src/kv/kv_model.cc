@@ -45,6 +45,8 @@ float LoadElement(const TensorView& view, int64_t offset) {
     case DType::kI32:
     case DType::kI64:
     case DType::kU8:
+    case DType::kI8:
+    case DType::kF8E4M3:
       break;
   }
   QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());

@@ -10,7 +10,7 @@ QUIRE_INLINE float NegativeInfinity() { return -__builtin_inff(); }
 enum class WeightKind : uint8_t { kF32, kRoundedF32, kPackedBF16 };
 
 QUIRE_INLINE WeightKind WeightKindOf(DType cache_dtype) {
-  if (cache_dtype != DType::kBF16) return WeightKind::kF32;
+  if (ComputeDType(cache_dtype) != DType::kBF16) return WeightKind::kF32;
 #if defined(QUIRE_SIMD_BF16)
   return WeightKind::kPackedBF16;
 #else
@@ -34,9 +34,11 @@ QUIRE_INLINE void StoreWeights(WeightKind kind, std::byte* row, int64_t first, V
 // the score that it comes from). Positions [lo, hi) of the segment are visible, lo < hi; weights of
 // all tiles [tile_begin, tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the
 // weights before they are rounded. If every visible score is -inf, *m is -inf and all weights are
-// 0; a NaN is in *l and in its weight.
-static void SoftmaxRow(WeightKind kind, float* scores, int lo, int hi, int tile_begin, int tile_end,
-                       float scale_log2, float* m, float* l) {
+// 0; a NaN is in *l and in its weight. With kScaled, weights are multiplied by value_scales before
+// they are rounded, and *l is of those that are not.
+template <bool kScaled>
+static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales, int lo, int hi,
+                       int tile_begin, int tile_end, float scale_log2, float* m, float* l) {
   auto* weights = reinterpret_cast<std::byte*>(scores);
   const VF scale = Set1(scale_log2);
   const VF none = Set1(NegativeInfinity());
@@ -58,13 +60,17 @@ static void SoftmaxRow(WeightKind kind, float* scores, int lo, int hi, int tile_
   for (int t = tile_begin; t < first; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   for (int t = first; t < last; ++t) {
     VF p = Exp2(Sub(Mul(Load(scores + t * kLanes), scale), base));
+    VF w = p;
+    if constexpr (kScaled) w = Mul(p, Load(value_scales + t * kLanes));
     const int begin = lo - t * kLanes;
     const int end = hi - t * kLanes;
     if (begin > 0 || end < kLanes) {
-      p = KeepIf(MaskRange(begin > 0 ? begin : 0, end < kLanes ? end : kLanes), p);
+      const VMask seen = MaskRange(begin > 0 ? begin : 0, end < kLanes ? end : kLanes);
+      p = KeepIf(seen, p);
+      w = kScaled ? KeepIf(seen, w) : p;  // where nothing is seen, a scale may be NaN
     }
     sum = Add(sum, p);
-    StoreWeights(kind, weights, t * kLanes, p);
+    StoreWeights(kind, weights, t * kLanes, w);
   }
   for (int t = last; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   *m = maximum;
