@@ -31,6 +31,7 @@ class BenchCase {
 
 std::unique_ptr<BenchCase> MakeAttentionCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakePlanCase(const JsonValue& request);
+std::unique_ptr<BenchCase> MakeChunkCase(const JsonValue& request);
 
 inline double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

@@ -15,6 +15,7 @@ GROUPS = {
     "c": "Planning a step",
     "d": "Whole models",
     "e": "Start and memory",
+    "f": "Chunks in tiers",
 }
 
 HEADS = 32
@@ -57,11 +58,12 @@ class Work:
 @dataclasses.dataclass(frozen=True)
 class Metric:
     """A row of the table. `unit`: how the measured number is shown; "tokens" divides `tokens` by
-    seconds."""
+    seconds, "GB/s" `bytes`."""
 
     name: str = "call"
-    unit: Literal["ms", "us", "tokens", "s", "MiB"] = "ms"
+    unit: Literal["ms", "us", "tokens", "s", "MiB", "GB/s"] = "ms"
     tokens: int = 1
+    bytes: int = 0
     work: Work = Work()
     goals: tuple[Goal, ...] = ()
     quoted: dict[str, float] = dataclasses.field(default_factory=dict)  # side: seconds
@@ -422,6 +424,78 @@ def _start_case(model: models.Model) -> Case:
     )
 
 
+# ---- (f): chunks in tiers
+
+# Layers, kv heads, head dimension, chunks of 256 tokens: some hundred MiB of each shape.
+_CHUNK_SHAPES = {
+    "135m": (30, 3, 64, 64),
+    "1.1b": (22, 4, 64, 64),
+    "8b": (32, 8, 128, 12),
+}
+_BLOCK_TOKENS = 256
+
+# Tier, whether a put survives the loss of power: Quire's side, then the others.
+_PLACES: tuple[tuple[str, bool, dict[str, str], tuple[Goal, ...]], ...] = (
+    ("ram", False, {"copy": "copy"}, (Goal("copy", 1 / 1.15),)),
+    (
+        "disk",
+        False,
+        {
+            "disk alone": "raw_disk",
+            "RocksDB": "rocksdb",
+            "LMDB (memory)": "lmdb",
+            "files": "files",
+        },
+        (Goal("disk alone", 0.85), Goal("RocksDB", 2.0)),
+    ),
+    (
+        "disk",
+        True,
+        {"disk alone": "raw_disk", "RocksDB": "rocksdb", "files": "files"},
+        (Goal("disk alone", 0.85), Goal("RocksDB", 2.0)),
+    ),
+    ("redis", False, {"hiredis": "hiredis"}, (Goal("hiredis", 0.9),)),
+)
+
+
+def _chunk_case(
+    shape: str,
+    tier: str,
+    sync: bool,
+    peers: dict[str, str],
+    goals: tuple[Goal, ...],
+    chunks: int,
+) -> Case:
+    layers, kv_heads, head_dim, _ = _CHUNK_SHAPES[shape]
+    request = {
+        "kind": "chunks",
+        "layers": layers,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "block_tokens": _BLOCK_TOKENS,
+        "chunks": chunks,
+        "sync": sync,
+    }
+    size = chunks * _BLOCK_TOKENS * 2 * layers * kv_heads * head_dim * 2
+    places = {"Quire": tier} | peers
+    return Case(
+        name=f"chunks/{shape}/{tier}" + ("-sync" if sync else ""),
+        group="f",
+        sides=tuple(Side(name, "quire", request | {"place": p}) for name, p in places.items()),
+        metrics=tuple(Metric(name, "GB/s", bytes=size, goals=goals) for name in ("put", "get")),
+        quick=shape == "1.1b" and not sync,
+        side_bytes=3 * size,
+    )
+
+
+def _chunk_cases() -> list[Case]:
+    return [
+        _chunk_case(shape, *place, chunks=_CHUNK_SHAPES[shape][-1])
+        for shape in _CHUNK_SHAPES
+        for place in _PLACES
+    ]
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -452,6 +526,7 @@ def smoke_cases(threads: int) -> list[Case]:
                 Metric("fork_end", "us"),
             ),
         ),
+        *(_chunk_case("1.1b", *place, chunks=2) for place in _PLACES),
     ]
 
 
@@ -467,4 +542,5 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
         ]
         cases += [_shared_case(model), _first_token_case(model)]
     cases += [_start_case(models.describe(name)) for name in models.NAMES]
+    cases += _chunk_cases()
     return sorted(cases, key=lambda case: case.group)

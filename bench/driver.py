@@ -17,6 +17,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,15 @@ import measure
 import models
 import report
 from cases import Case, Side
-from workers import LineWorker, LlamaBench, LlamaServer, Patience, Worker, WorkerError
+from workers import (
+    LineWorker,
+    LlamaBench,
+    LlamaServer,
+    Patience,
+    RedisServer,
+    Worker,
+    WorkerError,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "bench"
@@ -207,6 +216,8 @@ class Workers:
         self._alive: dict[tuple[Any, ...], Worker] = {}
         self._missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._redis: RedisServer | None = None
         self.quire = self._quire()
         self._has_bf16 = bool(self.quire.ask({"do": "info"})["bf16_dot"])
 
@@ -241,6 +252,26 @@ class Workers:
         self.versions[side.worker] = self._alive[key].version
         return self._alive[key]
 
+    def places(self, side: Side) -> dict[str, str]:
+        """Where a side that keeps chunks may do so: an empty folder of its own, and a Redis."""
+        if side.request.get("kind") != "chunks":
+            return {}
+        directory = tempfile.mkdtemp(dir=self._scratch())
+        endpoint = ""
+        if side.request["place"] in ("redis", "hiredis"):
+            if self._redis is None:
+                self._redis = RedisServer(
+                    self._scratch(), self._logs / "redis.log", self._patience
+                )
+            endpoint = self._redis.endpoint
+        return {"directory": directory, "redis": endpoint}
+
+    def _scratch(self) -> Path:
+        if self._folder is None:
+            (ROOT / "build" / "bench").mkdir(parents=True, exist_ok=True)
+            self._folder = tempfile.TemporaryDirectory(dir=ROOT / "build" / "bench")
+        return Path(self._folder.name)
+
     def lost(self, side: Side, case: Case) -> None:
         """After a failure the process is not used again."""
         if side.worker == "quire":
@@ -252,6 +283,10 @@ class Workers:
     def close_all(self) -> None:
         self.keep_only(set())
         self.quire.close()
+        if self._redis is not None:
+            self._redis.stop()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self, kind: str, case: Case) -> Worker:
         log = self._logs / f"{kind}.log"
@@ -481,7 +516,8 @@ class Run:
 
     def _prepare(self, side: Side, case: Case) -> bool:
         try:
-            self.workers.get(side, case).prepare(side.name, side.request)
+            worker = self.workers.get(side, case)
+            worker.prepare(side.name, side.request | self.workers.places(side))
             return True
         except (WorkerError, Unavailable) as error:
             if side.name == "Quire":

@@ -111,6 +111,8 @@ def shown(measured: float, metric: Metric) -> float:
     """Seconds or bytes, in the metric's unit."""
     if metric.unit == "tokens":
         return metric.tokens / measured
+    if metric.unit == "GB/s":
+        return metric.bytes / measured * 1e-9
     return measured * {"ms": 1e3, "us": 1e6, "s": 1.0, "MiB": 2.0**-20}[metric.unit]
 
 

@@ -88,6 +88,28 @@ class Process:
         self.process.wait()
 
 
+class RedisServer(Process):
+    """A Redis that keeps nothing, behind a socket in `directory`."""
+
+    def __init__(self, directory: Path, log: Path, patience: Patience) -> None:
+        path = directory / "redis.sock"
+        self.endpoint = f"unix:{path}"
+        options = {"port": "0", "unixsocket": str(path), "save": "", "appendonly": "no"}
+        command = ["redis-server"]
+        for name, value in options.items():
+            command += [f"--{name}", value]
+        try:
+            super().__init__(command, log, stdout=subprocess.DEVNULL, cwd=directory)
+        except FileNotFoundError:
+            raise WorkerError("no redis-server: bench/setup stores installs it") from None
+        end = time.monotonic() + min(10.0, patience())
+        while not path.exists():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                raise WorkerError(f"redis-server does not start: {self.log_tail()}")
+            time.sleep(_LOOK_SECONDS)
+
+
 class LineWorker(Process):
     """A child that speaks line_protocol.py."""
 

@@ -48,9 +48,11 @@ enum class Durability : uint8_t {
   kSync,   // and synced, file and folder. The machine loses power.
 };
 
+// Under the latter two a put is acknowledged in RAM, which they need; what a tier was written is as
+// durable as the tier's options say.
 enum class WritePolicy : uint8_t {
   kThrough,    // to every tier at once
-  kSelective,  // to disk and Redis once a chunk was wanted ChunkStoreOptions::admit_after times
+  kSelective,  // to disk and Redis once a chunk was put or found admit_after times
   kBack,       // to disk and Redis when RAM gives the chunk up, and at Flush and Close
 };
 
@@ -139,6 +141,7 @@ enum class MissReason : uint8_t {
   kCancelled,
   kNoRoom,  // over fetch_bytes_max
 };
+inline constexpr int kMissReasonCount = 10;
 std::string_view MissReasonName(MissReason reason);
 
 struct FetchRequest {
@@ -147,7 +150,8 @@ struct FetchRequest {
   int64_t block_tokens = 0;
   bool tail = false;        // also the shorter last chunk
   int64_t first_chunk = 0;  // chunks before it are not read: the caller has them
-  int64_t deadline_ns = 0;  // on the clock's SteadyNs; what is not there by then is a miss
+  // On the clock's SteadyNs; what is not there by then is a miss. 0 = none but the tiers' own.
+  int64_t deadline_ns = 0;
   // Time that computing one token takes the caller, measured; 0 = take whatever is there.
   double compute_seconds_per_token = 0;
   int priority = 0;  // higher first, among fetches that wait
@@ -234,13 +238,17 @@ struct TierStatistics {
   int64_t queue_bytes = 0;  // puts that wait for this tier
   // What a load is predicted to take: latency + bytes / bandwidth, measured. 0 = not measured yet.
   double latency_seconds = 0, bytes_per_second = 0;
+  int64_t loads = 0;      // runs of chunks that were read at once
+  int64_t not_worth = 0;  // runs that were not, as computing them was predicted to be faster
+  // Sums over those loads that were predicted, so that the two can be compared.
+  double predicted_seconds = 0, measured_seconds = 0;
   bool available = true;  // false: the circuit breaker is open
 };
 
 struct ChunkStoreStatistics {
   std::array<TierStatistics, kTierCount> tiers{};  // by TierKind
   int64_t fetches = 0, fetched_tokens = 0;
-  std::array<int64_t, 10> misses{};  // by MissReason
+  std::array<int64_t, kMissReasonCount> misses{};  // by MissReason
   int64_t pins = 0, forced_unpins = 0, events_dropped = 0;
 };
 
@@ -255,17 +263,19 @@ class ChunkStore {
   virtual Status AddPassport(const Passport& passport) = 0;
 
   // Starts to look for the chunks of a prefix chain and to bring the leading ones that are there.
-  // Stops at the first one that is not. BadArgument, Closed; Full when fetch_bytes_max is out.
+  // Stops at the first one that is not. Its chunks are pinned while the fetch lives. BadArgument,
+  // Closed.
   virtual Result<std::shared_ptr<ChunkFetch>> Fetch(const FetchRequest& request) = 0;
   // The leading chunks of the chain that the store knows of without asking a disk or a network.
   virtual int64_t KnownPrefix(const KeySpace& keys, std::span<const ChunkKey> chain) = 0;
   // Brings chunks into RAM (into the fastest tier there is) for a fetch to come.
   virtual Result<std::shared_ptr<ChunkFetch>> Prefetch(const FetchRequest& request) = 0;
 
-  // Of each chunk whether a put would store anything. Saves the caller an export.
+  // Of each chunk whether it is new to the store: in no tier and no queue, as far as is known
+  // without asking a disk or a network. Saves the caller an export.
   virtual std::vector<bool> Wanted(const KeySpace& keys, std::span<const ChunkKey> chain) = 0;
-  // Takes a sealed chunk of keys' space. BadArgument, Corrupt if it is none; Full when
-  // queue_bytes_max is out: counted as dropped.
+  // Takes a sealed chunk of keys' space. BadArgument, Corrupt if it is none, Closed. A tier whose
+  // queue is full drops it: counted, and Full in the put's status.
   virtual Result<std::shared_ptr<ChunkPut>> Put(const KeySpace& keys, ChunkBuffer sealed,
                                                 const PutOptions& options) = 0;
 
@@ -274,7 +284,7 @@ class ChunkStore {
   virtual int64_t Pin(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
   virtual void Unpin(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
   virtual void Touch(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;  // as a use
-  // Time to live from now on; 0 = for ever. Redis too.
+  // Time to live from now on; 0 = for ever. Redis too. An expiry in the chunk itself stays.
   virtual Status SetTtl(const KeySpace& keys, std::span<const ChunkKey> chunks, int64_t ttl_ms) = 0;
   virtual Status SetQuota(const KeySpace& keys, const ChunkQuota& quota) = 0;
 

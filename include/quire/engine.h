@@ -9,6 +9,7 @@
 #ifndef QUIRE_ENGINE_H_
 #define QUIRE_ENGINE_H_
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "quire/chunk_store.h"
 #include "quire/model.h"
 #include "quire/seams.h"
 #include "quire/snapshot.h"
@@ -62,10 +64,13 @@ struct SamplingOptions {
   // Token sequences that end the answer. The match is cut from it: tokens that may begin one are
   // given out only when it is known that they do not.
   std::vector<std::vector<int32_t>> stop = {};
+  // Requests with equal salts reuse each other's KV, in every tier; others never do. Any bytes.
+  std::string cache_salt = {};
 
-  static constexpr int64_t kLogprobsMax = 256;      // 2 KiB per token of the answer
-  static constexpr int64_t kStopSequencesMax = 64;  // each is compared at every token
-  static constexpr int64_t kStopTokensMax = 256;    // of one; so many tokens may be held back
+  static constexpr int64_t kLogprobsMax = 256;         // 2 KiB per token of the answer
+  static constexpr int64_t kStopSequencesMax = 64;     // each is compared at every token
+  static constexpr int64_t kStopTokensMax = 256;       // of one; so many tokens may be held back
+  static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in
 };
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
@@ -73,6 +78,28 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 struct TokenLogprob {
   int32_t token;
   float logprob;  // natural log of the softmax of the model's logits, before sampling options
+};
+
+// Tokens of a prompt that were not computed, by where their KV came from.
+struct CachedTokens {
+  int64_t memory = 0;                          // the prefix cache, or a request that ran
+  std::array<int64_t, kTierCount> tiers = {};  // of the chunk store, by TierKind
+
+  int64_t total() const;
+  bool operator==(const CachedTokens&) const = default;
+};
+
+// How the engine uses a chunk store.
+struct StoreUseOptions {
+  int64_t chunk_tokens = 0;        // 0 = 256, or 1024 where 256 tokens are under 1 MiB
+  int64_t load_timeout_ms = 2000;  // > 0; the most that a request waits for the store
+  // Also load what is predicted to be slower to load than to compute.
+  bool load_always = false;
+  bool write = true;  // put what was computed; false: only look up
+  // Keep the end of a prompt behind its last whole chunk, too: the same prompt finds all of itself.
+  bool tails = true;
+  std::string mac_key = {};                // ChunkStoreOptions::mac_key of the store
+  std::shared_ptr<Clock> clock = nullptr;  // the store's; null = MachineTime()
 };
 
 // What one step gave to one sample of one request.
@@ -86,8 +113,13 @@ struct StepOutput {
   std::string error;  // kError
   // Of the whole request; set with a finish_reason.
   int64_t prompt_tokens = 0;
-  int64_t cached_tokens = 0;      // of the prompt, found in the prefix cache
+  int64_t cached_tokens = 0;      // of the prompt, not computed: cached.total()
   int64_t completion_tokens = 0;  // of all samples so far: final with the last sample that finishes
+  CachedTokens cached;
+  // Why the first chunk that the store was asked for and did not bring is none; kNone if it brought
+  // all, or was not asked.
+  MissReason miss = MissReason::kNone;
+  double load_seconds = 0;  // that the store took for the chunks
 };
 
 struct EngineStats {
@@ -98,6 +130,14 @@ struct EngineStats {
   int64_t waiting = 0, running = 0;  // requests
   int64_t steps = 0, prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0, preemptions = 0;
   int64_t kv_bytes = 0, kv_bytes_per_token = 0, weight_bytes = 0, page_size = 0;
+  // Of the chunk store: loads that ended, the tokens they brought, why each brought no more, and
+  // the time they took together; chunks that were put, or refused by the store.
+  int64_t loading = 0, loads = 0;                      // requests that wait for it now; ended loads
+  std::array<int64_t, kTierCount> loaded_tokens = {};  // by TierKind
+  std::array<int64_t, kMissReasonCount> misses = {};   // by MissReason
+  double load_seconds = 0;
+  int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
+  double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
 };
 
 // What an engine takes from the machine, in bytes, known before it is made.
@@ -166,6 +206,15 @@ class Engine {
   // quire::LoadSnapshot.
   virtual Result<SnapshotInfo> LoadSnapshot(const Passport& identity, const std::string& path,
                                             const SnapshotLoadOptions& options) = 0;
+
+  // From now on KV that is not in memory is looked for in the store, and what is computed is put
+  // there. `identity`: the model, as CachePassport takes it. The requests that have begun are not
+  // looked up. BadArgument for an option by name and value; BadState if a store is attached.
+  virtual Status AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
+                             const StoreUseOptions& options) = 0;
+  // Puts what is in memory and not in the store, and waits until it is as durable as the store
+  // promises: before the engine goes. Ok without a store. Timeout.
+  virtual Status FlushStore(int64_t timeout_ms) = 0;
 
   virtual EngineStats Stats() const = 0;
 };

@@ -35,6 +35,11 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
 std::vector<ChunkFields> ChainFields(const Passport& passport, const KeySpace& keys,
                                      std::span<const int32_t> tokens, bool tail);
 
+// The one chunk of such a chain that holds `tokens`, from position `start` on, behind the chunk
+// with the key `previous` (keys.root() if it is the first).
+ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const ChunkKey& previous,
+                       int64_t start, std::span<const int32_t> tokens);
+
 // The KV of fields.tokens.size() tokens from position `start` on. BadArgument for a range that the
 // sequence has not, UnknownSequence, TooLarge, OutOfMemory.
 Result<ChunkBuffer> ExportChunk(AttentionKVCache& cache, int64_t seq_id, int64_t start,

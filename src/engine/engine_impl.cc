@@ -27,6 +27,7 @@ EngineImpl::EngineImpl(Parts parts)
       max_waiting_(parts.max_waiting),
       uses_prefix_cache_(parts.prefix_cache),
       pages_total_(cache_->GetNumAvailablePages()),
+      clock_(parts.clock ? parts.clock : MachineTime()),
       prefix_cache_(cache_.get(), page_size_, kRetainedSequencesMax) {
   const ModelInfo& info = model_->info();
   logits_.reserve(StepSamplesMax(max_num_sequences_, prefill_chunk_) * info.vocab_size);
@@ -63,6 +64,14 @@ void EngineImpl::Publish() noexcept {
   counters_.retained_pages = cache_->page_counts().retained_only;
   counters_.waiting = static_cast<int64_t>(waiting_.size());
   counters_.running = static_cast<int64_t>(running_.size());
+  counters_.loading = std::count_if(waiting_.begin(), waiting_.end(), [](const auto& request) {
+    return request->load != nullptr && !request->load->ended();
+  });
+  if (store_ != nullptr) {
+    counters_.stored_chunks = store_->put_counts().chunks;
+    counters_.stored_bytes = store_->put_counts().bytes;
+    counters_.refused_chunks = store_->put_counts().refused;
+  }
   idle_.store(waiting_.empty() && running_.empty() && due_.empty(), std::memory_order_release);
   const std::lock_guard<std::mutex> lock(published_mutex_);
   published_ = counters_;
@@ -140,7 +149,8 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
                                            "step the engine and submit again");
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
-    request->long_rope = NeedsLongRope(request->prompt_tokens + options.max_tokens);
+    request->space = {.salt = options.cache_salt,
+                      .long_rope = NeedsLongRope(request->prompt_tokens + options.max_tokens)};
     waiting_.push_back(std::move(request));
     return next_request_id_++;
   });
@@ -185,6 +195,36 @@ Result<SnapshotInfo> EngineImpl::LoadSnapshot(const Passport& identity, const st
   return Enter("LoadSnapshot", [&] { return LoadRetained(identity, path, options); });
 }
 
+Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
+                               const StoreUseOptions& options) {
+  return Enter("AttachStore", [&]() -> Status {
+    if (store_ != nullptr) {
+      return Status(StatusCode::kBadState,
+                    "Engine::AttachStore: a store is attached; an engine has one for its life");
+    }
+    const bool long_rope = model_->info().rope.scaling == RopeScaling::kLongRope;
+    QUIRE_ASSIGN_OR_RETURN(
+        store_, StoreLink::Create(std::move(store), cache_.get(), identity, options, long_rope));
+    prefix_cache_.before_eviction = [this](const PrefixCache::Retained& retained) {
+      StoreRetained(retained);
+    };
+    return {};
+  });
+}
+
+Status EngineImpl::FlushStore(int64_t timeout_ms) {
+  return Enter("FlushStore", [&]() -> Status {
+    constexpr int64_t kTimeoutMsMax = 365 * 24 * 3600 * int64_t{1000};
+    if (timeout_ms < 0 || timeout_ms > kTimeoutMsMax) {
+      return Status(StatusCode::kBadArgument, "Engine::FlushStore: timeout_ms is " +
+                                                  std::to_string(timeout_ms) +
+                                                  "; it must be at least 0 and at most a year");
+    }
+    if (store_ == nullptr) return {};
+    return StoreAll(store_->now_ns() + timeout_ms * 1'000'000);
+  });
+}
+
 void EngineImpl::CheckInvariants() const {
   prefix_cache_.CheckInvariants();
   int64_t sequences = prefix_cache_.sequence_count();
@@ -204,6 +244,10 @@ void EngineImpl::CheckInvariants() const {
   QUIRE_CHECK(cache_->sequence_count() == sequences) << "a sequence that nobody holds";
   for (const auto& request : waiting_) {
     for (const Sample& sample : request->samples) QUIRE_CHECK(!sample.has_sequence());
+    QUIRE_CHECK(request->load == nullptr || store_ != nullptr);
+  }
+  for (const auto& request : running_) {
+    QUIRE_CHECK(request->load == nullptr) << "request " << request->id << " loads while it runs";
   }
   const Status status = cache_->CheckInvariants();
   QUIRE_CHECK(status.ok()) << status.ToString();

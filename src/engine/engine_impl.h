@@ -21,6 +21,7 @@
 #include "engine/request.h"
 #include "engine/sampler.h"
 #include "engine/scheduler.h"
+#include "engine/store_link.h"
 #include "quire/engine.h"
 
 namespace quire {
@@ -53,6 +54,7 @@ class EngineImpl final : public Engine {
     int64_t max_num_sequences = 0;
     int64_t max_waiting = 0;
     bool prefix_cache = true;
+    std::shared_ptr<Clock> clock = nullptr;  // null = MachineTime()
   };
   explicit EngineImpl(Parts parts);
 
@@ -68,6 +70,9 @@ class EngineImpl final : public Engine {
   Result<int64_t> SaveSnapshot(const SnapshotContents& contents, const std::string& path) override;
   Result<SnapshotInfo> LoadSnapshot(const Passport& identity, const std::string& path,
                                     const SnapshotLoadOptions& options) override;
+  Status AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
+                     const StoreUseOptions& options) override;
+  Status FlushStore(int64_t timeout_ms) override;
   EngineStats Stats() const override;
 
   // For tests of the memory plan.
@@ -115,6 +120,7 @@ class EngineImpl final : public Engine {
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
+  Request* NextToAdmit() const;
   std::optional<WaitingHead> ViewHead();
   Status AdmitHead();
   void PreemptYoungest();
@@ -142,6 +148,27 @@ class EngineImpl final : public Engine {
   void Erase(const Request* request) noexcept;
   void EndRequest(Request* request, FinishReason reason, const std::string& error);
 
+  // engine_store.cc: KV from and to the chunk store.
+  // Where a waiting request's KV comes from: `from` is forked, chunks are imported up to `end`.
+  struct Start {
+    PrefixMatch from;
+    int64_t end = 0;
+  };
+  Start FindStart(const Request& request) const;
+  void StartLoads();
+  bool StartLoad(Request* request);
+  bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
+  void PollLoad(Request* request);
+  bool AwaitLoad();
+  void ImportChunks(Request* request, const Start& start) noexcept;
+  void NoteStart(Request* request) noexcept;
+  void ForgetLoad(Request* request) noexcept;
+  void StoreComputed() noexcept;
+  int64_t StoreSample(const Request& request, Sample* sample, int64_t bytes_max) noexcept;
+  void StoreRetained(const PrefixCache::Retained& retained) noexcept;
+  Status StoreAll(int64_t until_ns);
+  void MeasureSpeed(int64_t tokens, int64_t ns) noexcept;
+
   // step_logits.cc
   Status CheckLogitsArguments(std::span<const std::span<const int32_t>> prompts,
                               std::span<float* const> logits) const;
@@ -165,10 +192,12 @@ class EngineImpl final : public Engine {
   const int64_t max_waiting_;
   const bool uses_prefix_cache_;
   const int64_t pages_total_;
+  const std::shared_ptr<Clock> clock_;
 
+  std::unique_ptr<StoreLink> store_;  // null: none is attached
   PrefixCache prefix_cache_;
-  std::deque<std::unique_ptr<Request>> waiting_;   // by id
-  std::vector<std::unique_ptr<Request>> running_;  // by id; all older than those that wait
+  std::deque<std::unique_ptr<Request>> waiting_;   // in the order in which they may come in
+  std::vector<std::unique_ptr<Request>> running_;  // in the order in which they came in
   std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests
   int64_t next_request_id_ = 0;
   int64_t next_sequence_id_ = 0;

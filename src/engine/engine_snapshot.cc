@@ -20,8 +20,8 @@ Status NeedsPrefixCache(const char* call) {
 Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
                                          const std::string& path) {
   if (!uses_prefix_cache_) return NeedsPrefixCache("SaveSnapshot");
-  PrefixMatch match = prefix_cache_.Find(contents.tokens, false);
-  const PrefixMatch long_match = prefix_cache_.Find(contents.tokens, true);
+  PrefixMatch match = prefix_cache_.Find(contents.tokens);
+  const PrefixMatch long_match = prefix_cache_.Find(contents.tokens, {.long_rope = true});
   if (long_match.length > match.length) match = long_match;
   if (match.length == 0) {
     return Status(StatusCode::kNotFound, "Engine::SaveSnapshot: no KV of the beginning of these " +
@@ -67,7 +67,7 @@ Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const st
     QUIRE_CHECK(removed.ok()) << removed.ToString();
     return Status(StatusCode::kUnavailable, path + ": it changed while it was read; load it again");
   }
-  prefix_cache_.Retain(id, std::move(announced.tokens), info.long_factors);
+  prefix_cache_.Retain(id, std::move(announced.tokens), {.long_rope = info.long_factors});
   return info;
 }
 

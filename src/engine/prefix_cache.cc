@@ -25,17 +25,21 @@ PrefixCache::PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t seq
   QUIRE_CHECK(sequences_max >= 1);
 }
 
-void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens,
-                         bool long_rope) noexcept {
+void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space,
+                         int64_t stored) noexcept {
   if (tokens.empty() || !cache_->SetRetained(sequence_id, true).ok()) {
     return RemoveFrom(cache_, sequence_id);
   }
   try {
     Entries entry;
-    entry.push_back(
-        {.sequence_id = sequence_id, .tokens = std::move(tokens), .long_rope = long_rope});
+    entry.push_back({.sequence_id = sequence_id,
+                     .tokens = std::move(tokens),
+                     .space = space,
+                     .stored = stored});
     Insert(std::move(entry));
   } catch (const std::bad_alloc&) {
+    const auto order = by_space_.find(space);
+    if (order != by_space_.end() && order->second.empty()) by_space_.erase(order);
     RemoveFrom(cache_, sequence_id);  // retaining is a favour, not a duty
   }
 }
@@ -48,10 +52,11 @@ void PrefixCache::Count(int64_t tokens, int64_t sign) noexcept {
 // `entry` is a list of one, so that what allocates comes before what changes.
 void PrefixCache::Insert(Entries entry) {
   const Entries::iterator added = entry.begin();
-  Index& by_tokens = IndexOf(*added);
+  Index& by_tokens = by_space_[added->space];
   const auto [place, is_new] = by_tokens.insert(added);
   if (!is_new) {  // the same tokens are retained already
     RemoveFrom(cache_, added->sequence_id);
+    (*place)->stored = std::max((*place)->stored, added->stored);
     return Touch((*place)->sequence_id);
   }
   by_use_.splice(by_use_.end(), entry);
@@ -61,17 +66,23 @@ void PrefixCache::Insert(Entries entry) {
   };
   if (const auto next = std::next(place); next != by_tokens.end() && is_prefix(added, *next)) {
     const Entries::iterator longer = *next;
+    longer->stored = std::max(longer->stored, added->stored);
     Remove(added);
     by_use_.splice(by_use_.end(), by_use_, longer);
     return;
   }
   if (place != by_tokens.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
-  if (sequence_count() > sequences_max_) Remove(by_use_.begin());
+  if (sequence_count() > sequences_max_) {
+    if (before_eviction) before_eviction(ViewOf(*by_use_.begin()));
+    Remove(by_use_.begin());
+  }
 }
 
-PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, bool long_rope) const {
-  const Index& by_tokens = by_tokens_[long_rope ? 1 : 0];
+PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace& space) const {
   PrefixMatch best;
+  const auto order = by_space_.find(space);
+  if (order == by_space_.end()) return best;
+  const Index& by_tokens = order->second;
   const auto consider = [&](Entries::iterator entry) {
     const int64_t length = CommonPrefix(tokens, entry->tokens);
     if (length > best.length) best = {.sequence_id = entry->sequence_id, .length = length};
@@ -93,6 +104,7 @@ void PrefixCache::Evict(int64_t pages) noexcept {
     const int64_t missing = pages - cache_->GetNumAvailablePages();
     if (missing <= 0) return;
     const Entries::iterator victim = by_use_.begin();
+    if (before_eviction) before_eviction(ViewOf(*victim));
     const bool is_left = CutTail(victim, missing);
     // What is still missing is in pages that others hold too: nothing is won by keeping the rest.
     if (is_left && cache_->GetNumAvailablePages() < pages) Remove(victim);
@@ -117,6 +129,7 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
   Index& by_tokens = IndexOf(*entry);
   const auto place = by_tokens.find(entry);
   entry->tokens.resize(kept);
+  entry->stored = std::min(entry->stored, kept);
   Count(length, -1);
   Count(kept, 1);
   const auto begins = [&](Index::iterator other) {
@@ -125,7 +138,8 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
   const bool is_redundant = (std::next(place) != by_tokens.end() && begins(std::next(place))) ||
                             (place != by_tokens.begin() && begins(std::prev(place)));
   if (!is_redundant) return true;
-  by_tokens.erase(place);
+  by_tokens.erase(place);  // by its place: the order around it does not hold any more
+  if (by_tokens.empty()) by_space_.erase(entry->space);
   Count(kept, -1);
   RemoveFrom(cache_, entry->sequence_id);
   by_use_.erase(entry);
@@ -135,12 +149,20 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
 void PrefixCache::Remove(Entries::iterator entry) noexcept {
   RemoveFrom(cache_, entry->sequence_id);
   Count(static_cast<int64_t>(entry->tokens.size()), -1);
-  IndexOf(*entry).erase(entry);
+  const auto order = by_space_.find(entry->space);
+  order->second.erase(entry);
+  if (order->second.empty()) by_space_.erase(order);
   by_use_.erase(entry);
 }
 
+void PrefixCache::ForEach(const std::function<void(const Retained&)>& visit) {
+  for (Entry& entry : by_use_) visit(ViewOf(entry));
+}
+
 void PrefixCache::CheckInvariants() const {
-  QUIRE_CHECK(by_use_.size() == by_tokens_[0].size() + by_tokens_[1].size());
+  size_t indexed = 0;
+  for (const auto& [space, by_tokens] : by_space_) indexed += by_tokens.size();
+  QUIRE_CHECK(by_use_.size() == indexed);
   QUIRE_CHECK(sequence_count() <= sequences_max_);
   QUIRE_CHECK(sequence_count() == cache_->retained_sequence_count());
   int64_t tokens = 0;
@@ -155,14 +177,16 @@ void PrefixCache::CheckInvariants() const {
   }
   QUIRE_CHECK(tokens == token_count_);
   QUIRE_CHECK(pages == page_count_max_);
-  for (const bool long_rope : {false, true}) CheckOrder(long_rope);
+  for (const auto& [space, by_tokens] : by_space_) CheckOrder(space, by_tokens);
 }
 
-void PrefixCache::CheckOrder(bool long_rope) const {
-  const Index& by_tokens = by_tokens_[long_rope ? 1 : 0];
+void PrefixCache::CheckOrder(const PrefixSpace& space, const Index& by_tokens) const {
+  QUIRE_CHECK(!by_tokens.empty());
   for (auto it = by_tokens.begin(); it != by_tokens.end(); ++it) {
     const Entry& entry = **it;
-    QUIRE_CHECK(entry.long_rope == long_rope) << "sequence " << entry.sequence_id;
+    QUIRE_CHECK(entry.space == space) << "sequence " << entry.sequence_id;
+    QUIRE_CHECK(entry.stored >= 0);
+    QUIRE_CHECK(entry.stored <= static_cast<int64_t>(entry.tokens.size()));
     const auto next = std::next(it);
     if (next == by_tokens.end()) return;
     QUIRE_CHECK(LexicographicOrder()(*it, *next));

@@ -10,20 +10,23 @@
 // a radix tree would store the same tokens with a node for each branch and answer the same
 // question.
 //
-// LongRoPE has two sets of factors, and KV made with one is of no use to a request that computes
-// with the other: each set has an order of its own.
+// What may be reused by whom is a PrefixSpace; each has an order of its own.
 //
 // Invariants: in one order no sequence's tokens are a prefix of another's; the shorter one would
-// hold a slot for nothing. The KV cache counts exactly the sequences that are here as retained.
+// hold a slot for nothing. No order is empty. The KV cache counts exactly the sequences that are
+// here as retained.
 #ifndef QUIRE_ENGINE_PREFIX_CACHE_H_
 #define QUIRE_ENGINE_PREFIX_CACHE_H_
 
 #include <algorithm>
-#include <array>
+#include <compare>
 #include <cstdint>
+#include <functional>
 #include <list>
+#include <map>
 #include <set>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "quire/attention_kv_cache.h"
@@ -32,6 +35,15 @@ namespace quire {
 
 // Length of the longest common prefix.
 int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b);
+
+// KV is reused within one space only. Salts keep tenants apart: the time that an answer takes must
+// not tell what others have asked. LongRoPE has two sets of factors, and KV made with one is of no
+// use to a request that computes with the other.
+struct PrefixSpace {
+  std::string salt = {};
+  bool long_rope = false;
+  auto operator<=>(const PrefixSpace&) const = default;
+};
 
 struct PrefixMatch {
   int64_t sequence_id = -1;
@@ -43,17 +55,32 @@ class PrefixCache {
   // `cache` outlives this. sequences_max >= 1 bounds what is retained.
   PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t sequences_max);
 
-  // Takes over a sequence of the cache that holds exactly `tokens`, computed with the long factors
-  // of LongRoPE or not. When memory is short the sequence is removed instead.
-  void Retain(int64_t sequence_id, std::vector<int32_t> tokens, bool long_rope = false) noexcept;
+  // A retained sequence. `stored`: its first tokens that the owner has written elsewhere.
+  struct Retained {
+    int64_t sequence_id;
+    std::span<const int32_t> tokens;
+    const PrefixSpace& space;
+    int64_t& stored;
+  };
+  // Called with each sequence of which a part is about to be given up for want of room, the last
+  // chance to write it elsewhere. Must not throw or call the prefix cache.
+  std::function<void(const Retained&)> before_eviction;
+
+  // Takes over a sequence of the cache that holds exactly `tokens`. When memory is short the
+  // sequence is removed instead.
+  void Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space = {},
+              int64_t stored = 0) noexcept;
 
   // The longest match of a beginning of `tokens`. The match is as good as used now: Touch it before
   // it may be evicted.
-  PrefixMatch Find(std::span<const int32_t> tokens, bool long_rope = false) const;
+  PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {}) const;
   void Touch(int64_t sequence_id) noexcept;
 
   // Gives up retained KV until `pages` are free or nothing is left.
   void Evict(int64_t pages) noexcept;
+
+  // Least recently used first. `visit` must not call the prefix cache.
+  void ForEach(const std::function<void(const Retained&)>& visit);
 
   bool empty() const { return by_use_.empty(); }
   int64_t sequence_count() const { return static_cast<int64_t>(by_use_.size()); }
@@ -67,7 +94,8 @@ class PrefixCache {
   struct Entry {
     int64_t sequence_id;
     std::vector<int32_t> tokens;
-    bool long_rope;
+    PrefixSpace space;
+    int64_t stored;
   };
   using Entries = std::list<Entry>;  // least recently used first
 
@@ -84,9 +112,12 @@ class PrefixCache {
   };
   using Index = std::set<Entries::iterator, LexicographicOrder>;
 
-  void CheckOrder(bool long_rope) const;
+  static Retained ViewOf(Entry& entry) {
+    return {entry.sequence_id, entry.tokens, entry.space, entry.stored};
+  }
+  void CheckOrder(const PrefixSpace& space, const Index& by_tokens) const;
   int64_t PagesOf(int64_t tokens) const { return (tokens + page_size_ - 1) / page_size_; }
-  Index& IndexOf(const Entry& entry) { return by_tokens_[entry.long_rope ? 1 : 0]; }
+  Index& IndexOf(const Entry& entry) { return by_space_.find(entry.space)->second; }
   void Count(int64_t tokens, int64_t sign) noexcept;
   void Insert(Entries entry);
   void Remove(Entries::iterator entry) noexcept;
@@ -97,8 +128,7 @@ class PrefixCache {
   int64_t page_size_;
   int64_t sequences_max_;
   Entries by_use_;
-  std::array<Index, 2> by_tokens_;  // of the short factors (and of all models without LongRoPE),
-                                    // of the long ones
+  std::map<PrefixSpace, Index> by_space_;
   int64_t token_count_ = 0;
   int64_t page_count_max_ = 0;
 };

@@ -142,6 +142,10 @@ Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) 
   QUIRE_RETURN_IF_ERROR(CheckTruncation(options));
   QUIRE_RETURN_IF_ERROR(CheckPenalties(options));
   QUIRE_RETURN_IF_ERROR(CheckLogitBias(options, vocab_size));
+  if (static_cast<int64_t>(options.cache_salt.size()) > SamplingOptions::kCacheSaltBytesMax) {
+    return OutOfRange("cache_salt size", options.cache_salt.size(),
+                      "at most " + std::to_string(SamplingOptions::kCacheSaltBytesMax) + " bytes");
+  }
   return CheckStop(options, vocab_size);
 }
 

@@ -15,9 +15,12 @@
 #define QUIRE_ENGINE_REQUEST_H_
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "engine/chunk_load.h"
+#include "engine/prefix_cache.h"
 #include "quire/engine.h"
 #include "quire/status.h"
 
@@ -32,6 +35,7 @@ struct Sample {
   int64_t sequence_id = kNoSequence;
   int64_t computed = 0;
   int64_t reported = 0;   // answer tokens that the caller has
+  StoredPrefix stored;    // of its sequence
   int64_t last_step = 0;  // in which it was given tokens last
   FinishReason finish_reason = FinishReason::kNone;
 
@@ -45,6 +49,7 @@ struct Request {
 
   // The leader; null if all are finished.
   Sample* leader();
+  const Sample* leader() const { return const_cast<Request*>(this)->leader(); }
   int64_t unfinished_count() const;
   bool answer_begun() const;
   std::span<const int32_t> prompt_of(const Sample& sample) const {
@@ -61,10 +66,18 @@ struct Request {
   int64_t prompt_tokens;
   SamplingOptions options;
   std::vector<Sample> samples;
-  int64_t cached_tokens = 0;
+  PrefixSpace space;
+  // While it waits: what the chunk store has of it, under way or there. Null before it was asked,
+  // and if there is nothing to ask for.
+  std::unique_ptr<ChunkLoad> load;
+  bool looked_up = false;  // the store was asked since it came to wait
+  bool held_back = false;  // from being admitted, for what a store is bringing
+  int64_t lookups = 0;
+  CachedTokens cached;
+  MissReason miss = MissReason::kNone;
+  double load_seconds = 0;
   int64_t completion_tokens = 0;
   bool admitted_before = false;
-  bool long_rope = false;  // its positions use the long factors of LongRoPE
   bool restarted = false;  // computed anew without shared pages, see Decision::kRestart
 };
 

@@ -9,6 +9,19 @@
 
 namespace quire {
 
+namespace {
+
+void NoteUsage(const Request& request, StepOutput* output) noexcept {
+  output->prompt_tokens = request.prompt_tokens;
+  output->completion_tokens = request.completion_tokens;
+  output->cached = request.cached;
+  output->cached_tokens = request.cached.total();
+  output->miss = request.miss;
+  output->load_seconds = request.load_seconds;
+}
+
+}  // namespace
+
 void EngineImpl::ApplyDraw(Drawn* drawn) noexcept {
   Sample& sample = *drawn->sample;
   const SamplingOptions& options = drawn->request->options;
@@ -63,9 +76,7 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   sample->finish_reason = reason;
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
-  output->prompt_tokens = request->prompt_tokens;
-  output->cached_tokens = request->cached_tokens;
-  output->completion_tokens = request->completion_tokens;
+  NoteUsage(*request, output);
   if (sample->has_sequence()) ReleaseSequence(request, sample);
 }
 
@@ -89,17 +100,21 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
   sample->computed = kept;
   if (!inherits) return RetainOrRemove(*request, sample);
   heir->sequence_id = std::exchange(sample->sequence_id, kNoSequence);
+  heir->stored = {};
   heir->computed = std::exchange(sample->computed, 0);
 }
 
 void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept {
+  StoreSample(request, sample, kNoLimit);
   const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   const int64_t computed = std::exchange(sample->computed, 0);
+  // What was stored may be more than what is left: the surplus behind a stop was popped.
+  const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, computed);
   if (uses_prefix_cache_) {
     try {
       return prefix_cache_.Retain(sequence_id,
                                   {sample->tokens.begin(), sample->tokens.begin() + computed},
-                                  request.long_rope);
+                                  request.space, stored);
     } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
     }
   }
@@ -128,9 +143,7 @@ void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::st
     output.sample = &sample - request->samples.data();
     output.finish_reason = reason;
     output.error = error;
-    output.prompt_tokens = request->prompt_tokens;
-    output.cached_tokens = request->cached_tokens;
-    output.completion_tokens = request->completion_tokens;
+    NoteUsage(*request, &output);
   }
   due_.insert(due_.end(), std::make_move_iterator(outputs.begin()),
               std::make_move_iterator(outputs.end()));

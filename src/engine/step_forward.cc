@@ -1,6 +1,7 @@
 // The second half of a step: one forward of the planned batch, the draws behind it, and the commit.
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "base/guard.h"
@@ -20,12 +21,17 @@ std::string DescribeDrawError(DrawError error, int64_t sample, int64_t position)
 }  // namespace
 
 Status EngineImpl::RunStep() {
-  for (bool may_admit = true;; may_admit = false) {
+  for (bool may_admit = true;;) {
     QUIRE_ASSIGN_OR_RETURN(const Batch batch, PlanBatch(may_admit));
-    if (batch.empty()) return {};
+    if (batch.empty()) {
+      if (!may_admit || !AwaitLoad()) return {};
+      continue;
+    }
     const Status status = RunBatch(batch);
+    if (status.ok()) StoreComputed();
     if (status.code() != StatusCode::kOutOfPages) return status;
     MakeRoom();
+    may_admit = false;
   }
 }
 
@@ -53,6 +59,7 @@ Status EngineImpl::Attempt(const Batch& batch) {
       sequence_ids.push_back(work.sample->sequence_id);
       lengths.push_back(work.tokens);
     }
+    const int64_t start_ns = clock_->SteadyNs();
     std::vector<Drawn> draws = PrepareDraws(batch);
     due_.reserve(due_.size() + draws.size());
     QUIRE_RETURN_IF_ERROR(cache_->BeginForward(sequence_ids, lengths));
@@ -60,6 +67,8 @@ Status EngineImpl::Attempt(const Batch& batch) {
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     DrawAll(&draws);
     QUIRE_RETURN_IF_ERROR(forward.End());
+    MeasureSpeed(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}),
+                 clock_->SteadyNs() - start_ns);
     Commit(batch, &draws);
     return {};
   });

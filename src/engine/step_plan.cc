@@ -19,6 +19,7 @@ PrefixMatch Longer(const PrefixMatch& a, const PrefixMatch& b) {
 Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
   for (;;) {
     QUIRE_RETURN_IF_ERROR(GiveSequences());
+    if (may_admit) StartLoads();
     Batch works;
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
     const Decision decision = DecideNext({.token_budget = prefill_chunk_,
@@ -62,13 +63,13 @@ Status EngineImpl::GiveSequences() {
     Sample* const leader = request->leader();
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(
-          GiveSequence(leader, FindPrefix(*request, *leader), request->long_rope));
+          GiveSequence(leader, FindPrefix(*request, *leader), request->space.long_rope));
     }
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || sample.has_sequence()) continue;
       QUIRE_RETURN_IF_ERROR(
-          GiveSequence(&sample, FindFork(*request, *leader, sample), request->long_rope));
+          GiveSequence(&sample, FindFork(*request, *leader, sample), request->space.long_rope));
     }
   }
   return {};
@@ -93,6 +94,7 @@ Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool lo
   prefix_cache_.Touch(from.sequence_id);
   sample->sequence_id = sequence_id;
   sample->computed = from.length;
+  sample->stored = {};
   return {};
 }
 
@@ -102,9 +104,9 @@ Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool lo
 PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample) const {
   if (!uses_prefix_cache_ || request.restarted) return {};
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
-  PrefixMatch best = prefix_cache_.Find(tokens, request.long_rope);
+  PrefixMatch best = prefix_cache_.Find(tokens, request.space);
   for (const auto& other : running_) {
-    if (other->long_rope != request.long_rope) continue;
+    if (other->space != request.space) continue;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || &candidate == &sample) continue;
       const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
@@ -129,7 +131,7 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
   if (!uses_prefix_cache_) return false;
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : running_) {
-    if (other->long_rope != request.long_rope) continue;
+    if (other->space != request.space) continue;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
       if (CommonPrefix(tokens, candidate.tokens) - matched >= page_size_) return true;
@@ -162,33 +164,41 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
   return view;
 }
 
+// The first that waits, but those for which a store is bringing something: they let others pass.
+// Null if there is none among the first few, for which the store was asked.
+Request* EngineImpl::NextToAdmit() const {
+  const size_t count = store_ == nullptr ? 1 : static_cast<size_t>(kLoadsMax);
+  for (size_t i = 0; i < std::min(count, waiting_.size()); ++i) {
+    if (!waiting_[i]->held_back) return waiting_[i].get();
+  }
+  return nullptr;
+}
+
 std::optional<WaitingHead> EngineImpl::ViewHead() {
-  if (waiting_.empty()) return {};
-  Request& request = *waiting_.front();
-  const Sample& leader = *request.leader();
-  const PrefixMatch match = FindPrefix(request, leader);
-  if (IsPrefixBeingComputed(request, leader, match.length)) return {};
-  prefix_cache_.Touch(
-      match.sequence_id);  // what it is about to use goes last if pages must be found for it
-  return WaitingHead{.matched = match.length,
-                     .pending = static_cast<int64_t>(leader.tokens.size()) - match.length,
-                     .samples = request.unfinished_count()};
+  Request* const request = NextToAdmit();
+  if (request == nullptr) return {};
+  const Sample& leader = *request->leader();
+  const Start start = FindStart(*request);
+  if (IsPrefixBeingComputed(*request, leader, start.end)) return {};
+  // What it is about to use goes last if pages must be found for it.
+  prefix_cache_.Touch(start.from.sequence_id);
+  return WaitingHead{.matched = start.from.length,
+                     .pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length,
+                     .samples = request->unfinished_count()};
 }
 
 Status EngineImpl::AdmitHead() {
-  Request& request = *waiting_.front();
+  Request& request = *NextToAdmit();
   request.ReserveAnswers();
   running_.reserve(running_.size() + 1);
-  const PrefixMatch match = FindPrefix(request, *request.leader());
-  QUIRE_RETURN_IF_ERROR(GiveSequence(request.leader(), match, request.long_rope));
-  if (!request.admitted_before) {
-    request.cached_tokens = match.length;
-    counters_.prompt_tokens += request.prompt_tokens;
-    counters_.cached_tokens += request.cached_tokens;
-    request.admitted_before = true;
-  }
-  running_.push_back(std::move(waiting_.front()));
-  waiting_.pop_front();
+  const Start start = FindStart(request);
+  QUIRE_RETURN_IF_ERROR(GiveSequence(request.leader(), start.from, request.space.long_rope));
+  ImportChunks(&request, start);
+  NoteStart(&request);
+  const auto place = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [&](const auto& other) { return other.get() == &request; });
+  running_.push_back(std::move(*place));
+  waiting_.erase(place);
   return {};
 }
 

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "base/check.h"
+#include "kernels/row_view.h"
 #include "tensor/half.h"
 
 namespace quire {
@@ -69,10 +70,39 @@ AttentionCase::AttentionCase(const CaseSpec& spec)
                         spec.v_dim, spec.page_size, spec.value_dtype};
   args_.num_qo_heads = spec.kv_heads * spec.group;
   args_.cached_only = spec.cached_only;
+  args_.layer_window = spec.layer_window;
+  args_.soft_cap = spec.soft_cap;
+  for (int h = 0; spec.head_sinks && h < args_.num_qo_heads; ++h)
+    head_sinks_.push_back(2.0F * TokenValue(0, 0, 3, h, 0));
+  args_.head_sinks_log2 = head_sinks_.empty() ? nullptr : head_sinks_.data();
   args_.scale_log2 = spec.sharpness * 1.44269504F / std::sqrt(static_cast<float>(spec.qk_dim));
   BuildPages();
   BuildPlan();
   BuildQueries();
+  FreeUnseenPages();
+}
+
+// Entries of which no row sees a position lose their page, as when a window has slid past them.
+void AttentionCase::FreeUnseenPages() {
+  std::map<const PageEntry*, bool> seen;  // by any row of any sequence
+  for (const AttentionSequence& sequence : sequences_) {
+    for (int64_t i = 0; i < sequence.run_count; ++i) {
+      const PageRun& run = sequence.runs[i];
+      int64_t entry = 0;
+      for (int64_t p = run.begin; p < run.end; ++p) {
+        while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= p) ++entry;
+        bool& is_seen = seen[run.entries + entry];
+        for (int64_t r = 0; r < sequence.row_count && !is_seen; ++r)
+          is_seen = Sees(ViewOf(args_, sequence, r), p);
+      }
+    }
+  }
+  for (const auto& [key, store] : stores_) {
+    for (PageEntry& entry : store->entries) {
+      const auto found = seen.find(&entry);
+      if (found != seen.end() && !found->second) entry.page = -1;
+    }
+  }
 }
 
 uint64_t AttentionCase::Random() { return Mix(random_state_++); }
@@ -226,7 +256,7 @@ void AttentionCase::BuildPlan() {
   for (const size_t s : plan_order_) {
     const SequenceSpec& spec = spec_.sequences[s];
     sequences_.push_back({first_row[s], spec.rows, spec.base, runs_[s].data(),
-                          static_cast<int64_t>(runs_[s].size()), 0, nullptr, nullptr});
+                          static_cast<int64_t>(runs_[s].size()), 0, nullptr, nullptr, spec.window});
   }
   for (size_t depth = 0; spec_.use_spans && depth < 8; ++depth) {
     for (size_t i = 0; i < count;) {
@@ -286,6 +316,7 @@ void AttentionCase::BuildQueries() {
             std::byte{kPoison});
   args_.q.data = q_.data();
   angle_rows_.assign(static_cast<size_t>(args_.row_count), {cos_table_.data(), sin_table_.data()});
+  sink_angle_rows_ = angle_rows_;
   for (size_t i = 0; i < sequences_.size(); ++i) {
     const int64_t content = spec_.sequences[plan_order_[i]].content;
     for (int64_t r = 0; r < sequences_[i].row_count; ++r) {
@@ -303,8 +334,14 @@ void AttentionCase::BuildQueries() {
       const size_t angle = static_cast<size_t>(position) * half;
       angle_rows_[static_cast<size_t>(row)] = {cos_table_.data() + angle,
                                                sin_table_.data() + angle};
+      const int64_t slid = SlidAt(sequences_[i].window, position);
+      const size_t sink_angle = static_cast<size_t>(position - slid) * half;
+      sink_angle_rows_[static_cast<size_t>(row)] = {cos_table_.data() + sink_angle,
+                                                    sin_table_.data() + sink_angle};
     }
   }
+  const bool rotates_sinks = spec_.rotates_sinks && half > 0;
+  args_.sink_angles = rotates_sinks ? sink_angle_rows_.data() : nullptr;
   args_.rotary = {angle_rows_.data(), spec_.rotary_dim, spec_.interleaved};
   if (!spec_.inline_keys) return;
   for (AttentionSequence& sequence : sequences_) {

@@ -35,6 +35,7 @@ struct SequenceSpec {
     int64_t end_segment;
   };
   std::vector<Prefix> prefixes = {};
+  SequenceWindow window = {};
 };
 
 struct CaseSpec {
@@ -55,7 +56,11 @@ struct CaseSpec {
   float sharpness = 1.0F;         // factor of the usual scale
   double fork_probability = 0.1;  // that a new page entry begins at a position
   double run_probability = 0.02;  // that a new run begins at a position
-  float junk = 0.0F;  // value of tokens stored behind the ends; 0: none (memory stays NaN)
+  int64_t layer_window = kNoWindow;
+  float soft_cap = 0.0F;
+  bool head_sinks = false;    // a learned logit per query head
+  bool rotates_sinks = true;  // false: sinks are scored with the query as it is
+  float junk = 0.0F;          // value of tokens stored behind the ends; 0: none (memory stays NaN)
   uint64_t layout_seed = 1;
   std::vector<SequenceSpec> sequences;
   std::vector<Special> specials = {};
@@ -100,6 +105,7 @@ class AttentionCase {
   void BuildQueries();
   void WriteToken(const AppendTarget& target, int64_t content, int64_t position);
   void WriteJunk(const Store& store);
+  void FreeUnseenPages();
   int64_t PageCountMax() const;
   CaseOutput RunPlan(const Backend& backend, ParallelRunner& runner,
                      std::span<const AttentionSequence> sequences) const;
@@ -117,7 +123,8 @@ class AttentionCase {
   std::vector<SharedSpan> spans_;
   std::vector<std::byte> q_;
   std::vector<float> cos_table_, sin_table_;  // [position][rotary_dim / 2]
-  std::vector<RotaryAngles> angle_rows_;
+  std::vector<RotaryAngles> angle_rows_, sink_angle_rows_;
+  std::vector<float> head_sinks_;
   uint64_t random_state_;
 
   uint64_t Random();

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/row_view.h"
+
 namespace quire {
 namespace {
 
@@ -70,6 +72,11 @@ AttentionSchedule::AttentionSchedule(const AttentionArgs& args, int worker_count
       kv_heads_(args.pages.layout.num_kv_heads),
       group_size_(args.num_qo_heads / args.pages.layout.num_kv_heads),
       v_dim_(static_cast<size_t>(args.pages.layout.v_dim())),
+      has_windows_(args.layer_window != kNoWindow ||
+                   std::any_of(args.sequences.begin(), args.sequences.end(),
+                               [](const AttentionSequence& sequence) {
+                                 return sequence.window != SequenceWindow{};
+                               })),
       worker_count_(worker_count) {
   const ScratchParts parts(args.pages.layout, args.num_qo_heads, args.row_count,
                            static_cast<int64_t>(sequences_.size()), worker_count);
@@ -144,6 +151,34 @@ int64_t AttentionSchedule::SegmentsSeenBy(int64_t sequence, int64_t query_row) c
   return CeilDiv(std::max<int64_t>(seen, 0), kSegmentPositions);
 }
 
+// A row sees a head, [.., head_end), and a tail, [tail_begin, ..), of which either may be all. What
+// lies between all heads and all tails is left out, in whole segments. Both ends of a sequence's
+// rows answer for those between.
+void AttentionSchedule::LeaveOutHidden(AttentionUnit* unit) const noexcept {
+  int64_t head_end = 0;
+  int64_t tail_begin = INT64_MAX;
+  const auto look_at = [&](int64_t s, int64_t row) {
+    const AttentionSequence& sequence = sequences_[static_cast<size_t>(s)];
+    const RowView view = ViewOf(args_, sequence, row - row_begin_[s]);
+    const bool has_gap = view.gap_begin < view.gap_end;
+    if (has_gap) head_end = std::max(head_end, view.gap_begin);
+    tail_begin = std::min(tail_begin, has_gap ? view.gap_end : view.begin);
+  };
+  const int64_t first = unit->row_begin / group_size_;
+  const int64_t last = (unit->row_end - 1) / group_size_;
+  for (int64_t s = unit->sequence; s < std::ssize(sequences_) && row_begin_[s] <= last; ++s) {
+    if (row_begin_[s] == row_begin_[s + 1]) continue;
+    look_at(s, std::max(first, row_begin_[s]));
+    look_at(s, std::min(last, row_begin_[s + 1] - 1));
+  }
+  const int64_t begin = std::max(unit->segment_begin, CeilDiv(head_end, kSegmentPositions));
+  const int64_t end = std::min(unit->segment_end, tail_begin / kSegmentPositions);
+  if (begin >= end) return;
+  unit->gap_begin = begin;
+  unit->gap_count = end - begin;
+  unit->segment_end -= unit->gap_count;
+}
+
 // Cuts the rows of `unit` into blocks and the kv heads into ranges.
 void AttentionSchedule::AddUnits(AttentionUnit unit) noexcept {
   const int64_t rows = unit.row_count();
@@ -154,14 +189,18 @@ void AttentionSchedule::AddUnits(AttentionUnit unit) noexcept {
   const int64_t block_rows =
       blocks ? RoundUp(CeilDiv(rows, CeilDiv(rows, block_rows_)), kRowsTogether) : rows;
   const int64_t end = unit.row_end;
+  const int64_t shared_end = unit.segment_end;
   for (; unit.row_begin < end; unit.row_begin += block_rows) {
     unit.row_end = std::min(unit.row_begin + block_rows, end);
+    unit.gap_begin = unit.gap_count = 0;
     if (unit.shared) {
       unit.sequence = SequenceOf(unit.row_begin);
+      unit.segment_end = shared_end;
     } else {
       unit.segment_end =
           std::max(unit.segment_begin, SegmentsSeenBy(unit.sequence, unit.row_end - 1));
     }
+    if (has_windows_) LeaveOutHidden(&unit);
     for (int64_t head = 0; head < kv_heads_; head += heads) {
       unit.head_begin = static_cast<int32_t>(head);
       unit.head_end = static_cast<int32_t>(std::min(head + heads, kv_heads_));

@@ -30,17 +30,24 @@ inline constexpr int64_t kUnitRows = 264;
 // below, it has many heads and reads pages in the order of memory, since it is bound by memory.
 inline constexpr int64_t kBlockRowsMin = 16;
 
+// Segments of a unit are counted without those that none of its rows sees (windows): number s of a
+// unit is segment SegmentAt(s).
 struct AttentionUnit {
   int64_t row_begin;  // query rows
   int64_t row_end;
   int64_t segment_begin;
   int64_t segment_end;
-  int64_t sequence;  // holds row_begin; its runs are read
+  int64_t gap_begin;  // from this number on...
+  int64_t gap_count;  // ...so many segments are left out
+  int64_t sequence;   // holds row_begin; its runs are read
   int64_t cost;
   int32_t head_begin;  // kv heads
   int32_t head_end;
-  bool shared;  // rows of several sequences, each sees all of the segments
+  bool shared;  // rows of several sequences, all behind the segments
 
+  int64_t SegmentAt(int64_t number) const {
+    return number < gap_begin ? number : number + gap_count;
+  }
   int64_t row_count() const { return row_end - row_begin; }
   int64_t head_count() const { return head_end - head_begin; }
 };
@@ -109,6 +116,7 @@ class AttentionSchedule {
   void AddPrivateUnits(int64_t sequence) noexcept;
   void AddUnits(AttentionUnit unit) noexcept;
   int64_t SegmentsSeenBy(int64_t sequence, int64_t query_row) const noexcept;
+  void LeaveOutHidden(AttentionUnit* unit) const noexcept;
   void ChooseBlockRows(int64_t query_rows) noexcept;
   void ChooseCuts() noexcept;
 
@@ -118,6 +126,7 @@ class AttentionSchedule {
   int64_t kv_heads_;
   int64_t group_size_;
   size_t v_dim_;
+  bool has_windows_;
   int64_t worker_count_;
 
   int64_t* row_begin_;        // [sequence_count + 1]

@@ -81,6 +81,7 @@ struct Bounds {
     if (ComputeDType(spec.dtype) == DType::kBF16)
       rounding += 0x1p-8 * (spec.inline_keys ? 2.01 : 1.01);
     score = score_scale * rounding;
+    score += static_cast<double>(spec.soft_cap) * 8 * u;  // of tanh, in base 2
     weight = std::expm1(2 * score * 0.6931471805599453) + (300 + 8 * segments) * u;
     if (ComputeDType(spec.value_dtype.value_or(spec.dtype)) == DType::kBF16) weight += 0x1p-8;
   }
@@ -173,6 +174,31 @@ CaseSpec RandomSpec(uint64_t seed) {
   return spec;
 }
 
+// Windows and caps on top, in two of three.
+CaseSpec RandomWindowSpec(uint64_t seed) {
+  CaseSpec spec = RandomSpec(seed);
+  RandomSequence random(seed, 1);
+  if (random.Below(2) == 0)
+    spec.layer_window = Pick(random, {int64_t{1}, int64_t{2}, int64_t{17}, int64_t{64},
+                                      int64_t{256}, int64_t{300}, int64_t{1000}});
+  if (random.Below(2) == 0) spec.soft_cap = Pick(random, {0.5F, 3.0F, 50.0F});
+  spec.head_sinks = random.Below(2) == 0;
+  spec.rotates_sinks = random.Below(3) != 0;
+  for (SequenceSpec& sequence : spec.sequences) {
+    if (random.Below(3) == 0) continue;
+    SequenceWindow& window = sequence.window;
+    window.sinks = Pick(random, {int64_t{0}, int64_t{1}, int64_t{4}, int64_t{16}, int64_t{40},
+                                 int64_t{256}, int64_t{270}});
+    window.window = window.sinks + 1 + random.Below(300);
+    if (random.Below(4) != 0) continue;
+    // Switched off: what had slid by then stays hidden.
+    const int64_t first = std::max<int64_t>(sequence.base - window.sinks, 0);
+    window.slid = random.Below(first + 1);
+    if (random.Below(2) == 0) window.window = kNoWindow;
+  }
+  return spec;
+}
+
 std::string Describe(const CaseSpec& spec, uint64_t seed, const Backend& backend) {
   return "seed " + std::to_string(seed) + ", " + std::string(DTypeName(spec.dtype)) + " and " +
          std::string(DTypeName(spec.value_dtype.value_or(spec.dtype))) + ", page size " +
@@ -180,27 +206,30 @@ std::string Describe(const CaseSpec& spec, uint64_t seed, const Backend& backend
 }
 
 // The scalar path calls fmaf for each lane, so cases are kept small for it.
-TEST(Attention, EveryPathMatchesTheReferenceAndEachOther) {
-  for (uint64_t seed = 1; seed <= 50; ++seed) {
-    const CaseSpec spec = RandomSpec(seed);
-    const AttentionCase test(spec);
-    const CaseOutput expected = test.Run(*Backends().back(), Pool(1));
-    ExpectMatchesReference(test, expected, Describe(spec, seed, *Backends().back()));
-    for (const Backend* backend : Backends()) {
-      const CaseOutput output = test.Run(*backend, Pool(2));
-      if (HasOwnBits(*backend, spec)) {
-        ExpectMatchesReference(test, output, Describe(spec, seed, *backend));
-      } else {
-        ExpectSame(output, expected, Describe(spec, seed, *backend));
-      }
+void ExpectPathsAgree(const CaseSpec& spec, uint64_t seed) {
+  const AttentionCase test(spec);
+  const CaseOutput expected = test.Run(*Backends().back(), Pool(1));
+  ExpectMatchesReference(test, expected, Describe(spec, seed, *Backends().back()));
+  for (const Backend* backend : Backends()) {
+    const CaseOutput output = test.Run(*backend, Pool(2));
+    if (HasOwnBits(*backend, spec)) {
+      ExpectMatchesReference(test, output, Describe(spec, seed, *backend));
+    } else {
+      ExpectSame(output, expected, Describe(spec, seed, *backend));
     }
-    if (HasFailure()) return;
+  }
+}
+
+TEST(Attention, EveryPathMatchesTheReferenceAndEachOther) {
+  for (uint64_t seed = 1; seed <= 50 && !HasFailure(); ++seed) {
+    ExpectPathsAgree(RandomSpec(seed), seed);
+    ExpectPathsAgree(RandomWindowSpec(seed + 1000), seed + 1000);
   }
 }
 
 TEST(Attention, BitsDoNotDependOnWhereTokensLie) {
-  for (uint64_t seed = 200; seed < 220; ++seed) {
-    CaseSpec spec = RandomSpec(seed);
+  for (uint64_t seed = 200; seed < 240; ++seed) {
+    CaseSpec spec = seed % 2 == 0 ? RandomSpec(seed) : RandomWindowSpec(seed);
     const CaseOutput expected = AttentionCase(spec).Run(BestBackend(), Pool(1));
     for (const int page_size : {1, 3, 7, 16, 32, 64, 256}) {
       spec.page_size = page_size;
@@ -215,8 +244,8 @@ TEST(Attention, BitsDoNotDependOnWhereTokensLie) {
 }
 
 TEST(Attention, BitsDoNotDependOnTheBatchTheSpansOrTheWorkers) {
-  for (uint64_t seed = 300; seed < 325; ++seed) {
-    CaseSpec spec = RandomSpec(seed);
+  for (uint64_t seed = 300; seed < 350; ++seed) {
+    CaseSpec spec = seed % 2 == 0 ? RandomSpec(seed) : RandomWindowSpec(seed);
     const CaseOutput expected = AttentionCase(spec).Run(BestBackend(), Pool(1));
     for (const int workers : {2, 3, 5}) {
       ExpectSame(AttentionCase(spec).Run(BestBackend(), Pool(workers)), expected,
@@ -277,6 +306,62 @@ TEST(Attention, BitsDoNotDependOnHowAPromptIsCut) {
   }
 }
 
+TEST(Attention, BitsOfAWindowDoNotDependOnHowAPromptIsCut) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const int64_t sinks : {0, 4, 21}) {
+      for (const bool inline_keys : {false, true}) {
+        CaseSpec spec;
+        spec.dtype = dtype;
+        spec.rotary_dim = 32;
+        spec.inline_keys = inline_keys;
+        spec.junk = 3.0F;
+        spec.soft_cap = sinks == 4 ? 20.0F : 0.0F;
+        spec.head_sinks = sinks == 21;
+        spec.layer_window = sinks == 4 ? 500 : kNoWindow;
+        spec.sequences = {{.content = 1,
+                           .base = 37,
+                           .rows = 660,
+                           .prefixes = {},
+                           .window = {.window = 100, .sinks = sinks, .slid = 0}}};
+        const CaseOutput whole = AttentionCase(spec).Run(BestBackend(), Pool(2));
+        spec.layout_seed += 1;
+        const AttentionCase test(spec);
+        for (const int64_t chunk : {1, 16, 63, 256, 500}) {
+          ExpectSame(InChunks(test, chunk, chunk % 2 == 0 ? 2 : 1), whole,
+                     "chunks of " + std::to_string(chunk));
+        }
+      }
+    }
+  }
+}
+
+// A window that nothing has slid out of changes no bit, and what is hidden may be anything.
+TEST(Attention, AWindowHidesAndDoesNothingElse) {
+  CaseSpec spec;
+  spec.rotary_dim = 32;
+  spec.fork_probability = 0.0;
+  spec.sequences = {{.content = 1, .base = 600, .rows = 3}, {.content = 2, .base = 0, .rows = 90}};
+  const CaseOutput plain = AttentionCase(spec).Run(BestBackend(), Pool(2));
+  spec.layer_window = 603;
+  for (SequenceSpec& sequence : spec.sequences) sequence.window = {.window = 603, .sinks = 9};
+  ExpectSame(AttentionCase(spec).Run(BestBackend(), Pool(2)), plain, "a wide window");
+  spec.layer_window = 602;
+  EXPECT_NE(AttentionCase(spec).Run(BestBackend(), Pool(2)).o[0], plain.o[0]);
+  spec.sequences[0].window = {.window = 70, .sinks = 9};
+  const CaseOutput narrow = AttentionCase(spec).Run(BestBackend(), Pool(2));
+  EXPECT_NE(narrow.o[0], plain.o[0]);
+  EXPECT_EQ(narrow.o[1], plain.o[1]);
+  // In one page with positions that are seen, on both sides of the gap.
+  for (const int64_t hidden : {9, 300, 600 + 1 - 70 + 9 - 1}) {
+    spec.specials.push_back({1, hidden, true, std::numeric_limits<float>::quiet_NaN()});
+    spec.specials.push_back({1, hidden, false, kInfinity});
+  }
+  for (const int page_size : {7, 16, 256}) {
+    spec.page_size = page_size;
+    ExpectSame(AttentionCase(spec).Run(BestBackend(), Pool(2)), narrow, "non-finite where hidden");
+  }
+}
+
 // Long contexts on few rows: units are cut along segments, in several waves.
 TEST(Attention, BitsDoNotDependOnCutsAlongSegments) {
   for (const int64_t rows : {1, 3, 20}) {
@@ -301,7 +386,12 @@ TEST(Attention, BitsDoNotDependOnCutsAlongSegments) {
 }
 
 TEST(Attention, SharedSpansOfManyRowsAtSeveralDepths) {
-  for (const int64_t rows : {1, 33, 150}) {
+  for (const auto& [rows, windows] : {std::pair<int64_t, bool>{1, false},
+                                      {33, false},
+                                      {150, false},
+                                      {1, true},
+                                      {33, true},
+                                      {150, true}}) {
     CaseSpec spec;
     spec.dtype = DType::kBF16;
     spec.page_size = 16;
@@ -312,6 +402,7 @@ TEST(Attention, SharedSpansOfManyRowsAtSeveralDepths) {
       if (i % 3 == 1 && i != 4) sequence.prefixes.push_back({101, 3});
       if (i % 3 == 2) sequence.prefixes.push_back({102, 4});
       if (i == 5 || i == 8) sequence.prefixes.push_back({103, 5});
+      if (windows) sequence.window = {.window = 200 + 150 * i, .sinks = i % 3 * 7};
       spec.sequences.push_back(sequence);
     }
     const AttentionCase test(spec);

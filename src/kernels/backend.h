@@ -71,8 +71,23 @@ struct AppendArgs {
   const uint8_t* opens_tile;    // [row_count]; 1: no slot of this tile holds a token yet
 };
 
+// No window: everything before a row is in it.
+inline constexpr int64_t kNoWindow = INT64_MAX;
+
+// A row at position p sees [0, sinks) and [sinks + slid(p), p], where slid(p) = max(slid, p + 1 -
+// window): how many positions behind the sinks are hidden. A function of the row, never of the
+// step. What a row sees of all this stands in kernels/row_view.h.
+struct SequenceWindow {
+  int64_t window = kNoWindow;  // positions that a row sees at most, sinks included; > sinks
+  int64_t sinks = 0;
+  int64_t slid = 0;  // hidden for good: what had slid when the window was switched off
+
+  bool operator==(const SequenceWindow&) const = default;
+};
+
 // One sequence of a forward: rows [first_row, first_row + row_count) of q and o, at positions base,
-// base + 1, ...; row r sees positions [0, base + r].
+// base + 1, ...; row r sees positions [0, base + r], but for those that a window hides. Hidden
+// positions may lie in entries without a page.
 struct AttentionSequence {
   int64_t first_row;
   int64_t row_count;
@@ -83,10 +98,11 @@ struct AttentionSequence {
   const float* inline_cos;  // RopeMode::kInline: table of all positions, [position][rotary_dim /
                             // 2]; else null
   const float* inline_sin;
+  SequenceWindow window = {};
 };
 
 // Whole segments [segment_begin, segment_end) whose pages are the same for sequences [first, first
-// + count) of the plan's order, count >= 2; every row of them sees all of these positions. Spans
+// + count) of the plan's order, count >= 2; every row of them lies behind these positions. Spans
 // are sorted by segment_begin; for one sequence they are adjacent: each begins where the one before
 // ended, the first at 0.
 struct SharedSpan {
@@ -105,8 +121,16 @@ struct AttentionArgs {
   float scale_log2 = 0;  // sm_scale * log2(e)
   HeadRows q;            // [row][Hq][qk_head_dim], unrotated
   RotaryRows rotary;     // of the query rows; identity for RopeMode::kNone
-  MutableHeadRows o;     // [row][Hq][v_head_dim]
-  float* lse = nullptr;  // [row][Hq], base 2; null: not wanted
+  // Sinks of a window that has slid are scored with the query rotated by these: for p - slid(p).
+  // [row]; null: with the query as it is.
+  const RotaryAngles* sink_angles = nullptr;
+  int64_t layer_window = kNoWindow;  // a row at p sees only what is in (p - layer_window, p]
+  float soft_cap = 0;  // scores become soft_cap * tanh(score / soft_cap) before the softmax; 0: as
+                       // they are
+  // A learned logit per query head, times log2(e), that takes part in the softmax without a value.
+  const float* head_sinks_log2 = nullptr;  // [Hq] or null
+  MutableHeadRows o;                       // [row][Hq][v_head_dim]
+  float* lse = nullptr;                    // [row][Hq], base 2; null: not wanted
   int64_t lse_row_stride = 0;
   int64_t row_count = 0;
   std::span<const AttentionSequence> sequences;  // in plan order (sharers adjacent)
@@ -164,6 +188,8 @@ struct LinearArgs {
 // ----------------------------------------------------------------------------------------------------
 // the table
 
+struct RecurrenceKernels;
+
 struct Backend {
   std::string_view name;  // "avx512_bf16", "avx512", "avx2", "scalar"
 
@@ -191,6 +217,8 @@ struct Backend {
   // y[r] = table[ids[r]] widened, rows of `dim` in `dtype`.
   void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
                       int64_t dim, float* y, ParallelRunner&);
+
+  const RecurrenceKernels* recurrence;  // recurrence.h
 };
 
 // The paths that this build has and this CPU can run, best first; never empty ("scalar" is always

@@ -113,7 +113,7 @@ struct KVPages {
 // never crosses its end.
 struct PageEntry {
   int64_t start;
-  int32_t page;
+  int32_t page;  // negative: freed, no row sees a position of it
 };
 
 // Consecutive entries that cover the positions [begin, end): entry 0 covers from `begin` (its own

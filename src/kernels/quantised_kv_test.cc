@@ -30,7 +30,8 @@ TEST(Float8, EveryCodeIsWhatItsDefinitionSaysAndComesBack) {
   for (int code = 0; code < 256; ++code) {
     const float x = F8E4M3ToF32(static_cast<uint8_t>(code));
     EXPECT_EQ(static_cast<double>(x), Float8(code)) << code;
-    if ((code & 0x7F) != 0x7F) EXPECT_EQ(F32ToF8E4M3(x), code);
+    if ((code & 0x7F) == 0x7F) continue;
+    EXPECT_EQ(F32ToF8E4M3(x), code);
   }
 }
 

@@ -43,8 +43,9 @@ class EntryCursor {
 
 void CloseTile(const KVPages& pages, SegmentTile* tile) {
   const KVLayout& layout = pages.layout;
-  tile->in_place = layout.tiled();
+  tile->in_place = layout.tiled() && tile->piece_count > 0;
   tile->v_nonfinite = false;
+  if (tile->piece_count == 0) tile->pieces[0] = {};
   for (int i = 0; i < tile->piece_count; ++i) {
     const TilePiece& piece = tile->pieces[i];
     if (piece.page != tile->pieces[0].page) tile->in_place = false;
@@ -74,10 +75,12 @@ void ResolveSegment(const KVPages& pages, const AttentionSequence& sequence, int
     while (position < tile_end) {
       const int64_t piece_end = std::min(cursor.end(), tile_end);
       if (piece_end > position) {
-        tile->pieces[tile->piece_count++] = {
-            cursor.page(), static_cast<int32_t>(position % pages.layout.page_size),
-            static_cast<int32_t>(position % kTilePositions),
-            static_cast<int32_t>(piece_end - position)};
+        if (cursor.page() >= 0) {
+          tile->pieces[tile->piece_count++] = {
+              cursor.page(), static_cast<int32_t>(position % pages.layout.page_size),
+              static_cast<int32_t>(position % kTilePositions),
+              static_cast<int32_t>(piece_end - position)};
+        }
         position = piece_end;
       }
       if (position < stop && position >= cursor.end()) cursor.Next();

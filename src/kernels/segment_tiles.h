@@ -19,7 +19,8 @@ struct TilePiece {
 
 // A tile whose existing positions all lie in one page of the tiled layout is read in place: tile
 // `tile` of pieces[0].page. Any other tile is assembled from its pieces, zeros elsewhere. Pieces
-// are ascending, at least one, and do not overlap.
+// are ascending and do not overlap. Positions whose page was freed have none; pieces[0].page is
+// some page even if all were.
 struct SegmentTile {
   bool in_place;
   bool v_nonfinite;  // a value in it, visible or not, may be NaN or infinite

@@ -1,5 +1,6 @@
 #include "quire/kv_export.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -106,30 +107,33 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
   });
 }
 
-std::vector<ChunkFields> ChainFields(const Passport& passport, const KeySpace& keys,
-                                     std::span<const int32_t> tokens, bool tail) {
+ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const ChunkKey& previous,
+                       int64_t start, std::span<const int32_t> tokens) {
   // RopePassport begins so if the cache stores rotated keys.
   const bool rotated = passport.rope.starts_with("mode=normal");
-  const uint64_t rope_table_id = ShortId(passport.rope);
-  const uint32_t numerics_id = static_cast<uint32_t>(ShortId(passport.numerics));
+  ChunkFields fields;
+  fields.key = keys.Next(previous, tokens);
+  fields.fingerprint = keys.fingerprint();
+  fields.first_position = rotated ? static_cast<uint32_t>(start) : kNotRotated;
+  fields.context = previous.digest;
+  fields.rope_table_id = ShortId(passport.rope);
+  fields.numerics_id = static_cast<uint32_t>(ShortId(passport.numerics));
+  fields.tail = static_cast<int64_t>(tokens.size()) < passport.block_tokens;
+  fields.approximate = keys.approximate();
+  fields.tokens.assign(tokens.begin(), tokens.end());
+  return fields;
+}
+
+std::vector<ChunkFields> ChainFields(const Passport& passport, const KeySpace& keys,
+                                     std::span<const int32_t> tokens, bool tail) {
   const size_t block = static_cast<size_t>(passport.block_tokens);
   std::vector<ChunkFields> chain;
   ChunkKey previous = keys.root();
-  size_t start = 0;
-  for (const ChunkKey& key : keys.Chain(tokens, passport.block_tokens, tail)) {
+  for (size_t start = 0; start < tokens.size(); start += block) {
     const auto part = tokens.subspan(start, std::min(block, tokens.size() - start));
-    ChunkFields& fields = chain.emplace_back();
-    fields.key = key;
-    fields.fingerprint = keys.fingerprint();
-    fields.first_position = rotated ? static_cast<uint32_t>(start) : kNotRotated;
-    fields.context = previous.digest;
-    fields.rope_table_id = rope_table_id;
-    fields.numerics_id = numerics_id;
-    fields.tail = part.size() < block;
-    fields.approximate = keys.approximate();
-    fields.tokens.assign(part.begin(), part.end());
-    previous = key;
-    start += part.size();
+    if (part.size() < block && !tail) break;
+    chain.push_back(NextFields(passport, keys, previous, static_cast<int64_t>(start), part));
+    previous = chain.back().key;
   }
   return chain;
 }

@@ -42,6 +42,10 @@ HeadRows RowsOf(const TensorView& tensor) {
           .head_stride = tensor.stride(1)};
 }
 
+const void* RowAt(const HeadRows& rows, int64_t row) {
+  return static_cast<const std::byte*>(rows.data) + row * rows.row_stride * DTypeBytes(rows.dtype);
+}
+
 int64_t TokenCount(const LayerKV& kv) { return kv.k.rank() == 3 ? kv.k.dim(0) : 0; }
 
 }  // namespace
@@ -132,17 +136,42 @@ void PagedKVCache::StoreImport(const ForwardPlan& plan, std::span<const KVBlock>
       int64_t row = 0;
       for (const KVBlock& block : blocks) {
         const LayerKV& kv = block[static_cast<size_t>(layer)];
-        backend_->append_kv({.pages = storage_->layer(layer),
-                             .row_count = kv.k.dim(0),
-                             .k = RowsOf(kv.k),
-                             .v = RowsOf(kv.v),
-                             .rotary = {},
-                             .targets = group.targets.data() + row,
-                             .opens_tile = group.opens_tile.data() + row},
-                            *options_.runner);
+        StoreImport(group, layer, row, kv);
         row += kv.k.dim(0);
       }
     }
+  }
+}
+
+// Rows [first, first + count) of the plan. What fills whole tiles is moved so; the rows before and
+// behind them one by one.
+void PagedKVCache::StoreImport(const GroupPlan& group, int64_t layer, int64_t first,
+                               const LayerKV& kv) noexcept {
+  const KVPages pages = storage_->layer(layer);
+  const std::span<const AppendTarget> targets(group.targets.data() + first,
+                                              static_cast<size_t>(kv.k.dim(0)));
+  for (int64_t row = 0; row < kv.k.dim(0);) {
+    const auto rest = targets.subspan(static_cast<size_t>(row));
+    const uint8_t* const opens_tile = group.opens_tile.data() + first + row;
+    const RowRun run = FirstRun(pages.layout, rest, opens_tile);
+    HeadRows k = RowsOf(kv.k);
+    HeadRows v = RowsOf(kv.v);
+    k.data = RowAt(k, row);
+    v.data = RowAt(v, row);
+    if (run.whole_tiles) {
+      WriteTiles(pages, rest.first(static_cast<size_t>(run.rows)), k.data, v.data,
+                 *options_.runner);
+    } else {
+      backend_->append_kv({.pages = pages,
+                           .row_count = run.rows,
+                           .k = k,
+                           .v = v,
+                           .rotary = {},
+                           .targets = rest.data(),
+                           .opens_tile = opens_tile},
+                          *options_.runner);
+    }
+    row += run.rows;
   }
 }
 

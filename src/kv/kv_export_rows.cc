@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels/kv_slot.h"
+#include "kv/kv_export_tiles.h"
 
 namespace quire {
 namespace {
@@ -53,9 +54,42 @@ void ReadHead(const RowArgs& args, int64_t begin, int64_t end, int head) {
       CopySingles(page + key.first, key.step, layout.qk_head_dim, k);
     }
     const ValueElements value = ValueOfSlot(layout, slot.slot, head);
-    CopySingles(page + value.first, value.step, layout.v_head_dim,
+    const auto* values = reinterpret_cast<const Element*>(ValuesAt(args.pages, slot.page));
+    CopySingles(values + value.first, value.step, layout.v_head_dim,
                 static_cast<Element*>(args.v) + row * layout.v_head_dim);
   }
+}
+
+// Whether the slots are those of one whole tile, in order.
+bool IsTile(std::span<const AppendTarget> slots) {
+  if (slots.size() != kTilePositions || slots[0].page < 0) return false;
+  if (slots[0].slot % kTilePositions != 0) return false;
+  for (int lane = 0; lane < kTilePositions; ++lane) {
+    const AppendTarget slot = slots[static_cast<size_t>(lane)];
+    if (slot.page != slots[0].page || slot.slot != slots[0].slot + lane) return false;
+  }
+  return true;
+}
+
+// Bytes from a row to the next, and from a head to the next.
+struct RowBytes {
+  explicit RowBytes(const KVLayout& layout)
+      : k_head(static_cast<size_t>(layout.qk_head_dim * DTypeBytes(layout.dtype))),
+        v_head(static_cast<size_t>(layout.v_head_dim * DTypeBytes(layout.dtype))),
+        k(k_head * static_cast<size_t>(layout.num_kv_heads)),
+        v(v_head * static_cast<size_t>(layout.num_kv_heads)) {}
+  size_t k_head, v_head, k, v;
+};
+
+void ReadWholeTile(const RowArgs& args, int64_t begin) {
+  const KVLayout& layout = args.pages.layout;
+  const RowBytes bytes(layout);
+  const AppendTarget first = args.slots[static_cast<size_t>(begin)];
+  const std::byte* const page = PageAt(args.pages, first.page);
+  std::byte* k = static_cast<std::byte*>(args.k) + static_cast<size_t>(begin) * bytes.k;
+  std::byte* v = static_cast<std::byte*>(args.v) + static_cast<size_t>(begin) * bytes.v;
+  for (int head = 0; head < layout.num_kv_heads; ++head, k += bytes.k_head, v += bytes.v_head)
+    ReadTile(layout, page, first.slot / kTilePositions, head, k, bytes.k, v, bytes.v);
 }
 
 }  // namespace
@@ -64,11 +98,56 @@ void ReadRows(const KVPages& pages, std::span<const AppendTarget> slots, void* k
               ParallelRunner& runner) noexcept {
   const RowArgs args{.pages = pages, .slots = slots, .k = k, .v = v};
   const auto read = DTypeBytes(pages.layout.dtype) == 4 ? ReadHead<uint32_t> : ReadHead<uint16_t>;
+  const bool whole_tiles = MovesWholeTiles(pages.layout);
   const int64_t count = static_cast<int64_t>(slots.size());
-  runner.ParallelFor((count + kTaskSlots - 1) / kTaskSlots, [&](int64_t task, int /*worker*/) {
-    const int64_t end = std::min(count, (task + 1) * kTaskSlots);
-    for (int head = 0; head < pages.layout.num_kv_heads; ++head)
-      read(args, task * kTaskSlots, end, head);
+  // Tasks end where tiles end, so the first may be shorter.
+  const int64_t lead = count == 0 ? 0 : slots[0].slot % kTaskSlots;
+  runner.ParallelFor((count + lead + kTaskSlots - 1) / kTaskSlots, [&](int64_t task, int) {
+    const int64_t begin = std::max<int64_t>(0, task * kTaskSlots - lead);
+    const int64_t end = std::min(count, (task + 1) * kTaskSlots - lead);
+    if (whole_tiles &&
+        IsTile(slots.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)))) {
+      return ReadWholeTile(args, begin);
+    }
+    for (int head = 0; head < pages.layout.num_kv_heads; ++head) read(args, begin, end, head);
+  });
+}
+
+RowRun FirstRun(const KVLayout& layout, std::span<const AppendTarget> slots,
+                const uint8_t* opens_tile) noexcept {
+  const bool moves_tiles = MovesWholeTiles(layout);
+  const auto is_tile = [&](size_t row) {
+    return moves_tiles && row + kTilePositions <= slots.size() && opens_tile[row] != 0 &&
+           IsTile(slots.subspan(row, kTilePositions));
+  };
+  const bool whole_tiles = is_tile(0);
+  size_t rows = 0;
+  while (rows < slots.size() && is_tile(rows) == whole_tiles) {
+    rows += whole_tiles ? static_cast<size_t>(kTilePositions) : 1;
+  }
+  return {static_cast<int64_t>(rows), whole_tiles};
+}
+
+void WriteTiles(const KVPages& pages, std::span<const AppendTarget> slots, const void* k,
+                const void* v, ParallelRunner& runner) noexcept {
+  const KVLayout& layout = pages.layout;
+  const RowBytes bytes(layout);
+  const int64_t tiles = static_cast<int64_t>(slots.size()) / kTilePositions;
+  runner.ParallelFor(tiles, [&](int64_t task, int) {
+    const size_t row = static_cast<size_t>(task * kTilePositions);
+    const AppendTarget first = slots[row];
+    const std::byte* from_k = static_cast<const std::byte*>(k) + row * bytes.k;
+    const std::byte* from_v = static_cast<const std::byte*>(v) + row * bytes.v;
+    bool finite = true;
+    for (int head = 0; head < layout.num_kv_heads; ++head) {
+      const bool head_finite =
+          WriteTile(layout, PageAt(pages, first.page), first.slot / kTilePositions, head, from_k,
+                    bytes.k, from_v, bytes.v);
+      finite = head_finite && finite;
+      from_k += bytes.k_head;
+      from_v += bytes.v_head;
+    }
+    pages.v_nonfinite[TileFlag(layout, first.page, first.slot)] = finite ? 0 : 1;
   });
 }
 

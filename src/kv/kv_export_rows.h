@@ -1,8 +1,9 @@
-// Stored tokens out of the pages as logical rows, for whole ranges; ReadSlot of kernels/backend.h
-// is the same for one token.
+// Stored tokens out of the pages as logical rows and back, for whole ranges; ReadSlot and WriteSlot
+// of kernels/backend.h are the same for one token.
 #ifndef QUIRE_KV_KV_EXPORT_ROWS_H_
 #define QUIRE_KV_KV_EXPORT_ROWS_H_
 
+#include <cstdint>
 #include <span>
 
 #include "kernels/backend.h"
@@ -14,6 +15,19 @@ namespace quire {
 // bit.
 void ReadRows(const KVPages& pages, std::span<const AppendTarget> slots, void* k, void* v,
               ParallelRunner& runner) noexcept;
+
+// The first `rows` of some rows: all fill whole tiles that no other row shares, or none does.
+struct RowRun {
+  int64_t rows;
+  bool whole_tiles;
+};
+// opens_tile as in AppendArgs, of the same length as slots. REQUIRES: slots is not empty.
+RowRun FirstRun(const KVLayout& layout, std::span<const AppendTarget> slots,
+                const uint8_t* opens_tile) noexcept;
+// Stores rows as they are, as append_kv does with rows of the layout's dtype and no rotation.
+// REQUIRES: the rows fill whole tiles.
+void WriteTiles(const KVPages& pages, std::span<const AppendTarget> slots, const void* k,
+                const void* v, ParallelRunner& runner) noexcept;
 
 }  // namespace quire
 

@@ -169,6 +169,8 @@ class PagedKVCache final : public AttentionKVCache {
 
   Result<int64_t> CheckImport(const Sequence& sequence, std::span<const KVBlock> blocks) const;
   void StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept;
+  void StoreImport(const GroupPlan& group, int64_t layer, int64_t first,
+                   const LayerKV& kv) noexcept;
 
   Status CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
                            const TensorView& v) const;

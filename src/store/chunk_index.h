@@ -2,8 +2,9 @@
 // without any I/O; the RAM tier and the disk tier each have one. Not thread-safe: its owner's lock.
 //
 // Never a victim: a pinned or busy chunk, one that another chunk of the tier hangs on (its key is
-// the other's context), and one of a salt at or below its guaranteed share (unless that salt itself
-// is over its quota).
+// the other's context), and, for the sake of another salt, one without which its salt would have
+// less than its guaranteed share. What is keyed by its own tokens hangs on nothing: its context
+// here is the root.
 #ifndef QUIRE_STORE_CHUNK_INDEX_H_
 #define QUIRE_STORE_CHUNK_INDEX_H_
 

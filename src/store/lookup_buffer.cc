@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <functional>
 #include <list>
 #include <map>
 #include <mutex>
@@ -14,6 +15,8 @@
 
 #include "base/check.h"
 #include "base/guard.h"
+#include "store/handover_ledger.h"
+#include "store/local_lookup_buffer.h"
 #include "store/masked_tokens.h"
 #include "store/prefix_index.h"
 
@@ -44,18 +47,11 @@ Status CheckNames(const TensorBundle& tensors) {
   return {};
 }
 
-}  // namespace
-
-int64_t LookupEntry::bytes() const {
-  int64_t bytes = tokens.bytes() + roi.bytes();
-  for (const auto& [name, tensor] : tensors) bytes += tensor.bytes();
-  return bytes;
-}
-
 // All state of a buffer. Entries carry ids in the order of insertion. An entry is in exactly one of
 // `entries_` (it can be taken) and `on_the_way_` (a Handover refers to it). An entry in `entries_`
 // matches no waiting query: it would have been given to it.
-class Handover::Ledger : public std::enable_shared_from_this<Handover::Ledger> {
+class LocalLedger final : public Handover::Ledger,
+                          public std::enable_shared_from_this<LocalLedger> {
   template <typename F>
   auto Locked(F&& f) const {
     const std::lock_guard lock(mutex_);
@@ -63,12 +59,14 @@ class Handover::Ledger : public std::enable_shared_from_this<Handover::Ledger> {
   }
 
  public:
-  explicit Ledger(const LookupBufferOptions& options) : options_(options) {}
+  explicit LocalLedger(const LookupBufferOptions& options) : options_(options) {}
 
   Status Insert(LookupEntry entry, Timeout timeout);
   Result<std::optional<Handover>> Take(const char* call, const LookupQuery& query, Timeout timeout);
-  LookupEntry Complete(int64_t id) noexcept;
-  void Fail(int64_t id) noexcept;
+  Result<std::unique_ptr<PendingTake>> StartTake(const LookupQuery& query,
+                                                 std::function<void()> wake);
+  LookupEntry Complete(int64_t id) noexcept override;
+  void Fail(int64_t id) noexcept override;
   void Close() noexcept;
 
   int64_t used_bytes() const {
@@ -103,7 +101,14 @@ class Handover::Ledger : public std::enable_shared_from_this<Handover::Ledger> {
     Tokens tokens;       // null: any entry
     int64_t given = -1;  // id of an entry in on_the_way_
     std::condition_variable changed{};
+    std::function<void()> wake{};  // in place of `changed` when no thread waits
+
+    void Notify() noexcept {
+      if (wake) return wake();
+      changed.notify_one();
+    }
   };
+  class Pending;
 
   // Waits until `done` or the deadline, or the buffer is closed.
   template <typename F>
@@ -117,6 +122,7 @@ class Handover::Ledger : public std::enable_shared_from_this<Handover::Ledger> {
     }
   }
 
+  static Result<Tokens> TokensOf(const char* call, const LookupQuery& query);
   Status ReserveBytes(std::unique_lock<std::mutex>& lock, int64_t bytes, Timeout timeout);
   void FreeBytes(int64_t bytes) noexcept;
   void AdmitInserts() noexcept;
@@ -149,7 +155,7 @@ class Handover::Ledger : public std::enable_shared_from_this<Handover::Ledger> {
 // ----------------------------------------------------------------------------------------
 // insertion
 
-Status Handover::Ledger::Insert(LookupEntry entry, Timeout timeout) {
+Status LocalLedger::Insert(LookupEntry entry, Timeout timeout) {
   QUIRE_RETURN_IF_ERROR(CheckNames(entry.tensors));
   QUIRE_ASSIGN_OR_RETURN(MaskedTokens masked, MaskTokens("Insert", entry.tokens, &entry.roi));
   const int64_t bytes = entry.bytes();
@@ -177,8 +183,8 @@ Status Handover::Ledger::Insert(LookupEntry entry, Timeout timeout) {
 }
 
 // Counts `bytes` as used, once they fit and no earlier call waits for room.
-Status Handover::Ledger::ReserveBytes(std::unique_lock<std::mutex>& lock, int64_t bytes,
-                                      Timeout timeout) {
+Status LocalLedger::ReserveBytes(std::unique_lock<std::mutex>& lock, int64_t bytes,
+                                 Timeout timeout) {
   if (closed_) return ClosedError("Insert");
   WaitingInsert self{.bytes = bytes};
   const auto place = waiting_inserts_.insert(waiting_inserts_.end(), &self);
@@ -200,7 +206,7 @@ Status Handover::Ledger::ReserveBytes(std::unique_lock<std::mutex>& lock, int64_
                                        std::to_string(options_.capacity_bytes) + " are used");
 }
 
-void Handover::Ledger::AdmitInserts() noexcept {
+void LocalLedger::AdmitInserts() noexcept {
   while (!closed_ && !waiting_inserts_.empty()) {
     WaitingInsert* const first = waiting_inserts_.front();
     if (used_bytes_ + first->bytes > options_.capacity_bytes) return;
@@ -211,35 +217,35 @@ void Handover::Ledger::AdmitInserts() noexcept {
   }
 }
 
-void Handover::Ledger::FreeBytes(int64_t bytes) noexcept {
+void LocalLedger::FreeBytes(int64_t bytes) noexcept {
   used_bytes_ -= bytes;
   AdmitInserts();
 }
 
 // Gives the entry to the oldest query that waits for it, else keeps it. Without memory `stored` is
 // lost and nothing has changed.
-void Handover::Ledger::Publish(Entries::node_type stored) {
+void LocalLedger::Publish(Entries::node_type stored) {
   const std::optional<int64_t> query = FindWaiting(stored.mapped().tokens);
   if (query) {
     WaitingQuery* const waiting = waiting_queries_.find(*query)->second;
     waiting->given = stored.key();
     on_the_way_.insert(std::move(stored));
     StopWaiting(*query);
-    waiting->changed.notify_one();
+    waiting->Notify();
     return;
   }
   Index(stored.key(), &stored.mapped());
   entries_.insert(std::move(stored));
 }
 
-std::optional<int64_t> Handover::Ledger::FindWaiting(const Tokens& tokens) const noexcept {
+std::optional<int64_t> LocalLedger::FindWaiting(const Tokens& tokens) const noexcept {
   std::optional<int64_t> found = waiting_index_.FindOldest(*tokens);
   if (waiting_for_any_.empty()) return found;
   const int64_t any = *waiting_for_any_.begin();
   return found ? std::min(*found, any) : any;
 }
 
-void Handover::Ledger::Index(int64_t id, Stored* stored) {
+void LocalLedger::Index(int64_t id, Stored* stored) {
   if (!stored->tokens->values.empty()) index_.Insert(stored->tokens, id);
   stored->indexed = true;
 }
@@ -247,14 +253,16 @@ void Handover::Ledger::Index(int64_t id, Stored* stored) {
 // ----------------------------------------------------------------------------------------
 // selection
 
-Result<std::optional<Handover>> Handover::Ledger::Take(const char* call, const LookupQuery& query,
-                                                       Timeout timeout) {
-  Tokens tokens;
-  if (query.tokens) {
-    QUIRE_ASSIGN_OR_RETURN(MaskedTokens masked,
-                           MaskTokens(call, *query.tokens, query.roi ? &*query.roi : nullptr));
-    tokens = std::make_shared<const MaskedTokens>(std::move(masked));
-  }
+Result<LocalLedger::Tokens> LocalLedger::TokensOf(const char* call, const LookupQuery& query) {
+  if (!query.tokens) return Tokens();
+  QUIRE_ASSIGN_OR_RETURN(MaskedTokens masked,
+                         MaskTokens(call, *query.tokens, query.roi ? &*query.roi : nullptr));
+  return Tokens(std::make_shared<const MaskedTokens>(std::move(masked)));
+}
+
+Result<std::optional<Handover>> LocalLedger::Take(const char* call, const LookupQuery& query,
+                                                  Timeout timeout) {
+  QUIRE_ASSIGN_OR_RETURN(Tokens tokens, TokensOf(call, query));
   std::unique_lock lock(mutex_);
   if (closed_) return ClosedError(call);
   IndexReturned();
@@ -271,7 +279,59 @@ Result<std::optional<Handover>> Handover::Ledger::Take(const char* call, const L
   return std::optional<Handover>();
 }
 
-std::optional<int64_t> Handover::Ledger::FindEntry(const Tokens& tokens) const noexcept {
+// A query in the list of those that wait, or with its entry.
+class LocalLedger::Pending final : public PendingTake {
+ public:
+  Pending(std::shared_ptr<LocalLedger> ledger, Tokens tokens, std::function<void()> wake)
+      : ledger_(std::move(ledger)), query_{.tokens = std::move(tokens), .wake = std::move(wake)} {}
+  ~Pending() override {
+    {
+      const std::lock_guard lock(ledger_->mutex_);
+      if (id_ >= 0 && query_.given < 0) ledger_->StopWaiting(id_);
+    }
+    if (query_.given >= 0 && !is_done_) ledger_->Fail(query_.given);
+  }
+
+  // REQUIRES: the ledger's lock is held.
+  void Start() {
+    if (const std::optional<int64_t> found = ledger_->FindEntry(query_.tokens)) {
+      ledger_->RemoveEntry(*found);
+      query_.given = *found;
+      id_ = 0;
+    } else {
+      id_ = ledger_->StartWaiting(&query_);
+    }
+  }
+
+  Result<std::optional<Handover>> Poll() override {
+    const std::lock_guard lock(ledger_->mutex_);
+    if (query_.given >= 0) {
+      is_done_ = true;
+      return ledger_->HandOver(query_.given);
+    }
+    if (ledger_->closed_) return ClosedError("Take");
+    return std::optional<Handover>();
+  }
+
+ private:
+  std::shared_ptr<LocalLedger> ledger_;
+  WaitingQuery query_;
+  int64_t id_ = -1;  // of the query; below 0 before Start
+  bool is_done_ = false;
+};
+
+Result<std::unique_ptr<PendingTake>> LocalLedger::StartTake(const LookupQuery& query,
+                                                            std::function<void()> wake) {
+  QUIRE_ASSIGN_OR_RETURN(Tokens tokens, TokensOf("Take", query));
+  auto pending = std::make_unique<Pending>(shared_from_this(), std::move(tokens), std::move(wake));
+  const std::lock_guard lock(mutex_);
+  if (closed_) return ClosedError("Take");
+  IndexReturned();
+  pending->Start();
+  return std::unique_ptr<PendingTake>(std::move(pending));
+}
+
+std::optional<int64_t> LocalLedger::FindEntry(const Tokens& tokens) const noexcept {
   if (tokens == nullptr) {
     return entries_.empty() ? std::nullopt : std::optional(entries_.begin()->first);
   }
@@ -280,18 +340,18 @@ std::optional<int64_t> Handover::Ledger::FindEntry(const Tokens& tokens) const n
 }
 
 // From entries_ to on_the_way_.
-void Handover::Ledger::RemoveEntry(int64_t id) noexcept {
+void LocalLedger::RemoveEntry(int64_t id) noexcept {
   Entries::node_type stored = entries_.extract(id);
   if (!stored.mapped().tokens->values.empty()) index_.Erase(*stored.mapped().tokens, id);
   stored.mapped().indexed = false;
   on_the_way_.insert(std::move(stored));
 }
 
-std::optional<Handover> Handover::Ledger::HandOver(int64_t id) noexcept {
+std::optional<Handover> LocalLedger::HandOver(int64_t id) noexcept {
   return Handover(weak_from_this().lock(), id, &on_the_way_.find(id)->second.entry);
 }
 
-int64_t Handover::Ledger::StartWaiting(WaitingQuery* query) {
+int64_t LocalLedger::StartWaiting(WaitingQuery* query) {
   const int64_t id = next_query_id_;
   waiting_queries_.emplace(id, query);
   try {
@@ -308,7 +368,7 @@ int64_t Handover::Ledger::StartWaiting(WaitingQuery* query) {
   return id;
 }
 
-void Handover::Ledger::StopWaiting(int64_t query_id) noexcept {
+void LocalLedger::StopWaiting(int64_t query_id) noexcept {
   const auto place = waiting_queries_.find(query_id);
   const Tokens& tokens = place->second->tokens;
   if (tokens == nullptr) {
@@ -322,7 +382,7 @@ void Handover::Ledger::StopWaiting(int64_t query_id) noexcept {
 // ----------------------------------------------------------------------------------- after
 // handover
 
-LookupEntry Handover::Ledger::Complete(int64_t id) noexcept {
+LookupEntry LocalLedger::Complete(int64_t id) noexcept {
   const std::lock_guard lock(mutex_);
   const auto place = on_the_way_.find(id);
   LookupEntry entry = std::move(place->second.entry);
@@ -332,7 +392,7 @@ LookupEntry Handover::Ledger::Complete(int64_t id) noexcept {
   return entry;
 }
 
-void Handover::Ledger::Fail(int64_t id) noexcept {
+void LocalLedger::Fail(int64_t id) noexcept {
   const std::lock_guard lock(mutex_);
   Entries::node_type stored = on_the_way_.extract(id);
   if (closed_ || !options_.put_back) return FreeBytes(stored.mapped().bytes);
@@ -345,7 +405,7 @@ void Handover::Ledger::Fail(int64_t id) noexcept {
   entries_.insert(std::move(stored));
 }
 
-void Handover::Ledger::IndexReturned() {
+void LocalLedger::IndexReturned() {
   if (not_indexed_ == 0) return;
   for (auto& [id, stored] : entries_) {
     if (stored.indexed) continue;
@@ -354,7 +414,7 @@ void Handover::Ledger::IndexReturned() {
   }
 }
 
-void Handover::Ledger::Close() noexcept {
+void LocalLedger::Close() noexcept {
   const std::lock_guard lock(mutex_);
   closed_ = true;
   while (!entries_.empty()) {
@@ -366,8 +426,10 @@ void Handover::Ledger::Close() noexcept {
   }
   not_indexed_ = 0;
   for (WaitingInsert* insert : waiting_inserts_) insert->changed.notify_one();
-  for (const auto& [id, query] : waiting_queries_) query->changed.notify_one();
+  for (const auto& [id, query] : waiting_queries_) query->Notify();
 }
+
+}  // namespace
 
 // -----------------------------------------------------------------------------------------
 // Handover
@@ -400,11 +462,11 @@ void Handover::Fail() noexcept {
 
 namespace {
 
-class LocalLookupBuffer final : public LookupBuffer {
+class LedgerBuffer final : public LocalLookupBuffer {
  public:
-  explicit LocalLookupBuffer(const LookupBufferOptions& options)
-      : ledger_(std::make_shared<Handover::Ledger>(options)) {}
-  ~LocalLookupBuffer() override { ledger_->Close(); }
+  explicit LedgerBuffer(const LookupBufferOptions& options)
+      : ledger_(std::make_shared<LocalLedger>(options)) {}
+  ~LedgerBuffer() override { ledger_->Close(); }
 
   Status Insert(LookupEntry entry, Timeout timeout) override {
     return GuardEntry([&] { return ledger_->Insert(std::move(entry), timeout); });
@@ -424,6 +486,11 @@ class LocalLookupBuffer final : public LookupBuffer {
     return GuardEntry([&] { return ledger_->Take("Take", query, timeout); });
   }
 
+  Result<std::unique_ptr<PendingTake>> StartTake(const LookupQuery& query,
+                                                 std::function<void()> wake) override {
+    return GuardEntry([&] { return ledger_->StartTake(query, std::move(wake)); });
+  }
+
   void Close() noexcept override { ledger_->Close(); }
   int64_t used_bytes() const override { return ledger_->used_bytes(); }
   int64_t capacity_bytes() const override { return ledger_->capacity_bytes(); }
@@ -431,19 +498,31 @@ class LocalLookupBuffer final : public LookupBuffer {
   int64_t waiting() const override { return ledger_->waiting(); }
 
  private:
-  std::shared_ptr<Handover::Ledger> ledger_;
+  std::shared_ptr<LocalLedger> ledger_;
 };
 
 }  // namespace
 
+int64_t LookupEntry::bytes() const {
+  int64_t bytes = tokens.bytes() + roi.bytes();
+  for (const auto& [name, tensor] : tensors) bytes += tensor.bytes();
+  return bytes;
+}
+
 Result<std::unique_ptr<LookupBuffer>> LookupBuffer::Create(const LookupBufferOptions& options) {
-  return GuardEntry([&]() -> Result<std::unique_ptr<LookupBuffer>> {
+  QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<LookupBuffer> buffer, LocalLookupBuffer::Create(options));
+  return buffer;
+}
+
+Result<std::unique_ptr<LocalLookupBuffer>> LocalLookupBuffer::Create(
+    const LookupBufferOptions& options) {
+  return GuardEntry([&]() -> Result<std::unique_ptr<LocalLookupBuffer>> {
     if (options.capacity_bytes < 1) {
       return Status(StatusCode::kBadArgument, "LookupBufferOptions::capacity_bytes is " +
                                                   std::to_string(options.capacity_bytes) +
                                                   "; it must be at least 1");
     }
-    return std::unique_ptr<LookupBuffer>(std::make_unique<LocalLookupBuffer>(options));
+    return std::unique_ptr<LocalLookupBuffer>(std::make_unique<LedgerBuffer>(options));
   });
 }
 

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/random.h"
+#include "store/remote_pair.h"
 #include "store/test_tensor.h"
 
 namespace quire {
@@ -21,10 +22,21 @@ using List = std::vector<int64_t>;
 
 constexpr Timeout kNoWait = nanoseconds(0);
 
-std::unique_ptr<LookupBuffer> NewBuffer(LookupBufferOptions options = {}) {
-  if (options.capacity_bytes == 0) options.capacity_bytes = 1000;
-  return LookupBuffer::Create(options).value();
-}
+// Of this process, or of another one as seen from here.
+enum class Kind : uint8_t { kLocal, kRemote };
+
+class LookupBufferTest : public testing::TestWithParam<Kind> {
+ protected:
+  static std::unique_ptr<LookupBuffer> NewBuffer(LookupBufferOptions options = {}) {
+    if (options.capacity_bytes == 0) options.capacity_bytes = 1000;
+    if (GetParam() == Kind::kRemote) return std::make_unique<RemoteLookupPair>(options);
+    return LookupBuffer::Create(options).value();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(, LookupBufferTest, testing::Values(Kind::kLocal, Kind::kRemote),
+                         [](const auto& test) {
+                           return test.param == Kind::kLocal ? "Local" : "Remote";
+                         });
 
 LookupEntry Entry(const List& tokens, std::vector<uint8_t> roi = {}) {
   if (roi.empty()) roi.assign(tokens.size(), 1);
@@ -57,7 +69,7 @@ void AwaitWaiting(const LookupBuffer& buffer, int64_t count) {
   while (buffer.waiting() != count) std::this_thread::yield();
 }
 
-TEST(LookupBuffer, CountsBytes) {
+TEST_P(LookupBufferTest, CountsBytes) {
   const auto buffer = NewBuffer();
   ASSERT_TRUE(Insert(*buffer, Example()).ok());
   EXPECT_EQ(buffer->used_bytes(), 275);
@@ -73,7 +85,7 @@ TEST(LookupBuffer, CountsBytes) {
   EXPECT_EQ(buffer->size(), 0);
 }
 
-TEST(LookupBuffer, MatchesShorterAndLongerQueries) {
+TEST_P(LookupBufferTest, MatchesShorterAndLongerQueries) {
   const auto buffer = NewBuffer();
   ASSERT_TRUE(Insert(*buffer, Entry({5, 6, 7, 8})).ok());
   EXPECT_EQ(Select(*buffer, Query({5, 6})), (List{5, 6, 7, 8}));
@@ -81,7 +93,7 @@ TEST(LookupBuffer, MatchesShorterAndLongerQueries) {
   EXPECT_EQ(Select(*buffer, Query({5, 6, 7, 8})), (List{5, 6}));
 }
 
-TEST(LookupBuffer, TakesTheFirstOrTheLongest) {
+TEST_P(LookupBufferTest, TakesTheFirstOrTheLongest) {
   for (const SelectOrder prefer : {SelectOrder::kFifo, SelectOrder::kLongest}) {
     const auto buffer = NewBuffer({.prefer = prefer});
     ASSERT_TRUE(Insert(*buffer, Entry({9})).ok());
@@ -92,7 +104,7 @@ TEST(LookupBuffer, TakesTheFirstOrTheLongest) {
   }
 }
 
-TEST(LookupBuffer, ComparesOnlyWhereRoiIsSet) {
+TEST_P(LookupBufferTest, ComparesOnlyWhereRoiIsSet) {
   const auto buffer = NewBuffer();
   ASSERT_TRUE(Insert(*buffer, Entry({1, 2, 3}, {1, 0, 1})).ok());
   EXPECT_EQ(Select(*buffer, Query({1, 7, 3}, {0, 0, 0})), List{}) << "nothing to compare";
@@ -100,7 +112,7 @@ TEST(LookupBuffer, ComparesOnlyWhereRoiIsSet) {
   EXPECT_EQ(Select(*buffer, Query({1, 7, 3}, {1, 0, 1})), (List{1, 2, 3}));
 }
 
-TEST(LookupBuffer, ComparesIdsExactly) {
+TEST_P(LookupBufferTest, ComparesIdsExactly) {
   const auto buffer = NewBuffer();
   ASSERT_TRUE(Insert(*buffer, Entry({100000})).ok());
   EXPECT_EQ(Select(*buffer, Query({100001})), List{});
@@ -113,7 +125,7 @@ TEST(LookupBuffer, ComparesIdsExactly) {
   EXPECT_TRUE(buffer->DropSelect({.tokens = Floats({2}, -0.0F)}, kNoWait).value().has_value());
 }
 
-TEST(LookupBuffer, KeepsTheOrderOfInsertion) {
+TEST_P(LookupBufferTest, KeepsTheOrderOfInsertion) {
   const auto buffer = NewBuffer();
   for (const int64_t id : {1, 2, 3}) ASSERT_TRUE(Insert(*buffer, Entry({id})).ok());
   EXPECT_EQ(Select(*buffer, Query({2})), List{2});
@@ -122,14 +134,14 @@ TEST(LookupBuffer, KeepsTheOrderOfInsertion) {
   EXPECT_EQ(Select(*buffer, {}), List{});
 }
 
-TEST(LookupBuffer, TakesEntriesThatCompareNothingOnlyAsAny) {
+TEST_P(LookupBufferTest, TakesEntriesThatCompareNothingOnlyAsAny) {
   const auto buffer = NewBuffer();
   ASSERT_TRUE(Insert(*buffer, Entry({4}, {0})).ok());
   EXPECT_EQ(Select(*buffer, Query({4})), List{});
   EXPECT_EQ(Select(*buffer, {}), List{4});
 }
 
-TEST(LookupBuffer, WaitsForAMatch) {
+TEST_P(LookupBufferTest, WaitsForAMatch) {
   const auto buffer = NewBuffer();
   List got;
   std::thread consumer([&] { got = Select(*buffer, Query({7}), std::nullopt); });
@@ -142,7 +154,7 @@ TEST(LookupBuffer, WaitsForAMatch) {
   EXPECT_EQ(Select(*buffer, {}), List{8});
 }
 
-TEST(LookupBuffer, ServesWaitingQueriesInTheOrderOfTheirCalls) {
+TEST_P(LookupBufferTest, ServesWaitingQueriesInTheOrderOfTheirCalls) {
   const auto buffer = NewBuffer();
   List first, any, third;
   std::thread a([&] { first = Select(*buffer, Query({7, 1}), std::nullopt); });
@@ -163,7 +175,7 @@ TEST(LookupBuffer, ServesWaitingQueriesInTheOrderOfTheirCalls) {
   EXPECT_EQ(buffer->used_bytes(), 0);
 }
 
-TEST(LookupBuffer, GivesUpInTime) {
+TEST_P(LookupBufferTest, GivesUpInTime) {
   const auto buffer = NewBuffer({.capacity_bytes = 300});
   EXPECT_FALSE(buffer->DropSelect(Query({1}), milliseconds(1)).value().has_value());
   ASSERT_TRUE(Insert(*buffer, Example()).ok());
@@ -173,7 +185,7 @@ TEST(LookupBuffer, GivesUpInTime) {
   EXPECT_FALSE(buffer->DropSelect(Query({9}), kNoWait).value().has_value());
 }
 
-TEST(LookupBuffer, HoldsInsertsBackUntilThereIsRoom) {
+TEST_P(LookupBufferTest, HoldsInsertsBackUntilThereIsRoom) {
   const auto buffer = NewBuffer({.capacity_bytes = 300});
   ASSERT_TRUE(Insert(*buffer, Example()).ok());
   std::thread producer([&] { EXPECT_TRUE(buffer->Insert(Example()).ok()); });
@@ -187,7 +199,7 @@ TEST(LookupBuffer, HoldsInsertsBackUntilThereIsRoom) {
   EXPECT_EQ(buffer->size(), 1);
 }
 
-TEST(LookupBuffer, AnInsertThatGivesUpLetsSmallerOnesPass) {
+TEST_P(LookupBufferTest, AnInsertThatGivesUpLetsSmallerOnesPass) {
   const auto buffer = NewBuffer({.capacity_bytes = 300});
   ASSERT_TRUE(Insert(*buffer, Example()).ok());
   std::thread large(
@@ -198,13 +210,13 @@ TEST(LookupBuffer, AnInsertThatGivesUpLetsSmallerOnesPass) {
   EXPECT_EQ(buffer->used_bytes(), 275 + 9);
 }
 
-TEST(LookupBuffer, RefusesWhatNeverFits) {
+TEST_P(LookupBufferTest, RefusesWhatNeverFits) {
   const auto buffer = NewBuffer({.capacity_bytes = 270});
   EXPECT_EQ(buffer->Insert(Example()).code(), StatusCode::kTooLarge);
   EXPECT_EQ(buffer->used_bytes(), 0);
 }
 
-TEST(LookupBuffer, ClosingEndsWaitingCalls) {
+TEST_P(LookupBufferTest, ClosingEndsWaitingCalls) {
   const auto buffer = NewBuffer({.capacity_bytes = 300});
   ASSERT_TRUE(Insert(*buffer, Example()).ok());
   std::thread consumer(
@@ -220,7 +232,7 @@ TEST(LookupBuffer, ClosingEndsWaitingCalls) {
   EXPECT_EQ(buffer->DropSelect({}, kNoWait).status().code(), StatusCode::kClosed);
 }
 
-TEST(LookupBuffer, PutsBackWhatWasNotHandedOver) {
+TEST_P(LookupBufferTest, PutsBackWhatWasNotHandedOver) {
   const auto buffer = NewBuffer();
   for (const int64_t id : {1, 2, 3}) ASSERT_TRUE(Insert(*buffer, Entry({7, id})).ok());
   {
@@ -243,7 +255,7 @@ TEST(LookupBuffer, PutsBackWhatWasNotHandedOver) {
   EXPECT_EQ(buffer->used_bytes(), 0);
 }
 
-TEST(LookupBuffer, DropsWhatWasNotHandedOverIfAsked) {
+TEST_P(LookupBufferTest, DropsWhatWasNotHandedOverIfAsked) {
   const auto buffer = NewBuffer({.put_back = false});
   ASSERT_TRUE(Insert(*buffer, Entry({1})).ok());
   buffer->Take({}, kNoWait).value()->Fail();
@@ -251,7 +263,7 @@ TEST(LookupBuffer, DropsWhatWasNotHandedOverIfAsked) {
   EXPECT_EQ(buffer->used_bytes(), 0);
 }
 
-TEST(LookupBuffer, AHandoverMayOutliveItsBuffer) {
+TEST_P(LookupBufferTest, AHandoverMayOutliveItsBuffer) {
   auto buffer = NewBuffer();
   ASSERT_TRUE(Insert(*buffer, Entry({1})).ok());
   Handover taken = std::move(*buffer->Take({}, kNoWait).value());
@@ -259,7 +271,7 @@ TEST(LookupBuffer, AHandoverMayOutliveItsBuffer) {
   EXPECT_EQ(ValuesOf<int64_t>(taken.Complete().tokens), List{1});
 }
 
-TEST(LookupBuffer, RefusesBadEntriesAndQueries) {
+TEST_P(LookupBufferTest, RefusesBadEntriesAndQueries) {
   const auto buffer = NewBuffer();
   const auto bad = [&](LookupEntry entry) {
     EXPECT_EQ(Insert(*buffer, std::move(entry)).code(), StatusCode::kBadArgument);
@@ -282,7 +294,7 @@ TEST(LookupBuffer, RefusesBadEntriesAndQueries) {
   EXPECT_EQ(LookupBuffer::Create({.capacity_bytes = 0}).status().code(), StatusCode::kBadArgument);
 }
 
-TEST(LookupBuffer, MatchesManyEntriesBetweenManyThreads) {
+TEST_P(LookupBufferTest, MatchesManyEntriesBetweenManyThreads) {
   constexpr int64_t kEntries = 200;
   const auto buffer = NewBuffer({.capacity_bytes = 17000});
   const auto shuffled = [](uint64_t seed) {

@@ -6,18 +6,31 @@
 #include <string>
 #include <thread>
 
+#include "store/remote_pair.h"
 #include "store/test_tensor.h"
 
 namespace quire {
 namespace {
 
-std::unique_ptr<StoreBuffer> NewStore(int64_t capacity = 1 << 20) {
-  return StoreBuffer::Create({.capacity_bytes = capacity}).value();
-}
+// Of this process, or of another one as seen from here.
+enum class Kind : uint8_t { kLocal, kRemote };
+
+class StoreBufferTest : public testing::TestWithParam<Kind> {
+ protected:
+  static std::unique_ptr<StoreBuffer> NewStore(int64_t capacity = 1 << 20) {
+    const StoreBufferOptions options{.capacity_bytes = capacity};
+    if (GetParam() == Kind::kRemote) return std::make_unique<RemoteStorePair>(options);
+    return StoreBuffer::Create(options).value();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(, StoreBufferTest, testing::Values(Kind::kLocal, Kind::kRemote),
+                         [](const auto& test) {
+                           return test.param == Kind::kLocal ? "Local" : "Remote";
+                         });
 
 StatusCode CodeOf(const Status& status) { return status.code(); }
 
-TEST(StoreBuffer, GivesBackEveryTypeAndShapeBitForBit) {
+TEST_P(StoreBufferTest, GivesBackEveryTypeAndShapeBitForBit) {
   const auto store = NewStore();
   const ElementType types[] = {{kDLPackBool, 8}, {kDLUInt, 8},   {kDLInt, 8},    {kDLInt, 16},
                                {kDLInt, 32},     {kDLInt, 64},   {kDLFloat, 16}, {kDLBfloat, 16},
@@ -40,7 +53,7 @@ TEST(StoreBuffer, GivesBackEveryTypeAndShapeBitForBit) {
   }
 }
 
-TEST(StoreBuffer, ReplacesAndDeletes) {
+TEST_P(StoreBufferTest, ReplacesAndDeletes) {
   const auto store = NewStore();
   ASSERT_TRUE(store->Put("k", Ids({1})).ok());
   ASSERT_TRUE(store->Put("k", Ids({2, 3})).ok());
@@ -54,7 +67,7 @@ TEST(StoreBuffer, ReplacesAndDeletes) {
   EXPECT_EQ(store->size(), 0);
 }
 
-TEST(StoreBuffer, StaysWithinItsCapacity) {
+TEST_P(StoreBufferTest, StaysWithinItsCapacity) {
   const auto store = NewStore(100);
   ASSERT_TRUE(store->Put("a", Floats({20}, 1)).ok());  // 81 bytes
   EXPECT_EQ(CodeOf(store->Put("b", Floats({20}, 1))), StatusCode::kFull);
@@ -65,7 +78,7 @@ TEST(StoreBuffer, StaysWithinItsCapacity) {
   EXPECT_EQ(store->size(), 1);
 }
 
-TEST(StoreBuffer, ChecksKeys) {
+TEST_P(StoreBufferTest, ChecksKeys) {
   const auto store = NewStore();
   EXPECT_EQ(CodeOf(store->Put("", Ids({1}))), StatusCode::kBadArgument);
   EXPECT_EQ(CodeOf(store->Put(std::string(513, 'k'), Ids({1}))), StatusCode::kBadArgument);
@@ -74,7 +87,7 @@ TEST(StoreBuffer, ChecksKeys) {
   EXPECT_EQ(CodeOf(store->Get("").status()), StatusCode::kBadArgument);
 }
 
-TEST(StoreBuffer, TakesSeveralKeysAtOnce) {
+TEST_P(StoreBufferTest, TakesSeveralKeysAtOnce) {
   const auto store = NewStore(100);
   const std::string_view keys[] = {"a", "b", "c"};
   const HostTensor values[] = {Ids({1}), Ids({2}), Ids({3})};
@@ -95,7 +108,7 @@ TEST(StoreBuffer, TakesSeveralKeysAtOnce) {
   EXPECT_EQ(CodeOf(store->MultiPut(asked, values)), StatusCode::kBadArgument);
 }
 
-TEST(StoreBuffer, RefusesEverythingOnceClosed) {
+TEST_P(StoreBufferTest, RefusesEverythingOnceClosed) {
   const auto store = NewStore();
   ASSERT_TRUE(store->Put("k", Ids({1})).ok());
   store->Close();
@@ -107,7 +120,7 @@ TEST(StoreBuffer, RefusesEverythingOnceClosed) {
   EXPECT_EQ(CodeOf(store->Exists("k").status()), StatusCode::kClosed);
 }
 
-TEST(StoreBuffer, ReadersNeverSeeAMix) {
+TEST_P(StoreBufferTest, ReadersNeverSeeAMix) {
   const auto store = NewStore();
   ASSERT_TRUE(store->Put("k", Floats({64}, -1)).ok());
   std::atomic<int> writers = 8;
@@ -130,7 +143,7 @@ TEST(StoreBuffer, ReadersNeverSeeAMix) {
   EXPECT_EQ(store->used_bytes(), 1 + 256);
 }
 
-TEST(StoreBuffer, RefusesNoCapacity) {
+TEST_P(StoreBufferTest, RefusesNoCapacity) {
   EXPECT_EQ(CodeOf(StoreBuffer::Create({.capacity_bytes = 0}).status()), StatusCode::kBadArgument);
 }
 

@@ -34,17 +34,14 @@ static size_t Align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 // ----------------------------------------------------------------------------------------------------
 // memory of a worker
 
-// Visible positions [begin, end) of a query row.
-struct RowView {
-  int64_t begin;
-  int64_t end;
-};
-
 struct WorkerSpace {
   std::byte* q;            // weights of the unit: [head][group of kRowsMax rows][step][row]
+  std::byte* sink_q;       // the same for keys of sinks
+  bool has_sink_q;         // some row of the unit scores sinks with a query of its own
   float* states;           // o, m, l of the unit's rows, if it keeps them itself
   float* segment;          // o, m, l of one segment
   float* scores;           // [row][kScoreStride]
+  float* sink_scores;      // the same
   float* row;              // one row of q or o, padded to whole vectors
   std::byte* weights;      // one row of q as weights
   RowView* views;          // [row]
@@ -68,9 +65,12 @@ struct WorkerSpace {
     const size_t key_tiles_count = kTilesPerSegment > kWidest ? kTilesPerSegment : kWidest;
     uintptr_t next = reinterpret_cast<uintptr_t>(base);  // a null pointer has no neighbours
     q = Take(&next, kUnitRows * k_dim * sizeof(float));
+    sink_q = Take(&next, kUnitRows * k_dim * sizeof(float));
+    has_sink_q = false;
     states = reinterpret_cast<float*>(Take(&next, kUnitRows * (v_dim + 2) * sizeof(float)));
     segment = reinterpret_cast<float*>(Take(&next, kScoreRows * (v_dim + 2) * sizeof(float)));
     scores = reinterpret_cast<float*>(Take(&next, kScoreRows * kScoreStride * sizeof(float)));
+    sink_scores = reinterpret_cast<float*>(Take(&next, kScoreRows * kScoreStride * sizeof(float)));
     row = reinterpret_cast<float*>(Take(&next, (k_dim + v_dim + 2 * kLanes) * sizeof(float)));
     weights = Take(&next, (k_dim + kLanes) * sizeof(float));
     views = reinterpret_cast<RowView*>(Take(&next, kUnitRows * sizeof(RowView)));
@@ -210,7 +210,7 @@ class RowWalker {
     return call_.args->sequences[static_cast<size_t>(sequence_)];
   }
   int64_t row() const { return sequence().first_row + row_in_sequence(); }
-  int64_t seen_end() const { return call_.args->SeenEnd(sequence(), row_in_sequence()); }
+  RowView view() const { return ViewOf(*call_.args, sequence(), row_in_sequence()); }
   int64_t head(int64_t kv_head) const {
     return kv_head * call_.schedule->group_size() + head_in_group_;
   }
@@ -303,32 +303,62 @@ static void StoreQuery(const std::byte* row, size_t row_bytes, int64_t steps, in
   }
 }
 
-// Rotated query rows of the unit as weights for `keys`, and what each row sees.
+// Row r of the unit, which is `row` of q, for all heads of the unit: rotated, as weights for
+// `keys`.
+static void LoadQuery(const AttentionCall& call, const AttentionUnit& unit, const RowWalker& walker,
+                      int64_t r, const RotaryRows& rotary, DType keys, std::byte* to,
+                      WorkerSpace& space) {
+  const HeadRows& q = call.args->q;
+  const int k_dim = call.layout().k_dim();
+  const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.q_weights);
+  const int64_t rows = unit.row_count();
+  for (int64_t h = 0; h < unit.head_count(); ++h) {
+    WidenRow(q.data, q.dtype,
+             walker.row() * q.row_stride + walker.head(unit.head_begin + h) * q.head_stride,
+             call.layout().qk_head_dim, space.row);
+    RotateRow(space.row, rotary, walker.row());
+    for (int i = 0; i < k_dim; i += kLanes) {
+      StoreWeights(call.q_weights, space.weights, i, Load(space.row + i));
+    }
+    StoreQuery(space.weights, row_bytes, ScoreSteps(call, keys), r, rows,
+               to + static_cast<size_t>(h * rows) * row_bytes);
+  }
+}
+
+// Query rows of the unit and what each row sees.
 static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, DType keys,
                         WorkerSpace& space) {
   const AttentionArgs& args = *call.args;
-  const int k_dim = call.layout().k_dim();
-  const int dim = call.layout().qk_head_dim;
-  const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.q_weights);
-  const int64_t rows = unit.row_count();
-  for (int i = dim; i < k_dim + kLanes; ++i) space.row[i] = 0.0F;
+  RotaryRows sink_rotary = args.rotary;
+  sink_rotary.angles = args.sink_angles;
+  for (int i = call.layout().qk_head_dim; i < call.layout().k_dim() + kLanes; ++i)
+    space.row[i] = 0.0F;
+  space.has_sink_q = false;
   RowWalker walker(call, unit.row_begin, unit.sequence);
-  for (int64_t r = 0; r < rows; ++r, walker.Next()) {
+  for (int64_t r = 0; r < unit.row_count(); ++r, walker.Next()) {
     walker.Settle();
-    space.views[r] = {0, unit.shared ? INT64_MAX : walker.seen_end()};
-    for (int64_t h = 0; h < unit.head_count(); ++h) {
-      WidenRow(
-          args.q.data, args.q.dtype,
-          walker.row() * args.q.row_stride + walker.head(unit.head_begin + h) * args.q.head_stride,
-          dim, space.row);
-      RotateRow(space.row, args.rotary, walker.row());
-      for (int i = 0; i < k_dim; i += kLanes) {
-        StoreWeights(call.q_weights, space.weights, i, Load(space.row + i));
-      }
-      StoreQuery(space.weights, row_bytes, ScoreSteps(call, keys), r, rows,
-                 space.q + static_cast<size_t>(h * rows) * row_bytes);
-    }
+    RowView& view = space.views[r];
+    view = walker.view();
+    if (unit.shared) view.end = INT64_MAX;
+    if (args.sink_angles == nullptr) view.sink_end = 0;
+    LoadQuery(call, unit, walker, r, args.rotary, keys, space.q, space);
+    // A group's rows are scored together, so a row that has slid gives all of them such a query.
+    space.has_sink_q |= view.sink_end > 0;
   }
+  if (!space.has_sink_q) return;
+  RowWalker again(call, unit.row_begin, unit.sequence);
+  for (int64_t r = 0; r < unit.row_count(); ++r, again.Next()) {
+    again.Settle();
+    LoadQuery(call, unit, again, r, sink_rotary, keys, space.sink_q, space);
+  }
+}
+
+// Folds the learned logit of a head into a row's finished state, as a segment with l = 1 and o = 0.
+static void FoldHeadSink(float logit_log2, const RowStates& state, int v_dim, WorkerSpace& space) {
+  float m = logit_log2;
+  float l = 1.0F;
+  __builtin_memset(space.segment, 0, static_cast<size_t>(v_dim) * sizeof(float));
+  FoldRows(state, {space.segment, &m, &l}, 1, v_dim);
 }
 
 // Writes o and lse of rows [begin, end) of the unit's heads x rows.
@@ -346,6 +376,8 @@ static void FinishRows(const AttentionCall& call, const AttentionUnit& unit, Uni
       const RowStates state =
           StatesAt(states.first, h * states.head_rows + i % unit.row_count(), v_dim);
       const int64_t head = walker.head(unit.head_begin + h);
+      if (args.head_sinks_log2 != nullptr)
+        FoldHeadSink(args.head_sinks_log2[head], state, v_dim, space);
       FinishRow(state.o, *state.l, v_dim, space.row);
       NarrowRow(space.row, call.layout().v_head_dim, args.o.data, args.o.dtype,
                 walker.row() * args.o.row_stride + head * args.o.head_stride);
@@ -359,46 +391,109 @@ static void FinishRows(const AttentionCall& call, const AttentionUnit& unit, Uni
 // ----------------------------------------------------------------------------------------------------
 // one segment
 
-// What a row sees of a segment, relative to its first position; empty if begin >= end.
-struct SegmentView {
-  int begin;
-  int end;
-};
-
-static SegmentView ViewIn(const RowView& view, int64_t segment) {
-  const int64_t first = segment * kSegmentPositions;
-  return {static_cast<int>(LargerOf(view.begin - first, 0)),
-          static_cast<int>(SmallerOf(LargerOf(view.end - first, 0), kSegmentPositions))};
+static int ClampToSegment(int64_t offset) {
+  return static_cast<int>(SmallerOf(LargerOf(offset, 0), kSegmentPositions));
 }
 
-// Tiles [begin, end) of a segment that some of the rows see.
+// A gap at either end of what is seen shortens it instead.
+static SegmentView ViewIn(const RowView& view, int64_t segment) {
+  const int64_t first = segment * kSegmentPositions;
+  SegmentView in = {ClampToSegment(view.begin - first), ClampToSegment(view.end - first),
+                    kSegmentPositions, kSegmentPositions};
+  const int gap_begin = ClampToSegment(view.gap_begin - first);
+  const int gap_end = ClampToSegment(view.gap_end - first);
+  if (gap_begin >= gap_end) return in;
+  if (gap_begin <= in.begin) {
+    in.begin = gap_end;
+  } else if (gap_end >= in.end) {
+    in.end = gap_begin;
+  } else {
+    in.gap_begin = gap_begin;
+    in.gap_end = gap_end;
+  }
+  return in;
+}
+
+// Tiles of a segment, one bit each. What no row of a group sees is not read: it may be gone.
+using TileSet = uint32_t;
+
+// Tiles [begin, end).
 struct TileRange {
   int begin;
   int end;
 };
 
-static TileRange SeenTiles(const RowView* views, int64_t count, int64_t segment) {
-  int begin = kSegmentPositions;
+static TileSet TilesIn(int begin, int end) {
+  return begin >= end ? TileSet{0} : (TileSet{1} << end) - (TileSet{1} << begin);
+}
+
+static TileSet TilesOf(const SegmentView& view) {
+  if (view.begin >= view.end) return 0;
+  const TileSet all = TilesIn(view.begin / kLanes, (view.end + kLanes - 1) / kLanes);
+  return all & ~TilesIn((view.gap_begin + kLanes - 1) / kLanes, view.gap_end / kLanes);
+}
+
+// Tiles that some of the rows see.
+static TileSet SeenTiles(const RowView* views, int64_t count, int64_t segment) {
+  TileSet seen = 0;
+  for (int64_t r = 0; r < count; ++r) seen |= TilesOf(ViewIn(views[r], segment));
+  return seen;
+}
+
+// Tiles in which some of the rows see sinks that have a query of their own.
+static TileSet SinkTiles(const RowView* views, int64_t count, int64_t segment) {
   int end = 0;
   for (int64_t r = 0; r < count; ++r) {
-    const SegmentView view = ViewIn(views[r], segment);
-    if (view.begin >= view.end) continue;
-    begin = view.begin < begin ? view.begin : begin;
-    end = view.end > end ? view.end : end;
+    const int sink_end = ClampToSegment(views[r].sink_end - segment * kSegmentPositions);
+    end = sink_end > end ? sink_end : end;
   }
-  return {begin / kLanes, (end + kLanes - 1) / kLanes};
+  return TilesIn(0, (end + kLanes - 1) / kLanes);
+}
+
+// From the first to the last of them.
+static TileRange SpanOf(TileSet tiles) {
+  if (tiles == 0) return {0, 0};
+  return {__builtin_ctz(tiles), 32 - __builtin_clz(tiles)};
+}
+
+// Takes the first run of neighbours out of the set; false if it is empty.
+static bool TakeRun(TileSet* tiles, TileRange* run) {
+  if (*tiles == 0) return false;
+  run->begin = __builtin_ctz(*tiles);
+  run->end = run->begin + __builtin_ctz(~(*tiles >> run->begin));
+  *tiles &= ~TilesIn(run->begin, run->end);
+  return true;
+}
+
+// The scores of sinks take the place of those that the ordinary query gave there.
+static void PlaceSinkScores(const RowView* views, int64_t count, int64_t segment,
+                            const float* sink_scores, float* scores) {
+  for (int64_t r = 0; r < count; ++r, scores += kScoreStride, sink_scores += kScoreStride) {
+    const int end = ClampToSegment(views[r].sink_end - segment * kSegmentPositions);
+    for (int t = 0; t * kLanes < end; ++t) {
+      const int lanes = end - t * kLanes < kLanes ? end - t * kLanes : kLanes;
+      float* const to = scores + t * kLanes;
+      Store(to, Select(MaskRange(0, lanes), Load(sink_scores + t * kLanes), Load(to)));
+    }
+  }
 }
 
 // Softmax of `count` rows of one head; m and l per row. value_scales: of the segment's positions.
 static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t count,
                         int64_t segment, TileRange range, const float* value_scales, float* scores,
                         float* m, float* l) {
+  const float soft_cap = call.args->soft_cap;
+  const auto softmax = call.scales_values ? SoftmaxRow<true> : SoftmaxRow<false>;
   for (int64_t r = 0; r < count; ++r, scores += kScoreStride) {
     const SegmentView view = ViewIn(views[r], segment);
     if (view.begin < view.end) {
-      const auto softmax = call.scales_values ? SoftmaxRow<true> : SoftmaxRow<false>;
-      softmax(call.p_weights, scores, value_scales, view.begin, view.end, range.begin, range.end,
-              call.args->scale_log2, m + r, l + r);
+      float scale = call.args->scale_log2;
+      if (soft_cap > 0.0F) {
+        CapScores(scores, view, scale, soft_cap);
+        scale = 1.0F;
+      }
+      softmax(call.p_weights, scores, value_scales, view, range.begin, range.end, scale, m + r,
+              l + r);
     } else {
       HiddenRow(call.p_weights, scores, range.begin, range.end, m + r, l + r);
     }
@@ -445,18 +540,33 @@ static void WeighTiles(const AttentionCall& call, const ValueTiles& values, Tile
   }
 }
 
-static bool SeesAllOf(const SegmentView& view, int tile) {
-  return view.begin <= tile * kLanes && view.end >= (tile + 1) * kLanes;
+// The same for all runs of a set of tiles.
+static void WeighTileSet(const AttentionCall& call, const ValueTiles& values, TileSet tiles,
+                         const float* scores, int count, float* o) {
+  bool resume = false;
+  for (TileRange run; TakeRun(&tiles, &run); resume = true) {
+    WeighTiles(call, values, run, scores, count, o, resume, nullptr);
+  }
+}
+
+// Lanes of a tile that are seen, one bit each.
+static uint32_t LanesOf(const SegmentView& view, int tile) {
+  const auto lanes_in = [tile](int begin, int end) {
+    const int first = tile * kLanes;
+    return TilesIn(begin < first ? 0 : begin - first, end > first + kLanes ? kLanes : end - first);
+  };
+  return lanes_in(view.begin, view.end) & ~lanes_in(view.gap_begin, view.gap_end);
 }
 
 // A weight of 0 hides a finite value, but 0 * Inf is NaN: a row must not meet such a value where it
 // does not see it.
 static bool NeedsHiding(const SegmentTiles& tiles, const RowView* views, int64_t count,
-                        int64_t segment, TileRange range) {
-  for (int t = range.begin; t < range.end; ++t) {
+                        int64_t segment, TileSet set) {
+  for (; set != 0; set &= set - 1) {
+    const int t = __builtin_ctz(set);
     if (!tiles.tiles[t].v_nonfinite) continue;
     for (int64_t r = 0; r < count; ++r) {
-      if (!SeesAllOf(ViewIn(views[r], segment), t)) return true;
+      if (LanesOf(ViewIn(views[r], segment), t) != kAllLanes) return true;
     }
   }
   return false;
@@ -469,17 +579,15 @@ static void WeighHiding(const AttentionCall& call, const ValueTiles& values, int
   const int v_dim = call.layout().v_dim();
   const int pair = ChainPair(values.dtype);
   for (int r = 0; r < count; ++r, scores += kScoreStride, o += v_dim) {
-    const SegmentView view = ViewIn(views[r], segment);
-    const int lo = static_cast<int>(LargerOf(view.begin - tile * kLanes, 0));
-    const int hi = static_cast<int>(SmallerOf(view.end - tile * kLanes, kLanes));
-    if (lo >= hi) continue;
+    const uint32_t seen = LanesOf(ViewIn(views[r], segment), tile);
+    if (seen == 0) continue;
     const std::byte* shown[kTilesPerSegment];
     shown[tile] = space.hidden;
     if (values.dtype == DType::kF32) {
-      HideLanes(reinterpret_cast<const float*>(values.data[tile]), v_dim, pair, lo, hi,
+      HideLanes(reinterpret_cast<const float*>(values.data[tile]), v_dim, pair, seen,
                 reinterpret_cast<float*>(space.hidden));
     } else {
-      HideLanes(reinterpret_cast<const uint16_t*>(values.data[tile]), v_dim, pair, lo, hi,
+      HideLanes(reinterpret_cast<const uint16_t*>(values.data[tile]), v_dim, pair, seen,
                 reinterpret_cast<uint16_t*>(space.hidden));
     }
     WeighTiles(call, {values.loops, values.dtype, shown}, {tile, tile + 1}, scores, 1, o, true,
@@ -489,10 +597,11 @@ static void WeighHiding(const AttentionCall& call, const ValueTiles& values, int
 
 static void WeighCarefully(const AttentionCall& call, const SegmentTiles& tiles,
                            const ValueTiles& values, const RowView* views, int64_t segment,
-                           TileRange range, const float* scores, int count, float* o,
+                           TileSet set, const float* scores, int count, float* o,
                            WorkerSpace& space) {
   __builtin_memset(o, 0, static_cast<size_t>(count * call.layout().v_dim()) * sizeof(float));
-  for (int t = range.begin; t < range.end; ++t) {
+  for (; set != 0; set &= set - 1) {
+    const int t = __builtin_ctz(set);
     if (tiles.tiles[t].v_nonfinite) {
       WeighHiding(call, values, t, views, segment, scores, count, o, space);
     } else {
@@ -535,10 +644,11 @@ static const std::byte* PrepareValues(const AttentionCall& call, const SegmentTi
   return buffer;
 }
 
-// Scales of the tiles [range) of one head, by position of the segment.
-static void GatherScales(const AttentionCall& call, const SegmentTiles& tiles, TileRange range,
+// Scales of the tiles of a set, of one head, by position of the segment.
+static void GatherScales(const AttentionCall& call, const SegmentTiles& tiles, TileSet set,
                          int head, int part, float* scales) {
-  for (int t = range.begin; t < range.end; ++t) {
+  for (; set != 0; set &= set - 1) {
+    const int t = __builtin_ctz(set);
     float* const at = scales + t * kLanes;
     const float* stored = StoredScales(call.args->pages, tiles.tiles[t], head, part, at);
     if (stored != at) Store(at, Load(stored));
@@ -546,8 +656,9 @@ static void GatherScales(const AttentionCall& call, const SegmentTiles& tiles, T
 }
 
 // Finished scores times the scales of their keys.
-static void ScaleScores(const float* scales, TileRange range, int count, float* scores) {
-  for (int t = range.begin; t < range.end; ++t) {
+static void ScaleScores(const float* scales, TileSet set, int count, float* scores) {
+  for (; set != 0; set &= set - 1) {
+    const int t = __builtin_ctz(set);
     const VF scale = Load(scales + t * kLanes);
     for (int r = 0; r < count; ++r) {
       float* const at = scores + r * kScoreStride + t * kLanes;
@@ -599,7 +710,7 @@ struct BlockTiles {
 };
 
 static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
-                         TileRange range, WorkerSpace& space, BlockTiles* block) {
+                         TileSet set, WorkerSpace& space, BlockTiles* block) {
   const KVLayout& layout = call.layout();
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const int head = unit.head_begin;
@@ -608,7 +719,9 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
   const size_t k_bytes = layout.k_tile_elements() * sizeof(float);
   const size_t v_bytes = layout.v_tile_elements() * sizeof(float);
   block->key_dtype = KeyDType(call, unit);
-  for (int t = range.begin; t < range.end; ++t) {
+  const TileSet all = set;
+  for (; set != 0; set &= set - 1) {
+    const int t = __builtin_ctz(set);
     const SegmentTile& tile = space.tiles->tiles[t];
     if (rotate) LoadTileAngles(call, sequence, segment, t, space);
     block->keys[t] = PrepareKeys(call, tile, head, rotate, block->key_dtype, space,
@@ -616,14 +729,14 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
     block->values[t] = PrepareValues(call, tile, head, values, space,
                                      space.value_tiles + static_cast<size_t>(t) * v_bytes);
   }
-  if (call.scales_keys) GatherScales(call, *space.tiles, range, head, 0, space.key_scales);
+  if (call.scales_keys) GatherScales(call, *space.tiles, all, head, 0, space.key_scales);
   if (call.scales_values) {
-    GatherScales(call, *space.tiles, range, head, layout.v_scale_part(), space.value_scales);
+    GatherScales(call, *space.tiles, all, head, layout.v_scale_part(), space.value_scales);
   }
   block->value_tiles = {LoopsOf(values), values, block->values};
 }
 
-static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileRange range,
+static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileSet tiles,
                        const std::byte* q, int count, float* scores) {
   const ChainLoops& loops = *LoopsOf(block.key_dtype);
   ScoreArgs a;
@@ -633,16 +746,18 @@ static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileR
   a.s_row = kScoreStride;
   a.s_column = kLanes;
   a.prefetch = nullptr;
-  for (int t = range.begin; t < range.end;) {
-    const int columns = t + kTilesAtOnce <= range.end ? kTilesAtOnce : 1;
-    for (int c = 0; c < columns; ++c) a.k[c] = block.keys[t + c];
-    a.s = scores + t * kLanes;
-    if (columns == kTilesAtOnce) {
-      loops.score_tiles[count - 1](a);
-    } else {
-      loops.score_tile[count - 1](a);
+  for (TileRange run; TakeRun(&tiles, &run);) {
+    for (int t = run.begin; t < run.end;) {
+      const int columns = t + kTilesAtOnce <= run.end ? kTilesAtOnce : 1;
+      for (int c = 0; c < columns; ++c) a.k[c] = block.keys[t + c];
+      a.s = scores + t * kLanes;
+      if (columns == kTilesAtOnce) {
+        loops.score_tiles[count - 1](a);
+      } else {
+        loops.score_tile[count - 1](a);
+      }
+      t += columns;
     }
-    t += columns;
   }
 }
 
@@ -660,20 +775,24 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
   for (int64_t r = 0; r < unit.row_count(); r += kRowsMax) {
     const int count = static_cast<int>(SmallerOf(kRowsMax, unit.row_count() - r));
     const RowView* views = space.views + r;
-    const TileRange range = SeenTiles(views, count, segment);
+    const TileSet seen = SeenTiles(views, count, segment);
     const RowStates out = SegmentOutput(call, unit, sink, r, space);
-    if (range.begin < range.end) {
-      ScoreTiles(call, block, range, space.q + static_cast<size_t>(r) * q_row_bytes, count,
-                 space.scores);
-      if (call.scales_keys) ScaleScores(space.key_scales, range, count, space.scores);
+    const size_t q_offset = static_cast<size_t>(r) * q_row_bytes;
+    const TileRange span = SpanOf(seen);
+    ScoreTiles(call, block, seen, space.q + q_offset, count, space.scores);
+    const TileSet sinks = space.has_sink_q ? seen & SinkTiles(views, count, segment) : 0;
+    if (sinks != 0) {
+      ScoreTiles(call, block, sinks, space.sink_q + q_offset, count, space.sink_scores);
+      PlaceSinkScores(views, count, segment, space.sink_scores, space.scores);
     }
-    SoftmaxRows(call, views, count, segment, range, space.value_scales, space.scores, out.m, out.l);
-    if (range.begin >= range.end) continue;  // l is 0: nothing to fold
-    if (NeedsHiding(*space.tiles, views, count, segment, range)) {
-      WeighCarefully(call, *space.tiles, block.value_tiles, views, segment, range, space.scores,
+    if (call.scales_keys) ScaleScores(space.key_scales, seen, count, space.scores);
+    SoftmaxRows(call, views, count, segment, span, space.value_scales, space.scores, out.m, out.l);
+    if (seen == 0) continue;  // l is 0: nothing to fold
+    if (NeedsHiding(*space.tiles, views, count, segment, seen)) {
+      WeighCarefully(call, *space.tiles, block.value_tiles, views, segment, seen, space.scores,
                      count, out.o, space);
     } else {
-      WeighTiles(call, block.value_tiles, range, space.scores, count, out.o, false, nullptr);
+      WeighTileSet(call, block.value_tiles, seen, space.scores, count, out.o);
     }
     if (sink.slot == nullptr) {
       FoldRows(StatesAt(sink.states.first, r, v_dim), out, count, v_dim);
@@ -753,9 +872,10 @@ class ReadOrder {
   int64_t ahead_;
 };
 
-// Scores of one tile: rows [row, row + count) of all heads of the unit.
+// Scores of one tile, for queries `q`: rows [row, row + count) of all heads of the unit.
 static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int tile, bool rotate,
-                       int64_t row, int count, const ReadOrder& order, WorkerSpace& space) {
+                       const std::byte* q, float* scores, int64_t row, int count,
+                       const ReadOrder& order, WorkerSpace& space) {
   const DType keys = KeyDType(call, unit);
   const ChainLoops* loops = LoopsOf(keys);
   const size_t buffer_bytes = call.layout().k_tile_elements() * sizeof(float);
@@ -776,16 +896,16 @@ static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int
                       rotate, keys, space, space.key_tiles + static_cast<size_t>(c) * buffer_bytes);
     }
     a.prefetch = order.AheadOfKey(tile, h);
-    a.q = space.q + static_cast<size_t>(h * rows + row) * q_row_bytes;
-    a.s = space.scores + (h * rows + row) * kScoreStride + tile * kLanes;
+    a.q = q + static_cast<size_t>(h * rows + row) * q_row_bytes;
+    a.s = scores + (h * rows + row) * kScoreStride + tile * kLanes;
     loops->score_heads[count - 1][width](a);
     if (call.scales_keys) {
       for (int c = 0; c < columns; ++c) {
         PrefetchL2(order.AheadOfScales(tile, h + c));
-        GatherScales(call, *space.tiles, {tile, tile + 1},
+        GatherScales(call, *space.tiles, TileSet{1} << tile,
                      static_cast<int>(unit.head_begin + h + c), 0, space.key_scales);
-        ScaleScores(space.key_scales, {tile, tile + 1}, count,
-                    space.scores + ((h + c) * rows + row) * kScoreStride);
+        ScaleScores(space.key_scales, TileSet{1} << tile, count,
+                    scores + ((h + c) * rows + row) * kScoreStride);
       }
     }
     h += columns;
@@ -797,7 +917,7 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
                        int tile, const ReadOrder& order, const RowStates& out, WorkerSpace& space) {
   const int v_dim = call.layout().v_dim();
   const int64_t rows = unit.row_count();
-  const bool hide = NeedsHiding(*space.tiles, space.views, rows, segment, {tile, tile + 1});
+  const bool hide = NeedsHiding(*space.tiles, space.views, rows, segment, TileSet{1} << tile);
   const std::byte* data[kTilesPerSegment];
   const DType dtype = call.layout().v_dtype();
   const ValueTiles values = {LoopsOf(dtype), dtype, data};
@@ -826,27 +946,36 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
   const int64_t rows = unit.row_count();
   const int64_t heads = unit.head_count();
   const bool rotate = RotatesKeys(call, unit);
-  const TileRange range = SeenTiles(space.views, rows, segment);
+  const TileSet seen = SeenTiles(space.views, rows, segment);
+  const TileSet sinks = space.has_sink_q ? seen & SinkTiles(space.views, rows, segment) : 0;
+  const TileRange range = SpanOf(seen);
   const ReadOrder order(call, unit, space.tiles, range, has_next);
   const RowStates out = SegmentOutput(call, unit, sink, 0, space);
-  for (int t = range.begin; t < range.end; ++t) {
+  for (TileSet left = seen; left != 0; left &= left - 1) {
+    const int t = __builtin_ctz(left);
     if (rotate) LoadTileAngles(call, sequence, segment, t, space);
     for (int64_t r = 0; r < rows; r += kRowsMax) {
-      ScoreHeads(call, unit, t, rotate, r, static_cast<int>(SmallerOf(kRowsMax, rows - r)), order,
-                 space);
+      const int count = static_cast<int>(SmallerOf(kRowsMax, rows - r));
+      ScoreHeads(call, unit, t, rotate, space.q, space.scores, r, count, order, space);
+      if ((sinks >> t & 1) == 0) continue;
+      ScoreHeads(call, unit, t, rotate, space.sink_q, space.sink_scores, r, count, order, space);
     }
   }
   for (int64_t h = 0; h < heads; ++h) {
+    if (sinks != 0) {
+      PlaceSinkScores(space.views, rows, segment, space.sink_scores + h * rows * kScoreStride,
+                      space.scores + h * rows * kScoreStride);
+    }
     if (call.scales_values) {
-      GatherScales(call, *space.tiles, range, static_cast<int>(unit.head_begin + h),
+      GatherScales(call, *space.tiles, seen, static_cast<int>(unit.head_begin + h),
                    call.layout().v_scale_part(), space.value_scales);
     }
     SoftmaxRows(call, space.views, rows, segment, range, space.value_scales,
                 space.scores + h * rows * kScoreStride, out.m + h * rows, out.l + h * rows);
   }
   __builtin_memset(out.o, 0, static_cast<size_t>(heads * rows * v_dim) * sizeof(float));
-  for (int t = range.begin; t < range.end; ++t) {
-    WeighHeads(call, unit, segment, t, order, out, space);
+  for (TileSet left = seen; left != 0; left &= left - 1) {
+    WeighHeads(call, unit, segment, __builtin_ctz(left), order, out, space);
   }
   if (sink.slot != nullptr) return;
   for (int64_t h = 0; h < heads; ++h) {
@@ -864,13 +993,15 @@ static void DecodeSegments(const AttentionCall& call, const AttentionUnit& unit,
   const KVPages& pages = call.args->pages;
   SegmentTiles* tiles = space.tiles;
   SegmentTiles* next = space.tiles + 1;
-  ResolveSegment(pages, sequence, begin, PositionsEnd(call, unit, sequence, begin), tiles);
+  const auto resolve = [&](int64_t s, SegmentTiles* to) {
+    const int64_t segment = unit.SegmentAt(s);
+    ResolveSegment(pages, sequence, segment, PositionsEnd(call, unit, sequence, segment), to);
+  };
+  resolve(begin, tiles);
   for (int64_t s = begin; s < end; ++s) {
     const bool has_next = s + 1 < end;
-    if (has_next) {
-      ResolveSegment(pages, sequence, s + 1, PositionsEnd(call, unit, sequence, s + 1), next);
-    }
-    DecodeSegment(call, unit, s, has_next, sink, space);
+    if (has_next) resolve(s + 1, next);
+    DecodeSegment(call, unit, unit.SegmentAt(s), has_next, sink, space);
     if (has_next) *tiles = *next;
     if (sink.slot != nullptr) sink.slot += call.schedule->SlotFloats(unit);
   }
@@ -886,7 +1017,7 @@ static void RunSegments(const AttentionCall& call, const AttentionUnit& unit, in
     return;
   }
   for (int64_t s = begin; s < end; ++s) {
-    BlockSegment(call, unit, s, sink, space);
+    BlockSegment(call, unit, unit.SegmentAt(s), sink, space);
     if (sink.slot != nullptr) sink.slot += call.schedule->SlotFloats(unit);
   }
 }

@@ -24,6 +24,7 @@ namespace {
 #include "kernels/cpu/merge-inl.h"
 #include "kernels/cpu/linear-inl.h"
 #include "kernels/cpu/elementwise-inl.h"
+#include "kernels/cpu/recurrence-inl.h"
 #include "kernels/cpu/backend-inl.h"
 // clang-format on
 

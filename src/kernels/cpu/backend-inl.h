@@ -12,4 +12,5 @@ static constexpr Backend kTable = {
     RmsNorm,
     SiluMul,
     GatherRows,
+    &kRecurrence,
 };

@@ -30,28 +30,73 @@ QUIRE_INLINE void StoreWeights(WeightKind kind, std::byte* row, int64_t first, V
   }
 }
 
+// What a row sees of a segment, relative to its first position: [begin, end) without [gap_begin,
+// gap_end), which lies strictly inside, or behind the segment if there is none. Empty if begin >=
+// end.
+struct SegmentView {
+  int begin;
+  int end;
+  int gap_begin;
+  int gap_end;
+};
+
+constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes) - 1;
+
+// Lanes lo <= i < hi of tile t, both counted from the segment's first position.
+QUIRE_INLINE VMask LanesFrom(int lo, int hi, int t) {
+  const int begin = lo - t * kLanes;
+  const int end = hi - t * kLanes;
+  return MaskRange(begin > 0 ? begin : 0, end < kLanes ? end : kLanes);
+}
+
+QUIRE_INLINE bool TouchesGap(const SegmentView& view, int t) {
+  return view.gap_begin < (t + 1) * kLanes && view.gap_end > t * kLanes;
+}
+
+// `x` where the row sees tile t, `hidden` elsewhere.
+QUIRE_INLINE VF WhereSeen(const SegmentView& view, int t, VF x, VF hidden) {
+  if (view.begin > t * kLanes || view.end < (t + 1) * kLanes) {
+    x = Select(LanesFrom(view.begin, view.end, t), x, hidden);
+  }
+  if (TouchesGap(view, t)) x = Select(LanesFrom(view.gap_begin, view.gap_end, t), hidden, x);
+  return x;
+}
+
+// Scores become cap * tanh(score * sm_scale / cap) * log2(e): tanh(x) = (1 - u) / (1 + u) with u =
+// e^(-2 |x|), and the sign of x.
+static void CapScores(float* scores, const SegmentView& view, float scale_log2, float cap) {
+  const VF scale = Set1(scale_log2);
+  const VF exponent = Set1(-2.0F / cap);
+  const VF one = Set1(1.0F);
+  const VF cap_log2 = Set1(cap * 1.44269504F);
+  for (int t = view.begin / kLanes; t * kLanes < view.end; ++t) {
+    const VF y = Mul(Load(scores + t * kLanes), scale);
+    const VF negative = Sub(Zero(), y);
+    const VMask is_positive = NotLess(y, Zero());  // or NaN, which goes through
+    const VF u = Exp2(Mul(Select(is_positive, y, negative), exponent));
+    const VF size = Mul(Div(Sub(one, u), Add(one, u)), cap_log2);
+    Store(scores + t * kLanes, Select(is_positive, size, Sub(Zero(), size)));
+  }
+}
+
 // Scores of one row of one segment become weights, in place (a narrower weight lies at or before
-// the score that it comes from). Positions [lo, hi) of the segment are visible, lo < hi; weights of
-// all tiles [tile_begin, tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the
-// weights before they are rounded. If every visible score is -inf, *m is -inf and all weights are
-// 0; a NaN is in *l and in its weight. With kScaled, weights are multiplied by value_scales before
-// they are rounded, and *l is of those that are not.
+// the score that it comes from). The row sees something; weights of all tiles [tile_begin,
+// tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the weights before they are
+// rounded. If every visible score is -inf, *m is -inf and all weights are 0; a NaN is in *l and in
+// its weight. With kScaled, weights are multiplied by value_scales before they are rounded, and *l
+// is of those that are not.
 template <bool kScaled>
-static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales, int lo, int hi,
-                       int tile_begin, int tile_end, float scale_log2, float* m, float* l) {
+static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales,
+                       const SegmentView& view, int tile_begin, int tile_end, float scale_log2,
+                       float* m, float* l) {
   auto* weights = reinterpret_cast<std::byte*>(scores);
   const VF scale = Set1(scale_log2);
   const VF none = Set1(NegativeInfinity());
-  const int first = lo / kLanes;
-  const int last = (hi + kLanes - 1) / kLanes;
+  const int first = view.begin / kLanes;
+  const int last = (view.end + kLanes - 1) / kLanes;
   VF greatest = none;
   for (int t = first; t < last; ++t) {
-    VF y = Mul(Load(scores + t * kLanes), scale);
-    const int begin = lo - t * kLanes;
-    const int end = hi - t * kLanes;
-    if (begin > 0 || end < kLanes) {
-      y = Select(MaskRange(begin > 0 ? begin : 0, end < kLanes ? end : kLanes), y, none);
-    }
+    const VF y = WhereSeen(view, t, Mul(Load(scores + t * kLanes), scale), none);
     greatest = Max(y, greatest);  // a NaN in y leaves `greatest`
   }
   const float maximum = ReduceMax(greatest);
@@ -59,15 +104,10 @@ static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales
   VF sum = Zero();
   for (int t = tile_begin; t < first; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   for (int t = first; t < last; ++t) {
-    VF p = Exp2(Sub(Mul(Load(scores + t * kLanes), scale), base));
-    VF w = p;
-    if constexpr (kScaled) w = Mul(p, Load(value_scales + t * kLanes));
-    const int begin = lo - t * kLanes;
-    const int end = hi - t * kLanes;
-    if (begin > 0 || end < kLanes) {
-      const VMask seen = MaskRange(begin > 0 ? begin : 0, end < kLanes ? end : kLanes);
-      p = KeepIf(seen, p);
-      w = kScaled ? KeepIf(seen, w) : p;  // where nothing is seen, a scale may be NaN
+    const VF p = WhereSeen(view, t, Exp2(Sub(Mul(Load(scores + t * kLanes), scale), base)), Zero());
+    VF w = p;  // where nothing is seen, a scale may be NaN
+    if constexpr (kScaled) {
+      w = WhereSeen(view, t, Mul(p, Load(value_scales + t * kLanes)), Zero());
     }
     sum = Add(sum, p);
     StoreWeights(kind, weights, t * kLanes, w);

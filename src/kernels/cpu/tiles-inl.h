@@ -207,12 +207,12 @@ static void PackPairs(const float* tile, int row_count, int columns, uint32_t* o
 // ----------------------------------------------------------------------------------------------------
 // hiding
 
-// A copy of a V tile in chain layout with zeros in the lanes outside [lo, hi).
+// A copy of a V tile in chain layout with zeros in the lanes whose bit is not in `seen`.
 template <typename Element>
-static void HideLanes(const Element* tile, int v_dim, int pair, int lo, int hi, Element* out) {
+static void HideLanes(const Element* tile, int v_dim, int pair, uint32_t seen, Element* out) {
   for (int lane = 0; lane < kLanes; ++lane) {
     const int first = (lane / pair) * v_dim * pair + lane % pair;
-    const bool visible = lo <= lane && lane < hi;
+    const bool visible = (seen >> lane & 1) != 0;
     for (int d = 0; d < v_dim; ++d) {
       out[first + d * pair] = visible ? tile[first + d * pair] : Element{0};
     }

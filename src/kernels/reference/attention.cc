@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/row_view.h"
 #include "tensor/half.h"
 
 namespace quire {
@@ -50,7 +51,12 @@ std::vector<Context> ReadContexts(const AttentionArgs& args, const AttentionSequ
       while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= position) ++entry;
       const AppendTarget slot = {run.entries[entry].page,
                                  static_cast<int32_t>(position % layout.page_size)};
-      ReadSlot(args.pages, slot, DType::kF32, k.data(), v.data());
+      if (slot.page < 0) {  // no row may see it
+        std::fill(k.begin(), k.end(), std::numeric_limits<float>::quiet_NaN());
+        std::fill(v.begin(), v.end(), std::numeric_limits<float>::quiet_NaN());
+      } else {
+        ReadSlot(args.pages, slot, DType::kF32, k.data(), v.data());
+      }
       for (int head = 0; head < layout.num_kv_heads; ++head) {
         Context& context = contexts[static_cast<size_t>(head)];
         const float* key = k.data() + head * layout.qk_head_dim;
@@ -73,8 +79,14 @@ double Dot(const std::vector<double>& a, const std::vector<double>& b) {
   return sum;
 }
 
-// One row of one query head; `seen` keys are visible.
-void AttendRow(const AttentionArgs& args, const Context& context, int64_t seen, int64_t row,
+double Capped(const AttentionArgs& args, double score_log2) {
+  if (args.soft_cap == 0.0F) return score_log2;
+  const double cap_log2 = static_cast<double>(args.soft_cap) / std::log(2.0);
+  return cap_log2 * std::tanh(score_log2 / cap_log2);
+}
+
+// One row of one query head.
+void AttendRow(const AttentionArgs& args, const Context& context, const RowView& view, int64_t row,
                int64_t head, ReferenceOutput* out) {
   const KVLayout& layout = args.pages.layout;
   const size_t index = static_cast<size_t>(row * args.num_qo_heads + head);
@@ -84,30 +96,45 @@ void AttendRow(const AttentionArgs& args, const Context& context, int64_t seen, 
     q.push_back(Element(args.q.data, args.q.dtype,
                         row * args.q.row_stride + head * args.q.head_stride + d));
   }
+  std::vector<double> sink_q = q;
   if (half > 0) Rotate(&q, args.rotary.angles[row], args.rotary);
+  if (args.sink_angles == nullptr) {
+    sink_q = q;
+  } else if (half > 0) {
+    Rotate(&sink_q, args.sink_angles[row], args.rotary);
+  }
   const double scale = static_cast<double>(args.scale_log2);
+  std::vector<int64_t> seen;
+  for (int64_t p = 0; p < view.end; ++p) {
+    if (Sees(view, p)) seen.push_back(p);
+  }
   std::vector<double> scores;
   double m = -std::numeric_limits<double>::infinity();
-  for (int64_t p = 0; p < seen; ++p) {
+  for (const int64_t p : seen) {
     const std::vector<double>& key = context.keys[static_cast<size_t>(p)];
-    scores.push_back(Dot(q, key) * scale);
+    scores.push_back(Capped(args, Dot(p < view.sink_end ? sink_q : q, key) * scale));
     m = std::max(m, scores.back());
     out->score_scale[index] =
         std::max(out->score_scale[index], std::fabs(scale) * std::sqrt(Dot(q, q) * Dot(key, key)));
   }
   double l = 0;
+  if (args.head_sinks_log2 != nullptr) {
+    const double sink = static_cast<double>(args.head_sinks_log2[head]);
+    m = std::max(m, sink);
+    l = std::exp2(sink - m);
+  }
   double* o = out->o.data() + index * static_cast<size_t>(layout.v_head_dim);
   double* value_scale = out->value_scale.data() + index * static_cast<size_t>(layout.v_head_dim);
-  for (int64_t p = 0; p < seen; ++p) {
-    const double weight = std::exp2(scores[static_cast<size_t>(p)] - m);
+  for (size_t i = 0; i < seen.size(); ++i) {
+    const double weight = std::exp2(scores[i] - m);
     l += weight;
     for (int d = 0; d < layout.v_head_dim; ++d) {
-      const double v = context.values[static_cast<size_t>(p)][static_cast<size_t>(d)];
+      const double v = context.values[static_cast<size_t>(seen[i])][static_cast<size_t>(d)];
       o[d] += weight * v;
       value_scale[d] += weight * std::fabs(v);
     }
   }
-  if (seen == 0) return;
+  if (l == 0) return;
   for (int d = 0; d < layout.v_head_dim; ++d) o[d] /= l;
   for (int d = 0; d < layout.v_head_dim; ++d) value_scale[d] /= l;
   out->lse[index] = m + std::log2(l);
@@ -127,9 +154,9 @@ ReferenceOutput ReferenceAttention(const AttentionArgs& args) {
   for (const AttentionSequence& sequence : args.sequences) {
     const std::vector<Context> contexts = ReadContexts(args, sequence);
     for (int64_t r = 0; r < sequence.row_count; ++r) {
-      const int64_t seen = std::max<int64_t>(args.SeenEnd(sequence, r), 0);
+      const RowView view = ViewOf(args, sequence, r);
       for (int head = 0; head < args.num_qo_heads; ++head) {
-        AttendRow(args, contexts[static_cast<size_t>(head / group)], seen, sequence.first_row + r,
+        AttendRow(args, contexts[static_cast<size_t>(head / group)], view, sequence.first_row + r,
                   head, &out);
       }
     }

@@ -1,0 +1,261 @@
+// KV from and to the chunk store: who waits for it, what is taken from it, when it is given to it.
+//
+// A request that waits to be admitted is looked up once: what the prefix cache does not have is
+// asked for, and while it is on its way the request is held back and lets others pass. Whatever
+// comes of that, at the latest when its deadline passes, the request goes on: behind the chunks
+// that are there, or computing from where the prefix cache ends.
+//
+// What has been computed is put after each step, a bounded number of bytes, and the rest of a
+// sequence when it ends. KV from before the store was attached is put when its pages are about to
+// be given up, and by FlushStore.
+#include <algorithm>
+
+#include "base/check.h"
+#include "engine/engine_impl.h"
+
+namespace quire {
+namespace {
+
+// Of exports after a step: 20 ms at the 3 GB/s that exporting and sealing do on one core.
+constexpr int64_t kStoreBytesPerStep = int64_t{64} << 20;
+
+// A step that waits for a store and nothing else returns after this, so that others get in.
+constexpr int64_t kWaitNs = 50 * int64_t{1'000'000};
+
+// A request whose prefix was given up while the store brought what lies behind it is looked up
+// anew; one to which that happens again and again computes.
+constexpr int64_t kLookupsMax = 2;
+
+// Steps of fewer tokens are decodes, whose time is that of reading the weights.
+constexpr int64_t kSpeedTokensMin = 16;
+// Of the newest step in the mean: the speed of the last ten or so.
+constexpr double kSpeedWeight = 0.2;
+
+MissReason ReasonOf(StatusCode code) {
+  if (code == StatusCode::kCorrupt) return MissReason::kCorrupt;
+  if (code == StatusCode::kIncompatible) return MissReason::kIncompatible;
+  if (code == StatusCode::kNotFound) return MissReason::kExpired;
+  const bool no_room = code == StatusCode::kFull || code == StatusCode::kOutOfPages ||
+                       code == StatusCode::kOutOfMemory;
+  return no_room ? MissReason::kNoRoom : MissReason::kUnavailable;
+}
+
+}  // namespace
+
+int64_t CachedTokens::total() const {
+  int64_t sum = memory;
+  for (const int64_t tokens : tiers) sum += tokens;
+  return sum;
+}
+
+void EngineImpl::MeasureSpeed(int64_t tokens, int64_t ns) noexcept {
+  if (tokens < kSpeedTokensMin) return;
+  const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(tokens);
+  double& mean = counters_.compute_seconds_per_token;
+  mean = mean == 0 ? now : mean + kSpeedWeight * (now - mean);
+}
+
+// ---- Loading
+
+EngineImpl::Start EngineImpl::FindStart(const Request& request) const {
+  const Sample& leader = *request.leader();
+  const PrefixMatch match = FindPrefix(request, leader);
+  Start start{.from = match, .end = match.length};
+  const ChunkLoad* const load = request.load.get();
+  if (load == nullptr || load->begin() > match.length) return start;
+  const int64_t common = CommonPrefix(leader.tokens, load->tokens());
+  int64_t end = 0;
+  for (const ChunkLoad::Chunk& chunk : load->chunks()) {
+    if (chunk.end <= common) end = chunk.end;
+  }
+  if (end <= match.length) return start;
+  start.from.length = match.length / store_->chunk_tokens() * store_->chunk_tokens();
+  start.end = end;
+  return start;
+}
+
+void EngineImpl::StartLoads() {
+  if (store_ == nullptr) return;
+  const size_t count = std::min(waiting_.size(), static_cast<size_t>(kLoadsMax));
+  for (size_t i = 0; i < count; ++i) {
+    Request* const request = waiting_[i].get();
+    PollLoad(request);
+    request->held_back = StartLoad(request);
+  }
+}
+
+// Asks the store for a request unless it was asked. True if the request is to be held back.
+bool EngineImpl::StartLoad(Request* request) {
+  if (request->load != nullptr && !request->load->ended()) return true;
+  const Sample& leader = *request->leader();
+  const PrefixMatch match = FindPrefix(*request, leader);
+  if (request->load != nullptr && request->load->begin() > match.length) {
+    request->load = nullptr;
+    request->looked_up = request->lookups >= kLookupsMax;
+  }
+  if (request->looked_up || request->restarted) return false;
+  if (IsPrefixBeingLoaded(*request, match.length)) return true;
+  if (IsPrefixBeingComputed(*request, leader, match.length)) return false;
+  const bool tail = !request->answer_begun();
+  if (!store_->HasMore(static_cast<int64_t>(leader.tokens.size()), match.length, tail)) {
+    return false;
+  }
+  Result<std::unique_ptr<ChunkLoad>> load = store_->StartLoad(
+      request->space, leader.tokens, match.length, tail, counters_.compute_seconds_per_token);
+  request->looked_up = true;
+  ++request->lookups;
+  if (!load.ok()) {
+    request->miss = ReasonOf(load.status().code());
+    ++counters_.misses[static_cast<size_t>(request->miss)];
+    return false;
+  }
+  prefix_cache_.Touch(match.sequence_id);
+  request->load = *std::move(load);
+  return true;
+}
+
+// Whether the store is bringing more of this one's beginning for a request that comes in before it.
+bool EngineImpl::IsPrefixBeingLoaded(const Request& request, int64_t matched) const {
+  const std::vector<int32_t>& tokens = request.leader()->tokens;
+  for (const auto& other : waiting_) {
+    if (other.get() == &request) return false;
+    if (other->load == nullptr || other->space != request.space) continue;
+    const ChunkLoad& load = *other->load;
+    int64_t common = CommonPrefix(tokens, load.tokens());
+    if (load.ended()) common = std::min(common, load.end());
+    if (common - matched >= kLoadTokensMin) return true;
+  }
+  return false;
+}
+
+void EngineImpl::PollLoad(Request* request) {
+  if (request->load == nullptr || request->load->ended()) return;
+  request->load->Poll(store_->now_ns());
+  if (!request->load->ended()) return;
+  const ChunkLoad& load = *request->load;
+  request->miss = load.miss();
+  request->load_seconds += load.seconds();
+  ++counters_.loads;
+  ++counters_.misses[static_cast<size_t>(load.miss())];
+  counters_.load_seconds += load.seconds();
+}
+
+// Waits for the first load, if there is one. True if it has ended: there is something to decide.
+bool EngineImpl::AwaitLoad() {
+  const auto loads = [](const auto& request) {
+    return request->load != nullptr && !request->load->ended();
+  };
+  const auto first = std::find_if(waiting_.begin(), waiting_.end(), loads);
+  if (first == waiting_.end()) return false;
+  Request* const request = first->get();
+  request->load->Wait(store_->now_ns() + kWaitNs);
+  PollLoad(request);
+  return request->load->ended();
+}
+
+// Behind what was forked. A chunk that cannot be taken is as good as one that is not there.
+void EngineImpl::ImportChunks(Request* request, const Start& start) noexcept {
+  Sample& leader = *request->leader();
+  if (!request->admitted_before) request->cached.memory = leader.computed;
+  if (start.end == start.from.length) return;
+  for (const ChunkLoad::Chunk& chunk : request->load->chunks()) {
+    if (chunk.begin < leader.computed) continue;
+    if (chunk.end > start.end) break;
+    const Status status =
+        store_->Import(leader.sequence_id, request->space, request->load->tokens(), chunk);
+    if (!status.ok()) {
+      request->miss = ReasonOf(status.code());
+      ++counters_.misses[static_cast<size_t>(request->miss)];
+      break;
+    }
+    // The last token is computed, for the logits behind it.
+    const int64_t size = static_cast<int64_t>(leader.tokens.size());
+    const int64_t kept = std::min(chunk.end, size - 1) - chunk.begin;
+    leader.computed = chunk.end;
+    counters_.loaded_tokens[static_cast<size_t>(chunk.tier)] += kept;
+    if (!request->admitted_before) request->cached.tiers[static_cast<size_t>(chunk.tier)] += kept;
+  }
+  if (leader.pending() > 0) return;
+  if (cache_->PopN(leader.sequence_id, 1).ok()) {
+    --leader.computed;
+    return;
+  }
+  DropSequences(request);  // the allocator refused; removing needs no memory
+  if (!request->admitted_before) request->cached = {};
+}
+
+// The end of its waiting.
+void EngineImpl::NoteStart(Request* request) noexcept {
+  if (!request->admitted_before) {
+    counters_.prompt_tokens += request->prompt_tokens;
+    counters_.cached_tokens += request->cached.total();
+    request->admitted_before = true;
+  }
+  ForgetLoad(request);
+}
+
+void EngineImpl::ForgetLoad(Request* request) noexcept {
+  request->load = nullptr;
+  request->looked_up = false;
+  request->held_back = false;
+  request->lookups = 0;
+}
+
+// ---- Storing
+
+void EngineImpl::StoreComputed() noexcept {
+  if (store_ == nullptr) return;
+  int64_t bytes_left = kStoreBytesPerStep;
+  for (const auto& request : running_) {
+    for (Sample& sample : request->samples) {
+      if (!sample.has_sequence() || bytes_left <= 0) continue;
+      bytes_left -= StoreSample(*request, &sample, bytes_left);
+    }
+  }
+}
+
+int64_t EngineImpl::StoreSample(const Request& request, Sample* sample,
+                                int64_t bytes_max) noexcept {
+  if (store_ == nullptr) return 0;
+  const auto put = [&](int64_t length, bool tail, int64_t most) {
+    const auto tokens = std::span<const int32_t>(sample->tokens).first(static_cast<size_t>(length));
+    return store_->Export(sample->sequence_id, request.space, tokens, tail, most,
+                          counters_.compute_seconds_per_token, &sample->stored);
+  };
+  const bool has_prompt = sample->computed >= request.prompt_tokens;
+  const int64_t bytes = has_prompt ? put(request.prompt_tokens, true, bytes_max) : 0;
+  if (bytes >= bytes_max) return bytes;
+  return bytes + put(sample->computed, false, bytes_max - bytes);
+}
+
+void EngineImpl::StoreRetained(const PrefixCache::Retained& retained) noexcept {
+  const int64_t length = static_cast<int64_t>(retained.tokens.size());
+  if (length - retained.stored < store_->chunk_tokens()) return;
+  StoredPrefix stored;  // the keys begin at the first token; what is there is not wanted
+  store_->Export(retained.sequence_id, retained.space, retained.tokens, false, kNoLimit,
+                 counters_.compute_seconds_per_token, &stored);
+  retained.stored = stored.tokens;
+}
+
+// What the store refused before is offered again, twice: the second time its queue is empty.
+Status EngineImpl::StoreAll(int64_t until_ns) {
+  for (const bool is_last : {false, true}) {
+    const int64_t refused = store_->put_counts().refused;
+    for (const auto& request : running_) {
+      for (Sample& sample : request->samples) {
+        if (!sample.has_sequence()) continue;
+        sample.stored = {};
+        StoreSample(*request, &sample, kNoLimit);
+      }
+    }
+    prefix_cache_.ForEach([this](const PrefixCache::Retained& retained) {
+      retained.stored = 0;
+      StoreRetained(retained);
+    });
+    const Status status = store_->store().Flush(until_ns);
+    if (!status.ok() || is_last || store_->put_counts().refused == refused) return status;
+  }
+  return {};
+}
+
+}  // namespace quire

@@ -1,0 +1,545 @@
+// The engine over a chunk store: whatever the store brings, loses, damages or delays, answers are
+// those of the request alone, bit for bit, and nothing waits longer than its deadline. Time is
+// fake.
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <set>
+
+#include "engine/fake_chunk_store.h"
+#include "engine/test_server.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kMs = 1'000'000;
+constexpr size_t kDisk = static_cast<size_t>(TierKind::kDisk);
+
+class EngineStore : public testing::Test {
+ protected:
+  EngineStore() {
+    options_.chunk_tokens = 8;
+    options_.load_timeout_ms = 100;
+    options_.clock = clock_;
+    identity_.model = "fake";
+  }
+  ~EngineStore() override { EXPECT_EQ(store_->live_fetches, 0) << "a fetch that nobody ended"; }
+
+  std::unique_ptr<Server> Make(Sizes sizes = {}, bool attach = true) {
+    sizes.clock = clock_;
+    auto server = std::make_unique<Server>(sizes);
+    if (attach) Attach(server.get());
+    return server;
+  }
+  void Attach(Server* server) {
+    const Status attached = server->engine->AttachStore(store_, identity_, options_);
+    ASSERT_TRUE(attached.ok()) << attached.ToString();
+  }
+  static Tokens Text(int64_t count, uint64_t seed = 1) {
+    RandomSequence random(seed);
+    return RandomTokens(count, &random);
+  }
+  static SamplingOptions Greedy(int64_t max_tokens, const std::string& salt = "") {
+    return {.max_tokens = max_tokens, .logprobs = 0, .ignore_eos = true, .cache_salt = salt};
+  }
+  static Answer Cold(const Tokens& prompt, const SamplingOptions& options, bool long_rope = false) {
+    return Server({.prefix_cache = false, .long_rope = long_rope}).Generate(prompt, options);
+  }
+
+  std::shared_ptr<FakeClock> clock_ = std::make_shared<FakeClock>();
+  std::shared_ptr<FakeChunkStore> store_ = std::make_shared<FakeChunkStore>(clock_);
+  StoreUseOptions options_;
+  Passport identity_;
+};
+
+TEST_F(EngineStore, AnotherEngineStartsBehindWhatOneHasComputed) {
+  const Tokens prompt = Text(50);
+  const auto writer = Make();
+  const Answer first = writer->Generate(prompt, Greedy(20));
+  EXPECT_EQ(first.cached_tokens, 0);
+  EXPECT_EQ(first.miss, MissReason::kNotStored);
+  EXPECT_EQ(store_->puts.size(), 8U);  // of the 69 tokens whose KV was needed
+  EXPECT_EQ(writer->engine->Stats().stored_chunks, 8);
+  for (const int64_t page_size : {1, 4, 16}) {
+    const auto reader = Make({.page_size = page_size});
+    const Answer answer = reader->Generate(prompt, Greedy(20));
+    ExpectEqual(answer, first, "page size " + std::to_string(page_size));
+    EXPECT_EQ(answer.cached.tiers[kDisk], 48);
+    EXPECT_EQ(answer.cached.memory, 0);
+    EXPECT_EQ(answer.cached_tokens, 48);
+    EXPECT_EQ(answer.miss, MissReason::kNone);
+    const EngineStats stats = reader->engine->Stats();
+    EXPECT_EQ(stats.loaded_tokens[kDisk], 48);
+    EXPECT_EQ(stats.loads, 1);
+    EXPECT_EQ(stats.stored_chunks, 0) << "all of it was there";
+  }
+}
+
+TEST_F(EngineStore, ConversationsGoOnAcrossEngines) {
+  Tokens text = Text(30);
+  for (int turn = 0; turn < 6; ++turn) {
+    const Answer want = Cold(text, Greedy(15));
+    const auto server = Make({.chunk = 16});
+    const Answer answer = server->Generate(text, Greedy(15));
+    ExpectEqual(answer, want, "turn " + std::to_string(turn));
+    if (turn > 0) {
+      EXPECT_GE(answer.cached_tokens, static_cast<int64_t>(text.size()) - 5 - 8 - 1);
+    }
+    text.insert(text.end(), answer.tokens.begin(), answer.tokens.end());
+    const Tokens more = Text(4, 100 + static_cast<uint64_t>(turn));
+    text.insert(text.end(), more.begin(), more.end());
+  }
+}
+
+TEST_F(EngineStore, APromptThatComesAgainWordForWordIsFoundToItsEnd) {
+  options_.chunk_tokens = 32;
+  for (const int64_t length : {52, 64, 20}) {  // with a tail, without one, only a tail
+    SCOPED_TRACE(length);
+    const Tokens prompt = Text(length, static_cast<uint64_t>(length));
+    const Answer want = Make()->Generate(prompt, Greedy(3));
+    const Answer again = Make()->Generate(prompt, Greedy(3));
+    ExpectEqual(again, want, "again");
+    EXPECT_EQ(again.cached_tokens, length - 1) << "the last token is computed for its logits";
+    EXPECT_EQ(again.cached.tiers[kDisk], length - 1);
+  }
+  options_.tails = false;
+  const Answer without = Make()->Generate(Text(52, 52), Greedy(3));
+  EXPECT_EQ(without.cached_tokens, 32);
+}
+
+TEST_F(EngineStore, LooksOnlyForWhatMemoryDoesNotHave) {
+  const Tokens prompt = Text(60);
+  const Answer want = Make()->Generate(prompt, Greedy(2));
+  const auto server = Make();
+  server->Generate(Tokens(prompt.begin(), prompt.begin() + 20), Greedy(1));  // 20 in memory
+  store_->served.clear();
+  const Answer answer = server->Generate(prompt, Greedy(2));
+  ExpectEqual(answer, want, "from both");
+  EXPECT_EQ(answer.cached.memory, 16);  // up to a border of chunks
+  EXPECT_EQ(answer.cached.tiers[kDisk], 40);
+  EXPECT_EQ(store_->served.size(), 5U);
+  const int64_t fetches = store_->fetches;
+  const Answer warm = server->Generate(prompt, Greedy(2));
+  EXPECT_EQ(warm.cached.memory, 59);
+  EXPECT_EQ(store_->fetches, fetches) << "memory had all of it";
+}
+
+TEST_F(EngineStore, SaltsKeepTenantsApartInEveryTier) {
+  const Tokens prompt = Text(50);
+  const auto server = Make();
+  server->Generate(prompt, Greedy(4, "a"));
+  const Answer other = server->Generate(prompt, Greedy(4, "b"));
+  EXPECT_EQ(other.cached_tokens, 0) << "from memory";
+  const Answer none = server->Generate(prompt, Greedy(4));
+  EXPECT_EQ(none.cached_tokens, 0);
+  const Answer same = server->Generate(prompt, Greedy(4, "a"));
+  EXPECT_EQ(same.cached.memory, 49);
+  ExpectEqual(same, other, "the salt cannot be seen in the answer");
+
+  store_->chunks.clear();
+  Make()->Generate(prompt, Greedy(4, "a"));
+  EXPECT_EQ(Make()->Generate(prompt, Greedy(4, "b")).cached_tokens, 0) << "from the store";
+  EXPECT_EQ(Make()->Generate(prompt, Greedy(4, "a")).cached.tiers[kDisk], 48);
+}
+
+// Both at once: none waits for the other's prefix or forks from it.
+TEST_F(EngineStore, RunningRequestsOfAnotherSaltAreNoPrefix) {
+  const Tokens prompt = Text(50);
+  const Answer want = Cold(prompt, Greedy(6));
+  const auto server = Make();
+  server->Submit(prompt, Greedy(6, "a"));
+  ASSERT_TRUE(server->Step().ok());
+  server->Submit(prompt, Greedy(6, "b"));
+  server->Finish();
+  for (int64_t id = 0; id < 2; ++id) {
+    ExpectEqual(server->answers[{id, 0}], want, "request " + std::to_string(id));
+    EXPECT_EQ((server->answers[{id, 0}].cached_tokens), 0);
+  }
+}
+
+TEST_F(EngineStore, LongFactorsHaveChunksOfTheirOwn) {
+  const Tokens prompt = Text(30);
+  const Sizes sizes{.long_rope = true};
+  const Tokens shorter(prompt.begin(), prompt.begin() + 12);
+  options_.chunk_tokens = 4;
+  options_.tails = false;
+  const Answer want_long = Cold(prompt, Greedy(3), true);
+  Make(sizes)->Generate(prompt, Greedy(3));
+  const Answer again = Make(sizes)->Generate(prompt, Greedy(3));
+  ExpectEqual(again, want_long, "long factors");
+  EXPECT_EQ(again.cached_tokens, 28);
+  const size_t chunks = store_->chunks.size();
+  Make(sizes)->Generate(shorter, Greedy(3));  // the same tokens with the short factors
+  EXPECT_EQ(store_->chunks.size(), chunks + 3);
+}
+
+// ---- Waiting
+
+TEST_F(EngineStore, OthersGoOnWhileOneLoads) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  store_->chunk_ns = 10 * kMs;
+  const auto server = Make();
+  const Tokens other = Text(12, 7);
+  const Answer want_other = Cold(other, Greedy(5));
+  server->Submit(prompt, Greedy(5));
+  server->Submit(other, Greedy(5));  // too short to be looked for
+  const int64_t start_ns = clock_->SteadyNs();
+  while (server->answers[{1, 0}].reason == FinishReason::kNone) ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(clock_->SteadyNs(), start_ns) << "a step waited although there was something to do";
+  EXPECT_EQ(server->engine->Stats().loading, 1);
+  server->Finish();
+  ExpectEqual(server->answers[{0, 0}], want, "loaded");
+  ExpectEqual(server->answers[{1, 0}], want_other, "computed meanwhile");
+  EXPECT_EQ((server->answers[{0, 0}].cached_tokens), 48);
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 60 * kMs);
+  EXPECT_DOUBLE_EQ((server->answers[{0, 0}].load_seconds), 0.06);
+}
+
+TEST_F(EngineStore, AStoreThatIsSlowOrHangsCostsItsDeadlineAndNoMore) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  for (const bool hangs : {false, true}) {
+    SCOPED_TRACE(hangs);
+    store_->hangs = hangs;
+    store_->chunk_ns = 40 * kMs;
+    const auto server = Make();
+    const int64_t start_ns = clock_->SteadyNs();
+    const Answer answer = server->Generate(prompt, Greedy(5));
+    ExpectEqual(answer, want, "after the deadline");
+    EXPECT_EQ(clock_->SteadyNs() - start_ns, 100 * kMs);
+    EXPECT_EQ(answer.miss, MissReason::kTimeout);
+    EXPECT_EQ(answer.cached_tokens, hangs ? 0 : 16) << "what came in time is used";
+    EXPECT_EQ(server->engine->Stats().misses[static_cast<size_t>(MissReason::kTimeout)], 1);
+  }
+  EXPECT_EQ(store_->cancelled, 1) << "the one that hung";
+}
+
+// A step that waits for nothing but a store lets others in between.
+TEST_F(EngineStore, AStepWaitsASliceAtMost) {
+  const Tokens prompt = Text(50);
+  Make()->Generate(prompt, Greedy(1));
+  store_->hangs = true;
+  options_.load_timeout_ms = 10'000;
+  const auto server = Make();
+  const int64_t id = server->Submit(prompt, Greedy(1));
+  const int64_t start_ns = clock_->SteadyNs();
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_LE(clock_->SteadyNs() - start_ns, 50 * kMs);
+  EXPECT_FALSE(server->engine->Idle());
+  EXPECT_TRUE(server->engine->Cancel(id).ok());
+  server->engine->CheckInvariants();
+  EXPECT_EQ(store_->live_fetches, 0);
+  EXPECT_EQ(store_->cancelled, 1);
+  server->Finish();
+  EXPECT_EQ((server->answers[{id, 0}].reason), FinishReason::kCancelled);
+  EXPECT_TRUE(server->cache->Empty());
+}
+
+TEST_F(EngineStore, WhatOneRequestLoadsAnotherDoesNotLoadAgain) {
+  const Tokens prompt = Text(64);
+  Make()->Generate(prompt, Greedy(1));
+  store_->chunk_ns = 5 * kMs;
+  const auto server = Make();
+  std::vector<Answer> wants;
+  for (uint64_t i = 0; i < 4; ++i) {
+    Tokens text(prompt.begin(), prompt.begin() + 60);
+    text.push_back(static_cast<int32_t>(i));
+    wants.push_back(Cold(text, Greedy(3)));
+    server->Submit(text, Greedy(3));
+  }
+  store_->served.clear();
+  server->Finish();
+  for (int64_t id = 0; id < 4; ++id) {
+    ExpectEqual(server->answers[{id, 0}], wants[static_cast<size_t>(id)],
+                "request " + std::to_string(id));
+    EXPECT_GE((server->answers[{id, 0}].cached_tokens), 56);
+  }
+  EXPECT_EQ(store_->served.size(), 7U);
+  for (const auto& [key, count] : store_->served) EXPECT_EQ(count, 1);
+}
+
+TEST_F(EngineStore, GoesOnAloneWhenTheOneThatLoadedIsCancelled) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(3));
+  store_->chunk_ns = 20 * kMs;  // more than a step waits
+  options_.load_timeout_ms = 1000;
+  const auto server = Make();
+  const int64_t first = server->Submit(prompt, Greedy(3));
+  const int64_t second = server->Submit(prompt, Greedy(3));
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(store_->live_fetches, 1);
+  ASSERT_TRUE(server->engine->Cancel(first).ok());
+  server->Finish();
+  ExpectEqual(server->answers[{second, 0}], want, "the second one");
+  EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
+}
+
+// ---- Failures of the store
+
+TEST_F(EngineStore, ADamagedChunkIsAMiss) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  int64_t asked = 0;
+  store_->is_damaged = [&] { return asked++ == 3; };
+  const auto server = Make();
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "three chunks were sound");
+  EXPECT_EQ(answer.cached_tokens, 24);
+  EXPECT_EQ(answer.miss, MissReason::kCorrupt);
+}
+
+TEST_F(EngineStore, ErrorsOfTheStoreAreMisses) {
+  const Tokens prompt = Text(50);
+  const Answer want = Cold(prompt, Greedy(5));
+  store_->put_fault = [] { return Status(StatusCode::kFull, "injected"); };
+  const auto writer = Make();
+  ExpectEqual(writer->Generate(prompt, Greedy(5)), want, "full");
+  EXPECT_EQ(writer->engine->Stats().refused_chunks, 6);
+  store_->put_fault = nullptr;
+  Make()->Generate(prompt, Greedy(5));
+  for (const StatusCode code : {StatusCode::kFull, StatusCode::kClosed, StatusCode::kOutOfMemory}) {
+    store_->fetch_fault = [&] { return Status(code, "injected"); };
+    const Answer answer = Make()->Generate(prompt, Greedy(5));
+    ExpectEqual(answer, want, "no fetch");
+    EXPECT_EQ(answer.miss,
+              code == StatusCode::kClosed ? MissReason::kUnavailable : MissReason::kNoRoom);
+  }
+}
+
+// ---- Storing
+
+TEST_F(EngineStore, WhatIsPutAfterAStepIsBoundedAndTheRestFollows) {
+  const auto server = Make({.chunk = 200});
+  server->Submit(Text(160), Greedy(3));
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(store_->puts.size(), 20U);  // 20 chunks of 1 KiB are far below the bound
+}
+
+TEST_F(EngineStore, KVFromBeforeTheStoreIsPutWhenItIsGivenUp) {
+  const Tokens prompt = Text(60);
+  const auto server = Make({.pages = 32}, false);
+  const Answer want = server->Generate(prompt, Greedy(4));
+  Attach(server.get());
+  EXPECT_EQ(store_->puts.size(), 0U);
+  server->Generate(Text(80, 5), Greedy(40));  // needs its pages
+  EXPECT_GT(server->engine->Stats().stored_chunks, 7);
+  const Answer again = server->Generate(prompt, Greedy(4));
+  ExpectEqual(again, want, "again");
+  EXPECT_GE(again.cached_tokens, 56);
+  EXPECT_GT(again.cached.tiers[kDisk], 0);
+}
+
+TEST_F(EngineStore, FlushPutsAllThatIsInMemory) {
+  const Tokens prompt = Text(60);
+  const auto server = Make({}, false);
+  EXPECT_TRUE(server->engine->FlushStore(10).ok());
+  server->Generate(prompt, Greedy(4));
+  server->Submit(Text(40, 9), Greedy(20));
+  ASSERT_TRUE(server->Step().ok());
+  ASSERT_TRUE(server->Step().ok());
+  Attach(server.get());
+  int64_t refusals = 3;  // what a full queue refuses is offered again
+  store_->put_fault = [&] {
+    return refusals-- > 0 ? Status(StatusCode::kFull, "injected") : Status();
+  };
+  EXPECT_TRUE(server->engine->FlushStore(1000).ok());
+  EXPECT_EQ(store_->flushes, 2);
+  EXPECT_EQ(store_->chunks.size(), 7U + 5U);
+  server->Finish();
+  EXPECT_EQ(server->engine->FlushStore(-1).code(), StatusCode::kBadArgument);
+}
+
+TEST_F(EngineStore, AReaderPutsNothing) {
+  options_.write = false;
+  const auto server = Make();
+  server->Generate(Text(50), Greedy(5));
+  EXPECT_TRUE(server->engine->FlushStore(0).ok());
+  EXPECT_TRUE(store_->puts.empty());
+}
+
+TEST_F(EngineStore, WithoutAPrefixCacheChunksComeAndGoAsWell) {
+  const Tokens prompt = Text(50);
+  const Sizes sizes{.chunk = 16, .prefix_cache = false};
+  const Answer want = Make(sizes)->Generate(prompt, Greedy(5));
+  const auto server = Make(sizes);
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "again");
+  EXPECT_EQ(answer.cached_tokens, 48);
+  EXPECT_TRUE(server->cache->Empty());
+}
+
+TEST_F(EngineStore, TheStoreHearsHowFastPromptsAreComputed) {
+  const auto server = Make();
+  server->model->fault = [&](std::span<const int32_t> tokens) {
+    clock_->Advance(static_cast<int64_t>(tokens.size()) * 2000);
+    return Status();
+  };
+  server->Generate(Text(50), Greedy(2));
+  EXPECT_EQ(store_->compute_seconds_per_token, 0) << "not measured yet";
+  server->Generate(Text(50, 2), Greedy(2));
+  EXPECT_NEAR(store_->compute_seconds_per_token, 2e-6, 1e-9);
+  EXPECT_NEAR(server->engine->Stats().compute_seconds_per_token, 2e-6, 1e-9);
+  options_.load_always = true;
+  const auto eager = Make();
+  eager->model->fault = server->model->fault;
+  eager->Generate(Text(50, 3), Greedy(2));
+  eager->Generate(Text(50, 4), Greedy(2));
+  EXPECT_EQ(store_->compute_seconds_per_token, 0);
+}
+
+TEST_F(EngineStore, SaysWhatIsWrongWithItsArguments) {
+  const auto server = Make({}, false);
+  const auto attach = [&](std::shared_ptr<ChunkStore> store, const StoreUseOptions& options) {
+    return server->engine->AttachStore(std::move(store), identity_, options);
+  };
+  EXPECT_EQ(attach(nullptr, options_).code(), StatusCode::kBadArgument);
+  StoreUseOptions bad = options_;
+  bad.chunk_tokens = -1;
+  EXPECT_EQ(attach(store_, bad).code(), StatusCode::kBadArgument);
+  bad = options_;
+  bad.load_timeout_ms = 0;
+  const Status status = attach(store_, bad);
+  EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+  EXPECT_NE(status.ToString().find("load_timeout_ms is 0"), std::string::npos);
+  EXPECT_TRUE(attach(store_, options_).ok());
+  EXPECT_EQ(attach(store_, options_).code(), StatusCode::kBadState);
+}
+
+// ---- Everything at once
+
+// Two engines with few pages share a store that is slow, loses, damages and refuses; requests are
+// cancelled and preempted, and the engines are replaced by new ones.
+TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
+  std::vector<Job> jobs = RandomJobs(20, 31);
+  int64_t needed = 0;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    jobs[i].options.cache_salt = std::string(i % 3, 's');
+    needed = std::max(needed, PagesForRequest(static_cast<int64_t>(jobs[i].prompt.size()),
+                                              jobs[i].options.max_tokens, jobs[i].options.n, 4));
+  }
+  const Answers want = Alone(jobs);
+  int64_t loaded = 0;
+  int64_t preemptions = 0;
+  int64_t corrupt = 0;
+  int64_t timeouts = 0;
+  for (uint64_t seed = 0; seed < 24; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    RandomSequence random(seed, 5);
+    store_->chunks.clear();
+    store_->chunk_ns = random.Below(3) * 10 * kMs;
+    store_->is_damaged = [&] { return random.Below(20) == 0; };
+    store_->fetch_fault = [&] {
+      return random.Below(15) == 0 ? Status(StatusCode::kFull, "injected") : Status();
+    };
+    store_->put_fault = [&] {
+      return random.Below(10) == 0 ? Status(StatusCode::kFull, "injected") : Status();
+    };
+    options_.chunk_tokens = 1 + random.Below(12);
+    options_.tails = random.Below(2) == 0;
+    const Sizes sizes{.pages = needed + random.Below(12),
+                      .chunk = 4 + random.Below(40),
+                      .prefix_cache = random.Below(4) != 0};
+    for (int generation = 0; generation < 2; ++generation) {
+      const std::unique_ptr<Server> servers[] = {Make(sizes), Make(sizes)};
+      std::vector<size_t> job_of[2];
+      for (int moves = 0;; ++moves) {
+        ASSERT_LT(moves, 50'000) << "no progress";
+        const int64_t which = random.Below(2);
+        Server& server = *servers[which];
+        std::vector<size_t>& ids = job_of[which];
+        const int64_t move = random.Below(12);
+        const bool all_in = ids.size() >= jobs.size();
+        if (all_in && server.engine->Idle() && servers[1 - which]->engine->Idle() &&
+            job_of[1 - which].size() >= jobs.size()) {
+          break;
+        }
+        if (move < 3 && !all_in) {
+          ids.push_back(static_cast<size_t>(random.Below(static_cast<int64_t>(jobs.size()))));
+          const Job& job = jobs[ids.back()];
+          ASSERT_EQ(server.Submit(job.prompt, job.options), static_cast<int64_t>(ids.size()) - 1);
+        } else if (move == 3 && !ids.empty() && random.Below(6) == 0) {
+          const Status status =
+              server.engine->Cancel(random.Below(static_cast<int64_t>(ids.size())));
+          EXPECT_TRUE(status.ok() || status.code() == StatusCode::kUnknownSequence);
+          server.engine->CheckInvariants();
+        } else if (move == 4) {
+          clock_->Advance(random.Below(20) * kMs);
+        } else {
+          const Status status = server.Step();
+          ASSERT_TRUE(status.ok()) << status.ToString();
+        }
+      }
+      for (int which = 0; which < 2; ++which) {
+        for (auto& [key, got] : servers[which]->answers) {
+          if (got.reason == FinishReason::kCancelled) continue;
+          const auto job = static_cast<int64_t>(job_of[which][static_cast<size_t>(key.first)]);
+          ExpectEqual(got, want.at({job, key.second}), "job " + std::to_string(job));
+        }
+        const EngineStats stats = servers[which]->engine->Stats();
+        EXPECT_EQ(stats.pages_in_use, stats.retained_pages);
+        loaded += std::accumulate(stats.loaded_tokens.begin(), stats.loaded_tokens.end(), 0L);
+        preemptions += stats.preemptions;
+        corrupt += stats.misses[static_cast<size_t>(MissReason::kCorrupt)];
+        timeouts += stats.misses[static_cast<size_t>(MissReason::kTimeout)];
+      }
+      ASSERT_FALSE(HasFailure());
+    }
+  }
+  EXPECT_GT(loaded, 2000);
+  EXPECT_GT(preemptions, 20);
+  EXPECT_GT(corrupt, 10);
+  EXPECT_GT(timeouts, 10);
+}
+
+// Every call to cache, model and store fails once while chunks are loaded and stored.
+TEST_F(EngineStore, RecoversFromAnErrorAtEveryCall) {
+  std::vector<Job> jobs = RandomJobs(6, 20);
+  for (Job& job : jobs) job.prompt.insert(job.prompt.begin(), 40, 9);
+  const Answers want = Alone(jobs);
+  options_.chunk_tokens = 5;
+  {
+    const auto writer = Make();
+    for (const Job& job : jobs) writer->Submit(job.prompt, job.options);
+    writer->Finish();
+  }
+  const auto full = store_->chunks;
+  for (const StatusCode code : {StatusCode::kOutOfMemory, StatusCode::kOutOfPages}) {
+    for (int64_t fail_at = 0;; fail_at += 1 + fail_at / 20) {
+      store_->chunks = full;
+      const auto server = Make({.pages = 60, .chunk = 16});
+      int64_t calls = 0;
+      const auto fault = [&](std::string_view call) {
+        if (call == "PopN" && code == StatusCode::kOutOfPages) return Status();
+        return calls++ == fail_at ? Status(code, "injected") : Status();
+      };
+      server->cache->fault = fault;
+      server->model->fault = [&](std::span<const int32_t>) { return fault("Forward"); };
+      store_->fetch_fault = [&] { return fault("Fetch"); };
+      store_->put_fault = [&] { return fault("Put"); };
+      for (const Job& job : jobs) server->Submit(job.prompt, job.options);
+      for (int step = 0; !server->engine->Idle() && step < 5000; ++step) {
+        const Status status = server->Step();
+        EXPECT_TRUE(status.ok() || status.code() == code) << status.ToString();
+      }
+      ASSERT_TRUE(server->engine->Idle()) << "call " << fail_at;
+      std::set<int64_t> failed;
+      for (const auto& [key, answer] : want) {
+        const Answer& got = server->answers[key];
+        if (got.reason == FinishReason::kError) {
+          failed.insert(key.first);
+          EXPECT_NE(got.error.find("injected"), std::string::npos) << got.error;
+        } else {
+          ExpectEqual(got, answer, "call " + std::to_string(fail_at));
+        }
+      }
+      EXPECT_LE(failed.size(), 1U) << "call " << fail_at;
+      store_->fetch_fault = nullptr;
+      store_->put_fault = nullptr;
+      if (calls <= fail_at) break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,201 @@
+// Test only: a chunk store in memory whose time is a FakeClock: whoever waits for it makes time
+// pass. It can be slow, hang, lose, damage and refuse.
+#ifndef QUIRE_ENGINE_FAKE_CHUNK_STORE_H_
+#define QUIRE_ENGINE_FAKE_CHUNK_STORE_H_
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/fake_clock.h"
+#include "quire/chunk_store.h"
+
+namespace quire {
+
+class FakeChunkStore final : public ChunkStore {
+ public:
+  explicit FakeChunkStore(std::shared_ptr<FakeClock> clock) : clock_(std::move(clock)) {}
+
+  // ---- The script.
+  int64_t chunk_ns = 0;    // that each chunk of a fetch takes, one after another
+  bool hangs = false;      // fetches are never done, not even when their deadline has passed
+  bool read_only = false;  // nothing is wanted
+  TierKind tier = TierKind::kDisk;
+  std::function<Status()> fetch_fault;  // asked by each Fetch
+  std::function<Status()> put_fault;
+  std::function<bool()>
+      is_damaged;  // asked for each chunk when it is fetched; one byte differs then
+  double compute_seconds_per_token = -1;  // of the last fetch
+
+  // ---- What happened.
+  int64_t fetches = 0;
+  int64_t live_fetches = 0;
+  int64_t cancelled = 0;  // fetches that were not done
+  int64_t flushes = 0;
+  std::map<ChunkKey, int64_t> served;  // by key: how often it was given to a fetch
+  std::vector<ChunkKey> puts;          // in order
+  std::map<ChunkKey, std::shared_ptr<const StoredChunk>> chunks;
+
+  class Fetched final : public ChunkFetch {
+   public:
+    Fetched(FakeChunkStore* store, const FetchRequest& request) : store_(store) {
+      ++store_->fetches;
+      ++store_->live_fetches;
+      start_ns_ = store_->clock_->SteadyNs();
+      deadline_ns_ = request.deadline_ns;
+      const std::vector<ChunkKey> chain =
+          request.keys->Chain(request.tokens, request.block_tokens, request.tail);
+      wanted_ = static_cast<int64_t>(chain.size()) - request.first_chunk;
+      for (size_t i = static_cast<size_t>(request.first_chunk); i < chain.size(); ++i) {
+        const auto found = store_->chunks.find(chain[i]);
+        if (found == store_->chunks.end()) break;
+        ++store_->served[chain[i]];
+        const bool damaged = store_->is_damaged && store_->is_damaged();
+        chunks_.push_back(damaged ? Damaged(*found->second) : found->second);
+      }
+    }
+    ~Fetched() override { --store_->live_fetches; }
+
+    int64_t chunk_count() const override { return wanted_; }
+    bool located() const override { return true; }
+    int64_t found() const override { return static_cast<int64_t>(chunks_.size()); }
+    int64_t ready() const override {
+      if (store_->hangs) return 0;
+      const int64_t now_ns = std::min(Now(), deadline_ns_);
+      if (store_->chunk_ns == 0) return found();
+      return std::min(found(), (now_ns - start_ns_) / store_->chunk_ns);
+    }
+    bool done() const override {
+      if (store_->hangs) return false;
+      return cancelled_ || ready() == found() || Now() >= deadline_ns_;
+    }
+    bool Wait(int64_t until_ns) override {
+      if (!done()) {
+        const int64_t end_ns = start_ns_ + found() * store_->chunk_ns;
+        const int64_t over_ns = store_->hangs ? until_ns : std::min(end_ns, until_ns);
+        store_->clock_->Advance(std::max<int64_t>(0, over_ns - Now()));
+      }
+      return done();
+    }
+    Status WaitLayer(int64_t, int64_t until_ns) override {
+      return Wait(until_ns) ? Status() : Status(StatusCode::kTimeout, "fake");
+    }
+    std::shared_ptr<const StoredChunk> chunk(int64_t i) const override {
+      QUIRE_CHECK(i < ready());
+      return chunks_[static_cast<size_t>(i)];
+    }
+    TierKind tier(int64_t) const override { return store_->tier; }
+    MissReason miss() const override {
+      QUIRE_CHECK(done());
+      if (ready() == wanted_) return MissReason::kNone;
+      return ready() == found() ? MissReason::kNotStored : MissReason::kTimeout;
+    }
+    void Cancel() noexcept override {
+      if (!done()) ++store_->cancelled;
+      cancelled_ = true;
+    }
+
+   private:
+    int64_t Now() const { return store_->clock_->SteadyNs(); }
+    static std::shared_ptr<const StoredChunk> Damaged(const StoredChunk& sound) {
+      ChunkBuffer bytes(static_cast<int64_t>(sound.bytes().size()));
+      std::memcpy(bytes.bytes().data(), sound.bytes().data(), sound.bytes().size());
+      const Section& last = sound.header().sections.back();
+      bytes.bytes()[static_cast<size_t>(last.offset)] ^= std::byte{1};
+      return std::make_shared<StoredChunk>(sound.header(), std::move(bytes));
+    }
+
+    FakeChunkStore* store_;
+    int64_t start_ns_ = 0;
+    int64_t deadline_ns_ = 0;
+    int64_t wanted_ = 0;
+    bool cancelled_ = false;
+    std::vector<std::shared_ptr<const StoredChunk>> chunks_;
+  };
+
+  class Done final : public ChunkPut {
+   public:
+    bool done() const override { return true; }
+    bool Wait(int64_t) override { return true; }
+    Status status() const override { return {}; }
+  };
+
+  Status AddPassport(const Passport& passport) override { return passport.ToJson().status(); }
+  Result<std::shared_ptr<ChunkFetch>> Fetch(const FetchRequest& request) override {
+    compute_seconds_per_token = request.compute_seconds_per_token;
+    if (fetch_fault) QUIRE_RETURN_IF_ERROR(fetch_fault());
+    return std::shared_ptr<ChunkFetch>(std::make_shared<Fetched>(this, request));
+  }
+  int64_t KnownPrefix(const KeySpace&, std::span<const ChunkKey> chain) override {
+    const auto missing = [&](const ChunkKey& key) { return !chunks.contains(key); };
+    return std::find_if(chain.begin(), chain.end(), missing) - chain.begin();
+  }
+  Result<std::shared_ptr<ChunkFetch>> Prefetch(const FetchRequest& request) override {
+    return Fetch(request);
+  }
+  std::vector<bool> Wanted(const KeySpace&, std::span<const ChunkKey> chain) override {
+    std::vector<bool> wanted;
+    for (const ChunkKey& key : chain) wanted.push_back(!read_only && !chunks.contains(key));
+    return wanted;
+  }
+  // Takes sound chunks of the space only.
+  Result<std::shared_ptr<ChunkPut>> Put(const KeySpace& keys, ChunkBuffer sealed,
+                                        const PutOptions&) override {
+    if (put_fault) QUIRE_RETURN_IF_ERROR(put_fault());
+    const Result<int64_t> size = ChunkHeaderBytes(sealed.bytes(), {});
+    QUIRE_CHECK(size.ok());
+    Result<ChunkHeader> header =
+        DecodeChunkHeader(sealed.bytes().first(static_cast<size_t>(*size)), {});
+    QUIRE_CHECK(header.ok()) << header.status().ToString();
+    const ChunkKey key = header->key;
+    QUIRE_CHECK(keys.Next({.digest = header->context}, header->tokens) == key);
+    const Result<ChunkView> view = ChunkView::Open(
+        sealed.bytes(), {.key = key, .fingerprint = keys.fingerprint()}, ChunkLimits{});
+    QUIRE_CHECK(view.ok()) << view.status().ToString();
+    QUIRE_CHECK(view->CheckAll().ok());
+    puts.push_back(key);
+    chunks[key] = std::make_shared<StoredChunk>(*std::move(header), std::move(sealed));
+    return std::shared_ptr<ChunkPut>(std::make_shared<Done>());
+  }
+
+  int64_t Pin(const KeySpace&, std::span<const ChunkKey>) override { return 0; }
+  void Unpin(const KeySpace&, std::span<const ChunkKey>) override {}
+  void Touch(const KeySpace&, std::span<const ChunkKey>) override {}
+  Status SetTtl(const KeySpace&, std::span<const ChunkKey>, int64_t) override { return {}; }
+  Status SetQuota(const KeySpace&, const ChunkQuota&) override { return {}; }
+  Result<int64_t> Remove(const KeySpace&, std::span<const ChunkKey> keys) override {
+    int64_t count = 0;
+    for (const ChunkKey& key : keys) count += static_cast<int64_t>(chunks.erase(key));
+    return count;
+  }
+  Result<int64_t> Clear(const KeySpace&) override {
+    return static_cast<int64_t>(std::exchange(chunks, {}).size());
+  }
+  Result<std::vector<ChunkListing>> List(TierKind) override { return std::vector<ChunkListing>(); }
+  Result<std::shared_ptr<const StoredChunk>> Get(TierKind, const ChunkKey& key) override {
+    const auto found = chunks.find(key);
+    if (found == chunks.end()) return Status(StatusCode::kNotFound, "fake");
+    return found->second;
+  }
+  Result<int64_t> Verify(TierKind) override { return int64_t{0}; }
+  Result<int64_t> CollectGarbage(TierKind) override { return int64_t{0}; }
+  Status Flush(int64_t) override {
+    ++flushes;
+    return {};
+  }
+  void Close() noexcept override {}
+  ChunkStoreStatistics Statistics() const override { return {}; }
+  std::vector<ChunkEvent> TakeEvents() override { return {}; }
+
+ private:
+  std::shared_ptr<FakeClock> clock_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_FAKE_CHUNK_STORE_H_

@@ -1,0 +1,216 @@
+#include "engine/store_link.h"
+
+#include <algorithm>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "base/guard.h"
+#include "quire/kv_export.h"
+
+namespace quire {
+namespace {
+
+// Sections lie on pages of 4096 bytes, so that a file of the chunk can be read around the system's
+// page cache. With real models the padding is less than a thousandth.
+constexpr int64_t kAlignment = 4096;
+
+constexpr int64_t kChunkTokens = 256;
+constexpr int64_t kSmallChunkTokens = 1024;
+// A chunk below this is more header, system calls and round trips than KV.
+constexpr int64_t kChunkBytesMin = int64_t{1} << 20;
+
+int64_t BytesPerToken(const AttentionKVCache& cache) {
+  int64_t bytes = 0;
+  for (const AttentionLayerSpec& layer : cache.options().layers) {
+    bytes += layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * DTypeBytes(layer.dtype);
+  }
+  return bytes;
+}
+
+int64_t DefaultChunkTokens(const AttentionKVCache& cache) {
+  return kChunkTokens * BytesPerToken(cache) < kChunkBytesMin ? kSmallChunkTokens : kChunkTokens;
+}
+
+Status OutOfRange(const char* field, int64_t value, const char* range) {
+  return Status(StatusCode::kBadArgument, std::string("StoreUseOptions::") + field + " is " +
+                                              std::to_string(value) + "; it must be " + range);
+}
+
+}  // namespace
+
+StoreLink::StoreLink(std::shared_ptr<ChunkStore> store, AttentionKVCache* cache,
+                     const StoreUseOptions& options, int64_t chunk_tokens)
+    : store_(std::move(store)),
+      cache_(cache),
+      options_(options),
+      clock_(options.clock ? options.clock : MachineTime()),
+      chunk_tokens_(chunk_tokens) {}
+
+Result<std::unique_ptr<StoreLink>> StoreLink::Create(std::shared_ptr<ChunkStore> store,
+                                                     AttentionKVCache* cache,
+                                                     const Passport& identity,
+                                                     const StoreUseOptions& options,
+                                                     bool long_rope) {
+  // A header holds the ids of its tokens, and ChunkLimits bounds their number.
+  constexpr int64_t kChunkTokensMax = 65536;
+  constexpr int64_t kLoadTimeoutMsMax = 24 * 3600 * int64_t{1000};
+  if (store == nullptr) {
+    return Status(StatusCode::kBadArgument, "Engine::AttachStore: the store is null");
+  }
+  if (options.chunk_tokens < 0 || options.chunk_tokens > kChunkTokensMax) {
+    return OutOfRange("chunk_tokens", options.chunk_tokens, "in [0, 65536] (0 = by the model)");
+  }
+  if (options.load_timeout_ms < 1 || options.load_timeout_ms > kLoadTimeoutMsMax) {
+    return OutOfRange("load_timeout_ms", options.load_timeout_ms, "at least 1 and at most a day");
+  }
+  const int64_t chunk_tokens =
+      options.chunk_tokens > 0 ? options.chunk_tokens : DefaultChunkTokens(*cache);
+  auto link =
+      std::unique_ptr<StoreLink>(new StoreLink(std::move(store), cache, options, chunk_tokens));
+  QUIRE_RETURN_IF_ERROR(link->AddKind(identity, false));
+  if (long_rope) QUIRE_RETURN_IF_ERROR(link->AddKind(identity, true));
+  return link;
+}
+
+Status StoreLink::AddKind(const Passport& identity, bool long_rope) {
+  KeyKind& kind = kinds_[long_rope ? 1 : 0];
+  QUIRE_ASSIGN_OR_RETURN(kind.passport, CachePassport(*cache_, identity, long_rope));
+  kind.passport.block_tokens = chunk_tokens_;
+  QUIRE_ASSIGN_OR_RETURN(kind.fingerprint, kind.passport.Fingerprint());
+  kind.limits = ChunkLimits::Of(kind.passport);
+  return store_->AddPassport(kind.passport);
+}
+
+int64_t StoreLink::ChunksEnd(int64_t length, bool tail) const {
+  const int64_t in_tail = length % chunk_tokens_;
+  const bool has_tail = tail && options_.tails && in_tail >= kLoadTokensMin;
+  return has_tail ? length : length - in_tail;
+}
+
+bool StoreLink::HasMore(int64_t length, int64_t held, bool tail) const {
+  return ChunksEnd(length, tail) - held >= kLoadTokensMin;
+}
+
+Result<std::unique_ptr<ChunkLoad>> StoreLink::StartLoad(const PrefixSpace& space,
+                                                        std::span<const int32_t> tokens,
+                                                        int64_t held, bool tail,
+                                                        double compute_seconds_per_token) {
+  const KeySpace keys(KindOf(space).fingerprint, space.salt);
+  const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), tail);
+  const bool asks_tail = end % chunk_tokens_ != 0;
+  const auto wanted = tokens.first(static_cast<size_t>(end));
+  std::vector<ChunkKey> chain = keys.Chain(wanted, chunk_tokens_, asks_tail);
+  const int64_t first_chunk = held / chunk_tokens_;
+  chain.erase(chain.begin(), chain.begin() + first_chunk);
+  const int64_t start_ns = clock_->SteadyNs();
+  const int64_t deadline_ns = start_ns + options_.load_timeout_ms * 1'000'000;
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<ChunkFetch> fetch,
+                         store_->Fetch({.keys = &keys,
+                                        .tokens = wanted,
+                                        .block_tokens = chunk_tokens_,
+                                        .tail = asks_tail,
+                                        .first_chunk = first_chunk,
+                                        .deadline_ns = deadline_ns,
+                                        .compute_seconds_per_token =
+                                            options_.load_always ? 0 : compute_seconds_per_token}));
+  return std::make_unique<ChunkLoad>(std::move(fetch), std::move(chain),
+                                     std::vector<int32_t>(wanted.begin(), wanted.end()),
+                                     chunk_tokens_, first_chunk, start_ns, deadline_ns);
+}
+
+Status StoreLink::Import(int64_t sequence_id, const PrefixSpace& space,
+                         std::span<const int32_t> tokens, const ChunkLoad::Chunk& chunk) {
+  return GuardEntry([&]() -> Status {
+    const KeyKind& kind = KindOf(space);
+    const auto part = tokens.subspan(static_cast<size_t>(chunk.begin),
+                                     static_cast<size_t>(chunk.end - chunk.begin));
+    QUIRE_ASSIGN_OR_RETURN(const ChunkView view, chunk.stored->View(
+                                                     {
+                                                         .key = chunk.key,
+                                                         .fingerprint = kind.fingerprint,
+                                                         .now_ms = clock_->WallMs(),
+                                                         .tokens = part,
+                                                     },
+                                                     kind.limits));
+    return ImportChunks(*cache_, sequence_id, std::span(&view, 1));
+  });
+}
+
+int64_t StoreLink::Export(int64_t sequence_id, const PrefixSpace& space,
+                          std::span<const int32_t> tokens, bool tail, int64_t bytes_max,
+                          double compute_seconds_per_token, StoredPrefix* stored) noexcept {
+  if (!options_.write) return 0;
+  const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), tail && !stored->tail);
+  if (end <= stored->tokens) return 0;
+  try {
+    return ExportUntil(sequence_id, space, tokens.first(static_cast<size_t>(end)), bytes_max,
+                       compute_seconds_per_token, stored);
+  } catch (const std::bad_alloc&) {  // storing is a favour
+    ++put_counts_.refused;
+    return 0;
+  }
+}
+
+// `tokens` end where the last chunk ends.
+int64_t StoreLink::ExportUntil(int64_t sequence_id, const PrefixSpace& space,
+                               std::span<const int32_t> tokens, int64_t bytes_max,
+                               double compute_seconds_per_token, StoredPrefix* stored) {
+  const KeyKind& kind = KindOf(space);
+  const KeySpace keys(kind.fingerprint, space.salt);
+  const auto part_at = [&](int64_t start) {
+    const auto rest = tokens.subspan(static_cast<size_t>(start));
+    return rest.first(std::min(rest.size(), static_cast<size_t>(chunk_tokens_)));
+  };
+  const int64_t end = static_cast<int64_t>(tokens.size());
+  std::vector<ChunkKey> names;  // of the chunks behind `stored`
+  ChunkKey previous = stored->tokens == 0 ? keys.root() : stored->key;
+  for (int64_t start = stored->tokens; start < end; start += chunk_tokens_) {
+    names.push_back(keys.Next(names.empty() ? previous : names.back(), part_at(start)));
+  }
+  const std::vector<bool> wanted = store_->Wanted(keys, names);
+  int64_t bytes = 0;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (wanted[i] && bytes >= bytes_max) break;
+    const int64_t start = stored->tokens;
+    const auto part = part_at(start);
+    if (wanted[i]) {
+      ChunkFields fields = NextFields(kind.passport, keys, previous, start, part);
+      bytes += ExportOne(sequence_id, keys, start, std::move(fields), kind.limits,
+                         compute_seconds_per_token);
+    }
+    if (static_cast<int64_t>(part.size()) < chunk_tokens_) {
+      stored->tail = true;  // the chain goes on behind the chunk before it
+      break;
+    }
+    previous = names[i];
+    stored->tokens = start + chunk_tokens_;
+    stored->key = names[i];
+  }
+  return bytes;
+}
+
+int64_t StoreLink::ExportOne(int64_t sequence_id, const KeySpace& keys, int64_t start,
+                             ChunkFields fields, const ChunkLimits& limits,
+                             double compute_seconds_per_token) {
+  const auto count = static_cast<double>(fields.tokens.size());
+  fields.created_ms = clock_->WallMs();
+  Result<ChunkBuffer> sealed =
+      ExportChunk(*cache_, sequence_id, start, std::move(fields),
+                  {.alignment = kAlignment, .mac_key = options_.mac_key, .limits = limits});
+  const int64_t bytes = sealed.ok() ? static_cast<int64_t>(sealed->bytes().size()) : 0;
+  const bool is_put =
+      sealed.ok() &&
+      store_
+          ->Put(keys, *std::move(sealed), {.recompute_seconds = count * compute_seconds_per_token})
+          .ok();
+  if (!is_put) {
+    ++put_counts_.refused;
+    return 0;
+  }
+  ++put_counts_.chunks;
+  put_counts_.bytes += bytes;
+  return bytes;
+}
+
+}  // namespace quire

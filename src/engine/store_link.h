@@ -1,0 +1,98 @@
+// What the engine knows of the chunk store that it is attached to: names of chunks, and the ways of
+// KV between the cache's sequences and the store. It decides nothing; engine_store.cc does.
+#ifndef QUIRE_ENGINE_STORE_LINK_H_
+#define QUIRE_ENGINE_STORE_LINK_H_
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+
+#include "engine/chunk_load.h"
+#include "engine/prefix_cache.h"
+#include "quire/attention_kv_cache.h"
+#include "quire/chunk_store.h"
+#include "quire/engine.h"
+
+namespace quire {
+
+// Fewer tokens are computed along with any step; to look for them costs more than it saves.
+inline constexpr int64_t kLoadTokensMin = 16;
+inline constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+// Requests that the store is asked for at a time: enough to keep a disk or a network busy. What
+// they bring is bounded by ChunkStoreOptions::fetch_bytes_max.
+inline constexpr int64_t kLoadsMax = 8;
+
+class StoreLink {
+ public:
+  // `cache` outlives this. `long_rope`: sequences of both sets of LongRoPE's factors will come.
+  static Result<std::unique_ptr<StoreLink>> Create(std::shared_ptr<ChunkStore> store,
+                                                   AttentionKVCache* cache,
+                                                   const Passport& identity,
+                                                   const StoreUseOptions& options, bool long_rope);
+
+  int64_t chunk_tokens() const { return chunk_tokens_; }
+  int64_t now_ns() const { return clock_->SteadyNs(); }
+  ChunkStore& store() { return *store_; }
+
+  // Whether `length` tokens have chunks worth asking for behind the first `held` ones. `tail`: the
+  // last one may be shorter.
+  bool HasMore(int64_t length, int64_t held, bool tail) const;
+  // Asks for them. REQUIRES: HasMore.
+  Result<std::unique_ptr<ChunkLoad>> StartLoad(const PrefixSpace& space,
+                                               std::span<const int32_t> tokens, int64_t held,
+                                               bool tail, double compute_seconds_per_token);
+  // Appends a chunk to the sequence, which holds the tokens before it. What is not exactly the
+  // chunk that was asked for is an error, and the sequence as it was.
+  Status Import(int64_t sequence_id, const PrefixSpace& space, std::span<const int32_t> tokens,
+                const ChunkLoad::Chunk& chunk);
+
+  // What was put, since the engine began.
+  struct PutCounts {
+    int64_t chunks = 0, bytes = 0;
+    int64_t refused = 0;  // by the store, or for want of memory
+  };
+  const PutCounts& put_counts() const { return put_counts_; }
+
+  // Puts the chunks of a sequence that are whole, lie behind `stored` and are wanted, until
+  // `bytes_max` are put; `tail`: the shorter last one as well. `tokens`: all that the sequence
+  // holds, or its first ones. What the store refuses is counted and left. Returns the bytes.
+  int64_t Export(int64_t sequence_id, const PrefixSpace& space, std::span<const int32_t> tokens,
+                 bool tail, int64_t bytes_max, double compute_seconds_per_token,
+                 StoredPrefix* stored) noexcept;
+
+ private:
+  // Of one set of RoPE factors.
+  struct KeyKind {
+    Passport passport;
+    Digest fingerprint;
+    ChunkLimits limits;
+  };
+
+  StoreLink(std::shared_ptr<ChunkStore> store, AttentionKVCache* cache,
+            const StoreUseOptions& options, int64_t chunk_tokens);
+  // Where the last of the chunks of so many tokens ends.
+  int64_t ChunksEnd(int64_t length, bool tail) const;
+  Status AddKind(const Passport& identity, bool long_rope);
+  const KeyKind& KindOf(const PrefixSpace& space) const { return kinds_[space.long_rope ? 1 : 0]; }
+  int64_t ExportUntil(int64_t sequence_id, const PrefixSpace& space,
+                      std::span<const int32_t> tokens, int64_t bytes_max,
+                      double compute_seconds_per_token, StoredPrefix* stored);
+  // The bytes that it put; 0 if it put none.
+  int64_t ExportOne(int64_t sequence_id, const KeySpace& keys, int64_t start, ChunkFields fields,
+                    const ChunkLimits& limits, double compute_seconds_per_token);
+
+  std::shared_ptr<ChunkStore> store_;
+  AttentionKVCache* cache_;
+  StoreUseOptions options_;
+  std::shared_ptr<Clock> clock_;
+  int64_t chunk_tokens_;
+  std::array<KeyKind, 2> kinds_;  // of the short factors (and all models without LongRoPE), long
+  PutCounts put_counts_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_STORE_LINK_H_

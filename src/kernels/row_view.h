@@ -1,0 +1,55 @@
+// The one rule of visibility: which positions a row sees. Causality, the window of a layer and the
+// window of a sequence with its sinks come together here, and nowhere else.
+#ifndef QUIRE_KERNELS_ROW_VIEW_H_
+#define QUIRE_KERNELS_ROW_VIEW_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/backend.h"
+
+namespace quire {
+
+// [begin, end) without [gap_begin, gap_end), which lies inside or is empty. Positions before
+// sink_end are sinks of a window that has slid: AttentionArgs::sink_angles.
+struct RowView {
+  int64_t begin;
+  int64_t end;
+  int64_t gap_begin;
+  int64_t gap_end;
+  int64_t sink_end;
+};
+
+// How many positions behind the sinks a row at `position` does not see.
+inline int64_t SlidAt(const SequenceWindow& window, int64_t position) {
+  return std::max(window.slid, position + 1 - window.window);
+}
+
+inline RowView ViewOfRow(const SequenceWindow& window, int64_t layer_window, int64_t position) {
+  const int64_t end = std::max<int64_t>(position + 1, 0);
+  const int64_t begin = std::max<int64_t>(end - layer_window, 0);
+  const int64_t slid = SlidAt(window, position);
+  if (slid == 0) return {begin, end, INT64_MAX, INT64_MAX, 0};
+  const int64_t behind = window.sinks + slid;
+  if (begin >= window.sinks) return {std::max(begin, behind), end, INT64_MAX, INT64_MAX, 0};
+  return {begin, end, window.sinks, behind, window.sinks};
+}
+
+// What row `row` of a sequence sees in a call.
+inline RowView ViewOf(const AttentionArgs& args, const AttentionSequence& sequence, int64_t row) {
+  RowView view = ViewOfRow(sequence.window, args.layer_window, sequence.base + row);
+  if (!args.cached_only) return view;
+  view.end = std::max<int64_t>(sequence.base, 0);
+  view.sink_end = std::min(view.sink_end, view.end);
+  if (view.gap_begin >= view.end) view.gap_begin = view.gap_end = INT64_MAX;
+  return view;
+}
+
+inline bool Sees(const RowView& view, int64_t position) {
+  const bool in_gap = view.gap_begin <= position && position < view.gap_end;
+  return view.begin <= position && position < view.end && !in_gap;
+}
+
+}  // namespace quire
+
+#endif  // QUIRE_KERNELS_ROW_VIEW_H_

@@ -1,0 +1,35 @@
+#include "kv/control_call.h"
+
+namespace quire {
+
+const char* ControlCall::name() const {
+  switch (kind) {
+    case Kind::kClear:
+      return "Clear";
+    case Kind::kAdd:
+      return "AddSequence";
+    case Kind::kRemove:
+      return "RemoveSequence";
+    case Kind::kFork:
+      return "ForkSequence";
+    case Kind::kPop:
+      return "PopN";
+    case Kind::kRetain:
+      return "SetRetained";
+    case Kind::kBegin:
+      return "BeginForward";
+    case Kind::kEnd:
+      return "EndForward";
+    case Kind::kAbort:
+      break;
+  }
+  return "AbortForward";
+}
+
+Status CallGate::Busy(const char* call) {
+  return Status(StatusCode::kBadState, std::string(call) +
+                                           ": another call on this state is running; make calls "
+                                           "from one thread at a time");
+}
+
+}  // namespace quire

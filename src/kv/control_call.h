@@ -1,0 +1,109 @@
+// The calls that change which sequences there are, as values: a state plans one, then commits it.
+// So several states can carry out a call together or not at all.
+#ifndef QUIRE_KV_CONTROL_CALL_H_
+#define QUIRE_KV_CONTROL_CALL_H_
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "base/guard.h"
+#include "quire/status.h"
+
+namespace quire {
+
+struct ControlCall {
+  enum class Kind : uint8_t {
+    kClear,
+    kAdd,
+    kRemove,
+    kFork,
+    kPop,
+    kRetain,
+    kBegin,
+    kEnd,
+    kAbort,
+  };
+  Kind kind = Kind::kClear;
+  int64_t seq_id = -1;                        // kFork: the parent
+  int64_t child_id = -1;                      // kFork
+  int64_t count = 0;                          // kFork: the position, or -1; kPop: tokens
+  bool retained = false;                      // kRetain
+  std::span<const int64_t> seq_ids{};         // kBegin
+  std::span<const int64_t> append_lengths{};  // kBegin
+
+  const char* name() const;
+};
+
+// A state whose control calls come in two halves.
+class PlannedState {
+ public:
+  virtual ~PlannedState() = default;
+  // All checks, allocations and reservations of the call. Nothing that can be observed changes; an
+  // error, or std::bad_alloc, leaves nothing planned.
+  virtual Status Plan(const ControlCall& call) = 0;
+  // One of these follows each Plan that worked, with no other call in between.
+  virtual void Commit() noexcept = 0;
+  virtual void Drop() noexcept = 0;
+};
+
+// Lets one call in at a time; std::bad_alloc becomes OutOfMemory.
+class CallGate {
+ public:
+  template <typename F>
+  std::invoke_result_t<F> Enter(const char* call, F&& body) const {
+    return GuardEntry([&]() -> std::invoke_result_t<F> {
+      if (busy_.exchange(true, std::memory_order_acquire)) return Busy(call);
+      struct Leave {
+        std::atomic<bool>& busy;
+        ~Leave() { busy.store(false, std::memory_order_release); }
+      } leave{busy_};
+      return body();
+    });
+  }
+
+ private:
+  static Status Busy(const char* call);
+
+  mutable std::atomic<bool> busy_ = false;
+};
+
+// KVState's calls and SetRetained of `Interface`, each as one ControlCall given to Run.
+template <typename Interface>
+class ControlledState : public Interface {
+ public:
+  using Kind = ControlCall::Kind;
+
+  Status Clear() override { return Run({.kind = Kind::kClear}); }
+  Status AddSequence(int64_t seq_id) override {
+    return Run({.kind = Kind::kAdd, .seq_id = seq_id});
+  }
+  Status RemoveSequence(int64_t seq_id) override {
+    return Run({.kind = Kind::kRemove, .seq_id = seq_id});
+  }
+  Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) override {
+    return Run({.kind = Kind::kFork, .seq_id = parent_id, .child_id = child_id, .count = fork_pos});
+  }
+  Status PopN(int64_t seq_id, int64_t n) override {
+    return Run({.kind = Kind::kPop, .seq_id = seq_id, .count = n});
+  }
+  Status SetRetained(int64_t seq_id, bool retained) override {
+    return Run({.kind = Kind::kRetain, .seq_id = seq_id, .retained = retained});
+  }
+  Status BeginForward(std::span<const int64_t> seq_ids,
+                      std::span<const int64_t> append_lengths) override {
+    return Run({.kind = Kind::kBegin, .seq_ids = seq_ids, .append_lengths = append_lengths});
+  }
+  Status EndForward() override { return Run({.kind = Kind::kEnd}); }
+  Status AbortForward() override { return Run({.kind = Kind::kAbort}); }
+
+ protected:
+  virtual Status Run(const ControlCall& call) = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_CONTROL_CALL_H_

@@ -1,0 +1,165 @@
+// Ranges of stored tokens as rows and back, against the functions for single tokens.
+#include "kv/kv_export_rows.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels/kv_slot.h"
+
+namespace quire {
+namespace {
+
+constexpr int kPages = 3;
+
+struct Pool {
+  explicit Pool(const KVLayout& layout)
+      : memory(layout.page_bytes() * kPages, std::byte{0xFF}),
+        flags(static_cast<size_t>(kPages * layout.tiles_per_page()), 1),
+        pages{layout, memory.data(), flags.data()} {}
+  std::vector<std::byte> memory;
+  std::vector<uint8_t> flags;
+  KVPages pages;
+};
+
+struct Rows {
+  Rows(const KVLayout& layout, size_t count)
+      : k_bytes(static_cast<size_t>(layout.num_kv_heads * layout.qk_head_dim *
+                                    DTypeBytes(layout.dtype))),
+        v_bytes(static_cast<size_t>(layout.num_kv_heads * layout.v_head_dim *
+                                    DTypeBytes(layout.dtype))),
+        k(k_bytes * count),
+        v(v_bytes * count) {}
+  size_t k_bytes, v_bytes;  // of a row
+  std::vector<std::byte> k, v;
+};
+
+// Every head dimension meets the vectors' width differently.
+std::vector<KVLayout> Layouts() {
+  std::vector<KVLayout> layouts;
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const int k : {2, 4, 6, 8, 10, 16, 5, 64, 128}) {
+      for (const int v : {1, 7, 8, 16, 21, 128}) layouts.push_back({dtype, 2, k, v, 32});
+    }
+    layouts.push_back({dtype, 3, 8, 8, 5});  // rows
+    layouts.push_back({dtype, 1, 8, 16, 16});
+  }
+  return layouts;
+}
+
+// Slots of positions [first, first + count), page p / page_size, but pages in another order.
+std::vector<AppendTarget> SlotsOf(const KVLayout& layout, int first, int count) {
+  std::vector<AppendTarget> slots;
+  for (int p = first; p < first + count; ++p) {
+    slots.push_back({.page = kPages - 1 - p / layout.page_size, .slot = p % layout.page_size});
+  }
+  return slots;
+}
+
+// 1 where a slot begins its tile among these.
+std::vector<uint8_t> Opens(const std::vector<AppendTarget>& slots) {
+  std::vector<uint8_t> opens;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const bool same = i > 0 && slots[i].page == slots[i - 1].page &&
+                      slots[i].slot / kTilePositions == slots[i - 1].slot / kTilePositions;
+    opens.push_back(same ? 0 : 1);
+  }
+  return opens;
+}
+
+Rows RandomRows(const KVLayout& layout, size_t count, uint32_t seed) {
+  Rows rows(layout, count);
+  std::minstd_rand random(seed);
+  for (std::byte& byte : rows.k) byte = static_cast<std::byte>(random() >> 8);
+  for (std::byte& byte : rows.v) byte = static_cast<std::byte>((random() >> 8) & 0x3F);  // finite
+  return rows;
+}
+
+TEST(KVExportRows, ReadWhatSingleTokensRead) {
+  const auto runner = CreateThreadPool(2);
+  for (const KVLayout& layout : Layouts()) {
+    const int all = layout.page_size * kPages;
+    Pool pool(layout);
+    const Rows written = RandomRows(layout, static_cast<size_t>(all), 3);
+    const std::vector<AppendTarget> everywhere = SlotsOf(layout, 0, all);
+    const std::vector<uint8_t> opens = Opens(everywhere);
+    for (size_t i = 0; i < everywhere.size(); ++i) {
+      WriteSlot(pool.pages, everywhere[i], layout.dtype, written.k.data() + i * written.k_bytes,
+                written.v.data() + i * written.v_bytes, opens[i] != 0);
+    }
+    for (const auto& [first, count] : {std::pair(0, all), {1, all - 2}, {7, 3}, {15, 2}, {4, 0}}) {
+      if (first + count > all) continue;
+      Rows read(layout, static_cast<size_t>(count));
+      ReadRows(pool.pages, SlotsOf(layout, first, count), read.k.data(), read.v.data(), *runner);
+      const size_t row = static_cast<size_t>(first);
+      const std::string what = std::string(DTypeName(layout.dtype)) + " " +
+                               std::to_string(layout.qk_head_dim) + " " +
+                               std::to_string(layout.v_head_dim);
+      ASSERT_EQ(std::memcmp(read.k.data(), written.k.data() + row * written.k_bytes, read.k.size()),
+                0)
+          << what;
+      ASSERT_EQ(std::memcmp(read.v.data(), written.v.data() + row * written.v_bytes, read.v.size()),
+                0)
+          << what;
+    }
+  }
+}
+
+// Byte for byte the same pages, padding and flags included.
+TEST(KVExportRows, WholeTilesAreWrittenAsSingleTokensAre) {
+  const auto runner = CreateThreadPool(2);
+  for (const KVLayout& layout : Layouts()) {
+    const std::vector<AppendTarget> slots = SlotsOf(layout, 0, layout.page_size * kPages);
+    const std::vector<uint8_t> opens = Opens(slots);
+    const RowRun run = FirstRun(layout, slots, opens.data());
+    if (!run.whole_tiles) {
+      EXPECT_TRUE(!layout.tiled() || layout.qk_head_dim % 2 != 0);
+      continue;
+    }
+    EXPECT_EQ(run.rows, static_cast<int64_t>(slots.size()));
+    for (const int bad_row : {-1, 0, 17, 47}) {
+      Rows rows = RandomRows(layout, slots.size(), 5);
+      if (bad_row >= 0) {  // the last value is not finite
+        const size_t end = static_cast<size_t>(bad_row + 1) * rows.v_bytes;
+        const uint32_t infinity = layout.dtype == DType::kF16 ? 0x7C007C00U : 0x7F800000U;
+        const size_t size = static_cast<size_t>(DTypeBytes(layout.dtype));
+        std::memcpy(rows.v.data() + end - size,
+                    reinterpret_cast<const std::byte*>(&infinity) + 4 - size, size);
+      }
+      Pool want(layout);
+      Pool got(layout);
+      for (size_t i = 0; i < slots.size(); ++i) {
+        WriteSlot(want.pages, slots[i], layout.dtype, rows.k.data() + i * rows.k_bytes,
+                  rows.v.data() + i * rows.v_bytes, opens[i] != 0);
+      }
+      WriteTiles(got.pages, slots, rows.k.data(), rows.v.data(), *runner);
+      ASSERT_EQ(got.memory, want.memory);
+      ASSERT_EQ(got.flags, want.flags);
+    }
+  }
+}
+
+TEST(KVExportRows, RunsEndWhereTilesBeginAndEnd) {
+  const KVLayout layout{DType::kBF16, 2, 8, 8, 32};
+  const std::vector<AppendTarget> slots =
+      SlotsOf(layout, 10, 60);  // tiles from row 6 on: 3 of them
+  std::vector<uint8_t> opens = Opens(slots);
+  const auto run_at = [&](size_t row) {
+    return FirstRun(layout, std::span(slots).subspan(row), opens.data() + row);
+  };
+  EXPECT_EQ(run_at(0).rows, 6);
+  EXPECT_FALSE(run_at(0).whole_tiles);
+  EXPECT_EQ(run_at(6).rows, 48);
+  EXPECT_TRUE(run_at(6).whole_tiles);
+  EXPECT_EQ(run_at(54).rows, 6);
+  EXPECT_FALSE(run_at(54).whole_tiles);
+  opens[22] = 0;  // others have slots of the second tile
+  EXPECT_EQ(run_at(6).rows, 16);
+  EXPECT_EQ(run_at(22).rows, 16);
+  EXPECT_FALSE(run_at(22).whole_tiles);
+}
+
+}  // namespace
+}  // namespace quire

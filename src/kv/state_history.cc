@@ -1,0 +1,781 @@
+#include "kv/state_history.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/check.h"
+#include "kv/reserve.h"
+
+namespace quire {
+namespace {
+
+// Positions are handed to kernels and callers as int32.
+constexpr int64_t kLengthMax = std::numeric_limits<int32_t>::max();
+
+std::string OfSequence(const char* call, int64_t seq_id) {
+  return std::string(call) + ": sequence " + std::to_string(seq_id) + " ";
+}
+
+Status NeedsReplay(const ControlCall& call, int64_t position, int64_t from) {
+  return Status(StatusCode::kNeedsReplay,
+                OfSequence(call.name(), call.seq_id) + "holds no state at position " +
+                    std::to_string(position) + "; go to position " + std::to_string(from) +
+                    " and run the tokens from there again");
+}
+
+Status NoFreeSlots(const ControlCall& call, const char* what, int64_t needed,
+                   const SlotPool& pool) {
+  return Status(StatusCode::kOutOfPages,
+                std::string(call.name()) + ": needs " + std::to_string(needed) + " " + what +
+                    ", of " + std::to_string(pool.slot_count()) + " are free " +
+                    std::to_string(pool.free_count()) + "; remove or pop sequences");
+}
+
+}  // namespace
+
+void ThinPositions(std::vector<int64_t>& positions, int64_t limit, int64_t now) {
+  while (static_cast<int64_t>(positions.size()) > limit) {
+    size_t least = 0;
+    double least_ratio = std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < positions.size(); ++i) {
+      const int64_t before = i == 0 ? 0 : positions[i - 1];
+      const int64_t behind = i + 1 == positions.size() ? now : positions[i + 1];
+      const double ratio =
+          static_cast<double>(behind - before) / static_cast<double>(now - positions[i] + 1);
+      if (ratio >= least_ratio) continue;
+      least = i;
+      least_ratio = ratio;
+    }
+    positions.erase(positions.begin() + static_cast<std::ptrdiff_t>(least));
+  }
+}
+
+int64_t StateHistory::SlotCount(const StateHistoryOptions& options) {
+  if (options.slot_count != 0) return options.slot_count;
+  const int64_t checkpoints = options.keep.recent + options.keep.thinned;
+  // Before the forward: history and checkpoints, and where the inputs begin; in it: as many
+  // checkpoints again, and its end.
+  const int64_t before = options.keep.history + checkpoints;
+  const int64_t added = checkpoints + 1;
+  return options.max_num_sequences * (before + added) + options.max_retained_slots;
+}
+
+int64_t StateHistory::BlockCount(const StateHistoryOptions& options) {
+  if (options.keep.interval == 0) return 0;
+  // Inputs since the oldest recent checkpoint lie in one block more than there are such; a forward
+  // may replace all of them.
+  return options.max_num_sequences * 2 * (options.keep.recent + 1);
+}
+
+StateHistory::StateHistory(const StateHistoryOptions& options)
+    : options_(options),
+      slots_(SlotCount(options)),
+      blocks_(BlockCount(options)),
+      retained_holders_(static_cast<size_t>(slots_.slot_count()), 0) {}
+
+// ---------------------------------------------------------------------- checks
+
+Status StateHistory::RequireIdle(const char* call) const {
+  if (!in_forward_) return Status();
+  return Status(
+      StatusCode::kBadState,
+      std::string(call) + ": a forward is open; end it with EndForward or AbortForward first");
+}
+
+Status StateHistory::RequireForward(const char* call) const {
+  if (in_forward_) return Status();
+  return Status(StatusCode::kBadState,
+                std::string(call) + ": no forward is open; call BeginForward first");
+}
+
+Result<int32_t> StateHistory::Find(const char* call, int64_t seq_id) const {
+  const int32_t index = table_.Find(seq_id);
+  if (index != SequenceTable::kAbsent) return index;
+  return Status(StatusCode::kUnknownSequence, OfSequence(call, seq_id) + "does not exist");
+}
+
+Result<int32_t> StateHistory::FindOutsideBatch(const char* call, int64_t seq_id) const {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
+  if (!InBatch(index)) return index;
+  return Status(
+      StatusCode::kBadState,
+      OfSequence(call, seq_id) + "is in the batch of the open forward; end or abort that first");
+}
+
+Status StateHistory::CheckNew(const char* call, int64_t seq_id) const {
+  if (seq_id < 0) {
+    return Status(StatusCode::kBadArgument, std::string(call) + ": " + std::to_string(seq_id) +
+                                                " is no sequence id; ids are 0 or above");
+  }
+  if (table_.Find(seq_id) != SequenceTable::kAbsent) {
+    return Status(StatusCode::kSequenceExists, OfSequence(call, seq_id) + "exists already");
+  }
+  return CheckRoomForActive(call, seq_id);
+}
+
+Status StateHistory::CheckRoomForActive(const char* call, int64_t seq_id) const {
+  if (table_.count() - table_.retained_count() < options_.max_num_sequences) return Status();
+  return Status(StatusCode::kTooLarge, OfSequence(call, seq_id) +
+                                           "would be one more than max_num_sequences, " +
+                                           std::to_string(options_.max_num_sequences) +
+                                           "; remove or retain another one first");
+}
+
+Result<int64_t> StateHistory::Length(const char* call, int64_t seq_id) const {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
+  for (const StateMember& member : members()) {
+    if (in_forward_ && member.index == index) return member.end();
+  }
+  return TrackOf(index).length;
+}
+
+Result<int64_t> StateHistory::ReplayStart(int64_t seq_id, int64_t position) const {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find("ReplayStart", seq_id));
+  const StateTrack& track = TrackOf(index);
+  if (position < 0 || position > track.length) {
+    return Status(StatusCode::kBadArgument, OfSequence("ReplayStart", seq_id) + "of length " +
+                                                std::to_string(track.length) + " has no position " +
+                                                std::to_string(position));
+  }
+  const Cut cut = CutAt(track, position);
+  if (cut.exact || cut.replays) return position;
+  return cut.record_count == 0 ? 0 : track.records[cut.record_count - 1].position;
+}
+
+StateHistory::Cut StateHistory::CutAt(const StateTrack& track, int64_t position) const {
+  Cut cut;
+  while (cut.record_count < track.records.size() &&
+         track.records[cut.record_count].position <= position) {
+    ++cut.record_count;
+  }
+  const int64_t held = cut.record_count == 0 ? 0 : track.records[cut.record_count - 1].position;
+  cut.exact = held == position;
+  cut.replays = !cut.exact && options_.keep.interval > 0 && position > track.input_start;
+  if (position <= track.input_start) return cut;
+  while (cut.block_count < track.blocks.size() &&
+         track.blocks[cut.block_count].index * options_.keep.interval < position) {
+    ++cut.block_count;
+  }
+  return cut;
+}
+
+// ---------------------------------------------------------------------- planning
+
+Status StateHistory::Plan(const ControlCall& call) {
+  call_ = call;
+  replay_ = {};
+  switch (call.kind) {
+    case ControlCall::Kind::kClear:
+      return Status();
+    case ControlCall::Kind::kAdd:
+      return PlanAdd(call);
+    case ControlCall::Kind::kRemove:
+      return PlanRemove(call);
+    case ControlCall::Kind::kFork:
+      return PlanFork(call);
+    case ControlCall::Kind::kPop:
+      return PlanPop(call);
+    case ControlCall::Kind::kRetain:
+      return PlanRetain(call);
+    case ControlCall::Kind::kBegin:
+      return PlanBegin(call);
+    case ControlCall::Kind::kEnd:
+      QUIRE_RETURN_IF_ERROR(RequireForward(call.name()));
+      PlanEnd();
+      return Status();
+    case ControlCall::Kind::kAbort:
+      return RequireForward(call.name());
+  }
+  return Status();
+}
+
+void StateHistory::ReserveSequence() {
+  table_.ReserveOne();
+  if (tracks_.size() < table_.entries().size()) tracks_.resize(table_.entries().size());
+}
+
+Status StateHistory::PlanAdd(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(CheckNew(call.name(), call.seq_id));
+  ReserveSequence();
+  return Status();
+}
+
+Status StateHistory::PlanRemove(const ControlCall& call) {
+  QUIRE_ASSIGN_OR_RETURN(index_, FindOutsideBatch(call.name(), call.seq_id));
+  return Status();
+}
+
+Status StateHistory::PlanFork(const ControlCall& call) {
+  QUIRE_ASSIGN_OR_RETURN(index_, FindOutsideBatch(call.name(), call.seq_id));
+  QUIRE_RETURN_IF_ERROR(CheckNew(call.name(), call.child_id));
+  const int64_t length = TrackOf(index_).length;
+  if (call.count < -1 || call.count > length) {
+    return Status(StatusCode::kBadArgument, OfSequence(call.name(), call.seq_id) + "of length " +
+                                                std::to_string(length) + " cannot be forked at " +
+                                                std::to_string(call.count));
+  }
+  ReserveSequence();
+  return PlanCut(call, TrackOf(index_), call.count < 0 ? length : call.count);
+}
+
+Status StateHistory::PlanPop(const ControlCall& call) {
+  QUIRE_ASSIGN_OR_RETURN(index_, FindOutsideBatch(call.name(), call.seq_id));
+  const StateTrack& track = TrackOf(index_);
+  if (call.count < 0 || call.count > track.length) {
+    return Status(StatusCode::kBadArgument, OfSequence(call.name(), call.seq_id) + "of length " +
+                                                std::to_string(track.length) + " cannot lose " +
+                                                std::to_string(call.count) + " tokens");
+  }
+  return PlanCut(call, track, track.length - call.count);
+}
+
+Status StateHistory::PlanCut(const ControlCall& call, const StateTrack& track, int64_t position) {
+  cut_ = CutAt(track, position);
+  position_ = position;
+  const StateRecord held =
+      cut_.record_count == 0 ? StateRecord() : track.records[cut_.record_count - 1];
+  if (!cut_.exact && !cut_.replays) return NeedsReplay(call, position, held.position);
+  // The entry that Insert will take is not known yet, so the child's lists are made aside.
+  if (call.kind == ControlCall::Kind::kFork) {
+    child_.records.clear();
+    child_.blocks.clear();
+    child_.records.reserve(cut_.record_count + 1);
+    child_.blocks.reserve(cut_.block_count);
+  } else {
+    ReserveGrowing(TrackOf(index_).records, cut_.record_count + 1);
+  }
+  if (!cut_.replays) return Status();
+  if (slots_.free_count() == 0) return NoFreeSlots(call, "slot for a state", 1, slots_);
+  const int64_t first_block = track.blocks.front().index;
+  const int64_t block = held.position / options_.keep.interval - first_block;
+  replay_ = {.needed = true,
+             .from_slot = held.slot,
+             .from = held.position,
+             .position = position,
+             .to_slot = slots_.Take(),
+             .block = track.blocks[static_cast<size_t>(block)].slot};
+  return Status();
+}
+
+Status StateHistory::PlanRetain(const ControlCall& call) {
+  QUIRE_ASSIGN_OR_RETURN(index_, FindOutsideBatch(call.name(), call.seq_id));
+  if (table_[index_].retained == call.retained) return Status();
+  if (!call.retained) return CheckRoomForActive(call.name(), call.seq_id);
+  return CheckRetainedRoom(call, TrackOf(index_));
+}
+
+Status StateHistory::CheckRetainedRoom(const ControlCall& call, const StateTrack& track) const {
+  int64_t count = retained_slot_count_;
+  for (const StateRecord& record : track.records) {
+    if (!StaysRetained(track, record)) continue;
+    if (retained_holders_[static_cast<size_t>(record.slot)] == 0) ++count;
+  }
+  if (count <= options_.max_retained_slots) return Status();
+  return Status(StatusCode::kOutOfPages,
+                OfSequence(call.name(), call.seq_id) + "would make retained sequences hold " +
+                    std::to_string(count) + " slots, over max_retained_slots, " +
+                    std::to_string(options_.max_retained_slots) + "; remove retained ones first");
+}
+
+Status StateHistory::PlanBegin(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(RequireIdle(call.name()));
+  if (call.seq_ids.size() != call.append_lengths.size() || call.seq_ids.empty()) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call.name()) + ": " + std::to_string(call.seq_ids.size()) +
+                      " sequences and " + std::to_string(call.append_lengths.size()) +
+                      " lengths; there must be as many, and at least one");
+  }
+  ++planning_;
+  member_count_ = 0;
+  row_count_ = 0;
+  if (members_.size() < call.seq_ids.size()) members_.resize(call.seq_ids.size());
+  for (size_t i = 0; i < call.seq_ids.size(); ++i) {
+    const Status status = PlanMember(call, i);
+    if (status.ok()) continue;
+    member_count_ = 0;
+    return status;
+  }
+  const Status room = CheckRoomForBatch();
+  if (!room.ok()) member_count_ = 0;
+  return room;
+}
+
+Status StateHistory::PlanMember(const ControlCall& call, size_t i) {
+  const int64_t seq_id = call.seq_ids[i];
+  const int64_t row_count = call.append_lengths[i];
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call.name(), seq_id));
+  if (table_[index].batch == planning_) {
+    return Status(StatusCode::kBadArgument,
+                  OfSequence(call.name(), seq_id) + "is in the batch twice");
+  }
+  if (table_[index].retained) {
+    return Status(StatusCode::kBadState, OfSequence(call.name(), seq_id) +
+                                             "is retained; fork it, or call SetRetained(" +
+                                             std::to_string(seq_id) + ", false) first");
+  }
+  StateTrack& track = TrackOf(index);
+  if (row_count < 1 || row_count > kLengthMax - track.length ||
+      row_count > kLengthMax - row_count_) {
+    return Status(StatusCode::kBadArgument, OfSequence(call.name(), seq_id) + "of length " +
+                                                std::to_string(track.length) + " cannot take " +
+                                                std::to_string(row_count) +
+                                                " tokens; at least 1 and in all fewer than 2^31");
+  }
+  StateMember& member = members_[i];
+  member.index = index;
+  member.base = track.length;
+  member.row_count = row_count;
+  member.first_row = row_count_;
+  member.current = track.records.empty() ? -1 : track.records.back().slot;
+  PlanCheckpoints(member);
+  PlanBlocks(member);
+  ReserveGrowing(track.records, track.records.size() + member.pending.capacity());
+  table_[index].batch = planning_;
+  row_count_ += row_count;
+  member_count_ = i + 1;
+  return Status();
+}
+
+void StateHistory::PlanCheckpoints(StateMember& member) const {
+  const StateTrack& track = TrackOf(member.index);
+  const KeepPolicy& keep = options_.keep;
+  member.pending.clear();
+  member.kept.clear();
+  member.input_start = 0;
+  member.pending.reserve(static_cast<size_t>(keep.recent + keep.thinned + 1));
+  StateRecord end{.position = member.end(), .ends_forward = true};
+  if (keep.interval > 0) {
+    std::vector<int64_t> all;
+    for (const StateRecord& record : track.records) {
+      if (record.checkpoint) all.push_back(record.position);
+    }
+    for (int64_t p = (member.base / keep.interval + 1) * keep.interval; p <= member.end();
+         p += keep.interval) {
+      all.push_back(p);
+    }
+    const size_t recent = std::min(all.size(), static_cast<size_t>(keep.recent));
+    const auto oldest_recent = all.end() - static_cast<std::ptrdiff_t>(recent);
+    for (auto p = all.begin(); p != oldest_recent; ++p) {
+      member.kept.push_back(*p);
+      ThinPositions(member.kept, keep.thinned, member.end());
+    }
+    member.kept.insert(member.kept.end(), oldest_recent, all.end());
+    const bool full = recent == static_cast<size_t>(keep.recent);
+    member.input_start = std::max(track.input_start, full ? *oldest_recent : 0);
+    for (const int64_t p : member.kept) {
+      if (p > member.base && p < member.end())
+        member.pending.push_back({.position = p, .checkpoint = true});
+    }
+    end.checkpoint = member.end() % keep.interval == 0;
+  }
+  member.pending.push_back(end);
+}
+
+void StateHistory::PlanBlocks(StateMember& member) const {
+  const int64_t interval = options_.keep.interval;
+  member.blocks.clear();
+  member.first_new_block = 0;
+  member.copied_block = -1;
+  if (interval == 0) return;
+  const StateTrack& track = TrackOf(member.index);
+  const int64_t first = member.input_start / interval;
+  const int64_t last = (member.end() - 1) / interval;
+  for (const InputBlock& block : track.blocks) {
+    if (block.index < first) continue;
+    const bool full = (block.index + 1) * interval <= member.base;
+    if (full || blocks_.holder_count(block.slot) == 1) {
+      member.blocks.push_back(block);
+    } else {
+      member.copied_block = block.slot;
+    }
+  }
+  member.first_new_block = member.blocks.size();
+  const int64_t next = member.blocks.empty() ? first : member.blocks.back().index + 1;
+  for (int64_t index = next; index <= last; ++index) member.blocks.push_back({.index = index});
+}
+
+Status StateHistory::CheckRoomForBatch() const {
+  int64_t slots = 0;
+  int64_t blocks = 0;
+  for (const StateMember& member : members()) {
+    // Where the caller adds checkpoints, room for all that it may add.
+    slots += options_.keep.interval > 0 ? static_cast<int64_t>(member.pending.size())
+                                        : options_.keep.thinned + 1;
+    blocks += static_cast<int64_t>(member.blocks.size() - member.first_new_block);
+  }
+  if (slots > slots_.free_count()) return NoFreeSlots(call_, "slots for states", slots, slots_);
+  if (blocks > blocks_.free_count())
+    return NoFreeSlots(call_, "blocks for inputs", blocks, blocks_);
+  return Status();
+}
+
+void StateHistory::PlanEnd() {
+  if (options_.keep.interval > 0) return;
+  for (size_t m = 0; m < member_count_; ++m) {
+    StateMember& member = members_[m];
+    member.kept.clear();
+    for (const StateRecord& record : TrackOf(member.index).records) {
+      if (record.checkpoint) member.kept.push_back(record.position);
+    }
+    for (const StateRecord& record : member.pending) {
+      if (record.checkpoint) member.kept.push_back(record.position);
+    }
+    ThinPositions(member.kept, options_.keep.thinned, member.end());
+  }
+}
+
+// ---------------------------------------------------------------------- committing
+
+void StateHistory::Commit() noexcept {
+  switch (call_.kind) {
+    case ControlCall::Kind::kClear:
+      ClearAll();
+      break;
+    case ControlCall::Kind::kAdd:
+      InsertSequence(call_.seq_id);
+      break;
+    case ControlCall::Kind::kRemove:
+      ReleaseTrack(index_);
+      table_.Erase(index_);
+      break;
+    case ControlCall::Kind::kFork:
+      CommitFork();
+      break;
+    case ControlCall::Kind::kPop:
+      CommitPop();
+      break;
+    case ControlCall::Kind::kRetain:
+      CommitRetain();
+      break;
+    case ControlCall::Kind::kBegin:
+      CommitBegin();
+      break;
+    case ControlCall::Kind::kEnd:
+      CommitEnd();
+      break;
+    case ControlCall::Kind::kAbort:
+      CommitAbort();
+      break;
+  }
+}
+
+void StateHistory::Drop() noexcept {
+  if (replay_.needed) slots_.Release(replay_.to_slot);
+  replay_ = {};
+  if (call_.kind == ControlCall::Kind::kBegin) member_count_ = 0;
+}
+
+int32_t StateHistory::InsertSequence(int64_t seq_id) noexcept {
+  const int32_t index = table_.Insert(seq_id);
+  StateTrack& track = TrackOf(index);
+  track.length = 0;
+  track.input_start = 0;
+  track.records.clear();
+  track.blocks.clear();
+  return index;
+}
+
+void StateHistory::FinishCut(StateTrack& track) noexcept {
+  track.length = position_;
+  if (replay_.needed) {
+    track.records.push_back({.position = position_, .slot = replay_.to_slot, .ends_forward = true});
+    replay_ = {};
+  }
+  if (position_ > track.input_start || options_.keep.interval == 0) return;
+  track.input_start = position_;
+  if (!track.records.empty()) track.records.back().checkpoint = true;
+}
+
+void StateHistory::CommitFork() noexcept {
+  const StateTrack& parent = TrackOf(index_);
+  for (size_t r = 0; r < cut_.record_count; ++r) {
+    slots_.Hold(parent.records[r].slot);
+    child_.records.push_back(parent.records[r]);
+  }
+  for (size_t b = 0; b < cut_.block_count; ++b) {
+    blocks_.Hold(parent.blocks[b].slot);
+    child_.blocks.push_back(parent.blocks[b]);
+  }
+  child_.input_start = parent.input_start;
+  FinishCut(child_);
+  std::swap(TrackOf(InsertSequence(call_.child_id)), child_);
+}
+
+void StateHistory::CommitPop() noexcept {
+  StateTrack& track = TrackOf(index_);
+  while (track.records.size() > cut_.record_count) {
+    ReleaseRecord(track.records.back(), table_[index_].retained);
+    track.records.pop_back();
+  }
+  while (track.blocks.size() > cut_.block_count) {
+    blocks_.Release(track.blocks.back().slot);
+    track.blocks.pop_back();
+  }
+  FinishCut(track);
+}
+
+void StateHistory::CommitRetain() noexcept {
+  if (table_[index_].retained == call_.retained) return;
+  table_.SetRetained(index_, call_.retained);
+  StateTrack& track = TrackOf(index_);
+  if (!call_.retained) {
+    for (const StateRecord& record : track.records) ReleaseRetained(record.slot);
+    return;
+  }
+  std::erase_if(track.records, [&](const StateRecord& record) {
+    if (StaysRetained(track, record)) return false;
+    slots_.Release(record.slot);
+    return true;
+  });
+  for (const StateRecord& record : track.records) HoldRetained(record.slot);
+  for (const InputBlock& block : track.blocks) blocks_.Release(block.slot);
+  track.blocks.clear();
+  track.input_start = 0;
+  if (track.records.empty() || options_.keep.interval == 0) return;
+  track.input_start = track.length;
+  track.records.back().checkpoint = true;
+}
+
+void StateHistory::CommitBegin() noexcept {
+  in_forward_ = true;
+  for (size_t m = 0; m < member_count_; ++m) {
+    StateMember& member = members_[m];
+    for (StateRecord& record : member.pending) record.slot = slots_.Take();
+    for (size_t b = member.first_new_block; b < member.blocks.size(); ++b) {
+      member.blocks[b].slot = blocks_.Take();
+    }
+  }
+}
+
+void StateHistory::CommitEnd() noexcept {
+  in_forward_ = false;
+  for (size_t m = 0; m < member_count_; ++m) EndMember(members_[m]);
+  member_count_ = 0;
+}
+
+void StateHistory::EndMember(StateMember& member) noexcept {
+  StateTrack& track = TrackOf(member.index);
+  track.length = member.end();
+  track.input_start = member.input_start;
+  KeepRecords(track, member);
+  KeepBlocks(track, member);
+}
+
+void StateHistory::KeepRecords(StateTrack& track, const StateMember& member) noexcept {
+  track.records.insert(track.records.end(), member.pending.begin(), member.pending.end());
+  int64_t older_ends = -options_.keep.history;
+  for (const StateRecord& record : track.records) older_ends += record.ends_forward;
+  size_t count = 0;
+  for (StateRecord record : track.records) {
+    if (record.ends_forward && older_ends-- > 0) record.ends_forward = false;
+    record.checkpoint = record.checkpoint &&
+                        std::binary_search(member.kept.begin(), member.kept.end(), record.position);
+    if (record.ends_forward || record.checkpoint) {
+      track.records[count++] = record;
+    } else {
+      slots_.Release(record.slot);
+    }
+  }
+  track.records.resize(count);
+}
+
+void StateHistory::KeepBlocks(StateTrack& track, StateMember& member) noexcept {
+  for (const InputBlock& block : track.blocks) {
+    const auto stays =
+        std::any_of(member.blocks.begin(), member.blocks.end(),
+                    [&](const InputBlock& other) { return other.slot == block.slot; });
+    if (!stays) blocks_.Release(block.slot);
+  }
+  std::swap(track.blocks, member.blocks);
+}
+
+// In the reverse order of CommitBegin, so that slots come back to the free list as they left it.
+void StateHistory::CommitAbort() noexcept {
+  in_forward_ = false;
+  for (size_t m = member_count_; m-- > 0;) {
+    const StateMember& member = members_[m];
+    for (size_t b = member.blocks.size(); b-- > member.first_new_block;) {
+      blocks_.Release(member.blocks[b].slot);
+    }
+    for (size_t r = member.pending.size(); r-- > 0;) slots_.Release(member.pending[r].slot);
+  }
+  member_count_ = 0;
+}
+
+void StateHistory::ClearAll() noexcept {
+  if (in_forward_) CommitAbort();
+  for (size_t i = 0; i < table_.entries().size(); ++i) {
+    if (table_.entries()[i].id >= 0) ReleaseTrack(static_cast<int32_t>(i));
+  }
+  table_.Clear();
+}
+
+void StateHistory::ReleaseTrack(int32_t index) noexcept {
+  StateTrack& track = TrackOf(index);
+  for (size_t r = track.records.size(); r-- > 0;) {
+    ReleaseRecord(track.records[r], table_[index].retained);
+  }
+  for (size_t b = track.blocks.size(); b-- > 0;) blocks_.Release(track.blocks[b].slot);
+  track.records.clear();
+  track.blocks.clear();
+}
+
+void StateHistory::ReleaseRecord(const StateRecord& record, bool retained) noexcept {
+  if (retained) ReleaseRetained(record.slot);
+  slots_.Release(record.slot);
+}
+
+void StateHistory::HoldRetained(int32_t slot) noexcept {
+  if (retained_holders_[static_cast<size_t>(slot)]++ == 0) ++retained_slot_count_;
+}
+
+void StateHistory::ReleaseRetained(int32_t slot) noexcept {
+  if (--retained_holders_[static_cast<size_t>(slot)] == 0) --retained_slot_count_;
+}
+
+// ---------------------------------------------------------------------- in a forward
+
+StateHistory::RowPlace StateHistory::FindRow(int64_t row) const {
+  const auto all = members();
+  const auto behind =
+      std::upper_bound(all.begin(), all.end(), row,
+                       [](int64_t r, const StateMember& member) { return r < member.first_row; });
+  const size_t member = static_cast<size_t>(behind - all.begin()) - 1;
+  return {member, all[member].base + row - all[member].first_row + 1};
+}
+
+int32_t StateHistory::PendingSlot(const RowPlace& place) const {
+  for (const StateRecord& record : members_[place.member].pending) {
+    if (record.position == place.position) return record.slot;
+  }
+  return -1;
+}
+
+int64_t StateHistory::CheckpointRoom(size_t member) const {
+  return options_.keep.thinned + 1 - static_cast<int64_t>(members_[member].pending.size());
+}
+
+int32_t StateHistory::AddCheckpoint(const RowPlace& place) noexcept {
+  std::vector<StateRecord>& pending = members_[place.member].pending;
+  const auto behind = std::find_if(pending.begin(), pending.end(), [&](const StateRecord& record) {
+    return record.position > place.position;
+  });
+  const int32_t slot = slots_.Take();
+  pending.insert(behind, {.position = place.position, .slot = slot, .checkpoint = true});
+  return slot;
+}
+
+// ---------------------------------------------------------------------- digest and invariants
+
+void StateHistory::AppendFacts(std::vector<int64_t>& facts) const {
+  facts.insert(facts.end(), {in_forward_, table_.count(), retained_slot_count_});
+  for (const int32_t index : table_.SortedById()) {
+    const StateTrack& track = TrackOf(index);
+    facts.insert(facts.end(), {table_[index].id, table_[index].retained, InBatch(index),
+                               track.length, track.input_start});
+    for (const StateRecord& record : track.records) {
+      facts.insert(facts.end(),
+                   {record.position, record.slot, record.ends_forward, record.checkpoint});
+    }
+    facts.push_back(-1);
+    for (const InputBlock& block : track.blocks)
+      facts.insert(facts.end(), {block.index, block.slot});
+    facts.push_back(-1);
+  }
+  for (const SlotPool* pool : {&slots_, &blocks_}) {
+    std::vector<int32_t> free = pool->free_slots();
+    std::sort(free.begin(), free.end());
+    facts.insert(facts.end(), free.begin(), free.end());
+    facts.push_back(-1);
+  }
+  if (!in_forward_) return;
+  for (const StateMember& member : members()) {
+    facts.insert(facts.end(), {member.index, member.base, member.row_count});
+    for (const StateRecord& record : member.pending) {
+      facts.insert(facts.end(), {record.position, record.slot, record.ends_forward});
+    }
+  }
+}
+
+namespace {
+
+Status Violated(int64_t seq_id, const char* what) {
+  return Status(StatusCode::kInternal,
+                "StateHistory: sequence " + std::to_string(seq_id) + ": " + what);
+}
+
+Status CheckHolds(const SlotPool& pool, const std::vector<int32_t>& holds, const char* what) {
+  int64_t free = 0;
+  for (size_t slot = 0; slot < holds.size(); ++slot) {
+    if (holds[slot] != pool.holder_count(static_cast<int32_t>(slot))) {
+      return Status(StatusCode::kInternal, std::string("StateHistory: ") + what + " " +
+                                               std::to_string(slot) + " has another holder count");
+    }
+    free += holds[slot] == 0;
+  }
+  if (free == pool.free_count()) return Status();
+  return Status(StatusCode::kInternal,
+                std::string("StateHistory: free ") + what + "s are not listed");
+}
+
+}  // namespace
+
+Status StateHistory::CheckTrack(int32_t index, std::vector<int32_t>& slot_holds,
+                                std::vector<int32_t>& block_holds) const {
+  const StateTrack& track = TrackOf(index);
+  const int64_t id = table_[index].id;
+  int64_t last = 0;
+  for (const StateRecord& record : track.records) {
+    if (record.position <= last) return Violated(id, "records are not ascending");
+    if (!record.checkpoint && !record.ends_forward) return Violated(id, "a record has no reason");
+    last = record.position;
+    ++slot_holds[static_cast<size_t>(record.slot)];
+  }
+  if (last != track.length) return Violated(id, "no state at its length");
+  for (const InputBlock& block : track.blocks) ++block_holds[static_cast<size_t>(block.slot)];
+  const int64_t interval = options_.keep.interval;
+  if (interval == 0) return Status();
+  for (int64_t p = track.input_start; p <= track.length; p = (p / interval + 1) * interval) {
+    const bool kept = p == 0 || std::any_of(track.records.begin(), track.records.end(),
+                                            [&](const StateRecord& record) {
+                                              return record.position == p && record.checkpoint;
+                                            });
+    if (!kept) return Violated(id, "a checkpoint is missing behind input_start");
+  }
+  if (track.input_start == track.length) return Status();
+  int64_t next = track.input_start / interval;
+  for (const InputBlock& block : track.blocks) {
+    if (block.index != next++) return Violated(id, "input blocks are not consecutive");
+  }
+  if (next - 1 == (track.length - 1) / interval) return Status();
+  return Violated(id, "input blocks do not reach its length");
+}
+
+Status StateHistory::CheckInvariants() const {
+  std::vector<int32_t> slot_holds(static_cast<size_t>(slots_.slot_count()), 0);
+  std::vector<int32_t> block_holds(static_cast<size_t>(blocks_.slot_count()), 0);
+  std::vector<int32_t> retained(slot_holds.size(), 0);
+  for (const int32_t index : table_.SortedById()) {
+    QUIRE_RETURN_IF_ERROR(CheckTrack(index, slot_holds, block_holds));
+    if (!table_[index].retained) continue;
+    for (const StateRecord& record : TrackOf(index).records) {
+      ++retained[static_cast<size_t>(record.slot)];
+    }
+  }
+  if (in_forward_) {
+    for (const StateMember& member : members()) {
+      for (const StateRecord& record : member.pending)
+        ++slot_holds[static_cast<size_t>(record.slot)];
+      for (size_t b = member.first_new_block; b < member.blocks.size(); ++b) {
+        ++block_holds[static_cast<size_t>(member.blocks[b].slot)];
+      }
+    }
+  }
+  if (retained != retained_holders_) {
+    return Status(StatusCode::kInternal, "StateHistory: retained holds are miscounted");
+  }
+  QUIRE_RETURN_IF_ERROR(CheckHolds(slots_, slot_holds, "slot"));
+  return CheckHolds(blocks_, block_holds, "block");
+}
+
+}  // namespace quire

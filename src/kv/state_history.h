@@ -1,0 +1,232 @@
+// StateHistory: which sequences a recurrent state has, where each one's states are held, and what a
+// forward adds to them. It knows slots by number; their bytes belong to its owner.
+//
+// A sequence is its records, ascending by position; the last one is at its length (a sequence of
+// length 0 has none: its state is the initial one). With a checkpoint interval it also has input
+// blocks: the inputs of interval tokens each, block b those of positions [b * interval, (b + 1) *
+// interval), contiguous from input_start to its length. Every multiple of the interval behind
+// input_start has a record, and so has input_start itself unless it is 0: any position from there
+// on is reached by replaying fewer tokens than the interval from the record before it.
+//
+// Slots and blocks are shared by counting. A slot is written only by the forward that took it. A
+// block is written behind its sequences' ends, and only where one sequence holds it; a forward of a
+// sequence whose last block is shared writes into a copy.
+#ifndef QUIRE_KV_STATE_HISTORY_H_
+#define QUIRE_KV_STATE_HISTORY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kv/control_call.h"
+#include "kv/sequence_table.h"
+#include "kv/slot_pool.h"
+#include "quire/recurrent_state.h"
+#include "quire/status.h"
+
+namespace quire {
+
+// Which records a sequence keeps when a forward ends.
+struct KeepPolicy {
+  int64_t history = 1;  // newest records that end a forward
+  int64_t interval =
+      0;                // tokens between checkpoints, with inputs; 0: checkpoints as they are added
+  int64_t recent = 0;   // newest checkpoints
+  int64_t thinned = 0;  // older checkpoints, the denser the nearer to the end
+};
+
+struct StateRecord {
+  int64_t position = 0;  // tokens before it
+  int32_t slot = -1;
+  bool ends_forward = false;
+  bool checkpoint = false;
+};
+
+struct InputBlock {
+  int64_t index = 0;
+  int32_t slot = -1;
+};
+
+// The states and inputs of one sequence, by its index in the table.
+struct StateTrack {
+  int64_t length = 0;
+  int64_t input_start = 0;
+  std::vector<StateRecord> records{};
+  std::vector<InputBlock> blocks{};
+};
+
+// One sequence of the open forward.
+struct StateMember {
+  int32_t index = 0;
+  int64_t base = 0;  // its length before the forward
+  int64_t row_count = 0;
+  int64_t first_row = 0;
+  int32_t current = -1;                // slot of its state before the forward; -1: the initial one
+  std::vector<StateRecord> pending{};  // ascending; the last is the end of the forward
+  std::vector<int64_t> kept{};         // checkpoints that stay when it ends, ascending
+  int64_t input_start = 0;             // when it ends
+  std::vector<InputBlock> blocks{};    // when it ends; those from first_new_block on are taken
+  size_t first_new_block = 0;
+  int32_t copied_block = -1;  // the shared block with whose inputs the first new one begins
+
+  int64_t end() const { return base + row_count; }
+};
+
+// Inputs of positions [from.position, position), to be run onto the state of `from`.
+struct ReplayPlan {
+  bool needed = false;
+  int32_t from_slot = -1;  // -1: the initial state
+  int64_t from = 0;
+  int64_t position = 0;
+  int32_t to_slot = -1;
+  int32_t block = -1;  // which holds them all
+};
+
+struct StateHistoryOptions {
+  int64_t max_num_sequences = 0;
+  int64_t max_retained_slots = 0;
+  int64_t slot_count = 0;  // 0: so many that every forward finds room
+  KeepPolicy keep;
+};
+
+class StateHistory {
+ public:
+  static int64_t SlotCount(const StateHistoryOptions& options);
+  // So many that every forward finds room.
+  static int64_t BlockCount(const StateHistoryOptions& options);
+
+  explicit StateHistory(const StateHistoryOptions& options);
+
+  SlotPool& slots() { return slots_; }
+  SlotPool& blocks() { return blocks_; }
+  const SlotPool& slots() const { return slots_; }
+  const SlotPool& blocks() const { return blocks_; }
+  const SequenceTable& table() const { return table_; }
+  const StateTrack& track(int32_t index) const { return TrackOf(index); }
+
+  bool in_forward() const { return in_forward_; }
+  int64_t row_count() const { return row_count_; }
+  // Of the open forward; after a planned kBegin, those that its commit will open.
+  std::span<const StateMember> members() const { return {members_.data(), member_count_}; }
+
+  // PlannedState's. After Plan of a fork or pop, replay() says what has to be computed before the
+  // commit: to_slot is taken already.
+  Status Plan(const ControlCall& call);
+  void Commit() noexcept;
+  void Drop() noexcept;
+  const ReplayPlan& replay() const { return replay_; }
+
+  Status RequireForward(const char* call) const;
+  Result<int32_t> Find(const char* call, int64_t seq_id) const;
+  Result<int64_t> Length(const char* call, int64_t seq_id) const;  // with the open forward's tokens
+  Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const;
+
+  // The member and position behind a row of the open forward.
+  struct RowPlace {
+    size_t member;
+    int64_t position;
+  };
+  RowPlace FindRow(int64_t row) const;
+  // The slot for the state at `position` of a member, or -1 if none was added there.
+  int32_t PendingSlot(const RowPlace& place) const;
+  // Checkpoints that may still be added to the member in this forward.
+  int64_t CheckpointRoom(size_t member) const;
+  // REQUIRES: CheckpointRoom, no slot there yet. Allocates nothing.
+  int32_t AddCheckpoint(const RowPlace& place) noexcept;
+
+  int64_t retained_slot_count() const { return retained_slot_count_; }
+  void AppendFacts(std::vector<int64_t>& facts) const;  // for digests
+  Status CheckInvariants() const;
+
+ private:
+  // The part of a track up to a position.
+  struct Cut {
+    size_t record_count = 0;
+    size_t block_count = 0;
+    bool exact = false;  // the last of the records, or the initial state, is at the position
+    bool replays = false;
+  };
+
+  Status RequireIdle(const char* call) const;
+  Result<int32_t> FindOutsideBatch(const char* call, int64_t seq_id) const;
+  Status CheckNew(const char* call, int64_t seq_id) const;
+  Status CheckRoomForActive(const char* call, int64_t seq_id) const;
+  bool InBatch(int32_t index) const { return in_forward_ && table_[index].batch == planning_; }
+  const StateTrack& TrackOf(int32_t index) const { return tracks_[static_cast<size_t>(index)]; }
+  StateTrack& TrackOf(int32_t index) { return tracks_[static_cast<size_t>(index)]; }
+  Cut CutAt(const StateTrack& track, int64_t position) const;
+
+  Status PlanAdd(const ControlCall& call);
+  Status PlanRemove(const ControlCall& call);
+  Status PlanFork(const ControlCall& call);
+  Status PlanPop(const ControlCall& call);
+  Status PlanCut(const ControlCall& call, const StateTrack& track, int64_t position);
+  Status PlanRetain(const ControlCall& call);
+  Status PlanBegin(const ControlCall& call);
+  Status PlanMember(const ControlCall& call, size_t i);
+  void PlanCheckpoints(StateMember& member) const;
+  void PlanBlocks(StateMember& member) const;
+  Status CheckRoomForBatch() const;
+  void PlanEnd();
+
+  void ReserveSequence();
+  int32_t InsertSequence(int64_t seq_id) noexcept;
+  void CommitFork() noexcept;
+  void CommitPop() noexcept;
+  void CommitRetain() noexcept;
+  void CommitBegin() noexcept;
+  void CommitEnd() noexcept;
+  void CommitAbort() noexcept;
+  void ClearAll() noexcept;
+  void EndMember(StateMember& member) noexcept;
+  void KeepRecords(StateTrack& track, const StateMember& member) noexcept;
+  void KeepBlocks(StateTrack& track, StateMember& member) noexcept;
+  // Cuts a track, of which the records and blocks behind the cut are no longer held, to position_.
+  void FinishCut(StateTrack& track) noexcept;
+  void ReleaseRecord(const StateRecord& record, bool retained) noexcept;
+  void ReleaseTrack(int32_t index) noexcept;
+
+  // Retained sequences' holds are counted apart, by slot.
+  void HoldRetained(int32_t slot) noexcept;
+  void ReleaseRetained(int32_t slot) noexcept;
+  Status CheckRetainedRoom(const ControlCall& call, const StateTrack& track) const;
+  static bool StaysRetained(const StateTrack& track, const StateRecord& record) {
+    return record.checkpoint || record.position == track.length;
+  }
+  Status CheckTrack(int32_t index, std::vector<int32_t>& slot_holds,
+                    std::vector<int32_t>& block_holds) const;
+
+  const StateHistoryOptions options_;
+  SlotPool slots_;
+  SlotPool blocks_;
+  SequenceTable table_;
+  std::vector<StateTrack> tracks_;         // [index in table_]
+  std::vector<int32_t> retained_holders_;  // [slot]
+  int64_t retained_slot_count_ = 0;
+
+  bool in_forward_ = false;
+  uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it
+  std::vector<StateMember> members_;  // those behind member_count_ keep their capacity
+  size_t member_count_ = 0;
+  int64_t row_count_ = 0;
+
+  // What Plan has found, for Commit.
+  ControlCall call_;
+  int32_t index_ = -1;
+  int64_t position_ = 0;
+  Cut cut_;
+  StateTrack child_;  // of a fork
+  ReplayPlan replay_;
+};
+
+// Leaves at most `limit` of the ascending positions out of those before `now`: again and again the
+// one goes whose gap is smallest against its distance from the end, so that distances grow
+// geometrically. Exposed for tests.
+void ThinPositions(std::vector<int64_t>& positions, int64_t limit, int64_t now);
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_STATE_HISTORY_H_

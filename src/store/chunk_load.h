@@ -1,0 +1,75 @@
+// ChunkLoad: one chunk on its way from a slow tier, shared by all fetches that want it.
+#ifndef QUIRE_STORE_CHUNK_LOAD_H_
+#define QUIRE_STORE_CHUNK_LOAD_H_
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "quire/chunk_store.h"
+#include "store/chunk_tier.h"
+
+namespace quire {
+
+class FetchState;
+
+// Bytes that may be out at a time.
+class ByteBudget {
+ public:
+  explicit ByteBudget(int64_t bytes_max) : bytes_max_(bytes_max) {}
+  bool Take(int64_t bytes) noexcept {
+    int64_t used = used_.load();
+    do {
+      if (bytes > bytes_max_ - used) return false;
+    } while (!used_.compare_exchange_weak(used, used + bytes));
+    return true;
+  }
+  void Give(int64_t bytes) noexcept { used_ -= bytes; }
+  int64_t used() const noexcept { return used_; }
+
+ private:
+  const int64_t bytes_max_;
+  std::atomic<int64_t> used_{0};
+};
+
+struct ChunkLoad {
+  struct Waiter {
+    std::shared_ptr<FetchState> fetch;
+    int64_t slot = 0;
+  };
+
+  ChunkLoad(std::shared_ptr<ByteBudget> fetch_budget, const ChunkId& chunk_id, TierKind from,
+            std::vector<int32_t> expected_tokens)
+      : budget(std::move(fetch_budget)),
+        id(chunk_id),
+        tier(from),
+        tokens(std::move(expected_tokens)) {}
+  ChunkLoad(const ChunkLoad&) = delete;
+  ChunkLoad& operator=(const ChunkLoad&) = delete;
+  ~ChunkLoad() { budget->Give(reserved_bytes); }
+
+  const std::shared_ptr<ByteBudget> budget;
+  const ChunkId id;
+  const TierKind tier;
+  const std::vector<int32_t> tokens;
+
+  // Whether all layers up to this one are verified. REQUIRES: chunk is there.
+  bool HasLayers(int64_t layer) const {
+    return chunk != nullptr && (pending.empty() || pending.begin()->first > layer);
+  }
+
+  // ---- Under StoreParts::fetch_mutex
+  int64_t reserved_bytes = 0;                    // of the budget; as long as a fetch refers to it
+  std::shared_ptr<StoredChunk> chunk = nullptr;  // since its header was verified
+  std::map<int64_t, int64_t> pending{};          // first layer -> sections that are not there yet
+  std::vector<Waiter> waiters{};                 // fetches that still want it
+  bool to_memory = false;                        // one of them wants it in RAM
+  bool ended = false;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_STORE_CHUNK_LOAD_H_

@@ -1,0 +1,214 @@
+#include "store/fetch_state.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/guard.h"
+
+namespace quire {
+
+FetchState::FetchState(std::shared_ptr<StoreParts> parts, const FetchRequest& request,
+                       bool to_memory)
+    : parts_(std::move(parts)),
+      fingerprint_(request.keys->fingerprint()),
+      approximate_(request.keys->approximate()),
+      tokens_(request.tokens.begin(), request.tokens.end()),
+      block_tokens_(request.block_tokens),
+      first_chunk_(request.first_chunk),
+      deadline_ns_(request.deadline_ns == 0 ? kNever : request.deadline_ns),
+      compute_seconds_per_token_(request.compute_seconds_per_token),
+      priority_(request.priority),
+      to_memory_(to_memory) {
+  const std::vector<ChunkKey> chain = request.keys->Chain(tokens_, block_tokens_, request.tail);
+  for (size_t i = static_cast<size_t>(first_chunk_); i < chain.size(); ++i)
+    ids_.push_back({fingerprint_, request.keys->root(), chain[i]});
+  slots_.resize(ids_.size());
+}
+
+std::span<const int32_t> FetchState::tokens(int64_t i) const {
+  const size_t begin = static_cast<size_t>((first_chunk_ + i) * block_tokens_);
+  return std::span(tokens_).subspan(
+      begin, std::min(static_cast<size_t>(block_tokens_), tokens_.size() - begin));
+}
+
+ChunkExpectation FetchState::Expect(int64_t i) const {
+  return {.key = id(i).key,
+          .fingerprint = fingerprint_,
+          .now_ms = parts_->clock->WallMs(),
+          .approximate = approximate_,
+          .tokens = tokens(i),
+          .mac_key = parts_->options.mac_key};
+}
+
+void FetchState::Found(int64_t i, Slot found) noexcept {
+  slot(i) = std::move(found);
+  found_ = i + 1;
+  end_ = std::max(end_, found_);
+  Advance();
+}
+
+void FetchState::Located(MissReason why) noexcept {
+  if (located_) return;
+  located_ = true;
+  miss_ = why;
+  Advance();
+}
+
+void FetchState::Failed(int64_t i, MissReason why) noexcept {
+  if (i >= end_ || i < ready_) return;
+  end_ = i;
+  located_ = true;  // nothing behind it is of use
+  miss_ = why;
+  Advance();
+}
+
+void FetchState::Complete(int64_t i, std::shared_ptr<const StoredChunk> chunk) noexcept {
+  slot(i).chunk = std::move(chunk);
+  Advance();
+}
+
+void FetchState::End(MissReason why) noexcept {
+  if (done()) return;
+  end_ = ready_;
+  located_ = true;
+  miss_ = why;
+  Advance();
+}
+
+void FetchState::EndIfLate() noexcept {
+  if (!done() && parts_->clock->SteadyNs() >= deadline_ns_) End(MissReason::kTimeout);
+}
+
+void FetchState::Advance() noexcept {
+  while (ready_ < end_ && slot(ready_).chunk != nullptr) ++ready_;
+  if (done() && !counted_) {
+    counted_ = true;
+    ++parts_->misses[static_cast<size_t>(miss_)];
+    for (int64_t i = 0; i < ready_; ++i)
+      parts_->fetched_tokens += static_cast<int64_t>(tokens(i).size());
+  }
+  changed_.notify_all();
+}
+
+void FetchState::ReleasePins() noexcept {
+  for (Slot& each : slots_)
+    if (const auto pin = parts_->pins.Release(std::exchange(each.pin, 0))) parts_->Unpin(*pin);
+}
+
+// ---------------------------------------------------------------------- the handle
+
+template <typename F>
+auto FetchHandle::Look(F&& f) const {
+  const std::lock_guard lock(state_->parts().fetch_mutex);
+  state_->EndIfLate();
+  return f(*state_);
+}
+
+FetchHandle::~FetchHandle() {
+  Cancel();
+  state_->ReleasePins();
+}
+
+bool FetchHandle::located() const {
+  return Look([](const FetchState& state) { return state.located(); });
+}
+
+int64_t FetchHandle::found() const {
+  return Look([](const FetchState& state) { return state.found(); });
+}
+
+int64_t FetchHandle::ready() const {
+  return Look([](const FetchState& state) { return state.ready(); });
+}
+
+bool FetchHandle::done() const {
+  return Look([](const FetchState& state) { return state.done(); });
+}
+
+MissReason FetchHandle::miss() const {
+  return Look([](const FetchState& state) { return state.miss(); });
+}
+
+bool FetchHandle::Wait(int64_t until_ns) {
+  std::unique_lock lock(state_->parts().fetch_mutex);
+  return WaitUntil(*state_->parts().clock, state_->changed(), lock,
+                   std::min(until_ns, state_->deadline_ns()), [&] {
+                     state_->EndIfLate();
+                     return state_->done();
+                   });
+}
+
+namespace {
+
+Status LayerError(MissReason why, int64_t layer, int64_t chunk) {
+  StatusCode code = StatusCode::kUnavailable;
+  switch (why) {
+    case MissReason::kTimeout:
+      code = StatusCode::kTimeout;
+      break;
+    case MissReason::kCorrupt:
+      code = StatusCode::kCorrupt;
+      break;
+    case MissReason::kIncompatible:
+      code = StatusCode::kIncompatible;
+      break;
+    case MissReason::kCancelled:
+      code = StatusCode::kCancelled;
+      break;
+    case MissReason::kNoRoom:
+      code = StatusCode::kFull;
+      break;
+    case MissReason::kNotStored:
+    case MissReason::kExpired:
+      code = StatusCode::kNotFound;
+      break;
+    case MissReason::kNone:
+    case MissReason::kNotWorth:
+    case MissReason::kUnavailable:
+      break;
+  }
+  return Status(code, "ChunkFetch::WaitLayer: layer " + std::to_string(layer) + " of chunk " +
+                          std::to_string(chunk) + " will not come (" +
+                          std::string(MissReasonName(why)) + "); compute from there");
+}
+
+}  // namespace
+
+Status FetchHandle::WaitLayer(int64_t layer, int64_t until_ns) {
+  std::unique_lock lock(state_->parts().fetch_mutex);
+  const auto is_there = [&](int64_t i) {
+    const FetchState::Slot& slot = state_->slot(i);
+    return slot.chunk != nullptr || (slot.load != nullptr && slot.load->HasLayers(layer));
+  };
+  // A chunk that has this layer keeps it, also when the rest of it does not come any more.
+  int64_t there = 0;
+  const auto is_over = [&] {
+    state_->EndIfLate();
+    while (there < state_->found() && is_there(there)) ++there;
+    return state_->located() && (there == state_->found() || state_->end() <= there);
+  };
+  const bool over = WaitUntil(*state_->parts().clock, state_->changed(), lock, until_ns, is_over);
+  if (over && there == state_->found()) return {};
+  return GuardEntry(
+      [&] { return LayerError(over ? state_->miss() : MissReason::kTimeout, layer, there); });
+}
+
+std::shared_ptr<const StoredChunk> FetchHandle::chunk(int64_t i) const {
+  const std::lock_guard lock(state_->parts().fetch_mutex);
+  const FetchState::Slot& slot = state_->slot(i);
+  return slot.chunk != nullptr ? slot.chunk : slot.load->chunk;
+}
+
+TierKind FetchHandle::tier(int64_t i) const {
+  const std::lock_guard lock(state_->parts().fetch_mutex);
+  return state_->slot(i).tier;
+}
+
+void FetchHandle::Cancel() noexcept {
+  const std::lock_guard lock(state_->parts().fetch_mutex);
+  state_->End(MissReason::kCancelled);
+}
+
+}  // namespace quire

@@ -1,0 +1,125 @@
+// FetchState: the chunks of one request on their way, and the handle that a caller has of it.
+//
+// What changes is guarded by StoreParts::fetch_mutex. Deadlines need no thread of their own: who
+// looks at a fetch after its deadline ends it.
+#ifndef QUIRE_STORE_FETCH_STATE_H_
+#define QUIRE_STORE_FETCH_STATE_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "quire/chunk_store.h"
+#include "store/chunk_load.h"
+#include "store/pin_board.h"
+#include "store/store_parts.h"
+
+namespace quire {
+
+class FetchState {
+ public:
+  // What came of a chunk, from where.
+  struct Slot {
+    std::shared_ptr<const StoredChunk> chunk = nullptr;  // complete and verified
+    std::shared_ptr<ChunkLoad> load = nullptr;           // that it comes or came with
+    TierKind tier = TierKind::kRam;
+    PinBoard::Ticket pin = 0;
+  };
+
+  FetchState(std::shared_ptr<StoreParts> parts, const FetchRequest& request, bool to_memory);
+
+  // ---- Does not change
+  int64_t count() const { return static_cast<int64_t>(ids_.size()); }
+  const ChunkId& id(int64_t i) const { return ids_[static_cast<size_t>(i)]; }
+  std::span<const ChunkId> ids_from(int64_t i) const {
+    return std::span(ids_).subspan(static_cast<size_t>(i));
+  }
+  std::span<const int32_t> tokens(int64_t i) const;
+  ChunkExpectation Expect(int64_t i) const;
+  int64_t deadline_ns() const { return deadline_ns_; }
+  double compute_seconds_per_token() const { return compute_seconds_per_token_; }
+  int priority() const { return priority_; }
+  bool to_memory() const { return to_memory_; }
+  StoreParts& parts() const { return *parts_; }
+
+  // ---- Under StoreParts::fetch_mutex
+  // REQUIRES: i is the first chunk that nothing was said about.
+  void Found(int64_t i, Slot slot) noexcept;
+  // No more chunks will come than those found; `why` is what became of the next one.
+  void Located(MissReason why) noexcept;
+  // Chunk i will not come. Whatever follows is of no use.
+  void Failed(int64_t i, MissReason why) noexcept;
+  void Complete(int64_t i, std::shared_ptr<const StoredChunk> chunk) noexcept;
+  // Ends all that is not there yet.
+  void End(MissReason why) noexcept;
+  void EndIfLate() noexcept;
+  bool done() const { return located_ && ready_ == end_; }
+  bool located() const { return located_; }
+  int64_t found() const { return found_; }
+  int64_t ready() const { return ready_; }
+  int64_t end() const { return end_; }
+  MissReason miss() const { return miss_; }
+  const Slot& slot(int64_t i) const { return slots_[static_cast<size_t>(i)]; }
+  Slot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
+  std::condition_variable& changed() { return changed_; }
+
+  // Unpins; the handle is gone. Not under the mutex.
+  void ReleasePins() noexcept;
+
+ private:
+  void Advance() noexcept;
+
+  const std::shared_ptr<StoreParts> parts_;
+  const Digest fingerprint_;
+  const bool approximate_;
+  const std::vector<int32_t> tokens_;
+  const int64_t block_tokens_;
+  const int64_t first_chunk_;
+  const int64_t deadline_ns_;
+  const double compute_seconds_per_token_;
+  const int priority_;
+  const bool to_memory_;
+  std::vector<ChunkId> ids_;
+
+  std::condition_variable changed_;
+  std::vector<Slot> slots_;
+  bool located_ = false;
+  bool counted_ = false;
+  int64_t found_ = 0;
+  int64_t end_ = 0;                      // chunks that will be ready when it is done
+  int64_t ready_ = 0;                    // leading ones that are complete
+  MissReason miss_ = MissReason::kNone;  // of chunk end_
+};
+
+// The caller's.
+class FetchHandle final : public ChunkFetch {
+ public:
+  explicit FetchHandle(std::shared_ptr<FetchState> state) : state_(std::move(state)) {}
+  ~FetchHandle() override;
+
+  int64_t chunk_count() const override { return state_->count(); }
+  bool located() const override;
+  int64_t found() const override;
+  int64_t ready() const override;
+  bool done() const override;
+  bool Wait(int64_t until_ns) override;
+  Status WaitLayer(int64_t layer, int64_t until_ns) override;
+  std::shared_ptr<const StoredChunk> chunk(int64_t i) const override;
+  TierKind tier(int64_t i) const override;
+  MissReason miss() const override;
+  void Cancel() noexcept override;
+
+ private:
+  // Runs f with the state up to date.
+  template <typename F>
+  auto Look(F&& f) const;
+
+  const std::shared_ptr<FetchState> state_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_STORE_FETCH_STATE_H_

@@ -1,0 +1,166 @@
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "base/guard.h"
+#include "quire/remote_buffers.h"
+#include "store/remote_connection.h"
+
+namespace quire {
+namespace {
+
+using wire::Message;
+using wire::Opcode;
+
+// Of one question: a head holds this many keys of the largest size, with their lengths.
+constexpr size_t kKeysPerRequest =
+    static_cast<size_t>(wire::kHeadBytesMax / (kStoreKeyBytesMax + 2));
+
+Message KeyMessage(Opcode opcode, std::string_view key) {
+  Message message{.opcode = opcode};
+  wire::FieldWriter(&message.fields).AddText(key);
+  return message;
+}
+
+Status MalformedAnswer(const char* call) {
+  return Status(StatusCode::kRemote,
+                std::string("StoreBuffer::") + call + ": the server's answer has the wrong length");
+}
+
+class RemoteStoreBuffer final : public StoreBuffer {
+ public:
+  explicit RemoteStoreBuffer(std::shared_ptr<RemoteConnection> connection)
+      : connection_(std::move(connection)) {}
+  ~RemoteStoreBuffer() override { connection_->Close(); }
+
+  Status Put(std::string_view key, HostTensor value) override {
+    return GuardEntry([&]() -> Status {
+      QUIRE_RETURN_IF_ERROR(CheckKey("Put", key));
+      Message message = KeyMessage(Opcode::kPut, key);
+      message.tensors.emplace_back("", std::move(value));
+      return connection_->Request(std::move(message)).status();
+    });
+  }
+
+  Result<bool> Delete(std::string_view key) override {
+    return GuardEntry([&]() -> Result<bool> {
+      QUIRE_RETURN_IF_ERROR(CheckKey("Delete", key));
+      QUIRE_ASSIGN_OR_RETURN(const Message answer,
+                             connection_->Request(KeyMessage(Opcode::kDelete, key)));
+      if (answer.fields.size() != 1) return MalformedAnswer("Delete");
+      return answer.fields[0] != std::byte{0};
+    });
+  }
+
+  Result<std::optional<HostTensor>> Get(std::string_view key) const override {
+    return GuardEntry([&]() -> Result<std::optional<HostTensor>> {
+      QUIRE_RETURN_IF_ERROR(CheckKey("Get", key));
+      return TensorOf(connection_->Request(KeyMessage(Opcode::kGet, key)));
+    });
+  }
+
+  Result<bool> Exists(std::string_view key) const override {
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<bool> exists, MultiExists({&key, 1}));
+    return exists[0];
+  }
+
+  Status MultiPut(std::span<const std::string_view> keys, std::span<const HostTensor> values,
+                  int64_t* stored) override {
+    if (stored != nullptr) *stored = 0;
+    if (keys.size() != values.size()) {
+      return Status(StatusCode::kBadArgument,
+                    "StoreBuffer::MultiPut: " + std::to_string(keys.size()) + " keys and " +
+                        std::to_string(values.size()) + " values; give one value for each key");
+    }
+    // One after the other: what follows a failure must not be stored.
+    for (size_t i = 0; i < keys.size(); ++i) {
+      QUIRE_RETURN_IF_ERROR(Put(keys[i], values[i]));
+      if (stored != nullptr) ++*stored;
+    }
+    return {};
+  }
+
+  Result<std::vector<std::optional<HostTensor>>> MultiGet(
+      std::span<const std::string_view> keys) const override {
+    return GuardEntry([&]() -> Result<std::vector<std::optional<HostTensor>>> {
+      for (const std::string_view key : keys) QUIRE_RETURN_IF_ERROR(CheckKey("MultiGet", key));
+      std::vector<std::shared_ptr<RemoteConnection::Call>> calls;
+      for (const std::string_view key : keys) {
+        QUIRE_ASSIGN_OR_RETURN(auto call, connection_->Start(KeyMessage(Opcode::kGet, key)));
+        calls.push_back(std::move(call));
+      }
+      std::vector<std::optional<HostTensor>> values;
+      for (const auto& call : calls) {
+        QUIRE_ASSIGN_OR_RETURN(auto value, TensorOf(connection_->Await(call)));
+        values.push_back(std::move(value));
+      }
+      return values;
+    });
+  }
+
+  Result<std::vector<bool>> MultiExists(std::span<const std::string_view> keys) const override {
+    return GuardEntry([&]() -> Result<std::vector<bool>> {
+      for (const std::string_view key : keys) QUIRE_RETURN_IF_ERROR(CheckKey("Exists", key));
+      std::vector<bool> exists;
+      while (!keys.empty()) {
+        const auto some = keys.first(std::min(keys.size(), kKeysPerRequest));
+        Message message{.opcode = Opcode::kExists};
+        wire::EncodeKeys(some, &message.fields);
+        QUIRE_ASSIGN_OR_RETURN(const Message answer, connection_->Request(std::move(message)));
+        if (answer.fields.size() != some.size()) return MalformedAnswer("Exists");
+        for (const std::byte is_there : answer.fields) exists.push_back(is_there != std::byte{0});
+        keys = keys.subspan(some.size());
+      }
+      return exists;
+    });
+  }
+
+  Result<int64_t> PrefixHits(std::span<const std::string_view> keys) const override {
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<bool> exists, MultiExists(keys));
+    return std::find(exists.begin(), exists.end(), false) - exists.begin();
+  }
+
+  void Close() noexcept override { connection_->Close(); }
+  int64_t used_bytes() const override { return Stat(4); }
+  int64_t capacity_bytes() const override { return Stat(5); }
+  int64_t size() const override { return Stat(6); }
+
+ private:
+  static Status CheckKey(const char* call, std::string_view key) {
+    const auto bytes = static_cast<int64_t>(key.size());
+    if (bytes >= 1 && bytes <= kStoreKeyBytesMax) return {};
+    return Status(StatusCode::kBadArgument, std::string("StoreBuffer::") + call + ": the key has " +
+                                                std::to_string(bytes) + " bytes; 1 to " +
+                                                std::to_string(kStoreKeyBytesMax) + " are allowed");
+  }
+
+  static Result<std::optional<HostTensor>> TensorOf(Result<Message> answer) {
+    if (!answer.ok()) return answer.status();
+    if (answer->tensors.size() > 1) return MalformedAnswer("Get");
+    if (answer->tensors.empty()) return std::optional<HostTensor>();
+    return std::optional<HostTensor>(std::move(answer->tensors[0].second));
+  }
+
+  int64_t Stat(size_t index) const {
+    const auto stats = GuardEntry([&] { return connection_->Request({.opcode = Opcode::kStats}); });
+    if (!stats.ok()) return 0;
+    wire::FieldReader reader(stats->fields);
+    for (size_t i = 0; i < index; ++i) reader.Take<int64_t>();
+    return reader.Take<int64_t>();
+  }
+
+  const std::shared_ptr<RemoteConnection> connection_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<StoreBuffer>> ConnectStoreBuffer(const std::string& endpoint,
+                                                        const RemoteBufferOptions& options) {
+  return GuardEntry([&]() -> Result<std::unique_ptr<StoreBuffer>> {
+    QUIRE_ASSIGN_OR_RETURN(auto connection,
+                           RemoteConnection::Open(endpoint, options, wire::kServiceStore));
+    return std::unique_ptr<StoreBuffer>(std::make_unique<RemoteStoreBuffer>(std::move(connection)));
+  });
+}
+
+}  // namespace quire

@@ -1,0 +1,77 @@
+// What the parts of a TieredStore share. It lives until the last fetch handle is gone.
+//
+// Locks. No lock is held while a slow tier is called. The order, outermost first:
+//   StoreParts::fetch_mutex (fetches and loads)  ->  WriteQueue::mutex_, ReadQueue::mutex_
+//   ->  MemoryTier::mutex_  ->  PinBoard, EventRing, LoadPredictor, TierHealth
+#ifndef QUIRE_STORE_STORE_PARTS_H_
+#define QUIRE_STORE_STORE_PARTS_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "base/clock.h"
+#include "quire/chunk_store.h"
+#include "store/chunk_tier.h"
+#include "store/event_ring.h"
+#include "store/memory_tier.h"
+#include "store/pin_board.h"
+
+namespace quire {
+
+// Slow tiers by TierKind; none at kRam.
+using SlowTiers = std::array<std::unique_ptr<ChunkTier>, kTierCount>;
+
+
+inline size_t At(TierKind tier) { return static_cast<size_t>(tier); }
+inline uint8_t TierBit(TierKind tier) { return static_cast<uint8_t>(1u << At(tier)); }
+
+// Passports that were added.
+class PassportTable {
+ public:
+  struct Entry {
+    ChunkLimits limits{};
+    int64_t block_bytes = 0;  // of a full chunk, about
+  };
+  void Add(const Digest& fingerprint, const Passport& passport);
+  std::optional<Entry> Find(const Digest& fingerprint) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<Digest, Entry> entries_;
+};
+
+struct StoreParts {
+  explicit StoreParts(ChunkStoreOptions store_options);
+
+  bool has_memory() const { return memory != nullptr; }
+  // Whether a tier is known to have it, without asking a disk or a network.
+  bool Knows(const ChunkId& id) const;
+  // When a call of an administrator on one chunk gives up.
+  int64_t AdminDeadline(TierKind tier) const;
+  // Pins the chunk in the tier; false if it is not there.
+  bool PinIn(TierKind tier, const ChunkId& id, int change) noexcept;
+  void Unpin(const PinnedChunk& pin) noexcept;
+  // Ends pins whose time is over.
+  void ReleaseExpiredPins() noexcept;
+
+  const ChunkStoreOptions options;
+  const std::shared_ptr<Clock> clock;
+  std::mutex fetch_mutex;
+  std::array<std::atomic<int64_t>, kMissReasonCount> misses{};  // of fetches, by MissReason
+  std::atomic<int64_t> fetched_tokens{0};
+  PassportTable passports;
+  EventRing events;
+  PinBoard pins;
+  std::unique_ptr<MemoryTier> memory;  // null: no such tier
+  SlowTiers slow{};
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_STORE_STORE_PARTS_H_

@@ -1,0 +1,402 @@
+#include "store/tiered_store.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/guard.h"
+#include "store/put_state.h"
+
+namespace quire {
+namespace {
+
+constexpr std::array<TierKind, kTierCount> kTiers = {TierKind::kRam, TierKind::kDisk,
+                                                     TierKind::kRedis};
+
+Status BadOption(const std::string& name, const std::string& value, const std::string& rule) {
+  return Status(StatusCode::kBadArgument,
+                "ChunkStore::Open: " + name + " is " + value + "; it must be " + rule);
+}
+
+Status CheckOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
+  struct Bound {
+    const char* name;
+    int64_t value;
+    int64_t min;
+  };
+  for (const Bound& bound : {Bound{"ram.bytes_max", options.ram.bytes_max, 0},
+                             Bound{"disk.bytes_max", options.disk.bytes_max, 0},
+                             Bound{"disk.io_timeout_ms", options.disk.io_timeout_ms, 1},
+                             Bound{"redis.ttl_ms", options.redis.ttl_ms, 0},
+                             Bound{"redis.connect_timeout_ms", options.redis.connect_timeout_ms, 1},
+                             Bound{"redis.io_timeout_ms", options.redis.io_timeout_ms, 1},
+                             Bound{"redis.replicas", options.redis.replicas, 0},
+                             Bound{"admit_after", options.admit_after, 1},
+                             Bound{"queue_bytes_max", options.queue_bytes_max, 1},
+                             Bound{"fetch_bytes_max", options.fetch_bytes_max, 1},
+                             Bound{"pin_timeout_ms", options.pin_timeout_ms, 1},
+                             Bound{"scrub_bytes_per_second", options.scrub_bytes_per_second, 0}})
+    if (bound.value < bound.min)
+      return BadOption(bound.name, std::to_string(bound.value),
+                       "at least " + std::to_string(bound.min));
+  constexpr int64_t kPinTimeoutMaxMs = int64_t{1} << 40;  // in nanoseconds it fits in 63 bits
+  if (options.pin_timeout_ms > kPinTimeoutMaxMs)
+    return BadOption("pin_timeout_ms", std::to_string(options.pin_timeout_ms),
+                     "at most " + std::to_string(kPinTimeoutMaxMs));
+  const bool has_ram = options.ram.bytes_max > 0;
+  if (!has_ram && !has_slow_tier)
+    return Status(StatusCode::kBadArgument,
+                  "ChunkStore::Open: no tier; give ram.bytes_max, disk.directory or "
+                  "redis.endpoints");
+  if (!has_ram && options.write_policy != WritePolicy::kThrough)
+    return BadOption("write_policy", "selective or back", "through without a RAM tier");
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<ChunkStore>> ChunkStore::Open(ChunkStoreOptions options) {
+  return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
+    return TieredStore::Create(std::move(options), {});
+  });
+}
+
+Result<std::unique_ptr<ChunkStore>> TieredStore::Create(ChunkStoreOptions options, SlowTiers slow) {
+  return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
+    const bool has_slow =
+        std::any_of(slow.begin(), slow.end(), [](const auto& tier) { return tier != nullptr; });
+    QUIRE_RETURN_IF_ERROR(CheckOptions(options, has_slow));
+    auto parts = std::make_shared<StoreParts>(std::move(options));
+    parts->slow = std::move(slow);
+    return std::unique_ptr<ChunkStore>(std::make_unique<TieredStore>(std::move(parts)));
+  });
+}
+
+TieredStore::TieredStore(std::shared_ptr<StoreParts> parts)
+    : parts_(std::move(parts)), fetcher_(parts_) {}
+
+TieredStore::~TieredStore() { Close(); }
+
+// ---------------------------------------------------------------------- checks
+
+Status TieredStore::CheckOpen(const char* call) const {
+  if (!closed_) return {};
+  return Status(StatusCode::kClosed, std::string("ChunkStore::") + call + ": the store is closed");
+}
+
+Status TieredStore::CheckKeys(const char* call, const KeySpace& keys) const {
+  QUIRE_RETURN_IF_ERROR(CheckOpen(call));
+  if (parts_->passports.Find(keys.fingerprint())) return {};
+  return Status(StatusCode::kBadArgument, std::string("ChunkStore::") + call + ": the passport " +
+                                              keys.fingerprint().ToHex() +
+                                              " was not added; call AddPassport first");
+}
+
+Status TieredStore::CheckTier(const char* call, TierKind tier) const {
+  QUIRE_RETURN_IF_ERROR(CheckOpen(call));
+  const bool present =
+      tier == TierKind::kRam ? parts_->has_memory() : parts_->slow[At(tier)] != nullptr;
+  if (present) return {};
+  return Status(StatusCode::kNotFound, std::string("ChunkStore::") + call + ": the store has no " +
+                                           std::string(TierName(tier)) + " tier");
+}
+
+Status TieredStore::AddPassport(const Passport& passport) {
+  return GuardEntry([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckOpen("AddPassport"));
+    QUIRE_ASSIGN_OR_RETURN(const std::string json, passport.ToJson());
+    const Digest fingerprint = FingerprintOf(json);
+    for (const auto& tier : parts_->slow)
+      if (tier != nullptr) QUIRE_RETURN_IF_ERROR(tier->AddPassport(fingerprint, json));
+    parts_->passports.Add(fingerprint, passport);
+    return {};
+  });
+}
+
+// ---------------------------------------------------------------------- bringing back
+
+Result<std::shared_ptr<ChunkFetch>> TieredStore::StartFetch(const char* call,
+                                                            const FetchRequest& request,
+                                                            bool to_memory) {
+  return GuardEntry([&]() -> Result<std::shared_ptr<ChunkFetch>> {
+    const auto bad = [&](const std::string& what) {
+      return Status(StatusCode::kBadArgument, std::string("ChunkStore::") + call + ": " + what);
+    };
+    if (request.keys == nullptr) return bad("keys is null");
+    QUIRE_RETURN_IF_ERROR(CheckKeys(call, *request.keys));
+    if (request.block_tokens < 1)
+      return bad("block_tokens is " + std::to_string(request.block_tokens) +
+                 "; it must be at least 1");
+    if (request.first_chunk < 0)
+      return bad("first_chunk is " + std::to_string(request.first_chunk) +
+                 "; it must not be negative");
+    parts_->ReleaseExpiredPins();
+    return fetcher_.Start(request, to_memory);
+  });
+}
+
+Result<std::shared_ptr<ChunkFetch>> TieredStore::Fetch(const FetchRequest& request) {
+  return StartFetch("Fetch", request, /*to_memory=*/parts_->options.promote);
+}
+
+Result<std::shared_ptr<ChunkFetch>> TieredStore::Prefetch(const FetchRequest& request) {
+  return StartFetch("Prefetch", request, /*to_memory=*/true);
+}
+
+int64_t TieredStore::KnownPrefix(const KeySpace& keys, std::span<const ChunkKey> chain) {
+  if (closed_) return 0;
+  int64_t known = 0;
+  for (const ChunkKey& key : chain) {
+    if (!parts_->Knows({keys.fingerprint(), keys.root(), key})) break;
+    ++known;
+  }
+  return known;
+}
+
+// ---------------------------------------------------------------------- putting
+
+std::vector<bool> TieredStore::Wanted(const KeySpace& keys, std::span<const ChunkKey> chain) {
+  std::vector<bool> wanted(chain.size(), false);
+  if (closed_) return wanted;
+  for (size_t i = 0; i < chain.size(); ++i)
+    wanted[i] = !parts_->Knows({keys.fingerprint(), keys.root(), chain[i]});
+  return wanted;
+}
+
+// Checks that the bytes are a chunk of keys' space.
+Result<KeptChunk> TieredStore::Admit(const KeySpace& keys, ChunkBuffer sealed,
+                                     const PutOptions& options) {
+  QUIRE_RETURN_IF_ERROR(CheckKeys("Put", keys));
+  if (options.priority < 0 || options.priority > 100)
+    return Status(StatusCode::kBadArgument, "ChunkStore::Put: priority is " +
+                                                std::to_string(options.priority) +
+                                                "; it must be in [0, 100]");
+  const ChunkLimits limits = parts_->passports.Find(keys.fingerprint())->limits;
+  const std::span<const std::byte> bytes = std::as_const(sealed).bytes();
+  QUIRE_ASSIGN_OR_RETURN(const int64_t header_bytes, ChunkHeaderBytes(bytes, limits));
+  if (header_bytes > static_cast<int64_t>(bytes.size()))
+    return Status(StatusCode::kCorrupt,
+                  "ChunkStore::Put: the chunk has " + std::to_string(bytes.size()) +
+                      " bytes, its header alone " + std::to_string(header_bytes));
+  QUIRE_ASSIGN_OR_RETURN(ChunkHeader header,
+                         DecodeChunkHeader(bytes.first(static_cast<size_t>(header_bytes)), limits));
+  const ChunkExpectation expected{.key = header.key,
+                                  .fingerprint = keys.fingerprint(),
+                                  .now_ms = parts_->clock->WallMs(),
+                                  .approximate = keys.approximate(),
+                                  .tokens = {},
+                                  .mac_key = parts_->options.mac_key};
+  QUIRE_RETURN_IF_ERROR(ChunkView::Open(bytes, expected, limits).status());
+  const ChunkKey key = header.contextual ? keys.Segment(header.tokens)
+                                         : keys.Next(ChunkKey{header.context}, header.tokens);
+  const bool begins_chain = !header.contextual && header.first_position == 0;
+  if (key != header.key || (begins_chain && ChunkKey{header.context} != keys.root()))
+    return Status(StatusCode::kBadArgument,
+                  "ChunkStore::Put: the key " + header.key.digest.ToHex() +
+                      " is not that of the chunk's tokens in this key space; another salt?");
+  const ChunkId id{keys.fingerprint(), keys.root(), header.key};
+  return KeptChunk{id,
+                   std::make_shared<StoredChunk>(std::move(header), std::move(sealed)),
+                   {options.recompute_seconds, options.priority}};
+}
+
+Result<std::shared_ptr<ChunkPut>> TieredStore::Put(const KeySpace& keys, ChunkBuffer sealed,
+                                                   const PutOptions& options) {
+  return GuardEntry([&]() -> Result<std::shared_ptr<ChunkPut>> {
+    QUIRE_ASSIGN_OR_RETURN(const KeptChunk kept, Admit(keys, std::move(sealed), options));
+    parts_->ReleaseExpiredPins();
+    auto put = std::make_shared<PutState>(parts_->clock, 1);
+    std::vector<KeptChunk> evicted;
+    const auto outcome =
+        parts_->memory->Insert(kept, /*unwritten=*/false, parts_->clock->WallMs(), &evicted);
+    put->Report(outcome == MemoryTier::Outcome::kNoRoom
+                    ? Status(StatusCode::kFull,
+                             "ChunkStore::Put: RAM has no room for the chunk's " +
+                                 std::to_string(kept.chunk->bytes().size()) +
+                                 " bytes: the rest is pinned, guaranteed to others or in use")
+                    : Status());
+    return std::shared_ptr<ChunkPut>(std::move(put));
+  });
+}
+
+// ---------------------------------------------------------------------- control
+
+int64_t TieredStore::Pin(const KeySpace& keys, std::span<const ChunkKey> chunks) {
+  if (closed_) return 0;
+  parts_->ReleaseExpiredPins();
+  int64_t pinned = 0;
+  for (const ChunkKey& key : chunks) {
+    PinnedChunk pin{{keys.fingerprint(), keys.root(), key}};
+    for (const TierKind tier : kTiers)
+      if (parts_->PinIn(tier, pin.id, 1)) pin.tiers |= TierBit(tier);
+    if (pin.tiers == 0) continue;
+    try {
+      parts_->pins.Add(pin, /*named=*/true, parts_->clock->SteadyNs());
+    } catch (const std::bad_alloc&) {
+      parts_->Unpin(pin);
+      break;
+    }
+    ++pinned;
+  }
+  return pinned;
+}
+
+void TieredStore::Unpin(const KeySpace& keys, std::span<const ChunkKey> chunks) {
+  for (const ChunkKey& key : chunks)
+    if (const auto pin = parts_->pins.ReleaseNamed({keys.fingerprint(), keys.root(), key}))
+      parts_->Unpin(*pin);
+}
+
+void TieredStore::Touch(const KeySpace& keys, std::span<const ChunkKey> chunks) {
+  if (closed_) return;
+  for (const ChunkKey& key : chunks) {
+    const ChunkId id{keys.fingerprint(), keys.root(), key};
+    if (parts_->has_memory()) parts_->memory->Touch(id);
+    for (const auto& tier : parts_->slow)
+      if (tier != nullptr) tier->Touch(id);
+  }
+}
+
+Status TieredStore::SetTtl(const KeySpace& keys, std::span<const ChunkKey> chunks, int64_t ttl_ms) {
+  return GuardEntry([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckKeys("SetTtl", keys));
+    constexpr int64_t kTtlMaxMs = int64_t{1} << 50;  // 35 000 years; sums with times fit
+    if (ttl_ms < 0 || ttl_ms > kTtlMaxMs)
+      return Status(
+          StatusCode::kBadArgument,
+          "ChunkStore::SetTtl: ttl_ms is " + std::to_string(ttl_ms) + "; it must be in [0, 2^50]");
+    const int64_t expires_ms = ttl_ms == 0 ? 0 : parts_->clock->WallMs() + ttl_ms;
+    Status failed;
+    for (const ChunkKey& key : chunks) {
+      const ChunkId id{keys.fingerprint(), keys.root(), key};
+      if (parts_->has_memory()) parts_->memory->SetExpiry(id, expires_ms);
+      for (const TierKind tier : {TierKind::kDisk, TierKind::kRedis}) {
+        if (parts_->slow[At(tier)] == nullptr) continue;
+        Status status =
+            parts_->slow[At(tier)]->SetExpiry(id, expires_ms, parts_->AdminDeadline(tier));
+        if (!status.ok() && status.code() != StatusCode::kNotFound) failed = std::move(status);
+      }
+    }
+    return failed;
+  });
+}
+
+Status TieredStore::SetQuota(const KeySpace& keys, const ChunkQuota& quota) {
+  return GuardEntry([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckOpen("SetQuota"));
+    const auto bad = [](const char* name, int64_t value, const char* rule) {
+      return Status(StatusCode::kBadArgument, std::string("ChunkStore::SetQuota: ") + name +
+                                                  " is " + std::to_string(value) + "; it must " +
+                                                  rule);
+    };
+    if (quota.bytes_max < 0) return bad("bytes_max", quota.bytes_max, "not be negative");
+    if (quota.bytes_guaranteed < 0)
+      return bad("bytes_guaranteed", quota.bytes_guaranteed, "not be negative");
+    if (quota.bytes_max > 0 && quota.bytes_guaranteed > quota.bytes_max)
+      return bad("bytes_guaranteed", quota.bytes_guaranteed, "not be more than bytes_max");
+    if (parts_->has_memory()) parts_->memory->SetQuota(keys.root(), quota);
+    for (const auto& tier : parts_->slow)
+      if (tier != nullptr) tier->SetQuota(keys.root(), quota);
+    return {};
+  });
+}
+
+// ---------------------------------------------------------------------- administration
+
+Result<int64_t> TieredStore::Remove(const KeySpace& keys, std::span<const ChunkKey> chunks) {
+  return GuardEntry([&]() -> Result<int64_t> {
+    QUIRE_RETURN_IF_ERROR(CheckOpen("Remove"));
+    int64_t removed = 0;
+    Status failed;
+    for (const ChunkKey& key : chunks) {
+      const ChunkId id{keys.fingerprint(), keys.root(), key};
+      bool was_there =
+          parts_->has_memory() && parts_->memory->Remove(id, ChunkEvent::Kind::kRemoved);
+      for (const TierKind tier : {TierKind::kDisk, TierKind::kRedis}) {
+        if (parts_->slow[At(tier)] == nullptr) continue;
+        const Result<bool> there = parts_->slow[At(tier)]->Remove(id, parts_->AdminDeadline(tier));
+        if (!there.ok()) failed = there.status();
+        was_there = was_there || (there.ok() && *there);
+      }
+      removed += was_there ? 1 : 0;
+    }
+    if (!failed.ok()) return failed;
+    return removed;
+  });
+}
+
+Result<int64_t> TieredStore::Clear(const KeySpace& keys) {
+  return GuardEntry([&]() -> Result<int64_t> {
+    QUIRE_RETURN_IF_ERROR(CheckOpen("Clear"));
+    int64_t cleared =
+        parts_->has_memory() ? parts_->memory->Clear(keys.fingerprint(), keys.root()) : 0;
+    for (const TierKind tier : {TierKind::kDisk, TierKind::kRedis}) {
+      if (parts_->slow[At(tier)] == nullptr) continue;
+      QUIRE_ASSIGN_OR_RETURN(const int64_t count,
+                             parts_->slow[At(tier)]->Clear(keys.fingerprint(), keys.root(),
+                                                           parts_->AdminDeadline(tier)));
+      cleared += count;
+    }
+    return cleared;
+  });
+}
+
+Result<std::vector<ChunkListing>> TieredStore::List(TierKind tier) {
+  return GuardEntry([&]() -> Result<std::vector<ChunkListing>> {
+    QUIRE_RETURN_IF_ERROR(CheckTier("List", tier));
+    if (tier == TierKind::kRam) return parts_->memory->List();
+    return parts_->slow[At(tier)]->List(kNever);
+  });
+}
+
+Result<std::shared_ptr<const StoredChunk>> TieredStore::Get(TierKind tier, const ChunkKey& key) {
+  return GuardEntry([&]() -> Result<std::shared_ptr<const StoredChunk>> {
+    QUIRE_RETURN_IF_ERROR(CheckTier("Get", tier));
+    if (tier != TierKind::kRam)
+      return parts_->slow[At(tier)]->Get(key, parts_->AdminDeadline(tier));
+    auto chunk = parts_->memory->Get(key);
+    if (chunk == nullptr)
+      return Status(StatusCode::kNotFound,
+                    "ChunkStore::Get: RAM has no chunk " + key.digest.ToHex());
+    QUIRE_RETURN_IF_ERROR(CheckSections(*chunk));
+    return chunk;
+  });
+}
+
+Result<int64_t> TieredStore::Verify(TierKind tier) {
+  return GuardEntry([&]() -> Result<int64_t> {
+    QUIRE_RETURN_IF_ERROR(CheckTier("Verify", tier));
+    if (tier == TierKind::kRam) return parts_->memory->Verify();
+    return parts_->slow[At(tier)]->Verify(kNever);
+  });
+}
+
+Result<int64_t> TieredStore::CollectGarbage(TierKind tier) {
+  return GuardEntry([&]() -> Result<int64_t> {
+    QUIRE_RETURN_IF_ERROR(CheckTier("CollectGarbage", tier));
+    if (tier == TierKind::kRam) return parts_->memory->CollectGarbage(parts_->clock->WallMs());
+    return parts_->slow[At(tier)]->CollectGarbage(kNever);
+  });
+}
+
+Status TieredStore::Flush(int64_t) { return CheckOpen("Flush"); }
+
+void TieredStore::Close() noexcept {
+  if (closed_.exchange(true)) return;
+  fetcher_.Close();
+}
+
+ChunkStoreStatistics TieredStore::Statistics() const {
+  ChunkStoreStatistics statistics;
+  if (parts_->has_memory()) statistics.tiers[At(TierKind::kRam)] = parts_->memory->Statistics();
+  statistics.fetches = fetcher_.started();
+  statistics.fetched_tokens = parts_->fetched_tokens;
+  for (size_t i = 0; i < statistics.misses.size(); ++i) statistics.misses[i] = parts_->misses[i];
+  statistics.pins = parts_->pins.size();
+  statistics.forced_unpins = parts_->pins.forced();
+  statistics.events_dropped = parts_->events.dropped();
+  return statistics;
+}
+
+std::vector<ChunkEvent> TieredStore::TakeEvents() { return parts_->events.Take(); }
+
+}  // namespace quire

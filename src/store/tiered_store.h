@@ -1,0 +1,64 @@
+// TieredStore: the class behind ChunkStore. It checks arguments and calls its parts: MemoryTier,
+// ChunkFetcher (bringing back), WriteQueue (one a slow tier), StoreKeeper (what happens by itself).
+#ifndef QUIRE_STORE_TIERED_STORE_H_
+#define QUIRE_STORE_TIERED_STORE_H_
+
+#include <atomic>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "quire/chunk_store.h"
+#include "store/chunk_fetcher.h"
+#include "store/store_parts.h"
+
+namespace quire {
+
+class TieredStore final : public ChunkStore {
+ public:
+  // With these slow tiers in place of those that the options name.
+  static Result<std::unique_ptr<ChunkStore>> Create(ChunkStoreOptions options, SlowTiers slow);
+  explicit TieredStore(std::shared_ptr<StoreParts> parts);
+  ~TieredStore() override;
+
+  Status AddPassport(const Passport& passport) override;
+  Result<std::shared_ptr<ChunkFetch>> Fetch(const FetchRequest& request) override;
+  int64_t KnownPrefix(const KeySpace& keys, std::span<const ChunkKey> chain) override;
+  Result<std::shared_ptr<ChunkFetch>> Prefetch(const FetchRequest& request) override;
+  std::vector<bool> Wanted(const KeySpace& keys, std::span<const ChunkKey> chain) override;
+  Result<std::shared_ptr<ChunkPut>> Put(const KeySpace& keys, ChunkBuffer sealed,
+                                        const PutOptions& options) override;
+  int64_t Pin(const KeySpace& keys, std::span<const ChunkKey> chunks) override;
+  void Unpin(const KeySpace& keys, std::span<const ChunkKey> chunks) override;
+  void Touch(const KeySpace& keys, std::span<const ChunkKey> chunks) override;
+  Status SetTtl(const KeySpace& keys, std::span<const ChunkKey> chunks, int64_t ttl_ms) override;
+  Status SetQuota(const KeySpace& keys, const ChunkQuota& quota) override;
+  Result<int64_t> Remove(const KeySpace& keys, std::span<const ChunkKey> chunks) override;
+  Result<int64_t> Clear(const KeySpace& keys) override;
+  Result<std::vector<ChunkListing>> List(TierKind tier) override;
+  Result<std::shared_ptr<const StoredChunk>> Get(TierKind tier, const ChunkKey& key) override;
+  Result<int64_t> Verify(TierKind tier) override;
+  Result<int64_t> CollectGarbage(TierKind tier) override;
+  Status Flush(int64_t until_ns) override;
+  void Close() noexcept override;
+  ChunkStoreStatistics Statistics() const override;
+  std::vector<ChunkEvent> TakeEvents() override;
+
+ private:
+  Status CheckOpen(const char* call) const;
+  // Open, with these keys' passport added.
+  Status CheckKeys(const char* call, const KeySpace& keys) const;
+  Status CheckTier(const char* call, TierKind tier) const;
+  Result<std::shared_ptr<ChunkFetch>> StartFetch(const char* call, const FetchRequest& request,
+                                                 bool to_memory);
+  Result<KeptChunk> Admit(const KeySpace& keys, ChunkBuffer sealed, const PutOptions& options);
+
+  const std::shared_ptr<StoreParts> parts_;
+  ChunkFetcher fetcher_;
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_STORE_TIERED_STORE_H_
