@@ -16,6 +16,7 @@ GROUPS = {
     "d": "Whole models",
     "e": "Start and memory",
     "f": "Chunks in tiers",
+    "g": "First token with KV from a tier",
 }
 
 HEADS = 32
@@ -496,6 +497,30 @@ def _chunk_cases() -> list[Case]:
     ]
 
 
+# ---- (g): first token with KV from a tier
+
+
+def _tier_case(model: models.Model) -> Case:
+    tokens = 4096
+    request = {"kind": "again", "tokens": tokens}
+    sides = {
+        "Quire": "quire-disk",
+        "cold": "quire-cold",
+        "pages": "quire-pages",
+        "Redis": "quire-redis",
+    }
+    return Case(
+        name=f"tier/{model.name}/first_token/{tokens}",
+        group="g",
+        sides=tuple(Side(name, worker, request) for name, worker in sides.items()),
+        metrics=(Metric(goals=(Goal("cold", 10.0),) if model.name == "1b" else ()),),
+        quick=model.name == "110m",
+        model=model.name,
+        tokens=tokens + 2,
+        length=tokens + 2,
+    )
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -543,4 +568,5 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
         cases += [_shared_case(model), _first_token_case(model)]
     cases += [_start_case(models.describe(name)) for name in models.NAMES]
     cases += _chunk_cases()
+    cases += [_tier_case(models.describe(name)) for name in models.NAMES]
     return sorted(cases, key=lambda case: case.group)

@@ -50,7 +50,9 @@ struct PlaceRequest {
   bool sync = false;      // a put survives the loss of power
 };
 
-// Peers whose libraries the machine has; null for others.
+// Peers whose libraries the machine had when this was built.
+std::vector<std::string> PeerPlaces();
+// REQUIRES: one of them.
 std::unique_ptr<ChunkPlace> MakePeerPlace(const std::string& name, const PlaceRequest& request);
 
 }  // namespace quire::bench

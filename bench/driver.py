@@ -47,6 +47,7 @@ _QUICK_RESERVE = 15
 # A child that takes longer hangs: the longest preparation is that of 131 000 tokens of context.
 _PATIENCE_SECONDS = 7200.0
 _GIB = 1 << 30
+_PEER_STORES = ("rocksdb", "lmdb")
 
 
 def main(arguments: list[str]) -> int:
@@ -259,12 +260,14 @@ class Workers:
         directory = tempfile.mkdtemp(dir=self._scratch())
         endpoint = ""
         if side.request["place"] in ("redis", "hiredis"):
-            if self._redis is None:
-                self._redis = RedisServer(
-                    self._scratch(), self._logs / "redis.log", self._patience
-                )
-            endpoint = self._redis.endpoint
+            endpoint = self._redis_endpoint()
         return {"directory": directory, "redis": endpoint}
+
+    def _redis_endpoint(self) -> str:
+        if self._redis is None:
+            log = self._logs / "redis.log"
+            self._redis = RedisServer(self._scratch(), log, self._patience)
+        return self._redis.endpoint
 
     def _scratch(self) -> Path:
         if self._folder is None:
@@ -303,6 +306,8 @@ class Workers:
             )
         if kind == "quire-engine":
             return self._quire_engine(log, self._load(case))
+        if kind in ("quire-disk", "quire-cold", "quire-pages", "quire-redis"):
+            return self._quire_engine(log, self._load(case, alone=True) | self._tier(kind))
         if kind == "llama-server":
             return self._llama_server(log, case)
         if kind in ("llama-bench", "llama-batched-bench"):
@@ -319,6 +324,14 @@ class Workers:
         return LineWorker(
             [sys.executable, str(HERE / "quire_engine_worker.py")], log, self._patience, load
         )
+
+    def _tier(self, kind: str) -> dict[str, Any]:
+        """Options of an engine that finds earlier prompts in one place alone, or nowhere."""
+        if kind == "quire-disk":
+            return {"prefix_cache": False, "kv_dir": tempfile.mkdtemp(dir=self._scratch())}
+        if kind == "quire-redis":
+            return {"prefix_cache": False, "kv_redis": self._redis_endpoint()}
+        return {"prefix_cache": kind == "quire-pages"}
 
     def _llama_server(self, log: Path, case: Case) -> LlamaServer:
         return LlamaServer(
@@ -484,6 +497,11 @@ class Run:
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
     def _measure(self, case: Case) -> None:
         self._case = case
         sides = [side for side in case.sides if self._takes_part(side)]
@@ -508,11 +526,24 @@ class Run:
         self._results.append(measure.as_json(case, measured, rows))
 
     def _takes_part(self, side: Side) -> bool:
-        if side.worker.startswith("quire"):
-            return True
+        if side.request.get("place") in _PEER_STORES:
+            return self._is_wanted(side) and self._has_store(side)
+        return side.worker.startswith("quire") or self._is_wanted(side)
+
+    def _is_wanted(self, side: Side) -> bool:
         return not self._options.no_peers and (
             not self._options.peer or side.name in self._options.peer
         )
+
+    def _has_store(self, side: Side) -> bool:
+        """Whether Quire's worker, in which it runs, was built with it."""
+        if side.request["place"] in self._info["peer_stores"]:
+            return True
+        self._say_once(
+            f"{side.name}: no library when the benchmark was built: bench/setup stores installs "
+            "it; measured without it"
+        )
+        return False
 
     def _prepare(self, side: Side, case: Case) -> bool:
         try:
@@ -526,9 +557,7 @@ class Run:
             if isinstance(error, WorkerError):
                 self.workers.lost(side, case)
                 text = f"{case.name}: {text}"
-            if text not in self._said:
-                self._said.add(text)
-                self._say(f"{text}; measured without it")
+            self._say_once(f"{text}; measured without it")
             return False
 
     def _drop(self, side: Side, case: Case) -> None:

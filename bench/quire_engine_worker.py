@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import generation
 
 
 def load(
-    model: str, threads: int, kv_bytes: int, sequences: int, length: int
-) -> tuple[generation.Generate, int, str]:
+    model: str, threads: int, kv_bytes: int, sequences: int, length: int, **options: Any
+) -> generation.Engine:
     # tvm-ffi imports torch where it finds it, for seconds and 200 MiB; the program `quire` does
     # not let it either.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     import quire
 
     del length  # the model's own limit holds
-    engine = quire.Engine(model, threads=threads, kv_bytes=kv_bytes, max_num_sequences=sequences)
+    engine = quire.Engine(
+        model, threads=threads, kv_bytes=kv_bytes, max_num_sequences=sequences, **options
+    )
+    engine.wait_for_store()
 
     def generate(prompts: list[generation.Prompt], count: int) -> None:
         engine.generate(prompts, max_tokens=count, ignore_eos=True)
 
     version = f"Quire {quire.__version__} ({engine.info.kernel_path})"
-    return generate, engine.info.vocab_size, version
+    return generation.Engine(generate, engine.info.vocab_size, version, engine.flush_store)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,17 @@ class LmdbPlace final : public ChunkPlace {
 
 }  // namespace
 
+std::vector<std::string> PeerPlaces() {
+  std::vector<std::string> names;
+#if QUIRE_BENCH_ROCKSDB
+  names.push_back("rocksdb");
+#endif
+#if QUIRE_BENCH_LMDB
+  names.push_back("lmdb");
+#endif
+  return names;
+}
+
 std::unique_ptr<ChunkPlace> MakePeerPlace([[maybe_unused]] const std::string& name,
                                           [[maybe_unused]] const PlaceRequest& request) {
 #if QUIRE_BENCH_ROCKSDB

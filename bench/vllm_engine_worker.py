@@ -10,7 +10,7 @@ import generation
 
 def load(
     model: str, threads: int, kv_bytes: int, sequences: int, length: int, dtype: str
-) -> tuple[generation.Generate, int, str]:
+) -> generation.Engine:
     cores = sorted(os.sched_getaffinity(0))[:threads]
     os.environ |= {
         # Whole gibibytes; one more, since blocks of 128 tokens are not filled to the end.
@@ -45,7 +45,9 @@ def load(
         )
 
     vocab_size = engine.llm_engine.model_config.get_vocab_size()
-    return generate, vocab_size, f"vLLM {vllm.__version__} (eager, {dtype})"
+    return generation.Engine(
+        generate, vocab_size, f"vLLM {vllm.__version__} (eager, {dtype})"
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "bench_case.h"
+#include "chunk_place.h"
 #include "kernels/backend.h"
 #include "machine_probe.h"
 
@@ -38,6 +39,7 @@ class Worker {
   static nlohmann::json Info() {
     return {{"kernel_path", Require(FindBackend(""))->name},
             {"bf16_dot", MachineProbe::has_bf16_dot()},
+            {"peer_stores", PeerPlaces()},
             {"compiler", __VERSION__}};
   }
 

@@ -204,7 +204,8 @@ class LlamaServer(Process):
         self._wait_until_ready()
         self.start_seconds = time.perf_counter() - begin
         self._pool = concurrent.futures.ThreadPoolExecutor(slots)
-        self._cases = generation.Cases(self.generate, vocab_size)
+        engine = generation.Engine(self.generate, vocab_size, "llama-server")
+        self._cases = generation.Cases(engine)
 
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + self._patience()

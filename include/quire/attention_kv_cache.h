@@ -35,16 +35,22 @@ struct AttentionLayerSpec {
   int64_t qk_head_dim = 0;
   int64_t v_head_dim = 0;
   DType dtype = DType::kF32;  // of stored keys and values: kF32, kF16, kBF16
+  int64_t window = 0;  // a query at position p sees (p - window, p]; 0: all. Pages that slid out of
+                       // every sequence's sight are freed when a forward ends
+  double soft_cap = 0;  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
+  // A logit per query head that takes part in the softmax without a value ("attention sink" as a
+  // parameter). Empty: none.
+  std::vector<float> head_sinks = {};
 
   bool operator==(const AttentionLayerSpec&) const = default;
 };
 
 struct AttentionKVCacheOptions {
-  std::vector<AttentionLayerSpec>
-      layers;  // layers of equal num_kv_heads, dims and dtype share one page table (a group)
-  int64_t max_num_sequences = 0;   // that are not retained
-  int64_t token_capacity = 0;      // pages per group: ceil(token_capacity / page_size) + 1
-  int64_t prefill_chunk_size = 0;  // most new tokens of one forward
+  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype and window
+                                           // share one page table (a group)
+  int64_t max_num_sequences = 0;           // that are not retained
+  int64_t token_capacity = 0;              // pages per group: ceil(token_capacity / page_size) + 1
+  int64_t prefill_chunk_size = 0;          // most new tokens of one forward
   int64_t page_size = 0;  // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
   RopeOptions rope;
   std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
@@ -60,9 +66,9 @@ int64_t DefaultPageSize(const AttentionLayerSpec& layer);
 // "avx512", "avx2", "scalar".
 std::vector<std::string> KernelPaths();
 
-// Where the pages of all groups are. A page is seen by a sequence that has a token in it; in a
-// forward, a sequence of the batch sees what it saw before as well (AbortForward gives it back).
-// free + exclusive + shared + retained_only == total, at all times.
+// Where the pages of all groups are. A page is seen by a sequence that has a token in it, even if a
+// window hides that token; in a forward, a sequence of the batch sees what it saw before as well
+// (AbortForward gives it back). free + exclusive + shared + retained_only == total, at all times.
 struct PageCounts {
   int64_t total = 0;
   int64_t free = 0;
@@ -94,6 +100,24 @@ class AttentionKVCache : public KVState {
   // retained. New sequences are not. TooLarge for making one active again when max_num_sequences
   // are; BadState for a member of the batch.
   virtual Status SetRetained(int64_t seq_id, bool retained) = 0;
+
+  // ---- Windows of sequences. From the next forward on a query at position p sees the first
+  // `sinks` positions and the last window - sinks, (p - (window - sinks), p]: `window` counts the
+  // sinks. Positions are absolute for ever, lengths, fork positions and ranges count them. With
+  // RopeMode kNormal and kInline, sinks are scored as if they stood right before the rest: with the
+  // query rotated to p less what has slid. Forks inherit the window.
+  //
+  // What has slid out of every sequence's sight is freed, in whole pages. ForkSequence and PopN are
+  // legal iff all tokens are still held that a query at the new end may see; else BadState.
+  //
+  // REQUIRES: 0 <= sinks < window; the sequence has no window, and if one that was switched off has
+  // slid, it had as many sinks.
+  virtual Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) = 0;
+  // What had slid out of sight stays so, the rest stays in sight. BadState without a window.
+  virtual Status DisableSlidingWindowForSeq(int64_t seq_id) = 0;
+  // Tokens of the sequence whose keys and values are held in every layer; its length if nothing has
+  // slid.
+  virtual Result<int64_t> HeldTokens(int64_t seq_id) const = 0;
 
   // ---- Counters. Lengths include the tokens of an open forward.
   virtual bool Empty() const = 0;                    // no sequences
@@ -139,21 +163,31 @@ class AttentionKVCache : public KVState {
   virtual Status Attend(int64_t layer, const TensorView& q, const TensorView& o,
                         const TensorView* lse, double sm_scale) = 0;
 
-  // ---- The pieces, for callers who combine results themselves. They store nothing; with kNormal, q
-  // and k are given rotated; with kInline they are given unrotated and rotated here. Exact per row:
-  // neither batch nor threads nor page size show. Their merge is that of one softmax but for
+  // Attends once more to the keys and values of source_layer, which must have been appended to in
+  // this forward (layers that share KV; they are not layers of this cache). As Attend, but with
+  // RopeMode::kNormal the caller gives q rotated. BadState before the source's Append.
+  virtual Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
+                                       const TensorView& o, const TensorView* lse,
+                                       double sm_scale) = 0;
+
+  // ---- The pieces, for callers who combine results themselves. They store nothing; with kNormal,
+  // q and k are given rotated; with kInline they are given unrotated and rotated here. Exact per
+  // row: neither batch nor threads nor page size show. Their merge is that of one softmax but for
   // rounding, so where the tokens of a sequence were cut may show in the last bits.
 
+  // Windows and the soft cap hold in both pieces; the learned sinks of heads take part in
+  // CrossAttention alone, so that a merge counts them once.
+
   // Causal attention of the new tokens among themselves, on keys and values as given: rounded
-  // nowhere. Heads and dimensions may be other than the layer's (but for the key dimension with
-  // kInline).
+  // nowhere. Heads and dimensions may be other than the layer's, but for the key dimension with
+  // kInline, or with kNormal where a window has slid past sinks that are among the new tokens.
   // q: [m, Hq', D'], k: [m, H', D'], v: [m, H', Dv'], o: [m, Hq', Dv'], lse: float32 [m, Hq']; Hq'
   // is a multiple of H'.
   virtual Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& o, const TensorView& lse,
                                double sm_scale) = 0;
-  // The new tokens against what their sequences held before this forward. o = 0 and lse = -inf
-  // where that is nothing.
+  // The new tokens against what their sequences held before this forward. Where a row sees nothing
+  // of that, o = 0 and lse = -inf, or the head's learned sink times log2(e) if it has one.
   // q: [m, Hq, D], o: [m, Hq, Dv], lse: float32 [m, Hq].
   virtual Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                                 const TensorView& lse, double sm_scale) = 0;
@@ -170,8 +204,9 @@ class AttentionKVCache : public KVState {
 
   // ---- KV as stored, bit for bit: keys are rotated with kNormal. quire/kv_export.h moves it as
   // chunks.
-  // Reads as many tokens of the layer as the tensors have, from position `start` on. Legal in
-  // FORWARD too; tokens of the open forward are those of the layer's Append.
+  // Reads as many tokens of the layer as the tensors have, from position `start` on; BadArgument
+  // for tokens that are no longer held. Legal in FORWARD too; tokens of the open forward are those
+  // of the layer's Append.
   virtual Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) = 0;
   // Appends the tokens of all blocks, one after the other. Takes pages as a forward does.
   // REQUIRES: IDLE; every layer in every block; the caller answers for keys that are rotated for
@@ -180,11 +215,11 @@ class AttentionKVCache : public KVState {
 
   // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv,
   // D or Dv], float32 or the layers' dtype. Keys come out as stored: rotated with kNormal.
-  // REQUIRES: 0 <= start < end <= length.
+  // REQUIRES: 0 <= start < end <= length; all tokens of the range are held in every layer.
   virtual Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                             const TensorView& v) = 0;
   // Overwrites positions [start, start + n) as stored. Pages that others can see are copied first,
-  // for which it may lack pages: OutOfPages.
+  // for which it may lack pages: OutOfPages. REQUIRES: the tokens from `start` on are held.
   virtual Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                             const TensorView& v) = 0;
 

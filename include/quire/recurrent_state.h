@@ -28,7 +28,7 @@ struct StateSlotCounts {
 // state is held, and runs the tokens from there to the position again.
 //
 // BeginForward reserves all that EndForward needs: OutOfPages, and nothing changed, when there are
-// too few free slots. With the default number of slots that never happens.
+// too few free slots, which happens only where the options ask for few.
 class RecurrentState : public KVState {
  public:
   // Retained: kept for its tokens alone (a prefix cache holds it). Such a sequence keeps its

@@ -2,6 +2,8 @@
 
 * :class:`quire.Engine` answers prompts with a model from a Hugging Face folder.
 * :class:`quire.KVCache` is the paged KV state beneath it, for engines of your own.
+* :class:`quire.RNNState` and :class:`quire.RecurrentCache` are the same for recurrent layers.
+* :class:`quire.ChunkStore` keeps KV beyond its request: in RAM, a folder, Redis.
 * :class:`quire.LookupBuffer` and :class:`quire.StoreBuffer` hand tensors over by tokens or by name.
 * :mod:`quire.snapshot` keeps the state of a text in a file.
 * ``quire --help`` (or ``python -m quire``) is the program.
@@ -33,10 +35,14 @@ if TYPE_CHECKING:
         Usage,
     )
     from quire.kv_cache import KVCache, LayerSpec, RopeOptions, default_page_size, rope_frequencies
+    from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
+    from quire.rnn_state import RNNState, StateSpec
+    from quire.store import ChunkStore
 
     __version__: str
 
 _MODULE_OF = {
+    "ChunkStore": "quire.store",
     "Engine": "quire.engine",
     "EngineOptions": "quire.engine",
     "KVCache": "quire.kv_cache",
@@ -45,10 +51,14 @@ _MODULE_OF = {
     "MemoryPlan": "quire.engine",
     "ModelInfo": "quire.engine",
     "Piece": "quire.engine",
+    "RNNState": "quire.rnn_state",
+    "RecurrentCache": "quire.recurrent_cache",
+    "RecurrentLayerSpec": "quire.recurrent_cache",
     "Result": "quire.engine",
     "RopeOptions": "quire.kv_cache",
     "Sample": "quire.engine",
     "SamplingOptions": "quire.engine",
+    "StateSpec": "quire.rnn_state",
     "StoreBuffer": "quire.buffers",
     "Stream": "quire.engine",
     "Usage": "quire.engine",
@@ -93,6 +103,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "ChunkStore",
     "Engine",
     "EngineOptions",
     "KVCache",
@@ -101,10 +112,14 @@ __all__ = [
     "MemoryPlan",
     "ModelInfo",
     "Piece",
+    "RNNState",
+    "RecurrentCache",
+    "RecurrentLayerSpec",
     "Result",
     "RopeOptions",
     "Sample",
     "SamplingOptions",
+    "StateSpec",
     "StoreBuffer",
     "Stream",
     "Usage",

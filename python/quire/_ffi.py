@@ -55,6 +55,30 @@ class StoreBufferHandle(tvm_ffi.Object):
     """The C++ object behind quire.StoreBuffer; constructor and methods come from the library."""
 
 
+@tvm_ffi.register_object("quire.BufferServer")
+class BufferServerHandle(tvm_ffi.Object):
+    """The C++ object that serves buffers; constructor and methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.RNNState")
+class RNNStateHandle(tvm_ffi.Object):
+    """The C++ object behind quire.RNNState; constructor and methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.RecurrentCache")
+class RecurrentCacheHandle(tvm_ffi.Object):
+    """The C++ object behind quire.RecurrentCache; constructor and methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.ChunkStore")
+class ChunkStoreHandle(tvm_ffi.Object):
+    """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
+
+
+def new_chunk_store(options: dict[str, Any]) -> Any:
+    return ChunkStoreHandle(options)  # type: ignore[call-arg]
+
+
 def new_kv_cache(options: dict[str, Any]) -> Any:
     return KVCacheHandle(options)  # type: ignore[call-arg]
 
@@ -69,6 +93,18 @@ def new_lookup_buffer(options: dict[str, Any]) -> Any:
 
 def new_store_buffer(options: dict[str, Any]) -> Any:
     return StoreBufferHandle(options)  # type: ignore[call-arg]
+
+
+def new_buffer_server(options: dict[str, Any]) -> Any:
+    return BufferServerHandle(options)  # type: ignore[call-arg]
+
+
+def new_rnn_state(options: dict[str, Any]) -> Any:
+    return RNNStateHandle(options)  # type: ignore[call-arg]
+
+
+def new_recurrent_cache(options: dict[str, Any]) -> Any:
+    return RecurrentCacheHandle(options)  # type: ignore[call-arg]
 
 
 def function(name: str) -> Any:

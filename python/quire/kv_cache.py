@@ -22,7 +22,9 @@ class LayerSpec:
 
     ``dtype`` is that of the stored keys and values: "float32", "float16" or "bfloat16" (a NumPy or
     torch dtype will do). ``v_head_dim`` defaults to ``qk_head_dim``, ``num_kv_heads`` to
-    ``num_qo_heads``.
+    ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0 for all.
+    ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
+    learned logit per query head that takes part in the softmax without a value; () for none.
     """
 
     num_qo_heads: int
@@ -30,6 +32,9 @@ class LayerSpec:
     qk_head_dim: int = 0
     v_head_dim: int = 0
     dtype: Any = "float32"
+    window: int = 0
+    soft_cap: float = 0.0
+    head_sinks: Sequence[float] = ()
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -38,6 +43,9 @@ class LayerSpec:
             "qk_head_dim": self.qk_head_dim,
             "v_head_dim": self.v_head_dim or self.qk_head_dim,
             "dtype": dtype_name(self.dtype),
+            "window": self.window,
+            "soft_cap": float(self.soft_cap),
+            "head_sinks": tuple(float(logit) for logit in self.head_sinks),
         }
 
 
@@ -230,6 +238,23 @@ class KVCache:
         """Drops the last `n` tokens. Sequences that share them keep them."""
         self._handle.pop_n(seq_id, n)
 
+    def enable_sliding_window_for_seq(self, seq_id: int, window: int, sinks: int = 0) -> None:
+        """From the next forward on, each query of the sequence sees the first `sinks` tokens and
+        the last `window` - `sinks`; positions stay absolute.
+
+        What has slid out of sight is freed. fork_sequence and pop_n then raise BadStateError where
+        a query at the new end would see what is no longer held.
+        """
+        self._handle.enable_sliding_window_for_seq(seq_id, window, sinks)
+
+    def disable_sliding_window_for_seq(self, seq_id: int) -> None:
+        """What had slid out of sight stays so, the rest stays in sight."""
+        self._handle.disable_sliding_window_for_seq(seq_id)
+
+    def held_tokens(self, seq_id: int) -> int:
+        """Tokens of the sequence that are held in every layer; its length if nothing has slid."""
+        return int(self._handle.held_tokens(seq_id))
+
     # ---- Forward
 
     def begin_forward(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> None:
@@ -368,6 +393,27 @@ class KVCache:
         self._handle.attend(layer, input_array(q), o, lse, self._scale(layer, sm_scale))
         return o
 
+    def attention_with_shared_kv(
+        self,
+        source_layer: int,
+        q: Any,
+        o: Any = None,
+        lse: Any = None,
+        sm_scale: float | None = None,
+    ) -> Any:
+        """Attends once more to the keys and values of `source_layer`, which has been appended to in
+        this forward, for a layer that shares them. As attend, but with rope mode "normal" q comes
+        rotated.
+
+        BadStateError before the source's append.
+        """
+        o = self._output(source_layer, q, o)
+        lse = None if lse is None else output_array(lse, "lse")
+        self._handle.attention_with_shared_kv(
+            source_layer, input_array(q), o, lse, self._scale(source_layer, sm_scale)
+        )
+        return o
+
     def self_attention(
         self,
         layer: int,
@@ -381,7 +427,8 @@ class KVCache:
         """Causal attention of the new tokens among themselves, on k and v as given.
 
         Stores nothing. Heads and dimensions may be other than the layer's. With rope "normal" q and
-        k are given rotated, with "inline" unrotated.
+        k are given rotated, with "inline" unrotated. Windows and the soft cap hold; head sinks take
+        part in cross_attention alone.
 
         Args:
             layer: index of the layer.
@@ -407,8 +454,9 @@ class KVCache:
     ) -> tuple[Any, Any]:
         """The new tokens' q [m, Hq, D] against what their sequences held before this forward.
 
-        o [m, Hq, Dv] is 0 and lse, float32 [m, Hq], -inf where that is nothing. With rope "normal" q
-        is given rotated, with "inline" unrotated. Returns `o` and `lse`.
+        Where a row sees nothing of that, o [m, Hq, Dv] is 0 and lse, float32 [m, Hq], -inf, or the
+        head's learned sink times log2(e) if it has one. With rope "normal" q is given rotated, with
+        "inline" unrotated. Returns `o` and `lse`.
         """
         o, lse = output_array(o, "o"), output_array(lse, "lse")
         self._handle.cross_attention(layer, input_array(q), o, lse, self._scale(layer, sm_scale))
@@ -423,7 +471,6 @@ class KVCache:
         o1, lse1 = output_array(o1, "o1"), output_array(lse1, "lse1")
         self._handle.merge_attn_output_inplace(o1, lse1, input_array(o2), input_array(lse2))
         return o1, lse1
-
     def get_query_positions(self) -> np.ndarray:
         """Position of each new token of the forward, int32 [n]; a copy.
 

@@ -13,18 +13,16 @@ another model, is refused.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire import _ffi
+from quire.identity import model_identity
 
 if TYPE_CHECKING:
     from quire.engine import Engine
@@ -154,36 +152,6 @@ def restore(
     identity = model_identity(engine.model_dir)
     handle = engine.__tvm_ffi_object__()
     return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
-
-
-def model_identity(model_dir: str | os.PathLike[str]) -> dict[str, str]:
-    """What passports say of a model: the name of its architecture, digests of weights and
-    tokenizer. Reads all weights."""
-    folder = Path(model_dir)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    weights = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    tokenizer = folder / "tokenizer.json"
-    return {
-        "model": str((config.get("architectures") or ["unknown"])[0]),
-        "revision": _digest(weights),
-        "tokenizer": _digest([tokenizer]) if tokenizer.is_file() else "",
-    }
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """Of the names and contents of files, independent of their folder. Hashing lets go of Python's
-    lock, so that the files of a large model are read side by side."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        parts = list(pool.map(_file_digest, files))
-    whole = hashlib.blake2b(digest_size=32)
-    for file, part in zip(files, parts, strict=True):
-        whole.update(file.name.encode() + b"\0" + part)
-    return whole.hexdigest()
-
-
-def _file_digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).digest()
 
 
 def _read_info(fields: Any) -> SnapshotInfo:

@@ -2,10 +2,10 @@
 #ifndef QUIRE_BASE_FAKE_CLOCK_H_
 #define QUIRE_BASE_FAKE_CLOCK_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
-#include <set>
 
 #include "base/clock.h"
 
@@ -20,50 +20,37 @@ class FakeClock final : public Clock {
   }
   void Wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
             int64_t until_ns) override {
-    std::multiset<Waiter>::iterator self;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       if (now_ns_ >= until_ns) return;
-      self = waiters_.insert({&changed, lock.mutex()});
+      ++waiting_;
       entered_.notify_all();
     }
-    changed.wait(lock);
+    // Advance notifies nobody: the condition variable may be gone by then. The caller looks again.
+    changed.wait_for(lock, kLook);
     const std::lock_guard<std::mutex> guard(mutex_);
-    waiters_.erase(self);
+    --waiting_;
   }
 
-  // Time passes for all that wait. REQUIRES: the caller holds no mutex that a waiter waits with.
+  // Time passes for all that wait.
   void Advance(int64_t ns) {
-    std::multiset<Waiter> waiters;
-    {
-      const std::lock_guard<std::mutex> guard(mutex_);
-      now_ns_ += ns;
-      waiters = waiters_;
-    }
-    for (const Waiter& waiter : waiters) {
-      // Taken, so that nobody is between reading the time and falling asleep.
-      { const std::lock_guard<std::mutex> guard(*waiter.mutex); }
-      waiter.changed->notify_all();
-    }
+    const std::lock_guard<std::mutex> guard(mutex_);
+    now_ns_ += ns;
   }
   // Returns once `count` threads wait with this clock.
   void AwaitWaiters(size_t count) {
     std::unique_lock<std::mutex> lock(mutex_);
-    entered_.wait(lock, [&] { return waiters_.size() >= count; });
+    entered_.wait(lock, [&] { return waiting_ >= count; });
   }
 
  private:
-  struct Waiter {
-    std::condition_variable* changed;
-    std::mutex* mutex;
-    auto operator<=>(const Waiter&) const = default;
-  };
+  static constexpr std::chrono::milliseconds kLook{1};
   static constexpr int64_t kStartMs = 1'700'000'000'000;  // some day in 2023
 
   mutable std::mutex mutex_;
   std::condition_variable entered_;
   int64_t now_ns_ = 0;
-  std::multiset<Waiter> waiters_;
+  size_t waiting_ = 0;
 };
 
 }  // namespace quire

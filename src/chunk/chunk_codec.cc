@@ -1,7 +1,10 @@
 // Chunks to bytes and back. Lengths are checked in the order in which they are believed: the fixed
 // part bounds the header, the header's own checksum makes its fields those of the writer, and only
 // then are counts and offsets held against the limits and used.
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <new>
 #include <utility>
@@ -331,6 +334,17 @@ Status CheckMac(std::span<const std::byte> chunk, const ChunkHeader& header, std
   return Corrupt("its MAC is not that of the key: it was changed, or signed with another key");
 }
 
+// A new chunk is written once from end to end, so the first touch of its pages is a good part of
+// its cost, and large pages are touched 512 times less often. Advice only: where the kernel has
+// none the memory is as good, and slower.
+void AdviseHugePages(std::span<std::byte> bytes) {
+  constexpr uintptr_t kHugePageBytes = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(bytes.data());
+  const uintptr_t first = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const uintptr_t last = (begin + bytes.size()) / kHugePageBytes * kHugePageBytes;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------- header and limits
@@ -399,7 +413,9 @@ ChunkLimits ChunkLimits::Of(const Passport& passport) {
 ChunkBuffer::ChunkBuffer(int64_t size)
     : data_(static_cast<std::byte*>(
           ::operator new(static_cast<size_t>(size), std::align_val_t(kFileAlignment)))),
-      size_(static_cast<size_t>(size)) {}
+      size_(static_cast<size_t>(size)) {
+  AdviseHugePages(bytes());
+}
 
 void ChunkBuffer::Free::operator()(std::byte* data) const {
   ::operator delete(data, std::align_val_t(kFileAlignment));

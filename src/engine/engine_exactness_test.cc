@@ -308,6 +308,12 @@ class Schedule {
 TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   int64_t preemptions = 0;
   int64_t cached_tokens = 0;
+  int64_t loaded_tokens = 0;
+  // Every other engine shares a store with those before it.
+  Result<std::unique_ptr<ChunkStore>> opened =
+      ChunkStore::Open({.ram = {.bytes_max = int64_t{64} << 20}});
+  ASSERT_TRUE(opened.ok()) << opened.status().ToString();
+  const std::shared_ptr<ChunkStore> store = *std::move(opened);
   for (uint64_t seed = 0; seed < 16; ++seed) {
     RandomSequence random(seed, 3);
     const EngineOptions options = RandomOptions(&random);
@@ -317,17 +323,25 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
                  std::to_string(options.threads));
     const auto engine = Create(options);
     ASSERT_NE(engine, nullptr);
+    if (seed % 2 == 1) {
+      const Status attached =
+          engine->AttachStore(store, {.model = "test"},
+                              {.chunk_tokens = 16, .load_timeout_ms = 60'000, .load_always = true});
+      ASSERT_TRUE(attached.ok()) << attached.ToString();
+    }
     Schedule(engine.get(), jobs_, alone_, logits_, &random).Run(2);
     ASSERT_FALSE(HasFailure());
     const EngineStats stats = engine->Stats();
     preemptions += stats.preemptions;
     cached_tokens += stats.cached_tokens;
+    loaded_tokens += stats.loaded_tokens[static_cast<size_t>(TierKind::kRam)];
     if (!options.prefix_cache) {
       EXPECT_EQ(stats.pages_in_use, 0);
     }
   }
   EXPECT_GT(preemptions, 10);
   EXPECT_GT(cached_tokens, 1000);
+  EXPECT_GT(loaded_tokens, 200);
 }
 
 INSTANTIATE_TEST_SUITE_P(Variants, EngineExactness, testing::ValuesIn(Variants()),

@@ -50,6 +50,13 @@ class FallibleKVCache final : public AttentionKVCache {
     return cache_->EndForward();
   }
   Status AbortForward() override { return cache_->AbortForward(); }
+  Status EnableSlidingWindowForSeq(int64_t id, int64_t window, int64_t sinks) override {
+    return cache_->EnableSlidingWindowForSeq(id, window, sinks);
+  }
+  Status DisableSlidingWindowForSeq(int64_t id) override {
+    return cache_->DisableSlidingWindowForSeq(id);
+  }
+  Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }
@@ -98,6 +105,10 @@ class FallibleKVCache final : public AttentionKVCache {
   Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
                                 const TensorView& lse2) override {
     return cache_->MergeAttnOutputInplace(o1, lse1, o2, lse2);
+  }
+  Status AttentionWithSharedKV(int64_t layer, const TensorView& q, const TensorView& o,
+                               const TensorView* lse, double sm_scale) override {
+    return cache_->AttentionWithSharedKV(layer, q, o, lse, sm_scale);
   }
   Result<std::span<const int32_t>> GetQueryPositions() const override {
     return cache_->GetQueryPositions();

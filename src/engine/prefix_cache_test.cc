@@ -195,5 +195,51 @@ TEST(PrefixCache, RandomWalkAgreesWithAList) {
   }
 }
 
+TEST(PrefixCache, SpacesShareNothing) {
+  Fixture fixture;
+  const PrefixSpace spaces[] = {{}, {.salt = "a"}, {.salt = "b"}, {.salt = "a", .long_rope = true}};
+  std::vector<int64_t> ids;
+  for (const PrefixSpace& space : spaces) {
+    ids.push_back(fixture.MakeSequence(6));
+    fixture.prefixes.Retain(ids.back(), {1, 2, 3, 4, 5, 6}, space);
+    fixture.prefixes.CheckInvariants();
+  }
+  EXPECT_EQ(fixture.prefixes.sequence_count(), 4);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const PrefixMatch match = fixture.prefixes.Find(Tokens{1, 2, 3}, spaces[i]);
+    EXPECT_EQ(match.sequence_id, ids[i]);
+    EXPECT_EQ(match.length, 3);
+  }
+  EXPECT_EQ(fixture.prefixes.Find(Tokens{1, 2, 3}, {.salt = "c"}).length, 0);
+  EXPECT_EQ(fixture.prefixes.Find(Tokens{1, 2, 3}, {.salt = "b", .long_rope = true}).length, 0);
+  fixture.prefixes.Evict(1000);
+  EXPECT_TRUE(fixture.prefixes.empty());
+  fixture.prefixes.CheckInvariants();
+}
+
+TEST(PrefixCache, TellsBeforeItGivesUp) {
+  Fixture fixture(8, 4, 2);
+  std::vector<std::pair<int64_t, int64_t>> told;  // sequence, tokens it had
+  fixture.prefixes.before_eviction = [&](const PrefixCache::Retained& retained) {
+    EXPECT_EQ(*fixture.kv.GetSequenceLength(retained.sequence_id),
+              static_cast<int64_t>(retained.tokens.size()));
+    told.emplace_back(retained.sequence_id, static_cast<int64_t>(retained.tokens.size()));
+    retained.stored = static_cast<int64_t>(retained.tokens.size());
+  };
+  const int64_t first = fixture.Retain(Tokens(10, 1));
+  fixture.prefixes.Evict(6);  // of 8 pages; it holds 3
+  EXPECT_EQ(told, (std::vector<std::pair<int64_t, int64_t>>{{first, 10}}));
+  fixture.prefixes.CheckInvariants();  // what is stored is cut along
+  fixture.Retain({2});
+  fixture.Retain({3});  // one sequence too many
+  EXPECT_EQ(told.size(), 2U);
+  int64_t seen = 0;
+  fixture.prefixes.ForEach([&](const PrefixCache::Retained& retained) {
+    EXPECT_EQ(retained.stored, 0);
+    ++seen;
+  });
+  EXPECT_EQ(seen, 2);
+}
+
 }  // namespace
 }  // namespace quire

@@ -19,7 +19,7 @@
 #include <span>
 #include <vector>
 
-#include "engine/chunk_load.h"
+#include "engine/prefix_load.h"
 #include "engine/prefix_cache.h"
 #include "quire/engine.h"
 #include "quire/status.h"
@@ -69,7 +69,7 @@ struct Request {
   PrefixSpace space;
   // While it waits: what the chunk store has of it, under way or there. Null before it was asked,
   // and if there is nothing to ask for.
-  std::unique_ptr<ChunkLoad> load;
+  std::unique_ptr<PrefixLoad> load;
   bool looked_up = false;  // the store was asked since it came to wait
   bool held_back = false;  // from being admitted, for what a store is bringing
   int64_t lookups = 0;

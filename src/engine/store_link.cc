@@ -92,10 +92,10 @@ bool StoreLink::HasMore(int64_t length, int64_t held, bool tail) const {
   return ChunksEnd(length, tail) - held >= kLoadTokensMin;
 }
 
-Result<std::unique_ptr<ChunkLoad>> StoreLink::StartLoad(const PrefixSpace& space,
-                                                        std::span<const int32_t> tokens,
-                                                        int64_t held, bool tail,
-                                                        double compute_seconds_per_token) {
+Result<std::unique_ptr<PrefixLoad>> StoreLink::StartLoad(const PrefixSpace& space,
+                                                         std::span<const int32_t> tokens,
+                                                         int64_t held, bool tail,
+                                                         double compute_seconds_per_token) {
   const KeySpace keys(KindOf(space).fingerprint, space.salt);
   const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), tail);
   const bool asks_tail = end % chunk_tokens_ != 0;
@@ -114,13 +114,13 @@ Result<std::unique_ptr<ChunkLoad>> StoreLink::StartLoad(const PrefixSpace& space
                                         .deadline_ns = deadline_ns,
                                         .compute_seconds_per_token =
                                             options_.load_always ? 0 : compute_seconds_per_token}));
-  return std::make_unique<ChunkLoad>(std::move(fetch), std::move(chain),
-                                     std::vector<int32_t>(wanted.begin(), wanted.end()),
-                                     chunk_tokens_, first_chunk, start_ns, deadline_ns);
+  return std::make_unique<PrefixLoad>(std::move(fetch), std::move(chain),
+                                      std::vector<int32_t>(wanted.begin(), wanted.end()),
+                                      chunk_tokens_, first_chunk, start_ns, deadline_ns);
 }
 
 Status StoreLink::Import(int64_t sequence_id, const PrefixSpace& space,
-                         std::span<const int32_t> tokens, const ChunkLoad::Chunk& chunk) {
+                         std::span<const int32_t> tokens, const PrefixLoad::Chunk& chunk) {
   return GuardEntry([&]() -> Status {
     const KeyKind& kind = KindOf(space);
     const auto part = tokens.subspan(static_cast<size_t>(chunk.begin),

@@ -9,8 +9,8 @@
 #include <memory>
 #include <span>
 
-#include "engine/chunk_load.h"
 #include "engine/prefix_cache.h"
+#include "engine/prefix_load.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/chunk_store.h"
 #include "quire/engine.h"
@@ -41,13 +41,13 @@ class StoreLink {
   // last one may be shorter.
   bool HasMore(int64_t length, int64_t held, bool tail) const;
   // Asks for them. REQUIRES: HasMore.
-  Result<std::unique_ptr<ChunkLoad>> StartLoad(const PrefixSpace& space,
-                                               std::span<const int32_t> tokens, int64_t held,
-                                               bool tail, double compute_seconds_per_token);
+  Result<std::unique_ptr<PrefixLoad>> StartLoad(const PrefixSpace& space,
+                                                std::span<const int32_t> tokens, int64_t held,
+                                                bool tail, double compute_seconds_per_token);
   // Appends a chunk to the sequence, which holds the tokens before it. What is not exactly the
   // chunk that was asked for is an error, and the sequence as it was.
   Status Import(int64_t sequence_id, const PrefixSpace& space, std::span<const int32_t> tokens,
-                const ChunkLoad::Chunk& chunk);
+                const PrefixLoad::Chunk& chunk);
 
   // What was put, since the engine began.
   struct PutCounts {

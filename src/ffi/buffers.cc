@@ -1,7 +1,8 @@
-// quire.LookupBuffer and quire.StoreBuffer for tvm-ffi. Calls may block; tvm-ffi has let go of
-// Python's lock then.
+// quire.LookupBuffer, quire.StoreBuffer (of this process, or of another one that serves them) and
+// quire.BufferServer for tvm-ffi. Calls may block; tvm-ffi has let go of Python's lock then.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/memory.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/string.h>
@@ -19,6 +20,7 @@
 #include "ffi/options.h"
 #include "ffi/tensors.h"
 #include "quire/lookup_buffer.h"
+#include "quire/remote_buffers.h"
 #include "quire/store_buffer.h"
 
 namespace quire::ffi {
@@ -53,10 +55,59 @@ Timeout TimeoutOf(int64_t nanoseconds) {
 
 constexpr std::string_view kSelectOrderNames[] = {"fifo", "longest"};
 
+LookupBufferOptions ReadLookupOptions(OptionsReader* reader) {
+  LookupBufferOptions options;
+  reader->Read("capacity_bytes", &options.capacity_bytes);
+  reader->ReadEnum("prefer", kSelectOrderNames, &options.prefer);
+  return options;
+}
+
+StoreBufferOptions ReadStoreOptions(OptionsReader* reader) {
+  StoreBufferOptions options;
+  reader->Read("capacity_bytes", &options.capacity_bytes);
+  return options;
+}
+
+RemoteBufferOptions ReadRemoteOptions(OptionsReader* reader) {
+  RemoteBufferOptions options;
+  int64_t timeout_ns = options.connect_timeout.count();
+  reader->Read("secret", &options.secret);
+  reader->Read("connect_timeout_ns", &timeout_ns);
+  reader->Read("message_bytes_max", &options.message_bytes_max);
+  options.connect_timeout = std::chrono::nanoseconds(timeout_ns);
+  return options;
+}
+
+// The buffer at "connect", or without it one of this process.
+Result<std::unique_ptr<LookupBuffer>> OpenLookupBuffer(const OptionMap& fields) {
+  OptionsReader reader("LookupBuffer", fields);
+  if (const auto endpoint = reader.Get<tf::String>("connect")) {
+    const RemoteBufferOptions options = ReadRemoteOptions(&reader);
+    reader.Finish();
+    return ConnectLookupBuffer(std::string(*endpoint), options);
+  }
+  const LookupBufferOptions options = ReadLookupOptions(&reader);
+  reader.Finish();
+  return LookupBuffer::Create(options);
+}
+
+Result<std::unique_ptr<StoreBuffer>> OpenStoreBuffer(const OptionMap& fields) {
+  OptionsReader reader("StoreBuffer", fields);
+  if (const auto endpoint = reader.Get<tf::String>("connect")) {
+    const RemoteBufferOptions options = ReadRemoteOptions(&reader);
+    reader.Finish();
+    return ConnectStoreBuffer(std::string(*endpoint), options);
+  }
+  const StoreBufferOptions options = ReadStoreOptions(&reader);
+  reader.Finish();
+  return StoreBuffer::Create(options);
+}
+
 class LookupBufferObj : public tf::Object {
  public:
   explicit LookupBufferObj(const OptionMap& fields)
-      : buffer_(latch_.Run([&] { return LookupBuffer::Create(ReadOptions(fields)); })) {}
+      : buffer_(latch_.Run([&] { return OpenLookupBuffer(fields); })) {}
+  explicit LookupBufferObj(std::shared_ptr<LookupBuffer> buffer) : buffer_(std::move(buffer)) {}
 
   void Insert(const tf::Tensor& tokens, const tf::Tensor& roi, const tf::Array<tf::String>& names,
               const tf::Array<tf::Tensor>& tensors, bool owned, int64_t timeout) {
@@ -97,23 +148,15 @@ class LookupBufferObj : public tf::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.LookupBuffer", LookupBufferObj, tf::Object);
 
  private:
-  static LookupBufferOptions ReadOptions(const OptionMap& fields) {
-    LookupBufferOptions options;
-    OptionsReader reader("LookupBuffer", fields);
-    reader.Read("capacity_bytes", &options.capacity_bytes);
-    reader.ReadEnum("prefer", kSelectOrderNames, &options.prefer);
-    reader.Finish();
-    return options;
-  }
-
   FaultLatch latch_;
-  std::unique_ptr<LookupBuffer> buffer_;
+  std::shared_ptr<LookupBuffer> buffer_;
 };
 
 class StoreBufferObj : public tf::Object {
  public:
   explicit StoreBufferObj(const OptionMap& fields)
-      : buffer_(latch_.Run([&] { return StoreBuffer::Create(ReadOptions(fields)); })) {}
+      : buffer_(latch_.Run([&] { return OpenStoreBuffer(fields); })) {}
+  explicit StoreBufferObj(std::shared_ptr<StoreBuffer> buffer) : buffer_(std::move(buffer)) {}
 
   void Put(const tf::String& key, const tf::Tensor& value) {
     latch_.Run([&] { return buffer_->Put(TextOf(key), HostTensorOf(value, false)); });
@@ -149,17 +192,58 @@ class StoreBufferObj : public tf::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.StoreBuffer", StoreBufferObj, tf::Object);
 
  private:
-  static StoreBufferOptions ReadOptions(const OptionMap& fields) {
-    StoreBufferOptions options;
-    OptionsReader reader("StoreBuffer", fields);
-    reader.Read("capacity_bytes", &options.capacity_bytes);
-    reader.Finish();
-    return options;
-  }
   static std::string_view TextOf(const tf::String& text) { return {text.data(), text.size()}; }
 
   FaultLatch latch_;
-  std::unique_ptr<StoreBuffer> buffer_;
+  std::shared_ptr<StoreBuffer> buffer_;
+};
+
+// "lookup" and "store" are the options of the buffers that it serves.
+class BufferServerObj : public tf::Object {
+ public:
+  explicit BufferServerObj(const OptionMap& fields)
+      : server_(latch_.Run([&] { return BufferServer::Start(ReadOptions(fields)); })) {}
+
+  tf::String Endpoint() { return tf::String(server_->endpoint()); }
+  int64_t Connections() { return server_->connections(); }
+  void Close() { server_->Close(); }
+  // Nothing if it serves none. They keep the server.
+  tf::Optional<tf::ObjectRef> Lookup() {
+    if (server_->lookup() == nullptr) return std::nullopt;
+    return tf::ObjectRef(tf::make_object<LookupBufferObj>(
+        std::shared_ptr<LookupBuffer>(server_, server_->lookup())));
+  }
+  tf::Optional<tf::ObjectRef> Store() {
+    if (server_->store() == nullptr) return std::nullopt;
+    return tf::ObjectRef(
+        tf::make_object<StoreBufferObj>(std::shared_ptr<StoreBuffer>(server_, server_->store())));
+  }
+
+  [[maybe_unused]] static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.BufferServer", BufferServerObj, tf::Object);
+
+ private:
+  static BufferServerOptions ReadOptions(const OptionMap& fields) {
+    BufferServerOptions options;
+    OptionsReader reader("BufferServer", fields);
+    reader.Read("endpoint", &options.endpoint);
+    reader.Read("secret", &options.secret);
+    if (const auto lookup = reader.Get<OptionMap>("lookup")) {
+      OptionsReader lookup_reader("BufferServer lookup", *lookup);
+      options.lookup = ReadLookupOptions(&lookup_reader);
+      lookup_reader.Finish();
+    }
+    if (const auto store = reader.Get<OptionMap>("store")) {
+      OptionsReader store_reader("BufferServer store", *store);
+      options.store = ReadStoreOptions(&store_reader);
+      store_reader.Finish();
+    }
+    reader.Finish();
+    return options;
+  }
+
+  FaultLatch latch_;
+  std::shared_ptr<BufferServer> server_;
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {
@@ -183,6 +267,13 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("used_bytes", &StoreBufferObj::UsedBytes)
       .def("capacity_bytes", &StoreBufferObj::CapacityBytes)
       .def("size", &StoreBufferObj::Size);
+  tf::reflection::ObjectDef<BufferServerObj>()
+      .def(tf::reflection::init<OptionMap>())
+      .def("endpoint", &BufferServerObj::Endpoint)
+      .def("connections", &BufferServerObj::Connections)
+      .def("lookup", &BufferServerObj::Lookup)
+      .def("store", &BufferServerObj::Store)
+      .def("close", &BufferServerObj::Close);
 }
 
 }  // namespace

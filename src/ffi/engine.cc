@@ -18,6 +18,7 @@
 #include "ffi/errors.h"
 #include "ffi/options.h"
 #include "ffi/snapshot.h"
+#include "ffi/store.h"
 #include "ffi/tensors.h"
 
 namespace quire::ffi {
@@ -65,6 +66,9 @@ SamplingOptions ReadSamplingOptions(const OptionMap& fields) {
   reader.Read("n", &options.n);
   reader.Read("logprobs", &options.logprobs);
   reader.Read("ignore_eos", &options.ignore_eos);
+  if (const auto salt = reader.Get<tf::Bytes>("cache_salt")) {
+    options.cache_salt.assign(salt->data(), salt->size());
+  }
   for (const auto& [id, bias] :
        reader.Get<tf::Map<int64_t, double>>("logit_bias").value_or(tf::Map<int64_t, double>())) {
     options.logit_bias.emplace_back(NarrowTokenId("logit_bias", id), static_cast<float>(bias));
@@ -87,9 +91,9 @@ tf::Array<tf::Any> LayersOf(const ModelInfo& info) {
 }
 
 // The outputs of one step as structure of arrays:
-//   requests  int64 [outputs, 8]: request id, sample, end of its tokens in `tokens`, finish reason,
-//   prompt tokens, cached
-//             tokens, completion tokens, index in `errors` or -1
+//   requests  int64 [outputs, 13]: request id, sample, end of its tokens in `tokens`, finish
+//             reason, prompt tokens, cached tokens, completion tokens, index in `errors` or -1,
+//             cached tokens from ram, disk and redis, miss reason, nanoseconds of the load
 //   tokens    int32 [t], of all outputs, one after another
 //   logprob_ends int64 [t]: end of each token's entries in the two arrays below
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
@@ -113,7 +117,7 @@ class StepArrays {
   }
 
  private:
-  static constexpr int64_t kColumns = 8;
+  static constexpr int64_t kColumns = 13;
 
   void Add(const StepOutput& output) {
     for (size_t i = 0; i < output.tokens.size(); ++i) {
@@ -135,6 +139,9 @@ class StepArrays {
                      {output.request_id, output.sample, static_cast<int64_t>(tokens_.size()),
                       static_cast<int64_t>(output.finish_reason), output.prompt_tokens,
                       output.cached_tokens, output.completion_tokens, error_index});
+    requests_.insert(requests_.end(), output.cached.tiers.begin(), output.cached.tiers.end());
+    requests_.push_back(static_cast<int64_t>(output.miss));
+    requests_.push_back(static_cast<int64_t>(output.load_seconds * 1e9));
   }
 
   std::vector<int64_t> requests_;
@@ -197,6 +204,15 @@ class EngineObj : public tf::Object {
     }));
   }
 
+  void AttachStore(const ChunkStoreRef& store, const OptionMap& identity, const OptionMap& use) {
+    const Passport passport = ReadIdentity(identity);
+    const StoreUseOptions options = ReadStoreUseOptions(use);
+    latch_.Run([&] { return engine_->AttachStore(store->store(), passport, options); });
+  }
+  void FlushStore(int64_t timeout_ms) {
+    latch_.Run([&] { return engine_->FlushStore(timeout_ms); });
+  }
+
   tf::Map<tf::String, int64_t> Stats() {
     const EngineStats stats = latch_.Run([&] { return engine_->Stats(); });
     return {{"pages_total", stats.pages_total},
@@ -215,7 +231,17 @@ class EngineObj : public tf::Object {
             {"kv_bytes", stats.kv_bytes},
             {"kv_bytes_per_token", stats.kv_bytes_per_token},
             {"weight_bytes", stats.weight_bytes},
-            {"page_size", stats.page_size}};
+            {"page_size", stats.page_size},
+            {"loading", stats.loading},
+            {"loads", stats.loads},
+            {"loaded_ram_tokens", stats.loaded_tokens[0]},
+            {"loaded_disk_tokens", stats.loaded_tokens[1]},
+            {"loaded_redis_tokens", stats.loaded_tokens[2]},
+            {"load_ns", static_cast<int64_t>(stats.load_seconds * 1e9)},
+            {"stored_chunks", stats.stored_chunks},
+            {"stored_bytes", stats.stored_bytes},
+            {"refused_chunks", stats.refused_chunks},
+            {"compute_ns_per_token", static_cast<int64_t>(stats.compute_seconds_per_token * 1e9)}};
   }
 
   OptionMap Info() {
@@ -277,6 +303,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("logits", &EngineObj::Logits)
       .def("save_snapshot", &EngineObj::SaveSnapshot)
       .def("load_snapshot", &EngineObj::LoadSnapshot)
+      .def("attach_store", &EngineObj::AttachStore)
+      .def("flush_store", &EngineObj::FlushStore)
       .def("stats", &EngineObj::Stats)
       .def("info", &EngineObj::Info);
 }

@@ -66,6 +66,15 @@ class KVCacheObj : public tf::Object {
   void PopN(int64_t seq_id, int64_t n) {
     latch_.Run([&] { return cache_->PopN(seq_id, n); });
   }
+  void EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
+    latch_.Run([&] { return cache_->EnableSlidingWindowForSeq(seq_id, window, sinks); });
+  }
+  void DisableSlidingWindowForSeq(int64_t seq_id) {
+    latch_.Run([&] { return cache_->DisableSlidingWindowForSeq(seq_id); });
+  }
+  int64_t HeldTokens(int64_t seq_id) {
+    return latch_.Run([&] { return cache_->HeldTokens(seq_id); });
+  }
   void BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
     latch_.Run([&] { return cache_->BeginForward(SpanOf(seq_ids), SpanOf(append_lengths)); });
   }
@@ -155,6 +164,16 @@ class KVCacheObj : public tf::Object {
     latch_.Run(
         [&] { return cache_->MergeAttnOutputInplace(o1_view, lse1_view, o2_view, lse2_view); });
   }
+  void AttentionWithSharedKV(int64_t source_layer, tf::TensorView q, tf::TensorView o,
+                             tf::Optional<tf::TensorView> lse, double sm_scale) {
+    const TensorView q_view = ViewOf(q);
+    const TensorView o_view = ViewOf(o);
+    const TensorView lse_view = lse.has_value() ? ViewOf(lse.value()) : TensorView();
+    const TensorView* lse_pointer = lse.has_value() ? &lse_view : nullptr;
+    latch_.Run([&] {
+      return cache_->AttentionWithSharedKV(source_layer, q_view, o_view, lse_pointer, sm_scale);
+    });
+  }
   // A copy: the cache's own array changes with the next forward.
   tf::Tensor GetQueryPositions() {
     return NewTensor(latch_.Run([&] { return cache_->GetQueryPositions(); }));
@@ -197,6 +216,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("remove_sequence", &KVCacheObj::RemoveSequence)
       .def("fork_sequence", &KVCacheObj::ForkSequence)
       .def("pop_n", &KVCacheObj::PopN)
+      .def("enable_sliding_window_for_seq", &KVCacheObj::EnableSlidingWindowForSeq)
+      .def("disable_sliding_window_for_seq", &KVCacheObj::DisableSlidingWindowForSeq)
+      .def("held_tokens", &KVCacheObj::HeldTokens)
       .def("begin_forward", &KVCacheObj::BeginForward)
       .def("end_forward", &KVCacheObj::EndForward)
       .def("abort_forward", &KVCacheObj::AbortForward)
@@ -217,6 +239,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("self_attention", &KVCacheObj::SelfAttention)
       .def("cross_attention", &KVCacheObj::CrossAttention)
       .def("merge_attn_output_inplace", &KVCacheObj::MergeAttnOutputInplace)
+      .def("attention_with_shared_kv", &KVCacheObj::AttentionWithSharedKV)
       .def("get_query_positions", &KVCacheObj::GetQueryPositions)
       .def("debug_get_kv", &KVCacheObj::DebugGetKV)
       .def("debug_set_kv", &KVCacheObj::DebugSetKV)

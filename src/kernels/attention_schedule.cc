@@ -159,10 +159,9 @@ void AttentionSchedule::LeaveOutHidden(AttentionUnit* unit) const noexcept {
   int64_t tail_begin = INT64_MAX;
   const auto look_at = [&](int64_t s, int64_t row) {
     const AttentionSequence& sequence = sequences_[static_cast<size_t>(s)];
-    const RowView view = ViewOf(args_, sequence, row - row_begin_[s]);
-    const bool has_gap = view.gap_begin < view.gap_end;
-    if (has_gap) head_end = std::max(head_end, view.gap_begin);
-    tail_begin = std::min(tail_begin, has_gap ? view.gap_end : view.begin);
+    const HiddenRange hidden = HiddenOf(ViewOf(args_, sequence, row - row_begin_[s]));
+    head_end = std::max(head_end, hidden.begin);
+    tail_begin = std::min(tail_begin, hidden.end);
   };
   const int64_t first = unit->row_begin / group_size_;
   const int64_t last = (unit->row_end - 1) / group_size_;

@@ -30,7 +30,7 @@ struct RotaryAngles {
   const float* sin;
 };
 struct RotaryRows {
-  const RotaryAngles* angles = nullptr;  // [row]
+  const RotaryAngles* angles = nullptr;  // [row]; null: rows are rotated already
   int rotary_dim = 0;                    // 0: no rotation
   bool interleaved = false;              // pairs (2i, 2i+1) instead of (i, i + rotary_dim / 2)
 };

@@ -45,6 +45,16 @@ inline RowView ViewOf(const AttentionArgs& args, const AttentionSequence& sequen
   return view;
 }
 
+// What a row and all later ones of its sequence do not see, behind its sinks: [begin, end).
+struct HiddenRange {
+  int64_t begin;
+  int64_t end;
+};
+inline HiddenRange HiddenOf(const RowView& view) {
+  if (view.gap_begin < view.gap_end) return {view.gap_begin, view.gap_end};
+  return {0, view.begin};
+}
+
 inline bool Sees(const RowView& view, int64_t position) {
   const bool in_gap = view.gap_begin <= position && position < view.gap_end;
   return view.begin <= position && position < view.end && !in_gap;

@@ -9,7 +9,8 @@
 
 namespace quire {
 
-BlockTree::BlockTree(std::vector<PagePool> pools) : pools_(std::move(pools)) {}
+BlockTree::BlockTree(std::vector<PagePool> pools)
+    : pools_(std::move(pools)), any_freed_(pools_.size(), 0) {}
 
 // ---------------------------------------------------------------------- queries
 
@@ -31,10 +32,18 @@ int64_t BlockTree::PagesInRange(BlockIndex last, int group, int64_t range_begin,
   int64_t count = 0;
   int32_t below = kNoPage;
   VisitPieces(last, group, range_begin, limit, [&](int64_t, int64_t, int32_t page) {
-    count += page != below;
+    count += page != below && page != kNoPage;
     below = page;
   });
   return count;
+}
+
+bool BlockTree::IsHeld(BlockIndex last, int group, int64_t begin, int64_t end) const {
+  if (any_freed_[static_cast<size_t>(group)] == 0) return true;
+  bool is_held = true;
+  VisitPieces(last, group, begin, end,
+              [&](int64_t, int64_t, int32_t page) { is_held &= page != kNoPage; });
+  return is_held;
 }
 
 bool BlockTree::HasRoomForEntry(BlockIndex index) const {
@@ -51,7 +60,8 @@ bool BlockTree::HasRoomForEntry(BlockIndex index) const {
 bool BlockTree::CanAppendInPlace(BlockIndex last, int group) const {
   const int64_t slot = pool(group).Slot(End(last));
   if (slot == 0) return false;
-  return pool(group).fill(entries(last, group).back().page) == slot;
+  const int32_t page = entries(last, group).back().page;
+  return page != kNoPage && pool(group).fill(page) == slot;
 }
 
 // The highest position at or below `cut` at which new pages may start without leaving more than
@@ -68,6 +78,34 @@ int64_t BlockTree::LowerCut(BlockIndex last, int64_t cut) const {
     }
   }
   return cut;
+}
+
+// Page ranges of [cut, length) that are not held as a whole: a copy leaves them out. No query of
+// the sequence can see a position of such a range.
+template <typename F>
+void BlockTree::ForEachUnheldRange(const AppendPlan& plan, int group, F&& f) const {
+  if (any_freed_[static_cast<size_t>(group)] == 0) return;
+  int64_t found = -1;
+  VisitPieces(plan.last, group, plan.cut, plan.length, [&](int64_t from, int64_t, int32_t page) {
+    const int64_t range = pool(group).RangeBegin(from);
+    if (page != kNoPage || range == found) return;
+    found = range;
+    f(pool(group).RangeCount(plan.cut, from + 1) - 1);  // its number, from `cut` on
+  });
+}
+
+int64_t BlockTree::CopyPageCount(const AppendPlan& plan, int group) const {
+  const PagePool& pages = pool(group);
+  const int64_t copied = pages.RangeCount(plan.cut, plan.length);
+  int64_t unheld = 0;
+  bool last_is_held = true;
+  ForEachUnheldRange(plan, group, [&](int64_t range) {
+    ++unheld;
+    last_is_held &= range + 1 != copied;
+  });
+  const int64_t added = pages.RangeCount(plan.length, plan.length + plan.count);
+  const bool goes_on = added > 0 && pages.Slot(plan.length) != 0 && last_is_held;
+  return copied - unheld + added - goes_on;
 }
 
 AppendPlan BlockTree::PlanAppend(BlockIndex last, int64_t count, int64_t cut,
@@ -91,7 +129,9 @@ AppendPlan BlockTree::PlanAppend(BlockIndex last, int64_t count, int64_t cut,
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
     group.in_place &= !plan.copies();
-    group.page_count = pool(g).RangeCount(plan.cut, plan.length + count) - group.in_place;
+    group.page_count = plan.copies()
+                           ? CopyPageCount(plan, g)
+                           : pool(g).RangeCount(plan.length, plan.length + count) - group.in_place;
   }
   return plan;
 }
@@ -140,8 +180,10 @@ void BlockTree::Reserve(std::span<const AppendPlan> plans, std::span<const Group
     for (int g = 0; g < group_count(); ++g) {
       const GroupAppend& group = groups[i * pools_.size() + static_cast<size_t>(g)];
       if (!plans[i].extends) {
-        ReserveGrowing(array_at(free_arrays_[--next_array]).entries,
-                       static_cast<size_t>(group.page_count + group.in_place));
+        const int64_t length = plans[i].length;
+        const int64_t ranges = pool(g).RangeCount(plans[i].cut, length) +
+                               pool(g).RangeCount(length, length + plans[i].count);
+        ReserveGrowing(array_at(free_arrays_[--next_array]).entries, static_cast<size_t>(ranges));
       } else if (group.page_count > 0) {
         const PageSlice& s = slice(plans[i].last, g);
         ReserveGrowing(array_at(s.array).entries,
@@ -200,7 +242,7 @@ void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t pa
   PageSlice& s = slice_at(index, group);
   std::vector<PageEntry>& table = array_at(s.array).entries;
   const int64_t end = at(index).end;
-  if (page != kNoPage) {
+  if (page != kNoPage && from < end) {
     const int64_t to = std::min(end, pages.RangeEnd(from));
     pages.SetFillTo(page, to);
     from = to;
@@ -213,6 +255,37 @@ void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t pa
     ++s.count;
     from = to;
   }
+}
+
+// Entries for [cut, length) of a plan that copies. Returns the page in which the new tokens go on,
+// kNoPage if they open one.
+int32_t BlockTree::AddCopiedEntries(BlockIndex index, int group, const AppendPlan& plan) noexcept {
+  PagePool& pages = pool(group);
+  PageSlice& s = slice_at(index, group);
+  std::vector<PageEntry>& table = array_at(s.array).entries;
+  for (int64_t from = plan.cut; from < plan.length; from = pages.RangeEnd(from)) {
+    QUIRE_CHECK(table.size() < table.capacity()) << "page array " << s.array << " was not reserved";
+    table.push_back({.start = from, .page = 0});
+    ++s.count;
+  }
+  ForEachUnheldRange(plan, group, [&](int64_t range) {
+    table[static_cast<size_t>(s.first + range)].page = kNoPage;
+  });
+  for (PageEntry& entry : table) {
+    if (entry.page == kNoPage) continue;
+    entry.page = pages.Take();
+    pages.SetFillTo(entry.page, std::min(plan.length, pages.RangeEnd(entry.start)));
+  }
+  RecountFreed(index, group);
+  return pages.Slot(plan.length) == 0 ? kNoPage : table.back().page;
+}
+
+void BlockTree::RecountFreed(BlockIndex index, int group) noexcept {
+  PageSlice& s = slice_at(index, group);
+  s.hidden_begin = s.hidden_end = -1;
+  s.freed = 0;
+  if (any_freed_[static_cast<size_t>(group)] == 0) return;
+  for (const PageEntry& entry : entries(index, group).subspan(1)) s.freed += entry.page == kNoPage;
 }
 
 BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept {
@@ -240,7 +313,7 @@ BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend
         s.count = 1;
       }
     }
-    AddEntries(index, g, plan.cut, page);
+    AddEntries(index, g, plan.length, plan.copies() ? AddCopiedEntries(index, g, plan) : page);
   }
   return index;
 }
@@ -256,11 +329,14 @@ void BlockTree::SplitSlice(BlockIndex upper, BlockIndex lower, int group,
   // The entry in which `position` lies belongs to both, unless it starts there.
   const bool straddles = behind == table.end() || behind->start > position;
   slice_at(upper, group) = {.array = low.array, .first = low.first, .count = upper_count};
-  if (straddles) pool(group).Hold(table[static_cast<size_t>(upper_count) - 1].page);
+  const int32_t border = table[static_cast<size_t>(upper_count) - 1].page;
+  if (straddles && border != kNoPage) pool(group).Hold(border);
   const int64_t skipped = upper_count - straddles;
   ++array_at(low.array).refs;
   low.first += skipped;
   low.count -= skipped;
+  RecountFreed(upper, group);
+  RecountFreed(lower, group);
 }
 
 // A new block takes the part of `index` above `position`; `index` keeps the rest, and with it its
@@ -303,9 +379,15 @@ void BlockTree::Trim(BlockIndex index, int64_t end) noexcept {
     PageSlice& s = slice_at(index, g);
     const PageEntry* table = array_data(s.array) + s.first;
     for (; s.count > 1 && table[s.count - 1].start >= end; --s.count) {
-      pool(g).Release(table[s.count - 1].page);
+      const int32_t page = table[s.count - 1].page;
+      if (page != kNoPage) {
+        pool(g).Release(page);
+      } else {
+        --s.freed;
+      }
     }
-    pool(g).SetFillTo(table[s.count - 1].page, end);
+    const int32_t page = table[s.count - 1].page;
+    if (page != kNoPage) pool(g).SetFillTo(page, end);
   }
 }
 
@@ -318,6 +400,7 @@ BlockIndex BlockTree::FreeLeaf(BlockIndex index) noexcept {
   for (int g = 0; g < group_count(); ++g) {
     const std::span<const PageEntry> table = entries(index, g);
     for (size_t i = table.size(); i-- > 0;) {
+      if (table[i].page == kNoPage) continue;
       const bool held = pool(g).Release(table[i].page);
       if (held)
         pool(g).SetFillTo(table[i].page,
@@ -381,8 +464,12 @@ void BlockTree::MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexc
   PageSlice& up = slice_at(upper, group);
   PageSlice& low = slice_at(lower, group);
   const std::span<const PageEntry> table = entries(lower, group);
-  const bool one_page = entries(upper, group).back().page == table.front().page;
-  if (one_page) pool(group).Release(table.front().page);  // the merged block has one entry of it
+  const int32_t border = table.front().page;
+  // A freed page is known by an entry that begins above the block.
+  const bool is_known = border != kNoPage || table.front().start < block(lower).begin;
+  const bool one_page = is_known && entries(upper, group).back().page == border;
+  if (one_page && border != kNoPage)
+    pool(group).Release(border);  // the merged block has one entry of it
   if (up.array != low.array) {
     std::vector<PageEntry>& target = array_at(up.array).entries;
     target.resize(static_cast<size_t>(up.first + up.count));
@@ -391,7 +478,55 @@ void BlockTree::MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexc
   DropArray(low.array);
   low = {.array = up.array, .first = up.first, .count = up.count + low.count - one_page};
   up = {};
+  RecountFreed(lower, group);
 }
+
+// ---------------------------------------------------------------------- freeing what is hidden
+
+// Whether the first entry is the parent's last, in the array that both have slices of.
+bool BlockTree::SharesFirstEntry(BlockIndex index, int group) const {
+  const BlockIndex parent = block(index).parent;
+  if (parent == kNoBlock) return false;
+  const PageSlice& up = slice(parent, group);
+  const PageSlice& low = slice(index, group);
+  return up.array == low.array && up.first + up.count - 1 == low.first;
+}
+
+// Only the first and the last page of a block can have other holders.
+void BlockTree::MarkSeenBorders(BlockIndex index, int group, HiddenPages hidden) noexcept {
+  const std::span<const PageEntry> table = entries(index, group);
+  for (const PageEntry* entry : {&table.front(), &table.back()}) {
+    const bool is_hidden = entry->start >= hidden.begin && entry->start < hidden.end;
+    if (entry->page != kNoPage && !is_hidden) pool(group).SetMark(entry->page, marking_);
+  }
+}
+
+void BlockTree::FreeHiddenEntries(BlockIndex index, int group, HiddenPages hidden) noexcept {
+  PageSlice& s = slice_at(index, group);
+  if (s.hidden_begin == hidden.begin && s.hidden_end == hidden.end) return;
+  s.hidden_begin = hidden.begin;
+  s.hidden_end = hidden.end;
+  PageEntry* const table = array_at(s.array).entries.data() + s.first;
+  const auto starts_before = [](const PageEntry& entry, int64_t p) { return entry.start < p; };
+  PageEntry* entry = std::lower_bound(table, table + s.count, hidden.begin, starts_before);
+  for (; entry < table + s.count && entry->start < hidden.end; ++entry) {
+    if (entry->page == kNoPage) continue;
+    const bool is_first = entry == table;
+    // What a neighbour sees may be hidden from it in a later call. An entry that two slices share
+    // is the upper one's to free.
+    const bool is_seen = pool(group).mark(entry->page) == marking_;
+    if (is_seen) s.hidden_begin = s.hidden_end = -1;
+    if (is_seen || (is_first && SharesFirstEntry(index, group))) continue;
+    const int32_t page = entry->page;
+    entry->page = kNoPage;
+    s.freed += !is_first;
+    any_freed_[static_cast<size_t>(group)] = 1;
+    // All holders are in this position: the first one that is looked at frees it for all.
+    while (pool(group).holds(page) > 0) pool(group).Release(page);
+  }
+}
+
+// ---------------------------------------------------------------------- joining
 
 // Joins `index` and its child if that is the only one and no sequence ends between them. The
 // child's index stays, as sequences and blocks refer to it.
@@ -438,6 +573,7 @@ void BlockTree::Clear() noexcept {
   }
   deferred_merges_.clear();
   merges_deferred_ = false;
+  std::fill(any_freed_.begin(), any_freed_.end(), uint8_t{0});
   distinct_token_count_ = 0;
 }
 

@@ -31,6 +31,10 @@
 // of that range on are copied to pages of their own. With several groups all of them are cut at the
 // same position.
 //
+// Freed pages. A page range that is hidden from every sequence (windows) loses its page, and its
+// entries stay with kNoPage in place of it: an entry that nobody may look at, which is neither held
+// nor filled. All entries of a page are freed together.
+//
 // A block with one child and no sequence of its own is merged with the child, so that a path has no
 // more blocks than there are branches on it. While a forward is open merges wait, because the plan
 // points into page arrays.
@@ -71,17 +75,29 @@ struct Block {
   bool merge_deferred = false;
 };
 
-// Scratch of page_counts.h: how many sequences have the block on their path.
+// Scratch of page_counts.h and sliding_window.h: how many sequences have the block on their path.
 struct BlockViewers {
   int32_t all = 0;
   int32_t active = 0;  // that are not retained
   int32_t children_left = 0;
+  int64_t hidden_begin = 0;  // of sliding_window.h: hidden from all of them
+  int64_t hidden_end = 0;
 };
 
 struct PageSlice {
   int32_t array = -1;
   int64_t first = 0;
   int64_t count = 0;
+  int64_t freed = 0;  // entries without a page, but for the first, which a neighbour may free
+  // The positions for which the slice has last been looked through for pages to free.
+  int64_t hidden_begin = 0;
+  int64_t hidden_end = 0;
+};
+
+// Positions [begin, end) of a block that no sequence sees, in whole page ranges.
+struct HiddenPages {
+  int64_t begin = 0;
+  int64_t end = INT64_MAX;
 };
 
 // What it takes to give the sequence that ends in `last` `count` more tokens.
@@ -140,6 +156,19 @@ class BlockTree {
   BlockIndex Pop(BlockIndex last, int64_t length) noexcept;
   void Release(BlockIndex last) noexcept { Pop(last, 0); }
 
+  // Frees the pages whose positions are all hidden, hidden(block) for each live block. A block
+  // hides no more than any of its children.
+  template <typename F>
+  void FreeHidden(int group, F&& hidden) noexcept {
+    ++marking_;
+    for (BlockIndex b = 0; b < block_capacity(); ++b) {
+      if (block(b).refs > 0) MarkSeenBorders(b, group, hidden(b));
+    }
+    for (BlockIndex b = 0; b < block_capacity(); ++b) {
+      if (block(b).refs > 0) FreeHiddenEntries(b, group, hidden(b));
+    }
+  }
+
   void DeferMerges() noexcept { merges_deferred_ = true; }
   void RunDeferredMerges() noexcept;
   void Clear() noexcept;
@@ -177,6 +206,12 @@ class BlockTree {
   int64_t PathLength(BlockIndex last) const;  // in blocks
   // Whether no other sequence sees a token of the path at or behind `position`.
   bool IsExclusiveFrom(BlockIndex last, int64_t position) const;
+  // Whether all pages of [begin, end) on the path are held.
+  bool IsHeld(BlockIndex last, int group, int64_t begin, int64_t end) const;
+  // Entries of the slice that have no page.
+  int64_t FreedCount(BlockIndex index, int group) const {
+    return slice(index, group).freed + (entries(index, group).front().page < 0);
+  }
   // Distinct pages that hold tokens of [range_begin, limit) on the path.
   // REQUIRES: both in one page range.
   int64_t PagesInRange(BlockIndex last, int group, int64_t range_begin, int64_t limit) const;
@@ -211,6 +246,10 @@ class BlockTree {
   PageArray& array_at(int32_t array) { return arrays_[static_cast<size_t>(array)]; }
 
   bool CanAppendInPlace(BlockIndex last, int group) const;
+  int64_t CopyPageCount(const AppendPlan& plan, int group) const;
+  template <typename F>
+  void ForEachUnheldRange(const AppendPlan& plan, int group, F&& f) const;
+  int32_t AddCopiedEntries(BlockIndex index, int group, const AppendPlan& plan) noexcept;
   int64_t LowerCut(BlockIndex last, int64_t cut) const;
   void EnsureFreeBlocks(size_t count);
   void EnsureFreeArrays(size_t count);
@@ -220,6 +259,10 @@ class BlockTree {
   int32_t TakeArray() noexcept;
   void DropArray(int32_t array) noexcept;
   void AddEntries(BlockIndex index, int group, int64_t from, int32_t page) noexcept;
+  void RecountFreed(BlockIndex index, int group) noexcept;
+  bool SharesFirstEntry(BlockIndex index, int group) const;
+  void MarkSeenBorders(BlockIndex index, int group, HiddenPages hidden) noexcept;
+  void FreeHiddenEntries(BlockIndex index, int group, HiddenPages hidden) noexcept;
   BlockIndex Split(BlockIndex index, int64_t position) noexcept;
   void SplitSlice(BlockIndex upper, BlockIndex lower, int group, int64_t position) noexcept;
   void Trim(BlockIndex index, int64_t end) noexcept;
@@ -239,6 +282,8 @@ class BlockTree {
   std::vector<BlockIndex>
       deferred_merges_;  // each block once (Block::merge_deferred); capacity blocks_.size()
   bool merges_deferred_ = false;
+  std::vector<uint8_t> any_freed_;  // [group], since the last Clear
+  uint64_t marking_ = 0;            // number of the last FreeHidden
   uint64_t planning_ = 0;
   uint64_t version_ = 1;
   int64_t distinct_token_count_ = 0;

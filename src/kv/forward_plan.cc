@@ -114,8 +114,9 @@ void ForwardPlan::FillRows(const BlockTree& tree, int group_index, size_t m) noe
                    });
   // A page that is opened in mid-tile opens that tile. (With copies the first copied token has done
   // it.)
-  if (!in_place && !member.append.copies())
-    plan.opens_tile[static_cast<size_t>(member.first_row)] = 1;
+  const bool continues_copy =
+      member.append.copies() && tree.IsHeld(member.last, group_index, base - 1, base);
+  if (!in_place && !continues_copy) plan.opens_tile[static_cast<size_t>(member.first_row)] = 1;
 }
 
 void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) noexcept {
@@ -137,9 +138,20 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) n
   };
   visit(member.append.last, plan.copy_from);
   visit(member.last, plan.copy_to);
+  // Ranges that are no longer held have no bytes to copy and no page to copy them to.
+  size_t kept = first;
   for (size_t i = first; i < size; ++i) {
-    plan.copy_opens_tile.push_back(i == first || plan.copy_to[i].slot % kTilePositions == 0);
+    if (plan.copy_to[i].page == kNoPage) continue;
+    plan.copy_from[kept] = plan.copy_from[i];
+    plan.copy_to[kept] = plan.copy_to[i];
+    const AppendTarget& to = plan.copy_to[kept];
+    const bool opens =
+        kept == first || to.slot % kTilePositions == 0 || to.page != plan.copy_to[kept - 1].page;
+    plan.copy_opens_tile.push_back(opens);
+    ++kept;
   }
+  plan.copy_from.resize(kept);
+  plan.copy_to.resize(kept);
 }
 
 // ---------------------------------------------------------------------- sharing
@@ -276,7 +288,8 @@ void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept
                               .run_count = static_cast<int64_t>(plan.runs.size() - first_run),
                               .private_segment = private_segments_[i],
                               .inline_cos = nullptr,
-                              .inline_sin = nullptr});
+                              .inline_sin = nullptr,
+                              .window = member.window});
   }
 }
 
@@ -311,7 +324,12 @@ void PrintGroup(Text& out, const GroupPlan& plan, std::span<const ForwardMember>
     const AttentionSequence& sequence = plan.sequences[i];
     out << "  sequence " << members[static_cast<size_t>(order[i])].id << " reads";
     for (int64_t r = 0; r < sequence.run_count; ++r) PrintRun(out, sequence.runs[r]);
-    out << ", private from segment " << sequence.private_segment << "\n";
+    out << ", private from segment " << sequence.private_segment;
+    if (sequence.window != SequenceWindow{}) {
+      out << ", window " << sequence.window.window << " sinks " << sequence.window.sinks << " slid "
+          << sequence.window.slid;
+    }
+    out << "\n";
   }
 }
 

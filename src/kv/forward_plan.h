@@ -30,6 +30,7 @@ struct ForwardMember {
   AppendPlan append;           // base position = append.length, rows = append.count
   BlockIndex last = kNoBlock;  // where it ends once the append is committed
   bool long_factors = false;
+  SequenceWindow window = {};
   int64_t row_count() const { return append.count; }
   int64_t base() const { return append.length; }
 };

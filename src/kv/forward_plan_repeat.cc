@@ -103,7 +103,8 @@ bool SameSequences(const GroupPlan& a, const GroupPlan& b) {
     const AttentionSequence& x = a.sequences[i];
     const AttentionSequence& y = b.sequences[i];
     const bool same = x.first_row == y.first_row && x.row_count == y.row_count &&
-                      x.base == y.base && x.runs - a.runs.data() == y.runs - b.runs.data();
+                      x.base == y.base && x.window == y.window &&
+                      x.runs - a.runs.data() == y.runs - b.runs.data();
     if (!same) return false;
   }
   return true;

@@ -67,6 +67,8 @@ Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, cons
                         std::to_string(tree_.End(last)));
     }
     const size_t l = static_cast<size_t>(layer);
+    QUIRE_RETURN_IF_ERROR(
+        CheckHeld("ExportKV", sequences_[index], layers_[l].group, start, start + count));
     QUIRE_RETURN_IF_ERROR(CheckLayer("ExportKV", layer, options_.layers[l], to, count));
     std::vector<AppendTarget> slots(static_cast<size_t>(count));
     FillSlots(last, layers_[l].group, start, slots);
@@ -124,6 +126,9 @@ Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
     plan.Fill(tree_);
     StoreImport(plan, blocks);
     if (append.copies()) tree_.Release(append.last);
+    hides_more_ |= append.copies();
+    SlideTo(&sequence, append.length);
+    FreeHidden();
     return Status();
   });
 }

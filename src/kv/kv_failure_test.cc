@@ -1,11 +1,12 @@
 // What happens when a call cannot be carried out: the state is as it was, and the same call works
 // when the reason is gone. Reasons here: each single allocation of a call failing, no free page, no
 // free sequence, a call in the wrong state, every bad argument, a second thread. operator new is
-// replaced in this program, so that the n-th allocation can be refused.
+// replaced in this program (allocation_refusal.h), so that the n-th allocation can be refused.
 #include <gtest/gtest.h>
 
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <limits>
@@ -16,49 +17,10 @@
 #include <vector>
 
 #include "base/guard.h"
+#include "kv/allocation_refusal.h"
 #include "kv/kv_test_forward.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/kv_export.h"
-
-namespace {
-
-// Allocations that may still succeed; negative: all.
-std::atomic<int64_t> allocations_left{-1};
-std::atomic<int64_t> allocations_made{0};
-std::atomic<bool> allocation_refused{false};
-
-void* AllocateOrThrow(size_t size, size_t alignment) {
-  allocations_made.fetch_add(1);
-  if (allocations_left.load() >= 0 && allocations_left.fetch_sub(1) == 0) {
-    allocation_refused.store(true);
-    throw std::bad_alloc();
-  }
-  const size_t rounded = (size + alignment - 1) / alignment * alignment;
-  void* memory = std::aligned_alloc(alignment, rounded == 0 ? alignment : rounded);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
-constexpr size_t kUsualAlignment = alignof(std::max_align_t);
-
-}  // namespace
-
-void* operator new(size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
-void* operator new[](size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
-void* operator new(size_t size, std::align_val_t alignment) {
-  return AllocateOrThrow(size, static_cast<size_t>(alignment));
-}
-void* operator new[](size_t size, std::align_val_t alignment) {
-  return AllocateOrThrow(size, static_cast<size_t>(alignment));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 
 namespace quire {
 namespace {
@@ -68,17 +30,6 @@ using Ids = std::vector<int64_t>;
 // Arguments that need no allocation.
 template <int64_t... kValues>
 constexpr std::array<int64_t, sizeof...(kValues)> kIds = {kValues...};
-
-// While it lives, the n-th allocation (from 0) fails, once.
-class RefuseAllocation {
- public:
-  explicit RefuseAllocation(int64_t n) {
-    allocation_refused.store(false);
-    allocations_left.store(n);
-  }
-  ~RefuseAllocation() { allocations_left.store(-1); }
-  bool refused() const { return allocation_refused.load(); }
-};
 
 AttentionKVCacheOptions SmallOptions(int64_t page_size = 4) {
   AttentionKVCacheOptions options;
@@ -124,6 +75,16 @@ void BuildForked(AttentionKVCache& cache, const AttentionKVCacheOptions& options
   ASSERT_TRUE(cache.AddSequence(3).ok());
 }
 
+// The same, of which 0 has a window of its own, beside a long sequence that has lost tokens to one.
+void BuildWindows(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
+  BuildForked(cache, options);
+  ASSERT_TRUE(cache.EnableSlidingWindowForSeq(0, 8, 1).ok());
+  ASSERT_TRUE(cache.AddSequence(4).ok());
+  ASSERT_TRUE(cache.EnableSlidingWindowForSeq(4, 9, 5).ok());
+  Extend(cache, options, 4, 30);
+  ASSERT_LT(cache.HeldTokens(4).value(), 30);
+}
+
 // Sequence 2's last range lies in 4 pages and its next slot is taken: the next forward has to
 // gather them.
 void BuildConsolidationDue(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
@@ -145,7 +106,11 @@ std::vector<Scene> Scenes() {
   odd.rope.mode = RopeMode::kInline;
   AttentionKVCacheOptions groups = SmallOptions(4);
   groups.layers[1] = {2, 2, 4, 4, DType::kBF16};
+  AttentionKVCacheOptions windows = SmallOptions(4);
+  windows.rope.mode = RopeMode::kNormal;
+  windows.layers[1].window = 12;
   return {{"forked", SmallOptions(), BuildForked},
+          {"windows", windows, BuildWindows},
           {"forked, pages of 3", odd, BuildForked},
           {"forked, two groups", groups, BuildForked},
           {"consolidation due", wide, BuildConsolidationDue}};
@@ -242,6 +207,9 @@ TEST_P(KVAllocationFailure, ControlCalls) {
     expect(
         "remove", [id](AttentionKVCache& c) { return c.RemoveSequence(id); }, optional);
   }
+  expect("enable a window",
+         [](AttentionKVCache& c) { return c.EnableSlidingWindowForSeq(3, 8, 2); });
+  expect("held tokens", [](AttentionKVCache& c) { return c.HeldTokens(0).status(); });
   expect("retain", [](AttentionKVCache& c) { return c.SetRetained(0, true); });
   expect("clear", [](AttentionKVCache& c) { return c.Clear(); });
   expect("pages needed",
@@ -272,6 +240,9 @@ TEST_P(KVAllocationFailure, CallsInAForward) {
   const WhenRefused optional = WhenRefused::kMayWorkWithout;
   expect("append", Nothing, append);
   expect("attend", append, attend);
+  expect("shared", append, [&](AttentionKVCache& c) {
+    return c.AttentionWithSharedKV(0, t.inputs.q.view(), t.o.view(), &t.lse.view(), 0.5);
+  });
   expect("fused", Nothing, [&](AttentionKVCache& c) {
     return c.AttentionWithFusedQKV(0, t.inputs.qkv.view(), t.o.view(), 0.5);
   });
@@ -373,7 +344,7 @@ TEST_P(KVAllocationFailure, Chunks) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, 4));
+INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, 5));
 
 // What was planned in BeginForward is carried out without memory.
 TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
@@ -384,12 +355,12 @@ TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
     const ForwardTensors first(scene.options.layers[0]);
     const ForwardTensors second(scene.options.layers[1]);
     ASSERT_TRUE(BeginThree(*cache).ok());
-    const int64_t before = allocations_made.load();
+    const int64_t before = AllocationsMade();
     const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
     const Status b = cache->Append(1, second.inputs.k.view(), second.inputs.v.view());
     const Status c = cache->Attend(1, second.inputs.q.view(), second.o.view(), nullptr, 0.5);
     const Status d = cache->EndForward();
-    EXPECT_EQ(allocations_made.load(), before);
+    EXPECT_EQ(AllocationsMade(), before);
     EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
   }
 }
@@ -1001,6 +972,10 @@ TEST(KVBadArguments, OptionsOutOfRange) {
       {"qk_head_dim", [](auto& o) { o.layers[0].qk_head_dim = 0; }},
       {"v_head_dim", [](auto& o) { o.layers[0].v_head_dim = -4; }},
       {"dtype", [](auto& o) { o.layers[0].dtype = DType::kI32; }},
+      {"window", [](auto& o) { o.layers[0].window = -1; }},
+      {"soft_cap", [](auto& o) { o.layers[0].soft_cap = -1; }},
+      {"soft_cap", [](auto& o) { o.layers[0].soft_cap = std::nan(""); }},
+      {"head_sinks", [](auto& o) { o.layers[0].head_sinks = {1.0F}; }},
       {"max_num_sequences", [](auto& o) { o.max_num_sequences = 0; }},
       {"token_capacity", [](auto& o) { o.token_capacity = 0; }},
       {"prefill_chunk_size", [](auto& o) { o.prefill_chunk_size = 0; }},

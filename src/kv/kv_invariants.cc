@@ -133,6 +133,12 @@ class Checker {
         return;
       }
       const std::span<const PageEntry> table = tree_.entries(b, group);
+      const int64_t freed = std::count_if(
+          table.begin(), table.end(), [](const PageEntry& entry) { return entry.page == kNoPage; });
+      if (tree_.FreedCount(b, group) != freed) {
+        status = Violation() << "block " << b << " group " << group << " counts "
+                             << tree_.FreedCount(b, group) << " freed entries of " << freed;
+      }
       for (size_t i = 0; i < table.size(); ++i) {
         const int64_t from = i == 0 ? block.begin : table[i].start;
         const int64_t to = i + 1 == table.size() ? block.end : table[i + 1].start;
@@ -159,7 +165,7 @@ class Checker {
     ForEachLiveBlock([&](BlockIndex b, const Block& block) {
       tree_.VisitPieces(b, group, block.begin, block.end,
                         [&](int64_t from, int64_t to, int32_t page) {
-                          holders.push_back({page, from, to, b});
+                          if (page != kNoPage) holders.push_back({page, from, to, b});
                         });
     });
     std::sort(holders.begin(), holders.end(), [](const Holder& a, const Holder& b) {
@@ -276,6 +282,7 @@ class Checker {
 
   void SeePath(int32_t viewer, BlockIndex last, int group, std::vector<PageViewers>& pages) const {
     tree_.VisitPieces(last, group, 0, tree_.End(last), [&](int64_t, int64_t, int32_t page) {
+      if (page == kNoPage) return;
       PageViewers& seen = pages[static_cast<size_t>(page)];
       if (seen.last_viewer == viewer) return;
       seen.last_viewer = viewer;

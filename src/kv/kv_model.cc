@@ -61,7 +61,7 @@ void StoreElement(const TensorView& view, int64_t offset, float value) {
 
 bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
   return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
-         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype;
+         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window;
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {
@@ -137,6 +137,7 @@ int32_t KVModel::Group::HoldersOf(int32_t page, int64_t position) const {
 }
 
 void KVModel::Group::Hold(int32_t page, int64_t position, int32_t count) {
+  if (page < 0) return;
   page_holders[static_cast<size_t>(page)] += count;
   slot_holders[static_cast<size_t>(page * page_size + position % page_size)] += count;
 }
@@ -153,7 +154,8 @@ void KVModel::HoldAll(const Sequence& sequence, int32_t count) {
 size_t KVModel::EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit) {
   std::set<int32_t> pages;
   for (int64_t p = limit - limit % g.page_size; p < limit; ++p) {
-    pages.insert(sequence.tokens[static_cast<size_t>(p)].pages[group]);
+    const int32_t page = sequence.tokens[static_cast<size_t>(p)].pages[group];
+    if (page >= 0) pages.insert(page);
   }
   return pages.size();
 }
@@ -178,7 +180,8 @@ int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     if (length % groups[g].page_size == 0) continue;
-    const bool in_place = groups[g].HoldersOf(sequence.tokens.back().pages[g], length) == 0;
+    const int32_t last_page = sequence.tokens.back().pages[g];
+    const bool in_place = last_page >= 0 && groups[g].HoldersOf(last_page, length) == 0;
     if (in_place || EntryCount(sequence, g, groups[g], length) < kMostEntriesPerRange) continue;
     return LowerCut(sequence, groups, length - length % groups[g].page_size);
   }
@@ -186,35 +189,41 @@ int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>
 }
 
 // Gives the tokens from `cut` on pages that nobody else has. Their old places stay held: the caller
-// lets go of them.
+// lets go of them. A page range that is not held as a whole from `cut` on is left out.
 void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
-                             std::vector<int64_t>& taken) {
+                             std::vector<int64_t>& taken) const {
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     int32_t page = 0;
     for (int64_t p = cut; p < length; ++p) {
       if (p == cut || p % groups[g].page_size == 0) {
-        page = groups[g].TakeFreePage();
-        ++taken[g];
+        bool held = true;
+        const int64_t end = std::min(length, p - p % groups[g].page_size + groups[g].page_size);
+        for (int64_t n = p; n < end; ++n)
+          held &= sequence.tokens[static_cast<size_t>(n)].pages[g] >= 0;
+        page = held ? groups[g].TakeFreePage() : -1;
+        taken[g] += held;
       }
       sequence.tokens[static_cast<size_t>(p)].pages[g] = page;
       groups[g].Hold(page, p, 1);
     }
   }
+  for (int64_t p = cut; p < length; ++p)
+    sequence.tokens[static_cast<size_t>(p)].copy = next_copy_++;
 }
 
 // Adds a token in the slot behind the sequence's last one if nobody sees that slot, else in a page
 // of its own.
 void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
-                         std::vector<int64_t>& taken) {
+                         std::vector<int64_t>& taken) const {
   const int64_t position = static_cast<int64_t>(sequence.tokens.size());
-  Token token{std::make_shared<TokenValues>(), std::vector<int32_t>(groups.size())};
+  Token token{std::make_shared<TokenValues>(), std::vector<int32_t>(groups.size()), next_copy_++};
   for (size_t g = 0; g < groups.size(); ++g) {
     int32_t& page = token.pages[g];
     bool in_place = position % groups[g].page_size != 0;
     if (in_place) {
       page = sequence.tokens.back().pages[g];
-      in_place = groups[g].HoldersOf(page, position) == 0;
+      in_place = page >= 0 && groups[g].HoldersOf(page, position) == 0;
     }
     if (!in_place) {
       page = groups[g].TakeFreePage();
@@ -256,6 +265,114 @@ KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids,
   return plan;
 }
 
+// ---------------------------------------------------------------------- windows
+
+int64_t KVModel::Sequence::SlidAt(int64_t position) const {
+  return window == 0 ? lost : std::max(lost, position + 1 - window);
+}
+
+bool KVModel::Sequence::Sees(int64_t position, int64_t key, int64_t layer_window) const {
+  if (key > position) return false;
+  if (layer_window != 0 && key <= position - layer_window) return false;
+  return key < sinks || key >= sinks + SlidAt(position);
+}
+
+// What is left of the windows when the sequence ends at `end`.
+void KVModel::Sequence::EndAt(int64_t end) {
+  if (end <= sinks) lost = 0;
+  slid = std::min(slid, SlidAt(end));
+  if (window == 0 && lost == 0) sinks = 0;
+}
+
+bool KVModel::IsHeld(const Sequence& sequence, int64_t position, size_t group) const {
+  return sequence.tokens[static_cast<size_t>(position)].pages[group] >= 0;
+}
+
+bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
+  if (length == sequence.length()) return true;
+  Sequence shorter = sequence;
+  shorter.EndAt(length);
+  if (shorter.lost > 0 && length < shorter.sinks + shorter.lost) return false;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t p = 0; p < length; ++p) {
+      if (shorter.Sees(length, p, groups_[g].window) && !IsHeld(sequence, p, g)) return false;
+    }
+  }
+  return true;
+}
+
+// Whether the next query of the sequence may look at the page range of `position`.
+bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const {
+  Sequence next = sequence;  // the window counts as of the last forward
+  next.window = 0;
+  next.lost = sequence.slid;
+  const int64_t end = sequence.length();
+  const int64_t range = position - position % group.page_size;
+  for (int64_t p = range; p < range + group.page_size; ++p) {
+    // Behind the end lies what is yet to come; sinks stay while one of them is seen.
+    if (p >= end || next.Sees(end, p, group.window)) return true;
+    const int64_t first = group.window == 0 ? 0 : std::max<int64_t>(end + 1 - group.window, 0);
+    if (sequence.slid > 0 && p < sequence.sinks && first < sequence.sinks) return true;
+  }
+  return false;
+}
+
+void KVModel::FreeHidden() {
+  if (forward_) return;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    std::set<int32_t> needed;
+    for (const auto& [id, sequence] : sequences_) {
+      for (int64_t p = 0; p < sequence.length(); ++p) {
+        if (NeedsPage(sequence, groups_[g], p))
+          needed.insert(sequence.tokens[static_cast<size_t>(p)].pages[g]);
+      }
+    }
+    for (auto& [id, sequence] : sequences_) {
+      for (int64_t p = 0; p < sequence.length(); ++p) {
+        int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
+        if (needed.count(page) != 0) continue;
+        groups_[g].Hold(page, p, -1);
+        page = -1;
+      }
+    }
+  }
+}
+
+Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  const bool fits = sinks >= 0 && sinks < window && window < INT64_MAX;
+  if (!fits) return Bad(StatusCode::kBadArgument, "window or sinks");
+  if (sequence.window != 0) return Bad(StatusCode::kBadState, "has a window");
+  if (sequence.lost != 0 && sequence.sinks != sinks) return Bad(StatusCode::kBadState, "sinks");
+  sequence.window = window;
+  sequence.sinks = sinks;
+  return Status();
+}
+
+Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.window == 0) return Bad(StatusCode::kBadState, "has no window");
+  sequence.window = 0;
+  sequence.lost = sequence.slid;
+  if (sequence.lost == 0) sequence.sinks = 0;
+  return Status();
+}
+
+KVModel::Window KVModel::WindowOf(int64_t seq_id) const {
+  const Sequence& sequence = sequences_.at(seq_id);
+  return {sequence.window, sequence.sinks, sequence.lost};
+}
+
+Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const std::vector<Token>& tokens = sequences_.at(seq_id).tokens;
+  return std::count_if(tokens.begin(), tokens.end(), [](const Token& token) {
+    return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
+  });
+}
+
 // ---------------------------------------------------------------------- sequences
 
 KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
@@ -267,6 +384,7 @@ KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
     if (g == first_layer.size()) {
       first_layer.push_back(l);
       Group group;
+      group.window = layer.window;
       group.page_size = options_.page_size != 0 ? options_.page_size : DefaultPageSize(layer);
       group.page_count = (options_.token_capacity + group.page_size - 1) / group.page_size + 1;
       group.page_holders.resize(static_cast<size_t>(group.page_count));
@@ -315,6 +433,7 @@ Status KVModel::RemoveSequence(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   HoldAll(sequences_.at(seq_id), -1);
   sequences_.erase(seq_id);
+  FreeHidden();
   return Status();
 }
 
@@ -328,7 +447,10 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
   Sequence child = parent;
   child.retained = false;
-  if (fork_pos >= 0) child.tokens.resize(static_cast<size_t>(fork_pos));
+  if (fork_pos < 0) fork_pos = length;
+  if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
+  child.tokens.resize(static_cast<size_t>(fork_pos));
+  child.EndAt(fork_pos);
   HoldAll(child, 1);
   sequences_.emplace(child_id, std::move(child));
   return Status();
@@ -339,9 +461,12 @@ Status KVModel::PopN(int64_t seq_id, int64_t n) {
   Sequence& sequence = sequences_.at(seq_id);
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   if (n < 0 || n > length) return Bad(StatusCode::kBadArgument, "n");
+  if (!CanEndAt(sequence, length - n)) return Bad(StatusCode::kBadState, "not held");
   HoldAll(sequence, -1);
   sequence.tokens.resize(static_cast<size_t>(length - n));
   HoldAll(sequence, 1);
+  sequence.EndAt(length - n);
+  FreeHidden();
   return Status();
 }
 
@@ -403,7 +528,7 @@ PageCounts KVModel::page_counts() const {
     for (const SequenceMap* sequences : {&sequences_, &before_}) {
       for (const auto& [id, sequence] : *sequences) {
         for (const Token& token : sequence.tokens) {
-          viewers[static_cast<size_t>(token.pages[g])].insert(id);
+          if (token.pages[g] >= 0) viewers[static_cast<size_t>(token.pages[g])].insert(id);
         }
       }
     }
@@ -426,11 +551,15 @@ int64_t KVModel::GetTotalSequenceLength() const {
   return sum;
 }
 
-// Two sequences share a token iff both have it in the same slot. Copies that an open forward made
-// count beside the tokens that they replace.
+// Copies that an open forward made count beside the tokens that they replace.
 int64_t KVModel::GetDistinctTokenCount() const {
-  const std::vector<int32_t>& slots = groups_[0].slot_holders;
-  return std::count_if(slots.begin(), slots.end(), [](int32_t n) { return n > 0; });
+  std::set<int64_t> copies;
+  for (const SequenceMap* sequences : {&sequences_, &before_}) {
+    for (const auto& [id, sequence] : *sequences) {
+      for (const Token& token : sequence.tokens) copies.insert(token.copy);
+    }
+  }
+  return static_cast<int64_t>(copies.size());
 }
 
 Result<int64_t> KVModel::GetSequenceLength(int64_t seq_id) const {
@@ -506,8 +635,13 @@ Status KVModel::EndForward() {
       }
     }
   }
+  for (const int64_t id : batch_) {
+    Sequence& sequence = sequences_.at(id);
+    sequence.slid = sequence.SlidAt(sequence.length());
+  }
   before_.clear();
   forward_ = false;
+  FreeHidden();
   return Status();
 }
 
@@ -526,6 +660,7 @@ Status KVModel::AbortForward() {
   }
   before_.clear();
   forward_ = false;
+  FreeHidden();
   return Status();
 }
 
@@ -567,8 +702,9 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
   }
   const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
   AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
-  AttendRows(layer, Rows{&qkv, 0, d}, Rows{&o, 0, dv}, nullptr, sm_scale, Sees::kUpToOwn,
-             /*rotates_q=*/true);
+  AttendRows(layer, Sees::kUpToOwn, Rows{&qkv, 0, d}, Rotated::kNo, Rows{&o, 0, dv}, nullptr,
+             sm_scale);
+  attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
 
@@ -586,8 +722,8 @@ Status KVModel::Append(int64_t layer, const TensorView& k, const TensorView& v) 
   return Status();
 }
 
-Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
-                       const TensorView* lse, double sm_scale) {
+Status KVModel::CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
+                            const TensorView* lse) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   QUIRE_RETURN_IF_ERROR(
@@ -599,8 +735,26 @@ Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
   if (!appended_[static_cast<size_t>(layer)]) {
     return FailAttention(Bad(StatusCode::kBadState, "attend before append"));
   }
-  AttendRows(layer, Rows{&q, 0, spec.qk_head_dim}, Rows{&o, 0, spec.v_head_dim}, lse, sm_scale,
-             Sees::kUpToOwn, /*rotates_q=*/true);
+  return Status();
+}
+
+Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
+                       const TensorView* lse, double sm_scale) {
+  QUIRE_RETURN_IF_ERROR(CheckAttend(layer, q, o, lse));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  AttendRows(layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim}, Rotated::kNo,
+             Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
+  attended_[static_cast<size_t>(layer)] = 1;
+  return Status();
+}
+
+Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
+                                      const TensorView& o, const TensorView* lse, double sm_scale) {
+  QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(source_layer)];
+  AttendRows(source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
+             options_.rope.mode == RopeMode::kNormal ? Rotated::kYes : Rotated::kNo,
+             Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
   return Status();
 }
 
@@ -679,23 +833,25 @@ double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
   return error;
 }
 
-// One row and query head: softmax of the scores over keys[0 .. visible), values weighted by it.
-void KVModel::AttendHead(const HeadArguments& head, std::span<const double> query, double* lse,
-                         std::span<double> o) {
+// One row and query head: softmax of the scores over the visible keys, values weighted by it.
+void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<double> o) {
   const AttentionLayerSpec& spec = *head.spec;
   const size_t dk = static_cast<size_t>(spec.qk_head_dim);
   std::fill(o.begin(), o.end(), 0.0);
-  if (head.visible == 0) {
+  if (head.visible.empty() && head.head_sink == nullptr) {
     *lse = -std::numeric_limits<double>::infinity();
     last_bounds_.o.insert(last_bounds_.o.end(), o.size(), 0.0);
     last_bounds_.lse.push_back(0.0);
     return;
   }
-  std::vector<double> scores(head.visible);
+  std::vector<double> scores;
   double largest = -std::numeric_limits<double>::infinity();
   double worst = 0;  // error of any score
-  const double query_norm = std::inner_product(query.begin(), query.end(), query.begin(), 0.0);
-  for (size_t j = 0; j < head.visible; ++j) {
+  const double query_norm =
+      std::inner_product(head.query.begin(), head.query.end(), head.query.begin(), 0.0);
+  for (const size_t j : head.visible) {
+    const bool is_sink = static_cast<int64_t>(j) < head.sink_end;
+    const std::vector<double>& query = is_sink ? head.sink_query : head.query;
     double sum = 0;
     double key_norm = 0;
     for (size_t d = 0; d < dk; ++d) {
@@ -703,17 +859,25 @@ void KVModel::AttendHead(const HeadArguments& head, std::span<const double> quer
       sum += query[d] * key;
       key_norm += key * key;
     }
-    scores[j] = sum * head.sm_scale;
-    largest = std::max(largest, scores[j]);
+    double score = sum * head.sm_scale;
+    if (spec.soft_cap > 0) score = spec.soft_cap * std::tanh(score / spec.soft_cap);
+    scores.push_back(score);
+    largest = std::max(largest, score);
     // Norms, not elements: a rotated element's error is relative to the pair that it was made from.
     const double size = std::sqrt(query_norm * key_norm) * std::abs(head.sm_scale);
     worst = std::max(worst, size * ScoreError(spec));
   }
+  worst += spec.soft_cap * 8 * kEpsF32;
   double total = 0;
+  if (head.head_sink != nullptr) {
+    largest = std::max(largest, static_cast<double>(*head.head_sink));
+    total = std::exp(static_cast<double>(*head.head_sink) - largest);
+  }
   const size_t dv = o.size();
   std::vector<double> size(dv);
-  for (size_t j = 0; j < head.visible; ++j) {
-    const double p = std::exp(scores[j] - largest);
+  for (size_t i = 0; i < head.visible.size(); ++i) {
+    const size_t j = head.visible[i];
+    const double p = std::exp(scores[i] - largest);
     total += p;
     for (size_t d = 0; d < dv; ++d) {
       const double value = (*head.values)[j][head.kv_head * dv + d];
@@ -725,7 +889,7 @@ void KVModel::AttendHead(const HeadArguments& head, std::span<const double> quer
   // exp2 of float32 arguments of some tens, the chain over keys, and p rounded to bfloat16 above
   // the fraction.
   const double weights = std::expm1(2 * worst) +
-                         (static_cast<double>(head.visible) + 256) * kEpsF32 +
+                         (static_cast<double>(head.visible.size()) + 256) * kEpsF32 +
                          (spec.dtype == DType::kBF16 ? 2 * kEpsBF16 : 0);
   for (size_t d = 0; d < dv; ++d) {
     o[d] /= total;
@@ -736,8 +900,23 @@ void KVModel::AttendHead(const HeadArguments& head, std::span<const double> quer
   last_bounds_.lse.push_back((worst + weights) * 2 + std::abs(*lse) * 4 * kEpsF32);
 }
 
-void KVModel::AttendRows(int64_t layer, const Rows& q, const Rows& o, const TensorView* lse,
-                         double sm_scale, Sees sees, bool rotates_q) {
+void KVModel::TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                        HeadArguments* head) const {
+  RopeFrequencies frequencies = FrequenciesOf(sequence, layer);
+  const RopePairing pairing = options_.rope.pairing;
+  const int64_t slid = sequence.SlidAt(position);
+  const std::vector<double> query = head->query;
+  if (rotated == Rotated::kYes) {
+    frequencies.amplitude = 1;  // it is in the query already
+    head->sink_query = RotateReference(query, frequencies, pairing, -slid);
+  } else {
+    head->query = RotateReference(query, frequencies, pairing, position);
+    head->sink_query = RotateReference(query, frequencies, pairing, position - slid);
+  }
+}
+
+void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
+                         const TensorView* lse, double sm_scale) {
   const size_t l = static_cast<size_t>(layer);
   const AttentionLayerSpec& spec = options_.layers[l];
   const int64_t group_size = spec.num_qo_heads / spec.num_kv_heads;
@@ -754,20 +933,27 @@ void KVModel::AttendRows(int64_t layer, const Rows& q, const Rows& o, const Tens
       const int64_t position = positions_[static_cast<size_t>(row)];
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
         for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
-        const int64_t visible = sees == Sees::kUpToOwn ? position + 1 : old_length;
-        const HeadArguments head{&spec,
-                                 static_cast<size_t>(h / group_size),
-                                 static_cast<size_t>(visible),
-                                 sm_scale,
-                                 &keys,
-                                 &values,
-                                 o.view->dtype()};
+        HeadArguments head{.spec = &spec,
+                           .kv_head = static_cast<size_t>(h / group_size),
+                           .visible = {},
+                           .sink_end = options_.rope.mode == RopeMode::kNone ? 0 : sequence.sinks,
+                           .query = query,
+                           .sink_query = query,
+                           .sm_scale = sm_scale,
+                           .head_sink = spec.head_sinks.empty()
+                                            ? nullptr
+                                            : &spec.head_sinks[static_cast<size_t>(h)],
+                           .keys = &keys,
+                           .values = &values,
+                           .output_dtype = o.view->dtype()};
+        const int64_t end = sees == Sees::kUpToOwn ? position + 1 : old_length;
+        for (int64_t p = 0; p < end; ++p) {
+          if (sequence.Sees(position, p, spec.window))
+            head.visible.push_back(static_cast<size_t>(p));
+        }
+        TurnQuery(sequence, l, position, rotated, &head);
         double log_sum = 0;
-        AttendHead(head,
-                   rotates_q ? RotateReference(query, FrequenciesOf(sequence, l),
-                                               options_.rope.pairing, position)
-                             : query,
-                   &log_sum, output);
+        AttendHead(head, &log_sum, output);
         for (size_t d = 0; d < output.size(); ++d)
           o.Set(row, h, static_cast<int64_t>(d), output[d]);
         if (lse != nullptr) {
@@ -776,7 +962,6 @@ void KVModel::AttendRows(int64_t layer, const Rows& q, const Rows& o, const Tens
       }
     }
   }
-  attended_[l] = 1;
 }
 
 // ---------------------------------------------------------------------- debugging
@@ -808,6 +993,9 @@ Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const Lay
   if (layer < 0 || layer >= static_cast<int64_t>(options_.layers.size()))
     return Bad(StatusCode::kBadArgument, "layer");
   const size_t l = static_cast<size_t>(layer);
+  for (int64_t p = start; p < start + count; ++p) {
+    if (!IsHeld(sequence, p, group_of_layer_[l])) return Bad(StatusCode::kBadArgument, "not held");
+  }
   for (int64_t p = 0; p < count; ++p) {
     const TokenValues& values = *sequence.tokens[static_cast<size_t>(start + p)].values;
     for (size_t i = 0; i < values.k[l].size(); ++i)
@@ -837,6 +1025,7 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
       groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
     }
   }
+  sequence.slid = sequence.SlidAt(sequence.length());
   size_t position = old.tokens.size();
   for (const KVBlock& block : blocks) {
     for (int64_t row = 0; row < block[0].k.dim(0); ++row, ++position) {
@@ -850,6 +1039,7 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
       }
     }
   }
+  FreeHidden();
   return Status();
 }
 
@@ -859,6 +1049,11 @@ Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const Ten
   const Sequence& sequence = sequences_.at(seq_id);
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   if (start < 0 || start >= end || end > length) return Bad(StatusCode::kBadArgument, "range");
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t p = start; p < end; ++p) {
+      if (!IsHeld(sequence, p, g)) return Bad(StatusCode::kBadArgument, "not held");
+    }
+  }
   const AttentionLayerSpec& spec = options_.layers[0];
   QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, end - start, spec.qk_head_dim));
   QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, end - start, spec.v_head_dim));
@@ -892,20 +1087,37 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
   const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
   if (start < 0 || count < 1 || count > length - start)
     return Bad(StatusCode::kBadArgument, "range");
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t p = start; p < length; ++p) {
+      if (!IsHeld(sequence, p, g)) return Bad(StatusCode::kBadArgument, "not held");
+    }
+  }
   const AttentionLayerSpec& spec = options_.layers[0];
   QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, spec.qk_head_dim));
   QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, count, spec.v_head_dim));
   // A token is shared only together with all before it, so the first one answers for the range.
-  if (groups_[0].HoldersOf(sequence.tokens[static_cast<size_t>(start)].pages[0], start) > 1) {
+  const int64_t copy = sequence.tokens[static_cast<size_t>(start)].copy;
+  const bool is_shared = std::any_of(sequences_.begin(), sequences_.end(), [&](const auto& other) {
+    const std::vector<Token>& tokens = other.second.tokens;
+    return other.first != seq_id && other.second.length() > start &&
+           tokens[static_cast<size_t>(start)].copy == copy;
+  });
+  if (is_shared) {
     const int64_t cut = LowerCut(sequence, groups_, start);
-    for (const Group& group : groups_) {
-      const int64_t needed = (length - 1) / group.page_size - cut / group.page_size + 1;
-      if (needed > group.page_count - group.used()) {
-        return Bad(StatusCode::kOutOfPages, "too few free pages");
-      }
-    }
     const Sequence old = sequence;
     std::vector<int64_t> taken(groups_.size());
+    std::vector<Group> trial = groups_;
+    for (Group& group : trial) {
+      group.page_holders.resize(2 * group.page_holders.size());
+      group.slot_holders.resize(2 * group.slot_holders.size());
+    }
+    Sequence moved = sequence;
+    MoveToOwnPages(moved, cut, trial, taken);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      if (taken[g] > groups_[g].page_count - groups_[g].used())
+        return Bad(StatusCode::kOutOfPages, "too few free pages");
+    }
+    taken.assign(groups_.size(), 0);
     MoveToOwnPages(sequence, cut, groups_, taken);
     for (int64_t p = cut; p < length; ++p) {
       for (size_t g = 0; g < groups_.size(); ++g) {
@@ -937,6 +1149,7 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
       }
     }
   }
+  FreeHidden();
   return Status();
 }
 
@@ -955,6 +1168,8 @@ uint64_t KVModel::StateDigest() const {
     digest = Mix(digest, static_cast<uint64_t>(id));
     digest = Mix(digest, sequence.long_factors ? 1 : 0);
     digest = Mix(digest, sequence.retained ? 1 : 0);
+    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid})
+      digest = Mix(digest, static_cast<uint64_t>(x));
     for (const Token& token : sequence.tokens) {
       for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));
     }

@@ -46,6 +46,10 @@ class KVModel final : public AttentionKVCache {
 
   const AttentionKVCacheOptions& options() const override { return options_; }
   bool Empty() const override { return sequences_.empty(); }
+  Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
+  Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  Result<int64_t> HeldTokens(int64_t seq_id) const override;
+
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
   int64_t GetDistinctTokenCount() const override;
@@ -68,6 +72,8 @@ class KVModel final : public AttentionKVCache {
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override;
+  Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
+                               const TensorView* lse, double sm_scale) override;
   Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
                        const TensorView& o, const TensorView& lse, double sm_scale) override;
   Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
@@ -88,6 +94,14 @@ class KVModel final : public AttentionKVCache {
   uint64_t StateDigest() const override;
   Status CheckInvariants() const override;
 
+  // The window of a sequence: 0 for none; `lost` positions behind the sinks are hidden for good.
+  struct Window {
+    int64_t window = 0;
+    int64_t sinks = 0;
+    int64_t lost = 0;
+  };
+  Window WindowOf(int64_t seq_id) const;
+
   // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
   struct Bounds {
     std::vector<double> o;
@@ -105,17 +119,28 @@ class KVModel final : public AttentionKVCache {
   };
   struct Token {
     std::shared_ptr<TokenValues> values;
-    std::vector<int32_t> pages;  // [group]
+    std::vector<int32_t> pages;  // [group]; -1: freed
+    int64_t copy = 0;            // sequences share a token iff this number is the same
   };
   struct Sequence {
     std::vector<Token> tokens;
     bool long_factors = false;
     bool retained = false;
+    int64_t window = 0;  // 0: none
+    int64_t sinks = 0;
+    int64_t lost = 0;  // hidden behind the sinks whatever the window says
+    int64_t slid = 0;  // hidden behind the sinks from the next query, as of the last forward
+
+    int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+    int64_t SlidAt(int64_t position) const;
+    bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
+    void EndAt(int64_t length);
   };
   // The pages of one layer group; a page is in use while a slot of it is held.
   struct Group {
     int64_t page_size = 0;
     int64_t page_count = 0;
+    int64_t window = 0;
     std::vector<int32_t> page_holders;  // [page]
     std::vector<int32_t> slot_holders;  // [page * page_size + slot]
 
@@ -150,14 +175,19 @@ class KVModel final : public AttentionKVCache {
   struct HeadArguments {
     const AttentionLayerSpec* spec;
     size_t kv_head;
-    size_t visible;  // tokens
+    std::vector<size_t> visible;  // indices in keys and values
+    int64_t sink_end;             // before it the sink query is used
+    std::vector<double> query, sink_query;
     double sm_scale;
+    const float* head_sink;  // or null
     const TokenRows* keys;
     const TokenRows* values;
     DType output_dtype;
   };
   // Which tokens a row sees: those up to its own, or those of before the forward.
   enum class Sees : uint8_t { kUpToOwn, kCached };
+  // A query as the caller gives it.
+  enum class Rotated : uint8_t { kNo, kYes };
 
   bool InBatch(int64_t seq_id) const { return before_.count(seq_id) != 0; }
   Status CheckControl(int64_t seq_id) const;
@@ -169,10 +199,14 @@ class KVModel final : public AttentionKVCache {
   static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);
   static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut);
   static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups);
-  static void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
-                             std::vector<int64_t>& taken);
-  static void PlaceToken(Sequence& sequence, std::vector<Group>& groups,
-                         std::vector<int64_t>& taken);
+  void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
+                      std::vector<int64_t>& taken) const;
+  void PlaceToken(Sequence& sequence, std::vector<Group>& groups,
+                  std::vector<int64_t>& taken) const;
+  bool IsHeld(const Sequence& sequence, int64_t position, size_t group) const;
+  bool CanEndAt(const Sequence& sequence, int64_t length) const;
+  bool NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const;
+  void FreeHidden();
   void HoldAll(const Sequence& sequence, int32_t count);
   Status CheckAttention(int64_t layer) const;
   Status FailAttention(Status status);
@@ -185,11 +219,15 @@ class KVModel final : public AttentionKVCache {
   TokenRows KeysOf(const Sequence& sequence, size_t layer) const;
   static TokenRows ValuesOf(const Sequence& sequence, size_t layer);
   double ScoreError(const AttentionLayerSpec& spec) const;
-  void AttendHead(const HeadArguments& head, std::span<const double> query, double* lse,
-                  std::span<double> o);
-  void AttendRows(int64_t layer, const Rows& q, const Rows& o, const TensorView* lse,
-                  double sm_scale, Sees sees, bool rotates_q);
+  void AttendHead(const HeadArguments& head, double* lse, std::span<double> o);
+  void AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
+                  const TensorView* lse, double sm_scale);
   bool LseFits(const TensorView& lse, int64_t heads) const;
+  Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
+                     const TensorView* lse);
+  // The queries of a row at `position`, for ordinary keys and for those of sinks.
+  void TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                 HeadArguments* head) const;
   Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, int64_t dim) const;
 
   const AttentionKVCacheOptions options_;
@@ -197,6 +235,7 @@ class KVModel final : public AttentionKVCache {
   std::vector<std::pair<RopeFrequencies, RopeFrequencies>> frequencies_;  // [layer], short and long
   std::vector<Group> groups_;
   SequenceMap sequences_;
+  mutable int64_t next_copy_ = 1;
 
   // The open forward. before_ holds the batch as it was, pages included, for AbortForward.
   bool forward_ = false;

@@ -25,13 +25,26 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
   AttentionLayerSpec spec = options_.layers[l];
   if (rotates && q.dim(2) != spec.qk_head_dim) return FailAttention(Bad("dimension of inline q"));
   const bool narrow = k.dtype() == v.dtype() && k.dtype() == spec.dtype;
-  spec = {q.dim(1), k.dim(1), q.dim(2), v.dim(2), narrow ? spec.dtype : DType::kF32};
+  const int64_t layer_dim = spec.qk_head_dim;
+  spec.num_qo_heads = q.dim(1);
+  spec.num_kv_heads = k.dim(1);
+  spec.qk_head_dim = q.dim(2);
+  spec.v_head_dim = v.dim(2);
+  if (!narrow) spec.dtype = DType::kF32;
   Status status = CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim);
   if (status.ok()) status = CheckRows("k", k, layer, spec.num_kv_heads, spec.qk_head_dim);
   if (status.ok()) status = CheckRows("v", v, layer, spec.num_kv_heads, spec.v_head_dim);
   if (status.ok()) status = CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim);
   QUIRE_RETURN_IF_ERROR(FailAttention(status));
   if (!LseFits(lse, spec.num_qo_heads)) return FailAttention(Bad("lse is of another shape"));
+  const bool turns_sinks = options_.rope.mode == RopeMode::kNormal && spec.qk_head_dim == layer_dim;
+  for (size_t m = 0; m < batch_.size() && spec.qk_head_dim != layer_dim; ++m) {
+    const Sequence& sequence = sequences_.at(batch_[m]);
+    const bool has_new_sinks = sequence.sinks > sequence.length() - batch_lengths_[m];
+    const bool slides = has_new_sinks && sequence.SlidAt(sequence.length() - 1) > 0;
+    if (slides && options_.rope.mode == RopeMode::kNormal)
+      return FailAttention(Bad("sinks are scored by turned queries of the layer's dimension"));
+  }
 
   const Rows q_rows{&q, 0, spec.qk_head_dim};
   const Rows k_rows{&k, 0, spec.qk_head_dim};
@@ -50,9 +63,12 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
   last_bounds_ = Bounds();
   int64_t first = 0;
   for (size_t m = 0; m < batch_.size(); first += batch_lengths_[m], ++m) {
+    const Sequence& sequence = sequences_.at(batch_[m]);
+    const int64_t base = sequence.length() - batch_lengths_[m];
     TokenRows keys;
     TokenRows values;
     for (int64_t row = first; row < first + batch_lengths_[m]; ++row) {
+      const int64_t position = positions_[static_cast<size_t>(row)];
       keys.emplace_back();
       values.emplace_back();
       for (int64_t h = 0; h < spec.num_kv_heads; ++h) {
@@ -60,14 +76,28 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
         for (const double x : head_of(v_rows, row, h)) values.back().push_back(x);
       }
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
-        const HeadArguments head{
-            &spec,       static_cast<size_t>(h / (spec.num_qo_heads / spec.num_kv_heads)),
-            keys.size(), sm_scale,
-            &keys,       &values,
-            o.dtype()};
+        const std::vector<double> query = head_of(q_rows, row, h);
+        HeadArguments head{
+            .spec = &spec,
+            .kv_head = static_cast<size_t>(h / (spec.num_qo_heads / spec.num_kv_heads)),
+            .visible = {},
+            .sink_end = options_.rope.mode == RopeMode::kNone ? 0 : sequence.sinks - base,
+            .query = query,
+            .sink_query = query,
+            .sm_scale = sm_scale,
+            .head_sink = nullptr,  // CrossAttention counts it
+            .keys = &keys,
+            .values = &values,
+            .output_dtype = o.dtype()};
+        for (int64_t p = base; p <= position; ++p) {
+          if (sequence.Sees(position, p, spec.window))
+            head.visible.push_back(static_cast<size_t>(p - base));
+        }
+        if (rotates || turns_sinks)
+          TurnQuery(sequence, l, position, rotates ? Rotated::kNo : Rotated::kYes, &head);
         std::vector<double> output(static_cast<size_t>(spec.v_head_dim));
         double log_sum = 0;
-        AttendHead(head, turned(m, row, head_of(q_rows, row, h)), &log_sum, output);
+        AttendHead(head, &log_sum, output);
         for (size_t d = 0; d < output.size(); ++d) {
           o_rows.Set(row, h, static_cast<int64_t>(d), output[d]);
         }
@@ -87,8 +117,10 @@ Status KVModel::CrossAttention(int64_t layer, const TensorView& q, const TensorV
   if (status.ok()) status = CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim);
   QUIRE_RETURN_IF_ERROR(FailAttention(status));
   if (!LseFits(lse, spec.num_qo_heads)) return FailAttention(Bad("lse is of another shape"));
-  AttendRows(layer, Rows{&q, 0, spec.qk_head_dim}, Rows{&o, 0, spec.v_head_dim}, &lse, sm_scale,
-             Sees::kCached, options_.rope.mode == RopeMode::kInline);
+  AttendRows(layer, Sees::kCached, Rows{&q, 0, spec.qk_head_dim},
+             options_.rope.mode == RopeMode::kInline ? Rotated::kNo : Rotated::kYes,
+             Rows{&o, 0, spec.v_head_dim}, &lse, sm_scale);
+  attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
 

@@ -152,6 +152,21 @@ TEST(Pieces, CrossAttentionSeesWhatWasThereAndNoMore) {
   EXPECT_EQ(spec.num_qo_heads, 4);
 }
 
+// Merges into `self`.
+void ExpectMergeIsTheWhole(AttentionKVCache& cache, const LayerOutputs& self,
+                           const LayerOutputs& cross, const LayerOutputs& whole, double bound,
+                           const std::string& what) {
+  const Status status = cache.MergeAttnOutputInplace(self.o.view(), self.lse.view(), cross.o.view(),
+                                                     cross.lse.view());
+  ASSERT_TRUE(status.ok()) << status.ToString();
+  for (int64_t i = 0; i < self.o.count(); ++i) {
+    ASSERT_NEAR(self.o.Get(i), whole.o.Get(i), bound) << what << ", o at " << i;
+  }
+  for (int64_t i = 0; i < self.lse.count(); ++i) {
+    ASSERT_NEAR(self.lse.Get(i), whole.lse.Get(i), bound) << what << ", lse at " << i;
+  }
+}
+
 TEST(Pieces, AMergeOfBothIsTheWhole) {
   const auto cache = Make(Options());
   for (int64_t id = 0; id < 2; ++id) ASSERT_TRUE(cache->AddSequence(id).ok());
@@ -166,19 +181,89 @@ TEST(Pieces, AMergeOfBothIsTheWhole) {
     }
     for (int64_t i = 0; i < 9 * heads * cross.o.view().dim(2); ++i) ASSERT_EQ(cross.o.Get(i), 0);
     const std::vector<std::byte> alone(self.o.rows(0, 9).begin(), self.o.rows(0, 9).end());
-    ASSERT_TRUE(cache
-                    ->MergeAttnOutputInplace(self.o.view(), self.lse.view(), cross.o.view(),
-                                             cross.lse.view())
-                    .ok());
-    EXPECT_TRUE(std::ranges::equal(self.o.rows(0, 9), alone));
     const double bound = l == 0 ? 1e-5 : 3e-2;  // layer 1 stores bfloat16
-    for (int64_t i = 0; i < self.o.count(); ++i) {
-      ASSERT_NEAR(self.o.Get(i), pieces.whole[l].o.Get(i), bound) << "layer " << l << " at " << i;
+    ExpectMergeIsTheWhole(*cache, self, cross, pieces.whole[l], bound,
+                          "layer " + std::to_string(l));
+    EXPECT_TRUE(std::ranges::equal(self.o.rows(0, 9), alone));
+  }
+}
+
+// Windows of layers and sequences with sinks before, across and among the new tokens, soft caps and
+// learned sinks: each is counted once.
+TEST(Pieces, AMergeOfBothIsTheWholeUnderWindows) {
+  for (const RopeMode mode : {RopeMode::kNone, RopeMode::kInline}) {
+    AttentionKVCacheOptions options = Options(7);
+    options.layers = {{4, 2, 16, 16, DType::kF32},
+                      {4, 2, 16, 16, DType::kF32},
+                      {4, 2, 16, 16, DType::kF32},
+                      {6, 1, 24, 40, DType::kBF16}};
+    options.layers[1].window = 37;
+    options.layers[1].soft_cap = 0.5;
+    options.layers[2].head_sinks = {2, -1, 0, 4};
+    options.layers[3].window = 290;
+    options.layers[3].soft_cap = 1;
+    options.layers[3].head_sinks = {1, 2, 3, 4, 5, 6};
+    options.rope.mode = mode;
+    const auto cache = Make(options);
+    for (int64_t id = 0; id < 4; ++id) {
+      ASSERT_TRUE(cache->AddSequence(id).ok());
+      if (id < 3) {
+        ASSERT_TRUE(cache->EnableSlidingWindowForSeq(id, 50, 20).ok());
+      }
     }
-    for (int64_t i = 0; i < self.lse.count(); ++i) {
-      ASSERT_NEAR(self.lse.Get(i), pieces.whole[l].lse.Get(i), bound);
+    RunPieces(*cache, {0, 2}, {Tokens(0, 0, 600), Tokens(2, 0, 9)});
+    RunPieces(*cache, {3}, {Tokens(3, 0, 300)});
+    const Pieces pieces =
+        RunPieces(*cache, {1, 0, 2, 3},
+                  {Tokens(1, 0, 120), Tokens(0, 600, 640), Tokens(2, 9, 109), Tokens(3, 300, 340)});
+    for (size_t l = 0; l < options.layers.size(); ++l) {
+      const double bound = l < 3 ? 1e-5 : 3e-2;  // the last layer stores bfloat16
+      ExpectMergeIsTheWhole(
+          *cache, pieces.self[l], pieces.cross[l], pieces.whole[l], bound,
+          "mode " + std::to_string(static_cast<int>(mode)) + ", layer " + std::to_string(l));
     }
   }
+}
+
+// Its row is that of a softmax over the sink alone.
+TEST(Pieces, ALearnedSinkIsThereThoughNothingIsCached) {
+  AttentionKVCacheOptions options = Options();
+  options.layers[0].head_sinks = {2, -1, 0, 4};
+  const auto cache = Make(options);
+  ASSERT_TRUE(cache->AddSequence(0).ok());
+  const Pieces pieces = RunPieces(*cache, {0}, {Tokens(0, 0, 3)});
+  for (int64_t i = 0; i < 12; ++i) {
+    EXPECT_FLOAT_EQ(pieces.cross[0].lse.Get(i),
+                    options.layers[0].head_sinks[static_cast<size_t>(i % 4)] * 1.442695041F);
+  }
+  for (int64_t i = 0; i < pieces.cross[0].o.count(); ++i) EXPECT_EQ(pieces.cross[0].o.Get(i), 0);
+}
+
+// A window that slides past sinks among the new tokens has their scores from a turned query.
+TEST(Pieces, OtherDimensionsAreRefusedWhereSinksAreTurned) {
+  AttentionKVCacheOptions options = Options();
+  options.rope.mode = RopeMode::kNormal;
+  const auto cache = Make(options);
+  ASSERT_TRUE(cache->AddSequence(0).ok());
+  ASSERT_TRUE(cache->EnableSlidingWindowForSeq(0, 8, 4).ok());
+  const auto self = [&](int64_t rows) {
+    const int64_t ids[] = {0};
+    const int64_t lengths[] = {rows};
+    EXPECT_TRUE(cache->BeginForward(ids, lengths).ok());
+    const TokenInputs own =
+        MakeTokenInputs({9, 3, 20, 12, DType::kF32}, 0, DType::kF32, Tokens(0, 0, rows));
+    const TestTensor o(DType::kF32, {rows, 9, 12});
+    const TestTensor lse(DType::kF32, {rows, 9});
+    const Status status = cache->SelfAttention(0, own.q.view(), own.k.view(), own.v.view(),
+                                               o.view(), lse.view(), 0.25);
+    EXPECT_TRUE(cache->AbortForward().ok());
+    return status;
+  };
+  EXPECT_TRUE(self(8).ok());
+  const Status status = self(9);
+  EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+  EXPECT_NE(status.message().find("must be the layer's, 16"), std::string::npos)
+      << status.ToString();
 }
 
 // What an infinite value may touch are the rows that see it.

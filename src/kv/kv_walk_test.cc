@@ -49,12 +49,15 @@ enum class Kind : uint8_t {
   kRetain,
   kDecode,
   kImport,
+  kWindow,
+  kShared,
 };
-constexpr size_t kKindCount = 18;
+constexpr size_t kKindCount = 20;
 constexpr std::array<const char*, kKindCount> kKindNames = {
     "kAdd",         "kRemove",         "kFork",      "kPop",      "kBegin",    "kLayer",
     "kEnd",         "kAbort",          "kForward",   "kDebugGet", "kDebugSet", "kClear",
-    "kPagesNeeded", "kSelectLongRope", "kBadTensor", "kRetain",   "kDecode",   "kImport"};
+    "kPagesNeeded", "kSelectLongRope", "kBadTensor", "kRetain",   "kDecode",   "kImport",
+    "kWindow",      "kShared"};
 
 struct WalkOp {
   Kind kind;
@@ -67,7 +70,7 @@ struct Walk {
 };
 
 // Streams of one seed, so that a kept list keeps its cache when the making of lists changes.
-enum Stream : uint64_t { kOptionsStream, kOpsStream };
+enum Stream : uint64_t { kOptionsStream, kOpsStream, kWindowsStream };
 
 // ---------------------------------------------------------------------- making a walk
 
@@ -78,6 +81,7 @@ struct WalkSetting {
   // Whether forks are made of the newest child and both sides go on at once, so that a page range
   // comes to lie in ever more pages.
   bool chains = false;
+  bool has_windows = false;  // of layers or sequences
   bool evicts = false;       // whether a forward that finds too few pages removes a sequence
   int64_t fresh_period = 0;  // one of so many forwards is compared with a fresh cache
 };
@@ -133,6 +137,17 @@ RopeOptions DrawRope(RandomSequence& random, const std::vector<AttentionLayerSpe
   return rope;
 }
 
+// Windows, soft caps and learned sinks. Layers of one shape may come to be in two groups.
+void DrawWindows(RandomSequence& random, std::vector<AttentionLayerSpec>& layers) {
+  for (AttentionLayerSpec& layer : layers) {
+    if (random.Below(2) == 0) layer.window = OneOf<int64_t>(random, {1, 2, 5, 16, 17, 40});
+    if (random.Below(3) == 0) layer.soft_cap = OneOf(random, {2.0, 30.0});
+    for (int64_t h = 0; h < layer.num_qo_heads && random.Below(3) == 0; ++h)
+      layer.head_sinks.resize(static_cast<size_t>(layer.num_qo_heads),
+                              static_cast<float>(random.Uniform(-2, 3)));
+  }
+}
+
 WalkSetting MakeSetting(uint64_t seed) {
   RandomSequence random(seed, kOptionsStream);
   WalkSetting setting;
@@ -160,14 +175,18 @@ WalkSetting MakeSetting(uint64_t seed) {
   setting.chains = random.Below(2) == 0;
   setting.evicts = random.Below(4) != 0;
   setting.fresh_period = 8;
+  // Every second seed, so that what was there before windows is walked as well.
+  setting.has_windows = seed % 2 == 0;
+  RandomSequence windows(seed, kWindowsStream);
+  if (setting.has_windows) DrawWindows(windows, options.layers);
   return setting;
 }
 
 Walk MakeWalk(uint64_t seed, int64_t op_count) {
   RandomSequence random(seed, kOpsStream);
   // Usual shares; a walk draws its own, and leaves some kinds out.
-  std::array<double, kKindCount> weights = {3, 3, 12,   10, 4, 6,   3, 1,  40,
-                                            6, 4, 0.15, 2,  2, 0.5, 4, 12, 8};
+  std::array<double, kKindCount> weights = {3, 3,    12, 10, 4,   6, 3,  1, 40, 6,
+                                            4, 0.15, 2,  2,  0.5, 4, 12, 8, 5,  4};
   for (double& weight : weights) {
     weight *= random.Below(5) == 0 ? 0 : std::exp(random.Uniform(-1.5, 1.5));
   }
@@ -216,6 +235,7 @@ class Walker {
   using Seen = std::map<std::string, std::map<StatusCode, int64_t>>;
   const Seen& seen() const { return seen_; }
   int64_t fresh_comparisons() const { return fresh_comparisons_; }
+  int64_t slid_tokens() const { return slid_tokens_; }
   int64_t repeated_forwards() const {
     return static_cast<const PagedKVCache&>(*cache_).repeated_forward_count();
   }
@@ -258,6 +278,10 @@ class Walker {
   std::string Retain(const WalkOp& op);
   std::string Decode(const WalkOp& op);
   std::string Import(const WalkOp& op);
+  std::string Window(const WalkOp& op);
+  std::string Shared(const WalkOp& op);
+  std::string MakeFreshWindow(const KVModel::Window& window, size_t* done,
+                              const std::vector<uint64_t>& numbers);
   std::string ExportPart(int64_t id, int64_t start, int64_t count,
                          std::array<std::vector<TestTensor>, 2>* tensors);
   std::vector<uint64_t> RowsWithPadding(uint32_t draw) const;
@@ -273,7 +297,9 @@ class Walker {
   std::map<int64_t, bool> long_factors_;
   std::set<int64_t> retained_;
   Seen seen_;
+  KVModel::Window fresh_window_;  // that CompareFresh is to have
   int64_t fresh_comparisons_ = 0;
+  int64_t slid_tokens_ = 0;  // that some sequence did not hold, summed over steps
   bool open_ = false;
   bool call_failed_ = false;
   std::map<int64_t, History> before_;
@@ -288,6 +314,8 @@ AttentionKVCacheOptions FreshOptions(const WalkSetting& setting) {
   options.page_size = options.page_size == 16 ? 64 : 16;
   options.max_num_sequences = 1;
   options.token_capacity = setting.options.token_capacity + 2 * setting.options.page_size;
+  // Sequences of which a part slides away grow beyond the capacity.
+  if (setting.has_windows) options.token_capacity = std::max<int64_t>(4000, options.token_capacity);
   options.prefill_chunk_size = options.token_capacity;
   return options;
 }
@@ -396,6 +424,12 @@ std::string Walker::CompareCounters() {
     const Result<int64_t> expected = model_.GetSequenceLength(id);
     if (error.empty()) error = Compare("GetSequenceLength", length.status(), expected.status());
     if (length.ok() && expected.ok()) compare("length", *length, *expected);
+    const Result<int64_t> held = cache_->HeldTokens(id);
+    const Result<int64_t> expected_held = model_.HeldTokens(id);
+    if (error.empty()) error = Compare("HeldTokens", held.status(), expected_held.status());
+    if (!held.ok() || !expected_held.ok()) continue;
+    compare("held tokens", *held, *expected_held);
+    slid_tokens_ += *length - *held;
   }
   const Result<std::span<const int32_t>> positions = cache_->GetQueryPositions();
   const Result<std::span<const int32_t>> expected = model_.GetQueryPositions();
@@ -459,6 +493,10 @@ std::string Walker::Apply(const WalkOp& op) {
       return Decode(op);
     case Kind::kImport:
       return Import(op);
+    case Kind::kWindow:
+      return Window(op);
+    case Kind::kShared:
+      return Shared(op);
   }
   return "no such operation";
 }
@@ -586,13 +624,18 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op) {
   const int64_t available = cache_->GetNumAvailablePages();
   QUIRE_WALK_CALL("BeginForward", status,
                   [&](AttentionKVCache& c) { return c.BeginForward(batch.ids, batch.lengths); });
-  if (needed >= 0 && status.ok() != (needed <= available)) {
+  // Groups free pages apart from one another where there are windows: then the most that one group
+  // needs may be fewer than the least that another has, but not the other way.
+  const bool agrees = status.ok() == (needed <= available) || (setting_.has_windows && status.ok());
+  if (needed >= 0 && !agrees) {
     return "BeginForward: " + status.ToString() + " with " + std::to_string(needed) +
            " needed and " + std::to_string(available) + " available";
   }
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
-  error = Differ("pages taken by BeginForward", available - cache_->GetNumAvailablePages(), needed);
+  const int64_t taken = available - cache_->GetNumAvailablePages();
+  if (!setting_.has_windows || taken > needed)
+    error = Differ("pages taken by BeginForward", taken, needed);
   const Status plan = cache_->CheckInvariants();  // looks at the plan of the open forward
   if (error.empty() && !plan.ok()) error = "after BeginForward: " + plan.ToString();
   open_ = true;
@@ -811,6 +854,7 @@ std::string Walker::CompareFresh(uint32_t draw) {
   const int64_t rows = batch_.lengths[member];
   const int64_t id = batch_.ids[member];
   const History& history = history_.at(id);
+  if (static_cast<int64_t>(history.size()) > fresh_->options().token_capacity) return "";
   if (Status s = fresh_->Clear(); !s.ok()) return "fresh Clear: " + s.ToString();
   if (Status s = fresh_->AddSequence(0); !s.ok()) return "fresh AddSequence: " + s.ToString();
   if (setting_.options.rope.scaling == RopeScaling::kLongRope &&
@@ -818,9 +862,10 @@ std::string Walker::CompareFresh(uint32_t draw) {
     const Status s = fresh_->SelectLongRope(0, long_factors_.at(id));
     if (!s.ok()) return "fresh SelectLongRope: " + s.ToString();
   }
+  fresh_window_ = model_.WindowOf(id);
   std::vector<LayerOutputs> outputs;
   const std::string error = RunFresh(history, history.size() - static_cast<size_t>(rows), &outputs);
-  if (!error.empty()) return error;
+  if (!error.empty() || outputs.empty()) return error;
   for (size_t l = 0; l < layers_.size(); ++l) {
     if (!std::ranges::equal(outputs_[l].o.rows(first_row, rows), outputs[l].o.bytes())) {
       return "o of layer " + std::to_string(l) + " of sequence " + std::to_string(id) +
@@ -836,6 +881,32 @@ std::string Walker::CompareFresh(uint32_t draw) {
   return "";
 }
 
+// Brings the fresh cache's sequence, of the first *done tokens, into having this window.
+std::string Walker::MakeFreshWindow(const KVModel::Window& window, size_t* done,
+                                    const std::vector<uint64_t>& numbers) {
+  ForwardStyle style = setting_.style;
+  const auto append = [&](size_t end) -> Status {
+    if (end <= *done) return Status();
+    const auto first = numbers.begin() + static_cast<ptrdiff_t>(*done);
+    const auto last = numbers.begin() + static_cast<ptrdiff_t>(end);
+    *done = end;
+    return RunForward(*fresh_, layers_, std::vector<int64_t>{0}, {{first, last}}, style).status();
+  };
+  const auto lose = [&]() -> Status {
+    // A window of one token beside the sinks loses all that is to be lost.
+    const size_t end = static_cast<size_t>(window.sinks + window.lost);
+    QUIRE_RETURN_IF_ERROR(append(end - 1));
+    QUIRE_RETURN_IF_ERROR(fresh_->EnableSlidingWindowForSeq(0, window.sinks + 1, window.sinks));
+    QUIRE_RETURN_IF_ERROR(append(end));
+    return fresh_->DisableSlidingWindowForSeq(0);
+  };
+  Status status = window.lost > 0 ? lose() : Status();
+  if (status.ok() && window.window > 0)
+    status = fresh_->EnableSlidingWindowForSeq(0, window.window, window.sinks);
+  return status.ok() ? "" : "fresh window: " + status.ToString();
+}
+
+// Leaves `outputs` empty where tokens that were set cannot be set again, as they have slid away.
 std::string Walker::RunFresh(const History& history, size_t old_length,
                              std::vector<LayerOutputs>* outputs) {
   const std::vector<int64_t> ids = {0};
@@ -843,16 +914,21 @@ std::string Walker::RunFresh(const History& history, size_t old_length,
   for (const KnownToken& token : history) numbers.push_back(token.number);
   ForwardStyle style = setting_.style;
   style.calls = CallStyle::kHalves;
-  if (old_length > 0) {
-    const auto prefill = RunForward(
-        *fresh_, layers_, ids,
-        {{numbers.begin(), numbers.begin() + static_cast<ptrdiff_t>(old_length)}}, style);
+  size_t done = 0;
+  const std::string error = MakeFreshWindow(fresh_window_, &done, numbers);
+  if (!error.empty()) return error;
+  if (old_length > done) {
+    const auto prefill = RunForward(*fresh_, layers_, ids,
+                                    {{numbers.begin() + static_cast<ptrdiff_t>(done),
+                                      numbers.begin() + static_cast<ptrdiff_t>(old_length)}},
+                                    style);
     if (!prefill.ok()) return "fresh prefill: " + prefill.status().ToString();
   }
   for (size_t p = 0; p < old_length; ++p) {
     if (history[p].set == nullptr) continue;
     const auto& [k, v] = *history[p].set;
     const Status s = fresh_->DebugSetKV(0, static_cast<int64_t>(p), k.view(), v.view());
+    if (s.code() == StatusCode::kBadArgument && setting_.has_windows) return "";
     if (!s.ok()) return "fresh DebugSetKV: " + s.ToString();
   }
   auto result =
@@ -1064,7 +1140,10 @@ std::string Walker::ExportPart(int64_t id, int64_t start, int64_t count,
       const LayerKV to = target(&c == cache_.get() ? 0 : 1);
       return c.ExportKV(id, static_cast<int64_t>(l), start, to);
     });
-    if (!status.ok()) continue;
+    if (!status.ok()) {
+      for (std::vector<TestTensor>& side : *tensors) side.clear();
+      return "";
+    }
     const TestTensor& keys = (*tensors)[0][2 * l];
     for (int64_t i = 0; i < keys.count(); ++i) {
       const double expected = (*tensors)[1][2 * l].Get(i);
@@ -1092,7 +1171,7 @@ std::string Walker::Import(const WalkOp& op) {
   const int64_t count = 1 + static_cast<int64_t>(op.c) % std::min<int64_t>(available, 40);
   std::array<std::vector<TestTensor>, 2> tensors;
   const std::string error = ExportPart(from, start, count, &tensors);
-  if (!error.empty() || history_.count(from) == 0) return error;
+  if (!error.empty() || tensors[0].empty()) return error;
   QUIRE_WALK_CALL("ImportKV", status, [&](AttentionKVCache& c) {
     const std::vector<TestTensor>& side = tensors[&c == cache_.get() ? 0 : 1];
     KVBlock block;
@@ -1107,6 +1186,49 @@ std::string Walker::Import(const WalkOp& op) {
   History& target = history_.at(to);
   target.insert(target.end(), part.begin(), part.end());
   return "";
+}
+
+std::string Walker::Window(const WalkOp& op) {
+  if (!setting_.has_windows) return "";
+  const int64_t id = PickId(op.a);
+  if (op.b % 3 == 0) {
+    QUIRE_WALK_CALL("DisableSlidingWindowForSeq", status,
+                    [&](AttentionKVCache& c) { return c.DisableSlidingWindowForSeq(id); });
+    return "";
+  }
+  // Mostly sinks that a window which was switched off leaves room for; now and then none at all.
+  constexpr std::array<int64_t, 5> kSinks = {0, 1, 3, 16, 20};
+  int64_t sinks = kSinks[op.c % kSinks.size()];
+  if (history_.count(id) != 0 && model_.WindowOf(id).lost > 0 && op.c / 8 % 4 != 0)
+    sinks = model_.WindowOf(id).sinks;
+  const int64_t window = sinks + static_cast<int64_t>(op.c / 64 % 40) - (op.c / 64 % 40 == 1);
+  QUIRE_WALK_CALL("EnableSlidingWindowForSeq", status, [&](AttentionKVCache& c) {
+    return c.EnableSlidingWindowForSeq(id, window, sinks);
+  });
+  return "";
+}
+
+// A layer that has no keys and values of its own, before or after its source.
+std::string Walker::Shared(const WalkOp& op) {
+  const size_t layer = op.a % layers_.size();
+  const AttentionLayerSpec& spec = layers_[layer];
+  // What is never legal ends the forward, so it is seldom tried.
+  if (open_ && !appended_[layer] && op.b % 16 != 0) return "";
+  const std::vector<uint64_t> rows = open_ ? RowsWithPadding(op.b) : std::vector<uint64_t>{1};
+  const int64_t n = static_cast<int64_t>(rows.size());
+  const TokenInputs inputs = MakeTokenInputs(spec, 77, setting_.style.input_dtype, rows);
+  LayerOutputs outputs[2];
+  for (LayerOutputs& o : outputs) {
+    o.o = TestTensor(setting_.style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
+    o.lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
+  }
+  QUIRE_WALK_CALL("AttentionWithSharedKV", status, [&](AttentionKVCache& c) {
+    LayerOutputs& o = outputs[&c == cache_.get() ? 0 : 1];
+    return c.AttentionWithSharedKV(static_cast<int64_t>(layer), inputs.q.view(), o.o.view(),
+                                   &o.lse.view(), ScoreScale(spec));
+  });
+  call_failed_ |= open_ && !status.ok();
+  return status.ok() ? CompareOutputs(layer, outputs[0], outputs[1]) : "";
 }
 
 std::string Walker::Finish() {
@@ -1249,6 +1371,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   Walker::Seen seen;
   int64_t fresh_comparisons = 0;
   int64_t repeated_forwards = 0;
+  int64_t slid_tokens = 0;
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     const Walk walk = MakeWalk(seed, kOpsPerWalk);
     Walker walker(MakeSetting(seed));
@@ -1258,6 +1381,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
     }
     fresh_comparisons += walker.fresh_comparisons();
     repeated_forwards += walker.repeated_forwards();
+    slid_tokens += walker.slid_tokens();
   }
   using Code = StatusCode;
   const std::map<std::string, std::vector<Code>> expected = {
@@ -1278,7 +1402,14 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       {"AbortForward", {Code::kOk, Code::kBadState}},
       {"DebugGetKV", {Code::kOk, Code::kUnknownSequence, Code::kBadArgument}},
       {"DebugSetKV", {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kOutOfPages}},
-      {"ExportKV", {Code::kOk, Code::kUnknownSequence}},
+      {"ExportKV", {Code::kOk, Code::kUnknownSequence, Code::kBadArgument}},
+      {"EnableSlidingWindowForSeq",
+       {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kBadState}},
+      {"DisableSlidingWindowForSeq", {Code::kOk, Code::kUnknownSequence, Code::kBadState}},
+      {"AttentionWithSharedKV", {Code::kOk, Code::kBadState}},
+      {"SelfAttention", {Code::kOk, Code::kBadArgument, Code::kBadState}},
+      {"CrossAttention", {Code::kOk, Code::kBadState}},
+      {"MergeAttnOutputInplace", {Code::kOk}},
       {"ImportKV", {Code::kOk, Code::kUnknownSequence, Code::kBadState, Code::kOutOfPages}},
       {"SelectLongRope", {Code::kOk, Code::kUnknownSequence, Code::kBadState}},
       {"SetRetained", {Code::kOk, Code::kUnknownSequence, Code::kTooLarge, Code::kBadState}},
@@ -1290,6 +1421,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   }
   EXPECT_GE(fresh_comparisons, 100);
   EXPECT_GE(repeated_forwards, 1000);
+  EXPECT_GE(slid_tokens, 100000);
   if (std::getenv("QUIRE_WALK_PRINT") == nullptr) return;
   for (const auto& [call, codes] : seen) {
     for (const auto& [code, count] : codes) {

@@ -13,6 +13,9 @@ constexpr int64_t kPageBytesGood = 48 * 1024;
 constexpr int64_t kDefaultPageSizeMin = 16;
 constexpr int64_t kDefaultPageSizeMax = 256;
 
+// A cap at which no score is near it; well inside float32.
+constexpr double kSoftCapMax = 1e6;
+
 Status OutOfRange(const std::string& field, int64_t value, const std::string& range) {
   return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: " + field + " is " +
                                               std::to_string(value) + "; it must be " + range);
@@ -32,6 +35,18 @@ Status CheckLayer(const AttentionLayerSpec& layer, size_t index) {
   if (layer.num_qo_heads % layer.num_kv_heads != 0) {
     return OutOfRange(name + "num_qo_heads", layer.num_qo_heads,
                       "a multiple of num_kv_heads, " + std::to_string(layer.num_kv_heads));
+  }
+  if (layer.window < 0) return OutOfRange(name + "window", layer.window, "0 (none) or above");
+  if (!(layer.soft_cap >= 0) || !(layer.soft_cap <= kSoftCapMax)) {
+    return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: " + name + "soft_cap is " +
+                                                std::to_string(layer.soft_cap) +
+                                                "; it must be 0 (none) or positive, up to " +
+                                                std::to_string(kSoftCapMax));
+  }
+  const int64_t sink_count = static_cast<int64_t>(layer.head_sinks.size());
+  if (sink_count != 0 && sink_count != layer.num_qo_heads) {
+    return OutOfRange(name + "head_sinks.size()", sink_count,
+                      "0 or num_qo_heads, " + std::to_string(layer.num_qo_heads));
   }
   if (layer.dtype == DType::kF32 || layer.dtype == DType::kF16 || layer.dtype == DType::kBF16)
     return Status();
@@ -102,11 +117,13 @@ Result<std::vector<LayerGroup>> MakeLayerGroups(const AttentionKVCacheOptions& o
     const AttentionLayerSpec& layer = options.layers[l];
     const int64_t page_size = options.page_size != 0 ? options.page_size : DefaultPageSize(layer);
     const KVLayout layout = LayoutOf(layer, page_size);
+    const int64_t window = layer.window == 0 ? kNoWindow : layer.window;
     size_t g = 0;
-    while (g < groups.size() && !(groups[g].layout == layout)) ++g;
+    while (g < groups.size() && !(groups[g].layout == layout && groups[g].window == window)) ++g;
     if (g == groups.size()) {
       QUIRE_ASSIGN_OR_RETURN(const int64_t page_count, PageCount(options, layout));
-      groups.push_back({.layout = layout, .page_count = page_count, .layers = {}});
+      groups.push_back(
+          {.layout = layout, .window = window, .page_count = page_count, .layers = {}});
     }
     groups[g].layers.push_back(static_cast<int64_t>(l));
   }

@@ -1,11 +1,12 @@
-// Layers of equal shape form a group, which has one page table: one page size, one page pool, the
-// same page ids.
+// Layers of equal shape and window form a group, which has one page table: one page size, one page
+// pool, the same page ids.
 #ifndef QUIRE_KV_LAYER_GROUPS_H_
 #define QUIRE_KV_LAYER_GROUPS_H_
 
 #include <cstdint>
 #include <vector>
 
+#include "kernels/backend.h"
 #include "kernels/kv_layout.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/status.h"
@@ -18,6 +19,7 @@ inline constexpr int64_t kExtentMax = 1 << 20;
 
 struct LayerGroup {
   KVLayout layout;
+  int64_t window = kNoWindow;
   int64_t page_count = 0;
   std::vector<int64_t> layers;  // ascending
 };

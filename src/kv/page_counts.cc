@@ -50,8 +50,10 @@ int64_t PagesThatBeginIn(const BlockTree& tree, BlockIndex b) {
   const BlockIndex parent = tree.block(b).parent;
   for (int g = 0; g < tree.group_count(); ++g) {
     const std::span<const PageEntry> table = tree.entries(b, g);
-    count += static_cast<int64_t>(table.size());
-    if (parent != kNoBlock) count -= tree.entries(parent, g).back().page == table.front().page;
+    count += static_cast<int64_t>(table.size()) - tree.FreedCount(b, g);
+    const int32_t first = table.front().page;
+    if (parent != kNoBlock && first != kNoPage)
+      count -= tree.entries(parent, g).back().page == first;
   }
   return count;
 }

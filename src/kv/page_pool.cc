@@ -25,7 +25,7 @@ int32_t PagePool::Take() noexcept {
   QUIRE_CHECK(!free_.empty()) << "a page is taken that was not reserved";
   const int32_t page = free_.back();
   free_.pop_back();
-  pages_[static_cast<size_t>(page)] = {.holds = 1, .fill = 0};
+  pages_[static_cast<size_t>(page)] = {.holds = 1, .fill = 0, .mark = 0};
   return page;
 }
 
@@ -39,6 +39,7 @@ bool PagePool::Release(int32_t page) noexcept {
   Page& entry = pages_[static_cast<size_t>(page)];
   if (--entry.holds > 0) return true;
   entry.fill = 0;
+  entry.mark = 0;
   free_.push_back(page);
   if (listener_ != nullptr) listener_->OnPageFreed(group_, page);
   return false;

@@ -62,6 +62,12 @@ class PagePool {
   // The tokens of `page` end before `end`, a position in its range or the range's end.
   void SetFillTo(int32_t page, int64_t end) noexcept;
 
+  // A number that whoever looks at pages leaves on one; that of a free page is 0.
+  uint64_t mark(int32_t page) const { return pages_[static_cast<size_t>(page)].mark; }
+  void SetMark(int32_t page, uint64_t mark) noexcept {
+    pages_[static_cast<size_t>(page)].mark = mark;
+  }
+
   // All pages free, in the order of a new pool.
   void Reset() noexcept;
   void set_listener(PageFreeListener* listener, int group) {
@@ -73,6 +79,7 @@ class PagePool {
   struct Page {
     int32_t holds = 0;
     int32_t fill = 0;
+    uint64_t mark = 0;
   };
   int64_t RangeIndex(int64_t position) const {
     return page_shift_ >= 0 ? position >> page_shift_ : position / page_size_;

@@ -3,7 +3,9 @@
 #include "kv/paged_kv_cache.h"
 
 #include <algorithm>
+#include <numbers>
 
+#include "base/float_environment.h"
 #include "kv/page_counts.h"
 
 namespace quire {
@@ -75,7 +77,11 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
     for (const int64_t layer : groups_[g].layers)
       layers_[static_cast<size_t>(layer)].group = static_cast<int>(g);
   }
+  const ScopedFloatEnvironment environment;
   for (size_t l = 0; l < layers_.size(); ++l) {
+    for (const float logit : options_.layers[l].head_sinks)
+      layers_[l].head_sinks_log2.push_back(
+          static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
     for (size_t r = 0; r < ropes_.size(); ++r) {
       if (ropes_[r].head_dim == options_.layers[l].qk_head_dim)
         layers_[l].rope = static_cast<int>(r);
@@ -154,6 +160,7 @@ Status PagedKVCache::Clear() {
     plan_.Clear();
     tree_.Clear();
     sequences_.Clear();
+    hides_more_ = false;
     return Status();
   });
 }
@@ -172,6 +179,8 @@ Status PagedKVCache::RemoveSequence(int64_t seq_id) {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("RemoveSequence", seq_id));
     tree_.Release(sequences_[index].last);
     sequences_.Erase(index);
+    hides_more_ = true;
+    FreeHidden();
     return Status();
   });
 }
@@ -186,12 +195,15 @@ Status PagedKVCache::ForkSequence(int64_t parent_id, int64_t child_id, int64_t f
                                                   std::to_string(length) + " cannot be forked at " +
                                                   std::to_string(fork_pos));
     }
+    const int64_t position = fork_pos < 0 ? length : fork_pos;
+    QUIRE_RETURN_IF_ERROR(CheckEnd("ForkSequence", sequences_[parent], position));
     sequences_.ReserveOne();
     tree_.ReserveSplit();
-    const BlockIndex last = tree_.ForkAt(sequences_[parent].last, fork_pos < 0 ? length : fork_pos);
+    const BlockIndex last = tree_.ForkAt(sequences_[parent].last, position);
     Sequence& child = sequences_[sequences_.Insert(child_id)];
     child.last = last;
     child.long_factors = sequences_[parent].long_factors;
+    MoveEnd(sequences_[parent], position, &child);
     return Status();
   });
 }
@@ -206,8 +218,12 @@ Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
                                                   std::to_string(length) + " cannot lose " +
                                                   std::to_string(n) + " tokens");
     }
+    QUIRE_RETURN_IF_ERROR(CheckEnd("PopN", sequence, length - n));
     tree_.ReserveSplit();
     sequence.last = tree_.Pop(sequence.last, length - n);
+    MoveEnd(sequence, length - n, &sequence);
+    hides_more_ = true;
+    FreeHidden();
     return Status();
   });
 }

@@ -28,6 +28,7 @@
 #include "kv/ragged_kv.h"
 #include "kv/rope_table.h"
 #include "kv/sequence_table.h"
+#include "kv/sliding_window.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire {
@@ -49,6 +50,10 @@ class PagedKVCache final : public AttentionKVCache {
 
   const AttentionKVCacheOptions& options() const override { return options_; }
   bool Empty() const override { return sequences_.count() == 0; }
+  Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
+  Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  Result<int64_t> HeldTokens(int64_t seq_id) const override;
+
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
   int64_t GetDistinctTokenCount() const override { return tree_.distinct_token_count(); }
@@ -75,6 +80,8 @@ class PagedKVCache final : public AttentionKVCache {
                         const TensorView& lse, double sm_scale) override;
   Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
                                 const TensorView& lse2) override;
+  Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
+                               const TensorView* lse, double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -99,8 +106,9 @@ class PagedKVCache final : public AttentionKVCache {
   struct Rope {
     int64_t head_dim = 0;
     RopeTable short_table;
-    RopeTable long_table;                // grows only if a sequence uses it
-    std::vector<RotaryAngles> angles{};  // of the forward's rows, in the tables
+    RopeTable long_table;                     // grows only if a sequence uses it
+    std::vector<RotaryAngles> angles{};       // of the forward's rows, in the tables
+    std::vector<RotaryAngles> sink_angles{};  // for keys of sinks; empty: the same
     RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
   };
   struct Layer {
@@ -108,6 +116,16 @@ class PagedKVCache final : public AttentionKVCache {
     int rope = 0;           // index in ropes_; RopeMode::kNone has none
     bool appended = false;  // in this forward
     bool attended = false;
+    std::vector<float> head_sinks_log2{};
+  };
+  // A query as the caller gives it.
+  enum class Rotated : uint8_t { kNo, kYes };
+  // Which tokens a row attends to: those up to its own, or those of before the forward.
+  enum class Sees : uint8_t { kUpToOwn, kCached };
+  // Of the forward's rows: for ordinary keys and for those of sinks of a window that has slid.
+  struct QueryAngles {
+    RotaryRows rows;
+    const RotaryAngles* sinks = nullptr;
   };
 
   PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
@@ -149,6 +167,7 @@ class PagedKVCache final : public AttentionKVCache {
   void CommitRepeatedForward() noexcept;
   void OpenForward() noexcept;
   void FillRope() noexcept;
+  void FillSinkAngles(Rope& rope) noexcept;
   void CloseForward() noexcept;
   void RollBackForward() noexcept;
 
@@ -158,14 +177,30 @@ class PagedKVCache final : public AttentionKVCache {
   Status RequireAppended(const AttentionCall& call, bool appended) const;
   RotaryRows RotaryOfRows(const Layer& layer) const;
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
-  void RunAttend(int64_t layer, const HeadRows& q, const MutableHeadRows& o, const TensorView* lse,
-                 double sm_scale) noexcept;
   void GrowScratch(size_t bytes);
   // Of the kernels, as attention_scratch_bytes wants it; poisoned where the options say so.
   void* Scratch() noexcept;
   // `args` says what is attended to; what is the same for all calls is set here.
   void RunKernel(int64_t layer, AttentionArgs args, const TensorView* lse,
                  double sm_scale) noexcept;
+  void RunAttend(int64_t layer, Sees sees, const HeadRows& q, Rotated rotated,
+                 const MutableHeadRows& o, const TensorView* lse, double sm_scale) noexcept;
+  // How the rows stand that callers of the pieces and of shared KV give; for rotated ones, fills
+  // slid_angles_.
+  Rotated TakeRotated(const Layer& layer) noexcept;
+  bool SlidesPastNewSinks() noexcept;
+  QueryAngles AnglesOf(const Layer& layer, Rotated rotated) const noexcept;
+  // slid_angles_: what turns a row that was rotated to p back by slid(p).
+  void ReserveSlidAngles(int64_t pairs, int64_t rows);
+  void FillSlidAngles(const Layer& layer) noexcept;
+
+  // Windows.
+  Status CheckEnd(const char* call, const Sequence& sequence, int64_t length) const;
+  Status CheckHeld(const char* call, const Sequence& sequence, int group, int64_t start,
+                   int64_t end) const;
+  void MoveEnd(const Sequence& from, int64_t length, Sequence* to) const noexcept;
+  void SlideTo(Sequence* sequence, int64_t old_length) noexcept;
+  void FreeHidden() noexcept;
 
   Result<int64_t> CheckImport(const Sequence& sequence, std::span<const KVBlock> blocks) const;
   void StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept;
@@ -192,8 +227,15 @@ class PagedKVCache final : public AttentionKVCache {
   ForwardPlan query_;      // members of PagesNeeded: it leaves plan_ as it is, to be repeated
   uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it
   bool in_forward_ = false;
+  // Whether something has happened since pages were last freed that may have hidden some.
+  bool hides_more_ = false;
   bool failed_ = false;  // an attention call of this forward has failed
   int64_t repeated_forward_count_ = 0;
+
+  // For queries that come rotated: cos and sin [row][pair], and where each row's lie; empty if no
+  // row needs them.
+  std::vector<float> slid_cos_, slid_sin_;
+  std::vector<RotaryAngles> slid_angles_;
 
   // Scratch of planning.
   std::vector<AppendPlan> appends_;       // [member]

@@ -113,6 +113,8 @@ Status PagedKVCache::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, cons
                         ") is no range of positions of sequence " + std::to_string(seq_id) +
                         " of length " + std::to_string(tree_.End(last)));
     }
+    for (int g = 0; g < tree_.group_count(); ++g)
+      QUIRE_RETURN_IF_ERROR(CheckHeld("DebugGetKV", sequences_[index], g, start, end));
     QUIRE_RETURN_IF_ERROR(CheckDebugTensors("DebugGetKV", end - start, k, v));
     TokenRows k_rows(k);
     TokenRows v_rows(v);
@@ -153,6 +155,8 @@ Status PagedKVCache::PrivatizeFrom(Sequence& sequence, int64_t start) {
     storage_->Copy(g, plan.copy_from, plan.copy_to, plan.copy_opens_tile.data());
   }
   tree_.Release(append.last);
+  hides_more_ = true;
+  FreeHidden();
   return Status();
 }
 
@@ -169,6 +173,8 @@ Status PagedKVCache::DebugSetKV(int64_t seq_id, int64_t start, const TensorView&
                         std::to_string(start) + " on are not in sequence " +
                         std::to_string(seq_id) + " of length " + std::to_string(length));
     }
+    for (int g = 0; g < tree_.group_count(); ++g)
+      QUIRE_RETURN_IF_ERROR(CheckHeld("DebugSetKV", sequence, g, start, length));
     QUIRE_RETURN_IF_ERROR(CheckDebugTensors("DebugSetKV", count, k, v));
     TokenRows k_rows(k);
     TokenRows v_rows(v);
@@ -206,7 +212,8 @@ uint64_t PagedKVCache::StateDigest() const {
   for (const int32_t index : sequences_.SortedById()) {
     const Sequence& sequence = sequences_[index];
     facts.insert(facts.end(), {sequence.id, tree_.End(sequence.last), sequence.long_factors,
-                               sequence.retained, InBatch(sequence)});
+                               sequence.retained, InBatch(sequence), sequence.window.window,
+                               sequence.window.sinks, sequence.window.slid, sequence.slid});
     for (int g = 0; g < tree_.group_count(); ++g) {
       int32_t below = kNoPage;
       tree_.VisitPieces(sequence.last, g, 0, tree_.End(sequence.last),

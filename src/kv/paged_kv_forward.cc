@@ -66,7 +66,8 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
                           .first_row = first_row,
                           .append = append,
                           .last = kNoBlock,
-                          .long_factors = sequence.long_factors});
+                          .long_factors = sequence.long_factors,
+                          .window = sequence.window});
   appends_.push_back(append);
   return Status();
 }
@@ -130,10 +131,15 @@ void PagedKVCache::ReserveRope(int64_t more_rows) {
     int64_t& end = member.long_factors ? long_end : short_end;
     end = std::max(end, member.base() + member.row_count() + more_rows);
   }
+  const bool has_sinks =
+      std::any_of(plan_.members.begin(), plan_.members.end(),
+                  [](const ForwardMember& member) { return member.window.sinks > 0; });
   for (Rope& rope : ropes_) {
+    if (has_sinks) ReserveSlidAngles(rope.short_table.pair_count(), rows);
     rope.short_table.Grow(short_end, *options_.runner);
     rope.long_table.Grow(long_end, *options_.runner);
     ReserveGrowing(rope.angles, static_cast<size_t>(rows));
+    ReserveGrowing(rope.sink_angles, static_cast<size_t>(rows));
   }
 }
 
@@ -202,7 +208,8 @@ bool PagedKVCache::CanRepeatForward(std::span<const int64_t> seq_ids,
   page_counts_.assign(groups_.size(), 0);
   if (!plan_.CanRepeat(seq_ids, append_lengths, tree_, page_counts_)) return false;
   return std::none_of(plan_.members.begin(), plan_.members.end(), [&](const ForwardMember& member) {
-    return sequences_[member.sequence].retained;
+    const Sequence& sequence = sequences_[member.sequence];
+    return sequence.retained || sequence.window != member.window;
   });
 }
 
@@ -233,6 +240,7 @@ void PagedKVCache::FillRope() noexcept {
         rope.angles.push_back({table.cos() + i * pairs, table.sin() + i * pairs});
       }
     }
+    FillSinkAngles(rope);
   }
   if (options_.rope.mode != RopeMode::kInline) return;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -268,6 +276,11 @@ void PagedKVCache::CloseForward() noexcept {
     if (member.append.copies()) tree_.Release(member.append.last);
   }
   tree_.RunDeferredMerges();
+  for (const ForwardMember& member : plan_.members) {
+    hides_more_ |= member.append.copies();  // it has left its old path to others
+    SlideTo(&sequences_[member.sequence], member.base());
+  }
+  FreeHidden();
 }
 
 Status PagedKVCache::AbortForward() {
@@ -290,6 +303,7 @@ void PagedKVCache::RollBackForward() noexcept {
     last = append.last;
   }
   tree_.RunDeferredMerges();
+  FreeHidden();
 }
 
 Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
@@ -317,7 +331,7 @@ Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
     RunAppend(layer, rows.k, rows.v);
-    RunAttend(layer, rows.q, o_rows, nullptr, sm_scale);
+    RunAttend(layer, Sees::kUpToOwn, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale);
     return Status();
   });
 }
@@ -344,9 +358,34 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
-    RunAttend(layer, q_rows, o_rows, lse, sm_scale);
+    RunAttend(layer, Sees::kUpToOwn, q_rows, Rotated::kNo, o_rows, lse, sm_scale);
     return Status();
   });
+}
+
+Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
+                                           const TensorView& o, const TensorView* lse,
+                                           double sm_scale) {
+  const char* name = "AttentionWithSharedKV";
+  return RunAttention(name, source_layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
+                           ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
+    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
+    if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
+    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
+    Layer& source = layers_[static_cast<size_t>(source_layer)];
+    const bool attended = source.attended;
+    RunAttend(source_layer, Sees::kUpToOwn, q_rows, TakeRotated(source), o_rows, lse, sm_scale);
+    source.attended = attended;  // this was another layer's
+    return Status();
+  });
+}
+
+PagedKVCache::Rotated PagedKVCache::TakeRotated(const Layer& layer) noexcept {
+  if (options_.rope.mode != RopeMode::kNormal) return Rotated::kNo;
+  FillSlidAngles(layer);
+  return Rotated::kYes;
 }
 
 RotaryRows PagedKVCache::RotaryOfRows(const Layer& layer) const {
@@ -381,31 +420,53 @@ void* PagedKVCache::Scratch() noexcept {
   return scratch;
 }
 
-void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, const MutableHeadRows& o,
-                             const TensorView* lse, double sm_scale) noexcept {
+PagedKVCache::QueryAngles PagedKVCache::AnglesOf(const Layer& layer,
+                                                 Rotated rotated) const noexcept {
+  QueryAngles angles{.rows = RotaryOfRows(layer)};
+  if (rotated == Rotated::kYes) {
+    angles.rows.angles = nullptr;
+    angles.sinks = slid_angles_.empty() ? nullptr : slid_angles_.data();
+  } else if (options_.rope.mode != RopeMode::kNone) {
+    const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
+    angles.sinks = rope.sink_angles.empty() ? nullptr : rope.sink_angles.data();
+  }
+  return angles;
+}
+
+void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q, Rotated rotated,
+                             const MutableHeadRows& o, const TensorView* lse,
+                             double sm_scale) noexcept {
   const Layer& layer = layers_[static_cast<size_t>(index)];
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(index)];
+  const QueryAngles angles = AnglesOf(layer, rotated);
   RunKernel(
       index,
       {.pages = storage_->layer(index),
-       .num_qo_heads = static_cast<int>(options_.layers[static_cast<size_t>(index)].num_qo_heads),
+       .num_qo_heads = static_cast<int>(spec.num_qo_heads),
        .q = q,
-       .rotary = RotaryOfRows(layer),
+       .rotary = angles.rows,
+       .sink_angles = angles.sinks,
+       .head_sinks_log2 = layer.head_sinks_log2.empty() ? nullptr : layer.head_sinks_log2.data(),
        .o = o,
        .sequences = plan_.group(layer.group).sequences,
-       .shared = plan_.shared()},
+       .shared = plan_.shared(),
+       .cached_only = sees == Sees::kCached},
       lse, sm_scale);
 }
 
 void PagedKVCache::RunKernel(int64_t index, AttentionArgs args, const TensorView* lse,
                              double sm_scale) noexcept {
   const ScopedFloatEnvironment environment;  // scale_log2 is rounded here
+  Layer& layer = layers_[static_cast<size_t>(index)];
   args.scale_log2 = static_cast<float>(sm_scale * kLog2E);
+  args.layer_window = groups_[static_cast<size_t>(layer.group)].window;
+  args.soft_cap = static_cast<float>(options_.layers[static_cast<size_t>(index)].soft_cap);
   args.lse = lse == nullptr ? nullptr : lse->data_as<float>();
   args.lse_row_stride = lse == nullptr ? 0 : lse->stride(0);
   args.row_count = plan_.row_count();
   args.scratch = Scratch();
   backend_->attention(args, *options_.runner);
-  layers_[static_cast<size_t>(index)].attended = true;
+  layer.attended = true;
 }
 
 }  // namespace quire

@@ -83,6 +83,13 @@ Status CheckMergeSide(const MergeSide& side, const TensorView& first) {
 
 }  // namespace
 
+// Whether some row of ragged_ scores a sink among the new tokens from nearer than it stands.
+bool PagedKVCache::SlidesPastNewSinks() noexcept {
+  return std::ranges::any_of(ragged_.sequences(), [](const AttentionSequence& sequence) {
+    return sequence.window.sinks > 0 && SlidAt(sequence.window, sequence.row_count - 1) > 0;
+  });
+}
+
 Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                                    const TensorView& v, const TensorView& o, const TensorView& lse,
                                    double sm_scale) {
@@ -98,6 +105,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckLse(call, lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    const Layer& state = layers_[static_cast<size_t>(layer)];
     const bool rotates = options_.rope.mode == RopeMode::kInline;
     if (rotates && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
       return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
@@ -111,14 +119,21 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                           .v_head_dim = static_cast<int>(spec.v_head_dim),
                           .page_size = kTilePositions};
     ragged_.Prepare(layout, plan_.members, options_.poison_freed_pages);
+    const bool turns_sinks = options_.rope.mode == RopeMode::kNormal && SlidesPastNewSinks();
+    if (turns_sinks && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
+      return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
+                                "; where a window has slid past sinks that are among the new "
+                                "tokens it must be the layer's, " +
+                                std::to_string(layer_call.spec.qk_head_dim));
+    }
     const int64_t members = static_cast<int64_t>(plan_.members.size());
     GrowScratch(backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
                                                   plan_.row_count(), members,
                                                   options_.runner->worker_count()));
-    RotaryRows rotary;
+    QueryAngles angles;
+    if (rotates || turns_sinks) angles = AnglesOf(state, TakeRotated(state));
     if (rotates) {
-      rotary = RotaryOfRows(layers_[static_cast<size_t>(layer)]);
-      Rope& rope = ropes_[static_cast<size_t>(layers_[static_cast<size_t>(layer)].rope)];
+      Rope& rope = ropes_[static_cast<size_t>(state.rope)];
       for (size_t m = 0; m < plan_.members.size(); ++m) {
         const ForwardMember& member = plan_.members[m];
         const RopeTable& table = rope.table(member.long_factors);
@@ -139,7 +154,8 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
               {.pages = ragged_.pages(),
                .num_qo_heads = static_cast<int>(spec.num_qo_heads),
                .q = q_rows,
-               .rotary = rotary,
+               .rotary = angles.rows,
+               .sink_angles = angles.sinks,
                .o = o_rows,
                .sequences = ragged_.sequences()},
               &lse, sm_scale);
@@ -156,19 +172,7 @@ Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const Te
     QUIRE_RETURN_IF_ERROR(CheckLse(call, lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     const Layer& state = layers_[static_cast<size_t>(layer)];
-    const GroupPlan& plan = plan_.group(state.group);
-    RotaryRows rotary;
-    if (options_.rope.mode == RopeMode::kInline) rotary = RotaryOfRows(state);
-    RunKernel(layer,
-              {.pages = storage_->layer(layer),
-               .num_qo_heads = static_cast<int>(call.spec.num_qo_heads),
-               .q = q_rows,
-               .rotary = rotary,
-               .o = o_rows,
-               .sequences = plan.sequences,
-               .shared = plan_.shared(),
-               .cached_only = true},
-              &lse, sm_scale);
+    RunAttend(layer, Sees::kCached, q_rows, TakeRotated(state), o_rows, &lse, sm_scale);
     return Status();
   });
 }

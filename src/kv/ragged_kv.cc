@@ -1,5 +1,6 @@
 #include "kv/ragged_kv.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "kv/page_storage.h"
@@ -10,6 +11,15 @@ namespace {
 constexpr size_t kCacheLine = 64;  // kernels read whole lines
 
 int64_t PagesFor(int64_t rows) { return (rows + kTilePositions - 1) / kTilePositions; }
+
+// The window with positions counted from `base`, for rows and keys from there on.
+SequenceWindow WindowFrom(SequenceWindow window, int64_t base) {
+  const int64_t sinks_before = std::min(base, window.sinks);
+  window.sinks -= sinks_before;
+  if (window.window != kNoWindow) window.window -= sinks_before;
+  window.slid = std::max<int64_t>(window.slid - (base - sinks_before), 0);
+  return window;
+}
 
 }  // namespace
 
@@ -61,7 +71,8 @@ void RaggedKV::Prepare(KVLayout layout, std::span<const ForwardMember> members, 
                           .run_count = 1,
                           .private_segment = 0,
                           .inline_cos = nullptr,
-                          .inline_sin = nullptr});
+                          .inline_sin = nullptr,
+                          .window = WindowFrom(member.window, member.base())});
   }
   ReservePages(static_cast<int64_t>(entries_.size()), poison);
 }

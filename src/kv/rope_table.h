@@ -24,6 +24,7 @@ class RopeTable {
   // std::bad_alloc.
   void Grow(int64_t position_count, ParallelRunner& runner);
 
+  const RopeFrequencies& frequencies() const { return frequencies_; }
   int64_t pair_count() const { return static_cast<int64_t>(frequencies_.inv_freq.size()); }
   int64_t position_count() const { return position_count_; }
   // [position_count()][pair_count()]

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/backend.h"
 #include "kv/block_tree.h"
 
 namespace quire {
@@ -16,6 +17,9 @@ struct Sequence {
   BlockIndex last = kNoBlock;
   bool long_factors = false;  // RopeScaling::kLongRope
   bool retained = false;      // set through the table, which counts them
+  SequenceWindow window = {};
+  int64_t slid = 0;  // positions behind the sinks that a next query does not see, as of the last
+                     // forward
   uint64_t batch =
       0;  // number of the last planning that named it: finds duplicates and members of the batch
 };

@@ -11,6 +11,7 @@
 
 #include "quire/chunk_store.h"
 #include "store/chunk_tier.h"
+#include "store/pin_board.h"
 
 namespace quire {
 
@@ -41,12 +42,8 @@ struct ChunkLoad {
     int64_t slot = 0;
   };
 
-  ChunkLoad(std::shared_ptr<ByteBudget> fetch_budget, const ChunkId& chunk_id, TierKind from,
-            std::vector<int32_t> expected_tokens)
-      : budget(std::move(fetch_budget)),
-        id(chunk_id),
-        tier(from),
-        tokens(std::move(expected_tokens)) {}
+  ChunkLoad(std::shared_ptr<ByteBudget> fetch_budget, const ChunkId& chunk_id, TierKind from)
+      : budget(std::move(fetch_budget)), id(chunk_id), tier(from) {}
   ChunkLoad(const ChunkLoad&) = delete;
   ChunkLoad& operator=(const ChunkLoad&) = delete;
   ~ChunkLoad() { budget->Give(reserved_bytes); }
@@ -54,20 +51,23 @@ struct ChunkLoad {
   const std::shared_ptr<ByteBudget> budget;
   const ChunkId id;
   const TierKind tier;
-  const std::vector<int32_t> tokens;
 
-  // Whether all layers up to this one are verified. REQUIRES: chunk is there.
+  // Whether all layers up to this one are verified. A MAC is over the whole: before its end nothing
+  // is.
   bool HasLayers(int64_t layer) const {
-    return chunk != nullptr && (pending.empty() || pending.begin()->first > layer);
+    return chunk != nullptr && !chunk->header().has_mac &&
+           (pending.empty() || pending.begin()->first > layer);
   }
 
   // ---- Under StoreParts::fetch_mutex
   int64_t reserved_bytes = 0;                    // of the budget; as long as a fetch refers to it
   std::shared_ptr<StoredChunk> chunk = nullptr;  // since its header was verified
+  std::vector<bool> verified{};                  // sections that are there
   std::map<int64_t, int64_t> pending{};          // first layer -> sections that are not there yet
   std::vector<Waiter> waiters{};                 // fetches that still want it
   bool to_memory = false;                        // one of them wants it in RAM
-  bool ended = false;
+  PinBoard::Ticket pin = 0;                      // in its tier
+  int retries = 0;
 };
 
 }  // namespace quire

@@ -42,11 +42,12 @@ ChunkExpectation FetchState::Expect(int64_t i) const {
           .mac_key = parts_->options.mac_key};
 }
 
-void FetchState::Found(int64_t i, Slot found) noexcept {
-  slot(i) = std::move(found);
-  found_ = i + 1;
-  end_ = std::max(end_, found_);
+bool FetchState::Found(int64_t i, Slot* found) noexcept {
+  if (located_) return false;
+  slot(i) = std::move(*found);
+  end_ = found_ = i + 1;
   Advance();
+  return true;
 }
 
 void FetchState::Located(MissReason why) noexcept {
@@ -85,11 +86,22 @@ void FetchState::Advance() noexcept {
   while (ready_ < end_ && slot(ready_).chunk != nullptr) ++ready_;
   if (done() && !counted_) {
     counted_ = true;
+    parts_->open_fetches.erase(this);
+    LeaveLoads();
     ++parts_->misses[static_cast<size_t>(miss_)];
     for (int64_t i = 0; i < ready_; ++i)
       parts_->fetched_tokens += static_cast<int64_t>(tokens(i).size());
   }
   changed_.notify_all();
+}
+
+// What will not be used is not waited for. Others may still want it.
+void FetchState::LeaveLoads() noexcept {
+  for (int64_t i = end_; i < found_; ++i) {
+    if (slot(i).load == nullptr || slot(i).chunk != nullptr) continue;
+    std::erase_if(slot(i).load->waiters,
+                  [&](const ChunkLoad::Waiter& waiter) { return waiter.fetch.get() == this; });
+  }
 }
 
 void FetchState::ReleasePins() noexcept {

@@ -5,9 +5,9 @@
 #ifndef QUIRE_STORE_FETCH_STATE_H_
 #define QUIRE_STORE_FETCH_STATE_H_
 
+#include <array>
 #include <condition_variable>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <vector>
@@ -39,6 +39,7 @@ class FetchState {
   }
   std::span<const int32_t> tokens(int64_t i) const;
   ChunkExpectation Expect(int64_t i) const;
+  int64_t block_tokens() const { return block_tokens_; }
   int64_t deadline_ns() const { return deadline_ns_; }
   double compute_seconds_per_token() const { return compute_seconds_per_token_; }
   int priority() const { return priority_; }
@@ -46,8 +47,9 @@ class FetchState {
   StoreParts& parts() const { return *parts_; }
 
   // ---- Under StoreParts::fetch_mutex
-  // REQUIRES: i is the first chunk that nothing was said about.
-  void Found(int64_t i, Slot slot) noexcept;
+  // REQUIRES: i is the first chunk that nothing was said about. False if that is of no use any
+  // more.
+  bool Found(int64_t i, Slot* slot) noexcept;
   // No more chunks will come than those found; `why` is what became of the next one.
   void Located(MissReason why) noexcept;
   // Chunk i will not come. Whatever follows is of no use.
@@ -66,11 +68,31 @@ class FetchState {
   Slot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
   std::condition_variable& changed() { return changed_; }
 
+  // ---- Of the one thread that looks for its chunks
+  struct Search {
+    int64_t next = 0;  // chunk to look for
+    // Chunks before this one are there, and the next one is not, as the tier answered.
+    std::array<int64_t, kTierCount> asked_until{};
+    std::array<bool, kTierCount> asked{};
+    bool unavailable = false;  // some tier that was needed did not answer
+    bool expired = false;
+    // Loads that were begun and not handed to a thread yet.
+    struct Run {
+      int64_t first = 0;  // chunk of loads[0]
+      int64_t bytes = 0;
+      int64_t tokens = 0;
+      std::vector<std::shared_ptr<ChunkLoad>> loads{};
+    };
+    std::array<Run, kTierCount> runs{};
+  };
+  Search& search() { return search_; }
+
   // Unpins; the handle is gone. Not under the mutex.
   void ReleasePins() noexcept;
 
  private:
   void Advance() noexcept;
+  void LeaveLoads() noexcept;
 
   const std::shared_ptr<StoreParts> parts_;
   const Digest fingerprint_;
@@ -84,6 +106,7 @@ class FetchState {
   const bool to_memory_;
   std::vector<ChunkId> ids_;
 
+  Search search_;
   std::condition_variable changed_;
   std::vector<Slot> slots_;
   bool located_ = false;

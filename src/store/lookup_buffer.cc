@@ -323,7 +323,8 @@ class LocalLedger::Pending final : public PendingTake {
 Result<std::unique_ptr<PendingTake>> LocalLedger::StartTake(const LookupQuery& query,
                                                             std::function<void()> wake) {
   QUIRE_ASSIGN_OR_RETURN(Tokens tokens, TokensOf("Take", query));
-  auto pending = std::make_unique<Pending>(shared_from_this(), std::move(tokens), std::move(wake));
+  auto pending =
+      std::make_unique<Pending>(weak_from_this().lock(), std::move(tokens), std::move(wake));
   const std::lock_guard lock(mutex_);
   if (closed_) return ClosedError("Take");
   IndexReturned();

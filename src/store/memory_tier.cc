@@ -136,6 +136,12 @@ std::vector<KeptChunk> MemoryTier::TakeUnwritten() {
   return unwritten;
 }
 
+void MemoryTier::MarkUnwritten(const ChunkId& id) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto at = records_.find(id);
+  if (at != records_.end()) at->second.unwritten = true;
+}
+
 MemoryTier::Records::node_type MemoryTier::EraseLocked(const ChunkId& id,
                                                        ChunkEvent::Kind why) noexcept {
   index_->Erase(id);

@@ -53,6 +53,7 @@ class MemoryTier {
                  std::vector<KeptChunk>* evicted);
   // All that are unwritten; they count as written from here on.
   std::vector<KeptChunk> TakeUnwritten();
+  void MarkUnwritten(const ChunkId& id) noexcept;
 
   bool Pin(const ChunkId& id, int change) noexcept;
   void Touch(const ChunkId& id) noexcept;

@@ -27,7 +27,7 @@ constexpr size_t kSpareConnectionsMax = 8;  // per server: about as many as ther
 constexpr int64_t kRefreshNs = 100 * kNsPerMs;
 // 16384 slots in ranges of one each, with a handful of replicas, are the longest reply there can
 // be.
-constexpr RespExpectation kMapExpectation = {.bytes_max = 16 << 20, .items_max = 1 << 20};
+constexpr RespExpectation kMapExpectation = {.bytes_max = 4 << 20, .items_max = 1 << 18};
 constexpr size_t kNodesMax = 1000;     // what Redis Cluster is made for
 constexpr int64_t kCancelPollMs = 20;  // how soon a cancelled op is noticed when nothing comes
 constexpr uint16_t kNoNode = 0xFFFF;

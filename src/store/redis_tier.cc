@@ -21,7 +21,7 @@ constexpr size_t kEventsMax = 65536;
 constexpr size_t kPrefixBatch = 4096;  // questions at once: some 400 KiB
 constexpr std::string_view kScanCount = "1000";
 constexpr size_t kScanPageMax = 1 << 16;  // names that one SCAN may answer with; asked for are 1000
-constexpr size_t kHeaderBatch = 256;      // headers read at once when all are looked at
+constexpr size_t kHeaderBatch = 64;       // headers read at once when all are looked at
 
 // Pieces that were left behind without a header may be of other bytes than ours: they give way.
 // KEYS: the header, then the pieces.

@@ -275,9 +275,13 @@ void ServerSession::OnTake(Message message) {
   if (takes_.count(message.request) > 0) {
     return Fail(Malformed("request " + std::to_string(message.request) + " is open already"));
   }
-  if (static_cast<int64_t>(takes_.size()) >= served_->requests_max) {
-    return ReplyError(message, Status(StatusCode::kFull,
-                                      std::to_string(takes_.size()) + " takes are open already"));
+  // Entries that wait for their acknowledgement do not count: the client has its answer.
+  const int64_t searching = std::count_if(takes_.begin(), takes_.end(), [](const auto& take) {
+    return take.second.pending != nullptr;
+  });
+  if (searching >= served_->requests_max) {
+    return ReplyError(
+        message, Status(StatusCode::kFull, std::to_string(searching) + " takes are open already"));
   }
   LookupQuery query;
   if (!message.tensors.empty()) query.tokens = std::move(message.tensors[0].second);

@@ -17,11 +17,6 @@ int64_t BlockBytes(const Passport& passport) {
   return bytes;
 }
 
-ChunkStoreOptions WithClock(ChunkStoreOptions options) {
-  if (options.clock == nullptr) options.clock = MachineTime();
-  return options;
-}
-
 }  // namespace
 
 void PassportTable::Add(const Digest& fingerprint, const Passport& passport) {
@@ -38,28 +33,73 @@ std::optional<PassportTable::Entry> PassportTable::Find(const Digest& fingerprin
 }
 
 StoreParts::StoreParts(ChunkStoreOptions store_options)
-    : options(WithClock(std::move(store_options))),
+    : options(std::move(store_options)),
       clock(options.clock),
-      pins(options.pin_timeout_ms * 1'000'000) {
+      pins(options.pin_timeout_ms * 1'000'000),
+      admission(options.admit_after),
+      fetch_budget(std::make_shared<ByteBudget>(options.fetch_bytes_max)) {
   if (options.ram.bytes_max > 0)
     memory = std::make_unique<MemoryTier>(options.eviction, options.ram.bytes_max, &events, &pins);
 }
 
+void StoreParts::CollectEvents() {
+  for (const auto& tier : slow) {
+    if (tier == nullptr) continue;
+    std::vector<ChunkEvent> collected;
+    tier->tier->TakeEvents(&collected);
+    for (const ChunkEvent& event : collected) events.Add(event);
+  }
+}
+
 bool StoreParts::Knows(const ChunkId& id) const {
   if (has_memory() && memory->Has(id, clock->WallMs())) return true;
-  return std::any_of(slow.begin(), slow.end(),
-                     [&](const auto& tier) { return tier != nullptr && tier->Knows(id) == 1; });
+  return std::any_of(slow.begin(), slow.end(), [&](const auto& tier) {
+    return tier != nullptr && tier->tier->Knows(id) == 1;
+  });
 }
 
 int64_t StoreParts::AdminDeadline(TierKind tier) const {
-  const int64_t timeout_ms =
-      tier == TierKind::kRedis ? options.redis.io_timeout_ms : options.disk.io_timeout_ms;
-  return clock->SteadyNs() + timeout_ms * 1'000'000;
+  return clock->SteadyNs() + slow[At(tier)]->io_timeout_ns;
+}
+
+void StoreParts::AddTiers(SlowTiers tiers) {
+  for (const TierKind kind : kSlowTiers) {
+    if (tiers[At(kind)] == nullptr) continue;
+    const int64_t timeout_ms =
+        kind == TierKind::kDisk ? options.disk.io_timeout_ms : options.redis.io_timeout_ms;
+    slow[At(kind)] = std::make_unique<SlowTier>(kind, std::move(tiers[At(kind)]), timeout_ms);
+    writes[At(kind)] =
+        std::make_unique<WriteQueue>(slow[At(kind)].get(), clock, options.queue_bytes_max);
+  }
+}
+
+void StoreParts::WriteToSlow(const KeptChunk& kept) noexcept {
+  for (const auto& queue : writes) {
+    if (queue == nullptr) continue;
+    try {
+      // A drop is counted by the queue.
+      static_cast<void>(queue->Push(kept, nullptr));
+    } catch (const std::bad_alloc&) {
+      queue->CountDropped();
+    }
+  }
+}
+
+void StoreParts::Wanted(const KeptChunk& kept) noexcept {
+  if (options.write_policy == WritePolicy::kSelective && admission.Admit(kept.id.key))
+    WriteToSlow(kept);
+}
+
+MemoryTier::Outcome StoreParts::Keep(const KeptChunk& kept, bool unwritten) {
+  std::vector<KeptChunk> evicted;
+  const MemoryTier::Outcome outcome = memory->Insert(kept, unwritten, clock->WallMs(), &evicted);
+  for (const KeptChunk& each : evicted) WriteToSlow(each);
+  return outcome;
 }
 
 bool StoreParts::PinIn(TierKind tier, const ChunkId& id, int change) noexcept {
   if (tier == TierKind::kRam) return has_memory() && memory->Pin(id, change);
-  return slow[At(tier)] != nullptr && slow[At(tier)]->Pin(id, change);
+  return slow[At(tier)] != nullptr && slow[At(tier)]->tier->Pin(id, change);
 }
 
 void StoreParts::Unpin(const PinnedChunk& pin) noexcept {

@@ -1,8 +1,10 @@
 // What the parts of a TieredStore share. It lives until the last fetch handle is gone.
 //
-// Locks. No lock is held while a slow tier is called. The order, outermost first:
+// Locks. None is held while a slow tier reads or writes. The order, outermost first:
 //   StoreParts::fetch_mutex (fetches and loads)  ->  WriteQueue::mutex_, ReadQueue::mutex_
-//   ->  MemoryTier::mutex_  ->  PinBoard, EventRing, LoadPredictor, TierHealth
+//   ->  MemoryTier::mutex_  ->  PinBoard, EventRing, LoadPredictor, TierHealth, Admission
+// A tier's own locks come after all of these; it is asked what it Knows under them, as that needs
+// no I/O.
 #ifndef QUIRE_STORE_STORE_PARTS_H_
 #define QUIRE_STORE_STORE_PARTS_H_
 
@@ -13,20 +15,26 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "base/clock.h"
 #include "quire/chunk_store.h"
+#include "store/admission.h"
+#include "store/chunk_load.h"
 #include "store/chunk_tier.h"
 #include "store/event_ring.h"
 #include "store/memory_tier.h"
 #include "store/pin_board.h"
+#include "store/slow_tier.h"
+#include "store/write_queue.h"
 
 namespace quire {
 
 // Slow tiers by TierKind; none at kRam.
 using SlowTiers = std::array<std::unique_ptr<ChunkTier>, kTierCount>;
 
+inline constexpr std::array<TierKind, 2> kSlowTiers = {TierKind::kDisk, TierKind::kRedis};
 
 inline size_t At(TierKind tier) { return static_cast<size_t>(tier); }
 inline uint8_t TierBit(TierKind tier) { return static_cast<uint8_t>(1u << At(tier)); }
@@ -47,9 +55,21 @@ class PassportTable {
 };
 
 struct StoreParts {
+  // REQUIRES: options.clock is there.
   explicit StoreParts(ChunkStoreOptions store_options);
 
   bool has_memory() const { return memory != nullptr; }
+  // Makes the slow tiers and the threads that write to them. std::system_error without a thread.
+  void AddTiers(SlowTiers tiers);
+  // Hands a chunk to the queues of all slow tiers. What fails is counted there.
+  void WriteToSlow(const KeptChunk& kept) noexcept;
+  // The chunk was put or found: under WritePolicy::kSelective it may be due for the slow tiers.
+  void Wanted(const KeptChunk& kept) noexcept;
+  // Keeps the chunk in RAM; whoever has to go for it, and was not written yet, is written.
+  MemoryTier::Outcome Keep(const KeptChunk& kept, bool unwritten);
+  // Brings the slow tiers' events to the others. std::bad_alloc: some of them come later.
+  void CollectEvents();
+  bool HasSlow() const { return slow[At(TierKind::kDisk)] || slow[At(TierKind::kRedis)]; }
   // Whether a tier is known to have it, without asking a disk or a network.
   bool Knows(const ChunkId& id) const;
   // When a call of an administrator on one chunk gives up.
@@ -63,13 +83,18 @@ struct StoreParts {
   const ChunkStoreOptions options;
   const std::shared_ptr<Clock> clock;
   std::mutex fetch_mutex;
+  std::set<FetchState*> open_fetches;                           // not done; under fetch_mutex
   std::array<std::atomic<int64_t>, kMissReasonCount> misses{};  // of fetches, by MissReason
   std::atomic<int64_t> fetched_tokens{0};
   PassportTable passports;
   EventRing events;
   PinBoard pins;
-  std::unique_ptr<MemoryTier> memory;  // null: no such tier
-  SlowTiers slow{};
+  std::unique_ptr<MemoryTier> memory;                        // null: no such tier
+  std::array<std::unique_ptr<SlowTier>, kTierCount> slow{};  // by TierKind; null: no such tier
+  // One for each slow tier. Closed before the tiers go.
+  std::array<std::unique_ptr<WriteQueue>, kTierCount> writes{};
+  Admission admission;
+  const std::shared_ptr<ByteBudget> fetch_budget;
 };
 
 }  // namespace quire

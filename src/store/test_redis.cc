@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
+#include <sstream>
 
 #include "base/check.h"
 
@@ -197,9 +198,10 @@ std::string RedisServer::Command(const std::vector<std::string>& arguments) cons
 // ---- RedisServerCluster
 
 RedisServerCluster::RedisServerCluster(std::vector<std::string> arguments) {
-  arguments.insert(arguments.end(),
-                   {"--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf",
-                    "--cluster-node-timeout", "1000", "--cluster-replica-validity-factor", "0"});
+  arguments.insert(
+      arguments.end(),
+      {"--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout",
+       "2000", "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"});
   std::vector<std::string> create = {"redis-cli", "--cluster", "create"};
   for (int i = 0; i < 6; ++i) {
     servers_.push_back(std::make_unique<RedisServer>(arguments));
@@ -207,6 +209,8 @@ RedisServerCluster::RedisServerCluster(std::vector<std::string> arguments) {
   }
   create.insert(create.end(), {"--cluster-replicas", "1", "--cluster-yes"});
   QUIRE_CHECK(Run(create) == 0) << "redis-cli --cluster create failed";
+  // A failover to a replica that has nothing yet would lose everything.
+  for (size_t i = 3; i < servers_.size(); ++i) servers_[i]->AwaitLog("Finished with success");
   for (const auto& server : servers_) {
     while (server->Command({"CLUSTER", "INFO"}).find("cluster_state:ok") == std::string::npos)
       server->AwaitLog("Cluster state changed: ok");
@@ -229,12 +233,16 @@ size_t RedisServerCluster::MasterOf(int slot) {
       const std::string line = text.substr(line_at, end - line_at);
       line_at = end == std::string::npos ? text.size() : end + 1;
       if (line.find("myself,master") == std::string::npos) continue;
-      size_t range_at = line.find(" connected");
-      range_at = range_at == std::string::npos ? line.size() : range_at + 10;
-      int first = 0, last = 0;
-      if (std::sscanf(line.c_str() + range_at, " %d-%d", &first, &last) == 2 && first <= slot &&
-          slot <= last)
-        return i;
+      const size_t connected_at = line.find(" connected");
+      if (connected_at == std::string::npos) continue;
+      // "0-99 200 300-399"
+      std::istringstream ranges(line.substr(connected_at + 10));
+      for (std::string range; ranges >> range;) {
+        const int first = std::stoi(range);
+        const size_t dash = range.find('-');
+        const int last = dash == std::string::npos ? first : std::stoi(range.substr(dash + 1));
+        if (first <= slot && slot <= last) return i;
+      }
     }
   }
   QUIRE_CHECK(false) << "no server has slot " << slot;

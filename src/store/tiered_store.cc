@@ -1,10 +1,10 @@
 #include "store/tiered_store.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "base/guard.h"
-#include "store/put_state.h"
 
 namespace quire {
 namespace {
@@ -17,7 +17,9 @@ Status BadOption(const std::string& name, const std::string& value, const std::s
                 "ChunkStore::Open: " + name + " is " + value + "; it must be " + rule);
 }
 
-Status CheckOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
+}  // namespace
+
+Status CheckStoreOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
   struct Bound {
     const char* name;
     int64_t value;
@@ -52,27 +54,24 @@ Status CheckOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
   return {};
 }
 
-}  // namespace
-
-Result<std::unique_ptr<ChunkStore>> ChunkStore::Open(ChunkStoreOptions options) {
-  return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
-    return TieredStore::Create(std::move(options), {});
-  });
-}
-
 Result<std::unique_ptr<ChunkStore>> TieredStore::Create(ChunkStoreOptions options, SlowTiers slow) {
   return GuardEntry([&]() -> Result<std::unique_ptr<ChunkStore>> {
     const bool has_slow =
         std::any_of(slow.begin(), slow.end(), [](const auto& tier) { return tier != nullptr; });
-    QUIRE_RETURN_IF_ERROR(CheckOptions(options, has_slow));
-    auto parts = std::make_shared<StoreParts>(std::move(options));
-    parts->slow = std::move(slow);
-    return std::unique_ptr<ChunkStore>(std::make_unique<TieredStore>(std::move(parts)));
+    QUIRE_RETURN_IF_ERROR(CheckStoreOptions(options, has_slow));
+    try {
+      auto parts = std::make_shared<StoreParts>(std::move(options));
+      parts->AddTiers(std::move(slow));
+      return std::unique_ptr<ChunkStore>(std::make_unique<TieredStore>(std::move(parts)));
+    } catch (const std::system_error& error) {
+      return Status(StatusCode::kUnavailable,
+                    std::string("ChunkStore::Open: the system gives no thread: ") + error.what());
+    }
   });
 }
 
 TieredStore::TieredStore(std::shared_ptr<StoreParts> parts)
-    : parts_(std::move(parts)), fetcher_(parts_) {}
+    : parts_(std::move(parts)), fetcher_(parts_), keeper_(parts_) {}
 
 TieredStore::~TieredStore() { Close(); }
 
@@ -106,7 +105,7 @@ Status TieredStore::AddPassport(const Passport& passport) {
     QUIRE_ASSIGN_OR_RETURN(const std::string json, passport.ToJson());
     const Digest fingerprint = FingerprintOf(json);
     for (const auto& tier : parts_->slow)
-      if (tier != nullptr) QUIRE_RETURN_IF_ERROR(tier->AddPassport(fingerprint, json));
+      if (tier != nullptr) QUIRE_RETURN_IF_ERROR(tier->tier->AddPassport(fingerprint, json));
     parts_->passports.Add(fingerprint, passport);
     return {};
   });
@@ -157,8 +156,12 @@ int64_t TieredStore::KnownPrefix(const KeySpace& keys, std::span<const ChunkKey>
 std::vector<bool> TieredStore::Wanted(const KeySpace& keys, std::span<const ChunkKey> chain) {
   std::vector<bool> wanted(chain.size(), false);
   if (closed_) return wanted;
-  for (size_t i = 0; i < chain.size(); ++i)
-    wanted[i] = !parts_->Knows({keys.fingerprint(), keys.root(), chain[i]});
+  for (size_t i = 0; i < chain.size(); ++i) {
+    const ChunkId id{keys.fingerprint(), keys.root(), chain[i]};
+    wanted[i] = !parts_->Knows(id) &&
+                std::none_of(parts_->writes.begin(), parts_->writes.end(),
+                             [&](const auto& queue) { return queue && queue->Has(id); });
+  }
   return wanted;
 }
 
@@ -204,18 +207,56 @@ Result<std::shared_ptr<ChunkPut>> TieredStore::Put(const KeySpace& keys, ChunkBu
   return GuardEntry([&]() -> Result<std::shared_ptr<ChunkPut>> {
     QUIRE_ASSIGN_OR_RETURN(const KeptChunk kept, Admit(keys, std::move(sealed), options));
     parts_->ReleaseExpiredPins();
-    auto put = std::make_shared<PutState>(parts_->clock, 1);
-    std::vector<KeptChunk> evicted;
-    const auto outcome =
-        parts_->memory->Insert(kept, /*unwritten=*/false, parts_->clock->WallMs(), &evicted);
-    put->Report(outcome == MemoryTier::Outcome::kNoRoom
-                    ? Status(StatusCode::kFull,
-                             "ChunkStore::Put: RAM has no room for the chunk's " +
-                                 std::to_string(kept.chunk->bytes().size()) +
-                                 " bytes: the rest is pinned, guaranteed to others or in use")
-                    : Status());
-    return std::shared_ptr<ChunkPut>(std::move(put));
+    return std::shared_ptr<ChunkPut>(Distribute(kept));
   });
+}
+
+bool TieredStore::IsAwaited(TierKind tier) const {
+  const ChunkStoreOptions& options = parts_->options;
+  if (options.write_policy != WritePolicy::kThrough) return false;
+  if (tier == TierKind::kDisk)
+    return options.disk.durability == Durability::kOs ||
+           options.disk.durability == Durability::kSync;
+  return options.redis.replicas > 0 || parts_->slow[At(TierKind::kDisk)] == nullptr;
+}
+
+// Gives the chunk to the tiers that the policy says. Nothing here waits.
+std::shared_ptr<PutState> TieredStore::Distribute(const KeptChunk& kept) {
+  const WritePolicy policy = parts_->options.write_policy;
+  int awaited = 0;
+  for (const TierKind tier : kSlowTiers)
+    if (parts_->slow[At(tier)] != nullptr && IsAwaited(tier)) ++awaited;
+  const auto put = std::make_shared<PutState>(parts_->clock, 1 + awaited);
+  const bool in_memory = parts_->has_memory() &&
+                         parts_->Keep(kept, policy == WritePolicy::kBack && parts_->HasSlow()) !=
+                             MemoryTier::Outcome::kNoRoom;
+  if (policy == WritePolicy::kSelective) parts_->Wanted(kept);
+  // What RAM does not take under write-back is what RAM gives up.
+  const bool to_slow =
+      policy == WritePolicy::kThrough || (policy == WritePolicy::kBack && !in_memory);
+  bool is_taken = in_memory;
+  Status failed;
+  for (const TierKind tier : kSlowTiers) {
+    if (!to_slow || parts_->slow[At(tier)] == nullptr) continue;
+    Status status;
+    try {
+      status = parts_->writes[At(tier)]->Push(kept, IsAwaited(tier) ? put : nullptr);
+    } catch (const std::bad_alloc&) {
+      parts_->writes[At(tier)]->CountDropped();
+      status = Status::OutOfMemory();
+    }
+    is_taken = is_taken || status.ok();
+    if (status.ok()) continue;
+    failed = status;
+    if (IsAwaited(tier)) put->Report(status);
+  }
+  if (!is_taken && failed.ok())
+    failed = Status(StatusCode::kFull, "ChunkStore::Put: RAM has no room for the chunk's " +
+                                           std::to_string(kept.chunk->bytes().size()) +
+                                           " bytes: the rest is pinned, in use or guaranteed to "
+                                           "others");
+  put->Report(failed);
+  return put;
 }
 
 // ---------------------------------------------------------------------- control
@@ -252,7 +293,7 @@ void TieredStore::Touch(const KeySpace& keys, std::span<const ChunkKey> chunks) 
     const ChunkId id{keys.fingerprint(), keys.root(), key};
     if (parts_->has_memory()) parts_->memory->Touch(id);
     for (const auto& tier : parts_->slow)
-      if (tier != nullptr) tier->Touch(id);
+      if (tier != nullptr) tier->tier->Touch(id);
   }
 }
 
@@ -269,10 +310,10 @@ Status TieredStore::SetTtl(const KeySpace& keys, std::span<const ChunkKey> chunk
     for (const ChunkKey& key : chunks) {
       const ChunkId id{keys.fingerprint(), keys.root(), key};
       if (parts_->has_memory()) parts_->memory->SetExpiry(id, expires_ms);
-      for (const TierKind tier : {TierKind::kDisk, TierKind::kRedis}) {
+      for (const TierKind tier : kSlowTiers) {
         if (parts_->slow[At(tier)] == nullptr) continue;
         Status status =
-            parts_->slow[At(tier)]->SetExpiry(id, expires_ms, parts_->AdminDeadline(tier));
+            parts_->slow[At(tier)]->tier->SetExpiry(id, expires_ms, parts_->AdminDeadline(tier));
         if (!status.ok() && status.code() != StatusCode::kNotFound) failed = std::move(status);
       }
     }
@@ -295,7 +336,7 @@ Status TieredStore::SetQuota(const KeySpace& keys, const ChunkQuota& quota) {
       return bad("bytes_guaranteed", quota.bytes_guaranteed, "not be more than bytes_max");
     if (parts_->has_memory()) parts_->memory->SetQuota(keys.root(), quota);
     for (const auto& tier : parts_->slow)
-      if (tier != nullptr) tier->SetQuota(keys.root(), quota);
+      if (tier != nullptr) tier->tier->SetQuota(keys.root(), quota);
     return {};
   });
 }
@@ -311,9 +352,10 @@ Result<int64_t> TieredStore::Remove(const KeySpace& keys, std::span<const ChunkK
       const ChunkId id{keys.fingerprint(), keys.root(), key};
       bool was_there =
           parts_->has_memory() && parts_->memory->Remove(id, ChunkEvent::Kind::kRemoved);
-      for (const TierKind tier : {TierKind::kDisk, TierKind::kRedis}) {
+      for (const TierKind tier : kSlowTiers) {
         if (parts_->slow[At(tier)] == nullptr) continue;
-        const Result<bool> there = parts_->slow[At(tier)]->Remove(id, parts_->AdminDeadline(tier));
+        const Result<bool> there =
+            parts_->slow[At(tier)]->tier->Remove(id, parts_->AdminDeadline(tier));
         if (!there.ok()) failed = there.status();
         was_there = was_there || (there.ok() && *there);
       }
@@ -329,11 +371,11 @@ Result<int64_t> TieredStore::Clear(const KeySpace& keys) {
     QUIRE_RETURN_IF_ERROR(CheckOpen("Clear"));
     int64_t cleared =
         parts_->has_memory() ? parts_->memory->Clear(keys.fingerprint(), keys.root()) : 0;
-    for (const TierKind tier : {TierKind::kDisk, TierKind::kRedis}) {
+    for (const TierKind tier : kSlowTiers) {
       if (parts_->slow[At(tier)] == nullptr) continue;
       QUIRE_ASSIGN_OR_RETURN(const int64_t count,
-                             parts_->slow[At(tier)]->Clear(keys.fingerprint(), keys.root(),
-                                                           parts_->AdminDeadline(tier)));
+                             parts_->slow[At(tier)]->tier->Clear(keys.fingerprint(), keys.root(),
+                                                                 parts_->AdminDeadline(tier)));
       cleared += count;
     }
     return cleared;
@@ -344,7 +386,7 @@ Result<std::vector<ChunkListing>> TieredStore::List(TierKind tier) {
   return GuardEntry([&]() -> Result<std::vector<ChunkListing>> {
     QUIRE_RETURN_IF_ERROR(CheckTier("List", tier));
     if (tier == TierKind::kRam) return parts_->memory->List();
-    return parts_->slow[At(tier)]->List(kNever);
+    return parts_->slow[At(tier)]->tier->List(kNever);
   });
 }
 
@@ -352,7 +394,7 @@ Result<std::shared_ptr<const StoredChunk>> TieredStore::Get(TierKind tier, const
   return GuardEntry([&]() -> Result<std::shared_ptr<const StoredChunk>> {
     QUIRE_RETURN_IF_ERROR(CheckTier("Get", tier));
     if (tier != TierKind::kRam)
-      return parts_->slow[At(tier)]->Get(key, parts_->AdminDeadline(tier));
+      return parts_->slow[At(tier)]->tier->Get(key, parts_->AdminDeadline(tier));
     auto chunk = parts_->memory->Get(key);
     if (chunk == nullptr)
       return Status(StatusCode::kNotFound,
@@ -366,7 +408,7 @@ Result<int64_t> TieredStore::Verify(TierKind tier) {
   return GuardEntry([&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckTier("Verify", tier));
     if (tier == TierKind::kRam) return parts_->memory->Verify();
-    return parts_->slow[At(tier)]->Verify(kNever);
+    return parts_->slow[At(tier)]->tier->Verify(kNever);
   });
 }
 
@@ -374,20 +416,67 @@ Result<int64_t> TieredStore::CollectGarbage(TierKind tier) {
   return GuardEntry([&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckTier("CollectGarbage", tier));
     if (tier == TierKind::kRam) return parts_->memory->CollectGarbage(parts_->clock->WallMs());
-    return parts_->slow[At(tier)]->CollectGarbage(kNever);
+    return parts_->slow[At(tier)]->tier->CollectGarbage(kNever);
   });
 }
 
-Status TieredStore::Flush(int64_t) { return CheckOpen("Flush"); }
+Status TieredStore::WriteBack(int64_t until_ns) {
+  if (!parts_->has_memory() || !parts_->HasSlow()) return {};
+  Status failed;
+  for (const KeptChunk& kept : parts_->memory->TakeUnwritten()) {
+    Status status;
+    for (const auto& queue : parts_->writes) {
+      if (queue == nullptr) continue;
+      try {
+        const Status pushed = queue->Push(kept, nullptr, until_ns);
+        if (!pushed.ok()) status = pushed;
+      } catch (const std::bad_alloc&) {
+        status = Status::OutOfMemory();
+      }
+    }
+    if (status.ok()) continue;
+    parts_->memory->MarkUnwritten(kept.id);
+    failed = std::move(status);
+  }
+  return failed;
+}
+
+Status TieredStore::Flush(int64_t until_ns) {
+  return GuardEntry([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckOpen("Flush"));
+    Status written = WriteBack(until_ns);
+    for (const TierKind tier : kSlowTiers) {
+      WriteQueue* queue = parts_->writes[At(tier)].get();
+      if (queue == nullptr || queue->Drain(until_ns)) continue;
+      return Status(StatusCode::kTimeout, "ChunkStore::Flush: " + std::to_string(queue->bytes()) +
+                                              " bytes wait for " + std::string(TierName(tier)) +
+                                              " still");
+    }
+    return written;
+  });
+}
 
 void TieredStore::Close() noexcept {
   if (closed_.exchange(true)) return;
+  keeper_.Close();
   fetcher_.Close();
+  try {
+    // Ends: each write has a deadline, and a tier that keeps missing it is left alone.
+    static_cast<void>(WriteBack(kNever));
+  } catch (const std::bad_alloc&) {
+    // What only RAM had is lost, as if it had not been put.
+  }
+  for (const auto& queue : parts_->writes)
+    if (queue != nullptr) queue->Close();
 }
 
 ChunkStoreStatistics TieredStore::Statistics() const {
   ChunkStoreStatistics statistics;
   if (parts_->has_memory()) statistics.tiers[At(TierKind::kRam)] = parts_->memory->Statistics();
+  for (const TierKind tier : kSlowTiers)
+    if (parts_->slow[At(tier)] != nullptr)
+      statistics.tiers[At(tier)] =
+          parts_->slow[At(tier)]->Statistics(parts_->writes[At(tier)]->bytes());
   statistics.fetches = fetcher_.started();
   statistics.fetched_tokens = parts_->fetched_tokens;
   for (size_t i = 0; i < statistics.misses.size(); ++i) statistics.misses[i] = parts_->misses[i];
@@ -397,6 +486,9 @@ ChunkStoreStatistics TieredStore::Statistics() const {
   return statistics;
 }
 
-std::vector<ChunkEvent> TieredStore::TakeEvents() { return parts_->events.Take(); }
+std::vector<ChunkEvent> TieredStore::TakeEvents() {
+  parts_->CollectEvents();
+  return parts_->events.Take();
+}
 
 }  // namespace quire

@@ -11,13 +11,18 @@
 
 #include "quire/chunk_store.h"
 #include "store/chunk_fetcher.h"
+#include "store/put_state.h"
+#include "store/store_keeper.h"
 #include "store/store_parts.h"
 
 namespace quire {
 
+// BadArgument for an option by name and value.
+Status CheckStoreOptions(const ChunkStoreOptions& options, bool has_slow_tier);
+
 class TieredStore final : public ChunkStore {
  public:
-  // With these slow tiers in place of those that the options name.
+  // With these slow tiers in place of those that the options name. REQUIRES: options.clock.
   static Result<std::unique_ptr<ChunkStore>> Create(ChunkStoreOptions options, SlowTiers slow);
   explicit TieredStore(std::shared_ptr<StoreParts> parts);
   ~TieredStore() override;
@@ -54,8 +59,15 @@ class TieredStore final : public ChunkStore {
                                                  bool to_memory);
   Result<KeptChunk> Admit(const KeySpace& keys, ChunkBuffer sealed, const PutOptions& options);
 
+  // Whether a put is acknowledged only when this tier has written it.
+  bool IsAwaited(TierKind tier) const;
+  std::shared_ptr<PutState> Distribute(const KeptChunk& kept);
+  // Hands what only RAM has to the queues of the slow tiers, as room comes.
+  Status WriteBack(int64_t until_ns);
+
   const std::shared_ptr<StoreParts> parts_;
   ChunkFetcher fetcher_;
+  StoreKeeper keeper_;
   std::atomic<bool> closed_{false};
 };
 

@@ -178,7 +178,22 @@ void WireSender::FinishFrame() {
 
 // ---------------------------------------------------------------------------------- WireReceiver
 
+void WireReceiver::Stop() {
+  is_stopped_ = true;
+  if (is_receiving_) return;
+  messages_.clear();
+  head_ = std::vector<std::byte>();  // frees; "= {}" would keep the memory
+}
+
 Status WireReceiver::Receive(std::span<const std::byte> bytes) {
+  is_receiving_ = true;
+  const Status status = ReceiveParts(bytes);
+  is_receiving_ = false;
+  if (is_stopped_ || !status.ok()) Stop();
+  return status;
+}
+
+Status WireReceiver::ReceiveParts(std::span<const std::byte> bytes) {
   while (!is_stopped_) {
     if (expect_ == Expect::kHeader) {
       const size_t count = std::min(bytes.size(), kHeaderBytes - have_);
@@ -335,7 +350,7 @@ void WireReceiver::TakeData(std::span<const std::byte> bytes) {
 void WireReceiver::OnFrameEnd() {
   expect_ = Expect::kHeader;
   have_ = 0;
-  head_ = {};
+  head_ = std::vector<std::byte>();  // frees; "= {}" would keep the memory
   const auto place = messages_.find(header_.request);
   Incoming& incoming = place->second;
   if (data_crc_ != header_.data_crc && !incoming.is_skipped) {
@@ -352,7 +367,7 @@ void WireReceiver::Break(Messages::iterator place, const Status& why) {
   Incoming& incoming = place->second;
   incoming.is_skipped = true;
   incoming.message.tensors.clear();
-  incoming.message.fields = {};
+  incoming.message.fields = std::vector<std::byte>();
   incoming.buffers.clear();
   incoming.headers.clear();
   incoming.hold = {};

@@ -146,8 +146,9 @@ class WireReceiver {
   // Takes all of `bytes`, unless the handler calls Stop. An error: nothing that follows on this
   // connection can be trusted.
   Status Receive(std::span<const std::byte> bytes);
-  // From within the handler: what follows is not looked at.
-  void Stop() { is_stopped_ = true; }
+  // What follows is not looked at, what has not arrived to its end is freed. From within the
+  // handler, too.
+  void Stop();
 
   // Bytes allocated now, but for constant ones.
   int64_t memory_bytes() const;
@@ -166,6 +167,7 @@ class WireReceiver {
   };
   using Messages = std::map<uint64_t, Incoming>;
 
+  Status ReceiveParts(std::span<const std::byte> bytes);
   Status OnHeader();
   Status OnHead();
   Status BeginMessage();
@@ -180,6 +182,7 @@ class WireReceiver {
   const size_t messages_max_;
   int64_t head_bytes_max_ = kHeadBytesMax;
   bool is_stopped_ = false;
+  bool is_receiving_ = false;
   uint64_t next_number_ = 0;
 
   enum class Expect : uint8_t { kHeader, kHead, kData };

@@ -43,7 +43,8 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_every_case_gives_its_rows(smoke):
     names = [case["name"] for case in smoke["cases"]]
-    assert names == ["smoke/decode", "smoke/shared", "smoke/prefill", "smoke/plan"]
+    assert names[:4] == ["smoke/decode", "smoke/shared", "smoke/prefill", "smoke/plan"]
+    assert names[4:] == [f"chunks/1.1b/{tier}" for tier in ("ram", "disk", "disk-sync", "redis")]
     for case in smoke["cases"]:
         assert case["rows"], case["name"]
         for rounds in case["samples"].values():
@@ -225,7 +226,7 @@ def test_every_engine_is_asked_for_the_same_work():
     def generate(prompts: list[list[int]], tokens: int) -> None:
         asked.append(([len(prompt) for prompt in prompts], tokens))
 
-    cases = generation.Cases(generate, vocab_size=1000)
+    cases = generation.Cases(generation.Engine(generate, 1000, "test"))
     request = {"kind": "generate", "depth": 64, "batch": 3, "tokens": 32}
     cases.prepare("key", **request)
     assert asked == [([64], 1)] * 3 + [([64] * 3, 1), ([64] * 3, 33)]
@@ -238,6 +239,9 @@ def test_every_engine_is_asked_for_the_same_work():
     asked.clear()
     cases.run("key", kind="first_token", prefix=128, repetitions=2)
     assert asked == [([128], 1), ([144], 1), ([144], 1)]
+    asked.clear()
+    cases.prepare("again", kind="again", tokens=128)
+    assert asked == [([128], 1)] * 2
 
 
 # ---- The page

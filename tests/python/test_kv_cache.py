@@ -560,3 +560,65 @@ def test_the_default_page_size_is_a_power_of_two() -> None:
     size = quire.default_page_size(LayerSpec(32, 8, 128, 128, "bfloat16"))
     assert size == 16
     assert quire.default_page_size(LayerSpec(4, 1, 32, 32, "bfloat16")) == 256
+
+
+def attention_of_row(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: list[int], cap: float, sinks: list[float]
+) -> np.ndarray:
+    """One row of q [Hq, D] over the seen positions of k, v [n, 1, D], in double."""
+    out = np.zeros_like(q, dtype=np.float64)
+    for head in range(q.shape[0]):
+        scores = (k[seen, 0] @ q[head]) / np.sqrt(q.shape[1])
+        if cap:
+            scores = cap * np.tanh(scores / cap)
+        logits = np.append(scores, sinks[head]) if sinks else scores
+        weights = np.exp(logits - logits.max())
+        out[head] = (weights[: len(seen)] @ v[seen, 0]) / weights.sum()
+    return out
+
+
+def test_windows_soft_caps_and_learned_sinks() -> None:
+    sinks = [0.5, -1.0]
+    layers = [LayerSpec(2, 1, 8), LayerSpec(2, 1, 8, window=6, soft_cap=2.0, head_sinks=sinks)]
+    cache = KVCache(
+        layers=layers,
+        max_num_sequences=4,
+        token_capacity=256,
+        prefill_chunk_size=64,
+        page_size=16,
+    )
+    assert cache.layers[1].window == 6 and tuple(cache.layers[1].head_sinks) == tuple(sinks)
+    random = np.random.default_rng(3)
+    q, k, v = (random.standard_normal((64, heads, 8), np.float32) for heads in (2, 1, 1))
+    cache.add_sequence(0)
+    cache.enable_sliding_window_for_seq(0, 20, 3)
+    length = 0
+    for count in (1, 40, 1, 22):
+        rows = slice(length, length + count)
+        cache.begin_forward([0], [count])
+        for layer, spec in enumerate(layers):
+            cache.append(layer, k[rows], v[rows])
+            o = cache.attend(layer, q[rows])
+            again = cache.attention_with_shared_kv(layer, q[rows])
+            np.testing.assert_array_equal(o, again)
+            for i, p in enumerate(range(length, length + count)):
+                seen = [s for s in range(p + 1) if s < 3 or s > p - 17]
+                if spec.window:
+                    seen = [s for s in seen if s > p - spec.window]
+                expected = attention_of_row(
+                    q[p], k, v, seen, spec.soft_cap, list(spec.head_sinks)
+                )
+                np.testing.assert_allclose(o[i], expected, rtol=2e-5, atol=2e-6)
+        cache.end_forward()
+        length += count
+    # A next query sees [48, 64) of layer 0 beside the sinks, [59, 64) of layer 1.
+    assert cache.held_tokens(0) == 16
+    assert cache.get_sequence_length(0) == 64
+    with pytest.raises(quire.BadStateError, match="cannot end at 40"):
+        cache.fork_sequence(0, 1, 40)
+    with pytest.raises(quire.BadStateError, match="cannot end at 40"):
+        cache.pop_n(0, 24)
+    cache.disable_sliding_window_for_seq(0)
+    with pytest.raises(quire.BadStateError):
+        cache.disable_sliding_window_for_seq(0)
+    cache.check_invariants()

@@ -31,6 +31,7 @@ prompts with it.
   quire inspect [MODEL]               what a model is, takes and runs on; what this build can do
   quire import FILE.gguf DIR          turns a GGUF file into a Hugging Face folder
   quire snapshot save | restore ...   a conversation's state as one file, checked when it is read
+  quire store ls | verify | gc ...    what --kv-dir and --kv-redis keep between commands
 
 `quire COMMAND --help` tells all options; --dry-run tells what memory a command would take.
 In Python: import quire; quire.Engine(MODEL).generate("TEXT")
@@ -44,6 +45,7 @@ _COMMANDS = {
     "inspect": "quire.cli.inspect",
     "import": "quire.cli.import_gguf",
     "snapshot": "quire.cli.snapshot",
+    "store": "quire.cli.store",
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.terminal import note, printable
 
 if TYPE_CHECKING:
-    from quire.engine import Engine, Result, Sample
+    from quire.engine import Engine, Result, Sample, Usage
 
 
 @dataclasses.dataclass
@@ -66,12 +66,58 @@ def print_stats(answer: PrintedAnswer) -> None:
     )
 
 
+def print_sources(engine: Engine, result: Result | None) -> None:
+    """With a chunk store: where the KV of the prompt came from, and why no more came."""
+    if engine.store is None or result is None:
+        return
+    late = "" if engine.uses_store else "; the digest of the model was not known yet"
+    note(f"({sources(result.usage)}{late})")
+
+
+def print_total_sources(engine: Engine) -> None:
+    """The same for all requests of the engine together."""
+    if engine.store is None:
+        return
+    stats = engine.stats()
+    tiers = {name: stats[f"loaded_{name}_tokens"] for name in ("ram", "disk", "redis")}
+    found = ", ".join(f"{count} {name}" for name, count in tiers.items() if count > 0)
+    note(
+        f"({stats['cached_tokens']} of {stats['prompt_tokens']} prompt tokens not computed; "
+        f"from the store: {found or 'none'})"
+    )
+
+
+def sources(usage: Usage) -> str:
+    """ "300 of 310 prompt tokens not computed: 44 memory, 256 disk in 0.01 s; then: not stored"."""
+    found = {
+        "memory": usage.memory_tokens,
+        "ram": usage.ram_tokens,
+        "disk": usage.disk_tokens,
+        "redis": usage.redis_tokens,
+    }
+    text = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens not computed"
+    if usage.cached_tokens > 0:
+        text += ": " + ", ".join(f"{count} {name}" for name, count in found.items() if count > 0)
+    if usage.load_seconds > 0:
+        text += f" in {usage.load_seconds:.3f} s"
+    if usage.miss is not None:
+        text += f"; {'then' if usage.cached_tokens else 'the store'}: {usage.miss}"
+    return text
+
+
 def result_object(result: Result) -> dict[str, Any]:
     """A result as JSON; with several samples a list of them."""
-    usage = dataclasses.asdict(result.usage)
+    usage = _usage_object(result.usage)
     if len(result.samples) > 1:
         return {"samples": [_sample_object(sample) for sample in result.samples], "usage": usage}
     return {**_sample_object(result.samples[0]), "usage": usage}
+
+
+def _usage_object(usage: Usage) -> dict[str, Any]:
+    """What a chunk store gave stands there only if one was asked."""
+    fields = dataclasses.asdict(usage)
+    always = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    return {name: value for name, value in fields.items() if name in always or value}
 
 
 def _sample_object(sample: Sample) -> dict[str, Any]:

@@ -31,6 +31,12 @@ ENGINE = (
     "max_num_sequences",
     "prefix_cache",
     "kernel_path",
+    "kv_dir",
+    "kv_dir_bytes",
+    "kv_redis",
+    "kv_durability",
+    "kv_key_file",
+    "kv_load_timeout",
 )
 
 
@@ -115,6 +121,42 @@ def add_engine(command: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--kernel-path", metavar="NAME", help="one of `quire inspect`; default: the best"
+    )
+
+
+def add_store(command: argparse.ArgumentParser) -> None:
+    """Where KV is kept beyond the end of the command."""
+    store = command.add_argument_group("KV that outlives the command")
+    store.add_argument(
+        "--kv-dir", metavar="DIR", help="keep KV in DIR, and take from there what is not computed"
+    )
+    store.add_argument(
+        "--kv-redis", metavar="HOST:PORT", help="the same in Redis; with commas: seeds of a cluster"
+    )
+    add_store_details(store)
+    store.add_argument(
+        "--kv-load-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="the most that a prompt waits for what was kept (default: 2)",
+    )
+
+
+def add_store_details(store: argparse._ArgumentGroup) -> None:
+    store.add_argument(
+        "--kv-quota",
+        dest="kv_dir_bytes",
+        type=size,
+        metavar="SIZE",
+        help="the most that DIR takes (default: what is free, but a tenth)",
+    )
+    store.add_argument(
+        "--kv-durability",
+        choices=("none", "async", "os", "sync"),
+        help="what is written survives: nothing, nothing, the process (default), a loss of power",
+    )
+    store.add_argument(
+        "--kv-key-file", metavar="FILE", help="sign with the content of FILE, take only what is"
     )
 
 

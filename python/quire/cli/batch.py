@@ -40,7 +40,9 @@ def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int
         _open_output(options.output, options.file) as output,
     ):
         requests = _requests(engine, file, options)
-        return _answer_all(engine, file, requests, output)
+        code = _answer_all(engine, file, requests, output)
+        answers.print_total_sources(engine)
+        return code
 
 
 def length_facts(

@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_sampling(command, most_tokens=f"{_DEFAULT_MAX_TOKENS}, or what there is room for")
     arguments.add_engine(command)
+    arguments.add_store(command)
     command.set_defaults(run=_run)
     return command
 
@@ -185,6 +186,7 @@ class Conversation:
             return
         # As it was printed, also if it was interrupted: it is what the user saw.
         self._turns.append({"role": "assistant", "content": answer.text})
+        answers.print_sources(self._engine, answer.result)
         if answer.result is None:
             note("(interrupted)")
         elif self._stats:

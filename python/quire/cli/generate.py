@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --json or --file: log-probabilities, and those of the K best tokens",
     )
     arguments.add_engine(command)
+    arguments.add_store(command)
     command.set_defaults(run=_run)
     return command
 
@@ -98,8 +99,10 @@ def _run(options: argparse.Namespace) -> int:
         if options.json:
             result = engine.generate(prompt, **sampling)
             print(json.dumps(answers.result_object(result), ensure_ascii=False))
+            answers.print_sources(engine, result)
             return 0
         answer = answers.print_answer(engine, prompt, sampling)
+        answers.print_sources(engine, answer.result)
     if options.stats:
         answers.print_stats(answer)
     return 0

@@ -24,9 +24,9 @@ QUIRE_INLINE int PairSecond(int i, int rotary_dim, bool interleaved) {
   return interleaved ? 2 * i + 1 : i + rotary_dim / 2;
 }
 
-// One head of row `index`.
+// One head of row `index`. Without angles the row is rotated already.
 static void RotateRow(float* row, const RotaryRows& rotary, int64_t index) {
-  if (rotary.rotary_dim == 0) return;
+  if (rotary.rotary_dim == 0 || rotary.angles == nullptr) return;
   const auto [cos, sin] = rotary.angles[index];
   const bool interleaved = rotary.interleaved;
   const int half = rotary.rotary_dim / 2;

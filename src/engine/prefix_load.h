@@ -2,8 +2,8 @@
 //
 // Invariant: once it has ended, nothing changes any more, whatever the store does: decisions of one
 // step agree with each other.
-#ifndef QUIRE_ENGINE_CHUNK_LOAD_H_
-#define QUIRE_ENGINE_CHUNK_LOAD_H_
+#ifndef QUIRE_ENGINE_PREFIX_LOAD_H_
+#define QUIRE_ENGINE_PREFIX_LOAD_H_
 
 #include <cstdint>
 #include <memory>
@@ -22,7 +22,7 @@ struct StoredPrefix {
   bool tail = false;
 };
 
-class ChunkLoad {
+class PrefixLoad {
  public:
   // One that is there: tokens [begin, end) of the request.
   struct Chunk {
@@ -34,12 +34,12 @@ class ChunkLoad {
   };
 
   // `keys`: those of the chain over `tokens` from first_chunk on, as many as `fetch` brings.
-  ChunkLoad(std::shared_ptr<ChunkFetch> fetch, std::vector<ChunkKey> keys,
-            std::vector<int32_t> tokens, int64_t chunk_tokens, int64_t first_chunk,
-            int64_t start_ns, int64_t deadline_ns);
-  ChunkLoad(const ChunkLoad&) = delete;
-  ChunkLoad& operator=(const ChunkLoad&) = delete;
-  ~ChunkLoad();  // cancels what is not there yet
+  PrefixLoad(std::shared_ptr<ChunkFetch> fetch, std::vector<ChunkKey> keys,
+             std::vector<int32_t> tokens, int64_t chunk_tokens, int64_t first_chunk,
+             int64_t start_ns, int64_t deadline_ns);
+  PrefixLoad(const PrefixLoad&) = delete;
+  PrefixLoad& operator=(const PrefixLoad&) = delete;
+  ~PrefixLoad();  // cancels what is not there yet
 
   bool ended() const { return fetch_ == nullptr; }
   // Ends it if the store is done or the deadline has passed. May throw std::bad_alloc.
@@ -70,4 +70,4 @@ class ChunkLoad {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_CHUNK_LOAD_H_
+#endif  // QUIRE_ENGINE_PREFIX_LOAD_H_

@@ -1,13 +1,13 @@
-#include "engine/chunk_load.h"
+#include "engine/prefix_load.h"
 
 #include <algorithm>
 #include <utility>
 
 namespace quire {
 
-ChunkLoad::ChunkLoad(std::shared_ptr<ChunkFetch> fetch, std::vector<ChunkKey> keys,
-                     std::vector<int32_t> tokens, int64_t chunk_tokens, int64_t first_chunk,
-                     int64_t start_ns, int64_t deadline_ns)
+PrefixLoad::PrefixLoad(std::shared_ptr<ChunkFetch> fetch, std::vector<ChunkKey> keys,
+                       std::vector<int32_t> tokens, int64_t chunk_tokens, int64_t first_chunk,
+                       int64_t start_ns, int64_t deadline_ns)
     : fetch_(std::move(fetch)),
       keys_(std::move(keys)),
       tokens_(std::move(tokens)),
@@ -16,11 +16,11 @@ ChunkLoad::ChunkLoad(std::shared_ptr<ChunkFetch> fetch, std::vector<ChunkKey> ke
       start_ns_(start_ns),
       deadline_ns_(deadline_ns) {}
 
-ChunkLoad::~ChunkLoad() {
+PrefixLoad::~PrefixLoad() {
   if (fetch_ != nullptr) fetch_->Cancel();
 }
 
-void ChunkLoad::Poll(int64_t now_ns) {
+void PrefixLoad::Poll(int64_t now_ns) {
   if (ended()) return;
   const bool done = fetch_->done();  // asked first: what is ready may still grow otherwise
   if (!done && now_ns < deadline_ns_) return;
@@ -40,7 +40,7 @@ void ChunkLoad::Poll(int64_t now_ns) {
   fetch_ = nullptr;
 }
 
-void ChunkLoad::Wait(int64_t until_ns) {
+void PrefixLoad::Wait(int64_t until_ns) {
   if (!ended()) fetch_->Wait(std::min(until_ns, deadline_ns_));
 }
 

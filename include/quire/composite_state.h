@@ -1,0 +1,51 @@
+// CompositeState: the state of a model with attention and recurrent layers. Its parts change
+// together or not at all.
+#ifndef QUIRE_COMPOSITE_STATE_H_
+#define QUIRE_COMPOSITE_STATE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "quire/attention_kv_cache.h"
+#include "quire/kv_state.h"
+#include "quire/recurrent_state.h"
+#include "quire/status.h"
+
+namespace quire {
+
+// Each call of KVState is made on all parts, or, if one of them refuses it, on none, and the error
+// is that part's. The layers' calls are made on the parts. As long as a CompositeState has parts,
+// the calls of KVState are not made on them directly: they would no longer hold the same sequences.
+class CompositeState : public KVState {
+ public:
+  struct Parts {
+    std::shared_ptr<AttentionKVCache> attention{};  // null: recurrent layers only
+    std::vector<std::shared_ptr<RecurrentState>> recurrent{};
+  };
+
+  // REQUIRES: recurrent parts, none of them null or given twice, made by this library; no part has
+  // sequences.
+  static Result<std::unique_ptr<CompositeState>> Create(Parts parts);
+
+  virtual const Parts& parts() const = 0;
+
+  // As on the parts.
+  virtual Status SetRetained(int64_t seq_id, bool retained) = 0;
+  // The largest position <= `position` that ForkSequence and PopN reach in all parts.
+  // REQUIRES: 0 <= position <= length.
+  virtual Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const = 0;
+
+  virtual bool HasSequence(int64_t seq_id) const = 0;
+  virtual int64_t sequence_count() const = 0;
+  virtual Result<int64_t> GetSequenceLength(int64_t seq_id) const = 0;
+
+  // Of all parts.
+  virtual uint64_t StateDigest() const = 0;
+  // Also that all parts hold as many sequences.
+  virtual Status CheckInvariants() const = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_COMPOSITE_STATE_H_

@@ -1,0 +1,175 @@
+"""What quire.RNNState and quire.RecurrentCache have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from quire import _ffi
+from quire._arrays import int_list
+
+__all__ = ["RecurrentState", "SlotCounts"]
+
+_Self = TypeVar("_Self", bound="RecurrentState")
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotCounts:
+    """Slots, each of one state of all layers: all, free, held by retained sequences."""
+
+    total: int
+    free: int
+    retained: int
+
+
+class RecurrentState:
+    """A state of recurrent layers for each of many sequences.
+
+    Such a state cannot be cut at a position as attention KV can: it exists at the positions where
+    it was kept. fork_sequence and pop_n reach those, and what can be computed from them; position 0
+    always. For any other they raise NeedsReplayError and have changed nothing: go to
+    ``replay_start(...)`` and run the tokens from there again.
+
+    Every call works, or raises a subclass of :class:`quire.QuireError` and has changed nothing.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._open_handle: Any = handle
+        _ffi.close_at_exit(self)
+
+    @property
+    def _handle(self) -> Any:
+        if self._open_handle is None:
+            raise _ffi.closed_error(type(self).__name__)
+        return self._open_handle
+
+    def __tvm_ffi_object__(self) -> Any:
+        """The C++ object, for functions of other tvm-ffi libraries."""
+        return self._handle
+
+    def close(self) -> None:
+        """Frees the states.
+
+        Every later call raises ClosedError; closing twice is allowed.
+        """
+        self._open_handle = None
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- Sequences
+
+    def clear(self) -> None:
+        """Drops all sequences; aborts an open forward first."""
+        self._handle.clear()
+
+    def add_sequence(self, seq_id: int) -> None:
+        """Adds an empty sequence.
+
+        SequenceExistsError, BadArgumentError (negative), TooLargeError (too many).
+        """
+        self._handle.add_sequence(seq_id)
+
+    def remove_sequence(self, seq_id: int) -> None:
+        """Drops a sequence. UnknownSequenceError; BadStateError in its forward."""
+        self._handle.remove_sequence(seq_id)
+
+    def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
+        """Adds a sequence that begins with the first `fork_pos` tokens of the parent (-1: all)."""
+        self._handle.fork_sequence(parent_id, child_id, fork_pos)
+
+    def pop_n(self, seq_id: int, n: int) -> None:
+        """Drops the last `n` tokens."""
+        self._handle.pop_n(seq_id, n)
+
+    def set_retained(self, seq_id: int, retained: bool) -> None:
+        """Whether the sequence is kept for its tokens alone.
+
+        Such a one keeps its current state and its checkpoints only, does not count against
+        ``max_num_sequences`` and cannot be in a batch.
+        """
+        self._handle.set_retained(seq_id, retained)
+
+    def replay_start(self, seq_id: int, position: int) -> int:
+        """The largest position up to `position` that fork_sequence and pop_n reach."""
+        return int(self._handle.replay_start(seq_id, position))
+
+    # ---- Forward
+
+    def begin_forward(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> None:
+        """Plans a forward of ``append_lengths[i]`` new tokens for ``seq_ids[i]``; reserves for it.
+
+        Raises OutOfPagesError, UnknownSequenceError, BadArgumentError, BadStateError; nothing has
+        changed then.
+        """
+        self._handle.begin_forward(
+            int_list(seq_ids, "seq_ids"), int_list(append_lengths, "append_lengths")
+        )
+
+    def end_forward(self) -> None:
+        """Ends the forward; its tokens count from now on.
+
+        BadStateError, and still open, if a layer or state is missing.
+        """
+        self._handle.end_forward()
+
+    def abort_forward(self) -> None:
+        """Ends the forward and leaves the sequences as they were before it."""
+        self._handle.abort_forward()
+
+    @contextlib.contextmanager
+    def forward(
+        self: _Self, seq_ids: Sequence[int], append_lengths: Sequence[int]
+    ) -> Iterator[_Self]:
+        """begin_forward, the body, end_forward; abort_forward when the body or end_forward
+        raises."""
+        self.begin_forward(seq_ids, append_lengths)
+        try:
+            yield self
+            self.end_forward()
+        except BaseException:
+            self.abort_forward()
+            raise
+
+    # ---- Counters. Lengths include the tokens of an open forward.
+
+    def has_sequence(self, seq_id: int) -> bool:
+        """Whether the sequence is there."""
+        return bool(self._handle.has_sequence(seq_id))
+
+    def sequence_count(self) -> int:
+        """Number of sequences, retained ones included."""
+        return int(self._handle.sequence_count())
+
+    def retained_sequence_count(self) -> int:
+        """Number of retained sequences."""
+        return int(self._handle.retained_sequence_count())
+
+    def get_sequence_length(self, seq_id: int) -> int:
+        """Tokens of one sequence. UnknownSequenceError."""
+        return int(self._handle.get_sequence_length(seq_id))
+
+    def slot_counts(self) -> SlotCounts:
+        """Where the slots are."""
+        counts = self._handle.slot_counts()
+        return SlotCounts(int(counts["total"]), int(counts["free"]), int(counts["retained"]))
+
+    def storage_bytes(self) -> int:
+        """Bytes mapped for all states: the most that the object takes for them."""
+        return int(self._handle.storage_bytes())
+
+    # ---- Debugging
+
+    def state_digest(self) -> int:
+        """A number for all that can be observed (not the states' bytes); equal before and after a
+        failed call."""
+        return int(self._handle.state_digest()) & 0xFFFFFFFFFFFFFFFF
+
+    def check_invariants(self) -> None:
+        """Walks the whole state; InternalError with the first violated invariant."""
+        self._handle.check_invariants()

@@ -1,0 +1,114 @@
+"""Which model KV is of: digests of its files, as passports have them.
+
+To read all weights takes seconds, so digests are kept in the folder :func:`quire._home.cache_dir`,
+under the paths, sizes and times of the files that they are of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from quire import errors
+from quire._home import cache_dir
+
+__all__ = ["kept_identity", "model_identity"]
+
+_BLOCK_BYTES = 1 << 20  # read at a time: hashing it takes about a millisecond
+
+
+def model_identity(
+    model_dir: str | os.PathLike[str], *, stop: threading.Event | None = None
+) -> dict[str, str]:
+    """Architecture's name, and digests of weights and tokenizer. Reads all of them, unless their
+    digests are kept.
+
+    Raises:
+        CancelledError: `stop` was set meanwhile.
+    """
+    folder = Path(model_dir)
+    kept = kept_identity(folder)
+    if kept is not None:
+        return kept
+    facts = _facts(folder)  # before they are read: a file that changes meanwhile is read anew
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tokenizer = folder / "tokenizer.json"
+    identity = {
+        "model": str((config.get("architectures") or ["unknown"])[0]),
+        "revision": _digest(_weights(folder), stop),
+        "tokenizer": _digest([tokenizer], stop) if tokenizer.is_file() else "",
+    }
+    _keep(folder, {"files": facts, "identity": identity})
+    return identity
+
+
+def kept_identity(model_dir: str | os.PathLike[str]) -> dict[str, str] | None:
+    """What :func:`model_identity` gives, if it is known without reading the weights."""
+    folder = Path(model_dir)
+    try:
+        kept = json.loads(_place(folder).read_text(encoding="utf-8"))
+        identity = kept["identity"]
+        if kept["files"] != _facts(folder) or set(identity) != {"model", "revision", "tokenizer"}:
+            return None
+        return {name: str(value) for name, value in identity.items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not kept, or damaged
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+
+
+def _facts(folder: Path) -> list[list[str | int]]:
+    """Of all files: path, size and time of the last change."""
+    files = [file.resolve() for file in (*_weights(folder), folder / "tokenizer.json")]
+    found = [(file, file.stat()) for file in files if file.is_file()]
+    return [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in found]
+
+
+def _place(folder: Path) -> Path:
+    name = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=16).hexdigest()
+    return cache_dir() / "identities" / f"{name}.json"
+
+
+def _keep(folder: Path, facts: dict[str, object]) -> None:
+    """Whole or not at all; where it cannot be kept it is computed again."""
+    place = _place(folder)
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=place.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(facts, file)
+            os.replace(name, place)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+def _digest(files: Sequence[Path], stop: threading.Event | None) -> str:
+    """Of the names and contents of files, independent of their folder. Hashing lets go of Python's
+    lock, so that the files of a large model are read side by side."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        parts = list(pool.map(lambda file: _file_digest(file, stop), files))
+    whole = hashlib.blake2b(digest_size=32)
+    for file, part in zip(files, parts, strict=True):
+        whole.update(file.name.encode() + b"\0" + part)
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path, stop: threading.Event | None) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            if stop is not None and stop.is_set():
+                raise errors.CancelledError(f"{path}: nobody waits for its digest any more")
+            digest.update(block)
+    return digest.digest()

@@ -1,0 +1,181 @@
+// Windows of PagedKVCache: switching them, what is legal under them, what they free.
+#include <algorithm>
+#include <cmath>
+
+#include "base/float_environment.h"
+#include "kv/paged_kv_cache.h"
+#include "kv/reserve.h"
+
+namespace quire {
+namespace {
+
+std::string OfSequence(const char* call, const Sequence& sequence) {
+  return std::string(call) + ": sequence " + std::to_string(sequence.id) + " ";
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------- switching
+
+Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
+  const char* call = "EnableSlidingWindowForSeq";
+  return Enter(call, [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch(call, seq_id));
+    Sequence& sequence = sequences_[index];
+    if (sinks < 0 || sinks >= window || window >= kNoWindow) {
+      return Status(StatusCode::kBadArgument,
+                    OfSequence(call, sequence) + "cannot have a window of " +
+                        std::to_string(window) + " tokens, " + std::to_string(sinks) +
+                        " of them sinks; sinks are 0 or more and fewer than the window");
+    }
+    if (sequence.window.window != kNoWindow) {
+      return Status(StatusCode::kBadState, OfSequence(call, sequence) + "has a window of " +
+                                               std::to_string(sequence.window.window) +
+                                               " tokens; call DisableSlidingWindowForSeq first");
+    }
+    if (sequence.window.slid > 0 && sequence.window.sinks != sinks) {
+      return Status(StatusCode::kBadState,
+                    OfSequence(call, sequence) + "has lost tokens behind its first " +
+                        std::to_string(sequence.window.sinks) + "; it cannot have " +
+                        std::to_string(sinks) + " sinks instead");
+    }
+    sequence.window.window = window;
+    sequence.window.sinks = sinks;
+    return Status();
+  });
+}
+
+Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
+  const char* call = "DisableSlidingWindowForSeq";
+  return Enter(call, [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch(call, seq_id));
+    Sequence& sequence = sequences_[index];
+    if (sequence.window.window == kNoWindow) {
+      return Status(StatusCode::kBadState, OfSequence(call, sequence) + "has no window");
+    }
+    sequence.window.window = kNoWindow;
+    sequence.window.slid = sequence.slid;
+    if (sequence.slid == 0) sequence.window = {};
+    return Status();
+  });
+}
+
+Result<int64_t> PagedKVCache::HeldTokens(int64_t seq_id) const {
+  return Enter("HeldTokens", [&]() -> Result<int64_t> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("HeldTokens", seq_id));
+    return CountHeldTokens(tree_, sequences_[index].last);
+  });
+}
+
+// ---------------------------------------------------------------------- what is legal
+
+Status PagedKVCache::CheckEnd(const char* call, const Sequence& sequence, int64_t length) const {
+  if (length == tree_.End(sequence.last)) return Status();
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    const LayerGroup& group = groups_[static_cast<size_t>(g)];
+    if (CanEndAt(tree_, sequence, g, group.window, length)) continue;
+    return Status(StatusCode::kBadState,
+                  OfSequence(call, sequence) + "of length " +
+                      std::to_string(tree_.End(sequence.last)) + " cannot end at " +
+                      std::to_string(length) + ": in layer " +
+                      std::to_string(group.layers.front()) +
+                      " tokens that a query there would see have slid out of the window and are "
+                      "no longer held; compute the sequence anew from an empty one");
+  }
+  return Status();
+}
+
+Status PagedKVCache::CheckHeld(const char* call, const Sequence& sequence, int group, int64_t start,
+                               int64_t end) const {
+  if (tree_.IsHeld(sequence.last, group, start, end)) return Status();
+  return Status(StatusCode::kBadArgument,
+                OfSequence(call, sequence) + "no longer holds all tokens of [" +
+                    std::to_string(start) + ", " + std::to_string(end) + ") in layer " +
+                    std::to_string(groups_[static_cast<size_t>(group)].layers.front()) +
+                    ": some have slid out of the window");
+}
+
+// ---------------------------------------------------------------------- sliding
+
+// `to` ends at `length` of what `from` holds; they may be the same.
+void PagedKVCache::MoveEnd(const Sequence& from, int64_t length, Sequence* to) const noexcept {
+  const SequenceWindow window = WindowAt(from.window, length);
+  to->slid = std::min(from.slid, std::max<int64_t>(SlidAt(window, length), 0));
+  to->window = window;
+}
+
+// After a forward that began at `old_length`.
+void PagedKVCache::SlideTo(Sequence* sequence, int64_t old_length) noexcept {
+  const int64_t length = tree_.End(sequence->last);
+  const int64_t old_slid = sequence->slid;
+  sequence->slid = SlidAt(sequence->window, length);
+  for (int g = 0; g < tree_.group_count() && !hides_more_; ++g) {
+    const int64_t layer_window = groups_[static_cast<size_t>(g)].window;
+    const PagePool& pool = tree_.pool(g);
+    Sequence before = *sequence;
+    before.slid = old_slid;
+    const HiddenRange old = HiddenFrom(before, old_length, layer_window);
+    const HiddenRange now = HiddenFrom(*sequence, length, layer_window);
+    hides_more_ = old.begin != now.begin || pool.RangeBegin(old.end) != pool.RangeBegin(now.end);
+  }
+}
+
+void PagedKVCache::FreeHidden() noexcept {
+  if (in_forward_ || !hides_more_) return;
+  hides_more_ = false;
+  for (int g = 0; g < tree_.group_count(); ++g)
+    FreeHiddenPages(tree_, sequences_, g, groups_[static_cast<size_t>(g)].window);
+}
+
+// ---------------------------------------------------------------------- positions of sinks
+
+void PagedKVCache::FillSinkAngles(Rope& rope) noexcept {
+  rope.sink_angles.clear();
+  const bool any = std::any_of(plan_.members.begin(), plan_.members.end(),
+                               [](const ForwardMember& m) { return m.window.sinks > 0; });
+  if (!any) return;
+  const int64_t pairs = rope.short_table.pair_count();
+  for (const ForwardMember& member : plan_.members) {
+    const RopeTable& table = rope.table(member.long_factors);
+    for (int64_t p = member.base(); p < member.base() + member.row_count(); ++p) {
+      const int64_t at = (p - SlidAt(member.window, p)) * pairs;
+      rope.sink_angles.push_back({table.cos() + at, table.sin() + at});
+    }
+  }
+}
+
+void PagedKVCache::ReserveSlidAngles(int64_t pairs, int64_t rows) {
+  if (options_.rope.mode != RopeMode::kNormal) return;
+  ReserveGrowing(slid_cos_, static_cast<size_t>(rows * pairs));
+  ReserveGrowing(slid_sin_, static_cast<size_t>(rows * pairs));
+  ReserveGrowing(slid_angles_, static_cast<size_t>(rows));
+}
+
+void PagedKVCache::FillSlidAngles(const Layer& layer) noexcept {
+  const ScopedFloatEnvironment environment;
+  slid_angles_.clear();
+  Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
+  if (rope.sink_angles.empty()) return;
+  const size_t pairs = static_cast<size_t>(rope.short_table.pair_count());
+  const size_t rows = static_cast<size_t>(plan_.row_count());
+  slid_cos_.resize(rows * pairs);
+  slid_sin_.resize(rows * pairs);
+  slid_angles_.resize(rows);
+  size_t row = 0;
+  for (const ForwardMember& member : plan_.members) {
+    const RopeFrequencies& frequencies = rope.table(member.long_factors).frequencies();
+    for (int64_t i = 0; i < member.row_count(); ++i, ++row) {
+      const auto slid = static_cast<double>(SlidAt(member.window, member.base() + i));
+      float* const cos = slid_cos_.data() + row * pairs;
+      float* const sin = slid_sin_.data() + row * pairs;
+      for (size_t pair = 0; pair < pairs; ++pair) {
+        const double angle = -slid * frequencies.inv_freq[pair];
+        cos[pair] = static_cast<float>(std::cos(angle));
+        sin[pair] = static_cast<float>(std::sin(angle));
+      }
+      slid_angles_[row] = {cos, sin};
+    }
+  }
+}
+
+}  // namespace quire

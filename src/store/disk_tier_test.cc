@@ -1,0 +1,715 @@
+#include "store/disk_tier.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/fake_clock.h"
+#include "base/random.h"
+#include "store/disk_layout.h"
+#include "store/test_disk.h"
+
+namespace quire {
+namespace {
+
+namespace fs = std::filesystem;
+
+class DiskTierTest : public ::testing::Test {
+ protected:
+  DiskTierSetup Setup(int64_t bytes_max = int64_t{1} << 30) {
+    DiskTierSetup setup;
+    setup.disk.directory = directory.path();
+    setup.disk.bytes_max = bytes_max;
+    setup.clock = clock;
+    return setup;
+  }
+  std::unique_ptr<DiskTier> Open(DiskTierSetup setup) {
+    auto tier = DiskTier::Open(std::move(setup));
+    EXPECT_TRUE(tier.ok()) << tier.status().ToString();
+    EXPECT_TRUE((*tier)->AwaitScan(kNever).ok());
+    return std::move(*tier);
+  }
+  std::unique_ptr<DiskTier> Open() { return Open(Setup()); }
+  std::string PathOf(const TestChunk& chunk) {
+    return disk_layout::ChunkPath(directory.path(), chunk.id);
+  }
+  static std::vector<ChunkId> Ids(std::span<const TestChunk> chunks) {
+    std::vector<ChunkId> ids;
+    for (const TestChunk& chunk : chunks) ids.push_back(chunk.id);
+    return ids;
+  }
+  static std::vector<ChunkEvent::Kind> Events(DiskTier& tier) {
+    std::vector<ChunkEvent> events;
+    tier.TakeEvents(&events);
+    std::vector<ChunkEvent::Kind> kinds;
+    for (const ChunkEvent& event : events) kinds.push_back(event.kind);
+    return kinds;
+  }
+
+  TestDirectory directory;
+  std::shared_ptr<FakeClock> clock = std::make_shared<FakeClock>();
+};
+
+TEST_F(DiskTierTest, WhatWasPutComesBackAlsoAfterARestart) {
+  const auto chain = TestChain(3);
+  {
+    const auto tier = Open();
+    const auto statuses = tier->Write(WritesOf(chain), kNever);
+    for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.ToString();
+    for (const TestChunk& chunk : chain) EXPECT_TRUE(ReadBack(*tier, chunk).ok());
+    EXPECT_EQ(tier->Knows(chain[2].id), 1);
+    EXPECT_EQ(tier->Usage().chunks, 3);
+  }
+  const auto tier = Open();
+  EXPECT_EQ(tier->Usage().chunks, 3);
+  EXPECT_EQ(tier->Usage().bytes, 3 * chain[0].stored->header().total_bytes);
+  for (const TestChunk& chunk : chain) EXPECT_TRUE(ReadBack(*tier, chunk).ok());
+  EXPECT_EQ(directory.ChunkFiles().size(), 3u);
+}
+
+// Example 22.
+TEST_F(DiskTierTest, PrefixesOfAChain) {
+  const auto chain = TestChain(3);
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  const auto other = TestChain(3, 7);
+  const auto salted = TestChain(3, 0, {}, "tenant");
+  EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 3);
+  std::vector<ChunkId> mixed = {chain[0].id, chain[1].id, other[2].id};
+  EXPECT_EQ(*tier->Prefix(mixed, kNever), 2);
+  EXPECT_EQ(*tier->Prefix(Ids(other), kNever), 0);
+  EXPECT_EQ(*tier->Prefix(Ids(salted), kNever), 0);
+}
+
+// Example 23.
+TEST_F(DiskTierTest, AGapEndsAPrefix) {
+  const auto chain = TestChain(3);
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  EXPECT_TRUE(*tier->Remove(chain[1].id, kNever));
+  EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 1);
+  EXPECT_TRUE(ReadBack(*tier, chain[2]).ok());
+  EXPECT_FALSE(*tier->Remove(chain[1].id, kNever));
+}
+
+// Example 24.
+TEST_F(DiskTierTest, ATruncatedFileIsAMissAndGone) {
+  const auto chain = TestChain(2);
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  fs::resize_file(PathOf(chain[0]), fs::file_size(PathOf(chain[0])) - 1);
+  EXPECT_EQ(ReadBack(*tier, chain[0]).code(), StatusCode::kCorrupt);
+  EXPECT_FALSE(fs::exists(PathOf(chain[0])));
+  EXPECT_EQ(tier->Usage().corrupt, 1);
+  EXPECT_EQ(ReadBack(*tier, chain[0]).code(), StatusCode::kNotFound);
+  EXPECT_EQ(tier->Usage().corrupt, 1);
+  EXPECT_TRUE(ReadBack(*tier, chain[1]).ok());
+  EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
+}
+
+// Example 25: a bit in every 64 bytes.
+TEST_F(DiskTierTest, NoFlippedBitIsServed) {
+  for (const int64_t alignment : {64, 4096}) {
+    const auto chain = TestChain(3, alignment, {.alignment = alignment});
+    const auto tier = Open();
+    (void)tier->Write(WritesOf(chain), kNever);
+    const std::string sound = ReadFileBytes(PathOf(chain[1]));
+    int64_t damaged = tier->Usage().corrupt;
+    for (size_t at = 0; at < sound.size(); at += 64) {
+      std::string bytes = sound;
+      bytes[at + (at / 64) % 64] ^= static_cast<char>(1 << at / 64 % 8);
+      WriteFileBytes(PathOf(chain[1]), bytes);
+      // Zeros between sections are covered by nothing and harmless: ReadBack compares.
+      const Status status = ReadBack(*tier, chain[1]);
+      EXPECT_TRUE(status.ok() || status.code() == StatusCode::kCorrupt ||
+                  status.code() == StatusCode::kIncompatible)
+          << status.ToString();
+      if (status.code() == StatusCode::kCorrupt) ++damaged;
+      ASSERT_EQ(tier->Usage().corrupt, damaged) << at;
+    }
+    EXPECT_GT(damaged, 5);
+    EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
+    EXPECT_TRUE(ReadBack(*tier, chain[2]).ok());
+  }
+}
+
+TEST_F(DiskTierTest, ExchangedAndZeroedFilesAreMisses) {
+  const auto chain = TestChain(4);
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  fs::rename(PathOf(chain[0]), directory.path() + "/aside");
+  fs::rename(PathOf(chain[1]), PathOf(chain[0]));
+  fs::rename(directory.path() + "/aside", PathOf(chain[1]));
+  WriteFileBytes(PathOf(chain[2]), std::string(fs::file_size(PathOf(chain[2])), '\0'));
+  for (size_t i = 0; i < 3; ++i)
+    EXPECT_EQ(ReadBack(*tier, chain[i]).code(), StatusCode::kCorrupt) << i;
+  EXPECT_TRUE(ReadBack(*tier, chain[3]).ok());
+  EXPECT_EQ(tier->Usage().corrupt, 3);
+  EXPECT_EQ(tier->Usage().chunks, 1);
+}
+
+TEST_F(DiskTierTest, DamageIsFoundByScanVerifyAndGet) {
+  const auto chain = TestChain(3);
+  {
+    const auto tier = Open();
+    (void)tier->Write(WritesOf(chain), kNever);
+  }
+  for (const auto& [i, at] : {std::pair<size_t, size_t>{0, 20}, {1, 0}}) {
+    std::string bytes = ReadFileBytes(PathOf(chain[i]));
+    bytes[at == 0 ? bytes.size() - 100 : at] ^= 4;
+    WriteFileBytes(PathOf(chain[i]), bytes);
+  }
+  const auto tier = Open();
+  EXPECT_EQ(tier->Usage().corrupt, 1);  // the scan reads headers
+  EXPECT_EQ(*tier->Verify(kNever), 1);
+  EXPECT_EQ(*tier->Verify(kNever), 0);
+  EXPECT_EQ(tier->Get(chain[1].id.key, kNever).status().code(), StatusCode::kNotFound);
+  const auto got = tier->Get(chain[2].id.key, kNever);
+  ASSERT_TRUE(got.ok());
+  EXPECT_TRUE(std::ranges::equal((*got)->bytes(), chain[2].stored->bytes()));
+  EXPECT_EQ(tier->Usage().chunks, 1);
+}
+
+TEST_F(DiskTierTest, TheQuarantineIsBounded) {
+  const auto chain = TestChain(40);
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  for (const TestChunk& chunk : chain) WriteFileBytes(PathOf(chunk), "short");
+  for (const TestChunk& chunk : chain)
+    EXPECT_EQ(ReadBack(*tier, chunk).code(), StatusCode::kCorrupt);
+  EXPECT_EQ(tier->Usage().corrupt, 40);
+  EXPECT_EQ(directory.ChunkFiles().size(), 0u);
+  EXPECT_EQ(directory.Files().size(), 16u + 1);  // and the lock
+}
+
+// Example 27.
+TEST_F(DiskTierTest, APinnedChunkStays) {
+  std::vector<TestChunk> chunks;
+  for (int64_t seed = 0; seed < 4; ++seed) chunks.push_back(TestChain(1, seed)[0]);
+  const auto tier = Open(Setup(2 * chunks[0].stored->header().total_bytes));
+  const auto& [a, b, c, d] = std::tie(chunks[0], chunks[1], chunks[2], chunks[3]);
+  EXPECT_TRUE(Put(*tier, a).ok() && Put(*tier, b).ok());
+  EXPECT_TRUE(tier->Pin(a.id, 1));
+  EXPECT_TRUE(Put(*tier, c).ok());
+  EXPECT_EQ(tier->Knows(b.id), -1);
+  EXPECT_EQ(ReadBack(*tier, b).code(), StatusCode::kNotFound);
+  EXPECT_TRUE(fs::exists(PathOf(a)));
+  EXPECT_TRUE(tier->Pin(a.id, -1));
+  EXPECT_TRUE(Put(*tier, d).ok());
+  EXPECT_FALSE(fs::exists(PathOf(a)));
+  EXPECT_TRUE(fs::exists(PathOf(c)));
+  EXPECT_EQ(tier->Usage().evicted, 2);
+}
+
+TEST_F(DiskTierTest, AChainLosesItsEndFirst) {
+  const auto chain = TestChain(3);
+  const auto other = TestChain(1, 9);
+  const auto tier = Open(Setup(3 * chain[0].stored->header().total_bytes));
+  (void)tier->Write(WritesOf(chain), kNever);
+  EXPECT_TRUE(Put(*tier, other[0]).ok());
+  EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 2);
+}
+
+TEST_F(DiskTierTest, AQuotaOfOneSaltIsItsOwn) {
+  const auto chain = TestChain(2, 0, {}, "a");
+  const auto more = TestChain(1, 5, {}, "a");
+  const auto others = TestChain(3, 0, {}, "b");
+  const auto tier = Open();
+  const int64_t bytes = chain[0].stored->header().total_bytes;
+  tier->SetQuota(chain[0].id.root, {.bytes_max = 2 * bytes});
+  (void)tier->Write(WritesOf(chain), kNever);
+  (void)tier->Write(WritesOf(others), kNever);
+  EXPECT_TRUE(Put(*tier, more[0]).ok());
+  EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 1);
+  EXPECT_EQ(*tier->Prefix(Ids(others), kNever), 3);
+}
+
+TEST_F(DiskTierTest, FullOfPinnedChunksRefuses) {
+  const auto chain = TestChain(1);
+  const auto other = TestChain(1, 3);
+  const auto tier = Open(Setup(chain[0].stored->header().total_bytes));
+  EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  tier->Pin(chain[0].id, 1);
+  EXPECT_EQ(Put(*tier, other[0]).code(), StatusCode::kFull);
+  EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
+  EXPECT_EQ(directory.ChunkFiles().size(), 1u);
+}
+
+// Example 28.
+TEST_F(DiskTierTest, AChunkExpires) {
+  const auto chain = TestChain(2, 0, {.expires_ms = clock->WallMs() + 50});
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  clock->Advance(10'000'000);
+  EXPECT_TRUE(ReadBack(*tier, chain[0], clock->WallMs()).ok());
+  clock->Advance(90'000'000);
+  EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 0);
+  EXPECT_EQ(ReadBack(*tier, chain[0], clock->WallMs()).code(), StatusCode::kNotFound);
+  EXPECT_EQ(*tier->CollectGarbage(kNever), chain[1].stored->header().total_bytes);
+  EXPECT_EQ(tier->Usage().expired, 2);
+  EXPECT_EQ(tier->Usage().bytes, 0);
+  EXPECT_TRUE(directory.ChunkFiles().empty());
+}
+
+TEST_F(DiskTierTest, ANewExpirySurvivesARestart) {
+  for (const std::string key : {"", "secret"}) {
+    const auto chain = TestChain(2, key.size(), {.alignment = 4096, .mac_key = key});
+    auto setup = Setup();
+    setup.mac_key = key;
+    const int64_t expires_ms = clock->WallMs() + 1000;
+    {
+      const auto tier = Open(setup);
+      (void)tier->Write(WritesOf(chain), kNever);
+      EXPECT_TRUE(tier->SetExpiry(chain[0].id, expires_ms, kNever).ok());
+      EXPECT_TRUE(ReadBack(*tier, chain[0], expires_ms - 1, key).ok());
+    }
+    const auto tier = Open(setup);
+    EXPECT_TRUE(ReadBack(*tier, chain[0], expires_ms - 1, key).ok());
+    clock->Advance(2'000'000'000);
+    EXPECT_EQ(ReadBack(*tier, chain[0], clock->WallMs(), key).code(), StatusCode::kNotFound);
+    EXPECT_TRUE(ReadBack(*tier, chain[1], clock->WallMs(), key).ok());
+    EXPECT_EQ(tier->SetExpiry(chain[0].id, 5, kNever).code(), StatusCode::kNotFound);
+    EXPECT_TRUE(*tier->Remove(chain[1].id, kNever));
+  }
+}
+
+TEST_F(DiskTierTest, WithAKeyOnlySignedChunksCount) {
+  const TestChunkShape shape = {.mac_key = "secret"};
+  const auto chain = TestChain(1, 0, shape);
+  const auto unsigned_chain = TestChain(1);
+  ASSERT_EQ(chain[0].id, unsigned_chain[0].id);
+  {
+    const auto open = Open();
+    EXPECT_TRUE(Put(*open, unsigned_chain[0]).ok());
+  }
+  auto setup = Setup();
+  setup.mac_key = "secret";
+  const auto tier = Open(setup);
+  EXPECT_EQ(ReadBack(*tier, chain[0], 1, "secret").code(), StatusCode::kIncompatible);
+  EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  EXPECT_TRUE(ReadBack(*tier, chain[0], 1, "secret").ok());
+  // Correct checksums do not help a forger.
+  EXPECT_EQ(ReadBack(*tier, chain[0], 1, "other").code(), StatusCode::kCorrupt);
+  setup.mac_key = "";
+  const auto keyless = Open(setup);
+  EXPECT_TRUE(Put(*keyless, chain[0]).ok());
+  EXPECT_EQ(keyless->SetExpiry(chain[0].id, 5, kNever).code(), StatusCode::kBadState);
+}
+
+// Example 34.
+TEST_F(DiskTierTest, TwoPutsOfOneChunkWriteItOnce) {
+  const auto chain = TestChain(8, 0, {.layers = 8, .width = 512});
+  const auto tier = Open();
+  const auto put = [&] {
+    for (const Status& status : tier->Write(WritesOf(chain), kNever)) EXPECT_TRUE(status.ok());
+  };
+  std::thread first(put), second(put);
+  first.join();
+  second.join();
+  EXPECT_EQ(tier->Usage().deduplicated, 8);
+  const auto events = Events(*tier);
+  EXPECT_EQ(std::ranges::count(events, ChunkEvent::Kind::kStored), 8);
+  EXPECT_EQ(directory.ChunkFiles().size(), 8u);
+}
+
+TEST_F(DiskTierTest, ADamagedFileIsNoDuplicate) {
+  const auto chain = TestChain(1);
+  {
+    const auto tier = Open();
+    EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  }
+  std::string bytes = ReadFileBytes(PathOf(chain[0]));
+  bytes[bytes.size() - 100] ^= 1;
+  WriteFileBytes(PathOf(chain[0]), bytes);
+  const auto tier = Open();
+  EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
+  EXPECT_EQ(tier->Usage().deduplicated, 0);
+}
+
+TEST_F(DiskTierTest, LayersComeInOrderOverAllChunks) {
+  for (const bool use_uring : {true, false}) {
+    // Some sections larger than a request, some chunks of several requests.
+    for (const int64_t width : {8, 2000, 300'000}) {
+      const auto chain =
+          TestChain(3, width + use_uring, {.layers = 3, .width = width, .alignment = 4096});
+      auto setup = Setup();
+      setup.disk.use_uring = use_uring;
+      const auto tier = Open(setup);
+      (void)tier->Write(WritesOf(chain), kNever);
+      TestSink sink(3);
+      tier->Read(ReadsOf(chain, 1), kNever, sink);
+      ASSERT_EQ(sink.order.size(), 18u);
+      for (size_t i = 0; i < 18; ++i) {
+        const std::pair<size_t, int64_t> wanted(i % 6 / 2, static_cast<int64_t>(i / 6 * 2 + i % 2));
+        EXPECT_EQ(sink.order[i], wanted);
+      }
+      for (size_t i = 0; i < 3; ++i) {
+        EXPECT_TRUE(sink.statuses[i].ok());
+        EXPECT_TRUE(std::ranges::equal(sink.buffers[i].bytes(), chain[i].stored->bytes()));
+      }
+    }
+  }
+}
+
+TEST_F(DiskTierTest, ManyChunksOfABatchAndSomeAreMissing) {
+  const auto chain = TestChain(300);
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  for (size_t i = 0; i < 300; i += 3) (void)tier->Remove(chain[i].id, kNever);
+  TestSink sink(300);
+  sink.cancelled = {1};
+  tier->Read(ReadsOf(chain, 1), kNever, sink);
+  for (size_t i = 0; i < 300; ++i) {
+    ASSERT_EQ(sink.ends[i], 1);
+    const StatusCode wanted = i == 1       ? StatusCode::kCancelled
+                              : i % 3 == 0 ? StatusCode::kNotFound
+                                           : StatusCode::kOk;
+    EXPECT_EQ(sink.statuses[i].code(), wanted) << i;
+  }
+}
+
+TEST_F(DiskTierTest, AnotherPassportIsRefusedAndADamagedOneReplaced) {
+  const auto tier = Open();
+  const std::string json = *TestPassport().ToJson();
+  const Digest fingerprint = TestFingerprint();
+  EXPECT_TRUE(tier->AddPassport(fingerprint, json).ok());
+  EXPECT_TRUE(tier->AddPassport(fingerprint, json).ok());
+  const std::string path = disk_layout::PassportFolder(directory.path(), fingerprint) + "/passport";
+  const std::string sound = ReadFileBytes(path);
+  WriteFileBytes(path, sound.substr(0, sound.size() - 1));
+  EXPECT_TRUE(tier->AddPassport(fingerprint, json).ok());
+  EXPECT_EQ(ReadFileBytes(path), sound);
+  Passport other = TestPassport();
+  other.revision = "r1";
+  WriteFileBytes(path, disk_layout::EncodeManifest(*other.Fingerprint(), *other.ToJson()));
+  const Status refused = tier->AddPassport(fingerprint, json);
+  EXPECT_EQ(refused.code(), StatusCode::kIncompatible);
+  EXPECT_NE(refused.message().find("revision"), std::string_view::npos) << refused.ToString();
+}
+
+TEST_F(DiskTierTest, ListClearAndGarbage) {
+  const auto chain = TestChain(3, 0, {}, "a");
+  const auto others = TestChain(2, 0, {}, "b");
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  (void)tier->Write(WritesOf(others), kNever);
+  WriteFileBytes(directory.path() + "/tmp/1-0", "left over");
+  const auto listings = tier->List(kNever);
+  ASSERT_EQ(listings->size(), 5u);
+  EXPECT_EQ(listings->front().tokens, 4);
+  EXPECT_EQ(listings->front().fingerprint, TestFingerprint());
+  EXPECT_EQ(*tier->Clear(chain[0].id.fingerprint, chain[0].id.root, kNever), 3);
+  EXPECT_EQ(tier->List(kNever)->size(), 2u);
+  EXPECT_EQ(*tier->CollectGarbage(kNever), 9);
+  EXPECT_FALSE(fs::exists(directory.path() + "/tmp/1-0"));
+}
+
+// Two tiers on one folder are as two processes: they share nothing but the files.
+TEST_F(DiskTierTest, AnotherProcessPutsAndRemoves) {
+  const auto chain = TestChain(3);
+  const int64_t bytes = chain[0].stored->header().total_bytes;
+  const auto mine = Open(Setup(3 * bytes));
+  const auto theirs = Open(Setup(3 * bytes));
+  (void)theirs->Write(WritesOf(chain), kNever);
+  EXPECT_EQ(mine->Knows(chain[0].id), -1);
+  EXPECT_EQ(*mine->Prefix(Ids(chain), kNever), 3);
+  EXPECT_EQ(mine->Knows(chain[0].id), 1);
+  EXPECT_TRUE(Put(*mine, chain[0]).ok());
+  EXPECT_EQ(mine->Usage().deduplicated, 1);
+  EXPECT_TRUE(*theirs->Remove(chain[2].id, kNever));
+  EXPECT_EQ(ReadBack(*mine, chain[2]).code(), StatusCode::kNotFound);
+  EXPECT_EQ(mine->Knows(chain[2].id), -1);
+  // Both together keep the quota.
+  const auto more = TestChain(6, 4);
+  for (size_t i = 0; i < 6; ++i) EXPECT_TRUE(Put(i % 2 == 0 ? *mine : *theirs, more[i]).ok());
+  EXPECT_LE(directory.ChunkFiles().size(), 3u);
+}
+
+TEST_F(DiskTierTest, AScanLearnsWhatOthersDid) {
+  const auto chain = TestChain(3);
+  const auto mine = Open();
+  const auto theirs = Open();
+  (void)mine->Write(WritesOf(TestChain(1, 8)), kNever);
+  (void)theirs->Write(WritesOf(chain), kNever);
+  (void)theirs->Remove(TestChain(1, 8)[0].id, kNever);
+  EXPECT_EQ(mine->List(kNever)->size(), 3u);
+}
+
+TEST_F(DiskTierTest, UsableBeforeTheScanIsOver) {
+  const auto chain = TestChain(2);
+  {
+    const auto tier = Open();
+    EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  }
+  auto setup = Setup();
+  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+  setup.files = files;
+  // The scan stands at its first listing of the folder until the test lets it go.
+  std::mutex mutex;
+  std::unique_lock<std::mutex> hold(mutex);
+  std::atomic<int> lists = 0;
+  files->CallAt(-1, [&](std::string_view name) {
+    if (name == "list" && lists++ == 1) const std::lock_guard<std::mutex> wait(mutex);
+  });
+  auto tier = DiskTier::Open(setup);
+  ASSERT_TRUE(tier.ok());
+  EXPECT_EQ((*tier)->Knows(chain[0].id), -1);
+  EXPECT_EQ(*(*tier)->Prefix(Ids(chain), kNever), 1);
+  EXPECT_TRUE(ReadBack(**tier, chain[0]).ok());
+  EXPECT_TRUE(Put(**tier, chain[1]).ok());
+  hold.unlock();
+  EXPECT_TRUE((*tier)->AwaitScan(kNever).ok());
+  EXPECT_EQ((*tier)->Usage().chunks, 2);
+}
+
+// ---- All at once
+
+TEST_F(DiskTierTest, EverybodyAtOnce) {
+  std::vector<std::vector<TestChunk>> chains;
+  for (int64_t seed = 0; seed < 6; ++seed) chains.push_back(TestChain(4, seed));
+  // Room for half of them, and two tiers on the folder.
+  const int64_t bytes_max = 12 * chains[0][0].stored->header().total_bytes;
+  const std::vector<std::unique_ptr<DiskTier>> tiers = [&] {
+    std::vector<std::unique_ptr<DiskTier>> opened;
+    for (int i = 0; i < 2; ++i) opened.push_back(std::move(*DiskTier::Open(Setup(bytes_max))));
+    return opened;
+  }();
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 6; ++t) {
+    threads.emplace_back([&, t] {
+      RandomSequence random(t);
+      DiskTier& tier = *tiers[t % 2];
+      for (int round = 0; round < 40; ++round) {
+        const auto& chain = chains[static_cast<size_t>(random.Below(6))];
+        const TestChunk& chunk = chain[static_cast<size_t>(random.Below(4))];
+        switch (random.Below(8)) {
+          case 0:
+            (void)tier.Remove(chunk.id, kNever);
+            break;
+          case 1:
+            if (tier.Pin(chunk.id, 1)) tier.Pin(chunk.id, -1);
+            break;
+          case 2:
+            (void)tier.SetExpiry(chunk.id, int64_t{1} << (50 + random.Below(3)), kNever);
+            break;
+          case 3:
+            (void)tier.CollectGarbage(kNever);
+            (void)tier.List(kNever);
+            break;
+          case 4:
+            (void)tier.Write(WritesOf(chain), kNever);
+            break;
+          default: {
+            TestSink sink(chain.size());
+            tier.Read(ReadsOf(chain, 1), kNever, sink);
+            for (size_t i = 0; i < chain.size(); ++i) {
+              EXPECT_EQ(sink.ends[i], 1);
+              const StatusCode code = sink.statuses[i].code();
+              EXPECT_TRUE(code == StatusCode::kOk || code == StatusCode::kNotFound)
+                  << sink.statuses[i].ToString();
+              EXPECT_TRUE(code != StatusCode::kOk || sink.headers[i].tokens == chain[i].tokens);
+            }
+          }
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& tier : tiers) {
+    EXPECT_EQ(tier->Usage().corrupt, 0);
+    EXPECT_EQ(*tier->Verify(kNever), 0);
+    EXPECT_EQ(tier->List(kNever)->size(), directory.ChunkFiles().size());
+  }
+  EXPECT_LE(directory.ChunkFiles().size(), 12u);
+}
+
+// ---- A disk that hangs
+
+TEST_F(DiskTierTest, AStuckDiskHoldsNobody) {
+  const auto chain = TestChain(1);
+  auto setup = Setup();
+  setup.disk.io_timeout_ms = 100;
+  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+  setup.files = files;
+  auto tier = Open(setup);
+  EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  auto mutex = std::make_shared<std::mutex>();
+  std::unique_lock<std::mutex> hold(*mutex);
+  auto stuck = std::make_shared<std::atomic<bool>>(false);
+  files->CallAt(-1, [mutex, stuck](std::string_view name) {
+    if (name != "read") return;
+    *stuck = true;
+    stuck->notify_all();
+    const std::lock_guard<std::mutex> wait(*mutex);
+  });
+  Status status;
+  std::thread reader([&] { status = ReadBack(*tier, chain[0]); });
+  stuck->wait(false);
+  clock->AwaitWaiters(1);
+  clock->Advance(99'000'000);
+  clock->AwaitWaiters(1);
+  clock->Advance(2'000'000);
+  reader.join();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_FALSE(tier->Usage().available);
+  // The other thread of the lane still answers, and what hung is forgotten when it comes back.
+  EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 1);
+  EXPECT_TRUE(tier->Usage().available);
+  hold.unlock();
+}
+
+TEST_F(DiskTierTest, ADeadlineThatPassedIsATimeout) {
+  const auto chain = TestChain(1);
+  auto setup = Setup();
+  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+  setup.files = files;
+  auto tier = Open(setup);
+  auto mutex = std::make_shared<std::mutex>();
+  std::unique_lock<std::mutex> hold(*mutex);
+  files->CallAt(-1, [mutex](std::string_view name) {
+    if (name == "write") const std::lock_guard<std::mutex> wait(*mutex);
+  });
+  std::vector<Status> statuses;
+  std::thread writer(
+      [&] { statuses = tier->Write(WritesOf(chain), clock->SteadyNs() + 1'000'000); });
+  clock->AwaitWaiters(1);
+  clock->Advance(1'000'000);
+  writer.join();
+  EXPECT_EQ(statuses[0].code(), StatusCode::kTimeout);
+  hold.unlock();
+}
+
+// ---- Errors
+
+TEST_F(DiskTierTest, AnIoErrorIsAMissAndRemovesNothing) {
+  const auto chain = TestChain(2);
+  auto setup = Setup();
+  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+  setup.files = files;
+  const auto tier = Open(setup);
+  (void)tier->Write(WritesOf(chain), kNever);
+  files->FailAt(0, -EIO, true, "read");
+  EXPECT_EQ(ReadBack(*tier, chain[0]).code(), StatusCode::kIoError);
+  files->FailAt(-1, 0);
+  EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
+  EXPECT_EQ(tier->Usage().corrupt, 0);
+}
+
+TEST_F(DiskTierTest, AFullDiskEvictsAndTriesOnceMore) {
+  const auto old = TestChain(2);
+  const auto chain = TestChain(2, 5);
+  auto setup = Setup();
+  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+  setup.files = files;
+  const auto tier = Open(setup);
+  (void)tier->Write(WritesOf(old), kNever);
+  files->FailAt(0, -ENOSPC, false, "allocate");
+  EXPECT_TRUE(Put(*tier, chain[0]).ok());
+  EXPECT_EQ(tier->Usage().evicted, 1);
+  files->FailAt(0, -ENOSPC, true, "write");
+  EXPECT_EQ(Put(*tier, chain[1]).code(), StatusCode::kFull);
+  EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
+}
+
+// Each call fails in each way once, and nothing wrong, nothing lost that was acknowledged.
+TEST_F(DiskTierTest, EveryCallMayFail) {
+  for (const int error : {-EIO, -ENOSPC, -EINTR, 1}) {
+    for (const Durability durability : {Durability::kOs, Durability::kSync}) {
+      bool reached_end = false;
+      for (int64_t at = 0; !reached_end; ++at) {
+        auto files = std::make_shared<FaultyFileSystem>(std::make_shared<PowerFileSystem>());
+        auto setup = Setup();
+        setup.disk.directory = "/a/b";
+        setup.disk.durability = durability;
+        setup.files = files;
+        const auto chain = TestChain(3);
+        std::vector<bool> acknowledged(3);
+        files->FailAt(at, error);
+        if (auto tier = DiskTier::Open(setup); tier.ok()) {
+          (void)(*tier)->AwaitScan(kNever);
+          (void)(*tier)->AddPassport(TestFingerprint(), *TestPassport().ToJson());
+          for (size_t i = 0; i < 3; ++i) acknowledged[i] = Put(**tier, chain[i]).ok();
+          for (size_t i = 0; i < 3; ++i) (void)ReadBack(**tier, chain[i]);
+          (void)(*tier)->SetExpiry(chain[2].id, clock->WallMs() + 1000, kNever);
+          (void)(*tier)->Verify(kNever);
+          (void)(*tier)->CollectGarbage(kNever);
+        } else {
+          EXPECT_NE(error, -EINTR) << tier.status().ToString();
+        }
+        reached_end = files->calls() <= at;
+        files->FailAt(-1, 0);
+        auto tier = DiskTier::Open(setup);
+        ASSERT_TRUE(tier.ok());
+        ASSERT_TRUE((*tier)->AwaitScan(kNever).ok());
+        for (size_t i = 0; i < 3; ++i) {
+          // A full disk may cost other chunks: they were evicted.
+          const bool stays = acknowledged[i] && error != -ENOSPC;
+          const Status status = ReadBack(**tier, chain[i]);
+          EXPECT_TRUE(status.ok() || !stays) << at << ": " << status.ToString();
+          const bool is_harmless = error == -EINTR || error == 1;
+          EXPECT_TRUE(acknowledged[i] || !is_harmless) << at << " with " << error;
+        }
+        EXPECT_EQ((*tier)->Usage().corrupt, 0);
+        ASSERT_FALSE(HasFailure()) << "call " << at << ", error " << error;
+      }
+    }
+  }
+}
+
+// ---- Power
+
+TEST(DiskTierPower, WhatWasSyncedSurvives) {
+  for (const Durability durability : {Durability::kSync, Durability::kOs}) {
+    int64_t losses = 0;
+    bool reached_end = false;
+    for (int64_t at = 0; !reached_end; ++at) {
+      for (uint64_t seed = 0; seed < 4; ++seed) {
+        auto files = std::make_shared<PowerFileSystem>();
+        DiskTierSetup setup;
+        setup.disk.directory = "/data/kv";
+        setup.disk.bytes_max = int64_t{1} << 30;
+        setup.disk.durability = durability;
+        setup.files = files;
+        setup.clock = std::make_shared<FakeClock>();
+        const auto chain = TestChain(3);
+        std::vector<bool> acknowledged(3);
+        files->CutAt(at);
+        if (auto tier = DiskTier::Open(setup); tier.ok()) {
+          (void)(*tier)->AwaitScan(kNever);
+          (void)(*tier)->AddPassport(TestFingerprint(), *TestPassport().ToJson());
+          for (size_t i = 0; i < 3; ++i) acknowledged[i] = Put(**tier, chain[i]).ok();
+          (void)(*tier)->SetExpiry(chain[1].id, setup.clock->WallMs() + 1000, kNever);
+        }
+        reached_end = !files->is_cut();
+        files->Restart(seed * 1000 + static_cast<uint64_t>(at));
+        auto tier = DiskTier::Open(setup);
+        ASSERT_TRUE(tier.ok()) << tier.status().ToString();
+        for (size_t i = 0; i < 3; ++i) {
+          const Status status = ReadBack(**tier, chain[i]);
+          if (acknowledged[i] && durability == Durability::kSync) {
+            EXPECT_TRUE(status.ok()) << at << ": " << status.ToString();
+          }
+          losses += acknowledged[i] && !status.ok() ? 1 : 0;
+          // It can be put again, and is there then.
+          EXPECT_TRUE(Put(**tier, chain[i]).ok());
+          EXPECT_TRUE(ReadBack(**tier, chain[i]).ok());
+        }
+        ASSERT_FALSE(HasFailure()) << "call " << at << ", seed " << seed;
+      }
+    }
+    // The simulation takes something when nobody syncs, or it would prove nothing.
+    EXPECT_EQ(losses > 0, durability == Durability::kOs);
+  }
+}
+
+}  // namespace
+}  // namespace quire

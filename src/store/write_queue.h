@@ -1,0 +1,67 @@
+// WriteQueue: chunks that wait to be written to one slow tier, and the thread that writes them. A
+// chunk is in it at most once; its bytes are limited.
+#ifndef QUIRE_STORE_WRITE_QUEUE_H_
+#define QUIRE_STORE_WRITE_QUEUE_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "store/memory_tier.h"
+#include "store/put_state.h"
+#include "store/slow_tier.h"
+
+namespace quire {
+
+class WriteQueue {
+ public:
+  // std::system_error when there is no thread.
+  WriteQueue(SlowTier* tier, std::shared_ptr<Clock> clock, int64_t bytes_max);
+  ~WriteQueue() { Close(); }
+
+  // `put`, unless it is null, hears of the outcome once this returned ok. Else: Full, Unavailable
+  // (the tier is left alone), Closed; the write is dropped and counted. Waits for room until
+  // `until_ns`, 0 = not at all. std::bad_alloc changes nothing.
+  Status Push(const KeptChunk& kept, std::shared_ptr<PutState> put, int64_t until_ns = 0);
+  void CountDropped() noexcept { ++tier_->dropped_writes; }
+  bool Has(const ChunkId& id) const;
+  int64_t bytes() const;
+  // Waits until all that was pushed before is written or dropped.
+  bool Drain(int64_t until_ns);
+  // Writes what is left, unless the tier is left alone, and ends the thread.
+  void Close() noexcept;
+
+ private:
+  struct Job {
+    KeptChunk kept{};
+    std::vector<std::shared_ptr<PutState>> puts{};
+  };
+  using Jobs = std::map<uint64_t, Job>;  // in the order in which they came
+
+  Status Dropped(StatusCode code, const char* why) noexcept(false);
+  void Run() noexcept;
+  void WriteSome(std::unique_lock<std::mutex>& lock) noexcept;
+  void Finish(Job& job, const Status& status) noexcept;
+
+  SlowTier* const tier_;
+  const std::shared_ptr<Clock> clock_;
+  const int64_t bytes_max_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool closing_ = false;
+  int64_t bytes_ = 0;
+  uint64_t last_ = 0;
+  Jobs jobs_;
+  std::map<ChunkId, uint64_t> by_id_;
+  // Memory of the writer, taken once.
+  std::vector<TierWrite> batch_;
+  std::thread writer_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_STORE_WRITE_QUEUE_H_
