@@ -113,6 +113,7 @@ class TierPlace final : public ChunkPlace {
       put->Wait(kNeverNs);
       Require(put->status());
     }
+    Require(store_->Flush(kNeverNs));  // Redis acknowledges nothing unless replicas are asked for
   }
   void Get(const ChunkSet& set, std::span<std::byte>) override {
     const KeySpace keys = KeysOf(set);

@@ -86,6 +86,24 @@ struct LayerKV {
 };
 using KVBlock = std::vector<LayerKV>;  // of the same tokens, for each layer
 
+// Keys and values that are still on their way while the forward that reads them is open.
+class LayerSource {
+ public:
+  virtual ~LayerSource() = default;
+  // Waits, for as long as the source sees fit, until the layer's tokens are there and verified, and
+  // gives them in blocks, one behind the other. They stay as they are until the next call or until
+  // the forward has ended. Called on the thread of the attention call, once per layer; it must make
+  // no call on the cache. An error becomes the attention call's.
+  virtual Result<std::span<const LayerKV>> Load(int64_t layer) = 0;
+};
+
+// The next `tokens` tokens of a sequence, whose keys and values come out of `source`.
+struct LayerLoad {
+  int64_t seq_id = 0;
+  int64_t tokens = 0;
+  LayerSource* source = nullptr;  // lives until the forward has ended
+};
+
 class AttentionKVCache : public KVState {
  public:
   // BadArgument for options out of range, OutOfMemory when the pages cannot be mapped. Options are
@@ -136,6 +154,17 @@ class AttentionKVCache : public KVState {
   // checks, same errors, but for OutOfPages.
   virtual Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                                       std::span<const int64_t> append_lengths) const = 0;
+
+  // BeginForward of sequences some of which get imported tokens first, then their append_lengths
+  // new ones. All of them are planned and reserved at once; rows and prefill_chunk_size count the
+  // new ones only. A layer's imported tokens are taken from the sources right before the layer's
+  // own are stored, so that compute of one layer and reading of the next overlap: each outcome is,
+  // bit for bit, that of ImportKV before BeginForward. A source's error fails the attention call;
+  // AbortForward gives back the imported tokens as well.
+  // REQUIRES: as BeginForward; loads of members of the batch, in its order, of at least 1 token.
+  virtual Status BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                     std::span<const int64_t> append_lengths,
+                                     std::span<const LayerLoad> loads) = 0;
 
   // kLongRope: which factors the sequence's positions use. Forks inherit it.
   // REQUIRES: the sequence is empty.

@@ -30,9 +30,6 @@ class MachineClock final : public Clock {
 
 }  // namespace
 
-std::shared_ptr<Clock> MachineTime() {
-  static const std::shared_ptr<Clock> clock = std::make_shared<MachineClock>();
-  return clock;
-}
+std::shared_ptr<Clock> MachineTime() { return std::make_shared<MachineClock>(); }
 
 }  // namespace quire

@@ -45,6 +45,11 @@ class FallibleKVCache final : public AttentionKVCache {
     if (status.code() == StatusCode::kOutOfPages) ++out_of_pages;
     return status;
   }
+  Status BeginLoadingForward(std::span<const int64_t> ids, std::span<const int64_t> lengths,
+                             std::span<const LayerLoad> loads) override {
+    QUIRE_RETURN_IF_ERROR(Fault("BeginLoadingForward"));
+    return cache_->BeginLoadingForward(ids, lengths, loads);
+  }
   Status EndForward() override {
     QUIRE_RETURN_IF_ERROR(Fault("EndForward"));
     return cache_->EndForward();

@@ -133,8 +133,8 @@ void BlockTreeDriver::MoveBytes() {
     for (const ForwardMember& member : plan_.members) {
       for (int64_t i = 0; i < member.row_count(); ++i) {
         const size_t row = static_cast<size_t>(member.first_row + i);
-        if (plan.opens_tile[row] != 0) open(plan.targets[row]);
-        at(plan.targets[row]) = lists_[member.id][static_cast<size_t>(member.base() + i)];
+        if (plan.rows.opens_tile[row] != 0) open(plan.rows.targets[row]);
+        at(plan.rows.targets[row]) = lists_[member.id][static_cast<size_t>(member.base() + i)];
       }
     }
   }

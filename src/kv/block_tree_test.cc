@@ -166,8 +166,8 @@ TEST(BlockTree, ChainOfForksReadsEveryAncestorsPages) {
   }
   ASSERT_TRUE(tree.Begin({{3, 1}}));
   EXPECT_EQ(tree.plan().positions()[0], 14);
-  EXPECT_EQ(tree.plan().group(0).targets[0].page, 3);
-  EXPECT_EQ(tree.plan().group(0).targets[0].slot, 2);
+  EXPECT_EQ(tree.plan().group(0).rows.targets[0].page, 3);
+  EXPECT_EQ(tree.plan().group(0).rows.targets[0].slot, 2);
   EXPECT_EQ(tree.Check(), "");
   tree.End();
   EXPECT_EQ(tree.PathLength(3), 4);  // sequences end in each of the upper blocks

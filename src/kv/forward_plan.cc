@@ -19,8 +19,10 @@ void ForwardPlan::ClearArrays() noexcept {
   row_count_ = 0;
   positions_.clear();
   for (GroupPlan& plan : groups_) {
-    plan.targets.clear();
-    plan.opens_tile.clear();
+    for (TokenSlots* const slots : {&plan.rows, &plan.imports}) {
+      slots->targets.clear();
+      slots->opens_tile.clear();
+    }
     plan.runs.clear();
     plan.sequences.clear();
     plan.copy_from.clear();
@@ -39,7 +41,7 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
   for (const ForwardMember& member : members) {
     rows += static_cast<size_t>(member.row_count());
     cuts += member.append.copies();
-    copies += static_cast<size_t>(member.base() - member.append.cut);
+    copies += static_cast<size_t>(member.old_length() - member.append.cut);
   }
   // A path gets at most one block of its own and one more for every block that a cut may split.
   size_t blocks = 1;
@@ -51,8 +53,10 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
   }
   groups_.resize(static_cast<size_t>(tree.group_count()));
   for (GroupPlan& plan : groups_) {
-    ReserveGrowing(plan.targets, rows);
-    ReserveGrowing(plan.opens_tile, rows);
+    ReserveGrowing(plan.rows.targets, rows);
+    ReserveGrowing(plan.rows.opens_tile, rows);
+    ReserveGrowing(plan.imports.targets, static_cast<size_t>(import_count()));
+    ReserveGrowing(plan.imports.opens_tile, static_cast<size_t>(import_count()));
     ReserveGrowing(plan.runs, blocks);
     ReserveGrowing(plan.sequences, members.size());
     ReserveGrowing(plan.copy_from, copies);
@@ -83,40 +87,54 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
     private_segments_.resize(members.size(), 0);
   }
   for (int g = 0; g < tree.group_count(); ++g) {
-    group(g).targets.resize(static_cast<size_t>(row_count_));
-    group(g).opens_tile.resize(static_cast<size_t>(row_count_));
+    group(g).rows.targets.resize(static_cast<size_t>(row_count_));
+    group(g).rows.opens_tile.resize(static_cast<size_t>(row_count_));
+    group(g).imports.targets.resize(static_cast<size_t>(import_count()));
+    group(g).imports.opens_tile.resize(static_cast<size_t>(import_count()));
     for (size_t m = 0; m < members.size(); ++m) {
-      FillRows(tree, g, m);
+      FillSlots(tree, g, m);
       if (members[m].append.copies()) FillCopies(tree, g, m);
     }
     FillSequences(tree, g);
   }
-  filled_at_ = tree.version();
+  // A forward that follows one with imported tokens is planned anew: it has none.
+  if (import_count() == 0) filled_at_ = tree.version();
 }
 
-// ---------------------------------------------------------------------- rows
+// ---------------------------------------------------------------------- slots
 
-void ForwardPlan::FillRows(const BlockTree& tree, int group_index, size_t m) noexcept {
+void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) noexcept {
   const ForwardMember& member = members[m];
   const PagePool& pool = tree.pool(group_index);
   GroupPlan& plan = group(group_index);
   const size_t group_count = static_cast<size_t>(tree.group_count());
   const bool in_place = group_appends[m * group_count + static_cast<size_t>(group_index)].in_place;
-  const int64_t base = member.base();
-  tree.VisitPieces(member.last, group_index, base, base + member.row_count(),
-                   [&](int64_t from, int64_t to, int32_t page) {
-                     size_t row = static_cast<size_t>(member.first_row + from - base);
-                     int32_t slot = static_cast<int32_t>(pool.Slot(from));
-                     for (int64_t p = from; p < to; ++p, ++row, ++slot) {
-                       plan.targets[row] = {.page = page, .slot = slot};
-                       plan.opens_tile[row] = slot % kTilePositions == 0;
-                     }
-                   });
+  const auto fill = [&](int64_t begin, int64_t count, int64_t first, TokenSlots& slots) {
+    tree.VisitPieces(member.last, group_index, begin, begin + count,
+                     [&](int64_t from, int64_t to, int32_t page) {
+                       size_t i = static_cast<size_t>(first + from - begin);
+                       int32_t slot = static_cast<int32_t>(pool.Slot(from));
+                       for (int64_t p = from; p < to; ++p, ++i, ++slot) {
+                         slots.targets[i] = {.page = page, .slot = slot};
+                         slots.opens_tile[i] = slot % kTilePositions == 0;
+                       }
+                     });
+  };
+  fill(member.base(), member.row_count(), member.first_row, plan.rows);
+  if (member.imported > 0) {
+    fill(member.old_length(), member.imported, member.first_import, plan.imports);
+  }
   // A page that is opened in mid-tile opens that tile. (With copies the first copied token has done
   // it.)
   const bool continues_copy =
-      member.append.copies() && tree.IsHeld(member.last, group_index, base - 1, base);
-  if (!in_place && !continues_copy) plan.opens_tile[static_cast<size_t>(member.first_row)] = 1;
+      member.append.copies() &&
+      tree.IsHeld(member.last, group_index, member.old_length() - 1, member.old_length());
+  if (in_place || continues_copy) return;
+  if (member.imported > 0) {
+    plan.imports.opens_tile[static_cast<size_t>(member.first_import)] = 1;
+  } else {
+    plan.rows.opens_tile[static_cast<size_t>(member.first_row)] = 1;
+  }
 }
 
 void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) noexcept {
@@ -125,10 +143,10 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) n
   GroupPlan& plan = group(group_index);
   const size_t first = plan.copy_from.size();
   const int64_t cut = member.append.cut;
-  const size_t size = first + static_cast<size_t>(member.base() - cut);
+  const size_t size = first + static_cast<size_t>(member.old_length() - cut);
   const auto visit = [&](BlockIndex last, std::vector<AppendTarget>& slots) {
     slots.resize(size);
-    tree.VisitPieces(last, group_index, cut, member.base(),
+    tree.VisitPieces(last, group_index, cut, member.old_length(),
                      [&](int64_t from, int64_t to, int32_t page) {
                        for (int64_t p = from; p < to; ++p) {
                          slots[first + static_cast<size_t>(p - cut)] = {
@@ -306,6 +324,14 @@ void PrintRun(Text& out, const PageRun& run) {
 
 void PrintSlot(Text& out, const AppendTarget& slot) { out << slot.page << "." << slot.slot; }
 
+void PrintSlots(Text& out, const char* name, const TokenSlots& slots) {
+  for (size_t i = 0; i < slots.targets.size(); ++i) {
+    out << "  " << name << " " << i << " -> ";
+    PrintSlot(out, slots.targets[i]);
+    out << (slots.opens_tile[i] != 0 ? " opens\n" : "\n");
+  }
+}
+
 void PrintGroup(Text& out, const GroupPlan& plan, std::span<const ForwardMember> members,
                 std::span<const int32_t> order) {
   for (size_t i = 0; i < plan.copy_from.size(); ++i) {
@@ -315,11 +341,8 @@ void PrintGroup(Text& out, const GroupPlan& plan, std::span<const ForwardMember>
     PrintSlot(out, plan.copy_to[i]);
     out << (plan.copy_opens_tile[i] != 0 ? " opens\n" : "\n");
   }
-  for (size_t i = 0; i < plan.targets.size(); ++i) {
-    out << "  row " << i << " -> ";
-    PrintSlot(out, plan.targets[i]);
-    out << (plan.opens_tile[i] != 0 ? " opens\n" : "\n");
-  }
+  PrintSlots(out, "import", plan.imports);
+  PrintSlots(out, "row", plan.rows);
   for (size_t i = 0; i < plan.sequences.size(); ++i) {
     const AttentionSequence& sequence = plan.sequences[i];
     out << "  sequence " << members[static_cast<size_t>(order[i])].id << " reads";
@@ -344,7 +367,10 @@ std::string ForwardPlan::ToString(const BlockTree& tree) const {
         << member.first_row + member.row_count() << ") positions [" << member.base() << ", "
         << member.base() + member.row_count() << ")";
     if (member.append.copies()) {
-      out << " after copies of [" << member.append.cut << ", " << member.base() << ")";
+      out << " after copies of [" << member.append.cut << ", " << member.old_length() << ")";
+    }
+    if (member.imported > 0) {
+      out << " behind imports of [" << member.old_length() << ", " << member.base() << ")";
     }
     out << "\n";
   }

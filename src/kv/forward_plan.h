@@ -22,23 +22,35 @@
 
 namespace quire {
 
+class LayerSource;
+
 // One sequence of the batch.
 struct ForwardMember {
   int64_t id = 0;
   int32_t sequence = 0;  // index in the sequence table
   int64_t first_row = 0;
-  AppendPlan append;           // base position = append.length, rows = append.count
+  AppendPlan append;           // imported tokens, then those of the rows
   BlockIndex last = kNoBlock;  // where it ends once the append is committed
   bool long_factors = false;
   SequenceWindow window = {};
-  int64_t row_count() const { return append.count; }
-  int64_t base() const { return append.length; }
+  int64_t imported = 0;
+  int64_t first_import = 0;       // imported tokens of the members before it
+  LayerSource* source = nullptr;  // of the imported tokens
+  int64_t old_length() const { return append.length; }
+  int64_t base() const { return append.length + imported; }  // position of its first row
+  int64_t row_count() const { return append.count - imported; }
+};
+
+// Where consecutive tokens are stored.
+struct TokenSlots {
+  std::vector<AppendTarget> targets;
+  std::vector<uint8_t> opens_tile;
 };
 
 // The part of the plan for one group of layers.
 struct GroupPlan {
-  std::vector<AppendTarget> targets;  // [row]
-  std::vector<uint8_t> opens_tile;    // [row]
+  TokenSlots rows;
+  TokenSlots imports;  // members' imported tokens, in the order of the batch
   std::vector<PageRun> runs;
   std::vector<AttentionSequence> sequences;  // in plan order
   // Consolidation: tokens whose bytes move before the forward.
@@ -77,6 +89,9 @@ class ForwardPlan {
   std::string DifferenceFromNew(const BlockTree& tree) const;
 
   int64_t row_count() const { return row_count_; }
+  int64_t import_count() const {
+    return members.empty() ? 0 : members.back().first_import + members.back().imported;
+  }
   std::span<const int32_t> positions() const { return positions_; }  // [row]
   const GroupPlan& group(int group) const { return groups_[static_cast<size_t>(group)]; }
   // The same plan for a caller that adds pointers to its sequences (RopeMode::kInline).
@@ -111,7 +126,7 @@ class ForwardPlan {
   void OrderByTree(const BlockTree& tree) noexcept;
   void EnterNode(const BlockTree& tree, int32_t index) noexcept;
   int32_t NextNode(int32_t index) const noexcept;
-  void FillRows(const BlockTree& tree, int group, size_t member) noexcept;
+  void FillSlots(const BlockTree& tree, int group, size_t member) noexcept;
   void FillCopies(const BlockTree& tree, int group, size_t member) noexcept;
   void FillSequences(const BlockTree& tree, int group) noexcept;
   void FillRuns(const BlockTree& tree, int group, BlockIndex last, GroupPlan& plan) noexcept;

@@ -9,6 +9,7 @@
 //   - its last page is filled to where the member ends, so the next slot of that page is free, and
 //     only behind the last slot a page is opened;
 //   - paths, their order and what members share are the same, since only blocks of one member grow.
+//   - it has imported no tokens in between: a plan that has imports is never repeated.
 // Everything else that could make the two plans differ is asked for in CanRepeat, among it that no
 // page array has to move, to which runs of several members may point.
 //
@@ -32,7 +33,7 @@ bool ForwardPlan::CanRepeat(std::span<const int64_t> ids, std::span<const int64_
     if (!one_more) return false;
     bool opens_page = false;
     for (int g = 0; g < tree.group_count(); ++g) {
-      const bool opens = group(g).targets[m].slot + 1 == tree.pool(g).page_size();
+      const bool opens = group(g).rows.targets[m].slot + 1 == tree.pool(g).page_size();
       page_counts[static_cast<size_t>(g)] += opens;
       opens_page |= opens;
     }
@@ -51,21 +52,21 @@ void ForwardPlan::RepeatMember(BlockTree& tree, size_t m) noexcept {
   const std::span<GroupAppend> appends(group_appends.data() + m * group_count, group_count);
   bool opens_page = false;
   for (size_t g = 0; g < group_count; ++g) {
-    AppendTarget& target = groups_[g].targets[m];
+    AppendTarget& target = groups_[g].rows.targets[m];
     const bool in_place = ++target.slot < tree.pool(static_cast<int>(g)).page_size();
     appends[g] = {.in_place = in_place, .page_count = in_place ? 0 : 1};
-    groups_[g].opens_tile[m] = !in_place || target.slot % kTilePositions == 0;
+    groups_[g].rows.opens_tile[m] = !in_place || target.slot % kTilePositions == 0;
     opens_page |= !in_place;
   }
   if (!opens_page) {
-    tree.ExtendInPlace(member.last, [&](int g) { return group(g).targets[m].page; });
+    tree.ExtendInPlace(member.last, [&](int g) { return group(g).rows.targets[m].page; });
     return;
   }
   tree.Append(member.append, appends);
   for (size_t g = 0; g < group_count; ++g) {
     if (appends[g].in_place) continue;
     const int32_t page = tree.entries(member.last, static_cast<int>(g)).back().page;
-    groups_[g].targets[m] = {.page = page, .slot = 0};
+    groups_[g].rows.targets[m] = {.page = page, .slot = 0};
   }
 }
 
@@ -79,7 +80,8 @@ void ForwardPlan::RepeatSequences(int group_index) noexcept {
     run_end += static_cast<size_t>(sequence.run_count);
     PageRun& run = plan.runs[run_end - 1];
     ++run.end;
-    run.entry_count += plan.targets[static_cast<size_t>(order_[i])].slot == 0;  // a page's first
+    run.entry_count +=
+        plan.rows.targets[static_cast<size_t>(order_[i])].slot == 0;  // a page's first
   }
 }
 

@@ -108,15 +108,15 @@ TEST(ForwardPlan, TilesAreOpenedOnce) {
   BlockTreeDriver tree({{.page_size = 32, .page_count = 10}, {.page_size = 5, .page_count = 40}});
   tree.Add(0);
   ASSERT_TRUE(tree.Begin({{0, 18}}));
-  const std::vector<uint8_t>& opens = tree.plan().group(0).opens_tile;
+  const std::vector<uint8_t>& opens = tree.plan().group(0).rows.opens_tile;
   for (size_t row = 0; row < 18; ++row) EXPECT_EQ(opens[row], row % 16 == 0) << row;
-  const std::vector<uint8_t>& small = tree.plan().group(1).opens_tile;
+  const std::vector<uint8_t>& small = tree.plan().group(1).rows.opens_tile;
   for (size_t row = 0; row < 18; ++row) EXPECT_EQ(small[row], row % 5 == 0) << row;
   tree.End();
   tree.Fork(0, 1, 7);
   ASSERT_TRUE(tree.Begin({{1, 2}, {0, 1}}));
-  EXPECT_EQ(tree.plan().group(0).opens_tile, (std::vector<uint8_t>{1, 0, 0}));
-  EXPECT_EQ(tree.plan().group(1).opens_tile, (std::vector<uint8_t>{1, 0, 0}));
+  EXPECT_EQ(tree.plan().group(0).rows.opens_tile, (std::vector<uint8_t>{1, 0, 0}));
+  EXPECT_EQ(tree.plan().group(1).rows.opens_tile, (std::vector<uint8_t>{1, 0, 0}));
   EXPECT_EQ(tree.Check(), "");
 }
 

@@ -1,4 +1,4 @@
-// ExportKV and ImportKV of PagedKVCache.
+// ExportKV and ImportKV of PagedKVCache, and what a forward loads.
 #include <limits>
 
 #include "kv/kv_export_rows.h"
@@ -111,11 +111,11 @@ Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("ImportKV", seq_id));
     Sequence& sequence = sequences_[index];
     QUIRE_ASSIGN_OR_RETURN(const int64_t count, CheckImport(sequence, blocks));
-    ForwardPlan plan;  // of one sequence; its rows are the tokens
+    ForwardPlan plan;  // of one sequence that gets no rows
     plan.group_appends.resize(groups_.size());
     tree_.BeginPlanning();
     const AppendPlan append = tree_.PlanAppend(sequence.last, count, plan.group_appends);
-    plan.members.push_back({.id = seq_id, .append = append});
+    plan.members.push_back({.id = seq_id, .append = append, .imported = count});
     std::vector<int64_t> page_counts;
     for (const GroupAppend& group : plan.group_appends) page_counts.push_back(group.page_count);
     QUIRE_RETURN_IF_ERROR(CheckPages("ImportKV", page_counts));
@@ -141,23 +141,23 @@ void PagedKVCache::StoreImport(const ForwardPlan& plan, std::span<const KVBlock>
       int64_t row = 0;
       for (const KVBlock& block : blocks) {
         const LayerKV& kv = block[static_cast<size_t>(layer)];
-        StoreImport(group, layer, row, kv);
+        StoreImport(group.imports, layer, row, kv);
         row += kv.k.dim(0);
       }
     }
   }
 }
 
-// Rows [first, first + count) of the plan. What fills whole tiles is moved so; the rows before and
-// behind them one by one.
-void PagedKVCache::StoreImport(const GroupPlan& group, int64_t layer, int64_t first,
+// Tokens [first, first + count) of the imports. What fills whole tiles is moved so; the rows before
+// and behind them one by one.
+void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t first,
                                const LayerKV& kv) noexcept {
   const KVPages pages = storage_->layer(layer);
-  const std::span<const AppendTarget> targets(group.targets.data() + first,
+  const std::span<const AppendTarget> targets(imports.targets.data() + first,
                                               static_cast<size_t>(kv.k.dim(0)));
   for (int64_t row = 0; row < kv.k.dim(0);) {
     const auto rest = targets.subspan(static_cast<size_t>(row));
-    const uint8_t* const opens_tile = group.opens_tile.data() + first + row;
+    const uint8_t* const opens_tile = imports.opens_tile.data() + first + row;
     const RowRun run = FirstRun(pages.layout, rest, opens_tile);
     HeadRows k = RowsOf(kv.k);
     HeadRows v = RowsOf(kv.v);
@@ -178,6 +178,47 @@ void PagedKVCache::StoreImport(const GroupPlan& group, int64_t layer, int64_t fi
     }
     row += run.rows;
   }
+}
+
+// ---------------------------------------------------------------------- loads
+
+Status PagedKVCache::CheckLoaded(const AttentionCall& call, const ForwardMember& member,
+                                 std::span<const LayerKV> blocks) const {
+  int64_t total = 0;
+  for (const LayerKV& block : blocks) {
+    const int64_t count = TokenCount(block);
+    QUIRE_RETURN_IF_ERROR(CheckLayer(call.name, call.layer, call.spec, block, count));
+    total += count;
+  }
+  if (total == member.imported) return Status();
+  return Status(StatusCode::kBadArgument,
+                std::string(call.name) + ": layer " + std::to_string(call.layer) +
+                    ": the source of sequence " + std::to_string(member.id) + " gave " +
+                    std::to_string(total) + " tokens; " + std::to_string(member.imported) +
+                    " were planned");
+}
+
+Status PagedKVCache::LoadLayer(const AttentionCall& call) {
+  Layer& layer = layers_[static_cast<size_t>(call.layer)];
+  if (layer.loaded || plan_.import_count() == 0) return Status();
+  for (const ForwardMember& member : plan_.members) {
+    if (member.imported == 0) continue;
+    const Result<std::span<const LayerKV>> blocks = member.source->Load(call.layer);
+    if (!blocks.ok()) {
+      return Status(blocks.status().code(),
+                    std::string(call.name) + ": layer " + std::to_string(call.layer) +
+                        " of sequence " + std::to_string(member.id) + " was not loaded: " +
+                        std::string(blocks.status().message()) + "; call AbortForward");
+    }
+    QUIRE_RETURN_IF_ERROR(CheckLoaded(call, member, *blocks));
+    int64_t first = member.first_import;
+    for (const LayerKV& block : *blocks) {
+      StoreImport(plan_.group(layer.group).imports, call.layer, first, block);
+      first += TokenCount(block);
+    }
+  }
+  layer.loaded = true;
+  return Status();
 }
 
 }  // namespace quire

@@ -327,6 +327,47 @@ TEST_P(KVAllocationFailure, ExportAndImport) {
       scene_, Nothing, [&](AttentionKVCache& c) { return c.ExportKV(0, 1, 3, blocks[0][1]); });
 }
 
+// Sequences 0 and 3 load three blocks each before their rows, 1 nothing.
+struct LoadingThree {
+  explicit LoadingThree(const AttentionKVCacheOptions& options)
+      : tensors(TwoTokens(options)), blocks(3, BlockOf(tensors)), source(blocks) {}
+  Status Begin(AttentionKVCache& cache) {
+    const std::array<LayerLoad, 2> loads = {LayerLoad{0, 6, &source}, LayerLoad{3, 6, &source}};
+    return cache.BeginLoadingForward(kIds<0, 1, 3>, kIds<3, 1, 2>, loads);
+  }
+  std::vector<TestTensor> tensors;
+  std::vector<KVBlock> blocks;
+  BlockSource source;
+};
+
+TEST_P(KVAllocationFailure, BeginOfAForwardThatLoads) {
+  LoadingThree loading(scene_.options);
+  ExpectEachRefusalIsHarmless(scene_, Nothing,
+                              [&](AttentionKVCache& c) { return loading.Begin(c); });
+}
+
+// A source may lack memory too.
+TEST_P(KVAllocationFailure, ASourceWithoutMemory) {
+  LoadingThree loading(scene_.options);
+  const auto cache = MakeCache(scene_.options);
+  scene_.build(*cache, scene_.options);
+  const uint64_t digest = cache->StateDigest();
+  const ForwardTensors tensors(scene_.options.layers[0]);
+  loading.source.arrive = [](int64_t) -> Status {
+    return Status(StatusCode::kInternal, std::string(1000, 'x'));
+  };
+  ASSERT_TRUE(loading.Begin(*cache).ok());
+  Status status;
+  {
+    RefuseAllocation refusal(0);
+    status = cache->AttentionWithFusedQKV(0, tensors.inputs.qkv.view(), tensors.o.view(), 0.5);
+  }
+  EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(cache->EndForward().code(), StatusCode::kBadState);
+  ASSERT_TRUE(cache->AbortForward().ok());
+  EXPECT_EQ(cache->StateDigest(), digest);
+}
+
 // The first three tokens of sequence 0 as a chunk, into a sequence that is new.
 TEST_P(KVAllocationFailure, Chunks) {
   const auto writer = MakeCache(scene_.options);
@@ -355,6 +396,26 @@ TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
     const ForwardTensors first(scene.options.layers[0]);
     const ForwardTensors second(scene.options.layers[1]);
     ASSERT_TRUE(BeginThree(*cache).ok());
+    const int64_t before = AllocationsMade();
+    const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
+    const Status b = cache->Append(1, second.inputs.k.view(), second.inputs.v.view());
+    const Status c = cache->Attend(1, second.inputs.q.view(), second.o.view(), nullptr, 0.5);
+    const Status d = cache->EndForward();
+    EXPECT_EQ(AllocationsMade(), before);
+    EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
+  }
+}
+
+// Nor does one that loads, on top of what its sources allocate.
+TEST(KVAllocationFailure, AForwardThatLoadsAllocatesNothingAfterBegin) {
+  for (const Scene& scene : Scenes()) {
+    SCOPED_TRACE(scene.name);
+    const auto cache = MakeCache(scene.options);
+    scene.build(*cache, scene.options);
+    const ForwardTensors first(scene.options.layers[0]);
+    const ForwardTensors second(scene.options.layers[1]);
+    LoadingThree loading(scene.options);
+    ASSERT_TRUE(loading.Begin(*cache).ok());
     const int64_t before = AllocationsMade();
     const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
     const Status b = cache->Append(1, second.inputs.k.view(), second.inputs.v.view());
@@ -644,6 +705,12 @@ std::vector<StateRow> StateTable() {
        [](AttentionKVCache& c) { return c.ExportKV(1, 0, 1, TwoTokenBlock()[0]); }},
       {"ImportKV", kOk, kBad,
        [](AttentionKVCache& c) { return c.ImportKV(3, std::span(&TwoTokenBlock(), 1)); }},
+      {"BeginLoadingForward", kOk, kBad,
+       [](AttentionKVCache& c) {
+         static BlockSource source(std::span(&TwoTokenBlock(), 1));
+         const LayerLoad load = {3, 2, &source};
+         return c.BeginLoadingForward(kIds<3>, kIds<1>, std::span(&load, 1));
+       }},
       {"DebugGetKV", kOk, kOk,
        [](AttentionKVCache& c) { return c.DebugGetKV(1, 0, 1, k.view(), v.view()); }},
   };

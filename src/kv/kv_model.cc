@@ -596,16 +596,31 @@ Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
 
 Status KVModel::BeginForward(std::span<const int64_t> seq_ids,
                              std::span<const int64_t> append_lengths) {
+  return BeginLoadingForward(seq_ids, append_lengths, {});
+}
+
+Status KVModel::BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                    std::span<const int64_t> append_lengths,
+                                    std::span<const LayerLoad> loads) {
   QUIRE_RETURN_IF_ERROR(CheckBatch(seq_ids, append_lengths));
-  Plan plan = MakePlan(seq_ids, append_lengths);
+  std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
+  size_t load = 0;
+  for (size_t i = 0; i < seq_ids.size() && load < loads.size(); ++i) {
+    if (loads[load].seq_id != seq_ids[i]) continue;
+    if (loads[load].tokens < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
+    lengths[i] += loads[load++].tokens;
+  }
+  if (load < loads.size()) return Bad(StatusCode::kBadArgument, "a load of no member");
+  Plan plan = MakePlan(seq_ids, lengths);
   if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
   groups_ = std::move(plan.groups);
   batch_.assign(seq_ids.begin(), seq_ids.end());
   batch_lengths_.assign(append_lengths.begin(), append_lengths.end());
+  loads_.assign(loads.begin(), loads.end());
   positions_.clear();
   for (size_t i = 0; i < batch_.size(); ++i) {
     Sequence& sequence = sequences_.at(batch_[i]);
-    const size_t base = sequence.tokens.size();
+    const int64_t base = sequence.length() + lengths[i] - batch_lengths_[i];
     for (int64_t n = 0; n < batch_lengths_[i]; ++n) {
       positions_.push_back(static_cast<int32_t>(base) + static_cast<int32_t>(n));
     }
@@ -701,6 +716,7 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
     return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
   }
   const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
+  QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
   AttendRows(layer, Sees::kUpToOwn, Rows{&qkv, 0, d}, Rotated::kNo, Rows{&o, 0, dv}, nullptr,
              sm_scale);
@@ -718,6 +734,7 @@ Status KVModel::Append(int64_t layer, const TensorView& k, const TensorView& v) 
   if (appended_[static_cast<size_t>(layer)]) {
     return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
   }
+  QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   AppendRows(layer, Rows{&k, 0, spec.qk_head_dim}, Rows{&v, 0, spec.v_head_dim});
   return Status();
 }
@@ -755,6 +772,30 @@ Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
   AttendRows(source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
              options_.rope.mode == RopeMode::kNormal ? Rotated::kYes : Rotated::kNo,
              Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
+  return Status();
+}
+
+// The tokens of one block, from `position` on.
+void KVModel::StoreTokens(const Sequence& sequence, size_t position, size_t layer,
+                          const LayerKV& kv) {
+  for (int64_t row = 0; row < kv.k.dim(0); ++row, ++position) {
+    TokenValues& values = *sequence.tokens[position].values;
+    for (int64_t i = 0; i < kv.k.stride(0); ++i)
+      values.k[layer].push_back(LoadElement(kv.k, row * kv.k.stride(0) + i));
+    for (int64_t i = 0; i < kv.v.stride(0); ++i)
+      values.v[layer].push_back(LoadElement(kv.v, row * kv.v.stride(0) + i));
+  }
+}
+
+Status KVModel::LoadLayer(int64_t layer) {
+  for (const LayerLoad& load : loads_) {
+    QUIRE_ASSIGN_OR_RETURN(const auto blocks, load.source->Load(layer));
+    size_t position = before_.at(load.seq_id).tokens.size();
+    for (const LayerKV& kv : blocks) {
+      StoreTokens(sequences_.at(load.seq_id), position, static_cast<size_t>(layer), kv);
+      position += static_cast<size_t>(kv.k.dim(0));
+    }
+  }
   return Status();
 }
 
@@ -1028,16 +1069,8 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
   sequence.slid = sequence.SlidAt(sequence.length());
   size_t position = old.tokens.size();
   for (const KVBlock& block : blocks) {
-    for (int64_t row = 0; row < block[0].k.dim(0); ++row, ++position) {
-      TokenValues& values = *sequence.tokens[position].values;
-      for (size_t l = 0; l < block.size(); ++l) {
-        const LayerKV& kv = block[l];
-        for (int64_t i = 0; i < kv.k.stride(0); ++i)
-          values.k[l].push_back(LoadElement(kv.k, row * kv.k.stride(0) + i));
-        for (int64_t i = 0; i < kv.v.stride(0); ++i)
-          values.v[l].push_back(LoadElement(kv.v, row * kv.v.stride(0) + i));
-      }
-    }
+    for (size_t l = 0; l < block.size(); ++l) StoreTokens(sequence, position, l, block[l]);
+    position += static_cast<size_t>(block[0].k.dim(0));
   }
   FreeHidden();
   return Status();

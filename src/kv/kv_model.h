@@ -41,6 +41,9 @@ class KVModel final : public AttentionKVCache {
   Status SetRetained(int64_t seq_id, bool retained) override;
   Status BeginForward(std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths) override;
+  Status BeginLoadingForward(std::span<const int64_t> seq_ids,
+                             std::span<const int64_t> append_lengths,
+                             std::span<const LayerLoad> loads) override;
   Status EndForward() override;
   Status AbortForward() override;
 
@@ -212,6 +215,9 @@ class KVModel final : public AttentionKVCache {
   Status FailAttention(Status status);
   Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                    int64_t dim) const;
+  static void StoreTokens(const Sequence& sequence, size_t position, size_t layer,
+                          const LayerKV& kv);
+  Status LoadLayer(int64_t layer);
   void AppendRows(int64_t layer, const Rows& k, const Rows& v);
   const RopeFrequencies& FrequenciesOf(const Sequence& sequence, size_t layer) const {
     return sequence.long_factors ? frequencies_[layer].second : frequencies_[layer].first;
@@ -243,6 +249,7 @@ class KVModel final : public AttentionKVCache {
   SequenceMap before_;
   std::vector<int64_t> batch_;
   std::vector<int64_t> batch_lengths_;
+  std::vector<LayerLoad> loads_;
   std::vector<int32_t> positions_;
   std::vector<char> appended_, attended_;  // [layer]
   Bounds last_bounds_;

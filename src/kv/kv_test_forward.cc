@@ -91,6 +91,18 @@ TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType
   return inputs;
 }
 
+BlockSource::BlockSource(std::span<const KVBlock> blocks) {
+  layers_.resize(blocks.empty() ? 0 : blocks[0].size());
+  for (const KVBlock& block : blocks) {
+    for (size_t l = 0; l < block.size(); ++l) layers_[l].push_back(block[l]);
+  }
+}
+
+Result<std::span<const LayerKV>> BlockSource::Load(int64_t layer) {
+  if (arrive != nullptr) QUIRE_RETURN_IF_ERROR(arrive(layer));
+  return std::span<const LayerKV>(layers_[static_cast<size_t>(layer)]);
+}
+
 double ScoreScale(const AttentionLayerSpec& spec) {
   const ScopedFloatEnvironment environment;  // a test may have set another
   return 1.0 / std::sqrt(static_cast<double>(spec.qk_head_dim));
@@ -113,6 +125,19 @@ Status RunLayer(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t
                       ScoreScale(spec));
 }
 
+Result<std::vector<LayerOutputs>> FinishForward(AttentionKVCache& cache,
+                                                std::span<const AttentionLayerSpec> layers,
+                                                std::span<const uint64_t> rows,
+                                                const ForwardStyle& style) {
+  std::vector<LayerOutputs> outputs(layers.size());
+  for (size_t l = 0; l < layers.size(); ++l) {
+    QUIRE_RETURN_IF_ERROR(
+        RunLayer(cache, layers[l], static_cast<int64_t>(l), rows, style, &outputs[l]));
+  }
+  QUIRE_RETURN_IF_ERROR(cache.EndForward());
+  return outputs;
+}
+
 Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
                                              std::span<const AttentionLayerSpec> layers,
                                              std::span<const int64_t> ids,
@@ -125,13 +150,7 @@ Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
     rows.insert(rows.end(), list.begin(), list.end());
   }
   QUIRE_RETURN_IF_ERROR(cache.BeginForward(ids, lengths));
-  std::vector<LayerOutputs> outputs(layers.size());
-  for (size_t l = 0; l < layers.size(); ++l) {
-    QUIRE_RETURN_IF_ERROR(
-        RunLayer(cache, layers[l], static_cast<int64_t>(l), rows, style, &outputs[l]));
-  }
-  QUIRE_RETURN_IF_ERROR(cache.EndForward());
-  return outputs;
+  return FinishForward(cache, layers, rows, style);
 }
 
 }  // namespace quire

@@ -4,6 +4,7 @@
 #define QUIRE_KV_KV_TEST_FORWARD_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -59,6 +60,19 @@ struct LayerOutputs {
 
 enum class CallStyle : uint8_t { kFused, kHalves };
 
+// Gives blocks that the test holds, which are all there when it is made. Allocates nothing later.
+class BlockSource final : public LayerSource {
+ public:
+  explicit BlockSource(std::span<const KVBlock> blocks);
+  // Asked before a layer is given; its error is the answer. Null: nothing happens.
+  std::function<Status(int64_t layer)> arrive;
+
+  Result<std::span<const LayerKV>> Load(int64_t layer) override;
+
+ private:
+  std::vector<std::vector<LayerKV>> layers_;  // [layer][block]
+};
+
 struct ForwardStyle {
   CallStyle calls = CallStyle::kFused;
   DType input_dtype = DType::kF32;
@@ -71,6 +85,12 @@ double ScoreScale(const AttentionLayerSpec& spec);
 // The attention call or calls of one layer.
 Status RunLayer(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t layer,
                 std::span<const uint64_t> tokens, const ForwardStyle& style, LayerOutputs* outputs);
+
+// Runs all layers of a forward that has begun, and End. `rows`: its new tokens.
+Result<std::vector<LayerOutputs>> FinishForward(AttentionKVCache& cache,
+                                                std::span<const AttentionLayerSpec> layers,
+                                                std::span<const uint64_t> rows,
+                                                const ForwardStyle& style = {});
 
 // Begin, all layers and End. tokens[i] are appended to ids[i]. Outputs are per layer.
 Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,

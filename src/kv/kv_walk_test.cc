@@ -51,13 +51,14 @@ enum class Kind : uint8_t {
   kImport,
   kWindow,
   kShared,
+  kLoading,
 };
-constexpr size_t kKindCount = 20;
+constexpr size_t kKindCount = 21;
 constexpr std::array<const char*, kKindCount> kKindNames = {
     "kAdd",         "kRemove",         "kFork",      "kPop",      "kBegin",    "kLayer",
     "kEnd",         "kAbort",          "kForward",   "kDebugGet", "kDebugSet", "kClear",
     "kPagesNeeded", "kSelectLongRope", "kBadTensor", "kRetain",   "kDecode",   "kImport",
-    "kWindow",      "kShared"};
+    "kWindow",      "kShared",         "kLoading"};
 
 struct WalkOp {
   Kind kind;
@@ -185,8 +186,8 @@ WalkSetting MakeSetting(uint64_t seed) {
 Walk MakeWalk(uint64_t seed, int64_t op_count) {
   RandomSequence random(seed, kOpsStream);
   // Usual shares; a walk draws its own, and leaves some kinds out.
-  std::array<double, kKindCount> weights = {3, 3,    12, 10, 4,   6, 3,  1, 40, 6,
-                                            4, 0.15, 2,  2,  0.5, 4, 12, 8, 5,  4};
+  std::array<double, kKindCount> weights = {3,    3, 12, 10,  4, 6,  3, 1, 40, 6, 4,
+                                            0.15, 2, 2,  0.5, 4, 12, 8, 5, 4,  8};
   for (double& weight : weights) {
     weight *= random.Below(5) == 0 ? 0 : std::exp(random.Uniform(-1.5, 1.5));
   }
@@ -224,6 +225,15 @@ struct KnownToken {
   std::shared_ptr<const std::pair<TestTensor, TestTensor>> set;  // [layers, 1, Hkv, D or Dv]
 };
 
+// What a member of a forward loads: its number in the batch, the tokens' keys and values in the
+// cache and in the model, and where these come from.
+struct WalkLoad {
+  size_t member = 0;
+  std::vector<KnownToken> tokens;
+  std::array<std::vector<TestTensor>, 2> tensors;
+  std::array<std::unique_ptr<BlockSource>, 2> sources;
+};
+
 class Walker {
  public:
   explicit Walker(const WalkSetting& setting);
@@ -255,7 +265,7 @@ class Walker {
   std::string Pop(const WalkOp& op);
   std::string PagesNeeded(const Batch& batch, int64_t* needed);
   std::string Begin(const WalkOp& op);
-  std::string BeginBatch(const Batch& batch, const WalkOp& op);
+  std::string BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads = {});
   std::string Layer(size_t layer, uint32_t draw);
   std::string Fused(size_t layer, const std::vector<uint64_t>& rows);
   std::string Append(size_t layer, const std::vector<uint64_t>& rows);
@@ -278,6 +288,9 @@ class Walker {
   std::string Retain(const WalkOp& op);
   std::string Decode(const WalkOp& op);
   std::string Import(const WalkOp& op);
+  std::string Loading(const WalkOp& op);
+  std::string DrawLoad(const Batch& batch, size_t member, const WalkOp& op,
+                       std::vector<WalkLoad>* loads);
   std::string Window(const WalkOp& op);
   std::string Shared(const WalkOp& op);
   std::string MakeFreshWindow(const KVModel::Window& window, size_t* done,
@@ -304,6 +317,7 @@ class Walker {
   bool call_failed_ = false;
   std::map<int64_t, History> before_;
   Batch batch_;
+  std::vector<WalkLoad> loads_;  // of the forward
   std::vector<uint64_t> rows_;
   std::vector<LayerOutputs> outputs_;  // [layer]
   std::vector<char> appended_, attended_;
@@ -497,6 +511,8 @@ std::string Walker::Apply(const WalkOp& op) {
       return Window(op);
     case Kind::kShared:
       return Shared(op);
+    case Kind::kLoading:
+      return Loading(op);
   }
   return "no such operation";
 }
@@ -617,35 +633,52 @@ std::string Walker::Begin(const WalkOp& op) {
   return BeginBatch(DrawBatch(op.a), op);
 }
 
-std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op) {
+std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads) {
   int64_t needed = 0;
-  std::string error = PagesNeeded(batch, &needed);
+  Batch planned = batch;
+  std::array<std::vector<LayerLoad>, 2> given;
+  for (const WalkLoad& load : loads) {
+    const int64_t count = static_cast<int64_t>(load.tokens.size());
+    planned.lengths[load.member] += count;
+    for (size_t side = 0; side < 2; ++side)
+      given[side].push_back({batch.ids[load.member], count, load.sources[side].get()});
+  }
+  std::string error = PagesNeeded(planned, &needed);
   if (!error.empty()) return error;
   const int64_t available = cache_->GetNumAvailablePages();
-  QUIRE_WALK_CALL("BeginForward", status,
-                  [&](AttentionKVCache& c) { return c.BeginForward(batch.ids, batch.lengths); });
+  QUIRE_WALK_CALL(
+      loads.empty() ? "BeginForward" : "BeginLoadingForward", status, [&](AttentionKVCache& c) {
+        if (loads.empty()) return c.BeginForward(batch.ids, batch.lengths);
+        return c.BeginLoadingForward(batch.ids, batch.lengths, given[&c == cache_.get() ? 0 : 1]);
+      });
   // Groups free pages apart from one another where there are windows: then the most that one group
   // needs may be fewer than the least that another has, but not the other way.
   const bool agrees = status.ok() == (needed <= available) || (setting_.has_windows && status.ok());
-  if (needed >= 0 && !agrees) {
+  // Together with what is loaded a length below 1 may look like a good one.
+  const bool has_bad_length = std::ranges::any_of(batch.lengths, [](int64_t n) { return n < 1; });
+  if (needed >= 0 && !has_bad_length && !agrees) {
     return "BeginForward: " + status.ToString() + " with " + std::to_string(needed) +
            " needed and " + std::to_string(available) + " available";
   }
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
   const int64_t taken = available - cache_->GetNumAvailablePages();
-  if (!setting_.has_windows || taken > needed)
+  if (needed >= 0 && (!setting_.has_windows || taken > needed))
     error = Differ("pages taken by BeginForward", taken, needed);
   const Status plan = cache_->CheckInvariants();  // looks at the plan of the open forward
   if (error.empty() && !plan.ok()) error = "after BeginForward: " + plan.ToString();
   open_ = true;
   call_failed_ = false;
   batch_ = batch;
+  loads_ = std::move(loads);
   rows_.clear();
   before_.clear();
   for (size_t i = 0; i < batch.ids.size(); ++i) {
     History& history = history_.at(batch.ids[i]);
     before_[batch.ids[i]] = history;
+    for (const WalkLoad& load : loads_) {
+      if (load.member == i) history.insert(history.end(), load.tokens.begin(), load.tokens.end());
+    }
     for (int64_t n = 0; n < batch.lengths[i]; ++n) {
       history.push_back({next_token_, nullptr});
       rows_.push_back(next_token_++);
@@ -1188,6 +1221,53 @@ std::string Walker::Import(const WalkOp& op) {
   return "";
 }
 
+// Tokens for a member, as Import takes them. Now and then a layer of them never arrives.
+std::string Walker::DrawLoad(const Batch& batch, size_t member, const WalkOp& op,
+                             std::vector<WalkLoad>* loads) {
+  RandomSequence random(op.b, member);
+  const int64_t to = batch.ids[member];
+  const int64_t from = PickId(static_cast<uint32_t>(random.Bits()));
+  if (random.Below(3) == 0 || history_.count(from) == 0 || history_.count(to) == 0) return "";
+  const bool unwritten = open_ && before_.count(from) != 0;
+  if (unwritten) return "";
+  const History& source = history_.at(from);
+  const int64_t start = static_cast<int64_t>(history_.at(to).size());
+  const int64_t available = static_cast<int64_t>(source.size()) - start;
+  if (available < 1 || long_factors_.at(from) != long_factors_.at(to)) return "";
+  const int64_t count = 1 + random.Below(std::min<int64_t>(available, 60));
+  WalkLoad load;
+  load.member = member;
+  const auto first = source.begin() + static_cast<ptrdiff_t>(start);
+  load.tokens.assign(first, first + static_cast<ptrdiff_t>(count));
+  const std::string error = ExportPart(from, start, count, &load.tensors);
+  if (!error.empty() || load.tensors[0].empty()) return error;
+  const int64_t fails_at = random.Below(8 * static_cast<int64_t>(layers_.size()));
+  for (size_t side = 0; side < 2; ++side) {
+    KVBlock block;
+    for (size_t i = 0; i < load.tensors[side].size(); i += 2)
+      block.push_back({load.tensors[side][i].view(), load.tensors[side][i + 1].view()});
+    load.sources[side] = std::make_unique<BlockSource>(std::span(&block, 1));
+    load.sources[side]->arrive = [fails_at](int64_t layer) {
+      return layer == fails_at ? Status(StatusCode::kCorrupt, "the walk's layer") : Status();
+    };
+  }
+  loads->push_back(std::move(load));
+  return "";
+}
+
+std::string Walker::Loading(const WalkOp& op) {
+  if (open_ && op.c % 2 != 0) return RunRest(op);
+  const Batch batch = DrawBatch(op.a);
+  std::vector<WalkLoad> loads;
+  for (size_t member = 0; member < batch.lengths.size() && member < batch.ids.size(); ++member) {
+    const std::string error = DrawLoad(batch, member, op, &loads);
+    if (!error.empty()) return error;
+  }
+  std::string error = BeginBatch(batch, op, std::move(loads));
+  if (error.empty() && open_) error = CompareCounters();
+  return error.empty() && open_ ? RunRest(op) : error;
+}
+
 std::string Walker::Window(const WalkOp& op) {
   if (!setting_.has_windows) return "";
   const int64_t id = PickId(op.a);
@@ -1394,8 +1474,10 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       {"BeginForward",
        {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kBadState, Code::kTooLarge,
         Code::kOutOfPages}},
-      {"AttentionWithFusedQKV", {Code::kOk, Code::kBadState}},
-      {"Append", {Code::kOk, Code::kBadState}},
+      {"BeginLoadingForward",
+       {Code::kOk, Code::kBadArgument, Code::kBadState, Code::kTooLarge, Code::kOutOfPages}},
+      {"AttentionWithFusedQKV", {Code::kOk, Code::kBadState, Code::kCorrupt}},
+      {"Append", {Code::kOk, Code::kBadState, Code::kCorrupt}},
       {"Attend", {Code::kOk, Code::kBadState}},
       {"attention with a bad argument", {Code::kBadArgument, Code::kBadState}},
       {"EndForward", {Code::kOk, Code::kBadState}},

@@ -45,6 +45,9 @@ class PagedKVCache final : public AttentionKVCache {
   Status SetRetained(int64_t seq_id, bool retained) override;
   Status BeginForward(std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths) override;
+  Status BeginLoadingForward(std::span<const int64_t> seq_ids,
+                             std::span<const int64_t> append_lengths,
+                             std::span<const LayerLoad> loads) override;
   Status EndForward() override;
   Status AbortForward() override;
 
@@ -113,8 +116,9 @@ class PagedKVCache final : public AttentionKVCache {
   };
   struct Layer {
     int group = 0;
-    int rope = 0;           // index in ropes_; RopeMode::kNone has none
-    bool appended = false;  // in this forward
+    int rope = 0;         // index in ropes_; RopeMode::kNone has none
+    bool loaded = false;  // in this forward
+    bool appended = false;
     bool attended = false;
     std::vector<float> head_sinks_log2{};
   };
@@ -155,9 +159,12 @@ class PagedKVCache final : public AttentionKVCache {
   }
 
   Status PlanBatch(const char* call, std::span<const int64_t> seq_ids,
-                   std::span<const int64_t> append_lengths, ForwardPlan& plan);
-  Status PlanMember(const char* call, int64_t seq_id, int64_t append_length, int64_t first_row,
-                    ForwardPlan& plan);
+                   std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads,
+                   ForwardPlan& plan);
+  Status PlanMember(const char* call, int64_t seq_id, int64_t append_length, const LayerLoad* load,
+                    int64_t first_row, ForwardPlan& plan);
+  Status BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
+                      std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads);
   Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;
   void ReserveForward();
   void ReserveRope(int64_t more_rows);
@@ -204,8 +211,13 @@ class PagedKVCache final : public AttentionKVCache {
 
   Result<int64_t> CheckImport(const Sequence& sequence, std::span<const KVBlock> blocks) const;
   void StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept;
-  void StoreImport(const GroupPlan& group, int64_t layer, int64_t first,
+  void StoreImport(const TokenSlots& imports, int64_t layer, int64_t first,
                    const LayerKV& kv) noexcept;
+  // Takes the layer's imported tokens from their sources; they stand before the first row, so
+  // whatever stores or reads tokens of the layer calls this first.
+  Status LoadLayer(const AttentionCall& call);
+  Status CheckLoaded(const AttentionCall& call, const ForwardMember& member,
+                     std::span<const LayerKV> blocks) const;
 
   Status CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
                            const TensorView& v) const;

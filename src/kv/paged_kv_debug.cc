@@ -156,7 +156,6 @@ Status PagedKVCache::PrivatizeFrom(Sequence& sequence, int64_t start) {
   }
   tree_.Release(append.last);
   hides_more_ = true;
-  FreeHidden();
   return Status();
 }
 
@@ -192,6 +191,8 @@ Status PagedKVCache::DebugSetKV(int64_t seq_id, int64_t start, const TensorView&
         }
       }
     }
+    // Not before: copies of positions that this sequence itself no longer sees go at once.
+    FreeHidden();
     return Status();
   });
 }

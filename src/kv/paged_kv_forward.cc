@@ -24,8 +24,9 @@ Status BadBatch(StatusCode code, const char* call, const std::string& why) {
 
 // ---------------------------------------------------------------------- planning
 
+// `load`: of the sequence, or null.
 Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append_length,
-                                int64_t first_row, ForwardPlan& plan) {
+                                const LayerLoad* load, int64_t first_row, ForwardPlan& plan) {
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence(call, seq_id));
   Sequence& sequence = sequences_[index];
   const auto name = [&] { return "sequence " + std::to_string(seq_id); };
@@ -49,17 +50,29 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
                         std::to_string(options_.prefill_chunk_size) +
                         "; append them in several forwards");
   }
+  int64_t imported = 0;
+  if (load != nullptr) {
+    if (load->tokens < 1 || load->source == nullptr) {
+      return BadBatch(StatusCode::kBadArgument, call,
+                      name() + " is to import " + std::to_string(load->tokens) + " tokens from " +
+                          (load->source == nullptr ? "no" : "a") +
+                          " source; the least is 1, and a source is needed");
+    }
+    imported = load->tokens;
+  }
   const int64_t length = tree_.End(sequence.last);
-  if (append_length > std::numeric_limits<int32_t>::max() - length) {
+  const int64_t room = std::numeric_limits<int32_t>::max() - length;
+  if (imported > room || append_length > room - imported) {
     return BadBatch(StatusCode::kTooLarge, call,
                     name() + " of length " + std::to_string(length) + " cannot get " +
-                        std::to_string(append_length) + " more tokens: positions end at 2^31");
+                        std::to_string(append_length) + " more tokens behind " +
+                        std::to_string(imported) + " imported ones: positions end at 2^31");
   }
   const size_t group_count = groups_.size();
   const size_t first_group = plan.group_appends.size();
   plan.group_appends.resize(first_group + group_count);
   const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, group_count);
-  const AppendPlan append = tree_.PlanAppend(sequence.last, append_length, groups);
+  const AppendPlan append = tree_.PlanAppend(sequence.last, imported + append_length, groups);
   for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
   plan.members.push_back({.id = seq_id,
                           .sequence = index,
@@ -67,7 +80,10 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
                           .append = append,
                           .last = kNoBlock,
                           .long_factors = sequence.long_factors,
-                          .window = sequence.window});
+                          .window = sequence.window,
+                          .imported = imported,
+                          .first_import = plan.import_count(),
+                          .source = load == nullptr ? nullptr : load->source});
   appends_.push_back(append);
   return Status();
 }
@@ -75,7 +91,8 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
 // Leaves only marks that no call can see (the numbers of this planning), and the plan's members,
 // which are read in FORWARD only.
 Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_ids,
-                               std::span<const int64_t> append_lengths, ForwardPlan& plan) {
+                               std::span<const int64_t> append_lengths,
+                               std::span<const LayerLoad> loads, ForwardPlan& plan) {
   QUIRE_RETURN_IF_ERROR(RequireIdle(call));
   if (seq_ids.size() != append_lengths.size()) {
     return BadBatch(StatusCode::kBadArgument, call,
@@ -90,10 +107,16 @@ Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_id
   page_counts_.assign(groups_.size(), 0);
   int64_t row_count = 0;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
-    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], append_lengths[i], row_count, plan));
+    const bool loads_this = !loads.empty() && loads.front().seq_id == seq_ids[i];
+    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], append_lengths[i],
+                                     loads_this ? &loads.front() : nullptr, row_count, plan));
     row_count += append_lengths[i];
+    if (loads_this) loads = loads.subspan(1);
   }
-  return Status();
+  if (loads.empty()) return Status();
+  return BadBatch(StatusCode::kBadArgument, call,
+                  "the load of sequence " + std::to_string(loads.front().seq_id) +
+                      " is of no member of the batch, or loads are in another order than it");
 }
 
 Status PagedKVCache::CheckPages(const char* call, std::span<const int64_t> page_counts) const {
@@ -116,7 +139,8 @@ Result<int64_t> PagedKVCache::PagesNeeded(std::span<const int64_t> seq_ids,
   return Enter("PagesNeeded", [&]() -> Result<int64_t> {
     // Planning changes nothing that can be observed, and a cache is never created const.
     PagedKVCache* self = const_cast<PagedKVCache*>(this);
-    QUIRE_RETURN_IF_ERROR(self->PlanBatch("PagesNeeded", seq_ids, append_lengths, self->query_));
+    QUIRE_RETURN_IF_ERROR(
+        self->PlanBatch("PagesNeeded", seq_ids, append_lengths, {}, self->query_));
     return *std::max_element(page_counts_.begin(), page_counts_.end());
   });
 }
@@ -177,12 +201,26 @@ Status PagedKVCache::BeginForward(std::span<const int64_t> seq_ids,
       CommitRepeatedForward();
       return Status();
     }
-    QUIRE_RETURN_IF_ERROR(PlanBatch("BeginForward", seq_ids, append_lengths, plan_));
-    QUIRE_RETURN_IF_ERROR(CheckPages("BeginForward", page_counts_));
-    ReserveForward();
-    CommitForward();
-    return Status();
+    return BeginPlanned("BeginForward", seq_ids, append_lengths, {});
   });
+}
+
+Status PagedKVCache::BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                         std::span<const int64_t> append_lengths,
+                                         std::span<const LayerLoad> loads) {
+  return Enter("BeginLoadingForward", [&]() -> Status {
+    return BeginPlanned("BeginLoadingForward", seq_ids, append_lengths, loads);
+  });
+}
+
+Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
+                                  std::span<const int64_t> append_lengths,
+                                  std::span<const LayerLoad> loads) {
+  QUIRE_RETURN_IF_ERROR(PlanBatch(call, seq_ids, append_lengths, loads, plan_));
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts_));
+  ReserveForward();
+  CommitForward();
+  return Status();
 }
 
 void PagedKVCache::CommitForward() noexcept {
@@ -224,7 +262,7 @@ void PagedKVCache::CommitRepeatedForward() noexcept {
 
 void PagedKVCache::OpenForward() noexcept {
   FillRope();
-  for (Layer& layer : layers_) layer.appended = layer.attended = false;
+  for (Layer& layer : layers_) layer.loaded = layer.appended = layer.attended = false;
   in_forward_ = true;
   failed_ = false;
 }
@@ -278,7 +316,7 @@ void PagedKVCache::CloseForward() noexcept {
   tree_.RunDeferredMerges();
   for (const ForwardMember& member : plan_.members) {
     hides_more_ |= member.append.copies();  // it has left its old path to others
-    SlideTo(&sequences_[member.sequence], member.base());
+    SlideTo(&sequences_[member.sequence], member.old_length());
   }
   FreeHidden();
 }
@@ -330,6 +368,7 @@ Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
+    QUIRE_RETURN_IF_ERROR(LoadLayer(call));
     RunAppend(layer, rows.k, rows.v);
     RunAttend(layer, Sees::kUpToOwn, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale);
     return Status();
@@ -344,6 +383,7 @@ Status PagedKVCache::Append(int64_t layer, const TensorView& k, const TensorView
     QUIRE_ASSIGN_OR_RETURN(const HeadRows v_rows,
                            ViewHeads(call, "v", v, heads, call.spec.v_head_dim));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
+    QUIRE_RETURN_IF_ERROR(LoadLayer(call));
     RunAppend(layer, k_rows, v_rows);
     return Status();
   });
@@ -404,8 +444,8 @@ void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v
                   .k = k,
                   .v = v,
                   .rotary = {},
-                  .targets = plan.targets.data(),
-                  .opens_tile = plan.opens_tile.data()};
+                  .targets = plan.rows.targets.data(),
+                  .opens_tile = plan.rows.opens_tile.data()};
   if (options_.rope.mode == RopeMode::kNormal) args.rotary = RotaryOfRows(layer);
   backend_->append_kv(args, *options_.runner);
   layer.appended = true;

@@ -497,7 +497,6 @@ Status DiskFolder::CheckPresent(FileSession& io, const ChunkId& id, bool* is_the
   return Status();
 }
 
-// A store with a key has no use for a chunk without a MAC, and its own would never get the name.
 Status DiskFolder::RemoveUnsigned(FileSession& io, const ChunkId& id) {
   QUIRE_ASSIGN_OR_RETURN(ChunkFile file, OpenChunk(io, id));
   QUIRE_ASSIGN_OR_RETURN(const ChunkHeader header, DecodeHeaderOf(io, id, file));

@@ -85,7 +85,10 @@ class DiskFolder {
   Result<int64_t> Clear(FileSession& io, const Digest& fingerprint, const ChunkKey& root);
   // Moves a damaged file aside, unless another one has taken its place since.
   void Quarantine(FileSession& io, const ChunkId& id, uint64_t inode);
-  // An expired one, under the same condition.
+  // A chunk without a MAC, in a store with a key: it has no use for it, and its own would never get
+  // the name. Incompatible if that is not why the chunk is not for this store.
+  Status RemoveUnsigned(FileSession& io, const ChunkId& id);
+  // An expired one, unless another one has taken its place since.
   void RemoveExpired(FileSession& io, const ChunkId& id, uint64_t inode);
 
   // ---- Upkeep
@@ -152,7 +155,6 @@ class DiskFolder {
   Status Replace(FileSession& io, const NewChunk& chunk, uint64_t inode, Draft& draft);
   // Ok with *is_there: a sound file is there, as durable as a new one would be.
   Status CheckPresent(FileSession& io, const ChunkId& id, bool* is_there);
-  Status RemoveUnsigned(FileSession& io, const ChunkId& id);
   Status WriteSmallFile(FileSession& io, std::string_view folder, const std::string& path,
                         std::string_view text);
 

@@ -98,6 +98,8 @@ void DiskReader::End(FileSession& io, DiskFolder& folder, size_t index, const St
   const ChunkId& id = item.read.id;
   // Before anybody hears of it, so that who asks again finds it gone.
   if (status.code() == StatusCode::kCorrupt) folder.Quarantine(io, id, item.file.stat.inode);
+  if (status.code() == StatusCode::kIncompatible)
+    static_cast<void>(folder.RemoveUnsigned(io, id));  // else it is there and no use to anybody
   if (status.code() == StatusCode::kNotFound && item.file.file.get() >= 0)
     folder.RemoveExpired(io, id, item.file.stat.inode);
   io.work().WithCaller([&] {

@@ -36,6 +36,12 @@ int64_t Sum(int64_t moment_ns, int64_t span_ns) {
   return moment_ns > kNever - span_ns ? kNever : moment_ns + span_ns;
 }
 
+RedisRequest AskingRequest() {
+  RedisRequest asking;
+  asking.Add({"ASKING"});
+  return asking;
+}
+
 RedisRequest HelloOf(const RedisTierOptions& options) {
   RedisRequest hello;
   if (options.password.empty()) return hello;
@@ -213,19 +219,6 @@ class RedisCluster::Round {
   std::vector<std::span<const std::byte>> spans_;
 };
 
-namespace {
-
-const RedisRequest& AskingRequest() {
-  static const RedisRequest request = [] {
-    RedisRequest asking;
-    asking.Add({"ASKING"});
-    return asking;
-  }();
-  return request;
-}
-
-}  // namespace
-
 // ---- A round
 
 Status RedisCluster::Round::At(const Lane& lane, const Status& status) const {
@@ -245,7 +238,7 @@ void RedisCluster::Round::PlanSteps(Lane& lane, std::span<Assignment* const> ass
     lane.steps.push_back({.request = &cluster_.hello_, .replies = cluster_.hello_.command_count()});
   }
   for (Assignment* assignment : assignments) {
-    lane.steps.push_back({.prefix = assignment->asking ? &AskingRequest() : nullptr,
+    lane.steps.push_back({.prefix = assignment->asking ? &cluster_.asking_ : nullptr,
                           .request = &assignment->op->request,
                           .assignment = assignment,
                           .prefix_replies = assignment->asking ? 1 : 0,
@@ -570,6 +563,7 @@ RedisCluster::RedisCluster(const RedisTierOptions& options, std::vector<RedisAdd
       seeds_(std::move(seeds)),
       clock_(std::move(clock)),
       hello_(HelloOf(options)),
+      asking_(AskingRequest()),
       resolver_(clock_) {}
 
 RedisCluster::~RedisCluster() = default;

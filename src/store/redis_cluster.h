@@ -91,7 +91,8 @@ class RedisCluster {
   const RedisTierOptions options_;
   const std::vector<RedisAddress> seeds_;
   const std::shared_ptr<Clock> clock_;
-  const RedisRequest hello_;  // what a connection begins with; empty without a password
+  const RedisRequest hello_;   // what a connection begins with; empty without a password
+  const RedisRequest asking_;  // goes before what ASK sent to a server
   HostResolver resolver_;
 
   mutable std::mutex mutex_;  // guards what follows; held for no I/O

@@ -1,19 +1,17 @@
 // Each single allocation of a call failing: the call says so and has changed nothing, and works
-// when there is memory again; in the store's threads it is a miss or a drop. operator new is
-// replaced in this program, so that the n-th allocation can be refused.
+// when there is memory again; in the store's threads it is a miss or a drop.
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <functional>
 #include <memory>
-#include <new>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/fake_clock.h"
+#include "base/replaced_new.h"
 #include "store/chunk_index.h"
 #include "store/fake_tier.h"
 #include "store/test_chain.h"
@@ -29,42 +27,19 @@ std::atomic<int64_t> refuse_one_in{0};
 std::atomic<int64_t> allocations_of_others{0};
 thread_local bool is_the_test = false;
 
-constexpr size_t kUsualAlignment = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
-
-void* AllocateOrThrow(size_t size, size_t alignment) {
-  if (allocations_left >= 0 && allocations_left-- == 0) {
-    allocation_refused = true;
-    throw std::bad_alloc();
-  }
-  const int64_t one_in = refuse_one_in.load();
-  if (!is_the_test && one_in > 0 && allocations_of_others.fetch_add(1) % one_in == 0)
-    throw std::bad_alloc();
-  const size_t rounded = (size + alignment - 1) / alignment * alignment;
-  void* memory = std::aligned_alloc(alignment, rounded == 0 ? alignment : rounded);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
 }  // namespace
 
-void* operator new(size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
-void* operator new[](size_t size) { return AllocateOrThrow(size, kUsualAlignment); }
-void* operator new(size_t size, std::align_val_t alignment) {
-  return AllocateOrThrow(size, static_cast<size_t>(alignment));
-}
-void* operator new[](size_t size, std::align_val_t alignment) {
-  return AllocateOrThrow(size, static_cast<size_t>(alignment));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-
 namespace quire {
+
+bool RefusesAllocation() noexcept {
+  if (allocations_left >= 0 && allocations_left-- == 0) {
+    allocation_refused = true;
+    return true;
+  }
+  const int64_t one_in = refuse_one_in.load();
+  return !is_the_test && one_in > 0 && allocations_of_others.fetch_add(1) % one_in == 0;
+}
+
 namespace {
 
 // Lets the n-th allocation of `call` fail, for n = 0, 1, ... until it needs no more. `call` returns

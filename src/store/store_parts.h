@@ -65,7 +65,7 @@ struct StoreParts {
   void WriteToSlow(const KeptChunk& kept) noexcept;
   // The chunk was put or found: under WritePolicy::kSelective it may be due for the slow tiers.
   void Wanted(const KeptChunk& kept) noexcept;
-  // Keeps the chunk in RAM; whoever has to go for it, and was not written yet, is written.
+  // Keeps the chunk in RAM; who has to go for it is written to the slow tiers unless it is there.
   MemoryTier::Outcome Keep(const KeptChunk& kept, bool unwritten);
   // Brings the slow tiers' events to the others. std::bad_alloc: some of them come later.
   void CollectEvents();
