@@ -627,6 +627,7 @@ Status KVModel::BeginLoadingForward(std::span<const int64_t> seq_ids,
     before_.emplace(batch_[i], std::move(sequence));
     sequence = std::move(plan.members.at(batch_[i]));
   }
+  loaded_.assign(options_.layers.size(), 0);
   appended_.assign(options_.layers.size(), 0);
   attended_.assign(options_.layers.size(), 0);
   forward_ = true;
@@ -788,6 +789,7 @@ void KVModel::StoreTokens(const Sequence& sequence, size_t position, size_t laye
 }
 
 Status KVModel::LoadLayer(int64_t layer) {
+  if (loaded_[static_cast<size_t>(layer)]) return Status();
   for (const LayerLoad& load : loads_) {
     QUIRE_ASSIGN_OR_RETURN(const auto blocks, load.source->Load(layer));
     size_t position = before_.at(load.seq_id).tokens.size();
@@ -796,6 +798,7 @@ Status KVModel::LoadLayer(int64_t layer) {
       position += static_cast<size_t>(kv.k.dim(0));
     }
   }
+  loaded_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
 

@@ -251,7 +251,7 @@ class KVModel final : public AttentionKVCache {
   std::vector<int64_t> batch_lengths_;
   std::vector<LayerLoad> loads_;
   std::vector<int32_t> positions_;
-  std::vector<char> appended_, attended_;  // [layer]
+  std::vector<char> loaded_, appended_, attended_;  // [layer]
   Bounds last_bounds_;
 };
 

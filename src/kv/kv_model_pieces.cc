@@ -117,6 +117,7 @@ Status KVModel::CrossAttention(int64_t layer, const TensorView& q, const TensorV
   if (status.ok()) status = CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim);
   QUIRE_RETURN_IF_ERROR(FailAttention(status));
   if (!LseFits(lse, spec.num_qo_heads)) return FailAttention(Bad("lse is of another shape"));
+  QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   AttendRows(layer, Sees::kCached, Rows{&q, 0, spec.qk_head_dim},
              options_.rope.mode == RopeMode::kInline ? Rotated::kNo : Rotated::kYes,
              Rows{&o, 0, spec.v_head_dim}, &lse, sm_scale);

@@ -997,7 +997,7 @@ std::string Walker::RunRest(const WalkOp& op) {
   if (op.c % 8 == 5) return Abort();
   for (size_t l = 0; l < layers_.size(); ++l) {
     if (attended_[l]) continue;
-    const std::string error = Layer(l, appended_[l] ? op.b : op.b % 2 + 2);
+    const std::string error = Layer(l, appended_[l] ? op.b : op.b / 4 * 4 + 2 + op.b % 2);
     if (!error.empty()) return error;
   }
   return End(op.c);

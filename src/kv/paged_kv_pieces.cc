@@ -171,6 +171,7 @@ Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const Te
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckLse(call, lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_RETURN_IF_ERROR(LoadLayer(call));
     const Layer& state = layers_[static_cast<size_t>(layer)];
     RunAttend(layer, Sees::kCached, q_rows, TakeRotated(state), o_rows, &lse, sm_scale);
     return Status();
