@@ -206,6 +206,34 @@ class AttentionKVCache : public KVState {
                                        const TensorView& o, const TensorView* lse,
                                        double sm_scale) = 0;
 
+  // ---- The pieces, for callers who combine results themselves. They store nothing; with kNormal,
+  // q and k are given rotated; with kInline they are given unrotated and rotated here. Exact per
+  // row: neither batch nor threads nor page size show. Their merge is that of one softmax but for
+  // rounding, so where the tokens of a sequence were cut may show in the last bits.
+
+  // Windows and the soft cap hold in both pieces; the learned sinks of heads take part in
+  // CrossAttention alone, so that a merge counts them once.
+
+  // Causal attention of the new tokens among themselves, on keys and values as given: rounded
+  // nowhere. Heads and dimensions may be other than the layer's, but for the key dimension with
+  // kInline, or with kNormal where a window has slid past sinks that are among the new tokens.
+  // q: [m, Hq', D'], k: [m, H', D'], v: [m, H', Dv'], o: [m, Hq', Dv'], lse: float32 [m, Hq']; Hq'
+  // is a multiple of H'.
+  virtual Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
+                               const TensorView& v, const TensorView& o, const TensorView& lse,
+                               double sm_scale) = 0;
+  // The new tokens against what their sequences held before this forward. Where a row sees nothing
+  // of that, o = 0 and lse = -inf, or the head's learned sink times log2(e) if it has one.
+  // q: [m, Hq, D], o: [m, Hq, Dv], lse: float32 [m, Hq].
+  virtual Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                                const TensorView& lse, double sm_scale) = 0;
+  // Attention over two disjoint sets of keys becomes that over both, written to o1 and lse1. A set
+  // may be empty (lse = -inf): its output is not read, and the other's is kept bit for bit. Legal
+  // at any time.
+  // o1, o2: [n, H, D], float32, float16 or bfloat16; lse1, lse2: float32 [n, H].
+  virtual Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1,
+                                        const TensorView& o2, const TensorView& lse2) = 0;
+
   // Position of each new token, int32 [n]. Valid until the next BeginForward, AbortForward or
   // Clear. BadState in IDLE.
   virtual Result<std::span<const int32_t>> GetQueryPositions() const = 0;

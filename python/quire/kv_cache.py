@@ -417,6 +417,63 @@ class KVCache:
         )
         return o
 
+    def self_attention(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        sm_scale: float | None = None,
+    ) -> tuple[Any, Any]:
+        """Causal attention of the new tokens among themselves, on k and v as given.
+
+        Stores nothing. Heads and dimensions may be other than the layer's. With rope "normal" q and
+        k are given rotated, with "inline" unrotated. Windows and the soft cap hold; head sinks take
+        part in cross_attention alone.
+
+        Args:
+            layer: index of the layer.
+            q: [m, Hq', D'].
+            k: [m, H', D'].
+            v: [m, H', Dv'].
+            o: [m, Hq', Dv'], written.
+            lse: float32 [m, Hq'], written: log2 of the sum of 2^(score log2 e).
+            sm_scale: the whole factor on q.k; 1 / sqrt(D') if None.
+
+        Returns:
+            `o` and `lse`.
+        """
+        scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+        o, lse = output_array(o, "o"), output_array(lse, "lse")
+        self._handle.self_attention(
+            layer, input_array(q), input_array(k), input_array(v), o, lse, scale
+        )
+        return o, lse
+
+    def cross_attention(
+        self, layer: int, q: Any, o: Any, lse: Any, sm_scale: float | None = None
+    ) -> tuple[Any, Any]:
+        """The new tokens' q [m, Hq, D] against what their sequences held before this forward.
+
+        Where a row sees nothing of that, o [m, Hq, Dv] is 0 and lse, float32 [m, Hq], -inf, or the
+        head's learned sink times log2(e) if it has one. With rope "normal" q is given rotated, with
+        "inline" unrotated. Returns `o` and `lse`.
+        """
+        o, lse = output_array(o, "o"), output_array(lse, "lse")
+        self._handle.cross_attention(layer, input_array(q), o, lse, self._scale(layer, sm_scale))
+        return o, lse
+
+    def merge_attn_output_inplace(self, o1: Any, lse1: Any, o2: Any, lse2: Any) -> tuple[Any, Any]:
+        """Makes of attention over two disjoint sets of keys that over both, in o1 and lse1.
+
+        o: [n, H, D], lse: float32 [n, H]; lse -inf: an empty set, whose o is not read. Returns `o1`
+        and `lse1`.
+        """
+        o1, lse1 = output_array(o1, "o1"), output_array(lse1, "lse1")
+        self._handle.merge_attn_output_inplace(o1, lse1, input_array(o2), input_array(lse2))
+        return o1, lse1
     def get_query_positions(self) -> np.ndarray:
         """Position of each new token of the forward, int32 [n]; a copy.
 

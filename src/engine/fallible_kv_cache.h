@@ -102,6 +102,18 @@ class FallibleKVCache final : public AttentionKVCache {
                 double sm_scale) override {
     return cache_->Attend(layer, q, o, lse, sm_scale);
   }
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale) override {
+    return cache_->SelfAttention(layer, q, k, v, o, lse, sm_scale);
+  }
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override {
+    return cache_->CrossAttention(layer, q, o, lse, sm_scale);
+  }
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override {
+    return cache_->MergeAttnOutputInplace(o1, lse1, o2, lse2);
+  }
   Status AttentionWithSharedKV(int64_t layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override {
     return cache_->AttentionWithSharedKV(layer, q, o, lse, sm_scale);

@@ -137,6 +137,33 @@ class KVCacheObj : public tf::Object {
     const TensorView* lse_pointer = lse.has_value() ? &lse_view : nullptr;
     latch_.Run([&] { return cache_->Attend(layer, q_view, o_view, lse_pointer, sm_scale); });
   }
+  void SelfAttention(int64_t layer, tf::TensorView q, tf::TensorView k, tf::TensorView v,
+                     tf::TensorView o, tf::TensorView lse, double sm_scale) {
+    const TensorView q_view = ViewOf(q);
+    const TensorView k_view = ViewOf(k);
+    const TensorView v_view = ViewOf(v);
+    const TensorView o_view = ViewOf(o);
+    const TensorView lse_view = ViewOf(lse);
+    latch_.Run([&] {
+      return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale);
+    });
+  }
+  void CrossAttention(int64_t layer, tf::TensorView q, tf::TensorView o, tf::TensorView lse,
+                      double sm_scale) {
+    const TensorView q_view = ViewOf(q);
+    const TensorView o_view = ViewOf(o);
+    const TensorView lse_view = ViewOf(lse);
+    latch_.Run([&] { return cache_->CrossAttention(layer, q_view, o_view, lse_view, sm_scale); });
+  }
+  void MergeAttnOutputInplace(tf::TensorView o1, tf::TensorView lse1, tf::TensorView o2,
+                              tf::TensorView lse2) {
+    const TensorView o1_view = ViewOf(o1);
+    const TensorView lse1_view = ViewOf(lse1);
+    const TensorView o2_view = ViewOf(o2);
+    const TensorView lse2_view = ViewOf(lse2);
+    latch_.Run(
+        [&] { return cache_->MergeAttnOutputInplace(o1_view, lse1_view, o2_view, lse2_view); });
+  }
   void AttentionWithSharedKV(int64_t source_layer, tf::TensorView q, tf::TensorView o,
                              tf::Optional<tf::TensorView> lse, double sm_scale) {
     const TensorView q_view = ViewOf(q);
@@ -209,6 +236,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("attention_with_fused_qkv", &KVCacheObj::AttentionWithFusedQKV)
       .def("append", &KVCacheObj::Append)
       .def("attend", &KVCacheObj::Attend)
+      .def("self_attention", &KVCacheObj::SelfAttention)
+      .def("cross_attention", &KVCacheObj::CrossAttention)
+      .def("merge_attn_output_inplace", &KVCacheObj::MergeAttnOutputInplace)
       .def("attention_with_shared_kv", &KVCacheObj::AttentionWithSharedKV)
       .def("get_query_positions", &KVCacheObj::GetQueryPositions)
       .def("debug_get_kv", &KVCacheObj::DebugGetKV)

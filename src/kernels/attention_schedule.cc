@@ -66,12 +66,12 @@ size_t AttentionSchedule::ScratchBytes(const KVLayout& layout, int num_qo_heads,
 
 AttentionSchedule::AttentionSchedule(const AttentionArgs& args, int worker_count,
                                      std::byte* scratch) noexcept
-    : sequences_(args.sequences),
+    : args_(args),
+      sequences_(args.sequences),
       shared_(args.shared),
       kv_heads_(args.pages.layout.num_kv_heads),
       group_size_(args.num_qo_heads / args.pages.layout.num_kv_heads),
       v_dim_(static_cast<size_t>(args.pages.layout.v_dim())),
-      layer_window_(args.layer_window),
       has_windows_(args.layer_window != kNoWindow ||
                    std::any_of(args.sequences.begin(), args.sequences.end(),
                                [](const AttentionSequence& sequence) {
@@ -147,7 +147,7 @@ void AttentionSchedule::AddPrivateUnits(int64_t sequence) noexcept {
 
 int64_t AttentionSchedule::SegmentsSeenBy(int64_t sequence, int64_t query_row) const noexcept {
   const int64_t row = query_row / group_size_ - row_begin_[sequence];
-  const int64_t seen = sequences_[static_cast<size_t>(sequence)].base + row + 1;
+  const int64_t seen = args_.SeenEnd(sequences_[static_cast<size_t>(sequence)], row);
   return CeilDiv(std::max<int64_t>(seen, 0), kSegmentPositions);
 }
 
@@ -159,8 +159,7 @@ void AttentionSchedule::LeaveOutHidden(AttentionUnit* unit) const noexcept {
   int64_t tail_begin = INT64_MAX;
   const auto look_at = [&](int64_t s, int64_t row) {
     const AttentionSequence& sequence = sequences_[static_cast<size_t>(s)];
-    const HiddenRange hidden =
-        HiddenOf(ViewOfRow(sequence.window, layer_window_, sequence.base + row - row_begin_[s]));
+    const HiddenRange hidden = HiddenOf(ViewOf(args_, sequence, row - row_begin_[s]));
     head_end = std::max(head_end, hidden.begin);
     tail_begin = std::min(tail_begin, hidden.end);
   };

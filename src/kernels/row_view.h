@@ -35,6 +35,16 @@ inline RowView ViewOfRow(const SequenceWindow& window, int64_t layer_window, int
   return {begin, end, window.sinks, behind, window.sinks};
 }
 
+// What row `row` of a sequence sees in a call.
+inline RowView ViewOf(const AttentionArgs& args, const AttentionSequence& sequence, int64_t row) {
+  RowView view = ViewOfRow(sequence.window, args.layer_window, sequence.base + row);
+  if (!args.cached_only) return view;
+  view.end = std::max<int64_t>(sequence.base, 0);
+  view.sink_end = std::min(view.sink_end, view.end);
+  if (view.gap_begin >= view.end) view.gap_begin = view.gap_end = INT64_MAX;
+  return view;
+}
+
 // What a row and all later ones of its sequence do not see, behind its sinks: [begin, end).
 struct HiddenRange {
   int64_t begin;

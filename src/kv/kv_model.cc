@@ -45,6 +45,8 @@ float LoadElement(const TensorView& view, int64_t offset) {
     case DType::kI32:
     case DType::kI64:
     case DType::kU8:
+    case DType::kI8:
+    case DType::kF8E4M3:
       break;
   }
   QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());
@@ -95,23 +97,18 @@ float RoundToDType(float value, DType dtype) {
 
 // ---------------------------------------------------------------------- arguments
 
-// `heads` heads of `dim` elements per row, beginning at element `offset` of the row.
-struct KVModel::Rows {
-  const TensorView* view;
-  int64_t offset;
-  int64_t dim;
+double KVModel::Rows::Get(int64_t row, int64_t head, int64_t d) const {
+  return LoadElement(*view, At(row, head, d));
+}
+void KVModel::Rows::Set(int64_t row, int64_t head, int64_t d, double value) const {
+  StoreElement(*view, At(row, head, d), static_cast<float>(value));
+}
 
-  int64_t At(int64_t row, int64_t head, int64_t d) const {
-    const int64_t head_stride = view->rank() == 3 ? view->stride(1) : dim;
-    return row * view->stride(0) + offset + head * head_stride + d;
-  }
-  double Get(int64_t row, int64_t head, int64_t d) const {
-    return LoadElement(*view, At(row, head, d));
-  }
-  void Set(int64_t row, int64_t head, int64_t d, double value) const {
-    StoreElement(*view, At(row, head, d), static_cast<float>(value));
-  }
-};
+bool KVModel::LseFits(const TensorView& lse, int64_t heads) const {
+  return lse.dtype() == DType::kF32 && lse.rank() == 2 &&
+         lse.dim(0) >= static_cast<int64_t>(positions_.size()) && lse.dim(1) == heads &&
+         lse.stride(1) == 1;
+}
 
 Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                           int64_t dim) const {
@@ -635,6 +632,7 @@ Status KVModel::BeginLoadingForward(std::span<const int64_t> seq_ids,
     before_.emplace(batch_[i], std::move(sequence));
     sequence = std::move(plan.members.at(batch_[i]));
   }
+  loaded_.assign(options_.layers.size(), 0);
   appended_.assign(options_.layers.size(), 0);
   attended_.assign(options_.layers.size(), 0);
   forward_ = true;
@@ -726,7 +724,8 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
   const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
   QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
-  AttendRows(layer, Rows{&qkv, 0, d}, false, Rows{&o, 0, dv}, nullptr, sm_scale);
+  AttendRows(layer, Sees::kUpToOwn, Rows{&qkv, 0, d}, Rotated::kNo, Rows{&o, 0, dv}, nullptr,
+             sm_scale);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
@@ -754,10 +753,8 @@ Status KVModel::CheckAttend(int64_t layer, const TensorView& q, const TensorView
       FailAttention(CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim)));
   QUIRE_RETURN_IF_ERROR(
       FailAttention(CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim)));
-  const bool lse_fits = lse == nullptr || (lse->dtype() == DType::kF32 && lse->rank() == 2 &&
-                                           lse->dim(0) >= static_cast<int64_t>(positions_.size()) &&
-                                           lse->dim(1) == spec.num_qo_heads && lse->stride(1) == 1);
-  if (!lse_fits) return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
+  if (lse != nullptr && !LseFits(*lse, spec.num_qo_heads))
+    return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
   if (!appended_[static_cast<size_t>(layer)]) {
     return FailAttention(Bad(StatusCode::kBadState, "attend before append"));
   }
@@ -768,8 +765,8 @@ Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
                        const TensorView* lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(CheckAttend(layer, q, o, lse));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
-  AttendRows(layer, Rows{&q, 0, spec.qk_head_dim}, false, Rows{&o, 0, spec.v_head_dim}, lse,
-             sm_scale);
+  AttendRows(layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim}, Rotated::kNo,
+             Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
@@ -778,7 +775,8 @@ Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
                                       const TensorView& o, const TensorView* lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(source_layer)];
-  AttendRows(source_layer, Rows{&q, 0, spec.qk_head_dim}, options_.rope.mode == RopeMode::kNormal,
+  AttendRows(source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
+             options_.rope.mode == RopeMode::kNormal ? Rotated::kYes : Rotated::kNo,
              Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
   return Status();
 }
@@ -796,6 +794,7 @@ void KVModel::StoreTokens(const Sequence& sequence, size_t position, size_t laye
 }
 
 Status KVModel::LoadLayer(int64_t layer) {
+  if (loaded_[static_cast<size_t>(layer)]) return Status();
   for (const LayerLoad& load : loads_) {
     QUIRE_ASSIGN_OR_RETURN(const auto blocks, load.source->Load(layer));
     size_t position = before_.at(load.seq_id).tokens.size();
@@ -804,6 +803,7 @@ Status KVModel::LoadLayer(int64_t layer) {
       position += static_cast<size_t>(kv.k.dim(0));
     }
   }
+  loaded_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
 
@@ -845,9 +845,9 @@ double KVModel::StoredKeyBound(int64_t layer, double value) const {
 }
 
 // Keys of all tokens of the sequence as attention sees them: [token][kv head][D].
-std::vector<std::vector<double>> KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
+KVModel::TokenRows KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
   const size_t dk = static_cast<size_t>(options_.layers[layer].qk_head_dim);
-  std::vector<std::vector<double>> keys;
+  TokenRows keys;
   for (size_t j = 0; j < sequence.tokens.size(); ++j) {
     const std::vector<float>& stored = sequence.tokens[j].values->k[layer];
     keys.emplace_back(stored.begin(), stored.end());
@@ -860,6 +860,15 @@ std::vector<std::vector<double>> KVModel::KeysOf(const Sequence& sequence, size_
     }
   }
   return keys;
+}
+
+KVModel::TokenRows KVModel::ValuesOf(const Sequence& sequence, size_t layer) {
+  TokenRows values;
+  for (const Token& token : sequence.tokens) {
+    const std::vector<float>& stored = token.values->v[layer];
+    values.emplace_back(stored.begin(), stored.end());
+  }
+  return values;
 }
 
 // How far a kernel's q.k may be off, relative to the product of their norms.
@@ -875,8 +884,15 @@ double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
 
 // One row and query head: softmax of the scores over the visible keys, values weighted by it.
 void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<double> o) {
-  const AttentionLayerSpec& spec = options_.layers[head.layer];
+  const AttentionLayerSpec& spec = *head.spec;
   const size_t dk = static_cast<size_t>(spec.qk_head_dim);
+  std::fill(o.begin(), o.end(), 0.0);
+  if (head.visible.empty() && head.head_sink == nullptr) {
+    *lse = -std::numeric_limits<double>::infinity();
+    last_bounds_.o.insert(last_bounds_.o.end(), o.size(), 0.0);
+    last_bounds_.lse.push_back(0.0);
+    return;
+  }
   std::vector<double> scores;
   double largest = -std::numeric_limits<double>::infinity();
   double worst = 0;  // error of any score
@@ -893,14 +909,14 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
       key_norm += key * key;
     }
     double score = sum * head.sm_scale;
-    if (head.soft_cap > 0) score = head.soft_cap * std::tanh(score / head.soft_cap);
+    if (spec.soft_cap > 0) score = spec.soft_cap * std::tanh(score / spec.soft_cap);
     scores.push_back(score);
     largest = std::max(largest, score);
     // Norms, not elements: a rotated element's error is relative to the pair that it was made from.
     const double size = std::sqrt(query_norm * key_norm) * std::abs(head.sm_scale);
     worst = std::max(worst, size * ScoreError(spec));
   }
-  worst += head.soft_cap * 8 * kEpsF32;
+  worst += spec.soft_cap * 8 * kEpsF32;
   double total = 0;
   if (head.head_sink != nullptr) {
     largest = std::max(largest, static_cast<double>(*head.head_sink));
@@ -908,14 +924,14 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
   }
   const size_t dv = o.size();
   std::vector<double> size(dv);
-  std::fill(o.begin(), o.end(), 0.0);
-  for (size_t j = 0; j < head.visible.size(); ++j) {
-    const double p = std::exp(scores[j] - largest);
+  for (size_t i = 0; i < head.visible.size(); ++i) {
+    const size_t j = head.visible[i];
+    const double p = std::exp(scores[i] - largest);
     total += p;
-    const std::vector<float>& stored = head.sequence->tokens[head.visible[j]].values->v[head.layer];
     for (size_t d = 0; d < dv; ++d) {
-      o[d] += p * stored[head.kv_head * dv + d];
-      size[d] += p * std::abs(stored[head.kv_head * dv + d]);
+      const double value = (*head.values)[j][head.kv_head * dv + d];
+      o[d] += p * value;
+      size[d] += p * std::abs(value);
     }
   }
   *lse = (largest + std::log(total)) / std::log(2.0);
@@ -933,7 +949,22 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
   last_bounds_.lse.push_back((worst + weights) * 2 + std::abs(*lse) * 4 * kEpsF32);
 }
 
-void KVModel::AttendRows(int64_t layer, const Rows& q, bool is_rotated, const Rows& o,
+void KVModel::TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                        HeadArguments* head) const {
+  RopeFrequencies frequencies = FrequenciesOf(sequence, layer);
+  const RopePairing pairing = options_.rope.pairing;
+  const int64_t slid = sequence.SlidAt(position);
+  const std::vector<double> query = head->query;
+  if (rotated == Rotated::kYes) {
+    frequencies.amplitude = 1;  // it is in the query already
+    head->sink_query = RotateReference(query, frequencies, pairing, -slid);
+  } else {
+    head->query = RotateReference(query, frequencies, pairing, position);
+    head->sink_query = RotateReference(query, frequencies, pairing, position - slid);
+  }
+}
+
+void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
                          const TensorView* lse, double sm_scale) {
   const size_t l = static_cast<size_t>(layer);
   const AttentionLayerSpec& spec = options_.layers[l];
@@ -944,40 +975,32 @@ void KVModel::AttendRows(int64_t layer, const Rows& q, bool is_rotated, const Ro
   int64_t row = 0;
   for (size_t i = 0; i < batch_.size(); ++i) {
     const Sequence& sequence = sequences_.at(batch_[i]);
-    const std::vector<std::vector<double>> keys = KeysOf(sequence, l);
+    const TokenRows keys = KeysOf(sequence, l);
+    const TokenRows values = ValuesOf(sequence, l);
+    const int64_t old_length = static_cast<int64_t>(sequence.tokens.size()) - batch_lengths_[i];
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
       const int64_t position = positions_[static_cast<size_t>(row)];
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
         for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
-        const RopeFrequencies& frequencies = FrequenciesOf(sequence, l);
-        const RopePairing pairing = options_.rope.pairing;
-        const int64_t slid = sequence.SlidAt(position);
-        HeadArguments head{.layer = l,
+        HeadArguments head{.spec = &spec,
                            .kv_head = static_cast<size_t>(h / group_size),
                            .visible = {},
                            .sink_end = options_.rope.mode == RopeMode::kNone ? 0 : sequence.sinks,
                            .query = query,
                            .sink_query = query,
                            .sm_scale = sm_scale,
-                           .soft_cap = spec.soft_cap,
                            .head_sink = spec.head_sinks.empty()
                                             ? nullptr
                                             : &spec.head_sinks[static_cast<size_t>(h)],
-                           .sequence = &sequence,
                            .keys = &keys,
+                           .values = &values,
                            .output_dtype = o.view->dtype()};
-        for (int64_t p = 0; p <= position; ++p) {
+        const int64_t end = sees == Sees::kUpToOwn ? position + 1 : old_length;
+        for (int64_t p = 0; p < end; ++p) {
           if (sequence.Sees(position, p, spec.window))
             head.visible.push_back(static_cast<size_t>(p));
         }
-        if (is_rotated) {
-          RopeFrequencies back = frequencies;  // the amplitude is in the query already
-          back.amplitude = 1;
-          head.sink_query = RotateReference(query, back, pairing, -slid);
-        } else {
-          head.query = RotateReference(query, frequencies, pairing, position);
-          head.sink_query = RotateReference(query, frequencies, pairing, position - slid);
-        }
+        TurnQuery(sequence, l, position, rotated, &head);
         double log_sum = 0;
         AttendHead(head, &log_sum, output);
         for (size_t d = 0; d < output.size(); ++d)

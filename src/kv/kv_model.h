@@ -78,6 +78,12 @@ class KVModel final : public AttentionKVCache {
                 double sm_scale) override;
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override;
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale) override;
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override;
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -155,21 +161,37 @@ class KVModel final : public AttentionKVCache {
     int64_t pages_needed = 0;
     bool fits = true;
   };
-  // One layer's part of a TensorView argument: element (row, head, dim).
-  struct Rows;
+  // One layer's part of a TensorView argument: `heads` heads of `dim` elements per row, beginning
+  // at element `offset` of the row.
+  struct Rows {
+    const TensorView* view;
+    int64_t offset;
+    int64_t dim;
+
+    int64_t At(int64_t row, int64_t head, int64_t d) const {
+      const int64_t head_stride = view->rank() == 3 ? view->stride(1) : dim;
+      return row * view->stride(0) + offset + head * head_stride + d;
+    }
+    double Get(int64_t row, int64_t head, int64_t d) const;
+    void Set(int64_t row, int64_t head, int64_t d, double value) const;
+  };
+  using TokenRows = std::vector<std::vector<double>>;  // [token][kv head][dim]
   struct HeadArguments {
-    size_t layer;
+    const AttentionLayerSpec* spec;
     size_t kv_head;
-    std::vector<size_t> visible;  // positions
+    std::vector<size_t> visible;  // indices in keys and values
     int64_t sink_end;             // before it the sink query is used
     std::vector<double> query, sink_query;
     double sm_scale;
-    double soft_cap;
     const float* head_sink;  // or null
-    const Sequence* sequence;
-    const std::vector<std::vector<double>>* keys;
+    const TokenRows* keys;
+    const TokenRows* values;
     DType output_dtype;
   };
+  // Which tokens a row sees: those up to its own, or those of before the forward.
+  enum class Sees : uint8_t { kUpToOwn, kCached };
+  // A query as the caller gives it.
+  enum class Rotated : uint8_t { kNo, kYes };
 
   bool InBatch(int64_t seq_id) const { return before_.count(seq_id) != 0; }
   Status CheckControl(int64_t seq_id) const;
@@ -201,13 +223,18 @@ class KVModel final : public AttentionKVCache {
   const RopeFrequencies& FrequenciesOf(const Sequence& sequence, size_t layer) const {
     return sequence.long_factors ? frequencies_[layer].second : frequencies_[layer].first;
   }
-  std::vector<std::vector<double>> KeysOf(const Sequence& sequence, size_t layer) const;
+  TokenRows KeysOf(const Sequence& sequence, size_t layer) const;
+  static TokenRows ValuesOf(const Sequence& sequence, size_t layer);
   double ScoreError(const AttentionLayerSpec& spec) const;
   void AttendHead(const HeadArguments& head, double* lse, std::span<double> o);
+  void AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
+                  const TensorView* lse, double sm_scale);
+  bool LseFits(const TensorView& lse, int64_t heads) const;
   Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
                      const TensorView* lse);
-  void AttendRows(int64_t layer, const Rows& q, bool is_rotated, const Rows& o,
-                  const TensorView* lse, double sm_scale);
+  // The queries of a row at `position`, for ordinary keys and for those of sinks.
+  void TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                 HeadArguments* head) const;
   Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, int64_t dim) const;
 
   const AttentionKVCacheOptions options_;
@@ -225,7 +252,7 @@ class KVModel final : public AttentionKVCache {
   std::vector<int64_t> batch_lengths_;
   std::vector<LayerLoad> loads_;
   std::vector<int32_t> positions_;
-  std::vector<char> appended_, attended_;  // [layer]
+  std::vector<char> loaded_, appended_, attended_;  // [layer]
   Bounds last_bounds_;
 };
 

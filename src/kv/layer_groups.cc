@@ -13,10 +13,6 @@ constexpr int64_t kPageBytesGood = 48 * 1024;
 constexpr int64_t kDefaultPageSizeMin = 16;
 constexpr int64_t kDefaultPageSizeMax = 256;
 
-// Heads, dimensions and page sizes up to here keep every product of the layout in 64 bits; no model
-// is near.
-constexpr int64_t kExtentMax = 1 << 20;
-
 // A cap at which no score is near it; well inside float32.
 constexpr double kSoftCapMax = 1e6;
 

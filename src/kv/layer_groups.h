@@ -13,6 +13,10 @@
 
 namespace quire {
 
+// Heads, dimensions and page sizes up to here keep every product of the layout in 64 bits; no model
+// is near.
+inline constexpr int64_t kExtentMax = 1 << 20;
+
 struct LayerGroup {
   KVLayout layout;
   int64_t window = kNoWindow;

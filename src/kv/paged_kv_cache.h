@@ -26,6 +26,7 @@
 #include "kv/forward_plan.h"
 #include "kv/layer_groups.h"
 #include "kv/page_storage.h"
+#include "kv/ragged_kv.h"
 #include "kv/rope_table.h"
 #include "kv/sequence_table.h"
 #include "kv/sliding_window.h"
@@ -78,6 +79,12 @@ class PagedKVCache final : public AttentionKVCache {
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override;
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale) override;
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override;
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override;
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
@@ -123,6 +130,13 @@ class PagedKVCache final : public AttentionKVCache {
   };
   // A query as the caller gives it.
   enum class Rotated : uint8_t { kNo, kYes };
+  // Which tokens a row attends to: those up to its own, or those of before the forward.
+  enum class Sees : uint8_t { kUpToOwn, kCached };
+  // Of the forward's rows: for ordinary keys and for those of sinks of a window that has slid.
+  struct QueryAngles {
+    RotaryRows rows;
+    const RotaryAngles* sinks = nullptr;
+  };
 
   PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                std::vector<Rope> ropes, std::unique_ptr<PageStorage> storage,
@@ -176,8 +190,19 @@ class PagedKVCache final : public AttentionKVCache {
   Status RequireAppended(const AttentionCall& call, bool appended) const;
   RotaryRows RotaryOfRows(const Layer& layer) const;
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
-  void RunAttend(int64_t layer, const HeadRows& q, Rotated rotated, const MutableHeadRows& o,
-                 const TensorView* lse, double sm_scale) noexcept;
+  void GrowScratch(size_t bytes);
+  // Of the kernels, as attention_scratch_bytes wants it; poisoned where the options say so.
+  void* Scratch() noexcept;
+  // `args` says what is attended to; what is the same for all calls is set here.
+  void RunKernel(int64_t layer, AttentionArgs args, const TensorView* lse,
+                 double sm_scale) noexcept;
+  void RunAttend(int64_t layer, Sees sees, const HeadRows& q, Rotated rotated,
+                 const MutableHeadRows& o, const TensorView* lse, double sm_scale) noexcept;
+  // How the rows stand that callers of the pieces and of shared KV give; for rotated ones, fills
+  // slid_angles_.
+  Rotated TakeRotated(const Layer& layer) noexcept;
+  bool SlidesPastNewSinks() noexcept;
+  QueryAngles AnglesOf(const Layer& layer, Rotated rotated) const noexcept;
   // slid_angles_: what turns a row that was rotated to p back by slid(p).
   void ReserveSlidAngles(int64_t pairs, int64_t rows);
   void FillSlidAngles(const Layer& layer) noexcept;
@@ -235,6 +260,7 @@ class PagedKVCache final : public AttentionKVCache {
   std::vector<int64_t> page_counts_;      // [group]
   std::unique_ptr<std::byte[]> scratch_;  // of attention
   size_t scratch_bytes_ = 0;
+  RaggedKV ragged_;  // of the last SelfAttention
 
   mutable std::atomic<bool> busy_ = false;  // a call is inside
 };
@@ -253,6 +279,25 @@ std::invoke_result_t<F> PagedKVCache::Enter(const char* call, F&& body) const {
       ~Leave() { busy.store(false, std::memory_order_release); }
     } leave{busy_};
     return body();
+  });
+}
+
+template <typename F>
+Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
+  return Enter(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireForward(call));
+    failed_ = true;
+    if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
+      return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
+                                                  std::to_string(layer) + "; this cache has " +
+                                                  std::to_string(layers_.size()));
+    }
+    QUIRE_RETURN_IF_ERROR(body(AttentionCall{.name = call,
+                                             .layer = layer,
+                                             .spec = options_.layers[static_cast<size_t>(layer)],
+                                             .row_count = plan_.row_count()}));
+    failed_ = false;
+    return Status();
   });
 }
 

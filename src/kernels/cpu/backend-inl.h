@@ -4,6 +4,7 @@ static constexpr Backend kTable = {
     AppendKV,
     AttentionScratchBytes,
     Attention,
+    MergeAttention,
     PackedLinearBytes,
     PackLinear,
     LinearScratchBytes,
