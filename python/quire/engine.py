@@ -607,7 +607,8 @@ class Engine:
         kv_bytes_per_token, weight_bytes, page_size (tokens).
 
         Of the chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
-        loaded_disk_tokens, loaded_redis_tokens, load_ns; stored_chunks, stored_bytes,
+        loaded_disk_tokens, loaded_redis_tokens, load_ns; layer_loads (loads that a forward
+        took layer by layer), overlap_ns (that was computed meanwhile); stored_chunks, stored_bytes,
         refused_chunks; compute_ns_per_token, which a load must beat.
         """
         return {str(name): int(value) for name, value in self._handle.stats().items()}

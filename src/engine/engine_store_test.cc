@@ -275,6 +275,184 @@ TEST_F(EngineStore, GoesOnAloneWhenTheOneThatLoadedIsCancelled) {
   EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
 }
 
+// ---- Layer by layer
+
+// The first layers are computed while the others are on their way: all is done when the last layer
+// is there, and what runs beside it is not held up before the first.
+TEST_F(EngineStore, ComputesALayerWhileTheNextOneIsOnItsWay) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  for (const int64_t page_size : {1, 4, 16}) {
+    SCOPED_TRACE(page_size);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.page_size = page_size});
+    const int64_t start_ns = clock_->SteadyNs();
+    std::vector<std::string> events;
+    const auto note = [&](const std::string& what) {
+      events.push_back(what + " at " + std::to_string((clock_->SteadyNs() - start_ns) / kMs));
+    };
+    store_->layer_fault = [&](int64_t layer) {
+      if (!events.empty()) note("take " + std::to_string(layer));
+      return Status();
+    };
+    server->model->fault = [&](std::span<const int32_t> tokens) {
+      if (tokens.size() > 1) note("forward of " + std::to_string(tokens.size()));
+      return Status();
+    };
+    server->cache->fault = [&](std::string_view call) {
+      if (call == "AttentionWithFusedQKV" && events.size() < 6) note("compute");
+      return Status();
+    };
+    const Answer answer = server->Generate(prompt, Greedy(5));
+    ExpectEqual(answer, want, "by layers");
+    EXPECT_EQ(events,
+              (std::vector<std::string>{"forward of 2 at 10", "compute at 10", "take 0 at 10",
+                                        "compute at 10", "take 1 at 10", "compute at 20"}));
+    EXPECT_EQ(clock_->SteadyNs() - start_ns, 20 * kMs);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(answer.cached.tiers[kDisk], 48);
+    EXPECT_EQ(answer.cached_tokens, 48);
+    EXPECT_EQ(answer.miss, MissReason::kNone);
+    EXPECT_DOUBLE_EQ(answer.load_seconds, 0.02);
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.loaded_tokens[kDisk], 48);
+    EXPECT_EQ(stats.cached_tokens, 48);
+    EXPECT_EQ(stats.loads, 1);
+    EXPECT_EQ(stats.loading, 0);
+  }
+  EXPECT_EQ(store_->cancelled, 0);
+}
+
+// A prompt of which all is there, behind a part that memory has, and several samples.
+TEST_F(EngineStore, LayersComeBehindWhatMemoryHasAndUpToTheLastToken) {
+  const Tokens prompt = Text(48);
+  SamplingOptions options = Greedy(4);
+  options.n = 3;
+  options.temperature = 1;
+  options.seed = 5;
+  const auto writer = Make();
+  writer->Generate(prompt, options);
+  store_->layer_ns = 10 * kMs;
+  const auto server = Make({.page_size = 16});
+  server->Generate(Tokens(prompt.begin(), prompt.begin() + 20), Greedy(1));
+  const int64_t before = server->cache->loading_forwards;
+  const int64_t id = server->Submit(prompt, options);
+  server->Finish();
+  for (int64_t sample = 0; sample < 3; ++sample) {
+    ExpectEqual(server->answers[{id, sample}], writer->answers[{0, sample}],
+                "sample " + std::to_string(sample));
+  }
+  EXPECT_EQ(server->cache->loading_forwards, before + 1);
+  EXPECT_EQ((server->answers[{id, 0}].cached.memory), 16);
+  EXPECT_EQ((server->answers[{id, 0}].cached.tiers[kDisk]), 31) << "the last token is computed";
+}
+
+// A layer in the middle is damaged, does not come in time, or its tier dies: the request computes,
+// and one that shares its forward does not notice.
+TEST_F(EngineStore, ALayerThatDoesNotComeIsComputed) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  const Tokens other = Text(12, 7);
+  const Answer want_other = Cold(other, Greedy(20));
+  struct Case {
+    StatusCode code;
+    MissReason miss;
+  };
+  const std::vector<Case> cases = {{StatusCode::kOk, MissReason::kTimeout},  // 60 ms a layer
+                                   {StatusCode::kTimeout, MissReason::kTimeout},
+                                   {StatusCode::kCorrupt, MissReason::kCorrupt},
+                                   {StatusCode::kUnavailable, MissReason::kUnavailable},
+                                   {StatusCode::kCancelled, MissReason::kCancelled}};
+  for (const Case& failing : cases) {
+    SCOPED_TRACE(MissReasonName(failing.miss));
+    store_->layer_ns = (failing.code == StatusCode::kOk ? 60 : 10) * kMs;
+    store_->layer_fault = [&](int64_t layer) {
+      return layer == 0 || failing.code == StatusCode::kOk ? Status()
+                                                           : Status(failing.code, "injected");
+    };
+    const auto server = Make();
+    const int64_t start_ns = clock_->SteadyNs();
+    server->Submit(prompt, Greedy(5));
+    server->Submit(other, Greedy(20));
+    while (server->cache->loading_forwards == 0) {
+      ASSERT_FALSE(server->engine->Idle());
+      ASSERT_TRUE(server->Step().ok());
+      if (server->cache->loading_forwards == 0) clock_->Advance(5 * kMs);
+    }
+    server->Finish();
+    ExpectEqual(server->answers[{0, 0}], want, "computed");
+    ExpectEqual(server->answers[{1, 0}], want_other, "beside it");
+    EXPECT_EQ((server->answers[{0, 0}].cached_tokens), 0);
+    EXPECT_EQ((server->answers[{0, 0}].miss), failing.miss);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.misses[static_cast<size_t>(failing.miss)], 1);
+    EXPECT_EQ(stats.loaded_tokens[kDisk], 0);
+    EXPECT_LE(clock_->SteadyNs() - start_ns, 100 * kMs);
+    EXPECT_EQ(store_->live_fetches, 0);
+  }
+}
+
+// The store says that the layer is there, and its bytes are wrong.
+TEST_F(EngineStore, ADamagedLayerIsNotTaken) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  int64_t asked = 0;
+  store_->is_damaged = [&] { return asked++ == 3; };  // in its last layer
+  store_->layer_ns = 10 * kMs;
+  const auto server = Make();
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "computed");
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  EXPECT_EQ(answer.cached_tokens, 0);
+  EXPECT_EQ(answer.miss, MissReason::kCorrupt);
+}
+
+// Others that wait for the same beginning fork from the one that loads it.
+TEST_F(EngineStore, OneLoadsLayersForAll) {
+  const Tokens prompt = Text(64);
+  Make()->Generate(prompt, Greedy(1));
+  store_->layer_ns = 20 * kMs;
+  const auto server = Make();
+  std::vector<Answer> wants;
+  for (uint64_t i = 0; i < 4; ++i) {
+    Tokens text(prompt.begin(), prompt.begin() + 60);
+    text.push_back(static_cast<int32_t>(i));
+    wants.push_back(Cold(text, Greedy(3)));
+    server->Submit(text, Greedy(3));
+  }
+  store_->served.clear();
+  ASSERT_TRUE(server->engine->Cancel(3).ok());
+  server->Finish();
+  for (int64_t id = 0; id < 3; ++id) {
+    ExpectEqual(server->answers[{id, 0}], wants[static_cast<size_t>(id)],
+                "request " + std::to_string(id));
+    EXPECT_GE((server->answers[{id, 0}].cached_tokens), 56);
+  }
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  for (const auto& [key, count] : store_->served) EXPECT_EQ(count, 1);
+}
+
+// Cancelled while its first layer is on its way, with others that wait for it.
+TEST_F(EngineStore, CancelsARequestWhoseLayersAreComing) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(3));
+  store_->layer_ns = 80 * kMs;  // more than a step waits
+  options_.load_timeout_ms = 1000;
+  const auto server = Make();
+  const int64_t first = server->Submit(prompt, Greedy(3));
+  const int64_t second = server->Submit(prompt, Greedy(3));
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(store_->live_fetches, 1);
+  ASSERT_TRUE(server->engine->Cancel(first).ok());
+  server->engine->CheckInvariants();
+  EXPECT_EQ(store_->cancelled, 1);
+  server->Finish();
+  ExpectEqual(server->answers[{second, 0}], want, "the second one");
+  EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+}
+
 // ---- Failures of the store
 
 TEST_F(EngineStore, ADamagedChunkIsAMiss) {
@@ -421,6 +599,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
   const Answers want = Alone(jobs);
   int64_t loaded = 0;
   int64_t preemptions = 0;
+  int64_t loading_forwards = 0;
   int64_t corrupt = 0;
   int64_t timeouts = 0;
   for (uint64_t seed = 0; seed < 24; ++seed) {
@@ -428,6 +607,10 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
     RandomSequence random(seed, 5);
     store_->chunks.clear();
     store_->chunk_ns = random.Below(3) * 10 * kMs;
+    store_->layer_ns = seed % 2 == 0 ? 0 : (1 + random.Below(4)) * 10 * kMs;
+    store_->layer_fault = [&](int64_t) {
+      return random.Below(40) == 0 ? Status(StatusCode::kUnavailable, "injected") : Status();
+    };
     store_->is_damaged = [&] { return random.Below(20) == 0; };
     store_->fetch_fault = [&] {
       return random.Below(15) == 0 ? Status(StatusCode::kFull, "injected") : Status();
@@ -480,6 +663,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
         EXPECT_EQ(stats.pages_in_use, stats.retained_pages);
         loaded += std::accumulate(stats.loaded_tokens.begin(), stats.loaded_tokens.end(), 0L);
         preemptions += stats.preemptions;
+        loading_forwards += servers[which]->cache->loading_forwards;
         corrupt += stats.misses[static_cast<size_t>(MissReason::kCorrupt)];
         timeouts += stats.misses[static_cast<size_t>(MissReason::kTimeout)];
       }
@@ -488,6 +672,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
   }
   EXPECT_GT(loaded, 2000);
   EXPECT_GT(preemptions, 20);
+  EXPECT_GT(loading_forwards, 50);
   EXPECT_GT(corrupt, 10);
   EXPECT_GT(timeouts, 10);
 }
@@ -504,7 +689,13 @@ TEST_F(EngineStore, RecoversFromAnErrorAtEveryCall) {
     writer->Finish();
   }
   const auto full = store_->chunks;
-  for (const StatusCode code : {StatusCode::kOutOfMemory, StatusCode::kOutOfPages}) {
+  const std::pair<StatusCode, int64_t> runs[] = {{StatusCode::kOutOfMemory, 0},
+                                                 {StatusCode::kOutOfPages, 0},
+                                                 {StatusCode::kOutOfMemory, 10 * kMs},
+                                                 {StatusCode::kOutOfPages, 10 * kMs}};
+  for (const auto& run : runs) {
+    const StatusCode code = run.first;
+    store_->layer_ns = run.second;
     for (int64_t fail_at = 0;; fail_at += 1 + fail_at / 20) {
       store_->chunks = full;
       const auto server = Make({.pages = 60, .chunk = 16});
