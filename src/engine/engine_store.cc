@@ -182,9 +182,15 @@ bool EngineImpl::AwaitLoad() {
     PollLoad(request);
     if (!request->load->ended() && KeepsPace(*request, true)) request->load->TakeLayers();
     const int64_t now_ns = store_->now_ns();
-    if (request->load->usable() || now_ns >= until_ns) return request->load->usable();
+    if (request->load->usable()) break;
+    if (now_ns >= until_ns) return false;
     request->load->AwaitLayer(request->load->LayersThere(count, now_ns), until_ns);
   }
+  // Others that came as far share its forward.
+  for (const auto& other : waiting_) {
+    if (loads(other) && KeepsPace(*other, true)) other->load->TakeLayers();
+  }
+  return true;
 }
 
 // A load that has not ended is taken by the request's first forward, a layer at a time. Null if it

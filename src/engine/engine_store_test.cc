@@ -319,6 +319,8 @@ TEST_F(EngineStore, ComputesALayerWhileTheNextOneIsOnItsWay) {
     EXPECT_EQ(stats.cached_tokens, 48);
     EXPECT_EQ(stats.loads, 1);
     EXPECT_EQ(stats.loading, 0);
+    EXPECT_EQ(stats.layer_loads, 1);
+    EXPECT_EQ(stats.overlap_seconds, 0) << "computing takes no time here";
   }
   EXPECT_EQ(store_->cancelled, 0);
 }
@@ -347,49 +349,287 @@ TEST_F(EngineStore, LayersComeBehindWhatMemoryHasAndUpToTheLastToken) {
   EXPECT_EQ((server->answers[{id, 0}].cached.tiers[kDisk]), 31) << "the last token is computed";
 }
 
-// A layer in the middle is damaged, does not come in time, or its tier dies: the request computes,
-// and one that shares its forward does not notice.
-TEST_F(EngineStore, ALayerThatDoesNotComeIsComputed) {
+// Forwards that take time: decodes and short prompts 6 ms, others 6 ms a token.
+constexpr int64_t kTokenNs = 6 * kMs;
+
+class EngineStorePace : public EngineStore {
+ protected:
+  // An engine that has measured its speed.
+  std::unique_ptr<Server> MakeMeasured() {
+    auto server = Make({}, false);
+    server->model->fault = [this](std::span<const int32_t> tokens) {
+      const auto count = static_cast<int64_t>(tokens.size());
+      clock_->Advance(count < 16 ? kTokenNs : count * kTokenNs);
+      return Status();
+    };
+    server->Generate(Text(32, 99), Greedy(1));
+    EXPECT_DOUBLE_EQ(server->engine->Stats().compute_seconds_per_token, 0.006);
+    Attach(server.get());
+    return server;
+  }
+};
+
+// While others run, a forward takes a load only if it will not wait for it: two layers and two
+// tokens to compute.
+TEST_F(EngineStorePace, ALoadJoinsOthersOnceItsLayersComeInTime) {
   const Tokens prompt = Text(50);
   const Answer want = Make()->Generate(prompt, Greedy(5));
   const Tokens other = Text(12, 7);
-  const Answer want_other = Cold(other, Greedy(20));
-  struct Case {
-    StatusCode code;
-    MissReason miss;
-  };
-  const std::vector<Case> cases = {{StatusCode::kOk, MissReason::kTimeout},  // 60 ms a layer
-                                   {StatusCode::kTimeout, MissReason::kTimeout},
-                                   {StatusCode::kCorrupt, MissReason::kCorrupt},
-                                   {StatusCode::kUnavailable, MissReason::kUnavailable},
-                                   {StatusCode::kCancelled, MissReason::kCancelled}};
-  for (const Case& failing : cases) {
-    SCOPED_TRACE(MissReasonName(failing.miss));
-    store_->layer_ns = (failing.code == StatusCode::kOk ? 60 : 10) * kMs;
-    store_->layer_fault = [&](int64_t layer) {
-      return layer == 0 || failing.code == StatusCode::kOk ? Status()
-                                                           : Status(failing.code, "injected");
-    };
-    const auto server = Make();
+  const Answer want_other = Cold(other, Greedy(30));
+  for (const int64_t layer_ms : {9, 30}) {
+    SCOPED_TRACE(layer_ms);
+    store_->layer_ns = layer_ms * kMs;
+    const auto server = MakeMeasured();
+    const bool joins = layer_ms == 9;
+    const int64_t loads = server->engine->Stats().loads;
+    const int64_t first = server->Submit(prompt, Greedy(5));
+    const int64_t second = server->Submit(other, Greedy(30));
     const int64_t start_ns = clock_->SteadyNs();
-    server->Submit(prompt, Greedy(5));
-    server->Submit(other, Greedy(20));
-    while (server->cache->loading_forwards == 0) {
-      ASSERT_FALSE(server->engine->Idle());
-      ASSERT_TRUE(server->Step().ok());
-      if (server->cache->loading_forwards == 0) clock_->Advance(5 * kMs);
-    }
     server->Finish();
-    ExpectEqual(server->answers[{0, 0}], want, "computed");
-    ExpectEqual(server->answers[{1, 0}], want_other, "beside it");
-    EXPECT_EQ((server->answers[{0, 0}].cached_tokens), 0);
-    EXPECT_EQ((server->answers[{0, 0}].miss), failing.miss);
+    ExpectEqual(server->answers[{first, 0}], want, "loaded");
+    ExpectEqual(server->answers[{second, 0}], want_other, "beside it");
+    EXPECT_EQ((server->answers[{first, 0}].cached.tiers[kDisk]), 48);
+    EXPECT_EQ(clock_->SteadyNs() - start_ns, 30 * kTokenNs) << "nobody waited";
+    EXPECT_EQ(server->cache->loading_forwards, joins ? 1 : 0);
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.layer_loads, joins ? 1 : 0);
+    EXPECT_EQ(stats.loads, loads + 1);
+    EXPECT_EQ(stats.loaded_tokens[kDisk], 48);
+    EXPECT_DOUBLE_EQ(stats.compute_seconds_per_token, 0.006);
+  }
+}
+
+// Nobody waits inside a forward for a load that takes longer than what is to be computed behind it:
+// the step returns after its slice, as if the load came whole.
+TEST_F(EngineStorePace, AForwardBeginsLateBehindASlowLoad) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  store_->layer_ns = 40 * kMs;
+  const auto server = MakeMeasured();
+  const int64_t id = server->Submit(prompt, Greedy(5));
+  const int64_t start_ns = clock_->SteadyNs();
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 50 * kMs);
+  EXPECT_EQ(server->engine->Stats().loading, 1);
+  server->Finish();
+  ExpectEqual(server->answers[{id, 0}], want, "whole");
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 80 * kMs + 5 * kTokenNs);
+  EXPECT_EQ(server->cache->loading_forwards, 0);
+}
+
+// A layer in the middle is damaged, or its tier dies: the request computes, and those that share
+// its forward lose nothing but the step that is repeated.
+TEST_F(EngineStorePace, ALayerThatDoesNotComeIsComputed) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  const Tokens other = Text(12, 7);
+  const Answer want_other = Cold(other, Greedy(30));
+  const std::pair<StatusCode, MissReason> cases[] = {
+      {StatusCode::kTimeout, MissReason::kTimeout},
+      {StatusCode::kCorrupt, MissReason::kCorrupt},
+      {StatusCode::kIncompatible, MissReason::kIncompatible},
+      {StatusCode::kNotFound, MissReason::kExpired},
+      {StatusCode::kUnavailable, MissReason::kUnavailable},
+      {StatusCode::kIoError, MissReason::kUnavailable},
+      {StatusCode::kFull, MissReason::kNoRoom},
+      {StatusCode::kOutOfPages, MissReason::kNoRoom},
+      {StatusCode::kOutOfMemory, MissReason::kNoRoom},
+      {StatusCode::kCancelled, MissReason::kCancelled}};
+  for (const auto& [code, miss] : cases) {
+    SCOPED_TRACE(StatusCodeName(code));
+    store_->layer_ns = 10 * kMs;
+    store_->layer_fault = [code = code](int64_t layer) {
+      return layer == 0 ? Status() : Status(code, "injected");
+    };
+    const auto server = MakeMeasured();
+    const int64_t first = server->Submit(prompt, Greedy(5));
+    const int64_t second = server->Submit(other, Greedy(30));
+    server->Finish();
+    ExpectEqual(server->answers[{first, 0}], want, "computed");
+    ExpectEqual(server->answers[{second, 0}], want_other, "beside it");
+    EXPECT_EQ((server->answers[{first, 0}].cached_tokens), 0);
+    EXPECT_EQ((server->answers[{first, 0}].miss), miss);
     EXPECT_EQ(server->cache->loading_forwards, 1);
     const EngineStats stats = server->engine->Stats();
-    EXPECT_EQ(stats.misses[static_cast<size_t>(failing.miss)], 1);
+    EXPECT_EQ(stats.misses[static_cast<size_t>(miss)], 1);
     EXPECT_EQ(stats.loaded_tokens[kDisk], 0);
-    EXPECT_LE(clock_->SteadyNs() - start_ns, 100 * kMs);
+    EXPECT_EQ(stats.layer_loads, 0);
     EXPECT_EQ(store_->live_fetches, 0);
+    EXPECT_EQ(server->cache->out_of_pages, 0);
+  }
+}
+
+TEST_F(EngineStore, ALayerThatIsLateCostsTheDeadlineAndNoMore) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  store_->layer_ns = 60 * kMs;
+  const auto server = Make();
+  const int64_t start_ns = clock_->SteadyNs();
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "computed");
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 100 * kMs);
+  EXPECT_EQ(answer.miss, MissReason::kTimeout);
+  EXPECT_EQ(answer.cached_tokens, 0);
+  EXPECT_DOUBLE_EQ(answer.load_seconds, 0.1);
+}
+
+// Two loads in one forward, of which one fails: the other one is taken in the step's second try.
+TEST_F(EngineStore, ALoadThatFailsLeavesTheOtherOne) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  const auto writer = Make();
+  const Answer wants[] = {writer->Generate(prompts[0], Greedy(5)),
+                          writer->Generate(prompts[1], Greedy(5))};
+  for (const int64_t failing : {0, 1}) {
+    SCOPED_TRACE(failing);
+    store_->layer_ns = 10 * kMs;
+    int64_t asked = 0;
+    // The chunks of one of them, one after another.
+    store_->is_damaged = [&] { return (asked++ < 6) == (failing == 0); };
+    const auto server = Make({.chunk = 64});
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(5));
+    server->Finish();
+    for (int64_t id : {0, 1}) {
+      const Answer& answer = server->answers[{id, 0}];
+      ExpectEqual(answer, wants[id], "request " + std::to_string(id));
+      EXPECT_EQ(answer.miss, id == failing ? MissReason::kCorrupt : MissReason::kNone);
+      EXPECT_EQ(answer.cached_tokens, id == failing ? 0 : id == 0 ? 48 : 64);
+    }
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.loads, 2);
+    EXPECT_EQ(stats.layer_loads, 1);
+  }
+}
+
+// What lies in RAM, before a chunk whose layers do not come, is not lost with them.
+TEST_F(EngineStore, ChunksThatAreWholeAreKeptWhenTheOthersFail) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  store_->layer_ns = 10 * kMs;
+  store_->whole_chunks = 2;
+  store_->layer_fault = [](int64_t layer) {
+    return layer == 0 ? Status() : Status(StatusCode::kUnavailable, "injected");
+  };
+  const auto server = Make();
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "partly computed");
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  EXPECT_EQ(answer.cached.tiers[kDisk], 16);
+  EXPECT_EQ(answer.miss, MissReason::kUnavailable);
+  const EngineStats stats = server->engine->Stats();
+  EXPECT_EQ(stats.cached_tokens, 16);
+  EXPECT_EQ(stats.loaded_tokens[kDisk], 16);
+  EXPECT_EQ(stats.loads, 1);
+  EXPECT_EQ(std::accumulate(stats.misses.begin(), stats.misses.end(), int64_t{0}), 1);
+}
+
+// The cache has no page for the load against the scheduler's count: the younger request is
+// preempted with its layers, and the last one computes without shared pages.
+TEST_F(EngineStore, RequestsWithLayersArePreemptedAndGoOn) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  const auto writer = Make();
+  const Answer wants[] = {writer->Generate(prompts[0], Greedy(5)),
+                          writer->Generate(prompts[1], Greedy(5))};
+  for (const int64_t failures : {1, 2}) {
+    SCOPED_TRACE(failures);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.chunk = 64});
+    int64_t begun = 0;
+    server->cache->fault = [&](std::string_view call) {
+      const bool fails = call == "BeginLoadingForward" && begun++ < failures;
+      return fails ? Status(StatusCode::kOutOfPages, "injected") : Status();
+    };
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(5));
+    server->Finish();
+    for (int64_t id : {0, 1}) {
+      ExpectEqual(server->answers[{id, 0}], wants[id], "request " + std::to_string(id));
+    }
+    EXPECT_EQ((server->answers[{0, 0}].cached_tokens), failures == 1 ? 48 : 0);
+    EXPECT_GE(server->engine->Stats().preemptions, 1);
+    EXPECT_EQ(store_->live_fetches, 0);
+  }
+}
+
+// A forward that fails for another reason ends its first request; the second one still has its
+// layers, and is cancelled with them, or goes on.
+TEST_F(EngineStore, CancelsARunningRequestThatHasLayers) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  const auto writer = Make();
+  writer->Generate(prompts[0], Greedy(5));
+  const Answer want = writer->Generate(prompts[1], Greedy(5));
+  for (const bool cancels : {false, true}) {
+    SCOPED_TRACE(cancels);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.chunk = 64});
+    int64_t begun = 0;
+    server->cache->fault = [&](std::string_view call) {
+      const bool fails = call == "BeginLoadingForward" && begun++ < 2;
+      return fails ? Status(StatusCode::kIoError, "injected") : Status();
+    };
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(5));
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(begun, 2);
+    EXPECT_EQ(store_->live_fetches, 1);
+    if (cancels) {
+      ASSERT_TRUE(server->engine->Cancel(1).ok());
+      server->engine->CheckInvariants();
+      EXPECT_EQ(store_->live_fetches, 0);
+    }
+    server->Finish();
+    EXPECT_EQ((server->answers[{0, 0}].reason), FinishReason::kError);
+    if (cancels) {
+      EXPECT_EQ((server->answers[{1, 0}].reason), FinishReason::kCancelled);
+      EXPECT_TRUE(server->cache->Empty());
+    } else {
+      ExpectEqual(server->answers[{1, 0}], want, "goes on");
+      EXPECT_EQ((server->answers[{1, 0}].cached_tokens), 64);
+    }
+  }
+}
+
+// The sample that would take the layers is stopped before it did.
+TEST_F(EngineStore, AnotherSampleTakesTheLayersOfALeaderThatIsStopped) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  SamplingOptions options = Greedy(5);
+  options.n = 2;
+  options.temperature = 1;
+  const auto writer = Make();
+  writer->Generate(prompts[0], Greedy(5));
+  writer->Generate(prompts[1], options);
+  store_->layer_ns = 10 * kMs;
+  const auto server = Make({.chunk = 64});
+  int64_t begun = 0;
+  server->cache->fault = [&](std::string_view call) {
+    const bool fails = call == "BeginLoadingForward" && begun++ < 2;
+    return fails ? Status(StatusCode::kIoError, "injected") : Status();
+  };
+  server->Submit(prompts[0], Greedy(5));
+  server->Submit(prompts[1], options);
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(begun, 2);
+  ASSERT_TRUE(server->engine->Stop(1, 0, 0).ok());
+  server->Finish();
+  ExpectEqual(server->answers[{1, 1}], writer->answers[{1, 1}], "the second sample");
+  EXPECT_EQ((server->answers[{1, 1}].cached_tokens), 64);
+}
+
+// More is loaded than the cache has pages beside what is retained, for page sizes that divide
+// chunks and that do not.
+TEST_F(EngineStore, PagesOfLoadsAreFoundBeforeTheForwardBegins) {
+  const Tokens prompt = Text(95);
+  const Answer want = Make()->Generate(prompt, Greedy(10));
+  store_->layer_ns = 10 * kMs;
+  for (const int64_t page_size : {1, 4, 6, 16, 64}) {
+    SCOPED_TRACE(page_size);
+    const int64_t pages = (105 + page_size - 1) / page_size + 1;
+    const auto server = Make({.pages = pages, .page_size = page_size});
+    server->Generate(Text(90, 100 + static_cast<uint64_t>(page_size)), Greedy(10));  // fills it
+    const Answer answer = server->Generate(prompt, Greedy(10));
+    ExpectEqual(answer, want, "behind others");
+    EXPECT_EQ(answer.cached_tokens, 88);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(server->cache->out_of_pages, 0);
+    EXPECT_EQ(server->engine->Stats().preemptions, 0);
   }
 }
 
@@ -404,7 +644,7 @@ TEST_F(EngineStore, ADamagedLayerIsNotTaken) {
   const Answer answer = server->Generate(prompt, Greedy(5));
   ExpectEqual(answer, want, "computed");
   EXPECT_EQ(server->cache->loading_forwards, 1);
-  EXPECT_EQ(answer.cached_tokens, 0);
+  EXPECT_EQ(answer.cached_tokens, 24) << "of the chunks before it";
   EXPECT_EQ(answer.miss, MissReason::kCorrupt);
 }
 
@@ -625,6 +865,12 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
                       .prefix_cache = random.Below(4) != 0};
     for (int generation = 0; generation < 2; ++generation) {
       const std::unique_ptr<Server> servers[] = {Make(sizes), Make(sizes)};
+      for (const auto& server : servers) {
+        server->model->fault = [&](std::span<const int32_t> token_ids) {
+          if (seed % 4 == 1) clock_->Advance(static_cast<int64_t>(token_ids.size()) * kMs);
+          return Status();
+        };
+      }
       std::vector<size_t> job_of[2];
       for (int moves = 0;; ++moves) {
         ASSERT_LT(moves, 50'000) << "no progress";

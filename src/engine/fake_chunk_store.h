@@ -26,6 +26,7 @@ class FakeChunkStore final : public ChunkStore {
   // > 0: instead, the layers of all chunks of a fetch come one after another, in this time each;
   // what has not come is garbage.
   int64_t layer_ns = 0;
+  int64_t whole_chunks = 0;                          // but the first ones are whole at once
   std::function<Status(int64_t layer)> layer_fault;  // asked by each WaitLayer
   bool hangs = false;      // fetches are never done, not even when their deadline has passed
   bool read_only = false;  // nothing is wanted
@@ -73,7 +74,8 @@ class FakeChunkStore final : public ChunkStore {
     int64_t ready() const override {
       if (store_->hangs) return 0;
       const int64_t now_ns = std::min(Now(), deadline_ns_);
-      if (layer_ns_ > 0) return LayersThere() == LayerCount() ? found() : 0;
+      if (layer_ns_ > 0)
+        return LayersThere() == LayerCount() ? found() : std::min(found(), store_->whole_chunks);
       if (store_->chunk_ns == 0) return found();
       return std::min(found(), (now_ns - start_ns_) / store_->chunk_ns);
     }
@@ -92,7 +94,8 @@ class FakeChunkStore final : public ChunkStore {
     }
     Status WaitLayer(int64_t layer, int64_t until_ns) override {
       if (layer_ns_ == 0 || store_->hangs || found() == 0) {
-        return Wait(until_ns) ? Status() : Status(StatusCode::kTimeout, "fake");
+        Wait(until_ns);
+        return ready() == found() ? Status() : Status(StatusCode::kTimeout, "fake");
       }
       if (store_->layer_fault) QUIRE_RETURN_IF_ERROR(store_->layer_fault(layer));
       if (cancelled_) return Status(StatusCode::kCancelled, "fake");
