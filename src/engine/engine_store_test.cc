@@ -325,6 +325,25 @@ TEST_F(EngineStore, ComputesALayerWhileTheNextOneIsOnItsWay) {
   EXPECT_EQ(store_->cancelled, 0);
 }
 
+// 4 ms for layer 0, while layer 1 is on its way for another 10.
+TEST_F(EngineStore, TellsWhatWasComputedMeanwhile) {
+  const Tokens prompt = Text(50);
+  Make()->Generate(prompt, Greedy(1));
+  store_->layer_ns = 10 * kMs;
+  const auto server = Make();
+  server->cache->fault = [&](std::string_view call) {
+    if (call == "AttentionWithFusedQKV") clock_->Advance(4 * kMs);
+    return Status();
+  };
+  const int64_t start_ns = clock_->SteadyNs();
+  server->Generate(prompt, Greedy(1));
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 20 * kMs);
+  const EngineStats stats = server->engine->Stats();
+  EXPECT_EQ(stats.layer_loads, 1);
+  EXPECT_DOUBLE_EQ(stats.load_seconds, 0.02);
+  EXPECT_DOUBLE_EQ(stats.overlap_seconds, 0.004);
+}
+
 // A prompt of which all is there, behind a part that memory has, and several samples.
 TEST_F(EngineStore, LayersComeBehindWhatMemoryHasAndUpToTheLastToken) {
   const Tokens prompt = Text(48);
@@ -587,8 +606,9 @@ TEST_F(EngineStore, CancelsARunningRequestThatHasLayers) {
   }
 }
 
-// The sample that would take the layers is stopped before it did.
-TEST_F(EngineStore, AnotherSampleTakesTheLayersOfALeaderThatIsStopped) {
+// The sample that would take the layers is stopped before it did. The next one takes them, or, if
+// memory has more for it than for the first one, which began at a border of chunks, it needs none.
+TEST_F(EngineStore, LayersOfALeaderThatIsStopped) {
   const Tokens prompts[] = {Text(50), Text(70, 2)};
   SamplingOptions options = Greedy(5);
   options.n = 2;
@@ -596,21 +616,31 @@ TEST_F(EngineStore, AnotherSampleTakesTheLayersOfALeaderThatIsStopped) {
   const auto writer = Make();
   writer->Generate(prompts[0], Greedy(5));
   writer->Generate(prompts[1], options);
-  store_->layer_ns = 10 * kMs;
-  const auto server = Make({.chunk = 64});
-  int64_t begun = 0;
-  server->cache->fault = [&](std::string_view call) {
-    const bool fails = call == "BeginLoadingForward" && begun++ < 2;
-    return fails ? Status(StatusCode::kIoError, "injected") : Status();
-  };
-  server->Submit(prompts[0], Greedy(5));
-  server->Submit(prompts[1], options);
-  ASSERT_TRUE(server->Step().ok());
-  EXPECT_EQ(begun, 2);
-  ASSERT_TRUE(server->engine->Stop(1, 0, 0).ok());
-  server->Finish();
-  ExpectEqual(server->answers[{1, 1}], writer->answers[{1, 1}], "the second sample");
-  EXPECT_EQ((server->answers[{1, 1}].cached_tokens), 64);
+  for (const int64_t in_memory : {0, 21}) {
+    SCOPED_TRACE(in_memory);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.chunk = 64}, false);
+    if (in_memory > 0) {
+      server->Generate(Tokens(prompts[1].begin(), prompts[1].begin() + in_memory), Greedy(1));
+    }
+    Attach(server.get());
+    int64_t begun = 0;
+    server->cache->fault = [&](std::string_view call) {
+      const bool fails = call == "BeginLoadingForward" && begun++ < 2;
+      return fails ? Status(StatusCode::kIoError, "injected") : Status();
+    };
+    server->Submit(prompts[0], Greedy(5));
+    const int64_t id = server->Submit(prompts[1], options);
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(begun, 2);
+    EXPECT_EQ(store_->live_fetches, 1);
+    ASSERT_TRUE(server->engine->Stop(id, 0, 0).ok());
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(store_->live_fetches, 0);
+    EXPECT_EQ(begun, in_memory == 0 ? 3 : 2);
+    server->Finish();
+    ExpectEqual(server->answers[{id, 1}], writer->answers[{1, 1}], "the second sample");
+  }
 }
 
 // More is loaded than the cache has pages beside what is retained, for page sizes that divide
@@ -627,6 +657,30 @@ TEST_F(EngineStore, PagesOfLoadsAreFoundBeforeTheForwardBegins) {
     const Answer answer = server->Generate(prompt, Greedy(10));
     ExpectEqual(answer, want, "behind others");
     EXPECT_EQ(answer.cached_tokens, 88);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(server->cache->out_of_pages, 0);
+    EXPECT_EQ(server->engine->Stats().preemptions, 0);
+  }
+}
+
+// Room for one of two at a time: the second one does not come in for pages that the first one's
+// load is about to take.
+TEST_F(EngineStore, PagesOfALoadAreNotGivenToOthers) {
+  const Tokens prompts[] = {Text(90), Text(70, 2)};
+  const auto writer = Make();
+  const Answer wants[] = {writer->Generate(prompts[0], Greedy(10)),
+                          writer->Generate(prompts[1], Greedy(10))};
+  store_->layer_ns = 10 * kMs;
+  for (const int64_t page_size : {1, 4, 6, 16}) {
+    SCOPED_TRACE(page_size);
+    const int64_t pages = (100 + page_size - 1) / page_size + 30 / page_size + 1;
+    const auto server = Make({.pages = pages, .page_size = page_size, .chunk = 64});
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(10));
+    server->Finish();
+    for (int64_t id : {0, 1}) {
+      ExpectEqual(server->answers[{id, 0}], wants[id], "request " + std::to_string(id));
+      EXPECT_GE((server->answers[{id, 0}].cached_tokens), 64);
+    }
     EXPECT_EQ(server->cache->loading_forwards, 1);
     EXPECT_EQ(server->cache->out_of_pages, 0);
     EXPECT_EQ(server->engine->Stats().preemptions, 0);
