@@ -408,9 +408,9 @@ class Engine:
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         kv_store: a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it.
         kv_dir, kv_redis, kv_ram_bytes: or the tiers of a store of the engine's own: a folder,
-            "HOST:PORT" of Redis or several of a cluster, memory beside the pages. kv_dir_bytes: the
-            most that the folder takes; kv_durability: "none", "async", "os" or "sync";
-            kv_key_file: a file whose content signs the chunks.
+            "HOST:PORT" of Redis, several of a cluster or a URL (as ``ChunkStore.redis``), memory
+            beside the pages. kv_dir_bytes: the most that the folder takes; kv_durability: "none",
+            "async", "os" or "sync"; kv_key_file: a file whose content signs the chunks.
         kv_load_timeout: seconds that a request waits for the store at most.
         kv_load_always: load even what is predicted to be computed sooner.
 
