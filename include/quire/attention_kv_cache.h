@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -41,16 +42,18 @@ struct AttentionLayerSpec {
   // A logit per query head that takes part in the softmax without a value ("attention sink" as a
   // parameter). Empty: none.
   std::vector<float> head_sinks = {};
+  // In place of AttentionKVCacheOptions::rope, whose mode and pairing it has; not kLongRope.
+  std::optional<RopeOptions> rope = {};
 
   bool operator==(const AttentionLayerSpec&) const = default;
 };
 
 struct AttentionKVCacheOptions {
-  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype and window
-                                           // share one page table (a group)
-  int64_t max_num_sequences = 0;   // that are not retained
-  int64_t token_capacity = 0;      // pages per group: ceil(token_capacity / page_size) + 1
-  int64_t prefill_chunk_size = 0;  // most new tokens of one forward
+  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype, window
+                                           // and rope share one page table (a group)
+  int64_t max_num_sequences = 0;           // that are not retained
+  int64_t token_capacity = 0;              // pages per group: ceil(token_capacity / page_size) + 1
+  int64_t prefill_chunk_size = 0;          // most new tokens of one forward
   int64_t page_size = 0;  // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
   RopeOptions rope;
   std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
@@ -136,6 +139,10 @@ class AttentionKVCache : public KVState {
   // Tokens of the sequence whose keys and values are held in every layer; its length if nothing has
   // slid.
   virtual Result<int64_t> HeldTokens(int64_t seq_id) const = 0;
+
+  // Whether ForkSequence(seq_id, ., position), 0 <= position <= length, finds all tokens that a
+  // query there may see. False for unknown sequences and other positions.
+  virtual bool CanFork(int64_t seq_id, int64_t position) const = 0;
 
   // ---- Counters. Lengths include the tokens of an open forward.
   virtual bool Empty() const = 0;                    // no sequences

@@ -908,6 +908,7 @@ class Engine:
                         **dict(layer),
                         "dtype": str(layer["dtype"]),
                         "head_sinks": tuple(layer["head_sinks"]),
+                        "rope": dict(layer["rope"]) if "rope" in layer else None,
                     }
                 )
                 for layer in fields["layers"]

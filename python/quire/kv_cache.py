@@ -25,6 +25,7 @@ class LayerSpec:
     ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0 for all.
     ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
     learned logit per query head that takes part in the softmax without a value; () for none.
+    ``rope``: in place of the cache's, of its mode and pairing; None for the cache's.
     """
 
     num_qo_heads: int
@@ -35,9 +36,10 @@ class LayerSpec:
     window: int = 0
     soft_cap: float = 0.0
     head_sinks: Sequence[float] = ()
+    rope: RopeOptions | Mapping[str, Any] | None = None
 
     def _fields(self) -> dict[str, Any]:
-        return {
+        fields = {
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads or self.num_qo_heads,
             "qk_head_dim": self.qk_head_dim,
@@ -47,6 +49,7 @@ class LayerSpec:
             "soft_cap": float(self.soft_cap),
             "head_sinks": tuple(float(logit) for logit in self.head_sinks),
         }
+        return fields if self.rope is None else {**fields, "rope": dict(self.rope)}
 
 
 class RopeOptions(TypedDict, total=False):

@@ -26,6 +26,7 @@ EngineImpl::EngineImpl(Parts parts)
       max_num_sequences_(parts.max_num_sequences),
       max_waiting_(parts.max_waiting),
       uses_prefix_cache_(parts.prefix_cache),
+      has_windows_(HasWindows(*cache_)),
       pages_total_(cache_->GetNumAvailablePages()),
       clock_(parts.clock ? parts.clock : MachineTime()),
       prefix_cache_(cache_.get(), page_size_, kRetainedSequencesMax) {
@@ -86,6 +87,16 @@ int64_t EngineImpl::step_bytes() const {
   auto bytes = static_cast<int64_t>(logits_.capacity() * sizeof(float));
   for (const DrawScratch& scratch : draw_scratch_) bytes += scratch.bytes();
   return bytes;
+}
+
+// Chunks hold keys and values of all tokens in all layers; what has slid out of a window is not
+// held any more.
+Status EngineImpl::CheckNoWindows(const char* call) const {
+  if (!has_windows_) return {};
+  return Status(StatusCode::kBadArgument,
+                std::string("Engine::") + call + ": " + model_->info().architecture +
+                    " has layers with sliding windows, and KV that slid out of them is gone; KV of "
+                    "such models cannot be saved, loaded or stored");
 }
 
 Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
@@ -198,6 +209,7 @@ Result<SnapshotInfo> EngineImpl::LoadSnapshot(const Passport& identity, const st
 Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
                                const StoreUseOptions& options) {
   return Enter("AttachStore", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckNoWindows("AttachStore"));
     if (store_ != nullptr) {
       return Status(StatusCode::kBadState,
                     "Engine::AttachStore: a store is attached; an engine has one for its life");

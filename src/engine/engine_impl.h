@@ -110,6 +110,7 @@ class EngineImpl final : public Engine {
   void Publish() noexcept;
 
   // engine_impl.cc
+  Status CheckNoWindows(const char* call) const;
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
   int64_t SequencesFree() const;
   bool NeedsLongRope(int64_t tokens_max) const;
@@ -123,6 +124,7 @@ class EngineImpl final : public Engine {
   PrefixMatch FindPrefix(const Request& request, const Sample& sample) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
+  int64_t PendingNow(const Request& request, const Sample& sample) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
   int64_t PagesOfLoads(const Batch& works) const;
   Request* NextToAdmit() const;
@@ -204,6 +206,7 @@ class EngineImpl final : public Engine {
   const int64_t max_num_sequences_;
   const int64_t max_waiting_;
   const bool uses_prefix_cache_;
+  const bool has_windows_;  // of layers
   const int64_t pages_total_;
   const std::shared_ptr<Clock> clock_;
 

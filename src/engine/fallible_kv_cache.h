@@ -65,6 +65,9 @@ class FallibleKVCache final : public AttentionKVCache {
   Status DisableSlidingWindowForSeq(int64_t id) override {
     return cache_->DisableSlidingWindowForSeq(id);
   }
+  bool CanFork(int64_t id, int64_t position) const override {
+    return cache_->CanFork(id, position);
+  }
   Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }

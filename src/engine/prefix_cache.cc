@@ -16,12 +16,21 @@ void RemoveFrom(AttentionKVCache* cache, int64_t sequence_id) noexcept {
 
 }  // namespace
 
+bool HasWindows(const AttentionKVCache& cache) {
+  const std::vector<AttentionLayerSpec>& layers = cache.options().layers;
+  return std::any_of(layers.begin(), layers.end(),
+                     [](const AttentionLayerSpec& layer) { return layer.window != 0; });
+}
+
 int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b) {
   return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
 }
 
 PrefixCache::PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t sequences_max)
-    : cache_(cache), page_size_(page_size), sequences_max_(sequences_max) {
+    : cache_(cache),
+      has_windows_(HasWindows(*cache)),
+      page_size_(page_size),
+      sequences_max_(sequences_max) {
   QUIRE_CHECK(sequences_max >= 1);
 }
 
@@ -61,8 +70,9 @@ void PrefixCache::Insert(Entries entry) {
   }
   by_use_.splice(by_use_.end(), entry);
   Count(static_cast<int64_t>(added->tokens.size()), 1);
-  const auto is_prefix = [](Entries::iterator a, Entries::iterator b) {
-    return CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
+  const auto is_prefix = [this](Entries::iterator a, Entries::iterator b) {
+    return !has_windows_ &&
+           CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
   };
   if (const auto next = std::next(place); next != by_tokens.end() && is_prefix(added, *next)) {
     const Entries::iterator longer = *next;
@@ -85,8 +95,13 @@ PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace
   const Index& by_tokens = order->second;
   const auto consider = [&](Entries::iterator entry) {
     const int64_t length = CommonPrefix(tokens, entry->tokens);
-    if (length > best.length) best = {.sequence_id = entry->sequence_id, .length = length};
+    if (length <= best.length || !cache_->CanFork(entry->sequence_id, length)) return;
+    best = {.sequence_id = entry->sequence_id, .length = length};
   };
+  if (has_windows_) {  // the neighbours may have slid past what they have in common with the text
+    for (const Entries::iterator entry : by_tokens) consider(entry);
+    return best;
+  }
   const auto place = by_tokens.lower_bound(tokens);
   if (place != by_tokens.end()) consider(*place);
   if (place != by_tokens.begin()) consider(*std::prev(place));
@@ -119,27 +134,26 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
     return false;
   }
   const Status status = cache_->PopN(entry->sequence_id, length - kept);
-  if (!status.ok()) {  // the allocator refused; removing needs no memory
+  // A window hides what the end would see, or the allocator refused; removing needs no memory.
+  if (!status.ok()) {
     Remove(entry);
     return false;
   }
-  // The shortened text keeps its place between its neighbours, unless it has become a prefix of the
-  // next one (every text between a prefix and the text itself begins with the prefix, so it is the
-  // next ones that would).
   Index& by_tokens = IndexOf(*entry);
-  const auto place = by_tokens.find(entry);
+  Index::node_type node = by_tokens.extract(by_tokens.find(entry));
   entry->tokens.resize(kept);
   entry->stored = std::min(entry->stored, kept);
   Count(length, -1);
   Count(kept, 1);
-  const auto begins = [&](Index::iterator other) {
-    return CommonPrefix(entry->tokens, (*other)->tokens) == kept;
-  };
-  const bool is_redundant = (std::next(place) != by_tokens.end() && begins(std::next(place))) ||
-                            (place != by_tokens.begin() && begins(std::prev(place)));
-  if (!is_redundant) return true;
-  by_tokens.erase(place);  // by its place: the order around it does not hold any more
-  if (by_tokens.empty()) by_space_.erase(entry->space);
+  // Texts that begin with the shortened one stand from its place on.
+  const auto place = by_tokens.lower_bound(entry);
+  const bool is_redundant =
+      place != by_tokens.end() && CommonPrefix(entry->tokens, (*place)->tokens) == kept &&
+      (!has_windows_ || static_cast<int64_t>((*place)->tokens.size()) == kept);
+  if (!is_redundant) {
+    by_tokens.insert(place, std::move(node));
+    return true;
+  }
   Count(kept, -1);
   RemoveFrom(cache_, entry->sequence_id);
   by_use_.erase(entry);
@@ -190,8 +204,8 @@ void PrefixCache::CheckOrder(const PrefixSpace& space, const Index& by_tokens) c
     const auto next = std::next(it);
     if (next == by_tokens.end()) return;
     QUIRE_CHECK(LexicographicOrder()(*it, *next));
-    QUIRE_CHECK(CommonPrefix(entry.tokens, (*next)->tokens) <
-                static_cast<int64_t>(entry.tokens.size()))
+    QUIRE_CHECK(has_windows_ || CommonPrefix(entry.tokens, (*next)->tokens) <
+                                    static_cast<int64_t>(entry.tokens.size()))
         << "sequence " << entry.sequence_id << " is a prefix of another";
   }
 }

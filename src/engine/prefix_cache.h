@@ -12,9 +12,13 @@
 //
 // What may be reused by whom is a PrefixSpace; each has an order of its own.
 //
-// Invariants: in one order no sequence's tokens are a prefix of another's; the shorter one would
-// hold a slot for nothing. No order is empty. The KV cache counts exactly the sequences that are
-// here as retained.
+// Where layers have windows, a sequence can be forked where it ends and at the positions that it
+// still sees; a text that is a prefix of another may then be the only one to be forked at its end,
+// so both are kept, and all are looked through.
+//
+// Invariants: without windows, in one order no sequence's tokens are a prefix of another's; the
+// shorter one would hold a slot for nothing. No order is empty. The KV cache counts exactly the
+// sequences that are here as retained.
 #ifndef QUIRE_ENGINE_PREFIX_CACHE_H_
 #define QUIRE_ENGINE_PREFIX_CACHE_H_
 
@@ -32,6 +36,9 @@
 #include "quire/attention_kv_cache.h"
 
 namespace quire {
+
+// Whether a layer of the cache has a window: sequences then cannot be forked at every position.
+bool HasWindows(const AttentionKVCache& cache);
 
 // Length of the longest common prefix.
 int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b);
@@ -71,8 +78,8 @@ class PrefixCache {
   void Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space = {},
               int64_t stored = 0) noexcept;
 
-  // The longest match of a beginning of `tokens`. The match is as good as used now: Touch it before
-  // it may be evicted.
+  // The longest match of a beginning of `tokens` at which the cache can fork. The match is as good
+  // as used now: Touch it before it may be evicted.
   PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {}) const;
   void Touch(int64_t sequence_id) noexcept;
 
@@ -125,6 +132,7 @@ class PrefixCache {
   bool CutTail(Entries::iterator entry, int64_t pages) noexcept;
 
   AttentionKVCache* cache_;
+  bool has_windows_;
   int64_t page_size_;
   int64_t sequences_max_;
   Entries by_use_;

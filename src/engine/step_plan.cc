@@ -113,8 +113,11 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || &candidate == &sample) continue;
       const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
-      best = Longer(
-          best, {.sequence_id = candidate.sequence_id, .length = CommonPrefix(tokens, computed)});
+      const PrefixMatch match{.sequence_id = candidate.sequence_id,
+                              .length = CommonPrefix(tokens, computed)};
+      if (match.length > best.length && cache_->CanFork(match.sequence_id, match.length)) {
+        best = match;
+      }
     }
   }
   return best;
@@ -122,8 +125,11 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
 
 PrefixMatch EngineImpl::FindFork(const Request& request, const Sample& leader,
                                  const Sample& sample) const {
-  return Longer({.sequence_id = leader.sequence_id, .length = request.prompt_tokens},
-                FindPrefix(request, sample));
+  const PrefixMatch found = FindPrefix(request, sample);
+  // A leader that found more than the prompt may have slid past its end: the sample then computes
+  // the prompt by itself.
+  if (!cache_->CanFork(leader.sequence_id, request.prompt_tokens)) return found;
+  return Longer({.sequence_id = leader.sequence_id, .length = request.prompt_tokens}, found);
 }
 
 // Whether a running sample is about to compute more of this one's beginning than is there now. To
@@ -137,10 +143,26 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
     if (other->space != request.space) continue;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
-      if (CommonPrefix(tokens, candidate.tokens) - matched >= page_size_) return true;
+      const int64_t common = CommonPrefix(tokens, candidate.tokens);
+      // Of what a candidate has slid past nothing can be forked.
+      const auto end = static_cast<int64_t>(candidate.tokens.size());
+      if (has_windows_ && common != end) continue;
+      if (common - matched >= page_size_) return true;
     }
   }
   return false;
+}
+
+// What may be computed of a sample before the next decision. With windows a leader stops at the end
+// of the prompt, where samples without a sequence are forked: past it they could not be.
+int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample) const {
+  const int64_t to_prompt_end = request.prompt_tokens - sample.computed;
+  if (!has_windows_ || to_prompt_end <= 0) return sample.pending();
+  const bool has_followers =
+      std::any_of(request.samples.begin(), request.samples.end(), [&](const Sample& other) {
+        return &other != &sample && !other.finished() && !other.has_sequence();
+      });
+  return has_followers ? std::min(sample.pending(), to_prompt_end) : sample.pending();
 }
 
 // `works` gets the sample behind each entry.
@@ -160,7 +182,7 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
       }
       view.push_back({.request_id = request->id,
                       .length = length,
-                      .pending = static_cast<int64_t>(sample.tokens.size()) - length,
+                      .pending = PendingNow(*request, sample) - (length - sample.computed),
                       .opens_page = opens_page,
                       .last_step = sample.last_step});
       works->push_back(

@@ -78,6 +78,13 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
                                bool long_factors) {
   return GuardEntry([&]() -> Result<Passport> {
     const AttentionKVCacheOptions& options = cache.options();
+    for (size_t l = 0; l < options.layers.size(); ++l) {
+      if (!options.layers[l].rope) continue;
+      return Status(StatusCode::kBadArgument,
+                    "CachePassport: layer " + std::to_string(l) +
+                        " has RoPE options of its own; a passport has one set for all layers, so "
+                        "KV of this cache cannot leave it as chunks");
+    }
     identity.rope = RopePassport(options.rope, long_factors);
     identity.layout = kLogicalLayout;
     identity.numerics = std::string(kKernelGeneration) + "/" + options.kernel_path + "/" +

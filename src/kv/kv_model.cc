@@ -59,7 +59,8 @@ void StoreElement(const TensorView& view, int64_t offset, float value) {
 
 bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
   return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
-         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window;
+         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window &&
+         a.rope == b.rope;
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {
@@ -191,23 +192,21 @@ int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>
   return length;
 }
 
-// Gives the tokens from `cut` on pages that nobody else has. Their old places stay held: the caller
-// lets go of them. A page range that is not held as a whole from `cut` on is left out.
+// Gives the tokens from `cut` on pages that nobody else has, one for each run of held ones within a
+// page range. Their old places stay held: the caller lets go of them.
 void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
                              std::vector<int64_t>& taken) const {
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   for (size_t g = 0; g < groups.size(); ++g) {
-    int32_t page = 0;
+    int32_t own = -1;
     for (int64_t p = cut; p < length; ++p) {
-      if (p == cut || p % groups[g].page_size == 0) {
-        bool held = true;
-        const int64_t end = std::min(length, p - p % groups[g].page_size + groups[g].page_size);
-        for (int64_t n = p; n < end; ++n)
-          held &= sequence.tokens[static_cast<size_t>(n)].pages[g] >= 0;
-        page = held ? groups[g].TakeFreePage() : -1;
-        taken[g] += held;
+      int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
+      if (page < 0 || p % groups[g].page_size == 0) own = -1;
+      if (page >= 0 && own < 0) {
+        own = groups[g].TakeFreePage();
+        ++taken[g];
       }
-      sequence.tokens[static_cast<size_t>(p)].pages[g] = page;
+      page = own;
       groups[g].Hold(page, p, 1);
     }
   }
@@ -306,8 +305,8 @@ bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
 
 // Whether the next query of the sequence may look at the page range of `position`.
 bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const {
-  Sequence next = sequence;  // the window counts as of the last forward
-  next.window = 0;
+  Sequence next;  // the window counts as of the last forward
+  next.sinks = sequence.sinks;
   next.lost = sequence.slid;
   const int64_t end = sequence.length();
   const int64_t range = position - position % group.page_size;
@@ -395,9 +394,9 @@ KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
       groups_.push_back(std::move(group));
     }
     group_of_layer_.push_back(g);
-    frequencies_.emplace_back(
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, false).value(),
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, true).value());
+    const RopeOptions& rope = layer.rope ? *layer.rope : options_.rope;
+    frequencies_.emplace_back(ComputeRopeFrequencies(rope, layer.qk_head_dim, false).value(),
+                              ComputeRopeFrequencies(rope, layer.qk_head_dim, true).value());
   }
 }
 
@@ -457,6 +456,12 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   HoldAll(child, 1);
   sequences_.emplace(child_id, std::move(child));
   return Status();
+}
+
+bool KVModel::CanFork(int64_t seq_id, int64_t position) const {
+  if (!HasSequence(seq_id) || position < 0) return false;
+  const Sequence& parent = sequences_.at(seq_id);
+  return position <= static_cast<int64_t>(parent.tokens.size()) && CanEndAt(parent, position);
 }
 
 Status KVModel::PopN(int64_t seq_id, int64_t n) {

@@ -51,6 +51,7 @@ class KVModel final : public AttentionKVCache {
   bool Empty() const override { return sequences_.empty(); }
   Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
   Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  bool CanFork(int64_t seq_id, int64_t position) const override;
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
 
   int64_t GetNumAvailablePages() const override;

@@ -85,6 +85,19 @@ Status PagedKVCache::CheckEnd(const char* call, const Sequence& sequence, int64_
   return Status();
 }
 
+bool PagedKVCache::CanFork(int64_t seq_id, int64_t position) const {
+  const int32_t index = sequences_.Find(seq_id);
+  if (index == SequenceTable::kAbsent || position < 0) return false;
+  const Sequence& sequence = sequences_[index];
+  const int64_t length = tree_.End(sequence.last);
+  if (position >= length) return position == length;
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    if (!CanEndAt(tree_, sequence, g, groups_[static_cast<size_t>(g)].window, position))
+      return false;
+  }
+  return true;
+}
+
 Status PagedKVCache::CheckHeld(const char* call, const Sequence& sequence, int group, int64_t start,
                                int64_t end) const {
   if (tree_.IsHeld(sequence.last, group, start, end)) return Status();

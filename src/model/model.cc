@@ -30,7 +30,6 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
   QUIRE_ASSIGN_OR_RETURN(const Backend* const backend, FindBackend(options.kernel_path));
   QUIRE_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(directory));
   QUIRE_ASSIGN_OR_RETURN(const Architecture* const architecture, FindArchitecture(config));
-  QUIRE_RETURN_IF_ERROR(CheckNoWindow(*architecture, config));
   QUIRE_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(directory));
   return ModelFolder{
       .config = std::move(config),

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/json.h"
+#include "model/architecture.h"
 #include "model/rope_config.h"
 #include "tensor/host_memory.h"
 
@@ -20,6 +21,15 @@ constexpr int64_t kMaxHeads = int64_t{1} << 14;                         // 128
 constexpr int64_t kMaxHeadDim = int64_t{1} << 14;                       // 512
 constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();  // positions are int32
 constexpr size_t kMaxEosTokens = 1024;
+constexpr double kMaxSoftCap = 1e6;  // 50; that of AttentionLayerSpec
+
+// What transformers takes for fields that are absent.
+constexpr int64_t kDefaultMaxWindowLayers = 28;
+constexpr int64_t kGemmaHeadDim = 256;
+constexpr int64_t kGemmaQueryScalar = 256;
+constexpr int64_t kGemmaWindow = 4096;
+constexpr double kGemma2AttentionCap = 50;
+constexpr double kGemma2LogitCap = 30;
 
 Status BadField(const JsonValue& config, std::string_view field, const std::string& why) {
   return Status(StatusCode::kBadArgument, config.path() + "." + std::string(field) + ": " + why);
@@ -49,7 +59,7 @@ Status ReadSizes(const JsonValue& json, ModelConfig& config) {
   return Status();
 }
 
-Status ReadHeads(const JsonValue& json, ModelConfig& config) {
+Status ReadHeads(const JsonValue& json, bool is_gemma, ModelConfig& config) {
   QUIRE_ASSIGN_OR_RETURN(config.num_attention_heads,
                          json.GetInt("num_attention_heads", 1, kMaxHeads));
   const int64_t heads = config.num_attention_heads;
@@ -65,6 +75,10 @@ Status ReadHeads(const JsonValue& json, ModelConfig& config) {
     QUIRE_ASSIGN_OR_RETURN(config.head_dim, head_dim->Int(1, kMaxHeadDim));
     return Status();
   }
+  if (is_gemma) {
+    config.head_dim = kGemmaHeadDim;
+    return Status();
+  }
   if (config.hidden_size % heads != 0 || config.hidden_size / heads > kMaxHeadDim) {
     return BadField(json, "head_dim",
                     "it is missing, and hidden_size " + std::to_string(config.hidden_size) +
@@ -75,14 +89,20 @@ Status ReadHeads(const JsonValue& json, ModelConfig& config) {
   return Status();
 }
 
-Status ReadFlags(const JsonValue& json, ModelConfig& config) {
-  QUIRE_ASSIGN_OR_RETURN(config.tie_word_embeddings, json.GetBoolOr("tie_word_embeddings", false));
+Status CheckActivation(const JsonValue& json, bool is_gemma) {
+  const std::string_view field = is_gemma ? "hidden_activation" : "hidden_act";
+  const std::string known = is_gemma ? "gelu_pytorch_tanh" : "silu";
+  QUIRE_ASSIGN_OR_RETURN(const std::string activation, json.GetStringOr(field, known));
+  if (activation == known || (!is_gemma && activation == "swish")) return Status();
+  return BadField(json, field, "\"" + activation + "\" is not known; known is " + known);
+}
+
+Status ReadFlags(const JsonValue& json, bool is_gemma, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.tie_word_embeddings,
+                         json.GetBoolOr("tie_word_embeddings", is_gemma));
   QUIRE_ASSIGN_OR_RETURN(config.attention_bias, json.GetBoolOr("attention_bias", false));
   QUIRE_ASSIGN_OR_RETURN(config.mlp_bias, json.GetBoolOr("mlp_bias", false));
-  QUIRE_ASSIGN_OR_RETURN(const std::string activation, json.GetStringOr("hidden_act", "silu"));
-  if (activation != "silu" && activation != "swish") {
-    return BadField(json, "hidden_act", "\"" + activation + "\" is not known; known is silu");
-  }
+  QUIRE_RETURN_IF_ERROR(CheckActivation(json, is_gemma));
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> quantised,
                          json.Find("quantization_config"));
   if (!quantised) return Status();
@@ -91,17 +111,20 @@ Status ReadFlags(const JsonValue& json, ModelConfig& config) {
                   "bfloat16) without this field");
 }
 
-Status ReadLayerTypes(const JsonValue& json, WindowConfig& window) {
+Status ReadLayerTypes(const JsonValue& json, int64_t layer_count, WindowConfig& window) {
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> types, json.Find("layer_types"));
   if (!types) return Status();
-  window.has_layer_types = true;
   QUIRE_ASSIGN_OR_RETURN(const size_t size, types->ArraySize());
+  if (static_cast<int64_t>(size) != layer_count) {
+    return Status(StatusCode::kBadArgument, types->path() + ": " + std::to_string(size) +
+                                                " entries for num_hidden_layers " +
+                                                std::to_string(layer_count));
+  }
   for (size_t i = 0; i < size; ++i) {
     QUIRE_ASSIGN_OR_RETURN(const JsonValue entry, types->At(i));
     QUIRE_ASSIGN_OR_RETURN(const std::string type, entry.String());
-    if (type == "sliding_attention") {
-      window.has_sliding_layer_type = true;
-    } else if (type != "full_attention") {
+    window.layer_types.push_back(type == "sliding_attention");
+    if (!window.layer_types.back() && type != "full_attention") {
       return Status(StatusCode::kBadArgument,
                     entry.path() + ": \"" + type +
                         "\" is not known; known are full_attention and sliding_attention");
@@ -110,14 +133,72 @@ Status ReadLayerTypes(const JsonValue& json, WindowConfig& window) {
   return Status();
 }
 
-Status ReadWindow(const JsonValue& json, WindowConfig& window) {
+Status ReadWindow(const JsonValue& json, bool is_gemma, int64_t layer_count, WindowConfig& window) {
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> size, json.Find("sliding_window"));
   if (size) {
     QUIRE_ASSIGN_OR_RETURN(window.size, size->Int(1, kMaxPositions));
+  } else if (is_gemma && !json.json().contains("sliding_window")) {
+    window.size = kGemmaWindow;  // null is no window, only absence is the default
   }
   QUIRE_ASSIGN_OR_RETURN(window.enabled, json.GetBoolOr("use_sliding_window", false));
-  QUIRE_ASSIGN_OR_RETURN(window.first_layer, json.GetIntOr("max_window_layers", 0, 0, kMaxLayers));
-  return ReadLayerTypes(json, window);
+  QUIRE_ASSIGN_OR_RETURN(window.first_layer, json.GetIntOr("max_window_layers",
+                                                           kDefaultMaxWindowLayers, 0, kMaxLayers));
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> pattern,
+                         json.Find("sliding_window_pattern"));
+  if (pattern) {
+    QUIRE_ASSIGN_OR_RETURN(window.pattern, pattern->Int(1, kMaxLayers));
+  }
+  return ReadLayerTypes(json, layer_count, window);
+}
+
+// 0 for null: no cap.
+Result<double> ReadCap(const JsonValue& json, std::string_view field, double fallback) {
+  if (!json.json().contains(field)) return fallback;
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> value, json.Find(field));
+  if (!value) return 0.0;
+  QUIRE_ASSIGN_OR_RETURN(const double cap, value->Number());
+  if (cap > 0 && cap <= kMaxSoftCap) return cap;
+  return BadField(
+      json, field,
+      std::to_string(cap) + " is not in (0, " + std::to_string(kMaxSoftCap) + "]; null is no cap");
+}
+
+// What only the Gemma family has.
+Status ReadGemma(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  const bool has_cap = architecture.attention_cap;
+  QUIRE_ASSIGN_OR_RETURN(config.query_scalar,
+                         json.GetNumberOr("query_pre_attn_scalar", kGemmaQueryScalar));
+  if (!(config.query_scalar > 0)) {
+    return BadField(json, "query_pre_attn_scalar",
+                    std::to_string(config.query_scalar) + " is not above 0");
+  }
+  QUIRE_ASSIGN_OR_RETURN(config.attention_cap, ReadCap(json, "attn_logit_softcapping",
+                                                       has_cap ? kGemma2AttentionCap : 0.0));
+  if (!has_cap && config.attention_cap != 0) {
+    return BadField(json, "attn_logit_softcapping",
+                    std::to_string(config.attention_cap) +
+                        "; scores of this architecture have no cap: set it to null");
+  }
+  QUIRE_ASSIGN_OR_RETURN(config.logit_cap,
+                         ReadCap(json, "final_logit_softcapping", has_cap ? kGemma2LogitCap : 0.0));
+  QUIRE_ASSIGN_OR_RETURN(const bool sees_ahead,
+                         json.GetBoolOr("use_bidirectional_attention", false));
+  if (!sees_ahead) return Status();
+  return BadField(json, "use_bidirectional_attention",
+                  "true; attention is computed to tokens before, not behind");
+}
+
+Status ReadRope(const JsonValue& json, bool has_local, ModelConfig& config) {
+  if (!has_local) {
+    QUIRE_ASSIGN_OR_RETURN(config.rope,
+                           ReadRopeOptions(json, config.head_dim, config.max_position_embeddings));
+    return Status();
+  }
+  QUIRE_ASSIGN_OR_RETURN(LayerRopes ropes,
+                         ReadLayerRopes(json, config.head_dim, config.max_position_embeddings));
+  config.rope = std::move(ropes.full);
+  config.local_rope = std::move(ropes.sliding);
+  return Status();
 }
 
 // A token id or a list of them.
@@ -171,11 +252,16 @@ Result<ModelConfig> ParseModelConfig(std::string_view config_text,
   config.path = path;
   QUIRE_ASSIGN_OR_RETURN(config.architecture, ReadArchitecture(json));
   QUIRE_RETURN_IF_ERROR(ReadSizes(json, config));
-  QUIRE_RETURN_IF_ERROR(ReadHeads(json, config));
-  QUIRE_RETURN_IF_ERROR(ReadFlags(json, config));
-  QUIRE_RETURN_IF_ERROR(ReadWindow(json, config.window));
-  QUIRE_ASSIGN_OR_RETURN(config.rope,
-                         ReadRopeOptions(json, config.head_dim, config.max_position_embeddings));
+  // Fields mean what they mean to the architecture; who loads the model refuses unknown ones.
+  const Architecture* const known = FindArchitecture(config.architecture);
+  const Architecture& architecture = known != nullptr ? *known : kLlama;
+  const bool is_gemma = architecture.is_gemma;
+  QUIRE_RETURN_IF_ERROR(ReadHeads(json, is_gemma, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, is_gemma, config));
+  QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
+  config.query_scalar = static_cast<double>(config.head_dim);
+  if (is_gemma) QUIRE_RETURN_IF_ERROR(ReadGemma(json, architecture, config));
+  QUIRE_RETURN_IF_ERROR(ReadRope(json, architecture.local_rope, config));
   QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(json, config));
   if (generation_config.empty()) return config;
   const std::string generation_path = GenerationConfigPath(path);

@@ -15,6 +15,16 @@ namespace quire {
 Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
                                     int64_t max_position_embeddings);
 
+// Where layers with and without a window have parameters of their own (Gemma 3): rope_parameters
+// with an object per kind, or rope_theta and rope_scaling for full attention and
+// rope_local_base_freq for windows. Neither is kLongRope.
+struct LayerRopes {
+  RopeOptions full;
+  RopeOptions sliding;
+};
+Result<LayerRopes> ReadLayerRopes(const JsonValue& config, int64_t head_dim,
+                                  int64_t max_position_embeddings);
+
 }  // namespace quire
 
 #endif  // QUIRE_MODEL_ROPE_CONFIG_H_

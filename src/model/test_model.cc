@@ -14,10 +14,13 @@ namespace {
 constexpr int64_t kMaxTestSequences = 80;
 constexpr int64_t kTestChunk = 2048;
 
+bool IsGemma(const TestModel& model) { return model.architecture.starts_with("Gemma"); }
+
 // Appends tensors with values from one random stream.
 class TensorMaker {
  public:
-  explicit TensorMaker(const TestModel& model) : dtype_(model.dtype), random_(model.seed) {}
+  explicit TensorMaker(const TestModel& model)
+      : dtype_(model.dtype), is_gemma_(IsGemma(model)), random_(model.seed) {}
 
   std::vector<TestTensor> Take() { return std::move(tensors_); }
 
@@ -32,10 +35,14 @@ class TensorMaker {
     Add(name + ".weight", {n, k}, 0.0, 1.0 / std::sqrt(static_cast<double>(k)));
     if (bias) Add(name + ".bias", {n}, 0.0, 0.3);
   }
-  void AddNorm(const std::string& name, int64_t size) { Add(name + ".weight", {size}, 1.0, 0.2); }
+  // Gemma's weights are what is added to one.
+  void AddNorm(const std::string& name, int64_t size) {
+    Add(name + ".weight", {size}, is_gemma_ ? 0.0 : 1.0, 0.2);
+  }
 
  private:
   const DType dtype_;
+  const bool is_gemma_;
   RandomSequence random_;
   std::vector<TestTensor> tensors_;
 };
@@ -51,11 +58,15 @@ void AddLayer(const TestModel& model, const std::string& prefix, TensorMaker& ma
   maker.AddLinear(attention + "k_proj", kv_width, model.hidden_size, qkv_bias);
   maker.AddLinear(attention + "v_proj", kv_width, model.hidden_size, qkv_bias);
   maker.AddLinear(attention + "o_proj", model.hidden_size, q_width, model.attention_bias);
-  if (model.architecture == "Qwen3ForCausalLM") {
+  if (model.architecture == "Qwen3ForCausalLM" || model.architecture == "Gemma3ForCausalLM") {
     maker.AddNorm(attention + "q_norm", model.head_dim);
     maker.AddNorm(attention + "k_norm", model.head_dim);
   }
   maker.AddNorm(prefix + "post_attention_layernorm", model.hidden_size);
+  if (IsGemma(model)) {
+    maker.AddNorm(prefix + "pre_feedforward_layernorm", model.hidden_size);
+    maker.AddNorm(prefix + "post_feedforward_layernorm", model.hidden_size);
+  }
   maker.AddLinear(mlp + "gate_proj", model.intermediate_size, model.hidden_size, model.mlp_bias);
   maker.AddLinear(mlp + "up_proj", model.intermediate_size, model.hidden_size, model.mlp_bias);
   maker.AddLinear(mlp + "down_proj", model.hidden_size, model.intermediate_size, model.mlp_bias);

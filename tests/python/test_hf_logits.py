@@ -100,12 +100,79 @@ CASES = {
     ),
 }
 
+WINDOW = {"sliding_window": 16}
+GEMMA = dict(tie_word_embeddings=True, query_pre_attn_scalar=24)
+CASES |= {
+    "mistral-window": ("Mistral", dict(**heads(8, 2), **WINDOW, tie_word_embeddings=False)),
+    "qwen2-window-from-layer-1": (
+        "Qwen2",
+        dict(
+            **heads(4, 2),
+            **WINDOW,
+            use_sliding_window=True,
+            max_window_layers=1,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3-window-by-layer-types": (
+        "Qwen3",
+        dict(
+            **heads(4, 2, 32),
+            **WINDOW,
+            use_sliding_window=True,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=False,
+        ),
+    ),
+    "gemma2": ("Gemma2", dict(hidden_size=96, **heads(4, 2, 32), **WINDOW, **GEMMA)),
+    "gemma2-tight-caps": (
+        "Gemma2",
+        dict(
+            **heads(8, 1, 16),
+            **WINDOW,
+            **GEMMA,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma2-no-caps-bias": (
+        "Gemma2",
+        dict(
+            **heads(4, 4, 16),
+            **WINDOW,
+            **GEMMA,
+            attention_bias=True,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        dict(num_hidden_layers=7, hidden_size=96, **heads(4, 2, 32), **WINDOW, **GEMMA),
+    ),
+    "gemma3-linear-final-cap": (
+        "Gemma3Text",
+        dict(
+            **heads(4, 1, 32),
+            **WINDOW,
+            **GEMMA,
+            final_logit_softcapping=3.0,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
+}
+
 
 def random_model(kind: str, options: dict, seed: int) -> torch.nn.Module:
     """A model in which every part matters: norms away from one and biases away from zero."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    causal = "Gemma3" if kind == "Gemma3Text" else kind
+    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -231,6 +298,53 @@ def test_a_prompt_of_several_segments(tmp_path):
     expected, bound = Reference(model).logits_and_bound(ids)
     with quire.Engine(tmp_path, dtype="float32", threads=1, prefill_chunk=96) as engine:
         assert np.abs(engine.logits(ids) - expected).max() <= bound
+
+
+@pytest.mark.parametrize("window", [1, 24, 69, 70, 200])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gemma3"])
+def test_windows_shorter_and_longer_than_prompt_and_chunk(tmp_path, name, window):
+    """Chunks of one token are decoding; 24 is one of the windows."""
+    kind, options = CASES[name]
+    model = random_model(kind, options | {"sliding_window": window}, seed=10)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(70, seed=7)
+    expected, bound = Reference(model).logits_and_bound(ids)
+    logits = []
+    for chunk in (1, 24, 70):
+        with quire.Engine(
+            tmp_path, dtype="float32", threads=1, prefill_chunk=chunk, page_size=16
+        ) as engine:
+            logits.append(engine.logits(ids))
+        assert np.abs(logits[-1] - expected).max() <= bound
+        np.testing.assert_array_equal(logits[-1], logits[0])
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window-from-layer-1", "gemma2", "gemma3"])
+def test_decoding_behind_a_prefix_that_slid(tmp_path, name):
+    """Turns of a conversation: each goes on where the cached one ended, windows away from its
+    beginning. Every token is one of the best of transformers' logits, and the whole is what an
+    engine without a prefix cache says."""
+    kind, options = CASES[name]
+    model = random_model(kind, options, seed=11)
+    model.save_pretrained(tmp_path)
+    reference = Reference(model, neighbours=1)
+    settings = dict(dtype="float32", threads=1, prefill_chunk=32, page_size=16)
+    with (
+        quire.Engine(tmp_path, **settings, prefix_cache=True) as engine,
+        quire.Engine(tmp_path, **settings, prefix_cache=False) as alone,
+    ):
+        ids = random_ids(50, seed=8)
+        for turn in range(3):
+            result = engine.generate([ids], max_tokens=20, ignore_eos=True)[0]
+            assert alone.generate([ids], max_tokens=20, ignore_eos=True)[0].ids == result.ids
+            # All but the last token of the turn before, which was never an input.
+            assert turn == 0 or result.usage.cached_tokens == len(ids) - 11
+            whole = ids + result.ids
+            expected, bound = reference.logits_and_bound(whole)
+            for position, token in enumerate(result.ids, start=len(ids) - 1):
+                row = expected[position]
+                assert row.max() - row[token] <= 2 * bound
+            ids = whole + random_ids(10, seed=turn)
 
 
 def test_bfloat16_stays_near(tmp_path):

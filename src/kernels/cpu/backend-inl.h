@@ -9,7 +9,9 @@ static constexpr Backend kTable = {
     LinearScratchBytes,
     Linear,
     RmsNorm,
-    SiluMul,
+    GatedMul<Activation::kSilu>,
+    GatedMul<Activation::kGeluTanh>,
+    SoftCap,
     GatherRows,
     &kRecurrence,
 };
