@@ -136,6 +136,10 @@ struct EngineStats {
   std::array<int64_t, kTierCount> loaded_tokens = {};  // by TierKind
   std::array<int64_t, kMissReasonCount> misses = {};   // by MissReason
   double load_seconds = 0;
+  // Of these, loads whose layers a forward computed with while later ones were on their way, and
+  // the time that was computed meanwhile: what the overlap saved, at least.
+  int64_t layer_loads = 0;
+  double overlap_seconds = 0;
   int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
 };

@@ -408,9 +408,9 @@ class Engine:
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         kv_store: a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it.
         kv_dir, kv_redis, kv_ram_bytes: or the tiers of a store of the engine's own: a folder,
-            "HOST:PORT" of Redis or several of a cluster, memory beside the pages. kv_dir_bytes: the
-            most that the folder takes; kv_durability: "none", "async", "os" or "sync";
-            kv_key_file: a file whose content signs the chunks.
+            "HOST:PORT" of Redis, several of a cluster or a URL (as ``ChunkStore.redis``), memory
+            beside the pages. kv_dir_bytes: the most that the folder takes; kv_durability: "none",
+            "async", "os" or "sync"; kv_key_file: a file whose content signs the chunks.
         kv_load_timeout: seconds that a request waits for the store at most.
         kv_load_always: load even what is predicted to be computed sooner.
 
@@ -607,7 +607,8 @@ class Engine:
         kv_bytes_per_token, weight_bytes, page_size (tokens).
 
         Of the chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
-        loaded_disk_tokens, loaded_redis_tokens, load_ns; stored_chunks, stored_bytes,
+        loaded_disk_tokens, loaded_redis_tokens, load_ns; layer_loads (loads that a forward
+        took layer by layer), overlap_ns (that was computed meanwhile); stored_chunks, stored_bytes,
         refused_chunks; compute_ns_per_token, which a load must beat.
         """
         return {str(name): int(value) for name, value in self._handle.stats().items()}

@@ -10,6 +10,7 @@
 
 #include "base/random.h"
 #include "engine/engine_impl.h"
+#include "engine/fake_chunk_store.h"
 #include "model/test_model.h"
 
 namespace quire {
@@ -326,7 +327,12 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   int64_t preemptions = 0;
   int64_t cached_tokens = 0;
   int64_t loaded_tokens = 0;
-  // Every other engine shares a store with those before it.
+  int64_t layer_loads = 0;
+  // Every other engine shares a store with some before it: one in RAM, and one whose layers come
+  // one after another.
+  const auto clock = std::make_shared<FakeClock>();
+  const auto slow_store = std::make_shared<FakeChunkStore>(clock);
+  slow_store->layer_ns = 1;
   Result<std::unique_ptr<ChunkStore>> opened =
       ChunkStore::Open({.ram = {.bytes_max = int64_t{64} << 20}});
   ASSERT_TRUE(opened.ok()) << opened.status().ToString();
@@ -342,9 +348,11 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
     const auto engine = Create(options);
     ASSERT_NE(engine, nullptr);
     if (seed % 2 == 1) {
-      const Status attached =
-          engine->AttachStore(store, {.model = "test"},
-                              {.chunk_tokens = 16, .load_timeout_ms = 60'000, .load_always = true});
+      StoreUseOptions use{.chunk_tokens = 16, .load_timeout_ms = 60'000, .load_always = true};
+      const bool by_layers = seed % 4 == 3;
+      if (by_layers) use.clock = clock;
+      const Status attached = by_layers ? engine->AttachStore(slow_store, {.model = "test"}, use)
+                                        : engine->AttachStore(store, {.model = "test"}, use);
       has_windows = HasWindows(static_cast<const EngineImpl&>(*engine).cache());
       ASSERT_EQ(attached.code(), has_windows ? StatusCode::kBadArgument : StatusCode::kOk)
           << attached.ToString();
@@ -354,6 +362,7 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
     const EngineStats stats = engine->Stats();
     preemptions += stats.preemptions;
     cached_tokens += stats.cached_tokens;
+    layer_loads += stats.layer_loads;
     loaded_tokens += stats.loaded_tokens[static_cast<size_t>(TierKind::kRam)];
     if (!options.prefix_cache) {
       EXPECT_EQ(stats.pages_in_use, 0);
@@ -361,10 +370,12 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   }
   EXPECT_GT(preemptions, has_windows ? 0 : 10);  // what slides out makes room
   EXPECT_GT(cached_tokens, 1000);
+  EXPECT_EQ(slow_store->live_fetches, 0);
   if (has_windows) {
-    EXPECT_EQ(loaded_tokens, 0);
+    EXPECT_EQ(loaded_tokens + layer_loads, 0);
   } else {
-    EXPECT_GT(loaded_tokens, 200);
+    EXPECT_GT(loaded_tokens, 100);
+    EXPECT_GT(layer_loads, 10);
   }
 }
 

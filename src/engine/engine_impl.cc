@@ -257,6 +257,7 @@ void EngineImpl::CheckInvariants() const {
   for (const auto& request : waiting_) {
     for (const Sample& sample : request->samples) QUIRE_CHECK(!sample.has_sequence());
     QUIRE_CHECK(request->load == nullptr || store_ != nullptr);
+    QUIRE_CHECK(request->layers == nullptr) << "request " << request->id << " waits with layers";
   }
   for (const auto& request : running_) {
     QUIRE_CHECK(request->load == nullptr) << "request " << request->id << " loads while it runs";

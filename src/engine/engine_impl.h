@@ -83,11 +83,15 @@ class EngineImpl final : public Engine {
   void CheckInvariants() const;
 
  private:
-  // `tokens` pending tokens of one sample in a forward.
+  // `tokens` pending tokens of one sample in a forward, behind those that `layers` brings.
   struct Work {
     Request* request;
     Sample* sample;
     int64_t tokens;
+    LayerwiseLoad* layers = nullptr;
+
+    int64_t loaded() const { return layers == nullptr ? 0 : layers->tokens(); }
+    bool ends_pending() const { return loaded() + tokens == sample->pending(); }
   };
   using Batch = std::vector<Work>;
   // A token drawn for a sample from row `row` of the forward's logits, and what is said about it.
@@ -122,6 +126,7 @@ class EngineImpl final : public Engine {
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
   int64_t PendingNow(const Request& request, const Sample& sample) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
+  int64_t PagesOfLoads(const Batch& works) const;
   Request* NextToAdmit() const;
   std::optional<WaitingHead> ViewHead();
   Status AdmitHead();
@@ -131,7 +136,7 @@ class EngineImpl final : public Engine {
 
   // step_forward.cc: computing it.
   Status RunStep();
-  Status RunBatch(const Batch& batch);
+  Status RunBatch(const Batch& batch, bool* plan_anew);
   Status Attempt(const Batch& batch);
   Status Forward(const Batch& batch);
   std::vector<Drawn> PrepareDraws(const Batch& batch) const;
@@ -161,8 +166,16 @@ class EngineImpl final : public Engine {
   bool StartLoad(Request* request);
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
   void PollLoad(Request* request);
+  bool KeepsPace(const Request& request, bool alone) const;
   bool AwaitLoad();
   void ImportChunks(Request* request, const Start& start) noexcept;
+  Status TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept;
+  std::unique_ptr<LayerwiseLoad> MakeLayerwise(Request* request, const Start& start);
+  LayerwiseLoad* LayersOf(const Request& request, const Sample& sample) const;
+  void CountLoad(Request* request, MissReason miss, double seconds) noexcept;
+  void CountLoaded(Request* request, TierKind tier, int64_t tokens) noexcept;
+  void CommitLayers(const Work& work) noexcept;
+  bool DropFailedLayers(const Batch& batch) noexcept;
   void NoteStart(Request* request) noexcept;
   void ForgetLoad(Request* request) noexcept;
   void StoreComputed() noexcept;

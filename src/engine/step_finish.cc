@@ -123,6 +123,7 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
 }
 
 void EngineImpl::DropSequences(Request* request) noexcept {
+  request->layers = nullptr;
   for (Sample& sample : request->samples) {
     if (!sample.has_sequence()) continue;
     const Status removed = cache_->RemoveSequence(sample.sequence_id);

@@ -22,9 +22,10 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
     if (may_admit) StartLoads();
     Batch works;
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
+    const int64_t of_loads = PagesOfLoads(works);
     const Decision decision = DecideNext({.token_budget = prefill_chunk_,
                                           .page_size = page_size_,
-                                          .pages_free = cache_->GetNumAvailablePages(),
+                                          .pages_free = cache_->GetNumAvailablePages() - of_loads,
                                           .sequences_free = SequencesFree(),
                                           .pages_evictable_max = prefix_cache_.page_count_max(),
                                           .running = running,
@@ -34,7 +35,7 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
         QUIRE_RETURN_IF_ERROR(AdmitHead());
         break;
       case Decision::Kind::kEvict:
-        prefix_cache_.Evict(decision.pages);
+        prefix_cache_.Evict(decision.pages + of_loads);
         break;
       case Decision::Kind::kPreempt:
         PreemptYoungest();
@@ -64,6 +65,8 @@ Status EngineImpl::GiveSequences() {
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(
           GiveSequence(leader, FindPrefix(*request, *leader), request->space.long_rope));
+      // Another sample leads now, and begins elsewhere.
+      if (LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
     }
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
     for (Sample& sample : request->samples) {
@@ -168,22 +171,35 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
   for (const auto& request : running_) {
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
+      LayerwiseLoad* const layers = LayersOf(*request, sample);
+      const int64_t length = layers == nullptr ? sample.computed : layers->end();
       bool opens_page = false;
-      if (sample.computed % page_size_ != 0) {
+      if (layers == nullptr && sample.computed % page_size_ != 0) {
         const int64_t one = 1;
         QUIRE_ASSIGN_OR_RETURN(const int64_t pages,
                                cache_->PagesNeeded({&sample.sequence_id, 1}, {&one, 1}));
         opens_page = pages > 0;
       }
       view.push_back({.request_id = request->id,
-                      .length = sample.computed,
-                      .pending = PendingNow(*request, sample),
+                      .length = length,
+                      .pending = PendingNow(*request, sample) - (length - sample.computed),
                       .opens_page = opens_page,
                       .last_step = sample.last_step});
-      works->push_back({.request = request.get(), .sample = &sample, .tokens = 0});
+      works->push_back(
+          {.request = request.get(), .sample = &sample, .tokens = 0, .layers = layers});
     }
   }
   return view;
+}
+
+// That the tokens which are still to be loaded will take; the scheduler sees them as held.
+int64_t EngineImpl::PagesOfLoads(const Batch& works) const {
+  int64_t pages = 0;
+  for (const Work& work : works) {
+    const int64_t length = work.sample->computed;
+    pages += PagesForAppend(length, work.loaded(), page_size_, length % page_size_ != 0);
+  }
+  return pages;
 }
 
 // The first that waits, but those for which a store is bringing something: they let others pass.
@@ -214,7 +230,13 @@ Status EngineImpl::AdmitHead() {
   request.ReserveAnswers();
   running_.reserve(running_.size() + 1);
   const Start start = FindStart(request);
-  QUIRE_RETURN_IF_ERROR(GiveSequence(request.leader(), start.from, request.space.long_rope));
+  std::unique_ptr<LayerwiseLoad> layers = MakeLayerwise(&request, start);
+  const Status given = GiveSequence(request.leader(), start.from, request.space.long_rope);
+  if (!given.ok()) {
+    if (layers != nullptr) request.load = layers->TakeLoad();
+    return given;
+  }
+  request.layers = std::move(layers);
   ImportChunks(&request, start);
   NoteStart(&request);
   const auto place = std::find_if(waiting_.begin(), waiting_.end(),
@@ -229,6 +251,7 @@ Status EngineImpl::AdmitHead() {
 void EngineImpl::PreemptYoungest() {
   waiting_.emplace_front();  // may throw, so it comes first
   Request& request = *running_.back();
+  request.layers = nullptr;
   for (Sample& sample : request.samples) {
     if (sample.has_sequence()) RetainOrRemove(request, &sample);
   }

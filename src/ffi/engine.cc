@@ -238,6 +238,8 @@ class EngineObj : public tf::Object {
             {"loaded_disk_tokens", stats.loaded_tokens[1]},
             {"loaded_redis_tokens", stats.loaded_tokens[2]},
             {"load_ns", static_cast<int64_t>(stats.load_seconds * 1e9)},
+            {"layer_loads", stats.layer_loads},
+            {"overlap_ns", static_cast<int64_t>(stats.overlap_seconds * 1e9)},
             {"stored_chunks", stats.stored_chunks},
             {"stored_bytes", stats.stored_bytes},
             {"refused_chunks", stats.refused_chunks},

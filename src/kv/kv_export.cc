@@ -54,22 +54,11 @@ Result<std::span<const std::byte>> FindSection(const ChunkView& chunk, const Sec
 
 Result<KVBlock> BlockOf(const ChunkView& chunk, std::span<const AttentionLayerSpec> layers,
                         int64_t position) {
-  const ChunkHeader& header = chunk.header();
-  if (header.first_position != kNotRotated && header.first_position != position) {
-    return Status(StatusCode::kIncompatible,
-                  "ImportChunks: the chunk's keys are rotated for position " +
-                      std::to_string(header.first_position) + " and would stand at " +
-                      std::to_string(position));
-  }
-  const int64_t count = static_cast<int64_t>(header.tokens.size());
   KVBlock block;
   for (size_t l = 0; l < layers.size(); ++l) {
-    const int64_t layer = static_cast<int64_t>(l);
-    QUIRE_ASSIGN_OR_RETURN(
-        const auto k, FindSection(chunk, SectionOf(SectionKind::kKey, layer, layers[l], count)));
-    QUIRE_ASSIGN_OR_RETURN(
-        const auto v, FindSection(chunk, SectionOf(SectionKind::kValue, layer, layers[l], count)));
-    block.push_back(ViewOfLayer(layers[l], count, k, v));
+    QUIRE_ASSIGN_OR_RETURN(const LayerKV kv,
+                           ChunkLayer(chunk, layers[l], static_cast<int64_t>(l), position));
+    block.push_back(kv);
   }
   return block;
 }
@@ -165,6 +154,32 @@ Result<ChunkBuffer> ExportChunk(AttentionKVCache& cache, int64_t seq_id, int64_t
     }
     return std::move(writer).Seal();
   });
+}
+
+Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
+                           int64_t position) {
+  return GuardEntry([&]() -> Result<LayerKV> {
+    const ChunkHeader& header = chunk.header();
+    if (header.first_position != kNotRotated && header.first_position != position) {
+      return Status(StatusCode::kIncompatible,
+                    "ImportChunks: the chunk's keys are rotated for position " +
+                        std::to_string(header.first_position) + " and would stand at " +
+                        std::to_string(position));
+    }
+    const int64_t count = static_cast<int64_t>(header.tokens.size());
+    QUIRE_ASSIGN_OR_RETURN(const auto k,
+                           FindSection(chunk, SectionOf(SectionKind::kKey, layer, spec, count)));
+    QUIRE_ASSIGN_OR_RETURN(const auto v,
+                           FindSection(chunk, SectionOf(SectionKind::kValue, layer, spec, count)));
+    return ViewOfLayer(spec, count, k, v);
+  });
+}
+
+LayerKV FirstTokens(const LayerKV& kv, int64_t count) {
+  const auto first = [count](const TensorView& rows) {
+    return TensorView(rows.data(), rows.dtype(), {count, rows.dim(1), rows.dim(2)});
+  };
+  return {.k = first(kv.k), .v = first(kv.v)};
 }
 
 Status ImportChunks(AttentionKVCache& cache, int64_t seq_id, std::span<const ChunkView> chunks) {
