@@ -19,8 +19,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/prefix_load.h"
 #include "engine/prefix_cache.h"
+#include "engine/prefix_load.h"
 #include "quire/engine.h"
 #include "quire/status.h"
 
@@ -74,6 +74,7 @@ struct Request {
   bool held_back = false;  // from being admitted, for what a store is bringing
   int64_t lookups = 0;
   CachedTokens cached;
+  int64_t recomputed = 0;  // StepOutput::recomputed_tokens
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;
   int64_t completion_tokens = 0;
