@@ -67,6 +67,9 @@ std::vector<Variant> Variants() {
                            {"sliding_window_pattern", 3},
                            {"query_pre_attn_scalar", 24},
                            {"rope_scaling", {{"rope_type", "linear"}, {"factor", 4.0}}}}});
+  // Recurrent layers alone, and with attention and experts.
+  add("Mamba2", {.architecture = "Mamba2ForCausalLM"});
+  add("Qwen3Next", {.architecture = "Qwen3NextForCausalLM"});
   return variants;
 }
 
@@ -197,6 +200,7 @@ class EngineExactness : public testing::TestWithParam<Variant> {
     options.kv_bytes = 1 << 20;
     const int64_t page_bytes = Engine::PlanMemory(options)->page_bytes;
     options.kv_bytes = page_bytes * (pages + random->Below(1 + 20 / options.page_size));
+    options.state_bytes = (1 + random->Below(30)) * 20'000;  // from two or so states on
     return options;
   }
 
@@ -305,9 +309,12 @@ class Schedule {
   void CheckAllIsFree() {
     const EngineStats stats = engine_->Stats();
     // The engine's count is of the group that has the least free.
-    EXPECT_EQ(impl_.cache().pages_in_use(), stats.retained_pages);
+    if (const AttentionKVCache* const cache = impl_.state().attention(); cache != nullptr) {
+      EXPECT_EQ(cache->pages_in_use(), stats.retained_pages);
+    }
     EXPECT_LE(stats.pages_in_use, stats.retained_pages);
-    EXPECT_EQ(impl_.cache().sequence_count(), stats.retained_sequences);
+    EXPECT_EQ(stats.states_total - stats.states_free, stats.retained_states);
+    EXPECT_EQ(impl_.state().sequence_count(), stats.retained_sequences);
     EXPECT_EQ(stats.running + stats.waiting, 0);
   }
 
@@ -337,7 +344,10 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       ChunkStore::Open({.ram = {.bytes_max = int64_t{64} << 20}});
   ASSERT_TRUE(opened.ok()) << opened.status().ToString();
   const std::shared_ptr<ChunkStore> store = *std::move(opened);
-  bool has_windows = false;  // then there is no store
+  int64_t recomputed_tokens = 0;
+  bool has_store = true;  // not for windows and recurrent layers
+  bool has_pages = true;
+  bool has_windows = false;
   for (uint64_t seed = 0; seed < 16; ++seed) {
     RandomSequence random(seed, 3);
     const EngineOptions options = RandomOptions(&random);
@@ -353,8 +363,11 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       if (by_layers) use.clock = clock;
       const Status attached = by_layers ? engine->AttachStore(slow_store, {.model = "test"}, use)
                                         : engine->AttachStore(store, {.model = "test"}, use);
-      has_windows = HasWindows(static_cast<const EngineImpl&>(*engine).cache());
-      ASSERT_EQ(attached.code(), has_windows ? StatusCode::kBadArgument : StatusCode::kOk)
+      const SequenceState& state = static_cast<const EngineImpl&>(*engine).state();
+      has_windows = state.has_windows();
+      has_store = state.forks_anywhere();
+      has_pages = state.attention() != nullptr;
+      ASSERT_EQ(attached.code(), has_store ? StatusCode::kOk : StatusCode::kBadArgument)
           << attached.ToString();
     }
     Schedule(engine.get(), jobs_, alone_, logits_, &random).Run(2);
@@ -363,19 +376,29 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
     preemptions += stats.preemptions;
     cached_tokens += stats.cached_tokens;
     layer_loads += stats.layer_loads;
+    recomputed_tokens += stats.recomputed_tokens;
     loaded_tokens += stats.loaded_tokens[static_cast<size_t>(TierKind::kRam)];
     if (!options.prefix_cache) {
       EXPECT_EQ(stats.pages_in_use, 0);
     }
   }
-  EXPECT_GT(preemptions, has_windows ? 0 : 10);  // what slides out makes room
-  EXPECT_GT(cached_tokens, 1000);
-  EXPECT_EQ(slow_store->live_fetches, 0);
-  if (has_windows) {
-    EXPECT_EQ(loaded_tokens + layer_loads, 0);
+  if (has_pages) {
+    EXPECT_GT(preemptions, has_windows ? 0 : 10);  // what slides out makes room
   } else {
+    EXPECT_EQ(preemptions, 0);
+  }
+  EXPECT_EQ(slow_store->live_fetches, 0);
+  const bool is_recurrent = !has_store && !has_windows;
+  EXPECT_GT(cached_tokens, is_recurrent ? 200 : 1000);
+  if (is_recurrent) {
+    EXPECT_GT(recomputed_tokens, 200);
+  }
+  if (has_store) {
     EXPECT_GT(loaded_tokens, 100);
     EXPECT_GT(layer_loads, 10);
+    EXPECT_EQ(recomputed_tokens, 0);
+  } else {
+    EXPECT_EQ(loaded_tokens + layer_loads, 0);
   }
 }
 

@@ -21,6 +21,7 @@
 #include "engine/request.h"
 #include "engine/sampler.h"
 #include "engine/scheduler.h"
+#include "engine/sequence_state.h"
 #include "engine/store_link.h"
 #include "quire/engine.h"
 
@@ -43,11 +44,13 @@ class EngineImpl final : public Engine {
  public:
   struct Parts {
     std::unique_ptr<Model> model;
-    std::unique_ptr<AttentionKVCache>
-        cache;  // empty; all layers with pages of `page_size`; CacheSequencesMax sequences
+    // Both empty and for CacheSequencesMax sequences. Null without such layers; not both.
+    std::shared_ptr<AttentionKVCache> cache;  // all layers with pages of `page_size`
+    std::shared_ptr<RecurrentCache> recurrent = nullptr;
     std::shared_ptr<ParallelRunner> runner;
     std::string kernel_path;
     int64_t page_size = 0;
+    int64_t state_bytes = 0;
     int64_t kv_bytes = 0;
     int64_t kv_bytes_per_token = 0;
     int64_t prefill_chunk = 0;
@@ -78,6 +81,8 @@ class EngineImpl final : public Engine {
   // For tests of the memory plan.
   const Model& model() const { return *model_; }
   const AttentionKVCache& cache() const { return *cache_; }
+  const RecurrentCache* recurrent() const { return recurrent_.get(); }
+  const SequenceState& state() const { return state_; }
   int64_t step_bytes() const;  // of logits and draw scratch, taken now
   // For tests: what must hold between two calls; the first violation stops the process.
   void CheckInvariants() const;
@@ -110,7 +115,7 @@ class EngineImpl final : public Engine {
   void Publish() noexcept;
 
   // engine_impl.cc
-  Status CheckNoWindows(const char* call) const;
+  Status CheckHoldsAllKV(const char* call) const;
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
   int64_t SequencesFree() const;
   bool NeedsLongRope(int64_t tokens_max) const;
@@ -176,7 +181,7 @@ class EngineImpl final : public Engine {
   void CountLoaded(Request* request, TierKind tier, int64_t tokens) noexcept;
   void CommitLayers(const Work& work) noexcept;
   bool DropFailedLayers(const Batch& batch) noexcept;
-  void NoteStart(Request* request) noexcept;
+  void NoteStart(Request* request, int64_t known) noexcept;
   void ForgetLoad(Request* request) noexcept;
   void StoreComputed() noexcept;
   int64_t StoreSample(const Request& request, Sample* sample, int64_t bytes_max) noexcept;
@@ -198,7 +203,10 @@ class EngineImpl final : public Engine {
                                     const SnapshotLoadOptions& options);
 
   const std::unique_ptr<Model> model_;
-  const std::unique_ptr<AttentionKVCache> cache_;
+  const std::shared_ptr<AttentionKVCache> cache_;    // null without attention layers
+  const std::shared_ptr<RecurrentCache> recurrent_;  // null without recurrent layers
+  const std::unique_ptr<CompositeState> composite_;  // null without recurrent layers
+  const SequenceState state_;
   const std::shared_ptr<ParallelRunner> runner_;
   const std::string kernel_path_;
   const int64_t page_size_;
@@ -206,7 +214,6 @@ class EngineImpl final : public Engine {
   const int64_t max_num_sequences_;
   const int64_t max_waiting_;
   const bool uses_prefix_cache_;
-  const bool has_windows_;  // of layers
   const int64_t pages_total_;
   const std::shared_ptr<Clock> clock_;
 

@@ -302,9 +302,12 @@ Status EngineImpl::TakeChunks(Request* request, const PrefixLoad& load, int64_t 
   return status;
 }
 
-// The end of its waiting.
-void EngineImpl::NoteStart(Request* request) noexcept {
+// The end of its waiting. `known`: its first tokens that were in memory, whether or not a sequence
+// could be forked behind them.
+void EngineImpl::NoteStart(Request* request, int64_t known) noexcept {
   if (!request->admitted_before) {
+    request->recomputed = std::max<int64_t>(0, known - request->cached.total());
+    counters_.recomputed_tokens += request->recomputed;
     counters_.prompt_tokens += request->prompt_tokens;
     counters_.cached_tokens += request->cached.total();
     request->admitted_before = true;

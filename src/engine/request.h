@@ -78,6 +78,7 @@ struct Request {
   std::unique_ptr<LayerwiseLoad> layers;
   bool counts_cached = false;  // what is loaded counts as `cached`: it came in for the first time
   CachedTokens cached;
+  int64_t recomputed = 0;  // StepOutput::recomputed_tokens
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;
   int64_t completion_tokens = 0;

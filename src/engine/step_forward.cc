@@ -76,10 +76,11 @@ Status EngineImpl::Attempt(const Batch& batch) {
     const int64_t start_ns = clock_->SteadyNs();
     std::vector<Drawn> draws = PrepareDraws(batch);
     due_.reserve(due_.size() + draws.size());
-    QUIRE_RETURN_IF_ERROR(loads.empty()
-                              ? cache_->BeginForward(sequence_ids, lengths)
-                              : cache_->BeginLoadingForward(sequence_ids, lengths, loads));
-    OpenForward forward(cache_.get());
+    QUIRE_RETURN_IF_ERROR(
+        loads.empty()
+            ? state_.kv().BeginForward(sequence_ids, lengths)
+            : state_.attention()->BeginLoadingForward(sequence_ids, lengths, loads));
+    OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     DrawAll(&draws);
     QUIRE_RETURN_IF_ERROR(forward.End());
@@ -104,7 +105,7 @@ Status EngineImpl::Forward(const Batch& batch) {
     }
   }
   logits_.resize(logit_rows.size() * model_->info().vocab_size);
-  return model_->Forward(*cache_, token_ids, logit_rows, logits_.data());
+  return model_->Forward({cache_.get(), recurrent_.get()}, token_ids, logit_rows, logits_.data());
 }
 
 // One draw for each sample whose pending tokens end in this batch; for all samples of a request

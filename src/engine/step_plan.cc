@@ -25,7 +25,7 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
     const int64_t of_loads = PagesOfLoads(works);
     const Decision decision = DecideNext({.token_budget = prefill_chunk_,
                                           .page_size = page_size_,
-                                          .pages_free = cache_->GetNumAvailablePages() - of_loads,
+                                          .pages_free = state_.pages_free() - of_loads,
                                           .sequences_free = SequencesFree(),
                                           .pages_evictable_max = prefix_cache_.page_count_max(),
                                           .running = running,
@@ -79,11 +79,11 @@ Status EngineImpl::GiveSequences() {
 }
 
 Status EngineImpl::AddSequence(int64_t sequence_id, bool long_rope) {
-  QUIRE_RETURN_IF_ERROR(cache_->AddSequence(sequence_id));
+  QUIRE_RETURN_IF_ERROR(state_.kv().AddSequence(sequence_id));
   if (!long_rope) return {};
   const Status selected = cache_->SelectLongRope(sequence_id, true);
   if (selected.ok()) return {};
-  const Status removed = cache_->RemoveSequence(sequence_id);
+  const Status removed = state_.kv().RemoveSequence(sequence_id);
   QUIRE_CHECK(removed.ok()) << removed.ToString();
   return selected;
 }
@@ -92,7 +92,7 @@ Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool lo
   const int64_t sequence_id = next_sequence_id_;
   QUIRE_RETURN_IF_ERROR(from.length == 0
                             ? AddSequence(sequence_id, long_rope)
-                            : cache_->ForkSequence(from.sequence_id, sequence_id, from.length));
+                            : state_.kv().ForkSequence(from.sequence_id, sequence_id, from.length));
   ++next_sequence_id_;
   prefix_cache_.Touch(from.sequence_id);
   sample->sequence_id = sequence_id;
@@ -113,11 +113,13 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || &candidate == &sample) continue;
       const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
-      const PrefixMatch match{.sequence_id = candidate.sequence_id,
-                              .length = CommonPrefix(tokens, computed)};
-      if (match.length > best.length && cache_->CanFork(match.sequence_id, match.length)) {
-        best = match;
-      }
+      const int64_t common = CommonPrefix(tokens, computed);
+      best.known = std::max(best.known, common);
+      if (common <= best.length) continue;
+      const int64_t length = state_.ForkStart(candidate.sequence_id, common);
+      if (length <= best.length) continue;
+      best.sequence_id = candidate.sequence_id;
+      best.length = length;
     }
   }
   return best;
@@ -126,9 +128,10 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
 PrefixMatch EngineImpl::FindFork(const Request& request, const Sample& leader,
                                  const Sample& sample) const {
   const PrefixMatch found = FindPrefix(request, sample);
-  // A leader that found more than the prompt may have slid past its end: the sample then computes
-  // the prompt by itself.
-  if (!cache_->CanFork(leader.sequence_id, request.prompt_tokens)) return found;
+  // A leader that found more than the prompt may not be held at the prompt's end any more: the
+  // sample then computes the prompt by itself.
+  const int64_t end = state_.ForkStart(leader.sequence_id, request.prompt_tokens);
+  if (end != request.prompt_tokens) return found;
   return Longer({.sequence_id = leader.sequence_id, .length = request.prompt_tokens}, found);
 }
 
@@ -144,20 +147,20 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
       const int64_t common = CommonPrefix(tokens, candidate.tokens);
-      // Of what a candidate has slid past nothing can be forked.
+      // Of what a candidate has gone past nothing can be forked, or nothing for sure.
       const auto end = static_cast<int64_t>(candidate.tokens.size());
-      if (has_windows_ && common != end) continue;
+      if (!state_.forks_anywhere() && common != end) continue;
       if (common - matched >= page_size_) return true;
     }
   }
   return false;
 }
 
-// What may be computed of a sample before the next decision. With windows a leader stops at the end
-// of the prompt, where samples without a sequence are forked: past it they could not be.
+// What may be computed of a sample before the next decision. Where not all positions can be forked,
+// a leader stops at the end of the prompt, at which samples without a sequence are forked.
 int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample) const {
   const int64_t to_prompt_end = request.prompt_tokens - sample.computed;
-  if (!has_windows_ || to_prompt_end <= 0) return sample.pending();
+  if (state_.forks_anywhere() || to_prompt_end <= 0) return sample.pending();
   const bool has_followers =
       std::any_of(request.samples.begin(), request.samples.end(), [&](const Sample& other) {
         return &other != &sample && !other.finished() && !other.has_sequence();
@@ -177,7 +180,7 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
       if (layers == nullptr && sample.computed % page_size_ != 0) {
         const int64_t one = 1;
         QUIRE_ASSIGN_OR_RETURN(const int64_t pages,
-                               cache_->PagesNeeded({&sample.sequence_id, 1}, {&one, 1}));
+                               state_.PagesNeeded({&sample.sequence_id, 1}, {&one, 1}));
         opens_page = pages > 0;
       }
       view.push_back({.request_id = request->id,
@@ -238,7 +241,7 @@ Status EngineImpl::AdmitHead() {
   }
   request.layers = std::move(layers);
   ImportChunks(&request, start);
-  NoteStart(&request);
+  NoteStart(&request, start.from.known);
   const auto place = std::find_if(waiting_.begin(), waiting_.end(),
                                   [&](const auto& other) { return other.get() == &request; });
   running_.push_back(std::move(*place));
@@ -278,7 +281,7 @@ void EngineImpl::RestartOrFail() {
 // After BeginForward found too few pages, against the scheduler's count.
 void EngineImpl::MakeRoom() {
   if (!prefix_cache_.empty()) {
-    prefix_cache_.Evict(cache_->GetNumAvailablePages() + 1);
+    prefix_cache_.Evict(state_.pages_free() + 1);
   } else if (running_.size() > 1) {
     PreemptYoungest();
   } else {

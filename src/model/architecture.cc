@@ -7,8 +7,8 @@
 namespace quire {
 namespace {
 
-constexpr const Architecture* kArchitectures[] = {&kLlama, &kMistral, &kQwen2,
-                                                  &kQwen3, &kGemma2,  &kGemma3};
+constexpr const Architecture* kArchitectures[] = {&kLlama,  &kMistral, &kQwen2,  &kQwen3,
+                                                  &kGemma2, &kGemma3,  &kMamba2, &kQwen3Next};
 
 }  // namespace
 

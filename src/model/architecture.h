@@ -26,6 +26,21 @@ enum class WindowRule : uint8_t {
   kPattern,   // all layers but each n-th, or by layer_types
 };
 
+enum class MixerRule : uint8_t {
+  kAttention,   // in all layers
+  kStateSpace,  // in all layers
+  kHybrid,      // gated delta rule or gated attention, by layer_types
+};
+
+// Of tensors, where HybridDecoder reads them.
+struct DecoderNames {
+  std::string_view embedding = "model.embed_tokens";
+  std::string_view layers = "model.layers";
+  std::string_view mixer_norm = "input_layernorm";
+  std::string_view mlp_norm = "post_attention_layernorm";  // empty: layers have no MLP
+  std::string_view final_norm = "model.norm";
+};
+
 struct Architecture {
   std::string_view name;  // as in "architectures" of config.json
   BiasRule qkv_bias = BiasRule::kNever;
@@ -40,14 +55,21 @@ struct Architecture {
   bool attention_cap = false;  // attn_logit_softcapping is computed
   int64_t window_pattern = 0;  // kPattern: which n, if sliding_window_pattern does not say
   bool local_rope = false;     // layers with a window have rotary parameters of their own
+
+  // Models with recurrent layers, which HybridDecoder computes.
+  MixerRule mixers = MixerRule::kAttention;
+  DecoderNames names = {};
+  float norm_offset = 0.0F;  // of norm weights
 };
 
-extern const Architecture kLlama;    // llama.cc: Llama 1 to 3, SmolLM2, TinyLlama, Yi
-extern const Architecture kMistral;  // mistral.cc
-extern const Architecture kQwen2;    // qwen2.cc: Qwen2, Qwen2.5
-extern const Architecture kQwen3;    // qwen3.cc
-extern const Architecture kGemma2;   // gemma2.cc
-extern const Architecture kGemma3;   // gemma3.cc: the text models
+extern const Architecture kLlama;      // llama.cc: Llama 1 to 3, SmolLM2, TinyLlama, Yi
+extern const Architecture kMistral;    // mistral.cc
+extern const Architecture kQwen2;      // qwen2.cc: Qwen2, Qwen2.5
+extern const Architecture kQwen3;      // qwen3.cc
+extern const Architecture kGemma2;     // gemma2.cc
+extern const Architecture kGemma3;     // gemma3.cc: the text models
+extern const Architecture kMamba2;     // mamba2.cc
+extern const Architecture kQwen3Next;  // qwen3_next.cc
 
 // By its name in config.json. BadArgument lists the known ones.
 Result<const Architecture*> FindArchitecture(const ModelConfig& config);

@@ -6,20 +6,13 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "model/forward_arguments.h"
+#include "model/row_ops.h"
 
 namespace quire {
 namespace {
 
 constexpr size_t kAlignment = 64;  // of the kernels' scratch, and a cache line for each buffer
-
-// For kernels called from inside a task.
-class SerialRunner final : public ParallelRunner {
- public:
-  int worker_count() const noexcept override { return 1; }
-  void Run(int64_t count, Task task, void* context) noexcept override {
-    for (int64_t i = 0; i < count; ++i) task(context, i, 0);
-  }
-};
 
 size_t AlignUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -165,32 +158,11 @@ void Decoder::FillInfo(const WeightLoader& loader) {
   info_.rope = config_.rope;
 }
 
-Status Decoder::CheckForward(const AttentionKVCache& cache, std::span<const int32_t> token_ids,
+Status Decoder::CheckForward(const ModelState& state, std::span<const int32_t> token_ids,
                              std::span<const int64_t> logit_rows, const float* logits) const {
-  const auto bad = [](const std::string& why) {
-    return Status(StatusCode::kBadArgument, "Model::Forward: " + why);
-  };
-  QUIRE_ASSIGN_OR_RETURN(const std::span<const int32_t> positions, cache.GetQueryPositions());
-  if (token_ids.size() != positions.size()) {
-    return bad(std::to_string(token_ids.size()) + " token ids for a forward of " +
-               std::to_string(positions.size()) + " tokens");
-  }
-  for (size_t i = 0; i < token_ids.size(); ++i) {
-    if (token_ids[i] < 0 || token_ids[i] >= config_.vocab_size) {
-      return bad("token_ids[" + std::to_string(i) + "] is " + std::to_string(token_ids[i]) +
-                 "; the vocabulary has " + std::to_string(config_.vocab_size) + " tokens");
-    }
-  }
-  int64_t previous = -1;
-  for (const int64_t row : logit_rows) {
-    if (row <= previous || row >= static_cast<int64_t>(token_ids.size())) {
-      return bad("logit_rows has " + std::to_string(row) + " after " + std::to_string(previous) +
-                 "; it must ascend within [0, " + std::to_string(token_ids.size()) + ")");
-    }
-    previous = row;
-  }
-  if (!logit_rows.empty() && logits == nullptr) return bad("logits is null");
-  return Status();
+  QUIRE_RETURN_IF_ERROR(CheckModelState(info_, state));
+  QUIRE_RETURN_IF_ERROR(CheckTokenCount(*state.attention, token_ids));
+  return CheckForwardArguments(config_.vocab_size, token_ids, logit_rows, logits);
 }
 
 Decoder::BufferSizes Decoder::SizesOf(int64_t row_count, int64_t logit_row_count) const {
@@ -327,16 +299,16 @@ void Decoder::ComputeLogits(std::span<const int64_t> logit_rows, const Buffers& 
                     logits, runner_);
 }
 
-Status Decoder::Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
+Status Decoder::Forward(const ModelState& state, std::span<const int32_t> token_ids,
                         std::span<const int64_t> logit_rows, float* logits) {
   return GuardEntry([&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(CheckForward(cache, token_ids, logit_rows, logits));
+    QUIRE_RETURN_IF_ERROR(CheckForward(state, token_ids, logit_rows, logits));
     const auto row_count = static_cast<int64_t>(token_ids.size());
     QUIRE_ASSIGN_OR_RETURN(const Buffers buffers,
                            PrepareBuffers(row_count, static_cast<int64_t>(logit_rows.size())));
     Embed(token_ids, buffers.hidden);
     for (int64_t layer = 0; layer < config_.num_hidden_layers; ++layer) {
-      QUIRE_RETURN_IF_ERROR(RunLayer(cache, layer, row_count, buffers));
+      QUIRE_RETURN_IF_ERROR(RunLayer(*state.attention, layer, row_count, buffers));
     }
     ComputeLogits(logit_rows, buffers, logits);
     return Status();

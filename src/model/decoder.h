@@ -43,7 +43,7 @@ class Decoder final : public Model {
   const ModelInfo& info() const override { return info_; }
   // What is taken now, for tests.
   int64_t workspace_bytes() const { return static_cast<int64_t>(workspace_.size()); }
-  Status Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
+  Status Forward(const ModelState& state, std::span<const int32_t> token_ids,
                  std::span<const int64_t> logit_rows, float* logits) override;
 
  private:
@@ -86,7 +86,7 @@ class Decoder final : public Model {
   Status LoadNorms(WeightLoader& loader, const std::string& prefix, Layer* layer) const;
   void FillInfo(const WeightLoader& loader);
 
-  Status CheckForward(const AttentionKVCache& cache, std::span<const int32_t> token_ids,
+  Status CheckForward(const ModelState& state, std::span<const int32_t> token_ids,
                       std::span<const int64_t> logit_rows, const float* logits) const;
   BufferSizes SizesOf(int64_t row_count, int64_t logit_row_count) const;
   Result<Buffers> PrepareBuffers(int64_t row_count, int64_t logit_row_count);

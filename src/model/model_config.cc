@@ -26,6 +26,8 @@ constexpr double kMaxSoftCap = 1e6;  // 50; that of AttentionLayerSpec
 // What transformers takes for fields that are absent.
 constexpr int64_t kDefaultMaxWindowLayers = 28;
 constexpr int64_t kGemmaHeadDim = 256;
+constexpr int64_t kHybridHeadDim = 256;
+constexpr double kHybridRotaryPart = 0.25;
 constexpr int64_t kGemmaQueryScalar = 256;
 constexpr int64_t kGemmaWindow = 4096;
 constexpr double kGemma2AttentionCap = 50;
@@ -43,23 +45,31 @@ Result<std::string> ReadArchitecture(const JsonValue& config) {
   return first.String();
 }
 
+Status ReadNormEps(const JsonValue& json, std::string_view field, double fallback,
+                   ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.rms_norm_eps, json.GetNumberOr(field, fallback));
+  if (config.rms_norm_eps >= 0 && config.rms_norm_eps < 1) return Status();
+  return BadField(json, field, std::to_string(config.rms_norm_eps) + " is not in [0, 1)");
+}
+
 Status ReadSizes(const JsonValue& json, ModelConfig& config) {
   QUIRE_ASSIGN_OR_RETURN(config.vocab_size, json.GetInt("vocab_size", 1, kMaxVocabulary));
   QUIRE_ASSIGN_OR_RETURN(config.hidden_size, json.GetInt("hidden_size", 1, kMaxHiddenSize));
-  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
-                         json.GetInt("intermediate_size", 1, kMaxIntermediate));
   QUIRE_ASSIGN_OR_RETURN(config.num_hidden_layers, json.GetInt("num_hidden_layers", 1, kMaxLayers));
-  QUIRE_ASSIGN_OR_RETURN(config.max_position_embeddings,
-                         json.GetInt("max_position_embeddings", 1, kMaxPositions));
-  QUIRE_ASSIGN_OR_RETURN(config.rms_norm_eps, json.GetNumberOr("rms_norm_eps", 1e-6));
-  if (!(config.rms_norm_eps >= 0 && config.rms_norm_eps < 1)) {
-    return BadField(json, "rms_norm_eps",
-                    std::to_string(config.rms_norm_eps) + " is not in [0, 1)");
-  }
   return Status();
 }
 
-Status ReadHeads(const JsonValue& json, bool is_gemma, ModelConfig& config) {
+// What state space models do without.
+Status ReadAttentionSizes(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
+                         json.GetInt("intermediate_size", 1, kMaxIntermediate));
+  QUIRE_ASSIGN_OR_RETURN(config.max_position_embeddings,
+                         json.GetInt("max_position_embeddings", 1, kMaxPositions));
+  return ReadNormEps(json, "rms_norm_eps", 1e-6, config);
+}
+
+// `default_dim` 0: hidden_size over the number of heads.
+Status ReadHeads(const JsonValue& json, int64_t default_dim, ModelConfig& config) {
   QUIRE_ASSIGN_OR_RETURN(config.num_attention_heads,
                          json.GetInt("num_attention_heads", 1, kMaxHeads));
   const int64_t heads = config.num_attention_heads;
@@ -75,8 +85,8 @@ Status ReadHeads(const JsonValue& json, bool is_gemma, ModelConfig& config) {
     QUIRE_ASSIGN_OR_RETURN(config.head_dim, head_dim->Int(1, kMaxHeadDim));
     return Status();
   }
-  if (is_gemma) {
-    config.head_dim = kGemmaHeadDim;
+  if (default_dim != 0) {
+    config.head_dim = default_dim;
     return Status();
   }
   if (config.hidden_size % heads != 0 || config.hidden_size / heads > kMaxHeadDim) {
@@ -201,6 +211,53 @@ Status ReadRope(const JsonValue& json, bool has_local, ModelConfig& config) {
   return Status();
 }
 
+Status ReadStateSpace(const JsonValue& json, ModelConfig& config) {
+  config.max_position_embeddings = kMaxPositions;
+  QUIRE_RETURN_IF_ERROR(ReadNormEps(json, "layer_norm_epsilon", 1e-5, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
+  QUIRE_ASSIGN_OR_RETURN(config.state_space, ReadStateSpaceConfig(json, config.hidden_size));
+  config.mixers.assign(static_cast<size_t>(config.num_hidden_layers), MixerKind::kStateSpace);
+  return Status();
+}
+
+Status ReadHybrid(const JsonValue& json, ModelConfig& config) {
+  QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadHeads(json, kHybridHeadDim, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
+  QUIRE_ASSIGN_OR_RETURN(config.gated_delta, ReadGatedDeltaConfig(json));
+  QUIRE_ASSIGN_OR_RETURN(config.mixers, ReadMixers(json, config.num_hidden_layers));
+  QUIRE_ASSIGN_OR_RETURN(config.experts, ReadExpertConfig(json));
+  QUIRE_ASSIGN_OR_RETURN(config.sparse_layers,
+                         ReadSparseLayers(json, config.num_hidden_layers, config.experts));
+  QUIRE_ASSIGN_OR_RETURN(
+      config.rope,
+      ReadRopeOptions(json, config.head_dim, config.max_position_embeddings, kHybridRotaryPart));
+  return Status();
+}
+
+Status ReadLlamaLike(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  const bool is_gemma = architecture.is_gemma;
+  QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadHeads(json, is_gemma ? kGemmaHeadDim : 0, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, is_gemma, config));
+  QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
+  config.query_scalar = static_cast<double>(config.head_dim);
+  if (is_gemma) QUIRE_RETURN_IF_ERROR(ReadGemma(json, architecture, config));
+  return ReadRope(json, architecture.local_rope, config);
+}
+
+Status ReadByMixers(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  switch (architecture.mixers) {
+    case MixerRule::kAttention:
+      return ReadLlamaLike(json, architecture, config);
+    case MixerRule::kStateSpace:
+      return ReadStateSpace(json, config);
+    case MixerRule::kHybrid:
+      break;
+  }
+  return ReadHybrid(json, config);
+}
+
 // A token id or a list of them.
 Result<std::vector<int64_t>> ReadTokenIds(const JsonValue& value, int64_t vocab_size) {
   std::vector<int64_t> ids;
@@ -233,6 +290,25 @@ Status ReadSpecialTokens(const JsonValue& json, ModelConfig& config) {
   return Status();
 }
 
+// Python writes Infinity, for which JSON has no number, into Mamba-2's time_step_limit. Outside of
+// texts it becomes the object that transformers 5 writes in its place.
+std::string WithoutBareInfinity(std::string_view text) {
+  constexpr std::string_view kInfinity = "Infinity";
+  std::string clean;
+  bool in_text = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (!in_text && text.substr(i).starts_with(kInfinity)) {
+      clean += R"({"__float__": "Infinity"})";
+      i += kInfinity.size() - 1;
+      continue;
+    }
+    clean += text[i];
+    if (text[i] == '"') in_text = !in_text;
+    if (in_text && text[i] == '\\' && i + 1 < text.size()) clean += text[++i];
+  }
+  return clean;
+}
+
 std::string_view AsText(const MappedFile& file) {
   return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
 }
@@ -246,7 +322,8 @@ std::string GenerationConfigPath(const std::string& config_path) {
 
 Result<ModelConfig> ParseModelConfig(std::string_view config_text,
                                      std::string_view generation_config, const std::string& path) {
-  QUIRE_ASSIGN_OR_RETURN(const nlohmann::json document, ParseJson(config_text, path));
+  QUIRE_ASSIGN_OR_RETURN(const nlohmann::json document,
+                         ParseJson(WithoutBareInfinity(config_text), path));
   const JsonValue json(document, path);
   ModelConfig config;
   config.path = path;
@@ -254,14 +331,7 @@ Result<ModelConfig> ParseModelConfig(std::string_view config_text,
   QUIRE_RETURN_IF_ERROR(ReadSizes(json, config));
   // Fields mean what they mean to the architecture; who loads the model refuses unknown ones.
   const Architecture* const known = FindArchitecture(config.architecture);
-  const Architecture& architecture = known != nullptr ? *known : kLlama;
-  const bool is_gemma = architecture.is_gemma;
-  QUIRE_RETURN_IF_ERROR(ReadHeads(json, is_gemma, config));
-  QUIRE_RETURN_IF_ERROR(ReadFlags(json, is_gemma, config));
-  QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
-  config.query_scalar = static_cast<double>(config.head_dim);
-  if (is_gemma) QUIRE_RETURN_IF_ERROR(ReadGemma(json, architecture, config));
-  QUIRE_RETURN_IF_ERROR(ReadRope(json, architecture.local_rope, config));
+  QUIRE_RETURN_IF_ERROR(ReadByMixers(json, known != nullptr ? *known : kLlama, config));
   QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(json, config));
   if (generation_config.empty()) return config;
   const std::string generation_path = GenerationConfigPath(path);

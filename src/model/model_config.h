@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "model/recurrent_config.h"
 #include "quire/rope.h"
 #include "quire/status.h"
 
@@ -46,6 +47,12 @@ struct ModelConfig {
   double query_scalar = 0;                // scores are divided by its root: head_dim as a rule
   double attention_cap = 0;               // AttentionLayerSpec::soft_cap
   double logit_cap = 0;                   // the same of the logits
+  // Of architectures with recurrent layers: [layer]; else empty.
+  std::vector<MixerKind> mixers;
+  std::vector<uint8_t> sparse_layers;  // 1: experts in place of an MLP
+  std::optional<StateSpaceConfig> state_space;
+  std::optional<GatedDeltaConfig> gated_delta;
+  ExpertConfig experts;
   std::vector<int64_t> eos_token_ids;
   int64_t bos_token_id = -1;  // -1: none
 };

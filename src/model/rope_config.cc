@@ -205,9 +205,9 @@ Status CheckNotPerLayer(const Source& source) {
   return Status();
 }
 
-Result<int64_t> ReadRotaryDim(const Source& source) {
+Result<int64_t> ReadRotaryDim(const Source& source, double default_part) {
   QUIRE_ASSIGN_OR_RETURN(const double part,
-                         NumberNearOrFar(source, "partial_rotary_factor", 1.0, 0.0, 1.0));
+                         NumberNearOrFar(source, "partial_rotary_factor", default_part, 0.0, 1.0));
   const auto rotary_dim = static_cast<int64_t>(static_cast<double>(source.head_dim) * part);
   if (rotary_dim >= 2 && rotary_dim % 2 == 0) return rotary_dim;
   return Status(StatusCode::kBadArgument,
@@ -217,11 +217,11 @@ Result<int64_t> ReadRotaryDim(const Source& source) {
                     " dimensions; it must be an even number of at least 2");
 }
 
-Result<RopeOptions> ReadFrom(const Source& source, double theta) {
+Result<RopeOptions> ReadFrom(const Source& source, double theta, double default_part = 1.0) {
   RopeOptions rope;
   rope.mode = RopeMode::kNormal;
   rope.theta = theta;
-  QUIRE_ASSIGN_OR_RETURN(rope.rotary_dim, ReadRotaryDim(source));
+  QUIRE_ASSIGN_OR_RETURN(rope.rotary_dim, ReadRotaryDim(source, default_part));
   QUIRE_ASSIGN_OR_RETURN(rope.scaling, ReadScaling(source));
   QUIRE_RETURN_IF_ERROR(ReadFamily(source, rope));
   const Result<RopeFrequencies> check = ComputeRopeFrequencies(rope, source.head_dim, true);
@@ -269,13 +269,13 @@ Result<RopeOptions> ReadLayerKind(const Source& outside, std::string_view kind,
 }  // namespace
 
 Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
-                                    int64_t max_position_embeddings) {
+                                    int64_t max_position_embeddings, double default_part) {
   QUIRE_ASSIGN_OR_RETURN(const Source source,
                          FindSource(config, head_dim, max_position_embeddings));
   QUIRE_RETURN_IF_ERROR(CheckNotPerLayer(source));
   QUIRE_ASSIGN_OR_RETURN(const double theta, NumberNearOrFar(source, "rope_theta", kDefaultTheta,
                                                              kMinTheta, kMaxTheta));
-  return ReadFrom(source, theta);
+  return ReadFrom(source, theta, default_part);
 }
 
 Result<LayerRopes> ReadLayerRopes(const JsonValue& config, int64_t head_dim,
