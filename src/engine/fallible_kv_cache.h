@@ -62,6 +62,7 @@ class FallibleKVCache final : public AttentionKVCache {
     return cache_->DisableSlidingWindowForSeq(id);
   }
   Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
+  Result<TokenRange> SlidRange(int64_t id) const override { return cache_->SlidRange(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }
