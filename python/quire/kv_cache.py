@@ -134,6 +134,8 @@ class KVCache:
         threads: of the attention; 0 = one per core.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         poison_freed_pages: fill freed pages with NaN, for tests.
+        tvm_window_span: windows of sequences as in TVM (``docs/tvm.md``): what is kept when a
+            forward ends; its rows see that and all new tokens up to their own.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class KVCache:
         threads: int = 0,
         kernel_path: str = "",
         poison_freed_pages: bool = False,
+        tvm_window_span: bool = False,
     ) -> None:
         equal = LayerSpec(num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim, dtype)
         if layers is None:
@@ -178,6 +181,7 @@ class KVCache:
                 "threads": threads,
                 "kernel_path": kernel_path,
                 "poison_freed_pages": poison_freed_pages,
+                "tvm_window_span": tvm_window_span,
             }
         )
         _ffi.close_at_exit(self)
@@ -257,6 +261,12 @@ class KVCache:
     def held_tokens(self, seq_id: int) -> int:
         """Tokens of the sequence that are held in every layer; its length if nothing has slid."""
         return int(self._handle.held_tokens(seq_id))
+
+    def slid_range(self, seq_id: int) -> tuple[int, int]:
+        """What the sequence's window hides from a next query: positions from the first to before
+        the second. Empty at 0 if nothing has slid."""
+        begin, end = self._handle.slid_range(seq_id)
+        return int(begin), int(end)
 
     # ---- Forward
 

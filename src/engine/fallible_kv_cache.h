@@ -69,6 +69,7 @@ class FallibleKVCache final : public AttentionKVCache {
     return cache_->CanFork(id, position);
   }
   Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
+  Result<TokenRange> SlidRange(int64_t id) const override { return cache_->SlidRange(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }

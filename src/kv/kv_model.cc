@@ -276,6 +276,15 @@ bool KVModel::Sequence::Sees(int64_t position, int64_t key, int64_t layer_window
   return key < sinks || key >= sinks + SlidAt(position);
 }
 
+// When a forward ends.
+void KVModel::Sequence::Slide() {
+  if (span != 0 && length() - span > lost) {
+    lost = length() - span;
+    sinks = span_sinks;
+  }
+  slid = SlidAt(length());
+}
+
 // What is left of the windows when the sequence ends at `end`.
 void KVModel::Sequence::EndAt(int64_t end) {
   if (end <= sinks) lost = 0;
@@ -342,8 +351,13 @@ Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_
   Sequence& sequence = sequences_.at(seq_id);
   const bool fits = sinks >= 0 && sinks < window && window < INT64_MAX;
   if (!fits) return Bad(StatusCode::kBadArgument, "window or sinks");
-  if (sequence.window != 0) return Bad(StatusCode::kBadState, "has a window");
+  if (sequence.window + sequence.span != 0) return Bad(StatusCode::kBadState, "has a window");
   if (sequence.lost != 0 && sequence.sinks != sinks) return Bad(StatusCode::kBadState, "sinks");
+  if (options_.tvm_window_span) {
+    sequence.span = window;
+    sequence.span_sinks = sinks;
+    return Status();
+  }
   sequence.window = window;
   sequence.sinks = sinks;
   return Status();
@@ -352,8 +366,9 @@ Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_
 Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
-  if (sequence.window == 0) return Bad(StatusCode::kBadState, "has no window");
+  if (sequence.window + sequence.span == 0) return Bad(StatusCode::kBadState, "has no window");
   sequence.window = 0;
+  sequence.span = 0;
   sequence.lost = sequence.slid;
   if (sequence.lost == 0) sequence.sinks = 0;
   return Status();
@@ -370,6 +385,13 @@ Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
   return std::count_if(tokens.begin(), tokens.end(), [](const Token& token) {
     return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
   });
+}
+
+Result<TokenRange> KVModel::SlidRange(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.slid == 0) return TokenRange();
+  return TokenRange{sequence.sinks, sequence.sinks + sequence.slid};
 }
 
 // ---------------------------------------------------------------------- sequences
@@ -446,6 +468,7 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
   Sequence child = parent;
   child.retained = false;
+  child.span = 0;
   if (fork_pos < 0) fork_pos = length;
   if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
   child.tokens.resize(static_cast<size_t>(fork_pos));
@@ -658,7 +681,7 @@ Status KVModel::EndForward() {
   }
   for (const int64_t id : batch_) {
     Sequence& sequence = sequences_.at(id);
-    sequence.slid = sequence.SlidAt(sequence.length());
+    sequence.Slide();
   }
   before_.clear();
   forward_ = false;
@@ -1074,7 +1097,7 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
       groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
     }
   }
-  sequence.slid = sequence.SlidAt(sequence.length());
+  sequence.Slide();
   size_t position = old.tokens.size();
   for (const KVBlock& block : blocks) {
     for (size_t l = 0; l < block.size(); ++l) StoreTokens(sequence, position, l, block[l]);
@@ -1209,7 +1232,8 @@ uint64_t KVModel::StateDigest() const {
     digest = Mix(digest, static_cast<uint64_t>(id));
     digest = Mix(digest, sequence.long_factors ? 1 : 0);
     digest = Mix(digest, sequence.retained ? 1 : 0);
-    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid})
+    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid,
+                            sequence.span, sequence.span_sinks})
       digest = Mix(digest, static_cast<uint64_t>(x));
     for (const Token& token : sequence.tokens) {
       for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));

@@ -180,6 +180,7 @@ WalkSetting MakeSetting(uint64_t seed) {
   setting.has_windows = seed % 2 == 0;
   RandomSequence windows(seed, kWindowsStream);
   if (setting.has_windows) DrawWindows(windows, options.layers);
+  options.tvm_window_span = setting.has_windows && windows.Below(3) == 0;
   return setting;
 }
 
@@ -316,6 +317,7 @@ class Walker {
   bool open_ = false;
   bool call_failed_ = false;
   std::map<int64_t, History> before_;
+  std::map<int64_t, KVModel::Window> windows_before_;  // of members of the last batch
   Batch batch_;
   std::vector<WalkLoad> loads_;  // of the forward
   std::vector<uint64_t> rows_;
@@ -331,6 +333,8 @@ AttentionKVCacheOptions FreshOptions(const WalkSetting& setting) {
   // Sequences of which a part slides away grow beyond the capacity.
   if (setting.has_windows) options.token_capacity = std::max<int64_t>(4000, options.token_capacity);
   options.prefill_chunk_size = options.token_capacity;
+  options.tvm_window_span =
+      false;  // what such a window has hidden is hidden in the fresh cache too
   return options;
 }
 
@@ -676,6 +680,7 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
   for (size_t i = 0; i < batch.ids.size(); ++i) {
     History& history = history_.at(batch.ids[i]);
     before_[batch.ids[i]] = history;
+    windows_before_[batch.ids[i]] = model_.WindowOf(batch.ids[i]);
     for (const WalkLoad& load : loads_) {
       if (load.member == i) history.insert(history.end(), load.tokens.begin(), load.tokens.end());
     }
@@ -895,7 +900,7 @@ std::string Walker::CompareFresh(uint32_t draw) {
     const Status s = fresh_->SelectLongRope(0, long_factors_.at(id));
     if (!s.ok()) return "fresh SelectLongRope: " + s.ToString();
   }
-  fresh_window_ = model_.WindowOf(id);
+  fresh_window_ = windows_before_.at(id);
   std::vector<LayerOutputs> outputs;
   const std::string error = RunFresh(history, history.size() - static_cast<size_t>(rows), &outputs);
   if (!error.empty() || outputs.empty()) return error;

@@ -58,6 +58,7 @@ class PagedKVCache final : public AttentionKVCache {
   Status DisableSlidingWindowForSeq(int64_t seq_id) override;
   bool CanFork(int64_t seq_id, int64_t position) const override;
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
+  Result<TokenRange> SlidRange(int64_t seq_id) const override;
 
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
