@@ -236,9 +236,10 @@ TEST_F(DiskTierTest, WorthOutlivesARestartAndANewExpiry) {
       };
       auto tier = Open(setup);
       EXPECT_TRUE(put(*tier, a, 100, 90).ok());
+      // A new file: before the others, so that age would take it first.
+      EXPECT_TRUE(tier->SetExpiry(a.id, clock->WallMs() + 1'000'000, kNever).ok());
       EXPECT_TRUE(put(*tier, b, 0.1, 10).ok());
       EXPECT_TRUE(put(*tier, c, 2, 50).ok());
-      EXPECT_TRUE(tier->SetExpiry(a.id, clock->WallMs() + 1'000'000, kNever).ok());
       if (restarts) {
         tier.reset();
         tier = Open(setup);
