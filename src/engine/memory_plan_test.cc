@@ -101,8 +101,7 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
         EXPECT_EQ(plan->kv_bytes, taken.storage);
         EXPECT_EQ(plan->scratch_bytes, taken.scratch);
         EXPECT_EQ(plan->state_bytes, taken.states);
-        EXPECT_EQ(plan->total_bytes,
-                  taken.weights + taken.storage + taken.states + taken.scratch);
+        EXPECT_EQ(plan->total_bytes, taken.weights + taken.storage + taken.states + taken.scratch);
         const EngineStats stats = (*engine)->Stats();
         EXPECT_EQ(plan->page_count, stats.pages_total);
         EXPECT_EQ(plan->page_size, stats.page_size);

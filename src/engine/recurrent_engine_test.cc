@@ -118,20 +118,18 @@ TEST_P(RecurrentEngine, OldTextsGiveWayWhenStatesAreShort) {
     return *Engine::PlanMemory(options);
   }();
   options.prefix_cache = true;
-  options.state_bytes = 1 << 20;
+  options.state_bytes = 16 << 20;
   const Result<MemoryPlan> plan = Engine::PlanMemory(options);
   ASSERT_TRUE(plan.ok());
-  EXPECT_LE(plan->state_bytes - none.state_bytes, (1 << 20) + (2 << 20));
-  EXPECT_GT(plan->state_bytes, none.state_bytes);
-  // As few as three states, by halving.
+  // Both are rounded up to large pages of the machine.
+  EXPECT_LE(plan->state_bytes - none.state_bytes, (16 << 20) + (2 << 20));
+  EXPECT_GT(plan->state_bytes - none.state_bytes, (16 << 20) - (4 << 20));
+  // As few as five states, by halving.
   int64_t slots = 0;
   std::unique_ptr<Engine> engine;
   for (;;) {
     engine = Create(options);
-    const int64_t active = engine->Stats().states_total;
-    Generate(engine.get(), Random(5, 5), 2);
     slots = static_cast<EngineImpl&>(*engine).recurrent()->options().max_retained_slots;
-    ASSERT_LT(slots, active);
     if (slots <= 5) break;
     options.state_bytes /= 2;
   }
@@ -185,7 +183,7 @@ TEST_P(RecurrentEngine, RefusesSnapshotsAndStores) {
 
 TEST_P(RecurrentEngine, WithoutAttentionThereIsNoLongestText) {
   EngineOptions options = Options();
-  options.kv_bytes = 100'000;
+  options.kv_bytes = 200'000;
   const auto engine = Create(options);
   const EngineStats stats = engine->Stats();
   const Result<int64_t> id = engine->Submit(Random(3000, 7), {.max_tokens = 200'000});

@@ -8,7 +8,6 @@
 #define QUIRE_ENGINE_SEQUENCE_STATE_H_
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <span>
 
@@ -19,8 +18,9 @@
 
 namespace quire {
 
-// Free pages where no layer has KV. Far above any count, and sums of some of them do not overflow.
-inline constexpr int64_t kPagesUnlimited = std::numeric_limits<int64_t>::max() / 8;
+// Free pages where no layer has KV: more than the tokens of all requests there will be, and few
+// enough to be multiplied by a page's tokens.
+inline constexpr int64_t kPagesUnlimited = int64_t{1} << 40;
 
 // A view: the objects belong to whoever made it.
 class SequenceState {

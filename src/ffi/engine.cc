@@ -94,8 +94,8 @@ tf::Array<tf::Any> LayersOf(const ModelInfo& info) {
 // The outputs of one step as structure of arrays:
 //   requests  int64 [outputs, 14]: request id, sample, end of its tokens in `tokens`, finish
 //             reason, prompt tokens, cached tokens, completion tokens, index in `errors` or -1,
-//             cached tokens from ram, disk and redis, miss reason, nanoseconds of the load, recomputed
-//             tokens
+//             cached tokens from ram, disk and redis, miss reason, nanoseconds of the load,
+//             recomputed tokens
 //   tokens    int32 [t], of all outputs, one after another
 //   logprob_ends int64 [t]: end of each token's entries in the two arrays below
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones

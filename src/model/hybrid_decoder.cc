@@ -12,6 +12,14 @@ namespace {
 
 constexpr size_t kAlignment = 64;  // of the kernels' scratch, and a cache line for each buffer
 
+// In place of std::visit, which may throw. Layers are never without a mixer.
+template <typename Mixer, typename F>
+auto WithMixer(const Mixer& mixer, const F& f) {
+  if (const auto* const attention = std::get_if<GatedAttention>(&mixer)) return f(*attention);
+  if (const auto* const delta = std::get_if<GatedDeltaMixer>(&mixer)) return f(*delta);
+  return f(*std::get_if<StateSpaceMixer>(&mixer));
+}
+
 size_t AlignUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
@@ -170,8 +178,7 @@ Status HybridDecoder::CheckForward(const ModelState& state, std::span<const int3
 int64_t HybridDecoder::RowFloats() const {
   int64_t floats = 0;
   for (const Layer& layer : layers_) {
-    floats =
-        std::max(floats, std::visit([](const auto& m) { return m.row_floats(); }, layer.mixer));
+    floats = std::max(floats, WithMixer(layer.mixer, [](const auto& m) { return m.row_floats(); }));
     if (std::holds_alternative<DenseMlp>(layer.mlp)) {
       floats = std::max(floats, 3 * config_.intermediate_size);
     } else if (std::holds_alternative<SparseMlp>(layer.mlp)) {
@@ -189,7 +196,7 @@ HybridDecoder::BufferSizes HybridDecoder::SizesOf(int64_t row_count,
   size_t scratch = logit_row_count == 0 ? 0 : ops_.ScratchBytes(head_, logit_row_count);
   for (const Layer& layer : layers_) {
     const auto of_mixer = [&](const auto& mixer) { return mixer.ScratchBytes(ops_, row_count); };
-    scratch = std::max(scratch, std::visit(of_mixer, layer.mixer));
+    scratch = std::max(scratch, WithMixer(layer.mixer, of_mixer));
     if (const auto* const dense = std::get_if<DenseMlp>(&layer.mlp)) {
       scratch = std::max({scratch, ops_.ScratchBytes(dense->gate_up, row_count),
                           ops_.ScratchBytes(dense->down, row_count)});
@@ -230,7 +237,7 @@ Status HybridDecoder::RunMixer(const ModelState& state, const Layer& layer,
   if (const auto* const delta = std::get_if<GatedDeltaMixer>(&layer.mixer)) {
     return delta->Run(*state.recurrent, layer.state_layer, run);
   }
-  return std::get<StateSpaceMixer>(layer.mixer).Run(*state.recurrent, layer.state_layer, run);
+  return std::get_if<StateSpaceMixer>(&layer.mixer)->Run(*state.recurrent, layer.state_layer, run);
 }
 
 void HybridDecoder::RunMlp(const Layer& layer, int64_t row_count, const Buffers& b) const {
@@ -239,7 +246,7 @@ void HybridDecoder::RunMlp(const Layer& layer, int64_t row_count, const Buffers&
   if (const auto* const sparse = std::get_if<SparseMlp>(&layer.mlp)) {
     return sparse->Add(ops_, b.normed, row_count, b.floats, b.scratch, b.hidden);
   }
-  const DenseMlp& dense = std::get<DenseMlp>(layer.mlp);
+  const DenseMlp& dense = *std::get_if<DenseMlp>(&layer.mlp);
   const int64_t width = config_.intermediate_size;
   float* const narrow = b.floats + 2 * width * row_count;
   ops_.Multiply(dense.gate_up, b.normed, row_count, b.floats, false, b.scratch);
