@@ -13,6 +13,7 @@ See docs/tvm.md.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ TESTED_VERSIONS = ("0.27.0.post1",)
 
 def _check_version() -> None:
     try:
-        import tvm
+        tvm = importlib.import_module("tvm")
     except ImportError as error:
         raise ImportError(
             "quire.tvm.install: TVM is not there; install apache-tvm==" + TESTED_VERSIONS[-1]

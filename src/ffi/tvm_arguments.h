@@ -29,7 +29,8 @@ class TvmArguments {
   template <typename T>
   T Get(int32_t index, const char* name) const {
     std::optional<T> value = arguments_[index].try_cast<T>();
-    if (!value) {
+    // Some references of tvm-ffi can be null, and then None is one.
+    if (!value || IsNone(index)) {
       Throw(index, std::string("(") + name + ") cannot be a value of type " +
                        arguments_[index].GetTypeKey());
     }

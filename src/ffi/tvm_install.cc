@@ -56,6 +56,10 @@ void BeginForward(const tf::AnyView* args, int32_t count, tf::Any* result) {
 
 tf::Array<tf::Tensor> MergeAttnOutputInplace(TvmKVCacheObj* cache, tf::Tensor o1, tf::Tensor lse1,
                                              tf::Tensor o2, tf::Tensor lse2) {
+  for (const tf::Tensor* tensor : {&o1, &lse1, &o2, &lse2}) {
+    if (!tensor->defined())
+      ThrowBadArgument("attention_kv_cache_merge_attn_output_inplace: None is no tensor");
+  }
   cache->MergeAttnOutputInplace(tf::TensorView(o1), tf::TensorView(lse1), tf::TensorView(o2),
                                 tf::TensorView(lse2));
   return {std::move(o1), std::move(lse1)};

@@ -114,6 +114,7 @@ tf::Any CreateTvmRNNState(const TvmOptions& options, const tf::AnyView* views, i
                                    std::to_string(initial.size()) + " states");
   }
   for (const tf::Tensor& tensor : initial) {
+    if (!tensor.defined()) arguments.Throw(5, "(initial values) has None among them");
     const TensorView view = ViewOf(tf::TensorView(tensor));
     state.states.push_back({.shape = {view.shape().begin(), view.shape().end()},
                             .dtype = view.dtype(),

@@ -84,7 +84,7 @@ def test_our_objects_outlive_the_installation() -> None:
 
 def test_an_object_of_the_wrong_kind_is_named(installed: None) -> None:
     calls = Calls()
-    state = calls.rnn_state_create(1, 1, 1, [stub], [stub], [tvm.runtime.tensor(np.zeros(2))])
+    state = calls.rnn_state_create(1, 1, 1, [stub], [stub], [tvm.runtime.tensor(np.zeros(2, "float32"))])
     with pytest.raises(TypeError, match="quire.tvm.RNNState"):
         calls.attention_kv_cache_empty(state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
+    "inv_theta_log_scale": 0.5 / math.log(10000.0),  # TVM's cache adds it
 }
 
 
