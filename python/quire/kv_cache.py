@@ -21,7 +21,8 @@ class LayerSpec:
     """What one attention layer keeps. ``num_qo_heads`` is a multiple of ``num_kv_heads``.
 
     ``dtype`` is that of the stored keys and values: "float32", "float16" or "bfloat16" (a NumPy or
-    torch dtype will do). ``v_head_dim`` defaults to ``qk_head_dim``, ``num_kv_heads`` to
+    torch dtype will do), or "int8" or "float8_e4m3fn": codes with a scale per token and head.
+    ``v_dtype`` is that of values where it is another. ``v_head_dim`` defaults to ``qk_head_dim``, ``num_kv_heads`` to
     ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0 for all.
     ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
     learned logit per query head that takes part in the softmax without a value; () for none.
@@ -35,9 +36,13 @@ class LayerSpec:
     window: int = 0
     soft_cap: float = 0.0
     head_sinks: Sequence[float] = ()
+    v_dtype: Any = None
 
     def _fields(self) -> dict[str, Any]:
+        v_dtype = dtype_name(self.v_dtype or self.dtype)
+        own = {"v_dtype": v_dtype} if v_dtype != dtype_name(self.dtype) else {}
         return {
+            **own,
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads or self.num_qo_heads,
             "qk_head_dim": self.qk_head_dim,
@@ -114,8 +119,8 @@ class KVCache:
         with cache.forward(ids, lengths): ...
 
     Tensors are NumPy arrays, torch CPU tensors or anything else with DLPack; they are borrowed for
-    the call and never copied. They are float32 or of the layer's dtype, and contiguous in their
-    last dimension. The output row of a token depends, bit for bit, on the tokens that it may see
+    the call and never copied. They are float32 or of the layer's dtype (bfloat16 where that is
+    quantised), and contiguous in their last dimension. The output row of a token depends, bit for bit, on the tokens that it may see
     and not on batch, page size, forks, pops or threads.
 
     Every call works, or raises a subclass of :class:`quire.QuireError` and has changed nothing.

@@ -22,8 +22,10 @@ using Tokens = std::vector<uint64_t>;
 
 AttentionKVCacheOptions MakeOptions(int64_t page_size = 4) {
   AttentionKVCacheOptions options;
-  options.layers = {
-      {4, 2, 8, 8, DType::kF32}, {4, 2, 8, 8, DType::kF32}, {4, 4, 8, 4, DType::kF16}};
+  options.layers = {{4, 2, 8, 8, DType::kF32},
+                    {4, 2, 8, 8, DType::kF32},
+                    {4, 4, 8, 4, DType::kF16},
+                    {4, 2, 8, 8, DType::kI8}};
   options.max_num_sequences = 8;
   options.token_capacity = 400;
   options.prefill_chunk_size = 40;
@@ -49,11 +51,10 @@ Tokens Text(uint64_t number, int64_t start, int64_t count) {
 
 // Stored keys and values of some tokens of a sequence.
 struct Stored {
-  std::vector<TestTensor> tensors;  // k and v of each layer
+  std::vector<StoredRows> layers;
   KVBlock block() const {
     KVBlock block;
-    for (size_t i = 0; i < tensors.size(); i += 2)
-      block.push_back({tensors[i].view(), tensors[i + 1].view()});
+    for (const StoredRows& rows : layers) block.push_back(rows.view());
     return block;
   }
 };
@@ -62,8 +63,7 @@ Stored Export(AttentionKVCache& cache, int64_t id, int64_t start, int64_t count)
   Stored stored;
   for (size_t l = 0; l < cache.options().layers.size(); ++l) {
     const AttentionLayerSpec& spec = cache.options().layers[l];
-    stored.tensors.emplace_back(spec.dtype, Ids{count, spec.num_kv_heads, spec.qk_head_dim});
-    stored.tensors.emplace_back(spec.dtype, Ids{count, spec.num_kv_heads, spec.v_head_dim});
+    stored.layers.emplace_back(spec, count);
     const Status status = cache.ExportKV(id, static_cast<int64_t>(l), start, stored.block().back());
     EXPECT_TRUE(status.ok()) << status.ToString();
   }
@@ -115,8 +115,8 @@ void ExpectSameKV(AttentionKVCache& a, AttentionKVCache& b, int64_t id) {
   if (length != a.HeldTokens(id).value()) return;
   const Stored kv_a = Export(a, id, 0, length);
   const Stored kv_b = Export(b, id, 0, length);
-  for (size_t i = 0; i < kv_a.tensors.size(); ++i)
-    ExpectSameBytes(kv_a.tensors[i], kv_b.tensors[i], "stored tensor " + std::to_string(i));
+  for (size_t l = 0; l < kv_a.layers.size(); ++l)
+    EXPECT_TRUE(kv_a.layers[l] == kv_b.layers[l]) << "stored layer " << l;
 }
 
 // ---------------------------------------------------------------------- exactness

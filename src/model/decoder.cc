@@ -125,7 +125,10 @@ void Decoder::FillInfo(const WeightLoader& loader) {
                                        .num_kv_heads = config_.num_key_value_heads,
                                        .qk_head_dim = config_.head_dim,
                                        .v_head_dim = config_.head_dim,
-                                       .dtype = options_.dtype});
+                                       .dtype = options_.k_dtype});
+  if (options_.v_dtype != options_.k_dtype) {
+    for (AttentionLayerSpec& layer : info_.layers) layer.v_dtype = options_.v_dtype;
+  }
   info_.rope = config_.rope;
 }
 

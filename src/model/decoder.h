@@ -22,6 +22,8 @@ namespace quire {
 
 struct DecoderOptions {
   DType dtype = DType::kBF16;  // kF32 or kBF16, see ModelOptions
+  DType k_dtype = DType::kBF16;
+  DType v_dtype = DType::kBF16;
   const Backend* backend = nullptr;
   std::shared_ptr<ParallelRunner> runner;
 };
