@@ -285,7 +285,7 @@ TEST(LayerLoad, ALayerIsTakenRightBeforeItIsTouched) {
   ASSERT_TRUE(positions.ok());
   EXPECT_EQ(std::vector<int32_t>(positions->begin(), positions->end()),
             (std::vector<int32_t>{37, 38, 39, 27, 54, 55, 56, 57, 58, 9, 10, 11, 12}));
-  for (int64_t l = 0; l < 3; ++l) {
+  for (int64_t l = 0; l < 4; ++l) {
     LayerOutputs outputs;
     const ForwardStyle style = {.calls = l == 1 ? CallStyle::kFused : CallStyle::kHalves};
     ASSERT_TRUE(
@@ -297,7 +297,8 @@ TEST(LayerLoad, ALayerIsTakenRightBeforeItIsTouched) {
   EXPECT_EQ(events,
             (std::vector<std::string>{"load 0 of 0", "load 0 of 1", "load 0 of 2", "computed 0",
                                       "load 1 of 0", "load 1 of 1", "load 1 of 2", "computed 1",
-                                      "load 2 of 0", "load 2 of 1", "load 2 of 2", "computed 2"}));
+                                      "load 2 of 0", "load 2 of 1", "load 2 of 2", "computed 2",
+                                      "load 3 of 0", "load 3 of 1", "load 3 of 2", "computed 3"}));
 }
 
 TEST(LayerLoad, EndNeedsEveryLayer) {
