@@ -45,14 +45,16 @@ struct AttentionLayerSpec {
   // A logit per query head that takes part in the softmax without a value ("attention sink" as a
   // parameter). Empty: none.
   std::vector<float> head_sinks = {};
+  // In place of AttentionKVCacheOptions::rope, whose mode and pairing it has; not kLongRope.
+  std::optional<RopeOptions> rope = {};
 
   DType value_dtype() const { return v_dtype.value_or(dtype); }
   bool operator==(const AttentionLayerSpec&) const = default;
 };
 
 struct AttentionKVCacheOptions {
-  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype and window
-                                           // share one page table (a group)
+  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype, window
+                                           // and rope share one page table (a group)
   int64_t max_num_sequences = 0;           // that are not retained
   int64_t token_capacity = 0;              // pages per group: ceil(token_capacity / page_size) + 1
   int64_t prefill_chunk_size = 0;          // most new tokens of one forward
@@ -61,6 +63,10 @@ struct AttentionKVCacheOptions {
   std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
   bool poison_freed_pages = false;  // tests: freed pages and fresh scratch are filled with NaN
+  // Windows of sequences as in TVM, for its drop-in (docs/tvm.md): a window says what is kept when
+  // a forward ends, the sinks and the last window - sinks tokens, and a row sees that and all new
+  // tokens up to its own: one more than the window in decode. Forks begin without a window.
+  bool tvm_window_span = false;
 };
 
 // The smallest power of two of at least 16 tokens with at least 48 KiB per layer, at most 256: runs
@@ -112,6 +118,15 @@ struct LayerLoad {
   LayerSource* source = nullptr;  // lives until the forward has ended
 };
 
+// Positions [begin, end).
+struct TokenRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t count() const { return end - begin; }
+  bool operator==(const TokenRange&) const = default;
+};
+
 class AttentionKVCache : public KVState {
  public:
   // BadArgument for options out of range, OutOfMemory when the pages cannot be mapped. Options are
@@ -144,6 +159,13 @@ class AttentionKVCache : public KVState {
   // Tokens of the sequence whose keys and values are held in every layer; its length if nothing has
   // slid.
   virtual Result<int64_t> HeldTokens(int64_t seq_id) const = 0;
+  // What the sequence's window hides from a next query, as of its last forward: the positions
+  // behind its sinks. Empty, and at 0, if nothing has slid.
+  virtual Result<TokenRange> SlidRange(int64_t seq_id) const = 0;
+
+  // Whether ForkSequence(seq_id, ., position), 0 <= position <= length, finds all tokens that a
+  // query there may see. False for unknown sequences and other positions.
+  virtual bool CanFork(int64_t seq_id, int64_t position) const = 0;
 
   // ---- Counters. Lengths include the tokens of an open forward.
   virtual bool Empty() const = 0;                    // no sequences

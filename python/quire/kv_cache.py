@@ -26,6 +26,7 @@ class LayerSpec:
     ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0 for all.
     ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
     learned logit per query head that takes part in the softmax without a value; () for none.
+    ``rope``: in place of the cache's, of its mode and pairing; None for the cache's.
     """
 
     num_qo_heads: int
@@ -36,13 +37,11 @@ class LayerSpec:
     window: int = 0
     soft_cap: float = 0.0
     head_sinks: Sequence[float] = ()
+    rope: RopeOptions | Mapping[str, Any] | None = None
     v_dtype: Any = None
 
     def _fields(self) -> dict[str, Any]:
-        v_dtype = dtype_name(self.v_dtype or self.dtype)
-        own = {"v_dtype": v_dtype} if v_dtype != dtype_name(self.dtype) else {}
-        return {
-            **own,
+        fields: dict[str, Any] = {
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads or self.num_qo_heads,
             "qk_head_dim": self.qk_head_dim,
@@ -52,6 +51,10 @@ class LayerSpec:
             "soft_cap": float(self.soft_cap),
             "head_sinks": tuple(float(logit) for logit in self.head_sinks),
         }
+        if self.rope is not None:
+            fields["rope"] = dict(self.rope)
+        v_dtype = dtype_name(self.v_dtype or self.dtype)
+        return fields if v_dtype == fields["dtype"] else {**fields, "v_dtype": v_dtype}
 
 
 class RopeOptions(TypedDict, total=False):
@@ -136,6 +139,8 @@ class KVCache:
         threads: of the attention; 0 = one per core.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         poison_freed_pages: fill freed pages with NaN, for tests.
+        tvm_window_span: windows of sequences as in TVM (``docs/tvm.md``): what is kept when a
+            forward ends; its rows see that and all new tokens up to their own.
     """
 
     def __init__(
@@ -156,6 +161,7 @@ class KVCache:
         threads: int = 0,
         kernel_path: str = "",
         poison_freed_pages: bool = False,
+        tvm_window_span: bool = False,
     ) -> None:
         equal = LayerSpec(num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim, dtype)
         if layers is None:
@@ -180,6 +186,7 @@ class KVCache:
                 "threads": threads,
                 "kernel_path": kernel_path,
                 "poison_freed_pages": poison_freed_pages,
+                "tvm_window_span": tvm_window_span,
             }
         )
         _ffi.close_at_exit(self)
@@ -259,6 +266,12 @@ class KVCache:
     def held_tokens(self, seq_id: int) -> int:
         """Tokens of the sequence that are held in every layer; its length if nothing has slid."""
         return int(self._handle.held_tokens(seq_id))
+
+    def slid_range(self, seq_id: int) -> tuple[int, int]:
+        """What the sequence's window hides from a next query: positions from the first to before
+        the second. Empty at 0 if nothing has slid."""
+        begin, end = self._handle.slid_range(seq_id)
+        return int(begin), int(end)
 
     # ---- Forward
 

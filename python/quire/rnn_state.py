@@ -58,6 +58,8 @@ class RNNState(RecurrentState):
         max_checkpoints: states inside forwards (set_at) that each sequence keeps.
         max_retained_slots: most slots that retained sequences may hold.
         poison_freed_slots: fill free slots with NaN, for tests.
+        tvm_rnn_history1: as in TVM (``docs/tvm.md``): with ``max_history`` 1, ``get`` gives what
+            was set before it in the same forward.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RNNState(RecurrentState):
         max_checkpoints: int = 0,
         max_retained_slots: int = 0,
         poison_freed_slots: bool = False,
+        tvm_rnn_history1: bool = False,
     ) -> None:
         specs = [state if isinstance(state, StateSpec) else StateSpec(**state) for state in states]
         self._shapes = [tuple(int_list(spec.shape, "shape")) for spec in specs]
@@ -85,6 +88,7 @@ class RNNState(RecurrentState):
                     "max_checkpoints": max_checkpoints,
                     "max_retained_slots": max_retained_slots,
                     "poison_freed_slots": poison_freed_slots,
+                    "tvm_rnn_history1": tvm_rnn_history1,
                 }
             )
         )

@@ -20,6 +20,7 @@ class FallibleKVCache final : public AttentionKVCache {
   // returns.
   std::function<Status(std::string_view call)> fault;
   int64_t out_of_pages = 0;  // of BeginForward, by the cache itself
+  int64_t loading_forwards = 0;
 
   Status Clear() override { return cache_->Clear(); }
   Status AddSequence(int64_t id) override {
@@ -48,7 +49,10 @@ class FallibleKVCache final : public AttentionKVCache {
   Status BeginLoadingForward(std::span<const int64_t> ids, std::span<const int64_t> lengths,
                              std::span<const LayerLoad> loads) override {
     QUIRE_RETURN_IF_ERROR(Fault("BeginLoadingForward"));
-    return cache_->BeginLoadingForward(ids, lengths, loads);
+    const Status status = cache_->BeginLoadingForward(ids, lengths, loads);
+    if (status.code() == StatusCode::kOutOfPages) ++out_of_pages;
+    loading_forwards += status.ok();
+    return status;
   }
   Status EndForward() override {
     QUIRE_RETURN_IF_ERROR(Fault("EndForward"));
@@ -61,7 +65,11 @@ class FallibleKVCache final : public AttentionKVCache {
   Status DisableSlidingWindowForSeq(int64_t id) override {
     return cache_->DisableSlidingWindowForSeq(id);
   }
+  bool CanFork(int64_t id, int64_t position) const override {
+    return cache_->CanFork(id, position);
+  }
   Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
+  Result<TokenRange> SlidRange(int64_t id) const override { return cache_->SlidRange(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }

@@ -35,6 +35,7 @@ AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
   if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("poison_freed_pages", &options.poison_freed_pages);
+  reader.Read("tvm_window_span", &options.tvm_window_span);
   int threads = 0;
   reader.Read("threads", &threads);
   reader.Finish();
@@ -74,6 +75,10 @@ class KVCacheObj : public tf::Object {
   }
   int64_t HeldTokens(int64_t seq_id) {
     return latch_.Run([&] { return cache_->HeldTokens(seq_id); });
+  }
+  tf::Shape SlidRange(int64_t seq_id) {
+    const TokenRange range = latch_.Run([&] { return cache_->SlidRange(seq_id); });
+    return tf::Shape({range.begin, range.end});
   }
   void BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
     latch_.Run([&] { return cache_->BeginForward(SpanOf(seq_ids), SpanOf(append_lengths)); });
@@ -219,6 +224,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("enable_sliding_window_for_seq", &KVCacheObj::EnableSlidingWindowForSeq)
       .def("disable_sliding_window_for_seq", &KVCacheObj::DisableSlidingWindowForSeq)
       .def("held_tokens", &KVCacheObj::HeldTokens)
+      .def("slid_range", &KVCacheObj::SlidRange)
       .def("begin_forward", &KVCacheObj::BeginForward)
       .def("end_forward", &KVCacheObj::EndForward)
       .def("abort_forward", &KVCacheObj::AbortForward)

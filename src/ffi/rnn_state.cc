@@ -45,6 +45,7 @@ RNNStateOptions ReadRNNStateOptions(const OptionMap& fields) {
   reader.Read("max_checkpoints", &options.max_checkpoints);
   reader.Read("max_retained_slots", &options.max_retained_slots);
   reader.Read("poison_freed_slots", &options.poison_freed_slots);
+  reader.Read("tvm_rnn_history1", &options.tvm_rnn_history1);
   reader.Finish();
   return options;
 }

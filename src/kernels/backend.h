@@ -214,6 +214,12 @@ struct Backend {
                    int64_t row_count, int64_t dim, float* y, ParallelRunner&);
   // y[r][i] = silu(gate_up[r][i]) * gate_up[r][dim + i].
   void (*silu_mul)(const float* gate_up, int64_t row_count, int64_t dim, float* y, ParallelRunner&);
+  // The same with gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
+  void (*gelu_tanh_mul)(const float* gate_up, int64_t row_count, int64_t dim, float* y,
+                        ParallelRunner&);
+  // y[r][i] = cap * tanh(x[r][i] / cap); y may be x. REQUIRES: cap > 0.
+  void (*soft_cap)(const float* x, float cap, int64_t row_count, int64_t dim, float* y,
+                   ParallelRunner&);
   // y[r] = table[ids[r]] widened, rows of `dim` in `dtype`.
   void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
                       int64_t dim, float* y, ParallelRunner&);

@@ -96,7 +96,7 @@ void StoreRow(std::span<const float> from, const TensorView& rows, const TensorV
 bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
   return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
          a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.value_dtype() == b.value_dtype() &&
-         a.window == b.window;
+         a.window == b.window && a.rope == b.rope;
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {
@@ -218,23 +218,21 @@ int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>
   return length;
 }
 
-// Gives the tokens from `cut` on pages that nobody else has. Their old places stay held: the caller
-// lets go of them. A page range that is not held as a whole from `cut` on is left out.
+// Gives the tokens from `cut` on pages that nobody else has, one for each run of held ones within a
+// page range. Their old places stay held: the caller lets go of them.
 void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
                              std::vector<int64_t>& taken) const {
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   for (size_t g = 0; g < groups.size(); ++g) {
-    int32_t page = 0;
+    int32_t own = -1;
     for (int64_t p = cut; p < length; ++p) {
-      if (p == cut || p % groups[g].page_size == 0) {
-        bool held = true;
-        const int64_t end = std::min(length, p - p % groups[g].page_size + groups[g].page_size);
-        for (int64_t n = p; n < end; ++n)
-          held &= sequence.tokens[static_cast<size_t>(n)].pages[g] >= 0;
-        page = held ? groups[g].TakeFreePage() : -1;
-        taken[g] += held;
+      int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
+      if (page < 0 || p % groups[g].page_size == 0) own = -1;
+      if (page >= 0 && own < 0) {
+        own = groups[g].TakeFreePage();
+        ++taken[g];
       }
-      sequence.tokens[static_cast<size_t>(p)].pages[g] = page;
+      page = own;
       groups[g].Hold(page, p, 1);
     }
   }
@@ -307,6 +305,15 @@ bool KVModel::Sequence::Sees(int64_t position, int64_t key, int64_t layer_window
   return key < sinks || key >= sinks + SlidAt(position);
 }
 
+// When a forward ends.
+void KVModel::Sequence::Slide() {
+  if (span != 0 && length() - span > lost) {
+    lost = length() - span;
+    sinks = span_sinks;
+  }
+  slid = SlidAt(length());
+}
+
 // What is left of the windows when the sequence ends at `end`.
 void KVModel::Sequence::EndAt(int64_t end) {
   if (end <= sinks) lost = 0;
@@ -333,8 +340,8 @@ bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
 
 // Whether the next query of the sequence may look at the page range of `position`.
 bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const {
-  Sequence next = sequence;  // the window counts as of the last forward
-  next.window = 0;
+  Sequence next;  // the window counts as of the last forward
+  next.sinks = sequence.sinks;
   next.lost = sequence.slid;
   const int64_t end = sequence.length();
   const int64_t range = position - position % group.page_size;
@@ -373,8 +380,13 @@ Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_
   Sequence& sequence = sequences_.at(seq_id);
   const bool fits = sinks >= 0 && sinks < window && window < INT64_MAX;
   if (!fits) return Bad(StatusCode::kBadArgument, "window or sinks");
-  if (sequence.window != 0) return Bad(StatusCode::kBadState, "has a window");
+  if (sequence.window + sequence.span != 0) return Bad(StatusCode::kBadState, "has a window");
   if (sequence.lost != 0 && sequence.sinks != sinks) return Bad(StatusCode::kBadState, "sinks");
+  if (options_.tvm_window_span) {
+    sequence.span = window;
+    sequence.span_sinks = sinks;
+    return Status();
+  }
   sequence.window = window;
   sequence.sinks = sinks;
   return Status();
@@ -383,8 +395,9 @@ Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_
 Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
-  if (sequence.window == 0) return Bad(StatusCode::kBadState, "has no window");
+  if (sequence.window + sequence.span == 0) return Bad(StatusCode::kBadState, "has no window");
   sequence.window = 0;
+  sequence.span = 0;
   sequence.lost = sequence.slid;
   if (sequence.lost == 0) sequence.sinks = 0;
   return Status();
@@ -401,6 +414,13 @@ Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
   return std::count_if(tokens.begin(), tokens.end(), [](const Token& token) {
     return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
   });
+}
+
+Result<TokenRange> KVModel::SlidRange(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.slid == 0) return TokenRange();
+  return TokenRange{sequence.sinks, sequence.sinks + sequence.slid};
 }
 
 // ---------------------------------------------------------------------- sequences
@@ -422,9 +442,9 @@ KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
       groups_.push_back(std::move(group));
     }
     group_of_layer_.push_back(g);
-    frequencies_.emplace_back(
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, false).value(),
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, true).value());
+    const RopeOptions& rope = layer.rope ? *layer.rope : options_.rope;
+    frequencies_.emplace_back(ComputeRopeFrequencies(rope, layer.qk_head_dim, false).value(),
+                              ComputeRopeFrequencies(rope, layer.qk_head_dim, true).value());
   }
 }
 
@@ -477,6 +497,7 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
   Sequence child = parent;
   child.retained = false;
+  child.span = 0;
   if (fork_pos < 0) fork_pos = length;
   if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
   child.tokens.resize(static_cast<size_t>(fork_pos));
@@ -484,6 +505,12 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   HoldAll(child, 1);
   sequences_.emplace(child_id, std::move(child));
   return Status();
+}
+
+bool KVModel::CanFork(int64_t seq_id, int64_t position) const {
+  if (!HasSequence(seq_id) || position < 0) return false;
+  const Sequence& parent = sequences_.at(seq_id);
+  return position <= static_cast<int64_t>(parent.tokens.size()) && CanEndAt(parent, position);
 }
 
 Status KVModel::PopN(int64_t seq_id, int64_t n) {
@@ -683,7 +710,7 @@ Status KVModel::EndForward() {
   }
   for (const int64_t id : batch_) {
     Sequence& sequence = sequences_.at(id);
-    sequence.slid = sequence.SlidAt(sequence.length());
+    sequence.Slide();
   }
   before_.clear();
   forward_ = false;
@@ -1107,7 +1134,7 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
       groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
     }
   }
-  sequence.slid = sequence.SlidAt(sequence.length());
+  sequence.Slide();
   size_t position = old.tokens.size();
   for (const KVBlock& block : blocks) {
     for (size_t l = 0; l < block.size(); ++l) StoreTokens(sequence, position, l, block[l]);
@@ -1236,7 +1263,8 @@ uint64_t KVModel::StateDigest() const {
     digest = Mix(digest, static_cast<uint64_t>(id));
     digest = Mix(digest, sequence.long_factors ? 1 : 0);
     digest = Mix(digest, sequence.retained ? 1 : 0);
-    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid})
+    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid,
+                            sequence.span, sequence.span_sinks})
       digest = Mix(digest, static_cast<uint64_t>(x));
     for (const Token& token : sequence.tokens) {
       for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));

@@ -48,7 +48,9 @@ class KVModel final : public AttentionKVCache {
   bool Empty() const override { return sequences_.empty(); }
   Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
   Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  bool CanFork(int64_t seq_id, int64_t position) const override;
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
+  Result<TokenRange> SlidRange(int64_t seq_id) const override;
 
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
@@ -130,11 +132,15 @@ class KVModel final : public AttentionKVCache {
     int64_t sinks = 0;
     int64_t lost = 0;  // hidden behind the sinks whatever the window says
     int64_t slid = 0;  // hidden behind the sinks from the next query, as of the last forward
+    // A window of tvm_window_span; 0: none. It turns into `lost` tokens when a forward ends.
+    int64_t span = 0;
+    int64_t span_sinks = 0;
 
     int64_t length() const { return static_cast<int64_t>(tokens.size()); }
     int64_t SlidAt(int64_t position) const;
     bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
     void EndAt(int64_t length);
+    void Slide();
   };
   // The pages of one layer group; a page is in use while a slot of it is held.
   struct Group {

@@ -1,5 +1,5 @@
-// Layers of equal shape and window form a group, which has one page table: one page size, one page
-// pool, the same page ids.
+// Layers of equal shape, window and RoPE form a group, which has one page table: one page size, one
+// page pool, the same page ids.
 #ifndef QUIRE_KV_LAYER_GROUPS_H_
 #define QUIRE_KV_LAYER_GROUPS_H_
 

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -55,7 +56,9 @@ class PagedKVCache final : public AttentionKVCache {
   bool Empty() const override { return sequences_.count() == 0; }
   Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
   Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  bool CanFork(int64_t seq_id, int64_t position) const override;
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
+  Result<TokenRange> SlidRange(int64_t seq_id) const override;
 
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
@@ -105,14 +108,18 @@ class PagedKVCache final : public AttentionKVCache {
   int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_bytes_); }
 
  private:
-  // Angles for layers of one qk_head_dim.
+  // Angles for layers of one qk_head_dim and one set of options.
   struct Rope {
     int64_t head_dim = 0;
+    std::optional<RopeOptions> options{};  // as in the layer's spec
     RopeTable short_table;
     RopeTable long_table;                     // grows only if a sequence uses it
     std::vector<RotaryAngles> angles{};       // of the forward's rows, in the tables
     std::vector<RotaryAngles> sink_angles{};  // for keys of sinks; empty: the same
     RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
+    bool IsOf(const AttentionLayerSpec& layer) const {
+      return head_dim == layer.qk_head_dim && options == layer.rope;
+    }
   };
   struct Layer {
     int group = 0;

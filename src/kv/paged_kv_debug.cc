@@ -216,9 +216,10 @@ uint64_t PagedKVCache::StateDigest() const {
   std::vector<int64_t> facts{in_forward_, sequences_.count(), tree_.distinct_token_count()};
   for (const int32_t index : sequences_.SortedById()) {
     const Sequence& sequence = sequences_[index];
-    facts.insert(facts.end(), {sequence.id, tree_.End(sequence.last), sequence.long_factors,
-                               sequence.retained, InBatch(sequence), sequence.window.window,
-                               sequence.window.sinks, sequence.window.slid, sequence.slid});
+    facts.insert(facts.end(),
+                 {sequence.id, tree_.End(sequence.last), sequence.long_factors, sequence.retained,
+                  InBatch(sequence), sequence.window.window, sequence.window.sinks,
+                  sequence.window.slid, sequence.slid, sequence.span.tokens, sequence.span.sinks});
     for (int g = 0; g < tree_.group_count(); ++g) {
       int32_t below = kNoPage;
       tree_.VisitPieces(sequence.last, g, 0, tree_.End(sequence.last),
