@@ -92,11 +92,27 @@ class AttentionCase : public BenchCase {
     std::vector<float> block(kBlock);
     for (float& x : block) x = static_cast<float>(random.Uniform(-1, 1));
     std::vector<std::byte> stored(kBlock * static_cast<size_t>(DTypeBytes(shape_.dtype)));
-    ConvertElements(block.data(), DType::kF32, stored.data(), shape_.dtype, kBlock);
+    if (IsQuantised(shape_.dtype)) {
+      for (std::byte& code : stored) code = static_cast<std::byte>(random.Bits() & 0x3F);
+    } else {
+      ConvertElements(block.data(), DType::kF32, stored.data(), shape_.dtype, kBlock);
+    }
     for (size_t i = 0; i < pages_.size(); i += stored.size()) {
       std::memcpy(pages_.data() + i, stored.data(), std::min(stored.size(), pages_.size() - i));
     }
+    if (IsQuantised(shape_.dtype)) FillScales();
     v_nonfinite_.assign(static_cast<size_t>(page_count()) * layout_.tiles_per_page(), 0);
+  }
+
+  void FillScales() {
+    constexpr float kScale = 1.0F / 64;  // the codes become numbers below 1
+    const size_t first = layout_.scale_offset();
+    const size_t count = (layout_.page_bytes() - first) / sizeof(float);
+    for (size_t page = 0; page < pages_.size() / layout_.page_bytes(); ++page) {
+      auto* const scales =
+          reinterpret_cast<float*>(pages_.data() + page * layout_.page_bytes() + first);
+      std::fill_n(scales, count, kScale);
+    }
   }
 
   std::vector<int32_t> ShuffledPages() const {
@@ -139,16 +155,17 @@ class AttentionCase : public BenchCase {
     std::vector<float> values(static_cast<size_t>(row_count * row_elements));
     RandomSequence random(7);
     for (float& x : values) x = static_cast<float>(random.Normal());
-    const auto bytes = static_cast<size_t>(DTypeBytes(shape_.dtype));
+    const DType dtype = ComputeDType(shape_.dtype);
+    const auto bytes = static_cast<size_t>(DTypeBytes(dtype));
     q_.resize(values.size() * bytes);
     o_.resize(values.size() * bytes);
-    ConvertElements(values.data(), DType::kF32, q_.data(), shape_.dtype,
+    ConvertElements(values.data(), DType::kF32, q_.data(), dtype,
                     static_cast<int64_t>(values.size()));
     args_.pages = {layout_, pages_.data(), v_nonfinite_.data()};
     args_.num_qo_heads = static_cast<int>(shape_.heads);
     args_.scale_log2 = 1.44269504F / std::sqrt(static_cast<float>(shape_.head_dim));
-    args_.q = {q_.data(), shape_.dtype, row_elements, shape_.head_dim};
-    args_.o = {o_.data(), shape_.dtype, row_elements, shape_.head_dim};
+    args_.q = {q_.data(), dtype, row_elements, shape_.head_dim};
+    args_.o = {o_.data(), dtype, row_elements, shape_.head_dim};
     args_.row_count = row_count;
     args_.sequences = sequences_;
     args_.shared = shared_;

@@ -21,8 +21,9 @@ GROUPS = {
 
 HEADS = 32
 HEAD_DIM = 128
-_ELEMENT = {"bfloat16": 2, "float32": 4}
-_SHORT = {"bfloat16": "bf16", "float32": "f32"}
+# Bytes of a stored number; of a code with its part of the scale of its head.
+_ELEMENT = {"bfloat16": 2, "float32": 4, "int8": 1 + 4 / 128, "float8_e4m3fn": 1 + 4 / 128}
+_SHORT = {"bfloat16": "bf16", "float32": "f32", "int8": "i8", "float8_e4m3fn": "fp8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,9 @@ def _attention_work(shape: dict[str, Any]) -> Work:
     tokens = shape["prefix"] + shape["sequences"] * shape["own"]
     length, rows = shape["prefix"] + shape["own"], shape["rows"]
     pairs = shape["sequences"] * (rows * (length - rows) + rows * (rows + 1) / 2)
-    return Work(((tokens * token_bytes, 4 * HEADS * HEAD_DIM * pairs),), shape["dtype"])
+    # Codes are multiplied as bfloat16.
+    products = shape["dtype"] if shape["dtype"] == "float32" else "bfloat16"
+    return Work(((tokens * token_bytes, 4 * HEADS * HEAD_DIM * pairs),), products)
 
 
 def _attention_case(
@@ -114,7 +117,7 @@ def _attention_case(
     cache_bytes: int,
     threads: int,
 ) -> Case:
-    token_bytes = 2 * shape["kv_heads"] * HEAD_DIM * _ELEMENT[shape["dtype"]]
+    token_bytes = int(2 * shape["kv_heads"] * HEAD_DIM * _ELEMENT[shape["dtype"]])
     layer_tokens = shape["prefix"] + shape["sequences"] * shape["own"]
     layers = _layers(layer_tokens * token_bytes, cache_bytes)
     request = shape | {"kind": "attention", "heads": HEADS, "head_dim": HEAD_DIM}
@@ -216,6 +219,37 @@ def _attention_cases(cache_bytes: int, threads: int) -> list[Case]:
                         **common,
                     )
                 )
+    return cases
+
+
+def _narrow_cases(cache_bytes: int, threads: int) -> list[Case]:
+    """Decode over int8 and fp8 beside the same over bfloat16."""
+    cases = []
+    for dtype in ("int8", "float8_e4m3fn"):
+        for sequences, length in ((1, 4096), (8, 4096), (32, 512), (1, 32768)):
+            shape: dict[str, Any] = {
+                "dtype": dtype,
+                "kv_heads": HEADS // 4,
+                "sequences": sequences,
+                "prefix": 0,
+                "own": length,
+                "rows": 1,
+            }
+            goals = (Goal("bf16 KV", 1.6),) if dtype == "int8" else ()
+            case = _attention_case(
+                f"decode/{_SHORT[dtype]}/gqa4/{sequences}x{length}",
+                "a",
+                shape,
+                (*goals, Goal("bound", 0.75, in_fast_memory=0.60)),
+                quick=(sequences, length) == (8, 4096),
+                cache_bytes=cache_bytes,
+                threads=threads,
+            )
+            request = case.sides[0].request | {"dtype": "bfloat16"}
+            sides = (case.sides[0], Side("bf16 KV", "quire", request))
+            cases.append(
+                dataclasses.replace(case, sides=sides, side_bytes=2 * case.side_bytes)
+            )
     return cases
 
 
@@ -556,7 +590,8 @@ def smoke_cases(threads: int) -> list[Case]:
 
 
 def all_cases(cache_bytes: int, threads: int) -> list[Case]:
-    cases = _attention_cases(cache_bytes, threads) + _plan_cases(threads)
+    cases = _attention_cases(cache_bytes, threads) + _narrow_cases(cache_bytes, threads)
+    cases += _plan_cases(threads)
     for name in models.NAMES:
         model = models.describe(name)
         cases += [_prefill_case(model, tokens) for tokens in (128, 512, 2048)]

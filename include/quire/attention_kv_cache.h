@@ -35,7 +35,10 @@ struct AttentionLayerSpec {
   int64_t num_kv_heads = 0;
   int64_t qk_head_dim = 0;
   int64_t v_head_dim = 0;
-  DType dtype = DType::kF32;  // of stored keys and values: kF32, kF16, kBF16
+  // Of stored keys, and of values unless v_dtype says otherwise: kF32, kF16, kBF16, or kI8 and
+  // kF8E4M3, which are codes with a scale for each token and head (docs/exactness.md).
+  DType dtype = DType::kF32;
+  std::optional<DType> v_dtype = std::nullopt;
   int64_t window = 0;  // a query at position p sees (p - window, p]; 0: all. Pages that slid out of
                        // every sequence's sight are freed when a forward ends
   double soft_cap = 0;  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
@@ -45,6 +48,7 @@ struct AttentionLayerSpec {
   // In place of AttentionKVCacheOptions::rope, whose mode and pairing it has; not kLongRope.
   std::optional<RopeOptions> rope = {};
 
+  DType value_dtype() const { return v_dtype.value_or(dtype); }
   bool operator==(const AttentionLayerSpec&) const = default;
 };
 
@@ -86,10 +90,13 @@ struct PageCounts {
   bool operator==(const PageCounts&) const = default;
 };
 
-// Stored keys and values of consecutive tokens of one layer, contiguous, of the layer's dtype.
+// Stored keys and values of consecutive tokens of one layer, contiguous, of the layer's dtypes.
+// Those that are quantised are codes, with their scales beside them: value = code * scale.
 struct LayerKV {
-  TensorView k;  // [n, Hkv, D]
-  TensorView v;  // [n, Hkv, Dv]
+  TensorView k;          // [n, Hkv, D]
+  TensorView v;          // [n, Hkv, Dv]
+  TensorView k_scale{};  // float32 [n, Hkv]; not read where keys are not quantised
+  TensorView v_scale{};
 };
 using KVBlock = std::vector<LayerKV>;  // of the same tokens, for each layer
 
@@ -195,8 +202,8 @@ class AttentionKVCache : public KVState {
   virtual Result<bool> UsesLongRope(int64_t seq_id) const = 0;
 
   // ---- Attention. FORWARD only; n = new tokens of the forward, in the order of the batch. Tensors
-  // are float32 or of the layer's dtype, contiguous in their last dimension. After a failed call
-  // only AbortForward and Clear are legal.
+  // are float32 or of the layer's dtype (of its v_dtype, or bfloat16 where that is quantised),
+  // contiguous in their last dimension. After a failed call only AbortForward and Clear are legal.
 
   // Splits qkv, rotates (RopeMode), stores k and v and attends to all tokens up to and including
   // each row's own.
@@ -266,7 +273,8 @@ class AttentionKVCache : public KVState {
   virtual Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) = 0;
 
   // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv,
-  // D or Dv], float32 or the layers' dtype. Keys come out as stored: rotated with kNormal.
+  // D or Dv], float32 or the layers' dtype unless that is quantised. Keys come out as stored:
+  // rotated with kNormal, codes times their scales.
   // REQUIRES: 0 <= start < end <= length; all tokens of the range are held in every layer.
   virtual Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                             const TensorView& v) = 0;

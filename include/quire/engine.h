@@ -12,6 +12,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -28,8 +29,10 @@ namespace quire {
 
 struct EngineOptions {
   std::string model_directory = {};
-  DType dtype = DType::kBF16;  // see ModelOptions
-  int threads = 0;             // 0 = one per core; ignored when runner is given
+  DType dtype = DType::kBF16;                   // see ModelOptions
+  std::optional<DType> k_dtype = std::nullopt;  // the same
+  std::optional<DType> v_dtype = std::nullopt;
+  int threads = 0;  // 0 = one per core; ignored when runner is given
   std::shared_ptr<ParallelRunner> runner = nullptr;
   std::string kernel_path = {};
   int64_t page_size = 0;           // 0 = default

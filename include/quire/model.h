@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ struct ModelOptions {
   // they enter a product or the cache, sums in float32. Weights stay in the type they have on disk
   // and are widened exactly; with kBF16 float32 weights are rounded once.
   DType dtype = DType::kBF16;
+  // Of stored keys, and of stored values: what AttentionLayerSpec takes. Nothing: dtype.
+  std::optional<DType> k_dtype = std::nullopt;
+  std::optional<DType> v_dtype = std::nullopt;
   std::string kernel_path;                 // as in AttentionKVCacheOptions
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
 };

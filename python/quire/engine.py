@@ -65,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
     """The options of :class:`Engine`, which says what they mean."""
 
     dtype: Any
+    kv_dtype: str
     threads: int
     page_size: int
     prefill_chunk: int
@@ -407,7 +408,10 @@ class Engine:
     Args:
         model_dir: the folder; that of the embedded model (:func:`quire.embedded_model_dir`) if
             None.
-        dtype: "bfloat16" or "float32": of products and stored keys and values.
+        dtype: "bfloat16" or "float32": of products, and of stored keys and values unless kv_dtype
+            says otherwise.
+        kv_dtype: "bfloat16", "float32", "float16", "int8" or "fp8", or two of them for keys and for
+            values: "bfloat16,int8". The narrow ones are codes with a scale per token and head.
         threads: 0 = one per core.
         page_size: tokens per page of KV; 0 = chosen for the model.
         prefill_chunk: most new tokens of one step.
@@ -442,6 +446,7 @@ class Engine:
         model_dir: str | os.PathLike[str] | None = None,
         *,
         dtype: Any = "bfloat16",
+        kv_dtype: str = "",
         threads: int = 0,
         page_size: int = 0,
         prefill_chunk: int = 512,
@@ -483,6 +488,7 @@ class Engine:
                 self.model_dir,
                 {
                     "dtype": dtype,
+                    "kv_dtype": kv_dtype,
                     "threads": threads,
                     "page_size": page_size,
                     "prefill_chunk": prefill_chunk,
@@ -926,6 +932,7 @@ class Engine:
                     **{
                         **dict(layer),
                         "dtype": str(layer["dtype"]),
+                        "v_dtype": _other(str(layer["v_dtype"]), str(layer["dtype"])),
                         "head_sinks": tuple(layer["head_sinks"]),
                         "rope": dict(layer["rope"]) if "rope" in layer else None,
                     }
@@ -980,6 +987,10 @@ class Stream(Iterator[Piece]):
         self.close()
 
 
+def _other(name: str, usual: str) -> str | None:
+    return None if name == usual else name
+
+
 def _folder(model_dir: str | os.PathLike[str] | None) -> Path:
     """The folder of a model, None being the embedded one."""
     if model_dir is None:
@@ -1001,7 +1012,16 @@ def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         ) from None
     dtype = dtype_name(options.get("dtype", "bfloat16"))
     mine = {name: value for name, value in options.items() if name not in _STORE_OPTIONS}
-    return {**mine, "model_directory": name, "dtype": dtype}
+    kv_dtype = mine.pop("kv_dtype", "")
+    return {**mine, **_kv_dtypes(kv_dtype), "model_directory": name, "dtype": dtype}
+
+
+def _kv_dtypes(kv_dtype: str) -> dict[str, str]:
+    """ "int8", or "bfloat16,int8" for keys and values apart; nothing for ""."""
+    if not kv_dtype:
+        return {}
+    keys, comma, values = kv_dtype.partition(",")
+    return {"k_dtype": keys, "v_dtype": values if comma else keys}
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -21,7 +21,8 @@ class LayerSpec:
     """What one attention layer keeps. ``num_qo_heads`` is a multiple of ``num_kv_heads``.
 
     ``dtype`` is that of the stored keys and values: "float32", "float16" or "bfloat16" (a NumPy or
-    torch dtype will do). ``v_head_dim`` defaults to ``qk_head_dim``, ``num_kv_heads`` to
+    torch dtype will do), or "int8" or "float8_e4m3fn": codes with a scale per token and head.
+    ``v_dtype`` is that of values where it is another. ``v_head_dim`` defaults to ``qk_head_dim``, ``num_kv_heads`` to
     ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0 for all.
     ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
     learned logit per query head that takes part in the softmax without a value; () for none.
@@ -37,9 +38,10 @@ class LayerSpec:
     soft_cap: float = 0.0
     head_sinks: Sequence[float] = ()
     rope: RopeOptions | Mapping[str, Any] | None = None
+    v_dtype: Any = None
 
     def _fields(self) -> dict[str, Any]:
-        fields = {
+        fields: dict[str, Any] = {
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads or self.num_qo_heads,
             "qk_head_dim": self.qk_head_dim,
@@ -49,7 +51,10 @@ class LayerSpec:
             "soft_cap": float(self.soft_cap),
             "head_sinks": tuple(float(logit) for logit in self.head_sinks),
         }
-        return fields if self.rope is None else {**fields, "rope": dict(self.rope)}
+        if self.rope is not None:
+            fields["rope"] = dict(self.rope)
+        v_dtype = dtype_name(self.v_dtype or self.dtype)
+        return fields if v_dtype == fields["dtype"] else {**fields, "v_dtype": v_dtype}
 
 
 class RopeOptions(TypedDict, total=False):
@@ -117,8 +122,8 @@ class KVCache:
         with cache.forward(ids, lengths): ...
 
     Tensors are NumPy arrays, torch CPU tensors or anything else with DLPack; they are borrowed for
-    the call and never copied. They are float32 or of the layer's dtype, and contiguous in their
-    last dimension. The output row of a token depends, bit for bit, on the tokens that it may see
+    the call and never copied. They are float32 or of the layer's dtype (bfloat16 where that is
+    quantised), and contiguous in their last dimension. The output row of a token depends, bit for bit, on the tokens that it may see
     and not on batch, page size, forks, pops or threads.
 
     Every call works, or raises a subclass of :class:`quire.QuireError` and has changed nothing.

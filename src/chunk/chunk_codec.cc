@@ -401,7 +401,7 @@ ChunkLimits ChunkLimits::Of(const Passport& passport) {
     const int64_t heads = CappedProduct(passport.block_tokens, layer.kv_heads, cap);
     const int64_t scales = CappedProduct(heads, 2 * static_cast<int64_t>(sizeof(float)), cap);
     const int64_t width = CappedProduct(layer.head_dim, layer.dtype.bytes(), cap) +
-                          CappedProduct(layer.v_head_dim, layer.dtype.bytes(), cap);
+                          CappedProduct(layer.v_head_dim, layer.value_dtype().bytes(), cap);
     payload += CappedProduct(heads, width, 2 * cap) + scales + kKindsPerLayer * kFileAlignment;
   }
   limits.total_bytes_max = HeaderBytesMax(limits) + payload;

@@ -99,6 +99,7 @@ Status CheckLayers(const Passport& passport) {
     QUIRE_RETURN_IF_ERROR(CheckSize("head_dim", layer.head_dim));
     QUIRE_RETURN_IF_ERROR(CheckSize("v_head_dim", layer.v_head_dim));
     QUIRE_RETURN_IF_ERROR(ElementType::Parse(layer.dtype.ToString()).status());
+    QUIRE_RETURN_IF_ERROR(ElementType::Parse(layer.value_dtype().ToString()).status());
   }
   return Status();
 }
@@ -136,6 +137,11 @@ void AddLayers(const Passport& passport, Json& json) {
   const auto differs = [](const auto& layer) { return layer.v_head_dim != layer.head_dim; };
   if (std::any_of(layers.begin(), layers.end(), differs))
     json["v_head_dim"] = PerLayer(layers, [](const auto& layer) { return layer.v_head_dim; });
+  const auto mixed = [](const auto& layer) { return layer.v_dtype.has_value(); };
+  if (std::any_of(layers.begin(), layers.end(), mixed)) {
+    json["v_dtype"] =
+        PerLayer(layers, [](const auto& layer) { return layer.value_dtype().ToString(); });
+  }
   const auto special = [](const auto& layer) { return layer.kind != StateKind::kAttention; };
   if (std::any_of(layers.begin(), layers.end(), special))
     json["kind"] = PerLayer(layers, [](const auto& layer) { return StateKindName(layer.kind); });
@@ -175,6 +181,7 @@ Status ReadLayers(const JsonValue& json, Passport& passport) {
   QUIRE_ASSIGN_OR_RETURN(const JsonValue kv_heads, json.Get("kv_heads"));
   QUIRE_ASSIGN_OR_RETURN(const JsonValue head_dim, json.Get("head_dim"));
   QUIRE_ASSIGN_OR_RETURN(const auto v_head_dim, json.Find("v_head_dim"));
+  QUIRE_ASSIGN_OR_RETURN(const auto v_dtype, json.Find("v_dtype"));
   QUIRE_ASSIGN_OR_RETURN(const auto kind, json.Find("kind"));
   passport.layers.resize(count);
   for (size_t i = 0; i < count; ++i) {
@@ -184,6 +191,11 @@ Status ReadLayers(const JsonValue& json, Passport& passport) {
     QUIRE_ASSIGN_OR_RETURN(layer.kv_heads, SizeOfLayer(kv_heads, i, count));
     QUIRE_ASSIGN_OR_RETURN(layer.head_dim, SizeOfLayer(head_dim, i, count));
     QUIRE_ASSIGN_OR_RETURN(layer.v_head_dim, SizeOfLayer(v_head_dim.value_or(head_dim), i, count));
+    if (v_dtype) {
+      QUIRE_ASSIGN_OR_RETURN(const std::string v_dtype_name, TextOfLayer(*v_dtype, i, count));
+      QUIRE_ASSIGN_OR_RETURN(const ElementType v_type, ElementType::Parse(v_dtype_name));
+      if (!(v_type == layer.dtype)) layer.v_dtype = v_type;
+    }
     if (!kind) continue;
     QUIRE_ASSIGN_OR_RETURN(const std::string kind_name, TextOfLayer(*kind, i, count));
     QUIRE_ASSIGN_OR_RETURN(layer.kind, ParseStateKind(kind_name));

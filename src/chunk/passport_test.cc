@@ -69,6 +69,7 @@ const std::vector<Change>& Changes() {
       {"kv_heads", [](Passport& p) { p.layers[1].kv_heads = 3; }},
       {"head_dim", [](Passport& p) { p.layers[2].head_dim = 9; }},
       {"v_head_dim", [](Passport& p) { p.layers[3].v_head_dim = 7; }},
+      {"v_dtype", [](Passport& p) { p.layers[2].v_dtype = ElementType(DType::kI8); }},
       {"kind", [](Passport& p) { p.layers[3].kind = StateKind::kLatent; }},
       {"model", [](Passport& p) { p.model = "\"\\\n\u00e4"; }},
   };

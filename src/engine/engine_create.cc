@@ -171,6 +171,8 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   QUIRE_RETURN_IF_ERROR(CheckOptions(options));
   const ModelOptions model_options{
       .dtype = options.dtype,
+      .k_dtype = options.k_dtype,
+      .v_dtype = options.v_dtype,
       .kernel_path = options.kernel_path,
       .runner = options.runner ? options.runner : CreateThreadPool(options.threads)};
   const std::shared_ptr<ParallelRunner>& runner = model_options.runner;

@@ -23,7 +23,11 @@ constexpr int64_t kChunkBytesMin = int64_t{1} << 20;
 int64_t BytesPerToken(const AttentionKVCache& cache) {
   int64_t bytes = 0;
   for (const AttentionLayerSpec& layer : cache.options().layers) {
-    bytes += layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * DTypeBytes(layer.dtype);
+    const auto head_bytes = [](DType dtype, int64_t dim) {
+      return dim * DTypeBytes(dtype) + (IsQuantised(dtype) ? int64_t{sizeof(float)} : 0);
+    };
+    bytes += layer.num_kv_heads * (head_bytes(layer.dtype, layer.qk_head_dim) +
+                                   head_bytes(layer.value_dtype(), layer.v_head_dim));
   }
   return bytes;
 }

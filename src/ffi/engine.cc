@@ -31,6 +31,8 @@ EngineOptions ReadEngineOptions(const OptionMap& fields) {
   OptionsReader reader("Engine", fields);
   reader.Read("model_directory", &options.model_directory);
   reader.Read("dtype", &options.dtype);
+  reader.Read("k_dtype", &options.k_dtype);
+  reader.Read("v_dtype", &options.v_dtype);
   reader.Read("threads", &options.threads);
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("page_size", &options.page_size);

@@ -106,6 +106,11 @@ void OptionsReader::Convert(const char* name, const tvm::ffi::Any& value, DType*
 }
 
 void OptionsReader::Convert(const char* name, const tvm::ffi::Any& value,
+                            std::optional<DType>* out) const {
+  Convert(name, value, &out->emplace());
+}
+
+void OptionsReader::Convert(const char* name, const tvm::ffi::Any& value,
                             std::vector<double>* out) const {
   const auto array = Cast<tvm::ffi::Array<double>>(name, value);
   out->assign(array.begin(), array.end());
@@ -119,6 +124,9 @@ AttentionLayerSpec ReadLayerSpec(const OptionMap& fields) {
   reader.Read("qk_head_dim", &layer.qk_head_dim);
   reader.Read("v_head_dim", &layer.v_head_dim);
   reader.Read("dtype", &layer.dtype);
+  DType v_dtype = layer.dtype;
+  reader.Read("v_dtype", &v_dtype);
+  if (v_dtype != layer.dtype) layer.v_dtype = v_dtype;
   reader.Read("window", &layer.window);
   reader.Read("soft_cap", &layer.soft_cap);
   std::vector<double> head_sinks;
@@ -137,6 +145,7 @@ OptionMap LayerSpecFields(const AttentionLayerSpec& layer) {
       {"qk_head_dim", layer.qk_head_dim},
       {"v_head_dim", layer.v_head_dim},
       {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
+      {"v_dtype", tvm::ffi::String(std::string(DTypeName(layer.value_dtype())))},
       {"window", layer.window},
       {"soft_cap", layer.soft_cap},
       {"head_sinks", tvm::ffi::Array<double>(head_sinks.begin(), head_sinks.end())}};

@@ -82,6 +82,7 @@ class OptionsReader {
   void Convert(const char* name, const tvm::ffi::Any& value, double* out) const;
   void Convert(const char* name, const tvm::ffi::Any& value, std::string* out) const;
   void Convert(const char* name, const tvm::ffi::Any& value, DType* out) const;
+  void Convert(const char* name, const tvm::ffi::Any& value, std::optional<DType>* out) const;
   void Convert(const char* name, const tvm::ffi::Any& value, std::vector<double>* out) const;
 
   std::string owner_;

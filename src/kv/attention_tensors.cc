@@ -21,8 +21,13 @@ std::string Shape(const AttentionCall& call, std::initializer_list<int64_t> dims
 
 // What holds for every tensor: type, memory.
 Status CheckElements(const AttentionCall& call, const char* name, const TensorView& tensor) {
-  if (tensor.dtype() != DType::kF32 && tensor.dtype() != call.spec.dtype) {
-    return BadTensor(call, name, tensor, "float32 or " + std::string(DTypeName(call.spec.dtype)));
+  // What is stored as codes is computed with as bfloat16.
+  const DType keys = ComputeDType(call.spec.dtype);
+  const DType values = ComputeDType(call.spec.value_dtype());
+  if (tensor.dtype() != DType::kF32 && tensor.dtype() != keys && tensor.dtype() != values) {
+    std::string wanted = "float32 or " + std::string(DTypeName(keys));
+    if (values != keys) wanted += " or " + std::string(DTypeName(values));
+    return BadTensor(call, name, tensor, wanted);
   }
   const int last = tensor.rank() - 1;
   if (tensor.stride(last) != 1 && tensor.dim(last) > 1) {

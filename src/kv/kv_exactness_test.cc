@@ -49,12 +49,15 @@ struct Parameters {
   std::string kernel_path;
   DType dtype;
   RopeMode mode;
+  DType v_dtype;
 };
 
 std::string Describe(const Parameters& parameters) {
   constexpr const char* kModes[] = {"None", "Normal", "Inline"};
-  return parameters.kernel_path + "_" + std::string(DTypeName(parameters.dtype)) + "_" +
-         kModes[static_cast<size_t>(parameters.mode)];
+  std::string types(DTypeName(parameters.dtype));
+  if (parameters.v_dtype != parameters.dtype)
+    types += "_" + std::string(DTypeName(parameters.v_dtype));
+  return parameters.kernel_path + "_" + types + "_" + kModes[static_cast<size_t>(parameters.mode)];
 }
 void PrintTo(const Parameters& parameters, std::ostream* out) { *out << Describe(parameters); }
 
@@ -64,7 +67,8 @@ class KVExactness : public testing::TestWithParam<Parameters> {
     AttentionKVCacheOptions options;
     const DType dtype = GetParam().dtype;
     // Two groups; the second with dimensions that fill no vector.
-    options.layers = {{4, 2, 16, 16, dtype}, {2, 1, 24, 17, dtype}};
+    const DType v_dtype = GetParam().v_dtype;
+    options.layers = {{4, 2, 16, 16, dtype, v_dtype}, {2, 1, 24, 17, dtype, v_dtype}};
     options.max_num_sequences = 80;
     options.token_capacity = 8192;
     options.prefill_chunk_size = 1024;
@@ -446,9 +450,17 @@ std::vector<Parameters> AllParameters() {
   for (const std::string& path : KernelPaths()) {
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       for (const RopeMode mode : {RopeMode::kNone, RopeMode::kNormal, RopeMode::kInline}) {
-        all.push_back({path, dtype, mode});
+        all.push_back({path, dtype, mode, dtype});
       }
     }
+    for (const RopeMode mode : {RopeMode::kNone, RopeMode::kNormal, RopeMode::kInline}) {
+      all.push_back({path, DType::kI8, mode, DType::kI8});
+      all.push_back({path, DType::kF8E4M3, mode, DType::kF8E4M3});
+    }
+    all.push_back({path, DType::kBF16, RopeMode::kNormal, DType::kI8});
+    all.push_back({path, DType::kI8, RopeMode::kInline, DType::kF16});
+    all.push_back({path, DType::kF32, RopeMode::kInline, DType::kF8E4M3});
+    all.push_back({path, DType::kF8E4M3, RopeMode::kNone, DType::kI8});
   }
   return all;
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "kernels/kv_layout.h"
 
 namespace quire {
 namespace {
@@ -13,30 +14,49 @@ namespace {
 // older build is recomputed instead of mixed in.
 constexpr std::string_view kKernelGeneration = "1";
 
+// What the numbers of quantised keys and values mean; their types are the layers' own.
+constexpr std::string_view kQuantScheme = "token-head-f32";
+
 // The type in which attention multiplies: bf16 pairs where the CPU has them, else widened.
 std::string_view ComputeType(const AttentionKVCacheOptions& options) {
   const bool pairs = options.kernel_path == "avx512_bf16";
   for (const AttentionLayerSpec& layer : options.layers) {
-    if (pairs && layer.dtype == DType::kBF16) return "bf16";
+    const bool narrow = ComputeDType(layer.dtype) == DType::kBF16 ||
+                        ComputeDType(layer.value_dtype()) == DType::kBF16;
+    if (pairs && narrow) return "bf16";
   }
   return "f32";
 }
 
-TensorView ViewOf(std::span<const std::byte> bytes, DType dtype, int64_t count, int64_t heads,
-                  int64_t dim) {
-  return TensorView(bytes.data(), dtype, {count, heads, dim});
+// The sections of a layer's tokens, in the order in which they stand in a chunk.
+std::vector<SectionSpec> SectionsOf(int64_t layer, const AttentionLayerSpec& spec, int64_t count) {
+  const int64_t heads = spec.num_kv_heads;
+  const auto section = [&](SectionKind kind, DType dtype, std::vector<int64_t> dims) {
+    return SectionSpec{kind, layer, layer, dtype, std::move(dims)};
+  };
+  std::vector<SectionSpec> sections = {
+      section(SectionKind::kKey, spec.dtype, {count, heads, spec.qk_head_dim}),
+      section(SectionKind::kValue, spec.value_dtype(), {count, heads, spec.v_head_dim})};
+  if (IsQuantised(spec.dtype))
+    sections.push_back(section(SectionKind::kKeyScale, DType::kF32, {count, heads}));
+  if (IsQuantised(spec.value_dtype()))
+    sections.push_back(section(SectionKind::kValueScale, DType::kF32, {count, heads}));
+  return sections;
 }
 
-LayerKV ViewOfLayer(const AttentionLayerSpec& spec, int64_t count, std::span<const std::byte> k,
-                    std::span<const std::byte> v) {
-  return {.k = ViewOf(k, spec.dtype, count, spec.num_kv_heads, spec.qk_head_dim),
-          .v = ViewOf(v, spec.dtype, count, spec.num_kv_heads, spec.v_head_dim)};
-}
-
-SectionSpec SectionOf(SectionKind kind, int64_t layer, const AttentionLayerSpec& spec,
-                      int64_t count) {
-  const int64_t dim = kind == SectionKind::kKey ? spec.qk_head_dim : spec.v_head_dim;
-  return {kind, layer, layer, spec.dtype, {count, spec.num_kv_heads, dim}};
+// Adds the bytes of one of these sections to the layer's tensors.
+void SetSection(const AttentionLayerSpec& spec, const SectionSpec& section,
+                std::span<const std::byte> bytes, LayerKV* kv) {
+  if (section.kind == SectionKind::kKey) {
+    kv->k =
+        TensorView(bytes.data(), spec.dtype, {section.dims[0], section.dims[1], section.dims[2]});
+  } else if (section.kind == SectionKind::kValue) {
+    kv->v = TensorView(bytes.data(), spec.value_dtype(),
+                       {section.dims[0], section.dims[1], section.dims[2]});
+  } else {
+    TensorView& scale = section.kind == SectionKind::kKeyScale ? kv->k_scale : kv->v_scale;
+    scale = TensorView(bytes.data(), DType::kF32, {section.dims[0], section.dims[1]});
+  }
 }
 
 // The verified bytes of the section that has exactly this shape.
@@ -91,13 +111,18 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
                         std::string(ComputeType(options));
     identity.first_layer = 0;
     identity.layers.clear();
+    bool quantised = false;
     for (const AttentionLayerSpec& layer : options.layers) {
+      quantised |= IsQuantised(layer.dtype) || IsQuantised(layer.value_dtype());
       identity.layers.push_back({.kind = StateKind::kAttention,
                                  .dtype = layer.dtype,
                                  .kv_heads = layer.num_kv_heads,
                                  .head_dim = layer.qk_head_dim,
                                  .v_head_dim = layer.v_head_dim});
+      if (layer.value_dtype() != layer.dtype)
+        identity.layers.back().v_dtype = ElementType(layer.value_dtype());
     }
+    identity.quant = quantised ? kQuantScheme : "none";
     QUIRE_RETURN_IF_ERROR(identity.ToJson().status());
     return std::move(identity);
   });
@@ -141,15 +166,18 @@ Result<ChunkBuffer> ExportChunk(AttentionKVCache& cache, int64_t seq_id, int64_t
     const int64_t count = static_cast<int64_t>(fields.tokens.size());
     std::vector<SectionSpec> sections;
     for (size_t l = 0; l < layers.size(); ++l) {
-      for (const SectionKind kind : {SectionKind::kKey, SectionKind::kValue})
-        sections.push_back(SectionOf(kind, static_cast<int64_t>(l), layers[l], count));
+      for (SectionSpec& section : SectionsOf(static_cast<int64_t>(l), layers[l], count))
+        sections.push_back(std::move(section));
     }
     QUIRE_ASSIGN_OR_RETURN(ChunkWriter writer,
                            ChunkWriter::Create(std::move(fields), sections, options));
-    for (size_t l = 0; l < layers.size(); ++l) {
-      const int64_t layer = static_cast<int64_t>(l);
-      const LayerKV to =
-          ViewOfLayer(layers[l], count, writer.section(2 * layer), writer.section(2 * layer + 1));
+    for (size_t s = 0; s < sections.size();) {
+      const int64_t layer = sections[s].layer_first;
+      LayerKV to;
+      for (; s < sections.size() && sections[s].layer_first == layer; ++s) {
+        SetSection(layers[static_cast<size_t>(layer)], sections[s],
+                   writer.section(static_cast<int64_t>(s)), &to);
+      }
       QUIRE_RETURN_IF_ERROR(cache.ExportKV(seq_id, layer, start, to));
     }
     return std::move(writer).Seal();
@@ -167,19 +195,26 @@ Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spe
                         std::to_string(position));
     }
     const int64_t count = static_cast<int64_t>(header.tokens.size());
-    QUIRE_ASSIGN_OR_RETURN(const auto k,
-                           FindSection(chunk, SectionOf(SectionKind::kKey, layer, spec, count)));
-    QUIRE_ASSIGN_OR_RETURN(const auto v,
-                           FindSection(chunk, SectionOf(SectionKind::kValue, layer, spec, count)));
-    return ViewOfLayer(spec, count, k, v);
+    LayerKV kv;
+    for (const SectionSpec& section : SectionsOf(layer, spec, count)) {
+      QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, section));
+      SetSection(spec, section, bytes, &kv);
+    }
+    return kv;
   });
 }
 
 LayerKV FirstTokens(const LayerKV& kv, int64_t count) {
   const auto first = [count](const TensorView& rows) {
-    return TensorView(rows.data(), rows.dtype(), {count, rows.dim(1), rows.dim(2)});
+    if (rows.rank() == 0) return rows;  // scales, where there are none
+    std::vector<int64_t> shape(rows.shape().begin(), rows.shape().end());
+    shape[0] = count;
+    return TensorView(rows.data(), rows.dtype(), shape);
   };
-  return {.k = first(kv.k), .v = first(kv.v)};
+  return {.k = first(kv.k),
+          .v = first(kv.v),
+          .k_scale = first(kv.k_scale),
+          .v_scale = first(kv.v_scale)};
 }
 
 Status ImportChunks(AttentionKVCache& cache, int64_t seq_id, std::span<const ChunkView> chunks) {

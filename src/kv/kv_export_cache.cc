@@ -1,4 +1,6 @@
 // ExportKV and ImportKV of PagedKVCache, and what a forward loads.
+#include <algorithm>
+#include <initializer_list>
 #include <limits>
 
 #include "kv/kv_export_rows.h"
@@ -15,24 +17,33 @@ Status BadTensor(const char* call, int64_t layer, const char* name, const Tensor
 }
 
 Status CheckRows(const char* call, int64_t layer, const char* name, const TensorView& tensor,
-                 DType dtype, int64_t heads, int64_t dim, int64_t count) {
-  const bool fits = tensor.rank() == 3 && tensor.dim(0) == count && tensor.dim(1) == heads &&
-                    tensor.dim(2) == dim && tensor.dtype() == dtype && tensor.is_contiguous();
+                 DType dtype, std::initializer_list<int64_t> shape) {
+  const bool fits = std::ranges::equal(tensor.shape(), shape) && tensor.dtype() == dtype &&
+                    tensor.is_contiguous();
   if (!fits) {
+    std::string wanted;
+    for (const int64_t dim : shape) wanted += (wanted.empty() ? "[" : ", ") + std::to_string(dim);
     return BadTensor(call, layer, name, tensor,
-                     "contiguous " + std::string(DTypeName(dtype)) + " [" + std::to_string(count) +
-                         ", " + std::to_string(heads) + ", " + std::to_string(dim) + "]");
+                     "contiguous " + std::string(DTypeName(dtype)) + " " + wanted + "]");
   }
   if (tensor.data() != nullptr) return Status();
   return BadTensor(call, layer, name, tensor, "in memory: its pointer is null");
 }
 
-// Both tensors are of `count` tokens of the layer.
+// All tensors are of `count` tokens of the layer.
 Status CheckLayer(const char* call, int64_t layer, const AttentionLayerSpec& spec,
                   const LayerKV& kv, int64_t count) {
+  const int64_t heads = spec.num_kv_heads;
   QUIRE_RETURN_IF_ERROR(
-      CheckRows(call, layer, "k", kv.k, spec.dtype, spec.num_kv_heads, spec.qk_head_dim, count));
-  return CheckRows(call, layer, "v", kv.v, spec.dtype, spec.num_kv_heads, spec.v_head_dim, count);
+      CheckRows(call, layer, "k", kv.k, spec.dtype, {count, heads, spec.qk_head_dim}));
+  QUIRE_RETURN_IF_ERROR(
+      CheckRows(call, layer, "v", kv.v, spec.value_dtype(), {count, heads, spec.v_head_dim}));
+  if (IsQuantised(spec.dtype)) {
+    QUIRE_RETURN_IF_ERROR(
+        CheckRows(call, layer, "k_scale", kv.k_scale, DType::kF32, {count, heads}));
+  }
+  if (!IsQuantised(spec.value_dtype())) return Status();
+  return CheckRows(call, layer, "v_scale", kv.v_scale, DType::kF32, {count, heads});
 }
 
 HeadRows RowsOf(const TensorView& tensor) {
@@ -44,6 +55,12 @@ HeadRows RowsOf(const TensorView& tensor) {
 
 const void* RowAt(const HeadRows& rows, int64_t row) {
   return static_cast<const std::byte*>(rows.data) + row * rows.row_stride * DTypeBytes(rows.dtype);
+}
+
+// Null where there are none.
+const float* ScalesFrom(const TensorView& scales, int64_t row) {
+  if (scales.rank() == 0) return nullptr;
+  return scales.data_as<float>() + row * scales.stride(0);
 }
 
 int64_t TokenCount(const LayerKV& kv) { return kv.k.rank() == 3 ? kv.k.dim(0) : 0; }
@@ -72,7 +89,12 @@ Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, cons
     QUIRE_RETURN_IF_ERROR(CheckLayer("ExportKV", layer, options_.layers[l], to, count));
     std::vector<AppendTarget> slots(static_cast<size_t>(count));
     FillSlots(last, layers_[l].group, start, slots);
-    ReadRows(storage_->layer(layer), slots, to.k.data(), to.v.data(), *options_.runner);
+    ReadRows(storage_->layer(layer), slots,
+             {.k = to.k.data(),
+              .v = to.v.data(),
+              .k_scale = to.k_scale.data_as<float>(),
+              .v_scale = to.v_scale.data_as<float>()},
+             *options_.runner);
     return Status();
   });
 }
@@ -163,14 +185,19 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
     HeadRows v = RowsOf(kv.v);
     k.data = RowAt(k, row);
     v.data = RowAt(v, row);
+    const float* const k_scale = ScalesFrom(kv.k_scale, row);
+    const float* const v_scale = ScalesFrom(kv.v_scale, row);
     if (run.whole_tiles) {
-      WriteTiles(pages, rest.first(static_cast<size_t>(run.rows)), k.data, v.data,
+      WriteTiles(pages, rest.first(static_cast<size_t>(run.rows)),
+                 {.k = k.data, .v = v.data, .k_scale = k_scale, .v_scale = v_scale},
                  *options_.runner);
     } else {
       backend_->append_kv({.pages = pages,
                            .row_count = run.rows,
                            .k = k,
                            .v = v,
+                           .k_scale = k_scale,
+                           .v_scale = v_scale,
                            .rotary = {},
                            .targets = rest.data(),
                            .opens_tile = opens_tile},

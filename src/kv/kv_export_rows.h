@@ -11,9 +11,22 @@
 
 namespace quire {
 
-// k [slot][kv head][qk_head_dim], v [slot][kv head][v_head_dim], in the layout's dtype, bit for
-// bit.
-void ReadRows(const KVPages& pages, std::span<const AppendTarget> slots, void* k, void* v,
+// k [slot][kv head][qk_head_dim], v [slot][kv head][v_head_dim], in the layout's dtypes, bit for
+// bit; scales [slot][kv head] of what is quantised.
+struct RowsOut {
+  void* k;
+  void* v;
+  float* k_scale = nullptr;
+  float* v_scale = nullptr;
+};
+struct RowsIn {
+  const void* k;
+  const void* v;
+  const float* k_scale = nullptr;
+  const float* v_scale = nullptr;
+};
+
+void ReadRows(const KVPages& pages, std::span<const AppendTarget> slots, const RowsOut& to,
               ParallelRunner& runner) noexcept;
 
 // The first `rows` of some rows: all fill whole tiles that no other row shares, or none does.
@@ -24,10 +37,10 @@ struct RowRun {
 // opens_tile as in AppendArgs, of the same length as slots. REQUIRES: slots is not empty.
 RowRun FirstRun(const KVLayout& layout, std::span<const AppendTarget> slots,
                 const uint8_t* opens_tile) noexcept;
-// Stores rows as they are, as append_kv does with rows of the layout's dtype and no rotation.
+// Stores rows as they are, as append_kv does with rows of the layout's dtypes and no rotation.
 // REQUIRES: the rows fill whole tiles.
-void WriteTiles(const KVPages& pages, std::span<const AppendTarget> slots, const void* k,
-                const void* v, ParallelRunner& runner) noexcept;
+void WriteTiles(const KVPages& pages, std::span<const AppendTarget> slots, const RowsIn& from,
+                ParallelRunner& runner) noexcept;
 
 }  // namespace quire
 

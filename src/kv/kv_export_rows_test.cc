@@ -26,14 +26,19 @@ struct Pool {
 
 struct Rows {
   Rows(const KVLayout& layout, size_t count)
-      : k_bytes(static_cast<size_t>(layout.num_kv_heads * layout.qk_head_dim *
-                                    DTypeBytes(layout.dtype))),
-        v_bytes(static_cast<size_t>(layout.num_kv_heads * layout.v_head_dim *
-                                    DTypeBytes(layout.dtype))),
+      : heads(static_cast<size_t>(layout.num_kv_heads)),
+        k_bytes(heads * static_cast<size_t>(layout.qk_head_dim) * layout.k_element_bytes()),
+        v_bytes(heads * static_cast<size_t>(layout.v_head_dim) * layout.v_element_bytes()),
         k(k_bytes * count),
-        v(v_bytes * count) {}
+        v(v_bytes * count),
+        k_scale(heads * count),
+        v_scale(heads * count) {}
+  RowsOut out() { return {k.data(), v.data(), k_scale.data(), v_scale.data()}; }
+  RowsIn in() const { return {k.data(), v.data(), k_scale.data(), v_scale.data()}; }
+  size_t heads;
   size_t k_bytes, v_bytes;  // of a row
   std::vector<std::byte> k, v;
+  std::vector<float> k_scale, v_scale;  // not used where there are none
 };
 
 // Every head dimension meets the vectors' width differently.
@@ -45,6 +50,17 @@ std::vector<KVLayout> Layouts() {
     }
     layouts.push_back({dtype, 3, 8, 8, 5});  // rows
     layouts.push_back({dtype, 1, 8, 16, 16});
+  }
+  for (const DType dtype : {DType::kI8, DType::kF8E4M3}) {
+    for (const int k : {4, 6, 8, 20, 5, 128}) {
+      for (const int v : {1, 15, 16, 37, 128}) layouts.push_back({dtype, 2, k, v, 32});
+    }
+    layouts.push_back({dtype, 3, 8, 8, 5});
+    for (const DType other : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8}) {
+      layouts.push_back({dtype, 2, 12, 21, 32, other});
+      layouts.push_back({other, 2, 12, 21, 32, dtype});
+      layouts.push_back({other, 3, 7, 9, 5, dtype});
+    }
   }
   return layouts;
 }
@@ -74,7 +90,34 @@ Rows RandomRows(const KVLayout& layout, size_t count, uint32_t seed) {
   std::minstd_rand random(seed);
   for (std::byte& byte : rows.k) byte = static_cast<std::byte>(random() >> 8);
   for (std::byte& byte : rows.v) byte = static_cast<std::byte>((random() >> 8) & 0x3F);  // finite
+  for (float& scale : rows.k_scale) scale = static_cast<float>(random() >> 8);
+  for (float& scale : rows.v_scale) scale = static_cast<float>(random() >> 8);
   return rows;
+}
+
+// One token after the other; codes as append_kv takes them.
+void StoreSingly(const KVPages& pages, const std::vector<AppendTarget>& slots,
+                 const std::vector<uint8_t>& opens, const Rows& rows, ParallelRunner& runner) {
+  const KVLayout& layout = pages.layout;
+  if (layout.scale_parts() == 0 && layout.dtype == layout.v_dtype()) {
+    for (size_t i = 0; i < slots.size(); ++i) {
+      WriteSlot(pages, slots[i], layout.dtype, rows.k.data() + i * rows.k_bytes,
+                rows.v.data() + i * rows.v_bytes, opens[i] != 0);
+    }
+    return;
+  }
+  const int64_t k_row = layout.num_kv_heads * layout.qk_head_dim;
+  const int64_t v_row = layout.num_kv_heads * layout.v_head_dim;
+  Backends().back()->append_kv({.pages = pages,
+                                .row_count = static_cast<int64_t>(slots.size()),
+                                .k = {rows.k.data(), layout.dtype, k_row, layout.qk_head_dim},
+                                .v = {rows.v.data(), layout.v_dtype(), v_row, layout.v_head_dim},
+                                .k_scale = rows.k_scale.data(),
+                                .v_scale = rows.v_scale.data(),
+                                .rotary = {},
+                                .targets = slots.data(),
+                                .opens_tile = opens.data()},
+                               runner);
 }
 
 TEST(KVExportRows, ReadWhatSingleTokensRead) {
@@ -85,24 +128,30 @@ TEST(KVExportRows, ReadWhatSingleTokensRead) {
     const Rows written = RandomRows(layout, static_cast<size_t>(all), 3);
     const std::vector<AppendTarget> everywhere = SlotsOf(layout, 0, all);
     const std::vector<uint8_t> opens = Opens(everywhere);
-    for (size_t i = 0; i < everywhere.size(); ++i) {
-      WriteSlot(pool.pages, everywhere[i], layout.dtype, written.k.data() + i * written.k_bytes,
-                written.v.data() + i * written.v_bytes, opens[i] != 0);
-    }
+    StoreSingly(pool.pages, everywhere, opens, written, *runner);
     for (const auto& [first, count] : {std::pair(0, all), {1, all - 2}, {7, 3}, {15, 2}, {4, 0}}) {
       if (first + count > all) continue;
       Rows read(layout, static_cast<size_t>(count));
-      ReadRows(pool.pages, SlotsOf(layout, first, count), read.k.data(), read.v.data(), *runner);
+      ReadRows(pool.pages, SlotsOf(layout, first, count), read.out(), *runner);
       const size_t row = static_cast<size_t>(first);
-      const std::string what = std::string(DTypeName(layout.dtype)) + " " +
-                               std::to_string(layout.qk_head_dim) + " " +
-                               std::to_string(layout.v_head_dim);
+      const std::string what =
+          std::string(DTypeName(layout.dtype)) + " " + std::string(DTypeName(layout.v_dtype())) +
+          " " + std::to_string(layout.qk_head_dim) + " " + std::to_string(layout.v_head_dim);
       ASSERT_EQ(std::memcmp(read.k.data(), written.k.data() + row * written.k_bytes, read.k.size()),
                 0)
           << what;
       ASSERT_EQ(std::memcmp(read.v.data(), written.v.data() + row * written.v_bytes, read.v.size()),
                 0)
           << what;
+      for (size_t i = 0; i < read.k_scale.size(); ++i) {
+        const size_t at = row * read.heads + i;
+        if (IsQuantised(layout.dtype)) {
+          ASSERT_EQ(read.k_scale[i], written.k_scale[at]) << what;
+        }
+        if (IsQuantised(layout.v_dtype())) {
+          ASSERT_EQ(read.v_scale[i], written.v_scale[at]) << what;
+        }
+      }
     }
   }
 }
@@ -115,26 +164,24 @@ TEST(KVExportRows, WholeTilesAreWrittenAsSingleTokensAre) {
     const std::vector<uint8_t> opens = Opens(slots);
     const RowRun run = FirstRun(layout, slots, opens.data());
     if (!run.whole_tiles) {
-      EXPECT_TRUE(!layout.tiled() || layout.qk_head_dim % 2 != 0);
+      const int multiple = IsQuantised(layout.dtype) ? 4 : 2;
+      EXPECT_TRUE(!layout.tiled() || layout.qk_head_dim % multiple != 0);
       continue;
     }
     EXPECT_EQ(run.rows, static_cast<int64_t>(slots.size()));
     for (const int bad_row : {-1, 0, 17, 47}) {
       Rows rows = RandomRows(layout, slots.size(), 5);
-      if (bad_row >= 0) {  // the last value is not finite
+      if (bad_row >= 0 && !IsQuantised(layout.v_dtype())) {  // the last value is not finite
         const size_t end = static_cast<size_t>(bad_row + 1) * rows.v_bytes;
-        const uint32_t infinity = layout.dtype == DType::kF16 ? 0x7C007C00U : 0x7F800000U;
-        const size_t size = static_cast<size_t>(DTypeBytes(layout.dtype));
+        const uint32_t infinity = layout.v_dtype() == DType::kF16 ? 0x7C007C00U : 0x7F800000U;
+        const size_t size = layout.v_element_bytes();
         std::memcpy(rows.v.data() + end - size,
                     reinterpret_cast<const std::byte*>(&infinity) + 4 - size, size);
       }
       Pool want(layout);
       Pool got(layout);
-      for (size_t i = 0; i < slots.size(); ++i) {
-        WriteSlot(want.pages, slots[i], layout.dtype, rows.k.data() + i * rows.k_bytes,
-                  rows.v.data() + i * rows.v_bytes, opens[i] != 0);
-      }
-      WriteTiles(got.pages, slots, rows.k.data(), rows.v.data(), *runner);
+      StoreSingly(want.pages, slots, opens, rows, *runner);
+      WriteTiles(got.pages, slots, rows.in(), *runner);
       ASSERT_EQ(got.memory, want.memory);
       ASSERT_EQ(got.flags, want.flags);
     }

@@ -14,11 +14,20 @@ namespace {
 using Tokens = std::vector<uint64_t>;
 
 // Two groups: their layers differ in heads, dims and page tables.
-std::vector<AttentionLayerSpec> TwoGroups(DType dtype) {
-  const AttentionLayerSpec wide{
-      .num_qo_heads = 4, .num_kv_heads = 2, .qk_head_dim = 8, .v_head_dim = 8, .dtype = dtype};
-  const AttentionLayerSpec narrow{
-      .num_qo_heads = 3, .num_kv_heads = 1, .qk_head_dim = 10, .v_head_dim = 5, .dtype = dtype};
+std::vector<AttentionLayerSpec> TwoGroups(DType dtype,
+                                          std::optional<DType> v_dtype = std::nullopt) {
+  const AttentionLayerSpec wide{.num_qo_heads = 4,
+                                .num_kv_heads = 2,
+                                .qk_head_dim = 8,
+                                .v_head_dim = 8,
+                                .dtype = dtype,
+                                .v_dtype = v_dtype};
+  const AttentionLayerSpec narrow{.num_qo_heads = 3,
+                                  .num_kv_heads = 1,
+                                  .qk_head_dim = 10,
+                                  .v_head_dim = 5,
+                                  .dtype = dtype,
+                                  .v_dtype = v_dtype};
   return {wide, narrow, wide};
 }
 
@@ -110,23 +119,24 @@ std::vector<ChunkView> Views(const std::vector<ChunkBuffer>& chunks) {
 struct ExportCase {
   DType dtype;
   RopeMode mode;
+  std::optional<DType> v_dtype = std::nullopt;
 };
 
 class ExportTest : public testing::TestWithParam<ExportCase> {};
 
 // Cold and imported give the same bits afterwards, and the same chunks.
 TEST_P(ExportTest, PageSizesOfWriterAndReaderDoNotMatter) {
-  const auto [dtype, mode] = GetParam();
+  const auto [dtype, mode, v_dtype] = GetParam();
   const Tokens tokens = Sequence(1, 75);
   const Tokens next = Sequence(500, 9);
   for (const int64_t writer_pages : {16, 3}) {
-    const auto writer = MakeCache(writer_pages, TwoGroups(dtype), mode);
+    const auto writer = MakeCache(writer_pages, TwoGroups(dtype, v_dtype), mode);
     Prefill(*writer, 0, tokens);
     const std::vector<ChunkBuffer> chunks = Export(*writer, 0, tokens, 16);
     ASSERT_EQ(chunks.size(), 5u);
     const std::vector<std::byte> cold = Forward(*writer, 0, next);
     for (const int64_t reader_pages : {1, 3, 16, 64}) {
-      const auto reader = MakeCache(reader_pages, TwoGroups(dtype), mode);
+      const auto reader = MakeCache(reader_pages, TwoGroups(dtype, v_dtype), mode);
       ASSERT_TRUE(ImportChunks(*reader, 7, Views(chunks)).ok());
       ASSERT_TRUE(reader->CheckInvariants().ok());
       EXPECT_EQ(*reader->GetSequenceLength(7), 75);
@@ -142,7 +152,13 @@ INSTANTIATE_TEST_SUITE_P(Types, ExportTest,
                          testing::Values(ExportCase{DType::kF32, RopeMode::kNormal},
                                          ExportCase{DType::kF16, RopeMode::kInline},
                                          ExportCase{DType::kBF16, RopeMode::kNormal},
-                                         ExportCase{DType::kBF16, RopeMode::kNone}));
+                                         ExportCase{DType::kBF16, RopeMode::kNone},
+                                         ExportCase{DType::kI8, RopeMode::kNormal},
+                                         ExportCase{DType::kF8E4M3, RopeMode::kInline},
+                                         ExportCase{DType::kBF16, RopeMode::kNormal, DType::kI8},
+                                         ExportCase{DType::kF8E4M3, RopeMode::kNone, DType::kF32},
+                                         ExportCase{DType::kI8, RopeMode::kInline,
+                                                    DType::kF8E4M3}));
 
 TEST(KVExport, ImportsBehindWhatIsThere) {
   const Tokens tokens = Sequence(1, 50);
@@ -227,6 +243,38 @@ TEST(KVExport, EveryBitPatternComesThrough) {
     ASSERT_TRUE(ImportChunks(*reader, 0, views).ok());
     const std::vector<ChunkBuffer> again = Export(*reader, 0, tokens, 4);
     EXPECT_TRUE(std::ranges::equal(chunks[0].bytes(), again[0].bytes())) << DTypeName(dtype);
+  }
+}
+
+// Also codes and scales that no append makes.
+TEST(KVExport, EveryCodeAndScaleComesThrough) {
+  for (const DType dtype : {DType::kI8, DType::kF8E4M3}) {
+    const AttentionLayerSpec spec{
+        .num_qo_heads = 1, .num_kv_heads = 1, .qk_head_dim = 64, .v_head_dim = 70, .dtype = dtype};
+    StoredRows rows(spec, 40);
+    for (const TestTensor* tensor : {&rows.k, &rows.v}) {
+      auto* const codes = tensor->view().data_as<uint8_t>();
+      for (int64_t i = 0; i < tensor->count(); ++i) codes[i] = static_cast<uint8_t>(i);
+    }
+    const uint32_t patterns[] = {0x7FA00001, 0xFF80FFFF, 0x7F800000, 0x80000000,
+                                 0x00000001, 0x3F803F80, 0xBF812345};
+    for (const TestTensor* tensor : {&rows.k_scale, &rows.v_scale}) {
+      for (size_t i = 0; i < 40; ++i)
+        std::memcpy(tensor->view().data_as<float>() + i, &patterns[i % std::size(patterns)], 4);
+    }
+    const Tokens tokens = Sequence(1, 40);
+    const auto first = MakeCache(16, {spec}, RopeMode::kNone);
+    ASSERT_TRUE(first->AddSequence(0).ok());
+    const KVBlock block = {rows.view()};
+    const Status imported = first->ImportKV(0, std::span(&block, 1));
+    ASSERT_TRUE(imported.ok()) << imported.ToString();
+    for (const int64_t page_size : {16, 3}) {
+      const auto reader = MakeCache(page_size, {spec}, RopeMode::kNone);
+      ASSERT_TRUE(ImportChunks(*reader, 5, Views(Export(*first, 0, tokens, 40))).ok());
+      StoredRows out(spec, 40);
+      ASSERT_TRUE(reader->ExportKV(5, 0, 0, out.view()).ok());
+      EXPECT_TRUE(out == rows) << DTypeName(dtype) << ", pages of " << page_size;
+    }
   }
 }
 
@@ -378,6 +426,8 @@ TEST(CachePassport, SaysWhatTheCacheStores) {
   // Page size is no part of it, all that decides about the bytes is.
   EXPECT_EQ(TestPassport(*MakeCache(64, TwoGroups(DType::kBF16))), passport);
   EXPECT_NE(TestPassport(*MakeCache(16, TwoGroups(DType::kF16))), passport);
+  EXPECT_NE(TestPassport(*MakeCache(16, TwoGroups(DType::kBF16, DType::kI8))), passport);
+  EXPECT_EQ(TestPassport(*MakeCache(16, TwoGroups(DType::kBF16, DType::kBF16))), passport);
   EXPECT_NE(TestPassport(*MakeCache(16, TwoGroups(DType::kBF16), RopeMode::kInline)), passport);
 }
 

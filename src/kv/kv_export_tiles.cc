@@ -12,6 +12,7 @@ namespace {
 using Words = uint32_t __attribute__((vector_size(16)));   // 4 lanes
 using Halves = uint16_t __attribute__((vector_size(16)));  // 8 elements
 using FourHalves = uint16_t __attribute__((vector_size(8)));
+using Bytes = uint8_t __attribute__((vector_size(16)));
 constexpr int kLanes = 4;  // of a block
 
 template <typename Vector>
@@ -35,7 +36,7 @@ struct WordTile {  // float32; bfloat16, whose pairs lie so
     Store(words, tile + (word * kTilePositions + lane) * 4);
   }
 };
-struct HalfTile {  // float16: [dim][16 lanes]
+struct HalfTile {  // float16: [dim][16 lanes]; pairs of codes of a byte: [pair][16 lanes]
   static const std::byte* At(const std::byte* tile, int dim, int lane) noexcept {
     return tile + (dim * kTilePositions + lane) * 2;
   }
@@ -107,47 +108,78 @@ void WriteKeys(std::byte* tile, int words, const std::byte* rows, size_t stride)
   }
 }
 
-// Values of bfloat16: [lane / 2][v_dim][2].
+// Values of bfloat16, and codes of a byte: [lane / 2][v_dim][2].
+struct HalfPairs {
+  static constexpr int kBytes = 2;
+  static constexpr int kStep = 8;  // dimensions at once
+  using Vector = Halves;
+  static void Split(Vector a, Vector b, std::byte* even, std::byte* odd) noexcept {
+    Store(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14), even);
+    Store(__builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15), odd);
+  }
+  static void Join(Vector a, Vector b, std::byte* to) noexcept {
+    Store(__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11), to);
+    Store(__builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15), to + sizeof(Vector));
+  }
+};
+struct BytePairs {
+  static constexpr int kBytes = 1;
+  static constexpr int kStep = 16;
+  using Vector = Bytes;
+  static void Split(Vector a, Vector b, std::byte* even, std::byte* odd) noexcept {
+    Store(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+          even);
+    Store(__builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31),
+          odd);
+  }
+  static void Join(Vector a, Vector b, std::byte* to) noexcept {
+    Store(__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+          to);
+    Store(
+        __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31),
+        to + sizeof(Vector));
+  }
+};
+
+template <typename Pairs>
 void ReadValuePairs(const std::byte* tile, int v_dim, int dims, std::byte* rows,
                     size_t stride) noexcept {
-  constexpr int kStep = 8;
-  const int whole = dims / kStep * kStep;
+  constexpr int kBytes = Pairs::kBytes;
+  const int whole = dims / Pairs::kStep * Pairs::kStep;
   for (int pair = 0; pair < kTilePositions / 2; ++pair) {
-    const std::byte* const from = tile + static_cast<size_t>(pair) * v_dim * 4;
+    const std::byte* const from = tile + static_cast<size_t>(pair) * v_dim * 2 * kBytes;
     std::byte* const even = rows + static_cast<size_t>(2 * pair) * stride;
     std::byte* const odd = even + stride;
-    for (int d = 0; d < whole; d += kStep) {
-      const auto a = Load<Halves>(from + d * 4);
-      const auto b = Load<Halves>(from + d * 4 + 16);
-      Store(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14), even + d * 2);
-      Store(__builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15), odd + d * 2);
+    for (int d = 0; d < whole; d += Pairs::kStep) {
+      const auto a = Load<typename Pairs::Vector>(from + d * 2 * kBytes);
+      const auto b = Load<typename Pairs::Vector>(from + d * 2 * kBytes + sizeof a);
+      Pairs::Split(a, b, even + d * kBytes, odd + d * kBytes);
     }
     for (int d = whole; d < dims; ++d) {
-      std::memcpy(even + d * 2, from + d * 4, 2);
-      std::memcpy(odd + d * 2, from + d * 4 + 2, 2);
+      std::memcpy(even + d * kBytes, from + d * 2 * kBytes, kBytes);
+      std::memcpy(odd + d * kBytes, from + (d * 2 + 1) * kBytes, kBytes);
     }
   }
 }
 
+template <typename Pairs>
 void WriteValuePairs(std::byte* tile, int v_dim, int dims, const std::byte* rows,
                      size_t stride) noexcept {
-  constexpr int kStep = 8;
-  const int whole = dims / kStep * kStep;
+  constexpr int kBytes = Pairs::kBytes;
+  const int whole = dims / Pairs::kStep * Pairs::kStep;
   for (int pair = 0; pair < kTilePositions / 2; ++pair) {
-    std::byte* const to = tile + static_cast<size_t>(pair) * v_dim * 4;
+    std::byte* const to = tile + static_cast<size_t>(pair) * v_dim * 2 * kBytes;
     const std::byte* const even = rows + static_cast<size_t>(2 * pair) * stride;
     const std::byte* const odd = even + stride;
-    for (int d = 0; d < whole; d += kStep) {
-      const auto a = Load<Halves>(even + d * 2);
-      const auto b = Load<Halves>(odd + d * 2);
-      Store(__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11), to + d * 4);
-      Store(__builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15), to + d * 4 + 16);
+    for (int d = 0; d < whole; d += Pairs::kStep) {
+      Pairs::Join(Load<typename Pairs::Vector>(even + d * kBytes),
+                  Load<typename Pairs::Vector>(odd + d * kBytes), to + d * 2 * kBytes);
     }
     for (int d = whole; d < dims; ++d) {
-      std::memcpy(to + d * 4, even + d * 2, 2);
-      std::memcpy(to + d * 4 + 2, odd + d * 2, 2);
+      std::memcpy(to + d * 2 * kBytes, even + d * kBytes, kBytes);
+      std::memcpy(to + (d * 2 + 1) * kBytes, odd + d * kBytes, kBytes);
     }
-    std::memset(to + dims * 4, 0, static_cast<size_t>(v_dim - dims) * 4);
+    std::memset(to + dims * 2 * kBytes, 0, static_cast<size_t>(v_dim - dims) * 2 * kBytes);
   }
 }
 
@@ -177,26 +209,32 @@ bool AllFinite(const std::byte* tile, size_t count, Element exponent) noexcept {
   return found == 0;
 }
 
+bool HasHalfTiles(DType dtype) { return dtype == DType::kF16 || IsQuantised(dtype); }
+
 }  // namespace
 
+// Whole words of 4 bytes; four codes are one.
 bool MovesWholeTiles(const KVLayout& layout) {
-  return layout.tiled() && layout.qk_head_dim == layout.k_dim();
+  const int multiple = layout.k_element_bytes() == 1 ? 4 : 2;
+  return layout.tiled() && layout.qk_head_dim % multiple == 0;
 }
 
 void ReadTile(const KVLayout& layout, const std::byte* page, int tile, int head, std::byte* k,
               size_t k_stride, std::byte* v, size_t v_stride) noexcept {
-  const size_t element = static_cast<size_t>(DTypeBytes(layout.dtype));
-  const std::byte* const keys = page + layout.k_tile_offset(tile, head) * element;
+  const std::byte* const keys = page + layout.k_tile_offset(tile, head) * layout.k_element_bytes();
+  const size_t element = layout.v_element_bytes();
   const std::byte* const values =
       page + layout.v_offset() + layout.v_tile_offset(tile, head) * element;
-  const int words = layout.k_dim() * static_cast<int>(element) / 4;
-  if (layout.dtype == DType::kF16) {
+  const int words = layout.k_dim() * static_cast<int>(layout.k_element_bytes()) / 4;
+  if (HasHalfTiles(layout.dtype)) {
     ReadKeys<HalfTile>(keys, words, k, k_stride);
   } else {
     ReadKeys<WordTile>(keys, words, k, k_stride);
   }
-  if (layout.dtype == DType::kBF16) {
-    ReadValuePairs(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
+  if (layout.v_dtype() == DType::kBF16) {
+    ReadValuePairs<HalfPairs>(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
+  } else if (IsQuantised(layout.v_dtype())) {
+    ReadValuePairs<BytePairs>(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
   } else {
     ReadValueRows(values, static_cast<size_t>(layout.v_dim()) * element,
                   static_cast<size_t>(layout.v_head_dim) * element, v, v_stride);
@@ -205,24 +243,28 @@ void ReadTile(const KVLayout& layout, const std::byte* page, int tile, int head,
 
 bool WriteTile(const KVLayout& layout, std::byte* page, int tile, int head, const std::byte* k,
                size_t k_stride, const std::byte* v, size_t v_stride) noexcept {
-  const size_t element = static_cast<size_t>(DTypeBytes(layout.dtype));
-  std::byte* const keys = page + layout.k_tile_offset(tile, head) * element;
+  std::byte* const keys = page + layout.k_tile_offset(tile, head) * layout.k_element_bytes();
+  const size_t element = layout.v_element_bytes();
   std::byte* const values = page + layout.v_offset() + layout.v_tile_offset(tile, head) * element;
-  const int words = layout.k_dim() * static_cast<int>(element) / 4;
-  if (layout.dtype == DType::kF16) {
+  const int words = layout.k_dim() * static_cast<int>(layout.k_element_bytes()) / 4;
+  if (HasHalfTiles(layout.dtype)) {
     WriteKeys<HalfTile>(keys, words, k, k_stride);
   } else {
     WriteKeys<WordTile>(keys, words, k, k_stride);
   }
-  if (layout.dtype == DType::kBF16) {
-    WriteValuePairs(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
-  } else {
-    WriteValueRows(values, static_cast<size_t>(layout.v_dim()) * element,
-                   static_cast<size_t>(layout.v_head_dim) * element, v, v_stride);
+  if (IsQuantised(layout.v_dtype())) {
+    WriteValuePairs<BytePairs>(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
+    return true;  // codes are finite
   }
   const size_t count = layout.v_tile_elements();
-  if (layout.dtype == DType::kF32) return AllFinite<uint32_t>(values, count, 0x7F800000U);
-  return AllFinite<uint16_t>(values, count, layout.dtype == DType::kBF16 ? 0x7F80U : 0x7C00U);
+  if (layout.v_dtype() == DType::kBF16) {
+    WriteValuePairs<HalfPairs>(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
+    return AllFinite<uint16_t>(values, count, 0x7F80U);
+  }
+  WriteValueRows(values, static_cast<size_t>(layout.v_dim()) * element,
+                 static_cast<size_t>(layout.v_head_dim) * element, v, v_stride);
+  if (layout.v_dtype() == DType::kF32) return AllFinite<uint32_t>(values, count, 0x7F800000U);
+  return AllFinite<uint16_t>(values, count, 0x7C00U);
 }
 
 }  // namespace quire

@@ -10,7 +10,8 @@
 
 namespace quire {
 
-// Whether the two functions below know the layout: tiles, and keys of an even dimension.
+// Whether the two functions below know the layout: tiles, and keys of an even dimension, or a
+// multiple of 4 if they are codes.
 bool MovesWholeTiles(const KVLayout& layout);
 
 // `page`: the page's begin. k, v: row of the tile's first lane, this head; the next lane's row lies

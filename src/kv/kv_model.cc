@@ -8,6 +8,8 @@
 #include <set>
 
 #include "base/check.h"
+#include "kv/kv_model_codes.h"
+#include "tensor/float8.h"
 #include "tensor/half.h"
 
 namespace quire {
@@ -21,6 +23,9 @@ constexpr size_t kMostEntriesPerRange = 4;
 constexpr double kEpsF32 = 0x1p-24;
 constexpr double kEpsF16 = 0x1p-11;
 constexpr double kEpsBF16 = 0x1p-8;
+
+// What is stored as codes is computed with as bfloat16.
+DType Computed(DType stored) { return IsQuantised(stored) ? DType::kBF16 : stored; }
 
 double HalfUlp(DType dtype) {
   if (dtype == DType::kF16) return kEpsF16;
@@ -45,9 +50,11 @@ float LoadElement(const TensorView& view, int64_t offset) {
     case DType::kI32:
     case DType::kI64:
     case DType::kU8:
-    case DType::kI8:
-    case DType::kF8E4M3:
       break;
+    case DType::kI8:
+      return static_cast<float>(view.data_as<int8_t>()[offset]);
+    case DType::kF8E4M3:
+      return F8E4M3ToF32(view.data_as<uint8_t>()[offset]);
   }
   QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());
   return 0;
@@ -57,12 +64,39 @@ void StoreElement(const TensorView& view, int64_t offset, float value) {
   if (view.dtype() == DType::kF32) view.data_as<float>()[offset] = value;
   if (view.dtype() == DType::kF16) view.data_as<uint16_t>()[offset] = F32ToF16(value);
   if (view.dtype() == DType::kBF16) view.data_as<uint16_t>()[offset] = F32ToBf16(value);
+  if (view.dtype() == DType::kI8) view.data_as<int8_t>()[offset] = static_cast<int8_t>(value);
+  if (view.dtype() == DType::kF8E4M3) view.data_as<uint8_t>()[offset] = F32ToF8E4M3(value);
+}
+
+// Stored rows [token][head][dim] into numbers and back, one token at a time.
+void LoadRow(const TensorView& rows, const TensorView& scales, int64_t row,
+             std::vector<float>* to) {
+  for (int64_t h = 0; h < rows.dim(1); ++h) {
+    const float scale =
+        IsQuantised(rows.dtype()) ? LoadElement(scales, row * scales.stride(0) + h) : 1;
+    for (int64_t d = 0; d < rows.dim(2); ++d)
+      to->push_back(LoadElement(rows, row * rows.stride(0) + h * rows.stride(1) + d) * scale);
+  }
+}
+
+void StoreRow(std::span<const float> from, const TensorView& rows, const TensorView& scales,
+              int64_t row) {
+  const auto dim = static_cast<size_t>(rows.dim(2));
+  for (int64_t h = 0; h < rows.dim(1); ++h) {
+    const std::span<const float> head = from.subspan(static_cast<size_t>(h) * dim, dim);
+    const float scale = IsQuantised(rows.dtype()) ? CodeScale(head, rows.dtype()) : 1;
+    if (IsQuantised(rows.dtype())) StoreElement(scales, row * scales.stride(0) + h, scale);
+    for (size_t d = 0; d < dim; ++d) {
+      StoreElement(rows, row * rows.stride(0) + h * rows.stride(1) + static_cast<int64_t>(d),
+                   scale == 0 ? 0 : head[d] / scale);
+    }
+  }
 }
 
 bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
   return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
-         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window &&
-         a.rope == b.rope;
+         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.value_dtype() == b.value_dtype() &&
+         a.window == b.window && a.rope == b.rope;
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {
@@ -89,12 +123,6 @@ std::vector<double> RotateReference(std::span<const double> x, const RopeFrequen
   return y;
 }
 
-float RoundToDType(float value, DType dtype) {
-  if (dtype == DType::kF16) return F16ToF32(F32ToF16(value));
-  if (dtype == DType::kBF16) return Bf16ToF32(F32ToBf16(value));
-  return value;
-}
-
 // ---------------------------------------------------------------------- arguments
 
 double KVModel::Rows::Get(int64_t row, int64_t head, int64_t d) const {
@@ -112,8 +140,9 @@ bool KVModel::LseFits(const TensorView& lse, int64_t heads) const {
 
 Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                           int64_t dim) const {
-  const DType stored = options_.layers[static_cast<size_t>(layer)].dtype;
-  const bool dtype_fits = view.dtype() == DType::kF32 || view.dtype() == stored;
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  const bool dtype_fits = view.dtype() == DType::kF32 || view.dtype() == Computed(spec.dtype) ||
+                          view.dtype() == Computed(spec.value_dtype());
   const bool by_head = view.rank() == 3 && view.dim(1) == heads && view.dim(2) == dim;
   const bool flat = view.rank() == 2 && view.dim(1) == heads * dim;
   const bool dense = view.rank() > 0 && view.stride(view.rank() - 1) == 1;
@@ -809,10 +838,8 @@ void KVModel::StoreTokens(const Sequence& sequence, size_t position, size_t laye
                           const LayerKV& kv) {
   for (int64_t row = 0; row < kv.k.dim(0); ++row, ++position) {
     TokenValues& values = *sequence.tokens[position].values;
-    for (int64_t i = 0; i < kv.k.stride(0); ++i)
-      values.k[layer].push_back(LoadElement(kv.k, row * kv.k.stride(0) + i));
-    for (int64_t i = 0; i < kv.v.stride(0); ++i)
-      values.v[layer].push_back(LoadElement(kv.v, row * kv.v.stride(0) + i));
+    LoadRow(kv.k, kv.k_scale, row, &values.k[layer]);
+    LoadRow(kv.v, kv.v_scale, row, &values.v[layer]);
   }
 }
 
@@ -847,12 +874,11 @@ void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
         if (options_.rope.mode == RopeMode::kNormal) {
           key = RotateReference(key, frequencies, options_.rope.pairing, position);
         }
-        for (const double x : key) {
-          values.k[l].push_back(RoundToDType(static_cast<float>(x), spec.dtype));
-        }
-        for (int64_t d = 0; d < spec.v_head_dim; ++d) {
-          values.v[l].push_back(RoundToDType(static_cast<float>(v.Get(row, h, d)), spec.dtype));
-        }
+        AppendStored(std::vector<float>(key.begin(), key.end()), spec.dtype, &values.k[l]);
+        std::vector<float> value;
+        for (int64_t d = 0; d < spec.v_head_dim; ++d)
+          value.push_back(static_cast<float>(v.Get(row, h, d)));
+        AppendStored(std::move(value), spec.value_dtype(), &values.v[l]);
       }
     }
   }
@@ -863,8 +889,14 @@ double KVModel::StoredKeyBound(int64_t layer, double value) const {
   if (options_.rope.mode != RopeMode::kNormal) return 0;
   const DType dtype = options_.layers[static_cast<size_t>(layer)].dtype;
   // One unit in the last place where the two roundings fall apart, and the float32 rotation's own
-  // error; 16 is above any element that tests store.
-  return 2 * HalfUlp(dtype) * (std::abs(value) + SmallestNormal(dtype)) + 16 * 8 * kEpsF32;
+  // error; no element that tests store is above kLargestKey.
+  constexpr double kLargestKey = 16;
+  const double rotation = kLargestKey * 8 * kEpsF32;
+  // One code, and the last bit of the scale.
+  if (dtype == DType::kI8) return kLargestKey / 127 + std::abs(value) * 0x1p-15 + rotation;
+  if (dtype == DType::kF8E4M3)
+    return std::abs(value) * (0x1p-3 + 0x1p-15) + kLargestKey / 448 * 0x1p-9 + rotation;
+  return 2 * HalfUlp(dtype) * (std::abs(value) + SmallestNormal(dtype)) + rotation;
 }
 
 // Keys of all tokens of the sequence as attention sees them: [token][kv head][D].
@@ -899,10 +931,14 @@ double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
   // Both rotations and the chain over the head dimension in float32.
   double error = static_cast<double>(2 * spec.qk_head_dim + 16) * kEpsF32;
   // q, and a key that is rotated at use, are rounded to bfloat16 where products are taken in pairs.
-  if (spec.dtype == DType::kBF16) error += 2 * kEpsBF16;
-  // A rotated key may have been rounded to the other neighbour when it was stored.
-  if (options_.rope.mode == RopeMode::kNormal) error += 2 * HalfUlp(spec.dtype);
-  return error;
+  if (Computed(spec.dtype) == DType::kBF16) error += 2 * kEpsBF16;
+  if (options_.rope.mode != RopeMode::kNormal) return error;
+  // A rotated key may have been rounded to the other neighbour when it was stored: for codes by a
+  // step of the head's largest element, which is no more than its norm.
+  const double root = std::sqrt(static_cast<double>(spec.qk_head_dim));
+  if (spec.dtype == DType::kI8) return error + root / 127;
+  if (spec.dtype == DType::kF8E4M3) return error + 0x1p-3 + root * 0x1p-9 / 448;
+  return error + 2 * HalfUlp(spec.dtype);
 }
 
 // One row and query head: softmax of the scores over the visible keys, values weighted by it.
@@ -962,7 +998,7 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
   // the fraction.
   const double weights = std::expm1(2 * worst) +
                          (static_cast<double>(head.visible.size()) + 256) * kEpsF32 +
-                         (spec.dtype == DType::kBF16 ? 2 * kEpsBF16 : 0);
+                         (Computed(spec.value_dtype()) == DType::kBF16 ? 2 * kEpsBF16 : 0);
   for (size_t d = 0; d < dv; ++d) {
     o[d] /= total;
     last_bounds_.o.push_back(weights * size[d] / total +
@@ -1039,12 +1075,15 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
 // ---------------------------------------------------------------------- debugging
 
 Status KVModel::CheckDebugRows(const char* name, const TensorView& view, int64_t count,
-                               int64_t dim) const {
+                               Stored of) const {
   const AttentionLayerSpec& spec = options_.layers[0];
+  const int64_t dim = of == Stored::kKeys ? spec.qk_head_dim : spec.v_head_dim;
   for (const AttentionLayerSpec& layer : options_.layers) {
     const bool same = layer.num_kv_heads == spec.num_kv_heads &&
                       layer.qk_head_dim == spec.qk_head_dim && layer.v_head_dim == spec.v_head_dim;
-    const bool dtype_fits = view.dtype() == DType::kF32 || view.dtype() == layer.dtype;
+    const DType stored = of == Stored::kKeys ? layer.dtype : layer.value_dtype();
+    const bool dtype_fits =
+        view.dtype() == DType::kF32 || (view.dtype() == stored && !IsQuantised(stored));
     if (!same || !dtype_fits) return Bad(StatusCode::kBadArgument, "layers differ");
   }
   const bool shape_fits = view.rank() == 4 && view.stride(3) == 1 &&
@@ -1070,10 +1109,8 @@ Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const Lay
   }
   for (int64_t p = 0; p < count; ++p) {
     const TokenValues& values = *sequence.tokens[static_cast<size_t>(start + p)].values;
-    for (size_t i = 0; i < values.k[l].size(); ++i)
-      StoreElement(to.k, p * to.k.stride(0) + static_cast<int64_t>(i), values.k[l][i]);
-    for (size_t i = 0; i < values.v[l].size(); ++i)
-      StoreElement(to.v, p * to.v.stride(0) + static_cast<int64_t>(i), values.v[l][i]);
+    StoreRow(values.k[l], to.k, to.k_scale, p);
+    StoreRow(values.v[l], to.v, to.v_scale, p);
   }
   return Status();
 }
@@ -1119,8 +1156,8 @@ Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const Ten
     }
   }
   const AttentionLayerSpec& spec = options_.layers[0];
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, end - start, spec.qk_head_dim));
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, end - start, spec.v_head_dim));
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, end - start, Stored::kKeys));
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, end - start, Stored::kValues));
   for (size_t l = 0; l < options_.layers.size(); ++l) {
     for (int64_t p = start; p < end; ++p) {
       const TokenValues& values = *sequence.tokens[static_cast<size_t>(p)].values;
@@ -1156,9 +1193,8 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
       if (!IsHeld(sequence, p, g)) return Bad(StatusCode::kBadArgument, "not held");
     }
   }
-  const AttentionLayerSpec& spec = options_.layers[0];
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, spec.qk_head_dim));
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, count, spec.v_head_dim));
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, Stored::kKeys));
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, count, Stored::kValues));
   // A token is shared only together with all before it, so the first one answers for the range.
   const int64_t copy = sequence.tokens[static_cast<size_t>(start)].copy;
   const bool is_shared = std::any_of(sequences_.begin(), sequences_.end(), [&](const auto& other) {
@@ -1193,24 +1229,19 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
     Token& token = sequence.tokens[static_cast<size_t>(p)];
     token.values = std::make_shared<TokenValues>(*token.values);
     for (size_t l = 0; l < options_.layers.size(); ++l) {
-      const int64_t layer = static_cast<int64_t>(l);
-      const DType dtype = options_.layers[l].dtype;
-      std::vector<float>& keys = token.values->k[l];
-      for (size_t i = 0; i < keys.size(); ++i) {
-        const int64_t h = static_cast<int64_t>(i) / spec.qk_head_dim;
-        const int64_t d = static_cast<int64_t>(i) % spec.qk_head_dim;
-        keys[i] = RoundToDType(
-            LoadElement(k, layer * k.stride(0) + (p - start) * k.stride(1) + h * k.stride(2) + d),
-            dtype);
-      }
-      std::vector<float>& values = token.values->v[l];
-      for (size_t i = 0; i < values.size(); ++i) {
-        const int64_t h = static_cast<int64_t>(i) / spec.v_head_dim;
-        const int64_t d = static_cast<int64_t>(i) % spec.v_head_dim;
-        values[i] = RoundToDType(
-            LoadElement(v, layer * v.stride(0) + (p - start) * v.stride(1) + h * v.stride(2) + d),
-            dtype);
-      }
+      const auto layer = static_cast<int64_t>(l);
+      const auto set = [&](const TensorView& from, DType dtype, std::vector<float>* to) {
+        to->clear();
+        for (int64_t h = 0; h < from.dim(2); ++h) {
+          const int64_t first =
+              layer * from.stride(0) + (p - start) * from.stride(1) + h * from.stride(2);
+          std::vector<float> head;
+          for (int64_t d = 0; d < from.dim(3); ++d) head.push_back(LoadElement(from, first + d));
+          AppendStored(head, dtype, to);
+        }
+      };
+      set(k, options_.layers[l].dtype, &token.values->k[l]);
+      set(v, options_.layers[l].value_dtype(), &token.values->v[l]);
     }
   }
   FreeHidden();

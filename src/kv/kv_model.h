@@ -23,9 +23,6 @@ namespace quire {
 std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
                                     RopePairing pairing, int64_t position);
 
-// The nearest value of `dtype` (kF32, kF16, kBF16), ties to even.
-float RoundToDType(float value, DType dtype);
-
 class KVModel final : public AttentionKVCache {
  public:
   // REQUIRES: options that AttentionKVCache::Create accepts. kernel_path, runner and
@@ -240,7 +237,8 @@ class KVModel final : public AttentionKVCache {
   // The queries of a row at `position`, for ordinary keys and for those of sinks.
   void TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
                  HeadArguments* head) const;
-  Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, int64_t dim) const;
+  enum class Stored : uint8_t { kKeys, kValues };
+  Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, Stored of) const;
 
   const AttentionKVCacheOptions options_;
   std::vector<size_t> group_of_layer_;

@@ -24,13 +24,13 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
   const bool rotates = options_.rope.mode == RopeMode::kInline;
   AttentionLayerSpec spec = options_.layers[l];
   if (rotates && q.dim(2) != spec.qk_head_dim) return FailAttention(Bad("dimension of inline q"));
-  const bool narrow = k.dtype() == v.dtype() && k.dtype() == spec.dtype;
   const int64_t layer_dim = spec.qk_head_dim;
   spec.num_qo_heads = q.dim(1);
   spec.num_kv_heads = k.dim(1);
   spec.qk_head_dim = q.dim(2);
   spec.v_head_dim = v.dim(2);
-  if (!narrow) spec.dtype = DType::kF32;
+  spec.dtype = k.dtype() == v.dtype() ? k.dtype() : DType::kF32;
+  spec.v_dtype.reset();
   Status status = CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim);
   if (status.ok()) status = CheckRows("k", k, layer, spec.num_kv_heads, spec.qk_head_dim);
   if (status.ok()) status = CheckRows("v", v, layer, spec.num_kv_heads, spec.v_head_dim);

@@ -1,10 +1,12 @@
 #include "kv/kv_test_forward.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "base/float_environment.h"
 #include "base/random.h"
+#include "tensor/float8.h"
 #include "tensor/half.h"
 
 namespace quire {
@@ -42,6 +44,8 @@ TestTensor::TestTensor(DType dtype, std::vector<int64_t> shape) {
 float TestTensor::Get(int64_t i) const {
   if (view_.dtype() == DType::kF16) return F16ToF32(view_.data_as<uint16_t>()[i]);
   if (view_.dtype() == DType::kBF16) return Bf16ToF32(view_.data_as<uint16_t>()[i]);
+  if (view_.dtype() == DType::kI8) return static_cast<float>(view_.data_as<int8_t>()[i]);
+  if (view_.dtype() == DType::kF8E4M3) return F8E4M3ToF32(view_.data_as<uint8_t>()[i]);
   return view_.data_as<float>()[i];
 }
 
@@ -53,6 +57,25 @@ void TestTensor::Set(int64_t i, float value) {
   } else {
     view_.data_as<float>()[i] = value;
   }
+}
+
+StoredRows::StoredRows(const AttentionLayerSpec& spec, int64_t count)
+    : k(spec.dtype, {count, spec.num_kv_heads, spec.qk_head_dim}),
+      v(spec.value_dtype(), {count, spec.num_kv_heads, spec.v_head_dim}) {
+  if (IsQuantised(spec.dtype)) k_scale = TestTensor(DType::kF32, {count, spec.num_kv_heads});
+  if (IsQuantised(spec.value_dtype()))
+    v_scale = TestTensor(DType::kF32, {count, spec.num_kv_heads});
+}
+
+float StoredRows::Key(int64_t i) const {
+  return k_scale.count() == 0 ? k.Get(i) : k.Get(i) * k_scale.Get(i / k.view().dim(2));
+}
+
+bool StoredRows::operator==(const StoredRows& other) const {
+  return std::ranges::equal(k.bytes(), other.k.bytes()) &&
+         std::ranges::equal(v.bytes(), other.v.bytes()) &&
+         std::ranges::equal(k_scale.bytes(), other.k_scale.bytes()) &&
+         std::ranges::equal(v_scale.bytes(), other.v_scale.bytes());
 }
 
 std::span<const std::byte> TestTensor::rows(int64_t first, int64_t count) const {

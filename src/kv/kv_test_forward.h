@@ -34,6 +34,19 @@ class TestTensor {
   TensorView view_;
 };
 
+// Stored tokens of a layer, as ExportKV gives them.
+struct StoredRows {
+  StoredRows() = default;
+  StoredRows(const AttentionLayerSpec& spec, int64_t count);
+  LayerKV view() const { return {k.view(), v.view(), k_scale.view(), v_scale.view()}; }
+  // Element `i` of the keys as a number: codes times their scale.
+  float Key(int64_t i) const;
+  bool operator==(const StoredRows& other) const;  // bit for bit
+
+  TestTensor k, v;
+  TestTensor k_scale, v_scale;  // empty where there are none
+};
+
 // Runs everything on the calling thread.
 class SerialRunner final : public ParallelRunner {
  public:

@@ -71,7 +71,7 @@ struct Walk {
 };
 
 // Streams of one seed, so that a kept list keeps its cache when the making of lists changes.
-enum Stream : uint64_t { kOptionsStream, kOpsStream, kWindowsStream };
+enum Stream : uint64_t { kOptionsStream, kOpsStream, kWindowsStream, kCodesStream };
 
 // ---------------------------------------------------------------------- making a walk
 
@@ -138,6 +138,21 @@ RopeOptions DrawRope(RandomSequence& random, const std::vector<AttentionLayerSpe
   return rope;
 }
 
+// Every third seed stores codes in all layers or some: keys and values drawn apart.
+void DrawCodes(RandomSequence& random, std::vector<AttentionLayerSpec>& layers) {
+  const auto draw = [&](DType plain) {
+    return OneOf(random, {DType::kI8, DType::kI8, DType::kF8E4M3, plain});
+  };
+  const DType keys = draw(layers[0].dtype);
+  const DType values = draw(DType::kBF16);
+  const bool all = random.Below(2) == 0;
+  for (AttentionLayerSpec& layer : layers) {
+    if (!all && random.Below(2) == 0) continue;
+    layer.dtype = keys;
+    layer.v_dtype = values;
+  }
+}
+
 // Windows, soft caps and learned sinks. Layers of one shape may come to be in two groups.
 void DrawWindows(RandomSequence& random, std::vector<AttentionLayerSpec>& layers) {
   for (AttentionLayerSpec& layer : layers) {
@@ -180,6 +195,11 @@ WalkSetting MakeSetting(uint64_t seed) {
   setting.has_windows = seed % 2 == 0;
   RandomSequence windows(seed, kWindowsStream);
   if (setting.has_windows) DrawWindows(windows, options.layers);
+  RandomSequence codes(seed, kCodesStream);
+  if (seed % 3 == 0) {
+    DrawCodes(codes, options.layers);
+    setting.style = ForwardStyle();  // float32 fits every layer
+  }
   options.tvm_window_span = setting.has_windows && windows.Below(3) == 0;
   return setting;
 }
@@ -231,7 +251,7 @@ struct KnownToken {
 struct WalkLoad {
   size_t member = 0;
   std::vector<KnownToken> tokens;
-  std::array<std::vector<TestTensor>, 2> tensors;
+  std::array<std::vector<StoredRows>, 2> parts;
   std::array<std::unique_ptr<BlockSource>, 2> sources;
 };
 
@@ -297,7 +317,7 @@ class Walker {
   std::string MakeFreshWindow(const KVModel::Window& window, size_t* done,
                               const std::vector<uint64_t>& numbers);
   std::string ExportPart(int64_t id, int64_t start, int64_t count,
-                         std::array<std::vector<TestTensor>, 2>* tensors);
+                         std::array<std::vector<StoredRows>, 2>* parts);
   std::vector<uint64_t> RowsWithPadding(uint32_t draw) const;
 
   const WalkSetting setting_;
@@ -1160,35 +1180,29 @@ std::string Walker::Decode(const WalkOp& op) {
   return error;
 }
 
-// Tokens of a sequence out of the cache and out of the model: [0] and [1], each k and v per layer.
+// Tokens of a sequence out of the cache and out of the model: [0] and [1], per layer.
 std::string Walker::ExportPart(int64_t id, int64_t start, int64_t count,
-                               std::array<std::vector<TestTensor>, 2>* tensors) {
+                               std::array<std::vector<StoredRows>, 2>* parts) {
   for (size_t l = 0; l < layers_.size(); ++l) {
-    const AttentionLayerSpec& spec = layers_[l];
-    for (std::vector<TestTensor>& side : *tensors) {
-      side.emplace_back(spec.dtype,
-                        std::vector<int64_t>{count, spec.num_kv_heads, spec.qk_head_dim});
-      side.emplace_back(spec.dtype,
-                        std::vector<int64_t>{count, spec.num_kv_heads, spec.v_head_dim});
-    }
-    const auto target = [&](size_t side) {
-      return LayerKV{.k = (*tensors)[side][2 * l].view(), .v = (*tensors)[side][2 * l + 1].view()};
-    };
+    for (std::vector<StoredRows>& side : *parts) side.emplace_back(layers_[l], count);
     QUIRE_WALK_CALL("ExportKV", status, [&](AttentionKVCache& c) {
-      const LayerKV to = target(&c == cache_.get() ? 0 : 1);
-      return c.ExportKV(id, static_cast<int64_t>(l), start, to);
+      return c.ExportKV(id, static_cast<int64_t>(l), start,
+                        (*parts)[&c == cache_.get() ? 0 : 1][l].view());
     });
     if (!status.ok()) {
-      for (std::vector<TestTensor>& side : *tensors) side.clear();
+      for (std::vector<StoredRows>& side : *parts) side.clear();
       return "";
     }
-    const TestTensor& keys = (*tensors)[0][2 * l];
-    for (int64_t i = 0; i < keys.count(); ++i) {
-      const double expected = (*tensors)[1][2 * l].Get(i);
+    const StoredRows& ours = (*parts)[0][l];
+    const StoredRows& models = (*parts)[1][l];
+    for (int64_t i = 0; i < ours.k.count(); ++i) {
+      const double expected = static_cast<double>(models.Key(i));
       const double bound = model_.StoredKeyBound(static_cast<int64_t>(l), expected);
-      if (std::abs(keys.Get(i) - expected) > bound) return "an exported key differs";
+      if (!(std::abs(static_cast<double>(ours.Key(i)) - expected) <= bound))
+        return "an exported key differs";
     }
-    if (!std::ranges::equal((*tensors)[0][2 * l + 1].bytes(), (*tensors)[1][2 * l + 1].bytes()))
+    if (!std::ranges::equal(ours.v.bytes(), models.v.bytes()) ||
+        !std::ranges::equal(ours.v_scale.bytes(), models.v_scale.bytes()))
       return "exported values differ";
   }
   return "";
@@ -1207,14 +1221,12 @@ std::string Walker::Import(const WalkOp& op) {
   const bool unwritten = open_ && before_.count(from) != 0;
   if (unwritten) return "";
   const int64_t count = 1 + static_cast<int64_t>(op.c) % std::min<int64_t>(available, 40);
-  std::array<std::vector<TestTensor>, 2> tensors;
-  const std::string error = ExportPart(from, start, count, &tensors);
-  if (!error.empty() || tensors[0].empty()) return error;
+  std::array<std::vector<StoredRows>, 2> parts;
+  const std::string error = ExportPart(from, start, count, &parts);
+  if (!error.empty() || parts[0].empty()) return error;
   QUIRE_WALK_CALL("ImportKV", status, [&](AttentionKVCache& c) {
-    const std::vector<TestTensor>& side = tensors[&c == cache_.get() ? 0 : 1];
     KVBlock block;
-    for (size_t i = 0; i < side.size(); i += 2)
-      block.push_back({side[i].view(), side[i + 1].view()});
+    for (const StoredRows& rows : parts[&c == cache_.get() ? 0 : 1]) block.push_back(rows.view());
     return c.ImportKV(to, std::span(&block, 1));
   });
   if (!status.ok()) return "";
@@ -1244,13 +1256,12 @@ std::string Walker::DrawLoad(const Batch& batch, size_t member, const WalkOp& op
   load.member = member;
   const auto first = source.begin() + static_cast<ptrdiff_t>(start);
   load.tokens.assign(first, first + static_cast<ptrdiff_t>(count));
-  const std::string error = ExportPart(from, start, count, &load.tensors);
-  if (!error.empty() || load.tensors[0].empty()) return error;
+  const std::string error = ExportPart(from, start, count, &load.parts);
+  if (!error.empty() || load.parts[0].empty()) return error;
   const int64_t fails_at = random.Below(8 * static_cast<int64_t>(layers_.size()));
   for (size_t side = 0; side < 2; ++side) {
     KVBlock block;
-    for (size_t i = 0; i < load.tensors[side].size(); i += 2)
-      block.push_back({load.tensors[side][i].view(), load.tensors[side][i + 1].view()});
+    for (const StoredRows& rows : load.parts[side]) block.push_back(rows.view());
     load.sources[side] = std::make_unique<BlockSource>(std::span(&block, 1));
     load.sources[side]->arrive = [fails_at](int64_t layer) {
       return layer == fails_at ? Status(StatusCode::kCorrupt, "the walk's layer") : Status();
@@ -1379,7 +1390,8 @@ std::string Describe(const Walk& walk) {
        << static_cast<int>(setting.options.rope.mode) << ", layers";
   for (const AttentionLayerSpec& layer : setting.options.layers) {
     text << " {" << layer.num_qo_heads << ", " << layer.num_kv_heads << ", " << layer.qk_head_dim
-         << ", " << layer.v_head_dim << ", " << DTypeName(layer.dtype) << "}";
+         << ", " << layer.v_head_dim << ", " << DTypeName(layer.dtype) << " "
+         << DTypeName(layer.value_dtype()) << "}";
   }
   text << "\n{" << walk.seed << "u,\n {";
   for (const WalkOp& op : walk.ops) {

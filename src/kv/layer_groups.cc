@@ -26,6 +26,14 @@ Status CheckExtent(const std::string& field, int64_t value) {
   return OutOfRange(field, value, "in [1, " + std::to_string(kExtentMax) + "]");
 }
 
+Status CheckDType(const std::string& field, DType dtype) {
+  const bool is_float = dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+  if (is_float || IsQuantised(dtype)) return Status();
+  return Status(StatusCode::kBadArgument,
+                "AttentionKVCacheOptions: " + field + " is " + std::string(DTypeName(dtype)) +
+                    "; it must be float32, float16, bfloat16, int8 or float8_e4m3fn");
+}
+
 Status CheckLayer(const AttentionLayerSpec& layer, size_t index) {
   const std::string name = "layers[" + std::to_string(index) + "].";
   QUIRE_RETURN_IF_ERROR(CheckExtent(name + "num_qo_heads", layer.num_qo_heads));
@@ -48,11 +56,8 @@ Status CheckLayer(const AttentionLayerSpec& layer, size_t index) {
     return OutOfRange(name + "head_sinks.size()", sink_count,
                       "0 or num_qo_heads, " + std::to_string(layer.num_qo_heads));
   }
-  if (layer.dtype == DType::kF32 || layer.dtype == DType::kF16 || layer.dtype == DType::kBF16)
-    return Status();
-  return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: " + name + "dtype is " +
-                                              std::string(DTypeName(layer.dtype)) +
-                                              "; it must be float32, float16 or bfloat16");
+  QUIRE_RETURN_IF_ERROR(CheckDType(name + "dtype", layer.dtype));
+  return CheckDType(name + "v_dtype", layer.value_dtype());
 }
 
 // One cache has one mode and one pairing, which say when and how keys are turned; by how much may
@@ -95,7 +100,9 @@ KVLayout LayoutOf(const AttentionLayerSpec& layer, int64_t page_size) {
           .num_kv_heads = static_cast<int>(layer.num_kv_heads),
           .qk_head_dim = static_cast<int>(layer.qk_head_dim),
           .v_head_dim = static_cast<int>(layer.v_head_dim),
-          .page_size = static_cast<int>(page_size)};
+          .page_size = static_cast<int>(page_size),
+          // One spelling of each layout, so that equal ones compare equal.
+          .value_dtype = layer.value_dtype() == layer.dtype ? std::nullopt : layer.v_dtype};
 }
 
 // Page ids are int32, and a layer's pages must fit the address space.
@@ -107,8 +114,10 @@ Result<int64_t> PageCount(const AttentionKVCacheOptions& options, const KVLayout
                       "below 2^31 pages of " + std::to_string(page_size) + " tokens");
   }
   constexpr double kBytesMax = 0x1p62;
-  const double token_bytes = static_cast<double>(DTypeBytes(layout.dtype)) * layout.num_kv_heads *
-                             (static_cast<double>(layout.k_dim()) + layout.v_dim());
+  const double head_bytes = static_cast<double>(layout.k_element_bytes()) * layout.k_dim() +
+                            static_cast<double>(layout.v_element_bytes()) * layout.v_dim() +
+                            static_cast<double>(sizeof(float)) * layout.scale_parts();
+  const double token_bytes = head_bytes * layout.num_kv_heads;
   if (token_bytes * static_cast<double>(page_size) * static_cast<double>(count) > kBytesMax) {
     return OutOfRange("token_capacity", options.token_capacity,
                       "small enough for 2^62 bytes per layer");

@@ -22,8 +22,10 @@ using Tokens = std::vector<uint64_t>;
 
 AttentionKVCacheOptions MakeOptions(int64_t page_size = 4) {
   AttentionKVCacheOptions options;
-  options.layers = {
-      {4, 2, 8, 8, DType::kF32}, {4, 2, 8, 8, DType::kF32}, {4, 4, 8, 4, DType::kF16}};
+  options.layers = {{4, 2, 8, 8, DType::kF32},
+                    {4, 2, 8, 8, DType::kF32},
+                    {4, 4, 8, 4, DType::kF16},
+                    {4, 2, 8, 8, DType::kI8}};
   options.max_num_sequences = 8;
   options.token_capacity = 400;
   options.prefill_chunk_size = 40;
@@ -49,11 +51,10 @@ Tokens Text(uint64_t number, int64_t start, int64_t count) {
 
 // Stored keys and values of some tokens of a sequence.
 struct Stored {
-  std::vector<TestTensor> tensors;  // k and v of each layer
+  std::vector<StoredRows> layers;
   KVBlock block() const {
     KVBlock block;
-    for (size_t i = 0; i < tensors.size(); i += 2)
-      block.push_back({tensors[i].view(), tensors[i + 1].view()});
+    for (const StoredRows& rows : layers) block.push_back(rows.view());
     return block;
   }
 };
@@ -62,8 +63,7 @@ Stored Export(AttentionKVCache& cache, int64_t id, int64_t start, int64_t count)
   Stored stored;
   for (size_t l = 0; l < cache.options().layers.size(); ++l) {
     const AttentionLayerSpec& spec = cache.options().layers[l];
-    stored.tensors.emplace_back(spec.dtype, Ids{count, spec.num_kv_heads, spec.qk_head_dim});
-    stored.tensors.emplace_back(spec.dtype, Ids{count, spec.num_kv_heads, spec.v_head_dim});
+    stored.layers.emplace_back(spec, count);
     const Status status = cache.ExportKV(id, static_cast<int64_t>(l), start, stored.block().back());
     EXPECT_TRUE(status.ok()) << status.ToString();
   }
@@ -115,8 +115,8 @@ void ExpectSameKV(AttentionKVCache& a, AttentionKVCache& b, int64_t id) {
   if (length != a.HeldTokens(id).value()) return;
   const Stored kv_a = Export(a, id, 0, length);
   const Stored kv_b = Export(b, id, 0, length);
-  for (size_t i = 0; i < kv_a.tensors.size(); ++i)
-    ExpectSameBytes(kv_a.tensors[i], kv_b.tensors[i], "stored tensor " + std::to_string(i));
+  for (size_t l = 0; l < kv_a.layers.size(); ++l)
+    EXPECT_TRUE(kv_a.layers[l] == kv_b.layers[l]) << "stored layer " << l;
 }
 
 // ---------------------------------------------------------------------- exactness
@@ -285,7 +285,7 @@ TEST(LayerLoad, ALayerIsTakenRightBeforeItIsTouched) {
   ASSERT_TRUE(positions.ok());
   EXPECT_EQ(std::vector<int32_t>(positions->begin(), positions->end()),
             (std::vector<int32_t>{37, 38, 39, 27, 54, 55, 56, 57, 58, 9, 10, 11, 12}));
-  for (int64_t l = 0; l < 3; ++l) {
+  for (int64_t l = 0; l < 4; ++l) {
     LayerOutputs outputs;
     const ForwardStyle style = {.calls = l == 1 ? CallStyle::kFused : CallStyle::kHalves};
     ASSERT_TRUE(
@@ -297,7 +297,8 @@ TEST(LayerLoad, ALayerIsTakenRightBeforeItIsTouched) {
   EXPECT_EQ(events,
             (std::vector<std::string>{"load 0 of 0", "load 0 of 1", "load 0 of 2", "computed 0",
                                       "load 1 of 0", "load 1 of 1", "load 1 of 2", "computed 1",
-                                      "load 2 of 0", "load 2 of 1", "load 2 of 2", "computed 2"}));
+                                      "load 2 of 0", "load 2 of 1", "load 2 of 2", "computed 2",
+                                      "load 3 of 0", "load 3 of 1", "load 3 of 2", "computed 3"}));
 }
 
 TEST(LayerLoad, EndNeedsEveryLayer) {

@@ -305,6 +305,8 @@ std::vector<LongCase> LongCases() {
     cases.push_back({path, DType::kF32, RopeMode::kNone, 40});
     cases.push_back({path, DType::kBF16, RopeMode::kInline, 256});
     cases.push_back({path, DType::kF16, RopeMode::kNormal, 32});
+    cases.push_back({path, DType::kI8, RopeMode::kNormal, 64});
+    cases.push_back({path, DType::kF8E4M3, RopeMode::kInline, 24});
   }
   return cases;
 }

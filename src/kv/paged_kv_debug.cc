@@ -18,7 +18,8 @@ Status BadTensor(const char* call, const char* name, const TensorView& tensor,
 
 // [layers, count, heads, dim]
 Status CheckShape(const char* call, const char* name, const TensorView& tensor,
-                  std::span<const AttentionLayerSpec> layers, int64_t count, int64_t dim) {
+                  std::span<const AttentionLayerSpec> layers, int64_t count, int64_t dim,
+                  bool values) {
   const int64_t layer_count = static_cast<int64_t>(layers.size());
   const int64_t heads = layers[0].num_kv_heads;
   const bool fits = tensor.rank() == 4 && tensor.dim(0) == layer_count && tensor.dim(1) == count &&
@@ -31,8 +32,11 @@ Status CheckShape(const char* call, const char* name, const TensorView& tensor,
   if (tensor.stride(3) != 1 && dim > 1)
     return BadTensor(call, name, tensor, "its last dimension must be contiguous");
   for (const AttentionLayerSpec& layer : layers) {
-    if (tensor.dtype() == DType::kF32 || tensor.dtype() == layer.dtype) continue;
-    return BadTensor(call, name, tensor, "it must be float32 or the layers' dtype");
+    const DType stored = values ? layer.value_dtype() : layer.dtype;
+    if (tensor.dtype() == DType::kF32 || (tensor.dtype() == stored && !IsQuantised(stored)))
+      continue;
+    return BadTensor(call, name, tensor,
+                     "it must be float32 or the layers' dtype, float32 if that is quantised");
   }
   return tensor.data() != nullptr ? Status() : BadTensor(call, name, tensor, "its pointer is null");
 }
@@ -83,8 +87,8 @@ Status PagedKVCache::CheckDebugTensors(const char* call, int64_t count, const Te
                   std::string(call) + ": layer " + std::to_string(l) +
                       " has other heads or dimensions than layer 0; one tensor cannot hold both");
   }
-  QUIRE_RETURN_IF_ERROR(CheckShape(call, "k", k, options_.layers, count, first.qk_head_dim));
-  QUIRE_RETURN_IF_ERROR(CheckShape(call, "v", v, options_.layers, count, first.v_head_dim));
+  QUIRE_RETURN_IF_ERROR(CheckShape(call, "k", k, options_.layers, count, first.qk_head_dim, false));
+  QUIRE_RETURN_IF_ERROR(CheckShape(call, "v", v, options_.layers, count, first.v_head_dim, true));
   if (k.dtype() == v.dtype()) return Status();
   return BadTensor(call, "v", v,
                    "it must be of the dtype of k, " + std::string(DTypeName(k.dtype())));

@@ -213,7 +213,7 @@ TEST_F(SlidingWindow, SwitchedOffItKeepsWhatIsLeft) {
 TEST_F(SlidingWindow, RowsKeepTheirBits) {
   constexpr int64_t kLength = 330;
   for (const RopeMode mode : {RopeMode::kNone, RopeMode::kNormal, RopeMode::kInline}) {
-    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8, DType::kF8E4M3}) {
       AttentionLayerSpec plain = {4, 2, 16, 16, dtype};
       AttentionLayerSpec local = plain;
       local.window = 50;

@@ -145,10 +145,12 @@ void Decoder::FillInfo(const WeightLoader& loader) {
                                        .num_kv_heads = config_.num_key_value_heads,
                                        .qk_head_dim = config_.head_dim,
                                        .v_head_dim = config_.head_dim,
-                                       .dtype = options_.dtype,
+                                       .dtype = options_.k_dtype.value_or(options_.dtype),
                                        .soft_cap = config_.attention_cap});
   for (size_t i = 0; i < layers_.size(); ++i) {
     AttentionLayerSpec& spec = info_.layers[i];
+    const DType v_dtype = options_.v_dtype.value_or(options_.dtype);
+    if (v_dtype != spec.dtype) spec.v_dtype = v_dtype;
     // A layer is turned as one with a window also where that window hides nothing.
     spec.window = WindowOfLayer(architecture_, config_, static_cast<int64_t>(i));
     if (IsLocalLayer(architecture_, config_, static_cast<int64_t>(i))) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,6 +23,8 @@ namespace quire {
 
 struct DecoderOptions {
   DType dtype = DType::kBF16;  // kF32 or kBF16, see ModelOptions
+  std::optional<DType> k_dtype = std::nullopt;  // of KV, see ModelOptions
+  std::optional<DType> v_dtype = std::nullopt;
   const Backend* backend = nullptr;
   std::shared_ptr<ParallelRunner> runner;
 };

@@ -142,7 +142,9 @@ int64_t HybridDecoder::AddStateLayers(MixerKind kind) {
                             .num_kv_heads = config_.num_key_value_heads,
                             .qk_head_dim = config_.head_dim,
                             .v_head_dim = config_.head_dim,
-                            .dtype = options_.dtype});
+                            .dtype = options_.k_dtype.value_or(options_.dtype)});
+    const DType v_dtype = options_.v_dtype.value_or(options_.dtype);
+    if (v_dtype != info_.layers.back().dtype) info_.layers.back().v_dtype = v_dtype;
     return static_cast<int64_t>(info_.layers.size()) - 1;
   }
   const std::vector<RecurrentLayerSpec> added = kind == MixerKind::kStateSpace

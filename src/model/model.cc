@@ -37,6 +37,8 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
       .architecture = architecture,
       .checkpoint = std::move(checkpoint),
       .options = {.dtype = options.dtype,
+                  .k_dtype = options.k_dtype,
+                  .v_dtype = options.v_dtype,
                   .backend = backend,
                   .runner = options.runner != nullptr ? options.runner : CreateThreadPool(0)}};
 }

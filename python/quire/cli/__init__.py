@@ -32,6 +32,7 @@ prompts with it.
   quire import FILE.gguf DIR          turns a GGUF file into a Hugging Face folder
   quire snapshot save | restore ...   a conversation's state as one file, checked when it is read
   quire store ls | verify | gc ...    what --kv-dir and --kv-redis keep between commands
+  quire kv-quality --text FILE        what int8 and fp8 keys and values cost a model, on a text
 
 `quire COMMAND --help` tells all options; --dry-run tells what memory a command would take.
 In Python: import quire; quire.Engine(MODEL).generate("TEXT")
@@ -46,6 +47,7 @@ _COMMANDS = {
     "import": "quire.cli.import_gguf",
     "snapshot": "quire.cli.snapshot",
     "store": "quire.cli.store",
+    "kv-quality": "quire.cli.kv_quality",
 }
 
 

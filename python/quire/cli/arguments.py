@@ -24,6 +24,7 @@ SAMPLING = (
 )
 ENGINE = (
     "dtype",
+    "kv_dtype",
     "threads",
     "page_size",
     "kv_bytes",
@@ -95,6 +96,12 @@ def add_engine(command: argparse.ArgumentParser) -> None:
     engine = command.add_argument_group("engine")
     engine.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of products and KV (default: bfloat16)"
+    )
+    engine.add_argument(
+        "--kv-dtype",
+        metavar="TYPE",
+        help="of stored keys and values: bfloat16, float32, float16, int8, fp8; two with a comma: of "
+        "keys and of values (default: --dtype)",
     )
     engine.add_argument("--threads", type=int, metavar="N", help="0: one per core (default)")
     engine.add_argument(

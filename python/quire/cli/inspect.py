@@ -96,7 +96,9 @@ def _model_facts(engine: quire.Engine) -> Facts:
 def _page_facts(engine: quire.Engine) -> Facts:
     stats = engine.stats()
     names = ("page_size", "pages_total", "pages_free", "pages_in_use")
-    return {"kv_dtype": engine.info.layers[0].dtype, **{name: stats[name] for name in names}}
+    layer = engine.info.layers[0]
+    kv_dtype = f"{layer.dtype},{layer.v_dtype}" if layer.v_dtype else layer.dtype
+    return {"kv_dtype": kv_dtype, **{name: stats[name] for name in names}}
 
 
 def _print(facts: dict[str, Facts], as_json: bool) -> None:
