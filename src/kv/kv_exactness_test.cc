@@ -350,6 +350,9 @@ TEST_P(KVExactness, RowsDoNotSeeWhatComesAfterThem) {
   }
 }
 
+// What is stored as codes is computed with as bfloat16.
+DType OutputDType(DType stored) { return IsQuantised(stored) ? DType::kBF16 : stored; }
+
 TEST_P(KVExactness, AnOutputInTheLayersDtypeIsTheFloatOutputRounded) {
   const auto outputs_in = [&](DType dtype) {
     const auto cache = Make(Options());
@@ -359,10 +362,11 @@ TEST_P(KVExactness, AnOutputInTheLayersDtypeIsTheFloatOutputRounded) {
     const std::vector<int64_t> ids = {0};
     return RunForward(*cache, Options().layers, ids, {OfSequence(0, 60)}, style).value();
   };
-  const Outputs narrow = outputs_in(GetParam().dtype);
+  const DType dtype = OutputDType(GetParam().dtype);
+  const Outputs narrow = outputs_in(dtype);
   const Outputs wide = outputs_in(DType::kF32);
   for (size_t l = 0; l < narrow.size(); ++l) {
-    TestTensor rounded(GetParam().dtype, {narrow[l].o.count()});
+    TestTensor rounded(dtype, {narrow[l].o.count()});
     for (int64_t i = 0; i < rounded.count(); ++i) rounded.Set(i, wide[l].o.Get(i));
     EXPECT_TRUE(std::ranges::equal(rounded.bytes(), narrow[l].o.bytes())) << "layer " << l;
   }
@@ -387,7 +391,9 @@ class OtherFloatEnvironment {
 std::vector<TokenInputs> SmallInputs(const std::vector<AttentionLayerSpec>& layers) {
   std::vector<TokenInputs> inputs;
   for (size_t l = 0; l < layers.size(); ++l) {
-    const float small = layers[l].dtype == DType::kF16 ? 0x1p-18f : 0x1p-130f;
+    float small = 0x1p-130f;
+    if (layers[l].dtype == DType::kF16 || layers[l].v_dtype == DType::kF16) small = 0x1p-18f;
+    if (IsQuantised(layers[l].value_dtype())) small = 0x1p-118f;  // its scale is a normal number
     inputs.push_back(
         MakeTokenInputs(layers[l], static_cast<int64_t>(l), DType::kF32, OfSequence(0, 40)));
     TestTensor& v = inputs[l].v;
@@ -405,7 +411,7 @@ Outputs RunInputs(AttentionKVCache& cache, const std::vector<AttentionLayerSpec>
   for (size_t l = 0; l < layers.size(); ++l) {
     const AttentionLayerSpec& spec = layers[l];
     const int64_t layer = static_cast<int64_t>(l);
-    outputs[l].o = TestTensor(spec.dtype, {40, spec.num_qo_heads, spec.v_head_dim});
+    outputs[l].o = TestTensor(OutputDType(spec.dtype), {40, spec.num_qo_heads, spec.v_head_dim});
     EXPECT_TRUE(cache.Append(layer, inputs[l].k.view(), inputs[l].v.view()).ok());
     EXPECT_TRUE(
         cache.Attend(layer, inputs[l].q.view(), outputs[l].o.view(), nullptr, ScoreScale(spec))
