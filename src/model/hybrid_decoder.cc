@@ -121,7 +121,7 @@ Status HybridDecoder::LoadMlp(WeightLoader& loader, int64_t index, const std::st
   if (config_.sparse_layers[static_cast<size_t>(index)] != 0) {
     QUIRE_ASSIGN_OR_RETURN(SparseMlp sparse,
                            SparseMlp::Load(loader, prefix + "mlp.", hidden, config_.experts));
-    layer->mlp = std::move(sparse);
+    layer->mlp = Mlp(std::move(sparse));
     return Status();
   }
   DenseMlp dense;
@@ -131,7 +131,7 @@ Status HybridDecoder::LoadMlp(WeightLoader& loader, int64_t index, const std::st
                                        hidden, false));
   QUIRE_ASSIGN_OR_RETURN(dense.down, loader.Linear({{prefix + "mlp.down_proj", hidden}},
                                                    config_.intermediate_size, false));
-  layer->mlp = std::move(dense);
+  layer->mlp = Mlp(std::move(dense));
   return Status();
 }
 

@@ -1,6 +1,6 @@
 // Models with recurrent layers: nothing of how a text came into the caches can be seen in the
 // logits behind it, and what a model takes is known beforehand. That the logits are the right ones
-// is shown against transformers (tests/python/test_hf_recurrent.py).
+// is shown against transformers (tests/python/test_hf_logits.py).
 #include "model/hybrid_decoder.h"
 
 #include <gtest/gtest.h>
