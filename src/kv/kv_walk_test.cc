@@ -180,7 +180,6 @@ WalkSetting MakeSetting(uint64_t seed) {
   setting.has_windows = seed % 2 == 0;
   RandomSequence windows(seed, kWindowsStream);
   if (setting.has_windows) DrawWindows(windows, options.layers);
-  options.tvm_window_span = setting.has_windows && windows.Below(3) == 0;
   return setting;
 }
 
