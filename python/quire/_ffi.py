@@ -75,6 +75,15 @@ class ChunkStoreHandle(tvm_ffi.Object):
     """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
 
 
+@tvm_ffi.register_object("quire.tvm.Installation")
+class TvmInstallationHandle(tvm_ffi.Object):
+    """The C++ object behind quire.tvm; constructor and methods come from the library."""
+
+
+def new_tvm_installation(options: dict[str, Any]) -> Any:
+    return TvmInstallationHandle(options)  # type: ignore[call-arg]
+
+
 def new_chunk_store(options: dict[str, Any]) -> Any:
     return ChunkStoreHandle(options)  # type: ignore[call-arg]
 

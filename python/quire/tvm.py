@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TESTED_VERSIONS", "install", "installed", "uninstall"]
 
+_installation: Any = None  # of the library: what was replaced, while it is installed
+
 # Names, argument orders and what the virtual machine does with them are one version's.
 TESTED_VERSIONS = ("0.27.0.post1",)
 
@@ -63,7 +65,13 @@ def install(
         IncompatibleError: for a version of TVM that was not tested.
         BadStateError: if it is installed already.
     """
+    global _installation
     _check_version()
+    if _installation is not None:
+        raise errors.BadStateError(
+            "quire.tvm.install: it is installed already; call uninstall first to install with "
+            "other options"
+        )
     from quire import _ffi
 
     fields: dict[str, Any] = {
@@ -72,7 +80,7 @@ def install(
     }
     if rope is not None:
         fields["rope"] = dict(rope)
-    _ffi.function("tvm.install")(fields)
+    _installation = _ffi.new_tvm_installation(fields)
 
 
 def uninstall() -> None:
@@ -81,12 +89,12 @@ def uninstall() -> None:
     Raises:
         BadStateError: if it is not installed, or somebody has replaced a name after it.
     """
-    from quire import _ffi
-
-    _ffi.function("tvm.uninstall")()
+    global _installation
+    if _installation is None:
+        raise errors.BadStateError("quire.tvm.uninstall: it is not installed")
+    _installation.uninstall()
+    _installation = None
 
 
 def installed() -> bool:
-    from quire import _ffi
-
-    return bool(_ffi.function("tvm.installed")())
+    return _installation is not None

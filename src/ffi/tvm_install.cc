@@ -4,8 +4,6 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
-#include <functional>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -146,34 +144,29 @@ tf::Function Creator(Create create, const TvmOptions& options) {
       });
 }
 
-class Installation {
+// What one call of quire.tvm.install() has replaced; python/quire/tvm.py owns it.
+class TvmInstallationObj : public tf::Object {
  public:
-  void Install(const TvmOptions& options) {
-    const std::lock_guard lock(mutex_);
-    if (!names_.empty()) {
-      Throw(Status(StatusCode::kBadState,
-                   "quire.tvm.install: it is installed already; call uninstall first to install "
-                   "with other options"));
-    }
-    std::vector<Name> names;
+  explicit TvmInstallationObj(const OptionMap& fields) {
+    TvmOptions options;
+    OptionsReader reader("quire.tvm.install", fields);
+    reader.Read("tvm_window_span", &options.window_span);
+    reader.Read("tvm_rnn_history1", &options.rnn_history1);
+    if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
+    reader.Finish();
     for (const NamedFunction& named : ObjectFunctions()) {
       const tf::Function previous = FindPrevious(named.name);
-      names.push_back({kPrefix + named.name, previous, Dispatcher(named.function, previous)});
+      names_.push_back({kPrefix + named.name, previous, Dispatcher(named.function, previous)});
     }
     for (const auto& [name, create] :
          {std::pair<std::string, Create>("paged_attention_kv_cache_create", CreateTvmKVCache),
           std::pair<std::string, Create>("rnn_state_create", CreateTvmRNNState)}) {
-      names.push_back({kPrefix + name, FindPrevious(name), Creator(create, options)});
+      names_.push_back({kPrefix + name, FindPrevious(name), Creator(create, options)});
     }
-    for (const Name& name : names) tf::Function::SetGlobal(name.name, name.ours, true);
-    names_ = std::move(names);
+    for (const Name& name : names_) tf::Function::SetGlobal(name.name, name.ours, true);
   }
 
   void Uninstall() {
-    const std::lock_guard lock(mutex_);
-    if (names_.empty()) {
-      Throw(Status(StatusCode::kBadState, "quire.tvm.uninstall: it is not installed"));
-    }
     for (const Name& name : names_) {
       const auto now = tf::Function::GetGlobal(name.name);
       if (now && now->same_as(name.ours)) continue;
@@ -185,10 +178,8 @@ class Installation {
     names_.clear();
   }
 
-  bool installed() {
-    const std::lock_guard lock(mutex_);
-    return !names_.empty();
-  }
+  [[maybe_unused]] static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.tvm.Installation", TvmInstallationObj, tf::Object);
 
  private:
   struct Name {
@@ -204,25 +195,8 @@ class Installation {
                                                 (kPrefix + name) + "; is TVM's runtime loaded?"));
   }
 
-  std::mutex mutex_;
   std::vector<Name> names_;
 };
-
-// Never destroyed: at exit TVM's library, whose functions it holds, may have gone before.
-Installation& TheInstallation() {
-  static Installation& installation = *new Installation;
-  return installation;
-}
-
-void Install(const OptionMap& fields) {
-  TvmOptions options;
-  OptionsReader reader("quire.tvm.install", fields);
-  reader.Read("tvm_window_span", &options.window_span);
-  reader.Read("tvm_rnn_history1", &options.rnn_history1);
-  if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
-  reader.Finish();
-  TheInstallation().Install(options);
-}
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::ObjectDef<TvmStateObj>();
@@ -232,10 +206,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::ObjectDef<TvmRNNStateObj>()
       .def("state_digest", &TvmRNNStateObj::StateDigest)
       .def("check_invariants", &TvmRNNStateObj::CheckInvariants);
-  tf::reflection::GlobalDef()
-      .def("quire.tvm.install", Install)
-      .def("quire.tvm.uninstall", [] { TheInstallation().Uninstall(); })
-      .def("quire.tvm.installed", [] { return TheInstallation().installed(); });
+  tf::reflection::ObjectDef<TvmInstallationObj>()
+      .def(tf::reflection::init<OptionMap>())
+      .def("uninstall", &TvmInstallationObj::Uninstall);
 }
 
 }  // namespace
