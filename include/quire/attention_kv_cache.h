@@ -48,10 +48,12 @@ struct AttentionLayerSpec {
 struct AttentionKVCacheOptions {
   std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype and window
                                            // share one page table (a group)
-  int64_t max_num_sequences = 0;   // that are not retained
-  int64_t token_capacity = 0;      // pages per group: ceil(token_capacity / page_size) + 1
-  int64_t prefill_chunk_size = 0;  // most new tokens of one forward
+  int64_t max_num_sequences = 0;           // that are not retained
+  int64_t token_capacity = 0;              // pages per group: ceil(token_capacity / page_size) + 1
+  int64_t prefill_chunk_size = 0;          // most new tokens of one forward
   int64_t page_size = 0;  // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
+  int64_t max_tree_size = 256;  // uncommitted nodes of one sequence (BeginTreeForward). They lie in
+                                // pages of their own; those of the deepest path are kept free
   RopeOptions rope;
   std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)

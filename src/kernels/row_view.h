@@ -50,6 +50,23 @@ inline bool Sees(const RowView& view, int64_t position) {
   return view.begin <= position && position < view.end && !in_gap;
 }
 
+// Where row r of a sequence stands, and where the first and the last of its rows do.
+inline int64_t PositionOfRow(const AttentionSequence& sequence, int64_t r) {
+  if (sequence.tree == nullptr) return sequence.base + r;
+  return sequence.base + sequence.tree->depths[sequence.tree->first_node + r];
+}
+inline int64_t FirstPosition(const AttentionSequence& sequence) {
+  return sequence.base + (sequence.tree == nullptr ? 0 : sequence.tree->min_depth);
+}
+inline int64_t LastPosition(const AttentionSequence& sequence) {
+  return sequence.base +
+         (sequence.tree == nullptr ? sequence.row_count - 1 : sequence.tree->max_depth);
+}
+// The end of what all rows read where the runs say.
+inline int64_t RunsEnd(const AttentionSequence& sequence) {
+  return sequence.base + (sequence.tree == nullptr ? sequence.row_count : 0);
+}
+
 }  // namespace quire
 
 #endif  // QUIRE_KERNELS_ROW_VIEW_H_
