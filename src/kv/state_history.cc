@@ -884,6 +884,7 @@ Status StateHistory::PlanLeaf(const ControlCall& call, size_t i) {
   member.is_tree = true;
   member_count_ = i + 1;
   if (count == 0) return Status();
+  member.path.reserve(static_cast<size_t>(count));
   FillPath(tree.parents, leaf, member.path);
   PlanCheckpoints(member);
   PlanBlocks(member);
