@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -41,13 +42,15 @@ struct AttentionLayerSpec {
   // A logit per query head that takes part in the softmax without a value ("attention sink" as a
   // parameter). Empty: none.
   std::vector<float> head_sinks = {};
+  // In place of AttentionKVCacheOptions::rope, whose mode and pairing it has; not kLongRope.
+  std::optional<RopeOptions> rope = {};
 
   bool operator==(const AttentionLayerSpec&) const = default;
 };
 
 struct AttentionKVCacheOptions {
-  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype and window
-                                           // share one page table (a group)
+  std::vector<AttentionLayerSpec> layers;  // layers of equal num_kv_heads, dims, dtype, window
+                                           // and rope share one page table (a group)
   int64_t max_num_sequences = 0;           // that are not retained
   int64_t token_capacity = 0;              // pages per group: ceil(token_capacity / page_size) + 1
   int64_t prefill_chunk_size = 0;          // most new tokens of one forward
@@ -58,6 +61,10 @@ struct AttentionKVCacheOptions {
   std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
   bool poison_freed_pages = false;  // tests: freed pages and fresh scratch are filled with NaN
+  // Windows of sequences as in TVM, for its drop-in (docs/tvm.md): a window says what is kept when
+  // a forward ends, the sinks and the last window - sinks tokens, and a row sees that and all new
+  // tokens up to its own: one more than the window in decode. Forks begin without a window.
+  bool tvm_window_span = false;
 };
 
 // The smallest power of two of at least 16 tokens with at least 48 KiB per layer, at most 256: runs
@@ -106,6 +113,15 @@ struct LayerLoad {
   LayerSource* source = nullptr;  // lives until the forward has ended
 };
 
+// Positions [begin, end).
+struct TokenRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t count() const { return end - begin; }
+  bool operator==(const TokenRange&) const = default;
+};
+
 class AttentionKVCache : public KVState {
  public:
   // BadArgument for options out of range, OutOfMemory when the pages cannot be mapped. Options are
@@ -138,6 +154,13 @@ class AttentionKVCache : public KVState {
   // Tokens of the sequence whose keys and values are held in every layer; its length if nothing has
   // slid.
   virtual Result<int64_t> HeldTokens(int64_t seq_id) const = 0;
+  // What the sequence's window hides from a next query, as of its last forward: the positions
+  // behind its sinks. Empty, and at 0, if nothing has slid.
+  virtual Result<TokenRange> SlidRange(int64_t seq_id) const = 0;
+
+  // Whether ForkSequence(seq_id, ., position), 0 <= position <= length, finds all tokens that a
+  // query there may see. False for unknown sequences and other positions.
+  virtual bool CanFork(int64_t seq_id, int64_t position) const = 0;
 
   // ---- Counters. Lengths include the tokens of an open forward.
   virtual bool Empty() const = 0;                    // no sequences
@@ -200,6 +223,35 @@ class AttentionKVCache : public KVState {
   virtual Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
                                        const TensorView& o, const TensorView* lse,
                                        double sm_scale) = 0;
+
+  // ---- The pieces, for callers who combine results themselves. They store nothing; with kNormal,
+  // q and k are given rotated; with kInline they are given unrotated and rotated here. Exact per
+  // row: neither batch nor threads nor page size show. Their merge is that of one softmax but for
+  // rounding, so where the tokens of a sequence were cut may show in the last bits. BadState in a
+  // forward of token trees.
+
+  // Windows and the soft cap hold in both pieces; the learned sinks of heads take part in
+  // CrossAttention alone, so that a merge counts them once.
+
+  // Causal attention of the new tokens among themselves, on keys and values as given: rounded
+  // nowhere. Heads and dimensions may be other than the layer's, but for the key dimension with
+  // kInline, or with kNormal where a window has slid past sinks that are among the new tokens.
+  // q: [m, Hq', D'], k: [m, H', D'], v: [m, H', Dv'], o: [m, Hq', Dv'], lse: float32 [m, Hq']; Hq'
+  // is a multiple of H'.
+  virtual Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
+                               const TensorView& v, const TensorView& o, const TensorView& lse,
+                               double sm_scale) = 0;
+  // The new tokens against what their sequences held before this forward. Where a row sees nothing
+  // of that, o = 0 and lse = -inf, or the head's learned sink times log2(e) if it has one.
+  // q: [m, Hq, D], o: [m, Hq, Dv], lse: float32 [m, Hq].
+  virtual Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                                const TensorView& lse, double sm_scale) = 0;
+  // Attention over two disjoint sets of keys becomes that over both, written to o1 and lse1. A set
+  // may be empty (lse = -inf): its output is not read, and the other's is kept bit for bit. Legal
+  // at any time.
+  // o1, o2: [n, H, D], float32, float16 or bfloat16; lse1, lse2: float32 [n, H].
+  virtual Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1,
+                                        const TensorView& o2, const TensorView& lse2) = 0;
 
   // Position of each new token, int32 [n]. Valid until the next BeginForward, AbortForward or
   // Clear. BadState in IDLE.

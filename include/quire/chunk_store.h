@@ -179,7 +179,8 @@ class ChunkFetch {
   // REQUIRES: i < ready(), or i < found() and WaitLayer was ok: then only those layers' sections.
   virtual std::shared_ptr<const StoredChunk> chunk(int64_t i) const = 0;
   virtual TierKind tier(int64_t i) const = 0;  // that chunk i came from
-  // Why chunk ready() is none. REQUIRES: done().
+  // Why chunk found() is none, as far as is known, and once done() why chunk ready() is none.
+  // REQUIRES: located().
   virtual MissReason miss() const = 0;
   virtual void Cancel() noexcept = 0;
 };

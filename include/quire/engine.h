@@ -40,6 +40,9 @@ struct EngineOptions {
   // Bytes of KV pages; 0 = as much as one sequence of max_position_embeddings, at most a quarter of
   // the machine's memory.
   int64_t kv_bytes = 0;
+  // Models with recurrent layers: bytes of states that the prefix cache keeps, beside those of
+  // samples in work; 0 = at most 128 states and an eighth of the machine's memory.
+  int64_t state_bytes = 0;
 };
 
 // How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,
@@ -115,6 +118,9 @@ struct StepOutput {
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;      // of the prompt, not computed: cached.total()
   int64_t completion_tokens = 0;  // of all samples so far: final with the last sample that finishes
+  // Of the prompt, known to the prefix cache and computed again all the same: the text parts from
+  // the known one where no recurrent state is kept, or where a window has slid past.
+  int64_t recomputed_tokens = 0;
   CachedTokens cached;
   // Why the first chunk that the store was asked for and did not bring is none; kNone if it brought
   // all, or was not asked.
@@ -130,12 +136,20 @@ struct EngineStats {
   int64_t waiting = 0, running = 0;  // requests
   int64_t steps = 0, prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0, preemptions = 0;
   int64_t kv_bytes = 0, kv_bytes_per_token = 0, weight_bytes = 0, page_size = 0;
+  // Models with recurrent layers: states that there is room for, that are free, and that the prefix
+  // cache keeps; the bytes of all; prompt tokens that were known and computed again.
+  int64_t states_total = 0, states_free = 0, retained_states = 0, state_bytes = 0;
+  int64_t recomputed_tokens = 0;
   // Of the chunk store: loads that ended, the tokens they brought, why each brought no more, and
   // the time they took together; chunks that were put, or refused by the store.
   int64_t loading = 0, loads = 0;                      // requests that wait for it now; ended loads
   std::array<int64_t, kTierCount> loaded_tokens = {};  // by TierKind
   std::array<int64_t, kMissReasonCount> misses = {};   // by MissReason
   double load_seconds = 0;
+  // Of these, loads whose layers a forward computed with while later ones were on their way, and
+  // the time that was computed meanwhile: what the overlap saved, at least.
+  int64_t layer_loads = 0;
+  double overlap_seconds = 0;
   int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
 };
@@ -144,13 +158,14 @@ struct EngineStats {
 struct MemoryPlan {
   int64_t weight_bytes = 0;  // as ModelInfo::weight_bytes
   int64_t kv_bytes_per_token = 0;
-  int64_t page_size = 0;  // tokens
+  int64_t page_size = 0;  // tokens; without attention layers, those between two checkpoints
   int64_t page_bytes = 0;
   int64_t page_count = 0;
   int64_t kv_bytes = 0;  // mapped for the pages: page_count * page_bytes, a byte for each 16 tokens
                          // of a layer, and the rest of the last page of the machine
+  int64_t state_bytes = 0;      // mapped for the states of recurrent layers
   int64_t scratch_bytes = 0;    // of the largest step: activations, attention, logits, sampling
-  int64_t total_bytes = 0;      // weights, KV, scratch
+  int64_t total_bytes = 0;      // weights, KV, states, scratch
   int64_t machine_bytes = 0;    // memory of this machine, or of the control group it runs in
   int64_t longest_context = 0;  // tokens of prompt and answer of a request of one sample
 };

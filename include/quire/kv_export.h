@@ -45,6 +45,13 @@ ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const Chu
 Result<ChunkBuffer> ExportChunk(AttentionKVCache& cache, int64_t seq_id, int64_t start,
                                 ChunkFields fields, const ChunkWriteOptions& options = {});
 
+// The layer's verified keys and values in a chunk whose tokens are to stand from `position` on; the
+// other layers need not be there. Views of the chunk's bytes. Corrupt, Incompatible.
+Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
+                           int64_t position);
+// The first `count` tokens of it.
+LayerKV FirstTokens(const LayerKV& kv, int64_t count);
+
 // Appends the chunks' tokens to the sequence, which is added if it is absent. All digests are
 // verified first; whatever fails, the cache is as it was. Corrupt; Incompatible for other layers or
 // keys that were rotated for another position; OutOfPages, BadState as BeginForward.

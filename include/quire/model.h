@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "quire/attention_kv_cache.h"
+#include "quire/recurrent_cache.h"
 #include "quire/rope.h"
 #include "quire/seams.h"
 #include "quire/status.h"
@@ -36,6 +37,8 @@ struct ModelInfo {
   int64_t parameter_count = 0;
   int64_t weight_bytes = 0;  // in memory, mapped or allocated
   std::vector<AttentionLayerSpec> layers;
+  // Of RecurrentCacheOptions, in the order of the model's layers; empty for attention alone.
+  std::vector<RecurrentLayerSpec> recurrent_layers = {};
   RopeOptions rope;
 };
 
@@ -43,6 +46,16 @@ struct ModelInfo {
 struct ModelMeasure {
   ModelInfo info;
   int64_t workspace_bytes = 0;  // of a forward, behind the weights
+};
+
+// The caches whose forward a model computes in: one for each kind of layer that it has.
+struct ModelState {
+  ModelState(AttentionKVCache& cache) : attention(&cache) {}  // NOLINT: most models need only this
+  ModelState(AttentionKVCache* attention_cache, RecurrentCache* recurrent_cache)
+      : attention(attention_cache), recurrent(recurrent_cache) {}
+
+  AttentionKVCache* attention = nullptr;  // null without attention layers
+  RecurrentCache* recurrent = nullptr;    // null without recurrent layers
 };
 
 class Model {
@@ -62,10 +75,10 @@ class Model {
 
   virtual const ModelInfo& info() const = 0;
 
-  // One forward of the batch that is open in `cache` (BeginForward done; EndForward is the
+  // One forward of the batch that is open in the caches (BeginForward done; EndForward is the
   // caller's). token_ids: [n], the new tokens in batch order. logit_rows: ascending indices into
   // [0, n). logits: [rows, vocab_size]. On error the forward must be aborted.
-  virtual Status Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
+  virtual Status Forward(const ModelState& state, std::span<const int32_t> token_ids,
                          std::span<const int64_t> logit_rows, float* logits) = 0;
 };
 

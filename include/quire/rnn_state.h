@@ -46,6 +46,9 @@ struct RNNStateOptions {
   int64_t max_tree_slots = 0;
   int64_t max_retained_slots = 0;   // see SetRetained
   bool poison_freed_slots = false;  // tests: free slots are filled with NaN
+  // As in TVM, for its drop-in (docs/tvm.md): with max_history 1, Get gives what was Set before it
+  // in the same forward.
+  bool tvm_rnn_history1 = false;
 };
 
 // Reached by ForkSequence and PopN: the last max_history ends of forwards, the checkpoints, 0.
@@ -60,7 +63,8 @@ class RNNState : public RecurrentState {
   // ---- FORWARD only. B = sequences of the batch, in its order. Tensors are of the state's dtype
   // and contiguous but for the first axis; bytes are copied as they are.
 
-  // The states of the batch's sequences before this forward, whatever was Set in it.
+  // The states of the batch's sequences before this forward, whatever was Set in it (but see
+  // tvm_rnn_history1).
   // o: [B, *shape].
   virtual Status Get(int64_t layer, int64_t state, const TensorView& o) = 0;
   // The states after this forward; a second call replaces the first. EndForward is BadState until

@@ -58,6 +58,8 @@ struct RopeOptions {
   std::vector<double> short_factors;             // longrope, rotary_dim / 2 entries
   std::vector<double> long_factors;              // longrope, rotary_dim / 2 entries
   bool use_long_factors = false;                 // longrope: what a new sequence starts with
+
+  bool operator==(const RopeOptions&) const = default;
 };
 
 // Frequencies of one set of factors. Angles of position p: p * inv_freq[i], in double; cos and sin

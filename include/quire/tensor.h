@@ -16,11 +16,14 @@
 namespace quire {
 
 // Element types that Quire computes with or stores.
-enum class DType : uint8_t { kF32, kF16, kBF16, kI32, kI64, kU8 };
+enum class DType : uint8_t { kF32, kF16, kBF16, kI32, kI64, kU8, kI8, kF8E4M3 };
+
+// Stored with a scale: value = code * scale.
+constexpr bool IsQuantised(DType dtype) { return dtype == DType::kI8 || dtype == DType::kF8E4M3; }
 
 int64_t DTypeBytes(DType dtype);
-std::string_view DTypeName(
-    DType dtype);  // "float32", "float16", "bfloat16", "int32", "int64", "uint8"
+std::string_view DTypeName(DType dtype);  // "float32", "float16", "bfloat16", "int32", "int64",
+                                          // "uint8", "int8", "float8_e4m3fn"
 Result<DType> ParseDType(
     std::string_view name);  // also "f32", "f16", "bf16", "F32", "BF16" (safetensors)
 DLDataType ToDLDataType(DType dtype);

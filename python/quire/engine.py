@@ -69,6 +69,7 @@ class EngineOptions(TypedDict, total=False):
     page_size: int
     prefill_chunk: int
     kv_bytes: int
+    state_bytes: int
     prefix_cache: bool
     max_num_sequences: int
     max_waiting: int
@@ -126,6 +127,9 @@ class Usage:
 
     memory_tokens, ram_tokens, disk_tokens, redis_tokens: where cached_tokens came from: the prefix
         cache, or a tier of the chunk store.
+    recomputed_tokens: of the prompt, known to the prefix cache and computed again all the same,
+        because no state of the recurrent layers is kept where the text parts from the known one (or
+        a window has slid past).
     miss: why the store did not bring more; None if it brought all or was not asked.
     load_seconds: that it took.
     """
@@ -137,6 +141,7 @@ class Usage:
     ram_tokens: int = 0
     disk_tokens: int = 0
     redis_tokens: int = 0
+    recomputed_tokens: int = 0
     miss: str | None = None
     load_seconds: float = 0.0
 
@@ -250,7 +255,10 @@ class MemoryPlan:
     weight_bytes: the weights as the engine keeps them.
     kv_bytes_per_token: keys and values of one token in all layers.
     page_size: tokens of a page; page_bytes: of a page in all layers; page_count: pages in all.
+        Without attention layers there are none, and page_size is the distance of two checkpoints.
     kv_bytes: all pages.
+    state_bytes: states of recurrent layers: of samples in work, their checkpoints, and those that
+        the prefix cache keeps.
     scratch_bytes: what one step needs beside weights and pages, at most.
     total_bytes: all of these together.
     machine_bytes: memory of the machine.
@@ -263,6 +271,7 @@ class MemoryPlan:
     page_bytes: int
     page_count: int
     kv_bytes: int
+    state_bytes: int
     scratch_bytes: int
     total_bytes: int
     machine_bytes: int
@@ -288,6 +297,7 @@ class _Output:
     tier_tokens: tuple[int, int, int]
     miss: int
     load_ns: int
+    recomputed_tokens: int
     error: str | None
 
 
@@ -380,6 +390,7 @@ class _Request:
                 ram_tokens=ram,
                 disk_tokens=disk,
                 redis_tokens=redis,
+                recomputed_tokens=self.last.recomputed_tokens,
                 miss=_miss_name(self.last.miss),
                 load_seconds=self.last.load_ns / 1e9,
             )
@@ -402,15 +413,18 @@ class Engine:
         prefill_chunk: most new tokens of one step.
         kv_bytes: memory for KV pages; 0 = one sequence of all the model's positions, at most a
             quarter of the machine's memory.
+        state_bytes: models with recurrent layers: memory for the states that the prefix cache
+            keeps, beside those of samples in work; 0 = at most 128 states and an eighth of the
+            machine's memory.
         prefix_cache: keep the KV of finished answers, and reuse the longest common prefix.
         max_num_sequences: most samples in work at a time; more wait.
         max_waiting: most requests that wait.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         kv_store: a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it.
         kv_dir, kv_redis, kv_ram_bytes: or the tiers of a store of the engine's own: a folder,
-            "HOST:PORT" of Redis or several of a cluster, memory beside the pages. kv_dir_bytes: the
-            most that the folder takes; kv_durability: "none", "async", "os" or "sync";
-            kv_key_file: a file whose content signs the chunks.
+            "HOST:PORT" of Redis, several of a cluster or a URL (as ``ChunkStore.redis``), memory
+            beside the pages. kv_dir_bytes: the most that the folder takes; kv_durability: "none",
+            "async", "os" or "sync"; kv_key_file: a file whose content signs the chunks.
         kv_load_timeout: seconds that a request waits for the store at most.
         kv_load_always: load even what is predicted to be computed sooner.
 
@@ -432,6 +446,7 @@ class Engine:
         page_size: int = 0,
         prefill_chunk: int = 512,
         kv_bytes: int = 0,
+        state_bytes: int = 0,
         prefix_cache: bool = True,
         max_num_sequences: int = 64,
         max_waiting: int = 65536,
@@ -472,6 +487,7 @@ class Engine:
                     "page_size": page_size,
                     "prefill_chunk": prefill_chunk,
                     "kv_bytes": kv_bytes,
+                    "state_bytes": state_bytes,
                     "prefix_cache": prefix_cache,
                     "max_num_sequences": max_num_sequences,
                     "max_waiting": max_waiting,
@@ -606,8 +622,12 @@ class Engine:
         steps, prompt_tokens, cached_tokens, completion_tokens, preemptions; kv_bytes,
         kv_bytes_per_token, weight_bytes, page_size (tokens).
 
+        Of recurrent layers: states_total, states_free, retained_states (of the prefix cache),
+        state_bytes; recomputed_tokens, as in :class:`Usage`.
+
         Of the chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
-        loaded_disk_tokens, loaded_redis_tokens, load_ns; stored_chunks, stored_bytes,
+        loaded_disk_tokens, loaded_redis_tokens, load_ns; layer_loads (loads that a forward
+        took layer by layer), overlap_ns (that was computed meanwhile); stored_chunks, stored_bytes,
         refused_chunks; compute_ns_per_token, which a load must beat.
         """
         return {str(name): int(value) for name, value in self._handle.stats().items()}
@@ -907,6 +927,7 @@ class Engine:
                         **dict(layer),
                         "dtype": str(layer["dtype"]),
                         "head_sinks": tuple(layer["head_sinks"]),
+                        "rope": dict(layer["rope"]) if "rope" in layer else None,
                     }
                 )
                 for layer in fields["layers"]
@@ -1054,6 +1075,7 @@ def _outputs(step: Any) -> Iterator[tuple[int, _Output]]:
                 tier_tokens=(store[0], store[1], store[2]),
                 miss=store[3],
                 load_ns=store[4],
+                recomputed_tokens=store[5],
                 error=str(step["errors"][error_index]) if error_index >= 0 else None,
             ),
         )

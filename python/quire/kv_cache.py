@@ -25,6 +25,7 @@ class LayerSpec:
     ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0 for all.
     ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
     learned logit per query head that takes part in the softmax without a value; () for none.
+    ``rope``: in place of the cache's, of its mode and pairing; None for the cache's.
     """
 
     num_qo_heads: int
@@ -35,9 +36,10 @@ class LayerSpec:
     window: int = 0
     soft_cap: float = 0.0
     head_sinks: Sequence[float] = ()
+    rope: RopeOptions | Mapping[str, Any] | None = None
 
     def _fields(self) -> dict[str, Any]:
-        return {
+        fields = {
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads or self.num_qo_heads,
             "qk_head_dim": self.qk_head_dim,
@@ -47,6 +49,7 @@ class LayerSpec:
             "soft_cap": float(self.soft_cap),
             "head_sinks": tuple(float(logit) for logit in self.head_sinks),
         }
+        return fields if self.rope is None else {**fields, "rope": dict(self.rope)}
 
 
 class RopeOptions(TypedDict, total=False):
@@ -132,6 +135,8 @@ class KVCache:
         threads: of the attention; 0 = one per core.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         poison_freed_pages: fill freed pages with NaN, for tests.
+        tvm_window_span: windows of sequences as in TVM (``docs/tvm.md``): what is kept when a
+            forward ends; its rows see that and all new tokens up to their own.
     """
 
     def __init__(
@@ -153,6 +158,7 @@ class KVCache:
         threads: int = 0,
         kernel_path: str = "",
         poison_freed_pages: bool = False,
+        tvm_window_span: bool = False,
     ) -> None:
         equal = LayerSpec(num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim, dtype)
         if layers is None:
@@ -178,6 +184,7 @@ class KVCache:
                 "threads": threads,
                 "kernel_path": kernel_path,
                 "poison_freed_pages": poison_freed_pages,
+                "tvm_window_span": tvm_window_span,
             }
         )
         _ffi.close_at_exit(self)
@@ -257,6 +264,12 @@ class KVCache:
     def held_tokens(self, seq_id: int) -> int:
         """Tokens of the sequence that are held in every layer; its length if nothing has slid."""
         return int(self._handle.held_tokens(seq_id))
+
+    def slid_range(self, seq_id: int) -> tuple[int, int]:
+        """What the sequence's window hides from a next query: positions from the first to before
+        the second. Empty at 0 if nothing has slid."""
+        begin, end = self._handle.slid_range(seq_id)
+        return int(begin), int(end)
 
     # ---- Forward
 
@@ -447,6 +460,63 @@ class KVCache:
         )
         return o
 
+    def self_attention(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        sm_scale: float | None = None,
+    ) -> tuple[Any, Any]:
+        """Causal attention of the new tokens among themselves, on k and v as given.
+
+        Stores nothing. Heads and dimensions may be other than the layer's. With rope "normal" q and
+        k are given rotated, with "inline" unrotated. Windows and the soft cap hold; head sinks take
+        part in cross_attention alone.
+
+        Args:
+            layer: index of the layer.
+            q: [m, Hq', D'].
+            k: [m, H', D'].
+            v: [m, H', Dv'].
+            o: [m, Hq', Dv'], written.
+            lse: float32 [m, Hq'], written: log2 of the sum of 2^(score log2 e).
+            sm_scale: the whole factor on q.k; 1 / sqrt(D') if None.
+
+        Returns:
+            `o` and `lse`.
+        """
+        scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+        o, lse = output_array(o, "o"), output_array(lse, "lse")
+        self._handle.self_attention(
+            layer, input_array(q), input_array(k), input_array(v), o, lse, scale
+        )
+        return o, lse
+
+    def cross_attention(
+        self, layer: int, q: Any, o: Any, lse: Any, sm_scale: float | None = None
+    ) -> tuple[Any, Any]:
+        """The new tokens' q [m, Hq, D] against what their sequences held before this forward.
+
+        Where a row sees nothing of that, o [m, Hq, Dv] is 0 and lse, float32 [m, Hq], -inf, or the
+        head's learned sink times log2(e) if it has one. With rope "normal" q is given rotated, with
+        "inline" unrotated. Returns `o` and `lse`.
+        """
+        o, lse = output_array(o, "o"), output_array(lse, "lse")
+        self._handle.cross_attention(layer, input_array(q), o, lse, self._scale(layer, sm_scale))
+        return o, lse
+
+    def merge_attn_output_inplace(self, o1: Any, lse1: Any, o2: Any, lse2: Any) -> tuple[Any, Any]:
+        """Makes of attention over two disjoint sets of keys that over both, in o1 and lse1.
+
+        o: [n, H, D], lse: float32 [n, H]; lse -inf: an empty set, whose o is not read. Returns `o1`
+        and `lse1`.
+        """
+        o1, lse1 = output_array(o1, "o1"), output_array(lse1, "lse1")
+        self._handle.merge_attn_output_inplace(o1, lse1, input_array(o2), input_array(lse2))
+        return o1, lse1
     def get_query_positions(self) -> np.ndarray:
         """Position of each new token of the forward, int32 [n]; a copy.
 

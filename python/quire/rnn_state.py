@@ -60,6 +60,8 @@ class RNNState(RecurrentState):
         max_tree_size: most nodes of one sequence's uncommitted token tree.
         max_tree_slots: most nodes of all sequences together; each has a state.
         poison_freed_slots: fill free slots with NaN, for tests.
+        tvm_rnn_history1: as in TVM (``docs/tvm.md``): with ``max_history`` 1, ``get`` gives what
+            was set before it in the same forward.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class RNNState(RecurrentState):
         max_tree_size: int = 256,
         max_tree_slots: int = 0,
         poison_freed_slots: bool = False,
+        tvm_rnn_history1: bool = False,
     ) -> None:
         specs = [state if isinstance(state, StateSpec) else StateSpec(**state) for state in states]
         self._shapes = [tuple(int_list(spec.shape, "shape")) for spec in specs]
@@ -91,6 +94,7 @@ class RNNState(RecurrentState):
                     "max_tree_size": max_tree_size,
                     "max_tree_slots": max_tree_slots,
                     "poison_freed_slots": poison_freed_slots,
+                    "tvm_rnn_history1": tvm_rnn_history1,
                 }
             )
         )

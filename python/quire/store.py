@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from quire import _ffi
+from quire import _ffi, errors, redis_url
 
 __all__ = ["ChunkInfo", "ChunkStore", "StoredChunk", "Tier"]
 
@@ -70,7 +70,8 @@ class ChunkStore:
 
     Args:
         directory: a folder for chunks, made if absent; several processes may share it.
-        redis: "HOST:PORT", several with commas (seeds of a cluster), or "unix:PATH".
+        redis: "HOST:PORT", several with commas (seeds of a cluster), or "unix:PATH"; or all of it in
+            one word, "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX", percent-encoded.
         ram_bytes: memory for chunks; 0 = none (an engine's own pages come first anyway).
         disk_bytes: the most that the folder takes; 0 = what is free there, but a tenth.
         durability: what a put survives: "none" and "async" nothing, "os" the end of the process,
@@ -104,17 +105,27 @@ class ChunkStore:
         **options: Any,
     ) -> None:
         self.key = bytes(key)
+        place = redis_url.parse(redis)
+        for name, given, in_url in (
+            ("redis_username", redis_username, place.username),
+            ("redis_password", redis_password, place.password),
+            ("redis_prefix", redis_prefix, place.prefix),
+        ):
+            if given and in_url:
+                raise errors.BadArgumentError(
+                    f"ChunkStore: {name} is given twice, the second time in the URL"
+                )
         self._open_handle: Any = _ffi.new_chunk_store(
             {
                 "directory": "" if directory is None else os.fspath(Path(directory)),
-                "redis": redis,
+                "redis": place.endpoints,
                 "ram_bytes": ram_bytes,
                 "disk_bytes": disk_bytes,
                 "durability": durability,
                 "key": self.key,
-                "redis_username": redis_username,
-                "redis_password": redis_password,
-                "redis_prefix": redis_prefix,
+                "redis_username": redis_username or place.username,
+                "redis_password": redis_password or place.password,
+                "redis_prefix": redis_prefix or place.prefix,
                 "redis_ttl_ms": round(redis_ttl * 1000),
                 **options,
             }

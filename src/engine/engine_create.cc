@@ -16,6 +16,16 @@ namespace {
 // programs need the rest.
 constexpr int64_t kMemoryPartForKV = 4;
 
+// Of the machine's memory, when EngineOptions::state_bytes is 0, for states that are retained; and
+// the most of them: some thirty conversations with their checkpoints.
+constexpr int64_t kMemoryPartForStates = 8;
+constexpr int64_t kRetainedStatesDefault = 128;
+
+// Checkpoints of a sequence. Two recent ones: an answer that is cut back by up to 64 tokens (a stop
+// text that was held back) is still reached; two older ones for texts that part further back.
+constexpr int64_t kRecentCheckpoints = 2;
+constexpr int64_t kThinnedCheckpoints = 2;
+
 // Limits that keep every size of a plan within 63 bits. Steps of a million tokens take seconds on
 // any machine, and none has a thousand cores.
 constexpr int64_t kPrefillChunkMax = int64_t{1} << 20;
@@ -38,12 +48,14 @@ Status CheckOptions(const EngineOptions& options) {
   QUIRE_RETURN_IF_ERROR(
       CheckInRange("max_num_sequences", options.max_num_sequences, 1, kNumSequencesMax));
   QUIRE_RETURN_IF_ERROR(CheckInRange("max_waiting", options.max_waiting, 1, kUnlimited));
+  QUIRE_RETURN_IF_ERROR(CheckInRange("state_bytes", options.state_bytes, 0, kUnlimited));
   return CheckInRange("kv_bytes", options.kv_bytes, 0, kUnlimited);
 }
 
 // One page size for all layers: then all groups of the cache hold the same pages, and one count of
 // pages is that of all.
 int64_t PageSizeFor(const ModelInfo& info, int64_t wanted) {
+  if (info.layers.empty()) return kRecurrentCheckpointInterval;
   if (wanted != 0) return wanted;
   int64_t page_size = 1;
   for (const AttentionLayerSpec& layer : info.layers) {
@@ -91,11 +103,69 @@ AttentionKVCacheOptions CacheOptions(const EngineOptions& options, const ModelIn
   return cache_options;
 }
 
+RecurrentCacheOptions StateOptions(const EngineOptions& options, const ModelInfo& info,
+                                   const std::shared_ptr<ParallelRunner>& runner,
+                                   int64_t retained_states) {
+  return {.layers = info.recurrent_layers,
+          .max_num_sequences = CacheSequencesMax(options.max_num_sequences),
+          .prefill_chunk_size = options.prefill_chunk,
+          .recent_checkpoints = kRecentCheckpoints,
+          .thinned_checkpoints = kThinnedCheckpoints,
+          .max_retained_slots = retained_states,
+          .kernel_path = options.kernel_path,
+          .runner = runner};
+}
+
+int64_t RetainedStatesFor(const EngineOptions& options, int64_t slot_bytes) {
+  if (!options.prefix_cache) return 0;
+  if (options.state_bytes != 0) return options.state_bytes / slot_bytes;
+  return std::min(kRetainedStatesDefault, MachineMemoryBytes() / kMemoryPartForStates / slot_bytes);
+}
+
 // A plan and what it was made from.
 struct Blueprint {
   MemoryPlan plan;
+  int64_t retained_states = 0;
   ModelOptions model_options;
 };
+
+// Pages of attention layers, and what a step takes beside them.
+Status PlanPages(const EngineOptions& options, const ModelInfo& info,
+                 const std::shared_ptr<ParallelRunner>& runner, int64_t samples_max,
+                 MemoryPlan* plan) {
+  plan->page_size = PageSizeFor(info, options.page_size);
+  plan->longest_context = info.max_position_embeddings;
+  if (info.layers.empty()) return {};
+  QUIRE_ASSIGN_OR_RETURN(
+      const KVMemory two_pages,
+      MeasureKVCache(CacheOptions(options, info, runner, plan->page_size, 2), samples_max));
+  plan->page_bytes = two_pages.page_bytes;
+  plan->kv_bytes_per_token = plan->page_bytes / plan->page_size;
+  QUIRE_ASSIGN_OR_RETURN(plan->page_count,
+                         PageCountFor(info, options.kv_bytes, plan->page_size, plan->page_bytes));
+  QUIRE_ASSIGN_OR_RETURN(
+      const KVMemory kv,
+      MeasureKVCache(CacheOptions(options, info, runner, plan->page_size, plan->page_count),
+                     samples_max));
+  plan->kv_bytes = kv.storage_bytes;
+  plan->scratch_bytes += kv.scratch_bytes;
+  plan->longest_context = std::min(plan->longest_context, plan->page_count * plan->page_size);
+  return {};
+}
+
+// States of recurrent layers; how many of them may be retained.
+Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info,
+                           const std::shared_ptr<ParallelRunner>& runner, MemoryPlan* plan) {
+  if (info.recurrent_layers.empty()) return 0;
+  QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory active,
+                         MeasureRecurrentCache(StateOptions(options, info, runner, 0)));
+  const int64_t retained = RetainedStatesFor(options, active.slot_bytes);
+  QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory all,
+                         MeasureRecurrentCache(StateOptions(options, info, runner, retained)));
+  plan->state_bytes = all.storage_bytes;
+  plan->scratch_bytes += all.scratch_bytes;
+  return retained;
+}
 
 Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   QUIRE_RETURN_IF_ERROR(CheckOptions(options));
@@ -111,26 +181,15 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   const ModelInfo& info = model.info;
   MemoryPlan plan;
   plan.weight_bytes = info.weight_bytes;
-  plan.page_size = PageSizeFor(info, options.page_size);
-  QUIRE_ASSIGN_OR_RETURN(
-      const KVMemory two_pages,
-      MeasureKVCache(CacheOptions(options, info, runner, plan.page_size, 2), samples_max));
-  plan.page_bytes = two_pages.page_bytes;
-  plan.kv_bytes_per_token = plan.page_bytes / plan.page_size;
-  QUIRE_ASSIGN_OR_RETURN(plan.page_count,
-                         PageCountFor(info, options.kv_bytes, plan.page_size, plan.page_bytes));
-  QUIRE_ASSIGN_OR_RETURN(
-      const KVMemory kv,
-      MeasureKVCache(CacheOptions(options, info, runner, plan.page_size, plan.page_count),
-                     samples_max));
-  plan.kv_bytes = kv.storage_bytes;
-  plan.scratch_bytes = model.workspace_bytes + kv.scratch_bytes +
+  plan.scratch_bytes = model.workspace_bytes +
                        samples_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
                        runner->worker_count() * DrawScratch::Bytes(info.vocab_size);
-  plan.total_bytes = plan.weight_bytes + plan.kv_bytes + plan.scratch_bytes;
+  QUIRE_RETURN_IF_ERROR(PlanPages(options, info, runner, samples_max, &plan));
+  QUIRE_ASSIGN_OR_RETURN(const int64_t retained_states, PlanStates(options, info, runner, &plan));
+  plan.total_bytes = plan.weight_bytes + plan.kv_bytes + plan.state_bytes + plan.scratch_bytes;
   plan.machine_bytes = MachineMemoryBytes();
-  plan.longest_context = std::min(info.max_position_embeddings, plan.page_count * plan.page_size);
-  return Blueprint{.plan = plan, .model_options = model_options};
+  return Blueprint{
+      .plan = plan, .retained_states = retained_states, .model_options = model_options};
 }
 
 // The system gives out addresses freely and ends the process when their memory is used up, so what
@@ -139,10 +198,10 @@ Status CheckMachineHolds(const MemoryPlan& plan) {
   if (plan.total_bytes <= plan.machine_bytes) return {};
   std::ostringstream message;
   message << "Engine::Create: " << plan.weight_bytes << " bytes of weights, " << plan.kv_bytes
-          << " of KV pages and " << plan.scratch_bytes << " of scratch are more than the "
-          << plan.machine_bytes
+          << " of KV pages, " << plan.state_bytes << " of states and " << plan.scratch_bytes
+          << " of scratch are more than the " << plan.machine_bytes
           << " bytes of memory that this machine has; lower EngineOptions::kv_bytes, "
-             "prefill_chunk or max_num_sequences, or take a smaller model";
+             "state_bytes, prefill_chunk or max_num_sequences, or take a smaller model";
   return Status(StatusCode::kOutOfMemory, message.str());
 }
 
@@ -164,9 +223,18 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
     parts.runner = blueprint.model_options.runner;
     QUIRE_ASSIGN_OR_RETURN(parts.model,
                            Model::Load(options.model_directory, blueprint.model_options));
-    QUIRE_ASSIGN_OR_RETURN(parts.cache, AttentionKVCache::Create(
-                                            CacheOptions(options, parts.model->info(), parts.runner,
-                                                         plan.page_size, plan.page_count)));
+    const ModelInfo& info = parts.model->info();
+    if (!info.layers.empty()) {
+      QUIRE_ASSIGN_OR_RETURN(
+          parts.cache, AttentionKVCache::Create(CacheOptions(options, info, parts.runner,
+                                                             plan.page_size, plan.page_count)));
+    }
+    if (!info.recurrent_layers.empty()) {
+      QUIRE_ASSIGN_OR_RETURN(parts.recurrent,
+                             RecurrentCache::Create(StateOptions(options, info, parts.runner,
+                                                                 blueprint.retained_states)));
+    }
+    parts.state_bytes = plan.state_bytes;
     parts.page_size = plan.page_size;
     parts.kv_bytes = plan.kv_bytes;
     parts.kv_bytes_per_token = plan.kv_bytes_per_token;

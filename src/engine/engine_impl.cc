@@ -16,9 +16,24 @@ int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk) {
   return std::min(max_num_sequences, prefill_chunk);
 }
 
+namespace {
+
+std::unique_ptr<CompositeState> Join(const EngineImpl::Parts& parts) {
+  if (parts.recurrent == nullptr) return nullptr;
+  Result<std::unique_ptr<CompositeState>> joined =
+      CompositeState::Create({.attention = parts.cache, .recurrent = {parts.recurrent}});
+  QUIRE_CHECK(joined.ok()) << joined.status().ToString();
+  return *std::move(joined);
+}
+
+}  // namespace
+
 EngineImpl::EngineImpl(Parts parts)
     : model_(std::move(parts.model)),
-      cache_(std::move(parts.cache)),
+      cache_(parts.cache),
+      recurrent_(parts.recurrent),
+      composite_(Join(parts)),
+      state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
       runner_(std::move(parts.runner)),
       kernel_path_(std::move(parts.kernel_path)),
       page_size_(parts.page_size),
@@ -26,14 +41,15 @@ EngineImpl::EngineImpl(Parts parts)
       max_num_sequences_(parts.max_num_sequences),
       max_waiting_(parts.max_waiting),
       uses_prefix_cache_(parts.prefix_cache),
-      pages_total_(cache_->GetNumAvailablePages()),
+      pages_total_(state_.pages_free()),
       clock_(parts.clock ? parts.clock : MachineTime()),
-      prefix_cache_(cache_.get(), page_size_, kRetainedSequencesMax) {
+      prefix_cache_(state_, page_size_, kRetainedSequencesMax) {
   const ModelInfo& info = model_->info();
   logits_.reserve(StepSamplesMax(max_num_sequences_, prefill_chunk_) * info.vocab_size);
   draw_scratch_.reserve(runner_->worker_count());
   for (int i = 0; i < runner_->worker_count(); ++i) draw_scratch_.emplace_back(info.vocab_size);
-  counters_.pages_total = pages_total_;
+  if (cache_ != nullptr) counters_.pages_total = pages_total_;
+  counters_.state_bytes = parts.state_bytes;
   counters_.kv_bytes = parts.kv_bytes;
   counters_.kv_bytes_per_token = parts.kv_bytes_per_token;
   counters_.weight_bytes = info.weight_bytes;
@@ -57,11 +73,15 @@ auto EngineImpl::Enter(std::string_view call, F&& body) -> decltype(body()) {
 }
 
 void EngineImpl::Publish() noexcept {
-  counters_.pages_free = cache_->GetNumAvailablePages();
-  counters_.pages_in_use = pages_total_ - counters_.pages_free;
+  if (cache_ != nullptr) counters_.pages_free = state_.pages_free();
+  counters_.pages_in_use = counters_.pages_total - counters_.pages_free;
+  const StateSlotCounts slots = state_.slot_counts();
+  counters_.states_total = slots.total;
+  counters_.states_free = slots.free;
+  counters_.retained_states = slots.retained;
   counters_.retained_sequences = prefix_cache_.sequence_count();
   counters_.retained_tokens = prefix_cache_.token_count();
-  counters_.retained_pages = cache_->page_counts().retained_only;
+  counters_.retained_pages = state_.retained_pages();
   counters_.waiting = static_cast<int64_t>(waiting_.size());
   counters_.running = static_cast<int64_t>(running_.size());
   counters_.loading = std::count_if(waiting_.begin(), waiting_.end(), [](const auto& request) {
@@ -86,6 +106,19 @@ int64_t EngineImpl::step_bytes() const {
   auto bytes = static_cast<int64_t>(logits_.capacity() * sizeof(float));
   for (const DrawScratch& scratch : draw_scratch_) bytes += scratch.bytes();
   return bytes;
+}
+
+// Chunks and snapshots hold keys and values of all tokens in all layers. What has slid out of a
+// window is not held any more, and a recurrent layer has a state in place of them.
+Status EngineImpl::CheckHoldsAllKV(const char* call) const {
+  if (state_.forks_anywhere()) return {};
+  return Status(StatusCode::kBadArgument,
+                std::string("Engine::") + call + ": " + model_->info().architecture +
+                    (state_.is_recurrent()
+                         ? " has recurrent layers, whose states are kept in memory only"
+                         : " has layers with sliding windows, and KV that slid out of them is "
+                           "gone") +
+                    "; KV of such models cannot be saved, loaded or stored");
 }
 
 Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
@@ -198,6 +231,7 @@ Result<SnapshotInfo> EngineImpl::LoadSnapshot(const Passport& identity, const st
 Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
                                const StoreUseOptions& options) {
   return Enter("AttachStore", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckHoldsAllKV("AttachStore"));
     if (store_ != nullptr) {
       return Status(StatusCode::kBadState,
                     "Engine::AttachStore: a store is attached; an engine has one for its life");
@@ -235,21 +269,22 @@ void EngineImpl::CheckInvariants() const {
       samples += sample.finished() ? 0 : 1;
       if (!sample.has_sequence()) continue;
       ++sequences;
-      const Result<int64_t> length = cache_->GetSequenceLength(sample.sequence_id);
+      const Result<int64_t> length = state_.GetSequenceLength(sample.sequence_id);
       QUIRE_CHECK(length.ok()) << length.status().ToString();
       QUIRE_CHECK(*length == sample.computed) << "sequence " << sample.sequence_id;
     }
   }
   QUIRE_CHECK(samples <= max_num_sequences_);
-  QUIRE_CHECK(cache_->sequence_count() == sequences) << "a sequence that nobody holds";
+  QUIRE_CHECK(state_.sequence_count() == sequences) << "a sequence that nobody holds";
   for (const auto& request : waiting_) {
     for (const Sample& sample : request->samples) QUIRE_CHECK(!sample.has_sequence());
     QUIRE_CHECK(request->load == nullptr || store_ != nullptr);
+    QUIRE_CHECK(request->layers == nullptr) << "request " << request->id << " waits with layers";
   }
   for (const auto& request : running_) {
     QUIRE_CHECK(request->load == nullptr) << "request " << request->id << " loads while it runs";
   }
-  const Status status = cache_->CheckInvariants();
+  const Status status = state_.CheckInvariants();
   QUIRE_CHECK(status.ok()) << status.ToString();
 }
 

@@ -21,6 +21,7 @@
 #include "engine/request.h"
 #include "engine/sampler.h"
 #include "engine/scheduler.h"
+#include "engine/sequence_state.h"
 #include "engine/store_link.h"
 #include "quire/engine.h"
 
@@ -43,11 +44,13 @@ class EngineImpl final : public Engine {
  public:
   struct Parts {
     std::unique_ptr<Model> model;
-    std::unique_ptr<AttentionKVCache>
-        cache;  // empty; all layers with pages of `page_size`; CacheSequencesMax sequences
+    // Both empty and for CacheSequencesMax sequences. Null without such layers; not both.
+    std::shared_ptr<AttentionKVCache> cache;  // all layers with pages of `page_size`
+    std::shared_ptr<RecurrentCache> recurrent = nullptr;
     std::shared_ptr<ParallelRunner> runner;
     std::string kernel_path;
     int64_t page_size = 0;
+    int64_t state_bytes = 0;
     int64_t kv_bytes = 0;
     int64_t kv_bytes_per_token = 0;
     int64_t prefill_chunk = 0;
@@ -78,16 +81,22 @@ class EngineImpl final : public Engine {
   // For tests of the memory plan.
   const Model& model() const { return *model_; }
   const AttentionKVCache& cache() const { return *cache_; }
+  const RecurrentCache* recurrent() const { return recurrent_.get(); }
+  const SequenceState& state() const { return state_; }
   int64_t step_bytes() const;  // of logits and draw scratch, taken now
   // For tests: what must hold between two calls; the first violation stops the process.
   void CheckInvariants() const;
 
  private:
-  // `tokens` pending tokens of one sample in a forward.
+  // `tokens` pending tokens of one sample in a forward, behind those that `layers` brings.
   struct Work {
     Request* request;
     Sample* sample;
     int64_t tokens;
+    LayerwiseLoad* layers = nullptr;
+
+    int64_t loaded() const { return layers == nullptr ? 0 : layers->tokens(); }
+    bool ends_pending() const { return loaded() + tokens == sample->pending(); }
   };
   using Batch = std::vector<Work>;
   // A token drawn for a sample from row `row` of the forward's logits, and what is said about it.
@@ -106,6 +115,7 @@ class EngineImpl final : public Engine {
   void Publish() noexcept;
 
   // engine_impl.cc
+  Status CheckHoldsAllKV(const char* call) const;
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
   int64_t SequencesFree() const;
   bool NeedsLongRope(int64_t tokens_max) const;
@@ -119,7 +129,9 @@ class EngineImpl final : public Engine {
   PrefixMatch FindPrefix(const Request& request, const Sample& sample) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
+  int64_t PendingNow(const Request& request, const Sample& sample) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
+  int64_t PagesOfLoads(const Batch& works) const;
   Request* NextToAdmit() const;
   std::optional<WaitingHead> ViewHead();
   Status AdmitHead();
@@ -129,7 +141,7 @@ class EngineImpl final : public Engine {
 
   // step_forward.cc: computing it.
   Status RunStep();
-  Status RunBatch(const Batch& batch);
+  Status RunBatch(const Batch& batch, bool* plan_anew);
   Status Attempt(const Batch& batch);
   Status Forward(const Batch& batch);
   std::vector<Drawn> PrepareDraws(const Batch& batch) const;
@@ -159,9 +171,17 @@ class EngineImpl final : public Engine {
   bool StartLoad(Request* request);
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
   void PollLoad(Request* request);
+  bool KeepsPace(const Request& request, bool alone) const;
   bool AwaitLoad();
   void ImportChunks(Request* request, const Start& start) noexcept;
-  void NoteStart(Request* request) noexcept;
+  Status TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept;
+  std::unique_ptr<LayerwiseLoad> MakeLayerwise(Request* request, const Start& start);
+  LayerwiseLoad* LayersOf(const Request& request, const Sample& sample) const;
+  void CountLoad(Request* request, MissReason miss, double seconds) noexcept;
+  void CountLoaded(Request* request, TierKind tier, int64_t tokens) noexcept;
+  void CommitLayers(const Work& work) noexcept;
+  bool DropFailedLayers(const Batch& batch) noexcept;
+  void NoteStart(Request* request, int64_t known) noexcept;
   void ForgetLoad(Request* request) noexcept;
   void StoreComputed() noexcept;
   int64_t StoreSample(const Request& request, Sample* sample, int64_t bytes_max) noexcept;
@@ -183,7 +203,10 @@ class EngineImpl final : public Engine {
                                     const SnapshotLoadOptions& options);
 
   const std::unique_ptr<Model> model_;
-  const std::unique_ptr<AttentionKVCache> cache_;
+  const std::shared_ptr<AttentionKVCache> cache_;    // null without attention layers
+  const std::shared_ptr<RecurrentCache> recurrent_;  // null without recurrent layers
+  const std::unique_ptr<CompositeState> composite_;  // null without recurrent layers
+  const SequenceState state_;
   const std::shared_ptr<ParallelRunner> runner_;
   const std::string kernel_path_;
   const int64_t page_size_;

@@ -19,6 +19,7 @@ Status NeedsPrefixCache(const char* call) {
 
 Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
                                          const std::string& path) {
+  QUIRE_RETURN_IF_ERROR(CheckHoldsAllKV("SaveSnapshot"));
   if (!uses_prefix_cache_) return NeedsPrefixCache("SaveSnapshot");
   PrefixMatch match = prefix_cache_.Find(contents.tokens);
   const PrefixMatch long_match = prefix_cache_.Find(contents.tokens, {.long_rope = true});
@@ -54,6 +55,7 @@ Status EngineImpl::CheckSnapshotFits(const SnapshotInfo& info, const std::string
 
 Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const std::string& path,
                                               const SnapshotLoadOptions& options) {
+  QUIRE_RETURN_IF_ERROR(CheckHoldsAllKV("LoadSnapshot"));
   if (!uses_prefix_cache_) return NeedsPrefixCache("LoadSnapshot");
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
   QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path));

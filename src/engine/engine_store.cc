@@ -5,10 +5,15 @@
 // comes of that, at the latest when its deadline passes, the request goes on: behind the chunks
 // that are there, or computing from where the prefix cache ends.
 //
+// It goes on before, if the layers come so fast that its first forward would find each of them in
+// time: that forward takes them one by one. If one does not come, the forward is given up and
+// planned anew without the load.
+//
 // What has been computed is put after each step, a bounded number of bytes, and the rest of a
 // sequence when it ends. KV from before the store was attached is put when its pages are about to
 // be given up, and by FlushStore.
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "engine/engine_impl.h"
@@ -35,6 +40,8 @@ MissReason ReasonOf(StatusCode code) {
   if (code == StatusCode::kCorrupt) return MissReason::kCorrupt;
   if (code == StatusCode::kIncompatible) return MissReason::kIncompatible;
   if (code == StatusCode::kNotFound) return MissReason::kExpired;
+  if (code == StatusCode::kTimeout) return MissReason::kTimeout;
+  if (code == StatusCode::kCancelled) return MissReason::kCancelled;
   const bool no_room = code == StatusCode::kFull || code == StatusCode::kOutOfPages ||
                        code == StatusCode::kOutOfMemory;
   return no_room ? MissReason::kNoRoom : MissReason::kUnavailable;
@@ -80,6 +87,8 @@ void EngineImpl::StartLoads() {
   for (size_t i = 0; i < count; ++i) {
     Request* const request = waiting_[i].get();
     PollLoad(request);
+    const bool is_coming = request->load != nullptr && !request->load->usable();
+    if (is_coming && KeepsPace(*request, false)) request->load->TakeLayers();
     request->held_back = StartLoad(request);
   }
 }
@@ -87,7 +96,7 @@ void EngineImpl::StartLoads() {
 // Asks the store for a request unless it was asked. True if the request is to be held back.
 bool EngineImpl::StartLoad(Request* request) {
   const bool has_load = request->load != nullptr;
-  if (has_load && !request->load->ended()) return true;
+  if (has_load && !request->load->usable()) return true;
   if (!has_load && (request->looked_up || request->restarted)) return false;
   const Sample& leader = *request->leader();
   const PrefixMatch match = FindPrefix(*request, leader);
@@ -124,7 +133,7 @@ bool EngineImpl::IsPrefixBeingLoaded(const Request& request, int64_t matched) co
     if (other->load == nullptr || other->space != request.space) continue;
     const PrefixLoad& load = *other->load;
     int64_t common = CommonPrefix(tokens, load.tokens());
-    if (load.ended()) common = std::min(common, load.end());
+    if (load.usable()) common = std::min(common, load.end());
     if (common - matched >= kLoadTokensMin) return true;
   }
   return false;
@@ -134,61 +143,171 @@ void EngineImpl::PollLoad(Request* request) {
   if (request->load == nullptr || request->load->ended()) return;
   request->load->Poll(store_->now_ns());
   if (!request->load->ended()) return;
-  const PrefixLoad& load = *request->load;
-  request->miss = load.miss();
-  request->load_seconds += load.seconds();
-  ++counters_.loads;
-  ++counters_.misses[static_cast<size_t>(load.miss())];
-  counters_.load_seconds += load.seconds();
+  CountLoad(request, request->load->miss(), request->load->seconds());
 }
 
-// Waits for the first load, if there is one. True if it has ended: there is something to decide.
+// ---- Layer by layer
+
+// Whether a forward that begins now finds each layer of the load when it comes to it, as the pace
+// of the layers so far and the measured speed of prompts tell. One that waited inside would hold up
+// everybody, and end no earlier than one that begins later. `alone`: nobody would be held up, then
+// it may also begin while the speed is not known.
+bool EngineImpl::KeepsPace(const Request& request, bool alone) const {
+  const PrefixLoad& load = *request.load;
+  const int64_t count = static_cast<int64_t>(model_->info().layers.size());
+  const int64_t now_ns = store_->now_ns();
+  const int64_t there = load.LayersThere(count, now_ns);
+  if (there == 0) return false;
+  const double speed = counters_.compute_seconds_per_token;
+  if (speed == 0) return alone || there == count;
+  const int64_t behind = static_cast<int64_t>(request.leader()->tokens.size()) - load.found_end();
+  const double compute =
+      speed * static_cast<double>(std::clamp(behind, int64_t{1}, prefill_chunk_));
+  const double elapsed = static_cast<double>(now_ns - load.start_ns()) * 1e-9;
+  const double rest = elapsed * static_cast<double>(count - there) / static_cast<double>(there);
+  return rest <= compute;
+}
+
+// Waits for the first load, if there is one. True if it is usable: there is something to decide.
 bool EngineImpl::AwaitLoad() {
   const auto loads = [](const auto& request) {
-    return request->load != nullptr && !request->load->ended();
+    return request->load != nullptr && !request->load->usable();
   };
   const auto first = std::find_if(waiting_.begin(), waiting_.end(), loads);
   if (first == waiting_.end()) return false;
   Request* const request = first->get();
-  request->load->Wait(store_->now_ns() + kWaitNs);
-  PollLoad(request);
-  return request->load->ended();
+  const int64_t count = static_cast<int64_t>(model_->info().layers.size());
+  const int64_t until_ns = store_->now_ns() + kWaitNs;
+  for (;;) {
+    PollLoad(request);
+    if (!request->load->ended() && KeepsPace(*request, true)) request->load->TakeLayers();
+    const int64_t now_ns = store_->now_ns();
+    if (request->load->usable()) break;
+    if (now_ns >= until_ns) return false;
+    request->load->AwaitLayer(request->load->LayersThere(count, now_ns), until_ns);
+  }
+  // Others that came as far share its forward.
+  for (const auto& other : waiting_) {
+    if (loads(other) && KeepsPace(*other, true)) other->load->TakeLayers();
+  }
+  return true;
 }
+
+// A load that has not ended is taken by the request's first forward, a layer at a time. Null if it
+// has, or brings nothing. The prompt's last token is computed, for the logits behind it.
+std::unique_ptr<LayerwiseLoad> EngineImpl::MakeLayerwise(Request* request, const Start& start) {
+  if (request->load == nullptr || request->load->ended()) return nullptr;
+  const int64_t size = static_cast<int64_t>(request->leader()->tokens.size());
+  const int64_t end = std::min(start.end, size - 1);
+  if (end <= start.from.length) return nullptr;
+  return std::make_unique<LayerwiseLoad>(store_.get(), request->space, std::move(request->load),
+                                         start.from.length, end);
+}
+
+// What the sample's next forward loads, if it does.
+LayerwiseLoad* EngineImpl::LayersOf(const Request& request, const Sample& sample) const {
+  LayerwiseLoad* const layers = request.layers.get();
+  const bool is_its =
+      layers != nullptr && &sample == request.leader() && sample.computed == layers->begin();
+  return is_its ? layers : nullptr;
+}
+
+void EngineImpl::CountLoad(Request* request, MissReason miss, double seconds) noexcept {
+  request->miss = miss;
+  request->load_seconds += seconds;
+  ++counters_.loads;
+  ++counters_.misses[static_cast<size_t>(miss)];
+  counters_.load_seconds += seconds;
+}
+
+void EngineImpl::CountLoaded(Request* request, TierKind tier, int64_t tokens) noexcept {
+  const auto at = static_cast<size_t>(tier);
+  counters_.loaded_tokens[at] += tokens;
+  if (!request->counts_cached) return;
+  request->cached.tiers[at] += tokens;
+  if (request->admitted_before) counters_.cached_tokens += tokens;
+}
+
+void EngineImpl::CommitLayers(const Work& work) noexcept {
+  Request* const request = work.request;
+  LayerwiseLoad& layers = *work.layers;
+  CountLoad(request, layers.load().miss(),
+            static_cast<double>(layers.last_ns() - layers.load().start_ns()) * 1e-9);
+  ++counters_.layer_loads;
+  counters_.overlap_seconds += static_cast<double>(layers.overlap_ns()) * 1e-9;
+  for (const PrefixLoad::Chunk& chunk : layers.load().chunks()) {
+    CountLoaded(request, chunk.tier, layers.TokensOf(chunk));
+  }
+  work.sample->computed = layers.end();
+  request->layers = nullptr;
+}
+
+// The forward was aborted. Of a load that failed the chunks that are whole are taken as if nothing
+// more had been found, the rest is computed. True if there was such a load.
+bool EngineImpl::DropFailedLayers(const Batch& batch) noexcept {
+  bool any = false;
+  for (const Work& work : batch) {
+    if (work.layers == nullptr || work.layers->failure() == StatusCode::kOk) continue;
+    any = true;
+    const auto layers = std::exchange(work.request->layers, nullptr);
+    PrefixLoad& load = layers->load();
+    const MissReason why = ReasonOf(layers->failure());
+    load.End(store_->now_ns());
+    CountLoad(work.request, why, load.seconds());
+    // What fails here is a part of the miss that was counted.
+    static_cast<void>(TakeChunks(work.request, load, load.end()));
+  }
+  return any;
+}
+
+// ---- Whole chunks
 
 // Behind what was forked. A chunk that cannot be taken is as good as one that is not there.
 void EngineImpl::ImportChunks(Request* request, const Start& start) noexcept {
-  Sample& leader = *request->leader();
-  if (!request->admitted_before) request->cached.memory = leader.computed;
-  if (start.end == start.from.length) return;
-  for (const PrefixLoad::Chunk& chunk : request->load->chunks()) {
-    if (chunk.begin < leader.computed) continue;
-    if (chunk.end > start.end) break;
-    const Status status =
-        store_->Import(leader.sequence_id, request->space, request->load->tokens(), chunk);
-    if (!status.ok()) {
-      request->miss = ReasonOf(status.code());
-      ++counters_.misses[static_cast<size_t>(request->miss)];
-      break;
-    }
-    // The last token is computed, for the logits behind it.
-    const int64_t size = static_cast<int64_t>(leader.tokens.size());
-    const int64_t kept = std::min(chunk.end, size - 1) - chunk.begin;
-    leader.computed = chunk.end;
-    counters_.loaded_tokens[static_cast<size_t>(chunk.tier)] += kept;
-    if (!request->admitted_before) request->cached.tiers[static_cast<size_t>(chunk.tier)] += kept;
-  }
-  if (leader.pending() > 0) return;
-  if (cache_->PopN(leader.sequence_id, 1).ok()) {
-    --leader.computed;
-    return;
-  }
-  DropSequences(request);  // the allocator refused; removing needs no memory
-  if (!request->admitted_before) request->cached = {};
+  request->counts_cached = !request->admitted_before;
+  if (request->counts_cached) request->cached.memory = request->leader()->computed;
+  const bool is_there = request->load != nullptr && request->load->ended();
+  if (!is_there || start.end == start.from.length) return;
+  const Status status = TakeChunks(request, *request->load, start.end);
+  if (status.ok()) return;
+  request->miss = ReasonOf(status.code());
+  ++counters_.misses[static_cast<size_t>(request->miss)];
 }
 
-// The end of its waiting.
-void EngineImpl::NoteStart(Request* request) noexcept {
+// The load's chunks up to `end` behind the leader's tokens, as far as they can be taken; why it
+// ends before.
+Status EngineImpl::TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept {
+  Sample& leader = *request->leader();
+  const int64_t size = static_cast<int64_t>(leader.tokens.size());
+  Status status;
+  for (const PrefixLoad::Chunk& chunk : load.chunks()) {
+    if (chunk.begin < leader.computed) continue;
+    if (chunk.end > end) break;
+    status = store_->Import(leader.sequence_id, request->space, load.tokens(), chunk);
+    if (!status.ok()) break;
+    // The last token is computed, for the logits behind it.
+    CountLoaded(request, chunk.tier, std::min(chunk.end, size - 1) - chunk.begin);
+    leader.computed = chunk.end;
+  }
+  if (leader.pending() > 0) return status;
+  if (cache_->PopN(leader.sequence_id, 1).ok()) {
+    --leader.computed;
+    return status;
+  }
+  if (request->counts_cached) {
+    if (request->admitted_before) counters_.cached_tokens -= request->cached.total();
+    request->cached = {};
+  }
+  DropSequences(request);  // the allocator refused; removing needs no memory
+  return status;
+}
+
+// The end of its waiting. `known`: its first tokens that were in memory, whether or not a sequence
+// could be forked behind them.
+void EngineImpl::NoteStart(Request* request, int64_t known) noexcept {
   if (!request->admitted_before) {
+    request->recomputed = std::max<int64_t>(0, known - request->cached.total());
+    counters_.recomputed_tokens += request->recomputed;
     counters_.prompt_tokens += request->prompt_tokens;
     counters_.cached_tokens += request->cached.total();
     request->admitted_before = true;

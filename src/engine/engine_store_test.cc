@@ -275,6 +275,478 @@ TEST_F(EngineStore, GoesOnAloneWhenTheOneThatLoadedIsCancelled) {
   EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
 }
 
+// ---- Layer by layer
+
+// The first layers are computed while the others are on their way: all is done when the last layer
+// is there, and what runs beside it is not held up before the first.
+TEST_F(EngineStore, ComputesALayerWhileTheNextOneIsOnItsWay) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  for (const int64_t page_size : {1, 4, 16}) {
+    SCOPED_TRACE(page_size);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.page_size = page_size});
+    const int64_t start_ns = clock_->SteadyNs();
+    std::vector<std::string> events;
+    const auto note = [&](const std::string& what) {
+      events.push_back(what + " at " + std::to_string((clock_->SteadyNs() - start_ns) / kMs));
+    };
+    store_->layer_fault = [&](int64_t layer) {
+      if (!events.empty()) note("take " + std::to_string(layer));
+      return Status();
+    };
+    server->model->fault = [&](std::span<const int32_t> tokens) {
+      if (tokens.size() > 1) note("forward of " + std::to_string(tokens.size()));
+      return Status();
+    };
+    server->cache->fault = [&](std::string_view call) {
+      if (call == "AttentionWithFusedQKV" && events.size() < 6) note("compute");
+      return Status();
+    };
+    const Answer answer = server->Generate(prompt, Greedy(5));
+    ExpectEqual(answer, want, "by layers");
+    EXPECT_EQ(events,
+              (std::vector<std::string>{"forward of 2 at 10", "compute at 10", "take 0 at 10",
+                                        "compute at 10", "take 1 at 10", "compute at 20"}));
+    EXPECT_EQ(clock_->SteadyNs() - start_ns, 20 * kMs);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(answer.cached.tiers[kDisk], 48);
+    EXPECT_EQ(answer.cached_tokens, 48);
+    EXPECT_EQ(answer.miss, MissReason::kNone);
+    EXPECT_DOUBLE_EQ(answer.load_seconds, 0.02);
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.loaded_tokens[kDisk], 48);
+    EXPECT_EQ(stats.cached_tokens, 48);
+    EXPECT_EQ(stats.loads, 1);
+    EXPECT_EQ(stats.loading, 0);
+    EXPECT_EQ(stats.layer_loads, 1);
+    EXPECT_EQ(stats.overlap_seconds, 0) << "computing takes no time here";
+  }
+  EXPECT_EQ(store_->cancelled, 0);
+}
+
+// 4 ms for layer 0, while layer 1 is on its way for another 10.
+TEST_F(EngineStore, TellsWhatWasComputedMeanwhile) {
+  const Tokens prompt = Text(50);
+  Make()->Generate(prompt, Greedy(1));
+  store_->layer_ns = 10 * kMs;
+  const auto server = Make();
+  server->cache->fault = [&](std::string_view call) {
+    if (call == "AttentionWithFusedQKV") clock_->Advance(4 * kMs);
+    return Status();
+  };
+  const int64_t start_ns = clock_->SteadyNs();
+  server->Generate(prompt, Greedy(1));
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 20 * kMs);
+  const EngineStats stats = server->engine->Stats();
+  EXPECT_EQ(stats.layer_loads, 1);
+  EXPECT_DOUBLE_EQ(stats.load_seconds, 0.02);
+  EXPECT_DOUBLE_EQ(stats.overlap_seconds, 0.004);
+}
+
+// A prompt of which all is there, behind a part that memory has, and several samples.
+TEST_F(EngineStore, LayersComeBehindWhatMemoryHasAndUpToTheLastToken) {
+  const Tokens prompt = Text(48);
+  SamplingOptions options = Greedy(4);
+  options.n = 3;
+  options.temperature = 1;
+  options.seed = 5;
+  const auto writer = Make();
+  writer->Generate(prompt, options);
+  store_->layer_ns = 10 * kMs;
+  const auto server = Make({.page_size = 16});
+  server->Generate(Tokens(prompt.begin(), prompt.begin() + 20), Greedy(1));
+  const int64_t before = server->cache->loading_forwards;
+  const int64_t id = server->Submit(prompt, options);
+  server->Finish();
+  for (int64_t sample = 0; sample < 3; ++sample) {
+    ExpectEqual(server->answers[{id, sample}], writer->answers[{0, sample}],
+                "sample " + std::to_string(sample));
+  }
+  EXPECT_EQ(server->cache->loading_forwards, before + 1);
+  EXPECT_EQ((server->answers[{id, 0}].cached.memory), 16);
+  EXPECT_EQ((server->answers[{id, 0}].cached.tiers[kDisk]), 31) << "the last token is computed";
+}
+
+// Forwards that take time: decodes and short prompts 6 ms, others 6 ms a token.
+constexpr int64_t kTokenNs = 6 * kMs;
+
+class EngineStorePace : public EngineStore {
+ protected:
+  // An engine that has measured its speed.
+  std::unique_ptr<Server> MakeMeasured() {
+    auto server = Make({}, false);
+    server->model->fault = [this](std::span<const int32_t> tokens) {
+      const auto count = static_cast<int64_t>(tokens.size());
+      clock_->Advance(count < 16 ? kTokenNs : count * kTokenNs);
+      return Status();
+    };
+    server->Generate(Text(32, 99), Greedy(1));
+    EXPECT_DOUBLE_EQ(server->engine->Stats().compute_seconds_per_token, 0.006);
+    Attach(server.get());
+    return server;
+  }
+};
+
+// While others run, a forward takes a load only if it will not wait for it: two layers and two
+// tokens to compute.
+TEST_F(EngineStorePace, ALoadJoinsOthersOnceItsLayersComeInTime) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  const Tokens other = Text(12, 7);
+  const Answer want_other = Cold(other, Greedy(30));
+  for (const int64_t layer_ms : {9, 30}) {
+    SCOPED_TRACE(layer_ms);
+    store_->layer_ns = layer_ms * kMs;
+    const auto server = MakeMeasured();
+    const bool joins = layer_ms == 9;
+    const int64_t loads = server->engine->Stats().loads;
+    const int64_t first = server->Submit(prompt, Greedy(5));
+    const int64_t second = server->Submit(other, Greedy(30));
+    const int64_t start_ns = clock_->SteadyNs();
+    server->Finish();
+    ExpectEqual(server->answers[{first, 0}], want, "loaded");
+    ExpectEqual(server->answers[{second, 0}], want_other, "beside it");
+    EXPECT_EQ((server->answers[{first, 0}].cached.tiers[kDisk]), 48);
+    EXPECT_EQ(clock_->SteadyNs() - start_ns, 30 * kTokenNs) << "nobody waited";
+    EXPECT_EQ(server->cache->loading_forwards, joins ? 1 : 0);
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.layer_loads, joins ? 1 : 0);
+    EXPECT_EQ(stats.loads, loads + 1);
+    EXPECT_EQ(stats.loaded_tokens[kDisk], 48);
+    EXPECT_DOUBLE_EQ(stats.compute_seconds_per_token, 0.006);
+  }
+}
+
+// Nobody waits inside a forward for a load that takes longer than what is to be computed behind it:
+// the step returns after its slice, as if the load came whole.
+TEST_F(EngineStorePace, AForwardBeginsLateBehindASlowLoad) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  store_->layer_ns = 40 * kMs;
+  const auto server = MakeMeasured();
+  const int64_t id = server->Submit(prompt, Greedy(5));
+  const int64_t start_ns = clock_->SteadyNs();
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 50 * kMs);
+  EXPECT_EQ(server->engine->Stats().loading, 1);
+  server->Finish();
+  ExpectEqual(server->answers[{id, 0}], want, "whole");
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 80 * kMs + 5 * kTokenNs);
+  EXPECT_EQ(server->cache->loading_forwards, 0);
+}
+
+// A layer in the middle is damaged, or its tier dies: the request computes, and those that share
+// its forward lose nothing but the step that is repeated.
+TEST_F(EngineStorePace, ALayerThatDoesNotComeIsComputed) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  const Tokens other = Text(12, 7);
+  const Answer want_other = Cold(other, Greedy(30));
+  const std::pair<StatusCode, MissReason> cases[] = {
+      {StatusCode::kTimeout, MissReason::kTimeout},
+      {StatusCode::kCorrupt, MissReason::kCorrupt},
+      {StatusCode::kIncompatible, MissReason::kIncompatible},
+      {StatusCode::kNotFound, MissReason::kExpired},
+      {StatusCode::kUnavailable, MissReason::kUnavailable},
+      {StatusCode::kIoError, MissReason::kUnavailable},
+      {StatusCode::kFull, MissReason::kNoRoom},
+      {StatusCode::kOutOfPages, MissReason::kNoRoom},
+      {StatusCode::kOutOfMemory, MissReason::kNoRoom},
+      {StatusCode::kCancelled, MissReason::kCancelled}};
+  for (const auto& [code, miss] : cases) {
+    SCOPED_TRACE(StatusCodeName(code));
+    store_->layer_ns = 10 * kMs;
+    store_->layer_fault = [code = code](int64_t layer) {
+      return layer == 0 ? Status() : Status(code, "injected");
+    };
+    const auto server = MakeMeasured();
+    const int64_t first = server->Submit(prompt, Greedy(5));
+    const int64_t second = server->Submit(other, Greedy(30));
+    server->Finish();
+    ExpectEqual(server->answers[{first, 0}], want, "computed");
+    ExpectEqual(server->answers[{second, 0}], want_other, "beside it");
+    EXPECT_EQ((server->answers[{first, 0}].cached_tokens), 0);
+    EXPECT_EQ((server->answers[{first, 0}].miss), miss);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.misses[static_cast<size_t>(miss)], 1);
+    EXPECT_EQ(stats.loaded_tokens[kDisk], 0);
+    EXPECT_EQ(stats.layer_loads, 0);
+    EXPECT_EQ(store_->live_fetches, 0);
+    EXPECT_EQ(server->cache->out_of_pages, 0);
+  }
+}
+
+TEST_F(EngineStore, ALayerThatIsLateCostsTheDeadlineAndNoMore) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  store_->layer_ns = 60 * kMs;
+  const auto server = Make();
+  const int64_t start_ns = clock_->SteadyNs();
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "computed");
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  EXPECT_EQ(clock_->SteadyNs() - start_ns, 100 * kMs);
+  EXPECT_EQ(answer.miss, MissReason::kTimeout);
+  EXPECT_EQ(answer.cached_tokens, 0);
+  EXPECT_DOUBLE_EQ(answer.load_seconds, 0.1);
+}
+
+// Two loads in one forward, of which one fails: the other one is taken in the step's second try.
+TEST_F(EngineStore, ALoadThatFailsLeavesTheOtherOne) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  const auto writer = Make();
+  const Answer wants[] = {writer->Generate(prompts[0], Greedy(5)),
+                          writer->Generate(prompts[1], Greedy(5))};
+  for (const int64_t failing : {0, 1}) {
+    SCOPED_TRACE(failing);
+    store_->layer_ns = 10 * kMs;
+    int64_t asked = 0;
+    // The chunks of one of them, one after another.
+    store_->is_damaged = [&] { return (asked++ < 6) == (failing == 0); };
+    const auto server = Make({.chunk = 64});
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(5));
+    server->Finish();
+    for (int64_t id : {0, 1}) {
+      const Answer& answer = server->answers[{id, 0}];
+      ExpectEqual(answer, wants[id], "request " + std::to_string(id));
+      EXPECT_EQ(answer.miss, id == failing ? MissReason::kCorrupt : MissReason::kNone);
+      EXPECT_EQ(answer.cached_tokens, id == failing ? 0 : id == 0 ? 48 : 64);
+    }
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.loads, 2);
+    EXPECT_EQ(stats.layer_loads, 1);
+  }
+}
+
+// What lies in RAM, before a chunk whose layers do not come, is not lost with them.
+TEST_F(EngineStore, ChunksThatAreWholeAreKeptWhenTheOthersFail) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  store_->layer_ns = 10 * kMs;
+  store_->whole_chunks = 2;
+  store_->layer_fault = [](int64_t layer) {
+    return layer == 0 ? Status() : Status(StatusCode::kUnavailable, "injected");
+  };
+  const auto server = Make();
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "partly computed");
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  EXPECT_EQ(answer.cached.tiers[kDisk], 16);
+  EXPECT_EQ(answer.miss, MissReason::kUnavailable);
+  const EngineStats stats = server->engine->Stats();
+  EXPECT_EQ(stats.cached_tokens, 16);
+  EXPECT_EQ(stats.loaded_tokens[kDisk], 16);
+  EXPECT_EQ(stats.loads, 1);
+  EXPECT_EQ(std::accumulate(stats.misses.begin(), stats.misses.end(), int64_t{0}), 1);
+}
+
+// The cache has no page for the load against the scheduler's count: the younger request is
+// preempted with its layers, and the last one computes without shared pages.
+TEST_F(EngineStore, RequestsWithLayersArePreemptedAndGoOn) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  const auto writer = Make();
+  const Answer wants[] = {writer->Generate(prompts[0], Greedy(5)),
+                          writer->Generate(prompts[1], Greedy(5))};
+  for (const int64_t failures : {1, 2}) {
+    SCOPED_TRACE(failures);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.chunk = 64});
+    int64_t begun = 0;
+    server->cache->fault = [&](std::string_view call) {
+      const bool fails = call == "BeginLoadingForward" && begun++ < failures;
+      return fails ? Status(StatusCode::kOutOfPages, "injected") : Status();
+    };
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(5));
+    server->Finish();
+    for (int64_t id : {0, 1}) {
+      ExpectEqual(server->answers[{id, 0}], wants[id], "request " + std::to_string(id));
+    }
+    EXPECT_EQ((server->answers[{0, 0}].cached_tokens), failures == 1 ? 48 : 0);
+    EXPECT_GE(server->engine->Stats().preemptions, 1);
+    EXPECT_EQ(store_->live_fetches, 0);
+  }
+}
+
+// A forward that fails for another reason ends its first request; the second one still has its
+// layers, and is cancelled with them, or goes on.
+TEST_F(EngineStore, CancelsARunningRequestThatHasLayers) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  const auto writer = Make();
+  writer->Generate(prompts[0], Greedy(5));
+  const Answer want = writer->Generate(prompts[1], Greedy(5));
+  for (const bool cancels : {false, true}) {
+    SCOPED_TRACE(cancels);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.chunk = 64});
+    int64_t begun = 0;
+    server->cache->fault = [&](std::string_view call) {
+      const bool fails = call == "BeginLoadingForward" && begun++ < 2;
+      return fails ? Status(StatusCode::kIoError, "injected") : Status();
+    };
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(5));
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(begun, 2);
+    EXPECT_EQ(store_->live_fetches, 1);
+    if (cancels) {
+      ASSERT_TRUE(server->engine->Cancel(1).ok());
+      server->engine->CheckInvariants();
+      EXPECT_EQ(store_->live_fetches, 0);
+    }
+    server->Finish();
+    EXPECT_EQ((server->answers[{0, 0}].reason), FinishReason::kError);
+    if (cancels) {
+      EXPECT_EQ((server->answers[{1, 0}].reason), FinishReason::kCancelled);
+      EXPECT_TRUE(server->cache->Empty());
+    } else {
+      ExpectEqual(server->answers[{1, 0}], want, "goes on");
+      EXPECT_EQ((server->answers[{1, 0}].cached_tokens), 64);
+    }
+  }
+}
+
+// The sample that would take the layers is stopped before it did. The next one takes them, or, if
+// memory has more for it than for the first one, which began at a border of chunks, it needs none.
+TEST_F(EngineStore, LayersOfALeaderThatIsStopped) {
+  const Tokens prompts[] = {Text(50), Text(70, 2)};
+  SamplingOptions options = Greedy(5);
+  options.n = 2;
+  options.temperature = 1;
+  const auto writer = Make();
+  writer->Generate(prompts[0], Greedy(5));
+  writer->Generate(prompts[1], options);
+  for (const int64_t in_memory : {0, 21}) {
+    SCOPED_TRACE(in_memory);
+    store_->layer_ns = 10 * kMs;
+    const auto server = Make({.chunk = 64}, false);
+    if (in_memory > 0) {
+      server->Generate(Tokens(prompts[1].begin(), prompts[1].begin() + in_memory), Greedy(1));
+    }
+    Attach(server.get());
+    int64_t begun = 0;
+    server->cache->fault = [&](std::string_view call) {
+      const bool fails = call == "BeginLoadingForward" && begun++ < 2;
+      return fails ? Status(StatusCode::kIoError, "injected") : Status();
+    };
+    server->Submit(prompts[0], Greedy(5));
+    const int64_t id = server->Submit(prompts[1], options);
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(begun, 2);
+    EXPECT_EQ(store_->live_fetches, 1);
+    ASSERT_TRUE(server->engine->Stop(id, 0, 0).ok());
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(store_->live_fetches, 0);
+    EXPECT_EQ(begun, in_memory == 0 ? 3 : 2);
+    server->Finish();
+    ExpectEqual(server->answers[{id, 1}], writer->answers[{1, 1}], "the second sample");
+  }
+}
+
+// More is loaded than the cache has pages beside what is retained, for page sizes that divide
+// chunks and that do not.
+TEST_F(EngineStore, PagesOfLoadsAreFoundBeforeTheForwardBegins) {
+  const Tokens prompt = Text(95);
+  const Answer want = Make()->Generate(prompt, Greedy(10));
+  store_->layer_ns = 10 * kMs;
+  for (const int64_t page_size : {1, 4, 6, 16, 64}) {
+    SCOPED_TRACE(page_size);
+    const int64_t pages = (105 + page_size - 1) / page_size + 1;
+    const auto server = Make({.pages = pages, .page_size = page_size});
+    server->Generate(Text(90, 100 + static_cast<uint64_t>(page_size)), Greedy(10));  // fills it
+    const Answer answer = server->Generate(prompt, Greedy(10));
+    ExpectEqual(answer, want, "behind others");
+    EXPECT_EQ(answer.cached_tokens, 88);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(server->cache->out_of_pages, 0);
+    EXPECT_EQ(server->engine->Stats().preemptions, 0);
+  }
+}
+
+// Room for one of two at a time: the second one does not come in for pages that the first one's
+// load is about to take.
+TEST_F(EngineStore, PagesOfALoadAreNotGivenToOthers) {
+  const Tokens prompts[] = {Text(90), Text(70, 2)};
+  const auto writer = Make();
+  const Answer wants[] = {writer->Generate(prompts[0], Greedy(10)),
+                          writer->Generate(prompts[1], Greedy(10))};
+  store_->layer_ns = 10 * kMs;
+  for (const int64_t page_size : {1, 4, 6, 16}) {
+    SCOPED_TRACE(page_size);
+    const int64_t pages = (100 + page_size - 1) / page_size + 30 / page_size + 1;
+    const auto server = Make({.pages = pages, .page_size = page_size, .chunk = 64});
+    for (const Tokens& prompt : prompts) server->Submit(prompt, Greedy(10));
+    server->Finish();
+    for (int64_t id : {0, 1}) {
+      ExpectEqual(server->answers[{id, 0}], wants[id], "request " + std::to_string(id));
+      EXPECT_GE((server->answers[{id, 0}].cached_tokens), 64);
+    }
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(server->cache->out_of_pages, 0);
+    EXPECT_EQ(server->engine->Stats().preemptions, 0);
+  }
+}
+
+// The store says that the layer is there, and its bytes are wrong.
+TEST_F(EngineStore, ADamagedLayerIsNotTaken) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  int64_t asked = 0;
+  store_->is_damaged = [&] { return asked++ == 3; };  // in its last layer
+  store_->layer_ns = 10 * kMs;
+  const auto server = Make();
+  const Answer answer = server->Generate(prompt, Greedy(5));
+  ExpectEqual(answer, want, "computed");
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  EXPECT_EQ(answer.cached_tokens, 24) << "of the chunks before it";
+  EXPECT_EQ(answer.miss, MissReason::kCorrupt);
+}
+
+// Others that wait for the same beginning fork from the one that loads it.
+TEST_F(EngineStore, OneLoadsLayersForAll) {
+  const Tokens prompt = Text(64);
+  Make()->Generate(prompt, Greedy(1));
+  store_->layer_ns = 20 * kMs;
+  const auto server = Make();
+  std::vector<Answer> wants;
+  for (uint64_t i = 0; i < 4; ++i) {
+    Tokens text(prompt.begin(), prompt.begin() + 60);
+    text.push_back(static_cast<int32_t>(i));
+    wants.push_back(Cold(text, Greedy(3)));
+    server->Submit(text, Greedy(3));
+  }
+  store_->served.clear();
+  ASSERT_TRUE(server->engine->Cancel(3).ok());
+  server->Finish();
+  for (int64_t id = 0; id < 3; ++id) {
+    ExpectEqual(server->answers[{id, 0}], wants[static_cast<size_t>(id)],
+                "request " + std::to_string(id));
+    EXPECT_GE((server->answers[{id, 0}].cached_tokens), 56);
+  }
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+  for (const auto& [key, count] : store_->served) EXPECT_EQ(count, 1);
+}
+
+// Cancelled while its first layer is on its way, with others that wait for it.
+TEST_F(EngineStore, CancelsARequestWhoseLayersAreComing) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(3));
+  store_->layer_ns = 80 * kMs;  // more than a step waits
+  options_.load_timeout_ms = 1000;
+  const auto server = Make();
+  const int64_t first = server->Submit(prompt, Greedy(3));
+  const int64_t second = server->Submit(prompt, Greedy(3));
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(store_->live_fetches, 1);
+  ASSERT_TRUE(server->engine->Cancel(first).ok());
+  server->engine->CheckInvariants();
+  EXPECT_EQ(store_->cancelled, 1);
+  server->Finish();
+  ExpectEqual(server->answers[{second, 0}], want, "the second one");
+  EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
+  EXPECT_EQ(server->cache->loading_forwards, 1);
+}
+
 // ---- Failures of the store
 
 TEST_F(EngineStore, ADamagedChunkIsAMiss) {
@@ -421,6 +893,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
   const Answers want = Alone(jobs);
   int64_t loaded = 0;
   int64_t preemptions = 0;
+  int64_t loading_forwards = 0;
   int64_t corrupt = 0;
   int64_t timeouts = 0;
   for (uint64_t seed = 0; seed < 24; ++seed) {
@@ -428,6 +901,10 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
     RandomSequence random(seed, 5);
     store_->chunks.clear();
     store_->chunk_ns = random.Below(3) * 10 * kMs;
+    store_->layer_ns = seed % 2 == 0 ? 0 : (1 + random.Below(4)) * 10 * kMs;
+    store_->layer_fault = [&](int64_t) {
+      return random.Below(40) == 0 ? Status(StatusCode::kUnavailable, "injected") : Status();
+    };
     store_->is_damaged = [&] { return random.Below(20) == 0; };
     store_->fetch_fault = [&] {
       return random.Below(15) == 0 ? Status(StatusCode::kFull, "injected") : Status();
@@ -442,6 +919,12 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
                       .prefix_cache = random.Below(4) != 0};
     for (int generation = 0; generation < 2; ++generation) {
       const std::unique_ptr<Server> servers[] = {Make(sizes), Make(sizes)};
+      for (const auto& server : servers) {
+        server->model->fault = [&](std::span<const int32_t> token_ids) {
+          if (seed % 4 == 1) clock_->Advance(static_cast<int64_t>(token_ids.size()) * kMs);
+          return Status();
+        };
+      }
       std::vector<size_t> job_of[2];
       for (int moves = 0;; ++moves) {
         ASSERT_LT(moves, 50'000) << "no progress";
@@ -480,6 +963,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
         EXPECT_EQ(stats.pages_in_use, stats.retained_pages);
         loaded += std::accumulate(stats.loaded_tokens.begin(), stats.loaded_tokens.end(), 0L);
         preemptions += stats.preemptions;
+        loading_forwards += servers[which]->cache->loading_forwards;
         corrupt += stats.misses[static_cast<size_t>(MissReason::kCorrupt)];
         timeouts += stats.misses[static_cast<size_t>(MissReason::kTimeout)];
       }
@@ -488,6 +972,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
   }
   EXPECT_GT(loaded, 2000);
   EXPECT_GT(preemptions, 20);
+  EXPECT_GT(loading_forwards, 50);
   EXPECT_GT(corrupt, 10);
   EXPECT_GT(timeouts, 10);
 }
@@ -504,7 +989,13 @@ TEST_F(EngineStore, RecoversFromAnErrorAtEveryCall) {
     writer->Finish();
   }
   const auto full = store_->chunks;
-  for (const StatusCode code : {StatusCode::kOutOfMemory, StatusCode::kOutOfPages}) {
+  const std::pair<StatusCode, int64_t> runs[] = {{StatusCode::kOutOfMemory, 0},
+                                                 {StatusCode::kOutOfPages, 0},
+                                                 {StatusCode::kOutOfMemory, 10 * kMs},
+                                                 {StatusCode::kOutOfPages, 10 * kMs}};
+  for (const auto& run : runs) {
+    const StatusCode code = run.first;
+    store_->layer_ns = run.second;
     for (int64_t fail_at = 0;; fail_at += 1 + fail_at / 20) {
       store_->chunks = full;
       const auto server = Make({.pages = 60, .chunk = 16});

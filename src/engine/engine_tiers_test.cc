@@ -8,6 +8,8 @@
 #include <functional>
 
 #include "engine/test_server.h"
+#include "store/fake_tier.h"
+#include "store/tiered_store.h"
 
 namespace quire {
 namespace {
@@ -141,6 +143,154 @@ TEST_F(EngineTiers, AClosedStoreIsAMiss) {
   EXPECT_EQ(answer.cached_tokens, 0);
   EXPECT_EQ(answer.miss, MissReason::kUnavailable);
   EXPECT_EQ(other->engine->FlushStore(10).code(), StatusCode::kClosed);
+}
+
+// ---- The store's own threads, over a tier that does what the test says, in fake time
+
+class EngineSlowTier : public testing::TestWithParam<TierKind> {
+ protected:
+  EngineSlowTier() {
+    identity_.model = "fake";
+    options_.chunk_tokens = 8;
+    options_.load_timeout_ms = 1000;
+    options_.clock = clock_;
+    auto tier = std::make_unique<FakeTier>(GetParam(), clock_);
+    tier_ = tier.get();
+    SlowTiers slow;
+    slow[static_cast<size_t>(GetParam())] = std::move(tier);
+    ChunkStoreOptions options;
+    options.clock = clock_;
+    Result<std::unique_ptr<ChunkStore>> store =
+        TieredStore::Create(std::move(options), std::move(slow));
+    EXPECT_TRUE(store.ok()) << store.status().ToString();
+    store_ = *std::move(store);
+  }
+  ~EngineSlowTier() override {
+    tier_->Change([](auto& script) { script = {}; });  // what is held goes on
+  }
+
+  std::unique_ptr<Server> Make(Sizes sizes = {}) {
+    sizes.clock = clock_;
+    auto server = std::make_unique<Server>(sizes);
+    const Status attached = server->engine->AttachStore(store_, identity_, options_);
+    EXPECT_TRUE(attached.ok()) << attached.ToString();
+    return server;
+  }
+  // What an engine without a store answers; the store gets the KV.
+  Answer Write(const Tokens& prompt) {
+    const auto writer = Make();
+    writer->Generate(prompt, kOptions);
+    EXPECT_TRUE(writer->engine->FlushStore(1000).ok());
+    return Server({.prefix_cache = false}).Generate(prompt, kOptions);
+  }
+  static Tokens Text(int64_t count, uint64_t seed) {
+    RandomSequence random(seed);
+    return RandomTokens(count, &random);
+  }
+  // The tier does not go on behind layer 0 until a forward has computed that layer; then `change`.
+  void HoldBehindLayer0(Server* server, std::function<void(FakeTier::Script&)> change) {
+    tier_->Change([](auto& script) { script.layers = 1; });
+    is_computed_ = false;
+    server->cache->fault = [this, server, change, layer = int64_t{0}](auto call) mutable {
+      if (call == "BeginForward" || call == "BeginLoadingForward") layer = 0;
+      const bool is_second = call == "AttentionWithFusedQKV" && layer++ == 1;
+      if (is_second && server->cache->loading_forwards == 1 && !is_computed_) {
+        is_computed_ = true;
+        tier_->Change(change);
+      }
+      return Status();
+    };
+  }
+
+  static inline const SamplingOptions kOptions{.max_tokens = 5, .logprobs = 2, .ignore_eos = true};
+  const std::shared_ptr<FakeClock> clock_ = std::make_shared<FakeClock>();
+  FakeTier* tier_ = nullptr;
+  std::shared_ptr<ChunkStore> store_;
+  StoreUseOptions options_;
+  Passport identity_;
+  bool is_computed_ = false;
+};
+
+INSTANTIATE_TEST_SUITE_P(Tiers, EngineSlowTier, testing::Values(TierKind::kDisk, TierKind::kRedis),
+                         [](const auto& tier) { return std::string(TierName(tier.param)); });
+
+// Were layer 0 computed only when all layers are there, none would ever be.
+TEST_P(EngineSlowTier, Layer0IsComputedBeforeTheLastLayerIsThere) {
+  for (const int64_t length : {18, 30, 130, 400}) {
+    SCOPED_TRACE(length);
+    const Tokens prompt = Text(length, static_cast<uint64_t>(length));
+    const Answer want = Write(prompt);
+    const auto server = Make();
+    HoldBehindLayer0(server.get(), [this](auto& script) {
+      clock_->Advance(3'000'000);
+      script.layers = FakeModel::kLayers;
+    });
+    const Answer answer = server->Generate(prompt, kOptions);
+    ExpectEqual(answer, want, "by layers");
+    EXPECT_TRUE(is_computed_);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(answer.cached.tiers[static_cast<size_t>(GetParam())],
+              std::min(length / 8 * 8, length - 1));
+    EXPECT_EQ(answer.miss, MissReason::kNone);
+    const EngineStats stats = server->engine->Stats();
+    EXPECT_EQ(stats.layer_loads, 1);
+    EXPECT_EQ(stats.loads, 1);
+  }
+}
+
+// Behind layer 0 comes nothing more, the tier fails, or what comes is damaged.
+TEST_P(EngineSlowTier, ALoadThatFailsInsideTheForwardCostsItsDeadlineAndNoBit) {
+  enum class Failure { kSilence, kDamage };
+  for (const Failure failure : {Failure::kSilence, Failure::kDamage}) {
+    SCOPED_TRACE(static_cast<int>(failure));
+    const Tokens prompt = Text(61, static_cast<uint64_t>(failure));
+    const Answer want = Write(prompt);
+    const auto server = Make();
+    if (failure == Failure::kDamage) {
+      const auto listed = store_->List(GetParam());
+      ASSERT_TRUE(listed.ok());
+      tier_->Change([&](auto& script) {
+        for (const ChunkListing& chunk : *listed) script.damaged.insert(chunk.key);
+      });
+    }
+    HoldBehindLayer0(server.get(), [&](auto& script) {
+      if (failure == Failure::kSilence) clock_->Advance(1000 * int64_t{1'000'000});
+      if (failure == Failure::kDamage) script.layers = FakeModel::kLayers;
+    });
+    const int64_t start_ns = clock_->SteadyNs();
+    const Answer answer = server->Generate(prompt, kOptions);
+    ExpectEqual(answer, want, "computed");
+    EXPECT_TRUE(is_computed_);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+    EXPECT_EQ(answer.cached_tokens, 0);
+    EXPECT_EQ(answer.miss,
+              failure == Failure::kSilence ? MissReason::kTimeout : MissReason::kCorrupt);
+    EXPECT_LE(clock_->SteadyNs() - start_ns, 1000 * int64_t{1'000'000});
+    EXPECT_EQ(server->engine->Stats().layer_loads, 0);
+    tier_->Change([](auto& script) { script = {}; });
+  }
+}
+
+// Several at once, each behind its own chunks; and one that shares a beginning with another.
+TEST_P(EngineSlowTier, SeveralRequestsTakeTheirLayersTogether) {
+  std::vector<Tokens> prompts = {Text(20, 1), Text(41, 2), Text(90, 3)};
+  std::vector<Answer> wants;
+  for (const Tokens& prompt : prompts) wants.push_back(Write(prompt));
+  Tokens fork = prompts[2];
+  fork.back() ^= 1;
+  wants.push_back(Server({.prefix_cache = false}).Generate(fork, kOptions));
+  prompts.push_back(fork);
+  const auto server = Make();
+  HoldBehindLayer0(server.get(), [](auto& script) { script.layers = FakeModel::kLayers; });
+  for (const Tokens& prompt : prompts) server->Submit(prompt, kOptions);
+  server->Finish();
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const Answer& answer = server->answers[{static_cast<int64_t>(i), 0}];
+    ExpectEqual(answer, wants[i], "request " + std::to_string(i));
+    EXPECT_GE(answer.cached_tokens, static_cast<int64_t>(prompts[i].size() - 1) / 8 * 8);
+  }
+  EXPECT_TRUE(is_computed_);
+  EXPECT_GE(server->engine->Stats().layer_loads, 1);
 }
 
 }  // namespace

@@ -22,7 +22,12 @@ class FakeChunkStore final : public ChunkStore {
   explicit FakeChunkStore(std::shared_ptr<FakeClock> clock) : clock_(std::move(clock)) {}
 
   // ---- The script.
-  int64_t chunk_ns = 0;    // that each chunk of a fetch takes, one after another
+  int64_t chunk_ns = 0;  // that each chunk of a fetch takes, one after another
+  // > 0: instead, the layers of all chunks of a fetch come one after another, in this time each;
+  // what has not come is garbage.
+  int64_t layer_ns = 0;
+  int64_t whole_chunks = 0;                          // but the first ones are whole at once
+  std::function<Status(int64_t layer)> layer_fault;  // asked by each WaitLayer
   bool hangs = false;      // fetches are never done, not even when their deadline has passed
   bool read_only = false;  // nothing is wanted
   TierKind tier = TierKind::kDisk;
@@ -43,7 +48,8 @@ class FakeChunkStore final : public ChunkStore {
 
   class Fetched final : public ChunkFetch {
    public:
-    Fetched(FakeChunkStore* store, const FetchRequest& request) : store_(store) {
+    Fetched(FakeChunkStore* store, const FetchRequest& request)
+        : store_(store), layer_ns_(store->layer_ns) {
       ++store_->fetches;
       ++store_->live_fetches;
       start_ns_ = store_->clock_->SteadyNs();
@@ -57,6 +63,7 @@ class FakeChunkStore final : public ChunkStore {
         ++store_->served[chain[i]];
         const bool damaged = store_->is_damaged && store_->is_damaged();
         chunks_.push_back(damaged ? Damaged(*found->second) : found->second);
+        if (layer_ns_ > 0) arriving_.emplace_back(*chunks_.back());
       }
     }
     ~Fetched() override { --store_->live_fetches; }
@@ -67,6 +74,8 @@ class FakeChunkStore final : public ChunkStore {
     int64_t ready() const override {
       if (store_->hangs) return 0;
       const int64_t now_ns = std::min(Now(), deadline_ns_);
+      if (layer_ns_ > 0)
+        return LayersThere() == LayerCount() ? found() : std::min(found(), store_->whole_chunks);
       if (store_->chunk_ns == 0) return found();
       return std::min(found(), (now_ns - start_ns_) / store_->chunk_ns);
     }
@@ -76,24 +85,36 @@ class FakeChunkStore final : public ChunkStore {
     }
     bool Wait(int64_t until_ns) override {
       if (!done()) {
-        const int64_t end_ns = start_ns_ + found() * store_->chunk_ns;
+        const int64_t end_ns =
+            layer_ns_ > 0 ? LayerNs(LayerCount() - 1) : start_ns_ + found() * store_->chunk_ns;
         const int64_t over_ns = store_->hangs ? until_ns : std::min(end_ns, until_ns);
         store_->clock_->Advance(std::max<int64_t>(0, over_ns - Now()));
       }
       return done();
     }
-    Status WaitLayer(int64_t, int64_t until_ns) override {
-      return Wait(until_ns) ? Status() : Status(StatusCode::kTimeout, "fake");
+    Status WaitLayer(int64_t layer, int64_t until_ns) override {
+      if (layer_ns_ == 0 || store_->hangs || found() == 0) {
+        Wait(until_ns);
+        return ready() == found() ? Status() : Status(StatusCode::kTimeout, "fake");
+      }
+      if (store_->layer_fault) QUIRE_RETURN_IF_ERROR(store_->layer_fault(layer));
+      if (cancelled_) return Status(StatusCode::kCancelled, "fake");
+      const int64_t over_ns = std::min({LayerNs(layer), until_ns, deadline_ns_});
+      store_->clock_->Advance(std::max<int64_t>(0, over_ns - Now()));
+      if (LayersThere() <= layer) return Status(StatusCode::kTimeout, "fake");
+      for (Arriving& chunk : arriving_) chunk.FillTo(LayersThere());
+      return {};
     }
     std::shared_ptr<const StoredChunk> chunk(int64_t i) const override {
-      QUIRE_CHECK(i < ready());
-      return chunks_[static_cast<size_t>(i)];
+      QUIRE_CHECK(i < ready() || (i < found() && LayersThere() > 0));
+      const auto at = static_cast<size_t>(i);
+      return i < ready() ? chunks_[at] : arriving_[at].chunk;
     }
     TierKind tier(int64_t) const override { return store_->tier; }
     MissReason miss() const override {
-      QUIRE_CHECK(done());
       if (ready() == wanted_) return MissReason::kNone;
-      return ready() == found() ? MissReason::kNotStored : MissReason::kTimeout;
+      if (ready() == found() || !done()) return MissReason::kNotStored;
+      return cancelled_ ? MissReason::kCancelled : MissReason::kTimeout;
     }
     void Cancel() noexcept override {
       if (!done()) ++store_->cancelled;
@@ -101,7 +122,37 @@ class FakeChunkStore final : public ChunkStore {
     }
 
    private:
+    // A copy of a chunk whose sections are written as their layers come.
+    struct Arriving {
+      explicit Arriving(const StoredChunk& from) : source(from) {
+        ChunkBuffer buffer(static_cast<int64_t>(from.bytes().size()));
+        bytes = buffer.bytes();
+        std::memset(bytes.data(), 0xFF, bytes.size());
+        std::memcpy(bytes.data(), from.bytes().data(),
+                    static_cast<size_t>(from.header().sections.front().offset));
+        chunk = std::make_shared<StoredChunk>(from.header(), std::move(buffer));
+      }
+      void FillTo(int64_t layers) {
+        for (const Section& section : source.header().sections) {
+          if (section.layer_first >= layers) continue;
+          std::memcpy(bytes.data() + section.offset, source.bytes().data() + section.offset,
+                      static_cast<size_t>(section.length));
+        }
+      }
+      const StoredChunk& source;  // which the fetch holds
+      std::span<std::byte> bytes;
+      std::shared_ptr<const StoredChunk> chunk;
+    };
+
     int64_t Now() const { return store_->clock_->SteadyNs(); }
+    int64_t LayerCount() const {
+      return found() == 0 ? 0 : chunks_[0]->header().sections.back().layer_first + 1;
+    }
+    int64_t LayerNs(int64_t layer) const { return start_ns_ + (layer + 1) * layer_ns_; }
+    int64_t LayersThere() const {
+      if (layer_ns_ == 0) return 0;
+      return std::min(LayerCount(), (std::min(Now(), deadline_ns_) - start_ns_) / layer_ns_);
+    }
     static std::shared_ptr<const StoredChunk> Damaged(const StoredChunk& sound) {
       ChunkBuffer bytes(static_cast<int64_t>(sound.bytes().size()));
       std::memcpy(bytes.bytes().data(), sound.bytes().data(), sound.bytes().size());
@@ -111,6 +162,8 @@ class FakeChunkStore final : public ChunkStore {
     }
 
     FakeChunkStore* store_;
+    const int64_t layer_ns_;
+    std::vector<Arriving> arriving_;  // by layers
     int64_t start_ns_ = 0;
     int64_t deadline_ns_ = 0;
     int64_t wanted_ = 0;

@@ -40,8 +40,9 @@ class FakeModel final : public Model {
   ModelInfo& mutable_info() { return info_; }
   const ModelInfo& info() const override { return info_; }
 
-  Status Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
+  Status Forward(const ModelState& state, std::span<const int32_t> token_ids,
                  std::span<const int64_t> logit_rows, float* logits) override {
+    AttentionKVCache& cache = *state.attention;
     if (fault) QUIRE_RETURN_IF_ERROR(fault(token_ids));
     QUIRE_ASSIGN_OR_RETURN(const std::span<const int32_t> positions, cache.GetQueryPositions());
     const auto n = static_cast<int64_t>(token_ids.size());

@@ -20,6 +20,7 @@ class FallibleKVCache final : public AttentionKVCache {
   // returns.
   std::function<Status(std::string_view call)> fault;
   int64_t out_of_pages = 0;  // of BeginForward, by the cache itself
+  int64_t loading_forwards = 0;
 
   Status Clear() override { return cache_->Clear(); }
   Status AddSequence(int64_t id) override {
@@ -61,7 +62,10 @@ class FallibleKVCache final : public AttentionKVCache {
   Status BeginLoadingForward(std::span<const int64_t> ids, std::span<const int64_t> lengths,
                              std::span<const LayerLoad> loads) override {
     QUIRE_RETURN_IF_ERROR(Fault("BeginLoadingForward"));
-    return cache_->BeginLoadingForward(ids, lengths, loads);
+    const Status status = cache_->BeginLoadingForward(ids, lengths, loads);
+    if (status.code() == StatusCode::kOutOfPages) ++out_of_pages;
+    loading_forwards += status.ok();
+    return status;
   }
   Status EndForward() override {
     QUIRE_RETURN_IF_ERROR(Fault("EndForward"));
@@ -74,7 +78,11 @@ class FallibleKVCache final : public AttentionKVCache {
   Status DisableSlidingWindowForSeq(int64_t id) override {
     return cache_->DisableSlidingWindowForSeq(id);
   }
+  bool CanFork(int64_t id, int64_t position) const override {
+    return cache_->CanFork(id, position);
+  }
   Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
+  Result<TokenRange> SlidRange(int64_t id) const override { return cache_->SlidRange(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }
@@ -111,6 +119,18 @@ class FallibleKVCache final : public AttentionKVCache {
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override {
     return cache_->Attend(layer, q, o, lse, sm_scale);
+  }
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale) override {
+    return cache_->SelfAttention(layer, q, k, v, o, lse, sm_scale);
+  }
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override {
+    return cache_->CrossAttention(layer, q, o, lse, sm_scale);
+  }
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override {
+    return cache_->MergeAttnOutputInplace(o1, lse1, o2, lse2);
   }
   Status AttentionWithSharedKV(int64_t layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override {

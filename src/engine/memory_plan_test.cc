@@ -8,23 +8,41 @@
 #include "engine/engine_impl.h"
 #include "engine/machine_memory.h"
 #include "kv/paged_kv_cache.h"
+#include "kv/recurrent_cache.h"
 #include "model/decoder.h"
+#include "model/hybrid_decoder.h"
 #include "model/test_model.h"
 
 namespace quire {
 namespace {
 
 struct Taken {
-  int64_t weights, storage, scratch;
+  int64_t weights, storage, states, scratch;
 };
+
+int64_t WorkspaceBytes(const Model& model) {
+  if (const auto* const hybrid = dynamic_cast<const HybridDecoder*>(&model)) {
+    return hybrid->workspace_bytes();
+  }
+  return static_cast<const Decoder&>(model).workspace_bytes();
+}
 
 Taken TakenBy(const Engine& engine) {
   const auto& impl = static_cast<const EngineImpl&>(engine);
-  const auto& cache = static_cast<const PagedKVCache&>(impl.cache());
-  const auto& decoder = static_cast<const Decoder&>(impl.model());
-  return {.weights = impl.model_info().weight_bytes,
-          .storage = cache.storage_bytes(),
-          .scratch = decoder.workspace_bytes() + cache.scratch_bytes() + impl.step_bytes()};
+  Taken taken{.weights = impl.model_info().weight_bytes,
+              .storage = 0,
+              .states = 0,
+              .scratch = WorkspaceBytes(impl.model()) + impl.step_bytes()};
+  if (impl.state().attention() != nullptr) {
+    const auto& cache = static_cast<const PagedKVCache&>(impl.cache());
+    taken.storage = cache.storage_bytes();
+    taken.scratch += cache.scratch_bytes();
+  }
+  if (impl.recurrent() != nullptr) {
+    taken.states = impl.recurrent()->storage_bytes();
+    taken.scratch += dynamic_cast<const SlottedRecurrentCache&>(*impl.recurrent()).scratch_bytes();
+  }
+  return taken;
 }
 
 // Steps with as many samples and tokens as may be: each sample but the last has one token, which is
@@ -55,7 +73,9 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
        .head_dim = 12,
        .dtype = DType::kF16},
       {.architecture = "MistralForCausalLM", .num_hidden_layers = 5, .attention_bias = false},
-      {.attention_bias = true, .mlp_bias = true}};
+      {.attention_bias = true, .mlp_bias = true},
+      {.architecture = "Mamba2ForCausalLM"},
+      {.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 4}};
   int cases = 0;
   for (const TestModel& model : models) {
     const TestFolder folder;
@@ -80,7 +100,9 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
         EXPECT_EQ(plan->weight_bytes, taken.weights);
         EXPECT_EQ(plan->kv_bytes, taken.storage);
         EXPECT_EQ(plan->scratch_bytes, taken.scratch);
-        EXPECT_EQ(plan->total_bytes, taken.weights + taken.storage + taken.scratch);
+        EXPECT_EQ(plan->state_bytes, taken.states);
+        EXPECT_EQ(plan->total_bytes,
+                  taken.weights + taken.storage + taken.states + taken.scratch);
         const EngineStats stats = (*engine)->Stats();
         EXPECT_EQ(plan->page_count, stats.pages_total);
         EXPECT_EQ(plan->page_size, stats.page_size);
@@ -88,7 +110,10 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
         EXPECT_EQ(plan->kv_bytes, stats.kv_bytes);
         EXPECT_EQ(plan->weight_bytes, stats.weight_bytes);
         EXPECT_EQ(plan->page_bytes, plan->kv_bytes_per_token * plan->page_size);
-        EXPECT_EQ(plan->page_count, options.kv_bytes / plan->page_bytes);
+        EXPECT_EQ(plan->state_bytes, stats.state_bytes);
+        if (plan->page_bytes != 0) {
+          EXPECT_EQ(plan->page_count, options.kv_bytes / plan->page_bytes);
+        }
         EXPECT_EQ(plan->machine_bytes, MachineMemoryBytes());
       }
     }

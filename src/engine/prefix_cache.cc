@@ -9,8 +9,8 @@
 namespace quire {
 namespace {
 
-void RemoveFrom(AttentionKVCache* cache, int64_t sequence_id) noexcept {
-  const Status status = cache->RemoveSequence(sequence_id);
+void RemoveFrom(const SequenceState& state, int64_t sequence_id) noexcept {
+  const Status status = state.kv().RemoveSequence(sequence_id);
   QUIRE_CHECK(status.ok()) << status.ToString();
 }
 
@@ -20,16 +20,14 @@ int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b) {
   return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
 }
 
-PrefixCache::PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t sequences_max)
-    : cache_(cache), page_size_(page_size), sequences_max_(sequences_max) {
+PrefixCache::PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max)
+    : state_(state), page_size_(page_size), sequences_max_(sequences_max) {
   QUIRE_CHECK(sequences_max >= 1);
 }
 
 void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space,
                          int64_t stored) noexcept {
-  if (tokens.empty() || !cache_->SetRetained(sequence_id, true).ok()) {
-    return RemoveFrom(cache_, sequence_id);
-  }
+  if (tokens.empty() || !MakeRetained(sequence_id)) return RemoveFrom(state_, sequence_id);
   try {
     Entries entry;
     entry.push_back({.sequence_id = sequence_id,
@@ -40,8 +38,22 @@ void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const
   } catch (const std::bad_alloc&) {
     const auto order = by_space_.find(space);
     if (order != by_space_.end() && order->second.empty()) by_space_.erase(order);
-    RemoveFrom(cache_, sequence_id);  // retaining is a favour, not a duty
+    RemoveFrom(state_, sequence_id);  // retaining is a favour, not a duty
   }
+}
+
+bool PrefixCache::MakeRetained(int64_t sequence_id) noexcept {
+  Status status = state_.SetRetained(sequence_id, true);
+  while (status.code() == StatusCode::kOutOfPages && !by_use_.empty()) {
+    GiveUpOldest();
+    status = state_.SetRetained(sequence_id, true);
+  }
+  return status.ok();
+}
+
+void PrefixCache::GiveUpOldest() noexcept {
+  if (before_eviction) before_eviction(ViewOf(by_use_.front()));
+  Remove(by_use_.begin());
 }
 
 void PrefixCache::Count(int64_t tokens, int64_t sign) noexcept {
@@ -55,14 +67,15 @@ void PrefixCache::Insert(Entries entry) {
   Index& by_tokens = by_space_[added->space];
   const auto [place, is_new] = by_tokens.insert(added);
   if (!is_new) {  // the same tokens are retained already
-    RemoveFrom(cache_, added->sequence_id);
+    RemoveFrom(state_, added->sequence_id);
     (*place)->stored = std::max((*place)->stored, added->stored);
     return Touch((*place)->sequence_id);
   }
   by_use_.splice(by_use_.end(), entry);
   Count(static_cast<int64_t>(added->tokens.size()), 1);
-  const auto is_prefix = [](Entries::iterator a, Entries::iterator b) {
-    return CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
+  const auto is_prefix = [this](Entries::iterator a, Entries::iterator b) {
+    return state_.forks_anywhere() &&
+           CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
   };
   if (const auto next = std::next(place); next != by_tokens.end() && is_prefix(added, *next)) {
     const Entries::iterator longer = *next;
@@ -72,10 +85,7 @@ void PrefixCache::Insert(Entries entry) {
     return;
   }
   if (place != by_tokens.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
-  if (sequence_count() > sequences_max_) {
-    if (before_eviction) before_eviction(ViewOf(*by_use_.begin()));
-    Remove(by_use_.begin());
-  }
+  if (sequence_count() > sequences_max_) GiveUpOldest();
 }
 
 PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace& space) const {
@@ -84,9 +94,18 @@ PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace
   if (order == by_space_.end()) return best;
   const Index& by_tokens = order->second;
   const auto consider = [&](Entries::iterator entry) {
-    const int64_t length = CommonPrefix(tokens, entry->tokens);
-    if (length > best.length) best = {.sequence_id = entry->sequence_id, .length = length};
+    const int64_t common = CommonPrefix(tokens, entry->tokens);
+    best.known = std::max(best.known, common);
+    if (common <= best.length) return;
+    const int64_t length = state_.ForkStart(entry->sequence_id, common);
+    if (length <= best.length) return;
+    best.sequence_id = entry->sequence_id;
+    best.length = length;
   };
+  if (!state_.forks_anywhere()) {  // others than the neighbours may be the ones to be forked
+    for (const Entries::iterator entry : by_tokens) consider(entry);
+    return best;
+  }
   const auto place = by_tokens.lower_bound(tokens);
   if (place != by_tokens.end()) consider(*place);
   if (place != by_tokens.begin()) consider(*std::prev(place));
@@ -101,53 +120,53 @@ void PrefixCache::Touch(int64_t sequence_id) noexcept {
 
 void PrefixCache::Evict(int64_t pages) noexcept {
   while (!by_use_.empty()) {
-    const int64_t missing = pages - cache_->GetNumAvailablePages();
+    const int64_t missing = pages - state_.pages_free();
     if (missing <= 0) return;
     const Entries::iterator victim = by_use_.begin();
     if (before_eviction) before_eviction(ViewOf(*victim));
     const bool is_left = CutTail(victim, missing);
     // What is still missing is in pages that others hold too: nothing is won by keeping the rest.
-    if (is_left && cache_->GetNumAvailablePages() < pages) Remove(victim);
+    if (is_left && state_.pages_free() < pages) Remove(victim);
   }
 }
 
 bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
   const auto length = static_cast<int64_t>(entry->tokens.size());
-  const int64_t kept = std::max<int64_t>(0, PagesOf(length) - pages) * page_size_;
+  const int64_t pages_kept = std::max<int64_t>(0, PagesOf(length) - pages);
+  const int64_t kept = state_.ForkStart(entry->sequence_id, pages_kept * page_size_);
   if (kept == 0) {
     Remove(entry);
     return false;
   }
-  const Status status = cache_->PopN(entry->sequence_id, length - kept);
-  if (!status.ok()) {  // the allocator refused; removing needs no memory
+  const Status status = state_.kv().PopN(entry->sequence_id, length - kept);
+  // A window hides what the end would see, or the allocator refused; removing needs no memory.
+  if (!status.ok()) {
     Remove(entry);
     return false;
   }
-  // The shortened text keeps its place between its neighbours, unless it has become a prefix of the
-  // next one (every text between a prefix and the text itself begins with the prefix, so it is the
-  // next ones that would).
   Index& by_tokens = IndexOf(*entry);
-  const auto place = by_tokens.find(entry);
+  Index::node_type node = by_tokens.extract(by_tokens.find(entry));
   entry->tokens.resize(kept);
   entry->stored = std::min(entry->stored, kept);
   Count(length, -1);
   Count(kept, 1);
-  const auto begins = [&](Index::iterator other) {
-    return CommonPrefix(entry->tokens, (*other)->tokens) == kept;
-  };
-  const bool is_redundant = (std::next(place) != by_tokens.end() && begins(std::next(place))) ||
-                            (place != by_tokens.begin() && begins(std::prev(place)));
-  if (!is_redundant) return true;
-  by_tokens.erase(place);  // by its place: the order around it does not hold any more
-  if (by_tokens.empty()) by_space_.erase(entry->space);
+  // Texts that begin with the shortened one stand from its place on.
+  const auto place = by_tokens.lower_bound(entry);
+  const bool is_redundant =
+      place != by_tokens.end() && CommonPrefix(entry->tokens, (*place)->tokens) == kept &&
+      (state_.forks_anywhere() || static_cast<int64_t>((*place)->tokens.size()) == kept);
+  if (!is_redundant) {
+    by_tokens.insert(place, std::move(node));
+    return true;
+  }
   Count(kept, -1);
-  RemoveFrom(cache_, entry->sequence_id);
+  RemoveFrom(state_, entry->sequence_id);
   by_use_.erase(entry);
   return false;
 }
 
 void PrefixCache::Remove(Entries::iterator entry) noexcept {
-  RemoveFrom(cache_, entry->sequence_id);
+  RemoveFrom(state_, entry->sequence_id);
   Count(static_cast<int64_t>(entry->tokens.size()), -1);
   const auto order = by_space_.find(entry->space);
   order->second.erase(entry);
@@ -164,14 +183,14 @@ void PrefixCache::CheckInvariants() const {
   for (const auto& [space, by_tokens] : by_space_) indexed += by_tokens.size();
   QUIRE_CHECK(by_use_.size() == indexed);
   QUIRE_CHECK(sequence_count() <= sequences_max_);
-  QUIRE_CHECK(sequence_count() == cache_->retained_sequence_count());
+  QUIRE_CHECK(sequence_count() == state_.retained_sequence_count());
   int64_t tokens = 0;
   int64_t pages = 0;
   for (const Entry& entry : by_use_) {
     const auto length = static_cast<int64_t>(entry.tokens.size());
     tokens += length;
     pages += PagesOf(length);
-    const Result<int64_t> held = cache_->GetSequenceLength(entry.sequence_id);
+    const Result<int64_t> held = state_.GetSequenceLength(entry.sequence_id);
     QUIRE_CHECK(held.ok()) << held.status().ToString();
     QUIRE_CHECK(*held == length) << "sequence " << entry.sequence_id;
   }
@@ -190,8 +209,8 @@ void PrefixCache::CheckOrder(const PrefixSpace& space, const Index& by_tokens) c
     const auto next = std::next(it);
     if (next == by_tokens.end()) return;
     QUIRE_CHECK(LexicographicOrder()(*it, *next));
-    QUIRE_CHECK(CommonPrefix(entry.tokens, (*next)->tokens) <
-                static_cast<int64_t>(entry.tokens.size()))
+    QUIRE_CHECK(!state_.forks_anywhere() || CommonPrefix(entry.tokens, (*next)->tokens) <
+                                                static_cast<int64_t>(entry.tokens.size()))
         << "sequence " << entry.sequence_id << " is a prefix of another";
   }
 }

@@ -12,9 +12,14 @@
 //
 // What may be reused by whom is a PrefixSpace; each has an order of its own.
 //
-// Invariants: in one order no sequence's tokens are a prefix of another's; the shorter one would
-// hold a slot for nothing. No order is empty. The KV cache counts exactly the sequences that are
-// here as retained.
+// Where layers have windows, a sequence can be forked where it ends and at the positions that it
+// still sees; where layers are recurrent, where it ends and at its checkpoints. A text that is a
+// prefix of another may then be the only one to be forked at its end, so both are kept, and all are
+// looked through.
+//
+// Invariants: where sequences fork anywhere, in one order no sequence's tokens are a prefix of
+// another's; the shorter one would hold a slot for nothing. No order is empty. The KV cache counts
+// exactly the sequences that are here as retained.
 #ifndef QUIRE_ENGINE_PREFIX_CACHE_H_
 #define QUIRE_ENGINE_PREFIX_CACHE_H_
 
@@ -29,7 +34,7 @@
 #include <string>
 #include <vector>
 
-#include "quire/attention_kv_cache.h"
+#include "engine/sequence_state.h"
 
 namespace quire {
 
@@ -47,13 +52,14 @@ struct PrefixSpace {
 
 struct PrefixMatch {
   int64_t sequence_id = -1;
-  int64_t length = 0;  // tokens in common; 0 = no match
+  int64_t length = 0;  // tokens in common, where the sequence can be forked; 0 = no match
+  int64_t known = 0;   // most tokens in common with any sequence, fork or not
 };
 
 class PrefixCache {
  public:
-  // `cache` outlives this. sequences_max >= 1 bounds what is retained.
-  PrefixCache(AttentionKVCache* cache, int64_t page_size, int64_t sequences_max);
+  // What `state` views outlives this. sequences_max >= 1 bounds what is retained.
+  PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max);
 
   // A retained sequence. `stored`: its first tokens that the owner has written elsewhere.
   struct Retained {
@@ -71,8 +77,8 @@ class PrefixCache {
   void Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space = {},
               int64_t stored = 0) noexcept;
 
-  // The longest match of a beginning of `tokens`. The match is as good as used now: Touch it before
-  // it may be evicted.
+  // The longest match of a beginning of `tokens` at which the cache can fork. The match is as good
+  // as used now: Touch it before it may be evicted.
   PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {}) const;
   void Touch(int64_t sequence_id) noexcept;
 
@@ -120,11 +126,14 @@ class PrefixCache {
   Index& IndexOf(const Entry& entry) { return by_space_.find(entry.space)->second; }
   void Count(int64_t tokens, int64_t sign) noexcept;
   void Insert(Entries entry);
+  // Whether the sequence is retained now. Where states are short, older sequences give way.
+  bool MakeRetained(int64_t sequence_id) noexcept;
+  void GiveUpOldest() noexcept;
   void Remove(Entries::iterator entry) noexcept;
   // Cuts the tail that holds `pages` pages; false if the entry is gone thereby.
   bool CutTail(Entries::iterator entry, int64_t pages) noexcept;
 
-  AttentionKVCache* cache_;
+  const SequenceState state_;
   int64_t page_size_;
   int64_t sequences_max_;
   Entries by_use_;

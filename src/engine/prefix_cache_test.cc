@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
+
 #include "base/random.h"
 
 namespace quire {
@@ -14,13 +16,20 @@ using Tokens = std::vector<int32_t>;
 constexpr int64_t kDim = 4;  // of the one head of the one layer
 
 struct Fixture {
-  explicit Fixture(int64_t pages = 1000, int64_t page_size = 4, int64_t sequences_max = 50)
-      : owned(MakeCache(pages, page_size)), kv(*owned), prefixes(&kv, page_size, sequences_max) {}
+  explicit Fixture(int64_t pages = 1000, int64_t page_size = 4, int64_t sequences_max = 50,
+                   int64_t window = 0)
+      : owned(MakeCache(pages, page_size, window)),
+        kv(*owned),
+        prefixes(&kv, page_size, sequences_max) {}
 
-  static std::unique_ptr<AttentionKVCache> MakeCache(int64_t pages, int64_t page_size) {
+  static std::unique_ptr<AttentionKVCache> MakeCache(int64_t pages, int64_t page_size,
+                                                     int64_t window) {
     AttentionKVCacheOptions options;
-    options.layers = {
-        {.num_qo_heads = 1, .num_kv_heads = 1, .qk_head_dim = kDim, .v_head_dim = kDim}};
+    options.layers = {{.num_qo_heads = 1,
+                       .num_kv_heads = 1,
+                       .qk_head_dim = kDim,
+                       .v_head_dim = kDim,
+                       .window = window}};
     options.max_num_sequences = 100;
     options.token_capacity = (pages - 1) * page_size;
     options.prefill_chunk_size = 100;
@@ -96,6 +105,37 @@ TEST(PrefixCache, KeepsNoPrefixOfAnother) {
   EXPECT_EQ(fixture.prefixes.sequence_count(), 1);
   EXPECT_EQ(fixture.prefixes.token_count(), 4);
   EXPECT_EQ(fixture.prefixes.page_count_max(), 1);
+}
+
+// A window of six tokens, pages of four.
+TEST(PrefixCache, FindsTheLongestPrefixThatHasNotSlid) {
+  Fixture fixture(1000, 4, 50, 6);
+  Tokens text(40);
+  std::iota(text.begin(), text.end(), 0);
+  const auto first = [&](int64_t length) { return Tokens(text.begin(), text.begin() + length); };
+  const int64_t shorter = fixture.Retain(first(10));
+  const int64_t longer = fixture.Retain(first(30));
+  EXPECT_TRUE(fixture.kv.HasSequence(shorter)) << "a prefix of another, but not to be had there";
+  const auto expect = [&](const Tokens& tokens, int64_t id, int64_t length) {
+    const PrefixMatch match = fixture.prefixes.Find(tokens);
+    EXPECT_EQ(match.sequence_id, id) << tokens.size();
+    EXPECT_EQ(match.length, length) << tokens.size();
+  };
+  expect(text, longer, 30);
+  expect(first(20), shorter, 10);  // `longer` has slid past 20
+  expect(first(3), -1, 0);         // and both past 3
+  const int64_t same = fixture.Retain(first(30));
+  EXPECT_FALSE(fixture.kv.HasSequence(same));
+}
+
+TEST(PrefixCache, GivesUpWindowedSequencesThatCannotBeCut) {
+  Fixture fixture(12, 4, 50, 6);
+  fixture.Retain(Tokens(30, 1));
+  const int64_t kept = fixture.Retain(Tokens(5, 2));
+  fixture.prefixes.Evict(10);
+  fixture.prefixes.CheckInvariants();
+  EXPECT_EQ(fixture.prefixes.sequence_count(), 1);
+  EXPECT_TRUE(fixture.kv.HasSequence(kept));
 }
 
 TEST(PrefixCache, AnEmptySequenceIsRemoved) {

@@ -19,8 +19,9 @@
 #include <span>
 #include <vector>
 
-#include "engine/prefix_load.h"
+#include "engine/layerwise_load.h"
 #include "engine/prefix_cache.h"
+#include "engine/prefix_load.h"
 #include "quire/engine.h"
 #include "quire/status.h"
 
@@ -73,7 +74,11 @@ struct Request {
   bool looked_up = false;  // the store was asked since it came to wait
   bool held_back = false;  // from being admitted, for what a store is bringing
   int64_t lookups = 0;
+  // While it runs: chunks behind the leader's tokens, which its next forward takes layer by layer.
+  std::unique_ptr<LayerwiseLoad> layers;
+  bool counts_cached = false;  // what is loaded counts as `cached`: it came in for the first time
   CachedTokens cached;
+  int64_t recomputed = 0;  // StepOutput::recomputed_tokens
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;
   int64_t completion_tokens = 0;

@@ -16,6 +16,7 @@ void NoteUsage(const Request& request, StepOutput* output) noexcept {
   output->completion_tokens = request.completion_tokens;
   output->cached = request.cached;
   output->cached_tokens = request.cached.total();
+  output->recomputed_tokens = request.recomputed;
   output->miss = request.miss;
   output->load_seconds = request.load_seconds;
 }
@@ -86,12 +87,15 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
   Sample* const heir = request->leader();
   const bool inherits =
       heir != nullptr && !heir->has_sequence() && sample->computed >= request->prompt_tokens;
+  // What is retained may be less than all, where only that is held; what is inherited may not.
   const int64_t kept =
       inherits ? request->prompt_tokens
-               : std::min(sample->computed, static_cast<int64_t>(sample->tokens.size()));
-  const Status popped = cache_->PopN(sample->sequence_id, sample->computed - kept);
+               : state_.ForkStart(
+                     sample->sequence_id,
+                     std::min(sample->computed, static_cast<int64_t>(sample->tokens.size())));
+  const Status popped = state_.kv().PopN(sample->sequence_id, sample->computed - kept);
   if (!popped.ok() || sample->finish_reason == FinishReason::kError) {
-    const Status removed = cache_->RemoveSequence(sample->sequence_id);
+    const Status removed = state_.kv().RemoveSequence(sample->sequence_id);
     QUIRE_CHECK(removed.ok()) << removed.ToString();
     sample->computed = 0;
     sample->sequence_id = kNoSequence;
@@ -118,14 +122,15 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
     } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
     }
   }
-  const Status removed = cache_->RemoveSequence(sequence_id);
+  const Status removed = state_.kv().RemoveSequence(sequence_id);
   QUIRE_CHECK(removed.ok()) << removed.ToString();
 }
 
 void EngineImpl::DropSequences(Request* request) noexcept {
+  request->layers = nullptr;
   for (Sample& sample : request->samples) {
     if (!sample.has_sequence()) continue;
-    const Status removed = cache_->RemoveSequence(sample.sequence_id);
+    const Status removed = state_.kv().RemoveSequence(sample.sequence_id);
     QUIRE_CHECK(removed.ok()) << removed.ToString();
     sample.sequence_id = kNoSequence;
     sample.computed = 0;

@@ -27,7 +27,9 @@ Status EngineImpl::RunStep() {
       if (!may_admit || !AwaitLoad()) return {};
       continue;
     }
-    const Status status = RunBatch(batch);
+    bool plan_anew = false;
+    const Status status = RunBatch(batch, &plan_anew);
+    if (plan_anew) continue;
     if (status.ok()) StoreComputed();
     if (status.code() != StatusCode::kOutOfPages) return status;
     MakeRoom();
@@ -37,16 +39,25 @@ Status EngineImpl::RunStep() {
 
 // A batch that fails is tried again with its first request alone: what is wrong with one request
 // must not end others, and a step always gets somewhere.
-Status EngineImpl::RunBatch(const Batch& batch) {
+//
+// `plan_anew`: nothing was run, and requests whose layers did not come will compute them.
+Status EngineImpl::RunBatch(const Batch& batch, bool* plan_anew) {
   Status status = Attempt(batch);
+  if (status.ok()) return status;  // requests of the batch may be gone
   Request* const first = batch.front().request;
-  if (!status.ok() && status.code() != StatusCode::kOutOfPages) {
+  *plan_anew = DropFailedLayers(batch);
+  if (!*plan_anew && status.code() != StatusCode::kOutOfPages) {
     Batch alone;
     std::copy_if(batch.begin(), batch.end(), std::back_inserter(alone),
                  [&](const Work& work) { return work.request == first; });
-    if (alone.size() < batch.size()) status = Attempt(alone);
+    if (alone.size() < batch.size()) {
+      status = Attempt(alone);
+      if (status.ok()) return status;
+      *plan_anew = DropFailedLayers(alone);
+    }
   }
-  if (status.ok() || status.code() == StatusCode::kOutOfPages) return status;
+  if (*plan_anew) return {};
+  if (status.code() == StatusCode::kOutOfPages) return status;
   EndRequest(first, FinishReason::kError, status.ToString());
   return {};
 }
@@ -55,20 +66,29 @@ Status EngineImpl::Attempt(const Batch& batch) {
   return GuardEntry([&]() -> Status {
     std::vector<int64_t> sequence_ids;
     std::vector<int64_t> lengths;
+    std::vector<LayerLoad> loads;
     for (const Work& work : batch) {
       sequence_ids.push_back(work.sample->sequence_id);
       lengths.push_back(work.tokens);
+      if (work.layers == nullptr) continue;
+      loads.push_back({work.sample->sequence_id, work.layers->tokens(), work.layers});
     }
     const int64_t start_ns = clock_->SteadyNs();
     std::vector<Drawn> draws = PrepareDraws(batch);
     due_.reserve(due_.size() + draws.size());
-    QUIRE_RETURN_IF_ERROR(cache_->BeginForward(sequence_ids, lengths));
-    OpenForward forward(cache_.get());
+    QUIRE_RETURN_IF_ERROR(
+        loads.empty()
+            ? state_.kv().BeginForward(sequence_ids, lengths)
+            : state_.attention()->BeginLoadingForward(sequence_ids, lengths, loads));
+    OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     DrawAll(&draws);
     QUIRE_RETURN_IF_ERROR(forward.End());
+    int64_t waited_ns = 0;
+    for (const Work& work : batch)
+      waited_ns += work.layers == nullptr ? 0 : work.layers->waited_ns();
     MeasureSpeed(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}),
-                 clock_->SteadyNs() - start_ns);
+                 clock_->SteadyNs() - start_ns - waited_ns);
     Commit(batch, &draws);
     return {};
   });
@@ -78,14 +98,14 @@ Status EngineImpl::Forward(const Batch& batch) {
   std::vector<int32_t> token_ids;
   std::vector<int64_t> logit_rows;
   for (const Work& work : batch) {
-    const auto first = work.sample->tokens.begin() + work.sample->computed;
+    const auto first = work.sample->tokens.begin() + work.sample->computed + work.loaded();
     token_ids.insert(token_ids.end(), first, first + work.tokens);
-    if (work.tokens == work.sample->pending()) {
+    if (work.ends_pending()) {
       logit_rows.push_back(static_cast<int64_t>(token_ids.size()) - 1);
     }
   }
   logits_.resize(logit_rows.size() * model_->info().vocab_size);
-  return model_->Forward(*cache_, token_ids, logit_rows, logits_.data());
+  return model_->Forward({cache_.get(), recurrent_.get()}, token_ids, logit_rows, logits_.data());
 }
 
 // One draw for each sample whose pending tokens end in this batch; for all samples of a request
@@ -106,7 +126,7 @@ std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) cons
     if (request->options.logprobs >= 0) drawn.output.logprobs.reserve(tokens_max);
   };
   for (const Work& work : batch) {
-    if (work.tokens < work.sample->pending()) continue;
+    if (!work.ends_pending()) continue;
     if (work.request->answer_begun()) {
       prepare(work.request, work.sample);
     } else {
@@ -139,6 +159,7 @@ void EngineImpl::DrawAll(std::vector<Drawn>* draws) {
 void EngineImpl::Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept {
   ++counters_.steps;
   for (const Work& work : batch) {
+    if (work.layers != nullptr) CommitLayers(work);
     work.sample->computed += work.tokens;
     work.sample->last_step = counters_.steps;
   }

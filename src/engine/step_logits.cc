@@ -24,7 +24,7 @@ struct Pass {
 // Removes the sequences of all passes when it goes.
 class Passes {
  public:
-  explicit Passes(AttentionKVCache* cache) : cache_(cache) {}
+  explicit Passes(KVState* state) : state_(state) {}
   Passes(const Passes&) = delete;
   Passes& operator=(const Passes&) = delete;
   ~Passes() {
@@ -32,7 +32,7 @@ class Passes {
   }
   void Remove(Pass* pass) noexcept {
     if (pass->sequence_id == kNoSequence) return;
-    const Status status = cache_->RemoveSequence(pass->sequence_id);
+    const Status status = state_->RemoveSequence(pass->sequence_id);
     QUIRE_CHECK(status.ok()) << status.ToString();
     pass->sequence_id = kNoSequence;
   }
@@ -40,7 +40,7 @@ class Passes {
   std::vector<Pass> all;
 
  private:
-  AttentionKVCache* cache_;
+  KVState* state_;
 };
 
 // The passes of one forward: prompts in order, each as far as the chunk goes. So only the last one
@@ -87,7 +87,7 @@ Status EngineImpl::CheckLogitsArguments(std::span<const std::span<const int32_t>
 Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> prompts,
                                  std::span<float* const> logits) {
   QUIRE_RETURN_IF_ERROR(CheckLogitsArguments(prompts, logits));
-  Passes passes(cache_.get());
+  Passes passes(&state_.kv());
   for (size_t i = 0; i < prompts.size(); ++i) {
     passes.all.push_back({.tokens = prompts[i], .logits = logits[i]});
   }
@@ -120,9 +120,10 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
     if (batch.size() > 1) logits_.resize(rows.size() * vocab_size);
     float* const target = batch.size() > 1 ? logits_.data() : alone;
 
-    QUIRE_RETURN_IF_ERROR(cache_->BeginForward(sequence_ids, lengths));
-    OpenForward forward(cache_.get());
-    QUIRE_RETURN_IF_ERROR(model_->Forward(*cache_, token_ids, rows, target));
+    QUIRE_RETURN_IF_ERROR(state_.kv().BeginForward(sequence_ids, lengths));
+    OpenForward forward(&state_.kv());
+    QUIRE_RETURN_IF_ERROR(
+        model_->Forward({cache_.get(), recurrent_.get()}, token_ids, rows, target));
     QUIRE_RETURN_IF_ERROR(forward.End());
 
     const float* row = target;
@@ -140,14 +141,14 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
 Status EngineImpl::ShrinkToFreePages(std::vector<int64_t>* sequence_ids,
                                      std::vector<int64_t>* lengths) {
   for (;;) {
-    QUIRE_ASSIGN_OR_RETURN(const int64_t needed, cache_->PagesNeeded(*sequence_ids, *lengths));
-    if (needed <= cache_->GetNumAvailablePages()) return {};
+    QUIRE_ASSIGN_OR_RETURN(const int64_t needed, state_.PagesNeeded(*sequence_ids, *lengths));
+    if (needed <= state_.pages_free()) return {};
     prefix_cache_.Evict(needed);
-    if (needed <= cache_->GetNumAvailablePages()) return {};
+    if (needed <= state_.pages_free()) return {};
     if (sequence_ids->size() == 1) {
       std::ostringstream message;
-      message << "Engine::Logits: " << needed << " pages are needed and "
-              << cache_->GetNumAvailablePages() << " free; " << running_.size()
+      message << "Engine::Logits: " << needed << " pages are needed and " << state_.pages_free()
+              << " free; " << running_.size()
               << " requests run, call again when they have finished";
       return Status(StatusCode::kOutOfPages, message.str());
     }

@@ -22,9 +22,10 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
     if (may_admit) StartLoads();
     Batch works;
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
+    const int64_t of_loads = PagesOfLoads(works);
     const Decision decision = DecideNext({.token_budget = prefill_chunk_,
                                           .page_size = page_size_,
-                                          .pages_free = cache_->GetNumAvailablePages(),
+                                          .pages_free = state_.pages_free() - of_loads,
                                           .sequences_free = SequencesFree(),
                                           .pages_evictable_max = prefix_cache_.page_count_max(),
                                           .running = running,
@@ -34,7 +35,7 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
         QUIRE_RETURN_IF_ERROR(AdmitHead());
         break;
       case Decision::Kind::kEvict:
-        prefix_cache_.Evict(decision.pages);
+        prefix_cache_.Evict(decision.pages + of_loads);
         break;
       case Decision::Kind::kPreempt:
         PreemptYoungest();
@@ -64,6 +65,8 @@ Status EngineImpl::GiveSequences() {
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(
           GiveSequence(leader, FindPrefix(*request, *leader), request->space.long_rope));
+      // Another sample leads now, and begins elsewhere.
+      if (LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
     }
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
     for (Sample& sample : request->samples) {
@@ -76,11 +79,11 @@ Status EngineImpl::GiveSequences() {
 }
 
 Status EngineImpl::AddSequence(int64_t sequence_id, bool long_rope) {
-  QUIRE_RETURN_IF_ERROR(cache_->AddSequence(sequence_id));
+  QUIRE_RETURN_IF_ERROR(state_.kv().AddSequence(sequence_id));
   if (!long_rope) return {};
   const Status selected = cache_->SelectLongRope(sequence_id, true);
   if (selected.ok()) return {};
-  const Status removed = cache_->RemoveSequence(sequence_id);
+  const Status removed = state_.kv().RemoveSequence(sequence_id);
   QUIRE_CHECK(removed.ok()) << removed.ToString();
   return selected;
 }
@@ -89,7 +92,7 @@ Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool lo
   const int64_t sequence_id = next_sequence_id_;
   QUIRE_RETURN_IF_ERROR(from.length == 0
                             ? AddSequence(sequence_id, long_rope)
-                            : cache_->ForkSequence(from.sequence_id, sequence_id, from.length));
+                            : state_.kv().ForkSequence(from.sequence_id, sequence_id, from.length));
   ++next_sequence_id_;
   prefix_cache_.Touch(from.sequence_id);
   sample->sequence_id = sequence_id;
@@ -110,8 +113,13 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || &candidate == &sample) continue;
       const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
-      best = Longer(
-          best, {.sequence_id = candidate.sequence_id, .length = CommonPrefix(tokens, computed)});
+      const int64_t common = CommonPrefix(tokens, computed);
+      best.known = std::max(best.known, common);
+      if (common <= best.length) continue;
+      const int64_t length = state_.ForkStart(candidate.sequence_id, common);
+      if (length <= best.length) continue;
+      best.sequence_id = candidate.sequence_id;
+      best.length = length;
     }
   }
   return best;
@@ -119,8 +127,12 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
 
 PrefixMatch EngineImpl::FindFork(const Request& request, const Sample& leader,
                                  const Sample& sample) const {
-  return Longer({.sequence_id = leader.sequence_id, .length = request.prompt_tokens},
-                FindPrefix(request, sample));
+  const PrefixMatch found = FindPrefix(request, sample);
+  // A leader that found more than the prompt may not be held at the prompt's end any more: the
+  // sample then computes the prompt by itself.
+  const int64_t end = state_.ForkStart(leader.sequence_id, request.prompt_tokens);
+  if (end != request.prompt_tokens) return found;
+  return Longer({.sequence_id = leader.sequence_id, .length = request.prompt_tokens}, found);
 }
 
 // Whether a running sample is about to compute more of this one's beginning than is there now. To
@@ -134,10 +146,26 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
     if (other->space != request.space) continue;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
-      if (CommonPrefix(tokens, candidate.tokens) - matched >= page_size_) return true;
+      const int64_t common = CommonPrefix(tokens, candidate.tokens);
+      // Of what a candidate has gone past nothing can be forked, or nothing for sure.
+      const auto end = static_cast<int64_t>(candidate.tokens.size());
+      if (!state_.forks_anywhere() && common != end) continue;
+      if (common - matched >= page_size_) return true;
     }
   }
   return false;
+}
+
+// What may be computed of a sample before the next decision. Where not all positions can be forked,
+// a leader stops at the end of the prompt, at which samples without a sequence are forked.
+int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample) const {
+  const int64_t to_prompt_end = request.prompt_tokens - sample.computed;
+  if (state_.forks_anywhere() || to_prompt_end <= 0) return sample.pending();
+  const bool has_followers =
+      std::any_of(request.samples.begin(), request.samples.end(), [&](const Sample& other) {
+        return &other != &sample && !other.finished() && !other.has_sequence();
+      });
+  return has_followers ? std::min(sample.pending(), to_prompt_end) : sample.pending();
 }
 
 // `works` gets the sample behind each entry.
@@ -146,22 +174,35 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
   for (const auto& request : running_) {
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
+      LayerwiseLoad* const layers = LayersOf(*request, sample);
+      const int64_t length = layers == nullptr ? sample.computed : layers->end();
       bool opens_page = false;
-      if (sample.computed % page_size_ != 0) {
+      if (layers == nullptr && sample.computed % page_size_ != 0) {
         const int64_t one = 1;
         QUIRE_ASSIGN_OR_RETURN(const int64_t pages,
-                               cache_->PagesNeeded({&sample.sequence_id, 1}, {&one, 1}));
+                               state_.PagesNeeded({&sample.sequence_id, 1}, {&one, 1}));
         opens_page = pages > 0;
       }
       view.push_back({.request_id = request->id,
-                      .length = sample.computed,
-                      .pending = sample.pending(),
+                      .length = length,
+                      .pending = PendingNow(*request, sample) - (length - sample.computed),
                       .opens_page = opens_page,
                       .last_step = sample.last_step});
-      works->push_back({.request = request.get(), .sample = &sample, .tokens = 0});
+      works->push_back(
+          {.request = request.get(), .sample = &sample, .tokens = 0, .layers = layers});
     }
   }
   return view;
+}
+
+// That the tokens which are still to be loaded will take; the scheduler sees them as held.
+int64_t EngineImpl::PagesOfLoads(const Batch& works) const {
+  int64_t pages = 0;
+  for (const Work& work : works) {
+    const int64_t length = work.sample->computed;
+    pages += PagesForAppend(length, work.loaded(), page_size_, length % page_size_ != 0);
+  }
+  return pages;
 }
 
 // The first that waits, but those for which a store is bringing something: they let others pass.
@@ -192,9 +233,15 @@ Status EngineImpl::AdmitHead() {
   request.ReserveAnswers();
   running_.reserve(running_.size() + 1);
   const Start start = FindStart(request);
-  QUIRE_RETURN_IF_ERROR(GiveSequence(request.leader(), start.from, request.space.long_rope));
+  std::unique_ptr<LayerwiseLoad> layers = MakeLayerwise(&request, start);
+  const Status given = GiveSequence(request.leader(), start.from, request.space.long_rope);
+  if (!given.ok()) {
+    if (layers != nullptr) request.load = layers->TakeLoad();
+    return given;
+  }
+  request.layers = std::move(layers);
   ImportChunks(&request, start);
-  NoteStart(&request);
+  NoteStart(&request, start.from.known);
   const auto place = std::find_if(waiting_.begin(), waiting_.end(),
                                   [&](const auto& other) { return other.get() == &request; });
   running_.push_back(std::move(*place));
@@ -207,6 +254,7 @@ Status EngineImpl::AdmitHead() {
 void EngineImpl::PreemptYoungest() {
   waiting_.emplace_front();  // may throw, so it comes first
   Request& request = *running_.back();
+  request.layers = nullptr;
   for (Sample& sample : request.samples) {
     if (sample.has_sequence()) RetainOrRemove(request, &sample);
   }
@@ -233,7 +281,7 @@ void EngineImpl::RestartOrFail() {
 // After BeginForward found too few pages, against the scheduler's count.
 void EngineImpl::MakeRoom() {
   if (!prefix_cache_.empty()) {
-    prefix_cache_.Evict(cache_->GetNumAvailablePages() + 1);
+    prefix_cache_.Evict(state_.pages_free() + 1);
   } else if (running_.size() > 1) {
     PreemptYoungest();
   } else {

@@ -119,20 +119,30 @@ Result<std::unique_ptr<PrefixLoad>> StoreLink::StartLoad(const PrefixSpace& spac
                                       chunk_tokens_, first_chunk, start_ns, deadline_ns);
 }
 
+Result<ChunkView> StoreLink::Open(const PrefixSpace& space, std::span<const int32_t> tokens,
+                                  const PrefixLoad::Chunk& chunk) const {
+  const KeyKind& kind = KindOf(space);
+  const auto part = tokens.subspan(static_cast<size_t>(chunk.begin),
+                                   static_cast<size_t>(chunk.end - chunk.begin));
+  return chunk.stored->View(
+      {
+          .key = chunk.key,
+          .fingerprint = kind.fingerprint,
+          .now_ms = clock_->WallMs(),
+          .tokens = part,
+      },
+      kind.limits);
+}
+
+Result<LayerKV> StoreLink::LayerOf(const ChunkView& chunk, int64_t layer, int64_t position) const {
+  const AttentionLayerSpec& spec = cache_->options().layers[static_cast<size_t>(layer)];
+  return ChunkLayer(chunk, spec, layer, position);
+}
+
 Status StoreLink::Import(int64_t sequence_id, const PrefixSpace& space,
                          std::span<const int32_t> tokens, const PrefixLoad::Chunk& chunk) {
   return GuardEntry([&]() -> Status {
-    const KeyKind& kind = KindOf(space);
-    const auto part = tokens.subspan(static_cast<size_t>(chunk.begin),
-                                     static_cast<size_t>(chunk.end - chunk.begin));
-    QUIRE_ASSIGN_OR_RETURN(const ChunkView view, chunk.stored->View(
-                                                     {
-                                                         .key = chunk.key,
-                                                         .fingerprint = kind.fingerprint,
-                                                         .now_ms = clock_->WallMs(),
-                                                         .tokens = part,
-                                                     },
-                                                     kind.limits));
+    QUIRE_ASSIGN_OR_RETURN(const ChunkView view, Open(space, tokens, chunk));
     return ImportChunks(*cache_, sequence_id, std::span(&view, 1));
   });
 }

@@ -44,6 +44,11 @@ class StoreLink {
   Result<std::unique_ptr<PrefixLoad>> StartLoad(const PrefixSpace& space,
                                                 std::span<const int32_t> tokens, int64_t held,
                                                 bool tail, double compute_seconds_per_token);
+  // The chunk, if it is exactly that which was asked for; else an error.
+  Result<ChunkView> Open(const PrefixSpace& space, std::span<const int32_t> tokens,
+                         const PrefixLoad::Chunk& chunk) const;
+  // One layer of it, verified, to stand from `position` on.
+  Result<LayerKV> LayerOf(const ChunkView& chunk, int64_t layer, int64_t position) const;
   // Appends a chunk to the sequence, which holds the tokens before it. What is not exactly the
   // chunk that was asked for is an error, and the sequence as it was.
   Status Import(int64_t sequence_id, const PrefixSpace& space, std::span<const int32_t> tokens,

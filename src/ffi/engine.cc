@@ -39,6 +39,7 @@ EngineOptions ReadEngineOptions(const OptionMap& fields) {
   reader.Read("max_waiting", &options.max_waiting);
   reader.Read("prefix_cache", &options.prefix_cache);
   reader.Read("kv_bytes", &options.kv_bytes);
+  reader.Read("state_bytes", &options.state_bytes);
   reader.Finish();
   return options;
 }
@@ -91,9 +92,10 @@ tf::Array<tf::Any> LayersOf(const ModelInfo& info) {
 }
 
 // The outputs of one step as structure of arrays:
-//   requests  int64 [outputs, 13]: request id, sample, end of its tokens in `tokens`, finish
+//   requests  int64 [outputs, 14]: request id, sample, end of its tokens in `tokens`, finish
 //             reason, prompt tokens, cached tokens, completion tokens, index in `errors` or -1,
-//             cached tokens from ram, disk and redis, miss reason, nanoseconds of the load
+//             cached tokens from ram, disk and redis, miss reason, nanoseconds of the load, recomputed
+//             tokens
 //   tokens    int32 [t], of all outputs, one after another
 //   logprob_ends int64 [t]: end of each token's entries in the two arrays below
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
@@ -117,7 +119,7 @@ class StepArrays {
   }
 
  private:
-  static constexpr int64_t kColumns = 13;
+  static constexpr int64_t kColumns = 14;
 
   void Add(const StepOutput& output) {
     for (size_t i = 0; i < output.tokens.size(); ++i) {
@@ -142,6 +144,7 @@ class StepArrays {
     requests_.insert(requests_.end(), output.cached.tiers.begin(), output.cached.tiers.end());
     requests_.push_back(static_cast<int64_t>(output.miss));
     requests_.push_back(static_cast<int64_t>(output.load_seconds * 1e9));
+    requests_.push_back(output.recomputed_tokens);
   }
 
   std::vector<int64_t> requests_;
@@ -232,12 +235,19 @@ class EngineObj : public tf::Object {
             {"kv_bytes_per_token", stats.kv_bytes_per_token},
             {"weight_bytes", stats.weight_bytes},
             {"page_size", stats.page_size},
+            {"states_total", stats.states_total},
+            {"states_free", stats.states_free},
+            {"retained_states", stats.retained_states},
+            {"state_bytes", stats.state_bytes},
+            {"recomputed_tokens", stats.recomputed_tokens},
             {"loading", stats.loading},
             {"loads", stats.loads},
             {"loaded_ram_tokens", stats.loaded_tokens[0]},
             {"loaded_disk_tokens", stats.loaded_tokens[1]},
             {"loaded_redis_tokens", stats.loaded_tokens[2]},
             {"load_ns", static_cast<int64_t>(stats.load_seconds * 1e9)},
+            {"layer_loads", stats.layer_loads},
+            {"overlap_ns", static_cast<int64_t>(stats.overlap_seconds * 1e9)},
             {"stored_chunks", stats.stored_chunks},
             {"stored_bytes", stats.stored_bytes},
             {"refused_chunks", stats.refused_chunks},
@@ -284,11 +294,17 @@ class EngineObj : public tf::Object {
 
 tf::Map<tf::String, int64_t> PlanMemory(const OptionMap& fields) {
   const MemoryPlan plan = ValueOrThrow(Engine::PlanMemory(ReadEngineOptions(fields)));
-  return {{"weight_bytes", plan.weight_bytes},   {"kv_bytes_per_token", plan.kv_bytes_per_token},
-          {"page_size", plan.page_size},         {"page_bytes", plan.page_bytes},
-          {"page_count", plan.page_count},       {"kv_bytes", plan.kv_bytes},
-          {"scratch_bytes", plan.scratch_bytes}, {"total_bytes", plan.total_bytes},
-          {"machine_bytes", plan.machine_bytes}, {"longest_context", plan.longest_context}};
+  return {{"weight_bytes", plan.weight_bytes},
+          {"kv_bytes_per_token", plan.kv_bytes_per_token},
+          {"page_size", plan.page_size},
+          {"page_bytes", plan.page_bytes},
+          {"page_count", plan.page_count},
+          {"kv_bytes", plan.kv_bytes},
+          {"state_bytes", plan.state_bytes},
+          {"scratch_bytes", plan.scratch_bytes},
+          {"total_bytes", plan.total_bytes},
+          {"machine_bytes", plan.machine_bytes},
+          {"longest_context", plan.longest_context}};
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {

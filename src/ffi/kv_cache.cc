@@ -36,6 +36,7 @@ AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
   if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("poison_freed_pages", &options.poison_freed_pages);
+  reader.Read("tvm_window_span", &options.tvm_window_span);
   int threads = 0;
   reader.Read("threads", &threads);
   reader.Finish();
@@ -75,6 +76,10 @@ class KVCacheObj : public tf::Object {
   }
   int64_t HeldTokens(int64_t seq_id) {
     return latch_.Run([&] { return cache_->HeldTokens(seq_id); });
+  }
+  tf::Shape SlidRange(int64_t seq_id) {
+    const TokenRange range = latch_.Run([&] { return cache_->SlidRange(seq_id); });
+    return tf::Shape({range.begin, range.end});
   }
   void BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
     latch_.Run([&] { return cache_->BeginForward(SpanOf(seq_ids), SpanOf(append_lengths)); });
@@ -152,6 +157,33 @@ class KVCacheObj : public tf::Object {
     const TensorView* lse_pointer = lse.has_value() ? &lse_view : nullptr;
     latch_.Run([&] { return cache_->Attend(layer, q_view, o_view, lse_pointer, sm_scale); });
   }
+  void SelfAttention(int64_t layer, tf::TensorView q, tf::TensorView k, tf::TensorView v,
+                     tf::TensorView o, tf::TensorView lse, double sm_scale) {
+    const TensorView q_view = ViewOf(q);
+    const TensorView k_view = ViewOf(k);
+    const TensorView v_view = ViewOf(v);
+    const TensorView o_view = ViewOf(o);
+    const TensorView lse_view = ViewOf(lse);
+    latch_.Run([&] {
+      return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale);
+    });
+  }
+  void CrossAttention(int64_t layer, tf::TensorView q, tf::TensorView o, tf::TensorView lse,
+                      double sm_scale) {
+    const TensorView q_view = ViewOf(q);
+    const TensorView o_view = ViewOf(o);
+    const TensorView lse_view = ViewOf(lse);
+    latch_.Run([&] { return cache_->CrossAttention(layer, q_view, o_view, lse_view, sm_scale); });
+  }
+  void MergeAttnOutputInplace(tf::TensorView o1, tf::TensorView lse1, tf::TensorView o2,
+                              tf::TensorView lse2) {
+    const TensorView o1_view = ViewOf(o1);
+    const TensorView lse1_view = ViewOf(lse1);
+    const TensorView o2_view = ViewOf(o2);
+    const TensorView lse2_view = ViewOf(lse2);
+    latch_.Run(
+        [&] { return cache_->MergeAttnOutputInplace(o1_view, lse1_view, o2_view, lse2_view); });
+  }
   void AttentionWithSharedKV(int64_t source_layer, tf::TensorView q, tf::TensorView o,
                              tf::Optional<tf::TensorView> lse, double sm_scale) {
     const TensorView q_view = ViewOf(q);
@@ -207,6 +239,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("enable_sliding_window_for_seq", &KVCacheObj::EnableSlidingWindowForSeq)
       .def("disable_sliding_window_for_seq", &KVCacheObj::DisableSlidingWindowForSeq)
       .def("held_tokens", &KVCacheObj::HeldTokens)
+      .def("slid_range", &KVCacheObj::SlidRange)
       .def("begin_forward", &KVCacheObj::BeginForward)
       .def("begin_tree_forward", &KVCacheObj::BeginTreeForward)
       .def("commit_accepted_token_tree_nodes", &KVCacheObj::CommitAcceptedTokenTreeNodes)
@@ -227,6 +260,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("attention_with_fused_qkv", &KVCacheObj::AttentionWithFusedQKV)
       .def("append", &KVCacheObj::Append)
       .def("attend", &KVCacheObj::Attend)
+      .def("self_attention", &KVCacheObj::SelfAttention)
+      .def("cross_attention", &KVCacheObj::CrossAttention)
+      .def("merge_attn_output_inplace", &KVCacheObj::MergeAttnOutputInplace)
       .def("attention_with_shared_kv", &KVCacheObj::AttentionWithSharedKV)
       .def("get_query_positions", &KVCacheObj::GetQueryPositions)
       .def("debug_get_kv", &KVCacheObj::DebugGetKV)

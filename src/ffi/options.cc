@@ -124,20 +124,24 @@ AttentionLayerSpec ReadLayerSpec(const OptionMap& fields) {
   std::vector<double> head_sinks;
   reader.Read("head_sinks", &head_sinks);
   for (const double logit : head_sinks) layer.head_sinks.push_back(static_cast<float>(logit));
+  if (const auto rope = reader.Get<OptionMap>("rope")) layer.rope = ReadRopeOptions(*rope);
   reader.Finish();
   return layer;
 }
 
 OptionMap LayerSpecFields(const AttentionLayerSpec& layer) {
   const std::vector<double> head_sinks(layer.head_sinks.begin(), layer.head_sinks.end());
-  return {{"num_qo_heads", layer.num_qo_heads},
-          {"num_kv_heads", layer.num_kv_heads},
-          {"qk_head_dim", layer.qk_head_dim},
-          {"v_head_dim", layer.v_head_dim},
-          {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
-          {"window", layer.window},
-          {"soft_cap", layer.soft_cap},
-          {"head_sinks", tvm::ffi::Array<double>(head_sinks.begin(), head_sinks.end())}};
+  OptionMap fields = {
+      {"num_qo_heads", layer.num_qo_heads},
+      {"num_kv_heads", layer.num_kv_heads},
+      {"qk_head_dim", layer.qk_head_dim},
+      {"v_head_dim", layer.v_head_dim},
+      {"dtype", tvm::ffi::String(std::string(DTypeName(layer.dtype)))},
+      {"window", layer.window},
+      {"soft_cap", layer.soft_cap},
+      {"head_sinks", tvm::ffi::Array<double>(head_sinks.begin(), head_sinks.end())}};
+  if (layer.rope) fields.Set("rope", RopeFields(*layer.rope));
+  return fields;
 }
 
 RopeOptions ReadRopeOptions(const OptionMap& fields) {

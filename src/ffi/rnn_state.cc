@@ -47,6 +47,7 @@ RNNStateOptions ReadRNNStateOptions(const OptionMap& fields) {
   reader.Read("max_tree_size", &options.max_tree_size);
   reader.Read("max_tree_slots", &options.max_tree_slots);
   reader.Read("poison_freed_slots", &options.poison_freed_slots);
+  reader.Read("tvm_rnn_history1", &options.tvm_rnn_history1);
   reader.Finish();
   return options;
 }

@@ -69,9 +69,13 @@ std::vector<int32_t> TokenIds(const tvm::ffi::TensorView& tensor) {
   ThrowBadArgument("token ids must be int32 or int64, not " + view.ToString());
 }
 
-tvm::ffi::Tensor NewTensor(DLDataType dtype, std::initializer_list<int64_t> shape) {
-  return tvm::ffi::Tensor::FromNDAlloc(AlignedAllocator{}, tvm::ffi::ShapeView(shape), dtype,
+tvm::ffi::Tensor NewTensor(DLDataType dtype, std::span<const int64_t> shape) {
+  return tvm::ffi::Tensor::FromNDAlloc(AlignedAllocator{},
+                                       tvm::ffi::ShapeView(shape.data(), shape.size()), dtype,
                                        DLDevice{kDLCPU, 0});
+}
+tvm::ffi::Tensor NewTensor(DLDataType dtype, std::initializer_list<int64_t> shape) {
+  return NewTensor(dtype, std::span<const int64_t>(shape.begin(), shape.size()));
 }
 
 tvm::ffi::Tensor NewTensor(std::span<const int32_t> values) {

@@ -5,6 +5,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -133,11 +134,12 @@ Stored Append(const AppendCase& test, const Backend& backend, int workers) {
 std::vector<AppendCase> Cases() {
   std::vector<AppendCase> cases;
   uint64_t seed = 1;
-  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8, DType::kF8E4M3}) {
     for (const int page_size : {1, 5, 16, 32, 48}) {
       for (const bool interleaved : {false, true}) {
         AppendCase test;
         test.layout = {dtype, 3, page_size == 16 ? 80 : 19, 21, page_size};
+        if (seed % 2 == 0) test.layout.value_dtype = seed % 4 == 0 ? DType::kI8 : DType::kF8E4M3;
         test.k_dtype = seed % 3 == 0 ? DType::kBF16 : DType::kF32;
         test.v_dtype = seed % 3 == 1 ? DType::kF16 : DType::kBF16;
         test.rotary_dim = seed % 4 == 0 ? 0 : page_size == 16 ? 80 : 14;
@@ -187,9 +189,10 @@ TEST(Append, KeysAreRotatedInFloat32AndRoundedOnce) {
     const Stored stored = Append(test, *Backends().front(), 1);
     const KVLayout& layout = test.layout;
     const int half = test.rotary_dim / 2;
-    const double roundoff = layout.dtype == DType::kF32   ? 0
-                            : layout.dtype == DType::kF16 ? 0x1p-11
-                                                          : 0x1p-8;
+    const double roundoff = layout.dtype == DType::kF32    ? 0
+                            : layout.dtype == DType::kF16  ? 0x1p-11
+                            : layout.dtype == DType::kBF16 ? 0x1p-8
+                                                           : 0;
     std::vector<float> k(static_cast<size_t>(layout.num_kv_heads * layout.qk_head_dim));
     std::vector<float> v(static_cast<size_t>(layout.num_kv_heads * layout.v_head_dim));
     for (size_t row = 0; row < test.targets.size(); ++row) {
@@ -198,6 +201,13 @@ TEST(Append, KeysAreRotatedInFloat32AndRoundedOnce) {
       for (int h = 0; h < layout.num_kv_heads; ++h) {
         const float* from = test.k.data() + row * k.size() + h * layout.qk_head_dim;
         const float* got = k.data() + h * layout.qk_head_dim;
+        double step = 0;  // between codes, at most
+        if (IsQuantised(layout.dtype)) {
+          for (int d = 0; d < layout.qk_head_dim; ++d) {
+            step = std::max(step, static_cast<double>(std::fabs(from[d])) * 1.42);
+          }
+          step /= layout.dtype == DType::kI8 ? 127 : 14;  // the largest numbers are 32 of 448 apart
+        }
         for (int i = 0; i < half; ++i) {
           const int first = test.interleaved ? 2 * i : i;
           const int second = test.interleaved ? 2 * i + 1 : i + half;
@@ -206,7 +216,8 @@ TEST(Append, KeysAreRotatedInFloat32AndRoundedOnce) {
           const auto s = static_cast<double>(test.sin[angle]);
           const auto x = static_cast<double>(from[first]);
           const auto y = static_cast<double>(from[second]);
-          const double bound = (std::fabs(x) + std::fabs(y)) * (roundoff + 0x1p-23) + 0x1p-25;
+          const double bound =
+              (std::fabs(x) + std::fabs(y)) * (roundoff + 0x1p-23) + 0x1p-25 + 0.51 * step;
           EXPECT_NEAR(static_cast<double>(got[first]), x * c - y * s, bound);
           EXPECT_NEAR(static_cast<double>(got[second]), y * c + x * s, bound);
         }

@@ -45,7 +45,12 @@ struct Batch {
     const int64_t page_count = (prefix + count * own) / kPageSize;
     pages = std::move(HostMemory::Allocate(static_cast<size_t>(page_count) * layout.page_bytes()))
                 .value();
-    Fill(static_cast<size_t>(page_count) * layout.page_elements());
+    if (IsQuantised(dtype)) {
+      FillCodes(page_count);
+    } else {
+      Fill(static_cast<size_t>(page_count) * layout.page_bytes() /
+           static_cast<size_t>(DTypeBytes(dtype)));
+    }
     v_nonfinite.assign(static_cast<size_t>(page_count), 0);
     std::vector<int32_t> order(static_cast<size_t>(page_count));
     std::iota(order.begin(), order.end(), 0);
@@ -102,12 +107,26 @@ struct Batch {
     }
   }
 
+  // Every byte is a code; all scales are equal.
+  void FillCodes(int64_t page_count) {
+    RandomSequence random(3);
+    for (int64_t page = 0; page < page_count; ++page) {
+      std::byte* const bytes = pages.data() + static_cast<size_t>(page) * layout.page_bytes();
+      for (size_t i = 0; i < layout.scale_offset(); ++i) {
+        bytes[i] = static_cast<std::byte>(random.Bits());
+      }
+      auto* const scales = reinterpret_cast<float*>(bytes + layout.scale_offset());
+      std::fill(scales, reinterpret_cast<float*>(bytes + layout.page_bytes()), 0.01F);
+    }
+  }
+
   void Run() { backend->attention(args, *pool); }
 };
 
 // The first argument of each benchmark.
 DType TypeOf(int64_t index) {
-  return index == 0 ? DType::kBF16 : index == 1 ? DType::kF32 : DType::kF16;
+  constexpr DType kTypes[] = {DType::kBF16, DType::kF32, DType::kF16, DType::kI8, DType::kF8E4M3};
+  return kTypes[index];
 }
 
 void Report(benchmark::State& state, const Batch& batch, double flop, double bytes) {
@@ -125,7 +144,7 @@ void Decode(benchmark::State& state) {
   for (auto _ : state) batch.Run();
   const auto keys = static_cast<double>(count * length);
   Report(state, batch, keys * 4 * kHeads * kHeadDim,
-         keys * 2 * kKVHeads * kHeadDim * static_cast<double>(DTypeBytes(batch.layout.dtype)));
+         keys * static_cast<double>(batch.layout.page_bytes()) / kPageSize);
 }
 
 void Prefill(benchmark::State& state) {
@@ -148,7 +167,7 @@ void Cascade(benchmark::State& state) {
 }
 
 BENCHMARK(Decode)
-    ->ArgsProduct({{0, 1, 2}, {1, 8, 32}, {4096}, {1, 2}})
+    ->ArgsProduct({{0, 1, 2, 3, 4}, {1, 8, 32}, {4096}, {1, 2}})
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
 BENCHMARK(Prefill)
@@ -158,6 +177,8 @@ BENCHMARK(Prefill)
     ->Args({1, 512, 0, 2})
     ->Args({1, 2048, 4096, 2})
     ->Args({2, 512, 0, 2})
+    ->Args({3, 512, 0, 2})
+    ->Args({3, 2048, 4096, 2})
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
 BENCHMARK(Cascade)

@@ -66,8 +66,10 @@ float TokenValue(int64_t content, int64_t position, int kind, int head, int dim)
 
 AttentionCase::AttentionCase(const CaseSpec& spec)
     : spec_(spec), random_state_(Mix(spec.layout_seed)) {
-  args_.pages.layout = {spec.dtype, spec.kv_heads, spec.qk_dim, spec.v_dim, spec.page_size};
+  args_.pages.layout = {spec.dtype, spec.kv_heads,  spec.qk_dim,
+                        spec.v_dim, spec.page_size, spec.value_dtype};
   args_.num_qo_heads = spec.kv_heads * spec.group;
+  args_.cached_only = spec.cached_only;
   args_.layer_window = spec.layer_window;
   args_.soft_cap = spec.soft_cap;
   for (int h = 0; spec.head_sinks && h < args_.num_qo_heads; ++h)
@@ -91,7 +93,7 @@ void AttentionCase::FreeUnseenPages() {
         while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= p) ++entry;
         bool& is_seen = seen[run.entries + entry];
         for (int64_t r = 0; r < sequence.row_count && !is_seen; ++r)
-          is_seen = Sees(ViewOfRow(sequence.window, spec_.layer_window, sequence.base + r), p);
+          is_seen = Sees(ViewOf(args_, sequence, r), p);
       }
     }
   }

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -39,6 +40,7 @@ struct SequenceSpec {
 
 struct CaseSpec {
   DType dtype = DType::kF32;
+  std::optional<DType> value_dtype = std::nullopt;  // where it is not dtype
   DType q_dtype = DType::kF32;
   DType o_dtype = DType::kF32;
   int kv_heads = 2;
@@ -49,7 +51,8 @@ struct CaseSpec {
   int rotary_dim = 0;
   bool interleaved = false;
   bool inline_keys = false;
-  bool use_spans = true;          // false: the same pages, but no SharedSpan
+  bool use_spans = true;  // false: the same pages, but no SharedSpan
+  bool cached_only = false;
   float sharpness = 1.0F;         // factor of the usual scale
   double fork_probability = 0.1;  // that a new page entry begins at a position
   double run_probability = 0.02;  // that a new run begins at a position

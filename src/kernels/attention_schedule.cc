@@ -66,12 +66,12 @@ size_t AttentionSchedule::ScratchBytes(const KVLayout& layout, int num_qo_heads,
 
 AttentionSchedule::AttentionSchedule(const AttentionArgs& args, int worker_count,
                                      std::byte* scratch) noexcept
-    : sequences_(args.sequences),
+    : args_(args),
+      sequences_(args.sequences),
       shared_(args.shared),
       kv_heads_(args.pages.layout.num_kv_heads),
       group_size_(args.num_qo_heads / args.pages.layout.num_kv_heads),
       v_dim_(static_cast<size_t>(args.pages.layout.v_dim())),
-      layer_window_(args.layer_window),
       has_windows_(args.layer_window != kNoWindow ||
                    std::any_of(args.sequences.begin(), args.sequences.end(),
                                [](const AttentionSequence& sequence) {
@@ -147,11 +147,9 @@ void AttentionSchedule::AddPrivateUnits(int64_t sequence) noexcept {
 
 int64_t AttentionSchedule::SegmentsSeenBy(int64_t sequence, int64_t query_row) const noexcept {
   const AttentionSequence& of = sequences_[static_cast<size_t>(sequence)];
+  const int64_t row = query_row / group_size_ - row_begin_[sequence];
   // Depths of nodes are in no order, but the rows of a tree end within a few tiles of each other.
-  const int64_t last = of.tree != nullptr
-                           ? LastPosition(of)
-                           : PositionOfRow(of, query_row / group_size_ - row_begin_[sequence]);
-  const int64_t seen = last + 1;
+  const int64_t seen = of.tree != nullptr ? LastPosition(of) + 1 : args_.SeenEnd(of, row);
   return CeilDiv(std::max<int64_t>(seen, 0), kSegmentPositions);
 }
 
@@ -161,8 +159,8 @@ int64_t AttentionSchedule::SegmentsSeenBy(int64_t sequence, int64_t query_row) c
 void AttentionSchedule::LeaveOutHidden(AttentionUnit* unit) const noexcept {
   int64_t head_end = 0;
   int64_t tail_begin = INT64_MAX;
-  const auto look_at = [&](const AttentionSequence& sequence, int64_t position) {
-    const HiddenRange hidden = HiddenOf(ViewOfRow(sequence.window, layer_window_, position));
+  const auto look_at = [&](const RowView& view) {
+    const HiddenRange hidden = HiddenOf(view);
     head_end = std::max(head_end, hidden.begin);
     tail_begin = std::min(tail_begin, hidden.end);
   };
@@ -172,12 +170,12 @@ void AttentionSchedule::LeaveOutHidden(AttentionUnit* unit) const noexcept {
     if (row_begin_[s] == row_begin_[s + 1]) continue;
     const AttentionSequence& sequence = sequences_[static_cast<size_t>(s)];
     if (sequence.tree != nullptr) {
-      look_at(sequence, FirstPosition(sequence));
-      look_at(sequence, LastPosition(sequence));
+      for (const int64_t position : {FirstPosition(sequence), LastPosition(sequence)})
+        look_at(ViewOfRow(sequence.window, args_.layer_window, position));
       continue;
     }
-    look_at(sequence, sequence.base + std::max(first - row_begin_[s], int64_t{0}));
-    look_at(sequence, sequence.base + std::min(last, row_begin_[s + 1] - 1) - row_begin_[s]);
+    look_at(ViewOf(args_, sequence, std::max(first - row_begin_[s], int64_t{0})));
+    look_at(ViewOf(args_, sequence, std::min(last, row_begin_[s + 1] - 1) - row_begin_[s]));
   }
   const int64_t begin = std::max(unit->segment_begin, CeilDiv(head_end, kSegmentPositions));
   const int64_t end = std::min(unit->segment_end, tail_begin / kSegmentPositions);

@@ -75,7 +75,8 @@ class AttentionSchedule {
   static size_t ScratchBytes(const KVLayout& layout, int num_qo_heads, int64_t row_count,
                              int64_t sequence_count, int worker_count);
 
-  // REQUIRES: `scratch` holds ScratchBytes(), is 64-byte aligned and lives as long as the schedule.
+  // REQUIRES: `scratch` holds ScratchBytes(), is 64-byte aligned; it and `args` live as long as the
+  // schedule.
   AttentionSchedule(const AttentionArgs& args, int worker_count, std::byte* scratch) noexcept;
 
   // Goes on to the next group of units; false behind the last. All units of the group before must
@@ -119,12 +120,12 @@ class AttentionSchedule {
   void ChooseBlockRows(int64_t query_rows) noexcept;
   void ChooseCuts() noexcept;
 
+  const AttentionArgs& args_;
   std::span<const AttentionSequence> sequences_;
   std::span<const SharedSpan> shared_;
   int64_t kv_heads_;
   int64_t group_size_;
   size_t v_dim_;
-  int64_t layer_window_;
   bool has_windows_;
   int64_t worker_count_;
 

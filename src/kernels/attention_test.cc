@@ -34,8 +34,10 @@ ParallelRunner& Pool(int workers) {
 const Backend& BestBackend() { return *Backends().front(); }
 
 // Whether the path computes with bfloat16 dot products, whose bits are its own.
-bool HasOwnBits(const Backend& backend, DType dtype) {
-  return dtype == DType::kBF16 && backend.name == "avx512_bf16";
+bool HasOwnBits(const Backend& backend, const CaseSpec& spec) {
+  const bool pairs = ComputeDType(spec.dtype) == DType::kBF16 ||
+                     ComputeDType(spec.value_dtype.value_or(spec.dtype)) == DType::kBF16;
+  return pairs && backend.name == "avx512_bf16";
 }
 
 void ExpectSame(const CaseOutput& a, const CaseOutput& b, const std::string& what) {
@@ -76,11 +78,12 @@ struct Bounds {
   Bounds(const CaseSpec& spec, double score_scale, double segments) {
     const double u = 0x1p-24;
     double rounding = (spec.qk_dim + 16) * u;
-    if (spec.dtype == DType::kBF16) rounding += 0x1p-8 * (spec.inline_keys ? 2.01 : 1.01);
+    if (ComputeDType(spec.dtype) == DType::kBF16)
+      rounding += 0x1p-8 * (spec.inline_keys ? 2.01 : 1.01);
     score = score_scale * rounding;
     score += static_cast<double>(spec.soft_cap) * 8 * u;  // of tanh, in base 2
     weight = std::expm1(2 * score * 0.6931471805599453) + (300 + 8 * segments) * u;
-    if (spec.dtype == DType::kBF16) weight += 0x1p-8;
+    if (ComputeDType(spec.value_dtype.value_or(spec.dtype)) == DType::kBF16) weight += 0x1p-8;
   }
 };
 
@@ -163,6 +166,11 @@ CaseSpec RandomSpec(uint64_t seed) {
     }
     spec.sequences.push_back(sequence);
   }
+  spec.cached_only = random.Below(6) == 0;
+  if (random.Below(2) == 0) {
+    spec.dtype = Pick(random, {DType::kI8, DType::kF8E4M3, spec.dtype});
+    spec.value_dtype = Pick(random, {DType::kI8, DType::kF8E4M3, DType::kBF16, DType::kF32});
+  }
   return spec;
 }
 
@@ -192,8 +200,9 @@ CaseSpec RandomWindowSpec(uint64_t seed) {
 }
 
 std::string Describe(const CaseSpec& spec, uint64_t seed, const Backend& backend) {
-  return "seed " + std::to_string(seed) + ", " + std::string(DTypeName(spec.dtype)) +
-         ", page size " + std::to_string(spec.page_size) + ", path " + std::string(backend.name);
+  return "seed " + std::to_string(seed) + ", " + std::string(DTypeName(spec.dtype)) + " and " +
+         std::string(DTypeName(spec.value_dtype.value_or(spec.dtype))) + ", page size " +
+         std::to_string(spec.page_size) + ", path " + std::string(backend.name);
 }
 
 // The scalar path calls fmaf for each lane, so cases are kept small for it.
@@ -203,7 +212,7 @@ void ExpectPathsAgree(const CaseSpec& spec, uint64_t seed) {
   ExpectMatchesReference(test, expected, Describe(spec, seed, *Backends().back()));
   for (const Backend* backend : Backends()) {
     const CaseOutput output = test.Run(*backend, Pool(2));
-    if (HasOwnBits(*backend, spec.dtype)) {
+    if (HasOwnBits(*backend, spec)) {
       ExpectMatchesReference(test, output, Describe(spec, seed, *backend));
     } else {
       ExpectSame(output, expected, Describe(spec, seed, *backend));
@@ -464,7 +473,7 @@ TEST(Attention, NonFiniteTokensStayWhereTheyAreSeen) {
             spec.fork_probability = 0.0;
             const AttentionCase test(spec);
             for (const Backend* backend : Backends()) {
-              if (HasOwnBits(*backend, dtype) != HasOwnBits(BestBackend(), dtype)) continue;
+              if (HasOwnBits(*backend, spec) != HasOwnBits(BestBackend(), spec)) continue;
               const CaseOutput output = test.Run(*backend, Pool(2));
               const size_t row_bytes = output.o[0].size() / static_cast<size_t>(rows);
               const auto unseen = static_cast<size_t>(position - (300 - rows));

@@ -56,13 +56,16 @@ struct AppendTarget {
   int32_t slot;
 };
 
-// Stores rows of k (rotated in float32, then rounded once to the layout's dtype) and v. Opening a
-// tile (its first slot written is `slot` and open_tile[row] is set) first zeroes the tile's V and
-// its v_nonfinite flag.
+// Stores rows of k (rotated in float32, then rounded or quantised once to the layout's dtype) and
+// v; or, where k (v) is of the layout's quantised dtype, its codes as they are and k_scale
+// (v_scale) beside them. Opening a tile (its first slot written is `slot` and open_tile[row] is
+// set) first zeroes the tile's V and its v_nonfinite flag.
 struct AppendArgs {
   KVPages pages;
   int64_t row_count = 0;
   HeadRows k, v;
+  const float* k_scale = nullptr;  // [row][kv head], with codes only
+  const float* v_scale = nullptr;
   RotaryRows rotary;            // identity unless RopeMode::kNormal
   const AppendTarget* targets;  // [row_count]; slots are distinct
   const uint8_t* opens_tile;    // [row_count]; 1: no slot of this tile holds a token yet
@@ -145,8 +148,27 @@ struct AttentionArgs {
   int64_t lse_row_stride = 0;
   int64_t row_count = 0;
   std::span<const AttentionSequence> sequences;  // in plan order (sharers adjacent)
-  std::span<const SharedSpan> shared;
-  void* scratch = nullptr;  // attention_scratch_bytes() of it, 64-byte aligned
+  std::span<const SharedSpan> shared = {};
+  bool cached_only = false;  // every row of a sequence sees [0, base) alone
+  void* scratch = nullptr;   // attention_scratch_bytes() of it, 64-byte aligned
+
+  // The end of the positions that row `row` of a sequence sees.
+  int64_t SeenEnd(const AttentionSequence& sequence, int64_t row) const {
+    return cached_only ? sequence.base : sequence.base + row + 1;
+  }
+};
+
+// Two attention results over disjoint sets of keys become that over both, in the first pair.
+struct MergeArgs {
+  int64_t row_count = 0;
+  int head_count = 0;
+  int dim = 0;
+  MutableHeadRows o;     // [row][head][dim]
+  float* lse = nullptr;  // [row][head], base 2; -inf: no keys, and the output is not read
+  int64_t lse_row_stride = 0;
+  HeadRows other_o;
+  const float* other_lse = nullptr;
+  int64_t other_lse_row_stride = 0;
 };
 
 // ----------------------------------------------------------------------------------------------------
@@ -190,6 +212,7 @@ struct Backend {
   size_t (*attention_scratch_bytes)(const KVLayout&, int num_qo_heads, int64_t row_count,
                                     int64_t sequence_count, int worker_count);
   void (*attention)(const AttentionArgs&, ParallelRunner&);
+  void (*merge_attention)(const MergeArgs&, ParallelRunner&);
 
   size_t (*packed_linear_bytes)(DType dtype, int64_t n, int64_t k);
   // Packs row-major [n][k] of `from`; `to` is kF32, kF16 or kBF16 (rounded to nearest even where
@@ -205,6 +228,12 @@ struct Backend {
                    int64_t row_count, int64_t dim, float* y, ParallelRunner&);
   // y[r][i] = silu(gate_up[r][i]) * gate_up[r][dim + i].
   void (*silu_mul)(const float* gate_up, int64_t row_count, int64_t dim, float* y, ParallelRunner&);
+  // The same with gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
+  void (*gelu_tanh_mul)(const float* gate_up, int64_t row_count, int64_t dim, float* y,
+                        ParallelRunner&);
+  // y[r][i] = cap * tanh(x[r][i] / cap); y may be x. REQUIRES: cap > 0.
+  void (*soft_cap)(const float* x, float cap, int64_t row_count, int64_t dim, float* y,
+                   ParallelRunner&);
   // y[r] = table[ids[r]] widened, rows of `dim` in `dtype`.
   void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
                       int64_t dim, float* y, ParallelRunner&);
@@ -228,7 +257,7 @@ void ConvertElements(const void* from, DType from_dtype, void* to, DType to_dtyp
 void CopySlots(const KVPages& pages, std::span<const AppendTarget> from,
                std::span<const AppendTarget> to, const uint8_t* opens_tile);
 // Logical rows of one stored token: k [kv head][qk_head_dim], v [kv head][v_head_dim] in `dtype`
-// (the layout's or kF32).
+// (kF32, or the layout's if that is no quantised one): codes times their scale, and back.
 void ReadSlot(const KVPages& pages, AppendTarget slot, DType dtype, void* k, void* v);
 void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void* k, const void* v,
                bool opens_tile);

@@ -42,6 +42,8 @@ TEST(Dispatch, EveryPathIsCompleteAndFoundByItsName) {
     EXPECT_NE(backend->linear, nullptr);
     EXPECT_NE(backend->rms_norm, nullptr);
     EXPECT_NE(backend->silu_mul, nullptr);
+    EXPECT_NE(backend->gelu_tanh_mul, nullptr);
+    EXPECT_NE(backend->soft_cap, nullptr);
     EXPECT_NE(backend->gather_rows, nullptr);
   }
 }

@@ -49,6 +49,18 @@ class ElementwiseTest : public testing::TestWithParam<const Backend*> {
     path.silu_mul(gate_up.data(), static_cast<int64_t>(y.size()) / dim, dim, y.data(), *pool_);
     return y;
   }
+  std::vector<float> GeluTanhMul(const Backend& path, const std::vector<float>& gate_up,
+                                 int64_t dim) {
+    std::vector<float> y(gate_up.size() / 2);
+    path.gelu_tanh_mul(gate_up.data(), static_cast<int64_t>(y.size()) / dim, dim, y.data(), *pool_);
+    return y;
+  }
+  std::vector<float> SoftCap(const Backend& path, const std::vector<float>& x, float cap,
+                             int64_t dim) {
+    std::vector<float> y(x.size());
+    path.soft_cap(x.data(), cap, static_cast<int64_t>(x.size()) / dim, dim, y.data(), *pool_);
+    return y;
+  }
   // silu(gate) * 1 for each gate.
   std::vector<float> Silu(const std::vector<float>& gate) {
     std::vector<float> gate_up = gate;
@@ -123,6 +135,64 @@ TEST_P(ElementwiseTest, SiluMulAgreesWithTheReference) {
   }
 }
 
+TEST_P(ElementwiseTest, GeluTanhMulAgreesWithTheReference) {
+  for (const int64_t dim : kDims) {
+    const std::vector<float> gate_up = RandomFloats(2 * 5 * dim, 13, -9, 9);
+    const std::vector<float> y = GeluTanhMul(backend(), gate_up, dim);
+    const std::vector<double> expected = reference::GeluTanhMul(gate_up.data(), 5, dim);
+    for (size_t i = 0; i < y.size(); ++i) {
+      const int64_t row = static_cast<int64_t>(i) / dim;
+      const double g = gate_up[static_cast<size_t>(row * dim) + i];
+      // The exponent has three roundings, of its own size each.
+      const double exponent = std::abs(1.6 * g + 0.0714 * g * g * g);
+      ASSERT_NEAR(y[i], expected[i],
+                  (8 + 3 * exponent) * 0x1p-24 * std::abs(expected[i]) + 0x1p-126)
+          << g;
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, GeluTanhOfExtremes) {
+  const float max = std::numeric_limits<float>::max();
+  const std::vector<float> gate = {0.0F, max, -max, kInfinity, -50.0F, 1e-40F, NAN, 1e15F};
+  std::vector<float> gate_up = gate;
+  gate_up.insert(gate_up.end(), gate.size(), 1.0F);
+  const std::vector<float> y = GeluTanhMul(backend(), gate_up, static_cast<int64_t>(gate.size()));
+  EXPECT_EQ(y[0], 0);
+  EXPECT_EQ(y[1], max);
+  EXPECT_EQ(y[2], 0);
+  EXPECT_EQ(y[3], kInfinity);
+  EXPECT_EQ(y[4], 0);
+  EXPECT_GT(y[5], 0);
+  EXPECT_TRUE(std::isnan(y[6]));
+  EXPECT_EQ(y[7], 1e15F);
+}
+
+TEST_P(ElementwiseTest, SoftCapIsAccurateOverTheWholeRange) {
+  for (const float cap : {0.5F, 30.0F, 1000.0F}) {
+    std::vector<float> x;
+    for (double t = -12; t <= 12; t += 0.0007) x.push_back(static_cast<float>(t) * cap);
+    const std::vector<float> y = SoftCap(backend(), x, cap, static_cast<int64_t>(x.size()));
+    const std::vector<double> expected =
+        reference::SoftCap(x.data(), cap, static_cast<int64_t>(x.size()));
+    for (size_t i = 0; i < y.size(); ++i) {
+      ASSERT_NEAR(y[i], expected[i], 12 * 0x1p-24 * std::abs(expected[i])) << x[i];
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, SoftCapOfExtremes) {
+  const float max = std::numeric_limits<float>::max();
+  const std::vector<float> y =
+      SoftCap(backend(), {0.0F, max, -max, kInfinity, -kInfinity, NAN}, 30, 6);
+  EXPECT_EQ(y[0], 0);
+  EXPECT_EQ(y[1], 30);
+  EXPECT_EQ(y[2], -30);
+  EXPECT_EQ(y[3], 30);
+  EXPECT_EQ(y[4], -30);
+  EXPECT_TRUE(std::isnan(y[5]));
+}
+
 TEST_P(ElementwiseTest, GatherWidensTheChosenRows) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     for (const int64_t dim : kDims) {
@@ -150,6 +220,9 @@ TEST_P(ElementwiseTest, BitsAreThoseOfTheScalarPath) {
     EXPECT_TRUE(SameBits(RmsNorm(backend(), x, w, 1), RmsNorm(scalar_, x, w, 1))) << dim;
     const std::vector<float> gate_up = RandomFloats(6 * dim, 9, -100, 100);
     EXPECT_TRUE(SameBits(SiluMul(backend(), gate_up, dim), SiluMul(scalar_, gate_up, dim))) << dim;
+    EXPECT_TRUE(SameBits(GeluTanhMul(backend(), gate_up, dim), GeluTanhMul(scalar_, gate_up, dim)))
+        << dim;
+    EXPECT_TRUE(SameBits(SoftCap(backend(), x, 2, dim), SoftCap(scalar_, x, 2, dim))) << dim;
   }
 }
 
@@ -160,6 +233,8 @@ TEST_P(ElementwiseTest, ARowsResultDoesNotDependOnTheOtherRows) {
   const std::vector<float> w = RandomFloats(kDim, 11);
   const std::vector<float> normed = RmsNorm(backend(), x, w, 0);
   const std::vector<float> gated = SiluMul(backend(), x, kDim);
+  const std::vector<float> gelu = GeluTanhMul(backend(), x, kDim);
+  const std::vector<float> capped = SoftCap(backend(), x, 2, kDim);
   for (const int64_t row : {int64_t{0}, int64_t{77}, kRows - 1}) {
     const std::vector<float> norm_row(x.begin() + row * kDim, x.begin() + (row + 1) * kDim);
     const std::vector<float> norm = RmsNorm(backend(), norm_row, w, 0);
@@ -167,6 +242,10 @@ TEST_P(ElementwiseTest, ARowsResultDoesNotDependOnTheOtherRows) {
     const std::vector<float> gate_row(x.begin() + row * 2 * kDim, x.begin() + (row + 1) * 2 * kDim);
     const std::vector<float> gate = SiluMul(backend(), gate_row, kDim);
     EXPECT_EQ(0, std::memcmp(gate.data(), gated.data() + row * kDim, kDim * sizeof(float)));
+    const std::vector<float> gelu_row = GeluTanhMul(backend(), gate_row, kDim);
+    EXPECT_EQ(0, std::memcmp(gelu_row.data(), gelu.data() + row * kDim, kDim * sizeof(float)));
+    const std::vector<float> cap_row = SoftCap(backend(), norm_row, 2, kDim);
+    EXPECT_EQ(0, std::memcmp(cap_row.data(), capped.data() + row * kDim, kDim * sizeof(float)));
   }
 }
 
@@ -186,9 +265,11 @@ TEST_P(ElementwiseTest, TheCallersFloatEnvironmentDoesNotMatter) {
   const std::vector<float> x = RandomFloats(80, 12, -1e-39, 1e-39);
   const std::vector<float> w(40, 1.0F);
   const auto all = [&] {
-    std::vector<float> y(80 + 40);
+    std::vector<float> y(80 + 40 + 40 + 80);
     backend().rms_norm(x.data(), w.data(), 0, 1e-38F, 2, 40, y.data(), runner);
     backend().silu_mul(x.data(), 1, 40, y.data() + 80, runner);
+    backend().gelu_tanh_mul(x.data(), 1, 40, y.data() + 120, runner);
+    backend().soft_cap(x.data(), 3, 2, 40, y.data() + 160, runner);
     return y;
   };
   const std::vector<float> y = all();

@@ -11,6 +11,9 @@
 //   V tile  bf16: [16 lanes / 2][v_dim][2]    f32, f16: [16 lanes][v_dim]
 //   k_dim = qk_head_dim rounded up to even, v_dim = v_head_dim rounded up to 16; the padding is
 //   zero.
+// int8 and float8 keys or values lie as bfloat16 ones do, a byte each, and have scales (float32, by
+// token and head, kv_quantise.h) behind all V tiles: [tile][kv head][K's 16, V's 16], those of what
+// is quantised; in the row layout [slot][kv head][K's, V's].
 // Why: with keys in lanes a score is a chain over the head dimension without horizontal sums; with
 // pairs AVX-512 BF16 dot products apply; K and V each form one long run per page, which memory
 // delivers at full speed. Row layout (any other page_size): K: [slot][kv head][k_dim], V: [slot][kv
@@ -20,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "quire/tensor.h"
 
@@ -30,14 +34,25 @@ inline constexpr int kSegmentPositions =
     256;  // part of the arithmetic: changing it changes bits (docs/exactness.md)
 inline constexpr int kTilesPerSegment = kSegmentPositions / kTilePositions;
 
+// The type in which chains multiply what is stored as `dtype`.
+constexpr DType ComputeDType(DType dtype) { return IsQuantised(dtype) ? DType::kBF16 : dtype; }
+
 struct KVLayout {
-  DType dtype = DType::kF32;
+  DType dtype = DType::kF32;  // of keys, and of values unless value_dtype says otherwise
   int num_kv_heads = 0;
   int qk_head_dim = 0;
   int v_head_dim = 0;
   int page_size = 0;
+  std::optional<DType> value_dtype = std::nullopt;
 
   static constexpr int RoundUp(int x, int m) { return (x + m - 1) / m * m; }
+  static constexpr size_t RoundUpBytes(size_t x, size_t m) { return (x + m - 1) / m * m; }
+  DType v_dtype() const { return value_dtype.value_or(dtype); }
+  size_t k_element_bytes() const { return static_cast<size_t>(DTypeBytes(dtype)); }
+  size_t v_element_bytes() const { return static_cast<size_t>(DTypeBytes(v_dtype())); }
+  // Scales of one token and head: K's, then V's.
+  int scale_parts() const { return int{IsQuantised(dtype)} + int{IsQuantised(v_dtype())}; }
+  int v_scale_part() const { return int{IsQuantised(dtype)}; }
   int k_dim() const { return RoundUp(qk_head_dim, 2); }
   int v_dim() const { return RoundUp(v_head_dim, 16); }
   bool tiled() const { return page_size % kTilePositions == 0; }
@@ -45,24 +60,41 @@ struct KVLayout {
   // Element counts.
   size_t k_tile_elements() const { return static_cast<size_t>(k_dim()) * kTilePositions; }
   size_t v_tile_elements() const { return static_cast<size_t>(v_dim()) * kTilePositions; }
-  size_t v_offset() const { return static_cast<size_t>(page_size) * num_kv_heads * k_dim(); }
-  size_t page_elements() const {
-    return v_offset() + static_cast<size_t>(page_size) * num_kv_heads * v_dim();
+  size_t k_bytes() const {
+    return static_cast<size_t>(page_size) * num_kv_heads * k_dim() * k_element_bytes();
   }
-  size_t page_bytes() const { return page_elements() * static_cast<size_t>(DTypeBytes(dtype)); }
-  // Offsets within a page, tiled layout.
+  size_t v_bytes() const {
+    return static_cast<size_t>(page_size) * num_kv_heads * v_dim() * v_element_bytes();
+  }
+  // Bytes from the beginning of a page to its values and scales.
+  size_t v_offset() const { return RoundUpBytes(k_bytes(), sizeof(float)); }
+  size_t scale_offset() const { return RoundUpBytes(v_offset() + v_bytes(), 64); }
+  size_t page_bytes() const {
+    if (scale_parts() == 0) return v_offset() + v_bytes();
+    const size_t slots = tiled() ? static_cast<size_t>(tiles_per_page()) * kTilePositions
+                                 : static_cast<size_t>(page_size);
+    return RoundUpBytes(
+        scale_offset() + slots * num_kv_heads * static_cast<size_t>(scale_parts()) * sizeof(float),
+        64);
+  }
+  // Elements from the beginning of a page's keys (values), tiled layout.
   size_t k_tile_offset(int tile, int head) const {
     return (static_cast<size_t>(tile) * num_kv_heads + head) * k_tile_elements();
   }
   size_t v_tile_offset(int tile, int head) const {
-    return v_offset() + (static_cast<size_t>(tile) * num_kv_heads + head) * v_tile_elements();
+    return (static_cast<size_t>(tile) * num_kv_heads + head) * v_tile_elements();
   }
-  // Offsets within a page, row layout.
+  // Floats from the beginning of a page's scales to those of a tile, tiled layout.
+  size_t scale_tile_offset(int tile, int head) const {
+    return (static_cast<size_t>(tile) * num_kv_heads + head) * static_cast<size_t>(scale_parts()) *
+           kTilePositions;
+  }
+  // The same, row layout.
   size_t k_row_offset(int slot, int head) const {
     return (static_cast<size_t>(slot) * num_kv_heads + head) * k_dim();
   }
   size_t v_row_offset(int slot, int head) const {
-    return v_offset() + (static_cast<size_t>(slot) * num_kv_heads + head) * v_dim();
+    return (static_cast<size_t>(slot) * num_kv_heads + head) * v_dim();
   }
 
   bool operator==(const KVLayout&) const = default;

@@ -10,12 +10,12 @@
 
 namespace quire {
 
-// Elements that lie side by side in a chain step: 2 with bfloat16 (a pair for dot products),
-// else 1. In the K tile these are dimensions 2i and 2i + 1 of one lane, in the V tile lanes 2i and
-// 2i + 1 of one dimension.
-inline int ChainPair(DType dtype) { return dtype == DType::kBF16 ? 2 : 1; }
+// Elements that lie side by side in a chain step: 2 with bfloat16 and what becomes it (a pair for
+// dot products), else 1. In the K tile these are dimensions 2i and 2i + 1 of one lane, in the V
+// tile lanes 2i and 2i + 1 of one dimension.
+inline int ChainPair(DType dtype) { return ComputeDType(dtype) == DType::kBF16 ? 2 : 1; }
 
-// Key dimension d: element `first + d / pair * step + d % pair` of the page.
+// Key dimension d: element `first + d / pair * step + d % pair` of the page's keys.
 struct KeyElements {
   size_t first;
   size_t step;
@@ -27,7 +27,7 @@ struct KeyElements {
   }
 };
 
-// Value dimension d: element `first + d * step` of the page.
+// Value dimension d: element `first + d * step` of the page's values.
 struct ValueElements {
   size_t first;
   size_t step;
@@ -44,7 +44,7 @@ inline KeyElements KeyOfSlot(const KVLayout& layout, int slot, int head) {
 
 inline ValueElements ValueOfSlot(const KVLayout& layout, int slot, int head) {
   if (!layout.tiled()) return {layout.v_row_offset(slot, head), 1};
-  const int pair = ChainPair(layout.dtype);
+  const int pair = ChainPair(layout.v_dtype());
   const int lane = slot % kTilePositions;
   const size_t row = static_cast<size_t>(lane / pair) * layout.v_dim() * pair;
   return {
@@ -59,6 +59,26 @@ inline size_t TileFlag(const KVLayout& layout, int page, int slot) {
 
 inline std::byte* PageAt(const KVPages& pages, int page) {
   return pages.base + static_cast<size_t>(page) * pages.layout.page_bytes();
+}
+
+inline std::byte* ValuesAt(const KVPages& pages, int page) {
+  return PageAt(pages, page) + pages.layout.v_offset();
+}
+inline float* ScalesAt(const KVPages& pages, int page) {
+  return reinterpret_cast<float*>(PageAt(pages, page) + pages.layout.scale_offset());
+}
+
+// The scale of a slot and head; `part` of KVLayout::scale_parts().
+inline float* ScaleOfSlot(const KVPages& pages, int page, int slot, int head, int part) {
+  const KVLayout& layout = pages.layout;
+  if (!layout.tiled()) {
+    return ScalesAt(pages, page) +
+           (static_cast<size_t>(slot) * layout.num_kv_heads + head) *
+               static_cast<size_t>(layout.scale_parts()) +
+           part;
+  }
+  return ScalesAt(pages, page) + layout.scale_tile_offset(slot / kTilePositions, head) +
+         part * kTilePositions + slot % kTilePositions;
 }
 
 }  // namespace quire

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "kernels/backend.h"
+#include "kernels/kv_quantise.h"
 #include "kernels/kv_slot.h"
 #include "tensor/half.h"
 
@@ -37,49 +38,116 @@ void ConvertElement(const std::byte* from, DType from_dtype, std::byte* to, DTyp
   }
 }
 
-// Row layout: unused slots are never read, so only the flag is reset.
+// Row layout: unused slots are never read, so only the flag is reset. Codes are finite, whatever
+// they are.
 void OpenTile(const KVPages& pages, AppendTarget slot) {
   const KVLayout& layout = pages.layout;
   pages.v_nonfinite[TileFlag(layout, slot.page, slot.slot)] = 0;
-  if (!layout.tiled()) return;
-  const size_t element_bytes = static_cast<size_t>(DTypeBytes(layout.dtype));
+  if (!layout.tiled() || IsQuantised(layout.v_dtype())) return;
+  const size_t bytes = layout.v_element_bytes();
   const size_t first = layout.v_tile_offset(slot.slot / kTilePositions, 0);
-  std::memset(PageAt(pages, slot.page) + first * element_bytes, 0,
-              layout.v_tile_elements() * static_cast<size_t>(layout.num_kv_heads) * element_bytes);
+  std::memset(ValuesAt(pages, slot.page) + first * bytes, 0,
+              layout.v_tile_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
 }
 
-// Calls f(page element, row element) for each element of the token's keys (values), row elements
-// counted [head][dim].
-template <typename F>
-void ForEachKey(const KVLayout& layout, int slot, F&& f) {
-  size_t row_element = 0;
-  for (int head = 0; head < layout.num_kv_heads; ++head) {
-    const KeyElements key = KeyOfSlot(layout, slot, head);
-    for (int d = 0; d < layout.qk_head_dim; ++d) f(key[d], row_element++);
-  }
-}
-template <typename F>
-void ForEachValue(const KVLayout& layout, int slot, F&& f) {
-  size_t row_element = 0;
-  for (int head = 0; head < layout.num_kv_heads; ++head) {
-    const ValueElements value = ValueOfSlot(layout, slot, head);
-    for (int d = 0; d < layout.v_head_dim; ++d) f(value[d], row_element++);
+// The keys or the values of one token and head in a page.
+struct KeySide {
+  const KVPages& pages;
+  DType dtype() const { return pages.layout.dtype; }
+  int dim() const { return pages.layout.qk_head_dim; }
+  int padded_dim() const { return pages.layout.k_dim(); }
+  int scale_part() const { return 0; }
+  std::byte* Base(int page) const { return PageAt(pages, page); }
+  KeyElements Elements(int slot, int head) const { return KeyOfSlot(pages.layout, slot, head); }
+};
+struct ValueSide {
+  const KVPages& pages;
+  DType dtype() const { return pages.layout.v_dtype(); }
+  int dim() const { return pages.layout.v_head_dim; }
+  int padded_dim() const { return pages.layout.v_dim(); }
+  int scale_part() const { return pages.layout.v_scale_part(); }
+  std::byte* Base(int page) const { return ValuesAt(pages, page); }
+  ValueElements Elements(int slot, int head) const { return ValueOfSlot(pages.layout, slot, head); }
+};
+
+template <typename Side>
+void ReadHead(const Side& side, AppendTarget slot, int head, DType dtype, std::byte* to) {
+  const std::byte* const base = side.Base(slot.page);
+  const auto elements = side.Elements(slot.slot, head);
+  const size_t from_bytes = static_cast<size_t>(DTypeBytes(side.dtype()));
+  const size_t to_bytes = static_cast<size_t>(DTypeBytes(dtype));
+  const bool quantised = IsQuantised(side.dtype());
+  const float scale =
+      quantised ? *ScaleOfSlot(side.pages, slot.page, slot.slot, head, side.scale_part()) : 0.0F;
+  for (int d = 0; d < side.dim(); ++d, to += to_bytes) {
+    const std::byte* const from = base + elements[d] * from_bytes;
+    if (quantised) {
+      Narrow(CodeToF32(side.dtype(), static_cast<uint8_t>(*from)) * scale, to, dtype);
+    } else {
+      ConvertElement(from, side.dtype(), to, dtype);
+    }
   }
 }
 
-void ZeroPadding(const KVPages& pages, AppendTarget slot) {
+template <typename Side>
+void WriteHead(const Side& side, AppendTarget slot, int head, DType dtype, const std::byte* from) {
+  std::byte* const base = side.Base(slot.page);
+  const auto elements = side.Elements(slot.slot, head);
+  const size_t from_bytes = static_cast<size_t>(DTypeBytes(dtype));
+  const size_t to_bytes = static_cast<size_t>(DTypeBytes(side.dtype()));
+  const bool quantised = IsQuantised(side.dtype());
+  float scale = 0.0F;
+  if (quantised) {
+    HeadRange range;
+    for (int d = 0; d < side.dim(); ++d) {
+      range.Add(Widen(from + static_cast<size_t>(d) * from_bytes, dtype));
+    }
+    scale = range.Scale(side.dtype());
+    *ScaleOfSlot(side.pages, slot.page, slot.slot, head, side.scale_part()) = scale;
+  }
+  for (int d = 0; d < side.dim(); ++d, from += from_bytes) {
+    std::byte* const to = base + elements[d] * to_bytes;
+    if (quantised) {
+      *to = std::byte{QuantiseElement(side.dtype(), Widen(from, dtype), scale)};
+    } else {
+      ConvertElement(from, dtype, to, side.dtype());
+    }
+  }
+}
+
+template <typename Side>
+void CopyHead(const Side& side, AppendTarget from, AppendTarget to, int head) {
+  const auto source = side.Elements(from.slot, head);
+  const auto target = side.Elements(to.slot, head);
+  const size_t bytes = static_cast<size_t>(DTypeBytes(side.dtype()));
+  for (int d = 0; d < side.dim(); ++d) {
+    std::memcpy(side.Base(to.page) + target[d] * bytes, side.Base(from.page) + source[d] * bytes,
+                bytes);
+  }
+  if (!IsQuantised(side.dtype())) return;
+  *ScaleOfSlot(side.pages, to.page, to.slot, head, side.scale_part()) =
+      *ScaleOfSlot(side.pages, from.page, from.slot, head, side.scale_part());
+}
+
+template <typename Side>
+void ZeroPadding(const Side& side, AppendTarget slot, int head) {
+  const auto elements = side.Elements(slot.slot, head);
+  const size_t bytes = static_cast<size_t>(DTypeBytes(side.dtype()));
+  for (int d = side.dim(); d < side.padded_dim(); ++d) {
+    std::memset(side.Base(slot.page) + elements[d] * bytes, 0, bytes);
+  }
+}
+
+// Notes in the tile's flag that a value of the slot is NaN or infinite.
+void NoteNonfinite(const KVPages& pages, AppendTarget slot, int head) {
   const KVLayout& layout = pages.layout;
-  const size_t bytes = static_cast<size_t>(DTypeBytes(layout.dtype));
-  std::byte* page = PageAt(pages, slot.page);
-  for (int head = 0; head < layout.num_kv_heads; ++head) {
-    const KeyElements key = KeyOfSlot(layout, slot.slot, head);
-    for (int d = layout.qk_head_dim; d < layout.k_dim(); ++d) {
-      std::memset(page + key[d] * bytes, 0, bytes);
-    }
-    const ValueElements value = ValueOfSlot(layout, slot.slot, head);
-    for (int d = layout.v_head_dim; d < layout.v_dim(); ++d) {
-      std::memset(page + value[d] * bytes, 0, bytes);
-    }
+  if (IsQuantised(layout.v_dtype())) return;
+  const ValueElements value = ValueOfSlot(layout, slot.slot, head);
+  const std::byte* const base = ValuesAt(pages, slot.page);
+  for (int d = 0; d < layout.v_head_dim; ++d) {
+    if (std::isfinite(Widen(base + value[d] * layout.v_element_bytes(), layout.v_dtype())))
+      continue;
+    pages.v_nonfinite[TileFlag(layout, slot.page, slot.slot)] = 1;
   }
 }
 
@@ -87,63 +155,45 @@ void ZeroPadding(const KVPages& pages, AppendTarget slot) {
 
 void ReadSlot(const KVPages& pages, AppendTarget slot, DType dtype, void* k, void* v) {
   const KVLayout& layout = pages.layout;
-  const std::byte* page = PageAt(pages, slot.page);
-  const size_t from_bytes = static_cast<size_t>(DTypeBytes(layout.dtype));
-  const size_t to_bytes = static_cast<size_t>(DTypeBytes(dtype));
-  ForEachKey(layout, slot.slot, [&](size_t element, size_t row) {
-    ConvertElement(page + element * from_bytes, layout.dtype,
-                   static_cast<std::byte*>(k) + row * to_bytes, dtype);
-  });
-  ForEachValue(layout, slot.slot, [&](size_t element, size_t row) {
-    ConvertElement(page + element * from_bytes, layout.dtype,
-                   static_cast<std::byte*>(v) + row * to_bytes, dtype);
-  });
+  const size_t bytes = static_cast<size_t>(DTypeBytes(dtype));
+  for (int head = 0; head < layout.num_kv_heads; ++head) {
+    const auto row = static_cast<size_t>(head);
+    ReadHead(KeySide{pages}, slot, head, dtype,
+             static_cast<std::byte*>(k) + row * static_cast<size_t>(layout.qk_head_dim) * bytes);
+    ReadHead(ValueSide{pages}, slot, head, dtype,
+             static_cast<std::byte*>(v) + row * static_cast<size_t>(layout.v_head_dim) * bytes);
+  }
 }
 
 void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void* k, const void* v,
                bool opens_tile) {
   const KVLayout& layout = pages.layout;
-  std::byte* page = PageAt(pages, slot.page);
-  const size_t from_bytes = static_cast<size_t>(DTypeBytes(dtype));
-  const size_t to_bytes = static_cast<size_t>(DTypeBytes(layout.dtype));
+  const size_t bytes = static_cast<size_t>(DTypeBytes(dtype));
   if (opens_tile) OpenTile(pages, slot);
-  ZeroPadding(pages, slot);
-  ForEachKey(layout, slot.slot, [&](size_t element, size_t row) {
-    ConvertElement(static_cast<const std::byte*>(k) + row * from_bytes, dtype,
-                   page + element * to_bytes, layout.dtype);
-  });
-  ForEachValue(layout, slot.slot, [&](size_t element, size_t row) {
-    std::byte* to = page + element * to_bytes;
-    ConvertElement(static_cast<const std::byte*>(v) + row * from_bytes, dtype, to, layout.dtype);
-    if (!std::isfinite(Widen(to, layout.dtype))) {
-      pages.v_nonfinite[TileFlag(layout, slot.page, slot.slot)] = 1;
-    }
-  });
+  for (int head = 0; head < layout.num_kv_heads; ++head) {
+    const auto row = static_cast<size_t>(head);
+    ZeroPadding(KeySide{pages}, slot, head);
+    ZeroPadding(ValueSide{pages}, slot, head);
+    WriteHead(
+        KeySide{pages}, slot, head, dtype,
+        static_cast<const std::byte*>(k) + row * static_cast<size_t>(layout.qk_head_dim) * bytes);
+    WriteHead(
+        ValueSide{pages}, slot, head, dtype,
+        static_cast<const std::byte*>(v) + row * static_cast<size_t>(layout.v_head_dim) * bytes);
+    NoteNonfinite(pages, slot, head);
+  }
 }
 
 void CopySlots(const KVPages& pages, std::span<const AppendTarget> from,
                std::span<const AppendTarget> to, const uint8_t* opens_tile) {
-  const KVLayout& layout = pages.layout;
-  const size_t bytes = static_cast<size_t>(DTypeBytes(layout.dtype));
   for (size_t i = 0; i < from.size(); ++i) {
-    const std::byte* source = PageAt(pages, from[i].page);
-    std::byte* target = PageAt(pages, to[i].page);
     if (opens_tile[i] != 0) OpenTile(pages, to[i]);
-    ZeroPadding(pages, to[i]);
-    for (int head = 0; head < layout.num_kv_heads; ++head) {
-      const KeyElements key_from = KeyOfSlot(layout, from[i].slot, head);
-      const KeyElements key_to = KeyOfSlot(layout, to[i].slot, head);
-      for (int d = 0; d < layout.qk_head_dim; ++d) {
-        std::memcpy(target + key_to[d] * bytes, source + key_from[d] * bytes, bytes);
-      }
-      const ValueElements value_from = ValueOfSlot(layout, from[i].slot, head);
-      const ValueElements value_to = ValueOfSlot(layout, to[i].slot, head);
-      for (int d = 0; d < layout.v_head_dim; ++d) {
-        std::memcpy(target + value_to[d] * bytes, source + value_from[d] * bytes, bytes);
-        if (!std::isfinite(Widen(source + value_from[d] * bytes, layout.dtype))) {
-          pages.v_nonfinite[TileFlag(layout, to[i].page, to[i].slot)] = 1;
-        }
-      }
+    for (int head = 0; head < pages.layout.num_kv_heads; ++head) {
+      ZeroPadding(KeySide{pages}, to[i], head);
+      ZeroPadding(ValueSide{pages}, to[i], head);
+      CopyHead(KeySide{pages}, from[i], to[i], head);
+      CopyHead(ValueSide{pages}, from[i], to[i], head);
+      NoteNonfinite(pages, to[i], head);
     }
   }
 }

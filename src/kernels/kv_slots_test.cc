@@ -134,7 +134,7 @@ TEST(KVSlots, PaddingIsZero) {
         EXPECT_EQ(std::memcmp(pool.memory.data() + at, zero.data(), bytes), 0);
       }
       for (int d = layout.v_head_dim; d < layout.v_dim(); ++d) {
-        const size_t at = ValueOfSlot(layout, 0, h)[d] * bytes;
+        const size_t at = layout.v_offset() + ValueOfSlot(layout, 0, h)[d] * bytes;
         EXPECT_EQ(std::memcmp(pool.memory.data() + at, zero.data(), bytes), 0);
       }
     }

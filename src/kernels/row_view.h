@@ -35,21 +35,6 @@ inline RowView ViewOfRow(const SequenceWindow& window, int64_t layer_window, int
   return {begin, end, window.sinks, behind, window.sinks};
 }
 
-// What a row and all later ones of its sequence do not see, behind its sinks: [begin, end).
-struct HiddenRange {
-  int64_t begin;
-  int64_t end;
-};
-inline HiddenRange HiddenOf(const RowView& view) {
-  if (view.gap_begin < view.gap_end) return {view.gap_begin, view.gap_end};
-  return {0, view.begin};
-}
-
-inline bool Sees(const RowView& view, int64_t position) {
-  const bool in_gap = view.gap_begin <= position && position < view.gap_end;
-  return view.begin <= position && position < view.end && !in_gap;
-}
-
 // Where row r of a sequence stands, and where the first and the last of its rows do.
 inline int64_t PositionOfRow(const AttentionSequence& sequence, int64_t r) {
   if (sequence.tree == nullptr) return sequence.base + r;
@@ -65,6 +50,31 @@ inline int64_t LastPosition(const AttentionSequence& sequence) {
 // The end of what all rows read where the runs say.
 inline int64_t RunsEnd(const AttentionSequence& sequence) {
   return sequence.base + (sequence.tree == nullptr ? sequence.row_count : 0);
+}
+
+// What row `row` of a sequence sees in a call.
+inline RowView ViewOf(const AttentionArgs& args, const AttentionSequence& sequence, int64_t row) {
+  RowView view = ViewOfRow(sequence.window, args.layer_window, PositionOfRow(sequence, row));
+  if (!args.cached_only) return view;
+  view.end = std::max<int64_t>(sequence.base, 0);
+  view.sink_end = std::min(view.sink_end, view.end);
+  if (view.gap_begin >= view.end) view.gap_begin = view.gap_end = INT64_MAX;
+  return view;
+}
+
+// What a row and all later ones of its sequence do not see, behind its sinks: [begin, end).
+struct HiddenRange {
+  int64_t begin;
+  int64_t end;
+};
+inline HiddenRange HiddenOf(const RowView& view) {
+  if (view.gap_begin < view.gap_end) return {view.gap_begin, view.gap_end};
+  return {0, view.begin};
+}
+
+inline bool Sees(const RowView& view, int64_t position) {
+  const bool in_gap = view.gap_begin <= position && position < view.gap_end;
+  return view.begin <= position && position < view.end && !in_gap;
 }
 
 }  // namespace quire

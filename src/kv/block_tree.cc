@@ -80,32 +80,40 @@ int64_t BlockTree::LowerCut(BlockIndex last, int64_t cut) const {
   return cut;
 }
 
-// Page ranges of [cut, length) that are not held as a whole: a copy leaves them out. No query of
-// the sequence can see a position of such a range.
+// The runs of [cut, length) that a copy consists of, the highest first: each within one page range,
+// and held or not as a whole. Those that are not held get no page and no copy.
 template <typename F>
-void BlockTree::ForEachUnheldRange(const AppendPlan& plan, int group, F&& f) const {
-  if (any_freed_[static_cast<size_t>(group)] == 0) return;
-  int64_t found = -1;
-  VisitPieces(plan.last, group, plan.cut, plan.length, [&](int64_t from, int64_t, int32_t page) {
-    const int64_t range = pool(group).RangeBegin(from);
-    if (page != kNoPage || range == found) return;
-    found = range;
-    f(pool(group).RangeCount(plan.cut, from + 1) - 1);  // its number, from `cut` on
+void BlockTree::ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const {
+  int64_t begin = -1;
+  bool is_held = false;
+  VisitPieces(plan.last, group, plan.cut, plan.length, [&](int64_t from, int64_t to, int32_t page) {
+    const bool goes_on = begin == to && pool(group).Slot(to) != 0 && is_held == (page != kNoPage);
+    if (begin >= 0 && !goes_on) f(begin, is_held);
+    begin = from;
+    is_held = page != kNoPage;
   });
+  if (begin >= 0) f(begin, is_held);
 }
 
 int64_t BlockTree::CopyPageCount(const AppendPlan& plan, int group) const {
   const PagePool& pages = pool(group);
-  const int64_t copied = pages.RangeCount(plan.cut, plan.length);
-  int64_t unheld = 0;
-  bool last_is_held = true;
-  ForEachUnheldRange(plan, group, [&](int64_t range) {
-    ++unheld;
-    last_is_held &= range + 1 != copied;
+  int64_t copied = 0;
+  bool last_is_held = false;
+  bool is_last = true;
+  ForEachCopyRun(plan, group, [&](int64_t, bool is_held) {
+    copied += is_held;
+    last_is_held |= is_last && is_held;
+    is_last = false;
   });
   const int64_t added = pages.RangeCount(plan.length, plan.length + plan.count);
   const bool goes_on = added > 0 && pages.Slot(plan.length) != 0 && last_is_held;
-  return copied - unheld + added - goes_on;
+  return copied + added - goes_on;
+}
+
+size_t BlockTree::CopyRunCount(const AppendPlan& plan, int group) const {
+  size_t count = 0;
+  ForEachCopyRun(plan, group, [&](int64_t, bool) { ++count; });
+  return count;
 }
 
 AppendPlan BlockTree::PlanAppend(BlockIndex last, int64_t count, int64_t cut,
@@ -181,9 +189,9 @@ void BlockTree::Reserve(std::span<const AppendPlan> plans, std::span<const Group
       const GroupAppend& group = groups[i * pools_.size() + static_cast<size_t>(g)];
       if (!plans[i].extends) {
         const int64_t length = plans[i].length;
-        const int64_t ranges = pool(g).RangeCount(plans[i].cut, length) +
-                               pool(g).RangeCount(length, length + plans[i].count);
-        ReserveGrowing(array_at(free_arrays_[--next_array]).entries, static_cast<size_t>(ranges));
+        const int64_t added = pool(g).RangeCount(length, length + plans[i].count);
+        ReserveGrowing(array_at(free_arrays_[--next_array]).entries,
+                       CopyRunCount(plans[i], g) + static_cast<size_t>(added));
       } else if (group.page_count > 0) {
         const PageSlice& s = slice(plans[i].last, g);
         ReserveGrowing(array_at(s.array).entries,
@@ -263,18 +271,17 @@ int32_t BlockTree::AddCopiedEntries(BlockIndex index, int group, const AppendPla
   PagePool& pages = pool(group);
   PageSlice& s = slice_at(index, group);
   std::vector<PageEntry>& table = array_at(s.array).entries;
-  for (int64_t from = plan.cut; from < plan.length; from = pages.RangeEnd(from)) {
-    QUIRE_CHECK(table.size() < table.capacity()) << "page array " << s.array << " was not reserved";
-    table.push_back({.start = from, .page = 0});
-    ++s.count;
-  }
-  ForEachUnheldRange(plan, group, [&](int64_t range) {
-    table[static_cast<size_t>(s.first + range)].page = kNoPage;
+  size_t left = CopyRunCount(plan, group);
+  QUIRE_CHECK(left <= table.capacity()) << "page array " << s.array << " was not reserved";
+  table.resize(left);
+  s.count = static_cast<int64_t>(left);
+  ForEachCopyRun(plan, group, [&](int64_t begin, bool is_held) {
+    table[--left] = {.start = begin, .page = is_held ? 0 : kNoPage};
   });
-  for (PageEntry& entry : table) {
-    if (entry.page == kNoPage) continue;
-    entry.page = pages.Take();
-    pages.SetFillTo(entry.page, std::min(plan.length, pages.RangeEnd(entry.start)));
+  for (size_t i = 0; i < table.size(); ++i) {
+    if (table[i].page == kNoPage) continue;
+    table[i].page = pages.Take();
+    pages.SetFillTo(table[i].page, i + 1 < table.size() ? table[i + 1].start : plan.length);
   }
   RecountFreed(index, group);
   return pages.Slot(plan.length) == 0 ? kNoPage : table.back().page;

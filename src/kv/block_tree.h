@@ -246,9 +246,10 @@ class BlockTree {
   PageArray& array_at(int32_t array) { return arrays_[static_cast<size_t>(array)]; }
 
   bool CanAppendInPlace(BlockIndex last, int group) const;
-  int64_t CopyPageCount(const AppendPlan& plan, int group) const;
   template <typename F>
-  void ForEachUnheldRange(const AppendPlan& plan, int group, F&& f) const;
+  void ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const;
+  int64_t CopyPageCount(const AppendPlan& plan, int group) const;
+  size_t CopyRunCount(const AppendPlan& plan, int group) const;
   int32_t AddCopiedEntries(BlockIndex index, int group, const AppendPlan& plan) noexcept;
   int64_t LowerCut(BlockIndex last, int64_t cut) const;
   void EnsureFreeBlocks(size_t count);

@@ -54,22 +54,11 @@ Result<std::span<const std::byte>> FindSection(const ChunkView& chunk, const Sec
 
 Result<KVBlock> BlockOf(const ChunkView& chunk, std::span<const AttentionLayerSpec> layers,
                         int64_t position) {
-  const ChunkHeader& header = chunk.header();
-  if (header.first_position != kNotRotated && header.first_position != position) {
-    return Status(StatusCode::kIncompatible,
-                  "ImportChunks: the chunk's keys are rotated for position " +
-                      std::to_string(header.first_position) + " and would stand at " +
-                      std::to_string(position));
-  }
-  const int64_t count = static_cast<int64_t>(header.tokens.size());
   KVBlock block;
   for (size_t l = 0; l < layers.size(); ++l) {
-    const int64_t layer = static_cast<int64_t>(l);
-    QUIRE_ASSIGN_OR_RETURN(
-        const auto k, FindSection(chunk, SectionOf(SectionKind::kKey, layer, layers[l], count)));
-    QUIRE_ASSIGN_OR_RETURN(
-        const auto v, FindSection(chunk, SectionOf(SectionKind::kValue, layer, layers[l], count)));
-    block.push_back(ViewOfLayer(layers[l], count, k, v));
+    QUIRE_ASSIGN_OR_RETURN(const LayerKV kv,
+                           ChunkLayer(chunk, layers[l], static_cast<int64_t>(l), position));
+    block.push_back(kv);
   }
   return block;
 }
@@ -89,6 +78,13 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
                                bool long_factors) {
   return GuardEntry([&]() -> Result<Passport> {
     const AttentionKVCacheOptions& options = cache.options();
+    for (size_t l = 0; l < options.layers.size(); ++l) {
+      if (!options.layers[l].rope) continue;
+      return Status(StatusCode::kBadArgument,
+                    "CachePassport: layer " + std::to_string(l) +
+                        " has RoPE options of its own; a passport has one set for all layers, so "
+                        "KV of this cache cannot leave it as chunks");
+    }
     identity.rope = RopePassport(options.rope, long_factors);
     identity.layout = kLogicalLayout;
     identity.numerics = std::string(kKernelGeneration) + "/" + options.kernel_path + "/" +
@@ -158,6 +154,32 @@ Result<ChunkBuffer> ExportChunk(AttentionKVCache& cache, int64_t seq_id, int64_t
     }
     return std::move(writer).Seal();
   });
+}
+
+Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
+                           int64_t position) {
+  return GuardEntry([&]() -> Result<LayerKV> {
+    const ChunkHeader& header = chunk.header();
+    if (header.first_position != kNotRotated && header.first_position != position) {
+      return Status(StatusCode::kIncompatible,
+                    "ImportChunks: the chunk's keys are rotated for position " +
+                        std::to_string(header.first_position) + " and would stand at " +
+                        std::to_string(position));
+    }
+    const int64_t count = static_cast<int64_t>(header.tokens.size());
+    QUIRE_ASSIGN_OR_RETURN(const auto k,
+                           FindSection(chunk, SectionOf(SectionKind::kKey, layer, spec, count)));
+    QUIRE_ASSIGN_OR_RETURN(const auto v,
+                           FindSection(chunk, SectionOf(SectionKind::kValue, layer, spec, count)));
+    return ViewOfLayer(spec, count, k, v);
+  });
+}
+
+LayerKV FirstTokens(const LayerKV& kv, int64_t count) {
+  const auto first = [count](const TensorView& rows) {
+    return TensorView(rows.data(), rows.dtype(), {count, rows.dim(1), rows.dim(2)});
+  };
+  return {.k = first(kv.k), .v = first(kv.v)};
 }
 
 Status ImportChunks(AttentionKVCache& cache, int64_t seq_id, std::span<const ChunkView> chunks) {

@@ -54,7 +54,8 @@ void ReadHead(const RowArgs& args, int64_t begin, int64_t end, int head) {
       CopySingles(page + key.first, key.step, layout.qk_head_dim, k);
     }
     const ValueElements value = ValueOfSlot(layout, slot.slot, head);
-    CopySingles(page + value.first, value.step, layout.v_head_dim,
+    const auto* values = reinterpret_cast<const Element*>(ValuesAt(args.pages, slot.page));
+    CopySingles(values + value.first, value.step, layout.v_head_dim,
                 static_cast<Element*>(args.v) + row * layout.v_head_dim);
   }
 }

@@ -187,7 +187,8 @@ void ReadTile(const KVLayout& layout, const std::byte* page, int tile, int head,
               size_t k_stride, std::byte* v, size_t v_stride) noexcept {
   const size_t element = static_cast<size_t>(DTypeBytes(layout.dtype));
   const std::byte* const keys = page + layout.k_tile_offset(tile, head) * element;
-  const std::byte* const values = page + layout.v_tile_offset(tile, head) * element;
+  const std::byte* const values =
+      page + layout.v_offset() + layout.v_tile_offset(tile, head) * element;
   const int words = layout.k_dim() * static_cast<int>(element) / 4;
   if (layout.dtype == DType::kF16) {
     ReadKeys<HalfTile>(keys, words, k, k_stride);
@@ -206,7 +207,7 @@ bool WriteTile(const KVLayout& layout, std::byte* page, int tile, int head, cons
                size_t k_stride, const std::byte* v, size_t v_stride) noexcept {
   const size_t element = static_cast<size_t>(DTypeBytes(layout.dtype));
   std::byte* const keys = page + layout.k_tile_offset(tile, head) * element;
-  std::byte* const values = page + layout.v_tile_offset(tile, head) * element;
+  std::byte* const values = page + layout.v_offset() + layout.v_tile_offset(tile, head) * element;
   const int words = layout.k_dim() * static_cast<int>(element) / 4;
   if (layout.dtype == DType::kF16) {
     WriteKeys<HalfTile>(keys, words, k, k_stride);

@@ -45,6 +45,8 @@ float LoadElement(const TensorView& view, int64_t offset) {
     case DType::kI32:
     case DType::kI64:
     case DType::kU8:
+    case DType::kI8:
+    case DType::kF8E4M3:
       break;
   }
   QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());
@@ -59,7 +61,8 @@ void StoreElement(const TensorView& view, int64_t offset, float value) {
 
 bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
   return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
-         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window;
+         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.window == b.window &&
+         a.rope == b.rope;
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {
@@ -94,23 +97,18 @@ float RoundToDType(float value, DType dtype) {
 
 // ---------------------------------------------------------------------- arguments
 
-// `heads` heads of `dim` elements per row, beginning at element `offset` of the row.
-struct KVModel::Rows {
-  const TensorView* view;
-  int64_t offset;
-  int64_t dim;
+double KVModel::Rows::Get(int64_t row, int64_t head, int64_t d) const {
+  return LoadElement(*view, At(row, head, d));
+}
+void KVModel::Rows::Set(int64_t row, int64_t head, int64_t d, double value) const {
+  StoreElement(*view, At(row, head, d), static_cast<float>(value));
+}
 
-  int64_t At(int64_t row, int64_t head, int64_t d) const {
-    const int64_t head_stride = view->rank() == 3 ? view->stride(1) : dim;
-    return row * view->stride(0) + offset + head * head_stride + d;
-  }
-  double Get(int64_t row, int64_t head, int64_t d) const {
-    return LoadElement(*view, At(row, head, d));
-  }
-  void Set(int64_t row, int64_t head, int64_t d, double value) const {
-    StoreElement(*view, At(row, head, d), static_cast<float>(value));
-  }
-};
+bool KVModel::LseFits(const TensorView& lse, int64_t heads) const {
+  return lse.dtype() == DType::kF32 && lse.rank() == 2 &&
+         lse.dim(0) >= static_cast<int64_t>(positions_.size()) && lse.dim(1) == heads &&
+         lse.stride(1) == 1;
+}
 
 Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                           int64_t dim) const {
@@ -194,23 +192,21 @@ int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>
   return length;
 }
 
-// Gives the tokens from `cut` on pages that nobody else has. Their old places stay held: the caller
-// lets go of them. A page range that is not held as a whole from `cut` on is left out.
+// Gives the tokens from `cut` on pages that nobody else has, one for each run of held ones within a
+// page range. Their old places stay held: the caller lets go of them.
 void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
                              std::vector<int64_t>& taken) const {
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   for (size_t g = 0; g < groups.size(); ++g) {
-    int32_t page = 0;
+    int32_t own = -1;
     for (int64_t p = cut; p < length; ++p) {
-      if (p == cut || p % groups[g].page_size == 0) {
-        bool held = true;
-        const int64_t end = std::min(length, p - p % groups[g].page_size + groups[g].page_size);
-        for (int64_t n = p; n < end; ++n)
-          held &= sequence.tokens[static_cast<size_t>(n)].pages[g] >= 0;
-        page = held ? groups[g].TakeFreePage() : -1;
-        taken[g] += held;
+      int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
+      if (page < 0 || p % groups[g].page_size == 0) own = -1;
+      if (page >= 0 && own < 0) {
+        own = groups[g].TakeFreePage();
+        ++taken[g];
       }
-      sequence.tokens[static_cast<size_t>(p)].pages[g] = page;
+      page = own;
       groups[g].Hold(page, p, 1);
     }
   }
@@ -365,6 +361,15 @@ bool KVModel::Sequence::Sees(int64_t position, int64_t key, int64_t layer_window
   return key < sinks || key >= sinks + SlidAt(position);
 }
 
+// When a forward ends.
+void KVModel::Sequence::Slide() {
+  if (span != 0 && length() - span > lost) {
+    lost = length() - span;
+    sinks = span_sinks;
+  }
+  slid = SlidAt(length());
+}
+
 // What is left of the windows when the sequence ends at `end`.
 void KVModel::Sequence::EndAt(int64_t end) {
   if (end <= sinks) lost = 0;
@@ -391,8 +396,8 @@ bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
 
 // Whether the next query of the sequence may look at the page range of `position`.
 bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const {
-  Sequence next = sequence;  // the window counts as of the last forward
-  next.window = 0;
+  Sequence next;  // the window counts as of the last forward
+  next.sinks = sequence.sinks;
   next.lost = sequence.slid;
   const int64_t end = sequence.length();
   const int64_t range = position - position % group.page_size;
@@ -432,8 +437,13 @@ Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_
   if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
   const bool fits = sinks >= 0 && sinks < window && window < INT64_MAX;
   if (!fits) return Bad(StatusCode::kBadArgument, "window or sinks");
-  if (sequence.window != 0) return Bad(StatusCode::kBadState, "has a window");
+  if (sequence.window + sequence.span != 0) return Bad(StatusCode::kBadState, "has a window");
   if (sequence.lost != 0 && sequence.sinks != sinks) return Bad(StatusCode::kBadState, "sinks");
+  if (options_.tvm_window_span) {
+    sequence.span = window;
+    sequence.span_sinks = sinks;
+    return Status();
+  }
   sequence.window = window;
   sequence.sinks = sinks;
   return Status();
@@ -443,8 +453,9 @@ Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
   if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
-  if (sequence.window == 0) return Bad(StatusCode::kBadState, "has no window");
+  if (sequence.window + sequence.span == 0) return Bad(StatusCode::kBadState, "has no window");
   sequence.window = 0;
+  sequence.span = 0;
   sequence.lost = sequence.slid;
   if (sequence.lost == 0) sequence.sinks = 0;
   return Status();
@@ -462,6 +473,13 @@ Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
   return sequence.tree_size() + std::count_if(sequence.tokens.begin(), end, [](const Token& token) {
            return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
          });
+}
+
+Result<TokenRange> KVModel::SlidRange(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.slid == 0) return TokenRange();
+  return TokenRange{sequence.sinks, sequence.sinks + sequence.slid};
 }
 
 // ---------------------------------------------------------------------- sequences
@@ -483,9 +501,9 @@ KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
       groups_.push_back(std::move(group));
     }
     group_of_layer_.push_back(g);
-    frequencies_.emplace_back(
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, false).value(),
-        ComputeRopeFrequencies(options_.rope, layer.qk_head_dim, true).value());
+    const RopeOptions& rope = layer.rope ? *layer.rope : options_.rope;
+    frequencies_.emplace_back(ComputeRopeFrequencies(rope, layer.qk_head_dim, false).value(),
+                              ComputeRopeFrequencies(rope, layer.qk_head_dim, true).value());
   }
 }
 
@@ -541,6 +559,7 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   child.nodes.clear();
   child.tree_pages.clear();
   child.levels = 0;
+  child.span = 0;
   if (fork_pos < 0) fork_pos = length;
   if (fork_pos > parent.length()) return Bad(StatusCode::kBadState, "has a tree");
   if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
@@ -549,6 +568,12 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   HoldAll(child, 1);
   sequences_.emplace(child_id, std::move(child));
   return Status();
+}
+
+bool KVModel::CanFork(int64_t seq_id, int64_t position) const {
+  if (!HasSequence(seq_id) || position < 0) return false;
+  const Sequence& parent = sequences_.at(seq_id);
+  return position <= static_cast<int64_t>(parent.tokens.size()) && CanEndAt(parent, position);
 }
 
 Status KVModel::PopN(int64_t seq_id, int64_t n) {
@@ -802,6 +827,7 @@ void KVModel::OpenForward(Plan plan, std::span<const int64_t> seq_ids,
       positions_.push_back(static_cast<int32_t>(position));
     }
   }
+  loaded_.assign(options_.layers.size(), 0);
   appended_.assign(options_.layers.size(), 0);
   attended_.assign(options_.layers.size(), 0);
   forward_ = true;
@@ -829,7 +855,7 @@ Status KVModel::CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
       sequence.tokens[position++].values = sequence.nodes[static_cast<size_t>(node)].values;
     sequence.levels -= std::ssize(path);  // these are tokens now
     DropNodes(sequence, 0, groups_);
-    sequence.slid = sequence.SlidAt(sequence.length());
+    sequence.Slide();
   }
   FreeHidden();
   return Status();
@@ -853,7 +879,7 @@ Status KVModel::EndForward() {
   }
   for (const int64_t id : batch_) {
     Sequence& sequence = sequences_.at(id);
-    if (sequence.nodes.empty()) sequence.slid = sequence.SlidAt(sequence.length());
+    if (sequence.nodes.empty()) sequence.Slide();
   }
   before_.clear();
   forward_ = false;
@@ -924,7 +950,8 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
   const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
   QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
-  AttendRows(layer, Rows{&qkv, 0, d}, false, Rows{&o, 0, dv}, nullptr, sm_scale);
+  AttendRows(layer, Sees::kUpToOwn, Rows{&qkv, 0, d}, Rotated::kNo, Rows{&o, 0, dv}, nullptr,
+             sm_scale);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
@@ -952,10 +979,8 @@ Status KVModel::CheckAttend(int64_t layer, const TensorView& q, const TensorView
       FailAttention(CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim)));
   QUIRE_RETURN_IF_ERROR(
       FailAttention(CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim)));
-  const bool lse_fits = lse == nullptr || (lse->dtype() == DType::kF32 && lse->rank() == 2 &&
-                                           lse->dim(0) >= static_cast<int64_t>(positions_.size()) &&
-                                           lse->dim(1) == spec.num_qo_heads && lse->stride(1) == 1);
-  if (!lse_fits) return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
+  if (lse != nullptr && !LseFits(*lse, spec.num_qo_heads))
+    return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
   if (!appended_[static_cast<size_t>(layer)]) {
     return FailAttention(Bad(StatusCode::kBadState, "attend before append"));
   }
@@ -966,8 +991,8 @@ Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
                        const TensorView* lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(CheckAttend(layer, q, o, lse));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
-  AttendRows(layer, Rows{&q, 0, spec.qk_head_dim}, false, Rows{&o, 0, spec.v_head_dim}, lse,
-             sm_scale);
+  AttendRows(layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim}, Rotated::kNo,
+             Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
@@ -976,7 +1001,8 @@ Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
                                       const TensorView& o, const TensorView* lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(source_layer)];
-  AttendRows(source_layer, Rows{&q, 0, spec.qk_head_dim}, options_.rope.mode == RopeMode::kNormal,
+  AttendRows(source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
+             options_.rope.mode == RopeMode::kNormal ? Rotated::kYes : Rotated::kNo,
              Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
   return Status();
 }
@@ -994,6 +1020,7 @@ void KVModel::StoreTokens(const Sequence& sequence, size_t position, size_t laye
 }
 
 Status KVModel::LoadLayer(int64_t layer) {
+  if (loaded_[static_cast<size_t>(layer)]) return Status();
   for (const LayerLoad& load : loads_) {
     QUIRE_ASSIGN_OR_RETURN(const auto blocks, load.source->Load(layer));
     size_t position = before_.at(load.seq_id).tokens.size();
@@ -1002,6 +1029,7 @@ Status KVModel::LoadLayer(int64_t layer) {
       position += static_cast<size_t>(kv.k.dim(0));
     }
   }
+  loaded_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
 
@@ -1047,9 +1075,9 @@ double KVModel::StoredKeyBound(int64_t layer, double value) const {
 }
 
 // Keys of all tokens of the sequence as attention sees them: [token][kv head][D].
-std::vector<std::vector<double>> KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
+KVModel::TokenRows KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
   const size_t dk = static_cast<size_t>(options_.layers[layer].qk_head_dim);
-  std::vector<std::vector<double>> keys;
+  TokenRows keys;
   for (size_t j = 0; j < sequence.tokens.size(); ++j) {
     const std::vector<float>& stored = sequence.tokens[j].values->k[layer];
     keys.emplace_back(stored.begin(), stored.end());
@@ -1062,6 +1090,15 @@ std::vector<std::vector<double>> KVModel::KeysOf(const Sequence& sequence, size_
     }
   }
   return keys;
+}
+
+KVModel::TokenRows KVModel::ValuesOf(const Sequence& sequence, size_t layer) {
+  TokenRows values;
+  for (const Token& token : sequence.tokens) {
+    const std::vector<float>& stored = token.values->v[layer];
+    values.emplace_back(stored.begin(), stored.end());
+  }
+  return values;
 }
 
 // How far a kernel's q.k may be off, relative to the product of their norms.
@@ -1077,8 +1114,15 @@ double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
 
 // One row and query head: softmax of the scores over the visible keys, values weighted by it.
 void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<double> o) {
-  const AttentionLayerSpec& spec = options_.layers[head.layer];
+  const AttentionLayerSpec& spec = *head.spec;
   const size_t dk = static_cast<size_t>(spec.qk_head_dim);
+  std::fill(o.begin(), o.end(), 0.0);
+  if (head.visible.empty() && head.head_sink == nullptr) {
+    *lse = -std::numeric_limits<double>::infinity();
+    last_bounds_.o.insert(last_bounds_.o.end(), o.size(), 0.0);
+    last_bounds_.lse.push_back(0.0);
+    return;
+  }
   std::vector<double> scores;
   double largest = -std::numeric_limits<double>::infinity();
   double worst = 0;  // error of any score
@@ -1095,14 +1139,14 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
       key_norm += key * key;
     }
     double score = sum * head.sm_scale;
-    if (head.soft_cap > 0) score = head.soft_cap * std::tanh(score / head.soft_cap);
+    if (spec.soft_cap > 0) score = spec.soft_cap * std::tanh(score / spec.soft_cap);
     scores.push_back(score);
     largest = std::max(largest, score);
     // Norms, not elements: a rotated element's error is relative to the pair that it was made from.
     const double size = std::sqrt(query_norm * key_norm) * std::abs(head.sm_scale);
     worst = std::max(worst, size * ScoreError(spec));
   }
-  worst += head.soft_cap * 8 * kEpsF32;
+  worst += spec.soft_cap * 8 * kEpsF32;
   double total = 0;
   if (head.head_sink != nullptr) {
     largest = std::max(largest, static_cast<double>(*head.head_sink));
@@ -1110,14 +1154,14 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
   }
   const size_t dv = o.size();
   std::vector<double> size(dv);
-  std::fill(o.begin(), o.end(), 0.0);
-  for (size_t j = 0; j < head.visible.size(); ++j) {
-    const double p = std::exp(scores[j] - largest);
+  for (size_t i = 0; i < head.visible.size(); ++i) {
+    const size_t j = head.visible[i];
+    const double p = std::exp(scores[i] - largest);
     total += p;
-    const std::vector<float>& stored = head.sequence->tokens[head.visible[j]].values->v[head.layer];
     for (size_t d = 0; d < dv; ++d) {
-      o[d] += p * stored[head.kv_head * dv + d];
-      size[d] += p * std::abs(stored[head.kv_head * dv + d]);
+      const double value = (*head.values)[j][head.kv_head * dv + d];
+      o[d] += p * value;
+      size[d] += p * std::abs(value);
     }
   }
   *lse = (largest + std::log(total)) / std::log(2.0);
@@ -1135,7 +1179,22 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
   last_bounds_.lse.push_back((worst + weights) * 2 + std::abs(*lse) * 4 * kEpsF32);
 }
 
-void KVModel::AttendRows(int64_t layer, const Rows& q, bool is_rotated, const Rows& o,
+void KVModel::TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                        HeadArguments* head) const {
+  RopeFrequencies frequencies = FrequenciesOf(sequence, layer);
+  const RopePairing pairing = options_.rope.pairing;
+  const int64_t slid = sequence.SlidAt(position);
+  const std::vector<double> query = head->query;
+  if (rotated == Rotated::kYes) {
+    frequencies.amplitude = 1;  // it is in the query already
+    head->sink_query = RotateReference(query, frequencies, pairing, -slid);
+  } else {
+    head->query = RotateReference(query, frequencies, pairing, position);
+    head->sink_query = RotateReference(query, frequencies, pairing, position - slid);
+  }
+}
+
+void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
                          const TensorView* lse, double sm_scale) {
   const size_t l = static_cast<size_t>(layer);
   const AttentionLayerSpec& spec = options_.layers[l];
@@ -1146,45 +1205,40 @@ void KVModel::AttendRows(int64_t layer, const Rows& q, bool is_rotated, const Ro
   int64_t row = 0;
   for (size_t i = 0; i < batch_.size(); ++i) {
     Sequence sequence = SequenceOfRow(i, 0);
-    std::vector<std::vector<double>> keys = KeysOf(sequence, l);
     const bool is_tree = !sequences_.at(batch_[i]).nodes.empty();
+    TokenRows keys = KeysOf(sequence, l);
+    TokenRows values = ValuesOf(sequence, l);
+    const int64_t old_length =
+        is_tree ? sequences_.at(batch_[i]).length()
+                : static_cast<int64_t>(sequence.tokens.size()) - batch_lengths_[i];
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
       if (is_tree) {
         sequence = SequenceOfRow(i, n);
         keys = KeysOf(sequence, l);
+        values = ValuesOf(sequence, l);
       }
       const int64_t position = positions_[static_cast<size_t>(row)];
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
         for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
-        const RopeFrequencies& frequencies = FrequenciesOf(sequence, l);
-        const RopePairing pairing = options_.rope.pairing;
-        const int64_t slid = sequence.SlidAt(position);
-        HeadArguments head{.layer = l,
+        HeadArguments head{.spec = &spec,
                            .kv_head = static_cast<size_t>(h / group_size),
                            .visible = {},
                            .sink_end = options_.rope.mode == RopeMode::kNone ? 0 : sequence.sinks,
                            .query = query,
                            .sink_query = query,
                            .sm_scale = sm_scale,
-                           .soft_cap = spec.soft_cap,
                            .head_sink = spec.head_sinks.empty()
                                             ? nullptr
                                             : &spec.head_sinks[static_cast<size_t>(h)],
-                           .sequence = &sequence,
                            .keys = &keys,
+                           .values = &values,
                            .output_dtype = o.view->dtype()};
-        for (int64_t p = 0; p <= position; ++p) {
+        const int64_t end = sees == Sees::kUpToOwn ? position + 1 : old_length;
+        for (int64_t p = 0; p < end; ++p) {
           if (sequence.Sees(position, p, spec.window))
             head.visible.push_back(static_cast<size_t>(p));
         }
-        if (is_rotated) {
-          RopeFrequencies back = frequencies;  // the amplitude is in the query already
-          back.amplitude = 1;
-          head.sink_query = RotateReference(query, back, pairing, -slid);
-        } else {
-          head.query = RotateReference(query, frequencies, pairing, position);
-          head.sink_query = RotateReference(query, frequencies, pairing, position - slid);
-        }
+        TurnQuery(sequence, l, position, rotated, &head);
         double log_sum = 0;
         AttendHead(head, &log_sum, output);
         for (size_t d = 0; d < output.size(); ++d)
@@ -1261,7 +1315,7 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
       groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
     }
   }
-  sequence.slid = sequence.SlidAt(sequence.length());
+  sequence.Slide();
   size_t position = old.tokens.size();
   for (const KVBlock& block : blocks) {
     for (size_t l = 0; l < block.size(); ++l) StoreTokens(sequence, position, l, block[l]);
@@ -1399,7 +1453,8 @@ uint64_t KVModel::StateDigest() const {
     digest = Mix(digest, static_cast<uint64_t>(id));
     digest = Mix(digest, sequence.long_factors ? 1 : 0);
     digest = Mix(digest, sequence.retained ? 1 : 0);
-    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid})
+    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid,
+                            sequence.span, sequence.span_sinks})
       digest = Mix(digest, static_cast<uint64_t>(x));
     for (const Token& token : sequence.tokens) {
       for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));

@@ -57,7 +57,9 @@ class KVModel final : public AttentionKVCache {
   bool Empty() const override { return sequences_.empty(); }
   Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
   Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  bool CanFork(int64_t seq_id, int64_t position) const override;
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
+  Result<TokenRange> SlidRange(int64_t seq_id) const override;
 
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
@@ -83,6 +85,12 @@ class KVModel final : public AttentionKVCache {
                 double sm_scale) override;
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override;
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale) override;
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override;
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -141,6 +149,9 @@ class KVModel final : public AttentionKVCache {
     int64_t sinks = 0;
     int64_t lost = 0;  // hidden behind the sinks whatever the window says
     int64_t slid = 0;  // hidden behind the sinks from the next query, as of the last forward
+    // A window of tvm_window_span; 0: none. It turns into `lost` tokens when a forward ends.
+    int64_t span = 0;
+    int64_t span_sinks = 0;
 
     // Without the tree.
     int64_t length() const { return static_cast<int64_t>(tokens.size()) - levels; }
@@ -149,6 +160,7 @@ class KVModel final : public AttentionKVCache {
     int64_t SlidAt(int64_t position) const;
     bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
     void EndAt(int64_t length);
+    void Slide();
   };
   // The pages of one layer group; a page is in use while a slot of it is held.
   struct Group {
@@ -171,21 +183,37 @@ class KVModel final : public AttentionKVCache {
     int64_t pages_needed = 0;
     bool fits = true;
   };
-  // One layer's part of a TensorView argument: element (row, head, dim).
-  struct Rows;
+  // One layer's part of a TensorView argument: `heads` heads of `dim` elements per row, beginning
+  // at element `offset` of the row.
+  struct Rows {
+    const TensorView* view;
+    int64_t offset;
+    int64_t dim;
+
+    int64_t At(int64_t row, int64_t head, int64_t d) const {
+      const int64_t head_stride = view->rank() == 3 ? view->stride(1) : dim;
+      return row * view->stride(0) + offset + head * head_stride + d;
+    }
+    double Get(int64_t row, int64_t head, int64_t d) const;
+    void Set(int64_t row, int64_t head, int64_t d, double value) const;
+  };
+  using TokenRows = std::vector<std::vector<double>>;  // [token][kv head][dim]
   struct HeadArguments {
-    size_t layer;
+    const AttentionLayerSpec* spec;
     size_t kv_head;
-    std::vector<size_t> visible;  // positions
+    std::vector<size_t> visible;  // indices in keys and values
     int64_t sink_end;             // before it the sink query is used
     std::vector<double> query, sink_query;
     double sm_scale;
-    double soft_cap;
     const float* head_sink;  // or null
-    const Sequence* sequence;
-    const std::vector<std::vector<double>>* keys;
+    const TokenRows* keys;
+    const TokenRows* values;
     DType output_dtype;
   };
+  // Which tokens a row sees: those up to its own, or those of before the forward.
+  enum class Sees : uint8_t { kUpToOwn, kCached };
+  // A query as the caller gives it.
+  enum class Rotated : uint8_t { kNo, kYes };
 
   bool InBatch(int64_t seq_id) const { return before_.count(seq_id) != 0; }
   Status CheckControl(int64_t seq_id) const;
@@ -220,6 +248,7 @@ class KVModel final : public AttentionKVCache {
   void FreeHidden();
   void HoldAll(const Sequence& sequence, int32_t count);
   Status CheckAttention(int64_t layer) const;
+  Status CheckChains() const;
   Status FailAttention(Status status);
   Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                    int64_t dim) const;
@@ -230,13 +259,18 @@ class KVModel final : public AttentionKVCache {
   const RopeFrequencies& FrequenciesOf(const Sequence& sequence, size_t layer) const {
     return sequence.long_factors ? frequencies_[layer].second : frequencies_[layer].first;
   }
-  std::vector<std::vector<double>> KeysOf(const Sequence& sequence, size_t layer) const;
+  TokenRows KeysOf(const Sequence& sequence, size_t layer) const;
+  static TokenRows ValuesOf(const Sequence& sequence, size_t layer);
   double ScoreError(const AttentionLayerSpec& spec) const;
   void AttendHead(const HeadArguments& head, double* lse, std::span<double> o);
+  void AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
+                  const TensorView* lse, double sm_scale);
+  bool LseFits(const TensorView& lse, int64_t heads) const;
   Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
                      const TensorView* lse);
-  void AttendRows(int64_t layer, const Rows& q, bool is_rotated, const Rows& o,
-                  const TensorView* lse, double sm_scale);
+  // The queries of a row at `position`, for ordinary keys and for those of sinks.
+  void TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                 HeadArguments* head) const;
   Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, int64_t dim) const;
 
   const AttentionKVCacheOptions options_;
@@ -254,7 +288,7 @@ class KVModel final : public AttentionKVCache {
   std::vector<int64_t> batch_lengths_;
   std::vector<LayerLoad> loads_;
   std::vector<int32_t> positions_;
-  std::vector<char> appended_, attended_;  // [layer]
+  std::vector<char> loaded_, appended_, attended_;  // [layer]
   Bounds last_bounds_;
 };
 

@@ -13,10 +13,6 @@ constexpr int64_t kPageBytesGood = 48 * 1024;
 constexpr int64_t kDefaultPageSizeMin = 16;
 constexpr int64_t kDefaultPageSizeMax = 256;
 
-// Heads, dimensions and page sizes up to here keep every product of the layout in 64 bits; no model
-// is near.
-constexpr int64_t kExtentMax = 1 << 20;
-
 // A cap at which no score is near it; well inside float32.
 constexpr double kSoftCapMax = 1e6;
 
@@ -59,12 +55,29 @@ Status CheckLayer(const AttentionLayerSpec& layer, size_t index) {
                                               "; it must be float32, float16 or bfloat16");
 }
 
+// One cache has one mode and one pairing, which say when and how keys are turned; by how much may
+// differ between layers. kLongRope is chosen per sequence, for the options of the cache.
+Status CheckLayerRope(const AttentionKVCacheOptions& options, size_t index) {
+  const std::optional<RopeOptions>& rope = options.layers[index].rope;
+  if (!rope) return Status();
+  std::string why;
+  if (rope->mode != options.rope.mode) why = "mode is not that of AttentionKVCacheOptions::rope";
+  if (rope->pairing != options.rope.pairing)
+    why = "pairing is not that of AttentionKVCacheOptions::rope";
+  if (rope->scaling == RopeScaling::kLongRope)
+    why = "scaling is kLongRope, which is for AttentionKVCacheOptions::rope only";
+  if (why.empty()) return Status();
+  return Status(StatusCode::kBadArgument,
+                "AttentionKVCacheOptions: layers[" + std::to_string(index) + "].rope: its " + why);
+}
+
 Status CheckOptions(const AttentionKVCacheOptions& options) {
   if (options.layers.empty()) {
     return Status(StatusCode::kBadArgument, "AttentionKVCacheOptions: layers is empty");
   }
   for (size_t i = 0; i < options.layers.size(); ++i) {
     QUIRE_RETURN_IF_ERROR(CheckLayer(options.layers[i], i));
+    QUIRE_RETURN_IF_ERROR(CheckLayerRope(options, i));
   }
   if (options.max_num_sequences < 1) {
     return OutOfRange("max_num_sequences", options.max_num_sequences, "at least 1");
@@ -126,7 +139,11 @@ Result<std::vector<LayerGroup>> MakeLayerGroups(const AttentionKVCacheOptions& o
     const KVLayout layout = LayoutOf(layer, page_size);
     const int64_t window = layer.window == 0 ? kNoWindow : layer.window;
     size_t g = 0;
-    while (g < groups.size() && !(groups[g].layout == layout && groups[g].window == window)) ++g;
+    const auto is_of = [&](const LayerGroup& group) {
+      const AttentionLayerSpec& first = options.layers[static_cast<size_t>(group.layers[0])];
+      return group.layout == layout && group.window == window && first.rope == layer.rope;
+    };
+    while (g < groups.size() && !is_of(groups[g])) ++g;
     if (g == groups.size()) {
       QUIRE_ASSIGN_OR_RETURN(const int64_t page_count, PageCount(options, layout));
       groups.push_back(

@@ -1,5 +1,5 @@
-// Layers of equal shape and window form a group, which has one page table: one page size, one page
-// pool, the same page ids.
+// Layers of equal shape, window and RoPE form a group, which has one page table: one page size, one
+// page pool, the same page ids.
 #ifndef QUIRE_KV_LAYER_GROUPS_H_
 #define QUIRE_KV_LAYER_GROUPS_H_
 
@@ -12,6 +12,10 @@
 #include "quire/status.h"
 
 namespace quire {
+
+// Heads, dimensions and page sizes up to here keep every product of the layout in 64 bits; no model
+// is near.
+inline constexpr int64_t kExtentMax = 1 << 20;
 
 struct LayerGroup {
   KVLayout layout;

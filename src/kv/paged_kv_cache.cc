@@ -33,15 +33,16 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
     }
     std::vector<Rope> ropes;
     for (const AttentionLayerSpec& layer : options.layers) {
-      const bool known = std::any_of(ropes.begin(), ropes.end(), [&](const Rope& rope) {
-        return rope.head_dim == layer.qk_head_dim;
-      });
+      const bool known = std::any_of(ropes.begin(), ropes.end(),
+                                     [&](const Rope& rope) { return rope.IsOf(layer); });
       if (known || options.rope.mode == RopeMode::kNone) continue;
+      const RopeOptions& of_layer = layer.rope ? *layer.rope : options.rope;
       QUIRE_ASSIGN_OR_RETURN(RopeFrequencies short_set,
-                             ComputeRopeFrequencies(options.rope, layer.qk_head_dim, false));
+                             ComputeRopeFrequencies(of_layer, layer.qk_head_dim, false));
       QUIRE_ASSIGN_OR_RETURN(RopeFrequencies long_set,
-                             ComputeRopeFrequencies(options.rope, layer.qk_head_dim, true));
+                             ComputeRopeFrequencies(of_layer, layer.qk_head_dim, true));
       ropes.push_back({.head_dim = layer.qk_head_dim,
+                       .options = layer.rope,
                        .short_table = RopeTable(std::move(short_set)),
                        .long_table = RopeTable(std::move(long_set))});
     }
@@ -83,8 +84,7 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
       layers_[l].head_sinks_log2.push_back(
           static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
     for (size_t r = 0; r < ropes_.size(); ++r) {
-      if (ropes_[r].head_dim == options_.layers[l].qk_head_dim)
-        layers_[l].rope = static_cast<int>(r);
+      if (ropes_[r].IsOf(options_.layers[l])) layers_[l].rope = static_cast<int>(r);
     }
   }
 }

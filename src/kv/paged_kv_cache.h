@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -25,6 +26,7 @@
 #include "kv/forward_plan.h"
 #include "kv/layer_groups.h"
 #include "kv/page_storage.h"
+#include "kv/ragged_kv.h"
 #include "kv/rope_table.h"
 #include "kv/sequence_table.h"
 #include "kv/sliding_window.h"
@@ -60,7 +62,9 @@ class PagedKVCache final : public AttentionKVCache {
   bool Empty() const override { return sequences_.count() == 0; }
   Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
   Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  bool CanFork(int64_t seq_id, int64_t position) const override;
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
+  Result<TokenRange> SlidRange(int64_t seq_id) const override;
 
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
@@ -84,6 +88,12 @@ class PagedKVCache final : public AttentionKVCache {
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                 double sm_scale) override;
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale) override;
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override;
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override;
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
@@ -106,14 +116,18 @@ class PagedKVCache final : public AttentionKVCache {
   int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_bytes_); }
 
  private:
-  // Angles for layers of one qk_head_dim.
+  // Angles for layers of one qk_head_dim and one set of options.
   struct Rope {
     int64_t head_dim = 0;
+    std::optional<RopeOptions> options{};  // as in the layer's spec
     RopeTable short_table;
     RopeTable long_table;                     // grows only if a sequence uses it
     std::vector<RotaryAngles> angles{};       // of the forward's rows, in the tables
     std::vector<RotaryAngles> sink_angles{};  // for keys of sinks; empty: the same
     RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
+    bool IsOf(const AttentionLayerSpec& layer) const {
+      return head_dim == layer.qk_head_dim && options == layer.rope;
+    }
   };
   struct Layer {
     int group = 0;
@@ -125,6 +139,13 @@ class PagedKVCache final : public AttentionKVCache {
   };
   // A query as the caller gives it.
   enum class Rotated : uint8_t { kNo, kYes };
+  // Which tokens a row attends to: those up to its own, or those of before the forward.
+  enum class Sees : uint8_t { kUpToOwn, kCached };
+  // Of the forward's rows: for ordinary keys and for those of sinks of a window that has slid.
+  struct QueryAngles {
+    RotaryRows rows;
+    const RotaryAngles* sinks = nullptr;
+  };
 
   PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                std::vector<Rope> ropes, std::unique_ptr<PageStorage> storage,
@@ -187,8 +208,19 @@ class PagedKVCache final : public AttentionKVCache {
   Status RequireAppended(const AttentionCall& call, bool appended) const;
   RotaryRows RotaryOfRows(const Layer& layer) const;
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
-  void RunAttend(int64_t layer, const HeadRows& q, Rotated rotated, const MutableHeadRows& o,
-                 const TensorView* lse, double sm_scale) noexcept;
+  void GrowScratch(size_t bytes);
+  // Of the kernels, as attention_scratch_bytes wants it; poisoned where the options say so.
+  void* Scratch() noexcept;
+  // `args` says what is attended to; what is the same for all calls is set here.
+  void RunKernel(int64_t layer, AttentionArgs args, const TensorView* lse,
+                 double sm_scale) noexcept;
+  void RunAttend(int64_t layer, Sees sees, const HeadRows& q, Rotated rotated,
+                 const MutableHeadRows& o, const TensorView* lse, double sm_scale) noexcept;
+  // How the rows stand that callers of the pieces and of shared KV give; for rotated ones, fills
+  // slid_angles_.
+  Rotated TakeRotated(const Layer& layer) noexcept;
+  bool SlidesPastNewSinks() noexcept;
+  QueryAngles AnglesOf(const Layer& layer, Rotated rotated) const noexcept;
   // slid_angles_: what turns a row that was rotated to p back by slid(p).
   void ReserveSlidAngles(int64_t pairs, int64_t rows);
   void FillSlidAngles(const Layer& layer) noexcept;
@@ -203,6 +235,7 @@ class PagedKVCache final : public AttentionKVCache {
   }
   // For calls that need the sequence without a tree.
   Status RequireCommitted(const char* call, int32_t index) const;
+  Status RequireChains(const AttentionCall& call) const;
   Status PlanTreeMember(const char* call, int64_t seq_id, std::span<const int64_t> parents,
                         int64_t first_row);
   void AddNodes(ForwardMember& member, std::span<const GroupAppend> groups) noexcept;
@@ -271,6 +304,7 @@ class PagedKVCache final : public AttentionKVCache {
   std::vector<uint8_t> tree_opens_;
   std::unique_ptr<std::byte[]> scratch_;  // of attention
   size_t scratch_bytes_ = 0;
+  RaggedKV ragged_;  // of the last SelfAttention
 
   mutable std::atomic<bool> busy_ = false;  // a call is inside
 };
@@ -289,6 +323,25 @@ std::invoke_result_t<F> PagedKVCache::Enter(const char* call, F&& body) const {
       ~Leave() { busy.store(false, std::memory_order_release); }
     } leave{busy_};
     return body();
+  });
+}
+
+template <typename F>
+Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
+  return Enter(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireForward(call));
+    failed_ = true;
+    if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
+      return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
+                                                  std::to_string(layer) + "; this cache has " +
+                                                  std::to_string(layers_.size()));
+    }
+    QUIRE_RETURN_IF_ERROR(body(AttentionCall{.name = call,
+                                             .layer = layer,
+                                             .spec = options_.layers[static_cast<size_t>(layer)],
+                                             .row_count = plan_.row_count()}));
+    failed_ = false;
+    return Status();
   });
 }
 

@@ -218,7 +218,8 @@ uint64_t PagedKVCache::StateDigest() const {
     facts.insert(facts.end(),
                  {sequence.id, tree_.End(sequence.last), sequence.long_factors, sequence.retained,
                   InBatch(sequence), sequence.window.window, sequence.window.sinks,
-                  sequence.window.slid, sequence.slid, sequence.reserved, trees_.SizeOf(index)});
+                  sequence.window.slid, sequence.slid, sequence.span.tokens, sequence.span.sinks,
+                  sequence.reserved, trees_.SizeOf(index)});
     if (const TokenTree* tree = trees_.Find(index)) {
       facts.insert(facts.end(), tree->parents.begin(), tree->parents.end());
       for (const TokenTree::Group& group : tree->groups) {

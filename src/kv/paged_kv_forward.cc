@@ -189,6 +189,10 @@ void PagedKVCache::ReserveScratch() {
   const size_t bytes =
       AttentionScratchBytes(*backend_, groups_, options_.layers, last.first_row + last.row_count(),
                             sequence_count, options_.runner->worker_count());
+  GrowScratch(bytes);
+}
+
+void PagedKVCache::GrowScratch(size_t bytes) {
   if (bytes <= scratch_bytes_) return;
   scratch_.reset(new std::byte[bytes + kScratchAlignment]);
   scratch_bytes_ = bytes;
@@ -370,25 +374,6 @@ Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
 
 // ---------------------------------------------------------------------- attention
 
-template <typename F>
-Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
-  return Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireForward(call));
-    failed_ = true;
-    if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
-      return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
-                                                  std::to_string(layer) + "; this cache has " +
-                                                  std::to_string(layers_.size()));
-    }
-    QUIRE_RETURN_IF_ERROR(body(AttentionCall{.name = call,
-                                             .layer = layer,
-                                             .spec = options_.layers[static_cast<size_t>(layer)],
-                                             .row_count = plan_.row_count()}));
-    failed_ = false;
-    return Status();
-  });
-}
-
 Status PagedKVCache::RequireAppended(const AttentionCall& call, bool appended) const {
   if (layers_[static_cast<size_t>(call.layer)].appended == appended) return Status();
   return Status(StatusCode::kBadState,
@@ -406,7 +391,7 @@ Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
     QUIRE_RETURN_IF_ERROR(LoadLayer(call));
     RunAppend(layer, rows.k, rows.v);
-    RunAttend(layer, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale);
+    RunAttend(layer, Sees::kUpToOwn, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale);
     return Status();
   });
 }
@@ -434,7 +419,7 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
-    RunAttend(layer, q_rows, Rotated::kNo, o_rows, lse, sm_scale);
+    RunAttend(layer, Sees::kUpToOwn, q_rows, Rotated::kNo, o_rows, lse, sm_scale);
     return Status();
   });
 }
@@ -451,14 +436,17 @@ Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorVie
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
     Layer& source = layers_[static_cast<size_t>(source_layer)];
-    const bool is_rotated = options_.rope.mode == RopeMode::kNormal;
-    if (is_rotated) FillSlidAngles(source);
     const bool attended = source.attended;
-    RunAttend(source_layer, q_rows, is_rotated ? Rotated::kYes : Rotated::kNo, o_rows, lse,
-              sm_scale);
+    RunAttend(source_layer, Sees::kUpToOwn, q_rows, TakeRotated(source), o_rows, lse, sm_scale);
     source.attended = attended;  // this was another layer's
     return Status();
   });
+}
+
+PagedKVCache::Rotated PagedKVCache::TakeRotated(const Layer& layer) noexcept {
+  if (options_.rope.mode != RopeMode::kNormal) return Rotated::kNo;
+  FillSlidAngles(layer);
+  return Rotated::kYes;
 }
 
 RotaryRows PagedKVCache::RotaryOfRows(const Layer& layer) const {
@@ -484,44 +472,60 @@ void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v
   layer.appended = true;
 }
 
-void PagedKVCache::RunAttend(int64_t index, const HeadRows& q, Rotated rotated,
+void* PagedKVCache::Scratch() noexcept {
+  void* scratch = scratch_.get();
+  size_t space = scratch_bytes_ + kScratchAlignment;
+  if (scratch == nullptr) return nullptr;
+  scratch = std::align(kScratchAlignment, scratch_bytes_, scratch, space);
+  if (options_.poison_freed_pages) std::memset(scratch, kPoisonByte, scratch_bytes_);
+  return scratch;
+}
+
+PagedKVCache::QueryAngles PagedKVCache::AnglesOf(const Layer& layer,
+                                                 Rotated rotated) const noexcept {
+  QueryAngles angles{.rows = RotaryOfRows(layer)};
+  if (rotated == Rotated::kYes) {
+    angles.rows.angles = nullptr;
+    angles.sinks = slid_angles_.empty() ? nullptr : slid_angles_.data();
+  } else if (options_.rope.mode != RopeMode::kNone) {
+    const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
+    angles.sinks = rope.sink_angles.empty() ? nullptr : rope.sink_angles.data();
+  }
+  return angles;
+}
+
+void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q, Rotated rotated,
                              const MutableHeadRows& o, const TensorView* lse,
+                             double sm_scale) noexcept {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(index)];
+  const QueryAngles angles = AnglesOf(layer, rotated);
+  RunKernel(
+      index,
+      {.pages = storage_->layer(index),
+       .num_qo_heads = static_cast<int>(spec.num_qo_heads),
+       .q = q,
+       .rotary = angles.rows,
+       .sink_angles = angles.sinks,
+       .head_sinks_log2 = layer.head_sinks_log2.empty() ? nullptr : layer.head_sinks_log2.data(),
+       .o = o,
+       .sequences = plan_.group(layer.group).sequences,
+       .shared = plan_.shared(),
+       .cached_only = sees == Sees::kCached},
+      lse, sm_scale);
+}
+
+void PagedKVCache::RunKernel(int64_t index, AttentionArgs args, const TensorView* lse,
                              double sm_scale) noexcept {
   const ScopedFloatEnvironment environment;  // scale_log2 is rounded here
   Layer& layer = layers_[static_cast<size_t>(index)];
-  void* scratch = scratch_.get();
-  size_t space = scratch_bytes_ + kScratchAlignment;
-  if (scratch != nullptr) {
-    scratch = std::align(kScratchAlignment, scratch_bytes_, scratch, space);
-    if (options_.poison_freed_pages) std::memset(scratch, kPoisonByte, scratch_bytes_);
-  }
-  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(index)];
-  RotaryRows rotary = RotaryOfRows(layer);
-  const RotaryAngles* sink_angles = nullptr;
-  if (rotated == Rotated::kYes) {
-    rotary.angles = nullptr;
-    sink_angles = slid_angles_.empty() ? nullptr : slid_angles_.data();
-  } else if (options_.rope.mode != RopeMode::kNone) {
-    const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
-    sink_angles = rope.sink_angles.empty() ? nullptr : rope.sink_angles.data();
-  }
-  const AttentionArgs args{
-      .pages = storage_->layer(index),
-      .num_qo_heads = static_cast<int>(spec.num_qo_heads),
-      .scale_log2 = static_cast<float>(sm_scale * kLog2E),
-      .q = q,
-      .rotary = rotary,
-      .sink_angles = sink_angles,
-      .layer_window = groups_[static_cast<size_t>(layer.group)].window,
-      .soft_cap = static_cast<float>(spec.soft_cap),
-      .head_sinks_log2 = layer.head_sinks_log2.empty() ? nullptr : layer.head_sinks_log2.data(),
-      .o = o,
-      .lse = lse == nullptr ? nullptr : lse->data_as<float>(),
-      .lse_row_stride = lse == nullptr ? 0 : lse->stride(0),
-      .row_count = plan_.row_count(),
-      .sequences = plan_.group(layer.group).sequences,
-      .shared = plan_.shared(),
-      .scratch = scratch};
+  args.scale_log2 = static_cast<float>(sm_scale * kLog2E);
+  args.layer_window = groups_[static_cast<size_t>(layer.group)].window;
+  args.soft_cap = static_cast<float>(options_.layers[static_cast<size_t>(index)].soft_cap);
+  args.lse = lse == nullptr ? nullptr : lse->data_as<float>();
+  args.lse_row_stride = lse == nullptr ? 0 : lse->stride(0);
+  args.row_count = plan_.row_count();
+  args.scratch = Scratch();
   backend_->attention(args, *options_.runner);
   layer.attended = true;
 }

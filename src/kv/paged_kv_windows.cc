@@ -29,9 +29,10 @@ Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, i
                         std::to_string(window) + " tokens, " + std::to_string(sinks) +
                         " of them sinks; sinks are 0 or more and fewer than the window");
     }
-    if (sequence.window.window != kNoWindow) {
+    const int64_t present = std::min(sequence.window.window, sequence.span.tokens);
+    if (present != kNoWindow) {
       return Status(StatusCode::kBadState, OfSequence(call, sequence) + "has a window of " +
-                                               std::to_string(sequence.window.window) +
+                                               std::to_string(present) +
                                                " tokens; call DisableSlidingWindowForSeq first");
     }
     if (sequence.window.slid > 0 && sequence.window.sinks != sinks) {
@@ -39,6 +40,10 @@ Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, i
                     OfSequence(call, sequence) + "has lost tokens behind its first " +
                         std::to_string(sequence.window.sinks) + "; it cannot have " +
                         std::to_string(sinks) + " sinks instead");
+    }
+    if (options_.tvm_window_span) {
+      sequence.span = {window, sinks};
+      return Status();
     }
     sequence.window.window = window;
     sequence.window.sinks = sinks;
@@ -52,9 +57,10 @@ Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch(call, seq_id));
     QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
     Sequence& sequence = sequences_[index];
-    if (sequence.window.window == kNoWindow) {
+    if (sequence.window.window == kNoWindow && sequence.span.tokens == kNoWindow) {
       return Status(StatusCode::kBadState, OfSequence(call, sequence) + "has no window");
     }
+    sequence.span = {};
     sequence.window.window = kNoWindow;
     sequence.window.slid = sequence.slid;
     if (sequence.slid == 0) sequence.window = {};
@@ -67,6 +73,15 @@ Result<int64_t> PagedKVCache::HeldTokens(int64_t seq_id) const {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("HeldTokens", seq_id));
     const Sequence& sequence = sequences_[index];
     return CountHeldTokens(tree_, sequence.last) - sequence.reserved + trees_.SizeOf(index);
+  });
+}
+
+Result<TokenRange> PagedKVCache::SlidRange(int64_t seq_id) const {
+  return Enter("SlidRange", [&]() -> Result<TokenRange> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("SlidRange", seq_id));
+    const Sequence& sequence = sequences_[index];
+    if (sequence.slid == 0) return TokenRange();
+    return TokenRange{sequence.window.sinks, sequence.window.sinks + sequence.slid};
   });
 }
 
@@ -86,6 +101,19 @@ Status PagedKVCache::CheckEnd(const char* call, const Sequence& sequence, int64_
                       "no longer held; compute the sequence anew from an empty one");
   }
   return Status();
+}
+
+bool PagedKVCache::CanFork(int64_t seq_id, int64_t position) const {
+  const int32_t index = sequences_.Find(seq_id);
+  if (index == SequenceTable::kAbsent || position < 0) return false;
+  const Sequence& sequence = sequences_[index];
+  const int64_t length = CommittedLength(sequence);
+  if (position >= length) return position == length && sequence.reserved == 0;
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    if (!CanEndAt(tree_, sequence, g, groups_[static_cast<size_t>(g)].window, position))
+      return false;
+  }
+  return true;
 }
 
 Status PagedKVCache::CheckHeld(const char* call, const Sequence& sequence, int group, int64_t start,
@@ -111,6 +139,11 @@ void PagedKVCache::MoveEnd(const Sequence& from, int64_t length, Sequence* to) c
 void PagedKVCache::SlideTo(Sequence* sequence, int64_t old_length) noexcept {
   const int64_t length = CommittedLength(*sequence);
   const int64_t old_slid = sequence->slid;
+  // What a kept span loses is hidden for good: the rows of the next forward all see the rest.
+  if (length - sequence->span.tokens > sequence->window.slid) {
+    sequence->window = {
+        .window = kNoWindow, .sinks = sequence->span.sinks, .slid = length - sequence->span.tokens};
+  }
   sequence->slid = SlidAt(sequence->window, length);
   for (int g = 0; g < tree_.group_count() && !hides_more_; ++g) {
     const int64_t layer_window = groups_[static_cast<size_t>(g)].window;

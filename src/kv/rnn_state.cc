@@ -299,9 +299,12 @@ Status SlottedRNNState::Get(int64_t layer, int64_t state, const TensorView& o) {
     QUIRE_RETURN_IF_ERROR(CheckState("Get", layer, state));
     const auto members = history_.members();
     QUIRE_RETURN_IF_ERROR(CheckTensor("Get", state, static_cast<int64_t>(members.size()), o));
+    const bool sees_set = options_.tvm_rnn_history1 && options_.max_history == 1;
     for (size_t m = 0; m < members.size(); ++m) {
-      std::memcpy(RowOf(o, static_cast<int64_t>(m)),
-                  StateOrInitial(members[m].current, layer, state), BytesOf(state));
+      const int32_t next = members[m].pending.back().slot;
+      const int32_t slot = sees_set && IsSet(next, layer, state) != 0 ? next : members[m].current;
+      std::memcpy(RowOf(o, static_cast<int64_t>(m)), StateOrInitial(slot, layer, state),
+                  BytesOf(state));
     }
     return Status();
   });

@@ -155,6 +155,25 @@ TEST(RNNStateTest, GetSeesTheStateBeforeTheForward) {  // 6.18, also with a hist
 
 // ---------------------------------------------------------------------- the defects B20
 
+TEST(RNNStateTest, WithTheOptionAndOneStateOfHistoryGetSeesSet) {
+  for (const int64_t history : {1, 2}) {
+    RNNStateOptions options = ScalarOptions(history);
+    options.tvm_rnn_history1 = true;
+    ScalarState state(options);
+    ASSERT_TRUE(state->AddSequence(0).ok());
+    ASSERT_TRUE(state->AddSequence(1).ok());
+    ASSERT_TRUE(state.Begin({1, 0}, {1, 3}).ok());
+    EXPECT_EQ(state.Get(2), (Values{9, 9}));
+    ASSERT_TRUE(state.Set({5, 6}).ok());
+    EXPECT_EQ(state.Get(2), history == 1 ? (Values{5, 6}) : (Values{9, 9}));
+    EXPECT_EQ(state.Current(1), 9);
+    ASSERT_TRUE(state->AbortForward().ok());
+    EXPECT_EQ(state.Current(1), 9);
+    ASSERT_TRUE(state.Step(0, 7).ok());
+    EXPECT_EQ(state.Current(0), 7);
+  }
+}
+
 TEST(RNNStateTest, ForkPositionIsKept) {
   ScalarState s(ScalarOptions(4));
   ASSERT_TRUE(s->AddSequence(0).ok());

@@ -11,6 +11,12 @@
 
 namespace quire {
 
+// A window of AttentionKVCacheOptions::tvm_window_span, which acts when a forward ends.
+struct KeptSpan {
+  int64_t tokens = kNoWindow;
+  int64_t sinks = 0;
+};
+
 // A sequence is a path of blocks: the block in which it ends says all but what stands here.
 struct Sequence {
   int64_t id = -1;  // -1: this entry of the table is free
@@ -21,6 +27,7 @@ struct Sequence {
   // Positions at the end of its path without tokens: for the levels of its uncommitted tree
   // (token_tree.h).
   int64_t reserved = 0;
+  KeptSpan span = {};
   int64_t slid = 0;  // positions behind the sinks that a next query does not see, as of the last
                      // forward
   uint64_t batch =

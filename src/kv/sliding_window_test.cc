@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -16,7 +17,7 @@ namespace {
 
 using Tokens = std::vector<uint64_t>;
 
-Tokens TokenRange(int64_t begin, int64_t end) {
+Tokens MakeTokens(int64_t begin, int64_t end) {
   Tokens tokens(static_cast<size_t>(end - begin));
   std::iota(tokens.begin(), tokens.end(), static_cast<uint64_t>(begin) + 1000);
   return tokens;
@@ -47,7 +48,7 @@ class SlidingWindow : public testing::Test {
     ForwardStyle style;
     style.calls = CallStyle::kHalves;
     auto outputs = RunForward(*cache_, options_.layers, std::vector<int64_t>{id},
-                              {TokenRange(begin, end)}, style);
+                              {MakeTokens(begin, end)}, style);
     EXPECT_TRUE(outputs.ok()) << outputs.status().ToString();
     const Status invariants = cache_->CheckInvariants();
     EXPECT_TRUE(invariants.ok()) << invariants.ToString();
@@ -84,7 +85,7 @@ TEST_F(SlidingWindow, LocalLayersHoldAWindowAndAChunk) {
   LayerOutputs outputs;
   for (size_t l = 0; l < options_.layers.size(); ++l) {
     ASSERT_TRUE(RunLayer(*cache_, options_.layers[l], static_cast<int64_t>(l),
-                         TokenRange(0, kChunk), {}, &outputs)
+                         MakeTokens(0, kChunk), {}, &outputs)
                     .ok());
   }
   ASSERT_TRUE(cache_->EndForward().ok());
@@ -126,6 +127,48 @@ TEST_F(SlidingWindow, WhatASequenceHoldsAndWhereItMayEnd) {
   ASSERT_TRUE(cache_->RemoveSequence(1).ok());
   EXPECT_EQ(cache_->pages_in_use(), 1);
   EXPECT_EQ(*cache_->HeldTokens(2), 16);
+}
+
+// What is kept when a forward ends is what all rows of the next one see, beside the new tokens: the
+// bits are those of an exact window that was switched off when as much had slid.
+TEST_F(SlidingWindow, TvmSpanHidesWhatSlidInEarlierForwards) {
+  options_.tvm_window_span = true;
+  Create();
+  Append(0, 0, 40);
+  ASSERT_TRUE(cache_->EnableSlidingWindowForSeq(0, 32, 4).ok());
+  EXPECT_EQ(*cache_->SlidRange(0), TokenRange());
+  Append(0, 40, 41);
+  EXPECT_EQ(*cache_->SlidRange(0), (TokenRange{4, 13}));
+  const auto chunk = Append(0, 41, 91);
+  EXPECT_EQ(*cache_->SlidRange(0), (TokenRange{4, 63}));
+  EXPECT_EQ(*cache_->HeldTokens(0), 91 - 32);  // whole pages of 16 behind the sinks' one
+  const auto decode = Append(0, 91, 92);
+  ASSERT_TRUE(cache_->ForkSequence(0, 1).ok());  // without a window, and what has slid is gone
+  Append(1, 92, 150);
+  EXPECT_EQ(*cache_->SlidRange(1), (TokenRange{4, 64}));
+  EXPECT_EQ(cache_->DisableSlidingWindowForSeq(1).code(), StatusCode::kBadState);
+  EXPECT_EQ(cache_->EnableSlidingWindowForSeq(0, 32, 4).code(), StatusCode::kBadState);
+  ASSERT_TRUE(cache_->PopN(0, 90).ok());  // into the sinks
+  EXPECT_EQ(*cache_->SlidRange(0), TokenRange());
+  Append(0, 2, 60);
+  EXPECT_EQ(*cache_->SlidRange(0), (TokenRange{4, 32}));
+  ASSERT_TRUE(cache_->DisableSlidingWindowForSeq(0).ok());
+  Append(0, 60, 90);
+  EXPECT_EQ(*cache_->SlidRange(0), (TokenRange{4, 32}));
+
+  options_.tvm_window_span = false;
+  const auto exact = [&](int64_t slid, int64_t begin, int64_t end) {
+    Create();
+    Append(0, 0, 4 + slid - 1);
+    EXPECT_TRUE(cache_->EnableSlidingWindowForSeq(0, 5, 4).ok());
+    Append(0, 4 + slid - 1, 4 + slid);
+    EXPECT_TRUE(cache_->DisableSlidingWindowForSeq(0).ok());
+    EXPECT_EQ(cache_->SlidRange(0)->count(), slid);
+    Append(0, 4 + slid, begin);
+    return Append(0, begin, end);
+  };
+  EXPECT_TRUE(std::ranges::equal(exact(9, 41, 91)[0].o.bytes(), chunk[0].o.bytes()));
+  EXPECT_TRUE(std::ranges::equal(exact(59, 91, 92)[0].o.bytes(), decode[0].o.bytes()));
 }
 
 TEST_F(SlidingWindow, ASiblingKeepsThePagesThatItSees) {
@@ -222,7 +265,7 @@ TEST_F(SlidingWindow, SharedKVIsTheSourceSeenAgain) {
   Create();
   ASSERT_TRUE(cache_->EnableSlidingWindowForSeq(0, 30, 3).ok());
   Append(0, 0, 60);
-  const Tokens tokens = TokenRange(60, 65);
+  const Tokens tokens = MakeTokens(60, 65);
   ASSERT_TRUE(cache_->BeginForward(std::vector<int64_t>{0}, std::vector<int64_t>{5}).ok());
   const TokenInputs inputs = MakeTokenInputs(options_.layers[0], 0, DType::kF32, tokens);
   TestTensor own(DType::kF32, {5, 2, 8});

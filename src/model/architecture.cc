@@ -7,30 +7,23 @@
 namespace quire {
 namespace {
 
-constexpr const Architecture* kArchitectures[] = {&kLlama, &kMistral, &kQwen2, &kQwen3};
-
-bool WindowInEffect(const Architecture& architecture, const WindowConfig& window,
-                    const ModelConfig& config) {
-  if (!window.size || *window.size >= config.max_position_embeddings) return false;
-  switch (architecture.window) {
-    case WindowRule::kNone:
-      return false;
-    case WindowRule::kAlways:
-      return true;
-    case WindowRule::kSwitched:
-      if (!window.enabled) return false;
-      if (window.has_layer_types) return window.has_sliding_layer_type;
-      return window.first_layer < config.num_hidden_layers;
-  }
-  return false;
-}
+constexpr const Architecture* kArchitectures[] = {&kLlama,  &kMistral, &kQwen2,  &kQwen3,
+                                                  &kGemma2, &kGemma3,  &kMamba2, &kQwen3Next};
 
 }  // namespace
 
+const Architecture* FindArchitecture(std::string_view name) {
+  for (const Architecture* const architecture : kArchitectures) {
+    if (architecture->name == name) return architecture;
+  }
+  return nullptr;
+}
+
 Result<const Architecture*> FindArchitecture(const ModelConfig& config) {
+  const Architecture* const found = FindArchitecture(config.architecture);
+  if (found != nullptr) return found;
   std::string known;
   for (const Architecture* const architecture : kArchitectures) {
-    if (architecture->name == config.architecture) return architecture;
     known += (known.empty() ? "" : ", ") + std::string(architecture->name);
   }
   return Status(StatusCode::kBadArgument, config.path +
@@ -52,18 +45,27 @@ bool HasBias(BiasRule rule, const ModelConfig& config) {
   return false;
 }
 
-Status CheckNoWindow(const Architecture& architecture, const ModelConfig& config) {
-  if (!WindowInEffect(architecture, config.window, config)) return Status();
-  const std::string size = std::to_string(*config.window.size);
-  const bool switched = architecture.window == WindowRule::kSwitched;
-  return Status(StatusCode::kBadArgument,
-                config.path + ".sliding_window: a window of " + size +
-                    " is shorter than max_position_embeddings, " +
-                    std::to_string(config.max_position_embeddings) +
-                    ", and sliding windows are not computed; lower max_position_embeddings to " +
-                    size + " (exact up to that length), or set " +
-                    (switched ? "use_sliding_window to false" : "sliding_window to null") +
-                    " (answers differ from the trained model's beyond it)");
+bool IsLocalLayer(const Architecture& architecture, const ModelConfig& config, int64_t layer) {
+  const WindowConfig& window = config.window;
+  const auto index = static_cast<size_t>(layer);
+  switch (architecture.window) {
+    case WindowRule::kNone:
+      return false;
+    case WindowRule::kAlways:
+      return true;
+    case WindowRule::kSwitched:
+      if (!window.enabled) return false;
+      return window.layer_types.empty() ? layer >= window.first_layer : window.layer_types[index];
+    case WindowRule::kPattern:
+      if (!window.layer_types.empty()) return window.layer_types[index];
+      return (layer + 1) % window.pattern.value_or(architecture.window_pattern) != 0;
+  }
+  return false;
+}
+
+int64_t WindowOfLayer(const Architecture& architecture, const ModelConfig& config, int64_t layer) {
+  if (!config.window.size || *config.window.size >= config.max_position_embeddings) return 0;
+  return IsLocalLayer(architecture, config, layer) ? *config.window.size : 0;
 }
 
 }  // namespace quire

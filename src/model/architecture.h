@@ -23,6 +23,22 @@ enum class WindowRule : uint8_t {
   kAlways,    // sliding_window, if it is there, holds in all layers
   kSwitched,  // use_sliding_window switches it on, in layers from max_window_layers or by
               // layer_types
+  kPattern,   // all layers but each n-th, or by layer_types
+};
+
+enum class MixerRule : uint8_t {
+  kAttention,   // in all layers
+  kStateSpace,  // in all layers
+  kHybrid,      // gated delta rule or gated attention, by layer_types
+};
+
+// Of tensors, where HybridDecoder reads them.
+struct DecoderNames {
+  std::string_view embedding = "model.embed_tokens";
+  std::string_view layers = "model.layers";
+  std::string_view mixer_norm = "input_layernorm";
+  std::string_view mlp_norm = "post_attention_layernorm";  // empty: layers have no MLP
+  std::string_view final_norm = "model.norm";
 };
 
 struct Architecture {
@@ -32,21 +48,41 @@ struct Architecture {
   BiasRule mlp_bias = BiasRule::kNever;
   bool qk_norm = false;  // query and key heads are normalised before they are rotated
   WindowRule window = WindowRule::kNone;
+
+  // The Gemma family.
+  bool is_gemma = false;  // norms of weight 1 + w, before and after attention and MLP; embeddings
+                          // times sqrt(hidden_size); GeLU; query_pre_attn_scalar; its defaults
+  bool attention_cap = false;  // attn_logit_softcapping is computed
+  int64_t window_pattern = 0;  // kPattern: which n, if sliding_window_pattern does not say
+  bool local_rope = false;     // layers with a window have rotary parameters of their own
+
+  // Models with recurrent layers, which HybridDecoder computes.
+  MixerRule mixers = MixerRule::kAttention;
+  DecoderNames names = {};
+  float norm_offset = 0.0F;  // of norm weights
 };
 
-extern const Architecture kLlama;    // llama.cc: Llama 1 to 3, SmolLM2, TinyLlama, Yi
-extern const Architecture kMistral;  // mistral.cc
-extern const Architecture kQwen2;    // qwen2.cc: Qwen2, Qwen2.5
-extern const Architecture kQwen3;    // qwen3.cc
+extern const Architecture kLlama;      // llama.cc: Llama 1 to 3, SmolLM2, TinyLlama, Yi
+extern const Architecture kMistral;    // mistral.cc
+extern const Architecture kQwen2;      // qwen2.cc: Qwen2, Qwen2.5
+extern const Architecture kQwen3;      // qwen3.cc
+extern const Architecture kGemma2;     // gemma2.cc
+extern const Architecture kGemma3;     // gemma3.cc: the text models
+extern const Architecture kMamba2;     // mamba2.cc
+extern const Architecture kQwen3Next;  // qwen3_next.cc
 
 // By its name in config.json. BadArgument lists the known ones.
 Result<const Architecture*> FindArchitecture(const ModelConfig& config);
+// Null if it is not known.
+const Architecture* FindArchitecture(std::string_view name);
 
 bool HasBias(BiasRule rule, const ModelConfig& config);
 
-// BadArgument if the configuration's window would hide tokens within max_position_embeddings; it
-// says which field to change.
-Status CheckNoWindow(const Architecture& architecture, const ModelConfig& config);
+// Whether the layer is one of those with a window.
+bool IsLocalLayer(const Architecture& architecture, const ModelConfig& config, int64_t layer);
+// AttentionLayerSpec::window of the layer: 0 also for one that hides nothing within
+// max_position_embeddings.
+int64_t WindowOfLayer(const Architecture& architecture, const ModelConfig& config, int64_t layer);
 
 }  // namespace quire
 

@@ -43,19 +43,21 @@ class Decoder final : public Model {
   const ModelInfo& info() const override { return info_; }
   // What is taken now, for tests.
   int64_t workspace_bytes() const { return static_cast<int64_t>(workspace_.size()); }
-  Status Forward(AttentionKVCache& cache, std::span<const int32_t> token_ids,
+  Status Forward(const ModelState& state, std::span<const int32_t> token_ids,
                  std::span<const int64_t> logit_rows, float* logits) override;
 
  private:
   struct Layer {
-    std::vector<float> attention_norm;  // [hidden_size]
-    std::vector<float> mlp_norm;        // [hidden_size]
-    std::vector<float> q_norm;          // [head_dim], or empty
-    std::vector<float> k_norm;          // [head_dim], or empty
-    LinearWeights qkv;                  // [(Hq + 2 Hkv) D, hidden_size]
-    LinearWeights o;                    // [hidden_size, Hq D]
-    LinearWeights gate_up;              // [2 intermediate_size, hidden_size]
-    LinearWeights down;                 // [hidden_size, intermediate_size]
+    std::vector<float> attention_norm;         // [hidden_size]
+    std::vector<float> mlp_norm;               // [hidden_size]
+    std::vector<float> attention_output_norm;  // [hidden_size], or empty
+    std::vector<float> mlp_output_norm;        // [hidden_size], or empty
+    std::vector<float> q_norm;                 // [head_dim], or empty
+    std::vector<float> k_norm;                 // [head_dim], or empty
+    LinearWeights qkv;                         // [(Hq + 2 Hkv) D, hidden_size]
+    LinearWeights o;                           // [hidden_size, Hq D]
+    LinearWeights gate_up;                     // [2 intermediate_size, hidden_size]
+    LinearWeights down;                        // [hidden_size, intermediate_size]
   };
 
   // Buffers of one forward of n rows. Those of attention and MLP share: they are never alive
@@ -76,13 +78,15 @@ class Decoder final : public Model {
     size_t total() const { return 2 * hidden + wide + narrow + scratch; }
   };
 
-  Decoder(const ModelConfig& config, Checkpoint checkpoint, DecoderOptions options);
+  Decoder(const ModelConfig& config, const Architecture& architecture, Checkpoint checkpoint,
+          DecoderOptions options);
 
-  Status LoadWeights(const Architecture& architecture, WeightUse use);
-  Result<Layer> LoadLayer(WeightLoader& loader, const Architecture& architecture, int64_t layer);
+  Status LoadWeights(WeightUse use);
+  Result<Layer> LoadLayer(WeightLoader& loader, int64_t layer);
+  Status LoadNorms(WeightLoader& loader, const std::string& prefix, Layer* layer) const;
   void FillInfo(const WeightLoader& loader);
 
-  Status CheckForward(const AttentionKVCache& cache, std::span<const int32_t> token_ids,
+  Status CheckForward(const ModelState& state, std::span<const int32_t> token_ids,
                       std::span<const int64_t> logit_rows, const float* logits) const;
   BufferSizes SizesOf(int64_t row_count, int64_t logit_row_count) const;
   Result<Buffers> PrepareBuffers(int64_t row_count, int64_t logit_row_count);
@@ -91,9 +95,15 @@ class Decoder final : public Model {
   void Norm(const std::vector<float>& weight, const float* x, int64_t row_count, float* y);
   void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
                 bool accumulate, void* scratch);
+  void MultiplyIntoHidden(const LinearWeights& weights, const float* x,
+                          const std::vector<float>& output_norm, int64_t row_count,
+                          const Buffers& b);
+  void Embed(std::span<const int32_t> token_ids, float* hidden);
   void ComputeLogits(std::span<const int64_t> logit_rows, const Buffers& b, float* logits);
 
   const ModelConfig config_;
+  const Architecture& architecture_;
+  const float norm_offset_;      // of norm weights
   const Checkpoint checkpoint_;  // the embedding is read from its mapping
   const DecoderOptions options_;
   const Backend& backend_;

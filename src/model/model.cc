@@ -7,6 +7,7 @@
 #include "model/architecture.h"
 #include "model/checkpoint.h"
 #include "model/decoder.h"
+#include "model/hybrid_decoder.h"
 #include "model/model_config.h"
 
 namespace quire {
@@ -30,7 +31,6 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
   QUIRE_ASSIGN_OR_RETURN(const Backend* const backend, FindBackend(options.kernel_path));
   QUIRE_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(directory));
   QUIRE_ASSIGN_OR_RETURN(const Architecture* const architecture, FindArchitecture(config));
-  QUIRE_RETURN_IF_ERROR(CheckNoWindow(*architecture, config));
   QUIRE_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(directory));
   return ModelFolder{
       .config = std::move(config),
@@ -41,17 +41,28 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
                   .runner = options.runner != nullptr ? options.runner : CreateThreadPool(0)}};
 }
 
+template <typename D>
+Result<std::unique_ptr<Model>> LoadAs(ModelFolder folder) {
+  QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<D> decoder,
+                         D::Create(folder.config, *folder.architecture,
+                                   std::move(folder.checkpoint), std::move(folder.options)));
+  return std::unique_ptr<Model>(std::move(decoder));
+}
+
+template <typename D>
+Result<ModelMeasure> MeasureAs(ModelFolder folder, int64_t row_count, int64_t logit_row_count) {
+  return D::Measure(folder.config, *folder.architecture, std::move(folder.checkpoint),
+                    std::move(folder.options), row_count, logit_row_count);
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                                            const ModelOptions& options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<Model>> {
     QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Load"));
-    QUIRE_ASSIGN_OR_RETURN(
-        std::unique_ptr<Decoder> decoder,
-        Decoder::Create(folder.config, *folder.architecture, std::move(folder.checkpoint),
-                        std::move(folder.options)));
-    return std::unique_ptr<Model>(std::move(decoder));
+    if (folder.config.mixers.empty()) return LoadAs<Decoder>(std::move(folder));
+    return LoadAs<HybridDecoder>(std::move(folder));
   });
 }
 
@@ -59,8 +70,10 @@ Result<ModelMeasure> Model::Measure(const std::string& directory, const ModelOpt
                                     int64_t row_count, int64_t logit_row_count) {
   return GuardEntry([&]() -> Result<ModelMeasure> {
     QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Measure"));
-    return Decoder::Measure(folder.config, *folder.architecture, std::move(folder.checkpoint),
-                            std::move(folder.options), row_count, logit_row_count);
+    if (!folder.config.mixers.empty()) {
+      return MeasureAs<HybridDecoder>(std::move(folder), row_count, logit_row_count);
+    }
+    return MeasureAs<Decoder>(std::move(folder), row_count, logit_row_count);
   });
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/json.h"
+#include "model/architecture.h"
 #include "model/rope_config.h"
 #include "tensor/host_memory.h"
 
@@ -20,6 +21,17 @@ constexpr int64_t kMaxHeads = int64_t{1} << 14;                         // 128
 constexpr int64_t kMaxHeadDim = int64_t{1} << 14;                       // 512
 constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();  // positions are int32
 constexpr size_t kMaxEosTokens = 1024;
+constexpr double kMaxSoftCap = 1e6;  // 50; that of AttentionLayerSpec
+
+// What transformers takes for fields that are absent.
+constexpr int64_t kDefaultMaxWindowLayers = 28;
+constexpr int64_t kGemmaHeadDim = 256;
+constexpr int64_t kHybridHeadDim = 256;
+constexpr double kHybridRotaryPart = 0.25;
+constexpr int64_t kGemmaQueryScalar = 256;
+constexpr int64_t kGemmaWindow = 4096;
+constexpr double kGemma2AttentionCap = 50;
+constexpr double kGemma2LogitCap = 30;
 
 Status BadField(const JsonValue& config, std::string_view field, const std::string& why) {
   return Status(StatusCode::kBadArgument, config.path() + "." + std::string(field) + ": " + why);
@@ -33,23 +45,31 @@ Result<std::string> ReadArchitecture(const JsonValue& config) {
   return first.String();
 }
 
+Status ReadNormEps(const JsonValue& json, std::string_view field, double fallback,
+                   ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.rms_norm_eps, json.GetNumberOr(field, fallback));
+  if (config.rms_norm_eps >= 0 && config.rms_norm_eps < 1) return Status();
+  return BadField(json, field, std::to_string(config.rms_norm_eps) + " is not in [0, 1)");
+}
+
 Status ReadSizes(const JsonValue& json, ModelConfig& config) {
   QUIRE_ASSIGN_OR_RETURN(config.vocab_size, json.GetInt("vocab_size", 1, kMaxVocabulary));
   QUIRE_ASSIGN_OR_RETURN(config.hidden_size, json.GetInt("hidden_size", 1, kMaxHiddenSize));
-  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
-                         json.GetInt("intermediate_size", 1, kMaxIntermediate));
   QUIRE_ASSIGN_OR_RETURN(config.num_hidden_layers, json.GetInt("num_hidden_layers", 1, kMaxLayers));
-  QUIRE_ASSIGN_OR_RETURN(config.max_position_embeddings,
-                         json.GetInt("max_position_embeddings", 1, kMaxPositions));
-  QUIRE_ASSIGN_OR_RETURN(config.rms_norm_eps, json.GetNumberOr("rms_norm_eps", 1e-6));
-  if (!(config.rms_norm_eps >= 0 && config.rms_norm_eps < 1)) {
-    return BadField(json, "rms_norm_eps",
-                    std::to_string(config.rms_norm_eps) + " is not in [0, 1)");
-  }
   return Status();
 }
 
-Status ReadHeads(const JsonValue& json, ModelConfig& config) {
+// What state space models do without.
+Status ReadAttentionSizes(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
+                         json.GetInt("intermediate_size", 1, kMaxIntermediate));
+  QUIRE_ASSIGN_OR_RETURN(config.max_position_embeddings,
+                         json.GetInt("max_position_embeddings", 1, kMaxPositions));
+  return ReadNormEps(json, "rms_norm_eps", 1e-6, config);
+}
+
+// `default_dim` 0: hidden_size over the number of heads.
+Status ReadHeads(const JsonValue& json, int64_t default_dim, ModelConfig& config) {
   QUIRE_ASSIGN_OR_RETURN(config.num_attention_heads,
                          json.GetInt("num_attention_heads", 1, kMaxHeads));
   const int64_t heads = config.num_attention_heads;
@@ -65,6 +85,10 @@ Status ReadHeads(const JsonValue& json, ModelConfig& config) {
     QUIRE_ASSIGN_OR_RETURN(config.head_dim, head_dim->Int(1, kMaxHeadDim));
     return Status();
   }
+  if (default_dim != 0) {
+    config.head_dim = default_dim;
+    return Status();
+  }
   if (config.hidden_size % heads != 0 || config.hidden_size / heads > kMaxHeadDim) {
     return BadField(json, "head_dim",
                     "it is missing, and hidden_size " + std::to_string(config.hidden_size) +
@@ -75,14 +99,20 @@ Status ReadHeads(const JsonValue& json, ModelConfig& config) {
   return Status();
 }
 
-Status ReadFlags(const JsonValue& json, ModelConfig& config) {
-  QUIRE_ASSIGN_OR_RETURN(config.tie_word_embeddings, json.GetBoolOr("tie_word_embeddings", false));
+Status CheckActivation(const JsonValue& json, bool is_gemma) {
+  const std::string_view field = is_gemma ? "hidden_activation" : "hidden_act";
+  const std::string known = is_gemma ? "gelu_pytorch_tanh" : "silu";
+  QUIRE_ASSIGN_OR_RETURN(const std::string activation, json.GetStringOr(field, known));
+  if (activation == known || (!is_gemma && activation == "swish")) return Status();
+  return BadField(json, field, "\"" + activation + "\" is not known; known is " + known);
+}
+
+Status ReadFlags(const JsonValue& json, bool is_gemma, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.tie_word_embeddings,
+                         json.GetBoolOr("tie_word_embeddings", is_gemma));
   QUIRE_ASSIGN_OR_RETURN(config.attention_bias, json.GetBoolOr("attention_bias", false));
   QUIRE_ASSIGN_OR_RETURN(config.mlp_bias, json.GetBoolOr("mlp_bias", false));
-  QUIRE_ASSIGN_OR_RETURN(const std::string activation, json.GetStringOr("hidden_act", "silu"));
-  if (activation != "silu" && activation != "swish") {
-    return BadField(json, "hidden_act", "\"" + activation + "\" is not known; known is silu");
-  }
+  QUIRE_RETURN_IF_ERROR(CheckActivation(json, is_gemma));
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> quantised,
                          json.Find("quantization_config"));
   if (!quantised) return Status();
@@ -91,17 +121,20 @@ Status ReadFlags(const JsonValue& json, ModelConfig& config) {
                   "bfloat16) without this field");
 }
 
-Status ReadLayerTypes(const JsonValue& json, WindowConfig& window) {
+Status ReadLayerTypes(const JsonValue& json, int64_t layer_count, WindowConfig& window) {
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> types, json.Find("layer_types"));
   if (!types) return Status();
-  window.has_layer_types = true;
   QUIRE_ASSIGN_OR_RETURN(const size_t size, types->ArraySize());
+  if (static_cast<int64_t>(size) != layer_count) {
+    return Status(StatusCode::kBadArgument, types->path() + ": " + std::to_string(size) +
+                                                " entries for num_hidden_layers " +
+                                                std::to_string(layer_count));
+  }
   for (size_t i = 0; i < size; ++i) {
     QUIRE_ASSIGN_OR_RETURN(const JsonValue entry, types->At(i));
     QUIRE_ASSIGN_OR_RETURN(const std::string type, entry.String());
-    if (type == "sliding_attention") {
-      window.has_sliding_layer_type = true;
-    } else if (type != "full_attention") {
+    window.layer_types.push_back(type == "sliding_attention");
+    if (!window.layer_types.back() && type != "full_attention") {
       return Status(StatusCode::kBadArgument,
                     entry.path() + ": \"" + type +
                         "\" is not known; known are full_attention and sliding_attention");
@@ -110,14 +143,119 @@ Status ReadLayerTypes(const JsonValue& json, WindowConfig& window) {
   return Status();
 }
 
-Status ReadWindow(const JsonValue& json, WindowConfig& window) {
+Status ReadWindow(const JsonValue& json, bool is_gemma, int64_t layer_count, WindowConfig& window) {
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> size, json.Find("sliding_window"));
   if (size) {
     QUIRE_ASSIGN_OR_RETURN(window.size, size->Int(1, kMaxPositions));
+  } else if (is_gemma && !json.json().contains("sliding_window")) {
+    window.size = kGemmaWindow;  // null is no window, only absence is the default
   }
   QUIRE_ASSIGN_OR_RETURN(window.enabled, json.GetBoolOr("use_sliding_window", false));
-  QUIRE_ASSIGN_OR_RETURN(window.first_layer, json.GetIntOr("max_window_layers", 0, 0, kMaxLayers));
-  return ReadLayerTypes(json, window);
+  QUIRE_ASSIGN_OR_RETURN(window.first_layer, json.GetIntOr("max_window_layers",
+                                                           kDefaultMaxWindowLayers, 0, kMaxLayers));
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> pattern,
+                         json.Find("sliding_window_pattern"));
+  if (pattern) {
+    QUIRE_ASSIGN_OR_RETURN(window.pattern, pattern->Int(1, kMaxLayers));
+  }
+  return ReadLayerTypes(json, layer_count, window);
+}
+
+// 0 for null: no cap.
+Result<double> ReadCap(const JsonValue& json, std::string_view field, double fallback) {
+  if (!json.json().contains(field)) return fallback;
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> value, json.Find(field));
+  if (!value) return 0.0;
+  QUIRE_ASSIGN_OR_RETURN(const double cap, value->Number());
+  if (cap > 0 && cap <= kMaxSoftCap) return cap;
+  return BadField(
+      json, field,
+      std::to_string(cap) + " is not in (0, " + std::to_string(kMaxSoftCap) + "]; null is no cap");
+}
+
+// What only the Gemma family has.
+Status ReadGemma(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  const bool has_cap = architecture.attention_cap;
+  QUIRE_ASSIGN_OR_RETURN(config.query_scalar,
+                         json.GetNumberOr("query_pre_attn_scalar", kGemmaQueryScalar));
+  if (!(config.query_scalar > 0)) {
+    return BadField(json, "query_pre_attn_scalar",
+                    std::to_string(config.query_scalar) + " is not above 0");
+  }
+  QUIRE_ASSIGN_OR_RETURN(config.attention_cap, ReadCap(json, "attn_logit_softcapping",
+                                                       has_cap ? kGemma2AttentionCap : 0.0));
+  if (!has_cap && config.attention_cap != 0) {
+    return BadField(json, "attn_logit_softcapping",
+                    std::to_string(config.attention_cap) +
+                        "; scores of this architecture have no cap: set it to null");
+  }
+  QUIRE_ASSIGN_OR_RETURN(config.logit_cap,
+                         ReadCap(json, "final_logit_softcapping", has_cap ? kGemma2LogitCap : 0.0));
+  QUIRE_ASSIGN_OR_RETURN(const bool sees_ahead,
+                         json.GetBoolOr("use_bidirectional_attention", false));
+  if (!sees_ahead) return Status();
+  return BadField(json, "use_bidirectional_attention",
+                  "true; attention is computed to tokens before, not behind");
+}
+
+Status ReadRope(const JsonValue& json, bool has_local, ModelConfig& config) {
+  if (!has_local) {
+    QUIRE_ASSIGN_OR_RETURN(config.rope,
+                           ReadRopeOptions(json, config.head_dim, config.max_position_embeddings));
+    return Status();
+  }
+  QUIRE_ASSIGN_OR_RETURN(LayerRopes ropes,
+                         ReadLayerRopes(json, config.head_dim, config.max_position_embeddings));
+  config.rope = std::move(ropes.full);
+  config.local_rope = std::move(ropes.sliding);
+  return Status();
+}
+
+Status ReadStateSpace(const JsonValue& json, ModelConfig& config) {
+  config.max_position_embeddings = kMaxPositions;
+  QUIRE_RETURN_IF_ERROR(ReadNormEps(json, "layer_norm_epsilon", 1e-5, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
+  QUIRE_ASSIGN_OR_RETURN(config.state_space, ReadStateSpaceConfig(json, config.hidden_size));
+  config.mixers.assign(static_cast<size_t>(config.num_hidden_layers), MixerKind::kStateSpace);
+  return Status();
+}
+
+Status ReadHybrid(const JsonValue& json, ModelConfig& config) {
+  QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadHeads(json, kHybridHeadDim, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
+  QUIRE_ASSIGN_OR_RETURN(config.gated_delta, ReadGatedDeltaConfig(json));
+  QUIRE_ASSIGN_OR_RETURN(config.mixers, ReadMixers(json, config.num_hidden_layers));
+  QUIRE_ASSIGN_OR_RETURN(config.experts, ReadExpertConfig(json));
+  QUIRE_ASSIGN_OR_RETURN(config.sparse_layers,
+                         ReadSparseLayers(json, config.num_hidden_layers, config.experts));
+  QUIRE_ASSIGN_OR_RETURN(
+      config.rope,
+      ReadRopeOptions(json, config.head_dim, config.max_position_embeddings, kHybridRotaryPart));
+  return Status();
+}
+
+Status ReadLlamaLike(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  const bool is_gemma = architecture.is_gemma;
+  QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadHeads(json, is_gemma ? kGemmaHeadDim : 0, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, is_gemma, config));
+  QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
+  config.query_scalar = static_cast<double>(config.head_dim);
+  if (is_gemma) QUIRE_RETURN_IF_ERROR(ReadGemma(json, architecture, config));
+  return ReadRope(json, architecture.local_rope, config);
+}
+
+Status ReadByMixers(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  switch (architecture.mixers) {
+    case MixerRule::kAttention:
+      return ReadLlamaLike(json, architecture, config);
+    case MixerRule::kStateSpace:
+      return ReadStateSpace(json, config);
+    case MixerRule::kHybrid:
+      break;
+  }
+  return ReadHybrid(json, config);
 }
 
 // A token id or a list of them.
@@ -152,6 +290,25 @@ Status ReadSpecialTokens(const JsonValue& json, ModelConfig& config) {
   return Status();
 }
 
+// Python writes Infinity, for which JSON has no number, into Mamba-2's time_step_limit. Outside of
+// texts it becomes the object that transformers 5 writes in its place.
+std::string WithoutBareInfinity(std::string_view text) {
+  constexpr std::string_view kInfinity = "Infinity";
+  std::string clean;
+  bool in_text = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (!in_text && text.substr(i).starts_with(kInfinity)) {
+      clean += R"({"__float__": "Infinity"})";
+      i += kInfinity.size() - 1;
+      continue;
+    }
+    clean += text[i];
+    if (text[i] == '"') in_text = !in_text;
+    if (in_text && text[i] == '\\' && i + 1 < text.size()) clean += text[++i];
+  }
+  return clean;
+}
+
 std::string_view AsText(const MappedFile& file) {
   return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
 }
@@ -165,17 +322,16 @@ std::string GenerationConfigPath(const std::string& config_path) {
 
 Result<ModelConfig> ParseModelConfig(std::string_view config_text,
                                      std::string_view generation_config, const std::string& path) {
-  QUIRE_ASSIGN_OR_RETURN(const nlohmann::json document, ParseJson(config_text, path));
+  QUIRE_ASSIGN_OR_RETURN(const nlohmann::json document,
+                         ParseJson(WithoutBareInfinity(config_text), path));
   const JsonValue json(document, path);
   ModelConfig config;
   config.path = path;
   QUIRE_ASSIGN_OR_RETURN(config.architecture, ReadArchitecture(json));
   QUIRE_RETURN_IF_ERROR(ReadSizes(json, config));
-  QUIRE_RETURN_IF_ERROR(ReadHeads(json, config));
-  QUIRE_RETURN_IF_ERROR(ReadFlags(json, config));
-  QUIRE_RETURN_IF_ERROR(ReadWindow(json, config.window));
-  QUIRE_ASSIGN_OR_RETURN(config.rope,
-                         ReadRopeOptions(json, config.head_dim, config.max_position_embeddings));
+  // Fields mean what they mean to the architecture; who loads the model refuses unknown ones.
+  const Architecture* const known = FindArchitecture(config.architecture);
+  QUIRE_RETURN_IF_ERROR(ReadByMixers(json, known != nullptr ? *known : kLlama, config));
   QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(json, config));
   if (generation_config.empty()) return config;
   const std::string generation_path = GenerationConfigPath(path);

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "model/recurrent_config.h"
 #include "quire/rope.h"
 #include "quire/status.h"
 
@@ -17,11 +18,11 @@ namespace quire {
 // What the configuration says about sliding windows; whether one is in effect is the architecture's
 // to say.
 struct WindowConfig {
-  std::optional<int64_t> size;          // sliding_window
-  bool enabled = false;                 // use_sliding_window
-  int64_t first_layer = 0;              // max_window_layers: layers before it see everything
-  bool has_sliding_layer_type = false;  // layer_types has "sliding_attention"
-  bool has_layer_types = false;
+  std::optional<int64_t> size;     // sliding_window
+  bool enabled = false;            // use_sliding_window
+  int64_t first_layer = 0;         // max_window_layers: layers before it see everything
+  std::optional<int64_t> pattern;  // sliding_window_pattern
+  std::vector<bool> layer_types;   // [layer], true for "sliding_attention"; or empty
 };
 
 struct ModelConfig {
@@ -42,6 +43,16 @@ struct ModelConfig {
   WindowConfig window;
   RopeOptions
       rope;  // mode kNormal, half-split pairs, rotary_dim set; passes ComputeRopeFrequencies
+  std::optional<RopeOptions> local_rope;  // of layers with a window, where it is another one
+  double query_scalar = 0;                // scores are divided by its root: head_dim as a rule
+  double attention_cap = 0;               // AttentionLayerSpec::soft_cap
+  double logit_cap = 0;                   // the same of the logits
+  // Of architectures with recurrent layers: [layer]; else empty.
+  std::vector<MixerKind> mixers;
+  std::vector<uint8_t> sparse_layers;  // 1: experts in place of an MLP
+  std::optional<StateSpaceConfig> state_space;
+  std::optional<GatedDeltaConfig> gated_delta;
+  ExpertConfig experts;
   std::vector<int64_t> eos_token_ids;
   int64_t bos_token_id = -1;  // -1: none
 };

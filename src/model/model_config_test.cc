@@ -308,54 +308,127 @@ TEST(Architecture, IsFoundByNameOrListsTheKnownOnes) {
   EXPECT_EQ(unknown.status().code(), StatusCode::kBadArgument);
   EXPECT_EQ(unknown.status().message(),
             "m/config.json.architectures: \"GPT2LMHead\" is not known; known are LlamaForCausalLM, "
-            "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM");
+            "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma2ForCausalLM, "
+            "Gemma3ForCausalLM");
 }
 
 struct WindowCase {
   const Architecture& architecture;
   Json fields;
-  bool refused;
+  std::vector<int64_t> windows;  // [layer]
 };
 
-TEST(Architecture, RefusesWindowsThatAreInEffect) {
+TEST(Architecture, SaysWhichLayersHaveAWindow) {
+  const Json types = {"full_attention", "sliding_attention"};
   const WindowCase cases[] = {
-      {kLlama, {{"sliding_window", 100}}, false},
-      {kMistral, {{"sliding_window", nullptr}}, false},
-      {kMistral, {{"sliding_window", 2047}}, true},
-      {kMistral, {{"sliding_window", 2048}}, false},
-      {kQwen2, {{"sliding_window", 100}}, false},
-      {kQwen2, {{"sliding_window", 100}, {"use_sliding_window", true}}, true},
-      {kQwen2, {{"sliding_window", 4096}, {"use_sliding_window", true}}, false},
+      {kLlama, {{"sliding_window", 100}}, {0, 0}},
+      {kMistral, {{"sliding_window", nullptr}}, {0, 0}},
+      {kMistral, {{"sliding_window", 2047}}, {2047, 2047}},
+      {kMistral, {{"sliding_window", 2048}}, {0, 0}},  // all positions that there are
+      {kQwen2, {{"sliding_window", 100}}, {0, 0}},
+      {kQwen2, {{"sliding_window", 100}, {"use_sliding_window", true}}, {0, 0}},
       {kQwen2,
-       {{"sliding_window", 100}, {"use_sliding_window", true}, {"max_window_layers", 2}},
-       false},
+       {{"sliding_window", 100}, {"use_sliding_window", true}, {"max_window_layers", 0}},
+       {100, 100}},
       {kQwen2,
        {{"sliding_window", 100}, {"use_sliding_window", true}, {"max_window_layers", 1}},
-       true},
+       {0, 100}},
       {kQwen3,
        {{"sliding_window", 100},
         {"use_sliding_window", true},
-        {"layer_types", {"full_attention", "full_attention"}}},
-       false},
-      {kQwen3,
-       {{"sliding_window", 100},
-        {"use_sliding_window", true},
-        {"max_window_layers", 2},
-        {"layer_types", {"full_attention", "sliding_attention"}}},
-       true},
+        {"max_window_layers", 0},
+        {"layer_types", types}},
+       {0, 100}},
+      {kGemma2, {{"sliding_window", 100}}, {100, 0}},
+      {kGemma2, {{"sliding_window", 100}, {"layer_types", types}}, {0, 100}},
+      {kGemma3, {{"sliding_window", 100}}, {100, 100, 100, 100, 100, 0, 100}},
+      {kGemma3, {{"sliding_window", 100}, {"sliding_window_pattern", 3}}, {100, 100, 0, 100}},
   };
   for (const WindowCase& window : cases) {
     SCOPED_TRACE(std::string(window.architecture.name) + " " + window.fields.dump());
-    Json json = OldForm();
+    Json json = With(OldForm(), "architectures", {window.architecture.name});
+    json["num_hidden_layers"] = window.windows.size();
     json.update(window.fields);
-    const Status status = CheckNoWindow(window.architecture, ParseOk(json));
-    EXPECT_EQ(status.ok(), !window.refused);
-    if (!window.refused) continue;
-    EXPECT_EQ(status.code(), StatusCode::kBadArgument);
-    EXPECT_NE(status.message().find("lower max_position_embeddings to " +
-                                    window.fields["sliding_window"].dump()),
-              std::string::npos)
-        << status.ToString();
+    if (window.architecture.is_gemma) json.erase("hidden_act");
+    if (window.architecture.local_rope) json.erase("rope_scaling");
+    const ModelConfig config = ParseOk(json);
+    for (size_t layer = 0; layer < window.windows.size(); ++layer) {
+      EXPECT_EQ(WindowOfLayer(window.architecture, config, static_cast<int64_t>(layer)),
+                window.windows[layer])
+          << layer;
+    }
+  }
+}
+
+Json GemmaForm(const std::string& name) {
+  Json json = With(OldForm(), "architectures", {name});
+  for (const char* const field :
+       {"hidden_act", "rope_scaling", "rope_theta", "head_dim", "tie_word_embeddings"}) {
+    json.erase(field);
+  }
+  return json;
+}
+
+TEST(ModelConfig, FillsWhatGemmaLeavesOut) {
+  const ModelConfig config = ParseOk(GemmaForm("Gemma2ForCausalLM"));
+  EXPECT_EQ(config.head_dim, 256);
+  EXPECT_EQ(config.query_scalar, 256);
+  EXPECT_EQ(config.window.size, 4096);
+  EXPECT_EQ(config.attention_cap, 50);
+  EXPECT_EQ(config.logit_cap, 30);
+  EXPECT_TRUE(config.tie_word_embeddings);
+  EXPECT_FALSE(config.local_rope.has_value());
+  const ModelConfig third = ParseOk(GemmaForm("Gemma3ForCausalLM"));
+  EXPECT_EQ(third.attention_cap, 0);
+  EXPECT_EQ(third.logit_cap, 0);
+  EXPECT_EQ(third.rope.theta, 1e6);
+  ASSERT_TRUE(third.local_rope.has_value());
+  EXPECT_EQ(third.local_rope->theta, 1e4);
+}
+
+TEST(ModelConfig, NullIsNoWindowForGemma) {
+  for (const char* const name : {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}) {
+    const ModelConfig config = ParseOk(With(GemmaForm(name), "sliding_window", nullptr));
+    EXPECT_FALSE(config.window.size.has_value()) << name;
+    EXPECT_EQ(WindowOfLayer(*FindArchitecture(name), config, 0), 0) << name;
+  }
+}
+
+TEST(ModelConfig, ReadsTheTwoRopesOfGemma3InBothForms) {
+  Json old_form = GemmaForm("Gemma3ForCausalLM");
+  old_form["rope_theta"] = 5e5;
+  old_form["rope_local_base_freq"] = 2e4;
+  old_form["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 8.0}};
+  Json new_form = GemmaForm("Gemma3ForCausalLM");
+  new_form["rope_parameters"] = {
+      {"full_attention", {{"rope_type", "linear"}, {"factor", 8.0}, {"rope_theta", 5e5}}},
+      {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", 2e4}}}};
+  for (const Json& form : {old_form, new_form}) {
+    const ModelConfig config = ParseOk(form);
+    EXPECT_EQ(config.rope.theta, 5e5);
+    EXPECT_EQ(config.rope.scaling, RopeScaling::kLinear);
+    EXPECT_EQ(config.rope.factor, 8);
+    EXPECT_EQ(config.local_rope->theta, 2e4);
+    EXPECT_EQ(config.local_rope->scaling, RopeScaling::kNone);
+  }
+}
+
+TEST(ModelConfig, NamesWhatGemmaMayNotSay) {
+  const std::tuple<const char*, Json, const char*> cases[] = {
+      {"hidden_activation", "silu", ".hidden_activation: \"silu\" is not known"},
+      {"query_pre_attn_scalar", 0, ".query_pre_attn_scalar: 0.0"},
+      {"attn_logit_softcapping", 50.0, "scores of this architecture have no cap"},
+      {"final_logit_softcapping", -1.0, ".final_logit_softcapping: -1.0"},
+      {"use_bidirectional_attention", true, ".use_bidirectional_attention: true"},
+      {"layer_types", {"full_attention"}, ".layer_types: 1 entries for num_hidden_layers 2"},
+  };
+  for (const auto& [field, value, message] : cases) {
+    const Json json = With(GemmaForm("Gemma3ForCausalLM"), field, value);
+    const Result<ModelConfig> config = ParseModelConfig(json.dump(), "", "m/config.json");
+    ASSERT_FALSE(config.ok()) << field;
+    EXPECT_EQ(config.status().code(), StatusCode::kBadArgument);
+    EXPECT_NE(config.status().message().find(message), std::string::npos)
+        << config.status().ToString();
   }
 }
 

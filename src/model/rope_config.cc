@@ -12,6 +12,8 @@ namespace {
 
 constexpr double kDefaultTheta =
     10000.0;  // of all architectures in the registry, as in transformers
+constexpr double kMinTheta = 1.0;
+constexpr double kMaxTheta = 1e12;
 constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();
 
 struct Family {
@@ -203,9 +205,9 @@ Status CheckNotPerLayer(const Source& source) {
   return Status();
 }
 
-Result<int64_t> ReadRotaryDim(const Source& source) {
+Result<int64_t> ReadRotaryDim(const Source& source, double default_part) {
   QUIRE_ASSIGN_OR_RETURN(const double part,
-                         NumberNearOrFar(source, "partial_rotary_factor", 1.0, 0.0, 1.0));
+                         NumberNearOrFar(source, "partial_rotary_factor", default_part, 0.0, 1.0));
   const auto rotary_dim = static_cast<int64_t>(static_cast<double>(source.head_dim) * part);
   if (rotary_dim >= 2 && rotary_dim % 2 == 0) return rotary_dim;
   return Status(StatusCode::kBadArgument,
@@ -215,26 +217,80 @@ Result<int64_t> ReadRotaryDim(const Source& source) {
                     " dimensions; it must be an even number of at least 2");
 }
 
-}  // namespace
-
-Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
-                                    int64_t max_position_embeddings) {
-  QUIRE_ASSIGN_OR_RETURN(const Source source,
-                         FindSource(config, head_dim, max_position_embeddings));
-  QUIRE_RETURN_IF_ERROR(CheckNotPerLayer(source));
+Result<RopeOptions> ReadFrom(const Source& source, double theta, double default_part = 1.0) {
   RopeOptions rope;
   rope.mode = RopeMode::kNormal;
-  QUIRE_ASSIGN_OR_RETURN(rope.theta,
-                         NumberNearOrFar(source, "rope_theta", kDefaultTheta, 1.0, 1e12));
-  QUIRE_ASSIGN_OR_RETURN(rope.rotary_dim, ReadRotaryDim(source));
+  rope.theta = theta;
+  QUIRE_ASSIGN_OR_RETURN(rope.rotary_dim, ReadRotaryDim(source, default_part));
   QUIRE_ASSIGN_OR_RETURN(rope.scaling, ReadScaling(source));
   QUIRE_RETURN_IF_ERROR(ReadFamily(source, rope));
-  const Result<RopeFrequencies> check = ComputeRopeFrequencies(rope, head_dim, true);
+  const Result<RopeFrequencies> check = ComputeRopeFrequencies(rope, source.head_dim, true);
   if (!check.ok()) {
     return Status(StatusCode::kBadArgument,
                   source.parameters.path() + ": " + std::string(check.status().message()));
   }
   return rope;
+}
+
+// The object of one kind of layer in rope_parameters, if it is there.
+Result<std::optional<JsonValue>> FindLayerKind(const JsonValue& config, std::string_view kind) {
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> parameters, config.Find("rope_parameters"));
+  if (!parameters || !parameters->json().is_object()) return std::optional<JsonValue>();
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> found, parameters->Find(kind));
+  if (!found || found->json().is_object()) return found;
+  return Status(StatusCode::kBadArgument, found->path() + ": expected an object or null");
+}
+
+// `kind` names the layers in rope_parameters, `theta_key` the base in the configuration itself.
+Result<RopeOptions> ReadLayerKind(const Source& outside, std::string_view kind,
+                                  std::string_view theta_key, double default_theta) {
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> own, FindLayerKind(outside.config, kind));
+  const Source source{outside.config, own ? *own : outside.parameters, outside.head_dim,
+                      outside.max_position_embeddings};
+  std::optional<JsonValue> theta;
+  if (own) {
+    QUIRE_ASSIGN_OR_RETURN(theta, own->Find("rope_theta"));
+  }
+  if (!theta) {
+    QUIRE_ASSIGN_OR_RETURN(theta, outside.config.Find(theta_key));
+  }
+  double base = default_theta;
+  if (theta) {
+    QUIRE_ASSIGN_OR_RETURN(base, CheckedNumber(*theta, kMinTheta, kMaxTheta));
+  }
+  QUIRE_ASSIGN_OR_RETURN(RopeOptions rope, ReadFrom(source, base));
+  if (rope.scaling != RopeScaling::kLongRope) return rope;
+  return Status(StatusCode::kBadArgument,
+                source.parameters.path() +
+                    ": longrope is not known for an architecture with rotary parameters per kind "
+                    "of layer");
+}
+
+}  // namespace
+
+Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
+                                    int64_t max_position_embeddings, double default_part) {
+  QUIRE_ASSIGN_OR_RETURN(const Source source,
+                         FindSource(config, head_dim, max_position_embeddings));
+  QUIRE_RETURN_IF_ERROR(CheckNotPerLayer(source));
+  QUIRE_ASSIGN_OR_RETURN(const double theta, NumberNearOrFar(source, "rope_theta", kDefaultTheta,
+                                                             kMinTheta, kMaxTheta));
+  return ReadFrom(source, theta, default_part);
+}
+
+Result<LayerRopes> ReadLayerRopes(const JsonValue& config, int64_t head_dim,
+                                  int64_t max_position_embeddings) {
+  constexpr double kFullTheta = 1e6;
+  QUIRE_ASSIGN_OR_RETURN(const Source scaled,
+                         FindSource(config, head_dim, max_position_embeddings));
+  LayerRopes ropes;
+  QUIRE_ASSIGN_OR_RETURN(ropes.full,
+                         ReadLayerKind(scaled, "full_attention", "rope_theta", kFullTheta));
+  // rope_scaling is that of full attention.
+  const Source plain{config, config, head_dim, max_position_embeddings};
+  QUIRE_ASSIGN_OR_RETURN(ropes.sliding, ReadLayerKind(plain, "sliding_attention",
+                                                      "rope_local_base_freq", kDefaultTheta));
+  return ropes;
 }
 
 }  // namespace quire

@@ -11,9 +11,20 @@
 
 namespace quire {
 
-// BadArgument names the field. The result has passed ComputeRopeFrequencies.
+// BadArgument names the field. The result has passed ComputeRopeFrequencies. `default_part`:
+// partial_rotary_factor where it is absent.
 Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
-                                    int64_t max_position_embeddings);
+                                    int64_t max_position_embeddings, double default_part = 1.0);
+
+// Where layers with and without a window have parameters of their own (Gemma 3): rope_parameters
+// with an object per kind, or rope_theta and rope_scaling for full attention and
+// rope_local_base_freq for windows. Neither is kLongRope.
+struct LayerRopes {
+  RopeOptions full;
+  RopeOptions sliding;
+};
+Result<LayerRopes> ReadLayerRopes(const JsonValue& config, int64_t head_dim,
+                                  int64_t max_position_embeddings);
 
 }  // namespace quire
 

@@ -14,10 +14,15 @@ namespace {
 constexpr int64_t kMaxTestSequences = 80;
 constexpr int64_t kTestChunk = 2048;
 
+bool IsGemma(const TestModel& model) { return model.architecture.starts_with("Gemma"); }
+bool IsMamba(const TestModel& model) { return model.architecture == "Mamba2ForCausalLM"; }
+bool IsHybrid(const TestModel& model) { return model.architecture == "Qwen3NextForCausalLM"; }
+
 // Appends tensors with values from one random stream.
 class TensorMaker {
  public:
-  explicit TensorMaker(const TestModel& model) : dtype_(model.dtype), random_(model.seed) {}
+  explicit TensorMaker(const TestModel& model)
+      : dtype_(model.dtype), adds_to_one_(IsGemma(model) || IsHybrid(model)), random_(model.seed) {}
 
   std::vector<TestTensor> Take() { return std::move(tensors_); }
 
@@ -32,10 +37,28 @@ class TensorMaker {
     Add(name + ".weight", {n, k}, 0.0, 1.0 / std::sqrt(static_cast<double>(k)));
     if (bias) Add(name + ".bias", {n}, 0.0, 0.3);
   }
-  void AddNorm(const std::string& name, int64_t size) { Add(name + ".weight", {size}, 1.0, 0.2); }
+  // Some weights are what is added to one.
+  void AddNorm(const std::string& name, int64_t size) {
+    Add(name + ".weight", {size}, adds_to_one_ ? 0.0 : 1.0, 0.2);
+  }
+  // What recurrent layers keep of a token and how fast they forget it.
+  void AddRates(const std::string& prefix, int64_t heads) {
+    Add(prefix + "A_log", {heads}, -1.0, 0.7);
+    Add(prefix + "dt_bias", {heads}, 0.0, 1.0);
+  }
+  void AddConvolution(const std::string& name, int64_t channels, int64_t width, bool bias) {
+    Add(name + ".weight", {channels, 1, width}, 0.0, 1.0 / std::sqrt(static_cast<double>(width)));
+    if (bias) Add(name + ".bias", {channels}, 0.0, 0.3);
+  }
+  void AddMlp(const std::string& prefix, int64_t hidden, int64_t intermediate) {
+    AddLinear(prefix + "gate_proj", intermediate, hidden, false);
+    AddLinear(prefix + "up_proj", intermediate, hidden, false);
+    AddLinear(prefix + "down_proj", hidden, intermediate, false);
+  }
 
  private:
   const DType dtype_;
+  const bool adds_to_one_;
   RandomSequence random_;
   std::vector<TestTensor> tensors_;
 };
@@ -51,14 +74,125 @@ void AddLayer(const TestModel& model, const std::string& prefix, TensorMaker& ma
   maker.AddLinear(attention + "k_proj", kv_width, model.hidden_size, qkv_bias);
   maker.AddLinear(attention + "v_proj", kv_width, model.hidden_size, qkv_bias);
   maker.AddLinear(attention + "o_proj", model.hidden_size, q_width, model.attention_bias);
-  if (model.architecture == "Qwen3ForCausalLM") {
+  if (model.architecture == "Qwen3ForCausalLM" || model.architecture == "Gemma3ForCausalLM") {
     maker.AddNorm(attention + "q_norm", model.head_dim);
     maker.AddNorm(attention + "k_norm", model.head_dim);
   }
   maker.AddNorm(prefix + "post_attention_layernorm", model.hidden_size);
+  if (IsGemma(model)) {
+    maker.AddNorm(prefix + "pre_feedforward_layernorm", model.hidden_size);
+    maker.AddNorm(prefix + "post_feedforward_layernorm", model.hidden_size);
+  }
   maker.AddLinear(mlp + "gate_proj", model.intermediate_size, model.hidden_size, model.mlp_bias);
   maker.AddLinear(mlp + "up_proj", model.intermediate_size, model.hidden_size, model.mlp_bias);
   maker.AddLinear(mlp + "down_proj", model.hidden_size, model.intermediate_size, model.mlp_bias);
+}
+
+// Sizes are read where a model finds them.
+int64_t Size(const nlohmann::json& config, const char* field) {
+  return config.at(field).get<int64_t>();
+}
+
+void AddStateSpaceLayer(const nlohmann::json& config, const std::string& prefix,
+                        TensorMaker& maker) {
+  const int64_t hidden = Size(config, "hidden_size");
+  const int64_t heads = Size(config, "num_heads");
+  const int64_t inner = heads * Size(config, "head_dim");
+  const int64_t channels = inner + 2 * Size(config, "n_groups") * Size(config, "state_size");
+  const bool bias = config.value("use_bias", false);
+  const std::string mixer = prefix + "mixer.";
+  maker.AddNorm(prefix + "norm", hidden);
+  maker.AddLinear(mixer + "in_proj", inner + channels + heads, hidden, bias);
+  maker.AddConvolution(mixer + "conv1d", channels, Size(config, "conv_kernel"),
+                       config.value("use_conv_bias", true));
+  maker.AddRates(mixer, heads);
+  maker.Add(mixer + "D", {heads}, 1.0, 0.3);
+  maker.AddNorm(mixer + "norm", inner);
+  maker.AddLinear(mixer + "out_proj", hidden, inner, bias);
+}
+
+void AddGatedDelta(const nlohmann::json& config, const std::string& prefix, TensorMaker& maker) {
+  const int64_t hidden = Size(config, "hidden_size");
+  const int64_t value_heads = Size(config, "linear_num_value_heads");
+  const int64_t keys = Size(config, "linear_num_key_heads") * Size(config, "linear_key_head_dim");
+  const int64_t values = value_heads * Size(config, "linear_value_head_dim");
+  maker.AddLinear(prefix + "in_proj_qkvz", 2 * keys + 2 * values, hidden, false);
+  maker.AddLinear(prefix + "in_proj_ba", 2 * value_heads, hidden, false);
+  maker.AddConvolution(prefix + "conv1d", 2 * keys + values, Size(config, "linear_conv_kernel_dim"),
+                       false);
+  maker.AddRates(prefix, value_heads);
+  maker.Add(prefix + "norm.weight", {Size(config, "linear_value_head_dim")}, 1.0, 0.2);
+  maker.AddLinear(prefix + "out_proj", hidden, values, false);
+}
+
+void AddExperts(const nlohmann::json& config, const std::string& prefix, TensorMaker& maker) {
+  const int64_t hidden = Size(config, "hidden_size");
+  maker.AddLinear(prefix + "gate", Size(config, "num_experts"), hidden, false);
+  for (int64_t e = 0; e < Size(config, "num_experts"); ++e) {
+    maker.AddMlp(prefix + "experts." + std::to_string(e) + ".", hidden,
+                 Size(config, "moe_intermediate_size"));
+  }
+  maker.AddMlp(prefix + "shared_expert.", hidden, Size(config, "shared_expert_intermediate_size"));
+  maker.AddLinear(prefix + "shared_expert_gate", 1, hidden, false);
+}
+
+// Every second layer is one of attention, every first has experts.
+void AddHybridLayer(const TestModel& model, int64_t index, const nlohmann::json& config,
+                    const std::string& prefix, TensorMaker& maker) {
+  const int64_t hidden = model.hidden_size;
+  maker.AddNorm(prefix + "input_layernorm", hidden);
+  if (config.at("layer_types").at(static_cast<size_t>(index)) == "full_attention") {
+    const std::string attention = prefix + "self_attn.";
+    const int64_t q_width = model.num_attention_heads * model.head_dim;
+    const int64_t kv_width = model.num_key_value_heads * model.head_dim;
+    maker.AddLinear(attention + "q_proj", 2 * q_width, hidden, false);
+    maker.AddLinear(attention + "k_proj", kv_width, hidden, false);
+    maker.AddLinear(attention + "v_proj", kv_width, hidden, false);
+    maker.AddLinear(attention + "o_proj", hidden, q_width, false);
+    maker.AddNorm(attention + "q_norm", model.head_dim);
+    maker.AddNorm(attention + "k_norm", model.head_dim);
+  } else {
+    AddGatedDelta(config, prefix + "linear_attn.", maker);
+  }
+  maker.AddNorm(prefix + "post_attention_layernorm", hidden);
+  if ((index + 1) % Size(config, "decoder_sparse_step") == 0) {
+    AddExperts(config, prefix + "mlp.", maker);
+  } else {
+    maker.AddMlp(prefix + "mlp.", hidden, model.intermediate_size);
+  }
+}
+
+nlohmann::json StateSpaceFields() {
+  return {{"num_heads", 6}, {"head_dim", 16},   {"state_size", 8},  {"n_groups", 2},
+          {"expand", 2},    {"conv_kernel", 4}, {"use_bias", false}};
+}
+
+nlohmann::json HybridFields(int64_t layer_count) {
+  nlohmann::json types = nlohmann::json::array();
+  for (int64_t i = 0; i < layer_count; ++i) {
+    types.push_back(i % 2 == 0 ? "linear_attention" : "full_attention");
+  }
+  return {{"layer_types", types},
+          {"linear_num_key_heads", 2},
+          {"linear_num_value_heads", 4},
+          {"linear_key_head_dim", 8},
+          {"linear_value_head_dim", 12},
+          {"linear_conv_kernel_dim", 4},
+          {"decoder_sparse_step", 2},
+          {"num_experts", 5},
+          {"num_experts_per_tok", 2},
+          {"moe_intermediate_size", 20},
+          {"shared_expert_intermediate_size", 28},
+          {"partial_rotary_factor", 0.5}};
+}
+
+void AddAnyLayer(const TestModel& model, const nlohmann::json& config, int64_t index,
+                 TensorMaker& maker) {
+  const std::string number = std::to_string(index) + ".";
+  if (IsMamba(model)) return AddStateSpaceLayer(config, "backbone.layers." + number, maker);
+  const std::string prefix = "model.layers." + number;
+  if (IsHybrid(model)) return AddHybridLayer(model, index, config, prefix, maker);
+  AddLayer(model, prefix, maker);
 }
 
 }  // namespace
@@ -77,6 +211,8 @@ nlohmann::json TestConfig(const TestModel& model) {
                            {"tie_word_embeddings", model.tie_word_embeddings},
                            {"attention_bias", model.attention_bias},
                            {"mlp_bias", model.mlp_bias}};
+  if (IsMamba(model)) config.update(StateSpaceFields());
+  if (IsHybrid(model)) config.update(HybridFields(model.num_hidden_layers));
   config.update(model.extra);
   return config;
 }
@@ -86,12 +222,12 @@ std::vector<TestTensor> TestTensors(const TestModel& model) {
   // Tied heads give logits of the size of an embedding row, so rows must not be long.
   const double embedding_deviation =
       model.tie_word_embeddings ? 1.0 / std::sqrt(static_cast<double>(model.hidden_size)) : 1.0;
-  maker.Add("model.embed_tokens.weight", {model.vocab_size, model.hidden_size}, 0.0,
-            embedding_deviation);
-  for (int64_t i = 0; i < model.num_hidden_layers; ++i) {
-    AddLayer(model, "model.layers." + std::to_string(i) + ".", maker);
-  }
-  maker.AddNorm("model.norm", model.hidden_size);
+  const nlohmann::json config = TestConfig(model);
+  const bool is_mamba = IsMamba(model);
+  maker.Add(is_mamba ? "backbone.embeddings.weight" : "model.embed_tokens.weight",
+            {model.vocab_size, model.hidden_size}, 0.0, embedding_deviation);
+  for (int64_t i = 0; i < model.num_hidden_layers; ++i) AddAnyLayer(model, config, i, maker);
+  maker.AddNorm(is_mamba ? "backbone.norm_f" : "model.norm", model.hidden_size);
   if (!model.tie_word_embeddings) {
     maker.AddLinear("lm_head", model.vocab_size, model.hidden_size, false);
   }

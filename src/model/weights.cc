@@ -155,9 +155,10 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   return LinearWeights(to, n, k, std::move(packed), std::move(bias));
 }
 
-Result<std::vector<float>> WeightLoader::Vector(const std::string& name, int64_t size) {
-  const int64_t shape[] = {size};
+Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
+                                                std::initializer_list<int64_t> shape) {
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  const int64_t size = ElementCount(tensor);
   Count(name, size);
   weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
   if (use_ == WeightUse::kMeasure) return std::vector<float>();

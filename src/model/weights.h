@@ -72,7 +72,11 @@ class WeightLoader {
   Result<LinearWeights> Linear(std::initializer_list<LinearPart> parts, int64_t k, bool has_bias) {
     return Linear(std::span<const LinearPart>(parts.begin(), parts.size()), k, has_bias);
   }
-  Result<std::vector<float>> Vector(const std::string& name, int64_t size);
+  Result<std::vector<float>> Vector(const std::string& name, int64_t size) {
+    return Vector(name, {size});
+  }
+  // The elements of a tensor of any shape, row-major.
+  Result<std::vector<float>> Vector(const std::string& name, std::initializer_list<int64_t> shape);
   Result<RowTable> Rows(const std::string& name, int64_t rows, int64_t dim);
 
   // Of everything loaded so far. A tensor that is used twice (tied embeddings) counts once as

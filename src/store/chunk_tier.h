@@ -19,6 +19,14 @@
 
 namespace quire {
 
+// What a put says of a chunk's worth.
+struct ChunkWorth {
+  double recompute_seconds = 0;
+  int priority = 50;
+
+  bool operator==(const ChunkWorth&) const = default;
+};
+
 // Which chunk, and whose: two salts of one passport have different roots.
 struct ChunkId {
   Digest fingerprint{};

@@ -273,7 +273,18 @@ Result<ChunkHeader> DiskFolder::ReadHeader(FileSession& io, const ChunkId& id, C
   return header;
 }
 
-void DiskFolder::NoteFound(const ChunkId& id, const ChunkHeader& header) {
+void DiskFolder::NoteFound(FileSession& io, const ChunkId& id, const ChunkHeader& header,
+                           int file) {
+  // Without a record it is worth what any chunk is: that says what goes first, and nothing else.
+  ChunkWorth worth;
+  std::array<std::byte, layout::kWorthBytes> record{};
+  if (!catalog_.Find(id) && io.GetRecord(file, record) == static_cast<int64_t>(record.size()))
+    worth = layout::ParseWorth(record).value_or(worth);
+  Note(id, header, worth);
+}
+
+// `worth`: if it is not known yet.
+void DiskFolder::Note(const ChunkId& id, const ChunkHeader& header, const ChunkWorth& worth) {
   if (const auto known = catalog_.Find(id)) {
     if (known->expires_ms != header.expires_ms) catalog_.SetExpiry(id, header.expires_ms);
     return;
@@ -287,6 +298,8 @@ void DiskFolder::NoteFound(const ChunkId& id, const ChunkHeader& header) {
   if (header.first_position != kNotRotated) chunk.first_token = header.first_position;
   chunk.created_ms = header.created_ms;
   chunk.expires_ms = header.expires_ms;
+  chunk.recompute_seconds = worth.recompute_seconds;
+  chunk.priority = worth.priority;
   catalog_.Insert(chunk);
 }
 
@@ -307,7 +320,8 @@ Result<std::shared_ptr<const StoredChunk>> DiskFolder::ReadWhole(FileSession& io
   QUIRE_ASSIGN_OR_RETURN(ChunkFile file, OpenChunk(io, id));
   auto chunk = LoadWhole(io, id, file);
   if (chunk.ok()) {
-    NoteFound({(*chunk)->header().fingerprint, id.root, id.key}, (*chunk)->header());
+    NoteFound(io, {(*chunk)->header().fingerprint, id.root, id.key}, (*chunk)->header(),
+              file.file.get());
     catalog_.SetSeen(id, {.verified = true});
   } else if (chunk.status().code() == StatusCode::kCorrupt) {
     Quarantine(io, id, file.stat.inode);
@@ -339,7 +353,7 @@ Result<bool> DiskFolder::Find(FileSession& io, const ChunkId& id) {
   const Status fits = CheckChunk(*header, Expect(*header));
   if (fits.code() == StatusCode::kNotFound) RemoveExpired(io, id, file->stat.inode);
   if (!fits.ok() || header->fingerprint != id.fingerprint) return false;
-  NoteFound(id, *header);
+  NoteFound(io, id, *header, file->file.get());
   return true;
 }
 
@@ -457,6 +471,8 @@ Status DiskFolder::WriteDraft(FileSession& io, const NewChunk& chunk, Draft& dra
   const int error = io.Allocate(draft.file.get(), bytes);
   if (error != 0 && error != -EOPNOTSUPP)
     return FileError(error, "no room for chunk " + PathOf(chunk.id));
+  // It decides about eviction alone, so a file system without such records costs no chunk.
+  (void)io.SetRecord(draft.file.get(), layout::EncodeWorth(chunk.worth));
   if (direct_works_ && bytes >= kDirectBytesMin && bytes % kAlignment == 0)
     io.SetDirect(draft.file.get());
   std::unique_ptr<FileTransfers> transfers = transfers_.Take();
@@ -516,7 +532,7 @@ Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, Draft& draft,
   if (*is_there) return Status();
   if (error != 0) return FileError(error, "cannot name " + path);
   const Status counted = AddUsage(io, bytes);
-  NoteFound(chunk.id, chunk.header);
+  Note(chunk.id, chunk.header, chunk.worth);
   catalog_.SetSeen(chunk.id, {.verified = true});
   catalog_.Tell(ChunkEvent::Kind::kStored, chunk.id.key);
   (void)counted;  // the file is there all the same
@@ -602,6 +618,8 @@ Status DiskFolder::SetExpiry(FileSession& io, const ChunkId& id, int64_t expires
   NewChunk changed;
   changed.id = id;
   changed.header = writer.header();
+  if (const auto known = catalog_.Find(id))
+    changed.worth = {known->recompute_seconds, known->priority};
   QUIRE_ASSIGN_OR_RETURN(const ChunkBuffer sealed, std::move(writer).Seal());
   changed.copy = [&](int64_t offset, std::span<std::byte> to) {
     std::ranges::copy(sealed.bytes().subspan(static_cast<size_t>(offset), to.size()), to.begin());
@@ -762,7 +780,7 @@ Status DiskFolder::DropExpired(FileSession& io) {
     Result<ChunkFile> file = OpenChunk(io, id);
     if (!file.ok()) continue;
     const auto header = DecodeHeaderOf(io, id, *file);
-    if (header.ok()) NoteFound(id, *header);
+    if (header.ok()) NoteFound(io, id, *header, file->file.get());
     if (header.ok() && (header->expires_ms == 0 || header->expires_ms > now_ms)) continue;
     bool removed = false;
     QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, ChunkEvent::Kind::kExpired, &removed));
@@ -839,7 +857,10 @@ Status DiskFolder::LearnHeader(FileSession& io, const Found& found, std::vector<
   Result<ChunkFile> file = OpenChunk(io, found.id);
   if (!file.ok()) return Status();
   const auto header = DecodeHeaderOf(io, found.id, *file);
-  if (header.ok()) NoteFound({header->fingerprint, found.id.root, found.id.key}, *header);
+  if (header.ok()) {
+    const ChunkId id{header->fingerprint, found.id.root, found.id.key};
+    NoteFound(io, id, *header, file->file.get());
+  }
   if (header.status().code() == StatusCode::kCorrupt) {
     damaged->push_back(found);
     damaged->back().stat = file->stat;

@@ -63,7 +63,8 @@ class DiskFolder {
   Result<bool> Find(FileSession& io, const ChunkId& id);
   // By key alone, wherever it is.
   Result<ChunkId> FindKey(FileSession& io, const ChunkKey& key);
-  void NoteFound(const ChunkId& id, const ChunkHeader& header);
+  // The catalog knows the chunk with this header from now on. `file`: its.
+  void NoteFound(FileSession& io, const ChunkId& id, const ChunkHeader& header, int file);
 
   // ---- Writing
 
@@ -72,8 +73,7 @@ class DiskFolder {
   struct NewChunk {
     ChunkId id{};
     ChunkHeader header{};
-    double recompute_seconds = 0;
-    int priority = 50;
+    ChunkWorth worth{};
     std::function<bool(int64_t offset, std::span<std::byte> to)> copy{};
   };
   Status Store(FileSession& io, const NewChunk& chunk);
@@ -123,6 +123,7 @@ class DiskFolder {
   };
   bool syncs() const { return options_.durability == Durability::kSync; }
   ChunkExpectation Expect(const ChunkHeader& header) const;
+  void Note(const ChunkId& id, const ChunkHeader& header, const ChunkWorth& worth);
 
   Result<std::vector<Found>> Walk(FileSession& io) const;
   Status WalkRoot(FileSession& io, const Digest& fingerprint, const ChunkKey& root,

@@ -1,6 +1,7 @@
 #include "store/disk_layout.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "base/checksum.h"
@@ -13,6 +14,7 @@ constexpr std::string_view kManifestBegin = "quire-disk ";
 constexpr std::string_view kManifestVersion = "1 ";
 constexpr std::string_view kChunkSuffix = ".qkv";
 constexpr std::string_view kUsageMagic = "QKVUSE01";
+constexpr std::string_view kWorthMagic = "QKVWTH01";
 constexpr size_t kShortBytes = 8;  // of a digest, in names of folders
 constexpr size_t kDigestDigits = 64;
 
@@ -133,6 +135,34 @@ std::optional<int64_t> ParseUsage(std::span<const std::byte> record) {
   std::memcpy(&crc, record.data() + 16, sizeof(crc));
   if (Crc32c(record.data(), 16) != crc || bytes < 0) return std::nullopt;
   return bytes;
+}
+
+std::array<std::byte, kWorthBytes> EncodeWorth(const ChunkWorth& worth) {
+  std::array<std::byte, kWorthBytes> record{};
+  const auto priority = static_cast<int32_t>(worth.priority);
+  std::memcpy(record.data(), kWorthMagic.data(), kWorthMagic.size());
+  std::memcpy(record.data() + 8, &worth.recompute_seconds, sizeof(worth.recompute_seconds));
+  std::memcpy(record.data() + 16, &priority, sizeof(priority));
+  const uint32_t crc = Crc32c(record.data(), 20);
+  std::memcpy(record.data() + 20, &crc, sizeof(crc));
+  return record;
+}
+
+std::optional<ChunkWorth> ParseWorth(std::span<const std::byte> record) {
+  if (record.size() != kWorthBytes) return std::nullopt;
+  if (std::memcmp(record.data(), kWorthMagic.data(), kWorthMagic.size()) != 0) return std::nullopt;
+  ChunkWorth worth;
+  int32_t priority = 0;
+  uint32_t crc = 0;
+  std::memcpy(&worth.recompute_seconds, record.data() + 8, sizeof(worth.recompute_seconds));
+  std::memcpy(&priority, record.data() + 16, sizeof(priority));
+  std::memcpy(&crc, record.data() + 20, sizeof(crc));
+  worth.priority = priority;
+  const bool is_sound = Crc32c(record.data(), 20) == crc &&
+                        std::isfinite(worth.recompute_seconds) && worth.recompute_seconds >= 0 &&
+                        0 <= priority && priority <= 100;
+  if (!is_sound) return std::nullopt;
+  return worth;
 }
 
 }  // namespace quire::disk_layout

@@ -52,6 +52,11 @@ inline constexpr size_t kUsageBytes = 24;
 std::array<std::byte, kUsageBytes> EncodeUsage(int64_t bytes);
 std::optional<int64_t> ParseUsage(std::span<const std::byte> record);
 
+// What was said of a chunk's worth. Goes with its file as the extended attribute user.quire.worth.
+inline constexpr size_t kWorthBytes = 24;
+std::array<std::byte, kWorthBytes> EncodeWorth(const ChunkWorth& worth);
+std::optional<ChunkWorth> ParseWorth(std::span<const std::byte> record);
+
 }  // namespace quire::disk_layout
 
 #endif  // QUIRE_STORE_DISK_LAYOUT_H_

@@ -11,6 +11,7 @@ namespace {
 
 using quire::disk_layout::EncodeManifest;
 using quire::disk_layout::EncodeUsage;
+using quire::disk_layout::EncodeWorth;
 
 void ReadManifest(std::string_view text) {
   const auto manifest = quire::disk_layout::ParseManifest(text);
@@ -30,6 +31,11 @@ void ReadUsage(std::span<const std::byte> record) {
   if (bytes) QUIRE_CHECK(quire::disk_layout::ParseUsage(EncodeUsage(*bytes)) == bytes);
 }
 
+void ReadWorth(std::span<const std::byte> record) {
+  const auto worth = quire::disk_layout::ParseWorth(record);
+  if (worth) QUIRE_CHECK(quire::disk_layout::ParseWorth(EncodeWorth(*worth)) == worth);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -40,5 +46,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   QUIRE_CHECK(quire::disk_layout::ParseManifest(manifest).ok());
   ReadNames(text);
   ReadUsage(std::as_bytes(std::span(data, size)));
+  ReadWorth(std::as_bytes(std::span(data, size)));
   return 0;
 }

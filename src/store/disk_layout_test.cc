@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <limits>
 #include <string>
 
 #include "chunk/test_chunk.h"
@@ -77,6 +78,25 @@ TEST(DiskLayout, ADamagedSumIsNone) {
     auto flipped = record;
     flipped[i] ^= std::byte{1};
     EXPECT_FALSE(ParseUsage(flipped)) << i;
+  }
+}
+
+TEST(DiskLayout, ADamagedWorthIsNone) {
+  const ChunkWorth worth{.recompute_seconds = 1.25, .priority = 7};
+  const auto record = EncodeWorth(worth);
+  EXPECT_EQ(ParseWorth(record), worth);
+  EXPECT_EQ(ParseWorth(EncodeWorth({})), ChunkWorth{});
+  for (const ChunkWorth& bad :
+       {ChunkWorth{-1, 50}, ChunkWorth{std::numeric_limits<double>::infinity(), 50},
+        ChunkWorth{std::numeric_limits<double>::quiet_NaN(), 50}, ChunkWorth{1, -1},
+        ChunkWorth{1, 101}}) {
+    EXPECT_FALSE(ParseWorth(EncodeWorth(bad))) << bad.recompute_seconds << " " << bad.priority;
+  }
+  EXPECT_FALSE(ParseWorth(std::span(record).first(23)));
+  for (size_t i = 0; i < record.size(); ++i) {
+    auto flipped = record;
+    flipped[i] ^= std::byte{1};
+    EXPECT_FALSE(ParseWorth(flipped)) << i;
   }
 }
 

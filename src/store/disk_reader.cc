@@ -168,7 +168,7 @@ void DiskReader::Prepare(FileSession& io, DiskFolder& folder, size_t index,
   Item& item = items_[index];
   Status status = CheckPrepared(folder, item, begin);
   if (status.ok()) {
-    folder.NoteFound(item.read.id, item.header);
+    folder.NoteFound(io, item.read.id, item.header, item.file.file.get());
     io.work().WithCaller([&] {
       auto memory = sink_.OnHeader(index, item.header);
       if (!memory.ok()) {

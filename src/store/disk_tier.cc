@@ -197,7 +197,7 @@ std::vector<Status> DiskTier::Write(std::span<const TierWrite> items, int64_t de
     WriteJob::Item item;
     item.source = write.chunk;
     item.chunk = {
-        ShortRoot(write.id), write.chunk->header(), write.recompute_seconds, write.priority, {}};
+        ShortRoot(write.id), write.chunk->header(), {write.recompute_seconds, write.priority}, {}};
     job->items.push_back(std::move(item));
   }
   const Status ran = writes_.Run(

@@ -218,6 +218,56 @@ TEST_F(DiskTierTest, AChainLosesItsEndFirst) {
   EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 2);
 }
 
+// What a put said of a chunk decides what goes first, in the process that wrote it and in the next.
+TEST_F(DiskTierTest, WorthOutlivesARestartAndANewExpiry) {
+  const auto a = TestChain(1, 1)[0], b = TestChain(1, 2)[0], c = TestChain(1, 3)[0];
+  const auto d = TestChain(1, 4)[0], e = TestChain(1, 5)[0];
+  auto setup = Setup(3 * a.stored->header().total_bytes);
+  for (const EvictionKind eviction : {EvictionKind::kLru, EvictionKind::kCost}) {
+    for (const bool restarts : {false, true}) {
+      SCOPED_TRACE(restarts);
+      setup.eviction = eviction;
+      const bool by_cost = eviction == EvictionKind::kCost;
+      const auto put = [&](DiskTier& tier, const TestChunk& chunk, double seconds, int priority) {
+        TierWrite write{.id = chunk.id, .chunk = chunk.stored.get()};
+        if (by_cost) write.recompute_seconds = seconds;
+        if (!by_cost) write.priority = priority;
+        return tier.Write(std::span(&write, 1), kNever)[0];
+      };
+      auto tier = Open(setup);
+      EXPECT_TRUE(put(*tier, a, 100, 90).ok());
+      EXPECT_TRUE(put(*tier, b, 0.1, 10).ok());
+      EXPECT_TRUE(put(*tier, c, 2, 50).ok());
+      EXPECT_TRUE(tier->SetExpiry(a.id, clock->WallMs() + 1'000'000, kNever).ok());
+      if (restarts) {
+        tier.reset();
+        tier = Open(setup);
+      }
+      EXPECT_TRUE(put(*tier, d, 3, 60).ok());
+      EXPECT_FALSE(fs::exists(PathOf(b)));
+      EXPECT_TRUE(put(*tier, e, 4, 60).ok());
+      EXPECT_FALSE(fs::exists(PathOf(c)));
+      EXPECT_TRUE(fs::exists(PathOf(a)));
+      for (const TestChunk& chunk : {a, d, e}) EXPECT_TRUE(*tier->Remove(chunk.id, kNever));
+    }
+  }
+}
+
+// On a file system without records chunks are worth what all are, and as good.
+TEST_F(DiskTierTest, AFileSystemWithoutRecordsCostsNoChunk) {
+  const auto chain = TestChain(2);
+  const auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+  auto setup = Setup();
+  setup.files = files;
+  for (const std::string name : {"set_record", "get_record"}) {
+    files->FailAt(0, -EOPNOTSUPP, true, name);
+    const auto tier = Open(setup);
+    (void)tier->Write(WritesOf(chain), kNever);
+    EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 2);
+    for (const TestChunk& chunk : chain) EXPECT_TRUE(ReadBack(*tier, chunk).ok());
+  }
+}
+
 TEST_F(DiskTierTest, AQuotaOfOneSaltIsItsOwn) {
   const auto chain = TestChain(2, 0, {}, "a");
   const auto more = TestChain(1, 5, {}, "a");

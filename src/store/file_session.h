@@ -79,6 +79,12 @@ class FileSession {
   int Allocate(int file, int64_t size) {
     return Repeat([&] { return files_.Allocate(file, size); });
   }
+  int SetRecord(int file, std::span<const std::byte> record) {
+    return Repeat([&] { return files_.SetRecord(file, record); });
+  }
+  int64_t GetRecord(int file, std::span<std::byte> to) {
+    return Repeat([&] { return files_.GetRecord(file, to); });
+  }
   int Sync(int file) {
     return Repeat([&] { return files_.Sync(file); });
   }

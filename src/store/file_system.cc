@@ -5,6 +5,7 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,6 +16,7 @@ namespace {
 
 constexpr mode_t kFileMode = 0640;  // KV tells the text that it was computed from: not for all
 constexpr mode_t kDirectoryMode = 0750;
+constexpr const char* kRecordName = "user.quire.worth";
 
 int64_t OrError(int64_t result) { return result < 0 ? -errno : result; }
 int OrErrorInt(int result) { return result < 0 ? -errno : result; }
@@ -81,6 +83,12 @@ class MachineFileSystem final : public FileSystem {
     *to = StatOf(found);
     return 0;
   }
+  int SetRecord(int file, std::span<const std::byte> record) override {
+    return OrErrorInt(::fsetxattr(file, kRecordName, record.data(), record.size(), 0));
+  }
+  int64_t GetRecord(int file, std::span<std::byte> to) override {
+    return OrError(::fgetxattr(file, kRecordName, to.data(), to.size()));
+  }
   // A directory has no data of its own: fdatasync would be allowed to skip its entries.
   int Sync(int file) override {
     struct stat found = {};
@@ -140,6 +148,9 @@ class MachineFileSystem final : public FileSystem {
 };
 
 }  // namespace
+
+int FileSystem::SetRecord(int, std::span<const std::byte>) { return -EOPNOTSUPP; }
+int64_t FileSystem::GetRecord(int, std::span<std::byte>) { return -EOPNOTSUPP; }
 
 std::shared_ptr<FileSystem> CreateMachineFileSystem(bool use_uring) {
   return std::make_shared<MachineFileSystem>(use_uring);

@@ -70,6 +70,10 @@ class FileSystem {
   virtual int Allocate(int file, int64_t size) = 0;
   virtual int Stat(const std::string& path, FileStat* to) = 0;
   virtual int StatFile(int file, FileStat* to) = 0;
+  // A small record that goes with the file but is none of its contents: may be lost in a copy.
+  // -EOPNOTSUPP where there are none, which is what these do. How many bytes.
+  virtual int SetRecord(int file, std::span<const std::byte> record);
+  virtual int64_t GetRecord(int file, std::span<std::byte> to);
   virtual int Sync(int file) = 0;  // fdatasync; of a directory its entries
   // Gives an open file a name: -EEXIST. `path`: the name that it has; "" = none yet.
   virtual int Link(int file, const std::string& path, const std::string& to) = 0;

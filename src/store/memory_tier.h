@@ -20,12 +20,6 @@
 
 namespace quire {
 
-// What goes with a chunk that is put.
-struct ChunkWorth {
-  double recompute_seconds = 0;
-  int priority = 50;
-};
-
 // A chunk that RAM has and slower tiers may lack.
 struct KeptChunk {
   ChunkId id{};

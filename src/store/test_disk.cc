@@ -261,6 +261,14 @@ int FaultyFileSystem::StatFile(int file, FileStat* to) {
   QUIRE_FAULT("stat");
   return below_->StatFile(file, to);
 }
+int FaultyFileSystem::SetRecord(int file, std::span<const std::byte> record) {
+  QUIRE_FAULT("set_record");
+  return below_->SetRecord(file, record);
+}
+int64_t FaultyFileSystem::GetRecord(int file, std::span<std::byte> to) {
+  QUIRE_FAULT("get_record");
+  return below_->GetRecord(file, to);
+}
 int FaultyFileSystem::Sync(int file) {
   QUIRE_FAULT("sync");
   return below_->Sync(file);

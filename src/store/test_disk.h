@@ -107,6 +107,8 @@ class FaultyFileSystem : public FileSystem {
   int Allocate(int file, int64_t size) override;
   int Stat(const std::string& path, FileStat* to) override;
   int StatFile(int file, FileStat* to) override;
+  int SetRecord(int file, std::span<const std::byte> record) override;
+  int64_t GetRecord(int file, std::span<std::byte> to) override;
   int Sync(int file) override;
   int Link(int file, const std::string& path, const std::string& to) override;
   int Rename(const std::string& from, const std::string& to) override;

@@ -3,12 +3,15 @@
 namespace quire {
 namespace {
 
+// kDLFloat8_e4m3fn of DLPack 1.1; older headers lack the name.
+constexpr uint8_t kFloat8E4M3Code = 10;
+
 struct DTypeInfo {
   DType dtype;
   std::string_view name;
   std::string_view short_name;
   std::string_view safetensors_name;
-  DLDataTypeCode code;
+  uint8_t code;
   uint8_t bits;
 };
 
@@ -19,6 +22,8 @@ constexpr DTypeInfo kInfos[] = {
     {DType::kI32, "int32", "i32", "I32", kDLInt, 32},
     {DType::kI64, "int64", "i64", "I64", kDLInt, 64},
     {DType::kU8, "uint8", "u8", "U8", kDLUInt, 8},
+    {DType::kI8, "int8", "i8", "I8", kDLInt, 8},
+    {DType::kF8E4M3, "float8_e4m3fn", "fp8", "F8_E4M3", kFloat8E4M3Code, 8},
 };
 
 const DTypeInfo& Info(DType dtype) { return kInfos[static_cast<int>(dtype)]; }
@@ -50,7 +55,7 @@ Result<DType> ParseDType(std::string_view name) {
 
 DLDataType ToDLDataType(DType dtype) {
   const DTypeInfo& info = Info(dtype);
-  return DLDataType{static_cast<uint8_t>(info.code), info.bits, 1};
+  return DLDataType{info.code, info.bits, 1};
 }
 
 Result<DType> FromDLDataType(DLDataType dtype) {

@@ -100,12 +100,137 @@ CASES = {
     ),
 }
 
+WINDOW = {"sliding_window": 16}
+GEMMA = dict(tie_word_embeddings=True, query_pre_attn_scalar=24)
+CASES |= {
+    "mistral-window": ("Mistral", dict(**heads(8, 2), **WINDOW, tie_word_embeddings=False)),
+    "qwen2-window-from-layer-1": (
+        "Qwen2",
+        dict(
+            **heads(4, 2),
+            **WINDOW,
+            use_sliding_window=True,
+            max_window_layers=1,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3-window-by-layer-types": (
+        "Qwen3",
+        dict(
+            **heads(4, 2, 32),
+            **WINDOW,
+            use_sliding_window=True,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=False,
+        ),
+    ),
+    "gemma2": ("Gemma2", dict(hidden_size=96, **heads(4, 2, 32), **WINDOW, **GEMMA)),
+    "gemma2-tight-caps": (
+        "Gemma2",
+        dict(
+            **heads(8, 1, 16),
+            **WINDOW,
+            **GEMMA,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma2-no-caps-bias": (
+        "Gemma2",
+        dict(
+            **heads(4, 4, 16),
+            **WINDOW,
+            **GEMMA,
+            attention_bias=True,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        dict(num_hidden_layers=7, hidden_size=96, **heads(4, 2, 32), **WINDOW, **GEMMA),
+    ),
+    "gemma3-linear-final-cap": (
+        "Gemma3Text",
+        dict(
+            **heads(4, 1, 32),
+            **WINDOW,
+            **GEMMA,
+            final_logit_softcapping=3.0,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
+}
+
+MAMBA = dict(num_heads=8, head_dim=16, state_size=12, n_groups=2, layer_norm_epsilon=1e-3)
+HYBRID = dict(
+    **heads(4, 2, 32),
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=8,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+    tie_word_embeddings=False,
+)
+RECURRENT_CASES = {
+    "mamba2": ("Mamba2", MAMBA),
+    "mamba2-biases-one-group-tied": (
+        "Mamba2",
+        MAMBA | dict(use_bias=True, use_conv_bias=False, n_groups=1, tie_word_embeddings=True),
+    ),
+    "mamba2-steps-bounded": (
+        "Mamba2",
+        MAMBA
+        | dict(expand=1, num_heads=4, n_groups=4, conv_kernel=3, time_step_limit=(0.3, 0.9)),
+    ),
+    "qwen3-next": ("Qwen3Next", HYBRID),
+    "qwen3-next-dense-tied": (
+        "Qwen3Next",
+        HYBRID
+        | dict(
+            num_experts=0,
+            linear_num_key_heads=4,
+            layer_types=["full_attention", "linear_attention"] * 2,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3-next-some-experts": (
+        "Qwen3Next",
+        HYBRID
+        | dict(
+            **heads(2, 1, 24),
+            num_hidden_layers=5,
+            layer_types=None,
+            decoder_sparse_step=2,
+            mlp_only_layers=[1],
+            norm_topk_prob=False,
+            attention_bias=True,
+            linear_conv_kernel_dim=2,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 5e5,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+    ),
+}
+CASES |= RECURRENT_CASES
+
 
 def random_model(kind: str, options: dict, seed: int) -> torch.nn.Module:
     """A model in which every part matters: norms away from one and biases away from zero."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    causal = "Gemma3" if kind == "Gemma3Text" else kind
+    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -188,6 +313,48 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     )
 
 
+@pytest.mark.parametrize("name", RECURRENT_CASES)
+def test_cuts_of_a_prompt_cannot_be_seen_in_recurrent_models(tmp_path, name):
+    """Longer than the distance of two checkpoints; chunks of one token are decoding."""
+    kind, options = CASES[name]
+    model = random_model(kind, options, seed=12)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(150, seed=9)
+    expected, bound = Reference(model, neighbours=2).logits_and_bound(ids)
+    logits = []
+    for chunk in (1, 24, 64, 150):
+        with quire.Engine(
+            tmp_path, dtype="float32", threads=1, prefill_chunk=chunk, max_num_sequences=2
+        ) as engine:
+            logits.append(engine.logits(ids))
+        assert np.abs(logits[-1] - expected).max() <= bound
+        np.testing.assert_array_equal(logits[-1], logits[0])
+
+
+def test_recurrent_states_that_are_not_kept_are_computed_again(tmp_path):
+    """The same text again, and one that parts from it: states are kept at the end of what was
+    computed and at some multiples of 64 tokens."""
+    kind, options = CASES["qwen3-next"]
+    model = random_model(kind, options, seed=13)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(140, seed=10)
+    settings = dict(dtype="float32", threads=1, max_num_sequences=2)
+    with quire.Engine(tmp_path, **settings) as engine:
+        first = engine.generate([ids], max_tokens=8, ignore_eos=True)[0]
+        assert (first.usage.cached_tokens, first.usage.recomputed_tokens) == (0, 0)
+        again = engine.generate([ids], max_tokens=8, ignore_eos=True)[0]
+        assert again.ids == first.ids
+        assert (again.usage.cached_tokens, again.usage.recomputed_tokens) == (128, 11)
+        longer = ids + first.ids + [5]
+        goes_on = engine.generate([longer], max_tokens=8, ignore_eos=True)[0]
+        assert (goes_on.usage.cached_tokens, goes_on.usage.recomputed_tokens) == (147, 0)
+        stats = engine.stats()
+        assert stats["recomputed_tokens"] == 11 and stats["retained_states"] > 0
+    with quire.Engine(tmp_path, prefix_cache=False, **settings) as engine:
+        assert engine.generate([longer], max_tokens=8, ignore_eos=True)[0].ids == goes_on.ids
+        assert engine.stats()["states_free"] == engine.stats()["states_total"]
+
+
 @pytest.mark.parametrize("path", quire.kernel_paths())
 def test_every_kernel_path_keeps_the_bound(tmp_path, path):
     model = random_model("Qwen3", CASES["qwen3-tied"][1], seed=9)
@@ -231,6 +398,64 @@ def test_a_prompt_of_several_segments(tmp_path):
     expected, bound = Reference(model).logits_and_bound(ids)
     with quire.Engine(tmp_path, dtype="float32", threads=1, prefill_chunk=96) as engine:
         assert np.abs(engine.logits(ids) - expected).max() <= bound
+
+
+@pytest.mark.parametrize("window", [1, 24, 69, 70, 200])
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gemma3"])
+def test_windows_shorter_and_longer_than_prompt_and_chunk(tmp_path, name, window):
+    """Chunks of one token are decoding; 24 is one of the windows."""
+    kind, options = CASES[name]
+    model = random_model(kind, options | {"sliding_window": window}, seed=10)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(70, seed=7)
+    expected, bound = Reference(model).logits_and_bound(ids)
+    logits = []
+    for chunk in (1, 24, 70):
+        with quire.Engine(
+            tmp_path, dtype="float32", threads=1, prefill_chunk=chunk, page_size=16
+        ) as engine:
+            logits.append(engine.logits(ids))
+        assert np.abs(logits[-1] - expected).max() <= bound
+        np.testing.assert_array_equal(logits[-1], logits[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral-window",
+        "qwen2-window-from-layer-1",
+        "gemma2",
+        "gemma3",
+        "mamba2",
+        "qwen3-next",
+        "qwen3-next-some-experts",
+    ],
+)
+def test_decoding_behind_a_prefix_that_can_be_forked_at_its_end_only(tmp_path, name):
+    """Turns of a conversation: each goes on where the cached one ended, windows away from its
+    beginning, or behind the last state of recurrent layers. Every token is one of the best of transformers' logits, and the whole is what an
+    engine without a prefix cache says."""
+    kind, options = CASES[name]
+    model = random_model(kind, options, seed=11)
+    model.save_pretrained(tmp_path)
+    reference = Reference(model, neighbours=1)
+    settings = dict(dtype="float32", threads=1, prefill_chunk=32, page_size=16)
+    with (
+        quire.Engine(tmp_path, **settings, prefix_cache=True) as engine,
+        quire.Engine(tmp_path, **settings, prefix_cache=False) as alone,
+    ):
+        ids = random_ids(50, seed=8)
+        for turn in range(3):
+            result = engine.generate([ids], max_tokens=20, ignore_eos=True)[0]
+            assert alone.generate([ids], max_tokens=20, ignore_eos=True)[0].ids == result.ids
+            # All but the last token of the turn before, which was never an input.
+            assert turn == 0 or result.usage.cached_tokens == len(ids) - 11
+            whole = ids + result.ids
+            expected, bound = reference.logits_and_bound(whole)
+            for position, token in enumerate(result.ids, start=len(ids) - 1):
+                row = expected[position]
+                assert row.max() - row[token] <= 2 * bound
+            ids = whole + random_ids(10, seed=turn)
 
 
 def test_bfloat16_stays_near(tmp_path):

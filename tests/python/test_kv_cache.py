@@ -231,6 +231,35 @@ def test_a_plan_can_be_printed() -> None:
     cache.abort_forward()
 
 
+def test_self_and_cross_attention_merge_to_the_whole() -> None:
+    cache = make_cache(num_layers=1)
+    cache.add_sequence(0)
+    rng = np.random.default_rng(5)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    k, v = draw(40, 2, 16), draw(40, 2, 16)
+    empty = np.full((40, 4, 16), np.nan, np.float32)
+    lse = np.full((40, 4), np.nan, np.float32)
+    with cache.forward([0], [40]):
+        cache.append(0, k, v)
+        cache.cross_attention(0, draw(40, 4, 16), empty, lse)
+    assert (empty == 0).all() and np.isneginf(lse).all()
+    q, new_k, new_v = draw(3, 4, 16), draw(3, 2, 16), draw(3, 2, 16)
+    outputs = [(np.empty_like(q), np.empty((3, 4), np.float32)) for _ in range(3)]
+    with cache.forward([0], [3]):
+        cache.append(0, new_k, new_v)
+        whole = cache.attend(0, q, outputs[0][0], lse=outputs[0][1])
+        own = cache.self_attention(0, q, new_k, new_v, *outputs[1])
+        cached = cache.cross_attention(0, q, *outputs[2])
+    assert cache.merge_attn_output_inplace(*own, *cached)[0] is own[0]
+    assert np.abs(own[0] - whole).max() < 1e-5
+    assert np.abs(own[1] - outputs[0][1]).max() < 1e-5
+    with pytest.raises(quire.BadArgumentError, match="lse1 is float32"):
+        cache.merge_attn_output_inplace(own[0], empty[0, 0], *cached)
+
+
 # ---- Tensors of others
 
 

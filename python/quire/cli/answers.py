@@ -57,6 +57,8 @@ def print_stats(answer: PrintedAnswer) -> None:
         return
     usage = answer.result.usage
     cached = f", {usage.cached_tokens} of them cached," if usage.cached_tokens else ""
+    if usage.recomputed_tokens:
+        cached += f" {usage.recomputed_tokens} known and computed again for want of a state,"
     decoded = usage.completion_tokens - 1  # the first one comes with the prompt
     seconds = answer.decode_seconds
     speed = f", {decoded / seconds:.1f} tokens/s" if decoded > 0 and seconds > 0 else ""

@@ -131,7 +131,10 @@ def add_store(command: argparse.ArgumentParser) -> None:
         "--kv-dir", metavar="DIR", help="keep KV in DIR, and take from there what is not computed"
     )
     store.add_argument(
-        "--kv-redis", metavar="HOST:PORT", help="the same in Redis; with commas: seeds of a cluster"
+        "--kv-redis",
+        metavar="HOST:PORT",
+        help="the same in Redis; with commas: seeds of a cluster; or "
+        "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX",
     )
     add_store_details(store)
     store.add_argument(

@@ -18,12 +18,13 @@ def plan_memory(model: str | None, arguments: dict[str, Any]) -> MemoryPlan:
 
 
 def memory_lines(plan: MemoryPlan) -> dict[str, str]:
-    """The plan in words, by name."""
+    """The plan in words, by name; states only where there are recurrent layers."""
     return {
         "weights": bytes_text(plan.weight_bytes),
         "KV per token": bytes_text(plan.kv_bytes_per_token),
         "KV pages": f"{bytes_text(plan.kv_bytes)}: {plan.page_count:,} pages of "
         f"{plan.page_size} tokens, {plan.page_bytes:,} bytes each",
+        **({"states": bytes_text(plan.state_bytes)} if plan.state_bytes else {}),
         "scratch": bytes_text(plan.scratch_bytes),
         "total": bytes_text(plan.total_bytes),
         "machine": f"{bytes_text(plan.machine_bytes)}: "

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quire import errors
+from quire import errors, redis_url
 from quire.cli import arguments
 from quire.cli.arguments import UsageError
 from quire.cli.terminal import note
@@ -18,7 +18,7 @@ from quire.store import ChunkInfo, ChunkStore, Tier
 
 _ABOUT = """\
 Looks into KV that is kept in a folder (--kv-dir) or in Redis (--kv-redis). STORE is the folder, or
-redis://HOST:PORT[,...].
+redis://[USER:PASSWORD@]HOST:PORT[,...][/?prefix=PREFIX].
 
   quire store ls STORE              its chunks
   quire store get STORE KEY         one of them, verified; --output FILE writes its bytes
@@ -27,7 +27,6 @@ redis://HOST:PORT[,...].
   quire store stats STORE           counts
 """
 _ACTIONS = ("ls", "get", "verify", "gc", "stats")
-_SCHEME = "redis://"
 _EXIT_DAMAGED = 1
 
 
@@ -74,11 +73,11 @@ def _open(options: argparse.Namespace) -> tuple[ChunkStore, Tier]:
     """The store, which must be there, and its one tier."""
     name: str = options.words[0]
     key = b"" if options.kv_key_file is None else Path(options.kv_key_file).read_bytes()
-    if name.startswith(_SCHEME):
-        return ChunkStore(redis=name.removeprefix(_SCHEME), key=key), "redis"
+    if name.startswith(redis_url.SCHEME):
+        return ChunkStore(redis=name, key=key), "redis"
     if not os.path.isdir(name):
         raise errors.NotFoundError(
-            f"{name}: there is no such folder; for Redis write {_SCHEME}HOST:PORT"
+            f"{name}: there is no such folder; for Redis write {redis_url.SCHEME}HOST:PORT"
         )
     store = ChunkStore(
         name,

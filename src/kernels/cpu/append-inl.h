@@ -49,11 +49,11 @@ QUIRE_INLINE typename StoredAs<kTo>::Element Convert(typename StoredAs<kFrom>::E
 static void OpenTile(const KVPages& pages, AppendTarget target) {
   const KVLayout& layout = pages.layout;
   pages.v_nonfinite[TileFlag(layout, target.page, target.slot)] = 0;
-  if (!layout.tiled()) return;
-  const size_t bytes = layout.dtype == DType::kF32 ? sizeof(float) : sizeof(uint16_t);
+  if (!layout.tiled() || IsQuantised(layout.v_dtype())) return;  // codes are finite
+  const size_t bytes = layout.v_element_bytes();
   __builtin_memset(
-      PageAt(pages, target.page) + layout.v_tile_offset(target.slot / kTilePositions, 0) * bytes, 0,
-      layout.v_tile_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
+      ValuesAt(pages, target.page) + layout.v_tile_offset(target.slot / kTilePositions, 0) * bytes,
+      0, layout.v_tile_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
 }
 
 template <DType kFrom, DType kTo>
@@ -89,7 +89,7 @@ static bool AppendValue(const AppendArgs& args, int64_t row, int head) {
   const AppendTarget target = args.targets[row];
   const auto* from = static_cast<const typename StoredAs<kFrom>::Element*>(args.v.data) +
                      row * args.v.row_stride + head * args.v.head_stride;
-  auto* page = reinterpret_cast<Element*>(PageAt(args.pages, target.page));
+  auto* page = reinterpret_cast<Element*>(ValuesAt(args.pages, target.page));
   const ValueElements value = ValueOfSlot(layout, target.slot, head);
   float sum = 0.0F;  // of x * 0: NaN if some x is not finite
   for (int d = 0; d < layout.v_head_dim; ++d) {
@@ -122,6 +122,8 @@ static void AppendValues(const AppendArgs& args, int64_t row) {
 
 using AppendRow = void (*)(const AppendArgs& args, int64_t row);
 
+#include "kernels/cpu/quantised_append-inl.h"
+
 template <DType kTo>
 static AppendRow KeysFrom(DType from) {
   if (from == DType::kF32) return AppendKeys<DType::kF32, kTo>;
@@ -133,6 +135,17 @@ static AppendRow ValuesFrom(DType from) {
   return from == DType::kF16 ? AppendValues<DType::kF16, kTo> : AppendValues<DType::kBF16, kTo>;
 }
 
+static AppendRow KeysTo(DType to, DType from) {
+  if (IsQuantised(to)) return QuantisedKeysFrom(from);
+  if (to == DType::kF32) return KeysFrom<DType::kF32>(from);
+  return to == DType::kF16 ? KeysFrom<DType::kF16>(from) : KeysFrom<DType::kBF16>(from);
+}
+static AppendRow ValuesTo(DType to, DType from) {
+  if (IsQuantised(to)) return QuantisedValuesFrom(from);
+  if (to == DType::kF32) return ValuesFrom<DType::kF32>(from);
+  return to == DType::kF16 ? ValuesFrom<DType::kF16>(from) : ValuesFrom<DType::kBF16>(from);
+}
+
 struct AppendCall {
   const AppendArgs* args;
   AppendRow keys;
@@ -140,14 +153,8 @@ struct AppendCall {
 };
 
 static AppendCall MakeAppendCall(const AppendArgs& args) {
-  const DType to = args.pages.layout.dtype;
-  if (to == DType::kF32) {
-    return {&args, KeysFrom<DType::kF32>(args.k.dtype), ValuesFrom<DType::kF32>(args.v.dtype)};
-  }
-  if (to == DType::kF16) {
-    return {&args, KeysFrom<DType::kF16>(args.k.dtype), ValuesFrom<DType::kF16>(args.v.dtype)};
-  }
-  return {&args, KeysFrom<DType::kBF16>(args.k.dtype), ValuesFrom<DType::kBF16>(args.v.dtype)};
+  const KVLayout& layout = args.pages.layout;
+  return {&args, KeysTo(layout.dtype, args.k.dtype), ValuesTo(layout.v_dtype(), args.v.dtype)};
 }
 
 // The end of the rows of task `index`.

@@ -56,6 +56,8 @@ struct WorkerSpace {
   float* cos;         // [rotary_dim / 2][16]
   float* sin;
   SegmentTiles* tiles;  // of this and of the next segment
+  float* key_scales;    // of the segment's positions, of one head
+  float* value_scales;
 
   // Sets the pointers for the memory at `base`; returns the bytes that they span.
   size_t Place(const KVLayout& layout, std::byte* base) {
@@ -86,6 +88,8 @@ struct WorkerSpace {
     cos = reinterpret_cast<float*>(Take(&next, k_tile / 2));
     sin = reinterpret_cast<float*>(Take(&next, k_tile / 2));
     tiles = reinterpret_cast<SegmentTiles*>(Take(&next, 2 * sizeof(SegmentTiles)));
+    key_scales = reinterpret_cast<float*>(Take(&next, kSegmentPositions * sizeof(float)));
+    value_scales = reinterpret_cast<float*>(Take(&next, kSegmentPositions * sizeof(float)));
     return next - reinterpret_cast<uintptr_t>(base);
   }
 
@@ -109,9 +113,10 @@ static size_t WorkerBytes(const KVLayout& layout) {
 struct AttentionCall {
   const AttentionArgs* args;
   AttentionSchedule* schedule;
-  WeightKind weights;
-  const ChainLoops* stored_loops;  // for tiles in the cache's type
-  size_t element_bytes;
+  WeightKind q_weights;
+  WeightKind p_weights;
+  bool scales_keys;
+  bool scales_values;
   RowStates states;  // o [kv head][query row][v_dim], m, l [kv head][query row], of all rows
   std::byte* workers;
   size_t worker_bytes;
@@ -122,7 +127,8 @@ struct AttentionCall {
 static const ChainLoops* LoopsOf(DType dtype) {
   if (dtype == DType::kBF16) return &kLoopsBF16;
   if (dtype == DType::kF16) return &kLoopsF16;
-  return &kLoopsF32;
+  if (dtype == DType::kI8) return &kLoopsI8;
+  return dtype == DType::kF8E4M3 ? &kLoopsF8 : &kLoopsF32;
 }
 
 static WorkerSpace SpaceOf(const AttentionCall& call, int worker) {
@@ -161,26 +167,36 @@ static void ClearUnitStates(const AttentionCall& call, const AttentionUnit& unit
   }
 }
 
-// The chain for what PrepareKeys returns.
-static const ChainLoops* KeyLoops(const AttentionCall& call, bool rotate, bool widen) {
-  if (widen) return &kLoopsF32;
-  return rotate && call.layout().dtype == DType::kF16 ? &kLoopsF32 : call.stored_loops;
-}
-
-static int64_t ScoreSteps(const AttentionCall& call, const ChainLoops* loops) {
-  return loops == &kLoopsBF16 ? call.layout().k_dim() / 2 : call.layout().k_dim();
-}
-
 // Keys of the unit are rotated here (RopeMode::kInline).
 static bool RotatesKeys(const AttentionCall& call, const AttentionUnit& unit) {
   return call.args->sequences[static_cast<size_t>(unit.sequence)].inline_cos != nullptr;
 }
 
-// Tiles of a block are widened to float32 first. Packed weights need pairs; float32 tiles are wide
-// already.
-static bool WidensTiles(const AttentionCall& call, const AttentionUnit& unit) {
-  return call.weights != WeightKind::kPackedBF16 && call.layout().dtype != DType::kF32 &&
-         unit.row_count() >= kWidenRows;
+// The type in which a block's tiles enter their chains. Widening codes in every group of rows would
+// cost more than once before; with packed weights, pairs of bfloat16 are wanted and float32 else,
+// in whose loops a pair is two steps.
+static DType BlockDType(DType stored, WeightKind weights, int64_t rows) {
+  const DType compute = ComputeDType(stored);
+  if (weights == WeightKind::kPackedBF16) return compute;
+  if (IsQuantised(stored)) return DType::kF32;
+  return rows >= kWidenRows ? DType::kF32 : compute;
+}
+
+// What PrepareKeys returns for the unit.
+static DType KeyDType(const AttentionCall& call, const AttentionUnit& unit) {
+  const DType stored = call.layout().dtype;
+  const bool rotates = RotatesKeys(call, unit);
+  DType dtype = stored;
+  if (unit.row_count() >= kBlockRowsMin) {
+    dtype = BlockDType(stored, call.q_weights, unit.row_count());
+  } else if (rotates) {
+    dtype = ComputeDType(stored);
+  }
+  return rotates && dtype == DType::kF16 ? DType::kF32 : dtype;
+}
+
+static int64_t ScoreSteps(const AttentionCall& call, DType keys) {
+  return call.layout().k_dim() / ChainPair(keys);
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -200,7 +216,7 @@ class RowWalker {
     return call_.args->sequences[static_cast<size_t>(sequence_)];
   }
   int64_t row() const { return sequence().first_row + row_in_sequence(); }
-  int64_t position() const { return PositionOfRow(sequence(), row_in_sequence()); }
+  RowView view() const { return ViewOf(*call_.args, sequence(), row_in_sequence()); }
   int64_t head(int64_t kv_head) const {
     return kv_head * call_.schedule->group_size() + head_in_group_;
   }
@@ -293,14 +309,14 @@ static void StoreQuery(const std::byte* row, size_t row_bytes, int64_t steps, in
   }
 }
 
-// Row r of the unit, which is `row` of q, for all heads of the unit: rotated, as weights of
-// `loops`.
+// Row r of the unit, which is `row` of q, for all heads of the unit: rotated, as weights for
+// `keys`.
 static void LoadQuery(const AttentionCall& call, const AttentionUnit& unit, const RowWalker& walker,
-                      int64_t r, const RotaryRows& rotary, const ChainLoops* loops, std::byte* to,
+                      int64_t r, const RotaryRows& rotary, DType keys, std::byte* to,
                       WorkerSpace& space) {
   const HeadRows& q = call.args->q;
   const int k_dim = call.layout().k_dim();
-  const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.weights);
+  const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.q_weights);
   const int64_t rows = unit.row_count();
   for (int64_t h = 0; h < unit.head_count(); ++h) {
     WidenRow(q.data, q.dtype,
@@ -308,16 +324,16 @@ static void LoadQuery(const AttentionCall& call, const AttentionUnit& unit, cons
              call.layout().qk_head_dim, space.row);
     RotateRow(space.row, rotary, walker.row());
     for (int i = 0; i < k_dim; i += kLanes) {
-      StoreWeights(call.weights, space.weights, i, Load(space.row + i));
+      StoreWeights(call.q_weights, space.weights, i, Load(space.row + i));
     }
-    StoreQuery(space.weights, row_bytes, ScoreSteps(call, loops), r, rows,
+    StoreQuery(space.weights, row_bytes, ScoreSteps(call, keys), r, rows,
                to + static_cast<size_t>(h * rows) * row_bytes);
   }
 }
 
 // Query rows of the unit and what each row sees.
-static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit,
-                        const ChainLoops* loops, WorkerSpace& space) {
+static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, DType keys,
+                        WorkerSpace& space) {
   const AttentionArgs& args = *call.args;
   RotaryRows sink_rotary = args.rotary;
   sink_rotary.angles = args.sink_angles;
@@ -328,10 +344,10 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit,
   for (int64_t r = 0; r < unit.row_count(); ++r, walker.Next()) {
     walker.Settle();
     RowView& view = space.views[r];
-    view = ViewOfRow(walker.sequence().window, args.layer_window, walker.position());
+    view = walker.view();
     if (unit.shared) view.end = INT64_MAX;
     if (args.sink_angles == nullptr) view.sink_end = 0;
-    LoadQuery(call, unit, walker, r, args.rotary, loops, space.q, space);
+    LoadQuery(call, unit, walker, r, args.rotary, keys, space.q, space);
     // A group's rows are scored together, so a row that has slid gives all of them such a query.
     space.has_sink_q |= view.sink_end > 0;
   }
@@ -339,7 +355,7 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit,
   RowWalker again(call, unit.row_begin, unit.sequence);
   for (int64_t r = 0; r < unit.row_count(); ++r, again.Next()) {
     again.Settle();
-    LoadQuery(call, unit, again, r, sink_rotary, loops, space.sink_q, space);
+    LoadQuery(call, unit, again, r, sink_rotary, keys, space.sink_q, space);
   }
 }
 
@@ -468,10 +484,12 @@ static void PlaceSinkScores(const RowView* views, int64_t count, int64_t segment
   }
 }
 
-// Softmax of `count` rows of one head; m and l per row.
+// Softmax of `count` rows of one head; m and l per row. value_scales: of the segment's positions.
 static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t count,
-                        int64_t segment, TileRange range, float* scores, float* m, float* l) {
+                        int64_t segment, TileRange range, const float* value_scales, float* scores,
+                        float* m, float* l) {
   const float soft_cap = call.args->soft_cap;
+  const auto softmax = call.scales_values ? SoftmaxRow<true> : SoftmaxRow<false>;
   for (int64_t r = 0; r < count; ++r, scores += kScoreStride) {
     const SegmentView view = ViewIn(views[r], segment);
     if (view.begin < view.end) {
@@ -480,9 +498,10 @@ static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t
         CapScores(scores, view, scale, soft_cap);
         scale = 1.0F;
       }
-      SoftmaxRow(call.weights, scores, view, range.begin, range.end, scale, m + r, l + r);
+      softmax(call.p_weights, scores, value_scales, view, range.begin, range.end, scale, m + r,
+              l + r);
     } else {
-      HiddenRow(call.weights, scores, range.begin, range.end, m + r, l + r);
+      HiddenRow(call.p_weights, scores, range.begin, range.end, m + r, l + r);
     }
   }
 }
@@ -507,10 +526,10 @@ static void WeighTiles(const AttentionCall& call, const ValueTiles& values, Tile
                        const float* scores, int count, float* o, bool resume,
                        const std::byte* prefetch) {
   const int v_dim = call.layout().v_dim();
-  const int64_t column_bytes = kTilePositions * (values.dtype == DType::kF32 ? 4 : 2);
+  const int64_t column_bytes = kTilePositions * DTypeBytes(values.dtype);
   WeighArgs a;
   a.p = reinterpret_cast<const std::byte*>(scores) +
-        static_cast<size_t>(range.begin * kLanes) * WeightBytes(call.weights);
+        static_cast<size_t>(range.begin * kLanes) * WeightBytes(call.p_weights);
   a.v = values.data + range.begin;
   a.tile_count = range.end - range.begin;
   a.v_row_elements = v_dim * ChainPair(values.dtype);
@@ -597,23 +616,61 @@ static void WeighCarefully(const AttentionCall& call, const SegmentTiles& tiles,
   }
 }
 
-// K tile of a head as the chain `*loops` reads it; `buffer` holds a float32 tile. Rotated in
-// RopeMode::kInline (angles of the tile are in `space`), float32 if `widen`.
+// K tile of a head as `as`, which KeyDType names; `buffer` holds a float32 tile. Rotated in
+// RopeMode::kInline (angles of the tile are in `space`).
 static const std::byte* PrepareKeys(const AttentionCall& call, const SegmentTile& tile, int head,
-                                    bool rotate, bool widen, WorkerSpace& space,
-                                    std::byte* buffer) {
+                                    bool rotate, DType as, WorkerSpace& space, std::byte* buffer) {
   const KVLayout& layout = call.layout();
-  if (!rotate && !widen) return StoredKeys(call.args->pages, tile, head, buffer);
+  if (!rotate && as == layout.dtype) return StoredKeys(call.args->pages, tile, head, buffer);
   const std::byte* stored = StoredKeys(call.args->pages, tile, head, space.stored);
-  const bool pack = rotate && !widen && layout.dtype == DType::kBF16;
+  const bool pack = as == DType::kBF16;
   float* wide = pack ? space.tile : reinterpret_cast<float*>(buffer);
   WidenTile(layout.dtype, stored, layout.k_dim(), kLanes, wide);
-  if (!rotate) return buffer;
-  RotateTile(wide, space.cos, space.sin, call.args->rotary.rotary_dim,
-             call.args->rotary.interleaved);
-  if (layout.dtype == DType::kBF16) RoundTileToBF16(wide, layout.k_dim() * kLanes);
-  if (pack) PackKeyPairs(wide, layout.k_dim(), reinterpret_cast<uint32_t*>(buffer));
+  if (rotate) {
+    RotateTile(wide, space.cos, space.sin, call.args->rotary.rotary_dim,
+               call.args->rotary.interleaved);
+    if (ComputeDType(layout.dtype) == DType::kBF16) {
+      RoundTileToBF16(wide, layout.k_dim() * kLanes);
+    }
+  }
+  if (pack) PackPairs(wide, layout.k_dim(), kLanes, reinterpret_cast<uint32_t*>(buffer));
   return buffer;
+}
+
+// V tile of a head as `as`; `buffer` holds a float32 tile.
+static const std::byte* PrepareValues(const AttentionCall& call, const SegmentTile& tile, int head,
+                                      DType as, WorkerSpace& space, std::byte* buffer) {
+  const KVLayout& layout = call.layout();
+  if (as == layout.v_dtype()) return StoredValues(call.args->pages, tile, head, buffer);
+  const std::byte* stored = StoredValues(call.args->pages, tile, head, space.stored);
+  const bool pack = as == DType::kBF16;
+  float* wide = reinterpret_cast<float*>(pack ? space.hidden : buffer);
+  WidenTile(layout.v_dtype(), stored, kTilePositions, layout.v_dim(), wide);
+  if (pack) PackPairs(wide, kTilePositions, layout.v_dim(), reinterpret_cast<uint32_t*>(buffer));
+  return buffer;
+}
+
+// Scales of the tiles of a set, of one head, by position of the segment.
+static void GatherScales(const AttentionCall& call, const SegmentTiles& tiles, TileSet set,
+                         int head, int part, float* scales) {
+  for (; set != 0; set &= set - 1) {
+    const int t = __builtin_ctz(set);
+    float* const at = scales + t * kLanes;
+    const float* stored = StoredScales(call.args->pages, tiles.tiles[t], head, part, at);
+    if (stored != at) Store(at, Load(stored));
+  }
+}
+
+// Finished scores times the scales of their keys.
+static void ScaleScores(const float* scales, TileSet set, int count, float* scores) {
+  for (; set != 0; set &= set - 1) {
+    const int t = __builtin_ctz(set);
+    const VF scale = Load(scales + t * kLanes);
+    for (int r = 0; r < count; ++r) {
+      float* const at = scores + r * kScoreStride + t * kLanes;
+      Store(at, Mul(Load(at), scale));
+    }
+  }
 }
 
 static void LoadTileAngles(const AttentionCall& call, const AttentionSequence& sequence,
@@ -626,10 +683,12 @@ static void LoadTileAngles(const AttentionCall& call, const AttentionSequence& s
 }
 
 // The end of the positions of a unit that are looked at in a segment, where its runs say.
-static int64_t PositionsEnd(const AttentionUnit& unit, const AttentionSequence& sequence,
-                            int64_t segment) {
+static int64_t PositionsEnd(const AttentionCall& call, const AttentionUnit& unit,
+                            const AttentionSequence& sequence, int64_t segment) {
   const int64_t segment_end = (segment + 1) * kSegmentPositions;
-  return unit.shared ? segment_end : SmallerOf(segment_end, RunsEnd(sequence));
+  if (unit.shared) return segment_end;
+  if (sequence.tree != nullptr) return SmallerOf(segment_end, RunsEnd(sequence));
+  return SmallerOf(segment_end, call.args->SeenEnd(sequence, sequence.row_count - 1));
 }
 
 // Where the state of one segment goes: folded into the unit's states, or kept as it is in a slot of
@@ -703,7 +762,7 @@ static void GatherSteps(const std::byte* from, int64_t steps, int64_t group, int
 // space.node_q.
 static void GatherQuery(const AttentionCall& call, const AttentionUnit& unit, const std::byte* q,
                         int64_t h, int64_t r, int count, int64_t steps, WorkerSpace& space) {
-  const size_t row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
+  const size_t row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
   const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
   const int64_t first = r / kRowsMax * kRowsMax;
   const int64_t group = SmallerOf(kRowsMax, unit.row_count() - first);
@@ -720,43 +779,72 @@ static void GatherQuery(const AttentionCall& call, const AttentionUnit& unit, co
 // of one group. `scores`: of row `begin`.
 static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
                        TileSet own, const std::byte* q, int64_t h, int64_t begin, int64_t end,
-                       bool widen, float* scores, WorkerSpace& space) {
+                       float* scores, WorkerSpace& space) {
   const bool rotate = RotatesKeys(call, unit);
-  const ChainLoops* loops = KeyLoops(call, rotate, widen);
+  const DType keys = KeyDType(call, unit);
+  const ChainLoops* loops = LoopsOf(keys);
   const int head = static_cast<int>(unit.head_begin + h);
   ScoreArgs a;
   a.q = space.node_q;
   a.q_column_bytes = 0;
-  a.steps = ScoreSteps(call, loops);
+  a.steps = ScoreSteps(call, keys);
   a.s_row = kScoreStride;
   a.s_column = kLanes;
   a.prefetch = nullptr;
   const auto score = [&](int64_t r, int count, int t, const SegmentTile& tile) {
     GatherQuery(call, unit, q, h, r, count, a.steps, space);
-    a.k[0] = PrepareKeys(call, tile, head, rotate, widen, space, space.node_keys);
-    a.s = scores + (r - begin) * kScoreStride + t * kLanes;
+    a.k[0] = PrepareKeys(call, tile, head, rotate, keys, space, space.node_keys);
+    float* const row = scores + (r - begin) * kScoreStride;
+    a.s = row + t * kLanes;
     loops->score_tile[count - 1](a);
+    if (!call.scales_keys) return;
+    StoredScales(call.args->pages, tile, head, 0, space.key_scales + t * kLanes);
+    ScaleScores(space.key_scales, TileSet{1} << t, count, row);
   };
   ForEachNodeTile(call, unit, segment, own, begin, end, rotate, space, score);
 }
 
+// SoftmaxRows of the same rows: where values have scales, those of the tiles `own` are each node's
+// own.
+static void SoftmaxNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                         TileSet own, int64_t h, int64_t begin, int64_t end, TileRange range,
+                         float* scores, float* m, float* l, WorkerSpace& space) {
+  const auto softmax = [&](int64_t r, int64_t count) {
+    const int64_t at = r - begin;
+    SoftmaxRows(call, space.views + r, count, segment, range, space.value_scales,
+                scores + at * kScoreStride, m + at, l + at);
+  };
+  if (own == 0 || !call.scales_values) {
+    softmax(begin, end - begin);
+    return;
+  }
+  const int head = static_cast<int>(unit.head_begin + h);
+  const auto gather = [&](int64_t, int, int t, const SegmentTile& tile) {
+    StoredScales(call.args->pages, tile, head, call.layout().v_scale_part(),
+                 space.value_scales + t * kLanes);
+  };
+  for (int64_t r = begin; r < end;) {
+    int64_t stop = r + 1;
+    while (stop < end && NodeOfRow(call, unit, stop) == NodeOfRow(call, unit, r)) ++stop;
+    ForEachNodeTile(call, unit, segment, own, r, stop, false, space, gather);
+    softmax(r, stop - r);
+    r = stop;
+  }
+}
+
 // Adds the values of the tiles `own` to the outputs of the same rows.
 static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
-                       TileSet own, int64_t h, int64_t begin, int64_t end, bool widen,
-                       const float* scores, float* o, WorkerSpace& space) {
+                       TileSet own, int64_t h, int64_t begin, int64_t end, const float* scores,
+                       float* o, WorkerSpace& space) {
   const KVLayout& layout = call.layout();
   const int head = static_cast<int>(unit.head_begin + h);
   const std::byte* data[kTilesPerSegment];
-  const ValueTiles values = {widen ? &kLoopsF32 : call.stored_loops,
-                             widen ? DType::kF32 : layout.dtype, data};
+  const bool block = unit.row_count() >= kBlockRowsMin;
+  const DType dtype =
+      block ? BlockDType(layout.v_dtype(), call.p_weights, unit.row_count()) : layout.v_dtype();
+  const ValueTiles values = {LoopsOf(dtype), dtype, data};
   const auto weigh = [&](int64_t r, int count, int t, const SegmentTile& tile) {
-    data[t] = space.node_values;
-    if (widen) {
-      WidenTile(layout.dtype, StoredValues(call.args->pages, tile, head, space.stored),
-                kTilePositions, layout.v_dim(), reinterpret_cast<float*>(space.node_values));
-    } else {
-      StoredValues(call.args->pages, tile, head, space.node_values);
-    }
+    data[t] = PrepareValues(call, tile, head, dtype, space, space.node_values);
     const float* const p = scores + (r - begin) * kScoreStride;
     float* const out = o + (r - begin) * layout.v_dim();
     if (tile.v_nonfinite) {
@@ -774,7 +862,7 @@ static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int
 struct BlockTiles {
   const std::byte* keys[kTilesPerSegment];
   const std::byte* values[kTilesPerSegment];
-  const ChainLoops* key_loops;
+  DType key_dtype;
   ValueTiles value_tiles;
 };
 
@@ -784,35 +872,34 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const int head = unit.head_begin;
   const bool rotate = RotatesKeys(call, unit);
-  const bool widen = WidensTiles(call, unit);
+  const DType values = BlockDType(layout.v_dtype(), call.p_weights, unit.row_count());
   const size_t k_bytes = layout.k_tile_elements() * sizeof(float);
   const size_t v_bytes = layout.v_tile_elements() * sizeof(float);
+  block->key_dtype = KeyDType(call, unit);
+  const TileSet all = set;
   for (; set != 0; set &= set - 1) {
     const int t = __builtin_ctz(set);
     const SegmentTile& tile = space.tiles->tiles[t];
     if (rotate) LoadTileAngles(call, sequence, segment, t, space);
-    block->keys[t] = PrepareKeys(call, tile, head, rotate, widen, space,
+    block->keys[t] = PrepareKeys(call, tile, head, rotate, block->key_dtype, space,
                                  space.key_tiles + static_cast<size_t>(t) * k_bytes);
-    std::byte* buffer = space.value_tiles + static_cast<size_t>(t) * v_bytes;
-    if (widen) {
-      WidenTile(layout.dtype, StoredValues(call.args->pages, tile, head, space.stored),
-                kTilePositions, layout.v_dim(), reinterpret_cast<float*>(buffer));
-      block->values[t] = buffer;
-    } else {
-      block->values[t] = StoredValues(call.args->pages, tile, head, buffer);
-    }
+    block->values[t] = PrepareValues(call, tile, head, values, space,
+                                     space.value_tiles + static_cast<size_t>(t) * v_bytes);
   }
-  block->key_loops = KeyLoops(call, rotate, widen);
-  block->value_tiles = {widen ? &kLoopsF32 : call.stored_loops, widen ? DType::kF32 : layout.dtype,
-                        block->values};
+  if (call.scales_keys) GatherScales(call, *space.tiles, all, head, 0, space.key_scales);
+  if (call.scales_values) {
+    GatherScales(call, *space.tiles, all, head, layout.v_scale_part(), space.value_scales);
+  }
+  block->value_tiles = {LoopsOf(values), values, block->values};
 }
 
 static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileSet tiles,
                        const std::byte* q, int count, float* scores) {
+  const ChainLoops& loops = *LoopsOf(block.key_dtype);
   ScoreArgs a;
   a.q = q;
   a.q_column_bytes = 0;
-  a.steps = ScoreSteps(call, block.key_loops);
+  a.steps = ScoreSteps(call, block.key_dtype);
   a.s_row = kScoreStride;
   a.s_column = kLanes;
   a.prefetch = nullptr;
@@ -822,9 +909,9 @@ static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileS
       for (int c = 0; c < columns; ++c) a.k[c] = block.keys[t + c];
       a.s = scores + t * kLanes;
       if (columns == kTilesAtOnce) {
-        block.key_loops->score_tiles[count - 1](a);
+        loops.score_tiles[count - 1](a);
       } else {
-        block.key_loops->score_tile[count - 1](a);
+        loops.score_tile[count - 1](a);
       }
       t += columns;
     }
@@ -835,12 +922,12 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
                          const SegmentSink& sink, WorkerSpace& space) {
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const int v_dim = call.layout().v_dim();
-  const size_t q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
-  ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(unit, sequence, segment),
+  const size_t q_row_bytes =
+      static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
+  ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(call, unit, sequence, segment),
                  space.tiles);
   BlockTiles block;
   const TileSet own = OwnTiles(call, unit, segment);
-  const bool widen = WidensTiles(call, unit);
   PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment) & ~own, space,
                &block);
   for (int64_t r = 0; r < unit.row_count(); r += kRowsMax) {
@@ -849,17 +936,19 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     const TileSet seen = SeenTiles(views, count, segment);
     const RowStates out = SegmentOutput(call, unit, sink, r, space);
     const size_t q_offset = static_cast<size_t>(r) * q_row_bytes;
+    const TileRange span = SpanOf(seen);
     ScoreTiles(call, block, seen & ~own, space.q + q_offset, count, space.scores);
-    ScoreNodes(call, unit, segment, seen & own, space.q, 0, r, r + count, widen, space.scores,
-               space);
+    ScoreNodes(call, unit, segment, seen & own, space.q, 0, r, r + count, space.scores, space);
     const TileSet sinks = space.has_sink_q ? seen & SinkTiles(views, count, segment) : 0;
     if (sinks != 0) {
       ScoreTiles(call, block, sinks & ~own, space.sink_q + q_offset, count, space.sink_scores);
-      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, 0, r, r + count, widen,
-                 space.sink_scores, space);
+      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, 0, r, r + count, space.sink_scores,
+                 space);
       PlaceSinkScores(views, count, segment, space.sink_scores, space.scores);
     }
-    SoftmaxRows(call, views, count, segment, SpanOf(seen), space.scores, out.m, out.l);
+    if (call.scales_keys) ScaleScores(space.key_scales, seen & ~own, count, space.scores);
+    SoftmaxNodes(call, unit, segment, seen & own, 0, r, r + count, span, space.scores, out.m, out.l,
+                 space);
     if (seen == 0) continue;  // l is 0: nothing to fold
     const TileSet stored = seen & ~own;
     if (stored == 0 || NeedsHiding(*space.tiles, views, count, segment, stored)) {
@@ -868,7 +957,7 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     } else {
       WeighTileSet(call, block.value_tiles, stored, space.scores, count, out.o);
     }
-    WeighNodes(call, unit, segment, seen & own, 0, r, r + count, widen, space.scores, out.o, space);
+    WeighNodes(call, unit, segment, seen & own, 0, r, r + count, space.scores, out.o, space);
     if (sink.slot == nullptr) {
       FoldRows(StatesAt(sink.states.first, r, v_dim), out, count, v_dim);
     }
@@ -886,7 +975,7 @@ class ReadOrder {
   ReadOrder(const AttentionCall& call, const AttentionUnit& unit, const SegmentTiles* tiles,
             TileRange range, bool has_next)
       : call_(call), unit_(unit), tiles_(tiles), range_(range), has_next_(has_next) {
-    const size_t tile_bytes = call.layout().k_tile_elements() * call.element_bytes;
+    const size_t tile_bytes = call.layout().k_tile_elements() * call.layout().k_element_bytes();
     ahead_ =
         (kPrefetchBytes + static_cast<int64_t>(tile_bytes) - 1) / static_cast<int64_t>(tile_bytes);
   }
@@ -895,6 +984,12 @@ class ReadOrder {
   }
   const std::byte* AheadOfValue(int tile, int64_t head) const {
     return At(Count() + Index(tile, head) + ahead_);
+  }
+  // Scales of the head in the next tile.
+  const float* AheadOfScales(int tile, int64_t head) const {
+    const bool in_segment = tile + 1 < range_.end;
+    if (!in_segment && !has_next_) return ScalesOf(tiles_[0].tiles[tile], head);
+    return ScalesOf(in_segment ? tiles_[0].tiles[tile + 1] : tiles_[1].tiles[0], head);
   }
 
  private:
@@ -924,9 +1019,13 @@ class ReadOrder {
     const std::byte* page = PageAt(call_.args->pages, tile.pieces[0].page);
     if (!tile.in_place) return page;
     const int h = static_cast<int>(unit_.head_begin + head);
-    return page +
-           (is_key ? layout.k_tile_offset(tile.tile, h) : layout.v_tile_offset(tile.tile, h)) *
-               call_.element_bytes;
+    if (is_key) return page + layout.k_tile_offset(tile.tile, h) * layout.k_element_bytes();
+    return page + layout.v_offset() + layout.v_tile_offset(tile.tile, h) * layout.v_element_bytes();
+  }
+
+  const float* ScalesOf(const SegmentTile& tile, int64_t head) const {
+    return ScaleOfSlot(call_.args->pages, tile.pieces[0].page, tile.pieces[0].slot,
+                       static_cast<int>(unit_.head_begin + head), 0);
   }
 
   const AttentionCall& call_;
@@ -941,27 +1040,38 @@ class ReadOrder {
 static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int tile, bool rotate,
                        const std::byte* q, float* scores, int64_t row, int count,
                        const ReadOrder& order, WorkerSpace& space) {
-  const ChainLoops* loops = KeyLoops(call, rotate, false);
+  const DType keys = KeyDType(call, unit);
+  const ChainLoops* loops = LoopsOf(keys);
   const size_t buffer_bytes = call.layout().k_tile_elements() * sizeof(float);
   const int64_t rows = unit.row_count();
-  const size_t q_row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.weights);
+  const size_t q_row_bytes =
+      static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
   ScoreArgs a;
   a.q_column_bytes = static_cast<size_t>(rows) * q_row_bytes;
-  a.steps = ScoreSteps(call, loops);
+  a.steps = ScoreSteps(call, keys);
   a.s_row = kScoreStride;
   a.s_column = static_cast<size_t>(rows) * kScoreStride;
   for (int64_t h = 0; h < unit.head_count();) {
     const int width = WidthFor(unit.head_count() - h, HeadsAtOnce(count));
     const int columns = 1 << width;
     for (int c = 0; c < columns; ++c) {
-      a.k[c] = PrepareKeys(call, space.tiles->tiles[tile],
-                           static_cast<int>(unit.head_begin + h + c), rotate, false, space,
-                           space.key_tiles + static_cast<size_t>(c) * buffer_bytes);
+      a.k[c] =
+          PrepareKeys(call, space.tiles->tiles[tile], static_cast<int>(unit.head_begin + h + c),
+                      rotate, keys, space, space.key_tiles + static_cast<size_t>(c) * buffer_bytes);
     }
     a.prefetch = order.AheadOfKey(tile, h);
     a.q = q + static_cast<size_t>(h * rows + row) * q_row_bytes;
     a.s = scores + (h * rows + row) * kScoreStride + tile * kLanes;
     loops->score_heads[count - 1][width](a);
+    if (call.scales_keys) {
+      for (int c = 0; c < columns; ++c) {
+        PrefetchL2(order.AheadOfScales(tile, h + c));
+        GatherScales(call, *space.tiles, TileSet{1} << tile,
+                     static_cast<int>(unit.head_begin + h + c), 0, space.key_scales);
+        ScaleScores(space.key_scales, TileSet{1} << tile, count,
+                    scores + ((h + c) * rows + row) * kScoreStride);
+      }
+    }
     h += columns;
   }
 }
@@ -973,7 +1083,8 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
   const int64_t rows = unit.row_count();
   const bool hide = NeedsHiding(*space.tiles, space.views, rows, segment, TileSet{1} << tile);
   const std::byte* data[kTilesPerSegment];
-  const ValueTiles values = {call.stored_loops, call.layout().dtype, data};
+  const DType dtype = call.layout().v_dtype();
+  const ValueTiles values = {LoopsOf(dtype), dtype, data};
   for (int64_t h = 0; h < unit.head_count(); ++h) {
     data[tile] = StoredValues(call.args->pages, space.tiles->tiles[tile],
                               static_cast<int>(unit.head_begin + h), space.value_tiles);
@@ -1026,17 +1137,20 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
   for (int64_t h = 0; h < heads; ++h) {
     ForEachGroup(own == 0 ? 0 : rows, [&](int64_t begin, int64_t end) {
       const int64_t at = (h * rows + begin) * kScoreStride;
-      ScoreNodes(call, unit, segment, seen & own, space.q, h, begin, end, false, space.scores + at,
-                 space);
-      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, h, begin, end, false,
+      ScoreNodes(call, unit, segment, seen & own, space.q, h, begin, end, space.scores + at, space);
+      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, h, begin, end,
                  space.sink_scores + at, space);
     });
     if (sinks != 0) {
       PlaceSinkScores(space.views, rows, segment, space.sink_scores + h * rows * kScoreStride,
                       space.scores + h * rows * kScoreStride);
     }
-    SoftmaxRows(call, space.views, rows, segment, range, space.scores + h * rows * kScoreStride,
-                out.m + h * rows, out.l + h * rows);
+    if (call.scales_values) {
+      GatherScales(call, *space.tiles, stored, static_cast<int>(unit.head_begin + h),
+                   call.layout().v_scale_part(), space.value_scales);
+    }
+    SoftmaxNodes(call, unit, segment, seen & own, h, 0, rows, range,
+                 space.scores + h * rows * kScoreStride, out.m + h * rows, out.l + h * rows, space);
   }
   __builtin_memset(out.o, 0, static_cast<size_t>(heads * rows * v_dim) * sizeof(float));
   for (TileSet left = stored; left != 0; left &= left - 1) {
@@ -1044,7 +1158,7 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
   }
   for (int64_t h = 0; h < heads && own != 0; ++h) {
     ForEachGroup(rows, [&](int64_t begin, int64_t end) {
-      WeighNodes(call, unit, segment, seen & own, h, begin, end, false,
+      WeighNodes(call, unit, segment, seen & own, h, begin, end,
                  space.scores + (h * rows + begin) * kScoreStride,
                  out.o + (h * rows + begin) * v_dim, space);
     });
@@ -1067,7 +1181,7 @@ static void DecodeSegments(const AttentionCall& call, const AttentionUnit& unit,
   SegmentTiles* next = space.tiles + 1;
   const auto resolve = [&](int64_t s, SegmentTiles* to) {
     const int64_t segment = unit.SegmentAt(s);
-    ResolveSegment(pages, sequence, segment, PositionsEnd(unit, sequence, segment), to);
+    ResolveSegment(pages, sequence, segment, PositionsEnd(call, unit, sequence, segment), to);
   };
   resolve(begin, tiles);
   for (int64_t s = begin; s < end; ++s) {
@@ -1083,8 +1197,7 @@ static void RunSegments(const AttentionCall& call, const AttentionUnit& unit, in
                         int64_t end, SegmentSink sink, WorkerSpace& space) {
   if (begin >= end) return;
   const bool block = unit.row_count() >= kBlockRowsMin;
-  const bool widen = block && WidensTiles(call, unit);
-  LoadQueries(call, unit, KeyLoops(call, RotatesKeys(call, unit), widen), space);
+  LoadQueries(call, unit, KeyDType(call, unit), space);
   if (!block) {
     DecodeSegments(call, unit, begin, end, sink, space);
     return;
@@ -1187,9 +1300,10 @@ static void Attention(const AttentionArgs& args, ParallelRunner& runner) {
   AttentionCall call;
   call.args = &args;
   call.schedule = &schedule;
-  call.weights = WeightKindOf(layout.dtype);
-  call.stored_loops = LoopsOf(layout.dtype);
-  call.element_bytes = layout.dtype == DType::kF32 ? sizeof(float) : sizeof(uint16_t);
+  call.q_weights = WeightKindOf(layout.dtype);
+  call.p_weights = WeightKindOf(layout.v_dtype());
+  call.scales_keys = IsQuantised(layout.dtype);
+  call.scales_values = IsQuantised(layout.v_dtype());
   call.states = StatesIn(reinterpret_cast<float*>(scratch), args.row_count * args.num_qo_heads,
                          layout.v_dim());
   call.workers = scratch + StateBytes(layout, args.num_qo_heads, args.row_count);

@@ -22,6 +22,7 @@ namespace {
 #include "kernels/cpu/simd-inl.h"
 #include "kernels/cpu/append-inl.h"
 #include "kernels/cpu/attention-inl.h"
+#include "kernels/cpu/merge-inl.h"
 #include "kernels/cpu/linear-inl.h"
 #include "kernels/cpu/elementwise-inl.h"
 #include "kernels/cpu/recurrence-inl.h"

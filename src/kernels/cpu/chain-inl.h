@@ -43,6 +43,25 @@ struct ChainBF16 {
   QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return DotPair(acc, v, w); }
 };
 
+struct ChainI8 : ChainBF16 {
+  using Element = uint8_t;
+  QUIRE_INLINE Vector LoadVector(const Element* p) {
+    VF even;
+    VF odd;
+    SplitI8(p, &even, &odd);
+    return JoinPair(even, odd);
+  }
+};
+struct ChainF8 : ChainBF16 {
+  using Element = uint8_t;
+  QUIRE_INLINE Vector LoadVector(const Element* p) {
+    VF even;
+    VF odd;
+    SplitF8(p, &even, &odd);
+    return JoinPair(even, odd);
+  }
+};
+
 // Registers of a path: rows held at once, and how many tiles of one head, heads of one tile or
 // columns of 16 outputs beside them (powers of two). At least 8 chains keep two FMA units busy.
 #if defined(QUIRE_SIMD_AVX512)
@@ -232,5 +251,7 @@ constexpr ChainLoops MakeLoops() {
 static constexpr ChainLoops kLoopsF32 = MakeLoops<ChainF32>();
 static constexpr ChainLoops kLoopsF16 = MakeLoops<ChainF16>();
 static constexpr ChainLoops kLoopsBF16 = MakeLoops<ChainBF16>();
+static constexpr ChainLoops kLoopsI8 = MakeLoops<ChainI8>();
+static constexpr ChainLoops kLoopsF8 = MakeLoops<ChainF8>();
 
 #endif  // QUIRE_KERNELS_CPU_CHAIN_INL_H_

@@ -87,10 +87,11 @@ static void RmsNorm(const float* x, const float* w, float weight_offset, float e
   runner.Run(TaskCount(plan.tasks), RmsNormTask, &plan);
 }
 
-// -------------------------------------------------------------------------------------------- SiLU
+// ------------------------------------------------------------------------------- gated activations
 
-// e^-a for a >= 0, NaN for NaN. The product with log2(e) is carried in two parts: rounded to one,
-// its error would be as large as a times half an ulp.
+// e^-a for a >= 0, NaN for NaN; both activations and the soft cap are made of it. The product with
+// log2(e) is carried in two parts: rounded to one, its error would be as large as a times half an
+// ulp.
 QUIRE_INLINE VF ExpMinus(VF a) {
   constexpr float kLog2EHigh = 1.4426950216293335F;
   constexpr float kLog2ELow = 1.925963033500011e-8F;
@@ -110,16 +111,30 @@ QUIRE_INLINE VF Silu(VF g) {
   return Div(numerator, Add(Set1(1.0F), e));
 }
 
-struct SiluMulPlan {
+// g / (1 + e^-2z) with z = sqrt(2 / pi) (g + 0.044715 g^3), which is g / 2 (1 + tanh(z)) without
+// the cancellation where z is negative.
+QUIRE_INLINE VF GeluTanh(VF g) {
+  constexpr float kLinear = 1.5957691216057308F;  // 2 sqrt(2 / pi)
+  constexpr float kCubic = 0.07135481627159999F;  // 0.044715 of it
+  const VF twice_z = Mul(g, Fma(Mul(g, g), Set1(kCubic), Set1(kLinear)));
+  const VF e = ExpMinus(Max(Sub(Zero(), twice_z), twice_z));
+  const VF numerator = Select(NotLess(twice_z, Zero()), g, Mul(g, e));
+  return Div(numerator, Add(Set1(1.0F), e));
+}
+
+struct GatedPlan {
   RowTasks tasks;
   const float* gate_up;
   int64_t dim;
   float* y;
 };
 
-static void SiluMulTask(void* context, int64_t index, int) {
+enum class Activation : uint8_t { kSilu, kGeluTanh };
+
+template <Activation kActivation>
+static void GatedTask(void* context, int64_t index, int) {
   const ScopedFloatEnvironment environment;
-  const auto& plan = *static_cast<const SiluMulPlan*>(context);
+  const auto& plan = *static_cast<const GatedPlan*>(context);
   const int64_t end = EndRow(plan.tasks, index);
   for (int64_t row = index * plan.tasks.rows_per_task; row < end; ++row) {
     const float* const gate = plan.gate_up + row * 2 * plan.dim;
@@ -127,15 +142,62 @@ static void SiluMulTask(void* context, int64_t index, int) {
     float* const y = plan.y + row * plan.dim;
     for (int64_t i = 0; i < plan.dim; i += kLanes) {
       const int64_t left = plan.dim - i;
-      StoreSome(y + i, left, Mul(Silu(LoadSome(gate + i, left)), LoadSome(up + i, left)));
+      const VF g = LoadSome(gate + i, left);
+      const VF active = kActivation == Activation::kSilu ? Silu(g) : GeluTanh(g);
+      StoreSome(y + i, left, Mul(active, LoadSome(up + i, left)));
     }
   }
 }
 
-static void SiluMul(const float* gate_up, int64_t row_count, int64_t dim, float* y,
+template <Activation kActivation>
+static void GatedMul(const float* gate_up, int64_t row_count, int64_t dim, float* y,
+                     ParallelRunner& runner) {
+  GatedPlan plan{CutRows(row_count, dim), gate_up, dim, y};
+  runner.Run(TaskCount(plan.tasks), GatedTask<kActivation>, &plan);
+}
+
+// ---------------------------------------------------------------------------------------- soft cap
+
+// (1 - u) / (1 + u) with u = e^-2|t|, and the sign of t; near zero, where 1 - u has few digits, the
+// Taylor series, whose next term is below half an ulp there.
+QUIRE_INLINE VF Tanh(VF t) {
+  constexpr float kNearZero = 0.25F;
+  const VF one = Set1(1.0F);
+  const VF square = Mul(t, t);
+  VF series = Fma(square, Set1(62.0F / 2835), Set1(-17.0F / 315));
+  series = Fma(series, square, Set1(2.0F / 15));
+  series = Fma(series, square, Set1(-1.0F / 3));
+  const VF near_zero = Fma(Mul(series, square), t, t);
+  const VF size = Max(Sub(Zero(), t), t);
+  const VF u = ExpMinus(Add(size, size));
+  const VF far = Div(Sub(one, u), Add(one, u));
+  const VF with_sign = Select(NotLess(t, Zero()), far, Sub(Zero(), far));
+  return Select(NotLess(size, Set1(kNearZero)), with_sign, near_zero);
+}
+
+struct SoftCapPlan {
+  RowTasks tasks;
+  const float* x;
+  float cap;
+  int64_t dim;
+  float* y;
+};
+
+static void SoftCapTask(void* context, int64_t index, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const SoftCapPlan*>(context);
+  const int64_t begin = index * plan.tasks.rows_per_task * plan.dim;
+  const int64_t end = EndRow(plan.tasks, index) * plan.dim;
+  const VF cap = Set1(plan.cap);
+  for (int64_t i = begin; i < end; i += kLanes) {
+    StoreSome(plan.y + i, end - i, Mul(Tanh(Div(LoadSome(plan.x + i, end - i), cap)), cap));
+  }
+}
+
+static void SoftCap(const float* x, float cap, int64_t row_count, int64_t dim, float* y,
                     ParallelRunner& runner) {
-  SiluMulPlan plan{CutRows(row_count, dim), gate_up, dim, y};
-  runner.Run(TaskCount(plan.tasks), SiluMulTask, &plan);
+  SoftCapPlan plan{CutRows(row_count, dim), x, cap, dim, y};
+  runner.Run(TaskCount(plan.tasks), SoftCapTask, &plan);
 }
 
 // ------------------------------------------------------------------------------------------ gather

@@ -25,6 +25,7 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/kv_layout.h"
+#include "kernels/kv_quantise.h"
 #include "kernels/kv_slot.h"
 #include "kernels/linear_layout.h"
 #include "kernels/recurrence.h"

@@ -326,6 +326,80 @@ QUIRE_INLINE VF DotPair(VF acc, VPair k, QPair q) {
 #endif
 
 // ----------------------------------------------------------------------------------------------------
+// pairs of bytes Memory holds 16 outputs x 2 inputs, [lane][2], as int8 or float8 e4m3; both widen
+// exactly.
+
+#if defined(QUIRE_SIMD_AVX512)
+
+QUIRE_INLINE void SplitI8(const uint8_t* p, VF* even, VF* odd) {
+  const __m512i u = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  *even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(u, 24), 24));
+  *odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(u, 8));
+}
+// The code's exponent and fraction, put where float16 has them, are the number times 2^-8.
+QUIRE_INLINE __m256i F8AsF16(__m256i high) {  // codes in the high bytes
+  const __m256i magnitude = _mm256_and_si256(_mm256_srli_epi16(high, 1), _mm256_set1_epi16(0x3f80));
+  return _mm256_or_si256(magnitude,
+                         _mm256_and_si256(high, _mm256_set1_epi16(static_cast<int16_t>(0x8000))));
+}
+QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
+  const __m256i u = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  *even = Mul(_mm512_cvtph_ps(F8AsF16(_mm256_slli_epi16(u, 8))), Set1(256.0F));
+  *odd = Mul(_mm512_cvtph_ps(F8AsF16(u)), Set1(256.0F));
+}
+
+#elif defined(QUIRE_SIMD_AVX2)
+
+QUIRE_INLINE void SplitI8(const uint8_t* p, VF* even, VF* odd) {
+  const __m128i* const q = reinterpret_cast<const __m128i*>(p);
+  const __m256i lo = _mm256_cvtepi16_epi32(_mm_loadu_si128(q));
+  const __m256i hi = _mm256_cvtepi16_epi32(_mm_loadu_si128(q + 1));
+  *even = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(lo, 24), 24)),
+           _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(hi, 24), 24))};
+  *odd = {_mm256_cvtepi32_ps(_mm256_srai_epi32(lo, 8)),
+          _mm256_cvtepi32_ps(_mm256_srai_epi32(hi, 8))};
+}
+QUIRE_INLINE VF F8ToF32(__m256i high) {  // codes in the high bytes
+  const __m256i magnitude = _mm256_and_si256(_mm256_srli_epi16(high, 1), _mm256_set1_epi16(0x3f80));
+  const __m256i half = _mm256_or_si256(
+      magnitude, _mm256_and_si256(high, _mm256_set1_epi16(static_cast<int16_t>(0x8000))));
+  return Mul({_mm256_cvtph_ps(_mm256_castsi256_si128(half)),
+              _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))},
+             Set1(256.0F));
+}
+QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
+  const __m256i u = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  *even = F8ToF32(_mm256_slli_epi16(u, 8));
+  *odd = F8ToF32(u);
+}
+
+#else
+
+QUIRE_INLINE void SplitI8(const uint8_t* p, VF* even, VF* odd) {
+  for (int i = 0; i < kLanes; ++i) even->v[i] = static_cast<float>(static_cast<int8_t>(p[2 * i]));
+  for (int i = 0; i < kLanes; ++i) {
+    odd->v[i] = static_cast<float>(static_cast<int8_t>(p[2 * i + 1]));
+  }
+}
+QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
+  for (int i = 0; i < kLanes; ++i) even->v[i] = F8E4M3ToF32(p[2 * i]);
+  for (int i = 0; i < kLanes; ++i) odd->v[i] = F8E4M3ToF32(p[2 * i + 1]);
+}
+
+#endif
+
+// REQUIRES: both are exactly representable in bfloat16.
+QUIRE_INLINE VPair JoinPair(VF even, VF odd) {
+#if defined(QUIRE_SIMD_BF16)
+  const __m512i high =
+      _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(static_cast<int>(0xffff0000U)));
+  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), high);
+#else
+  return {even, odd};
+#endif
+}
+
+// ----------------------------------------------------------------------------------------------------
 // functions 2^x. Exact at integers; elsewhere within 1.5 ulp on [-126, 127]. 0 below -126 (and at
 // -inf), 2^127 from 127 on; NaN for NaN. Own minimax polynomial of degree 6 for 2^f - 1 on [-0.5,
 // 0.5] (relative error 2e-9 before rounding).

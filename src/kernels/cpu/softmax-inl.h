@@ -10,7 +10,7 @@ QUIRE_INLINE float NegativeInfinity() { return -__builtin_inff(); }
 enum class WeightKind : uint8_t { kF32, kRoundedF32, kPackedBF16 };
 
 QUIRE_INLINE WeightKind WeightKindOf(DType cache_dtype) {
-  if (cache_dtype != DType::kBF16) return WeightKind::kF32;
+  if (ComputeDType(cache_dtype) != DType::kBF16) return WeightKind::kF32;
 #if defined(QUIRE_SIMD_BF16)
   return WeightKind::kPackedBF16;
 #else
@@ -83,9 +83,12 @@ static void CapScores(float* scores, const SegmentView& view, float scale_log2, 
 // the score that it comes from). The row sees something; weights of all tiles [tile_begin,
 // tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the weights before they are
 // rounded. If every visible score is -inf, *m is -inf and all weights are 0; a NaN is in *l and in
-// its weight.
-static void SoftmaxRow(WeightKind kind, float* scores, const SegmentView& view, int tile_begin,
-                       int tile_end, float scale_log2, float* m, float* l) {
+// its weight. With kScaled, weights are multiplied by value_scales before they are rounded, and *l
+// is of those that are not.
+template <bool kScaled>
+static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales,
+                       const SegmentView& view, int tile_begin, int tile_end, float scale_log2,
+                       float* m, float* l) {
   auto* weights = reinterpret_cast<std::byte*>(scores);
   const VF scale = Set1(scale_log2);
   const VF none = Set1(NegativeInfinity());
@@ -102,8 +105,12 @@ static void SoftmaxRow(WeightKind kind, float* scores, const SegmentView& view, 
   for (int t = tile_begin; t < first; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   for (int t = first; t < last; ++t) {
     const VF p = WhereSeen(view, t, Exp2(Sub(Mul(Load(scores + t * kLanes), scale), base)), Zero());
+    VF w = p;  // where nothing is seen, a scale may be NaN
+    if constexpr (kScaled) {
+      w = WhereSeen(view, t, Mul(p, Load(value_scales + t * kLanes)), Zero());
+    }
     sum = Add(sum, p);
-    StoreWeights(kind, weights, t * kLanes, p);
+    StoreWeights(kind, weights, t * kLanes, w);
   }
   for (int t = last; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   *m = maximum;

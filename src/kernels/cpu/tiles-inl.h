@@ -34,18 +34,18 @@ static void AssembleKeys(const KVPages& pages, const SegmentTile& tile, int head
 template <typename Element>
 static void AssembleValues(const KVPages& pages, const SegmentTile& tile, int head, Element* out) {
   const KVLayout& layout = pages.layout;
-  const int pair = ChainPair(layout.dtype);
+  const int pair = ChainPair(layout.v_dtype());
   const int v_dim = layout.v_dim();
   const size_t bytes = layout.v_tile_elements() * sizeof(Element);
   if (tile.patched) {
-    const std::byte* page = PageAt(pages, tile.pieces[0].page);
+    const std::byte* page = ValuesAt(pages, tile.pieces[0].page);
     __builtin_memcpy(out, page + layout.v_tile_offset(tile.tile, head) * sizeof(Element), bytes);
   } else {
     __builtin_memset(out, 0, bytes);
   }
   for (int i = tile.patched ? 1 : 0; i < tile.piece_count; ++i) {
     const TilePiece& piece = tile.pieces[i];
-    const auto* page = reinterpret_cast<const Element*>(PageAt(pages, piece.page));
+    const auto* page = reinterpret_cast<const Element*>(ValuesAt(pages, piece.page));
     for (int n = 0; n < piece.count; ++n) {
       const int lane = piece.lane + n;
       const ValueElements value = ValueOfSlot(layout, piece.slot + n, head);
@@ -59,13 +59,14 @@ static void AssembleValues(const KVPages& pages, const SegmentTile& tile, int he
 static const std::byte* StoredKeys(const KVPages& pages, const SegmentTile& tile, int head,
                                    std::byte* buffer) {
   const KVLayout& layout = pages.layout;
-  const bool wide = layout.dtype == DType::kF32;
   if (tile.in_place) {
     return PageAt(pages, tile.pieces[0].page) +
-           layout.k_tile_offset(tile.tile, head) * (wide ? sizeof(float) : sizeof(uint16_t));
+           layout.k_tile_offset(tile.tile, head) * layout.k_element_bytes();
   }
-  if (wide) {
+  if (layout.dtype == DType::kF32) {
     AssembleKeys(pages, tile, head, reinterpret_cast<float*>(buffer));
+  } else if (IsQuantised(layout.dtype)) {
+    AssembleKeys(pages, tile, head, reinterpret_cast<uint8_t*>(buffer));
   } else {
     AssembleKeys(pages, tile, head, reinterpret_cast<uint16_t*>(buffer));
   }
@@ -75,15 +76,32 @@ static const std::byte* StoredKeys(const KVPages& pages, const SegmentTile& tile
 static const std::byte* StoredValues(const KVPages& pages, const SegmentTile& tile, int head,
                                      std::byte* buffer) {
   const KVLayout& layout = pages.layout;
-  const bool wide = layout.dtype == DType::kF32;
   if (tile.in_place) {
-    return PageAt(pages, tile.pieces[0].page) +
-           layout.v_tile_offset(tile.tile, head) * (wide ? sizeof(float) : sizeof(uint16_t));
+    return ValuesAt(pages, tile.pieces[0].page) +
+           layout.v_tile_offset(tile.tile, head) * layout.v_element_bytes();
   }
-  if (wide) {
+  if (layout.v_dtype() == DType::kF32) {
     AssembleValues(pages, tile, head, reinterpret_cast<float*>(buffer));
+  } else if (IsQuantised(layout.v_dtype())) {
+    AssembleValues(pages, tile, head, reinterpret_cast<uint8_t*>(buffer));
   } else {
     AssembleValues(pages, tile, head, reinterpret_cast<uint16_t*>(buffer));
+  }
+  return buffer;
+}
+
+// Scales of the tile's 16 positions: in place, or assembled into `buffer`, 0 where no token is.
+static const float* StoredScales(const KVPages& pages, const SegmentTile& tile, int head, int part,
+                                 float* buffer) {
+  if (tile.in_place) {
+    return ScaleOfSlot(pages, tile.pieces[0].page, tile.tile * kTilePositions, head, part);
+  }
+  for (int i = 0; i < kLanes; ++i) buffer[i] = 0.0F;
+  for (int i = 0; i < tile.piece_count; ++i) {
+    const TilePiece& piece = tile.pieces[i];
+    for (int n = 0; n < piece.count; ++n) {
+      buffer[piece.lane + n] = *ScaleOfSlot(pages, piece.page, piece.slot + n, head, part);
+    }
   }
   return buffer;
 }
@@ -117,12 +135,33 @@ static void WidenPairs(const uint16_t* pairs, int row_count, int columns, float*
   }
 }
 
+// The same from pairs of bytes.
+static void WidenBytes(DType dtype, const uint8_t* pairs, int row_count, int columns, float* out) {
+  for (int i = 0; i < row_count; i += 2, out += 2 * columns) {
+    for (int c = 0; c < columns; c += kLanes, pairs += 2 * kLanes) {
+      VF even;
+      VF odd;
+      if (dtype == DType::kI8) {
+        SplitI8(pairs, &even, &odd);
+      } else {
+        SplitF8(pairs, &even, &odd);
+      }
+      Store(out + c, even);
+      Store(out + columns + c, odd);
+    }
+  }
+}
+
 // A stored tile of row_count x columns elements as float32 [row][column]: K has k_dim rows of 16
 // columns, V 16 rows of v_dim.
 static void WidenTile(DType dtype, const std::byte* stored, int row_count, int columns,
                       float* out) {
   if (dtype == DType::kBF16) {
     WidenPairs(reinterpret_cast<const uint16_t*>(stored), row_count, columns, out);
+    return;
+  }
+  if (IsQuantised(dtype)) {
+    WidenBytes(dtype, reinterpret_cast<const uint8_t*>(stored), row_count, columns, out);
     return;
   }
   const int count = row_count * columns;
@@ -164,15 +203,15 @@ static void RoundTileToBF16(float* tile, int count) {
   for (int i = 0; i < count; i += kLanes) Store(tile + i, RoundToBF16(Load(tile + i)));
 }
 
-// A float32 K tile whose values are bfloat16 already, in the cache's pair layout.
-static void PackKeyPairs(const float* tile, int k_dim, uint32_t* out) {
-  for (int d = 0; d < k_dim; d += 2) {
-    for (int lane = 0; lane < kLanes; ++lane) {
+// A float32 tile of row_count x columns values that are bfloat16 already, in pairs of rows.
+static void PackPairs(const float* tile, int row_count, int columns, uint32_t* out) {
+  for (int row = 0; row < row_count; row += 2) {
+    for (int column = 0; column < columns; ++column) {
       uint32_t even;
       uint32_t odd;
-      __builtin_memcpy(&even, tile + d * kLanes + lane, sizeof even);
-      __builtin_memcpy(&odd, tile + (d + 1) * kLanes + lane, sizeof odd);
-      out[d / 2 * kLanes + lane] = even >> 16 | (odd & 0xffff0000U);
+      __builtin_memcpy(&even, tile + row * columns + column, sizeof even);
+      __builtin_memcpy(&odd, tile + (row + 1) * columns + column, sizeof odd);
+      out[row / 2 * columns + column] = even >> 16 | (odd & 0xffff0000U);
     }
   }
 }

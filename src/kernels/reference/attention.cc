@@ -155,7 +155,7 @@ ReferenceOutput ReferenceAttention(const AttentionArgs& args) {
   for (const AttentionSequence& sequence : args.sequences) {
     const std::vector<Context> contexts = ReadContexts(args, sequence);
     for (int64_t r = 0; r < sequence.row_count; ++r) {
-      const RowView view = ViewOfRow(sequence.window, args.layer_window, sequence.base + r);
+      const RowView view = ViewOf(args, sequence, r);
       for (int head = 0; head < args.num_qo_heads; ++head) {
         AttendRow(args, contexts[static_cast<size_t>(head / group)], view, sequence.first_row + r,
                   head, &out);

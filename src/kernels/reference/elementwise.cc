@@ -1,6 +1,7 @@
 #include "kernels/reference/elementwise.h"
 
 #include <cmath>
+#include <numbers>
 
 namespace quire::reference {
 
@@ -26,6 +27,26 @@ std::vector<double> SiluMul(const float* gate_up, int64_t row_count, int64_t dim
       y.push_back(gate / (1 + std::exp(-gate)) * up);
     }
   }
+  return y;
+}
+
+std::vector<double> GeluTanhMul(const float* gate_up, int64_t row_count, int64_t dim) {
+  std::vector<double> y;
+  for (int64_t row = 0; row < row_count; ++row) {
+    for (int64_t i = 0; i < dim; ++i) {
+      const double gate = gate_up[row * 2 * dim + i];
+      const double up = gate_up[row * 2 * dim + dim + i];
+      const double z = std::sqrt(2 / std::numbers::pi) * (gate + 0.044715 * gate * gate * gate);
+      // 1 + tanh(z), without its cancellation.
+      y.push_back(gate / 2 * (2 / (1 + std::exp(-2 * z))) * up);
+    }
+  }
+  return y;
+}
+
+std::vector<double> SoftCap(const float* x, double cap, int64_t count) {
+  std::vector<double> y;
+  for (int64_t i = 0; i < count; ++i) y.push_back(cap * std::tanh(x[i] / cap));
   return y;
 }
 

@@ -10,6 +10,8 @@ namespace quire::reference {
 std::vector<double> RmsNorm(const float* x, const float* w, double weight_offset, double eps,
                             int64_t row_count, int64_t dim);
 std::vector<double> SiluMul(const float* gate_up, int64_t row_count, int64_t dim);
+std::vector<double> GeluTanhMul(const float* gate_up, int64_t row_count, int64_t dim);
+std::vector<double> SoftCap(const float* x, double cap, int64_t count);
 
 }  // namespace quire::reference
 

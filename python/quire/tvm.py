@@ -1,0 +1,91 @@
+"""Quire behind TVM's names: ``install()`` puts it under the global functions ``vm.builtin.*``.
+
+    import quire.tvm
+    quire.tvm.install()                      # before the virtual machine is made
+    vm = relax.VirtualMachine(executable, tvm.cpu())
+    cache = vm["create_paged_kv_cache"](...)  # one of Quire's
+
+TVM's virtual machine looks functions up when it loads an executable: one that was made before
+``install()`` keeps TVM's caches, one that was made while it was installed keeps Quire's, also
+after ``uninstall()``. Objects that are not Quire's go to the functions that had the names before.
+See docs/tvm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire import errors
+
+if TYPE_CHECKING:
+    from quire.kv_cache import RopeOptions
+
+__all__ = ["TESTED_VERSIONS", "install", "installed", "uninstall"]
+
+# Names, argument orders and what the virtual machine does with them are one version's.
+TESTED_VERSIONS = ("0.27.0.post1",)
+
+
+def _check_version() -> None:
+    try:
+        import tvm
+    except ImportError as error:
+        raise ImportError(
+            "quire.tvm.install: TVM is not there; install apache-tvm==" + TESTED_VERSIONS[-1]
+        ) from error
+    version = str(getattr(tvm, "__version__", "unknown"))
+    if version not in TESTED_VERSIONS:
+        raise errors.IncompatibleError(
+            f"quire.tvm.install: this is TVM {version}; the functions that Quire stands in for "
+            f"were tested with {', '.join(TESTED_VERSIONS)} only"
+        )
+
+
+def install(
+    *,
+    tvm_window_span: bool = True,
+    tvm_rnn_history1: bool = True,
+    rope: RopeOptions | Mapping[str, Any] | None = None,
+) -> None:
+    """Caches and recurrent states that are created through TVM's names from now on are Quire's.
+
+    Args:
+        tvm_window_span: windows of sequences as in TVM: a decode step sees window + 1 tokens and a
+            chunk all of itself; forks begin without a window. Off: a row sees the window exactly.
+        tvm_rnn_history1: in a recurrent state with a history of 1, Get sees what was Set before it
+            in the same forward. Off: Get gives the state of before the forward.
+        rope: the rotation of caches that are created with a rope mode but NONE, in place of what
+            the model's compiled rotation kernel does. Its mode is not read.
+
+    Raises:
+        IncompatibleError: for a version of TVM that was not tested.
+        BadStateError: if it is installed already.
+    """
+    _check_version()
+    from quire import _ffi
+
+    fields: dict[str, Any] = {
+        "tvm_window_span": tvm_window_span,
+        "tvm_rnn_history1": tvm_rnn_history1,
+    }
+    if rope is not None:
+        fields["rope"] = dict(rope)
+    _ffi.function("tvm.install")(fields)
+
+
+def uninstall() -> None:
+    """Gives the names back to the functions that had them. Objects of Quire live on.
+
+    Raises:
+        BadStateError: if it is not installed, or somebody has replaced a name after it.
+    """
+    from quire import _ffi
+
+    _ffi.function("tvm.uninstall")()
+
+
+def installed() -> bool:
+    from quire import _ffi
+
+    return bool(_ffi.function("tvm.installed")())

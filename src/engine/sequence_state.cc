@@ -1,0 +1,94 @@
+#include "engine/sequence_state.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace quire {
+namespace {
+
+bool HasWindows(const AttentionKVCache* cache) {
+  if (cache == nullptr) return false;
+  const std::vector<AttentionLayerSpec>& layers = cache->options().layers;
+  return std::any_of(layers.begin(), layers.end(),
+                     [](const AttentionLayerSpec& layer) { return layer.window != 0; });
+}
+
+}  // namespace
+
+SequenceState::SequenceState(AttentionKVCache* attention)
+    : kv_(attention),
+      attention_(attention),
+      composite_(nullptr),
+      has_windows_(HasWindows(attention)),
+      forks_anywhere_(!has_windows_) {
+  QUIRE_CHECK(attention != nullptr);
+}
+
+SequenceState::SequenceState(CompositeState* composite)
+    : kv_(composite),
+      attention_(composite->parts().attention.get()),
+      composite_(composite),
+      has_windows_(HasWindows(attention_)),
+      forks_anywhere_(false) {}
+
+Status SequenceState::SetRetained(int64_t sequence_id, bool retained) const {
+  return composite_ != nullptr ? composite_->SetRetained(sequence_id, retained)
+                               : attention_->SetRetained(sequence_id, retained);
+}
+
+int64_t SequenceState::ForkStart(int64_t sequence_id, int64_t position) const noexcept {
+  if (composite_ != nullptr) {
+    const Result<int64_t> start = composite_->ReplayStart(sequence_id, position);
+    if (!start.ok()) return 0;
+    position = *start;
+  }
+  if (attention_ == nullptr || attention_->CanFork(sequence_id, position)) return position;
+  return 0;
+}
+
+Result<int64_t> SequenceState::GetSequenceLength(int64_t sequence_id) const {
+  return composite_ != nullptr ? composite_->GetSequenceLength(sequence_id)
+                               : attention_->GetSequenceLength(sequence_id);
+}
+
+int64_t SequenceState::sequence_count() const {
+  return composite_ != nullptr ? composite_->sequence_count() : attention_->sequence_count();
+}
+
+int64_t SequenceState::retained_sequence_count() const {
+  return composite_ != nullptr ? composite_->parts().recurrent.front()->retained_sequence_count()
+                               : attention_->retained_sequence_count();
+}
+
+Status SequenceState::CheckInvariants() const {
+  return composite_ != nullptr ? composite_->CheckInvariants() : attention_->CheckInvariants();
+}
+
+int64_t SequenceState::pages_free() const {
+  return attention_ != nullptr ? attention_->GetNumAvailablePages() : kPagesUnlimited;
+}
+
+int64_t SequenceState::retained_pages() const {
+  return attention_ != nullptr ? attention_->page_counts().retained_only : 0;
+}
+
+Result<int64_t> SequenceState::PagesNeeded(std::span<const int64_t> sequence_ids,
+                                           std::span<const int64_t> lengths) const {
+  if (attention_ != nullptr) return attention_->PagesNeeded(sequence_ids, lengths);
+  return 0;
+}
+
+StateSlotCounts SequenceState::slot_counts() const {
+  StateSlotCounts sum;
+  if (composite_ == nullptr) return sum;
+  for (const auto& part : composite_->parts().recurrent) {
+    const StateSlotCounts counts = part->slot_counts();
+    sum.total += counts.total;
+    sum.free += counts.free;
+    sum.retained += counts.retained;
+  }
+  return sum;
+}
+
+}  // namespace quire

@@ -1,0 +1,268 @@
+#include "ffi/tvm_kv_cache.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ffi/tensors.h"
+
+namespace quire::ffi {
+namespace {
+
+namespace tf = tvm::ffi;
+
+void Erase(std::vector<int64_t>& sorted, int64_t id) {
+  sorted.erase(std::lower_bound(sorted.begin(), sorted.end(), id));
+}
+
+// Tokens [begin, end) of [layers, tokens, heads, dim].
+TensorView TokensOf(const tf::TensorView& tensor, int64_t begin, int64_t end) {
+  DLTensor part = DLTensorOf(tensor);
+  std::vector<int64_t> shape(part.shape, part.shape + part.ndim);
+  std::vector<int64_t> strides(shape.size());
+  int64_t stride = 1;
+  for (size_t axis = shape.size(); axis-- > 0; stride *= shape[axis])
+    strides[axis] = part.strides == nullptr ? stride : part.strides[axis];
+  shape[1] = end - begin;
+  part.byte_offset += static_cast<uint64_t>(begin * strides[1] * (part.dtype.bits / 8));
+  part.shape = shape.data();
+  part.strides = strides.data();
+  return ValueOrThrow(TensorView::FromDLPack(part));
+}
+
+}  // namespace
+
+TvmKVCacheObj::TvmKVCacheObj(Config config)
+    : config_(std::move(config)),
+      cache_(latch_.Run([&] { return AttentionKVCache::Create(config_.cache); })) {}
+
+// ---------------------------------------------------------------------- kept tokens
+
+TokenRange TvmKVCacheObj::SlidRange(int64_t seq_id) {
+  return latch_.Run([&] { return cache_->SlidRange(seq_id); });
+}
+
+int64_t TvmKVCacheObj::PositionBehind(int64_t seq_id, int64_t kept) {
+  const TokenRange slid = SlidRange(seq_id);
+  return kept <= slid.begin ? kept : kept + slid.count();
+}
+
+int64_t TvmKVCacheObj::GetSequenceLength(int64_t seq_id) {
+  const int64_t length = latch_.Run([&] { return cache_->GetSequenceLength(seq_id); });
+  return length - SlidRange(seq_id).count();
+}
+
+int64_t TvmKVCacheObj::GetTotalSequenceLength() {
+  int64_t total = 0;
+  for (const int64_t id : sequences_) total += GetSequenceLength(id);
+  return total;
+}
+
+// ---------------------------------------------------------------------- sequences
+
+void TvmKVCacheObj::Clear() {
+  latch_.Run([&] { return cache_->Clear(); });
+  windows_.clear();
+  imports_.clear();
+  sequences_.clear();
+}
+
+void TvmKVCacheObj::AddSequence(int64_t seq_id) {
+  const auto place = std::lower_bound(sequences_.begin(), sequences_.end(), seq_id);
+  const size_t index = static_cast<size_t>(place - sequences_.begin());
+  sequences_.reserve(sequences_.size() + 1);
+  latch_.Run([&] { return cache_->AddSequence(seq_id); });
+  sequences_.insert(sequences_.begin() + static_cast<ptrdiff_t>(index), seq_id);
+}
+
+void TvmKVCacheObj::RemoveSequence(int64_t seq_id) {
+  latch_.Run([&] { return cache_->RemoveSequence(seq_id); });
+  Erase(sequences_, seq_id);
+  windows_.erase(seq_id);
+  imports_.erase(seq_id);
+}
+
+void TvmKVCacheObj::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
+  RefuseImporting("kv_state_fork_sequence", parent_id);
+  if (fork_pos >= 0) {
+    const int64_t kept = GetSequenceLength(parent_id);
+    if (fork_pos > kept) {
+      ThrowBadArgument("kv_state_fork_sequence: sequence " + std::to_string(parent_id) +
+                       " of length " + std::to_string(kept) + " cannot be forked at " +
+                       std::to_string(fork_pos));
+    }
+    fork_pos = PositionBehind(parent_id, fork_pos);
+  }
+  sequences_.reserve(sequences_.size() + 1);
+  const auto window = windows_.find(parent_id);
+  std::map<int64_t, SequenceWindowArguments> inherited;
+  if (window != windows_.end() && !config_.cache.tvm_window_span)
+    inherited.emplace(child_id, window->second);
+  latch_.Run([&] { return cache_->ForkSequence(parent_id, child_id, fork_pos); });
+  windows_.merge(inherited);
+  sequences_.insert(std::lower_bound(sequences_.begin(), sequences_.end(), child_id), child_id);
+}
+
+void TvmKVCacheObj::PopN(int64_t seq_id, int64_t n) {
+  RefuseImporting("kv_state_popn", seq_id);
+  const int64_t kept = GetSequenceLength(seq_id);
+  if (n < 0 || n > kept) {
+    ThrowBadArgument("kv_state_popn: sequence " + std::to_string(seq_id) + " of length " +
+                     std::to_string(kept) + " cannot lose " + std::to_string(n) + " tokens");
+  }
+  const int64_t length = kept + SlidRange(seq_id).count();
+  const int64_t end = PositionBehind(seq_id, kept - n);
+  latch_.Run([&] { return cache_->PopN(seq_id, length - end); });
+}
+
+void TvmKVCacheObj::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
+  const char* call = "attention_kv_cache_enable_sliding_window_for_seq";
+  RefuseImporting(call, seq_id);
+  if (!config_.has_sequence_windows && !config_.has_layer_windows) {
+    Throw(Status(StatusCode::kBadState,
+                 std::string(call) + ": the cache was created without support_sliding_window"));
+  }
+  if (config_.has_layer_windows) {
+    GetSequenceLength(seq_id);  // UnknownSequence
+    if (sinks >= 0 && sinks < window) return;
+    ThrowBadArgument(std::string(call) + ": a window of " + std::to_string(window) +
+                     " tokens cannot have " + std::to_string(sinks) +
+                     " sinks; sinks are 0 or more and fewer than the window");
+  }
+  std::map<int64_t, SequenceWindowArguments> entry;
+  entry[seq_id] = {window, sinks};
+  latch_.Run([&] { return cache_->EnableSlidingWindowForSeq(seq_id, window, sinks); });
+  windows_.merge(entry);
+}
+
+bool TvmKVCacheObj::Empty() {
+  return latch_.Run([&] { return cache_->Empty(); });
+}
+
+int64_t TvmKVCacheObj::GetNumAvailablePages() {
+  return latch_.Run([&] { return cache_->GetNumAvailablePages(); });
+}
+
+// ---------------------------------------------------------------------- forwards
+
+void TvmKVCacheObj::BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
+                                 const tf::Optional<tf::Shape>& parents) {
+  if (parents.has_value()) {
+    Throw(Status(StatusCode::kBadState,
+                 "kv_state_begin_forward: this build of Quire has no token trees behind TVM's "
+                 "names; pass None for the parents"));
+  }
+  for (const int64_t id : seq_ids) RefuseImporting("kv_state_begin_forward", id);
+  std::vector<int64_t> batch(seq_ids.begin(), seq_ids.end());
+  std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
+  latch_.Run([&] { return cache_->BeginForward(batch, lengths); });
+  batch_.swap(batch);
+  batch_lengths_.swap(lengths);
+}
+
+void TvmKVCacheObj::EndForward() {
+  latch_.Run([&] { return cache_->EndForward(); });
+}
+
+tf::Tensor TvmKVCacheObj::GetQueryPositions() {
+  const auto absolute = latch_.Run([&] { return cache_->GetQueryPositions(); });
+  std::vector<int32_t> kept(absolute.begin(), absolute.end());
+  size_t row = 0;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    const auto slid = static_cast<int32_t>(SlidRange(batch_[i]).count());
+    for (int64_t j = 0; j < batch_lengths_[i]; ++j) kept[row++] -= slid;
+  }
+  return NewTensor(std::span<const int32_t>(kept));
+}
+
+void TvmKVCacheObj::AttentionWithFusedQKV(int64_t layer, double sm_scale, tf::TensorView qkv,
+                                          tf::TensorView o) {
+  const TensorView qkv_view = ViewOf(qkv);
+  const TensorView o_view = ViewOf(o);
+  latch_.Run([&] { return cache_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale); });
+}
+
+void TvmKVCacheObj::SelfAttention(int64_t layer, double sm_scale, tf::TensorView q,
+                                  tf::TensorView k, tf::TensorView v, tf::TensorView o,
+                                  tf::TensorView lse) {
+  const TensorView q_view = ViewOf(q);
+  const TensorView k_view = ViewOf(k);
+  const TensorView v_view = ViewOf(v);
+  const TensorView o_view = ViewOf(o);
+  const TensorView lse_view = ViewOf(lse);
+  latch_.Run([&] {
+    return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale);
+  });
+}
+
+void TvmKVCacheObj::CrossAttention(int64_t layer, double sm_scale, tf::TensorView q,
+                                   tf::TensorView o, tf::TensorView lse) {
+  const TensorView q_view = ViewOf(q);
+  const TensorView o_view = ViewOf(o);
+  const TensorView lse_view = ViewOf(lse);
+  latch_.Run([&] { return cache_->CrossAttention(layer, q_view, o_view, lse_view, sm_scale); });
+}
+
+void TvmKVCacheObj::AttentionWithSharedKV(int64_t source_layer, double sm_scale, tf::TensorView q,
+                                          tf::TensorView k, tf::TensorView v, tf::TensorView o) {
+  const TensorView q_view = ViewOf(q);
+  const TensorView o_view = ViewOf(o);
+  for (const tf::TensorView* given : {&k, &v}) {
+    const TensorView view = ViewOf(*given);
+    if (view.rank() == 3 && q_view.rank() == 3 && view.dim(0) == q_view.dim(0)) continue;
+    ThrowBadArgument(
+        "attention_kv_cache_attention_with_shared_kv: k and v must be [n, Hkv, D] of "
+        "as many rows as q, " +
+        q_view.ToString() + ", not " + view.ToString());
+  }
+  latch_.Run([&] {
+    return cache_->AttentionWithSharedKV(source_layer, q_view, o_view, nullptr, sm_scale);
+  });
+}
+
+void TvmKVCacheObj::MergeAttnOutputInplace(tf::TensorView o1, tf::TensorView lse1,
+                                           tf::TensorView o2, tf::TensorView lse2) {
+  const TensorView o1_view = ViewOf(o1);
+  const TensorView lse1_view = ViewOf(lse1);
+  const TensorView o2_view = ViewOf(o2);
+  const TensorView lse2_view = ViewOf(lse2);
+  latch_.Run(
+      [&] { return cache_->MergeAttnOutputInplace(o1_view, lse1_view, o2_view, lse2_view); });
+}
+
+// ---------------------------------------------------------------------- debugging
+
+void TvmKVCacheObj::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, tf::TensorView k,
+                               tf::TensorView v) {
+  const char* call = "attention_kv_cache_debug_get_kv";
+  const int64_t kept = GetSequenceLength(seq_id);
+  if (start < 0 || start >= end || end > kept) {
+    ThrowBadArgument(std::string(call) + ": [" + std::to_string(start) + ", " +
+                     std::to_string(end) + ") is no range of tokens of sequence " +
+                     std::to_string(seq_id) + " of length " + std::to_string(kept));
+  }
+  for (const tf::TensorView* tensor : {&k, &v}) {
+    if (tensor->ndim() == 4 && tensor->size(1) == end - start) continue;
+    ThrowBadArgument(std::string(call) + ": k and v must be [layers, " +
+                     std::to_string(end - start) + ", Hkv, D], not " + ViewOf(*tensor).ToString());
+  }
+  const int64_t sinks = SlidRange(seq_id).begin;
+  const int64_t middle = std::clamp(sinks, start, end);
+  for (const auto& [from, to] : {std::pair(start, middle), std::pair(middle, end)}) {
+    if (from == to) continue;
+    const TensorView k_part = TokensOf(k, from - start, to - start);
+    const TensorView v_part = TokensOf(v, from - start, to - start);
+    const int64_t position = from < sinks ? from : from + SlidRange(seq_id).count();
+    latch_.Run(
+        [&] { return cache_->DebugGetKV(seq_id, position, position + to - from, k_part, v_part); });
+  }
+}
+
+int64_t TvmKVCacheObj::StateDigest() {
+  return static_cast<int64_t>(latch_.Run([&] { return cache_->StateDigest(); }));
+}
+
+void TvmKVCacheObj::CheckInvariants() {
+  latch_.Run([&] { return cache_->CheckInvariants(); });
+}
+
+}  // namespace quire::ffi

@@ -1,0 +1,123 @@
+// quire.tvm.KVCache: AttentionKVCache with the arguments of TVM's functions.
+#ifndef QUIRE_FFI_TVM_KV_CACHE_H_
+#define QUIRE_FFI_TVM_KV_CACHE_H_
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/string.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/errors.h"
+#include "ffi/tvm_state.h"
+#include "quire/attention_kv_cache.h"
+
+namespace quire::ffi {
+
+// Lengths, positions and ranges count the tokens that are kept, as in TVM: what has slid out of a
+// sequence's window is left out. AttentionKVCache counts absolute positions; this class translates.
+class TvmKVCacheObj : public TvmStateObj {
+ public:
+  struct Config {
+    AttentionKVCacheOptions cache;
+    bool has_sequence_windows = false;  // else EnableSlidingWindowForSeq is refused
+    // As in TVM, windows of sequences are accepted but do nothing where layers have their own.
+    bool has_layer_windows = false;
+  };
+  explicit TvmKVCacheObj(Config config);
+
+  void Clear() override;
+  void AddSequence(int64_t seq_id) override;
+  void RemoveSequence(int64_t seq_id) override;
+  void ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) override;
+  void PopN(int64_t seq_id, int64_t n) override;
+  void BeginForward(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& append_lengths,
+                    const tvm::ffi::Optional<tvm::ffi::Shape>& parents) override;
+  void EndForward() override;
+
+  bool Empty();
+  int64_t GetNumAvailablePages();
+  int64_t GetTotalSequenceLength();
+  int64_t GetSequenceLength(int64_t seq_id);
+  // A copy: an array of the cache would change with the next forward.
+  tvm::ffi::Tensor GetQueryPositions();
+  void EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks);
+
+  void AttentionWithFusedQKV(int64_t layer, double sm_scale, tvm::ffi::TensorView qkv,
+                             tvm::ffi::TensorView o);
+  void SelfAttention(int64_t layer, double sm_scale, tvm::ffi::TensorView q, tvm::ffi::TensorView k,
+                     tvm::ffi::TensorView v, tvm::ffi::TensorView o, tvm::ffi::TensorView lse);
+  void CrossAttention(int64_t layer, double sm_scale, tvm::ffi::TensorView q,
+                      tvm::ffi::TensorView o, tvm::ffi::TensorView lse);
+  // k and v are not needed: the cache has those of the source layer.
+  void AttentionWithSharedKV(int64_t source_layer, double sm_scale, tvm::ffi::TensorView q,
+                             tvm::ffi::TensorView k, tvm::ffi::TensorView v,
+                             tvm::ffi::TensorView o);
+  void MergeAttnOutputInplace(tvm::ffi::TensorView o1, tvm::ffi::TensorView lse1,
+                              tvm::ffi::TensorView o2, tvm::ffi::TensorView lse2);
+  void DebugGetKV(int64_t seq_id, int64_t start, int64_t end, tvm::ffi::TensorView k,
+                  tvm::ffi::TensorView v);
+
+  // ---- Checkpoints (tvm_checkpoint.cc): the kept tokens of one sequence, a tensor per layer.
+  tvm::ffi::String GetLayoutHash();
+  tvm::ffi::String GetCheckpointMetadata(int64_t seq_id);
+  void ExportPageGroup(int64_t seq_id, int64_t group, tvm::ffi::TensorView out);
+  // The sequence is empty then, whether or not it was there, until FinishImport. Other sequences
+  // stay as they are and may be used meanwhile.
+  void PrepareImport(int64_t seq_id, const tvm::ffi::String& metadata);
+  void ImportPageGroup(int64_t seq_id, int64_t group, tvm::ffi::TensorView in);
+  void FinishImport(int64_t seq_id);
+
+  // ---- For tests.
+  int64_t StateDigest();
+  void CheckInvariants();
+
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.tvm.KVCache", TvmKVCacheObj, TvmStateObj);
+
+ private:
+  struct SequenceWindowArguments {
+    int64_t window = 0;
+    int64_t sinks = 0;
+  };
+  // Tokens of an unfinished import, contiguous, as ImportKV takes them.
+  struct LayerTokens {
+    std::vector<std::byte> k, v;  // empty until the group was imported
+  };
+  struct Import {
+    int64_t length = 0;
+    int64_t held = 0;  // tokens of it that the exporting cache held in all layers
+    SequenceWindowArguments window;
+    std::vector<LayerTokens> layers;
+  };
+
+  const AttentionLayerSpec& layer(int64_t index) const {
+    return cache_->options().layers[static_cast<size_t>(index)];
+  }
+  TokenRange SlidRange(int64_t seq_id);
+  // The position that stands behind `kept` kept tokens.
+  int64_t PositionBehind(int64_t seq_id, int64_t kept);
+  void RefuseImporting(const char* call, int64_t seq_id) const;
+  Import& FindImport(const char* call, int64_t seq_id);
+  void CheckGroup(const char* call, int64_t group) const;
+  std::vector<int64_t> GroupShape(int64_t group, int64_t length) const;
+  TensorView CheckGroupTensor(const char* call, int64_t group, int64_t length,
+                              const tvm::ffi::TensorView& tensor) const;
+  std::string Geometry() const;
+  Import ReadMetadata(const std::string& text) const;
+
+  FaultLatch latch_;
+  const Config config_;
+  std::unique_ptr<AttentionKVCache> cache_;
+  std::map<int64_t, SequenceWindowArguments> windows_;
+  std::map<int64_t, Import> imports_;
+  std::vector<int64_t> sequences_;              // ids, sorted
+  std::vector<int64_t> batch_, batch_lengths_;  // of the open forward
+};
+
+}  // namespace quire::ffi
+
+#endif  // QUIRE_FFI_TVM_KV_CACHE_H_

@@ -1,0 +1,80 @@
+#include "kv/ragged_kv.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kv/page_storage.h"
+
+namespace quire {
+namespace {
+
+constexpr size_t kCacheLine = 64;  // kernels read whole lines
+
+int64_t PagesFor(int64_t rows) { return (rows + kTilePositions - 1) / kTilePositions; }
+
+// The window with positions counted from `base`, for rows and keys from there on.
+SequenceWindow WindowFrom(SequenceWindow window, int64_t base) {
+  const int64_t sinks_before = std::min(base, window.sinks);
+  window.sinks -= sinks_before;
+  if (window.window != kNoWindow) window.window -= sinks_before;
+  window.slid = std::max<int64_t>(window.slid - (base - sinks_before), 0);
+  return window;
+}
+
+}  // namespace
+
+void RaggedKV::ReservePages(int64_t page_count, bool poison) {
+  const size_t bytes = static_cast<size_t>(page_count) * pages_.layout.page_bytes() + kCacheLine;
+  if (bytes > memory_bytes_) {
+    memory_.reset();
+    memory_bytes_ = 0;
+    memory_.reset(new std::byte[bytes]);
+    memory_bytes_ = bytes;
+  }
+  if (poison) std::memset(memory_.get(), kPoisonByte, memory_bytes_);
+  void* base = memory_.get();
+  size_t space = memory_bytes_;
+  pages_.base = static_cast<std::byte*>(std::align(kCacheLine, 1, base, space));
+  v_nonfinite_.assign(static_cast<size_t>(page_count), 0);
+  pages_.v_nonfinite = v_nonfinite_.data();
+}
+
+void RaggedKV::Prepare(KVLayout layout, std::span<const ForwardMember> members, bool poison) {
+  // One tile per page: most sequences of a batch have few new tokens, each at least a page.
+  layout.page_size = kTilePositions;
+  pages_.layout = layout;
+  targets_.clear();
+  opens_tile_.clear();
+  entries_.clear();
+  runs_.clear();
+  sequences_.clear();
+  for (const ForwardMember& member : members) {
+    const int64_t first_page = static_cast<int64_t>(entries_.size());
+    for (int64_t i = 0; i < member.row_count(); ++i) {
+      const int32_t slot = static_cast<int32_t>(i % kTilePositions);
+      const int32_t page = static_cast<int32_t>(first_page + i / kTilePositions);
+      if (slot == 0) entries_.push_back({.start = i, .page = page});
+      targets_.push_back({.page = page, .slot = slot});
+      opens_tile_.push_back(slot == 0 ? 1 : 0);
+    }
+  }
+  runs_.reserve(members.size());  // sequences point into it, as runs do into entries_
+  const PageEntry* entry = entries_.data();
+  for (const ForwardMember& member : members) {
+    const int64_t rows = member.row_count();
+    runs_.push_back({.entries = entry, .entry_count = PagesFor(rows), .begin = 0, .end = rows});
+    entry += PagesFor(rows);
+    sequences_.push_back({.first_row = member.first_row,
+                          .row_count = rows,
+                          .base = 0,
+                          .runs = &runs_.back(),
+                          .run_count = 1,
+                          .private_segment = 0,
+                          .inline_cos = nullptr,
+                          .inline_sin = nullptr,
+                          .window = WindowFrom(member.window, member.base())});
+  }
+  ReservePages(static_cast<int64_t>(entries_.size()), poison);
+}
+
+}  // namespace quire

@@ -1,0 +1,59 @@
+// What decoders compute row by row, with one set of kernels in one precision. A row's result does
+// not depend on the rows beside it.
+#ifndef QUIRE_MODEL_ROW_OPS_H_
+#define QUIRE_MODEL_ROW_OPS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "model/weights.h"
+#include "quire/seams.h"
+#include "quire/tensor.h"
+
+namespace quire {
+
+// For kernels that are called from inside a task.
+class SerialRunner final : public ParallelRunner {
+ public:
+  int worker_count() const noexcept override { return 1; }
+  void Run(int64_t count, Task task, void* context) noexcept override {
+    for (int64_t i = 0; i < count; ++i) task(context, i, 0);
+  }
+};
+
+float Sigmoid(float x);
+
+class RowOps {
+ public:
+  // `dtype`: kBF16 rounds what enters a product. The references outlive this.
+  RowOps(const Backend& backend, ParallelRunner& runner, DType dtype)
+      : backend_(backend), runner_(runner), dtype_(dtype) {}
+
+  const Backend& backend() const { return backend_; }
+  ParallelRunner& runner() const { return runner_; }
+
+  // RMS norm with weights `weight` + offset; y may be x.
+  void Norm(const std::vector<float>& weight, float offset, float eps, const float* x,
+            int64_t row_count, float* y) const;
+  // Of `group_count` pieces of each row (stride `row_stride`) by itself, in place. `weight`: of one
+  // piece, for all, or of all pieces.
+  void NormPieces(const std::vector<float>& weight, float offset, float eps, int64_t row_count,
+                  int64_t row_stride, int64_t piece_count, int64_t piece_size, float* x) const;
+  // Rows of x and y lie behind each other. `accumulate` adds the product to y.
+  void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
+                bool accumulate, void* scratch) const;
+  size_t ScratchBytes(const LinearWeights& weights, int64_t row_count) const;
+  // y = silu(gate) * up of rows [gate, up] of 2 dim.
+  void GatedActivation(const float* gate_up, int64_t row_count, int64_t dim, float* y) const;
+
+ private:
+  const Backend& backend_;
+  ParallelRunner& runner_;
+  const DType dtype_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_MODEL_ROW_OPS_H_

@@ -1,0 +1,185 @@
+"""TVM's global functions ``vm.builtin.*`` as they are at one moment, as methods on NumPy arrays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm_ffi import Shape
+
+_NAMES = [
+    name.removeprefix("vm.builtin.")
+    for name in tvm_ffi.registry.list_global_func_names()
+    if name.startswith("vm.builtin.")
+]
+
+
+def function(name: str) -> Any:
+    return tvm_ffi.get_global_func("vm.builtin." + name)
+
+
+class Calls:
+    """The functions that have TVM's names now; later replacements do not reach it."""
+
+    def __init__(self) -> None:
+        self._functions = {name: function(name) for name in _NAMES}
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._functions
+        for full in (name, "kv_state_" + name, "attention_kv_cache_" + name):
+            if full in found:
+                return found[full]
+        raise AttributeError(name)
+
+    # ---- What takes more than the arguments as they come.
+
+    def begin(
+        self,
+        cache: Any,
+        ids: Iterable[int],
+        lengths: Iterable[int],
+        parents: Iterable[int] | None = None,
+    ) -> None:
+        tree = None if parents is None else Shape(list(parents))
+        self.begin_forward(cache, Shape(list(ids)), Shape(list(lengths)), tree)
+
+    def attend(self, cache: Any, layer: int, qkv: np.ndarray, kv_heads: int) -> np.ndarray:
+        """Fused attention; the scale is that of the head dimension."""
+        rows, heads, dim = qkv.shape
+        o = tvm.runtime.tensor(np.full((rows, heads - 2 * kv_heads, dim), np.nan, qkv.dtype))
+        self.attention_with_fused_qkv(cache, layer, dim**-0.5, tvm.runtime.tensor(qkv), o)
+        return o.numpy()
+
+    def forward(
+        self,
+        cache: Any,
+        ids: Sequence[int],
+        lengths: Sequence[int],
+        qkv: np.ndarray,
+        kv_heads: int,
+    ) -> np.ndarray:
+        """A whole forward; qkv is [layers, rows, heads, dim], the result [layers, rows, Hq, dim]."""
+        self.begin(cache, ids, lengths)
+        outputs = [self.attend(cache, layer, part, kv_heads) for layer, part in enumerate(qkv)]
+        self.end_forward(cache)
+        return np.stack(outputs)
+
+    def positions(self, cache: Any) -> list[int]:
+        return [int(p) for p in self.get_query_positions(cache).numpy()]
+
+    def kv(
+        self, cache: Any, seq: int, start: int, end: int, shape: tuple[int, int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of the tokens; `shape` is layers, heads, dim."""
+        layers, heads, dim = shape
+        empty = np.full((layers, end - start, heads, dim), np.nan, "float32")
+        k, v = tvm.runtime.tensor(empty), tvm.runtime.tensor(empty)
+        self.debug_get_kv(cache, seq, start, end, k, v)
+        return k.numpy(), v.numpy()
+
+
+def stub(*_: Any) -> None:
+    raise AssertionError("Quire called a kernel")
+
+
+def create_arguments(
+    *,
+    sequences: int = 8,
+    tokens: int = 64,
+    chunk: int = 64,
+    page_size: int = 4,
+    windows: bool = False,
+    layer_window: int | None = None,
+    kinds: Sequence[int] = (0, 0),
+    heads: tuple[int, int] = (2, 1),
+    dim: int = 8,
+    rope_mode: int = 0,
+    theta: float = 10000.0,
+    rotation: Any = None,
+    dtype: str = "float32",
+) -> list[Any]:
+    """The 28 arguments of paged_attention_kv_cache_create, with kernels that must not be called."""
+    sizes = [sequences, tokens, chunk, page_size, int(windows)]
+    if layer_window is not None:
+        sizes.append(layer_window)
+    kernels: list[Any] = [["tirx", stub] for _ in range(7)]
+    return [
+        Shape(sizes),
+        Shape([0, len(kinds)]),
+        heads[0],
+        heads[1],
+        dim,
+        dim,
+        Shape(list(kinds)),
+        False,
+        rope_mode,
+        1.0,
+        theta,
+        None,
+        tvm.runtime.tensor(np.zeros((), dtype)),
+        stub,
+        stub,
+        *kernels,
+        [],
+        [stub],
+        rotation,
+        stub,
+        stub,
+        stub,
+    ]
+
+
+class OneCache:
+    """One of Quire's caches behind TVM's names, with its shape and random inputs."""
+
+    def __init__(self, **options: Any) -> None:
+        self.calls = Calls()
+        self.layers = len(options.get("kinds", (0, 0)))
+        self.qo_heads, self.kv_heads = options.get("heads", (2, 1))
+        self.dim = options.get("dim", 8)
+        self.cache = self.calls.paged_attention_kv_cache_create(*create_arguments(**options))
+        self._random = np.random.default_rng(1)
+        self._ids = itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.calls, name)
+        return lambda *args: call(self.cache, *args)
+
+    def qkv(self, rows: int) -> np.ndarray:
+        shape = (self.layers, rows, self.qo_heads + 2 * self.kv_heads, self.dim)
+        return self._random.standard_normal(shape).astype("float32")
+
+    def forward(
+        self, ids: Sequence[int], lengths: Sequence[int], qkv: np.ndarray | None = None
+    ) -> np.ndarray:
+        rows = self.qkv(sum(lengths)) if qkv is None else qkv
+        return self.calls.forward(self.cache, ids, lengths, rows, self.kv_heads)
+
+    def kv_of(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
+        length = self.get_sequence_length(seq)
+        return self.kv(seq, 0, length, (self.layers, self.kv_heads, self.dim))
+
+    def digest(self) -> int:
+        self.cache.check_invariants()
+        return int(self.cache.state_digest())
+
+
+def plain_attention(
+    qkv: np.ndarray, visible: Sequence[Sequence[int]], kv_heads: int
+) -> np.ndarray:
+    """Attention of each row of [rows, heads, dim] to the rows that it sees, in float64."""
+    rows, heads, dim = qkv.shape
+    qo_heads = heads - 2 * kv_heads
+    x = qkv.astype(np.float64)
+    o = np.zeros((rows, qo_heads, dim))
+    for row, sees in enumerate(visible):
+        for head in range(qo_heads):
+            kv = head // (qo_heads // kv_heads)
+            scores = x[list(sees), qo_heads + kv] @ x[row, head] * dim**-0.5
+            weights = np.exp(scores - scores.max())
+            o[row, head] = weights @ x[list(sees), qo_heads + kv_heads + kv] / weights.sum()
+    return o

@@ -1,0 +1,159 @@
+"""A small Llama in TVM's relax frontend, with its paged KV cache, compiled for the CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache, RopeMode, TIRPagedKVCache
+from tvm_ffi import Shape
+
+LAYERS = 2
+HIDDEN = 32
+QO_HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 16
+VOCABULARY = 61
+PAGE_SIZE = 16  # TVM's kernels know no other
+ROPE_THETA = 10000
+SM_SCALE = HEAD_DIM**-0.5
+
+SIZES = (
+    "max_batch_size",
+    "max_total_seq_len",
+    "prefill_chunk_size",
+    "page_size",
+    "support_sliding_window",
+)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        self.qkv_proj = nn.Linear(HIDDEN, (QO_HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(QO_HEADS * HEAD_DIM, HIDDEN, bias=False)
+
+    def forward(self, x: nn.Tensor, cache: PagedKVCache, layer: int) -> nn.Tensor:
+        batch, rows, _ = x.shape
+        qkv = op.reshape(
+            self.qkv_proj(x), (batch, rows, QO_HEADS + 2 * KV_HEADS, HEAD_DIM)
+        )
+        o = cache.attention_with_fused_qkv(layer, qkv, QO_HEADS, sm_scale=SM_SCALE)
+        return self.o_proj(op.reshape(o, (batch, rows, QO_HEADS * HEAD_DIM)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        self.attention = Attention()
+        self.gate_up = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+        self.norm_1 = nn.RMSNorm(HIDDEN, -1, 1e-5, bias=False)
+        self.norm_2 = nn.RMSNorm(HIDDEN, -1, 1e-5, bias=False)
+
+    def forward(self, x: nn.Tensor, cache: PagedKVCache, layer: int) -> nn.Tensor:
+        x = x + self.attention(self.norm_1(x), cache, layer)
+        gate, up = op.split(self.gate_up(self.norm_2(x)), 2, axis=-1)
+        return x + self.down(op.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.norm = nn.RMSNorm(HIDDEN, -1, 1e-5, bias=False)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, token_ids: nn.Tensor, cache: PagedKVCache) -> nn.Tensor:
+        x = self.embedding(token_ids)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cache, layer)
+        return self.head(self.norm(x))
+
+    # TVM reads the names of the arguments. With windows its cache is one of RopeMode.INLINE.
+    def create_cache(
+        self,
+        max_batch_size: Any,
+        max_total_seq_len: Any,
+        prefill_chunk_size: Any,
+        page_size: Any,
+        support_sliding_window: Any,
+    ) -> PagedKVCache:
+        return TIRPagedKVCache(
+            attn_kind="mha",
+            max_batch_size=max_batch_size,
+            max_total_seq_len=max_total_seq_len,
+            prefill_chunk_size=prefill_chunk_size,
+            page_size=page_size,
+            support_sliding_window=support_sliding_window,
+            layer_partition=relax.ShapeExpr([0, LAYERS]),
+            num_hidden_layers=LAYERS,
+            num_attention_heads=QO_HEADS,
+            num_key_value_heads=KV_HEADS,
+            qk_head_dim=HEAD_DIM,
+            v_head_dim=HEAD_DIM,
+            mla_original_qk_head_dim=0,
+            mla_original_v_head_dim=0,
+            rope_mode=RopeMode.NORMAL,
+            rope_scale=1,
+            rope_theta=ROPE_THETA,
+            rope_scaling={},
+            rope_ext_factors=relax.prim_value(0),
+            rotary_dim=HEAD_DIM,
+            enable_disaggregation=False,
+            dtype="float32",
+            target=tvm.target.Target("llvm"),
+        )
+
+
+def _create_spec() -> dict[str, Any]:
+    return {**{name: int for name in SIZES}, "$": {"param_mode": "none", "effect_mode": "none"}}
+
+
+@functools.cache
+def compiled() -> tuple[Any, list[Any]]:
+    """The executable and the weights."""
+    model = Llama()
+    model.to("float32")
+    module, named = model.export_tvm(
+        spec={
+            "forward": {
+                "token_ids": nn.spec.Tensor([1, "rows"], "int32"),
+                "cache": nn.spec.Object(object_type=PagedKVCache),
+                "$": {"param_mode": "packed", "effect_mode": "none"},
+            },
+            "create_cache": _create_spec(),
+        }
+    )[:2]
+    random = np.random.default_rng(6)
+    weights = [
+        tvm.runtime.tensor(
+            (random.standard_normal([int(d) for d in parameter.shape]) * 0.3).astype("float32")
+        )
+        for _, parameter in named
+    ]
+    return tvm.compile(module, target="llvm"), weights
+
+
+def new_machine() -> Any:
+    return relax.VirtualMachine(compiled()[0], tvm.cpu())
+
+
+def new_cache(
+    machine: Any,
+    *,
+    sequences: int = 8,
+    tokens: int = 512,
+    chunk: int = 64,
+    windows: bool = False,
+) -> Any:
+    sizes = (sequences, tokens, chunk, PAGE_SIZE, int(windows))
+    return machine["create_cache"](*(Shape([size]) for size in sizes))
+
+
+def logits(machine: Any, cache: Any, token_ids: list[int]) -> np.ndarray:
+    ids = tvm.runtime.tensor(np.array([token_ids], dtype="int32"))
+    return machine["forward"](ids, cache, compiled()[1]).numpy()[0]
