@@ -1378,6 +1378,7 @@ std::string Walker::Tree(const WalkOp& op) {
   size_t next = 0;
   for (size_t i = 0; i < batch.ids.size(); ++i) {
     before_[batch.ids[i]] = history_.at(batch.ids[i]);
+    windows_before_[batch.ids[i]] = model_.WindowOf(batch.ids[i]);
     WalkTree& tree = trees_[batch.ids[i]];
     later_rounds_ += !tree.tokens.empty();
     for (int64_t n = 0; n < batch.lengths[i]; ++n) {
