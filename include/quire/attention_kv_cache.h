@@ -59,6 +59,8 @@ struct AttentionKVCacheOptions {
   int64_t token_capacity = 0;              // pages per group: ceil(token_capacity / page_size) + 1
   int64_t prefill_chunk_size = 0;          // most new tokens of one forward
   int64_t page_size = 0;  // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
+  int64_t max_tree_size = 256;  // uncommitted nodes of one sequence (BeginTreeForward). They lie in
+                                // pages of their own; those of the deepest path are kept free
   RopeOptions rope;
   std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
@@ -232,7 +234,8 @@ class AttentionKVCache : public KVState {
   // ---- The pieces, for callers who combine results themselves. They store nothing; with kNormal,
   // q and k are given rotated; with kInline they are given unrotated and rotated here. Exact per
   // row: neither batch nor threads nor page size show. Their merge is that of one softmax but for
-  // rounding, so where the tokens of a sequence were cut may show in the last bits.
+  // rounding, so where the tokens of a sequence were cut may show in the last bits. BadState in a
+  // forward of token trees.
 
   // Windows and the soft cap hold in both pieces; the learned sinks of heads take part in
   // CrossAttention alone, so that a merge counts them once.

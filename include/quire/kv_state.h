@@ -52,6 +52,38 @@ class KVState {
   virtual Status BeginForward(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths) = 0;
 
+  // BeginForward of new *nodes* of the sequences' token trees, for drafts with branches. A node is
+  // a token that follows its parent: token_tree_parents, one per new node, the sequences' arrays
+  // one behind the other, has the parent's index in its sequence's whole uncommitted tree, or -1
+  // for a node that follows the committed tokens. Nodes are counted from 0 through all forwards
+  // since the last commit, in the order in which they were given; a forward adds append_lengths[i]
+  // of them.
+  //
+  // A node stands at position base + depth, base being the number of committed tokens, and sees of
+  // those what a token there would see, its ancestors and itself. So its row is, bit for bit, that
+  // of the same token at the end of the plain sequence committed tokens + path.
+  //
+  // The tree stays until it is committed or popped. Meanwhile lengths count all nodes; PopN drops
+  // the nodes with the highest numbers first, then committed tokens; ForkSequence at or before base
+  // gives a child without a tree, behind it BadState, as are BeginForward and all other calls that
+  // read, write or import tokens at or behind base, or change windows or retention.
+  // REQUIRES: as BeginForward; -1 <= parent < the node's own index; at most max_tree_size nodes of
+  // a sequence.
+  virtual Status BeginTreeForward(std::span<const int64_t> seq_ids,
+                                  std::span<const int64_t> append_lengths,
+                                  std::span<const int64_t> token_tree_parents) = 0;
+
+  // Of each sequence, in any order, the tokens on the path from the root to node leaf_indices[i]
+  // (which may have children) become committed tokens, and its tree is dropped: the sequence is
+  // what the plain one with these tokens would be. -1 drops all nodes. Takes no pages.
+  // REQUIRES: IDLE; equal sizes; ids known and distinct, each with a tree (else BadState);
+  // -1 <= leaf < nodes of the tree.
+  virtual Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                              std::span<const int64_t> leaf_indices) = 0;
+
+  // Nodes of the sequence's uncommitted tree, those of an open forward included; 0 without one.
+  virtual Result<int64_t> GetTreeSize(int64_t seq_id) const = 0;
+
   // Ends the forward; the new tokens count from now on. BadState, and still FORWARD, if a layer was
   // not run.
   virtual Status EndForward() = 0;

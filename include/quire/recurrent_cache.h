@@ -62,6 +62,10 @@ struct RecurrentCacheOptions {
   int64_t recent_checkpoints = 4;
   // Older ones, without inputs, the denser the nearer they are to the end.
   int64_t thinned_checkpoints = 4;
+  int64_t max_tree_size = 256;  // uncommitted nodes of one sequence (BeginTreeForward)
+  // Uncommitted nodes of all sequences together: each has a state, in a slot that is there for such
+  // states alone. BeginTreeForward is OutOfPages when there would be more.
+  int64_t max_tree_slots = 0;
   int64_t max_retained_slots = 0;  // see SetRetained
   int64_t max_slots = 0;           // 0 = so many that every forward finds room
   std::string kernel_path;         // "" = the best of this CPU, else a name from KernelPaths()

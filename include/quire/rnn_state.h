@@ -40,6 +40,10 @@ struct RNNStateOptions {
   // to one sequence. When there are more, the older ones are thinned: what remains lies the denser
   // the nearer it is to the end.
   int64_t max_checkpoints = 0;
+  int64_t max_tree_size = 256;  // uncommitted nodes of one sequence (BeginTreeForward)
+  // Uncommitted nodes of all sequences together: each has a state, in a slot that is there for such
+  // states alone. BeginTreeForward is OutOfPages when there would be more.
+  int64_t max_tree_slots = 0;
   int64_t max_retained_slots = 0;   // see SetRetained
   bool poison_freed_slots = false;  // tests: free slots are filled with NaN
   // As in TVM, for its drop-in (docs/tvm.md): with max_history 1, Get gives what was Set before it
@@ -68,10 +72,19 @@ class RNNState : public RecurrentState {
   // data: [B, *shape].
   virtual Status Set(int64_t layer, int64_t state, const TensorView& data) = 0;
 
-  // The same for states inside the forward: rows[i] is a new token, counted from the batch's first;
+  // The states before tokens of the forward: rows[i] is a new token, counted from the batch's
+  // first. Of a tree's node that is the state behind its parent, or, for a root, that of the
+  // committed tokens. o: [n, *shape] for n rows. BadState if the token before was not set in this
+  // layer and state.
+  virtual Status GetBefore(int64_t layer, int64_t state, std::span<const int64_t> rows,
+                           const TensorView& o) = 0;
+
+  // States inside the forward: rows[i] is a new token, counted from the batch's first;
   // the state is the one after it. SetAt at the last row of a sequence is Set for that sequence; at
   // another row it makes a checkpoint there, and then EndForward wants every layer and state of it.
   // o, data: [n, *shape] for n rows.
+  // In a tree forward EndForward wants every layer and state of every row, set by SetAt; Set is
+  // BadState.
   // GetAt: BadState for a row that was not set in this layer and state.
   virtual Status GetAt(int64_t layer, int64_t state, std::span<const int64_t> rows,
                        const TensorView& o) = 0;

@@ -135,6 +135,7 @@ class KVCache:
         token_capacity: tokens that fit in the pages of one layer group.
         prefill_chunk_size: most new tokens of one forward; ``token_capacity`` if 0.
         page_size: tokens; 0 = chosen per layer group (:func:`default_page_size`).
+        max_tree_size: most nodes of one sequence's uncommitted token tree.
         rope: rotary position embedding, or just its mode; none by default.
         threads: of the attention; 0 = one per core.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
@@ -157,6 +158,7 @@ class KVCache:
         token_capacity: int,
         prefill_chunk_size: int = 0,
         page_size: int = 0,
+        max_tree_size: int = 256,
         rope: RopeOptions | Mapping[str, Any] | str | None = None,
         threads: int = 0,
         kernel_path: str = "",
@@ -182,6 +184,7 @@ class KVCache:
                 "token_capacity": token_capacity,
                 "prefill_chunk_size": prefill_chunk_size or token_capacity,
                 "page_size": page_size,
+                "max_tree_size": max_tree_size,
                 "rope": _rope_fields(rope),
                 "threads": threads,
                 "kernel_path": kernel_path,
@@ -275,15 +278,40 @@ class KVCache:
 
     # ---- Forward
 
-    def begin_forward(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> None:
+    def begin_forward(
+        self,
+        seq_ids: Sequence[int],
+        append_lengths: Sequence[int],
+        token_tree_parents: Sequence[int] | None = None,
+    ) -> None:
         """Plans a forward of ``append_lengths[i]`` new tokens for ``seq_ids[i]``; reserves for it.
 
-        Raises OutOfPagesError, UnknownSequenceError, BadArgumentError, BadStateError; nothing has
-        changed then.
+        With `token_tree_parents`, one per new token, these are nodes of the sequences' uncommitted
+        token trees: a parent is a node's index in its sequence's whole tree, or -1.
+
+        Raises OutOfPagesError, UnknownSequenceError, BadArgumentError, BadStateError,
+        TooLargeError; nothing has changed then.
         """
-        self._handle.begin_forward(
-            int_list(seq_ids, "seq_ids"), int_list(append_lengths, "append_lengths")
+        ids = int_list(seq_ids, "seq_ids")
+        lengths = int_list(append_lengths, "append_lengths")
+        if token_tree_parents is None:
+            self._handle.begin_forward(ids, lengths)
+        else:
+            parents = int_list(token_tree_parents, "token_tree_parents")
+            self._handle.begin_tree_forward(ids, lengths, parents)
+
+    def commit_accepted_token_tree_nodes(
+        self, seq_ids: Sequence[int], leaf_indices: Sequence[int]
+    ) -> None:
+        """Of each sequence the path to node ``leaf_indices[i]`` is accepted (-1: nothing) and the
+        rest of its tree dropped. BadStateError for a sequence without a tree."""
+        self._handle.commit_accepted_token_tree_nodes(
+            int_list(seq_ids, "seq_ids"), int_list(leaf_indices, "leaf_indices")
         )
+
+    def get_tree_size(self, seq_id: int) -> int:
+        """Nodes of the sequence's uncommitted token tree."""
+        return int(self._handle.get_tree_size(seq_id))
 
     def end_forward(self) -> None:
         """Ends the forward; its tokens count from now on.
@@ -297,10 +325,15 @@ class KVCache:
         self._handle.abort_forward()
 
     @contextlib.contextmanager
-    def forward(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> Iterator[KVCache]:
+    def forward(
+        self,
+        seq_ids: Sequence[int],
+        append_lengths: Sequence[int],
+        token_tree_parents: Sequence[int] | None = None,
+    ) -> Iterator[KVCache]:
         """begin_forward, the body, end_forward; abort_forward when the body or end_forward
         raises."""
-        self.begin_forward(seq_ids, append_lengths)
+        self.begin_forward(seq_ids, append_lengths, token_tree_parents)
         try:
             yield self
             self.end_forward()

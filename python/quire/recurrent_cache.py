@@ -57,6 +57,8 @@ class RecurrentCache(RecurrentState):
             the oldest of them are kept.
         thinned_checkpoints: older ones, without inputs.
         max_retained_slots: most slots that retained sequences may hold.
+        max_tree_size: most nodes of one sequence's uncommitted token tree.
+        max_tree_slots: most nodes of all sequences together; each has a state.
         max_slots: slots in all; 0 = so many that every forward finds room.
         threads: of the kernels; 0 = one per core.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
@@ -72,6 +74,8 @@ class RecurrentCache(RecurrentState):
         recent_checkpoints: int = 4,
         thinned_checkpoints: int = 4,
         max_retained_slots: int = 0,
+        max_tree_size: int = 256,
+        max_tree_slots: int = 0,
         max_slots: int = 0,
         threads: int = 0,
         kernel_path: str = "",
@@ -90,6 +94,8 @@ class RecurrentCache(RecurrentState):
                     "recent_checkpoints": recent_checkpoints,
                     "thinned_checkpoints": thinned_checkpoints,
                     "max_retained_slots": max_retained_slots,
+                    "max_tree_size": max_tree_size,
+                    "max_tree_slots": max_tree_slots,
                     "max_slots": max_slots,
                     "threads": threads,
                     "kernel_path": kernel_path,

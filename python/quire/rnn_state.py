@@ -57,6 +57,8 @@ class RNNState(RecurrentState):
             included.
         max_checkpoints: states inside forwards (set_at) that each sequence keeps.
         max_retained_slots: most slots that retained sequences may hold.
+        max_tree_size: most nodes of one sequence's uncommitted token tree.
+        max_tree_slots: most nodes of all sequences together; each has a state.
         poison_freed_slots: fill free slots with NaN, for tests.
         tvm_rnn_history1: as in TVM (``docs/tvm.md``): with ``max_history`` 1, ``get`` gives what
             was set before it in the same forward.
@@ -71,6 +73,8 @@ class RNNState(RecurrentState):
         max_history: int = 1,
         max_checkpoints: int = 0,
         max_retained_slots: int = 0,
+        max_tree_size: int = 256,
+        max_tree_slots: int = 0,
         poison_freed_slots: bool = False,
         tvm_rnn_history1: bool = False,
     ) -> None:
@@ -87,15 +91,22 @@ class RNNState(RecurrentState):
                     "max_history": max_history,
                     "max_checkpoints": max_checkpoints,
                     "max_retained_slots": max_retained_slots,
+                    "max_tree_size": max_tree_size,
+                    "max_tree_slots": max_tree_slots,
                     "poison_freed_slots": poison_freed_slots,
                     "tvm_rnn_history1": tvm_rnn_history1,
                 }
             )
         )
 
-    def begin_forward(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> None:
+    def begin_forward(
+        self,
+        seq_ids: Sequence[int],
+        append_lengths: Sequence[int],
+        token_tree_parents: Sequence[int] | None = None,
+    ) -> None:
         ids = int_list(seq_ids, "seq_ids")
-        super().begin_forward(ids, append_lengths)
+        super().begin_forward(ids, append_lengths, token_tree_parents)
         self._batch = len(ids)
 
     def get(self, layer: int, state: int, o: Any = None) -> Any:
@@ -108,6 +119,14 @@ class RNNState(RecurrentState):
     def set(self, layer: int, state: int, data: Any) -> None:
         """The states [B, *shape] after this forward; a second call replaces the first."""
         self._handle.set(layer, state, input_array(data))
+
+    def get_before(self, layer: int, state: int, rows: Sequence[int], o: Any = None) -> Any:
+        """The states [len(rows), *shape] before the new tokens ``rows[i]``, counted from the
+        batch's first; of a node of a token tree that is the state behind its parent."""
+        rows = int_list(rows, "rows")
+        o = self._output(state, (len(rows),), o)
+        self._handle.get_before(layer, state, rows, o)
+        return o
 
     def get_at(self, layer: int, state: int, rows: Sequence[int], o: Any = None) -> Any:
         """States that set_at has set in this forward, [len(rows), *shape]."""

@@ -46,6 +46,19 @@ class FallibleKVCache final : public AttentionKVCache {
     if (status.code() == StatusCode::kOutOfPages) ++out_of_pages;
     return status;
   }
+  Status BeginTreeForward(std::span<const int64_t> ids, std::span<const int64_t> lengths,
+                          std::span<const int64_t> parents) override {
+    QUIRE_RETURN_IF_ERROR(Fault("BeginTreeForward"));
+    const Status status = cache_->BeginTreeForward(ids, lengths, parents);
+    if (status.code() == StatusCode::kOutOfPages) ++out_of_pages;
+    return status;
+  }
+  Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> ids,
+                                      std::span<const int64_t> leaves) override {
+    QUIRE_RETURN_IF_ERROR(Fault("CommitAcceptedTokenTreeNodes"));
+    return cache_->CommitAcceptedTokenTreeNodes(ids, leaves);
+  }
+  Result<int64_t> GetTreeSize(int64_t id) const override { return cache_->GetTreeSize(id); }
   Status BeginLoadingForward(std::span<const int64_t> ids, std::span<const int64_t> lengths,
                              std::span<const LayerLoad> loads) override {
     QUIRE_RETURN_IF_ERROR(Fault("BeginLoadingForward"));

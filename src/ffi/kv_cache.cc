@@ -32,6 +32,7 @@ AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
   reader.Read("token_capacity", &options.token_capacity);
   reader.Read("prefill_chunk_size", &options.prefill_chunk_size);
   reader.Read("page_size", &options.page_size);
+  reader.Read("max_tree_size", &options.max_tree_size);
   if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("poison_freed_pages", &options.poison_freed_pages);
@@ -82,6 +83,20 @@ class KVCacheObj : public tf::Object {
   }
   void BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
     latch_.Run([&] { return cache_->BeginForward(SpanOf(seq_ids), SpanOf(append_lengths)); });
+  }
+  void BeginTreeForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
+                        const tf::Shape& parents) {
+    latch_.Run([&] {
+      return cache_->BeginTreeForward(SpanOf(seq_ids), SpanOf(append_lengths), SpanOf(parents));
+    });
+  }
+  void CommitAcceptedTokenTreeNodes(const tf::Shape& seq_ids, const tf::Shape& leaf_indices) {
+    latch_.Run([&] {
+      return cache_->CommitAcceptedTokenTreeNodes(SpanOf(seq_ids), SpanOf(leaf_indices));
+    });
+  }
+  int64_t GetTreeSize(int64_t seq_id) {
+    return latch_.Run([&] { return cache_->GetTreeSize(seq_id); });
   }
   void EndForward() {
     latch_.Run([&] { return cache_->EndForward(); });
@@ -226,6 +241,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("held_tokens", &KVCacheObj::HeldTokens)
       .def("slid_range", &KVCacheObj::SlidRange)
       .def("begin_forward", &KVCacheObj::BeginForward)
+      .def("begin_tree_forward", &KVCacheObj::BeginTreeForward)
+      .def("commit_accepted_token_tree_nodes", &KVCacheObj::CommitAcceptedTokenTreeNodes)
+      .def("get_tree_size", &KVCacheObj::GetTreeSize)
       .def("end_forward", &KVCacheObj::EndForward)
       .def("abort_forward", &KVCacheObj::AbortForward)
       .def("empty", &KVCacheObj::Empty)

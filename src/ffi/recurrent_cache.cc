@@ -48,6 +48,8 @@ RecurrentCacheOptions ReadRecurrentOptions(const OptionMap& fields) {
   reader.Read("recent_checkpoints", &options.recent_checkpoints);
   reader.Read("thinned_checkpoints", &options.thinned_checkpoints);
   reader.Read("max_retained_slots", &options.max_retained_slots);
+  reader.Read("max_tree_size", &options.max_tree_size);
+  reader.Read("max_tree_slots", &options.max_tree_slots);
   reader.Read("max_slots", &options.max_slots);
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("poison_freed_slots", &options.poison_freed_slots);

@@ -45,6 +45,21 @@ class RecurrentObject : public tvm::ffi::Object {
   void BeginForward(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& append_lengths) {
     latch_.Run([&] { return state_->BeginForward(SpanOf(seq_ids), SpanOf(append_lengths)); });
   }
+  void BeginTreeForward(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& append_lengths,
+                        const tvm::ffi::Shape& parents) {
+    latch_.Run([&] {
+      return state_->BeginTreeForward(SpanOf(seq_ids), SpanOf(append_lengths), SpanOf(parents));
+    });
+  }
+  void CommitAcceptedTokenTreeNodes(const tvm::ffi::Shape& seq_ids,
+                                    const tvm::ffi::Shape& leaf_indices) {
+    latch_.Run([&] {
+      return state_->CommitAcceptedTokenTreeNodes(SpanOf(seq_ids), SpanOf(leaf_indices));
+    });
+  }
+  int64_t GetTreeSize(int64_t seq_id) {
+    return latch_.Run([&] { return state_->GetTreeSize(seq_id); });
+  }
   void EndForward() {
     latch_.Run([&] { return state_->EndForward(); });
   }
@@ -107,6 +122,10 @@ void DefineRecurrentObject(tvm::ffi::reflection::ObjectDef<Object>& def) {
       .def("pop_n", MemberOf<Object>(&Object::PopN))
       .def("set_retained", MemberOf<Object>(&Object::SetRetained))
       .def("begin_forward", MemberOf<Object>(&Object::BeginForward))
+      .def("begin_tree_forward", MemberOf<Object>(&Object::BeginTreeForward))
+      .def("commit_accepted_token_tree_nodes",
+           MemberOf<Object>(&Object::CommitAcceptedTokenTreeNodes))
+      .def("get_tree_size", MemberOf<Object>(&Object::GetTreeSize))
       .def("end_forward", MemberOf<Object>(&Object::EndForward))
       .def("abort_forward", MemberOf<Object>(&Object::AbortForward))
       .def("replay_start", MemberOf<Object>(&Object::ReplayStart))

@@ -44,6 +44,8 @@ RNNStateOptions ReadRNNStateOptions(const OptionMap& fields) {
   reader.Read("max_history", &options.max_history);
   reader.Read("max_checkpoints", &options.max_checkpoints);
   reader.Read("max_retained_slots", &options.max_retained_slots);
+  reader.Read("max_tree_size", &options.max_tree_size);
+  reader.Read("max_tree_slots", &options.max_tree_slots);
   reader.Read("poison_freed_slots", &options.poison_freed_slots);
   reader.Read("tvm_rnn_history1", &options.tvm_rnn_history1);
   reader.Finish();
@@ -62,6 +64,10 @@ class RNNStateObj : public RecurrentObject<RNNState> {
   void Set(int64_t layer, int64_t state, tf::TensorView data) {
     const TensorView view = ViewOf(data);
     latch_.Run([&] { return state_->Set(layer, state, view); });
+  }
+  void GetBefore(int64_t layer, int64_t state, const tf::Shape& rows, tf::TensorView o) {
+    const TensorView view = ViewOf(o);
+    latch_.Run([&] { return state_->GetBefore(layer, state, SpanOf(rows), view); });
   }
   void GetAt(int64_t layer, int64_t state, const tf::Shape& rows, tf::TensorView o) {
     const TensorView view = ViewOf(o);
@@ -85,6 +91,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   DefineRecurrentObject(def);
   def.def("get", &RNNStateObj::Get)
       .def("set", &RNNStateObj::Set)
+      .def("get_before", &RNNStateObj::GetBefore)
       .def("get_at", &RNNStateObj::GetAt)
       .def("set_at", &RNNStateObj::SetAt)
       .def("debug_get", &RNNStateObj::DebugGet);

@@ -146,8 +146,10 @@ void AttentionSchedule::AddPrivateUnits(int64_t sequence) noexcept {
 }
 
 int64_t AttentionSchedule::SegmentsSeenBy(int64_t sequence, int64_t query_row) const noexcept {
+  const AttentionSequence& of = sequences_[static_cast<size_t>(sequence)];
   const int64_t row = query_row / group_size_ - row_begin_[sequence];
-  const int64_t seen = args_.SeenEnd(sequences_[static_cast<size_t>(sequence)], row);
+  // Depths of nodes are in no order, but the rows of a tree end within a few tiles of each other.
+  const int64_t seen = of.tree != nullptr ? LastPosition(of) + 1 : args_.SeenEnd(of, row);
   return CeilDiv(std::max<int64_t>(seen, 0), kSegmentPositions);
 }
 
@@ -157,9 +159,8 @@ int64_t AttentionSchedule::SegmentsSeenBy(int64_t sequence, int64_t query_row) c
 void AttentionSchedule::LeaveOutHidden(AttentionUnit* unit) const noexcept {
   int64_t head_end = 0;
   int64_t tail_begin = INT64_MAX;
-  const auto look_at = [&](int64_t s, int64_t row) {
-    const AttentionSequence& sequence = sequences_[static_cast<size_t>(s)];
-    const HiddenRange hidden = HiddenOf(ViewOf(args_, sequence, row - row_begin_[s]));
+  const auto look_at = [&](const RowView& view) {
+    const HiddenRange hidden = HiddenOf(view);
     head_end = std::max(head_end, hidden.begin);
     tail_begin = std::min(tail_begin, hidden.end);
   };
@@ -167,8 +168,14 @@ void AttentionSchedule::LeaveOutHidden(AttentionUnit* unit) const noexcept {
   const int64_t last = (unit->row_end - 1) / group_size_;
   for (int64_t s = unit->sequence; s < std::ssize(sequences_) && row_begin_[s] <= last; ++s) {
     if (row_begin_[s] == row_begin_[s + 1]) continue;
-    look_at(s, std::max(first, row_begin_[s]));
-    look_at(s, std::min(last, row_begin_[s + 1] - 1));
+    const AttentionSequence& sequence = sequences_[static_cast<size_t>(s)];
+    if (sequence.tree != nullptr) {
+      for (const int64_t position : {FirstPosition(sequence), LastPosition(sequence)})
+        look_at(ViewOfRow(sequence.window, args_.layer_window, position));
+      continue;
+    }
+    look_at(ViewOf(args_, sequence, std::max(first - row_begin_[s], int64_t{0})));
+    look_at(ViewOf(args_, sequence, std::min(last, row_begin_[s + 1] - 1) - row_begin_[s]));
   }
   const int64_t begin = std::max(unit->segment_begin, CeilDiv(head_end, kSegmentPositions));
   const int64_t end = std::min(unit->segment_end, tail_begin / kSegmentPositions);

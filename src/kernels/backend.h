@@ -85,6 +85,17 @@ struct SequenceWindow {
   bool operator==(const SequenceWindow&) const = default;
 };
 
+// The uncommitted token tree of a sequence. Node n stands at position base + depths[n], and its key
+// and value lie in slot n mod page_size of pages[n / page_size].
+struct TokenTreeView {
+  const int32_t* parents = nullptr;  // [node], each before its children; -1: a root
+  const int32_t* depths = nullptr;   // [node]
+  const int32_t* pages = nullptr;
+  int64_t first_node = 0;  // of the sequence's first row; the others follow it
+  int64_t min_depth = 0;   // of the rows
+  int64_t max_depth = 0;
+};
+
 // One sequence of a forward: rows [first_row, first_row + row_count) of q and o, at positions base,
 // base + 1, ...; row r sees positions [0, base + r], but for those that a window hides. Hidden
 // positions may lie in entries without a page.
@@ -99,6 +110,9 @@ struct AttentionSequence {
                             // 2]; else null
   const float* inline_sin;
   SequenceWindow window = {};
+  // Null: a chain. Else row r is node tree->first_node + r; `base` tokens are committed, and of the
+  // positions behind these the runs may say anything: a row sees its ancestors and itself there.
+  const TokenTreeView* tree = nullptr;
 };
 
 // Whole segments [segment_begin, segment_end) whose pages are the same for sequences [first, first

@@ -35,9 +35,26 @@ inline RowView ViewOfRow(const SequenceWindow& window, int64_t layer_window, int
   return {begin, end, window.sinks, behind, window.sinks};
 }
 
+// Where row r of a sequence stands, and where the first and the last of its rows do.
+inline int64_t PositionOfRow(const AttentionSequence& sequence, int64_t r) {
+  if (sequence.tree == nullptr) return sequence.base + r;
+  return sequence.base + sequence.tree->depths[sequence.tree->first_node + r];
+}
+inline int64_t FirstPosition(const AttentionSequence& sequence) {
+  return sequence.base + (sequence.tree == nullptr ? 0 : sequence.tree->min_depth);
+}
+inline int64_t LastPosition(const AttentionSequence& sequence) {
+  return sequence.base +
+         (sequence.tree == nullptr ? sequence.row_count - 1 : sequence.tree->max_depth);
+}
+// The end of what all rows read where the runs say.
+inline int64_t RunsEnd(const AttentionSequence& sequence) {
+  return sequence.base + (sequence.tree == nullptr ? sequence.row_count : 0);
+}
+
 // What row `row` of a sequence sees in a call.
 inline RowView ViewOf(const AttentionArgs& args, const AttentionSequence& sequence, int64_t row) {
-  RowView view = ViewOfRow(sequence.window, args.layer_window, sequence.base + row);
+  RowView view = ViewOfRow(sequence.window, args.layer_window, PositionOfRow(sequence, row));
   if (!args.cached_only) return view;
   view.end = std::max<int64_t>(sequence.base, 0);
   view.sink_end = std::min(view.sink_end, view.end);

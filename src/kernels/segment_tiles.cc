@@ -44,6 +44,7 @@ class EntryCursor {
 void CloseTile(const KVPages& pages, SegmentTile* tile) {
   const KVLayout& layout = pages.layout;
   tile->in_place = layout.tiled() && tile->piece_count > 0;
+  tile->patched = false;
   tile->v_nonfinite = false;
   if (tile->piece_count == 0) tile->pieces[0] = {};
   for (int i = 0; i < tile->piece_count; ++i) {
@@ -87,6 +88,31 @@ void ResolveSegment(const KVPages& pages, const AttentionSequence& sequence, int
     }
     CloseTile(pages, tile);
   }
+}
+
+void ResolveNodeTile(const KVPages& pages, const AttentionSequence& sequence, int64_t node,
+                     int64_t segment, int tile, const SegmentTile* stored,
+                     SegmentTile* out) noexcept {
+  const TokenTreeView& tree = *sequence.tree;
+  const int64_t first = segment * kSegmentPositions + tile * kTilePositions;
+  const int64_t base_lane = std::max<int64_t>(sequence.base - first, 0);
+  out->piece_count = 0;
+  for (int i = 0; stored != nullptr && i < stored->piece_count; ++i) {
+    out->pieces[out->piece_count++] = stored->pieces[i];
+  }
+  const int committed_pieces = out->piece_count;
+  while (tree.depths[node] + sequence.base >= first + kTilePositions) node = tree.parents[node];
+  const int64_t last_lane = tree.depths[node] + sequence.base - first;
+  out->piece_count += static_cast<int>(last_lane + 1 - base_lane);
+  // From the node up its path, so from the last piece down.
+  for (int i = out->piece_count; i-- > committed_pieces; node = tree.parents[node]) {
+    out->pieces[i] = {tree.pages[node / pages.layout.page_size],
+                      static_cast<int32_t>(node % pages.layout.page_size),
+                      static_cast<int32_t>(tree.depths[node] + sequence.base - first), 1};
+  }
+  CloseTile(pages, out);
+  out->in_place = false;
+  out->patched = stored != nullptr && stored->in_place;
 }
 
 }  // namespace quire

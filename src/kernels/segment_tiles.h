@@ -23,6 +23,7 @@ struct TilePiece {
 // some page even if all were.
 struct SegmentTile {
   bool in_place;
+  bool patched;      // a copy of the tile where it lies, pieces[1] and up put over it
   bool v_nonfinite;  // a value in it, visible or not, may be NaN or infinite
   int32_t tile;
   int32_t piece_count;
@@ -38,6 +39,14 @@ struct SegmentTiles {
 // REQUIRES: the sequence's runs cover them.
 void ResolveSegment(const KVPages& pages, const AttentionSequence& sequence, int64_t segment,
                     int64_t end, SegmentTiles* out) noexcept;
+
+// A tile as node `node` of the sequence's tree sees it: the committed positions as in `stored` (of
+// ResolveSegment up to base; null: there are none), and its path. Lanes of later positions may hold
+// anything, as in a tile that is read in place.
+// REQUIRES: the tile ends behind base, and the node stands in or behind it.
+void ResolveNodeTile(const KVPages& pages, const AttentionSequence& sequence, int64_t node,
+                     int64_t segment, int tile, const SegmentTile* stored,
+                     SegmentTile* out) noexcept;
 
 }  // namespace quire
 

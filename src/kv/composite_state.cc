@@ -30,6 +30,10 @@ Status Apply(const ControlCall& call, AttentionKVCache& cache) {
       return cache.BeginForward(call.seq_ids, call.append_lengths);
     case ControlCall::Kind::kEnd:
       return cache.EndForward();
+    case ControlCall::Kind::kBeginTree:
+      return cache.BeginTreeForward(call.seq_ids, call.append_lengths, call.parents);
+    case ControlCall::Kind::kCommitTree:
+      return cache.CommitAcceptedTokenTreeNodes(call.seq_ids, call.leaves);
     case ControlCall::Kind::kAbort:
       break;
   }
@@ -48,6 +52,7 @@ class JointState final : public ControlledState<CompositeState> {
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
     return first().GetSequenceLength(seq_id);
   }
+  Result<int64_t> GetTreeSize(int64_t seq_id) const override { return first().GetTreeSize(seq_id); }
   uint64_t StateDigest() const override;
   Status CheckInvariants() const override;
 

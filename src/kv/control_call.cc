@@ -20,6 +20,10 @@ const char* ControlCall::name() const {
       return "BeginForward";
     case Kind::kEnd:
       return "EndForward";
+    case Kind::kBeginTree:
+      return "BeginTreeForward";
+    case Kind::kCommitTree:
+      return "CommitAcceptedTokenTreeNodes";
     case Kind::kAbort:
       break;
   }

@@ -26,14 +26,18 @@ struct ControlCall {
     kBegin,
     kEnd,
     kAbort,
+    kBeginTree,
+    kCommitTree,
   };
   Kind kind = Kind::kClear;
   int64_t seq_id = -1;                        // kFork: the parent
   int64_t child_id = -1;                      // kFork
   int64_t count = 0;                          // kFork: the position, or -1; kPop: tokens
   bool retained = false;                      // kRetain
-  std::span<const int64_t> seq_ids{};         // kBegin
-  std::span<const int64_t> append_lengths{};  // kBegin
+  std::span<const int64_t> seq_ids{};         // kBegin, kBeginTree, kCommitTree
+  std::span<const int64_t> append_lengths{};  // kBegin, kBeginTree
+  std::span<const int64_t> parents{};         // kBeginTree
+  std::span<const int64_t> leaves{};          // kCommitTree
 
   const char* name() const;
 };
@@ -96,6 +100,17 @@ class ControlledState : public Interface {
   Status BeginForward(std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths) override {
     return Run({.kind = Kind::kBegin, .seq_ids = seq_ids, .append_lengths = append_lengths});
+  }
+  Status BeginTreeForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
+                          std::span<const int64_t> token_tree_parents) override {
+    return Run({.kind = Kind::kBeginTree,
+                .seq_ids = seq_ids,
+                .append_lengths = append_lengths,
+                .parents = token_tree_parents});
+  }
+  Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                      std::span<const int64_t> leaf_indices) override {
+    return Run({.kind = Kind::kCommitTree, .seq_ids = seq_ids, .leaves = leaf_indices});
   }
   Status EndForward() override { return Run({.kind = Kind::kEnd}); }
   Status AbortForward() override { return Run({.kind = Kind::kAbort}); }

@@ -25,6 +25,7 @@ void ForwardPlan::ClearArrays() noexcept {
     }
     plan.runs.clear();
     plan.sequences.clear();
+    plan.trees.clear();
     plan.copy_from.clear();
     plan.copy_to.clear();
     plan.copy_opens_tile.clear();
@@ -59,6 +60,7 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
     ReserveGrowing(plan.imports.opens_tile, static_cast<size_t>(import_count()));
     ReserveGrowing(plan.runs, blocks);
     ReserveGrowing(plan.sequences, members.size());
+    ReserveGrowing(plan.trees, members.size());
     ReserveGrowing(plan.copy_from, copies);
     ReserveGrowing(plan.copy_to, copies);
     ReserveGrowing(plan.copy_opens_tile, copies);
@@ -73,10 +75,14 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
 }
 
 void ForwardPlan::Fill(const BlockTree& tree) noexcept {
+  bool has_trees = false;
   for (const ForwardMember& member : members) {
     for (int64_t i = 0; i < member.row_count(); ++i) {
-      positions_.push_back(static_cast<int32_t>(member.base() + i));
+      const int64_t depth =
+          member.is_tree() ? member.tree->depths[static_cast<size_t>(member.first_node() + i)] : i;
+      positions_.push_back(static_cast<int32_t>(member.base() + depth));
     }
+    has_trees |= member.is_tree();
   }
   row_count_ = static_cast<int64_t>(positions_.size());
   if (FindSharing(tree)) {
@@ -92,13 +98,18 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
     group(g).imports.targets.resize(static_cast<size_t>(import_count()));
     group(g).imports.opens_tile.resize(static_cast<size_t>(import_count()));
     for (size_t m = 0; m < members.size(); ++m) {
-      FillSlots(tree, g, m);
+      if (members[m].is_tree()) {
+        FillNodeSlots(tree, g, members[m]);
+      } else {
+        FillSlots(tree, g, m);
+      }
       if (members[m].append.copies()) FillCopies(tree, g, m);
     }
     FillSequences(tree, g);
   }
-  // A forward that follows one with imported tokens is planned anew: it has none.
-  if (import_count() == 0) filled_at_ = tree.version();
+  // A forward that follows one with imported tokens is planned anew: it has none. And what follows
+  // a forward of trees is no token more.
+  if (import_count() == 0 && !has_trees) filled_at_ = tree.version();
 }
 
 // ---------------------------------------------------------------------- slots
@@ -134,6 +145,22 @@ void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) no
     plan.imports.opens_tile[static_cast<size_t>(member.first_import)] = 1;
   } else {
     plan.rows.opens_tile[static_cast<size_t>(member.first_row)] = 1;
+  }
+}
+
+// In the tree's own pages, which nobody else writes: their slots are taken in order.
+void ForwardPlan::FillNodeSlots(const BlockTree& tree, int group_index,
+                                const ForwardMember& member) noexcept {
+  const PagePool& pool = tree.pool(group_index);
+  TokenSlots& rows = group(group_index).rows;
+  const std::vector<int32_t>& pages = member.tree->groups[static_cast<size_t>(group_index)].pages;
+  for (int64_t i = 0; i < member.row_count(); ++i) {
+    const int64_t node = member.first_node() + i;
+    const int64_t slot = pool.Slot(node);
+    const size_t row = static_cast<size_t>(member.first_row + i);
+    rows.targets[row] = {.page = pages[static_cast<size_t>(node / pool.page_size())],
+                         .slot = static_cast<int32_t>(slot)};
+    rows.opens_tile[row] = slot % kTilePositions == 0;
   }
 }
 
@@ -293,21 +320,38 @@ void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex la
   }
 }
 
+const TokenTreeView* ForwardPlan::AddTreeView(int group_index,
+                                              const ForwardMember& member) noexcept {
+  const TokenTree& tree = *member.tree;
+  const auto first = tree.depths.begin() + member.first_node();
+  const auto [least, most] = std::minmax_element(first, tree.depths.end());
+  std::vector<TokenTreeView>& trees = group(group_index).trees;
+  trees.push_back({.parents = tree.parents.data(),
+                   .depths = tree.depths.data(),
+                   .pages = tree.groups[static_cast<size_t>(group_index)].pages.data(),
+                   .first_node = member.first_node(),
+                   .min_depth = *least,
+                   .max_depth = *most});
+  return &trees.back();
+}
+
 void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept {
   GroupPlan& plan = group(group_index);
   for (size_t i = 0; i < order_.size(); ++i) {
     const ForwardMember& member = members[static_cast<size_t>(order_[i])];
     const size_t first_run = plan.runs.size();
     FillRuns(tree, group_index, member.last, plan);
-    plan.sequences.push_back({.first_row = member.first_row,
-                              .row_count = member.row_count(),
-                              .base = member.base(),
-                              .runs = plan.runs.data() + first_run,
-                              .run_count = static_cast<int64_t>(plan.runs.size() - first_run),
-                              .private_segment = private_segments_[i],
-                              .inline_cos = nullptr,
-                              .inline_sin = nullptr,
-                              .window = member.window});
+    plan.sequences.push_back(
+        {.first_row = member.first_row,
+         .row_count = member.row_count(),
+         .base = member.base(),
+         .runs = plan.runs.data() + first_run,
+         .run_count = static_cast<int64_t>(plan.runs.size() - first_run),
+         .private_segment = private_segments_[i],
+         .inline_cos = nullptr,
+         .inline_sin = nullptr,
+         .window = member.window,
+         .tree = member.is_tree() ? AddTreeView(group_index, member) : nullptr});
   }
 }
 
@@ -323,6 +367,15 @@ void PrintRun(Text& out, const PageRun& run) {
 }
 
 void PrintSlot(Text& out, const AppendTarget& slot) { out << slot.page << "." << slot.slot; }
+
+void PrintNodes(Text& out, const ForwardMember& member) {
+  const int64_t first = member.first_node();
+  out << "nodes [" << first << ", " << first + member.row_count() << ") behind " << member.base()
+      << " tokens, parents";
+  for (int64_t n = first; n < first + member.row_count(); ++n) {
+    out << " " << member.tree->parents[static_cast<size_t>(n)];
+  }
+}
 
 void PrintSlots(Text& out, const char* name, const TokenSlots& slots) {
   for (size_t i = 0; i < slots.targets.size(); ++i) {
@@ -364,8 +417,12 @@ std::string ForwardPlan::ToString(const BlockTree& tree) const {
   out << "forward of " << members.size() << " sequences, " << row_count_ << " rows\n";
   for (const ForwardMember& member : members) {
     out << "sequence " << member.id << ": rows [" << member.first_row << ", "
-        << member.first_row + member.row_count() << ") positions [" << member.base() << ", "
-        << member.base() + member.row_count() << ")";
+        << member.first_row + member.row_count() << ") ";
+    if (member.is_tree()) {
+      PrintNodes(out, member);
+    } else {
+      out << "positions [" << member.base() << ", " << member.position_end() << ")";
+    }
     if (member.append.copies()) {
       out << " after copies of [" << member.append.cut << ", " << member.old_length() << ")";
     }

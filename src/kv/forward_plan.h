@@ -19,6 +19,7 @@
 
 #include "kernels/backend.h"
 #include "kv/block_tree.h"
+#include "kv/token_tree.h"
 
 namespace quire {
 
@@ -36,9 +37,20 @@ struct ForwardMember {
   int64_t imported = 0;
   int64_t first_import = 0;       // imported tokens of the members before it
   LayerSource* source = nullptr;  // of the imported tokens
+  // Of a tree forward: the rows are the tree's last nodes, and the append gives the path a position
+  // for each new level (it may be none).
+  int64_t node_count = 0;           // rows; 0: not of a tree
+  int64_t committed = 0;            // the sequence's length without the tree
+  int64_t levels = 0;               // of the whole tree
+  const TokenTree* tree = nullptr;  // once the nodes are added
+  bool is_tree() const { return node_count > 0; }
   int64_t old_length() const { return append.length; }
-  int64_t base() const { return append.length + imported; }  // position of its first row
-  int64_t row_count() const { return append.count - imported; }
+  // Where its first row, or a root of its tree, stands.
+  int64_t base() const { return is_tree() ? committed : append.length + imported; }
+  int64_t row_count() const { return is_tree() ? node_count : append.count - imported; }
+  int64_t position_end() const { return base() + (is_tree() ? levels : row_count()); }
+  int64_t first_node() const { return tree->size() - node_count; }
+  bool appends() const { return append.count > 0; }
 };
 
 // Where consecutive tokens are stored.
@@ -53,6 +65,7 @@ struct GroupPlan {
   TokenSlots imports;  // members' imported tokens, in the order of the batch
   std::vector<PageRun> runs;
   std::vector<AttentionSequence> sequences;  // in plan order
+  std::vector<TokenTreeView> trees;          // of those that are trees, in this order
   // Consolidation: tokens whose bytes move before the forward.
   std::vector<AppendTarget> copy_from;
   std::vector<AppendTarget> copy_to;
@@ -127,6 +140,8 @@ class ForwardPlan {
   void EnterNode(const BlockTree& tree, int32_t index) noexcept;
   int32_t NextNode(int32_t index) const noexcept;
   void FillSlots(const BlockTree& tree, int group, size_t member) noexcept;
+  void FillNodeSlots(const BlockTree& tree, int group, const ForwardMember& member) noexcept;
+  const TokenTreeView* AddTreeView(int group, const ForwardMember& member) noexcept;
   void FillCopies(const BlockTree& tree, int group, size_t member) noexcept;
   void FillSequences(const BlockTree& tree, int group) noexcept;
   void FillRuns(const BlockTree& tree, int group, BlockIndex last, GroupPlan& plan) noexcept;

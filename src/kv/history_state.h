@@ -32,6 +32,9 @@ class HistoryState : public ControlledState<Interface>, public PlannedState {
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
     return GuardEntry([&] { return history_.Length("GetSequenceLength", seq_id); });
   }
+  Result<int64_t> GetTreeSize(int64_t seq_id) const override {
+    return GuardEntry([&] { return history_.TreeSize("GetTreeSize", seq_id); });
+  }
   StateSlotCounts slot_counts() const override {
     return {.total = history_.slots().slot_count(),
             .free = history_.slots().free_count(),

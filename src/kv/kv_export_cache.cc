@@ -77,11 +77,14 @@ Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, cons
     }
     const BlockIndex last = sequences_[index].last;
     const int64_t count = TokenCount(to);
-    if (start < 0 || count < 1 || count > tree_.End(last) - start) {
+    const int64_t length = CommittedLength(sequences_[index]);
+    if (start >= 0 && count > length - start)
+      QUIRE_RETURN_IF_ERROR(RequireCommitted("ExportKV", index));
+    if (start < 0 || count < 1 || count > length - start) {
       return Status(StatusCode::kBadArgument,
                     "ExportKV: " + std::to_string(count) + " tokens from " + std::to_string(start) +
                         " on are not in sequence " + std::to_string(seq_id) + " of length " +
-                        std::to_string(tree_.End(last)));
+                        std::to_string(length));
     }
     const size_t l = static_cast<size_t>(layer);
     QUIRE_RETURN_IF_ERROR(
@@ -131,6 +134,7 @@ Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
   return Enter("ImportKV", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle("ImportKV"));
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("ImportKV", seq_id));
+    QUIRE_RETURN_IF_ERROR(RequireCommitted("ImportKV", index));
     Sequence& sequence = sequences_[index];
     QUIRE_ASSIGN_OR_RETURN(const int64_t count, CheckImport(sequence, blocks));
     ForwardPlan plan;  // of one sequence that gets no rows

@@ -264,6 +264,113 @@ TEST_P(KVAllocationFailure, CallsInAForward) {
 }
 
 // The batch of the step before, whose plan is made from that one's.
+// Six nodes in all, as BeginThree's rows.
+Status BeginTrees(AttentionKVCache& cache) {
+  return cache.BeginTreeForward(kIds<0, 1, 2>, kIds<3, 1, 2>, kIds<-1, 0, 0, -1, -1, 0>);
+}
+Status BeginTreesAgain(AttentionKVCache& cache) {
+  return cache.BeginTreeForward(kIds<2, 1, 0>, kIds<3, 2, 1>, kIds<1, 2, 3, 0, 1, 1>);
+}
+
+TEST_P(KVAllocationFailure, TokenTrees) {
+  const auto expect = [&](const char* name, const Call& prepare, const Call& call,
+                          WhenRefused when_refused = WhenRefused::kFails) {
+    SCOPED_TRACE(name);
+    ExpectEachRefusalIsHarmless(scene_, prepare, call, when_refused);
+  };
+  const auto grown = [&](AttentionKVCache& c) -> Status {
+    QUIRE_RETURN_IF_ERROR(BeginTrees(c));
+    QUIRE_RETURN_IF_ERROR(RunAllLayers(c, scene_.options));
+    return c.EndForward();
+  };
+  const auto grown_twice = [&](AttentionKVCache& c) -> Status {
+    QUIRE_RETURN_IF_ERROR(grown(c));
+    QUIRE_RETURN_IF_ERROR(BeginTreesAgain(c));
+    QUIRE_RETURN_IF_ERROR(RunAllLayers(c, scene_.options));
+    return c.EndForward();
+  };
+  const WhenRefused optional = WhenRefused::kMayWorkWithout;
+  expect("begin", Nothing, BeginTrees);
+  expect("begin of a second round", grown, BeginTreesAgain);
+  expect(
+      "abort of a first round", BeginTrees, [](AttentionKVCache& c) { return c.AbortForward(); },
+      optional);
+  expect(
+      "abort of a second round",
+      [&](AttentionKVCache& c) -> Status {
+        QUIRE_RETURN_IF_ERROR(grown(c));
+        return BeginTreesAgain(c);
+      },
+      [](AttentionKVCache& c) { return c.AbortForward(); }, optional);
+  expect(
+      "commit", grown_twice,
+      [](AttentionKVCache& c) {
+        return c.CommitAcceptedTokenTreeNodes(kIds<1, 2, 0>, kIds<2, 4, 3>);
+      },
+      optional);
+  expect(
+      "reject", grown_twice,
+      [](AttentionKVCache& c) { return c.CommitAcceptedTokenTreeNodes(kIds<2, 0>, kIds<-1, -1>); },
+      optional);
+  expect(
+      "pop nodes", grown_twice, [](AttentionKVCache& c) { return c.PopN(2, 3); }, optional);
+  expect(
+      "pop nodes and tokens", grown_twice, [](AttentionKVCache& c) { return c.PopN(2, 6); },
+      optional);
+  expect(
+      "remove", grown_twice, [](AttentionKVCache& c) { return c.RemoveSequence(0); }, optional);
+  expect("fork", grown_twice, [](AttentionKVCache& c) { return c.ForkSequence(2, 70, 1); });
+}
+
+// Each number of free pages below what a round needs refuses it, and changes nothing.
+TEST(KVNoRoomForTrees, BeginIsRefusedAtEveryNumberOfPages) {
+  const auto build = [](AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
+    ASSERT_TRUE(cache.AddSequence(0).ok());
+    Extend(cache, options, 0, 10);
+    ASSERT_TRUE(cache.ForkSequence(0, 1, 6).ok());
+    ASSERT_TRUE(cache.AddSequence(2).ok());
+  };
+  constexpr std::array<int64_t, 9> kChain = {-1, 0, 1, 2, 3, 4, 5, 6, 7};
+  int64_t refusals = 0;
+  for (int64_t capacity = 16;; capacity += 4) {
+    ASSERT_LT(capacity, 100) << "never succeeds";
+    AttentionKVCacheOptions options = SmallOptions(4);
+    options.token_capacity = capacity;
+    const auto cache = MakeCache(options);
+    build(*cache, options);
+    const uint64_t digest = cache->StateDigest();
+    // Node pages: 2 and 1. Path: 1 gets its own page of [4, 8), 2 gets 2.
+    std::array<int64_t, 12> parents = {-1, -1, 0};
+    std::copy(kChain.begin(), kChain.end(), parents.begin() + 3);
+    const Status status = cache->BeginTreeForward(kIds<1, 2>, kIds<3, 9>, parents);
+    ASSERT_TRUE(cache->CheckInvariants().ok());
+    if (status.ok()) break;
+    ++refusals;
+    ASSERT_EQ(status.code(), StatusCode::kOutOfPages) << status.ToString();
+    ASSERT_EQ(cache->StateDigest(), digest);
+  }
+  EXPECT_GE(refusals, 6);
+}
+
+// A commit of nodes has all it needs, also where no page is free.
+TEST(KVAllocationFailure, ATreeForwardAllocatesNothingAfterBegin) {
+  for (const Scene& scene : Scenes()) {
+    SCOPED_TRACE(scene.name);
+    const auto cache = MakeCache(scene.options);
+    scene.build(*cache, scene.options);
+    const ForwardTensors first(scene.options.layers[0]);
+    const ForwardTensors second(scene.options.layers[1]);
+    ASSERT_TRUE(BeginTrees(*cache).ok());
+    const int64_t before = AllocationsMade();
+    const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
+    const Status b =
+        cache->AttentionWithFusedQKV(1, second.inputs.qkv.view(), second.o.view(), 0.5);
+    const Status c = cache->EndForward();
+    EXPECT_EQ(AllocationsMade(), before);
+    EXPECT_TRUE(a.ok() && b.ok() && c.ok());
+  }
+}
+
 TEST_P(KVAllocationFailure, TheSameBatchAgain) {
   const Call step = [&](AttentionKVCache& c) -> Status {
     QUIRE_RETURN_IF_ERROR(c.BeginForward(kIds<0, 1, 2>, kIds<1, 1, 1>));
@@ -680,6 +787,10 @@ std::vector<StateRow> StateTable() {
        [](AttentionKVCache& c) { return c.BeginForward(kIds<3>, kIds<1>); }},
       {"PagesNeeded", kOk, kBad,
        [](AttentionKVCache& c) { return c.PagesNeeded(kIds<3>, kIds<1>).status(); }},
+      {"BeginTreeForward", kOk, kBad,
+       [](AttentionKVCache& c) { return c.BeginTreeForward(kIds<3>, kIds<1>, kIds<-1>); }},
+      {"Commit of no tree", kOk, kBad,
+       [](AttentionKVCache& c) { return c.CommitAcceptedTokenTreeNodes({}, {}); }},
       {"EndForward", kBad, kBad, [](AttentionKVCache& c) { return c.EndForward(); }},
       {"AbortForward", kBad, kOk, [](AttentionKVCache& c) { return c.AbortForward(); }},
       {"fused", kBad, kOk,

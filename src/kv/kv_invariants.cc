@@ -30,9 +30,10 @@ class Violation {
 
 class Checker {
  public:
+  // `trees`: null if there are none.
   Checker(const BlockTree& tree, const SequenceTable& sequences,
-          std::span<const ForwardMember> batch)
-      : tree_(tree), sequences_(sequences), batch_(batch) {}
+          std::span<const ForwardMember> batch, const TokenTrees* trees)
+      : tree_(tree), sequences_(sequences), batch_(batch), trees_(trees) {}
 
   Status Check() const {
     QUIRE_RETURN_IF_ERROR(CheckBlocks());
@@ -44,6 +45,7 @@ class Checker {
     }
     QUIRE_RETURN_IF_ERROR(CheckArrays());
     QUIRE_RETURN_IF_ERROR(CheckSequences());
+    QUIRE_RETURN_IF_ERROR(CheckTrees());
     return CheckPageCounts();
   }
 
@@ -197,6 +199,7 @@ class Checker {
                            << " and by block " << next.block << " from " << next.from;
       }
     }
+    ForEachTreePage(group, [&](int32_t, int32_t page) { ++holds[static_cast<size_t>(page)]; });
     for (const int32_t page : pool.free_pages()) {
       if (holds[static_cast<size_t>(page)] != 0 || pool.holds(page) != 0) {
         return Violation() << "page " << page << " of group " << group
@@ -293,7 +296,8 @@ class Checker {
 
   // The counts are those of each page, asked one by one, and make up the total.
   Status CheckPageCounts() const {
-    const PageCounts counted = CountPages(tree_, sequences_, batch_);
+    PageCounts counted = CountPages(tree_, sequences_, batch_);
+    if (trees_ != nullptr) counted.exclusive += trees_->page_count();
     PageCounts expected;
     for (int g = 0; g < tree_.group_count(); ++g) {
       std::vector<PageViewers> pages(static_cast<size_t>(tree_.pool(g).page_count()));
@@ -304,6 +308,11 @@ class Checker {
           if (member.sequence == viewer) SeePath(viewer, member.append.last, g, pages);
         }
       }
+      ForEachTreePage(g, [&](int32_t sequence, int32_t page) {
+        PageViewers& seen = pages[static_cast<size_t>(page)];
+        ++seen.all;
+        seen.active += !sequences_[sequence].retained;
+      });
       expected.total += tree_.pool(g).page_count();
       for (const PageViewers& seen : pages) {
         expected.free += seen.all == 0;
@@ -319,6 +328,67 @@ class Checker {
                        << " retained only of " << counted.total << " instead of " << expected.free
                        << ", " << expected.exclusive << ", " << expected.shared << ", "
                        << expected.retained_only << " of " << expected.total;
+  }
+
+  // f(sequence, page)
+  template <typename F>
+  void ForEachTreePage(int group, F&& f) const {
+    if (trees_ == nullptr) return;
+    for (size_t i = 0; i < trees_->entries().size(); ++i) {
+      const TokenTree& tree = trees_->entries()[i];
+      if (tree.groups.empty()) continue;
+      for (const int32_t page : tree.groups[static_cast<size_t>(group)].pages)
+        f(static_cast<int32_t>(i), page);
+    }
+  }
+
+  // Depths follow from parents, pages hold exactly the nodes, and the path of a sequence reaches
+  // behind its committed tokens by the levels of its tree, where it is alone.
+  Status CheckTrees() const {
+    int64_t nodes = 0;
+    int64_t levels = 0;
+    for (size_t i = 0; i < sequences_.entries().size(); ++i) {
+      const Sequence& sequence = sequences_.entries()[i];
+      const TokenTree* tree = nullptr;
+      if (trees_ != nullptr) tree = trees_->Find(static_cast<int32_t>(i));
+      if (tree == nullptr) {
+        if (sequence.reserved == 0) continue;
+        return Violation() << "sequence " << sequence.id << " has " << sequence.reserved
+                           << " reserved positions and no tree";
+      }
+      QUIRE_RETURN_IF_ERROR(CheckTree(sequence, *tree));
+      nodes += tree->size();
+      levels += tree->levels;
+    }
+    if (trees_ == nullptr) return Status();
+    if (nodes == trees_->node_count() && levels == trees_->level_count()) return Status();
+    return Violation() << nodes << " nodes and " << levels << " levels in trees, "
+                       << trees_->node_count() << " and " << trees_->level_count() << " counted";
+  }
+
+  Status CheckTree(const Sequence& sequence, const TokenTree& tree) const {
+    int64_t levels = 0;
+    for (size_t n = 0; n < tree.parents.size(); ++n) {
+      const int32_t parent = tree.parents[n];
+      const int32_t above = parent < 0 ? -1 : tree.depths[static_cast<size_t>(parent)];
+      levels = std::max<int64_t>(levels, tree.depths[n] + 1);
+      if (parent < static_cast<int32_t>(n) && tree.depths[n] == above + 1) continue;
+      return Violation() << "node " << n << " of sequence " << sequence.id << " has depth "
+                         << tree.depths[n] << " and parent " << parent;
+    }
+    const int64_t committed = tree_.End(sequence.last) - sequence.reserved;
+    if (sequence.id < 0 || sequence.retained || levels != tree.levels ||
+        levels != sequence.reserved || !tree_.IsExclusiveFrom(sequence.last, committed)) {
+      return Violation() << "the tree of sequence " << sequence.id << " has " << levels
+                         << " levels, " << sequence.reserved << " positions are reserved";
+    }
+    for (int g = 0; g < tree_.group_count(); ++g) {
+      const size_t pages = tree.groups[static_cast<size_t>(g)].pages.size();
+      if (static_cast<int64_t>(pages) == tree_.pool(g).RangeCount(0, tree.size())) continue;
+      return Violation() << "the " << tree.size() << " nodes of sequence " << sequence.id
+                         << " have " << pages << " pages of group " << g;
+    }
+    return Status();
   }
 
   // Every sequence is found under its id, and the counts are theirs.
@@ -343,13 +413,14 @@ class Checker {
   const BlockTree& tree_;
   const SequenceTable& sequences_;
   std::span<const ForwardMember> batch_;
+  const TokenTrees* trees_;
 };
 
 }  // namespace
 
 Status CheckKVInvariants(const BlockTree& tree, const SequenceTable& sequences,
-                         std::span<const ForwardMember> batch) {
-  return Checker(tree, sequences, batch).Check();
+                         std::span<const ForwardMember> batch, const TokenTrees* trees) {
+  return Checker(tree, sequences, batch, trees).Check();
 }
 
 }  // namespace quire

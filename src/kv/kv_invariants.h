@@ -15,7 +15,7 @@ namespace quire {
 // Internal with the first violation. `batch`: members of the open forward, if any. Takes time in
 // the order of all pages and tokens; for tests and fuzzers.
 Status CheckKVInvariants(const BlockTree& tree, const SequenceTable& sequences,
-                         std::span<const ForwardMember> batch);
+                         std::span<const ForwardMember> batch, const TokenTrees* trees = nullptr);
 
 }  // namespace quire
 

@@ -178,6 +178,9 @@ void KVModel::HoldAll(const Sequence& sequence, int32_t count) {
       groups_[g].Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), count);
     }
   }
+  for (size_t g = 0; g < sequence.tree_pages.size(); ++g) {
+    for (const int32_t page : sequence.tree_pages[g]) groups_[g].Hold(page, 0, count);
+  }
 }
 
 // Pages that hold the tokens of one page range below `limit`.
@@ -262,8 +265,82 @@ void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
   sequence.tokens.push_back(std::move(token));
 }
 
-KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids,
-                                std::span<const int64_t> lengths) const {
+// Levels are places behind the tokens; a tree page is held by its first slot.
+void KVModel::PlaceNodes(Sequence& sequence, std::span<const int64_t> parents,
+                         std::vector<Group>& groups, std::vector<int64_t>& taken) const {
+  int64_t levels = sequence.levels;
+  for (const int64_t parent : parents) {
+    const int64_t depth = parent < 0 ? 0 : sequence.nodes[static_cast<size_t>(parent)].depth + 1;
+    auto values = std::make_shared<TokenValues>();
+    values->k.resize(options_.layers.size());
+    values->v.resize(options_.layers.size());
+    sequence.nodes.push_back({parent, depth, std::move(values)});
+    levels = std::max(levels, depth + 1);
+  }
+  if (levels > sequence.levels)
+    MoveToOwnPages(sequence, CutForAppend(sequence, groups), groups, taken);
+  for (; sequence.levels < levels; ++sequence.levels) PlaceToken(sequence, groups, taken);
+  sequence.tree_pages.resize(groups.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    std::vector<int32_t>& pages = sequence.tree_pages[g];
+    while (static_cast<int64_t>(pages.size()) * groups[g].page_size < sequence.tree_size()) {
+      pages.push_back(groups[g].TakeFreePage());
+      groups[g].Hold(pages.back(), 0, 1);
+      ++taken[g];
+    }
+  }
+}
+
+void KVModel::DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups) {
+  sequence.nodes.resize(static_cast<size_t>(size));
+  int64_t levels = 0;
+  for (const Node& node : sequence.nodes) levels = std::max(levels, node.depth + 1);
+  for (; sequence.levels > levels; --sequence.levels) {
+    const int64_t position = static_cast<int64_t>(sequence.tokens.size()) - 1;
+    for (size_t g = 0; g < groups.size(); ++g)
+      groups[g].Hold(sequence.tokens.back().pages[g], position, -1);
+    sequence.tokens.pop_back();
+  }
+  for (size_t g = 0; g < sequence.tree_pages.size(); ++g) {
+    std::vector<int32_t>& pages = sequence.tree_pages[g];
+    while (!pages.empty() &&
+           (static_cast<int64_t>(pages.size()) - 1) * groups[g].page_size >= size) {
+      groups[g].Hold(pages.back(), 0, -1);
+      pages.pop_back();
+    }
+  }
+}
+
+std::vector<int64_t> KVModel::Sequence::PathTo(int64_t node) const {
+  std::vector<int64_t> path;
+  for (; node >= 0; node = nodes[static_cast<size_t>(node)].parent) path.push_back(node);
+  std::reverse(path.begin(), path.end());
+  return path;
+}
+
+KVModel::Sequence KVModel::PlainTo(const Sequence& sequence, int64_t node) {
+  Sequence plain = sequence;
+  plain.tokens.resize(static_cast<size_t>(sequence.length()));
+  plain.nodes.clear();
+  plain.levels = 0;
+  for (const int64_t n : sequence.PathTo(node)) {
+    Token token;
+    token.values = sequence.nodes[static_cast<size_t>(n)].values;
+    plain.tokens.push_back(std::move(token));
+  }
+  return plain;
+}
+
+// The plain sequence that ends in row n of a member of the open forward.
+KVModel::Sequence KVModel::SequenceOfRow(size_t member, int64_t n) const {
+  const Sequence& sequence = sequences_.at(batch_[member]);
+  if (sequence.nodes.empty()) return sequence;
+  return PlainTo(sequence, sequence.tree_size() - batch_lengths_[member] + n);
+}
+
+KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
+                                const std::span<const int64_t>* parents) const {
+  int64_t first_row = 0;
   Plan plan;
   plan.groups = groups_;
   for (Group& group : plan.groups) {  // room for any plan; whether it fits is asked at the end
@@ -276,6 +353,14 @@ KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids,
   std::vector<int64_t> taken(groups_.size());
   for (size_t i = 0; i < seq_ids.size(); ++i) {
     Sequence sequence = sequences_.at(seq_ids[i]);
+    if (parents != nullptr) {
+      PlaceNodes(sequence,
+                 parents->subspan(static_cast<size_t>(first_row), static_cast<size_t>(lengths[i])),
+                 plan.groups, taken);
+      first_row += lengths[i];
+      plan.members.emplace(seq_ids[i], std::move(sequence));
+      continue;
+    }
     MoveToOwnPages(sequence, CutForAppend(sequence, plan.groups), plan.groups, taken);
     for (int64_t n = 0; n < lengths[i]; ++n) {
       PlaceToken(sequence, plan.groups, taken);
@@ -378,6 +463,7 @@ void KVModel::FreeHidden() {
 Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
   const bool fits = sinks >= 0 && sinks < window && window < INT64_MAX;
   if (!fits) return Bad(StatusCode::kBadArgument, "window or sinks");
   if (sequence.window + sequence.span != 0) return Bad(StatusCode::kBadState, "has a window");
@@ -395,6 +481,7 @@ Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_
 Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
   if (sequence.window + sequence.span == 0) return Bad(StatusCode::kBadState, "has no window");
   sequence.window = 0;
   sequence.span = 0;
@@ -410,10 +497,11 @@ KVModel::Window KVModel::WindowOf(int64_t seq_id) const {
 
 Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-  const std::vector<Token>& tokens = sequences_.at(seq_id).tokens;
-  return std::count_if(tokens.begin(), tokens.end(), [](const Token& token) {
-    return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
-  });
+  const Sequence& sequence = sequences_.at(seq_id);
+  const auto end = sequence.tokens.begin() + sequence.length();
+  return sequence.tree_size() + std::count_if(sequence.tokens.begin(), end, [](const Token& token) {
+           return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
+         });
 }
 
 Result<TokenRange> KVModel::SlidRange(int64_t seq_id) const {
@@ -493,12 +581,16 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   if (HasSequence(child_id)) return Bad(StatusCode::kSequenceExists, "child id is taken");
   if (IsFull()) return Bad(StatusCode::kTooLarge, "too many sequences");
   const Sequence& parent = sequences_.at(parent_id);
-  const int64_t length = static_cast<int64_t>(parent.tokens.size());
+  const int64_t length = parent.length() + parent.tree_size();
   if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
   Sequence child = parent;
   child.retained = false;
+  child.nodes.clear();
+  child.tree_pages.clear();
+  child.levels = 0;
   child.span = 0;
   if (fork_pos < 0) fork_pos = length;
+  if (fork_pos > parent.length()) return Bad(StatusCode::kBadState, "has a tree");
   if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
   child.tokens.resize(static_cast<size_t>(fork_pos));
   child.EndAt(fork_pos);
@@ -516,9 +608,17 @@ bool KVModel::CanFork(int64_t seq_id, int64_t position) const {
 Status KVModel::PopN(int64_t seq_id, int64_t n) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
-  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
-  if (n < 0 || n > length) return Bad(StatusCode::kBadArgument, "n");
+  if (n < 0 || n > sequence.length() + sequence.tree_size())
+    return Bad(StatusCode::kBadArgument, "n");
+  const int64_t nodes = std::min(n, sequence.tree_size());
+  n -= nodes;
+  const int64_t length = sequence.length();
   if (!CanEndAt(sequence, length - n)) return Bad(StatusCode::kBadState, "not held");
+  DropNodes(sequence, sequence.tree_size() - nodes, groups_);
+  if (n == 0) {
+    FreeHidden();
+    return Status();
+  }
   HoldAll(sequence, -1);
   sequence.tokens.resize(static_cast<size_t>(length - n));
   HoldAll(sequence, 1);
@@ -530,6 +630,7 @@ Status KVModel::PopN(int64_t seq_id, int64_t n) {
 Status KVModel::SetRetained(int64_t seq_id, bool retained) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
+  if (retained && sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
   if (sequence.retained && !retained && IsFull()) {
     return Bad(StatusCode::kTooLarge, "too many sequences");
   }
@@ -543,7 +644,8 @@ Status KVModel::SelectLongRope(int64_t seq_id, bool use_long_factors) {
     return Bad(StatusCode::kBadState, "the cache has no long factors");
   }
   Sequence& sequence = sequences_.at(seq_id);
-  if (!sequence.tokens.empty()) return Bad(StatusCode::kBadState, "sequence is not empty");
+  const bool is_empty = sequence.tokens.empty() && sequence.nodes.empty();
+  if (!is_empty) return Bad(StatusCode::kBadState, "sequence is not empty");
   sequence.long_factors = use_long_factors;
   return Status();
 }
@@ -587,6 +689,9 @@ PageCounts KVModel::page_counts() const {
         for (const Token& token : sequence.tokens) {
           if (token.pages[g] >= 0) viewers[static_cast<size_t>(token.pages[g])].insert(id);
         }
+        if (sequence.tree_pages.empty()) continue;
+        for (const int32_t page : sequence.tree_pages[g])
+          viewers[static_cast<size_t>(page)].insert(id);
       }
     }
     for (const std::set<int64_t>& ids : viewers) {
@@ -604,24 +709,32 @@ PageCounts KVModel::page_counts() const {
 
 int64_t KVModel::GetTotalSequenceLength() const {
   int64_t sum = 0;
-  for (const auto& [id, sequence] : sequences_) sum += static_cast<int64_t>(sequence.tokens.size());
+  for (const auto& [id, sequence] : sequences_) sum += sequence.length() + sequence.tree_size();
   return sum;
 }
 
 // Copies that an open forward made count beside the tokens that they replace.
 int64_t KVModel::GetDistinctTokenCount() const {
   std::set<int64_t> copies;
+  int64_t nodes = 0;
+  for (const auto& [id, sequence] : sequences_) nodes += sequence.tree_size();
   for (const SequenceMap* sequences : {&sequences_, &before_}) {
     for (const auto& [id, sequence] : *sequences) {
-      for (const Token& token : sequence.tokens) copies.insert(token.copy);
+      for (int64_t p = 0; p < sequence.length(); ++p)
+        copies.insert(sequence.tokens[static_cast<size_t>(p)].copy);
     }
   }
-  return static_cast<int64_t>(copies.size());
+  return static_cast<int64_t>(copies.size()) + nodes;
 }
 
 Result<int64_t> KVModel::GetSequenceLength(int64_t seq_id) const {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-  return static_cast<int64_t>(sequences_.at(seq_id).tokens.size());
+  return sequences_.at(seq_id).length() + sequences_.at(seq_id).tree_size();
+}
+
+Result<int64_t> KVModel::GetTreeSize(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  return sequences_.at(seq_id).tree_size();
 }
 
 Result<int64_t> KVModel::PagesNeeded(std::span<const int64_t> seq_ids,
@@ -632,21 +745,35 @@ Result<int64_t> KVModel::PagesNeeded(std::span<const int64_t> seq_ids,
 
 // ---------------------------------------------------------------------- forward
 
-Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
-                           std::span<const int64_t> lengths) const {
+Status KVModel::CheckShapeOfBatch(std::span<const int64_t> seq_ids,
+                                  std::span<const int64_t> lengths) const {
   if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
   if (seq_ids.empty() || seq_ids.size() != lengths.size()) {
     return Bad(StatusCode::kBadArgument, "batch is empty or of unequal sizes");
   }
+  return Status();
+}
+
+Status KVModel::CheckMember(int64_t seq_id, int64_t length, std::set<int64_t>* seen,
+                            int64_t* room) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (!seen->insert(seq_id).second) return Bad(StatusCode::kBadArgument, "twice in the batch");
+  if (sequences_.at(seq_id).retained) return Bad(StatusCode::kBadState, "retained");
+  if (length < 1) return Bad(StatusCode::kBadArgument, "length below 1");
+  if (length > *room) return Bad(StatusCode::kTooLarge, "over prefill_chunk_size");
+  *room -= length;
+  return Status();
+}
+
+// Of plain forwards.
+Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
+                           std::span<const int64_t> lengths) const {
+  QUIRE_RETURN_IF_ERROR(CheckShapeOfBatch(seq_ids, lengths));
   std::set<int64_t> seen;
   int64_t room = options_.prefill_chunk_size;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
-    if (!HasSequence(seq_ids[i])) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-    if (!seen.insert(seq_ids[i]).second) return Bad(StatusCode::kBadArgument, "twice in the batch");
-    if (sequences_.at(seq_ids[i]).retained) return Bad(StatusCode::kBadState, "retained");
-    if (lengths[i] < 1) return Bad(StatusCode::kBadArgument, "length below 1");
-    if (lengths[i] > room) return Bad(StatusCode::kTooLarge, "over prefill_chunk_size");
-    room -= lengths[i];
+    QUIRE_RETURN_IF_ERROR(CheckMember(seq_ids[i], lengths[i], &seen, &room));
+    if (sequences_.at(seq_ids[i]).tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
   }
   return Status();
 }
@@ -670,25 +797,96 @@ Status KVModel::BeginLoadingForward(std::span<const int64_t> seq_ids,
   if (load < loads.size()) return Bad(StatusCode::kBadArgument, "a load of no member");
   Plan plan = MakePlan(seq_ids, lengths);
   if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  loads_.assign(loads.begin(), loads.end());
+  OpenForward(std::move(plan), seq_ids, append_lengths);
+  return Status();
+}
+
+Status KVModel::CheckTree(const Sequence& sequence, std::span<const int64_t> parents) {
+  for (size_t i = 0; i < parents.size(); ++i) {
+    const int64_t node = sequence.tree_size() + static_cast<int64_t>(i);
+    if (parents[i] < -1 || parents[i] >= node) return Bad(StatusCode::kBadArgument, "parent");
+  }
+  return Status();
+}
+
+Status KVModel::BeginTreeForward(std::span<const int64_t> seq_ids,
+                                 std::span<const int64_t> append_lengths,
+                                 std::span<const int64_t> token_tree_parents) {
+  QUIRE_RETURN_IF_ERROR(CheckShapeOfBatch(seq_ids, append_lengths));
+  std::set<int64_t> seen;
+  int64_t room = options_.prefill_chunk_size;
+  std::span<const int64_t> left = token_tree_parents;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    const int64_t count = std::max<int64_t>(append_lengths[i], 0);
+    if (count > std::ssize(left)) return Bad(StatusCode::kBadArgument, "too few parents");
+    QUIRE_RETURN_IF_ERROR(CheckMember(seq_ids[i], append_lengths[i], &seen, &room));
+    const Sequence& sequence = sequences_.at(seq_ids[i]);
+    if (sequence.tree_size() + count > options_.max_tree_size)
+      return Bad(StatusCode::kTooLarge, "tree");
+    QUIRE_RETURN_IF_ERROR(CheckTree(sequence, left.first(static_cast<size_t>(count))));
+    left = left.subspan(static_cast<size_t>(count));
+  }
+  if (!left.empty()) return Bad(StatusCode::kBadArgument, "too many parents");
+  Plan plan = MakePlan(seq_ids, append_lengths, &token_tree_parents);
+  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  loads_.clear();
+  OpenForward(std::move(plan), seq_ids, append_lengths);
+  return Status();
+}
+
+void KVModel::OpenForward(Plan plan, std::span<const int64_t> seq_ids,
+                          std::span<const int64_t> lengths) {
   groups_ = std::move(plan.groups);
   batch_.assign(seq_ids.begin(), seq_ids.end());
-  batch_lengths_.assign(append_lengths.begin(), append_lengths.end());
-  loads_.assign(loads.begin(), loads.end());
+  batch_lengths_.assign(lengths.begin(), lengths.end());
   positions_.clear();
   for (size_t i = 0; i < batch_.size(); ++i) {
     Sequence& sequence = sequences_.at(batch_[i]);
-    const int64_t base = sequence.length() + lengths[i] - batch_lengths_[i];
-    for (int64_t n = 0; n < batch_lengths_[i]; ++n) {
-      positions_.push_back(static_cast<int32_t>(base) + static_cast<int32_t>(n));
-    }
     before_.emplace(batch_[i], std::move(sequence));
     sequence = std::move(plan.members.at(batch_[i]));
+    for (int64_t n = 0; n < batch_lengths_[i]; ++n) {
+      const int64_t position =
+          sequence.nodes.empty()
+              ? sequence.length() - batch_lengths_[i] + n
+              : sequence.length() +
+                    sequence
+                        .nodes[static_cast<size_t>(sequence.tree_size() - batch_lengths_[i] + n)]
+                        .depth;
+      positions_.push_back(static_cast<int32_t>(position));
+    }
   }
   loaded_.assign(options_.layers.size(), 0);
   appended_.assign(options_.layers.size(), 0);
   attended_.assign(options_.layers.size(), 0);
   forward_ = true;
   failed_ = false;
+}
+
+Status KVModel::CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                             std::span<const int64_t> leaf_indices) {
+  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
+  if (seq_ids.size() != leaf_indices.size()) return Bad(StatusCode::kBadArgument, "sizes");
+  std::set<int64_t> seen;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    if (!HasSequence(seq_ids[i])) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+    if (!seen.insert(seq_ids[i]).second) return Bad(StatusCode::kBadArgument, "named twice");
+    const int64_t size = sequences_.at(seq_ids[i]).tree_size();
+    if (size == 0) return Bad(StatusCode::kBadState, "has no tree");
+    if (leaf_indices[i] < -1 || leaf_indices[i] >= size)
+      return Bad(StatusCode::kBadArgument, "leaf");
+  }
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    Sequence& sequence = sequences_.at(seq_ids[i]);
+    size_t position = static_cast<size_t>(sequence.length());
+    const std::vector<int64_t> path = sequence.PathTo(leaf_indices[i]);
+    for (const int64_t node : path)
+      sequence.tokens[position++].values = sequence.nodes[static_cast<size_t>(node)].values;
+    sequence.levels -= std::ssize(path);  // these are tokens now
+    DropNodes(sequence, 0, groups_);
+    sequence.Slide();
+  }
+  FreeHidden();
   return Status();
 }
 
@@ -710,7 +908,7 @@ Status KVModel::EndForward() {
   }
   for (const int64_t id : batch_) {
     Sequence& sequence = sequences_.at(id);
-    sequence.Slide();
+    if (sequence.nodes.empty()) sequence.Slide();
   }
   before_.clear();
   forward_ = false;
@@ -728,6 +926,11 @@ Status KVModel::AbortForward() {
         const bool kept = p < old.tokens.size() && old.tokens[p].pages[g] == page;
         if (!kept) groups_[g].Hold(page, static_cast<int64_t>(p), -1);
       }
+    }
+    for (size_t g = 0; g < now.tree_pages.size(); ++g) {
+      const size_t kept = old.tree_pages.empty() ? 0 : old.tree_pages[g].size();
+      for (size_t i = kept; i < now.tree_pages[g].size(); ++i)
+        groups_[g].Hold(now.tree_pages[g][i], 0, -1);
     }
     now = std::move(old);
   }
@@ -866,7 +1069,11 @@ void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
     const RopeFrequencies& frequencies = FrequenciesOf(sequence, l);
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
       const int64_t position = positions_[static_cast<size_t>(row)];
-      TokenValues& values = *sequence.tokens[static_cast<size_t>(position)].values;
+      const size_t node =
+          static_cast<size_t>(sequence.tree_size() - batch_lengths_[i] + n);  // if it is a tree
+      TokenValues& values = sequence.nodes.empty()
+                                ? *sequence.tokens[static_cast<size_t>(position)].values
+                                : *sequence.nodes[node].values;
       std::vector<double> key(static_cast<size_t>(spec.qk_head_dim));
       for (int64_t h = 0; h < spec.num_kv_heads; ++h) {
         for (int64_t d = 0; d < spec.qk_head_dim; ++d)
@@ -1033,11 +1240,19 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
   last_bounds_ = Bounds();
   int64_t row = 0;
   for (size_t i = 0; i < batch_.size(); ++i) {
-    const Sequence& sequence = sequences_.at(batch_[i]);
-    const TokenRows keys = KeysOf(sequence, l);
-    const TokenRows values = ValuesOf(sequence, l);
-    const int64_t old_length = static_cast<int64_t>(sequence.tokens.size()) - batch_lengths_[i];
+    Sequence sequence = SequenceOfRow(i, 0);
+    const bool is_tree = !sequences_.at(batch_[i]).nodes.empty();
+    TokenRows keys = KeysOf(sequence, l);
+    TokenRows values = ValuesOf(sequence, l);
+    const int64_t old_length =
+        is_tree ? sequences_.at(batch_[i]).length()
+                : static_cast<int64_t>(sequence.tokens.size()) - batch_lengths_[i];
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
+      if (is_tree) {
+        sequence = SequenceOfRow(i, n);
+        keys = KeysOf(sequence, l);
+        values = ValuesOf(sequence, l);
+      }
       const int64_t position = positions_[static_cast<size_t>(row)];
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
         for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
@@ -1099,7 +1314,9 @@ Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const Lay
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   const Sequence& sequence = sequences_.at(seq_id);
   const int64_t count = to.k.rank() == 3 ? to.k.dim(0) : 0;
-  if (start < 0 || count < 1 || count > static_cast<int64_t>(sequence.tokens.size()) - start)
+  if (start >= 0 && count > sequence.length() - start && sequence.tree_size() > 0)
+    return Bad(StatusCode::kBadState, "has a tree");
+  if (start < 0 || count < 1 || count > sequence.length() - start)
     return Bad(StatusCode::kBadArgument, "range");
   if (layer < 0 || layer >= static_cast<int64_t>(options_.layers.size()))
     return Bad(StatusCode::kBadArgument, "layer");
@@ -1119,6 +1336,7 @@ Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const Lay
 Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
   if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (sequences_.at(seq_id).tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
   int64_t count = 0;
   for (const KVBlock& block : blocks) count += block[0].k.dim(0);
   if (count < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
@@ -1148,7 +1366,9 @@ Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const Ten
                            const TensorView& v) {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   const Sequence& sequence = sequences_.at(seq_id);
-  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  const int64_t length = sequence.length();
+  if (start >= 0 && end > length && sequence.tree_size() > 0)
+    return Bad(StatusCode::kBadState, "has a tree");
   if (start < 0 || start >= end || end > length) return Bad(StatusCode::kBadArgument, "range");
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (int64_t p = start; p < end; ++p) {
@@ -1184,6 +1404,7 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   if (InBatch(seq_id)) return Bad(StatusCode::kBadState, "in the open forward");
   Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
   if (start < 0 || count < 1 || count > length - start)
@@ -1269,6 +1490,9 @@ uint64_t KVModel::StateDigest() const {
     for (const Token& token : sequence.tokens) {
       for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));
     }
+    digest = Mix(digest, static_cast<uint64_t>(sequence.levels));
+    for (const Node& node : sequence.nodes)
+      digest = Mix(digest, static_cast<uint64_t>(node.parent));
   }
   for (const auto& [id, sequence] : before_) {
     digest = Mix(digest, static_cast<uint64_t>(id));
@@ -1292,6 +1516,8 @@ Status KVModel::CheckInvariants() const {
       for (size_t p = 0; p < sequence.tokens.size(); ++p) {
         fresh.Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), 1);
       }
+      if (sequence.tree_pages.empty()) continue;
+      for (const int32_t page : sequence.tree_pages[g]) fresh.Hold(page, 0, 1);
     }
     for (const auto& [id, old] : before_) {
       const Sequence& now = sequences_.at(id);

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -41,8 +42,13 @@ class KVModel final : public AttentionKVCache {
   Status BeginLoadingForward(std::span<const int64_t> seq_ids,
                              std::span<const int64_t> append_lengths,
                              std::span<const LayerLoad> loads) override;
+  Status BeginTreeForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
+                          std::span<const int64_t> token_tree_parents) override;
   Status EndForward() override;
   Status AbortForward() override;
+  Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                      std::span<const int64_t> leaf_indices) override;
+  Result<int64_t> GetTreeSize(int64_t seq_id) const override;
 
   const AttentionKVCacheOptions& options() const override { return options_; }
   bool Empty() const override { return sequences_.empty(); }
@@ -124,8 +130,16 @@ class KVModel final : public AttentionKVCache {
     std::vector<int32_t> pages;  // [group]; -1: freed
     int64_t copy = 0;            // sequences share a token iff this number is the same
   };
+  struct Node {
+    int64_t parent = -1;
+    int64_t depth = 0;
+    std::shared_ptr<TokenValues> values;
+  };
   struct Sequence {
-    std::vector<Token> tokens;
+    std::vector<Token> tokens;  // the last `levels` of them are places without values
+    std::vector<Node> nodes;    // of the uncommitted tree
+    int64_t levels = 0;         // of the tree
+    std::vector<std::vector<int32_t>> tree_pages;  // [group]
     bool long_factors = false;
     bool retained = false;
     int64_t window = 0;  // 0: none
@@ -136,7 +150,10 @@ class KVModel final : public AttentionKVCache {
     int64_t span = 0;
     int64_t span_sinks = 0;
 
-    int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+    // Without the tree.
+    int64_t length() const { return static_cast<int64_t>(tokens.size()) - levels; }
+    int64_t tree_size() const { return static_cast<int64_t>(nodes.size()); }
+    std::vector<int64_t> PathTo(int64_t node) const;
     int64_t SlidAt(int64_t position) const;
     bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
     void EndAt(int64_t length);
@@ -200,8 +217,21 @@ class KVModel final : public AttentionKVCache {
   bool IsFull() const {
     return sequence_count() - retained_sequence_count() >= options_.max_num_sequences;
   }
+  Status CheckShapeOfBatch(std::span<const int64_t> seq_ids,
+                           std::span<const int64_t> lengths) const;
+  Status CheckMember(int64_t seq_id, int64_t length, std::set<int64_t>* seen, int64_t* room) const;
   Status CheckBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
-  Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
+  // `parents`: of new nodes; null: new tokens.
+  Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
+                const std::span<const int64_t>* parents = nullptr) const;
+  void PlaceNodes(Sequence& sequence, std::span<const int64_t> parents, std::vector<Group>& groups,
+                  std::vector<int64_t>& taken) const;
+  static void DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups);
+  static Status CheckTree(const Sequence& sequence, std::span<const int64_t> parents);
+  // The plain sequence of the committed tokens and the path to a node.
+  static Sequence PlainTo(const Sequence& sequence, int64_t node);
+  Sequence SequenceOfRow(size_t member, int64_t n) const;
+  void OpenForward(Plan plan, std::span<const int64_t> seq_ids, std::span<const int64_t> lengths);
   static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);
   static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut);
   static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups);
@@ -215,6 +245,7 @@ class KVModel final : public AttentionKVCache {
   void FreeHidden();
   void HoldAll(const Sequence& sequence, int32_t count);
   Status CheckAttention(int64_t layer) const;
+  Status CheckChains() const;
   Status FailAttention(Status status);
   Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                    int64_t dim) const;

@@ -13,10 +13,16 @@ Status Bad(const std::string& message) {
 
 }  // namespace
 
+Status KVModel::CheckChains() const {
+  if (sequences_.at(batch_.front()).nodes.empty()) return Status();
+  return Status(StatusCode::kBadState, "KVModel: a forward of trees");
+}
+
 Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                               const TensorView& v, const TensorView& o, const TensorView& lse,
                               double sm_scale) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckChains()));
   const size_t l = static_cast<size_t>(layer);
   if (q.rank() != 3 || k.rank() != 3 || v.rank() != 3 || q.dim(1) % k.dim(1) != 0) {
     return FailAttention(Bad("q, k and v do not fit together"));
@@ -112,6 +118,7 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
 Status KVModel::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                                const TensorView& lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckChains()));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   Status status = CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim);
   if (status.ok()) status = CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim);

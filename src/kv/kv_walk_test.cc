@@ -52,13 +52,15 @@ enum class Kind : uint8_t {
   kWindow,
   kShared,
   kLoading,
+  kTree,
+  kCommit,
 };
-constexpr size_t kKindCount = 21;
+constexpr size_t kKindCount = 23;
 constexpr std::array<const char*, kKindCount> kKindNames = {
     "kAdd",         "kRemove",         "kFork",      "kPop",      "kBegin",    "kLayer",
     "kEnd",         "kAbort",          "kForward",   "kDebugGet", "kDebugSet", "kClear",
     "kPagesNeeded", "kSelectLongRope", "kBadTensor", "kRetain",   "kDecode",   "kImport",
-    "kWindow",      "kShared",         "kLoading"};
+    "kWindow",      "kShared",         "kLoading",   "kTree",     "kCommit"};
 
 struct WalkOp {
   Kind kind;
@@ -71,7 +73,13 @@ struct Walk {
 };
 
 // Streams of one seed, so that a kept list keeps its cache when the making of lists changes.
-enum Stream : uint64_t { kOptionsStream, kOpsStream, kWindowsStream, kCodesStream };
+enum Stream : uint64_t {
+  kOptionsStream,
+  kOpsStream,
+  kWindowsStream,
+  kCodesStream,
+  kTreesStream
+};
 
 // ---------------------------------------------------------------------- making a walk
 
@@ -201,14 +209,15 @@ WalkSetting MakeSetting(uint64_t seed) {
     setting.style = ForwardStyle();  // float32 fits every layer
   }
   options.tvm_window_span = setting.has_windows && windows.Below(3) == 0;
+  options.max_tree_size = 4 + RandomSequence(seed, kTreesStream).Below(40);
   return setting;
 }
 
 Walk MakeWalk(uint64_t seed, int64_t op_count) {
   RandomSequence random(seed, kOpsStream);
   // Usual shares; a walk draws its own, and leaves some kinds out.
-  std::array<double, kKindCount> weights = {3,    3, 12, 10,  4, 6,  3, 1, 40, 6, 4,
-                                            0.15, 2, 2,  0.5, 4, 12, 8, 5, 4,  8};
+  std::array<double, kKindCount> weights = {3, 3, 12,  10, 4,  6, 3, 1, 40, 6,  4, 0.15,
+                                            2, 2, 0.5, 4,  12, 8, 5, 4, 8,  12, 8};
   for (double& weight : weights) {
     weight *= random.Below(5) == 0 ? 0 : std::exp(random.Uniform(-1.5, 1.5));
   }
@@ -255,6 +264,12 @@ struct WalkLoad {
   std::array<std::unique_ptr<BlockSource>, 2> sources;
 };
 
+// The nodes of a sequence's uncommitted tree.
+struct WalkTree {
+  std::vector<int64_t> parents;
+  std::vector<uint64_t> tokens;
+};
+
 class Walker {
  public:
   explicit Walker(const WalkSetting& setting);
@@ -267,6 +282,8 @@ class Walker {
   const Seen& seen() const { return seen_; }
   int64_t fresh_comparisons() const { return fresh_comparisons_; }
   int64_t slid_tokens() const { return slid_tokens_; }
+  int64_t tree_comparisons() const { return tree_comparisons_; }
+  int64_t later_rounds() const { return later_rounds_; }
   int64_t repeated_forwards() const {
     return static_cast<const PagedKVCache&>(*cache_).repeated_forward_count();
   }
@@ -275,7 +292,7 @@ class Walker {
   using History = std::vector<KnownToken>;
 
   int64_t PickId(uint32_t draw) const;
-  Batch DrawBatch(uint32_t seed) const;
+  Batch DrawBatch(uint32_t seed, bool with_trees = false) const;
   std::string Apply(const WalkOp& op);
   std::string Compare(const char* what, const Status& cache, const Status& model);
   std::string CompareCounters();
@@ -312,6 +329,10 @@ class Walker {
   std::string Loading(const WalkOp& op);
   std::string DrawLoad(const Batch& batch, size_t member, const WalkOp& op,
                        std::vector<WalkLoad>* loads);
+  std::string Tree(const WalkOp& op);
+  std::vector<int64_t> DrawParents(const Batch& batch, RandomSequence& random) const;
+  std::string CommitTrees(const WalkOp& op);
+  History PathTo(int64_t id, int64_t node) const;
   std::string Window(const WalkOp& op);
   std::string Shared(const WalkOp& op);
   std::string MakeFreshWindow(const KVModel::Window& window, size_t* done,
@@ -328,6 +349,11 @@ class Walker {
   uint64_t next_token_ = 1;
   int64_t newest_child_ = -1;
   std::map<int64_t, History> history_;
+  std::map<int64_t, WalkTree> trees_;  // of those that have one; history_ has committed tokens
+  std::map<int64_t, WalkTree> trees_before_;  // of all, before the open forward of trees
+  bool tree_forward_ = false;
+  int64_t tree_comparisons_ = 0;
+  int64_t later_rounds_ = 0;
   std::map<int64_t, bool> long_factors_;
   std::set<int64_t> retained_;
   Seen seen_;
@@ -374,12 +400,14 @@ int64_t Walker::PickId(uint32_t draw) const {
 }
 
 // Mostly a batch that may run. One in twelve has one thing wrong.
-Batch Walker::DrawBatch(uint32_t seed) const {
+Batch Walker::DrawBatch(uint32_t seed, bool with_trees) const {
   RandomSequence random(seed);
   Batch batch;
   std::vector<int64_t> ids;
   for (const auto& [id, history] : history_) {
-    if (retained_.count(id) == 0) ids.push_back(id);
+    // One that has a tree is refused, or given nodes.
+    if (retained_.count(id) == 0 && (trees_.count(id) == 0 || with_trees || seed % 8 == 0))
+      ids.push_back(id);
   }
   const int64_t most = std::min<int64_t>(6, static_cast<int64_t>(ids.size()));
   const int64_t count = most == 0 ? 0 : 1 + random.Below(most);
@@ -467,6 +495,7 @@ std::string Walker::CompareCounters() {
     if (error.empty()) error = Compare("HeldTokens", held.status(), expected_held.status());
     if (!held.ok() || !expected_held.ok()) continue;
     compare("held tokens", *held, *expected_held);
+    compare("tree size", *cache_->GetTreeSize(id), *model_.GetTreeSize(id));
     slid_tokens_ += *length - *held;
   }
   const Result<std::span<const int32_t>> positions = cache_->GetQueryPositions();
@@ -537,6 +566,10 @@ std::string Walker::Apply(const WalkOp& op) {
       return Shared(op);
     case Kind::kLoading:
       return Loading(op);
+    case Kind::kTree:
+      return Tree(op);
+    case Kind::kCommit:
+      return CommitTrees(op);
   }
   return "no such operation";
 }
@@ -576,6 +609,7 @@ std::string Walker::Remove(const WalkOp& op) {
                   [&](AttentionKVCache& c) { return c.RemoveSequence(id); });
   if (!status.ok()) return "";
   history_.erase(id);
+  trees_.erase(id);
   retained_.erase(id);
   return "";
 }
@@ -637,7 +671,14 @@ std::string Walker::Pop(const WalkOp& op) {
   const int64_t range = op.b % 4 == 0 ? length + 3 : std::min<int64_t>(length + 3, 7);
   const int64_t n = static_cast<int64_t>(op.c) % range - 1;
   QUIRE_WALK_CALL("PopN", status, [&](AttentionKVCache& c) { return c.PopN(id, n); });
-  if (status.ok()) history_.at(id).resize(static_cast<size_t>(length - n));
+  if (!status.ok()) return "";
+  const size_t committed = std::min(history_.at(id).size(), static_cast<size_t>(length - n));
+  const size_t nodes = static_cast<size_t>(length - n) - committed;
+  history_.at(id).resize(committed);
+  if (trees_.count(id) == 0) return "";
+  trees_.at(id).parents.resize(nodes);
+  trees_.at(id).tokens.resize(nodes);
+  if (nodes == 0) trees_.erase(id);
   return "";
 }
 
@@ -693,6 +734,7 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
   if (error.empty() && !plan.ok()) error = "after BeginForward: " + plan.ToString();
   open_ = true;
   call_failed_ = false;
+  tree_forward_ = false;
   batch_ = batch;
   loads_ = std::move(loads);
   rows_.clear();
@@ -909,9 +951,17 @@ std::string Walker::CompareFresh(uint32_t draw) {
   const size_t member = draw / 64 % batch_.ids.size();
   int64_t first_row = 0;
   for (size_t i = 0; i < member; ++i) first_row += batch_.lengths[i];
-  const int64_t rows = batch_.lengths[member];
+  int64_t rows = batch_.lengths[member];
   const int64_t id = batch_.ids[member];
-  const History& history = history_.at(id);
+  History history = history_.at(id);
+  if (tree_forward_) {  // one node, as the last token of its path
+    ++tree_comparisons_;
+    const int64_t row = draw / 512 % rows;
+    const History path = PathTo(id, std::ssize(trees_.at(id).tokens) - rows + row);
+    history.insert(history.end(), path.begin(), path.end());
+    first_row += row;
+    rows = 1;
+  }
   if (static_cast<int64_t>(history.size()) > fresh_->options().token_capacity) return "";
   if (Status s = fresh_->Clear(); !s.ok()) return "fresh Clear: " + s.ToString();
   if (Status s = fresh_->AddSequence(0); !s.ok()) return "fresh AddSequence: " + s.ToString();
@@ -1003,6 +1053,11 @@ std::string Walker::Abort() {
   open_ = false;
   for (auto& [id, history] : before_) history_.at(id) = std::move(history);
   before_.clear();
+  for (const int64_t id : batch_.ids) {
+    if (!tree_forward_) break;
+    trees_.erase(id);
+    if (trees_before_.count(id) != 0) trees_[id] = trees_before_.at(id);
+  }
   return "";
 }
 
@@ -1108,6 +1163,7 @@ std::string Walker::Clear() {
   QUIRE_WALK_CALL("Clear", status, [&](AttentionKVCache& c) { return c.Clear(); });
   open_ = false;
   history_.clear();
+  trees_.clear();
   retained_.clear();
   before_.clear();
   return status.ok() ? "" : "Clear: " + status.ToString();
@@ -1282,6 +1338,108 @@ std::string Walker::Loading(const WalkOp& op) {
   std::string error = BeginBatch(batch, op, std::move(loads));
   if (error.empty() && open_) error = CompareCounters();
   return error.empty() && open_ ? RunRest(op) : error;
+}
+
+// The tokens from a root to the node.
+Walker::History Walker::PathTo(int64_t id, int64_t node) const {
+  const WalkTree& tree = trees_.at(id);
+  History path;
+  for (; node >= 0; node = tree.parents[static_cast<size_t>(node)])
+    path.push_back({tree.tokens[static_cast<size_t>(node)], nullptr});
+  std::reverse(path.begin(), path.end());
+  return path;
+}
+
+// Mostly good ones: chains, binary trees, stars and whatever comes.
+std::vector<int64_t> Walker::DrawParents(const Batch& batch, RandomSequence& random) const {
+  std::vector<int64_t> parents;
+  for (size_t i = 0; i < batch.ids.size() && i < batch.lengths.size(); ++i) {
+    const auto tree = trees_.find(batch.ids[i]);
+    const int64_t first = tree == trees_.end() ? 0 : std::ssize(tree->second.tokens);
+    const int64_t shape = random.Below(4);
+    for (int64_t n = first; n < first + std::min<int64_t>(batch.lengths[i], 200); ++n) {
+      parents.push_back(shape == 0   ? n - 1
+                        : shape == 1 ? (n == 0 ? -1 : (n - 1) / 2)
+                        : shape == 2 ? random.Below(n + 1) - 1
+                                     : std::max<int64_t>(n - 1 - random.Below(4), -1));
+    }
+  }
+  if (parents.empty() || random.Below(16) != 0) return parents;
+  int64_t& victim = parents[static_cast<size_t>(random.Below(std::ssize(parents)))];
+  if (random.Below(3) == 0) victim = -2;
+  if (random.Below(3) == 0) victim = 1000;
+  if (random.Below(3) == 0) parents.pop_back();
+  return parents;
+}
+
+std::string Walker::Tree(const WalkOp& op) {
+  if (open_ && op.c % 2 != 0) return RunRest(op);
+  RandomSequence random(op.b);
+  const Batch batch = DrawBatch(op.a, true);
+  const std::vector<int64_t> parents = DrawParents(batch, random);
+  QUIRE_WALK_CALL("BeginTreeForward", status, [&](AttentionKVCache& c) {
+    return c.BeginTreeForward(batch.ids, batch.lengths, parents);
+  });
+  if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
+  if (!status.ok()) return "";
+  const Status plan = cache_->CheckInvariants();
+  if (!plan.ok()) return "after BeginTreeForward: " + plan.ToString();
+  open_ = true;
+  call_failed_ = false;
+  tree_forward_ = true;
+  batch_ = batch;
+  loads_.clear();
+  rows_.clear();
+  before_.clear();
+  trees_before_ = trees_;
+  size_t next = 0;
+  for (size_t i = 0; i < batch.ids.size(); ++i) {
+    before_[batch.ids[i]] = history_.at(batch.ids[i]);
+    windows_before_[batch.ids[i]] = model_.WindowOf(batch.ids[i]);
+    WalkTree& tree = trees_[batch.ids[i]];
+    later_rounds_ += !tree.tokens.empty();
+    for (int64_t n = 0; n < batch.lengths[i]; ++n) {
+      tree.parents.push_back(parents[next++]);
+      tree.tokens.push_back(next_token_);
+      rows_.push_back(next_token_++);
+    }
+  }
+  outputs_.assign(layers_.size(), LayerOutputs());
+  appended_.assign(layers_.size(), 0);
+  attended_.assign(layers_.size(), 0);
+  const std::string error = CompareCounters();
+  return error.empty() ? RunRest(op) : error;
+}
+
+// Some of the sequences with trees, in any order; now and then one that has none.
+std::string Walker::CommitTrees(const WalkOp& op) {
+  RandomSequence random(op.a);
+  std::vector<int64_t> ids, leaves;
+  for (const auto& [id, tree] : trees_) {
+    if (random.Below(3) == 0) continue;
+    ids.push_back(id);
+    leaves.push_back(random.Below(std::ssize(tree.tokens) + 1) - 1);
+  }
+  for (size_t i = ids.size(); i > 1; --i) {
+    const size_t other = static_cast<size_t>(random.Below(static_cast<int64_t>(i)));
+    std::swap(ids[i - 1], ids[other]);
+    std::swap(leaves[i - 1], leaves[other]);
+  }
+  const int64_t wrong = random.Below(20);
+  if (wrong == 0 && !ids.empty()) leaves[0] = random.Below(2) == 0 ? -2 : 1000;
+  if (wrong == 1 && !ids.empty()) ids.push_back(ids[0]);
+  if (wrong == 2) leaves.push_back(0);
+  if (wrong == 3) ids.push_back(PickId(op.b));
+  leaves.resize(wrong == 2 ? leaves.size() : ids.size(), -1);
+  QUIRE_WALK_CALL("CommitAcceptedTokenTreeNodes", status,
+                  [&](AttentionKVCache& c) { return c.CommitAcceptedTokenTreeNodes(ids, leaves); });
+  for (size_t i = 0; status.ok() && i < ids.size(); ++i) {
+    const History path = PathTo(ids[i], leaves[i]);
+    History& history = history_.at(ids[i]);
+    history.insert(history.end(), path.begin(), path.end());
+    trees_.erase(ids[i]);
+  }
+  return "";
 }
 
 std::string Walker::Window(const WalkOp& op) {
@@ -1556,6 +1714,8 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   int64_t fresh_comparisons = 0;
   int64_t repeated_forwards = 0;
   int64_t slid_tokens = 0;
+  int64_t tree_comparisons = 0;
+  int64_t later_rounds = 0;
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     const Walk walk = MakeWalk(seed, kOpsPerWalk);
     Walker walker(MakeSetting(seed));
@@ -1566,6 +1726,8 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
     fresh_comparisons += walker.fresh_comparisons();
     repeated_forwards += walker.repeated_forwards();
     slid_tokens += walker.slid_tokens();
+    tree_comparisons += walker.tree_comparisons();
+    later_rounds += walker.later_rounds();
   }
   using Code = StatusCode;
   const std::map<std::string, std::vector<Code>> expected = {
@@ -1580,6 +1742,11 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
         Code::kOutOfPages}},
       {"BeginLoadingForward",
        {Code::kOk, Code::kBadArgument, Code::kBadState, Code::kTooLarge, Code::kOutOfPages}},
+      {"BeginTreeForward",
+       {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kBadState, Code::kTooLarge,
+        Code::kOutOfPages}},
+      {"CommitAcceptedTokenTreeNodes",
+       {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kBadState}},
       {"AttentionWithFusedQKV", {Code::kOk, Code::kBadState, Code::kCorrupt}},
       {"Append", {Code::kOk, Code::kBadState, Code::kCorrupt}},
       {"Attend", {Code::kOk, Code::kBadState}},
@@ -1608,6 +1775,8 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   EXPECT_GE(fresh_comparisons, 100);
   EXPECT_GE(repeated_forwards, 1000);
   EXPECT_GE(slid_tokens, 100000);
+  EXPECT_GE(tree_comparisons, 60);
+  EXPECT_GE(later_rounds, 300);
   if (std::getenv("QUIRE_WALK_PRINT") == nullptr) return;
   for (const auto& [call, codes] : seen) {
     for (const auto& [code, count] : codes) {

@@ -89,6 +89,9 @@ Status CheckOptions(const AttentionKVCacheOptions& options) {
   }
   if (options.token_capacity < 1)
     return OutOfRange("token_capacity", options.token_capacity, "at least 1");
+  if (options.max_tree_size < 1 || options.max_tree_size > std::numeric_limits<int32_t>::max()) {
+    return OutOfRange("max_tree_size", options.max_tree_size, "at least 1 and below 2^31");
+  }
   if (options.prefill_chunk_size < 1) {
     return OutOfRange("prefill_chunk_size", options.prefill_chunk_size, "at least 1");
   }

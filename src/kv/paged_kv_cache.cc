@@ -159,6 +159,7 @@ Status PagedKVCache::Clear() {
     failed_ = false;
     plan_.Clear();
     tree_.Clear();
+    trees_.Clear();
     sequences_.Clear();
     hides_more_ = false;
     return Status();
@@ -177,6 +178,7 @@ Status PagedKVCache::AddSequence(int64_t seq_id) {
 Status PagedKVCache::RemoveSequence(int64_t seq_id) {
   return Enter("RemoveSequence", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("RemoveSequence", seq_id));
+    if (trees_.Find(index) != nullptr) DropNodes(index, 0);
     tree_.Release(sequences_[index].last);
     sequences_.Erase(index);
     hides_more_ = true;
@@ -189,13 +191,15 @@ Status PagedKVCache::ForkSequence(int64_t parent_id, int64_t child_id, int64_t f
   return Enter("ForkSequence", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t parent, FindOutsideBatch("ForkSequence", parent_id));
     QUIRE_RETURN_IF_ERROR(CheckNewSequence("ForkSequence", child_id));
-    const int64_t length = tree_.End(sequences_[parent].last);
+    const int64_t length = LengthOf(parent);
     if (fork_pos < -1 || fork_pos > length) {
       return Status(StatusCode::kBadArgument, OfSequence("ForkSequence", parent_id) + "of length " +
                                                   std::to_string(length) + " cannot be forked at " +
                                                   std::to_string(fork_pos));
     }
     const int64_t position = fork_pos < 0 ? length : fork_pos;
+    if (position > CommittedLength(sequences_[parent]))
+      QUIRE_RETURN_IF_ERROR(RequireCommitted("ForkSequence behind the committed tokens", parent));
     QUIRE_RETURN_IF_ERROR(CheckEnd("ForkSequence", sequences_[parent], position));
     sequences_.ReserveOne();
     tree_.ReserveSplit();
@@ -212,16 +216,22 @@ Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
   return Enter("PopN", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("PopN", seq_id));
     Sequence& sequence = sequences_[index];
-    const int64_t length = tree_.End(sequence.last);
+    const int64_t length = LengthOf(index);
     if (n < 0 || n > length) {
       return Status(StatusCode::kBadArgument, OfSequence("PopN", seq_id) + "of length " +
                                                   std::to_string(length) + " cannot lose " +
                                                   std::to_string(n) + " tokens");
     }
-    QUIRE_RETURN_IF_ERROR(CheckEnd("PopN", sequence, length - n));
+    const int64_t committed = CommittedLength(sequence);
+    const int64_t nodes = std::max<int64_t>(length - n - committed, 0);
+    const int64_t end = std::min(length - n, committed);
+    QUIRE_RETURN_IF_ERROR(CheckEnd("PopN", sequence, end));
     tree_.ReserveSplit();
-    sequence.last = tree_.Pop(sequence.last, length - n);
-    MoveEnd(sequence, length - n, &sequence);
+    if (trees_.Find(index) != nullptr) DropNodes(index, nodes);
+    if (end < committed) {
+      sequence.last = tree_.Pop(sequence.last, end);
+      MoveEnd(sequence, end, &sequence);
+    }
     hides_more_ = true;
     FreeHidden();
     return Status();
@@ -231,6 +241,7 @@ Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
 Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
   return Enter("SetRetained", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("SetRetained", seq_id));
+    if (retained) QUIRE_RETURN_IF_ERROR(RequireCommitted("SetRetained", index));
     if (!retained && sequences_[index].retained) {
       QUIRE_RETURN_IF_ERROR(CheckRoomForActive("SetRetained", seq_id));
     }
@@ -246,7 +257,7 @@ Status PagedKVCache::SelectLongRope(int64_t seq_id, bool use_long_factors) {
       return Status(StatusCode::kBadState,
                     "SelectLongRope: this cache was not created with RopeScaling::kLongRope");
     }
-    const int64_t length = tree_.End(sequences_[index].last);
+    const int64_t length = LengthOf(index);
     if (length != 0) {
       return Status(StatusCode::kBadState, OfSequence("SelectLongRope", seq_id) + "has " +
                                                std::to_string(length) +
@@ -275,11 +286,15 @@ int64_t PagedKVCache::GetNumAvailablePages() const {
 
 int64_t PagedKVCache::GetTotalSequenceLength() const {
   int64_t total = 0;
-  for (const Sequence& sequence : sequences_.entries()) total += tree_.End(sequence.last);
-  return total;
+  for (const Sequence& sequence : sequences_.entries()) total += CommittedLength(sequence);
+  return total + trees_.node_count();
 }
 
-PageCounts PagedKVCache::page_counts() const { return CountPages(tree_, sequences_, Batch()); }
+PageCounts PagedKVCache::page_counts() const {
+  PageCounts counts = CountPages(tree_, sequences_, Batch());
+  counts.exclusive += trees_.page_count();  // no retained sequence has a tree
+  return counts;
+}
 
 int64_t PagedKVCache::pages_in_use() const {
   int64_t total = 0;
@@ -296,7 +311,7 @@ int64_t PagedKVCache::pages_allocated() const {
 Result<int64_t> PagedKVCache::GetSequenceLength(int64_t seq_id) const {
   return GuardEntry([&]() -> Result<int64_t> {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("GetSequenceLength", seq_id));
-    return tree_.End(sequences_[index].last);
+    return LengthOf(index);
   });
 }
 

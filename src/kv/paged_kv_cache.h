@@ -30,6 +30,7 @@
 #include "kv/rope_table.h"
 #include "kv/sequence_table.h"
 #include "kv/sliding_window.h"
+#include "kv/token_tree.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire {
@@ -49,8 +50,13 @@ class PagedKVCache final : public AttentionKVCache {
   Status BeginLoadingForward(std::span<const int64_t> seq_ids,
                              std::span<const int64_t> append_lengths,
                              std::span<const LayerLoad> loads) override;
+  Status BeginTreeForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
+                          std::span<const int64_t> token_tree_parents) override;
   Status EndForward() override;
   Status AbortForward() override;
+  Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                      std::span<const int64_t> leaf_indices) override;
+  Result<int64_t> GetTreeSize(int64_t seq_id) const override;
 
   const AttentionKVCacheOptions& options() const override { return options_; }
   bool Empty() const override { return sequences_.count() == 0; }
@@ -62,7 +68,9 @@ class PagedKVCache final : public AttentionKVCache {
 
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
-  int64_t GetDistinctTokenCount() const override { return tree_.distinct_token_count(); }
+  int64_t GetDistinctTokenCount() const override {
+    return tree_.distinct_token_count() - trees_.level_count() + trees_.node_count();
+  }
   int64_t sequence_count() const override { return sequences_.count(); }
   int64_t retained_sequence_count() const override { return sequences_.retained_count(); }
   PageCounts page_counts() const override;
@@ -159,12 +167,21 @@ class PagedKVCache final : public AttentionKVCache {
   bool InBatch(const Sequence& sequence) const {
     return in_forward_ && sequence.batch == planning_;
   }
+  // Of the member's rows, in the open forward.
+  std::span<const int32_t> PositionsOf(const ForwardMember& member) const {
+    return plan_.positions().subspan(static_cast<size_t>(member.first_row),
+                                     static_cast<size_t>(member.row_count()));
+  }
   // Of the open forward, if any.
   std::span<const ForwardMember> Batch() const {
     return in_forward_ ? std::span<const ForwardMember>(plan_.members)
                        : std::span<const ForwardMember>();
   }
 
+  Status StartBatch(const char* call, std::span<const int64_t> seq_ids,
+                    std::span<const int64_t> append_lengths, ForwardPlan& plan);
+  Result<int32_t> CheckMember(const char* call, int64_t seq_id, int64_t append_length,
+                              int64_t first_row);
   Status PlanBatch(const char* call, std::span<const int64_t> seq_ids,
                    std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads,
                    ForwardPlan& plan);
@@ -208,6 +225,25 @@ class PagedKVCache final : public AttentionKVCache {
   void ReserveSlidAngles(int64_t pairs, int64_t rows);
   void FillSlidAngles(const Layer& layer) noexcept;
 
+  // Token trees: paged_kv_trees.cc.
+  // Tokens that the sequence has without its uncommitted tree, and with it.
+  int64_t CommittedLength(const Sequence& sequence) const {
+    return tree_.End(sequence.last) - sequence.reserved;
+  }
+  int64_t LengthOf(int32_t index) const {
+    return CommittedLength(sequences_[index]) + trees_.SizeOf(index);
+  }
+  // For calls that need the sequence without a tree.
+  Status RequireCommitted(const char* call, int32_t index) const;
+  Status RequireChains(const AttentionCall& call) const;
+  Status PlanTreeMember(const char* call, int64_t seq_id, std::span<const int64_t> parents,
+                        int64_t first_row);
+  void AddNodes(ForwardMember& member, std::span<const GroupAppend> groups) noexcept;
+  // Nodes from `size` on go, and of the path what is deeper than those that stay.
+  void DropNodes(int32_t index, int64_t size) noexcept;
+  Status CheckLeaf(const char* call, int64_t seq_id, int64_t leaf);
+  void CommitPath(int32_t index, int64_t leaf) noexcept;
+
   // Windows.
   Status CheckEnd(const char* call, const Sequence& sequence, int64_t length) const;
   Status CheckHeld(const char* call, const Sequence& sequence, int group, int64_t start,
@@ -242,6 +278,7 @@ class PagedKVCache final : public AttentionKVCache {
 
   SequenceTable sequences_;
   BlockTree tree_;
+  TokenTrees trees_;
   ForwardPlan plan_;       // of the open forward or the last one
   ForwardPlan query_;      // members of PagesNeeded: it leaves plan_ as it is, to be repeated
   uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it
@@ -257,8 +294,14 @@ class PagedKVCache final : public AttentionKVCache {
   std::vector<RotaryAngles> slid_angles_;
 
   // Scratch of planning.
-  std::vector<AppendPlan> appends_;       // [member]
-  std::vector<int64_t> page_counts_;      // [group]
+  std::vector<AppendPlan> appends_;        // [member]
+  std::vector<int64_t> page_counts_;       // [group]
+  std::span<const int64_t> tree_parents_;  // [row]
+  std::vector<int32_t> tree_depths_;       // [row]
+  // Of a commit.
+  std::vector<int32_t> tree_path_;
+  std::vector<AppendTarget> tree_from_, tree_to_;
+  std::vector<uint8_t> tree_opens_;
   std::unique_ptr<std::byte[]> scratch_;  // of attention
   size_t scratch_bytes_ = 0;
   RaggedKV ragged_;  // of the last SelfAttention

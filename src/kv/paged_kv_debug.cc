@@ -111,11 +111,13 @@ Status PagedKVCache::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, cons
   return Enter("DebugGetKV", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("DebugGetKV", seq_id));
     const BlockIndex last = sequences_[index].last;
-    if (start < 0 || start >= end || end > tree_.End(last)) {
+    const int64_t length = CommittedLength(sequences_[index]);
+    if (start >= 0 && end > length) QUIRE_RETURN_IF_ERROR(RequireCommitted("DebugGetKV", index));
+    if (start < 0 || start >= end || end > length) {
       return Status(StatusCode::kBadArgument,
                     "DebugGetKV: [" + std::to_string(start) + ", " + std::to_string(end) +
                         ") is no range of positions of sequence " + std::to_string(seq_id) +
-                        " of length " + std::to_string(tree_.End(last)));
+                        " of length " + std::to_string(length));
     }
     for (int g = 0; g < tree_.group_count(); ++g)
       QUIRE_RETURN_IF_ERROR(CheckHeld("DebugGetKV", sequences_[index], g, start, end));
@@ -167,6 +169,7 @@ Status PagedKVCache::DebugSetKV(int64_t seq_id, int64_t start, const TensorView&
                                 const TensorView& v) {
   return Enter("DebugSetKV", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("DebugSetKV", seq_id));
+    QUIRE_RETURN_IF_ERROR(RequireCommitted("DebugSetKV", index));
     Sequence& sequence = sequences_[index];
     const int64_t length = tree_.End(sequence.last);
     const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
@@ -219,7 +222,14 @@ uint64_t PagedKVCache::StateDigest() const {
     facts.insert(facts.end(),
                  {sequence.id, tree_.End(sequence.last), sequence.long_factors, sequence.retained,
                   InBatch(sequence), sequence.window.window, sequence.window.sinks,
-                  sequence.window.slid, sequence.slid, sequence.span.tokens, sequence.span.sinks});
+                  sequence.window.slid, sequence.slid, sequence.span.tokens, sequence.span.sinks,
+                  sequence.reserved, trees_.SizeOf(index)});
+    if (const TokenTree* tree = trees_.Find(index)) {
+      facts.insert(facts.end(), tree->parents.begin(), tree->parents.end());
+      for (const TokenTree::Group& group : tree->groups) {
+        facts.insert(facts.end(), group.pages.begin(), group.pages.end());
+      }
+    }
     for (int g = 0; g < tree_.group_count(); ++g) {
       int32_t below = kNoPage;
       tree_.VisitPieces(sequence.last, g, 0, tree_.End(sequence.last),
@@ -248,7 +258,7 @@ uint64_t PagedKVCache::StateDigest() const {
 
 Status PagedKVCache::CheckInvariants() const {
   return Enter("CheckInvariants", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(CheckKVInvariants(tree_, sequences_, Batch()));
+    QUIRE_RETURN_IF_ERROR(CheckKVInvariants(tree_, sequences_, Batch(), &trees_));
     const std::string difference = in_forward_ ? plan_.DifferenceFromNew(tree_) : "";
     if (difference.empty()) return Status();
     return Status(StatusCode::kInternal, "invariant violated: the plan " + difference);

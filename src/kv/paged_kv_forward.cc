@@ -24,9 +24,9 @@ Status BadBatch(StatusCode code, const char* call, const std::string& why) {
 
 // ---------------------------------------------------------------------- planning
 
-// `load`: of the sequence, or null.
-Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append_length,
-                                const LayerLoad* load, int64_t first_row, ForwardPlan& plan) {
+// The index of a sequence that may get new rows; it counts as a member from now on.
+Result<int32_t> PagedKVCache::CheckMember(const char* call, int64_t seq_id, int64_t append_length,
+                                          int64_t first_row) {
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence(call, seq_id));
   Sequence& sequence = sequences_[index];
   const auto name = [&] { return "sequence " + std::to_string(seq_id); };
@@ -50,6 +50,16 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
                         std::to_string(options_.prefill_chunk_size) +
                         "; append them in several forwards");
   }
+  return index;
+}
+
+// `load`: of the sequence, or null.
+Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append_length,
+                                const LayerLoad* load, int64_t first_row, ForwardPlan& plan) {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, seq_id, append_length, first_row));
+  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
+  const Sequence& sequence = sequences_[index];
+  const auto name = [&] { return "sequence " + std::to_string(seq_id); };
   int64_t imported = 0;
   if (load != nullptr) {
     if (load->tokens < 1 || load->source == nullptr) {
@@ -88,11 +98,8 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
   return Status();
 }
 
-// Leaves only marks that no call can see (the numbers of this planning), and the plan's members,
-// which are read in FORWARD only.
-Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_ids,
-                               std::span<const int64_t> append_lengths,
-                               std::span<const LayerLoad> loads, ForwardPlan& plan) {
+Status PagedKVCache::StartBatch(const char* call, std::span<const int64_t> seq_ids,
+                                std::span<const int64_t> append_lengths, ForwardPlan& plan) {
   QUIRE_RETURN_IF_ERROR(RequireIdle(call));
   if (seq_ids.size() != append_lengths.size()) {
     return BadBatch(StatusCode::kBadArgument, call,
@@ -105,6 +112,15 @@ Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_id
   plan.ClearBatch();
   appends_.clear();
   page_counts_.assign(groups_.size(), 0);
+  return Status();
+}
+
+// Leaves only marks that no call can see (the numbers of this planning), and the plan's members,
+// which are read in FORWARD only.
+Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_ids,
+                               std::span<const int64_t> append_lengths,
+                               std::span<const LayerLoad> loads, ForwardPlan& plan) {
+  QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan));
   int64_t row_count = 0;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
     const bool loads_this = !loads.empty() && loads.front().seq_id == seq_ids[i];
@@ -153,7 +169,7 @@ void PagedKVCache::ReserveRope(int64_t more_rows) {
   for (const ForwardMember& member : plan_.members) {
     rows += member.row_count();
     int64_t& end = member.long_factors ? long_end : short_end;
-    end = std::max(end, member.base() + member.row_count() + more_rows);
+    end = std::max(end, member.position_end() + more_rows);
   }
   const bool has_sinks =
       std::any_of(plan_.members.begin(), plan_.members.end(),
@@ -229,8 +245,9 @@ void PagedKVCache::CommitForward() noexcept {
     ForwardMember& member = plan_.members[m];
     const std::span<const GroupAppend> groups(plan_.group_appends.data() + m * groups_.size(),
                                               groups_.size());
-    member.last = tree_.Append(member.append, groups);
+    member.last = member.appends() ? tree_.Append(member.append, groups) : member.append.last;
     sequences_[member.sequence].last = member.last;
+    if (member.is_tree()) AddNodes(member, groups);
   }
   plan_.Fill(tree_);
   tree_.DeferMerges();
@@ -274,7 +291,7 @@ void PagedKVCache::FillRope() noexcept {
     rope.angles.clear();
     for (const ForwardMember& member : plan_.members) {
       const RopeTable& table = rope.table(member.long_factors);
-      for (int64_t i = member.base(); i < member.base() + member.row_count(); ++i) {
+      for (const int64_t i : PositionsOf(member)) {
         rope.angles.push_back({table.cos() + i * pairs, table.sin() + i * pairs});
       }
     }
@@ -316,6 +333,7 @@ void PagedKVCache::CloseForward() noexcept {
   tree_.RunDeferredMerges();
   for (const ForwardMember& member : plan_.members) {
     hides_more_ |= member.append.copies();  // it has left its old path to others
+    if (member.is_tree()) continue;         // what is rejected is seen from the committed end
     SlideTo(&sequences_[member.sequence], member.old_length());
   }
   FreeHidden();
@@ -333,8 +351,11 @@ Status PagedKVCache::AbortForward() {
 void PagedKVCache::RollBackForward() noexcept {
   in_forward_ = false;
   for (size_t m = plan_.members.size(); m-- > 0;) {
-    const AppendPlan& append = plan_.members[m].append;
-    BlockIndex& last = sequences_[plan_.members[m].sequence].last;
+    const ForwardMember& member = plan_.members[m];
+    const AppendPlan& append = member.append;
+    if (member.is_tree()) DropNodes(member.sequence, member.first_node());
+    if (!member.appends()) continue;
+    BlockIndex& last = sequences_[member.sequence].last;
     last = tree_.Pop(last, append.cut);
     if (!append.copies()) continue;
     tree_.Release(last);

@@ -90,10 +90,20 @@ bool PagedKVCache::SlidesPastNewSinks() noexcept {
   });
 }
 
+// The pieces know of no ancestors.
+Status PagedKVCache::RequireChains(const AttentionCall& call) const {
+  if (!plan_.members.front().is_tree()) return Status();
+  return Status(StatusCode::kBadState,
+                std::string(call.name) +
+                    ": this is a forward of token trees; call AttentionWithFusedQKV, or Append and "
+                    "Attend");
+}
+
 Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                                    const TensorView& v, const TensorView& o, const TensorView& lse,
                                    double sm_scale) {
   return RunAttention("SelfAttention", layer, [&](const AttentionCall& layer_call) -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireChains(layer_call));
     QUIRE_ASSIGN_OR_RETURN(const AttentionLayerSpec spec, SelfSpec(layer_call, q, k, v));
     const AttentionCall call{layer_call.name, layer, spec, layer_call.row_count};
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
@@ -166,6 +176,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
 Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                                     const TensorView& lse, double sm_scale) {
   return RunAttention("CrossAttention", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireChains(call));
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
                            ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));

@@ -21,6 +21,7 @@ Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, i
   const char* call = "EnableSlidingWindowForSeq";
   return Enter(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch(call, seq_id));
+    QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
     Sequence& sequence = sequences_[index];
     if (sinks < 0 || sinks >= window || window >= kNoWindow) {
       return Status(StatusCode::kBadArgument,
@@ -54,6 +55,7 @@ Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
   const char* call = "DisableSlidingWindowForSeq";
   return Enter(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch(call, seq_id));
+    QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
     Sequence& sequence = sequences_[index];
     if (sequence.window.window == kNoWindow && sequence.span.tokens == kNoWindow) {
       return Status(StatusCode::kBadState, OfSequence(call, sequence) + "has no window");
@@ -69,7 +71,8 @@ Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
 Result<int64_t> PagedKVCache::HeldTokens(int64_t seq_id) const {
   return Enter("HeldTokens", [&]() -> Result<int64_t> {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("HeldTokens", seq_id));
-    return CountHeldTokens(tree_, sequences_[index].last);
+    const Sequence& sequence = sequences_[index];
+    return CountHeldTokens(tree_, sequence.last) - sequence.reserved + trees_.SizeOf(index);
   });
 }
 
@@ -85,14 +88,14 @@ Result<TokenRange> PagedKVCache::SlidRange(int64_t seq_id) const {
 // ---------------------------------------------------------------------- what is legal
 
 Status PagedKVCache::CheckEnd(const char* call, const Sequence& sequence, int64_t length) const {
-  if (length == tree_.End(sequence.last)) return Status();
+  const int64_t committed = CommittedLength(sequence);
+  if (length == committed) return Status();
   for (int g = 0; g < tree_.group_count(); ++g) {
     const LayerGroup& group = groups_[static_cast<size_t>(g)];
     if (CanEndAt(tree_, sequence, g, group.window, length)) continue;
     return Status(StatusCode::kBadState,
-                  OfSequence(call, sequence) + "of length " +
-                      std::to_string(tree_.End(sequence.last)) + " cannot end at " +
-                      std::to_string(length) + ": in layer " +
+                  OfSequence(call, sequence) + "of length " + std::to_string(committed) +
+                      " cannot end at " + std::to_string(length) + ": in layer " +
                       std::to_string(group.layers.front()) +
                       " tokens that a query there would see have slid out of the window and are "
                       "no longer held; compute the sequence anew from an empty one");
@@ -104,8 +107,8 @@ bool PagedKVCache::CanFork(int64_t seq_id, int64_t position) const {
   const int32_t index = sequences_.Find(seq_id);
   if (index == SequenceTable::kAbsent || position < 0) return false;
   const Sequence& sequence = sequences_[index];
-  const int64_t length = tree_.End(sequence.last);
-  if (position >= length) return position == length;
+  const int64_t length = CommittedLength(sequence);
+  if (position >= length) return position == length && sequence.reserved == 0;
   for (int g = 0; g < tree_.group_count(); ++g) {
     if (!CanEndAt(tree_, sequence, g, groups_[static_cast<size_t>(g)].window, position))
       return false;
@@ -134,7 +137,7 @@ void PagedKVCache::MoveEnd(const Sequence& from, int64_t length, Sequence* to) c
 
 // After a forward that began at `old_length`.
 void PagedKVCache::SlideTo(Sequence* sequence, int64_t old_length) noexcept {
-  const int64_t length = tree_.End(sequence->last);
+  const int64_t length = CommittedLength(*sequence);
   const int64_t old_slid = sequence->slid;
   // What a kept span loses is hidden for good: the rows of the next forward all see the rest.
   if (length - sequence->span.tokens > sequence->window.slid) {
@@ -170,7 +173,7 @@ void PagedKVCache::FillSinkAngles(Rope& rope) noexcept {
   const int64_t pairs = rope.short_table.pair_count();
   for (const ForwardMember& member : plan_.members) {
     const RopeTable& table = rope.table(member.long_factors);
-    for (int64_t p = member.base(); p < member.base() + member.row_count(); ++p) {
+    for (const int64_t p : PositionsOf(member)) {
       const int64_t at = (p - SlidAt(member.window, p)) * pairs;
       rope.sink_angles.push_back({table.cos() + at, table.sin() + at});
     }
@@ -197,8 +200,8 @@ void PagedKVCache::FillSlidAngles(const Layer& layer) noexcept {
   size_t row = 0;
   for (const ForwardMember& member : plan_.members) {
     const RopeFrequencies& frequencies = rope.table(member.long_factors).frequencies();
-    for (int64_t i = 0; i < member.row_count(); ++i, ++row) {
-      const auto slid = static_cast<double>(SlidAt(member.window, member.base() + i));
+    for (const int64_t p : PositionsOf(member)) {
+      const auto slid = static_cast<double>(SlidAt(member.window, p));
       float* const cos = slid_cos_.data() + row * pairs;
       float* const sin = slid_sin_.data() + row * pairs;
       for (size_t pair = 0; pair < pairs; ++pair) {
@@ -206,7 +209,7 @@ void PagedKVCache::FillSlidAngles(const Layer& layer) noexcept {
         cos[pair] = static_cast<float>(std::cos(angle));
         sin[pair] = static_cast<float>(std::sin(angle));
       }
-      slid_angles_[row] = {cos, sin};
+      slid_angles_[row++] = {cos, sin};
     }
   }
 }

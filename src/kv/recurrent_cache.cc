@@ -60,12 +60,15 @@ void SlottedRecurrentCache::AppendFacts(std::vector<int64_t>& facts) const {
 // ---------------------------------------------------------------------- control
 
 Status SlottedRecurrentCache::Plan(const ControlCall& call) {
-  if (call.kind == ControlCall::Kind::kBegin) return PlanForward(call);
+  const bool begins =
+      call.kind == ControlCall::Kind::kBegin || call.kind == ControlCall::Kind::kBeginTree;
+  if (begins) return PlanForward(call);
   if (call.kind == ControlCall::Kind::kEnd && history_.in_forward()) {
     QUIRE_RETURN_IF_ERROR(CheckLayersDone());
   }
   QUIRE_RETURN_IF_ERROR(history_.Plan(call));
   if (history_.replay().needed) RunReplay();
+  if (call.kind == ControlCall::Kind::kCommitTree) KeepAcceptedInputs();
   return Status();
 }
 
@@ -89,12 +92,15 @@ Status SlottedRecurrentCache::PlanForward(const ControlCall& call) {
   const int64_t row_count = history_.row_count();
   if (row_count > options_.prefill_chunk_size) {
     history_.Drop();
-    return Status(StatusCode::kTooLarge, "BeginForward: " + std::to_string(row_count) +
+    return Status(StatusCode::kTooLarge, std::string(call.name()) + ": " +
+                                             std::to_string(row_count) +
                                              " new tokens are over prefill_chunk_size, " +
                                              std::to_string(options_.prefill_chunk_size));
   }
   size_t piece_count = 0;
-  for (const StateMember& member : history_.members()) piece_count += member.pending.size();
+  for (const StateMember& member : history_.members()) {
+    piece_count += member.is_tree ? static_cast<size_t>(member.row_count) : member.pending.size();
+  }
   slot_pieces_.reserve(piece_count);
   pieces_.reserve(piece_count);
   sequences_.reserve(history_.members().size());
@@ -112,6 +118,10 @@ void SlottedRecurrentCache::CommitForward() noexcept {
   sequences_.clear();
   std::fill(done_.begin(), done_.end(), uint8_t{0});
   for (const StateMember& member : history_.members()) {
+    if (member.is_tree) {
+      AddNodePieces(member);
+      continue;
+    }
     sequences_.push_back({.first_piece = static_cast<int64_t>(slot_pieces_.size()),
                           .piece_count = static_cast<int64_t>(member.pending.size())});
     int64_t position = member.base;
@@ -124,13 +134,54 @@ void SlottedRecurrentCache::CommitForward() noexcept {
       position = record.position;
       from = record.slot;
     }
-    if (member.copied_block < 0) continue;
-    const int64_t token_count = member.base % kRecurrentCheckpointInterval;
-    const int32_t to = member.blocks[member.first_new_block].slot;
-    for (const RecurrentLayerLayout& layer : layout_.layers) {
-      std::memcpy(InputsIn(to, layer.input_offset),
-                  InputsIn(member.copied_block, layer.input_offset),
-                  static_cast<size_t>(token_count * layer.input_size()) * sizeof(float));
+    CopySharedBlock(member);
+  }
+}
+
+// Of the block with whose inputs the member's first new one begins.
+void SlottedRecurrentCache::CopySharedBlock(const StateMember& member) noexcept {
+  if (member.copied_block < 0) return;
+  const int64_t token_count = member.base % kRecurrentCheckpointInterval;
+  CopyInputs(member.copied_block, 0, member.blocks[member.first_new_block].slot, 0, token_count);
+}
+
+void SlottedRecurrentCache::CopyInputs(int32_t from, int64_t from_token, int32_t to,
+                                       int64_t to_token, int64_t count) noexcept {
+  for (const RecurrentLayerLayout& layer : layout_.layers) {
+    const int64_t size = layer.input_size();
+    std::memcpy(InputsIn(to, layer.input_offset) + to_token * size,
+                InputsIn(from, layer.input_offset) + from_token * size,
+                static_cast<size_t>(count * size) * sizeof(float));
+  }
+}
+
+// A node is a piece of one token that starts from its parent's state. Parents come first.
+void SlottedRecurrentCache::AddNodePieces(const StateMember& member) noexcept {
+  sequences_.push_back(
+      {.first_piece = static_cast<int64_t>(slot_pieces_.size()), .piece_count = member.row_count});
+  bool is_known = false;
+  for (int64_t row = member.first_row; row < member.first_row + member.row_count; ++row) {
+    slot_pieces_.push_back({.first_row = row,
+                            .row_count = 1,
+                            .from = history_.SlotBeforeRow(row, &is_known),
+                            .to = history_.SlotOfRow(row)});
+  }
+}
+
+// Into the blocks that the commit will make the sequences': new ones, and room behind the ends of
+// those that nobody else holds.
+void SlottedRecurrentCache::KeepAcceptedInputs() noexcept {
+  for (const StateMember& member : history_.members()) {
+    CopySharedBlock(member);
+    const std::vector<int32_t>& from = history_.track(member.index).tree.blocks;
+    for (const InputBlock& block : member.blocks) {
+      const int64_t first = block.index * kRecurrentCheckpointInterval;
+      const int64_t end = std::min(first + kRecurrentCheckpointInterval, member.end());
+      for (int64_t p = std::max(first, member.base); p < end; ++p) {
+        const int64_t node = member.path[static_cast<size_t>(p - member.base)];
+        CopyInputs(from[static_cast<size_t>(node / kRecurrentCheckpointInterval)],
+                   node % kRecurrentCheckpointInterval, block.slot, p - first, 1);
+      }
     }
   }
 }
@@ -326,6 +377,15 @@ void SlottedRecurrentCache::KeepInputs(const LayerCall& call) noexcept {
   const int64_t size = call.layout->input_size();
   const float* const inputs = ScratchOf(call).inputs;
   for (const StateMember& member : history_.members()) {
+    const StateTree& tree = history_.track(member.index).tree;
+    for (int64_t row = member.first_row;
+         member.is_tree && row < member.first_row + member.row_count; ++row) {
+      const int64_t node = history_.NodeOfRow(member, row);
+      const int32_t block = tree.blocks[static_cast<size_t>(node / kRecurrentCheckpointInterval)];
+      std::memcpy(
+          InputsIn(block, call.layout->input_offset) + node % kRecurrentCheckpointInterval * size,
+          inputs + row * size, static_cast<size_t>(size) * sizeof(float));
+    }
     for (const InputBlock& block : member.blocks) {
       const int64_t first = block.index * kRecurrentCheckpointInterval;
       const int64_t begin = std::max(first, member.base);

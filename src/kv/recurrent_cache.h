@@ -84,6 +84,12 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
   Status CheckLayersDone() const;
   void CommitForward() noexcept;
   void RunReplay() noexcept;
+  void AddNodePieces(const StateMember& member) noexcept;
+  void CopySharedBlock(const StateMember& member) noexcept;
+  void KeepAcceptedInputs() noexcept;
+  // `count` tokens of all layers, between blocks.
+  void CopyInputs(int32_t from, int64_t from_token, int32_t to, int64_t to_token,
+                  int64_t count) noexcept;
 
   Result<LayerCall> BeginLayer(const char* name, int64_t layer, RecurrentLayerKind kind) const;
   Scratch ScratchOf(const LayerCall& call) const;

@@ -55,6 +55,8 @@ Status CheckCounts(const RecurrentCacheOptions& options) {
   QUIRE_RETURN_IF_ERROR(CheckRange("recent_checkpoints", options.recent_checkpoints, 1));
   QUIRE_RETURN_IF_ERROR(CheckRange("thinned_checkpoints", options.thinned_checkpoints, 0));
   QUIRE_RETURN_IF_ERROR(CheckRange("max_retained_slots", options.max_retained_slots, 0));
+  QUIRE_RETURN_IF_ERROR(CheckRange("max_tree_size", options.max_tree_size, 1));
+  QUIRE_RETURN_IF_ERROR(CheckRange("max_tree_slots", options.max_tree_slots, 0));
   QUIRE_RETURN_IF_ERROR(CheckRange("max_slots", options.max_slots, 0));
   if (options.layers.empty()) return BadOption("layers is empty; give at least one layer");
   return Status();
@@ -80,10 +82,12 @@ Status CheckStorage(const RecurrentCacheOptions& options, const RecurrentLayout&
   const double kept = static_cast<double>(options.recent_checkpoints) +
                       static_cast<double>(options.thinned_checkpoints) + 1;
   const double sequences = static_cast<double>(options.max_num_sequences);
-  const double slots = options.max_slots != 0
-                           ? static_cast<double>(options.max_slots)
-                           : 2 * sequences * kept + static_cast<double>(options.max_retained_slots);
-  const double blocks = 2 * sequences * kept;
+  const double nodes = static_cast<double>(options.max_tree_slots);
+  const double slots =
+      nodes + (options.max_slots != 0
+                   ? static_cast<double>(options.max_slots)
+                   : 2 * sequences * kept + static_cast<double>(options.max_retained_slots));
+  const double blocks = 2 * sequences * kept + nodes;
   const double bytes = sizeof(float) * (slots * static_cast<double>(layout.slot_size) +
                                         blocks * static_cast<double>(layout.block_size));
   const double scratch = static_cast<double>(options.prefill_chunk_size) *
@@ -125,6 +129,8 @@ Result<RecurrentLayout> MakeRecurrentLayout(const RecurrentCacheOptions& options
   layout.history = {.max_num_sequences = options.max_num_sequences,
                     .max_retained_slots = options.max_retained_slots,
                     .slot_count = options.max_slots,
+                    .max_tree_size = options.max_tree_size,
+                    .max_tree_slots = options.max_tree_slots,
                     .keep = {.history = 1,
                              .interval = kRecurrentCheckpointInterval,
                              .recent = options.recent_checkpoints,

@@ -58,6 +58,8 @@ Status CheckOptions(const RNNStateOptions& options) {
   QUIRE_RETURN_IF_ERROR(CheckAtLeast("max_history", options.max_history, 1));
   QUIRE_RETURN_IF_ERROR(CheckAtLeast("max_checkpoints", options.max_checkpoints, 0));
   QUIRE_RETURN_IF_ERROR(CheckAtLeast("max_retained_slots", options.max_retained_slots, 0));
+  QUIRE_RETURN_IF_ERROR(CheckAtLeast("max_tree_size", options.max_tree_size, 1));
+  QUIRE_RETURN_IF_ERROR(CheckAtLeast("max_tree_slots", options.max_tree_slots, 0));
   if (options.states.empty()) return BadOption("states is empty; give at least one state");
   return Status();
 }
@@ -67,12 +69,14 @@ Status CheckSlotCount(const RNNStateOptions& options, size_t slot_bytes) {
   const double per_sequence = static_cast<double>(options.max_history) +
                               2.0 * static_cast<double>(options.max_checkpoints) + 1;
   const double slots = static_cast<double>(options.max_num_sequences) * per_sequence +
-                       static_cast<double>(options.max_retained_slots);
+                       static_cast<double>(options.max_retained_slots) +
+                       static_cast<double>(options.max_tree_slots);
   const double bytes = slots * static_cast<double>(slot_bytes);
   if (slots < std::numeric_limits<int32_t>::max() && bytes < static_cast<double>(kStorageBytesMax))
     return Status();
   return BadOption(
-      "max_num_sequences, max_history, max_checkpoints and max_retained_slots ask for " +
+      "max_num_sequences, max_history, max_checkpoints, max_retained_slots and max_tree_slots ask "
+      "for " +
       std::to_string(slots) + " states of " + std::to_string(slot_bytes) + " bytes");
 }
 
@@ -105,6 +109,8 @@ Result<std::unique_ptr<RNNState>> SlottedRNNState::Create(const RNNStateOptions&
     const StateHistoryOptions history{
         .max_num_sequences = options.max_num_sequences,
         .max_retained_slots = options.max_retained_slots,
+        .max_tree_size = options.max_tree_size,
+        .max_tree_slots = options.max_tree_slots,
         .keep = {.history = options.max_history, .thinned = options.max_checkpoints}};
     const size_t bytes = static_cast<size_t>(StateHistory::SlotCount(history)) * slot_bytes;
     QUIRE_ASSIGN_OR_RETURN(HostMemory storage, HostMemory::Allocate(bytes));
@@ -147,12 +153,15 @@ void SlottedRNNState::OnSlotFreed(int32_t slot) noexcept {
 void SlottedRNNState::AppendFacts(std::vector<int64_t>& facts) const {
   for (const StateMember& member : history_.members()) {
     if (!history_.in_forward()) break;
-    for (const StateRecord& record : member.pending) {
+    const auto add = [&](int32_t slot) {
       for (int64_t layer = 0; layer < options_.num_layers; ++layer) {
         for (size_t s = 0; s < layouts_.size(); ++s)
-          facts.push_back(IsSet(record.slot, layer, static_cast<int64_t>(s)));
+          facts.push_back(IsSet(slot, layer, static_cast<int64_t>(s)));
       }
-    }
+    };
+    for (const StateRecord& record : member.pending) add(record.slot);
+    for (int64_t i = 0; member.is_tree && i < member.row_count; ++i)
+      add(history_.SlotOfRow(member.first_row + i));
   }
 }
 
@@ -168,17 +177,29 @@ Status SlottedRNNState::Plan(const ControlCall& call) {
 Status SlottedRNNState::CheckAllSet() const {
   for (const StateMember& member : history_.members()) {
     for (const StateRecord& record : member.pending) {
-      for (int64_t layer = 0; layer < options_.num_layers; ++layer) {
-        for (size_t s = 0; s < layouts_.size(); ++s) {
-          if (IsSet(record.slot, layer, static_cast<int64_t>(s)) != 0) continue;
-          return Status(StatusCode::kBadState,
-                        "EndForward: state " + std::to_string(s) + " of layer " +
-                            std::to_string(layer) + " of sequence " +
-                            std::to_string(history_.table()[member.index].id) +
-                            " was not set at position " + std::to_string(record.position) +
-                            "; set every one, or call AbortForward");
-        }
-      }
+      QUIRE_RETURN_IF_ERROR(
+          CheckSlotSet(member, record.slot, "at position " + std::to_string(record.position)));
+    }
+    for (int64_t row = member.first_row;
+         member.is_tree && row < member.first_row + member.row_count; ++row) {
+      QUIRE_RETURN_IF_ERROR(
+          CheckSlotSet(member, history_.SlotOfRow(row),
+                       "at node " + std::to_string(history_.NodeOfRow(member, row))));
+    }
+  }
+  return Status();
+}
+
+Status SlottedRNNState::CheckSlotSet(const StateMember& member, int32_t slot,
+                                     const std::string& where) const {
+  for (int64_t layer = 0; layer < options_.num_layers; ++layer) {
+    for (size_t s = 0; s < layouts_.size(); ++s) {
+      if (IsSet(slot, layer, static_cast<int64_t>(s)) != 0) continue;
+      return Status(StatusCode::kBadState, "EndForward: state " + std::to_string(s) + " of layer " +
+                                               std::to_string(layer) + " of sequence " +
+                                               std::to_string(history_.table()[member.index].id) +
+                                               " was not set " + where +
+                                               "; set every one, or call AbortForward");
     }
   }
   return Status();
@@ -293,6 +314,11 @@ Status SlottedRNNState::Set(int64_t layer, int64_t state, const TensorView& data
   return Enter("Set", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(history_.RequireForward("Set"));
     QUIRE_RETURN_IF_ERROR(CheckState("Set", layer, state));
+    if (history_.in_tree_forward()) {
+      return Status(StatusCode::kBadState,
+                    "Set: this is a forward of token trees, which have no one end; give the state "
+                    "of each row to SetAt");
+    }
     const auto members = history_.members();
     QUIRE_RETURN_IF_ERROR(CheckTensor("Set", state, static_cast<int64_t>(members.size()), data));
     for (size_t m = 0; m < members.size(); ++m) {
@@ -310,15 +336,40 @@ Status SlottedRNNState::GetAt(int64_t layer, int64_t state, std::span<const int6
     QUIRE_RETURN_IF_ERROR(CheckRows("GetAt", rows));
     QUIRE_RETURN_IF_ERROR(CheckTensor("GetAt", state, static_cast<int64_t>(rows.size()), o));
     for (const int64_t row : rows) {
-      const int32_t slot = history_.PendingSlot(history_.FindRow(row));
+      const int32_t slot = history_.SlotOfRow(row);
       if (slot >= 0 && IsSet(slot, layer, state) != 0) continue;
       return Status(StatusCode::kBadState, "GetAt: state " + std::to_string(state) + " of layer " +
                                                std::to_string(layer) + " was not set at row " +
                                                std::to_string(row));
     }
     for (size_t i = 0; i < rows.size(); ++i) {
-      const int32_t slot = history_.PendingSlot(history_.FindRow(rows[i]));
+      const int32_t slot = history_.SlotOfRow(rows[i]);
       std::memcpy(RowOf(o, static_cast<int64_t>(i)), StateIn(slot, layer, state), BytesOf(state));
+    }
+    return Status();
+  });
+}
+
+Status SlottedRNNState::GetBefore(int64_t layer, int64_t state, std::span<const int64_t> rows,
+                                  const TensorView& o) {
+  return Enter("GetBefore", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(history_.RequireForward("GetBefore"));
+    QUIRE_RETURN_IF_ERROR(CheckState("GetBefore", layer, state));
+    QUIRE_RETURN_IF_ERROR(CheckRows("GetBefore", rows));
+    QUIRE_RETURN_IF_ERROR(CheckTensor("GetBefore", state, static_cast<int64_t>(rows.size()), o));
+    bool is_known = false;
+    for (const int64_t row : rows) {
+      const int32_t slot = history_.SlotBeforeRow(row, &is_known);
+      if (is_known && (slot < 0 || IsSet(slot, layer, state) != 0)) continue;
+      return Status(StatusCode::kBadState, "GetBefore: state " + std::to_string(state) +
+                                               " of layer " + std::to_string(layer) +
+                                               " was not set at the token before row " +
+                                               std::to_string(row));
+    }
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const int32_t slot = history_.SlotBeforeRow(rows[i], &is_known);
+      std::memcpy(RowOf(o, static_cast<int64_t>(i)), StateOrInitial(slot, layer, state),
+                  BytesOf(state));
     }
     return Status();
   });
@@ -333,8 +384,8 @@ Status SlottedRNNState::CheckRoomForRows(std::span<const int64_t> rows) const {
       return Status(StatusCode::kBadArgument,
                     "SetAt: row " + std::to_string(sorted[i]) + " is given twice");
     }
+    if (history_.SlotOfRow(sorted[i]) >= 0) continue;
     const StateHistory::RowPlace place = history_.FindRow(sorted[i]);
-    if (history_.PendingSlot(place) >= 0) continue;
     if (++added[place.member] <= history_.CheckpointRoom(place.member)) continue;
     const int64_t id = history_.table()[history_.members()[place.member].index].id;
     return Status(StatusCode::kTooLarge, "SetAt: row " + std::to_string(sorted[i]) +
@@ -354,9 +405,8 @@ Status SlottedRNNState::SetAt(int64_t layer, int64_t state, std::span<const int6
     QUIRE_RETURN_IF_ERROR(CheckTensor("SetAt", state, static_cast<int64_t>(rows.size()), data));
     QUIRE_RETURN_IF_ERROR(CheckRoomForRows(rows));
     for (size_t i = 0; i < rows.size(); ++i) {
-      const StateHistory::RowPlace place = history_.FindRow(rows[i]);
-      int32_t slot = history_.PendingSlot(place);
-      if (slot < 0) slot = history_.AddCheckpoint(place);
+      int32_t slot = history_.SlotOfRow(rows[i]);
+      if (slot < 0) slot = history_.AddCheckpoint(history_.FindRow(rows[i]));
       Store(slot, layer, state, RowOf(data, static_cast<int64_t>(i)));
     }
     return Status();

@@ -26,6 +26,8 @@ class SlottedRNNState final : public HistoryState<RNNState>, private SlotFreeLis
 
   Status Get(int64_t layer, int64_t state, const TensorView& o) override;
   Status Set(int64_t layer, int64_t state, const TensorView& data) override;
+  Status GetBefore(int64_t layer, int64_t state, std::span<const int64_t> rows,
+                   const TensorView& o) override;
   Status GetAt(int64_t layer, int64_t state, std::span<const int64_t> rows,
                const TensorView& o) override;
   Status SetAt(int64_t layer, int64_t state, std::span<const int64_t> rows,
@@ -52,6 +54,7 @@ class SlottedRNNState final : public HistoryState<RNNState>, private SlotFreeLis
   Status CheckRows(const char* call, std::span<const int64_t> rows) const;
   Status CheckRoomForRows(std::span<const int64_t> rows) const;
   Status CheckAllSet() const;
+  Status CheckSlotSet(const StateMember& member, int32_t slot, const std::string& where) const;
 
   std::byte* StateIn(int32_t slot, int64_t layer, int64_t state) const;
   // The bytes of the state in a slot; those of the initial state for slot -1.

@@ -24,6 +24,9 @@ struct Sequence {
   bool long_factors = false;  // RopeScaling::kLongRope
   bool retained = false;      // set through the table, which counts them
   SequenceWindow window = {};
+  // Positions at the end of its path without tokens: for the levels of its uncommitted tree
+  // (token_tree.h).
+  int64_t reserved = 0;
   KeptSpan span = {};
   int64_t slid = 0;  // positions behind the sinks that a next query does not see, as of the last
                      // forward

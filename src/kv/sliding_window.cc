@@ -77,7 +77,8 @@ void FreeHiddenPages(BlockTree& tree, const SequenceTable& sequences, int group,
   bool any = false;
   for (const Sequence& sequence : sequences.entries()) {
     if (sequence.last == kNoBlock) continue;
-    const HiddenRange hidden = HiddenFrom(sequence, tree.End(sequence.last), layer_window);
+    const HiddenRange hidden =
+        HiddenFrom(sequence, tree.End(sequence.last) - sequence.reserved, layer_window);
     any |= hidden.end > 0;
     Intersect(viewers[static_cast<size_t>(sequence.last)], hidden.begin, hidden.end);
   }

@@ -31,6 +31,11 @@ Status NoFreeSlots(const ControlCall& call, const char* what, int64_t needed,
                     std::to_string(pool.free_count()) + "; remove or pop sequences");
 }
 
+// Blocks for the inputs of so many nodes.
+int64_t BlocksOfNodes(int64_t node_count, int64_t interval) {
+  return interval == 0 ? 0 : (node_count + interval - 1) / interval;
+}
+
 }  // namespace
 
 void ThinPositions(std::vector<int64_t>& positions, int64_t limit, int64_t now) {
@@ -51,20 +56,25 @@ void ThinPositions(std::vector<int64_t>& positions, int64_t limit, int64_t now) 
 }
 
 int64_t StateHistory::SlotCount(const StateHistoryOptions& options) {
-  if (options.slot_count != 0) return options.slot_count;
+  if (options.slot_count != 0) return options.slot_count + options.max_tree_slots;
   const int64_t checkpoints = options.keep.recent + options.keep.thinned;
   // Before the forward: history and checkpoints, and where the inputs begin; in it: as many
   // checkpoints again, and its end.
   const int64_t before = options.keep.history + checkpoints;
   const int64_t added = checkpoints + 1;
-  return options.max_num_sequences * (before + added) + options.max_retained_slots;
+  return options.max_num_sequences * (before + added) + options.max_retained_slots +
+         options.max_tree_slots;
 }
 
 int64_t StateHistory::BlockCount(const StateHistoryOptions& options) {
   if (options.keep.interval == 0) return 0;
   // Inputs since the oldest recent checkpoint lie in one block more than there are such; a forward
   // may replace all of them.
-  return options.max_num_sequences * 2 * (options.keep.recent + 1);
+  const int64_t for_inputs = options.max_num_sequences * 2 * (options.keep.recent + 1);
+  if (options.max_tree_slots == 0) return for_inputs;
+  // Each tree's last block may hold a single node.
+  return for_inputs + options.max_tree_slots / options.keep.interval +
+         std::min(options.max_num_sequences, options.max_tree_slots);
 }
 
 StateHistory::StateHistory(const StateHistoryOptions& options)
@@ -124,19 +134,21 @@ Status StateHistory::CheckRoomForActive(const char* call, int64_t seq_id) const 
 Result<int64_t> StateHistory::Length(const char* call, int64_t seq_id) const {
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
   for (const StateMember& member : members()) {
-    if (in_forward_ && member.index == index) return member.end();
+    if (in_forward_ && member.index == index && !member.is_tree) return member.end();
   }
-  return TrackOf(index).length;
+  return TrackOf(index).length + TrackOf(index).tree.size();
 }
 
 Result<int64_t> StateHistory::ReplayStart(int64_t seq_id, int64_t position) const {
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find("ReplayStart", seq_id));
   const StateTrack& track = TrackOf(index);
-  if (position < 0 || position > track.length) {
+  const int64_t length = track.length + track.tree.size();
+  if (position < 0 || position > length) {
     return Status(StatusCode::kBadArgument, OfSequence("ReplayStart", seq_id) + "of length " +
-                                                std::to_string(track.length) + " has no position " +
+                                                std::to_string(length) + " has no position " +
                                                 std::to_string(position));
   }
+  if (position > track.length) return position;  // every node has a state
   const Cut cut = CutAt(track, position);
   if (cut.exact || cut.replays) return position;
   return cut.record_count == 0 ? 0 : track.records[cut.record_count - 1].position;
@@ -185,6 +197,10 @@ Status StateHistory::Plan(const ControlCall& call) {
       return Status();
     case ControlCall::Kind::kAbort:
       return RequireForward(call.name());
+    case ControlCall::Kind::kBeginTree:
+      return PlanBeginTree(call);
+    case ControlCall::Kind::kCommitTree:
+      return PlanCommitTree(call);
   }
   return Status();
 }
@@ -208,25 +224,29 @@ Status StateHistory::PlanRemove(const ControlCall& call) {
 Status StateHistory::PlanFork(const ControlCall& call) {
   QUIRE_ASSIGN_OR_RETURN(index_, FindOutsideBatch(call.name(), call.seq_id));
   QUIRE_RETURN_IF_ERROR(CheckNew(call.name(), call.child_id));
-  const int64_t length = TrackOf(index_).length;
+  const int64_t committed = TrackOf(index_).length;
+  const int64_t length = committed + TrackOf(index_).tree.size();
   if (call.count < -1 || call.count > length) {
     return Status(StatusCode::kBadArgument, OfSequence(call.name(), call.seq_id) + "of length " +
                                                 std::to_string(length) + " cannot be forked at " +
                                                 std::to_string(call.count));
   }
+  const int64_t position = call.count < 0 ? length : call.count;
+  if (position > committed) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index_));
   ReserveSequence();
-  return PlanCut(call, TrackOf(index_), call.count < 0 ? length : call.count);
+  return PlanCut(call, TrackOf(index_), position);
 }
 
 Status StateHistory::PlanPop(const ControlCall& call) {
   QUIRE_ASSIGN_OR_RETURN(index_, FindOutsideBatch(call.name(), call.seq_id));
   const StateTrack& track = TrackOf(index_);
-  if (call.count < 0 || call.count > track.length) {
+  const int64_t length = track.length + track.tree.size();
+  if (call.count < 0 || call.count > length) {
     return Status(StatusCode::kBadArgument, OfSequence(call.name(), call.seq_id) + "of length " +
-                                                std::to_string(track.length) + " cannot lose " +
+                                                std::to_string(length) + " cannot lose " +
                                                 std::to_string(call.count) + " tokens");
   }
-  return PlanCut(call, track, track.length - call.count);
+  return PlanCut(call, track, std::min(track.length, length - call.count));
 }
 
 Status StateHistory::PlanCut(const ControlCall& call, const StateTrack& track, int64_t position) {
@@ -261,6 +281,7 @@ Status StateHistory::PlanRetain(const ControlCall& call) {
   QUIRE_ASSIGN_OR_RETURN(index_, FindOutsideBatch(call.name(), call.seq_id));
   if (table_[index_].retained == call.retained) return Status();
   if (!call.retained) return CheckRoomForActive(call.name(), call.seq_id);
+  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index_));
   return CheckRetainedRoom(call, TrackOf(index_));
 }
 
@@ -300,9 +321,8 @@ Status StateHistory::PlanBegin(const ControlCall& call) {
   return room;
 }
 
-Status StateHistory::PlanMember(const ControlCall& call, size_t i) {
-  const int64_t seq_id = call.seq_ids[i];
-  const int64_t row_count = call.append_lengths[i];
+Result<int32_t> StateHistory::CheckMember(const ControlCall& call, int64_t seq_id,
+                                          int64_t row_count) {
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call.name(), seq_id));
   if (table_[index].batch == planning_) {
     return Status(StatusCode::kBadArgument,
@@ -313,7 +333,7 @@ Status StateHistory::PlanMember(const ControlCall& call, size_t i) {
                                              "is retained; fork it, or call SetRetained(" +
                                              std::to_string(seq_id) + ", false) first");
   }
-  StateTrack& track = TrackOf(index);
+  const StateTrack& track = TrackOf(index);
   if (row_count < 1 || row_count > kLengthMax - track.length ||
       row_count > kLengthMax - row_count_) {
     return Status(StatusCode::kBadArgument, OfSequence(call.name(), seq_id) + "of length " +
@@ -321,12 +341,32 @@ Status StateHistory::PlanMember(const ControlCall& call, size_t i) {
                                                 std::to_string(row_count) +
                                                 " tokens; at least 1 and in all fewer than 2^31");
   }
-  StateMember& member = members_[i];
+  return index;
+}
+
+void StateHistory::StartMember(StateMember& member, int32_t index, int64_t row_count) const {
+  const StateTrack& track = TrackOf(index);
   member.index = index;
   member.base = track.length;
   member.row_count = row_count;
   member.first_row = row_count_;
   member.current = track.records.empty() ? -1 : track.records.back().slot;
+  member.pending.clear();
+  member.kept.clear();
+  member.blocks.clear();
+  member.first_new_block = 0;
+  member.copied_block = -1;
+  member.is_tree = false;
+  member.path.clear();
+}
+
+Status StateHistory::PlanMember(const ControlCall& call, size_t i) {
+  const int64_t row_count = call.append_lengths[i];
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, call.seq_ids[i], row_count));
+  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
+  StateTrack& track = TrackOf(index);
+  StateMember& member = members_[i];
+  StartMember(member, index, row_count);
   PlanCheckpoints(member);
   PlanBlocks(member);
   ReserveGrowing(track.records, track.records.size() + member.pending.capacity());
@@ -411,17 +451,19 @@ Status StateHistory::CheckRoomForBatch() const {
 
 void StateHistory::PlanEnd() {
   if (options_.keep.interval > 0) return;
-  for (size_t m = 0; m < member_count_; ++m) {
-    StateMember& member = members_[m];
-    member.kept.clear();
-    for (const StateRecord& record : TrackOf(member.index).records) {
-      if (record.checkpoint) member.kept.push_back(record.position);
-    }
-    for (const StateRecord& record : member.pending) {
-      if (record.checkpoint) member.kept.push_back(record.position);
-    }
-    ThinPositions(member.kept, options_.keep.thinned, member.end());
+  for (size_t m = 0; m < member_count_; ++m) PlanKept(members_[m]);
+}
+
+// Where the caller adds checkpoints.
+void StateHistory::PlanKept(StateMember& member) const {
+  member.kept.clear();
+  for (const StateRecord& record : TrackOf(member.index).records) {
+    if (record.checkpoint) member.kept.push_back(record.position);
   }
+  for (const StateRecord& record : member.pending) {
+    if (record.checkpoint) member.kept.push_back(record.position);
+  }
+  ThinPositions(member.kept, options_.keep.thinned, member.end());
 }
 
 // ---------------------------------------------------------------------- committing
@@ -456,13 +498,23 @@ void StateHistory::Commit() noexcept {
     case ControlCall::Kind::kAbort:
       CommitAbort();
       break;
+    case ControlCall::Kind::kBeginTree:
+      CommitBeginTree();
+      break;
+    case ControlCall::Kind::kCommitTree:
+      CommitTrees();
+      break;
   }
 }
 
 void StateHistory::Drop() noexcept {
   if (replay_.needed) slots_.Release(replay_.to_slot);
   replay_ = {};
-  if (call_.kind == ControlCall::Kind::kBegin) member_count_ = 0;
+  if (call_.kind == ControlCall::Kind::kCommitTree) ReleasePlannedBlocks();
+  const bool opens = call_.kind == ControlCall::Kind::kBegin ||
+                     call_.kind == ControlCall::Kind::kBeginTree ||
+                     call_.kind == ControlCall::Kind::kCommitTree;
+  if (opens) member_count_ = 0;
 }
 
 int32_t StateHistory::InsertSequence(int64_t seq_id) noexcept {
@@ -503,6 +555,8 @@ void StateHistory::CommitFork() noexcept {
 
 void StateHistory::CommitPop() noexcept {
   StateTrack& track = TrackOf(index_);
+  if (track.tree.size() > 0)
+    DropNodes(index_, std::max<int64_t>(track.tree.size() - call_.count, 0));
   while (track.records.size() > cut_.record_count) {
     ReleaseRecord(track.records.back(), table_[index_].retained);
     track.records.pop_back();
@@ -549,7 +603,9 @@ void StateHistory::CommitBegin() noexcept {
 
 void StateHistory::CommitEnd() noexcept {
   in_forward_ = false;
-  for (size_t m = 0; m < member_count_; ++m) EndMember(members_[m]);
+  for (size_t m = 0; m < member_count_; ++m) {
+    if (!members_[m].is_tree) EndMember(members_[m]);
+  }
   member_count_ = 0;
 }
 
@@ -594,6 +650,8 @@ void StateHistory::CommitAbort() noexcept {
   in_forward_ = false;
   for (size_t m = member_count_; m-- > 0;) {
     const StateMember& member = members_[m];
+    if (member.is_tree)
+      DropNodes(member.index, TrackOf(member.index).tree.size() - member.row_count);
     for (size_t b = member.blocks.size(); b-- > member.first_new_block;) {
       blocks_.Release(member.blocks[b].slot);
     }
@@ -612,6 +670,7 @@ void StateHistory::ClearAll() noexcept {
 
 void StateHistory::ReleaseTrack(int32_t index) noexcept {
   StateTrack& track = TrackOf(index);
+  DropNodes(index, 0);
   for (size_t r = track.records.size(); r-- > 0;) {
     ReleaseRecord(track.records[r], table_[index].retained);
   }
@@ -631,6 +690,250 @@ void StateHistory::HoldRetained(int32_t slot) noexcept {
 
 void StateHistory::ReleaseRetained(int32_t slot) noexcept {
   if (--retained_holders_[static_cast<size_t>(slot)] == 0) --retained_slot_count_;
+}
+
+// ---------------------------------------------------------------------- token trees
+
+Result<int64_t> StateHistory::TreeSize(const char* call, int64_t seq_id) const {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
+  return TrackOf(index).tree.size();
+}
+
+Status StateHistory::RequireCommitted(const ControlCall& call, int32_t index) const {
+  const int64_t size = TrackOf(index).tree.size();
+  if (size == 0) return Status();
+  return Status(StatusCode::kBadState,
+                OfSequence(call.name(), table_[index].id) + "has an uncommitted tree of " +
+                    std::to_string(size) +
+                    " nodes; call CommitAcceptedTokenTreeNodes first (leaf -1 drops all of them)");
+}
+
+Status StateHistory::PlanBeginTree(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(RequireIdle(call.name()));
+  if (call.seq_ids.size() != call.append_lengths.size() || call.seq_ids.empty()) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call.name()) + ": " + std::to_string(call.seq_ids.size()) +
+                      " sequences and " + std::to_string(call.append_lengths.size()) +
+                      " lengths; there must be as many, and at least one");
+  }
+  ++planning_;
+  member_count_ = 0;
+  row_count_ = 0;
+  tree_depths_.clear();
+  if (members_.size() < call.seq_ids.size()) members_.resize(call.seq_ids.size());
+  Status status;
+  for (size_t i = 0; i < call.seq_ids.size() && status.ok(); ++i) {
+    const size_t first = static_cast<size_t>(row_count_);
+    const size_t count =
+        static_cast<size_t>(std::clamp<int64_t>(call.append_lengths[i], 0, kLengthMax));
+    if (count > call.parents.size() - first) {
+      status =
+          Status(StatusCode::kBadArgument,
+                 OfSequence(call.name(), call.seq_ids[i]) + "is to get " + std::to_string(count) +
+                     " nodes, but of " + std::to_string(call.parents.size()) + " parents " +
+                     std::to_string(call.parents.size() - first) + " are left for it");
+    } else {
+      status = PlanTreeMember(call, i, call.parents.subspan(first, count));
+    }
+  }
+  if (status.ok() && row_count_ != static_cast<int64_t>(call.parents.size())) {
+    status = Status(StatusCode::kBadArgument,
+                    std::string(call.name()) + ": " + std::to_string(call.parents.size()) +
+                        " parents for " + std::to_string(row_count_) + " new nodes");
+  }
+  if (status.ok()) status = CheckRoomForNodes();
+  if (!status.ok()) member_count_ = 0;
+  return status;
+}
+
+Status StateHistory::PlanTreeMember(const ControlCall& call, size_t i,
+                                    std::span<const int64_t> parents) {
+  const int64_t seq_id = call.seq_ids[i];
+  const int64_t count = call.append_lengths[i];
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, seq_id, count));
+  StateTree& tree = TrackOf(index).tree;
+  if (count > options_.max_tree_size - tree.size()) {
+    return Status(StatusCode::kTooLarge,
+                  OfSequence(call.name(), seq_id) + "would have an uncommitted tree of " +
+                      std::to_string(tree.size()) + " + " + std::to_string(count) +
+                      " nodes; max_tree_size is " + std::to_string(options_.max_tree_size));
+  }
+  QUIRE_RETURN_IF_ERROR(AddDepths(call.name(), seq_id, tree.depths, parents, tree_depths_));
+  const size_t size = static_cast<size_t>(tree.size() + count);
+  ReserveGrowing(tree.parents, size);
+  ReserveGrowing(tree.depths, size);
+  ReserveGrowing(tree.slots, size);
+  ReserveGrowing(tree.blocks, static_cast<size_t>(BlocksOfNodes(static_cast<int64_t>(size),
+                                                                options_.keep.interval)));
+  StateMember& member = members_[i];
+  StartMember(member, index, count);
+  member.is_tree = true;
+  table_[index].batch = planning_;
+  row_count_ += count;
+  member_count_ = i + 1;
+  return Status();
+}
+
+Status StateHistory::CheckRoomForNodes() const {
+  int64_t blocks = 0;
+  for (const StateMember& member : members()) {
+    const int64_t size = TrackOf(member.index).tree.size();
+    blocks += BlocksOfNodes(size + member.row_count, options_.keep.interval) -
+              BlocksOfNodes(size, options_.keep.interval);
+  }
+  if (row_count_ > options_.max_tree_slots - tree_node_count_) {
+    return Status(StatusCode::kOutOfPages,
+                  std::string(call_.name()) + ": " + std::to_string(row_count_) +
+                      " new nodes beside " + std::to_string(tree_node_count_) +
+                      " uncommitted ones are more than max_tree_slots, " +
+                      std::to_string(options_.max_tree_slots) + "; commit trees first");
+  }
+  if (row_count_ > slots_.free_count())
+    return NoFreeSlots(call_, "slots for states", row_count_, slots_);
+  if (blocks > blocks_.free_count())
+    return NoFreeSlots(call_, "blocks for inputs", blocks, blocks_);
+  return Status();
+}
+
+void StateHistory::CommitBeginTree() noexcept {
+  in_forward_ = true;
+  for (const StateMember& member : members()) {
+    StateTree& tree = TrackOf(member.index).tree;
+    for (int64_t row = member.first_row; row < member.first_row + member.row_count; ++row) {
+      tree.parents.push_back(static_cast<int32_t>(call_.parents[static_cast<size_t>(row)]));
+      tree.depths.push_back(tree_depths_[static_cast<size_t>(row)]);
+      tree.slots.push_back(slots_.Take());
+    }
+    const size_t blocks = static_cast<size_t>(BlocksOfNodes(tree.size(), options_.keep.interval));
+    while (tree.blocks.size() < blocks) tree.blocks.push_back(blocks_.Take());
+    tree_node_count_ += member.row_count;
+  }
+}
+
+// The last taken first, so that slots come back to the free list as they left it.
+void StateHistory::DropNodes(int32_t index, int64_t size) noexcept {
+  StateTree& tree = TrackOf(index).tree;
+  tree_node_count_ -= tree.size() - size;
+  const size_t blocks = static_cast<size_t>(BlocksOfNodes(size, options_.keep.interval));
+  for (; tree.blocks.size() > blocks; tree.blocks.pop_back()) blocks_.Release(tree.blocks.back());
+  for (; tree.size() > size; tree.parents.pop_back()) {
+    slots_.Release(tree.slots.back());
+    tree.slots.pop_back();
+    tree.depths.pop_back();
+  }
+}
+
+// As a forward of the accepted tokens, whose states and inputs are there already.
+Status StateHistory::PlanCommitTree(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(RequireIdle(call.name()));
+  if (call.seq_ids.size() != call.leaves.size()) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call.name()) + ": " + std::to_string(call.seq_ids.size()) +
+                      " sequence ids, but " + std::to_string(call.leaves.size()) + " leaves");
+  }
+  ++planning_;
+  member_count_ = 0;
+  row_count_ = 0;
+  if (members_.size() < call.seq_ids.size()) members_.resize(call.seq_ids.size());
+  int64_t blocks = 0;
+  for (size_t i = 0; i < call.seq_ids.size(); ++i) {
+    const Status status = PlanLeaf(call, i);
+    if (!status.ok()) {
+      member_count_ = 0;
+      return status;
+    }
+    blocks += static_cast<int64_t>(members_[i].blocks.size() - members_[i].first_new_block);
+  }
+  if (blocks > blocks_.free_count()) {
+    member_count_ = 0;
+    return NoFreeSlots(call, "blocks for inputs", blocks, blocks_);
+  }
+  // Now, so that the owner can copy inputs there before the commit.
+  for (size_t m = 0; m < member_count_; ++m) {
+    StateMember& member = members_[m];
+    for (size_t b = member.first_new_block; b < member.blocks.size(); ++b)
+      member.blocks[b].slot = blocks_.Take();
+  }
+  return Status();
+}
+
+Status StateHistory::PlanLeaf(const ControlCall& call, size_t i) {
+  const int64_t seq_id = call.seq_ids[i];
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call.name(), seq_id));
+  if (table_[index].batch == planning_) {
+    return Status(StatusCode::kBadArgument, OfSequence(call.name(), seq_id) + "is named twice");
+  }
+  table_[index].batch = planning_;
+  StateTrack& track = TrackOf(index);
+  const StateTree& tree = track.tree;
+  const int64_t leaf = call.leaves[i];
+  if (tree.size() == 0) {
+    return Status(StatusCode::kBadState, OfSequence(call.name(), seq_id) +
+                                             "has no uncommitted tree; it was committed already, "
+                                             "or never given one by BeginTreeForward");
+  }
+  if (leaf < -1 || leaf >= tree.size()) {
+    return Status(StatusCode::kBadArgument,
+                  OfSequence(call.name(), seq_id) + "has a tree of " + std::to_string(tree.size()) +
+                      " nodes; " + std::to_string(leaf) +
+                      " is none of them, nor -1, which drops all of them");
+  }
+  const int64_t count = leaf < 0 ? 0 : tree.depths[static_cast<size_t>(leaf)] + 1;
+  StateMember& member = members_[i];
+  StartMember(member, index, count);
+  member.is_tree = true;
+  member_count_ = i + 1;
+  if (count == 0) return Status();
+  member.path.reserve(static_cast<size_t>(count));
+  FillPath(tree.parents, leaf, member.path);
+  PlanCheckpoints(member);
+  PlanBlocks(member);
+  if (options_.keep.interval == 0) PlanKept(member);
+  ReserveGrowing(track.records, track.records.size() + member.pending.size());
+  return Status();
+}
+
+void StateHistory::ReleasePlannedBlocks() noexcept {
+  for (size_t m = member_count_; m-- > 0;) {
+    const StateMember& member = members_[m];
+    for (size_t b = member.blocks.size(); b-- > member.first_new_block;)
+      blocks_.Release(member.blocks[b].slot);
+  }
+}
+
+void StateHistory::CommitTrees() noexcept {
+  for (size_t m = 0; m < member_count_; ++m) {
+    StateMember& member = members_[m];
+    const StateTree& tree = TrackOf(member.index).tree;
+    for (StateRecord& record : member.pending) {
+      const int32_t node = member.path[static_cast<size_t>(record.position - member.base - 1)];
+      record.slot = tree.slots[static_cast<size_t>(node)];
+      slots_.Hold(record.slot);
+    }
+    if (member.row_count > 0) EndMember(member);
+    DropNodes(member.index, 0);
+  }
+  member_count_ = 0;
+}
+
+int32_t StateHistory::SlotOfRow(int64_t row) const {
+  const StateMember& member = MemberOfRow(row);
+  if (!member.is_tree) return PendingSlot(FindRow(row));
+  return TrackOf(member.index).tree.slots[static_cast<size_t>(NodeOfRow(member, row))];
+}
+
+int32_t StateHistory::SlotBeforeRow(int64_t row, bool* is_known) const {
+  const StateMember& member = MemberOfRow(row);
+  *is_known = true;
+  if (member.is_tree) {
+    const StateTree& tree = TrackOf(member.index).tree;
+    const int32_t parent = tree.parents[static_cast<size_t>(NodeOfRow(member, row))];
+    return parent < 0 ? member.current : tree.slots[static_cast<size_t>(parent)];
+  }
+  if (row == member.first_row) return member.current;
+  const int32_t slot = SlotOfRow(row - 1);
+  *is_known = slot >= 0;
+  return slot;
 }
 
 // ---------------------------------------------------------------------- in a forward
@@ -672,7 +975,11 @@ void StateHistory::AppendFacts(std::vector<int64_t>& facts) const {
   for (const int32_t index : table_.SortedById()) {
     const StateTrack& track = TrackOf(index);
     facts.insert(facts.end(), {table_[index].id, table_[index].retained, InBatch(index),
-                               track.length, track.input_start});
+                               track.length, track.input_start, track.tree.size()});
+    for (const std::vector<int32_t>* list :
+         {&track.tree.parents, &track.tree.slots, &track.tree.blocks}) {
+      facts.insert(facts.end(), list->begin(), list->end());
+    }
     for (const StateRecord& record : track.records) {
       facts.insert(facts.end(),
                    {record.position, record.slot, record.ends_forward, record.checkpoint});
@@ -732,6 +1039,16 @@ Status StateHistory::CheckTrack(int32_t index, std::vector<int32_t>& slot_holds,
     ++slot_holds[static_cast<size_t>(record.slot)];
   }
   if (last != track.length) return Violated(id, "no state at its length");
+  for (const int32_t slot : track.tree.slots) ++slot_holds[static_cast<size_t>(slot)];
+  for (const int32_t block : track.tree.blocks) ++block_holds[static_cast<size_t>(block)];
+  if (track.tree.slots.size() != track.tree.parents.size() ||
+      track.tree.depths.size() != track.tree.parents.size() ||
+      static_cast<int64_t>(track.tree.blocks.size()) !=
+          BlocksOfNodes(track.tree.size(), options_.keep.interval)) {
+    return Violated(id, "its tree's nodes have other slots or blocks");
+  }
+  if (table_[index].retained && track.tree.size() > 0)
+    return Violated(id, "it is retained and has a tree");
   for (const InputBlock& block : track.blocks) ++block_holds[static_cast<size_t>(block.slot)];
   const int64_t interval = options_.keep.interval;
   if (interval == 0) return Status();
@@ -755,7 +1072,9 @@ Status StateHistory::CheckInvariants() const {
   std::vector<int32_t> slot_holds(static_cast<size_t>(slots_.slot_count()), 0);
   std::vector<int32_t> block_holds(static_cast<size_t>(blocks_.slot_count()), 0);
   std::vector<int32_t> retained(slot_holds.size(), 0);
+  int64_t nodes = 0;
   for (const int32_t index : table_.SortedById()) {
+    nodes += TrackOf(index).tree.size();
     QUIRE_RETURN_IF_ERROR(CheckTrack(index, slot_holds, block_holds));
     if (!table_[index].retained) continue;
     for (const StateRecord& record : TrackOf(index).records) {
@@ -771,6 +1090,8 @@ Status StateHistory::CheckInvariants() const {
       }
     }
   }
+  if (nodes != tree_node_count_)
+    return Status(StatusCode::kInternal, "StateHistory: tree nodes are miscounted");
   if (retained != retained_holders_) {
     return Status(StatusCode::kInternal, "StateHistory: retained holds are miscounted");
   }

@@ -24,6 +24,7 @@
 #include "kv/control_call.h"
 #include "kv/sequence_table.h"
 #include "kv/slot_pool.h"
+#include "kv/token_tree.h"
 #include "quire/recurrent_state.h"
 #include "quire/status.h"
 
@@ -50,15 +51,28 @@ struct InputBlock {
   int32_t slot = -1;
 };
 
+// The nodes of a sequence's uncommitted tree. Each has a slot of its own and, with a checkpoint
+// interval, its inputs in block node / interval, as if nodes were positions.
+struct StateTree {
+  std::vector<int32_t> parents{};  // [node]; -1: a root
+  std::vector<int32_t> depths{};   // [node]
+  std::vector<int32_t> slots{};    // [node]
+  std::vector<int32_t> blocks{};
+
+  int64_t size() const { return static_cast<int64_t>(parents.size()); }
+};
+
 // The states and inputs of one sequence, by its index in the table.
 struct StateTrack {
   int64_t length = 0;
   int64_t input_start = 0;
   std::vector<StateRecord> records{};
   std::vector<InputBlock> blocks{};
+  StateTree tree{};
 };
 
-// One sequence of the open forward.
+// One sequence of the open forward. Of a commit of trees, as if it were a forward of the accepted
+// tokens.
 struct StateMember {
   int32_t index = 0;
   int64_t base = 0;  // its length before the forward
@@ -71,6 +85,9 @@ struct StateMember {
   std::vector<InputBlock> blocks{};    // when it ends; those from first_new_block on are taken
   size_t first_new_block = 0;
   int32_t copied_block = -1;  // the shared block with whose inputs the first new one begins
+
+  bool is_tree = false;         // rows are the tree's last nodes; nothing is pending
+  std::vector<int32_t> path{};  // of a commit: the node of each row
 
   int64_t end() const { return base + row_count; }
 };
@@ -88,7 +105,9 @@ struct ReplayPlan {
 struct StateHistoryOptions {
   int64_t max_num_sequences = 0;
   int64_t max_retained_slots = 0;
-  int64_t slot_count = 0;  // 0: so many that every forward finds room
+  int64_t slot_count = 0;      // 0: so many that every forward finds room
+  int64_t max_tree_size = 0;   // nodes of a sequence
+  int64_t max_tree_slots = 0;  // nodes of all sequences; slots and blocks beside the others
   KeepPolicy keep;
 };
 
@@ -123,6 +142,18 @@ class StateHistory {
   Result<int32_t> Find(const char* call, int64_t seq_id) const;
   Result<int64_t> Length(const char* call, int64_t seq_id) const;  // with the open forward's tokens
   Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const;
+  Result<int64_t> TreeSize(const char* call, int64_t seq_id) const;
+
+  // In a tree forward all members are trees.
+  bool in_tree_forward() const { return in_forward_ && member_count_ > 0 && members_[0].is_tree; }
+  int64_t NodeOfRow(const StateMember& member, int64_t row) const {
+    return TrackOf(member.index).tree.size() - member.row_count + row - member.first_row;
+  }
+  const StateMember& MemberOfRow(int64_t row) const { return members_[FindRow(row).member]; }
+  // The slot for the state behind a row, -1 if none was added; and for the state before it, -1 for
+  // the initial one (`is_known` is false if none was added for the row before).
+  int32_t SlotOfRow(int64_t row) const;
+  int32_t SlotBeforeRow(int64_t row, bool* is_known) const;
 
   // The member and position behind a row of the open forward.
   struct RowPlace {
@@ -171,6 +202,19 @@ class StateHistory {
   void PlanBlocks(StateMember& member) const;
   Status CheckRoomForBatch() const;
   void PlanEnd();
+  void PlanKept(StateMember& member) const;
+  Status RequireCommitted(const ControlCall& call, int32_t index) const;
+  Status PlanBeginTree(const ControlCall& call);
+  Status PlanTreeMember(const ControlCall& call, size_t i, std::span<const int64_t> parents);
+  Status PlanCommitTree(const ControlCall& call);
+  Status PlanLeaf(const ControlCall& call, size_t i);
+  Status CheckRoomForNodes() const;
+  void CommitBeginTree() noexcept;
+  void CommitTrees() noexcept;
+  void DropNodes(int32_t index, int64_t size) noexcept;
+  void ReleasePlannedBlocks() noexcept;
+  Result<int32_t> CheckMember(const ControlCall& call, int64_t seq_id, int64_t row_count);
+  void StartMember(StateMember& member, int32_t index, int64_t row_count) const;
 
   void ReserveSequence();
   int32_t InsertSequence(int64_t seq_id) noexcept;
@@ -212,6 +256,8 @@ class StateHistory {
   std::vector<StateMember> members_;  // those behind member_count_ keep their capacity
   size_t member_count_ = 0;
   int64_t row_count_ = 0;
+  int64_t tree_node_count_ = 0;       // of all trees
+  std::vector<int32_t> tree_depths_;  // of a planned kBeginTree: [row]
 
   // What Plan has found, for Commit.
   ControlCall call_;

@@ -37,6 +37,7 @@ static size_t Align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 struct WorkerSpace {
   std::byte* q;            // weights of the unit: [head][group of kRowsMax rows][step][row]
   std::byte* sink_q;       // the same for keys of sinks
+  std::byte* node_q;       // of some rows of one group: [step][row]
   bool has_sink_q;         // some row of the unit scores sinks with a query of its own
   float* states;           // o, m, l of the unit's rows, if it keeps them itself
   float* segment;          // o, m, l of one segment
@@ -47,10 +48,12 @@ struct WorkerSpace {
   RowView* views;          // [row]
   std::byte* key_tiles;    // of a segment (block) or some heads (decode), prepared
   std::byte* value_tiles;  // of a segment (block) or one (decode)
-  std::byte* stored;       // a tile assembled in the cache's type
-  std::byte* hidden;       // a V tile with lanes hidden
-  float* tile;             // a K tile in float32
-  float* cos;              // [rotary_dim / 2][16]
+  std::byte* node_keys;    // a tile as one node of a token tree sees it
+  std::byte* node_values;
+  std::byte* stored;  // a tile assembled in the cache's type
+  std::byte* hidden;  // a V tile with lanes hidden
+  float* tile;        // a K tile in float32
+  float* cos;         // [rotary_dim / 2][16]
   float* sin;
   SegmentTiles* tiles;  // of this and of the next segment
   float* key_scales;    // of the segment's positions, of one head
@@ -66,6 +69,7 @@ struct WorkerSpace {
     uintptr_t next = reinterpret_cast<uintptr_t>(base);  // a null pointer has no neighbours
     q = Take(&next, kUnitRows * k_dim * sizeof(float));
     sink_q = Take(&next, kUnitRows * k_dim * sizeof(float));
+    node_q = Take(&next, kRowsMax * k_dim * sizeof(float));
     has_sink_q = false;
     states = reinterpret_cast<float*>(Take(&next, kUnitRows * (v_dim + 2) * sizeof(float)));
     segment = reinterpret_cast<float*>(Take(&next, kScoreRows * (v_dim + 2) * sizeof(float)));
@@ -76,6 +80,8 @@ struct WorkerSpace {
     views = reinterpret_cast<RowView*>(Take(&next, kUnitRows * sizeof(RowView)));
     key_tiles = Take(&next, key_tiles_count * k_tile);
     value_tiles = Take(&next, kTilesPerSegment * v_tile);
+    node_keys = Take(&next, k_tile);
+    node_values = Take(&next, v_tile);
     stored = Take(&next, k_tile > v_tile ? k_tile : v_tile);
     hidden = Take(&next, v_tile);
     tile = reinterpret_cast<float*>(Take(&next, k_tile));
@@ -671,17 +677,17 @@ static void LoadTileAngles(const AttentionCall& call, const AttentionSequence& s
                            int64_t segment, int tile, WorkerSpace& space) {
   const int half = call.args->rotary.rotary_dim / 2;
   const int64_t position = segment * kSegmentPositions + tile * kLanes;
-  const int64_t count =
-      LargerOf(SmallerOf(sequence.base + sequence.row_count - position, kLanes), 0);
+  const int64_t count = LargerOf(SmallerOf(LastPosition(sequence) + 1 - position, kLanes), 0);
   LoadAngles(sequence.inline_cos, position, static_cast<int>(count), half, space.cos);
   LoadAngles(sequence.inline_sin, position, static_cast<int>(count), half, space.sin);
 }
 
-// The end of the positions of a unit that are looked at in a segment.
+// The end of the positions of a unit that are looked at in a segment, where its runs say.
 static int64_t PositionsEnd(const AttentionCall& call, const AttentionUnit& unit,
                             const AttentionSequence& sequence, int64_t segment) {
   const int64_t segment_end = (segment + 1) * kSegmentPositions;
   if (unit.shared) return segment_end;
+  if (sequence.tree != nullptr) return SmallerOf(segment_end, RunsEnd(sequence));
   return SmallerOf(segment_end, call.args->SeenEnd(sequence, sequence.row_count - 1));
 }
 
@@ -697,6 +703,157 @@ static RowStates SegmentOutput(const AttentionCall& call, const AttentionUnit& u
   const int v_dim = call.layout().v_dim();
   if (sink.slot == nullptr) return StatesIn(space.segment, kScoreRows, v_dim);
   return StatesAt(StatesIn(sink.slot, unit.row_count() * unit.head_count(), v_dim), index, v_dim);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// nodes of a token tree: tiles with uncommitted positions are each node's own
+
+// Tiles of the segment that lie behind, or hold, the end of the unit's committed tokens.
+static TileSet OwnTiles(const AttentionCall& call, const AttentionUnit& unit, int64_t segment) {
+  const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
+  if (unit.shared || sequence.tree == nullptr) return 0;
+  const int64_t base = sequence.base - segment * kSegmentPositions;
+  return TilesIn(ClampToSegment(base) / kLanes, kTilesPerSegment);
+}
+
+static int64_t NodeOfRow(const AttentionCall& call, const AttentionUnit& unit, int64_t r) {
+  const int64_t plan_row = (unit.row_begin + r) / call.schedule->group_size();
+  return call.args->sequences[static_cast<size_t>(unit.sequence)].tree->first_node + plan_row -
+         call.schedule->plan_row_begin()[unit.sequence];
+}
+
+// Calls f(row, count, tile number, tile) for each node of rows [begin, end) and each tile of `own`
+// that it sees; for one node, in the order of positions. `rotate`: angles of the tile are loaded.
+template <typename F>
+static void ForEachNodeTile(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                            TileSet own, int64_t begin, int64_t end, bool rotate,
+                            WorkerSpace& space, const F& f) {
+  const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
+  SegmentTile tile;
+  for (; own != 0; own &= own - 1) {
+    const int t = __builtin_ctz(own);
+    const SegmentTile* stored = t < space.tiles->tile_count ? &space.tiles->tiles[t] : nullptr;
+    if (rotate) LoadTileAngles(call, sequence, segment, t, space);
+    for (int64_t r = begin; r < end;) {
+      const int64_t node = NodeOfRow(call, unit, r);
+      int64_t stop = r + 1;
+      while (stop < end && NodeOfRow(call, unit, stop) == node) ++stop;
+      if ((TilesOf(ViewIn(space.views[r], segment)) >> t & 1) != 0) {
+        ResolveNodeTile(call.args->pages, sequence, node, segment, t, stored, &tile);
+        f(r, static_cast<int>(stop - r), t, tile);
+      }
+      r = stop;
+    }
+  }
+}
+
+// Steps of `count` rows out of groups of `group`.
+template <typename Step>
+static void GatherSteps(const std::byte* from, int64_t steps, int64_t group, int count,
+                        std::byte* to) {
+  const size_t bytes = static_cast<size_t>(count) * sizeof(Step);
+  for (int64_t d = 0; d < steps; ++d) {
+    __builtin_memcpy(to + static_cast<size_t>(d) * bytes,
+                     from + static_cast<size_t>(d * group) * sizeof(Step), bytes);
+  }
+}
+
+// Rows [r, r + count) of the unit's head `h`, which are of one group of StoreQuery, in
+// space.node_q.
+static void GatherQuery(const AttentionCall& call, const AttentionUnit& unit, const std::byte* q,
+                        int64_t h, int64_t r, int count, int64_t steps, WorkerSpace& space) {
+  const size_t row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
+  const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
+  const int64_t first = r / kRowsMax * kRowsMax;
+  const int64_t group = SmallerOf(kRowsMax, unit.row_count() - first);
+  const std::byte* from = q + static_cast<size_t>(h * unit.row_count() + first) * row_bytes +
+                          static_cast<size_t>(r - first) * step_bytes;
+  if (step_bytes == sizeof(uint64_t)) {
+    GatherSteps<uint64_t>(from, steps, group, count, space.node_q);
+  } else {
+    GatherSteps<uint32_t>(from, steps, group, count, space.node_q);
+  }
+}
+
+// Scores of the tiles `own`, for queries `q`: rows [begin, end) of the unit's head `h`, which are
+// of one group. `scores`: of row `begin`.
+static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                       TileSet own, const std::byte* q, int64_t h, int64_t begin, int64_t end,
+                       float* scores, WorkerSpace& space) {
+  const bool rotate = RotatesKeys(call, unit);
+  const DType keys = KeyDType(call, unit);
+  const ChainLoops* loops = LoopsOf(keys);
+  const int head = static_cast<int>(unit.head_begin + h);
+  ScoreArgs a;
+  a.q = space.node_q;
+  a.q_column_bytes = 0;
+  a.steps = ScoreSteps(call, keys);
+  a.s_row = kScoreStride;
+  a.s_column = kLanes;
+  a.prefetch = nullptr;
+  const auto score = [&](int64_t r, int count, int t, const SegmentTile& tile) {
+    GatherQuery(call, unit, q, h, r, count, a.steps, space);
+    a.k[0] = PrepareKeys(call, tile, head, rotate, keys, space, space.node_keys);
+    float* const row = scores + (r - begin) * kScoreStride;
+    a.s = row + t * kLanes;
+    loops->score_tile[count - 1](a);
+    if (!call.scales_keys) return;
+    StoredScales(call.args->pages, tile, head, 0, space.key_scales + t * kLanes);
+    ScaleScores(space.key_scales, TileSet{1} << t, count, row);
+  };
+  ForEachNodeTile(call, unit, segment, own, begin, end, rotate, space, score);
+}
+
+// SoftmaxRows of the same rows: where values have scales, those of the tiles `own` are each node's
+// own.
+static void SoftmaxNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                         TileSet own, int64_t h, int64_t begin, int64_t end, TileRange range,
+                         float* scores, float* m, float* l, WorkerSpace& space) {
+  const auto softmax = [&](int64_t r, int64_t count) {
+    const int64_t at = r - begin;
+    SoftmaxRows(call, space.views + r, count, segment, range, space.value_scales,
+                scores + at * kScoreStride, m + at, l + at);
+  };
+  if (own == 0 || !call.scales_values) {
+    softmax(begin, end - begin);
+    return;
+  }
+  const int head = static_cast<int>(unit.head_begin + h);
+  const auto gather = [&](int64_t, int, int t, const SegmentTile& tile) {
+    StoredScales(call.args->pages, tile, head, call.layout().v_scale_part(),
+                 space.value_scales + t * kLanes);
+  };
+  for (int64_t r = begin; r < end;) {
+    int64_t stop = r + 1;
+    while (stop < end && NodeOfRow(call, unit, stop) == NodeOfRow(call, unit, r)) ++stop;
+    ForEachNodeTile(call, unit, segment, own, r, stop, false, space, gather);
+    softmax(r, stop - r);
+    r = stop;
+  }
+}
+
+// Adds the values of the tiles `own` to the outputs of the same rows.
+static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                       TileSet own, int64_t h, int64_t begin, int64_t end, const float* scores,
+                       float* o, WorkerSpace& space) {
+  const KVLayout& layout = call.layout();
+  const int head = static_cast<int>(unit.head_begin + h);
+  const std::byte* data[kTilesPerSegment];
+  const bool block = unit.row_count() >= kBlockRowsMin;
+  const DType dtype =
+      block ? BlockDType(layout.v_dtype(), call.p_weights, unit.row_count()) : layout.v_dtype();
+  const ValueTiles values = {LoopsOf(dtype), dtype, data};
+  const auto weigh = [&](int64_t r, int count, int t, const SegmentTile& tile) {
+    data[t] = PrepareValues(call, tile, head, dtype, space, space.node_values);
+    const float* const p = scores + (r - begin) * kScoreStride;
+    float* const out = o + (r - begin) * layout.v_dim();
+    if (tile.v_nonfinite) {
+      WeighHiding(call, values, t, space.views + r, segment, p, count, out, space);
+    } else {
+      WeighTiles(call, values, {t, t + 1}, p, count, out, true, nullptr);
+    }
+  };
+  ForEachNodeTile(call, unit, segment, own, begin, end, false, space, weigh);
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -770,7 +927,8 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
   ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(call, unit, sequence, segment),
                  space.tiles);
   BlockTiles block;
-  PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment), space,
+  const TileSet own = OwnTiles(call, unit, segment);
+  PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment) & ~own, space,
                &block);
   for (int64_t r = 0; r < unit.row_count(); r += kRowsMax) {
     const int count = static_cast<int>(SmallerOf(kRowsMax, unit.row_count() - r));
@@ -779,21 +937,27 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     const RowStates out = SegmentOutput(call, unit, sink, r, space);
     const size_t q_offset = static_cast<size_t>(r) * q_row_bytes;
     const TileRange span = SpanOf(seen);
-    ScoreTiles(call, block, seen, space.q + q_offset, count, space.scores);
+    ScoreTiles(call, block, seen & ~own, space.q + q_offset, count, space.scores);
+    ScoreNodes(call, unit, segment, seen & own, space.q, 0, r, r + count, space.scores, space);
     const TileSet sinks = space.has_sink_q ? seen & SinkTiles(views, count, segment) : 0;
     if (sinks != 0) {
-      ScoreTiles(call, block, sinks, space.sink_q + q_offset, count, space.sink_scores);
+      ScoreTiles(call, block, sinks & ~own, space.sink_q + q_offset, count, space.sink_scores);
+      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, 0, r, r + count, space.sink_scores,
+                 space);
       PlaceSinkScores(views, count, segment, space.sink_scores, space.scores);
     }
-    if (call.scales_keys) ScaleScores(space.key_scales, seen, count, space.scores);
-    SoftmaxRows(call, views, count, segment, span, space.value_scales, space.scores, out.m, out.l);
+    if (call.scales_keys) ScaleScores(space.key_scales, seen & ~own, count, space.scores);
+    SoftmaxNodes(call, unit, segment, seen & own, 0, r, r + count, span, space.scores, out.m, out.l,
+                 space);
     if (seen == 0) continue;  // l is 0: nothing to fold
-    if (NeedsHiding(*space.tiles, views, count, segment, seen)) {
-      WeighCarefully(call, *space.tiles, block.value_tiles, views, segment, seen, space.scores,
+    const TileSet stored = seen & ~own;
+    if (stored == 0 || NeedsHiding(*space.tiles, views, count, segment, stored)) {
+      WeighCarefully(call, *space.tiles, block.value_tiles, views, segment, stored, space.scores,
                      count, out.o, space);
     } else {
-      WeighTileSet(call, block.value_tiles, seen, space.scores, count, out.o);
+      WeighTileSet(call, block.value_tiles, stored, space.scores, count, out.o);
     }
+    WeighNodes(call, unit, segment, seen & own, 0, r, r + count, space.scores, out.o, space);
     if (sink.slot == nullptr) {
       FoldRows(StatesAt(sink.states.first, r, v_dim), out, count, v_dim);
     }
@@ -938,6 +1102,12 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
   }
 }
 
+// Calls f(begin, end) for the groups in which StoreQuery puts rows.
+template <typename F>
+static void ForEachGroup(int64_t rows, const F& f) {
+  for (int64_t r = 0; r < rows; r += kRowsMax) f(r, SmallerOf(r + kRowsMax, rows));
+}
+
 // space.tiles[0] holds the segment's tiles, space.tiles[1] the next one's where the unit goes on.
 static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
                           bool has_next, const SegmentSink& sink, WorkerSpace& space) {
@@ -948,10 +1118,13 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
   const bool rotate = RotatesKeys(call, unit);
   const TileSet seen = SeenTiles(space.views, rows, segment);
   const TileSet sinks = space.has_sink_q ? seen & SinkTiles(space.views, rows, segment) : 0;
+  const TileSet own = OwnTiles(call, unit, segment);
+  const TileSet stored = seen & ~own;
   const TileRange range = SpanOf(seen);
-  const ReadOrder order(call, unit, space.tiles, range, has_next);
+  const ReadOrder order(call, unit, space.tiles, SpanOf(stored),
+                        has_next && space.tiles[1].tile_count > 0);
   const RowStates out = SegmentOutput(call, unit, sink, 0, space);
-  for (TileSet left = seen; left != 0; left &= left - 1) {
+  for (TileSet left = stored; left != 0; left &= left - 1) {
     const int t = __builtin_ctz(left);
     if (rotate) LoadTileAngles(call, sequence, segment, t, space);
     for (int64_t r = 0; r < rows; r += kRowsMax) {
@@ -962,20 +1135,33 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
     }
   }
   for (int64_t h = 0; h < heads; ++h) {
+    ForEachGroup(own == 0 ? 0 : rows, [&](int64_t begin, int64_t end) {
+      const int64_t at = (h * rows + begin) * kScoreStride;
+      ScoreNodes(call, unit, segment, seen & own, space.q, h, begin, end, space.scores + at, space);
+      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, h, begin, end,
+                 space.sink_scores + at, space);
+    });
     if (sinks != 0) {
       PlaceSinkScores(space.views, rows, segment, space.sink_scores + h * rows * kScoreStride,
                       space.scores + h * rows * kScoreStride);
     }
     if (call.scales_values) {
-      GatherScales(call, *space.tiles, seen, static_cast<int>(unit.head_begin + h),
+      GatherScales(call, *space.tiles, stored, static_cast<int>(unit.head_begin + h),
                    call.layout().v_scale_part(), space.value_scales);
     }
-    SoftmaxRows(call, space.views, rows, segment, range, space.value_scales,
-                space.scores + h * rows * kScoreStride, out.m + h * rows, out.l + h * rows);
+    SoftmaxNodes(call, unit, segment, seen & own, h, 0, rows, range,
+                 space.scores + h * rows * kScoreStride, out.m + h * rows, out.l + h * rows, space);
   }
   __builtin_memset(out.o, 0, static_cast<size_t>(heads * rows * v_dim) * sizeof(float));
-  for (TileSet left = seen; left != 0; left &= left - 1) {
+  for (TileSet left = stored; left != 0; left &= left - 1) {
     WeighHeads(call, unit, segment, __builtin_ctz(left), order, out, space);
+  }
+  for (int64_t h = 0; h < heads && own != 0; ++h) {
+    ForEachGroup(rows, [&](int64_t begin, int64_t end) {
+      WeighNodes(call, unit, segment, seen & own, h, begin, end,
+                 space.scores + (h * rows + begin) * kScoreStride,
+                 out.o + (h * rows + begin) * v_dim, space);
+    });
   }
   if (sink.slot != nullptr) return;
   for (int64_t h = 0; h < heads; ++h) {

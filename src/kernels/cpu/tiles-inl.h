@@ -11,8 +11,14 @@ template <typename Element>
 static void AssembleKeys(const KVPages& pages, const SegmentTile& tile, int head, Element* out) {
   const KVLayout& layout = pages.layout;
   const int pair = ChainPair(layout.dtype);
-  __builtin_memset(out, 0, layout.k_tile_elements() * sizeof(Element));
-  for (int i = 0; i < tile.piece_count; ++i) {
+  const size_t bytes = layout.k_tile_elements() * sizeof(Element);
+  if (tile.patched) {
+    const std::byte* page = PageAt(pages, tile.pieces[0].page);
+    __builtin_memcpy(out, page + layout.k_tile_offset(tile.tile, head) * sizeof(Element), bytes);
+  } else {
+    __builtin_memset(out, 0, bytes);
+  }
+  for (int i = tile.patched ? 1 : 0; i < tile.piece_count; ++i) {
     const TilePiece& piece = tile.pieces[i];
     const auto* page = reinterpret_cast<const Element*>(PageAt(pages, piece.page));
     for (int n = 0; n < piece.count; ++n) {
@@ -30,8 +36,14 @@ static void AssembleValues(const KVPages& pages, const SegmentTile& tile, int he
   const KVLayout& layout = pages.layout;
   const int pair = ChainPair(layout.v_dtype());
   const int v_dim = layout.v_dim();
-  __builtin_memset(out, 0, layout.v_tile_elements() * sizeof(Element));
-  for (int i = 0; i < tile.piece_count; ++i) {
+  const size_t bytes = layout.v_tile_elements() * sizeof(Element);
+  if (tile.patched) {
+    const std::byte* page = ValuesAt(pages, tile.pieces[0].page);
+    __builtin_memcpy(out, page + layout.v_tile_offset(tile.tile, head) * sizeof(Element), bytes);
+  } else {
+    __builtin_memset(out, 0, bytes);
+  }
+  for (int i = tile.patched ? 1 : 0; i < tile.piece_count; ++i) {
     const TilePiece& piece = tile.pieces[i];
     const auto* page = reinterpret_cast<const Element*>(ValuesAt(pages, piece.page));
     for (int n = 0; n < piece.count; ++n) {
