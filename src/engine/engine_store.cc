@@ -306,7 +306,8 @@ Status EngineImpl::TakeChunks(Request* request, const PrefixLoad& load, int64_t 
 // could be forked behind them.
 void EngineImpl::NoteStart(Request* request, int64_t known) noexcept {
   if (!request->admitted_before) {
-    request->recomputed = std::max<int64_t>(0, known - request->cached.total());
+    const int64_t on_their_way = request->layers == nullptr ? 0 : request->layers->tokens();
+    request->recomputed = std::max<int64_t>(0, known - request->cached.total() - on_their_way);
     counters_.recomputed_tokens += request->recomputed;
     counters_.prompt_tokens += request->prompt_tokens;
     counters_.cached_tokens += request->cached.total();

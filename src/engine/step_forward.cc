@@ -77,9 +77,8 @@ Status EngineImpl::Attempt(const Batch& batch) {
     std::vector<Drawn> draws = PrepareDraws(batch);
     due_.reserve(due_.size() + draws.size());
     QUIRE_RETURN_IF_ERROR(
-        loads.empty()
-            ? state_.kv().BeginForward(sequence_ids, lengths)
-            : state_.attention()->BeginLoadingForward(sequence_ids, lengths, loads));
+        loads.empty() ? state_.kv().BeginForward(sequence_ids, lengths)
+                      : state_.attention()->BeginLoadingForward(sequence_ids, lengths, loads));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     DrawAll(&draws);

@@ -73,13 +73,7 @@ struct Walk {
 };
 
 // Streams of one seed, so that a kept list keeps its cache when the making of lists changes.
-enum Stream : uint64_t {
-  kOptionsStream,
-  kOpsStream,
-  kWindowsStream,
-  kCodesStream,
-  kTreesStream
-};
+enum Stream : uint64_t { kOptionsStream, kOpsStream, kWindowsStream, kCodesStream, kTreesStream };
 
 // ---------------------------------------------------------------------- making a walk
 

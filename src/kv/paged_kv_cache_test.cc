@@ -404,7 +404,9 @@ class RepeatedForwards : public testing::Test {
     ASSERT_EQ(call(*planning_).code(), expected);
   }
   void Begin(const Ids& ids, const Ids& lengths) {
-    EXPECT_TRUE(planning_->PopN(ids.back(), 0).ok());
+    // So that nothing is as it was in the step before.
+    EXPECT_TRUE(planning_->ForkSequence(ids.back(), kSequences + 1, 0).ok());
+    EXPECT_TRUE(planning_->RemoveSequence(kSequences + 1).ok());
     CallBoth([&](AttentionKVCache& c) { return c.BeginForward(ids, lengths); });
     if (HasFatalFailure()) return;
     ASSERT_EQ(repeating_->DebugPlan().value(), planning_->DebugPlan().value());

@@ -425,7 +425,7 @@ TEST(CompositeTree, EachRefusedAllocationIsHarmless) {
     return s.state->CommitAcceptedTokenTreeNodes(kIds<0, 1>, kIds<3, 0>);
   });
   ExpectEachRefusalIsHarmless("pop", true, [](Scene& s) { return s.state->PopN(0, 2); });
-  ExpectEachRefusalIsHarmless("pop tokens", true, [](Scene& s) { return s.state->PopN(0, 7); });
+  ExpectEachRefusalIsHarmless("pop tokens", true, [](Scene& s) { return s.state->PopN(0, 74); });
   ExpectEachRefusalIsHarmless("remove", true, [](Scene& s) { return s.state->RemoveSequence(0); });
 }
 

@@ -22,7 +22,7 @@
 namespace quire {
 
 struct DecoderOptions {
-  DType dtype = DType::kBF16;  // kF32 or kBF16, see ModelOptions
+  DType dtype = DType::kBF16;                   // kF32 or kBF16, see ModelOptions
   std::optional<DType> k_dtype = std::nullopt;  // of KV, see ModelOptions
   std::optional<DType> v_dtype = std::nullopt;
   const Backend* backend = nullptr;

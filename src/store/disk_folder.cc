@@ -668,12 +668,16 @@ Status DiskFolder::RemoveFile(FileSession& io, const ChunkId& id, ChunkEvent::Ki
   return AddUsage(io, -stat.size);
 }
 
-Status DiskFolder::Evict(FileSession& io, std::span<const ChunkId> victims, ChunkEvent::Kind why) {
+// Returns whether all of them were there.
+Result<bool> DiskFolder::Evict(FileSession& io, std::span<const ChunkId> victims,
+                               ChunkEvent::Kind why) {
+  bool all_were_there = true;
   for (const ChunkId& id : victims) {
     bool removed = false;
     QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, why, &removed));
+    all_were_there &= removed;
   }
-  return Status();
+  return all_were_there;
 }
 
 Result<bool> DiskFolder::Remove(FileSession& io, const ChunkId& id, ChunkEvent::Kind why) {
@@ -753,24 +757,38 @@ int64_t DiskFolder::TrimQuarantine(FileSession& io, int64_t files_max, int64_t b
 // ---------------------------------------------------------------------- room
 
 Status DiskFolder::MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes) {
-  QUIRE_ASSIGN_OR_RETURN(int64_t used, Usage(io));
-  const int64_t bytes_max = catalog_.bytes_max();
-  const bool is_tight = std::max(used, catalog_.bytes()) + bytes > bytes_max;
-  // Files that this process does not know, or that are gone.
-  if (is_tight && used != catalog_.bytes()) {
-    QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> damaged, ScanFiles(io));
-    for (const Found& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
-    QUIRE_ASSIGN_OR_RETURN(used, CountUsage(io));
+  bool is_fresh = false;  // the catalog is what the folder holds
+  for (;;) {
+    QUIRE_ASSIGN_OR_RETURN(const int64_t used, Usage(io));
+    const int64_t bytes_max = catalog_.bytes_max();
+    const bool is_tight = std::max(used, catalog_.bytes()) + bytes > bytes_max;
+    // Files that this process does not know, or that are gone.
+    if (is_tight && used != catalog_.bytes() && !is_fresh) {
+      QUIRE_RETURN_IF_ERROR(LearnFolder(io));
+      is_fresh = true;
+    }
+    if (is_tight) QUIRE_RETURN_IF_ERROR(DropExpired(io));
+    const auto victims = catalog_.Victims(root, bytes);
+    if (!victims) {
+      return Status(StatusCode::kFull,
+                    "disk: no room for " + std::to_string(bytes) + " bytes: " +
+                        std::to_string(catalog_.bytes()) + " of " + std::to_string(bytes_max) +
+                        " are used, by chunks that are pinned or guaranteed; raise bytes_max");
+    }
+    QUIRE_ASSIGN_OR_RETURN(const bool all_were_there,
+                           Evict(io, *victims, ChunkEvent::Kind::kEvicted));
+    if (all_were_there || is_fresh) return Status();
+    // Another process has removed some and put as many bytes in their place.
+    QUIRE_RETURN_IF_ERROR(LearnFolder(io));
+    is_fresh = true;
   }
-  if (is_tight) QUIRE_RETURN_IF_ERROR(DropExpired(io));
-  const auto victims = catalog_.Victims(root, bytes);
-  if (!victims) {
-    return Status(StatusCode::kFull,
-                  "disk: no room for " + std::to_string(bytes) + " bytes: " +
-                      std::to_string(catalog_.bytes()) + " of " + std::to_string(bytes_max) +
-                      " are used, by chunks that are pinned or guaranteed; raise bytes_max");
-  }
-  return Evict(io, *victims, ChunkEvent::Kind::kEvicted);
+}
+
+// The catalog and the sum become what the folder holds.
+Status DiskFolder::LearnFolder(FileSession& io) {
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> damaged, ScanFiles(io));
+  for (const Found& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
+  return CountUsage(io).status();
 }
 
 // Another process may have given a chunk more time: its header decides.
@@ -794,7 +812,7 @@ Status DiskFolder::FreeDisk(FileSession& io, int64_t bytes) {
   const auto victims = catalog_.VictimsToFree(bytes);
   if (!victims || victims->empty())
     return Status(StatusCode::kFull, "disk: it is full, and there is nothing to evict");
-  return Evict(io, *victims, ChunkEvent::Kind::kEvicted);
+  return Evict(io, *victims, ChunkEvent::Kind::kEvicted).status();
 }
 
 // ---------------------------------------------------------------------- upkeep
@@ -934,7 +952,7 @@ Result<int64_t> DiskFolder::CollectGarbage(FileSession& io) {
   QUIRE_RETURN_IF_ERROR(DropExpired(io));
   for (const ChunkKey& root : roots) {
     if (const auto victims = catalog_.Victims(root, 0))
-      QUIRE_RETURN_IF_ERROR(Evict(io, *victims, ChunkEvent::Kind::kEvicted));
+      QUIRE_RETURN_IF_ERROR(Evict(io, *victims, ChunkEvent::Kind::kEvicted).status());
   }
   QUIRE_RETURN_IF_ERROR(CountUsage(io).status());
   freed += TrimQuarantine(io, kQuarantineFilesMax, catalog_.bytes_max() / kQuarantineShare);

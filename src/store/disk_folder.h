@@ -164,8 +164,9 @@ class DiskFolder {
 
   // With the lock:
   Status MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes);
+  Status LearnFolder(FileSession& io);
   Status DropExpired(FileSession& io);
-  Status Evict(FileSession& io, std::span<const ChunkId> victims, ChunkEvent::Kind why);
+  Result<bool> Evict(FileSession& io, std::span<const ChunkId> victims, ChunkEvent::Kind why);
   Status RemoveFile(FileSession& io, const ChunkId& id, ChunkEvent::Kind why, bool* removed);
   void QuarantineFile(FileSession& io, const ChunkId& id, uint64_t inode);
   int64_t TrimQuarantine(FileSession& io, int64_t files_max, int64_t bytes_max);

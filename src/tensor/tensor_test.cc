@@ -25,7 +25,7 @@ TEST(DType, NamesAndDLPackTypesGoThereAndBack) {
 TEST(DType, ErrorsNameWhatIsThere) {
   EXPECT_EQ(ParseDType("float8").status().ToString(),
             "BadArgument: unknown element type \"float8\"; Quire has float32, float16, bfloat16, "
-            "int32, int64, uint8");
+            "int32, int64, uint8, int8, float8_e4m3fn");
   EXPECT_FALSE(FromDLDataType({kDLFloat, 64, 1}).ok());
   EXPECT_FALSE(FromDLDataType({kDLFloat, 32, 4}).ok());
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import tvm
-from tvm_calls import Calls, OneCache, plain_attention, stub
+from tvm_calls import Calls, OneCache, plain_attention, unused_kernel
 
 import quire
 import quire.tvm
@@ -290,7 +290,7 @@ class State:
     def __init__(self, history: int = 3, initial: float = 9.0, sequences: int = 4) -> None:
         self.calls = Calls()
         value = tvm.runtime.tensor(np.full(2, initial, "float32"))
-        self.state = self.calls.rnn_state_create(1, sequences, history, [stub], [stub], [value])
+        self.state = self.calls.rnn_state_create(1, sequences, history, [unused_kernel], [unused_kernel], [value])
 
     def begin(self, ids: list[int], lengths: list[int]) -> None:
         self.calls.begin(self.state, ids, lengths)
@@ -453,5 +453,5 @@ def test_arguments_of_a_recurrent_state(arguments: tuple[int, ...], message: str
     initial = [tvm.runtime.tensor(np.zeros(2, "float32"))] * values
     with pytest.raises(quire.BadArgumentError, match=message):
         Calls().rnn_state_create(
-            layers, sequences, history, [stub] * gets, [stub] * sets, initial
+            layers, sequences, history, [unused_kernel] * gets, [unused_kernel] * sets, initial
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from tvm_calls import Calls, OneCache, create_arguments, function, stub
+from tvm_calls import Calls, OneCache, create_arguments, function, unused_kernel
 from tvm_ffi import Shape
 
 import quire
@@ -56,7 +56,7 @@ def test_a_second_install_is_refused(installed: None) -> None:
 def test_uninstall_does_not_undo_what_came_after_it(installed: None) -> None:
     name = "vm.builtin.kv_state_clear"
     ours = tvm_ffi.get_global_func(name)
-    tvm_ffi.register_global_func(name, stub, override=True)
+    tvm_ffi.register_global_func(name, unused_kernel, override=True)
     with pytest.raises(quire.BadStateError, match="kv_state_clear"):
         quire.tvm.uninstall()
     assert quire.tvm.installed()
@@ -84,7 +84,7 @@ def test_our_objects_outlive_the_installation() -> None:
 
 def test_an_object_of_the_wrong_kind_is_named(installed: None) -> None:
     calls = Calls()
-    state = calls.rnn_state_create(1, 1, 1, [stub], [stub], [tvm.runtime.tensor(np.zeros(2, "float32"))])
+    state = calls.rnn_state_create(1, 1, 1, [unused_kernel], [unused_kernel], [tvm.runtime.tensor(np.zeros(2, "float32"))])
     with pytest.raises(TypeError, match="quire.tvm.RNNState"):
         calls.attention_kv_cache_empty(state)
 
@@ -104,8 +104,8 @@ def test_creation_takes_28_or_29_arguments(installed: None) -> None:
     arguments = create_arguments()
     assert len(arguments) == 28
     assert key_of(create(*arguments)) == CACHE_KEY
-    assert key_of(create(*arguments, stub)) == CACHE_KEY
-    for wrong in (arguments[:-1], [*arguments, stub, stub]):
+    assert key_of(create(*arguments, unused_kernel)) == CACHE_KEY
+    for wrong in (arguments[:-1], [*arguments, unused_kernel, unused_kernel]):
         with pytest.raises(quire.BadArgumentError, match="arguments; there are 28"):
             create(*wrong)
 
@@ -142,7 +142,7 @@ def _bad_tensor() -> Any:
         (12, _bad_tensor, "int32"),
         (13, lambda: 1, "append kernel"),
         (14, lambda: "x", "MLA append kernel"),
-        (15, lambda: ["cutlass", stub], "tirx"),
+        (15, lambda: ["cutlass", unused_kernel], "tirx"),
         (16, lambda: ["tirx"], "tirx"),
         (22, lambda: 5, "attention kernel"),
         (23, lambda: [], "merge kernels"),

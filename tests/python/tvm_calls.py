@@ -82,7 +82,7 @@ class Calls:
         return k.numpy(), v.numpy()
 
 
-def stub(*_: Any) -> None:
+def unused_kernel(*_: Any) -> None:
     raise AssertionError("Quire called a kernel")
 
 
@@ -106,7 +106,7 @@ def create_arguments(
     sizes = [sequences, tokens, chunk, page_size, int(windows)]
     if layer_window is not None:
         sizes.append(layer_window)
-    kernels: list[Any] = [["tirx", stub] for _ in range(7)]
+    kernels: list[Any] = [["tirx", unused_kernel] for _ in range(7)]
     return [
         Shape(sizes),
         Shape([0, len(kinds)]),
@@ -121,15 +121,15 @@ def create_arguments(
         theta,
         None,
         tvm.runtime.tensor(np.zeros((), dtype)),
-        stub,
-        stub,
+        unused_kernel,
+        unused_kernel,
         *kernels,
         [],
-        [stub],
+        [unused_kernel],
         rotation,
-        stub,
-        stub,
-        stub,
+        unused_kernel,
+        unused_kernel,
+        unused_kernel,
     ]
 
 

@@ -97,8 +97,7 @@ void AttendRow(const AttentionArgs& args, const Context& context, const RowView&
                         row * args.q.row_stride + head * args.q.head_stride + d));
   }
   std::vector<double> sink_q = q;
-  if (half > 0 && args.rotary.angles != nullptr)
-    Rotate(&q, args.rotary.angles[row], args.rotary);
+  if (half > 0 && args.rotary.angles != nullptr) Rotate(&q, args.rotary.angles[row], args.rotary);
   if (args.sink_angles == nullptr) {
     sink_q = q;
   } else if (half > 0) {
