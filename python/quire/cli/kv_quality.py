@@ -79,7 +79,8 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     import numpy as np
 
     shifted: np.ndarray = logits - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return shifted
 
 
 def measure(
