@@ -170,7 +170,8 @@ def test_attention_rotates_more_than_the_last_cache():
         for side in case.sides:
             if side.request.get("kind") == "attention":
                 request = side.request
-                element = 2 if request["dtype"] == "bfloat16" else 4
+                codes = 1 + 4 / request["head_dim"]  # and a scale per token and head
+                element = {"bfloat16": 2, "float32": 4}.get(request["dtype"], codes)
                 tokens = request["prefix"] + request["sequences"] * request["own"]
                 layer = 2 * tokens * request["kv_heads"] * request["head_dim"] * element
                 assert request["layers"] * layer > 8 * cache, case.name
