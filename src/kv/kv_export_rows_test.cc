@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -137,12 +138,12 @@ TEST(KVExportRows, ReadWhatSingleTokensRead) {
       const std::string what =
           std::string(DTypeName(layout.dtype)) + " " + std::string(DTypeName(layout.v_dtype())) +
           " " + std::to_string(layout.qk_head_dim) + " " + std::to_string(layout.v_head_dim);
-      ASSERT_EQ(std::memcmp(read.k.data(), written.k.data() + row * written.k_bytes, read.k.size()),
-                0)
-          << what;
-      ASSERT_EQ(std::memcmp(read.v.data(), written.v.data() + row * written.v_bytes, read.v.size()),
-                0)
-          << what;
+      const auto same = [&](const auto& got, const auto& expected, size_t row_bytes) {
+        return std::equal(got.begin(), got.end(),
+                          expected.begin() + static_cast<ptrdiff_t>(row * row_bytes));
+      };
+      ASSERT_TRUE(same(read.k, written.k, written.k_bytes)) << what;
+      ASSERT_TRUE(same(read.v, written.v, written.v_bytes)) << what;
       for (size_t i = 0; i < read.k_scale.size(); ++i) {
         const size_t at = row * read.heads + i;
         if (IsQuantised(layout.dtype)) {

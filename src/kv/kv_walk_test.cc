@@ -1566,9 +1566,14 @@ void ExpectPasses(const Walk& walk) {
 
 // ---------------------------------------------------------------------- tests
 
-// Together 300 000 operations, in pieces that ctest can run side by side.
+// Together 300 000 operations, in pieces that ctest can run side by side; a third of them under the
+// sanitizers, which take five times as long.
 constexpr int kShards = 40;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kWalksPerShard = 3;
+#else
 constexpr int kWalksPerShard = 10;
+#endif
 constexpr int kOpsPerWalk = 750;
 
 uint64_t FirstSeed() {
