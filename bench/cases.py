@@ -342,7 +342,7 @@ def _prefill_case(model: models.Model, tokens: int) -> Case:
         ),
         quick=tokens == 512 and model.name != "1b",
         model=model.name,
-        tokens=tokens + 2,
+        tokens=tokens + 256,  # in whole pages, and one for the answer
         length=tokens + 2,
     )
 
@@ -550,7 +550,7 @@ def _tier_case(model: models.Model) -> Case:
         metrics=(Metric(goals=(Goal("cold", 10.0),) if model.name == "1b" else ()),),
         quick=model.name == "110m",
         model=model.name,
-        tokens=tokens + 2,
+        tokens=tokens + 256,  # in whole pages, and one for the answer
         length=tokens + 2,
     )
 
