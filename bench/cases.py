@@ -342,7 +342,7 @@ def _prefill_case(model: models.Model, tokens: int) -> Case:
         ),
         quick=tokens == 512 and model.name != "1b",
         model=model.name,
-        tokens=tokens + 256,  # in whole pages, and one for the answer
+        tokens=tokens + 2,
         length=tokens + 2,
     )
 
