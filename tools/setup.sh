@@ -79,6 +79,8 @@ missing_test_packages() {
   command -v clang-format-14 >/dev/null || echo clang-format-14
   compgen -G '/usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' >/dev/null || echo libclang-rt-14-dev
   command -v git >/dev/null || echo git
+  command -v ccache >/dev/null || echo ccache  # the wheel and the tests of other builds take the release build's objects
+  command -v mold >/dev/null || echo mold      # a hundred test programs are linked
   command -v redis-server >/dev/null || echo redis-server
 }
 
@@ -158,13 +160,14 @@ is_configured() {
   [[ -f $folder/build.ninja && -f $folder/quire.stamp && $(<"$folder/quire.stamp") == "$(configure_stamp "$@")" ]]
 }
 
-# configure PRESET [cmake arguments]
+# configure PRESET [cmake arguments]: with a cache of objects and a fast linker where the machine has them
 configure() {
-  local folder="$QUIRE_ROOT/build/$1" launcher=()
+  local folder="$QUIRE_ROOT/build/$1" tools=()
   is_configured "$@" && return
-  command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+  command -v ccache >/dev/null && tools=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+  command -v mold >/dev/null && tools+=(-DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold)
   rm -rf "$folder"  # a cache of another place or compiler is not to be trusted
-  (cd "$QUIRE_ROOT" && quietly cmake --preset "$@" "${launcher[@]}")
+  (cd "$QUIRE_ROOT" && quietly cmake --preset "$@" "${tools[@]}")
   configure_stamp "$@" >"$folder/quire.stamp"
 }
 
