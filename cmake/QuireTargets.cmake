@@ -15,6 +15,11 @@ function(quire_compile_options target)
   if(QUIRE_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${QUIRE_SANITIZE} -fno-omit-frame-pointer
                                              -fno-sanitize-recover=all)
+    # GCC's checks of each pointer that is followed double the time of a build. Null faults without them; the fuzz preset,
+    # which is clang's, has them all, and with it the decoders of foreign bytes.
+    if(QUIRE_SANITIZE MATCHES undefined AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+      target_compile_options(${target} PRIVATE -fno-sanitize=null,alignment,object-size,vptr)
+    endif()
     target_link_options(${target} PUBLIC -fsanitize=${QUIRE_SANITIZE})
   endif()
 endfunction()
@@ -61,6 +66,8 @@ function(quire_test name)
   cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS;LABELS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
   quire_test_options(${name})
+  # Tests run each line of theirs a few times: a third of their compile time is better saved.
+  target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
   target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} quire GTest::gtest GTest::gtest_main)
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${ARG_LABELS}")
 endfunction()
