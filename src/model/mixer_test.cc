@@ -1,7 +1,7 @@
 // Models with recurrent layers: nothing of how a text came into the caches can be seen in the
 // logits behind it, and what a model takes is known beforehand. That the logits are the right ones
 // is shown against transformers (tests/python/test_hf_logits.py).
-#include "model/hybrid_decoder.h"
+#include "model/mixer.h"
 
 #include <gtest/gtest.h>
 
@@ -9,6 +9,7 @@
 #include <ostream>
 
 #include "base/random.h"
+#include "model/decoder.h"
 #include "model/test_model.h"
 #include "quire/composite_state.h"
 
@@ -120,7 +121,7 @@ struct Machine {
   std::unique_ptr<CompositeState> composite;
 };
 
-class HybridDecoderTest : public testing::TestWithParam<Kind> {
+class MixerTest : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
     WriteTestModel(folder_, GetParam().model);
@@ -148,7 +149,7 @@ class HybridDecoderTest : public testing::TestWithParam<Kind> {
   Logits whole_;
 };
 
-TEST_P(HybridDecoderTest, CutsOfThePromptCannotBeSeen) {
+TEST_P(MixerTest, CutsOfThePromptCannotBeSeen) {
   for (const size_t cut : {1, 7, 64, 100}) {
     Machine machine = Make(cut % 2 == 0 ? 2 : 1, cut == 7 ? 3 : 16);
     ASSERT_TRUE(machine.state().AddSequence(5).ok());
@@ -156,7 +157,7 @@ TEST_P(HybridDecoderTest, CutsOfThePromptCannotBeSeen) {
   }
 }
 
-TEST_P(HybridDecoderTest, NeighboursInTheBatchCannotBeSeen) {
+TEST_P(MixerTest, NeighboursInTheBatchCannotBeSeen) {
   Machine machine = Make(2);
   const int64_t ids[] = {4, 0, 9};
   for (const int64_t id : ids) ASSERT_TRUE(machine.state().AddSequence(id).ok());
@@ -172,7 +173,7 @@ TEST_P(HybridDecoderTest, NeighboursInTheBatchCannotBeSeen) {
               Whole(120, 121));
 }
 
-TEST_P(HybridDecoderTest, PopsCannotBeSeen) {
+TEST_P(MixerTest, PopsCannotBeSeen) {
   Machine machine = Make();
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   machine.Run(0, Part(0, 150));
@@ -184,7 +185,7 @@ TEST_P(HybridDecoderTest, PopsCannotBeSeen) {
   EXPECT_TRUE(machine.RunInPieces(0, Part(129, 200), 30) == Whole(129, 200));
 }
 
-TEST_P(HybridDecoderTest, ForksCannotBeSeen) {
+TEST_P(MixerTest, ForksCannotBeSeen) {
   Machine machine = Make();
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   machine.RunInPieces(0, Part(0, 180), 50);
@@ -199,7 +200,7 @@ TEST_P(HybridDecoderTest, ForksCannotBeSeen) {
   EXPECT_TRUE(machine.Run(0, Part(180, 200)) == Whole(180, 200));
 }
 
-TEST_P(HybridDecoderTest, MeasureTellsWhatLoadTakes) {
+TEST_P(MixerTest, MeasureTellsWhatLoadTakes) {
   Result<ModelMeasure> measure = Model::Measure(
       folder_.path(), {.dtype = GetParam().dtype, .kernel_path = "", .runner = CreateThreadPool(1)},
       200, 200);
@@ -212,11 +213,10 @@ TEST_P(HybridDecoderTest, MeasureTellsWhatLoadTakes) {
   EXPECT_TRUE(measure->info.recurrent_layers == info.recurrent_layers);
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   machine.Run(0, tokens_);
-  EXPECT_EQ(dynamic_cast<HybridDecoder&>(*machine.model).workspace_bytes(),
-            measure->workspace_bytes);
+  EXPECT_EQ(dynamic_cast<Decoder&>(*machine.model).workspace_bytes(), measure->workspace_bytes);
 }
 
-TEST_P(HybridDecoderTest, RefusesWhatDoesNotFitTheForward) {
+TEST_P(MixerTest, RefusesWhatDoesNotFitTheForward) {
   Machine machine = Make();
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   const int64_t id = 0;
@@ -235,7 +235,7 @@ TEST_P(HybridDecoderTest, RefusesWhatDoesNotFitTheForward) {
   EXPECT_NE(refusal(none, {1, 2}, {1}).find("layers; give a"), std::string::npos);
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, HybridDecoderTest, testing::ValuesIn(Kinds()),
+INSTANTIATE_TEST_SUITE_P(Kinds, MixerTest, testing::ValuesIn(Kinds()),
                          [](const auto& test) { return test.param.name; });
 
 // ---- Experts
