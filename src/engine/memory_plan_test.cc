@@ -70,6 +70,8 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
        .dtype = DType::kF16},
       {.architecture = "MistralForCausalLM", .num_hidden_layers = 5, .attention_bias = false},
       {.attention_bias = true, .mlp_bias = true},
+      {.architecture = "DeepseekV2ForCausalLM"},
+      {.architecture = "DeepseekV3ForCausalLM", .num_attention_heads = 12, .dtype = DType::kBF16},
       {.architecture = "Mamba2ForCausalLM"},
       {.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 4}};
   int cases = 0;

@@ -1,6 +1,6 @@
-// Models with recurrent layers: nothing of how a text came into the caches can be seen in the
-// logits behind it, and what a model takes is known beforehand. That the logits are the right ones
-// is shown against transformers (tests/python/test_hf_logits.py).
+// Models of all mixers but plain attention: nothing of how a text came into the caches can be seen
+// in the logits behind it, and what a model takes is known beforehand. That the logits are the
+// right ones is shown against transformers (tests/python/test_hf_logits.py).
 #include "model/mixer.h"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,26 @@ std::vector<Kind> Kinds() {
                   {"decoder_sparse_step", 100}};
   TestModel attention = hybrid;
   attention.extra = {{"layer_types", std::vector<std::string>(4, "full_attention")}};
-  return {{"Mamba2", mamba, DType::kF32},
+  const TestModel latent{.architecture = "DeepseekV3ForCausalLM"};
+  TestModel plain_queries{.architecture = "DeepseekV2ForCausalLM",
+                          .tie_word_embeddings = true,
+                          .attention_bias = true,
+                          .mlp_bias = true};
+  plain_queries.extra = {{"q_lora_rank", nullptr},
+                         {"rope_scaling",
+                          {{"type", "yarn"},
+                           {"factor", 4.0},
+                           {"original_max_position_embeddings", 64},
+                           {"mscale", 0.7},
+                           {"mscale_all_dim", 1.2}}}};
+  TestModel many_heads{
+      .architecture = "DeepseekV3ForCausalLM", .num_attention_heads = 12, .dtype = DType::kBF16};
+  many_heads.extra = {{"rope_interleave", false}, {"v_head_dim", 28}, {"n_shared_experts", 0}};
+  return {{"DeepseekV3", latent, DType::kF32},
+          {"DeepseekV3Bfloat16", latent, DType::kBF16},
+          {"DeepseekV2PlainQueriesYarn", plain_queries, DType::kF32},
+          {"DeepseekV3ManyHeads", many_heads, DType::kBF16},
+          {"Mamba2", mamba, DType::kF32},
           {"Mamba2Bfloat16", mamba, DType::kBF16},
           {"Mamba2BiasedTied", biased, DType::kF32},
           {"Qwen3Next", hybrid, DType::kF32},
@@ -241,18 +260,49 @@ INSTANTIATE_TEST_SUITE_P(Kinds, MixerTest, testing::ValuesIn(Kinds()),
 // ---- Experts
 
 TEST(SparseMlpTest, EveryKernelPathAndCutGivesTheSameBits) {
-  TestFolder folder;
-  TestModel model{.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 2};
-  model.extra = {{"decoder_sparse_step", 1}, {"norm_topk_prob", false}};
-  WriteTestModel(folder, model);
-  const Tokens tokens = RandomTokens(40, model.vocab_size, 2);
-  for (const std::string& path : KernelPaths()) {
-    Machine whole(folder, DType::kF32, 1, 16, path);
-    Machine pieces(folder, DType::kF32, 1, 16, path);
-    ASSERT_TRUE(whole.state().AddSequence(0).ok());
-    ASSERT_TRUE(pieces.state().AddSequence(0).ok());
-    EXPECT_TRUE(whole.Run(0, tokens) == pieces.RunInPieces(0, tokens, 3)) << path;
+  TestModel qwen{.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 2};
+  qwen.extra = {{"decoder_sparse_step", 1}, {"norm_topk_prob", false}};
+  TestModel deepseek{.architecture = "DeepseekV3ForCausalLM", .num_hidden_layers = 2};
+  deepseek.extra = {{"first_k_dense_replace", 0}};
+  for (const TestModel& model : {qwen, deepseek}) {
+    TestFolder folder;
+    WriteTestModel(folder, model);
+    const Tokens tokens = RandomTokens(40, model.vocab_size, 2);
+    for (const std::string& path : KernelPaths()) {
+      Machine whole(folder, DType::kF32, 1, 16, path);
+      Machine pieces(folder, DType::kF32, 1, 16, path);
+      ASSERT_TRUE(whole.state().AddSequence(0).ok());
+      ASSERT_TRUE(pieces.state().AddSequence(0).ok());
+      EXPECT_TRUE(whole.Run(0, tokens) == pieces.RunInPieces(0, tokens, 3)) << path;
+    }
   }
+}
+
+// ---- Latent attention
+
+TEST(LatentAttentionTest, KeepsOneVectorOfAToken) {
+  TestFolder folder;
+  WriteTestModel(folder, {.architecture = "DeepseekV3ForCausalLM"});
+  const auto model = LoadTestModel(folder, DType::kBF16);
+  ASSERT_NE(model, nullptr);
+  const AttentionLayerSpec layer{.num_qo_heads = 4,
+                                 .num_kv_heads = 1,
+                                 .qk_head_dim = 32,
+                                 .v_head_dim = 24,
+                                 .dtype = DType::kBF16,
+                                 .latent = true};
+  EXPECT_EQ(model->info().layers, (std::vector<AttentionLayerSpec>{layer, layer}));
+  EXPECT_EQ(model->info().rope.pairing, RopePairing::kInterleaved);
+  EXPECT_EQ(model->info().rope.rotary_dim, 8);
+}
+
+TEST(LatentAttentionTest, RefusesTwoTypesForOneVector) {
+  TestFolder folder;
+  WriteTestModel(folder, {.architecture = "DeepseekV2ForCausalLM"});
+  const auto model = Model::Load(folder.path(), {.dtype = DType::kF32, .k_dtype = DType::kI8});
+  EXPECT_EQ(model.status().code(), StatusCode::kBadArgument);
+  EXPECT_NE(model.status().message().find("k_dtype is int8, v_dtype is float32"), std::string::npos)
+      << model.status().ToString();
 }
 
 }  // namespace
