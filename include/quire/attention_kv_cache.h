@@ -50,10 +50,10 @@ struct AttentionLayerSpec {
   // Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434), absorbed: of a token one
   // vector [kv_lora_rank + rope part] is kept, which is the key of all query heads, and its first
   // v_head_dim = kv_lora_rank elements are the value. num_kv_heads is 1, v_head_dim at most
-  // qk_head_dim, v_dtype absent. Whatever the RopeMode, the caller gives the rope part of keys and
-  // queries rotated, by GetQueryPositions(); `rope`, or a cache's that is not kNone, says how (over
-  // qk_head_dim - v_head_dim dimensions), for windows with sinks turn queries back by it. Without
-  // either, sinks are scored from where they stand.
+  // qk_head_dim, v_dtype absent. Whatever the cache's RopeMode, the caller gives the rope part of
+  // keys and queries rotated, by GetQueryPositions(). `rope` (of any mode and pairing), else the
+  // cache's, says how, over qk_head_dim - v_head_dim dimensions: windows with sinks turn queries
+  // back by it. If that is kNone, sinks are scored from where they stand.
   bool latent = false;
 
   DType value_dtype() const { return v_dtype.value_or(dtype); }

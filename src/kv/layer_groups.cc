@@ -82,8 +82,10 @@ Status CheckLayerRope(const AttentionKVCacheOptions& options, size_t index) {
   const std::optional<RopeOptions>& rope = options.layers[index].rope;
   if (!rope) return Status();
   std::string why;
-  if (rope->mode != options.rope.mode) why = "mode is not that of AttentionKVCacheOptions::rope";
-  if (rope->pairing != options.rope.pairing)
+  const bool latent = options.layers[index].latent;  // its caller rotates
+  if (!latent && rope->mode != options.rope.mode)
+    why = "mode is not that of AttentionKVCacheOptions::rope";
+  if (!latent && rope->pairing != options.rope.pairing)
     why = "pairing is not that of AttentionKVCacheOptions::rope";
   if (rope->scaling == RopeScaling::kLongRope)
     why = "scaling is kLongRope, which is for AttentionKVCacheOptions::rope only";

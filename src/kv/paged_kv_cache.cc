@@ -57,10 +57,8 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
 
 const RopeOptions* PagedKVCache::RopeOf(const AttentionKVCacheOptions& options,
                                         const AttentionLayerSpec& layer) {
-  if (layer.latent && RopeDim(layer) == 0) return nullptr;
-  if (options.rope.mode == RopeMode::kNone && !layer.latent) return nullptr;
-  if (layer.rope) return &*layer.rope;
-  return options.rope.mode == RopeMode::kNone ? nullptr : &options.rope;
+  const RopeOptions& rope = layer.rope ? *layer.rope : options.rope;
+  return rope.mode == RopeMode::kNone || RopeDim(layer) == 0 ? nullptr : &rope;
 }
 
 std::vector<PagePool> PagedKVCache::MakePools(const std::vector<LayerGroup>& groups,
@@ -95,7 +93,9 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
     const AttentionLayerSpec& spec = options_.layers[l];
     if (!spec.latent) layers_[l].mode = options_.rope.mode;
     if (spec.latent) layers_[l].rope_first_dim = static_cast<int>(spec.v_head_dim);
-    if (RopeOf(options_, spec) == nullptr) continue;
+    const RopeOptions* const rope = RopeOf(options_, spec);
+    if (rope == nullptr) continue;
+    layers_[l].interleaved = rope->pairing == RopePairing::kInterleaved;
     for (size_t r = 0; r < ropes_.size(); ++r) {
       if (ropes_[r].IsOf(spec)) layers_[l].rope = static_cast<int>(r);
     }

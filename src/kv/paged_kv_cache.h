@@ -146,6 +146,7 @@ class PagedKVCache final : public AttentionKVCache {
     int rope = -1;                    // index in ropes_; -1: nothing says how this layer is rotated
     RopeMode mode = RopeMode::kNone;  // what this cache does to its keys
     int rope_first_dim = 0;
+    bool interleaved = false;
     bool loaded = false;  // in this forward
     bool appended = false;
     bool attended = false;

@@ -489,7 +489,7 @@ RotaryRows PagedKVCache::RotaryOfRows(const Layer& layer) const {
   const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
   return {.angles = rope.angles.data(),
           .rotary_dim = static_cast<int>(2 * rope.short_table.pair_count()),
-          .interleaved = options_.rope.pairing == RopePairing::kInterleaved,
+          .interleaved = layer.interleaved,
           .first_dim = layer.rope_first_dim};
 }
 
