@@ -137,6 +137,30 @@ struct TokenRange {
   bool operator==(const TokenRange&) const = default;
 };
 
+// What windows hide from a sequence. Lengths in tokens; 0 = none.
+struct SequenceWindows {
+  int64_t window = 0;  // of EnableSlidingWindowForSeq, sinks included
+  int64_t sinks = 0;
+  int64_t lost = 0;  // hidden behind the sinks for good, whatever the window says
+  int64_t slid = 0;  // hidden behind the sinks from a next query, as of the last forward; >= lost
+  int64_t span = 0;  // the window of AttentionKVCacheOptions::tvm_window_span and its sinks
+  int64_t span_sinks = 0;
+
+  bool operator==(const SequenceWindows&) const = default;
+};
+
+// The positions of a sequence of `length` tokens that its next query does not see in a layer with
+// the window `layer_window` (0 = none), by what had slid in its last forward.
+TokenRange HiddenTokens(const SequenceWindows& windows, int64_t layer_window, int64_t length);
+
+// Tokens of which windows may hide some at the end of the import: these may be left out.
+struct KVImport {
+  std::span<const KVBlock> blocks{};
+  std::span<const int64_t> tokens{};  // [block]: positions that it stands for
+  // Of the sequence then; an empty sequence only may get any.
+  SequenceWindows windows{};
+};
+
 class AttentionKVCache : public KVState {
  public:
   // BadArgument for options out of range, OutOfMemory when the pages cannot be mapped. Options are
@@ -172,6 +196,8 @@ class AttentionKVCache : public KVState {
   // What the sequence's window hides from a next query, as of its last forward: the positions
   // behind its sinks. Empty, and at 0, if nothing has slid.
   virtual Result<TokenRange> SlidRange(int64_t seq_id) const = 0;
+
+  virtual Result<SequenceWindows> GetWindows(int64_t seq_id) const = 0;
 
   // Whether ForkSequence(seq_id, ., position), 0 <= position <= length, finds all tokens that a
   // query there may see. False for unknown sequences and other positions.
@@ -292,6 +318,10 @@ class AttentionKVCache : public KVState {
   // REQUIRES: IDLE; every layer in every block; the caller answers for keys that are rotated for
   // the positions at which they come to stand.
   virtual Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) = 0;
+  // As ImportKV, and the sequence has the import's windows then. A layer's tensors have the rows of
+  // those of the block's tokens that are not in its HiddenTokens at the end, in order (none:
+  // tensors of no rows, or left out); the others are as if they had slid out.
+  virtual Status ImportVisibleKV(int64_t seq_id, const KVImport& import) = 0;
 
   // ---- Debugging, of all layers that are not latent or (MLA) of all that are; they must be of
   // equal heads and dims. Layout [those layers, end - start, Hkv, D or Dv], MLA [those layers,

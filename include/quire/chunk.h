@@ -100,11 +100,14 @@ enum class StateKind : uint8_t {
 
 struct PassportLayer {
   StateKind kind = StateKind::kAttention;
-  ElementType dtype{};     // as stored
-  int64_t kv_heads = 0;    // latent: 1
-  int64_t head_dim = 0;    // of keys; latent: rank + rope dims; recurrent: elements per head
-  int64_t v_head_dim = 0;  // of values; latent: rank; recurrent: head_dim
+  ElementType dtype{};  // as stored
+  // A recurrent layer's state is [kv_heads, head_dim, v_head_dim], a convolution's [1, width - 1,
+  // channels].
+  int64_t kv_heads = 0;                               // latent: 1
+  int64_t head_dim = 0;                               // of keys; latent: rank + rope dims
+  int64_t v_head_dim = 0;                             // of values; latent: rank
   std::optional<ElementType> v_dtype = std::nullopt;  // of values, where it is not dtype
+  int64_t window = 0;  // tokens that a query sees, its own included; 0: all
 
   ElementType value_dtype() const { return v_dtype.value_or(dtype); }
   bool operator==(const PassportLayer&) const = default;

@@ -5,12 +5,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "quire/attention_kv_cache.h"
 #include "quire/kv_state.h"
 #include "quire/recurrent_state.h"
 #include "quire/status.h"
+#include "quire/tensor.h"
 
 namespace quire {
 
@@ -35,6 +37,12 @@ class CompositeState : public KVState {
   // The largest position <= `position` that ForkSequence and PopN reach in all parts.
   // REQUIRES: 0 <= position <= length.
   virtual Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const = 0;
+
+  // Appends tokens to all parts: to attention KV as ImportVisibleKV (nothing without such a part);
+  // RecurrentCaches, [part][layer], as ImportState at `position`, where the sequence ends then.
+  // BadArgument if parts would end elsewhere, or one is no RecurrentCache.
+  virtual Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
+                             std::span<const std::vector<TensorView>> states) = 0;
 
   virtual bool HasSequence(int64_t seq_id) const = 0;
   virtual int64_t sequence_count() const = 0;

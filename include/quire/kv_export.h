@@ -1,5 +1,9 @@
-// KV between a cache and chunks, bit for bit. Page size, page order and sharing of the writer's
-// cache do not matter to the reader: chunks have the logical layout.
+// KV and recurrent states between caches and chunks, bit for bit. Page size, page order and sharing
+// of the writer's cache do not matter to the reader: chunks have the logical layout.
+//
+// A chunk has, of each layer, what it takes to go on behind its last token: all of its tokens' keys
+// and values, of a layer with a window of w the last w - 1, and the states of recurrent layers. So
+// a prefix is made of all its chunks, and each may be the last one.
 //
 //   const auto passport = CachePassport(cache, {.model = ..., .revision = ...}, false);
 //   const KeySpace keys(*passport->Fingerprint(), salt);
@@ -20,14 +24,38 @@
 
 #include "quire/attention_kv_cache.h"
 #include "quire/chunk.h"
+#include "quire/composite_state.h"
+#include "quire/recurrent_cache.h"
 #include "quire/status.h"
 
 namespace quire {
 
+// Whose sequences are moved: a cache, or the parts of a CompositeState, which has one recurrent
+// part, a RecurrentCache. A view.
+class SequenceStates {
+ public:
+  SequenceStates(AttentionKVCache& cache) : kv_(&cache), attention_(&cache) {}  // NOLINT
+  SequenceStates(CompositeState& composite);                                    // NOLINT
+
+  KVState& kv() const { return *kv_; }
+  AttentionKVCache* attention() const { return attention_; }  // null without such layers
+  RecurrentCache* recurrent() const { return recurrent_; }    // null without such layers
+  CompositeState* composite() const { return composite_; }    // null for a cache alone
+  bool HasSequence(int64_t seq_id) const;
+  Result<int64_t> GetSequenceLength(int64_t seq_id) const;
+
+ private:
+  KVState* kv_;
+  AttentionKVCache* attention_ = nullptr;
+  RecurrentCache* recurrent_ = nullptr;
+  CompositeState* composite_ = nullptr;
+};
+
 // The passport of what the cache stores: `identity` has model, revision, tokenizer, adapter and
-// block_tokens; layers, RoPE and numerics are the cache's. `long_factors`: the sequence's choice
-// (AttentionKVCache::UsesLongRope). BadArgument as Passport::ToJson.
-Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity, bool long_factors);
+// block_tokens; layers (attention first), RoPE and numerics are the cache's. `long_factors`: the
+// sequence's choice (AttentionKVCache::UsesLongRope). BadArgument as Passport::ToJson, and for
+// other recurrent parts.
+Result<Passport> CachePassport(const SequenceStates& states, Passport identity, bool long_factors);
 
 // The chunks of the prefix chain over `tokens`, from position 0 on, with their tokens; times,
 // generation and flags are the caller's. With `tail` also a shorter last one.
@@ -40,22 +68,25 @@ std::vector<ChunkFields> ChainFields(const Passport& passport, const KeySpace& k
 ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const ChunkKey& previous,
                        int64_t start, std::span<const int32_t> tokens);
 
-// The KV of fields.tokens.size() tokens from position `start` on. BadArgument for a range that the
-// sequence has not, UnknownSequence, TooLarge, OutOfMemory.
-Result<ChunkBuffer> ExportChunk(AttentionKVCache& cache, int64_t seq_id, int64_t start,
+// The KV of fields.tokens.size() tokens from position `start` on, and the states behind them.
+// BadArgument for a range that the sequence has not, or holds no more; NeedsReplay for a position
+// at which no state is held; UnknownSequence, TooLarge, OutOfMemory.
+Result<ChunkBuffer> ExportChunk(const SequenceStates& states, int64_t seq_id, int64_t start,
                                 ChunkFields fields, const ChunkWriteOptions& options = {});
 
 // The layer's verified keys and values in a chunk whose tokens are to stand from `position` on; the
 // other layers need not be there. Views of the chunk's bytes. Corrupt, Incompatible.
 Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
                            int64_t position);
-// The first `count` tokens of it.
-LayerKV FirstTokens(const LayerKV& kv, int64_t count);
+// `count` tokens of it from token `first` on. May throw std::bad_alloc.
+LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count);
 
-// Appends the chunks' tokens to the sequence, which is added if it is absent. All digests are
-// verified first; whatever fails, the cache is as it was. Corrupt; Incompatible for other layers or
-// keys that were rotated for another position; OutOfPages, BadState as BeginForward.
-Status ImportChunks(AttentionKVCache& cache, int64_t seq_id, std::span<const ChunkView> chunks);
+// Appends the chunks' tokens to the sequence, which is added if it is absent. What is needed at
+// their end is verified first; whatever fails, the sequence is as it was. Corrupt; Incompatible for
+// other layers or keys that were rotated for another position; OutOfPages, BadState as
+// BeginForward.
+Status ImportChunks(const SequenceStates& states, int64_t seq_id,
+                    std::span<const ChunkView> chunks);
 
 }  // namespace quire
 

@@ -1,6 +1,7 @@
-// Snapshot: one sequence with all its state as one portable file: tokens, KV, the choice of RoPE
-// factors, the sampler's state. It can be restored by another process, on another machine, into
-// pages of another size. docs/formats/snapshot.md is the byte layout.
+// Snapshot: one sequence with all its state as one portable file: tokens, KV, recurrent states,
+// windows and what has slid out of them, the choice of RoPE factors, the sampler's state. It can be
+// restored by another process, on another machine, into pages of another size.
+// docs/formats/snapshot.md is the byte layout.
 #ifndef QUIRE_SNAPSHOT_H_
 #define QUIRE_SNAPSHOT_H_
 
@@ -11,6 +12,7 @@
 
 #include "quire/attention_kv_cache.h"
 #include "quire/chunk.h"
+#include "quire/kv_export.h"
 #include "quire/status.h"
 
 namespace quire {
@@ -25,7 +27,7 @@ struct SnapshotContents {
 // Writes `path` whole or not at all: a temporary file beside it takes its place at the end, synced
 // to the disk. An existing file is replaced. BadArgument if the tokens are not as many as the
 // sequence has, UnknownSequence, IoError.
-Status SaveSnapshot(AttentionKVCache& cache, int64_t seq_id, const SnapshotContents& contents,
+Status SaveSnapshot(const SequenceStates& states, int64_t seq_id, const SnapshotContents& contents,
                     const std::string& path);
 
 struct SnapshotInfo {
@@ -33,6 +35,9 @@ struct SnapshotInfo {
   std::string passport_json;
   std::vector<int32_t> tokens;
   std::string sampler;
+  SequenceWindows windows;
+  int64_t state_bytes = 0;  // of recurrent layers
+  int64_t version = 1;      // of the file: 2 if there are windows, rows left out or states
   int64_t created_ms = 0;
   int64_t chunk_count = 0;  // that hold KV
   int64_t file_bytes = 0;
@@ -52,6 +57,8 @@ struct SnapshotDifference {
   int64_t different_sections = 0;
   std::string first_section{};  // "layer 3 key of tokens 256 to 511"; empty if none
   bool same_sampler = true;
+  bool same_windows = true;
+  bool same_states = true;
   bool operator==(const SnapshotDifference&) const = default;
 };
 
@@ -67,8 +74,9 @@ struct SnapshotLoadOptions {
 // Adds the sequence seq_id with the snapshot's state. `identity`: the model that the cache is for,
 // as CachePassport takes it; block_tokens is not compared. Incompatible with the field that
 // differs; Corrupt, SequenceExists, OutOfPages. A failed call has changed nothing.
-Result<SnapshotInfo> LoadSnapshot(AttentionKVCache& cache, int64_t seq_id, const Passport& identity,
-                                  const std::string& path, const SnapshotLoadOptions& options = {});
+Result<SnapshotInfo> LoadSnapshot(const SequenceStates& states, int64_t seq_id,
+                                  const Passport& identity, const std::string& path,
+                                  const SnapshotLoadOptions& options = {});
 
 }  // namespace quire
 

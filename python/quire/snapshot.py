@@ -48,6 +48,11 @@ class SnapshotInfo:
     sampler: bytes of whoever saved it.
     created: seconds since 1970.
     chunk_count: pieces of passport["block"] tokens; the last one may be shorter.
+    version: of the file; 2 if it has windows, rows that are left out, or recurrent states.
+    window, sinks: of the sequence's sliding window, 0 without one. Windows of layers stand in
+        passport["window"].
+    slid: tokens behind the sinks that the window hides; lost: those that stay hidden without it.
+    state_bytes: of recurrent layers.
     """
 
     passport: dict[str, Any]
@@ -57,6 +62,12 @@ class SnapshotInfo:
     chunk_count: int
     file_bytes: int
     long_factors: bool
+    version: int
+    window: int
+    sinks: int
+    slid: int
+    lost: int
+    state_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +79,7 @@ class SnapshotDifference:
     compared_sections, different_sections: keys or values of one layer and chunk, of the chunks with
         the same tokens behind the same tokens.
     first_section: which is the first different one; empty if none.
+    same_windows, same_states: of the sequence, and of recurrent layers at its end.
     """
 
     passport: str
@@ -76,6 +88,8 @@ class SnapshotDifference:
     different_sections: int
     first_section: str
     same_sampler: bool
+    same_windows: bool
+    same_states: bool
 
 
 def info(path: str | os.PathLike[str]) -> SnapshotInfo:
@@ -104,6 +118,8 @@ def diff(ours: str | os.PathLike[str], theirs: str | os.PathLike[str]) -> Snapsh
         different_sections=int(fields["different_sections"]),
         first_section=str(fields["first_section"]),
         same_sampler=bool(fields["same_sampler"]),
+        same_windows=bool(fields["same_windows"]),
+        same_states=bool(fields["same_states"]),
     )
 
 
@@ -163,4 +179,10 @@ def _read_info(fields: Any) -> SnapshotInfo:
         chunk_count=int(fields["chunk_count"]),
         file_bytes=int(fields["file_bytes"]),
         long_factors=bool(fields["long_factors"]),
+        version=int(fields["version"]),
+        window=int(fields["window"]),
+        sinks=int(fields["sinks"]),
+        slid=int(fields["slid"]),
+        lost=int(fields["lost"]),
+        state_bytes=int(fields["state_bytes"]),
     )

@@ -27,10 +27,10 @@ std::string Text(const std::vector<std::byte>& bytes) {
   return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
-std::string SampleSnapshot() {
+std::string SnapshotBytes(Status (*write)(const std::string& path)) {
   const std::string path =
       std::filesystem::temp_directory_path() / ("format_golden_" + std::to_string(::getpid()));
-  const Status status = WriteSampleSnapshot(path);
+  const Status status = write(path);
   EXPECT_TRUE(status.ok()) << status.ToString();
   const std::string bytes = ReadFile(path);
   std::filesystem::remove(path);
@@ -43,7 +43,7 @@ void Compare(const std::string& name, const std::string& bytes) {
         .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   }
   const std::string golden = ReadFile(PathOf(name));
-  EXPECT_TRUE(bytes == golden) << name << ": other bytes than version 1 has; " << bytes.size()
+  EXPECT_TRUE(bytes == golden) << name << ": other bytes than that version has; " << bytes.size()
                                << " of them, the file has " << golden.size();
 }
 
@@ -62,7 +62,18 @@ void ReadChunk(const std::string& name, std::string_view mac_key) {
 TEST(FormatGolden, WhatIsWrittenIsVersion1) {
   Compare("chunk_v1.bin", Text(SampleChunk()));
   Compare("signed_chunk_v1.bin", Text(SampleChunk({.mac_key = "key"})));
-  Compare("snapshot_v1.bin", SampleSnapshot());
+  Compare("snapshot_v1.bin", SnapshotBytes(WriteSampleSnapshot));
+}
+
+TEST(FormatGolden, SnapshotsThatHideSomethingAreVersion2) {
+  Compare("snapshot_v2.bin", SnapshotBytes(WriteHidingSnapshot));
+  const auto info = VerifySnapshot(PathOf("snapshot_v2.bin"));
+  ASSERT_TRUE(info.ok()) << info.status().ToString();
+  EXPECT_EQ(info->version, 2);
+  EXPECT_EQ(info->tokens, (std::vector<int32_t>{3, 1, 4, 1, 5}));
+  EXPECT_EQ(info->passport, HidingPassport());
+  EXPECT_EQ(info->windows, (SequenceWindows{.window = 5, .sinks = 1, .slid = 1}));
+  EXPECT_EQ(info->state_bytes, 24);
 }
 
 TEST(FormatGolden, Version1IsRead) {

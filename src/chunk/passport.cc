@@ -98,6 +98,7 @@ Status CheckLayers(const Passport& passport) {
     QUIRE_RETURN_IF_ERROR(CheckSize("kv_heads", layer.kv_heads));
     QUIRE_RETURN_IF_ERROR(CheckSize("head_dim", layer.head_dim));
     QUIRE_RETURN_IF_ERROR(CheckSize("v_head_dim", layer.v_head_dim));
+    if (layer.window != 0) QUIRE_RETURN_IF_ERROR(CheckSize("window", layer.window));
     QUIRE_RETURN_IF_ERROR(ElementType::Parse(layer.dtype.ToString()).status());
     QUIRE_RETURN_IF_ERROR(ElementType::Parse(layer.value_dtype().ToString()).status());
   }
@@ -145,6 +146,9 @@ void AddLayers(const Passport& passport, Json& json) {
   const auto special = [](const auto& layer) { return layer.kind != StateKind::kAttention; };
   if (std::any_of(layers.begin(), layers.end(), special))
     json["kind"] = PerLayer(layers, [](const auto& layer) { return StateKindName(layer.kind); });
+  const auto windowed = [](const auto& layer) { return layer.window != 0; };
+  if (std::any_of(layers.begin(), layers.end(), windowed))
+    json["window"] = PerLayer(layers, [](const auto& layer) { return layer.window; });
 }
 
 // ---- From JSON
@@ -183,6 +187,7 @@ Status ReadLayers(const JsonValue& json, Passport& passport) {
   QUIRE_ASSIGN_OR_RETURN(const auto v_head_dim, json.Find("v_head_dim"));
   QUIRE_ASSIGN_OR_RETURN(const auto v_dtype, json.Find("v_dtype"));
   QUIRE_ASSIGN_OR_RETURN(const auto kind, json.Find("kind"));
+  QUIRE_ASSIGN_OR_RETURN(const auto window, json.Find("window"));
   passport.layers.resize(count);
   for (size_t i = 0; i < count; ++i) {
     PassportLayer& layer = passport.layers[i];
@@ -195,6 +200,10 @@ Status ReadLayers(const JsonValue& json, Passport& passport) {
       QUIRE_ASSIGN_OR_RETURN(const std::string v_dtype_name, TextOfLayer(*v_dtype, i, count));
       QUIRE_ASSIGN_OR_RETURN(const ElementType v_type, ElementType::Parse(v_dtype_name));
       if (!(v_type == layer.dtype)) layer.v_dtype = v_type;
+    }
+    if (window) {
+      QUIRE_ASSIGN_OR_RETURN(const JsonValue value, ValueOfLayer(*window, i, count));
+      QUIRE_ASSIGN_OR_RETURN(layer.window, value.Int(0, kSizeMax));
     }
     if (!kind) continue;
     QUIRE_ASSIGN_OR_RETURN(const std::string kind_name, TextOfLayer(*kind, i, count));

@@ -10,12 +10,20 @@
 namespace quire {
 namespace {
 
-Result<std::string> ReadSampler(const SnapshotReader& reader) {
+Status ReadState(const SnapshotReader& reader, SnapshotInfo* info) {
   QUIRE_ASSIGN_OR_RETURN(const SnapshotChunk state, reader.ReadState());
+  for (const Section& section : state.view.header().sections) {
+    if (section.kind == SectionKind::kRecurrentState) info->state_bytes += section.length;
+  }
+  if (reader.version() == kSnapshotVersionHiding) {
+    QUIRE_ASSIGN_OR_RETURN(const SnapshotWindows windows, ReadSnapshotWindows(state.view));
+    info->windows = windows.windows;
+  }
   const int64_t index = state.view.header().Find(SectionKind::kSampler, 0);
-  if (index < 0) return std::string();
+  if (index < 0) return Status();
   QUIRE_ASSIGN_OR_RETURN(const auto bytes, state.view.section(index));
-  return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  info->sampler.assign(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  return Status();
 }
 
 }  // namespace
@@ -28,7 +36,8 @@ Result<SnapshotInfo> InfoWithoutTokens(const SnapshotReader& reader) {
   info.chunk_count = reader.kv_chunk_count();
   info.file_bytes = reader.file_bytes();
   info.long_factors = info.passport.rope.find(";set=long") != std::string::npos;
-  QUIRE_ASSIGN_OR_RETURN(info.sampler, ReadSampler(reader));
+  info.version = reader.version();
+  QUIRE_RETURN_IF_ERROR(ReadState(reader, &info));
   return info;
 }
 
@@ -71,6 +80,7 @@ struct ChunkSummary {
 struct SnapshotSummary {
   SnapshotInfo info;
   std::vector<ChunkSummary> chunks;
+  std::vector<Section> states;  // of recurrent layers
 };
 
 Result<SnapshotSummary> Summarise(const std::string& path) {
@@ -81,6 +91,10 @@ Result<SnapshotSummary> Summarise(const std::string& path) {
     AddTokens(chunk.header(), summary.info.tokens);
     summary.chunks.push_back({chunk.header().tokens, chunk.header().sections});
   }));
+  QUIRE_ASSIGN_OR_RETURN(const SnapshotChunk state, reader.ReadState());
+  for (const Section& section : state.view.header().sections) {
+    if (section.kind == SectionKind::kRecurrentState) summary.states.push_back(section);
+  }
   return summary;
 }
 
@@ -93,11 +107,14 @@ bool SameSection(const Section& a, const Section& b) {
 // cases, for each section.
 void CompareChunk(const ChunkSummary& ours, const ChunkSummary& theirs, int64_t position,
                   SnapshotDifference& difference) {
-  const size_t count = std::min(ours.sections.size(), theirs.sections.size());
-  for (size_t s = 0; s < count; ++s) {
-    const Section& section = ours.sections[s];
+  for (const Section& section : ours.sections) {
+    const auto is_its = [&](const Section& other) {
+      return other.kind == section.kind && other.layer_first == section.layer_first;
+    };
+    const auto other = std::ranges::find_if(theirs.sections, is_its);
+    if (other == theirs.sections.end()) continue;  // one has left out what slid out of a window
     ++difference.compared_sections;
-    if (SameSection(section, theirs.sections[s])) continue;
+    if (SameSection(section, *other)) continue;
     if (difference.different_sections++ > 0) continue;
     const int64_t last = position + static_cast<int64_t>(ours.tokens.size()) - 1;
     difference.first_section = "layer " + std::to_string(section.layer_first) + " " +
@@ -132,6 +149,8 @@ Result<SnapshotDifference> DiffSnapshots(const std::string& ours, const std::str
     SnapshotDifference difference;
     difference.passport = PassportDifference(a.info.passport_json, b.info.passport_json);
     difference.same_sampler = a.info.sampler == b.info.sampler;
+    difference.same_windows = a.info.windows == b.info.windows;
+    difference.same_states = std::ranges::equal(a.states, b.states, SameSection);
     const auto [end, unused] = std::ranges::mismatch(a.info.tokens, b.info.tokens);
     difference.common_tokens = end - a.info.tokens.begin();
     int64_t position = 0;

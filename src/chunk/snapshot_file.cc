@@ -21,7 +21,6 @@ using chunk_layout::RoundUp;
 using chunk_layout::Store;
 
 constexpr std::string_view kSnapshotMagic = "QSNAPSH1";
-constexpr uint32_t kSnapshotVersion = 1;
 constexpr size_t kAtVersion = 8;
 constexpr size_t kAtHeaderBytes = 12;
 constexpr size_t kAtFileBytes = 16;
@@ -95,7 +94,8 @@ SnapshotWriter::~SnapshotWriter() {
 }
 
 Result<SnapshotWriter> SnapshotWriter::Create(std::string path, std::string passport_json,
-                                              int64_t chunk_count, int64_t created_ms) {
+                                              int64_t chunk_count, int64_t created_ms,
+                                              uint32_t version) {
   if (chunk_count < 1 || chunk_count > kChunkCountMax) {
     return Status(StatusCode::kTooLarge, path + ": a snapshot has 1 to " +
                                              std::to_string(kChunkCountMax) + " chunks, not " +
@@ -107,6 +107,7 @@ Result<SnapshotWriter> SnapshotWriter::Create(std::string path, std::string pass
                       " bytes; at most " + std::to_string(kPassportBytesMax) + " are taken");
   }
   SnapshotWriter writer(std::move(path), std::move(passport_json), chunk_count, created_ms);
+  writer.version_ = version;
   std::string name = writer.path_ + ".XXXXXX";
   // Readable for the owner alone: KV is as secret as the text that it was computed from.
   writer.file_ = FileHandle(::mkstemp(name.data()));
@@ -139,7 +140,7 @@ std::vector<std::byte> SnapshotWriter::EncodeHeader() const {
   std::vector<std::byte> header(static_cast<size_t>(header_bytes));
   const std::span<std::byte> out(header);
   std::memcpy(header.data(), kSnapshotMagic.data(), kSnapshotMagic.size());
-  Store(out, kAtVersion, kSnapshotVersion);
+  Store(out, kAtVersion, version_);
   Store(out, kAtHeaderBytes, static_cast<uint32_t>(header_bytes));
   Store(out, kAtFileBytes, end_);
   Store(out, kAtChunkCount, static_cast<uint32_t>(chunk_count_));
@@ -218,10 +219,11 @@ Result<SnapshotReader> SnapshotReader::Open(const std::string& path) {
   if (Load<uint32_t>(header, kAtCrc) != SnapshotCrc(header))
     return Corrupt(path, "the checksum of its header is wrong");
   const uint32_t version = Load<uint32_t>(header, kAtVersion);
-  if (version != kSnapshotVersion || Load<uint32_t>(header, kAtReserved) != 0) {
+  const bool is_known = version == kSnapshotVersion || version == kSnapshotVersionHiding;
+  if (!is_known || Load<uint32_t>(header, kAtReserved) != 0) {
     return Status(StatusCode::kIncompatible,
                   path + ": a snapshot of version " + std::to_string(version) +
-                      " or with newer fields; this build reads version 1");
+                      " or with newer fields; this build reads versions 1 and 2");
   }
   if (Load<int64_t>(header, kAtFileBytes) != file_bytes) {
     return Corrupt(path, "it has " + std::to_string(file_bytes) + " bytes instead of " +
@@ -240,6 +242,7 @@ Result<SnapshotReader> SnapshotReader::Open(const std::string& path) {
   }
   const Digest fingerprint = FingerprintOf(json);
   SnapshotReader reader(std::move(file), path, std::move(json), *std::move(passport), fingerprint);
+  reader.version_ = version;
   reader.created_ms_ = Load<int64_t>(header, kAtCreated);
   reader.file_bytes_ = file_bytes;
   QUIRE_RETURN_IF_ERROR(reader.DecodeTable(header, count));
@@ -323,6 +326,51 @@ Result<SnapshotChunk> SnapshotReader::ReadState() const {
                                                            .tokens = std::span<const int32_t>()});
   if (!chunk.ok()) return InFile(path_, index, chunk.status());
   return chunk;
+}
+
+// ---------------------------------------------------------------------- windows
+
+namespace {
+
+constexpr size_t kWindowNumbers = 8;  // the last one is reserved
+
+}  // namespace
+
+SectionSpec SnapshotWindowSection() {
+  return {SectionKind::kWindow, 0, 0, ElementType(kDLInt, 64), {int64_t{kWindowNumbers}}};
+}
+
+void WriteSnapshotWindows(const SequenceWindows& windows, int64_t length, std::span<std::byte> to) {
+  const int64_t numbers[kWindowNumbers] = {
+      length,       windows.window, windows.sinks,     windows.lost,
+      windows.slid, windows.span,   windows.span_sinks};
+  for (size_t i = 0; i < kWindowNumbers; ++i) Store(to, i * sizeof(int64_t), numbers[i]);
+}
+
+Result<SnapshotWindows> ReadSnapshotWindows(const ChunkView& state) {
+  const int64_t index = state.header().Find(SectionKind::kWindow, 0);
+  const bool fits = index >= 0 && static_cast<const SectionSpec&>(
+                                      state.header().sections[static_cast<size_t>(index)]) ==
+                                      SnapshotWindowSection();
+  if (!fits) {
+    return Status(StatusCode::kCorrupt,
+                  "damaged snapshot: a file of version 2 without a section of windows");
+  }
+  QUIRE_ASSIGN_OR_RETURN(const auto bytes, state.section(index));
+  int64_t numbers[kWindowNumbers];
+  for (size_t i = 0; i < kWindowNumbers; ++i) {
+    numbers[i] = Load<int64_t>(bytes, i * sizeof(int64_t));
+    if (numbers[i] >= 0 && numbers[i] < int64_t{1} << 31) continue;
+    return Status(StatusCode::kCorrupt, "damaged snapshot: number " + std::to_string(i) +
+                                            " of its windows is " + std::to_string(numbers[i]));
+  }
+  return SnapshotWindows{.windows = {.window = numbers[1],
+                                     .sinks = numbers[2],
+                                     .lost = numbers[3],
+                                     .slid = numbers[4],
+                                     .span = numbers[5],
+                                     .span_sinks = numbers[6]},
+                         .length = numbers[0]};
 }
 
 }  // namespace quire

@@ -32,13 +32,18 @@ class FileHandle {
   int descriptor_ = -1;
 };
 
+// Version 2 is what has windows, rows that are left out, or recurrent states.
+inline constexpr uint32_t kSnapshotVersion = 1;
+inline constexpr uint32_t kSnapshotVersionHiding = 2;
+
 // Calls in order: Create, Add for each of the chunks, Finish. Dropped before that, it leaves no
 // file.
 class SnapshotWriter {
  public:
   // `passport_json`: of all chunks. IoError.
   static Result<SnapshotWriter> Create(std::string path, std::string passport_json,
-                                       int64_t chunk_count, int64_t created_ms);
+                                       int64_t chunk_count, int64_t created_ms,
+                                       uint32_t version = kSnapshotVersion);
   SnapshotWriter(SnapshotWriter&&) noexcept = default;
   SnapshotWriter& operator=(SnapshotWriter&&) = delete;
   ~SnapshotWriter();
@@ -63,6 +68,7 @@ class SnapshotWriter {
   std::string passport_json_;
   int64_t chunk_count_;
   int64_t created_ms_;
+  uint32_t version_ = kSnapshotVersion;
   int64_t end_ = 0;  // of what is written
   std::vector<Entry> table_;
   FileHandle file_;
@@ -83,6 +89,7 @@ class SnapshotReader {
   const std::string& passport_json() const { return passport_json_; }
   const KeySpace& keys() const { return keys_; }
   int64_t created_ms() const { return created_ms_; }
+  uint32_t version() const { return version_; }
   int64_t file_bytes() const { return file_bytes_; }
   // All chunks but the last one hold KV, the prefix chain from the first token on.
   int64_t kv_chunk_count() const { return static_cast<int64_t>(table_.size()) - 1; }
@@ -113,12 +120,23 @@ class SnapshotReader {
   KeySpace keys_;
   ChunkLimits limits_;
   int64_t created_ms_ = 0;
+  uint32_t version_ = kSnapshotVersion;
   int64_t file_bytes_ = 0;
   std::vector<Entry> table_;  // never empty
 };
 
 // The key of the last chunk: of no tokens, so no chunk of the chain has it.
 inline ChunkKey SnapshotStateKey(const KeySpace& keys) { return keys.Segment({}); }
+
+// The section of the last chunk with the windows of a sequence of `length` tokens, int64 [8].
+SectionSpec SnapshotWindowSection();
+void WriteSnapshotWindows(const SequenceWindows& windows, int64_t length, std::span<std::byte> to);
+// Of a file of version 2: the windows, whose numbers are in [0, 2^31), and the length. Corrupt.
+struct SnapshotWindows {
+  SequenceWindows windows;
+  int64_t length = 0;
+};
+Result<SnapshotWindows> ReadSnapshotWindows(const ChunkView& state);
 
 // What the reader knows without reading KV chunks: all of the info but the tokens.
 Result<SnapshotInfo> InfoWithoutTokens(const SnapshotReader& reader);

@@ -82,6 +82,66 @@ Status WriteSampleSnapshot(const std::string& path) {
   return std::move(writer).Finish();
 }
 
+Passport HidingPassport() {
+  Passport passport = SamplePassport();
+  passport.layers[1].window = 3;
+  passport.layers.push_back({.kind = StateKind::kRecurrent,
+                             .dtype = DType::kF32,
+                             .kv_heads = 1,
+                             .head_dim = 2,
+                             .v_head_dim = 3});
+  return passport;
+}
+
+namespace {
+
+KeySpace HidingKeys() { return KeySpace(*HidingPassport().Fingerprint(), ""); }
+
+}  // namespace
+
+ChunkExpectation ExpectHidingState() {
+  const KeySpace keys = HidingKeys();
+  return {.key = SnapshotStateKey(keys),
+          .fingerprint = keys.fingerprint(),
+          .tokens = std::span<const int32_t>()};
+}
+
+std::vector<std::byte> HidingStateChunk(std::span<const std::byte> windows) {
+  const std::vector<SectionSpec> sections = {
+      SnapshotWindowSection(), {SectionKind::kRecurrentState, 2, 2, DType::kF32, {1, 2, 3}}};
+  const KeySpace keys = HidingKeys();
+  ChunkFields fields;
+  fields.fingerprint = keys.fingerprint();
+  fields.key = SnapshotStateKey(keys);
+  Result<ChunkWriter> writer = ChunkWriter::Create(std::move(fields), sections);
+  QUIRE_CHECK(writer.ok()) << writer.status().ToString();
+  std::ranges::copy(windows.first(64), writer->section(0).begin());
+  std::ranges::fill(writer->section(1), std::byte{0x3f});
+  const Result<ChunkBuffer> buffer = std::move(*writer).Seal();
+  QUIRE_CHECK(buffer.ok()) << buffer.status().ToString();
+  return {buffer->bytes().begin(), buffer->bytes().end()};
+}
+
+Status WriteHidingSnapshot(const std::string& path) {
+  QUIRE_ASSIGN_OR_RETURN(std::string json, HidingPassport().ToJson());
+  const KeySpace keys = HidingKeys();
+  QUIRE_ASSIGN_OR_RETURN(
+      SnapshotWriter writer,
+      SnapshotWriter::Create(path, std::move(json), 2, /*created_ms=*/1, kSnapshotVersionHiding));
+  ChunkFields fields;
+  fields.fingerprint = keys.fingerprint();
+  fields.tokens = {3, 1, 4, 1, 5};
+  fields.key = keys.Next(keys.root(), fields.tokens);
+  std::vector<SectionSpec> sections = SampleSections();
+  sections[0].dims[0] = sections[1].dims[0] = 4;
+  sections[2].dims[0] = sections[3].dims[0] = 2;
+  QUIRE_RETURN_IF_ERROR(writer.Add(ChunkOf(fields, sections)));
+  std::vector<std::byte> windows(64);
+  WriteSnapshotWindows({.window = 5, .sinks = 1, .slid = 1}, 5, windows);
+  QUIRE_RETURN_IF_ERROR(writer.Add(HidingStateChunk(windows)));
+  return std::move(writer).Finish();
+}
+
 void SealAgain(std::vector<std::byte>& chunk) {
   using namespace chunk_layout;
   if (chunk.size() < kFixedBytes) return;

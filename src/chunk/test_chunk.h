@@ -23,6 +23,14 @@ ChunkExpectation ExpectSample();
 
 // One chunk of KV in the sample's shape, and a state chunk without a sampler.
 Status WriteSampleSnapshot(const std::string& path);
+// A file of version 2: three layers, of which the second has a window of 3 tokens and rows for two,
+// and the third is recurrent; a window of the sequence that has lost a token.
+Status WriteHidingSnapshot(const std::string& path);
+// The state chunk of such a file, with these bytes for the section of windows, 64 of them.
+std::vector<std::byte> HidingStateChunk(std::span<const std::byte> windows);
+// What asks for it.
+ChunkExpectation ExpectHidingState();
+Passport HidingPassport();
 
 // Corrects the header's checksum after a change, as far as its fields allow.
 void SealAgain(std::vector<std::byte>& chunk);

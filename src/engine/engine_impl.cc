@@ -108,17 +108,8 @@ int64_t EngineImpl::step_bytes() const {
   return bytes;
 }
 
-// Chunks and snapshots hold keys and values of all tokens in all layers. What has slid out of a
-// window is not held any more, and a recurrent layer has a state in place of them.
-Status EngineImpl::CheckHoldsAllKV(const char* call) const {
-  if (state_.forks_anywhere()) return {};
-  return Status(StatusCode::kBadArgument,
-                std::string("Engine::") + call + ": " + model_->info().architecture +
-                    (state_.is_recurrent()
-                         ? " has recurrent layers, whose states are kept in memory only"
-                         : " has layers with sliding windows, and KV that slid out of them is "
-                           "gone") +
-                    "; KV of such models cannot be saved, loaded or stored");
+SequenceStates EngineImpl::states() const {
+  return composite_ != nullptr ? SequenceStates(*composite_) : SequenceStates(*cache_);
 }
 
 Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
@@ -231,14 +222,14 @@ Result<SnapshotInfo> EngineImpl::LoadSnapshot(const Passport& identity, const st
 Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
                                const StoreUseOptions& options) {
   return Enter("AttachStore", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(CheckHoldsAllKV("AttachStore"));
     if (store_ != nullptr) {
       return Status(StatusCode::kBadState,
                     "Engine::AttachStore: a store is attached; an engine has one for its life");
     }
     const bool long_rope = model_->info().rope.scaling == RopeScaling::kLongRope;
     QUIRE_ASSIGN_OR_RETURN(
-        store_, StoreLink::Create(std::move(store), cache_.get(), identity, options, long_rope));
+        store_, StoreLink::Create(std::move(store), states(), !state_.forks_anywhere(), identity,
+                                  options, long_rope));
     prefix_cache_.before_eviction = [this](const PrefixCache::Retained& retained) {
       StoreRetained(retained);
     };

@@ -115,7 +115,7 @@ class EngineImpl final : public Engine {
   void Publish() noexcept;
 
   // engine_impl.cc
-  Status CheckHoldsAllKV(const char* call) const;
+  SequenceStates states() const;
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
   int64_t SequencesFree() const;
   bool NeedsLongRope(int64_t tokens_max) const;
@@ -126,7 +126,7 @@ class EngineImpl final : public Engine {
   Status GiveSequences();
   Status GiveSequence(Sample* sample, const PrefixMatch& from, bool long_rope);
   Status AddSequence(int64_t sequence_id, bool long_rope);
-  PrefixMatch FindPrefix(const Request& request, const Sample& sample) const;
+  PrefixMatch FindPrefix(const Request& request, const Sample& sample, int64_t border = 1) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
   int64_t PendingNow(const Request& request, const Sample& sample) const;
@@ -172,6 +172,7 @@ class EngineImpl final : public Engine {
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
   void PollLoad(Request* request);
   bool KeepsPace(const Request& request, bool alone) const;
+  int64_t LoadableTokens(const Sample& leader) const;
   bool AwaitLoad();
   void ImportChunks(Request* request, const Start& start) noexcept;
   Status TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept;

@@ -19,7 +19,6 @@ Status NeedsPrefixCache(const char* call) {
 
 Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
                                          const std::string& path) {
-  QUIRE_RETURN_IF_ERROR(CheckHoldsAllKV("SaveSnapshot"));
   if (!uses_prefix_cache_) return NeedsPrefixCache("SaveSnapshot");
   PrefixMatch match = prefix_cache_.Find(contents.tokens);
   const PrefixMatch long_match = prefix_cache_.Find(contents.tokens, {.long_rope = true});
@@ -32,9 +31,9 @@ Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
   SnapshotContents held = contents;
   held.tokens.resize(static_cast<size_t>(match.length));
   const int64_t id = next_sequence_id_++;
-  QUIRE_RETURN_IF_ERROR(cache_->ForkSequence(match.sequence_id, id, match.length));
-  const Status saved = quire::SaveSnapshot(*cache_, id, held, path);
-  const Status removed = cache_->RemoveSequence(id);
+  QUIRE_RETURN_IF_ERROR(state_.kv().ForkSequence(match.sequence_id, id, match.length));
+  const Status saved = quire::SaveSnapshot(states(), id, held, path);
+  const Status removed = state_.kv().RemoveSequence(id);
   QUIRE_CHECK(removed.ok()) << removed.ToString();
   QUIRE_RETURN_IF_ERROR(saved);
   prefix_cache_.Touch(match.sequence_id);
@@ -55,7 +54,6 @@ Status EngineImpl::CheckSnapshotFits(const SnapshotInfo& info, const std::string
 
 Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const std::string& path,
                                               const SnapshotLoadOptions& options) {
-  QUIRE_RETURN_IF_ERROR(CheckHoldsAllKV("LoadSnapshot"));
   if (!uses_prefix_cache_) return NeedsPrefixCache("LoadSnapshot");
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
   QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path));
@@ -63,14 +61,18 @@ Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const st
   prefix_cache_.Evict((length + page_size_ - 1) / page_size_);
   const int64_t id = next_sequence_id_++;
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo info,
-                         quire::LoadSnapshot(*cache_, id, identity, path, options));
+                         quire::LoadSnapshot(states(), id, identity, path, options));
   if (info.tokens != announced.tokens) {  // the file was replaced meanwhile
-    const Status removed = cache_->RemoveSequence(id);
+    const Status removed = state_.kv().RemoveSequence(id);
     QUIRE_CHECK(removed.ok()) << removed.ToString();
     return Status(StatusCode::kUnavailable, path + ": it changed while it was read; load it again");
   }
-  prefix_cache_.Retain(id, std::move(announced.tokens), {.long_rope = info.long_factors});
-  return info;
+  const PrefixSpace space{.long_rope = info.long_factors};
+  prefix_cache_.Retain(id, std::move(announced.tokens), space);
+  if (prefix_cache_.Find(info.tokens, space).length == length) return info;
+  return Status(StatusCode::kOutOfPages,
+                path + ": the prefix cache has no room for the states of its " +
+                    std::to_string(length) + " tokens; raise EngineOptions::state_bytes");
 }
 
 }  // namespace quire

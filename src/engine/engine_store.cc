@@ -76,9 +76,10 @@ EngineImpl::Start EngineImpl::FindStart(const Request& request) const {
     if (chunk.end <= common) end = chunk.end;
   }
   if (end <= match.length) return start;
-  start.from.length = match.length / store_->chunk_tokens() * store_->chunk_tokens();
-  start.end = end;
-  return start;
+  PrefixMatch border = FindPrefix(request, leader, store_->chunk_tokens());
+  if (load->begin() > border.length) return start;
+  border.known = match.known;
+  return {.from = border, .end = end};
 }
 
 void EngineImpl::StartLoads() {
@@ -100,7 +101,8 @@ bool EngineImpl::StartLoad(Request* request) {
   if (!has_load && (request->looked_up || request->restarted)) return false;
   const Sample& leader = *request->leader();
   const PrefixMatch match = FindPrefix(*request, leader);
-  if (has_load && request->load->begin() > match.length) {
+  const PrefixMatch border = FindPrefix(*request, leader, store_->chunk_tokens());
+  if (has_load && request->load->begin() > border.length) {
     request->load = nullptr;
     request->looked_up = request->lookups >= kLookupsMax;
   }
@@ -108,11 +110,11 @@ bool EngineImpl::StartLoad(Request* request) {
   if (IsPrefixBeingLoaded(*request, match.length)) return true;
   if (IsPrefixBeingComputed(*request, leader, match.length)) return false;
   const bool tail = !request->answer_begun();
-  if (!store_->HasMore(static_cast<int64_t>(leader.tokens.size()), match.length, tail)) {
-    return false;
-  }
-  Result<std::unique_ptr<PrefixLoad>> load = store_->StartLoad(
-      request->space, leader.tokens, match.length, tail, counters_.compute_seconds_per_token);
+  const int64_t size = LoadableTokens(leader);
+  if (!store_->HasMore(size, match.length, tail)) return false;
+  Result<std::unique_ptr<PrefixLoad>> load =
+      store_->StartLoad(request->space, std::span(leader.tokens).first(static_cast<size_t>(size)),
+                        border.length, tail, counters_.compute_seconds_per_token);
   request->looked_up = true;
   ++request->lookups;
   if (!load.ok()) {
@@ -120,9 +122,15 @@ bool EngineImpl::StartLoad(Request* request) {
     ++counters_.misses[static_cast<size_t>(request->miss)];
     return false;
   }
-  prefix_cache_.Touch(match.sequence_id);
+  prefix_cache_.Touch(border.sequence_id);
   request->load = *std::move(load);
   return true;
+}
+
+// The tokens of which chunks are of use. Where a sequence cannot be cut anywhere, its last token is
+// none of them: it is computed, for the logits behind it.
+int64_t EngineImpl::LoadableTokens(const Sample& leader) const {
+  return store_->PromptEnd(static_cast<int64_t>(leader.tokens.size()));
 }
 
 // Whether the store is bringing more of this one's beginning for a request that comes in before it.
@@ -153,6 +161,9 @@ void EngineImpl::PollLoad(Request* request) {
 // everybody, and end no earlier than one that begins later. `alone`: nobody would be held up, then
 // it may also begin while the speed is not known.
 bool EngineImpl::KeepsPace(const Request& request, bool alone) const {
+  // States are those of the last chunk that is sound, and so are rows under a window: which one
+  // that is must be known before.
+  if (!state_.forks_anywhere()) return false;
   const PrefixLoad& load = *request.load;
   const int64_t count = static_cast<int64_t>(model_->info().layers.size());
   const int64_t now_ns = store_->now_ns();
@@ -184,6 +195,10 @@ bool EngineImpl::AwaitLoad() {
     const int64_t now_ns = store_->now_ns();
     if (request->load->usable()) break;
     if (now_ns >= until_ns) return false;
+    if (!state_.forks_anywhere()) {
+      request->load->AwaitEnd(until_ns);
+      continue;
+    }
     request->load->AwaitLayer(request->load->LayersThere(count, now_ns), until_ns);
   }
   // Others that came as far share its forward.
@@ -279,15 +294,29 @@ void EngineImpl::ImportChunks(Request* request, const Start& start) noexcept {
 Status EngineImpl::TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept {
   Sample& leader = *request->leader();
   const int64_t size = static_cast<int64_t>(leader.tokens.size());
+  std::span<const PrefixLoad::Chunk> rest = load.chunks();
+  while (!rest.empty() && rest.front().begin < leader.computed) rest = rest.subspan(1);
+  while (!rest.empty() && rest.back().end > end) rest = rest.first(rest.size() - 1);
   Status status;
-  for (const PrefixLoad::Chunk& chunk : load.chunks()) {
-    if (chunk.begin < leader.computed) continue;
-    if (chunk.end > end) break;
-    status = store_->Import(leader.sequence_id, request->space, load.tokens(), chunk);
-    if (!status.ok()) break;
-    // The last token is computed, for the logits behind it.
-    CountLoaded(request, chunk.tier, std::min(chunk.end, size - 1) - chunk.begin);
-    leader.computed = chunk.end;
+  // Where a sequence can end anywhere, each chunk is taken for itself. Else all are taken at once,
+  // or all but the last ones: what stands behind the last one that is sound is computed.
+  size_t count = state_.forks_anywhere() ? 1 : rest.size();
+  while (!rest.empty() && count > 0) {
+    const auto taken = rest.first(count);
+    const Status imported =
+        store_->Import(leader.sequence_id, request->space, load.tokens(), taken);
+    if (status.ok()) status = imported;
+    if (!imported.ok()) {
+      --count;
+      continue;
+    }
+    for (const PrefixLoad::Chunk& chunk : taken) {
+      // The last token is computed, for the logits behind it.
+      CountLoaded(request, chunk.tier, std::min(chunk.end, size - 1) - chunk.begin);
+    }
+    leader.computed = taken.back().end;
+    rest = rest.subspan(count);
+    if (!state_.forks_anywhere()) break;
   }
   if (leader.pending() > 0) return status;
   if (cache_->PopN(leader.sequence_id, 1).ok()) {
@@ -327,7 +356,8 @@ void EngineImpl::ForgetLoad(Request* request) noexcept {
 
 void EngineImpl::StoreComputed() noexcept {
   if (store_ == nullptr) return;
-  int64_t bytes_left = kStoreBytesPerStep;
+  // What cannot be had later is put now.
+  int64_t bytes_left = state_.forks_anywhere() ? kStoreBytesPerStep : kNoLimit;
   for (const auto& request : running_) {
     for (Sample& sample : request->samples) {
       if (!sample.has_sequence() || bytes_left <= 0) continue;
@@ -344,8 +374,9 @@ int64_t EngineImpl::StoreSample(const Request& request, Sample* sample,
     return store_->Export(sample->sequence_id, request.space, tokens, tail, most,
                           counters_.compute_seconds_per_token, &sample->stored);
   };
-  const bool has_prompt = sample->computed >= request.prompt_tokens;
-  const int64_t bytes = has_prompt ? put(request.prompt_tokens, true, bytes_max) : 0;
+  const int64_t prompt_end = store_->PromptEnd(request.prompt_tokens);
+  const bool has_prompt = sample->computed >= prompt_end;
+  const int64_t bytes = has_prompt ? put(prompt_end, true, bytes_max) : 0;
   if (bytes >= bytes_max) return bytes;
   return bytes + put(sample->computed, false, bytes_max - bytes);
 }

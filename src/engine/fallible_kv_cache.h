@@ -83,6 +83,7 @@ class FallibleKVCache final : public AttentionKVCache {
   }
   Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
   Result<TokenRange> SlidRange(int64_t id) const override { return cache_->SlidRange(id); }
+  Result<SequenceWindows> GetWindows(int64_t id) const override { return cache_->GetWindows(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }
@@ -159,6 +160,10 @@ class FallibleKVCache final : public AttentionKVCache {
   }
   Status DebugSetKVMLA(int64_t id, int64_t start, const TensorView& kv) override {
     return cache_->DebugSetKVMLA(id, start, kv);
+  }
+  Status ImportVisibleKV(int64_t id, const KVImport& import) override {
+    QUIRE_RETURN_IF_ERROR(Fault("ImportVisibleKV"));
+    return cache_->ImportVisibleKV(id, import);
   }
   Status DebugGetKV(int64_t id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override {

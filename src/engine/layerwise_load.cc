@@ -45,7 +45,7 @@ Status LayerwiseLoad::LoadBlocks(int64_t layer) {
       views_.push_back(std::move(view));
     }
     QUIRE_ASSIGN_OR_RETURN(const LayerKV kv, link_->LayerOf(views_[next++], layer, chunk.begin));
-    blocks_.push_back(FirstTokens(kv, count));
+    blocks_.push_back(SomeTokens(kv, 0, count));
   }
   return {};
 }

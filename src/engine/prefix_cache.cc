@@ -88,7 +88,8 @@ void PrefixCache::Insert(Entries entry) {
   if (sequence_count() > sequences_max_) GiveUpOldest();
 }
 
-PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace& space) const {
+PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace& space,
+                              int64_t border) const {
   PrefixMatch best;
   const auto order = by_space_.find(space);
   if (order == by_space_.end()) return best;
@@ -97,7 +98,7 @@ PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace
     const int64_t common = CommonPrefix(tokens, entry->tokens);
     best.known = std::max(best.known, common);
     if (common <= best.length) return;
-    const int64_t length = state_.ForkStart(entry->sequence_id, common);
+    const int64_t length = state_.ForkBorder(entry->sequence_id, common, border);
     if (length <= best.length) return;
     best.sequence_id = entry->sequence_id;
     best.length = length;

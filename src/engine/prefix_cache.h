@@ -77,9 +77,10 @@ class PrefixCache {
   void Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space = {},
               int64_t stored = 0) noexcept;
 
-  // The longest match of a beginning of `tokens` at which the cache can fork. The match is as good
-  // as used now: Touch it before it may be evicted.
-  PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {}) const;
+  // The longest match of a beginning of `tokens` at which the cache can fork, at a multiple of
+  // `border`. The match is as good as used now: Touch it before it may be evicted.
+  PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {},
+                   int64_t border = 1) const;
   void Touch(int64_t sequence_id) noexcept;
 
   // Gives up retained KV until `pages` are free or nothing is left.

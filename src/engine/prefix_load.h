@@ -8,6 +8,7 @@
 #ifndef QUIRE_ENGINE_PREFIX_LOAD_H_
 #define QUIRE_ENGINE_PREFIX_LOAD_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -23,6 +24,7 @@ struct StoredPrefix {
   int64_t tokens = 0;
   ChunkKey key{};  // if tokens > 0
   bool tail = false;
+  bool broken = false;  // a chunk is missing that the sequence cannot give any more
 };
 
 class PrefixLoad {
@@ -63,6 +65,9 @@ class PrefixLoad {
   // Waits until the layer is there, or the store is done, or the moment, and not beyond the
   // deadline.
   void AwaitLayer(int64_t layer, int64_t until_ns);
+
+  // Waits until the store is done, or the moment, and not beyond the deadline.
+  void AwaitEnd(int64_t until_ns) { fetch_->Wait(std::min(until_ns, deadline_ns_)); }
 
   // Waits until the layer of all chunks() is there, and not beyond the deadline: Timeout then, or
   // why it will never be. REQUIRES: usable().

@@ -1,5 +1,5 @@
 // Engines over models with recurrent layers: what is reused and what is said where it cannot be,
-// how many states are kept, and what is refused. That no schedule can be seen in an answer is shown
+// and how many states are kept. That no schedule can be seen in an answer is shown
 // by engine_exactness_test.cc.
 #include <gtest/gtest.h>
 
@@ -165,20 +165,6 @@ TEST_P(RecurrentEngine, SamplesForkFromThePromptsEnd) {
   EXPECT_LE(engine->Stats().steps, 14);
   EXPECT_EQ(answers.size(), 4U);
   EXPECT_NE(answers[0], answers[1]);
-}
-
-TEST_P(RecurrentEngine, RefusesSnapshotsAndStores) {
-  const auto engine = Create(Options());
-  Result<std::unique_ptr<ChunkStore>> store = ChunkStore::Open({.ram = {.bytes_max = 1 << 20}});
-  ASSERT_TRUE(store.ok());
-  const Status statuses[] = {engine->AttachStore(*std::move(store), {.model = "m"}, {}),
-                             engine->SaveSnapshot({}, folder_.File("s")).status(),
-                             engine->LoadSnapshot({}, folder_.File("s"), {}).status()};
-  for (const Status& status : statuses) {
-    EXPECT_EQ(status.code(), StatusCode::kBadArgument);
-    EXPECT_NE(status.ToString().find(GetParam() + " has recurrent layers"), std::string::npos)
-        << status.ToString();
-  }
 }
 
 TEST_P(RecurrentEngine, WithoutAttentionThereIsNoLongestText) {

@@ -47,6 +47,17 @@ int64_t SequenceState::ForkStart(int64_t sequence_id, int64_t position) const no
   return 0;
 }
 
+int64_t SequenceState::ForkBorder(int64_t sequence_id, int64_t position,
+                                  int64_t border) const noexcept {
+  while (position > 0) {
+    position -= position % border;
+    const int64_t start = ForkStart(sequence_id, position);
+    if (start == position) return position;
+    position = start;
+  }
+  return 0;
+}
+
 Result<int64_t> SequenceState::GetSequenceLength(int64_t sequence_id) const {
   return composite_ != nullptr ? composite_->GetSequenceLength(sequence_id)
                                : attention_->GetSequenceLength(sequence_id);

@@ -40,6 +40,8 @@ class SequenceState {
   // The largest position <= `position` at which the sequence can be forked, and to which it can be
   // popped; 0 if there is none, or no such sequence.
   int64_t ForkStart(int64_t sequence_id, int64_t position) const noexcept;
+  // The largest such position that is a multiple of `border`.
+  int64_t ForkBorder(int64_t sequence_id, int64_t position, int64_t border) const noexcept;
   Result<int64_t> GetSequenceLength(int64_t sequence_id) const;
   int64_t sequence_count() const;
   int64_t retained_sequence_count() const;

@@ -104,10 +104,11 @@ Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool lo
 // Where the sample's tokens begin in the cache: among what is retained, and in the sequences of
 // running samples. Its last token is left out, because it has to be computed for the logits behind
 // it.
-PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample) const {
+PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample,
+                                   int64_t border) const {
   if (!uses_prefix_cache_ || request.restarted) return {};
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
-  PrefixMatch best = prefix_cache_.Find(tokens, request.space);
+  PrefixMatch best = prefix_cache_.Find(tokens, request.space, border);
   for (const auto& other : running_) {
     if (other->space != request.space) continue;
     for (const Sample& candidate : other->samples) {
@@ -116,7 +117,7 @@ PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample)
       const int64_t common = CommonPrefix(tokens, computed);
       best.known = std::max(best.known, common);
       if (common <= best.length) continue;
-      const int64_t length = state_.ForkStart(candidate.sequence_id, common);
+      const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
       if (length <= best.length) continue;
       best.sequence_id = candidate.sequence_id;
       best.length = length;
@@ -157,15 +158,22 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
 }
 
 // What may be computed of a sample before the next decision. Where not all positions can be forked,
-// a leader stops at the end of the prompt, at which samples without a sequence are forked.
+// a leader stops at the end of the prompt, at which samples without a sequence are forked, and all
+// stop where chunks end, to be stored as they are there.
 int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample) const {
+  if (state_.forks_anywhere()) return sample.pending();
+  int64_t pending = sample.pending();
+  if (store_ != nullptr) {
+    const int64_t stop = store_->NextStop(sample.computed, request.prompt_tokens);
+    pending = std::min(pending, stop - sample.computed);
+  }
   const int64_t to_prompt_end = request.prompt_tokens - sample.computed;
-  if (state_.forks_anywhere() || to_prompt_end <= 0) return sample.pending();
+  if (to_prompt_end <= 0) return pending;
   const bool has_followers =
       std::any_of(request.samples.begin(), request.samples.end(), [&](const Sample& other) {
         return &other != &sample && !other.finished() && !other.has_sequence();
       });
-  return has_followers ? std::min(sample.pending(), to_prompt_end) : sample.pending();
+  return has_followers ? std::min(pending, to_prompt_end) : pending;
 }
 
 // `works` gets the sample behind each entry.

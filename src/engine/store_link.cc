@@ -20,9 +20,10 @@ constexpr int64_t kSmallChunkTokens = 1024;
 // A chunk below this is more header, system calls and round trips than KV.
 constexpr int64_t kChunkBytesMin = int64_t{1} << 20;
 
-int64_t BytesPerToken(const AttentionKVCache& cache) {
+int64_t BytesPerToken(const SequenceStates& states) {
   int64_t bytes = 0;
-  for (const AttentionLayerSpec& layer : cache.options().layers) {
+  if (states.attention() == nullptr) return bytes;
+  for (const AttentionLayerSpec& layer : states.attention()->options().layers) {
     const auto head_bytes = [](DType dtype, int64_t dim) {
       return dim * DTypeBytes(dtype) + (IsQuantised(dtype) ? int64_t{sizeof(float)} : 0);
     };
@@ -33,8 +34,10 @@ int64_t BytesPerToken(const AttentionKVCache& cache) {
   return bytes;
 }
 
-int64_t DefaultChunkTokens(const AttentionKVCache& cache) {
-  return kChunkTokens * BytesPerToken(cache) < kChunkBytesMin ? kSmallChunkTokens : kChunkTokens;
+// The states of recurrent layers are in each chunk, as large as hundreds of tokens: fewer of them.
+int64_t DefaultChunkTokens(const SequenceStates& states) {
+  const bool is_small = kChunkTokens * BytesPerToken(states) < kChunkBytesMin;
+  return is_small || states.recurrent() != nullptr ? kSmallChunkTokens : kChunkTokens;
 }
 
 Status OutOfRange(const char* field, int64_t value, const char* range) {
@@ -44,16 +47,17 @@ Status OutOfRange(const char* field, int64_t value, const char* range) {
 
 }  // namespace
 
-StoreLink::StoreLink(std::shared_ptr<ChunkStore> store, AttentionKVCache* cache,
-                     const StoreUseOptions& options, int64_t chunk_tokens)
+StoreLink::StoreLink(std::shared_ptr<ChunkStore> store, const SequenceStates& states,
+                     bool at_borders, const StoreUseOptions& options, int64_t chunk_tokens)
     : store_(std::move(store)),
-      cache_(cache),
+      states_(states),
+      at_borders_(at_borders),
       options_(options),
       clock_(options.clock ? options.clock : MachineTime()),
       chunk_tokens_(chunk_tokens) {}
 
 Result<std::unique_ptr<StoreLink>> StoreLink::Create(std::shared_ptr<ChunkStore> store,
-                                                     AttentionKVCache* cache,
+                                                     const SequenceStates& states, bool at_borders,
                                                      const Passport& identity,
                                                      const StoreUseOptions& options,
                                                      bool long_rope) {
@@ -70,9 +74,9 @@ Result<std::unique_ptr<StoreLink>> StoreLink::Create(std::shared_ptr<ChunkStore>
     return OutOfRange("load_timeout_ms", options.load_timeout_ms, "at least 1 and at most a day");
   }
   const int64_t chunk_tokens =
-      options.chunk_tokens > 0 ? options.chunk_tokens : DefaultChunkTokens(*cache);
-  auto link =
-      std::unique_ptr<StoreLink>(new StoreLink(std::move(store), cache, options, chunk_tokens));
+      options.chunk_tokens > 0 ? options.chunk_tokens : DefaultChunkTokens(states);
+  auto link = std::unique_ptr<StoreLink>(
+      new StoreLink(std::move(store), states, at_borders, options, chunk_tokens));
   QUIRE_RETURN_IF_ERROR(link->AddKind(identity, false));
   if (long_rope) QUIRE_RETURN_IF_ERROR(link->AddKind(identity, true));
   return link;
@@ -80,7 +84,7 @@ Result<std::unique_ptr<StoreLink>> StoreLink::Create(std::shared_ptr<ChunkStore>
 
 Status StoreLink::AddKind(const Passport& identity, bool long_rope) {
   KeyKind& kind = kinds_[long_rope ? 1 : 0];
-  QUIRE_ASSIGN_OR_RETURN(kind.passport, CachePassport(*cache_, identity, long_rope));
+  QUIRE_ASSIGN_OR_RETURN(kind.passport, CachePassport(states_, identity, long_rope));
   kind.passport.block_tokens = chunk_tokens_;
   QUIRE_ASSIGN_OR_RETURN(kind.fingerprint, kind.passport.Fingerprint());
   kind.limits = ChunkLimits::Of(kind.passport);
@@ -91,6 +95,13 @@ int64_t StoreLink::ChunksEnd(int64_t length, bool tail) const {
   const int64_t in_tail = length % chunk_tokens_;
   const bool has_tail = tail && options_.tails && in_tail >= kLoadTokensMin;
   return has_tail ? length : length - in_tail;
+}
+
+int64_t StoreLink::NextStop(int64_t computed, int64_t prompt_tokens) const {
+  if (!at_borders_ || !options_.write) return kNoLimit;
+  const int64_t border = (computed / chunk_tokens_ + 1) * chunk_tokens_;
+  const int64_t prompt_end = ChunksEnd(PromptEnd(prompt_tokens), true);
+  return computed < prompt_end ? std::min(border, prompt_end) : border;
 }
 
 bool StoreLink::HasMore(int64_t length, int64_t held, bool tail) const {
@@ -140,22 +151,28 @@ Result<ChunkView> StoreLink::Open(const PrefixSpace& space, std::span<const int3
 }
 
 Result<LayerKV> StoreLink::LayerOf(const ChunkView& chunk, int64_t layer, int64_t position) const {
-  const AttentionLayerSpec& spec = cache_->options().layers[static_cast<size_t>(layer)];
+  const AttentionLayerSpec& spec =
+      states_.attention()->options().layers[static_cast<size_t>(layer)];
   return ChunkLayer(chunk, spec, layer, position);
 }
 
 Status StoreLink::Import(int64_t sequence_id, const PrefixSpace& space,
-                         std::span<const int32_t> tokens, const PrefixLoad::Chunk& chunk) {
+                         std::span<const int32_t> tokens,
+                         std::span<const PrefixLoad::Chunk> chunks) {
   return GuardEntry([&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const ChunkView view, Open(space, tokens, chunk));
-    return ImportChunks(*cache_, sequence_id, std::span(&view, 1));
+    std::vector<ChunkView> views;
+    for (const PrefixLoad::Chunk& chunk : chunks) {
+      QUIRE_ASSIGN_OR_RETURN(ChunkView view, Open(space, tokens, chunk));
+      views.push_back(std::move(view));
+    }
+    return ImportChunks(states_, sequence_id, views);
   });
 }
 
 int64_t StoreLink::Export(int64_t sequence_id, const PrefixSpace& space,
                           std::span<const int32_t> tokens, bool tail, int64_t bytes_max,
                           double compute_seconds_per_token, StoredPrefix* stored) noexcept {
-  if (!options_.write) return 0;
+  if (!options_.write || stored->broken) return 0;
   const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), tail && !stored->tail);
   if (end <= stored->tokens) return 0;
   try {
@@ -191,8 +208,15 @@ int64_t StoreLink::ExportUntil(int64_t sequence_id, const PrefixSpace& space,
     const auto part = part_at(start);
     if (wanted[i]) {
       ChunkFields fields = NextFields(kind.passport, keys, previous, start, part);
-      bytes += ExportOne(sequence_id, keys, start, std::move(fields), kind.limits,
-                         compute_seconds_per_token);
+      const Result<int64_t> put = ExportOne(sequence_id, keys, start, std::move(fields),
+                                            kind.limits, compute_seconds_per_token);
+      if (!put.ok()) {
+        // What follows a whole chunk would hang on one that nobody has; behind a tail is nothing.
+        const bool is_tail = static_cast<int64_t>(part.size()) < chunk_tokens_;
+        (is_tail ? stored->tail : stored->broken) = true;
+        break;
+      }
+      bytes += *put;
     }
     if (static_cast<int64_t>(part.size()) < chunk_tokens_) {
       stored->tail = true;  // the chain goes on behind the chunk before it
@@ -205,14 +229,17 @@ int64_t StoreLink::ExportUntil(int64_t sequence_id, const PrefixSpace& space,
   return bytes;
 }
 
-int64_t StoreLink::ExportOne(int64_t sequence_id, const KeySpace& keys, int64_t start,
-                             ChunkFields fields, const ChunkLimits& limits,
-                             double compute_seconds_per_token) {
+Result<int64_t> StoreLink::ExportOne(int64_t sequence_id, const KeySpace& keys, int64_t start,
+                                     ChunkFields fields, const ChunkLimits& limits,
+                                     double compute_seconds_per_token) {
   const auto count = static_cast<double>(fields.tokens.size());
   fields.created_ms = clock_->WallMs();
   Result<ChunkBuffer> sealed =
-      ExportChunk(*cache_, sequence_id, start, std::move(fields),
+      ExportChunk(states_, sequence_id, start, std::move(fields),
                   {.alignment = kAlignment, .mac_key = options_.mac_key, .limits = limits});
+  const StatusCode code = sealed.status().code();
+  const bool is_gone = code == StatusCode::kNeedsReplay || code == StatusCode::kBadArgument;
+  if (at_borders_ && is_gone) return sealed.status();
   const int64_t bytes = sealed.ok() ? static_cast<int64_t>(sealed->bytes().size()) : 0;
   const bool is_put =
       sealed.ok() &&
@@ -221,7 +248,7 @@ int64_t StoreLink::ExportOne(int64_t sequence_id, const KeySpace& keys, int64_t 
           .ok();
   if (!is_put) {
     ++put_counts_.refused;
-    return 0;
+    return int64_t{0};
   }
   ++put_counts_.chunks;
   put_counts_.bytes += bytes;

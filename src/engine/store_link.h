@@ -11,9 +11,9 @@
 
 #include "engine/prefix_cache.h"
 #include "engine/prefix_load.h"
-#include "quire/attention_kv_cache.h"
 #include "quire/chunk_store.h"
 #include "quire/engine.h"
+#include "quire/kv_export.h"
 
 namespace quire {
 
@@ -27,15 +27,24 @@ inline constexpr int64_t kLoadsMax = 8;
 
 class StoreLink {
  public:
-  // `cache` outlives this. `long_rope`: sequences of both sets of LongRoPE's factors will come.
+  // What `states` views outlives this. `long_rope`: sequences of both sets of LongRoPE's factors
+  // will come. `at_borders`: of a sequence only what is there now can be had, see NextStop.
   static Result<std::unique_ptr<StoreLink>> Create(std::shared_ptr<ChunkStore> store,
-                                                   AttentionKVCache* cache,
+                                                   const SequenceStates& states, bool at_borders,
                                                    const Passport& identity,
                                                    const StoreUseOptions& options, bool long_rope);
 
   int64_t chunk_tokens() const { return chunk_tokens_; }
   int64_t now_ns() const { return clock_->SteadyNs(); }
   ChunkStore& store() { return *store_; }
+
+  // How many tokens of a prompt its chunks hold, with the shorter last one. A sequence that cannot
+  // be cut anywhere ends one token before the prompt, which is computed for its logits.
+  int64_t PromptEnd(int64_t prompt_tokens) const { return prompt_tokens - (at_borders_ ? 1 : 0); }
+  // Where a sequence of which `computed` tokens are there has to stop next, so that a chunk can be
+  // made of what it holds then: states exist, and windows still show what the chunk's end sees, at
+  // that moment only. kNoLimit if it needs not.
+  int64_t NextStop(int64_t computed, int64_t prompt_tokens) const;
 
   // Whether `length` tokens have chunks worth asking for behind the first `held` ones. `tail`: the
   // last one may be shorter.
@@ -49,10 +58,10 @@ class StoreLink {
                          const PrefixLoad::Chunk& chunk) const;
   // One layer of it, verified, to stand from `position` on.
   Result<LayerKV> LayerOf(const ChunkView& chunk, int64_t layer, int64_t position) const;
-  // Appends a chunk to the sequence, which holds the tokens before it. What is not exactly the
-  // chunk that was asked for is an error, and the sequence as it was.
+  // Appends chunks to the sequence, which holds the tokens before them. What is not exactly what
+  // was asked for is an error, and the sequence as it was.
   Status Import(int64_t sequence_id, const PrefixSpace& space, std::span<const int32_t> tokens,
-                const PrefixLoad::Chunk& chunk);
+                std::span<const PrefixLoad::Chunk> chunks);
 
   // What was put, since the engine began.
   struct PutCounts {
@@ -76,7 +85,7 @@ class StoreLink {
     ChunkLimits limits;
   };
 
-  StoreLink(std::shared_ptr<ChunkStore> store, AttentionKVCache* cache,
+  StoreLink(std::shared_ptr<ChunkStore> store, const SequenceStates& states, bool at_borders,
             const StoreUseOptions& options, int64_t chunk_tokens);
   // Where the last of the chunks of so many tokens ends.
   int64_t ChunksEnd(int64_t length, bool tail) const;
@@ -85,12 +94,15 @@ class StoreLink {
   int64_t ExportUntil(int64_t sequence_id, const PrefixSpace& space,
                       std::span<const int32_t> tokens, int64_t bytes_max,
                       double compute_seconds_per_token, StoredPrefix* stored);
-  // The bytes that it put; 0 if it put none.
-  int64_t ExportOne(int64_t sequence_id, const KeySpace& keys, int64_t start, ChunkFields fields,
-                    const ChunkLimits& limits, double compute_seconds_per_token);
+  // The bytes that it put; 0 if the store refused them. NeedsReplay, BadArgument: the sequence does
+  // not hold what the chunk needs any more.
+  Result<int64_t> ExportOne(int64_t sequence_id, const KeySpace& keys, int64_t start,
+                            ChunkFields fields, const ChunkLimits& limits,
+                            double compute_seconds_per_token);
 
   std::shared_ptr<ChunkStore> store_;
-  AttentionKVCache* cache_;
+  SequenceStates states_;
+  bool at_borders_;
   StoreUseOptions options_;
   std::shared_ptr<Clock> clock_;
   int64_t chunk_tokens_;

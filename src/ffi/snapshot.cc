@@ -5,6 +5,7 @@
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <span>
 #include <string>
 
@@ -32,7 +33,9 @@ OptionMap SnapshotDifferences(const tf::String& ours, const tf::String& theirs) 
           {"compared_sections", difference.compared_sections},
           {"different_sections", difference.different_sections},
           {"first_section", tf::String(difference.first_section)},
-          {"same_sampler", difference.same_sampler}};
+          {"same_sampler", difference.same_sampler},
+          {"same_windows", difference.same_windows},
+          {"same_states", difference.same_states}};
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {
@@ -78,7 +81,13 @@ OptionMap SnapshotFields(const SnapshotInfo& info) {
           {"created_ms", info.created_ms},
           {"chunk_count", info.chunk_count},
           {"file_bytes", info.file_bytes},
-          {"long_factors", info.long_factors}};
+          {"long_factors", info.long_factors},
+          {"version", info.version},
+          {"window", info.windows.window + info.windows.span},  // one of them is 0
+          {"sinks", std::max(info.windows.sinks, info.windows.span_sinks)},
+          {"slid", info.windows.slid},
+          {"lost", info.windows.lost},
+          {"state_bytes", info.state_bytes}};
 }
 
 }  // namespace quire::ffi

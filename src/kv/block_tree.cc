@@ -95,7 +95,8 @@ void BlockTree::ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const {
   if (begin >= 0) f(begin, is_held);
 }
 
-int64_t BlockTree::CopyPageCount(const AppendPlan& plan, int group) const {
+int64_t BlockTree::CopyPageCount(const AppendPlan& plan, int group,
+                                 const AbsentRange& absent) const {
   const PagePool& pages = pool(group);
   int64_t copied = 0;
   bool last_is_held = false;
@@ -105,8 +106,14 @@ int64_t BlockTree::CopyPageCount(const AppendPlan& plan, int group) const {
     last_is_held |= is_last && is_held;
     is_last = false;
   });
-  const int64_t added = pages.RangeCount(plan.length, plan.length + plan.count);
-  const bool goes_on = added > 0 && pages.Slot(plan.length) != 0 && last_is_held;
+  int64_t added = 0;
+  bool first_is_held = false;
+  ForEachNewPiece(group, absent, plan.length, plan.length + plan.count,
+                  [&](int64_t from, int64_t, bool is_absent) {
+                    first_is_held |= from == plan.length && !is_absent;
+                    added += !is_absent;
+                  });
+  const bool goes_on = first_is_held && pages.Slot(plan.length) != 0 && last_is_held;
   return copied + added - goes_on;
 }
 
@@ -124,7 +131,8 @@ AppendPlan BlockTree::PlanAppend(BlockIndex last, int64_t count, int64_t cut,
   bool any_in_place = false;
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
-    group.in_place = !plan.copies() && !claimed && CanAppendInPlace(last, g);
+    const bool begins_absent = group.absent.begin <= plan.length && plan.length < group.absent.end;
+    group.in_place = !begins_absent && !plan.copies() && !claimed && CanAppendInPlace(last, g);
     any_in_place |= group.in_place;
     if (plan.copies() || group.in_place) continue;
     const int64_t range_begin = pool(g).RangeBegin(plan.length);
@@ -137,9 +145,13 @@ AppendPlan BlockTree::PlanAppend(BlockIndex last, int64_t count, int64_t cut,
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
     group.in_place &= !plan.copies();
-    group.page_count = plan.copies()
-                           ? CopyPageCount(plan, g)
-                           : pool(g).RangeCount(plan.length, plan.length + count) - group.in_place;
+    group.page_count = plan.copies() ? CopyPageCount(plan, g, group.absent) : -group.in_place;
+    group.absent_entries = 0;
+    ForEachNewPiece(g, group.absent, plan.length, plan.length + count,
+                    [&](int64_t, int64_t, bool is_absent) {
+                      group.page_count += !is_absent && !plan.copies();
+                      group.absent_entries += is_absent;
+                    });
   }
   return plan;
 }
@@ -169,6 +181,21 @@ void BlockTree::EnsureFreeArrays(size_t count) {
   for (size_t i = size; i-- > old_size;) free_arrays_.push_back(static_cast<int32_t>(i));
 }
 
+// The pieces of new positions [from, end), the lowest first: each within one page range, and left
+// out or not as a whole.
+template <typename F>
+void BlockTree::ForEachNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end,
+                                F&& f) const {
+  while (from < end) {
+    const bool is_absent = absent.begin <= from && from < absent.end;
+    int64_t to = std::min(end, pool(group).RangeEnd(from));
+    if (is_absent) to = std::min(to, absent.end);
+    if (from < absent.begin) to = std::min(to, absent.begin);
+    f(from, to, is_absent);
+    from = to;
+  }
+}
+
 // TakeArray pops the free arrays from the top, and nothing is freed between the commits of one
 // planning: so the n-th new slice of the plans gets the n-th array from the top, whose entries are
 // reserved here.
@@ -189,13 +216,16 @@ void BlockTree::Reserve(std::span<const AppendPlan> plans, std::span<const Group
       const GroupAppend& group = groups[i * pools_.size() + static_cast<size_t>(g)];
       if (!plans[i].extends) {
         const int64_t length = plans[i].length;
-        const int64_t added = pool(g).RangeCount(length, length + plans[i].count);
+        size_t added = 0;
+        ForEachNewPiece(g, group.absent, length, length + plans[i].count,
+                        [&](int64_t, int64_t, bool) { ++added; });
         ReserveGrowing(array_at(free_arrays_[--next_array]).entries,
-                       CopyRunCount(plans[i], g) + static_cast<size_t>(added));
-      } else if (group.page_count > 0) {
+                       CopyRunCount(plans[i], g) + added);
+      } else if (group.page_count + group.absent_entries > 0) {
         const PageSlice& s = slice(plans[i].last, g);
-        ReserveGrowing(array_at(s.array).entries,
-                       static_cast<size_t>(s.first + s.count + group.page_count));
+        ReserveGrowing(
+            array_at(s.array).entries,
+            static_cast<size_t>(s.first + s.count + group.page_count + group.absent_entries));
       }
     }
   }
@@ -245,24 +275,24 @@ BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) no
 
 // Entries of the leaf `index` for [from, its end). `page`: the first of these positions lie in this
 // page, of which the block has an entry already; kNoPage: they open a new one.
-void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page) noexcept {
+void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
+                           const AbsentRange& absent) noexcept {
   PagePool& pages = pool(group);
   PageSlice& s = slice_at(index, group);
   std::vector<PageEntry>& table = array_at(s.array).entries;
-  const int64_t end = at(index).end;
-  if (page != kNoPage && from < end) {
-    const int64_t to = std::min(end, pages.RangeEnd(from));
-    pages.SetFillTo(page, to);
-    from = to;
-  }
-  while (from < end) {
-    const int64_t to = std::min(end, pages.RangeEnd(from));
-    QUIRE_CHECK(table.size() < table.capacity()) << "page array " << s.array << " was not reserved";
-    table.push_back({.start = from, .page = pages.Take()});
-    pages.SetFillTo(table.back().page, to);
-    ++s.count;
-    from = to;
-  }
+  ForEachNewPiece(group, absent, from, at(index).end,
+                  [&](int64_t begin, int64_t end, bool is_absent) {
+                    if (begin == from && page != kNoPage && !is_absent)
+                      return pages.SetFillTo(page, end);
+                    QUIRE_CHECK(table.size() < table.capacity())
+                        << "page array " << s.array << " was not reserved";
+                    table.push_back({.start = begin, .page = is_absent ? kNoPage : pages.Take()});
+                    if (!is_absent) pages.SetFillTo(table.back().page, end);
+                    ++s.count;
+                  });
+  if (absent.begin >= absent.end) return;
+  any_freed_[static_cast<size_t>(group)] = 1;
+  RecountFreed(index, group);
 }
 
 // Entries for [cut, length) of a plan that copies. Returns the page in which the new tokens go on,
@@ -320,7 +350,8 @@ BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend
         s.count = 1;
       }
     }
-    AddEntries(index, g, plan.length, plan.copies() ? AddCopiedEntries(index, g, plan) : page);
+    AddEntries(index, g, plan.length, plan.copies() ? AddCopiedEntries(index, g, plan) : page,
+               group.absent);
   }
   return index;
 }

@@ -33,7 +33,9 @@
 //
 // Freed pages. A page range that is hidden from every sequence (windows) loses its page, and its
 // entries stay with kNoPage in place of it: an entry that nobody may look at, which is neither held
-// nor filled. All entries of a page are freed together.
+// nor filled. All entries of a page are freed together. What is imported may leave out positions
+// that windows hide; these get such entries from the beginning, and they end where the range ends
+// that was left out, not where a page does.
 //
 // A block with one child and no sequence of its own is merged with the child, so that a path has no
 // more blocks than there are branches on it. While a forward is open merges wait, because the plan
@@ -109,9 +111,16 @@ struct AppendPlan {
   bool extends = false;  // `last` grows; else a new block is made
   bool copies() const { return cut < length; }
 };
+// New positions [begin, end) that get no page: nobody will ever look at them.
+struct AbsentRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
 struct GroupAppend {
   bool in_place = false;   // the first new token goes into the page in which the sequence ends
   int64_t page_count = 0;  // pages taken
+  AbsentRange absent{};    // set before planning; of the new positions, or empty
+  int64_t absent_entries = 0;
 };
 
 class BlockTree {
@@ -248,7 +257,7 @@ class BlockTree {
   bool CanAppendInPlace(BlockIndex last, int group) const;
   template <typename F>
   void ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const;
-  int64_t CopyPageCount(const AppendPlan& plan, int group) const;
+  int64_t CopyPageCount(const AppendPlan& plan, int group, const AbsentRange& absent) const;
   size_t CopyRunCount(const AppendPlan& plan, int group) const;
   int32_t AddCopiedEntries(BlockIndex index, int group, const AppendPlan& plan) noexcept;
   int64_t LowerCut(BlockIndex last, int64_t cut) const;
@@ -259,7 +268,11 @@ class BlockTree {
   BlockIndex AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept;
   int32_t TakeArray() noexcept;
   void DropArray(int32_t array) noexcept;
-  void AddEntries(BlockIndex index, int group, int64_t from, int32_t page) noexcept;
+  template <typename F>
+  void ForEachNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end,
+                       F&& f) const;
+  void AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
+                  const AbsentRange& absent) noexcept;
   void RecountFreed(BlockIndex index, int group) noexcept;
   bool SharesFirstEntry(BlockIndex index, int group) const;
   void MarkSeenBorders(BlockIndex index, int group, HiddenPages hidden) noexcept;

@@ -8,6 +8,7 @@
 
 #include "base/checksum.h"
 #include "kv/control_call.h"
+#include "quire/recurrent_cache.h"
 
 namespace quire {
 namespace {
@@ -34,6 +35,8 @@ Status Apply(const ControlCall& call, AttentionKVCache& cache) {
       return cache.BeginTreeForward(call.seq_ids, call.append_lengths, call.parents);
     case ControlCall::Kind::kCommitTree:
       return cache.CommitAcceptedTokenTreeNodes(call.seq_ids, call.leaves);
+    case ControlCall::Kind::kImport:
+      return cache.ImportVisibleKV(call.seq_id, *call.kv);
     case ControlCall::Kind::kAbort:
       break;
   }
@@ -47,6 +50,8 @@ class JointState final : public ControlledState<CompositeState> {
 
   const Parts& parts() const override { return parts_; }
   Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const override;
+  Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
+                     std::span<const std::vector<TensorView>> states) override;
   bool HasSequence(int64_t seq_id) const override { return first().HasSequence(seq_id); }
   int64_t sequence_count() const override { return first().sequence_count(); }
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
@@ -59,6 +64,8 @@ class JointState final : public ControlledState<CompositeState> {
  private:
   Status Run(const ControlCall& call) override;
   Status RunOnAll(const ControlCall& call);
+  Status CheckImport(int64_t seq_id, int64_t position, const KVImport& kv,
+                     std::span<const std::vector<TensorView>> states) const;
   Status ExplainReplay(const ControlCall& call, const Status& status) const;
   const RecurrentState& first() const { return *parts_.recurrent.front(); }
 
@@ -78,9 +85,11 @@ class PlannedParts {
   ~PlannedParts() {
     while (count_ > 0) parts_[--count_]->Drop();
   }
-  Status Plan(const ControlCall& call) {
-    for (PlannedState* part : parts_) {
-      QUIRE_RETURN_IF_ERROR(part->Plan(call));
+  // call_of(part): the call as it is for the part with that index.
+  template <typename F>
+  Status Plan(F&& call_of) {
+    for (size_t part = 0; part < parts_.size(); ++part) {
+      QUIRE_RETURN_IF_ERROR(parts_[part]->Plan(call_of(part)));
       ++count_;
     }
     return Status();
@@ -96,12 +105,58 @@ class PlannedParts {
 
 Status JointState::RunOnAll(const ControlCall& call) {
   PlannedParts planned(planned_);
-  const Status status = planned.Plan(call);
+  const Status status = planned.Plan([&](size_t) -> const ControlCall& { return call; });
   if (status.code() == StatusCode::kNeedsReplay) return ExplainReplay(call, status);
   QUIRE_RETURN_IF_ERROR(status);
   if (parts_.attention != nullptr) QUIRE_RETURN_IF_ERROR(Apply(call, *parts_.attention));
   planned.Commit();
   return Status();
+}
+
+Status JointState::CheckImport(int64_t seq_id, int64_t position, const KVImport& kv,
+                               std::span<const std::vector<TensorView>> states) const {
+  const auto bad = [](const std::string& what) {
+    return Status(StatusCode::kBadArgument, "ImportState: " + what);
+  };
+  if (states.size() != parts_.recurrent.size()) {
+    return bad("states of " + std::to_string(states.size()) + " recurrent parts; there are " +
+               std::to_string(parts_.recurrent.size()));
+  }
+  for (size_t i = 0; i < states.size(); ++i) {
+    if (dynamic_cast<const RecurrentCache*>(parts_.recurrent[i].get()) != nullptr) continue;
+    return bad("recurrent[" + std::to_string(i) +
+               "] is no RecurrentCache; only its states can be "
+               "imported");
+  }
+  QUIRE_ASSIGN_OR_RETURN(const int64_t length, GetSequenceLength(seq_id));
+  int64_t end = length;
+  for (const int64_t tokens : kv.tokens) {
+    if (tokens < 0 || tokens > position - end)
+      return bad("a block of " + std::to_string(tokens) + " tokens behind position " +
+                 std::to_string(end) + "; the states are those at position " +
+                 std::to_string(position));
+    end += tokens;
+  }
+  if (parts_.attention == nullptr || end == position) return Status();
+  return bad("the keys and values end at position " + std::to_string(end) +
+             ", the states are those at position " + std::to_string(position));
+}
+
+Status JointState::ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
+                               std::span<const std::vector<TensorView>> states) {
+  return gate_.Enter("ImportState", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckImport(seq_id, position, kv, states));
+    ControlCall call{
+        .kind = ControlCall::Kind::kImport, .seq_id = seq_id, .count = position, .kv = &kv};
+    PlannedParts planned(planned_);
+    QUIRE_RETURN_IF_ERROR(planned.Plan([&](size_t part) {
+      call.states = states[part];
+      return call;
+    }));
+    if (parts_.attention != nullptr) QUIRE_RETURN_IF_ERROR(Apply(call, *parts_.attention));
+    planned.Commit();
+    return Status();
+  });
 }
 
 // One part's message names a position that another part may not reach.

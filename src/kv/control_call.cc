@@ -24,6 +24,8 @@ const char* ControlCall::name() const {
       return "BeginTreeForward";
     case Kind::kCommitTree:
       return "CommitAcceptedTokenTreeNodes";
+    case Kind::kImport:
+      return "ImportState";
     case Kind::kAbort:
       break;
   }

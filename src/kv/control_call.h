@@ -12,8 +12,11 @@
 
 #include "base/guard.h"
 #include "quire/status.h"
+#include "quire/tensor.h"
 
 namespace quire {
+
+struct KVImport;
 
 struct ControlCall {
   enum class Kind : uint8_t {
@@ -28,16 +31,19 @@ struct ControlCall {
     kAbort,
     kBeginTree,
     kCommitTree,
+    kImport,
   };
   Kind kind = Kind::kClear;
-  int64_t seq_id = -1;                        // kFork: the parent
-  int64_t child_id = -1;                      // kFork
-  int64_t count = 0;                          // kFork: the position, or -1; kPop: tokens
-  bool retained = false;                      // kRetain
+  int64_t seq_id = -1;    // kFork: the parent
+  int64_t child_id = -1;  // kFork
+  int64_t count = 0;      // kFork: the position, or -1; kPop: tokens; kImport: the position
+  bool retained = false;  // kRetain
   std::span<const int64_t> seq_ids{};         // kBegin, kBeginTree, kCommitTree
   std::span<const int64_t> append_lengths{};  // kBegin, kBeginTree
   std::span<const int64_t> parents{};         // kBeginTree
   std::span<const int64_t> leaves{};          // kCommitTree
+  std::span<const TensorView> states{};       // kImport: [layer]
+  const KVImport* kv = nullptr;               // kImport: for the attention part
 
   const char* name() const;
 };

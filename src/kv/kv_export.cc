@@ -6,6 +6,7 @@
 
 #include "base/guard.h"
 #include "kernels/kv_layout.h"
+#include "kv/kv_sections.h"
 
 namespace quire {
 namespace {
@@ -28,119 +29,119 @@ std::string_view ComputeType(const AttentionKVCacheOptions& options) {
   return "f32";
 }
 
-// The sections of a layer's tokens, in the order in which they stand in a chunk.
-std::vector<SectionSpec> SectionsOf(int64_t layer, const AttentionLayerSpec& spec, int64_t count) {
-  const int64_t heads = spec.num_kv_heads;
-  const bool latent = spec.latent;
-  const auto section = [&](SectionKind kind, DType dtype, std::vector<int64_t> dims) {
-    return SectionSpec{kind, layer, layer, dtype, std::move(dims)};
-  };
-  std::vector<SectionSpec> sections;
-  if (!latent) {
-    sections.push_back(section(SectionKind::kKey, spec.dtype, {count, heads, spec.qk_head_dim}));
-    sections.push_back(
-        section(SectionKind::kValue, spec.value_dtype(), {count, heads, spec.v_head_dim}));
+// The RoPE of all layers: the cache's, then each set that layers have in place of it, behind the
+// ranges of these layers.
+std::string RopeOfLayers(const AttentionKVCacheOptions& options, bool long_factors) {
+  std::string text = RopePassport(options.rope, long_factors);
+  const std::vector<AttentionLayerSpec>& layers = options.layers;
+  std::vector<RopeOptions> written;
+  for (const AttentionLayerSpec& layer : layers) {
+    if (!layer.rope) continue;
+    if (std::find(written.begin(), written.end(), *layer.rope) != written.end()) continue;
+    written.push_back(*layer.rope);
+    std::string ranges;
+    for (size_t first = 0; first < layers.size(); ++first) {
+      if (layers[first].rope != layer.rope) continue;
+      size_t last = first;
+      while (last + 1 < layers.size() && layers[last + 1].rope == layer.rope) ++last;
+      ranges += (ranges.empty() ? "" : ",") + std::to_string(first) + "-" + std::to_string(last);
+      first = last;
+    }
+    text += "|layers=" + ranges + ";" + RopePassport(*layer.rope, long_factors);
   }
-  if (IsQuantised(spec.dtype))
-    sections.push_back(section(SectionKind::kKeyScale, DType::kF32, {count, heads}));
-  if (!latent && IsQuantised(spec.value_dtype()))
-    sections.push_back(section(SectionKind::kValueScale, DType::kF32, {count, heads}));
-  // Behind its scales: sections of a layer ascend by kind.
-  if (latent)
-    sections.push_back(section(SectionKind::kLatent, spec.dtype, {count, spec.qk_head_dim}));
-  return sections;
+  return text;
 }
 
-// Adds the bytes of one of these sections to the layer's tensors.
-void SetSection(const AttentionLayerSpec& spec, const SectionSpec& section,
-                std::span<const std::byte> bytes, LayerKV* kv) {
-  if (section.kind == SectionKind::kLatent) {
-    kv->k = TensorView(bytes.data(), spec.dtype, {section.dims[0], int64_t{1}, section.dims[1]});
-  } else if (section.kind == SectionKind::kKey) {
-    kv->k =
-        TensorView(bytes.data(), spec.dtype, {section.dims[0], section.dims[1], section.dims[2]});
-  } else if (section.kind == SectionKind::kValue) {
-    kv->v = TensorView(bytes.data(), spec.value_dtype(),
-                       {section.dims[0], section.dims[1], section.dims[2]});
-  } else {
-    TensorView& scale = section.kind == SectionKind::kKeyScale ? kv->k_scale : kv->v_scale;
-    scale = TensorView(bytes.data(), DType::kF32, {section.dims[0], section.dims[1]});
+PassportLayer PassportOf(const AttentionLayerSpec& layer) {
+  PassportLayer passport{.kind = layer.latent ? StateKind::kLatent : StateKind::kAttention,
+                         .dtype = layer.dtype,
+                         .kv_heads = layer.num_kv_heads,
+                         .head_dim = layer.qk_head_dim,
+                         .v_head_dim = layer.v_head_dim,
+                         .window = layer.window};
+  if (layer.value_dtype() != layer.dtype) passport.v_dtype = ElementType(layer.value_dtype());
+  return passport;
+}
+
+PassportLayer PassportOf(const RecurrentLayerSpec& layer) {
+  std::vector<int64_t> dims = StateDims(layer);
+  if (dims.size() == 2) dims.insert(dims.begin(), 1);  // a convolution has no heads
+  return {.kind = StateKind::kRecurrent,
+          .dtype = DType::kF32,
+          .kv_heads = dims[0],
+          .head_dim = dims[1],
+          .v_head_dim = dims[2]};
+}
+
+void DescribeAttention(const AttentionKVCacheOptions& options, bool long_factors,
+                       Passport* passport) {
+  passport->rope = RopeOfLayers(options, long_factors);
+  bool quantised = false;
+  for (const AttentionLayerSpec& layer : options.layers) {
+    quantised |= IsQuantised(layer.dtype) || IsQuantised(layer.value_dtype());
+    passport->layers.push_back(PassportOf(layer));
   }
+  passport->quant = quantised ? kQuantScheme : "none";
 }
 
-// The verified bytes of the section that has exactly this shape.
-Result<std::span<const std::byte>> FindSection(const ChunkView& chunk, const SectionSpec& wanted) {
-  const int64_t index = chunk.header().Find(wanted.kind, wanted.layer_first);
-  const bool fits =
-      index >= 0 && static_cast<const SectionSpec&>(
-                        chunk.header().sections[static_cast<size_t>(index)]) == wanted;
-  if (fits) return chunk.section(index);
-  return Status(StatusCode::kIncompatible,
-                "ImportChunks: the chunk has no " + std::string(SectionKindName(wanted.kind)) +
-                    " section of layer " + std::to_string(wanted.layer_first) + " with " +
-                    std::to_string(wanted.dims[0]) + " tokens in the shape of this cache");
-}
-
-Result<KVBlock> BlockOf(const ChunkView& chunk, std::span<const AttentionLayerSpec> layers,
-                        int64_t position) {
-  KVBlock block;
-  for (size_t l = 0; l < layers.size(); ++l) {
-    QUIRE_ASSIGN_OR_RETURN(const LayerKV kv,
-                           ChunkLayer(chunk, layers[l], static_cast<int64_t>(l), position));
-    block.push_back(kv);
+Status ImportInto(const SequenceStates& states, int64_t seq_id, int64_t end,
+                  std::span<const KVBlock> blocks, std::span<const int64_t> tokens,
+                  std::vector<TensorView> at_end) {
+  AttentionKVCache* const cache = states.attention();
+  if (states.composite() != nullptr) {
+    return states.composite()->ImportState(seq_id, end, {.blocks = blocks, .tokens = tokens},
+                                           std::span(&at_end, 1));
   }
-  return block;
-}
-
-Status ImportBlocks(AttentionKVCache& cache, int64_t seq_id, std::span<const KVBlock> blocks) {
-  const bool is_new = !cache.HasSequence(seq_id);
-  if (is_new) QUIRE_RETURN_IF_ERROR(cache.AddSequence(seq_id));
-  const Status status = cache.ImportKV(seq_id, blocks);
-  if (status.ok() || !is_new) return status;
-  const Status removed = cache.RemoveSequence(seq_id);  // it was empty: this cannot fail
-  return removed.ok() ? status : removed;
+  const auto has_window = [](const AttentionLayerSpec& layer) { return layer.window != 0; };
+  if (std::ranges::any_of(cache->options().layers, has_window))
+    return cache->ImportVisibleKV(seq_id, {.blocks = blocks, .tokens = tokens});
+  return cache->ImportKV(seq_id, blocks);
 }
 
 }  // namespace
 
-Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
-                               bool long_factors) {
+SequenceStates::SequenceStates(CompositeState& composite) : kv_(&composite) {
+  const CompositeState::Parts& parts = composite.parts();
+  composite_ = &composite;
+  attention_ = parts.attention.get();
+  if (parts.recurrent.size() == 1)
+    recurrent_ = dynamic_cast<RecurrentCache*>(parts.recurrent[0].get());
+}
+
+bool SequenceStates::HasSequence(int64_t seq_id) const {
+  return composite_ != nullptr ? composite_->HasSequence(seq_id) : attention_->HasSequence(seq_id);
+}
+
+Result<int64_t> SequenceStates::GetSequenceLength(int64_t seq_id) const {
+  return composite_ != nullptr ? composite_->GetSequenceLength(seq_id)
+                               : attention_->GetSequenceLength(seq_id);
+}
+
+Result<Passport> CachePassport(const SequenceStates& states, Passport identity, bool long_factors) {
   return GuardEntry([&]() -> Result<Passport> {
-    const AttentionKVCacheOptions& options = cache.options();
-    const RopeOptions* rope = &options.rope;
-    for (size_t l = 0; l < options.layers.size(); ++l) {
-      const AttentionLayerSpec& layer = options.layers[l];
-      if (!layer.rope) continue;
-      // By it the caller rotates, and in mode kNone this cache rotates nothing.
-      const bool is_first = rope == &options.rope;
-      if (layer.latent && options.rope.mode == RopeMode::kNone &&
-          (is_first || *rope == *layer.rope)) {
-        rope = &*layer.rope;
-        continue;
-      }
+    if (states.composite() != nullptr && states.recurrent() == nullptr) {
       return Status(StatusCode::kBadArgument,
-                    "CachePassport: layer " + std::to_string(l) +
-                        " has RoPE options of its own; a passport has one set for all layers, so "
-                        "KV of this cache cannot leave it as chunks");
+                    "CachePassport: the recurrent states are not those of one RecurrentCache, and "
+                    "only such states can leave it as chunks");
     }
-    identity.rope = RopePassport(*rope, long_factors);
     identity.layout = kLogicalLayout;
-    identity.numerics = std::string(kKernelGeneration) + "/" + options.kernel_path + "/" +
-                        std::string(ComputeType(options));
+    identity.rope = identity.quant = "none";
     identity.first_layer = 0;
     identity.layers.clear();
-    bool quantised = false;
-    for (const AttentionLayerSpec& layer : options.layers) {
-      quantised |= IsQuantised(layer.dtype) || IsQuantised(layer.value_dtype());
-      identity.layers.push_back({.kind = layer.latent ? StateKind::kLatent : StateKind::kAttention,
-                                 .dtype = layer.dtype,
-                                 .kv_heads = layer.num_kv_heads,
-                                 .head_dim = layer.qk_head_dim,
-                                 .v_head_dim = layer.v_head_dim});
-      if (layer.value_dtype() != layer.dtype)
-        identity.layers.back().v_dtype = ElementType(layer.value_dtype());
+    std::string path, compute = "f32";
+    if (states.attention() != nullptr) {
+      const AttentionKVCacheOptions& options = states.attention()->options();
+      DescribeAttention(options, long_factors, &identity);
+      path = options.kernel_path;
+      compute = ComputeType(options);
     }
-    identity.quant = quantised ? kQuantScheme : "none";
+    if (states.recurrent() != nullptr) {
+      const RecurrentCacheOptions& options = states.recurrent()->options();
+      for (const RecurrentLayerSpec& layer : options.layers)
+        identity.layers.push_back(PassportOf(layer));
+      if (path != options.kernel_path) path += (path.empty() ? "" : "+") + options.kernel_path;
+    }
+    identity.numerics = std::string(kKernelGeneration) + "/" + path + "/" + compute;
     QUIRE_RETURN_IF_ERROR(identity.ToJson().status());
     return std::move(identity);
   });
@@ -182,77 +183,53 @@ std::vector<ChunkFields> ChainFields(const Passport& passport, const KeySpace& k
   return chain;
 }
 
-Result<ChunkBuffer> ExportChunk(AttentionKVCache& cache, int64_t seq_id, int64_t start,
+Result<ChunkBuffer> ExportChunk(const SequenceStates& states, int64_t seq_id, int64_t start,
                                 ChunkFields fields, const ChunkWriteOptions& options) {
   return GuardEntry([&]() -> Result<ChunkBuffer> {
-    const std::vector<AttentionLayerSpec>& layers = cache.options().layers;
+    QUIRE_ASSIGN_OR_RETURN(const int64_t length, states.GetSequenceLength(seq_id));
     const int64_t count = static_cast<int64_t>(fields.tokens.size());
-    std::vector<SectionSpec> sections;
-    for (size_t l = 0; l < layers.size(); ++l) {
-      for (SectionSpec& section : SectionsOf(static_cast<int64_t>(l), layers[l], count))
-        sections.push_back(std::move(section));
+    if (start < 0 || count < 1 || count > length - start) {
+      return Status(StatusCode::kBadArgument,
+                    "ExportChunk: " + std::to_string(count) + " tokens from " +
+                        std::to_string(start) + " on are not in sequence " +
+                        std::to_string(seq_id) + " of length " + std::to_string(length));
     }
-    QUIRE_ASSIGN_OR_RETURN(ChunkWriter writer,
-                           ChunkWriter::Create(std::move(fields), sections, options));
-    for (size_t s = 0; s < sections.size();) {
-      const int64_t layer = sections[s].layer_first;
-      LayerKV to;
-      for (; s < sections.size() && sections[s].layer_first == layer; ++s) {
-        SetSection(layers[static_cast<size_t>(layer)], sections[s],
-                   writer.section(static_cast<int64_t>(s)), &to);
-      }
-      QUIRE_RETURN_IF_ERROR(cache.ExportKV(seq_id, layer, start, to));
-    }
-    return std::move(writer).Seal();
+    const int64_t end = start + count;
+    return ExportRows(states, seq_id, start, std::move(fields), HiddenOfLayers(states, {}, end),
+                      /*with_states=*/true, options);
   });
 }
 
-Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
-                           int64_t position) {
-  return GuardEntry([&]() -> Result<LayerKV> {
-    const ChunkHeader& header = chunk.header();
-    if (header.first_position != kNotRotated && header.first_position != position) {
-      return Status(StatusCode::kIncompatible,
-                    "ImportChunks: the chunk's keys are rotated for position " +
-                        std::to_string(header.first_position) + " and would stand at " +
-                        std::to_string(position));
-    }
-    const int64_t count = static_cast<int64_t>(header.tokens.size());
-    LayerKV kv;
-    for (const SectionSpec& section : SectionsOf(layer, spec, count)) {
-      QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, section));
-      SetSection(spec, section, bytes, &kv);
-    }
-    return kv;
-  });
-}
-
-LayerKV FirstTokens(const LayerKV& kv, int64_t count) {
-  const auto first = [count](const TensorView& rows) {
-    if (rows.rank() == 0) return rows;  // scales, where there are none
-    std::vector<int64_t> shape(rows.shape().begin(), rows.shape().end());
-    shape[0] = count;
-    return TensorView(rows.data(), rows.dtype(), shape);
-  };
-  return {.k = first(kv.k),
-          .v = first(kv.v),
-          .k_scale = first(kv.k_scale),
-          .v_scale = first(kv.v_scale)};
-}
-
-Status ImportChunks(AttentionKVCache& cache, int64_t seq_id, std::span<const ChunkView> chunks) {
+Status ImportChunks(const SequenceStates& states, int64_t seq_id,
+                    std::span<const ChunkView> chunks) {
   return GuardEntry([&]() -> Status {
     int64_t position = 0;
-    if (cache.HasSequence(seq_id)) {
-      QUIRE_ASSIGN_OR_RETURN(position, cache.GetSequenceLength(seq_id));
+    const bool is_new = !states.HasSequence(seq_id);
+    if (!is_new) {
+      QUIRE_ASSIGN_OR_RETURN(position, states.GetSequenceLength(seq_id));
     }
+    int64_t end = position;
+    for (const ChunkView& chunk : chunks) end += static_cast<int64_t>(chunk.header().tokens.size());
+    const HiddenRanges at_end = HiddenOfLayers(states, {}, end);
     std::vector<KVBlock> blocks;
+    std::vector<int64_t> tokens;
     for (const ChunkView& chunk : chunks) {
-      QUIRE_ASSIGN_OR_RETURN(KVBlock block, BlockOf(chunk, cache.options().layers, position));
+      tokens.push_back(static_cast<int64_t>(chunk.header().tokens.size()));
+      const HiddenRanges stored = HiddenOfLayers(states, {}, position + tokens.back());
+      QUIRE_ASSIGN_OR_RETURN(KVBlock block, ImportRows(chunk, states, position, stored, at_end));
       blocks.push_back(std::move(block));
-      position += static_cast<int64_t>(chunk.header().tokens.size());
+      position += tokens.back();
     }
-    return ImportBlocks(cache, seq_id, blocks);
+    std::vector<TensorView> states_at_end;
+    if (!chunks.empty()) {
+      QUIRE_ASSIGN_OR_RETURN(states_at_end, StatesOf(chunks.back(), states));
+    }
+    if (is_new) QUIRE_RETURN_IF_ERROR(states.kv().AddSequence(seq_id));
+    const Status status = GuardEntry(
+        [&] { return ImportInto(states, seq_id, end, blocks, tokens, std::move(states_at_end)); });
+    if (status.ok() || !is_new) return status;
+    const Status removed = states.kv().RemoveSequence(seq_id);  // it was empty: this cannot fail
+    return removed.ok() ? status : removed;
   });
 }
 

@@ -107,89 +107,190 @@ Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, cons
   });
 }
 
-// The number of tokens in all blocks.
-Result<int64_t> PagedKVCache::CheckImport(const Sequence& sequence,
-                                          std::span<const KVBlock> blocks) const {
+Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
+  return Enter("ImportKV", [&]() -> Status {
+    std::vector<int64_t> tokens;
+    for (const KVBlock& block : blocks) tokens.push_back(block.empty() ? 0 : TokenCount(block[0]));
+    return Import("ImportKV", seq_id, {.blocks = blocks, .tokens = tokens}, false);
+  });
+}
+
+Status PagedKVCache::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
+  const char* call = "ImportVisibleKV";
+  return Enter(call, [&] { return Import(call, seq_id, import, true); });
+}
+
+// The number of tokens that all blocks stand for.
+Result<int64_t> PagedKVCache::CheckTokens(const char* call, const Sequence& sequence,
+                                          const KVImport& import) const {
+  if (import.blocks.empty() || import.blocks.size() != import.tokens.size()) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call) + ": " + std::to_string(import.blocks.size()) + " blocks and " +
+                      std::to_string(import.tokens.size()) +
+                      " counts of tokens; there must be as many, and at least one");
+  }
   int64_t total = 0;
-  for (const KVBlock& block : blocks) {
-    if (block.size() != layers_.size()) {
-      return Status(StatusCode::kBadArgument,
-                    "ImportKV: a block has " + std::to_string(block.size()) +
-                        " layers; this cache has " + std::to_string(layers_.size()));
-    }
-    const int64_t count = TokenCount(block[0]);
-    for (size_t l = 0; l < block.size(); ++l) {
-      QUIRE_RETURN_IF_ERROR(
-          CheckLayer("ImportKV", static_cast<int64_t>(l), options_.layers[l], block[l], count));
-    }
-    const int64_t room = std::numeric_limits<int32_t>::max() - tree_.End(sequence.last) - total;
-    if (count < 1 || count > room) {
+  for (const int64_t count : import.tokens) {
+    const int64_t end = tree_.End(sequence.last) + total;
+    if (count < 1 || count > std::numeric_limits<int32_t>::max() - end) {
       return Status(count < 1 ? StatusCode::kBadArgument : StatusCode::kTooLarge,
-                    "ImportKV: a block of " + std::to_string(count) + " tokens behind " +
-                        std::to_string(tree_.End(sequence.last) + total) +
+                    std::string(call) + ": a block of " + std::to_string(count) +
+                        " tokens behind " + std::to_string(end) +
                         "; the least is 1, and positions end at 2^31");
     }
     total += count;
   }
-  if (total > 0) return total;
-  return Status(StatusCode::kBadArgument, "ImportKV: there are no blocks");
+  return total;
 }
 
-Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
-  return Enter("ImportKV", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireIdle("ImportKV"));
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("ImportKV", seq_id));
-    QUIRE_RETURN_IF_ERROR(RequireCommitted("ImportKV", index));
-    Sequence& sequence = sequences_[index];
-    QUIRE_ASSIGN_OR_RETURN(const int64_t count, CheckImport(sequence, blocks));
-    ForwardPlan plan;  // of one sequence that gets no rows
-    plan.group_appends.resize(groups_.size());
-    tree_.BeginPlanning();
-    const AppendPlan append = tree_.PlanAppend(sequence.last, count, plan.group_appends);
-    plan.members.push_back({.id = seq_id, .append = append, .imported = count});
-    std::vector<int64_t> page_counts;
-    for (const GroupAppend& group : plan.group_appends) page_counts.push_back(group.page_count);
-    QUIRE_RETURN_IF_ERROR(CheckPages("ImportKV", page_counts));
-    tree_.Reserve(std::span(&append, 1), plan.group_appends);
-    plan.Reserve(tree_);
-
-    sequence.last = plan.members[0].last = tree_.Append(append, plan.group_appends);
-    plan.Fill(tree_);
-    StoreImport(plan, blocks);
-    if (append.copies()) tree_.Release(append.last);
-    hides_more_ |= append.copies();
-    SlideTo(&sequence, append.length);
-    FreeHidden();
-    return Status();
-  });
+// Whether a sequence of `length` tokens can be in this state.
+Status PagedKVCache::CheckWindows(const char* call, const Sequence& sequence,
+                                  const SequenceWindows& windows, int64_t length) const {
+  const SequenceWindows none;
+  const bool has_own =
+      sequence.window.window != kNoWindow || sequence.slid > 0 || sequence.span.tokens != kNoWindow;
+  if (tree_.End(sequence.last) > 0 || has_own) {
+    if (windows == none && !has_own) return Status();
+    return Status(StatusCode::kBadState,
+                  std::string(call) + ": sequence " + std::to_string(sequence.id) +
+                      " is not empty, or has a window; only one that is both new and empty can be "
+                      "given the windows of another");
+  }
+  const auto is_window = [](int64_t window, int64_t sinks) {
+    return window == 0 || (window > sinks && window < kNoWindow);
+  };
+  const bool hides = windows.window > 0 || windows.slid > 0;
+  const int64_t slid_max =
+      windows.window > 0 ? std::max(windows.lost, length + 1 - windows.window) : windows.lost;
+  const bool fits = windows.window >= 0 && windows.sinks >= 0 &&
+                    is_window(windows.window, windows.sinks) && (hides || windows.sinks == 0) &&
+                    windows.lost >= 0 && windows.slid >= windows.lost && windows.slid <= slid_max &&
+                    (windows.slid == 0 || windows.slid <= length - windows.sinks);
+  const bool span_fits = windows.span >= 0 && windows.span_sinks >= 0 &&
+                         is_window(windows.span, windows.span_sinks) &&
+                         (windows.span == 0 ? windows.span_sinks == 0
+                                            : options_.tvm_window_span && windows.window == 0);
+  if (fits && span_fits) return Status();
+  return Status(StatusCode::kBadArgument,
+                std::string(call) + ": no sequence of " + std::to_string(length) +
+                    " tokens can have the windows: window " + std::to_string(windows.window) +
+                    ", sinks " + std::to_string(windows.sinks) + ", lost " +
+                    std::to_string(windows.lost) + ", slid " + std::to_string(windows.slid) +
+                    ", span " + std::to_string(windows.span) + " with sinks " +
+                    std::to_string(windows.span_sinks));
 }
 
-void PagedKVCache::StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept {
+namespace {
+
+// Of [begin, end) what lies in `absent`.
+int64_t CountAbsent(const AbsentRange& absent, int64_t begin, int64_t end) {
+  return std::max<int64_t>(std::min(absent.end, end) - std::max(absent.begin, begin), 0);
+}
+
+}  // namespace
+
+// Each layer has the rows of its tokens that are not left out.
+Status PagedKVCache::CheckBlocks(const char* call, int64_t start, const KVImport& import,
+                                 std::span<const GroupAppend> groups) const {
+  for (size_t b = 0; b < import.blocks.size(); ++b) {
+    const KVBlock& block = import.blocks[b];
+    if (block.size() != layers_.size()) {
+      return Status(StatusCode::kBadArgument,
+                    std::string(call) + ": a block has " + std::to_string(block.size()) +
+                        " layers; this cache has " + std::to_string(layers_.size()));
+    }
+    const int64_t end = start + import.tokens[b];
+    for (size_t l = 0; l < block.size(); ++l) {
+      const AbsentRange& absent = groups[static_cast<size_t>(layers_[l].group)].absent;
+      const int64_t count = import.tokens[b] - CountAbsent(absent, start, end);
+      if (count == 0 && TokenCount(block[l]) == 0) continue;
+      QUIRE_RETURN_IF_ERROR(
+          CheckLayer(call, static_cast<int64_t>(l), options_.layers[l], block[l], count));
+    }
+    start = end;
+  }
+  return Status();
+}
+
+Status PagedKVCache::Import(const char* call, int64_t seq_id, const KVImport& import,
+                            bool leaves_out) {
+  QUIRE_RETURN_IF_ERROR(RequireIdle(call));
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence(call, seq_id));
+  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
+  Sequence& sequence = sequences_[index];
+  QUIRE_ASSIGN_OR_RETURN(const int64_t count, CheckTokens(call, sequence, import));
+  const int64_t start = tree_.End(sequence.last);
+  const int64_t end = start + count;
+  ForwardPlan plan;  // of one sequence that gets no rows
+  plan.group_appends.resize(groups_.size());
+  if (leaves_out) {
+    QUIRE_RETURN_IF_ERROR(CheckWindows(call, sequence, import.windows, end));
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const TokenRange hidden = HiddenTokens(import.windows, groups_[g].window, end);
+      const AbsentRange absent = {std::max(hidden.begin, start), hidden.end};
+      if (absent.begin < absent.end) plan.group_appends[g].absent = absent;
+    }
+  }
+  QUIRE_RETURN_IF_ERROR(CheckBlocks(call, start, import, plan.group_appends));
+  tree_.BeginPlanning();
+  const AppendPlan append = tree_.PlanAppend(sequence.last, count, plan.group_appends);
+  plan.members.push_back({.id = seq_id, .append = append, .imported = count});
+  std::vector<int64_t> page_counts;
+  for (const GroupAppend& group : plan.group_appends) page_counts.push_back(group.page_count);
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
+  tree_.Reserve(std::span(&append, 1), plan.group_appends);
+  plan.Reserve(tree_);
+
+  sequence.last = plan.members[0].last = tree_.Append(append, plan.group_appends);
+  plan.Fill(tree_);
+  StoreImport(plan, start, import);
+  if (append.copies()) tree_.Release(append.last);
+  hides_more_ |= append.copies();
+  if (leaves_out && !(import.windows == SequenceWindows())) {
+    SetWindows(&sequence, import.windows);
+  } else {
+    SlideTo(&sequence, start);
+  }
+  FreeHidden();
+  return Status();
+}
+
+void PagedKVCache::StoreImport(ForwardPlan& plan, int64_t start, const KVImport& import) noexcept {
   for (int g = 0; g < tree_.group_count(); ++g) {
-    const GroupPlan& group = plan.group(g);
+    GroupPlan& group = plan.group(g);
+    const AbsentRange& absent = plan.group_appends[static_cast<size_t>(g)].absent;
     storage_->Copy(g, group.copy_from, group.copy_to, group.copy_opens_tile.data());
+    // Behind what is left out a page begins.
+    const int64_t behind = absent.end - start;
+    if (absent.begin < absent.end && behind < static_cast<int64_t>(group.imports.targets.size()))
+      group.imports.opens_tile[static_cast<size_t>(behind)] = 1;
     for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
-      int64_t row = 0;
-      for (const KVBlock& block : blocks) {
-        const LayerKV& kv = block[static_cast<size_t>(layer)];
-        StoreImport(group.imports, layer, row, kv);
-        row += kv.k.dim(0);
+      int64_t first = 0;  // of the block, counted from `start`
+      for (size_t b = 0; b < import.blocks.size(); first += import.tokens[b++]) {
+        const LayerKV& kv = import.blocks[b][static_cast<size_t>(layer)];
+        const int64_t end = first + import.tokens[b];
+        const int64_t hole = std::clamp(absent.begin - start, first, end);
+        const int64_t hole_end = std::clamp(absent.end - start, hole, end);
+        const int64_t before = hole - first;
+        StoreImport(group.imports, layer, first, kv, {0, before});
+        StoreImport(group.imports, layer, hole_end, kv, {before, before + end - hole_end});
       }
     }
   }
 }
 
-// Tokens [first, first + count) of the imports. What fills whole tiles is moved so; the rows before
-// and behind them one by one.
+// The rows of `kv`, as imported tokens from `first` on. What fills whole tiles is moved so; the
+// rows before and behind them one by one.
 void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t first,
-                               const LayerKV& kv) noexcept {
+                               const LayerKV& kv, TokenRange rows) noexcept {
   const KVPages pages = storage_->layer(layer);
   const std::span<const AppendTarget> targets(imports.targets.data() + first,
-                                              static_cast<size_t>(kv.k.dim(0)));
-  for (int64_t row = 0; row < kv.k.dim(0);) {
-    const auto rest = targets.subspan(static_cast<size_t>(row));
-    const uint8_t* const opens_tile = imports.opens_tile.data() + first + row;
+                                              static_cast<size_t>(rows.count()));
+  for (int64_t done = 0; done < rows.count();) {
+    const auto rest = targets.subspan(static_cast<size_t>(done));
+    const uint8_t* const opens_tile = imports.opens_tile.data() + first + done;
     const RowRun run = FirstRun(pages.layout, rest, opens_tile);
+    const int64_t row = rows.begin + done;
     HeadRows k = RowsOf(kv.k);
     HeadRows v = pages.layout.latent ? HeadRows{} : RowsOf(kv.v);
     k.data = RowAt(k, row);
@@ -212,7 +313,7 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
                            .opens_tile = opens_tile},
                           *options_.runner);
     }
-    row += run.rows;
+    done += run.rows;
   }
 }
 
@@ -249,7 +350,8 @@ Status PagedKVCache::LoadLayer(const AttentionCall& call) {
     QUIRE_RETURN_IF_ERROR(CheckLoaded(call, member, *blocks));
     int64_t first = member.first_import;
     for (const LayerKV& block : *blocks) {
-      StoreImport(plan_.group(layer.group).imports, call.layer, first, block);
+      StoreImport(plan_.group(layer.group).imports, call.layer, first, block,
+                  {0, TokenCount(block)});
       first += TokenCount(block);
     }
   }

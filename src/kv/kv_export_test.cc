@@ -74,7 +74,7 @@ void Prefill(AttentionKVCache& cache, int64_t id, const Tokens& tokens) {
   Forward(cache, id, tokens);
 }
 
-Passport TestPassport(const AttentionKVCache& cache, int64_t block_tokens = 16) {
+Passport TestPassport(AttentionKVCache& cache, int64_t block_tokens = 16) {
   Passport identity;
   identity.model = "test";
   identity.block_tokens = block_tokens;

@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "kv/kv_model_codes.h"
+#include "quire/kv_export.h"
 #include "tensor/float8.h"
 #include "tensor/half.h"
 
@@ -258,11 +259,15 @@ void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>
 // Adds a token in the slot behind the sequence's last one if nobody sees that slot, else in a page
 // of its own.
 void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
-                         std::vector<int64_t>& taken) const {
+                         std::vector<int64_t>& taken, std::span<const TokenRange> absent) const {
   const int64_t position = static_cast<int64_t>(sequence.tokens.size());
   Token token{std::make_shared<TokenValues>(), std::vector<int32_t>(groups.size()), next_copy_++};
   for (size_t g = 0; g < groups.size(); ++g) {
     int32_t& page = token.pages[g];
+    if (!absent.empty() && absent[g].begin <= position && position < absent[g].end) {
+      page = -1;
+      continue;
+    }
     bool in_place = position % groups[g].page_size != 0;
     if (in_place) {
       page = sequence.tokens.back().pages[g];
@@ -351,7 +356,8 @@ KVModel::Sequence KVModel::SequenceOfRow(size_t member, int64_t n) const {
 }
 
 KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
-                                const std::span<const int64_t>* parents) const {
+                                const std::span<const int64_t>* parents,
+                                std::span<const TokenRange> absent) const {
   int64_t first_row = 0;
   Plan plan;
   plan.groups = groups_;
@@ -375,7 +381,7 @@ KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids, std::span<cons
     }
     MoveToOwnPages(sequence, CutForAppend(sequence, plan.groups), plan.groups, taken);
     for (int64_t n = 0; n < lengths[i]; ++n) {
-      PlaceToken(sequence, plan.groups, taken);
+      PlaceToken(sequence, plan.groups, taken, absent);
       sequence.tokens.back().values->k.resize(options_.layers.size());
       sequence.tokens.back().values->v.resize(options_.layers.size());
     }
@@ -505,6 +511,17 @@ Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
 KVModel::Window KVModel::WindowOf(int64_t seq_id) const {
   const Sequence& sequence = sequences_.at(seq_id);
   return {sequence.window, sequence.sinks, sequence.lost};
+}
+
+Result<SequenceWindows> KVModel::GetWindows(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  return SequenceWindows{.window = sequence.window,
+                         .sinks = sequence.sinks,
+                         .lost = sequence.lost,
+                         .slid = sequence.slid,
+                         .span = sequence.span,
+                         .span_sinks = sequence.span_sinks};
 }
 
 Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
@@ -1403,13 +1420,26 @@ Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const Lay
 
 // REQUIRES: tensors of the right shapes.
 Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
+  std::vector<int64_t> tokens;
+  for (const KVBlock& block : blocks) tokens.push_back(block[0].k.dim(0));
+  return Import(seq_id, {.blocks = blocks, .tokens = tokens}, false);
+}
+
+Status KVModel::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
+  return Import(seq_id, import, true);
+}
+
+Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) {
   if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   if (sequences_.at(seq_id).tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
-  int64_t count = 0;
-  for (const KVBlock& block : blocks) count += block[0].k.dim(0);
+  const int64_t count = std::accumulate(import.tokens.begin(), import.tokens.end(), int64_t{0});
   if (count < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
-  Plan plan = MakePlan(std::span(&seq_id, 1), std::span(&count, 1));
+  const int64_t end = sequences_.at(seq_id).length() + count;
+  std::vector<TokenRange> absent(groups_.size());
+  for (size_t g = 0; leaves_out && g < groups_.size(); ++g)
+    absent[g] = HiddenTokens(import.windows, groups_[g].window, end);
+  Plan plan = MakePlan(std::span(&seq_id, 1), std::span(&count, 1), nullptr, absent);
   if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
   // The pages that only the old path holds are those that a consolidation copied from.
   Sequence& sequence = sequences_.at(seq_id);
@@ -1421,11 +1451,28 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
       groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
     }
   }
-  sequence.Slide();
-  size_t position = old.tokens.size();
-  for (const KVBlock& block : blocks) {
-    for (size_t l = 0; l < block.size(); ++l) StoreTokens(sequence, position, l, block[l]);
-    position += static_cast<size_t>(block[0].k.dim(0));
+  if (leaves_out && !(import.windows == SequenceWindows())) {
+    sequence.window = import.windows.window;
+    sequence.sinks = import.windows.sinks;
+    sequence.lost = import.windows.lost;
+    sequence.slid = import.windows.slid;
+    sequence.span = import.windows.span;
+    sequence.span_sinks = import.windows.span_sinks;
+  } else {
+    sequence.Slide();
+  }
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    int64_t position = static_cast<int64_t>(old.tokens.size());
+    const TokenRange hidden = absent[group_of_layer_[l]];
+    for (size_t b = 0; b < import.blocks.size(); ++b) {
+      int64_t row = 0;
+      for (const int64_t block_end = position + import.tokens[b]; position < block_end;
+           ++position) {
+        if (hidden.begin <= position && position < hidden.end) continue;
+        StoreTokens(sequence, static_cast<size_t>(position), l,
+                    SomeTokens(import.blocks[b][l], row++, 1));
+      }
+    }
   }
   FreeHidden();
   return Status();

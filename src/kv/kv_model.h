@@ -95,6 +95,8 @@ class KVModel final : public AttentionKVCache {
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
   Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) override;
+  // REQUIRES: windows that such a sequence can have.
+  Status ImportVisibleKV(int64_t seq_id, const KVImport& import) override;
 
   Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override;
@@ -114,6 +116,7 @@ class KVModel final : public AttentionKVCache {
     int64_t lost = 0;
   };
   Window WindowOf(int64_t seq_id) const;
+  Result<SequenceWindows> GetWindows(int64_t seq_id) const override;
 
   // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
   struct Bounds {
@@ -227,8 +230,10 @@ class KVModel final : public AttentionKVCache {
   Status CheckMember(int64_t seq_id, int64_t length, std::set<int64_t>* seen, int64_t* room) const;
   Status CheckBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
   // `parents`: of new nodes; null: new tokens.
+  // `absent`: by group, of positions that get no page.
   Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
-                const std::span<const int64_t>* parents = nullptr) const;
+                const std::span<const int64_t>* parents = nullptr,
+                std::span<const TokenRange> absent = {}) const;
   void PlaceNodes(Sequence& sequence, std::span<const int64_t> parents, std::vector<Group>& groups,
                   std::vector<int64_t>& taken) const;
   static void DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups);
@@ -242,13 +247,14 @@ class KVModel final : public AttentionKVCache {
   static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups);
   void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
                       std::vector<int64_t>& taken) const;
-  void PlaceToken(Sequence& sequence, std::vector<Group>& groups,
-                  std::vector<int64_t>& taken) const;
+  void PlaceToken(Sequence& sequence, std::vector<Group>& groups, std::vector<int64_t>& taken,
+                  std::span<const TokenRange> absent = {}) const;
   bool IsHeld(const Sequence& sequence, int64_t position, size_t group) const;
   bool CanEndAt(const Sequence& sequence, int64_t length) const;
   bool NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const;
   void FreeHidden();
   void HoldAll(const Sequence& sequence, int32_t count);
+  Status Import(int64_t seq_id, const KVImport& import, bool leaves_out);
   Status CheckAttention(int64_t layer) const;
   Status CheckChains() const;
   Status FailAttention(Status status);

@@ -65,6 +65,7 @@ class PagedKVCache final : public AttentionKVCache {
   bool CanFork(int64_t seq_id, int64_t position) const override;
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
   Result<TokenRange> SlidRange(int64_t seq_id) const override;
+  Result<SequenceWindows> GetWindows(int64_t seq_id) const override;
 
   int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
@@ -103,6 +104,7 @@ class PagedKVCache final : public AttentionKVCache {
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
   Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) override;
+  Status ImportVisibleKV(int64_t seq_id, const KVImport& import) override;
 
   Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override;
@@ -267,11 +269,18 @@ class PagedKVCache final : public AttentionKVCache {
   void MoveEnd(const Sequence& from, int64_t length, Sequence* to) const noexcept;
   void SlideTo(Sequence* sequence, int64_t old_length) noexcept;
   void FreeHidden() noexcept;
+  void SetWindows(Sequence* sequence, const SequenceWindows& windows) noexcept;
 
-  Result<int64_t> CheckImport(const Sequence& sequence, std::span<const KVBlock> blocks) const;
-  void StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept;
-  void StoreImport(const TokenSlots& imports, int64_t layer, int64_t first,
-                   const LayerKV& kv) noexcept;
+  Status Import(const char* call, int64_t seq_id, const KVImport& import, bool leaves_out);
+  Result<int64_t> CheckTokens(const char* call, const Sequence& sequence,
+                              const KVImport& import) const;
+  Status CheckWindows(const char* call, const Sequence& sequence, const SequenceWindows& windows,
+                      int64_t length) const;
+  Status CheckBlocks(const char* call, int64_t start, const KVImport& import,
+                     std::span<const GroupAppend> groups) const;
+  void StoreImport(ForwardPlan& plan, int64_t start, const KVImport& import) noexcept;
+  void StoreImport(const TokenSlots& imports, int64_t layer, int64_t first, const LayerKV& kv,
+                   TokenRange rows) noexcept;
   // Takes the layer's imported tokens from their sources; they stand before the first row, so
   // whatever stores or reads tokens of the layer calls this first.
   Status LoadLayer(const AttentionCall& call);

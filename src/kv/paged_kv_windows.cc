@@ -85,6 +85,42 @@ Result<TokenRange> PagedKVCache::SlidRange(int64_t seq_id) const {
   });
 }
 
+namespace {
+
+// Windows of 0 are none outside, kNoWindow inside.
+int64_t OrZero(int64_t window) { return window == kNoWindow ? 0 : window; }
+int64_t OrNone(int64_t window) { return window == 0 ? kNoWindow : window; }
+
+}  // namespace
+
+TokenRange HiddenTokens(const SequenceWindows& windows, int64_t layer_window, int64_t length) {
+  const SequenceWindow now = {.window = kNoWindow, .sinks = windows.sinks, .slid = windows.slid};
+  const HiddenRange hidden = HiddenOf(ViewOfRow(now, OrNone(layer_window), length));
+  return {std::min(hidden.begin, length), std::min(hidden.end, length)};
+}
+
+Result<SequenceWindows> PagedKVCache::GetWindows(int64_t seq_id) const {
+  return Enter("GetWindows", [&]() -> Result<SequenceWindows> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("GetWindows", seq_id));
+    const Sequence& sequence = sequences_[index];
+    return SequenceWindows{.window = OrZero(sequence.window.window),
+                           .sinks = sequence.window.sinks,
+                           .lost = sequence.window.slid,
+                           .slid = sequence.slid,
+                           .span = OrZero(sequence.span.tokens),
+                           .span_sinks = sequence.span.sinks};
+  });
+}
+
+// Of a sequence that has been imported with them.
+void PagedKVCache::SetWindows(Sequence* sequence, const SequenceWindows& windows) noexcept {
+  sequence->window = {
+      .window = OrNone(windows.window), .sinks = windows.sinks, .slid = windows.lost};
+  sequence->slid = windows.slid;
+  sequence->span = {OrNone(windows.span), windows.span_sinks};
+  hides_more_ = true;
+}
+
 // ---------------------------------------------------------------------- what is legal
 
 Status PagedKVCache::CheckEnd(const char* call, const Sequence& sequence, int64_t length) const {

@@ -63,6 +63,7 @@ Status SlottedRecurrentCache::Plan(const ControlCall& call) {
   const bool begins =
       call.kind == ControlCall::Kind::kBegin || call.kind == ControlCall::Kind::kBeginTree;
   if (begins) return PlanForward(call);
+  if (call.kind == ControlCall::Kind::kImport) return PlanImport(call);
   if (call.kind == ControlCall::Kind::kEnd && history_.in_forward()) {
     QUIRE_RETURN_IF_ERROR(CheckLayersDone());
   }
@@ -544,34 +545,76 @@ Status SlottedRecurrentCache::Convolution(int64_t layer, const TensorView& x,
   });
 }
 
+// ---------------------------------------------------------------------- states as bytes
+
+Status SlottedRecurrentCache::CheckState(const char* call, int64_t layer, const char* name,
+                                         const TensorView& state) const {
+  if (layer < 0 || layer >= static_cast<int64_t>(layout_.layers.size())) {
+    return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
+                                                std::to_string(layer) + "; there are " +
+                                                std::to_string(layout_.layers.size()));
+  }
+  const RecurrentLayerLayout& layout = layout_.layers[static_cast<size_t>(layer)];
+  const MatrixStateShape& matrix = layout.matrix;
+  const LayerCall layer_call{call, layer, &layout};
+  QUIRE_RETURN_IF_ERROR(layout.convolution
+                            ? CheckWhole(layer_call, name, state,
+                                         {layout.channels.width - 1, layout.channels.channel_count})
+                            : CheckWhole(layer_call, name, state,
+                                         {matrix.head_count, matrix.key_dim, matrix.value_dim}));
+  if (state.dtype() == DType::kF32) return Status();
+  return Status(StatusCode::kBadArgument, std::string(call) + ": " + name + " is " +
+                                              state.ToString() + "; states are float32");
+}
+
+// Slot -1 is the initial state.
+void SlottedRecurrentCache::CopyState(int64_t layer, int32_t slot, const TensorView& o) noexcept {
+  const RecurrentLayerLayout& layout = layout_.layers[static_cast<size_t>(layer)];
+  const size_t bytes = static_cast<size_t>(layout.state_size()) * sizeof(float);
+  if (slot < 0) {
+    std::memset(o.data(), 0, bytes);
+  } else {
+    std::memcpy(o.data(), StateIn(slot, layout.state_offset), bytes);
+  }
+}
+
 Status SlottedRecurrentCache::DebugGet(int64_t layer, int64_t seq_id, const TensorView& o) {
   return Enter("DebugGet", [&]() -> Status {
-    if (layer < 0 || layer >= static_cast<int64_t>(layout_.layers.size())) {
-      return Status(StatusCode::kBadArgument, "DebugGet: no layer " + std::to_string(layer) +
-                                                  "; there are " +
-                                                  std::to_string(layout_.layers.size()));
-    }
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, history_.Find("DebugGet", seq_id));
-    const RecurrentLayerLayout& layout = layout_.layers[static_cast<size_t>(layer)];
-    const MatrixStateShape& matrix = layout.matrix;
-    const LayerCall call{"DebugGet", layer, &layout};
-    QUIRE_RETURN_IF_ERROR(
-        layout.convolution
-            ? CheckWhole(call, "o", o, {layout.channels.width - 1, layout.channels.channel_count})
-            : CheckWhole(call, "o", o, {matrix.head_count, matrix.key_dim, matrix.value_dim}));
-    if (o.dtype() != DType::kF32) {
-      return Status(StatusCode::kBadArgument,
-                    "DebugGet: o is " + o.ToString() + "; states are float32");
-    }
-    const size_t bytes = static_cast<size_t>(layout.state_size()) * sizeof(float);
+    QUIRE_RETURN_IF_ERROR(CheckState("DebugGet", layer, "o", o));
     const std::vector<StateRecord>& records = history_.track(index).records;
-    if (records.empty()) {
-      std::memset(o.data(), 0, bytes);
-    } else {
-      std::memcpy(o.data(), StateIn(records.back().slot, layout.state_offset), bytes);
-    }
+    CopyState(layer, records.empty() ? -1 : records.back().slot, o);
     return Status();
   });
+}
+
+Status SlottedRecurrentCache::ExportState(int64_t layer, int64_t seq_id, int64_t position,
+                                          const TensorView& o) {
+  return Enter("ExportState", [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t slot, history_.SlotAt("ExportState", seq_id, position));
+    QUIRE_RETURN_IF_ERROR(CheckState("ExportState", layer, "o", o));
+    CopyState(layer, slot, o);
+    return Status();
+  });
+}
+
+Status SlottedRecurrentCache::PlanImport(const ControlCall& call) {
+  if (call.states.size() != layout_.layers.size()) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call.name()) + ": states of " + std::to_string(call.states.size()) +
+                      " layers; this cache has " + std::to_string(layout_.layers.size()));
+  }
+  for (size_t l = 0; l < call.states.size(); ++l) {
+    QUIRE_RETURN_IF_ERROR(
+        CheckState(call.name(), static_cast<int64_t>(l), "the state", call.states[l]));
+  }
+  QUIRE_RETURN_IF_ERROR(history_.Plan(call));
+  for (size_t l = 0; l < call.states.size(); ++l) {
+    const RecurrentLayerLayout& layout = layout_.layers[l];
+    std::memcpy(StateIn(history_.import_slot(), layout.state_offset), call.states[l].data(),
+                static_cast<size_t>(layout.state_size()) * sizeof(float));
+  }
+  return Status();
 }
 
 }  // namespace quire

@@ -46,6 +46,11 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
   Status Convolution(int64_t layer, const TensorView& x, const TensorView& weight,
                      const TensorView* bias, bool silu, const TensorView& o) override;
   Status DebugGet(int64_t layer, int64_t seq_id, const TensorView& o) override;
+  Status ExportState(int64_t layer, int64_t seq_id, int64_t position, const TensorView& o) override;
+  Status ImportState(int64_t seq_id, int64_t position,
+                     std::span<const TensorView> states) override {
+    return Run({.kind = Kind::kImport, .seq_id = seq_id, .count = position, .states = states});
+  }
 
  private:
   // Fills freed slots of one pool with NaN.
@@ -61,6 +66,10 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
     int32_t from = -1;
     int32_t to = -1;
   };
+  Status CheckState(const char* call, int64_t layer, const char* name,
+                    const TensorView& state) const;
+  Status PlanImport(const ControlCall& call);
+  void CopyState(int64_t layer, int32_t slot, const TensorView& o) noexcept;
   // One layer's call while it runs.
   struct LayerCall {
     const char* name;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kv/allocation_refusal.h"
+#include "kv/kv_test_bytes.h"
 #include "kv/kv_test_forward.h"
 #include "kv/recurrent_test_forward.h"
 #include "quire/composite_state.h"
@@ -168,6 +169,17 @@ TEST(RecurrentAllocationFailure, Replays) {
       false);
   ExpectEachRefusalIsHarmless(
       "pop with a replay", Nothing, [](Scene& s) { return s.state().PopN(1, 3); }, false);
+}
+
+// Keys, values and states of 100 tokens as a chunk, into a new sequence.
+TEST(RecurrentAllocationFailure, Chunks) {
+  Scene writer(false);
+  TestChain chain(writer.state(), {.model = "test", .block_tokens = 100});
+  ASSERT_TRUE(chain.Add(writer.state(), 0, 100).ok());
+  const std::vector<ChunkView> views = chain.Views(1);
+  ExpectEachRefusalIsHarmless(
+      "import", Nothing, [&](Scene& scene) { return ImportChunks(scene.state(), 5, views); },
+      false);
 }
 
 TEST(RecurrentAllocationFailure, CallsInAForward) {

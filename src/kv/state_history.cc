@@ -16,11 +16,11 @@ std::string OfSequence(const char* call, int64_t seq_id) {
   return std::string(call) + ": sequence " + std::to_string(seq_id) + " ";
 }
 
-Status NeedsReplay(const ControlCall& call, int64_t position, int64_t from) {
-  return Status(StatusCode::kNeedsReplay,
-                OfSequence(call.name(), call.seq_id) + "holds no state at position " +
-                    std::to_string(position) + "; go to position " + std::to_string(from) +
-                    " and run the tokens from there again");
+Status NeedsReplay(const char* call, int64_t seq_id, int64_t position, int64_t from) {
+  return Status(StatusCode::kNeedsReplay, OfSequence(call, seq_id) + "holds no state at position " +
+                                              std::to_string(position) + "; go to position " +
+                                              std::to_string(from) +
+                                              " and run the tokens from there again");
 }
 
 Status NoFreeSlots(const ControlCall& call, const char* what, int64_t needed,
@@ -171,6 +171,21 @@ StateHistory::Cut StateHistory::CutAt(const StateTrack& track, int64_t position)
   return cut;
 }
 
+Result<int32_t> StateHistory::SlotAt(const char* call, int64_t seq_id, int64_t position) const {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
+  const StateTrack& track = TrackOf(index);
+  if (position < 0 || position > track.length) {
+    return Status(StatusCode::kBadArgument, OfSequence(call, seq_id) + "of length " +
+                                                std::to_string(track.length) + " has no position " +
+                                                std::to_string(position));
+  }
+  const Cut cut = CutAt(track, position);
+  const StateRecord held =
+      cut.record_count == 0 ? StateRecord() : track.records[cut.record_count - 1];
+  if (!cut.exact) return NeedsReplay(call, seq_id, position, held.position);
+  return held.slot;
+}
+
 // ---------------------------------------------------------------------- planning
 
 Status StateHistory::Plan(const ControlCall& call) {
@@ -201,6 +216,8 @@ Status StateHistory::Plan(const ControlCall& call) {
       return PlanBeginTree(call);
     case ControlCall::Kind::kCommitTree:
       return PlanCommitTree(call);
+    case ControlCall::Kind::kImport:
+      return PlanImport(call);
   }
   return Status();
 }
@@ -254,7 +271,8 @@ Status StateHistory::PlanCut(const ControlCall& call, const StateTrack& track, i
   position_ = position;
   const StateRecord held =
       cut_.record_count == 0 ? StateRecord() : track.records[cut_.record_count - 1];
-  if (!cut_.exact && !cut_.replays) return NeedsReplay(call, position, held.position);
+  if (!cut_.exact && !cut_.replays)
+    return NeedsReplay(call.name(), call.seq_id, position, held.position);
   // The entry that Insert will take is not known yet, so the child's lists are made aside.
   if (call.kind == ControlCall::Kind::kFork) {
     child_.records.clear();
@@ -296,6 +314,29 @@ Status StateHistory::CheckRetainedRoom(const ControlCall& call, const StateTrack
                 OfSequence(call.name(), call.seq_id) + "would make retained sequences hold " +
                     std::to_string(count) + " slots, over max_retained_slots, " +
                     std::to_string(options_.max_retained_slots) + "; remove retained ones first");
+}
+
+Status StateHistory::PlanImport(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(RequireIdle(call.name()));
+  QUIRE_ASSIGN_OR_RETURN(index_, Find(call.name(), call.seq_id));
+  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index_));
+  if (table_[index_].retained) {
+    return Status(StatusCode::kBadState, OfSequence(call.name(), call.seq_id) +
+                                             "is retained; fork it, or call SetRetained(" +
+                                             std::to_string(call.seq_id) + ", false) first");
+  }
+  StateTrack& track = TrackOf(index_);
+  if (call.count <= track.length || call.count > kLengthMax) {
+    return Status(StatusCode::kBadArgument,
+                  OfSequence(call.name(), call.seq_id) + "of length " +
+                      std::to_string(track.length) + " cannot be given the state at position " +
+                      std::to_string(call.count) + "; it must lie behind that and below 2^31");
+  }
+  if (slots_.free_count() == 0) return NoFreeSlots(call, "slot for a state", 1, slots_);
+  ReserveGrowing(track.records, 1);
+  position_ = call.count;
+  import_slot_ = slots_.Take();
+  return Status();
 }
 
 Status StateHistory::PlanBegin(const ControlCall& call) {
@@ -504,12 +545,16 @@ void StateHistory::Commit() noexcept {
     case ControlCall::Kind::kCommitTree:
       CommitTrees();
       break;
+    case ControlCall::Kind::kImport:
+      CommitImport();
+      break;
   }
 }
 
 void StateHistory::Drop() noexcept {
   if (replay_.needed) slots_.Release(replay_.to_slot);
   replay_ = {};
+  if (import_slot_ >= 0) slots_.Release(std::exchange(import_slot_, -1));
   if (call_.kind == ControlCall::Kind::kCommitTree) ReleasePlannedBlocks();
   const bool opens = call_.kind == ControlCall::Kind::kBegin ||
                      call_.kind == ControlCall::Kind::kBeginTree ||
@@ -588,6 +633,21 @@ void StateHistory::CommitRetain() noexcept {
   if (track.records.empty() || options_.keep.interval == 0) return;
   track.input_start = track.length;
   track.records.back().checkpoint = true;
+}
+
+void StateHistory::CommitImport() noexcept {
+  StateTrack& track = TrackOf(index_);
+  for (const StateRecord& record : track.records) slots_.Release(record.slot);
+  for (const InputBlock& block : track.blocks) blocks_.Release(block.slot);
+  track.records.clear();
+  track.blocks.clear();
+  const bool keeps_inputs = options_.keep.interval > 0;
+  track.length = position_;
+  track.input_start = keeps_inputs ? position_ : 0;
+  track.records.push_back({.position = position_,
+                           .slot = std::exchange(import_slot_, -1),
+                           .ends_forward = true,
+                           .checkpoint = keeps_inputs});
 }
 
 void StateHistory::CommitBegin() noexcept {

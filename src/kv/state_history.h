@@ -131,12 +131,18 @@ class StateHistory {
   // Of the open forward; after a planned kBegin, those that its commit will open.
   std::span<const StateMember> members() const { return {members_.data(), member_count_}; }
 
-  // PlannedState's. After Plan of a fork or pop, replay() says what has to be computed before the
-  // commit: to_slot is taken already.
+  // PlannedState's. An import makes a sequence longer whose earlier states it forgets: the one at
+  // its new end, which the owner writes before the commit, is all that is held. After Plan of a
+  // fork or pop, replay() says what has to be computed before the commit: to_slot is taken already.
   Status Plan(const ControlCall& call);
   void Commit() noexcept;
   void Drop() noexcept;
   const ReplayPlan& replay() const { return replay_; }
+  // After Plan of an import: the slot, taken already, for its state.
+  int32_t import_slot() const { return import_slot_; }
+  // The slot of the state at exactly `position`, -1 for the initial one. NeedsReplay if none is
+  // held.
+  Result<int32_t> SlotAt(const char* call, int64_t seq_id, int64_t position) const;
 
   Status RequireForward(const char* call) const;
   Result<int32_t> Find(const char* call, int64_t seq_id) const;
@@ -196,6 +202,7 @@ class StateHistory {
   Status PlanPop(const ControlCall& call);
   Status PlanCut(const ControlCall& call, const StateTrack& track, int64_t position);
   Status PlanRetain(const ControlCall& call);
+  Status PlanImport(const ControlCall& call);
   Status PlanBegin(const ControlCall& call);
   Status PlanMember(const ControlCall& call, size_t i);
   void PlanCheckpoints(StateMember& member) const;
@@ -221,6 +228,7 @@ class StateHistory {
   void CommitFork() noexcept;
   void CommitPop() noexcept;
   void CommitRetain() noexcept;
+  void CommitImport() noexcept;
   void CommitBegin() noexcept;
   void CommitEnd() noexcept;
   void CommitAbort() noexcept;
@@ -266,6 +274,7 @@ class StateHistory {
   Cut cut_;
   StateTrack child_;  // of a fork
   ReplayPlan replay_;
+  int32_t import_slot_ = -1;
 };
 
 // Leaves at most `limit` of the ascending positions out of those before `now`: again and again the

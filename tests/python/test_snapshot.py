@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,55 @@ def test_command_saves_and_restores(
     assert warm["ids"] == cold.ids[4:10]
     assert warm["usage"]["cached_tokens"] == len(PROMPT) + 3  # the last one gives the logits
     assert json.loads(snapshot.info(file).sampler) == {"max_tokens": 5, "seed": 7}
+
+
+@pytest.fixture
+def windowed(tiny: TinyModel, tmp_path: Path) -> Path:
+    """The same weights with a window of 16 tokens."""
+    folder = tmp_path / "windowed"
+    shutil.copytree(tiny.directory, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.update(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=16)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_a_model_with_windows_goes_on_exactly(
+    windowed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "windowed.quire"
+    with open_engine(windowed) as engine:
+        cold = engine.generate(PROMPT, max_tokens=12)
+    with open_engine(windowed) as engine:
+        first = engine.generate(PROMPT, max_tokens=6)
+        snapshot.save(engine, PROMPT + first.ids, path, block_tokens=8)
+    with open_engine(windowed, page_size=5) as engine:
+        info = snapshot.restore(engine, path)
+        warm = engine.generate(PROMPT + first.ids, max_tokens=6)
+    assert info.version == 2
+    assert info.passport["window"] == 16
+    assert (info.window, info.slid, info.state_bytes) == (0, 0, 0)
+    assert warm.usage.cached_tokens == len(PROMPT) + 5
+    assert first.ids + warm.ids == cold.ids
+    assert run("show", str(path), "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["window"] == 16
+    assert shown["sequence_window"] == 0
+    assert shown["version"] == 2
+    difference = snapshot.diff(path, path)
+    assert difference.same_windows
+    assert difference.same_states
+
+
+def test_a_folder_keeps_the_kv_of_a_model_with_windows(windowed: Path, tmp_path: Path) -> None:
+    store = tmp_path / "kv"
+    results = []
+    for _ in range(2):
+        with open_engine(windowed, kv_dir=store) as engine:
+            results.append(engine.generate(PROMPT, max_tokens=12))
+    assert results[0].ids == results[1].ids
+    assert results[0].usage.cached_tokens == 0
+    assert results[1].usage.cached_tokens == len(PROMPT) - 1
 
 
 def test_command_looks_into_files(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

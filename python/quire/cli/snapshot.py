@@ -134,9 +134,22 @@ def _facts(info: snapshot.SnapshotInfo) -> dict[str, Any]:
         "tokens": len(info.tokens),
         "first_tokens": info.tokens[:16],
         "chunks": info.chunk_count,
+        **_windows(info),
+        "state_bytes": info.state_bytes,
         "sampler_bytes": len(info.sampler),
         "created": created.isoformat(timespec="seconds"),
         "file_bytes": info.file_bytes,
+    }
+
+
+def _windows(info: snapshot.SnapshotInfo) -> dict[str, Any]:
+    """Under a name of their own: passports have a `window` of layers."""
+    return {
+        "sequence_window": info.window,
+        "sinks": info.sinks,
+        "slid_tokens": info.slid,
+        "lost_tokens": info.lost,
+        "version": info.version,
     }
 
 

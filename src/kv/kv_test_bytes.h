@@ -1,0 +1,50 @@
+// For the tests that compare caches, files and chunks byte for byte.
+#ifndef QUIRE_KV_KV_TEST_BYTES_H_
+#define QUIRE_KV_KV_TEST_BYTES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "quire/attention_kv_cache.h"
+#include "quire/chunk.h"
+#include "quire/kv_export.h"
+
+namespace quire {
+
+// Fails the test if the options are refused.
+std::unique_ptr<AttentionKVCache> MakeTestCache(AttentionKVCacheOptions options);
+
+// The outputs of all layers of a forward of one sequence. Fails the test if a call fails.
+std::vector<std::byte> ForwardBytes(AttentionKVCache& cache, int64_t id,
+                                    const std::vector<uint64_t>& tokens);
+
+std::string ReadWholeFile(const std::string& path);
+void WriteByteAt(const std::string& path, size_t at, char byte);
+
+// A chain of chunks under construction, and its chunks as views.
+class TestChain {
+ public:
+  TestChain(const SequenceStates& states, Passport identity);
+
+  // Exports the chunk [end(), end() + count) of the sequence, whose ids are 1, 2, 3 ...
+  Status Add(const SequenceStates& states, int64_t seq_id, int64_t count);
+  int64_t end() const { return ends_.empty() ? 0 : ends_.back(); }
+  // The first `count` chunks, verified but for their sections.
+  std::vector<ChunkView> Views(size_t count) const;
+  std::span<std::byte> bytes(size_t chunk) { return chunks_[chunk].bytes(); }
+
+ private:
+  Passport passport_;
+  KeySpace keys_;
+  std::vector<ChunkKey> chain_;
+  std::vector<int64_t> ends_;
+  std::vector<ChunkBuffer> chunks_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_KV_TEST_BYTES_H_
