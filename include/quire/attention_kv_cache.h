@@ -29,6 +29,8 @@
 
 namespace quire {
 
+class KVTransfer;  // quire/kv_transfer.h
+
 // What one attention layer keeps. MHA, GQA and MQA: num_qo_heads is a multiple of num_kv_heads.
 struct AttentionLayerSpec {
   int64_t num_qo_heads = 0;
@@ -274,6 +276,10 @@ class AttentionKVCache : public KVState {
   // REQUIRES: IDLE; every layer in every block; the caller answers for keys that are rotated for
   // the positions at which they come to stand.
   virtual Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) = 0;
+
+  // Sending tokens to other caches and receiving theirs while they are computed. Owned by the
+  // cache; null for an implementation that has none.
+  virtual KVTransfer* transfer() { return nullptr; }
 
   // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv,
   // D or Dv], float32 or the layers' dtype unless that is quantised. Keys come out as stored:

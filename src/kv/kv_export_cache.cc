@@ -137,37 +137,53 @@ Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
     QUIRE_RETURN_IF_ERROR(RequireCommitted("ImportKV", index));
     Sequence& sequence = sequences_[index];
     QUIRE_ASSIGN_OR_RETURN(const int64_t count, CheckImport(sequence, blocks));
-    ForwardPlan plan;  // of one sequence that gets no rows
-    plan.group_appends.resize(groups_.size());
-    tree_.BeginPlanning();
-    const AppendPlan append = tree_.PlanAppend(sequence.last, count, plan.group_appends);
-    plan.members.push_back({.id = seq_id, .append = append, .imported = count});
-    std::vector<int64_t> page_counts;
-    for (const GroupAppend& group : plan.group_appends) page_counts.push_back(group.page_count);
-    QUIRE_RETURN_IF_ERROR(CheckPages("ImportKV", page_counts));
-    tree_.Reserve(std::span(&append, 1), plan.group_appends);
-    plan.Reserve(tree_);
-
-    sequence.last = plan.members[0].last = tree_.Append(append, plan.group_appends);
-    plan.Fill(tree_);
+    ForwardPlan plan;
+    QUIRE_RETURN_IF_ERROR(PlanImport("ImportKV", sequence, count, FirstPage::kShared, &plan));
+    CommitImport(&sequence, &plan);
     StoreImport(plan, blocks);
-    if (append.copies()) tree_.Release(append.last);
-    hides_more_ |= append.copies();
-    SlideTo(&sequence, append.length);
+    SlideTo(&sequence, plan.members[0].old_length());
     FreeHidden();
     return Status();
   });
 }
 
+Status PagedKVCache::PlanImport(const char* call, const Sequence& sequence, int64_t count,
+                                FirstPage first, ForwardPlan* plan) {
+  plan->group_appends.resize(groups_.size());
+  tree_.BeginPlanning();
+  const AppendPlan append =
+      first == FirstPage::kOwn
+          ? tree_.PlanAppendToOwnPage(sequence.last, count, plan->group_appends)
+          : tree_.PlanAppend(sequence.last, count, plan->group_appends);
+  plan->members.push_back({.id = sequence.id, .append = append, .imported = count});
+  std::vector<int64_t> page_counts;
+  for (const GroupAppend& group : plan->group_appends) page_counts.push_back(group.page_count);
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
+  tree_.Reserve(std::span(&append, 1), plan->group_appends);
+  plan->Reserve(tree_);
+  return Status();
+}
+
+void PagedKVCache::CommitImport(Sequence* sequence, ForwardPlan* plan) noexcept {
+  const AppendPlan& append = plan->members[0].append;
+  sequence->last = plan->members[0].last = tree_.Append(append, plan->group_appends);
+  plan->Fill(tree_);
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    const GroupPlan& group = plan->group(g);
+    storage_->Copy(g, group.copy_from, group.copy_to, group.copy_opens_tile.data());
+  }
+  if (append.copies()) tree_.Release(append.last);
+  hides_more_ |= append.copies();
+}
+
 void PagedKVCache::StoreImport(const ForwardPlan& plan, std::span<const KVBlock> blocks) noexcept {
   for (int g = 0; g < tree_.group_count(); ++g) {
     const GroupPlan& group = plan.group(g);
-    storage_->Copy(g, group.copy_from, group.copy_to, group.copy_opens_tile.data());
     for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
       int64_t row = 0;
       for (const KVBlock& block : blocks) {
         const LayerKV& kv = block[static_cast<size_t>(layer)];
-        StoreImport(group.imports, layer, row, kv);
+        StoreImport(group.imports, layer, row, kv, *options_.runner);
         row += kv.k.dim(0);
       }
     }
@@ -177,7 +193,7 @@ void PagedKVCache::StoreImport(const ForwardPlan& plan, std::span<const KVBlock>
 // Tokens [first, first + count) of the imports. What fills whole tiles is moved so; the rows before
 // and behind them one by one.
 void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t first,
-                               const LayerKV& kv) noexcept {
+                               const LayerKV& kv, ParallelRunner& runner) noexcept {
   const KVPages pages = storage_->layer(layer);
   const std::span<const AppendTarget> targets(imports.targets.data() + first,
                                               static_cast<size_t>(kv.k.dim(0)));
@@ -193,8 +209,7 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
     const float* const v_scale = ScalesFrom(kv.v_scale, row);
     if (run.whole_tiles) {
       WriteTiles(pages, rest.first(static_cast<size_t>(run.rows)),
-                 {.k = k.data, .v = v.data, .k_scale = k_scale, .v_scale = v_scale},
-                 *options_.runner);
+                 {.k = k.data, .v = v.data, .k_scale = k_scale, .v_scale = v_scale}, runner);
     } else {
       backend_->append_kv({.pages = pages,
                            .row_count = run.rows,
@@ -205,7 +220,7 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
                            .rotary = {},
                            .targets = rest.data(),
                            .opens_tile = opens_tile},
-                          *options_.runner);
+                          runner);
     }
     row += run.rows;
   }
@@ -244,7 +259,7 @@ Status PagedKVCache::LoadLayer(const AttentionCall& call) {
     QUIRE_RETURN_IF_ERROR(CheckLoaded(call, member, *blocks));
     int64_t first = member.first_import;
     for (const LayerKV& block : *blocks) {
-      StoreImport(plan_.group(layer.group).imports, call.layer, first, block);
+      StoreImport(plan_.group(layer.group).imports, call.layer, first, block, *options_.runner);
       first += TokenCount(block);
     }
   }
