@@ -1,6 +1,6 @@
 // Reserving, marking and sending on one cache at a time: the map's encoding, what is legal while
 // tokens are pending, what a sink is given, and that a refused call, for whatever reason, leaves
-// all as it was. Two caches and a channel are in src/transfer/local_channel_test.cc.
+// all as it was. Two caches and a channel are in src/kv/kv_channel_test.cc.
 #include "quire/kv_transfer.h"
 
 #include <gtest/gtest.h>
@@ -276,6 +276,8 @@ TEST(KVTransfer, RowsCountWhenAllOfTheirHeadsAreThereInAnyOrder) {
   // What is viewed again is not complete until it is completed again.
   const ReceivePart third{.first_row = 2, .count = 1, .first_head = 1, .head_count = 1};
   ASSERT_TRUE(transfer.View(map.epoch, 1, third).ok());
+  EXPECT_EQ(rows(), (std::vector<int64_t>{20, 11}));
+  ASSERT_TRUE(fill(1, 2, 1, 0, 1, 4).ok());  // the other head, once more
   EXPECT_EQ(rows(), (std::vector<int64_t>{20, 11}));
   EXPECT_EQ(transfer.DisaggCommitRecv(map.epoch, 12).code(), StatusCode::kBadState);
   ASSERT_TRUE(fill(1, 2, 1, 1, 1, 9).ok());
