@@ -29,6 +29,8 @@
 
 namespace quire {
 
+class KVTransfer;  // quire/kv_transfer.h
+
 // What one attention layer keeps. MHA, GQA and MQA: num_qo_heads is a multiple of num_kv_heads.
 struct AttentionLayerSpec {
   int64_t num_qo_heads = 0;
@@ -322,6 +324,10 @@ class AttentionKVCache : public KVState {
   // those of the block's tokens that are not in its HiddenTokens at the end, in order (none:
   // tensors of no rows, or left out); the others are as if they had slid out.
   virtual Status ImportVisibleKV(int64_t seq_id, const KVImport& import) = 0;
+
+  // Sending tokens to other caches and receiving theirs while they are computed. Owned by the
+  // cache; null for an implementation that has none.
+  virtual KVTransfer* transfer() { return nullptr; }
 
   // ---- Debugging, of all layers that are not latent or (MLA) of all that are; they must be of
   // equal heads and dims. Layout [those layers, end - start, Hkv, D or Dv], MLA [those layers,

@@ -6,8 +6,14 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
+
+#include "quire/status.h"
 
 namespace quire {
+
+struct SendRange;   // quire/kv_transfer.h
+struct SendRecord;  // quire/kv_transfer.h
 
 // Runs tasks on a set of threads. Kernels depend on it and on nothing else for parallelism; their
 // results do not depend on the number of threads or on which thread runs which task.
@@ -37,6 +43,22 @@ class ParallelRunner {
 // Quire's own pool of `thread_count` threads, the caller of Run among them. Workers spin briefly
 // for the next Run, then park. 0 = one per core that this process may use.
 std::shared_ptr<ParallelRunner> CreateThreadPool(int thread_count);
+
+// Moves keys and values of marked sequences out of a cache (quire/kv_transfer.h), layer by layer.
+// It is called on the thread of the cache's own call, in which it must make no call on that cache.
+// What it returns never fails the forward: an error ends the marks that it concerns.
+class LayerSink {
+ public:
+  virtual ~LayerSink() = default;
+  // The ranges' tokens are stored in the layer. Local views live until the call returns.
+  virtual Status OnLayerAppended(int64_t layer, std::span<const SendRange> ranges) = 0;
+  // All layers of these tokens were given: they count from now on.
+  virtual Status OnForwardEnded(std::span<const SendRecord> records) = 0;
+  // What was given of these tokens since the last OnForwardEnded never counts.
+  virtual Status OnForwardAborted(std::span<const SendRecord> records) = 0;
+  // Nothing follows for these tokens, for this reason.
+  virtual Status OnSendStopped(std::span<const SendRecord> records, const Status& why) = 0;
+};
 
 // Time. All calls from any thread.
 class Clock {

@@ -5,6 +5,7 @@
 * :class:`quire.RNNState` and :class:`quire.RecurrentCache` are the same for recurrent layers.
 * :class:`quire.ChunkStore` keeps KV beyond its request: in RAM, a folder, Redis.
 * :class:`quire.LookupBuffer` and :class:`quire.StoreBuffer` hand tensors over by tokens or by name.
+* :class:`quire.LocalChannel` moves KV from one cache to another while it is computed.
 * :mod:`quire.snapshot` keeps the state of a text in a file.
 * ``quire --help`` (or ``python -m quire``) is the program.
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
     from quire.rnn_state import RNNState, StateSpec
     from quire.store import ChunkStore
+    from quire.transfer import LocalChannel, ReceiveMap
 
     __version__: str
 
@@ -47,11 +49,13 @@ _MODULE_OF = {
     "EngineOptions": "quire.engine",
     "KVCache": "quire.kv_cache",
     "LayerSpec": "quire.kv_cache",
+    "LocalChannel": "quire.transfer",
     "LookupBuffer": "quire.buffers",
     "MemoryPlan": "quire.engine",
     "ModelInfo": "quire.engine",
     "Piece": "quire.engine",
     "RNNState": "quire.rnn_state",
+    "ReceiveMap": "quire.transfer",
     "RecurrentCache": "quire.recurrent_cache",
     "RecurrentLayerSpec": "quire.recurrent_cache",
     "Result": "quire.engine",
@@ -108,11 +112,13 @@ __all__ = [
     "EngineOptions",
     "KVCache",
     "LayerSpec",
+    "LocalChannel",
     "LookupBuffer",
     "MemoryPlan",
     "ModelInfo",
     "Piece",
     "RNNState",
+    "ReceiveMap",
     "RecurrentCache",
     "RecurrentLayerSpec",
     "Result",

@@ -40,6 +40,11 @@ class KVCacheHandle(tvm_ffi.Object):
     """The C++ object behind quire.KVCache; constructor and methods come from the library."""
 
 
+@tvm_ffi.register_object("quire.LocalChannel")
+class LocalChannelHandle(tvm_ffi.Object):
+    """The C++ object behind quire.LocalChannel; constructor and methods come from the library."""
+
+
 @tvm_ffi.register_object("quire.Engine")
 class EngineHandle(tvm_ffi.Object):
     """The C++ object behind quire.Engine; constructor and methods come from the library."""
@@ -90,6 +95,10 @@ def new_chunk_store(options: dict[str, Any]) -> Any:
 
 def new_kv_cache(options: dict[str, Any]) -> Any:
     return KVCacheHandle(options)  # type: ignore[call-arg]
+
+
+def new_local_channel() -> Any:
+    return LocalChannelHandle()
 
 
 def new_engine(options: dict[str, Any]) -> Any:

@@ -92,6 +92,7 @@ class FallibleKVCache final : public AttentionKVCache {
   int64_t GetDistinctTokenCount() const override { return cache_->GetDistinctTokenCount(); }
   int64_t sequence_count() const override { return cache_->sequence_count(); }
   int64_t retained_sequence_count() const override { return cache_->retained_sequence_count(); }
+  KVTransfer* transfer() override { return cache_->transfer(); }
   PageCounts page_counts() const override { return cache_->page_counts(); }
   int64_t pages_in_use() const override { return cache_->pages_in_use(); }
   int64_t pages_allocated() const override { return cache_->pages_allocated(); }

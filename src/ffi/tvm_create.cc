@@ -205,11 +205,7 @@ tf::Any CreateTvmKVCache(const TvmOptions& options, const tf::AnyView* views, in
   AttentionKVCacheOptions& cache = config.cache;
   cache.layers = ReadLayers(arguments, sizes);
   CheckKernels(arguments);
-  if (arguments.Get<bool>(kTransfer, "enable transfer")) {
-    arguments.Throw(kTransfer,
-                    "(enable transfer) is true; this build of Quire has no transfer behind TVM's "
-                    "names");
-  }
+  if (arguments.Get<bool>(kTransfer, "enable transfer")) config.transfer = options.transfer;
   for (const AttentionLayerSpec& layer : cache.layers) config.has_layer_windows |= layer.window > 0;
   config.has_sequence_windows = sizes.windows && !config.has_layer_windows;
   cache.rope = ReadRope(arguments, options, cache.layers.front(), sizes.windows);

@@ -4,6 +4,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "ffi/tvm_create.h"
 #include "ffi/tvm_kv_cache.h"
 #include "ffi/tvm_rnn_state.h"
+#include "ffi/tvm_transfer.h"
 
 namespace quire::ffi {
 namespace {
@@ -117,8 +119,8 @@ std::vector<NamedFunction> ObjectFunctions() {
        Refusal("attention_kv_cache_append_mla_kv", "latent attention")},
       {"attention_kv_cache_debug_get_kv_mla",
        Refusal("attention_kv_cache_debug_get_kv_mla", "latent attention")},
-      {"kv_cache_disagg_prepare_recv", Refusal("kv_cache_disagg_prepare_recv", "transfer")},
-      {"kv_cache_disagg_mark_send", Refusal("kv_cache_disagg_mark_send", "transfer")},
+      {"kv_cache_disagg_prepare_recv", FunctionOf(&C::DisaggPrepareRecv)},
+      {"kv_cache_disagg_mark_send", FunctionOf(&C::DisaggMarkSend)},
   };
 }
 
@@ -154,6 +156,7 @@ class TvmInstallationObj : public tf::Object {
     reader.Read("tvm_rnn_history1", &options.rnn_history1);
     if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
     reader.Finish();
+    options.transfer = std::make_shared<TvmTransferHub>();
     for (const NamedFunction& named : ObjectFunctions()) {
       const tf::Function previous = FindPrevious(named.name);
       names_.push_back({kPrefix + named.name, previous, Dispatcher(named.function, previous)});

@@ -33,7 +33,36 @@ TensorView TokensOf(const tf::TensorView& tensor, int64_t begin, int64_t end) {
 
 TvmKVCacheObj::TvmKVCacheObj(Config config)
     : config_(std::move(config)),
-      cache_(latch_.Run([&] { return AttentionKVCache::Create(config_.cache); })) {}
+      cache_(latch_.Run([&] { return AttentionKVCache::Create(config_.cache); })) {
+  if (config_.transfer != nullptr)
+    transfer_ = std::make_unique<TvmTransferPeer>(config_.transfer, cache_->transfer());
+}
+
+// ---------------------------------------------------------------------- disaggregation
+
+TvmTransferPeer& TvmKVCacheObj::RequireTransfer(const char* call) {
+  if (transfer_ != nullptr) return *transfer_;
+  Throw(Status(StatusCode::kBadState, std::string(call) +
+                                          ": the cache was created without transfer; set argument "
+                                          "7 of paged_attention_kv_cache_create"));
+}
+
+tf::Shape TvmKVCacheObj::DisaggPrepareRecv(int64_t seq_id, int64_t length) {
+  const char* call = "kv_cache_disagg_prepare_recv";
+  RefuseImporting(call, seq_id);
+  TvmTransferPeer& transfer = RequireTransfer(call);
+  const auto slots = latch_.Run([&] { return transfer.PrepareRecv(seq_id, length); });
+  return tf::Shape(slots.begin(), slots.end());
+}
+
+void TvmKVCacheObj::DisaggMarkSend(int64_t seq_id, int64_t begin, const tf::Shape& map,
+                                   int64_t pe_offset) {
+  const char* call = "kv_cache_disagg_mark_send";
+  RefuseImporting(call, seq_id);
+  TvmTransferPeer& transfer = RequireTransfer(call);
+  const int64_t position = PositionBehind(seq_id, begin);
+  latch_.Run([&] { return transfer.MarkSend(seq_id, position, TvmSpanOf(map), pe_offset); });
+}
 
 // ---------------------------------------------------------------------- kept tokens
 
@@ -151,7 +180,10 @@ void TvmKVCacheObj::BeginForward(const tf::Shape& seq_ids, const tf::Shape& appe
                  "kv_state_begin_forward: this build of Quire has no token trees behind TVM's "
                  "names; pass None for the parents"));
   }
-  for (const int64_t id : seq_ids) RefuseImporting("kv_state_begin_forward", id);
+  for (const int64_t id : seq_ids) {
+    RefuseImporting("kv_state_begin_forward", id);
+    if (transfer_ != nullptr) latch_.Run([&] { return transfer_->TakeOver(id); });
+  }
   std::vector<int64_t> batch(seq_ids.begin(), seq_ids.end());
   std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
   latch_.Run([&] { return cache_->BeginForward(batch, lengths); });

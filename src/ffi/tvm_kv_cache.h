@@ -14,6 +14,7 @@
 
 #include "ffi/errors.h"
 #include "ffi/tvm_state.h"
+#include "ffi/tvm_transfer.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire::ffi {
@@ -27,6 +28,7 @@ class TvmKVCacheObj : public TvmStateObj {
     bool has_sequence_windows = false;  // else EnableSlidingWindowForSeq is refused
     // As in TVM, windows of sequences are accepted but do nothing where layers have their own.
     bool has_layer_windows = false;
+    std::shared_ptr<TvmTransferHub> transfer = nullptr;  // null: created without
   };
   explicit TvmKVCacheObj(Config config);
 
@@ -72,6 +74,11 @@ class TvmKVCacheObj : public TvmStateObj {
   void ImportPageGroup(int64_t seq_id, int64_t group, tvm::ffi::TensorView in);
   void FinishImport(int64_t seq_id);
 
+  // ---- Disaggregation. The pending tokens count from the first forward on that follows their
+  // arrival; a forward before it is BadState.
+  tvm::ffi::Shape DisaggPrepareRecv(int64_t seq_id, int64_t length);
+  void DisaggMarkSend(int64_t seq_id, int64_t begin, const tvm::ffi::Shape& map, int64_t pe_offset);
+
   // ---- For tests.
   int64_t StateDigest();
   void CheckInvariants();
@@ -100,6 +107,7 @@ class TvmKVCacheObj : public TvmStateObj {
   TokenRange SlidRange(int64_t seq_id);
   // The position that stands behind `kept` kept tokens.
   int64_t PositionBehind(int64_t seq_id, int64_t kept);
+  TvmTransferPeer& RequireTransfer(const char* call);
   void RefuseImporting(const char* call, int64_t seq_id) const;
   Import& FindImport(const char* call, int64_t seq_id);
   void CheckGroup(const char* call, int64_t group) const;
@@ -112,6 +120,7 @@ class TvmKVCacheObj : public TvmStateObj {
   FaultLatch latch_;
   const Config config_;
   std::unique_ptr<AttentionKVCache> cache_;
+  std::unique_ptr<TvmTransferPeer> transfer_;  // leaves before the cache goes
   std::map<int64_t, SequenceWindowArguments> windows_;
   std::map<int64_t, Import> imports_;
   std::vector<int64_t> sequences_;              // ids, sorted

@@ -7,12 +7,15 @@
 #include <tvm/ffi/optional.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 
 #include "quire/rope.h"
 
 namespace quire::ffi {
+
+class TvmTransferHub;  // tvm_transfer.h
 
 // Where TVM's behaviour is not wrong but another one; all on unless quire.tvm.install() says
 // otherwise.
@@ -22,6 +25,7 @@ struct TvmOptions {
   // In place of what the rotation kernel shows, but for the mode: for rotations that a kernel of
   // TVM gets wrong (YaRN) or cannot have (LongRoPE).
   std::optional<RopeOptions> rope;
+  std::shared_ptr<TvmTransferHub> transfer;  // of caches that are created with transfer
 };
 
 inline std::span<const int64_t> TvmSpanOf(const tvm::ffi::Shape& shape) {

@@ -64,13 +64,15 @@ bool BlockTree::CanAppendInPlace(BlockIndex last, int group) const {
   return page != kNoPage && pool(group).fill(page) == slot;
 }
 
-// The highest position at or below `cut` at which new pages may start without leaving more than
-// kPagesPerRangeMax pages in a range of any group. Ends, because it only falls and the start of a
-// range always fits.
-int64_t BlockTree::LowerCut(BlockIndex last, int64_t cut) const {
+// The highest position at or below the plan's cut at which new pages may start without leaving more
+// than kPagesPerRangeMax pages in a range of any group. Ends, because it only falls and the start
+// of a range always fits.
+int64_t BlockTree::LowerCut(const AppendPlan& plan) const {
+  int64_t cut = plan.cut;
+  const int64_t added = plan.own_page ? 2 : 1;  // pages that the cut's range gets at most
   for (int g = 0; g < group_count();) {
     const int64_t range_begin = pool(g).RangeBegin(cut);
-    if (PagesInRange(last, g, range_begin, cut) < kPagesPerRangeMax) {
+    if (PagesInRange(plan.last, g, range_begin, cut) + added <= kPagesPerRangeMax) {
       ++g;
     } else {
       cut = range_begin;
@@ -113,7 +115,8 @@ int64_t BlockTree::CopyPageCount(const AppendPlan& plan, int group,
                     first_is_held |= from == plan.length && !is_absent;
                     added += !is_absent;
                   });
-  const bool goes_on = first_is_held && pages.Slot(plan.length) != 0 && last_is_held;
+  const bool goes_on =
+      first_is_held && pages.Slot(plan.length) != 0 && last_is_held && !plan.own_page;
   return copied + added - goes_on;
 }
 
@@ -123,23 +126,24 @@ size_t BlockTree::CopyRunCount(const AppendPlan& plan, int group) const {
   return count;
 }
 
-AppendPlan BlockTree::PlanAppend(BlockIndex last, int64_t count, int64_t cut,
-                                 std::span<GroupAppend> groups) {
-  AppendPlan plan{.last = last, .length = End(last), .count = count, .cut = cut};
+AppendPlan BlockTree::PlanAppend(AppendPlan plan, std::span<GroupAppend> groups) {
+  const BlockIndex last = plan.last;
+  const int64_t count = plan.count;
   const bool shared = last != kNoBlock && block(last).refs > 1;
   const bool claimed = shared && block(last).claim == planning_;
   bool any_in_place = false;
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
     const bool begins_absent = group.absent.begin <= plan.length && plan.length < group.absent.end;
-    group.in_place = !begins_absent && !plan.copies() && !claimed && CanAppendInPlace(last, g);
+    group.in_place =
+        !plan.own_page && !begins_absent && !plan.copies() && !claimed && CanAppendInPlace(last, g);
     any_in_place |= group.in_place;
     if (plan.copies() || group.in_place) continue;
     const int64_t range_begin = pool(g).RangeBegin(plan.length);
     if (PagesInRange(last, g, range_begin, plan.length) >= kPagesPerRangeMax)
       plan.cut = range_begin;
   }
-  if (plan.copies()) plan.cut = LowerCut(last, plan.cut);
+  if (plan.copies()) plan.cut = LowerCut(plan);
   if (shared && any_in_place && !plan.copies()) at(last).claim = planning_;
   plan.extends = last != kNoBlock && !shared && !plan.copies();
   for (int g = 0; g < group_count(); ++g) {
@@ -350,8 +354,8 @@ BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend
         s.count = 1;
       }
     }
-    AddEntries(index, g, plan.length, plan.copies() ? AddCopiedEntries(index, g, plan) : page,
-               group.absent);
+    const int32_t copy = plan.copies() ? AddCopiedEntries(index, g, plan) : page;
+    AddEntries(index, g, plan.length, plan.own_page ? kNoPage : copy, group.absent);
   }
   return index;
 }

@@ -107,8 +107,9 @@ struct AppendPlan {
   BlockIndex last = kNoBlock;
   int64_t length = 0;
   int64_t count = 0;
-  int64_t cut = 0;       // [cut, length) is copied into own pages; cut == length: nothing is
-  bool extends = false;  // `last` grows; else a new block is made
+  int64_t cut = 0;        // [cut, length) is copied into own pages; cut == length: nothing is
+  bool extends = false;   // `last` grows; else a new block is made
+  bool own_page = false;  // the first new token opens a page, also behind copies
   bool copies() const { return cut < length; }
 };
 // New positions [begin, end) that get no page: nobody will ever look at them.
@@ -132,9 +133,18 @@ class BlockTree {
   // `cut` below the length asks for own copies of at least [cut, length). Fills
   // groups[group_count()].
   // REQUIRES: count > 0 or cut < length.
-  AppendPlan PlanAppend(BlockIndex last, int64_t count, int64_t cut, std::span<GroupAppend> groups);
+  AppendPlan PlanAppend(BlockIndex last, int64_t count, int64_t cut,
+                        std::span<GroupAppend> groups) {
+    return PlanAppend({.last = last, .length = End(last), .count = count, .cut = cut}, groups);
+  }
   AppendPlan PlanAppend(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
     return PlanAppend(last, count, End(last), groups);
+  }
+  // The same for tokens in pages that hold nothing else of before.
+  AppendPlan PlanAppendToOwnPage(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
+    return PlanAppend(
+        {.last = last, .length = End(last), .count = count, .cut = End(last), .own_page = true},
+        groups);
   }
   // Memory for committing all these plans. groups: [plan][group]. May throw std::bad_alloc.
   void Reserve(std::span<const AppendPlan> plans, std::span<const GroupAppend> groups);
@@ -254,13 +264,15 @@ class BlockTree {
   }
   PageArray& array_at(int32_t array) { return arrays_[static_cast<size_t>(array)]; }
 
+  // `plan` with what is asked for; decides the rest.
+  AppendPlan PlanAppend(AppendPlan plan, std::span<GroupAppend> groups);
   bool CanAppendInPlace(BlockIndex last, int group) const;
   template <typename F>
   void ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const;
   int64_t CopyPageCount(const AppendPlan& plan, int group, const AbsentRange& absent) const;
   size_t CopyRunCount(const AppendPlan& plan, int group) const;
   int32_t AddCopiedEntries(BlockIndex index, int group, const AppendPlan& plan) noexcept;
-  int64_t LowerCut(BlockIndex last, int64_t cut) const;
+  int64_t LowerCut(const AppendPlan& plan) const;
   void EnsureFreeBlocks(size_t count);
   void EnsureFreeArrays(size_t count);
 

@@ -232,20 +232,9 @@ Status PagedKVCache::Import(const char* call, int64_t seq_id, const KVImport& im
     }
   }
   QUIRE_RETURN_IF_ERROR(CheckBlocks(call, start, import, plan.group_appends));
-  tree_.BeginPlanning();
-  const AppendPlan append = tree_.PlanAppend(sequence.last, count, plan.group_appends);
-  plan.members.push_back({.id = seq_id, .append = append, .imported = count});
-  std::vector<int64_t> page_counts;
-  for (const GroupAppend& group : plan.group_appends) page_counts.push_back(group.page_count);
-  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
-  tree_.Reserve(std::span(&append, 1), plan.group_appends);
-  plan.Reserve(tree_);
-
-  sequence.last = plan.members[0].last = tree_.Append(append, plan.group_appends);
-  plan.Fill(tree_);
+  QUIRE_RETURN_IF_ERROR(PlanImport(call, sequence, count, FirstPage::kShared, &plan));
+  CommitImport(&sequence, &plan);
   StoreImport(plan, start, import);
-  if (append.copies()) tree_.Release(append.last);
-  hides_more_ |= append.copies();
   if (leaves_out && !(import.windows == SequenceWindows())) {
     SetWindows(&sequence, import.windows);
   } else {
@@ -255,11 +244,39 @@ Status PagedKVCache::Import(const char* call, int64_t seq_id, const KVImport& im
   return Status();
 }
 
+Status PagedKVCache::PlanImport(const char* call, const Sequence& sequence, int64_t count,
+                                FirstPage first, ForwardPlan* plan) {
+  plan->group_appends.resize(groups_.size());
+  tree_.BeginPlanning();
+  const AppendPlan append =
+      first == FirstPage::kOwn
+          ? tree_.PlanAppendToOwnPage(sequence.last, count, plan->group_appends)
+          : tree_.PlanAppend(sequence.last, count, plan->group_appends);
+  plan->members.push_back({.id = sequence.id, .append = append, .imported = count});
+  std::vector<int64_t> page_counts;
+  for (const GroupAppend& group : plan->group_appends) page_counts.push_back(group.page_count);
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
+  tree_.Reserve(std::span(&append, 1), plan->group_appends);
+  plan->Reserve(tree_);
+  return Status();
+}
+
+void PagedKVCache::CommitImport(Sequence* sequence, ForwardPlan* plan) noexcept {
+  const AppendPlan& append = plan->members[0].append;
+  sequence->last = plan->members[0].last = tree_.Append(append, plan->group_appends);
+  plan->Fill(tree_);
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    const GroupPlan& group = plan->group(g);
+    storage_->Copy(g, group.copy_from, group.copy_to, group.copy_opens_tile.data());
+  }
+  if (append.copies()) tree_.Release(append.last);
+  hides_more_ |= append.copies();
+}
+
 void PagedKVCache::StoreImport(ForwardPlan& plan, int64_t start, const KVImport& import) noexcept {
   for (int g = 0; g < tree_.group_count(); ++g) {
     GroupPlan& group = plan.group(g);
     const AbsentRange& absent = plan.group_appends[static_cast<size_t>(g)].absent;
-    storage_->Copy(g, group.copy_from, group.copy_to, group.copy_opens_tile.data());
     // Behind what is left out a page begins.
     const int64_t behind = absent.end - start;
     if (absent.begin < absent.end && behind < static_cast<int64_t>(group.imports.targets.size()))
@@ -272,8 +289,9 @@ void PagedKVCache::StoreImport(ForwardPlan& plan, int64_t start, const KVImport&
         const int64_t hole = std::clamp(absent.begin - start, first, end);
         const int64_t hole_end = std::clamp(absent.end - start, hole, end);
         const int64_t before = hole - first;
-        StoreImport(group.imports, layer, first, kv, {0, before});
-        StoreImport(group.imports, layer, hole_end, kv, {before, before + end - hole_end});
+        StoreImport(group.imports, layer, first, kv, {0, before}, *options_.runner);
+        StoreImport(group.imports, layer, hole_end, kv, {before, before + end - hole_end},
+                    *options_.runner);
       }
     }
   }
@@ -282,7 +300,8 @@ void PagedKVCache::StoreImport(ForwardPlan& plan, int64_t start, const KVImport&
 // The rows of `kv`, as imported tokens from `first` on. What fills whole tiles is moved so; the
 // rows before and behind them one by one.
 void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t first,
-                               const LayerKV& kv, TokenRange rows) noexcept {
+                               const LayerKV& kv, TokenRange rows,
+                               ParallelRunner& runner) noexcept {
   const KVPages pages = storage_->layer(layer);
   const std::span<const AppendTarget> targets(imports.targets.data() + first,
                                               static_cast<size_t>(rows.count()));
@@ -299,8 +318,7 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
     const float* const v_scale = ScalesFrom(kv.v_scale, row);
     if (run.whole_tiles) {
       WriteTiles(pages, rest.first(static_cast<size_t>(run.rows)),
-                 {.k = k.data, .v = v.data, .k_scale = k_scale, .v_scale = v_scale},
-                 *options_.runner);
+                 {.k = k.data, .v = v.data, .k_scale = k_scale, .v_scale = v_scale}, runner);
     } else {
       backend_->append_kv({.pages = pages,
                            .row_count = run.rows,
@@ -311,7 +329,7 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
                            .rotary = {},
                            .targets = rest.data(),
                            .opens_tile = opens_tile},
-                          *options_.runner);
+                          runner);
     }
     done += run.rows;
   }
@@ -351,7 +369,7 @@ Status PagedKVCache::LoadLayer(const AttentionCall& call) {
     int64_t first = member.first_import;
     for (const LayerKV& block : *blocks) {
       StoreImport(plan_.group(layer.group).imports, call.layer, first, block,
-                  {0, TokenCount(block)});
+                  {0, TokenCount(block)}, *options_.runner);
       first += TokenCount(block);
     }
   }

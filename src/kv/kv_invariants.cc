@@ -352,9 +352,8 @@ class Checker {
       const TokenTree* tree = nullptr;
       if (trees_ != nullptr) tree = trees_->Find(static_cast<int32_t>(i));
       if (tree == nullptr) {
-        if (sequence.reserved == 0) continue;
-        return Violation() << "sequence " << sequence.id << " has " << sequence.reserved
-                           << " reserved positions and no tree";
+        QUIRE_RETURN_IF_ERROR(CheckPending(sequence));
+        continue;
       }
       QUIRE_RETURN_IF_ERROR(CheckTree(sequence, *tree));
       nodes += tree->size();
@@ -364,6 +363,29 @@ class Checker {
     if (nodes == trees_->node_count() && levels == trees_->level_count()) return Status();
     return Violation() << nodes << " nodes and " << levels << " levels in trees, "
                        << trees_->node_count() << " and " << trees_->level_count() << " counted";
+  }
+
+  // Without a tree, what is reserved is pending; there the sequence is alone, from a page of its
+  // own on.
+  Status CheckPending(const Sequence& sequence) const {
+    if (sequence.reserved != sequence.pending) {
+      return Violation() << "sequence " << sequence.id << " has " << sequence.reserved
+                         << " reserved positions, " << sequence.pending
+                         << " of them pending, and no tree";
+    }
+    if (sequence.pending == 0) return Status();
+    const int64_t committed = tree_.End(sequence.last) - sequence.reserved;
+    bool alone = !sequence.retained && tree_.IsExclusiveFrom(sequence.last, committed);
+    for (int g = 0; g < tree_.group_count() && committed > 0; ++g) {
+      int32_t before = kNoPage;
+      tree_.VisitPieces(sequence.last, g, committed - 1, committed,
+                        [&](int64_t, int64_t, int32_t page) { before = page; });
+      tree_.VisitPieces(sequence.last, g, committed, committed + 1,
+                        [&](int64_t, int64_t, int32_t page) { alone &= page != before; });
+    }
+    if (alone) return Status();
+    return Violation() << "the pending tokens of sequence " << sequence.id
+                       << " share a page or are seen by others";
   }
 
   Status CheckTree(const Sequence& sequence, const TokenTree& tree) const {
@@ -377,7 +399,7 @@ class Checker {
                          << tree.depths[n] << " and parent " << parent;
     }
     const int64_t committed = tree_.End(sequence.last) - sequence.reserved;
-    if (sequence.id < 0 || sequence.retained || levels != tree.levels ||
+    if (sequence.id < 0 || sequence.retained || sequence.pending > 0 || levels != tree.levels ||
         levels != sequence.reserved || !tree_.IsExclusiveFrom(sequence.last, committed)) {
       return Violation() << "the tree of sequence " << sequence.id << " has " << levels
                          << " levels, " << sequence.reserved << " positions are reserved";

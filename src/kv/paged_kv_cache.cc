@@ -71,6 +71,19 @@ std::vector<PagePool> PagedKVCache::MakePools(const std::vector<LayerGroup>& gro
   return pools;
 }
 
+namespace {
+
+std::vector<int> GroupsOfLayers(const std::vector<LayerGroup>& groups, size_t layer_count) {
+  std::vector<int> group_of(layer_count);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const int64_t layer : groups[g].layers)
+      group_of[static_cast<size_t>(layer)] = static_cast<int>(g);
+  }
+  return group_of;
+}
+
+}  // namespace
+
 PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                            std::vector<Rope> ropes, std::unique_ptr<PageStorage> storage,
                            const Backend* backend)
@@ -80,7 +93,9 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
       backend_(backend),
       ropes_(std::move(ropes)),
       layers_(options_.layers.size()),
-      tree_(MakePools(groups_, storage_.get())) {
+      tree_(MakePools(groups_, storage_.get())),
+      receives_(options_.layers, GroupsOfLayers(groups_, options_.layers.size()), this),
+      receive_runner_(CreateThreadPool(1)) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (const int64_t layer : groups_[g].layers)
       layers_[static_cast<size_t>(layer)].group = static_cast<int>(g);
@@ -168,6 +183,10 @@ Status PagedKVCache::CheckRoomForActive(const char* call, int64_t seq_id) const 
 
 Status PagedKVCache::Clear() {
   return Enter("Clear", [&]() -> Status {
+    FinishSends(Outcome::kAborted);
+    for (size_t i = 0; i < sequences_.entries().size(); ++i)
+      StopSend(static_cast<int32_t>(i), "the cache was cleared");
+    receives_.Clear();
     in_forward_ = false;
     failed_ = false;
     plan_.Clear();
@@ -192,6 +211,8 @@ Status PagedKVCache::RemoveSequence(int64_t seq_id) {
   return Enter("RemoveSequence", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("RemoveSequence", seq_id));
     if (trees_.Find(index) != nullptr) DropNodes(index, 0);
+    StopSend(index, "its sequence was removed");
+    if (sequences_[index].pending > 0) EndReceive(&sequences_[index], 0);
     tree_.Release(sequences_[index].last);
     sequences_.Erase(index);
     hides_more_ = true;
@@ -236,11 +257,14 @@ Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
                                                   std::to_string(n) + " tokens");
     }
     const int64_t committed = CommittedLength(sequence);
+    if (n > 0 && sequence.pending > n) QUIRE_RETURN_IF_ERROR(RequireCommitted("PopN", index));
     const int64_t nodes = std::max<int64_t>(length - n - committed, 0);
     const int64_t end = std::min(length - n, committed);
     QUIRE_RETURN_IF_ERROR(CheckEnd("PopN", sequence, end));
     tree_.ReserveSplit();
     if (trees_.Find(index) != nullptr) DropNodes(index, nodes);
+    if (n > 0 && sequence.pending > 0) EndReceive(&sequence, 0);
+    marks_.ShortenTo(index, end);
     if (end < committed) {
       sequence.last = tree_.Pop(sequence.last, end);
       MoveEnd(sequence, end, &sequence);
@@ -299,7 +323,8 @@ int64_t PagedKVCache::GetNumAvailablePages() const {
 
 int64_t PagedKVCache::GetTotalSequenceLength() const {
   int64_t total = 0;
-  for (const Sequence& sequence : sequences_.entries()) total += CommittedLength(sequence);
+  for (const Sequence& sequence : sequences_.entries())
+    total += CommittedLength(sequence) + sequence.pending;
   return total + trees_.node_count();
 }
 

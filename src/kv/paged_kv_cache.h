@@ -26,8 +26,10 @@
 #include "kv/forward_plan.h"
 #include "kv/layer_groups.h"
 #include "kv/page_storage.h"
+#include "kv/pending_receives.h"
 #include "kv/ragged_kv.h"
 #include "kv/rope_table.h"
+#include "kv/send_marks.h"
 #include "kv/sequence_table.h"
 #include "kv/sliding_window.h"
 #include "kv/token_tree.h"
@@ -35,7 +37,9 @@
 
 namespace quire {
 
-class PagedKVCache final : public AttentionKVCache {
+class PagedKVCache final : public AttentionKVCache,
+                           public KVTransfer,
+                           private PendingReceives::Pages {
  public:
   static Result<std::unique_ptr<AttentionKVCache>> Create(AttentionKVCacheOptions options);
 
@@ -105,6 +109,22 @@ class PagedKVCache final : public AttentionKVCache {
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
   Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) override;
   Status ImportVisibleKV(int64_t seq_id, const KVImport& import) override;
+
+  KVTransfer* transfer() override { return this; }
+  Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) override;
+  Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
+  Status DisaggCancelRecv(uint64_t epoch) override;
+  Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) override;
+  Status FailReceive(uint64_t epoch, const Status& why) override;
+  Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override;
+  Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
+  Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
+  Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
+                        int64_t peer, int64_t rank) override;
+  Status DisaggUnmarkSend(int64_t seq_id) override;
+  Status DisaggFlushSend(int64_t seq_id) override;
+  Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 
   Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override;
@@ -249,9 +269,9 @@ class PagedKVCache final : public AttentionKVCache {
     return tree_.End(sequence.last) - sequence.reserved;
   }
   int64_t LengthOf(int32_t index) const {
-    return CommittedLength(sequences_[index]) + trees_.SizeOf(index);
+    return CommittedLength(sequences_[index]) + trees_.SizeOf(index) + sequences_[index].pending;
   }
-  // For calls that need the sequence without a tree.
+  // For calls that need the sequence without a tree and without pending tokens.
   Status RequireCommitted(const char* call, int32_t index) const;
   Status RequireChains(const AttentionCall& call) const;
   Status PlanTreeMember(const char* call, int64_t seq_id, std::span<const int64_t> parents,
@@ -278,9 +298,15 @@ class PagedKVCache final : public AttentionKVCache {
                       int64_t length) const;
   Status CheckBlocks(const char* call, int64_t start, const KVImport& import,
                      std::span<const GroupAppend> groups) const;
+  // Plans and reserves `count` tokens without rows behind the sequence, alone in a plan.
+  enum class FirstPage : uint8_t { kShared, kOwn };
+  Status PlanImport(const char* call, const Sequence& sequence, int64_t count, FirstPage first,
+                    ForwardPlan* plan);
+  // Commits it: the slots of the tokens are the plan's imports.
+  void CommitImport(Sequence* sequence, ForwardPlan* plan) noexcept;
   void StoreImport(ForwardPlan& plan, int64_t start, const KVImport& import) noexcept;
   void StoreImport(const TokenSlots& imports, int64_t layer, int64_t first, const LayerKV& kv,
-                   TokenRange rows) noexcept;
+                   TokenRange rows, ParallelRunner& runner) noexcept;
   // Takes the layer's imported tokens from their sources; they stand before the first row, so
   // whatever stores or reads tokens of the layer calls this first.
   Status LoadLayer(const AttentionCall& call);
@@ -292,6 +318,29 @@ class PagedKVCache final : public AttentionKVCache {
                   const TensorView* v);
   Status SetDebug(const char* call, int64_t seq_id, int64_t start, const TensorView& k,
                   const TensorView* v);
+  // Transfer: paged_kv_transfer.cc, paged_kv_sends.cc.
+  Status CheckReceiver(const char* call, int32_t index, int64_t count) const;
+  // `sequence`: of which the layers' keys are; for equal stored bytes of two caches.
+  uint64_t TransferLayout(const Sequence& sequence) const;
+  void OpenTiles(PendingReceives::Receive& receive, TokenSlots* tiles) noexcept;
+  void StoreReceived(const TokenSlots& slots, int64_t layer, int64_t first,
+                     const LayerKV& rows) noexcept override;
+  // The first n pending tokens stay, as committed ones.
+  void EndReceive(Sequence* sequence, int64_t n) noexcept;
+  Status CheckMaps(const Sequence& sequence, std::span<const ReceiveMap> maps, int64_t begin,
+                   int64_t rank) const;
+  Status CheckReceives() const;
+  // Of a layer, what the mark's forward has to send; failures end the mark.
+  void SendLayer(int64_t layer) noexcept;
+  void SendRows(SendMark* mark, const Sequence& sequence, int64_t layer, int64_t end) noexcept;
+  Status SendPiece(SendMark* mark, const Sequence& sequence, int64_t layer, int64_t begin,
+                   int64_t end);
+  enum class Outcome : uint8_t { kEnded, kAborted };
+  void FinishSends(Outcome outcome) noexcept;
+  void FinishSend(SendMark* mark, Outcome outcome) noexcept;
+  void StopSend(int32_t index, const char* why) noexcept;
+  void AppendMarkFacts(int32_t index, std::vector<int64_t>* facts) const;
+
   Status CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
                            const TensorView* v) const;
   // Slots of the positions from `start` on.
@@ -309,6 +358,10 @@ class PagedKVCache final : public AttentionKVCache {
   SequenceTable sequences_;
   BlockTree tree_;
   TokenTrees trees_;
+  PendingReceives receives_;
+  const std::shared_ptr<ParallelRunner> receive_runner_;  // of whoever completes a part
+  SendMarks marks_;
+  std::shared_ptr<LayerSink> sink_;
   ForwardPlan plan_;       // of the open forward or the last one
   ForwardPlan query_;      // members of PagesNeeded: it leaves plan_ as it is, to be repeated
   uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it

@@ -288,11 +288,13 @@ uint64_t PagedKVCache::StateDigest() const {
   std::vector<int64_t> facts{in_forward_, sequences_.count(), tree_.distinct_token_count()};
   for (const int32_t index : sequences_.SortedById()) {
     const Sequence& sequence = sequences_[index];
-    facts.insert(facts.end(),
-                 {sequence.id, tree_.End(sequence.last), sequence.long_factors, sequence.retained,
-                  InBatch(sequence), sequence.window.window, sequence.window.sinks,
-                  sequence.window.slid, sequence.slid, sequence.span.tokens, sequence.span.sinks,
-                  sequence.reserved, trees_.SizeOf(index)});
+    facts.insert(
+        facts.end(),
+        {sequence.id, tree_.End(sequence.last), sequence.long_factors, sequence.retained,
+         InBatch(sequence), sequence.window.window, sequence.window.sinks, sequence.window.slid,
+         sequence.slid, sequence.span.tokens, sequence.span.sinks, sequence.reserved,
+         trees_.SizeOf(index), sequence.pending, static_cast<int64_t>(sequence.receive)});
+    AppendMarkFacts(index, &facts);
     if (const TokenTree* tree = trees_.Find(index)) {
       facts.insert(facts.end(), tree->parents.begin(), tree->parents.end());
       for (const TokenTree::Group& group : tree->groups) {
@@ -328,6 +330,7 @@ uint64_t PagedKVCache::StateDigest() const {
 Status PagedKVCache::CheckInvariants() const {
   return Enter("CheckInvariants", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(CheckKVInvariants(tree_, sequences_, Batch(), &trees_));
+    QUIRE_RETURN_IF_ERROR(CheckReceives());
     const std::string difference = in_forward_ ? plan_.DifferenceFromNew(tree_) : "";
     if (difference.empty()) return Status();
     return Status(StatusCode::kInternal, "invariant violated: the plan " + difference);

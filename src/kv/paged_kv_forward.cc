@@ -321,6 +321,7 @@ Status PagedKVCache::EndForward() {
                                                "; run every layer, or call AbortForward");
     }
     CloseForward();
+    FinishSends(Outcome::kEnded);
     return Status();
   });
 }
@@ -343,6 +344,7 @@ Status PagedKVCache::AbortForward() {
   return Enter("AbortForward", [&]() -> Status {
     if (!in_forward_) return RequireForward("AbortForward");
     RollBackForward();
+    FinishSends(Outcome::kAborted);
     return Status();
   });
 }
@@ -506,6 +508,7 @@ void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v
   if (layer.mode == RopeMode::kNormal) args.rotary = RotaryOfRows(layer);
   backend_->append_kv(args, *options_.runner);
   layer.appended = true;
+  SendLayer(index);
 }
 
 void* PagedKVCache::Scratch() noexcept {

@@ -16,6 +16,13 @@ std::string OfSequence(const char* call, int64_t seq_id) {
 
 Status PagedKVCache::RequireCommitted(const char* call, int32_t index) const {
   const int64_t size = trees_.SizeOf(index);
+  if (sequences_[index].pending > 0) {
+    return Status(StatusCode::kBadState, OfSequence(call, sequences_[index].id) + "has " +
+                                             std::to_string(sequences_[index].pending) +
+                                             " pending tokens of epoch " +
+                                             std::to_string(sequences_[index].receive) +
+                                             "; call DisaggCommitRecv or DisaggCancelRecv first");
+  }
   if (size == 0) return Status();
   return Status(StatusCode::kBadState,
                 OfSequence(call, sequences_[index].id) + "has an uncommitted tree of " +
@@ -37,6 +44,7 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
   const int64_t count = static_cast<int64_t>(parents.size());
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, seq_id, count, first_row));
   const Sequence& sequence = sequences_[index];
+  if (sequence.pending > 0) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
   const int64_t size = trees_.SizeOf(index);
   if (count > options_.max_tree_size - size) {
     return Status(StatusCode::kTooLarge,

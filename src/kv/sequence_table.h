@@ -25,8 +25,10 @@ struct Sequence {
   bool retained = false;      // set through the table, which counts them
   SequenceWindow window = {};
   // Positions at the end of its path without tokens: for the levels of its uncommitted tree
-  // (token_tree.h).
+  // (token_tree.h), or for tokens that it receives.
   int64_t reserved = 0;
+  int64_t pending = 0;   // of these, for tokens that it receives (pending_receives.h)
+  uint64_t receive = 0;  // their epoch
   KeptSpan span = {};
   int64_t slid = 0;  // positions behind the sinks that a next query does not see, as of the last
                      // forward

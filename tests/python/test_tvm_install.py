@@ -89,16 +89,6 @@ def test_an_object_of_the_wrong_kind_is_named(installed: None) -> None:
         calls.attention_kv_cache_empty(state)
 
 
-def test_names_without_a_method_say_so(installed: None) -> None:
-    cache = OneCache()
-    for name, missing in (
-        ("kv_cache_disagg_prepare_recv", "transfer"),
-        ("kv_cache_disagg_mark_send", "transfer"),
-    ):
-        with pytest.raises(quire.BadStateError, match=missing):
-            getattr(cache, name)(0, 1)
-
-
 def test_creation_takes_28_or_29_arguments(installed: None) -> None:
     create = function("paged_attention_kv_cache_create")
     arguments = create_arguments()
@@ -134,7 +124,6 @@ def _bad_tensor() -> Any:
         (6, lambda: Shape([0]), "attention kinds"),
         (6, lambda: Shape([0, 7]), "kind 7"),
         (6, lambda: Shape([0, 2]), "kind 2"),
-        (7, lambda: True, "transfer"),
         (8, lambda: 3, "rope mode"),
         (9, lambda: 0.0, "rotary scale"),
         (10, lambda: -1.0, "rotary theta"),

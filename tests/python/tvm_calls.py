@@ -101,6 +101,7 @@ def create_arguments(
     theta: float = 10000.0,
     rotation: Any = None,
     dtype: str = "float32",
+    transfer: bool = False,
 ) -> list[Any]:
     """The 28 arguments of paged_attention_kv_cache_create, with kernels that must not be called."""
     sizes = [sequences, tokens, chunk, page_size, int(windows)]
@@ -115,7 +116,7 @@ def create_arguments(
         dim,
         dim,
         Shape(list(kinds)),
-        False,
+        transfer,
         rope_mode,
         1.0,
         theta,

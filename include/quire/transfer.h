@@ -1,0 +1,30 @@
+// Channels: how bytes get from a sender's LayerSink to a receiver's KVTransfer.
+#ifndef QUIRE_TRANSFER_H_
+#define QUIRE_TRANSFER_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "quire/kv_transfer.h"
+#include "quire/seams.h"
+#include "quire/status.h"
+
+namespace quire {
+
+// Between caches of one process: bytes are written to the receiver's staging memory in
+// OnLayerAppended, and completed with the digest of the sender's rows in OnForwardEnded. Connect
+// and Disconnect from any thread; several senders may share a channel.
+class LocalChannel : public LayerSink {
+ public:
+  // `receiver` must live until Disconnect. BadArgument for null or a number that is taken.
+  virtual Status Connect(int64_t peer, KVTransfer* receiver) = 0;
+  // What was given for it and has not ended is dropped; later ranges to it are Unavailable.
+  // NotFound.
+  virtual Status Disconnect(int64_t peer) = 0;
+};
+
+std::shared_ptr<LocalChannel> CreateLocalChannel();
+
+}  // namespace quire
+
+#endif  // QUIRE_TRANSFER_H_

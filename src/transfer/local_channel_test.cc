@@ -1,0 +1,183 @@
+// The channel alone, between a sink's calls and a receiver that records what it is asked for. Whole
+// caches are in src/kv/kv_channel_test.cc.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "quire/transfer.h"
+
+namespace quire {
+namespace {
+
+// One layer of rows [8, 2, 4], float32 keys and float16 values.
+struct Rows {
+  Rows() : k(8 * 2 * 4), v(8 * 2 * 4) {}
+  LayerKV view(int64_t first, int64_t count) {
+    return {.k = TensorView(k.data() + first * 8, DType::kF32, {count, 2, 4}),
+            .v = TensorView(v.data() + first * 8, DType::kF16, {count, 2, 4})};
+  }
+  std::vector<float> k;
+  std::vector<uint16_t> v;
+};
+
+class Recorder final : public KVTransfer {
+ public:
+  struct Completed {
+    uint64_t epoch;
+    int64_t layer, first_row, count, first_head;
+    bool right;  // the digest is that of what was written
+  };
+  Rows staging;
+  std::vector<Completed> completed;
+  std::vector<std::string> failures;
+  uint64_t epoch = 7;  // the only one that is known
+
+  Result<ReceiveView> View(uint64_t of, int64_t, const ReceivePart& part) override {
+    if (of != epoch) return Status(StatusCode::kNotFound, "over");
+    return ReceiveView{.rows = staging.view(part.first_row, part.count), .memory = nullptr};
+  }
+  Status Complete(uint64_t of, int64_t layer, const ReceivePart& part, uint32_t digest) override {
+    if (of != epoch) return Status(StatusCode::kNotFound, "over");
+    const uint32_t found =
+        DigestOfHeads(staging.view(part.first_row, part.count), part.first_head, part.head_count);
+    completed.push_back({of, layer, part.first_row, part.count, part.first_head, found == digest});
+    return found == digest ? Status() : Status(StatusCode::kCorrupt, "damaged");
+  }
+  Status FailReceive(uint64_t of, const Status& why) override {
+    if (of != epoch) return Status(StatusCode::kNotFound, "over");
+    failures.push_back(why.ToString());
+    return Status();
+  }
+
+  // Control calls, which a channel never makes.
+  Result<ReceiveMap> DisaggPrepareRecv(int64_t, int64_t) override { return Unasked(); }
+  Status DisaggCommitRecv(uint64_t, int64_t) override { return Unasked(); }
+  Status DisaggCancelRecv(uint64_t) override { return Unasked(); }
+  Result<ReceiveProgress> GetReceiveProgress(uint64_t) const override { return Unasked(); }
+  Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unasked(); }
+  Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unasked(); }
+  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t) override {
+    return Unasked();
+  }
+  Status DisaggUnmarkSend(int64_t) override { return Unasked(); }
+  Status DisaggFlushSend(int64_t) override { return Unasked(); }
+  Result<SendProgress> GetSendProgress(int64_t) const override { return Unasked(); }
+
+ private:
+  static Status Unasked() {
+    ADD_FAILURE() << "a channel has made a control call";
+    return Status(StatusCode::kInternal, "a channel makes no control call");
+  }
+};
+
+class LocalChannelTest : public testing::Test {
+ protected:
+  LocalChannelTest() {
+    for (size_t i = 0; i < source_.k.size(); ++i) {
+      source_.k[i] = static_cast<float>(i + 1);
+      source_.v[i] = static_cast<uint16_t>(i + 100);
+    }
+    EXPECT_TRUE(channel_->Connect(4, &receiver_).ok());
+  }
+  SendRange Range(int64_t first_row, int64_t count) {
+    return {.seq_id = 1,
+            .epoch = 7,
+            .first_position = first_row,
+            .first_row = first_row,
+            .count = count,
+            .local = source_.view(first_row, count),
+            .local_head = 0,
+            .remote_head = 0,
+            .head_count = 2,
+            .remote_slots = {},
+            .peer = 4};
+  }
+  Status Give(int64_t layer, const SendRange& range) {
+    return channel_->OnLayerAppended(layer, std::span(&range, 1));
+  }
+  static SendRecord Record(int64_t first_row, int64_t count, int64_t peer = 4) {
+    return {.seq_id = 1, .epoch = 7, .first_row = first_row, .count = count, .peer = peer};
+  }
+  Status End(const SendRecord& record) { return channel_->OnForwardEnded(std::span(&record, 1)); }
+
+  Rows source_;
+  Recorder receiver_;
+  std::shared_ptr<LocalChannel> channel_ = CreateLocalChannel();
+};
+
+TEST_F(LocalChannelTest, WritesAtOnceAndCompletesAtTheRecord) {
+  ASSERT_TRUE(Give(0, Range(2, 3)).ok());
+  ASSERT_TRUE(Give(1, Range(2, 3)).ok());
+  ASSERT_TRUE(Give(0, Range(6, 1)).ok());  // of another record
+  EXPECT_EQ(receiver_.staging.k[2 * 8], source_.k[2 * 8]);
+  EXPECT_TRUE(receiver_.completed.empty());
+  ASSERT_TRUE(End(Record(2, 3)).ok());
+  ASSERT_EQ(receiver_.completed.size(), 2U);
+  EXPECT_TRUE(receiver_.completed[0].right);
+  EXPECT_EQ(receiver_.completed[1].layer, 1);
+  ASSERT_TRUE(End(Record(2, 3)).ok());  // nothing is left of it
+  EXPECT_EQ(receiver_.completed.size(), 2U);
+  ASSERT_TRUE(End(Record(6, 2)).ok());
+  EXPECT_EQ(receiver_.completed.size(), 3U);
+}
+
+TEST_F(LocalChannelTest, MovesHeadsWhereTheyBelong) {
+  SendRange range = Range(0, 8);
+  range.local_head = 1;
+  range.remote_head = 0;
+  range.head_count = 1;
+  ASSERT_TRUE(Give(0, range).ok());
+  for (size_t row = 0; row < 8; ++row) {
+    EXPECT_EQ(receiver_.staging.k[row * 8], source_.k[row * 8 + 4]);
+    EXPECT_EQ(receiver_.staging.v[row * 8 + 3], source_.v[row * 8 + 7]);
+    EXPECT_EQ(receiver_.staging.k[row * 8 + 4], 0);  // the other head is another sender's
+  }
+  ASSERT_TRUE(End(Record(0, 8)).ok());
+  EXPECT_TRUE(receiver_.completed[0].right);
+  EXPECT_EQ(receiver_.completed[0].first_head, 0);
+}
+
+TEST_F(LocalChannelTest, AnAbortForgetsAndDamageIsReported) {
+  ASSERT_TRUE(Give(0, Range(0, 4)).ok());
+  const SendRecord record = Record(0, 4);
+  ASSERT_TRUE(channel_->OnForwardAborted(std::span(&record, 1)).ok());
+  ASSERT_TRUE(End(record).ok());
+  EXPECT_TRUE(receiver_.completed.empty());
+  ASSERT_TRUE(Give(0, Range(0, 4)).ok());
+  ASSERT_TRUE(Give(1, Range(0, 4)).ok());
+  receiver_.staging.v[5] ^= 1;
+  EXPECT_EQ(End(record).code(), StatusCode::kCorrupt);
+  EXPECT_EQ(receiver_.completed.size(), 1U);  // what follows the damage is not completed
+  ASSERT_TRUE(End(record).ok());
+  EXPECT_EQ(receiver_.completed.size(), 1U);
+}
+
+TEST_F(LocalChannelTest, ErrorsOfAndAboutPeersAreReturned) {
+  SendRange range = Range(0, 1);
+  range.peer = 5;
+  EXPECT_EQ(Give(0, range).code(), StatusCode::kUnavailable);
+  range = Range(0, 1);
+  range.epoch = 6;
+  EXPECT_EQ(Give(0, range).code(), StatusCode::kNotFound);
+  EXPECT_EQ(End(Record(0, 1, 5)).code(), StatusCode::kUnavailable);
+  const SendRecord stopped[] = {Record(0, 1, 5), Record(0, 1)};
+  EXPECT_EQ(channel_->OnSendStopped(stopped, Status(StatusCode::kCancelled, "enough")).code(),
+            StatusCode::kUnavailable);
+  EXPECT_EQ(receiver_.failures, std::vector<std::string>{"Cancelled: enough"});
+  EXPECT_EQ(channel_->Connect(4, &receiver_).code(), StatusCode::kBadArgument);
+  EXPECT_EQ(channel_->Connect(-1, &receiver_).code(), StatusCode::kBadArgument);
+  EXPECT_EQ(channel_->Connect(9, nullptr).code(), StatusCode::kBadArgument);
+  ASSERT_TRUE(Give(0, Range(0, 1)).ok());
+  ASSERT_TRUE(channel_->Disconnect(4).ok());
+  EXPECT_EQ(channel_->Disconnect(4).code(), StatusCode::kNotFound);
+  EXPECT_EQ(End(Record(0, 1)).code(), StatusCode::kUnavailable);
+  ASSERT_TRUE(channel_->Connect(4, &receiver_).ok());  // of before it knows nothing
+  ASSERT_TRUE(End(Record(0, 1)).ok());
+  EXPECT_TRUE(receiver_.completed.empty());
+}
+
+}  // namespace
+}  // namespace quire
