@@ -127,6 +127,7 @@ class EngineExactness : public testing::TestWithParam<Variant> {
  protected:
   void SetUp() override {
     WriteTestModel(folder_, GetParam().model);
+    WriteTestModel(draft_folder_, {.num_hidden_layers = 1, .seed = 5});
     MakeJobs();
     for (size_t i = 0; i < jobs_.size(); ++i) {
       const auto engine = Roomy();
@@ -204,7 +205,18 @@ class EngineExactness : public testing::TestWithParam<Variant> {
     return options;
   }
 
+  // Guesses of all kinds: by n-grams, by another model, and by the model itself.
+  void Speculate(uint64_t seed, EngineOptions* options) const {
+    if (seed % 4 == 0) return;
+    options->max_tree_nodes = std::array<int64_t, 3>{64, 9, 3}[seed % 3];
+    options->speculation = {.draft = seed % 4 == 1 ? DraftKind::kNGram : DraftKind::kModel,
+                            .draft_tokens = 1 + static_cast<int64_t>(seed % 7),
+                            .branches = 1 + static_cast<int64_t>(seed % 3)};
+    options->draft_model_directory = seed % 4 == 2 ? draft_folder_.path() : folder_.path();
+  }
+
   TestFolder folder_;
+  TestFolder draft_folder_;
   std::vector<Job> jobs_;
   Answers alone_;                           // by (index of the job, sample)
   std::vector<std::vector<float>> logits_;  // of the jobs' prompts
@@ -344,13 +356,16 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       ChunkStore::Open({.ram = {.bytes_max = int64_t{64} << 20}});
   ASSERT_TRUE(opened.ok()) << opened.status().ToString();
   const std::shared_ptr<ChunkStore> store = *std::move(opened);
+  int64_t drafted_tokens = 0;
+  int64_t accepted_tokens = 0;
   int64_t recomputed_tokens = 0;
   bool has_store = true;  // not for windows and recurrent layers
   bool has_pages = true;
   bool has_windows = false;
   for (uint64_t seed = 0; seed < 16; ++seed) {
     RandomSequence random(seed, 3);
-    const EngineOptions options = RandomOptions(&random);
+    EngineOptions options = RandomOptions(&random);
+    Speculate(seed, &options);
     SCOPED_TRACE("seed " + std::to_string(seed) + ": page size " +
                  std::to_string(options.page_size) + ", chunk " +
                  std::to_string(options.prefill_chunk) + ", threads " +
@@ -377,6 +392,8 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
     cached_tokens += stats.cached_tokens;
     layer_loads += stats.layer_loads;
     recomputed_tokens += stats.recomputed_tokens;
+    drafted_tokens += stats.drafted_tokens;
+    accepted_tokens += stats.accepted_tokens;
     loaded_tokens += stats.loaded_tokens[static_cast<size_t>(TierKind::kRam)];
     if (!options.prefix_cache) {
       EXPECT_EQ(stats.pages_in_use, 0);
@@ -387,6 +404,8 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   } else {
     EXPECT_EQ(preemptions, 0);
   }
+  EXPECT_GT(accepted_tokens, 300);
+  EXPECT_GT(drafted_tokens, accepted_tokens + 300);
   EXPECT_EQ(slow_store->live_fetches, 0);
   const bool is_recurrent = !has_store && !has_windows;
   EXPECT_GT(cached_tokens, is_recurrent ? 200 : 1000);

@@ -132,6 +132,19 @@ Status CheckTokens(std::string_view what, std::span<const int32_t> tokens, int64
   return {};
 }
 
+Status CheckSpeculation(std::string_view owner, const Speculation& speculation) {
+  const auto check = [&](std::string_view field, int64_t value, int64_t most) -> Status {
+    if (value >= 1 && value <= most) return {};
+    std::ostringstream message;
+    message << owner << "::speculation." << field << " is " << value << "; it must be in [1, "
+            << most << "]";
+    return Status(StatusCode::kBadArgument, message.str());
+  };
+  QUIRE_RETURN_IF_ERROR(
+      check("draft_tokens", speculation.draft_tokens, Speculation::kDraftTokensMax));
+  return check("branches", speculation.branches, Speculation::kBranchesMax);
+}
+
 Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) {
   if (options.max_tokens < 1) return OutOfRange("max_tokens", options.max_tokens, "at least 1");
   if (options.n < 1) return OutOfRange("n", options.n, "at least 1");
@@ -145,6 +158,9 @@ Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) 
   if (static_cast<int64_t>(options.cache_salt.size()) > SamplingOptions::kCacheSaltBytesMax) {
     return OutOfRange("cache_salt size", options.cache_salt.size(),
                       "at most " + std::to_string(SamplingOptions::kCacheSaltBytesMax) + " bytes");
+  }
+  if (options.speculation) {
+    QUIRE_RETURN_IF_ERROR(CheckSpeculation("SamplingOptions", *options.speculation));
   }
   return CheckStop(options, vocab_size);
 }

@@ -19,6 +19,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/draft.h"
 #include "engine/layerwise_load.h"
 #include "engine/prefix_cache.h"
 #include "engine/prefix_load.h"
@@ -35,9 +36,11 @@ struct Sample {
       held_logprobs;  // of answer tokens that are not reported yet, if asked for
   int64_t sequence_id = kNoSequence;
   int64_t computed = 0;
-  int64_t reported = 0;   // answer tokens that the caller has
-  StoredPrefix stored;    // of its sequence
-  int64_t last_step = 0;  // in which it was given tokens last
+  int64_t reported = 0;                 // answer tokens that the caller has
+  StoredPrefix stored;                  // of its sequence
+  int64_t last_step = 0;                // in which it was given tokens last
+  int64_t draft_state = kNoDraftState;  // what the drafter holds for it; gone with its sequence
+  int64_t draft_tokens = 0;             // most guesses of the next draft; 0: as the request says
   FinishReason finish_reason = FinishReason::kNone;
 
   bool finished() const { return finish_reason != FinishReason::kNone; }
@@ -68,6 +71,8 @@ struct Request {
   SamplingOptions options;
   std::vector<Sample> samples;
   PrefixSpace space;
+  Speculation speculation;
+  int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput
   // While it waits: what the chunk store has of it, under way or there. Null before it was asked,
   // and if there is nothing to ask for.
   std::unique_ptr<PrefixLoad> load;
@@ -87,6 +92,7 @@ struct Request {
 };
 
 // BadArgument with the field's name and value.
+Status CheckSpeculation(std::string_view owner, const Speculation& speculation);
 Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size);
 // BadArgument with the position and value of the first id outside the vocabulary, or for no ids.
 Status CheckTokens(std::string_view what, std::span<const int32_t> tokens, int64_t vocab_size);

@@ -78,20 +78,10 @@ Status EngineImpl::GiveSequences() {
   return {};
 }
 
-Status EngineImpl::AddSequence(int64_t sequence_id, bool long_rope) {
-  QUIRE_RETURN_IF_ERROR(state_.kv().AddSequence(sequence_id));
-  if (!long_rope) return {};
-  const Status selected = cache_->SelectLongRope(sequence_id, true);
-  if (selected.ok()) return {};
-  const Status removed = state_.kv().RemoveSequence(sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
-  return selected;
-}
-
 Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool long_rope) {
   const int64_t sequence_id = next_sequence_id_;
   QUIRE_RETURN_IF_ERROR(from.length == 0
-                            ? AddSequence(sequence_id, long_rope)
+                            ? state_.AddSequence(sequence_id, long_rope)
                             : state_.kv().ForkSequence(from.sequence_id, sequence_id, from.length));
   ++next_sequence_id_;
   prefix_cache_.Touch(from.sequence_id);
@@ -256,6 +246,7 @@ void EngineImpl::PreemptYoungest() {
   Request& request = *running_.back();
   request.layers = nullptr;
   for (Sample& sample : request.samples) {
+    ForgetDraft(request, &sample);
     if (sample.has_sequence()) RetainOrRemove(request, &sample);
   }
   waiting_.front() = std::move(running_.back());
