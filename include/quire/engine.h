@@ -100,9 +100,15 @@ struct SamplingOptions {
   // Requests with equal salts reuse each other's KV, in every tier; others never do. Any bytes.
   std::string cache_salt = {};
   std::optional<Speculation> speculation = {};  // nothing: EngineOptions::speculation
+  // Endless text: a token sees the first `sinks` tokens and the last window - sinks, as by
+  // AttentionKVCache::EnableSlidingWindowForSeq. Pages are those of the window, and prompt +
+  // max_tokens may pass the model's positions, up to kEndlessTokensMax. 0 = a token sees all.
+  int64_t window = 0;  // at most the model's positions
+  int64_t sinks = 0;   // in [0, window)
 
-  static constexpr int64_t kLogprobsMax = 256;         // 2 KiB per token of the answer
-  static constexpr int64_t kStopSequencesMax = 64;     // each is compared at every token
+  static constexpr int64_t kEndlessTokensMax = int64_t{1} << 30;  // positions are int32
+  static constexpr int64_t kLogprobsMax = 256;                    // 2 KiB per token of the answer
+  static constexpr int64_t kStopSequencesMax = 64;                // each is compared at every token
   static constexpr int64_t kStopTokensMax = 256;       // of one; so many tokens may be held back
   static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in
 };

@@ -126,13 +126,19 @@ Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& optio
             << max_num_sequences_ << " samples at a time (EngineOptions::max_num_sequences)";
     return Status(StatusCode::kTooLarge, message.str());
   }
-  if (prompt_tokens > positions || options.max_tokens > positions - prompt_tokens) {
+  if (options.window != 0) {
+    QUIRE_RETURN_IF_ERROR(CheckWindow(prompt_tokens, options));
+  } else if (prompt_tokens > positions || options.max_tokens > positions - prompt_tokens) {
     message << "Engine::Submit: a prompt of " << prompt_tokens << " tokens and max_tokens "
             << options.max_tokens << " do not fit the model's " << positions
             << " positions; shorten the prompt or lower max_tokens";
     return Status(StatusCode::kTooLarge, message.str());
   }
-  const int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, page_size_);
+  int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, page_size_);
+  if (options.window != 0) {
+    const int64_t of_window = PagesForWindow(options.window, options.sinks, page_size_);
+    pages = std::min(pages, options.n * of_window);
+  }
   if (pages > pages_total_) {
     message << "Engine::Submit: " << options.n << " sample(s) of " << prompt_tokens
             << " prompt tokens and max_tokens " << options.max_tokens << " need " << pages
@@ -156,6 +162,39 @@ Status EngineImpl::CheckCanSpeculate(const std::optional<Speculation>& speculati
                   "model; give EngineOptions::draft_model_directory, or take kNGram");
   }
   return {};
+}
+
+Status EngineImpl::CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const {
+  std::ostringstream message;
+  const int64_t positions = model_->info().max_position_embeddings;
+  if (state_.attention() == nullptr) {
+    message << "SamplingOptions::window is " << options.window << "; "
+            << model_->info().architecture
+            << " has no attention layers that could have one, and its states do not grow with the "
+               "text: leave it 0";
+    return Status(StatusCode::kBadArgument, message.str());
+  }
+  if (options.window > positions) {
+    message << "SamplingOptions::window is " << options.window << "; the model has " << positions
+            << " positions, so that is the most";
+    return Status(StatusCode::kBadArgument, message.str());
+  }
+  constexpr int64_t kMost = SamplingOptions::kEndlessTokensMax;
+  if (prompt_tokens > kMost || options.max_tokens > kMost - prompt_tokens) {
+    message << "Engine::Submit: a prompt of " << prompt_tokens << " tokens and max_tokens "
+            << options.max_tokens << " are more than " << kMost
+            << ", the most with a window; lower max_tokens";
+    return Status(StatusCode::kTooLarge, message.str());
+  }
+  return {};
+}
+
+int64_t EngineImpl::PagesOfWindow(const Request& request) const {
+  return PagesForWindow(request.options.window, request.options.sinks, page_size_);
+}
+
+bool EngineImpl::ForksAnywhere(const Request& request) const {
+  return state_.forks_anywhere() && !request.has_window();
 }
 
 int64_t EngineImpl::SequencesFree() const {
@@ -197,7 +236,10 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
     request->speculation = options.speculation.value_or(speculation_);
     request->space = {.salt = options.cache_salt,
-                      .long_rope = NeedsLongRope(request->prompt_tokens + options.max_tokens)};
+                      .long_rope = NeedsLongRope(
+                          options.window != 0 ? std::min(options.window, request->prompt_tokens +
+                                                                             options.max_tokens)
+                                              : request->prompt_tokens + options.max_tokens)};
     waiting_.push_back(std::move(request));
     return next_request_id_++;
   });

@@ -137,6 +137,9 @@ class EngineImpl final : public Engine {
   Status CheckHoldsAllKV(const char* call) const;
   Status CheckCanSpeculate(const std::optional<Speculation>& speculation) const;
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
+  Status CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const;
+  int64_t PagesOfWindow(const Request& request) const;
+  bool ForksAnywhere(const Request& request) const;
   int64_t SequencesFree() const;
   bool NeedsLongRope(int64_t tokens_max) const;
   Request* FindRequest(int64_t request_id) const;
@@ -144,7 +147,7 @@ class EngineImpl final : public Engine {
   // step_plan.cc: who computes what.
   Result<Batch> PlanBatch(bool may_admit);
   Status GiveSequences();
-  Status GiveSequence(Sample* sample, const PrefixMatch& from, bool long_rope);
+  Status GiveSequence(const Request& request, Sample* sample, const PrefixMatch& from);
   PrefixMatch FindPrefix(const Request& request, const Sample& sample) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;

@@ -56,15 +56,21 @@ struct Request {
   const Sample* leader() const { return const_cast<Request*>(this)->leader(); }
   int64_t unfinished_count() const;
   bool answer_begun() const;
+  bool has_window() const { return options.window != 0; }
+  bool has_window_of(const Request& other) const {
+    return options.window == other.options.window && options.sinks == other.options.sinks;
+  }
   std::span<const int32_t> prompt_of(const Sample& sample) const {
     return {sample.tokens.data(), static_cast<size_t>(prompt_tokens)};
   }
   std::span<const int32_t> answer_of(const Sample& sample) const {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
-  // Takes all memory that the samples need until they finish, so that results can be stored without
-  // failing.
+  // Takes the memory that the samples need until they finish, or for a long time.
   void ReserveAnswers();
+  // Takes memory for so many more tokens of a sample, so that results can be stored without
+  // failing.
+  static void ReserveTokens(Sample* sample, int64_t count);
 
   int64_t id;
   int64_t prompt_tokens;

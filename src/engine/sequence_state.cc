@@ -51,6 +51,16 @@ Status SequenceState::AddSequence(int64_t sequence_id, bool long_rope) const {
   return selected;
 }
 
+Status SequenceState::EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const {
+  return attention_->EnableSlidingWindowForSeq(sequence_id, window, sinks);
+}
+
+bool SequenceState::DropWindow(int64_t sequence_id) const noexcept {
+  const Result<TokenRange> slid = attention_->SlidRange(sequence_id);
+  return slid.ok() && slid->count() == 0 &&
+         attention_->DisableSlidingWindowForSeq(sequence_id).ok();
+}
+
 Status SequenceState::SetRetained(int64_t sequence_id, bool retained) const {
   return composite_ != nullptr ? composite_->SetRetained(sequence_id, retained)
                                : attention_->SetRetained(sequence_id, retained);

@@ -43,6 +43,11 @@ class SequenceState {
 
   // With the long factors of LongRoPE, or the short ones.
   Status AddSequence(int64_t sequence_id, bool long_rope) const;
+  // REQUIRES: attention layers.
+  Status EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const;
+  // Switches the sequence's window off, if nothing has slid out of it: then all its tokens are what
+  // they would be without one. False if something has, or without memory.
+  bool DropWindow(int64_t sequence_id) const noexcept;
   Status SetRetained(int64_t sequence_id, bool retained) const;
   // The largest position <= `position` at which the sequence can be forked, and to which it can be
   // popped; 0 if there is none, or no such sequence.

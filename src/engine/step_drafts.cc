@@ -44,6 +44,7 @@ std::vector<DraftJob> EngineImpl::MakeDraftJobs(const Batch& batch,
     // The last token that may be drawn needs no guess.
     const int64_t levels_max = request.prompt_tokens + request.options.max_tokens - 1 -
                                static_cast<int64_t>(sample.tokens.size());
+    Request::ReserveTokens(&sample, guesses_max);
     jobs.push_back({.tokens = &sample.tokens,
                     .prompt_tokens = request.prompt_tokens,
                     .request_id = request.id,

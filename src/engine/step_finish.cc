@@ -119,7 +119,9 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
   const int64_t computed = std::exchange(sample->computed, 0);
   // What was stored may be more than what is left: the surplus behind a stop was popped.
   const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, computed);
-  if (uses_prefix_cache_) {
+  // KV from behind a window is of use to nobody else.
+  const bool is_plain = !request.has_window() || state_.DropWindow(sequence_id);
+  if (uses_prefix_cache_ && is_plain) {
     try {
       return prefix_cache_.Retain(sequence_id,
                                   {sample->tokens.begin(), sample->tokens.begin() + computed},

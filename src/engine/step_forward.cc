@@ -113,6 +113,7 @@ Status EngineImpl::Forward(const Batch& batch) {
 
 EngineImpl::Drawn EngineImpl::PrepareDrawn(Request* request, Sample* sample, int64_t row,
                                            int64_t draws_max) const {
+  Request::ReserveTokens(sample, draws_max);
   Drawn drawn{.request = request, .sample = sample, .row = row};
   drawn.draws.resize(static_cast<size_t>(draws_max));
   for (Draw& draw : drawn.draws) {
