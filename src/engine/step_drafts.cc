@@ -119,7 +119,8 @@ Result<bool> EngineImpl::TreesFit(const Batch& trees, const Batch& plain) {
     lengths.push_back(1 + (work.guesses == nullptr ? 0 : work.guesses->levels()));
     // Nodes lie in pages of their own. And a page whose free slots the path takes may be one in
     // which another sequence would have gone on.
-    pages += PagesForAppend(0, 1 + guesses, page_size_, false) + 1;
+    const int64_t others = std::ssize(trees) + std::ssize(plain) - 1;
+    pages += PagesForAppend(0, 1 + guesses, page_size_, false) + (others > 0 ? 1 : 0);
   }
   QUIRE_ASSIGN_OR_RETURN(const int64_t of_trees, state_.PagesNeeded(ids, lengths));
   ids.clear();
