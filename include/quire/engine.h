@@ -27,6 +27,26 @@
 
 namespace quire {
 
+// What guesses the next tokens of an answer. A guess is verified with others in one forward and
+// kept where it is what is drawn there, so no answer depends on it (docs/engine.md).
+enum class DraftKind : uint8_t {
+  kNone,
+  kNGram,  // what followed where prompt and answer ended like this before
+  kModel,  // EngineOptions::draft_model_directory
+};
+
+struct Speculation {
+  DraftKind draft = DraftKind::kNone;
+  // Most guesses of a step, in [1, kDraftTokensMax]; fewer while few of them are right.
+  int64_t draft_tokens = 8;
+  // In [1, kBranchesMax]: earlier places that are followed, or of the model the best tokens at each
+  // place.
+  int64_t branches = 2;
+
+  static constexpr int64_t kDraftTokensMax = 255;  // nodes of a tree, but its root
+  static constexpr int64_t kBranchesMax = 16;
+};
+
 struct EngineOptions {
   std::string model_directory = {};
   DType dtype = DType::kBF16;                   // see ModelOptions
@@ -46,6 +66,13 @@ struct EngineOptions {
   // Models with recurrent layers: bytes of states that the prefix cache keeps, beside those of
   // samples in work; 0 = at most 128 states and an eighth of the machine's memory.
   int64_t state_bytes = 0;
+  Speculation speculation = {};  // of requests that do not say
+  // A smaller model of the same vocabulary, for DraftKind::kModel; computed like the other one.
+  std::string draft_model_directory = {};
+  // Nodes of token trees in a step, of all samples: guesses, and a root for each sample that has
+  // some. Recurrent layers keep a state for each. 0 = 64 with `speculation` or a draft model, else
+  // none: then no request can speculate.
+  int64_t max_tree_nodes = 0;
 };
 
 // How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,
@@ -72,9 +99,16 @@ struct SamplingOptions {
   std::vector<std::vector<int32_t>> stop = {};
   // Requests with equal salts reuse each other's KV, in every tier; others never do. Any bytes.
   std::string cache_salt = {};
+  std::optional<Speculation> speculation = {};  // nothing: EngineOptions::speculation
+  // Endless text: a token sees the first `sinks` tokens and the last window - sinks, as by
+  // AttentionKVCache::EnableSlidingWindowForSeq. Pages are those of the window, and prompt +
+  // max_tokens may pass the model's positions, up to kEndlessTokensMax. 0 = a token sees all.
+  int64_t window = 0;  // at most the model's positions
+  int64_t sinks = 0;   // in [0, window)
 
-  static constexpr int64_t kLogprobsMax = 256;         // 2 KiB per token of the answer
-  static constexpr int64_t kStopSequencesMax = 64;     // each is compared at every token
+  static constexpr int64_t kEndlessTokensMax = int64_t{1} << 30;  // positions are int32
+  static constexpr int64_t kLogprobsMax = 256;                    // 2 KiB per token of the answer
+  static constexpr int64_t kStopSequencesMax = 64;                // each is compared at every token
   static constexpr int64_t kStopTokensMax = 256;       // of one; so many tokens may be held back
   static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in
 };
@@ -129,6 +163,9 @@ struct StepOutput {
   // all, or was not asked.
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;  // that the store took for the chunks
+  // Of all samples so far: tokens that were guessed, and of these the right ones; forwards that
+  // drew tokens of an answer, counted per sample.
+  int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
 };
 
 struct EngineStats {
@@ -155,6 +192,10 @@ struct EngineStats {
   double overlap_seconds = 0;
   int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
+  // As in StepOutput, of all requests, and the time that guessing took. Tokens of answers per
+  // decode_forwards are what speculation saves at most.
+  int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
+  double draft_seconds = 0;
 };
 
 // What an engine takes from the machine, in bytes, known before it is made.
@@ -168,7 +209,8 @@ struct MemoryPlan {
                          // of a layer, and the rest of the last page of the machine
   int64_t state_bytes = 0;      // mapped for the states of recurrent layers
   int64_t scratch_bytes = 0;    // of the largest step: activations, attention, logits, sampling
-  int64_t total_bytes = 0;      // weights, KV, states, scratch
+  int64_t draft_bytes = 0;      // all of the draft model: weights, KV, states, scratch
+  int64_t total_bytes = 0;      // weights, KV, states, scratch, draft
   int64_t machine_bytes = 0;    // memory of this machine, or of the control group it runs in
   int64_t longest_context = 0;  // tokens of prompt and answer of a request of one sample
 };

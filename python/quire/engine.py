@@ -71,6 +71,11 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk: int
     kv_bytes: int
     state_bytes: int
+    speculate: str | None
+    draft_model: str | os.PathLike[str] | None
+    draft_tokens: int
+    draft_branches: int
+    max_tree_nodes: int
     prefix_cache: bool
     max_num_sequences: int
     max_waiting: int
@@ -102,6 +107,10 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: go on behind the end-of-answer token.
     stop: texts, or lists of token ids, that end the answer and are cut from it.
     cache_salt: requests with equal salts reuse each other's KV, others never do; a text or bytes.
+    speculate, draft_tokens, draft_branches: how tokens are guessed, instead of what the engine was
+        made with; see :class:`Engine`.
+    window, sinks: endless text: a token sees the first `sinks` tokens and the last window - sinks,
+        and prompt and answer may pass the model's positions; 0 (default): it sees all.
     """
 
     max_tokens: int | None
@@ -119,6 +128,11 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str | Sequence[int]]
     cache_salt: str | bytes
+    speculate: str
+    draft_tokens: int
+    draft_branches: int
+    window: int
+    sinks: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +147,9 @@ class Usage:
         a window has slid past).
     miss: why the store did not bring more; None if it brought all or was not asked.
     load_seconds: that it took.
+    drafted_tokens, accepted_tokens: tokens that were guessed, and of these the right ones.
+    decode_forwards: where something was guessed: forwards that drew tokens of the answer, counted
+        per sample. Without guesses there is one for each token.
     """
 
     prompt_tokens: int
@@ -145,6 +162,15 @@ class Usage:
     recomputed_tokens: int = 0
     miss: str | None = None
     load_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    decode_forwards: int = 0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens for each time that the model's weights were read: what guesses save at
+        most."""
+        return self.completion_tokens / self.decode_forwards if self.decode_forwards else 0.0
 
 
 @dataclasses.dataclass
@@ -261,6 +287,7 @@ class MemoryPlan:
     state_bytes: states of recurrent layers: of samples in work, their checkpoints, and those that
         the prefix cache keeps.
     scratch_bytes: what one step needs beside weights and pages, at most.
+    draft_bytes: all that the draft model takes.
     total_bytes: all of these together.
     machine_bytes: memory of the machine.
     longest_context: most tokens that one sequence can have with these pages.
@@ -274,6 +301,7 @@ class MemoryPlan:
     kv_bytes: int
     state_bytes: int
     scratch_bytes: int
+    draft_bytes: int
     total_bytes: int
     machine_bytes: int
     longest_context: int
@@ -299,6 +327,9 @@ class _Output:
     miss: int
     load_ns: int
     recomputed_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    decode_forwards: int
     error: str | None
 
 
@@ -394,6 +425,9 @@ class _Request:
                 recomputed_tokens=self.last.recomputed_tokens,
                 miss=_miss_name(self.last.miss),
                 load_seconds=self.last.load_ns / 1e9,
+                drafted_tokens=self.last.drafted_tokens,
+                accepted_tokens=self.last.accepted_tokens,
+                decode_forwards=self.last.decode_forwards if self.last.drafted_tokens else 0,
             )
         return Result(self.prompt_ids, samples, usage)
 
@@ -420,6 +454,13 @@ class Engine:
         state_bytes: models with recurrent layers: memory for the states that the prefix cache
             keeps, beside those of samples in work; 0 = at most 128 states and an eighth of the
             machine's memory.
+        speculate: guess the next tokens and verify them in one forward, which changes no bit of an
+            answer: "ngram" (what followed earlier in prompt and answer) or "model" (a smaller one);
+            "none" by default, with a draft_model "model".
+        draft_model: the smaller model's folder; its vocabulary is the same.
+        draft_tokens: most guesses of a step; draft_branches: alternatives that are followed.
+        max_tree_nodes: guesses of all samples in a step, and one more for each sample; 0 = 64 if
+            speculate or draft_model is given. Recurrent layers keep a state for each.
         prefix_cache: keep the KV of finished answers, and reuse the longest common prefix.
         max_num_sequences: most samples in work at a time; more wait.
         max_waiting: most requests that wait.
@@ -452,6 +493,11 @@ class Engine:
         prefill_chunk: int = 512,
         kv_bytes: int = 0,
         state_bytes: int = 0,
+        speculate: str | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
+        draft_tokens: int = 8,
+        draft_branches: int = 2,
+        max_tree_nodes: int = 0,
         prefix_cache: bool = True,
         max_num_sequences: int = 64,
         max_waiting: int = 65536,
@@ -494,6 +540,11 @@ class Engine:
                     "prefill_chunk": prefill_chunk,
                     "kv_bytes": kv_bytes,
                     "state_bytes": state_bytes,
+                    "speculate": speculate,
+                    "draft_model": draft_model,
+                    "draft_tokens": draft_tokens,
+                    "draft_branches": draft_branches,
+                    "max_tree_nodes": max_tree_nodes,
                     "prefix_cache": prefix_cache,
                     "max_num_sequences": max_num_sequences,
                     "max_waiting": max_waiting,
@@ -630,6 +681,9 @@ class Engine:
 
         Of recurrent layers: states_total, states_free, retained_states (of the prefix cache),
         state_bytes; recomputed_tokens, as in :class:`Usage`.
+
+        Of guesses: drafted_tokens, accepted_tokens, decode_forwards, as in :class:`Usage`; draft_ns
+        (that guessing took).
 
         Of the chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
         loaded_disk_tokens, loaded_redis_tokens, load_ns; layer_loads (loads that a forward
@@ -783,11 +837,20 @@ class Engine:
                 if name not in ("stop", "logprobs", "max_tokens")
             }
             sampling["logprobs"] = -1 if logprobs is None else logprobs
-            sampling["max_tokens"] = self._max_tokens(options.get("max_tokens"), len(ids))
+            sampling["max_tokens"] = self._max_tokens(
+                options.get("max_tokens"), 0 if options.get("window") else len(ids)
+            )
             if "seed" in sampling:
                 sampling["seed"] = _as_signed(sampling["seed"])
             if stop_ids:
                 sampling["stop"] = stop_ids
+            if "speculate" in sampling:
+                sampling["draft"] = sampling.pop("speculate")
+            elif "draft_tokens" in sampling or "draft_branches" in sampling:
+                raise errors.BadArgumentError(
+                    'draft_tokens and draft_branches of a request go with speculate: "ngram" or '
+                    '"model"'
+                )
             if isinstance(sampling.get("cache_salt"), str):
                 sampling["cache_salt"] = sampling["cache_salt"].encode()
             if stop_texts and not self.has_tokenizer:
@@ -1013,6 +1076,11 @@ def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     dtype = dtype_name(options.get("dtype", "bfloat16"))
     mine = {name: value for name, value in options.items() if name not in _STORE_OPTIONS}
     kv_dtype = mine.pop("kv_dtype", "")
+    draft_model = mine.pop("draft_model", None)
+    if draft_model is not None:
+        mine["draft_model_directory"] = os.fspath(draft_model)
+    speculate = mine.pop("speculate", None)
+    mine["draft"] = speculate or ("none" if draft_model is None else "model")
     return {**mine, **_kv_dtypes(kv_dtype), "model_directory": name, "dtype": dtype}
 
 
@@ -1096,6 +1164,9 @@ def _outputs(step: Any) -> Iterator[tuple[int, _Output]]:
                 miss=store[3],
                 load_ns=store[4],
                 recomputed_tokens=store[5],
+                drafted_tokens=store[6],
+                accepted_tokens=store[7],
+                decode_forwards=store[8],
                 error=str(step["errors"][error_index]) if error_index >= 0 else None,
             ),
         )

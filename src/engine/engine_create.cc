@@ -4,6 +4,7 @@
 #include <sstream>
 #include <utility>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "engine/engine_impl.h"
 #include "engine/machine_memory.h"
@@ -31,6 +32,10 @@ constexpr int64_t kThinnedCheckpoints = 2;
 constexpr int64_t kPrefillChunkMax = int64_t{1} << 20;
 constexpr int64_t kNumSequencesMax = int64_t{1} << 20;
 constexpr int64_t kThreadsMax = 1024;
+// Nodes of token trees where somebody speculates: eight samples with seven guesses each, or one
+// with sixty. More rows than some tens cost more to compute than they save.
+constexpr int64_t kTreeNodesDefault = 64;
+constexpr int64_t kTreeNodesMax = int64_t{1} << 16;
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
 Status CheckInRange(std::string_view field, int64_t value, int64_t least, int64_t most) {
@@ -49,7 +54,21 @@ Status CheckOptions(const EngineOptions& options) {
       CheckInRange("max_num_sequences", options.max_num_sequences, 1, kNumSequencesMax));
   QUIRE_RETURN_IF_ERROR(CheckInRange("max_waiting", options.max_waiting, 1, kUnlimited));
   QUIRE_RETURN_IF_ERROR(CheckInRange("state_bytes", options.state_bytes, 0, kUnlimited));
+  QUIRE_RETURN_IF_ERROR(CheckInRange("max_tree_nodes", options.max_tree_nodes, 0, kTreeNodesMax));
+  QUIRE_RETURN_IF_ERROR(CheckSpeculation("EngineOptions", options.speculation));
+  if (options.speculation.draft == DraftKind::kModel && options.draft_model_directory.empty()) {
+    return Status(StatusCode::kBadArgument,
+                  "EngineOptions::speculation: draft is kModel and draft_model_directory is empty; "
+                  "give a draft model, or take kNGram");
+  }
   return CheckInRange("kv_bytes", options.kv_bytes, 0, kUnlimited);
+}
+
+int64_t TreeNodesFor(const EngineOptions& options) {
+  if (options.max_tree_nodes != 0) return options.max_tree_nodes;
+  const bool speculates =
+      options.speculation.draft != DraftKind::kNone || !options.draft_model_directory.empty();
+  return speculates ? kTreeNodesDefault : 0;
 }
 
 // One page size for all layers: then all groups of the cache hold the same pages, and one count of
@@ -111,6 +130,7 @@ RecurrentCacheOptions StateOptions(const EngineOptions& options, const ModelInfo
           .prefill_chunk_size = options.prefill_chunk,
           .recent_checkpoints = kRecentCheckpoints,
           .thinned_checkpoints = kThinnedCheckpoints,
+          .max_tree_slots = TreeNodesFor(options),
           .max_retained_slots = retained_states,
           .kernel_path = options.kernel_path,
           .runner = runner};
@@ -127,6 +147,9 @@ struct Blueprint {
   MemoryPlan plan;
   int64_t retained_states = 0;
   ModelOptions model_options;
+  // Of the draft model, if there is one.
+  EngineOptions draft_options = {};
+  MemoryPlan draft = {};
 };
 
 // Pages of attention layers, and what a step takes beside them.
@@ -167,8 +190,57 @@ Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info,
   return retained;
 }
 
+// The draft model is computed like the other one, with KV for as many tokens and states for as many
+// samples. It has the scratch of the other's draws.
+Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blueprint* blueprint) {
+  if (options.draft_model_directory.empty()) return {};
+  const std::shared_ptr<ParallelRunner>& runner = blueprint->model_options.runner;
+  EngineOptions& draft_options = blueprint->draft_options;
+  draft_options = options;
+  draft_options.model_directory = options.draft_model_directory;
+  draft_options.draft_model_directory.clear();
+  draft_options.speculation = {};
+  draft_options.max_tree_nodes = 0;
+  draft_options.prefix_cache = false;
+  draft_options.page_size = 0;
+  draft_options.kv_bytes = 0;
+  const int64_t samples_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk);
+  QUIRE_ASSIGN_OR_RETURN(const ModelMeasure model,
+                         Model::Measure(draft_options.model_directory, blueprint->model_options,
+                                        options.prefill_chunk, samples_max));
+  if (model.info.vocab_size != target.vocab_size) {
+    std::ostringstream message;
+    message << "EngineOptions::draft_model_directory: " << options.draft_model_directory
+            << " has a vocabulary of " << model.info.vocab_size << " tokens and "
+            << options.model_directory << " one of " << target.vocab_size
+            << "; give a draft model with the same tokenizer and vocabulary";
+    return Status(StatusCode::kBadArgument, message.str());
+  }
+  MemoryPlan& draft = blueprint->draft;
+  if (!model.info.layers.empty() && !target.layers.empty()) {
+    const int64_t page_size = PageSizeFor(model.info, 0);
+    QUIRE_ASSIGN_OR_RETURN(
+        const KVMemory two_pages,
+        MeasureKVCache(CacheOptions(draft_options, model.info, runner, page_size, 2), samples_max));
+    const int64_t tokens = blueprint->plan.page_count * blueprint->plan.page_size;
+    draft_options.kv_bytes =
+        ((tokens + page_size - 1) / page_size + samples_max + 1) * two_pages.page_bytes;
+  }
+  draft.scratch_bytes = model.workspace_bytes +
+                        samples_max * model.info.vocab_size * static_cast<int64_t>(sizeof(float));
+  QUIRE_RETURN_IF_ERROR(PlanPages(draft_options, model.info, runner, samples_max, &draft));
+  QUIRE_ASSIGN_OR_RETURN(const int64_t retained,
+                         PlanStates(draft_options, model.info, runner, &draft));
+  QUIRE_CHECK(retained == 0);
+  blueprint->plan.draft_bytes =
+      model.info.weight_bytes + draft.kv_bytes + draft.state_bytes + draft.scratch_bytes;
+  return {};
+}
+
 Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   QUIRE_RETURN_IF_ERROR(CheckOptions(options));
+  const int64_t rows_max =
+      StepLogitRowsMax(options.max_num_sequences, options.prefill_chunk, TreeNodesFor(options));
   const ModelOptions model_options{
       .dtype = options.dtype,
       .k_dtype = options.k_dtype,
@@ -179,19 +251,23 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   const int64_t samples_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk);
   QUIRE_ASSIGN_OR_RETURN(
       const ModelMeasure model,
-      Model::Measure(options.model_directory, model_options, options.prefill_chunk, samples_max));
+      Model::Measure(options.model_directory, model_options, options.prefill_chunk, rows_max));
   const ModelInfo& info = model.info;
   MemoryPlan plan;
   plan.weight_bytes = info.weight_bytes;
   plan.scratch_bytes = model.workspace_bytes +
-                       samples_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
+                       rows_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
                        runner->worker_count() * DrawScratch::Bytes(info.vocab_size);
   QUIRE_RETURN_IF_ERROR(PlanPages(options, info, runner, samples_max, &plan));
   QUIRE_ASSIGN_OR_RETURN(const int64_t retained_states, PlanStates(options, info, runner, &plan));
-  plan.total_bytes = plan.weight_bytes + plan.kv_bytes + plan.state_bytes + plan.scratch_bytes;
   plan.machine_bytes = MachineMemoryBytes();
-  return Blueprint{
+  Blueprint blueprint{
       .plan = plan, .retained_states = retained_states, .model_options = model_options};
+  QUIRE_RETURN_IF_ERROR(PlanDraftModel(options, info, &blueprint));
+  MemoryPlan& whole = blueprint.plan;
+  whole.total_bytes = whole.weight_bytes + whole.kv_bytes + whole.state_bytes +
+                      whole.scratch_bytes + whole.draft_bytes;
+  return blueprint;
 }
 
 // The system gives out addresses freely and ends the process when their memory is used up, so what
@@ -199,12 +275,39 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
 Status CheckMachineHolds(const MemoryPlan& plan) {
   if (plan.total_bytes <= plan.machine_bytes) return {};
   std::ostringstream message;
-  message << "Engine::Create: " << plan.weight_bytes << " bytes of weights, " << plan.kv_bytes
-          << " of KV pages, " << plan.state_bytes << " of states and " << plan.scratch_bytes
-          << " of scratch are more than the " << plan.machine_bytes
-          << " bytes of memory that this machine has; lower EngineOptions::kv_bytes, "
-             "state_bytes, prefill_chunk or max_num_sequences, or take a smaller model";
+  message
+      << "Engine::Create: " << plan.weight_bytes << " bytes of weights, " << plan.kv_bytes
+      << " of KV pages, " << plan.state_bytes << " of states, " << plan.scratch_bytes
+      << " of scratch and " << plan.draft_bytes << " of a draft model are more than the "
+      << plan.machine_bytes
+      << " bytes of memory that this machine has; lower EngineOptions::kv_bytes, "
+         "state_bytes, max_tree_nodes, prefill_chunk or max_num_sequences, or take a smaller model";
   return Status(StatusCode::kOutOfMemory, message.str());
+}
+
+// A model and caches for its layers.
+struct ModelParts {
+  std::unique_ptr<Model> model;
+  std::shared_ptr<AttentionKVCache> cache;
+  std::shared_ptr<RecurrentCache> recurrent;
+};
+
+Result<ModelParts> LoadParts(const EngineOptions& options, const ModelOptions& model_options,
+                             const MemoryPlan& plan, int64_t retained_states) {
+  ModelParts parts;
+  QUIRE_ASSIGN_OR_RETURN(parts.model, Model::Load(options.model_directory, model_options));
+  const ModelInfo& info = parts.model->info();
+  const std::shared_ptr<ParallelRunner>& runner = model_options.runner;
+  if (!info.layers.empty()) {
+    QUIRE_ASSIGN_OR_RETURN(
+        parts.cache, AttentionKVCache::Create(
+                         CacheOptions(options, info, runner, plan.page_size, plan.page_count)));
+  }
+  if (!info.recurrent_layers.empty()) {
+    QUIRE_ASSIGN_OR_RETURN(parts.recurrent, RecurrentCache::Create(StateOptions(
+                                                options, info, runner, retained_states)));
+  }
+  return parts;
 }
 
 }  // namespace
@@ -223,19 +326,24 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
     QUIRE_RETURN_IF_ERROR(CheckMachineHolds(plan));
     EngineImpl::Parts parts;
     parts.runner = blueprint.model_options.runner;
-    QUIRE_ASSIGN_OR_RETURN(parts.model,
-                           Model::Load(options.model_directory, blueprint.model_options));
-    const ModelInfo& info = parts.model->info();
-    if (!info.layers.empty()) {
+    QUIRE_ASSIGN_OR_RETURN(ModelParts own, LoadParts(options, blueprint.model_options, plan,
+                                                     blueprint.retained_states));
+    parts.model = std::move(own.model);
+    parts.cache = std::move(own.cache);
+    parts.recurrent = std::move(own.recurrent);
+    if (!options.draft_model_directory.empty()) {
       QUIRE_ASSIGN_OR_RETURN(
-          parts.cache, AttentionKVCache::Create(CacheOptions(options, info, parts.runner,
-                                                             plan.page_size, plan.page_count)));
+          ModelParts draft,
+          LoadParts(blueprint.draft_options, blueprint.model_options, blueprint.draft, 0));
+      parts.model_drafter = std::make_unique<ModelDrafter>(ModelDrafter::Parts{
+          .model = std::move(draft.model),
+          .cache = std::move(draft.cache),
+          .recurrent = std::move(draft.recurrent),
+          .prefill_chunk = options.prefill_chunk,
+          .rows_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk)});
     }
-    if (!info.recurrent_layers.empty()) {
-      QUIRE_ASSIGN_OR_RETURN(parts.recurrent,
-                             RecurrentCache::Create(StateOptions(options, info, parts.runner,
-                                                                 blueprint.retained_states)));
-    }
+    parts.speculation = options.speculation;
+    parts.max_tree_nodes = TreeNodesFor(options);
     parts.state_bytes = plan.state_bytes;
     parts.page_size = plan.page_size;
     parts.kv_bytes = plan.kv_bytes;

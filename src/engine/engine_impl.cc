@@ -16,23 +16,16 @@ int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk) {
   return std::min(max_num_sequences, prefill_chunk);
 }
 
-namespace {
-
-std::unique_ptr<CompositeState> Join(const EngineImpl::Parts& parts) {
-  if (parts.recurrent == nullptr) return nullptr;
-  Result<std::unique_ptr<CompositeState>> joined =
-      CompositeState::Create({.attention = parts.cache, .recurrent = {parts.recurrent}});
-  QUIRE_CHECK(joined.ok()) << joined.status().ToString();
-  return *std::move(joined);
+int64_t StepLogitRowsMax(int64_t max_num_sequences, int64_t prefill_chunk, int64_t max_tree_nodes) {
+  return std::max(StepSamplesMax(max_num_sequences, prefill_chunk),
+                  std::min(max_tree_nodes, prefill_chunk));
 }
-
-}  // namespace
 
 EngineImpl::EngineImpl(Parts parts)
     : model_(std::move(parts.model)),
       cache_(parts.cache),
       recurrent_(parts.recurrent),
-      composite_(Join(parts)),
+      composite_(JoinStates(parts.cache, parts.recurrent)),
       state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
       runner_(std::move(parts.runner)),
       kernel_path_(std::move(parts.kernel_path)),
@@ -43,9 +36,13 @@ EngineImpl::EngineImpl(Parts parts)
       uses_prefix_cache_(parts.prefix_cache),
       pages_total_(state_.pages_free()),
       clock_(parts.clock ? parts.clock : MachineTime()),
+      speculation_(parts.speculation),
+      max_tree_nodes_(parts.max_tree_nodes),
+      model_drafter_(std::move(parts.model_drafter)),
       prefix_cache_(state_, page_size_, kRetainedSequencesMax) {
   const ModelInfo& info = model_->info();
-  logits_.reserve(StepSamplesMax(max_num_sequences_, prefill_chunk_) * info.vocab_size);
+  logits_.reserve(StepLogitRowsMax(max_num_sequences_, prefill_chunk_, max_tree_nodes_) *
+                  info.vocab_size);
   draw_scratch_.reserve(runner_->worker_count());
   for (int i = 0; i < runner_->worker_count(); ++i) draw_scratch_.emplace_back(info.vocab_size);
   if (cache_ != nullptr) counters_.pages_total = pages_total_;
@@ -120,13 +117,19 @@ Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& optio
             << max_num_sequences_ << " samples at a time (EngineOptions::max_num_sequences)";
     return Status(StatusCode::kTooLarge, message.str());
   }
-  if (prompt_tokens > positions || options.max_tokens > positions - prompt_tokens) {
+  if (options.window != 0) {
+    QUIRE_RETURN_IF_ERROR(CheckWindow(prompt_tokens, options));
+  } else if (prompt_tokens > positions || options.max_tokens > positions - prompt_tokens) {
     message << "Engine::Submit: a prompt of " << prompt_tokens << " tokens and max_tokens "
             << options.max_tokens << " do not fit the model's " << positions
             << " positions; shorten the prompt or lower max_tokens";
     return Status(StatusCode::kTooLarge, message.str());
   }
-  const int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, page_size_);
+  int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, page_size_);
+  if (options.window != 0) {
+    const int64_t of_window = PagesForWindow(options.window, options.sinks, page_size_);
+    pages = std::min(pages, options.n * of_window);
+  }
   if (pages > pages_total_) {
     message << "Engine::Submit: " << options.n << " sample(s) of " << prompt_tokens
             << " prompt tokens and max_tokens " << options.max_tokens << " need " << pages
@@ -135,6 +138,54 @@ Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& optio
     return Status(StatusCode::kTooLarge, message.str());
   }
   return {};
+}
+
+Status EngineImpl::CheckCanSpeculate(const std::optional<Speculation>& speculation) const {
+  if (!speculation || speculation->draft == DraftKind::kNone) return {};
+  if (max_tree_nodes_ < 2) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::speculation: this engine has no room for guesses; give it "
+                  "EngineOptions::max_tree_nodes of at least 2, or a speculation of its own");
+  }
+  if (speculation->draft == DraftKind::kModel && model_drafter_ == nullptr) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::speculation: draft is kModel and this engine has no draft "
+                  "model; give EngineOptions::draft_model_directory, or take kNGram");
+  }
+  return {};
+}
+
+Status EngineImpl::CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const {
+  std::ostringstream message;
+  const int64_t positions = model_->info().max_position_embeddings;
+  if (state_.attention() == nullptr) {
+    message << "SamplingOptions::window is " << options.window << "; "
+            << model_->info().architecture
+            << " has no attention layers that could have one, and its states do not grow with the "
+               "text: leave it 0";
+    return Status(StatusCode::kBadArgument, message.str());
+  }
+  if (options.window > positions) {
+    message << "SamplingOptions::window is " << options.window << "; the model has " << positions
+            << " positions, so that is the most";
+    return Status(StatusCode::kBadArgument, message.str());
+  }
+  constexpr int64_t kMost = SamplingOptions::kEndlessTokensMax;
+  if (prompt_tokens > kMost || options.max_tokens > kMost - prompt_tokens) {
+    message << "Engine::Submit: a prompt of " << prompt_tokens << " tokens and max_tokens "
+            << options.max_tokens << " are more than " << kMost
+            << ", the most with a window; lower max_tokens";
+    return Status(StatusCode::kTooLarge, message.str());
+  }
+  return {};
+}
+
+int64_t EngineImpl::PagesOfWindow(const Request& request) const {
+  return PagesForWindow(request.options.window, request.options.sinks, page_size_);
+}
+
+bool EngineImpl::ForksAnywhere(const Request& request) const {
+  return state_.forks_anywhere() && !request.has_window();
 }
 
 int64_t EngineImpl::SequencesFree() const {
@@ -166,6 +217,7 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     const int64_t vocab_size = model_->info().vocab_size;
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
+    QUIRE_RETURN_IF_ERROR(CheckCanSpeculate(options.speculation));
     QUIRE_RETURN_IF_ERROR(CheckFits(static_cast<int64_t>(prompt.size()), options));
     if (static_cast<int64_t>(waiting_.size()) >= max_waiting_) {
       return Status(StatusCode::kFull, "Engine::Submit: " + std::to_string(waiting_.size()) +
@@ -173,8 +225,12 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
                                            "step the engine and submit again");
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
+    request->speculation = options.speculation.value_or(speculation_);
     request->space = {.salt = options.cache_salt,
-                      .long_rope = NeedsLongRope(request->prompt_tokens + options.max_tokens)};
+                      .long_rope = NeedsLongRope(
+                          options.window != 0 ? std::min(options.window, request->prompt_tokens +
+                                                                             options.max_tokens)
+                                              : request->prompt_tokens + options.max_tokens)};
     waiting_.push_back(std::move(request));
     return next_request_id_++;
   });
@@ -254,10 +310,13 @@ void EngineImpl::CheckInvariants() const {
   prefix_cache_.CheckInvariants();
   int64_t sequences = prefix_cache_.sequence_count();
   int64_t samples = 0;
+  int64_t drafts = 0;
   for (const auto& request : running_) {
     for (const Sample& sample : request->samples) {
       QUIRE_CHECK(sample.finished() ? !sample.has_sequence() : sample.pending() >= 1);
       samples += sample.finished() ? 0 : 1;
+      drafts += sample.draft_state == kNoDraftState ? 0 : 1;
+      QUIRE_CHECK(sample.draft_state == kNoDraftState || sample.has_sequence());
       if (!sample.has_sequence()) continue;
       ++sequences;
       const Result<int64_t> length = state_.GetSequenceLength(sample.sequence_id);
@@ -268,7 +327,10 @@ void EngineImpl::CheckInvariants() const {
   QUIRE_CHECK(samples <= max_num_sequences_);
   QUIRE_CHECK(state_.sequence_count() == sequences) << "a sequence that nobody holds";
   for (const auto& request : waiting_) {
-    for (const Sample& sample : request->samples) QUIRE_CHECK(!sample.has_sequence());
+    for (const Sample& sample : request->samples) {
+      QUIRE_CHECK(!sample.has_sequence());
+      QUIRE_CHECK(sample.draft_state == kNoDraftState);
+    }
     QUIRE_CHECK(request->load == nullptr || store_ != nullptr);
     QUIRE_CHECK(request->layers == nullptr) << "request " << request->id << " waits with layers";
   }
@@ -277,6 +339,12 @@ void EngineImpl::CheckInvariants() const {
   }
   const Status status = state_.CheckInvariants();
   QUIRE_CHECK(status.ok()) << status.ToString();
+  int64_t held = ngram_drafter_.state_count();
+  if (model_drafter_ != nullptr) {
+    model_drafter_->CheckInvariants();
+    held += model_drafter_->state_count();
+  }
+  QUIRE_CHECK(held == drafts) << "a draft of a sample that is gone";
 }
 
 }  // namespace quire

@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/model_draft.h"
+#include "engine/ngram_draft.h"
 #include "engine/prefix_cache.h"
 #include "engine/request.h"
 #include "engine/sampler.h"
@@ -40,6 +42,9 @@ int64_t CacheSequencesMax(int64_t max_num_sequences);
 // of logits.
 int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk);
 
+// Rows of logits in one forward.
+int64_t StepLogitRowsMax(int64_t max_num_sequences, int64_t prefill_chunk, int64_t max_tree_nodes);
+
 class EngineImpl final : public Engine {
  public:
   struct Parts {
@@ -58,6 +63,9 @@ class EngineImpl final : public Engine {
     int64_t max_waiting = 0;
     bool prefix_cache = true;
     std::shared_ptr<Clock> clock = nullptr;  // null = MachineTime()
+    Speculation speculation = {};
+    int64_t max_tree_nodes = 0;
+    std::unique_ptr<ModelDrafter> model_drafter = nullptr;  // null without a draft model
   };
   explicit EngineImpl(Parts parts);
 
@@ -83,6 +91,7 @@ class EngineImpl final : public Engine {
   const AttentionKVCache& cache() const { return *cache_; }
   const RecurrentCache* recurrent() const { return recurrent_.get(); }
   const SequenceState& state() const { return state_; }
+  const ModelDrafter* model_drafter() const { return model_drafter_.get(); }
   int64_t step_bytes() const;  // of logits and draw scratch, taken now
   // For tests: what must hold between two calls; the first violation stops the process.
   void CheckInvariants() const;
@@ -94,18 +103,28 @@ class EngineImpl final : public Engine {
     Sample* sample;
     int64_t tokens;
     LayerwiseLoad* layers = nullptr;
+    const DraftTree* guesses = nullptr;  // in a tree forward; null: none
 
     int64_t loaded() const { return layers == nullptr ? 0 : layers->tokens(); }
     bool ends_pending() const { return loaded() + tokens == sample->pending(); }
   };
   using Batch = std::vector<Work>;
-  // A token drawn for a sample from row `row` of the forward's logits, and what is said about it.
+  // What is drawn for a sample from the forward's logits, and what is said about it: a token from
+  // row `row`, and as long as the guess behind it is right, one more from the guess's row.
   struct Drawn {
     Request* request;
     Sample* sample;
-    int64_t row;
-    Draw draw;
-    StepOutput output;
+    int64_t row;                         // in a tree forward that of the root, then of its guesses
+    const DraftTree* guesses = nullptr;  // null: none
+    std::vector<Draw> draws = {};        // room for all that there can be
+    int64_t count = 0;                   // of `draws`, in use
+    int64_t last_node = 0;               // of the tree, from which was drawn last; 0: the root
+    StepOutput output = {};
+  };
+  // Works that are run as token trees, and what is guessed for them.
+  struct TreeBatch {
+    Batch works;
+    std::vector<DraftTree> guesses;
   };
 
   // Excludes a second thread, turns bad_alloc into OutOfMemory and refreshes what Stats and Idle
@@ -116,7 +135,11 @@ class EngineImpl final : public Engine {
 
   // engine_impl.cc
   SequenceStates states() const;
+  Status CheckCanSpeculate(const std::optional<Speculation>& speculation) const;
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
+  Status CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const;
+  int64_t PagesOfWindow(const Request& request) const;
+  bool ForksAnywhere(const Request& request) const;
   int64_t SequencesFree() const;
   bool NeedsLongRope(int64_t tokens_max) const;
   Request* FindRequest(int64_t request_id) const;
@@ -124,8 +147,7 @@ class EngineImpl final : public Engine {
   // step_plan.cc: who computes what.
   Result<Batch> PlanBatch(bool may_admit);
   Status GiveSequences();
-  Status GiveSequence(Sample* sample, const PrefixMatch& from, bool long_rope);
-  Status AddSequence(int64_t sequence_id, bool long_rope);
+  Status GiveSequence(const Request& request, Sample* sample, const PrefixMatch& from);
   PrefixMatch FindPrefix(const Request& request, const Sample& sample, int64_t border = 1) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
@@ -144,17 +166,34 @@ class EngineImpl final : public Engine {
   Status RunBatch(const Batch& batch, bool* plan_anew);
   Status Attempt(const Batch& batch);
   Status Forward(const Batch& batch);
+  Drawn PrepareDrawn(Request* request, Sample* sample, int64_t row, int64_t draws_max) const;
   std::vector<Drawn> PrepareDraws(const Batch& batch) const;
+  void DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept;
   void DrawAll(std::vector<Drawn>* draws);
   void Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept;
+  void CommitDraws(std::vector<Drawn>* draws) noexcept;
+
+  // step_drafts.cc: several tokens of a sample in one forward.
+  bool MayDraft(const Work& work) const;
+  std::vector<DraftJob> MakeDraftJobs(const Batch& batch, std::vector<DraftTree>* guesses) const;
+  Status Guess(std::span<const DraftJob> jobs);
+  Status PlanTrees(Batch* batch, TreeBatch* trees, bool* plan_anew);
+  Result<bool> TreesFit(const Batch& trees, const Batch& plain);
+  Status JoinTrees(Batch* batch, TreeBatch* trees);
+  void RunTrees(const TreeBatch& trees, Batch* batch);
+  Status AttemptTrees(const TreeBatch& trees);
+  void NoteGuesses(const Drawn& drawn) noexcept;
+  void ForgetDraft(const Request& request, Sample* sample) noexcept;
 
   // step_finish.cc: what a drawn token does to its sample, and the end of samples and requests.
-  void ApplyDraw(Drawn* drawn) noexcept;
+  bool IsEnd(const Request& request, int32_t token) const noexcept;
+  void ApplyDraw(Drawn* drawn, Draw* draw) noexcept;
   void Report(int64_t answer_length, Drawn* drawn) noexcept;
   void FinishSample(Request* request, Sample* sample, FinishReason reason,
                     StepOutput* output) noexcept;
   void ReleaseSequence(Request* request, Sample* sample) noexcept;
   void RetainOrRemove(const Request& request, Sample* sample) noexcept;
+  void RemoveSequence(const Request& request, Sample* sample) noexcept;
   void DropSequences(Request* request) noexcept;
   Status StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens);
   void Erase(const Request* request) noexcept;
@@ -217,6 +256,10 @@ class EngineImpl final : public Engine {
   const bool uses_prefix_cache_;
   const int64_t pages_total_;
   const std::shared_ptr<Clock> clock_;
+  const Speculation speculation_;
+  const int64_t max_tree_nodes_;
+  const std::unique_ptr<ModelDrafter> model_drafter_;  // null without a draft model
+  NGramDrafter ngram_drafter_;
 
   std::unique_ptr<StoreLink> store_;  // null: none is attached
   PrefixCache prefix_cache_;

@@ -96,6 +96,7 @@ void EngineImpl::StartLoads() {
 
 // Asks the store for a request unless it was asked. True if the request is to be held back.
 bool EngineImpl::StartLoad(Request* request) {
+  if (request->has_window()) return false;
   const bool has_load = request->load != nullptr;
   if (has_load && !request->load->usable()) return true;
   if (!has_load && (request->looked_up || request->restarted)) return false;
@@ -368,7 +369,7 @@ void EngineImpl::StoreComputed() noexcept {
 
 int64_t EngineImpl::StoreSample(const Request& request, Sample* sample,
                                 int64_t bytes_max) noexcept {
-  if (store_ == nullptr) return 0;
+  if (store_ == nullptr || request.has_window()) return 0;
   const auto put = [&](int64_t length, bool tail, int64_t most) {
     const auto tokens = std::span<const int32_t>(sample->tokens).first(static_cast<size_t>(length));
     return store_->Export(sample->sequence_id, request.space, tokens, tail, most,

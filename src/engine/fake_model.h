@@ -19,7 +19,8 @@ class FakeModel final : public Model {
   static constexpr int64_t kLayers = 2;
   static constexpr int64_t kDim = 4;  // of the one head
 
-  FakeModel() {
+  // Models with different seeds have nothing in common.
+  explicit FakeModel(uint64_t seed = 0) : seed_(seed) {
     info_.architecture = "FakeModel";
     info_.vocab_size = kVocabSize;
     info_.hidden_size = kDim;
@@ -75,10 +76,11 @@ class FakeModel final : public Model {
 
  private:
   // In [-1, 1).
-  static float Weight(int64_t matrix, int64_t row, int64_t column) {
-    return static_cast<float>(2 * RandomUniform(7 + matrix, row, column) - 1);
+  float Weight(int64_t matrix, int64_t row, int64_t column) const {
+    return static_cast<float>(2 * RandomUniform(7 + 100 * seed_ + matrix, row, column) - 1);
   }
 
+  uint64_t seed_;
   ModelInfo info_;
 };
 

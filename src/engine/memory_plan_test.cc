@@ -23,6 +23,16 @@ int64_t WorkspaceBytes(const Model& model) {
   return static_cast<const Decoder&>(model).workspace_bytes();
 }
 
+int64_t BytesOf(const AttentionKVCache* cache) {
+  const auto& paged = dynamic_cast<const PagedKVCache&>(*cache);
+  return paged.storage_bytes() + paged.scratch_bytes();
+}
+
+int64_t BytesOf(const RecurrentCache* cache) {
+  const auto& slotted = dynamic_cast<const SlottedRecurrentCache&>(*cache);
+  return slotted.storage_bytes() + slotted.scratch_bytes();
+}
+
 Taken TakenBy(const Engine& engine) {
   const auto& impl = static_cast<const EngineImpl&>(engine);
   Taken taken{.weights = impl.model_info().weight_bytes,
@@ -115,6 +125,72 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
       }
     }
   }
+}
+
+// A step of trees that is as large as steps of trees can be, and the draft model's largest forward
+// before it: four samples of eight tokens each.
+TEST(MemoryPlan, CountsTokenTreesAndTheDraftModel) {
+  const TestFolder target_folder, draft_folder;
+  WriteTestModel(draft_folder, {.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 4});
+  for (const char* const architecture :
+       {"LlamaForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM"}) {
+    SCOPED_TRACE(architecture);
+    WriteTestModel(target_folder, {.architecture = architecture, .num_hidden_layers = 4});
+    EngineOptions options{.model_directory = target_folder.path(),
+                          .dtype = DType::kF32,
+                          .threads = 2,
+                          .prefill_chunk = 32,
+                          .max_num_sequences = 4,
+                          .kv_bytes = 8 << 20};
+    const MemoryPlan plain = *Engine::PlanMemory(options);
+    options.speculation = {.draft = DraftKind::kModel, .draft_tokens = 7, .branches = 1};
+    options.draft_model_directory = draft_folder.path();
+    options.max_tree_nodes = 32;
+    const Result<MemoryPlan> plan = Engine::PlanMemory(options);
+    ASSERT_TRUE(plan.ok()) << plan.status().ToString();
+    Result<std::unique_ptr<Engine>> engine = Engine::Create(options);
+    ASSERT_TRUE(engine.ok()) << engine.status().ToString();
+    for (int32_t i = 0; i < 4; ++i) {
+      const std::vector<int32_t> prompt = {i, 1, 2, 3, 4, 5, 6};
+      const SamplingOptions sampling{.max_tokens = 20, .ignore_eos = true};
+      ASSERT_TRUE((*engine)->Submit(prompt, sampling).ok());
+    }
+    for (int i = 0; i < 2; ++i) ASSERT_TRUE((*engine)->Step().ok());
+    EXPECT_EQ((*engine)->Stats().drafted_tokens, 4 * 7);
+    const auto& impl = static_cast<const EngineImpl&>(**engine);
+    const Taken taken = TakenBy(**engine);
+    EXPECT_EQ(plan->weight_bytes, taken.weights);
+    EXPECT_EQ(plan->kv_bytes, taken.storage);
+    EXPECT_EQ(plan->scratch_bytes, taken.scratch);
+    EXPECT_EQ(plan->state_bytes, taken.states);
+    EXPECT_EQ(plan->kv_bytes, plain.kv_bytes);
+    EXPECT_GE(plan->state_bytes, plain.state_bytes);  // both in large pages of the machine
+    if (impl.recurrent() != nullptr) {
+      EXPECT_EQ(impl.recurrent()->options().max_tree_slots, 32);
+    }
+    const ModelDrafter& drafter = *impl.model_drafter();
+    EXPECT_EQ(plan->draft_bytes, drafter.model().info().weight_bytes +
+                                     WorkspaceBytes(drafter.model()) + drafter.logits_bytes() +
+                                     BytesOf(drafter.cache()) + BytesOf(drafter.recurrent()));
+    EXPECT_EQ(plan->total_bytes, plan->weight_bytes + plan->kv_bytes + plan->state_bytes +
+                                     plan->scratch_bytes + plan->draft_bytes);
+  }
+}
+
+TEST(MemoryPlan, RefusesADraftModelOfAnotherVocabulary) {
+  const TestFolder target_folder, draft_folder;
+  WriteTestModel(target_folder, {});
+  WriteTestModel(draft_folder, {.vocab_size = 99});
+  EngineOptions options{.model_directory = target_folder.path(), .threads = 1};
+  options.draft_model_directory = draft_folder.path();
+  const Status status = Engine::Create(options).status();
+  EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+  for (const char* const part : {"draft_model_directory", " 99 ", " 101"}) {
+    EXPECT_NE(status.message().find(part), std::string_view::npos) << status.ToString();
+  }
+  options.draft_model_directory.clear();
+  options.speculation.draft = DraftKind::kModel;
+  EXPECT_EQ(Engine::PlanMemory(options).status().code(), StatusCode::kBadArgument);
 }
 
 // What the plan calls the longest context is taken, and a token more is refused.

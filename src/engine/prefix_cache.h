@@ -52,8 +52,9 @@ struct PrefixSpace {
 
 struct PrefixMatch {
   int64_t sequence_id = -1;
-  int64_t length = 0;  // tokens in common, where the sequence can be forked; 0 = no match
-  int64_t known = 0;   // most tokens in common with any sequence, fork or not
+  int64_t length = 0;       // tokens in common, where the sequence can be forked; 0 = no match
+  int64_t known = 0;        // most tokens in common with any sequence, fork or not
+  bool has_window = false;  // the sequence has the window of the request that looks
 };
 
 class PrefixCache {

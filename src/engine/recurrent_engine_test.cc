@@ -167,6 +167,29 @@ TEST_P(RecurrentEngine, SamplesForkFromThePromptsEnd) {
   EXPECT_NE(answers[0], answers[1]);
 }
 
+// What a window bounds are keys and values.
+TEST_P(RecurrentEngine, WindowsAreForAttentionLayers) {
+  const auto engine = Create(Options());
+  SamplingOptions options{.max_tokens = 300, .ignore_eos = true};
+  options.window = 40;
+  options.sinks = 3;
+  const Result<int64_t> id = engine->Submit(Random(50, 8), options);
+  if (!has_pages()) {
+    EXPECT_EQ(id.status().code(), StatusCode::kBadArgument);
+    EXPECT_NE(id.status().ToString().find("no attention layers"), std::string::npos);
+    return;
+  }
+  ASSERT_TRUE(id.ok()) << id.status().ToString();
+  const EngineStats before = engine->Stats();
+  int64_t pages = 0;
+  while (!engine->Idle()) {
+    ASSERT_TRUE(engine->Step().ok());
+    pages = std::max(pages, engine->Stats().pages_in_use);
+  }
+  EXPECT_EQ(engine->Stats().completion_tokens, 300);
+  EXPECT_LE(pages, PagesForWindow(40, 3, before.page_size) + 1);
+}
+
 TEST_P(RecurrentEngine, WithoutAttentionThereIsNoLongestText) {
   EngineOptions options = Options();
   options.kv_bytes = 200'000;

@@ -112,7 +112,8 @@ void Request::ReserveAnswers() {
   size_t held_max = 1;
   for (const std::vector<int32_t>& stop : options.stop) held_max = std::max(held_max, stop.size());
   for (Sample& sample : samples) {
-    sample.tokens.reserve(prompt_tokens + options.max_tokens);
+    constexpr int64_t kAtOnce = 1 << 16;  // answers without an end are bounded by patience alone
+    sample.tokens.reserve(prompt_tokens + std::min(options.max_tokens, kAtOnce));
     if (options.logprobs >= 0) sample.held_logprobs.reserve(held_max);
   }
 }
@@ -132,6 +133,25 @@ Status CheckTokens(std::string_view what, std::span<const int32_t> tokens, int64
   return {};
 }
 
+void Request::ReserveTokens(Sample* sample, int64_t count) {
+  std::vector<int32_t>& tokens = sample->tokens;
+  const size_t size = tokens.size() + static_cast<size_t>(count);
+  if (size > tokens.capacity()) tokens.reserve(std::max(size, 2 * tokens.capacity()));
+}
+
+Status CheckSpeculation(std::string_view owner, const Speculation& speculation) {
+  const auto check = [&](std::string_view field, int64_t value, int64_t most) -> Status {
+    if (value >= 1 && value <= most) return {};
+    std::ostringstream message;
+    message << owner << "::speculation." << field << " is " << value << "; it must be in [1, "
+            << most << "]";
+    return Status(StatusCode::kBadArgument, message.str());
+  };
+  QUIRE_RETURN_IF_ERROR(
+      check("draft_tokens", speculation.draft_tokens, Speculation::kDraftTokensMax));
+  return check("branches", speculation.branches, Speculation::kBranchesMax);
+}
+
 Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) {
   if (options.max_tokens < 1) return OutOfRange("max_tokens", options.max_tokens, "at least 1");
   if (options.n < 1) return OutOfRange("n", options.n, "at least 1");
@@ -145,6 +165,14 @@ Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) 
   if (static_cast<int64_t>(options.cache_salt.size()) > SamplingOptions::kCacheSaltBytesMax) {
     return OutOfRange("cache_salt size", options.cache_salt.size(),
                       "at most " + std::to_string(SamplingOptions::kCacheSaltBytesMax) + " bytes");
+  }
+  if (options.window < 0) return OutOfRange("window", options.window, "at least 0 (0 = off)");
+  if (options.sinks < 0 || options.sinks >= std::max<int64_t>(options.window, 1)) {
+    return OutOfRange("sinks", options.sinks,
+                      "at least 0 and below window, " + std::to_string(options.window));
+  }
+  if (options.speculation) {
+    QUIRE_RETURN_IF_ERROR(CheckSpeculation("SamplingOptions", *options.speculation));
   }
   return CheckStop(options, vocab_size);
 }

@@ -19,6 +19,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/draft.h"
 #include "engine/layerwise_load.h"
 #include "engine/prefix_cache.h"
 #include "engine/prefix_load.h"
@@ -35,9 +36,11 @@ struct Sample {
       held_logprobs;  // of answer tokens that are not reported yet, if asked for
   int64_t sequence_id = kNoSequence;
   int64_t computed = 0;
-  int64_t reported = 0;   // answer tokens that the caller has
-  StoredPrefix stored;    // of its sequence
-  int64_t last_step = 0;  // in which it was given tokens last
+  int64_t reported = 0;                 // answer tokens that the caller has
+  StoredPrefix stored;                  // of its sequence
+  int64_t last_step = 0;                // in which it was given tokens last
+  int64_t draft_state = kNoDraftState;  // what the drafter holds for it; gone with its sequence
+  int64_t draft_tokens = 0;             // most guesses of the next draft; 0: as the request says
   FinishReason finish_reason = FinishReason::kNone;
 
   bool finished() const { return finish_reason != FinishReason::kNone; }
@@ -53,21 +56,29 @@ struct Request {
   const Sample* leader() const { return const_cast<Request*>(this)->leader(); }
   int64_t unfinished_count() const;
   bool answer_begun() const;
+  bool has_window() const { return options.window != 0; }
+  bool has_window_of(const Request& other) const {
+    return options.window == other.options.window && options.sinks == other.options.sinks;
+  }
   std::span<const int32_t> prompt_of(const Sample& sample) const {
     return {sample.tokens.data(), static_cast<size_t>(prompt_tokens)};
   }
   std::span<const int32_t> answer_of(const Sample& sample) const {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
-  // Takes all memory that the samples need until they finish, so that results can be stored without
-  // failing.
+  // Takes the memory that the samples need until they finish, or for a long time.
   void ReserveAnswers();
+  // Takes memory for so many more tokens of a sample, so that results can be stored without
+  // failing.
+  static void ReserveTokens(Sample* sample, int64_t count);
 
   int64_t id;
   int64_t prompt_tokens;
   SamplingOptions options;
   std::vector<Sample> samples;
   PrefixSpace space;
+  Speculation speculation;
+  int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput
   // While it waits: what the chunk store has of it, under way or there. Null before it was asked,
   // and if there is nothing to ask for.
   std::unique_ptr<PrefixLoad> load;
@@ -87,6 +98,7 @@ struct Request {
 };
 
 // BadArgument with the field's name and value.
+Status CheckSpeculation(std::string_view owner, const Speculation& speculation);
 Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size);
 // BadArgument with the position and value of the first id outside the vocabulary, or for no ids.
 Status CheckTokens(std::string_view what, std::span<const int32_t> tokens, int64_t vocab_size);

@@ -95,6 +95,10 @@ int64_t PagesForRequest(int64_t prompt_tokens, int64_t max_tokens, int64_t sampl
   return whole + (samples - 1) * (whole - prompt_tokens / page_size);
 }
 
+int64_t PagesForWindow(int64_t window, int64_t sinks, int64_t page_size) {
+  return CeilDiv(sinks, page_size) + CeilDiv(window - sinks, page_size) + 2;
+}
+
 Decision DecideNext(const SchedulerView& view) {
   QUIRE_CHECK(view.token_budget >= 1);
   QUIRE_CHECK(view.page_size >= 1);

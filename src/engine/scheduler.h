@@ -75,6 +75,10 @@ int64_t PagesForAppend(int64_t length, int64_t tokens, int64_t page_size, bool o
 int64_t PagesForRequest(int64_t prompt_tokens, int64_t max_tokens, int64_t samples,
                         int64_t page_size);
 
+// Pages that one sample with a window holds at most while it takes a token: those of its sinks, and
+// of the rest of the window, which begins anywhere in a page.
+int64_t PagesForWindow(int64_t window, int64_t sinks, int64_t page_size);
+
 Decision DecideNext(const SchedulerView& view);
 
 }  // namespace quire

@@ -277,5 +277,31 @@ TEST(Scheduler, EveryRequestEndsWithinTheLimits) {
   }
 }
 
+TEST(Scheduler, PagesForWindowIsWhatAWindowTouchesWhereverItStands) {
+  for (int64_t page_size = 1; page_size <= 5; ++page_size) {
+    for (int64_t window = 1; window <= 14; ++window) {
+      for (int64_t sinks = 0; sinks < window; ++sinks) {
+        // Pages of the tokens that the query at `position` sees, and of its own.
+        int64_t most = 0;
+        for (int64_t position = 0; position < 60; ++position) {
+          const int64_t slid = std::max<int64_t>(position + 1 - window, 0);
+          int64_t pages = 0;
+          for (int64_t page = 0; page * page_size <= position; ++page) {
+            bool is_seen = false;
+            for (int64_t p = page * page_size; p < (page + 1) * page_size && p <= position; ++p) {
+              is_seen |= p < sinks || p >= sinks + slid;
+            }
+            pages += is_seen;
+          }
+          most = std::max(most, pages);
+        }
+        // One more, which is freed when the forward ends.
+        EXPECT_LE(most + 1, PagesForWindow(window, sinks, page_size));
+        EXPECT_GE(most + 3, PagesForWindow(window, sinks, page_size));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace quire

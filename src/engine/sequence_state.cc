@@ -16,6 +16,15 @@ bool HasWindows(const AttentionKVCache* cache) {
 
 }  // namespace
 
+std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCache>& attention,
+                                           const std::shared_ptr<RecurrentCache>& recurrent) {
+  if (recurrent == nullptr) return nullptr;
+  Result<std::unique_ptr<CompositeState>> joined =
+      CompositeState::Create({.attention = attention, .recurrent = {recurrent}});
+  QUIRE_CHECK(joined.ok()) << joined.status().ToString();
+  return *std::move(joined);
+}
+
 SequenceState::SequenceState(AttentionKVCache* attention)
     : kv_(attention),
       attention_(attention),
@@ -31,6 +40,26 @@ SequenceState::SequenceState(CompositeState* composite)
       composite_(composite),
       has_windows_(HasWindows(attention_)),
       forks_anywhere_(false) {}
+
+Status SequenceState::AddSequence(int64_t sequence_id, bool long_rope) const {
+  QUIRE_RETURN_IF_ERROR(kv_->AddSequence(sequence_id));
+  if (!long_rope) return {};
+  const Status selected = attention_->SelectLongRope(sequence_id, true);
+  if (selected.ok()) return {};
+  const Status removed = kv_->RemoveSequence(sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  return selected;
+}
+
+Status SequenceState::EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const {
+  return attention_->EnableSlidingWindowForSeq(sequence_id, window, sinks);
+}
+
+bool SequenceState::DropWindow(int64_t sequence_id) const noexcept {
+  const Result<TokenRange> slid = attention_->SlidRange(sequence_id);
+  return slid.ok() && slid->count() == 0 &&
+         attention_->DisableSlidingWindowForSeq(sequence_id).ok();
+}
 
 Status SequenceState::SetRetained(int64_t sequence_id, bool retained) const {
   return composite_ != nullptr ? composite_->SetRetained(sequence_id, retained)

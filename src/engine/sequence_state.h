@@ -14,6 +14,7 @@
 #include "quire/attention_kv_cache.h"
 #include "quire/composite_state.h"
 #include "quire/kv_state.h"
+#include "quire/recurrent_cache.h"
 #include "quire/status.h"
 
 namespace quire {
@@ -21,6 +22,10 @@ namespace quire {
 // Free pages where no layer has KV: more than the tokens of all requests there will be, and few
 // enough to be multiplied by a page's tokens.
 inline constexpr int64_t kPagesUnlimited = int64_t{1} << 40;
+
+// Both as one; null without recurrent layers. REQUIRES: both are empty.
+std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCache>& attention,
+                                           const std::shared_ptr<RecurrentCache>& recurrent);
 
 // A view: the objects belong to whoever made it.
 class SequenceState {
@@ -36,6 +41,13 @@ class SequenceState {
   bool forks_anywhere() const { return forks_anywhere_; }
   bool has_windows() const { return has_windows_; }
 
+  // With the long factors of LongRoPE, or the short ones.
+  Status AddSequence(int64_t sequence_id, bool long_rope) const;
+  // REQUIRES: attention layers.
+  Status EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const;
+  // Switches the sequence's window off, if nothing has slid out of it: then all its tokens are what
+  // they would be without one. False if something has, or without memory.
+  bool DropWindow(int64_t sequence_id) const noexcept;
   Status SetRetained(int64_t sequence_id, bool retained) const;
   // The largest position <= `position` at which the sequence can be forked, and to which it can be
   // popped; 0 if there is none, or no such sequence.

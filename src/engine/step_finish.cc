@@ -19,27 +19,35 @@ void NoteUsage(const Request& request, StepOutput* output) noexcept {
   output->recomputed_tokens = request.recomputed;
   output->miss = request.miss;
   output->load_seconds = request.load_seconds;
+  output->drafted_tokens = request.drafted_tokens;
+  output->accepted_tokens = request.accepted_tokens;
+  output->decode_forwards = request.decode_forwards;
 }
 
 }  // namespace
 
-void EngineImpl::ApplyDraw(Drawn* drawn) noexcept {
+// A token that ends the answer and is not part of it.
+bool EngineImpl::IsEnd(const Request& request, int32_t token) const noexcept {
+  const std::vector<int64_t>& eos = model_->info().eos_token_ids;
+  return !request.options.ignore_eos && std::find(eos.begin(), eos.end(), token) != eos.end();
+}
+
+void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
   Sample& sample = *drawn->sample;
   const SamplingOptions& options = drawn->request->options;
   const auto answer_length = [&] {
     return static_cast<int64_t>(sample.tokens.size()) - drawn->request->prompt_tokens;
   };
-  if (drawn->draw.error != DrawError::kNone) {
+  if (draw->error != DrawError::kNone) {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kError, &drawn->output);
   }
-  const std::vector<int64_t>& eos = model_->info().eos_token_ids;
-  if (!options.ignore_eos && std::find(eos.begin(), eos.end(), drawn->draw.token) != eos.end()) {
+  if (IsEnd(*drawn->request, draw->token)) {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
   }
-  sample.tokens.push_back(drawn->draw.token);
-  if (options.logprobs >= 0) sample.held_logprobs.push_back(std::move(drawn->draw.logprobs));
+  sample.tokens.push_back(draw->token);
+  if (options.logprobs >= 0) sample.held_logprobs.push_back(std::move(draw->logprobs));
   const std::span<const int32_t> answer = drawn->request->answer_of(sample);
   if (const int64_t match = StopMatchLength(answer, options.stop); match > 0) {
     Report(answer_length() - match, drawn);
@@ -78,6 +86,7 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
   NoteUsage(*request, output);
+  ForgetDraft(*request, sample);
   if (sample->has_sequence()) ReleaseSequence(request, sample);
 }
 
@@ -95,11 +104,7 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
                      std::min(sample->computed, static_cast<int64_t>(sample->tokens.size())));
   const Status popped = state_.kv().PopN(sample->sequence_id, sample->computed - kept);
   if (!popped.ok() || sample->finish_reason == FinishReason::kError) {
-    const Status removed = state_.kv().RemoveSequence(sample->sequence_id);
-    QUIRE_CHECK(removed.ok()) << removed.ToString();
-    sample->computed = 0;
-    sample->sequence_id = kNoSequence;
-    return;
+    return RemoveSequence(*request, sample);
   }
   sample->computed = kept;
   if (!inherits) return RetainOrRemove(*request, sample);
@@ -114,7 +119,9 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
   const int64_t computed = std::exchange(sample->computed, 0);
   // What was stored may be more than what is left: the surplus behind a stop was popped.
   const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, computed);
-  if (uses_prefix_cache_) {
+  // KV from behind a window is of use to nobody else.
+  const bool is_plain = !request.has_window() || state_.DropWindow(sequence_id);
+  if (uses_prefix_cache_ && is_plain) {
     try {
       return prefix_cache_.Retain(sequence_id,
                                   {sample->tokens.begin(), sample->tokens.begin() + computed},
@@ -126,15 +133,18 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
   QUIRE_CHECK(removed.ok()) << removed.ToString();
 }
 
+void EngineImpl::RemoveSequence(const Request& request, Sample* sample) noexcept {
+  ForgetDraft(request, sample);
+  if (!sample->has_sequence()) return;
+  const Status removed = state_.kv().RemoveSequence(sample->sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  sample->sequence_id = kNoSequence;
+  sample->computed = 0;
+}
+
 void EngineImpl::DropSequences(Request* request) noexcept {
   request->layers = nullptr;
-  for (Sample& sample : request->samples) {
-    if (!sample.has_sequence()) continue;
-    const Status removed = state_.kv().RemoveSequence(sample.sequence_id);
-    QUIRE_CHECK(removed.ok()) << removed.ToString();
-    sample.sequence_id = kNoSequence;
-    sample.computed = 0;
-  }
+  for (Sample& sample : request->samples) RemoveSequence(*request, &sample);
 }
 
 // Ends a request, wherever it is, with an output for each unfinished sample. Outputs first: they

@@ -22,13 +22,17 @@ std::string DescribeDrawError(DrawError error, int64_t sample, int64_t position)
 
 Status EngineImpl::RunStep() {
   for (bool may_admit = true;;) {
-    QUIRE_ASSIGN_OR_RETURN(const Batch batch, PlanBatch(may_admit));
+    QUIRE_ASSIGN_OR_RETURN(Batch batch, PlanBatch(may_admit));
     if (batch.empty()) {
       if (!may_admit || !AwaitLoad()) return {};
       continue;
     }
     bool plan_anew = false;
-    const Status status = RunBatch(batch, &plan_anew);
+    TreeBatch trees;
+    QUIRE_RETURN_IF_ERROR(PlanTrees(&batch, &trees, &plan_anew));
+    if (plan_anew) continue;
+    RunTrees(trees, &batch);
+    const Status status = batch.empty() ? Status() : RunBatch(batch, &plan_anew);
     if (plan_anew) continue;
     if (status.ok()) StoreComputed();
     if (status.code() != StatusCode::kOutOfPages) return status;
@@ -107,51 +111,77 @@ Status EngineImpl::Forward(const Batch& batch) {
   return model_->Forward({cache_.get(), recurrent_.get()}, token_ids, logit_rows, logits_.data());
 }
 
+EngineImpl::Drawn EngineImpl::PrepareDrawn(Request* request, Sample* sample, int64_t row,
+                                           int64_t draws_max) const {
+  Request::ReserveTokens(sample, draws_max);
+  Drawn drawn{.request = request, .sample = sample, .row = row};
+  drawn.draws.resize(static_cast<size_t>(draws_max));
+  for (Draw& draw : drawn.draws) {
+    ReserveLogprobs(request->options, model_->info().vocab_size, &draw);
+  }
+  drawn.output.request_id = request->id;
+  drawn.output.sample = sample - request->samples.data();
+  const size_t tokens_max =
+      request->answer_of(*sample).size() - sample->reported + static_cast<size_t>(draws_max);
+  drawn.output.tokens.reserve(tokens_max);
+  if (request->options.logprobs >= 0) drawn.output.logprobs.reserve(tokens_max);
+  return drawn;
+}
+
 // One draw for each sample whose pending tokens end in this batch; for all samples of a request
 // where its prompt ends.
 std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) const {
   std::vector<Drawn> draws;
   int64_t row = 0;
-  const auto prepare = [&](Request* request, Sample* sample) {
-    Drawn& drawn = draws.emplace_back();
-    drawn.request = request;
-    drawn.sample = sample;
-    drawn.row = row;
-    ReserveLogprobs(request->options, model_->info().vocab_size, &drawn.draw);
-    drawn.output.request_id = request->id;
-    drawn.output.sample = sample - request->samples.data();
-    const size_t tokens_max = request->answer_of(*sample).size() - sample->reported + 1;
-    drawn.output.tokens.reserve(tokens_max);
-    if (request->options.logprobs >= 0) drawn.output.logprobs.reserve(tokens_max);
-  };
   for (const Work& work : batch) {
     if (!work.ends_pending()) continue;
     if (work.request->answer_begun()) {
-      prepare(work.request, work.sample);
+      draws.push_back(PrepareDrawn(work.request, work.sample, row, 1));
     } else {
-      for (Sample& sample : work.request->samples) prepare(work.request, &sample);
+      for (Sample& sample : work.request->samples) {
+        draws.push_back(PrepareDrawn(work.request, &sample, row, 1));
+      }
     }
     ++row;
   }
   return draws;
 }
 
-void EngineImpl::DrawAll(std::vector<Drawn>* draws) {
-  const int64_t vocab_size = model_->info().vocab_size;
-  runner_->ParallelFor(static_cast<int64_t>(draws->size()), [&](int64_t index, int worker) {
-    Drawn& drawn = (*draws)[index];
-    const Request& request = *drawn.request;
-    DrawToken({.logits = {logits_.data() + drawn.row * vocab_size, static_cast<size_t>(vocab_size)},
-               .prompt = request.prompt_of(*drawn.sample),
-               .answer = request.answer_of(*drawn.sample),
+// Draws from the root, then from each right guess, up to where plain decoding would end the sample.
+// The guesses stand behind the sample's tokens meanwhile: each draw sees the history of its path.
+void EngineImpl::DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept {
+  const auto vocab_size = static_cast<size_t>(model_->info().vocab_size);
+  const Request& request = *drawn->request;
+  std::vector<int32_t>& tokens = drawn->sample->tokens;
+  const size_t tokens_before = tokens.size();
+  for (int64_t guess = kDraftRoot;;) {
+    drawn->last_node = guess + 1;
+    Draw& draw = drawn->draws[static_cast<size_t>(drawn->count++)];
+    const auto row = static_cast<size_t>(drawn->row + drawn->last_node);
+    DrawToken({.logits = {logits_.data() + row * vocab_size, vocab_size},
+               .prompt = request.prompt_of(*drawn->sample),
+               .answer = request.answer_of(*drawn->sample),
                .options = &request.options,
-               .stream = drawn.output.sample},
-              &draw_scratch_[worker], &drawn.draw);
+               .stream = drawn->output.sample},
+              scratch, &draw);
+    if (drawn->guesses == nullptr || draw.error != DrawError::kNone) break;
+    guess = drawn->guesses->FindChild(guess, draw.token);
+    if (guess == kDraftRoot || IsEnd(request, draw.token)) break;
+    tokens.push_back(draw.token);  // there is room: a path ends before the answer is full
+    if (StopMatchLength(request.answer_of(*drawn->sample), request.options.stop) > 0) break;
+  }
+  tokens.resize(tokens_before);
+}
+
+void EngineImpl::DrawAll(std::vector<Drawn>* draws) {
+  runner_->ParallelFor(static_cast<int64_t>(draws->size()), [&](int64_t index, int worker) {
+    DrawPath(&(*draws)[static_cast<size_t>(index)], &draw_scratch_[static_cast<size_t>(worker)]);
   });
   for (Drawn& drawn : *draws) {
-    if (drawn.draw.error == DrawError::kNone) continue;
-    const auto position = static_cast<int64_t>(drawn.sample->tokens.size());
-    drawn.output.error = DescribeDrawError(drawn.draw.error, drawn.output.sample, position);
+    const DrawError error = drawn.draws[static_cast<size_t>(drawn.count - 1)].error;
+    if (error == DrawError::kNone) continue;
+    const auto position = static_cast<int64_t>(drawn.sample->tokens.size()) + drawn.count - 1;
+    drawn.output.error = DescribeDrawError(error, drawn.output.sample, position);
   }
 }
 
@@ -162,8 +192,15 @@ void EngineImpl::Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept 
     work.sample->computed += work.tokens;
     work.sample->last_step = counters_.steps;
   }
+  CommitDraws(draws);
+}
+
+void EngineImpl::CommitDraws(std::vector<Drawn>* draws) noexcept {
   for (Drawn& drawn : *draws) {
-    ApplyDraw(&drawn);
+    NoteGuesses(drawn);
+    for (int64_t i = 0; i < drawn.count; ++i) {
+      ApplyDraw(&drawn, &drawn.draws[static_cast<size_t>(i)]);
+    }
     const bool says_something =
         !drawn.output.tokens.empty() || drawn.output.finish_reason != FinishReason::kNone;
     if (says_something) due_.push_back(std::move(drawn.output));

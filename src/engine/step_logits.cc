@@ -100,7 +100,7 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
     for (Pass* pass : batch) {
       if (pass->sequence_id == kNoSequence) {
         const bool long_rope = NeedsLongRope(static_cast<int64_t>(pass->tokens.size()));
-        QUIRE_RETURN_IF_ERROR(AddSequence(next_sequence_id_, long_rope));
+        QUIRE_RETURN_IF_ERROR(state_.AddSequence(next_sequence_id_, long_rope));
         pass->sequence_id = next_sequence_id_++;
       }
       sequence_ids.push_back(pass->sequence_id);

@@ -63,36 +63,33 @@ Status EngineImpl::GiveSequences() {
   for (const auto& request : running_) {
     Sample* const leader = request->leader();
     if (!leader->has_sequence()) {
-      QUIRE_RETURN_IF_ERROR(
-          GiveSequence(leader, FindPrefix(*request, *leader), request->space.long_rope));
+      QUIRE_RETURN_IF_ERROR(GiveSequence(*request, leader, FindPrefix(*request, *leader)));
       // Another sample leads now, and begins elsewhere.
       if (LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
     }
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || sample.has_sequence()) continue;
-      QUIRE_RETURN_IF_ERROR(
-          GiveSequence(&sample, FindFork(*request, *leader, sample), request->space.long_rope));
+      QUIRE_RETURN_IF_ERROR(GiveSequence(*request, &sample, FindFork(*request, *leader, sample)));
     }
   }
   return {};
 }
 
-Status EngineImpl::AddSequence(int64_t sequence_id, bool long_rope) {
-  QUIRE_RETURN_IF_ERROR(state_.kv().AddSequence(sequence_id));
-  if (!long_rope) return {};
-  const Status selected = cache_->SelectLongRope(sequence_id, true);
-  if (selected.ok()) return {};
-  const Status removed = state_.kv().RemoveSequence(sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
-  return selected;
-}
-
-Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool long_rope) {
+Status EngineImpl::GiveSequence(const Request& request, Sample* sample, const PrefixMatch& from) {
   const int64_t sequence_id = next_sequence_id_;
   QUIRE_RETURN_IF_ERROR(from.length == 0
-                            ? AddSequence(sequence_id, long_rope)
+                            ? state_.AddSequence(sequence_id, request.space.long_rope)
                             : state_.kv().ForkSequence(from.sequence_id, sequence_id, from.length));
+  if (request.has_window() && !from.has_window) {
+    const Status enabled =
+        state_.EnableWindow(sequence_id, request.options.window, request.options.sinks);
+    if (!enabled.ok()) {
+      const Status removed = state_.kv().RemoveSequence(sequence_id);
+      QUIRE_CHECK(removed.ok()) << removed.ToString();
+      return enabled;
+    }
+  }
   ++next_sequence_id_;
   prefix_cache_.Touch(from.sequence_id);
   sample->sequence_id = sequence_id;
@@ -103,24 +100,32 @@ Status EngineImpl::GiveSequence(Sample* sample, const PrefixMatch& from, bool lo
 
 // Where the sample's tokens begin in the cache: among what is retained, and in the sequences of
 // running samples. Its last token is left out, because it has to be computed for the logits behind
-// it.
+// it. With a window, tokens that see all before them are those of any text, and later ones those of
+// texts with the same window.
 PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample,
                                    int64_t border) const {
   if (!uses_prefix_cache_ || request.restarted) return {};
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
-  PrefixMatch best = prefix_cache_.Find(tokens, request.space, border);
+  const auto seeing_all =
+      request.has_window()
+          ? tokens.first(std::min(tokens.size(), static_cast<size_t>(request.options.window)))
+          : tokens;
+  PrefixMatch best = prefix_cache_.Find(seeing_all, request.space, border);
   for (const auto& other : running_) {
-    if (other->space != request.space) continue;
+    const bool has_same_window = other->has_window_of(request);
+    if (other->space != request.space || (other->has_window() && !has_same_window)) continue;
+    const auto usable = has_same_window ? tokens : seeing_all;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || &candidate == &sample) continue;
       const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
-      const int64_t common = CommonPrefix(tokens, computed);
+      const int64_t common = CommonPrefix(usable, computed);
       best.known = std::max(best.known, common);
       if (common <= best.length) continue;
       const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
       if (length <= best.length) continue;
       best.sequence_id = candidate.sequence_id;
       best.length = length;
+      best.has_window = other->has_window();
     }
   }
   return best;
@@ -133,7 +138,10 @@ PrefixMatch EngineImpl::FindFork(const Request& request, const Sample& leader,
   // sample then computes the prompt by itself.
   const int64_t end = state_.ForkStart(leader.sequence_id, request.prompt_tokens);
   if (end != request.prompt_tokens) return found;
-  return Longer({.sequence_id = leader.sequence_id, .length = request.prompt_tokens}, found);
+  return Longer({.sequence_id = leader.sequence_id,
+                 .length = request.prompt_tokens,
+                 .has_window = request.has_window()},
+                found);
 }
 
 // Whether a running sample is about to compute more of this one's beginning than is there now. To
@@ -144,13 +152,13 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
   if (!uses_prefix_cache_) return false;
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : running_) {
-    if (other->space != request.space) continue;
+    if (other->space != request.space || !other->has_window_of(request)) continue;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
       const int64_t common = CommonPrefix(tokens, candidate.tokens);
       // Of what a candidate has gone past nothing can be forked, or nothing for sure.
       const auto end = static_cast<int64_t>(candidate.tokens.size());
-      if (!state_.forks_anywhere() && common != end) continue;
+      if (!ForksAnywhere(request) && common != end) continue;
       if (common - matched >= page_size_) return true;
     }
   }
@@ -161,9 +169,9 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
 // a leader stops at the end of the prompt, at which samples without a sequence are forked, and all
 // stop where chunks end, to be stored as they are there.
 int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample) const {
-  if (state_.forks_anywhere()) return sample.pending();
+  if (ForksAnywhere(request)) return sample.pending();
   int64_t pending = sample.pending();
-  if (store_ != nullptr) {
+  if (store_ != nullptr && !request.has_window()) {
     const int64_t stop = store_->NextStop(sample.computed, request.prompt_tokens);
     pending = std::min(pending, stop - sample.computed);
   }
@@ -231,9 +239,10 @@ std::optional<WaitingHead> EngineImpl::ViewHead() {
   if (IsPrefixBeingComputed(*request, leader, start.end)) return {};
   // What it is about to use goes last if pages must be found for it.
   prefix_cache_.Touch(start.from.sequence_id);
-  return WaitingHead{.matched = start.from.length,
-                     .pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length,
-                     .samples = request->unfinished_count()};
+  int64_t pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length;
+  if (request->has_window()) pending = std::min(pending, PagesOfWindow(*request) * page_size_);
+  return WaitingHead{
+      .matched = start.from.length, .pending = pending, .samples = request->unfinished_count()};
 }
 
 Status EngineImpl::AdmitHead() {
@@ -242,7 +251,7 @@ Status EngineImpl::AdmitHead() {
   running_.reserve(running_.size() + 1);
   const Start start = FindStart(request);
   std::unique_ptr<LayerwiseLoad> layers = MakeLayerwise(&request, start);
-  const Status given = GiveSequence(request.leader(), start.from, request.space.long_rope);
+  const Status given = GiveSequence(request, request.leader(), start.from);
   if (!given.ok()) {
     if (layers != nullptr) request.load = layers->TakeLoad();
     return given;
@@ -264,6 +273,7 @@ void EngineImpl::PreemptYoungest() {
   Request& request = *running_.back();
   request.layers = nullptr;
   for (Sample& sample : request.samples) {
+    ForgetDraft(request, &sample);
     if (sample.has_sequence()) RetainOrRemove(request, &sample);
   }
   waiting_.front() = std::move(running_.back());

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,6 +31,10 @@ struct Sizes {
   bool prefix_cache = true;
   bool long_rope = false;
   std::shared_ptr<Clock> clock = nullptr;
+  Speculation speculation = {};
+  int64_t tree_nodes = 0;
+  std::optional<uint64_t> draft_seed = {};  // of the draft model; 0: it is the same model
+  int64_t draft_pages = 2000;
 };
 
 // For prompt + max_tokens of more than 16.
@@ -51,32 +56,39 @@ struct Answer {
   CachedTokens cached;
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;
+  int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
 };
 using Answers = std::map<std::pair<int64_t, int64_t>, Answer>;  // by (request, sample)
+
+inline std::unique_ptr<AttentionKVCache> MakeCache(const Model& model, const Sizes& sizes,
+                                                   int64_t pages) {
+  AttentionKVCacheOptions options;
+  options.layers = model.info().layers;
+  options.rope = model.info().rope;
+  options.max_num_sequences = CacheSequencesMax(sizes.sequences);
+  options.token_capacity = (pages - 1) * sizes.page_size;
+  options.prefill_chunk_size = sizes.chunk;
+  options.page_size = sizes.page_size;
+  options.runner = CreateThreadPool(1);
+  options.poison_freed_pages = true;
+  Result<std::unique_ptr<AttentionKVCache>> cache = AttentionKVCache::Create(options);
+  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
+  return *std::move(cache);
+}
 
 // An engine whose parts stay within reach.
 struct Server {
   explicit Server(const Sizes& sizes = {}) {
     auto owned_model = std::make_unique<FakeModel>();
-    AttentionKVCacheOptions options;
     if (sizes.long_rope) owned_model->mutable_info().rope = LongRope();
-    options.layers = owned_model->info().layers;
-    options.rope = owned_model->info().rope;
-    options.max_num_sequences = CacheSequencesMax(sizes.sequences);
-    options.token_capacity = (sizes.pages - 1) * sizes.page_size;
-    options.prefill_chunk_size = sizes.chunk;
-    options.page_size = sizes.page_size;
-    options.runner = CreateThreadPool(1);
-    options.poison_freed_pages = true;
-    Result<std::unique_ptr<AttentionKVCache>> real = AttentionKVCache::Create(options);
-    EXPECT_TRUE(real.ok()) << real.status().ToString();
-    auto owned_cache = std::make_unique<FallibleKVCache>(*std::move(real));
+    auto owned_cache =
+        std::make_unique<FallibleKVCache>(MakeCache(*owned_model, sizes, sizes.pages));
     model = owned_model.get();
     cache = owned_cache.get();
     EngineImpl::Parts parts;
     parts.model = std::move(owned_model);
     parts.cache = std::move(owned_cache);
-    parts.runner = options.runner;
+    parts.runner = CreateThreadPool(1);
     parts.kernel_path = "fake";
     parts.page_size = sizes.page_size;
     parts.prefill_chunk = sizes.chunk;
@@ -84,6 +96,18 @@ struct Server {
     parts.max_waiting = sizes.waiting;
     parts.prefix_cache = sizes.prefix_cache;
     parts.clock = sizes.clock;
+    parts.speculation = sizes.speculation;
+    parts.max_tree_nodes = sizes.tree_nodes;
+    if (sizes.draft_seed) {
+      auto owned_draft = std::make_unique<FakeModel>(*sizes.draft_seed);
+      draft_model = owned_draft.get();
+      ModelDrafter::Parts draft;
+      draft.cache = MakeCache(*owned_draft, sizes, sizes.draft_pages);
+      draft.model = std::move(owned_draft);
+      draft.prefill_chunk = sizes.chunk;
+      draft.rows_max = StepSamplesMax(sizes.sequences, sizes.chunk);
+      parts.model_drafter = std::make_unique<ModelDrafter>(std::move(draft));
+    }
     engine = std::make_unique<EngineImpl>(std::move(parts));
   }
 
@@ -112,6 +136,9 @@ struct Server {
       answer.cached = output.cached;
       answer.miss = output.miss;
       answer.load_seconds = output.load_seconds;
+      answer.drafted_tokens = output.drafted_tokens;
+      answer.accepted_tokens = output.accepted_tokens;
+      answer.decode_forwards = output.decode_forwards;
     }
     return {};
   }
@@ -131,6 +158,7 @@ struct Server {
   }
 
   FakeModel* model;
+  FakeModel* draft_model = nullptr;
   FallibleKVCache* cache;
   std::unique_ptr<EngineImpl> engine;
   Answers answers;

@@ -12,6 +12,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,15 @@ namespace quire::ffi {
 namespace {
 
 namespace tf = tvm::ffi;
+
+constexpr std::string_view kDraftKinds[] = {"none", "ngram", "model"};  // by DraftKind
+
+Speculation ReadSpeculation(OptionsReader* reader, Speculation speculation) {
+  reader->ReadEnum("draft", kDraftKinds, &speculation.draft);
+  reader->Read("draft_tokens", &speculation.draft_tokens);
+  reader->Read("draft_branches", &speculation.branches);
+  return speculation;
+}
 
 EngineOptions ReadEngineOptions(const OptionMap& fields) {
   EngineOptions options;
@@ -42,6 +52,9 @@ EngineOptions ReadEngineOptions(const OptionMap& fields) {
   reader.Read("prefix_cache", &options.prefix_cache);
   reader.Read("kv_bytes", &options.kv_bytes);
   reader.Read("state_bytes", &options.state_bytes);
+  options.speculation = ReadSpeculation(&reader, options.speculation);
+  reader.Read("draft_model_directory", &options.draft_model_directory);
+  reader.Read("max_tree_nodes", &options.max_tree_nodes);
   reader.Finish();
   return options;
 }
@@ -69,6 +82,9 @@ SamplingOptions ReadSamplingOptions(const OptionMap& fields) {
   reader.Read("n", &options.n);
   reader.Read("logprobs", &options.logprobs);
   reader.Read("ignore_eos", &options.ignore_eos);
+  if (reader.Get<tf::String>("draft")) options.speculation = ReadSpeculation(&reader, {});
+  reader.Read("window", &options.window);
+  reader.Read("sinks", &options.sinks);
   if (const auto salt = reader.Get<tf::Bytes>("cache_salt")) {
     options.cache_salt.assign(salt->data(), salt->size());
   }
@@ -94,10 +110,10 @@ tf::Array<tf::Any> LayersOf(const ModelInfo& info) {
 }
 
 // The outputs of one step as structure of arrays:
-//   requests  int64 [outputs, 14]: request id, sample, end of its tokens in `tokens`, finish
+//   requests  int64 [outputs, 17]: request id, sample, end of its tokens in `tokens`, finish
 //             reason, prompt tokens, cached tokens, completion tokens, index in `errors` or -1,
 //             cached tokens from ram, disk and redis, miss reason, nanoseconds of the load,
-//             recomputed tokens
+//             recomputed tokens, drafted tokens, accepted tokens, decode forwards
 //   tokens    int32 [t], of all outputs, one after another
 //   logprob_ends int64 [t]: end of each token's entries in the two arrays below
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
@@ -121,7 +137,7 @@ class StepArrays {
   }
 
  private:
-  static constexpr int64_t kColumns = 14;
+  static constexpr int64_t kColumns = 17;
 
   void Add(const StepOutput& output) {
     for (size_t i = 0; i < output.tokens.size(); ++i) {
@@ -146,7 +162,8 @@ class StepArrays {
     requests_.insert(requests_.end(), output.cached.tiers.begin(), output.cached.tiers.end());
     requests_.push_back(static_cast<int64_t>(output.miss));
     requests_.push_back(static_cast<int64_t>(output.load_seconds * 1e9));
-    requests_.push_back(output.recomputed_tokens);
+    requests_.insert(requests_.end(), {output.recomputed_tokens, output.drafted_tokens,
+                                       output.accepted_tokens, output.decode_forwards});
   }
 
   std::vector<int64_t> requests_;
@@ -253,6 +270,10 @@ class EngineObj : public tf::Object {
             {"stored_chunks", stats.stored_chunks},
             {"stored_bytes", stats.stored_bytes},
             {"refused_chunks", stats.refused_chunks},
+            {"drafted_tokens", stats.drafted_tokens},
+            {"accepted_tokens", stats.accepted_tokens},
+            {"decode_forwards", stats.decode_forwards},
+            {"draft_ns", static_cast<int64_t>(stats.draft_seconds * 1e9)},
             {"compute_ns_per_token", static_cast<int64_t>(stats.compute_seconds_per_token * 1e9)}};
   }
 
@@ -296,17 +317,12 @@ class EngineObj : public tf::Object {
 
 tf::Map<tf::String, int64_t> PlanMemory(const OptionMap& fields) {
   const MemoryPlan plan = ValueOrThrow(Engine::PlanMemory(ReadEngineOptions(fields)));
-  return {{"weight_bytes", plan.weight_bytes},
-          {"kv_bytes_per_token", plan.kv_bytes_per_token},
-          {"page_size", plan.page_size},
-          {"page_bytes", plan.page_bytes},
-          {"page_count", plan.page_count},
-          {"kv_bytes", plan.kv_bytes},
-          {"state_bytes", plan.state_bytes},
-          {"scratch_bytes", plan.scratch_bytes},
-          {"total_bytes", plan.total_bytes},
-          {"machine_bytes", plan.machine_bytes},
-          {"longest_context", plan.longest_context}};
+  return {{"weight_bytes", plan.weight_bytes},   {"kv_bytes_per_token", plan.kv_bytes_per_token},
+          {"page_size", plan.page_size},         {"page_bytes", plan.page_bytes},
+          {"page_count", plan.page_count},       {"kv_bytes", plan.kv_bytes},
+          {"state_bytes", plan.state_bytes},     {"scratch_bytes", plan.scratch_bytes},
+          {"draft_bytes", plan.draft_bytes},     {"total_bytes", plan.total_bytes},
+          {"machine_bytes", plan.machine_bytes}, {"longest_context", plan.longest_context}};
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {

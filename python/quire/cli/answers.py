@@ -66,6 +66,11 @@ def print_stats(answer: PrintedAnswer) -> None:
         f"({usage.prompt_tokens} prompt tokens{cached} in {answer.prefill_seconds:.2f} s, "
         f"{usage.completion_tokens} new tokens{speed}, ended by {answer.result.finish_reason})"
     )
+    if usage.drafted_tokens:
+        note(
+            f"({usage.accepted_tokens} of {usage.drafted_tokens} guesses were right: "
+            f"{usage.tokens_per_forward:.2f} tokens per forward)"
+        )
 
 
 def print_sources(engine: Engine, result: Result | None) -> None:

@@ -21,6 +21,8 @@ SAMPLING = (
     "stop",
     "logprobs",
     "ignore_eos",
+    "window",
+    "sinks",
 )
 ENGINE = (
     "dtype",
@@ -32,6 +34,10 @@ ENGINE = (
     "max_num_sequences",
     "prefix_cache",
     "kernel_path",
+    "speculate",
+    "draft_model",
+    "draft_tokens",
+    "draft_branches",
     "kv_dir",
     "kv_dir_bytes",
     "kv_redis",
@@ -88,6 +94,15 @@ def add_sampling(command: argparse.ArgumentParser, most_tokens: str) -> argparse
     sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="go on behind the end of the answer"
     )
+    sampling.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="endless text: a token sees the last N tokens, sinks among them; 0: all",
+    )
+    sampling.add_argument(
+        "--sinks", type=int, metavar="N", help="of the window: the first N tokens of the text"
+    )
     return sampling
 
 
@@ -125,6 +140,22 @@ def add_engine(command: argparse.ArgumentParser) -> None:
         action="store_false",
         default=None,
         help="do not keep the KV of earlier prompts and answers",
+    )
+    engine.add_argument(
+        "--speculate",
+        choices=("none", "ngram", "model"),
+        help="guess the next tokens, from the text so far or with a smaller model; the answer stays "
+        "the same (default: model with --draft-model, else none)",
+    )
+    engine.add_argument("--draft-model", metavar="DIR", help="folder of the smaller model")
+    engine.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="most guesses of a step (default: 8)"
+    )
+    engine.add_argument(
+        "--draft-branches",
+        type=int,
+        metavar="N",
+        help="alternatives that are followed (default: 2)",
     )
     engine.add_argument(
         "--kernel-path", metavar="NAME", help="one of `quire inspect`; default: the best"

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int
             )
             for line in file.lines
         ]
-        return memory.print_plan(plan, length_facts(plan, tokenizer, prompts), options.json)
+        return memory.print_plan(plan, length_facts(plan, tokenizer, prompts, options.window), options.json)
     with (
         models.open_engine(folder, engine_arguments) as engine,
         _open_output(options.output, options.file) as output,
@@ -46,12 +46,15 @@ def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int
 
 
 def length_facts(
-    plan: MemoryPlan, tokenizer: Tokenizer | None, prompts: Iterable[tuple[Any, int | None]]
+    plan: MemoryPlan,
+    tokenizer: Tokenizer | None,
+    prompts: Iterable[tuple[Any, int | None]],
+    window: int | None,
 ) -> dict[str, Any]:
     """Of prompts and their max_tokens (None: what there is room for): how long they are, and how
-    many cannot be answered."""
+    many cannot be answered. With a window none is too long."""
     sizes = [(models.count_tokens(tokenizer, prompt), most) for prompt, most in prompts]
-    too_long = [n for n, most in sizes if n + (1 if most is None else most) > plan.longest_context]
+    too_long = [] if window else [n for n, most in sizes if n + (1 if most is None else most) > plan.longest_context]
     return {
         "prompts": len(sizes),
         "prompt_tokens": sum(n for n, _ in sizes),

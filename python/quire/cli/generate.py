@@ -117,7 +117,7 @@ def _dry_run(options: argparse.Namespace, model: str | None, text: str | None) -
         prompt = options.prompt_ids or models.text_prompt(
             tokenizer, text or "", options.system, options.raw
         )
-        facts = batch.length_facts(plan, tokenizer, [(prompt, options.max_tokens)])
+        facts = batch.length_facts(plan, tokenizer, [(prompt, options.max_tokens)], options.window)
     return memory.print_plan(plan, facts, options.json)
 
 

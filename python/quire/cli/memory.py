@@ -26,6 +26,7 @@ def memory_lines(plan: MemoryPlan) -> dict[str, str]:
         f"{plan.page_size} tokens, {plan.page_bytes:,} bytes each",
         **({"states": bytes_text(plan.state_bytes)} if plan.state_bytes else {}),
         "scratch": bytes_text(plan.scratch_bytes),
+        **({"draft model": bytes_text(plan.draft_bytes)} if plan.draft_bytes else {}),
         "total": bytes_text(plan.total_bytes),
         "machine": f"{bytes_text(plan.machine_bytes)}: "
         + ("it fits" if plan.fits else "IT DOES NOT FIT"),
