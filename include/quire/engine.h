@@ -131,7 +131,8 @@ struct CachedTokens {
 
 // How the engine uses a chunk store.
 struct StoreUseOptions {
-  int64_t chunk_tokens = 0;        // 0 = 256, or 1024 where 256 tokens are under 1 MiB
+  // 0 = 256, or 1024 where 256 tokens are under 1 MiB or layers are recurrent
+  int64_t chunk_tokens = 0;
   int64_t load_timeout_ms = 2000;  // > 0; the most that a request waits for the store
   // Also load what is predicted to be slower to load than to compute.
   bool load_always = false;

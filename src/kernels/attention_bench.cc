@@ -3,12 +3,15 @@
 //   Decode/DTYPE/BATCH/LENGTH/THREADS      one query per sequence; GB/s of keys and values
 //   Prefill/DTYPE/ROWS/CONTEXT/THREADS     one sequence; GFLOP/s
 //   Cascade/DTYPE/BATCH/PREFIX/OWN/THREADS one query per sequence, the prefix is shared; GFLOP/s
+//   Latent/DTYPE/HEADS/BATCH/LENGTH/THREADS decode of MLA, absorbed: latents of 512 + 64, the one
+//                                          kv head of all query heads; GB/s and GFLOP/s
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "base/random.h"
@@ -24,6 +27,13 @@ constexpr int kGroup = 4;
 constexpr int kHeadDim = 128;
 constexpr int kPageSize = 16;
 constexpr int kHeads = kKVHeads * kGroup;
+constexpr int kLatentRank = 512;
+constexpr int kLatentDim = 576;
+
+KVLayout PlainLayout(DType dtype) { return {dtype, kKVHeads, kHeadDim, kHeadDim, kPageSize}; }
+KVLayout LatentLayout(DType dtype) {
+  return {dtype, 1, kLatentDim, kLatentRank, kPageSize, std::nullopt, true};
+}
 
 struct Batch {
   KVLayout layout;
@@ -41,7 +51,11 @@ struct Batch {
 
   // Sequences of prefix + own positions; the prefix is stored once.
   Batch(DType dtype, int64_t count, int64_t prefix, int64_t own, int64_t rows, int threads)
-      : layout{dtype, kKVHeads, kHeadDim, kHeadDim, kPageSize} {
+      : Batch(PlainLayout(dtype), kHeads, count, prefix, own, rows, threads) {}
+  Batch(const KVLayout& kv_layout, int heads, int64_t count, int64_t prefix, int64_t own,
+        int64_t rows, int threads)
+      : layout(kv_layout) {
+    const DType dtype = layout.dtype;
     const int64_t page_count = (prefix + count * own) / kPageSize;
     pages = std::move(HostMemory::Allocate(static_cast<size_t>(page_count) * layout.page_bytes()))
                 .value();
@@ -75,22 +89,22 @@ struct Batch {
                            prefix / kSegmentPositions, nullptr, nullptr});
     }
     if (prefix > 0) shared.push_back({0, count, 0, prefix / kSegmentPositions});
-    q.resize(static_cast<size_t>(count * rows) * kHeads * kHeadDim);
-    o.resize(q.size());
+    q.resize(static_cast<size_t>(count * rows * heads * layout.qk_head_dim));
+    o.resize(static_cast<size_t>(count * rows * heads * layout.v_head_dim));
     for (float& x : q) x = static_cast<float>(random.Normal());
     pool = CreateThreadPool(threads);
     const char* path = std::getenv("QUIRE_KERNELS");
     backend = FindBackend(path == nullptr ? "" : path).value();
     args.pages = {layout, pages.data(), v_nonfinite.data()};
-    args.num_qo_heads = kHeads;
-    args.scale_log2 = 1.44269504F / std::sqrt(static_cast<float>(kHeadDim));
-    args.q = {q.data(), DType::kF32, kHeads * kHeadDim, kHeadDim};
-    args.o = {o.data(), DType::kF32, kHeads * kHeadDim, kHeadDim};
+    args.num_qo_heads = heads;
+    args.scale_log2 = 1.44269504F / std::sqrt(static_cast<float>(layout.qk_head_dim));
+    args.q = {q.data(), DType::kF32, heads * layout.qk_head_dim, layout.qk_head_dim};
+    args.o = {o.data(), DType::kF32, heads * layout.v_head_dim, layout.v_head_dim};
     args.row_count = count * rows;
     args.sequences = sequences;
     args.shared = shared;
     scratch = std::move(HostMemory::Allocate(backend->attention_scratch_bytes(
-                            layout, kHeads, args.row_count, count, threads)))
+                            layout, heads, args.row_count, count, threads)))
                   .value();
     args.scratch = scratch.data();
   }
@@ -166,6 +180,22 @@ void Cascade(benchmark::State& state) {
   Report(state, batch, static_cast<double>(count * (prefix + own)) * 4 * kHeads * kHeadDim, 0);
 }
 
+void Latent(benchmark::State& state) {
+  const int64_t heads = state.range(1);
+  const int64_t count = state.range(2);
+  const int64_t length = state.range(3);
+  Batch batch(LatentLayout(TypeOf(state.range(0))), static_cast<int>(heads), count, 0, length, 1,
+              static_cast<int>(state.range(4)));
+  for (auto _ : state) batch.Run();
+  const auto keys = static_cast<double>(count * length);
+  Report(state, batch, keys * 2 * static_cast<double>(heads * (kLatentDim + kLatentRank)),
+         keys * static_cast<double>(batch.layout.page_bytes()) / kPageSize);
+}
+
+BENCHMARK(Latent)
+    ->ArgsProduct({{0, 3}, {16, 128}, {1, 8}, {4096}, {1, 2}})
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
 BENCHMARK(Decode)
     ->ArgsProduct({{0, 1, 2, 3, 4}, {1, 8, 32}, {4096}, {1, 2}})
     ->UseRealTime()

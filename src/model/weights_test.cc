@@ -205,5 +205,31 @@ TEST_F(WeightsTest, NamesWhatDoesNotFit) {
   EXPECT_EQ(loader.Vector("o.bias", 6).status().code(), StatusCode::kNotFound);
 }
 
+TEST_F(WeightsTest, CutsAMatrixHeadByHead) {
+  constexpr int64_t kHeads = 2;
+  const HeadSlice slices[] = {{.rows = 3, .transposed = true}, {.rows = 4, .transposed = false}};
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const size_t misalignment : {0, 1}) {
+      const TestTensor tensor = RandomTensor("kv.weight", {kHeads * 7, kInputs}, dtype, 1);
+      Write(std::span(&tensor, 1), misalignment);
+      WeightLoader loader = Loader(DType::kF32);
+      const auto parts = loader.LinearSlices("kv", kHeads, slices, kInputs);
+      ASSERT_TRUE(parts.ok()) << parts.status().ToString();
+      EXPECT_EQ(loader.parameter_count(), kHeads * 7 * kInputs);
+      for (int64_t head = 0; head < kHeads; ++head) {
+        const float* const rows = tensor.values.data() + head * 7 * kInputs;
+        const std::vector<float> turned = Unpack((*parts)[0][static_cast<size_t>(head)]);
+        for (int64_t i = 0; i < 3 * kInputs; ++i) {
+          EXPECT_EQ(turned[static_cast<size_t>(i % kInputs * 3 + i / kInputs)], rows[i]);
+        }
+        EXPECT_EQ(Unpack((*parts)[1][static_cast<size_t>(head)]),
+                  std::vector<float>(rows + 3 * kInputs, rows + 7 * kInputs));
+      }
+    }
+  }
+  EXPECT_EQ(Loader(DType::kF32).LinearSlices("kv", 3, slices, kInputs).status().code(),
+            StatusCode::kCorrupt);
+}
+
 }  // namespace
 }  // namespace quire
