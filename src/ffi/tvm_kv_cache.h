@@ -14,6 +14,7 @@
 
 #include "ffi/errors.h"
 #include "ffi/tvm_state.h"
+#include "ffi/tvm_trees.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire::ffi {
@@ -27,6 +28,7 @@ class TvmKVCacheObj : public TvmStateObj {
     bool has_sequence_windows = false;  // else EnableSlidingWindowForSeq is refused
     // As in TVM, windows of sequences are accepted but do nothing where layers have their own.
     bool has_layer_windows = false;
+    bool tree_commit = true;  // TvmOptions
   };
   explicit TvmKVCacheObj(Config config);
 
@@ -45,6 +47,7 @@ class TvmKVCacheObj : public TvmStateObj {
   int64_t GetSequenceLength(int64_t seq_id);
   // A copy: an array of the cache would change with the next forward.
   tvm::ffi::Tensor GetQueryPositions();
+  void CommitAcceptedTokenTreeNodes(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& leaves);
   void EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks);
 
   void AttentionWithFusedQKV(int64_t layer, double sm_scale, tvm::ffi::TensorView qkv,
@@ -114,6 +117,7 @@ class TvmKVCacheObj : public TvmStateObj {
   std::unique_ptr<AttentionKVCache> cache_;
   std::map<int64_t, SequenceWindowArguments> windows_;
   std::map<int64_t, Import> imports_;
+  TvmTrees trees_;
   std::vector<int64_t> sequences_;              // ids, sorted
   std::vector<int64_t> batch_, batch_lengths_;  // of the open forward
 };
