@@ -222,6 +222,10 @@ class AttentionKVCache : public KVState {
   // checks, same errors, but for OutOfPages.
   virtual Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                                       std::span<const int64_t> append_lengths) const = 0;
+  // The same for BeginTreeForward: pages of the nodes, and of the positions of new levels.
+  virtual Result<int64_t> PagesNeededForTree(std::span<const int64_t> seq_ids,
+                                             std::span<const int64_t> append_lengths,
+                                             std::span<const int64_t> token_tree_parents) const = 0;
 
   // BeginForward of sequences some of which get imported tokens first, then their append_lengths
   // new ones. All of them are planned and reserved at once; rows and prefill_chunk_size count the
@@ -242,6 +246,11 @@ class AttentionKVCache : public KVState {
   // ---- Attention. FORWARD only; n = new tokens of the forward, in the order of the batch. Tensors
   // are float32 or of the layer's dtype (of its v_dtype, or bfloat16 where that is quantised),
   // contiguous in their last dimension. After a failed call only AbortForward and Clear are legal.
+  //
+  // `mask`, where there is one, is a further condition among the new tokens: uint8 [sum of n_i^2],
+  // contiguous, for each member of the batch a row per new token, with an element for each new
+  // token of the member: 0 hides this one from that row. What was there before the forward stays in
+  // sight. A row from which everything is hidden gets o = 0 and lse = -inf.
 
   // Splits qkv, rotates (RopeMode), stores k and v and attends to all tokens up to and including
   // each row's own.
@@ -249,7 +258,7 @@ class AttentionKVCache : public KVState {
   // o: [m, Hq, Dv] or [m, Hq Dv].
   // m >= n; rows behind n are ignored and left unwritten. sm_scale is the whole factor on q.k.
   virtual Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
-                                       double sm_scale) = 0;
+                                       double sm_scale, const TensorView* mask = nullptr) = 0;
 
   // The halves of the fused call: k and q are given unrotated and rotated in the same way.
   // k: [m, Hkv, D], v: [m, Hkv, Dv].
@@ -258,7 +267,8 @@ class AttentionKVCache : public KVState {
   // lse, if not null: float32 [m, Hq], log2 of the sum of 2^(score log2 e).
   // BadState before the layer's Append.
   virtual Status Attend(int64_t layer, const TensorView& q, const TensorView& o,
-                        const TensorView* lse, double sm_scale) = 0;
+                        const TensorView* lse, double sm_scale,
+                        const TensorView* mask = nullptr) = 0;
 
   // Of latent layers, which have no AttentionWithFusedQKV and Append: BadArgument, as these are for
   // layers that are not latent. Stores kv [m, D] as given; Attend, CrossAttention and
@@ -267,34 +277,35 @@ class AttentionKVCache : public KVState {
   // AppendMLAKV and Attend. Exact as AttentionWithFusedQKV: new and cached tokens alike are
   // attended to as stored. q_absorbed: [m, Hq, D], o: [m, Hq, Dv].
   virtual Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
-                                  const TensorView& o, double sm_scale) = 0;
+                                  const TensorView& o, double sm_scale,
+                                  const TensorView* mask = nullptr) = 0;
 
   // Attends once more to the keys and values of source_layer, which must have been appended to in
   // this forward (layers that share KV; they are not layers of this cache). As Attend, but with
   // RopeMode::kNormal the caller gives q rotated. BadState before the source's Append.
   virtual Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
-                                       const TensorView& o, const TensorView* lse,
-                                       double sm_scale) = 0;
+                                       const TensorView& o, const TensorView* lse, double sm_scale,
+                                       const TensorView* mask = nullptr) = 0;
 
   // ---- The pieces, for callers who combine results themselves. They store nothing; with kNormal,
   // q and k are given rotated; with kInline they are given unrotated and rotated here. Exact per
   // row: neither batch nor threads nor page size show. Their merge is that of one softmax but for
-  // rounding, so where the tokens of a sequence were cut may show in the last bits. BadState in a
-  // forward of token trees.
+  // rounding, so where the tokens of a sequence were cut may show in the last bits.
 
   // Windows and the soft cap hold in both pieces; the learned sinks of heads take part in
   // CrossAttention alone, so that a merge counts them once.
 
-  // Causal attention of the new tokens among themselves, on keys and values as given: rounded
-  // nowhere. Heads and dimensions may be other than the layer's, but for the key dimension with
-  // kInline, or with kNormal where a window has slid past sinks that are among the new tokens. Of
-  // latent layers this is the form that is not absorbed, the rope part last in q and k.
-  // q: [m, Hq', D'], k: [m, H', D'], v: [m, H', Dv'], o: [m, Hq', Dv'], lse: float32 [m, Hq']; Hq'
-  // is a multiple of H'.
+  // Causal attention of the new tokens among themselves (in a tree: of a new node to the new nodes
+  // on its path and itself), on keys and values as given: rounded nowhere. Heads and dimensions may
+  // be other than the layer's, but for the key dimension with kInline, or with kNormal where a
+  // window has slid past sinks that are among the new tokens. Of latent layers this is the form
+  // that is not absorbed, the rope part last in q and k. q: [m, Hq', D'], k: [m, H', D'], v:
+  // [m, H', Dv'], o: [m, Hq', Dv'], lse: float32 [m, Hq']; Hq' is a multiple of H'.
   virtual Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& o, const TensorView& lse,
-                               double sm_scale) = 0;
-  // The new tokens against what their sequences held before this forward. Where a row sees nothing
+                               double sm_scale, const TensorView* mask = nullptr) = 0;
+  // The new tokens against what their sequences held before this forward: committed tokens, and of
+  // a tree the ancestors from earlier forwards. Where a row sees nothing
   // of that, o = 0 and lse = -inf, or the head's learned sink times log2(e) if it has one.
   // q: [m, Hq, D], o: [m, Hq, Dv], lse: float32 [m, Hq].
   virtual Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,

@@ -6,7 +6,7 @@ import atexit
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tvm_ffi  # before our library: it must bring the one libtvm_ffi.so of the process
 
@@ -151,3 +151,37 @@ def _close_all() -> None:
 
 def closed_error(what: str) -> errors.ClosedError:
     return errors.ClosedError(f"{what}: it was closed; create a new one")
+
+
+_Self = TypeVar("_Self", bound="Owner")
+
+
+class Owner:
+    """Has a C++ object until it is closed, at the latest when the interpreter ends."""
+
+    def __init__(self, handle: Any) -> None:
+        self._open_handle: Any = handle
+        close_at_exit(self)
+
+    @property
+    def _handle(self) -> Any:
+        if self._open_handle is None:
+            raise closed_error(type(self).__name__)
+        return self._open_handle
+
+    def __tvm_ffi_object__(self) -> Any:
+        """The C++ object, for functions of other tvm-ffi libraries."""
+        return self._handle
+
+    def close(self) -> None:
+        """Frees what the object holds.
+
+        Every later call raises ClosedError; closing twice is allowed.
+        """
+        self._open_handle = None
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

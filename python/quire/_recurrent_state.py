@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quire import _ffi
 from quire._arrays import int_list
@@ -24,7 +24,7 @@ class SlotCounts:
     retained: int
 
 
-class RecurrentState:
+class RecurrentState(_ffi.Owner):
     """A state of recurrent layers for each of many sequences.
 
     Such a state cannot be cut at a position as attention KV can: it exists at the positions where
@@ -34,33 +34,6 @@ class RecurrentState:
 
     Every call works, or raises a subclass of :class:`quire.QuireError` and has changed nothing.
     """
-
-    def __init__(self, handle: Any) -> None:
-        self._open_handle: Any = handle
-        _ffi.close_at_exit(self)
-
-    @property
-    def _handle(self) -> Any:
-        if self._open_handle is None:
-            raise _ffi.closed_error(type(self).__name__)
-        return self._open_handle
-
-    def __tvm_ffi_object__(self) -> Any:
-        """The C++ object, for functions of other tvm-ffi libraries."""
-        return self._handle
-
-    def close(self) -> None:
-        """Frees the states.
-
-        Every later call raises ClosedError; closing twice is allowed.
-        """
-        self._open_handle = None
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- Sequences
 

@@ -432,7 +432,7 @@ class _Request:
         return Result(self.prompt_ids, samples, usage)
 
 
-class Engine:
+class Engine(_ffi.Owner):
     """Runs a language model from a Hugging Face folder (config.json, safetensors, tokenizer.json).
 
     Exact: an answer and its logits depend on the prompt and the options alone, not on what runs
@@ -529,7 +529,7 @@ class Engine:
                 durability=kv_durability,  # type: ignore[arg-type]
                 key=b"" if kv_key_file is None else Path(kv_key_file).read_bytes(),
             )
-        self._open_handle: Any = _ffi.new_engine(
+        handle = _ffi.new_engine(
             _option_map(
                 self.model_dir,
                 {
@@ -557,8 +557,8 @@ class Engine:
         self._lock = threading.RLock()
         self._requests: dict[int, _Request] = {}
         self._tokenizer: Tokenizer | None = None
+        super().__init__(handle)
         self._info = self._read_info()
-        _ffi.close_at_exit(self)
         if store is not None:
             use = {
                 "load_timeout_ms": max(1, round(kv_load_timeout * 1000)),
@@ -611,16 +611,6 @@ class Engine:
         names = [field.name for field in dataclasses.fields(MemoryPlan)]
         return MemoryPlan(**{name: int(fields[name]) for name in names})
 
-    @property
-    def _handle(self) -> Any:
-        if self._open_handle is None:
-            raise _ffi.closed_error("Engine")
-        return self._open_handle
-
-    def __tvm_ffi_object__(self) -> Any:
-        """The C++ object, for functions of other tvm-ffi libraries."""
-        return self._handle
-
     def close(self) -> None:
         """Writes to the store what is not there yet, ends all requests and frees model, pages and
         threads.
@@ -647,12 +637,6 @@ class Engine:
                 self._handle.flush_store(round(_FLUSH_SECONDS * 1000))
         except (errors.QuireError, OSError, ValueError):
             pass  # ValueError: config.json has become something else
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def info(self) -> ModelInfo:

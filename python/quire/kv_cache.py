@@ -121,7 +121,18 @@ def rope_frequencies(
     return np.from_dlpack(result["inv_freq"]), float(result["amplitude"])
 
 
-class KVCache:
+def _mask_array(mask: Any) -> Any:
+    """Booleans as bytes, which they are."""
+    if mask is None:
+        return None
+    if isinstance(mask, np.ndarray):
+        mask = mask.view(np.uint8) if mask.dtype == np.bool_ else mask
+    elif dtype_name(mask.dtype) == "bool":  # torch
+        mask = mask.byte()
+    return input_array(mask)
+
+
+class KVCache(_ffi.Owner):
     """Paged keys and values of many sequences, and attention over them.
 
     One forward::
@@ -191,45 +202,23 @@ class KVCache:
                 layer if isinstance(layer, LayerSpec) else LayerSpec(**layer) for layer in layers
             ]
         self._layers = tuple(LayerSpec(**spec._fields()) for spec in specs)
-        self._open_handle: Any = _ffi.new_kv_cache(
-            {
-                "layers": [spec._fields() for spec in self._layers],
-                "max_num_sequences": max_num_sequences,
-                "token_capacity": token_capacity,
-                "prefill_chunk_size": prefill_chunk_size or token_capacity,
-                "page_size": page_size,
-                "max_tree_size": max_tree_size,
-                "rope": _rope_fields(rope),
-                "threads": threads,
-                "kernel_path": kernel_path,
-                "poison_freed_pages": poison_freed_pages,
-                "tvm_window_span": tvm_window_span,
-            }
+        super().__init__(
+            _ffi.new_kv_cache(
+                {
+                    "layers": [spec._fields() for spec in self._layers],
+                    "max_num_sequences": max_num_sequences,
+                    "token_capacity": token_capacity,
+                    "prefill_chunk_size": prefill_chunk_size or token_capacity,
+                    "page_size": page_size,
+                    "max_tree_size": max_tree_size,
+                    "rope": _rope_fields(rope),
+                    "threads": threads,
+                    "kernel_path": kernel_path,
+                    "poison_freed_pages": poison_freed_pages,
+                    "tvm_window_span": tvm_window_span,
+                }
+            )
         )
-        _ffi.close_at_exit(self)
-
-    @property
-    def _handle(self) -> Any:
-        if self._open_handle is None:
-            raise _ffi.closed_error("KVCache")
-        return self._open_handle
-
-    def __tvm_ffi_object__(self) -> Any:
-        """The C++ object, for functions of other tvm-ffi libraries."""
-        return self._handle
-
-    def close(self) -> None:
-        """Frees pages and threads.
-
-        Every later call raises ClosedError; closing twice is allowed.
-        """
-        self._open_handle = None
-
-    def __enter__(self) -> KVCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -393,24 +382,37 @@ class KVCache:
         """Tokens of one sequence. UnknownSequenceError."""
         return int(self._handle.get_sequence_length(seq_id))
 
-    def pages_needed(self, seq_ids: Sequence[int], append_lengths: Sequence[int]) -> int:
+    def pages_needed(
+        self,
+        seq_ids: Sequence[int],
+        append_lengths: Sequence[int],
+        token_tree_parents: Sequence[int] | None = None,
+    ) -> int:
         """Free pages that begin_forward with these arguments would take: the maximum over layer
         groups."""
-        return int(
-            self._handle.pages_needed(
-                int_list(seq_ids, "seq_ids"), int_list(append_lengths, "append_lengths")
-            )
-        )
+        ids = int_list(seq_ids, "seq_ids")
+        lengths = int_list(append_lengths, "append_lengths")
+        if token_tree_parents is None:
+            return int(self._handle.pages_needed(ids, lengths))
+        parents = int_list(token_tree_parents, "token_tree_parents")
+        return int(self._handle.pages_needed_for_tree(ids, lengths, parents))
 
     def select_long_rope(self, seq_id: int, use_long_factors: bool) -> None:
         """With "longrope" scaling: which factors an empty sequence uses. Forks inherit it."""
         self._handle.select_long_rope(seq_id, use_long_factors)
 
     # ---- Attention. m >= n, the new tokens of the forward in the order of the batch; rows behind n
-    # are left alone.
+    # are left alone. A `mask` hides new tokens from one another: bool or uint8 [sum of n_i^2], for
+    # each sequence of the batch a row per new token, with an element for each new token of the
+    # sequence; 0 hides it. What was there before the forward stays in sight.
 
     def attention_with_fused_qkv(
-        self, layer: int, qkv: Any, o: Any = None, sm_scale: float | None = None
+        self,
+        layer: int,
+        qkv: Any,
+        o: Any = None,
+        sm_scale: float | None = None,
+        mask: Any = None,
     ) -> Any:
         """Splits qkv, rotates, stores keys and values, and attends.
 
@@ -421,13 +423,14 @@ class KVCache:
             qkv: [m, Hq + 2 Hkv, D] if D == Dv, or [m, Hq D + Hkv D + Hkv Dv].
             o: [m, Hq, Dv] or [m, Hq Dv], written; a new array beside `qkv` if None.
             sm_scale: the whole factor on q.k; 1 / sqrt(D) if None.
+            mask: bool or uint8 [sum of n_i^2], or None: which new tokens see which.
 
         Returns:
             `o`.
         """
         o = self._output(layer, qkv, o)
         self._handle.attention_with_fused_qkv(
-            layer, input_array(qkv), o, self._scale(layer, sm_scale)
+            layer, input_array(qkv), o, self._scale(layer, sm_scale), _mask_array(mask)
         )
         return o
 
@@ -437,7 +440,13 @@ class KVCache:
         self._handle.append(layer, input_array(k), input_array(v))
 
     def attend(
-        self, layer: int, q: Any, o: Any = None, lse: Any = None, sm_scale: float | None = None
+        self,
+        layer: int,
+        q: Any,
+        o: Any = None,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        mask: Any = None,
     ) -> Any:
         """Rotates q and attends: the second half of the fused call.
 
@@ -449,13 +458,16 @@ class KVCache:
             o: [m, Hq, Dv], written; a new array beside `q` if None.
             lse: float32 [m, Hq], written if given: log2 of the sum of 2^(score log2 e).
             sm_scale: the whole factor on q.k; 1 / sqrt(D) if None.
+            mask: as for the fused call.
 
         Returns:
             `o`.
         """
         o = self._output(layer, q, o)
         lse = None if lse is None else output_array(lse, "lse")
-        self._handle.attend(layer, input_array(q), o, lse, self._scale(layer, sm_scale))
+        self._handle.attend(
+            layer, input_array(q), o, lse, self._scale(layer, sm_scale), _mask_array(mask)
+        )
         return o
 
     def append_mla_kv(self, layer: int, kv: Any) -> None:
@@ -464,7 +476,13 @@ class KVCache:
         self._handle.append_mla_kv(layer, input_array(kv))
 
     def attention_with_mla(
-        self, layer: int, q_absorbed: Any, kv: Any, o: Any = None, sm_scale: float | None = None
+        self,
+        layer: int,
+        q_absorbed: Any,
+        kv: Any,
+        o: Any = None,
+        sm_scale: float | None = None,
+        mask: Any = None,
     ) -> Any:
         """append_mla_kv and attend of a latent layer: new and cached tokens alike are attended to
         as stored.
@@ -475,13 +493,19 @@ class KVCache:
             kv: [m, D].
             o: [m, Hq, Dv], written; a new array beside `q_absorbed` if None.
             sm_scale: the whole factor on q.k; 1 / sqrt(D) if None.
+            mask: as for the fused call.
 
         Returns:
             `o`.
         """
         o = self._output(layer, q_absorbed, o)
         self._handle.attention_with_mla(
-            layer, input_array(q_absorbed), input_array(kv), o, self._scale(layer, sm_scale)
+            layer,
+            input_array(q_absorbed),
+            input_array(kv),
+            o,
+            self._scale(layer, sm_scale),
+            _mask_array(mask),
         )
         return o
 
@@ -492,6 +516,7 @@ class KVCache:
         o: Any = None,
         lse: Any = None,
         sm_scale: float | None = None,
+        mask: Any = None,
     ) -> Any:
         """Attends once more to the keys and values of `source_layer`, which has been appended to in
         this forward, for a layer that shares them. As attend, but with rope mode "normal" q comes
@@ -502,7 +527,12 @@ class KVCache:
         o = self._output(source_layer, q, o)
         lse = None if lse is None else output_array(lse, "lse")
         self._handle.attention_with_shared_kv(
-            source_layer, input_array(q), o, lse, self._scale(source_layer, sm_scale)
+            source_layer,
+            input_array(q),
+            o,
+            lse,
+            self._scale(source_layer, sm_scale),
+            _mask_array(mask),
         )
         return o
 
@@ -515,10 +545,11 @@ class KVCache:
         o: Any,
         lse: Any,
         sm_scale: float | None = None,
+        mask: Any = None,
     ) -> tuple[Any, Any]:
         """Causal attention of the new tokens among themselves, on k and v as given.
 
-        Stores nothing. Heads and dimensions may be other than the layer's. With rope "normal" q and
+        In a tree, of a new node to the new nodes on its path. Stores nothing. Heads and dimensions may be other than the layer's. With rope "normal" q and
         k are given rotated, with "inline" unrotated. Windows and the soft cap hold; head sinks take
         part in cross_attention alone.
 
@@ -530,6 +561,7 @@ class KVCache:
             o: [m, Hq', Dv'], written.
             lse: float32 [m, Hq'], written: log2 of the sum of 2^(score log2 e).
             sm_scale: the whole factor on q.k; 1 / sqrt(D') if None.
+            mask: as for the fused call.
 
         Returns:
             `o` and `lse`.
@@ -537,14 +569,15 @@ class KVCache:
         scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
         o, lse = output_array(o, "o"), output_array(lse, "lse")
         self._handle.self_attention(
-            layer, input_array(q), input_array(k), input_array(v), o, lse, scale
+            layer, input_array(q), input_array(k), input_array(v), o, lse, scale, _mask_array(mask)
         )
         return o, lse
 
     def cross_attention(
         self, layer: int, q: Any, o: Any, lse: Any, sm_scale: float | None = None
     ) -> tuple[Any, Any]:
-        """The new tokens' q [m, Hq, D] against what their sequences held before this forward.
+        """The new tokens' q [m, Hq, D] against what their sequences held before this forward, in a
+        tree the ancestors from earlier forwards among it.
 
         Where a row sees nothing of that, o [m, Hq, Dv] is 0 and lse, float32 [m, Hq], -inf, or the
         head's learned sink times log2(e) if it has one. With rope "normal" q is given rotated, with

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -65,7 +64,7 @@ class StoredChunk:
     data: bytes
 
 
-class ChunkStore:
+class ChunkStore(_ffi.Owner):
     """Keeps chunks of KV in up to three tiers.
 
     Args:
@@ -115,32 +114,23 @@ class ChunkStore:
                 raise errors.BadArgumentError(
                     f"ChunkStore: {name} is given twice, the second time in the URL"
                 )
-        self._open_handle: Any = _ffi.new_chunk_store(
-            {
-                "directory": "" if directory is None else os.fspath(Path(directory)),
-                "redis": place.endpoints,
-                "ram_bytes": ram_bytes,
-                "disk_bytes": disk_bytes,
-                "durability": durability,
-                "key": self.key,
-                "redis_username": redis_username or place.username,
-                "redis_password": redis_password or place.password,
-                "redis_prefix": redis_prefix or place.prefix,
-                "redis_ttl_ms": round(redis_ttl * 1000),
-                **options,
-            }
+        super().__init__(
+            _ffi.new_chunk_store(
+                {
+                    "directory": "" if directory is None else os.fspath(Path(directory)),
+                    "redis": place.endpoints,
+                    "ram_bytes": ram_bytes,
+                    "disk_bytes": disk_bytes,
+                    "durability": durability,
+                    "key": self.key,
+                    "redis_username": redis_username or place.username,
+                    "redis_password": redis_password or place.password,
+                    "redis_prefix": redis_prefix or place.prefix,
+                    "redis_ttl_ms": round(redis_ttl * 1000),
+                    **options,
+                }
+            )
         )
-        _ffi.close_at_exit(self)
-
-    @property
-    def _handle(self) -> Any:
-        if self._open_handle is None:
-            raise _ffi.closed_error("ChunkStore")
-        return self._open_handle
-
-    def __tvm_ffi_object__(self) -> Any:
-        """The C++ object, for functions of other tvm-ffi libraries."""
-        return self._handle
 
     @property
     def tiers(self) -> list[Tier]:
@@ -219,17 +209,6 @@ class ChunkStore:
         handle, self._open_handle = self._open_handle, None
         if handle is not None:
             handle.close()
-
-    def __enter__(self) -> ChunkStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _plain(fields: Any) -> dict[str, Any]:

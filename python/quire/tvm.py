@@ -48,6 +48,7 @@ def _check_version() -> None:
 def install(
     *,
     tvm_window_span: bool = True,
+    tvm_tree_commit: bool = True,
     tvm_rnn_history1: bool = True,
     rope: RopeOptions | Mapping[str, Any] | None = None,
 ) -> None:
@@ -56,6 +57,8 @@ def install(
     Args:
         tvm_window_span: windows of sequences as in TVM: a decode step sees window + 1 tokens and a
             chunk all of itself; forks begin without a window. Off: a row sees the window exactly.
+        tvm_tree_commit: leaf -1 for a token tree of several forwards takes back the nodes of the
+            last one, and those before it stay, where they are a chain. Off: it drops all nodes.
         tvm_rnn_history1: in a recurrent state with a history of 1, Get sees what was Set before it
             in the same forward. Off: Get gives the state of before the forward.
         rope: the rotation of caches that are created with a rope mode but NONE, in place of what
@@ -76,6 +79,7 @@ def install(
 
     fields: dict[str, Any] = {
         "tvm_window_span": tvm_window_span,
+        "tvm_tree_commit": tvm_tree_commit,
         "tvm_rnn_history1": tvm_rnn_history1,
     }
     if rope is not None:

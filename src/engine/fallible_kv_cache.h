@@ -105,26 +105,32 @@ class FallibleKVCache final : public AttentionKVCache {
     QUIRE_RETURN_IF_ERROR(Fault("PagesNeeded"));
     return cache_->PagesNeeded(ids, lengths);
   }
+  Result<int64_t> PagesNeededForTree(std::span<const int64_t> ids, std::span<const int64_t> lengths,
+                                     std::span<const int64_t> parents) const override {
+    QUIRE_RETURN_IF_ERROR(Fault("PagesNeededForTree"));
+    return cache_->PagesNeededForTree(ids, lengths, parents);
+  }
   Status SelectLongRope(int64_t id, bool use_long_factors) override {
     QUIRE_RETURN_IF_ERROR(Fault("SelectLongRope"));
     return cache_->SelectLongRope(id, use_long_factors);
   }
   Result<bool> UsesLongRope(int64_t id) const override { return cache_->UsesLongRope(id); }
   Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
-                               double sm_scale) override {
+                               double sm_scale, const TensorView* mask) override {
     QUIRE_RETURN_IF_ERROR(Fault("AttentionWithFusedQKV"));
-    return cache_->AttentionWithFusedQKV(layer, qkv, o, sm_scale);
+    return cache_->AttentionWithFusedQKV(layer, qkv, o, sm_scale, mask);
   }
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override {
     return cache_->Append(layer, k, v);
   }
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
-                double sm_scale) override {
-    return cache_->Attend(layer, q, o, lse, sm_scale);
+                double sm_scale, const TensorView* mask) override {
+    return cache_->Attend(layer, q, o, lse, sm_scale, mask);
   }
   Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
-                       const TensorView& o, const TensorView& lse, double sm_scale) override {
-    return cache_->SelfAttention(layer, q, k, v, o, lse, sm_scale);
+                       const TensorView& o, const TensorView& lse, double sm_scale,
+                       const TensorView* mask) override {
+    return cache_->SelfAttention(layer, q, k, v, o, lse, sm_scale, mask);
   }
   Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                         const TensorView& lse, double sm_scale) override {
@@ -138,13 +144,14 @@ class FallibleKVCache final : public AttentionKVCache {
     return cache_->AppendMLAKV(layer, kv);
   }
   Status AttentionWithMLA(int64_t layer, const TensorView& q, const TensorView& kv,
-                          const TensorView& o, double sm_scale) override {
+                          const TensorView& o, double sm_scale, const TensorView* mask) override {
     QUIRE_RETURN_IF_ERROR(Fault("AttentionWithMLA"));
-    return cache_->AttentionWithMLA(layer, q, kv, o, sm_scale);
+    return cache_->AttentionWithMLA(layer, q, kv, o, sm_scale, mask);
   }
   Status AttentionWithSharedKV(int64_t layer, const TensorView& q, const TensorView& o,
-                               const TensorView* lse, double sm_scale) override {
-    return cache_->AttentionWithSharedKV(layer, q, o, lse, sm_scale);
+                               const TensorView* lse, double sm_scale,
+                               const TensorView* mask) override {
+    return cache_->AttentionWithSharedKV(layer, q, o, lse, sm_scale, mask);
   }
   Result<std::span<const int32_t>> GetQueryPositions() const override {
     return cache_->GetQueryPositions();

@@ -51,6 +51,19 @@ AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
   return options;
 }
 
+// A view that may be missing.
+class OptionalView {
+ public:
+  explicit OptionalView(const tf::Optional<tf::TensorView>& tensor)
+      : view_(tensor.has_value() ? ViewOf(tensor.value()) : TensorView()),
+        is_there_(tensor.has_value()) {}
+  const TensorView* get() const { return is_there_ ? &view_ : nullptr; }
+
+ private:
+  const TensorView view_;
+  const bool is_there_;
+};
+
 class KVCacheObj : public tf::Object {
  public:
   explicit KVCacheObj(const OptionMap& fields)
@@ -138,14 +151,24 @@ class KVCacheObj : public tf::Object {
   int64_t PagesNeeded(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
     return latch_.Run([&] { return cache_->PagesNeeded(SpanOf(seq_ids), SpanOf(append_lengths)); });
   }
+  int64_t PagesNeededForTree(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
+                             const tf::Shape& parents) {
+    return latch_.Run([&] {
+      return cache_->PagesNeededForTree(SpanOf(seq_ids), SpanOf(append_lengths), SpanOf(parents));
+    });
+  }
   void SelectLongRope(int64_t seq_id, bool use_long_factors) {
     latch_.Run([&] { return cache_->SelectLongRope(seq_id, use_long_factors); });
   }
 
-  void AttentionWithFusedQKV(int64_t layer, tf::TensorView qkv, tf::TensorView o, double sm_scale) {
+  void AttentionWithFusedQKV(int64_t layer, tf::TensorView qkv, tf::TensorView o, double sm_scale,
+                             tf::Optional<tf::TensorView> mask) {
     const TensorView qkv_view = ViewOf(qkv);
     const TensorView o_view = ViewOf(o);
-    latch_.Run([&] { return cache_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale); });
+    const OptionalView mask_view(mask);
+    latch_.Run([&] {
+      return cache_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale, mask_view.get());
+    });
   }
   void Append(int64_t layer, tf::TensorView k, tf::TensorView v) {
     const TensorView k_view = ViewOf(k);
@@ -153,33 +176,41 @@ class KVCacheObj : public tf::Object {
     latch_.Run([&] { return cache_->Append(layer, k_view, v_view); });
   }
   void Attend(int64_t layer, tf::TensorView q, tf::TensorView o, tf::Optional<tf::TensorView> lse,
-              double sm_scale) {
+              double sm_scale, tf::Optional<tf::TensorView> mask) {
     const TensorView q_view = ViewOf(q);
     const TensorView o_view = ViewOf(o);
-    const TensorView lse_view = lse.has_value() ? ViewOf(lse.value()) : TensorView();
-    const TensorView* lse_pointer = lse.has_value() ? &lse_view : nullptr;
-    latch_.Run([&] { return cache_->Attend(layer, q_view, o_view, lse_pointer, sm_scale); });
+    const OptionalView lse_view(lse);
+    const OptionalView mask_view(mask);
+    latch_.Run([&] {
+      return cache_->Attend(layer, q_view, o_view, lse_view.get(), sm_scale, mask_view.get());
+    });
   }
   void AppendMLAKV(int64_t layer, tf::TensorView kv) {
     const TensorView kv_view = ViewOf(kv);
     latch_.Run([&] { return cache_->AppendMLAKV(layer, kv_view); });
   }
   void AttentionWithMLA(int64_t layer, tf::TensorView q_absorbed, tf::TensorView kv,
-                        tf::TensorView o, double sm_scale) {
+                        tf::TensorView o, double sm_scale, tf::Optional<tf::TensorView> mask) {
     const TensorView q_view = ViewOf(q_absorbed);
     const TensorView kv_view = ViewOf(kv);
     const TensorView o_view = ViewOf(o);
-    latch_.Run([&] { return cache_->AttentionWithMLA(layer, q_view, kv_view, o_view, sm_scale); });
+    const OptionalView mask_view(mask);
+    latch_.Run([&] {
+      return cache_->AttentionWithMLA(layer, q_view, kv_view, o_view, sm_scale, mask_view.get());
+    });
   }
   void SelfAttention(int64_t layer, tf::TensorView q, tf::TensorView k, tf::TensorView v,
-                     tf::TensorView o, tf::TensorView lse, double sm_scale) {
+                     tf::TensorView o, tf::TensorView lse, double sm_scale,
+                     tf::Optional<tf::TensorView> mask) {
+    const OptionalView mask_view(mask);
     const TensorView q_view = ViewOf(q);
     const TensorView k_view = ViewOf(k);
     const TensorView v_view = ViewOf(v);
     const TensorView o_view = ViewOf(o);
     const TensorView lse_view = ViewOf(lse);
     latch_.Run([&] {
-      return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale);
+      return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale,
+                                   mask_view.get());
     });
   }
   void CrossAttention(int64_t layer, tf::TensorView q, tf::TensorView o, tf::TensorView lse,
@@ -199,13 +230,15 @@ class KVCacheObj : public tf::Object {
         [&] { return cache_->MergeAttnOutputInplace(o1_view, lse1_view, o2_view, lse2_view); });
   }
   void AttentionWithSharedKV(int64_t source_layer, tf::TensorView q, tf::TensorView o,
-                             tf::Optional<tf::TensorView> lse, double sm_scale) {
+                             tf::Optional<tf::TensorView> lse, double sm_scale,
+                             tf::Optional<tf::TensorView> mask) {
     const TensorView q_view = ViewOf(q);
     const TensorView o_view = ViewOf(o);
-    const TensorView lse_view = lse.has_value() ? ViewOf(lse.value()) : TensorView();
-    const TensorView* lse_pointer = lse.has_value() ? &lse_view : nullptr;
+    const OptionalView lse_view(lse);
+    const OptionalView mask_view(mask);
     latch_.Run([&] {
-      return cache_->AttentionWithSharedKV(source_layer, q_view, o_view, lse_pointer, sm_scale);
+      return cache_->AttentionWithSharedKV(source_layer, q_view, o_view, lse_view.get(), sm_scale,
+                                           mask_view.get());
     });
   }
   // A copy: the cache's own array changes with the next forward.
@@ -341,6 +374,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("has_sequence", &KVCacheObj::HasSequence)
       .def("get_sequence_length", &KVCacheObj::GetSequenceLength)
       .def("pages_needed", &KVCacheObj::PagesNeeded)
+      .def("pages_needed_for_tree", &KVCacheObj::PagesNeededForTree)
       .def("select_long_rope", &KVCacheObj::SelectLongRope)
       .def("attention_with_fused_qkv", &KVCacheObj::AttentionWithFusedQKV)
       .def("append", &KVCacheObj::Append)

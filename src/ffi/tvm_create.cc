@@ -216,6 +216,7 @@ tf::Any CreateTvmKVCache(const TvmOptions& options, const tf::AnyView* views, in
   cache.prefill_chunk_size = sizes.prefill_chunk_size;
   cache.page_size = sizes.page_size;
   cache.tvm_window_span = options.window_span;
+  config.tree_commit = options.tree_commit;
   return tf::ObjectRef(tf::make_object<TvmKVCacheObj>(std::move(config)));
 }
 

@@ -114,7 +114,7 @@ std::vector<NamedFunction> ObjectFunctions() {
       {"rnn_state_set", GivingObject(FunctionOf(&R::Set))},
       {"rnn_state_debug_get", FunctionOf(&R::DebugGet)},
       {"attention_kv_cache_commit_accepted_token_tree_nodes",
-       Refusal("attention_kv_cache_commit_accepted_token_tree_nodes", "token trees")},
+       FunctionOf(&C::CommitAcceptedTokenTreeNodes)},
       {"attention_kv_cache_append_mla_kv",
        Refusal("attention_kv_cache_append_mla_kv", "latent attention")},
       {"attention_kv_cache_debug_get_kv_mla",
@@ -153,6 +153,7 @@ class TvmInstallationObj : public tf::Object {
     TvmOptions options;
     OptionsReader reader("quire.tvm.install", fields);
     reader.Read("tvm_window_span", &options.window_span);
+    reader.Read("tvm_tree_commit", &options.tree_commit);
     reader.Read("tvm_rnn_history1", &options.rnn_history1);
     if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
     reader.Finish();

@@ -92,6 +92,7 @@ void TvmKVCacheObj::Clear() {
   latch_.Run([&] { return cache_->Clear(); });
   windows_.clear();
   imports_.clear();
+  trees_.Clear();
   sequences_.clear();
 }
 
@@ -108,6 +109,7 @@ void TvmKVCacheObj::RemoveSequence(int64_t seq_id) {
   Erase(sequences_, seq_id);
   windows_.erase(seq_id);
   imports_.erase(seq_id);
+  trees_.Drop(seq_id, 0);
 }
 
 void TvmKVCacheObj::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
@@ -141,6 +143,17 @@ void TvmKVCacheObj::PopN(int64_t seq_id, int64_t n) {
   const int64_t length = kept + SlidRange(seq_id).count();
   const int64_t end = PositionBehind(seq_id, kept - n);
   latch_.Run([&] { return cache_->PopN(seq_id, length - end); });
+  trees_.Drop(seq_id, latch_.Run([&] { return cache_->GetTreeSize(seq_id); }));
+}
+
+void TvmKVCacheObj::CommitAcceptedTokenTreeNodes(const tf::Shape& seq_ids,
+                                                 const tf::Shape& leaves) {
+  std::vector<int64_t> nodes(leaves.begin(), leaves.end());
+  for (size_t i = 0; config_.tree_commit && i < std::min(nodes.size(), seq_ids.size()); ++i) {
+    if (nodes[i] == -1) nodes[i] = trees_.KeptLeaf(seq_ids[i]);
+  }
+  latch_.Run([&] { return cache_->CommitAcceptedTokenTreeNodes(TvmSpanOf(seq_ids), nodes); });
+  for (const int64_t id : seq_ids) trees_.Drop(id, 0);
 }
 
 void TvmKVCacheObj::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
@@ -175,18 +188,19 @@ int64_t TvmKVCacheObj::GetNumAvailablePages() {
 
 void TvmKVCacheObj::BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
                                  const tf::Optional<tf::Shape>& parents) {
-  if (parents.has_value()) {
-    Throw(Status(StatusCode::kBadState,
-                 "kv_state_begin_forward: this build of Quire has no token trees behind TVM's "
-                 "names; pass None for the parents"));
-  }
   for (const int64_t id : seq_ids) {
     RefuseImporting("kv_state_begin_forward", id);
     if (transfer_ != nullptr) latch_.Run([&] { return transfer_->TakeOver(id); });
   }
   std::vector<int64_t> batch(seq_ids.begin(), seq_ids.end());
   std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
-  latch_.Run([&] { return cache_->BeginForward(batch, lengths); });
+  if (parents.has_value()) {
+    TvmTrees::Round round = trees_.Plan(batch, lengths, TvmSpanOf(*parents));
+    latch_.Run([&] { return cache_->BeginTreeForward(batch, lengths, TvmSpanOf(*parents)); });
+    trees_.Add(std::move(round));
+  } else {
+    latch_.Run([&] { return cache_->BeginForward(batch, lengths); });
+  }
   batch_.swap(batch);
   batch_lengths_.swap(lengths);
 }

@@ -15,6 +15,7 @@
 #include "ffi/errors.h"
 #include "ffi/tvm_state.h"
 #include "ffi/tvm_transfer.h"
+#include "ffi/tvm_trees.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire::ffi {
@@ -29,6 +30,7 @@ class TvmKVCacheObj : public TvmStateObj {
     // As in TVM, windows of sequences are accepted but do nothing where layers have their own.
     bool has_layer_windows = false;
     std::shared_ptr<TvmTransferHub> transfer = nullptr;  // null: created without
+    bool tree_commit = true;                             // TvmOptions
   };
   explicit TvmKVCacheObj(Config config);
 
@@ -47,6 +49,7 @@ class TvmKVCacheObj : public TvmStateObj {
   int64_t GetSequenceLength(int64_t seq_id);
   // A copy: an array of the cache would change with the next forward.
   tvm::ffi::Tensor GetQueryPositions();
+  void CommitAcceptedTokenTreeNodes(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& leaves);
   void EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks);
 
   void AttentionWithFusedQKV(int64_t layer, double sm_scale, tvm::ffi::TensorView qkv,
@@ -123,6 +126,7 @@ class TvmKVCacheObj : public TvmStateObj {
   std::unique_ptr<TvmTransferPeer> transfer_;  // leaves before the cache goes
   std::map<int64_t, SequenceWindowArguments> windows_;
   std::map<int64_t, Import> imports_;
+  TvmTrees trees_;
   std::vector<int64_t> sequences_;              // ids, sorted
   std::vector<int64_t> batch_, batch_lengths_;  // of the open forward
 };

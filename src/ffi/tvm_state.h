@@ -21,6 +21,7 @@ class TvmTransferHub;  // tvm_transfer.h
 // otherwise.
 struct TvmOptions {
   bool window_span = true;   // AttentionKVCacheOptions::tvm_window_span
+  bool tree_commit = true;   // TvmTrees::KeptLeaf
   bool rnn_history1 = true;  // RNNStateOptions::tvm_rnn_history1
   // In place of what the rotation kernel shows, but for the mode: for rotations that a kernel of
   // TVM gets wrong (YaRN) or cannot have (LongRoPE).

@@ -96,6 +96,18 @@ struct TokenTreeView {
   int64_t first_node = 0;  // of the sequence's first row; the others follow it
   int64_t min_depth = 0;   // of the rows
   int64_t max_depth = 0;
+  // How many of a row's ancestors are no rows: they stand before those that are. [row]; read where
+  // the two are told apart (new_only, AttentionArgs::cached_only).
+  const int32_t* old_levels = nullptr;
+  bool new_only = false;  // a row sees its ancestors among the rows, and itself
+};
+
+// A caller's condition beside all others: bit i of tiles[t - first_tile] says whether position 16 t
+// + i may be seen. What lies in tiles before may be; there are tiles for all else that the row
+// could see.
+struct RowMask {
+  const uint16_t* tiles = nullptr;  // null: no condition
+  int64_t first_tile = 0;
 };
 
 // One sequence of a forward: rows [first_row, first_row + row_count) of q and o, at positions base,
@@ -151,8 +163,10 @@ struct AttentionArgs {
   int64_t row_count = 0;
   std::span<const AttentionSequence> sequences;  // in plan order (sharers adjacent)
   std::span<const SharedSpan> shared = {};
-  bool cached_only = false;  // every row of a sequence sees [0, base) alone
-  void* scratch = nullptr;   // attention_scratch_bytes() of it, 64-byte aligned
+  // Every row sees [0, base) alone, and in a tree its ancestors that are no rows.
+  bool cached_only = false;
+  const RowMask* masks = nullptr;  // [row] or null
+  void* scratch = nullptr;         // attention_scratch_bytes() of it, 64-byte aligned
 
   // The end of the positions that row `row` of a sequence sees.
   int64_t SeenEnd(const AttentionSequence& sequence, int64_t row) const {

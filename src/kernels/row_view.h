@@ -1,5 +1,6 @@
-// The one rule of visibility: which positions a row sees. Causality, the window of a layer and the
-// window of a sequence with its sinks come together here, and nowhere else.
+// The one rule of visibility: which positions a row sees. Causality, ancestry, the window of a
+// layer, the window of a sequence with its sinks and a caller's mask come together here, and
+// nowhere else.
 #ifndef QUIRE_KERNELS_ROW_VIEW_H_
 #define QUIRE_KERNELS_ROW_VIEW_H_
 
@@ -10,14 +11,16 @@
 
 namespace quire {
 
-// [begin, end) without [gap_begin, gap_end), which lies inside or is empty. Positions before
-// sink_end are sinks of a window that has slid: AttentionArgs::sink_angles.
+// [begin, end) without [gap_begin, gap_end), which lies inside or is empty, and without what the
+// mask hides. Positions before sink_end are sinks of a window that has slid:
+// AttentionArgs::sink_angles.
 struct RowView {
   int64_t begin;
   int64_t end;
   int64_t gap_begin;
   int64_t gap_end;
   int64_t sink_end;
+  RowMask mask = {};
 };
 
 // How many positions behind the sinks a row at `position` does not see.
@@ -52,13 +55,25 @@ inline int64_t RunsEnd(const AttentionSequence& sequence) {
   return sequence.base + (sequence.tree == nullptr ? sequence.row_count : 0);
 }
 
+// Hides all before `begin` and all from `end` on.
+inline void KeepBetween(int64_t begin, int64_t end, RowView* view) {
+  view->begin = std::max(view->begin, begin);
+  view->end = std::min(view->end, std::max<int64_t>(end, 0));
+  view->sink_end = std::min(view->sink_end, view->end);
+  if (view->gap_begin <= view->begin) view->begin = std::max(view->begin, view->gap_end);
+  if (view->gap_begin <= view->begin || view->gap_begin >= view->end)
+    view->gap_begin = view->gap_end = INT64_MAX;
+}
+
 // What row `row` of a sequence sees in a call.
 inline RowView ViewOf(const AttentionArgs& args, const AttentionSequence& sequence, int64_t row) {
   RowView view = ViewOfRow(sequence.window, args.layer_window, PositionOfRow(sequence, row));
-  if (!args.cached_only) return view;
-  view.end = std::max<int64_t>(sequence.base, 0);
-  view.sink_end = std::min(view.sink_end, view.end);
-  if (view.gap_begin >= view.end) view.gap_begin = view.gap_end = INT64_MAX;
+  if (args.masks != nullptr) view.mask = args.masks[sequence.first_row + row];
+  const TokenTreeView* const tree = sequence.tree;
+  const bool new_only = tree != nullptr && tree->new_only;
+  if (!args.cached_only && !new_only) return view;
+  const int64_t first_new = sequence.base + (tree == nullptr ? 0 : tree->old_levels[row]);
+  KeepBetween(new_only ? first_new : 0, args.cached_only ? first_new : view.end, &view);
   return view;
 }
 
@@ -74,7 +89,10 @@ inline HiddenRange HiddenOf(const RowView& view) {
 
 inline bool Sees(const RowView& view, int64_t position) {
   const bool in_gap = view.gap_begin <= position && position < view.gap_end;
-  return view.begin <= position && position < view.end && !in_gap;
+  if (position < view.begin || position >= view.end || in_gap) return false;
+  const int64_t tile = position / kTilePositions;
+  if (view.mask.tiles == nullptr || tile < view.mask.first_tile) return true;
+  return (view.mask.tiles[tile - view.mask.first_tile] >> position % kTilePositions & 1) != 0;
 }
 
 }  // namespace quire

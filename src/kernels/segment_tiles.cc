@@ -95,20 +95,19 @@ void ResolveNodeTile(const KVPages& pages, const AttentionSequence& sequence, in
                      SegmentTile* out) noexcept {
   const TokenTreeView& tree = *sequence.tree;
   const int64_t first = segment * kSegmentPositions + tile * kTilePositions;
-  const int64_t base_lane = std::max<int64_t>(sequence.base - first, 0);
   out->piece_count = 0;
   for (int i = 0; stored != nullptr && i < stored->piece_count; ++i) {
     out->pieces[out->piece_count++] = stored->pieces[i];
   }
   const int committed_pieces = out->piece_count;
-  while (tree.depths[node] + sequence.base >= first + kTilePositions) node = tree.parents[node];
-  const int64_t last_lane = tree.depths[node] + sequence.base - first;
-  out->piece_count += static_cast<int>(last_lane + 1 - base_lane);
+  const auto lane_of = [&](int64_t n) { return tree.depths[n] + sequence.base - first; };
+  while (node >= 0 && lane_of(node) >= kTilePositions) node = tree.parents[node];
+  for (int64_t n = node; n >= 0 && lane_of(n) >= 0; n = tree.parents[n]) ++out->piece_count;
   // From the node up its path, so from the last piece down.
   for (int i = out->piece_count; i-- > committed_pieces; node = tree.parents[node]) {
     out->pieces[i] = {tree.pages[node / pages.layout.page_size],
                       static_cast<int32_t>(node % pages.layout.page_size),
-                      static_cast<int32_t>(tree.depths[node] + sequence.base - first), 1};
+                      static_cast<int32_t>(lane_of(node)), 1};
   }
   CloseTile(pages, out);
   out->in_place = false;

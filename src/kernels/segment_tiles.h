@@ -40,10 +40,11 @@ struct SegmentTiles {
 void ResolveSegment(const KVPages& pages, const AttentionSequence& sequence, int64_t segment,
                     int64_t end, SegmentTiles* out) noexcept;
 
-// A tile as node `node` of the sequence's tree sees it: the committed positions as in `stored` (of
-// ResolveSegment up to base; null: there are none), and its path. Lanes of later positions may hold
-// anything, as in a tile that is read in place.
-// REQUIRES: the tile ends behind base, and the node stands in or behind it.
+// A tile as node `node` of the sequence's tree sees it, or as all see it whose path has no node
+// (-1): the committed positions as in `stored` (of ResolveSegment up to base; null: there are
+// none), and the node's path. Lanes of later positions may hold anything, as in a tile that is read
+// in place.
+// REQUIRES: the tile ends behind base.
 void ResolveNodeTile(const KVPages& pages, const AttentionSequence& sequence, int64_t node,
                      int64_t segment, int tile, const SegmentTile* stored,
                      SegmentTile* out) noexcept;

@@ -18,6 +18,7 @@ void ForwardPlan::ClearArrays() noexcept {
   filled_at_ = 0;
   row_count_ = 0;
   positions_.clear();
+  old_levels_.clear();
   for (GroupPlan& plan : groups_) {
     for (TokenSlots* const slots : {&plan.rows, &plan.imports}) {
       slots->targets.clear();
@@ -66,12 +67,22 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
     ReserveGrowing(plan.copy_opens_tile, copies);
   }
   ReserveGrowing(positions_, rows);
+  ReserveGrowing(old_levels_, rows);
   ReserveGrowing(shared_, blocks);
   ReserveGrowing(order_, members.size());
   ReserveGrowing(private_segments_, members.size());
   ReserveGrowing(nodes_, blocks);
   ReserveGrowing(path_, path_max);
   marks_.resize(static_cast<size_t>(tree.block_capacity()));
+}
+
+// Of the member's row i; those of the rows before are there.
+int32_t ForwardPlan::OldLevels(const ForwardMember& member, int64_t i) const noexcept {
+  const int64_t first = member.first_node();
+  const int64_t parent = member.tree->parents[static_cast<size_t>(first + i)];
+  if (parent < 0) return 0;
+  if (parent < first) return member.tree->depths[static_cast<size_t>(parent)] + 1;
+  return old_levels_[static_cast<size_t>(member.first_row + parent - first)];
 }
 
 void ForwardPlan::Fill(const BlockTree& tree) noexcept {
@@ -81,6 +92,7 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
       const int64_t depth =
           member.is_tree() ? member.tree->depths[static_cast<size_t>(member.first_node() + i)] : i;
       positions_.push_back(static_cast<int32_t>(member.base() + depth));
+      old_levels_.push_back(member.is_tree() ? OldLevels(member, i) : 0);
     }
     has_trees |= member.is_tree();
   }
@@ -331,7 +343,8 @@ const TokenTreeView* ForwardPlan::AddTreeView(int group_index,
                    .pages = tree.groups[static_cast<size_t>(group_index)].pages.data(),
                    .first_node = member.first_node(),
                    .min_depth = *least,
-                   .max_depth = *most});
+                   .max_depth = *most,
+                   .old_levels = old_levels_.data() + member.first_row});
   return &trees.back();
 }
 

@@ -106,6 +106,8 @@ class ForwardPlan {
     return members.empty() ? 0 : members.back().first_import + members.back().imported;
   }
   std::span<const int32_t> positions() const { return positions_; }  // [row]
+  // Of nodes: how many of their ancestors are from forwards before. [row]
+  std::span<const int32_t> old_levels() const { return old_levels_; }
   const GroupPlan& group(int group) const { return groups_[static_cast<size_t>(group)]; }
   // The same plan for a caller that adds pointers to its sequences (RopeMode::kInline).
   GroupPlan& group(int group) { return groups_[static_cast<size_t>(group)]; }
@@ -133,6 +135,7 @@ class ForwardPlan {
     int32_t node = -1;
   };
 
+  int32_t OldLevels(const ForwardMember& member, int64_t i) const noexcept;
   bool FindSharing(const BlockTree& tree) noexcept;
   void BuildNodes(const BlockTree& tree) noexcept;
   void AddChild(int32_t parent, int32_t child) noexcept;
@@ -152,6 +155,7 @@ class ForwardPlan {
   uint64_t filled_at_ = 0;  // the tree's version when the arrays were filled; 0: there are none
   int64_t row_count_ = 0;
   std::vector<int32_t> positions_;
+  std::vector<int32_t> old_levels_;  // 0 for tokens of chains
   std::vector<GroupPlan> groups_;
   std::vector<SharedSpan> shared_;
   std::vector<int32_t> order_;

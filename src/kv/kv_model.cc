@@ -777,6 +777,13 @@ Result<int64_t> KVModel::PagesNeeded(std::span<const int64_t> seq_ids,
   return MakePlan(seq_ids, append_lengths).pages_needed;
 }
 
+Result<int64_t> KVModel::PagesNeededForTree(std::span<const int64_t> seq_ids,
+                                            std::span<const int64_t> append_lengths,
+                                            std::span<const int64_t> token_tree_parents) const {
+  QUIRE_RETURN_IF_ERROR(CheckTreeBatch(seq_ids, append_lengths, token_tree_parents));
+  return MakePlan(seq_ids, append_lengths, &token_tree_parents).pages_needed;
+}
+
 // ---------------------------------------------------------------------- forward
 
 Status KVModel::CheckShapeOfBatch(std::span<const int64_t> seq_ids,
@@ -844,9 +851,9 @@ Status KVModel::CheckTree(const Sequence& sequence, std::span<const int64_t> par
   return Status();
 }
 
-Status KVModel::BeginTreeForward(std::span<const int64_t> seq_ids,
-                                 std::span<const int64_t> append_lengths,
-                                 std::span<const int64_t> token_tree_parents) {
+Status KVModel::CheckTreeBatch(std::span<const int64_t> seq_ids,
+                               std::span<const int64_t> append_lengths,
+                               std::span<const int64_t> token_tree_parents) const {
   QUIRE_RETURN_IF_ERROR(CheckShapeOfBatch(seq_ids, append_lengths));
   std::set<int64_t> seen;
   int64_t room = options_.prefill_chunk_size;
@@ -862,6 +869,13 @@ Status KVModel::BeginTreeForward(std::span<const int64_t> seq_ids,
     left = left.subspan(static_cast<size_t>(count));
   }
   if (!left.empty()) return Bad(StatusCode::kBadArgument, "too many parents");
+  return Status();
+}
+
+Status KVModel::BeginTreeForward(std::span<const int64_t> seq_ids,
+                                 std::span<const int64_t> append_lengths,
+                                 std::span<const int64_t> token_tree_parents) {
+  QUIRE_RETURN_IF_ERROR(CheckTreeBatch(seq_ids, append_lengths, token_tree_parents));
   Plan plan = MakePlan(seq_ids, append_lengths, &token_tree_parents);
   if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
   loads_.clear();
@@ -996,7 +1010,7 @@ Status KVModel::FailAttention(Status status) {
 }
 
 Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
-                                      double sm_scale) {
+                                      double sm_scale, const TensorView* mask) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, false)));
@@ -1008,6 +1022,7 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
   if (d == dv && qkv.rank() == 3) shape = CheckRows("qkv", qkv, layer, hq + 2 * hkv, d);
   QUIRE_RETURN_IF_ERROR(FailAttention(shape));
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckRows("o", o, layer, hq, dv)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
   if (appended_[static_cast<size_t>(layer)]) {
     return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
   }
@@ -1015,7 +1030,7 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
   QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
   AttendRows(layer, Sees::kUpToOwn, Rows{&qkv, 0, d}, Rotated::kNo, Rows{&o, 0, dv}, nullptr,
-             sm_scale);
+             sm_scale, mask);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
@@ -1037,8 +1052,9 @@ Status KVModel::Append(int64_t layer, const TensorView& k, const TensorView& v) 
 }
 
 Status KVModel::CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
-                            const TensorView* lse) {
+                            const TensorView* lse, const TensorView* mask) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   QUIRE_RETURN_IF_ERROR(
       FailAttention(CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim)));
@@ -1053,12 +1069,12 @@ Status KVModel::CheckAttend(int64_t layer, const TensorView& q, const TensorView
 }
 
 Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
-                       const TensorView* lse, double sm_scale) {
-  QUIRE_RETURN_IF_ERROR(CheckAttend(layer, q, o, lse));
+                       const TensorView* lse, double sm_scale, const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(CheckAttend(layer, q, o, lse, mask));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   AttendRows(layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
              RotatedForAttend(static_cast<size_t>(layer)), Rows{&o, 0, spec.v_head_dim}, lse,
-             sm_scale);
+             sm_scale, mask);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();
 }
@@ -1084,19 +1100,20 @@ Status KVModel::AppendMLAKV(int64_t layer, const TensorView& kv) {
 }
 
 Status KVModel::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
-                                 const TensorView& o, double sm_scale) {
+                                 const TensorView& o, double sm_scale, const TensorView* mask) {
   QUIRE_RETURN_IF_ERROR(AppendMLAKV(layer, kv));
-  return Attend(layer, q_absorbed, o, nullptr, sm_scale);
+  return Attend(layer, q_absorbed, o, nullptr, sm_scale, mask);
 }
 
 Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
-                                      const TensorView& o, const TensorView* lse, double sm_scale) {
-  QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse));
+                                      const TensorView& o, const TensorView* lse, double sm_scale,
+                                      const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse, mask));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(source_layer)];
   AttendRows(
       source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
       ModeOf(static_cast<size_t>(source_layer)) == RopeMode::kInline ? Rotated::kNo : Rotated::kYes,
-      Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
+      Rows{&o, 0, spec.v_head_dim}, lse, sm_scale, mask);
   return Status();
 }
 
@@ -1311,8 +1328,44 @@ void KVModel::TurnQuery(const Sequence& sequence, size_t layer, int64_t position
   }
 }
 
+int64_t KVModel::BaseOf(size_t member) const {
+  const Sequence& sequence = sequences_.at(batch_[member]);
+  return sequence.length() - (sequence.nodes.empty() ? batch_lengths_[member] : 0);
+}
+
+std::vector<int64_t> KVModel::NewTokensUpTo(size_t member, int64_t n) const {
+  const Sequence& sequence = sequences_.at(batch_[member]);
+  std::vector<int64_t> tokens;
+  if (sequence.nodes.empty()) {
+    tokens.resize(static_cast<size_t>(n + 1));
+    std::iota(tokens.begin(), tokens.end(), 0);
+    return tokens;
+  }
+  const int64_t first = sequence.tree_size() - batch_lengths_[member];
+  for (const int64_t node : sequence.PathTo(first + n))
+    tokens.push_back(std::max<int64_t>(node - first, -1));
+  return tokens;
+}
+
+Status KVModel::CheckMask(const TensorView* mask) const {
+  if (mask == nullptr) return Status();
+  int64_t count = 0;
+  for (const int64_t length : batch_lengths_) count += length * length;
+  if (mask->dtype() == DType::kU8 && mask->rank() == 1 && mask->dim(0) == count &&
+      mask->is_contiguous())
+    return Status();
+  return Bad(StatusCode::kBadArgument, "mask");
+}
+
+bool KVModel::MaskShows(const TensorView* mask, size_t member, int64_t n, int64_t token) const {
+  if (mask == nullptr) return true;
+  int64_t first = 0;
+  for (size_t m = 0; m < member; ++m) first += batch_lengths_[m] * batch_lengths_[m];
+  return mask->data_as<uint8_t>()[first + n * batch_lengths_[member] + token] != 0;
+}
+
 void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
-                         const TensorView* lse, double sm_scale) {
+                         const TensorView* lse, double sm_scale, const TensorView* mask) {
   const size_t l = static_cast<size_t>(layer);
   const AttentionLayerSpec& spec = options_.layers[l];
   const int64_t group_size = spec.num_qo_heads / spec.num_kv_heads;
@@ -1325,9 +1378,7 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
     const bool is_tree = !sequences_.at(batch_[i]).nodes.empty();
     TokenRows keys = KeysOf(sequence, l);
     TokenRows values = ValuesOf(sequence, l);
-    const int64_t old_length =
-        is_tree ? sequences_.at(batch_[i]).length()
-                : static_cast<int64_t>(sequence.tokens.size()) - batch_lengths_[i];
+    const int64_t base = BaseOf(i);
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
       if (is_tree) {
         sequence = SequenceOfRow(i, n);
@@ -1335,6 +1386,11 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
         values = ValuesOf(sequence, l);
       }
       const int64_t position = positions_[static_cast<size_t>(row)];
+      const std::vector<int64_t> new_tokens = NewTokensUpTo(i, n);
+      const auto is_shown = [&](int64_t p) {
+        const int64_t token = p < base ? -1 : new_tokens[static_cast<size_t>(p - base)];
+        return token < 0 || (sees == Sees::kUpToOwn && MaskShows(mask, i, n, token));
+      };
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
         for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
         HeadArguments head{.spec = &spec,
@@ -1350,9 +1406,8 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
                            .keys = &keys,
                            .values = &values,
                            .output_dtype = o.view->dtype()};
-        const int64_t end = sees == Sees::kUpToOwn ? position + 1 : old_length;
-        for (int64_t p = 0; p < end; ++p) {
-          if (sequence.Sees(position, p, spec.window))
+        for (int64_t p = 0; p <= position; ++p) {
+          if (sequence.Sees(position, p, spec.window) && is_shown(p))
             head.visible.push_back(static_cast<size_t>(p));
         }
         TurnQuery(sequence, l, position, rotated, &head);

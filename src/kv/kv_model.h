@@ -70,27 +70,33 @@ class KVModel final : public AttentionKVCache {
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override;
   Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths) const override;
+  Result<int64_t> PagesNeededForTree(std::span<const int64_t> seq_ids,
+                                     std::span<const int64_t> append_lengths,
+                                     std::span<const int64_t> token_tree_parents) const override;
 
   Status SelectLongRope(int64_t seq_id, bool use_long_factors) override;
   Result<bool> UsesLongRope(int64_t seq_id) const override;
 
   // Outputs are rounded from double. The bounds of the last call's values are in last_bounds().
   Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
-                               double sm_scale) override;
+                               double sm_scale, const TensorView* mask = nullptr) override;
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
-                double sm_scale) override;
+                double sm_scale, const TensorView* mask = nullptr) override;
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
-                               const TensorView* lse, double sm_scale) override;
+                               const TensorView* lse, double sm_scale,
+                               const TensorView* mask = nullptr) override;
   Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
-                       const TensorView& o, const TensorView& lse, double sm_scale) override;
+                       const TensorView& o, const TensorView& lse, double sm_scale,
+                       const TensorView* mask = nullptr) override;
   Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                         const TensorView& lse, double sm_scale) override;
   Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
                                 const TensorView& lse2) override;
   Status AppendMLAKV(int64_t layer, const TensorView& kv) override;
   Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
-                          const TensorView& o, double sm_scale) override;
+                          const TensorView& o, double sm_scale,
+                          const TensorView* mask = nullptr) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -237,6 +243,8 @@ class KVModel final : public AttentionKVCache {
   void PlaceNodes(Sequence& sequence, std::span<const int64_t> parents, std::vector<Group>& groups,
                   std::vector<int64_t>& taken) const;
   static void DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups);
+  Status CheckTreeBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
+                        std::span<const int64_t> parents) const;
   static Status CheckTree(const Sequence& sequence, std::span<const int64_t> parents);
   // The plain sequence of the committed tokens and the path to a node.
   static Sequence PlainTo(const Sequence& sequence, int64_t node);
@@ -256,7 +264,6 @@ class KVModel final : public AttentionKVCache {
   void HoldAll(const Sequence& sequence, int32_t count);
   Status Import(int64_t seq_id, const KVImport& import, bool leaves_out);
   Status CheckAttention(int64_t layer) const;
-  Status CheckChains() const;
   Status FailAttention(Status status);
   Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                    int64_t dim) const;
@@ -272,10 +279,17 @@ class KVModel final : public AttentionKVCache {
   double ScoreError(const AttentionLayerSpec& spec) const;
   void AttendHead(const HeadArguments& head, double* lse, std::span<double> o);
   void AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
-                  const TensorView* lse, double sm_scale);
+                  const TensorView* lse, double sm_scale, const TensorView* mask = nullptr);
+  // Where the first new token of a member, or a root of its tree, stands.
+  int64_t BaseOf(size_t member) const;
+  // The new tokens up to row n of a member, or on its path, by position from BaseOf on; -1: a node
+  // of an earlier forward.
+  std::vector<int64_t> NewTokensUpTo(size_t member, int64_t n) const;
+  Status CheckMask(const TensorView* mask) const;
+  bool MaskShows(const TensorView* mask, size_t member, int64_t n, int64_t token) const;
   bool LseFits(const TensorView& lse, int64_t heads) const;
-  Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
-                     const TensorView* lse);
+  Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
+                     const TensorView* mask);
   // Who rotates: for latent layers the caller.
   RopeMode ModeOf(size_t layer) const {
     return options_.layers[layer].latent ? RopeMode::kNone : options_.rope.mode;

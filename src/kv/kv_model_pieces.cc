@@ -13,16 +13,11 @@ Status Bad(const std::string& message) {
 
 }  // namespace
 
-Status KVModel::CheckChains() const {
-  if (sequences_.at(batch_.front()).nodes.empty()) return Status();
-  return Status(StatusCode::kBadState, "KVModel: a forward of trees");
-}
-
 Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                               const TensorView& v, const TensorView& o, const TensorView& lse,
-                              double sm_scale) {
+                              double sm_scale, const TensorView* mask) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
-  QUIRE_RETURN_IF_ERROR(FailAttention(CheckChains()));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
   const size_t l = static_cast<size_t>(layer);
   if (q.rank() != 3 || k.rank() != 3 || v.rank() != 3 || q.dim(1) % k.dim(1) != 0) {
     return FailAttention(Bad("q, k and v do not fit together"));
@@ -48,8 +43,10 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
       spec.latent || (mode == RopeMode::kNormal && spec.qk_head_dim == layer_dim);
   for (size_t m = 0; m < batch_.size() && spec.qk_head_dim != layer_dim; ++m) {
     const Sequence& sequence = sequences_.at(batch_[m]);
-    const bool has_new_sinks = sequence.sinks > sequence.length() - batch_lengths_[m];
-    const bool slides = has_new_sinks && sequence.SlidAt(sequence.length() - 1) > 0;
+    int64_t last = 0;
+    for (int64_t n = 0; n < batch_lengths_[m]; ++n)
+      last = std::max(last, BaseOf(m) + std::ssize(NewTokensUpTo(m, n)) - 1);
+    const bool slides = sequence.sinks > BaseOf(m) && sequence.SlidAt(last) > 0;
     if (slides && mode == RopeMode::kNormal)
       return FailAttention(Bad("sinks are scored by turned queries of the layer's dimension"));
   }
@@ -72,16 +69,25 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
   int64_t first = 0;
   for (size_t m = 0; m < batch_.size(); first += batch_lengths_[m], ++m) {
     const Sequence& sequence = sequences_.at(batch_[m]);
-    const int64_t base = sequence.length() - batch_lengths_[m];
-    TokenRows keys;
-    TokenRows values;
+    const int64_t base = BaseOf(m);
+    TokenRows new_keys;
+    TokenRows new_values;
     for (int64_t row = first; row < first + batch_lengths_[m]; ++row) {
       const int64_t position = positions_[static_cast<size_t>(row)];
-      keys.emplace_back();
-      values.emplace_back();
+      new_keys.emplace_back();
+      new_values.emplace_back();
       for (int64_t h = 0; h < spec.num_kv_heads; ++h) {
-        for (const double x : turned(m, row, head_of(k_rows, row, h))) keys.back().push_back(x);
-        for (const double x : head_of(v_rows, row, h)) values.back().push_back(x);
+        for (const double x : turned(m, row, head_of(k_rows, row, h))) new_keys.back().push_back(x);
+        for (const double x : head_of(v_rows, row, h)) new_values.back().push_back(x);
+      }
+      // By position from base on; nodes of earlier forwards have none.
+      const std::vector<int64_t> tokens = NewTokensUpTo(m, row - first);
+      TokenRows keys(tokens.size());
+      TokenRows values(tokens.size());
+      for (size_t i = 0; i < tokens.size(); ++i) {
+        if (tokens[i] < 0) continue;
+        keys[i] = new_keys[static_cast<size_t>(tokens[i])];
+        values[i] = new_values[static_cast<size_t>(tokens[i])];
       }
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
         const std::vector<double> query = head_of(q_rows, row, h);
@@ -98,7 +104,9 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
             .values = &values,
             .output_dtype = o.dtype()};
         for (int64_t p = base; p <= position; ++p) {
-          if (sequence.Sees(position, p, spec.window))
+          const int64_t token = tokens[static_cast<size_t>(p - base)];
+          if (token >= 0 && sequence.Sees(position, p, spec.window) &&
+              MaskShows(mask, m, row - first, token))
             head.visible.push_back(static_cast<size_t>(p - base));
         }
         if (rotates || turns_sinks)
@@ -120,7 +128,6 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
 Status KVModel::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                                const TensorView& lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
-  QUIRE_RETURN_IF_ERROR(FailAttention(CheckChains()));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   Status status = CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim);
   if (status.ok()) status = CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim);

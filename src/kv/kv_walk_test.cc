@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <set>
 #include <sstream>
@@ -332,6 +333,9 @@ class Walker {
   std::string Fork(const WalkOp& op);
   std::string ForkOnce(const WalkOp& op);
   std::string Pop(const WalkOp& op);
+  std::string SameNeeds(const char* call,
+                        const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
+                        int64_t* needed);
   std::string PagesNeeded(const Batch& batch, int64_t* needed);
   std::string Begin(const WalkOp& op);
   std::string BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads = {});
@@ -339,6 +343,8 @@ class Walker {
   std::string Fused(size_t layer, const std::vector<uint64_t>& rows);
   std::string Append(size_t layer, const std::vector<uint64_t>& rows);
   std::string Attend(size_t layer, const std::vector<uint64_t>& rows);
+  std::string AttendMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
+  TestTensor DrawMask(uint32_t draw) const;
   std::string Pieces(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
   std::string Merge(const LayerOutputs& self, const LayerOutputs& cross);
   std::string CompareOutputs(size_t layer, const LayerOutputs& cache, const LayerOutputs& model);
@@ -724,15 +730,24 @@ std::string Walker::Pop(const WalkOp& op) {
   return "";
 }
 
-std::string Walker::PagesNeeded(const Batch& batch, int64_t* needed) {
+std::string Walker::SameNeeds(const char* call,
+                              const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
+                              int64_t* needed) {
   const uint64_t digest = cache_->StateDigest();
-  const Result<int64_t> cache = cache_->PagesNeeded(batch.ids, batch.lengths);
-  const Result<int64_t> model = model_.PagesNeeded(batch.ids, batch.lengths);
-  std::string error = Compare("PagesNeeded", cache.status(), model.status());
-  if (error.empty() && cache.ok()) error = Differ("PagesNeeded", *cache, *model);
-  if (error.empty() && cache_->StateDigest() != digest) error = "PagesNeeded changed the state";
+  const Result<int64_t> cache = ask(*cache_);
+  const Result<int64_t> model = ask(model_);
+  std::string error = Compare(call, cache.status(), model.status());
+  if (error.empty() && cache.ok()) error = Differ(call, *cache, *model);
+  if (error.empty() && cache_->StateDigest() != digest)
+    error = std::string(call) + " changed the state";
   *needed = cache.ok() ? *cache : -1;
   return error;
+}
+
+std::string Walker::PagesNeeded(const Batch& batch, int64_t* needed) {
+  return SameNeeds(
+      "PagesNeeded",
+      [&](const AttentionKVCache& c) { return c.PagesNeeded(batch.ids, batch.lengths); }, needed);
 }
 
 std::string Walker::Begin(const WalkOp& op) {
@@ -862,6 +877,40 @@ std::string Walker::Append(size_t layer, const std::vector<uint64_t>& rows) {
   return "";
 }
 
+// Mostly a mask of the open forward that hides about half, or a tenth, or all of the new tokens.
+TestTensor Walker::DrawMask(uint32_t draw) const {
+  RandomSequence random(draw);
+  int64_t count = random.Below(16) == 0 ? 1 : 0;
+  for (const int64_t length : batch_.lengths) count += length * length;
+  TestTensor mask(DType::kU8, {count});
+  const int64_t tenths = OneOf<int64_t>(random, {5, 9, 0});
+  for (int64_t i = 0; i < count; ++i)
+    mask.view().data_as<uint8_t>()[i] = random.Below(10) < tenths ? 1 : 0;
+  return mask;
+}
+
+// Besides the call without a mask, whose outputs are those that are compared with a fresh cache.
+std::string Walker::AttendMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw) {
+  const AttentionLayerSpec& spec = layers_[layer];
+  const int64_t n = static_cast<int64_t>(rows.size());
+  const TokenInputs inputs =
+      MakeTokenInputs(spec, static_cast<int64_t>(layer), setting_.style.input_dtype, rows);
+  const TestTensor mask = DrawMask(draw);
+  LayerOutputs outputs[2];
+  for (LayerOutputs& o : outputs) {
+    o.o = TestTensor(setting_.style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
+    o.lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
+  }
+  QUIRE_WALK_CALL("Attend with a mask", status, [&](AttentionKVCache& c) {
+    LayerOutputs& o = outputs[&c == cache_.get() ? 0 : 1];
+    return c.Attend(static_cast<int64_t>(layer), inputs.q.view(), o.o.view(), &o.lse.view(),
+                    ScoreScale(spec), &mask.view());
+  });
+  call_failed_ |= !status.ok();
+  attended_[layer] |= status.ok();
+  return status.ok() ? CompareOutputs(layer, outputs[0], outputs[1]) : "";
+}
+
 std::string Walker::Attend(size_t layer, const std::vector<uint64_t>& rows) {
   const AttentionLayerSpec& spec = layers_[layer];
   const int64_t n = static_cast<int64_t>(rows.size());
@@ -920,6 +969,8 @@ std::string Walker::Pieces(size_t layer, const std::vector<uint64_t>& rows, uint
   const AttentionLayerSpec& spec = layers_[layer];
   AttentionLayerSpec self = spec;
   const bool has_own_heads = draw % 2 == 0;
+  const TestTensor mask = DrawMask(draw);
+  const TensorView* const masked = open_ && draw / 2 % 2 == 0 ? &mask.view() : nullptr;
   if (has_own_heads) {
     const bool rotates = setting_.options.rope.mode == RopeMode::kInline && !spec.latent;
     self = {6, 3, rotates ? spec.qk_head_dim : 6, 5, spec.dtype};
@@ -940,7 +991,7 @@ std::string Walker::Pieces(size_t layer, const std::vector<uint64_t>& rows, uint
   QUIRE_WALK_CALL("SelfAttention", self_status, [&](AttentionKVCache& c) {
     const LayerOutputs& out = selves[&c == cache_.get() ? 0 : 1];
     return c.SelfAttention(l, own.q.view(), own.k.view(), own.v.view(), out.o.view(),
-                           out.lse.view(), ScoreScale(self));
+                           out.lse.view(), ScoreScale(self), masked);
   });
   call_failed_ |= !self_status.ok();
   if (!self_status.ok()) return "";
@@ -972,6 +1023,14 @@ std::string Walker::Layer(size_t layer, uint32_t draw) {
   const bool appended = open_ && appended_[layer];
   if (draw / 4 % 8 == 0) {
     if (std::string error = Pieces(layer, rows, draw / 32); !error.empty()) return error;
+  }
+  if (appended && draw / 64 % 8 == 0) {
+    if (std::string error = AttendMasked(layer, rows, draw / 512); !error.empty()) return error;
+  }
+  if (appended && draw / 1024 % 4 == 0) {
+    const std::string error =
+        Shared({Kind::kShared, static_cast<uint32_t>(layer), draw / 4096, draw / 512});
+    if (!error.empty()) return error;
   }
   if (draw % 4 == 0 || (draw % 4 == 1 && appended)) return Attend(layer, rows);
   if (draw % 4 == 1) return Append(layer, rows);
@@ -1478,13 +1537,28 @@ std::string Walker::Tree(const WalkOp& op) {
   RandomSequence random(op.b);
   const Batch batch = DrawBatch(op.a, true);
   const std::vector<int64_t> parents = DrawParents(batch, random);
+  int64_t needed = -1;
+  std::string error = SameNeeds(
+      "PagesNeededForTree",
+      [&](const AttentionKVCache& c) {
+        return c.PagesNeededForTree(batch.ids, batch.lengths, parents);
+      },
+      &needed);
+  if (!error.empty()) return error;
+  const int64_t available = cache_->GetNumAvailablePages();
   QUIRE_WALK_CALL("BeginTreeForward", status, [&](AttentionKVCache& c) {
     return c.BeginTreeForward(batch.ids, batch.lengths, parents);
   });
+  if (needed >= 0 && layers_.size() == 1 && status.ok() != (needed <= available))
+    return "BeginTreeForward: " + status.ToString() + " with " + std::to_string(needed) + " needed";
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
   const Status plan = cache_->CheckInvariants();
   if (!plan.ok()) return "after BeginTreeForward: " + plan.ToString();
+  if (layers_.size() == 1)
+    error = Differ("pages taken by BeginTreeForward", available - cache_->GetNumAvailablePages(),
+                   needed);
+  if (!error.empty()) return error;
   open_ = true;
   call_failed_ = false;
   tree_forward_ = true;
@@ -1508,7 +1582,7 @@ std::string Walker::Tree(const WalkOp& op) {
   outputs_.assign(layers_.size(), LayerOutputs());
   appended_.assign(layers_.size(), 0);
   attended_.assign(layers_.size(), 0);
-  const std::string error = CompareCounters();
+  error = CompareCounters();
   return error.empty() ? RunRest(op) : error;
 }
 
@@ -1572,6 +1646,8 @@ std::string Walker::Shared(const WalkOp& op) {
   const std::vector<uint64_t> rows = open_ ? RowsWithPadding(op.b) : std::vector<uint64_t>{1};
   const int64_t n = static_cast<int64_t>(rows.size());
   const TokenInputs inputs = MakeTokenInputs(spec, 77, setting_.style.input_dtype, rows);
+  const TestTensor mask = DrawMask(op.c);
+  const TensorView* const masked = open_ && op.b / 16 % 2 == 0 ? &mask.view() : nullptr;
   LayerOutputs outputs[2];
   for (LayerOutputs& o : outputs) {
     o.o = TestTensor(setting_.style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
@@ -1580,7 +1656,7 @@ std::string Walker::Shared(const WalkOp& op) {
   QUIRE_WALK_CALL("AttentionWithSharedKV", status, [&](AttentionKVCache& c) {
     LayerOutputs& o = outputs[&c == cache_.get() ? 0 : 1];
     return c.AttentionWithSharedKV(static_cast<int64_t>(layer), inputs.q.view(), o.o.view(),
-                                   &o.lse.view(), ScoreScale(spec));
+                                   &o.lse.view(), ScoreScale(spec), masked);
   });
   call_failed_ |= open_ && !status.ok();
   return status.ok() ? CompareOutputs(layer, outputs[0], outputs[1]) : "";

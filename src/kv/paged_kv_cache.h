@@ -21,6 +21,7 @@
 
 #include "base/guard.h"
 #include "kernels/backend.h"
+#include "kv/attention_mask.h"
 #include "kv/attention_tensors.h"
 #include "kv/block_tree.h"
 #include "kv/forward_plan.h"
@@ -85,25 +86,31 @@ class PagedKVCache final : public AttentionKVCache,
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override;
   Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths) const override;
+  Result<int64_t> PagesNeededForTree(std::span<const int64_t> seq_ids,
+                                     std::span<const int64_t> append_lengths,
+                                     std::span<const int64_t> token_tree_parents) const override;
   Status SelectLongRope(int64_t seq_id, bool use_long_factors) override;
   Result<bool> UsesLongRope(int64_t seq_id) const override;
 
   Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
-                               double sm_scale) override;
+                               double sm_scale, const TensorView* mask = nullptr) override;
   Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
-                double sm_scale) override;
+                double sm_scale, const TensorView* mask = nullptr) override;
   Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
-                       const TensorView& o, const TensorView& lse, double sm_scale) override;
+                       const TensorView& o, const TensorView& lse, double sm_scale,
+                       const TensorView* mask = nullptr) override;
   Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                         const TensorView& lse, double sm_scale) override;
   Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
                                 const TensorView& lse2) override;
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
-                               const TensorView* lse, double sm_scale) override;
+                               const TensorView* lse, double sm_scale,
+                               const TensorView* mask = nullptr) override;
   Status AppendMLAKV(int64_t layer, const TensorView& kv) override;
   Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
-                          const TensorView& o, double sm_scale) override;
+                          const TensorView& o, double sm_scale,
+                          const TensorView* mask = nullptr) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -252,8 +259,10 @@ class PagedKVCache final : public AttentionKVCache,
   // `args` says what is attended to; what is the same for all calls is set here.
   void RunKernel(int64_t layer, AttentionArgs args, const TensorView* lse,
                  double sm_scale) noexcept;
+  // `masks`: of the rows, or null.
   void RunAttend(int64_t layer, Sees sees, const HeadRows& q, Rotated rotated,
-                 const MutableHeadRows& o, const TensorView* lse, double sm_scale) noexcept;
+                 const MutableHeadRows& o, const TensorView* lse, double sm_scale,
+                 const RowMask* masks = nullptr) noexcept;
   // How the rows stand that callers of the pieces and of shared KV give; for rotated ones, fills
   // slid_angles_.
   Rotated TakeRotated(const Layer& layer) noexcept;
@@ -273,9 +282,11 @@ class PagedKVCache final : public AttentionKVCache,
   }
   // For calls that need the sequence without a tree and without pending tokens.
   Status RequireCommitted(const char* call, int32_t index) const;
-  Status RequireChains(const AttentionCall& call) const;
+  Status PlanTreeBatch(const char* call, std::span<const int64_t> seq_ids,
+                       std::span<const int64_t> append_lengths,
+                       std::span<const int64_t> token_tree_parents, ForwardPlan& plan);
   Status PlanTreeMember(const char* call, int64_t seq_id, std::span<const int64_t> parents,
-                        int64_t first_row);
+                        int64_t first_row, ForwardPlan& plan);
   void AddNodes(ForwardMember& member, std::span<const GroupAppend> groups) noexcept;
   // Nodes from `size` on go, and of the path what is deeper than those that stay.
   void DropNodes(int32_t index, int64_t size) noexcept;
@@ -387,7 +398,8 @@ class PagedKVCache final : public AttentionKVCache,
   std::vector<uint8_t> tree_opens_;
   std::unique_ptr<std::byte[]> scratch_;  // of attention
   size_t scratch_bytes_ = 0;
-  RaggedKV ragged_;  // of the last SelfAttention
+  RaggedKV ragged_;     // of the last SelfAttention
+  AttentionMask mask_;  // of the last call that has one
 
   mutable std::atomic<bool> busy_ = false;  // a call is inside
 };

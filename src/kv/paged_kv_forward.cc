@@ -385,16 +385,18 @@ Status PagedKVCache::RequireAppended(const AttentionCall& call, bool appended) c
 }
 
 Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
-                                           const TensorView& o, double sm_scale) {
+                                           const TensorView& o, double sm_scale,
+                                           const TensorView* mask) {
   return RunAttention("AttentionWithFusedQKV", layer, [&](const AttentionCall& call) -> Status {
     QUIRE_RETURN_IF_ERROR(RequireLatent(call, false, "AttentionWithMLA"));
     QUIRE_ASSIGN_OR_RETURN(const QKVRows rows, ViewFusedQKV(call, qkv));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
     QUIRE_RETURN_IF_ERROR(LoadLayer(call));
     RunAppend(layer, rows.k, rows.v);
-    RunAttend(layer, Sees::kUpToOwn, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale);
+    RunAttend(layer, Sees::kUpToOwn, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale, masks);
     return Status();
   });
 }
@@ -415,17 +417,18 @@ Status PagedKVCache::Append(int64_t layer, const TensorView& k, const TensorView
 }
 
 Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView& o,
-                            const TensorView* lse, double sm_scale) {
+                            const TensorView* lse, double sm_scale, const TensorView* mask) {
   return RunAttention("Attend", layer, [&](const AttentionCall& call) -> Status {
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
                            ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
     const Layer& state = layers_[static_cast<size_t>(layer)];
     const Rotated rotated = call.spec.latent ? TakeRotated(state) : Rotated::kNo;
-    RunAttend(layer, Sees::kUpToOwn, q_rows, rotated, o_rows, lse, sm_scale);
+    RunAttend(layer, Sees::kUpToOwn, q_rows, rotated, o_rows, lse, sm_scale, masks);
     return Status();
   });
 }
@@ -446,7 +449,8 @@ Status PagedKVCache::AppendMLAKV(int64_t layer, const TensorView& kv) {
 }
 
 Status PagedKVCache::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed,
-                                      const TensorView& kv, const TensorView& o, double sm_scale) {
+                                      const TensorView& kv, const TensorView& o, double sm_scale,
+                                      const TensorView* mask) {
   return RunAttention("AttentionWithMLA", layer, [&](const AttentionCall& call) -> Status {
     QUIRE_RETURN_IF_ERROR(RequireLatent(call, true, "AttentionWithFusedQKV"));
     QUIRE_ASSIGN_OR_RETURN(
@@ -454,16 +458,17 @@ Status PagedKVCache::AttentionWithMLA(int64_t layer, const TensorView& q_absorbe
         ViewHeads(call, "q_absorbed", q_absorbed, call.spec.num_qo_heads, call.spec.qk_head_dim));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(AppendLatent(call, kv));
     const Layer& state = layers_[static_cast<size_t>(layer)];
-    RunAttend(layer, Sees::kUpToOwn, q_rows, TakeRotated(state), o_rows, nullptr, sm_scale);
+    RunAttend(layer, Sees::kUpToOwn, q_rows, TakeRotated(state), o_rows, nullptr, sm_scale, masks);
     return Status();
   });
 }
 
 Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
                                            const TensorView& o, const TensorView* lse,
-                                           double sm_scale) {
+                                           double sm_scale, const TensorView* mask) {
   const char* name = "AttentionWithSharedKV";
   return RunAttention(name, source_layer, [&](const AttentionCall& call) -> Status {
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
@@ -471,10 +476,12 @@ Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorVie
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
     Layer& source = layers_[static_cast<size_t>(source_layer)];
     const bool attended = source.attended;
-    RunAttend(source_layer, Sees::kUpToOwn, q_rows, TakeRotated(source), o_rows, lse, sm_scale);
+    RunAttend(source_layer, Sees::kUpToOwn, q_rows, TakeRotated(source), o_rows, lse, sm_scale,
+              masks);
     source.attended = attended;  // this was another layer's
     return Status();
   });
@@ -534,8 +541,8 @@ PagedKVCache::QueryAngles PagedKVCache::AnglesOf(const Layer& layer,
 }
 
 void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q, Rotated rotated,
-                             const MutableHeadRows& o, const TensorView* lse,
-                             double sm_scale) noexcept {
+                             const MutableHeadRows& o, const TensorView* lse, double sm_scale,
+                             const RowMask* masks) noexcept {
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(index)];
   const QueryAngles angles = AnglesOf(layer, rotated);
@@ -550,7 +557,8 @@ void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q, Rotate
        .o = o,
        .sequences = plan_.group(layer.group).sequences,
        .shared = plan_.shared(),
-       .cached_only = sees == Sees::kCached},
+       .cached_only = sees == Sees::kCached,
+       .masks = masks},
       lse, sm_scale);
 }
 

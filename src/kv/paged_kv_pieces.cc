@@ -2,6 +2,7 @@
 // ones, and the merge of such results.
 #include <algorithm>
 
+#include "kernels/row_view.h"
 #include "kv/attention_tensors.h"
 #include "kv/paged_kv_cache.h"
 
@@ -86,24 +87,14 @@ Status CheckMergeSide(const MergeSide& side, const TensorView& first) {
 // Whether some row of ragged_ scores a sink among the new tokens from nearer than it stands.
 bool PagedKVCache::SlidesPastNewSinks() noexcept {
   return std::ranges::any_of(ragged_.sequences(), [](const AttentionSequence& sequence) {
-    return sequence.window.sinks > 0 && SlidAt(sequence.window, sequence.row_count - 1) > 0;
+    return sequence.window.sinks > 0 && SlidAt(sequence.window, LastPosition(sequence)) > 0;
   });
-}
-
-// The pieces know of no ancestors.
-Status PagedKVCache::RequireChains(const AttentionCall& call) const {
-  if (!plan_.members.front().is_tree()) return Status();
-  return Status(StatusCode::kBadState,
-                std::string(call.name) +
-                    ": this is a forward of token trees; call AttentionWithFusedQKV, or Append and "
-                    "Attend");
 }
 
 Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                                    const TensorView& v, const TensorView& o, const TensorView& lse,
-                                   double sm_scale) {
+                                   double sm_scale, const TensorView* mask) {
   return RunAttention("SelfAttention", layer, [&](const AttentionCall& layer_call) -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireChains(layer_call));
     QUIRE_ASSIGN_OR_RETURN(const AttentionLayerSpec spec, SelfSpec(layer_call, q, k, v));
     const AttentionCall call{layer_call.name, layer, spec, layer_call.row_count};
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
@@ -128,7 +119,9 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                           .qk_head_dim = static_cast<int>(spec.qk_head_dim),
                           .v_head_dim = static_cast<int>(spec.v_head_dim),
                           .page_size = kTilePositions};
-    ragged_.Prepare(layout, plan_.members, options_.poison_freed_pages);
+    ragged_.Prepare(layout, plan_, options_.poison_freed_pages);
+    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks,
+                           mask_.RowsOf(call, mask, plan_, MaskFrom::kBase));
     const bool turns_sinks = !rotates && state.rope >= 0 && SlidesPastNewSinks();
     const int64_t rope_dim = RopeDim(layer_call.spec);
     if (turns_sinks && layer_call.spec.latent && spec.qk_head_dim < rope_dim) {
@@ -176,7 +169,8 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                .rotary = angles.rows,
                .sink_angles = angles.sinks,
                .o = o_rows,
-               .sequences = ragged_.sequences()},
+               .sequences = ragged_.sequences(),
+               .masks = masks},
               &lse, sm_scale);
     return Status();
   });
@@ -185,7 +179,6 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
 Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                                     const TensorView& lse, double sm_scale) {
   return RunAttention("CrossAttention", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireChains(call));
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
                            ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));

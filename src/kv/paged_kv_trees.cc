@@ -40,7 +40,8 @@ Result<int64_t> PagedKVCache::GetTreeSize(int64_t seq_id) const {
 // ---------------------------------------------------------------------- forward
 
 Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
-                                    std::span<const int64_t> parents, int64_t first_row) {
+                                    std::span<const int64_t> parents, int64_t first_row,
+                                    ForwardPlan& plan) {
   const int64_t count = static_cast<int64_t>(parents.size());
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, seq_id, count, first_row));
   const Sequence& sequence = sequences_[index];
@@ -66,9 +67,9 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
                                              std::to_string(levels) +
                                              " levels: positions end at 2^31");
   }
-  const size_t first_group = plan_.group_appends.size();
-  plan_.group_appends.resize(first_group + groups_.size());
-  const std::span<GroupAppend> groups(plan_.group_appends.data() + first_group, groups_.size());
+  const size_t first_group = plan.group_appends.size();
+  plan.group_appends.resize(first_group + groups_.size());
+  const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, groups_.size());
   const int64_t end = tree_.End(sequence.last);
   AppendPlan append{.last = sequence.last, .length = end, .count = 0, .cut = end, .extends = true};
   if (levels > sequence.reserved)
@@ -77,17 +78,58 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
     page_counts_[g] +=
         groups[g].page_count + TokenTrees::PagesFor(tree_.pool(static_cast<int>(g)), size, count);
   }
-  plan_.members.push_back({.id = seq_id,
-                           .sequence = index,
-                           .first_row = first_row,
-                           .append = append,
-                           .long_factors = sequence.long_factors,
-                           .window = sequence.window,
-                           .node_count = count,
-                           .committed = committed,
-                           .levels = levels});
+  plan.members.push_back({.id = seq_id,
+                          .sequence = index,
+                          .first_row = first_row,
+                          .append = append,
+                          .long_factors = sequence.long_factors,
+                          .window = sequence.window,
+                          .node_count = count,
+                          .committed = committed,
+                          .levels = levels});
   appends_.push_back(append);
   return Status();
+}
+
+// Leaves only marks that no call can see, the plan's members and tree_depths_, which AddNodes reads
+// before another planning.
+Status PagedKVCache::PlanTreeBatch(const char* call, std::span<const int64_t> seq_ids,
+                                   std::span<const int64_t> append_lengths,
+                                   std::span<const int64_t> token_tree_parents, ForwardPlan& plan) {
+  QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan));
+  tree_depths_.clear();
+  size_t row_count = 0;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    const size_t left = token_tree_parents.size() - row_count;
+    const size_t count = append_lengths[i] < 1 ? 0 : static_cast<size_t>(append_lengths[i]);
+    if (count > left) {
+      return Status(StatusCode::kBadArgument,
+                    OfSequence(call, seq_ids[i]) + "is to get " + std::to_string(count) +
+                        " nodes, but of " + std::to_string(token_tree_parents.size()) +
+                        " parents " + std::to_string(left) + " are left for it");
+    }
+    QUIRE_RETURN_IF_ERROR(PlanTreeMember(call, seq_ids[i],
+                                         token_tree_parents.subspan(row_count, count),
+                                         static_cast<int64_t>(row_count), plan));
+    row_count += count;
+  }
+  if (row_count == token_tree_parents.size()) return Status();
+  return Status(StatusCode::kBadArgument,
+                std::string(call) + ": " + std::to_string(token_tree_parents.size()) +
+                    " parents for " + std::to_string(row_count) + " new nodes");
+}
+
+Result<int64_t> PagedKVCache::PagesNeededForTree(
+    std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
+    std::span<const int64_t> token_tree_parents) const {
+  const char* call = "PagesNeededForTree";
+  return Enter(call, [&]() -> Result<int64_t> {
+    // As PagesNeeded.
+    PagedKVCache* self = const_cast<PagedKVCache*>(this);
+    QUIRE_RETURN_IF_ERROR(
+        self->PlanTreeBatch(call, seq_ids, append_lengths, token_tree_parents, self->query_));
+    return *std::max_element(page_counts_.begin(), page_counts_.end());
+  });
 }
 
 Status PagedKVCache::BeginTreeForward(std::span<const int64_t> seq_ids,
@@ -95,28 +137,7 @@ Status PagedKVCache::BeginTreeForward(std::span<const int64_t> seq_ids,
                                       std::span<const int64_t> token_tree_parents) {
   const char* call = "BeginTreeForward";
   return Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan_));
-    tree_depths_.clear();
-    size_t row_count = 0;
-    for (size_t i = 0; i < seq_ids.size(); ++i) {
-      const size_t left = token_tree_parents.size() - row_count;
-      const size_t count = append_lengths[i] < 1 ? 0 : static_cast<size_t>(append_lengths[i]);
-      if (count > left) {
-        return Status(StatusCode::kBadArgument,
-                      OfSequence(call, seq_ids[i]) + "is to get " + std::to_string(count) +
-                          " nodes, but of " + std::to_string(token_tree_parents.size()) +
-                          " parents " + std::to_string(left) + " are left for it");
-      }
-      QUIRE_RETURN_IF_ERROR(PlanTreeMember(call, seq_ids[i],
-                                           token_tree_parents.subspan(row_count, count),
-                                           static_cast<int64_t>(row_count)));
-      row_count += count;
-    }
-    if (row_count != token_tree_parents.size()) {
-      return Status(StatusCode::kBadArgument,
-                    std::string(call) + ": " + std::to_string(token_tree_parents.size()) +
-                        " parents for " + std::to_string(row_count) + " new nodes");
-    }
+    QUIRE_RETURN_IF_ERROR(PlanTreeBatch(call, seq_ids, append_lengths, token_tree_parents, plan_));
     QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts_));
     for (const ForwardMember& member : plan_.members) {
       trees_.Reserve(tree_, member.sequence, member.node_count);

@@ -1,7 +1,9 @@
 #include "kv/ragged_kv.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <numeric>
 
 #include "kv/page_storage.h"
 
@@ -39,7 +41,31 @@ void RaggedKV::ReservePages(int64_t page_count, bool poison) {
   pages_.v_nonfinite = v_nonfinite_.data();
 }
 
-void RaggedKV::Prepare(KVLayout layout, std::span<const ForwardMember> members, bool poison) {
+// The member's new nodes as a tree of their own. Room is reserved.
+const TokenTreeView* RaggedKV::AddTree(const ForwardMember& member, const ForwardPlan& plan,
+                                       int64_t first_page) {
+  const TokenTree& tree = *member.tree;
+  const size_t first_row = parents_.size();
+  for (int64_t node = member.first_node(); node < tree.size(); ++node) {
+    const int64_t parent = tree.parents[static_cast<size_t>(node)] - member.first_node();
+    parents_.push_back(static_cast<int32_t>(std::max<int64_t>(parent, -1)));
+    depths_.push_back(tree.depths[static_cast<size_t>(node)]);
+  }
+  const auto [least, most] =
+      std::minmax_element(depths_.begin() + static_cast<std::ptrdiff_t>(first_row), depths_.end());
+  trees_.push_back({.parents = parents_.data() + first_row,
+                    .depths = depths_.data() + first_row,
+                    .pages = page_numbers_.data() + first_page,
+                    .first_node = 0,
+                    .min_depth = *least,
+                    .max_depth = *most,
+                    .old_levels = plan.old_levels().data() + member.first_row,
+                    .new_only = true});
+  return &trees_.back();
+}
+
+void RaggedKV::Prepare(KVLayout layout, const ForwardPlan& plan, bool poison) {
+  const std::span<const ForwardMember> members = plan.members;
   // One tile per page: most sequences of a batch have few new tokens, each at least a page.
   layout.page_size = kTilePositions;
   pages_.layout = layout;
@@ -48,6 +74,9 @@ void RaggedKV::Prepare(KVLayout layout, std::span<const ForwardMember> members, 
   entries_.clear();
   runs_.clear();
   sequences_.clear();
+  trees_.clear();
+  parents_.clear();
+  depths_.clear();
   for (const ForwardMember& member : members) {
     const int64_t first_page = static_cast<int64_t>(entries_.size());
     for (int64_t i = 0; i < member.row_count(); ++i) {
@@ -58,21 +87,36 @@ void RaggedKV::Prepare(KVLayout layout, std::span<const ForwardMember> members, 
       opens_tile_.push_back(slot == 0 ? 1 : 0);
     }
   }
-  runs_.reserve(members.size());  // sequences point into it, as runs do into entries_
-  const PageEntry* entry = entries_.data();
+  // Sequences point into these, as runs do into entries_ and trees into the arrays of nodes.
+  runs_.reserve(members.size());
+  trees_.reserve(members.size());
+  parents_.reserve(targets_.size());
+  depths_.reserve(targets_.size());
+  page_numbers_.resize(entries_.size());
+  std::iota(page_numbers_.begin(), page_numbers_.end(), 0);
+  int64_t first_page = 0;
   for (const ForwardMember& member : members) {
     const int64_t rows = member.row_count();
-    runs_.push_back({.entries = entry, .entry_count = PagesFor(rows), .begin = 0, .end = rows});
-    entry += PagesFor(rows);
     sequences_.push_back({.first_row = member.first_row,
                           .row_count = rows,
                           .base = 0,
-                          .runs = &runs_.back(),
-                          .run_count = 1,
+                          .runs = nullptr,
+                          .run_count = 0,
                           .private_segment = 0,
                           .inline_cos = nullptr,
                           .inline_sin = nullptr,
                           .window = WindowFrom(member.window, member.base())});
+    if (member.is_tree()) {
+      sequences_.back().tree = AddTree(member, plan, first_page);
+    } else {
+      runs_.push_back({.entries = entries_.data() + first_page,
+                       .entry_count = PagesFor(rows),
+                       .begin = 0,
+                       .end = rows});
+      sequences_.back().runs = &runs_.back();
+      sequences_.back().run_count = 1;
+    }
+    first_page += PagesFor(rows);
   }
   ReservePages(static_cast<int64_t>(entries_.size()), poison);
 }

@@ -61,12 +61,16 @@ class Calls:
         lengths: Sequence[int],
         qkv: np.ndarray,
         kv_heads: int,
+        parents: Sequence[int] | None = None,
     ) -> np.ndarray:
         """A whole forward; qkv is [layers, rows, heads, dim], the result [layers, rows, Hq, dim]."""
-        self.begin(cache, ids, lengths)
+        self.begin(cache, ids, lengths, parents)
         outputs = [self.attend(cache, layer, part, kv_heads) for layer, part in enumerate(qkv)]
         self.end_forward(cache)
         return np.stack(outputs)
+
+    def commit(self, cache: Any, ids: Iterable[int], leaves: Iterable[int]) -> None:
+        self.commit_accepted_token_tree_nodes(cache, Shape(list(ids)), Shape(list(leaves)))
 
     def positions(self, cache: Any) -> list[int]:
         return [int(p) for p in self.get_query_positions(cache).numpy()]
@@ -155,10 +159,14 @@ class OneCache:
         return self._random.standard_normal(shape).astype("float32")
 
     def forward(
-        self, ids: Sequence[int], lengths: Sequence[int], qkv: np.ndarray | None = None
+        self,
+        ids: Sequence[int],
+        lengths: Sequence[int],
+        qkv: np.ndarray | None = None,
+        parents: Sequence[int] | None = None,
     ) -> np.ndarray:
         rows = self.qkv(sum(lengths)) if qkv is None else qkv
-        return self.calls.forward(self.cache, ids, lengths, rows, self.kv_heads)
+        return self.calls.forward(self.cache, ids, lengths, rows, self.kv_heads, parents)
 
     def kv_of(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
         length = self.get_sequence_length(seq)

@@ -407,6 +407,8 @@ static SegmentView ViewIn(const RowView& view, int64_t segment) {
   const int64_t first = segment * kSegmentPositions;
   SegmentView in = {ClampToSegment(view.begin - first), ClampToSegment(view.end - first),
                     kSegmentPositions, kSegmentPositions};
+  in.mask = view.mask.tiles;
+  in.mask_begin = view.mask.first_tile - segment * kTilesPerSegment;
   const int gap_begin = ClampToSegment(view.gap_begin - first);
   const int gap_end = ClampToSegment(view.gap_end - first);
   if (gap_begin >= gap_end) return in;
@@ -562,7 +564,8 @@ static uint32_t LanesOf(const SegmentView& view, int tile) {
     const int first = tile * kLanes;
     return TilesIn(begin < first ? 0 : begin - first, end > first + kLanes ? kLanes : end - first);
   };
-  return lanes_in(view.begin, view.end) & ~lanes_in(view.gap_begin, view.gap_end);
+  return lanes_in(view.begin, view.end) & ~lanes_in(view.gap_begin, view.gap_end) &
+         MaskedLanes(view, tile);
 }
 
 // A weight of 0 hides a finite value, but 0 * Inf is NaN: a row must not meet such a value where it
@@ -723,6 +726,13 @@ static int64_t NodeOfRow(const AttentionCall& call, const AttentionUnit& unit, i
          call.schedule->plan_row_begin()[unit.sequence];
 }
 
+// The last node that a row's path may show in this call, -1 if none.
+static int64_t ShownNode(const AttentionCall& call, const TokenTreeView& tree, int64_t node) {
+  if (!call.args->cached_only) return node;
+  while (node >= tree.first_node) node = tree.parents[node];
+  return node;
+}
+
 // Calls f(row, count, tile number, tile) for each node of rows [begin, end) and each tile of `own`
 // that it sees; for one node, in the order of positions. `rotate`: angles of the tile are loaded.
 template <typename F>
@@ -740,7 +750,8 @@ static void ForEachNodeTile(const AttentionCall& call, const AttentionUnit& unit
       int64_t stop = r + 1;
       while (stop < end && NodeOfRow(call, unit, stop) == node) ++stop;
       if ((TilesOf(ViewIn(space.views[r], segment)) >> t & 1) != 0) {
-        ResolveNodeTile(call.args->pages, sequence, node, segment, t, stored, &tile);
+        ResolveNodeTile(call.args->pages, sequence, ShownNode(call, *sequence.tree, node), segment,
+                        t, stored, &tile);
         f(r, static_cast<int>(stop - r), t, tile);
       }
       r = stop;

@@ -42,6 +42,7 @@ QUIRE_INLINE VF Scale2(VF a, VF n) {
 QUIRE_INLINE VMask MaskRange(int lo, int hi) {  // lanes lo <= i < hi, 0 <= lo, hi <= 16
   return lo >= hi ? VMask(0) : static_cast<VMask>((0xffffU << lo) & (0xffffU >> (kLanes - hi)));
 }
+QUIRE_INLINE VMask MaskOf(uint32_t lanes) { return static_cast<VMask>(lanes); }  // bit i: lane i
 QUIRE_INLINE VMask NotLess(VF a, VF b) {
   return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ);
 }  // !(a < b): true for NaN
@@ -130,6 +131,12 @@ QUIRE_INLINE __m256 MaskRange8(int lo, int hi) {
 QUIRE_INLINE VMask MaskRange(int lo, int hi) {
   return {MaskRange8(lo, hi), MaskRange8(lo - 8, hi - 8)};
 }
+QUIRE_INLINE __m256 MaskOf8(uint32_t lanes) {
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(lanes));
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, bit), bit));
+}
+QUIRE_INLINE VMask MaskOf(uint32_t lanes) { return {MaskOf8(lanes), MaskOf8(lanes >> 8)}; }
 QUIRE_INLINE VMask NotLess(VF a, VF b) {
   return {_mm256_cmp_ps(a.lo, b.lo, _CMP_NLT_UQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_NLT_UQ)};
 }
@@ -229,6 +236,11 @@ QUIRE_INLINE VF Scale2(VF a, VF n) { QUIRE_LANES(a.v[i] * PowerOfTwo(n.v[i])); }
 QUIRE_INLINE VMask MaskRange(int lo, int hi) {
   VMask m;
   for (int i = 0; i < kLanes; ++i) m.v[i] = lo <= i && i < hi;
+  return m;
+}
+QUIRE_INLINE VMask MaskOf(uint32_t lanes) {
+  VMask m;
+  for (int i = 0; i < kLanes; ++i) m.v[i] = (lanes >> i & 1) != 0;
   return m;
 }
 QUIRE_INLINE VMask NotLess(VF a, VF b) {

@@ -32,15 +32,22 @@ QUIRE_INLINE void StoreWeights(WeightKind kind, std::byte* row, int64_t first, V
 
 // What a row sees of a segment, relative to its first position: [begin, end) without [gap_begin,
 // gap_end), which lies strictly inside, or behind the segment if there is none. Empty if begin >=
-// end.
+// end. Of tiles from mask_begin on, only lanes whose bit is set.
 struct SegmentView {
   int begin;
   int end;
   int gap_begin;
   int gap_end;
+  const uint16_t* mask = nullptr;  // of tile mask_begin, one behind the other; null: no mask
+  int64_t mask_begin = 0;
 };
 
 constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes) - 1;
+
+// Lanes of tile t that the mask lets through, one bit each.
+QUIRE_INLINE uint32_t MaskedLanes(const SegmentView& view, int t) {
+  return view.mask == nullptr || t < view.mask_begin ? kAllLanes : view.mask[t - view.mask_begin];
+}
 
 // Lanes lo <= i < hi of tile t, both counted from the segment's first position.
 QUIRE_INLINE VMask LanesFrom(int lo, int hi, int t) {
@@ -59,6 +66,7 @@ QUIRE_INLINE VF WhereSeen(const SegmentView& view, int t, VF x, VF hidden) {
     x = Select(LanesFrom(view.begin, view.end, t), x, hidden);
   }
   if (TouchesGap(view, t)) x = Select(LanesFrom(view.gap_begin, view.gap_end, t), hidden, x);
+  if (view.mask != nullptr) x = Select(MaskOf(MaskedLanes(view, t)), x, hidden);
   return x;
 }
 
@@ -82,9 +90,9 @@ static void CapScores(float* scores, const SegmentView& view, float scale_log2, 
 // Scores of one row of one segment become weights, in place (a narrower weight lies at or before
 // the score that it comes from). The row sees something; weights of all tiles [tile_begin,
 // tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the weights before they are
-// rounded. If every visible score is -inf, *m is -inf and all weights are 0; a NaN is in *l and in
-// its weight. With kScaled, weights are multiplied by value_scales before they are rounded, and *l
-// is of those that are not.
+// rounded. If every visible score is -inf, or a mask hides all, *m is -inf and all weights are 0; a
+// NaN is in *l and in its weight. With kScaled, weights are multiplied by value_scales before they
+// are rounded, and *l is of those that are not.
 template <bool kScaled>
 static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales,
                        const SegmentView& view, int tile_begin, int tile_end, float scale_log2,
