@@ -309,7 +309,8 @@ TEST(Architecture, IsFoundByNameOrListsTheKnownOnes) {
   EXPECT_EQ(unknown.status().message(),
             "m/config.json.architectures: \"GPT2LMHead\" is not known; known are LlamaForCausalLM, "
             "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma2ForCausalLM, "
-            "Gemma3ForCausalLM, Mamba2ForCausalLM, Qwen3NextForCausalLM");
+            "Gemma3ForCausalLM, Mamba2ForCausalLM, Qwen3NextForCausalLM, DeepseekV2ForCausalLM, "
+            "DeepseekV3ForCausalLM");
 }
 
 struct WindowCase {

@@ -4,6 +4,7 @@ what was saved is said."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import quire
@@ -14,10 +15,13 @@ PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
 
 
 def test_guesses_change_no_bit_of_an_answer(tiny: TinyModel) -> None:
-    options = [{}, {"temperature": 1.2, "seed": 3, "n": 2}, {"repetition_penalty": 1.2}]
+    sampled = {"temperature": 1.2, "seed": 3, "n": 2}
+    options: list[dict[str, Any]] = [{}, sampled, {"repetition_penalty": 1.2}]
     with quire.Engine(tiny.directory, threads=1) as plain:
         want = [plain.generate(PROMPT, max_tokens=40, **kind).samples for kind in options]
-    for making in ({"speculate": "ngram"}, {"draft_model": tiny.directory, "draft_branches": 1}):
+    by_model = {"draft_model": tiny.directory, "draft_branches": 1}
+    makings: list[dict[str, Any]] = [{"speculate": "ngram"}, by_model]
+    for making in makings:
         with quire.Engine(tiny.directory, threads=1, page_size=16, **making) as engine:
             results = [engine.generate(PROMPT, max_tokens=40, **kind) for kind in options]
             stats = engine.stats()
