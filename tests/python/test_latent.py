@@ -3,7 +3,6 @@ latent is key and value."""
 
 import numpy as np
 import pytest
-
 import quire
 
 RANK, ROPE, HEADS = 12, 4, 3
