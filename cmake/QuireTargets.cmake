@@ -19,11 +19,15 @@ function(quire_compile_options target)
   endif()
 endfunction()
 
-# quire_layer(NAME SOURCES... DEPENDS layers...): the object library of one folder of src.
+# quire_layer(NAME [FUZZED] SOURCES... DEPENDS layers...): the object library of one folder of src. FUZZED: fuzz targets are
+# guided by which of its code they reach.
 function(quire_layer name)
-  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS" ${ARGN})
+  cmake_parse_arguments(ARG "FUZZED" "" "SOURCES;DEPENDS" ${ARGN})
   add_library(quire_${name} OBJECT ${ARG_SOURCES})
   quire_compile_options(quire_${name})
+  if(QUIRE_FUZZ AND ARG_FUZZED)
+    target_compile_options(quire_${name} PRIVATE -fsanitize=fuzzer-no-link)
+  endif()
   target_include_directories(quire_${name} PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src>)
   foreach(layer ${ARG_DEPENDS})
@@ -61,6 +65,8 @@ function(quire_test name)
   cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS;LABELS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
   quire_test_options(${name})
+  # Tests run each line of theirs a few times: a third of their compile time is better saved.
+  target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
   target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} quire GTest::gtest GTest::gtest_main)
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES LABELS "${ARG_LABELS}")
 endfunction()
@@ -77,7 +83,7 @@ function(quire_bench name)
   target_link_libraries(${name} PRIVATE quire benchmark::benchmark benchmark::benchmark_main)
 endfunction()
 
-# quire_fuzz(NAME SOURCES...): one libFuzzer target.
+# quire_fuzz(NAME SOURCES...): one libFuzzer target. `fuzz_targets` builds all of them.
 function(quire_fuzz name)
   if(NOT QUIRE_FUZZ)
     return()
@@ -89,6 +95,10 @@ function(quire_fuzz name)
   target_compile_options(${name} PRIVATE -fsanitize=fuzzer)
   target_link_options(${name} PRIVATE -fsanitize=fuzzer)
   target_link_libraries(${name} PRIVATE quire)
+  if(NOT TARGET fuzz_targets)
+    add_custom_target(fuzz_targets)
+  endif()
+  add_dependencies(fuzz_targets ${name})
 endfunction()
 
 function(quire_library_archive)

@@ -49,6 +49,14 @@ struct AttentionLayerSpec {
   std::vector<float> head_sinks = {};
   // In place of AttentionKVCacheOptions::rope, whose mode and pairing it has; not kLongRope.
   std::optional<RopeOptions> rope = {};
+  // Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434), absorbed: of a token one
+  // vector [kv_lora_rank + rope part] is kept, which is the key of all query heads, and its first
+  // v_head_dim = kv_lora_rank elements are the value. num_kv_heads is 1, v_head_dim at most
+  // qk_head_dim, v_dtype absent. Whatever the cache's RopeMode, the caller gives the rope part of
+  // keys and queries rotated, by GetQueryPositions(). `rope` (of any mode and pairing), else the
+  // cache's, says how, over qk_head_dim - v_head_dim dimensions: windows with sinks turn queries
+  // back by it. If that is kNone, sinks are scored from where they stand.
+  bool latent = false;
 
   DType value_dtype() const { return v_dtype.value_or(dtype); }
   bool operator==(const AttentionLayerSpec&) const = default;
@@ -98,7 +106,7 @@ struct PageCounts {
 // Those that are quantised are codes, with their scales beside them: value = code * scale.
 struct LayerKV {
   TensorView k;          // [n, Hkv, D]
-  TensorView v;          // [n, Hkv, Dv]
+  TensorView v{};        // [n, Hkv, Dv]; of latent layers not read
   TensorView k_scale{};  // float32 [n, Hkv]; not read where keys are not quantised
   TensorView v_scale{};
 };
@@ -226,6 +234,15 @@ class AttentionKVCache : public KVState {
   virtual Status Attend(int64_t layer, const TensorView& q, const TensorView& o,
                         const TensorView* lse, double sm_scale) = 0;
 
+  // Of latent layers, which have no AttentionWithFusedQKV and Append: BadArgument, as these are for
+  // layers that are not latent. Stores kv [m, D] as given; Attend, CrossAttention and
+  // AttentionWithSharedKV then take absorbed queries and give outputs in latent space.
+  virtual Status AppendMLAKV(int64_t layer, const TensorView& kv) = 0;
+  // AppendMLAKV and Attend. Exact as AttentionWithFusedQKV: new and cached tokens alike are
+  // attended to as stored. q_absorbed: [m, Hq, D], o: [m, Hq, Dv].
+  virtual Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
+                                  const TensorView& o, double sm_scale) = 0;
+
   // Attends once more to the keys and values of source_layer, which must have been appended to in
   // this forward (layers that share KV; they are not layers of this cache). As Attend, but with
   // RopeMode::kNormal the caller gives q rotated. BadState before the source's Append.
@@ -244,7 +261,8 @@ class AttentionKVCache : public KVState {
 
   // Causal attention of the new tokens among themselves, on keys and values as given: rounded
   // nowhere. Heads and dimensions may be other than the layer's, but for the key dimension with
-  // kInline, or with kNormal where a window has slid past sinks that are among the new tokens.
+  // kInline, or with kNormal where a window has slid past sinks that are among the new tokens. Of
+  // latent layers this is the form that is not absorbed, the rope part last in q and k.
   // q: [m, Hq', D'], k: [m, H', D'], v: [m, H', Dv'], o: [m, Hq', Dv'], lse: float32 [m, Hq']; Hq'
   // is a multiple of H'.
   virtual Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
@@ -281,9 +299,10 @@ class AttentionKVCache : public KVState {
   // cache; null for an implementation that has none.
   virtual KVTransfer* transfer() { return nullptr; }
 
-  // ---- Debugging. All layers must be of equal heads and dims. Layout [layers, end - start, Hkv,
-  // D or Dv], float32 or the layers' dtype unless that is quantised. Keys come out as stored:
-  // rotated with kNormal, codes times their scales.
+  // ---- Debugging, of all layers that are not latent or (MLA) of all that are; they must be of
+  // equal heads and dims. Layout [those layers, end - start, Hkv, D or Dv], MLA [those layers,
+  // end - start, D]; float32 or the layers' dtype unless that is quantised. Keys come out as
+  // stored: rotated with kNormal, codes times their scales.
   // REQUIRES: 0 <= start < end <= length; all tokens of the range are held in every layer.
   virtual Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                             const TensorView& v) = 0;
@@ -291,6 +310,9 @@ class AttentionKVCache : public KVState {
   // for which it may lack pages: OutOfPages. REQUIRES: the tokens from `start` on are held.
   virtual Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                             const TensorView& v) = 0;
+  virtual Status DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end,
+                               const TensorView& kv) = 0;
+  virtual Status DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) = 0;
 
   // Text of the current forward's plan: rows, runs, append targets, sharers. BadState in IDLE. For
   // people and golden tests.

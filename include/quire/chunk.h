@@ -103,7 +103,7 @@ struct PassportLayer {
   ElementType dtype{};     // as stored
   int64_t kv_heads = 0;    // latent: 1
   int64_t head_dim = 0;    // of keys; latent: rank + rope dims; recurrent: elements per head
-  int64_t v_head_dim = 0;  // of values; latent and recurrent: head_dim
+  int64_t v_head_dim = 0;  // of values; latent: rank; recurrent: head_dim
   std::optional<ElementType> v_dtype = std::nullopt;  // of values, where it is not dtype
 
   ElementType value_dtype() const { return v_dtype.value_or(dtype); }

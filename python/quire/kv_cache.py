@@ -35,6 +35,9 @@ class LayerSpec:
     ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
     learned logit per query head that takes part in the softmax without a value; () for none.
     ``rope``: in place of the cache's, of its mode and pairing; None for the cache's.
+    ``latent``: multi-head latent attention, absorbed: one vector [kv_lora_rank + rope part] per token,
+    whose first ``v_head_dim`` (= kv_lora_rank) elements are the value; ``num_kv_heads`` is 1, and the
+    caller rotates, by ``rope`` of any mode and pairing (which sinks of windows are turned back by).
     """
 
     num_qo_heads: int
@@ -47,11 +50,12 @@ class LayerSpec:
     head_sinks: Sequence[float] = ()
     rope: RopeOptions | Mapping[str, Any] | None = None
     v_dtype: Any = None
+    latent: bool = False
 
     def _fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "num_qo_heads": self.num_qo_heads,
-            "num_kv_heads": self.num_kv_heads or self.num_qo_heads,
+            "num_kv_heads": self.num_kv_heads or (1 if self.latent else self.num_qo_heads),
             "qk_head_dim": self.qk_head_dim,
             "v_head_dim": self.v_head_dim or self.qk_head_dim,
             "dtype": dtype_name(self.dtype),
@@ -59,6 +63,8 @@ class LayerSpec:
             "soft_cap": float(self.soft_cap),
             "head_sinks": tuple(float(logit) for logit in self.head_sinks),
         }
+        if self.latent:
+            fields["latent"] = True
         if self.rope is not None:
             fields["rope"] = dict(self.rope)
         v_dtype = dtype_name(self.v_dtype or self.dtype)
@@ -452,6 +458,33 @@ class KVCache:
         self._handle.attend(layer, input_array(q), o, lse, self._scale(layer, sm_scale))
         return o
 
+    def append_mla_kv(self, layer: int, kv: Any) -> None:
+        """Stores kv [m, D] of a latent layer as given; attend and cross_attention then take
+        absorbed queries and give outputs in latent space."""
+        self._handle.append_mla_kv(layer, input_array(kv))
+
+    def attention_with_mla(
+        self, layer: int, q_absorbed: Any, kv: Any, o: Any = None, sm_scale: float | None = None
+    ) -> Any:
+        """append_mla_kv and attend of a latent layer: new and cached tokens alike are attended to
+        as stored.
+
+        Args:
+            layer: index of the layer.
+            q_absorbed: [m, Hq, D], the rope part last and rotated, as that of `kv`.
+            kv: [m, D].
+            o: [m, Hq, Dv], written; a new array beside `q_absorbed` if None.
+            sm_scale: the whole factor on q.k; 1 / sqrt(D) if None.
+
+        Returns:
+            `o`.
+        """
+        o = self._output(layer, q_absorbed, o)
+        self._handle.attention_with_mla(
+            layer, input_array(q_absorbed), input_array(kv), o, self._scale(layer, sm_scale)
+        )
+        return o
+
     def attention_with_shared_kv(
         self,
         source_layer: int,
@@ -628,12 +661,13 @@ class KVCache:
     ) -> tuple[Any, Any]:
         """Stored keys [layers, end - start, Hkv, D] and values [..., Dv].
 
-        New float32 arrays unless given. Keys come out as stored: rotated in mode "normal". All
-        layers must be of equal heads and dims.
+        New float32 arrays unless given. Keys come out as stored: rotated in mode "normal". Of the
+        layers that are not latent, which must be of equal heads and dims.
         """
         end = self.get_sequence_length(seq_id) if end is None else end
-        layer = self._layers[0]
-        shape = (len(self._layers), max(end - start, 0), layer.num_kv_heads)
+        layers = [spec for spec in self._layers if not spec.latent]
+        layer = (layers or self._layers)[0]
+        shape = (len(layers), max(end - start, 0), layer.num_kv_heads)
         k = np.empty((*shape, layer.qk_head_dim), np.float32) if k is None else output_array(k, "k")
         v = np.empty((*shape, layer.v_head_dim), np.float32) if v is None else output_array(v, "v")
         self._handle.debug_get_kv(seq_id, start, end, k, v)
@@ -645,6 +679,22 @@ class KVCache:
         Shared pages are copied first.
         """
         self._handle.debug_set_kv(seq_id, start, input_array(k), input_array(v))
+
+    def debug_get_kv_mla(
+        self, seq_id: int, start: int = 0, end: int | None = None, *, kv: Any = None
+    ) -> Any:
+        """What latent layers store, [latent layers, end - start, D]; a new float32 array unless
+        given. They must be of equal dims."""
+        end = self.get_sequence_length(seq_id) if end is None else end
+        layers = [spec for spec in self._layers if spec.latent]
+        shape = (len(layers), max(end - start, 0), (layers or self._layers)[0].qk_head_dim)
+        kv = np.empty(shape, np.float32) if kv is None else output_array(kv, "kv")
+        self._handle.debug_get_kv_mla(seq_id, start, end, kv)
+        return kv
+
+    def debug_set_kv_mla(self, seq_id: int, start: int, kv: Any) -> None:
+        """Overwrites what latent layers store from `start` on; shape as debug_get_kv_mla."""
+        self._handle.debug_set_kv_mla(seq_id, start, input_array(kv))
 
     def debug_plan(self) -> str:
         """The plan of the open forward, for people. BadStateError outside a forward."""

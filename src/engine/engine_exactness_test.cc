@@ -70,6 +70,8 @@ std::vector<Variant> Variants() {
   // Recurrent layers alone, and with attention and experts.
   add("Mamba2", {.architecture = "Mamba2ForCausalLM"});
   add("Qwen3Next", {.architecture = "Qwen3NextForCausalLM"});
+  // Latent attention and experts.
+  add("DeepseekV3", {.architecture = "DeepseekV3ForCausalLM"});
   return variants;
 }
 

@@ -133,6 +133,14 @@ class FallibleKVCache final : public AttentionKVCache {
                                 const TensorView& lse2) override {
     return cache_->MergeAttnOutputInplace(o1, lse1, o2, lse2);
   }
+  Status AppendMLAKV(int64_t layer, const TensorView& kv) override {
+    return cache_->AppendMLAKV(layer, kv);
+  }
+  Status AttentionWithMLA(int64_t layer, const TensorView& q, const TensorView& kv,
+                          const TensorView& o, double sm_scale) override {
+    QUIRE_RETURN_IF_ERROR(Fault("AttentionWithMLA"));
+    return cache_->AttentionWithMLA(layer, q, kv, o, sm_scale);
+  }
   Status AttentionWithSharedKV(int64_t layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override {
     return cache_->AttentionWithSharedKV(layer, q, o, lse, sm_scale);
@@ -146,6 +154,12 @@ class FallibleKVCache final : public AttentionKVCache {
   Status ImportKV(int64_t id, std::span<const KVBlock> blocks) override {
     QUIRE_RETURN_IF_ERROR(Fault("ImportKV"));
     return cache_->ImportKV(id, blocks);
+  }
+  Status DebugGetKVMLA(int64_t id, int64_t start, int64_t end, const TensorView& kv) override {
+    return cache_->DebugGetKVMLA(id, start, end, kv);
+  }
+  Status DebugSetKVMLA(int64_t id, int64_t start, const TensorView& kv) override {
+    return cache_->DebugSetKVMLA(id, start, kv);
   }
   Status DebugGetKV(int64_t id, int64_t start, int64_t end, const TensorView& k,
                     const TensorView& v) override {

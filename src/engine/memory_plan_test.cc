@@ -10,7 +10,6 @@
 #include "kv/paged_kv_cache.h"
 #include "kv/recurrent_cache.h"
 #include "model/decoder.h"
-#include "model/hybrid_decoder.h"
 #include "model/test_model.h"
 
 namespace quire {
@@ -21,9 +20,6 @@ struct Taken {
 };
 
 int64_t WorkspaceBytes(const Model& model) {
-  if (const auto* const hybrid = dynamic_cast<const HybridDecoder*>(&model)) {
-    return hybrid->workspace_bytes();
-  }
   return static_cast<const Decoder&>(model).workspace_bytes();
 }
 
@@ -74,6 +70,8 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
        .dtype = DType::kF16},
       {.architecture = "MistralForCausalLM", .num_hidden_layers = 5, .attention_bias = false},
       {.attention_bias = true, .mlp_bias = true},
+      {.architecture = "DeepseekV2ForCausalLM"},
+      {.architecture = "DeepseekV3ForCausalLM", .num_attention_heads = 12, .dtype = DType::kBF16},
       {.architecture = "Mamba2ForCausalLM"},
       {.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 4}};
   int cases = 0;

@@ -26,8 +26,9 @@ int64_t BytesPerToken(const AttentionKVCache& cache) {
     const auto head_bytes = [](DType dtype, int64_t dim) {
       return dim * DTypeBytes(dtype) + (IsQuantised(dtype) ? int64_t{sizeof(float)} : 0);
     };
-    bytes += layer.num_kv_heads * (head_bytes(layer.dtype, layer.qk_head_dim) +
-                                   head_bytes(layer.value_dtype(), layer.v_head_dim));
+    bytes += layer.num_kv_heads *
+             (head_bytes(layer.dtype, layer.qk_head_dim) +
+              (layer.latent ? 0 : head_bytes(layer.value_dtype(), layer.v_head_dim)));
   }
   return bytes;
 }

@@ -160,6 +160,17 @@ class KVCacheObj : public tf::Object {
     const TensorView* lse_pointer = lse.has_value() ? &lse_view : nullptr;
     latch_.Run([&] { return cache_->Attend(layer, q_view, o_view, lse_pointer, sm_scale); });
   }
+  void AppendMLAKV(int64_t layer, tf::TensorView kv) {
+    const TensorView kv_view = ViewOf(kv);
+    latch_.Run([&] { return cache_->AppendMLAKV(layer, kv_view); });
+  }
+  void AttentionWithMLA(int64_t layer, tf::TensorView q_absorbed, tf::TensorView kv,
+                        tf::TensorView o, double sm_scale) {
+    const TensorView q_view = ViewOf(q_absorbed);
+    const TensorView kv_view = ViewOf(kv);
+    const TensorView o_view = ViewOf(o);
+    latch_.Run([&] { return cache_->AttentionWithMLA(layer, q_view, kv_view, o_view, sm_scale); });
+  }
   void SelfAttention(int64_t layer, tf::TensorView q, tf::TensorView k, tf::TensorView v,
                      tf::TensorView o, tf::TensorView lse, double sm_scale) {
     const TensorView q_view = ViewOf(q);
@@ -274,6 +285,14 @@ class KVCacheObj : public tf::Object {
     const TensorView v_view = ViewOf(v);
     latch_.Run([&] { return cache_->DebugSetKV(seq_id, start, k_view, v_view); });
   }
+  void DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, tf::TensorView kv) {
+    const TensorView kv_view = ViewOf(kv);
+    latch_.Run([&] { return cache_->DebugGetKVMLA(seq_id, start, end, kv_view); });
+  }
+  void DebugSetKVMLA(int64_t seq_id, int64_t start, tf::TensorView kv) {
+    const TensorView kv_view = ViewOf(kv);
+    latch_.Run([&] { return cache_->DebugSetKVMLA(seq_id, start, kv_view); });
+  }
   tf::String DebugPlan() {
     return tf::String(latch_.Run([&] { return cache_->DebugPlan(); }));
   }
@@ -325,6 +344,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("select_long_rope", &KVCacheObj::SelectLongRope)
       .def("attention_with_fused_qkv", &KVCacheObj::AttentionWithFusedQKV)
       .def("append", &KVCacheObj::Append)
+      .def("append_mla_kv", &KVCacheObj::AppendMLAKV)
+      .def("attention_with_mla", &KVCacheObj::AttentionWithMLA)
       .def("attend", &KVCacheObj::Attend)
       .def("self_attention", &KVCacheObj::SelfAttention)
       .def("cross_attention", &KVCacheObj::CrossAttention)
@@ -346,6 +367,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("send_progress", &KVCacheObj::SendProgress)
       .def("debug_get_kv", &KVCacheObj::DebugGetKV)
       .def("debug_set_kv", &KVCacheObj::DebugSetKV)
+      .def("debug_get_kv_mla", &KVCacheObj::DebugGetKVMLA)
+      .def("debug_set_kv_mla", &KVCacheObj::DebugSetKVMLA)
       .def("debug_plan", &KVCacheObj::DebugPlan)
       .def("state_digest", &KVCacheObj::StateDigest)
       .def("check_invariants", &KVCacheObj::CheckInvariants);

@@ -132,6 +132,7 @@ AttentionLayerSpec ReadLayerSpec(const OptionMap& fields) {
   std::vector<double> head_sinks;
   reader.Read("head_sinks", &head_sinks);
   for (const double logit : head_sinks) layer.head_sinks.push_back(static_cast<float>(logit));
+  reader.Read("latent", &layer.latent);
   if (const auto rope = reader.Get<OptionMap>("rope")) layer.rope = ReadRopeOptions(*rope);
   reader.Finish();
   return layer;
@@ -149,6 +150,7 @@ OptionMap LayerSpecFields(const AttentionLayerSpec& layer) {
       {"window", layer.window},
       {"soft_cap", layer.soft_cap},
       {"head_sinks", tvm::ffi::Array<double>(head_sinks.begin(), head_sinks.end())}};
+  if (layer.latent) fields.Set("latent", true);
   if (layer.rope) fields.Set("rope", RopeFields(*layer.rope));
   return fields;
 }

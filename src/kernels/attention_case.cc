@@ -66,8 +66,8 @@ float TokenValue(int64_t content, int64_t position, int kind, int head, int dim)
 
 AttentionCase::AttentionCase(const CaseSpec& spec)
     : spec_(spec), random_state_(Mix(spec.layout_seed)) {
-  args_.pages.layout = {spec.dtype, spec.kv_heads,  spec.qk_dim,
-                        spec.v_dim, spec.page_size, spec.value_dtype};
+  args_.pages.layout = {spec.dtype,     spec.kv_heads,    spec.qk_dim, spec.v_dim,
+                        spec.page_size, spec.value_dtype, spec.latent};
   args_.num_qo_heads = spec.kv_heads * spec.group;
   args_.cached_only = spec.cached_only;
   args_.layer_window = spec.layer_window;
@@ -207,7 +207,7 @@ void AttentionCase::WriteToken(const AppendTarget& target, int64_t content, int6
   }
   for (const Special& special : spec_.specials) {
     if (special.content != content || special.position != position) continue;
-    (special.in_value ? v : k)[0] = special.value;
+    (special.in_value && !spec_.latent ? v : k)[0] = special.value;
   }
   uint8_t& is_open = is_open_[static_cast<size_t>(target.page) *
                                   static_cast<size_t>(args_.pages.layout.tiles_per_page()) +
@@ -343,6 +343,10 @@ void AttentionCase::BuildQueries() {
   const bool rotates_sinks = spec_.rotates_sinks && half > 0;
   args_.sink_angles = rotates_sinks ? sink_angle_rows_.data() : nullptr;
   args_.rotary = {angle_rows_.data(), spec_.rotary_dim, spec_.interleaved};
+  if (spec_.latent) {
+    args_.rotary.angles = nullptr;
+    args_.rotary.first_dim = spec_.v_dim;
+  }
   if (!spec_.inline_keys) return;
   for (AttentionSequence& sequence : sequences_) {
     sequence.inline_cos = cos_table_.data();

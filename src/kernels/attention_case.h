@@ -48,6 +48,7 @@ struct CaseSpec {
   int qk_dim = 32;
   int v_dim = 32;
   int page_size = 16;
+  bool latent = false;  // one kv head; queries come rotated, those of sinks are turned behind v_dim
   int rotary_dim = 0;
   bool interleaved = false;
   bool inline_keys = false;

@@ -199,6 +199,23 @@ CaseSpec RandomWindowSpec(uint64_t seed) {
   return spec;
 }
 
+// The same with a latent layer.
+CaseSpec RandomLatentSpec(uint64_t seed) {
+  CaseSpec spec = seed % 3 == 0 ? RandomSpec(seed) : RandomWindowSpec(seed);
+  RandomSequence random(seed, 2);
+  spec.latent = true;
+  spec.kv_heads = 1;
+  spec.inline_keys = false;
+  spec.value_dtype.reset();
+  const std::pair<int, int> dims[] = {{48, 32}, {36, 32}, {19, 17}, {20, 5}, {16, 16}, {144, 128}};
+  const std::pair<int, int> dim = Pick(random, dims);
+  spec.qk_dim = dim.first;
+  spec.v_dim = dim.second;
+  spec.group = Pick(random, {1, 2, 5, 16, 17, 40});
+  spec.rotary_dim = spec.rotary_dim == 0 ? 0 : (spec.qk_dim - spec.v_dim) / 2 * 2;
+  return spec;
+}
+
 std::string Describe(const CaseSpec& spec, uint64_t seed, const Backend& backend) {
   return "seed " + std::to_string(seed) + ", " + std::string(DTypeName(spec.dtype)) + " and " +
          std::string(DTypeName(spec.value_dtype.value_or(spec.dtype))) + ", page size " +
@@ -227,9 +244,54 @@ TEST(Attention, EveryPathMatchesTheReferenceAndEachOther) {
   }
 }
 
+TEST(Attention, EveryPathReadsTheValuesOfLatentLayersOutOfTheirKeys) {
+  for (uint64_t seed = 1; seed <= 60 && !HasFailure(); ++seed)
+    ExpectPathsAgree(RandomLatentSpec(seed), seed);
+}
+
+// The arithmetic is that of a plain layer with the same numbers.
+TEST(Attention, ALatentLayerIsAPlainOneWhoseValuesAreItsKeysBeginning) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8, DType::kF8E4M3}) {
+    for (const int group : {3, 16, 128}) {
+      CaseSpec spec;
+      spec.dtype = dtype;
+      spec.latent = true;
+      spec.kv_heads = 1;
+      spec.group = group;
+      spec.qk_dim = 40;
+      spec.v_dim = 40;  // all of it, so that both quantise the same numbers
+      spec.sequences = {{.content = 1, .base = 530, .rows = 2}};
+      const AttentionCase latent(spec);
+      const KVPages& from = latent.args().pages;
+      spec.latent = false;
+      const AttentionCase plain(spec);
+      const KVPages& to = plain.args().pages;
+      std::vector<float> k(40);
+      std::vector<float> v(40);
+      const AttentionSequence& sequence = latent.args().sequences[0];
+      for (int64_t i = 0; i < sequence.run_count; ++i) {
+        const PageRun& run = sequence.runs[i];
+        const PageRun& other = plain.args().sequences[0].runs[i];
+        int64_t entry = 0;
+        for (int64_t p = run.begin; p < run.end; ++p) {
+          while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= p) ++entry;
+          const auto slot = static_cast<int32_t>(p % spec.page_size);
+          ReadSlot(from, {run.entries[entry].page, slot}, DType::kF32, k.data(), v.data());
+          ASSERT_EQ(k, v);
+          WriteSlot(to, {other.entries[entry].page, slot}, DType::kF32, k.data(), v.data(), false);
+        }
+      }
+      ExpectSame(latent.Run(BestBackend(), Pool(2)), plain.Run(BestBackend(), Pool(2)),
+                 std::string(DTypeName(dtype)) + ", " + std::to_string(group) + " heads");
+    }
+  }
+}
+
 TEST(Attention, BitsDoNotDependOnWhereTokensLie) {
-  for (uint64_t seed = 200; seed < 240; ++seed) {
-    CaseSpec spec = seed % 2 == 0 ? RandomSpec(seed) : RandomWindowSpec(seed);
+  for (uint64_t seed = 200; seed < 260; ++seed) {
+    CaseSpec spec = seed >= 240     ? RandomLatentSpec(seed)
+                    : seed % 2 == 0 ? RandomSpec(seed)
+                                    : RandomWindowSpec(seed);
     const CaseOutput expected = AttentionCase(spec).Run(BestBackend(), Pool(1));
     for (const int page_size : {1, 3, 7, 16, 32, 64, 256}) {
       spec.page_size = page_size;
@@ -244,8 +306,10 @@ TEST(Attention, BitsDoNotDependOnWhereTokensLie) {
 }
 
 TEST(Attention, BitsDoNotDependOnTheBatchTheSpansOrTheWorkers) {
-  for (uint64_t seed = 300; seed < 350; ++seed) {
-    CaseSpec spec = seed % 2 == 0 ? RandomSpec(seed) : RandomWindowSpec(seed);
+  for (uint64_t seed = 300; seed < 370; ++seed) {
+    CaseSpec spec = seed >= 350     ? RandomLatentSpec(seed)
+                    : seed % 2 == 0 ? RandomSpec(seed)
+                                    : RandomWindowSpec(seed);
     const CaseOutput expected = AttentionCase(spec).Run(BestBackend(), Pool(1));
     for (const int workers : {2, 3, 5}) {
       ExpectSame(AttentionCase(spec).Run(BestBackend(), Pool(workers)), expected,
@@ -494,6 +558,32 @@ TEST(Attention, NonFiniteTokensStayWhereTheyAreSeen) {
             if (HasFailure()) return;
           }
         }
+      }
+    }
+  }
+}
+
+TEST(Attention, NonFiniteLatentsStayWhereTheyAreSeen) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const int page_size : {7, 16}) {
+      for (const int group : {2, 16}) {
+        CaseSpec spec;
+        spec.dtype = dtype;
+        spec.latent = true;
+        spec.kv_heads = 1;
+        spec.group = group;
+        spec.qk_dim = 48;
+        spec.page_size = page_size;
+        spec.fork_probability = 0.0;
+        spec.sequences = {{.content = 1, .base = 290, .rows = 9},
+                          {.content = 2, .base = 280, .rows = 1}};
+        const CaseOutput clean = AttentionCase(spec).Run(BestBackend(), Pool(2));
+        spec.specials = {{1, 294, true, kInfinity}};
+        const CaseOutput output = AttentionCase(spec).Run(BestBackend(), Pool(2));
+        const size_t row_bytes = output.o[0].size() / 9;
+        EXPECT_EQ(std::memcmp(output.o[0].data(), clean.o[0].data(), 4 * row_bytes), 0);
+        EXPECT_NE(std::memcmp(output.o[0].data(), clean.o[0].data(), 5 * row_bytes), 0);
+        EXPECT_EQ(output.o[1], clean.o[1]) << "another sequence";
       }
     }
   }

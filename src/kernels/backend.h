@@ -33,6 +33,7 @@ struct RotaryRows {
   const RotaryAngles* angles = nullptr;  // [row]; null: rows are rotated already
   int rotary_dim = 0;                    // 0: no rotation
   bool interleaved = false;              // pairs (2i, 2i+1) instead of (i, i + rotary_dim / 2)
+  int first_dim = 0;                     // of q: where the rotated dimensions begin
 };
 
 // Rows [row][head][dim] of float32, float16 or bfloat16 with strides in elements; dim is
@@ -58,8 +59,9 @@ struct AppendTarget {
 
 // Stores rows of k (rotated in float32, then rounded or quantised once to the layout's dtype) and
 // v; or, where k (v) is of the layout's quantised dtype, its codes as they are and k_scale
-// (v_scale) beside them. Opening a tile (its first slot written is `slot` and open_tile[row] is
-// set) first zeroes the tile's V and its v_nonfinite flag.
+// (v_scale) beside them. Of a latent layout v and v_scale are not read. Opening a tile (its first
+// slot written is `slot` and open_tile[row] is set) first zeroes the tile's V and its v_nonfinite
+// flag.
 struct AppendArgs {
   KVPages pages;
   int64_t row_count = 0;
@@ -257,7 +259,9 @@ void ConvertElements(const void* from, DType from_dtype, void* to, DType to_dtyp
 void CopySlots(const KVPages& pages, std::span<const AppendTarget> from,
                std::span<const AppendTarget> to, const uint8_t* opens_tile);
 // Logical rows of one stored token: k [kv head][qk_head_dim], v [kv head][v_head_dim] in `dtype`
-// (kF32, or the layout's if that is no quantised one): codes times their scale, and back.
+// (kF32, or the layout's if that is no quantised one): codes times their scale, and back. v may be
+// null where it is not wanted; of a latent layout it is the key's first dimensions, and not
+// written.
 void ReadSlot(const KVPages& pages, AppendTarget slot, DType dtype, void* k, void* v);
 void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void* k, const void* v,
                bool opens_tile);

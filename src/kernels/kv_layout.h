@@ -18,6 +18,9 @@
 // pairs AVX-512 BF16 dot products apply; K and V each form one long run per page, which memory
 // delivers at full speed. Row layout (any other page_size): K: [slot][kv head][k_dim], V: [slot][kv
 // head][v_dim]; attention assembles tiles from it.
+// A latent layout has keys alone, k_dim being rounded up to 16: the values are their first
+// v_head_dim dimensions. Attention turns a tile of keys into one of values, once per segment for
+// all query heads.
 #ifndef QUIRE_KERNELS_KV_LAYOUT_H_
 #define QUIRE_KERNELS_KV_LAYOUT_H_
 
@@ -44,6 +47,7 @@ struct KVLayout {
   int v_head_dim = 0;
   int page_size = 0;
   std::optional<DType> value_dtype = std::nullopt;
+  bool latent = false;  // one kv head, v_head_dim <= qk_head_dim, no value_dtype
 
   static constexpr int RoundUp(int x, int m) { return (x + m - 1) / m * m; }
   static constexpr size_t RoundUpBytes(size_t x, size_t m) { return (x + m - 1) / m * m; }
@@ -51,26 +55,30 @@ struct KVLayout {
   size_t k_element_bytes() const { return static_cast<size_t>(DTypeBytes(dtype)); }
   size_t v_element_bytes() const { return static_cast<size_t>(DTypeBytes(v_dtype())); }
   // Scales of one token and head: K's, then V's.
-  int scale_parts() const { return int{IsQuantised(dtype)} + int{IsQuantised(v_dtype())}; }
-  int v_scale_part() const { return int{IsQuantised(dtype)}; }
-  int k_dim() const { return RoundUp(qk_head_dim, 2); }
+  int scale_parts() const { return v_scale_part() + int{IsQuantised(v_dtype())}; }
+  int v_scale_part() const { return latent ? 0 : int{IsQuantised(dtype)}; }
+  int k_dim() const { return RoundUp(qk_head_dim, latent ? 16 : 2); }
   int v_dim() const { return RoundUp(v_head_dim, 16); }
   bool tiled() const { return page_size % kTilePositions == 0; }
   int tiles_per_page() const { return RoundUp(page_size, kTilePositions) / kTilePositions; }
   // Element counts.
   size_t k_tile_elements() const { return static_cast<size_t>(k_dim()) * kTilePositions; }
   size_t v_tile_elements() const { return static_cast<size_t>(v_dim()) * kTilePositions; }
+  // Of what holds the values of a tile and head.
+  size_t v_tile_stored_elements() const { return latent ? k_tile_elements() : v_tile_elements(); }
   size_t k_bytes() const {
     return static_cast<size_t>(page_size) * num_kv_heads * k_dim() * k_element_bytes();
   }
   size_t v_bytes() const {
+    if (latent) return 0;
     return static_cast<size_t>(page_size) * num_kv_heads * v_dim() * v_element_bytes();
   }
   // Bytes from the beginning of a page to its values and scales.
-  size_t v_offset() const { return RoundUpBytes(k_bytes(), sizeof(float)); }
-  size_t scale_offset() const { return RoundUpBytes(v_offset() + v_bytes(), 64); }
+  size_t v_offset() const { return latent ? 0 : RoundUpBytes(k_bytes(), sizeof(float)); }
+  size_t element_bytes() const { return RoundUpBytes(k_bytes(), sizeof(float)) + v_bytes(); }
+  size_t scale_offset() const { return RoundUpBytes(element_bytes(), 64); }
   size_t page_bytes() const {
-    if (scale_parts() == 0) return v_offset() + v_bytes();
+    if (scale_parts() == 0) return element_bytes();
     const size_t slots = tiled() ? static_cast<size_t>(tiles_per_page()) * kTilePositions
                                  : static_cast<size_t>(page_size);
     return RoundUpBytes(
@@ -82,6 +90,7 @@ struct KVLayout {
     return (static_cast<size_t>(tile) * num_kv_heads + head) * k_tile_elements();
   }
   size_t v_tile_offset(int tile, int head) const {
+    if (latent) return k_tile_offset(tile, head);
     return (static_cast<size_t>(tile) * num_kv_heads + head) * v_tile_elements();
   }
   // Floats from the beginning of a page's scales to those of a tile, tiled layout.

@@ -15,8 +15,9 @@ namespace quire {
 // tile lanes 2i and 2i + 1 of one dimension.
 inline int ChainPair(DType dtype) { return ComputeDType(dtype) == DType::kBF16 ? 2 : 1; }
 
-// Key dimension d: element `first + d / pair * step + d % pair` of the page's keys.
-struct KeyElements {
+// Dimension d of a key or value: element `first + d / pair * step + d % pair` of the page's keys or
+// values.
+struct SlotElements {
   size_t first;
   size_t step;
   int pair;
@@ -27,14 +28,7 @@ struct KeyElements {
   }
 };
 
-// Value dimension d: element `first + d * step` of the page's values.
-struct ValueElements {
-  size_t first;
-  size_t step;
-  size_t operator[](int d) const { return first + static_cast<size_t>(d) * step; }
-};
-
-inline KeyElements KeyOfSlot(const KVLayout& layout, int slot, int head) {
+inline SlotElements KeyOfSlot(const KVLayout& layout, int slot, int head) {
   if (!layout.tiled()) return {layout.k_row_offset(slot, head), 1, 1};
   const int pair = ChainPair(layout.dtype);
   const int lane = slot % kTilePositions;
@@ -42,14 +36,15 @@ inline KeyElements KeyOfSlot(const KVLayout& layout, int slot, int head) {
           static_cast<size_t>(kTilePositions) * pair, pair};
 }
 
-inline ValueElements ValueOfSlot(const KVLayout& layout, int slot, int head) {
-  if (!layout.tiled()) return {layout.v_row_offset(slot, head), 1};
+inline SlotElements ValueOfSlot(const KVLayout& layout, int slot, int head) {
+  if (layout.latent) return KeyOfSlot(layout, slot, head);
+  if (!layout.tiled()) return {layout.v_row_offset(slot, head), 1, 1};
   const int pair = ChainPair(layout.v_dtype());
   const int lane = slot % kTilePositions;
   const size_t row = static_cast<size_t>(lane / pair) * layout.v_dim() * pair;
   return {
       layout.v_tile_offset(slot / kTilePositions, head) + row + static_cast<size_t>(lane % pair),
-      static_cast<size_t>(pair)};
+      static_cast<size_t>(pair), 1};
 }
 
 // Index into KVPages::v_nonfinite of the tile that holds a slot.

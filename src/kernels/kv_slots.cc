@@ -47,7 +47,7 @@ void OpenTile(const KVPages& pages, AppendTarget slot) {
   const size_t bytes = layout.v_element_bytes();
   const size_t first = layout.v_tile_offset(slot.slot / kTilePositions, 0);
   std::memset(ValuesAt(pages, slot.page) + first * bytes, 0,
-              layout.v_tile_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
+              layout.v_tile_stored_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
 }
 
 // The keys or the values of one token and head in a page.
@@ -58,7 +58,7 @@ struct KeySide {
   int padded_dim() const { return pages.layout.k_dim(); }
   int scale_part() const { return 0; }
   std::byte* Base(int page) const { return PageAt(pages, page); }
-  KeyElements Elements(int slot, int head) const { return KeyOfSlot(pages.layout, slot, head); }
+  SlotElements Elements(int slot, int head) const { return KeyOfSlot(pages.layout, slot, head); }
 };
 struct ValueSide {
   const KVPages& pages;
@@ -67,7 +67,7 @@ struct ValueSide {
   int padded_dim() const { return pages.layout.v_dim(); }
   int scale_part() const { return pages.layout.v_scale_part(); }
   std::byte* Base(int page) const { return ValuesAt(pages, page); }
-  ValueElements Elements(int slot, int head) const { return ValueOfSlot(pages.layout, slot, head); }
+  SlotElements Elements(int slot, int head) const { return ValueOfSlot(pages.layout, slot, head); }
 };
 
 template <typename Side>
@@ -142,7 +142,7 @@ void ZeroPadding(const Side& side, AppendTarget slot, int head) {
 void NoteNonfinite(const KVPages& pages, AppendTarget slot, int head) {
   const KVLayout& layout = pages.layout;
   if (IsQuantised(layout.v_dtype())) return;
-  const ValueElements value = ValueOfSlot(layout, slot.slot, head);
+  const SlotElements value = ValueOfSlot(layout, slot.slot, head);
   const std::byte* const base = ValuesAt(pages, slot.page);
   for (int d = 0; d < layout.v_head_dim; ++d) {
     if (std::isfinite(Widen(base + value[d] * layout.v_element_bytes(), layout.v_dtype())))
@@ -160,6 +160,7 @@ void ReadSlot(const KVPages& pages, AppendTarget slot, DType dtype, void* k, voi
     const auto row = static_cast<size_t>(head);
     ReadHead(KeySide{pages}, slot, head, dtype,
              static_cast<std::byte*>(k) + row * static_cast<size_t>(layout.qk_head_dim) * bytes);
+    if (v == nullptr) continue;
     ReadHead(ValueSide{pages}, slot, head, dtype,
              static_cast<std::byte*>(v) + row * static_cast<size_t>(layout.v_head_dim) * bytes);
   }
@@ -173,13 +174,15 @@ void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void*
   for (int head = 0; head < layout.num_kv_heads; ++head) {
     const auto row = static_cast<size_t>(head);
     ZeroPadding(KeySide{pages}, slot, head);
-    ZeroPadding(ValueSide{pages}, slot, head);
     WriteHead(
         KeySide{pages}, slot, head, dtype,
         static_cast<const std::byte*>(k) + row * static_cast<size_t>(layout.qk_head_dim) * bytes);
-    WriteHead(
-        ValueSide{pages}, slot, head, dtype,
-        static_cast<const std::byte*>(v) + row * static_cast<size_t>(layout.v_head_dim) * bytes);
+    if (!layout.latent) {
+      ZeroPadding(ValueSide{pages}, slot, head);
+      WriteHead(
+          ValueSide{pages}, slot, head, dtype,
+          static_cast<const std::byte*>(v) + row * static_cast<size_t>(layout.v_head_dim) * bytes);
+    }
     NoteNonfinite(pages, slot, head);
   }
 }
@@ -190,9 +193,11 @@ void CopySlots(const KVPages& pages, std::span<const AppendTarget> from,
     if (opens_tile[i] != 0) OpenTile(pages, to[i]);
     for (int head = 0; head < pages.layout.num_kv_heads; ++head) {
       ZeroPadding(KeySide{pages}, to[i], head);
-      ZeroPadding(ValueSide{pages}, to[i], head);
       CopyHead(KeySide{pages}, from[i], to[i], head);
-      CopyHead(ValueSide{pages}, from[i], to[i], head);
+      if (!pages.layout.latent) {
+        ZeroPadding(ValueSide{pages}, to[i], head);
+        CopyHead(ValueSide{pages}, from[i], to[i], head);
+      }
       NoteNonfinite(pages, to[i], head);
     }
   }

@@ -68,6 +68,20 @@ Result<HeadRows> ViewHeads(const AttentionCall& call, const char* name, const Te
   return Heads(tensor, 0, tensor.stride(1));
 }
 
+Result<HeadRows> ViewLatent(const AttentionCall& call, const TensorView& kv) {
+  if (!HasShape(call, kv, {call.spec.qk_head_dim}))
+    return BadTensor(call, "kv", kv, Shape(call, {call.spec.qk_head_dim}));
+  QUIRE_RETURN_IF_ERROR(CheckElements(call, "kv", kv));
+  return Heads(kv, 0, call.spec.qk_head_dim);
+}
+
+Status RequireLatent(const AttentionCall& call, bool latent, const char* instead) {
+  if (call.spec.latent == latent) return Status();
+  return Status(StatusCode::kBadArgument,
+                std::string(call.name) + ": layer " + std::to_string(call.layer) +
+                    (latent ? " has keys and values; call " : " is latent (MLA); call ") + instead);
+}
+
 Result<QKVRows> ViewFusedQKV(const AttentionCall& call, const TensorView& qkv) {
   const AttentionLayerSpec& spec = call.spec;
   const int64_t width = (spec.num_qo_heads + spec.num_kv_heads) * spec.qk_head_dim +

@@ -29,6 +29,10 @@ Result<HeadRows> ViewHeads(const AttentionCall& call, const char* name, const Te
                            int64_t heads, int64_t dim);
 // [m, Hq + 2 Hkv, D] with D == Dv, or [m, Hq D + Hkv D + Hkv Dv].
 Result<QKVRows> ViewFusedQKV(const AttentionCall& call, const TensorView& qkv);
+// `kv`: [m, D].
+Result<HeadRows> ViewLatent(const AttentionCall& call, const TensorView& kv);
+// BadArgument with the call that does it, unless the layer's kind is as wanted.
+Status RequireLatent(const AttentionCall& call, bool latent, const char* instead);
 // [m, Hq, Dv] or [m, Hq Dv].
 Result<MutableHeadRows> ViewOutput(const AttentionCall& call, const TensorView& o);
 // float32 [m, Hq].

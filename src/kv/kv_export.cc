@@ -31,23 +31,32 @@ std::string_view ComputeType(const AttentionKVCacheOptions& options) {
 // The sections of a layer's tokens, in the order in which they stand in a chunk.
 std::vector<SectionSpec> SectionsOf(int64_t layer, const AttentionLayerSpec& spec, int64_t count) {
   const int64_t heads = spec.num_kv_heads;
+  const bool latent = spec.latent;
   const auto section = [&](SectionKind kind, DType dtype, std::vector<int64_t> dims) {
     return SectionSpec{kind, layer, layer, dtype, std::move(dims)};
   };
-  std::vector<SectionSpec> sections = {
-      section(SectionKind::kKey, spec.dtype, {count, heads, spec.qk_head_dim}),
-      section(SectionKind::kValue, spec.value_dtype(), {count, heads, spec.v_head_dim})};
+  std::vector<SectionSpec> sections;
+  if (!latent) {
+    sections.push_back(section(SectionKind::kKey, spec.dtype, {count, heads, spec.qk_head_dim}));
+    sections.push_back(
+        section(SectionKind::kValue, spec.value_dtype(), {count, heads, spec.v_head_dim}));
+  }
   if (IsQuantised(spec.dtype))
     sections.push_back(section(SectionKind::kKeyScale, DType::kF32, {count, heads}));
-  if (IsQuantised(spec.value_dtype()))
+  if (!latent && IsQuantised(spec.value_dtype()))
     sections.push_back(section(SectionKind::kValueScale, DType::kF32, {count, heads}));
+  // Behind its scales: sections of a layer ascend by kind.
+  if (latent)
+    sections.push_back(section(SectionKind::kLatent, spec.dtype, {count, spec.qk_head_dim}));
   return sections;
 }
 
 // Adds the bytes of one of these sections to the layer's tensors.
 void SetSection(const AttentionLayerSpec& spec, const SectionSpec& section,
                 std::span<const std::byte> bytes, LayerKV* kv) {
-  if (section.kind == SectionKind::kKey) {
+  if (section.kind == SectionKind::kLatent) {
+    kv->k = TensorView(bytes.data(), spec.dtype, {section.dims[0], int64_t{1}, section.dims[1]});
+  } else if (section.kind == SectionKind::kKey) {
     kv->k =
         TensorView(bytes.data(), spec.dtype, {section.dims[0], section.dims[1], section.dims[2]});
   } else if (section.kind == SectionKind::kValue) {
@@ -98,14 +107,23 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
                                bool long_factors) {
   return GuardEntry([&]() -> Result<Passport> {
     const AttentionKVCacheOptions& options = cache.options();
+    const RopeOptions* rope = &options.rope;
     for (size_t l = 0; l < options.layers.size(); ++l) {
-      if (!options.layers[l].rope) continue;
+      const AttentionLayerSpec& layer = options.layers[l];
+      if (!layer.rope) continue;
+      // By it the caller rotates, and in mode kNone this cache rotates nothing.
+      const bool is_first = rope == &options.rope;
+      if (layer.latent && options.rope.mode == RopeMode::kNone &&
+          (is_first || *rope == *layer.rope)) {
+        rope = &*layer.rope;
+        continue;
+      }
       return Status(StatusCode::kBadArgument,
                     "CachePassport: layer " + std::to_string(l) +
                         " has RoPE options of its own; a passport has one set for all layers, so "
                         "KV of this cache cannot leave it as chunks");
     }
-    identity.rope = RopePassport(options.rope, long_factors);
+    identity.rope = RopePassport(*rope, long_factors);
     identity.layout = kLogicalLayout;
     identity.numerics = std::string(kKernelGeneration) + "/" + options.kernel_path + "/" +
                         std::string(ComputeType(options));
@@ -114,7 +132,7 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
     bool quantised = false;
     for (const AttentionLayerSpec& layer : options.layers) {
       quantised |= IsQuantised(layer.dtype) || IsQuantised(layer.value_dtype());
-      identity.layers.push_back({.kind = StateKind::kAttention,
+      identity.layers.push_back({.kind = layer.latent ? StateKind::kLatent : StateKind::kAttention,
                                  .dtype = layer.dtype,
                                  .kv_heads = layer.num_kv_heads,
                                  .head_dim = layer.qk_head_dim,
@@ -130,8 +148,13 @@ Result<Passport> CachePassport(const AttentionKVCache& cache, Passport identity,
 
 ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const ChunkKey& previous,
                        int64_t start, std::span<const int32_t> tokens) {
-  // RopePassport begins so if the cache stores rotated keys.
-  const bool rotated = passport.rope.starts_with("mode=normal");
+  // RopePassport begins so if the cache stores rotated keys. Latents come rotated if they have a
+  // part for it.
+  const bool rotated =
+      passport.rope.starts_with("mode=normal") ||
+      std::ranges::any_of(passport.layers, [](const PassportLayer& layer) {
+        return layer.kind == StateKind::kLatent && layer.v_head_dim != layer.head_dim;
+      });
   ChunkFields fields;
   fields.key = keys.Next(previous, tokens);
   fields.fingerprint = keys.fingerprint();

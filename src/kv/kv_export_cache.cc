@@ -36,17 +36,21 @@ Status CheckLayer(const char* call, int64_t layer, const AttentionLayerSpec& spe
   const int64_t heads = spec.num_kv_heads;
   QUIRE_RETURN_IF_ERROR(
       CheckRows(call, layer, "k", kv.k, spec.dtype, {count, heads, spec.qk_head_dim}));
-  QUIRE_RETURN_IF_ERROR(
-      CheckRows(call, layer, "v", kv.v, spec.value_dtype(), {count, heads, spec.v_head_dim}));
+  if (!spec.latent) {
+    QUIRE_RETURN_IF_ERROR(
+        CheckRows(call, layer, "v", kv.v, spec.value_dtype(), {count, heads, spec.v_head_dim}));
+  }
   if (IsQuantised(spec.dtype)) {
     QUIRE_RETURN_IF_ERROR(
         CheckRows(call, layer, "k_scale", kv.k_scale, DType::kF32, {count, heads}));
   }
-  if (!IsQuantised(spec.value_dtype())) return Status();
+  if (spec.latent || !IsQuantised(spec.value_dtype())) return Status();
   return CheckRows(call, layer, "v_scale", kv.v_scale, DType::kF32, {count, heads});
 }
 
+// Empty for the values of a latent layer.
 HeadRows RowsOf(const TensorView& tensor) {
+  if (tensor.rank() != 3) return {};
   return {.data = tensor.data(),
           .dtype = tensor.dtype(),
           .row_stride = tensor.stride(0),
@@ -54,6 +58,7 @@ HeadRows RowsOf(const TensorView& tensor) {
 }
 
 const void* RowAt(const HeadRows& rows, int64_t row) {
+  if (rows.data == nullptr) return nullptr;
   return static_cast<const std::byte*>(rows.data) + row * rows.row_stride * DTypeBytes(rows.dtype);
 }
 
@@ -202,7 +207,7 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
     const uint8_t* const opens_tile = imports.opens_tile.data() + first + row;
     const RowRun run = FirstRun(pages.layout, rest, opens_tile);
     HeadRows k = RowsOf(kv.k);
-    HeadRows v = RowsOf(kv.v);
+    HeadRows v = pages.layout.latent ? HeadRows{} : RowsOf(kv.v);
     k.data = RowAt(k, row);
     v.data = RowAt(v, row);
     const float* const k_scale = ScalesFrom(kv.k_scale, row);

@@ -46,7 +46,7 @@ void ReadKeyHead(const RowArgs& args, int64_t begin, int64_t end, int head) {
     const auto* page = reinterpret_cast<const Element*>(PageAt(args.pages, slot.page));
     Element* const k =
         static_cast<Element*>(args.to.k) + (i * layout.num_kv_heads + head) * layout.qk_head_dim;
-    const KeyElements key = KeyOfSlot(layout, slot.slot, head);
+    const SlotElements key = KeyOfSlot(layout, slot.slot, head);
     if (key.pair == 2) {
       CopyPairs(page + key.first, key.step, layout.qk_head_dim, k);
     } else {
@@ -60,7 +60,7 @@ void ReadValueHead(const RowArgs& args, int64_t begin, int64_t end, int head) {
   const KVLayout& layout = args.pages.layout;
   for (int64_t i = begin; i < end; ++i) {
     const AppendTarget slot = args.slots[static_cast<size_t>(i)];
-    const ValueElements value = ValueOfSlot(layout, slot.slot, head);
+    const SlotElements value = ValueOfSlot(layout, slot.slot, head);
     const auto* values = reinterpret_cast<const Element*>(ValuesAt(args.pages, slot.page));
     CopySingles(
         values + value.first, value.step, layout.v_head_dim,
@@ -107,7 +107,8 @@ bool IsTile(std::span<const AppendTarget> slots) {
 struct RowBytes {
   explicit RowBytes(const KVLayout& layout)
       : k_head(static_cast<size_t>(layout.qk_head_dim) * layout.k_element_bytes()),
-        v_head(static_cast<size_t>(layout.v_head_dim) * layout.v_element_bytes()),
+        v_head(layout.latent ? 0
+                             : static_cast<size_t>(layout.v_head_dim) * layout.v_element_bytes()),
         k(k_head * static_cast<size_t>(layout.num_kv_heads)),
         v(v_head * static_cast<size_t>(layout.num_kv_heads)) {}
   size_t k_head, v_head, k, v;
@@ -119,7 +120,9 @@ void ReadWholeTile(const RowArgs& args, int64_t begin) {
   const AppendTarget first = args.slots[static_cast<size_t>(begin)];
   const std::byte* const page = PageAt(args.pages, first.page);
   std::byte* k = static_cast<std::byte*>(args.to.k) + static_cast<size_t>(begin) * bytes.k;
-  std::byte* v = static_cast<std::byte*>(args.to.v) + static_cast<size_t>(begin) * bytes.v;
+  std::byte* v = layout.latent
+                     ? nullptr
+                     : static_cast<std::byte*>(args.to.v) + static_cast<size_t>(begin) * bytes.v;
   for (int head = 0; head < layout.num_kv_heads; ++head, k += bytes.k_head, v += bytes.v_head)
     ReadTile(layout, page, first.slot / kTilePositions, head, k, bytes.k, v, bytes.v);
 }
@@ -150,7 +153,7 @@ void ReadRows(const KVPages& pages, std::span<const AppendTarget> slots, const R
     const int64_t begin = std::max<int64_t>(0, task * kTaskSlots - lead);
     const int64_t end = std::min(count, (task + 1) * kTaskSlots - lead);
     if (IsQuantised(layout.dtype)) ReadScales(args, begin, end, 0, to.k_scale);
-    if (IsQuantised(layout.v_dtype()))
+    if (!layout.latent && IsQuantised(layout.v_dtype()))
       ReadScales(args, begin, end, layout.v_scale_part(), to.v_scale);
     if (whole_tiles &&
         IsTile(slots.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)))) {
@@ -158,7 +161,7 @@ void ReadRows(const KVPages& pages, std::span<const AppendTarget> slots, const R
     }
     for (int head = 0; head < layout.num_kv_heads; ++head) {
       read_keys(args, begin, end, head);
-      read_values(args, begin, end, head);
+      if (!layout.latent) read_values(args, begin, end, head);
     }
   });
 }
@@ -187,7 +190,8 @@ void WriteTiles(const KVPages& pages, std::span<const AppendTarget> slots, const
     const size_t row = static_cast<size_t>(task * kTilePositions);
     const AppendTarget first = slots[row];
     const std::byte* from_k = static_cast<const std::byte*>(from.k) + row * bytes.k;
-    const std::byte* from_v = static_cast<const std::byte*>(from.v) + row * bytes.v;
+    const std::byte* from_v =
+        layout.latent ? nullptr : static_cast<const std::byte*>(from.v) + row * bytes.v;
     bool finite = true;
     for (int head = 0; head < layout.num_kv_heads; ++head) {
       const bool head_finite =
@@ -199,7 +203,7 @@ void WriteTiles(const KVPages& pages, std::span<const AppendTarget> slots, const
     }
     const size_t scale = row * static_cast<size_t>(layout.num_kv_heads);
     if (IsQuantised(layout.dtype)) WriteScales(pages, first, 0, from.k_scale + scale);
-    if (IsQuantised(layout.v_dtype()))
+    if (!layout.latent && IsQuantised(layout.v_dtype()))
       WriteScales(pages, first, layout.v_scale_part(), from.v_scale + scale);
     pages.v_nonfinite[TileFlag(layout, first.page, first.slot)] = finite ? 0 : 1;
   });

@@ -209,6 +209,13 @@ bool AllFinite(const std::byte* tile, size_t count, Element exponent) noexcept {
   return found == 0;
 }
 
+// Whether the first `count` elements are.
+bool IsFinite(DType dtype, const std::byte* tile, size_t count) noexcept {
+  if (IsQuantised(dtype)) return true;  // codes are
+  if (dtype == DType::kF32) return AllFinite<uint32_t>(tile, count, 0x7F800000U);
+  return AllFinite<uint16_t>(tile, count, dtype == DType::kBF16 ? 0x7F80U : 0x7C00U);
+}
+
 bool HasHalfTiles(DType dtype) { return dtype == DType::kF16 || IsQuantised(dtype); }
 
 }  // namespace
@@ -225,12 +232,13 @@ void ReadTile(const KVLayout& layout, const std::byte* page, int tile, int head,
   const size_t element = layout.v_element_bytes();
   const std::byte* const values =
       page + layout.v_offset() + layout.v_tile_offset(tile, head) * element;
-  const int words = layout.k_dim() * static_cast<int>(layout.k_element_bytes()) / 4;
+  const int words = layout.qk_head_dim * static_cast<int>(layout.k_element_bytes()) / 4;
   if (HasHalfTiles(layout.dtype)) {
     ReadKeys<HalfTile>(keys, words, k, k_stride);
   } else {
     ReadKeys<WordTile>(keys, words, k, k_stride);
   }
+  if (layout.latent) return;
   if (layout.v_dtype() == DType::kBF16) {
     ReadValuePairs<HalfPairs>(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
   } else if (IsQuantised(layout.v_dtype())) {
@@ -246,25 +254,28 @@ bool WriteTile(const KVLayout& layout, std::byte* page, int tile, int head, cons
   std::byte* const keys = page + layout.k_tile_offset(tile, head) * layout.k_element_bytes();
   const size_t element = layout.v_element_bytes();
   std::byte* const values = page + layout.v_offset() + layout.v_tile_offset(tile, head) * element;
-  const int words = layout.k_dim() * static_cast<int>(layout.k_element_bytes()) / 4;
+  const int words = layout.qk_head_dim * static_cast<int>(layout.k_element_bytes()) / 4;
   if (HasHalfTiles(layout.dtype)) {
     WriteKeys<HalfTile>(keys, words, k, k_stride);
   } else {
     WriteKeys<WordTile>(keys, words, k, k_stride);
   }
+  if (layout.latent) {
+    const size_t used = static_cast<size_t>(layout.qk_head_dim) * kTilePositions * element;
+    std::memset(keys + used, 0, layout.k_tile_elements() * element - used);
+    // The values are the tile's beginning, an odd last dimension's neighbour besides.
+    const int value_dims = KVLayout::RoundUp(layout.v_head_dim, ChainPair(layout.dtype));
+    return IsFinite(layout.dtype, keys, static_cast<size_t>(value_dims) * kTilePositions);
+  }
   if (IsQuantised(layout.v_dtype())) {
     WriteValuePairs<BytePairs>(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
-    return true;  // codes are finite
-  }
-  const size_t count = layout.v_tile_elements();
-  if (layout.v_dtype() == DType::kBF16) {
+  } else if (layout.v_dtype() == DType::kBF16) {
     WriteValuePairs<HalfPairs>(values, layout.v_dim(), layout.v_head_dim, v, v_stride);
-    return AllFinite<uint16_t>(values, count, 0x7F80U);
+  } else {
+    WriteValueRows(values, static_cast<size_t>(layout.v_dim()) * element,
+                   static_cast<size_t>(layout.v_head_dim) * element, v, v_stride);
   }
-  WriteValueRows(values, static_cast<size_t>(layout.v_dim()) * element,
-                 static_cast<size_t>(layout.v_head_dim) * element, v, v_stride);
-  if (layout.v_dtype() == DType::kF32) return AllFinite<uint32_t>(values, count, 0x7F800000U);
-  return AllFinite<uint16_t>(values, count, 0x7C00U);
+  return IsFinite(layout.v_dtype(), values, layout.v_tile_elements());
 }
 
 }  // namespace quire

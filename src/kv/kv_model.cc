@@ -96,7 +96,19 @@ void StoreRow(std::span<const float> from, const TensorView& rows, const TensorV
 bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
   return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
          a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.value_dtype() == b.value_dtype() &&
-         a.window == b.window && a.rope == b.rope;
+         a.window == b.window && a.rope == b.rope && a.latent == b.latent;
+}
+
+// [layers, n, D] as [layers, n, 1, D].
+TensorView WithHead(const TensorView& kv) {
+  if (kv.rank() != 3 || !kv.is_contiguous()) return kv;
+  return TensorView(kv.data(), kv.dtype(), {kv.dim(0), kv.dim(1), int64_t{1}, kv.dim(2)});
+}
+
+// What a latent layer's key says of its value.
+void TakeValue(const AttentionLayerSpec& spec, std::span<const float> key,
+               std::vector<float>* value) {
+  value->assign(key.begin(), key.begin() + spec.v_head_dim);
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {
@@ -531,8 +543,13 @@ KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
     }
     group_of_layer_.push_back(g);
     const RopeOptions& rope = layer.rope ? *layer.rope : options_.rope;
-    frequencies_.emplace_back(ComputeRopeFrequencies(rope, layer.qk_head_dim, false).value(),
-                              ComputeRopeFrequencies(rope, layer.qk_head_dim, true).value());
+    const int64_t dim = layer.latent ? layer.qk_head_dim - layer.v_head_dim : layer.qk_head_dim;
+    if (dim == 0) {
+      frequencies_.emplace_back();
+      continue;
+    }
+    frequencies_.emplace_back(ComputeRopeFrequencies(rope, dim, false).value(),
+                              ComputeRopeFrequencies(rope, dim, true).value());
   }
 }
 
@@ -965,6 +982,7 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
                                       double sm_scale) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, false)));
   const int64_t hq = spec.num_qo_heads;
   const int64_t hkv = spec.num_kv_heads;
   const int64_t d = spec.qk_head_dim;
@@ -988,6 +1006,7 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
 Status KVModel::Append(int64_t layer, const TensorView& k, const TensorView& v) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, false)));
   QUIRE_RETURN_IF_ERROR(
       FailAttention(CheckRows("k", k, layer, spec.num_kv_heads, spec.qk_head_dim)));
   QUIRE_RETURN_IF_ERROR(
@@ -1020,29 +1039,61 @@ Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
                        const TensorView* lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(CheckAttend(layer, q, o, lse));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
-  AttendRows(layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim}, Rotated::kNo,
-             Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
+  AttendRows(layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
+             RotatedForAttend(static_cast<size_t>(layer)), Rows{&o, 0, spec.v_head_dim}, lse,
+             sm_scale);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();
+}
+
+Status KVModel::CheckKind(int64_t layer, bool latent) const {
+  if (options_.layers[static_cast<size_t>(layer)].latent == latent) return Status();
+  return Bad(StatusCode::kBadArgument, "a layer of the other kind");
+}
+
+Status KVModel::AppendMLAKV(int64_t layer, const TensorView& kv) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, true)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckRows("kv", kv, layer, 1, spec.qk_head_dim)));
+  if (kv.rank() != 2) return FailAttention(Bad(StatusCode::kBadArgument, "kv has heads"));
+  if (appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
+  }
+  QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
+  const Rows rows{&kv, 0, spec.qk_head_dim};
+  AppendRows(layer, rows, rows);
+  return Status();
+}
+
+Status KVModel::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
+                                 const TensorView& o, double sm_scale) {
+  QUIRE_RETURN_IF_ERROR(AppendMLAKV(layer, kv));
+  return Attend(layer, q_absorbed, o, nullptr, sm_scale);
 }
 
 Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
                                       const TensorView& o, const TensorView* lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(source_layer)];
-  AttendRows(source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
-             options_.rope.mode == RopeMode::kNormal ? Rotated::kYes : Rotated::kNo,
-             Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
+  AttendRows(
+      source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
+      ModeOf(static_cast<size_t>(source_layer)) == RopeMode::kInline ? Rotated::kNo : Rotated::kYes,
+      Rows{&o, 0, spec.v_head_dim}, lse, sm_scale);
   return Status();
 }
 
 // The tokens of one block, from `position` on.
 void KVModel::StoreTokens(const Sequence& sequence, size_t position, size_t layer,
-                          const LayerKV& kv) {
+                          const LayerKV& kv) const {
   for (int64_t row = 0; row < kv.k.dim(0); ++row, ++position) {
     TokenValues& values = *sequence.tokens[position].values;
     LoadRow(kv.k, kv.k_scale, row, &values.k[layer]);
-    LoadRow(kv.v, kv.v_scale, row, &values.v[layer]);
+    if (options_.layers[layer].latent) {
+      TakeValue(options_.layers[layer], values.k[layer], &values.v[layer]);
+    } else {
+      LoadRow(kv.v, kv.v_scale, row, &values.v[layer]);
+    }
   }
 }
 
@@ -1078,10 +1129,14 @@ void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
       for (int64_t h = 0; h < spec.num_kv_heads; ++h) {
         for (int64_t d = 0; d < spec.qk_head_dim; ++d)
           key[static_cast<size_t>(d)] = k.Get(row, h, d);
-        if (options_.rope.mode == RopeMode::kNormal) {
+        if (ModeOf(l) == RopeMode::kNormal) {
           key = RotateReference(key, frequencies, options_.rope.pairing, position);
         }
         AppendStored(std::vector<float>(key.begin(), key.end()), spec.dtype, &values.k[l]);
+        if (spec.latent) {
+          TakeValue(spec, values.k[l], &values.v[l]);
+          continue;
+        }
         std::vector<float> value;
         for (int64_t d = 0; d < spec.v_head_dim; ++d)
           value.push_back(static_cast<float>(v.Get(row, h, d)));
@@ -1093,7 +1148,7 @@ void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
 }
 
 double KVModel::StoredKeyBound(int64_t layer, double value) const {
-  if (options_.rope.mode != RopeMode::kNormal) return 0;
+  if (ModeOf(static_cast<size_t>(layer)) != RopeMode::kNormal) return 0;
   const DType dtype = options_.layers[static_cast<size_t>(layer)].dtype;
   // One unit in the last place where the two roundings fall apart, and the float32 rotation's own
   // error; no element that tests store is above kLargestKey.
@@ -1113,7 +1168,7 @@ KVModel::TokenRows KVModel::KeysOf(const Sequence& sequence, size_t layer) const
   for (size_t j = 0; j < sequence.tokens.size(); ++j) {
     const std::vector<float>& stored = sequence.tokens[j].values->k[layer];
     keys.emplace_back(stored.begin(), stored.end());
-    if (options_.rope.mode != RopeMode::kInline) continue;
+    if (ModeOf(layer) != RopeMode::kInline) continue;
     for (size_t at = 0; at < stored.size(); at += dk) {
       const std::vector<double> turned =
           RotateReference(std::span(keys[j]).subspan(at, dk), FrequenciesOf(sequence, layer),
@@ -1139,7 +1194,7 @@ double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
   double error = static_cast<double>(2 * spec.qk_head_dim + 16) * kEpsF32;
   // q, and a key that is rotated at use, are rounded to bfloat16 where products are taken in pairs.
   if (Computed(spec.dtype) == DType::kBF16) error += 2 * kEpsBF16;
-  if (options_.rope.mode != RopeMode::kNormal) return error;
+  if (options_.rope.mode != RopeMode::kNormal || spec.latent) return error;
   // A rotated key may have been rounded to the other neighbour when it was stored: for codes by a
   // step of the head's largest element, which is no more than its norm.
   const double root = std::sqrt(static_cast<double>(spec.qk_head_dim));
@@ -1218,9 +1273,18 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
 void KVModel::TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
                         HeadArguments* head) const {
   RopeFrequencies frequencies = FrequenciesOf(sequence, layer);
-  const RopePairing pairing = options_.rope.pairing;
+  const AttentionLayerSpec& spec = options_.layers[layer];
+  const RopePairing pairing = (spec.rope ? *spec.rope : options_.rope).pairing;
   const int64_t slid = sequence.SlidAt(position);
   const std::vector<double> query = head->query;
+  if (spec.latent) {  // the rope part is the last one
+    frequencies.amplitude = 1;
+    const int64_t rope_dim = spec.qk_head_dim - spec.v_head_dim;
+    const std::vector<double> part(query.end() - rope_dim, query.end());
+    const std::vector<double> turned = RotateReference(part, frequencies, pairing, -slid);
+    std::copy(turned.begin(), turned.end(), head->sink_query.end() - rope_dim);
+    return;
+  }
   if (rotated == Rotated::kYes) {
     frequencies.amplitude = 1;  // it is in the query already
     head->sink_query = RotateReference(query, frequencies, pairing, -slid);
@@ -1259,7 +1323,7 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
         HeadArguments head{.spec = &spec,
                            .kv_head = static_cast<size_t>(h / group_size),
                            .visible = {},
-                           .sink_end = options_.rope.mode == RopeMode::kNone ? 0 : sequence.sinks,
+                           .sink_end = sequence.sinks,
                            .query = query,
                            .sink_query = query,
                            .sm_scale = sm_scale,
@@ -1289,21 +1353,26 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
 
 // ---------------------------------------------------------------------- debugging
 
-Status KVModel::CheckDebugRows(const char* name, const TensorView& view, int64_t count,
-                               Stored of) const {
-  const AttentionLayerSpec& spec = options_.layers[0];
-  const int64_t dim = of == Stored::kKeys ? spec.qk_head_dim : spec.v_head_dim;
+Status KVModel::CheckDebugRows(const char* name, const TensorView& view, int64_t count, Stored of,
+                               bool of_latent) const {
+  const AttentionLayerSpec* first = nullptr;
+  int64_t layer_count = 0;
   for (const AttentionLayerSpec& layer : options_.layers) {
-    const bool same = layer.num_kv_heads == spec.num_kv_heads &&
-                      layer.qk_head_dim == spec.qk_head_dim && layer.v_head_dim == spec.v_head_dim;
+    if (layer.latent != of_latent) continue;
+    if (first == nullptr) first = &layer;
+    ++layer_count;
+    const bool same = layer.num_kv_heads == first->num_kv_heads &&
+                      layer.qk_head_dim == first->qk_head_dim &&
+                      layer.v_head_dim == first->v_head_dim;
     const DType stored = of == Stored::kKeys ? layer.dtype : layer.value_dtype();
     const bool dtype_fits =
         view.dtype() == DType::kF32 || (view.dtype() == stored && !IsQuantised(stored));
     if (!same || !dtype_fits) return Bad(StatusCode::kBadArgument, "layers differ");
   }
-  const bool shape_fits = view.rank() == 4 && view.stride(3) == 1 &&
-                          view.dim(0) == static_cast<int64_t>(options_.layers.size()) &&
-                          view.dim(1) == count && view.dim(2) == spec.num_kv_heads &&
+  if (first == nullptr) return Bad(StatusCode::kBadArgument, "no layers of that kind");
+  const int64_t dim = of == Stored::kKeys ? first->qk_head_dim : first->v_head_dim;
+  const bool shape_fits = view.rank() == 4 && view.stride(3) == 1 && view.dim(0) == layer_count &&
+                          view.dim(1) == count && view.dim(2) == first->num_kv_heads &&
                           view.dim(3) == dim;
   if (shape_fits) return Status();
   return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
@@ -1327,7 +1396,7 @@ Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const Lay
   for (int64_t p = 0; p < count; ++p) {
     const TokenValues& values = *sequence.tokens[static_cast<size_t>(start + p)].values;
     StoreRow(values.k[l], to.k, to.k_scale, p);
-    StoreRow(values.v[l], to.v, to.v_scale, p);
+    if (!options_.layers[l].latent) StoreRow(values.v[l], to.v, to.v_scale, p);
   }
   return Status();
 }
@@ -1362,45 +1431,63 @@ Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
   return Status();
 }
 
-Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
-                           const TensorView& v) {
+Status KVModel::GetDebug(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                         const TensorView* v) const {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const bool latent = v == nullptr;
   const Sequence& sequence = sequences_.at(seq_id);
   const int64_t length = sequence.length();
   if (start >= 0 && end > length && sequence.tree_size() > 0)
     return Bad(StatusCode::kBadState, "has a tree");
   if (start < 0 || start >= end || end > length) return Bad(StatusCode::kBadArgument, "range");
-  for (size_t g = 0; g < groups_.size(); ++g) {
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    if (options_.layers[l].latent != latent) continue;
     for (int64_t p = start; p < end; ++p) {
-      if (!IsHeld(sequence, p, g)) return Bad(StatusCode::kBadArgument, "not held");
+      if (!IsHeld(sequence, p, group_of_layer_[l]))
+        return Bad(StatusCode::kBadArgument, "not held");
     }
   }
-  const AttentionLayerSpec& spec = options_.layers[0];
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, end - start, Stored::kKeys));
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, end - start, Stored::kValues));
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, end - start, Stored::kKeys, latent));
+  if (!latent) QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", *v, end - start, Stored::kValues, false));
+  int64_t layer = 0;  // of the tensors
   for (size_t l = 0; l < options_.layers.size(); ++l) {
+    const AttentionLayerSpec& spec = options_.layers[l];
+    if (spec.latent != latent) continue;
+    const auto store = [&](const TensorView& to, const std::vector<float>& row, int64_t p,
+                           int64_t dim) {
+      for (size_t i = 0; i < row.size(); ++i) {
+        const int64_t h = static_cast<int64_t>(i) / dim;
+        const int64_t d = static_cast<int64_t>(i) % dim;
+        StoreElement(to, layer * to.stride(0) + (p - start) * to.stride(1) + h * to.stride(2) + d,
+                     row[i]);
+      }
+    };
     for (int64_t p = start; p < end; ++p) {
       const TokenValues& values = *sequence.tokens[static_cast<size_t>(p)].values;
-      const int64_t layer = static_cast<int64_t>(l);
-      for (size_t i = 0; i < values.k[l].size(); ++i) {
-        const int64_t h = static_cast<int64_t>(i) / spec.qk_head_dim;
-        const int64_t d = static_cast<int64_t>(i) % spec.qk_head_dim;
-        StoreElement(k, layer * k.stride(0) + (p - start) * k.stride(1) + h * k.stride(2) + d,
-                     values.k[l][i]);
-      }
-      for (size_t i = 0; i < values.v[l].size(); ++i) {
-        const int64_t h = static_cast<int64_t>(i) / spec.v_head_dim;
-        const int64_t d = static_cast<int64_t>(i) % spec.v_head_dim;
-        StoreElement(v, layer * v.stride(0) + (p - start) * v.stride(1) + h * v.stride(2) + d,
-                     values.v[l][i]);
-      }
+      store(k, values.k[l], p, spec.qk_head_dim);
+      if (!latent) store(*v, values.v[l], p, spec.v_head_dim);
     }
+    ++layer;
   }
   return Status();
 }
 
+Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                           const TensorView& v) {
+  return GetDebug(seq_id, start, end, k, &v);
+}
+Status KVModel::DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, const TensorView& kv) {
+  return GetDebug(seq_id, start, end, WithHead(kv), nullptr);
+}
 Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                            const TensorView& v) {
+  return SetDebug(seq_id, start, k, &v);
+}
+Status KVModel::DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) {
+  return SetDebug(seq_id, start, WithHead(kv), nullptr);
+}
+
+Status KVModel::SetDebug(int64_t seq_id, int64_t start, const TensorView& k, const TensorView* v) {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   if (InBatch(seq_id)) return Bad(StatusCode::kBadState, "in the open forward");
   Sequence& sequence = sequences_.at(seq_id);
@@ -1414,8 +1501,9 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
       if (!IsHeld(sequence, p, g)) return Bad(StatusCode::kBadArgument, "not held");
     }
   }
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, Stored::kKeys));
-  QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", v, count, Stored::kValues));
+  const bool latent = v == nullptr;
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, Stored::kKeys, latent));
+  if (!latent) QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", *v, count, Stored::kValues, false));
   // A token is shared only together with all before it, so the first one answers for the range.
   const int64_t copy = sequence.tokens[static_cast<size_t>(start)].copy;
   const bool is_shared = std::any_of(sequences_.begin(), sequences_.end(), [&](const auto& other) {
@@ -1449,8 +1537,10 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
   for (int64_t p = start; p < start + count; ++p) {
     Token& token = sequence.tokens[static_cast<size_t>(p)];
     token.values = std::make_shared<TokenValues>(*token.values);
+    int64_t layer = -1;  // of the tensors
     for (size_t l = 0; l < options_.layers.size(); ++l) {
-      const auto layer = static_cast<int64_t>(l);
+      if (options_.layers[l].latent != latent) continue;
+      ++layer;
       const auto set = [&](const TensorView& from, DType dtype, std::vector<float>* to) {
         to->clear();
         for (int64_t h = 0; h < from.dim(2); ++h) {
@@ -1462,7 +1552,11 @@ Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
         }
       };
       set(k, options_.layers[l].dtype, &token.values->k[l]);
-      set(v, options_.layers[l].value_dtype(), &token.values->v[l]);
+      if (latent) {
+        TakeValue(options_.layers[l], token.values->k[l], &token.values->v[l]);
+      } else {
+        set(*v, options_.layers[l].value_dtype(), &token.values->v[l]);
+      }
     }
   }
   FreeHidden();

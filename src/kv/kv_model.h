@@ -88,6 +88,9 @@ class KVModel final : public AttentionKVCache {
                         const TensorView& lse, double sm_scale) override;
   Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
                                 const TensorView& lse2) override;
+  Status AppendMLAKV(int64_t layer, const TensorView& kv) override;
+  Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
+                          const TensorView& o, double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -97,6 +100,8 @@ class KVModel final : public AttentionKVCache {
                     const TensorView& v) override;
   Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                     const TensorView& v) override;
+  Status DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, const TensorView& kv) override;
+  Status DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) override;
 
   Result<std::string> DebugPlan() const override;
   uint64_t StateDigest() const override;
@@ -249,8 +254,8 @@ class KVModel final : public AttentionKVCache {
   Status FailAttention(Status status);
   Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
                    int64_t dim) const;
-  static void StoreTokens(const Sequence& sequence, size_t position, size_t layer,
-                          const LayerKV& kv);
+  void StoreTokens(const Sequence& sequence, size_t position, size_t layer,
+                   const LayerKV& kv) const;
   Status LoadLayer(int64_t layer);
   void AppendRows(int64_t layer, const Rows& k, const Rows& v);
   const RopeFrequencies& FrequenciesOf(const Sequence& sequence, size_t layer) const {
@@ -265,11 +270,25 @@ class KVModel final : public AttentionKVCache {
   bool LseFits(const TensorView& lse, int64_t heads) const;
   Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
                      const TensorView* lse);
+  // Who rotates: for latent layers the caller.
+  RopeMode ModeOf(size_t layer) const {
+    return options_.layers[layer].latent ? RopeMode::kNone : options_.rope.mode;
+  }
+  Rotated RotatedForAttend(size_t layer) const {
+    return options_.layers[layer].latent ? Rotated::kYes : Rotated::kNo;
+  }
+  Status CheckKind(int64_t layer, bool latent) const;
   // The queries of a row at `position`, for ordinary keys and for those of sinks.
   void TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
                  HeadArguments* head) const;
   enum class Stored : uint8_t { kKeys, kValues };
-  Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, Stored of) const;
+  // `of_latent`: of the layers that are latent.
+  Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, Stored of,
+                        bool of_latent) const;
+  // `v` is null for latent layers; kv is [layers, n, 1, D] then.
+  Status GetDebug(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                  const TensorView* v) const;
+  Status SetDebug(int64_t seq_id, int64_t start, const TensorView& k, const TensorView* v);
 
   const AttentionKVCacheOptions options_;
   std::vector<size_t> group_of_layer_;

@@ -27,7 +27,8 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
   if (q.rank() != 3 || k.rank() != 3 || v.rank() != 3 || q.dim(1) % k.dim(1) != 0) {
     return FailAttention(Bad("q, k and v do not fit together"));
   }
-  const bool rotates = options_.rope.mode == RopeMode::kInline;
+  const RopeMode mode = ModeOf(l);
+  const bool rotates = mode == RopeMode::kInline;
   AttentionLayerSpec spec = options_.layers[l];
   if (rotates && q.dim(2) != spec.qk_head_dim) return FailAttention(Bad("dimension of inline q"));
   const int64_t layer_dim = spec.qk_head_dim;
@@ -43,12 +44,13 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
   if (status.ok()) status = CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim);
   QUIRE_RETURN_IF_ERROR(FailAttention(status));
   if (!LseFits(lse, spec.num_qo_heads)) return FailAttention(Bad("lse is of another shape"));
-  const bool turns_sinks = options_.rope.mode == RopeMode::kNormal && spec.qk_head_dim == layer_dim;
+  const bool turns_sinks =
+      spec.latent || (mode == RopeMode::kNormal && spec.qk_head_dim == layer_dim);
   for (size_t m = 0; m < batch_.size() && spec.qk_head_dim != layer_dim; ++m) {
     const Sequence& sequence = sequences_.at(batch_[m]);
     const bool has_new_sinks = sequence.sinks > sequence.length() - batch_lengths_[m];
     const bool slides = has_new_sinks && sequence.SlidAt(sequence.length() - 1) > 0;
-    if (slides && options_.rope.mode == RopeMode::kNormal)
+    if (slides && mode == RopeMode::kNormal)
       return FailAttention(Bad("sinks are scored by turned queries of the layer's dimension"));
   }
 
@@ -87,7 +89,7 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
             .spec = &spec,
             .kv_head = static_cast<size_t>(h / (spec.num_qo_heads / spec.num_kv_heads)),
             .visible = {},
-            .sink_end = options_.rope.mode == RopeMode::kNone ? 0 : sequence.sinks - base,
+            .sink_end = sequence.sinks - base,
             .query = query,
             .sink_query = query,
             .sm_scale = sm_scale,
@@ -126,7 +128,7 @@ Status KVModel::CrossAttention(int64_t layer, const TensorView& q, const TensorV
   if (!LseFits(lse, spec.num_qo_heads)) return FailAttention(Bad("lse is of another shape"));
   QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   AttendRows(layer, Sees::kCached, Rows{&q, 0, spec.qk_head_dim},
-             options_.rope.mode == RopeMode::kInline ? Rotated::kNo : Rotated::kYes,
+             ModeOf(static_cast<size_t>(layer)) == RopeMode::kInline ? Rotated::kNo : Rotated::kYes,
              Rows{&o, 0, spec.v_head_dim}, &lse, sm_scale);
   attended_[static_cast<size_t>(layer)] = 1;
   return Status();

@@ -60,9 +60,10 @@ void TestTensor::Set(int64_t i, float value) {
 }
 
 StoredRows::StoredRows(const AttentionLayerSpec& spec, int64_t count)
-    : k(spec.dtype, {count, spec.num_kv_heads, spec.qk_head_dim}),
-      v(spec.value_dtype(), {count, spec.num_kv_heads, spec.v_head_dim}) {
+    : k(spec.dtype, {count, spec.num_kv_heads, spec.qk_head_dim}) {
   if (IsQuantised(spec.dtype)) k_scale = TestTensor(DType::kF32, {count, spec.num_kv_heads});
+  if (spec.latent) return;
+  v = TestTensor(spec.value_dtype(), {count, spec.num_kv_heads, spec.v_head_dim});
   if (IsQuantised(spec.value_dtype()))
     v_scale = TestTensor(DType::kF32, {count, spec.num_kv_heads});
 }
@@ -114,6 +115,16 @@ TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType
   return inputs;
 }
 
+TensorView TokenInputs::kv() const {
+  return TensorView(k.view().data(), k.view().dtype(), {k.view().dim(0), k.view().dim(2)});
+}
+
+Status AppendInputs(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t layer,
+                    const TokenInputs& inputs) {
+  if (spec.latent) return cache.AppendMLAKV(layer, inputs.kv());
+  return cache.Append(layer, inputs.k.view(), inputs.v.view());
+}
+
 BlockSource::BlockSource(std::span<const KVBlock> blocks) {
   layers_.resize(blocks.empty() ? 0 : blocks[0].size());
   for (const KVBlock& block : blocks) {
@@ -138,12 +149,16 @@ Status RunLayer(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t
   const TokenInputs inputs = MakeTokenInputs(spec, layer, style.input_dtype, tokens);
   outputs->o = TestTensor(style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
   outputs->lse = TestTensor();
+  if (style.calls == CallStyle::kFused && spec.latent) {
+    return cache.AttentionWithMLA(layer, inputs.q.view(), inputs.kv(), outputs->o.view(),
+                                  ScoreScale(spec));
+  }
   if (style.calls == CallStyle::kFused) {
     return cache.AttentionWithFusedQKV(layer, inputs.qkv.view(), outputs->o.view(),
                                        ScoreScale(spec));
   }
   outputs->lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
-  QUIRE_RETURN_IF_ERROR(cache.Append(layer, inputs.k.view(), inputs.v.view()));
+  QUIRE_RETURN_IF_ERROR(AppendInputs(cache, spec, layer, inputs));
   return cache.Attend(layer, inputs.q.view(), outputs->o.view(), &outputs->lse.view(),
                       ScoreScale(spec));
 }

@@ -61,6 +61,8 @@ class SerialRunner final : public ParallelRunner {
 struct TokenInputs {
   TestTensor qkv;      // [n, (Hq + Hkv) D + Hkv Dv]
   TestTensor q, k, v;  // the same numbers, [n, heads, dim]
+  // The keys as AppendMLAKV takes them, [n, D]; of latent layers, with one kv head.
+  TensorView kv() const;
 };
 TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType dtype,
                             std::span<const uint64_t> tokens);
@@ -95,6 +97,9 @@ struct ForwardStyle {
 // 1 / sqrt(D), as models use it.
 double ScoreScale(const AttentionLayerSpec& spec);
 
+// Append, or AppendMLAKV where the layer is latent.
+Status AppendInputs(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t layer,
+                    const TokenInputs& inputs);
 // The attention call or calls of one layer.
 Status RunLayer(AttentionKVCache& cache, const AttentionLayerSpec& spec, int64_t layer,
                 std::span<const uint64_t> tokens, const ForwardStyle& style, LayerOutputs* outputs);

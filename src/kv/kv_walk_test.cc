@@ -73,7 +73,14 @@ struct Walk {
 };
 
 // Streams of one seed, so that a kept list keeps its cache when the making of lists changes.
-enum Stream : uint64_t { kOptionsStream, kOpsStream, kWindowsStream, kCodesStream, kTreesStream };
+enum Stream : uint64_t {
+  kOptionsStream,
+  kOpsStream,
+  kWindowsStream,
+  kCodesStream,
+  kTreesStream,
+  kLatentStream
+};
 
 // ---------------------------------------------------------------------- making a walk
 
@@ -166,6 +173,30 @@ void DrawWindows(RandomSequence& random, std::vector<AttentionLayerSpec>& layers
   }
 }
 
+// All layers or some become latent; their caller rotates, by options of its own or the cache's.
+void DrawLatents(RandomSequence& random, AttentionKVCacheOptions& options) {
+  const bool all = random.Below(3) == 0;
+  const int64_t rank = OneOf<int64_t>(random, {5, 8, 17, 32});
+  const int64_t rope_dim = OneOf<int64_t>(random, {4, 6, 4, 0});
+  for (size_t l = 0; l < options.layers.size(); ++l) {
+    AttentionLayerSpec& layer = options.layers[l];
+    if (!all && l != 0 && random.Below(2) == 0) continue;
+    layer.latent = true;
+    layer.num_kv_heads = 1;
+    layer.num_qo_heads = layer.head_sinks.empty() ? OneOf<int64_t>(random, {1, 2, 16, 18})
+                                                  : std::ssize(layer.head_sinks);
+    layer.v_head_dim = rank;
+    layer.qk_head_dim = rank + rope_dim;
+    layer.v_dtype.reset();
+    const bool own = options.rope.scaling == RopeScaling::kLongRope || random.Below(2) == 0;
+    if (!own) continue;
+    RopeOptions& rope = layer.rope.emplace();
+    rope.mode = OneOf(random, {RopeMode::kNone, RopeMode::kNormal, RopeMode::kInline});
+    rope.pairing = OneOf(random, {RopePairing::kHalfSplit, RopePairing::kInterleaved});
+    rope.theta = 100;
+  }
+}
+
 WalkSetting MakeSetting(uint64_t seed) {
   RandomSequence random(seed, kOptionsStream);
   WalkSetting setting;
@@ -201,6 +232,11 @@ WalkSetting MakeSetting(uint64_t seed) {
   if (seed % 3 == 0) {
     DrawCodes(codes, options.layers);
     setting.style = ForwardStyle();  // float32 fits every layer
+  }
+  if (seed % 5 == 2) {
+    RandomSequence latents(seed, kLatentStream);
+    DrawLatents(latents, options);
+    setting.style = ForwardStyle();
   }
   options.tvm_window_span = setting.has_windows && windows.Below(3) == 0;
   options.max_tree_size = 4 + RandomSequence(seed, kTreesStream).Below(40);
@@ -247,6 +283,7 @@ struct Batch {
 struct KnownToken {
   uint64_t number = 0;
   std::shared_ptr<const std::pair<TestTensor, TestTensor>> set;  // [layers, 1, Hkv, D or Dv]
+  std::shared_ptr<const TestTensor> latent_set = nullptr;        // [layers, 1, D]
 };
 
 // What a member of a forward loads: its number in the batch, the tokens' keys and values in the
@@ -314,6 +351,17 @@ class Walker {
   std::string RunRest(const WalkOp& op);
   std::string DebugGet(const WalkOp& op);
   std::string DebugSet(const WalkOp& op);
+  std::string DebugGetLatents(int64_t id, int64_t start, int64_t count, DType dtype);
+  std::string DebugSetLatents(int64_t id, int64_t start, int64_t count);
+  // The layers of one kind: how many, the first (else layer 0), the number of the i-th.
+  int64_t CountOf(bool latent) const { return std::ranges::count(layers_, latent, LatentOf); }
+  const AttentionLayerSpec& FirstOf(bool latent) const {
+    const auto found = std::ranges::find(layers_, latent, LatentOf);
+    return found == layers_.end() ? layers_[0] : *found;
+  }
+  int64_t LayerOfKind(int64_t i, bool latent) const;
+  static bool LatentOf(const AttentionLayerSpec& layer) { return layer.latent; }
+  bool DebugsLatents(uint32_t draw) const;
   std::string Clear();
   std::string SelectLongRope(const WalkOp& op);
   std::string BadTensor(const WalkOp& op);
@@ -791,7 +839,8 @@ std::string Walker::Fused(size_t layer, const std::vector<uint64_t>& rows) {
   ForwardStyle style = setting_.style;
   style.calls = CallStyle::kFused;
   const int64_t l = static_cast<int64_t>(layer);
-  QUIRE_WALK_CALL("AttentionWithFusedQKV", status, [&](AttentionKVCache& c) {
+  const char* const call = layers_[layer].latent ? "AttentionWithMLA" : "AttentionWithFusedQKV";
+  QUIRE_WALK_CALL(call, status, [&](AttentionKVCache& c) {
     return RunLayer(c, layers_[layer], l, rows, style, &c == cache_.get() ? &cache : &model);
   });
   call_failed_ |= !status.ok();
@@ -804,8 +853,9 @@ std::string Walker::Fused(size_t layer, const std::vector<uint64_t>& rows) {
 std::string Walker::Append(size_t layer, const std::vector<uint64_t>& rows) {
   const TokenInputs inputs = MakeTokenInputs(layers_[layer], static_cast<int64_t>(layer),
                                              setting_.style.input_dtype, rows);
-  QUIRE_WALK_CALL("Append", status, [&](AttentionKVCache& c) {
-    return c.Append(static_cast<int64_t>(layer), inputs.k.view(), inputs.v.view());
+  const char* const call = layers_[layer].latent ? "AppendMLAKV" : "Append";
+  QUIRE_WALK_CALL(call, status, [&](AttentionKVCache& c) {
+    return AppendInputs(c, layers_[layer], static_cast<int64_t>(layer), inputs);
   });
   call_failed_ |= !status.ok();
   if (status.ok() && open_) appended_[layer] = 1;
@@ -871,8 +921,8 @@ std::string Walker::Pieces(size_t layer, const std::vector<uint64_t>& rows, uint
   AttentionLayerSpec self = spec;
   const bool has_own_heads = draw % 2 == 0;
   if (has_own_heads) {
-    const int64_t dim = setting_.options.rope.mode == RopeMode::kInline ? spec.qk_head_dim : 6;
-    self = {6, 3, dim, 5, spec.dtype};
+    const bool rotates = setting_.options.rope.mode == RopeMode::kInline && !spec.latent;
+    self = {6, 3, rotates ? spec.qk_head_dim : 6, 5, spec.dtype};
   }
   const int64_t l = static_cast<int64_t>(layer);
   const int64_t n = static_cast<int64_t>(rows.size());
@@ -1027,9 +1077,12 @@ std::string Walker::RunFresh(const History& history, size_t old_length,
     if (!prefill.ok()) return "fresh prefill: " + prefill.status().ToString();
   }
   for (size_t p = 0; p < old_length; ++p) {
-    if (history[p].set == nullptr) continue;
-    const auto& [k, v] = *history[p].set;
-    const Status s = fresh_->DebugSetKV(0, static_cast<int64_t>(p), k.view(), v.view());
+    const auto position = static_cast<int64_t>(p);
+    Status s;
+    if (const auto& set = history[p].set; set != nullptr)
+      s = fresh_->DebugSetKV(0, position, set->first.view(), set->second.view());
+    if (const auto& set = history[p].latent_set; s.ok() && set != nullptr)
+      s = fresh_->DebugSetKVMLA(0, position, set->view());
     if (s.code() == StatusCode::kBadArgument && setting_.has_windows) return "";
     if (!s.ok()) return "fresh DebugSetKV: " + s.ToString();
   }
@@ -1087,10 +1140,12 @@ std::string Walker::DebugGet(const WalkOp& op) {
   const int64_t start = static_cast<int64_t>(op.b / 8) % (length + 1);
   int64_t end = start + 1 + static_cast<int64_t>(op.c % 9);
   if (unwritten || op.b % 8 != 0) end = std::min(end, length);
-  const AttentionLayerSpec& spec = layers_[0];
+  const bool latent = DebugsLatents(op.c);
+  const AttentionLayerSpec& spec = FirstOf(latent);
   const int64_t count = std::max<int64_t>(end - start, 0);
   const DType dtype = op.c % 3 == 0 ? setting_.style.input_dtype : DType::kF32;
-  const int64_t layer_count = static_cast<int64_t>(layers_.size());
+  const int64_t layer_count = CountOf(latent);
+  if (latent) return DebugGetLatents(id, start, count, dtype);
   std::array<TestTensor, 2> k, v;
   for (size_t i = 0; i < 2; ++i) {
     k[i] = TestTensor(dtype, {layer_count, count, spec.num_kv_heads, spec.qk_head_dim});
@@ -1102,7 +1157,7 @@ std::string Walker::DebugGet(const WalkOp& op) {
   });
   if (!status.ok()) return "";
   for (int64_t i = 0; i < k[0].count(); ++i) {
-    const int64_t layer = i / (k[0].count() / layer_count);
+    const int64_t layer = LayerOfKind(i / (k[0].count() / layer_count), false);
     const double expected = k[1].Get(i);
     if (std::abs(k[0].Get(i) - expected) <= model_.StoredKeyBound(layer, expected)) continue;
     return "key element " + std::to_string(i) + " from " + std::to_string(start) + " of sequence " +
@@ -1116,14 +1171,66 @@ std::string Walker::DebugGet(const WalkOp& op) {
   return "";
 }
 
+// What latent layers store is what they were given, so it is equal bit for bit.
+std::string Walker::DebugGetLatents(int64_t id, int64_t start, int64_t count, DType dtype) {
+  std::array<TestTensor, 2> kv;
+  for (TestTensor& side : kv)
+    side = TestTensor(dtype, {CountOf(true), count, FirstOf(true).qk_head_dim});
+  QUIRE_WALK_CALL("DebugGetKVMLA", status, [&](AttentionKVCache& c) {
+    return c.DebugGetKVMLA(id, start, start + count, kv[&c == cache_.get() ? 0 : 1].view());
+  });
+  if (!status.ok() || std::ranges::equal(kv[0].bytes(), kv[1].bytes())) return "";
+  return "latents of sequence " + std::to_string(id) + " from " + std::to_string(start) + " differ";
+}
+
+std::string Walker::DebugSetLatents(int64_t id, int64_t start, int64_t count) {
+  const AttentionLayerSpec& spec = FirstOf(true);
+  const int64_t layer_count = CountOf(true);
+  const int64_t dim = spec.qk_head_dim;
+  TestTensor kv(DType::kF32, {layer_count, count, dim});
+  std::vector<TestTensor> tokens;
+  for (int64_t t = 0; t < count; ++t) {
+    tokens.emplace_back(DType::kF32, std::vector<int64_t>{layer_count, 1, dim});
+    const std::vector<uint64_t> number = {next_token_++};
+    for (int64_t l = 0; l < layer_count; ++l) {
+      const TokenInputs inputs = MakeTokenInputs(spec, l, DType::kF32, number);
+      for (int64_t i = 0; i < dim; ++i) {
+        kv.Set((l * count + t) * dim + i, inputs.k.Get(i));
+        tokens.back().Set(l * dim + i, inputs.k.Get(i));
+      }
+    }
+  }
+  QUIRE_WALK_CALL("DebugSetKVMLA", status,
+                  [&](AttentionKVCache& c) { return c.DebugSetKVMLA(id, start, kv.view()); });
+  for (int64_t t = 0; status.ok() && t < count; ++t) {
+    history_.at(id)[static_cast<size_t>(start + t)].latent_set =
+        std::make_shared<const TestTensor>(tokens[static_cast<size_t>(t)]);
+  }
+  return "";
+}
+
+int64_t Walker::LayerOfKind(int64_t i, bool latent) const {
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    if (layers_[l].latent == latent && i-- == 0) return static_cast<int64_t>(l);
+  }
+  return 0;
+}
+
+bool Walker::DebugsLatents(uint32_t draw) const {
+  if (CountOf(true) == 0) return draw % 256 == 77;  // which is refused
+  return CountOf(false) == 0 ? draw % 256 != 77 : draw / 32 % 2 == 0;
+}
+
 std::string Walker::DebugSet(const WalkOp& op) {
   const int64_t id = PickId(op.a);
   const int64_t length = model_.GetSequenceLength(id).ok() ? *model_.GetSequenceLength(id) : 0;
   const int64_t start = static_cast<int64_t>(op.b / 8) % (length + 1);
   int64_t count = 1 + static_cast<int64_t>(op.c % 5);
   if (op.b % 8 != 0) count = std::max<int64_t>(std::min(count, length - start), 1);
-  const AttentionLayerSpec& spec = layers_[0];
-  const int64_t layer_count = static_cast<int64_t>(layers_.size());
+  const bool latent = DebugsLatents(op.c);
+  if (latent) return DebugSetLatents(id, start, count);
+  const AttentionLayerSpec& spec = FirstOf(latent);
+  const int64_t layer_count = std::max<int64_t>(CountOf(latent), 1);
   TestTensor k(DType::kF32, {layer_count, count, spec.num_kv_heads, spec.qk_head_dim});
   TestTensor v(DType::kF32, {layer_count, count, spec.num_kv_heads, spec.v_head_dim});
   std::vector<std::pair<TestTensor, TestTensor>> tokens;
@@ -1543,7 +1650,7 @@ std::string Describe(const Walk& walk) {
   for (const AttentionLayerSpec& layer : setting.options.layers) {
     text << " {" << layer.num_qo_heads << ", " << layer.num_kv_heads << ", " << layer.qk_head_dim
          << ", " << layer.v_head_dim << ", " << DTypeName(layer.dtype) << " "
-         << DTypeName(layer.value_dtype()) << "}";
+         << DTypeName(layer.value_dtype()) << (layer.latent ? " latent}" : "}");
   }
   text << "\n{" << walk.seed << "u,\n {";
   for (const WalkOp& op : walk.ops) {
@@ -1748,6 +1855,10 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
        {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kBadState}},
       {"AttentionWithFusedQKV", {Code::kOk, Code::kBadState, Code::kCorrupt}},
       {"Append", {Code::kOk, Code::kBadState, Code::kCorrupt}},
+      {"AttentionWithMLA", {Code::kOk, Code::kBadState}},
+      {"AppendMLAKV", {Code::kOk, Code::kBadState}},
+      {"DebugGetKVMLA", {Code::kOk, Code::kUnknownSequence, Code::kBadArgument}},
+      {"DebugSetKVMLA", {Code::kOk, Code::kUnknownSequence, Code::kBadArgument}},
       {"Attend", {Code::kOk, Code::kBadState}},
       {"attention with a bad argument", {Code::kBadArgument, Code::kBadState}},
       {"EndForward", {Code::kOk, Code::kBadState}},

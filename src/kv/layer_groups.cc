@@ -34,6 +34,21 @@ Status CheckDType(const std::string& field, DType dtype) {
                     "; it must be float32, float16, bfloat16, int8 or float8_e4m3fn");
 }
 
+Status CheckLatent(const std::string& name, const AttentionLayerSpec& layer) {
+  if (layer.num_kv_heads != 1)
+    return OutOfRange(name + "num_kv_heads", layer.num_kv_heads, "1, as the layer is latent");
+  if (layer.v_head_dim > layer.qk_head_dim) {
+    return OutOfRange(name + "v_head_dim", layer.v_head_dim,
+                      "at most qk_head_dim, " + std::to_string(layer.qk_head_dim) +
+                          ": the values of a latent layer are the first elements of its keys");
+  }
+  if (layer.value_dtype() == layer.dtype) return Status();
+  return Status(StatusCode::kBadArgument,
+                "AttentionKVCacheOptions: " + name + "v_dtype is " +
+                    std::string(DTypeName(layer.value_dtype())) +
+                    "; a latent layer's values are its keys, so it must be absent");
+}
+
 Status CheckLayer(const AttentionLayerSpec& layer, size_t index) {
   const std::string name = "layers[" + std::to_string(index) + "].";
   QUIRE_RETURN_IF_ERROR(CheckExtent(name + "num_qo_heads", layer.num_qo_heads));
@@ -56,6 +71,7 @@ Status CheckLayer(const AttentionLayerSpec& layer, size_t index) {
     return OutOfRange(name + "head_sinks.size()", sink_count,
                       "0 or num_qo_heads, " + std::to_string(layer.num_qo_heads));
   }
+  if (layer.latent) QUIRE_RETURN_IF_ERROR(CheckLatent(name, layer));
   QUIRE_RETURN_IF_ERROR(CheckDType(name + "dtype", layer.dtype));
   return CheckDType(name + "v_dtype", layer.value_dtype());
 }
@@ -66,8 +82,10 @@ Status CheckLayerRope(const AttentionKVCacheOptions& options, size_t index) {
   const std::optional<RopeOptions>& rope = options.layers[index].rope;
   if (!rope) return Status();
   std::string why;
-  if (rope->mode != options.rope.mode) why = "mode is not that of AttentionKVCacheOptions::rope";
-  if (rope->pairing != options.rope.pairing)
+  const bool latent = options.layers[index].latent;  // its caller rotates
+  if (!latent && rope->mode != options.rope.mode)
+    why = "mode is not that of AttentionKVCacheOptions::rope";
+  if (!latent && rope->pairing != options.rope.pairing)
     why = "pairing is not that of AttentionKVCacheOptions::rope";
   if (rope->scaling == RopeScaling::kLongRope)
     why = "scaling is kLongRope, which is for AttentionKVCacheOptions::rope only";
@@ -105,7 +123,8 @@ KVLayout LayoutOf(const AttentionLayerSpec& layer, int64_t page_size) {
           .v_head_dim = static_cast<int>(layer.v_head_dim),
           .page_size = static_cast<int>(page_size),
           // One spelling of each layout, so that equal ones compare equal.
-          .value_dtype = layer.value_dtype() == layer.dtype ? std::nullopt : layer.v_dtype};
+          .value_dtype = layer.value_dtype() == layer.dtype ? std::nullopt : layer.v_dtype,
+          .latent = layer.latent};
 }
 
 // Page ids are int32, and a layer's pages must fit the address space.
@@ -117,8 +136,9 @@ Result<int64_t> PageCount(const AttentionKVCacheOptions& options, const KVLayout
                       "below 2^31 pages of " + std::to_string(page_size) + " tokens");
   }
   constexpr double kBytesMax = 0x1p62;
+  const int v_dim = layout.latent ? 0 : layout.v_dim();
   const double head_bytes = static_cast<double>(layout.k_element_bytes()) * layout.k_dim() +
-                            static_cast<double>(layout.v_element_bytes()) * layout.v_dim() +
+                            static_cast<double>(layout.v_element_bytes()) * v_dim +
                             static_cast<double>(sizeof(float)) * layout.scale_parts();
   const double token_bytes = head_bytes * layout.num_kv_heads;
   if (token_bytes * static_cast<double>(page_size) * static_cast<double>(count) > kBytesMax) {

@@ -35,13 +35,14 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
     for (const AttentionLayerSpec& layer : options.layers) {
       const bool known = std::any_of(ropes.begin(), ropes.end(),
                                      [&](const Rope& rope) { return rope.IsOf(layer); });
-      if (known || options.rope.mode == RopeMode::kNone) continue;
-      const RopeOptions& of_layer = layer.rope ? *layer.rope : options.rope;
+      const RopeOptions* const of_layer = RopeOf(options, layer);
+      if (known || of_layer == nullptr) continue;
+      const int64_t dim = RopeDim(layer);
       QUIRE_ASSIGN_OR_RETURN(RopeFrequencies short_set,
-                             ComputeRopeFrequencies(of_layer, layer.qk_head_dim, false));
+                             ComputeRopeFrequencies(*of_layer, dim, false));
       QUIRE_ASSIGN_OR_RETURN(RopeFrequencies long_set,
-                             ComputeRopeFrequencies(of_layer, layer.qk_head_dim, true));
-      ropes.push_back({.head_dim = layer.qk_head_dim,
+                             ComputeRopeFrequencies(*of_layer, dim, true));
+      ropes.push_back({.head_dim = dim,
                        .options = layer.rope,
                        .short_table = RopeTable(std::move(short_set)),
                        .long_table = RopeTable(std::move(long_set))});
@@ -52,6 +53,12 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
     return std::unique_ptr<AttentionKVCache>(new PagedKVCache(
         std::move(options), std::move(groups), std::move(ropes), std::move(storage), *backend));
   });
+}
+
+const RopeOptions* PagedKVCache::RopeOf(const AttentionKVCacheOptions& options,
+                                        const AttentionLayerSpec& layer) {
+  const RopeOptions& rope = layer.rope ? *layer.rope : options.rope;
+  return rope.mode == RopeMode::kNone || RopeDim(layer) == 0 ? nullptr : &rope;
 }
 
 std::vector<PagePool> PagedKVCache::MakePools(const std::vector<LayerGroup>& groups,
@@ -98,8 +105,14 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
     for (const float logit : options_.layers[l].head_sinks)
       layers_[l].head_sinks_log2.push_back(
           static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
+    const AttentionLayerSpec& spec = options_.layers[l];
+    if (!spec.latent) layers_[l].mode = options_.rope.mode;
+    if (spec.latent) layers_[l].rope_first_dim = static_cast<int>(spec.v_head_dim);
+    const RopeOptions* const rope = RopeOf(options_, spec);
+    if (rope == nullptr) continue;
+    layers_[l].interleaved = rope->pairing == RopePairing::kInterleaved;
     for (size_t r = 0; r < ropes_.size(); ++r) {
-      if (ropes_[r].IsOf(options_.layers[l])) layers_[l].rope = static_cast<int>(r);
+      if (ropes_[r].IsOf(spec)) layers_[l].rope = static_cast<int>(r);
     }
   }
 }

@@ -100,6 +100,9 @@ class PagedKVCache final : public AttentionKVCache,
                                 const TensorView& lse2) override;
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale) override;
+  Status AppendMLAKV(int64_t layer, const TensorView& kv) override;
+  Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
+                          const TensorView& o, double sm_scale) override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -125,6 +128,8 @@ class PagedKVCache final : public AttentionKVCache,
                     const TensorView& v) override;
   Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                     const TensorView& v) override;
+  Status DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, const TensorView& kv) override;
+  Status DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) override;
   Result<std::string> DebugPlan() const override;
   uint64_t StateDigest() const override;
   Status CheckInvariants() const override;
@@ -136,7 +141,14 @@ class PagedKVCache final : public AttentionKVCache,
   int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_bytes_); }
 
  private:
-  // Angles for layers of one qk_head_dim and one set of options.
+  // The dimensions that RoPE is about: of a latent layer those behind its value.
+  static int64_t RopeDim(const AttentionLayerSpec& layer) {
+    return layer.latent ? layer.qk_head_dim - layer.v_head_dim : layer.qk_head_dim;
+  }
+  // Null where nothing says how the layer's rows are rotated.
+  static const RopeOptions* RopeOf(const AttentionKVCacheOptions& options,
+                                   const AttentionLayerSpec& layer);
+  // Angles for layers of one dimension that is rotated and one set of options.
   struct Rope {
     int64_t head_dim = 0;
     std::optional<RopeOptions> options{};  // as in the layer's spec
@@ -146,12 +158,15 @@ class PagedKVCache final : public AttentionKVCache,
     std::vector<RotaryAngles> sink_angles{};  // for keys of sinks; empty: the same
     RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
     bool IsOf(const AttentionLayerSpec& layer) const {
-      return head_dim == layer.qk_head_dim && options == layer.rope;
+      return head_dim == RopeDim(layer) && options == layer.rope;
     }
   };
   struct Layer {
     int group = 0;
-    int rope = 0;         // index in ropes_; RopeMode::kNone has none
+    int rope = -1;                    // index in ropes_; -1: nothing says how this layer is rotated
+    RopeMode mode = RopeMode::kNone;  // what this cache does to its keys
+    int rope_first_dim = 0;
+    bool interleaved = false;
     bool loaded = false;  // in this forward
     bool appended = false;
     bool attended = false;
@@ -226,6 +241,7 @@ class PagedKVCache final : public AttentionKVCache,
   template <typename F>
   Status RunAttention(const char* call, int64_t layer, F&& body);
   Status RequireAppended(const AttentionCall& call, bool appended) const;
+  Status AppendLatent(const AttentionCall& call, const TensorView& kv);
   RotaryRows RotaryOfRows(const Layer& layer) const;
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
   void GrowScratch(size_t bytes);
@@ -311,12 +327,17 @@ class PagedKVCache final : public AttentionKVCache,
   void StopSend(int32_t index, const char* why) noexcept;
   void AppendMarkFacts(int32_t index, std::vector<int64_t>* facts) const;
 
+  // Debug calls on the layers that are (`v` is null) or are not latent.
+  Status GetDebug(const char* call, int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                  const TensorView* v);
+  Status SetDebug(const char* call, int64_t seq_id, int64_t start, const TensorView& k,
+                  const TensorView* v);
   Status CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
-                           const TensorView& v) const;
+                           const TensorView* v) const;
   // Slots of the positions from `start` on.
   void FillSlots(BlockIndex last, int group, int64_t start,
                  std::span<AppendTarget> slots) const noexcept;
-  Status PrivatizeFrom(Sequence& sequence, int64_t start);
+  Status PrivatizeFrom(const char* call, Sequence& sequence, int64_t start);
 
   const AttentionKVCacheOptions options_;
   const std::vector<LayerGroup> groups_;

@@ -1,6 +1,7 @@
 // Debug* of PagedKVCache, its digest and its invariants.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "base/checksum.h"
 #include "kv/kv_invariants.h"
@@ -18,21 +19,22 @@ Status BadTensor(const char* call, const char* name, const TensorView& tensor,
 
 // [layers, count, heads, dim]
 Status CheckShape(const char* call, const char* name, const TensorView& tensor,
-                  std::span<const AttentionLayerSpec> layers, int64_t count, int64_t dim,
+                  std::span<const AttentionLayerSpec* const> layers, int64_t count, int64_t dim,
                   bool values) {
   const int64_t layer_count = static_cast<int64_t>(layers.size());
-  const int64_t heads = layers[0].num_kv_heads;
+  const int64_t heads = layers[0]->num_kv_heads;
   const bool fits = tensor.rank() == 4 && tensor.dim(0) == layer_count && tensor.dim(1) == count &&
                     tensor.dim(2) == heads && tensor.dim(3) == dim;
   if (!fits) {
     return BadTensor(call, name, tensor,
                      "it must be [" + std::to_string(layer_count) + ", " + std::to_string(count) +
-                         ", " + std::to_string(heads) + ", " + std::to_string(dim) + "]");
+                         ", " + (layers[0]->latent ? "" : std::to_string(heads) + ", ") +
+                         std::to_string(dim) + "]");
   }
   if (tensor.stride(3) != 1 && dim > 1)
     return BadTensor(call, name, tensor, "its last dimension must be contiguous");
-  for (const AttentionLayerSpec& layer : layers) {
-    const DType stored = values ? layer.value_dtype() : layer.dtype;
+  for (const AttentionLayerSpec* const layer : layers) {
+    const DType stored = values ? layer->value_dtype() : layer->dtype;
     if (tensor.dtype() == DType::kF32 || (tensor.dtype() == stored && !IsQuantised(stored)))
       continue;
     return BadTensor(call, name, tensor,
@@ -67,30 +69,80 @@ class TokenRows {
     return tensor_.data_as<std::byte>() + offset * DTypeBytes(tensor_.dtype());
   }
 
-  const TensorView& tensor_;
+  const TensorView tensor_;
   size_t row_bytes_;
   std::vector<std::byte> rows_;
 };
 
+// The same of keys and values; latent layers have no values.
+class DebugRows {
+ public:
+  DebugRows(const TensorView& k, const TensorView* v) : k_(k) {
+    if (v != nullptr) v_.emplace(*v);
+  }
+  void* k() { return k_.data(); }
+  void* v() { return v_ ? v_->data() : nullptr; }
+  void Load(int64_t layer, int64_t token) {
+    k_.Load(layer, token);
+    if (v_) v_->Load(layer, token);
+  }
+  void Store(int64_t layer, int64_t token) {
+    k_.Store(layer, token);
+    if (v_) v_->Store(layer, token);
+  }
+
+ private:
+  TokenRows k_;
+  std::optional<TokenRows> v_;
+};
+
+// [layers, count, dim] as [layers, count, 1, dim]; others stay as they are, and are refused.
+TensorView WithHead(const TensorView& kv) {
+  if (kv.rank() != 3) return kv;
+  int64_t shape[] = {kv.dim(0), kv.dim(1), 1, kv.dim(2)};
+  int64_t strides[] = {kv.stride(0), kv.stride(1), kv.dim(2), kv.stride(2)};
+  const Result<TensorView> view = TensorView::FromDLPack({.data = kv.data(),
+                                                          .device = {kDLCPU, 0},
+                                                          .ndim = 4,
+                                                          .dtype = ToDLDataType(kv.dtype()),
+                                                          .shape = shape,
+                                                          .strides = strides,
+                                                          .byte_offset = 0});
+  return view.ok() ? *view : kv;
+}
+
 }  // namespace
 
 Status PagedKVCache::CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
-                                       const TensorView& v) const {
-  const AttentionLayerSpec& first = options_.layers[0];
-  for (size_t l = 1; l < options_.layers.size(); ++l) {
+                                       const TensorView* v) const {
+  const bool latent = v == nullptr;
+  std::vector<const AttentionLayerSpec*> layers;
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
     const AttentionLayerSpec& layer = options_.layers[l];
+    if (layer.latent != latent) continue;
+    layers.push_back(&layer);
+    const AttentionLayerSpec& first = *layers[0];
     if (layer.num_kv_heads == first.num_kv_heads && layer.qk_head_dim == first.qk_head_dim &&
         layer.v_head_dim == first.v_head_dim) {
       continue;
     }
     return Status(StatusCode::kBadArgument,
                   std::string(call) + ": layer " + std::to_string(l) +
-                      " has other heads or dimensions than layer 0; one tensor cannot hold both");
+                      " has other heads or dimensions than the first; one tensor cannot hold both");
   }
-  QUIRE_RETURN_IF_ERROR(CheckShape(call, "k", k, options_.layers, count, first.qk_head_dim, false));
-  QUIRE_RETURN_IF_ERROR(CheckShape(call, "v", v, options_.layers, count, first.v_head_dim, true));
-  if (k.dtype() == v.dtype()) return Status();
-  return BadTensor(call, "v", v,
+  if (layers.empty()) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call) + ": this cache has " +
+                      (latent ? "no latent layers; call the method without MLA"
+                              : "latent layers only; call the method with MLA"));
+  }
+  const AttentionLayerSpec& first = *layers[0];
+  QUIRE_RETURN_IF_ERROR(
+      CheckShape(call, latent ? "kv" : "k", k, layers, count, first.qk_head_dim, false));
+  if (latent) return Status();
+  QUIRE_RETURN_IF_ERROR(CheckShape(call, "v", *v, layers, count, first.v_head_dim, true));
+  if (k.dtype() == v->dtype()) return Status();
+  return BadTensor(call, "v", *v,
                    "it must be of the dtype of k, " + std::string(DTypeName(k.dtype())));
 }
 
@@ -106,42 +158,53 @@ void PagedKVCache::FillSlots(BlockIndex last, int group, int64_t start,
   });
 }
 
+Status PagedKVCache::GetDebug(const char* call, int64_t seq_id, int64_t start, int64_t end,
+                              const TensorView& k, const TensorView* v) {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence(call, seq_id));
+  const BlockIndex last = sequences_[index].last;
+  const int64_t length = CommittedLength(sequences_[index]);
+  if (start >= 0 && end > length) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
+  if (start < 0 || start >= end || end > length) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call) + ": [" + std::to_string(start) + ", " + std::to_string(end) +
+                      ") is no range of positions of sequence " + std::to_string(seq_id) +
+                      " of length " + std::to_string(length));
+  }
+  for (int g = 0; g < tree_.group_count(); ++g) {
+    if (groups_[static_cast<size_t>(g)].layout.latent != (v == nullptr)) continue;
+    QUIRE_RETURN_IF_ERROR(CheckHeld(call, sequences_[index], g, start, end));
+  }
+  QUIRE_RETURN_IF_ERROR(CheckDebugTensors(call, end - start, k, v));
+  DebugRows rows(k, v);
+  std::vector<AppendTarget> slots(static_cast<size_t>(end - start));
+  int64_t row = 0;  // of the tensors
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    if (options_.layers[l].latent != (v == nullptr)) continue;
+    FillSlots(last, layers_[l].group, start, slots);
+    for (int64_t i = 0; i < end - start; ++i) {
+      ReadSlot(storage_->layer(static_cast<int64_t>(l)), slots[static_cast<size_t>(i)], k.dtype(),
+               rows.k(), rows.v());
+      rows.Store(row, i);
+    }
+    ++row;
+  }
+  return Status();
+}
+
 Status PagedKVCache::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                                 const TensorView& v) {
-  return Enter("DebugGetKV", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence("DebugGetKV", seq_id));
-    const BlockIndex last = sequences_[index].last;
-    const int64_t length = CommittedLength(sequences_[index]);
-    if (start >= 0 && end > length) QUIRE_RETURN_IF_ERROR(RequireCommitted("DebugGetKV", index));
-    if (start < 0 || start >= end || end > length) {
-      return Status(StatusCode::kBadArgument,
-                    "DebugGetKV: [" + std::to_string(start) + ", " + std::to_string(end) +
-                        ") is no range of positions of sequence " + std::to_string(seq_id) +
-                        " of length " + std::to_string(length));
-    }
-    for (int g = 0; g < tree_.group_count(); ++g)
-      QUIRE_RETURN_IF_ERROR(CheckHeld("DebugGetKV", sequences_[index], g, start, end));
-    QUIRE_RETURN_IF_ERROR(CheckDebugTensors("DebugGetKV", end - start, k, v));
-    TokenRows k_rows(k);
-    TokenRows v_rows(v);
-    std::vector<AppendTarget> slots(static_cast<size_t>(end - start));
-    for (int g = 0; g < tree_.group_count(); ++g) {
-      FillSlots(last, g, start, slots);
-      for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
-        for (int64_t i = 0; i < end - start; ++i) {
-          ReadSlot(storage_->layer(layer), slots[static_cast<size_t>(i)], k.dtype(), k_rows.data(),
-                   v_rows.data());
-          k_rows.Store(layer, i);
-          v_rows.Store(layer, i);
-        }
-      }
-    }
-    return Status();
+  return Enter("DebugGetKV", [&] { return GetDebug("DebugGetKV", seq_id, start, end, k, &v); });
+}
+
+Status PagedKVCache::DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end,
+                                   const TensorView& kv) {
+  return Enter("DebugGetKVMLA", [&] {
+    return GetDebug("DebugGetKVMLA", seq_id, start, end, WithHead(kv), nullptr);
   });
 }
 
 // Moves the tokens from `start` on to pages of the sequence's own if others see one of them.
-Status PagedKVCache::PrivatizeFrom(Sequence& sequence, int64_t start) {
+Status PagedKVCache::PrivatizeFrom(const char* call, Sequence& sequence, int64_t start) {
   if (tree_.IsExclusiveFrom(sequence.last, start)) return Status();
   ForwardPlan moves;  // of one sequence that gets no new token
   moves.group_appends.resize(groups_.size());
@@ -150,7 +213,7 @@ Status PagedKVCache::PrivatizeFrom(Sequence& sequence, int64_t start) {
   moves.members.push_back({.id = sequence.id, .append = append});
   std::vector<int64_t> page_counts;
   for (const GroupAppend& group : moves.group_appends) page_counts.push_back(group.page_count);
-  QUIRE_RETURN_IF_ERROR(CheckPages("DebugSetKV", page_counts));
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
   tree_.Reserve(std::span(&append, 1), moves.group_appends);
   moves.Reserve(tree_);
 
@@ -165,43 +228,49 @@ Status PagedKVCache::PrivatizeFrom(Sequence& sequence, int64_t start) {
   return Status();
 }
 
+Status PagedKVCache::SetDebug(const char* call, int64_t seq_id, int64_t start, const TensorView& k,
+                              const TensorView* v) {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch(call, seq_id));
+  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
+  Sequence& sequence = sequences_[index];
+  const int64_t length = tree_.End(sequence.last);
+  const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
+  if (start < 0 || count < 1 || count > length - start) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call) + ": " + std::to_string(count) + " tokens from " +
+                      std::to_string(start) + " on are not in sequence " + std::to_string(seq_id) +
+                      " of length " + std::to_string(length));
+  }
+  for (int g = 0; g < tree_.group_count(); ++g)
+    QUIRE_RETURN_IF_ERROR(CheckHeld(call, sequence, g, start, length));
+  QUIRE_RETURN_IF_ERROR(CheckDebugTensors(call, count, k, v));
+  DebugRows rows(k, v);
+  std::vector<AppendTarget> slots(static_cast<size_t>(count));
+  QUIRE_RETURN_IF_ERROR(PrivatizeFrom(call, sequence, start));
+  int64_t row = 0;  // of the tensors
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    if (options_.layers[l].latent != (v == nullptr)) continue;
+    FillSlots(sequence.last, layers_[l].group, start, slots);
+    for (int64_t i = 0; i < count; ++i) {
+      rows.Load(row, i);
+      WriteSlot(storage_->layer(static_cast<int64_t>(l)), slots[static_cast<size_t>(i)], k.dtype(),
+                rows.k(), rows.v(), /*opens_tile=*/false);
+    }
+    ++row;
+  }
+  // Not before: copies of positions that this sequence itself no longer sees go at once.
+  FreeHidden();
+  return Status();
+}
+
 Status PagedKVCache::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                                 const TensorView& v) {
-  return Enter("DebugSetKV", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindOutsideBatch("DebugSetKV", seq_id));
-    QUIRE_RETURN_IF_ERROR(RequireCommitted("DebugSetKV", index));
-    Sequence& sequence = sequences_[index];
-    const int64_t length = tree_.End(sequence.last);
-    const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
-    if (start < 0 || count < 1 || count > length - start) {
-      return Status(StatusCode::kBadArgument,
-                    "DebugSetKV: " + std::to_string(count) + " tokens from " +
-                        std::to_string(start) + " on are not in sequence " +
-                        std::to_string(seq_id) + " of length " + std::to_string(length));
-    }
-    for (int g = 0; g < tree_.group_count(); ++g)
-      QUIRE_RETURN_IF_ERROR(CheckHeld("DebugSetKV", sequence, g, start, length));
-    QUIRE_RETURN_IF_ERROR(CheckDebugTensors("DebugSetKV", count, k, v));
-    TokenRows k_rows(k);
-    TokenRows v_rows(v);
-    std::vector<AppendTarget> slots(static_cast<size_t>(count));
-    QUIRE_RETURN_IF_ERROR(PrivatizeFrom(sequence, start));
-    for (int g = 0; g < tree_.group_count(); ++g) {
-      FillSlots(sequence.last, g, start, slots);
-      for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
-        for (int64_t i = 0; i < count; ++i) {
-          k_rows.Load(layer, i);
-          v_rows.Load(layer, i);
-          WriteSlot(storage_->layer(layer), slots[static_cast<size_t>(i)], k.dtype(), k_rows.data(),
-                    v_rows.data(),
-                    /*opens_tile=*/false);
-        }
-      }
-    }
-    // Not before: copies of positions that this sequence itself no longer sees go at once.
-    FreeHidden();
-    return Status();
-  });
+  return Enter("DebugSetKV", [&] { return SetDebug("DebugSetKV", seq_id, start, k, &v); });
+}
+
+Status PagedKVCache::DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) {
+  return Enter("DebugSetKVMLA",
+               [&] { return SetDebug("DebugSetKVMLA", seq_id, start, WithHead(kv), nullptr); });
 }
 
 Result<std::string> PagedKVCache::DebugPlan() const {

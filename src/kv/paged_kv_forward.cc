@@ -297,10 +297,10 @@ void PagedKVCache::FillRope() noexcept {
     }
     FillSinkAngles(rope);
   }
-  if (options_.rope.mode != RopeMode::kInline) return;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    Rope& rope =
-        ropes_[static_cast<size_t>(layers_[static_cast<size_t>(groups_[g].layers[0])].rope)];
+    const Layer& layer = layers_[static_cast<size_t>(groups_[g].layers[0])];
+    if (layer.mode != RopeMode::kInline) continue;
+    Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
     std::vector<AttentionSequence>& sequences = plan_.group(static_cast<int>(g)).sequences;
     for (size_t i = 0; i < sequences.size(); ++i) {
       const ForwardMember& member = plan_.members[static_cast<size_t>(plan_.order()[i])];
@@ -387,6 +387,7 @@ Status PagedKVCache::RequireAppended(const AttentionCall& call, bool appended) c
 Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
                                            const TensorView& o, double sm_scale) {
   return RunAttention("AttentionWithFusedQKV", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireLatent(call, false, "AttentionWithMLA"));
     QUIRE_ASSIGN_OR_RETURN(const QKVRows rows, ViewFusedQKV(call, qkv));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
@@ -400,6 +401,7 @@ Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
 
 Status PagedKVCache::Append(int64_t layer, const TensorView& k, const TensorView& v) {
   return RunAttention("Append", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireLatent(call, false, "AppendMLAKV"));
     const int64_t heads = call.spec.num_kv_heads;
     QUIRE_ASSIGN_OR_RETURN(const HeadRows k_rows,
                            ViewHeads(call, "k", k, heads, call.spec.qk_head_dim));
@@ -421,7 +423,40 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
-    RunAttend(layer, Sees::kUpToOwn, q_rows, Rotated::kNo, o_rows, lse, sm_scale);
+    const Layer& state = layers_[static_cast<size_t>(layer)];
+    const Rotated rotated = call.spec.latent ? TakeRotated(state) : Rotated::kNo;
+    RunAttend(layer, Sees::kUpToOwn, q_rows, rotated, o_rows, lse, sm_scale);
+    return Status();
+  });
+}
+
+Status PagedKVCache::AppendLatent(const AttentionCall& call, const TensorView& kv) {
+  QUIRE_ASSIGN_OR_RETURN(const HeadRows rows, ViewLatent(call, kv));
+  QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
+  QUIRE_RETURN_IF_ERROR(LoadLayer(call));
+  RunAppend(call.layer, rows, {});
+  return Status();
+}
+
+Status PagedKVCache::AppendMLAKV(int64_t layer, const TensorView& kv) {
+  return RunAttention("AppendMLAKV", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireLatent(call, true, "Append"));
+    return AppendLatent(call, kv);
+  });
+}
+
+Status PagedKVCache::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed,
+                                      const TensorView& kv, const TensorView& o, double sm_scale) {
+  return RunAttention("AttentionWithMLA", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireLatent(call, true, "AttentionWithFusedQKV"));
+    QUIRE_ASSIGN_OR_RETURN(
+        const HeadRows q_rows,
+        ViewHeads(call, "q_absorbed", q_absorbed, call.spec.num_qo_heads, call.spec.qk_head_dim));
+    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
+    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+    QUIRE_RETURN_IF_ERROR(AppendLatent(call, kv));
+    const Layer& state = layers_[static_cast<size_t>(layer)];
+    RunAttend(layer, Sees::kUpToOwn, q_rows, TakeRotated(state), o_rows, nullptr, sm_scale);
     return Status();
   });
 }
@@ -446,17 +481,18 @@ Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorVie
 }
 
 PagedKVCache::Rotated PagedKVCache::TakeRotated(const Layer& layer) noexcept {
-  if (options_.rope.mode != RopeMode::kNormal) return Rotated::kNo;
+  if (layer.mode == RopeMode::kInline) return Rotated::kNo;
   FillSlidAngles(layer);
   return Rotated::kYes;
 }
 
 RotaryRows PagedKVCache::RotaryOfRows(const Layer& layer) const {
-  if (options_.rope.mode == RopeMode::kNone) return {};
+  if (layer.rope < 0) return {};
   const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
   return {.angles = rope.angles.data(),
           .rotary_dim = static_cast<int>(2 * rope.short_table.pair_count()),
-          .interleaved = options_.rope.pairing == RopePairing::kInterleaved};
+          .interleaved = layer.interleaved,
+          .first_dim = layer.rope_first_dim};
 }
 
 void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v) noexcept {
@@ -469,7 +505,7 @@ void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v
                   .rotary = {},
                   .targets = plan.rows.targets.data(),
                   .opens_tile = plan.rows.opens_tile.data()};
-  if (options_.rope.mode == RopeMode::kNormal) args.rotary = RotaryOfRows(layer);
+  if (layer.mode == RopeMode::kNormal) args.rotary = RotaryOfRows(layer);
   backend_->append_kv(args, *options_.runner);
   layer.appended = true;
   SendLayer(index);
@@ -490,7 +526,7 @@ PagedKVCache::QueryAngles PagedKVCache::AnglesOf(const Layer& layer,
   if (rotated == Rotated::kYes) {
     angles.rows.angles = nullptr;
     angles.sinks = slid_angles_.empty() ? nullptr : slid_angles_.data();
-  } else if (options_.rope.mode != RopeMode::kNone) {
+  } else if (layer.rope >= 0) {
     const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
     angles.sinks = rope.sink_angles.empty() ? nullptr : rope.sink_angles.data();
   }

@@ -116,7 +116,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     QUIRE_RETURN_IF_ERROR(CheckLse(call, lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     const Layer& state = layers_[static_cast<size_t>(layer)];
-    const bool rotates = options_.rope.mode == RopeMode::kInline;
+    const bool rotates = state.mode == RopeMode::kInline;
     if (rotates && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
       return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
                                 "; with RopeMode::kInline it must be the layer's, " +
@@ -129,8 +129,14 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                           .v_head_dim = static_cast<int>(spec.v_head_dim),
                           .page_size = kTilePositions};
     ragged_.Prepare(layout, plan_.members, options_.poison_freed_pages);
-    const bool turns_sinks = options_.rope.mode == RopeMode::kNormal && SlidesPastNewSinks();
-    if (turns_sinks && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
+    const bool turns_sinks = !rotates && state.rope >= 0 && SlidesPastNewSinks();
+    const int64_t rope_dim = RopeDim(layer_call.spec);
+    if (turns_sinks && layer_call.spec.latent && spec.qk_head_dim < rope_dim) {
+      return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
+                                "; it must hold the layer's rope part, the last " +
+                                std::to_string(rope_dim));
+    }
+    if (turns_sinks && !layer_call.spec.latent && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
       return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
                                 "; where a window has slid past sinks that are among the new "
                                 "tokens it must be the layer's, " +
@@ -142,6 +148,9 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                                                   options_.runner->worker_count()));
     QueryAngles angles;
     if (rotates || turns_sinks) angles = AnglesOf(state, TakeRotated(state));
+    if (layer_call.spec.latent) {
+      angles.rows.first_dim = static_cast<int>(spec.qk_head_dim - rope_dim);
+    }
     if (rotates) {
       Rope& rope = ropes_[static_cast<size_t>(state.rope)];
       for (size_t m = 0; m < plan_.members.size(); ++m) {

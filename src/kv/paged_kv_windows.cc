@@ -181,7 +181,10 @@ void PagedKVCache::FillSinkAngles(Rope& rope) noexcept {
 }
 
 void PagedKVCache::ReserveSlidAngles(int64_t pairs, int64_t rows) {
-  if (options_.rope.mode != RopeMode::kNormal) return;
+  const auto takes_rotated = [](const Layer& layer) {
+    return layer.rope >= 0 && layer.mode != RopeMode::kInline;
+  };
+  if (std::ranges::none_of(layers_, takes_rotated)) return;
   ReserveGrowing(slid_cos_, static_cast<size_t>(rows * pairs));
   ReserveGrowing(slid_sin_, static_cast<size_t>(rows * pairs));
   ReserveGrowing(slid_angles_, static_cast<size_t>(rows));
@@ -190,6 +193,7 @@ void PagedKVCache::ReserveSlidAngles(int64_t pairs, int64_t rows) {
 void PagedKVCache::FillSlidAngles(const Layer& layer) noexcept {
   const ScopedFloatEnvironment environment;
   slid_angles_.clear();
+  if (layer.rope < 0) return;
   Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
   if (rope.sink_angles.empty()) return;
   const size_t pairs = static_cast<size_t>(rope.short_table.pair_count());

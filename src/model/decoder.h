@@ -1,6 +1,6 @@
-// The decoder of the llama family: embedding; per layer RMS norm, fused QKV projection, attention
-// over the cache, output projection, RMS norm, gated MLP; final norm and head. Driven by
-// configuration and architecture.
+// The decoder of all models: embedding; per layer a norm and a mixer, a norm and an MLP; final norm
+// and head. What mixers and MLPs compute is theirs (mixer.h); which a layer has, layer_types.h
+// says.
 #ifndef QUIRE_MODEL_DECODER_H_
 #define QUIRE_MODEL_DECODER_H_
 
@@ -14,7 +14,10 @@
 #include "kernels/backend.h"
 #include "model/architecture.h"
 #include "model/checkpoint.h"
+#include "model/layer_types.h"
+#include "model/mixer.h"
 #include "model/model_config.h"
+#include "model/row_ops.h"
 #include "model/weights.h"
 #include "quire/model.h"
 #include "tensor/host_memory.h"
@@ -29,8 +32,8 @@ struct DecoderOptions {
   std::shared_ptr<ParallelRunner> runner;
 };
 
-// The residual stream is float32 throughout. Every operation works row by row, so a row's values do
-// not depend on which other rows stand in the batch.
+// The residual stream is float32 throughout. Every operation works row by row or token by token, so
+// a row's values do not depend on which other rows stand in the batch.
 class Decoder final : public Model {
  public:
   // Loads all weights. Errors are those of WeightLoader and Checkpoint.
@@ -50,67 +53,57 @@ class Decoder final : public Model {
                  std::span<const int64_t> logit_rows, float* logits) override;
 
  private:
+  // Norms: [hidden_size], or empty where there is none.
   struct Layer {
-    std::vector<float> attention_norm;         // [hidden_size]
-    std::vector<float> mlp_norm;               // [hidden_size]
-    std::vector<float> attention_output_norm;  // [hidden_size], or empty
-    std::vector<float> mlp_output_norm;        // [hidden_size], or empty
-    std::vector<float> q_norm;                 // [head_dim], or empty
-    std::vector<float> k_norm;                 // [head_dim], or empty
-    LinearWeights qkv;                         // [(Hq + 2 Hkv) D, hidden_size]
-    LinearWeights o;                           // [hidden_size, Hq D]
-    LinearWeights gate_up;                     // [2 intermediate_size, hidden_size]
-    LinearWeights down;                        // [hidden_size, intermediate_size]
+    std::vector<float> mixer_norm;
+    std::unique_ptr<Mixer> mixer;
+    std::vector<float> mixer_output_norm;
+    std::vector<float> mlp_norm;
+    std::unique_ptr<Mlp> mlp;  // null: none
+    std::vector<float> mlp_output_norm;
   };
 
-  // Buffers of one forward of n rows. Those of attention and MLP share: they are never alive
-  // together.
+  // Of one forward of n rows. Mixer and MLP share: they are never alive together.
   struct Buffers {
     float* hidden;  // [n, hidden_size], the residual stream
     float* normed;  // [n, hidden_size]
-    float* wide;    // qkv, or gate_up
-    float* narrow;  // attention output, or the gated activation
-    void* scratch;  // of the linear kernels
+    float* floats;  // of the mixer, or of the MLP
+    void* scratch;  // of products
   };
   // Of the workspace, in bytes.
   struct BufferSizes {
     size_t hidden;  // of hidden, and of normed
-    size_t wide;
-    size_t narrow;
+    size_t floats;
     size_t scratch;
-    size_t total() const { return 2 * hidden + wide + narrow + scratch; }
+    size_t total() const { return 2 * hidden + floats + scratch; }
   };
 
   Decoder(const ModelConfig& config, const Architecture& architecture, Checkpoint checkpoint,
           DecoderOptions options);
 
   Status LoadWeights(WeightUse use);
-  Result<Layer> LoadLayer(WeightLoader& loader, int64_t layer);
-  Status LoadNorms(WeightLoader& loader, const std::string& prefix, Layer* layer) const;
+  Result<Layer> LoadLayer(const LayerInputs& inputs, int64_t index);
   void FillInfo(const WeightLoader& loader);
 
   Status CheckForward(const ModelState& state, std::span<const int32_t> token_ids,
                       std::span<const int64_t> logit_rows, const float* logits) const;
+  int64_t RowFloats() const;
   BufferSizes SizesOf(int64_t row_count, int64_t logit_row_count) const;
   Result<Buffers> PrepareBuffers(int64_t row_count, int64_t logit_row_count);
-  Status RunLayer(AttentionKVCache& cache, int64_t layer, int64_t row_count, const Buffers& b);
-  void NormHeads(const Layer& layer, int64_t row_count, float* qkv);
-  void Norm(const std::vector<float>& weight, const float* x, int64_t row_count, float* y);
-  void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
-                bool accumulate, void* scratch);
-  void MultiplyIntoHidden(const LinearWeights& weights, const float* x,
-                          const std::vector<float>& output_norm, int64_t row_count,
-                          const Buffers& b);
-  void Embed(std::span<const int32_t> token_ids, float* hidden);
-  void ComputeLogits(std::span<const int64_t> logit_rows, const Buffers& b, float* logits);
+  void Norm(const std::vector<float>& weight, const float* x, int64_t row_count, float* y) const;
+  MixerRun PartOfLayer(const std::vector<float>& norm, const std::vector<float>& output_norm,
+                       int64_t row_count, const Buffers& b) const;
+  void AddNormed(const std::vector<float>& output_norm, int64_t row_count, const Buffers& b) const;
+  Status RunLayer(const ModelState& state, const Layer& layer, int64_t row_count,
+                  const Buffers& b) const;
+  void Embed(std::span<const int32_t> token_ids, float* hidden) const;
+  void ComputeLogits(std::span<const int64_t> logit_rows, const Buffers& b, float* logits) const;
 
   const ModelConfig config_;
   const Architecture& architecture_;
-  const float norm_offset_;      // of norm weights
   const Checkpoint checkpoint_;  // the embedding is read from its mapping
   const DecoderOptions options_;
-  const Backend& backend_;
-  ParallelRunner& runner_;
+  const RowOps ops_;
   ModelInfo info_;
 
   RowTable embedding_;

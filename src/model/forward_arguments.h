@@ -1,4 +1,4 @@
-// Checks of what Model::Forward is given, one text for all decoders.
+// Checks of what Model::Forward is given, one text for all models.
 #ifndef QUIRE_MODEL_FORWARD_ARGUMENTS_H_
 #define QUIRE_MODEL_FORWARD_ARGUMENTS_H_
 

@@ -12,6 +12,10 @@ const Architecture kGemma2 = {
     .is_gemma = true,
     .attention_cap = true,
     .window_pattern = 2,
+    .names = kGemmaNames,
+    .norm_offset = 1.0F,
+    .activation = Activation::kGeluTanh,
+    .scales_embeddings = true,
 };
 
 }  // namespace quire

@@ -13,6 +13,10 @@ const Architecture kGemma3 = {
     .is_gemma = true,
     .window_pattern = 6,
     .local_rope = true,
+    .names = kGemmaNames,
+    .norm_offset = 1.0F,
+    .activation = Activation::kGeluTanh,
+    .scales_embeddings = true,
 };
 
 }  // namespace quire

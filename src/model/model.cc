@@ -7,7 +7,6 @@
 #include "model/architecture.h"
 #include "model/checkpoint.h"
 #include "model/decoder.h"
-#include "model/hybrid_decoder.h"
 #include "model/model_config.h"
 
 namespace quire {
@@ -43,28 +42,17 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
                   .runner = options.runner != nullptr ? options.runner : CreateThreadPool(0)}};
 }
 
-template <typename D>
-Result<std::unique_ptr<Model>> LoadAs(ModelFolder folder) {
-  QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<D> decoder,
-                         D::Create(folder.config, *folder.architecture,
-                                   std::move(folder.checkpoint), std::move(folder.options)));
-  return std::unique_ptr<Model>(std::move(decoder));
-}
-
-template <typename D>
-Result<ModelMeasure> MeasureAs(ModelFolder folder, int64_t row_count, int64_t logit_row_count) {
-  return D::Measure(folder.config, *folder.architecture, std::move(folder.checkpoint),
-                    std::move(folder.options), row_count, logit_row_count);
-}
-
 }  // namespace
 
 Result<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                                            const ModelOptions& options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<Model>> {
     QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Load"));
-    if (folder.config.mixers.empty()) return LoadAs<Decoder>(std::move(folder));
-    return LoadAs<HybridDecoder>(std::move(folder));
+    QUIRE_ASSIGN_OR_RETURN(
+        std::unique_ptr<Decoder> decoder,
+        Decoder::Create(folder.config, *folder.architecture, std::move(folder.checkpoint),
+                        std::move(folder.options)));
+    return std::unique_ptr<Model>(std::move(decoder));
   });
 }
 
@@ -72,10 +60,8 @@ Result<ModelMeasure> Model::Measure(const std::string& directory, const ModelOpt
                                     int64_t row_count, int64_t logit_row_count) {
   return GuardEntry([&]() -> Result<ModelMeasure> {
     QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Measure"));
-    if (!folder.config.mixers.empty()) {
-      return MeasureAs<HybridDecoder>(std::move(folder), row_count, logit_row_count);
-    }
-    return MeasureAs<Decoder>(std::move(folder), row_count, logit_row_count);
+    return Decoder::Measure(folder.config, *folder.architecture, std::move(folder.checkpoint),
+                            std::move(folder.options), row_count, logit_row_count);
   });
 }
 

@@ -235,12 +235,57 @@ Status ReadHybrid(const JsonValue& json, ModelConfig& config) {
   return Status();
 }
 
+// Key heads are the query heads: what is kept of a token is expanded to as many.
+Status ReadLatentHeads(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.num_attention_heads,
+                         json.GetInt("num_attention_heads", 1, kMaxHeads));
+  QUIRE_ASSIGN_OR_RETURN(
+      config.num_key_value_heads,
+      json.GetIntOr("num_key_value_heads", config.num_attention_heads, 1, kMaxHeads));
+  if (config.num_key_value_heads == config.num_attention_heads) return Status();
+  return BadField(json, "num_key_value_heads",
+                  std::to_string(config.num_key_value_heads) + " is not num_attention_heads, " +
+                      std::to_string(config.num_attention_heads) +
+                      "; heads of latent attention all have keys of their own");
+}
+
+Status ReadLatentRope(const JsonValue& json, ModelConfig& config) {
+  LatentConfig& latent = *config.latent;
+  QUIRE_ASSIGN_OR_RETURN(config.rope,
+                         ReadRopeOptions(json, latent.rope_dim, config.max_position_embeddings));
+  if (config.rope.scaling == RopeScaling::kLongRope) {
+    return BadField(json, "rope_scaling",
+                    "longrope is not known for latent attention; known are default, linear, "
+                    "dynamic, llama3 and yarn");
+  }
+  QUIRE_ASSIGN_OR_RETURN(const bool interleaved, json.GetBoolOr("rope_interleave", true));
+  config.rope.pairing = interleaved ? RopePairing::kInterleaved : RopePairing::kHalfSplit;
+  latent.scale = LatentScale(latent, config.rope);
+  return Status();
+}
+
+Status ReadLatent(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadLatentHeads(json, config));
+  QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
+  QUIRE_ASSIGN_OR_RETURN(config.latent, ReadLatentConfig(json));
+  config.head_dim = config.latent->rope_dim;  // as transformers has it
+  QUIRE_RETURN_IF_ERROR(ReadLatentRope(json, config));
+  QUIRE_ASSIGN_OR_RETURN(config.experts, ReadGroupedExpertConfig(json, architecture.expert_scores));
+  config.experts.has_shared_bias = HasBias(architecture.mlp_bias, config);
+  QUIRE_ASSIGN_OR_RETURN(config.sparse_layers, ReadSparseLayersBehindDense(
+                                                   json, config.num_hidden_layers, config.experts));
+  config.mixers.assign(static_cast<size_t>(config.num_hidden_layers), MixerKind::kLatentAttention);
+  return Status();
+}
+
 Status ReadLlamaLike(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
   const bool is_gemma = architecture.is_gemma;
   QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
   QUIRE_RETURN_IF_ERROR(ReadHeads(json, is_gemma ? kGemmaHeadDim : 0, config));
   QUIRE_RETURN_IF_ERROR(ReadFlags(json, is_gemma, config));
   QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
+  config.mixers.assign(static_cast<size_t>(config.num_hidden_layers), MixerKind::kPlainAttention);
   config.query_scalar = static_cast<double>(config.head_dim);
   if (is_gemma) QUIRE_RETURN_IF_ERROR(ReadGemma(json, architecture, config));
   return ReadRope(json, architecture.local_rope, config);
@@ -248,10 +293,12 @@ Status ReadLlamaLike(const JsonValue& json, const Architecture& architecture, Mo
 
 Status ReadByMixers(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
   switch (architecture.mixers) {
-    case MixerRule::kAttention:
+    case MixerRule::kPlainAttention:
       return ReadLlamaLike(json, architecture, config);
     case MixerRule::kStateSpace:
       return ReadStateSpace(json, config);
+    case MixerRule::kLatent:
+      return ReadLatent(json, architecture, config);
     case MixerRule::kHybrid:
       break;
   }

@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "model/expert_config.h"
+#include "model/latent_config.h"
 #include "model/recurrent_config.h"
 #include "quire/rope.h"
 #include "quire/status.h"
@@ -41,17 +43,18 @@ struct ModelConfig {
   bool attention_bias = false;
   bool mlp_bias = false;
   WindowConfig window;
-  RopeOptions
-      rope;  // mode kNormal, half-split pairs, rotary_dim set; passes ComputeRopeFrequencies
+  // Mode kNormal, rotary_dim set, half-split pairs but for some latent attention; passes
+  // ComputeRopeFrequencies.
+  RopeOptions rope;
   std::optional<RopeOptions> local_rope;  // of layers with a window, where it is another one
   double query_scalar = 0;                // scores are divided by its root: head_dim as a rule
   double attention_cap = 0;               // AttentionLayerSpec::soft_cap
   double logit_cap = 0;                   // the same of the logits
-  // Of architectures with recurrent layers: [layer]; else empty.
-  std::vector<MixerKind> mixers;
-  std::vector<uint8_t> sparse_layers;  // 1: experts in place of an MLP
+  std::vector<MixerKind> mixers;          // [layer]
+  std::vector<uint8_t> sparse_layers;     // [layer], 1: experts in place of an MLP; or empty: none
   std::optional<StateSpaceConfig> state_space;
   std::optional<GatedDeltaConfig> gated_delta;
+  std::optional<LatentConfig> latent;  // rope is that of its rotated part
   ExpertConfig experts;
   std::vector<int64_t> eos_token_ids;
   int64_t bos_token_id = -1;  // -1: none

@@ -39,6 +39,8 @@ std::vector<Variant> Variants() {
                        .dtype = DType::kF16};
   variants.push_back({"Float32_Qwen3Float16", DType::kF32, "", qwen});
   variants.push_back({"Bfloat16_Qwen3Float16", DType::kBF16, "", qwen});
+  const TestModel deepseek{.architecture = "DeepseekV3ForCausalLM"};
+  variants.push_back({"Bfloat16_DeepseekV3", DType::kBF16, "", deepseek});
   return variants;
 }
 

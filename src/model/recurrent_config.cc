@@ -7,11 +7,9 @@ namespace quire {
 namespace {
 
 // Bounds far above published models; products of three of them and four bytes stay within 63 bits.
-constexpr int64_t kMaxHeads = int64_t{1} << 14;    // largest known 128
-constexpr int64_t kMaxDim = int64_t{1} << 14;      // 256
-constexpr int64_t kMaxConvWidth = 1024;            // 4
-constexpr int64_t kMaxExperts = int64_t{1} << 14;  // 512
-constexpr int64_t kMaxIntermediate = int64_t{1} << 24;
+constexpr int64_t kMaxHeads = int64_t{1} << 14;     // largest known 128
+constexpr int64_t kMaxDim = int64_t{1} << 14;       // 256
+constexpr int64_t kMaxConvWidth = 1024;             // 4
 constexpr int64_t kMaxInterval = int64_t{1} << 20;  // of layers
 
 Status BadField(const JsonValue& json, std::string_view field, const std::string& why) {
@@ -92,21 +90,6 @@ Result<GatedDeltaConfig> ReadGatedDeltaConfig(const JsonValue& json) {
   return config;
 }
 
-Result<ExpertConfig> ReadExpertConfig(const JsonValue& json) {
-  ExpertConfig config;
-  QUIRE_ASSIGN_OR_RETURN(config.count, json.GetIntOr("num_experts", 512, 0, kMaxExperts));
-  if (config.count == 0) return config;
-  QUIRE_ASSIGN_OR_RETURN(config.per_token,
-                         json.GetIntOr("num_experts_per_tok", 10, 1, config.count));
-  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
-                         json.GetIntOr("moe_intermediate_size", 512, 1, kMaxIntermediate));
-  QUIRE_ASSIGN_OR_RETURN(
-      config.shared_intermediate_size,
-      json.GetIntOr("shared_expert_intermediate_size", 512, 1, kMaxIntermediate));
-  QUIRE_ASSIGN_OR_RETURN(config.normalises, json.GetBoolOr("norm_topk_prob", true));
-  return config;
-}
-
 Result<std::vector<MixerKind>> ReadMixers(const JsonValue& json, int64_t layer_count) {
   std::vector<MixerKind> mixers;
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> types, json.Find("layer_types"));
@@ -114,7 +97,8 @@ Result<std::vector<MixerKind>> ReadMixers(const JsonValue& json, int64_t layer_c
     QUIRE_ASSIGN_OR_RETURN(const int64_t interval,
                            json.GetIntOr("full_attention_interval", 4, 1, kMaxInterval));
     for (int64_t i = 0; i < layer_count; ++i) {
-      mixers.push_back((i + 1) % interval == 0 ? MixerKind::kAttention : MixerKind::kGatedDelta);
+      mixers.push_back((i + 1) % interval == 0 ? MixerKind::kGatedAttention
+                                               : MixerKind::kGatedDelta);
     }
     return mixers;
   }
@@ -132,28 +116,10 @@ Result<std::vector<MixerKind>> ReadMixers(const JsonValue& json, int64_t layer_c
                     entry.path() + ": \"" + type +
                         "\" is not known; known are full_attention and linear_attention");
     }
-    mixers.push_back(type == "full_attention" ? MixerKind::kAttention : MixerKind::kGatedDelta);
+    mixers.push_back(type == "full_attention" ? MixerKind::kGatedAttention
+                                              : MixerKind::kGatedDelta);
   }
   return mixers;
-}
-
-Result<std::vector<uint8_t>> ReadSparseLayers(const JsonValue& json, int64_t layer_count,
-                                              const ExpertConfig& experts) {
-  std::vector<uint8_t> sparse(static_cast<size_t>(layer_count), 0);
-  QUIRE_ASSIGN_OR_RETURN(const int64_t step,
-                         json.GetIntOr("decoder_sparse_step", 1, 1, kMaxInterval));
-  for (int64_t i = 0; i < layer_count; ++i) {
-    sparse[static_cast<size_t>(i)] = experts.count > 0 && (i + 1) % step == 0 ? 1 : 0;
-  }
-  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> dense, json.Find("mlp_only_layers"));
-  if (!dense) return sparse;
-  QUIRE_ASSIGN_OR_RETURN(const size_t size, dense->ArraySize());
-  for (size_t i = 0; i < size; ++i) {
-    QUIRE_ASSIGN_OR_RETURN(const JsonValue entry, dense->At(i));
-    QUIRE_ASSIGN_OR_RETURN(const int64_t layer, entry.Int(0, layer_count - 1));
-    sparse[static_cast<size_t>(layer)] = 0;
-  }
-  return sparse;
 }
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-// What config.json says about recurrent layers and about experts: Mamba-2, Qwen3-Next.
+// What config.json says about recurrent layers: Mamba-2, Qwen3-Next.
 #ifndef QUIRE_MODEL_RECURRENT_CONFIG_H_
 #define QUIRE_MODEL_RECURRENT_CONFIG_H_
 
@@ -11,7 +11,13 @@
 
 namespace quire {
 
-enum class MixerKind : uint8_t { kAttention, kStateSpace, kGatedDelta };
+enum class MixerKind : uint8_t {
+  kPlainAttention,
+  kGatedAttention,
+  kLatentAttention,
+  kStateSpace,
+  kGatedDelta,
+};
 
 // Mamba-2 (Dao and Gu 2024).
 struct StateSpaceConfig {
@@ -43,26 +49,13 @@ struct GatedDeltaConfig {
   int64_t conv_channels() const { return 2 * key_width() + value_width(); }
 };
 
-// A router that sends a token to some of many experts, and a shared expert behind a gate.
-struct ExpertConfig {
-  int64_t count = 0;  // 0: no layer has experts
-  int64_t per_token = 0;
-  int64_t intermediate_size = 0;
-  int64_t shared_intermediate_size = 0;
-  bool normalises = true;  // weights of the chosen experts sum to one
-};
-
 // Mamba-2's fields, under their names in transformers.
 Result<StateSpaceConfig> ReadStateSpaceConfig(const JsonValue& json, int64_t hidden_size);
 
 // The fields of Qwen3-Next.
 Result<GatedDeltaConfig> ReadGatedDeltaConfig(const JsonValue& json);
-Result<ExpertConfig> ReadExpertConfig(const JsonValue& json);
 // layer_types, else each full_attention_interval-th layer is one of attention.
 Result<std::vector<MixerKind>> ReadMixers(const JsonValue& json, int64_t layer_count);
-// [layer], 1 for experts: each decoder_sparse_step-th layer that is not in mlp_only_layers.
-Result<std::vector<uint8_t>> ReadSparseLayers(const JsonValue& json, int64_t layer_count,
-                                              const ExpertConfig& experts);
 
 }  // namespace quire
 

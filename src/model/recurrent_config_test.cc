@@ -66,7 +66,7 @@ TEST(RecurrentConfig, ReadsQwen3Next) {
   ASSERT_TRUE(config.gated_delta.has_value());
   EXPECT_EQ(config.gated_delta->conv_channels(), 2 * 16 + 48);
   EXPECT_EQ(config.mixers[0], MixerKind::kGatedDelta);
-  EXPECT_EQ(config.mixers[1], MixerKind::kAttention);
+  EXPECT_EQ(config.mixers[1], MixerKind::kGatedAttention);
   EXPECT_EQ(config.sparse_layers, (std::vector<uint8_t>{0, 1, 0, 1}));
   EXPECT_EQ(config.rope.rotary_dim, 8);
   for (const char* const field : {"layer_types", "partial_rotary_factor", "head_dim"}) {
@@ -74,8 +74,9 @@ TEST(RecurrentConfig, ReadsQwen3Next) {
   }
   json["mlp_only_layers"] = {3};
   const ModelConfig filled = ParseOk(json.dump());
-  EXPECT_EQ(filled.mixers, (std::vector<MixerKind>{MixerKind::kGatedDelta, MixerKind::kGatedDelta,
-                                                   MixerKind::kGatedDelta, MixerKind::kAttention}));
+  EXPECT_EQ(filled.mixers,
+            (std::vector<MixerKind>{MixerKind::kGatedDelta, MixerKind::kGatedDelta,
+                                    MixerKind::kGatedDelta, MixerKind::kGatedAttention}));
   EXPECT_EQ(filled.sparse_layers, (std::vector<uint8_t>{0, 1, 0, 0}));
   EXPECT_EQ(filled.head_dim, 256);
   EXPECT_EQ(filled.rope.rotary_dim, 64);

@@ -1,10 +1,25 @@
 #include "model/row_ops.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace quire {
+namespace {
+
+// Up to so many rows, heads are shared out to the workers; with more, the rows of one head are
+// enough for all of them. A worker then needs scratch for few rows only.
+constexpr int64_t kRowsOfSharedHeads = 16;
+
+constexpr size_t kAlignment = 64;  // of the kernels' scratch
+
+}  // namespace
 
 float Sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
+
+void CopyFloats(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+}
 
 void RowOps::Norm(const std::vector<float>& weight, float offset, float eps, const float* x,
                   int64_t row_count, float* y) const {
@@ -51,8 +66,43 @@ size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) con
   return backend_.linear_scratch_bytes(row_count, packed.n, packed.k, runner_.worker_count());
 }
 
-void RowOps::GatedActivation(const float* gate_up, int64_t row_count, int64_t dim, float* y) const {
-  backend_.silu_mul(gate_up, row_count, dim, y, runner_);
+void RowOps::MultiplyHeads(std::span<const LinearWeights> weights, const HeadsView& x,
+                           int64_t row_count, const HeadsView& y, void* scratch) const {
+  const auto multiply = [&](int64_t head, ParallelRunner& runner, std::byte* own_scratch) {
+    const LinearArgs args{.w = weights[static_cast<size_t>(head)].packed(),
+                          .row_count = row_count,
+                          .x = x.data + head * x.head,
+                          .x_stride = x.row,
+                          .x_rounding = dtype_,
+                          .y = y.data + head * y.head,
+                          .y_stride = y.row,
+                          .accumulate = false,
+                          .scratch = own_scratch};
+    backend_.linear(args, runner);
+  };
+  auto* const bytes = static_cast<std::byte*>(scratch);
+  const auto head_count = static_cast<int64_t>(weights.size());
+  if (row_count > kRowsOfSharedHeads) {
+    for (int64_t head = 0; head < head_count; ++head) multiply(head, runner_, bytes);
+    return;
+  }
+  const size_t own = SerialScratchBytes(weights.front(), row_count);
+  runner_.ParallelFor(head_count, [&](int64_t head, int worker) {
+    SerialRunner serial;
+    multiply(head, serial, bytes + static_cast<size_t>(worker) * own);
+  });
+}
+
+size_t RowOps::SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const {
+  const PackedLinear& packed = weights.packed();
+  const size_t bytes = backend_.linear_scratch_bytes(row_count, packed.n, packed.k, 1);
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+size_t RowOps::HeadsScratchBytes(std::span<const LinearWeights> weights, int64_t row_count) const {
+  const LinearWeights& head = weights.front();
+  if (row_count > kRowsOfSharedHeads) return ScratchBytes(head, row_count);
+  return static_cast<size_t>(runner_.worker_count()) * SerialScratchBytes(head, row_count);
 }
 
 }  // namespace quire

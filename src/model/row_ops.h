@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kernels/backend.h"
@@ -24,6 +25,14 @@ class SerialRunner final : public ParallelRunner {
 };
 
 float Sigmoid(float x);
+void CopyFloats(const float* from, int64_t count, float* to);
+
+// Heads in rows: that of head h in row r is at data + r * row + h * head.
+struct HeadsView {
+  float* data;
+  int64_t row;
+  int64_t head;
+};
 
 class RowOps {
  public:
@@ -33,11 +42,12 @@ class RowOps {
 
   const Backend& backend() const { return backend_; }
   ParallelRunner& runner() const { return runner_; }
+  DType dtype() const { return dtype_; }
 
   // RMS norm with weights `weight` + offset; y may be x.
   void Norm(const std::vector<float>& weight, float offset, float eps, const float* x,
             int64_t row_count, float* y) const;
-  // Of `group_count` pieces of each row (stride `row_stride`) by itself, in place. `weight`: of one
+  // Of `piece_count` pieces of each row (stride `row_stride`) by itself, in place. `weight`: of one
   // piece, for all, or of all pieces.
   void NormPieces(const std::vector<float>& weight, float offset, float eps, int64_t row_count,
                   int64_t row_stride, int64_t piece_count, int64_t piece_size, float* x) const;
@@ -45,10 +55,15 @@ class RowOps {
   void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
                 bool accumulate, void* scratch) const;
   size_t ScratchBytes(const LinearWeights& weights, int64_t row_count) const;
-  // y = silu(gate) * up of rows [gate, up] of 2 dim.
-  void GatedActivation(const float* gate_up, int64_t row_count, int64_t dim, float* y) const;
+  // Each head by a matrix of its own; all have the same shape.
+  void MultiplyHeads(std::span<const LinearWeights> weights, const HeadsView& x, int64_t row_count,
+                     const HeadsView& y, void* scratch) const;
+  size_t HeadsScratchBytes(std::span<const LinearWeights> weights, int64_t row_count) const;
 
  private:
+  // Of a product on one worker.
+  size_t SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const;
+
   const Backend& backend_;
   ParallelRunner& runner_;
   const DType dtype_;

@@ -1,137 +1,92 @@
 #include "model/sparse_mlp.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <utility>
 
 namespace quire {
 
 struct SparseMlp::Buffers {
+  float* sum;       // [n, hidden_size]: of the chosen experts
+  float* gathered;  // [n, hidden_size]: the tokens of one expert; then [n], the shared one's gate
+  float* output;    // [n, hidden_size]: what an expert makes of them
+  float* floats;    // of an expert
   float* weights;   // [n, count]: of the expert for the token, 0: not chosen
-  float* sum;       // [n, hidden_size]
-  float* gathered;  // [n, hidden_size]: the tokens of one expert
-  float* output;    // [n, hidden_size]: what it makes of them
-  float* wide;      // [n, 2 * the larger intermediate size]
-  float* narrow;    // [n, the larger intermediate size]
 };
 
-namespace {
-
-int64_t IntermediateMax(const ExpertConfig& config) {
-  return std::max(config.intermediate_size, config.shared_intermediate_size);
-}
-
-// Logits of one token become the weights of its experts: the softmax over all, kept where it is
-// largest (the lower index where equal).
-void ChooseExperts(const ExpertConfig& config, float* row) {
-  const float largest = *std::max_element(row, row + config.count);
-  float total = 0;
+Result<std::unique_ptr<Mlp>> SparseMlp::Load(WeightLoader& loader, const std::string& prefix,
+                                             int64_t hidden_size, const ExpertConfig& config) {
+  auto mlp = std::make_unique<SparseMlp>();
+  mlp->hidden_size_ = hidden_size;
+  mlp->config_ = config;
+  QUIRE_ASSIGN_OR_RETURN(mlp->router_, ExpertRouter::Load(loader, prefix, hidden_size, config));
+  const GatedMlpShape shape{.hidden_size = hidden_size,
+                            .intermediate_size = config.intermediate_size};
   for (int64_t e = 0; e < config.count; ++e) {
-    row[e] = std::exp(row[e] - largest);
-    total += row[e];
+    const std::string name = prefix + "experts." + std::to_string(e) + ".";
+    QUIRE_ASSIGN_OR_RETURN(GatedMlp expert, GatedMlp::Load(loader, name, shape));
+    mlp->experts_.push_back(std::move(expert));
   }
-  for (int64_t e = 0; e < config.count; ++e) row[e] /= total;
-  // What is chosen is marked by its sign: a weight is never below zero.
-  float chosen = 0;
-  for (int64_t i = 0; i < config.per_token; ++i) {
-    float* const best = std::max_element(row, row + config.count);
-    chosen += *best;
-    *best = -*best;
-  }
-  const float divisor = config.normalises ? chosen : 1.0F;
-  for (int64_t e = 0; e < config.count; ++e) row[e] = row[e] < 0 ? -row[e] / divisor : 0.0F;
+  QUIRE_RETURN_IF_ERROR(mlp->LoadShared(loader, prefix));
+  return std::unique_ptr<Mlp>(std::move(mlp));
 }
 
-}  // namespace
-
-Result<SparseMlp::Expert> SparseMlp::LoadExpert(WeightLoader& loader, const std::string& prefix,
-                                                int64_t hidden_size, int64_t intermediate_size) {
-  Expert expert;
-  QUIRE_ASSIGN_OR_RETURN(expert.gate_up, loader.Linear({{prefix + "gate_proj", intermediate_size},
-                                                        {prefix + "up_proj", intermediate_size}},
-                                                       hidden_size, false));
-  QUIRE_ASSIGN_OR_RETURN(
-      expert.down, loader.Linear({{prefix + "down_proj", hidden_size}}, intermediate_size, false));
-  return expert;
+Status SparseMlp::LoadShared(WeightLoader& loader, const std::string& prefix) {
+  if (config_.shared_intermediate_size == 0) return Status();
+  const std::string name = prefix + std::string(config_.shared_name);
+  QUIRE_ASSIGN_OR_RETURN(shared_,
+                         GatedMlp::Load(loader, name + ".",
+                                        {.hidden_size = hidden_size_,
+                                         .intermediate_size = config_.shared_intermediate_size,
+                                         .has_bias = config_.has_shared_bias}));
+  if (!config_.has_shared_gate) return Status();
+  QUIRE_ASSIGN_OR_RETURN(shared_gate_, loader.Linear({{name + "_gate", 1}}, hidden_size_, false));
+  return Status();
 }
 
-Result<SparseMlp> SparseMlp::Load(WeightLoader& loader, const std::string& prefix,
-                                  int64_t hidden_size, const ExpertConfig& config) {
-  SparseMlp mlp;
-  mlp.hidden_size_ = hidden_size;
-  mlp.config_ = config;
-  QUIRE_ASSIGN_OR_RETURN(mlp.router_,
-                         loader.Linear({{prefix + "gate", config.count}}, hidden_size, false));
-  for (int64_t e = 0; e < config.count; ++e) {
-    QUIRE_ASSIGN_OR_RETURN(Expert expert,
-                           LoadExpert(loader, prefix + "experts." + std::to_string(e) + ".",
-                                      hidden_size, config.intermediate_size));
-    mlp.experts_.push_back(std::move(expert));
-  }
-  QUIRE_ASSIGN_OR_RETURN(mlp.shared_, LoadExpert(loader, prefix + "shared_expert.", hidden_size,
-                                                 config.shared_intermediate_size));
-  QUIRE_ASSIGN_OR_RETURN(mlp.shared_gate_,
-                         loader.Linear({{prefix + "shared_expert_gate", 1}}, hidden_size, false));
-  return mlp;
+int64_t SparseMlp::expert_floats() const {
+  const int64_t expert = experts_.front().row_floats();  // all have the same shape
+  return shared_ ? std::max(expert, shared_->row_floats()) : expert;
 }
 
-int64_t SparseMlp::RowFloats(int64_t hidden_size, const ExpertConfig& config) {
-  return config.count + 3 * hidden_size + 3 * IntermediateMax(config);
-}
+int64_t SparseMlp::row_floats() const { return config_.count + 3 * hidden_size_ + expert_floats(); }
 
 size_t SparseMlp::ScratchBytes(const RowOps& ops, int64_t row_count) const {
-  size_t bytes = std::max(
-      {ops.ScratchBytes(router_, row_count), ops.ScratchBytes(shared_.gate_up, row_count),
-       ops.ScratchBytes(shared_.down, row_count), ops.ScratchBytes(shared_gate_, row_count)});
-  const Expert& expert = experts_.front();  // all have the same shapes
   // An expert gets any number of the rows.
-  return std::max({bytes, ops.ScratchBytes(expert.gate_up, row_count),
-                   ops.ScratchBytes(expert.down, row_count)});
+  size_t bytes =
+      std::max(router_.ScratchBytes(ops, row_count), experts_.front().ScratchBytes(ops, row_count));
+  if (shared_) bytes = std::max(bytes, shared_->ScratchBytes(ops, row_count));
+  if (shared_gate_) bytes = std::max(bytes, ops.ScratchBytes(*shared_gate_, row_count));
+  return bytes;
 }
 
-SparseMlp::Buffers SparseMlp::Divide(float* floats, int64_t row_count) const {
+SparseMlp::Buffers SparseMlp::Divide(const MixerRun& run) const {
+  RowBuffers buffers(run);
   Buffers b;
-  const auto take = [&](int64_t width) {
-    return std::exchange(floats, floats + row_count * width);
-  };
-  b.sum = take(hidden_size_);
-  b.gathered = take(hidden_size_);
-  b.output = take(hidden_size_);
-  b.wide = take(2 * IntermediateMax(config_));
-  b.narrow = take(IntermediateMax(config_));
-  b.weights = take(config_.count);
+  b.sum = buffers.Take(hidden_size_);
+  b.gathered = buffers.Take(hidden_size_);
+  b.output = buffers.Take(hidden_size_);
+  b.floats = buffers.Take(expert_floats());
+  b.weights = buffers.Take(config_.count);
   return b;
 }
 
-void SparseMlp::Route(const RowOps& ops, const float* x, int64_t row_count, const Buffers& b,
-                      void* scratch) const {
-  ops.Multiply(router_, x, row_count, b.weights, false, scratch);
-  ops.runner().ParallelFor(row_count, [&](int64_t row, int) {
-    ChooseExperts(config_, b.weights + row * config_.count);
-  });
-}
-
-void SparseMlp::Run(const RowOps& ops, const Expert& expert, const float* x, int64_t row_count,
-                    const Buffers& b, void* scratch) const {
-  ops.Multiply(expert.gate_up, x, row_count, b.wide, false, scratch);
-  ops.GatedActivation(b.wide, row_count, expert.down.packed().k, b.narrow);
-  ops.Multiply(expert.down, b.narrow, row_count, b.output, false, scratch);
-}
-
-void SparseMlp::AddExpert(const RowOps& ops, int64_t expert, const float* x, int64_t row_count,
-                          const Buffers& b, void* scratch) const {
+void SparseMlp::AddExpert(int64_t expert, const MixerRun& run, const Buffers& b) const {
   const auto weight_of = [&](int64_t row) { return b.weights[row * config_.count + expert]; };
   int64_t count = 0;
-  for (int64_t row = 0; row < row_count; ++row) {
+  for (int64_t row = 0; row < run.row_count; ++row) {
     if (weight_of(row) == 0) continue;
-    std::memcpy(b.gathered + count++ * hidden_size_, x + row * hidden_size_,
-                static_cast<size_t>(hidden_size_) * sizeof(float));
+    CopyFloats(run.x + row * hidden_size_, hidden_size_, b.gathered + count++ * hidden_size_);
   }
   if (count == 0) return;
-  Run(ops, experts_[static_cast<size_t>(expert)], b.gathered, count, b, scratch);
+  experts_[static_cast<size_t>(expert)].Run({.ops = run.ops,
+                                             .row_count = count,
+                                             .x = b.gathered,
+                                             .floats = b.floats,
+                                             .scratch = run.scratch,
+                                             .y = b.output,
+                                             .accumulate = false});
   const float* from = b.output;
-  for (int64_t row = 0; row < row_count; ++row) {
+  for (int64_t row = 0; row < run.row_count; ++row) {
     const float weight = weight_of(row);
     if (weight == 0) continue;
     float* const to = b.sum + row * hidden_size_;
@@ -140,26 +95,37 @@ void SparseMlp::AddExpert(const RowOps& ops, int64_t expert, const float* x, int
   }
 }
 
-void SparseMlp::AddShared(const RowOps& ops, const float* x, int64_t row_count, const Buffers& b,
-                          void* scratch, float* hidden) const {
-  float* const gate = b.gathered;
-  ops.Multiply(shared_gate_, x, row_count, gate, false, scratch);
-  Run(ops, shared_, x, row_count, b, scratch);
-  ops.runner().ParallelFor(row_count, [&](int64_t row, int) {
-    const float factor = Sigmoid(gate[row]);
+void SparseMlp::RunShared(const MixerRun& run, const Buffers& b) const {
+  if (shared_gate_) {
+    run.ops.Multiply(*shared_gate_, run.x, run.row_count, b.gathered, false, run.scratch);
+  }
+  shared_->Run({.ops = run.ops,
+                .row_count = run.row_count,
+                .x = run.x,
+                .floats = b.floats,
+                .scratch = run.scratch,
+                .y = b.output,
+                .accumulate = false});
+}
+
+// Experts and the shared one together.
+void SparseMlp::Finish(const MixerRun& run, const Buffers& b) const {
+  run.ops.runner().ParallelFor(run.row_count, [&](int64_t row, int) {
+    const float factor = shared_gate_ ? Sigmoid(b.gathered[row]) : 1.0F;
     for (int64_t i = row * hidden_size_; i < (row + 1) * hidden_size_; ++i) {
-      hidden[i] += b.sum[i] + factor * b.output[i];
+      const float value = shared_ ? b.sum[i] + factor * b.output[i] : b.sum[i];
+      run.y[i] = run.accumulate ? run.y[i] + value : value;
     }
   });
 }
 
-void SparseMlp::Add(const RowOps& ops, const float* x, int64_t row_count, float* floats,
-                    void* scratch, float* hidden) const {
-  const Buffers b = Divide(floats, row_count);
-  Route(ops, x, row_count, b, scratch);
-  std::fill_n(b.sum, row_count * hidden_size_, 0.0F);
-  for (int64_t e = 0; e < config_.count; ++e) AddExpert(ops, e, x, row_count, b, scratch);
-  AddShared(ops, x, row_count, b, scratch, hidden);
+void SparseMlp::Run(const MixerRun& run) const {
+  const Buffers b = Divide(run);
+  router_.Route(run.ops, run.x, run.row_count, b.weights, run.scratch);
+  std::fill_n(b.sum, run.row_count * hidden_size_, 0.0F);
+  for (int64_t e = 0; e < config_.count; ++e) AddExpert(e, run, b);
+  if (shared_) RunShared(run, b);
+  Finish(run, b);
 }
 
 }  // namespace quire

@@ -17,6 +17,7 @@ constexpr int64_t kTestChunk = 2048;
 bool IsGemma(const TestModel& model) { return model.architecture.starts_with("Gemma"); }
 bool IsMamba(const TestModel& model) { return model.architecture == "Mamba2ForCausalLM"; }
 bool IsHybrid(const TestModel& model) { return model.architecture == "Qwen3NextForCausalLM"; }
+bool IsDeepseek(const TestModel& model) { return model.architecture.starts_with("Deepseek"); }
 
 // Appends tensors with values from one random stream.
 class TensorMaker {
@@ -50,10 +51,10 @@ class TensorMaker {
     Add(name + ".weight", {channels, 1, width}, 0.0, 1.0 / std::sqrt(static_cast<double>(width)));
     if (bias) Add(name + ".bias", {channels}, 0.0, 0.3);
   }
-  void AddMlp(const std::string& prefix, int64_t hidden, int64_t intermediate) {
-    AddLinear(prefix + "gate_proj", intermediate, hidden, false);
-    AddLinear(prefix + "up_proj", intermediate, hidden, false);
-    AddLinear(prefix + "down_proj", hidden, intermediate, false);
+  void AddMlp(const std::string& prefix, int64_t hidden, int64_t intermediate, bool bias = false) {
+    AddLinear(prefix + "gate_proj", intermediate, hidden, bias);
+    AddLinear(prefix + "up_proj", intermediate, hidden, bias);
+    AddLinear(prefix + "down_proj", hidden, intermediate, bias);
   }
 
  private:
@@ -162,6 +163,78 @@ void AddHybridLayer(const TestModel& model, int64_t index, const nlohmann::json&
   }
 }
 
+void AddLatentAttention(const TestModel& model, const nlohmann::json& config,
+                        const std::string& prefix, TensorMaker& maker) {
+  const int64_t hidden = model.hidden_size;
+  const int64_t heads = model.num_attention_heads;
+  const int64_t nope = Size(config, "qk_nope_head_dim");
+  const int64_t rope = Size(config, "qk_rope_head_dim");
+  const int64_t value = Size(config, "v_head_dim");
+  const int64_t kv_rank = Size(config, "kv_lora_rank");
+  if (config.at("q_lora_rank").is_null()) {
+    maker.AddLinear(prefix + "q_proj", heads * (nope + rope), hidden, false);
+  } else {
+    const int64_t q_rank = Size(config, "q_lora_rank");
+    maker.AddLinear(prefix + "q_a_proj", q_rank, hidden, model.attention_bias);
+    maker.AddNorm(prefix + "q_a_layernorm", q_rank);
+    maker.AddLinear(prefix + "q_b_proj", heads * (nope + rope), q_rank, false);
+  }
+  maker.AddLinear(prefix + "kv_a_proj_with_mqa", kv_rank + rope, hidden, model.attention_bias);
+  maker.AddNorm(prefix + "kv_a_layernorm", kv_rank);
+  maker.AddLinear(prefix + "kv_b_proj", heads * (nope + value), kv_rank, false);
+  maker.AddLinear(prefix + "o_proj", hidden, heads * value, model.attention_bias);
+}
+
+void AddGroupedExperts(const TestModel& model, const nlohmann::json& config,
+                       const std::string& prefix, TensorMaker& maker) {
+  const int64_t hidden = model.hidden_size;
+  const int64_t count = Size(config, "n_routed_experts");
+  const int64_t intermediate = Size(config, "moe_intermediate_size");
+  maker.AddLinear(prefix + "gate", count, hidden, false);
+  if (config.at("scoring_func") == "sigmoid") {
+    maker.Add(prefix + "gate.e_score_correction_bias", {count}, 0.0, 0.3);
+  }
+  for (int64_t e = 0; e < count; ++e) {
+    maker.AddMlp(prefix + "experts." + std::to_string(e) + ".", hidden, intermediate);
+  }
+  const int64_t shared = Size(config, "n_shared_experts");
+  if (shared == 0) return;
+  maker.AddMlp(prefix + "shared_experts.", hidden, shared * intermediate, model.mlp_bias);
+}
+
+void AddDeepseekLayer(const TestModel& model, int64_t index, const nlohmann::json& config,
+                      const std::string& prefix, TensorMaker& maker) {
+  maker.AddNorm(prefix + "input_layernorm", model.hidden_size);
+  AddLatentAttention(model, config, prefix + "self_attn.", maker);
+  maker.AddNorm(prefix + "post_attention_layernorm", model.hidden_size);
+  if (index < Size(config, "first_k_dense_replace")) {
+    maker.AddMlp(prefix + "mlp.", model.hidden_size, model.intermediate_size, model.mlp_bias);
+  } else {
+    AddGroupedExperts(model, config, prefix + "mlp.", maker);
+  }
+}
+
+nlohmann::json DeepseekFields(const TestModel& model) {
+  const bool has_bias = model.architecture == "DeepseekV3ForCausalLM";
+  return {{"num_key_value_heads", model.num_attention_heads},
+          {"q_lora_rank", 20},
+          {"kv_lora_rank", 24},
+          {"qk_nope_head_dim", 12},
+          {"qk_rope_head_dim", 8},
+          {"v_head_dim", 10},
+          {"first_k_dense_replace", 1},
+          {"n_routed_experts", 8},
+          {"num_experts_per_tok", 3},
+          {"moe_intermediate_size", 20},
+          {"n_shared_experts", 2},
+          {"n_group", 4},
+          {"topk_group", 2},
+          {"routed_scaling_factor", 1.5},
+          {"norm_topk_prob", has_bias},
+          {"scoring_func", has_bias ? "sigmoid" : "softmax"},
+          {"topk_method", has_bias ? "noaux_tc" : "group_limited_greedy"}};
+}
+
 nlohmann::json StateSpaceFields() {
   return {{"num_heads", 6}, {"head_dim", 16},   {"state_size", 8},  {"n_groups", 2},
           {"expand", 2},    {"conv_kernel", 4}, {"use_bias", false}};
@@ -191,6 +264,7 @@ void AddAnyLayer(const TestModel& model, const nlohmann::json& config, int64_t i
   const std::string number = std::to_string(index) + ".";
   if (IsMamba(model)) return AddStateSpaceLayer(config, "backbone.layers." + number, maker);
   const std::string prefix = "model.layers." + number;
+  if (IsDeepseek(model)) return AddDeepseekLayer(model, index, config, prefix, maker);
   if (IsHybrid(model)) return AddHybridLayer(model, index, config, prefix, maker);
   AddLayer(model, prefix, maker);
 }
@@ -212,6 +286,7 @@ nlohmann::json TestConfig(const TestModel& model) {
                            {"attention_bias", model.attention_bias},
                            {"mlp_bias", model.mlp_bias}};
   if (IsMamba(model)) config.update(StateSpaceFields());
+  if (IsDeepseek(model)) config.update(DeepseekFields(model));
   if (IsHybrid(model)) config.update(HybridFields(model.num_hidden_layers));
   config.update(model.extra);
   return config;

@@ -139,8 +139,7 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
     QUIRE_ASSIGN_OR_RETURN(bias, Bias(parts));
   }
   const DType from = CommonDType(tensors);
-  const bool rounds = compute_dtype_ == DType::kBF16 && from == DType::kF32;
-  const DType to = rounds ? DType::kBF16 : from;
+  const DType to = PackedType(from);
   HostMemory packed;
   if (use_ == WeightUse::kLoad) {
     QUIRE_ASSIGN_OR_RETURN(packed, Pack(tensors, from, to, n, k));
@@ -153,6 +152,63 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   weight_bytes_ +=
       static_cast<int64_t>(HostMemory::AllocatedBytes(backend_.packed_linear_bytes(to, n, k)));
   return LinearWeights(to, n, k, std::move(packed), std::move(bias));
+}
+
+DType WeightLoader::PackedType(DType from) const {
+  return compute_dtype_ == DType::kBF16 && from == DType::kF32 ? DType::kBF16 : from;
+}
+
+// `rows`: [slice.rows][k], aligned; not read by kMeasure.
+Result<LinearWeights> WeightLoader::PackSlice(const std::byte* rows, DType from,
+                                              const HeadSlice& slice, int64_t k) {
+  const DType to = PackedType(from);
+  const int64_t n = slice.transposed ? k : slice.rows;
+  const int64_t inputs = slice.transposed ? slice.rows : k;
+  const size_t bytes = backend_.packed_linear_bytes(to, n, inputs);
+  weight_bytes_ += static_cast<int64_t>(HostMemory::AllocatedBytes(bytes));
+  if (use_ == WeightUse::kMeasure) return LinearWeights(to, n, inputs, {}, {});
+  QUIRE_ASSIGN_OR_RETURN(HostMemory packed, HostMemory::Allocate(bytes));
+  if (!slice.transposed) {
+    backend_.pack_linear(rows, from, n, inputs, to, packed.data(), runner_);
+    return LinearWeights(to, n, inputs, std::move(packed), {});
+  }
+  const auto size = static_cast<size_t>(DTypeBytes(from));
+  std::vector<std::byte> turned(static_cast<size_t>(n * inputs) * size);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < inputs; ++j) {
+      std::memcpy(turned.data() + static_cast<size_t>(i * inputs + j) * size,
+                  rows + static_cast<size_t>(j * n + i) * size, size);
+    }
+  }
+  backend_.pack_linear(turned.data(), from, n, inputs, to, packed.data(), runner_);
+  return LinearWeights(to, n, inputs, std::move(packed), {});
+}
+
+Result<std::vector<std::vector<LinearWeights>>> WeightLoader::LinearSlices(
+    const std::string& name, int64_t heads, std::span<const HeadSlice> slices, int64_t k) {
+  int64_t head_rows = 0;
+  for (const HeadSlice& slice : slices) head_rows += slice.rows;
+  const int64_t shape[] = {heads * head_rows, k};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
+  const DType from = *tensor.stored->dtype;
+  HostMemory aligned;
+  const std::byte* rows = tensor.bytes.data();
+  if (use_ == WeightUse::kLoad && !IsAligned(rows, from)) {
+    QUIRE_ASSIGN_OR_RETURN(aligned, HostMemory::Allocate(tensor.bytes.size()));
+    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, aligned.data()));
+    rows = aligned.data();
+  }
+  std::vector<std::vector<LinearWeights>> parts(slices.size());
+  for (int64_t h = 0; h < heads; ++h) {
+    for (size_t s = 0; s < slices.size(); ++s) {
+      QUIRE_ASSIGN_OR_RETURN(LinearWeights part, PackSlice(rows, from, slices[s], k));
+      parts[s].push_back(std::move(part));
+      rows += slices[s].rows * k * DTypeBytes(from);
+    }
+  }
+  if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
+  Count(tensor.stored->name, ElementCount(tensor));
+  return parts;
 }
 
 Result<std::vector<float>> WeightLoader::Vector(const std::string& name,

@@ -51,6 +51,12 @@ struct LinearPart {
   int64_t rows;
 };
 
+// Rows of each head in a matrix that has them head by head.
+struct HeadSlice {
+  int64_t rows;
+  bool transposed;  // the matrix that comes out is [k, rows]
+};
+
 enum class WeightUse : uint8_t {
   kLoad,
   kMeasure,  // only checks and counts: no tensor is read, results have sizes and no data
@@ -72,6 +78,12 @@ class WeightLoader {
   Result<LinearWeights> Linear(std::initializer_list<LinearPart> parts, int64_t k, bool has_bias) {
     return Linear(std::span<const LinearPart>(parts.begin(), parts.size()), k, has_bias);
   }
+  // The tensor `name`.weight [heads * (rows of all slices), k] cut into a matrix for each slice and
+  // head, [slice][head].
+  Result<std::vector<std::vector<LinearWeights>>> LinearSlices(const std::string& name,
+                                                               int64_t heads,
+                                                               std::span<const HeadSlice> slices,
+                                                               int64_t k);
   Result<std::vector<float>> Vector(const std::string& name, int64_t size) {
     return Vector(name, {size});
   }
@@ -87,6 +99,9 @@ class WeightLoader {
  private:
   Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
+  DType PackedType(DType from) const;
+  Result<LinearWeights> PackSlice(const std::byte* rows, DType from, const HeadSlice& slice,
+                                  int64_t k);
   Result<HostMemory> Pack(std::span<const CheckpointTensor> tensors, DType from, DType to,
                           int64_t n, int64_t k);
   void Count(const std::string& name, int64_t elements);

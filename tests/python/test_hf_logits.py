@@ -224,6 +224,62 @@ RECURRENT_CASES = {
 }
 CASES |= RECURRENT_CASES
 
+DEEPSEEK = dict(
+    **heads(4, 4),
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    tie_word_embeddings=False,
+)
+GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.5)
+LATENT_CASES = {
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK),
+    "deepseek-v2-groups-plain-queries-biases-tied": (
+        "DeepseekV2",
+        DEEPSEEK
+        | GROUPS
+        | dict(
+            q_lora_rank=None,
+            topk_method="group_limited_greedy",
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "deepseek-v2-yarn": (
+        "DeepseekV2",
+        DEEPSEEK
+        | dict(
+            **heads(8, 8),
+            v_head_dim=40,
+            n_shared_experts=1,
+            rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+        ),
+    ),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK | GROUPS),
+    "deepseek-v3-yarn-half-split-one-group": (
+        "DeepseekV3",
+        DEEPSEEK
+        | dict(
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            attention_bias=True,
+            rope_interleave=False,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+}
+CASES |= LATENT_CASES
+
 
 def random_model(kind: str, options: dict, seed: int) -> torch.nn.Module:
     """A model in which every part matters: norms away from one and biases away from zero."""
@@ -239,6 +295,9 @@ def random_model(kind: str, options: dict, seed: int) -> torch.nn.Module:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     return model
 
 
@@ -315,9 +374,10 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     )
 
 
-@pytest.mark.parametrize("name", RECURRENT_CASES)
-def test_cuts_of_a_prompt_cannot_be_seen_in_recurrent_models(tmp_path, name):
-    """Longer than the distance of two checkpoints; chunks of one token are decoding."""
+@pytest.mark.parametrize("name", RECURRENT_CASES | LATENT_CASES)
+def test_cuts_of_a_prompt_cannot_be_seen(tmp_path, name):
+    """Longer than the distance of two checkpoints of recurrent layers; chunks of one token are
+    decoding."""
     kind, options = CASES[name]
     model = random_model(kind, options, seed=12)
     model.save_pretrained(tmp_path)
@@ -431,11 +491,13 @@ def test_windows_shorter_and_longer_than_prompt_and_chunk(tmp_path, name, window
         "mamba2",
         "qwen3-next",
         "qwen3-next-some-experts",
+        "deepseek-v2-groups-plain-queries-biases-tied",
+        "deepseek-v3",
     ],
 )
-def test_decoding_behind_a_prefix_that_can_be_forked_at_its_end_only(tmp_path, name):
+def test_decoding_behind_a_prefix_that_can_be_forked_at_its_end(tmp_path, name):
     """Turns of a conversation: each goes on where the cached one ended, windows away from its
-    beginning, or behind the last state of recurrent layers. Every token is one of the best of transformers' logits, and the whole is what an
+    beginning, behind the last state of recurrent layers, or in the latent space. Every token is one of the best of transformers' logits, and the whole is what an
     engine without a prefix cache says."""
     kind, options = CASES[name]
     model = random_model(kind, options, seed=11)

@@ -20,15 +20,18 @@ BUILD = ROOT / "build" / "wheel-test"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as pip does it, with the tools of this environment. Without the SIMD variants: most of
-    the time of a build is theirs, and none of these tests looks at a kernel."""
+    """Built as pip does it, with the tools of this environment. With ccache the objects are those of
+    the release build, if the compiler has the same name. Else without the SIMD variants: most of the
+    time of a build is theirs, and none of these tests looks at a kernel."""
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation"]
     command += ["--no-index", "-w", str(out), "-C", f"build-dir={BUILD}"]
-    command += ["-C", "cmake.define.QUIRE_SIMD=OFF"]
     if shutil.which("ccache"):
         command += ["-C", "cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    else:
+        command += ["-C", "cmake.define.QUIRE_SIMD=OFF"]
+    environment = {**os.environ, "CXX": "c++"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     (found,) = out.glob("*.whl")
     return found

@@ -53,7 +53,7 @@ static void OpenTile(const KVPages& pages, AppendTarget target) {
   const size_t bytes = layout.v_element_bytes();
   __builtin_memset(
       ValuesAt(pages, target.page) + layout.v_tile_offset(target.slot / kTilePositions, 0) * bytes,
-      0, layout.v_tile_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
+      0, layout.v_tile_stored_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
 }
 
 template <DType kFrom, DType kTo>
@@ -64,7 +64,7 @@ static void AppendKey(const AppendArgs& args, int64_t row, int head) {
   const auto* from = static_cast<const typename StoredAs<kFrom>::Element*>(args.k.data) +
                      row * args.k.row_stride + head * args.k.head_stride;
   auto* page = reinterpret_cast<Element*>(PageAt(args.pages, target.page));
-  const KeyElements key = KeyOfSlot(layout, target.slot, head);
+  const SlotElements key = KeyOfSlot(layout, target.slot, head);
   const int rotary_dim = args.rotary.rotary_dim;
   for (int i = 0; i < rotary_dim / 2; ++i) {
     const int first = PairFirst(i, args.rotary.interleaved);
@@ -81,6 +81,13 @@ static void AppendKey(const AppendArgs& args, int64_t row, int head) {
   for (int d = layout.qk_head_dim; d < layout.k_dim(); ++d) page[key[d]] = Narrow<kTo>(0.0F);
 }
 
+// Several tasks may set the flag of one tile.
+static void NoteNonfinite(const AppendArgs& args, int64_t row) {
+  const AppendTarget target = args.targets[row];
+  __atomic_store_n(args.pages.v_nonfinite + TileFlag(args.pages.layout, target.page, target.slot),
+                   uint8_t{1}, __ATOMIC_RELAXED);
+}
+
 // True if all stored values are finite.
 template <DType kFrom, DType kTo>
 static bool AppendValue(const AppendArgs& args, int64_t row, int head) {
@@ -90,7 +97,7 @@ static bool AppendValue(const AppendArgs& args, int64_t row, int head) {
   const auto* from = static_cast<const typename StoredAs<kFrom>::Element*>(args.v.data) +
                      row * args.v.row_stride + head * args.v.head_stride;
   auto* page = reinterpret_cast<Element*>(ValuesAt(args.pages, target.page));
-  const ValueElements value = ValueOfSlot(layout, target.slot, head);
+  const SlotElements value = ValueOfSlot(layout, target.slot, head);
   float sum = 0.0F;  // of x * 0: NaN if some x is not finite
   for (int d = 0; d < layout.v_head_dim; ++d) {
     const Element x = Convert<kFrom, kTo>(from[d]);
@@ -113,12 +120,20 @@ static void AppendValues(const AppendArgs& args, int64_t row) {
   for (int head = 0; head < args.pages.layout.num_kv_heads; ++head) {
     is_finite = AppendValue<kValue, kTo>(args, row, head) && is_finite;
   }
-  if (is_finite) return;
-  const AppendTarget target = args.targets[row];
-  // Several tasks may set the flag of one tile.
-  __atomic_store_n(args.pages.v_nonfinite + TileFlag(args.pages.layout, target.page, target.slot),
-                   uint8_t{1}, __ATOMIC_RELAXED);
+  if (!is_finite) NoteNonfinite(args, row);
 }
+// Of a latent layout: they are stored already.
+template <DType kTo>
+static void LatentValues(const AppendArgs& args, int64_t row) {
+  using Element = typename StoredAs<kTo>::Element;
+  const AppendTarget target = args.targets[row];
+  const auto* page = reinterpret_cast<const Element*>(ValuesAt(args.pages, target.page));
+  const SlotElements value = ValueOfSlot(args.pages.layout, target.slot, 0);
+  float sum = 0.0F;  // as in AppendValue
+  for (int d = 0; d < args.pages.layout.v_head_dim; ++d) sum += Wide<kTo>(page[value[d]]) * 0.0F;
+  if (!(sum == 0.0F)) NoteNonfinite(args, row);
+}
+static void LatentCodes(const AppendArgs&, int64_t) {}  // are finite
 
 using AppendRow = void (*)(const AppendArgs& args, int64_t row);
 
@@ -146,6 +161,12 @@ static AppendRow ValuesTo(DType to, DType from) {
   return to == DType::kF16 ? ValuesFrom<DType::kF16>(from) : ValuesFrom<DType::kBF16>(from);
 }
 
+static AppendRow LatentValuesOf(DType dtype) {
+  if (IsQuantised(dtype)) return LatentCodes;
+  if (dtype == DType::kF32) return LatentValues<DType::kF32>;
+  return dtype == DType::kF16 ? LatentValues<DType::kF16> : LatentValues<DType::kBF16>;
+}
+
 struct AppendCall {
   const AppendArgs* args;
   AppendRow keys;
@@ -154,7 +175,9 @@ struct AppendCall {
 
 static AppendCall MakeAppendCall(const AppendArgs& args) {
   const KVLayout& layout = args.pages.layout;
-  return {&args, KeysTo(layout.dtype, args.k.dtype), ValuesTo(layout.v_dtype(), args.v.dtype)};
+  const AppendRow values =
+      layout.latent ? LatentValuesOf(layout.dtype) : ValuesTo(layout.v_dtype(), args.v.dtype);
+  return {&args, KeysTo(layout.dtype, args.k.dtype), values};
 }
 
 // The end of the rows of task `index`.

@@ -14,6 +14,7 @@
 #define QUIRE_KERNELS_CPU_ATTENTION_INL_H_
 
 #include "kernels/cpu/chain-inl.h"
+#include "kernels/cpu/latent-inl.h"
 #include "kernels/cpu/rotary-inl.h"
 #include "kernels/cpu/softmax-inl.h"
 #include "kernels/cpu/tiles-inl.h"

@@ -32,7 +32,7 @@ static void QuantiseKeys(const AppendArgs& args, int64_t row) {
     HeadRange range;
     ForEachRotated<kFrom>(args, row, from, [&](int, float x) { range.Add(x); });
     const float scale = range.Scale(layout.dtype);
-    const KeyElements key = KeyOfSlot(layout, target.slot, head);
+    const SlotElements key = KeyOfSlot(layout, target.slot, head);
     ForEachRotated<kFrom>(args, row, from, [&](int d, float x) {
       page[key[d]] = QuantiseElement(layout.dtype, x, scale);
     });
@@ -53,7 +53,7 @@ static void QuantiseValues(const AppendArgs& args, int64_t row) {
     HeadRange range;
     for (int d = 0; d < layout.v_head_dim; ++d) range.Add(Wide<kFrom>(from[d]));
     const float scale = range.Scale(to);
-    const ValueElements value = ValueOfSlot(layout, target.slot, head);
+    const SlotElements value = ValueOfSlot(layout, target.slot, head);
     for (int d = 0; d < layout.v_head_dim; ++d) {
       page[value[d]] = QuantiseElement(to, Wide<kFrom>(from[d]), scale);
     }

@@ -28,6 +28,7 @@ QUIRE_INLINE int PairSecond(int i, int rotary_dim, bool interleaved) {
 static void RotateRow(float* row, const RotaryRows& rotary, int64_t index) {
   if (rotary.rotary_dim == 0 || rotary.angles == nullptr) return;
   const auto [cos, sin] = rotary.angles[index];
+  row += rotary.first_dim;
   const bool interleaved = rotary.interleaved;
   const int half = rotary.rotary_dim / 2;
   int i = 0;

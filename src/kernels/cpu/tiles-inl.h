@@ -1,6 +1,7 @@
-// Tiles as attention's chains read them: in place, assembled by position, rotated
-// (RopeMode::kInline), widened to float32 (many rows share the work), or with some lanes of V set
-// to zero. Included after rotary-inl.h, inside a path's namespace and target region.
+// Tiles as attention's chains read them: in place, assembled by position, V out of the keys of a
+// latent layout, rotated (RopeMode::kInline), widened to float32 (many rows share the work), or
+// with some lanes of V set to zero. Included after rotary-inl.h and latent-inl.h, inside a path's
+// namespace and target region.
 #ifndef QUIRE_KERNELS_CPU_TILES_INL_H_
 #define QUIRE_KERNELS_CPU_TILES_INL_H_
 
@@ -22,7 +23,7 @@ static void AssembleKeys(const KVPages& pages, const SegmentTile& tile, int head
     const TilePiece& piece = tile.pieces[i];
     const auto* page = reinterpret_cast<const Element*>(PageAt(pages, piece.page));
     for (int n = 0; n < piece.count; ++n) {
-      const KeyElements key = KeyOfSlot(layout, piece.slot + n, head);
+      const SlotElements key = KeyOfSlot(layout, piece.slot + n, head);
       Element* lane = out + (piece.lane + n) * pair;
       for (int d = 0; d < layout.k_dim(); d += pair) {
         for (int e = 0; e < pair; ++e) lane[d * kLanes + e] = page[key[d + e]];
@@ -39,7 +40,12 @@ static void AssembleValues(const KVPages& pages, const SegmentTile& tile, int he
   const size_t bytes = layout.v_tile_elements() * sizeof(Element);
   if (tile.patched) {
     const std::byte* page = ValuesAt(pages, tile.pieces[0].page);
-    __builtin_memcpy(out, page + layout.v_tile_offset(tile.tile, head) * sizeof(Element), bytes);
+    const std::byte* stored = page + layout.v_tile_offset(tile.tile, head) * sizeof(Element);
+    if (layout.latent) {
+      LatentValueTile(layout.dtype, stored, v_dim, reinterpret_cast<std::byte*>(out));
+    } else {
+      __builtin_memcpy(out, stored, bytes);
+    }
   } else {
     __builtin_memset(out, 0, bytes);
   }
@@ -48,14 +54,14 @@ static void AssembleValues(const KVPages& pages, const SegmentTile& tile, int he
     const auto* page = reinterpret_cast<const Element*>(ValuesAt(pages, piece.page));
     for (int n = 0; n < piece.count; ++n) {
       const int lane = piece.lane + n;
-      const ValueElements value = ValueOfSlot(layout, piece.slot + n, head);
+      const SlotElements value = ValueOfSlot(layout, piece.slot + n, head);
       Element* row = out + (lane / pair) * v_dim * pair + lane % pair;
       for (int d = 0; d < v_dim; ++d) row[d * pair] = page[value[d]];
     }
   }
 }
 
-// The tile in the cache's own type and tile layout: in place, or assembled into `buffer`.
+// The tile in the cache's own type and tile layout: in place, or made in `buffer`.
 static const std::byte* StoredKeys(const KVPages& pages, const SegmentTile& tile, int head,
                                    std::byte* buffer) {
   const KVLayout& layout = pages.layout;
@@ -77,8 +83,11 @@ static const std::byte* StoredValues(const KVPages& pages, const SegmentTile& ti
                                      std::byte* buffer) {
   const KVLayout& layout = pages.layout;
   if (tile.in_place) {
-    return ValuesAt(pages, tile.pieces[0].page) +
-           layout.v_tile_offset(tile.tile, head) * layout.v_element_bytes();
+    const std::byte* stored = ValuesAt(pages, tile.pieces[0].page) +
+                              layout.v_tile_offset(tile.tile, head) * layout.v_element_bytes();
+    if (!layout.latent) return stored;
+    LatentValueTile(layout.dtype, stored, layout.v_dim(), buffer);
+    return buffer;
   }
   if (layout.v_dtype() == DType::kF32) {
     AssembleValues(pages, tile, head, reinterpret_cast<float*>(buffer));

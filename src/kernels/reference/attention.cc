@@ -19,8 +19,9 @@ double Element(const void* data, DType dtype, int64_t index) {
 void Rotate(std::vector<double>* row, const RotaryAngles& angles, const RotaryRows& rotary) {
   const int half = rotary.rotary_dim / 2;
   for (int i = 0; i < half; ++i) {
-    const size_t first = static_cast<size_t>(rotary.interleaved ? 2 * i : i);
-    const size_t second = static_cast<size_t>(rotary.interleaved ? 2 * i + 1 : i + half);
+    const size_t first = static_cast<size_t>(rotary.first_dim + (rotary.interleaved ? 2 * i : i));
+    const size_t second =
+        static_cast<size_t>(rotary.first_dim + (rotary.interleaved ? 2 * i + 1 : i + half));
     const double c = static_cast<double>(angles.cos[i]);
     const double s = static_cast<double>(angles.sin[i]);
     const double x = (*row)[first];

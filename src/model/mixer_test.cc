@@ -1,7 +1,7 @@
-// Models with recurrent layers: nothing of how a text came into the caches can be seen in the
-// logits behind it, and what a model takes is known beforehand. That the logits are the right ones
-// is shown against transformers (tests/python/test_hf_logits.py).
-#include "model/hybrid_decoder.h"
+// Models of all mixers but plain attention: nothing of how a text came into the caches can be seen
+// in the logits behind it, and what a model takes is known beforehand. That the logits are the
+// right ones is shown against transformers (tests/python/test_hf_logits.py).
+#include "model/mixer.h"
 
 #include <gtest/gtest.h>
 
@@ -9,6 +9,7 @@
 #include <ostream>
 
 #include "base/random.h"
+#include "model/decoder.h"
 #include "model/test_model.h"
 #include "quire/composite_state.h"
 
@@ -43,7 +44,26 @@ std::vector<Kind> Kinds() {
                   {"decoder_sparse_step", 100}};
   TestModel attention = hybrid;
   attention.extra = {{"layer_types", std::vector<std::string>(4, "full_attention")}};
-  return {{"Mamba2", mamba, DType::kF32},
+  const TestModel latent{.architecture = "DeepseekV3ForCausalLM"};
+  TestModel plain_queries{.architecture = "DeepseekV2ForCausalLM",
+                          .tie_word_embeddings = true,
+                          .attention_bias = true,
+                          .mlp_bias = true};
+  plain_queries.extra = {{"q_lora_rank", nullptr},
+                         {"rope_scaling",
+                          {{"type", "yarn"},
+                           {"factor", 4.0},
+                           {"original_max_position_embeddings", 64},
+                           {"mscale", 0.7},
+                           {"mscale_all_dim", 1.2}}}};
+  TestModel many_heads{
+      .architecture = "DeepseekV3ForCausalLM", .num_attention_heads = 12, .dtype = DType::kBF16};
+  many_heads.extra = {{"rope_interleave", false}, {"v_head_dim", 28}, {"n_shared_experts", 0}};
+  return {{"DeepseekV3", latent, DType::kF32},
+          {"DeepseekV3Bfloat16", latent, DType::kBF16},
+          {"DeepseekV2PlainQueriesYarn", plain_queries, DType::kF32},
+          {"DeepseekV3ManyHeads", many_heads, DType::kBF16},
+          {"Mamba2", mamba, DType::kF32},
           {"Mamba2Bfloat16", mamba, DType::kBF16},
           {"Mamba2BiasedTied", biased, DType::kF32},
           {"Qwen3Next", hybrid, DType::kF32},
@@ -120,7 +140,7 @@ struct Machine {
   std::unique_ptr<CompositeState> composite;
 };
 
-class HybridDecoderTest : public testing::TestWithParam<Kind> {
+class MixerTest : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
     WriteTestModel(folder_, GetParam().model);
@@ -148,7 +168,7 @@ class HybridDecoderTest : public testing::TestWithParam<Kind> {
   Logits whole_;
 };
 
-TEST_P(HybridDecoderTest, CutsOfThePromptCannotBeSeen) {
+TEST_P(MixerTest, CutsOfThePromptCannotBeSeen) {
   for (const size_t cut : {1, 7, 64, 100}) {
     Machine machine = Make(cut % 2 == 0 ? 2 : 1, cut == 7 ? 3 : 16);
     ASSERT_TRUE(machine.state().AddSequence(5).ok());
@@ -156,7 +176,7 @@ TEST_P(HybridDecoderTest, CutsOfThePromptCannotBeSeen) {
   }
 }
 
-TEST_P(HybridDecoderTest, NeighboursInTheBatchCannotBeSeen) {
+TEST_P(MixerTest, NeighboursInTheBatchCannotBeSeen) {
   Machine machine = Make(2);
   const int64_t ids[] = {4, 0, 9};
   for (const int64_t id : ids) ASSERT_TRUE(machine.state().AddSequence(id).ok());
@@ -172,7 +192,7 @@ TEST_P(HybridDecoderTest, NeighboursInTheBatchCannotBeSeen) {
               Whole(120, 121));
 }
 
-TEST_P(HybridDecoderTest, PopsCannotBeSeen) {
+TEST_P(MixerTest, PopsCannotBeSeen) {
   Machine machine = Make();
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   machine.Run(0, Part(0, 150));
@@ -184,7 +204,7 @@ TEST_P(HybridDecoderTest, PopsCannotBeSeen) {
   EXPECT_TRUE(machine.RunInPieces(0, Part(129, 200), 30) == Whole(129, 200));
 }
 
-TEST_P(HybridDecoderTest, ForksCannotBeSeen) {
+TEST_P(MixerTest, ForksCannotBeSeen) {
   Machine machine = Make();
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   machine.RunInPieces(0, Part(0, 180), 50);
@@ -199,7 +219,7 @@ TEST_P(HybridDecoderTest, ForksCannotBeSeen) {
   EXPECT_TRUE(machine.Run(0, Part(180, 200)) == Whole(180, 200));
 }
 
-TEST_P(HybridDecoderTest, MeasureTellsWhatLoadTakes) {
+TEST_P(MixerTest, MeasureTellsWhatLoadTakes) {
   Result<ModelMeasure> measure = Model::Measure(
       folder_.path(), {.dtype = GetParam().dtype, .kernel_path = "", .runner = CreateThreadPool(1)},
       200, 200);
@@ -212,11 +232,10 @@ TEST_P(HybridDecoderTest, MeasureTellsWhatLoadTakes) {
   EXPECT_TRUE(measure->info.recurrent_layers == info.recurrent_layers);
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   machine.Run(0, tokens_);
-  EXPECT_EQ(dynamic_cast<HybridDecoder&>(*machine.model).workspace_bytes(),
-            measure->workspace_bytes);
+  EXPECT_EQ(dynamic_cast<Decoder&>(*machine.model).workspace_bytes(), measure->workspace_bytes);
 }
 
-TEST_P(HybridDecoderTest, RefusesWhatDoesNotFitTheForward) {
+TEST_P(MixerTest, RefusesWhatDoesNotFitTheForward) {
   Machine machine = Make();
   ASSERT_TRUE(machine.state().AddSequence(0).ok());
   const int64_t id = 0;
@@ -235,24 +254,58 @@ TEST_P(HybridDecoderTest, RefusesWhatDoesNotFitTheForward) {
   EXPECT_NE(refusal(none, {1, 2}, {1}).find("layers; give a"), std::string::npos);
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, HybridDecoderTest, testing::ValuesIn(Kinds()),
+INSTANTIATE_TEST_SUITE_P(Kinds, MixerTest, testing::ValuesIn(Kinds()),
                          [](const auto& test) { return test.param.name; });
 
 // ---- Experts
 
 TEST(SparseMlpTest, EveryKernelPathAndCutGivesTheSameBits) {
-  TestFolder folder;
-  TestModel model{.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 2};
-  model.extra = {{"decoder_sparse_step", 1}, {"norm_topk_prob", false}};
-  WriteTestModel(folder, model);
-  const Tokens tokens = RandomTokens(40, model.vocab_size, 2);
-  for (const std::string& path : KernelPaths()) {
-    Machine whole(folder, DType::kF32, 1, 16, path);
-    Machine pieces(folder, DType::kF32, 1, 16, path);
-    ASSERT_TRUE(whole.state().AddSequence(0).ok());
-    ASSERT_TRUE(pieces.state().AddSequence(0).ok());
-    EXPECT_TRUE(whole.Run(0, tokens) == pieces.RunInPieces(0, tokens, 3)) << path;
+  TestModel qwen{.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 2};
+  qwen.extra = {{"decoder_sparse_step", 1}, {"norm_topk_prob", false}};
+  TestModel deepseek{.architecture = "DeepseekV3ForCausalLM", .num_hidden_layers = 2};
+  deepseek.extra = {{"first_k_dense_replace", 0}};
+  for (const TestModel& model : {qwen, deepseek}) {
+    TestFolder folder;
+    WriteTestModel(folder, model);
+    const Tokens tokens = RandomTokens(40, model.vocab_size, 2);
+    for (const std::string& path : KernelPaths()) {
+      Machine whole(folder, DType::kF32, 1, 16, path);
+      Machine pieces(folder, DType::kF32, 1, 16, path);
+      ASSERT_TRUE(whole.state().AddSequence(0).ok());
+      ASSERT_TRUE(pieces.state().AddSequence(0).ok());
+      EXPECT_TRUE(whole.Run(0, tokens) == pieces.RunInPieces(0, tokens, 3)) << path;
+    }
   }
+}
+
+// ---- Latent attention
+
+TEST(LatentAttentionTest, KeepsOneVectorOfAToken) {
+  TestFolder folder;
+  WriteTestModel(folder, {.architecture = "DeepseekV3ForCausalLM"});
+  const auto model = LoadTestModel(folder, DType::kBF16);
+  ASSERT_NE(model, nullptr);
+  const AttentionLayerSpec layer{.num_qo_heads = 4,
+                                 .num_kv_heads = 1,
+                                 .qk_head_dim = 32,
+                                 .v_head_dim = 24,
+                                 .dtype = DType::kBF16,
+                                 .latent = true};
+  EXPECT_EQ(model->info().layers, (std::vector<AttentionLayerSpec>{layer, layer}));
+  EXPECT_EQ(model->info().rope.pairing, RopePairing::kInterleaved);
+  EXPECT_EQ(model->info().rope.rotary_dim, 8);
+}
+
+TEST(LatentAttentionTest, RefusesTwoTypesForOneVector) {
+  TestFolder folder;
+  WriteTestModel(folder, {.architecture = "DeepseekV2ForCausalLM"});
+  ModelOptions options;
+  options.dtype = DType::kF32;
+  options.k_dtype = DType::kI8;
+  const auto model = Model::Load(folder.path(), options);
+  EXPECT_EQ(model.status().code(), StatusCode::kBadArgument);
+  EXPECT_NE(model.status().message().find("k_dtype is int8, v_dtype is float32"), std::string::npos)
+      << model.status().ToString();
 }
 
 }  // namespace
