@@ -44,6 +44,15 @@ std::vector<AttentionLayerSpec> Mixed() {
           {4, 2, 8, 8, DType::kBF16, DType::kF8E4M3}};
 }
 
+// Layers without values of their own, beside one that has some.
+std::vector<AttentionLayerSpec> Latent() {
+  AttentionLayerSpec latent{4, 1, 12, 8, DType::kBF16};
+  latent.latent = true;
+  AttentionLayerSpec codes = latent;
+  codes.dtype = DType::kI8;
+  return {latent, {4, 2, 8, 8, DType::kF32}, codes};
+}
+
 std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
   auto cache = AttentionKVCache::Create(options);
   EXPECT_TRUE(cache.ok()) << cache.status().ToString();
@@ -164,7 +173,7 @@ struct Pair {
 };
 
 TEST(KVChannel, AChunkedPrefillArrivesLayerByLayerForEveryPairOfPageSizes) {
-  for (const auto& layers : {Plain(), Mixed()}) {
+  for (const auto& layers : {Plain(), Mixed(), Latent()}) {
     for (const auto& [from, to] : {std::pair{16, 16}, {16, 32}, {4, 16}, {3, 32}, {48, 5}}) {
       SCOPED_TRACE(std::to_string(from) + " to " + std::to_string(to));
       Pair pair(MakeOptions(from, layers), MakeOptions(to, layers));
@@ -458,7 +467,8 @@ TEST(KVChannel, RandomWalkAgainstComputingAlone) {
     };
     const std::vector<int64_t> sizes{3, 4, 16, 20, 32};
     const auto size = [&] { return sizes[static_cast<size_t>(pick(0, 4))]; };
-    const auto layers = pick(0, 1) == 0 ? Plain() : Mixed();
+    const int64_t kind = pick(0, 2);
+    const auto layers = kind == 0 ? Plain() : kind == 1 ? Mixed() : Latent();
     Pair pair(MakeOptions(size(), layers), MakeOptions(size(), layers));
     pair.alone = MakeCache(MakeOptions(size(), layers));
     ASSERT_TRUE(pair.alone->AddSequence(0).ok());

@@ -324,11 +324,6 @@ class PagedKVCache final : public AttentionKVCache,
   Status CheckLoaded(const AttentionCall& call, const ForwardMember& member,
                      std::span<const LayerKV> blocks) const;
 
-  // Debug calls on the layers that are (`v` is null) or are not latent.
-  Status GetDebug(const char* call, int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
-                  const TensorView* v);
-  Status SetDebug(const char* call, int64_t seq_id, int64_t start, const TensorView& k,
-                  const TensorView* v);
   // Transfer: paged_kv_transfer.cc, paged_kv_sends.cc.
   Status CheckReceiver(const char* call, int32_t index, int64_t count) const;
   // `sequence`: of which the layers' keys are; for equal stored bytes of two caches.
@@ -352,6 +347,11 @@ class PagedKVCache final : public AttentionKVCache,
   void StopSend(int32_t index, const char* why) noexcept;
   void AppendMarkFacts(int32_t index, std::vector<int64_t>* facts) const;
 
+  // Debug calls on the layers that are (`v` is null) or are not latent.
+  Status GetDebug(const char* call, int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                  const TensorView* v);
+  Status SetDebug(const char* call, int64_t seq_id, int64_t start, const TensorView& k,
+                  const TensorView* v);
   Status CheckDebugTensors(const char* call, int64_t count, const TensorView& k,
                            const TensorView* v) const;
   // Slots of the positions from `start` on.

@@ -57,6 +57,10 @@ Status PagedKVCache::CheckMaps(const Sequence& sequence, std::span<const Receive
                        "; there must be a map, and neither may be negative");
   }
   const uint64_t layout = TransferLayout(sequence);
+  // Of latent layers, the caller rotates.
+  const bool has_rotated_keys =
+      options_.rope.mode == RopeMode::kNormal ||
+      std::ranges::any_of(options_.layers, [](const AttentionLayerSpec& l) { return l.latent; });
   for (const ReceiveMap& map : maps) {
     if (map.kv_heads.size() != layers_.size() || map.layout != layout) {
       return BadMaps(StatusCode::kIncompatible,
@@ -72,7 +76,7 @@ Status PagedKVCache::CheckMaps(const Sequence& sequence, std::span<const Receive
                          std::to_string(begin) +
                          " on; all must have as many, at least 1, and positions end at 2^31");
     }
-    if (options_.rope.mode == RopeMode::kNormal && map.first_position != begin) {
+    if (has_rotated_keys && map.first_position != begin) {
       return BadMaps(StatusCode::kIncompatible,
                      "keys of position " + std::to_string(begin) +
                          " are rotated for it and would come to stand at " +

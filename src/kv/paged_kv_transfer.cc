@@ -42,7 +42,7 @@ uint64_t PagedKVCache::TransferLayout(const Sequence& sequence) const {
   for (const AttentionLayerSpec& layer : options_.layers) {
     text += "|" + std::string(DTypeName(layer.dtype)) + "," +
             std::string(DTypeName(layer.value_dtype())) + "," + std::to_string(layer.qk_head_dim) +
-            "," + std::to_string(layer.v_head_dim) + "," +
+            "," + std::to_string(layer.v_head_dim) + (layer.latent ? ",latent," : ",") +
             RopePassport(layer.rope ? *layer.rope : options_.rope, sequence.long_factors);
   }
   return Hash64(text);

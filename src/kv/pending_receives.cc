@@ -13,6 +13,9 @@ constexpr int64_t kAlignment = 64;  // of the tensors of a layer: a cache line
 
 int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
+// A latent layer's values are in its keys.
+int64_t StoredValueDim(const AttentionLayerSpec& spec) { return spec.latent ? 0 : spec.v_head_dim; }
+
 std::string Name(uint64_t epoch) { return "epoch " + std::to_string(epoch); }
 
 // The first row of `layer` that is not complete, at most n.
@@ -29,7 +32,7 @@ int64_t LayerBytes(const AttentionLayerSpec& spec, int64_t count) {
   const int64_t rows = count * spec.num_kv_heads;
   const int64_t scales = Aligned(rows * DTypeBytes(DType::kF32));
   return Aligned(rows * spec.qk_head_dim * DTypeBytes(spec.dtype)) +
-         Aligned(rows * spec.v_head_dim * DTypeBytes(spec.value_dtype())) +
+         Aligned(rows * StoredValueDim(spec) * DTypeBytes(spec.value_dtype())) +
          (IsQuantised(spec.dtype) ? scales : 0) + (IsQuantised(spec.value_dtype()) ? scales : 0);
 }
 
@@ -45,9 +48,9 @@ LayerKV LayerRowsIn(std::byte* memory, const AttentionLayerSpec& spec, int64_t c
   const int64_t scale_shape[] = {count, heads};
   LayerKV kv;
   kv.k = take(spec.dtype, k_shape);
-  if (spec.v_head_dim > 0) kv.v = take(spec.value_dtype(), v_shape);
+  if (StoredValueDim(spec) > 0) kv.v = take(spec.value_dtype(), v_shape);
   if (IsQuantised(spec.dtype)) kv.k_scale = take(DType::kF32, scale_shape);
-  if (IsQuantised(spec.value_dtype()) && spec.v_head_dim > 0)
+  if (IsQuantised(spec.value_dtype()) && StoredValueDim(spec) > 0)
     kv.v_scale = take(DType::kF32, scale_shape);
   return kv;
 }
