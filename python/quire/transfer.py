@@ -42,7 +42,7 @@ class ReceiveMap:
 
         fields = dataclasses.asdict(self)
         for name in ("slots", "kv_heads"):
-            fields[name] = tvm_ffi.Shape([int(number) for number in fields[name]])
+            fields[name] = tvm_ffi.Shape(tuple(int(number) for number in fields[name]))
         return fields
 
     @staticmethod

@@ -94,9 +94,9 @@ ShownPieces ShownOf(const TokenRange& hidden, int64_t begin, int64_t end) {
   return {{begin, hole}, {hole_end, end}};
 }
 
-const std::vector<AttentionLayerSpec>& LayersOf(const SequenceStates& states) {
-  static const std::vector<AttentionLayerSpec> kNone;
-  return states.attention() == nullptr ? kNone : states.attention()->options().layers;
+std::span<const AttentionLayerSpec> LayersOf(const SequenceStates& states) {
+  if (states.attention() == nullptr) return {};
+  return states.attention()->options().layers;
 }
 
 }  // namespace
@@ -154,7 +154,7 @@ Result<std::vector<TensorView>> StatesOf(const ChunkView& chunk, const SequenceS
 Result<ChunkBuffer> ExportRows(const SequenceStates& states, int64_t seq_id, int64_t start,
                                ChunkFields fields, const HiddenRanges& hidden, bool with_states,
                                const ChunkWriteOptions& options) {
-  const std::vector<AttentionLayerSpec>& layers = LayersOf(states);
+  const std::span<const AttentionLayerSpec> layers = LayersOf(states);
   const int64_t end = start + static_cast<int64_t>(fields.tokens.size());
   std::vector<SectionSpec> sections;
   std::vector<ShownPieces> shown;
@@ -192,7 +192,7 @@ Result<ChunkBuffer> ExportRows(const SequenceStates& states, int64_t seq_id, int
 Result<KVBlock> ImportRows(const ChunkView& chunk, const SequenceStates& states, int64_t position,
                            const HiddenRanges& stored, const HiddenRanges& wanted) {
   QUIRE_RETURN_IF_ERROR(CheckPosition(chunk.header(), position));
-  const std::vector<AttentionLayerSpec>& layers = LayersOf(states);
+  const std::span<const AttentionLayerSpec> layers = LayersOf(states);
   const int64_t end = position + static_cast<int64_t>(chunk.header().tokens.size());
   KVBlock block(layers.size());
   for (size_t l = 0; l < layers.size(); ++l) {

@@ -32,6 +32,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def model(model: list[str], tiny: TinyModel) -> list[str]:
+    """The model's digest is known, as behind a first run: an answer is stored whole, its tail too."""
+    identity.model_identity(tiny.directory)
+    return model
+
+
+@pytest.fixture
 def store() -> Iterator[quire.ChunkStore]:
     with quire.ChunkStore(ram_bytes=64 << 20) as store:
         yield store
