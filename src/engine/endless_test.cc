@@ -145,6 +145,7 @@ TEST(Endless, SchedulesCannotBeSeenInAnAnswer) {
           ExpectEqual(server.answers[key], answer,
                       "pages " + std::to_string(pages) + ", request " + std::to_string(key.first));
         }
+        EXPECT_EQ(server.engine->short_counts(), 0);
         if (HasFailure()) return;
         preemptions += server.engine->Stats().preemptions;
         cached += server.engine->Stats().cached_tokens;

@@ -85,6 +85,8 @@ class EngineImpl final : public Engine {
                      const StoreUseOptions& options) override;
   Status FlushStore(int64_t timeout_ms) override;
   EngineStats Stats() const override;
+  // How often a forward found fewer pages than the scheduler had counted on.
+  int64_t short_counts() const { return short_counts_; }
 
   // For tests of the memory plan.
   const Model& model() const { return *model_; }
@@ -152,6 +154,7 @@ class EngineImpl final : public Engine {
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
   int64_t PendingNow(const Request& request, const Sample& sample) const;
+  Result<std::vector<bool>> WhichOpenPages(std::span<const int64_t> sequence_ids) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
   int64_t PagesOfLoads(const Batch& works) const;
   Request* NextToAdmit() const;
@@ -274,6 +277,7 @@ class EngineImpl final : public Engine {
   std::atomic<bool> entered_ = false;
   std::atomic<bool> idle_ = true;
   EngineStats counters_;  // of the thread that is inside
+  int64_t short_counts_ = 0;
   mutable std::mutex published_mutex_;
   EngineStats published_;  // guarded by published_mutex_
 };

@@ -1,7 +1,9 @@
 // The first half of a step: who computes what. Every decision is carried out whole before the next
 // one is asked for, so an error between two leaves a state from which the next step goes on.
 #include <algorithm>
+#include <map>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "engine/engine_impl.h"
@@ -184,29 +186,62 @@ int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample) con
   return has_followers ? std::min(pending, to_prompt_end) : pending;
 }
 
+// Whether the next token of each opens a page; all end at the same position, inside a page. Of
+// sequences that end in the same slot, as samples do that were just forked, only the first can go
+// on there: those behind it are said to open a page.
+Result<std::vector<bool>> EngineImpl::WhichOpenPages(std::span<const int64_t> sequence_ids) const {
+  const std::vector<int64_t> ones(sequence_ids.size(), 1);
+  const auto pages_of = [&](size_t first, size_t count) {
+    return state_.PagesNeeded(sequence_ids.subspan(first, count),
+                              std::span(ones).subspan(first, count));
+  };
+  std::vector<bool> opens(sequence_ids.size());
+  int64_t alone = 0;
+  for (size_t i = 0; i < opens.size(); ++i) {
+    QUIRE_ASSIGN_OR_RETURN(const int64_t pages, pages_of(i, 1));
+    opens[i] = pages > 0;
+    alone += pages;
+  }
+  // No step has more of them than a chunk has tokens.
+  const size_t asked = std::min(opens.size(), static_cast<size_t>(prefill_chunk_));
+  std::fill(opens.begin() + static_cast<ptrdiff_t>(asked), opens.end(), true);
+  if (asked == 1) return opens;
+  QUIRE_ASSIGN_OR_RETURN(const int64_t together, pages_of(0, asked));
+  if (asked == opens.size() && together <= alone) return opens;
+  int64_t before = 0;
+  for (size_t i = 0; i < asked; ++i) {
+    QUIRE_ASSIGN_OR_RETURN(const int64_t pages, pages_of(0, i + 1));
+    if (pages > before) opens[i] = true;
+    before = pages;
+  }
+  return opens;
+}
+
 // `works` gets the sample behind each entry.
 Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const {
   std::vector<RunnableSample> view;
+  std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
   for (const auto& request : running_) {
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
       LayerwiseLoad* const layers = LayersOf(*request, sample);
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
-      bool opens_page = false;
-      if (layers == nullptr && sample.computed % page_size_ != 0) {
-        const int64_t one = 1;
-        QUIRE_ASSIGN_OR_RETURN(const int64_t pages,
-                               state_.PagesNeeded({&sample.sequence_id, 1}, {&one, 1}));
-        opens_page = pages > 0;
-      }
+      if (layers == nullptr && length % page_size_ != 0)
+        inside_pages[length].push_back(view.size());
       view.push_back({.request_id = request->id,
                       .length = length,
                       .pending = PendingNow(*request, sample) - (length - sample.computed),
-                      .opens_page = opens_page,
+                      .opens_page = false,
                       .last_step = sample.last_step});
       works->push_back(
           {.request = request.get(), .sample = &sample, .tokens = 0, .layers = layers});
     }
+  }
+  for (const auto& [length, places] : inside_pages) {
+    std::vector<int64_t> ids;
+    for (const size_t place : places) ids.push_back((*works)[place].sample->sequence_id);
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<bool> opens, WhichOpenPages(ids));
+    for (size_t i = 0; i < places.size(); ++i) view[places[i]].opens_page = opens[i];
   }
   return view;
 }
@@ -298,6 +333,7 @@ void EngineImpl::RestartOrFail() {
 
 // After BeginForward found too few pages, against the scheduler's count.
 void EngineImpl::MakeRoom() {
+  ++short_counts_;
   if (!prefix_cache_.empty()) {
     prefix_cache_.Evict(state_.pages_free() + 1);
   } else if (running_.size() > 1) {

@@ -302,8 +302,12 @@ TEST_F(SnapshotTest, DifferencesAreFound) {
 // ---- Windows, codes and states
 
 AttentionKVCacheOptions WindowOptions(int64_t page_size, int64_t layer_window,
-                                      DType dtype = DType::kBF16) {
+                                      DType dtype = DType::kBF16, bool has_latents = false) {
   AttentionKVCacheOptions options = SmallOptions(page_size);
+  if (has_latents) {
+    options.layers[1].latent = true;
+    options.layers[1].qk_head_dim = 6;
+  }
   for (AttentionLayerSpec& layer : options.layers) layer.dtype = dtype;
   options.layers[1].window = layer_window;
   return options;
@@ -317,6 +321,7 @@ struct WindowCase {
   bool switched_off;
   int64_t length;
   DType dtype = DType::kBF16;
+  bool has_latents = false;
 };
 constexpr WindowCase kWindowCases[] = {
     {"LayerWindow", 6, 0, 0, false, 30},
@@ -326,6 +331,8 @@ constexpr WindowCase kWindowCases[] = {
     {"SwitchedOff", 0, 9, 2, true, 34},
     {"NotYetSlid", 0, 50, 3, false, 12},
     {"Codes", 6, 9, 3, false, 30, DType::kI8},
+    {"Latents", 0, 9, 3, false, 30, DType::kBF16, true},
+    {"LatentsOfCodes", 6, 0, 0, false, 30, DType::kF8E4M3, true},
     {"EmptyWithAWindow", 0, 9, 2, false, 0},
     {"ShorterThanItsSinks", 0, 9, 5, false, 3},
 };
@@ -333,7 +340,8 @@ constexpr WindowCase kWindowCases[] = {
 class WindowSnapshot : public SnapshotTest, public testing::WithParamInterface<WindowCase> {
  protected:
   AttentionKVCacheOptions Options(int64_t page_size) const {
-    return WindowOptions(page_size, GetParam().layer_window, GetParam().dtype);
+    return WindowOptions(page_size, GetParam().layer_window, GetParam().dtype,
+                         GetParam().has_latents);
   }
   // The sequence 0 in a new cache.
   std::unique_ptr<AttentionKVCache> Compute(int64_t page_size) const {

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <memory>
 #include <string>
@@ -576,6 +577,9 @@ void ExpectEachRefusalIsHarmless(const std::function<std::unique_ptr<Sender>()>&
 TEST(KVTransfer, EachAllocationMayFail) {
   auto options = MakeOptions();
   options.layers[1].dtype = DType::kI8;
+  AttentionLayerSpec latent{2, 1, 6, 4, DType::kF32};
+  latent.latent = true;
+  options.layers.push_back(latent);
   const ReceiveMap map = MapOf(options, 0, 12);
   const auto build = [&] {
     auto sender = std::make_unique<Sender>(options);
@@ -589,24 +593,39 @@ TEST(KVTransfer, EachAllocationMayFail) {
   ExpectEachRefusalIsHarmless(build,
                               [&](Sender& sender) { return Mark(*sender.cache, 0, 0, map); });
   uint64_t epoch = 0;
-  const auto receiving = [&] {
+  const auto part_of = [&](int64_t layer) {
+    return ReceivePart{.first_row = 0,
+                       .count = 9,
+                       .first_head = 0,
+                       .head_count = options.layers[static_cast<size_t>(layer)].num_kv_heads};
+  };
+  std::array<uint32_t, 3> digests = {};
+  const auto written = [&] {
     auto sender = build();
     epoch = sender->cache->transfer()->DisaggPrepareRecv(1, 9)->epoch;
-    const ReceivePart all{.first_row = 0, .count = 9, .first_head = 0, .head_count = 2};
-    for (const int64_t layer : {0, 1}) {
-      const auto view = sender->cache->transfer()->View(epoch, layer, all);
+    for (const int64_t layer : {0, 1, 2}) {
+      const auto view = sender->cache->transfer()->View(epoch, layer, part_of(layer));
       for (const TensorView* t :
            {&view->rows.k, &view->rows.v, &view->rows.k_scale, &view->rows.v_scale}) {
         if (t->rank() == 0) continue;
         std::fill_n(t->data_as<std::byte>(), t->element_count() * DTypeBytes(t->dtype()),
                     std::byte{0});
       }
-      EXPECT_TRUE(sender->cache->transfer()
-                      ->Complete(epoch, layer, all, DigestOfHeads(view->rows, 0, 2))
-                      .ok());
+      digests[static_cast<size_t>(layer)] = DigestOfHeads(view->rows, 0, part_of(layer).head_count);
     }
     return sender;
   };
+  const auto complete = [&](Sender& sender, int64_t layer) {
+    return sender.cache->transfer()->Complete(epoch, layer, part_of(layer),
+                                              digests[static_cast<size_t>(layer)]);
+  };
+  const auto receiving = [&] {
+    auto sender = written();
+    for (const int64_t layer : {0, 1, 2}) EXPECT_TRUE(complete(*sender, layer).ok());
+    return sender;
+  };
+  for (const int64_t layer : {0, 1, 2})
+    ExpectEachRefusalIsHarmless(written, [&](Sender& sender) { return complete(sender, layer); });
   ExpectEachRefusalIsHarmless(receiving, [&](Sender& sender) {
     return sender.cache->transfer()->DisaggCommitRecv(epoch, 8);
   });

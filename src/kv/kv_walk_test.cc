@@ -9,7 +9,8 @@
 // A failing list is made shorter by leaving parts out, then printed: it can be pasted into
 // KeptWalks, which stay as tests.
 //
-// QUIRE_WALK_SEED shifts all seeds (soak runs).
+// QUIRE_WALK_SEED shifts all seeds (soak runs). QUIRE_WALK_PAIRS is a folder for the shards' counts
+// of pairs of features (tools/feature_pairs.py).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <set>
@@ -24,6 +27,7 @@
 #include <string>
 
 #include "base/random.h"
+#include "kv/feature_pairs.h"
 #include "kv/kv_model.h"
 #include "kv/kv_test_forward.h"
 #include "kv/paged_kv_cache.h"
@@ -55,13 +59,14 @@ enum class Kind : uint8_t {
   kLoading,
   kTree,
   kCommit,
+  kForkAndLoad,
 };
-constexpr size_t kKindCount = 23;
+constexpr size_t kKindCount = 24;
 constexpr std::array<const char*, kKindCount> kKindNames = {
     "kAdd",         "kRemove",         "kFork",      "kPop",      "kBegin",    "kLayer",
     "kEnd",         "kAbort",          "kForward",   "kDebugGet", "kDebugSet", "kClear",
     "kPagesNeeded", "kSelectLongRope", "kBadTensor", "kRetain",   "kDecode",   "kImport",
-    "kWindow",      "kShared",         "kLoading",   "kTree",     "kCommit"};
+    "kWindow",      "kShared",         "kLoading",   "kTree",     "kCommit",   "kForkAndLoad"};
 
 struct WalkOp {
   Kind kind;
@@ -80,7 +85,8 @@ enum Stream : uint64_t {
   kWindowsStream,
   kCodesStream,
   kTreesStream,
-  kLatentStream
+  kLatentStream,
+  kRopeStream
 };
 
 // ---------------------------------------------------------------------- making a walk
@@ -122,7 +128,9 @@ std::vector<AttentionLayerSpec> DrawLayers(RandomSequence& random) {
   }
 }
 
-RopeOptions DrawRope(RandomSequence& random, const std::vector<AttentionLayerSpec>& layers) {
+// `long_factors`: whatever is drawn, the long ones of LongRoPE are used.
+RopeOptions DrawRope(RandomSequence& random, bool long_factors,
+                     const std::vector<AttentionLayerSpec>& layers) {
   RopeOptions rope;
   rope.mode = OneOf(random, {RopeMode::kNone, RopeMode::kNormal, RopeMode::kInline});
   rope.pairing = OneOf(random, {RopePairing::kHalfSplit, RopePairing::kInterleaved});
@@ -134,6 +142,11 @@ RopeOptions DrawRope(RandomSequence& random, const std::vector<AttentionLayerSpe
   rope.theta = 1000;
   rope.original_max_position_embeddings = 64;
   rope.use_long_factors = random.Below(2) == 0;
+  if (long_factors) {
+    if (rope.mode == RopeMode::kNone) rope.mode = RopeMode::kNormal;
+    rope.scaling = RopeScaling::kLongRope;
+    rope.use_long_factors = true;
+  }
   const bool equal_dims = std::all_of(
       layers.begin(), layers.end(),
       [&](const AttentionLayerSpec& layer) { return layer.qk_head_dim == layers[0].qk_head_dim; });
@@ -148,9 +161,12 @@ RopeOptions DrawRope(RandomSequence& random, const std::vector<AttentionLayerSpe
   return rope;
 }
 
-// Every third seed stores codes in all layers or some: keys and values drawn apart.
-void DrawCodes(RandomSequence& random, std::vector<AttentionLayerSpec>& layers) {
+// Two seeds of three store codes in all layers or some: keys and values drawn apart.
+void DrawCodes(RandomSequence& random, bool often_one_side,
+               std::vector<AttentionLayerSpec>& layers) {
   const auto draw = [&](DType plain) {
+    if (often_one_side)
+      return OneOf(random, {DType::kI8, DType::kF8E4M3, DType::kF8E4M3, plain, plain});
     return OneOf(random, {DType::kI8, DType::kI8, DType::kF8E4M3, plain});
   };
   const DType keys = draw(layers[0].dtype);
@@ -178,7 +194,9 @@ void DrawWindows(RandomSequence& random, std::vector<AttentionLayerSpec>& layers
 void DrawLatents(RandomSequence& random, AttentionKVCacheOptions& options) {
   const bool all = random.Below(3) == 0;
   const int64_t rank = OneOf<int64_t>(random, {5, 8, 17, 32});
-  const int64_t rope_dim = OneOf<int64_t>(random, {4, 6, 4, 0});
+  const bool has_factors = options.rope.scaling == RopeScaling::kLongRope;
+  const bool keeps_factors = has_factors && options.rope.rotary_dim == 4 && random.Below(3) != 0;
+  const int64_t rope_dim = keeps_factors ? 4 : OneOf<int64_t>(random, {4, 6, 4, 0});
   // Many heads take another way through the kernels; the oracle is slow with them.
   const bool many_heads = rank <= 8 && options.prefill_chunk_size <= 16;
   for (size_t l = 0; l < options.layers.size(); ++l) {
@@ -192,12 +210,22 @@ void DrawLatents(RandomSequence& random, AttentionKVCacheOptions& options) {
     layer.v_head_dim = rank;
     layer.qk_head_dim = rank + rope_dim;
     layer.v_dtype.reset();
-    const bool own = options.rope.scaling == RopeScaling::kLongRope || random.Below(2) == 0;
-    if (!own) continue;
+    if (keeps_factors || (!has_factors && random.Below(2) == 0)) continue;
     RopeOptions& rope = layer.rope.emplace();
     rope.mode = OneOf(random, {RopeMode::kNone, RopeMode::kNormal, RopeMode::kInline});
     rope.pairing = OneOf(random, {RopePairing::kHalfSplit, RopePairing::kInterleaved});
     rope.theta = 100;
+  }
+}
+
+// Layers, all or some, that rotate by options of their own.
+void DrawRopesOfLayers(RandomSequence& random, AttentionKVCacheOptions& options) {
+  for (AttentionLayerSpec& layer : options.layers) {
+    if (layer.latent || random.Below(3) == 0) continue;
+    RopeOptions& rope = layer.rope.emplace();
+    rope.mode = options.rope.mode;
+    rope.pairing = options.rope.pairing;
+    rope.theta = OneOf(random, {50.0, 3000.0});
   }
 }
 
@@ -206,7 +234,9 @@ WalkSetting MakeSetting(uint64_t seed) {
   WalkSetting setting;
   AttentionKVCacheOptions& options = setting.options;
   options.layers = DrawLayers(random);
-  options.rope = DrawRope(random, options.layers);
+  // What would seldom meet by itself: TVM's windows in one seed of eight, long factors beside them.
+  const bool tvm_span = seed % 8 == 0;
+  options.rope = DrawRope(random, seed % 16 == 8, options.layers);
   options.page_size = OneOf<int64_t>(random, {1, 3, 4, 7, 7, 16, 16, 64});
   options.max_num_sequences = 3 + random.Below(10);
   // A few pages, so that calls often find too few; 64 reaches beyond a segment of attention.
@@ -233,8 +263,8 @@ WalkSetting MakeSetting(uint64_t seed) {
   RandomSequence windows(seed, kWindowsStream);
   if (setting.has_windows) DrawWindows(windows, options.layers);
   RandomSequence codes(seed, kCodesStream);
-  if (seed % 3 == 0) {
-    DrawCodes(codes, options.layers);
+  if (seed % 3 != 1) {
+    DrawCodes(codes, seed % 3 == 2, options.layers);
     setting.style = ForwardStyle();  // float32 fits every layer
   }
   if (seed % 5 == 2) {
@@ -242,7 +272,11 @@ WalkSetting MakeSetting(uint64_t seed) {
     DrawLatents(latents, options);
     setting.style = ForwardStyle();
   }
-  options.tvm_window_span = setting.has_windows && windows.Below(3) == 0;
+  if (seed % 7 == 3) {
+    RandomSequence ropes(seed, kRopeStream);
+    DrawRopesOfLayers(ropes, options);
+  }
+  options.tvm_window_span = setting.has_windows && (windows.Below(3) == 0 || tvm_span);
   options.max_tree_size = 4 + RandomSequence(seed, kTreesStream).Below(40);
   return setting;
 }
@@ -250,8 +284,8 @@ WalkSetting MakeSetting(uint64_t seed) {
 Walk MakeWalk(uint64_t seed, int64_t op_count) {
   RandomSequence random(seed, kOpsStream);
   // Usual shares; a walk draws its own, and leaves some kinds out.
-  std::array<double, kKindCount> weights = {3, 3, 12,  10, 4,  6, 3, 1, 40, 6,  4, 0.15,
-                                            2, 2, 0.5, 4,  12, 8, 5, 4, 8,  12, 8};
+  std::array<double, kKindCount> weights = {3, 3, 12,  10, 4,  6, 3,  1, 40, 6,  4, 0.15,
+                                            2, 2, 0.5, 4,  12, 8, 12, 4, 8,  14, 8, 12};
   for (double& weight : weights) {
     weight *= random.Below(5) == 0 ? 0 : std::exp(random.Uniform(-1.5, 1.5));
   }
@@ -319,6 +353,7 @@ class Walker {
   int64_t slid_tokens() const { return slid_tokens_; }
   int64_t tree_comparisons() const { return tree_comparisons_; }
   int64_t later_rounds() const { return later_rounds_; }
+  const FeaturePairs& pairs() const { return pairs_; }
   int64_t repeated_forwards() const {
     return static_cast<const PagedKVCache&>(*cache_).repeated_forward_count();
   }
@@ -335,6 +370,7 @@ class Walker {
   std::string Remove(const WalkOp& op);
   std::string Fork(const WalkOp& op);
   std::string ForkOnce(const WalkOp& op);
+  std::string ForkTo(int64_t parent, int64_t child, int64_t position, bool* forked);
   std::string Pop(const WalkOp& op);
   std::string SameNeeds(const char* call,
                         const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
@@ -343,7 +379,12 @@ class Walker {
   std::string Begin(const WalkOp& op);
   std::string BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads = {});
   std::string Layer(size_t layer, uint32_t draw);
+  FeatureSet FeaturesOfMember(int64_t id) const;
+  std::string Compared(size_t layer, const LayerOutputs& cache, const LayerOutputs& model,
+                       const FeatureSet& call);
+  void CountPairs(size_t layer, const FeatureSet& call);
   std::string Fused(size_t layer, const std::vector<uint64_t>& rows);
+  std::string FusedMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
   std::string Append(size_t layer, const std::vector<uint64_t>& rows);
   std::string Attend(size_t layer, const std::vector<uint64_t>& rows);
   std::string AttendMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
@@ -378,7 +419,10 @@ class Walker {
   std::string Decode(const WalkOp& op);
   std::string Import(const WalkOp& op);
   std::string Loading(const WalkOp& op);
+  std::string LoadingBehindFork(const WalkOp& op);
   std::string DrawLoad(const Batch& batch, size_t member, const WalkOp& op,
+                       std::vector<WalkLoad>* loads);
+  std::string MakeLoad(int64_t from, const Batch& batch, size_t member, RandomSequence& random,
                        std::vector<WalkLoad>* loads);
   std::string Tree(const WalkOp& op);
   std::vector<int64_t> DrawParents(const Batch& batch, RandomSequence& random) const;
@@ -405,6 +449,11 @@ class Walker {
   bool tree_forward_ = false;
   int64_t tree_comparisons_ = 0;
   int64_t later_rounds_ = 0;
+  FeaturePairs pairs_;
+  std::vector<FeatureSet> layer_features_;       // [layer]
+  std::vector<FeatureSet> member_features_;      // of the open forward, in the order of the batch
+  std::map<int64_t, FeatureSet> past_features_;  // what has happened to a sequence
+  bool masked_ = false;                          // whether a layer's outputs are those with a mask
   std::map<int64_t, bool> long_factors_;
   std::set<int64_t> retained_;
   Seen seen_;
@@ -440,7 +489,10 @@ Walker::Walker(const WalkSetting& setting)
       layers_(setting_.options.layers),
       cache_(AttentionKVCache::Create(setting.options).value()),
       fresh_(AttentionKVCache::Create(FreshOptions(setting)).value()),
-      model_(setting.options) {}
+      model_(setting.options) {
+  for (size_t l = 0; l < layers_.size(); ++l)
+    layer_features_.push_back(FeaturesOf(setting_.options, l));
+}
 
 // Mostly an id that is there.
 int64_t Walker::PickId(uint32_t draw) const {
@@ -621,6 +673,8 @@ std::string Walker::Apply(const WalkOp& op) {
       return Tree(op);
     case Kind::kCommit:
       return CommitTrees(op);
+    case Kind::kForkAndLoad:
+      return open_ ? RunRest(op) : LoadingBehindFork(op);
   }
   return "no such operation";
 }
@@ -650,6 +704,7 @@ std::string Walker::Add(const WalkOp& op) {
   QUIRE_WALK_CALL("AddSequence", status, [&](AttentionKVCache& c) { return c.AddSequence(id); });
   if (!status.ok()) return "";
   history_[id];
+  past_features_[id] = {};
   long_factors_[id] = setting_.options.rope.use_long_factors;
   return "";
 }
@@ -700,19 +755,30 @@ std::string Walker::ForkOnce(const WalkOp& op) {
   int64_t position = static_cast<int64_t>(op.c / 4) % (length + 4) - 2;
   if (op.c % 4 == 0) position = -1;
   if (op.c % 4 > 1) position = std::max<int64_t>(length - static_cast<int64_t>(op.c / 4) % 6, 0);
+  bool forked = false;
+  const std::string error = ForkTo(parent, child, position, &forked);
+  if (!forked) return error;
+  if (!setting_.chains || open_) return "";
+  const Batch both = {{parent, child}, {1, 1}};
+  const Batch child_alone = {{child}, {1}};
+  const std::string failed = BeginBatch(retained_.count(parent) == 0 ? both : child_alone, op);
+  return failed.empty() && open_ ? RunRest({Kind::kForward, op.c, op.b, op.a}) : failed;
+}
+
+std::string Walker::ForkTo(int64_t parent, int64_t child, int64_t position, bool* forked) {
+  *forked = false;
   QUIRE_WALK_CALL("ForkSequence", status,
                   [&](AttentionKVCache& c) { return c.ForkSequence(parent, child, position); });
   if (!status.ok()) return "";
   History history = history_.at(parent);
   if (position >= 0) history.resize(static_cast<size_t>(position));
   history_[child] = std::move(history);
+  past_features_[parent] |= Feature::kForked;
+  past_features_[child] = past_features_[parent];
   long_factors_[child] = long_factors_.at(parent);
   newest_child_ = child;
-  if (!setting_.chains || open_) return "";
-  const Batch both = {{parent, child}, {1, 1}};
-  const Batch child_alone = {{child}, {1}};
-  const std::string error = BeginBatch(retained_.count(parent) == 0 ? both : child_alone, op);
-  return error.empty() && open_ ? RunRest({Kind::kForward, op.c, op.b, op.a}) : error;
+  *forked = true;
+  return "";
 }
 
 std::string Walker::Pop(const WalkOp& op) {
@@ -723,6 +789,7 @@ std::string Walker::Pop(const WalkOp& op) {
   const int64_t n = static_cast<int64_t>(op.c) % range - 1;
   QUIRE_WALK_CALL("PopN", status, [&](AttentionKVCache& c) { return c.PopN(id, n); });
   if (!status.ok()) return "";
+  past_features_[id].AddIf(n > 0, Feature::kPopped);
   const size_t committed = std::min(history_.at(id).size(), static_cast<size_t>(length - n));
   const size_t nodes = static_cast<size_t>(length - n) - committed;
   history_.at(id).resize(committed);
@@ -799,7 +866,13 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
   loads_ = std::move(loads);
   rows_.clear();
   before_.clear();
+  member_features_.clear();
+  masked_ = false;
   for (size_t i = 0; i < batch.ids.size(); ++i) {
+    FeatureSet features = FeaturesOfMember(batch.ids[i]);
+    features |= batch.lengths[i] == 1 ? Feature::kDecode : Feature::kChunk;
+    for (const WalkLoad& load : loads_) features.AddIf(load.member == i, Feature::kLoading);
+    member_features_.push_back(features);
     History& history = history_.at(batch.ids[i]);
     before_[batch.ids[i]] = history;
     windows_before_[batch.ids[i]] = model_.WindowOf(batch.ids[i]);
@@ -851,6 +924,62 @@ std::string Walker::CompareOutputs(size_t layer, const LayerOutputs& cache,
   return error.empty() ? error : error + "\n" + *cache_->DebugPlan();
 }
 
+// Before its forward.
+FeatureSet Walker::FeaturesOfMember(int64_t id) const {
+  const SequenceWindows windows = model_.GetWindows(id).value();
+  const bool is_long =
+      setting_.options.rope.scaling == RopeScaling::kLongRope && long_factors_.at(id);
+  return FeatureSet(past_features_.at(id))
+      .AddIf(is_long, Feature::kRopeLong)
+      .AddIf(windows.window > 0 || windows.span > 0, Feature::kWindow)
+      .AddIf(windows.span > 0, Feature::kTvmSpan)
+      .AddIf(
+          (windows.window > 0 && windows.sinks > 0) || (windows.span > 0 && windows.span_sinks > 0),
+          Feature::kSinks)
+      .AddIf(windows.slid > 0, Feature::kSlid)
+      .AddIf(!retained_.empty(), Feature::kRetainedBeside);
+}
+
+void Walker::CountPairs(size_t layer, const FeatureSet& call) {
+  for (const FeatureSet& member : member_features_) {
+    FeatureSet together = layer_features_[layer] | member | call;
+    // Long factors are of the cache's rotation.
+    if (together.Has(static_cast<size_t>(Feature::kRopeNone)) || layers_[layer].rope.has_value())
+      together.Remove(Feature::kRopeLong);
+    pairs_.Count(together);
+  }
+}
+
+std::string Walker::Compared(size_t layer, const LayerOutputs& cache, const LayerOutputs& model,
+                             const FeatureSet& call) {
+  std::string error = CompareOutputs(layer, cache, model);
+  if (error.empty()) CountPairs(layer, call);
+  return error;
+}
+
+std::string Walker::FusedMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw) {
+  const AttentionLayerSpec& spec = layers_[layer];
+  const int64_t l = static_cast<int64_t>(layer);
+  const TokenInputs inputs = MakeTokenInputs(spec, l, setting_.style.input_dtype, rows);
+  const TestTensor mask = DrawMask(draw);
+  LayerOutputs outputs[2];
+  for (LayerOutputs& o : outputs)
+    o.o = TestTensor(setting_.style.output_dtype,
+                     {std::ssize(rows), spec.num_qo_heads, spec.v_head_dim});
+  QUIRE_WALK_CALL("a fused call with a mask", status, [&](AttentionKVCache& c) {
+    const TensorView& o = outputs[&c == cache_.get() ? 0 : 1].o.view();
+    if (spec.latent) {
+      return c.AttentionWithMLA(l, inputs.q.view(), inputs.kv(), o, ScoreScale(spec), &mask.view());
+    }
+    return c.AttentionWithFusedQKV(l, inputs.qkv.view(), o, ScoreScale(spec), &mask.view());
+  });
+  call_failed_ |= !status.ok();
+  if (!status.ok()) return "";
+  appended_[layer] = attended_[layer] = 1;
+  masked_ = true;
+  return Compared(layer, outputs[0], outputs[1], Feature::kFused | FeatureSet(Feature::kMask));
+}
+
 std::string Walker::Fused(size_t layer, const std::vector<uint64_t>& rows) {
   LayerOutputs cache;
   LayerOutputs model;
@@ -865,7 +994,7 @@ std::string Walker::Fused(size_t layer, const std::vector<uint64_t>& rows) {
   if (!status.ok()) return "";
   appended_[layer] = attended_[layer] = 1;
   outputs_[layer] = cache;
-  return CompareOutputs(layer, cache, model);
+  return Compared(layer, cache, model, Feature::kFused);
 }
 
 std::string Walker::Append(size_t layer, const std::vector<uint64_t>& rows) {
@@ -910,8 +1039,9 @@ std::string Walker::AttendMasked(size_t layer, const std::vector<uint64_t>& rows
                     ScoreScale(spec), &mask.view());
   });
   call_failed_ |= !status.ok();
-  attended_[layer] |= status.ok();
-  return status.ok() ? CompareOutputs(layer, outputs[0], outputs[1]) : "";
+  if (!status.ok()) return "";
+  attended_[layer] = 1;
+  return Compared(layer, outputs[0], outputs[1], Feature::kHalves | FeatureSet(Feature::kMask));
 }
 
 std::string Walker::Attend(size_t layer, const std::vector<uint64_t>& rows) {
@@ -933,7 +1063,7 @@ std::string Walker::Attend(size_t layer, const std::vector<uint64_t>& rows) {
   if (!status.ok()) return "";
   attended_[layer] = 1;
   outputs_[layer] = outputs[0];
-  return CompareOutputs(layer, outputs[0], outputs[1]);
+  return Compared(layer, outputs[0], outputs[1], Feature::kHalves);
 }
 
 // Both outputs are of the same tokens and heads; the caches' own bits are merged by both.
@@ -998,7 +1128,9 @@ std::string Walker::Pieces(size_t layer, const std::vector<uint64_t>& rows, uint
   });
   call_failed_ |= !self_status.ok();
   if (!self_status.ok()) return "";
-  std::string error = CompareOutputs(layer, selves[0], selves[1]);
+  FeatureSet call = Feature::kSelf;
+  call.AddIf(masked != nullptr, Feature::kMask);
+  std::string error = Compared(layer, selves[0], selves[1], call);
   if (!error.empty()) return "SelfAttention: " + error;
   QUIRE_WALK_CALL("CrossAttention", status, [&](AttentionKVCache& c) {
     const LayerOutputs& out = crosses[&c == cache_.get() ? 0 : 1];
@@ -1006,9 +1138,11 @@ std::string Walker::Pieces(size_t layer, const std::vector<uint64_t>& rows, uint
   });
   call_failed_ |= !status.ok();
   if (!status.ok()) return "";
-  error = CompareOutputs(layer, crosses[0], crosses[1]);
+  error = Compared(layer, crosses[0], crosses[1], Feature::kCross);
   if (!error.empty()) return "CrossAttention: " + error;
-  return has_own_heads ? "" : Merge(selves[0], crosses[0]);
+  if (!has_own_heads) error = Merge(selves[0], crosses[0]);
+  if (error.empty() && !has_own_heads) CountPairs(layer, call | Feature::kCross | Feature::kMerge);
+  return error;
 }
 
 // `layer` == number of layers: the next one that was not run.
@@ -1024,7 +1158,7 @@ std::string Walker::Layer(size_t layer, uint32_t draw) {
   }
   const std::vector<uint64_t> rows = open_ ? RowsWithPadding(draw / 8) : std::vector<uint64_t>{1};
   const bool appended = open_ && appended_[layer];
-  if (draw / 4 % 8 == 0) {
+  if (draw / 4 % 5 == 0) {
     if (std::string error = Pieces(layer, rows, draw / 32); !error.empty()) return error;
   }
   if (appended && draw / 64 % 8 == 0) {
@@ -1037,9 +1171,13 @@ std::string Walker::Layer(size_t layer, uint32_t draw) {
   }
   if (draw % 4 == 0 || (draw % 4 == 1 && appended)) return Attend(layer, rows);
   if (draw % 4 == 1) return Append(layer, rows);
+  if (draw % 4 == 2 && !appended && open_ && draw / 64 % 8 == 0)
+    return FusedMasked(layer, rows, draw / 512);
   if (draw % 4 == 2) return appended ? Attend(layer, rows) : Fused(layer, rows);
   if (appended) return Attend(layer, rows);
-  const std::string error = Append(layer, rows);
+  std::string error = Append(layer, rows);
+  if (error.empty() && open_ && appended_[layer] && draw / 64 % 6 == 0)
+    error = AttendMasked(layer, rows, draw / 512);
   return error.empty() ? Attend(layer, rows) : error;
 }
 
@@ -1048,7 +1186,9 @@ std::string Walker::End(uint32_t draw) {
   if (!status.ok()) return "";
   open_ = false;
   before_.clear();
-  return draw % static_cast<uint32_t>(setting_.fresh_period) == 0 ? CompareFresh(draw) : "";
+  for (const WalkLoad& load : loads_) past_features_[batch_.ids[load.member]] |= Feature::kImported;
+  const bool compares = !masked_ && draw % static_cast<uint32_t>(setting_.fresh_period) == 0;
+  return compares ? CompareFresh(draw) : "";
 }
 
 // The last forward of one sequence of the batch, with the same tokens alone in an empty cache.
@@ -1163,7 +1303,8 @@ std::string Walker::Abort() {
   for (auto& [id, history] : before_) history_.at(id) = std::move(history);
   before_.clear();
   for (const int64_t id : batch_.ids) {
-    if (!tree_forward_) break;
+    past_features_[id] |= Feature::kAborted;
+    if (!tree_forward_) continue;
     trees_.erase(id);
     if (trees_before_.count(id) != 0) trees_[id] = trees_before_.at(id);
   }
@@ -1186,7 +1327,10 @@ std::string Walker::RunRest(const WalkOp& op) {
   if (op.c % 8 == 5) return Abort();
   for (size_t l = 0; l < layers_.size(); ++l) {
     if (attended_[l]) continue;
-    const std::string error = Layer(l, appended_[l] ? op.b : op.b / 4 * 4 + 2 + op.b % 2);
+    std::string error = Layer(l, appended_[l] ? op.b : op.b / 4 * 4 + 2 + op.b % 2);
+    const uint32_t draw = op.b / 16 + static_cast<uint32_t>(l);
+    if (error.empty() && open_ && appended_[l] && draw % 6 == 0)
+      error = Shared({Kind::kShared, static_cast<uint32_t>(l), op.b / 32, op.c});
     if (!error.empty()) return error;
   }
   return End(op.c);
@@ -1264,6 +1408,7 @@ std::string Walker::DebugSetLatents(int64_t id, int64_t start, int64_t count) {
   }
   QUIRE_WALK_CALL("DebugSetKVMLA", status,
                   [&](AttentionKVCache& c) { return c.DebugSetKVMLA(id, start, kv.view()); });
+  if (status.ok()) past_features_[id] |= Feature::kDebugSet;
   for (int64_t t = 0; status.ok() && t < count; ++t) {
     history_.at(id)[static_cast<size_t>(start + t)].latent_set =
         std::make_shared<const TestTensor>(tokens[static_cast<size_t>(t)]);
@@ -1315,6 +1460,7 @@ std::string Walker::DebugSet(const WalkOp& op) {
   }
   QUIRE_WALK_CALL("DebugSetKV", status,
                   [&](AttentionKVCache& c) { return c.DebugSetKV(id, start, k.view(), v.view()); });
+  if (status.ok()) past_features_[id] |= Feature::kDebugSet;
   for (int64_t t = 0; status.ok() && t < count; ++t) {
     history_.at(id)[static_cast<size_t>(start + t)].set =
         std::make_shared<const std::pair<TestTensor, TestTensor>>(tokens[static_cast<size_t>(t)]);
@@ -1424,6 +1570,7 @@ std::string Walker::ExportPart(int64_t id, int64_t start, int64_t count,
         !std::ranges::equal(ours.v_scale.bytes(), models.v_scale.bytes()))
       return "exported values differ";
   }
+  past_features_[id] |= Feature::kExported;
   return "";
 }
 
@@ -1449,6 +1596,7 @@ std::string Walker::Import(const WalkOp& op) {
     return c.ImportKV(to, std::span(&block, 1));
   });
   if (!status.ok()) return "";
+  past_features_[to] |= Feature::kImported;
   const History& source = history_.at(from);
   const auto first = source.begin() + static_cast<ptrdiff_t>(start);
   const History part(first, first + static_cast<ptrdiff_t>(count));
@@ -1457,13 +1605,19 @@ std::string Walker::Import(const WalkOp& op) {
   return "";
 }
 
-// Tokens for a member, as Import takes them. Now and then a layer of them never arrives.
+// Tokens for a member, as Import takes them.
 std::string Walker::DrawLoad(const Batch& batch, size_t member, const WalkOp& op,
                              std::vector<WalkLoad>* loads) {
   RandomSequence random(op.b, member);
-  const int64_t to = batch.ids[member];
   const int64_t from = PickId(static_cast<uint32_t>(random.Bits()));
-  if (random.Below(3) == 0 || history_.count(from) == 0 || history_.count(to) == 0) return "";
+  return random.Below(3) == 0 ? "" : MakeLoad(from, batch, member, random, loads);
+}
+
+// Now and then a layer of the tokens never arrives.
+std::string Walker::MakeLoad(int64_t from, const Batch& batch, size_t member,
+                             RandomSequence& random, std::vector<WalkLoad>* loads) {
+  const int64_t to = batch.ids[member];
+  if (history_.count(from) == 0 || history_.count(to) == 0) return "";
   const bool unwritten = open_ && before_.count(from) != 0;
   if (unwritten) return "";
   const History& source = history_.at(from);
@@ -1503,6 +1657,33 @@ std::string Walker::Loading(const WalkOp& op) {
   return error.empty() && open_ ? RunRest(op) : error;
 }
 
+// A child, whose parent goes on and gives it what it has more.
+std::string Walker::LoadingBehindFork(const WalkOp& op) {
+  RandomSequence random(op.a);
+  const int64_t parent = PickId(static_cast<uint32_t>(random.Bits()));
+  if (history_.count(parent) == 0 || retained_.count(parent) != 0) return "";
+  int64_t child = 0;
+  while (child < setting_.id_count && history_.count(child) != 0) ++child;
+  bool forked = false;
+  std::string error = ForkTo(parent, child, -1, &forked);
+  if (!forked) return error;
+  error = BeginBatch(
+      {{parent}, {1 + random.Below(std::min<int64_t>(6, setting_.options.prefill_chunk_size))}},
+      op);
+  if (error.empty() && open_) error = RunRest({op.kind, op.b, op.a, 8 * op.c});
+  if (!error.empty() || open_ || history_.count(child) == 0) return error;
+  Batch batch = {{child}, {1 + random.Below(3)}};
+  if (history_.count(parent) != 0 && random.Below(2) == 0) {
+    batch.ids.push_back(parent);
+    batch.lengths.push_back(1);
+  }
+  std::vector<WalkLoad> loads;
+  error = MakeLoad(parent, batch, 0, random, &loads);
+  if (error.empty() && !loads.empty()) error = BeginBatch(batch, op, std::move(loads));
+  if (error.empty() && open_) error = CompareCounters();
+  return error.empty() && open_ ? RunRest(op) : error;
+}
+
 // The tokens from a root to the node.
 Walker::History Walker::PathTo(int64_t id, int64_t node) const {
   const WalkTree& tree = trees_.at(id);
@@ -1538,7 +1719,15 @@ std::vector<int64_t> Walker::DrawParents(const Batch& batch, RandomSequence& ran
 std::string Walker::Tree(const WalkOp& op) {
   if (open_ && op.c % 2 != 0) return RunRest(op);
   RandomSequence random(op.b);
-  const Batch batch = DrawBatch(op.a, true);
+  Batch batch = DrawBatch(op.a, true);
+  if (!trees_.empty() && random.Below(2) == 0) {  // a later round
+    batch = {};
+    for (const auto& [id, tree] : trees_) {
+      if (batch.ids.size() == 3 || random.Below(3) == 0) continue;
+      batch.ids.push_back(id);
+      batch.lengths.push_back(1 + random.Below(2));
+    }
+  }
   const std::vector<int64_t> parents = DrawParents(batch, random);
   int64_t needed = -1;
   std::string error = SameNeeds(
@@ -1570,12 +1759,16 @@ std::string Walker::Tree(const WalkOp& op) {
   rows_.clear();
   before_.clear();
   trees_before_ = trees_;
+  member_features_.clear();
+  masked_ = false;
   size_t next = 0;
   for (size_t i = 0; i < batch.ids.size(); ++i) {
     before_[batch.ids[i]] = history_.at(batch.ids[i]);
     windows_before_[batch.ids[i]] = model_.WindowOf(batch.ids[i]);
     WalkTree& tree = trees_[batch.ids[i]];
     later_rounds_ += !tree.tokens.empty();
+    FeatureSet features = FeaturesOfMember(batch.ids[i]) | Feature::kTree;
+    member_features_.push_back(features.AddIf(!tree.tokens.empty(), Feature::kLaterRound));
     for (int64_t n = 0; n < batch.lengths[i]; ++n) {
       tree.parents.push_back(parents[next++]);
       tree.tokens.push_back(next_token_);
@@ -1612,6 +1805,7 @@ std::string Walker::CommitTrees(const WalkOp& op) {
   QUIRE_WALK_CALL("CommitAcceptedTokenTreeNodes", status,
                   [&](AttentionKVCache& c) { return c.CommitAcceptedTokenTreeNodes(ids, leaves); });
   for (size_t i = 0; status.ok() && i < ids.size(); ++i) {
+    past_features_[ids[i]].AddIf(leaves[i] >= 0, Feature::kCommitted);
     const History path = PathTo(ids[i], leaves[i]);
     History& history = history_.at(ids[i]);
     history.insert(history.end(), path.begin(), path.end());
@@ -1662,7 +1856,9 @@ std::string Walker::Shared(const WalkOp& op) {
                                    &o.lse.view(), ScoreScale(spec), masked);
   });
   call_failed_ |= open_ && !status.ok();
-  return status.ok() ? CompareOutputs(layer, outputs[0], outputs[1]) : "";
+  if (!status.ok()) return "";
+  FeatureSet call = Feature::kSharedKV;
+  return Compared(layer, outputs[0], outputs[1], call.AddIf(masked != nullptr, Feature::kMask));
 }
 
 std::string Walker::Finish() {
@@ -1681,12 +1877,13 @@ struct Failure {
   size_t op = 0;
 };
 
-Failure RunWalk(const Walk& walk) {
+Failure RunWalk(const Walk& walk, FeaturePairs* pairs = nullptr) {
   Walker walker(MakeSetting(walk.seed));
   for (size_t i = 0; i < walk.ops.size(); ++i) {
     const std::string error = walker.Step(walk.ops[i]);
     if (!error.empty()) return {error, i};
   }
+  if (pairs != nullptr) pairs->Add(walker.pairs());
   return {walker.Finish(), walk.ops.size()};
 }
 
@@ -1740,8 +1937,8 @@ std::string Describe(const Walk& walk) {
   return text.str();
 }
 
-void ExpectPasses(const Walk& walk) {
-  const Failure failure = RunWalk(walk);
+void ExpectPasses(const Walk& walk, FeaturePairs* pairs = nullptr) {
+  const Failure failure = RunWalk(walk, pairs);
   if (failure.text.empty()) return;
   const Walk shortened = Shorten(walk, failure.op);
   ADD_FAILURE() << "operation " << failure.op << " of seed " << walk.seed << ": " << failure.text
@@ -1887,9 +2084,31 @@ TEST(KVWalkKept, CacheAndModelAgree) {
 class KVWalk : public testing::TestWithParam<int> {};
 
 TEST_P(KVWalk, CacheAndModelAgree) {
+  FeaturePairs pairs;
   for (int i = 0; i < kWalksPerShard && !HasFailure(); ++i) {
     const uint64_t seed = FirstSeed() + static_cast<uint64_t>(GetParam() * kWalksPerShard + i);
-    ExpectPasses(MakeWalk(seed, kOpsPerWalk));
+    ExpectPasses(MakeWalk(seed, kOpsPerWalk), &pairs);
+  }
+  const char* const folder = std::getenv("QUIRE_WALK_PAIRS");
+  if (folder == nullptr) return;
+  std::filesystem::create_directories(folder);
+  std::ofstream file(std::string(folder) + "/" + std::to_string(GetParam()));
+  file << pairs.ToText();
+  EXPECT_TRUE(file.good()) << "QUIRE_WALK_PAIRS is no folder that can be written to: " << folder;
+}
+
+// Each feature for itself, and none with one that is said to exclude it. The counts of all pairs
+// are added over the shards (tests/project/test_feature_pairs.py).
+void ExpectFeatures(const FeaturePairs& pairs) {
+  for (size_t a = 0; a < kFeatureCount; ++a) {
+    const Feature one = static_cast<Feature>(a);
+    EXPECT_GE(pairs.CountOf(one, one), 500) << FeatureName(one);
+    for (size_t b = 0; b < a; ++b) {
+      const Feature other = static_cast<Feature>(b);
+      if (WhyNeverTogether(one, other).empty()) continue;
+      EXPECT_EQ(pairs.CountOf(one, other), 0)
+          << FeatureName(one) << " with " << FeatureName(other) << ", which is said not to occur";
+    }
   }
 }
 
@@ -1901,6 +2120,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   int64_t slid_tokens = 0;
   int64_t tree_comparisons = 0;
   int64_t later_rounds = 0;
+  FeaturePairs pairs;
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     const Walk walk = MakeWalk(seed, kOpsPerWalk);
     Walker walker(MakeSetting(seed));
@@ -1913,6 +2133,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
     slid_tokens += walker.slid_tokens();
     tree_comparisons += walker.tree_comparisons();
     later_rounds += walker.later_rounds();
+    pairs.Add(walker.pairs());
   }
   using Code = StatusCode;
   const std::map<std::string, std::vector<Code>> expected = {
@@ -1933,6 +2154,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       {"CommitAcceptedTokenTreeNodes",
        {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kBadState}},
       {"AttentionWithFusedQKV", {Code::kOk, Code::kBadState, Code::kCorrupt}},
+      {"a fused call with a mask", {Code::kOk, Code::kBadArgument}},
       {"Append", {Code::kOk, Code::kBadState, Code::kCorrupt}},
       {"AttentionWithMLA", {Code::kOk, Code::kBadState}},
       {"AppendMLAKV", {Code::kOk, Code::kBadState}},
@@ -1958,7 +2180,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       {"Clear", {Code::kOk}}};
   for (const auto& [call, codes] : expected) {
     for (const Code code : codes) {
-      EXPECT_GE(seen[call][code], 3) << call << " never ends with " << StatusCodeName(code);
+      EXPECT_GE(seen[call][code], 1) << call << " never ends with " << StatusCodeName(code);
     }
   }
   EXPECT_GE(fresh_comparisons, 100);
@@ -1966,6 +2188,7 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   EXPECT_GE(slid_tokens, 100000);
   EXPECT_GE(tree_comparisons, 60);
   EXPECT_GE(later_rounds, 300);
+  ExpectFeatures(pairs);
   if (std::getenv("QUIRE_WALK_PRINT") == nullptr) return;
   for (const auto& [call, codes] : seen) {
     for (const auto& [code, count] : codes) {
