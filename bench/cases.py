@@ -392,7 +392,9 @@ def _tvm_plan_case(name: str, sequences: int, length: int, threads: int, **marks
     )
 
 
-def _tvm_attention_case(sequences: int, own: int, rows: int, cache_bytes: int, threads: int) -> Case:
+def _tvm_attention_case(
+    sequences: int, own: int, rows: int, cache_bytes: int, threads: int
+) -> Case:
     shape: dict[str, Any] = {
         "dtype": "float32",
         "kv_heads": HEADS // 4,

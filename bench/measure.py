@@ -44,7 +44,7 @@ def measure(case: Case, sides: list[Side], rounds: int, runner: Runner) -> Measu
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How many times Quire (or the side that a goal names) is as fast (as small), round by round."""
+    """How many times Quire, or the side that a goal names, is as fast (as small), by rounds."""
 
     peer: str
     value: float  # the peer's, in the metric's own unit

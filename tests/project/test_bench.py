@@ -53,7 +53,12 @@ def test_every_case_gives_its_rows(smoke):
         "smoke/speculate",
     ]
     sides = [list(case["samples"]) for case in smoke["cases"][8:]]
-    assert sides == [["Quire", "chain"], ["Quire"], ["Quire", "quire.tvm", "TVM"], ["Quire", "plain"]]
+    assert sides == [
+        ["Quire", "chain"],
+        ["Quire"],
+        ["Quire", "quire.tvm", "TVM"],
+        ["Quire", "plain"],
+    ]
     for case in smoke["cases"]:
         assert case["rows"], case["name"]
         for rounds in case["samples"].values():
