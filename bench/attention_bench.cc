@@ -1,10 +1,11 @@
 // Attention kernels of the best path (QUIRE_KERNELS names another) over pages in random order, full
 // of random values. Several layers take turns, so that keys and values come from memory and not
-// from the last cache, as they do in a model.
+// from the last cache, as they do in a model. New rows are a chain or the nodes of a token tree.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "base/random.h"
@@ -21,6 +22,9 @@ struct Shape {
   int64_t kv_heads = 0;
   int64_t heads = 0;
   int64_t head_dim = 0;
+  int64_t v_head_dim = 0;
+  bool latent = false;  // one vector per position, which is key and value
+  bool tree = false;    // the new rows are nodes of a binary tree, level by level
   int64_t sequences = 0;
   int64_t prefix = 0;  // positions that all sequences share, whole segments
   int64_t own = 0;     // positions of each sequence alone, its new rows included
@@ -35,6 +39,9 @@ Shape ReadShape(const JsonValue& request) {
   shape.kv_heads = Require(request.GetInt("kv_heads", 1));
   shape.heads = Require(request.GetInt("heads", 1));
   shape.head_dim = Require(request.GetInt("head_dim", 1));
+  shape.v_head_dim = Require(request.GetIntOr("v_head_dim", shape.head_dim, 1));
+  shape.latent = Require(request.GetBoolOr("latent", false));
+  shape.tree = Require(request.GetBoolOr("tree", false));
   shape.sequences = Require(request.GetInt("sequences", 1));
   shape.prefix = Require(request.GetInt("prefix", 0));
   shape.own = Require(request.GetInt("own", 1));
@@ -51,10 +58,15 @@ class AttentionCase : public BenchCase {
     const int64_t page_size = DefaultPageSize({.num_qo_heads = shape.heads,
                                                .num_kv_heads = shape.kv_heads,
                                                .qk_head_dim = shape.head_dim,
-                                               .v_head_dim = shape.head_dim,
-                                               .dtype = shape.dtype});
-    layout_ = {shape.dtype, static_cast<int>(shape.kv_heads), static_cast<int>(shape.head_dim),
-               static_cast<int>(shape.head_dim), static_cast<int>(page_size)};
+                                               .v_head_dim = shape.v_head_dim,
+                                               .dtype = shape.dtype,
+                                               .latent = shape.latent});
+    layout_ = {.dtype = shape.dtype,
+               .num_kv_heads = static_cast<int>(shape.kv_heads),
+               .qk_head_dim = static_cast<int>(shape.head_dim),
+               .v_head_dim = static_cast<int>(shape.v_head_dim),
+               .page_size = static_cast<int>(page_size),
+               .latent = shape.latent};
     MakePages();
     MakeSequences();
     MakeArguments();
@@ -75,12 +87,15 @@ class AttentionCase : public BenchCase {
   }
 
  private:
-  // A sequence begins on a page of its own: prefix and own part are rounded up to whole pages.
+  // A sequence begins on a page of its own: prefix, own part and tree are rounded up to whole
+  // pages.
   int64_t PagesOf(int64_t positions) const {
     return (positions + layout_.page_size - 1) / layout_.page_size;
   }
+  int64_t tree_rows() const { return shape_.tree ? shape_.rows : 0; }
+  int64_t chain_pages() const { return PagesOf(shape_.own - tree_rows()); }
   int64_t page_count() const {
-    return PagesOf(shape_.prefix) + shape_.sequences * PagesOf(shape_.own);
+    return PagesOf(shape_.prefix) + shape_.sequences * (chain_pages() + PagesOf(tree_rows()));
   }
   size_t layer_bytes() const { return static_cast<size_t>(page_count()) * layout_.page_bytes(); }
 
@@ -128,7 +143,7 @@ class AttentionCase : public BenchCase {
   void MakeSequences() {
     const std::vector<int32_t> order = ShuffledPages();
     const int64_t prefix_pages = PagesOf(shape_.prefix);
-    const int64_t own_pages = PagesOf(shape_.own);
+    const int64_t own_pages = chain_pages();
     const int64_t length = shape_.prefix + shape_.own;
     for (int64_t s = 0; s < shape_.sequences; ++s) {
       std::vector<PageEntry> table;
@@ -139,33 +154,55 @@ class AttentionCase : public BenchCase {
       entries_.push_back(std::move(table));
     }
     for (const auto& table : entries_) {
-      runs_.push_back({table.data(), static_cast<int64_t>(table.size()), 0, length});
+      runs_.push_back({table.data(), static_cast<int64_t>(table.size()), 0, length - tree_rows()});
+    }
+    if (shape_.tree) {
+      const int64_t chains = prefix_pages + shape_.sequences * own_pages;
+      MakeTrees(std::span(order).subspan(static_cast<size_t>(chains)));
     }
     const int64_t shared_segments = shape_.prefix / kSegmentPositions;
     for (int64_t s = 0; s < shape_.sequences; ++s) {
       sequences_.push_back({s * shape_.rows, shape_.rows, length - shape_.rows,
                             &runs_[static_cast<size_t>(s)], 1, shared_segments, nullptr, nullptr});
+      if (shape_.tree) sequences_.back().tree = &trees_[static_cast<size_t>(s)];
     }
     if (shared_segments > 0) shared_.push_back({0, shape_.sequences, 0, shared_segments});
   }
 
+  // `pages` has those of the first tree, then of the second, ...
+  void MakeTrees(std::span<const int32_t> pages) {
+    for (int64_t node = 0; node < shape_.rows; ++node) {
+      const int64_t parent = node == 0 ? -1 : (node - 1) / 2;
+      parents_.push_back(static_cast<int32_t>(parent));
+      depths_.push_back(parent < 0 ? 0 : depths_[static_cast<size_t>(parent)] + 1);
+    }
+    tree_pages_.assign(pages.begin(), pages.end());
+    for (int64_t s = 0; s < shape_.sequences; ++s) {
+      trees_.push_back({.parents = parents_.data(),
+                        .depths = depths_.data(),
+                        .pages = tree_pages_.data() + s * PagesOf(shape_.rows),
+                        .max_depth = depths_.back()});
+    }
+  }
+
   void MakeArguments() {
     const int64_t row_count = shape_.sequences * shape_.rows;
-    const int64_t row_elements = shape_.heads * shape_.head_dim;
-    std::vector<float> values(static_cast<size_t>(row_count * row_elements));
+    const int64_t q_elements = shape_.heads * shape_.head_dim;
+    const int64_t o_elements = shape_.heads * shape_.v_head_dim;
+    std::vector<float> values(static_cast<size_t>(row_count * q_elements));
     RandomSequence random(7);
     for (float& x : values) x = static_cast<float>(random.Normal());
     const DType dtype = ComputeDType(shape_.dtype);
     const auto bytes = static_cast<size_t>(DTypeBytes(dtype));
     q_.resize(values.size() * bytes);
-    o_.resize(values.size() * bytes);
+    o_.resize(static_cast<size_t>(row_count * o_elements) * bytes);
     ConvertElements(values.data(), DType::kF32, q_.data(), dtype,
                     static_cast<int64_t>(values.size()));
     args_.pages = {layout_, pages_.data(), v_nonfinite_.data()};
     args_.num_qo_heads = static_cast<int>(shape_.heads);
     args_.scale_log2 = 1.44269504F / std::sqrt(static_cast<float>(shape_.head_dim));
-    args_.q = {q_.data(), dtype, row_elements, shape_.head_dim};
-    args_.o = {o_.data(), dtype, row_elements, shape_.head_dim};
+    args_.q = {q_.data(), dtype, q_elements, shape_.head_dim};
+    args_.o = {o_.data(), dtype, o_elements, shape_.v_head_dim};
     args_.row_count = row_count;
     args_.sequences = sequences_;
     args_.shared = shared_;
@@ -184,6 +221,8 @@ class AttentionCase : public BenchCase {
   std::vector<PageRun> runs_;
   std::vector<AttentionSequence> sequences_;
   std::vector<SharedSpan> shared_;
+  std::vector<int32_t> parents_, depths_, tree_pages_;
+  std::vector<TokenTreeView> trees_;
   std::vector<std::byte> q_, o_;
   AttentionArgs args_;
   int64_t layer_ = 0;

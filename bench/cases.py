@@ -17,6 +17,10 @@ GROUPS = {
     "e": "Start and memory",
     "f": "Chunks in tiers",
     "g": "First token with KV from a tier",
+    "h": "Token trees",
+    "i": "Latent attention (MLA)",
+    "j": "Beside TVM's own cache",
+    "k": "Speculative decoding",
 }
 
 HEADS = 32
@@ -38,11 +42,13 @@ class Side:
 @dataclasses.dataclass(frozen=True)
 class Goal:
     """`against` a side: Quire at least so many times as fast (as small); "bound": at least this
-    part of it, where memory is fast `in_fast_memory`; "limit": at most so many seconds."""
+    part of it, where memory is fast `in_fast_memory`; "limit": at most so many seconds. `side`: who
+    should be faster, if not Quire itself."""
 
     against: str
     value: float
     in_fast_memory: float | None = None
+    side: str = "Quire"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Metric:
     seconds, "GB/s" `bytes`."""
 
     name: str = "call"
-    unit: Literal["ms", "us", "tokens", "s", "MiB", "GB/s"] = "ms"
+    unit: Literal["ms", "us", "tokens", "s", "MiB", "GB/s", "forwards"] = "ms"
     tokens: int = 1
     bytes: int = 0
     work: Work = Work()
@@ -95,15 +101,31 @@ def _layers(layer_bytes: int, cache_bytes: int) -> int:
     return 1 + 8 * cache_bytes // layer_bytes
 
 
-def _attention_work(shape: dict[str, Any]) -> Work:
+def _token_bytes(shape: dict[str, Any]) -> float:
     element = _ELEMENT[shape["dtype"]]
-    token_bytes = 2 * shape["kv_heads"] * HEAD_DIM * element
+    if shape.get("latent"):
+        return shape["head_dim"] * element
+    return 2 * shape["kv_heads"] * shape["head_dim"] * element
+
+
+def _seen_new_tokens(shape: dict[str, Any]) -> float:
+    """Of all new rows of a sequence, by all of them together: in a chain all before a row and
+    itself, in the binary tree of attention_bench.cc its ancestors and itself."""
+    rows: int = shape["rows"]
+    if shape.get("tree"):
+        return sum((node + 1).bit_length() for node in range(rows))
+    return rows * (rows + 1) / 2
+
+
+def _attention_work(shape: dict[str, Any]) -> Work:
     tokens = shape["prefix"] + shape["sequences"] * shape["own"]
     length, rows = shape["prefix"] + shape["own"], shape["rows"]
-    pairs = shape["sequences"] * (rows * (length - rows) + rows * (rows + 1) / 2)
+    pairs = shape["sequences"] * (rows * (length - rows) + _seen_new_tokens(shape))
+    dims = shape["head_dim"] + shape.get("v_head_dim", shape["head_dim"])
     # Codes are multiplied as bfloat16.
     products = shape["dtype"] if shape["dtype"] == "float32" else "bfloat16"
-    return Work(((tokens * token_bytes, 4 * HEADS * HEAD_DIM * pairs),), products)
+    flop = 2 * shape["heads"] * dims * pairs
+    return Work(((tokens * _token_bytes(shape), flop),), products)
 
 
 def _attention_case(
@@ -117,11 +139,11 @@ def _attention_case(
     cache_bytes: int,
     threads: int,
 ) -> Case:
-    token_bytes = int(2 * shape["kv_heads"] * HEAD_DIM * _ELEMENT[shape["dtype"]])
+    shape = {"heads": HEADS, "head_dim": HEAD_DIM} | shape
+    token_bytes = int(_token_bytes(shape))
     layer_tokens = shape["prefix"] + shape["sequences"] * shape["own"]
     layers = _layers(layer_tokens * token_bytes, cache_bytes)
-    request = shape | {"kind": "attention", "heads": HEADS, "head_dim": HEAD_DIM}
-    request |= {"threads": threads, "layers": layers}
+    request = shape | {"kind": "attention", "threads": threads, "layers": layers}
     sides = [Side("Quire", "quire", request)]
     side_bytes = layers * layer_tokens * token_bytes
     if copies:
@@ -245,11 +267,172 @@ def _narrow_cases(cache_bytes: int, threads: int) -> list[Case]:
                 cache_bytes=cache_bytes,
                 threads=threads,
             )
-            request = case.sides[0].request | {"dtype": "bfloat16"}
-            sides = (case.sides[0], Side("bf16 KV", "quire", request))
-            cases.append(
-                dataclasses.replace(case, sides=sides, side_bytes=2 * case.side_bytes)
-            )
+            beside = _beside(case, "bf16 KV", {"dtype": "bfloat16"})
+            cases.append(dataclasses.replace(beside, side_bytes=2 * case.side_bytes))
+    return cases
+
+
+def _beside(case: Case, name: str, changes: dict[str, Any]) -> Case:
+    """The case with one other side: our own kernel with another request."""
+    ours = case.sides[0]
+    sides = (ours, Side(name, "quire", ours.request | changes))
+    return dataclasses.replace(case, sides=sides)
+
+
+# ---- (h): token trees, (i): latent attention
+
+
+def _tree_case(
+    sequences: int, nodes: int, cached: int, goals: tuple[Goal, ...], **common: Any
+) -> Case:
+    """Verification of a token tree beside a chunk of as many tokens on the same sequences."""
+    shape: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_heads": HEADS // 4,
+        "sequences": sequences,
+        "prefix": 0,
+        "own": cached + nodes,
+        "rows": nodes,
+        "tree": True,
+    }
+    name = f"tree/bf16/gqa4/{sequences}x({cached}+{nodes})"
+    return _beside(_attention_case(name, "h", shape, goals, **common), "chain", {"tree": False})
+
+
+def _tree_cases(cache_bytes: int, threads: int) -> list[Case]:
+    common: dict[str, Any] = {"cache_bytes": cache_bytes, "threads": threads}
+    full = (Goal("chain", 1 / 1.15), Goal("bound", 0.65))
+    cases = [_tree_case(8, 64, 4096, full, quick=True, **common)]
+    for sequences in (1, 8, 32):
+        few = (Goal("bound", 1 / 1.5),)
+        cases.append(_tree_case(sequences, 4, 4096, few, quick=sequences == 8, **common))
+    return cases
+
+
+def _latent_case(
+    heads: int, sequences: int, length: int, *, quick: bool, cache_bytes: int, threads: int
+) -> Case:
+    """DeepSeek's shape: 512 latent dimensions, which are the values too, and 64 rotated ones."""
+    shape: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_heads": 1,
+        "heads": heads,
+        "head_dim": 576,
+        "v_head_dim": 512,
+        "latent": True,
+        "sequences": sequences,
+        "prefix": 0,
+        "own": length,
+        "rows": 1,
+    }
+    case = _attention_case(
+        f"latent/bf16/{heads}h/{sequences}x{length}",
+        "i",
+        shape,
+        (Goal("bound", 0.75),),
+        quick=quick,
+        cache_bytes=cache_bytes,
+        threads=threads,
+    )
+    return dataclasses.replace(case, sides=case.sides[:1])
+
+
+def _latent_cases(cache_bytes: int, threads: int) -> list[Case]:
+    return [
+        _latent_case(
+            heads,
+            sequences,
+            length,
+            quick=(sequences, length) == (8, 4096),
+            cache_bytes=cache_bytes,
+            threads=threads,
+        )
+        for heads in (16, 128)
+        for sequences in (1, 8, 32)
+        for length in (512, 4096, 32768)
+    ]
+
+
+# ---- (j): TVM's own cache
+
+# What the worker of group c and the calls behind TVM's names both have.
+_NAMED_CALLS = (
+    "begin_step",
+    "begin_other_order",
+    "begin_forked_end",
+    "begin_forked_middle",
+    "end",
+    "fork_end",
+    "fork_middle",
+    "pop",
+    "remove",
+)
+
+
+def _by_names(request: dict[str, Any]) -> tuple[Side, Side]:
+    """Quire's cache behind TVM's names and TVM's own, in one process."""
+    return (
+        Side("quire.tvm", "tvm-cache", request | {"ours": True}),
+        Side("TVM", "tvm-cache", request | {"ours": False}),
+    )
+
+
+def _tvm_plan_case(name: str, sequences: int, length: int, threads: int, **marks: bool) -> Case:
+    request = {"kind": "plan", "sequences": sequences, "length": length}
+    thirtieth = (Goal("TVM", 30.0), Goal("TVM", 30.0, side="quire.tvm"))
+    return Case(
+        name=name,
+        group="j",
+        sides=(Side("Quire", "quire", request | {"threads": threads}), *_by_names(request)),
+        metrics=tuple(
+            Metric(call, "us", goals=thirtieth if call.startswith("begin") else ())
+            for call in _NAMED_CALLS
+        ),
+        **marks,
+    )
+
+
+def _tvm_attention_case(
+    sequences: int, own: int, rows: int, cache_bytes: int, threads: int
+) -> Case:
+    shape: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_heads": HEADS // 4,
+        "sequences": sequences,
+        "prefix": 0,
+        "own": own,
+        "rows": rows,
+    }
+    cached = f"{sequences}x{own - 1}" if rows == 1 else f"prefill/{rows}+{own - rows}"
+    case = _attention_case(
+        f"tvm/attention/f32/gqa4/{cached}",
+        "j",
+        shape,
+        (),
+        quick=False,
+        cache_bytes=cache_bytes,
+        threads=threads,
+    )
+    names = {"kind": "attention", "heads": HEADS, "kv_heads": HEADS // 4, "head_dim": HEAD_DIM}
+    names |= {"sequences": sequences, "own": own, "rows": rows}
+    return dataclasses.replace(case, sides=(case.sides[0], *_by_names(names)))
+
+
+def _tvm_cases(cache_bytes: int, threads: int) -> list[Case]:
+    cases = [
+        _tvm_plan_case(
+            f"tvm/plan/{sequences}x{length}",
+            sequences,
+            length,
+            threads,
+            quick=(sequences, length) == (32, 4096),
+            long=length == 32768,
+        )
+        for sequences, length in _TVM
+    ]
+    for sequences, own, rows in ((1, 513, 1), (1, 4097, 1), (8, 4097, 1), (32, 513, 1)):
+        cases.append(_tvm_attention_case(sequences, own, rows, cache_bytes, threads))
+    cases.append(_tvm_attention_case(1, 512, 512, cache_bytes, threads))
     return cases
 
 
@@ -555,6 +738,51 @@ def _tier_case(model: models.Model) -> Case:
     )
 
 
+# ---- (k): guesses
+
+_RECORDS = "".join(
+    f'{{"id": {i}, "name": "sensor {i}", "unit": "degrees Celsius", "enabled": true}},\n'
+    for i in range(1, 9)
+)
+_PARAGRAPH = (
+    "The lighthouse stood at the end of the long stone pier. Every evening the keeper climbed the "
+    "hundred and twelve steps, cleaned the glass of the lamp and wrote the weather into his book. "
+)
+# What is to be continued: where the text repeats itself, and where it does not.
+_TEXTS = {
+    "records": "[\n" + _RECORDS,
+    "copy": 3 * _PARAGRAPH,
+    "prose": "Once upon a time there was a merchant who had three daughters. The youngest of them",
+}
+
+
+def _speculation_case(name: str, text: str, model: models.Model, tokens: int, quick: bool) -> Case:
+    request = {"kind": "text", "text": text, "tokens": tokens}
+    goals = (Goal("plain", 1.0),) if text != _TEXTS["prose"] else ()
+    length = len(text) + tokens + 2  # a token has at least one character
+    return Case(
+        name=name,
+        group="k",
+        sides=(Side("Quire", "quire-ngram", request), Side("plain", "quire-plain", request)),
+        metrics=(
+            Metric(unit="tokens", goals=goals),
+            Metric("forwards of a token", "forwards"),
+        ),
+        quick=quick,
+        model=model.name,
+        tokens=length + 512,  # pages of the prompt and of the answer are not full
+        length=length,
+    )
+
+
+def _speculation_cases() -> list[Case]:
+    model = models.describe("embedded")
+    return [
+        _speculation_case(f"speculate/{model.name}/{name}", text, model, 128, name == "records")
+        for name, text in _TEXTS.items()
+    ]
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -586,6 +814,12 @@ def smoke_cases(threads: int) -> list[Case]:
             ),
         ),
         *(_chunk_case("1.1b", *place, chunks=2) for place in _PLACES),
+        _tree_case(2, 8, 250, goals, **common),
+        _latent_case(2, 2, 256, **common),
+        _tvm_plan_case("smoke/tvm", 2, 32, threads),
+        _speculation_case(
+            "smoke/speculate", _TEXTS["records"], models.describe("embedded"), 8, quick=True
+        ),
     ]
 
 
@@ -604,4 +838,6 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += [_start_case(models.describe(name)) for name in models.NAMES]
     cases += _chunk_cases()
     cases += [_tier_case(models.describe(name)) for name in models.NAMES]
+    cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)
+    cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
     return sorted(cases, key=lambda case: case.group)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
+import importlib.util
 import json
 import os
 import platform
@@ -48,6 +49,8 @@ _QUICK_RESERVE = 15
 _PATIENCE_SECONDS = 7200.0
 _GIB = 1 << 30
 _PEER_STORES = ("rocksdb", "lmdb")
+# Workers that are told how long to run.
+_TIMED_WORKERS = ("quire", "vllm-kernel", "tvm-cache")
 
 
 def main(arguments: list[str]) -> int:
@@ -101,7 +104,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--no-peers", action="store_true", help="Quire alone")
     parser.add_argument(
-        "--peer", action="append", metavar="NAME", help="only this peer (vLLM, llama.cpp)"
+        "--peer", action="append", metavar="NAME", help="only this peer (vLLM, llama.cpp, TVM, ...)"
     )
     parser.add_argument(
         "--vllm-dtype",
@@ -228,7 +231,7 @@ class Workers:
         )
 
     def key(self, side: Side, case: Case) -> tuple[Any, ...]:
-        if side.worker in ("quire", "vllm-kernel"):
+        if side.worker in _TIMED_WORKERS:
             return (side.worker,)
         if side.worker == "llama-server":
             return (side.worker, case.model, case.sequences, case.length)
@@ -304,8 +307,13 @@ class Workers:
             return LineWorker(
                 [self._vllm(), str(HERE / "vllm_engine_worker.py")], log, self._patience, load
             )
+        if kind == "tvm-cache":
+            return self._tvm_cache(log)
         if kind == "quire-engine":
             return self._quire_engine(log, self._load(case))
+        if kind in ("quire-plain", "quire-ngram"):
+            guesses = {"speculate": "ngram" if kind == "quire-ngram" else "none"}
+            return self._quire_engine(log, self._load(case, alone=True) | guesses)
         if kind in ("quire-disk", "quire-cold", "quire-pages", "quire-redis"):
             return self._quire_engine(log, self._load(case, alone=True) | self._tier(kind))
         if kind == "llama-server":
@@ -323,6 +331,18 @@ class Workers:
     def _quire_engine(self, log: Path, load: dict[str, Any]) -> LineWorker:
         return LineWorker(
             [sys.executable, str(HERE / "quire_engine_worker.py")], log, self._patience, load
+        )
+
+    def _tvm_cache(self, log: Path) -> LineWorker:
+        if importlib.util.find_spec("tvm") is None:
+            self._no("tvm-cache", reason="no apache-tvm: requirements/test.txt has it")
+        return LineWorker(
+            [sys.executable, str(HERE / "tvm_cache_worker.py")],
+            log,
+            self._patience,
+            {"do": "info", "threads": self._threads},
+            # Pages that nobody wrote to would be read from one page of zeros, which is faster.
+            env=os.environ | {"MALLOC_PERTURB_": "211"},
         )
 
     def _tier(self, kind: str) -> dict[str, Any]:
@@ -507,7 +527,8 @@ class Run:
         sides = [side for side in case.sides if self._takes_part(side)]
         self.workers.keep_only({self.workers.key(side, case) for side in sides})
         needed = case.side_bytes * len(sides)
-        if needed > available_bytes() - 2 * _GIB:
+        # Smoke cases are so small that they run beside whatever else does.
+        if not self._options.smoke and needed > available_bytes() - 2 * _GIB:
             self._say(f"{case.name}: not measured: needs {needed / _GIB:.1f} GiB of free memory")
             return
         try:
@@ -528,6 +549,7 @@ class Run:
     def _takes_part(self, side: Side) -> bool:
         if side.request.get("place") in _PEER_STORES:
             return self._is_wanted(side) and self._has_store(side)
+        # Quire behind TVM's names needs TVM.
         return side.worker.startswith("quire") or self._is_wanted(side)
 
     def _is_wanted(self, side: Side) -> bool:
@@ -572,12 +594,12 @@ class Run:
         assert self._case is not None
         worker = self.workers.get(side, self._case)
         limits: dict[str, Any] = {}
-        if side.worker in ("quire", "vllm-kernel"):
+        if side.worker in _TIMED_WORKERS:
             limits = {
                 "seconds": self._options.seconds,
                 "min_calls": 1 if self._options.smoke else 3,
             }
-        request = side.request if side.worker not in ("quire", "vllm-kernel") else {}
+        request = side.request if side.worker not in _TIMED_WORKERS else {}
         samples = worker.run(side.name, request | limits)
         worker.settle()
         return samples

@@ -10,10 +10,9 @@ from typing import Any
 
 import line_protocol
 
-Prompt = list[int]
+Prompt = list[int] | str
 # generate(prompts, tokens): every prompt is answered with so many tokens, all at the same time.
 Generate = Callable[[list[Prompt], int], None]
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +24,8 @@ class Engine:
     version: str
     # Waits until what it computed lies where later requests find it.
     settle: Callable[[], None] = lambda: None
+    # Forwards since the start that drew tokens where tokens were guessed.
+    guessing_forwards: Callable[[], int] = lambda: 0
 
 
 # load(options of the case) makes an engine.
@@ -42,7 +43,7 @@ class Cases:
         self._random = random.Random(seed)
         self._prompts: dict[str, list[Prompt]] = {}
 
-    def prompt(self, length: int) -> Prompt:
+    def prompt(self, length: int) -> list[int]:
         return [self._random.randrange(100, self._engine.vocab_size - 100) for _ in range(length)]
 
     def seconds(self, prompts: list[Prompt], tokens: int) -> float:
@@ -62,6 +63,8 @@ class Cases:
             self._prompts[key] = [self.prompt(shape["tokens"])]
             self.seconds(self._prompts[key], 1)
             self._engine.settle()
+        if kind == "text":
+            self._prompts[key] = [shape["text"]]
         self.run(key, kind, **shape)
         return {}
 
@@ -70,6 +73,8 @@ class Cases:
         return {}
 
     def run(self, key: str, kind: str, **shape: Any) -> dict[str, Any]:
+        if kind == "text":
+            return {"samples": self.answer(self._prompts[key], shape["tokens"])}
         measure: dict[str, Callable[..., list[float]]] = {
             "prefill": self.prefill,
             "generate": lambda **rest: self.generation(self._prompts[key], **rest),
@@ -89,6 +94,14 @@ class Cases:
         del depth, batch
         first = self.seconds(prompts, 1)
         return [(self.seconds(prompts, tokens + 1) - first) / tokens]
+
+    def answer(self, prompts: list[Prompt], tokens: int) -> dict[str, list[float]]:
+        """Seconds of a token of the answers, as in generation, and forwards for each of them."""
+        before = self._engine.guessing_forwards()
+        seconds = self.generation(prompts, 0, len(prompts), tokens)
+        forwards = self._engine.guessing_forwards() - before
+        drawn = len(prompts) * (tokens + 2)
+        return {"call": seconds, "forwards of a token": [forwards / drawn if forwards else 1.0]}
 
     def shared_prefix(self, prefix: int, batch: int, tokens: int) -> list[float]:
         """Seconds of `batch` requests behind a new prefix that one request has just computed."""

@@ -44,7 +44,7 @@ def measure(case: Case, sides: list[Side], rounds: int, runner: Runner) -> Measu
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How many times Quire is as fast (as small), round by round."""
+    """How many times Quire, or the side that a goal names, is as fast (as small), by rounds."""
 
     peer: str
     value: float  # the peer's, in the metric's own unit
@@ -87,13 +87,14 @@ def _row(case: Case, metric: Metric, measured: Measured) -> Row:
         if name != "Quire" and all(metric.name in samples for samples in rounds)
     }
     peers |= {name: [value] * len(quire) for name, value in metric.quoted.items()}
-    comparisons = [_compare(name, values, quire, metric) for name, values in peers.items()]
+    sides = {"Quire": quire} | peers
+    comparisons = _comparisons("Quire", sides, metric)
     bandwidths = [_around(probes, 0, "read_n") for probes in measured.probes]
     fractions = _fractions(metric, quire, measured.probes)
     outcomes = [
         outcome
         for goal in metric.goals
-        if (outcome := _outcome(goal, comparisons, fractions, bandwidths, quire)) is not None
+        if (outcome := _outcome(goal, metric, sides, fractions, bandwidths)) is not None
     ]
     return Row(
         case=case.name,
@@ -113,15 +114,26 @@ def shown(measured: float, metric: Metric) -> float:
         return metric.tokens / measured
     if metric.unit == "GB/s":
         return metric.bytes / measured * 1e-9
-    return measured * {"ms": 1e3, "us": 1e6, "s": 1.0, "MiB": 2.0**-20}[metric.unit]
+    return measured * {"ms": 1e3, "us": 1e6, "s": 1.0, "forwards": 1.0, "MiB": 2.0**-20}[
+        metric.unit
+    ]
 
 
 def _round_medians(rounds: list[Samples], metric: Metric) -> list[float]:
     return [statistics.median(samples[metric.name]) for samples in rounds]
 
 
-def _compare(name: str, peer: list[float], quire: list[float], metric: Metric) -> Comparison:
-    ratios = [theirs / ours for theirs, ours in zip(peer, quire, strict=True)]
+def _comparisons(side: str, sides: dict[str, list[float]], metric: Metric) -> list[Comparison]:
+    """Of one side with all others."""
+    return [
+        _compare(name, values, sides[side], metric)
+        for name, values in sides.items()
+        if name != side
+    ]
+
+
+def _compare(name: str, peer: list[float], side: list[float], metric: Metric) -> Comparison:
+    ratios = [theirs / ours for theirs, ours in zip(peer, side, strict=True)]
     return Comparison(
         peer=name,
         value=shown(statistics.median(peer), metric),
@@ -151,14 +163,14 @@ def _fractions(metric: Metric, quire: list[float], probes: list[list[Probe]]) ->
 
 def _outcome(
     goal: Goal,
-    comparisons: list[Comparison],
+    metric: Metric,
+    sides: dict[str, list[float]],
     fractions: list[float],
     bandwidths: list[float],
-    quire: list[float],
 ) -> Outcome | None:
-    """None if what the goal compares with was not measured."""
+    """None if what the goal compares was not measured."""
     if goal.against == "limit":
-        return Outcome(f"≤ {goal.value * 1e6:g} µs", statistics.median(quire) <= goal.value)
+        return Outcome(f"≤ {goal.value * 1e6:g} µs", statistics.median(sides["Quire"]) <= goal.value)
     if goal.against == "bound":
         # Each round has the goal of its own memory mode.
         wanted = [
@@ -169,10 +181,14 @@ def _outcome(
         ]
         reached = statistics.median(f / w for f, w in zip(fractions, wanted, strict=True)) >= 1
         return Outcome(f"{statistics.median(wanted):g} of the bound", reached)
-    for comparison in comparisons:
-        if comparison.peer == goal.against:
-            return Outcome(f"{goal.value:.3g} × {goal.against}", comparison.ratio >= goal.value)
-    return None
+    if goal.side not in sides or goal.against not in sides:
+        return None
+    subject = "" if goal.side == "Quire" else f"{goal.side}: "
+    (comparison,) = (
+        each for each in _comparisons(goal.side, sides, metric) if each.peer == goal.against
+    )
+    reached = comparison.ratio >= goal.value
+    return Outcome(f"{subject}{goal.value:.3g} × {goal.against}", reached)
 
 
 def as_json(case: Case, measured: Measured, result: list[Row]) -> dict[str, Any]:

@@ -26,7 +26,13 @@ def load(
         engine.generate(prompts, max_tokens=count, ignore_eos=True)
 
     version = f"Quire {quire.__version__} ({engine.info.kernel_path})"
-    return generation.Engine(generate, engine.info.vocab_size, version, engine.flush_store)
+    return generation.Engine(
+        generate,
+        engine.info.vocab_size,
+        version,
+        settle=engine.flush_store,
+        guessing_forwards=lambda: engine.stats()["decode_forwards"],
+    )
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class RedisServer(Process):
             super().__init__(command, log, stdout=subprocess.DEVNULL, cwd=directory)
         except FileNotFoundError:
             raise WorkerError("no redis-server: bench/setup stores installs it") from None
-        end = time.monotonic() + min(10.0, patience())
+        end = time.monotonic() + patience()
         while not path.exists():
             if self.process.poll() is not None or time.monotonic() > end:
                 self.stop()
@@ -121,8 +121,10 @@ class LineWorker(Process):
         log: Path,
         patience: Patience,
         start: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        super().__init__(command, log, **pipes, text=True, env=env)
         self._name = Path(command[-1]).name
         self._patience = patience
         if start is not None:

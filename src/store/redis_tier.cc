@@ -105,8 +105,9 @@ int RedisTier::Knows(const ChunkId& id) const {
   return at != seen_ns_.end() && clock_->SteadyNs() - at->second < kSeenNs ? 1 : -1;
 }
 
-void RedisTier::Remember(const ChunkKey& key) {
+void RedisTier::Remember(const ChunkKey& key, int64_t removals) {
   const std::lock_guard<std::mutex> guard(mutex_);
+  if (removals != removals_) return;
   // Which one goes does not matter much; the first of the table is as good as drawn by lot.
   if (seen_ns_.size() >= kSeenMax && !seen_ns_.contains(key)) seen_ns_.erase(seen_ns_.begin());
   seen_ns_[key] = clock_->SteadyNs();
@@ -115,6 +116,17 @@ void RedisTier::Remember(const ChunkKey& key) {
 void RedisTier::Forget(const ChunkKey& key) {
   const std::lock_guard<std::mutex> guard(mutex_);
   seen_ns_.erase(key);
+}
+
+void RedisTier::ForgetRemoved(const ChunkKey& key) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  seen_ns_.erase(key);
+  ++removals_;
+}
+
+int64_t RedisTier::Removals() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return removals_;
 }
 
 void RedisTier::AddEvent(ChunkEvent::Kind kind, const ChunkKey& key) {
@@ -137,6 +149,7 @@ Result<int64_t> RedisTier::Prefix(std::span<const ChunkId> ids, int64_t deadline
     // All of a batch in one round trip, which is no slower than one step of a binary search and
     // right where the server evicted from the middle.
     for (size_t begin = 0; begin < ids.size(); begin += kPrefixBatch) {
+      const int64_t removals = Removals();
       std::vector<RedisOp> ops;
       for (const ChunkId& id : ids.subspan(begin, std::min(kPrefixBatch, ids.size() - begin)))
         ops.push_back(HeaderExists(id.key));
@@ -149,7 +162,7 @@ Result<int64_t> RedisTier::Prefix(std::span<const ChunkId> ids, int64_t deadline
           Forget(key);
           return there;
         }
-        Remember(key);
+        Remember(key, removals);
         ++there;
       }
     }
@@ -164,10 +177,11 @@ void RedisTier::Read(std::span<const TierRead> items, int64_t deadline_ns, TierR
   try {
     list.reserve(items.size());
     for (const TierRead& item : items) list.push_back({&item});
+    const int64_t removals = Removals();
     RedisRead read(*cluster_, options_.key_prefix, list, sink);
     read.Run(deadline_ns);
     try {
-      NoteRead(list, read);
+      NoteRead(list, read, removals);
       RemoveUseless(list, read, deadline_ns);
     } catch (const std::bad_alloc&) {
       // All items have their ends; what is useless is found again.
@@ -177,12 +191,13 @@ void RedisTier::Read(std::span<const TierRead> items, int64_t deadline_ns, TierR
   }
 }
 
-void RedisTier::NoteRead(std::span<const RedisReadItem> items, const RedisRead& read) {
+void RedisTier::NoteRead(std::span<const RedisReadItem> items, const RedisRead& read,
+                         int64_t removals) {
   for (size_t i = 0; i < items.size(); ++i) {
     const ChunkKey& key = items[i].read->id.key;
     const RedisReadOutcome& outcome = read.outcome(i);
     if (outcome.status.ok()) {
-      Remember(key);
+      Remember(key, removals);
       continue;
     }
     if (outcome.damaged || outcome.incomplete || outcome.status.code() == StatusCode::kNotFound)
@@ -227,9 +242,10 @@ Result<std::shared_ptr<const StoredChunk>> RedisTier::ReadWhole(const ChunkKey& 
   item.expected.mac_key = mac_key_;
   const RedisReadItem entry{&item, /*take_any=*/true};
   WholeChunkSink sink;
+  const int64_t removals = Removals();
   RedisRead read(*cluster_, options_.key_prefix, std::span(&entry, 1), sink);
   read.Run(deadline_ns);
-  NoteRead(std::span(&entry, 1), read);
+  NoteRead(std::span(&entry, 1), read, removals);
   RemoveUseless(std::span(&entry, 1), read, deadline_ns);
   *outcome = read.outcome(0);
   return sink.Take();
@@ -309,7 +325,7 @@ Status RedisTier::PlanWrite(const TierWrite& item, int64_t deadline_ns, WritePla
   return Status();
 }
 
-Status RedisTier::ConcludeWrite(const TierWrite& item, const WritePlan& plan) {
+Status RedisTier::ConcludeWrite(const TierWrite& item, const WritePlan& plan, int64_t removals) {
   QUIRE_RETURN_IF_ERROR(plan.op.status);
   const size_t exec_at = plan.pieces.size() + 3;  // behind MULTI, EVAL, the pieces and the header
   const RespValue& exec = plan.op.replies[exec_at];
@@ -322,7 +338,7 @@ Status RedisTier::ConcludeWrite(const TierWrite& item, const WritePlan& plan) {
                     "Redis: " + PrintableError(reply.text));
     }
   }
-  Remember(item.id.key);
+  Remember(item.id.key, removals);
   if (exec.items.back().type == RespType::kNull) {
     // Another one was faster; the same key is the same bytes.
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -341,6 +357,7 @@ Status RedisTier::ConcludeWrite(const TierWrite& item, const WritePlan& plan) {
 std::vector<Status> RedisTier::WriteAll(std::span<const TierWrite> items, int64_t deadline_ns) {
   std::vector<Status> statuses(items.size());
   // A question is cheaper than megabytes that are there already.
+  const int64_t removals = Removals();
   std::vector<RedisOp> questions;
   for (const TierWrite& item : items) questions.push_back(HeaderExists(item.id.key));
   cluster_->Execute(questions, deadline_ns);
@@ -351,7 +368,7 @@ std::vector<Status> RedisTier::WriteAll(std::span<const TierWrite> items, int64_
     statuses[i] = questions[i].status;
     if (!statuses[i].ok()) continue;
     if (IsThere(questions[i])) {
-      Remember(items[i].id.key);
+      Remember(items[i].id.key, removals);
       const std::lock_guard<std::mutex> guard(mutex_);
       ++usage_.deduplicated;
       continue;
@@ -365,7 +382,7 @@ std::vector<Status> RedisTier::WriteAll(std::span<const TierWrite> items, int64_
   for (size_t n = 0; n < written.size(); ++n) {
     const size_t i = written[n];
     plans[i].op = std::move(ops[n]);
-    statuses[i] = ConcludeWrite(items[i], plans[i]);
+    statuses[i] = ConcludeWrite(items[i], plans[i], removals);
   }
   return statuses;
 }
@@ -434,7 +451,7 @@ Result<bool> RedisTier::RemoveByKey(const ChunkKey& key, int64_t piece_count, in
   RedisOp op = RemovalOf(key, piece_count);
   cluster_->Execute(std::span(&op, 1), deadline_ns);
   QUIRE_RETURN_IF_ERROR(op.status);
-  Forget(key);
+  ForgetRemoved(key);
   const bool was_there = IsThere(op);
   if (was_there) AddEvent(ChunkEvent::Kind::kRemoved, key);
   return was_there;
@@ -445,7 +462,7 @@ Result<bool> RedisTier::Remove(const ChunkId& id, int64_t deadline_ns) {
     const Result<int64_t> count = PieceCount(id.key, deadline_ns);
     if (count.ok()) return RemoveByKey(id.key, *count, deadline_ns);
     if (count.status().code() != StatusCode::kNotFound) return count.status();
-    Forget(id.key);
+    ForgetRemoved(id.key);
     return false;
   });
 }

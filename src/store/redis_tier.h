@@ -67,7 +67,7 @@ class RedisTier final : public ChunkTier {
   std::vector<Status> WriteAll(std::span<const TierWrite> items, int64_t deadline_ns);
   Status PlanWrite(const TierWrite& item, int64_t deadline_ns, WritePlan* plan) const;
   std::vector<std::string> ExpiryArguments(int64_t expires_ms) const;
-  Status ConcludeWrite(const TierWrite& item, const WritePlan& plan);
+  Status ConcludeWrite(const TierWrite& item, const WritePlan& plan, int64_t removals);
   RedisOp HeaderExists(const ChunkKey& key) const;
   RedisOp RemovalOf(const ChunkKey& key, int64_t piece_count) const;
   Result<int64_t> PieceCount(const ChunkKey& key, int64_t deadline_ns);
@@ -75,13 +75,17 @@ class RedisTier final : public ChunkTier {
                                                        RedisReadOutcome* outcome);
   void RemoveUseless(std::span<const RedisReadItem> items, const RedisRead& read,
                      int64_t deadline_ns);
-  void NoteRead(std::span<const RedisReadItem> items, const RedisRead& read);
+  void NoteRead(std::span<const RedisReadItem> items, const RedisRead& read, int64_t removals);
   Status ForEachName(std::string_view tail, int64_t deadline_ns, const NameVisitor& visit);
   Status ForEachHeader(int64_t deadline_ns, const HeaderVisitor& visit);
   Result<int64_t> CollectAmong(const std::vector<RedisName>& names, int64_t deadline_ns);
   Result<bool> RemoveByKey(const ChunkKey& key, int64_t piece_count, int64_t deadline_ns);
-  void Remember(const ChunkKey& key);
+  // `removals`: Removals() from before the server was asked. What may have been removed meanwhile
+  // is not remembered: the next put would be taken for one of what is there, and lost.
+  void Remember(const ChunkKey& key, int64_t removals);
   void Forget(const ChunkKey& key);
+  void ForgetRemoved(const ChunkKey& key);
+  int64_t Removals() const;
   void AddEvent(ChunkEvent::Kind kind, const ChunkKey& key);
 
   const RedisTierOptions options_;
@@ -94,6 +98,7 @@ class RedisTier final : public ChunkTier {
     size_t operator()(const ChunkKey& key) const;
   };
   std::unordered_map<ChunkKey, int64_t, KeyHash> seen_ns_;  // when a chunk was last there
+  int64_t removals_ = 0;                                    // calls of ForgetRemoved
   std::deque<ChunkEvent> events_;
   TierUsage usage_;
 };

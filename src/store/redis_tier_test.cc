@@ -118,12 +118,14 @@ class Collector final : public TierReadSink {
     items[i].status = status;
     // Nobody may write here any more.
     if (!status.ok()) items[i].buffer = ChunkBuffer();
+    if (on_end) on_end(i);
   }
   bool Cancelled(size_t i) const override { return items[i].cancelled; }
 
   std::vector<Item> items;
   std::vector<int64_t> layers;  // of all sections, in the order in which they came
   std::function<void(size_t, int64_t)> on_section;
+  std::function<void(size_t)> on_end;
   bool refuse_headers = false;
 };
 
@@ -194,6 +196,25 @@ TEST(RedisTier, WritesAndReadsBack) {
     EXPECT_EQ(EventsOf(*tier), (std::vector{ChunkEvent::Kind::kStored, ChunkEvent::Kind::kStored}));
     EXPECT_EQ(server.Command({"FLUSHALL"}), "OK");
   }
+}
+
+// A reader hears that its chunk is there before the read has ended, and may remove it at once.
+TEST(RedisTier, WhatIsRemovedWhileAReadEndsIsNotRemembered) {
+  QUIRE_NEEDS_REDIS();
+  RedisServer server;
+  const auto tier = Open(server.tcp());
+  const auto chunk = MakeChunk(1), other = MakeChunk(2);
+  for (const auto& one : {chunk, other}) ASSERT_TRUE(WriteOne(*tier, *one).ok());
+  const std::vector<TierRead> reads = {ReadOf(*chunk), ReadOf(*other)};
+  Collector sink(2);
+  sink.on_end = [&](size_t i) {
+    if (i != 0) return;
+    EXPECT_EQ(*tier->Remove(IdOf(*chunk), In(kLongNs)), true);
+  };
+  tier->Read(reads, In(kLongNs), sink);
+  for (const auto& item : sink.items) EXPECT_TRUE(item.status.ok()) << item.status.ToString();
+  EXPECT_EQ(tier->Knows(IdOf(*chunk)), -1);
+  EXPECT_EQ(tier->Knows(IdOf(*other)), 1);  // since it was written
 }
 
 // Example 28: what was put through one tier is found by another process' tier.

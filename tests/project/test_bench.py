@@ -44,7 +44,21 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_every_case_gives_its_rows(smoke):
     names = [case["name"] for case in smoke["cases"]]
     assert names[:4] == ["smoke/decode", "smoke/shared", "smoke/prefill", "smoke/plan"]
-    assert names[4:] == [f"chunks/1.1b/{tier}" for tier in ("ram", "disk", "disk-sync", "redis")]
+    tiers = ("ram", "disk", "disk-sync", "redis")
+    assert names[4:8] == [f"chunks/1.1b/{tier}" for tier in tiers]
+    assert names[8:] == [
+        "tree/bf16/gqa4/2x(250+8)",
+        "latent/bf16/2h/2x256",
+        "smoke/tvm",
+        "smoke/speculate",
+    ]
+    sides = [list(case["samples"]) for case in smoke["cases"][8:]]
+    assert sides == [
+        ["Quire", "chain"],
+        ["Quire"],
+        ["Quire", "quire.tvm", "TVM"],
+        ["Quire", "plain"],
+    ]
     for case in smoke["cases"]:
         assert case["rows"], case["name"]
         for rounds in case["samples"].values():
@@ -156,6 +170,38 @@ def test_tokens_per_second_compare_as_times_do():
     assert (row.value, row.comparisons[0].value, row.comparisons[0].ratio) == (32, 16, 2)
 
 
+def test_a_goal_may_be_about_another_side():
+    goals = (bench_cases.Goal("TVM", 30.0), bench_cases.Goal("TVM", 30.0, side="quire.tvm"))
+    sides = tuple(
+        bench_cases.Side(name, worker, {})
+        for name, worker in (("Quire", "quire"), ("quire.tvm", "tvm-cache"), ("TVM", "tvm-cache"))
+    )
+    metric = bench_cases.Metric(unit="us", goals=goals)
+    case = bench_cases.Case(name="made/up", group="j", sides=sides, metrics=(metric,))
+    figures = {"Quire": 2.0, "quire.tvm": 4.0, "TVM": 90.0}
+    samples = {name: [{"call": [x]}] for name, x in figures.items()}
+    data = measure.Measured(samples, [[probe(1e9, 1e9)] * 4])
+    row = measure.rows(case, data)[0]
+    assert [(o.goal, o.reached) for o in row.outcomes] == [
+        ("30 × TVM", True),
+        ("quire.tvm: 30 × TVM", False),
+    ]
+    del samples["TVM"]
+    assert measure.rows(case, data)[0].outcomes == []
+
+
+def test_work_of_trees_and_latent_layers():
+    by_name = {case.name: case for case in bench_cases.all_cases(32 << 20, 2)}
+
+    def work(name: str) -> tuple[float, float]:
+        return by_name[name].metrics[0].work.phases[0]
+
+    # Nodes 0, 1, 2, 3: one, two, two and three ancestors and selves; a pair is 4 FLOP of 32 x 128.
+    pairs = 8 * (4 * 4096 + 1 + 2 + 2 + 3)
+    assert work("tree/bf16/gqa4/8x(4096+4)") == (8 * 4100 * 2 * 8 * 128 * 2, 4 * 32 * 128 * pairs)
+    assert work("latent/bf16/16h/8x512") == (8 * 512 * 576 * 2, 2 * 16 * (576 + 512) * 8 * 512)
+
+
 def test_names_of_cases_are_distinct_and_every_group_has_quick_ones():
     every = bench_cases.all_cases(32 << 20, 2)
     assert len({case.name for case in every}) == len(every)
@@ -170,10 +216,13 @@ def test_attention_rotates_more_than_the_last_cache():
         for side in case.sides:
             if side.request.get("kind") == "attention":
                 request = side.request
+                if "layers" not in request:  # TVM's, and ours beside it: one layer
+                    continue
                 codes = 1 + 4 / request["head_dim"]  # and a scale per token and head
                 element = {"bfloat16": 2, "float32": 4}.get(request["dtype"], codes)
                 tokens = request["prefix"] + request["sequences"] * request["own"]
-                layer = 2 * tokens * request["kv_heads"] * request["head_dim"] * element
+                vectors = 1 if request.get("latent") else 2 * request["kv_heads"]
+                layer = tokens * vectors * request["head_dim"] * element
                 assert request["layers"] * layer > 8 * cache, case.name
                 assert request["layers"] * layer <= case.side_bytes, case.name
 
@@ -243,6 +292,23 @@ def test_every_engine_is_asked_for_the_same_work():
     asked.clear()
     cases.prepare("again", kind="again", tokens=128)
     assert asked == [([128], 1)] * 2
+
+
+def test_guesses_are_counted_where_there_are_any():
+    forwards = [0]
+
+    def generate(prompts: list[generation.Prompt], tokens: int) -> None:
+        assert prompts == ["again and again"]
+        forwards[0] += 1 + tokens // 4
+
+    engine = generation.Engine(generate, 1000, "", guessing_forwards=lambda: forwards[0])
+    for one, expected in ((engine, (1 + 4) / 14), (generation.Engine(generate, 1000, ""), 1.0)):
+        cases = generation.Cases(one)
+        request = {"kind": "text", "text": "again and again", "tokens": 12}
+        cases.prepare("key", **request)
+        samples = cases.run("key", **request)["samples"]
+        assert samples["forwards of a token"] == [pytest.approx(expected)]
+        assert len(samples["call"]) == 1
 
 
 # ---- The page

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import tvm
+import tvm_kv_cache
 from tvm import relax
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
-from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache, RopeMode, TIRPagedKVCache
-from tvm_ffi import Shape
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache
 
 LAYERS = 2
 HIDDEN = 32
@@ -19,17 +19,9 @@ QO_HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 16
 VOCABULARY = 61
-PAGE_SIZE = 16  # TVM's kernels know no other
-ROPE_THETA = 10000
+PAGE_SIZE = tvm_kv_cache.PAGE_SIZE
+ROPE_THETA = tvm_kv_cache.ROPE_THETA
 SM_SCALE = HEAD_DIM**-0.5
-
-SIZES = (
-    "max_batch_size",
-    "max_total_seq_len",
-    "prefill_chunk_size",
-    "page_size",
-    "support_sliding_window",
-)
 
 
 class Attention(nn.Module):
@@ -73,7 +65,7 @@ class Llama(nn.Module):
             x = block(x, cache, layer)
         return self.head(self.norm(x))
 
-    # TVM reads the names of the arguments. With windows its cache is one of RopeMode.INLINE.
+    # TVM reads the names of the arguments.
     def create_cache(
         self,
         max_batch_size: Any,
@@ -82,35 +74,17 @@ class Llama(nn.Module):
         page_size: Any,
         support_sliding_window: Any,
     ) -> PagedKVCache:
-        return TIRPagedKVCache(
-            attn_kind="mha",
+        return tvm_kv_cache.cache_expression(
             max_batch_size=max_batch_size,
             max_total_seq_len=max_total_seq_len,
             prefill_chunk_size=prefill_chunk_size,
             page_size=page_size,
             support_sliding_window=support_sliding_window,
-            layer_partition=relax.ShapeExpr([0, LAYERS]),
-            num_hidden_layers=LAYERS,
-            num_attention_heads=QO_HEADS,
-            num_key_value_heads=KV_HEADS,
-            qk_head_dim=HEAD_DIM,
-            v_head_dim=HEAD_DIM,
-            mla_original_qk_head_dim=0,
-            mla_original_v_head_dim=0,
-            rope_mode=RopeMode.NORMAL,
-            rope_scale=1,
-            rope_theta=ROPE_THETA,
-            rope_scaling={},
-            rope_ext_factors=relax.prim_value(0),
-            rotary_dim=HEAD_DIM,
-            enable_disaggregation=False,
-            dtype="float32",
-            target=tvm.target.Target("llvm"),
+            layers=LAYERS,
+            qo_heads=QO_HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
         )
-
-
-def _create_spec() -> dict[str, Any]:
-    return {**{name: int for name in SIZES}, "$": {"param_mode": "none", "effect_mode": "none"}}
 
 
 @functools.cache
@@ -125,7 +99,7 @@ def compiled() -> tuple[Any, list[Any]]:
                 "cache": nn.spec.Object(object_type=PagedKVCache),
                 "$": {"param_mode": "packed", "effect_mode": "none"},
             },
-            "create_cache": _create_spec(),
+            "create_cache": tvm_kv_cache.create_spec(),
         }
     )[:2]
     random = np.random.default_rng(6)
@@ -150,8 +124,9 @@ def new_cache(
     chunk: int = 64,
     windows: bool = False,
 ) -> Any:
-    sizes = (sequences, tokens, chunk, PAGE_SIZE, int(windows))
-    return machine["create_cache"](*(Shape([size]) for size in sizes))
+    return tvm_kv_cache.new_cache(
+        machine, sequences=sequences, tokens=tokens, chunk=chunk, windows=windows
+    )
 
 
 def logits(machine: Any, cache: Any, token_ids: list[int]) -> np.ndarray:
