@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 class DiskTierTest : public ::testing::Test {
  protected:
-  DiskTierSetup Setup(int64_t bytes_max = int64_t{1} << 30) {
+  DiskTierSetup MakeSetup(int64_t bytes_max = int64_t{1} << 30) {
     DiskTierSetup setup;
     setup.disk.directory = directory.path();
     setup.disk.bytes_max = bytes_max;
@@ -36,7 +36,7 @@ class DiskTierTest : public ::testing::Test {
     EXPECT_TRUE((*tier)->AwaitScan(kNever).ok());
     return std::move(*tier);
   }
-  std::unique_ptr<DiskTier> Open() { return Open(Setup()); }
+  std::unique_ptr<DiskTier> Open() { return Open(MakeSetup()); }
   std::string PathOf(const TestChunk& chunk) {
     return disk_layout::ChunkPath(directory.path(), chunk.id);
   }
@@ -194,7 +194,7 @@ TEST_F(DiskTierTest, TheQuarantineIsBounded) {
 TEST_F(DiskTierTest, APinnedChunkStays) {
   std::vector<TestChunk> chunks;
   for (int64_t seed = 0; seed < 4; ++seed) chunks.push_back(TestChain(1, seed)[0]);
-  const auto tier = Open(Setup(2 * chunks[0].stored->header().total_bytes));
+  const auto tier = Open(MakeSetup(2 * chunks[0].stored->header().total_bytes));
   const auto& [a, b, c, d] = std::tie(chunks[0], chunks[1], chunks[2], chunks[3]);
   EXPECT_TRUE(Put(*tier, a).ok() && Put(*tier, b).ok());
   EXPECT_TRUE(tier->Pin(a.id, 1));
@@ -212,7 +212,7 @@ TEST_F(DiskTierTest, APinnedChunkStays) {
 TEST_F(DiskTierTest, AChainLosesItsEndFirst) {
   const auto chain = TestChain(3);
   const auto other = TestChain(1, 9);
-  const auto tier = Open(Setup(3 * chain[0].stored->header().total_bytes));
+  const auto tier = Open(MakeSetup(3 * chain[0].stored->header().total_bytes));
   (void)tier->Write(WritesOf(chain), kNever);
   EXPECT_TRUE(Put(*tier, other[0]).ok());
   EXPECT_EQ(*tier->Prefix(Ids(chain), kNever), 2);
@@ -222,7 +222,7 @@ TEST_F(DiskTierTest, AChainLosesItsEndFirst) {
 TEST_F(DiskTierTest, WorthOutlivesARestartAndANewExpiry) {
   const auto a = TestChain(1, 1)[0], b = TestChain(1, 2)[0], c = TestChain(1, 3)[0];
   const auto d = TestChain(1, 4)[0], e = TestChain(1, 5)[0];
-  auto setup = Setup(3 * a.stored->header().total_bytes);
+  auto setup = MakeSetup(3 * a.stored->header().total_bytes);
   for (const EvictionKind eviction : {EvictionKind::kLru, EvictionKind::kCost}) {
     for (const bool restarts : {false, true}) {
       SCOPED_TRACE(restarts);
@@ -258,7 +258,7 @@ TEST_F(DiskTierTest, WorthOutlivesARestartAndANewExpiry) {
 TEST_F(DiskTierTest, AFileSystemWithoutRecordsCostsNoChunk) {
   const auto chain = TestChain(2);
   const auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
-  auto setup = Setup();
+  auto setup = MakeSetup();
   setup.files = files;
   for (const std::string name : {"set_record", "get_record"}) {
     files->FailAt(0, -EOPNOTSUPP, true, name);
@@ -286,7 +286,7 @@ TEST_F(DiskTierTest, AQuotaOfOneSaltIsItsOwn) {
 TEST_F(DiskTierTest, FullOfPinnedChunksRefuses) {
   const auto chain = TestChain(1);
   const auto other = TestChain(1, 3);
-  const auto tier = Open(Setup(chain[0].stored->header().total_bytes));
+  const auto tier = Open(MakeSetup(chain[0].stored->header().total_bytes));
   EXPECT_TRUE(Put(*tier, chain[0]).ok());
   tier->Pin(chain[0].id, 1);
   EXPECT_EQ(Put(*tier, other[0]).code(), StatusCode::kFull);
@@ -313,7 +313,7 @@ TEST_F(DiskTierTest, AChunkExpires) {
 TEST_F(DiskTierTest, ANewExpirySurvivesARestart) {
   for (const std::string key : {"", "secret"}) {
     const auto chain = TestChain(2, key.size(), {.alignment = 4096, .mac_key = key});
-    auto setup = Setup();
+    auto setup = MakeSetup();
     setup.mac_key = key;
     const int64_t expires_ms = clock->WallMs() + 1000;
     {
@@ -341,7 +341,7 @@ TEST_F(DiskTierTest, WithAKeyOnlySignedChunksCount) {
     const auto open = Open();
     EXPECT_TRUE(Put(*open, unsigned_chain[0]).ok());
   }
-  auto setup = Setup();
+  auto setup = MakeSetup();
   setup.mac_key = "secret";
   const auto tier = Open(setup);
   EXPECT_EQ(ReadBack(*tier, chain[0], 1, "secret").code(), StatusCode::kIncompatible);
@@ -392,7 +392,7 @@ TEST_F(DiskTierTest, LayersComeInOrderOverAllChunks) {
     for (const int64_t width : {8, 2000, 300'000}) {
       const auto chain =
           TestChain(3, width + use_uring, {.layers = 3, .width = width, .alignment = 4096});
-      auto setup = Setup();
+      auto setup = MakeSetup();
       setup.disk.use_uring = use_uring;
       const auto tier = Open(setup);
       (void)tier->Write(WritesOf(chain), kNever);
@@ -468,8 +468,8 @@ TEST_F(DiskTierTest, ListClearAndGarbage) {
 TEST_F(DiskTierTest, AnotherProcessPutsAndRemoves) {
   const auto chain = TestChain(3);
   const int64_t bytes = chain[0].stored->header().total_bytes;
-  const auto mine = Open(Setup(3 * bytes));
-  const auto theirs = Open(Setup(3 * bytes));
+  const auto mine = Open(MakeSetup(3 * bytes));
+  const auto theirs = Open(MakeSetup(3 * bytes));
   (void)theirs->Write(WritesOf(chain), kNever);
   EXPECT_EQ(mine->Knows(chain[0].id), -1);
   EXPECT_EQ(*mine->Prefix(Ids(chain), kNever), 3);
@@ -501,7 +501,7 @@ TEST_F(DiskTierTest, UsableBeforeTheScanIsOver) {
     const auto tier = Open();
     EXPECT_TRUE(Put(*tier, chain[0]).ok());
   }
-  auto setup = Setup();
+  auto setup = MakeSetup();
   auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
   setup.files = files;
   // The scan stands at its first listing of the folder until the test lets it go.
@@ -531,7 +531,7 @@ TEST_F(DiskTierTest, EverybodyAtOnce) {
   const int64_t bytes_max = 12 * chains[0][0].stored->header().total_bytes;
   const std::vector<std::unique_ptr<DiskTier>> tiers = [&] {
     std::vector<std::unique_ptr<DiskTier>> opened;
-    for (int i = 0; i < 2; ++i) opened.push_back(std::move(*DiskTier::Open(Setup(bytes_max))));
+    for (int i = 0; i < 2; ++i) opened.push_back(std::move(*DiskTier::Open(MakeSetup(bytes_max))));
     return opened;
   }();
   std::vector<std::thread> threads;
@@ -587,7 +587,7 @@ TEST_F(DiskTierTest, EverybodyAtOnce) {
 
 TEST_F(DiskTierTest, AStuckDiskHoldsNobody) {
   const auto chain = TestChain(1);
-  auto setup = Setup();
+  auto setup = MakeSetup();
   setup.disk.io_timeout_ms = 100;
   auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
   setup.files = files;
@@ -620,7 +620,7 @@ TEST_F(DiskTierTest, AStuckDiskHoldsNobody) {
 
 TEST_F(DiskTierTest, ADeadlineThatPassedIsATimeout) {
   const auto chain = TestChain(1);
-  auto setup = Setup();
+  auto setup = MakeSetup();
   auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
   setup.files = files;
   auto tier = Open(setup);
@@ -643,7 +643,7 @@ TEST_F(DiskTierTest, ADeadlineThatPassedIsATimeout) {
 
 TEST_F(DiskTierTest, AnIoErrorIsAMissAndRemovesNothing) {
   const auto chain = TestChain(2);
-  auto setup = Setup();
+  auto setup = MakeSetup();
   auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
   setup.files = files;
   const auto tier = Open(setup);
@@ -658,7 +658,7 @@ TEST_F(DiskTierTest, AnIoErrorIsAMissAndRemovesNothing) {
 TEST_F(DiskTierTest, AFullDiskEvictsAndTriesOnceMore) {
   const auto old = TestChain(2);
   const auto chain = TestChain(2, 5);
-  auto setup = Setup();
+  auto setup = MakeSetup();
   auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
   setup.files = files;
   const auto tier = Open(setup);
@@ -678,7 +678,7 @@ TEST_F(DiskTierTest, EveryCallMayFail) {
       bool reached_end = false;
       for (int64_t at = 0; !reached_end; ++at) {
         auto files = std::make_shared<FaultyFileSystem>(std::make_shared<PowerFileSystem>());
-        auto setup = Setup();
+        auto setup = MakeSetup();
         setup.disk.directory = "/a/b";
         setup.disk.durability = durability;
         setup.files = files;

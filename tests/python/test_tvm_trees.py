@@ -375,16 +375,3 @@ def test_random_trees_give_the_same_on_both(mended_creation: None) -> None:
             pair.both("commit", batch, [pair.below(len(t) + 1) - 1 for t in trees])
             pair.check(ids)
             pair.forward(batch, [1 + pair.below(3) for _ in batch], None)
-
-
-def test_a_second_forward_of_a_tree_gives_the_same_on_both(mended_creation: None) -> None:
-    pair = Pair(7)
-    pair.both("add_sequence", 0)
-    pair.forward([0], [20], None)
-    for _ in range(4):
-        first = 1 + pair.below(4)
-        pair.forward([0], [first], list(range(-1, first - 1)))
-        pair.forward([0], [3], [first - 1, first, first])
-        pair.both("commit", [0], [-1])  # tvm_tree_commit
-        pair.check([0])
-        pair.forward([0], [1], None)
