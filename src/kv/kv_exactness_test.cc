@@ -50,6 +50,7 @@ struct Parameters {
   DType dtype;
   RopeMode mode;
   DType v_dtype;
+  bool has_latents = false;  // the second layer is latent
 };
 
 std::string Describe(const Parameters& parameters) {
@@ -57,6 +58,7 @@ std::string Describe(const Parameters& parameters) {
   std::string types(DTypeName(parameters.dtype));
   if (parameters.v_dtype != parameters.dtype)
     types += "_" + std::string(DTypeName(parameters.v_dtype));
+  if (parameters.has_latents) types += "_latent";
   return parameters.kernel_path + "_" + types + "_" + kModes[static_cast<size_t>(parameters.mode)];
 }
 void PrintTo(const Parameters& parameters, std::ostream* out) { *out << Describe(parameters); }
@@ -69,6 +71,11 @@ class KVExactness : public testing::TestWithParam<Parameters> {
     // Two groups; the second with dimensions that fill no vector.
     const DType v_dtype = GetParam().v_dtype;
     options.layers = {{4, 2, 16, 16, dtype, v_dtype}, {2, 1, 24, 17, dtype, v_dtype}};
+    if (GetParam().has_latents) {
+      options.layers[1].latent = true;
+      options.layers[1].qk_head_dim = 17 + 12;
+      options.layers[1].v_dtype.reset();
+    }
     options.max_num_sequences = 80;
     options.token_capacity = 8192;
     options.prefill_chunk_size = 1024;
@@ -334,7 +341,7 @@ TEST_P(KVExactness, RowsDoNotSeeWhatComesAfterThem) {
         outputs[l].o = TestTensor(DType::kF32, {kLength, spec.num_qo_heads, spec.v_head_dim});
         outputs[l].lse = TestTensor(DType::kF32, {kLength, spec.num_qo_heads});
         const int64_t layer = static_cast<int64_t>(l);
-        ASSERT_TRUE(cache->Append(layer, inputs.k.view(), inputs.v.view()).ok());
+        ASSERT_TRUE(AppendInputs(*cache, spec, layer, inputs).ok());
         ASSERT_TRUE(cache
                         ->Attend(layer, inputs.q.view(), outputs[l].o.view(),
                                  &outputs[l].lse.view(), ScoreScale(spec))
@@ -412,7 +419,7 @@ Outputs RunInputs(AttentionKVCache& cache, const std::vector<AttentionLayerSpec>
     const AttentionLayerSpec& spec = layers[l];
     const int64_t layer = static_cast<int64_t>(l);
     outputs[l].o = TestTensor(OutputDType(spec.dtype), {40, spec.num_qo_heads, spec.v_head_dim});
-    EXPECT_TRUE(cache.Append(layer, inputs[l].k.view(), inputs[l].v.view()).ok());
+    EXPECT_TRUE(AppendInputs(cache, spec, layer, inputs[l]).ok());
     EXPECT_TRUE(
         cache.Attend(layer, inputs[l].q.view(), outputs[l].o.view(), nullptr, ScoreScale(spec))
             .ok());
@@ -467,6 +474,8 @@ std::vector<Parameters> AllParameters() {
     all.push_back({path, DType::kI8, RopeMode::kInline, DType::kF16});
     all.push_back({path, DType::kF32, RopeMode::kInline, DType::kF8E4M3});
     all.push_back({path, DType::kF8E4M3, RopeMode::kNone, DType::kI8});
+    all.push_back({path, DType::kBF16, RopeMode::kNormal, DType::kBF16, true});
+    all.push_back({path, DType::kI8, RopeMode::kInline, DType::kI8, true});
   }
   return all;
 }

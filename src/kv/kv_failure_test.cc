@@ -109,10 +109,18 @@ std::vector<Scene> Scenes() {
   AttentionKVCacheOptions windows = SmallOptions(4);
   windows.rope.mode = RopeMode::kNormal;
   windows.layers[1].window = 12;
+  AttentionKVCacheOptions latent = SmallOptions(4);
+  latent.layers[1] = {2, 1, 6, 4, DType::kF32};
+  latent.layers[1].latent = true;
+  AttentionKVCacheOptions codes = SmallOptions(4);
+  codes.layers[0].dtype = DType::kI8;
+  codes.layers[0].v_dtype = DType::kF8E4M3;
   return {{"forked", SmallOptions(), BuildForked},
           {"windows", windows, BuildWindows},
           {"forked, pages of 3", odd, BuildForked},
           {"forked, two groups", groups, BuildForked},
+          {"forked, a latent layer", latent, BuildForked},
+          {"forked, a layer of codes", codes, BuildForked},
           {"consolidation due", wide, BuildConsolidationDue}};
 }
 
@@ -157,25 +165,63 @@ void ExpectEachRefusalIsHarmless(const Scene& scene, const Call& prepare, const 
 
 Status Nothing(AttentionKVCache&) { return Status(); }
 
+// An attention call that has failed ends its forward: done again, it begins with a new one.
+Call InANewForward(const Call& begin, const Call& call) {
+  return [begin, call](AttentionKVCache& cache) -> Status {
+    const Status status = call(cache);
+    if (status.code() != StatusCode::kBadState) return status;
+    QUIRE_RETURN_IF_ERROR(cache.AbortForward());
+    QUIRE_RETURN_IF_ERROR(begin(cache));
+    return call(cache);
+  };
+}
+
 Status BeginThree(AttentionKVCache& cache) {
   return cache.BeginForward(kIds<0, 1, 2>, kIds<3, 1, 2>);
 }
 
+Call AfterBegin(const Call& prepare) {
+  return [prepare](AttentionKVCache& cache) -> Status {
+    QUIRE_RETURN_IF_ERROR(BeginThree(cache));
+    return prepare(cache);
+  };
+}
+
 // Tensors for a forward of BeginThree, made before any allocation is refused.
 struct ForwardTensors {
-  explicit ForwardTensors(const AttentionLayerSpec& spec)
-      : inputs(MakeTokenInputs(spec, 0, DType::kF32, std::vector<uint64_t>{1, 2, 3, 4, 5, 6})),
+  explicit ForwardTensors(const AttentionLayerSpec& layer)
+      : spec(layer),
+        inputs(MakeTokenInputs(spec, 0, DType::kF32, std::vector<uint64_t>{1, 2, 3, 4, 5, 6})),
         o(DType::kF32, {6, spec.num_qo_heads, spec.v_head_dim}),
-        lse(DType::kF32, {6, spec.num_qo_heads}) {}
+        lse(DType::kF32, {6, spec.num_qo_heads}),
+        mask(DType::kU8, {9 + 1 + 4}) {
+    for (int64_t i = 0; i < mask.count(); ++i) mask.view().data_as<uint8_t>()[i] = i % 3 != 1;
+  }
+  Status Fused(AttentionKVCache& cache, int64_t layer, const TensorView* hidden = nullptr) const {
+    if (spec.latent)
+      return cache.AttentionWithMLA(layer, inputs.q.view(), inputs.kv(), o.view(), 0.5, hidden);
+    return cache.AttentionWithFusedQKV(layer, inputs.qkv.view(), o.view(), 0.5, hidden);
+  }
+  Status Attend(AttentionKVCache& cache, int64_t layer, const TensorView* hidden = nullptr) const {
+    return cache.Attend(layer, inputs.q.view(), o.view(), &lse.view(), 0.5, hidden);
+  }
+  Status Shared(AttentionKVCache& cache, int64_t layer, const TensorView* hidden = nullptr) const {
+    return cache.AttentionWithSharedKV(layer, inputs.q.view(), o.view(), &lse.view(), 0.5, hidden);
+  }
+  Status Self(AttentionKVCache& cache, int64_t layer, const TensorView* hidden = nullptr) const {
+    return cache.SelfAttention(layer, inputs.q.view(), inputs.k.view(), inputs.v.view(), o.view(),
+                               lse.view(), 0.5, hidden);
+  }
+  AttentionLayerSpec spec;
   TokenInputs inputs;
   TestTensor o, lse;
+  TestTensor mask;  // [3 * 3 + 1 * 1 + 2 * 2]
 };
 
 Status RunAllLayers(AttentionKVCache& cache, const AttentionKVCacheOptions& options) {
   for (size_t l = 0; l < options.layers.size(); ++l) {
     const ForwardTensors t(options.layers[l]);
-    QUIRE_RETURN_IF_ERROR(
-        cache.AttentionWithFusedQKV(static_cast<int64_t>(l), t.inputs.qkv.view(), t.o.view(), 0.5));
+    QUIRE_RETURN_IF_ERROR(t.Fused(cache, static_cast<int64_t>(l)));
   }
   return Status();
 }
@@ -223,29 +269,35 @@ TEST_P(KVAllocationFailure, CallsInAForward) {
   const auto expect = [&](const char* name, const Call& prepare, const Call& call,
                           WhenRefused when_refused = WhenRefused::kFails) {
     SCOPED_TRACE(name);
-    const Call begin_and_prepare = [&](AttentionKVCache& c) {
-      const Status begun = BeginThree(c);
-      return begun.ok() ? prepare(c) : begun;
-    };
-    ExpectEachRefusalIsHarmless(scene_, begin_and_prepare, call, when_refused);
+    ExpectEachRefusalIsHarmless(scene_, AfterBegin(prepare), call, when_refused);
+  };
+  const auto expect_attention = [&](const char* name, const Call& prepare, const Call& call) {
+    SCOPED_TRACE(name);
+    const Call begin = AfterBegin(prepare);
+    ExpectEachRefusalIsHarmless(scene_, begin, InANewForward(begin, call));
   };
   const ForwardTensors t(scene_.options.layers[0]);
-  const Call append = [&](AttentionKVCache& c) {
-    return c.Append(0, t.inputs.k.view(), t.inputs.v.view());
-  };
-  const Call attend = [&](AttentionKVCache& c) {
-    return c.Attend(0, t.inputs.q.view(), t.o.view(), &t.lse.view(), 0.5);
-  };
+  const Call append = [&](AttentionKVCache& c) { return AppendInputs(c, t.spec, 0, t.inputs); };
   const Call run = [&](AttentionKVCache& c) { return RunAllLayers(c, scene_.options); };
   const WhenRefused optional = WhenRefused::kMayWorkWithout;
   expect("append", Nothing, append);
-  expect("attend", append, attend);
-  expect("shared", append, [&](AttentionKVCache& c) {
-    return c.AttentionWithSharedKV(0, t.inputs.q.view(), t.o.view(), &t.lse.view(), 0.5);
+  for (const TensorView* const mask : {static_cast<const TensorView*>(nullptr), &t.mask.view()}) {
+    SCOPED_TRACE(mask == nullptr ? "no mask" : "a mask");
+    expect_attention("attend", append, [&](AttentionKVCache& c) { return t.Attend(c, 0, mask); });
+    expect_attention("shared", append, [&](AttentionKVCache& c) { return t.Shared(c, 0, mask); });
+    expect_attention("fused", Nothing, [&](AttentionKVCache& c) { return t.Fused(c, 0, mask); });
+    expect_attention("self", Nothing, [&](AttentionKVCache& c) { return t.Self(c, 0, mask); });
+  }
+  expect_attention("cross", Nothing, [&](AttentionKVCache& c) {
+    return c.CrossAttention(0, t.inputs.q.view(), t.o.view(), t.lse.view(), 0.5);
   });
-  expect("fused", Nothing, [&](AttentionKVCache& c) {
-    return c.AttentionWithFusedQKV(0, t.inputs.qkv.view(), t.o.view(), 0.5);
-  });
+  const ForwardTensors other(scene_.options.layers[1]);
+  const Call append_other = [&](AttentionKVCache& c) {
+    return AppendInputs(c, other.spec, 1, other.inputs);
+  };
+  expect("append to the other layer", Nothing, append_other);
+  expect_attention("attend to the other layer", append_other,
+                   [&](AttentionKVCache& c) { return other.Attend(c, 1, &other.mask.view()); });
   expect(
       "end", run, [](AttentionKVCache& c) { return c.EndForward(); }, optional);
   expect(
@@ -291,6 +343,17 @@ TEST_P(KVAllocationFailure, TokenTrees) {
   };
   const WhenRefused optional = WhenRefused::kMayWorkWithout;
   expect("begin", Nothing, BeginTrees);
+  expect("pages needed", Nothing, [](AttentionKVCache& c) {
+    return c.PagesNeededForTree(kIds<0, 1, 2>, kIds<3, 1, 2>, kIds<-1, 0, 0, -1, -1, 0>).status();
+  });
+  expect("pages needed for a second round", grown, [](AttentionKVCache& c) {
+    return c.PagesNeededForTree(kIds<2, 1, 0>, kIds<3, 2, 1>, kIds<1, 2, 3, 0, 1, 1>).status();
+  });
+  const ForwardTensors t(scene_.options.layers[1]);
+  const Call masked = [&](AttentionKVCache& c) { return t.Fused(c, 1, &t.mask.view()); };
+  const Call masked_self = [&](AttentionKVCache& c) { return t.Self(c, 1, &t.mask.view()); };
+  expect("a mask", BeginTrees, InANewForward(BeginTrees, masked));
+  expect("self piece with a mask", BeginTrees, InANewForward(BeginTrees, masked_self));
   expect("begin of a second round", grown, BeginTreesAgain);
   expect(
       "abort of a first round", BeginTrees, [](AttentionKVCache& c) { return c.AbortForward(); },
@@ -362,9 +425,8 @@ TEST(KVAllocationFailure, ATreeForwardAllocatesNothingAfterBegin) {
     const ForwardTensors second(scene.options.layers[1]);
     ASSERT_TRUE(BeginTrees(*cache).ok());
     const int64_t before = AllocationsMade();
-    const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
-    const Status b =
-        cache->AttentionWithFusedQKV(1, second.inputs.qkv.view(), second.o.view(), 0.5);
+    const Status a = first.Fused(*cache, 0);
+    const Status b = second.Fused(*cache, 1);
     const Status c = cache->EndForward();
     EXPECT_EQ(AllocationsMade(), before);
     EXPECT_TRUE(a.ok() && b.ok() && c.ok());
@@ -390,11 +452,12 @@ TEST_P(KVAllocationFailure, TheSameBatchAgain) {
   }
 }
 
-// The layers of both scenes with DebugGetKV are of equal heads and dims.
+// The layers of all scenes with DebugGetKV are of equal heads and dims.
 TEST_P(KVAllocationFailure, DebugCalls) {
   const AttentionLayerSpec& spec = scene_.options.layers[0];
-  if (scene_.options.layers[1].num_kv_heads != spec.num_kv_heads) return;
-  const int64_t layers = static_cast<int64_t>(scene_.options.layers.size());
+  const AttentionLayerSpec& other = scene_.options.layers[1];
+  if (other.num_kv_heads != spec.num_kv_heads) return;
+  const int64_t layers = other.latent ? 1 : 2;
   const TestTensor k(DType::kF32, {layers, 2, spec.num_kv_heads, spec.qk_head_dim});
   const TestTensor v(DType::kF32, {layers, 2, spec.num_kv_heads, spec.v_head_dim});
   ExpectEachRefusalIsHarmless(scene_, Nothing, [&](AttentionKVCache& c) {
@@ -403,27 +466,29 @@ TEST_P(KVAllocationFailure, DebugCalls) {
   ExpectEachRefusalIsHarmless(scene_, Nothing, [&](AttentionKVCache& c) {
     return c.DebugSetKV(1, 1, k.view(), v.view());  // shared: copied first
   });
+  if (!other.latent) return;
+  const TestTensor kv(DType::kF32, {1, 2, other.qk_head_dim});
+  ExpectEachRefusalIsHarmless(
+      scene_, Nothing, [&](AttentionKVCache& c) { return c.DebugGetKVMLA(1, 1, 3, kv.view()); });
+  ExpectEachRefusalIsHarmless(
+      scene_, Nothing, [&](AttentionKVCache& c) { return c.DebugSetKVMLA(1, 1, kv.view()); });
 }
 
 // Tensors for two tokens of each layer.
-std::vector<TestTensor> TwoTokens(const AttentionKVCacheOptions& options) {
-  std::vector<TestTensor> tensors;
-  for (const AttentionLayerSpec& spec : options.layers) {
-    tensors.emplace_back(spec.dtype, std::vector<int64_t>{2, spec.num_kv_heads, spec.qk_head_dim});
-    tensors.emplace_back(spec.dtype, std::vector<int64_t>{2, spec.num_kv_heads, spec.v_head_dim});
-  }
-  return tensors;
+std::vector<StoredRows> TwoTokens(const AttentionKVCacheOptions& options) {
+  std::vector<StoredRows> rows;
+  for (const AttentionLayerSpec& spec : options.layers) rows.emplace_back(spec, 2);
+  return rows;
 }
 
-KVBlock BlockOf(const std::vector<TestTensor>& tensors) {
+KVBlock BlockOf(const std::vector<StoredRows>& layers) {
   KVBlock block;
-  for (size_t i = 0; i < tensors.size(); i += 2)
-    block.push_back({tensors[i].view(), tensors[i + 1].view()});
+  for (const StoredRows& rows : layers) block.push_back(rows.view());
   return block;
 }
 
 TEST_P(KVAllocationFailure, ExportAndImport) {
-  const std::vector<TestTensor> tensors = TwoTokens(scene_.options);
+  const std::vector<StoredRows> tensors = TwoTokens(scene_.options);
   const std::vector<KVBlock> blocks(3, BlockOf(tensors));
   for (int64_t id = 0; id < 4; ++id) {
     SCOPED_TRACE("sequence " + std::to_string(id));
@@ -442,7 +507,7 @@ struct LoadingThree {
     const std::array<LayerLoad, 2> loads = {LayerLoad{0, 6, &source}, LayerLoad{3, 6, &source}};
     return cache.BeginLoadingForward(kIds<0, 1, 3>, kIds<3, 1, 2>, loads);
   }
-  std::vector<TestTensor> tensors;
+  std::vector<StoredRows> tensors;
   std::vector<KVBlock> blocks;
   BlockSource source;
 };
@@ -467,7 +532,7 @@ TEST_P(KVAllocationFailure, ASourceWithoutMemory) {
   Status status;
   {
     RefuseAllocation refusal(0);
-    status = cache->AttentionWithFusedQKV(0, tensors.inputs.qkv.view(), tensors.o.view(), 0.5);
+    status = tensors.Fused(*cache, 0);
   }
   EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(cache->EndForward().code(), StatusCode::kBadState);
@@ -492,7 +557,7 @@ TEST_P(KVAllocationFailure, Chunks) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, 5));
+INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, Scenes().size()));
 
 // What was planned in BeginForward is carried out without memory.
 TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
@@ -504,9 +569,9 @@ TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
     const ForwardTensors second(scene.options.layers[1]);
     ASSERT_TRUE(BeginThree(*cache).ok());
     const int64_t before = AllocationsMade();
-    const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
-    const Status b = cache->Append(1, second.inputs.k.view(), second.inputs.v.view());
-    const Status c = cache->Attend(1, second.inputs.q.view(), second.o.view(), nullptr, 0.5);
+    const Status a = first.Fused(*cache, 0);
+    const Status b = AppendInputs(*cache, second.spec, 1, second.inputs);
+    const Status c = second.Attend(*cache, 1);
     const Status d = cache->EndForward();
     EXPECT_EQ(AllocationsMade(), before);
     EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
@@ -524,9 +589,9 @@ TEST(KVAllocationFailure, AForwardThatLoadsAllocatesNothingAfterBegin) {
     LoadingThree loading(scene.options);
     ASSERT_TRUE(loading.Begin(*cache).ok());
     const int64_t before = AllocationsMade();
-    const Status a = cache->AttentionWithFusedQKV(0, first.inputs.qkv.view(), first.o.view(), 0.5);
-    const Status b = cache->Append(1, second.inputs.k.view(), second.inputs.v.view());
-    const Status c = cache->Attend(1, second.inputs.q.view(), second.o.view(), nullptr, 0.5);
+    const Status a = first.Fused(*cache, 0);
+    const Status b = AppendInputs(*cache, second.spec, 1, second.inputs);
+    const Status c = second.Attend(*cache, 1);
     const Status d = cache->EndForward();
     EXPECT_EQ(AllocationsMade(), before);
     EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
@@ -762,7 +827,7 @@ const ForwardTensors& SmallTensors() {
 }
 
 const KVBlock& TwoTokenBlock() {
-  static const std::vector<TestTensor> tensors = TwoTokens(SmallOptions());
+  static const std::vector<StoredRows> tensors = TwoTokens(SmallOptions());
   static const KVBlock block = BlockOf(tensors);
   return block;
 }
