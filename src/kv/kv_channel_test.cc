@@ -469,8 +469,15 @@ TEST(KVChannel, RandomWalkAgainstComputingAlone) {
     const auto size = [&] { return sizes[static_cast<size_t>(pick(0, 4))]; };
     const int64_t kind = pick(0, 2);
     const auto layers = kind == 0 ? Plain() : kind == 1 ? Mixed() : Latent();
-    Pair pair(MakeOptions(size(), layers), MakeOptions(size(), layers));
-    pair.alone = MakeCache(MakeOptions(size(), layers));
+    const auto options = [&] {
+      AttentionKVCacheOptions drawn = MakeOptions(size(), layers);
+      drawn.token_capacity = 1200;  // children that go their own way take pages, too
+      return drawn;
+    };
+    const AttentionKVCacheOptions sender = options();
+    const AttentionKVCacheOptions receiver = options();
+    Pair pair(sender, receiver);
+    pair.alone = MakeCache(options());
     ASSERT_TRUE(pair.alone->AddSequence(0).ok());
     int64_t length = 0;  // of sequence 0, everywhere
     for (int round = 0; round < 6 && length < 250; ++round) {

@@ -1101,6 +1101,9 @@ Status KVModel::AppendMLAKV(int64_t layer, const TensorView& kv) {
 
 Status KVModel::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
                                  const TensorView& o, double sm_scale, const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, true)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
   QUIRE_RETURN_IF_ERROR(AppendMLAKV(layer, kv));
   return Attend(layer, q_absorbed, o, nullptr, sm_scale, mask);
 }
