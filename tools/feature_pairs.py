@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "feature-pairs.md"
 PROGRAM = ROOT / "build" / "release" / "src" / "kv" / "kv_walk_test"
 FOLDER = PROGRAM.parent / "walk_pairs"
-SHARDS = 48
+SHARDS = 54
 # Issue 6, section 6.
 OCCURRENCES_MIN = 1000
 

@@ -1962,7 +1962,7 @@ void ExpectPasses(const Walk& walk, FeaturePairs* pairs = nullptr) {
 
 // Together 300 000 operations, in pieces that ctest can run side by side; a third of them under the
 // sanitizers, which take five times as long.
-constexpr int kShards = 48;
+constexpr int kShards = 54;
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int kWalksPerShard = 3;
 #else
