@@ -2133,7 +2133,12 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   int64_t later_rounds = 0;
   FeaturePairs pairs;
   for (uint64_t seed = 1; seed <= 40; ++seed) {
-    const Walk walk = MakeWalk(seed, kOpsPerWalk);
+    Walk walk = MakeWalk(seed, kOpsPerWalk);
+    // What walks seldom come to: a bad tensor in an open forward.
+    for (uint32_t i = 0; i < 8; ++i) {
+      walk.ops.push_back({Kind::kBegin, i, 7 * i, i});
+      walk.ops.push_back({Kind::kBadTensor, i, i / 4, i});
+    }
     Walker walker(MakeSetting(seed));
     for (const WalkOp& op : walk.ops) ASSERT_EQ(walker.Step(op), "") << "seed " << seed;
     for (const auto& [call, codes] : walker.seen()) {
