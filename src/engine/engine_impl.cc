@@ -197,12 +197,6 @@ int64_t EngineImpl::SequencesFree() const {
 // Which factors a request's positions use is settled before its first token is computed, because
 // stored keys cannot be turned again: the long ones if it may pass the length for which the short
 // ones were trained. So the choice depends on the request alone.
-bool EngineImpl::NeedsLongRope(int64_t tokens_max) const {
-  const RopeOptions& rope = model_->info().rope;
-  return rope.scaling == RopeScaling::kLongRope &&
-         tokens_max > rope.original_max_position_embeddings;
-}
-
 Request* EngineImpl::FindRequest(int64_t request_id) const {
   const auto has_id = [&](const auto& request) { return request->id == request_id; };
   const auto running = std::find_if(running_.begin(), running_.end(), has_id);
@@ -226,11 +220,12 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
     request->speculation = options.speculation.value_or(speculation_);
-    request->space = {.salt = options.cache_salt,
-                      .long_rope = NeedsLongRope(
-                          options.window != 0 ? std::min(options.window, request->prompt_tokens +
-                                                                             options.max_tokens)
-                                              : request->prompt_tokens + options.max_tokens)};
+    request->space = {
+        .salt = options.cache_salt,
+        .long_rope = NeedsLongRope(
+            model_->info(), options.window != 0 ? std::min(options.window, request->prompt_tokens +
+                                                                               options.max_tokens)
+                                                : request->prompt_tokens + options.max_tokens)};
     waiting_.push_back(std::move(request));
     return next_request_id_++;
   });

@@ -143,7 +143,6 @@ class EngineImpl final : public Engine {
   int64_t PagesOfWindow(const Request& request) const;
   bool ForksAnywhere(const Request& request) const;
   int64_t SequencesFree() const;
-  bool NeedsLongRope(int64_t tokens_max) const;
   Request* FindRequest(int64_t request_id) const;
 
   // step_plan.cc: who computes what.
@@ -189,7 +188,6 @@ class EngineImpl final : public Engine {
   void ForgetDraft(const Request& request, Sample* sample) noexcept;
 
   // step_finish.cc: what a drawn token does to its sample, and the end of samples and requests.
-  bool IsEnd(const Request& request, int32_t token) const noexcept;
   void ApplyDraw(Drawn* drawn, Draw* draw) noexcept;
   void Report(int64_t answer_length, Drawn* drawn) noexcept;
   void FinishSample(Request* request, Sample* sample, FinishReason reason,

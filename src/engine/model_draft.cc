@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "engine/open_forward.h"
+#include "engine/request.h"
 
 namespace quire {
 namespace {
@@ -73,10 +74,8 @@ Status ModelDrafter::Begin(const DraftJob& job, Held* held) {
   if (length > 0) {
     QUIRE_RETURN_IF_ERROR(state_.kv().ForkSequence(parent, id, length));
   } else {
-    const RopeOptions& rope = model_->info().rope;
-    QUIRE_RETURN_IF_ERROR(state_.AddSequence(
-        id, rope.scaling == RopeScaling::kLongRope && job.prompt_tokens + job.options->max_tokens >
-                                                          rope.original_max_position_embeddings));
+    const int64_t tokens_max = job.prompt_tokens + job.options->max_tokens;
+    QUIRE_RETURN_IF_ERROR(state_.AddSequence(id, NeedsLongRope(model_->info(), tokens_max)));
   }
   ++next_sequence_id_;
   held->sequence_id = id;
@@ -203,10 +202,7 @@ bool ModelDrafter::Guess(Course* course, DrawScratch* scratch) {
     ++siblings;
   }
   course->parent = drawn;
-  const std::vector<int64_t>& eos = model_->info().eos_token_ids;
-  const bool ends =
-      !job.options->ignore_eos && std::find(eos.begin(), eos.end(), draw_.token) != eos.end();
-  return !ends && job.tree->size() < job.guesses_max;
+  return !IsEnd(model_->info(), *job.options, draw_.token) && job.tree->size() < job.guesses_max;
 }
 
 Status ModelDrafter::Propose(std::span<const DraftJob> jobs, DrawScratch* scratch) {

@@ -199,4 +199,14 @@ int64_t HeldBackLength(std::span<const int32_t> answer,
   return static_cast<int64_t>(longest);
 }
 
+bool NeedsLongRope(const ModelInfo& model, int64_t tokens_max) {
+  return model.rope.scaling == RopeScaling::kLongRope &&
+         tokens_max > model.rope.original_max_position_embeddings;
+}
+
+bool IsEnd(const ModelInfo& model, const SamplingOptions& options, int32_t token) noexcept {
+  const std::vector<int64_t>& eos = model.eos_token_ids;
+  return !options.ignore_eos && std::find(eos.begin(), eos.end(), token) != eos.end();
+}
+
 }  // namespace quire

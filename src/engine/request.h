@@ -24,6 +24,7 @@
 #include "engine/prefix_cache.h"
 #include "engine/prefix_load.h"
 #include "quire/engine.h"
+#include "quire/model.h"
 #include "quire/status.h"
 
 namespace quire {
@@ -110,6 +111,11 @@ int64_t StopMatchLength(std::span<const int32_t> answer,
 // be given out yet.
 int64_t HeldBackLength(std::span<const int32_t> answer,
                        const std::vector<std::vector<int32_t>>& stop);
+
+// Whether a sequence of so many tokens takes the long factors of the model's rotation.
+bool NeedsLongRope(const ModelInfo& model, int64_t tokens_max);
+// Whether the token ends an answer and is not part of it.
+bool IsEnd(const ModelInfo& model, const SamplingOptions& options, int32_t token) noexcept;
 
 }  // namespace quire
 

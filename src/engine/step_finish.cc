@@ -26,12 +26,6 @@ void NoteUsage(const Request& request, StepOutput* output) noexcept {
 
 }  // namespace
 
-// A token that ends the answer and is not part of it.
-bool EngineImpl::IsEnd(const Request& request, int32_t token) const noexcept {
-  const std::vector<int64_t>& eos = model_->info().eos_token_ids;
-  return !request.options.ignore_eos && std::find(eos.begin(), eos.end(), token) != eos.end();
-}
-
 void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
   Sample& sample = *drawn->sample;
   const SamplingOptions& options = drawn->request->options;
@@ -42,7 +36,7 @@ void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kError, &drawn->output);
   }
-  if (IsEnd(*drawn->request, draw->token)) {
+  if (IsEnd(model_->info(), options, draw->token)) {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
   }

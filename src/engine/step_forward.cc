@@ -166,7 +166,7 @@ void EngineImpl::DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept {
               scratch, &draw);
     if (drawn->guesses == nullptr || draw.error != DrawError::kNone) break;
     guess = drawn->guesses->FindChild(guess, draw.token);
-    if (guess == kDraftRoot || IsEnd(request, draw.token)) break;
+    if (guess == kDraftRoot || IsEnd(model_->info(), request.options, draw.token)) break;
     tokens.push_back(draw.token);  // there is room: a path ends before the answer is full
     if (StopMatchLength(request.answer_of(*drawn->sample), request.options.stop) > 0) break;
   }

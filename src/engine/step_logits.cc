@@ -99,7 +99,8 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
     std::vector<int64_t> lengths;
     for (Pass* pass : batch) {
       if (pass->sequence_id == kNoSequence) {
-        const bool long_rope = NeedsLongRope(static_cast<int64_t>(pass->tokens.size()));
+        const bool long_rope =
+            NeedsLongRope(model_->info(), static_cast<int64_t>(pass->tokens.size()));
         QUIRE_RETURN_IF_ERROR(state_.AddSequence(next_sequence_id_, long_rope));
         pass->sequence_id = next_sequence_id_++;
       }

@@ -47,12 +47,6 @@ AttentionKVCacheOptions Options(int64_t page_size = 16) {
   return options;
 }
 
-std::unique_ptr<AttentionKVCache> Make(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 void ExpectOk(const Status& status) { EXPECT_TRUE(status.ok()) << status.ToString(); }
 
 // Whether a row shows a new token.
@@ -135,7 +129,7 @@ void ExpectSame(const Calls& a, int64_t a_row, const Calls& b, int64_t b_row, in
 // `count` tokens behind `old` ones, with these options.
 Calls Alone(const AttentionKVCacheOptions& options, uint64_t content, int64_t old, int64_t count,
             const TensorView* mask) {
-  const auto cache = Make(options);
+  const auto cache = MakeTestCache(options);
   ExpectOk(cache->AddSequence(0));
   if (old > 0) RunTokens(*cache, 0, TokensFrom(content, old), nullptr);
   return RunTokens(*cache, 0, TokensFrom(content + static_cast<uint64_t>(old), count), mask);
@@ -167,7 +161,7 @@ TEST(AttentionMask, BitsDependOnNeitherBatchNorPagesNorWorkers) {
   for (const int64_t page_size : {16, 7, 256}) {
     AttentionKVCacheOptions options = Options(page_size);
     options.runner = CreateThreadPool(3);
-    const auto cache = Make(options);
+    const auto cache = MakeTestCache(options);
     for (int64_t id = 0; id < 3; ++id) ExpectOk(cache->AddSequence(id));
     RunTokens(*cache, 1, TokensFrom(7, 300), nullptr);
     RunTokens(*cache, 2, TokensFrom(2000, 33), nullptr);
@@ -188,7 +182,7 @@ TEST(AttentionMask, WhatIsHiddenIsNotRead) {
   AttentionKVCacheOptions options = Options();
   options.layers.pop_back();  // a code holds no infinity
   const auto run = [&](float value) {
-    const auto cache = Make(options);
+    const auto cache = MakeTestCache(options);
     ExpectOk(cache->AddSequence(0));
     return RunTokens(*cache, 0, TokensFrom(7, 40), &mask.view(), [value](TestTensor* v) {
       const int64_t width = v->count() / 40;
@@ -216,7 +210,7 @@ TEST(AttentionMask, ThatHidesAllLeavesWhatWasCached) {
         ASSERT_EQ(layer.lse.Get(i), -std::numeric_limits<float>::infinity());
     }
   }
-  const auto cache = Make(options);
+  const auto cache = MakeTestCache(options);
   ExpectOk(cache->AddSequence(0));
   RunTokens(*cache, 0, TokensFrom(7, 37), nullptr);
   ExpectOk(cache->BeginForward(Ids{0}, Ids{20}));
@@ -244,7 +238,7 @@ TEST(AttentionMask, MeetsAncestryInATree) {
   };
   // Nodes 0 to 3 come in an earlier forward: they stay in sight.
   const auto run = [&](const Shows& shows, int64_t page_size) {
-    const auto cache = Make(Options(page_size));
+    const auto cache = MakeTestCache(Options(page_size));
     ExpectOk(cache->AddSequence(0));
     RunTokens(*cache, 0, TokensFrom(7, 45), nullptr);
     ExpectOk(cache->BeginTreeForward(Ids{0}, Ids{4}, Ids(parents.begin(), parents.begin() + 4)));
@@ -274,7 +268,7 @@ TEST(AttentionMask, MeetsAncestryInATree) {
 TEST(AttentionMask, MustFitTheForward) {
   AttentionKVCacheOptions options = Options();
   options.layers.resize(1);
-  const auto cache = Make(options);
+  const auto cache = MakeTestCache(options);
   for (int64_t id = 0; id < 2; ++id) ExpectOk(cache->AddSequence(id));
   const AttentionLayerSpec& spec = options.layers[0];
   const TokenInputs inputs = MakeTokenInputs(spec, 0, DType::kF32, TokensFrom(1, 5));

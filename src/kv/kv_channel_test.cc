@@ -53,12 +53,6 @@ std::vector<AttentionLayerSpec> Latent() {
   return {latent, {4, 2, 8, 8, DType::kF32}, codes};
 }
 
-std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 Tokens Text(int64_t start, int64_t count) {
   Tokens tokens;
   for (int64_t i = start; i < start + count; ++i) tokens.push_back(5000 + static_cast<uint64_t>(i));
@@ -135,7 +129,9 @@ class Saboteur final : public LayerSink {
 // Sender and receiver, sequence 0 in both, and a third that computes everything alone.
 struct Pair {
   Pair(const AttentionKVCacheOptions& send, const AttentionKVCacheOptions& receive)
-      : sender(MakeCache(send)), receiver(MakeCache(receive)), alone(MakeCache(receive)) {
+      : sender(MakeTestCache(send)),
+        receiver(MakeTestCache(receive)),
+        alone(MakeTestCache(receive)) {
     for (AttentionKVCache* cache : {sender.get(), receiver.get(), alone.get()})
       EXPECT_TRUE(cache->AddSequence(0).ok());
     sink = std::make_shared<Saboteur>(channel);
@@ -256,13 +252,13 @@ TEST(KVChannel, ReceiversShareTheHeadsOfOneSender) {
     layer.num_qo_heads /= 2;
     layer.num_kv_heads /= 2;
   }
-  const auto whole = MakeCache(MakeOptions(16, Mixed()));
+  const auto whole = MakeTestCache(MakeOptions(16, Mixed()));
   ASSERT_TRUE(whole->AddSequence(0).ok());
   const auto channel = CreateLocalChannel();
   std::vector<std::unique_ptr<AttentionKVCache>> halves;
   std::vector<ReceiveMap> maps;
   for (int64_t peer = 0; peer < 2; ++peer) {
-    halves.push_back(MakeCache(MakeOptions(peer == 0 ? 4 : 32, half)));
+    halves.push_back(MakeTestCache(MakeOptions(peer == 0 ? 4 : 32, half)));
     ASSERT_TRUE(halves.back()->AddSequence(7).ok());
     maps.push_back(*halves.back()->transfer()->DisaggPrepareRecv(7, 40));
     ASSERT_TRUE(channel->Connect(10 + peer, halves.back()->transfer()).ok());
@@ -477,7 +473,7 @@ TEST(KVChannel, RandomWalkAgainstComputingAlone) {
     const AttentionKVCacheOptions sender = options();
     const AttentionKVCacheOptions receiver = options();
     Pair pair(sender, receiver);
-    pair.alone = MakeCache(options());
+    pair.alone = MakeTestCache(options());
     ASSERT_TRUE(pair.alone->AddSequence(0).ok());
     int64_t length = 0;  // of sequence 0, everywhere
     for (int round = 0; round < 6 && length < 250; ++round) {

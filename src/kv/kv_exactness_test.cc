@@ -89,16 +89,10 @@ class KVExactness : public testing::TestWithParam<Parameters> {
   }
 
   void SetUp() override {
-    cache_ = Make(Options());
-    const auto alone = Make(Options());
+    cache_ = MakeTestCache(Options());
+    const auto alone = MakeTestCache(Options());
     ASSERT_TRUE(alone->AddSequence(0).ok());
     reference_ = Run(*alone, {0}, {OfSequence(0, kLength)});
-  }
-
-  static std::unique_ptr<AttentionKVCache> Make(const AttentionKVCacheOptions& options) {
-    auto cache = AttentionKVCache::Create(options);
-    EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-    return *std::move(cache);
   }
 
   Outputs Run(AttentionKVCache& cache, const std::vector<int64_t>& ids,
@@ -156,7 +150,7 @@ TEST_P(KVExactness, AnyCutOfThePrompt) {
 
 TEST_P(KVExactness, AnyPageSize) {
   for (const int64_t page_size : {0, 1, 3, 16, 48, 64, 256}) {
-    const auto cache = Make(Options(page_size));
+    const auto cache = MakeTestCache(Options(page_size));
     ASSERT_TRUE(cache->AddSequence(5).ok());
     ExtendInPieces(*cache, 5, 0, {130, 1, 1, 40}, "page size " + std::to_string(page_size));
   }
@@ -171,7 +165,7 @@ TEST_P(KVExactness, AnyNumberOfWorkers) {
   for (const int workers : {2, 3}) {
     AttentionKVCacheOptions options = Options();
     options.runner = CreateThreadPool(workers);
-    const auto cache = Make(options);
+    const auto cache = MakeTestCache(options);
     ASSERT_TRUE(cache->AddSequence(0).ok());
     ExtendInPieces(*cache, 0, 0, {130, 1, 60}, std::to_string(workers) + " workers");
   }
@@ -224,7 +218,7 @@ TEST_P(KVExactness, ForkedAnywhere) {
 TEST_P(KVExactness, ForkedManyTimesInsideATile) {
   RandomSequence random(11);
   for (const int64_t page_size : {16, 64, 7}) {
-    const auto cache = Make(Options(page_size));
+    const auto cache = MakeTestCache(Options(page_size));
     ASSERT_TRUE(cache->AddSequence(0).ok());
     Run(*cache, {0}, {OfSequence(0, 257)});
     for (int64_t child = 1; child <= 12; ++child) {
@@ -323,7 +317,7 @@ TEST_P(KVExactness, RowsDoNotSeeWhatComesAfterThem) {
   const std::vector<AttentionLayerSpec> layers = Options().layers;
   for (const int64_t page_size : {16, 3}) {
     for (const int64_t bad : {0, 5, 16, 258, 299}) {
-      const auto cache = Make(Options(page_size));
+      const auto cache = MakeTestCache(Options(page_size));
       ASSERT_TRUE(cache->AddSequence(0).ok());
       const std::vector<int64_t> ids = {0};
       const std::vector<int64_t> lengths = {kLength};
@@ -362,7 +356,7 @@ DType OutputDType(DType stored) { return IsQuantised(stored) ? DType::kBF16 : st
 
 TEST_P(KVExactness, AnOutputInTheLayersDtypeIsTheFloatOutputRounded) {
   const auto outputs_in = [&](DType dtype) {
-    const auto cache = Make(Options());
+    const auto cache = MakeTestCache(Options());
     EXPECT_TRUE(cache->AddSequence(0).ok());
     ForwardStyle style;
     style.output_dtype = dtype;
@@ -441,7 +435,7 @@ TEST_P(KVExactness, ACallerWithAnotherFloatEnvironment) {
     {
       const OtherFloatEnvironment other;
       options.runner = CreateThreadPool(workers);  // its threads inherit the caller's flags
-      const auto cache = Make(options);
+      const auto cache = MakeTestCache(options);
       ASSERT_TRUE(cache->AddSequence(0).ok());
       outputs = RunInputs(*cache, options.layers, inputs);
       EXPECT_EQ(_mm_getcsr() & OtherFloatEnvironment::kFlags, OtherFloatEnvironment::kFlags)

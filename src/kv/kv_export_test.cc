@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "kv/kv_test_bytes.h"
 #include "kv/kv_test_forward.h"
 
 namespace quire {
@@ -44,9 +45,7 @@ std::unique_ptr<AttentionKVCache> MakeCache(int64_t page_size,
   options.rope.mode = mode;
   options.runner = std::make_shared<SerialRunner>();
   options.poison_freed_pages = true;
-  Result<std::unique_ptr<AttentionKVCache>> cache = AttentionKVCache::Create(std::move(options));
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
+  return MakeTestCache(std::move(options));
 }
 
 Tokens Sequence(uint64_t first, size_t count) {
@@ -57,21 +56,9 @@ Tokens Sequence(uint64_t first, size_t count) {
 
 std::vector<int32_t> Ids(const Tokens& tokens) { return {tokens.begin(), tokens.end()}; }
 
-// The outputs' bytes of all layers.
-std::vector<std::byte> Forward(AttentionKVCache& cache, int64_t id, const Tokens& tokens) {
-  const auto outputs =
-      RunForward(cache, cache.options().layers, std::vector<int64_t>{id}, {tokens});
-  EXPECT_TRUE(outputs.ok()) << outputs.status().ToString();
-  std::vector<std::byte> bytes;
-  if (!outputs.ok()) return bytes;
-  for (const LayerOutputs& layer : *outputs)
-    bytes.insert(bytes.end(), layer.o.bytes().begin(), layer.o.bytes().end());
-  return bytes;
-}
-
 void Prefill(AttentionKVCache& cache, int64_t id, const Tokens& tokens) {
   ASSERT_TRUE(cache.AddSequence(id).ok());
-  Forward(cache, id, tokens);
+  ForwardBytes(cache, id, tokens);
 }
 
 Passport TestPassport(AttentionKVCache& cache, int64_t block_tokens = 16) {
@@ -134,7 +121,7 @@ TEST_P(ExportTest, PageSizesOfWriterAndReaderDoNotMatter) {
     Prefill(*writer, 0, tokens);
     const std::vector<ChunkBuffer> chunks = Export(*writer, 0, tokens, 16);
     ASSERT_EQ(chunks.size(), 5u);
-    const std::vector<std::byte> cold = Forward(*writer, 0, next);
+    const std::vector<std::byte> cold = ForwardBytes(*writer, 0, next);
     for (const int64_t reader_pages : {1, 3, 16, 64}) {
       const auto reader = MakeCache(reader_pages, TwoGroups(dtype, v_dtype), mode);
       ASSERT_TRUE(ImportChunks(*reader, 7, Views(chunks)).ok());
@@ -143,7 +130,7 @@ TEST_P(ExportTest, PageSizesOfWriterAndReaderDoNotMatter) {
       const std::vector<ChunkBuffer> again = Export(*reader, 7, tokens, 16);
       for (size_t i = 0; i < chunks.size(); ++i)
         ASSERT_TRUE(std::ranges::equal(chunks[i].bytes(), again[i].bytes())) << i;
-      EXPECT_TRUE(cold == Forward(*reader, 7, next)) << writer_pages << " -> " << reader_pages;
+      EXPECT_TRUE(cold == ForwardBytes(*reader, 7, next)) << writer_pages << " -> " << reader_pages;
     }
   }
 }
@@ -167,15 +154,15 @@ TEST(KVExport, ImportsBehindWhatIsThere) {
   const std::vector<ChunkBuffer> chunks = Export(*writer, 0, tokens, 10);
   const std::vector<ChunkView> views = Views(chunks);
   const Tokens next = Sequence(500, 3);
-  const std::vector<std::byte> cold = Forward(*writer, 0, next);
+  const std::vector<std::byte> cold = ForwardBytes(*writer, 0, next);
   for (const int64_t page_size : {1, 16, 7}) {
     const auto reader = MakeCache(page_size, TwoGroups(DType::kF32));
     // The first 20 tokens are computed, 20 imported in two parts, 10 computed.
     Prefill(*reader, 0, Sequence(1, 20));
     ASSERT_TRUE(ImportChunks(*reader, 0, std::span(views).subspan(2, 1)).ok());
     ASSERT_TRUE(ImportChunks(*reader, 0, std::span(views).subspan(3, 1)).ok());
-    Forward(*reader, 0, Sequence(41, 10));
-    EXPECT_TRUE(cold == Forward(*reader, 0, next)) << page_size;
+    ForwardBytes(*reader, 0, Sequence(41, 10));
+    EXPECT_TRUE(cold == ForwardBytes(*reader, 0, next)) << page_size;
     ASSERT_TRUE(reader->CheckInvariants().ok());
   }
 }
@@ -194,17 +181,17 @@ TEST(KVExport, AForkThatImportsLeavesItsSiblingsAlone) {
     const int64_t position = 16 + id;
     ASSERT_TRUE(reader->ForkSequence(id - 1, id, position).ok());
     if (id == 4) break;
-    Forward(*reader, id,
-            Sequence(static_cast<uint64_t>(position) + 1, static_cast<size_t>(24 - position)));
+    ForwardBytes(*reader, id,
+                 Sequence(static_cast<uint64_t>(position) + 1, static_cast<size_t>(24 - position)));
   }
   ASSERT_TRUE(ImportChunks(*reader, 4, std::span(views).subspan(1)).ok());
   const Status sound = reader->CheckInvariants();
   ASSERT_TRUE(sound.ok()) << sound.ToString();
   const auto alone = MakeCache(16, TwoGroups(DType::kBF16));
   Prefill(*alone, 0, Sequence(1, 24));
-  const std::vector<std::byte> expected = Forward(*alone, 0, {7});
-  for (int64_t id = 0; id < 4; ++id) EXPECT_TRUE(expected == Forward(*reader, id, {7})) << id;
-  EXPECT_TRUE(Forward(*writer, 0, {7}) == Forward(*reader, 4, {7}));
+  const std::vector<std::byte> expected = ForwardBytes(*alone, 0, {7});
+  for (int64_t id = 0; id < 4; ++id) EXPECT_TRUE(expected == ForwardBytes(*reader, id, {7})) << id;
+  EXPECT_TRUE(ForwardBytes(*writer, 0, {7}) == ForwardBytes(*reader, 4, {7}));
   ASSERT_TRUE(reader->Clear().ok());
   EXPECT_EQ(reader->pages_in_use(), 0);
 }

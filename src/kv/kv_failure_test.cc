@@ -44,12 +44,6 @@ AttentionKVCacheOptions SmallOptions(int64_t page_size = 4) {
   return options;
 }
 
-std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 void Extend(AttentionKVCache& cache, const AttentionKVCacheOptions& options, int64_t id,
             int64_t count) {
   std::vector<uint64_t> tokens;
@@ -134,7 +128,7 @@ void ExpectEachRefusalIsHarmless(const Scene& scene, const Call& prepare, const 
                                  WhenRefused when_refused = WhenRefused::kFails) {
   for (int64_t n = 0;; ++n) {
     ASSERT_LT(n, 10000) << "never succeeds";
-    const auto cache = MakeCache(scene.options);
+    const auto cache = MakeTestCache(scene.options);
     scene.build(*cache, scene.options);
     Status status = prepare(*cache);
     ASSERT_TRUE(status.ok()) << status.ToString();
@@ -399,7 +393,7 @@ TEST(KVNoRoomForTrees, BeginIsRefusedAtEveryNumberOfPages) {
     ASSERT_LT(capacity, 100) << "never succeeds";
     AttentionKVCacheOptions options = SmallOptions(4);
     options.token_capacity = capacity;
-    const auto cache = MakeCache(options);
+    const auto cache = MakeTestCache(options);
     build(*cache, options);
     const uint64_t digest = cache->StateDigest();
     // Node pages: 2 and 1. Path: 1 gets its own page of [4, 8), 2 gets 2.
@@ -419,7 +413,7 @@ TEST(KVNoRoomForTrees, BeginIsRefusedAtEveryNumberOfPages) {
 TEST(KVAllocationFailure, ATreeForwardAllocatesNothingAfterBegin) {
   for (const Scene& scene : Scenes()) {
     SCOPED_TRACE(scene.name);
-    const auto cache = MakeCache(scene.options);
+    const auto cache = MakeTestCache(scene.options);
     scene.build(*cache, scene.options);
     const ForwardTensors first(scene.options.layers[0]);
     const ForwardTensors second(scene.options.layers[1]);
@@ -521,7 +515,7 @@ TEST_P(KVAllocationFailure, BeginOfAForwardThatLoads) {
 // A source may lack memory too.
 TEST_P(KVAllocationFailure, ASourceWithoutMemory) {
   LoadingThree loading(scene_.options);
-  const auto cache = MakeCache(scene_.options);
+  const auto cache = MakeTestCache(scene_.options);
   scene_.build(*cache, scene_.options);
   const uint64_t digest = cache->StateDigest();
   const ForwardTensors tensors(scene_.options.layers[0]);
@@ -542,7 +536,7 @@ TEST_P(KVAllocationFailure, ASourceWithoutMemory) {
 
 // The first three tokens of sequence 0 as a chunk, into a sequence that is new.
 TEST_P(KVAllocationFailure, Chunks) {
-  const auto writer = MakeCache(scene_.options);
+  const auto writer = MakeTestCache(scene_.options);
   scene_.build(*writer, scene_.options);
   ChunkFields fields;
   fields.tokens = {1, 2, 3};
@@ -563,7 +557,7 @@ INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, 
 TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
   for (const Scene& scene : Scenes()) {
     SCOPED_TRACE(scene.name);
-    const auto cache = MakeCache(scene.options);
+    const auto cache = MakeTestCache(scene.options);
     scene.build(*cache, scene.options);
     const ForwardTensors first(scene.options.layers[0]);
     const ForwardTensors second(scene.options.layers[1]);
@@ -582,7 +576,7 @@ TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
 TEST(KVAllocationFailure, AForwardThatLoadsAllocatesNothingAfterBegin) {
   for (const Scene& scene : Scenes()) {
     SCOPED_TRACE(scene.name);
-    const auto cache = MakeCache(scene.options);
+    const auto cache = MakeTestCache(scene.options);
     scene.build(*cache, scene.options);
     const ForwardTensors first(scene.options.layers[0]);
     const ForwardTensors second(scene.options.layers[1]);
@@ -622,7 +616,7 @@ TEST(KVAllocationFailure, CreateReportsOutOfMemory) {
 // An error has a message, which needs memory too: without it the answer is OutOfMemory, never an
 // exception.
 TEST(KVAllocationFailure, ErrorsWithoutMemoryForTheirMessage) {
-  const auto cache = MakeCache(SmallOptions());
+  const auto cache = MakeTestCache(SmallOptions());
   BuildForked(*cache, SmallOptions());
   const std::vector<Call> calls = {
       [](AttentionKVCache& c) { return c.AddSequence(0); },
@@ -683,7 +677,7 @@ class KVNoRoom : public testing::Test {
   }
 
   const AttentionKVCacheOptions options_ = SmallOptions();
-  const std::unique_ptr<AttentionKVCache> cache_ = MakeCache(options_);
+  const std::unique_ptr<AttentionKVCache> cache_ = MakeTestCache(options_);
 };
 
 TEST_F(KVNoRoom, BeginWithoutPagesChangesNothingAndWorksLater) {
@@ -749,7 +743,7 @@ TEST_F(KVNoRoom, DebugSetOfASharedTokenNeedsAPage) {
 TEST(KVNoRoomToConsolidate, BeginIsRefused) {
   AttentionKVCacheOptions options = SmallOptions(16);
   options.token_capacity = 16 * 3;  // four pages, all taken by the scene
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildConsolidationDue(*cache, options);
   ASSERT_EQ(cache->GetNumAvailablePages(), 0);
   EXPECT_EQ(cache->PagesNeeded(kIds<2>, kIds<1>).value(), 1);
@@ -899,7 +893,7 @@ TEST_P(KVStateMachine, AnswersAsTheTableSays) {
   SCOPED_TRACE(row.name);
   for (const bool in_forward : {false, true}) {
     const AttentionKVCacheOptions options = SmallOptions();
-    const auto cache = MakeCache(options);
+    const auto cache = MakeTestCache(options);
     BuildForked(*cache, options);
     if (in_forward) {
       ASSERT_TRUE(BeginThree(*cache).ok());
@@ -918,7 +912,7 @@ INSTANTIATE_TEST_SUITE_P(Table, KVStateMachine, testing::Range<size_t>(0, StateT
 
 TEST(KVStateMachine, ARetainedSequenceIsInNoBatch) {
   const AttentionKVCacheOptions options = SmallOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildForked(*cache, options);
   ASSERT_TRUE(cache->SetRetained(1, true).ok());
   const uint64_t digest = cache->StateDigest();
@@ -931,7 +925,7 @@ TEST(KVStateMachine, ARetainedSequenceIsInNoBatch) {
 
 TEST(KVStateMachine, EndBeforeAllLayersKeepsTheForwardOpen) {
   const AttentionKVCacheOptions options = SmallOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildForked(*cache, options);
   ASSERT_TRUE(BeginThree(*cache).ok());
   const ForwardTensors& t = SmallTensors();
@@ -948,7 +942,7 @@ TEST(KVStateMachine, EndBeforeAllLayersKeepsTheForwardOpen) {
 TEST(KVStateMachine, AfterAFailedAttentionCallOnlyAbortAndClearAreLegal) {
   for (const bool clear : {false, true}) {
     const AttentionKVCacheOptions options = SmallOptions();
-    const auto cache = MakeCache(options);
+    const auto cache = MakeTestCache(options);
     BuildForked(*cache, options);
     ASSERT_TRUE(BeginThree(*cache).ok());
     const ForwardTensors& t = SmallTensors();
@@ -982,7 +976,7 @@ TEST(KVStateMachine, ASecondThreadMeanwhileGetsBadState) {
   AttentionKVCacheOptions options = SmallOptions();
   const auto runner = std::make_shared<CallingBackRunner>();
   options.runner = runner;
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildForked(*cache, options);
   ASSERT_TRUE(BeginThree(*cache).ok());
   const ForwardTensors& t = SmallTensors();
@@ -1026,7 +1020,7 @@ struct BadCall {
 
 TEST(KVBadArguments, EveryOneIsRefusedAndChangesNothing) {
   const AttentionKVCacheOptions options = SmallOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildForked(*cache, options);
   const TestTensor k(DType::kF32, {2, 2, 1, 4});
   const TestTensor v(DType::kF32, {2, 2, 1, 4});
@@ -1116,7 +1110,7 @@ TEST(KVBadArguments, LongRopeIsChosenWhileEmpty) {
   options.rope.original_max_position_embeddings = 32;
   options.rope.short_factors = {1, 1};
   options.rope.long_factors = {2, 3};
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildForked(*cache, options);
   EXPECT_EQ(cache->SelectLongRope(0, true).code(), StatusCode::kBadState);
   EXPECT_TRUE(cache->SelectLongRope(3, true).ok());
@@ -1194,7 +1188,7 @@ TEST(KVBadArguments, TensorsOfAttentionCalls) {
       {"q strided in its last dimension", attend(transposed, o, lse)},
   };
   for (const auto& [name, call] : rows) {
-    const auto cache = MakeCache(options);
+    const auto cache = MakeTestCache(options);
     BuildForked(*cache, options);
     const uint64_t idle = cache->StateDigest();
     ASSERT_TRUE(BeginThree(*cache).ok());

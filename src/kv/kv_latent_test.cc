@@ -38,9 +38,7 @@ AttentionKVCacheOptions OptionsOf(std::vector<AttentionLayerSpec> layers, int64_
 
 std::unique_ptr<AttentionKVCache> MakeCache(std::vector<AttentionLayerSpec> layers,
                                             int64_t page_size = 16) {
-  auto cache = AttentionKVCache::Create(OptionsOf(std::move(layers), page_size));
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
+  return MakeTestCache(OptionsOf(std::move(layers), page_size));
 }
 
 Tokens Sequence(uint64_t first, size_t count) {

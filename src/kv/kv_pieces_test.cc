@@ -26,12 +26,6 @@ AttentionKVCacheOptions Options(int64_t page_size = 16) {
   return options;
 }
 
-std::unique_ptr<AttentionKVCache> Make(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 std::vector<uint64_t> Tokens(uint64_t sequence, int64_t begin, int64_t end) {
   std::vector<uint64_t> tokens;
   for (int64_t i = begin; i < end; ++i) {
@@ -102,7 +96,7 @@ TEST(Pieces, AreExactPerRowInAnyBatchPageSizeAndPool) {
       for (const int workers : {1, 3}) {
         AttentionKVCacheOptions options = Options(page_size);
         options.runner = CreateThreadPool(workers);
-        const auto cache = Make(options);
+        const auto cache = MakeTestCache(options);
         for (int64_t id = 0; id < 3; ++id) ASSERT_TRUE(cache->AddSequence(id).ok());
         RunPieces(*cache, {0}, {Tokens(0, 0, kLength)});
         RunPieces(*cache, {1}, {Tokens(1, 0, 33)});
@@ -124,7 +118,7 @@ TEST(Pieces, AreExactPerRowInAnyBatchPageSizeAndPool) {
 
 // What a row sees across is what its predecessor saw of everything, so its bits are known.
 TEST(Pieces, CrossAttentionSeesWhatWasThereAndNoMore) {
-  const auto cache = Make(Options());
+  const auto cache = MakeTestCache(Options());
   ASSERT_TRUE(cache->AddSequence(0).ok());
   RunPieces(*cache, {0}, {Tokens(0, 0, 301)});
   // A fork one token shorter whose next token has the same query.
@@ -168,7 +162,7 @@ void ExpectMergeIsTheWhole(AttentionKVCache& cache, const LayerOutputs& self,
 }
 
 TEST(Pieces, AMergeOfBothIsTheWhole) {
-  const auto cache = Make(Options());
+  const auto cache = MakeTestCache(Options());
   for (int64_t id = 0; id < 2; ++id) ASSERT_TRUE(cache->AddSequence(id).ok());
   RunPieces(*cache, {0}, {Tokens(0, 0, 300)});
   const Pieces pieces = RunPieces(*cache, {1, 0}, {Tokens(1, 0, 9), Tokens(0, 300, 340)});
@@ -204,7 +198,7 @@ TEST(Pieces, AMergeOfBothIsTheWholeUnderWindows) {
     options.layers[3].soft_cap = 1;
     options.layers[3].head_sinks = {1, 2, 3, 4, 5, 6};
     options.rope.mode = mode;
-    const auto cache = Make(options);
+    const auto cache = MakeTestCache(options);
     for (int64_t id = 0; id < 4; ++id) {
       ASSERT_TRUE(cache->AddSequence(id).ok());
       if (id < 3) {
@@ -229,7 +223,7 @@ TEST(Pieces, AMergeOfBothIsTheWholeUnderWindows) {
 TEST(Pieces, ALearnedSinkIsThereThoughNothingIsCached) {
   AttentionKVCacheOptions options = Options();
   options.layers[0].head_sinks = {2, -1, 0, 4};
-  const auto cache = Make(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const Pieces pieces = RunPieces(*cache, {0}, {Tokens(0, 0, 3)});
   for (int64_t i = 0; i < 12; ++i) {
@@ -243,7 +237,7 @@ TEST(Pieces, ALearnedSinkIsThereThoughNothingIsCached) {
 TEST(Pieces, OtherDimensionsAreRefusedWhereSinksAreTurned) {
   AttentionKVCacheOptions options = Options();
   options.rope.mode = RopeMode::kNormal;
-  const auto cache = Make(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   ASSERT_TRUE(cache->EnableSlidingWindowForSeq(0, 8, 4).ok());
   const auto self = [&](int64_t rows) {
@@ -268,7 +262,7 @@ TEST(Pieces, OtherDimensionsAreRefusedWhereSinksAreTurned) {
 
 // What an infinite value may touch are the rows that see it.
 TEST(Pieces, AnInfiniteValueStaysWithItsRows) {
-  const auto cache = Make(Options());
+  const auto cache = MakeTestCache(Options());
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const int64_t ids[] = {0};
   const int64_t lengths[] = {20};
@@ -292,7 +286,7 @@ TEST(Pieces, AnInfiniteValueStaysWithItsRows) {
 
 class PiecesChecks : public ::testing::Test {
  protected:
-  PiecesChecks() : cache_(Make(Options())) {
+  PiecesChecks() : cache_(MakeTestCache(Options())) {
     EXPECT_TRUE(cache_->AddSequence(0).ok());
     Begin();
   }

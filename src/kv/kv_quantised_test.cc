@@ -44,12 +44,6 @@ AttentionKVCacheOptions Options(const TypePair& pair, int64_t page_size = 16) {
   return options;
 }
 
-std::unique_ptr<AttentionKVCache> Make(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 Tokens Range(uint64_t first, int64_t count) {
   Tokens tokens(static_cast<size_t>(count));
   std::iota(tokens.begin(), tokens.end(), first);
@@ -84,7 +78,7 @@ double LargestOf(const TestTensor& rows, int64_t row, int64_t head) {
 
 TEST(KVQuantised, StoredNumbersAreWithinHalfAStepOfWhatWasGiven) {
   for (const TypePair& pair : kPairs) {
-    const auto cache = Make(Options(pair));
+    const auto cache = MakeTestCache(Options(pair));
     ASSERT_TRUE(cache->AddSequence(0).ok());
     const Tokens tokens = Range(0, 40);
     Append(*cache, {0}, {tokens});
@@ -113,13 +107,13 @@ TEST(KVQuantised, AttentionIsThatOfFloat32WithinTheBoundOfTheSteps) {
   for (const std::string& path : KernelPaths()) {
     AttentionKVCacheOptions exact = Options({DType::kF32, DType::kF32});
     exact.kernel_path = path;
-    const auto reference = Make(exact);
+    const auto reference = MakeTestCache(exact);
     ASSERT_TRUE(reference->AddSequence(0).ok());
     const LayerOutputs expected = Append(*reference, {0}, {tokens});
     for (const TypePair& pair : kPairs) {
       AttentionKVCacheOptions options = Options(pair);
       options.kernel_path = path;
-      const auto cache = Make(options);
+      const auto cache = MakeTestCache(options);
       ASSERT_TRUE(cache->AddSequence(0).ok());
       const LayerOutputs got = Append(*cache, {0}, {tokens});
       const AttentionLayerSpec& spec = options.layers[0];
@@ -162,7 +156,7 @@ TEST(KVQuantised, AttentionIsThatOfFloat32WithinTheBoundOfTheSteps) {
 TEST(KVQuantised, SameTokenSameBytes) {
   for (const TypePair& pair : kPairs) {
     const AttentionLayerSpec spec = Options(pair).layers[0];
-    const auto alone = Make(Options(pair));
+    const auto alone = MakeTestCache(Options(pair));
     ASSERT_TRUE(alone->AddSequence(0).ok());
     Append(*alone, {0}, {Range(0, 90)});
     StoredRows expected(spec, 90);
@@ -172,7 +166,7 @@ TEST(KVQuantised, SameTokenSameBytes) {
         AttentionKVCacheOptions options = Options(pair, page_size);
         options.runner = CreateThreadPool(3);
         options.kernel_path = path;
-        const auto cache = Make(options);
+        const auto cache = MakeTestCache(options);
         for (const int64_t id : {0, 1, 2}) ASSERT_TRUE(cache->AddSequence(id).ok());
         Append(*cache, {1, 0}, {Range(5000, 3), Range(0, 20)});
         ASSERT_TRUE(cache->ForkSequence(0, 5, 11).ok());
@@ -191,7 +185,7 @@ TEST(KVQuantised, SameTokenSameBytes) {
 // What is read can be set again and is the same, codes and scales; a shared token stays for others.
 TEST(KVQuantised, WhatIsReadAndSetAgainIsTheSame) {
   for (const TypePair& pair : kPairs) {
-    const auto cache = Make(Options(pair));
+    const auto cache = MakeTestCache(Options(pair));
     const AttentionLayerSpec& spec = cache->options().layers[0];
     ASSERT_TRUE(cache->AddSequence(0).ok());
     Append(*cache, {0}, {Range(0, 37)});
@@ -235,11 +229,11 @@ TEST(KVQuantised, InfinitiesAreSeenByTheRowsBehindThemOnly) {
         EXPECT_TRUE(cache.EndForward().ok());
         return o;
       };
-      const TestTensor sound = run(*Make(options));
+      const TestTensor sound = run(*MakeTestCache(options));
       TestTensor v = inputs.v;  // the same memory
       v.Set((5 * spec.num_kv_heads + 1) * spec.v_head_dim + 3,
             std::numeric_limits<float>::infinity());
-      const TestTensor o = run(*Make(options));
+      const TestTensor o = run(*MakeTestCache(options));
       for (int64_t i = 0; i < o.count(); ++i) {
         const int64_t row = i / (spec.num_qo_heads * spec.v_head_dim);
         const int64_t head = i / spec.v_head_dim % spec.num_qo_heads;
@@ -269,7 +263,7 @@ TEST(KVQuantised, PagesTakeAByteANumberAndAScaleAHead) {
 }
 
 TEST(KVQuantised, TensorsAreRefusedThatDoNotFit) {
-  const auto cache = Make(Options({DType::kI8, DType::kBF16}));
+  const auto cache = MakeTestCache(Options({DType::kI8, DType::kBF16}));
   const AttentionLayerSpec spec = cache->options().layers[0];
   ASSERT_TRUE(cache->AddSequence(0).ok());
   Append(*cache, {0}, {Range(0, 6)});

@@ -7,15 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "kv/kv_test_forward.h"
-
 namespace quire {
-
-std::unique_ptr<AttentionKVCache> MakeTestCache(AttentionKVCacheOptions options) {
-  Result<std::unique_ptr<AttentionKVCache>> cache = AttentionKVCache::Create(std::move(options));
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
 
 std::vector<std::byte> ForwardBytes(AttentionKVCache& cache, int64_t id,
                                     const std::vector<uint64_t>& tokens) {

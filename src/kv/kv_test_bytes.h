@@ -4,19 +4,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "kv/kv_test_forward.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/chunk.h"
 #include "quire/kv_export.h"
 
 namespace quire {
-
-// Fails the test if the options are refused.
-std::unique_ptr<AttentionKVCache> MakeTestCache(AttentionKVCacheOptions options);
 
 // The outputs of all layers of a forward of one sequence. Fails the test if a call fails.
 std::vector<std::byte> ForwardBytes(AttentionKVCache& cache, int64_t id,

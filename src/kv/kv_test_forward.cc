@@ -1,8 +1,11 @@
 #include "kv/kv_test_forward.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "base/float_environment.h"
 #include "base/random.h"
@@ -189,6 +192,12 @@ Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
   }
   QUIRE_RETURN_IF_ERROR(cache.BeginForward(ids, lengths));
   return FinishForward(cache, layers, rows, style);
+}
+
+std::unique_ptr<AttentionKVCache> MakeTestCache(AttentionKVCacheOptions options) {
+  Result<std::unique_ptr<AttentionKVCache>> cache = AttentionKVCache::Create(std::move(options));
+  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
+  return *std::move(cache);
 }
 
 }  // namespace quire

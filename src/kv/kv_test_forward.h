@@ -56,6 +56,9 @@ class SerialRunner final : public ParallelRunner {
   }
 };
 
+// Fails the test if the options are refused.
+std::unique_ptr<AttentionKVCache> MakeTestCache(AttentionKVCacheOptions options);
+
 // What a model would feed the cache: q, k and v of a token and layer are fixed by the token's
 // number.
 struct TokenInputs {

@@ -35,12 +35,6 @@ AttentionKVCacheOptions MakeOptions() {
   return options;
 }
 
-std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 void Extend(AttentionKVCache& cache, int64_t id, int64_t count) {
   Tokens tokens;
   for (int64_t i = 0; i < count; ++i) tokens.push_back(static_cast<uint64_t>(100 * id + i));
@@ -92,7 +86,7 @@ class RecordingSink final : public LayerSink {
 
 // The map of another cache with the same layers, for `count` tokens from `position` on.
 ReceiveMap MapOf(const AttentionKVCacheOptions& options, int64_t position, int64_t count) {
-  const auto receiver = MakeCache(options);
+  const auto receiver = MakeTestCache(options);
   EXPECT_TRUE(receiver->AddSequence(0).ok());
   if (position > 0) Extend(*receiver, 0, position);
   const auto map = receiver->transfer()->DisaggPrepareRecv(0, count);
@@ -124,7 +118,7 @@ Status Fill(KVTransfer& cache, uint64_t epoch, int64_t layer, const ReceivePart&
 // ---------------------------------------------------------------------- maps
 
 TEST(KVTransfer, TheMapIsThatOfASequenceOfRuns) {
-  const auto cache = MakeCache(MakeOptions());
+  const auto cache = MakeTestCache(MakeOptions());
   KVTransfer& transfer = *cache->transfer();
   for (const int64_t id : {0, 1, 2}) ASSERT_TRUE(cache->AddSequence(id).ok());
   // Fresh pages follow one another: one run.
@@ -171,7 +165,7 @@ TEST(KVTransfer, MapsAreDecodedOrRefused) {
 // ---------------------------------------------------------------------- pending tokens
 
 TEST(KVTransfer, WhatIsPendingIsInNoForwardAndNoCallSeesIt) {
-  const auto cache = MakeCache(MakeOptions());
+  const auto cache = MakeTestCache(MakeOptions());
   KVTransfer& transfer = *cache->transfer();
   ASSERT_TRUE(cache->AddSequence(0).ok());
   Extend(*cache, 0, 6);
@@ -232,7 +226,7 @@ TEST(KVTransfer, PopRemoveAndClearCancel) {
                                Cancel([](AttentionKVCache& c) { return c.PopN(0, 8); }),
                                Cancel([](AttentionKVCache& c) { return c.RemoveSequence(0); }),
                                Cancel([](AttentionKVCache& c) { return c.Clear(); })}) {
-    const auto cache = MakeCache(MakeOptions());
+    const auto cache = MakeTestCache(MakeOptions());
     ASSERT_TRUE(cache->AddSequence(0).ok());
     Extend(*cache, 0, 6);
     const auto map = cache->transfer()->DisaggPrepareRecv(0, 5);
@@ -254,7 +248,7 @@ TEST(KVTransfer, PopRemoveAndClearCancel) {
 }
 
 TEST(KVTransfer, RowsCountWhenAllOfTheirHeadsAreThereInAnyOrder) {
-  const auto cache = MakeCache(MakeOptions());
+  const auto cache = MakeTestCache(MakeOptions());
   KVTransfer& transfer = *cache->transfer();
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const ReceiveMap map = transfer.DisaggPrepareRecv(0, 20).value();
@@ -299,7 +293,7 @@ TEST(KVTransfer, RowsCountWhenAllOfTheirHeadsAreThereInAnyOrder) {
 }
 
 TEST(KVTransfer, BadPartsAndDigestsAreRefused) {
-  const auto cache = MakeCache(MakeOptions());
+  const auto cache = MakeTestCache(MakeOptions());
   KVTransfer& transfer = *cache->transfer();
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const ReceiveMap map = transfer.DisaggPrepareRecv(0, 8).value();
@@ -343,7 +337,7 @@ TEST(KVTransfer, ReservationsKeepTheLimitOfPagesPerRange) {
   auto options = MakeOptions();
   options.page_size = 16;
   options.token_capacity = 300;
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   Extend(*cache, 0, 10);
   std::vector<uint64_t> epochs;
@@ -363,7 +357,7 @@ TEST(KVTransfer, ReservationsKeepTheLimitOfPagesPerRange) {
 }
 
 TEST(KVTransfer, OutOfPagesChangesNothing) {
-  const auto cache = MakeCache(MakeOptions());
+  const auto cache = MakeTestCache(MakeOptions());
   ASSERT_TRUE(cache->AddSequence(0).ok());
   Extend(*cache, 0, 6);
   const uint64_t before = cache->StateDigest();
@@ -381,7 +375,7 @@ TEST(KVTransfer, OutOfPagesChangesNothing) {
 // ---------------------------------------------------------------------- marks
 
 struct Sender {
-  explicit Sender(const AttentionKVCacheOptions& options) : cache(MakeCache(options)) {
+  explicit Sender(const AttentionKVCacheOptions& options) : cache(MakeTestCache(options)) {
     EXPECT_TRUE(cache->AddSequence(0).ok());
     EXPECT_TRUE(cache->transfer()->SetLayerSink(sink).ok());
   }
@@ -497,7 +491,7 @@ TEST(KVTransfer, MarksAreCheckedAndARefusedOneArmsNothing) {
   // The old mark is as it was.
   Extend(cache, 0, 3);
   EXPECT_EQ(cache.transfer()->GetSendProgress(0)->sent, 8);
-  const auto without = MakeCache(MakeOptions());
+  const auto without = MakeTestCache(MakeOptions());
   ASSERT_TRUE(without->AddSequence(0).ok());
   EXPECT_EQ(Mark(*without, 0, 0, good).code(), StatusCode::kBadState);
 }

@@ -35,12 +35,6 @@ AttentionKVCacheOptions MakeOptions(int64_t page_size = 4) {
   return options;
 }
 
-std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 // Tokens [start, start + count) of the text with this number.
 Tokens Text(uint64_t number, int64_t start, int64_t count) {
   Tokens tokens;
@@ -75,7 +69,7 @@ std::vector<Stored> ComputeText(AttentionKVCacheOptions options, uint64_t number
                                 const std::vector<int64_t>& cuts) {
   options.prefill_chunk_size = 400;
   for (AttentionLayerSpec& layer : options.layers) layer.window = 0;  // so that all is held
-  const auto writer = MakeCache(options);
+  const auto writer = MakeTestCache(options);
   EXPECT_TRUE(writer->AddSequence(0).ok());
   EXPECT_TRUE(RunForward(*writer, options.layers, Ids{0}, {Text(number, 0, cuts.back())}).ok());
   std::vector<Stored> parts;
@@ -211,8 +205,8 @@ TEST_P(LayerLoadExactness, IsAnImportBeforeTheForward) {
   for (const CallStyle calls : {CallStyle::kFused, CallStyle::kHalves}) {
     const AttentionKVCacheOptions& options = setting.options;
     const LoadingBatch batch(options);
-    const auto loading = MakeCache(options);
-    const auto importing = MakeCache(options);
+    const auto loading = MakeTestCache(options);
+    const auto importing = MakeTestCache(options);
     for (AttentionKVCache* const cache : {loading.get(), importing.get()}) {
       BuildMembers(*cache);
       if (setting.windows) EnableWindows(*cache);
@@ -248,7 +242,7 @@ INSTANTIATE_TEST_SUITE_P(Settings, LayerLoadExactness,
 
 TEST(LayerLoad, AStepBehindALoadIsPlannedAnewAndTheNextOneRepeated) {
   const AttentionKVCacheOptions options = MakeOptions(16);
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   const auto& paged = static_cast<const PagedKVCache&>(*cache);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const std::vector<Stored> parts = ComputeText(options, 1, {0, 20});
@@ -268,7 +262,7 @@ TEST(LayerLoad, AStepBehindALoadIsPlannedAnewAndTheNextOneRepeated) {
 // then.
 TEST(LayerLoad, ALayerIsTakenRightBeforeItIsTouched) {
   const AttentionKVCacheOptions options = MakeOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildMembers(*cache);
   const LoadingBatch batch(options);
   std::vector<std::string> events;
@@ -303,7 +297,7 @@ TEST(LayerLoad, ALayerIsTakenRightBeforeItIsTouched) {
 
 TEST(LayerLoad, EndNeedsEveryLayer) {
   const AttentionKVCacheOptions options = MakeOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildMembers(*cache);
   const LoadingBatch batch(options);
   ASSERT_TRUE(batch.Begin(*cache).ok());
@@ -324,7 +318,7 @@ struct Failure {
 TEST(LayerLoad, ALayerThatDoesNotComeLeavesNothingBehind) {
   const AttentionKVCacheOptions options = MakeOptions();
   const LoadingBatch batch(options);
-  const auto expected_cache = MakeCache(options);
+  const auto expected_cache = MakeTestCache(options);
   BuildMembers(*expected_cache);
   ASSERT_TRUE(batch.Begin(*expected_cache).ok());
   const auto expected = FinishForward(*expected_cache, options.layers, batch.rows);
@@ -334,7 +328,7 @@ TEST(LayerLoad, ALayerThatDoesNotComeLeavesNothingBehind) {
       for (const StatusCode code :
            {StatusCode::kCorrupt, StatusCode::kTimeout, StatusCode::kIncompatible}) {
         for (const CallStyle calls : {CallStyle::kFused, CallStyle::kHalves}) {
-          const auto cache = MakeCache(options);
+          const auto cache = MakeTestCache(options);
           BuildMembers(*cache);
           const uint64_t digest = cache->StateDigest();
           const int64_t available = cache->GetNumAvailablePages();
@@ -375,7 +369,7 @@ TEST(LayerLoad, ALayerThatDoesNotComeLeavesNothingBehind) {
 TEST(LayerLoad, AbortAfterSomeLayersAndClear) {
   const AttentionKVCacheOptions options = MakeOptions();
   const LoadingBatch batch(options);
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildMembers(*cache);
   const uint64_t digest = cache->StateDigest();
   ASSERT_TRUE(batch.Begin(*cache).ok());
@@ -405,7 +399,7 @@ TEST(LayerLoad, WhatASourceGivesIsChecked) {
   std::vector<KVBlock> more = right;
   more.push_back(right[0]);
   for (const std::vector<KVBlock>& wrong : {swapped, no_memory, longer_values, fewer, more}) {
-    const auto cache = MakeCache(options);
+    const auto cache = MakeTestCache(options);
     ASSERT_TRUE(cache->AddSequence(0).ok());
     const uint64_t digest = cache->StateDigest();
     BlockSource source(wrong);
@@ -421,7 +415,7 @@ TEST(LayerLoad, WhatASourceGivesIsChecked) {
 // A source cannot call the cache that waits for it.
 TEST(LayerLoad, ACallOutOfASourceIsRefused) {
   const AttentionKVCacheOptions options = MakeOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const std::vector<Stored> parts = ComputeText(options, 1, {0, 12});
   BlockSource source(BlocksOf(parts));
@@ -437,7 +431,7 @@ TEST(LayerLoad, ACallOutOfASourceIsRefused) {
 
 TEST(LayerLoad, BadLoadsChangeNothing) {
   const AttentionKVCacheOptions options = MakeOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildMembers(*cache);
   const std::vector<Stored> parts = ComputeText(options, 1, {0, 12});
   BlockSource source(BlocksOf(parts));
@@ -469,7 +463,7 @@ TEST(LayerLoad, BadLoadsChangeNothing) {
 TEST(LayerLoad, ImportedTokensAreNoNewTokens) {
   AttentionKVCacheOptions options = MakeOptions();
   options.prefill_chunk_size = 2;
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const std::vector<Stored> parts = ComputeText(options, 1, {0, 398});
   BlockSource source(BlocksOf(parts));
@@ -488,7 +482,7 @@ TEST(LayerLoad, ImportedTokensAreNoNewTokens) {
 // While a forward loads, the others can be forked, popped and removed.
 TEST(LayerLoad, ControlCallsOnOthersMeanwhile) {
   const AttentionKVCacheOptions options = MakeOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   BuildMembers(*cache);
   const std::vector<Stored> parts = ComputeText(options, 1, {0, 30});
   BlockSource source(BlocksOf(parts));
@@ -504,7 +498,7 @@ TEST(LayerLoad, ControlCallsOnOthersMeanwhile) {
   ASSERT_TRUE(outputs.ok());
   ASSERT_TRUE(cache->CheckInvariants().ok());
 
-  const auto alone = MakeCache(options);
+  const auto alone = MakeTestCache(options);
   ASSERT_TRUE(alone->AddSequence(0).ok());
   ASSERT_TRUE(alone->ImportKV(0, BlocksOf(parts)).ok());
   const auto expected = RunForward(*alone, options.layers, Ids{0}, {Tokens{1, 2}});

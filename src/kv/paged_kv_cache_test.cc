@@ -32,12 +32,6 @@ AttentionKVCacheOptions SmallOptions() {
   return options;
 }
 
-std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 std::vector<uint64_t> Tokens(uint64_t first, int64_t count) {
   std::vector<uint64_t> tokens;
   for (int64_t i = 0; i < count; ++i) tokens.push_back(first + static_cast<uint64_t>(i));
@@ -61,7 +55,7 @@ bool SameBytes(std::span<const std::byte> a, std::span<const std::byte> b) {
 // Section 6.1 and 6.2 of the KV specification, through the public calls.
 TEST(PagedKVCache, ForkInMidPageKeepsLengthsAndPages) {
   const AttentionKVCacheOptions options = SmallOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   EXPECT_TRUE(cache->Empty());
   EXPECT_EQ(cache->GetNumAvailablePages(), 17);
   ASSERT_TRUE(cache->AddSequence(0).ok());
@@ -91,7 +85,7 @@ TEST(PagedKVCache, ForkInMidPageKeepsLengthsAndPages) {
 // 6.23, and every other wrong batch: an error changes no length.
 TEST(PagedKVCache, ARefusedBatchChangesNothing) {
   const AttentionKVCacheOptions options = SmallOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   ASSERT_TRUE(cache->AddSequence(1).ok());
   Forward(*cache, options, {0, 1}, {Tokens(0, 4), Tokens(50, 4)});
@@ -110,7 +104,7 @@ TEST(PagedKVCache, ARefusedBatchChangesNothing) {
 
 TEST(PagedKVCache, ClearInAForwardStartsAnew) {
   const AttentionKVCacheOptions options = SmallOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   const uint64_t digest = cache->StateDigest();
   ASSERT_TRUE(cache->AddSequence(0).ok());
   Forward(*cache, options, {0}, {Tokens(0, 9)});
@@ -131,7 +125,7 @@ TEST(PagedKVCache, FusedCallIsAppendThenAttend) {
   const AttentionLayerSpec& spec = options.layers[0];
   const std::vector<uint64_t> tokens = Tokens(7, 5);
   const TokenInputs inputs = MakeTokenInputs(spec, 0, DType::kF32, tokens);
-  const auto halves = MakeCache(options);
+  const auto halves = MakeTestCache(options);
   ASSERT_TRUE(halves->AddSequence(0).ok());
   ASSERT_TRUE(halves->BeginForward(Ids{0}, Ids{5}).ok());
   const TestTensor expected(DType::kF32, {5, 4, 8});
@@ -145,7 +139,7 @@ TEST(PagedKVCache, FusedCallIsAppendThenAttend) {
   for (int64_t i = 0; i < lse.count(); ++i) ASSERT_TRUE(std::isfinite(lse.Get(i))) << i;
 
   for (const bool by_head : {false, true}) {
-    const auto cache = MakeCache(options);
+    const auto cache = MakeTestCache(options);
     ASSERT_TRUE(cache->AddSequence(0).ok());
     ASSERT_TRUE(cache->BeginForward(Ids{0}, Ids{5}).ok());
     TestTensor qkv(DType::kF32, {7, 8, 8});  // two rows of NaN behind
@@ -164,8 +158,8 @@ TEST(PagedKVCache, FusedCallIsAppendThenAttend) {
 TEST(PagedKVCache, HeadsOfDifferentWidthGoFlat) {
   AttentionKVCacheOptions options = SmallOptions();
   options.layers = {{.num_qo_heads = 2, .num_kv_heads = 1, .qk_head_dim = 6, .v_head_dim = 10}};
-  const auto fused = MakeCache(options);
-  const auto halves = MakeCache(options);
+  const auto fused = MakeTestCache(options);
+  const auto halves = MakeTestCache(options);
   for (const auto& cache : {fused.get(), halves.get()}) ASSERT_TRUE(cache->AddSequence(0).ok());
   const auto a = RunForward(*fused, options.layers, Ids{0}, {Tokens(3, 9)});
   const auto b =
@@ -177,7 +171,7 @@ TEST(PagedKVCache, HeadsOfDifferentWidthGoFlat) {
 TEST(PagedKVCache, EndNamesTheFirstLayerThatWasNotRun) {
   AttentionKVCacheOptions options = SmallOptions();
   options.layers.resize(3, options.layers[0]);
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   ASSERT_TRUE(cache->BeginForward(Ids{0}, Ids{1}).ok());
   LayerOutputs outputs;
@@ -196,7 +190,7 @@ TEST(PagedKVCache, EndNamesTheFirstLayerThatWasNotRun) {
 
 TEST(PagedKVCache, PositionsStayReadableUntilTheNextForward) {
   const AttentionKVCacheOptions options = SmallOptions();
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   ASSERT_TRUE(cache->BeginForward(Ids{0}, Ids{3}).ok());
   const std::span<const int32_t> positions = cache->GetQueryPositions().value();
@@ -224,7 +218,7 @@ TEST(PagedKVCache, LayersOfOtherShapesHavePagesOfTheirOwn) {
   options.layers = {{.num_qo_heads = 4, .num_kv_heads = 2, .qk_head_dim = 128, .v_head_dim = 128},
                     {.num_qo_heads = 8, .num_kv_heads = 8, .qk_head_dim = 128, .v_head_dim = 128},
                     {.num_qo_heads = 2, .num_kv_heads = 2, .qk_head_dim = 128, .v_head_dim = 128}};
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   // Layers 0 and 2: 32 tokens of 2 KiB, 33 pages. Layer 1: 16 tokens of 8 KiB, 64 pages.
   EXPECT_EQ(cache->pages_allocated(), 33 + 64);
   EXPECT_EQ(cache->GetNumAvailablePages(), 33);
@@ -240,7 +234,7 @@ void ExpectAsAlone(const AttentionKVCacheOptions& options, const std::vector<uin
                    std::span<const std::byte> last_row) {
   AttentionKVCacheOptions alone = options;
   alone.page_size = 48;
-  const auto cache = MakeCache(alone);
+  const auto cache = MakeTestCache(alone);
   ASSERT_TRUE(cache->AddSequence(9).ok());
   const std::vector<LayerOutputs> outputs = Forward(*cache, alone, {9}, {tokens});
   EXPECT_TRUE(SameBytes(outputs[0].o.rows(static_cast<int64_t>(tokens.size()) - 1, 1), last_row));
@@ -265,7 +259,7 @@ TEST_P(PagedKVCacheLong, SharedSegmentsCannotBeSeenInTheBits) {
   options.page_size = GetParam().page_size;
   options.token_capacity = 4000;
   options.runner = CreateThreadPool(2);
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   std::vector<std::vector<uint64_t>> texts(6, Tokens(0, 300));
   ASSERT_TRUE(cache->AddSequence(0).ok());
   Forward(*cache, options, {0}, {texts[0]});
@@ -322,7 +316,7 @@ INSTANTIATE_TEST_SUITE_P(Paths, PagedKVCacheLong, testing::ValuesIn(LongCases())
 TEST(PagedKVCache, DebugSetOfASharedTokenIsSeenByOneSequence) {
   AttentionKVCacheOptions options = SmallOptions();
   options.layers.push_back(options.layers[0]);
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   Forward(*cache, options, {0}, {Tokens(0, 10)});
   ASSERT_TRUE(cache->ForkSequence(0, 1).ok());
@@ -376,7 +370,7 @@ TEST(PagedKVCache, ACallWithinACallIsRefused) {
   AttentionKVCacheOptions options = SmallOptions();
   const auto runner = std::make_shared<IntrudingRunner>();
   options.runner = runner;
-  const auto cache = MakeCache(options);
+  const auto cache = MakeTestCache(options);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   runner->cache = cache.get();
   Forward(*cache, options, {0}, {Tokens(0, 3)});
@@ -475,8 +469,8 @@ class RepeatedForwards : public testing::Test {
 
   static constexpr int64_t kSequences = 6;
   const AttentionKVCacheOptions options_ = MakeOptions();
-  const std::unique_ptr<AttentionKVCache> repeating_ = MakeCache(options_);
-  const std::unique_ptr<AttentionKVCache> planning_ = MakeCache(options_);
+  const std::unique_ptr<AttentionKVCache> repeating_ = MakeTestCache(options_);
+  const std::unique_ptr<AttentionKVCache> planning_ = MakeTestCache(options_);
   uint64_t next_token_ = 1;
 };
 

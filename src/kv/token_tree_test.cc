@@ -34,12 +34,6 @@ Tokens Joined(const std::vector<Tokens>& parts) {
   return all;
 }
 
-std::unique_ptr<AttentionKVCache> MakeCache(const AttentionKVCacheOptions& options) {
-  auto cache = AttentionKVCache::Create(options);
-  EXPECT_TRUE(cache.ok()) << cache.status().ToString();
-  return *std::move(cache);
-}
-
 void ExpectSound(const AttentionKVCache& cache) {
   const Status status = cache.CheckInvariants();
   EXPECT_TRUE(status.ok()) << status.ToString();
@@ -61,7 +55,7 @@ class TokenTreeRules : public testing::Test {
     options_.max_tree_size = 12;
     options_.runner = std::make_shared<SerialRunner>();
     options_.poison_freed_pages = true;
-    cache_ = MakeCache(options_);
+    cache_ = MakeTestCache(options_);
   }
   void Add(int64_t id, int64_t length) {
     ASSERT_TRUE(cache_->AddSequence(id).ok());
@@ -363,7 +357,7 @@ class PlainSequence {
     options.page_size = 16;
     options.runner = std::make_shared<SerialRunner>();
     options.prefill_chunk_size = 2048;
-    cache_ = MakeCache(options);
+    cache_ = MakeTestCache(options);
     EXPECT_TRUE(cache_->AddSequence(0).ok());
     EnableWindow(*cache_, 0, window);
     if (!tokens.empty()) Append(0, tokens);
@@ -484,7 +478,7 @@ Ids RandomParents(RandomSequence& random, int64_t size, int64_t count) {
 class TreeScenario {
  public:
   explicit TreeScenario(uint64_t seed)
-      : random_(seed), options_(RandomOptions(random_)), cache_(MakeCache(options_)) {}
+      : random_(seed), options_(RandomOptions(random_)), cache_(MakeTestCache(options_)) {}
 
   void Run() {
     AddSequences();

@@ -64,8 +64,8 @@ def new_cache(
     return machine["create_cache"](*(Shape([size]) for size in sizes))
 
 
-class CacheAlone(nn.Module):
-    """A module that makes caches and nothing else."""
+class CacheModule(nn.Module):
+    """A module that makes caches; one that also runs a model derives from it."""
 
     def __init__(self, **shape: int) -> None:
         self._shape = shape
@@ -91,6 +91,6 @@ class CacheAlone(nn.Module):
 
 @functools.cache
 def compiled_alone(**shape: int) -> Any:
-    """The executable of CacheAlone; `shape` as in cache_expression."""
-    module = CacheAlone(**shape).export_tvm(spec={"create_cache": create_spec()})[0]
+    """The executable of CacheModule; `shape` as in cache_expression."""
+    module = CacheModule(**shape).export_tvm(spec={"create_cache": create_spec()})[0]
     return tvm.compile(module, target="llvm")

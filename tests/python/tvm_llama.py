@@ -52,8 +52,11 @@ class Block(nn.Module):
         return x + self.down(op.silu(gate) * up)
 
 
-class Llama(nn.Module):
+class Llama(tvm_kv_cache.CacheModule):
     def __init__(self) -> None:
+        super().__init__(
+            layers=LAYERS, qo_heads=QO_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM
+        )
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
         self.norm = nn.RMSNorm(HIDDEN, -1, 1e-5, bias=False)
@@ -64,27 +67,6 @@ class Llama(nn.Module):
         for layer, block in enumerate(self.blocks):
             x = block(x, cache, layer)
         return self.head(self.norm(x))
-
-    # TVM reads the names of the arguments.
-    def create_cache(
-        self,
-        max_batch_size: Any,
-        max_total_seq_len: Any,
-        prefill_chunk_size: Any,
-        page_size: Any,
-        support_sliding_window: Any,
-    ) -> PagedKVCache:
-        return tvm_kv_cache.cache_expression(
-            max_batch_size=max_batch_size,
-            max_total_seq_len=max_total_seq_len,
-            prefill_chunk_size=prefill_chunk_size,
-            page_size=page_size,
-            support_sliding_window=support_sliding_window,
-            layers=LAYERS,
-            qo_heads=QO_HEADS,
-            kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-        )
 
 
 @functools.cache
