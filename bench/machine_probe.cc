@@ -41,6 +41,7 @@ void ReadPlain(const std::byte* p, size_t bytes) {
 
 float PeakPlain() {
   float chains[kChains] = {};
+  for (float& chain : chains) asm volatile("" : "+m"(chain));
   float x = 1.0000001F;
   for (int64_t step = 0; step < kPeakSteps; ++step) {
     for (float& chain : chains) chain = chain * x + 1e-9F;
@@ -81,10 +82,13 @@ QUIRE_TARGET("avx512f") void ReadAvx512(const std::byte* p, size_t bytes) {
   g_sink += lanes[0];
 }
 
-// `asm volatile` keeps the factors from being folded into the loop.
+// `asm volatile` keeps the factors from being folded into the loop, and the chains from being seen to be equal (one chain's
+// latency would then be read as a peak of three multiply-adds per cycle).
 QUIRE_TARGET("avx2,fma") float PeakAvx2() {
   __m256 x = _mm256_set1_ps(1.0000001F), y = _mm256_set1_ps(1e-9F);
-  __m256 chains[kChains] = {};
+  __m256 chains[kChains];
+  for (auto& chain : chains) chain = _mm256_setzero_ps();
+  for (auto& chain : chains) asm volatile("" : "+x"(chain));
   for (int64_t step = 0; step < kPeakSteps; ++step) {
 #pragma GCC unroll 12
     for (int i = 0; i < kChains; ++i) chains[i] = _mm256_fmadd_ps(chains[i], x, y);
@@ -98,6 +102,7 @@ QUIRE_TARGET("avx512f") float PeakAvx512() {
   __m512 x = _mm512_set1_ps(1.0000001F), y = _mm512_set1_ps(1e-9F);
   __m512 chains[kChains];
   for (auto& chain : chains) chain = _mm512_setzero_ps();
+  for (auto& chain : chains) asm volatile("" : "+v"(chain));
   for (int64_t step = 0; step < kPeakSteps; ++step) {
 #pragma GCC unroll 12
     for (int i = 0; i < kChains; ++i) chains[i] = _mm512_fmadd_ps(chains[i], x, y);
@@ -114,6 +119,7 @@ QUIRE_TARGET("avx512f,avx512bf16") float PeakBf16() {
   auto x = (__m512bh)ones;
   __m512 chains[kChains];
   for (auto& chain : chains) chain = _mm512_setzero_ps();
+  for (auto& chain : chains) asm volatile("" : "+v"(chain));
   for (int64_t step = 0; step < kPeakSteps; ++step) {
 #pragma GCC unroll 12
     for (int i = 0; i < kChains; ++i) chains[i] = _mm512_dpbf16_ps(chains[i], x, x);
