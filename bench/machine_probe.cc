@@ -82,8 +82,8 @@ QUIRE_TARGET("avx512f") void ReadAvx512(const std::byte* p, size_t bytes) {
   g_sink += lanes[0];
 }
 
-// `asm volatile` keeps the factors from being folded into the loop, and the chains from being seen to be equal (one chain's
-// latency would then be read as a peak of three multiply-adds per cycle).
+// `asm volatile` keeps the factors from being folded into the loop, and the chains from being seen
+// to be equal (one chain's latency would then be read as a peak of three multiply-adds per cycle).
 QUIRE_TARGET("avx2,fma") float PeakAvx2() {
   __m256 x = _mm256_set1_ps(1.0000001F), y = _mm256_set1_ps(1e-9F);
   __m256 chains[kChains];

@@ -296,8 +296,9 @@ static void SpreadSteps(const std::byte* row, int64_t steps, int64_t stride, std
 // The rows of a group stand side by side, so that a chain's step finds them at fixed distances.
 static void StoreQuery(const std::byte* row, size_t row_bytes, int64_t steps, int64_t index,
                        int64_t count, std::byte* to) {
-  const int64_t first = index / kRowsMax * kRowsMax;
-  const int64_t group = SmallerOf(kRowsMax, count - first);
+  const int64_t together = GroupRows(count);
+  const int64_t first = index / together * together;
+  const int64_t group = SmallerOf(together, count - first);
   const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
   std::byte* const at =
       to + static_cast<size_t>(first) * row_bytes + static_cast<size_t>(index - first) * step_bytes;
@@ -307,6 +308,16 @@ static void StoreQuery(const std::byte* row, size_t row_bytes, int64_t steps, in
     SpreadSteps<uint64_t>(row, steps, group, at);
   } else {
     SpreadSteps<uint32_t>(row, steps, group, at);
+  }
+}
+
+// Calls f(begin, count) for the groups in which StoreQuery puts rows.
+template <typename F>
+static void ForEachGroup(int64_t rows, const F& f) {
+  if (rows == 0) return;
+  const int64_t together = GroupRows(rows);
+  for (int64_t r = 0; r < rows; r += together) {
+    f(r, static_cast<int>(SmallerOf(together, rows - r)));
   }
 }
 
@@ -776,8 +787,9 @@ static void GatherQuery(const AttentionCall& call, const AttentionUnit& unit, co
                         int64_t h, int64_t r, int count, int64_t steps, WorkerSpace& space) {
   const size_t row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
   const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
-  const int64_t first = r / kRowsMax * kRowsMax;
-  const int64_t group = SmallerOf(kRowsMax, unit.row_count() - first);
+  const int64_t together = GroupRows(unit.row_count());
+  const int64_t first = r / together * together;
+  const int64_t group = SmallerOf(together, unit.row_count() - first);
   const std::byte* from = q + static_cast<size_t>(h * unit.row_count() + first) * row_bytes +
                           static_cast<size_t>(r - first) * step_bytes;
   if (step_bytes == sizeof(uint64_t)) {
@@ -942,8 +954,7 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
   const TileSet own = OwnTiles(call, unit, segment);
   PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment) & ~own, space,
                &block);
-  for (int64_t r = 0; r < unit.row_count(); r += kRowsMax) {
-    const int count = static_cast<int>(SmallerOf(kRowsMax, unit.row_count() - r));
+  ForEachGroup(unit.row_count(), [&](int64_t r, int count) {
     const RowView* views = space.views + r;
     const TileSet seen = SeenTiles(views, count, segment);
     const RowStates out = SegmentOutput(call, unit, sink, r, space);
@@ -961,7 +972,7 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     if (call.scales_keys) ScaleScores(space.key_scales, seen & ~own, count, space.scores);
     SoftmaxNodes(call, unit, segment, seen & own, 0, r, r + count, span, space.scores, out.m, out.l,
                  space);
-    if (seen == 0) continue;  // l is 0: nothing to fold
+    if (seen == 0) return;  // l is 0: nothing to fold
     const TileSet stored = seen & ~own;
     if (stored == 0 || NeedsHiding(*space.tiles, views, count, segment, stored)) {
       WeighCarefully(call, *space.tiles, block.value_tiles, views, segment, stored, space.scores,
@@ -973,7 +984,7 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     if (sink.slot == nullptr) {
       FoldRows(StatesAt(sink.states.first, r, v_dim), out, count, v_dim);
     }
-  }
+  });
 }
 
 // ----------------------------------------------------------------------------------------------------
@@ -1100,8 +1111,7 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
   for (int64_t h = 0; h < unit.head_count(); ++h) {
     data[tile] = StoredValues(call.args->pages, space.tiles->tiles[tile],
                               static_cast<int>(unit.head_begin + h), space.value_tiles);
-    for (int64_t r = 0; r < rows; r += kRowsMax) {
-      const int count = static_cast<int>(SmallerOf(kRowsMax, rows - r));
+    ForEachGroup(rows, [&](int64_t r, int count) {
       const float* scores = space.scores + (h * rows + r) * kScoreStride;
       float* o = out.o + (h * rows + r) * v_dim;
       if (hide) {
@@ -1110,14 +1120,8 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
         WeighTiles(call, values, {tile, tile + 1}, scores, count, o, true,
                    r == 0 ? order.AheadOfValue(tile, h) : nullptr);
       }
-    }
+    });
   }
-}
-
-// Calls f(begin, end) for the groups in which StoreQuery puts rows.
-template <typename F>
-static void ForEachGroup(int64_t rows, const F& f) {
-  for (int64_t r = 0; r < rows; r += kRowsMax) f(r, SmallerOf(r + kRowsMax, rows));
 }
 
 // space.tiles[0] holds the segment's tiles, space.tiles[1] the next one's where the unit goes on.
@@ -1139,18 +1143,18 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
   for (TileSet left = stored; left != 0; left &= left - 1) {
     const int t = __builtin_ctz(left);
     if (rotate) LoadTileAngles(call, sequence, segment, t, space);
-    for (int64_t r = 0; r < rows; r += kRowsMax) {
-      const int count = static_cast<int>(SmallerOf(kRowsMax, rows - r));
+    ForEachGroup(rows, [&](int64_t r, int count) {
       ScoreHeads(call, unit, t, rotate, space.q, space.scores, r, count, order, space);
-      if ((sinks >> t & 1) == 0) continue;
+      if ((sinks >> t & 1) == 0) return;
       ScoreHeads(call, unit, t, rotate, space.sink_q, space.sink_scores, r, count, order, space);
-    }
+    });
   }
   for (int64_t h = 0; h < heads; ++h) {
-    ForEachGroup(own == 0 ? 0 : rows, [&](int64_t begin, int64_t end) {
-      const int64_t at = (h * rows + begin) * kScoreStride;
-      ScoreNodes(call, unit, segment, seen & own, space.q, h, begin, end, space.scores + at, space);
-      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, h, begin, end,
+    ForEachGroup(own == 0 ? 0 : rows, [&](int64_t r, int count) {
+      const int64_t at = (h * rows + r) * kScoreStride;
+      ScoreNodes(call, unit, segment, seen & own, space.q, h, r, r + count, space.scores + at,
+                 space);
+      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, h, r, r + count,
                  space.sink_scores + at, space);
     });
     if (sinks != 0) {
@@ -1169,10 +1173,10 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
     WeighHeads(call, unit, segment, __builtin_ctz(left), order, out, space);
   }
   for (int64_t h = 0; h < heads && own != 0; ++h) {
-    ForEachGroup(rows, [&](int64_t begin, int64_t end) {
-      WeighNodes(call, unit, segment, seen & own, h, begin, end,
-                 space.scores + (h * rows + begin) * kScoreStride,
-                 out.o + (h * rows + begin) * v_dim, space);
+    ForEachGroup(rows, [&](int64_t r, int count) {
+      WeighNodes(call, unit, segment, seen & own, h, r, r + count,
+                 space.scores + (h * rows + r) * kScoreStride, out.o + (h * rows + r) * v_dim,
+                 space);
     });
   }
   if (sink.slot != nullptr) return;

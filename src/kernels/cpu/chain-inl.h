@@ -75,16 +75,23 @@ constexpr int kTilesAtOnce = 2;
 constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
 constexpr int ColumnsAtOnce(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
 #elif defined(QUIRE_SIMD_AVX2)
-constexpr int kRowsMax = 4;  // a vector is two registers of 16
+constexpr int kRowsMax =
+    6;  // a vector is two registers of 16: 12 chains, a step's vector, a weight
 constexpr int kTilesAtOnce = 1;
-constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
-constexpr int ColumnsAtOnce(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int ColumnsAtOnce(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
 constexpr int kRowsMax = 2;
 constexpr int kTilesAtOnce = 1;
 constexpr int HeadsAtOnce(int) { return 1; }
 constexpr int ColumnsAtOnce(int) { return 1; }
 #endif
+// Rows of a group, where `rows` rows are cut into as few groups as there can be, all but the last
+// of one size.
+constexpr int64_t GroupRows(int64_t rows) {
+  const int64_t groups = (rows + kRowsMax - 1) / kRowsMax;
+  return (rows + groups - 1) / groups;
+}
 constexpr int kWidths = 4;  // 1, 2, 4, 8
 constexpr int kWidest = 1 << (kWidths - 1);
 // Steps ahead at which a tile is fetched from L2 into L1 where many rows use it (8 of 4 to 32
