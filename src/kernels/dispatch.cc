@@ -52,7 +52,8 @@ std::vector<const Backend*> DetectVectorPaths() {
   const bool avx2 = saves_ymm && HasBits(leaf1.ecx, {12, 28, 29}) &&
                     HasBits(leaf7.ebx, {5});  // FMA, AVX, F16C; AVX2
   const bool avx512 = avx2 && saves_zmm && HasBits(leaf7.ebx, {16, 17, 30, 31});  // F, DQ, BW, VL
-  const bool bf16 = avx512 && leaf7.eax >= 1 && HasBits(ReadCpuid(7, 1).eax, {5});
+  const bool bf16 = avx512 && HasBits(leaf7.ecx, {11}) && leaf7.eax >= 1 &&
+                    HasBits(ReadCpuid(7, 1).eax, {5});  // VNNI, BF16
   std::vector<const Backend*> paths;
   if (bf16) paths.push_back(&kAvx512Bf16Backend);
   if (avx512) paths.push_back(&kAvx512Backend);

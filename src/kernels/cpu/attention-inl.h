@@ -35,6 +35,12 @@ static size_t Align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 // ----------------------------------------------------------------------------------------------------
 // memory of a worker
 
+// Queries of a unit: weights, and the scales of those that are integers.
+struct UnitQueries {
+  std::byte* weights;
+  float* scales;
+};
+
 struct WorkerSpace {
   std::byte* q;            // weights of the unit: [head][group of kRowsMax rows][step][row]
   std::byte* sink_q;       // the same for keys of sinks
@@ -57,8 +63,14 @@ struct WorkerSpace {
   float* cos;         // [rotary_dim / 2][16]
   float* sin;
   SegmentTiles* tiles;  // of this and of the next segment
-  float* key_scales;    // of the segment's positions, of one head
+  float* q_scales;      // of weights that are integers, [head][row]
+  float* sink_q_scales;
+  float* p_scales;
+  float* key_scales;  // of the segment's positions, of one head
   float* value_scales;
+
+  UnitQueries queries() const { return {q, q_scales}; }
+  UnitQueries sink_queries() const { return {sink_q, sink_q_scales}; }
 
   // Sets the pointers for the memory at `base`; returns the bytes that they span.
   size_t Place(const KVLayout& layout, std::byte* base) {
@@ -89,6 +101,9 @@ struct WorkerSpace {
     cos = reinterpret_cast<float*>(Take(&next, k_tile / 2));
     sin = reinterpret_cast<float*>(Take(&next, k_tile / 2));
     tiles = reinterpret_cast<SegmentTiles*>(Take(&next, 2 * sizeof(SegmentTiles)));
+    q_scales = reinterpret_cast<float*>(Take(&next, kUnitRows * sizeof(float)));
+    sink_q_scales = reinterpret_cast<float*>(Take(&next, kUnitRows * sizeof(float)));
+    p_scales = reinterpret_cast<float*>(Take(&next, kUnitRows * sizeof(float)));
     key_scales = reinterpret_cast<float*>(Take(&next, kSegmentPositions * sizeof(float)));
     value_scales = reinterpret_cast<float*>(Take(&next, kSegmentPositions * sizeof(float)));
     return next - reinterpret_cast<uintptr_t>(base);
@@ -114,7 +129,7 @@ static size_t WorkerBytes(const KVLayout& layout) {
 struct AttentionCall {
   const AttentionArgs* args;
   AttentionSchedule* schedule;
-  WeightKind q_weights;
+  TilePlaces places;
   WeightKind p_weights;
   bool scales_keys;
   bool scales_values;
@@ -173,10 +188,17 @@ static bool RotatesKeys(const AttentionCall& call, const AttentionUnit& unit) {
   return call.args->sequences[static_cast<size_t>(unit.sequence)].inline_cos != nullptr;
 }
 
-// The type in which a block's tiles enter their chains. Widening codes in every group of rows would
-// cost more than once before; with packed weights, pairs of bfloat16 are wanted and float32 else,
-// in whose loops a pair is two steps.
+// How the unit's queries are kept. Keys that are rotated here are no codes any more.
+static WeightKind QueryKind(const AttentionCall& call, const AttentionUnit& unit) {
+  const DType stored = call.layout().dtype;
+  return WeightKindOf(RotatesKeys(call, unit) ? ComputeDType(stored) : stored);
+}
+
+// The type in which a block's tiles enter their chains. int8 is widened by the chains; widening
+// float8 in every group of rows would cost more than once before; with packed weights, pairs of
+// bfloat16 are wanted and float32 else, in whose loops a pair is two steps.
 static DType BlockDType(DType stored, WeightKind weights, int64_t rows) {
+  if (weights == WeightKind::kI16) return stored;
   const DType compute = ComputeDType(stored);
   if (weights == WeightKind::kPackedBF16) return compute;
   if (IsQuantised(stored)) return DType::kF32;
@@ -189,11 +211,15 @@ static DType KeyDType(const AttentionCall& call, const AttentionUnit& unit) {
   const bool rotates = RotatesKeys(call, unit);
   DType dtype = stored;
   if (unit.row_count() >= kBlockRowsMin) {
-    dtype = BlockDType(stored, call.q_weights, unit.row_count());
+    dtype = BlockDType(stored, QueryKind(call, unit), unit.row_count());
   } else if (rotates) {
     dtype = ComputeDType(stored);
   }
   return rotates && dtype == DType::kF16 ? DType::kF32 : dtype;
+}
+
+static size_t QueryRowBytes(const AttentionCall& call, const AttentionUnit& unit) {
+  return static_cast<size_t>(call.layout().k_dim()) * WeightBytes(QueryKind(call, unit));
 }
 
 static int64_t ScoreSteps(const AttentionCall& call, DType keys) {
@@ -324,22 +350,28 @@ static void ForEachGroup(int64_t rows, const F& f) {
 // Row r of the unit, which is `row` of q, for all heads of the unit: rotated, as weights for
 // `keys`.
 static void LoadQuery(const AttentionCall& call, const AttentionUnit& unit, const RowWalker& walker,
-                      int64_t r, const RotaryRows& rotary, DType keys, std::byte* to,
+                      int64_t r, const RotaryRows& rotary, DType keys, UnitQueries to,
                       WorkerSpace& space) {
   const HeadRows& q = call.args->q;
   const int k_dim = call.layout().k_dim();
-  const size_t row_bytes = static_cast<size_t>(k_dim) * WeightBytes(call.q_weights);
+  const WeightKind kind = QueryKind(call, unit);
+  const size_t row_bytes = QueryRowBytes(call, unit);
   const int64_t rows = unit.row_count();
   for (int64_t h = 0; h < unit.head_count(); ++h) {
     WidenRow(q.data, q.dtype,
              walker.row() * q.row_stride + walker.head(unit.head_begin + h) * q.head_stride,
              call.layout().qk_head_dim, space.row);
     RotateRow(space.row, rotary, walker.row());
-    for (int i = 0; i < k_dim; i += kLanes) {
-      StoreWeights(call.q_weights, space.weights, i, Load(space.row + i));
+    if (kind == WeightKind::kI16) {
+      to.scales[h * rows + r] = QuantiseWeights(space.row, KVLayout::RoundUp(k_dim, kLanes),
+                                                MostI16(k_dim), space.weights);
+    } else {
+      for (int i = 0; i < k_dim; i += kLanes) {
+        StoreWeights(kind, space.weights, i, Load(space.row + i));
+      }
     }
     StoreQuery(space.weights, row_bytes, ScoreSteps(call, keys), r, rows,
-               to + static_cast<size_t>(h * rows) * row_bytes);
+               to.weights + static_cast<size_t>(h * rows) * row_bytes);
   }
 }
 
@@ -359,7 +391,7 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, DT
     view = walker.view();
     if (unit.shared) view.end = INT64_MAX;
     if (args.sink_angles == nullptr) view.sink_end = 0;
-    LoadQuery(call, unit, walker, r, args.rotary, keys, space.q, space);
+    LoadQuery(call, unit, walker, r, args.rotary, keys, space.queries(), space);
     // A group's rows are scored together, so a row that has slid gives all of them such a query.
     space.has_sink_q |= view.sink_end > 0;
   }
@@ -367,7 +399,7 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, DT
   RowWalker again(call, unit.row_begin, unit.sequence);
   for (int64_t r = 0; r < unit.row_count(); ++r, again.Next()) {
     again.Settle();
-    LoadQuery(call, unit, again, r, sink_rotary, keys, space.sink_q, space);
+    LoadQuery(call, unit, again, r, sink_rotary, keys, space.sink_queries(), space);
   }
 }
 
@@ -498,10 +530,19 @@ static void PlaceSinkScores(const RowView* views, int64_t count, int64_t segment
   }
 }
 
-// Softmax of `count` rows of one head; m and l per row. value_scales: of the segment's positions.
+// What a row's softmax leaves beside its weights.
+struct SoftmaxOutput {
+  float* m;
+  float* l;
+  float* weight_scale;  // set where weights are integers
+
+  SoftmaxOutput At(int64_t row) const { return {m + row, l + row, weight_scale + row}; }
+};
+
+// Softmax of `count` rows of one head. value_scales: of the segment's positions.
 static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t count,
                         int64_t segment, TileRange range, const float* value_scales, float* scores,
-                        float* m, float* l) {
+                        SoftmaxOutput out) {
   const float soft_cap = call.args->soft_cap;
   const auto softmax = call.scales_values ? SoftmaxRow<true> : SoftmaxRow<false>;
   for (int64_t r = 0; r < count; ++r, scores += kScoreStride) {
@@ -512,10 +553,11 @@ static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t
         CapScores(scores, view, scale, soft_cap);
         scale = 1.0F;
       }
-      softmax(call.p_weights, scores, value_scales, view, range.begin, range.end, scale, m + r,
-              l + r);
+      softmax(call.p_weights, scores, value_scales, view, range.begin, range.end, scale, out.m + r,
+              out.l + r, out.weight_scale + r);
     } else {
-      HiddenRow(call.p_weights, scores, range.begin, range.end, m + r, l + r);
+      HiddenRow(call.p_weights, scores, range.begin, range.end, out.m + r, out.l + r,
+                out.weight_scale + r);
     }
   }
 }
@@ -540,7 +582,6 @@ static void WeighTiles(const AttentionCall& call, const ValueTiles& values, Tile
                        const float* scores, int count, float* o, bool resume,
                        const std::byte* prefetch) {
   const int v_dim = call.layout().v_dim();
-  const int64_t column_bytes = kTilePositions * DTypeBytes(values.dtype);
   WeighArgs a;
   a.p = reinterpret_cast<const std::byte*>(scores) +
         static_cast<size_t>(range.begin * kLanes) * WeightBytes(call.p_weights);
@@ -552,11 +593,15 @@ static void WeighTiles(const AttentionCall& call, const ValueTiles& values, Tile
   a.prefetch = prefetch;
   for (int d = 0; d < v_dim;) {
     const int width = WidthFor((v_dim - d) / kLanes, ColumnsAtOnce(count));
+    const int columns = kLanes << width;
     a.column = d;
-    a.o = o + d;
+    a.column_end = v_dim / columns * columns;
+    a.o = o;
     values.loops->weigh[count - 1][width](a);
-    d += kLanes << width;
-    if (prefetch != nullptr) a.prefetch = prefetch + d * column_bytes;
+    if (prefetch != nullptr) {
+      a.prefetch += (a.column_end - d) * kTilePositions * DTypeBytes(values.dtype);
+    }
+    d = a.column_end;
   }
 }
 
@@ -636,8 +681,9 @@ static void WeighCarefully(const AttentionCall& call, const SegmentTiles& tiles,
 static const std::byte* PrepareKeys(const AttentionCall& call, const SegmentTile& tile, int head,
                                     bool rotate, DType as, WorkerSpace& space, std::byte* buffer) {
   const KVLayout& layout = call.layout();
-  if (!rotate && as == layout.dtype) return StoredKeys(call.args->pages, tile, head, buffer);
-  const std::byte* stored = StoredKeys(call.args->pages, tile, head, space.stored);
+  if (!rotate && as == layout.dtype)
+    return StoredKeys(call.places, call.args->pages, tile, head, buffer);
+  const std::byte* stored = StoredKeys(call.places, call.args->pages, tile, head, space.stored);
   const bool pack = as == DType::kBF16;
   float* wide = pack ? space.tile : reinterpret_cast<float*>(buffer);
   WidenTile(layout.dtype, stored, layout.k_dim(), kLanes, wide);
@@ -656,8 +702,9 @@ static const std::byte* PrepareKeys(const AttentionCall& call, const SegmentTile
 static const std::byte* PrepareValues(const AttentionCall& call, const SegmentTile& tile, int head,
                                       DType as, WorkerSpace& space, std::byte* buffer) {
   const KVLayout& layout = call.layout();
-  if (as == layout.v_dtype()) return StoredValues(call.args->pages, tile, head, buffer);
-  const std::byte* stored = StoredValues(call.args->pages, tile, head, space.stored);
+  if (as == layout.v_dtype())
+    return StoredValues(call.places, call.args->pages, tile, head, buffer);
+  const std::byte* stored = StoredValues(call.places, call.args->pages, tile, head, space.stored);
   const bool pack = as == DType::kBF16;
   float* wide = reinterpret_cast<float*>(pack ? space.hidden : buffer);
   WidenTile(layout.v_dtype(), stored, kTilePositions, layout.v_dim(), wide);
@@ -671,20 +718,34 @@ static void GatherScales(const AttentionCall& call, const SegmentTiles& tiles, T
   for (; set != 0; set &= set - 1) {
     const int t = __builtin_ctz(set);
     float* const at = scales + t * kLanes;
-    const float* stored = StoredScales(call.args->pages, tiles.tiles[t], head, part, at);
+    const float* stored =
+        StoredScales(call.places, call.args->pages, tiles.tiles[t], head, part, at);
     if (stored != at) Store(at, Load(stored));
   }
 }
 
-// Finished scores times the scales of their keys.
-static void ScaleScores(const float* scales, TileSet set, int count, float* scores) {
-  for (; set != 0; set &= set - 1) {
-    const int t = __builtin_ctz(set);
-    const VF scale = Load(scales + t * kLanes);
-    for (int r = 0; r < count; ++r) {
-      float* const at = scores + r * kScoreStride + t * kLanes;
-      Store(at, Mul(Load(at), scale));
-    }
+// Finished scores of a tile times the scales of its keys; where they are sums of integers, times
+// those of their queries before.
+static void ScaleScores(WeightKind queries, const float* q_scales, const float* key_scales,
+                        int count, float* scores) {
+  const VF scale = Load(key_scales);
+  for (int r = 0; r < count; ++r, scores += kScoreStride) {
+    const VF score = queries == WeightKind::kI16
+                         ? Mul(SumsToF32(LoadSums(scores)), Set1(q_scales[r]))
+                         : Load(scores);
+    Store(scores, Mul(score, scale));
+  }
+}
+
+// Outputs that are sums of integers become floats; those of rows that see nothing are not looked
+// at.
+static void ScaleOutputs(const AttentionCall& call, const float* p_scales, int64_t count,
+                         float* o) {
+  if (call.p_weights != WeightKind::kI16) return;
+  const int v_dim = call.layout().v_dim();
+  for (int64_t r = 0; r < count; ++r, o += v_dim) {
+    const VF scale = Set1(p_scales[r]);
+    for (int d = 0; d < v_dim; d += kLanes) Store(o + d, Mul(SumsToF32(LoadSums(o + d)), scale));
   }
 }
 
@@ -785,7 +846,7 @@ static void GatherSteps(const std::byte* from, int64_t steps, int64_t group, int
 // space.node_q.
 static void GatherQuery(const AttentionCall& call, const AttentionUnit& unit, const std::byte* q,
                         int64_t h, int64_t r, int count, int64_t steps, WorkerSpace& space) {
-  const size_t row_bytes = static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
+  const size_t row_bytes = QueryRowBytes(call, unit);
   const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
   const int64_t together = GroupRows(unit.row_count());
   const int64_t first = r / together * together;
@@ -802,7 +863,7 @@ static void GatherQuery(const AttentionCall& call, const AttentionUnit& unit, co
 // Scores of the tiles `own`, for queries `q`: rows [begin, end) of the unit's head `h`, which are
 // of one group. `scores`: of row `begin`.
 static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
-                       TileSet own, const std::byte* q, int64_t h, int64_t begin, int64_t end,
+                       TileSet own, UnitQueries q, int64_t h, int64_t begin, int64_t end,
                        float* scores, WorkerSpace& space) {
   const bool rotate = RotatesKeys(call, unit);
   const DType keys = KeyDType(call, unit);
@@ -816,14 +877,15 @@ static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int
   a.s_column = kLanes;
   a.prefetch = nullptr;
   const auto score = [&](int64_t r, int count, int t, const SegmentTile& tile) {
-    GatherQuery(call, unit, q, h, r, count, a.steps, space);
+    GatherQuery(call, unit, q.weights, h, r, count, a.steps, space);
     a.k[0] = PrepareKeys(call, tile, head, rotate, keys, space, space.node_keys);
     float* const row = scores + (r - begin) * kScoreStride;
     a.s = row + t * kLanes;
     loops->score_tile[count - 1](a);
     if (!call.scales_keys) return;
-    StoredScales(call.args->pages, tile, head, 0, space.key_scales + t * kLanes);
-    ScaleScores(space.key_scales, TileSet{1} << t, count, row);
+    ScaleScores(QueryKind(call, unit), q.scales + h * unit.row_count() + r,
+                StoredScales(call.places, call.args->pages, tile, head, 0, space.key_scales), count,
+                row + t * kLanes);
   };
   ForEachNodeTile(call, unit, segment, own, begin, end, rotate, space, score);
 }
@@ -832,11 +894,11 @@ static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int
 // own.
 static void SoftmaxNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
                          TileSet own, int64_t h, int64_t begin, int64_t end, TileRange range,
-                         float* scores, float* m, float* l, WorkerSpace& space) {
+                         float* scores, SoftmaxOutput out, WorkerSpace& space) {
   const auto softmax = [&](int64_t r, int64_t count) {
     const int64_t at = r - begin;
     SoftmaxRows(call, space.views + r, count, segment, range, space.value_scales,
-                scores + at * kScoreStride, m + at, l + at);
+                scores + at * kScoreStride, out.At(at));
   };
   if (own == 0 || !call.scales_values) {
     softmax(begin, end - begin);
@@ -844,7 +906,7 @@ static void SoftmaxNodes(const AttentionCall& call, const AttentionUnit& unit, i
   }
   const int head = static_cast<int>(unit.head_begin + h);
   const auto gather = [&](int64_t, int, int t, const SegmentTile& tile) {
-    StoredScales(call.args->pages, tile, head, call.layout().v_scale_part(),
+    StoredScales(call.places, call.args->pages, tile, head, call.layout().v_scale_part(),
                  space.value_scales + t * kLanes);
   };
   for (int64_t r = begin; r < end;) {
@@ -917,11 +979,14 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
   block->value_tiles = {LoopsOf(values), values, block->values};
 }
 
-static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileSet tiles,
-                       const std::byte* q, int count, float* scores) {
+// Scores of `count` rows from row r on, which are of one group of StoreQuery.
+static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
+                       const BlockTiles& block, TileSet tiles, UnitQueries q, int64_t r, int count,
+                       float* scores, const WorkerSpace& space) {
+  const TileSet all = tiles;
   const ChainLoops& loops = *LoopsOf(block.key_dtype);
   ScoreArgs a;
-  a.q = q;
+  a.q = q.weights + static_cast<size_t>(r) * QueryRowBytes(call, unit);
   a.q_column_bytes = 0;
   a.steps = ScoreSteps(call, block.key_dtype);
   a.s_row = kScoreStride;
@@ -940,14 +1005,17 @@ static void ScoreTiles(const AttentionCall& call, const BlockTiles& block, TileS
       t += columns;
     }
   }
+  for (TileSet left = call.scales_keys ? all : 0; left != 0; left &= left - 1) {
+    const int t = __builtin_ctz(left);
+    ScaleScores(QueryKind(call, unit), q.scales + r, space.key_scales + t * kLanes, count,
+                scores + t * kLanes);
+  }
 }
 
 static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
                          const SegmentSink& sink, WorkerSpace& space) {
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const int v_dim = call.layout().v_dim();
-  const size_t q_row_bytes =
-      static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
   ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(call, unit, sequence, segment),
                  space.tiles);
   BlockTiles block;
@@ -958,20 +1026,20 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     const RowView* views = space.views + r;
     const TileSet seen = SeenTiles(views, count, segment);
     const RowStates out = SegmentOutput(call, unit, sink, r, space);
-    const size_t q_offset = static_cast<size_t>(r) * q_row_bytes;
     const TileRange span = SpanOf(seen);
-    ScoreTiles(call, block, seen & ~own, space.q + q_offset, count, space.scores);
-    ScoreNodes(call, unit, segment, seen & own, space.q, 0, r, r + count, space.scores, space);
+    ScoreTiles(call, unit, block, seen & ~own, space.queries(), r, count, space.scores, space);
+    ScoreNodes(call, unit, segment, seen & own, space.queries(), 0, r, r + count, space.scores,
+               space);
     const TileSet sinks = space.has_sink_q ? seen & SinkTiles(views, count, segment) : 0;
     if (sinks != 0) {
-      ScoreTiles(call, block, sinks & ~own, space.sink_q + q_offset, count, space.sink_scores);
-      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, 0, r, r + count, space.sink_scores,
+      ScoreTiles(call, unit, block, sinks & ~own, space.sink_queries(), r, count, space.sink_scores,
                  space);
+      ScoreNodes(call, unit, segment, sinks & own, space.sink_queries(), 0, r, r + count,
+                 space.sink_scores, space);
       PlaceSinkScores(views, count, segment, space.sink_scores, space.scores);
     }
-    if (call.scales_keys) ScaleScores(space.key_scales, seen & ~own, count, space.scores);
-    SoftmaxNodes(call, unit, segment, seen & own, 0, r, r + count, span, space.scores, out.m, out.l,
-                 space);
+    SoftmaxNodes(call, unit, segment, seen & own, 0, r, r + count, span, space.scores,
+                 {out.m, out.l, space.p_scales}, space);
     if (seen == 0) return;  // l is 0: nothing to fold
     const TileSet stored = seen & ~own;
     if (stored == 0 || NeedsHiding(*space.tiles, views, count, segment, stored)) {
@@ -981,6 +1049,7 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
       WeighTileSet(call, block.value_tiles, stored, space.scores, count, out.o);
     }
     WeighNodes(call, unit, segment, seen & own, 0, r, r + count, space.scores, out.o, space);
+    ScaleOutputs(call, space.p_scales, count, out.o);
     if (sink.slot == nullptr) {
       FoldRows(StatesAt(sink.states.first, r, v_dim), out, count, v_dim);
     }
@@ -997,16 +1066,22 @@ class ReadOrder {
  public:
   ReadOrder(const AttentionCall& call, const AttentionUnit& unit, const SegmentTiles* tiles,
             TileRange range, bool has_next)
-      : call_(call), unit_(unit), tiles_(tiles), range_(range), has_next_(has_next) {
-    const size_t tile_bytes = call.layout().k_tile_elements() * call.layout().k_element_bytes();
-    ahead_ =
-        (kPrefetchBytes + static_cast<int64_t>(tile_bytes) - 1) / static_cast<int64_t>(tile_bytes);
+      : call_(call),
+        tiles_(tiles),
+        range_(range),
+        has_next_(has_next),
+        head_begin_(unit.head_begin),
+        heads_(static_cast<int>(unit.head_count())) {
+    const int ahead =
+        static_cast<int>((kPrefetchBytes + call.places.key_head - 1) / call.places.key_head);
+    ahead_tiles_ = ahead / heads_;
+    ahead_heads_ = ahead % heads_;
   }
   const std::byte* AheadOfKey(int tile, int64_t head) const {
-    return At(Index(tile, head) + ahead_);
+    return Ahead(tile - range_.begin, static_cast<int>(head));
   }
   const std::byte* AheadOfValue(int tile, int64_t head) const {
-    return At(Count() + Index(tile, head) + ahead_);
+    return Ahead(tile - range_.begin + tile_count(), static_cast<int>(head));
   }
   // Scales of the head in the next tile.
   const float* AheadOfScales(int tile, int64_t head) const {
@@ -1016,59 +1091,57 @@ class ReadOrder {
   }
 
  private:
-  int64_t Count() const { return (range_.end - range_.begin) * unit_.head_count(); }
-  int64_t Index(int tile, int64_t head) const {
-    return (tile - range_.begin) * unit_.head_count() + head;
+  int tile_count() const { return range_.end - range_.begin; }
+  // `tile`: K tiles, then V tiles, then the next segment's K tiles.
+  const std::byte* Ahead(int tile, int head) const {
+    tile += ahead_tiles_;
+    head += ahead_heads_;
+    if (head >= heads_) {
+      head -= heads_;
+      ++tile;
+    }
+    const int count = tile_count();
+    const SegmentTile* const own = tiles_[0].tiles + range_.begin;
+    if (tile < count) return Key(own[tile], head);
+    if (tile < 2 * count) return Value(own[tile - count], head);
+    if (!has_next_) return Value(own[count - 1], heads_ - 1);
+    const int last = tiles_[1].tile_count - 1;
+    return Key(tiles_[1].tiles[tile - 2 * count < last ? tile - 2 * count : last], head);
   }
-  const std::byte* At(int64_t index) const {
-    const int64_t count = Count();
-    if (index < count) return Key(tiles_[0], range_.begin, index);
-    if (index < 2 * count) return Value(tiles_[0], range_.begin, index - count);
-    if (!has_next_) return Value(tiles_[0], range_.begin, count - 1);
-    const int64_t next = index - 2 * count;
-    const int64_t last = tiles_[1].tile_count * unit_.head_count() - 1;
-    return Key(tiles_[1], 0, next < last ? next : last);
+  const std::byte* Key(const SegmentTile& tile, int head) const {
+    return tile.in_place ? call_.places.Keys(tile, head_begin_ + head)
+                         : PageAt(call_.args->pages, tile.pieces[0].page);
   }
-  const std::byte* Key(const SegmentTiles& tiles, int first, int64_t index) const {
-    return Address(tiles.tiles[first + index / unit_.head_count()], index % unit_.head_count(),
-                   true);
+  const std::byte* Value(const SegmentTile& tile, int head) const {
+    return tile.in_place ? call_.places.Values(tile, head_begin_ + head)
+                         : PageAt(call_.args->pages, tile.pieces[0].page);
   }
-  const std::byte* Value(const SegmentTiles& tiles, int first, int64_t index) const {
-    return Address(tiles.tiles[first + index / unit_.head_count()], index % unit_.head_count(),
-                   false);
-  }
-  const std::byte* Address(const SegmentTile& tile, int64_t head, bool is_key) const {
-    const KVLayout& layout = call_.layout();
-    const std::byte* page = PageAt(call_.args->pages, tile.pieces[0].page);
-    if (!tile.in_place) return page;
-    const int h = static_cast<int>(unit_.head_begin + head);
-    if (is_key) return page + layout.k_tile_offset(tile.tile, h) * layout.k_element_bytes();
-    return page + layout.v_offset() + layout.v_tile_offset(tile.tile, h) * layout.v_element_bytes();
-  }
-
   const float* ScalesOf(const SegmentTile& tile, int64_t head) const {
+    if (tile.in_place) return call_.places.Scales(tile, head_begin_ + head, 0);
     return ScaleOfSlot(call_.args->pages, tile.pieces[0].page, tile.pieces[0].slot,
-                       static_cast<int>(unit_.head_begin + head), 0);
+                       static_cast<int>(head_begin_ + head), 0);
   }
 
   const AttentionCall& call_;
-  const AttentionUnit& unit_;
   const SegmentTiles* tiles_;
   TileRange range_;
   bool has_next_;
-  int64_t ahead_;
+  int head_begin_;
+  int heads_;
+  int ahead_tiles_;
+  int ahead_heads_;
 };
 
 // Scores of one tile, for queries `q`: rows [row, row + count) of all heads of the unit.
 static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int tile, bool rotate,
-                       const std::byte* q, float* scores, int64_t row, int count,
-                       const ReadOrder& order, WorkerSpace& space) {
+                       UnitQueries q, float* scores, int64_t row, int count, const ReadOrder& order,
+                       WorkerSpace& space) {
   const DType keys = KeyDType(call, unit);
+  const WeightKind queries = QueryKind(call, unit);
   const ChainLoops* loops = LoopsOf(keys);
   const size_t buffer_bytes = call.layout().k_tile_elements() * sizeof(float);
   const int64_t rows = unit.row_count();
-  const size_t q_row_bytes =
-      static_cast<size_t>(call.layout().k_dim()) * WeightBytes(call.q_weights);
+  const size_t q_row_bytes = QueryRowBytes(call, unit);
   ScoreArgs a;
   a.q_column_bytes = static_cast<size_t>(rows) * q_row_bytes;
   a.steps = ScoreSteps(call, keys);
@@ -1083,17 +1156,17 @@ static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int
                       rotate, keys, space, space.key_tiles + static_cast<size_t>(c) * buffer_bytes);
     }
     a.prefetch = order.AheadOfKey(tile, h);
-    a.q = q + static_cast<size_t>(h * rows + row) * q_row_bytes;
+    a.q = q.weights + static_cast<size_t>(h * rows + row) * q_row_bytes;
     a.s = scores + (h * rows + row) * kScoreStride + tile * kLanes;
     loops->score_heads[count - 1][width](a);
-    if (call.scales_keys) {
-      for (int c = 0; c < columns; ++c) {
-        PrefetchL2(order.AheadOfScales(tile, h + c));
-        GatherScales(call, *space.tiles, TileSet{1} << tile,
-                     static_cast<int>(unit.head_begin + h + c), 0, space.key_scales);
-        ScaleScores(space.key_scales, TileSet{1} << tile, count,
-                    scores + ((h + c) * rows + row) * kScoreStride);
-      }
+    for (int c = 0; call.scales_keys && c < columns; ++c) {
+      PrefetchL2(order.AheadOfScales(tile, h + c));
+      const float* scales =
+          StoredScales(call.places, call.args->pages, space.tiles->tiles[tile],
+                       static_cast<int>(unit.head_begin + h + c), 0, space.key_scales);
+      const int64_t at = (h + c) * rows + row;
+      ScaleScores(queries, q.scales + at, scales, count,
+                  scores + at * kScoreStride + tile * kLanes);
     }
     h += columns;
   }
@@ -1109,7 +1182,7 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
   const DType dtype = call.layout().v_dtype();
   const ValueTiles values = {LoopsOf(dtype), dtype, data};
   for (int64_t h = 0; h < unit.head_count(); ++h) {
-    data[tile] = StoredValues(call.args->pages, space.tiles->tiles[tile],
+    data[tile] = StoredValues(call.places, call.args->pages, space.tiles->tiles[tile],
                               static_cast<int>(unit.head_begin + h), space.value_tiles);
     ForEachGroup(rows, [&](int64_t r, int count) {
       const float* scores = space.scores + (h * rows + r) * kScoreStride;
@@ -1144,17 +1217,18 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
     const int t = __builtin_ctz(left);
     if (rotate) LoadTileAngles(call, sequence, segment, t, space);
     ForEachGroup(rows, [&](int64_t r, int count) {
-      ScoreHeads(call, unit, t, rotate, space.q, space.scores, r, count, order, space);
+      ScoreHeads(call, unit, t, rotate, space.queries(), space.scores, r, count, order, space);
       if ((sinks >> t & 1) == 0) return;
-      ScoreHeads(call, unit, t, rotate, space.sink_q, space.sink_scores, r, count, order, space);
+      ScoreHeads(call, unit, t, rotate, space.sink_queries(), space.sink_scores, r, count, order,
+                 space);
     });
   }
   for (int64_t h = 0; h < heads; ++h) {
     ForEachGroup(own == 0 ? 0 : rows, [&](int64_t r, int count) {
       const int64_t at = (h * rows + r) * kScoreStride;
-      ScoreNodes(call, unit, segment, seen & own, space.q, h, r, r + count, space.scores + at,
-                 space);
-      ScoreNodes(call, unit, segment, sinks & own, space.sink_q, h, r, r + count,
+      ScoreNodes(call, unit, segment, seen & own, space.queries(), h, r, r + count,
+                 space.scores + at, space);
+      ScoreNodes(call, unit, segment, sinks & own, space.sink_queries(), h, r, r + count,
                  space.sink_scores + at, space);
     });
     if (sinks != 0) {
@@ -1166,7 +1240,8 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
                    call.layout().v_scale_part(), space.value_scales);
     }
     SoftmaxNodes(call, unit, segment, seen & own, h, 0, rows, range,
-                 space.scores + h * rows * kScoreStride, out.m + h * rows, out.l + h * rows, space);
+                 space.scores + h * rows * kScoreStride,
+                 SoftmaxOutput{out.m, out.l, space.p_scales}.At(h * rows), space);
   }
   __builtin_memset(out.o, 0, static_cast<size_t>(heads * rows * v_dim) * sizeof(float));
   for (TileSet left = stored; left != 0; left &= left - 1) {
@@ -1179,6 +1254,7 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
                  space);
     });
   }
+  ScaleOutputs(call, space.p_scales, heads * rows, out.o);
   if (sink.slot != nullptr) return;
   for (int64_t h = 0; h < heads; ++h) {
     FoldRows(StatesAt(sink.states.first, h * sink.states.head_rows, v_dim),
@@ -1313,17 +1389,18 @@ static void Attention(const AttentionArgs& args, ParallelRunner& runner) {
   AttentionSchedule schedule(args, workers, scratch);
   scratch += AttentionSchedule::ScratchBytes(layout, args.num_qo_heads, args.row_count,
                                              static_cast<int64_t>(args.sequences.size()), workers);
-  AttentionCall call;
-  call.args = &args;
-  call.schedule = &schedule;
-  call.q_weights = WeightKindOf(layout.dtype);
-  call.p_weights = WeightKindOf(layout.v_dtype());
-  call.scales_keys = IsQuantised(layout.dtype);
-  call.scales_values = IsQuantised(layout.v_dtype());
-  call.states = StatesIn(reinterpret_cast<float*>(scratch), args.row_count * args.num_qo_heads,
-                         layout.v_dim());
-  call.workers = scratch + StateBytes(layout, args.num_qo_heads, args.row_count);
-  call.worker_bytes = WorkerBytes(layout);
+  AttentionCall call = {
+      .args = &args,
+      .schedule = &schedule,
+      .places = TilePlaces(args.pages),
+      .p_weights = WeightKindOf(layout.v_dtype()),
+      .scales_keys = IsQuantised(layout.dtype),
+      .scales_values = IsQuantised(layout.v_dtype()),
+      .states = StatesIn(reinterpret_cast<float*>(scratch), args.row_count * args.num_qo_heads,
+                         layout.v_dim()),
+      .workers = scratch + StateBytes(layout, args.num_qo_heads, args.row_count),
+      .worker_bytes = WorkerBytes(layout),
+  };
   while (schedule.NextGroup()) {
     while (schedule.NextWave()) {
       runner.Run(static_cast<int64_t>(schedule.pieces().size()), RunPiece, &call);

@@ -18,7 +18,14 @@ QUIRE_INLINE void PrefetchL1(const void* p) {
 #endif
 
 // How a tile's elements enter a chain: `kPair` elements per lane and step, weighed by one Weight.
-struct ChainF32 {
+// Sums lie in memory for floats.
+struct FloatSums {
+  using Sum = VF;
+  QUIRE_INLINE Sum None() { return Zero(); }
+  QUIRE_INLINE Sum LoadSum(const float* p) { return Load(p); }
+  QUIRE_INLINE void StoreSum(float* p, Sum v) { Store(p, v); }
+};
+struct ChainF32 : FloatSums {
   using Element = float;
   using Weight = float;
   using Vector = VF;
@@ -26,7 +33,7 @@ struct ChainF32 {
   QUIRE_INLINE Vector LoadVector(const Element* p) { return Load(p); }
   QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return Fma(v, Set1(w), acc); }
 };
-struct ChainF16 {
+struct ChainF16 : FloatSums {
   using Element = uint16_t;
   using Weight = float;
   using Vector = VF;
@@ -34,7 +41,7 @@ struct ChainF16 {
   QUIRE_INLINE Vector LoadVector(const Element* p) { return LoadF16(p); }
   QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return Fma(v, Set1(w), acc); }
 };
-struct ChainBF16 {
+struct ChainBF16 : FloatSums {
   using Element = uint16_t;
   using Weight = QPair;
   using Vector = VPair;
@@ -43,14 +50,18 @@ struct ChainBF16 {
   QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return DotPair(acc, v, w); }
 };
 
-struct ChainI8 : ChainBF16 {
+// Integers: sums are int32, for the caller to scale.
+struct ChainI8 {
   using Element = uint8_t;
-  QUIRE_INLINE Vector LoadVector(const Element* p) {
-    VF even;
-    VF odd;
-    SplitI8(p, &even, &odd);
-    return JoinPair(even, odd);
-  }
+  using Weight = uint32_t;  // two int16
+  using Vector = VI16;
+  using Sum = VI;
+  static constexpr int kPair = 2;
+  QUIRE_INLINE Sum None() { return NoSums(); }
+  QUIRE_INLINE Sum LoadSum(const float* p) { return LoadSums(p); }
+  QUIRE_INLINE void StoreSum(float* p, Sum v) { StoreSums(p, v); }
+  QUIRE_INLINE Vector LoadVector(const Element* p) { return WidenI8(p); }
+  QUIRE_INLINE Sum Step(Sum acc, Vector v, Weight w) { return DotI16(acc, v, w); }
 };
 struct ChainF8 : ChainBF16 {
   using Element = uint8_t;
@@ -116,11 +127,11 @@ static void Score(const ScoreArgs& args) {
   using Element = typename Chain::Element;
   using Weight = typename Chain::Weight;
   constexpr int64_t kStepElements = kLanes * Chain::kPair;
-  VF acc[R][C];
+  typename Chain::Sum acc[R][C];
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     QUIRE_UNROLL
-    for (int c = 0; c < C; ++c) acc[r][c] = Zero();
+    for (int c = 0; c < C; ++c) acc[r][c] = Chain::None();
   }
   for (int64_t d = 0; d < a.steps; ++d) {
     const std::byte* const q = a.q + d * static_cast<int64_t>(R * sizeof(Weight));
@@ -147,7 +158,7 @@ static void Score(const ScoreArgs& args) {
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     QUIRE_UNROLL
-    for (int c = 0; c < C; ++c) Store(a.s + r * a.s_row + c * a.s_column, acc[r][c]);
+    for (int c = 0; c < C; ++c) Chain::StoreSum(a.s + r * a.s_row + c * a.s_column, acc[r][c]);
   }
 }
 
@@ -157,13 +168,14 @@ struct WeighArgs {
   int tile_count;
   int64_t v_row_elements;     // of one step: v_dim * pair
   int64_t column;             // first output dimension
-  float* o;                   // row 0, this column
+  int64_t column_end;         // a number of whole loops behind it
+  float* o;                   // row 0
   int64_t o_row;              // stride in floats
   bool resume;                // the chains go on from o; else from zero
   const std::byte* prefetch;  // what is read later, as many bytes as now; null: the tiles are in L2
 };
 
-// R rows x C vectors of 16 output dimensions, over all keys of the tiles.
+// R rows x C vectors of 16 output dimensions at a time, over all keys of the tiles.
 template <typename Chain, int R, int C>
 static void Weigh(const WeighArgs& args) {
   const WeighArgs a = args;  // as in Score
@@ -172,49 +184,52 @@ static void Weigh(const WeighArgs& args) {
   constexpr int kSteps = kLanes / Chain::kPair;
   constexpr int kVector = kLanes * Chain::kPair;
   constexpr size_t kRowBytes = kScoreStride * sizeof(float);
-  VF acc[R][C];
-  if (a.resume) {
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      QUIRE_UNROLL
-      for (int c = 0; c < C; ++c) acc[r][c] = Load(a.o + r * a.o_row + c * kLanes);
-    }
-  } else {
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      QUIRE_UNROLL
-      for (int c = 0; c < C; ++c) acc[r][c] = Zero();
-    }
-  }
-  const std::byte* p = a.p;
   const auto* ahead = reinterpret_cast<const Element*>(a.prefetch);
-  for (int t = 0; t < a.tile_count; ++t, p += kSteps * sizeof(Weight)) {
-    const Element* v = reinterpret_cast<const Element*>(a.v[t]) + a.column * Chain::kPair;
-    for (int step = 0; step < kSteps; ++step, v += a.v_row_elements) {
-      typename Chain::Vector values[C];
-      QUIRE_UNROLL
-      for (int c = 0; c < C; ++c) values[c] = Chain::LoadVector(v + c * kVector);
-      if (ahead == nullptr) {
-        const Element* next = v + kStepsAhead / 2 * a.v_row_elements;
-        QUIRE_UNROLL
-        for (int c = 0; c < C; ++c) PrefetchL1(next + c * kVector);
-      } else {
-        QUIRE_UNROLL
-        for (int c = 0; c < C; ++c) PrefetchL2(ahead + c * kVector);
-        ahead += C * kVector;
-      }
+  for (int64_t column = a.column; column < a.column_end; column += C * kLanes) {
+    float* const o = a.o + column;
+    typename Chain::Sum acc[R][C];
+    if (a.resume) {
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const Weight w = reinterpret_cast<const Weight*>(p + r * kRowBytes)[step];
         QUIRE_UNROLL
-        for (int c = 0; c < C; ++c) acc[r][c] = Chain::Step(acc[r][c], values[c], w);
+        for (int c = 0; c < C; ++c) acc[r][c] = Chain::LoadSum(o + r * a.o_row + c * kLanes);
+      }
+    } else {
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        QUIRE_UNROLL
+        for (int c = 0; c < C; ++c) acc[r][c] = Chain::None();
       }
     }
-  }
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
+    const std::byte* p = a.p;
+    for (int t = 0; t < a.tile_count; ++t, p += kSteps * sizeof(Weight)) {
+      const Element* v = reinterpret_cast<const Element*>(a.v[t]) + column * Chain::kPair;
+      for (int step = 0; step < kSteps; ++step, v += a.v_row_elements) {
+        typename Chain::Vector values[C];
+        QUIRE_UNROLL
+        for (int c = 0; c < C; ++c) values[c] = Chain::LoadVector(v + c * kVector);
+        if (ahead == nullptr) {
+          const Element* next = v + kStepsAhead / 2 * a.v_row_elements;
+          QUIRE_UNROLL
+          for (int c = 0; c < C; ++c) PrefetchL1(next + c * kVector);
+        } else {
+          QUIRE_UNROLL
+          for (int c = 0; c < C; ++c) PrefetchL2(ahead + c * kVector);
+          ahead += C * kVector;
+        }
+        QUIRE_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const Weight w = reinterpret_cast<const Weight*>(p + r * kRowBytes)[step];
+          QUIRE_UNROLL
+          for (int c = 0; c < C; ++c) acc[r][c] = Chain::Step(acc[r][c], values[c], w);
+        }
+      }
+    }
     QUIRE_UNROLL
-    for (int c = 0; c < C; ++c) Store(a.o + r * a.o_row + c * kLanes, acc[r][c]);
+    for (int r = 0; r < R; ++r) {
+      QUIRE_UNROLL
+      for (int c = 0; c < C; ++c) Chain::StoreSum(o + r * a.o_row + c * kLanes, acc[r][c]);
+    }
   }
 }
 

@@ -412,6 +412,104 @@ QUIRE_INLINE VPair JoinPair(VF even, VF odd) {
 }
 
 // ----------------------------------------------------------------------------------------------------
+// integers: sums of products of int8 and int16, exact in any order as long as they fit
+
+#if defined(QUIRE_SIMD_AVX512)
+
+using VI = __m512i;    // 16 sums
+using VI16 = __m512i;  // [lane][2]
+QUIRE_INLINE VI LoadSums(const float* p) { return _mm512_loadu_si512(p); }
+QUIRE_INLINE void StoreSums(float* p, VI v) { _mm512_storeu_si512(p, v); }
+QUIRE_INLINE VI NoSums() { return _mm512_setzero_si512(); }
+QUIRE_INLINE VF SumsToF32(VI v) { return _mm512_cvtepi32_ps(v); }
+QUIRE_INLINE VI16 WidenI8(const uint8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// acc + v[0] w[0] + v[1] w[1]; w: two int16.
+QUIRE_INLINE VI DotI16(VI acc, VI16 v, uint32_t w) {
+  const __m512i weights = _mm512_set1_epi32(static_cast<int>(w));
+#if defined(QUIRE_SIMD_BF16)
+  return _mm512_dpwssd_epi32(acc, v, weights);
+#else
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(v, weights));
+#endif
+}
+// Nearest integers, ties to even. REQUIRES: they are int16.
+QUIRE_INLINE void StoreI16(int16_t* p, VF v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v)));
+}
+
+#elif defined(QUIRE_SIMD_AVX2)
+
+struct VI {
+  __m256i lo, hi;
+};
+using VI16 = VI;
+QUIRE_INLINE VI LoadSums(const float* p) {
+  const auto* at = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+QUIRE_INLINE void StoreSums(float* p, VI v) {
+  auto* at = reinterpret_cast<__m256i*>(p);
+  _mm256_storeu_si256(at, v.lo);
+  _mm256_storeu_si256(at + 1, v.hi);
+}
+QUIRE_INLINE VI NoSums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+QUIRE_INLINE VF SumsToF32(VI v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
+QUIRE_INLINE VI16 WidenI8(const uint8_t* p) {
+  const auto* at = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1))};
+}
+QUIRE_INLINE VI DotI16(VI acc, VI16 v, uint32_t w) {
+  const __m256i weights = _mm256_set1_epi32(static_cast<int>(w));
+  return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(v.lo, weights)),
+          _mm256_add_epi32(acc.hi, _mm256_madd_epi16(v.hi, weights))};
+}
+QUIRE_INLINE void StoreI16(int16_t* p, VF v) {
+  const __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xD8));
+}
+
+#else
+
+struct VI {
+  int32_t v[kLanes];
+};
+struct VI16 {
+  int16_t v[kLanes][2];
+};
+QUIRE_INLINE VI LoadSums(const float* p) {
+  VI r;
+  __builtin_memcpy(&r, p, sizeof r);
+  return r;
+}
+QUIRE_INLINE void StoreSums(float* p, VI v) { __builtin_memcpy(p, &v, sizeof v); }
+QUIRE_INLINE VI NoSums() { return {}; }
+QUIRE_INLINE VF SumsToF32(VI v) {
+  VF r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<float>(v.v[i]);
+  return r;
+}
+QUIRE_INLINE VI16 WidenI8(const uint8_t* p) {
+  VI16 r;
+  for (int i = 0; i < kLanes; ++i) {
+    for (int n = 0; n < 2; ++n) r.v[i][n] = static_cast<int8_t>(p[2 * i + n]);
+  }
+  return r;
+}
+QUIRE_INLINE VI DotI16(VI acc, VI16 v, uint32_t w) {
+  int16_t weights[2];
+  __builtin_memcpy(weights, &w, sizeof weights);
+  for (int i = 0; i < kLanes; ++i) acc.v[i] += v.v[i][0] * weights[0] + v.v[i][1] * weights[1];
+  return acc;
+}
+QUIRE_INLINE void StoreI16(int16_t* p, VF v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(RoundToInt1(v.v[i]));
+}
+
+#endif
+
+// ----------------------------------------------------------------------------------------------------
 // functions 2^x. Exact at integers; elsewhere within 1.5 ulp on [-126, 127]. 0 below -126 (and at
 // -inf), 2^127 from 127 on; NaN for NaN. Own minimax polynomial of degree 6 for 2^f - 1 on [-0.5,
 // 0.5] (relative error 2e-9 before rounding).

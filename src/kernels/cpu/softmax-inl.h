@@ -6,10 +6,12 @@
 
 QUIRE_INLINE float NegativeInfinity() { return -__builtin_inff(); }
 
-// How weights (rotated q, softmax p) are kept: as chains of the layout's dtype take them.
-enum class WeightKind : uint8_t { kF32, kRoundedF32, kPackedBF16 };
+// How weights (rotated q, softmax p) are kept: as chains of the layout's dtype take them. kI16: as
+// int16 with a scale of the row, for sums with int8 codes.
+enum class WeightKind : uint8_t { kF32, kRoundedF32, kPackedBF16, kI16 };
 
 QUIRE_INLINE WeightKind WeightKindOf(DType cache_dtype) {
+  if (cache_dtype == DType::kI8) return WeightKind::kI16;
   if (ComputeDType(cache_dtype) != DType::kBF16) return WeightKind::kF32;
 #if defined(QUIRE_SIMD_BF16)
   return WeightKind::kPackedBF16;
@@ -18,16 +20,52 @@ QUIRE_INLINE WeightKind WeightKindOf(DType cache_dtype) {
 #endif
 }
 QUIRE_INLINE size_t WeightBytes(WeightKind kind) {
-  return kind == WeightKind::kPackedBF16 ? sizeof(uint16_t) : sizeof(float);
+  const bool narrow = kind == WeightKind::kPackedBF16 || kind == WeightKind::kI16;
+  return narrow ? sizeof(uint16_t) : sizeof(float);
 }
-// Stores weights first .. first + 15 of a row.
+// Stores weights first .. first + 15 of a row. kI16: they are integers.
 QUIRE_INLINE void StoreWeights(WeightKind kind, std::byte* row, int64_t first, VF w) {
   if (kind == WeightKind::kPackedBF16) {
     StoreBF16(reinterpret_cast<uint16_t*>(row) + first, w);
+  } else if (kind == WeightKind::kI16) {
+    StoreI16(reinterpret_cast<int16_t*>(row) + first, w);
   } else {
     Store(reinterpret_cast<float*>(row) + first,
           kind == WeightKind::kRoundedF32 ? RoundToBF16(w) : w);
   }
+}
+
+// The largest weight of kI16 in a sum over `count` codes of at most 128: the sum fits into int32.
+constexpr float MostI16(int count) {
+  const int most = INT32_MAX / (128 * count);
+  return static_cast<float>(most < INT16_MAX ? most : INT16_MAX);
+}
+
+// `count` weights as kI16 into `to`, which may lie at `from` (count is a multiple of 16). Returns
+// their scale: the greatest magnitude is `most`. NaN, and all weights 0, if one of them is not
+// finite.
+static float QuantiseWeights(const float* from, int count, float most, std::byte* to) {
+  VF greatest = Zero();
+  VF sum = Zero();
+  for (int i = 0; i < count; i += kLanes) {
+    const VF x = Load(from + i);
+    greatest = Max(Max(x, Sub(Zero(), x)), greatest);
+    sum = Add(sum, Mul(x, Zero()));
+  }
+  const bool finite = ReduceAdd(sum) == 0.0F;
+  const float scale = finite ? ReduceMax(greatest) / most : __builtin_nanf("");
+  if (!(scale > 0.0F)) {
+    __builtin_memset(to, 0, static_cast<size_t>(count) * sizeof(int16_t));
+    return scale;
+  }
+  const VF divisor = Set1(scale);
+  const VF highest = Set1(most);
+  const VF lowest = Set1(-most);
+  for (int i = 0; i < count; i += kLanes) {
+    const VF x = Max(Min(Div(Load(from + i), divisor), highest), lowest);
+    StoreWeights(WeightKind::kI16, to, i, x);
+  }
+  return scale;
 }
 
 // What a row sees of a segment, relative to its first position: [begin, end) without [gap_begin,
@@ -92,12 +130,14 @@ static void CapScores(float* scores, const SegmentView& view, float scale_log2, 
 // tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the weights before they are
 // rounded. If every visible score is -inf, or a mask hides all, *m is -inf and all weights are 0; a
 // NaN is in *l and in its weight. With kScaled, weights are multiplied by value_scales before they
-// are rounded, and *l is of those that are not.
+// are rounded, and *l is of those that are not; *weight_scale is set if they are of kI16.
 template <bool kScaled>
 static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales,
                        const SegmentView& view, int tile_begin, int tile_end, float scale_log2,
-                       float* m, float* l) {
+                       float* m, float* l, float* weight_scale) {
   auto* weights = reinterpret_cast<std::byte*>(scores);
+  const bool integral = kScaled && kind == WeightKind::kI16;
+  if (integral) kind = WeightKind::kF32;
   const VF scale = Set1(scale_log2);
   const VF none = Set1(NegativeInfinity());
   const int first = view.begin / kLanes;
@@ -123,15 +163,21 @@ static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales
   for (int t = last; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   *m = maximum;
   *l = ReduceAdd(sum);
+  if (!integral) return;
+  const int64_t begin = int64_t{tile_begin} * kLanes;
+  *weight_scale =
+      QuantiseWeights(scores + begin, (tile_end - tile_begin) * kLanes, MostI16(kSegmentPositions),
+                      weights + begin * static_cast<int64_t>(sizeof(int16_t)));
 }
 
 // A row that sees nothing of the tiles: weights 0, and a state that changes no fold.
 static void HiddenRow(WeightKind kind, float* scores, int tile_begin, int tile_end, float* m,
-                      float* l) {
+                      float* l, float* weight_scale) {
   auto* weights = reinterpret_cast<std::byte*>(scores);
   for (int t = tile_begin; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   *m = NegativeInfinity();
   *l = 0.0F;
+  *weight_scale = 0.0F;
 }
 
 // State of consecutive rows of one head: o [row][v_dim], m [row], l [row].

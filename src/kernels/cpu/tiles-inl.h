@@ -6,6 +6,53 @@
 #define QUIRE_KERNELS_CPU_TILES_INL_H_
 
 // ----------------------------------------------------------------------------------------------------
+// places
+
+// Where tiles that are read in place lie: the arithmetic of KVLayout's tiled layout in bytes,
+// worked out once for all tiles of a call.
+struct TilePlaces {
+  std::byte* base;
+  size_t page;
+  size_t key_tile, key_head;
+  size_t values, value_tile, value_head;
+  size_t scales, scale_tile, scale_head;
+
+  explicit TilePlaces(const KVPages& pages) : base(pages.base) {
+    const KVLayout& layout = pages.layout;
+    const auto heads = static_cast<size_t>(layout.num_kv_heads);
+    page = layout.page_bytes();
+    key_head = layout.k_tile_elements() * layout.k_element_bytes();
+    key_tile = heads * key_head;
+    values = layout.v_offset();
+    value_head = layout.v_tile_stored_elements() * layout.v_element_bytes();
+    value_tile = heads * value_head;
+    scales = layout.scale_offset();
+    scale_head = static_cast<size_t>(layout.scale_parts()) * kTilePositions * sizeof(float);
+    scale_tile = heads * scale_head;
+  }
+  // REQUIRES of all: tile.in_place.
+  const std::byte* Keys(const SegmentTile& tile, int64_t head) const {
+    return At(tile) + static_cast<size_t>(tile.tile) * key_tile +
+           static_cast<size_t>(head) * key_head;
+  }
+  const std::byte* Values(const SegmentTile& tile, int64_t head) const {
+    return At(tile) + values + static_cast<size_t>(tile.tile) * value_tile +
+           static_cast<size_t>(head) * value_head;
+  }
+  const float* Scales(const SegmentTile& tile, int64_t head, int part) const {
+    return reinterpret_cast<const float*>(At(tile) + scales +
+                                          static_cast<size_t>(tile.tile) * scale_tile +
+                                          static_cast<size_t>(head) * scale_head) +
+           part * kTilePositions;
+  }
+
+ private:
+  const std::byte* At(const SegmentTile& tile) const {
+    return base + static_cast<size_t>(tile.pieces[0].page) * page;
+  }
+};
+
+// ----------------------------------------------------------------------------------------------------
 // assembling
 
 template <typename Element>
@@ -62,13 +109,10 @@ static void AssembleValues(const KVPages& pages, const SegmentTile& tile, int he
 }
 
 // The tile in the cache's own type and tile layout: in place, or made in `buffer`.
-static const std::byte* StoredKeys(const KVPages& pages, const SegmentTile& tile, int head,
-                                   std::byte* buffer) {
+static const std::byte* StoredKeys(const TilePlaces& places, const KVPages& pages,
+                                   const SegmentTile& tile, int head, std::byte* buffer) {
+  if (tile.in_place) return places.Keys(tile, head);
   const KVLayout& layout = pages.layout;
-  if (tile.in_place) {
-    return PageAt(pages, tile.pieces[0].page) +
-           layout.k_tile_offset(tile.tile, head) * layout.k_element_bytes();
-  }
   if (layout.dtype == DType::kF32) {
     AssembleKeys(pages, tile, head, reinterpret_cast<float*>(buffer));
   } else if (IsQuantised(layout.dtype)) {
@@ -79,12 +123,11 @@ static const std::byte* StoredKeys(const KVPages& pages, const SegmentTile& tile
   return buffer;
 }
 
-static const std::byte* StoredValues(const KVPages& pages, const SegmentTile& tile, int head,
-                                     std::byte* buffer) {
+static const std::byte* StoredValues(const TilePlaces& places, const KVPages& pages,
+                                     const SegmentTile& tile, int head, std::byte* buffer) {
   const KVLayout& layout = pages.layout;
   if (tile.in_place) {
-    const std::byte* stored = ValuesAt(pages, tile.pieces[0].page) +
-                              layout.v_tile_offset(tile.tile, head) * layout.v_element_bytes();
+    const std::byte* stored = places.Values(tile, head);
     if (!layout.latent) return stored;
     LatentValueTile(layout.dtype, stored, layout.v_dim(), buffer);
     return buffer;
@@ -100,11 +143,9 @@ static const std::byte* StoredValues(const KVPages& pages, const SegmentTile& ti
 }
 
 // Scales of the tile's 16 positions: in place, or assembled into `buffer`, 0 where no token is.
-static const float* StoredScales(const KVPages& pages, const SegmentTile& tile, int head, int part,
-                                 float* buffer) {
-  if (tile.in_place) {
-    return ScaleOfSlot(pages, tile.pieces[0].page, tile.tile * kTilePositions, head, part);
-  }
+static const float* StoredScales(const TilePlaces& places, const KVPages& pages,
+                                 const SegmentTile& tile, int head, int part, float* buffer) {
+  if (tile.in_place) return places.Scales(tile, head, part);
   for (int i = 0; i < kLanes; ++i) buffer[i] = 0.0F;
   for (int i = 0; i < tile.piece_count; ++i) {
     const TilePiece& piece = tile.pieces[i];
