@@ -28,7 +28,7 @@ namespace quire {
 inline constexpr int64_t kUnitRows = 264;
 // From so many query rows per kv head on, a unit has one kv head and walks segment by segment;
 // below, it has many heads and reads pages in the order of memory, since it is bound by memory.
-inline constexpr int64_t kBlockRowsMin = 16;
+inline constexpr int64_t kBlockRowsMin = 32;
 
 // Segments of a unit are counted without those that none of its rows sees (windows): number s of a
 // unit is segment SegmentAt(s).

@@ -24,9 +24,6 @@
 constexpr int64_t kScoreRows = 128;
 // How far ahead decode asks for memory (measured, specs: performance section 8).
 constexpr int64_t kPrefetchBytes = 16384;
-// From so many rows on, widening a block's tiles to float32 once is cheaper than in every group of
-// rows.
-constexpr int64_t kWidenRows = 32;
 
 static int64_t SmallerOf(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t LargerOf(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -195,14 +192,11 @@ static WeightKind QueryKind(const AttentionCall& call, const AttentionUnit& unit
 }
 
 // The type in which a block's tiles enter their chains. int8 is widened by the chains; widening
-// float8 in every group of rows would cost more than once before; with packed weights, pairs of
-// bfloat16 are wanted and float32 else, in whose loops a pair is two steps.
-static DType BlockDType(DType stored, WeightKind weights, int64_t rows) {
+// anything else in every group of rows would cost more than once before. With packed weights, pairs
+// of bfloat16 are wanted, and float32 else, in whose loops a pair is two steps.
+static DType BlockDType(DType stored, WeightKind weights) {
   if (weights == WeightKind::kI16) return stored;
-  const DType compute = ComputeDType(stored);
-  if (weights == WeightKind::kPackedBF16) return compute;
-  if (IsQuantised(stored)) return DType::kF32;
-  return rows >= kWidenRows ? DType::kF32 : compute;
+  return weights == WeightKind::kPackedBF16 ? ComputeDType(stored) : DType::kF32;
 }
 
 // What PrepareKeys returns for the unit.
@@ -211,7 +205,7 @@ static DType KeyDType(const AttentionCall& call, const AttentionUnit& unit) {
   const bool rotates = RotatesKeys(call, unit);
   DType dtype = stored;
   if (unit.row_count() >= kBlockRowsMin) {
-    dtype = BlockDType(stored, QueryKind(call, unit), unit.row_count());
+    dtype = BlockDType(stored, QueryKind(call, unit));
   } else if (rotates) {
     dtype = ComputeDType(stored);
   }
@@ -926,8 +920,7 @@ static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int
   const int head = static_cast<int>(unit.head_begin + h);
   const std::byte* data[kTilesPerSegment];
   const bool block = unit.row_count() >= kBlockRowsMin;
-  const DType dtype =
-      block ? BlockDType(layout.v_dtype(), call.p_weights, unit.row_count()) : layout.v_dtype();
+  const DType dtype = block ? BlockDType(layout.v_dtype(), call.p_weights) : layout.v_dtype();
   const ValueTiles values = {LoopsOf(dtype), dtype, data};
   const auto weigh = [&](int64_t r, int count, int t, const SegmentTile& tile) {
     data[t] = PrepareValues(call, tile, head, dtype, space, space.node_values);
@@ -958,7 +951,7 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const int head = unit.head_begin;
   const bool rotate = RotatesKeys(call, unit);
-  const DType values = BlockDType(layout.v_dtype(), call.p_weights, unit.row_count());
+  const DType values = BlockDType(layout.v_dtype(), call.p_weights);
   const size_t k_bytes = layout.k_tile_elements() * sizeof(float);
   const size_t v_bytes = layout.v_tile_elements() * sizeof(float);
   block->key_dtype = KeyDType(call, unit);

@@ -83,7 +83,7 @@ constexpr int kRowsMax =
 constexpr int kRowsMax = 12;  // a tenth faster than 8, which four instructions a cycle do not feed
 #endif
 constexpr int kTilesAtOnce = 2;
-constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int ColumnsAtOnce(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
 #elif defined(QUIRE_SIMD_AVX2)
 constexpr int kRowsMax =
