@@ -355,7 +355,14 @@ void AttentionCase::BuildQueries() {
 }
 
 CaseOutput AttentionCase::Run(const Backend& backend, ParallelRunner& runner) const {
-  return RunPlan(backend, runner, sequences_);
+  return RunPlan(args_, backend, runner);
+}
+
+CaseOutput AttentionCase::RunWith(const float* q, const Backend& backend,
+                                  ParallelRunner& runner) const {
+  AttentionArgs args = args_;
+  args.q = {q, DType::kF32, int64_t{args.num_qo_heads} * spec_.qk_dim, spec_.qk_dim};
+  return RunPlan(args, backend, runner);
 }
 
 CaseOutput AttentionCase::RunRows(const Backend& backend, ParallelRunner& runner, int64_t begin,
@@ -365,13 +372,14 @@ CaseOutput AttentionCase::RunRows(const Backend& backend, ParallelRunner& runner
   part.first_row += begin;
   part.base += begin;
   part.row_count = count;
-  return RunPlan(backend, runner, {&part, 1});
+  AttentionArgs args = args_;
+  args.sequences = {&part, 1};
+  return RunPlan(args, backend, runner);
 }
 
-CaseOutput AttentionCase::RunPlan(const Backend& backend, ParallelRunner& runner,
-                                  std::span<const AttentionSequence> sequences) const {
-  AttentionArgs args = args_;
-  args.sequences = sequences;
+CaseOutput AttentionCase::RunPlan(AttentionArgs args, const Backend& backend,
+                                  ParallelRunner& runner) const {
+  const std::span<const AttentionSequence> sequences = args.sequences;
   const auto heads = static_cast<size_t>(args.num_qo_heads);
   const auto rows = static_cast<size_t>(args.row_count);
   const auto v_dim = static_cast<size_t>(spec_.v_dim);

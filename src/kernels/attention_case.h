@@ -88,6 +88,8 @@ class AttentionCase {
   }
   // Runs it in memory poisoned with NaN, and checks that nothing around it is written.
   CaseOutput Run(const Backend& backend, ParallelRunner& runner) const;
+  // The same with other queries: float32 [row][head][qk_dim].
+  CaseOutput RunWith(const float* q, const Backend& backend, ParallelRunner& runner) const;
   // Rows [begin, begin + count) of the only sequence; its later tokens are stored already.
   CaseOutput RunRows(const Backend& backend, ParallelRunner& runner, int64_t begin,
                      int64_t count) const;
@@ -108,8 +110,7 @@ class AttentionCase {
   void WriteJunk(const Store& store);
   void FreeUnseenPages();
   int64_t PageCountMax() const;
-  CaseOutput RunPlan(const Backend& backend, ParallelRunner& runner,
-                     std::span<const AttentionSequence> sequences) const;
+  CaseOutput RunPlan(AttentionArgs args, const Backend& backend, ParallelRunner& runner) const;
 
   CaseSpec spec_;
   AttentionArgs args_;

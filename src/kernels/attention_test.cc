@@ -33,10 +33,17 @@ ParallelRunner& Pool(int workers) {
 
 const Backend& BestBackend() { return *Backends().front(); }
 
+// Whether keys are multiplied as bfloat16: int8 is, once it has been rotated.
+bool RoundsQueries(const CaseSpec& spec) {
+  if (spec.dtype == DType::kI8) return spec.inline_keys && spec.rotary_dim > 0;
+  return ComputeDType(spec.dtype) == DType::kBF16;
+}
+
 // Whether the path computes with bfloat16 dot products, whose bits are its own.
 bool HasOwnBits(const Backend& backend, const CaseSpec& spec) {
-  const bool pairs = ComputeDType(spec.dtype) == DType::kBF16 ||
-                     ComputeDType(spec.value_dtype.value_or(spec.dtype)) == DType::kBF16;
+  const DType values = spec.value_dtype.value_or(spec.dtype);
+  const bool pairs =
+      RoundsQueries(spec) || (values != DType::kI8 && ComputeDType(values) == DType::kBF16);
   return pairs && backend.name == "avx512_bf16";
 }
 
@@ -70,20 +77,30 @@ double UnitRoundoff(DType dtype) {
 // Errors that the arithmetic may make. A score is off by at most `score` (in units of log2): q, and
 // with inline keys k, are rounded to the compute type, a chain of qk_dim steps and the rotation
 // round in float32. Each weight is then off by a factor 2^(2 score), the maximum and the rounding
-// of p included; o is a chain over 256 keys, folded once per segment.
+// of p included; o is a chain over 256 keys, folded once per segment. Weights of int8 values are
+// off by half a step of the segment's largest instead.
 struct Bounds {
   double score;
   double weight;
+  double step = 0;
 
   Bounds(const CaseSpec& spec, double score_scale, double segments) {
     const double u = 0x1p-24;
     double rounding = (spec.qk_dim + 16) * u;
-    if (ComputeDType(spec.dtype) == DType::kBF16)
+    if (RoundsQueries(spec)) {
       rounding += 0x1p-8 * (spec.inline_keys ? 2.01 : 1.01);
+    } else if (spec.dtype == DType::kI8) {  // half a step of the largest element, in all of them
+      rounding += std::sqrt(spec.qk_dim) / (2 * 29000.0);
+    }
     score = score_scale * rounding;
     score += static_cast<double>(spec.soft_cap) * 8 * u;  // of tanh, in base 2
     weight = std::expm1(2 * score * 0.6931471805599453) + (300 + 8 * segments) * u;
-    if (ComputeDType(spec.value_dtype.value_or(spec.dtype)) == DType::kBF16) weight += 0x1p-8;
+    const DType values = spec.value_dtype.value_or(spec.dtype);
+    if (values == DType::kI8) {
+      step = 0.501 / 32767;
+    } else if (ComputeDType(values) == DType::kBF16) {
+      weight += 0x1p-8;
+    }
   }
 };
 
@@ -111,6 +128,7 @@ void ExpectMatchesReference(const AttentionCase& test, const CaseOutput& output,
       for (size_t d = 0; d < v_dim; ++d) {
         const double expected = reference.o[row * v_dim + d];
         const double bound = 2 * bounds.weight * reference.value_scale[row * v_dim + d] +
+                             bounds.step * reference.value_peak[row] +
                              UnitRoundoff(spec.o_dtype) * std::fabs(expected) + 1e-7;
         ASSERT_NEAR(OutputAt(output.o[s], spec.o_dtype, i * v_dim + d), expected, bound)
             << what << ": sequence " << s << ", row and head " << i << ", dimension " << d;
@@ -283,6 +301,39 @@ TEST(Attention, ALatentLayerIsAPlainOneWhoseValuesAreItsKeysBeginning) {
       }
       ExpectSame(latent.Run(BestBackend(), Pool(2)), plain.Run(BestBackend(), Pool(2)),
                  std::string(DTypeName(dtype)) + ", " + std::to_string(group) + " heads");
+    }
+  }
+}
+
+// A segment whose codes are all the largest, seen with the largest weights.
+TEST(Attention, TheLargestSumsOfInt8Fit) {
+  for (const auto& [qk_dim, v_dim] : {std::pair(128, 128), std::pair(576, 512)}) {
+    CaseSpec spec;
+    spec.dtype = DType::kI8;
+    spec.latent = true;
+    spec.kv_heads = 1;
+    spec.qk_dim = qk_dim;
+    spec.v_dim = v_dim;
+    spec.sequences = {{.content = 1, .base = kSegmentPositions - 1, .rows = 1}};
+    const AttentionCase test(spec);
+    const std::vector<float> ones(static_cast<size_t>(qk_dim * spec.group), 1.0F);
+    const AttentionSequence& sequence = test.args().sequences[0];
+    for (const PageRun& run : std::span(sequence.runs, static_cast<size_t>(sequence.run_count))) {
+      int64_t entry = 0;
+      for (int64_t p = run.begin; p < run.end; ++p) {
+        while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= p) ++entry;
+        const auto slot = static_cast<int32_t>(p % spec.page_size);
+        WriteSlot(test.args().pages, {run.entries[entry].page, slot}, DType::kF32, ones.data(),
+                  ones.data(), false);
+      }
+    }
+    for (const Backend* backend : Backends()) {
+      const CaseOutput output = test.RunWith(ones.data(), *backend, Pool(1));
+      const double score = qk_dim * static_cast<double>(test.args().scale_log2);
+      EXPECT_NEAR(static_cast<double>(output.lse[0][0]), score + 8, 1e-4 * score) << backend->name;
+      for (size_t d = 0; d < static_cast<size_t>(v_dim); ++d) {
+        ASSERT_NEAR(OutputAt(output.o[0], DType::kF32, d), 1, 1e-4) << backend->name << ' ' << d;
+      }
     }
   }
 }

@@ -1282,6 +1282,7 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
   }
   const size_t dv = o.size();
   std::vector<double> size(dv);
+  double peak = 0;
   for (size_t i = 0; i < head.visible.size(); ++i) {
     const size_t j = head.visible[i];
     const double p = std::exp(scores[i] - largest);
@@ -1290,9 +1291,14 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
       const double value = (*head.values)[j][head.kv_head * dv + d];
       o[d] += p * value;
       size[d] += p * std::abs(value);
+      peak = std::max(peak, p * std::abs(value));
     }
   }
   *lse = (largest + std::log(total)) / std::log(2.0);
+  // Weights of int8 values are integers: half a step of the largest for each key.
+  const double step = spec.value_dtype() == DType::kI8
+                          ? 0.501 / 32767 * static_cast<double>(head.visible.size()) * peak / total
+                          : 0;
   // exp2 of float32 arguments of some tens, the chain over keys, and p rounded to bfloat16 above
   // the fraction.
   const double weights = std::expm1(2 * worst) +
@@ -1300,7 +1306,7 @@ void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<doubl
                          (Computed(spec.value_dtype()) == DType::kBF16 ? 2 * kEpsBF16 : 0);
   for (size_t d = 0; d < dv; ++d) {
     o[d] /= total;
-    last_bounds_.o.push_back(weights * size[d] / total +
+    last_bounds_.o.push_back(weights * size[d] / total + step +
                              HalfUlp(head.output_dtype) * 2 * std::abs(o[d]) +
                              SmallestNormal(head.output_dtype) * kEpsF16);
   }

@@ -877,9 +877,10 @@ static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int
     a.s = row + t * kLanes;
     loops->score_tile[count - 1](a);
     if (!call.scales_keys) return;
-    ScaleScores(QueryKind(call, unit), q.scales + h * unit.row_count() + r,
-                StoredScales(call.places, call.args->pages, tile, head, 0, space.key_scales), count,
-                row + t * kLanes);
+    ScaleScores(
+        QueryKind(call, unit), q.scales + h * unit.row_count() + r,
+        StoredScales(call.places, call.args->pages, tile, head, 0, space.key_scales + t * kLanes),
+        count, row + t * kLanes);
   };
   ForEachNodeTile(call, unit, segment, own, begin, end, rotate, space, score);
 }

@@ -125,6 +125,7 @@ void AttendRow(const AttentionArgs& args, const Context& context, const RowView&
     l = std::exp2(sink - m);
   }
   double* o = out->o.data() + index * static_cast<size_t>(layout.v_head_dim);
+  double peak = 0;
   double* value_scale = out->value_scale.data() + index * static_cast<size_t>(layout.v_head_dim);
   for (size_t i = 0; i < seen.size(); ++i) {
     const double weight = std::exp2(scores[i] - m);
@@ -133,11 +134,13 @@ void AttendRow(const AttentionArgs& args, const Context& context, const RowView&
       const double v = context.values[static_cast<size_t>(seen[i])][static_cast<size_t>(d)];
       o[d] += weight * v;
       value_scale[d] += weight * std::fabs(v);
+      peak = std::max(peak, weight * std::fabs(v));
     }
   }
   if (l == 0) return;
   for (int d = 0; d < layout.v_head_dim; ++d) o[d] /= l;
   for (int d = 0; d < layout.v_head_dim; ++d) value_scale[d] /= l;
+  out->value_peak[index] = static_cast<double>(seen.size()) * peak / l;
   out->lse[index] = m + std::log2(l);
 }
 
@@ -151,6 +154,7 @@ ReferenceOutput ReferenceAttention(const AttentionArgs& args) {
   out.value_scale.resize(out.o.size());
   out.lse.assign(rows, -std::numeric_limits<double>::infinity());
   out.score_scale.resize(rows);
+  out.value_peak.resize(rows);
   const int group = args.num_qo_heads / layout.num_kv_heads;
   for (const AttentionSequence& sequence : args.sequences) {
     const std::vector<Context> contexts = ReadContexts(args, sequence);

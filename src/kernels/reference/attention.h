@@ -16,6 +16,7 @@ struct ReferenceOutput {
   // Bounds that a tester needs, of the row's visible keys and values.
   std::vector<double> score_scale;  // |scale_log2| * |q| * greatest |k|, Euclidean norms
   std::vector<double> value_scale;  // ...[v_head_dim], sum of p |v| / sum of p
+  std::vector<double> value_peak;   // number of keys * greatest p |v| / sum of p
 };
 
 // Query and (RopeMode::kInline) key rotated in double, nothing rounded. Reads args.pages, runs, q
