@@ -82,6 +82,11 @@ std::vector<int> GroupsOfLayers(const std::vector<LayerGroup>& groups, size_t la
   return group_of;
 }
 
+bool AnyWindow(const std::vector<LayerGroup>& groups) {
+  return std::any_of(groups.begin(), groups.end(),
+                     [](const LayerGroup& group) { return group.window != kNoWindow; });
+}
+
 }  // namespace
 
 PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
@@ -100,6 +105,7 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
     for (const int64_t layer : groups_[g].layers)
       layers_[static_cast<size_t>(layer)].group = static_cast<int>(g);
   }
+  has_windows_ = AnyWindow(groups_);
   const ScopedFloatEnvironment environment;
   for (size_t l = 0; l < layers_.size(); ++l) {
     for (const float logit : options_.layers[l].head_sinks)
@@ -193,6 +199,7 @@ Status PagedKVCache::Clear() {
     tree_.Clear();
     trees_.Clear();
     sequences_.Clear();
+    has_windows_ = AnyWindow(groups_);
     hides_more_ = false;
     return Status();
   });

@@ -377,6 +377,7 @@ class PagedKVCache final : public AttentionKVCache,
   ForwardPlan query_;      // members of PagesNeeded: it leaves plan_ as it is, to be repeated
   uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it
   bool in_forward_ = false;
+  bool has_windows_ = false;  // of a group or, since the last Clear, a sequence: else all is seen
   // Whether something has happened since pages were last freed that may have hidden some.
   bool hides_more_ = false;
   bool failed_ = false;  // an attention call of this forward has failed

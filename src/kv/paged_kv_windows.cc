@@ -41,6 +41,7 @@ Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, i
                         std::to_string(sequence.window.sinks) + "; it cannot have " +
                         std::to_string(sinks) + " sinks instead");
     }
+    has_windows_ = true;
     if (options_.tvm_window_span) {
       sequence.span = {window, sinks};
       return Status();
@@ -118,6 +119,7 @@ void PagedKVCache::SetWindows(Sequence* sequence, const SequenceWindows& windows
       .window = OrNone(windows.window), .sinks = windows.sinks, .slid = windows.lost};
   sequence->slid = windows.slid;
   sequence->span = {OrNone(windows.span), windows.span_sinks};
+  has_windows_ |= windows != SequenceWindows{};
   hides_more_ = true;
 }
 
@@ -173,6 +175,7 @@ void PagedKVCache::MoveEnd(const Sequence& from, int64_t length, Sequence* to) c
 
 // After a forward that began at `old_length`.
 void PagedKVCache::SlideTo(Sequence* sequence, int64_t old_length) noexcept {
+  if (!has_windows_) return;
   const int64_t length = CommittedLength(*sequence);
   const int64_t old_slid = sequence->slid;
   // What a kept span loses is hidden for good: the rows of the next forward all see the rest.
@@ -193,7 +196,7 @@ void PagedKVCache::SlideTo(Sequence* sequence, int64_t old_length) noexcept {
 }
 
 void PagedKVCache::FreeHidden() noexcept {
-  if (in_forward_ || !hides_more_) return;
+  if (in_forward_ || !hides_more_ || !has_windows_) return;
   hides_more_ = false;
   for (int g = 0; g < tree_.group_count(); ++g)
     FreeHiddenPages(tree_, sequences_, g, groups_[static_cast<size_t>(g)].window);
