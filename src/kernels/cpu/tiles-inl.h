@@ -1,9 +1,11 @@
 // Tiles as attention's chains read them: in place, assembled by position, V out of the keys of a
 // latent layout, rotated (RopeMode::kInline), widened to float32 (many rows share the work), or
-// with some lanes of V set to zero. Included after rotary-inl.h and latent-inl.h, inside a path's
-// namespace and target region.
+// with some lanes of V set to zero. Included inside a path's namespace and target region.
 #ifndef QUIRE_KERNELS_CPU_TILES_INL_H_
 #define QUIRE_KERNELS_CPU_TILES_INL_H_
+
+#include "kernels/cpu/latent-inl.h"
+#include "kernels/cpu/rotary-inl.h"
 
 // ----------------------------------------------------------------------------------------------------
 // places
