@@ -248,10 +248,17 @@ def _narrow_cases(cache_bytes: int, threads: int) -> list[Case]:
     """Decode over int8 and fp8 beside the same over bfloat16."""
     cases = []
     for dtype in ("int8", "float8_e4m3fn"):
-        for sequences, length in ((1, 4096), (8, 4096), (32, 512), (1, 32768)):
+        for group, sequences, length in (
+            (4, 1, 4096),
+            (4, 8, 4096),
+            (4, 32, 512),
+            (4, 1, 32768),
+            (1, 8, 4096),
+            (1, 32, 512),
+        ):
             shape: dict[str, Any] = {
                 "dtype": dtype,
-                "kv_heads": HEADS // 4,
+                "kv_heads": HEADS // group,
                 "sequences": sequences,
                 "prefix": 0,
                 "own": length,
@@ -259,11 +266,11 @@ def _narrow_cases(cache_bytes: int, threads: int) -> list[Case]:
             }
             goals = (Goal("bf16 KV", 1.6),) if dtype == "int8" else ()
             case = _attention_case(
-                f"decode/{_SHORT[dtype]}/gqa4/{sequences}x{length}",
+                f"decode/{_SHORT[dtype]}/gqa{group}/{sequences}x{length}",
                 "a",
                 shape,
                 (*goals, Goal("bound", 0.75, in_fast_memory=0.60)),
-                quick=(sequences, length) == (8, 4096),
+                quick=(group, sequences, length) == (4, 8, 4096),
                 cache_bytes=cache_bytes,
                 threads=threads,
             )

@@ -84,16 +84,18 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
   const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, group_count);
   const AppendPlan append = tree_.PlanAppend(sequence.last, imported + append_length, groups);
   for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
-  plan.members.push_back({.id = seq_id,
-                          .sequence = index,
-                          .first_row = first_row,
-                          .append = append,
-                          .last = kNoBlock,
-                          .long_factors = sequence.long_factors,
-                          .window = sequence.window,
-                          .imported = imported,
-                          .first_import = plan.import_count(),
-                          .source = load == nullptr ? nullptr : load->source});
+  const int64_t first_import = plan.import_count();
+  // In its place: to copy it there would wait for the stores of its parts.
+  ForwardMember& member = plan.members.emplace_back();
+  member.id = seq_id;
+  member.sequence = index;
+  member.first_row = first_row;
+  member.append = append;
+  member.long_factors = sequence.long_factors;
+  member.window = sequence.window;
+  member.imported = imported;
+  member.first_import = first_import;
+  member.source = load == nullptr ? nullptr : load->source;
   appends_.push_back(append);
   return Status();
 }
