@@ -67,7 +67,8 @@ void StoreParts::AddTiers(SlowTiers tiers) {
     if (tiers[At(kind)] == nullptr) continue;
     const int64_t timeout_ms =
         kind == TierKind::kDisk ? options.disk.io_timeout_ms : options.redis.io_timeout_ms;
-    slow[At(kind)] = std::make_unique<SlowTier>(kind, std::move(tiers[At(kind)]), timeout_ms);
+    slow[At(kind)] =
+        std::make_unique<SlowTier>(kind, std::move(tiers[At(kind)]), timeout_ms, clock);
     writes[At(kind)] =
         std::make_unique<WriteQueue>(slow[At(kind)].get(), clock, options.queue_bytes_max);
   }
