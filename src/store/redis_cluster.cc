@@ -18,6 +18,25 @@ constexpr RespExpectation kMapExpectation = {.bytes_max = 4 << 20, .items_max = 
 constexpr size_t kNodesMax = 1000;  // what Redis Cluster is made for
 constexpr uint16_t kNoNode = 0xFFFF;
 
+Status CheckTls(const RedisTierOptions& options, const std::vector<RedisAddress>& seeds) {
+  const auto bad = [](const std::string& what) { return Status(StatusCode::kBadArgument, what); };
+  const std::pair<const char*, const std::string*> texts[] = {
+      {"tls_ca_file", &options.tls_ca_file},
+      {"tls_cert_file", &options.tls_cert_file},
+      {"tls_key_file", &options.tls_key_file},
+      {"tls_server_name", &options.tls_server_name}};
+  for (const auto& [name, text] : texts) {
+    if (!options.tls && !text->empty())
+      return bad("redis." + std::string(name) + " is \"" + *text + "\" and redis.tls is off");
+  }
+  if (!options.tls && !options.tls_verify) return bad("redis.tls_verify and redis.tls are off");
+  for (const RedisAddress& seed : seeds) {
+    if (options.tls && seed.port == 0)
+      return bad("redis.tls is on, and " + seed.ToString() + " is a socket without TLS");
+  }
+  return Status();
+}
+
 }  // namespace
 
 // Who has which slot. Never changed once others see it.
@@ -53,13 +72,18 @@ Result<std::unique_ptr<RedisCluster>> RedisCluster::Create(const RedisTierOption
                   "redis.username is \"" + options.username + "\" and redis.password is empty");
   }
   QUIRE_ASSIGN_OR_RETURN(std::vector<RedisAddress> seeds, ParseRedisEndpoints(options.endpoints));
+  QUIRE_RETURN_IF_ERROR(CheckTls(options, seeds));
+  std::shared_ptr<const TlsContext> tls;
+  if (options.tls) {
+    QUIRE_ASSIGN_OR_RETURN(tls, TlsContext::Create(options));
+  }
   return std::unique_ptr<RedisCluster>(
-      new RedisCluster(options, std::move(seeds), std::move(clock)));
+      new RedisCluster(options, std::move(tls), std::move(seeds), std::move(clock)));
 }
 
-RedisCluster::RedisCluster(const RedisTierOptions& options, std::vector<RedisAddress> seeds,
-                           std::shared_ptr<Clock> clock)
-    : client_(options, std::move(clock)), seeds_(std::move(seeds)) {}
+RedisCluster::RedisCluster(const RedisTierOptions& options, std::shared_ptr<const TlsContext> tls,
+                           std::vector<RedisAddress> seeds, std::shared_ptr<Clock> clock)
+    : client_(options, std::move(tls), std::move(clock)), seeds_(std::move(seeds)) {}
 
 RedisCluster::~RedisCluster() = default;
 

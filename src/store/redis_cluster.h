@@ -40,8 +40,8 @@ class RedisCluster {
  private:
   struct Map;
 
-  RedisCluster(const RedisTierOptions& options, std::vector<RedisAddress> seeds,
-               std::shared_ptr<Clock> clock);
+  RedisCluster(const RedisTierOptions& options, std::shared_ptr<const TlsContext> tls,
+               std::vector<RedisAddress> seeds, std::shared_ptr<Clock> clock);
   std::shared_ptr<RedisNode> NodeAt(const RedisAddress& address);
   std::shared_ptr<const Map> CurrentMap() const;
   // The map, asked for anew if there is none or it was found wrong.

@@ -63,8 +63,11 @@ bool IsWrongServer(std::string_view error) {
 
 }  // namespace
 
-RedisClient::RedisClient(const RedisTierOptions& tier_options, std::shared_ptr<Clock> steady)
+RedisClient::RedisClient(const RedisTierOptions& tier_options,
+                         std::shared_ptr<const TlsContext> tls_context,
+                         std::shared_ptr<Clock> steady)
     : options(tier_options),
+      tls(std::move(tls_context)),
       clock(std::move(steady)),
       hello(HelloOf(options)),
       asking(AskingRequest()),
@@ -124,7 +127,8 @@ void RedisRound::OpenLane(const std::shared_ptr<RedisNode>& node,
     if (!number.ok()) return Fail(lanes_.back(), number.status());
     address.host = *std::move(number);
   }
-  Result<std::unique_ptr<RedisConnection>> connection = RedisConnection::Start(address);
+  Result<std::unique_ptr<RedisConnection>> connection =
+      RedisConnection::Start(address, client_.tls, node->address.host);
   if (!connection.ok()) return Fail(lanes_.back(), connection.status());
   lanes_.back().connection = *std::move(connection);
 }
@@ -196,6 +200,13 @@ int64_t RedisRound::PatienceNs(const Lane& lane) const {
   return std::min(deadline_ns_, Sum(lane.alive_ns, limit_ms * kNsPerMs));
 }
 
+const char* RedisRound::WhatIsLate(const Lane& lane) const {
+  if (lane.state == Lane::State::kOpen) return "no answer before the deadline";
+  // A server without TLS waits for the end of what it takes for a command.
+  return client_.tls == nullptr ? "connecting takes too long"
+                                : "connecting takes too long; is this the server's port for TLS?";
+}
+
 bool RedisRound::SkipCancelled(Lane& lane) {
   Lane::Step& step = lane.steps[lane.sending];
   if (observer_ == nullptr || lane.sent_bytes > 0 || step.assignment == nullptr) return false;
@@ -226,12 +237,11 @@ Status RedisRound::SendSome(Lane& lane, bool* is_full) {
 }
 
 void RedisRound::Send(Lane& lane) {
-  bool is_full = false;
-  while (!is_full && lane.may_send()) {
-    if (SkipCancelled(lane)) continue;
-    const Status status = SendSome(lane, &is_full);
-    if (!status.ok()) return Fail(lane, status);
+  Status status = lane.connection->Flush();
+  for (bool is_full = false; status.ok() && !is_full && lane.may_send();) {
+    if (!SkipCancelled(lane)) status = SendSome(lane, &is_full);
   }
+  if (!status.ok()) Fail(lane, status);
 }
 
 void RedisRound::Conclude(Lane& lane, Lane::Step& step) {
@@ -327,7 +337,9 @@ void RedisRound::Wait() {
   int64_t until_ns = kNever;
   for (Lane& lane : lanes_) {
     if (lane.state == Lane::State::kOver) continue;
-    const bool wants_out = lane.state == Lane::State::kConnecting || lane.may_send();
+    const bool is_open = lane.state == Lane::State::kOpen;
+    const bool wants_out = lane.connection->wants_write() || (is_open && lane.may_send());
+    if (is_open && lane.connection->has_buffered()) until_ns = 0;
     polled.push_back(
         {lane.connection->fd(), static_cast<short>(POLLIN | (wants_out ? POLLOUT : 0)), 0});
     lanes.push_back(&lane);
@@ -342,21 +354,25 @@ void RedisRound::Wait() {
     Lane& lane = *lanes[i];
     const short events = ready > 0 ? polled[i].revents : short{0};
     if (events != 0 && lane.state == Lane::State::kConnecting) {
-      const Status status = lane.connection->FinishConnect();
-      if (!status.ok()) {
-        Fail(lane, status);
+      const Result<bool> is_open = lane.connection->Connect();
+      if (!is_open.ok()) {
+        Fail(lane, is_open.status());
         continue;
       }
-      lane.state = Lane::State::kOpen;
-      lane.alive_ns = clock_.SteadyNs();
+      if (*is_open) {
+        lane.state = Lane::State::kOpen;
+        lane.alive_ns = clock_.SteadyNs();
+      }
     }
-    if ((events & (POLLIN | POLLERR | POLLHUP)) != 0) Receive(lane);
+    // With TLS a reception, too, may wait for the socket to take something.
+    const bool may_receive = (events & (POLLIN | POLLERR | POLLHUP)) != 0 ||
+                             (events != 0 && lane.connection->wants_write()) ||
+                             lane.connection->has_buffered();
+    if (lane.state == Lane::State::kOpen && may_receive) Receive(lane);
     if (lane.state == Lane::State::kOpen && (events & POLLOUT) != 0) Send(lane);
     if (lane.state == Lane::State::kOver) continue;
     if (clock_.SteadyNs() >= PatienceNs(lane)) {
-      Fail(lane, Status(StatusCode::kTimeout, lane.state == Lane::State::kConnecting
-                                                  ? "connecting takes too long"
-                                                  : "no answer before the deadline"));
+      Fail(lane, Status(StatusCode::kTimeout, WhatIsLate(lane)));
     } else {
       AbandonIfCancelled(lane);
     }

@@ -22,9 +22,11 @@ namespace quire {
 
 // What all rounds of one client have in common.
 struct RedisClient {
-  RedisClient(const RedisTierOptions& tier_options, std::shared_ptr<Clock> steady);
+  RedisClient(const RedisTierOptions& tier_options, std::shared_ptr<const TlsContext> tls_context,
+              std::shared_ptr<Clock> steady);
 
   const RedisTierOptions options;
+  const std::shared_ptr<const TlsContext> tls;  // null: none
   const std::shared_ptr<Clock> clock;
   const RedisRequest hello;   // what a connection begins with; empty without a password
   const RedisRequest asking;  // goes before what ASK sent to a server
@@ -109,6 +111,7 @@ class RedisRound {
   void Finish(Lane& lane);
   void AbandonIfCancelled(Lane& lane);
   int64_t PatienceNs(const Lane& lane) const;
+  const char* WhatIsLate(const Lane& lane) const;
   void Wait();
   void Send(Lane& lane);
   Status SendSome(Lane& lane, bool* is_full);
