@@ -106,15 +106,15 @@ const std::vector<Change>& Changes() {
       {"model", [](Passport& p) { p.model = "\"\\\n\u00e4"; }},
       {"dtype", [](Passport& p) { p.layers[3] = CallerState({}); }},
       {"dtype", [](Passport& p) { p.layers[3] = CallerState({1}); }},
-      {"state",
+      {"dtype",
        [](Passport& p) {
          p.layers[3] = CallerState({8, 64});
        }},
-      {"state",
+      {"dtype",
        [](Passport& p) {
          p.layers[3] = CallerState({64, 8});
        }},
-      {"state",
+      {"dtype",
        [](Passport& p) {
          p.layers[3] = CallerState({1, 2, 3, 4, 5});
        }},
