@@ -114,7 +114,7 @@ function(quire_library_archive)
   target_include_directories(quire PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   target_link_libraries(quire PUBLIC Threads::Threads)
-  target_link_libraries(quire PRIVATE uring::uring hiredis::hiredis)
+  target_link_libraries(quire PRIVATE uring::uring hiredis::hiredis OpenSSL::SSL)
   if(QUIRE_SANITIZE)
     target_link_options(quire PUBLIC -fsanitize=${QUIRE_SANITIZE})
   endif()

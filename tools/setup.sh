@@ -61,12 +61,15 @@ liburing-dev
 #if !__has_include(<hiredis/hiredis.h>)
 libhiredis-dev
 #endif
+#if !__has_include(<openssl/ssl.h>)
+libssl-dev
+#endif
 CODE
 }
 
 missing_run_packages() {
   if command -v g++ >/dev/null; then missing_headers; else
-    printf '%s\n' build-essential libgtest-dev nlohmann-json3-dev libdlpack-dev liburing-dev libhiredis-dev
+    printf '%s\n' build-essential libgtest-dev nlohmann-json3-dev libdlpack-dev liburing-dev libhiredis-dev libssl-dev
   fi
   cmake_is_new_enough || echo cmake
   command -v ninja >/dev/null || echo ninja-build
@@ -82,6 +85,7 @@ missing_test_packages() {
   command -v ccache >/dev/null || echo ccache  # the wheel and the tests of other builds take the release build's objects
   command -v mold >/dev/null || echo mold      # a hundred test programs are linked
   command -v redis-server >/dev/null || echo redis-server
+  command -v openssl >/dev/null || echo openssl  # certificates for tests of TLS
 }
 
 # install_system run|test

@@ -96,6 +96,7 @@ enum class StateKind : uint8_t {
   kAttention,  // keys and values per token
   kLatent,     // MLA: one latent row per token
   kRecurrent,  // a state per sequence, at one position
+  kCaller,     // such a state that the caller computes (RNNState): a layer per layer and state
 };
 
 struct PassportLayer {
@@ -107,7 +108,8 @@ struct PassportLayer {
   int64_t head_dim = 0;                               // of keys; latent: rank + rope dims
   int64_t v_head_dim = 0;                             // of values; latent: rank
   std::optional<ElementType> v_dtype = std::nullopt;  // of values, where it is not dtype
-  int64_t window = 0;  // tokens that a query sees, its own included; 0: all
+  int64_t window = 0;                  // tokens that a query sees, its own included; 0: all
+  std::vector<int64_t> state_shape{};  // kCaller, of which all sizes above are 1; else empty
 
   ElementType value_dtype() const { return v_dtype.value_or(dtype); }
   bool operator==(const PassportLayer&) const = default;

@@ -82,6 +82,11 @@ struct RedisTierOptions {
   std::string endpoints = {};
   std::string username = {};
   std::string password = {};  // never in messages
+  // TLS to all servers, whose certificates an authority in the CA file ("" = of the system's)
+  // signed for tls_server_name ("" = each server's own host). Files are PEM; this client's
+  // certificate and key: both or none. Without tls_verify anybody may pose as the server.
+  bool tls = false, tls_verify = true;
+  std::string tls_ca_file = {}, tls_cert_file = {}, tls_key_file = {}, tls_server_name = {};
   std::string key_prefix = {};
   int64_t ttl_ms = 0;  // of what is written; 0 = for ever (as the server's policy has it)
   int64_t connect_timeout_ms = 500;

@@ -39,8 +39,8 @@ class CompositeState : public KVState {
   virtual Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const = 0;
 
   // Appends tokens to all parts: to attention KV as ImportVisibleKV (nothing without such a part);
-  // RecurrentCaches, [part][layer], as ImportState at `position`, where the sequence ends then.
-  // BadArgument if parts would end elsewhere, or one is no RecurrentCache.
+  // recurrent parts, [part][tensor], as ImportState at `position`, where the sequence ends then.
+  // BadArgument if parts would end elsewhere.
   virtual Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
                              std::span<const std::vector<TensorView>> states) = 0;
 

@@ -25,36 +25,38 @@
 #include "quire/attention_kv_cache.h"
 #include "quire/chunk.h"
 #include "quire/composite_state.h"
-#include "quire/recurrent_cache.h"
+#include "quire/recurrent_state.h"
 #include "quire/status.h"
 
 namespace quire {
 
-// Whose sequences are moved: a cache, or the parts of a CompositeState, which has one recurrent
-// part, a RecurrentCache. A view.
+// Whose sequences are moved: those of a cache, of recurrent states, or of all parts of a
+// CompositeState. A view.
 class SequenceStates {
  public:
   SequenceStates(AttentionKVCache& cache) : kv_(&cache), attention_(&cache) {}  // NOLINT
+  SequenceStates(RecurrentState& state) : kv_(&state), alone_(&state) {}        // NOLINT
   SequenceStates(CompositeState& composite);                                    // NOLINT
 
   KVState& kv() const { return *kv_; }
   AttentionKVCache* attention() const { return attention_; }  // null without such layers
-  RecurrentCache* recurrent() const { return recurrent_; }    // null without such layers
-  CompositeState* composite() const { return composite_; }    // null for a cache alone
+  size_t recurrent_count() const;                             // parts, in the composite's order
+  RecurrentState& recurrent(size_t part) const;
+  CompositeState* composite() const { return composite_; }  // null for a cache alone
   bool HasSequence(int64_t seq_id) const;
   Result<int64_t> GetSequenceLength(int64_t seq_id) const;
 
  private:
   KVState* kv_;
   AttentionKVCache* attention_ = nullptr;
-  RecurrentCache* recurrent_ = nullptr;
+  RecurrentState* alone_ = nullptr;
   CompositeState* composite_ = nullptr;
 };
 
 // The passport of what the cache stores: `identity` has model, revision, tokenizer, adapter and
-// block_tokens; layers (attention first), RoPE and numerics are the cache's. `long_factors`: the
-// sequence's choice (AttentionKVCache::UsesLongRope). BadArgument as Passport::ToJson, and for
-// other recurrent parts.
+// block_tokens; layers (attention first), RoPE and numerics are the cache's. What computes the
+// states of an RNNState, and from which initial ones, is to be part of `revision`. `long_factors`:
+// the sequence's choice (AttentionKVCache::UsesLongRope). BadArgument as Passport::ToJson.
 Result<Passport> CachePassport(const SequenceStates& states, Passport identity, bool long_factors);
 
 // The chunks of the prefix chain over `tokens`, from position 0 on, with their tokens; times,

@@ -124,16 +124,6 @@ class RecurrentCache : public RecurrentState {
   // A copy of the current state, at any time; in FORWARD that of before the forward.
   // o: float32 [num_heads, key_dim, value_dim] or [width - 1, num_channels].
   virtual Status DebugGet(int64_t layer, int64_t seq_id, const TensorView& o) = 0;
-
-  // ---- A state, bit for bit, out of one cache and into another (quire/kv_export.h).
-  // The state at a position at which one is held: as DebugGet. NeedsReplay for any other.
-  virtual Status ExportState(int64_t layer, int64_t seq_id, int64_t position,
-                             const TensorView& o) = 0;
-  // The sequence, of fewer tokens, has `position` of them and this state then, and no earlier one
-  // but the initial. OutOfPages without a free slot.
-  // REQUIRES: IDLE; not retained; states [layer], as DebugGet writes them.
-  virtual Status ImportState(int64_t seq_id, int64_t position,
-                             std::span<const TensorView> states) = 0;
 };
 
 }  // namespace quire

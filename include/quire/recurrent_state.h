@@ -4,9 +4,11 @@
 #define QUIRE_RECURRENT_STATE_H_
 
 #include <cstdint>
+#include <span>
 
 #include "quire/kv_state.h"
 #include "quire/status.h"
+#include "quire/tensor.h"
 
 namespace quire {
 
@@ -41,6 +43,17 @@ class RecurrentState : public KVState {
   // The largest position <= `position` that ForkSequence and PopN reach.
   // REQUIRES: 0 <= position <= length.
   virtual Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const = 0;
+
+  // ---- States, bit for bit, out of one object and into another (quire/kv_export.h). Tensors are
+  // as DebugGet writes them: a RecurrentCache has one per layer, an RNNState layer * states +
+  // state. Those at a position at which they are held; NeedsReplay for any other. Also in FORWARD.
+  virtual Status ExportState(int64_t tensor, int64_t seq_id, int64_t position,
+                             const TensorView& o) = 0;
+  // The sequence, of fewer tokens, has `position` of them and these states then, and no earlier
+  // ones but the initial. OutOfPages without a free slot.
+  // REQUIRES: IDLE; not retained; all tensors.
+  virtual Status ImportState(int64_t seq_id, int64_t position,
+                             std::span<const TensorView> states) = 0;
 
   // ---- Counters. Lengths include the tokens of an open forward.
   virtual bool HasSequence(int64_t seq_id) const = 0;

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from quire import _ffi
+import numpy as np
+
+from quire import _ffi, errors
 from quire._arrays import int_list
+from quire.snapshot import SnapshotInfo, read_info
 
 __all__ = ["RecurrentState", "SlotCounts"]
 
@@ -136,6 +141,98 @@ class RecurrentState(_ffi.Owner):
         except BaseException:
             self.abort_forward()
             raise
+
+    # ---- States, bit for bit, into another object or process
+
+    def export_chunk(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        *,
+        identity: Mapping[str, str],
+        block_tokens: int = 256,
+        salt: bytes = b"",
+    ) -> bytes:
+        """The states behind `tokens`, with which the sequence begins, as a chunk
+        (``docs/formats/chunk.md``): the last of the chain that has `block_tokens` in each.
+
+        identity: what the states are of: ``model``, ``revision``, ``tokenizer``, ``adapter``. For an
+        RNNState ``revision`` also says what computes them, and from which initial states.
+
+        Raises:
+            NeedsReplayError: no state is held there.
+            BadArgumentError: the sequence has not so many tokens, or there are none.
+        """
+        fields = self._chain(tokens, identity, block_tokens, salt)
+        return bytes(self._handle.export_chunk(fields, seq_id))
+
+    def import_chunks(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        chunks: Sequence[bytes],
+        *,
+        identity: Mapping[str, str],
+        block_tokens: int = 256,
+        salt: bytes = b"",
+    ) -> None:
+        """Adds a sequence of `tokens` with the states of the chain's last chunk, unless a chunk is
+        not the very one that was exported for these tokens, shapes and dtypes.
+
+        Raises:
+            IncompatibleError: a sound chunk of something else.
+            CorruptError: a damaged one.
+            SequenceExistsError, OutOfPagesError; nothing has changed, whatever was raised.
+        """
+        if self.has_sequence(seq_id):
+            raise errors.SequenceExistsError(f"import_chunks: sequence {seq_id} exists already")
+        fields = self._chain(tokens, identity, block_tokens, salt)
+        self._handle.import_chunks(fields, seq_id, list(chunks))
+
+    def save_snapshot(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        path: str | os.PathLike[str],
+        *,
+        identity: Mapping[str, str],
+        sampler: bytes = b"",
+        block_tokens: int = 256,
+    ) -> None:
+        """Writes the sequence, which consists of `tokens`, into a file
+        (``docs/formats/snapshot.md``); whole or not at all. `identity`: see :meth:`export_chunk`.
+        """
+        contents = {
+            **identity,
+            "block_tokens": block_tokens,
+            "tokens": np.asarray(tokens, dtype=np.int64),
+            "sampler": bytes(sampler),
+            "created_ms": time.time_ns() // 1_000_000,
+        }
+        self._handle.save_snapshot(contents, seq_id, os.fspath(path))
+
+    def load_snapshot(
+        self, seq_id: int, path: str | os.PathLike[str], *, identity: Mapping[str, str]
+    ) -> SnapshotInfo:
+        """Adds the sequence of a snapshot.
+
+        Raises:
+            IncompatibleError: other shapes, dtypes or model; the message names the difference.
+            CorruptError: the file is damaged. Nothing of it is used.
+            SequenceExistsError, OutOfPagesError.
+        """
+        return read_info(self._handle.load_snapshot(dict(identity), seq_id, os.fspath(path)))
+
+    @staticmethod
+    def _chain(
+        tokens: Sequence[int], identity: Mapping[str, str], block_tokens: int, salt: bytes
+    ) -> dict[str, object]:
+        return {
+            **identity,
+            "block_tokens": block_tokens,
+            "tokens": np.asarray(tokens, dtype=np.int64),
+            "salt": bytes(salt),
+        }
 
     # ---- Counters. Lengths include the tokens of an open forward.
 

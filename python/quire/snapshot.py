@@ -100,12 +100,12 @@ def info(path: str | os.PathLike[str]) -> SnapshotInfo:
         CorruptError: it is damaged, or no snapshot.
         IncompatibleError: a newer version of Quire wrote it.
     """
-    return _read_info(_ffi.function("snapshot_info")(os.fspath(path)))
+    return read_info(_ffi.function("snapshot_info")(os.fspath(path)))
 
 
 def verify(path: str | os.PathLike[str]) -> SnapshotInfo:
     """Reads and checks everything; raises as :func:`info`."""
-    return _read_info(_ffi.function("snapshot_verify")(os.fspath(path)))
+    return read_info(_ffi.function("snapshot_verify")(os.fspath(path)))
 
 
 def diff(ours: str | os.PathLike[str], theirs: str | os.PathLike[str]) -> SnapshotDifference:
@@ -167,10 +167,10 @@ def restore(
     """
     identity = model_identity(engine.model_dir)
     handle = engine.__tvm_ffi_object__()
-    return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
+    return read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
 
 
-def _read_info(fields: Any) -> SnapshotInfo:
+def read_info(fields: Any) -> SnapshotInfo:
     return SnapshotInfo(
         passport=json.loads(str(fields["passport"])),
         tokens=np.from_dlpack(fields["tokens"]).tolist(),

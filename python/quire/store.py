@@ -70,7 +70,8 @@ class ChunkStore(_ffi.Owner):
     Args:
         directory: a folder for chunks, made if absent; several processes may share it.
         redis: "HOST:PORT", several with commas (seeds of a cluster), or "unix:PATH"; or all of it in
-            one word, "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX", percent-encoded.
+            one word, "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX", percent-encoded; with TLS
+            "rediss://...?ca=FILE" (:func:`quire.redis_url.parse` has all parameters).
         ram_bytes: memory for chunks; 0 = none (an engine's own pages come first anyway).
         disk_bytes: the most that the folder takes; 0 = what is free there, but a tenth.
         durability: what a put survives: "none" and "async" nothing, "os" the end of the process,
@@ -78,6 +79,10 @@ class ChunkStore(_ffi.Owner):
         key: chunks are signed with it, and those without its signature are not taken.
         redis_username, redis_password, redis_prefix, redis_ttl: seconds of what is written there;
             0 = for ever.
+        redis_tls: with TLS. redis_tls_ca_file: PEM file of those who sign servers' certificates, ""
+            = the system's. redis_tls_cert_file, redis_tls_key_file: this client's. redis_tls_server_name:
+            whose certificate servers must have, "" = each one's host. redis_tls_verify: False takes
+            anybody's certificate.
         **options: names of ChunkStoreOptions for what is rarely changed: write_policy ("through",
             "selective", "back"), admit_after, eviction ("lru", "s3fifo", "cost"), promote,
             use_uring, disk_timeout_ms, redis_connect_timeout_ms, redis_timeout_ms, redis_replicas,
@@ -101,6 +106,12 @@ class ChunkStore(_ffi.Owner):
         redis_password: str = "",
         redis_prefix: str = "",
         redis_ttl: float = 0,
+        redis_tls: bool = False,
+        redis_tls_ca_file: str | os.PathLike[str] = "",
+        redis_tls_cert_file: str | os.PathLike[str] = "",
+        redis_tls_key_file: str | os.PathLike[str] = "",
+        redis_tls_server_name: str = "",
+        redis_tls_verify: bool = True,
         **options: Any,
     ) -> None:
         self.key = bytes(key)
@@ -109,6 +120,10 @@ class ChunkStore(_ffi.Owner):
             ("redis_username", redis_username, place.username),
             ("redis_password", redis_password, place.password),
             ("redis_prefix", redis_prefix, place.prefix),
+            ("redis_tls_ca_file", redis_tls_ca_file, place.tls_ca_file),
+            ("redis_tls_cert_file", redis_tls_cert_file, place.tls_cert_file),
+            ("redis_tls_key_file", redis_tls_key_file, place.tls_key_file),
+            ("redis_tls_server_name", redis_tls_server_name, place.tls_server_name),
         ):
             if given and in_url:
                 raise errors.BadArgumentError(
@@ -127,6 +142,12 @@ class ChunkStore(_ffi.Owner):
                     "redis_password": redis_password or place.password,
                     "redis_prefix": redis_prefix or place.prefix,
                     "redis_ttl_ms": round(redis_ttl * 1000),
+                    "redis_tls": redis_tls or place.tls,
+                    "redis_tls_ca_file": os.fspath(redis_tls_ca_file) or place.tls_ca_file,
+                    "redis_tls_cert_file": os.fspath(redis_tls_cert_file) or place.tls_cert_file,
+                    "redis_tls_key_file": os.fspath(redis_tls_key_file) or place.tls_key_file,
+                    "redis_tls_server_name": redis_tls_server_name or place.tls_server_name,
+                    "redis_tls_verify": redis_tls_verify and place.tls_verify,
                     **options,
                 }
             )

@@ -398,6 +398,12 @@ ChunkLimits ChunkLimits::Of(const Passport& passport) {
       payload += 2 * cap;  // a state and the inputs behind it
       continue;
     }
+    if (layer.kind == StateKind::kCaller) {
+      int64_t bytes = layer.dtype.bytes();
+      for (const int64_t dim : layer.state_shape) bytes = CappedProduct(bytes, dim, cap);
+      payload += bytes + kFileAlignment;
+      continue;
+    }
     const int64_t heads = CappedProduct(passport.block_tokens, layer.kv_heads, cap);
     const int64_t scales = CappedProduct(heads, 2 * static_cast<int64_t>(sizeof(float)), cap);
     const int64_t width = CappedProduct(layer.head_dim, layer.dtype.bytes(), cap) +

@@ -63,6 +63,7 @@ TEST(FormatGolden, WhatIsWrittenIsVersion1) {
   Compare("chunk_v1.bin", Text(SampleChunk()));
   Compare("signed_chunk_v1.bin", Text(SampleChunk({.mac_key = "key"})));
   Compare("snapshot_v1.bin", SnapshotBytes(WriteSampleSnapshot));
+  Compare("caller_chunk_v1.bin", Text(CallerChunk()));
 }
 
 TEST(FormatGolden, SnapshotsThatHideSomethingAreVersion2) {
@@ -74,6 +75,18 @@ TEST(FormatGolden, SnapshotsThatHideSomethingAreVersion2) {
   EXPECT_EQ(info->passport, HidingPassport());
   EXPECT_EQ(info->windows, (SequenceWindows{.window = 5, .sinks = 1, .slid = 1}));
   EXPECT_EQ(info->state_bytes, 24);
+}
+
+TEST(FormatGolden, CallersStatesAreRead) {
+  const std::string golden = ReadFile(PathOf("caller_chunk_v1.bin"));
+  ChunkExpectation expected = ExpectSample();
+  expected.fingerprint = *CallerPassport().Fingerprint();
+  const auto view = ChunkView::Open(std::as_bytes(std::span(golden)), expected,
+                                    ChunkLimits::Of(CallerPassport()));
+  ASSERT_TRUE(view.ok()) << view.status().ToString();
+  EXPECT_TRUE(view->CheckAll().ok());
+  EXPECT_EQ(view->section(4)->size(), 2U);
+  EXPECT_EQ(view->section(6)->size(), 24U);
 }
 
 TEST(FormatGolden, Version1IsRead) {

@@ -52,15 +52,49 @@ constexpr NamedElementType kElementTypes[] = {
 
 // ---- State kinds
 
-constexpr std::string_view kStateKindNames[] = {"attention", "latent", "recurrent"};
+constexpr std::string_view kStateKindNames[] = {"attention", "latent", "recurrent", "caller"};
 
 std::string_view StateKindName(StateKind kind) { return kStateKindNames[static_cast<int>(kind)]; }
 
 Result<StateKind> ParseStateKind(std::string_view name) {
-  for (int i = 0; i < 3; ++i) {
+  for (size_t i = 0; i < std::size(kStateKindNames); ++i) {
     if (name == kStateKindNames[i]) return static_cast<StateKind>(i);
   }
-  return BadField("kind", "\"" + std::string(name) + "\" is none of attention, latent, recurrent");
+  return BadField("kind",
+                  "\"" + std::string(name) + "\" is none of attention, latent, recurrent, caller");
+}
+
+// ---- Shapes of callers' states
+
+constexpr size_t kStateRankMax = TensorView::kMaxRank - 1;  // as RNNStateSpec::shape
+constexpr std::string_view kScalarName = "scalar";
+
+// "8x64x64"; a state without dimensions is "scalar", what is no caller's state is empty.
+std::string StateShapeText(const PassportLayer& layer) {
+  if (layer.kind != StateKind::kCaller) return "";
+  std::string text;
+  for (const int64_t dim : layer.state_shape)
+    text += (text.empty() ? "" : "x") + std::to_string(dim);
+  return text.empty() ? std::string(kScalarName) : text;
+}
+
+Result<std::vector<int64_t>> ParseStateShape(std::string_view text) {
+  std::vector<int64_t> shape;
+  if (text == kScalarName) return shape;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find('x', begin), text.size());
+    int64_t dim = 0;
+    const std::from_chars_result read =
+        std::from_chars(text.data() + begin, text.data() + end, dim);
+    if (read.ec != std::errc() || read.ptr != text.data() + end || shape.size() == kStateRankMax) {
+      return BadField("state", "\"" + std::string(text.substr(0, 64)) +
+                                   "\" is neither scalar nor 1 to " +
+                                   std::to_string(kStateRankMax) + " sizes joined by x");
+    }
+    shape.push_back(dim);
+    begin = end + 1;
+  }
+  return shape;
 }
 
 // ---- To JSON
@@ -85,6 +119,22 @@ Status CheckSize(std::string_view field, int64_t size) {
   return BadField(field, std::to_string(size) + " is not in [1, " + std::to_string(kSizeMax) + "]");
 }
 
+Status CheckStateShape(const PassportLayer& layer) {
+  const bool is_caller = layer.kind == StateKind::kCaller;
+  if (!is_caller && !layer.state_shape.empty())
+    return BadField("state_shape", "is given for a layer that is no caller's state");
+  if (layer.state_shape.size() > kStateRankMax) {
+    return BadField("state_shape", "has " + std::to_string(layer.state_shape.size()) +
+                                       " dimensions; at most " + std::to_string(kStateRankMax));
+  }
+  for (const int64_t dim : layer.state_shape) QUIRE_RETURN_IF_ERROR(CheckSize("state_shape", dim));
+  const bool is_plain = layer.kv_heads == 1 && layer.head_dim == 1 && layer.v_head_dim == 1 &&
+                        !layer.v_dtype && layer.window == 0;
+  if (!is_caller || is_plain) return Status();
+  return BadField("layers",
+                  "have a caller's state with sizes, a window or a value type beside its shape");
+}
+
 Status CheckLayers(const Passport& passport) {
   const int64_t count = static_cast<int64_t>(passport.layers.size());
   if (passport.first_layer < 0 || count < 1 || count > kLayersMax ||
@@ -101,6 +151,7 @@ Status CheckLayers(const Passport& passport) {
     if (layer.window != 0) QUIRE_RETURN_IF_ERROR(CheckSize("window", layer.window));
     QUIRE_RETURN_IF_ERROR(ElementType::Parse(layer.dtype.ToString()).status());
     QUIRE_RETURN_IF_ERROR(ElementType::Parse(layer.value_dtype().ToString()).status());
+    QUIRE_RETURN_IF_ERROR(CheckStateShape(layer));
   }
   return Status();
 }
@@ -149,6 +200,9 @@ void AddLayers(const Passport& passport, Json& json) {
   const auto windowed = [](const auto& layer) { return layer.window != 0; };
   if (std::any_of(layers.begin(), layers.end(), windowed))
     json["window"] = PerLayer(layers, [](const auto& layer) { return layer.window; });
+  const auto shaped = [](const auto& layer) { return layer.kind == StateKind::kCaller; };
+  if (std::any_of(layers.begin(), layers.end(), shaped))
+    json["state"] = PerLayer(layers, [](const auto& layer) { return StateShapeText(layer); });
 }
 
 // ---- From JSON
@@ -188,6 +242,7 @@ Status ReadLayers(const JsonValue& json, Passport& passport) {
   QUIRE_ASSIGN_OR_RETURN(const auto v_dtype, json.Find("v_dtype"));
   QUIRE_ASSIGN_OR_RETURN(const auto kind, json.Find("kind"));
   QUIRE_ASSIGN_OR_RETURN(const auto window, json.Find("window"));
+  QUIRE_ASSIGN_OR_RETURN(const auto state, json.Find("state"));
   passport.layers.resize(count);
   for (size_t i = 0; i < count; ++i) {
     PassportLayer& layer = passport.layers[i];
@@ -208,6 +263,10 @@ Status ReadLayers(const JsonValue& json, Passport& passport) {
     if (!kind) continue;
     QUIRE_ASSIGN_OR_RETURN(const std::string kind_name, TextOfLayer(*kind, i, count));
     QUIRE_ASSIGN_OR_RETURN(layer.kind, ParseStateKind(kind_name));
+    if (layer.kind != StateKind::kCaller) continue;
+    if (!state) return BadField("state", "is missing, and a layer is a caller's state");
+    QUIRE_ASSIGN_OR_RETURN(const std::string shape, TextOfLayer(*state, i, count));
+    QUIRE_ASSIGN_OR_RETURN(layer.state_shape, ParseStateShape(shape));
   }
   return Status();
 }

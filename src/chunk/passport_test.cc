@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <set>
+#include <utility>
 
 #include "quire/chunk.h"
 
@@ -46,6 +47,37 @@ TEST(Passport, LayersThatDifferAreLists) {
   EXPECT_NE(json.find(R"("kv_heads":2)"), json.npos) << json;
 }
 
+PassportLayer CallerState(std::vector<int64_t> shape) {
+  return {.kind = StateKind::kCaller,
+          .dtype = DType::kF16,
+          .kv_heads = 1,
+          .head_dim = 1,
+          .v_head_dim = 1,
+          .state_shape = std::move(shape)};
+}
+
+TEST(Passport, ACallersStateHasAShape) {
+  Passport passport = ToyPassport();
+  passport.layers = {CallerState({8, 64}), CallerState({})};
+  const std::string json = JsonOf(passport);
+  EXPECT_NE(json.find(R"("kind":"caller")"), json.npos) << json;
+  EXPECT_NE(json.find(R"("state":["8x64","scalar"])"), json.npos) << json;
+  passport.layers[1] = ToyPassport().layers[0];
+  EXPECT_NE(JsonOf(passport).find(R"("state":["8x64",""])"), json.npos) << JsonOf(passport);
+  passport.layers = {CallerState({3})};
+  EXPECT_NE(JsonOf(passport).find(R"("state":"3")"), json.npos) << JsonOf(passport);
+  EXPECT_LT(ChunkLimits::Of(passport).total_bytes_max, int64_t{1} << 30);
+  // Every shape is another one, and is named.
+  std::set<std::string> fingerprints;
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>(), {1}, {64}, {8, 8}, {1, 64}}) {
+    Passport other = passport;
+    other.layers[0].state_shape = shape;
+    EXPECT_TRUE(fingerprints.insert(other.Fingerprint()->ToHex()).second);
+    const std::string difference = PassportDifference(JsonOf(passport), JsonOf(other));
+    EXPECT_EQ(difference.rfind("state: ", 0), 0U) << difference;
+  }
+}
+
 struct Change {
   const char* name;
   std::function<void(Passport&)> make;
@@ -72,6 +104,21 @@ const std::vector<Change>& Changes() {
       {"v_dtype", [](Passport& p) { p.layers[2].v_dtype = ElementType(DType::kI8); }},
       {"kind", [](Passport& p) { p.layers[3].kind = StateKind::kLatent; }},
       {"model", [](Passport& p) { p.model = "\"\\\n\u00e4"; }},
+      {"dtype", [](Passport& p) { p.layers[3] = CallerState({}); }},
+      {"dtype", [](Passport& p) { p.layers[3] = CallerState({1}); }},
+      {"dtype",
+       [](Passport& p) {
+         p.layers[3] = CallerState({8, 64});
+       }},
+      {"dtype",
+       [](Passport& p) {
+         p.layers[3] = CallerState({64, 8});
+       }},
+      {"dtype",
+       [](Passport& p) {
+         p.layers[3] = CallerState({1, 2, 3, 4, 5});
+       }},
+      {"dtype", [](Passport& p) { p.layers.assign(2, CallerState({8})); }},
   };
   return changes;
 }
@@ -111,6 +158,17 @@ TEST(Passport, RefusesWhatHasNoCanonicalText) {
       {"head_dim", [](Passport& p) { p.layers[0].head_dim = int64_t{1} << 31; }},
       {"v_head_dim", [](Passport& p) { p.layers[0].v_head_dim = -1; }},
       {"code9.8", [](Passport& p) { p.layers[0].dtype = ElementType(9, 8); }},
+      {"state_shape", [](Passport& p) { p.layers[0].state_shape = {1}; }},
+      {"state_shape",
+       [](Passport& p) {
+         p.layers[0] = CallerState({4, 0});
+       }},
+      {"state_shape",
+       [](Passport& p) {
+         p.layers[0] = CallerState({1, 1, 1, 1, 1, 1});
+       }},
+      {"caller's state", [](Passport& p) { (p.layers[0] = CallerState({4})).window = 3; }},
+      {"caller's state", [](Passport& p) { (p.layers[0] = CallerState({4})).head_dim = 3; }},
   };
   for (const Change& change : bad) {
     Passport passport = ToyPassport();
@@ -137,6 +195,20 @@ TEST(Passport, RefusesTextsThatAreNotCanonical) {
   EXPECT_EQ(code_of(std::string(json).replace(json.find("[0,4]"), 5, "[4,0]")),
             StatusCode::kBadArgument);
   EXPECT_EQ(code_of("[]"), StatusCode::kBadArgument);
+  Passport caller = ToyPassport();
+  caller.layers = {CallerState({8, 64})};
+  const std::string shaped = JsonOf(caller);
+  for (const std::string_view state : {"", "8x", "x8", "8xx4", "08x64", "8x64x", "8 x64", "-8x64",
+                                       "1x1x1x1x1x1", "8x0", "99999999999999999999", "Scalar"}) {
+    const std::string text =
+        std::string(shaped).replace(shaped.find("8x64"), 4, std::string(state));
+    EXPECT_EQ(code_of(text), StatusCode::kBadArgument) << text;
+  }
+  const std::string field = R"("state":"8x64",)";
+  EXPECT_EQ(code_of(std::string(shaped).replace(shaped.find(field), field.size(), "")),
+            StatusCode::kBadArgument);
+  EXPECT_EQ(code_of(std::string(json).insert(json.find("\"v\":1"), field)),
+            StatusCode::kBadArgument);
 }
 
 TEST(ElementType, NamesGoThereAndBack) {

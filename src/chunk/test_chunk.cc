@@ -58,6 +58,29 @@ std::vector<std::byte> SampleChunk(const ChunkWriteOptions& options) {
   return ChunkOf(SampleFields(), SampleSections(), options);
 }
 
+Passport CallerPassport() {
+  Passport passport = SamplePassport();
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>(), {2, 3}, {2, 3, 1, 1, 2}}) {
+    passport.layers.push_back({.kind = StateKind::kCaller,
+                               .dtype = DType::kF16,
+                               .kv_heads = 1,
+                               .head_dim = 1,
+                               .v_head_dim = 1,
+                               .state_shape = shape});
+  }
+  return passport;
+}
+
+std::vector<std::byte> CallerChunk() {
+  ChunkFields fields = SampleFields();
+  fields.fingerprint = *CallerPassport().Fingerprint();
+  std::vector<SectionSpec> sections = SampleSections();
+  sections.push_back({SectionKind::kRecurrentState, 2, 2, DType::kF16, {}});
+  sections.push_back({SectionKind::kRecurrentState, 3, 3, DType::kF16, {2, 3}});
+  sections.push_back({SectionKind::kRecurrentState, 4, 4, DType::kF16, {6, 1, 1, 2}});
+  return ChunkOf(std::move(fields), sections);
+}
+
 ChunkExpectation ExpectSample() {
   static const ChunkFields fields = SampleFields();
   return {.key = fields.key,

@@ -18,6 +18,9 @@ std::vector<SectionSpec> SampleSections();
 std::vector<std::byte> SampleChunk(const ChunkWriteOptions& options = {});
 std::vector<std::byte> ChunkOf(ChunkFields fields, const std::vector<SectionSpec>& sections,
                                const ChunkWriteOptions& options = {});
+// SampleChunk with three tensors of a caller's states, of no, two and five dimensions.
+Passport CallerPassport();
+std::vector<std::byte> CallerChunk();
 // What asks for SampleChunk.
 ChunkExpectation ExpectSample();
 

@@ -37,7 +37,7 @@ int64_t BytesPerToken(const SequenceStates& states) {
 // The states of recurrent layers are in each chunk, as large as hundreds of tokens: fewer of them.
 int64_t DefaultChunkTokens(const SequenceStates& states) {
   const bool is_small = kChunkTokens * BytesPerToken(states) < kChunkBytesMin;
-  return is_small || states.recurrent() != nullptr ? kSmallChunkTokens : kChunkTokens;
+  return is_small || states.recurrent_count() > 0 ? kSmallChunkTokens : kChunkTokens;
 }
 
 Status OutOfRange(const char* field, int64_t value, const char* range) {

@@ -2,16 +2,23 @@
 #ifndef QUIRE_FFI_RECURRENT_OBJECT_H_
 #define QUIRE_FFI_RECURRENT_OBJECT_H_
 
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/reflection/registry.h>
+#include <tvm/ffi/string.h>
 
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "ffi/errors.h"
 #include "ffi/options.h"
+#include "ffi/snapshot.h"
+#include "ffi/state_chunks.h"
 #include "quire/recurrent_state.h"
 
 namespace quire::ffi {
@@ -68,6 +75,28 @@ class RecurrentObject : public tvm::ffi::Object {
   }
   int64_t ReplayStart(int64_t seq_id, int64_t position) {
     return latch_.Run([&] { return state_->ReplayStart(seq_id, position); });
+  }
+  tvm::ffi::Bytes ExportChunk(const OptionMap& fields, int64_t seq_id) {
+    const ChainRequest request = ReadChainRequest(fields);
+    const ChunkBuffer chunk = latch_.Run([&] { return ExportLastChunk(*state_, seq_id, request); });
+    return tvm::ffi::Bytes(reinterpret_cast<const char*>(chunk.bytes().data()),
+                           chunk.bytes().size());
+  }
+  void ImportChunks(const OptionMap& fields, int64_t seq_id,
+                    const tvm::ffi::Array<tvm::ffi::Bytes>& chunks) {
+    const ChainRequest request = ReadChainRequest(fields);
+    std::vector<std::string_view> bytes;
+    for (const tvm::ffi::Bytes& chunk : chunks) bytes.emplace_back(chunk.data(), chunk.size());
+    latch_.Run([&] { return ImportChain(*state_, seq_id, request, bytes); });
+  }
+  void SaveSnapshot(const OptionMap& fields, int64_t seq_id, const tvm::ffi::String& path) {
+    const SnapshotContents contents = ReadSnapshotContents(fields);
+    latch_.Run([&] { return quire::SaveSnapshot(*state_, seq_id, contents, std::string(path)); });
+  }
+  OptionMap LoadSnapshot(const OptionMap& identity, int64_t seq_id, const tvm::ffi::String& path) {
+    const Passport passport = ReadIdentity(identity);
+    return SnapshotFields(latch_.Run(
+        [&] { return quire::LoadSnapshot(*state_, seq_id, passport, std::string(path)); }));
   }
   bool HasSequence(int64_t seq_id) {
     return latch_.Run([&] { return state_->HasSequence(seq_id); });
@@ -129,6 +158,10 @@ void DefineRecurrentObject(tvm::ffi::reflection::ObjectDef<Object>& def) {
       .def("end_forward", MemberOf<Object>(&Object::EndForward))
       .def("abort_forward", MemberOf<Object>(&Object::AbortForward))
       .def("replay_start", MemberOf<Object>(&Object::ReplayStart))
+      .def("export_chunk", MemberOf<Object>(&Object::ExportChunk))
+      .def("import_chunks", MemberOf<Object>(&Object::ImportChunks))
+      .def("save_snapshot", MemberOf<Object>(&Object::SaveSnapshot))
+      .def("load_snapshot", MemberOf<Object>(&Object::LoadSnapshot))
       .def("has_sequence", MemberOf<Object>(&Object::HasSequence))
       .def("sequence_count", MemberOf<Object>(&Object::SequenceCount))
       .def("retained_sequence_count", MemberOf<Object>(&Object::RetainedSequenceCount))

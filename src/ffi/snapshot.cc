@@ -17,14 +17,6 @@ namespace {
 
 namespace tf = tvm::ffi;
 
-void ReadIdentityFields(OptionsReader& reader, Passport* identity) {
-  reader.Read("model", &identity->model);
-  reader.Read("revision", &identity->revision);
-  reader.Read("tokenizer", &identity->tokenizer);
-  reader.Read("adapter", &identity->adapter);
-  reader.Read("block_tokens", &identity->block_tokens);
-}
-
 OptionMap SnapshotDifferences(const tf::String& ours, const tf::String& theirs) {
   const SnapshotDifference difference =
       ValueOrThrow(DiffSnapshots(std::string(ours), std::string(theirs)));
@@ -52,6 +44,14 @@ TVM_FFI_STATIC_INIT_BLOCK() {
 }
 
 }  // namespace
+
+void ReadIdentityFields(OptionsReader& reader, Passport* identity) {
+  reader.Read("model", &identity->model);
+  reader.Read("revision", &identity->revision);
+  reader.Read("tokenizer", &identity->tokenizer);
+  reader.Read("adapter", &identity->adapter);
+  reader.Read("block_tokens", &identity->block_tokens);
+}
 
 Passport ReadIdentity(const OptionMap& fields) {
   Passport identity;

@@ -8,6 +8,7 @@
 namespace quire::ffi {
 
 // model, revision, tokenizer, adapter, block_tokens.
+void ReadIdentityFields(OptionsReader& reader, Passport* identity);
 Passport ReadIdentity(const OptionMap& fields);
 // The same, and tokens (int32 or int64 tensor), sampler (bytes), created_ms.
 SnapshotContents ReadSnapshotContents(const OptionMap& fields);

@@ -49,6 +49,12 @@ ChunkStoreOptions ReadOptions(const OptionMap& fields) {
   reader.Read("redis_password", &options.redis.password);
   reader.Read("redis_prefix", &options.redis.key_prefix);
   reader.Read("redis_ttl_ms", &options.redis.ttl_ms);
+  reader.Read("redis_tls", &options.redis.tls);
+  reader.Read("redis_tls_verify", &options.redis.tls_verify);
+  reader.Read("redis_tls_ca_file", &options.redis.tls_ca_file);
+  reader.Read("redis_tls_cert_file", &options.redis.tls_cert_file);
+  reader.Read("redis_tls_key_file", &options.redis.tls_key_file);
+  reader.Read("redis_tls_server_name", &options.redis.tls_server_name);
   reader.Read("redis_connect_timeout_ms", &options.redis.connect_timeout_ms);
   reader.Read("redis_timeout_ms", &options.redis.io_timeout_ms);
   reader.Read("redis_replicas", &options.redis.replicas);

@@ -8,7 +8,6 @@
 
 #include "base/checksum.h"
 #include "kv/control_call.h"
-#include "quire/recurrent_cache.h"
 
 namespace quire {
 namespace {
@@ -121,12 +120,6 @@ Status JointState::CheckImport(int64_t seq_id, int64_t position, const KVImport&
   if (states.size() != parts_.recurrent.size()) {
     return bad("states of " + std::to_string(states.size()) + " recurrent parts; there are " +
                std::to_string(parts_.recurrent.size()));
-  }
-  for (size_t i = 0; i < states.size(); ++i) {
-    if (dynamic_cast<const RecurrentCache*>(parts_.recurrent[i].get()) != nullptr) continue;
-    return bad("recurrent[" + std::to_string(i) +
-               "] is no RecurrentCache; only its states can be "
-               "imported");
   }
   QUIRE_ASSIGN_OR_RETURN(const int64_t length, GetSequenceLength(seq_id));
   int64_t end = length;

@@ -21,6 +21,13 @@ class HistoryState : public ControlledState<Interface>, public PlannedState {
   void Commit() noexcept override { history_.Commit(); }
   void Drop() noexcept override { history_.Drop(); }
 
+  Status ImportState(int64_t seq_id, int64_t position,
+                     std::span<const TensorView> states) override {
+    return Run({.kind = ControlCall::Kind::kImport,
+                .seq_id = seq_id,
+                .count = position,
+                .states = states});
+  }
   Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const override {
     return GuardEntry([&] { return history_.ReplayStart(seq_id, position); });
   }

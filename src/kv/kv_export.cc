@@ -7,6 +7,7 @@
 #include "base/guard.h"
 #include "kernels/kv_layout.h"
 #include "kv/kv_sections.h"
+#include "quire/recurrent_cache.h"
 
 namespace quire {
 namespace {
@@ -63,11 +64,19 @@ PassportLayer PassportOf(const AttentionLayerSpec& layer) {
   return passport;
 }
 
-PassportLayer PassportOf(const RecurrentLayerSpec& layer) {
-  std::vector<int64_t> dims = StateDims(layer);
+PassportLayer PassportOf(StateTensor tensor) {
+  if (tensor.kind == StateKind::kCaller) {
+    return {.kind = tensor.kind,
+            .dtype = tensor.dtype,
+            .kv_heads = 1,
+            .head_dim = 1,
+            .v_head_dim = 1,
+            .state_shape = std::move(tensor.shape)};
+  }
+  std::vector<int64_t> dims = std::move(tensor.shape);
   if (dims.size() == 2) dims.insert(dims.begin(), 1);  // a convolution has no heads
-  return {.kind = StateKind::kRecurrent,
-          .dtype = DType::kF32,
+  return {.kind = tensor.kind,
+          .dtype = tensor.dtype,
           .kv_heads = dims[0],
           .head_dim = dims[1],
           .v_head_dim = dims[2]};
@@ -86,12 +95,14 @@ void DescribeAttention(const AttentionKVCacheOptions& options, bool long_factors
 
 Status ImportInto(const SequenceStates& states, int64_t seq_id, int64_t end,
                   std::span<const KVBlock> blocks, std::span<const int64_t> tokens,
-                  std::vector<TensorView> at_end) {
+                  std::span<const std::vector<TensorView>> at_end) {
   AttentionKVCache* const cache = states.attention();
+  if (states.recurrent_count() > 0 && blocks.empty()) return Status();  // there is no such state
   if (states.composite() != nullptr) {
     return states.composite()->ImportState(seq_id, end, {.blocks = blocks, .tokens = tokens},
-                                           std::span(&at_end, 1));
+                                           at_end);
   }
+  if (cache == nullptr) return states.recurrent(0).ImportState(seq_id, end, at_end[0]);
   const auto has_window = [](const AttentionLayerSpec& layer) { return layer.window != 0; };
   if (std::ranges::any_of(cache->options().layers, has_window))
     return cache->ImportVisibleKV(seq_id, {.blocks = blocks, .tokens = tokens});
@@ -104,26 +115,30 @@ SequenceStates::SequenceStates(CompositeState& composite) : kv_(&composite) {
   const CompositeState::Parts& parts = composite.parts();
   composite_ = &composite;
   attention_ = parts.attention.get();
-  if (parts.recurrent.size() == 1)
-    recurrent_ = dynamic_cast<RecurrentCache*>(parts.recurrent[0].get());
+}
+
+size_t SequenceStates::recurrent_count() const {
+  if (composite_ != nullptr) return composite_->parts().recurrent.size();
+  return alone_ != nullptr ? 1 : 0;
+}
+
+RecurrentState& SequenceStates::recurrent(size_t part) const {
+  return composite_ != nullptr ? *composite_->parts().recurrent[part] : *alone_;
 }
 
 bool SequenceStates::HasSequence(int64_t seq_id) const {
-  return composite_ != nullptr ? composite_->HasSequence(seq_id) : attention_->HasSequence(seq_id);
+  if (composite_ != nullptr) return composite_->HasSequence(seq_id);
+  return alone_ != nullptr ? alone_->HasSequence(seq_id) : attention_->HasSequence(seq_id);
 }
 
 Result<int64_t> SequenceStates::GetSequenceLength(int64_t seq_id) const {
-  return composite_ != nullptr ? composite_->GetSequenceLength(seq_id)
-                               : attention_->GetSequenceLength(seq_id);
+  if (composite_ != nullptr) return composite_->GetSequenceLength(seq_id);
+  return alone_ != nullptr ? alone_->GetSequenceLength(seq_id)
+                           : attention_->GetSequenceLength(seq_id);
 }
 
 Result<Passport> CachePassport(const SequenceStates& states, Passport identity, bool long_factors) {
   return GuardEntry([&]() -> Result<Passport> {
-    if (states.composite() != nullptr && states.recurrent() == nullptr) {
-      return Status(StatusCode::kBadArgument,
-                    "CachePassport: the recurrent states are not those of one RecurrentCache, and "
-                    "only such states can leave it as chunks");
-    }
     identity.layout = kLogicalLayout;
     identity.rope = identity.quant = "none";
     identity.first_layer = 0;
@@ -135,12 +150,19 @@ Result<Passport> CachePassport(const SequenceStates& states, Passport identity, 
       path = options.kernel_path;
       compute = ComputeType(options);
     }
-    if (states.recurrent() != nullptr) {
-      const RecurrentCacheOptions& options = states.recurrent()->options();
-      for (const RecurrentLayerSpec& layer : options.layers)
-        identity.layers.push_back(PassportOf(layer));
-      if (path != options.kernel_path) path += (path.empty() ? "" : "+") + options.kernel_path;
+    std::string states_path;
+    for (size_t part = 0; part < states.recurrent_count(); ++part) {
+      const RecurrentState& state = states.recurrent(part);
+      for (StateTensor& tensor : StateTensorsOf(state))
+        identity.layers.push_back(PassportOf(std::move(tensor)));
+      // What a caller computes runs on no kernel of ours.
+      if (const auto* cache = dynamic_cast<const RecurrentCache*>(&state)) {
+        const std::string& own = cache->options().kernel_path;
+        if (own == path || own == states_path) continue;
+        states_path += (states_path.empty() ? "" : "+") + own;
+      }
     }
+    if (!states_path.empty()) path += (path.empty() ? "" : "+") + states_path;
     identity.numerics = std::string(kKernelGeneration) + "/" + path + "/" + compute;
     QUIRE_RETURN_IF_ERROR(identity.ToJson().status());
     return std::move(identity);
@@ -220,13 +242,13 @@ Status ImportChunks(const SequenceStates& states, int64_t seq_id,
       blocks.push_back(std::move(block));
       position += tokens.back();
     }
-    std::vector<TensorView> states_at_end;
+    std::vector<std::vector<TensorView>> states_at_end(states.recurrent_count());
     if (!chunks.empty()) {
       QUIRE_ASSIGN_OR_RETURN(states_at_end, StatesOf(chunks.back(), states));
     }
     if (is_new) QUIRE_RETURN_IF_ERROR(states.kv().AddSequence(seq_id));
-    const Status status = GuardEntry(
-        [&] { return ImportInto(states, seq_id, end, blocks, tokens, std::move(states_at_end)); });
+    const Status status =
+        GuardEntry([&] { return ImportInto(states, seq_id, end, blocks, tokens, states_at_end); });
     if (status.ok() || !is_new) return status;
     const Status removed = states.kv().RemoveSequence(seq_id);  // it was empty: this cannot fail
     return removed.ok() ? status : removed;

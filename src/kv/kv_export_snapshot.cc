@@ -35,7 +35,7 @@ Result<HiddenState> HiddenStateOf(const SequenceStates& states, int64_t seq_id) 
   }
   state.hidden = HiddenOfLayers(states, state.windows, state.length);
   const auto hides = [](const TokenRange& range) { return range.count() > 0; };
-  state.any = states.recurrent() != nullptr || !(state.windows == SequenceWindows()) ||
+  state.any = states.recurrent_count() > 0 || !(state.windows == SequenceWindows()) ||
               std::ranges::any_of(state.hidden, hides);
   return state;
 }
@@ -139,6 +139,10 @@ Status LoadHiding(const SequenceStates& states, int64_t seq_id, const SnapshotRe
                   SnapshotInfo& info) {
   QUIRE_ASSIGN_OR_RETURN(const SnapshotChunk state, reader.ReadState());
   QUIRE_ASSIGN_OR_RETURN(const SnapshotWindows saved, ReadSnapshotWindows(state.view));
+  if (states.attention() == nullptr && !(saved.windows == SequenceWindows())) {
+    return Status(StatusCode::kCorrupt,
+                  "damaged snapshot: it has windows, and its passport no attention layers");
+  }
   const HiddenRanges hidden = HiddenOfLayers(states, saved.windows, saved.length);
   std::vector<SnapshotChunk> chunks;
   std::vector<KVBlock> blocks;
@@ -157,11 +161,13 @@ Status LoadHiding(const SequenceStates& states, int64_t seq_id, const SnapshotRe
                                             std::to_string(saved.length) + " tokens, and it has " +
                                             std::to_string(info.tokens.size()));
   }
-  if (blocks.empty()) return EnableWindow(states, seq_id, saved.windows);
+  if (saved.length == 0) return EnableWindow(states, seq_id, saved.windows);
   const KVImport import{.blocks = blocks, .tokens = tokens, .windows = saved.windows};
-  if (states.composite() == nullptr) return states.attention()->ImportVisibleKV(seq_id, import);
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<TensorView> tensors, StatesOf(state.view, states));
-  return states.composite()->ImportState(seq_id, saved.length, import, std::span(&tensors, 1));
+  QUIRE_ASSIGN_OR_RETURN(const auto tensors, StatesOf(state.view, states));
+  if (states.composite() != nullptr)
+    return states.composite()->ImportState(seq_id, saved.length, import, tensors);
+  if (states.attention() != nullptr) return states.attention()->ImportVisibleKV(seq_id, import);
+  return states.recurrent(0).ImportState(seq_id, saved.length, tensors[0]);
 }
 
 Status LoadChunks(const SequenceStates& states, int64_t seq_id, const SnapshotReader& reader,
@@ -173,7 +179,7 @@ Status LoadChunks(const SequenceStates& states, int64_t seq_id, const SnapshotRe
       QUIRE_RETURN_IF_ERROR(cache->SelectLongRope(seq_id, info.long_factors));
   }
   if (reader.version() == kSnapshotVersionHiding) return LoadHiding(states, seq_id, reader, info);
-  if (states.composite() != nullptr) {
+  if (states.recurrent_count() > 0) {
     return Status(StatusCode::kCorrupt,
                   "damaged snapshot: a file of version 1 has no recurrent states");
   }

@@ -4,6 +4,10 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
+#include "quire/recurrent_cache.h"
+#include "quire/rnn_state.h"
+
 namespace quire {
 namespace {
 
@@ -113,42 +117,91 @@ HiddenRanges HiddenOfLayers(const SequenceStates& states, const SequenceWindows&
   return hidden;
 }
 
-std::vector<int64_t> StateDims(const RecurrentLayerSpec& layer) {
-  if (layer.kind == RecurrentLayerKind::kConvolution) return {layer.width - 1, layer.num_channels};
-  return {layer.num_heads, layer.key_dim, layer.value_dim};
+namespace {
+
+StateTensor TensorOf(const RecurrentLayerSpec& layer) {
+  if (layer.kind == RecurrentLayerKind::kConvolution)
+    return {.shape = {layer.width - 1, layer.num_channels}};
+  return {.shape = {layer.num_heads, layer.key_dim, layer.value_dim}};
+}
+
+// Sections have four dimensions at most: of a state with five the first two are one.
+std::vector<int64_t> SectionDims(std::vector<int64_t> shape) {
+  constexpr size_t kDimsMax = 4;
+  while (shape.size() > kDimsMax) {
+    shape[1] *= shape[0];
+    shape.erase(shape.begin());
+  }
+  return shape;
+}
+
+// Calls each(part, tensor, of the part, layer in a chunk) for all states, until one fails.
+template <typename F>
+Status ForEachState(const SequenceStates& states, F&& each) {
+  int64_t layer = AttentionLayerCount(states);
+  for (size_t part = 0; part < states.recurrent_count(); ++part) {
+    int64_t index = 0;
+    for (const StateTensor& tensor : StateTensorsOf(states.recurrent(part)))
+      QUIRE_RETURN_IF_ERROR(each(part, tensor, index++, layer++));
+  }
+  return Status();
+}
+
+SectionSpec SectionOf(const StateTensor& tensor, int64_t layer) {
+  return {SectionKind::kRecurrentState, layer, layer, tensor.dtype, SectionDims(tensor.shape)};
+}
+
+}  // namespace
+
+std::vector<StateTensor> StateTensorsOf(const RecurrentState& part) {
+  std::vector<StateTensor> tensors;
+  if (const auto* cache = dynamic_cast<const RecurrentCache*>(&part)) {
+    for (const RecurrentLayerSpec& layer : cache->options().layers)
+      tensors.push_back(TensorOf(layer));
+    return tensors;
+  }
+  const auto* rnn = dynamic_cast<const RNNState*>(&part);
+  QUIRE_CHECK(rnn != nullptr) << "a recurrent state that is none of this library's";
+  for (int64_t layer = 0; layer < rnn->options().num_layers; ++layer) {
+    for (const RNNStateSpec& state : rnn->options().states)
+      tensors.push_back({StateKind::kCaller, state.dtype, state.shape});
+  }
+  return tensors;
 }
 
 std::vector<SectionSpec> StateSections(const SequenceStates& states) {
   std::vector<SectionSpec> sections;
-  if (states.recurrent() == nullptr) return sections;
-  int64_t layer = AttentionLayerCount(states);
-  for (const RecurrentLayerSpec& spec : states.recurrent()->options().layers) {
-    sections.push_back({SectionKind::kRecurrentState, layer, layer, DType::kF32, StateDims(spec)});
-    ++layer;
-  }
+  const Status none = ForEachState(
+      states, [&](size_t, const StateTensor& tensor, int64_t, int64_t layer) -> Status {
+        sections.push_back(SectionOf(tensor, layer));
+        return Status();
+      });
+  QUIRE_CHECK(none.ok());
   return sections;
 }
 
 Status ExportStates(const SequenceStates& states, int64_t seq_id, int64_t position,
                     ChunkWriter& writer) {
-  const int64_t first = AttentionLayerCount(states);
-  for (const SectionSpec& section : StateSections(states)) {
-    const int64_t index = writer.header().Find(section.kind, section.layer_first);
-    const TensorView to(writer.section(index).data(), DType::kF32, section.dims);
-    QUIRE_RETURN_IF_ERROR(
-        states.recurrent()->ExportState(section.layer_first - first, seq_id, position, to));
-  }
-  return Status();
+  return ForEachState(
+      states, [&](size_t part, const StateTensor& tensor, int64_t index, int64_t layer) {
+        const int64_t section = writer.header().Find(SectionKind::kRecurrentState, layer);
+        const TensorView to(writer.section(section).data(), tensor.dtype, tensor.shape);
+        return states.recurrent(part).ExportState(index, seq_id, position, to);
+      });
 }
 
-Result<std::vector<TensorView>> StatesOf(const ChunkView& chunk, const SequenceStates& states) {
-  std::vector<TensorView> tensors;
-  for (const SectionSpec& section : StateSections(states)) {
-    QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, section));
-    // Whoever imports only reads.
-    tensors.push_back(TensorView(const_cast<std::byte*>(bytes.data()), DType::kF32, section.dims));
-  }
-  return tensors;
+Result<std::vector<std::vector<TensorView>>> StatesOf(const ChunkView& chunk,
+                                                      const SequenceStates& states) {
+  std::vector<std::vector<TensorView>> parts(states.recurrent_count());
+  QUIRE_RETURN_IF_ERROR(ForEachState(
+      states, [&](size_t part, const StateTensor& tensor, int64_t, int64_t layer) -> Status {
+        QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, SectionOf(tensor, layer)));
+        // Whoever imports only reads.
+        auto* const data = const_cast<std::byte*>(bytes.data());
+        parts[part].push_back(TensorView(data, tensor.dtype, tensor.shape));
+        return Status();
+      }));
+  return parts;
 }
 
 Result<ChunkBuffer> ExportRows(const SequenceStates& states, int64_t seq_id, int64_t start,

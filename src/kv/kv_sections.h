@@ -22,15 +22,22 @@ HiddenRanges HiddenOfLayers(const SequenceStates& states, const SequenceWindows&
                             int64_t length);
 
 int64_t AttentionLayerCount(const SequenceStates& states);
-// Shape of a recurrent layer's state.
-std::vector<int64_t> StateDims(const RecurrentLayerSpec& layer);
-// The sections of all recurrent layers, none without any.
+// A tensor of a recurrent part's states.
+struct StateTensor {
+  StateKind kind = StateKind::kRecurrent;
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape{};
+};
+// In the order in which RecurrentState exports them.
+std::vector<StateTensor> StateTensorsOf(const RecurrentState& part);
+// The sections of all recurrent parts' tensors, a layer for each, none without any.
 std::vector<SectionSpec> StateSections(const SequenceStates& states);
 // Writes the states at `position` into these sections of the writer.
 Status ExportStates(const SequenceStates& states, int64_t seq_id, int64_t position,
                     ChunkWriter& writer);
-// The verified states of all recurrent layers in a chunk. Corrupt, Incompatible.
-Result<std::vector<TensorView>> StatesOf(const ChunkView& chunk, const SequenceStates& states);
+// The verified states of all recurrent parts in a chunk: [part][tensor]. Corrupt, Incompatible.
+Result<std::vector<std::vector<TensorView>>> StatesOf(const ChunkView& chunk,
+                                                      const SequenceStates& states);
 
 // A chunk of fields.tokens from position `start` on, without the rows in `hidden`; `with_states`:
 // also with the states behind its last token.

@@ -47,10 +47,6 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
                      const TensorView* bias, bool silu, const TensorView& o) override;
   Status DebugGet(int64_t layer, int64_t seq_id, const TensorView& o) override;
   Status ExportState(int64_t layer, int64_t seq_id, int64_t position, const TensorView& o) override;
-  Status ImportState(int64_t seq_id, int64_t position,
-                     std::span<const TensorView> states) override {
-    return Run({.kind = Kind::kImport, .seq_id = seq_id, .count = position, .states = states});
-  }
 
  private:
   // Fills freed slots of one pool with NaN.

@@ -173,13 +173,12 @@ TEST(RecurrentAllocationFailure, Replays) {
 
 // Keys, values and states of 100 tokens as a chunk, into a new sequence.
 TEST(RecurrentAllocationFailure, Chunks) {
-  Scene writer(false);
+  Scene writer;
   TestChain chain(writer.state(), {.model = "test", .block_tokens = 100});
   ASSERT_TRUE(chain.Add(writer.state(), 0, 100).ok());
   const std::vector<ChunkView> views = chain.Views(1);
-  ExpectEachRefusalIsHarmless(
-      "import", Nothing, [&](Scene& scene) { return ImportChunks(scene.state(), 5, views); },
-      false);
+  ExpectEachRefusalIsHarmless("import", Nothing,
+                              [&](Scene& scene) { return ImportChunks(scene.state(), 5, views); });
 }
 
 TEST(RecurrentAllocationFailure, CallsInAForward) {

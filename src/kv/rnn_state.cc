@@ -171,7 +171,28 @@ Status SlottedRNNState::Plan(const ControlCall& call) {
   if (call.kind == ControlCall::Kind::kEnd && history_.in_forward()) {
     QUIRE_RETURN_IF_ERROR(CheckAllSet());
   }
+  if (call.kind == ControlCall::Kind::kImport) return PlanImport(call);
   return history_.Plan(call);
+}
+
+Status SlottedRNNState::PlanImport(const ControlCall& call) {
+  const int64_t count = static_cast<int64_t>(call.states.size());
+  if (count != options_.num_layers * state_count()) {
+    return Status(StatusCode::kBadArgument, std::string(call.name()) + ": " +
+                                                std::to_string(count) + " states; there are " +
+                                                std::to_string(options_.num_layers) +
+                                                " layers of " + std::to_string(state_count()));
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    QUIRE_RETURN_IF_ERROR(
+        CheckTensor(call.name(), i % state_count(), -1, call.states[static_cast<size_t>(i)]));
+  }
+  QUIRE_RETURN_IF_ERROR(history_.Plan(call));
+  for (int64_t i = 0; i < count; ++i) {
+    Store(history_.import_slot(), i / state_count(), i % state_count(),
+          call.states[static_cast<size_t>(i)].data_as<std::byte>());
+  }
+  return Status();
 }
 
 Status SlottedRNNState::CheckAllSet() const {
@@ -257,13 +278,12 @@ bool RowsAreContiguous(const TensorView& tensor) {
 // ---------------------------------------------------------------------- Get and Set
 
 Status SlottedRNNState::CheckState(const char* call, int64_t layer, int64_t state) const {
-  const int64_t state_count = static_cast<int64_t>(layouts_.size());
-  if (layer >= 0 && layer < options_.num_layers && state >= 0 && state < state_count)
+  if (layer >= 0 && layer < options_.num_layers && state >= 0 && state < state_count())
     return Status();
   return Status(StatusCode::kBadArgument,
                 std::string(call) + ": no state " + std::to_string(state) + " of layer " +
                     std::to_string(layer) + "; there are " + std::to_string(options_.num_layers) +
-                    " layers of " + std::to_string(state_count) + " states");
+                    " layers of " + std::to_string(state_count()) + " states");
 }
 
 Status SlottedRNNState::CheckTensor(const char* call, int64_t state, int64_t count,
@@ -422,6 +442,18 @@ Status SlottedRNNState::DebugGet(int64_t layer, int64_t state, int64_t seq_id,
     const std::vector<StateRecord>& records = history_.track(index).records;
     std::memcpy(o.data(), StateOrInitial(records.empty() ? -1 : records.back().slot, layer, state),
                 BytesOf(state));
+    return Status();
+  });
+}
+
+Status SlottedRNNState::ExportState(int64_t tensor, int64_t seq_id, int64_t position,
+                                    const TensorView& o) {
+  return Enter("ExportState", [&]() -> Status {
+    const int64_t layer = tensor / state_count(), state = tensor % state_count();
+    QUIRE_RETURN_IF_ERROR(CheckState("ExportState", layer, state));
+    QUIRE_ASSIGN_OR_RETURN(const int32_t slot, history_.SlotAt("ExportState", seq_id, position));
+    QUIRE_RETURN_IF_ERROR(CheckTensor("ExportState", state, -1, o));
+    std::memcpy(o.data(), StateOrInitial(slot, layer, state), BytesOf(state));
     return Status();
   });
 }

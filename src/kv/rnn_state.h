@@ -33,6 +33,8 @@ class SlottedRNNState final : public HistoryState<RNNState>, private SlotFreeLis
   Status SetAt(int64_t layer, int64_t state, std::span<const int64_t> rows,
                const TensorView& data) override;
   Status DebugGet(int64_t layer, int64_t state, int64_t seq_id, const TensorView& o) override;
+  Status ExportState(int64_t tensor, int64_t seq_id, int64_t position,
+                     const TensorView& o) override;
 
  private:
   struct StateLayout {
@@ -47,6 +49,7 @@ class SlottedRNNState final : public HistoryState<RNNState>, private SlotFreeLis
   void OnSlotFreed(int32_t slot) noexcept override;
   void AppendFacts(std::vector<int64_t>& facts) const override;
 
+  Status PlanImport(const ControlCall& call);
   Status CheckState(const char* call, int64_t layer, int64_t state) const;
   // `tensor` is [count, *shape], or shape if count is -1.
   Status CheckTensor(const char* call, int64_t state, int64_t count,
@@ -59,6 +62,7 @@ class SlottedRNNState final : public HistoryState<RNNState>, private SlotFreeLis
   std::byte* StateIn(int32_t slot, int64_t layer, int64_t state) const;
   // The bytes of the state in a slot; those of the initial state for slot -1.
   const std::byte* StateOrInitial(int32_t slot, int64_t layer, int64_t state) const;
+  int64_t state_count() const { return static_cast<int64_t>(layouts_.size()); }
   size_t BytesOf(int64_t state) const { return layouts_[static_cast<size_t>(state)].bytes; }
   uint8_t& IsSet(int32_t slot, int64_t layer, int64_t state);
   uint8_t IsSet(int32_t slot, int64_t layer, int64_t state) const;

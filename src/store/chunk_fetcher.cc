@@ -132,7 +132,7 @@ bool ChunkFetcher::TakeFromMemory(FetchState& fetch, int64_t i) {
 // What the tier says without I/O, or said before.
 ChunkFetcher::Answer ChunkFetcher::AskWithoutWaiting(FetchState& fetch, SlowTier& tier, int64_t i) {
   FetchState::Search& search = fetch.search();
-  if (!tier.health.IsUsable(parts_->clock->SteadyNs())) {
+  if (!tier.usable()) {
     search.unavailable = true;
     return Answer::kNo;
   }
@@ -149,13 +149,13 @@ void ChunkFetcher::Ask(const Fetch& fetch, SlowTier& tier) noexcept {
     if (fetch->located()) return;
   }
   FetchState::Search& search = fetch->search();
-  const int64_t begin = parts_->clock->SteadyNs();
   Status status = Status::OutOfMemory();
   try {
-    if (tier.health.Allow(begin)) {
+    if (auto call = tier.Admit(fetch->deadline_ns())) {
       const auto ids = fetch->ids_from(search.next);
       const Result<int64_t> there = tier.tier->Prefix(ids, fetch->deadline_ns());
       status = there.status();
+      call->Report(status);
       if (there.ok())
         search.asked_until[At(tier.kind)] =
             search.next + std::clamp<int64_t>(*there, 0, static_cast<int64_t>(ids.size()));
@@ -165,9 +165,7 @@ void ChunkFetcher::Ask(const Fetch& fetch, SlowTier& tier) noexcept {
   } catch (const std::bad_alloc&) {
     status = Status::OutOfMemory();
   }
-  const int64_t now = parts_->clock->SteadyNs();
   tier.Count(status);
-  tier.health.Report(status, now, now - begin);
   if (!status.ok()) search.unavailable = true;
   Search(fetch);
 }

@@ -41,7 +41,7 @@ class ChunkFetcher::Sink final : public TierReadSink {
   int64_t begin_ns = 0;
   int64_t bytes_read = 0;  // of what came whole
   bool failed = false;     // something did not
-  bool is_reported = false;
+  std::optional<CircuitBreaker::Call> call{};
   size_t ended = 0;
 
   Result<std::span<std::byte>> OnHeader(size_t item, const ChunkHeader& header) override {
@@ -93,10 +93,7 @@ class ChunkFetcher::Sink final : public TierReadSink {
     } else {
       failed = true;
     }
-    if (!std::exchange(is_reported, true)) {
-      // One call is one sign of health, however many chunks it was for.
-      tier_->health.Report(status, now, now - begin_ns);
-    }
+    if (call) call->Report(status);  // one call is one sign of health, for all its chunks
     // Before the last one is told: who has his chunks finds the measure of them.
     if (++ended == items.size() && !failed && bytes_read > 0)
       tier_->predictor.Measured(bytes_read, static_cast<double>(now - begin_ns) * 1e-9);
@@ -156,7 +153,10 @@ void ChunkFetcher::Read(SlowTier& tier, const std::vector<Load>& loads) noexcept
     int64_t deadline = 0;
     if (PlanRead(loads, &sink, &reads, &deadline)) {
       left = Status(StatusCode::kUnavailable, "ChunkStore::Fetch: the tier does not answer");
-      if (tier.health.Allow(sink.begin_ns)) tier.tier->Read(reads, deadline, sink);
+      if (auto call = tier.Admit(deadline)) {
+        sink.call.emplace(*std::move(call));
+        tier.tier->Read(reads, deadline, sink);
+      }
     }
   } catch (const std::bad_alloc&) {
     left = Status::OutOfMemory();
@@ -233,8 +233,7 @@ std::optional<TierKind> ChunkFetcher::NextTier(const ChunkLoad& load, StatusCode
     return std::nullopt;
   for (const TierKind kind : kSlowTiers) {
     const SlowTier* tier = parts_->slow[At(kind)].get();
-    if (kind > load.tier && tier != nullptr && tier->tier->Knows(load.id) != 0 &&
-        tier->health.IsUsable(parts_->clock->SteadyNs()))
+    if (kind > load.tier && tier != nullptr && tier->tier->Knows(load.id) != 0 && tier->usable())
       return kind;
   }
   return std::nullopt;

@@ -80,6 +80,8 @@ class ChunkTier {
   // Chunks of the passport will follow. Incompatible if what is there says something else.
   virtual Status AddPassport(const Digest& fingerprint, std::string_view passport_json) = 0;
 
+  // Breakers of its own keep every call away now: one would end at once and say nothing.
+  virtual bool IsLeftAlone() const { return false; }
   // What is known without I/O: 1 there, 0 not there, -1 not known.
   virtual int Knows(const ChunkId& id) const = 0;
   // The number of leading ids that are there. Timeout, Unavailable, IoError.

@@ -99,6 +99,17 @@ class DiskFolder {
   Result<int64_t> CollectGarbage(FileSession& io);
 
  private:
+  // Files from here on are read and written past the page cache: a second copy of them in memory
+  // serves nobody, as the RAM tier is in front. Smaller ones gain more from the kernel's read-ahead
+  // than from it.
+  static constexpr int64_t kDirectBytesMin = 128 << 10;
+
+  // Damaged files are kept for whoever wants to know what happened to the disk: some, not all.
+  static constexpr int64_t kQuarantineFilesMax = 16;
+  static constexpr int64_t kQuarantineShare = 16;  // of bytes_max
+
+  static constexpr auto kAlignment = static_cast<int64_t>(kDirectAlignment);
+
   DiskFolder(std::shared_ptr<FileSystem> files, std::shared_ptr<Clock> clock,
              DiskTierOptions options, EvictionKind eviction, std::string mac_key,
              int64_t bytes_max);

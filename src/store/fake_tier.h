@@ -33,6 +33,7 @@ class FakeTier final : public ChunkTier {
   };
   struct Script {
     bool knows = true;                                     // without I/O; else Knows is -1
+    bool left_alone = false;                               // by breakers of its own
     Status prefix{}, read{}, write{};                      // what calls fail with
     bool hold_prefix = false, hold_writes = false;         // until released or the deadline
     int64_t layers = std::numeric_limits<int64_t>::max();  // that reads get to before they are held
@@ -76,6 +77,10 @@ class FakeTier final : public ChunkTier {
 
   // ---- ChunkTier
   Status AddPassport(const Digest&, std::string_view) override { return {}; }
+  bool IsLeftAlone() const override {
+    const std::lock_guard lock(mutex_);
+    return script_.left_alone;
+  }
   int Knows(const ChunkId& id) const override {
     const std::lock_guard lock(mutex_);
     if (!script_.knows) return -1;

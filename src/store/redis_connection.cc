@@ -11,6 +11,7 @@
 #include <cstring>
 #include <string>
 #include <system_error>
+#include <utility>
 
 namespace quire {
 namespace {
@@ -24,7 +25,8 @@ Status Unavailable(const std::string& why) { return Status(StatusCode::kUnavaila
 
 }  // namespace
 
-Result<std::unique_ptr<RedisConnection>> RedisConnection::Start(const RedisAddress& address) {
+Result<std::unique_ptr<RedisConnection>> RedisConnection::Start(
+    const RedisAddress& address, std::shared_ptr<const TlsContext> tls, const std::string& host) {
   redisContext* context = address.port == 0
                               ? redisConnectUnixNonBlock(address.host.c_str())
                               : redisConnectNonBlock(address.host.c_str(), address.port);
@@ -34,19 +36,33 @@ Result<std::unique_ptr<RedisConnection>> RedisConnection::Start(const RedisAddre
     redisFree(context);
     return Unavailable("cannot connect: " + why);
   }
-  return std::unique_ptr<RedisConnection>(new RedisConnection(redisFreeKeepFd(context)));
+  std::unique_ptr<RedisConnection> made(new RedisConnection(redisFreeKeepFd(context)));
+  if (tls != nullptr) {
+    QUIRE_ASSIGN_OR_RETURN(made->tls_, TlsSession::Start(std::move(tls), made->fd_, host));
+  }
+  return made;
 }
 
-RedisConnection::~RedisConnection() { close(fd_); }
-
-Status RedisConnection::FinishConnect() {
-  int error = 0;
-  socklen_t size = sizeof(error);
-  if (getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
-  return error == 0 ? Status() : Unavailable("cannot connect: " + ErrorText(error));
+RedisConnection::~RedisConnection() {
+  tls_.reset();
+  close(fd_);
 }
+
+Result<bool> RedisConnection::Connect() {
+  if (!is_connected_) {
+    int error = 0;
+    socklen_t size = sizeof(error);
+    if (getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+    if (error != 0) return Unavailable("cannot connect: " + ErrorText(error));
+    is_connected_ = true;
+  }
+  return tls_ == nullptr ? Result<bool>(true) : tls_->Handshake();
+}
+
+Status RedisConnection::Flush() { return tls_ == nullptr ? Status() : tls_->Flush(); }
 
 Result<size_t> RedisConnection::Send(std::span<const std::span<const std::byte>> spans) {
+  if (tls_ != nullptr) return tls_->Write(spans);
   std::array<iovec, kSpansMax> vectors;
   size_t count = 0;
   for (; count < spans.size() && count < kSpansMax; ++count) {
@@ -66,6 +82,11 @@ Result<size_t> RedisConnection::Send(std::span<const std::span<const std::byte>>
 
 Result<size_t> RedisConnection::Receive() {
   const auto [body, rest] = reader_.Space();
+  if (tls_ != nullptr) {
+    QUIRE_ASSIGN_OR_RETURN(const size_t count, tls_->Read(body.empty() ? rest : body));
+    reader_.Filled(count);
+    return count;
+  }
   std::array<iovec, 2> vectors = {iovec{body.data(), body.size()}, iovec{rest.data(), rest.size()}};
   msghdr message{};
   message.msg_iov = body.empty() ? &vectors[1] : &vectors[0];
@@ -82,9 +103,10 @@ Result<size_t> RedisConnection::Receive() {
   }
 }
 
-bool RedisConnection::IsStale() const {
+bool RedisConnection::IsStale() {
   pollfd polled{fd_, POLLIN, 0};
-  return poll(&polled, 1, 0) != 0;
+  const bool is_quiet = poll(&polled, 1, 0) == 0 && !has_buffered();
+  return !is_quiet && (tls_ == nullptr || tls_->HasUnasked());
 }
 
 }  // namespace quire

@@ -32,6 +32,7 @@ class RedisTier final : public ChunkTier {
                                                    std::shared_ptr<Clock> clock);
 
   Status AddPassport(const Digest& fingerprint, std::string_view passport_json) override;
+  bool IsLeftAlone() const override { return !cluster_->available(); }
   // 1 for what was there within the last minute; else -1.
   int Knows(const ChunkId& id) const override;
   Result<int64_t> Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) override;

@@ -5,18 +5,31 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "quire/chunk_store.h"
 #include "store/chunk_tier.h"
+#include "store/circuit_breaker.h"
 #include "store/load_predictor.h"
-#include "store/tier_health.h"
 
 namespace quire {
 
 struct SlowTier {
-  SlowTier(TierKind tier_kind, std::unique_ptr<ChunkTier> chunk_tier, int64_t timeout_ms)
-      : kind(tier_kind), tier(std::move(chunk_tier)), io_timeout_ns(timeout_ms * 1'000'000) {}
+  SlowTier(TierKind tier_kind, std::unique_ptr<ChunkTier> chunk_tier, int64_t timeout_ms,
+           std::shared_ptr<Clock> clock)
+      : kind(tier_kind),
+        tier(std::move(chunk_tier)),
+        io_timeout_ns(timeout_ms * 1'000'000),
+        breaker(std::move(clock), TierName(tier_kind)) {}
+
+  // Whether a call would be let through now.
+  bool usable() const { return breaker.available() && !tier->IsLeftAlone(); }
+  // The right to one call that may block; nothing while the tier is left alone.
+  std::optional<CircuitBreaker::Call> Admit(int64_t deadline_ns) {
+    if (tier->IsLeftAlone()) return std::nullopt;
+    return breaker.Admit(deadline_ns);
+  }
 
   // What a call said of one chunk, or as a whole.
   void Count(const Status& status) noexcept {
@@ -51,14 +64,14 @@ struct SlowTier {
             .not_worth = loads.not_worth,
             .predicted_seconds = loads.predicted_seconds,
             .measured_seconds = loads.measured_seconds,
-            .available = usage.available && health.closed()};
+            .available = usage.available && !breaker.open()};
   }
 
   const TierKind kind;
   const std::unique_ptr<ChunkTier> tier;
   const int64_t io_timeout_ns;
   LoadPredictor predictor;
-  TierHealth health;
+  CircuitBreaker breaker;
   std::atomic<int64_t> hits{0}, misses{0}, errors{0}, timeouts{0};
   std::atomic<int64_t> writes{0}, dropped_writes{0}, deduplicated{0};
   std::atomic<int64_t> bytes_read{0}, bytes_written{0};

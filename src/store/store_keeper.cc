@@ -63,7 +63,7 @@ void StoreKeeper::Sweep() noexcept {
 void StoreKeeper::Scrub() noexcept {
   SlowTier& disk = *parts_->slow[At(TierKind::kDisk)];
   while (Sleep(kDiskSweepNs)) {
-    if (!disk.health.IsUsable(parts_->clock->SteadyNs())) continue;
+    if (!disk.usable()) continue;
     try {
       const int64_t deadline = parts_->AdminDeadline(TierKind::kDisk);
       static_cast<void>(disk.tier->CollectGarbage(deadline));  // what is left goes the next time

@@ -5,16 +5,35 @@
 namespace quire {
 namespace {
 
+// Elements of a layer's sections in a full chunk, about. In double: a passport may name any sizes.
+double ElementsOf(const PassportLayer& layer, int64_t block_tokens) {
+  const auto heads = static_cast<double>(layer.kv_heads);
+  const auto width = static_cast<double>(layer.head_dim);
+  const auto v_width = static_cast<double>(layer.v_head_dim);
+  const auto tokens = static_cast<double>(block_tokens);
+  switch (layer.kind) {
+    case StateKind::kAttention:
+      return tokens * heads * (width + v_width);
+    case StateKind::kLatent:
+      return tokens * heads * width;
+    case StateKind::kRecurrent:
+      return heads * width * v_width;
+    case StateKind::kCaller:
+      break;
+  }
+  double elements = 1;
+  for (const int64_t dim : layer.state_shape) elements *= static_cast<double>(dim);
+  return elements;
+}
+
 // Bytes of the sections of a full chunk.
 int64_t BlockBytes(const Passport& passport) {
-  int64_t bytes = 0;
+  constexpr double kBytesMax = 1LL << 60;
+  double bytes = 0;
   for (const PassportLayer& layer : passport.layers) {
-    const int64_t rows = layer.kind == StateKind::kRecurrent ? 1 : passport.block_tokens;
-    const int64_t width =
-        layer.kind == StateKind::kAttention ? layer.head_dim + layer.v_head_dim : layer.head_dim;
-    bytes += rows * layer.kv_heads * width * layer.dtype.bytes();
+    bytes += ElementsOf(layer, passport.block_tokens) * static_cast<double>(layer.dtype.bytes());
   }
-  return bytes;
+  return static_cast<int64_t>(std::min(bytes, kBytesMax));
 }
 
 }  // namespace
@@ -67,7 +86,8 @@ void StoreParts::AddTiers(SlowTiers tiers) {
     if (tiers[At(kind)] == nullptr) continue;
     const int64_t timeout_ms =
         kind == TierKind::kDisk ? options.disk.io_timeout_ms : options.redis.io_timeout_ms;
-    slow[At(kind)] = std::make_unique<SlowTier>(kind, std::move(tiers[At(kind)]), timeout_ms);
+    slow[At(kind)] =
+        std::make_unique<SlowTier>(kind, std::move(tiers[At(kind)]), timeout_ms, clock);
     writes[At(kind)] =
         std::make_unique<WriteQueue>(slow[At(kind)].get(), clock, options.queue_bytes_max);
   }

@@ -2,9 +2,9 @@
 //
 // Locks. None is held while a slow tier reads or writes. The order, outermost first:
 //   StoreParts::fetch_mutex (fetches and loads)  ->  WriteQueue::mutex_, ReadQueue::mutex_
-//   ->  MemoryTier::mutex_  ->  PinBoard, EventRing, LoadPredictor, TierHealth, Admission
-// A tier's own locks come after all of these; it is asked what it Knows under them, as that needs
-// no I/O.
+//   ->  MemoryTier::mutex_  ->  PinBoard, EventRing, LoadPredictor, CircuitBreaker, Admission
+// A tier's own locks come after all of these; it is asked what it Knows and whether it
+// IsLeftAlone under them, as that needs no I/O.
 #ifndef QUIRE_STORE_STORE_PARTS_H_
 #define QUIRE_STORE_STORE_PARTS_H_
 

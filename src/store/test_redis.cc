@@ -74,15 +74,6 @@ pid_t Spawn(const std::vector<std::string>& command, int output) {
   _exit(127);
 }
 
-int Run(const std::vector<std::string>& command) {
-  const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
-  const pid_t pid = Spawn(command, null);
-  close(null);
-  int status = 0;
-  waitpid(pid, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 std::string TextOf(const redisReply* reply) {
   if (reply->type == REDIS_REPLY_INTEGER) return std::to_string(reply->integer);
   if (reply->type == REDIS_REPLY_NIL) return "(nil)";
@@ -95,16 +86,36 @@ std::string TextOf(const redisReply* reply) {
 
 }  // namespace
 
+int RunProgram(const std::vector<std::string>& command) {
+  const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+  const pid_t pid = Spawn(command, null);
+  close(null);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
 bool HaveRedisServer() {
   static const bool have =
-      Run({"redis-server", "--version"}) == 0 && Run({"redis-cli", "--version"}) == 0;
+      RunProgram({"redis-server", "--version"}) == 0 && RunProgram({"redis-cli", "--version"}) == 0;
   return have;
 }
 
 // ---- RedisServer
 
-RedisServer::RedisServer(std::vector<std::string> arguments)
+RedisServer::RedisServer(std::vector<std::string> arguments, const TestCertificates* certificates)
     : arguments_(std::move(arguments)), port_(FreePort()) {
+  if (certificates != nullptr) {
+    do {
+      tls_port_ = FreePort();
+    } while (tls_port_ == port_);
+    const std::vector<std::string> tls = {"--tls-port",         std::to_string(tls_port_),
+                                          "--tls-cert-file",    certificates->server(),
+                                          "--tls-key-file",     certificates->server_key(),
+                                          "--tls-ca-cert-file", certificates->ca(),
+                                          "--tls-auth-clients", "no"};
+    arguments_.insert(arguments_.begin(), tls.begin(), tls.end());
+  }
   std::string folder = (std::filesystem::temp_directory_path() / "quire-redis-XXXXXX").string();
   QUIRE_CHECK(mkdtemp(folder.data()) != nullptr) << folder;
   folder_ = folder;
@@ -197,18 +208,24 @@ std::string RedisServer::Command(const std::vector<std::string>& arguments) cons
 
 // ---- RedisServerCluster
 
-RedisServerCluster::RedisServerCluster(std::vector<std::string> arguments) {
+RedisServerCluster::RedisServerCluster(std::vector<std::string> arguments,
+                                       const TestCertificates* certificates) {
   arguments.insert(
       arguments.end(),
       {"--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout",
        "2000", "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"});
-  std::vector<std::string> create = {"redis-cli", "--cluster", "create"};
+  std::vector<std::string> create = {"redis-cli"};
+  if (certificates != nullptr) {
+    arguments.insert(arguments.end(), {"--tls-cluster", "yes", "--tls-replication", "yes"});
+    create.insert(create.end(), {"--tls", "--cacert", certificates->ca()});
+  }
+  create.insert(create.end(), {"--cluster", "create"});
   for (int i = 0; i < 6; ++i) {
-    servers_.push_back(std::make_unique<RedisServer>(arguments));
-    create.push_back(servers_.back()->tcp());
+    servers_.push_back(std::make_unique<RedisServer>(arguments, certificates));
+    create.push_back(certificates != nullptr ? servers_.back()->tls() : servers_.back()->tcp());
   }
   create.insert(create.end(), {"--cluster-replicas", "1", "--cluster-yes"});
-  QUIRE_CHECK(Run(create) == 0) << "redis-cli --cluster create failed";
+  QUIRE_CHECK(RunProgram(create) == 0) << "redis-cli --cluster create failed";
   // A failover to a replica that has nothing yet would lose everything.
   for (size_t i = 3; i < servers_.size(); ++i) servers_[i]->AwaitLog("Finished with success");
   for (const auto& server : servers_) {
@@ -254,7 +271,8 @@ size_t RedisServerCluster::MasterOf(int slot) {
 const std::string FakeRedis::kHang = "(hang)";
 const std::string FakeRedis::kHangUp = "(hang up)";
 
-FakeRedis::FakeRedis(Answer answer) : answer_(std::move(answer)) {
+FakeRedis::FakeRedis(Answer answer, std::string greeting)
+    : answer_(std::move(answer)), greeting_(std::move(greeting)) {
   listener_ = Listen(&port_);
   QUIRE_CHECK(listener_ >= 0);
   acceptor_ = std::thread([this] { Accept(); });
@@ -285,6 +303,11 @@ void FakeRedis::Accept() {
 }
 
 void FakeRedis::Serve(int fd) {
+  if (!greeting_.empty()) {
+    static_cast<void>(send(fd, greeting_.data(), greeting_.size(), MSG_NOSIGNAL));
+    shutdown(fd, SHUT_RDWR);
+    return;
+  }
   std::string buffer;
   const auto need = [&](size_t size) {
     while (buffer.size() < size) {

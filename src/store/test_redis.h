@@ -13,22 +13,30 @@
 #include <thread>
 #include <vector>
 
+#include "store/test_certificates.h"
+
 namespace quire {
 
 // Whether redis-server and redis-cli are installed.
 bool HaveRedisServer();
 
+// Runs a program without output; its exit status.
+int RunProgram(const std::vector<std::string>& command);
+
 // A process of redis-server with a folder of its own. It ends with the object.
 class RedisServer {
  public:
   // `arguments` behind those for port, socket and folder. Returns when it accepts connections.
-  explicit RedisServer(std::vector<std::string> arguments = {});
+  // `certificates`: it also listens for TLS, and asks clients for no certificate.
+  explicit RedisServer(std::vector<std::string> arguments = {},
+                       const TestCertificates* certificates = nullptr);
   ~RedisServer();
   RedisServer(const RedisServer&) = delete;
   RedisServer& operator=(const RedisServer&) = delete;
 
   int port() const { return port_; }
   std::string tcp() const { return "127.0.0.1:" + std::to_string(port_); }
+  std::string tls() const { return "127.0.0.1:" + std::to_string(tls_port_); }
   std::string unix_socket() const { return "unix:" + socket_path_; }
   std::string socket_path() const { return socket_path_; }
   void Signal(int signal) const;
@@ -44,6 +52,7 @@ class RedisServer {
   std::string socket_path_;
   std::vector<std::string> arguments_;
   int port_;
+  int tls_port_ = 0;  // 0: none
   pid_t pid_ = -1;
   int log_fd_ = -1;
   std::string log_;
@@ -52,7 +61,9 @@ class RedisServer {
 // Three masters with a replica each. Servers 0 to 2 begin as masters.
 class RedisServerCluster {
  public:
-  explicit RedisServerCluster(std::vector<std::string> arguments = {});
+  // `certificates`: clients and its own servers talk to its servers over TLS.
+  explicit RedisServerCluster(std::vector<std::string> arguments = {},
+                              const TestCertificates* certificates = nullptr);
   RedisServer& server(size_t i) { return *servers_[i]; }
   size_t size() const { return servers_.size(); }
   std::string seeds() const;
@@ -64,14 +75,14 @@ class RedisServerCluster {
 };
 
 // Answers each command with what `answer` returns, byte for byte. kHang: with nothing; kHangUp:
-// closes the connection.
+// closes the connection. With a `greeting` it says that to whoever connects, and hangs up.
 class FakeRedis {
  public:
   static const std::string kHang;
   static const std::string kHangUp;
   using Answer = std::function<std::string(const std::vector<std::string>& command)>;
 
-  explicit FakeRedis(Answer answer);
+  explicit FakeRedis(Answer answer, std::string greeting = {});
   ~FakeRedis();
   int port() const { return port_; }
   std::string tcp() const { return "127.0.0.1:" + std::to_string(port_); }
@@ -82,6 +93,7 @@ class FakeRedis {
   void Serve(int fd);
 
   const Answer answer_;
+  const std::string greeting_;
   int listener_ = -1;
   int port_ = 0;
   std::atomic<int64_t> command_count_ = 0;

@@ -449,6 +449,30 @@ TEST_F(SlowStore, ADiskThatTimesOutIsLeftAlone) {
   EXPECT_EQ(Fetch(tokens)->miss(), MissReason::kUnavailable);
   EXPECT_EQ(disk_->calls().reads, reads);
   EXPECT_EQ(Statistics(TierKind::kDisk).timeouts, 3);
+  // One probe each time that its back-off is over, and twice as long until the next.
+  EXPECT_FALSE(Statistics(TierKind::kDisk).available);
+  clock_->Advance(200 * kMs);
+  EXPECT_EQ(Fetch(tokens)->ready(), 0);
+  EXPECT_EQ(disk_->calls().reads, reads + 1);
+  disk_->Change([](auto& script) { script = {}; });
+  clock_->Advance(199 * kMs);
+  EXPECT_EQ(Fetch(tokens)->ready(), 0);
+  EXPECT_EQ(disk_->calls().reads, reads + 1);
+  clock_->Advance(400 * kMs);
+  EXPECT_EQ(Fetch(tokens)->ready(), 1);
+  EXPECT_TRUE(Statistics(TierKind::kDisk).available);
+}
+
+TEST_F(SlowStore, ATierThatKeepsCallsAwayItselfIsNotAskedAndNotBlamed) {
+  Open({.ram = false, .disk = false, .redis = true});
+  const auto tokens = TokensFrom(1, 4);
+  Fill(redis_, tokens);
+  redis_->Change([](auto& script) { script.left_alone = true; });
+  for (int i = 0; i < 10; ++i) EXPECT_EQ(Fetch(tokens)->miss(), MissReason::kUnavailable);
+  EXPECT_EQ(redis_->calls().reads, 0);
+  EXPECT_TRUE(Statistics(TierKind::kRedis).available);
+  redis_->Change([](auto& script) { script.left_alone = false; });
+  EXPECT_EQ(Fetch(tokens)->ready(), 1);  // at once: the store's own breaker never opened
 }
 
 // ---------------------------------------------------------------------- is it worth it

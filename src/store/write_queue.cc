@@ -45,7 +45,7 @@ Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put, in
     if (put != nullptr) put->Report({});
     return {};
   }
-  if (!tier_->health.IsUsable(clock_->SteadyNs()))
+  if (!tier_->usable())
     return Dropped(StatusCode::kUnavailable, "did not answer and is left alone for a while");
   if (!has_room()) return Dropped(StatusCode::kFull, "is written slower than it is put to");
   const auto at = by_id_.emplace(kept.id, last_ + 1).first;
@@ -115,14 +115,17 @@ void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
   lock.unlock();
   std::vector<Status> outcomes;
   Status all;
-  const int64_t begin = clock_->SteadyNs();
   try {
-    if (tier_->health.Allow(begin)) {
-      outcomes = tier_->tier->Write(batch_, begin + tier_->io_timeout_ns);
-      if (outcomes.size() != batch_.size())
+    const int64_t deadline = clock_->SteadyNs() + tier_->io_timeout_ns;
+    if (auto call = tier_->Admit(deadline)) {
+      outcomes = tier_->tier->Write(batch_, deadline);
+      if (outcomes.size() == batch_.size()) {
+        call->Report(outcomes.front());  // one call is one sign of health, for all its chunks
+      } else {
         all =
             Status(StatusCode::kInternal, "ChunkStore::Put: " + std::string(TierName(tier_->kind)) +
                                               " did not say what became of each chunk");
+      }
     } else {
       all = Status(StatusCode::kUnavailable,
                    "ChunkStore::Put: " + std::string(TierName(tier_->kind)) +
@@ -131,9 +134,6 @@ void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
   } catch (...) {
     all = Status::OutOfMemory();
   }
-  const int64_t now = clock_->SteadyNs();
-  // One call is one sign of health, however many chunks it was for.
-  if (all.ok()) tier_->health.Report(outcomes.front(), now, now - begin);
   lock.lock();
   for (size_t i = 0; i < batch_.size(); ++i) {
     Jobs::node_type job = jobs_.extract(jobs_.begin());

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import quire
 import torch
-from quire import RecurrentCache, RecurrentLayerSpec, RNNState, StateSpec
+from quire import RecurrentCache, RecurrentLayerSpec, RNNState, StateSpec, snapshot
 
 # Of results of float32 arithmetic with values of order 1, against float64.
 TOLERANCE = 2e-5
@@ -312,3 +313,132 @@ def test_bad_arguments_of_recurrent_cache() -> None:
             max_num_sequences=1,
             prefill_chunk_size=1,
         )
+
+
+# ---- States as chunks and snapshots
+
+IDENTITY = {"model": "toy", "revision": "r1"}
+
+
+def caller_state(**changes: Any) -> RNNState:
+    """Of no, two and five dimensions, in three types."""
+    options: dict[str, Any] = dict(
+        num_layers=2, max_num_sequences=4, max_history=2, poison_freed_slots=True
+    )
+    specs = [
+        StateSpec((), "int64"),
+        StateSpec((3, 5), "float32"),
+        StateSpec((2, 3, 1, 2, 2), "float16"),
+    ]
+    return RNNState(specs, **(options | changes))
+
+
+def fill(state: RNNState, seq: int, tokens: list[int]) -> None:
+    """States that follow from those before and from the tokens."""
+    with state.forward([seq], [len(tokens)]):
+        for layer in range(2):
+            for index in range(3):
+                value = state.get(layer, index)
+                for token in tokens:
+                    value = (value * 3 + token + layer + index).astype(value.dtype) % 1000
+                state.set(layer, index, value)
+
+
+def all_states(state: RNNState, seq: int) -> list[bytes]:
+    return [
+        state.debug_get(layer, index, seq).tobytes() for layer in range(2) for index in range(3)
+    ]
+
+
+def test_chunks_of_a_callers_states_go_on_exactly() -> None:
+    writer = caller_state()
+    writer.add_sequence(0)
+    tokens = list(range(1, 10))
+    chunks = []
+    for end in (4, 8, 9):
+        fill(writer, 0, tokens[4 * len(chunks) : end])
+        chunks.append(writer.export_chunk(0, tokens[:end], identity=IDENTITY, block_tokens=4))
+    for count, end in ((1, 4), (2, 8), (3, 9)):
+        reader, cold = caller_state(), caller_state()
+        reader.import_chunks(7, tokens[:end], chunks[:count], identity=IDENTITY, block_tokens=4)
+        cold.add_sequence(7)
+        fill(cold, 7, tokens[:end])
+        for state in (reader, cold):
+            fill(state, 7, [50, 51])
+        assert all_states(reader, 7) == all_states(cold, 7)
+        reader.check_invariants()
+    with pytest.raises(quire.NeedsReplayError):
+        writer.export_chunk(0, tokens[:5], identity=IDENTITY, block_tokens=4)
+
+
+def test_what_is_not_the_chunk_that_was_asked_for_is_a_miss() -> None:
+    writer = caller_state()
+    writer.add_sequence(0)
+    fill(writer, 0, [1, 2, 3])
+    chunk = writer.export_chunk(0, [1, 2, 3], identity=IDENTITY, salt=b"tenant")
+    reader = caller_state()
+    digest = reader.state_digest()
+
+    def refused(error: type[Exception], target: RNNState = reader, **changes: Any) -> None:
+        arguments: dict[str, Any] = dict(
+            tokens=[1, 2, 3], chunks=[chunk], identity=IDENTITY, salt=b"tenant"
+        )
+        with pytest.raises(error):
+            target.import_chunks(5, **(arguments | changes))
+        assert not target.has_sequence(5)
+
+    refused(quire.IncompatibleError, tokens=[1, 2, 4])
+    refused(quire.IncompatibleError, salt=b"other")
+    refused(quire.IncompatibleError, identity=IDENTITY | {"revision": "r2"})
+    refused(quire.IncompatibleError, caller_state(num_layers=1))
+    refused(quire.IncompatibleError, RNNState([StateSpec((15,))], max_num_sequences=1))
+    refused(quire.BadArgumentError, chunks=[])
+    refused(quire.BadArgumentError, identity={"modell": "toy"})
+    for at in (0, 20, 60, len(chunk) - 70):
+        damaged = bytearray(chunk)
+        damaged[at] ^= 1
+        refused(quire.CorruptError, chunks=[bytes(damaged)])
+    refused(quire.CorruptError, chunks=[chunk[:-1]])
+    assert reader.state_digest() == digest
+    reader.import_chunks(5, [1, 2, 3], [chunk], identity=IDENTITY, salt=b"tenant")
+    assert all_states(reader, 5) == all_states(writer, 0)
+    with pytest.raises(quire.SequenceExistsError):
+        reader.import_chunks(5, [1, 2, 3], [chunk], identity=IDENTITY, salt=b"tenant")
+
+
+def test_snapshots_of_recurrent_states(tmp_path: Path) -> None:
+    path = tmp_path / "sequence.quire"
+    writer = caller_state()
+    writer.add_sequence(0)
+    fill(writer, 0, [1, 2, 3])
+    writer.save_snapshot(0, [1, 2, 3], path, identity=IDENTITY, sampler=b"seed")
+    info = snapshot.verify(path)
+    assert info.tokens == [1, 2, 3] and info.sampler == b"seed"
+    assert info.passport["kind"] == "caller"
+    assert info.passport["state"] == ["scalar", "3x5", "2x3x1x2x2"] * 2
+    reader = caller_state()
+    assert reader.load_snapshot(3, path, identity=IDENTITY) == info
+    assert all_states(reader, 3) == all_states(writer, 0)
+    specs = [StateSpec((), "int64"), StateSpec((5, 3)), StateSpec((2, 3, 1, 2, 2), "float16")]
+    other = RNNState(specs, num_layers=2, max_num_sequences=1)
+    with pytest.raises(quire.IncompatibleError, match="state: .*5x3.* here, .*3x5.* there"):
+        other.load_snapshot(3, path, identity=IDENTITY)
+    with pytest.raises(quire.IncompatibleError, match="r2"):
+        caller_state().load_snapshot(3, path, identity=IDENTITY | {"revision": "r2"})
+    with pytest.raises(quire.SequenceExistsError):
+        reader.load_snapshot(3, path, identity=IDENTITY)
+
+
+def test_states_that_quire_computes_leave_alone_too(tmp_path: Path) -> None:
+    layer = RecurrentLayerSpec("convolution", num_channels=3, width=4)
+    caches = [RecurrentCache([layer], max_num_sequences=2, prefill_chunk_size=8) for _ in range(3)]
+    x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+    caches[0].add_sequence(0)
+    with caches[0].forward([0], [4]):
+        caches[0].convolution(0, x, np.ones((3, 4), np.float32))
+    chunk = caches[0].export_chunk(0, [1, 2, 3, 4], identity=IDENTITY)
+    caches[1].import_chunks(0, [1, 2, 3, 4], [chunk], identity=IDENTITY)
+    caches[0].save_snapshot(0, [1, 2, 3, 4], tmp_path / "c.quire", identity=IDENTITY)
+    caches[2].load_snapshot(0, tmp_path / "c.quire", identity=IDENTITY)
+    for cache in caches[1:]:
+        assert np.array_equal(cache.debug_get(0, 0), caches[0].debug_get(0, 0))

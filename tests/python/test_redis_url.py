@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import socket as socketlib
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +36,15 @@ ENCODED = "s3cr%40t%2F%3A%25"
         ("redis://a:b:c@h:1?prefix=x%2Fy:", RedisPlace("h:1", "a", "b:c", "x/y:")),
         ("redis://unix:/run/r@1.sock?prefix=p", RedisPlace("unix:/run/r@1.sock", prefix="p")),
         ("redis://a:b@unix:/run/r.sock", RedisPlace("unix:/run/r.sock", "a", "b")),
+        ("rediss://h:1", RedisPlace("h:1", tls=True)),
+        (
+            "rediss://a:b@h:1/?ca=%2Fetc/ca.pem&cert=c.pem&key=k.pem&name=redis.example&prefix=x",
+            RedisPlace(
+                "h:1", "a", "b", "x", True, "/etc/ca.pem", "c.pem", "k.pem", "redis.example"
+            ),
+        ),
+        ("rediss://h:1/?verify=no", RedisPlace("h:1", tls=True, tls_verify=False)),
+        ("rediss://h:1/?verify=yes", RedisPlace("h:1", tls=True)),
     ],
 )
 def test_parses(text: str, place: RedisPlace) -> None:
@@ -49,6 +60,9 @@ def test_parses(text: str, place: RedisPlace) -> None:
         ("redis://hidden@h:1", "a user and no password"),
         ("redis://u:hidden@h:1/3", "ends with /3"),
         ("redis://u:hidden@h:1/?prefix=x&ttl=3", "the parameter 'ttl'"),
+        ("redis://u:hidden@h:1/?ca=x", "the parameter 'ca'"),
+        ("rediss://u:hidden@h:1/?verify=maybe", "verify='maybe'"),
+        ("rediss://", "names no server"),
     ],
 )
 def test_says_what_is_wrong_without_the_password(text: str, message: str) -> None:
@@ -57,10 +71,28 @@ def test_says_what_is_wrong_without_the_password(text: str, message: str) -> Non
     assert "hidden" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["redis_username", "redis_password", "redis_prefix"])
+@pytest.mark.parametrize(
+    "name", ["redis_username", "redis_password", "redis_prefix", "redis_tls_ca_file"]
+)
 def test_nothing_is_given_twice(name: str) -> None:
     with pytest.raises(quire.BadArgumentError, match=f"{name} is given twice"):
-        quire.ChunkStore(redis="redis://u:p@h:1/?prefix=x", **{name: "y"})  # type: ignore[arg-type]
+        quire.ChunkStore(redis="rediss://u:p@h:1/?prefix=x&ca=f", **{name: "y"})  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def started(program: str, config: Path) -> Iterator[None]:
+    """redis-server, from when it accepts connections until the end of the block."""
+    with subprocess.Popen([program, config], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            log = ""
+            while "ready to accept connections" not in log.lower():
+                line = server.stdout.readline()
+                assert line, log
+                log += line
+            yield
+        finally:
+            server.kill()
 
 
 @pytest.fixture
@@ -77,15 +109,8 @@ def socket() -> Iterator[Path]:
             f"user default off\nuser alice on >{PASSWORD} ~* &* +@all\n",
             encoding="utf-8",
         )
-        with subprocess.Popen([program, config], stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            log = ""
-            while "ready to accept connections" not in log:
-                line = server.stdout.readline()
-                assert line, log
-                log += line
+        with started(program, config):
             yield path
-            server.kill()
 
 
 def test_a_server_with_users(
@@ -125,3 +150,62 @@ def test_a_server_with_users(
         assert code == 1
         assert out == ""
         assert "hidden" not in err
+
+
+@pytest.fixture
+def tls_server() -> Iterator[tuple[int, Path]]:
+    """Port of a server for TLS alone, and the file of its authority."""
+    redis, openssl = shutil.which("redis-server"), shutil.which("openssl")
+    if redis is None or openssl is None:
+        pytest.skip("redis-server and openssl are not both installed")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def certificate(who: str, *more: str) -> None:
+            subprocess.run(
+                [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+                + ["-nodes", "-days", "2", "-subj", f"/CN={who}", "-keyout", folder / f"{who}.key"]
+                + ["-out", folder / f"{who}.pem", *more],
+                check=True,
+                capture_output=True,
+            )
+
+        certificate("ca")
+        signed_by = ["-CA", str(folder / "ca.pem"), "-CAkey", str(folder / "ca.key")]
+        certificate("server", *signed_by, "-addext", "subjectAltName=IP:127.0.0.1")
+        with socketlib.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        config = folder / "redis.conf"
+        config.write_text(
+            f'port 0\ntls-port {port}\nbind 127.0.0.1\nsave ""\ndir {folder}\n'
+            f"tls-cert-file {folder}/server.pem\ntls-key-file {folder}/server.key\n"
+            f"tls-ca-cert-file {folder}/ca.pem\ntls-auth-clients no\n",
+            encoding="utf-8",
+        )
+        with started(redis, config):
+            yield port, folder / "ca.pem"
+
+
+def test_a_server_with_tls(
+    tls_server: tuple[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, authority = tls_server
+    place = f"rediss://127.0.0.1:{port}/?ca={authority}"
+    code, out, _ = run(capsys, "store", "ls", place)
+    assert (code, out) == (0, "")
+    for wrong, why in (
+        (f"rediss://127.0.0.1:{port}/", "certificate is refused"),
+        (f"{place}&name=redis.example", "not redis.example's"),
+        (f"redis://127.0.0.1:{port}", "Redis"),
+        (f"rediss://127.0.0.1:{port}/?ca={tmp_path}/none.pem", "tls_ca_file"),
+    ):
+        code, out, err = run(capsys, "store", "ls", wrong)
+        assert (code, out) == (1, "")
+        assert why in err
+    code, out, _ = run(capsys, "store", "ls", f"rediss://127.0.0.1:{port}/?verify=no")
+    assert (code, out) == (0, "")
+    with quire.ChunkStore(
+        redis=f"127.0.0.1:{port}", redis_tls=True, redis_tls_ca_file=authority
+    ) as store:
+        assert store.list("redis") == []

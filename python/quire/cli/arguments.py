@@ -172,7 +172,7 @@ def add_store(command: argparse.ArgumentParser) -> None:
         "--kv-redis",
         metavar="HOST:PORT",
         help="the same in Redis; with commas: seeds of a cluster; or "
-        "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX",
+        "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX; with TLS rediss://...?ca=FILE",
     )
     add_store_details(store)
     store.add_argument(

@@ -18,7 +18,7 @@ from quire.store import ChunkInfo, ChunkStore, Tier
 
 _ABOUT = """\
 Looks into KV that is kept in a folder (--kv-dir) or in Redis (--kv-redis). STORE is the folder, or
-redis://[USER:PASSWORD@]HOST:PORT[,...][/?prefix=PREFIX].
+redis://[USER:PASSWORD@]HOST:PORT[,...][/?prefix=PREFIX], with TLS rediss://...?ca=FILE.
 
   quire store ls STORE              its chunks
   quire store get STORE KEY         one of them, verified; --output FILE writes its bytes
@@ -73,7 +73,7 @@ def _open(options: argparse.Namespace) -> tuple[ChunkStore, Tier]:
     """The store, which must be there, and its one tier."""
     name: str = options.words[0]
     key = b"" if options.kv_key_file is None else Path(options.kv_key_file).read_bytes()
-    if name.startswith(redis_url.SCHEME):
+    if redis_url.is_url(name):
         return ChunkStore(redis=name, key=key), "redis"
     if not os.path.isdir(name):
         raise errors.NotFoundError(
