@@ -2,7 +2,8 @@
 
 * :class:`quire.Engine` answers prompts with a model from a Hugging Face folder.
 * :class:`quire.KVCache` is the paged KV state beneath it, for engines of your own.
-* :class:`quire.RNNState` and :class:`quire.RecurrentCache` are the same for recurrent layers.
+* :class:`quire.RNNState` and :class:`quire.RecurrentCache` are the same for recurrent layers, and
+  :class:`quire.CompositeState` for models with both.
 * :class:`quire.ChunkStore` keeps KV beyond its request: in RAM, a folder, Redis.
 * :class:`quire.LookupBuffer` and :class:`quire.StoreBuffer` hand tensors over by tokens or by name.
 * :class:`quire.LocalChannel` moves KV from one cache to another while it is computed.
@@ -23,6 +24,7 @@ from quire.errors import *  # noqa: F403 (the list stands in errors.__all__)
 
 if TYPE_CHECKING:
     from quire.buffers import LookupBuffer, StoreBuffer
+    from quire.composite_state import CompositeState
     from quire.engine import (
         Engine,
         EngineOptions,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "ChunkStore": "quire.store",
+    "CompositeState": "quire.composite_state",
     "Engine": "quire.engine",
     "EngineOptions": "quire.engine",
     "KVCache": "quire.kv_cache",
@@ -108,6 +111,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "ChunkStore",
+    "CompositeState",
     "Engine",
     "EngineOptions",
     "KVCache",

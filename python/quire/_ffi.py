@@ -35,8 +35,13 @@ for _error in errors.BY_CODE.values():
     tvm_ffi.register_error(f"quire.{_error.__name__}", _error)
 
 
+@tvm_ffi.register_object("quire.KVState")
+class KVStateHandle(tvm_ffi.Object):
+    """What the C++ objects of all states have in common; its methods come from the library."""
+
+
 @tvm_ffi.register_object("quire.KVCache")
-class KVCacheHandle(tvm_ffi.Object):
+class KVCacheHandle(KVStateHandle):
     """The C++ object behind quire.KVCache; constructor and methods come from the library."""
 
 
@@ -66,13 +71,18 @@ class BufferServerHandle(tvm_ffi.Object):
 
 
 @tvm_ffi.register_object("quire.RNNState")
-class RNNStateHandle(tvm_ffi.Object):
+class RNNStateHandle(KVStateHandle):
     """The C++ object behind quire.RNNState; constructor and methods come from the library."""
 
 
 @tvm_ffi.register_object("quire.RecurrentCache")
-class RecurrentCacheHandle(tvm_ffi.Object):
+class RecurrentCacheHandle(KVStateHandle):
     """The C++ object behind quire.RecurrentCache; constructor and methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.CompositeState")
+class CompositeStateHandle(KVStateHandle):
+    """The C++ object behind quire.CompositeState; constructor and methods come from the library."""
 
 
 @tvm_ffi.register_object("quire.ChunkStore")
@@ -123,6 +133,10 @@ def new_rnn_state(options: dict[str, Any]) -> Any:
 
 def new_recurrent_cache(options: dict[str, Any]) -> Any:
     return RecurrentCacheHandle(options)  # type: ignore[call-arg]
+
+
+def new_composite_state(options: dict[str, Any]) -> Any:
+    return CompositeStateHandle(options)  # type: ignore[call-arg]
 
 
 def function(name: str) -> Any:
@@ -185,3 +199,16 @@ class Owner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ClosingOwner(Owner):
+    """An owner whose C++ object is closed before it is let go: calls that wait in it end."""
+
+    def close(self) -> None:
+        """Ends what waits in the object and frees what it holds.
+
+        Waiting and later calls raise ClosedError; closing twice is allowed.
+        """
+        handle, self._open_handle = self._open_handle, None
+        if handle is not None:
+            handle.close()

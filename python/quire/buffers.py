@@ -72,14 +72,12 @@ class KVStoreBufferBase(KVCacheBufferBase):
         raise NotImplementedError
 
 
-class _LocalBuffer(KVCacheBufferBase):
-    """What both buffers of this process have."""
+class _Buffer(_ffi.ClosingOwner, KVCacheBufferBase):
+    """What both kinds have, wherever their entries are."""
 
-    _handle: Any
-
-    def close(self) -> None:
-        """Drops everything; waiting and later calls raise ClosedError. Twice is fine."""
-        self._handle.close()
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        self._uses_torch = False
 
     @property
     def buffer_size(self) -> int:
@@ -95,7 +93,7 @@ class _LocalBuffer(KVCacheBufferBase):
         return int(self._handle.size())
 
 
-class LookupBuffer(_LocalBuffer, KVLookupBufferBase):
+class LookupBuffer(_Buffer, KVLookupBufferBase):
     """A lookup buffer within this process.
 
     ``capacity`` bytes bound all tensors of all entries. ``prefer``: of the entries that match a
@@ -107,8 +105,10 @@ class LookupBuffer(_LocalBuffer, KVLookupBufferBase):
     """
 
     def __init__(self, capacity: int, *, prefer: Literal["fifo", "longest"] = "fifo") -> None:
-        self._handle = _ffi.new_lookup_buffer({"capacity_bytes": capacity, "prefer": prefer})
-        self._uses_torch = False
+        self._open(_ffi.new_lookup_buffer({"capacity_bytes": capacity, "prefer": prefer}))
+
+    def _open(self, handle: Any) -> None:
+        super().__init__(handle)
 
     def insert(
         self,
@@ -209,7 +209,7 @@ class LookupBuffer(_LocalBuffer, KVLookupBufferBase):
         return _from_tensor(tensor, self._uses_torch)
 
 
-class StoreBuffer(_LocalBuffer, KVStoreBufferBase):
+class StoreBuffer(_Buffer, KVStoreBufferBase):
     """A store within this process, of at most ``capacity`` bytes of tensors and keys.
 
     When there is no room, ``put`` drops the tensor and counts it in :attr:`dropped`: a cache must
@@ -217,9 +217,11 @@ class StoreBuffer(_LocalBuffer, KVStoreBufferBase):
     """
 
     def __init__(self, capacity: int, *, strict: bool = False) -> None:
-        self._handle = _ffi.new_store_buffer({"capacity_bytes": capacity})
+        self._open(_ffi.new_store_buffer({"capacity_bytes": capacity}), strict)
+
+    def _open(self, handle: Any, strict: bool) -> None:
+        super().__init__(handle)
         self._strict = strict
-        self._uses_torch = False
         self._dropped = 0
 
     def put(self, key: str, value: Any | None) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
 from quire import _ffi
 from quire._arrays import dtype_name, empty_beside, input_array, int_list, output_array
+from quire._kv_state import KVState
 from quire.transfer import (
     LocalChannel,
     ReceiveMap,
@@ -132,7 +132,7 @@ def _mask_array(mask: Any) -> Any:
     return input_array(mask)
 
 
-class KVCache(_ffi.Owner):
+class KVCache(KVState):
     """Paged keys and values of many sequences, and attention over them.
 
     One forward::
@@ -225,36 +225,7 @@ class KVCache(_ffi.Owner):
         """What each layer keeps, with all defaults filled in."""
         return self._layers
 
-    # ---- Sequences
-
-    def clear(self) -> None:
-        """Drops all sequences; aborts an open forward first."""
-        self._handle.clear()
-
-    def add_sequence(self, seq_id: int) -> None:
-        """Adds an empty sequence.
-
-        SequenceExistsError, BadArgumentError (negative), TooLargeError (too many).
-        """
-        self._handle.add_sequence(seq_id)
-
-    def remove_sequence(self, seq_id: int) -> None:
-        """Drops a sequence and frees what no other one shares.
-
-        UnknownSequenceError; BadStateError in its forward.
-        """
-        self._handle.remove_sequence(seq_id)
-
-    def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
-        """Adds a sequence that begins with the first `fork_pos` tokens of the parent (-1: all).
-
-        Copies no KV.
-        """
-        self._handle.fork_sequence(parent_id, child_id, fork_pos)
-
-    def pop_n(self, seq_id: int, n: int) -> None:
-        """Drops the last `n` tokens. Sequences that share them keep them."""
-        self._handle.pop_n(seq_id, n)
+    # ---- Windows of sequences
 
     def enable_sliding_window_for_seq(self, seq_id: int, window: int, sinks: int = 0) -> None:
         """From the next forward on, each query of the sequence sees the first `sinks` tokens and
@@ -279,71 +250,6 @@ class KVCache(_ffi.Owner):
         begin, end = self._handle.slid_range(seq_id)
         return int(begin), int(end)
 
-    # ---- Forward
-
-    def begin_forward(
-        self,
-        seq_ids: Sequence[int],
-        append_lengths: Sequence[int],
-        token_tree_parents: Sequence[int] | None = None,
-    ) -> None:
-        """Plans a forward of ``append_lengths[i]`` new tokens for ``seq_ids[i]``; reserves for it.
-
-        With `token_tree_parents`, one per new token, these are nodes of the sequences' uncommitted
-        token trees: a parent is a node's index in its sequence's whole tree, or -1.
-
-        Raises OutOfPagesError, UnknownSequenceError, BadArgumentError, BadStateError,
-        TooLargeError; nothing has changed then.
-        """
-        ids = int_list(seq_ids, "seq_ids")
-        lengths = int_list(append_lengths, "append_lengths")
-        if token_tree_parents is None:
-            self._handle.begin_forward(ids, lengths)
-        else:
-            parents = int_list(token_tree_parents, "token_tree_parents")
-            self._handle.begin_tree_forward(ids, lengths, parents)
-
-    def commit_accepted_token_tree_nodes(
-        self, seq_ids: Sequence[int], leaf_indices: Sequence[int]
-    ) -> None:
-        """Of each sequence the path to node ``leaf_indices[i]`` is accepted (-1: nothing) and the
-        rest of its tree dropped. BadStateError for a sequence without a tree."""
-        self._handle.commit_accepted_token_tree_nodes(
-            int_list(seq_ids, "seq_ids"), int_list(leaf_indices, "leaf_indices")
-        )
-
-    def get_tree_size(self, seq_id: int) -> int:
-        """Nodes of the sequence's uncommitted token tree."""
-        return int(self._handle.get_tree_size(seq_id))
-
-    def end_forward(self) -> None:
-        """Ends the forward; its tokens count from now on.
-
-        BadStateError, and still open, if a layer was not run.
-        """
-        self._handle.end_forward()
-
-    def abort_forward(self) -> None:
-        """Ends the forward and leaves the sequences as they were before it."""
-        self._handle.abort_forward()
-
-    @contextlib.contextmanager
-    def forward(
-        self,
-        seq_ids: Sequence[int],
-        append_lengths: Sequence[int],
-        token_tree_parents: Sequence[int] | None = None,
-    ) -> Iterator[KVCache]:
-        """begin_forward, the body, end_forward; abort_forward when the body or end_forward
-        raises."""
-        self.begin_forward(seq_ids, append_lengths, token_tree_parents)
-        try:
-            yield self
-            self.end_forward()
-        except BaseException:
-            self.abort_forward()
-            raise
-
     # ---- Counters. Lengths include the tokens of an open forward.
 
     def empty(self) -> bool:
@@ -362,10 +268,6 @@ class KVCache(_ffi.Owner):
         """Tokens of all sequences; a shared prefix counts once."""
         return int(self._handle.get_distinct_token_count())
 
-    def sequence_count(self) -> int:
-        """Number of sequences."""
-        return int(self._handle.sequence_count())
-
     def pages_in_use(self) -> int:
         """Pages that hold tokens, over all layer groups."""
         return int(self._handle.pages_in_use())
@@ -373,14 +275,6 @@ class KVCache(_ffi.Owner):
     def pages_allocated(self) -> int:
         """Pages in use and free, over all layer groups."""
         return int(self._handle.pages_allocated())
-
-    def has_sequence(self, seq_id: int) -> bool:
-        """Whether the sequence is there."""
-        return bool(self._handle.has_sequence(seq_id))
-
-    def get_sequence_length(self, seq_id: int) -> int:
-        """Tokens of one sequence. UnknownSequenceError."""
-        return int(self._handle.get_sequence_length(seq_id))
 
     def pages_needed(
         self,
@@ -732,15 +626,6 @@ class KVCache(_ffi.Owner):
     def debug_plan(self) -> str:
         """The plan of the open forward, for people. BadStateError outside a forward."""
         return str(self._handle.debug_plan())
-
-    def state_digest(self) -> int:
-        """A number for all that can be observed (not the KV bytes); equal before and after a
-        failed call."""
-        return int(self._handle.state_digest()) & 0xFFFFFFFFFFFFFFFF
-
-    def check_invariants(self) -> None:
-        """Walks the whole state; InternalError with the first violated invariant."""
-        self._handle.check_invariants()
 
     # A layer that is out of range gets stand-ins here, and its BadArgumentError from the cache.
 

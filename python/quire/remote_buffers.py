@@ -23,7 +23,7 @@ __all__ = [
 _CONNECT_TIMEOUT = 2.0  # seconds
 
 
-class _Served:
+class _Served(_ffi.ClosingOwner):
     """What both kinds of server have."""
 
     _server: Any
@@ -41,6 +41,7 @@ class _Served:
     def close(self) -> None:
         """Drops everything, tells the clients and waits for none of them. Twice is fine."""
         self._server.close()
+        super().close()
 
 
 class LookupBufferServer(_Served, LookupBuffer):
@@ -62,9 +63,7 @@ class LookupBufferServer(_Served, LookupBuffer):
         self._server = _ffi.new_buffer_server(
             {"endpoint": bind, "secret": secret, "lookup": options}
         )
-        self._handle = self._server.lookup()
-        self._uses_torch = False
-        _ffi.close_at_exit(self)
+        self._open(self._server.lookup())
 
     def drop_select_bundle(self, *args: Any, **kwargs: Any) -> Any:
         """Raises WrongRoleError, as :meth:`drop_select` does."""
@@ -75,7 +74,8 @@ class LookupBufferServer(_Served, LookupBuffer):
 
 
 class RemoteLookupBuffer(LookupBuffer):
-    """The consumer's side of a :class:`LookupBufferServer`; ``insert`` raises WrongRoleError.
+    """The consumer's side of a :class:`LookupBufferServer`, which ``close`` leaves as it is;
+    ``insert`` raises WrongRoleError.
 
     ``drop_select`` raises StoreUnavailable when the server cannot be reached or died (the next call
     connects again), RemoteError when it failed. An entry that this process does not take to its end
@@ -85,13 +85,7 @@ class RemoteLookupBuffer(LookupBuffer):
     def __init__(
         self, endpoint: str, *, secret: str = "", connect_timeout: float = _CONNECT_TIMEOUT
     ) -> None:
-        self._handle = _ffi.new_lookup_buffer(_remote_options(endpoint, secret, connect_timeout))
-        self._uses_torch = False
-        _ffi.close_at_exit(self)
-
-    def close(self) -> None:
-        """Ends this side; waiting and later calls raise ClosedError. Twice is fine."""
-        self._handle.close()
+        self._open(_ffi.new_lookup_buffer(_remote_options(endpoint, secret, connect_timeout)))
 
 
 class StoreBufferServer(_Served, StoreBuffer):
@@ -108,15 +102,11 @@ class StoreBufferServer(_Served, StoreBuffer):
         self._server = _ffi.new_buffer_server(
             {"endpoint": bind, "secret": secret, "store": {"capacity_bytes": capacity}}
         )
-        self._handle = self._server.store()
-        self._strict = strict
-        self._uses_torch = False
-        self._dropped = 0
-        _ffi.close_at_exit(self)
+        self._open(self._server.store(), strict)
 
 
 class RemoteStoreBuffer(StoreBuffer):
-    """The store of a :class:`StoreBufferServer` in another process.
+    """The store of a :class:`StoreBufferServer` in another process, which ``close`` leaves as it is.
 
     A server that cannot be reached makes ``get`` a miss and ``put`` a counted drop: a cache must
     not take its server down. With ``strict`` both raise StoreUnavailable or RemoteError.
@@ -132,11 +122,8 @@ class RemoteStoreBuffer(StoreBuffer):
         connect_timeout: float = _CONNECT_TIMEOUT,
         strict: bool = False,
     ) -> None:
-        self._handle = _ffi.new_store_buffer(_remote_options(endpoint, secret, connect_timeout))
-        self._strict = strict
-        self._uses_torch = False
-        self._dropped = 0
-        _ffi.close_at_exit(self)
+        handle = _ffi.new_store_buffer(_remote_options(endpoint, secret, connect_timeout))
+        self._open(handle, strict)
 
     def put(self, key: str, value: Any | None) -> None:
         """As :meth:`StoreBuffer.put`; an outage is a drop as well."""
@@ -158,10 +145,6 @@ class RemoteStoreBuffer(StoreBuffer):
     def prefix_hits(self, keys: Any) -> int:
         """As :meth:`StoreBuffer.prefix_hits`; 0 in an outage."""
         return int(self._or_miss(super().prefix_hits, keys, 0))
-
-    def close(self) -> None:
-        """Ends this client; the store stays. Later calls raise StoreClosed. Twice is fine."""
-        self._handle.close()
 
     def _or_miss(self, call: Any, argument: Any, miss: Any) -> Any:
         try:

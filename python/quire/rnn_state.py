@@ -99,15 +99,8 @@ class RNNState(RecurrentState):
             )
         )
 
-    def begin_forward(
-        self,
-        seq_ids: Sequence[int],
-        append_lengths: Sequence[int],
-        token_tree_parents: Sequence[int] | None = None,
-    ) -> None:
-        ids = int_list(seq_ids, "seq_ids")
-        super().begin_forward(ids, append_lengths, token_tree_parents)
-        self._batch = len(ids)
+    def _has_begun(self, batch: int) -> None:
+        self._batch = batch
 
     def get(self, layer: int, state: int, o: Any = None) -> Any:
         """The states of the batch's sequences before this forward, [B, *shape], in its order;

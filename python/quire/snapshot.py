@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +25,8 @@ from quire import _ffi
 from quire.identity import model_identity
 
 if TYPE_CHECKING:
-    from quire.engine import Engine
-
+        from quire.engine import Engine
+    
 __all__ = [
     "SnapshotDifference",
     "SnapshotInfo",
@@ -34,7 +34,9 @@ __all__ = [
     "info",
     "model_identity",
     "restore",
+    "restore_sequence",
     "save",
+    "save_sequence",
     "verify",
 ]
 
@@ -141,13 +143,8 @@ def save(
         BadStateError: the engine was made without a prefix cache.
         IoError: the file cannot be written.
     """
-    contents = {
-        **model_identity(engine.model_dir),
-        "block_tokens": block_tokens,
-        "tokens": np.asarray(tokens, dtype=np.int64),
-        "sampler": bytes(sampler),
-        "created_ms": time.time_ns() // 1_000_000,
-    }
+    identity = model_identity(engine.model_dir)
+    contents = {**identity, **_contents(tokens, sampler, block_tokens)}
     return int(engine.__tvm_ffi_object__().save_snapshot(contents, os.fspath(path)))
 
 
@@ -168,6 +165,59 @@ def restore(
     identity = model_identity(engine.model_dir)
     handle = engine.__tvm_ffi_object__()
     return read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
+
+
+def save_sequence(
+    state: KVState,
+    seq_id: int,
+    tokens: Sequence[int],
+    path: str | os.PathLike[str],
+    *,
+    identity: Mapping[str, str],
+    sampler: bytes = b"",
+    block_tokens: int = 256,
+) -> None:
+    """Writes one sequence of a cache, or of a composite state whose one recurrent part is a
+    RecurrentCache.
+
+    tokens: all of the sequence, in order. identity: what the state was computed with, "model" and
+    where they matter "revision", "tokenizer" and "adapter"; :func:`restore_sequence` compares them.
+
+    Raises:
+        BadArgumentError: other tokens than the sequence has, or parts that cannot be written.
+        UnknownSequenceError, IoError. The file is written whole or not at all.
+    """
+    contents = {**identity, **_contents(tokens, sampler, block_tokens)}
+    state.__tvm_ffi_object__().save_snapshot(seq_id, contents, os.fspath(path))
+
+
+def restore_sequence(
+    state: KVState,
+    seq_id: int,
+    path: str | os.PathLike[str],
+    *,
+    identity: Mapping[str, str],
+    any_numerics: bool = False,
+) -> SnapshotInfo:
+    """Adds the sequence `seq_id` with all that the snapshot has of it.
+
+    any_numerics: as :func:`restore`.
+
+    Raises:
+        IncompatibleError: another identity, other layers or kernels; the message says which.
+        CorruptError, SequenceExistsError, OutOfPagesError. A failed call has changed nothing.
+    """
+    handle = state.__tvm_ffi_object__()
+    return read_info(handle.load_snapshot(seq_id, dict(identity), os.fspath(path), any_numerics))
+
+
+def _contents(tokens: Sequence[int], sampler: bytes, block_tokens: int) -> dict[str, Any]:
+    return {
+        "block_tokens": block_tokens,
+        "tokens": np.asarray(tokens, dtype=np.int64),
+        "sampler": bytes(sampler),
+        "created_ms": time.time_ns() // 1_000_000,
+    }
 
 
 def read_info(fields: Any) -> SnapshotInfo:

@@ -64,7 +64,7 @@ class StoredChunk:
     data: bytes
 
 
-class ChunkStore(_ffi.Owner):
+class ChunkStore(_ffi.ClosingOwner):
     """Keeps chunks of KV in up to three tiers.
 
     Args:
@@ -227,9 +227,7 @@ class ChunkStore(_ffi.Owner):
 
     def close(self) -> None:
         """Writes what is queued and stops. Every later call raises ClosedError."""
-        handle, self._open_handle = self._open_handle, None
-        if handle is not None:
-            handle.close()
+        super().close()
 
 
 def _plain(fields: Any) -> dict[str, Any]:

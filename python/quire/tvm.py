@@ -62,7 +62,8 @@ def install(
         tvm_rnn_history1: in a recurrent state with a history of 1, Get sees what was Set before it
             in the same forward. Off: Get gives the state of before the forward.
         rope: the rotation of caches that are created with a rope mode but NONE, in place of what
-            the model's compiled rotation kernel does. Its mode is not read.
+            the model's compiled rotation kernel does. Its mode is not read. Also how a model
+            rotates the rope part of MLA layers, which matters to windows with sinks alone.
 
     Raises:
         IncompatibleError: for a version of TVM that was not tested.

@@ -7,12 +7,13 @@
 #include <algorithm>
 #include <list>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 
 #include "ffi/errors.h"
+#include "ffi/kv_state.h"
 #include "ffi/options.h"
+#include "ffi/snapshot.h"
 #include "ffi/tensors.h"
 #include "ffi/transfer.h"
 #include "quire/attention_kv_cache.h"
@@ -21,8 +22,6 @@ namespace quire::ffi {
 namespace {
 
 namespace tf = tvm::ffi;
-
-std::span<const int64_t> SpanOf(const tf::Shape& shape) { return {shape.data(), shape.size()}; }
 
 AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
   AttentionKVCacheOptions options;
@@ -64,101 +63,55 @@ class OptionalView {
   const bool is_there_;
 };
 
-class KVCacheObj : public tf::Object {
+class KVCacheObj : public StateObject<AttentionKVCache> {
  public:
   explicit KVCacheObj(const OptionMap& fields)
-      : cache_(latch_.Run([&] { return AttentionKVCache::Create(ReadCacheOptions(fields)); })) {}
+      : StateObject([&] { return AttentionKVCache::Create(ReadCacheOptions(fields)); }) {}
 
-  void Clear() {
-    latch_.Run([&] { return cache_->Clear(); });
-  }
-  void AddSequence(int64_t seq_id) {
-    latch_.Run([&] { return cache_->AddSequence(seq_id); });
-  }
-  void RemoveSequence(int64_t seq_id) {
-    latch_.Run([&] { return cache_->RemoveSequence(seq_id); });
-  }
-  void ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
-    latch_.Run([&] { return cache_->ForkSequence(parent_id, child_id, fork_pos); });
-  }
-  void PopN(int64_t seq_id, int64_t n) {
-    latch_.Run([&] { return cache_->PopN(seq_id, n); });
-  }
+  std::shared_ptr<AttentionKVCache> attention() const override { return state_; }
+
   void EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
-    latch_.Run([&] { return cache_->EnableSlidingWindowForSeq(seq_id, window, sinks); });
+    latch_.Run([&] { return state_->EnableSlidingWindowForSeq(seq_id, window, sinks); });
   }
   void DisableSlidingWindowForSeq(int64_t seq_id) {
-    latch_.Run([&] { return cache_->DisableSlidingWindowForSeq(seq_id); });
+    latch_.Run([&] { return state_->DisableSlidingWindowForSeq(seq_id); });
   }
   int64_t HeldTokens(int64_t seq_id) {
-    return latch_.Run([&] { return cache_->HeldTokens(seq_id); });
+    return latch_.Run([&] { return state_->HeldTokens(seq_id); });
   }
   tf::Shape SlidRange(int64_t seq_id) {
-    const TokenRange range = latch_.Run([&] { return cache_->SlidRange(seq_id); });
+    const TokenRange range = latch_.Run([&] { return state_->SlidRange(seq_id); });
     return tf::Shape({range.begin, range.end});
   }
-  void BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
-    latch_.Run([&] { return cache_->BeginForward(SpanOf(seq_ids), SpanOf(append_lengths)); });
-  }
-  void BeginTreeForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
-                        const tf::Shape& parents) {
-    latch_.Run([&] {
-      return cache_->BeginTreeForward(SpanOf(seq_ids), SpanOf(append_lengths), SpanOf(parents));
-    });
-  }
-  void CommitAcceptedTokenTreeNodes(const tf::Shape& seq_ids, const tf::Shape& leaf_indices) {
-    latch_.Run([&] {
-      return cache_->CommitAcceptedTokenTreeNodes(SpanOf(seq_ids), SpanOf(leaf_indices));
-    });
-  }
-  int64_t GetTreeSize(int64_t seq_id) {
-    return latch_.Run([&] { return cache_->GetTreeSize(seq_id); });
-  }
-  void EndForward() {
-    latch_.Run([&] { return cache_->EndForward(); });
-  }
-  void AbortForward() {
-    latch_.Run([&] { return cache_->AbortForward(); });
-  }
-
   bool Empty() {
-    return latch_.Run([&] { return cache_->Empty(); });
+    return latch_.Run([&] { return state_->Empty(); });
   }
   int64_t GetNumAvailablePages() {
-    return latch_.Run([&] { return cache_->GetNumAvailablePages(); });
+    return latch_.Run([&] { return state_->GetNumAvailablePages(); });
   }
   int64_t GetTotalSequenceLength() {
-    return latch_.Run([&] { return cache_->GetTotalSequenceLength(); });
+    return latch_.Run([&] { return state_->GetTotalSequenceLength(); });
   }
   int64_t GetDistinctTokenCount() {
-    return latch_.Run([&] { return cache_->GetDistinctTokenCount(); });
-  }
-  int64_t SequenceCount() {
-    return latch_.Run([&] { return cache_->sequence_count(); });
+    return latch_.Run([&] { return state_->GetDistinctTokenCount(); });
   }
   int64_t PagesInUse() {
-    return latch_.Run([&] { return cache_->pages_in_use(); });
+    return latch_.Run([&] { return state_->pages_in_use(); });
   }
   int64_t PagesAllocated() {
-    return latch_.Run([&] { return cache_->pages_allocated(); });
-  }
-  bool HasSequence(int64_t seq_id) {
-    return latch_.Run([&] { return cache_->HasSequence(seq_id); });
-  }
-  int64_t GetSequenceLength(int64_t seq_id) {
-    return latch_.Run([&] { return cache_->GetSequenceLength(seq_id); });
+    return latch_.Run([&] { return state_->pages_allocated(); });
   }
   int64_t PagesNeeded(const tf::Shape& seq_ids, const tf::Shape& append_lengths) {
-    return latch_.Run([&] { return cache_->PagesNeeded(SpanOf(seq_ids), SpanOf(append_lengths)); });
+    return latch_.Run([&] { return state_->PagesNeeded(SpanOf(seq_ids), SpanOf(append_lengths)); });
   }
   int64_t PagesNeededForTree(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
                              const tf::Shape& parents) {
     return latch_.Run([&] {
-      return cache_->PagesNeededForTree(SpanOf(seq_ids), SpanOf(append_lengths), SpanOf(parents));
+      return state_->PagesNeededForTree(SpanOf(seq_ids), SpanOf(append_lengths), SpanOf(parents));
     });
   }
   void SelectLongRope(int64_t seq_id, bool use_long_factors) {
-    latch_.Run([&] { return cache_->SelectLongRope(seq_id, use_long_factors); });
+    latch_.Run([&] { return state_->SelectLongRope(seq_id, use_long_factors); });
   }
 
   void AttentionWithFusedQKV(int64_t layer, tf::TensorView qkv, tf::TensorView o, double sm_scale,
@@ -167,13 +120,13 @@ class KVCacheObj : public tf::Object {
     const TensorView o_view = ViewOf(o);
     const OptionalView mask_view(mask);
     latch_.Run([&] {
-      return cache_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale, mask_view.get());
+      return state_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale, mask_view.get());
     });
   }
   void Append(int64_t layer, tf::TensorView k, tf::TensorView v) {
     const TensorView k_view = ViewOf(k);
     const TensorView v_view = ViewOf(v);
-    latch_.Run([&] { return cache_->Append(layer, k_view, v_view); });
+    latch_.Run([&] { return state_->Append(layer, k_view, v_view); });
   }
   void Attend(int64_t layer, tf::TensorView q, tf::TensorView o, tf::Optional<tf::TensorView> lse,
               double sm_scale, tf::Optional<tf::TensorView> mask) {
@@ -182,12 +135,12 @@ class KVCacheObj : public tf::Object {
     const OptionalView lse_view(lse);
     const OptionalView mask_view(mask);
     latch_.Run([&] {
-      return cache_->Attend(layer, q_view, o_view, lse_view.get(), sm_scale, mask_view.get());
+      return state_->Attend(layer, q_view, o_view, lse_view.get(), sm_scale, mask_view.get());
     });
   }
   void AppendMLAKV(int64_t layer, tf::TensorView kv) {
     const TensorView kv_view = ViewOf(kv);
-    latch_.Run([&] { return cache_->AppendMLAKV(layer, kv_view); });
+    latch_.Run([&] { return state_->AppendMLAKV(layer, kv_view); });
   }
   void AttentionWithMLA(int64_t layer, tf::TensorView q_absorbed, tf::TensorView kv,
                         tf::TensorView o, double sm_scale, tf::Optional<tf::TensorView> mask) {
@@ -196,7 +149,7 @@ class KVCacheObj : public tf::Object {
     const TensorView o_view = ViewOf(o);
     const OptionalView mask_view(mask);
     latch_.Run([&] {
-      return cache_->AttentionWithMLA(layer, q_view, kv_view, o_view, sm_scale, mask_view.get());
+      return state_->AttentionWithMLA(layer, q_view, kv_view, o_view, sm_scale, mask_view.get());
     });
   }
   void SelfAttention(int64_t layer, tf::TensorView q, tf::TensorView k, tf::TensorView v,
@@ -209,7 +162,7 @@ class KVCacheObj : public tf::Object {
     const TensorView o_view = ViewOf(o);
     const TensorView lse_view = ViewOf(lse);
     latch_.Run([&] {
-      return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale,
+      return state_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale,
                                    mask_view.get());
     });
   }
@@ -218,7 +171,7 @@ class KVCacheObj : public tf::Object {
     const TensorView q_view = ViewOf(q);
     const TensorView o_view = ViewOf(o);
     const TensorView lse_view = ViewOf(lse);
-    latch_.Run([&] { return cache_->CrossAttention(layer, q_view, o_view, lse_view, sm_scale); });
+    latch_.Run([&] { return state_->CrossAttention(layer, q_view, o_view, lse_view, sm_scale); });
   }
   void MergeAttnOutputInplace(tf::TensorView o1, tf::TensorView lse1, tf::TensorView o2,
                               tf::TensorView lse2) {
@@ -227,7 +180,7 @@ class KVCacheObj : public tf::Object {
     const TensorView o2_view = ViewOf(o2);
     const TensorView lse2_view = ViewOf(lse2);
     latch_.Run(
-        [&] { return cache_->MergeAttnOutputInplace(o1_view, lse1_view, o2_view, lse2_view); });
+        [&] { return state_->MergeAttnOutputInplace(o1_view, lse1_view, o2_view, lse2_view); });
   }
   void AttentionWithSharedKV(int64_t source_layer, tf::TensorView q, tf::TensorView o,
                              tf::Optional<tf::TensorView> lse, double sm_scale,
@@ -237,18 +190,18 @@ class KVCacheObj : public tf::Object {
     const OptionalView lse_view(lse);
     const OptionalView mask_view(mask);
     latch_.Run([&] {
-      return cache_->AttentionWithSharedKV(source_layer, q_view, o_view, lse_view.get(), sm_scale,
+      return state_->AttentionWithSharedKV(source_layer, q_view, o_view, lse_view.get(), sm_scale,
                                            mask_view.get());
     });
   }
   // A copy: the cache's own array changes with the next forward.
   tf::Tensor GetQueryPositions() {
-    return NewTensor(latch_.Run([&] { return cache_->GetQueryPositions(); }));
+    return NewTensor(latch_.Run([&] { return state_->GetQueryPositions(); }));
   }
 
   // ---- Transfer.
   void ConnectChannel(const LocalChannelObj* channel, int64_t peer) {
-    KVTransfer* const receiver = latch_.Run([&] { return cache_->transfer(); });
+    KVTransfer* const receiver = latch_.Run([&] { return state_->transfer(); });
     places_.emplace_back(channel->channel(), peer, receiver);
   }
   void DisconnectChannel(const LocalChannelObj* channel, int64_t peer) {
@@ -264,115 +217,100 @@ class KVCacheObj : public tf::Object {
     });
   }
   void SendThrough(const LocalChannelObj* channel) {
-    latch_.Run([&] { return cache_->transfer()->SetLayerSink(channel->channel()); });
+    latch_.Run([&] { return state_->transfer()->SetLayerSink(channel->channel()); });
   }
   void SendNowhere() {
-    latch_.Run([&] { return cache_->transfer()->SetLayerSink(nullptr); });
+    latch_.Run([&] { return state_->transfer()->SetLayerSink(nullptr); });
   }
   OptionMap DisaggPrepareRecv(int64_t seq_id, int64_t count) {
-    return ReceiveMapFields(
-        latch_.Run([&] { return cache_->transfer()->DisaggPrepareRecv(seq_id, count); }));
+    return ReceiveMapFields(Control(
+        "DisaggPrepareRecv", [&] { return state_->transfer()->DisaggPrepareRecv(seq_id, count); }));
   }
   void DisaggCommitRecv(int64_t epoch, int64_t n) {
-    latch_.Run(
-        [&] { return cache_->transfer()->DisaggCommitRecv(static_cast<uint64_t>(epoch), n); });
+    Control("DisaggCommitRecv",
+            [&] { return state_->transfer()->DisaggCommitRecv(static_cast<uint64_t>(epoch), n); });
   }
   void DisaggCancelRecv(int64_t epoch) {
-    latch_.Run([&] { return cache_->transfer()->DisaggCancelRecv(static_cast<uint64_t>(epoch)); });
+    Control("DisaggCancelRecv",
+            [&] { return state_->transfer()->DisaggCancelRecv(static_cast<uint64_t>(epoch)); });
   }
   OptionMap ReceiveProgress(int64_t epoch) {
     return ReceiveProgressFields(latch_.Run(
-        [&] { return cache_->transfer()->GetReceiveProgress(static_cast<uint64_t>(epoch)); }));
+        [&] { return state_->transfer()->GetReceiveProgress(static_cast<uint64_t>(epoch)); }));
   }
   void WaitReceived(int64_t epoch, int64_t n, int64_t timeout_ns) {
     const auto clock = MachineTime();
     const int64_t until = clock->SteadyNs() + timeout_ns;
     latch_.Run([&] {
-      return cache_->transfer()->WaitReceived(static_cast<uint64_t>(epoch), n, *clock, until);
+      return state_->transfer()->WaitReceived(static_cast<uint64_t>(epoch), n, *clock, until);
     });
   }
   void DisaggMarkSend(int64_t seq_id, int64_t begin, const tf::Array<OptionMap>& maps, int64_t peer,
                       int64_t rank) {
     std::vector<ReceiveMap> read;
     for (const OptionMap& map : maps) read.push_back(ReadReceiveMap(map));
-    latch_.Run([&] { return cache_->transfer()->DisaggMarkSend(seq_id, begin, read, peer, rank); });
+    latch_.Run([&] { return state_->transfer()->DisaggMarkSend(seq_id, begin, read, peer, rank); });
   }
   void DisaggUnmarkSend(int64_t seq_id) {
-    latch_.Run([&] { return cache_->transfer()->DisaggUnmarkSend(seq_id); });
+    latch_.Run([&] { return state_->transfer()->DisaggUnmarkSend(seq_id); });
   }
   void DisaggFlushSend(int64_t seq_id) {
-    latch_.Run([&] { return cache_->transfer()->DisaggFlushSend(seq_id); });
+    latch_.Run([&] { return state_->transfer()->DisaggFlushSend(seq_id); });
   }
   OptionMap SendProgress(int64_t seq_id) {
     return SendProgressFields(
-        latch_.Run([&] { return cache_->transfer()->GetSendProgress(seq_id); }));
+        latch_.Run([&] { return state_->transfer()->GetSendProgress(seq_id); }));
   }
 
   void DebugGetKV(int64_t seq_id, int64_t start, int64_t end, tf::TensorView k, tf::TensorView v) {
     const TensorView k_view = ViewOf(k);
     const TensorView v_view = ViewOf(v);
-    latch_.Run([&] { return cache_->DebugGetKV(seq_id, start, end, k_view, v_view); });
+    latch_.Run([&] { return state_->DebugGetKV(seq_id, start, end, k_view, v_view); });
   }
   void DebugSetKV(int64_t seq_id, int64_t start, tf::TensorView k, tf::TensorView v) {
     const TensorView k_view = ViewOf(k);
     const TensorView v_view = ViewOf(v);
-    latch_.Run([&] { return cache_->DebugSetKV(seq_id, start, k_view, v_view); });
+    latch_.Run([&] { return state_->DebugSetKV(seq_id, start, k_view, v_view); });
   }
   void DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, tf::TensorView kv) {
     const TensorView kv_view = ViewOf(kv);
-    latch_.Run([&] { return cache_->DebugGetKVMLA(seq_id, start, end, kv_view); });
+    latch_.Run([&] { return state_->DebugGetKVMLA(seq_id, start, end, kv_view); });
   }
   void DebugSetKVMLA(int64_t seq_id, int64_t start, tf::TensorView kv) {
     const TensorView kv_view = ViewOf(kv);
-    latch_.Run([&] { return cache_->DebugSetKVMLA(seq_id, start, kv_view); });
+    latch_.Run([&] { return state_->DebugSetKVMLA(seq_id, start, kv_view); });
   }
   tf::String DebugPlan() {
-    return tf::String(latch_.Run([&] { return cache_->DebugPlan(); }));
+    return tf::String(latch_.Run([&] { return state_->DebugPlan(); }));
   }
-  // The digest's bits as a signed number: tvm-ffi has no unsigned ones.
-  int64_t StateDigest() {
-    return static_cast<int64_t>(latch_.Run([&] { return cache_->StateDigest(); }));
+  void SaveSnapshot(int64_t seq_id, const OptionMap& contents, const tf::String& path) {
+    SaveStateSnapshot(&latch_, *state_, seq_id, contents, path);
   }
-  void CheckInvariants() {
-    latch_.Run([&] { return cache_->CheckInvariants(); });
+  OptionMap LoadSnapshot(int64_t seq_id, const OptionMap& identity, const tf::String& path,
+                         bool any_numerics) {
+    RefuseIfPart("LoadSnapshot");
+    return LoadStateSnapshot(&latch_, *state_, seq_id, identity, path, any_numerics);
   }
 
-  [[maybe_unused]] static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.KVCache", KVCacheObj, tf::Object);
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.KVCache", KVCacheObj, KVStateObj);
 
  private:
-  FaultLatch latch_;
-  std::unique_ptr<AttentionKVCache> cache_;
   std::list<ChannelPlace> places_;  // given back before the cache goes
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::ObjectDef<KVCacheObj>()
       .def(tf::reflection::init<OptionMap>())
-      .def("clear", &KVCacheObj::Clear)
-      .def("add_sequence", &KVCacheObj::AddSequence)
-      .def("remove_sequence", &KVCacheObj::RemoveSequence)
-      .def("fork_sequence", &KVCacheObj::ForkSequence)
-      .def("pop_n", &KVCacheObj::PopN)
       .def("enable_sliding_window_for_seq", &KVCacheObj::EnableSlidingWindowForSeq)
       .def("disable_sliding_window_for_seq", &KVCacheObj::DisableSlidingWindowForSeq)
       .def("held_tokens", &KVCacheObj::HeldTokens)
       .def("slid_range", &KVCacheObj::SlidRange)
-      .def("begin_forward", &KVCacheObj::BeginForward)
-      .def("begin_tree_forward", &KVCacheObj::BeginTreeForward)
-      .def("commit_accepted_token_tree_nodes", &KVCacheObj::CommitAcceptedTokenTreeNodes)
-      .def("get_tree_size", &KVCacheObj::GetTreeSize)
-      .def("end_forward", &KVCacheObj::EndForward)
-      .def("abort_forward", &KVCacheObj::AbortForward)
       .def("empty", &KVCacheObj::Empty)
       .def("get_num_available_pages", &KVCacheObj::GetNumAvailablePages)
       .def("get_total_sequence_length", &KVCacheObj::GetTotalSequenceLength)
       .def("get_distinct_token_count", &KVCacheObj::GetDistinctTokenCount)
-      .def("sequence_count", &KVCacheObj::SequenceCount)
       .def("pages_in_use", &KVCacheObj::PagesInUse)
       .def("pages_allocated", &KVCacheObj::PagesAllocated)
-      .def("has_sequence", &KVCacheObj::HasSequence)
-      .def("get_sequence_length", &KVCacheObj::GetSequenceLength)
       .def("pages_needed", &KVCacheObj::PagesNeeded)
       .def("pages_needed_for_tree", &KVCacheObj::PagesNeededForTree)
       .def("select_long_rope", &KVCacheObj::SelectLongRope)
@@ -404,8 +342,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("debug_get_kv_mla", &KVCacheObj::DebugGetKVMLA)
       .def("debug_set_kv_mla", &KVCacheObj::DebugSetKVMLA)
       .def("debug_plan", &KVCacheObj::DebugPlan)
-      .def("state_digest", &KVCacheObj::StateDigest)
-      .def("check_invariants", &KVCacheObj::CheckInvariants);
+      .def("save_snapshot", &KVCacheObj::SaveSnapshot)
+      .def("load_snapshot", &KVCacheObj::LoadSnapshot);
 }
 
 }  // namespace

@@ -111,8 +111,7 @@ class RecurrentCacheObj : public RecurrentObject<RecurrentCache> {
     latch_.Run([&] { return state_->DebugGet(layer, seq_id, view); });
   }
 
-  [[maybe_unused]] static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.RecurrentCache", RecurrentCacheObj, tf::Object);
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.RecurrentCache", RecurrentCacheObj, KVStateObj);
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {

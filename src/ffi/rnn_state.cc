@@ -82,8 +82,7 @@ class RNNStateObj : public RecurrentObject<RNNState> {
     latch_.Run([&] { return state_->DebugGet(layer, state, seq_id, view); });
   }
 
-  [[maybe_unused]] static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.RNNState", RNNStateObj, tf::Object);
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.RNNState", RNNStateObj, KVStateObj);
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {

@@ -90,4 +90,18 @@ OptionMap SnapshotFields(const SnapshotInfo& info) {
           {"state_bytes", info.state_bytes}};
 }
 
+void SaveStateSnapshot(FaultLatch* latch, const SequenceStates& states, int64_t seq_id,
+                       const OptionMap& contents, const tf::String& path) {
+  const SnapshotContents read = ReadSnapshotContents(contents);
+  latch->Run([&] { return SaveSnapshot(states, seq_id, read, std::string(path)); });
+}
+
+OptionMap LoadStateSnapshot(FaultLatch* latch, const SequenceStates& states, int64_t seq_id,
+                            const OptionMap& identity, const tf::String& path, bool any_numerics) {
+  const Passport read = ReadIdentity(identity);
+  return SnapshotFields(latch->Run([&] {
+    return LoadSnapshot(states, seq_id, read, std::string(path), {.any_numerics = any_numerics});
+  }));
+}
+
 }  // namespace quire::ffi

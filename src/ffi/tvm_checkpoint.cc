@@ -1,5 +1,6 @@
 // Checkpoints of TvmKVCacheObj, in TVM's form: a JSON text, and for each layer a tensor [1, pages,
-// 2, Hkv, P, D] of the kept tokens, keys before values, zero behind the last token.
+// 2, Hkv, P, D] of the kept tokens, keys before values, of MLA layers [1, pages, P, D], as their
+// pages are in TVM's caches. Zero behind the last token.
 #include <algorithm>
 #include <cstring>
 #include <string_view>
@@ -41,20 +42,29 @@ std::string_view RopeModeName(RopeMode mode) {
   return "";
 }
 
-// What fixes the meaning of stored keys and values; capacities are left out.
+// The first layer that is latent (MLA), or the first that is not; null without such layers.
+const AttentionLayerSpec* FindLayer(const AttentionKVCacheOptions& options, bool latent) {
+  const auto found = std::ranges::find(options.layers, latent, &AttentionLayerSpec::latent);
+  return found == options.layers.end() ? nullptr : &*found;
+}
+
+// What fixes the meaning of stored keys and values; capacities are left out. Numbers of heads and
+// dims are those of the cache's creation, as in TVM.
 json GeometryOf(const AttentionKVCacheOptions& options) {
   const AttentionLayerSpec& first = options.layers.front();
+  const AttentionLayerSpec* const plain = FindLayer(options, false);
+  const AttentionLayerSpec* const latent = FindLayer(options, true);
   json kinds = json::array();
   for (const AttentionLayerSpec& layer : options.layers)
-    kinds.push_back(layer.window > 0 ? "mha_sliding" : "mha");
+    kinds.push_back(layer.latent ? "mla" : layer.window > 0 ? "mha_sliding" : "mha");
   return {{"page_size", options.page_size},
           {"num_layers", options.layers.size()},
           {"layer_begin", 0},
           {"layer_end", options.layers.size()},
           {"num_qo_heads", first.num_qo_heads},
-          {"num_kv_heads", first.num_kv_heads},
+          {"num_kv_heads", plain != nullptr ? plain->num_kv_heads : 1},
           {"qk_head_dim", first.qk_head_dim},
-          {"v_head_dim", first.v_head_dim},
+          {"v_head_dim", latent != nullptr ? latent->v_head_dim : first.v_head_dim},
           {"dtype", DTypeName(first.dtype)},
           {"attn_kinds", std::move(kinds)},
           {"rope_mode", RopeModeName(options.rope.mode)}};
@@ -91,15 +101,19 @@ void CheckSame(const json& wanted, const JsonValue& metadata, bool required) {
   }
 }
 
+// Keys and values; of latent layers both in one.
+int64_t PartCount(const AttentionLayerSpec& layer) { return layer.latent ? 1 : 2; }
+
 // Moves tokens between [tokens, heads, dim], contiguous, and their places in a group's tensor.
 template <typename Move>
 void ForEachRow(const AttentionLayerSpec& layer, int64_t page_size, int64_t length, Move&& move) {
   const auto row_bytes = static_cast<size_t>(layer.qk_head_dim * DTypeBytes(layer.dtype));
-  for (int64_t part = 0; part < 2; ++part) {
+  const int64_t parts = PartCount(layer);
+  for (int64_t part = 0; part < parts; ++part) {
     for (int64_t t = 0; t < length; ++t) {
       for (int64_t h = 0; h < layer.num_kv_heads; ++h) {
         const int64_t paged =
-            ((t / page_size * 2 + part) * layer.num_kv_heads + h) * page_size + t % page_size;
+            ((t / page_size * parts + part) * layer.num_kv_heads + h) * page_size + t % page_size;
         move(part, static_cast<size_t>(t * layer.num_kv_heads + h) * row_bytes,
              static_cast<size_t>(paged) * row_bytes, row_bytes);
       }
@@ -140,7 +154,9 @@ tf::String TvmKVCacheObj::GetLayoutHash() {
 std::vector<int64_t> TvmKVCacheObj::GroupShape(int64_t group, int64_t length) const {
   const AttentionLayerSpec& spec = layer(group);
   const int64_t page_size = config_.cache.page_size;
-  return {1, PageCount(length, page_size), 2, spec.num_kv_heads, page_size, spec.qk_head_dim};
+  const int64_t pages = PageCount(length, page_size);
+  if (spec.latent) return {1, pages, page_size, spec.qk_head_dim};
+  return {1, pages, 2, spec.num_kv_heads, page_size, spec.qk_head_dim};
 }
 
 void TvmKVCacheObj::CheckGroup(const char* call, int64_t group) const {
@@ -182,6 +198,7 @@ tf::String TvmKVCacheObj::GetCheckpointMetadata(int64_t seq_id) {
        {"layout_hash", std::string(GetLayoutHash())},
        {"seq_id", seq_id},
        {"seq_length", length}});
+  if (has_latent_) metadata["mla_page_group_layout"] = "1,num_logical_pages,page_size,qk_head_dim";
   if (config_.has_layer_windows) {
     metadata["held_tokens"] = latch_.Run([&] { return cache_->HeldTokens(seq_id); });
   }
@@ -204,7 +221,8 @@ tf::String TvmKVCacheObj::GetCheckpointMetadata(int64_t seq_id) {
                       {"num_logical_pages", shape[1]},
                       {"dtype", DTypeName(layer(group).dtype)},
                       {"shape", shape},
-                      {"nbytes", 2 * PartBytes(layer(group), shape[1] * page_size)}});
+                      {"nbytes", static_cast<size_t>(PartCount(layer(group))) *
+                                     PartBytes(layer(group), shape[1] * page_size)}});
   }
   metadata["groups"] = std::move(groups);
   return tf::String(metadata.dump());
@@ -219,18 +237,15 @@ void TvmKVCacheObj::ExportPageGroup(int64_t seq_id, int64_t group, tf::TensorVie
   const AttentionLayerSpec& spec = layer(group);
   std::vector<std::byte> parts[2] = {std::vector<std::byte>(PartBytes(spec, length)),
                                      std::vector<std::byte>(PartBytes(spec, length))};
-  const TokenRange slid = SlidRange(seq_id);
   // What a layer's window let go stays zero: only then is a token of the sequence not held.
   int64_t begin = 0;
   if (spec.window > 0) {
     begin = length - latch_.Run([&] { return cache_->HeldTokens(seq_id); });
   }
-  const int64_t middle = std::max(begin, slid.begin);
-  for (const auto& [from, to] : {std::pair(begin, middle), std::pair(middle, length)}) {
-    if (from >= to) continue;
-    const LayerKV tokens = {Tokens(spec, parts[0], from, to), Tokens(spec, parts[1], from, to)};
-    const int64_t position = from < slid.begin ? from : from + slid.count();
-    latch_.Run([&] { return cache_->ExportKV(seq_id, group, position, tokens); });
+  for (const KeptRun& run : KeptRuns(seq_id, begin, length)) {
+    const LayerKV tokens = {Tokens(spec, parts[0], run.from, run.to),
+                            Tokens(spec, parts[1], run.from, run.to)};
+    latch_.Run([&] { return cache_->ExportKV(seq_id, group, run.position, tokens); });
   }
   std::memset(view.data(), 0, static_cast<size_t>(view.element_count() * DTypeBytes(spec.dtype)));
   auto* const paged = view.data_as<std::byte>();

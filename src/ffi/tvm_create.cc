@@ -6,6 +6,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <string_view>
@@ -126,42 +127,57 @@ int64_t ReadLayerCount(const TvmArguments& arguments) {
   return partition[1];
 }
 
-std::vector<AttentionLayerSpec> ReadLayers(const TvmArguments& arguments, const CacheShape& sizes) {
+tf::Shape ReadKinds(const TvmArguments& arguments) {
   const int64_t count = ReadLayerCount(arguments);
   const auto kinds = arguments.Get<tf::Shape>(kKinds, "attention kinds");
   if (static_cast<int64_t>(kinds.size()) != count) {
     arguments.Throw(kKinds, "(attention kinds) has " + std::to_string(kinds.size()) +
                                 " entries; the cache has " + std::to_string(count) + " layers");
   }
-  AttentionLayerSpec layer;
-  layer.num_qo_heads = arguments.GetInt(kQoHeads, "num_qo_heads", 1);
-  layer.num_kv_heads = arguments.GetInt(kKvHeads, "num_kv_heads", 1);
-  layer.qk_head_dim = arguments.GetInt(kQkDim, "qk_head_dim", 1);
-  layer.v_head_dim = arguments.GetInt(kVDim, "v_head_dim", 1);
-  layer.dtype = ReadDType(arguments);
-  if (layer.v_head_dim != layer.qk_head_dim) {
-    arguments.Throw(kVDim, "(v_head_dim) is " + std::to_string(layer.v_head_dim) +
-                               "; without MLA layers it must be qk_head_dim, " +
-                               std::to_string(layer.qk_head_dim));
+  for (const int64_t kind : kinds) {
+    if (kind == kMha || kind == kMla || kind == kMhaSliding) continue;
+    arguments.Throw(
+        kKinds, "(attention kinds) has kind " + std::to_string(kind) +
+                    (kind == kLinear ? ", LinearAttn, for which TVM registers no function; such "
+                                       "layers keep their state in an rnn_state_create"
+                                     : "; kinds are MHA (0), MLA (1) and MHA_SLIDING (3)"));
+  }
+  return kinds;
+}
+
+// As in TVM, one set of numbers is for all layers: MHA layers have values of qk_head_dim whatever
+// v_head_dim says, which is kv_lora_rank, and MLA layers one key head whatever num_kv_heads says.
+std::vector<AttentionLayerSpec> ReadLayers(const TvmArguments& arguments, const CacheShape& sizes) {
+  const tf::Shape kinds = ReadKinds(arguments);
+  AttentionLayerSpec plain;
+  plain.num_qo_heads = arguments.GetInt(kQoHeads, "num_qo_heads", 1);
+  plain.num_kv_heads = arguments.GetInt(kKvHeads, "num_kv_heads", 1);
+  plain.qk_head_dim = plain.v_head_dim = arguments.GetInt(kQkDim, "qk_head_dim", 1);
+  plain.dtype = ReadDType(arguments);
+  AttentionLayerSpec latent = plain;
+  latent.latent = true;
+  latent.num_kv_heads = 1;
+  latent.v_head_dim = arguments.GetInt(kVDim, "v_head_dim", 1);
+  latent.rope = RopeOptions();  // the model rotates
+  const bool has_latent = std::ranges::count(kinds, kMla) > 0;
+  if (has_latent ? latent.v_head_dim > plain.qk_head_dim : latent.v_head_dim != plain.qk_head_dim) {
+    arguments.Throw(kVDim, "(v_head_dim) is " + std::to_string(latent.v_head_dim) +
+                               (has_latent ? "; with MLA layers it must be at most qk_head_dim, "
+                                           : "; without MLA layers it must be qk_head_dim, ") +
+                               std::to_string(plain.qk_head_dim));
   }
   std::vector<AttentionLayerSpec> layers;
   for (const int64_t kind : kinds) {
-    if (kind != kMha && kind != kMhaSliding) {
-      arguments.Throw(kKinds, "(attention kinds) has kind " + std::to_string(kind) +
-                                  (kind == kMla || kind == kLinear
-                                       ? "; this build of Quire has MHA (0) and MHA_SLIDING (3) "
-                                         "behind TVM's names"
-                                       : "; kinds are MHA (0) and MHA_SLIDING (3)"));
-    }
-    layer.window = kind == kMhaSliding ? sizes.layer_window : 0;
-    layers.push_back(layer);
+    layers.push_back(kind == kMla ? latent : plain);
+    if (kind == kMhaSliding) layers.back().window = sizes.layer_window;
   }
   return layers;
 }
 
-// Also for RopeMode::kInline, whose attention kernels in TVM ignore all but theta and scale.
+// Of `layer`, one whose keys the cache rotates; null if there is none. Also for RopeMode::kInline,
+// whose attention kernels in TVM ignore all but theta and scale.
 RopeOptions ReadRope(const TvmArguments& arguments, const TvmOptions& options,
-                     const AttentionLayerSpec& layer, bool windows) {
+                     const AttentionLayerSpec* layer, bool windows) {
   const int64_t mode = arguments.GetInt(kRopeMode, "rope mode", 0, 2);
   RopeOptions rope;
   rope.position_scale = arguments.Get<double>(kRopeScale, "rotary scale");
@@ -170,7 +186,7 @@ RopeOptions ReadRope(const TvmArguments& arguments, const TvmOptions& options,
     arguments.Throw(kRopeScale, "(rotary scale) must be above 0");
   if (!(rope.theta > 0) || !std::isfinite(rope.theta))
     arguments.Throw(kRopeTheta, "(rotary theta) must be above 0");
-  if (mode == 0) return rope;
+  if (mode == 0 || layer == nullptr) return rope;
   const bool has_kernel = arguments.Is<tf::Function>(kRotate) && !arguments.IsNone(kRotate);
   if (options.rope) {
     rope = *options.rope;
@@ -182,10 +198,10 @@ RopeOptions ReadRope(const TvmArguments& arguments, const TvmOptions& options,
     rope = ReadRotationKernel(arguments.Get<tf::Function>(kRotate, "split and rotation kernel"),
                               {.scale = rope.position_scale,
                                .theta = rope.theta,
-                               .num_qo_heads = layer.num_qo_heads,
-                               .num_kv_heads = layer.num_kv_heads,
-                               .head_dim = layer.qk_head_dim,
-                               .dtype = layer.dtype});
+                               .num_qo_heads = layer->num_qo_heads,
+                               .num_kv_heads = layer->num_kv_heads,
+                               .head_dim = layer->qk_head_dim,
+                               .dtype = layer->dtype});
   }
   // As in TVM: what slides keeps its keys unrotated.
   rope.mode = mode == 1 && !windows ? RopeMode::kNormal : RopeMode::kInline;
@@ -206,9 +222,19 @@ tf::Any CreateTvmKVCache(const TvmOptions& options, const tf::AnyView* views, in
   cache.layers = ReadLayers(arguments, sizes);
   CheckKernels(arguments);
   if (arguments.Get<bool>(kTransfer, "enable transfer")) config.transfer = options.transfer;
-  for (const AttentionLayerSpec& layer : cache.layers) config.has_layer_windows |= layer.window > 0;
+  const AttentionLayerSpec* plain = nullptr;
+  for (const AttentionLayerSpec& layer : cache.layers) {
+    config.has_layer_windows |= layer.window > 0;
+    if (!layer.latent && plain == nullptr) plain = &layer;
+  }
   config.has_sequence_windows = sizes.windows && !config.has_layer_windows;
-  cache.rope = ReadRope(arguments, options, cache.layers.front(), sizes.windows);
+  cache.rope = ReadRope(arguments, options, plain, sizes.windows);
+  // Where sinks are scored from right before the window, it matters how the model rotates.
+  for (AttentionLayerSpec& layer : cache.layers) {
+    if (!layer.latent || !options.rope || !config.has_sequence_windows) continue;
+    layer.rope = options.rope;
+    layer.rope->mode = RopeMode::kNormal;
+  }
   cache.max_num_sequences = sizes.max_num_sequences;
   cache.token_capacity = sizes.token_capacity;
   // TVM's own addition: a window may end and begin inside a page, beside the sinks' page.

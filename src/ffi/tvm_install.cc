@@ -65,14 +65,6 @@ tf::Array<tf::Tensor> MergeAttnOutputInplace(TvmKVCacheObj* cache, tf::Tensor o1
   return {std::move(o1), std::move(lse1)};
 }
 
-// Under a name of TVM for which Quire's object has no method.
-tf::Function Refusal(const std::string& name, const std::string& what) {
-  return tf::Function::FromPacked([=](const tf::AnyView*, int32_t, tf::Any*) {
-    Throw(Status(StatusCode::kBadState,
-                 name + ": this build of Quire has no " + what + " behind TVM's names"));
-  });
-}
-
 struct NamedFunction {
   std::string name;  // without kPrefix
   tf::Function function;
@@ -115,10 +107,8 @@ std::vector<NamedFunction> ObjectFunctions() {
       {"rnn_state_debug_get", FunctionOf(&R::DebugGet)},
       {"attention_kv_cache_commit_accepted_token_tree_nodes",
        FunctionOf(&C::CommitAcceptedTokenTreeNodes)},
-      {"attention_kv_cache_append_mla_kv",
-       Refusal("attention_kv_cache_append_mla_kv", "latent attention")},
-      {"attention_kv_cache_debug_get_kv_mla",
-       Refusal("attention_kv_cache_debug_get_kv_mla", "latent attention")},
+      {"attention_kv_cache_append_mla_kv", GivingObject(FunctionOf(&C::AppendMLAKV))},
+      {"attention_kv_cache_debug_get_kv_mla", FunctionOf(&C::DebugGetKVMLA)},
       {"kv_cache_disagg_prepare_recv", FunctionOf(&C::DisaggPrepareRecv)},
       {"kv_cache_disagg_mark_send", FunctionOf(&C::DisaggMarkSend)},
   };
@@ -205,9 +195,11 @@ class TvmInstallationObj : public tf::Object {
 TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::ObjectDef<TvmStateObj>();
   tf::reflection::ObjectDef<TvmKVCacheObj>()
+      .def("abort_forward", &TvmKVCacheObj::AbortForward)
       .def("state_digest", &TvmKVCacheObj::StateDigest)
       .def("check_invariants", &TvmKVCacheObj::CheckInvariants);
   tf::reflection::ObjectDef<TvmRNNStateObj>()
+      .def("abort_forward", &TvmRNNStateObj::AbortForward)
       .def("state_digest", &TvmRNNStateObj::StateDigest)
       .def("check_invariants", &TvmRNNStateObj::CheckInvariants);
   tf::reflection::ObjectDef<TvmInstallationObj>()

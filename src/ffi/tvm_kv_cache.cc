@@ -14,7 +14,7 @@ void Erase(std::vector<int64_t>& sorted, int64_t id) {
   sorted.erase(std::lower_bound(sorted.begin(), sorted.end(), id));
 }
 
-// Tokens [begin, end) of [layers, tokens, heads, dim].
+// Tokens [begin, end) of [layers, tokens, ...].
 TensorView TokensOf(const tf::TensorView& tensor, int64_t begin, int64_t end) {
   DLTensor part = DLTensorOf(tensor);
   std::vector<int64_t> shape(part.shape, part.shape + part.ndim);
@@ -33,7 +33,9 @@ TensorView TokensOf(const tf::TensorView& tensor, int64_t begin, int64_t end) {
 
 TvmKVCacheObj::TvmKVCacheObj(Config config)
     : config_(std::move(config)),
-      cache_(latch_.Run([&] { return AttentionKVCache::Create(config_.cache); })) {
+      cache_(latch_.Run([&] { return AttentionKVCache::Create(config_.cache); })),
+      has_latent_(std::ranges::any_of(config_.cache.layers, &AttentionLayerSpec::latent)),
+      counted_(config_.cache.layers.size()) {
   if (config_.transfer != nullptr)
     transfer_ = std::make_unique<TvmTransferPeer>(config_.transfer, cache_->transfer());
 }
@@ -73,6 +75,16 @@ TokenRange TvmKVCacheObj::SlidRange(int64_t seq_id) {
 int64_t TvmKVCacheObj::PositionBehind(int64_t seq_id, int64_t kept) {
   const TokenRange slid = SlidRange(seq_id);
   return kept <= slid.begin ? kept : kept + slid.count();
+}
+
+std::vector<TvmKVCacheObj::KeptRun> TvmKVCacheObj::KeptRuns(int64_t seq_id, int64_t start,
+                                                            int64_t end) {
+  const TokenRange slid = SlidRange(seq_id);
+  const int64_t middle = std::clamp(slid.begin, start, end);
+  std::vector<KeptRun> runs;
+  if (start < middle) runs.push_back({start, middle, start});
+  if (middle < end) runs.push_back({middle, end, middle + slid.count()});
+  return runs;
 }
 
 int64_t TvmKVCacheObj::GetSequenceLength(int64_t seq_id) {
@@ -194,6 +206,7 @@ void TvmKVCacheObj::BeginForward(const tf::Shape& seq_ids, const tf::Shape& appe
   }
   std::vector<int64_t> batch(seq_ids.begin(), seq_ids.end());
   std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
+  std::vector<uint8_t> hidden(has_latent_ ? batch.size() : 0);
   if (parents.has_value()) {
     TvmTrees::Round round = trees_.Plan(batch, lengths, TvmSpanOf(*parents));
     latch_.Run([&] { return cache_->BeginTreeForward(batch, lengths, TvmSpanOf(*parents)); });
@@ -203,6 +216,15 @@ void TvmKVCacheObj::BeginForward(const tf::Shape& seq_ids, const tf::Shape& appe
   }
   batch_.swap(batch);
   batch_lengths_.swap(lengths);
+  hidden_.swap(hidden);
+  one_token_each_ = std::ranges::count(batch_lengths_, 1) == std::ssize(batch_lengths_);
+  std::ranges::fill(counted_, Counted::kByNobody);
+}
+
+void TvmKVCacheObj::AbortForward() {
+  latch_.Run([&] { return cache_->AbortForward(); });
+  for (const int64_t id : batch_)
+    trees_.Drop(id, latch_.Run([&] { return cache_->GetTreeSize(id); }));
 }
 
 void TvmKVCacheObj::EndForward() {
@@ -211,6 +233,7 @@ void TvmKVCacheObj::EndForward() {
 
 tf::Tensor TvmKVCacheObj::GetQueryPositions() {
   const auto absolute = latch_.Run([&] { return cache_->GetQueryPositions(); });
+  if (has_latent_) return NewTensor(absolute);
   std::vector<int32_t> kept(absolute.begin(), absolute.end());
   size_t row = 0;
   for (size_t i = 0; i < batch_.size(); ++i) {
@@ -227,6 +250,18 @@ void TvmKVCacheObj::AttentionWithFusedQKV(int64_t layer, double sm_scale, tf::Te
   latch_.Run([&] { return cache_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale); });
 }
 
+void TvmKVCacheObj::AppendMLAKV(int64_t layer, tf::TensorView kv) {
+  const TensorView kv_view = ViewOf(kv);
+  latch_.Run([&] { return cache_->AppendMLAKV(layer, kv_view); });
+}
+
+TvmKVCacheObj::Counted* TvmKVCacheObj::CountedOf(int64_t layer) {
+  const auto index = static_cast<size_t>(layer);
+  if (!one_token_each_ || index >= counted_.size() || !config_.cache.layers[index].latent)
+    return nullptr;
+  return &counted_[index];
+}
+
 void TvmKVCacheObj::SelfAttention(int64_t layer, double sm_scale, tf::TensorView q,
                                   tf::TensorView k, tf::TensorView v, tf::TensorView o,
                                   tf::TensorView lse) {
@@ -235,9 +270,14 @@ void TvmKVCacheObj::SelfAttention(int64_t layer, double sm_scale, tf::TensorView
   const TensorView v_view = ViewOf(v);
   const TensorView o_view = ViewOf(o);
   const TensorView lse_view = ViewOf(lse);
+  Counted* const counted = CountedOf(layer);
+  const bool empty = counted != nullptr && *counted == Counted::kByCross;
+  const TensorView nothing(hidden_.data(), DType::kU8, {std::ssize(hidden_)});
   latch_.Run([&] {
-    return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale);
+    return cache_->SelfAttention(layer, q_view, k_view, v_view, o_view, lse_view, sm_scale,
+                                 empty ? &nothing : nullptr);
   });
+  if (counted != nullptr && !empty) *counted = Counted::kBySelf;
 }
 
 void TvmKVCacheObj::CrossAttention(int64_t layer, double sm_scale, tf::TensorView q,
@@ -245,7 +285,13 @@ void TvmKVCacheObj::CrossAttention(int64_t layer, double sm_scale, tf::TensorVie
   const TensorView q_view = ViewOf(q);
   const TensorView o_view = ViewOf(o);
   const TensorView lse_view = ViewOf(lse);
-  latch_.Run([&] { return cache_->CrossAttention(layer, q_view, o_view, lse_view, sm_scale); });
+  Counted* const counted = CountedOf(layer);
+  if (counted == nullptr || *counted == Counted::kBySelf) {
+    latch_.Run([&] { return cache_->CrossAttention(layer, q_view, o_view, lse_view, sm_scale); });
+    return;
+  }
+  latch_.Run([&] { return cache_->Attend(layer, q_view, o_view, &lse_view, sm_scale); });
+  *counted = Counted::kByCross;
 }
 
 void TvmKVCacheObj::AttentionWithSharedKV(int64_t source_layer, double sm_scale, tf::TensorView q,
@@ -277,29 +323,43 @@ void TvmKVCacheObj::MergeAttnOutputInplace(tf::TensorView o1, tf::TensorView lse
 
 // ---------------------------------------------------------------------- debugging
 
+void TvmKVCacheObj::CheckKeptRange(const char* call, int64_t seq_id, int64_t start, int64_t end) {
+  const int64_t kept = GetSequenceLength(seq_id);
+  if (start >= 0 && start < end && end <= kept) return;
+  ThrowBadArgument(std::string(call) + ": [" + std::to_string(start) + ", " + std::to_string(end) +
+                   ") is no range of tokens of sequence " + std::to_string(seq_id) + " of length " +
+                   std::to_string(kept));
+}
+
 void TvmKVCacheObj::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, tf::TensorView k,
                                tf::TensorView v) {
   const char* call = "attention_kv_cache_debug_get_kv";
-  const int64_t kept = GetSequenceLength(seq_id);
-  if (start < 0 || start >= end || end > kept) {
-    ThrowBadArgument(std::string(call) + ": [" + std::to_string(start) + ", " +
-                     std::to_string(end) + ") is no range of tokens of sequence " +
-                     std::to_string(seq_id) + " of length " + std::to_string(kept));
-  }
+  CheckKeptRange(call, seq_id, start, end);
   for (const tf::TensorView* tensor : {&k, &v}) {
     if (tensor->ndim() == 4 && tensor->size(1) == end - start) continue;
     ThrowBadArgument(std::string(call) + ": k and v must be [layers, " +
                      std::to_string(end - start) + ", Hkv, D], not " + ViewOf(*tensor).ToString());
   }
-  const int64_t sinks = SlidRange(seq_id).begin;
-  const int64_t middle = std::clamp(sinks, start, end);
-  for (const auto& [from, to] : {std::pair(start, middle), std::pair(middle, end)}) {
-    if (from == to) continue;
-    const TensorView k_part = TokensOf(k, from - start, to - start);
-    const TensorView v_part = TokensOf(v, from - start, to - start);
-    const int64_t position = from < sinks ? from : from + SlidRange(seq_id).count();
+  for (const KeptRun& run : KeptRuns(seq_id, start, end)) {
+    const TensorView k_part = TokensOf(k, run.from - start, run.to - start);
+    const TensorView v_part = TokensOf(v, run.from - start, run.to - start);
+    const int64_t position_end = run.position + run.to - run.from;
     latch_.Run(
-        [&] { return cache_->DebugGetKV(seq_id, position, position + to - from, k_part, v_part); });
+        [&] { return cache_->DebugGetKV(seq_id, run.position, position_end, k_part, v_part); });
+  }
+}
+
+void TvmKVCacheObj::DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, tf::TensorView kv) {
+  const char* call = "attention_kv_cache_debug_get_kv_mla";
+  CheckKeptRange(call, seq_id, start, end);
+  if (kv.ndim() != 3 || kv.size(1) != end - start) {
+    ThrowBadArgument(std::string(call) + ": kv must be [MLA layers, " +
+                     std::to_string(end - start) + ", D], not " + ViewOf(kv).ToString());
+  }
+  for (const KeptRun& run : KeptRuns(seq_id, start, end)) {
+    const TensorView part = TokensOf(kv, run.from - start, run.to - start);
+    const int64_t position_end = run.position + run.to - run.from;
+    latch_.Run([&] { return cache_->DebugGetKVMLA(seq_id, run.position, position_end, part); });
   }
 }
 

@@ -42,18 +42,25 @@ class TvmKVCacheObj : public TvmStateObj {
   void BeginForward(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& append_lengths,
                     const tvm::ffi::Optional<tvm::ffi::Shape>& parents) override;
   void EndForward() override;
+  void AbortForward() override;
 
   bool Empty();
   int64_t GetNumAvailablePages();
   int64_t GetTotalSequenceLength();
   int64_t GetSequenceLength(int64_t seq_id);
-  // A copy: an array of the cache would change with the next forward.
+  // A copy: an array of the cache would change with the next forward. With MLA layers absolute
+  // positions: the model rotates by them what is stored, so windows must not change them.
   tvm::ffi::Tensor GetQueryPositions();
   void CommitAcceptedTokenTreeNodes(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& leaves);
   void EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks);
 
   void AttentionWithFusedQKV(int64_t layer, double sm_scale, tvm::ffi::TensorView qkv,
                              tvm::ffi::TensorView o);
+  // Of MLA layers. In a forward of one token per sequence TVM's CrossAttention counts the tokens
+  // themselves, so that it alone is a decode step; and SelfAttention does, so that it alone is a
+  // prefill of one token. Where both are called, the first one counts them and their merge is
+  // right.
+  void AppendMLAKV(int64_t layer, tvm::ffi::TensorView kv);
   void SelfAttention(int64_t layer, double sm_scale, tvm::ffi::TensorView q, tvm::ffi::TensorView k,
                      tvm::ffi::TensorView v, tvm::ffi::TensorView o, tvm::ffi::TensorView lse);
   void CrossAttention(int64_t layer, double sm_scale, tvm::ffi::TensorView q,
@@ -66,6 +73,8 @@ class TvmKVCacheObj : public TvmStateObj {
                               tvm::ffi::TensorView o2, tvm::ffi::TensorView lse2);
   void DebugGetKV(int64_t seq_id, int64_t start, int64_t end, tvm::ffi::TensorView k,
                   tvm::ffi::TensorView v);
+
+  void DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, tvm::ffi::TensorView kv);
 
   // ---- Checkpoints (tvm_checkpoint.cc): the kept tokens of one sequence, a tensor per layer.
   tvm::ffi::String GetLayoutHash();
@@ -104,12 +113,24 @@ class TvmKVCacheObj : public TvmStateObj {
     std::vector<LayerTokens> layers;
   };
 
+  // Tokens [from, to) of the kept ones, which stand from `position` on.
+  struct KeptRun {
+    int64_t from, to, position;
+  };
+  // Who has counted a layer's new tokens in a forward of one token per sequence.
+  enum class Counted : uint8_t { kByNobody, kBySelf, kByCross };
+
   const AttentionLayerSpec& layer(int64_t index) const {
     return cache_->options().layers[static_cast<size_t>(index)];
   }
   TokenRange SlidRange(int64_t seq_id);
   // The position that stands behind `kept` kept tokens.
   int64_t PositionBehind(int64_t seq_id, int64_t kept);
+  // The kept tokens [start, end).
+  std::vector<KeptRun> KeptRuns(int64_t seq_id, int64_t start, int64_t end);
+  void CheckKeptRange(const char* call, int64_t seq_id, int64_t start, int64_t end);
+  // Null for other layers, and in forwards of more than a token per sequence.
+  Counted* CountedOf(int64_t layer);
   TvmTransferPeer& RequireTransfer(const char* call);
   void RefuseImporting(const char* call, int64_t seq_id) const;
   Import& FindImport(const char* call, int64_t seq_id);
@@ -123,12 +144,17 @@ class TvmKVCacheObj : public TvmStateObj {
   FaultLatch latch_;
   const Config config_;
   std::unique_ptr<AttentionKVCache> cache_;
+  const bool has_latent_;
   std::unique_ptr<TvmTransferPeer> transfer_;  // leaves before the cache goes
   std::map<int64_t, SequenceWindowArguments> windows_;
   std::map<int64_t, Import> imports_;
   TvmTrees trees_;
-  std::vector<int64_t> sequences_;              // ids, sorted
-  std::vector<int64_t> batch_, batch_lengths_;  // of the open forward
+  std::vector<int64_t> sequences_;  // ids, sorted
+  // Of the open forward.
+  std::vector<int64_t> batch_, batch_lengths_;
+  bool one_token_each_ = false;
+  std::vector<Counted> counted_;  // [layer]
+  std::vector<uint8_t> hidden_;   // a mask that hides all new tokens
 };
 
 }  // namespace quire::ffi

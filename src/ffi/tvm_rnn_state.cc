@@ -62,6 +62,10 @@ void TvmRNNStateObj::EndForward() {
   latch_.Run([&] { return state_->EndForward(); });
 }
 
+void TvmRNNStateObj::AbortForward() {
+  latch_.Run([&] { return state_->AbortForward(); });
+}
+
 void TvmRNNStateObj::Get(int64_t layer, int64_t state, tf::TensorView o) {
   const TensorView view = ViewOf(o);
   latch_.Run([&] { return state_->Get(layer, state, view); });

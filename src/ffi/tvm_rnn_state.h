@@ -26,6 +26,7 @@ class TvmRNNStateObj : public TvmStateObj {
   void BeginForward(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& append_lengths,
                     const tvm::ffi::Optional<tvm::ffi::Shape>& parents) override;
   void EndForward() override;
+  void AbortForward() override;
 
   void Get(int64_t layer, int64_t state, tvm::ffi::TensorView o);
   void Set(int64_t layer, int64_t state, tvm::ffi::TensorView data);

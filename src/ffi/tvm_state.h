@@ -24,7 +24,7 @@ struct TvmOptions {
   bool tree_commit = true;   // TvmTrees::KeptLeaf
   bool rnn_history1 = true;  // RNNStateOptions::tvm_rnn_history1
   // In place of what the rotation kernel shows, but for the mode: for rotations that a kernel of
-  // TVM gets wrong (YaRN) or cannot have (LongRoPE).
+  // TVM gets wrong (YaRN) or cannot have (LongRoPE). Of MLA layers, how the model rotates.
   std::optional<RopeOptions> rope;
   std::shared_ptr<TvmTransferHub> transfer;  // of caches that are created with transfer
 };
@@ -44,6 +44,9 @@ class TvmStateObj : public tvm::ffi::Object {
   virtual void BeginForward(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& append_lengths,
                             const tvm::ffi::Optional<tvm::ffi::Shape>& parents) = 0;
   virtual void EndForward() = 0;
+  // TVM has no such call; a method of the object in Python. The way out of a forward in which an
+  // attention call was refused.
+  virtual void AbortForward() = 0;
 
   [[maybe_unused]] static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO("quire.tvm.KVState", TvmStateObj, tvm::ffi::Object);

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import quire  # noqa: E402
+import quire.tvm  # noqa: E402
 from tiny_model import TinyModel  # noqa: E402
 
 
@@ -46,3 +46,20 @@ def engine(tiny: TinyModel) -> Iterator[quire.Engine]:
 def embedded_model() -> str:
     """The folder of SmolLM2-135M-Instruct."""
     return quire.embedded_model_dir()
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    """Quire stands behind TVM's names, as by default."""
+    quire.tvm.install()
+    yield
+    quire.tvm.uninstall()
+
+
+@pytest.fixture(params=[True, False], ids=["as_tvm", "exact"])
+def as_tvm(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """The same with the named options on, and with them off: what is wrong in TVM is right in both."""
+    on = request.param
+    quire.tvm.install(tvm_window_span=on, tvm_tree_commit=on, tvm_rnn_history1=on)
+    yield on
+    quire.tvm.uninstall()

@@ -250,6 +250,15 @@ def test_a_full_store_drops_and_counts_unless_it_is_strict() -> None:
         strict.get("a")
 
 
+def test_a_buffer_is_closed_behind_a_with() -> None:
+    for buffer in (LookupBuffer(100), StoreBuffer(100)):
+        with buffer:
+            assert len(buffer) == 0
+        with pytest.raises(BufferClosed, match=type(buffer).__name__):
+            len(buffer)
+        buffer.close()
+
+
 def test_the_base_classes_have_the_names_and_parameters_of_the_interface() -> None:
     lookup, store = KVLookupBufferBase(), KVStoreBufferBase()
     for call in (

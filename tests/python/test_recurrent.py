@@ -411,22 +411,22 @@ def test_snapshots_of_recurrent_states(tmp_path: Path) -> None:
     writer = caller_state()
     writer.add_sequence(0)
     fill(writer, 0, [1, 2, 3])
-    writer.save_snapshot(0, [1, 2, 3], path, identity=IDENTITY, sampler=b"seed")
+    snapshot.save_sequence(writer, 0, [1, 2, 3], path, identity=IDENTITY, sampler=b"seed")
     info = snapshot.verify(path)
     assert info.tokens == [1, 2, 3] and info.sampler == b"seed"
     assert info.passport["kind"] == "caller"
     assert info.passport["state"] == ["scalar", "3x5", "2x3x1x2x2"] * 2
     reader = caller_state()
-    assert reader.load_snapshot(3, path, identity=IDENTITY) == info
+    assert snapshot.restore_sequence(reader, 3, path, identity=IDENTITY) == info
     assert all_states(reader, 3) == all_states(writer, 0)
     specs = [StateSpec((), "int64"), StateSpec((5, 3)), StateSpec((2, 3, 1, 2, 2), "float16")]
     other = RNNState(specs, num_layers=2, max_num_sequences=1)
     with pytest.raises(quire.IncompatibleError, match="state: .*5x3.* here, .*3x5.* there"):
-        other.load_snapshot(3, path, identity=IDENTITY)
+        snapshot.restore_sequence(other, 3, path, identity=IDENTITY)
     with pytest.raises(quire.IncompatibleError, match="r2"):
-        caller_state().load_snapshot(3, path, identity=IDENTITY | {"revision": "r2"})
+        snapshot.restore_sequence(caller_state(), 3, path, identity=IDENTITY | {"revision": "r2"})
     with pytest.raises(quire.SequenceExistsError):
-        reader.load_snapshot(3, path, identity=IDENTITY)
+        snapshot.restore_sequence(reader, 3, path, identity=IDENTITY)
 
 
 def test_states_that_quire_computes_leave_alone_too(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_states_that_quire_computes_leave_alone_too(tmp_path: Path) -> None:
         caches[0].convolution(0, x, np.ones((3, 4), np.float32))
     chunk = caches[0].export_chunk(0, [1, 2, 3, 4], identity=IDENTITY)
     caches[1].import_chunks(0, [1, 2, 3, 4], [chunk], identity=IDENTITY)
-    caches[0].save_snapshot(0, [1, 2, 3, 4], tmp_path / "c.quire", identity=IDENTITY)
-    caches[2].load_snapshot(0, tmp_path / "c.quire", identity=IDENTITY)
+    snapshot.save_sequence(caches[0], 0, [1, 2, 3, 4], tmp_path / "c.quire", identity=IDENTITY)
+    snapshot.restore_sequence(caches[2], 0, tmp_path / "c.quire", identity=IDENTITY)
     for cache in caches[1:]:
         assert np.array_equal(cache.debug_get(0, 0), caches[0].debug_get(0, 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,12 @@ import pytest
 import tvm
 import tvm_llama
 from tvm_calls import Calls, OneCache
+from tvm_mla import DIM, MlaCache
 
 import quire
 import quire.tvm
 
-
-@pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    quire.tvm.install()
-    yield
-    quire.tvm.uninstall()
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 def export(cache: OneCache, seq: int) -> tuple[str, list[Any]]:
@@ -83,6 +78,62 @@ def test_a_sequence_goes_on_elsewhere_as_it_would_here(options: dict[str, Any]) 
     if other is not None:
         for before, after in zip(other, target.kv_of(0)):
             np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_latent_layers_go_on_elsewhere(windows: bool) -> None:
+    """TVM refuses them; a group is as a page of theirs, [1, pages, P, D]."""
+    source = MlaCache(tokens=256, page_size=4, windows=windows)
+    rows = source.rows(30)
+    source.add_sequence(3)
+    if windows:
+        source.enable_sliding_window_for_seq(3, 9, 3)
+    source.mla_forward([3], [14], rows[:, :14])
+    source.mla_forward([3], [4], rows[:, 14:18])
+    metadata, groups = export(source, 3)
+    fields = json.loads(metadata)
+    assert fields["attn_kinds"] == ["mla", "mla"]
+    kept = source.latents(3)
+    for group, latents in zip(groups, kept):
+        pages = group.numpy()
+        assert pages.shape == (1, -(-len(latents) // 4), 4, DIM)
+        flat = pages.reshape(-1, DIM)
+        np.testing.assert_array_equal(flat[: len(latents)], latents)
+        assert (flat[len(latents) :] == 0).all()
+    target = MlaCache(tokens=128, page_size=4, windows=windows)
+    load(target, 7, metadata, groups)
+    target.digest()
+    np.testing.assert_array_equal(target.latents(7), kept)
+    if not windows:  # else kept tokens stand at other positions there
+        expected = source.mla_forward([3], [12], rows[:, 18:])
+        np.testing.assert_array_equal(target.mla_forward([7], [12], rows[:, 18:]), expected)
+    other = MlaCache(kinds=(1, 0), page_size=4, windows=windows)
+    with pytest.raises(quire.IncompatibleError, match="attn_kinds"):
+        other.prepare_import(0, metadata)
+    assert str(other.get_layout_hash()) != str(source.get_layout_hash())
+
+
+def test_latent_layers_beside_others_go_on_elsewhere() -> None:
+    caches = [MlaCache(kinds=(1, 0), heads=(2, 2), page_size=4) for _ in range(2)]
+    rows, qkv = caches[0].rows(12), caches[0].qkv(12)
+    for cache, seq, begin, end in ((caches[0], 0, 0, 9), (caches[0], 0, 9, 12), (caches[1], 1, 9, 12)):
+        if begin == 0:
+            cache.add_sequence(seq)
+        elif cache is caches[1]:
+            load(cache, seq, metadata, groups)
+        cache.begin([seq], [end - begin])
+        latent = cache.run(0, rows[0, begin:end], ("self", "cross"))
+        plain = cache.attend(1, qkv[1, begin:end].copy(), 2)
+        cache.end_forward()
+        if begin == 0:
+            metadata, groups = export(cache, seq)
+            assert [len(group.shape) for group in groups] == [4, 6]
+            fields = json.loads(metadata)
+            assert (fields["num_kv_heads"], fields["qk_head_dim"], fields["v_head_dim"]) == (2, 12, 8)
+        elif cache is caches[0]:
+            expected = latent, plain
+    np.testing.assert_array_equal(latent, expected[0])
+    np.testing.assert_array_equal(plain, expected[1])
 
 
 def test_a_forked_sequence_is_exported_and_unused_slots_are_zero() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import tvm
@@ -14,13 +12,7 @@ import quire.tvm
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
-
-@pytest.fixture(autouse=True, params=[True, False], ids=["as_tvm", "exact"])
-def window_span(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """With the named options and without: what is wrong in TVM is right in both."""
-    quire.tvm.install(tvm_window_span=request.param, tvm_rnn_history1=request.param)
-    yield request.param
-    quire.tvm.uninstall()
+pytestmark = pytest.mark.usefixtures("as_tvm")
 
 
 def assert_kept(cache: OneCache, seq: int, qkv: np.ndarray, tokens: list[int]) -> None:
@@ -147,20 +139,20 @@ def test_b15_cross_attention_to_nothing_is_an_empty_set() -> None:
 # ---------------------------------------------------------------------- windows of sequences
 
 
-def test_b2_a_fork_in_the_sinks_after_sliding_leaves_the_parent(window_span: bool) -> None:
+def test_b2_a_fork_in_the_sinks_after_sliding_leaves_the_parent(as_tvm: bool) -> None:
     cache = OneCache(windows=True, tokens=128)
     cache.add_sequence(0)
     cache.enable_sliding_window_for_seq(0, 12, 6)
     qkv = cache.qkv(20)
     grow(cache, 0, qkv, 0, 20)
-    kept = kept_of(20, 12, 6, window_span)
+    kept = kept_of(20, 12, 6, as_tvm)
     assert_kept(cache, 0, qkv, kept)
     cache.fork_sequence(0, 1, 5)
     assert_kept(cache, 0, qkv, kept)
     assert_kept(cache, 1, qkv, [0, 1, 2, 3, 4])
 
 
-def test_b3_a_window_over_many_blocks(window_span: bool) -> None:
+def test_b3_a_window_over_many_blocks(as_tvm: bool) -> None:
     """The same tokens in one block and behind three forks: the same bits."""
     qkv = OneCache().qkv(40)
     outputs = []
@@ -175,11 +167,11 @@ def test_b3_a_window_over_many_blocks(window_span: bool) -> None:
                 seq += 1
         cache.enable_sliding_window_for_seq(seq, 10, 3)
         outputs.append(grow(cache, seq, qkv, 14, 40))
-        assert_kept(cache, seq, qkv, kept_of(40, 10, 3, window_span))
+        assert_kept(cache, seq, qkv, kept_of(40, 10, 3, as_tvm))
     np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
-def test_b4_a_pop_after_sliding_keeps_its_pages(window_span: bool) -> None:
+def test_b4_a_pop_after_sliding_keeps_its_pages(as_tvm: bool) -> None:
     cache = OneCache(windows=True, tokens=24, chunk=32)
     cache.add_sequence(0)
     cache.add_sequence(1)
@@ -188,14 +180,14 @@ def test_b4_a_pop_after_sliding_keeps_its_pages(window_span: bool) -> None:
     grow(cache, 0, qkv, 0, 15)
     cache.popn(0, 1)
     # An exact window sees one token further back again, whose page is still held.
-    expected = kept_of(15, 8, 2, True)[:-1] if window_span else kept_of(14, 8, 2, False)
+    expected = kept_of(15, 8, 2, True)[:-1] if as_tvm else kept_of(14, 8, 2, False)
     assert_kept(cache, 0, qkv, expected)
     while cache.get_num_available_pages() > 0:  # all that was freed is written by another one
         cache.forward([1], [1])
     assert_kept(cache, 0, qkv, expected)
 
 
-def test_b4_a_pop_into_the_sinks_begins_anew(window_span: bool) -> None:
+def test_b4_a_pop_into_the_sinks_begins_anew(as_tvm: bool) -> None:
     cache = OneCache(windows=True, tokens=128)
     cache.add_sequence(0)
     cache.enable_sliding_window_for_seq(0, 8, 4)
@@ -206,10 +198,10 @@ def test_b4_a_pop_into_the_sinks_begins_anew(window_span: bool) -> None:
     again = cache.qkv(20)
     again[:, :3] = qkv[:, :3]
     grow(cache, 0, again, 3, 20)
-    assert_kept(cache, 0, again, kept_of(20, 8, 4, window_span))
+    assert_kept(cache, 0, again, kept_of(20, 8, 4, as_tvm))
 
 
-def test_b5_a_pop_into_a_shared_block_keeps_the_window(window_span: bool) -> None:
+def test_b5_a_pop_into_a_shared_block_keeps_the_window(as_tvm: bool) -> None:
     cache = OneCache(windows=True, tokens=128)
     cache.add_sequence(0)
     qkv = cache.qkv(30)
@@ -220,7 +212,7 @@ def test_b5_a_pop_into_a_shared_block_keeps_the_window(window_span: bool) -> Non
     cache.popn(1, 4)
     assert cache.get_sequence_length(1) == 6 and cache.get_sequence_length(0) == 9
     grow(cache, 1, qkv, 6, 30)
-    assert_kept(cache, 1, qkv, kept_of(30, 12, 4, window_span))
+    assert_kept(cache, 1, qkv, kept_of(30, 12, 4, as_tvm))
     assert_kept(cache, 0, qkv, list(range(9)))
 
 
@@ -425,14 +417,14 @@ def test_only_chains_are_begun() -> None:
 
 
 @pytest.mark.parametrize("history", [1, 2])
-def test_get_after_set(window_span: bool, history: int) -> None:
-    """The option tvm_rnn_history1, which the fixture switches together with the other."""
+def test_get_after_set(as_tvm: bool, history: int) -> None:
+    """The option tvm_rnn_history1."""
     state = State(history=history)
     state.add(0)
     state.begin([0], [1])
     assert state.get() == [9]
     state.set(5)
-    assert state.get() == [5 if window_span and history == 1 else 9]
+    assert state.get() == [5 if as_tvm and history == 1 else 9]
     state.calls.end_forward(state.state)
     assert state.now() == 5
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,6 @@ import quire
 import quire.tvm
 
 CACHE_KEY = "quire.tvm.KVCache"
-
-
-@pytest.fixture
-def installed() -> Iterator[None]:
-    quire.tvm.install()
-    yield
-    quire.tvm.uninstall()
 
 
 def key_of(thing: Any) -> str:
@@ -123,7 +115,7 @@ def _bad_tensor() -> Any:
         (5, lambda: 4, "v_head_dim"),
         (6, lambda: Shape([0]), "attention kinds"),
         (6, lambda: Shape([0, 7]), "kind 7"),
-        (6, lambda: Shape([0, 2]), "kind 2"),
+        (6, lambda: Shape([0, 2]), "kind 2, LinearAttn"),
         (8, lambda: 3, "rope mode"),
         (9, lambda: 0.0, "rotary scale"),
         (10, lambda: -1.0, "rotary theta"),

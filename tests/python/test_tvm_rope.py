@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,6 @@ YARN = {
     "original_max_position_embeddings": 64,
     "inv_theta_log_scale": 0.5 / math.log(10000.0),  # TVM's cache adds it
 }
-
-
-@pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    quire.tvm.install()
-    yield
-    quire.tvm.uninstall()
 
 
 def rotation_kernel(
@@ -75,7 +67,7 @@ def rotated_keys(kernel: Any, qkv: np.ndarray, first: int) -> np.ndarray:
     ],
 )
 def test_keys_are_rotated_as_by_the_kernel(
-    scaling: dict[str, Any], rotary_dim: int, dtype: str
+    installed: None, scaling: dict[str, Any], rotary_dim: int, dtype: str
 ) -> None:
     kernel = rotation_kernel(scaling, rotary_dim, dtype)
     cache = OneCache(
@@ -93,8 +85,8 @@ def test_keys_are_rotated_as_by_the_kernel(
     np.testing.assert_allclose(k[0], expected.astype("float32"), atol=tolerance)
 
 
-def test_inline_rotation_is_the_kernels_too() -> None:
-    """B23: TVM's attention kernels with RopeMode.INLINE rotate all dimensions, half-split."""
+def test_b23_inline_rotation_is_the_kernels_too(as_tvm: bool) -> None:
+    """TVM's attention kernels with RopeMode.INLINE rotate all dimensions, half-split."""
     kernel = rotation_kernel({"rope_type": "gptj"}, 6)
     results = []
     for mode in (1, 2):
@@ -106,8 +98,8 @@ def test_inline_rotation_is_the_kernels_too() -> None:
     np.testing.assert_allclose(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_no_rotation_is_refused() -> None:
-    """B23: TVM's YaRN turns the two halves of a pair by different angles."""
+def test_b23_what_is_no_rotation_is_refused(as_tvm: bool) -> None:
+    """TVM's YaRN turns the two halves of a pair by different angles."""
     arguments = create_arguments(
         heads=HEADS, dim=DIM, rope_mode=1, rotation=rotation_kernel(YARN)
     )
@@ -115,14 +107,14 @@ def test_what_is_no_rotation_is_refused() -> None:
         Calls().paged_attention_kv_cache_create(*arguments)
 
 
-def test_extension_factors_are_refused() -> None:
+def test_b23_extension_factors_are_refused(as_tvm: bool) -> None:
     arguments = create_arguments(heads=HEADS, dim=DIM, rope_mode=1)
     arguments[11] = tvm.runtime.tensor(np.ones(DIM, "float32"))
     with pytest.raises(quire.BadArgumentError, match=r"argument 11.*quire\.tvm\.install\(rope"):
         Calls().paged_attention_kv_cache_create(*arguments)
 
 
-def test_a_given_rotation_takes_the_kernels_place() -> None:
+def test_a_given_rotation_takes_the_kernels_place(installed: None) -> None:
     given: dict[str, Any] = {
         "scaling": "yarn",
         "factor": 4.0,

@@ -3,8 +3,6 @@ process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import quire
@@ -13,14 +11,7 @@ from tvm_calls import OneCache
 from tvm_ffi import Shape
 
 
-@pytest.fixture
-def installed() -> Iterator[None]:
-    quire.tvm.install()
-    yield
-    quire.tvm.uninstall()
-
-
-def test_a_prefill_goes_on_in_another_cache(installed: None) -> None:
+def test_b16_b18_a_prefill_of_two_layers_goes_on_in_another_cache(as_tvm: bool) -> None:
     # PE 0 computes, PE 1 receives; the third computes all by itself.
     sender, receiver = (OneCache(transfer=True, page_size=size) for size in (4, 16))
     alone = OneCache(page_size=4)
@@ -35,7 +26,7 @@ def test_a_prefill_goes_on_in_another_cache(installed: None) -> None:
     with pytest.raises(quire.BadStateError, match="not complete"):
         receiver.begin([3], [1])
     sender.forward([3], [6], rows[:, 4:10])
-    sender.forward([3], [2], rows[:, 10:])  # beyond the map: nothing is sent
+    sender.forward([3], [2], rows[:, 10:])  # B16: beyond the map nothing is sent
     out = receiver.forward([3], [2], rows[:, 10:])
     alone.forward([3], [10], rows[:, :10])
     assert np.array_equal(out, alone.forward([3], [2], rows[:, 10:]))
@@ -44,7 +35,7 @@ def test_a_prefill_goes_on_in_another_cache(installed: None) -> None:
     receiver.digest()
 
 
-def test_a_refused_mark_sends_nothing_and_leaves_all_as_it_was(installed: None) -> None:
+def test_b16_a_refused_mark_sends_nothing_and_leaves_all_as_it_was(as_tvm: bool) -> None:
     sender, receiver = (OneCache(transfer=True) for _ in range(2))
     for cache in (sender, receiver):
         cache.add_sequence(0)

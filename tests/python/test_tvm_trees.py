@@ -10,28 +10,12 @@ import numpy as np
 import pytest
 import tvm_ffi
 import tvm_llama
-from tvm_calls import Calls, OneCache, function, plain_attention
+from tvm_calls import Calls, OneCache, function, path_to, plain_attention
 
 import quire
 import quire.tvm
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-@pytest.fixture(params=[True, False], ids=["as_tvm", "exact"])
-def tree_commit(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """With the option and without: what is wrong in TVM is right in both."""
-    quire.tvm.install(tvm_tree_commit=request.param)
-    yield request.param
-    quire.tvm.uninstall()
-
-
-def path_to(parents: Sequence[int], node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
 
 
 class Trees(OneCache):
@@ -105,7 +89,7 @@ class Trees(OneCache):
         np.testing.assert_array_equal(v, rows[:, :, self.qo_heads + self.kv_heads :])
 
 
-def test_one_tree_of_six(tree_commit: bool) -> None:
+def test_one_tree_of_six(as_tvm: bool) -> None:
     trees = Trees()
     trees.add(0, 5)
     trees.begin([0], [6], [-1, 0, 0, 1, 1, 2])
@@ -124,7 +108,7 @@ def test_one_tree_of_six(tree_commit: bool) -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
-def test_b6_trees_and_chains_are_committed_by_id(tree_commit: bool, order: list[int]) -> None:
+def test_b6_trees_and_chains_are_committed_by_id(as_tvm: bool, order: list[int]) -> None:
     trees = Trees()
     for seq in range(3):
         trees.add(seq, 3 + 2 * seq)
@@ -135,7 +119,7 @@ def test_b6_trees_and_chains_are_committed_by_id(tree_commit: bool, order: list[
     trees.cache.check_invariants()
 
 
-def test_b7_a_path_reaches_into_an_earlier_forward(tree_commit: bool) -> None:
+def test_b7_a_path_reaches_into_an_earlier_forward(as_tvm: bool) -> None:
     trees = Trees()
     trees.add(0, 4)
     trees.grow({0: [-1]})
@@ -148,7 +132,7 @@ def test_b7_a_path_reaches_into_an_earlier_forward(tree_commit: bool) -> None:
     assert trees.get_sequence_length(0) == 8
 
 
-def test_b8_a_commit_is_not_repeated(tree_commit: bool) -> None:
+def test_b8_a_commit_is_not_repeated(as_tvm: bool) -> None:
     trees = Trees()
     trees.add(0, 4)
     trees.add(1, 4)
@@ -162,7 +146,7 @@ def test_b8_a_commit_is_not_repeated(tree_commit: bool) -> None:
     trees.check_tokens(0)
 
 
-def test_b9_popn_shrinks_the_tree(tree_commit: bool) -> None:
+def test_b9_popn_shrinks_the_tree(as_tvm: bool) -> None:
     trees = Trees()
     trees.add(0, 4)
     trees.grow({0: [-1, 0, 1, 1]})
@@ -181,7 +165,7 @@ def test_b9_popn_shrinks_the_tree(tree_commit: bool) -> None:
     trees.forward([0], [1])
 
 
-def test_b13_b14_later_forwards_of_chains_and_of_mixed_depths(tree_commit: bool) -> None:
+def test_b13_b14_later_forwards_of_chains_and_of_mixed_depths(as_tvm: bool) -> None:
     trees = Trees(tokens=256)
     trees.add(0, 9)
     trees.fork(0, 1, 7)
@@ -192,7 +176,7 @@ def test_b13_b14_later_forwards_of_chains_and_of_mixed_depths(tree_commit: bool)
     trees.accept([2, 0, 1], [4, 7, 4])
 
 
-def test_what_is_refused_changes_nothing(tree_commit: bool) -> None:
+def test_what_is_refused_changes_nothing(as_tvm: bool) -> None:
     trees = Trees(tokens=1024, chunk=512)
     trees.add(0, 2)
     trees.add(1, 2)
@@ -215,7 +199,7 @@ def test_what_is_refused_changes_nothing(tree_commit: bool) -> None:
 
 
 @pytest.mark.parametrize("rope_mode", [0, 2])
-def test_trees_under_windows(tree_commit: bool, rope_mode: int) -> None:
+def test_trees_under_windows(as_tvm: bool, rope_mode: int) -> None:
     """TVM refuses them: a node sees what a token at its place would see."""
     shape = {"windows": True, "rope_mode": rope_mode, "tokens": 256}
     trees, plain = OneCache(**shape), OneCache(**shape)
@@ -234,7 +218,7 @@ def test_trees_under_windows(tree_commit: bool, rope_mode: int) -> None:
     assert trees.positions() == plain.positions()
 
 
-def test_shared_kv_and_pieces_in_a_tree(tree_commit: bool) -> None:
+def test_shared_kv_and_pieces_in_a_tree(as_tvm: bool) -> None:
     trees = Trees(kinds=(0,))
     trees.add(0, 5)
     rows = trees.qkv(3)
@@ -257,13 +241,13 @@ def test_shared_kv_and_pieces_in_a_tree(tree_commit: bool) -> None:
     trees.end_forward()
 
 
-def test_accepting_nothing_takes_back_the_last_forward(tree_commit: bool) -> None:
+def test_accepting_nothing_takes_back_the_last_forward(as_tvm: bool) -> None:
     trees = Trees()
     trees.add(0, 4)
     trees.grow({0: [-1, 0]})
     trees.grow({0: [1, 2, 2]})
     trees.commit([0], [-1])
-    kept = trees.nodes[0][:, :2] if tree_commit else trees.nodes[0][:, :0]
+    kept = trees.nodes[0][:, :2] if as_tvm else trees.nodes[0][:, :0]
     trees.tokens[0] = np.concatenate([trees.tokens[0], kept], axis=1)
     trees.drop_nodes(0)
     trees.check_tokens(0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from tvm_calls import OneCache, plain_attention
+from tvm_calls import OneCache, plain_attention, visible_rows
 
 import quire
 import quire.tvm
@@ -14,39 +12,10 @@ import quire.tvm
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-@pytest.fixture(params=[True, False], ids=["as_tvm", "exact"])
-def window_span(request: pytest.FixtureRequest) -> Iterator[bool]:
-    quire.tvm.install(tvm_window_span=request.param)
-    yield request.param
-    quire.tvm.uninstall()
-
-
-@pytest.fixture
-def as_tvm() -> Iterator[None]:
-    quire.tvm.install()
-    yield
-    quire.tvm.uninstall()
-
-
-def visible_rows(
-    lengths: list[int], window: int, sinks: int, span: bool
-) -> list[list[int]]:
-    """What each row of these forwards of one sequence sees."""
-    rows: list[list[int]] = []
-    slid = 0  # behind the sinks, as of the last forward
-    for length in lengths:
-        for _ in range(length):
-            row = len(rows)
-            hidden = slid if span else max(0, row + 1 - window)
-            rows.append([*range(min(sinks, row + 1)), *range(sinks + hidden, row + 1)])
-        slid = max(slid, len(rows) - window)
-    return rows
-
-
 @pytest.mark.parametrize("window, sinks", [(8, 2), (8, 0), (1, 0), (20, 19), (5, 4), (100, 3)])
 @pytest.mark.parametrize("lengths", [[1] * 40, [13, 3, 1, 1, 20, 1, 1], [40]])
 def test_what_rows_see(
-    window_span: bool, window: int, sinks: int, lengths: list[int]
+    as_tvm: bool, window: int, sinks: int, lengths: list[int]
 ) -> None:
     """Without rotation, so that plain attention over the visible tokens is the answer."""
     cache = OneCache(windows=True, tokens=256)
@@ -54,7 +23,7 @@ def test_what_rows_see(
     cache.enable_sliding_window_for_seq(0, window, sinks)
     qkv = cache.qkv(40)
     expected = [
-        plain_attention(part, visible_rows(lengths, window, sinks, window_span), 1) for part in qkv
+        plain_attention(part, visible_rows(lengths, window, sinks, as_tvm), 1) for part in qkv
     ]
     begin = 0
     for length in lengths:
@@ -64,7 +33,7 @@ def test_what_rows_see(
         begin += length
 
 
-def test_one_token_at_a_time_as_in_tvm(as_tvm: None) -> None:
+def test_one_token_at_a_time_as_in_tvm(installed: None) -> None:
     """Worked example 6.9: window 8, sink 2."""
     cache = OneCache(windows=True)
     cache.add_sequence(0)
@@ -83,7 +52,7 @@ def test_one_token_at_a_time_as_in_tvm(as_tvm: None) -> None:
     np.testing.assert_array_equal(k[:, :, 0], qkv[:, [0, 1, 11, 12, 13, 14, 15, 16], 2])
 
 
-def test_many_tokens_at_once_as_in_tvm(as_tvm: None) -> None:
+def test_many_tokens_at_once_as_in_tvm(installed: None) -> None:
     """Worked example 6.10."""
     cache = OneCache(windows=True)
     cache.add_sequence(0)
@@ -100,7 +69,7 @@ def test_many_tokens_at_once_as_in_tvm(as_tvm: None) -> None:
     np.testing.assert_array_equal(k[:, :, 0], qkv[:, [0, 1, 10, 11, 12, 13, 14, 15], 2])
 
 
-def test_enabling_does_not_slide_at_once(as_tvm: None) -> None:
+def test_enabling_does_not_slide_at_once(installed: None) -> None:
     cache = OneCache(windows=True)
     cache.add_sequence(0)
     cache.forward([0], [20])
@@ -110,14 +79,14 @@ def test_enabling_does_not_slide_at_once(as_tvm: None) -> None:
     assert cache.get_sequence_length(0) == 8
 
 
-def test_a_fork_has_no_window_in_tvm_and_has_it_in_quire(window_span: bool) -> None:
+def test_a_fork_has_no_window_in_tvm_and_has_it_in_quire(as_tvm: bool) -> None:
     cache = OneCache(windows=True, tokens=256)
     cache.add_sequence(0)
     cache.enable_sliding_window_for_seq(0, 8, 2)
     cache.forward([0], [6])
     cache.fork_sequence(0, 1, -1)
     cache.forward([1], [20])
-    if window_span:
+    if as_tvm:
         assert cache.get_sequence_length(1) == 26
         cache.enable_sliding_window_for_seq(1, 4, 0)
     else:
@@ -126,7 +95,7 @@ def test_a_fork_has_no_window_in_tvm_and_has_it_in_quire(window_span: bool) -> N
             cache.enable_sliding_window_for_seq(1, 4, 0)
 
 
-def test_checks_of_a_window(window_span: bool) -> None:
+def test_checks_of_a_window(as_tvm: bool) -> None:
     cache = OneCache(windows=True)
     cache.add_sequence(0)
     with pytest.raises(quire.UnknownSequenceError):
@@ -143,7 +112,7 @@ def test_checks_of_a_window(window_span: bool) -> None:
         plain.enable_sliding_window_for_seq(0, 4, 0)
 
 
-def test_layers_with_windows_leave_those_of_sequences_out(window_span: bool) -> None:
+def test_layers_with_windows_leave_those_of_sequences_out(as_tvm: bool) -> None:
     cache = OneCache(windows=True, kinds=(0, 3), layer_window=3)
     cache.add_sequence(0)
     cache.enable_sliding_window_for_seq(0, 4, 1)

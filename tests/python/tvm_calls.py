@@ -101,6 +101,7 @@ def create_arguments(
     kinds: Sequence[int] = (0, 0),
     heads: tuple[int, int] = (2, 1),
     dim: int = 8,
+    value_dim: int | None = None,
     rope_mode: int = 0,
     theta: float = 10000.0,
     rotation: Any = None,
@@ -118,7 +119,7 @@ def create_arguments(
         heads[0],
         heads[1],
         dim,
-        dim,
+        dim if value_dim is None else value_dim,
         Shape(list(kinds)),
         transfer,
         rope_mode,
@@ -139,14 +140,16 @@ def create_arguments(
 
 
 class OneCache:
-    """One of Quire's caches behind TVM's names, with its shape and random inputs."""
+    """One of Quire's caches behind TVM's names, with its shape and random inputs; with `arguments`,
+    what creation makes of these."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, arguments: list[Any] | None = None, **options: Any) -> None:
         self.calls = Calls()
         self.layers = len(options.get("kinds", (0, 0)))
         self.qo_heads, self.kv_heads = options.get("heads", (2, 1))
         self.dim = options.get("dim", 8)
-        self.cache = self.calls.paged_attention_kv_cache_create(*create_arguments(**options))
+        given = create_arguments(**options) if arguments is None else arguments
+        self.cache = self.calls.paged_attention_kv_cache_create(*given)
         self._random = np.random.default_rng(1)
         self._ids = itertools.count()
 
@@ -192,3 +195,25 @@ def plain_attention(
             weights = np.exp(scores - scores.max())
             o[row, head] = weights @ x[list(sees), qo_heads + kv_heads + kv] / weights.sum()
     return o
+
+
+def visible_rows(lengths: list[int], window: int, sinks: int, span: bool) -> list[list[int]]:
+    """What each row of these forwards of one sequence with a window sees; `span`: tvm_window_span."""
+    rows: list[list[int]] = []
+    slid = 0  # behind the sinks, as of the last forward
+    for length in lengths:
+        for _ in range(length):
+            row = len(rows)
+            hidden = slid if span else max(0, row + 1 - window)
+            rows.append([*range(min(sinks, row + 1)), *range(sinks + hidden, row + 1)])
+        slid = max(slid, len(rows) - window)
+    return rows
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from a root to `node`; none for -1."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path

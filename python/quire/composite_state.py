@@ -1,0 +1,77 @@
+"""quire.CompositeState: the state of a model with attention and recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire import _ffi
+from quire._kv_state import KVState
+
+if TYPE_CHECKING:
+    from quire.kv_cache import KVCache
+    from quire.recurrent_cache import RecurrentCache
+    from quire.rnn_state import RNNState
+
+__all__ = ["CompositeState"]
+
+
+class CompositeState(KVState):
+    """The state of a model with attention and recurrent layers: its parts change together or not at
+    all.
+
+    Each call is made on all parts, or, if one of them refuses it, on none, and the error is that
+    part's. What layers do is called on the parts::
+
+        state = CompositeState(attention=cache, recurrent=[recurrent])
+        state.add_sequence(0)
+        with state.forward([0], [n]):
+            cache.attention_with_fused_qkv(0, qkv)
+            recurrent.linear_attention(0, q, k, v, decay)
+
+    As long as it is open, calls that change which sequences its parts have, or their tokens, raise
+    BadStateError on the parts. fork_sequence and pop_n reach the positions that all parts reach,
+    and raise NeedsReplayError for others. :mod:`quire.snapshot` keeps its sequences as files if the
+    one recurrent part is a RecurrentCache.
+
+    Args:
+        recurrent: the recurrent parts, at least one, none of them twice and without sequences.
+        attention: the attention part, without sequences, or None.
+    """
+
+    def __init__(
+        self, *, recurrent: Sequence[RNNState | RecurrentCache], attention: KVCache | None = None
+    ) -> None:
+        self._attention = attention
+        self._recurrent = tuple(recurrent)
+        fields: dict[str, Any] = {"recurrent": [_object_of(part) for part in self._recurrent]}
+        if attention is not None:
+            fields["attention"] = _object_of(attention)
+        super().__init__(_ffi.new_composite_state(fields))
+
+    @property
+    def attention(self) -> KVCache | None:
+        """The attention part."""
+        return self._attention
+
+    @property
+    def recurrent(self) -> tuple[RNNState | RecurrentCache, ...]:
+        """The recurrent parts."""
+        return self._recurrent
+
+    def _has_begun(self, batch: int) -> None:
+        for part in self._recurrent:
+            part._has_begun(batch)
+
+    def replay_start(self, seq_id: int, position: int) -> int:
+        """The largest position up to `position` that fork_sequence and pop_n reach in all parts."""
+        return int(self._handle.replay_start(seq_id, position))
+
+
+def _object_of(part: Any) -> Any:
+    if not isinstance(part, KVState):
+        raise TypeError(
+            f"CompositeState: a {type(part).__name__} is no part; give a KVCache as attention, and "
+            "RNNState and RecurrentCache objects as recurrent"
+        )
+    return part.__tvm_ffi_object__()
