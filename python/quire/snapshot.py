@@ -177,8 +177,7 @@ def save_sequence(
     sampler: bytes = b"",
     block_tokens: int = 256,
 ) -> None:
-    """Writes one sequence of a cache, or of a composite state whose one recurrent part is a
-    RecurrentCache.
+    """Writes one sequence of a cache, a recurrent state or a composite state.
 
     tokens: all of the sequence, in order. identity: what the state was computed with, "model" and
     where they matter "revision", "tokenizer" and "adapter"; :func:`restore_sequence` compares them.

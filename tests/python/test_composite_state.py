@@ -374,11 +374,12 @@ def test_a_cache_alone_goes_on_from_a_file(tmp_path: Path) -> None:
     assert np.array_equal(run(caches[1], 5, 9, 12), run(caches[0], 0, 9, 12))
 
 
-def test_states_of_the_caller_are_in_no_file(tmp_path: Path) -> None:
-    hybrid = Hybrid()
-    hybrid.call("add_sequence", 0)
-    hybrid.forward([0], [2], draw(2))
-    path = tmp_path / "no.quire"
-    with pytest.raises(quire.BadArgumentError):
-        snapshot.save_sequence(hybrid.whole, 0, [1, 2], path, identity=IDENTITY)
-    assert not path.exists()
+def test_states_of_all_parts_go_on_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "states.quire"
+    source, target = Hybrid(), Hybrid(cache=attention(page_size=16))
+    rows = draw(14)
+    source.call("add_sequence", 0)
+    source.forward([0], [9], rows[:9])
+    snapshot.save_sequence(source.whole, 0, list(range(9)), path, identity=IDENTITY)
+    snapshot.restore_sequence(target.whole, 4, path, identity=IDENTITY)
+    assert same(target.forward([4], [5], rows[9:]), source.forward([0], [5], rows[9:]))
