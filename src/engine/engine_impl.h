@@ -34,8 +34,12 @@ namespace quire {
 // run out of pages.
 inline constexpr int64_t kRetainedSequencesMax = 1024;
 
-// Sequences that the cache of an engine must have room for: those of samples, and as many of
-// Logits. Retained ones do not count.
+// Prompts that one forward of Logits computes at most: enough to fill its rows, unless they are
+// short, and few enough for each to have recurrent states kept ready for it.
+int64_t LogitsSequencesMax(int64_t max_num_sequences);
+
+// Sequences that the cache of an engine must have room for: those of samples and those of Logits.
+// Retained ones do not count.
 int64_t CacheSequencesMax(int64_t max_num_sequences);
 
 // Samples that one step computes at most: each has at least one of its tokens, and at most one row
@@ -128,6 +132,10 @@ class EngineImpl final : public Engine {
     Batch works;
     std::vector<DraftTree> guesses;
   };
+  // As BeginTreeForward takes them.
+  struct TreeNodes {
+    std::vector<int64_t> ids, lengths, parents;
+  };
 
   // Excludes a second thread, turns bad_alloc into OutOfMemory and refreshes what Stats and Idle
   // tell.
@@ -180,6 +188,7 @@ class EngineImpl final : public Engine {
   std::vector<DraftJob> MakeDraftJobs(const Batch& batch, std::vector<DraftTree>* guesses) const;
   Status Guess(std::span<const DraftJob> jobs);
   Status PlanTrees(Batch* batch, TreeBatch* trees, bool* plan_anew);
+  static TreeNodes NodesOf(const Batch& trees);
   Result<bool> TreesFit(const Batch& trees, const Batch& plain);
   Status JoinTrees(Batch* batch, TreeBatch* trees);
   void RunTrees(const TreeBatch& trees, Batch* batch);

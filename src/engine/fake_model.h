@@ -20,9 +20,9 @@ class FakeModel final : public Model {
   static constexpr int64_t kDim = 4;  // of the one head
 
   // Models with different seeds have nothing in common.
-  explicit FakeModel(uint64_t seed = 0) : seed_(seed) {
+  explicit FakeModel(uint64_t seed = 0, int64_t vocab_size = kVocabSize) : seed_(seed) {
     info_.architecture = "FakeModel";
-    info_.vocab_size = kVocabSize;
+    info_.vocab_size = vocab_size;
     info_.hidden_size = kDim;
     info_.max_position_embeddings = 4096;
     info_.weight_bytes = 1;
@@ -62,14 +62,15 @@ class FakeModel final : public Model {
                                       TensorView(o.data(), DType::kF32, {n, 1, kDim}), 1.0));
       for (int64_t i = 0; i < n * kDim; ++i) hidden[i] = hidden[i] + o[i];
     }
+    const int64_t vocab_size = info_.vocab_size;
     for (const int64_t row : logit_rows) {
-      for (int64_t token = 0; token < kVocabSize; ++token) {
+      for (int64_t token = 0; token < vocab_size; ++token) {
         float sum = 0;
         for (int64_t d = 0; d < kDim; ++d) sum += hidden[row * kDim + d] * Weight(9, token, d);
         logits[token] = sum;
       }
-      if (edit) edit(token_ids[row], positions[row], {logits, static_cast<size_t>(kVocabSize)});
-      logits += kVocabSize;
+      if (edit) edit(token_ids[row], positions[row], {logits, static_cast<size_t>(vocab_size)});
+      logits += vocab_size;
     }
     return {};
   }

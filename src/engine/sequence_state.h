@@ -43,6 +43,7 @@ class SequenceState {
 
   // With the long factors of LongRoPE, or the short ones.
   Status AddSequence(int64_t sequence_id, bool long_rope) const;
+  // Of a sequence that has just been made, which is removed again if this fails.
   // REQUIRES: attention layers.
   Status EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const;
   // Switches the sequence's window off, if nothing has slid out of it: then all its tokens are what
@@ -64,6 +65,9 @@ class SequenceState {
   int64_t retained_pages() const;
   Result<int64_t> PagesNeeded(std::span<const int64_t> sequence_ids,
                               std::span<const int64_t> lengths) const;
+  Result<int64_t> PagesNeededForTree(std::span<const int64_t> sequence_ids,
+                                     std::span<const int64_t> lengths,
+                                     std::span<const int64_t> parents) const;
 
   // Of states, all recurrent parts together; zeros without any.
   StateSlotCounts slot_counts() const;

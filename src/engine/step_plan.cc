@@ -84,13 +84,8 @@ Status EngineImpl::GiveSequence(const Request& request, Sample* sample, const Pr
                             ? state_.AddSequence(sequence_id, request.space.long_rope)
                             : state_.kv().ForkSequence(from.sequence_id, sequence_id, from.length));
   if (request.has_window() && !from.has_window) {
-    const Status enabled =
-        state_.EnableWindow(sequence_id, request.options.window, request.options.sinks);
-    if (!enabled.ok()) {
-      const Status removed = state_.kv().RemoveSequence(sequence_id);
-      QUIRE_CHECK(removed.ok()) << removed.ToString();
-      return enabled;
-    }
+    QUIRE_RETURN_IF_ERROR(
+        state_.EnableWindow(sequence_id, request.options.window, request.options.sinks));
   }
   ++next_sequence_id_;
   prefix_cache_.Touch(from.sequence_id);

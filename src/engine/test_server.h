@@ -35,6 +35,7 @@ struct Sizes {
   int64_t tree_nodes = 0;
   std::optional<uint64_t> draft_seed = {};  // of the draft model; 0: it is the same model
   int64_t draft_pages = 2000;
+  int64_t draft_vocab = FakeModel::kVocabSize;
 };
 
 // For prompt + max_tokens of more than 16.
@@ -99,13 +100,14 @@ struct Server {
     parts.speculation = sizes.speculation;
     parts.max_tree_nodes = sizes.tree_nodes;
     if (sizes.draft_seed) {
-      auto owned_draft = std::make_unique<FakeModel>(*sizes.draft_seed);
+      auto owned_draft = std::make_unique<FakeModel>(*sizes.draft_seed, sizes.draft_vocab);
       draft_model = owned_draft.get();
       ModelDrafter::Parts draft;
       draft.cache = MakeCache(*owned_draft, sizes, sizes.draft_pages);
       draft.model = std::move(owned_draft);
       draft.prefill_chunk = sizes.chunk;
       draft.rows_max = StepSamplesMax(sizes.sequences, sizes.chunk);
+      draft.vocab_size = FakeModel::kVocabSize;
       parts.model_drafter = std::make_unique<ModelDrafter>(std::move(draft));
     }
     engine = std::make_unique<EngineImpl>(std::move(parts));

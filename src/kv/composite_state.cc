@@ -28,7 +28,9 @@ Status Apply(const ControlCall& call, AttentionKVCache& cache) {
     case ControlCall::Kind::kRetain:
       return cache.SetRetained(call.seq_id, call.retained);
     case ControlCall::Kind::kBegin:
-      return cache.BeginForward(call.seq_ids, call.append_lengths);
+      return call.loads.empty()
+                 ? cache.BeginForward(call.seq_ids, call.append_lengths)
+                 : cache.BeginLoadingForward(call.seq_ids, call.append_lengths, call.loads);
     case ControlCall::Kind::kEnd:
       return cache.EndForward();
     case ControlCall::Kind::kBeginTree:
@@ -52,6 +54,9 @@ class JointState final : public ControlledState<CompositeState> {
   Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const override;
   Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
                      std::span<const std::vector<TensorView>> states) override;
+  Status BeginLoadingForward(std::span<const int64_t> seq_ids,
+                             std::span<const int64_t> append_lengths,
+                             std::span<const LayerLoad> loads) override;
   bool HasSequence(int64_t seq_id) const override { return first().HasSequence(seq_id); }
   int64_t sequence_count() const override { return first().sequence_count(); }
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
@@ -64,6 +69,7 @@ class JointState final : public ControlledState<CompositeState> {
  private:
   Status Run(const ControlCall& call) override;
   Status RunOnAll(const ControlCall& call);
+  Status CheckImportable(const char* call) const;
   Status CheckImport(int64_t seq_id, int64_t position, const KVImport& kv,
                      std::span<const std::vector<TensorView>> states) const;
   Status ExplainReplay(const ControlCall& call, const Status& status) const;
@@ -113,6 +119,16 @@ Status JointState::RunOnAll(const ControlCall& call) {
   return Status();
 }
 
+Status JointState::CheckImportable(const char* call) const {
+  for (size_t i = 0; i < parts_.recurrent.size(); ++i) {
+    if (dynamic_cast<const RecurrentCache*>(parts_.recurrent[i].get()) != nullptr) continue;
+    return Status(StatusCode::kBadArgument, std::string(call) + ": recurrent[" + std::to_string(i) +
+                                                "] is no RecurrentCache; only its states can be "
+                                                "imported");
+  }
+  return Status();
+}
+
 Status JointState::CheckImport(int64_t seq_id, int64_t position, const KVImport& kv,
                                std::span<const std::vector<TensorView>> states) const {
   const auto bad = [](const std::string& what) {
@@ -122,12 +138,7 @@ Status JointState::CheckImport(int64_t seq_id, int64_t position, const KVImport&
     return bad("states of " + std::to_string(states.size()) + " recurrent parts; there are " +
                std::to_string(parts_.recurrent.size()));
   }
-  for (size_t i = 0; i < states.size(); ++i) {
-    if (dynamic_cast<const RecurrentCache*>(parts_.recurrent[i].get()) != nullptr) continue;
-    return bad("recurrent[" + std::to_string(i) +
-               "] is no RecurrentCache; only its states can be "
-               "imported");
-  }
+  QUIRE_RETURN_IF_ERROR(CheckImportable("ImportState"));
   QUIRE_ASSIGN_OR_RETURN(const int64_t length, GetSequenceLength(seq_id));
   int64_t end = length;
   for (const int64_t tokens : kv.tokens) {
@@ -156,6 +167,23 @@ Status JointState::ImportState(int64_t seq_id, int64_t position, const KVImport&
     if (parts_.attention != nullptr) QUIRE_RETURN_IF_ERROR(Apply(call, *parts_.attention));
     planned.Commit();
     return Status();
+  });
+}
+
+Status JointState::BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                       std::span<const int64_t> append_lengths,
+                                       std::span<const LayerLoad> loads) {
+  return gate_.Enter("BeginLoadingForward", [&]() -> Status {
+    if (!loads.empty()) QUIRE_RETURN_IF_ERROR(CheckImportable("BeginLoadingForward"));
+    if (!loads.empty() && parts_.recurrent.size() != 1) {
+      return Status(StatusCode::kBadArgument,
+                    "BeginLoadingForward: there are " + std::to_string(parts_.recurrent.size()) +
+                        " recurrent parts; a source has the states of one");
+    }
+    return RunOnAll({.kind = ControlCall::Kind::kBegin,
+                     .seq_ids = seq_ids,
+                     .append_lengths = append_lengths,
+                     .loads = loads});
   });
 }
 
