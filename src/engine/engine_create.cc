@@ -142,6 +142,7 @@ RecurrentCacheOptions StateOptions(const EngineOptions& options, const ModelInfo
           .thinned_checkpoints = role == Role::kDraft ? 0 : kThinnedCheckpoints,
           .max_tree_slots = TreeNodesFor(options),
           .max_retained_slots = retained_states,
+          .max_loads = role == Role::kDraft ? 0 : kLoadsMax,
           .kernel_path = options.kernel_path,
           .runner = runner};
 }

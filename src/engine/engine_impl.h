@@ -160,7 +160,7 @@ class EngineImpl final : public Engine {
   PrefixMatch FindPrefix(const Request& request, const Sample& sample, int64_t border = 1) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
-  int64_t PendingNow(const Request& request, const Sample& sample) const;
+  int64_t PendingNow(const Request& request, const Sample& sample, int64_t length) const;
   Result<std::vector<bool>> WhichOpenPages(std::span<const int64_t> sequence_ids) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
   int64_t PagesOfLoads(const Batch& works) const;
@@ -222,6 +222,8 @@ class EngineImpl final : public Engine {
   void PollLoad(Request* request);
   bool KeepsPace(const Request& request, bool alone) const;
   int64_t LoadableTokens(const Sample& leader) const;
+  int64_t ChunkLayerCount() const;
+  int64_t FirstLayerNeeded() const;
   bool AwaitLoad();
   void ImportChunks(Request* request, const Start& start) noexcept;
   Status TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept;
@@ -234,7 +236,9 @@ class EngineImpl final : public Engine {
   void NoteStart(Request* request, int64_t known) noexcept;
   void ForgetLoad(Request* request) noexcept;
   void StoreComputed() noexcept;
-  int64_t StoreSample(const Request& request, Sample* sample, int64_t bytes_max) noexcept;
+  void StoreSeen(const Batch& batch) noexcept;
+  int64_t StoreSample(const Request& request, Sample* sample, int64_t computed,
+                      int64_t bytes_max) noexcept;
   void StoreRetained(const PrefixCache::Retained& retained) noexcept;
   Status StoreAll(int64_t until_ns);
   void MeasureSpeed(int64_t tokens, int64_t ns) noexcept;

@@ -70,6 +70,13 @@ Status SequenceState::SetRetained(int64_t sequence_id, bool retained) const {
                                : attention_->SetRetained(sequence_id, retained);
 }
 
+Status SequenceState::BeginLoadingForward(std::span<const int64_t> sequence_ids,
+                                          std::span<const int64_t> lengths,
+                                          std::span<const LayerLoad> loads) const {
+  return composite_ != nullptr ? composite_->BeginLoadingForward(sequence_ids, lengths, loads)
+                               : attention_->BeginLoadingForward(sequence_ids, lengths, loads);
+}
+
 int64_t SequenceState::ForkStart(int64_t sequence_id, int64_t position) const noexcept {
   if (composite_ != nullptr) {
     const Result<int64_t> start = composite_->ReplayStart(sequence_id, position);

@@ -50,6 +50,10 @@ class SequenceState {
   // they would be without one. False if something has, or without memory.
   bool DropWindow(int64_t sequence_id) const noexcept;
   Status SetRetained(int64_t sequence_id, bool retained) const;
+  // With sources that give what is seen behind the loaded tokens.
+  Status BeginLoadingForward(std::span<const int64_t> sequence_ids,
+                             std::span<const int64_t> lengths,
+                             std::span<const LayerLoad> loads) const;
   // The largest position <= `position` at which the sequence can be forked, and to which it can be
   // popped; 0 if there is none, or no such sequence.
   int64_t ForkStart(int64_t sequence_id, int64_t position) const noexcept;

@@ -99,6 +99,11 @@ std::span<const AttentionLayerSpec> LayersOf(const SequenceStates& states) {
   return states.attention()->options().layers;
 }
 
+// Of the layer with this number in a chunk.
+SectionSpec StateSection(const RecurrentLayerSpec& spec, int64_t layer) {
+  return {SectionKind::kRecurrentState, layer, layer, DType::kF32, StateDims(spec)};
+}
+
 }  // namespace
 
 int64_t AttentionLayerCount(const SequenceStates& states) {
@@ -123,8 +128,7 @@ std::vector<SectionSpec> StateSections(const SequenceStates& states) {
   if (states.recurrent() == nullptr) return sections;
   int64_t layer = AttentionLayerCount(states);
   for (const RecurrentLayerSpec& spec : states.recurrent()->options().layers) {
-    sections.push_back({SectionKind::kRecurrentState, layer, layer, DType::kF32, StateDims(spec)});
-    ++layer;
+    sections.push_back(StateSection(spec, layer++));
   }
   return sections;
 }
@@ -143,10 +147,9 @@ Status ExportStates(const SequenceStates& states, int64_t seq_id, int64_t positi
 
 Result<std::vector<TensorView>> StatesOf(const ChunkView& chunk, const SequenceStates& states) {
   std::vector<TensorView> tensors;
-  for (const SectionSpec& section : StateSections(states)) {
-    QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, section));
-    // Whoever imports only reads.
-    tensors.push_back(TensorView(const_cast<std::byte*>(bytes.data()), DType::kF32, section.dims));
+  const int64_t count = static_cast<int64_t>(StateSections(states).size());
+  for (int64_t layer = 0; layer < count; ++layer) {
+    QUIRE_ASSIGN_OR_RETURN(tensors.emplace_back(), ChunkState(chunk, states, layer));
   }
   return tensors;
 }
@@ -207,11 +210,17 @@ Result<KVBlock> ImportRows(const ChunkView& chunk, const SequenceStates& states,
 }
 
 Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
-                           int64_t position) {
+                           int64_t position, int64_t end) {
   QUIRE_RETURN_IF_ERROR(CheckPosition(chunk.header(), position));
-  const int64_t end = position + static_cast<int64_t>(chunk.header().tokens.size());
-  const TokenRange hidden = HiddenTokens({}, spec.window, end);
-  return RowsOf(chunk, spec, layer, ShownOf(hidden, position, end).count());
+  const int64_t chunk_end = position + static_cast<int64_t>(chunk.header().tokens.size());
+  const TokenRange stored = HiddenTokens({}, spec.window, chunk_end);
+  const TokenRange wanted = HiddenTokens({}, spec.window, end);
+  const int64_t held = ShownOf(stored, position, chunk_end).count();
+  const int64_t hidden = held - ShownOf(wanted, position, chunk_end).count();
+  const int64_t count = held - hidden - std::max<int64_t>(chunk_end - end, 0);
+  if (count == 0) return LayerKV{};
+  QUIRE_ASSIGN_OR_RETURN(const LayerKV rows, RowsOf(chunk, spec, layer, held));
+  return SomeTokens(rows, hidden, count);
 }
 
 LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count) {
@@ -224,6 +233,14 @@ LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count) {
   };
   return {
       .k = some(kv.k), .v = some(kv.v), .k_scale = some(kv.k_scale), .v_scale = some(kv.v_scale)};
+}
+
+Result<TensorView> ChunkState(const ChunkView& chunk, const SequenceStates& states, int64_t layer) {
+  const RecurrentLayerSpec& spec = states.recurrent()->options().layers[static_cast<size_t>(layer)];
+  const SectionSpec wanted = StateSection(spec, AttentionLayerCount(states) + layer);
+  QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, wanted));
+  // Whoever imports only reads.
+  return TensorView(const_cast<std::byte*>(bytes.data()), DType::kF32, wanted.dims);
 }
 
 }  // namespace quire

@@ -1,10 +1,12 @@
 #include "kv/recurrent_cache.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -404,6 +406,32 @@ TEST(RecurrentCacheTest, BadOptions) {
   EXPECT_TRUE(refused([](Options& o) { o.thinned_checkpoints = -1; }));
   EXPECT_TRUE(refused([](Options& o) { o.max_slots = -1; }));
   EXPECT_TRUE(refused([](Options& o) { o.kernel_path = "none"; }));
+}
+
+// Of this process, in bytes.
+int64_t ResidentBytes() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+// Room for many sequences costs addresses; memory is taken by those that there are.
+TEST(RecurrentCacheTest, MemoryIsTakenWhenAStateIsFirstWritten) {
+  RecurrentCacheOptions options;
+  options.layers = {{.num_heads = 64, .num_key_heads = 1, .key_dim = 64, .value_dim = 64}};
+  options.max_num_sequences = 200;
+  options.prefill_chunk_size = 512;
+  options.runner = std::make_shared<SerialRunner>();
+  const int64_t before = ResidentBytes();
+  const auto cache = MakeCache(options);
+  ASSERT_GT(cache->storage_bytes(), int64_t{1} << 30);
+  // One after the other, each in the slots that the one before gave back.
+  for (int64_t id = 0; id < 20; ++id) {
+    ASSERT_TRUE(cache->AddSequence(id).ok());
+    ASSERT_TRUE(RunRecurrentForward(*cache, Ids{id}, {Range(0, 70)}).ok());
+    ASSERT_TRUE(cache->RemoveSequence(id).ok());
+  }
+  EXPECT_LT(ResidentBytes() - before, int64_t{100} << 20);
 }
 
 TEST(RecurrentCacheTest, MemoryIsKnownBeforehand) {
