@@ -688,16 +688,12 @@ void StateHistory::CommitRetain() noexcept {
   track.records.back().checkpoint = true;
 }
 
-void StateHistory::DropStates(StateTrack& track) noexcept {
+void StateHistory::CommitImport() noexcept {
+  StateTrack& track = TrackOf(index_);
   for (const StateRecord& record : track.records) slots_.Release(record.slot);
   for (const InputBlock& block : track.blocks) blocks_.Release(block.slot);
   track.records.clear();
   track.blocks.clear();
-}
-
-void StateHistory::CommitImport() noexcept {
-  StateTrack& track = TrackOf(index_);
-  DropStates(track);
   const bool keeps_inputs = options_.keep.interval > 0;
   track.length = position_;
   track.input_start = keeps_inputs ? position_ : 0;
@@ -728,7 +724,6 @@ void StateHistory::CommitEnd() noexcept {
 
 void StateHistory::EndMember(StateMember& member) noexcept {
   StateTrack& track = TrackOf(member.index);
-  if (member.imported > 0) DropStates(track);
   track.length = member.end();
   track.input_start = member.input_start;
   KeepRecords(track, member);

@@ -86,8 +86,8 @@ struct StateMember {
   size_t first_new_block = 0;
   int32_t copied_block = -1;  // the shared block with whose inputs the first new one begins
 
-  // It loads so many tokens: the first of `pending` is the state behind them, and what the sequence
-  // held goes when the forward ends, as by an import.
+  // It loads so many tokens: the first of `pending` is the state behind them. What the sequence
+  // held before goes when the forward ends, as by an import: `kept` and `blocks` begin there.
   int64_t imported = 0;
   LayerSource* source = nullptr;
 
@@ -248,7 +248,6 @@ class StateHistory {
   void FinishCut(StateTrack& track) noexcept;
   void ReleaseRecord(const StateRecord& record, bool retained) noexcept;
   void ReleaseTrack(int32_t index) noexcept;
-  void DropStates(StateTrack& track) noexcept;  // which the caller replaces
 
   // Retained sequences' holds are counted apart, by slot.
   void HoldRetained(int32_t slot) noexcept;
