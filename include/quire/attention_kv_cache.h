@@ -121,6 +121,9 @@ class LayerSource {
   // the forward has ended. Called on the thread of the attention call, once per layer; it must make
   // no call on the cache. An error becomes the attention call's.
   virtual Result<std::span<const LayerKV>> Load(int64_t layer) = 0;
+  // The same of a RecurrentCache's layer: its state behind the tokens, as DebugGet writes it. The
+  // default: BadState, it has none.
+  virtual Result<TensorView> LoadState(int64_t layer);
 };
 
 // The next `tokens` tokens of a sequence, whose keys and values come out of `source`.
@@ -128,6 +131,8 @@ struct LayerLoad {
   int64_t seq_id = 0;
   int64_t tokens = 0;
   LayerSource* source = nullptr;  // lives until the forward has ended
+  // It leaves out what no token behind them sees, as ImportVisibleKV without windows does.
+  bool only_visible = false;
 };
 
 // Positions [begin, end).

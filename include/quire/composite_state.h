@@ -44,6 +44,13 @@ class CompositeState : public KVState {
   virtual Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
                              std::span<const std::vector<TensorView>> states) = 0;
 
+  // As on AttentionKVCache; states come from the same sources when their layers are run, and are
+  // those behind the imported tokens, as by ImportState. OutOfPages without a free slot for each.
+  // REQUIRES: one recurrent part, a RecurrentCache.
+  virtual Status BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                     std::span<const int64_t> append_lengths,
+                                     std::span<const LayerLoad> loads) = 0;
+
   virtual bool HasSequence(int64_t seq_id) const = 0;
   virtual int64_t sequence_count() const = 0;
   virtual Result<int64_t> GetSequenceLength(int64_t seq_id) const = 0;

@@ -67,7 +67,7 @@ struct EngineOptions {
   // samples in work; 0 = at most 128 states and an eighth of the machine's memory.
   int64_t state_bytes = 0;
   Speculation speculation = {};  // of requests that do not say
-  // A smaller model of the same vocabulary, for DraftKind::kModel; computed like the other one.
+  // A smaller model with the same tokens, for DraftKind::kModel; computed like the other one.
   std::string draft_model_directory = {};
   // Nodes of token trees in a step, of all samples: guesses, and a root for each sample that has
   // some. Recurrent layers keep a state for each. 0 = 64 with `speculation` or a draft model, else

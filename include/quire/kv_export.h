@@ -76,12 +76,16 @@ ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const Chu
 Result<ChunkBuffer> ExportChunk(const SequenceStates& states, int64_t seq_id, int64_t start,
                                 ChunkFields fields, const ChunkWriteOptions& options = {});
 
-// The layer's verified keys and values in a chunk whose tokens are to stand from `position` on; the
-// other layers need not be there. Views of the chunk's bytes. Corrupt, Incompatible.
+// The layer's verified keys and values in a chunk whose tokens are to stand from `position` on:
+// what a token at `end` sees of them, empty tensors if nothing; the other layers need not be there.
+// Views of the chunk's bytes. Corrupt, Incompatible. REQUIRES: `end` > position, and the chunk's
+// end or behind it where the layer has a window.
 Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
-                           int64_t position);
+                           int64_t position, int64_t end);
 // `count` tokens of it from token `first` on. May throw std::bad_alloc.
 LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count);
+// A RecurrentCache's layer: its verified state behind the chunk's last token.
+Result<TensorView> ChunkState(const ChunkView& chunk, const SequenceStates& states, int64_t layer);
 
 // Appends the chunks' tokens to the sequence, which is added if it is absent. What is needed at
 // their end is verified first; whatever fails, the sequence is as it was. Corrupt; Incompatible for

@@ -68,6 +68,7 @@ struct RecurrentCacheOptions {
   // states alone. BeginTreeForward is OutOfPages when there would be more.
   int64_t max_tree_slots = 0;
   int64_t max_retained_slots = 0;  // see SetRetained
+  int64_t max_loads = 0;           // sequences of a forward that load their states: a slot each
   int64_t max_slots = 0;           // 0 = so many that every forward finds room
   std::string kernel_path;         // "" = the best of this CPU, else a name from KernelPaths()
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)

@@ -457,7 +457,7 @@ class Engine(_ffi.Owner):
         speculate: guess the next tokens and verify them in one forward, which changes no bit of an
             answer: "ngram" (what followed earlier in prompt and answer) or "model" (a smaller one);
             "none" by default, with a draft_model "model".
-        draft_model: the smaller model's folder; its vocabulary is the same.
+        draft_model: the smaller model's folder; its tokens are the same.
         draft_tokens: most guesses of a step; draft_branches: alternatives that are followed.
         max_tree_nodes: guesses of all samples in a step, and one more for each sample; 0 = 64 if
             speculate or draft_model is given. Recurrent layers keep a state for each.

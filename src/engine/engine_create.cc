@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/guard.h"
+#include "engine/draft_vocabulary.h"
 #include "engine/engine_impl.h"
 #include "engine/machine_memory.h"
 #include "kv/kv_memory.h"
@@ -107,12 +108,21 @@ Result<int64_t> PageCountFor(const ModelInfo& info, int64_t kv_bytes, int64_t pa
   return count;
 }
 
-AttentionKVCacheOptions CacheOptions(const EngineOptions& options, const ModelInfo& info,
+// What a model's caches are for. A draft model follows the samples and nothing else: its sequences
+// are never retained, and go back to a text's fork or by a token.
+enum class Role : uint8_t { kTarget, kDraft };
+
+int64_t SequencesOf(const EngineOptions& options, Role role) {
+  return role == Role::kDraft ? options.max_num_sequences
+                              : CacheSequencesMax(options.max_num_sequences);
+}
+
+AttentionKVCacheOptions CacheOptions(const EngineOptions& options, const ModelInfo& info, Role role,
                                      const std::shared_ptr<ParallelRunner>& runner,
                                      int64_t page_size, int64_t page_count) {
   AttentionKVCacheOptions cache_options;
   cache_options.layers = info.layers;
-  cache_options.max_num_sequences = CacheSequencesMax(options.max_num_sequences);
+  cache_options.max_num_sequences = SequencesOf(options, role);
   cache_options.token_capacity = (page_count - 1) * page_size;
   cache_options.prefill_chunk_size = options.prefill_chunk;
   cache_options.page_size = page_size;
@@ -122,16 +132,17 @@ AttentionKVCacheOptions CacheOptions(const EngineOptions& options, const ModelIn
   return cache_options;
 }
 
-RecurrentCacheOptions StateOptions(const EngineOptions& options, const ModelInfo& info,
+RecurrentCacheOptions StateOptions(const EngineOptions& options, const ModelInfo& info, Role role,
                                    const std::shared_ptr<ParallelRunner>& runner,
                                    int64_t retained_states) {
   return {.layers = info.recurrent_layers,
-          .max_num_sequences = CacheSequencesMax(options.max_num_sequences),
+          .max_num_sequences = SequencesOf(options, role),
           .prefill_chunk_size = options.prefill_chunk,
           .recent_checkpoints = kRecentCheckpoints,
-          .thinned_checkpoints = kThinnedCheckpoints,
+          .thinned_checkpoints = role == Role::kDraft ? 0 : kThinnedCheckpoints,
           .max_tree_slots = TreeNodesFor(options),
           .max_retained_slots = retained_states,
+          .max_loads = role == Role::kDraft ? 0 : kLoadsMax,
           .kernel_path = options.kernel_path,
           .runner = runner};
 }
@@ -147,13 +158,13 @@ struct Blueprint {
   MemoryPlan plan;
   int64_t retained_states = 0;
   ModelOptions model_options;
-  // Of the draft model, if there is one.
+  // Of the draft model, if there is one. Its nodes are guesses that it goes on from.
   EngineOptions draft_options = {};
   MemoryPlan draft = {};
 };
 
 // Pages of attention layers, and what a step takes beside them.
-Status PlanPages(const EngineOptions& options, const ModelInfo& info,
+Status PlanPages(const EngineOptions& options, const ModelInfo& info, Role role,
                  const std::shared_ptr<ParallelRunner>& runner, int64_t samples_max,
                  MemoryPlan* plan) {
   plan->page_size = PageSizeFor(info, options.page_size);
@@ -161,14 +172,14 @@ Status PlanPages(const EngineOptions& options, const ModelInfo& info,
   if (info.layers.empty()) return {};
   QUIRE_ASSIGN_OR_RETURN(
       const KVMemory two_pages,
-      MeasureKVCache(CacheOptions(options, info, runner, plan->page_size, 2), samples_max));
+      MeasureKVCache(CacheOptions(options, info, role, runner, plan->page_size, 2), samples_max));
   plan->page_bytes = two_pages.page_bytes;
   plan->kv_bytes_per_token = plan->page_bytes / plan->page_size;
   QUIRE_ASSIGN_OR_RETURN(plan->page_count,
                          PageCountFor(info, options.kv_bytes, plan->page_size, plan->page_bytes));
   QUIRE_ASSIGN_OR_RETURN(
       const KVMemory kv,
-      MeasureKVCache(CacheOptions(options, info, runner, plan->page_size, plan->page_count),
+      MeasureKVCache(CacheOptions(options, info, role, runner, plan->page_size, plan->page_count),
                      samples_max));
   plan->kv_bytes = kv.storage_bytes;
   plan->scratch_bytes += kv.scratch_bytes;
@@ -177,14 +188,14 @@ Status PlanPages(const EngineOptions& options, const ModelInfo& info,
 }
 
 // States of recurrent layers; how many of them may be retained.
-Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info,
+Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info, Role role,
                            const std::shared_ptr<ParallelRunner>& runner, MemoryPlan* plan) {
   if (info.recurrent_layers.empty()) return 0;
   QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory active,
-                         MeasureRecurrentCache(StateOptions(options, info, runner, 0)));
+                         MeasureRecurrentCache(StateOptions(options, info, role, runner, 0)));
   const int64_t retained = RetainedStatesFor(options, active.slot_bytes);
-  QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory all,
-                         MeasureRecurrentCache(StateOptions(options, info, runner, retained)));
+  QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory all, MeasureRecurrentCache(StateOptions(
+                                                        options, info, role, runner, retained)));
   plan->state_bytes = all.storage_bytes;
   plan->scratch_bytes += all.scratch_bytes;
   return retained;
@@ -200,7 +211,7 @@ Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blu
   draft_options.model_directory = options.draft_model_directory;
   draft_options.draft_model_directory.clear();
   draft_options.speculation = {};
-  draft_options.max_tree_nodes = 0;
+  draft_options.max_tree_nodes = TreeNodesFor(options);
   draft_options.prefix_cache = false;
   draft_options.page_size = 0;
   draft_options.kv_bytes = 0;
@@ -208,29 +219,28 @@ Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blu
   QUIRE_ASSIGN_OR_RETURN(const ModelMeasure model,
                          Model::Measure(draft_options.model_directory, blueprint->model_options,
                                         options.prefill_chunk, samples_max));
-  if (model.info.vocab_size != target.vocab_size) {
-    std::ostringstream message;
-    message << "EngineOptions::draft_model_directory: " << options.draft_model_directory
-            << " has a vocabulary of " << model.info.vocab_size << " tokens and "
-            << options.model_directory << " one of " << target.vocab_size
-            << "; give a draft model with the same tokenizer and vocabulary";
-    return Status(StatusCode::kBadArgument, message.str());
-  }
+  QUIRE_RETURN_IF_ERROR(
+      CheckDraftVocabulary({options.model_directory, target.vocab_size},
+                           {options.draft_model_directory, model.info.vocab_size}));
   MemoryPlan& draft = blueprint->draft;
   if (!model.info.layers.empty() && !target.layers.empty()) {
     const int64_t page_size = PageSizeFor(model.info, 0);
     QUIRE_ASSIGN_OR_RETURN(
         const KVMemory two_pages,
-        MeasureKVCache(CacheOptions(draft_options, model.info, runner, page_size, 2), samples_max));
-    const int64_t tokens = blueprint->plan.page_count * blueprint->plan.page_size;
+        MeasureKVCache(CacheOptions(draft_options, model.info, Role::kDraft, runner, page_size, 2),
+                       samples_max));
+    const int64_t tokens =
+        blueprint->plan.page_count * blueprint->plan.page_size + draft_options.max_tree_nodes;
+    // Of each sample a page of tokens and one of nodes are not full.
     draft_options.kv_bytes =
-        ((tokens + page_size - 1) / page_size + samples_max + 1) * two_pages.page_bytes;
+        ((tokens + page_size - 1) / page_size + 2 * samples_max + 1) * two_pages.page_bytes;
   }
   draft.scratch_bytes = model.workspace_bytes +
                         samples_max * model.info.vocab_size * static_cast<int64_t>(sizeof(float));
-  QUIRE_RETURN_IF_ERROR(PlanPages(draft_options, model.info, runner, samples_max, &draft));
+  QUIRE_RETURN_IF_ERROR(
+      PlanPages(draft_options, model.info, Role::kDraft, runner, samples_max, &draft));
   QUIRE_ASSIGN_OR_RETURN(const int64_t retained,
-                         PlanStates(draft_options, model.info, runner, &draft));
+                         PlanStates(draft_options, model.info, Role::kDraft, runner, &draft));
   QUIRE_CHECK(retained == 0);
   blueprint->plan.draft_bytes =
       model.info.weight_bytes + draft.kv_bytes + draft.state_bytes + draft.scratch_bytes;
@@ -258,8 +268,9 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   plan.scratch_bytes = model.workspace_bytes +
                        rows_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
                        runner->worker_count() * DrawScratch::Bytes(info.vocab_size);
-  QUIRE_RETURN_IF_ERROR(PlanPages(options, info, runner, samples_max, &plan));
-  QUIRE_ASSIGN_OR_RETURN(const int64_t retained_states, PlanStates(options, info, runner, &plan));
+  QUIRE_RETURN_IF_ERROR(PlanPages(options, info, Role::kTarget, runner, samples_max, &plan));
+  QUIRE_ASSIGN_OR_RETURN(const int64_t retained_states,
+                         PlanStates(options, info, Role::kTarget, runner, &plan));
   plan.machine_bytes = MachineMemoryBytes();
   Blueprint blueprint{
       .plan = plan, .retained_states = retained_states, .model_options = model_options};
@@ -292,20 +303,21 @@ struct ModelParts {
   std::shared_ptr<RecurrentCache> recurrent;
 };
 
-Result<ModelParts> LoadParts(const EngineOptions& options, const ModelOptions& model_options,
-                             const MemoryPlan& plan, int64_t retained_states) {
+Result<ModelParts> LoadParts(const EngineOptions& options, Role role,
+                             const ModelOptions& model_options, const MemoryPlan& plan,
+                             int64_t retained_states) {
   ModelParts parts;
   QUIRE_ASSIGN_OR_RETURN(parts.model, Model::Load(options.model_directory, model_options));
   const ModelInfo& info = parts.model->info();
   const std::shared_ptr<ParallelRunner>& runner = model_options.runner;
   if (!info.layers.empty()) {
-    QUIRE_ASSIGN_OR_RETURN(
-        parts.cache, AttentionKVCache::Create(
-                         CacheOptions(options, info, runner, plan.page_size, plan.page_count)));
+    QUIRE_ASSIGN_OR_RETURN(parts.cache,
+                           AttentionKVCache::Create(CacheOptions(options, info, role, runner,
+                                                                 plan.page_size, plan.page_count)));
   }
   if (!info.recurrent_layers.empty()) {
     QUIRE_ASSIGN_OR_RETURN(parts.recurrent, RecurrentCache::Create(StateOptions(
-                                                options, info, runner, retained_states)));
+                                                options, info, role, runner, retained_states)));
   }
   return parts;
 }
@@ -326,21 +338,23 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
     QUIRE_RETURN_IF_ERROR(CheckMachineHolds(plan));
     EngineImpl::Parts parts;
     parts.runner = blueprint.model_options.runner;
-    QUIRE_ASSIGN_OR_RETURN(ModelParts own, LoadParts(options, blueprint.model_options, plan,
-                                                     blueprint.retained_states));
+    QUIRE_ASSIGN_OR_RETURN(ModelParts own,
+                           LoadParts(options, Role::kTarget, blueprint.model_options, plan,
+                                     blueprint.retained_states));
     parts.model = std::move(own.model);
     parts.cache = std::move(own.cache);
     parts.recurrent = std::move(own.recurrent);
     if (!options.draft_model_directory.empty()) {
-      QUIRE_ASSIGN_OR_RETURN(
-          ModelParts draft,
-          LoadParts(blueprint.draft_options, blueprint.model_options, blueprint.draft, 0));
+      QUIRE_ASSIGN_OR_RETURN(ModelParts draft,
+                             LoadParts(blueprint.draft_options, Role::kDraft,
+                                       blueprint.model_options, blueprint.draft, 0));
       parts.model_drafter = std::make_unique<ModelDrafter>(ModelDrafter::Parts{
           .model = std::move(draft.model),
           .cache = std::move(draft.cache),
           .recurrent = std::move(draft.recurrent),
           .prefill_chunk = options.prefill_chunk,
-          .rows_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk)});
+          .rows_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk),
+          .vocab_size = parts.model->info().vocab_size});
     }
     parts.speculation = options.speculation;
     parts.max_tree_nodes = TreeNodesFor(options);

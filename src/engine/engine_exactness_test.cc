@@ -365,7 +365,6 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   int64_t drafted_tokens = 0;
   int64_t accepted_tokens = 0;
   int64_t recomputed_tokens = 0;
-  bool by_layers_too = true;  // not for windows and recurrent layers
   bool is_recurrent = false;
   bool has_pages = true;
   bool has_windows = false;
@@ -387,7 +386,6 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
                                         : engine->AttachStore(store, {.model = "test"}, use);
       const SequenceState& state = static_cast<const EngineImpl&>(*engine).state();
       has_windows = state.has_windows();
-      by_layers_too = state.forks_anywhere();
       is_recurrent = state.is_recurrent();
       has_pages = state.attention() != nullptr;
       ASSERT_TRUE(attached.ok()) << attached.ToString();
@@ -419,11 +417,9 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   if (is_recurrent) {
     EXPECT_GT(recomputed_tokens, 200);
   }
-  if (by_layers_too) {
-    EXPECT_GT(layer_loads, 10);
+  EXPECT_GT(layer_loads, 5);
+  if (!is_recurrent && !has_windows) {
     EXPECT_LT(recomputed_tokens, 100);  // of requests with windows alone
-  } else {
-    EXPECT_EQ(layer_loads, 0);
   }
 }
 

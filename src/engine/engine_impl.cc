@@ -10,7 +10,13 @@
 
 namespace quire {
 
-int64_t CacheSequencesMax(int64_t max_num_sequences) { return 2 * max_num_sequences; }
+int64_t LogitsSequencesMax(int64_t max_num_sequences) {
+  return std::min<int64_t>(max_num_sequences, 16);
+}
+
+int64_t CacheSequencesMax(int64_t max_num_sequences) {
+  return max_num_sequences + LogitsSequencesMax(max_num_sequences);
+}
 
 int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk) {
   return std::min(max_num_sequences, prefill_chunk);
@@ -222,10 +228,7 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     request->speculation = options.speculation.value_or(speculation_);
     request->space = {
         .salt = options.cache_salt,
-        .long_rope = NeedsLongRope(
-            model_->info(), options.window != 0 ? std::min(options.window, request->prompt_tokens +
-                                                                               options.max_tokens)
-                                                : request->prompt_tokens + options.max_tokens)};
+        .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};
     waiting_.push_back(std::move(request));
     return next_request_id_++;
   });

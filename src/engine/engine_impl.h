@@ -34,8 +34,12 @@ namespace quire {
 // run out of pages.
 inline constexpr int64_t kRetainedSequencesMax = 1024;
 
-// Sequences that the cache of an engine must have room for: those of samples, and as many of
-// Logits. Retained ones do not count.
+// Prompts that one forward of Logits computes at most: enough to fill its rows, unless they are
+// short, and few enough for each to have recurrent states kept ready for it.
+int64_t LogitsSequencesMax(int64_t max_num_sequences);
+
+// Sequences that the cache of an engine must have room for: those of samples and those of Logits.
+// Retained ones do not count.
 int64_t CacheSequencesMax(int64_t max_num_sequences);
 
 // Samples that one step computes at most: each has at least one of its tokens, and at most one row
@@ -128,6 +132,10 @@ class EngineImpl final : public Engine {
     Batch works;
     std::vector<DraftTree> guesses;
   };
+  // As BeginTreeForward takes them.
+  struct TreeNodes {
+    std::vector<int64_t> ids, lengths, parents;
+  };
 
   // Excludes a second thread, turns bad_alloc into OutOfMemory and refreshes what Stats and Idle
   // tell.
@@ -152,7 +160,7 @@ class EngineImpl final : public Engine {
   PrefixMatch FindPrefix(const Request& request, const Sample& sample, int64_t border = 1) const;
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
-  int64_t PendingNow(const Request& request, const Sample& sample) const;
+  int64_t PendingNow(const Request& request, const Sample& sample, int64_t length) const;
   Result<std::vector<bool>> WhichOpenPages(std::span<const int64_t> sequence_ids) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
   int64_t PagesOfLoads(const Batch& works) const;
@@ -180,6 +188,7 @@ class EngineImpl final : public Engine {
   std::vector<DraftJob> MakeDraftJobs(const Batch& batch, std::vector<DraftTree>* guesses) const;
   Status Guess(std::span<const DraftJob> jobs);
   Status PlanTrees(Batch* batch, TreeBatch* trees, bool* plan_anew);
+  static TreeNodes NodesOf(const Batch& trees);
   Result<bool> TreesFit(const Batch& trees, const Batch& plain);
   Status JoinTrees(Batch* batch, TreeBatch* trees);
   void RunTrees(const TreeBatch& trees, Batch* batch);
@@ -213,6 +222,8 @@ class EngineImpl final : public Engine {
   void PollLoad(Request* request);
   bool KeepsPace(const Request& request, bool alone) const;
   int64_t LoadableTokens(const Sample& leader) const;
+  int64_t ChunkLayerCount() const;
+  int64_t FirstLayerNeeded() const;
   bool AwaitLoad();
   void ImportChunks(Request* request, const Start& start) noexcept;
   Status TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept;
@@ -225,7 +236,9 @@ class EngineImpl final : public Engine {
   void NoteStart(Request* request, int64_t known) noexcept;
   void ForgetLoad(Request* request) noexcept;
   void StoreComputed() noexcept;
-  int64_t StoreSample(const Request& request, Sample* sample, int64_t bytes_max) noexcept;
+  void StoreSeen(const Batch& batch) noexcept;
+  int64_t StoreSample(const Request& request, Sample* sample, int64_t computed,
+                      int64_t bytes_max) noexcept;
   void StoreRetained(const PrefixCache::Retained& retained) noexcept;
   Status StoreAll(int64_t until_ns);
   void MeasureSpeed(int64_t tokens, int64_t ns) noexcept;

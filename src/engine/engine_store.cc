@@ -157,19 +157,28 @@ void EngineImpl::PollLoad(Request* request) {
 
 // ---- Layer by layer
 
+// Layers come in the order of a chunk: attention layers, then the states of recurrent ones.
+int64_t EngineImpl::ChunkLayerCount() const {
+  const ModelInfo& info = model_->info();
+  return std::ssize(info.layers) + std::ssize(info.recurrent_layers);
+}
+
+// Without which a forward would wait at its begin. Hybrid models begin with a recurrent layer.
+int64_t EngineImpl::FirstLayerNeeded() const {
+  const ModelInfo& info = model_->info();
+  return info.recurrent_layers.empty() ? 0 : std::ssize(info.layers);
+}
+
 // Whether a forward that begins now finds each layer of the load when it comes to it, as the pace
 // of the layers so far and the measured speed of prompts tell. One that waited inside would hold up
 // everybody, and end no earlier than one that begins later. `alone`: nobody would be held up, then
 // it may also begin while the speed is not known.
 bool EngineImpl::KeepsPace(const Request& request, bool alone) const {
-  // States are those of the last chunk that is sound, and so are rows under a window: which one
-  // that is must be known before.
-  if (!state_.forks_anywhere()) return false;
   const PrefixLoad& load = *request.load;
-  const int64_t count = static_cast<int64_t>(model_->info().layers.size());
+  const int64_t count = ChunkLayerCount();
   const int64_t now_ns = store_->now_ns();
   const int64_t there = load.LayersThere(count, now_ns);
-  if (there == 0) return false;
+  if (there <= FirstLayerNeeded()) return false;
   const double speed = counters_.compute_seconds_per_token;
   if (speed == 0) return alone || there == count;
   const int64_t behind = static_cast<int64_t>(request.leader()->tokens.size()) - load.found_end();
@@ -188,7 +197,7 @@ bool EngineImpl::AwaitLoad() {
   const auto first = std::find_if(waiting_.begin(), waiting_.end(), loads);
   if (first == waiting_.end()) return false;
   Request* const request = first->get();
-  const int64_t count = static_cast<int64_t>(model_->info().layers.size());
+  const int64_t count = ChunkLayerCount();
   const int64_t until_ns = store_->now_ns() + kWaitNs;
   for (;;) {
     PollLoad(request);
@@ -196,11 +205,8 @@ bool EngineImpl::AwaitLoad() {
     const int64_t now_ns = store_->now_ns();
     if (request->load->usable()) break;
     if (now_ns >= until_ns) return false;
-    if (!state_.forks_anywhere()) {
-      request->load->AwaitEnd(until_ns);
-      continue;
-    }
-    request->load->AwaitLayer(request->load->LayersThere(count, now_ns), until_ns);
+    const int64_t there = request->load->LayersThere(count, now_ns);
+    request->load->AwaitLayer(std::max(there, FirstLayerNeeded()), until_ns);
   }
   // Others that came as far share its forward.
   for (const auto& other : waiting_) {
@@ -362,12 +368,24 @@ void EngineImpl::StoreComputed() noexcept {
   for (const auto& request : running_) {
     for (Sample& sample : request->samples) {
       if (!sample.has_sequence() || bytes_left <= 0) continue;
-      bytes_left -= StoreSample(*request, &sample, bytes_left);
+      bytes_left -= StoreSample(*request, &sample, sample.computed, bytes_left);
     }
   }
 }
 
-int64_t EngineImpl::StoreSample(const Request& request, Sample* sample,
+// In an open forward whose layers have all been run: with windows, what a token at a chunk's end
+// sees, before it slides out of sight. Chunks are functions of their tokens: those of a forward
+// that is given up are as good. (States of recurrent layers are there when it has ended.)
+void EngineImpl::StoreSeen(const Batch& batch) noexcept {
+  if (store_ == nullptr || !state_.has_windows() || state_.is_recurrent()) return;
+  for (const Work& work : batch) {
+    const int64_t computed = work.sample->computed + work.loaded() + work.tokens;
+    StoreSample(*work.request, work.sample, computed, kNoLimit);
+  }
+}
+
+// `computed`: tokens that its sequence holds.
+int64_t EngineImpl::StoreSample(const Request& request, Sample* sample, int64_t computed,
                                 int64_t bytes_max) noexcept {
   if (store_ == nullptr || request.has_window()) return 0;
   const auto put = [&](int64_t length, bool tail, int64_t most) {
@@ -376,10 +394,10 @@ int64_t EngineImpl::StoreSample(const Request& request, Sample* sample,
                           counters_.compute_seconds_per_token, &sample->stored);
   };
   const int64_t prompt_end = store_->PromptEnd(request.prompt_tokens);
-  const bool has_prompt = sample->computed >= prompt_end;
+  const bool has_prompt = computed >= prompt_end;
   const int64_t bytes = has_prompt ? put(prompt_end, true, bytes_max) : 0;
   if (bytes >= bytes_max) return bytes;
-  return bytes + put(sample->computed, false, bytes_max - bytes);
+  return bytes + put(computed, false, bytes_max - bytes);
 }
 
 void EngineImpl::StoreRetained(const PrefixCache::Retained& retained) noexcept {
@@ -399,7 +417,7 @@ Status EngineImpl::StoreAll(int64_t until_ns) {
       for (Sample& sample : request->samples) {
         if (!sample.has_sequence()) continue;
         sample.stored = {};
-        StoreSample(*request, &sample, kNoLimit);
+        StoreSample(*request, &sample, sample.computed, kNoLimit);
       }
     }
     prefix_cache_.ForEach([this](const PrefixCache::Retained& retained) {

@@ -32,15 +32,23 @@ class LayerwiseLoad final : public LayerSource {
   // How many of its tokens the chunk brings.
   int64_t TokensOf(const PrefixLoad::Chunk& chunk) const;
 
+  // Before each forward that takes the layers.
+  void StartForward() { waited_ns_ = overlap_ns_ = 0, any_taken_ = false; }
   Result<std::span<const LayerKV>> Load(int64_t layer) override;
+  Result<TensorView> LoadState(int64_t layer) override;
 
   // ---- Of the forward that took its layers last.
   int64_t waited_ns() const { return waited_ns_; }  // in Load
-  // Between calls of Load while layers were on their way: what was computed meanwhile.
+  // Between these calls while layers were on their way: what was computed meanwhile.
   int64_t overlap_ns() const { return overlap_ns_; }
   int64_t last_ns() const { return last_ns_; }  // when the last layer was there
 
  private:
+  // Measures it.
+  template <typename F>
+  Status Take(F&& load);
+  // Waits for the chunks' layer.
+  Status WaitLayer(int64_t layer);
   Status LoadBlocks(int64_t layer);
 
   StoreLink* link_;
@@ -50,7 +58,9 @@ class LayerwiseLoad final : public LayerSource {
   int64_t end_;
   std::vector<ChunkView> views_;  // of the chunks that bring tokens, once a layer was asked for
   std::vector<LayerKV> blocks_;   // of the layer that was asked for last
+  TensorView state_;              // of the recurrent layer that was asked for last
   StatusCode failure_ = StatusCode::kOk;
+  bool any_taken_ = false;
   int64_t waited_ns_ = 0;
   int64_t overlap_ns_ = 0;
   int64_t last_ns_ = 0;

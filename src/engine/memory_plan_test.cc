@@ -169,6 +169,11 @@ TEST(MemoryPlan, CountsTokenTreesAndTheDraftModel) {
       EXPECT_EQ(impl.recurrent()->options().max_tree_slots, 32);
     }
     const ModelDrafter& drafter = *impl.model_drafter();
+    // One sequence for a sample, and a state for a guess.
+    const RecurrentCacheOptions& states = drafter.recurrent()->options();
+    EXPECT_EQ(states.max_num_sequences, options.max_num_sequences);
+    EXPECT_EQ(states.thinned_checkpoints, 0);
+    EXPECT_EQ(states.max_tree_slots, 32);
     EXPECT_EQ(plan->draft_bytes, drafter.model().info().weight_bytes +
                                      WorkspaceBytes(drafter.model()) + drafter.logits_bytes() +
                                      BytesOf(drafter.cache()) + BytesOf(drafter.recurrent()));

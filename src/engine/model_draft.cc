@@ -35,7 +35,8 @@ ModelDrafter::ModelDrafter(Parts parts)
       recurrent_(std::move(parts.recurrent)),
       composite_(JoinStates(cache_, recurrent_)),
       state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
-      prefill_chunk_(parts.prefill_chunk) {
+      prefill_chunk_(parts.prefill_chunk),
+      vocab_size_(std::min(parts.vocab_size, model_->info().vocab_size)) {
   logits_.reserve(static_cast<size_t>(parts.rows_max * model_->info().vocab_size));
 }
 
@@ -74,8 +75,12 @@ Status ModelDrafter::Begin(const DraftJob& job, Held* held) {
   if (length > 0) {
     QUIRE_RETURN_IF_ERROR(state_.kv().ForkSequence(parent, id, length));
   } else {
-    const int64_t tokens_max = job.prompt_tokens + job.options->max_tokens;
-    QUIRE_RETURN_IF_ERROR(state_.AddSequence(id, NeedsLongRope(model_->info(), tokens_max)));
+    const SamplingOptions& options = *job.options;
+    const int64_t span = SpanMax(job.prompt_tokens, options);
+    QUIRE_RETURN_IF_ERROR(state_.AddSequence(id, NeedsLongRope(model_->info(), span)));
+    // Recurrent layers see what they see.
+    if (options.window != 0 && state_.attention() != nullptr)
+      QUIRE_RETURN_IF_ERROR(state_.EnableWindow(id, options.window, options.sinks));
   }
   ++next_sequence_id_;
   held->sequence_id = id;
@@ -83,7 +88,33 @@ Status ModelDrafter::Begin(const DraftJob& job, Held* held) {
   return {};
 }
 
-// The job's sequence, cut back to the sample's tokens; null if it has to wait for one.
+// Whether the model has the position, or, with a window, all distances up to it.
+bool ModelDrafter::HasPosition(const DraftJob& job, int64_t position) const {
+  const int64_t window = job.options->window;
+  const int64_t positions = model_->info().max_position_embeddings;
+  return position < positions || (window != 0 && window <= positions);
+}
+
+bool ModelDrafter::KnowsTokens(const DraftJob& job, Held* held) const {
+  const auto behind = job.tokens->begin() + held->synced;
+  held->unknown_token |= std::any_of(
+      behind, job.tokens->end(), [&](int32_t token) { return token >= model_->info().vocab_size; });
+  return !held->unknown_token;
+}
+
+// Of the guesses that the sequence has the first `count` were right.
+Status ModelDrafter::KeepGuesses(Held* held, int64_t count) {
+  if (held->chain.empty()) return {};
+  const int64_t leaf = count - 1;  // -1: none of them
+  QUIRE_RETURN_IF_ERROR(
+      state_.kv().CommitAcceptedTokenTreeNodes({&held->sequence_id, 1}, {&leaf, 1}));
+  held->synced += count;
+  held->chain.clear();
+  return {};
+}
+
+// The job's sequence with nothing but the sample's tokens; null if it has to wait for one, or its
+// text cannot be fed.
 Result<ModelDrafter::Held*> ModelDrafter::Align(const DraftJob& job) {
   if (*job.state == kNoDraftState) {
     held_[next_state_].request_id = job.request_id;
@@ -91,20 +122,23 @@ Result<ModelDrafter::Held*> ModelDrafter::Align(const DraftJob& job) {
   }
   Held& held = held_.at(*job.state);
   held.last_use = use_;
+  if (!KnowsTokens(job, &held)) {
+    Drop(&held);
+    return nullptr;
+  }
   if (held.sequence_id != -1) {
     const std::span<const int32_t> drawn =
         std::span<const int32_t>(*job.tokens).subspan(static_cast<size_t>(held.synced));
-    const auto [in_chain, in_drawn] =
-        std::mismatch(held.chain.begin(), held.chain.end(), drawn.begin(), drawn.end());
+    const auto in_chain =
+        std::mismatch(held.chain.begin(), held.chain.end(), drawn.begin(), drawn.end()).first;
+    QUIRE_RETURN_IF_ERROR(KeepGuesses(&held, in_chain - held.chain.begin()));
     // The last token is fed for the logits behind it, also if it is there.
-    const int64_t common = std::min(held.synced + (in_chain - held.chain.begin()),
-                                    static_cast<int64_t>(job.tokens->size()) - 1);
+    const int64_t common = std::min(held.synced, static_cast<int64_t>(job.tokens->size()) - 1);
     const int64_t kept = state_.ForkStart(held.sequence_id, common);
-    const Status popped = state_.kv().PopN(held.sequence_id, held.length() - kept);
+    const Status popped = state_.kv().PopN(held.sequence_id, held.synced - kept);
     if (popped.code() == StatusCode::kOutOfMemory) return popped;
     if (popped.ok()) {
       held.synced = kept;
-      held.chain.clear();
     } else {
       Drop(&held);  // no free state to go back to: it is fed again
     }
@@ -127,31 +161,36 @@ bool ModelDrafter::FreeOne(std::span<const Course> courses) noexcept {
   return true;
 }
 
-// Gives up sequences of others, then courses, until the pages suffice.
-Status ModelDrafter::FitPages(std::vector<Course>* courses) {
+Result<int64_t> ModelDrafter::PagesFor(std::span<const Course> courses, Feeds feeds) const {
   std::vector<int64_t> ids;
   std::vector<int64_t> lengths;
-  for (const Course& course : *courses) {
+  std::vector<int64_t> parents;
+  for (const Course& course : courses) {
     ids.push_back(course.held->sequence_id);
     lengths.push_back(course.tokens);
+    parents.push_back(std::ssize(course.held->chain) - 1);
   }
+  return feeds == Feeds::kTokens ? state_.PagesNeeded(ids, lengths)
+                                 : state_.PagesNeededForTree(ids, lengths, parents);
+}
+
+// Gives up sequences of others, then courses, until the pages suffice.
+Status ModelDrafter::FitPages(std::vector<Course>* courses, Feeds feeds) {
   while (!courses->empty()) {
-    QUIRE_ASSIGN_OR_RETURN(const int64_t pages, state_.PagesNeeded(ids, lengths));
+    QUIRE_ASSIGN_OR_RETURN(const int64_t pages, PagesFor(*courses, feeds));
     if (pages <= state_.pages_free()) return {};
-    if (FreeOne(*courses)) continue;
-    courses->pop_back();
-    ids.pop_back();
-    lengths.pop_back();
+    if (!FreeOne(*courses)) courses->pop_back();
   }
   return {};
 }
 
 // Feeds each course its next tokens. The courses that are left have got them.
-Status ModelDrafter::Forward(std::vector<Course>* courses) {
-  QUIRE_RETURN_IF_ERROR(FitPages(courses));
+Status ModelDrafter::Forward(std::vector<Course>* courses, Feeds feeds) {
+  QUIRE_RETURN_IF_ERROR(FitPages(courses, feeds));
   if (courses->empty()) return {};
   std::vector<int64_t> ids;
   std::vector<int64_t> lengths;
+  std::vector<int64_t> parents;
   std::vector<int32_t> token_ids;
   std::vector<int64_t> rows;
   for (Course& course : *courses) {
@@ -159,6 +198,7 @@ Status ModelDrafter::Forward(std::vector<Course>* courses) {
     token_ids.insert(token_ids.end(), first, first + course.tokens);
     ids.push_back(course.held->sequence_id);
     lengths.push_back(course.tokens);
+    parents.push_back(std::ssize(course.held->chain) - 1);
     course.row = -1;
     if (first + course.tokens != course.job->tokens->end()) continue;
     course.row = static_cast<int64_t>(rows.size());
@@ -168,11 +208,20 @@ Status ModelDrafter::Forward(std::vector<Course>* courses) {
   for (Course& course : *courses) {
     course.held->chain.reserve(course.held->chain.size() + static_cast<size_t>(course.tokens));
   }
-  QUIRE_RETURN_IF_ERROR(state_.kv().BeginForward(ids, lengths));
+  QUIRE_RETURN_IF_ERROR(feeds == Feeds::kTokens
+                            ? state_.kv().BeginForward(ids, lengths)
+                            : state_.kv().BeginTreeForward(ids, lengths, parents));
   OpenForward forward(&state_.kv());
   QUIRE_RETURN_IF_ERROR(
       model_->Forward({cache_.get(), recurrent_.get()}, token_ids, rows, logits_.data()));
   QUIRE_RETURN_IF_ERROR(forward.End());
+  for (Course& course : *courses) {
+    if (feeds == Feeds::kTokens) {
+      course.held->synced += course.tokens;
+    } else {
+      course.held->chain.push_back(course.job->tokens->back());  // there is room
+    }
+  }
   tokens_run_ += static_cast<int64_t>(token_ids.size());
   return {};
 }
@@ -180,12 +229,13 @@ Status ModelDrafter::Forward(std::vector<Course>* courses) {
 // Puts a draw and the best tokens beside it into the tree; whether guesses behind it are wanted.
 bool ModelDrafter::Guess(Course* course, DrawScratch* scratch) {
   const DraftJob& job = *course->job;
-  const auto vocab_size = static_cast<size_t>(model_->info().vocab_size);
+  const auto row_size = static_cast<size_t>(model_->info().vocab_size);
+  const float* const row = logits_.data() + static_cast<size_t>(course->row) * row_size;
   const std::span<const int32_t> tokens = *job.tokens;
   const auto prompt_tokens = static_cast<size_t>(job.prompt_tokens);
-  const int64_t beside = std::min(job.branches, model_->info().vocab_size);
+  const int64_t beside = std::min(job.branches, vocab_size_);
   draw_.logprobs.resize(job.branches > 1 ? static_cast<size_t>(1 + beside) : 0);
-  DrawToken({.logits = {logits_.data() + static_cast<size_t>(course->row) * vocab_size, vocab_size},
+  DrawToken({.logits = {row, static_cast<size_t>(vocab_size_)},
              .prompt = tokens.first(prompt_tokens),
              .answer = tokens.subspan(prompt_tokens),
              .options = job.options,
@@ -211,32 +261,31 @@ Status ModelDrafter::Propose(std::span<const DraftJob> jobs, DrawScratch* scratc
   std::vector<Course> courses;
   int64_t budget = prefill_chunk_;
   for (const DraftJob& job : jobs) {
-    // A draft reaches as far as the model has positions.
     const auto length = static_cast<int64_t>(job.tokens->size());
-    if (budget == 0 || length >= model_->info().max_position_embeddings) continue;
+    if (budget == 0 || !HasPosition(job, length)) continue;
     QUIRE_ASSIGN_OR_RETURN(Held* const held, Align(job));
     if (held == nullptr) continue;
     const int64_t tokens = std::min(budget, length - held->synced);
     budget -= tokens;
     courses.push_back({.job = &job, .held = held, .tokens = tokens});
   }
-  QUIRE_RETURN_IF_ERROR(Forward(&courses));
-  for (Course& course : courses) course.held->synced += course.tokens;
+  // So there are never more nodes than are guessed in a step.
+  for (auto& [state, held] : held_) QUIRE_RETURN_IF_ERROR(KeepGuesses(&held, 0));
+  QUIRE_RETURN_IF_ERROR(Forward(&courses, Feeds::kTokens));
   std::erase_if(courses, [](const Course& course) { return course.row == -1; });
   for (int64_t level = 1; !courses.empty(); ++level) {
     std::vector<Course> next;
     for (Course& course : courses) {
       std::vector<int32_t>& tokens = *course.job->tokens;
       const bool goes_on = Guess(&course, scratch) && level < course.job->levels_max &&
-                           std::ssize(tokens) < model_->info().max_position_embeddings;
+                           HasPosition(*course.job, std::ssize(tokens));
       if (!goes_on) continue;
       tokens.push_back(course.job->tree->tokens[static_cast<size_t>(course.parent)]);
       next.push_back(course);
       next.back().tokens = 1;
     }
     courses = std::move(next);
-    QUIRE_RETURN_IF_ERROR(Forward(&courses));
-    for (Course& course : courses) course.held->chain.push_back(course.job->tokens->back());
+    QUIRE_RETURN_IF_ERROR(Forward(&courses, Feeds::kGuesses));
   }
   return {};
 }

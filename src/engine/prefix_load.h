@@ -66,9 +66,6 @@ class PrefixLoad {
   // deadline.
   void AwaitLayer(int64_t layer, int64_t until_ns);
 
-  // Waits until the store is done, or the moment, and not beyond the deadline.
-  void AwaitEnd(int64_t until_ns) { fetch_->Wait(std::min(until_ns, deadline_ns_)); }
-
   // Waits until the layer of all chunks() is there, and not beyond the deadline: Timeout then, or
   // why it will never be. REQUIRES: usable().
   Status WaitLayer(int64_t layer);

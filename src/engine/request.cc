@@ -199,6 +199,11 @@ int64_t HeldBackLength(std::span<const int32_t> answer,
   return static_cast<int64_t>(longest);
 }
 
+int64_t SpanMax(int64_t prompt_tokens, const SamplingOptions& options) {
+  const int64_t tokens_max = prompt_tokens + options.max_tokens;
+  return options.window == 0 ? tokens_max : std::min(options.window, tokens_max);
+}
+
 bool NeedsLongRope(const ModelInfo& model, int64_t tokens_max) {
   return model.rope.scaling == RopeScaling::kLongRope &&
          tokens_max > model.rope.original_max_position_embeddings;

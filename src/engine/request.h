@@ -112,6 +112,8 @@ int64_t StopMatchLength(std::span<const int32_t> answer,
 int64_t HeldBackLength(std::span<const int32_t> answer,
                        const std::vector<std::vector<int32_t>>& stop);
 
+// The most consecutive positions that a token of the request sees: all of them, or its window.
+int64_t SpanMax(int64_t prompt_tokens, const SamplingOptions& options);
 // Whether a sequence of so many tokens takes the long factors of the model's rotation.
 bool NeedsLongRope(const ModelInfo& model, int64_t tokens_max);
 // Whether the token ends an answer and is not part of it.

@@ -106,9 +106,9 @@ void KeepMinP(double min_p, DrawScratch* scratch) {
                 [&](int32_t token) { return scratch->weights[token] < min_p; });
 }
 
-int32_t Best(const DrawScratch& scratch) {
+int32_t Best(size_t vocab_size, const DrawScratch& scratch) {
   int32_t best = 0;
-  const auto size = static_cast<int32_t>(scratch.logits.size());
+  const auto size = static_cast<int32_t>(vocab_size);
   for (int32_t token = 1; token < size; ++token) {
     if (scratch.logits[token] > scratch.logits[best]) best = token;
   }
@@ -135,7 +135,7 @@ int32_t Sample(const DrawInput& input, DrawScratch* scratch) {
   scratch->candidates.resize(vocab_size);
   std::iota(scratch->candidates.begin(), scratch->candidates.end(), 0);
   if (options.top_k > 0) KeepBest(options.top_k, scratch);
-  const double best = scratch->logits[Best(*scratch)];
+  const double best = scratch->logits[Best(input.logits.size(), *scratch)];
   for (const int32_t token : scratch->candidates) {
     scratch->weights[token] =
         std::exp((scratch->logits[token] - best) / static_cast<double>(options.temperature));
@@ -199,7 +199,8 @@ void DrawToken(const DrawInput& input, DrawScratch* scratch, Draw* draw) noexcep
   std::copy(input.logits.begin(), input.logits.end(), scratch->logits.begin());
   if (HasPenalties(options)) ApplyPenalties(input, scratch);
   for (const auto& [token, bias] : options.logit_bias) scratch->logits[token] += bias;
-  draw->token = options.temperature == 0.0F ? Best(*scratch) : Sample(input, scratch);
+  draw->token =
+      options.temperature == 0.0F ? Best(input.logits.size(), *scratch) : Sample(input, scratch);
   FillLogprobs(input.logits, scratch, draw);
 }
 

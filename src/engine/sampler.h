@@ -17,7 +17,9 @@
 namespace quire {
 
 struct DrawInput {
-  std::span<const float> logits;  // [vocab_size]
+  // [vocab_size], or only of the first ones of a vocabulary: those that can be drawn. The history
+  // has no others.
+  std::span<const float> logits;
   std::span<const int32_t> prompt;
   std::span<const int32_t> answer;  // so far; its length is the position of the token to draw
   const SamplingOptions* options = nullptr;  // valid for this vocabulary

@@ -52,7 +52,11 @@ Status SequenceState::AddSequence(int64_t sequence_id, bool long_rope) const {
 }
 
 Status SequenceState::EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const {
-  return attention_->EnableSlidingWindowForSeq(sequence_id, window, sinks);
+  const Status enabled = attention_->EnableSlidingWindowForSeq(sequence_id, window, sinks);
+  if (enabled.ok()) return enabled;
+  const Status removed = kv_->RemoveSequence(sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  return enabled;
 }
 
 bool SequenceState::DropWindow(int64_t sequence_id) const noexcept {
@@ -64,6 +68,13 @@ bool SequenceState::DropWindow(int64_t sequence_id) const noexcept {
 Status SequenceState::SetRetained(int64_t sequence_id, bool retained) const {
   return composite_ != nullptr ? composite_->SetRetained(sequence_id, retained)
                                : attention_->SetRetained(sequence_id, retained);
+}
+
+Status SequenceState::BeginLoadingForward(std::span<const int64_t> sequence_ids,
+                                          std::span<const int64_t> lengths,
+                                          std::span<const LayerLoad> loads) const {
+  return composite_ != nullptr ? composite_->BeginLoadingForward(sequence_ids, lengths, loads)
+                               : attention_->BeginLoadingForward(sequence_ids, lengths, loads);
 }
 
 int64_t SequenceState::ForkStart(int64_t sequence_id, int64_t position) const noexcept {
@@ -117,6 +128,13 @@ Result<int64_t> SequenceState::PagesNeeded(std::span<const int64_t> sequence_ids
                                            std::span<const int64_t> lengths) const {
   if (attention_ != nullptr) return attention_->PagesNeeded(sequence_ids, lengths);
   return 0;
+}
+
+Result<int64_t> SequenceState::PagesNeededForTree(std::span<const int64_t> sequence_ids,
+                                                  std::span<const int64_t> lengths,
+                                                  std::span<const int64_t> parents) const {
+  if (attention_ == nullptr) return 0;
+  return attention_->PagesNeededForTree(sequence_ids, lengths, parents);
 }
 
 StateSlotCounts SequenceState::slot_counts() const {

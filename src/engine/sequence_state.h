@@ -43,12 +43,17 @@ class SequenceState {
 
   // With the long factors of LongRoPE, or the short ones.
   Status AddSequence(int64_t sequence_id, bool long_rope) const;
+  // Of a sequence that has just been made, which is removed again if this fails.
   // REQUIRES: attention layers.
   Status EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const;
   // Switches the sequence's window off, if nothing has slid out of it: then all its tokens are what
   // they would be without one. False if something has, or without memory.
   bool DropWindow(int64_t sequence_id) const noexcept;
   Status SetRetained(int64_t sequence_id, bool retained) const;
+  // With sources that give what is seen behind the loaded tokens.
+  Status BeginLoadingForward(std::span<const int64_t> sequence_ids,
+                             std::span<const int64_t> lengths,
+                             std::span<const LayerLoad> loads) const;
   // The largest position <= `position` at which the sequence can be forked, and to which it can be
   // popped; 0 if there is none, or no such sequence.
   int64_t ForkStart(int64_t sequence_id, int64_t position) const noexcept;
@@ -64,6 +69,9 @@ class SequenceState {
   int64_t retained_pages() const;
   Result<int64_t> PagesNeeded(std::span<const int64_t> sequence_ids,
                               std::span<const int64_t> lengths) const;
+  Result<int64_t> PagesNeededForTree(std::span<const int64_t> sequence_ids,
+                                     std::span<const int64_t> lengths,
+                                     std::span<const int64_t> parents) const;
 
   // Of states, all recurrent parts together; zeros without any.
   StateSlotCounts slot_counts() const;

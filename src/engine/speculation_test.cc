@@ -123,6 +123,116 @@ TEST(Speculation, AnotherModelIsSeldomRight) {
   EXPECT_LT(stats.drafted_tokens, 3 * stats.decode_forwards);
 }
 
+// ---- The draft model sees what the request sees, and no token that it has not.
+
+TEST(Speculation, TheDraftModelHasTheWindowOfTheRequest) {
+  for (const int64_t sinks : {0, 5}) {
+    for (const int64_t page_size : {4, 16}) {
+      // Pages of two windows, for a text of hundreds of tokens beyond the model's positions.
+      Server server({.page_size = page_size,
+                     .chunk = 64,
+                     .speculation = kModel,
+                     .tree_nodes = 64,
+                     .draft_seed = 0,
+                     .draft_pages = 2 * PagesForWindow(24, sinks, page_size) + 64 / page_size});
+      Server plain({.chunk = 64});
+      for (FakeModel* model : {server.model, server.draft_model, plain.model})
+        model->mutable_info().max_position_embeddings = 64;
+      SamplingOptions options{.max_tokens = 400, .temperature = 0.7F, .seed = 5, .n = 2};
+      options.window = 24;
+      options.sinks = sinks;
+      RandomSequence random(8);
+      const Tokens prompt = RandomTokens(100, &random);
+      server.Generate(prompt, options);
+      plain.Generate(prompt, options);
+      for (const int64_t sample : {0, 1}) {
+        ExpectEqual(server.answers[{0, sample}], plain.answers[{0, sample}],
+                    "sample " + std::to_string(sample));
+      }
+      const EngineStats stats = server.engine->Stats();
+      EXPECT_GT(stats.drafted_tokens, 600);
+      EXPECT_EQ(stats.accepted_tokens, stats.drafted_tokens) << "it saw something else";
+      // Nothing is fed again because the window has slid: each token once, but a second prompt.
+      EXPECT_LE(server.engine->model_drafter()->tokens_run(), 2 * (100 + 400 + 60));
+    }
+  }
+}
+
+// A window that is larger than the draft model's positions: guesses as far as these reach.
+TEST(Speculation, GuessesEndWithTheDraftModelsPositions) {
+  for (const int64_t window : {0, 100}) {
+    Server server({.chunk = 64, .speculation = kModel, .tree_nodes = 64, .draft_seed = 0});
+    server.draft_model->mutable_info().max_position_embeddings = 64;
+    int64_t farthest = 0;
+    server.draft_model->edit = [&](int32_t, int32_t position, std::span<float>) {
+      farthest = std::max<int64_t>(farthest, position);
+    };
+    SamplingOptions options{.max_tokens = 100};
+    options.window = window;
+    ExpectEqual(server.Generate({1, 2, 3}, options), Server().Generate({1, 2, 3}, options), "");
+    EXPECT_LT(farthest, 64);
+    EXPECT_GT(farthest, 50);
+  }
+}
+
+TEST(Speculation, VocabulariesMayDifferInSize) {
+  RandomSequence random(11);
+  for (const int64_t vocab : {50, 80}) {
+    for (const int64_t branches : {1, 3}) {
+      Sizes sizes{.chunk = 64,
+                  .speculation = kModel,
+                  .tree_nodes = 64,
+                  .draft_seed = 0,
+                  .draft_vocab = vocab};
+      sizes.speculation.branches = branches;
+      Server server(sizes);
+      Server plain({.chunk = 64});
+      const auto within = [](int64_t size) {
+        return [size](std::span<const int32_t> tokens) {
+          const bool all = std::all_of(tokens.begin(), tokens.end(),
+                                       [&](int32_t token) { return token < size; });
+          return all ? Status() : Status(StatusCode::kInternal, "a token that it has not");
+        };
+      };
+      // Few tokens that the smaller one has not.
+      server.model->edit = plain.model->edit = [](int32_t, int32_t, std::span<float> logits) {
+        for (size_t token = 50; token < logits.size(); ++token) logits[token] -= 20;
+      };
+      server.model->fault = within(FakeModel::kVocabSize);
+      server.draft_model->fault = within(vocab);
+      // What the larger one likes best the other one has not.
+      server.draft_model->edit = [&](int32_t, int32_t, std::span<float> logits) {
+        if (vocab > FakeModel::kVocabSize) logits.back() += 1000;
+      };
+      std::vector<SamplingOptions> options(4, {.max_tokens = 60, .ignore_eos = true});
+      options[1].temperature = 0.5F;
+      options[2].logit_bias = {{60, -100}, {3, 1}};
+      options[2].repetition_penalty = 1.2F;
+      options[3].logit_bias = {{55, 100}};  // that the smaller one cannot follow
+      for (size_t i = 0; i < options.size(); ++i) {
+        Tokens prompt = RandomTokens(20, &random);
+        for (int32_t& token : prompt) token %= 50;
+        server.Submit(prompt, options[i]);
+        plain.Submit(prompt, options[i]);
+      }
+      const Tokens unknown = {1, 2, 58, 3};  // in the prompt
+      server.Submit(unknown, options[0]);
+      plain.Submit(unknown, options[0]);
+      server.Finish();
+      plain.Finish();
+      for (const auto& [key, answer] : plain.answers)
+        ExpectEqual(server.answers[key], answer, "request " + std::to_string(key.first));
+      const EngineStats stats = server.engine->Stats();
+      EXPECT_GT(stats.accepted_tokens, 30);
+      EXPECT_EQ((server.answers[{4, 0}].drafted_tokens) > 0, vocab > FakeModel::kVocabSize);
+      if (vocab < FakeModel::kVocabSize) {
+        EXPECT_LE((server.answers[{3, 0}].drafted_tokens), 6);
+      }
+      EXPECT_EQ(server.engine->model_drafter()->state_count(), 0);
+    }
+  }
+}
+
 TEST(Speculation, RepetitiveTextTakesFewForwards) {
   Server server({.chunk = 64, .speculation = kNGrams, .tree_nodes = 64});
   server.model->edit = [](int32_t token, int32_t, std::span<float> logits) {

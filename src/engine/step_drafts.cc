@@ -107,24 +107,27 @@ Status EngineImpl::PlanTrees(Batch* batch, TreeBatch* trees, bool* plan_anew) {
   }
 }
 
+// Each sample's last token is the root, its guesses are the other nodes.
+EngineImpl::TreeNodes EngineImpl::NodesOf(const Batch& trees) {
+  TreeNodes nodes;
+  for (const Work& work : trees) {
+    nodes.ids.push_back(work.sample->sequence_id);
+    nodes.lengths.push_back(1 + (work.guesses == nullptr ? 0 : work.guesses->size()));
+    nodes.parents.push_back(-1);
+    if (work.guesses == nullptr) continue;
+    for (const int64_t parent : work.guesses->parents) nodes.parents.push_back(parent + 1);
+  }
+  return nodes;
+}
+
 // Whether the pages suffice for the trees and what is run behind them. Retained KV is given up for
 // them, but nothing that is being worked on.
 Result<bool> EngineImpl::TreesFit(const Batch& trees, const Batch& plain) {
+  const TreeNodes nodes = NodesOf(trees);
+  QUIRE_ASSIGN_OR_RETURN(const int64_t of_trees,
+                         state_.PagesNeededForTree(nodes.ids, nodes.lengths, nodes.parents));
   std::vector<int64_t> ids;
   std::vector<int64_t> lengths;
-  int64_t pages = 0;
-  for (const Work& work : trees) {
-    ids.push_back(work.sample->sequence_id);
-    const int64_t guesses = work.guesses == nullptr ? 0 : work.guesses->size();
-    lengths.push_back(1 + (work.guesses == nullptr ? 0 : work.guesses->levels()));
-    // Nodes lie in pages of their own. And a page whose free slots the path takes may be one in
-    // which another sequence would have gone on.
-    const int64_t others = std::ssize(trees) + std::ssize(plain) - 1;
-    pages += PagesForAppend(0, 1 + guesses, page_size_, false) + (others > 0 ? 1 : 0);
-  }
-  QUIRE_ASSIGN_OR_RETURN(const int64_t of_trees, state_.PagesNeeded(ids, lengths));
-  ids.clear();
-  lengths.clear();
   for (const Work& work : plain) {
     ids.push_back(work.sample->sequence_id);
     lengths.push_back(work.tokens);
@@ -133,7 +136,10 @@ Result<bool> EngineImpl::TreesFit(const Batch& trees, const Batch& plain) {
   if (!plain.empty()) {
     QUIRE_ASSIGN_OR_RETURN(of_plain, state_.PagesNeeded(ids, lengths));
   }
-  pages += of_trees + of_plain + PagesOfLoads(plain);
+  // A page whose free slots a tree's path takes may be one in which another sequence would have
+  // gone on behind it; each path does so to one sequence at most.
+  const int64_t displaced = std::min(std::ssize(trees), std::ssize(plain));
+  const int64_t pages = of_trees + of_plain + displaced + PagesOfLoads(plain);
   if (pages > state_.pages_free()) prefix_cache_.Evict(pages);
   return pages <= state_.pages_free();
 }
@@ -174,28 +180,22 @@ void EngineImpl::RunTrees(const TreeBatch& trees, Batch* batch) {
 
 Status EngineImpl::AttemptTrees(const TreeBatch& trees) {
   return GuardEntry([&]() -> Status {
-    std::vector<int64_t> ids;
-    std::vector<int64_t> lengths;
-    std::vector<int64_t> parents;
+    const TreeNodes nodes = NodesOf(trees.works);
     std::vector<int32_t> token_ids;
     std::vector<Drawn> draws;
     for (const Work& work : trees.works) {
       const int64_t levels = work.guesses == nullptr ? 0 : work.guesses->levels();
       draws.push_back(PrepareDrawn(work.request, work.sample, std::ssize(token_ids), 1 + levels));
       draws.back().guesses = work.guesses;
-      ids.push_back(work.sample->sequence_id);
-      lengths.push_back(1 + (work.guesses == nullptr ? 0 : work.guesses->size()));
       token_ids.push_back(work.sample->tokens.back());
-      parents.push_back(-1);
       if (work.guesses == nullptr) continue;
       token_ids.insert(token_ids.end(), work.guesses->tokens.begin(), work.guesses->tokens.end());
-      for (const int64_t parent : work.guesses->parents) parents.push_back(parent + 1);
     }
     std::vector<int64_t> rows(token_ids.size());
     std::iota(rows.begin(), rows.end(), int64_t{0});
     due_.reserve(due_.size() + draws.size());
     logits_.resize(rows.size() * static_cast<size_t>(model_->info().vocab_size));
-    QUIRE_RETURN_IF_ERROR(state_.kv().BeginTreeForward(ids, lengths, parents));
+    QUIRE_RETURN_IF_ERROR(state_.kv().BeginTreeForward(nodes.ids, nodes.lengths, nodes.parents));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(
         model_->Forward({cache_.get(), recurrent_.get()}, token_ids, rows, logits_.data()));
@@ -203,7 +203,7 @@ Status EngineImpl::AttemptTrees(const TreeBatch& trees) {
     std::vector<int64_t> leaves;
     for (const Drawn& drawn : draws) leaves.push_back(drawn.last_node);
     QUIRE_RETURN_IF_ERROR(forward.End());
-    const Status committed = state_.kv().CommitAcceptedTokenTreeNodes(ids, leaves);
+    const Status committed = state_.kv().CommitAcceptedTokenTreeNodes(nodes.ids, leaves);
     if (!committed.ok()) {
       // Without memory for its lists. Then the trees go with their sequences, and the samples are
       // computed again, like preempted ones.

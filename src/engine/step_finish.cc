@@ -108,7 +108,7 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
 }
 
 void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept {
-  StoreSample(request, sample, kNoLimit);
+  StoreSample(request, sample, sample->computed, kNoLimit);
   const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   const int64_t computed = std::exchange(sample->computed, 0);
   // What was stored may be more than what is left: the surplus behind a stop was popped.

@@ -75,23 +75,28 @@ Status EngineImpl::Attempt(const Batch& batch) {
       sequence_ids.push_back(work.sample->sequence_id);
       lengths.push_back(work.tokens);
       if (work.layers == nullptr) continue;
-      loads.push_back({work.sample->sequence_id, work.layers->tokens(), work.layers});
+      work.layers->StartForward();
+      loads.push_back({.seq_id = work.sample->sequence_id,
+                       .tokens = work.layers->tokens(),
+                       .source = work.layers,
+                       .only_visible = true});
     }
     const int64_t start_ns = clock_->SteadyNs();
     std::vector<Drawn> draws = PrepareDraws(batch);
     due_.reserve(due_.size() + draws.size());
-    QUIRE_RETURN_IF_ERROR(
-        loads.empty() ? state_.kv().BeginForward(sequence_ids, lengths)
-                      : state_.attention()->BeginLoadingForward(sequence_ids, lengths, loads));
+    QUIRE_RETURN_IF_ERROR(loads.empty() ? state_.kv().BeginForward(sequence_ids, lengths)
+                                        : state_.BeginLoadingForward(sequence_ids, lengths, loads));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     DrawAll(&draws);
+    const int64_t computed_ns = clock_->SteadyNs();
+    StoreSeen(batch);
     QUIRE_RETURN_IF_ERROR(forward.End());
     int64_t waited_ns = 0;
     for (const Work& work : batch)
       waited_ns += work.layers == nullptr ? 0 : work.layers->waited_ns();
     MeasureSpeed(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}),
-                 clock_->SteadyNs() - start_ns - waited_ns);
+                 computed_ns - start_ns - waited_ns);
     Commit(batch, &draws);
     return {};
   });

@@ -93,7 +93,8 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
   }
   const int64_t vocab_size = model_->info().vocab_size;
   for (;;) {
-    std::vector<Pass*> batch = NextBatch(&passes.all, prefill_chunk_, max_num_sequences_);
+    std::vector<Pass*> batch =
+        NextBatch(&passes.all, prefill_chunk_, LogitsSequencesMax(max_num_sequences_));
     if (batch.empty()) return {};
     std::vector<int64_t> sequence_ids;
     std::vector<int64_t> lengths;

@@ -84,13 +84,8 @@ Status EngineImpl::GiveSequence(const Request& request, Sample* sample, const Pr
                             ? state_.AddSequence(sequence_id, request.space.long_rope)
                             : state_.kv().ForkSequence(from.sequence_id, sequence_id, from.length));
   if (request.has_window() && !from.has_window) {
-    const Status enabled =
-        state_.EnableWindow(sequence_id, request.options.window, request.options.sinks);
-    if (!enabled.ok()) {
-      const Status removed = state_.kv().RemoveSequence(sequence_id);
-      QUIRE_CHECK(removed.ok()) << removed.ToString();
-      return enabled;
-    }
+    QUIRE_RETURN_IF_ERROR(
+        state_.EnableWindow(sequence_id, request.options.window, request.options.sinks));
   }
   ++next_sequence_id_;
   prefix_cache_.Touch(from.sequence_id);
@@ -167,17 +162,17 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
   return false;
 }
 
-// What may be computed of a sample before the next decision. Where not all positions can be forked,
-// a leader stops at the end of the prompt, at which samples without a sequence are forked, and all
-// stop where chunks end, to be stored as they are there.
-int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample) const {
-  if (ForksAnywhere(request)) return sample.pending();
-  int64_t pending = sample.pending();
+// What may be computed of a sample behind its first `length` tokens before the next decision. Where
+// not all positions can be forked, a leader stops at the end of the prompt, at which samples
+// without a sequence are forked, and with recurrent layers all stop where chunks end.
+int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample, int64_t length) const {
+  int64_t pending = static_cast<int64_t>(sample.tokens.size()) - length;
+  if (ForksAnywhere(request)) return pending;
   if (store_ != nullptr && !request.has_window()) {
-    const int64_t stop = store_->NextStop(sample.computed, request.prompt_tokens);
-    pending = std::min(pending, stop - sample.computed);
+    const int64_t stop = store_->NextStop(length, request.prompt_tokens);
+    pending = std::min(pending, stop - length);
   }
-  const int64_t to_prompt_end = request.prompt_tokens - sample.computed;
+  const int64_t to_prompt_end = request.prompt_tokens - length;
   if (to_prompt_end <= 0) return pending;
   const bool has_followers =
       std::any_of(request.samples.begin(), request.samples.end(), [&](const Sample& other) {
@@ -230,7 +225,7 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
         inside_pages[length].push_back(view.size());
       view.push_back({.request_id = request->id,
                       .length = length,
-                      .pending = PendingNow(*request, sample) - (length - sample.computed),
+                      .pending = PendingNow(*request, sample, length),
                       .opens_page = false,
                       .last_step = sample.last_step});
       works->push_back(

@@ -98,7 +98,7 @@ int64_t StoreLink::ChunksEnd(int64_t length, bool tail) const {
 }
 
 int64_t StoreLink::NextStop(int64_t computed, int64_t prompt_tokens) const {
-  if (!at_borders_ || !options_.write) return kNoLimit;
+  if (states_.recurrent_count() == 0 || !options_.write) return kNoLimit;
   const int64_t border = (computed / chunk_tokens_ + 1) * chunk_tokens_;
   const int64_t prompt_end = ChunksEnd(PromptEnd(prompt_tokens), true);
   return computed < prompt_end ? std::min(border, prompt_end) : border;
@@ -150,10 +150,15 @@ Result<ChunkView> StoreLink::Open(const PrefixSpace& space, std::span<const int3
       kind.limits);
 }
 
-Result<LayerKV> StoreLink::LayerOf(const ChunkView& chunk, int64_t layer, int64_t position) const {
+int64_t StoreLink::attention_layer_count() const {
+  return states_.attention() == nullptr ? 0 : std::ssize(states_.attention()->options().layers);
+}
+
+Result<LayerKV> StoreLink::LayerOf(const ChunkView& chunk, int64_t layer, int64_t position,
+                                   int64_t end) const {
   const AttentionLayerSpec& spec =
       states_.attention()->options().layers[static_cast<size_t>(layer)];
-  return ChunkLayer(chunk, spec, layer, position);
+  return ChunkLayer(chunk, spec, layer, position, end);
 }
 
 Status StoreLink::Import(int64_t sequence_id, const PrefixSpace& space,

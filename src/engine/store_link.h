@@ -28,7 +28,7 @@ inline constexpr int64_t kLoadsMax = 8;
 class StoreLink {
  public:
   // What `states` views outlives this. `long_rope`: sequences of both sets of LongRoPE's factors
-  // will come. `at_borders`: of a sequence only what is there now can be had, see NextStop.
+  // will come. `at_borders`: of a sequence only what is there now can be had.
   static Result<std::unique_ptr<StoreLink>> Create(std::shared_ptr<ChunkStore> store,
                                                    const SequenceStates& states, bool at_borders,
                                                    const Passport& identity,
@@ -41,9 +41,14 @@ class StoreLink {
   // How many tokens of a prompt its chunks hold, with the shorter last one. A sequence that cannot
   // be cut anywhere ends one token before the prompt, which is computed for its logits.
   int64_t PromptEnd(int64_t prompt_tokens) const { return prompt_tokens - (at_borders_ ? 1 : 0); }
-  // Where a sequence of which `computed` tokens are there has to stop next, so that a chunk can be
-  // made of what it holds then: states exist, and windows still show what the chunk's end sees, at
-  // that moment only. kNoLimit if it needs not.
+  // Where a sequence of which `computed` tokens are there has to stop next, so that there is a
+  // state of its recurrent layers to be put into a chunk. kNoLimit without such layers: what a
+  // window shows at a chunk's end is there until the forward ends that goes on behind it.
+  //
+  // A forward could leave a state there on its way, with the same bits. But that would be one more
+  // slot for each chunk and each prompt that ends in a forward, kept ready for all samples
+  // (StateHistory::SlotCount), and states are what such a model has least room for; a stop costs a
+  // forward of one token for a prompt.
   int64_t NextStop(int64_t computed, int64_t prompt_tokens) const;
 
   // Whether `length` tokens have chunks worth asking for behind the first `held` ones. `tail`: the
@@ -56,8 +61,15 @@ class StoreLink {
   // The chunk, if it is exactly that which was asked for; else an error.
   Result<ChunkView> Open(const PrefixSpace& space, std::span<const int32_t> tokens,
                          const PrefixLoad::Chunk& chunk) const;
-  // One layer of it, verified, to stand from `position` on.
-  Result<LayerKV> LayerOf(const ChunkView& chunk, int64_t layer, int64_t position) const;
+  // One layer of it, verified, to stand from `position` on: what a token at `end` sees of it.
+  Result<LayerKV> LayerOf(const ChunkView& chunk, int64_t layer, int64_t position,
+                          int64_t end) const;
+  // One recurrent layer's state at its end, verified.
+  Result<TensorView> StateOf(const ChunkView& chunk, int64_t layer) const {
+    return ChunkState(chunk, states_, layer);
+  }
+  // Chunks have attention layers first, then the recurrent ones.
+  int64_t attention_layer_count() const;
   // Appends chunks to the sequence, which holds the tokens before them. What is not exactly what
   // was asked for is an error, and the sequence as it was.
   Status Import(int64_t sequence_id, const PrefixSpace& space, std::span<const int32_t> tokens,

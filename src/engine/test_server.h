@@ -35,6 +35,9 @@ struct Sizes {
   int64_t tree_nodes = 0;
   std::optional<uint64_t> draft_seed = {};  // of the draft model; 0: it is the same model
   int64_t draft_pages = 2000;
+  int64_t draft_vocab = FakeModel::kVocabSize;
+  int64_t layer_window = 0;  // of the model's second attention layer
+  bool recurrent = false;    // the model has recurrent layers too
 };
 
 // For prompt + max_tokens of more than 16.
@@ -76,16 +79,34 @@ inline std::unique_ptr<AttentionKVCache> MakeCache(const Model& model, const Siz
   return *std::move(cache);
 }
 
+inline std::shared_ptr<RecurrentCache> MakeStates(const Model& model, const Sizes& sizes) {
+  RecurrentCacheOptions options;
+  options.layers = model.info().recurrent_layers;
+  options.max_num_sequences = CacheSequencesMax(sizes.sequences);
+  options.prefill_chunk_size = sizes.chunk;
+  options.max_tree_slots = sizes.tree_nodes;
+  options.max_retained_slots = 32;
+  options.max_loads = kLoadsMax;
+  options.runner = CreateThreadPool(1);
+  options.poison_freed_slots = true;
+  Result<std::unique_ptr<RecurrentCache>> states = RecurrentCache::Create(options);
+  EXPECT_TRUE(states.ok()) << states.status().ToString();
+  return *std::move(states);
+}
+
 // An engine whose parts stay within reach.
 struct Server {
   explicit Server(const Sizes& sizes = {}) {
     auto owned_model = std::make_unique<FakeModel>();
     if (sizes.long_rope) owned_model->mutable_info().rope = LongRope();
+    owned_model->mutable_info().layers[1].window = sizes.layer_window;
+    if (sizes.recurrent) owned_model->AddRecurrentLayers();
     auto owned_cache =
         std::make_unique<FallibleKVCache>(MakeCache(*owned_model, sizes, sizes.pages));
     model = owned_model.get();
     cache = owned_cache.get();
     EngineImpl::Parts parts;
+    if (sizes.recurrent) parts.recurrent = MakeStates(*owned_model, sizes);
     parts.model = std::move(owned_model);
     parts.cache = std::move(owned_cache);
     parts.runner = CreateThreadPool(1);
@@ -99,13 +120,14 @@ struct Server {
     parts.speculation = sizes.speculation;
     parts.max_tree_nodes = sizes.tree_nodes;
     if (sizes.draft_seed) {
-      auto owned_draft = std::make_unique<FakeModel>(*sizes.draft_seed);
+      auto owned_draft = std::make_unique<FakeModel>(*sizes.draft_seed, sizes.draft_vocab);
       draft_model = owned_draft.get();
       ModelDrafter::Parts draft;
       draft.cache = MakeCache(*owned_draft, sizes, sizes.draft_pages);
       draft.model = std::move(owned_draft);
       draft.prefill_chunk = sizes.chunk;
       draft.rows_max = StepSamplesMax(sizes.sequences, sizes.chunk);
+      draft.vocab_size = FakeModel::kVocabSize;
       parts.model_drafter = std::make_unique<ModelDrafter>(std::move(draft));
     }
     engine = std::make_unique<EngineImpl>(std::move(parts));

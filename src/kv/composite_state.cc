@@ -8,6 +8,7 @@
 
 #include "base/checksum.h"
 #include "kv/control_call.h"
+#include "quire/recurrent_cache.h"
 
 namespace quire {
 namespace {
@@ -27,7 +28,9 @@ Status Apply(const ControlCall& call, AttentionKVCache& cache) {
     case ControlCall::Kind::kRetain:
       return cache.SetRetained(call.seq_id, call.retained);
     case ControlCall::Kind::kBegin:
-      return cache.BeginForward(call.seq_ids, call.append_lengths);
+      return call.loads.empty()
+                 ? cache.BeginForward(call.seq_ids, call.append_lengths)
+                 : cache.BeginLoadingForward(call.seq_ids, call.append_lengths, call.loads);
     case ControlCall::Kind::kEnd:
       return cache.EndForward();
     case ControlCall::Kind::kBeginTree:
@@ -51,6 +54,9 @@ class JointState final : public ControlledState<CompositeState> {
   Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const override;
   Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
                      std::span<const std::vector<TensorView>> states) override;
+  Status BeginLoadingForward(std::span<const int64_t> seq_ids,
+                             std::span<const int64_t> append_lengths,
+                             std::span<const LayerLoad> loads) override;
   bool HasSequence(int64_t seq_id) const override { return first().HasSequence(seq_id); }
   int64_t sequence_count() const override { return first().sequence_count(); }
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
@@ -63,6 +69,7 @@ class JointState final : public ControlledState<CompositeState> {
  private:
   Status Run(const ControlCall& call) override;
   Status RunOnAll(const ControlCall& call);
+  Status CheckLoadable() const;
   Status CheckImport(int64_t seq_id, int64_t position, const KVImport& kv,
                      std::span<const std::vector<TensorView>> states) const;
   Status ExplainReplay(const ControlCall& call, const Status& status) const;
@@ -112,6 +119,19 @@ Status JointState::RunOnAll(const ControlCall& call) {
   return Status();
 }
 
+Status JointState::CheckLoadable() const {
+  const auto bad = [](const std::string& what) {
+    return Status(StatusCode::kBadArgument, "BeginLoadingForward: " + what);
+  };
+  if (parts_.recurrent.size() != 1)
+    return bad("there are " + std::to_string(parts_.recurrent.size()) +
+               " recurrent parts; a source has the states of one");
+  if (dynamic_cast<const RecurrentCache*>(parts_.recurrent[0].get()) != nullptr) return Status();
+  return bad(
+      "the recurrent part is an RNNState, whose layers the caller runs; call ImportState "
+      "before the forward");
+}
+
 Status JointState::CheckImport(int64_t seq_id, int64_t position, const KVImport& kv,
                                std::span<const std::vector<TensorView>> states) const {
   const auto bad = [](const std::string& what) {
@@ -149,6 +169,18 @@ Status JointState::ImportState(int64_t seq_id, int64_t position, const KVImport&
     if (parts_.attention != nullptr) QUIRE_RETURN_IF_ERROR(Apply(call, *parts_.attention));
     planned.Commit();
     return Status();
+  });
+}
+
+Status JointState::BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                       std::span<const int64_t> append_lengths,
+                                       std::span<const LayerLoad> loads) {
+  return gate_.Enter("BeginLoadingForward", [&]() -> Status {
+    if (!loads.empty()) QUIRE_RETURN_IF_ERROR(CheckLoadable());
+    return RunOnAll({.kind = ControlCall::Kind::kBegin,
+                     .seq_ids = seq_ids,
+                     .append_lengths = append_lengths,
+                     .loads = loads});
   });
 }
 

@@ -17,7 +17,7 @@ const char* ControlCall::name() const {
     case Kind::kRetain:
       return "SetRetained";
     case Kind::kBegin:
-      return "BeginForward";
+      return loads.empty() ? "BeginForward" : "BeginLoadingForward";
     case Kind::kEnd:
       return "EndForward";
     case Kind::kBeginTree:

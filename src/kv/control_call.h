@@ -11,12 +11,11 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "quire/attention_kv_cache.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
 
 namespace quire {
-
-struct KVImport;
 
 struct ControlCall {
   enum class Kind : uint8_t {
@@ -41,6 +40,7 @@ struct ControlCall {
   std::span<const int64_t> seq_ids{};         // kBegin, kBeginTree, kCommitTree
   std::span<const int64_t> append_lengths{};  // kBegin, kBeginTree
   std::span<const int64_t> parents{};         // kBeginTree
+  std::span<const LayerLoad> loads{};         // kBegin: of members, in the order of the batch
   std::span<const int64_t> leaves{};          // kCommitTree
   std::span<const TensorView> states{};       // kImport: [layer]
   const KVImport* kv = nullptr;               // kImport: for the attention part

@@ -147,6 +147,16 @@ void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) no
   if (member.imported > 0) {
     fill(member.old_length(), member.imported, member.first_import, plan.imports);
   }
+  // Behind what is left out a page begins, with an imported token or a row.
+  const AbsentRange& absent =
+      group_appends[m * group_count + static_cast<size_t>(group_index)].absent;
+  if (absent.begin < absent.end && absent.end < member.base()) {
+    plan.imports
+        .opens_tile[static_cast<size_t>(member.first_import + absent.end - member.old_length())] =
+        1;
+  } else if (absent.begin < absent.end && member.row_count() > 0) {
+    plan.rows.opens_tile[static_cast<size_t>(member.first_row)] = 1;
+  }
   // A page that is opened in mid-tile opens that tile. (With copies the first copied token has done
   // it.)
   const bool continues_copy =

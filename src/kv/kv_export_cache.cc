@@ -180,6 +180,16 @@ Status PagedKVCache::CheckWindows(const char* call, const Sequence& sequence,
                     std::to_string(windows.span_sinks));
 }
 
+// Windows of layers and `windows` hide tokens of [start, end) from what stands behind them.
+void PagedKVCache::LeaveOutHidden(const SequenceWindows& windows, int64_t start, int64_t end,
+                                  std::span<GroupAppend> groups) const {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const TokenRange hidden = HiddenTokens(windows, groups_[g].window, end);
+    const AbsentRange absent = {std::max(hidden.begin, start), hidden.end};
+    if (absent.begin < absent.end) groups[g].absent = absent;
+  }
+}
+
 namespace {
 
 // Of [begin, end) what lies in `absent`.
@@ -225,11 +235,7 @@ Status PagedKVCache::Import(const char* call, int64_t seq_id, const KVImport& im
   plan.group_appends.resize(groups_.size());
   if (leaves_out) {
     QUIRE_RETURN_IF_ERROR(CheckWindows(call, sequence, import.windows, end));
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      const TokenRange hidden = HiddenTokens(import.windows, groups_[g].window, end);
-      const AbsentRange absent = {std::max(hidden.begin, start), hidden.end};
-      if (absent.begin < absent.end) plan.group_appends[g].absent = absent;
-    }
+    LeaveOutHidden(import.windows, start, end, plan.group_appends);
   }
   QUIRE_RETURN_IF_ERROR(CheckBlocks(call, start, import, plan.group_appends));
   QUIRE_RETURN_IF_ERROR(PlanImport(call, sequence, count, FirstPage::kShared, &plan));
@@ -277,10 +283,6 @@ void PagedKVCache::StoreImport(ForwardPlan& plan, int64_t start, const KVImport&
   for (int g = 0; g < tree_.group_count(); ++g) {
     GroupPlan& group = plan.group(g);
     const AbsentRange& absent = plan.group_appends[static_cast<size_t>(g)].absent;
-    // Behind what is left out a page begins.
-    const int64_t behind = absent.end - start;
-    if (absent.begin < absent.end && behind < static_cast<int64_t>(group.imports.targets.size()))
-      group.imports.opens_tile[static_cast<size_t>(behind)] = 1;
     for (const int64_t layer : groups_[static_cast<size_t>(g)].layers) {
       int64_t first = 0;  // of the block, counted from `start`
       for (size_t b = 0; b < import.blocks.size(); first += import.tokens[b++]) {
@@ -337,27 +339,33 @@ void PagedKVCache::StoreImport(const TokenSlots& imports, int64_t layer, int64_t
 
 // ---------------------------------------------------------------------- loads
 
+// `planned`: tokens that are not left out.
 Status PagedKVCache::CheckLoaded(const AttentionCall& call, const ForwardMember& member,
-                                 std::span<const LayerKV> blocks) const {
+                                 int64_t planned, std::span<const LayerKV> blocks) const {
   int64_t total = 0;
   for (const LayerKV& block : blocks) {
     const int64_t count = TokenCount(block);
     QUIRE_RETURN_IF_ERROR(CheckLayer(call.name, call.layer, call.spec, block, count));
     total += count;
   }
-  if (total == member.imported) return Status();
+  if (total == planned) return Status();
   return Status(StatusCode::kBadArgument,
                 std::string(call.name) + ": layer " + std::to_string(call.layer) +
                     ": the source of sequence " + std::to_string(member.id) + " gave " +
-                    std::to_string(total) + " tokens; " + std::to_string(member.imported) +
+                    std::to_string(total) + " tokens; " + std::to_string(planned) +
                     " were planned");
 }
 
 Status PagedKVCache::LoadLayer(const AttentionCall& call) {
   Layer& layer = layers_[static_cast<size_t>(call.layer)];
   if (layer.loaded || plan_.import_count() == 0) return Status();
-  for (const ForwardMember& member : plan_.members) {
+  for (size_t m = 0; m < plan_.members.size(); ++m) {
+    const ForwardMember& member = plan_.members[m];
     if (member.imported == 0) continue;
+    // A window leaves out the first ones.
+    const AbsentRange& absent =
+        plan_.group_appends[m * groups_.size() + static_cast<size_t>(layer.group)].absent;
+    const int64_t left_out = CountAbsent(absent, member.old_length(), member.base());
     const Result<std::span<const LayerKV>> blocks = member.source->Load(call.layer);
     if (!blocks.ok()) {
       return Status(blocks.status().code(),
@@ -365,8 +373,8 @@ Status PagedKVCache::LoadLayer(const AttentionCall& call) {
                         " of sequence " + std::to_string(member.id) + " was not loaded: " +
                         std::string(blocks.status().message()) + "; call AbortForward");
     }
-    QUIRE_RETURN_IF_ERROR(CheckLoaded(call, member, *blocks));
-    int64_t first = member.first_import;
+    QUIRE_RETURN_IF_ERROR(CheckLoaded(call, member, member.imported - left_out, *blocks));
+    int64_t first = member.first_import + left_out;
     for (const LayerKV& block : *blocks) {
       StoreImport(plan_.group(layer.group).imports, call.layer, first, block,
                   {0, TokenCount(block)}, *options_.runner);

@@ -235,5 +235,121 @@ TEST(WindowChunks, TheOracleAgreesOnWhatIsHeld) {
   }
 }
 
+// A forward that takes the layers of chunks is one behind an import of them.
+struct Loading {
+  // The sequence has the first `held` chunks; the others are loaded.
+  Loading(const TestChain& chain, int64_t page_size, const Types& types, size_t held, size_t count)
+      : views(chain.Views(count)),
+        rest(std::span(views).subspan(held)),
+        cache(MakeTestCache(Options(page_size, types))) {
+    EXPECT_TRUE(cache->AddSequence(7).ok());
+    if (held > 0) {
+      const Status imported = ImportChunks(*cache, 7, std::span(views).first(held));
+      EXPECT_TRUE(imported.ok()) << imported.ToString();
+    }
+    source.emplace(*cache, rest, static_cast<int64_t>(held) * kChunk);
+  }
+  Status Begin(int64_t new_tokens) {
+    const LayerLoad load{
+        .seq_id = 7, .tokens = source->tokens(), .source = &*source, .only_visible = true};
+    const int64_t id = 7;
+    return cache->BeginLoadingForward({&id, 1}, {&new_tokens, 1}, {&load, 1});
+  }
+
+  std::vector<ChunkView> views;
+  std::span<const ChunkView> rest;
+  std::unique_ptr<AttentionKVCache> cache;
+  std::optional<ChunkSource> source;
+};
+
+TEST(WindowChunks, LoadedLayerByLayerTheyAreAnImport) {
+  for (const Types types : {Types{}, Types{DType::kI8, DType::kF8E4M3}}) {
+    const auto writer = MakeTestCache(Options(4, types));
+    const TestChain chain = Compute(*writer, 0, 6);
+    for (const int64_t page_size : {1, 3, 16}) {
+      for (const size_t held : {size_t{0}, size_t{1}, size_t{3}}) {
+        for (size_t count = held + 1; count <= 6; ++count) {
+          for (const size_t fresh : {size_t{1}, size_t{9}}) {
+            SCOPED_TRACE(std::to_string(page_size) + " " + std::to_string(held) + " " +
+                         std::to_string(count) + " " + std::to_string(fresh));
+            Loading loading(chain, page_size, types, held, count);
+            Loading imported(chain, page_size, types, held, count);
+            const Status taken = ImportChunks(*imported.cache, 7, imported.rest);
+            ASSERT_TRUE(taken.ok()) << taken.ToString();
+            const auto want = ForwardBytes(*imported.cache, 7, Range(900, fresh));
+            const Status begun = loading.Begin(static_cast<int64_t>(fresh));
+            ASSERT_TRUE(begun.ok()) << begun.ToString();
+            ExpectSound(*loading.cache);
+            ASSERT_TRUE(LayerBytes(*loading.cache, Range(900, fresh)) == want);
+            ExpectSound(*loading.cache);
+            EXPECT_EQ(loading.cache->pages_in_use(), imported.cache->pages_in_use());
+            EXPECT_EQ(*loading.cache->HeldTokens(7), *imported.cache->HeldTokens(7));
+            for (const Tokens& more : {Range(30, 1), Range(31, 1), Range(32, 20)}) {
+              ASSERT_TRUE(ForwardBytes(*loading.cache, 7, more) ==
+                          ForwardBytes(*imported.cache, 7, more));
+              ExpectSound(*loading.cache);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Whatever layer does not come: nothing has happened, and the next try works.
+TEST(WindowChunks, ALayerThatDoesNotComeLeavesNothingBehind) {
+  const auto writer = MakeTestCache(Options(4));
+  const TestChain chain = Compute(*writer, 0, 5);
+  Loading want(chain, 4, {}, 2, 5);
+  ASSERT_TRUE(ImportChunks(*want.cache, 7, want.rest).ok());
+  const auto bytes = ForwardBytes(*want.cache, 7, Range(900, 3));
+  Loading loading(chain, 4, {}, 2, 5);
+  const uint64_t digest = loading.cache->StateDigest();
+  for (int64_t failing = 0; failing < 5; ++failing) {
+    SCOPED_TRACE(failing);
+    loading.source->arrive = [&](int64_t layer) {
+      return layer == failing ? Status(StatusCode::kTimeout, "late") : Status();
+    };
+    ASSERT_TRUE(loading.Begin(3).ok());
+    Status status;
+    for (int64_t layer = 0; layer < 5 && status.ok(); ++layer) {
+      LayerOutputs outputs;
+      status = RunLayer(*loading.cache, loading.cache->options().layers[static_cast<size_t>(layer)],
+                        layer, Range(900, 3), {}, &outputs);
+    }
+    EXPECT_EQ(status.code(), StatusCode::kTimeout) << status.ToString();
+    EXPECT_NE(status.ToString().find("layer " + std::to_string(failing)), std::string::npos);
+    ASSERT_TRUE(loading.cache->AbortForward().ok());
+    EXPECT_EQ(loading.cache->StateDigest(), digest);
+    ExpectSound(*loading.cache);
+  }
+  loading.source->arrive = nullptr;
+  ASSERT_TRUE(loading.Begin(3).ok());
+  EXPECT_TRUE(LayerBytes(*loading.cache, Range(900, 3)) == bytes);
+}
+
+TEST(WindowChunks, WhatIsLoadedIsCheckedAgainstWhatIsSeen) {
+  const auto writer = MakeTestCache(Options(4));
+  const TestChain chain = Compute(*writer, 0, 3);
+  // A source of all rows where some are to be left out.
+  Loading loading(chain, 4, {}, 0, 3);
+  const std::vector<ChunkView> views = chain.Views(3);
+  const int64_t id = 7, one = 1;
+  LayerLoad load{.seq_id = 7, .tokens = 3 * kChunk, .source = &*loading.source};
+  ASSERT_TRUE(loading.cache->BeginLoadingForward({&id, 1}, {&one, 1}, {&load, 1}).ok());
+  LayerOutputs outputs;
+  const auto& layers = loading.cache->options().layers;
+  EXPECT_TRUE(RunLayer(*loading.cache, layers[0], 0, Range(900, 1), {}, &outputs).ok());
+  const Status few = RunLayer(*loading.cache, layers[1], 1, Range(900, 1), {}, &outputs);
+  EXPECT_EQ(few.code(), StatusCode::kBadArgument) << few.ToString();
+  ASSERT_TRUE(loading.cache->AbortForward().ok());
+  // A sequence with a window of its own may see others.
+  ASSERT_TRUE(loading.cache->EnableSlidingWindowForSeq(7, 30, 2).ok());
+  load.only_visible = true;
+  EXPECT_EQ(loading.cache->BeginLoadingForward({&id, 1}, {&one, 1}, {&load, 1}).code(),
+            StatusCode::kBadState);
+  ExpectSound(*loading.cache);
+}
+
 }  // namespace
 }  // namespace quire

@@ -151,6 +151,12 @@ SectionSpec SectionOf(const StateTensor& tensor, int64_t layer) {
   return {SectionKind::kRecurrentState, layer, layer, tensor.dtype, SectionDims(tensor.shape)};
 }
 
+Result<TensorView> StateIn(const ChunkView& chunk, const StateTensor& tensor, int64_t layer) {
+  QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, SectionOf(tensor, layer)));
+  // Whoever imports only reads.
+  return TensorView(const_cast<std::byte*>(bytes.data()), tensor.dtype, tensor.shape);
+}
+
 }  // namespace
 
 std::vector<StateTensor> StateTensorsOf(const RecurrentState& part) {
@@ -195,10 +201,7 @@ Result<std::vector<std::vector<TensorView>>> StatesOf(const ChunkView& chunk,
   std::vector<std::vector<TensorView>> parts(states.recurrent_count());
   QUIRE_RETURN_IF_ERROR(ForEachState(
       states, [&](size_t part, const StateTensor& tensor, int64_t, int64_t layer) -> Status {
-        QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, SectionOf(tensor, layer)));
-        // Whoever imports only reads.
-        auto* const data = const_cast<std::byte*>(bytes.data());
-        parts[part].push_back(TensorView(data, tensor.dtype, tensor.shape));
+        QUIRE_ASSIGN_OR_RETURN(parts[part].emplace_back(), StateIn(chunk, tensor, layer));
         return Status();
       }));
   return parts;
@@ -260,11 +263,17 @@ Result<KVBlock> ImportRows(const ChunkView& chunk, const SequenceStates& states,
 }
 
 Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
-                           int64_t position) {
+                           int64_t position, int64_t end) {
   QUIRE_RETURN_IF_ERROR(CheckPosition(chunk.header(), position));
-  const int64_t end = position + static_cast<int64_t>(chunk.header().tokens.size());
-  const TokenRange hidden = HiddenTokens({}, spec.window, end);
-  return RowsOf(chunk, spec, layer, ShownOf(hidden, position, end).count());
+  const int64_t chunk_end = position + static_cast<int64_t>(chunk.header().tokens.size());
+  const TokenRange stored = HiddenTokens({}, spec.window, chunk_end);
+  const TokenRange wanted = HiddenTokens({}, spec.window, end);
+  const int64_t held = ShownOf(stored, position, chunk_end).count();
+  const int64_t hidden = held - ShownOf(wanted, position, chunk_end).count();
+  const int64_t count = held - hidden - std::max<int64_t>(chunk_end - end, 0);
+  if (count == 0) return LayerKV{};
+  QUIRE_ASSIGN_OR_RETURN(const LayerKV rows, RowsOf(chunk, spec, layer, held));
+  return SomeTokens(rows, hidden, count);
 }
 
 LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count) {
@@ -277,6 +286,11 @@ LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count) {
   };
   return {
       .k = some(kv.k), .v = some(kv.v), .k_scale = some(kv.k_scale), .v_scale = some(kv.v_scale)};
+}
+
+Result<TensorView> ChunkState(const ChunkView& chunk, const SequenceStates& states, int64_t layer) {
+  const std::vector<StateTensor> tensors = StateTensorsOf(states.recurrent(0));
+  return StateIn(chunk, tensors[static_cast<size_t>(layer)], AttentionLayerCount(states) + layer);
 }
 
 }  // namespace quire

@@ -9,16 +9,26 @@
 
 namespace quire {
 
-std::vector<std::byte> ForwardBytes(AttentionKVCache& cache, int64_t id,
-                                    const std::vector<uint64_t>& tokens) {
-  const auto outputs =
-      RunForward(cache, cache.options().layers, std::vector<int64_t>{id}, {tokens});
+namespace {
+
+std::vector<std::byte> BytesOf(const Result<std::vector<LayerOutputs>>& outputs) {
   EXPECT_TRUE(outputs.ok()) << outputs.status().ToString();
   std::vector<std::byte> bytes;
   if (!outputs.ok()) return bytes;
   for (const LayerOutputs& layer : *outputs)
     bytes.insert(bytes.end(), layer.o.bytes().begin(), layer.o.bytes().end());
   return bytes;
+}
+
+}  // namespace
+
+std::vector<std::byte> ForwardBytes(AttentionKVCache& cache, int64_t id,
+                                    const std::vector<uint64_t>& tokens) {
+  return BytesOf(RunForward(cache, cache.options().layers, std::vector<int64_t>{id}, {tokens}));
+}
+
+std::vector<std::byte> LayerBytes(AttentionKVCache& cache, const std::vector<uint64_t>& tokens) {
+  return BytesOf(FinishForward(cache, cache.options().layers, tokens));
 }
 
 std::string ReadWholeFile(const std::string& path) {
@@ -68,6 +78,34 @@ std::vector<ChunkView> TestChain::Views(size_t count) const {
     if (view.ok()) views.push_back(*std::move(view));
   }
   return views;
+}
+
+ChunkSource::ChunkSource(const SequenceStates& states, std::span<const ChunkView> chunks,
+                         int64_t start)
+    : states_(states), chunks_(chunks), start_(start), end_(start) {
+  for (const ChunkView& chunk : chunks) end_ += std::ssize(chunk.header().tokens);
+  blocks_.reserve(chunks.size());
+}
+
+Result<std::span<const LayerKV>> ChunkSource::Load(int64_t layer) {
+  if (arrive != nullptr) QUIRE_RETURN_IF_ERROR(arrive(layer));
+  blocks_.clear();
+  int64_t position = start_;
+  const AttentionLayerSpec& spec =
+      states_.attention()->options().layers[static_cast<size_t>(layer)];
+  for (const ChunkView& chunk : chunks_) {
+    QUIRE_ASSIGN_OR_RETURN(const LayerKV kv, ChunkLayer(chunk, spec, layer, position, end_));
+    if (kv.k.rank() > 0) blocks_.push_back(kv);
+    position += std::ssize(chunk.header().tokens);
+  }
+  return std::span<const LayerKV>(blocks_);
+}
+
+Result<TensorView> ChunkSource::LoadState(int64_t layer) {
+  const int64_t behind =
+      states_.attention() == nullptr ? 0 : std::ssize(states_.attention()->options().layers);
+  if (arrive != nullptr) QUIRE_RETURN_IF_ERROR(arrive(behind + layer));
+  return ChunkState(chunks_.back(), states_, layer);
 }
 
 }  // namespace quire

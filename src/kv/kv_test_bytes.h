@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,6 +19,8 @@ namespace quire {
 // The outputs of all layers of a forward of one sequence. Fails the test if a call fails.
 std::vector<std::byte> ForwardBytes(AttentionKVCache& cache, int64_t id,
                                     const std::vector<uint64_t>& tokens);
+// Those of a forward that has begun, of these new tokens, which it ends.
+std::vector<std::byte> LayerBytes(AttentionKVCache& cache, const std::vector<uint64_t>& tokens);
 
 std::string ReadWholeFile(const std::string& path);
 void WriteByteAt(const std::string& path, size_t at, char byte);
@@ -40,6 +43,25 @@ class TestChain {
   std::vector<ChunkKey> chain_;
   std::vector<int64_t> ends_;
   std::vector<ChunkBuffer> chunks_;
+};
+
+// Gives what a forward loads out of chunks, whose tokens stand from `start` on. Views outlive it.
+class ChunkSource final : public LayerSource {
+ public:
+  ChunkSource(const SequenceStates& states, std::span<const ChunkView> chunks, int64_t start);
+  int64_t tokens() const { return end_ - start_; }
+  // Asked before a layer, those of recurrent states behind the others; its error is the answer.
+  std::function<Status(int64_t layer)> arrive;
+
+  Result<std::span<const LayerKV>> Load(int64_t layer) override;
+  Result<TensorView> LoadState(int64_t layer) override;
+
+ private:
+  SequenceStates states_;
+  std::span<const ChunkView> chunks_;
+  int64_t start_;
+  int64_t end_;
+  std::vector<LayerKV> blocks_;
 };
 
 }  // namespace quire

@@ -148,6 +148,8 @@ class PagedKVCache final : public AttentionKVCache,
   // What is taken now, for tests of kv_memory.h.
   int64_t storage_bytes() const { return storage_->bytes(); }
   int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_bytes_); }
+  // For tests. REQUIRES: no forward has begun.
+  void set_rope_limits(const RopeLimits& limits) { rope_limits_ = limits; }
 
  private:
   // The dimensions that RoPE is about: of a latent layer those behind its value.
@@ -163,7 +165,8 @@ class PagedKVCache final : public AttentionKVCache,
     std::optional<RopeOptions> options{};  // as in the layer's spec
     RopeTable short_table;
     RopeTable long_table;                     // grows only if a sequence uses it
-    std::vector<RotaryAngles> angles{};       // of the forward's rows, in the tables
+    RopeRows far_rows{};                      // of the forward's rows behind the tables' ends
+    std::vector<RotaryAngles> angles{};       // of the forward's rows
     std::vector<RotaryAngles> sink_angles{};  // for keys of sinks; empty: the same
     RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
     bool IsOf(const AttentionLayerSpec& layer) const {
@@ -234,8 +237,8 @@ class PagedKVCache final : public AttentionKVCache,
   Status BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads);
   Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;
-  void ReserveForward();
-  void ReserveRope(int64_t more_rows);
+  Status ReserveForward(const char* call);
+  Status ReserveRope(const char* call, int64_t more_rows);
   void ReserveScratch();
   void CommitForward() noexcept;
   bool CanRepeatForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths);
@@ -320,8 +323,10 @@ class PagedKVCache final : public AttentionKVCache,
                    TokenRange rows, ParallelRunner& runner) noexcept;
   // Takes the layer's imported tokens from their sources; they stand before the first row, so
   // whatever stores or reads tokens of the layer calls this first.
+  void LeaveOutHidden(const SequenceWindows& windows, int64_t start, int64_t end,
+                      std::span<GroupAppend> groups) const;
   Status LoadLayer(const AttentionCall& call);
-  Status CheckLoaded(const AttentionCall& call, const ForwardMember& member,
+  Status CheckLoaded(const AttentionCall& call, const ForwardMember& member, int64_t planned,
                      std::span<const LayerKV> blocks) const;
 
   // Transfer: paged_kv_transfer.cc, paged_kv_sends.cc.
@@ -364,6 +369,7 @@ class PagedKVCache final : public AttentionKVCache,
   const std::unique_ptr<PageStorage> storage_;
   const Backend* const backend_;
   std::vector<Rope> ropes_;
+  RopeLimits rope_limits_;
   std::vector<Layer> layers_;
 
   SequenceTable sequences_;

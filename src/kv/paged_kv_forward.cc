@@ -82,6 +82,11 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
   const size_t first_group = plan.group_appends.size();
   plan.group_appends.resize(first_group + group_count);
   const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, group_count);
+  if (load != nullptr && load->only_visible) {
+    const int64_t end = length + imported;
+    QUIRE_RETURN_IF_ERROR(CheckWindows(call, sequence, SequenceWindows(), end));
+    LeaveOutHidden({}, length, end, groups);
+  }
   const AppendPlan append = tree_.PlanAppend(sequence.last, imported + append_length, groups);
   for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
   const int64_t first_import = plan.import_count();
@@ -164,7 +169,7 @@ Result<int64_t> PagedKVCache::PagesNeeded(std::span<const int64_t> seq_ids,
 }
 
 // `more_rows`: that each member gets beyond its plan.
-void PagedKVCache::ReserveRope(int64_t more_rows) {
+Status PagedKVCache::ReserveRope(const char* call, int64_t more_rows) {
   int64_t rows = 0;
   int64_t short_end = 0;
   int64_t long_end = 0;
@@ -176,13 +181,28 @@ void PagedKVCache::ReserveRope(int64_t more_rows) {
   const bool has_sinks =
       std::any_of(plan_.members.begin(), plan_.members.end(),
                   [](const ForwardMember& member) { return member.window.sinks > 0; });
+  int64_t table_end = rope_limits_.table_positions;
+  const int64_t end_of_all = std::max(short_end, long_end);
+  if (options_.rope.mode == RopeMode::kInline) {
+    table_end = rope_limits_.inline_positions;
+    if (!ropes_.empty() && end_of_all > table_end) {
+      return BadBatch(StatusCode::kTooLarge, call,
+                      "a sequence would have " + std::to_string(end_of_all) +
+                          " positions; with RopeMode::kInline, which needs the angles of all of "
+                          "them, the most are " +
+                          std::to_string(table_end) + ": take RopeMode::kNormal");
+    }
+  }
   for (Rope& rope : ropes_) {
     if (has_sinks) ReserveSlidAngles(rope.short_table.pair_count(), rows);
-    rope.short_table.Grow(short_end, *options_.runner);
-    rope.long_table.Grow(long_end, *options_.runner);
+    rope.short_table.Grow(std::min(short_end, table_end), *options_.runner);
+    rope.long_table.Grow(std::min(long_end, table_end), *options_.runner);
+    if (end_of_all > table_end)
+      rope.far_rows.Reserve(has_sinks ? 2 * rows : rows, rope.short_table.pair_count());
     ReserveGrowing(rope.angles, static_cast<size_t>(rows));
     ReserveGrowing(rope.sink_angles, static_cast<size_t>(rows));
   }
+  return Status();
 }
 
 void PagedKVCache::ReserveScratch() {
@@ -200,11 +220,12 @@ void PagedKVCache::GrowScratch(size_t bytes) {
   scratch_bytes_ = bytes;
 }
 
-void PagedKVCache::ReserveForward() {
+Status PagedKVCache::ReserveForward(const char* call) {
   tree_.Reserve(appends_, plan_.group_appends);
   plan_.Reserve(tree_);
-  ReserveRope(0);
+  QUIRE_RETURN_IF_ERROR(ReserveRope(call, 0));
   ReserveScratch();
+  return Status();
 }
 
 // ---------------------------------------------------------------------- begin and end
@@ -215,7 +236,8 @@ Status PagedKVCache::BeginForward(std::span<const int64_t> seq_ids,
     QUIRE_RETURN_IF_ERROR(RequireIdle("BeginForward"));
     if (CanRepeatForward(seq_ids, append_lengths)) {
       QUIRE_RETURN_IF_ERROR(CheckPages("BeginForward", page_counts_));
-      ReserveRope(1);  // for all else the last forward had as much as this one
+      // For all else the last forward had as much as this one.
+      QUIRE_RETURN_IF_ERROR(ReserveRope("BeginForward", 1));
       CommitRepeatedForward();
       return Status();
     }
@@ -236,7 +258,7 @@ Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq
                                   std::span<const LayerLoad> loads) {
   QUIRE_RETURN_IF_ERROR(PlanBatch(call, seq_ids, append_lengths, loads, plan_));
   QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts_));
-  ReserveForward();
+  QUIRE_RETURN_IF_ERROR(ReserveForward(call));
   CommitForward();
   return Status();
 }
@@ -289,13 +311,11 @@ void PagedKVCache::OpenForward() noexcept {
 // The rows' own angles, and for RopeMode::kInline the tables of all positions.
 void PagedKVCache::FillRope() noexcept {
   for (Rope& rope : ropes_) {
-    const int64_t pairs = rope.short_table.pair_count();
+    rope.far_rows.Clear();
     rope.angles.clear();
     for (const ForwardMember& member : plan_.members) {
       const RopeTable& table = rope.table(member.long_factors);
-      for (const int64_t i : PositionsOf(member)) {
-        rope.angles.push_back({table.cos() + i * pairs, table.sin() + i * pairs});
-      }
+      for (const int64_t p : PositionsOf(member)) rope.angles.push_back(rope.far_rows.At(table, p));
     }
     FillSinkAngles(rope);
   }

@@ -142,7 +142,7 @@ Status PagedKVCache::BeginTreeForward(std::span<const int64_t> seq_ids,
     for (const ForwardMember& member : plan_.members) {
       trees_.Reserve(tree_, member.sequence, member.node_count);
     }
-    ReserveForward();
+    QUIRE_RETURN_IF_ERROR(ReserveForward(call));
     tree_parents_ = token_tree_parents;
     CommitForward();
     return Status();

@@ -209,13 +209,10 @@ void PagedKVCache::FillSinkAngles(Rope& rope) noexcept {
   const bool any = std::any_of(plan_.members.begin(), plan_.members.end(),
                                [](const ForwardMember& m) { return m.window.sinks > 0; });
   if (!any) return;
-  const int64_t pairs = rope.short_table.pair_count();
   for (const ForwardMember& member : plan_.members) {
     const RopeTable& table = rope.table(member.long_factors);
-    for (const int64_t p : PositionsOf(member)) {
-      const int64_t at = (p - SlidAt(member.window, p)) * pairs;
-      rope.sink_angles.push_back({table.cos() + at, table.sin() + at});
-    }
+    for (const int64_t p : PositionsOf(member))
+      rope.sink_angles.push_back(rope.far_rows.At(table, p - SlidAt(member.window, p)));
   }
 }
 

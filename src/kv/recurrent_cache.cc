@@ -38,7 +38,8 @@ SlottedRecurrentCache::SlottedRecurrentCache(RecurrentCacheOptions options, Recu
       storage_(std::move(storage)),
       blocks_(storage_.as<float>() + history_.slots().slot_count() * layout_.slot_size),
       backend_(backend),
-      done_(layout_.layers.size(), 0) {
+      done_(layout_.layers.size(), 0),
+      loaded_(layout_.layers.size(), 0) {
   if (!options_.poison_freed_slots) return;
   std::memset(storage_.data(), kPoisonByte, storage_.size());
   slot_poisoner_.base = storage_.as<float>();
@@ -118,16 +119,22 @@ void SlottedRecurrentCache::CommitForward() noexcept {
   slot_pieces_.clear();
   sequences_.clear();
   std::fill(done_.begin(), done_.end(), uint8_t{0});
+  std::fill(loaded_.begin(), loaded_.end(), uint8_t{0});
   for (const StateMember& member : history_.members()) {
     if (member.is_tree) {
       AddNodePieces(member);
       continue;
     }
-    sequences_.push_back({.first_piece = static_cast<int64_t>(slot_pieces_.size()),
-                          .piece_count = static_cast<int64_t>(member.pending.size())});
+    std::span<const StateRecord> records = member.pending;
     int64_t position = member.base;
     int32_t from = member.current;
-    for (const StateRecord& record : member.pending) {
+    if (member.imported > 0) {  // each layer's state will be there when it is run
+      from = records.front().slot;
+      records = records.subspan(1);
+    }
+    sequences_.push_back({.first_piece = static_cast<int64_t>(slot_pieces_.size()),
+                          .piece_count = static_cast<int64_t>(records.size())});
+    for (const StateRecord& record : records) {
       slot_pieces_.push_back({.first_row = member.first_row + position - member.base,
                               .row_count = record.position - position,
                               .from = from,
@@ -415,6 +422,7 @@ Status SlottedRecurrentCache::RunMatrix(const LayerCall& call, const TensorView&
                                                 std::to_string(call.layer) + ": sm_scale is " +
                                                 std::to_string(sm_scale) + "; it must be finite");
   }
+  QUIRE_RETURN_IF_ERROR(LoadStates(call));
   const Scratch scratch = ScratchOf(call);
   const int64_t stride = shape.input_size();
   Widen(q, scratch.side, shape.value_offset());
@@ -470,6 +478,7 @@ Status SlottedRecurrentCache::StateSpace(int64_t layer, const TensorView& x, con
     QUIRE_RETURN_IF_ERROR(CheckRows(call, "c", c, {shape.key_head_count, shape.key_dim}));
     if (d != nullptr) QUIRE_RETURN_IF_ERROR(CheckWhole(call, "d", *d, {shape.head_count}));
     QUIRE_RETURN_IF_ERROR(CheckRows(call, "o", o, {shape.head_count, shape.value_dim}));
+    QUIRE_RETURN_IF_ERROR(LoadStates(call));
     const Scratch scratch = ScratchOf(call);
     const int64_t row_count = history_.row_count();
     const int64_t stride = shape.input_size();
@@ -526,6 +535,7 @@ Status SlottedRecurrentCache::Convolution(int64_t layer, const TensorView& x,
     if (bias != nullptr)
       QUIRE_RETURN_IF_ERROR(CheckWhole(call, "bias", *bias, {shape.channel_count}));
     QUIRE_RETURN_IF_ERROR(CheckRows(call, "o", o, {shape.channel_count}));
+    QUIRE_RETURN_IF_ERROR(LoadStates(call));
     const Scratch scratch = ScratchOf(call);
     float* const wide_weight = scratch.parameters;
     float* const wide_bias = wide_weight + shape.channel_count * shape.width;

@@ -87,6 +87,8 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
 
   Status PlanForward(const ControlCall& call);
   Status CheckLayersDone() const;
+  // Brings the states of members that load, once per layer and forward: recurrent_loads.cc.
+  Status LoadStates(const LayerCall& call);
   void CommitForward() noexcept;
   void RunReplay() noexcept;
   void AddNodePieces(const StateMember& member) noexcept;
@@ -136,7 +138,8 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
   std::vector<SlotPiece> slot_pieces_;
   std::vector<RecurrencePiece> pieces_;  // of the layer that runs
   std::vector<RecurrenceSequence> sequences_;
-  std::vector<uint8_t> done_;  // [layer]
+  std::vector<uint8_t> done_;    // [layer]
+  std::vector<uint8_t> loaded_;  // [layer]
   std::unique_ptr<float[]> scratch_;
   int64_t scratch_size_ = 0;
 };

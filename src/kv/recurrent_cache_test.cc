@@ -1,10 +1,12 @@
 #include "kv/recurrent_cache.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -72,6 +74,49 @@ bool AreLastRows(const RecurrentOutputs& outputs, const RecurrentOutputs& all) {
     if (!SameBits(outputs[l], tail)) return false;
   }
   return true;
+}
+
+// The most that sequences and rows of a forward can ask for is there, and no slot more.
+TEST(RecurrentCacheTest, EveryForwardFindsRoomAndTheWorstTakesAll) {
+  // Lengths one before a checkpoint, of sequences that keep all they can.
+  constexpr int64_t kBefore = 10 * kRecurrentCheckpointInterval - 1;
+  for (const int64_t chunk : {1, 2, 3, 4, 5, 6, 40, 69, 70, 133, 134, 260, 261, 262, 600}) {
+    SCOPED_TRACE(chunk);
+    RecurrentCacheOptions options = SmallOptions(2, 1);
+    options.layers.resize(1);
+    options.max_num_sequences = 3;
+    options.max_retained_slots = 0;
+    options.prefill_chunk_size = chunk;
+    const auto cache = MakeCache(options);
+    for (const int64_t id : {0, 1, 2}) {
+      ASSERT_TRUE(cache->AddSequence(id).ok());
+      for (int64_t done = 0; done < kBefore;) {
+        const int64_t count = std::min(chunk, kBefore - done);
+        ASSERT_TRUE(RunRecurrentForward(
+                        *cache, Ids{id},
+                        {Range(static_cast<uint64_t>(done), static_cast<uint64_t>(done + count))})
+                        .ok());
+        done += count;
+      }
+    }
+    // Two rows reach a checkpoint and a token behind it; each interval more reaches another.
+    int64_t left = chunk;
+    std::vector<int64_t> rows(static_cast<size_t>(std::min<int64_t>(3, chunk)), 1);
+    left -= std::ssize(rows);
+    for (int64_t& count : rows) count += left-- > 0;
+    for (int64_t& count : rows) {
+      for (int more = 0; more < 2 && left >= kRecurrentCheckpointInterval; ++more) {
+        count += kRecurrentCheckpointInterval;
+        left -= kRecurrentCheckpointInterval;
+      }
+    }
+    Ids ids;
+    for (size_t i = 0; i < rows.size(); ++i) ids.push_back(static_cast<int64_t>(i));
+    ASSERT_TRUE(cache->BeginForward(ids, rows).ok());
+    EXPECT_EQ(cache->slot_counts().free, 0);
+    ASSERT_TRUE(cache->AbortForward().ok());
+    EXPECT_TRUE(cache->CheckInvariants().ok());
+  }
 }
 
 TEST(RecurrentCacheTest, OutputsAreThoseOfTheNaiveModel) {
@@ -363,13 +408,41 @@ TEST(RecurrentCacheTest, BadOptions) {
   EXPECT_TRUE(refused([](Options& o) { o.kernel_path = "none"; }));
 }
 
+// Of this process, in bytes.
+int64_t ResidentBytes() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+// Room for many sequences costs addresses; memory is taken by those that there are.
+TEST(RecurrentCacheTest, MemoryIsTakenWhenAStateIsFirstWritten) {
+  RecurrentCacheOptions options;
+  options.layers = {{.num_heads = 64, .num_key_heads = 1, .key_dim = 64, .value_dim = 64}};
+  options.max_num_sequences = 200;
+  options.prefill_chunk_size = 512;
+  options.runner = std::make_shared<SerialRunner>();
+  const int64_t before = ResidentBytes();
+  const auto cache = MakeCache(options);
+  ASSERT_GT(cache->storage_bytes(), int64_t{1} << 30);
+  // One after the other, each in the slots that the one before gave back.
+  for (int64_t id = 0; id < 20; ++id) {
+    ASSERT_TRUE(cache->AddSequence(id).ok());
+    ASSERT_TRUE(RunRecurrentForward(*cache, Ids{id}, {Range(0, 70)}).ok());
+    ASSERT_TRUE(cache->RemoveSequence(id).ok());
+  }
+  EXPECT_LT(ResidentBytes() - before, int64_t{100} << 20);
+}
+
 TEST(RecurrentCacheTest, MemoryIsKnownBeforehand) {
   RecurrentCacheOptions options = SmallOptions();
   options.prefill_chunk_size = 100;
   const RecurrentMemory memory = MeasureRecurrentCache(options).value();
   const auto cache = MakeCache(options);
   EXPECT_EQ(cache->storage_bytes(), memory.storage_bytes);
-  EXPECT_EQ(cache->slot_counts().total, 4 * 2 * (1 + 2 + 2) + 8);
+  // What four sequences keep; in a forward of 100 rows their ends, a checkpoint of each and one
+  // more; what may be retained.
+  EXPECT_EQ(cache->slot_counts().total, 4 * (1 + 2 + 2) + (4 + 4 + 1) + 8);
   ASSERT_TRUE(cache->AddSequence(0).ok());
   ASSERT_TRUE(RunRecurrentForward(*cache, Ids{0}, {Range(0, 100)}).ok());
   EXPECT_EQ(dynamic_cast<SlottedRecurrentCache&>(*cache).scratch_bytes(), memory.scratch_bytes);

@@ -23,6 +23,7 @@ RecurrentCacheOptions StateOptions() {
   options.recent_checkpoints = 2;
   options.thinned_checkpoints = 2;
   options.max_retained_slots = 8;
+  options.max_loads = 2;
   options.runner = std::make_shared<SerialRunner>();
   options.poison_freed_slots = true;
   return options;
@@ -71,6 +72,16 @@ struct Joint {
   std::vector<std::byte> Forward(int64_t id, const Tokens& tokens) {
     const Status begun = state->BeginForward(Ids{id}, Ids{static_cast<int64_t>(tokens.size())});
     EXPECT_TRUE(begun.ok()) << begun.ToString();
+    return Finish(tokens);
+  }
+  // Behind what the source gives.
+  Status BeginLoading(int64_t id, ChunkSource* source, int64_t new_tokens) {
+    const LayerLoad load{
+        .seq_id = id, .tokens = source->tokens(), .source = source, .only_visible = true};
+    return state->BeginLoadingForward(Ids{id}, Ids{new_tokens}, {&load, 1});
+  }
+  // Of a forward that has begun; its recurrent layers first, as in hybrid models.
+  std::vector<std::byte> Finish(const Tokens& tokens) {
     std::vector<std::byte> bytes;
     RecurrentOutputs outputs;
     EXPECT_TRUE(RunRecurrentLayers(*recurrent, tokens, &outputs).ok());
@@ -209,17 +220,23 @@ TEST(RecurrentExport, ARefusedImportChangesNothing) {
   EXPECT_TRUE(cache->CheckInvariants().ok());
 }
 
+// A chain of chunks of 40 tokens, computed by a composite.
+TestChain ComputeChain(Joint& writer, size_t count) {
+  EXPECT_TRUE(writer.state->AddSequence(0).ok());
+  TestChain chain(*writer.state, {.model = "test", .block_tokens = 40});
+  for (uint64_t end = 41; end <= 40 * count + 1; end += 40) {
+    writer.Forward(0, Range(end - 40, end));
+    const Status added = chain.Add(*writer.state, 0, 40);
+    EXPECT_TRUE(added.ok()) << added.ToString();
+  }
+  return chain;
+}
+
 TEST(CompositeExport, ChunksHoldBothAndGoOnExactly) {
   for (const int64_t page_size : {0, 16}) {
     for (const int64_t window : {0, 7}) {
       Joint writer(page_size, window);
-      ASSERT_TRUE(writer.state->AddSequence(0).ok());
-      TestChain chain(*writer.state, {.model = "test", .block_tokens = 40});
-      for (uint64_t end = 41; end <= 161; end += 40) {
-        writer.Forward(0, Range(end - 40, end));
-        const Status added = chain.Add(*writer.state, 0, 40);
-        ASSERT_TRUE(added.ok()) << added.ToString();
-      }
+      const TestChain chain = ComputeChain(writer, 4);
       for (size_t count = 1; count <= 4; ++count) {
         SCOPED_TRACE(std::to_string(page_size) + " " + std::to_string(count));
         const int64_t length = 40 * static_cast<int64_t>(count);
@@ -237,14 +254,172 @@ TEST(CompositeExport, ChunksHoldBothAndGoOnExactly) {
   }
 }
 
+// Everything that can be seen of the sequence is what it is behind an import, then a forward.
+TEST(CompositeExport, LoadedLayerByLayerTheyAreAnImport) {
+  for (const int64_t page_size : {0, 16}) {
+    for (const int64_t window : {0, 7}) {
+      Joint writer(page_size, window);
+      const TestChain chain = ComputeChain(writer, 5);
+      for (const size_t held : {size_t{0}, size_t{1}, size_t{2}}) {
+        for (size_t count = held + 1; count <= 5; count += 2) {
+          for (const uint64_t fresh : {1, 24, 25, 100, page_size == 0 ? 300 : 99}) {
+            SCOPED_TRACE(std::to_string(page_size) + " " + std::to_string(held) + " " +
+                         std::to_string(count) + " " + std::to_string(fresh));
+            const std::vector<ChunkView> views = chain.Views(count);
+            const auto rest = std::span(views).subspan(held);
+            Joint loading(page_size == 0 ? 0 : 5, window);
+            Joint imported(page_size == 0 ? 0 : 5, window);
+            for (Joint* const joint : {&loading, &imported}) {
+              ASSERT_TRUE(joint->state->AddSequence(3).ok());
+              if (held == 0) continue;
+              ASSERT_TRUE(ImportChunks(*joint->state, 3, std::span(views).first(held)).ok());
+            }
+            ASSERT_TRUE(ImportChunks(*imported.state, 3, rest).ok());
+            const Tokens tokens = Range(900, 900 + fresh);
+            const auto want = imported.Forward(3, tokens);
+            ChunkSource source(*loading.state, rest, 40 * static_cast<int64_t>(held));
+            const Status begun =
+                loading.BeginLoading(3, &source, static_cast<int64_t>(tokens.size()));
+            ASSERT_TRUE(begun.ok()) << begun.ToString();
+            ASSERT_TRUE(loading.state->CheckInvariants().ok());
+            ASSERT_TRUE(loading.Finish(tokens) == want);
+            const int64_t length = *imported.state->GetSequenceLength(3);
+            EXPECT_EQ(*loading.state->GetSequenceLength(3), length);
+            EXPECT_EQ(loading.recurrent->slot_counts(), imported.recurrent->slot_counts());
+            for (int64_t position = 0; position <= length; ++position) {
+              ASSERT_EQ(*loading.recurrent->ReplayStart(3, position),
+                        *imported.recurrent->ReplayStart(3, position));
+            }
+            // Back to somewhere behind the load, and on.
+            const int64_t back = window == 0 ? std::min<int64_t>(length, 11) : 0;
+            for (Joint* const joint : {&loading, &imported}) {
+              const int64_t reached = *joint->state->ReplayStart(3, length - back);
+              ASSERT_TRUE(joint->state->PopN(3, length - reached).ok());
+            }
+            for (const Tokens& more : {Range(70, 71), Range(71, 150)})
+              ASSERT_TRUE(imported.Forward(3, more) == loading.Forward(3, more));
+          }
+        }
+      }
+    }
+  }
+}
+
+// In a batch, behind a fork, with other sequences that load nothing.
+TEST(CompositeExport, ForwardsLoadSomeOfTheirSequences) {
+  Joint writer(16);
+  const TestChain chain = ComputeChain(writer, 3);
+  const std::vector<ChunkView> views = chain.Views(3);
+  Joint loading(16);
+  Joint imported(16);
+  for (Joint* const joint : {&loading, &imported}) {
+    ASSERT_TRUE(ImportChunks(*joint->state, 1, std::span(views).first(1)).ok());
+    joint->Forward(1, Range(500, 507));
+    ASSERT_TRUE(joint->state->ForkSequence(1, 2, 40).ok());
+    ASSERT_TRUE(joint->state->AddSequence(4).ok());
+  }
+  ChunkSource behind(*loading.state, std::span(views).subspan(1), 40);
+  ChunkSource whole(*loading.state, views, 0);
+  const std::vector<LayerLoad> loads = {
+      {.seq_id = 4, .tokens = 120, .source = &whole, .only_visible = true},
+      {.seq_id = 2, .tokens = 80, .source = &behind, .only_visible = true}};
+  const Status begun = loading.state->BeginLoadingForward(Ids{4, 1, 2}, Ids{3, 2, 4}, loads);
+  ASSERT_TRUE(begun.ok()) << begun.ToString();
+  ASSERT_TRUE(ImportChunks(*imported.state, 2, std::span(views).subspan(1)).ok());
+  ASSERT_TRUE(ImportChunks(*imported.state, 4, views).ok());
+  ASSERT_TRUE(imported.state->BeginForward(Ids{4, 1, 2}, Ids{3, 2, 4}).ok());
+  ASSERT_TRUE(loading.Finish(Range(800, 809)) == imported.Finish(Range(800, 809)));
+  for (const int64_t id : {1, 2, 4}) {
+    ASSERT_TRUE(loading.Forward(id, Range(900, 930)) == imported.Forward(id, Range(900, 930)));
+  }
+}
+
+// Whatever does not come: nothing has happened, and the next try works.
+TEST(CompositeExport, AStateThatDoesNotComeLeavesNothingBehind) {
+  Joint writer(16, 7);
+  const TestChain chain = ComputeChain(writer, 3);
+  const std::vector<ChunkView> views = chain.Views(3);
+  const auto rest = std::span(views).subspan(1);
+  Joint loading(16, 7);
+  Joint imported(16, 7);
+  for (Joint* const joint : {&loading, &imported})
+    ASSERT_TRUE(ImportChunks(*joint->state, 3, std::span(views).first(1)).ok());
+  const uint64_t digest = loading.state->StateDigest();
+  ChunkSource source(*loading.state, rest, 40);
+  const Tokens tokens = Range(900, 905);
+  const int64_t layers = 2 + std::ssize(loading.recurrent->options().layers);
+  for (int64_t failing = 0; failing < layers; ++failing) {
+    SCOPED_TRACE(failing);
+    source.arrive = [&](int64_t layer) {
+      return layer == failing ? Status(StatusCode::kCorrupt, "damaged") : Status();
+    };
+    ASSERT_TRUE(loading.BeginLoading(3, &source, 5).ok());
+    EXPECT_EQ(*loading.state->GetSequenceLength(3), 125);
+    Status status = RunRecurrentLayers(*loading.recurrent, tokens, nullptr);
+    for (int64_t l = 0; l < 2 && status.ok(); ++l) {
+      LayerOutputs outputs;
+      status = RunLayer(*loading.attention, loading.attention->options().layers[0], l, tokens, {},
+                        &outputs);
+    }
+    EXPECT_EQ(status.code(), StatusCode::kCorrupt) << status.ToString();
+    EXPECT_NE(status.ToString().find("sequence 3 was not loaded"), std::string::npos);
+    EXPECT_EQ(loading.state->EndForward().code(), StatusCode::kBadState);
+    ASSERT_TRUE(loading.state->AbortForward().ok());
+    EXPECT_EQ(loading.state->StateDigest(), digest);
+    ASSERT_TRUE(loading.state->CheckInvariants().ok());
+  }
+  source.arrive = nullptr;
+  ASSERT_TRUE(loading.BeginLoading(3, &source, 5).ok());
+  ASSERT_TRUE(ImportChunks(*imported.state, 3, rest).ok());
+  EXPECT_TRUE(loading.Finish(tokens) == imported.Forward(3, tokens));
+}
+
+TEST(CompositeExport, LoadsThatAreRefusedChangeNothing) {
+  Joint writer(16);
+  const TestChain chain = ComputeChain(writer, 2);
+  const std::vector<ChunkView> views = chain.Views(2);
+  Joint joint(16);
+  ASSERT_TRUE(joint.state->AddSequence(3).ok());
+  joint.Forward(3, Range(1, 41));
+  const uint64_t digest = joint.state->StateDigest();
+  ChunkSource source(*joint.state, std::span(views).subspan(1), 40);
+  const LayerLoad good{.seq_id = 3, .tokens = 40, .source = &source, .only_visible = true};
+  const auto refused = [&](const LayerLoad& load, const Ids& ids, const Ids& lengths) {
+    const Status status = joint.state->BeginLoadingForward(ids, lengths, {&load, 1});
+    EXPECT_EQ(joint.state->StateDigest(), digest);
+    EXPECT_TRUE(joint.state->CheckInvariants().ok());
+    return status.code();
+  };
+  LayerLoad load = good;
+  load.tokens = 0;
+  EXPECT_EQ(refused(load, {3}, {1}), StatusCode::kBadArgument);
+  load = good;
+  load.source = nullptr;
+  EXPECT_EQ(refused(load, {3}, {1}), StatusCode::kBadArgument);
+  load = good;
+  load.seq_id = 9;
+  EXPECT_EQ(refused(load, {3}, {1}), StatusCode::kBadArgument);
+  load = good;
+  load.tokens = int64_t{1} << 31;
+  EXPECT_EQ(refused(load, {3}, {1}), StatusCode::kTooLarge);
+  EXPECT_EQ(refused(good, {3}, {0}), StatusCode::kBadArgument);
+  EXPECT_EQ(refused(good, {3}, {1001}), StatusCode::kTooLarge);
+  EXPECT_EQ(refused(good, {3}, {400}), StatusCode::kOutOfPages) << "the attention part's";
+  // A source without states.
+  std::vector<KVBlock> blocks(1);
+  BlockSource rows(blocks);
+  load = good;
+  load.source = &rows;
+  ASSERT_TRUE(joint.state->BeginLoadingForward(Ids{3}, Ids{1}, {&load, 1}).ok());
+  EXPECT_EQ(RunRecurrentLayers(*joint.recurrent, Range(1, 2), nullptr).code(),
+            StatusCode::kBadState);
+  ASSERT_TRUE(joint.state->AbortForward().ok());
+  EXPECT_EQ(joint.state->StateDigest(), digest);
+}
+
 TEST(CompositeExport, TogetherOrNotAtAll) {
   Joint writer(16);
-  ASSERT_TRUE(writer.state->AddSequence(0).ok());
-  TestChain chain(*writer.state, {.model = "test", .block_tokens = 40});
-  for (uint64_t end = 41; end <= 81; end += 40) {
-    writer.Forward(0, Range(end - 40, end));
-    ASSERT_TRUE(chain.Add(*writer.state, 0, 40).ok());
-  }
+  TestChain chain = ComputeChain(writer, 2);
   EXPECT_EQ(chain.Add(*writer.state, 0, 40).code(), StatusCode::kBadArgument);
   Joint reader(16);
   ASSERT_TRUE(reader.state->AddSequence(1).ok());

@@ -181,6 +181,25 @@ TEST(RecurrentAllocationFailure, Chunks) {
                               [&](Scene& scene) { return ImportChunks(scene.state(), 5, views); });
 }
 
+// A source that is not asked.
+class SilentSource final : public LayerSource {
+ public:
+  Result<std::span<const LayerKV>> Load(int64_t) override {
+    return Status(StatusCode::kTimeout, "silent");
+  }
+};
+
+TEST(RecurrentAllocationFailure, LoadsOfAForward) {
+  SilentSource source;
+  const LayerLoad load{.seq_id = 2, .tokens = 100, .source = &source, .only_visible = true};
+  ExpectEachRefusalIsHarmless(
+      "begin with a load", Nothing,
+      [&](Scene& s) {
+        return s.state().BeginLoadingForward(kIds<0, 2>, kIds<30, 130>, {&load, 1});
+      },
+      false);
+}
+
 TEST(RecurrentAllocationFailure, CallsInAForward) {
   const Call begin = [](Scene& s) { return s.state().BeginForward(kIds<0, 1>, kIds<30, 2>); };
   const Tokens tokens = Range(300, 332);

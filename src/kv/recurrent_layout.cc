@@ -57,6 +57,7 @@ Status CheckCounts(const RecurrentCacheOptions& options) {
   QUIRE_RETURN_IF_ERROR(CheckRange("max_retained_slots", options.max_retained_slots, 0));
   QUIRE_RETURN_IF_ERROR(CheckRange("max_tree_size", options.max_tree_size, 1));
   QUIRE_RETURN_IF_ERROR(CheckRange("max_tree_slots", options.max_tree_slots, 0));
+  QUIRE_RETURN_IF_ERROR(CheckRange("max_loads", options.max_loads, 0));
   QUIRE_RETURN_IF_ERROR(CheckRange("max_slots", options.max_slots, 0));
   if (options.layers.empty()) return BadOption("layers is empty; give at least one layer");
   return Status();
@@ -86,7 +87,8 @@ Status CheckStorage(const RecurrentCacheOptions& options, const RecurrentLayout&
   const double slots =
       nodes + (options.max_slots != 0
                    ? static_cast<double>(options.max_slots)
-                   : 2 * sequences * kept + static_cast<double>(options.max_retained_slots));
+                   : 2 * sequences * kept + static_cast<double>(options.max_loads) +
+                         static_cast<double>(options.max_retained_slots));
   const double blocks = 2 * sequences * kept + nodes;
   const double bytes = sizeof(float) * (slots * static_cast<double>(layout.slot_size) +
                                         blocks * static_cast<double>(layout.block_size));
@@ -131,6 +133,8 @@ Result<RecurrentLayout> MakeRecurrentLayout(const RecurrentCacheOptions& options
                     .slot_count = options.max_slots,
                     .max_tree_size = options.max_tree_size,
                     .max_tree_slots = options.max_tree_slots,
+                    .max_rows = options.prefill_chunk_size,
+                    .max_loads = options.max_loads,
                     .keep = {.history = 1,
                              .interval = kRecurrentCheckpointInterval,
                              .recent = options.recent_checkpoints,

@@ -1,7 +1,9 @@
 #include "kv/rope_table.h"
 
+#include <algorithm>
 #include <cmath>
 
+#include "base/check.h"
 #include "base/float_environment.h"
 #include "kv/reserve.h"
 
@@ -14,12 +16,12 @@ constexpr int64_t kRowsPerStep = 256;
 
 }  // namespace
 
-void RopeTable::FillRow(int64_t position) noexcept {
-  const size_t row = static_cast<size_t>(position * pair_count());
+void RopeTable::ComputeRow(int64_t position, float* cos, float* sin) const noexcept {
+  const ScopedFloatEnvironment environment;
   for (size_t i = 0; i < frequencies_.inv_freq.size(); ++i) {
     const double angle = static_cast<double>(position) * frequencies_.inv_freq[i];
-    cos_[row + i] = static_cast<float>(std::cos(angle) * frequencies_.amplitude);
-    sin_[row + i] = static_cast<float>(std::sin(angle) * frequencies_.amplitude);
+    cos[i] = static_cast<float>(std::cos(angle) * frequencies_.amplitude);
+    sin[i] = static_cast<float>(std::sin(angle) * frequencies_.amplitude);
   }
 }
 
@@ -33,10 +35,29 @@ void RopeTable::Grow(int64_t position_count, ParallelRunner& runner) {
   }
   const int64_t first = position_count_;
   runner.ParallelFor(rows - first, [&](int64_t i, int) {
-    const ScopedFloatEnvironment environment;
-    FillRow(first + i);
+    const int64_t at = (first + i) * pair_count();
+    ComputeRow(first + i, cos_.data() + at, sin_.data() + at);
   });
   position_count_ = rows;
+}
+
+void RopeRows::Reserve(int64_t row_count, int64_t pair_count) {
+  const auto size = static_cast<size_t>(row_count * pair_count);
+  if (cos_.size() < size) cos_.resize(size);
+  if (sin_.size() < size) sin_.resize(size);
+}
+
+RotaryAngles RopeRows::At(const RopeTable& table, int64_t position) noexcept {
+  const int64_t pairs = table.pair_count();
+  if (position < table.position_count())
+    return {table.cos() + position * pairs, table.sin() + position * pairs};
+  QUIRE_CHECK(size_ + static_cast<size_t>(pairs) <= std::min(cos_.size(), sin_.size()))
+      << "no room for the angles of position " << position;
+  float* const cos = cos_.data() + size_;
+  float* const sin = sin_.data() + size_;
+  size_ += static_cast<size_t>(pairs);
+  table.ComputeRow(position, cos, sin);
+  return {cos, sin};
 }
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-// RopeTable: cos and sin of every position, for one set of frequencies.
+// RopeTable: cos and sin of positions, for one set of frequencies. RopeRows: those of a few.
 #ifndef QUIRE_KV_ROPE_TABLE_H_
 #define QUIRE_KV_ROPE_TABLE_H_
 
@@ -7,10 +7,22 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/backend.h"
 #include "quire/rope.h"
 #include "quire/seams.h"
 
 namespace quire {
+
+// How far tables grow.
+struct RopeLimits {
+  // Where only a forward's own rows are rotated: 32 MiB with 64 pairs. Rows behind it are computed
+  // when they are needed, so a text without an end takes no more. 2 us each, of which a decode has
+  // one.
+  int64_t table_positions = 65536;
+  // RopeMode::kInline, where attention reads the angles of all keys by position: 8 GiB with 64
+  // pairs. A forward behind it is TooLarge.
+  int64_t inline_positions = int64_t{1} << 24;
+};
 
 // Row p is a function of p alone: the angle is computed in double from the integer position, its
 // cos and sin in double times the amplitude, rounded once to float32. So it does not matter in
@@ -30,14 +42,29 @@ class RopeTable {
   // [position_count()][pair_count()]
   const float* cos() const { return cos_.data(); }
   const float* sin() const { return sin_.data(); }
+  // Row `position`, whether the table has it or not: pair_count() numbers each.
+  void ComputeRow(int64_t position, float* cos, float* sin) const noexcept;
 
  private:
-  void FillRow(int64_t position) noexcept;
-
   RopeFrequencies frequencies_;
   std::vector<float> cos_;
   std::vector<float> sin_;
   int64_t position_count_ = 0;
+};
+
+// Angles of single positions: from the table, or computed where it ends before.
+class RopeRows {
+ public:
+  // Room for so many rows. Pointers from before are void. May throw std::bad_alloc.
+  void Reserve(int64_t row_count, int64_t pair_count);
+  void Clear() noexcept { size_ = 0; }
+  // Valid until Clear, or until the table grows.
+  RotaryAngles At(const RopeTable& table, int64_t position) noexcept;
+
+ private:
+  std::vector<float> cos_;
+  std::vector<float> sin_;
+  size_t size_ = 0;
 };
 
 }  // namespace quire

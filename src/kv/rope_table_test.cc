@@ -41,5 +41,27 @@ TEST(RopeTable, ItsStepsOfGrowthCannotBeSeen) {
   }
 }
 
+TEST(RopeRows, GivesTheTablesRowsAndThoseBehindItsEnd) {
+  const std::shared_ptr<ParallelRunner> runner = CreateThreadPool(1);
+  RopeTable whole(SomeFrequencies());
+  whole.Grow(1000, *runner);
+  RopeTable table(SomeFrequencies());
+  table.Grow(1, *runner);
+  ASSERT_LT(table.position_count(), 900);
+  RopeRows rows;
+  for (int round = 0; round < 2; ++round) {
+    rows.Reserve(3, 3);
+    rows.Clear();
+    for (const int64_t position : {0, 255, 256, 900, 999}) {
+      const RotaryAngles angles = rows.At(table, position);
+      EXPECT_EQ(angles.cos == table.cos() + position * 3, position < table.position_count());
+      for (int64_t i = 0; i < 3; ++i) {
+        EXPECT_EQ(angles.cos[i], whole.cos()[position * 3 + i]) << position;
+        EXPECT_EQ(angles.sin[i], whole.sin()[position * 3 + i]) << position;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace quire

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kv/kv_test_forward.h"
+#include "kv/paged_kv_cache.h"
 
 namespace quire {
 namespace {
@@ -280,6 +281,79 @@ TEST_F(SlidingWindow, SharedKVIsTheSourceSeenAgain) {
   ASSERT_TRUE(cache_->BeginForward(std::vector<int64_t>{0}, std::vector<int64_t>{5}).ok());
   EXPECT_EQ(cache_->AttentionWithSharedKV(0, inputs.q.view(), shared.view(), nullptr, 0.5).code(),
             StatusCode::kBadState);
+}
+
+// Angles behind the table's end are computed: no bit differs from those of a table that has them
+// all, with windows and sinks, with both sets of LongRoPE's factors, in chains, repeated steps and
+// trees.
+TEST_F(SlidingWindow, PositionsBehindTheTableOfAnglesHaveTheSameBits) {
+  options_.rope.scaling = RopeScaling::kLongRope;
+  options_.rope.factor = 4;
+  options_.rope.original_max_position_embeddings = 64;
+  options_.rope.short_factors = {1, 1, 1, 1};
+  options_.rope.long_factors = {2, 3, 4, 5};
+  const std::vector<int64_t> ids = {0, 1, 2};
+  std::vector<std::unique_ptr<AttentionKVCache>> caches;
+  for (const int64_t positions : {int64_t{256}, int64_t{4096}}) {
+    Create();
+    dynamic_cast<PagedKVCache&>(*cache_).set_rope_limits({.table_positions = positions});
+    for (const int64_t id : {1, 2}) ASSERT_TRUE(cache_->AddSequence(id).ok());
+    ASSERT_TRUE(cache_->SelectLongRope(1, true).ok());
+    // Sinks are at positions behind the table, too: the window is larger than it.
+    ASSERT_TRUE(cache_->EnableSlidingWindowForSeq(1, 40, 3).ok());
+    ASSERT_TRUE(cache_->EnableSlidingWindowForSeq(2, 400, 20).ok());
+    caches.push_back(std::move(cache_));
+  }
+  const auto expect_same = [&](auto&& run) {
+    const auto a = run(*caches[0]);
+    const auto b = run(*caches[1]);
+    ASSERT_TRUE(a.ok()) << a.status().ToString();
+    ASSERT_TRUE(b.ok()) << b.status().ToString();
+    for (size_t l = 0; l < a->size(); ++l)
+      ASSERT_TRUE(std::ranges::equal((*a)[l].o.bytes(), (*b)[l].o.bytes()));
+  };
+  int64_t length = 0;
+  for (const int64_t count : {200, 100, 1, 1, 1, 1, 230, 1, 1, 2, 1}) {
+    expect_same([&](AttentionKVCache& cache) {
+      const Tokens tokens = MakeTokens(length, length + count);
+      return RunForward(cache, options_.layers, ids, {tokens, tokens, tokens});
+    });
+    length += count;
+  }
+  expect_same([&](AttentionKVCache& cache) -> Result<std::vector<LayerOutputs>> {
+    QUIRE_RETURN_IF_ERROR(cache.BeginTreeForward(
+        ids, std::vector<int64_t>{3, 3, 3}, std::vector<int64_t>{-1, 0, 0, -1, 0, 1, -1, 0, 1}));
+    return FinishForward(cache, options_.layers, MakeTokens(0, 9));
+  });
+  for (const auto& cache : caches) {
+    const Status committed =
+        cache->CommitAcceptedTokenTreeNodes(ids, std::vector<int64_t>{2, 2, 1});
+    ASSERT_TRUE(committed.ok()) << committed.ToString();
+  }
+  expect_same([&](AttentionKVCache& cache) {
+    return RunForward(cache, options_.layers, ids,
+                      {MakeTokens(0, 1), MakeTokens(1, 2), MakeTokens(2, 3)});
+  });
+}
+
+// RopeMode::kInline needs the angles of all keys by position, so its positions have an end.
+TEST_F(SlidingWindow, InlinePositionsHaveAnEnd) {
+  options_.rope.mode = RopeMode::kInline;
+  Create();
+  dynamic_cast<PagedKVCache&>(*cache_).set_rope_limits({.inline_positions = 100});
+  Append(0, 0, 99);
+  const uint64_t digest = cache_->StateDigest();
+  const std::vector<int64_t> ids = {0}, two = {2};
+  const Status chain = cache_->BeginForward(ids, two);
+  EXPECT_EQ(chain.code(), StatusCode::kTooLarge) << chain.ToString();
+  EXPECT_NE(chain.ToString().find("kInline"), std::string::npos);
+  EXPECT_EQ(cache_->BeginTreeForward(ids, two, std::vector<int64_t>{-1, 0}).code(),
+            StatusCode::kTooLarge);
+  EXPECT_EQ(cache_->StateDigest(), digest);
+  Append(0, 99, 100);
+  EXPECT_EQ(cache_->BeginForward(ids, std::vector<int64_t>{1}).code(), StatusCode::kTooLarge);
+  EXPECT_TRUE(cache_->PopN(0, 1).ok());
+  Append(0, 99, 100);
 }
 
 }  // namespace

@@ -55,22 +55,39 @@ void ThinPositions(std::vector<int64_t>& positions, int64_t limit, int64_t now) 
   }
 }
 
+namespace {
+
+// The most that one call adds, of states or of blocks of inputs: each sequence has one at its end,
+// and `more_max` before it. Sequences share the rows: the first of those takes two of them (one
+// before the border, one behind it), each further one an interval. So the small ones first, as many
+// as there may be.
+int64_t AddedMax(const StateHistoryOptions& options, int64_t rows_max, int64_t more_max) {
+  if (options.keep.interval == 0) return options.max_num_sequences * (more_max + 1);
+  const int64_t ends = std::min(options.max_num_sequences, rows_max);
+  if (more_max == 0) return ends;
+  const int64_t firsts = std::min(ends, rows_max - ends);
+  const int64_t others = (rows_max - ends - firsts) / options.keep.interval;
+  return ends + firsts + std::min(firsts * (more_max - 1), others);
+}
+
+}  // namespace
+
 int64_t StateHistory::SlotCount(const StateHistoryOptions& options) {
   if (options.slot_count != 0) return options.slot_count + options.max_tree_slots;
+  // Before the forward: history and checkpoints.
   const int64_t checkpoints = options.keep.recent + options.keep.thinned;
-  // Before the forward: history and checkpoints, and where the inputs begin; in it: as many
-  // checkpoints again, and its end.
-  const int64_t before = options.keep.history + checkpoints;
-  const int64_t added = checkpoints + 1;
-  return options.max_num_sequences * (before + added) + options.max_retained_slots +
-         options.max_tree_slots;
+  return options.max_num_sequences * (options.keep.history + checkpoints) +
+         AddedMax(options, options.max_rows, checkpoints) + options.max_loads +
+         options.max_retained_slots + options.max_tree_slots;
 }
 
 int64_t StateHistory::BlockCount(const StateHistoryOptions& options) {
   if (options.keep.interval == 0) return 0;
-  // Inputs since the oldest recent checkpoint lie in one block more than there are such; a forward
-  // may replace all of them.
-  const int64_t for_inputs = options.max_num_sequences * 2 * (options.keep.recent + 1);
+  // Inputs since the oldest recent checkpoint lie in one block more than there are such. A commit
+  // of trees adds those of the accepted nodes.
+  const int64_t for_inputs =
+      options.max_num_sequences * (options.keep.recent + 1) +
+      AddedMax(options, std::max(options.max_rows, options.max_tree_slots), options.keep.recent);
   if (options.max_tree_slots == 0) return for_inputs;
   // Each tree's last block may hold a single node.
   return for_inputs + options.max_tree_slots / options.keep.interval +
@@ -351,15 +368,47 @@ Status StateHistory::PlanBegin(const ControlCall& call) {
   member_count_ = 0;
   row_count_ = 0;
   if (members_.size() < call.seq_ids.size()) members_.resize(call.seq_ids.size());
-  for (size_t i = 0; i < call.seq_ids.size(); ++i) {
-    const Status status = PlanMember(call, i);
-    if (status.ok()) continue;
-    member_count_ = 0;
-    return status;
+  std::span<const LayerLoad> loads = call.loads;
+  Status status;
+  for (size_t i = 0; i < call.seq_ids.size() && status.ok(); ++i) {
+    const bool loads_this = !loads.empty() && loads.front().seq_id == call.seq_ids[i];
+    status = PlanMember(call, i, loads_this ? &loads.front() : nullptr);
+    if (loads_this) loads = loads.subspan(1);
   }
-  const Status room = CheckRoomForBatch();
-  if (!room.ok()) member_count_ = 0;
-  return room;
+  if (status.ok() && !loads.empty()) {
+    status = Status(StatusCode::kBadArgument,
+                    std::string(call.name()) + ": the load of sequence " +
+                        std::to_string(loads.front().seq_id) +
+                        " is of no member of the batch, or loads are in another order than it");
+  }
+  if (status.ok()) status = CheckRoomForBatch();
+  if (!status.ok()) member_count_ = 0;
+  return status;
+}
+
+// `member` goes on behind what it loads, as if it had been imported before.
+Status StateHistory::StartLoad(const ControlCall& call, const LayerLoad& load,
+                               StateMember& member) {
+  if (load.tokens < 1 || load.source == nullptr) {
+    return Status(StatusCode::kBadArgument, OfSequence(call.name(), load.seq_id) + "is to import " +
+                                                std::to_string(load.tokens) + " tokens from " +
+                                                (load.source == nullptr ? "no" : "a") +
+                                                " source; the least is 1, and a source is needed");
+  }
+  if (load.tokens > kLengthMax - member.end()) {
+    return Status(StatusCode::kTooLarge, OfSequence(call.name(), load.seq_id) + "of length " +
+                                             std::to_string(member.base) + " cannot get " +
+                                             std::to_string(member.row_count) +
+                                             " more tokens behind " + std::to_string(load.tokens) +
+                                             " imported ones: positions end at 2^31");
+  }
+  member.base += load.tokens;
+  member.imported = load.tokens;
+  member.source = load.source;
+  member.current = -1;
+  loaded_.length = loaded_.input_start = member.base;
+  loaded_.records.assign(1, {.position = member.base, .ends_forward = true, .checkpoint = true});
+  return Status();
 }
 
 Result<int32_t> StateHistory::CheckMember(const ControlCall& call, int64_t seq_id,
@@ -397,19 +446,24 @@ void StateHistory::StartMember(StateMember& member, int32_t index, int64_t row_c
   member.blocks.clear();
   member.first_new_block = 0;
   member.copied_block = -1;
+  member.imported = 0;
+  member.source = nullptr;
   member.is_tree = false;
   member.path.clear();
 }
 
-Status StateHistory::PlanMember(const ControlCall& call, size_t i) {
+Status StateHistory::PlanMember(const ControlCall& call, size_t i, const LayerLoad* load) {
   const int64_t row_count = call.append_lengths[i];
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, call.seq_ids[i], row_count));
   QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
   StateTrack& track = TrackOf(index);
   StateMember& member = members_[i];
   StartMember(member, index, row_count);
-  PlanCheckpoints(member);
-  PlanBlocks(member);
+  if (load != nullptr) QUIRE_RETURN_IF_ERROR(StartLoad(call, *load, member));
+  const StateTrack& from = load == nullptr ? track : loaded_;
+  PlanCheckpoints(from, member);
+  PlanBlocks(from, member);
+  if (load != nullptr) member.pending.insert(member.pending.begin(), loaded_.records.front());
   ReserveGrowing(track.records, track.records.size() + member.pending.capacity());
   table_[index].batch = planning_;
   row_count_ += row_count;
@@ -417,13 +471,13 @@ Status StateHistory::PlanMember(const ControlCall& call, size_t i) {
   return Status();
 }
 
-void StateHistory::PlanCheckpoints(StateMember& member) const {
-  const StateTrack& track = TrackOf(member.index);
+void StateHistory::PlanCheckpoints(const StateTrack& track, StateMember& member) const {
   const KeepPolicy& keep = options_.keep;
   member.pending.clear();
   member.kept.clear();
   member.input_start = 0;
-  member.pending.reserve(static_cast<size_t>(keep.recent + keep.thinned + 1));
+  // Those that are kept, its end, and what it loads.
+  member.pending.reserve(static_cast<size_t>(keep.recent + keep.thinned + 2));
   StateRecord end{.position = member.end(), .ends_forward = true};
   if (keep.interval > 0) {
     std::vector<int64_t> all;
@@ -452,13 +506,12 @@ void StateHistory::PlanCheckpoints(StateMember& member) const {
   member.pending.push_back(end);
 }
 
-void StateHistory::PlanBlocks(StateMember& member) const {
+void StateHistory::PlanBlocks(const StateTrack& track, StateMember& member) const {
   const int64_t interval = options_.keep.interval;
   member.blocks.clear();
   member.first_new_block = 0;
   member.copied_block = -1;
   if (interval == 0) return;
-  const StateTrack& track = TrackOf(member.index);
   const int64_t first = member.input_start / interval;
   const int64_t last = (member.end() - 1) / interval;
   for (const InputBlock& block : track.blocks) {
@@ -946,8 +999,8 @@ Status StateHistory::PlanLeaf(const ControlCall& call, size_t i) {
   if (count == 0) return Status();
   member.path.reserve(static_cast<size_t>(count));
   FillPath(tree.parents, leaf, member.path);
-  PlanCheckpoints(member);
-  PlanBlocks(member);
+  PlanCheckpoints(track, member);
+  PlanBlocks(track, member);
   if (options_.keep.interval == 0) PlanKept(member);
   ReserveGrowing(track.records, track.records.size() + member.pending.size());
   return Status();

@@ -75,7 +75,7 @@ struct StateTrack {
 // tokens.
 struct StateMember {
   int32_t index = 0;
-  int64_t base = 0;  // its length before the forward
+  int64_t base = 0;  // its length before the forward, with what it loads
   int64_t row_count = 0;
   int64_t first_row = 0;
   int32_t current = -1;                // slot of its state before the forward; -1: the initial one
@@ -85,6 +85,11 @@ struct StateMember {
   std::vector<InputBlock> blocks{};    // when it ends; those from first_new_block on are taken
   size_t first_new_block = 0;
   int32_t copied_block = -1;  // the shared block with whose inputs the first new one begins
+
+  // It loads so many tokens: the first of `pending` is the state behind them. What the sequence
+  // held before goes when the forward ends, as by an import: `kept` and `blocks` begin there.
+  int64_t imported = 0;
+  LayerSource* source = nullptr;
 
   bool is_tree = false;         // rows are the tree's last nodes; nothing is pending
   std::vector<int32_t> path{};  // of a commit: the node of each row
@@ -108,6 +113,8 @@ struct StateHistoryOptions {
   int64_t slot_count = 0;      // 0: so many that every forward finds room
   int64_t max_tree_size = 0;   // nodes of a sequence
   int64_t max_tree_slots = 0;  // nodes of all sequences; slots and blocks beside the others
+  int64_t max_rows = 0;        // of a forward, where checkpoints have an interval
+  int64_t max_loads = 0;       // members of a forward that load
   KeepPolicy keep;
 };
 
@@ -204,9 +211,10 @@ class StateHistory {
   Status PlanRetain(const ControlCall& call);
   Status PlanImport(const ControlCall& call);
   Status PlanBegin(const ControlCall& call);
-  Status PlanMember(const ControlCall& call, size_t i);
-  void PlanCheckpoints(StateMember& member) const;
-  void PlanBlocks(StateMember& member) const;
+  Status PlanMember(const ControlCall& call, size_t i, const LayerLoad* load);
+  Status StartLoad(const ControlCall& call, const LayerLoad& load, StateMember& member);
+  void PlanCheckpoints(const StateTrack& track, StateMember& member) const;
+  void PlanBlocks(const StateTrack& track, StateMember& member) const;
   Status CheckRoomForBatch() const;
   void PlanEnd();
   void PlanKept(StateMember& member) const;
@@ -272,7 +280,8 @@ class StateHistory {
   int32_t index_ = -1;
   int64_t position_ = 0;
   Cut cut_;
-  StateTrack child_;  // of a fork
+  StateTrack child_;   // of a fork
+  StateTrack loaded_;  // what the member that is planned goes on from
   ReplayPlan replay_;
   int32_t import_slot_ = -1;
 };
