@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "base/fake_clock.h"
 
@@ -156,6 +158,25 @@ TEST_F(CircuitBreakerTest, OpensWhenMoreThanOneInAHundredIsLate) {
   }
   EXPECT_TRUE(often.open());
   EXPECT_GE(count, 200);  // not before it has seen enough
+}
+
+TEST_F(CircuitBreakerTest, LateReportsFromBeforeItOpenedChangeNothing) {
+  // Two breakers of one name draw the same back-off.
+  CircuitBreaker other(clock_, "a server");
+  std::vector<std::optional<CircuitBreaker::Call>> before, stragglers;
+  for (int i = 0; i < 3; ++i) before.push_back(other.Admit(kNever));
+  for (int i = 0; i < 3; ++i) stragglers.push_back(other.Admit(kNever));
+  Open();
+  for (auto& call : before) call->Report(kRefused);
+  stragglers[0]->Report(kRefused);
+  stragglers[1]->Report(kRefused);
+  for (int64_t ms = 0; !breaker_.available(); ++ms) {
+    EXPECT_FALSE(other.available()) << ms;
+    clock_->Advance(kMs);
+  }
+  EXPECT_TRUE(other.available());
+  stragglers[2]->Report(kRefused);
+  EXPECT_TRUE(other.available());
 }
 
 TEST_F(CircuitBreakerTest, ReportsFromBeforeItOpenedCanOnlyCloseIt) {

@@ -175,9 +175,10 @@ void RemoteConnection::Turn(std::unique_lock<std::mutex>& lock) {
   } else if (is_wanted_) {
     deadline = 0;
   }
+  const size_t entry_count = socket_.is_open() ? 2 : 1;  // Close may take it away from here on
   lock.unlock();
   const int64_t now = clock_->SteadyNs();
-  PollSockets(std::span(entries).first(socket_.is_open() ? 2 : 1),
+  PollSockets(std::span(entries).first(entry_count),
               deadline == kNever ? kNever : std::max<int64_t>(0, deadline - now));
   if (entries[0].can_read) waker_.Clear();
   lock.lock();
