@@ -52,7 +52,6 @@ constexpr std::array<FeatureText, kFeatureCount> kTexts = {{
     {"loading", "the forward loads tokens of the sequence layer by layer"},
     {"tree", "the new tokens are nodes of a tree"},
     {"later round", "nodes behind those of an earlier forward"},
-    {"sending", "the sequence's tokens go to another cache as they are stored"},
     {"fused", "AttentionWithFusedQKV or AttentionWithMLA"},
     {"halves", "Append or AppendMLAKV, then Attend"},
     {"shared KV", "AttentionWithSharedKV"},

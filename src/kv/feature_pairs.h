@@ -57,7 +57,6 @@ enum class Feature : uint8_t {
   kLoading,
   kTree,
   kLaterRound,
-  kSending,
   // Of the call.
   kFused,
   kHalves,

@@ -779,7 +779,6 @@ FeatureSet Walker::FeaturesOfMember(int64_t id) const {
   const SequenceWindows windows = model_.GetWindows(id).value();
   const bool is_long =
       setting_.options.rope.scaling == RopeScaling::kLongRope && long_factors_.at(id);
-  const Result<SendProgress> sends = model_.GetSendProgress(id);
   return FeatureSet(past_features_.at(id))
       .AddIf(is_long, Feature::kRopeLong)
       .AddIf(windows.window > 0 || windows.span > 0, Feature::kWindow)
@@ -789,8 +788,7 @@ FeatureSet Walker::FeaturesOfMember(int64_t id) const {
           Feature::kSinks)
       .AddIf(windows.slid > 0, Feature::kSlid)
       .AddIf(!retained_.empty(), Feature::kRetainedBeside)
-      .AddIf(!incoming_.empty(), Feature::kPendingBeside)
-      .AddIf(sends.ok() && sends->active, Feature::kSending);
+      .AddIf(!incoming_.empty(), Feature::kPendingBeside);
 }
 
 void Walker::CountPairs(size_t layer, const FeatureSet& call) {
@@ -1593,8 +1591,6 @@ std::string Walker::Tree(const WalkOp& op) {
       batch.lengths.push_back(1 + random.Below(2));
     }
   }
-  if (const int64_t id = DrawSending(random); id >= 0 && random.Below(2) == 0)
-    batch = {{id}, {1 + random.Below(4)}};
   const std::vector<int64_t> parents = DrawParents(batch, random);
   int64_t needed = -1;
   std::string error = SameNeeds(

@@ -453,16 +453,6 @@ std::string Walker::Settle(RandomSequence& random) {
   return call_failed_ ? Abort() : RunRest({Kind::kForward, draw(), draw(), draw()});
 }
 
-// One whose tokens are on their way, or -1.
-int64_t Walker::DrawSending(RandomSequence& random) const {
-  std::vector<int64_t> ids;
-  for (const auto& [id, outgoing] : outgoing_) {
-    if (model_.GetSendProgress(id).ok() && model_.GetSendProgress(id)->active) ids.push_back(id);
-  }
-  if (ids.empty()) return -1;
-  return ids[static_cast<size_t>(random.Below(std::ssize(ids)))];
-}
-
 // The sequences' next tokens, computed or only flushed.
 std::string Walker::SendSome(const std::vector<int64_t>& ids, RandomSequence& random) {
   const int64_t forwards = ids.size() == 1 ? random.Below(4) : 0;
@@ -471,15 +461,7 @@ std::string Walker::SendSome(const std::vector<int64_t>& ids, RandomSequence& ra
   for (int64_t i = 0; i < forwards && error.empty() && history_.count(ids[0]) != 0; ++i) {
     const int64_t most = std::min<int64_t>(12, setting_.options.prefill_chunk_size);
     const WalkOp op = {Kind::kForward, draw(), draw(), draw()};
-    const Batch batch = {{ids[0]}, {1 + random.Below(most)}};
-    std::vector<WalkLoad> loads;  // of a longer sequence's tokens, where there is one
-    if (!open_ && IsPlain(ids[0]) && random.Below(2) == 0) {
-      const auto length_of = [](const auto& entry) { return std::ssize(entry.second); };
-      const int64_t longest = std::ranges::max_element(history_, {}, length_of)->first;
-      error = MakeLoad(longest, batch, 0, random, &loads);
-      if (!error.empty()) return error;
-    }
-    error = BeginBatch(batch, op, std::move(loads));
+    error = BeginBatch({{ids[0]}, {1 + random.Below(most)}}, op);
     if (error.empty() && open_) error = RunRest(op);
     if (error.empty() && open_) error = Settle(random);
   }
@@ -520,7 +502,7 @@ std::string Walker::Transfer(const WalkOp& op) {
   const int64_t length = std::ssize(other_->history_.at(from));
   const int64_t first = std::ssize(history_.at(receivers[0]));
   const int64_t begin = rotates_keys() ? first : held + random.Below(length - held + 1);
-  const int64_t behind = random.Below(2) == 0 ? 60 : 12;
+  const int64_t behind = random.Below(3) == 0 ? 60 : 12;
   const int64_t count = std::max<int64_t>(length - begin, 0) + 1 + random.Below(behind);
   std::vector<uint64_t> epochs;
   for (const int64_t id : receivers) {
@@ -545,7 +527,7 @@ std::string Walker::Transfer(const WalkOp& op) {
   for (const int64_t id : marked) {  // from here on the two halves may go apart
     if (error.empty() && (joins || random.Below(3) == 0)) error = other_->Unmark(id);
   }
-  if (!error.empty() || (!marked.empty() && random.Below(5) < 2)) return error;
+  if (!error.empty() || (!marked.empty() && random.Below(4) == 0)) return error;
   for (const uint64_t epoch : epochs) {
     if (error.empty()) error = FinishReceive(epoch, random);
   }

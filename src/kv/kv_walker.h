@@ -250,7 +250,6 @@ class Walker {
   KnownToken TokenOf(const Incoming& incoming, int64_t row) const;
   bool HasToken(const Incoming& incoming, int64_t row) const;
   int64_t DrawSender(size_t senders, RandomSequence& random) const;
-  int64_t DrawSending(RandomSequence& random) const;
   int64_t FirstHeld(int64_t id);
   bool IsPlain(int64_t id) const;
   std::string DrawReceivers(int64_t from, int64_t held, RandomSequence& random,
