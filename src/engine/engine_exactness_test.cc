@@ -385,9 +385,10 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       const Status attached = by_layers ? engine->AttachStore(slow_store, {.model = "test"}, use)
                                         : engine->AttachStore(store, {.model = "test"}, use);
       const SequenceState& state = static_cast<const EngineImpl&>(*engine).state();
-      has_windows = state.has_windows();
       is_recurrent = state.is_recurrent();
       has_pages = state.attention() != nullptr;
+      has_windows = has_pages && std::ranges::any_of(state.attention()->options().layers,
+                                                     [](const auto& l) { return l.window != 0; });
       ASSERT_TRUE(attached.ok()) << attached.ToString();
     }
     Schedule(engine.get(), jobs_, alone_, logits_, &random).Run(2);

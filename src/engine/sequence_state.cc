@@ -29,8 +29,7 @@ SequenceState::SequenceState(AttentionKVCache* attention)
     : kv_(attention),
       attention_(attention),
       composite_(nullptr),
-      has_windows_(HasWindows(attention)),
-      forks_anywhere_(!has_windows_) {
+      forks_anywhere_(!HasWindows(attention)) {
   QUIRE_CHECK(attention != nullptr);
 }
 
@@ -38,7 +37,6 @@ SequenceState::SequenceState(CompositeState* composite)
     : kv_(composite),
       attention_(composite->parts().attention.get()),
       composite_(composite),
-      has_windows_(HasWindows(attention_)),
       forks_anywhere_(false) {}
 
 Status SequenceState::AddSequence(int64_t sequence_id, bool long_rope) const {

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 
+#include "kernels/backend.h"
 #include "kernels/kv_layout.h"
 
 namespace quire {
@@ -75,6 +76,9 @@ inline float* ScaleOfSlot(const KVPages& pages, int page, int slot, int head, in
   return ScalesAt(pages, page) + layout.scale_tile_offset(slot / kTilePositions, head) +
          part * kTilePositions + slot % kTilePositions;
 }
+
+// Makes the slot's tile one whose other slots hold no values: they are multiplied with 0.
+void OpenTile(const KVPages& pages, AppendTarget slot);
 
 }  // namespace quire
 

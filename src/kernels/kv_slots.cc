@@ -1,4 +1,5 @@
-// Single stored tokens, moved as bits. Not on the path of a forward's rows: clarity before speed.
+// Single stored tokens, moved as bits. Of this OpenTile alone is on the path of a forward's rows:
+// clarity before speed.
 #include <cmath>
 #include <cstring>
 
@@ -36,18 +37,6 @@ void ConvertElement(const std::byte* from, DType from_dtype, std::byte* to, DTyp
   } else {
     Narrow(Widen(from, from_dtype), to, to_dtype);
   }
-}
-
-// Row layout: unused slots are never read, so only the flag is reset. Codes are finite, whatever
-// they are.
-void OpenTile(const KVPages& pages, AppendTarget slot) {
-  const KVLayout& layout = pages.layout;
-  pages.v_nonfinite[TileFlag(layout, slot.page, slot.slot)] = 0;
-  if (!layout.tiled() || IsQuantised(layout.v_dtype())) return;
-  const size_t bytes = layout.v_element_bytes();
-  const size_t first = layout.v_tile_offset(slot.slot / kTilePositions, 0);
-  std::memset(ValuesAt(pages, slot.page) + first * bytes, 0,
-              layout.v_tile_stored_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
 }
 
 // The keys or the values of one token and head in a page.
@@ -164,6 +153,18 @@ void ReadSlot(const KVPages& pages, AppendTarget slot, DType dtype, void* k, voi
     ReadHead(ValueSide{pages}, slot, head, dtype,
              static_cast<std::byte*>(v) + row * static_cast<size_t>(layout.v_head_dim) * bytes);
   }
+}
+
+// Row layout: unused slots are never read, so only the flag is reset. Codes are finite, whatever
+// they are.
+void OpenTile(const KVPages& pages, AppendTarget slot) {
+  const KVLayout& layout = pages.layout;
+  pages.v_nonfinite[TileFlag(layout, slot.page, slot.slot)] = 0;
+  if (!layout.tiled() || IsQuantised(layout.v_dtype())) return;
+  const size_t bytes = layout.v_element_bytes();
+  const size_t first = layout.v_tile_offset(slot.slot / kTilePositions, 0);
+  std::memset(ValuesAt(pages, slot.page) + first * bytes, 0,
+              layout.v_tile_stored_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
 }
 
 void WriteSlot(const KVPages& pages, AppendTarget slot, DType dtype, const void* k, const void* v,

@@ -36,6 +36,7 @@ enum class Feature : uint8_t {
   kMixedLayers,
   kOddPages,
   kRetainedBeside,
+  kPendingBeside,
   // Of the sequence.
   kRopeLong,
   kWindow,
@@ -49,6 +50,7 @@ enum class Feature : uint8_t {
   kExported,
   kDebugSet,
   kCommitted,
+  kReceived,
   // Of the forward.
   kDecode,
   kChunk,

@@ -207,12 +207,14 @@ size_t KVModel::EntryCount(const Sequence& sequence, size_t group, const Group& 
 }
 
 // The highest position at or below `cut` where a new page may begin in every group.
-int64_t KVModel::LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut) {
+int64_t KVModel::LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut,
+                          NextPage next) {
+  const size_t added = next == NextPage::kOwn ? 2 : 1;  // the copy's page, and the one behind it
   bool fits = false;
   while (!fits) {
     fits = true;
     for (size_t g = 0; g < groups.size(); ++g) {
-      if (EntryCount(sequence, g, groups[g], cut) < kMostEntriesPerRange) continue;
+      if (EntryCount(sequence, g, groups[g], cut) + added <= kMostEntriesPerRange) continue;
       cut -= cut % groups[g].page_size;
       fits = false;
     }
@@ -222,14 +224,16 @@ int64_t KVModel::LowerCut(const Sequence& sequence, const std::vector<Group>& gr
 
 // Where the part begins that must move before the sequence can take a token: its length if nothing
 // must.
-int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>& groups) {
+int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>& groups,
+                              NextPage next) {
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     if (length % groups[g].page_size == 0) continue;
     const int32_t last_page = sequence.tokens.back().pages[g];
-    const bool in_place = last_page >= 0 && groups[g].HoldersOf(last_page, length) == 0;
+    const bool in_place =
+        next == NextPage::kShared && last_page >= 0 && groups[g].HoldersOf(last_page, length) == 0;
     if (in_place || EntryCount(sequence, g, groups[g], length) < kMostEntriesPerRange) continue;
-    return LowerCut(sequence, groups, length - length % groups[g].page_size);
+    return LowerCut(sequence, groups, length - length % groups[g].page_size, next);
   }
   return length;
 }
@@ -259,7 +263,8 @@ void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>
 // Adds a token in the slot behind the sequence's last one if nobody sees that slot, else in a page
 // of its own.
 void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
-                         std::vector<int64_t>& taken, std::span<const TokenRange> absent) const {
+                         std::vector<int64_t>& taken, std::span<const TokenRange> absent,
+                         NextPage next) const {
   const int64_t position = static_cast<int64_t>(sequence.tokens.size());
   Token token{std::make_shared<TokenValues>(), std::vector<int32_t>(groups.size()), next_copy_++};
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -268,7 +273,7 @@ void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
       page = -1;
       continue;
     }
-    bool in_place = position % groups[g].page_size != 0;
+    bool in_place = position % groups[g].page_size != 0 && next == NextPage::kShared;
     if (in_place) {
       page = sequence.tokens.back().pages[g];
       in_place = page >= 0 && groups[g].HoldersOf(page, position) == 0;
@@ -357,7 +362,7 @@ KVModel::Sequence KVModel::SequenceOfRow(size_t member, int64_t n) const {
 
 KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
                                 const std::span<const int64_t>* parents,
-                                std::span<const TokenRange> absent) const {
+                                std::span<const TokenRange> absent, NextPage next) const {
   int64_t first_row = 0;
   Plan plan;
   plan.groups = groups_;
@@ -379,9 +384,9 @@ KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids, std::span<cons
       plan.members.emplace(seq_ids[i], std::move(sequence));
       continue;
     }
-    MoveToOwnPages(sequence, CutForAppend(sequence, plan.groups), plan.groups, taken);
+    MoveToOwnPages(sequence, CutForAppend(sequence, plan.groups, next), plan.groups, taken);
     for (int64_t n = 0; n < lengths[i]; ++n) {
-      PlaceToken(sequence, plan.groups, taken, absent);
+      PlaceToken(sequence, plan.groups, taken, absent, n == 0 ? next : NextPage::kShared);
       sequence.tokens.back().values->k.resize(options_.layers.size());
       sequence.tokens.back().values->v.resize(options_.layers.size());
     }
@@ -481,7 +486,7 @@ void KVModel::FreeHidden() {
 Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
-  if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
+  if (!sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
   const bool fits = sinks >= 0 && sinks < window && window < INT64_MAX;
   if (!fits) return Bad(StatusCode::kBadArgument, "window or sinks");
   if (sequence.window + sequence.span != 0) return Bad(StatusCode::kBadState, "has a window");
@@ -499,7 +504,7 @@ Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_
 Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
-  if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
+  if (!sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
   if (sequence.window + sequence.span == 0) return Bad(StatusCode::kBadState, "has no window");
   sequence.window = 0;
   sequence.span = 0;
@@ -580,6 +585,11 @@ Status KVModel::Clear() {
     std::fill(group.slot_holders.begin(), group.slot_holders.end(), 0);
     groups_.push_back(std::move(group));
   }
+  std::vector<int64_t> marked;
+  for (const auto& [id, mark] : marks_) marked.push_back(id);
+  FinishSends(batch_, Outcome::kAborted);
+  for (const int64_t id : marked) StopSend(id);
+  receives_.clear();
   sequences_.clear();
   before_.clear();
   forward_ = false;
@@ -603,6 +613,8 @@ Status KVModel::CheckControl(int64_t seq_id) const {
 
 Status KVModel::RemoveSequence(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  StopSend(seq_id);
+  EndReceive(seq_id, 0);
   HoldAll(sequences_.at(seq_id), -1);
   sequences_.erase(seq_id);
   FreeHidden();
@@ -615,16 +627,18 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   if (HasSequence(child_id)) return Bad(StatusCode::kSequenceExists, "child id is taken");
   if (IsFull()) return Bad(StatusCode::kTooLarge, "too many sequences");
   const Sequence& parent = sequences_.at(parent_id);
-  const int64_t length = parent.length() + parent.tree_size();
+  const int64_t length = parent.full_length();
   if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
   Sequence child = parent;
   child.retained = false;
   child.nodes.clear();
   child.tree_pages.clear();
   child.levels = 0;
+  child.pending = 0;
+  child.receive = 0;
   child.span = 0;
   if (fork_pos < 0) fork_pos = length;
-  if (fork_pos > parent.length()) return Bad(StatusCode::kBadState, "has a tree");
+  if (fork_pos > parent.length()) return Bad(StatusCode::kBadState, "is not committed there");
   if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
   child.tokens.resize(static_cast<size_t>(fork_pos));
   child.EndAt(fork_pos);
@@ -636,19 +650,25 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
 bool KVModel::CanFork(int64_t seq_id, int64_t position) const {
   if (!HasSequence(seq_id) || position < 0) return false;
   const Sequence& parent = sequences_.at(seq_id);
-  return position <= static_cast<int64_t>(parent.tokens.size()) && CanEndAt(parent, position);
+  return position <= parent.length() && CanEndAt(parent, position);
 }
 
 Status KVModel::PopN(int64_t seq_id, int64_t n) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
-  if (n < 0 || n > sequence.length() + sequence.tree_size())
-    return Bad(StatusCode::kBadArgument, "n");
+  if (n < 0 || n > sequence.full_length()) return Bad(StatusCode::kBadArgument, "n");
+  if (n > 0 && n < sequence.pending)
+    return Bad(StatusCode::kBadState, "would end among the pending");
   const int64_t nodes = std::min(n, sequence.tree_size());
-  n -= nodes;
+  const bool cancels = n > 0 && sequence.pending > 0;
+  n -= cancels ? sequence.pending : nodes;
   const int64_t length = sequence.length();
   if (!CanEndAt(sequence, length - n)) return Bad(StatusCode::kBadState, "not held");
   DropNodes(sequence, sequence.tree_size() - nodes, groups_);
+  if (cancels) EndReceive(seq_id, 0);
+  const auto mark = marks_.find(seq_id);
+  if (mark != marks_.end())
+    mark->second.next = std::max(mark->second.begin, std::min(mark->second.next, length - n));
   if (n == 0) {
     FreeHidden();
     return Status();
@@ -664,7 +684,7 @@ Status KVModel::PopN(int64_t seq_id, int64_t n) {
 Status KVModel::SetRetained(int64_t seq_id, bool retained) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   Sequence& sequence = sequences_.at(seq_id);
-  if (retained && sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
+  if (retained && !sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
   if (sequence.retained && !retained && IsFull()) {
     return Bad(StatusCode::kTooLarge, "too many sequences");
   }
@@ -743,7 +763,7 @@ PageCounts KVModel::page_counts() const {
 
 int64_t KVModel::GetTotalSequenceLength() const {
   int64_t sum = 0;
-  for (const auto& [id, sequence] : sequences_) sum += sequence.length() + sequence.tree_size();
+  for (const auto& [id, sequence] : sequences_) sum += sequence.full_length();
   return sum;
 }
 
@@ -754,7 +774,7 @@ int64_t KVModel::GetDistinctTokenCount() const {
   for (const auto& [id, sequence] : sequences_) nodes += sequence.tree_size();
   for (const SequenceMap* sequences : {&sequences_, &before_}) {
     for (const auto& [id, sequence] : *sequences) {
-      for (int64_t p = 0; p < sequence.length(); ++p)
+      for (int64_t p = 0; p < sequence.length() + sequence.pending; ++p)
         copies.insert(sequence.tokens[static_cast<size_t>(p)].copy);
     }
   }
@@ -763,7 +783,7 @@ int64_t KVModel::GetDistinctTokenCount() const {
 
 Result<int64_t> KVModel::GetSequenceLength(int64_t seq_id) const {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-  return sequences_.at(seq_id).length() + sequences_.at(seq_id).tree_size();
+  return sequences_.at(seq_id).full_length();
 }
 
 Result<int64_t> KVModel::GetTreeSize(int64_t seq_id) const {
@@ -814,7 +834,8 @@ Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
   int64_t room = options_.prefill_chunk_size;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
     QUIRE_RETURN_IF_ERROR(CheckMember(seq_ids[i], lengths[i], &seen, &room));
-    if (sequences_.at(seq_ids[i]).tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
+    if (!sequences_.at(seq_ids[i]).is_committed())
+      return Bad(StatusCode::kBadState, "is not committed");
   }
   return Status();
 }
@@ -863,6 +884,7 @@ Status KVModel::CheckTreeBatch(std::span<const int64_t> seq_ids,
     if (count > std::ssize(left)) return Bad(StatusCode::kBadArgument, "too few parents");
     QUIRE_RETURN_IF_ERROR(CheckMember(seq_ids[i], append_lengths[i], &seen, &room));
     const Sequence& sequence = sequences_.at(seq_ids[i]);
+    if (sequence.pending > 0) return Bad(StatusCode::kBadState, "has pending tokens");
     if (sequence.tree_size() + count > options_.max_tree_size)
       return Bad(StatusCode::kTooLarge, "tree");
     QUIRE_RETURN_IF_ERROR(CheckTree(sequence, left.first(static_cast<size_t>(count))));
@@ -961,6 +983,7 @@ Status KVModel::EndForward() {
   before_.clear();
   forward_ = false;
   FreeHidden();
+  FinishSends(batch_, Outcome::kEnded);
   return Status();
 }
 
@@ -985,6 +1008,7 @@ Status KVModel::AbortForward() {
   before_.clear();
   forward_ = false;
   FreeHidden();
+  FinishSends(batch_, Outcome::kAborted);
   return Status();
 }
 
@@ -1182,6 +1206,7 @@ void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
     }
   }
   appended_[l] = 1;
+  SendLayer(l);
 }
 
 double KVModel::StoredKeyBound(int64_t layer, double value) const {
@@ -1464,8 +1489,8 @@ Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const Lay
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   const Sequence& sequence = sequences_.at(seq_id);
   const int64_t count = to.k.rank() == 3 ? to.k.dim(0) : 0;
-  if (start >= 0 && count > sequence.length() - start && sequence.tree_size() > 0)
-    return Bad(StatusCode::kBadState, "has a tree");
+  if (start >= 0 && count > sequence.length() - start && !sequence.is_committed())
+    return Bad(StatusCode::kBadState, "is not committed");
   if (start < 0 || count < 1 || count > sequence.length() - start)
     return Bad(StatusCode::kBadArgument, "range");
   if (layer < 0 || layer >= static_cast<int64_t>(options_.layers.size()))
@@ -1493,17 +1518,10 @@ Status KVModel::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
   return Import(seq_id, import, true);
 }
 
-Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) {
-  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
-  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-  if (sequences_.at(seq_id).tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
-  const int64_t count = std::accumulate(import.tokens.begin(), import.tokens.end(), int64_t{0});
-  if (count < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
-  const int64_t end = sequences_.at(seq_id).length() + count;
-  std::vector<TokenRange> absent(groups_.size());
-  for (size_t g = 0; leaves_out && g < groups_.size(); ++g)
-    absent[g] = HiddenTokens(import.windows, groups_[g].window, end);
-  Plan plan = MakePlan(std::span(&seq_id, 1), std::span(&count, 1), nullptr, absent);
+// Places for tokens behind the sequence's, whose values are still to come.
+Status KVModel::AddPlaces(int64_t seq_id, int64_t count, std::span<const TokenRange> absent,
+                          NextPage next) {
+  Plan plan = MakePlan(std::span(&seq_id, 1), std::span(&count, 1), nullptr, absent, next);
   if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
   // The pages that only the old path holds are those that a consolidation copied from.
   Sequence& sequence = sequences_.at(seq_id);
@@ -1515,6 +1533,22 @@ Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) 
       groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
     }
   }
+  return Status();
+}
+
+Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) {
+  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (!sequences_.at(seq_id).is_committed()) return Bad(StatusCode::kBadState, "is not committed");
+  const int64_t count = std::accumulate(import.tokens.begin(), import.tokens.end(), int64_t{0});
+  if (count < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
+  const int64_t end = sequences_.at(seq_id).length() + count;
+  std::vector<TokenRange> absent(groups_.size());
+  for (size_t g = 0; leaves_out && g < groups_.size(); ++g)
+    absent[g] = HiddenTokens(import.windows, groups_[g].window, end);
+  const size_t old_length = sequences_.at(seq_id).tokens.size();
+  QUIRE_RETURN_IF_ERROR(AddPlaces(seq_id, count, absent, NextPage::kShared));
+  Sequence& sequence = sequences_.at(seq_id);
   if (leaves_out && !(import.windows == SequenceWindows())) {
     sequence.window = import.windows.window;
     sequence.sinks = import.windows.sinks;
@@ -1526,7 +1560,7 @@ Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) 
     sequence.Slide();
   }
   for (size_t l = 0; l < options_.layers.size(); ++l) {
-    int64_t position = static_cast<int64_t>(old.tokens.size());
+    int64_t position = static_cast<int64_t>(old_length);
     const TokenRange hidden = absent[group_of_layer_[l]];
     for (size_t b = 0; b < import.blocks.size(); ++b) {
       int64_t row = 0;
@@ -1548,8 +1582,8 @@ Status KVModel::GetDebug(int64_t seq_id, int64_t start, int64_t end, const Tenso
   const bool latent = v == nullptr;
   const Sequence& sequence = sequences_.at(seq_id);
   const int64_t length = sequence.length();
-  if (start >= 0 && end > length && sequence.tree_size() > 0)
-    return Bad(StatusCode::kBadState, "has a tree");
+  if (start >= 0 && end > length && !sequence.is_committed())
+    return Bad(StatusCode::kBadState, "is not committed");
   if (start < 0 || start >= end || end > length) return Bad(StatusCode::kBadArgument, "range");
   for (size_t l = 0; l < options_.layers.size(); ++l) {
     if (options_.layers[l].latent != latent) continue;
@@ -1602,7 +1636,7 @@ Status KVModel::SetDebug(int64_t seq_id, int64_t start, const TensorView& k, con
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   if (InBatch(seq_id)) return Bad(StatusCode::kBadState, "in the open forward");
   Sequence& sequence = sequences_.at(seq_id);
-  if (sequence.tree_size() > 0) return Bad(StatusCode::kBadState, "has a tree");
+  if (!sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
   const int64_t length = static_cast<int64_t>(sequence.tokens.size());
   const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
   if (start < 0 || count < 1 || count > length - start)
@@ -1696,6 +1730,8 @@ uint64_t KVModel::StateDigest() const {
       for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));
     }
     digest = Mix(digest, static_cast<uint64_t>(sequence.levels));
+    digest = Mix(digest, static_cast<uint64_t>(sequence.pending));
+    digest = Mix(digest, sequence.receive);
     for (const Node& node : sequence.nodes)
       digest = Mix(digest, static_cast<uint64_t>(node.parent));
   }

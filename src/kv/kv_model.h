@@ -15,7 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "kv/kv_test_forward.h"
 #include "quire/attention_kv_cache.h"
+#include "quire/kv_transfer.h"
 
 namespace quire {
 
@@ -24,7 +26,7 @@ namespace quire {
 std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
                                     RopePairing pairing, int64_t position);
 
-class KVModel final : public AttentionKVCache {
+class KVModel final : public AttentionKVCache, public KVTransfer {
  public:
   // REQUIRES: options that AttentionKVCache::Create accepts. kernel_path, runner and
   // poison_freed_pages are not read.
@@ -111,6 +113,23 @@ class KVModel final : public AttentionKVCache {
   Status DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, const TensorView& kv) override;
   Status DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) override;
 
+  // Row by row and from one thread; WaitReceived never waits.
+  KVTransfer* transfer() override { return this; }
+  Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) override;
+  Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
+  Status DisaggCancelRecv(uint64_t epoch) override;
+  Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) override;
+  Status FailReceive(uint64_t epoch, const Status& why) override;
+  Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override;
+  Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
+  Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
+  Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
+                        int64_t peer, int64_t rank) override;
+  Status DisaggUnmarkSend(int64_t seq_id) override;
+  Status DisaggFlushSend(int64_t seq_id) override;
+  Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
+
   Result<std::string> DebugPlan() const override;
   uint64_t StateDigest() const override;
   Status CheckInvariants() const override;
@@ -150,9 +169,12 @@ class KVModel final : public AttentionKVCache {
     std::shared_ptr<TokenValues> values;
   };
   struct Sequence {
-    std::vector<Token> tokens;  // the last `levels` of them are places without values
-    std::vector<Node> nodes;    // of the uncommitted tree
-    int64_t levels = 0;         // of the tree
+    // The last `levels` of them are places without values, the last `pending` are to be received.
+    std::vector<Token> tokens;
+    std::vector<Node> nodes;  // of the uncommitted tree
+    int64_t levels = 0;       // of the tree
+    int64_t pending = 0;
+    uint64_t receive = 0;                          // the epoch in which they are received
     std::vector<std::vector<int32_t>> tree_pages;  // [group]
     bool long_factors = false;
     bool retained = false;
@@ -164,9 +186,11 @@ class KVModel final : public AttentionKVCache {
     int64_t span = 0;
     int64_t span_sinks = 0;
 
-    // Without the tree.
-    int64_t length() const { return static_cast<int64_t>(tokens.size()) - levels; }
+    // Without the tree and what is pending.
+    int64_t length() const { return static_cast<int64_t>(tokens.size()) - levels - pending; }
     int64_t tree_size() const { return static_cast<int64_t>(nodes.size()); }
+    int64_t full_length() const { return length() + tree_size() + pending; }
+    bool is_committed() const { return nodes.empty() && pending == 0; }
     std::vector<int64_t> PathTo(int64_t node) const;
     int64_t SlidAt(int64_t position) const;
     bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
@@ -221,8 +245,32 @@ class KVModel final : public AttentionKVCache {
     const TokenRows* values;
     DType output_dtype;
   };
+  // What a sequence is to receive.
+  struct Receive {
+    int64_t seq_id = 0;
+    int64_t count = 0;
+    std::vector<StoredRows> staging;       // [layer]
+    std::vector<std::vector<char>> heads;  // [layer][row * heads + head], 1: complete
+    Status failure;
+  };
+  // Where a sequence's tokens go.
+  struct Mark {
+    int64_t begin = 0;
+    int64_t peer = 0;
+    int64_t rank = 0;
+    std::vector<ReceiveMap> maps;
+    std::vector<std::vector<int64_t>> slots;  // [map], decoded
+    int64_t next = 0;                         // what is before it has been sent
+    int64_t given = 0;                        // to the sink, by the open forward; 0: nothing
+    Status failure;
+
+    int64_t end() const { return begin + maps[0].count; }
+    bool active() const { return failure.ok() && next < end(); }
+  };
   // Which tokens a row sees: those up to its own, or those of before the forward.
   enum class Sees : uint8_t { kUpToOwn, kCached };
+  // kOwn: the next token opens a page.
+  enum class NextPage : uint8_t { kShared, kOwn };
   // A query as the caller gives it.
   enum class Rotated : uint8_t { kNo, kYes };
 
@@ -239,7 +287,7 @@ class KVModel final : public AttentionKVCache {
   // `absent`: by group, of positions that get no page.
   Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
                 const std::span<const int64_t>* parents = nullptr,
-                std::span<const TokenRange> absent = {}) const;
+                std::span<const TokenRange> absent = {}, NextPage next = NextPage::kShared) const;
   void PlaceNodes(Sequence& sequence, std::span<const int64_t> parents, std::vector<Group>& groups,
                   std::vector<int64_t>& taken) const;
   static void DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups);
@@ -251,18 +299,39 @@ class KVModel final : public AttentionKVCache {
   Sequence SequenceOfRow(size_t member, int64_t n) const;
   void OpenForward(Plan plan, std::span<const int64_t> seq_ids, std::span<const int64_t> lengths);
   static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);
-  static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut);
-  static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups);
+  static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut,
+                          NextPage next = NextPage::kShared);
+  static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups,
+                              NextPage next = NextPage::kShared);
   void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
                       std::vector<int64_t>& taken) const;
   void PlaceToken(Sequence& sequence, std::vector<Group>& groups, std::vector<int64_t>& taken,
-                  std::span<const TokenRange> absent = {}) const;
+                  std::span<const TokenRange> absent = {}, NextPage next = NextPage::kShared) const;
+  Status AddPlaces(int64_t seq_id, int64_t count, std::span<const TokenRange> absent,
+                   NextPage next);
   bool IsHeld(const Sequence& sequence, int64_t position, size_t group) const;
   bool CanEndAt(const Sequence& sequence, int64_t length) const;
   bool NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const;
   void FreeHidden();
   void HoldAll(const Sequence& sequence, int32_t count);
   Status Import(int64_t seq_id, const KVImport& import, bool leaves_out);
+  uint64_t TransferLayout(const Sequence& sequence) const;
+  Result<Receive*> FindReceive(uint64_t epoch);
+  Result<Receive*> FindPart(uint64_t epoch, int64_t layer, const ReceivePart& part);
+  int64_t CompleteRows(const Receive& receive, size_t layer, int64_t row, int64_t end) const;
+  Status RequireRows(uint64_t epoch, int64_t n);
+  void EndReceive(int64_t seq_id, int64_t n);
+  Status CheckMark(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
+                   int64_t rank) const;
+  void SendLayer(size_t layer);
+  void GiveRows(int64_t seq_id, size_t layer, int64_t end);
+  Status GiveRow(int64_t seq_id, size_t layer, size_t map, int64_t position);
+  // Of the marks of the batch.
+  enum class Outcome : uint8_t { kEnded, kAborted };
+  void FinishSends(std::span<const int64_t> seq_ids, Outcome outcome);
+  void StopSend(int64_t seq_id);
+  std::vector<SendRecord> RecordsOf(int64_t seq_id, int64_t first, int64_t end) const;
+  int64_t PeerOf(const Mark& mark, size_t map) const;
   Status CheckAttention(int64_t layer) const;
   Status FailAttention(Status status);
   Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
@@ -327,6 +396,11 @@ class KVModel final : public AttentionKVCache {
   std::vector<int32_t> positions_;
   std::vector<char> loaded_, appended_, attended_;  // [layer]
   Bounds last_bounds_;
+
+  std::map<uint64_t, Receive> receives_;  // by epoch
+  uint64_t next_epoch_ = 1;
+  std::map<int64_t, Mark> marks_;  // by sequence
+  std::shared_ptr<LayerSink> sink_;
 };
 
 }  // namespace quire

@@ -30,7 +30,15 @@ const std::vector<float>& NumberTable() {
 }
 
 size_t TableStart(uint64_t token, int64_t layer) {
-  return RandomBits(token, static_cast<uint64_t>(layer), 0) % kTableSize;
+  return RandomBits(WholeToken(token), static_cast<uint64_t>(layer), 0) % kTableSize;
+}
+
+constexpr int kHalvedLayersShift = 48;
+constexpr int kHalfShift = 56;
+
+bool IsHalved(uint64_t token, int64_t layer) {
+  return layer < kHalfShift - kHalvedLayersShift &&
+         (token >> (kHalvedLayersShift + layer) & 1) != 0;
 }
 
 }  // namespace
@@ -88,6 +96,13 @@ std::span<const std::byte> TestTensor::rows(int64_t first, int64_t count) const 
                          static_cast<size_t>(count) * row_bytes);
 }
 
+uint64_t HalfToken(uint64_t number, uint32_t halved_layers, int64_t half) {
+  return number | uint64_t{halved_layers} << kHalvedLayersShift |
+         static_cast<uint64_t>(half) << kHalfShift;
+}
+
+uint64_t WholeToken(uint64_t number) { return number & ((uint64_t{1} << kHalvedLayersShift) - 1); }
+
 TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType dtype,
                             std::span<const uint64_t> tokens) {
   const int64_t n = static_cast<int64_t>(tokens.size());
@@ -101,15 +116,21 @@ TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType
   inputs.v = TestTensor(dtype, {n, spec.num_kv_heads, spec.v_head_dim});
   const std::vector<float>& table = NumberTable();
   for (int64_t row = 0; row < n; ++row) {
-    size_t next = TableStart(tokens[static_cast<size_t>(row)], layer);
+    const uint64_t token = tokens[static_cast<size_t>(row)];
+    const bool halved = IsHalved(token, layer);
+    const size_t half = token >> kHalfShift & 1;
+    size_t next = TableStart(token, layer);
     int64_t column = 0;
+    const auto skip = [&](size_t count) { next = (next + count) % kTableSize; };
     const auto fill = [&](TestTensor& part, int64_t size) {
+      if (halved) skip(half * static_cast<size_t>(size));
       for (int64_t i = 0; i < size; ++i, ++column) {
         const float value = table[next];
         next = next + 1 == kTableSize ? 0 : next + 1;
         part.Set(row * size + i, value);
         inputs.qkv.Set(row * (q_size + k_size + v_size) + column, value);
       }
+      if (halved) skip((1 - half) * static_cast<size_t>(size));
     };
     fill(inputs.q, q_size);
     fill(inputs.k, k_size);

@@ -67,6 +67,12 @@ struct TokenInputs {
   // The keys as AppendMLAKV takes them, [n, D]; of latent layers, with one kv head.
   TensorView kv() const;
 };
+// The number of a token in a cache that has one half (0 or 1) of the heads of some layers (bit l:
+// layer l, below 8): its inputs in these are the half's part of the whole token's.
+// REQUIRES: number < 2^48.
+uint64_t HalfToken(uint64_t number, uint32_t halved_layers, int64_t half);
+// The whole token's.
+uint64_t WholeToken(uint64_t number);
 TokenInputs MakeTokenInputs(const AttentionLayerSpec& spec, int64_t layer, DType dtype,
                             std::span<const uint64_t> tokens);
 

@@ -26,52 +26,17 @@
 #include <sstream>
 #include <string>
 
-#include "base/random.h"
-#include "kv/feature_pairs.h"
-#include "kv/kv_model.h"
-#include "kv/kv_test_forward.h"
-#include "kv/paged_kv_cache.h"
+#include "kv/kv_walker.h"
 
-namespace quire {
+namespace quire::kv_walk {
 namespace {
 
-enum class Kind : uint8_t {
-  kAdd,
-  kRemove,
-  kFork,
-  kPop,
-  kBegin,
-  kLayer,
-  kEnd,
-  kAbort,
-  kForward,
-  kDebugGet,
-  kDebugSet,
-  kClear,
-  kPagesNeeded,
-  kSelectLongRope,
-  kBadTensor,
-  kRetain,
-  kDecode,
-  kImport,
-  kWindow,
-  kShared,
-  kLoading,
-  kTree,
-  kCommit,
-  kForkAndLoad,
-};
-constexpr size_t kKindCount = 24;
 constexpr std::array<const char*, kKindCount> kKindNames = {
     "kAdd",         "kRemove",         "kFork",      "kPop",      "kBegin",    "kLayer",
     "kEnd",         "kAbort",          "kForward",   "kDebugGet", "kDebugSet", "kClear",
     "kPagesNeeded", "kSelectLongRope", "kBadTensor", "kRetain",   "kDecode",   "kImport",
-    "kWindow",      "kShared",         "kLoading",   "kTree",     "kCommit",   "kForkAndLoad"};
-
-struct WalkOp {
-  Kind kind;
-  uint32_t a, b, c;
-};
+    "kWindow",      "kShared",         "kLoading",   "kTree",     "kCommit",   "kForkAndLoad",
+    "kSwitch",      "kTransfer",       "kSend",      "kReceive"};
 
 struct Walk {
   uint64_t seed = 0;
@@ -86,27 +51,12 @@ enum Stream : uint64_t {
   kCodesStream,
   kTreesStream,
   kLatentStream,
-  kRopeStream
+  kRopeStream,
+  kOtherStream,
+  kTransfersStream
 };
 
 // ---------------------------------------------------------------------- making a walk
-
-struct WalkSetting {
-  AttentionKVCacheOptions options;
-  ForwardStyle style;    // dtypes; how a layer is called is drawn per call
-  int64_t id_count = 0;  // ids are below it; more than fit, so that some calls find no room
-  // Whether forks are made of the newest child and both sides go on at once, so that a page range
-  // comes to lie in ever more pages.
-  bool chains = false;
-  bool has_windows = false;  // of layers or sequences
-  bool evicts = false;       // whether a forward that finds too few pages removes a sequence
-  int64_t fresh_period = 0;  // one of so many forwards is compared with a fresh cache
-};
-
-template <typename T>
-T OneOf(RandomSequence& random, std::initializer_list<T> values) {
-  return values.begin()[random.Below(static_cast<int64_t>(values.size()))];
-}
 
 std::vector<AttentionLayerSpec> DrawLayers(RandomSequence& random) {
   const DType dtype = OneOf(random, {DType::kF32, DType::kF16, DType::kBF16});
@@ -229,6 +179,20 @@ void DrawRopesOfLayers(RandomSequence& random, AttentionKVCacheOptions& options)
   }
 }
 
+// Where there are several in all of a layer.
+void HalveHeads(WalkSetting* setting) {
+  for (size_t l = 0; l < setting->options.layers.size(); ++l) {
+    AttentionLayerSpec& layer = setting->options.layers[l];
+    if (layer.num_kv_heads % 2 != 0) continue;
+    layer.num_kv_heads /= 2;
+    layer.num_qo_heads /= 2;
+    if (!layer.head_sinks.empty()) layer.head_sinks.resize(static_cast<size_t>(layer.num_qo_heads));
+    setting->halved_layers |= 1U << l;
+  }
+}
+
+}  // namespace
+
 WalkSetting MakeSetting(uint64_t seed) {
   RandomSequence random(seed, kOptionsStream);
   WalkSetting setting;
@@ -281,6 +245,36 @@ WalkSetting MakeSetting(uint64_t seed) {
   return setting;
 }
 
+std::optional<WalkSetting> MakeOtherSetting(uint64_t seed) {
+  RandomSequence random(seed, kOtherStream);
+  if (random.Below(2) == 0) return std::nullopt;
+  WalkSetting setting = MakeSetting(seed);
+  AttentionKVCacheOptions& options = setting.options;
+  const int64_t page_size = OneOf<int64_t>(random, {1, 3, 4, 7, 16, 20, 64});
+  options.page_size = page_size == options.page_size ? 5 : page_size;
+  options.max_num_sequences = 4 + random.Below(9);
+  options.token_capacity = options.page_size * (8 + random.Below(24)) + 60;
+  setting.id_count = options.max_num_sequences + 2;
+  setting.chains = random.Below(2) == 0;
+  if (random.Below(3) != 0) HalveHeads(&setting);
+  return setting;
+}
+
+namespace {
+
+// Where there is another cache, some operations become those of a transfer.
+void AddTransfers(Walk* walk) {
+  if (!MakeOtherSetting(walk->seed)) return;
+  RandomSequence random(walk->seed, kTransfersStream);
+  for (size_t i = 3; i < walk->ops.size(); ++i) {
+    constexpr std::array<Kind, 8> kKinds = {Kind::kSwitch,   Kind::kTransfer, Kind::kTransfer,
+                                            Kind::kTransfer, Kind::kTransfer, Kind::kTransfer,
+                                            Kind::kReceive,  Kind::kSend};
+    if (random.Below(4) == 0)
+      walk->ops[i].kind = kKinds[static_cast<size_t>(random.Below(kKinds.size()))];
+  }
+}
+
 Walk MakeWalk(uint64_t seed, int64_t op_count) {
   RandomSequence random(seed, kOpsStream);
   // Usual shares; a walk draws its own, and leaves some kinds out.
@@ -307,170 +301,11 @@ Walk MakeWalk(uint64_t seed, int64_t op_count) {
                         static_cast<uint32_t>(random.Bits()),
                         static_cast<uint32_t>(random.Bits())});
   }
+  AddTransfers(&walk);
   return walk;
 }
 
 // ---------------------------------------------------------------------- running a walk
-
-struct Batch {
-  std::vector<int64_t> ids;
-  std::vector<int64_t> lengths;
-};
-
-// What DebugSetKV wrote for one token, or nothing.
-struct KnownToken {
-  uint64_t number = 0;
-  std::shared_ptr<const std::pair<TestTensor, TestTensor>> set;  // [layers, 1, Hkv, D or Dv]
-  std::shared_ptr<const TestTensor> latent_set = nullptr;        // [layers, 1, D]
-};
-
-// What a member of a forward loads: its number in the batch, the tokens' keys and values in the
-// cache and in the model, and where these come from.
-struct WalkLoad {
-  size_t member = 0;
-  std::vector<KnownToken> tokens;
-  std::array<std::vector<StoredRows>, 2> parts;
-  std::array<std::unique_ptr<BlockSource>, 2> sources;
-};
-
-// The nodes of a sequence's uncommitted tree.
-struct WalkTree {
-  std::vector<int64_t> parents;
-  std::vector<uint64_t> tokens;
-};
-
-class Walker {
- public:
-  explicit Walker(const WalkSetting& setting);
-
-  // Empty, or what differs.
-  std::string Step(const WalkOp& op);
-  std::string Finish();
-  // How often each call ended with each code.
-  using Seen = std::map<std::string, std::map<StatusCode, int64_t>>;
-  const Seen& seen() const { return seen_; }
-  int64_t fresh_comparisons() const { return fresh_comparisons_; }
-  int64_t slid_tokens() const { return slid_tokens_; }
-  int64_t tree_comparisons() const { return tree_comparisons_; }
-  int64_t later_rounds() const { return later_rounds_; }
-  const FeaturePairs& pairs() const { return pairs_; }
-  int64_t repeated_forwards() const {
-    return static_cast<const PagedKVCache&>(*cache_).repeated_forward_count();
-  }
-
- private:
-  using History = std::vector<KnownToken>;
-
-  int64_t PickId(uint32_t draw) const;
-  Batch DrawBatch(uint32_t seed, bool with_trees = false) const;
-  std::string Apply(const WalkOp& op);
-  std::string Compare(const char* what, const Status& cache, const Status& model);
-  std::string CompareCounters();
-  std::string Add(const WalkOp& op);
-  std::string Remove(const WalkOp& op);
-  std::string RemoveId(int64_t id);
-  std::string Fork(const WalkOp& op);
-  std::string ForkOnce(const WalkOp& op);
-  std::string ForkTo(int64_t parent, int64_t child, int64_t position, bool* forked);
-  std::string Pop(const WalkOp& op);
-  std::string SameNeeds(const char* call,
-                        const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
-                        int64_t* needed);
-  std::string PagesNeeded(const Batch& batch, int64_t* needed);
-  std::string Begin(const WalkOp& op);
-  std::string BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads = {});
-  std::string Layer(size_t layer, uint32_t draw);
-  FeatureSet FeaturesOfMember(int64_t id) const;
-  std::string Compared(size_t layer, const LayerOutputs& cache, const LayerOutputs& model,
-                       const FeatureSet& call);
-  void CountPairs(size_t layer, const FeatureSet& call);
-  std::string Fused(size_t layer, const std::vector<uint64_t>& rows);
-  std::string FusedMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
-  std::string Append(size_t layer, const std::vector<uint64_t>& rows);
-  std::string Attend(size_t layer, const std::vector<uint64_t>& rows);
-  std::string AttendMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
-  TestTensor DrawMask(uint32_t draw) const;
-  std::string Pieces(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
-  std::string Merge(const LayerOutputs& self, const LayerOutputs& cross);
-  std::string CompareOutputs(size_t layer, const LayerOutputs& cache, const LayerOutputs& model);
-  std::string End(uint32_t draw);
-  std::string CompareFresh(uint32_t draw);
-  std::string RunFresh(const History& history, size_t old_length,
-                       std::vector<LayerOutputs>* outputs);
-  std::string Abort();
-  std::string Forward(const WalkOp& op);
-  std::string RunRest(const WalkOp& op);
-  std::string DebugGet(const WalkOp& op);
-  std::string DebugSet(const WalkOp& op);
-  std::string DebugGetLatents(int64_t id, int64_t start, int64_t count, DType dtype);
-  std::string DebugSetLatents(int64_t id, int64_t start, int64_t count);
-  // The layers of one kind: how many, the first (else layer 0), the number of the i-th.
-  int64_t CountOf(bool latent) const { return std::ranges::count(layers_, latent, LatentOf); }
-  const AttentionLayerSpec& FirstOf(bool latent) const {
-    const auto found = std::ranges::find(layers_, latent, LatentOf);
-    return found == layers_.end() ? layers_[0] : *found;
-  }
-  int64_t LayerOfKind(int64_t i, bool latent) const;
-  static bool LatentOf(const AttentionLayerSpec& layer) { return layer.latent; }
-  bool DebugsLatents(uint32_t draw) const;
-  std::string Clear();
-  std::string SelectLongRope(const WalkOp& op);
-  std::string BadTensor(const WalkOp& op);
-  std::string Retain(const WalkOp& op);
-  std::string Decode(const WalkOp& op);
-  std::string Import(const WalkOp& op);
-  std::string Loading(const WalkOp& op);
-  std::string LoadingBehindFork(const WalkOp& op);
-  std::string DrawLoad(const Batch& batch, size_t member, const WalkOp& op,
-                       std::vector<WalkLoad>* loads);
-  std::string MakeLoad(int64_t from, const Batch& batch, size_t member, RandomSequence& random,
-                       std::vector<WalkLoad>* loads);
-  std::string Tree(const WalkOp& op);
-  std::vector<int64_t> DrawParents(const Batch& batch, RandomSequence& random) const;
-  std::string CommitTrees(const WalkOp& op);
-  History PathTo(int64_t id, int64_t node) const;
-  std::string Window(const WalkOp& op);
-  std::string Shared(const WalkOp& op);
-  std::string MakeFreshWindow(const KVModel::Window& window, size_t* done,
-                              const std::vector<uint64_t>& numbers);
-  std::string ExportPart(int64_t id, int64_t start, int64_t count,
-                         std::array<std::vector<StoredRows>, 2>* parts);
-  std::vector<uint64_t> RowsWithPadding(uint32_t draw) const;
-
-  const WalkSetting setting_;
-  const std::vector<AttentionLayerSpec>& layers_;
-  std::unique_ptr<AttentionKVCache> cache_;
-  std::unique_ptr<AttentionKVCache> fresh_;
-  KVModel model_;
-  uint64_t next_token_ = 1;
-  int64_t newest_child_ = -1;
-  std::map<int64_t, History> history_;
-  std::map<int64_t, WalkTree> trees_;  // of those that have one; history_ has committed tokens
-  std::map<int64_t, WalkTree> trees_before_;  // of all, before the open forward of trees
-  bool tree_forward_ = false;
-  int64_t tree_comparisons_ = 0;
-  int64_t later_rounds_ = 0;
-  FeaturePairs pairs_;
-  std::vector<FeatureSet> layer_features_;       // [layer]
-  std::vector<FeatureSet> member_features_;      // of the open forward, in the order of the batch
-  std::map<int64_t, FeatureSet> past_features_;  // what has happened to a sequence
-  bool masked_ = false;                          // whether a layer's outputs are those with a mask
-  std::map<int64_t, bool> long_factors_;
-  std::set<int64_t> retained_;
-  Seen seen_;
-  KVModel::Window fresh_window_;  // that CompareFresh is to have
-  int64_t fresh_comparisons_ = 0;
-  int64_t slid_tokens_ = 0;  // that some sequence did not hold, summed over steps
-  bool open_ = false;
-  bool call_failed_ = false;
-  std::map<int64_t, History> before_;
-  std::map<int64_t, KVModel::Window> windows_before_;  // of members of the last batch
-  Batch batch_;
-  std::vector<WalkLoad> loads_;  // of the forward
-  std::vector<uint64_t> rows_;
-  std::vector<LayerOutputs> outputs_;  // [layer]
-  std::vector<char> appended_, attended_;
-};
 
 AttentionKVCacheOptions FreshOptions(const WalkSetting& setting) {
   AttentionKVCacheOptions options = setting.options;
@@ -485,12 +320,15 @@ AttentionKVCacheOptions FreshOptions(const WalkSetting& setting) {
   return options;
 }
 
-Walker::Walker(const WalkSetting& setting)
+}  // namespace
+
+Walker::Walker(const WalkSetting& setting, uint64_t first_token)
     : setting_(setting),
       layers_(setting_.options.layers),
       cache_(AttentionKVCache::Create(setting.options).value()),
       fresh_(AttentionKVCache::Create(FreshOptions(setting)).value()),
-      model_(setting.options) {
+      model_(setting.options),
+      next_token_(first_token) {
   for (size_t l = 0; l < layers_.size(); ++l)
     layer_features_.push_back(FeaturesOf(setting_.options, l));
 }
@@ -600,6 +438,7 @@ std::string Walker::CompareCounters() {
     if (!held.ok() || !expected_held.ok()) continue;
     compare("held tokens", *held, *expected_held);
     compare("tree size", *cache_->GetTreeSize(id), *model_.GetTreeSize(id));
+    if (error.empty()) error = CompareProgress(id);
     slid_tokens_ += *length - *held;
   }
   const Result<std::span<const int32_t>> positions = cache_->GetQueryPositions();
@@ -613,8 +452,13 @@ std::string Walker::CompareCounters() {
 }
 
 std::string Walker::Step(const WalkOp& op) {
-  std::string error = Apply(op);
-  if (error.empty()) error = CompareCounters();
+  const std::string error = Apply(op);
+  return error.empty() ? Compare() : error;
+}
+
+std::string Walker::Compare() {
+  std::string error = CompareCounters();
+  if (error.empty()) error = CompareIncoming();
   if (!error.empty()) return error;
   const Status cache = cache_->CheckInvariants();
   if (!cache.ok()) return "invariants of the cache: " + cache.ToString();
@@ -676,24 +520,14 @@ std::string Walker::Apply(const WalkOp& op) {
       return CommitTrees(op);
     case Kind::kForkAndLoad:
       return open_ ? RunRest(op) : LoadingBehindFork(op);
+    case Kind::kSwitch:
+    case Kind::kTransfer:
+    case Kind::kSend:
+    case Kind::kReceive:
+      break;  // of Walkers
   }
   return "no such operation";
 }
-
-// Calls `f` on the cache and on the model; both must answer alike, and a failed call must have
-// changed nothing.
-#define QUIRE_WALK_CALL(what, status, f)                                                \
-  Status status;                                                                        \
-  do {                                                                                  \
-    const uint64_t walk_digest = cache_->StateDigest();                                 \
-    status = f(*cache_);                                                                \
-    ++seen_[what][status.code()];                                                       \
-    const std::string walk_error = Compare(what, status, f(model_));                    \
-    if (!walk_error.empty()) return walk_error;                                         \
-    if (!status.ok() && cache_->StateDigest() != walk_digest) {                         \
-      return std::string(what) + " failed and changed the state: " + status.ToString(); \
-    }                                                                                   \
-  } while (false)
 
 std::string Walker::Add(const WalkOp& op) {
   // Mostly an id that is not there.
@@ -719,6 +553,8 @@ std::string Walker::RemoveId(int64_t id) {
   history_.erase(id);
   trees_.erase(id);
   retained_.erase(id);
+  outgoing_.erase(id);
+  halves_.erase(id);
   return "";
 }
 
@@ -771,12 +607,16 @@ std::string Walker::ForkTo(int64_t parent, int64_t child, int64_t position, bool
   *forked = false;
   QUIRE_WALK_CALL("ForkSequence", status,
                   [&](AttentionKVCache& c) { return c.ForkSequence(parent, child, position); });
+  const bool is_found = status.ok() || status.code() == StatusCode::kBadState;
+  if (is_found && !open_ && cache_->CanFork(parent, position) != (status.ok() && position >= 0))
+    return "CanFork says something else than ForkSequence";
   if (!status.ok()) return "";
   History history = history_.at(parent);
   if (position >= 0) history.resize(static_cast<size_t>(position));
   history_[child] = std::move(history);
   past_features_[parent] |= Feature::kForked;
   past_features_[child] = past_features_[parent];
+  halves_[child] = halves_[parent];
   long_factors_[child] = long_factors_.at(parent);
   newest_child_ = child;
   *forked = true;
@@ -788,7 +628,11 @@ std::string Walker::Pop(const WalkOp& op) {
   const int64_t length = model_.GetSequenceLength(id).ok() ? *model_.GetSequenceLength(id) : 0;
   // Few tokens mostly; from -1 to one too many.
   const int64_t range = op.b % 4 == 0 ? length + 3 : std::min<int64_t>(length + 3, 7);
-  const int64_t n = static_cast<int64_t>(op.c) % range - 1;
+  return PopTokens(id, static_cast<int64_t>(op.c) % range - 1);
+}
+
+std::string Walker::PopTokens(int64_t id, int64_t n) {
+  const int64_t length = model_.GetSequenceLength(id).ok() ? *model_.GetSequenceLength(id) : 0;
   QUIRE_WALK_CALL("PopN", status, [&](AttentionKVCache& c) { return c.PopN(id, n); });
   if (!status.ok()) return "";
   past_features_[id].AddIf(n > 0, Feature::kPopped);
@@ -882,14 +726,18 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
       if (load.member == i) history.insert(history.end(), load.tokens.begin(), load.tokens.end());
     }
     for (int64_t n = 0; n < batch.lengths[i]; ++n) {
-      history.push_back({next_token_, nullptr});
-      rows_.push_back(next_token_++);
+      rows_.push_back(NewToken(batch.ids[i]));
+      history.push_back({rows_.back(), nullptr});
     }
   }
   outputs_.assign(layers_.size(), LayerOutputs());
   appended_.assign(layers_.size(), 0);
   attended_.assign(layers_.size(), 0);
   return error;
+}
+
+uint64_t Walker::NewToken(int64_t id) {
+  return HalfToken(next_token_++, setting_.halved_layers, halves_[id]);
 }
 
 // Rows behind the forward's own must be ignored.
@@ -939,7 +787,8 @@ FeatureSet Walker::FeaturesOfMember(int64_t id) const {
           (windows.window > 0 && windows.sinks > 0) || (windows.span > 0 && windows.span_sinks > 0),
           Feature::kSinks)
       .AddIf(windows.slid > 0, Feature::kSlid)
-      .AddIf(!retained_.empty(), Feature::kRetainedBeside);
+      .AddIf(!retained_.empty(), Feature::kRetainedBeside)
+      .AddIf(!incoming_.empty(), Feature::kPendingBeside);
 }
 
 void Walker::CountPairs(size_t layer, const FeatureSet& call) {
@@ -1211,6 +1060,7 @@ std::string Walker::CompareFresh(uint32_t draw) {
     rows = 1;
   }
   if (static_cast<int64_t>(history.size()) > fresh_->options().token_capacity) return "";
+  if (std::ranges::any_of(history, &KnownToken::has_lost_inputs)) return "";
   if (Status s = fresh_->Clear(); !s.ok()) return "fresh Clear: " + s.ToString();
   if (Status s = fresh_->AddSequence(0); !s.ok()) return "fresh AddSequence: " + s.ToString();
   if (setting_.options.rope.scaling == RopeScaling::kLongRope &&
@@ -1477,6 +1327,8 @@ std::string Walker::Clear() {
   trees_.clear();
   retained_.clear();
   before_.clear();
+  outgoing_.clear();
+  halves_.clear();
   return status.ok() ? "" : "Clear: " + status.ToString();
 }
 
@@ -1782,8 +1634,8 @@ std::string Walker::Tree(const WalkOp& op) {
     member_features_.push_back(features.AddIf(!tree.tokens.empty(), Feature::kLaterRound));
     for (int64_t n = 0; n < batch.lengths[i]; ++n) {
       tree.parents.push_back(parents[next++]);
-      tree.tokens.push_back(next_token_);
-      rows_.push_back(next_token_++);
+      rows_.push_back(NewToken(batch.ids[i]));
+      tree.tokens.push_back(rows_.back());
     }
   }
   outputs_.assign(layers_.size(), LayerOutputs());
@@ -1883,19 +1735,23 @@ std::string Walker::Finish() {
   return "";
 }
 
+namespace {
+
 struct Failure {
   std::string text;
   size_t op = 0;
 };
 
 Failure RunWalk(const Walk& walk, FeaturePairs* pairs = nullptr) {
-  Walker walker(MakeSetting(walk.seed));
+  Walkers walkers(walk.seed);
   for (size_t i = 0; i < walk.ops.size(); ++i) {
-    const std::string error = walker.Step(walk.ops[i]);
+    const std::string error = walkers.Step(walk.ops[i]);
     if (!error.empty()) return {error, i};
   }
-  if (pairs != nullptr) pairs->Add(walker.pairs());
-  return {walker.Finish(), walk.ops.size()};
+  for (const auto& walker : walkers.all()) {
+    if (pairs != nullptr) pairs->Add(walker->pairs());
+  }
+  return {walkers.Finish(), walk.ops.size()};
 }
 
 // ---------------------------------------------------------------------- a failing walk
@@ -2131,25 +1987,33 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   int64_t slid_tokens = 0;
   int64_t tree_comparisons = 0;
   int64_t later_rounds = 0;
+  int64_t received_tokens = 0;
+  int64_t joined_tokens = 0;
   FeaturePairs pairs;
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     Walk walk = MakeWalk(seed, kOpsPerWalk);
-    // What walks seldom come to: a bad tensor in an open forward.
+    // What walks seldom come to: a bad tensor in an open forward, an unknown sequence in a commit.
     for (uint32_t i = 0; i < 8; ++i) {
+      walk.ops.push_back({Kind::kCommit, static_cast<uint32_t>(seed) + 40 * i, 48 * i, i});
+      walk.ops.push_back({Kind::kSend, static_cast<uint32_t>(seed), i, i});
       walk.ops.push_back({Kind::kBegin, i, 7 * i, i});
       walk.ops.push_back({Kind::kBadTensor, i, i / 4, i});
     }
-    Walker walker(MakeSetting(seed));
-    for (const WalkOp& op : walk.ops) ASSERT_EQ(walker.Step(op), "") << "seed " << seed;
-    for (const auto& [call, codes] : walker.seen()) {
-      for (const auto& [code, count] : codes) seen[call][code] += count;
+    Walkers walkers(seed);
+    for (const WalkOp& op : walk.ops) ASSERT_EQ(walkers.Step(op), "") << "seed " << seed;
+    for (const auto& walker : walkers.all()) {
+      for (const auto& [call, codes] : walker->seen()) {
+        for (const auto& [code, count] : codes) seen[call][code] += count;
+      }
+      fresh_comparisons += walker->fresh_comparisons();
+      repeated_forwards += walker->repeated_forwards();
+      slid_tokens += walker->slid_tokens();
+      tree_comparisons += walker->tree_comparisons();
+      later_rounds += walker->later_rounds();
+      received_tokens += walker->received_tokens();
+      joined_tokens += walker->joined_tokens();
+      pairs.Add(walker->pairs());
     }
-    fresh_comparisons += walker.fresh_comparisons();
-    repeated_forwards += walker.repeated_forwards();
-    slid_tokens += walker.slid_tokens();
-    tree_comparisons += walker.tree_comparisons();
-    later_rounds += walker.later_rounds();
-    pairs.Add(walker.pairs());
   }
   using Code = StatusCode;
   const std::map<std::string, std::vector<Code>> expected = {
@@ -2192,6 +2056,14 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       {"MergeAttnOutputInplace", {Code::kOk}},
       {"ImportKV", {Code::kOk, Code::kUnknownSequence, Code::kBadState, Code::kOutOfPages}},
       {"SelectLongRope", {Code::kOk, Code::kUnknownSequence, Code::kBadState}},
+      {"DisaggPrepareRecv",
+       {Code::kOk, Code::kUnknownSequence, Code::kBadArgument, Code::kBadState, Code::kOutOfPages}},
+      {"DisaggCommitRecv", {Code::kOk, Code::kNotFound, Code::kBadArgument, Code::kBadState}},
+      {"DisaggCancelRecv", {Code::kOk, Code::kNotFound}},
+      {"DisaggMarkSend", {Code::kOk, Code::kBadArgument, Code::kBadState, Code::kIncompatible}},
+      {"DisaggUnmarkSend", {Code::kOk, Code::kNotFound}},
+      {"DisaggFlushSend", {Code::kOk, Code::kBadState, Code::kNotFound, Code::kUnavailable}},
+      {"SetLayerSink", {Code::kOk, Code::kBadState}},
       {"SetRetained", {Code::kOk, Code::kUnknownSequence, Code::kTooLarge, Code::kBadState}},
       {"Clear", {Code::kOk}}};
   for (const auto& [call, codes] : expected) {
@@ -2204,6 +2076,8 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
   EXPECT_GE(slid_tokens, 100000);
   EXPECT_GE(tree_comparisons, 60);
   EXPECT_GE(later_rounds, 300);
+  EXPECT_GE(received_tokens, 3000);
+  EXPECT_GE(joined_tokens, 100);
   ExpectFeatures(pairs);
   if (std::getenv("QUIRE_WALK_PRINT") == nullptr) return;
   for (const auto& [call, codes] : seen) {
@@ -2212,11 +2086,12 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
                   static_cast<long long>(count));
     }
   }
-  std::printf("fresh %lld, repeated %lld\n", static_cast<long long>(fresh_comparisons),
-              static_cast<long long>(repeated_forwards));
+  std::printf("fresh %lld, repeated %lld, received %lld, joined %lld\n",
+              static_cast<long long>(fresh_comparisons), static_cast<long long>(repeated_forwards),
+              static_cast<long long>(received_tokens), static_cast<long long>(joined_tokens));
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, KVWalk, testing::Range(0, kShards));
 
 }  // namespace
-}  // namespace quire
+}  // namespace quire::kv_walk

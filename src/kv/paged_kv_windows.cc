@@ -146,7 +146,7 @@ bool PagedKVCache::CanFork(int64_t seq_id, int64_t position) const {
   if (index == SequenceTable::kAbsent || position < 0) return false;
   const Sequence& sequence = sequences_[index];
   const int64_t length = CommittedLength(sequence);
-  if (position >= length) return position == length && sequence.reserved == 0;
+  if (position >= length) return position == length;
   for (int g = 0; g < tree_.group_count(); ++g) {
     if (!CanEndAt(tree_, sequence, g, groups_[static_cast<size_t>(g)].window, position))
       return false;

@@ -45,17 +45,6 @@ QUIRE_INLINE typename StoredAs<kTo>::Element Convert(typename StoredAs<kFrom>::E
   }
 }
 
-// Row layout: unused slots are never read, so only the flag is reset.
-static void OpenTile(const KVPages& pages, AppendTarget target) {
-  const KVLayout& layout = pages.layout;
-  pages.v_nonfinite[TileFlag(layout, target.page, target.slot)] = 0;
-  if (!layout.tiled() || IsQuantised(layout.v_dtype())) return;  // codes are finite
-  const size_t bytes = layout.v_element_bytes();
-  __builtin_memset(
-      ValuesAt(pages, target.page) + layout.v_tile_offset(target.slot / kTilePositions, 0) * bytes,
-      0, layout.v_tile_stored_elements() * static_cast<size_t>(layout.num_kv_heads) * bytes);
-}
-
 template <DType kFrom, DType kTo>
 static void AppendKey(const AppendArgs& args, int64_t row, int head) {
   using Element = typename StoredAs<kTo>::Element;
