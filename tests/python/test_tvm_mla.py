@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tvm_calls import Calls, create_arguments, path_to, plain_attention, visible_rows
+from tvm_calls import (
+    Calls,
+    create_arguments,
+    path_to,
+    plain_attention,
+    unused_kernel,
+    visible_rows,
+)
 from tvm_mla import (
     DECODE,
     DIM,
@@ -501,6 +508,30 @@ def test_arguments_of_creation(as_tvm: bool, options: dict[str, Any], message: s
     given = {"kinds": (1, 1), "heads": (HEADS, 1), "dim": DIM, "value_dim": RANK, **options}
     with pytest.raises(quire.BadArgumentError, match=message):
         Calls().paged_attention_kv_cache_create(*create_arguments(**given))
+
+
+def test_kernels_are_taken_and_not_called(as_tvm: bool) -> None:
+    """Those of layers that are not there may be absent; FlashInfer's come with plans and dims."""
+    arguments = create_arguments(kinds=(1,), heads=(HEADS, 1), dim=DIM, value_dim=RANK)
+    arguments[13] = None
+    arguments[15] = ["flashinfer", unused_kernel, unused_kernel, 10, 6]
+    arguments[16:22] = [[]] * 6
+    arguments[22] = ["flashinfer", unused_kernel, unused_kernel]
+    arguments[23] = [unused_kernel, unused_kernel]
+    arguments[24] = None
+    cache = MlaCache(layers=1)
+    cache.cache = cache.calls.paged_attention_kv_cache_create(*arguments)
+    cache.add_sequence(0)
+    rows = cache.rows(4)
+    for begin, end, pieces in ((0, 2, PREFILL), (2, 3, DECODE), (3, 4, EXTEND)):
+        o = cache.mla_forward([0], [end - begin], rows[:, begin:end], pieces)[0]
+        expected = cache.mla[0].expected(rows[0, :end], causal(end))[begin:]
+        np.testing.assert_allclose(o, expected, **TOLERANCE)
+    cache.fork_sequence(0, 1, 3)
+    np.testing.assert_array_equal(cache.latents(1), rows[:, :3, :DIM])
+    arguments[14] = "x"
+    with pytest.raises(quire.BadArgumentError, match="argument 14.*MLA append kernel"):
+        cache.calls.paged_attention_kv_cache_create(*arguments)
 
 
 def test_a_value_may_be_the_whole_key(as_tvm: bool) -> None:
