@@ -387,8 +387,7 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       const SequenceState& state = static_cast<const EngineImpl&>(*engine).state();
       is_recurrent = state.is_recurrent();
       has_pages = state.attention() != nullptr;
-      has_windows = has_pages && std::ranges::any_of(state.attention()->options().layers,
-                                                     [](const auto& l) { return l.window != 0; });
+      has_windows = state.has_windows();
       ASSERT_TRUE(attached.ok()) << attached.ToString();
     }
     Schedule(engine.get(), jobs_, alone_, logits_, &random).Run(2);

@@ -29,7 +29,8 @@ SequenceState::SequenceState(AttentionKVCache* attention)
     : kv_(attention),
       attention_(attention),
       composite_(nullptr),
-      forks_anywhere_(!HasWindows(attention)) {
+      has_windows_(HasWindows(attention)),
+      forks_anywhere_(!has_windows_) {
   QUIRE_CHECK(attention != nullptr);
 }
 
@@ -37,6 +38,7 @@ SequenceState::SequenceState(CompositeState* composite)
     : kv_(composite),
       attention_(composite->parts().attention.get()),
       composite_(composite),
+      has_windows_(HasWindows(attention_)),
       forks_anywhere_(false) {}
 
 Status SequenceState::AddSequence(int64_t sequence_id, bool long_rope) const {

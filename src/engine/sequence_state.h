@@ -39,6 +39,7 @@ class SequenceState {
   bool is_recurrent() const { return composite_ != nullptr; }
   // Whether a sequence can be forked at each of its positions: no recurrent layers, no windows.
   bool forks_anywhere() const { return forks_anywhere_; }
+  bool has_windows() const { return has_windows_; }
 
   // With the long factors of LongRoPE, or the short ones.
   Status AddSequence(int64_t sequence_id, bool long_rope) const;
@@ -79,6 +80,7 @@ class SequenceState {
   KVState* kv_;
   AttentionKVCache* attention_;
   CompositeState* composite_;
+  bool has_windows_;
   bool forks_anywhere_;
 };
 
