@@ -185,7 +185,7 @@ build() {
   (cd "$QUIRE_ROOT" && quietly cmake --build --preset "$preset" ${1:+--target "$@"})
 }
 
-# setup_run: everything up to libquire_ffi.so. Once it is there, the system's packages are not looked for again.
+# setup_run: everything up to libquire_ffi.so. Where nothing is to be built, the system's packages are not looked for.
 setup_run() {
   lock_setup
   if ! requirements_are_installed run || ! is_configured "${RELEASE[@]}"; then
@@ -194,6 +194,7 @@ setup_run() {
     configure_release
   fi
   if ! ninja -C "$QUIRE_ROOT/build/release" -n quire_ffi 2>/dev/null | grep -q 'no work to do'; then
+    install_system run
     say "building Quire (some minutes the first time)"
     build release quire_ffi
   fi

@@ -25,8 +25,9 @@ from quire import _ffi
 from quire.identity import model_identity
 
 if TYPE_CHECKING:
-        from quire.engine import Engine
-    
+    from quire._kv_state import KVState
+    from quire.engine import Engine
+
 __all__ = [
     "SnapshotDifference",
     "SnapshotInfo",

@@ -203,7 +203,7 @@ TEST_P(EngineLayers, ChunksThatAreWholeAreKeptWhenTheOthersFail) {
   const Answer want = Write(prompt, Greedy(5));
   store_->layer_ns = kLayerNs;
   store_->whole_chunks = 2;
-  store_->layer_fault = [this](int64_t layer) {
+  store_->layer_fault = [](int64_t layer) {
     return layer <= GetParam().first_layer() ? Status()
                                              : Status(StatusCode::kUnavailable, "injected");
   };

@@ -432,6 +432,34 @@ TEST(KVTransfer, EachLayerIsGivenOnceItIsStoredAndNothingBehindTheMap) {
   EXPECT_EQ(progress.begin, 2);
 }
 
+// Which heads go to which peer when both sides have split them.
+TEST(KVTransfer, EachRankSendsItsHeadsToItsPeers) {
+  struct Case {
+    int64_t heads, remote_heads, rank;
+    // Of a range for each peer: {peer, local head, remote head, heads}.
+    std::vector<std::array<int64_t, 4>> expected;
+  };
+  for (const Case& c : {Case{4, 2, 0, {{6, 0, 0, 2}, {7, 2, 0, 2}}},
+                        Case{4, 2, 1, {{8, 0, 0, 2}, {9, 2, 0, 2}}}, Case{2, 4, 1, {{6, 0, 2, 2}}},
+                        Case{2, 4, 2, {{7, 0, 0, 2}}}, Case{2, 2, 3, {{9, 0, 0, 2}}}}) {
+    AttentionKVCacheOptions here = MakeOptions();
+    AttentionKVCacheOptions there = MakeOptions();
+    for (AttentionLayerSpec& layer : here.layers) layer.num_qo_heads = layer.num_kv_heads = c.heads;
+    for (AttentionLayerSpec& layer : there.layers)
+      layer.num_qo_heads = layer.num_kv_heads = c.remote_heads;
+    Sender sender(here);
+    const std::vector<ReceiveMap> maps(c.expected.size(), MapOf(there, 0, 3));
+    ASSERT_TRUE(sender.cache->transfer()->DisaggMarkSend(0, 0, maps, 6, c.rank).ok());
+    Extend(*sender.cache, 0, 3);
+    std::vector<std::array<int64_t, 4>> given;
+    for (const RecordingSink::Range& r : sender.sink->ranges) {
+      EXPECT_EQ(r.count, 3);
+      if (r.layer == 1) given.push_back({r.peer, r.local_head, r.remote_head, r.head_count});
+    }
+    EXPECT_EQ(given, c.expected) << c.heads << " to " << c.remote_heads << ", rank " << c.rank;
+  }
+}
+
 TEST(KVTransfer, MarksAreCheckedAndARefusedOneArmsNothing) {
   Sender sender(MakeOptions());
   AttentionKVCache& cache = *sender.cache;

@@ -7,7 +7,8 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(                                                               \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,avx512vnni"))), \
+    __attribute__((                                                                         \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,avx512vnni"))), \
     apply_to = function)
 #else
 #pragma GCC push_options
