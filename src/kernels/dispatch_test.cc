@@ -84,7 +84,8 @@ TEST(Dispatch, AgreesWithTheCompilersDetection) {
   EXPECT_EQ(has("avx512"),
             __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"));
-  EXPECT_EQ(has("avx512_bf16"), has("avx512") && __builtin_cpu_supports("avx512bf16"));
+  EXPECT_EQ(has("avx512_bf16"), has("avx512") && __builtin_cpu_supports("avx512bf16") &&
+                                    __builtin_cpu_supports("avx512vnni"));
 }
 #endif
 
