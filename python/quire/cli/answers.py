@@ -77,8 +77,7 @@ def print_sources(engine: Engine, result: Result | None) -> None:
     """With a chunk store: where the KV of the prompt came from, and why no more came."""
     if engine.store is None or result is None:
         return
-    late = "" if engine.uses_store else "; the digest of the model was not known yet"
-    note(f"({sources(result.usage)}{late})")
+    note(f"({sources(result.usage)})")
 
 
 def print_total_sources(engine: Engine) -> None:

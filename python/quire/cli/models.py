@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import quire
 from quire.cli.arguments import UsageError
 from quire.cli.terminal import is_terminal, note
+from quire.identity import kept_identity
 
 if TYPE_CHECKING:
     from quire.engine import Engine
@@ -36,7 +37,17 @@ def model_folder(model: str | None) -> str:
 
 
 def open_engine(model: str | None, arguments: dict[str, Any]) -> Engine:
-    return quire.Engine(model_folder(model), **arguments)
+    """An engine whose store is in use from the first prompt on, so that the next command finds what
+    this one has computed."""
+    engine = quire.Engine(model_folder(model), **arguments)
+    try:
+        if engine.store is not None and kept_identity(engine.model_dir) is None:
+            note("(reading the model's files, this once, to know what model the KV is of)")
+        engine.wait_for_store()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def tokenizer_of(engine: Engine) -> Tokenizer | None:
