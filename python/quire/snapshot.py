@@ -103,12 +103,12 @@ def info(path: str | os.PathLike[str]) -> SnapshotInfo:
         CorruptError: it is damaged, or no snapshot.
         IncompatibleError: a newer version of Quire wrote it.
     """
-    return read_info(_ffi.function("snapshot_info")(os.fspath(path)))
+    return _read_info(_ffi.function("snapshot_info")(os.fspath(path)))
 
 
 def verify(path: str | os.PathLike[str]) -> SnapshotInfo:
     """Reads and checks everything; raises as :func:`info`."""
-    return read_info(_ffi.function("snapshot_verify")(os.fspath(path)))
+    return _read_info(_ffi.function("snapshot_verify")(os.fspath(path)))
 
 
 def diff(ours: str | os.PathLike[str], theirs: str | os.PathLike[str]) -> SnapshotDifference:
@@ -165,7 +165,7 @@ def restore(
     """
     identity = model_identity(engine.model_dir)
     handle = engine.__tvm_ffi_object__()
-    return read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
+    return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
 
 
 def save_sequence(
@@ -208,7 +208,7 @@ def restore_sequence(
         CorruptError, SequenceExistsError, OutOfPagesError. A failed call has changed nothing.
     """
     handle = state.__tvm_ffi_object__()
-    return read_info(handle.load_snapshot(seq_id, dict(identity), os.fspath(path), any_numerics))
+    return _read_info(handle.load_snapshot(seq_id, dict(identity), os.fspath(path), any_numerics))
 
 
 def _contents(tokens: Sequence[int], sampler: bytes, block_tokens: int) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _contents(tokens: Sequence[int], sampler: bytes, block_tokens: int) -> dict[
     }
 
 
-def read_info(fields: Any) -> SnapshotInfo:
+def _read_info(fields: Any) -> SnapshotInfo:
     return SnapshotInfo(
         passport=json.loads(str(fields["passport"])),
         tokens=np.from_dlpack(fields["tokens"]).tolist(),

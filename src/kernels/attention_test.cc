@@ -267,6 +267,20 @@ TEST(Attention, EveryPathReadsTheValuesOfLatentLayersOutOfTheirKeys) {
     ExpectPathsAgree(RandomLatentSpec(seed), seed);
 }
 
+// Where the tokens of a case's first sequence lie, by position.
+std::vector<AppendTarget> SlotsOf(const AttentionCase& test) {
+  const AttentionSequence& sequence = test.args().sequences[0];
+  std::vector<AppendTarget> slots;
+  for (const PageRun& run : std::span(sequence.runs, static_cast<size_t>(sequence.run_count))) {
+    int64_t entry = 0;
+    for (int64_t p = run.begin; p < run.end; ++p) {
+      while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= p) ++entry;
+      slots.push_back({run.entries[entry].page, static_cast<int32_t>(p % test.spec().page_size)});
+    }
+  }
+  return slots;
+}
+
 // The arithmetic is that of a plain layer with the same numbers.
 TEST(Attention, ALatentLayerIsAPlainOneWhoseValuesAreItsKeysBeginning) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8, DType::kF8E4M3}) {
@@ -286,18 +300,13 @@ TEST(Attention, ALatentLayerIsAPlainOneWhoseValuesAreItsKeysBeginning) {
       const KVPages& to = plain.args().pages;
       std::vector<float> k(40);
       std::vector<float> v(40);
-      const AttentionSequence& sequence = latent.args().sequences[0];
-      for (int64_t i = 0; i < sequence.run_count; ++i) {
-        const PageRun& run = sequence.runs[i];
-        const PageRun& other = plain.args().sequences[0].runs[i];
-        int64_t entry = 0;
-        for (int64_t p = run.begin; p < run.end; ++p) {
-          while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= p) ++entry;
-          const auto slot = static_cast<int32_t>(p % spec.page_size);
-          ReadSlot(from, {run.entries[entry].page, slot}, DType::kF32, k.data(), v.data());
-          ASSERT_EQ(k, v);
-          WriteSlot(to, {other.entries[entry].page, slot}, DType::kF32, k.data(), v.data(), false);
-        }
+      const std::vector<AppendTarget> slots = SlotsOf(latent);
+      const std::vector<AppendTarget> other = SlotsOf(plain);
+      ASSERT_EQ(slots.size(), other.size());
+      for (size_t i = 0; i < slots.size(); ++i) {
+        ReadSlot(from, slots[i], DType::kF32, k.data(), v.data());
+        ASSERT_EQ(k, v);
+        WriteSlot(to, other[i], DType::kF32, k.data(), v.data(), false);
       }
       ExpectSame(latent.Run(BestBackend(), Pool(2)), plain.Run(BestBackend(), Pool(2)),
                  std::string(DTypeName(dtype)) + ", " + std::to_string(group) + " heads");
@@ -317,15 +326,8 @@ TEST(Attention, TheLargestSumsOfInt8Fit) {
     spec.sequences = {{.content = 1, .base = kSegmentPositions - 1, .rows = 1}};
     const AttentionCase test(spec);
     const std::vector<float> ones(static_cast<size_t>(qk_dim * spec.group), 1.0F);
-    const AttentionSequence& sequence = test.args().sequences[0];
-    for (const PageRun& run : std::span(sequence.runs, static_cast<size_t>(sequence.run_count))) {
-      int64_t entry = 0;
-      for (int64_t p = run.begin; p < run.end; ++p) {
-        while (entry + 1 < run.entry_count && run.entries[entry + 1].start <= p) ++entry;
-        const auto slot = static_cast<int32_t>(p % spec.page_size);
-        WriteSlot(test.args().pages, {run.entries[entry].page, slot}, DType::kF32, ones.data(),
-                  ones.data(), false);
-      }
+    for (const AppendTarget& slot : SlotsOf(test)) {
+      WriteSlot(test.args().pages, slot, DType::kF32, ones.data(), ones.data(), false);
     }
     for (const Backend* backend : Backends()) {
       const CaseOutput output = test.RunWith(ones.data(), *backend, Pool(1));
