@@ -205,7 +205,7 @@ class ChunkPut {
   virtual bool done() const = 0;
   virtual bool Wait(int64_t until_ns) = 0;
   // Ok: acknowledged as the durability says, or it was there already. REQUIRES: done(). Full,
-  // IoError, Unavailable, Closed: of the last tier that failed; others may have it.
+  // IoError, Unavailable, Closed, Cancelled (removed): of the last tier that failed, not of all.
   virtual Status status() const = 0;
 };
 
@@ -295,8 +295,10 @@ class ChunkStore {
   virtual Status SetQuota(const KeySpace& keys, const ChunkQuota& quota) = 0;
 
   // ---- Administration. These wait for the tiers.
+  // From all tiers and from queues; what is on its way to a fetch reaches it and is kept nowhere.
+  // How many were there. What is put meanwhile may stay. Timeout: call again.
   virtual Result<int64_t> Remove(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
-  // Everything of the key space, in all tiers; how many chunks.
+  // Everything of the key space, in the same way; how many chunks.
   virtual Result<int64_t> Clear(const KeySpace& keys) = 0;
   virtual Result<std::vector<ChunkListing>> List(TierKind tier) = 0;
   // One chunk by its key, verified, whatever its passport. NotFound, Corrupt, Unavailable.

@@ -103,6 +103,7 @@ bool ChunkFetcher::TakeFromMemory(FetchState& fetch, int64_t i) {
   if (!parts_->has_memory()) return false;
   MissReason miss = MissReason::kNone;
   const ChunkId& id = fetch.id(i);
+  const Removals::Move move = parts_->removals.BeginMove();  // it may be due for the slow tiers
   FetchState::Slot slot;
   slot.chunk = parts_->memory->Take(id, parts_->clock->WallMs(), /*pin=*/true, &miss);
   if (miss == MissReason::kExpired) fetch.search().expired = true;
@@ -221,12 +222,18 @@ bool ChunkFetcher::Claim(const Fetch& fetch, int64_t i, SlowTier* tier) {
   return result;
 }
 
+void ChunkFetcher::Disown(const Removals::Scope& removal) noexcept {
+  const std::lock_guard lock(parts_->fetch_mutex);
+  for (const auto& [id, load] : loads_) load->is_removed |= removal.Covers(id);
+}
+
 // A new load. Takes over the pin. False if the fetch has ended. REQUIRES: the mutex is held.
 bool ChunkFetcher::Begin(const Fetch& fetch, int64_t i, SlowTier& tier, PinBoard::Ticket* pin) {
   const ChunkId& id = fetch->id(i);
   const int64_t tokens = static_cast<int64_t>(fetch->tokens(i).size());
   FetchState::Search::Run& run = fetch->search().runs[At(tier.kind)];
   const auto load = std::make_shared<ChunkLoad>(parts_->fetch_budget, id, tier.kind);
+  load->is_removed = parts_->removals.Covers(id);
   const auto at = loads_.emplace(id, load).first;
   try {
     run.loads.push_back(load);

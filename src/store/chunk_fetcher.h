@@ -32,6 +32,9 @@ class ChunkFetcher {
   // REQUIRES: the request was checked. std::bad_alloc changes nothing.
   std::shared_ptr<ChunkFetch> Start(const FetchRequest& request, bool to_memory);
   int64_t started() const { return started_; }
+  // What is on its way to a fetch reaches that fetch, and no tier. By the time this returns all
+  // such loads know.
+  void Disown(const Removals::Scope& removal) noexcept;
   // Ends all fetches; none may be started any more.
   void Close() noexcept;
 

@@ -100,11 +100,14 @@ class ChunkFetcher::Sink final : public TierReadSink {
     fetcher_->Finish(*tier_, items[item].load, status);
   }
 
+  // Who comes after this begins a load of his own: this one is about to end.
   bool Cancelled(size_t item) const override {
-    const std::lock_guard lock(fetcher_->parts_->fetch_mutex);
-    ChunkLoad& load = *items[item].load;
-    EndLateWaiters(load);
-    return load.waiters.empty();
+    const Load& load = items[item].load;
+    {
+      const std::lock_guard lock(fetcher_->parts_->fetch_mutex);
+      EndLateWaiters(*load);
+    }
+    return fetcher_->DropIfUnwanted(load);
   }
 
  private:
@@ -207,9 +210,11 @@ void ChunkFetcher::Serve(const Load& load) noexcept {
 
 void ChunkFetcher::Promote(const ChunkLoad& load) noexcept {
   const KeptChunk kept{load.id, load.chunk, {}};
+  const Removals::Move move = parts_->removals.BeginMove();
   bool to_memory = false;
   {
     const std::lock_guard lock(parts_->fetch_mutex);
+    if (load.is_removed) return;
     to_memory = load.to_memory && parts_->has_memory();
   }
   try {
@@ -256,6 +261,7 @@ bool ChunkFetcher::Retry(const Load& load, StatusCode why) noexcept {
       next = std::make_shared<ChunkLoad>(parts_->fetch_budget, load->id, *kind);
       next->retries = load->retries + 1;
       next->to_memory = load->to_memory;
+      next->is_removed = load->is_removed;
       next->waiters.swap(load->waiters);
       for (const ChunkLoad::Waiter& waiter : next->waiters) {
         priority = std::max(priority, waiter.fetch->priority());

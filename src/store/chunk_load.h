@@ -66,6 +66,7 @@ struct ChunkLoad {
   std::map<int64_t, int64_t> pending{};          // first layer -> sections that are not there yet
   std::vector<Waiter> waiters{};                 // fetches that still want it
   bool to_memory = false;                        // one of them wants it in RAM
+  bool is_removed = false;                       // since it was begun: no tier gets it
   PinBoard::Ticket pin = 0;                      // in its tier
   int retries = 0;
 };

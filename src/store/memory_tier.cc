@@ -127,13 +127,20 @@ MemoryTier::Outcome MemoryTier::Insert(const KeptChunk& kept, bool unwritten, in
   return Outcome::kStored;
 }
 
-std::vector<KeptChunk> MemoryTier::TakeUnwritten() {
+std::vector<ChunkId> MemoryTier::Unwritten() const {
   const std::lock_guard lock(mutex_);
-  std::vector<KeptChunk> unwritten;
+  std::vector<ChunkId> unwritten;
   for (const auto& [id, record] : records_)
-    if (record.unwritten) unwritten.push_back({id, record.chunk, record.worth});
-  for (auto& [id, record] : records_) record.unwritten = false;
+    if (record.unwritten) unwritten.push_back(id);
   return unwritten;
+}
+
+std::optional<KeptChunk> MemoryTier::TakeUnwritten(const ChunkId& id) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto at = records_.find(id);
+  if (at == records_.end() || !at->second.unwritten) return std::nullopt;
+  at->second.unwritten = false;
+  return KeptChunk{id, at->second.chunk, at->second.worth};
 }
 
 void MemoryTier::MarkUnwritten(const ChunkId& id) noexcept {

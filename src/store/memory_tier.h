@@ -45,8 +45,9 @@ class MemoryTier {
   // unwritten are appended to *evicted. std::bad_alloc: nothing changed.
   Outcome Insert(const KeptChunk& kept, bool unwritten, int64_t now_ms,
                  std::vector<KeptChunk>* evicted);
-  // All that are unwritten; they count as written from here on.
-  std::vector<KeptChunk> TakeUnwritten();
+  std::vector<ChunkId> Unwritten() const;
+  // If it is there still and unwritten; it counts as written from here on.
+  std::optional<KeptChunk> TakeUnwritten(const ChunkId& id) noexcept;
   void MarkUnwritten(const ChunkId& id) noexcept;
 
   bool Pin(const ChunkId& id, int change) noexcept;

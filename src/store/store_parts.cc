@@ -94,6 +94,7 @@ void StoreParts::AddTiers(SlowTiers tiers) {
 }
 
 void StoreParts::WriteToSlow(const KeptChunk& kept) noexcept {
+  if (removals.Covers(kept.id)) return;
   for (const auto& queue : writes) {
     if (queue == nullptr) continue;
     try {

@@ -1,8 +1,8 @@
 // What the parts of a TieredStore share. It lives until the last fetch handle is gone.
 //
 // Locks. None is held while a slow tier reads or writes. The order, outermost first:
-//   StoreParts::fetch_mutex (fetches and loads)  ->  WriteQueue::mutex_, ReadQueue::mutex_
-//   ->  MemoryTier::mutex_  ->  PinBoard, EventRing, LoadPredictor, CircuitBreaker, Admission
+//   Removals::Move  ->  StoreParts::fetch_mutex (fetches and loads)  ->  WriteQueue::mutex_, ReadQueue::mutex_
+//   ->  MemoryTier::mutex_  ->  Removals::mutex_, PinBoard, EventRing, LoadPredictor, CircuitBreaker, Admission
 // A tier's own locks come after all of these; it is asked what it Knows and whether it
 // IsLeftAlone under them, as that needs no I/O.
 #ifndef QUIRE_STORE_STORE_PARTS_H_
@@ -26,6 +26,7 @@
 #include "store/event_ring.h"
 #include "store/memory_tier.h"
 #include "store/pin_board.h"
+#include "store/removals.h"
 #include "store/slow_tier.h"
 #include "store/write_queue.h"
 
@@ -61,11 +62,14 @@ struct StoreParts {
   bool has_memory() const { return memory != nullptr; }
   // Makes the slow tiers and the threads that write to them. std::system_error without a thread.
   void AddTiers(SlowTiers tiers);
-  // Hands a chunk to the queues of all slow tiers. What fails is counted there.
+  // Hands a chunk to the queues of all slow tiers, unless it is being removed. What fails is counted
+  // there. REQUIRES: a Move.
   void WriteToSlow(const KeptChunk& kept) noexcept;
   // The chunk was put or found: under WritePolicy::kSelective it may be due for the slow tiers.
+  // REQUIRES: a Move since it was in its place.
   void Wanted(const KeptChunk& kept) noexcept;
   // Keeps the chunk in RAM; who has to go for it is written to the slow tiers unless it is there.
+  // REQUIRES: a Move.
   MemoryTier::Outcome Keep(const KeptChunk& kept, bool unwritten);
   // Brings the slow tiers' events to the others. std::bad_alloc: some of them come later.
   void CollectEvents();
@@ -93,6 +97,7 @@ struct StoreParts {
   std::array<std::unique_ptr<SlowTier>, kTierCount> slow{};  // by TierKind; null: no such tier
   // One for each slow tier. Closed before the tiers go.
   std::array<std::unique_ptr<WriteQueue>, kTierCount> writes{};
+  Removals removals;
   Admission admission;
   const std::shared_ptr<ByteBudget> fetch_budget;
 };

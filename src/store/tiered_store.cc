@@ -227,6 +227,7 @@ std::shared_ptr<PutState> TieredStore::Distribute(const KeptChunk& kept) {
   for (const TierKind tier : kSlowTiers)
     if (parts_->slow[At(tier)] != nullptr && IsAwaited(tier)) ++awaited;
   const auto put = std::make_shared<PutState>(parts_->clock, 1 + awaited);
+  const Removals::Move move = parts_->removals.BeginMove();
   const bool in_memory = parts_->has_memory() &&
                          parts_->Keep(kept, policy == WritePolicy::kBack && parts_->HasSlow()) !=
                              MemoryTier::Outcome::kNoRoom;
@@ -343,13 +344,29 @@ Status TieredStore::SetQuota(const KeySpace& keys, const ChunkQuota& quota) {
 
 // ---------------------------------------------------------------------- administration
 
+Status TieredStore::Settle(const char* call, const Removals::Scope& removal) {
+  fetcher_.Disown(removal);
+  removal.AwaitMoves();
+  Status late;
+  for (const TierKind tier : kSlowTiers) {
+    WriteQueue* queue = parts_->writes[At(tier)].get();
+    if (queue == nullptr || queue->Forget(removal, parts_->AdminDeadline(tier))) continue;
+    late = Status(StatusCode::kTimeout, std::string("ChunkStore::") + call + ": " +
+                                            std::string(TierName(tier)) +
+                                            " still writes a chunk of it; call again");
+  }
+  return late;
+}
+
 Result<int64_t> TieredStore::Remove(const KeySpace& keys, std::span<const ChunkKey> chunks) {
   return GuardEntry([&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckOpen("Remove"));
+    std::vector<ChunkId> ids;
+    for (const ChunkKey& key : chunks) ids.push_back({keys.fingerprint(), keys.root(), key});
+    const Removals::Scope removal(parts_->removals, ids);
+    Status failed = Settle("Remove", removal);
     int64_t removed = 0;
-    Status failed;
-    for (const ChunkKey& key : chunks) {
-      const ChunkId id{keys.fingerprint(), keys.root(), key};
+    for (const ChunkId& id : ids) {
       bool was_there =
           parts_->has_memory() && parts_->memory->Remove(id, ChunkEvent::Kind::kRemoved);
       for (const TierKind tier : kSlowTiers) {
@@ -369,6 +386,8 @@ Result<int64_t> TieredStore::Remove(const KeySpace& keys, std::span<const ChunkK
 Result<int64_t> TieredStore::Clear(const KeySpace& keys) {
   return GuardEntry([&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckOpen("Clear"));
+    const Removals::Scope removal(parts_->removals, keys.fingerprint(), keys.root());
+    const Status late = Settle("Clear", removal);
     int64_t cleared =
         parts_->has_memory() ? parts_->memory->Clear(keys.fingerprint(), keys.root()) : 0;
     for (const TierKind tier : kSlowTiers) {
@@ -378,6 +397,7 @@ Result<int64_t> TieredStore::Clear(const KeySpace& keys) {
                                                                  parts_->AdminDeadline(tier)));
       cleared += count;
     }
+    if (!late.ok()) return late;
     return cleared;
   });
 }
@@ -420,23 +440,39 @@ Result<int64_t> TieredStore::CollectGarbage(TierKind tier) {
   });
 }
 
+// One chunk that only RAM has, to all queues. Full: `*full` has no room for its bytes.
+Status TieredStore::WriteBackOne(const ChunkId& id, WriteQueue** full, int64_t* bytes) {
+  const Removals::Move move = parts_->removals.BeginMove();
+  const std::optional<KeptChunk> kept = parts_->memory->TakeUnwritten(id);
+  if (!kept) return {};  // it was evicted, and written by that, or removed
+  Status failed;
+  for (const auto& queue : parts_->writes) {
+    if (queue == nullptr) continue;
+    try {
+      Status pushed = queue->Push(*kept, nullptr);
+      if (pushed.ok()) continue;
+      if (pushed.code() == StatusCode::kFull) *full = queue.get();
+      failed = std::move(pushed);
+    } catch (const std::bad_alloc&) {
+      failed = Status::OutOfMemory();
+    }
+  }
+  if (!failed.ok()) parts_->memory->MarkUnwritten(id);
+  *bytes = static_cast<int64_t>(kept->chunk->bytes().size());
+  return failed;
+}
+
 Status TieredStore::WriteBack(int64_t until_ns) {
   if (!parts_->has_memory() || !parts_->HasSlow()) return {};
   Status failed;
-  for (const KeptChunk& kept : parts_->memory->TakeUnwritten()) {
+  for (const ChunkId& id : parts_->memory->Unwritten()) {
     Status status;
-    for (const auto& queue : parts_->writes) {
-      if (queue == nullptr) continue;
-      try {
-        const Status pushed = queue->Push(kept, nullptr, until_ns);
-        if (!pushed.ok()) status = pushed;
-      } catch (const std::bad_alloc&) {
-        status = Status::OutOfMemory();
-      }
-    }
-    if (status.ok()) continue;
-    parts_->memory->MarkUnwritten(kept.id);
-    failed = std::move(status);
+    WriteQueue* full = nullptr;
+    int64_t bytes = 0;
+    do {
+      status = WriteBackOne(id, &full, &bytes);
+    } while (status.code() == StatusCode::kFull && full->AwaitRoom(bytes, until_ns));
+    if (!status.ok()) failed = std::move(status);
   }
   return failed;
 }

@@ -62,6 +62,10 @@ class TieredStore final : public ChunkStore {
   // Whether a put is acknowledged only when this tier has written it.
   bool IsAwaited(TierKind tier) const;
   std::shared_ptr<PutState> Distribute(const KeptChunk& kept);
+  // Nothing that is on its way between tiers, or waits to be written, brings back what is being
+  // removed. Timeout: some of it is being written still.
+  Status Settle(const char* call, const Removals::Scope& removal);
+  Status WriteBackOne(const ChunkId& id, WriteQueue** full, int64_t* bytes);
   // Hands what only RAM has to the queues of the slow tiers, as room comes.
   Status WriteBack(int64_t until_ns);
 

@@ -648,6 +648,44 @@ TEST_F(SlowStore, RemoveAndClearReachAllTiers) {
   EXPECT_EQ(store_->List(TierKind::kRedis)->size(), 0u);
 }
 
+TEST_F(SlowStore, WhatWaitsToBeWrittenIsRemovedToo) {
+  Open({.redis = true});
+  disk_->Change([](auto& script) { script.hold_writes = true; });
+  const auto tokens = TokensFrom(0, 8);
+  const auto first = Put(tokens, 0);
+  disk_->AwaitHeld(1);
+  const auto second = Put(tokens, 1);  // behind the first, which is being written
+  const std::vector<ChunkKey> chain = Chain(tokens);
+  EXPECT_EQ(*store_->Remove(keys_, std::span(chain).last(1)), 1);
+  ASSERT_TRUE(second->Wait(kNever));
+  EXPECT_EQ(second->status().code(), StatusCode::kCancelled);
+  // What is being written is waited for, one time-out of the disk at most.
+  std::thread remover([&] { EXPECT_EQ(*store_->Remove(keys_, std::span(chain).first(1)), 1); });
+  clock_->AwaitWaiters(2);  // the write, and who removes
+  clock_->Advance(2000 * kMs);
+  remover.join();
+  disk_->Change([](auto& script) { script = {}; });
+  EXPECT_EQ(*store_->Clear(keys_), 0);
+  EXPECT_EQ(Fetch(tokens)->ready(), 0);
+}
+
+TEST_F(SlowStore, WhatIsOnItsWayIsNotKeptOnceItIsRemoved) {
+  Open({.redis = true});
+  const auto tokens = TokensFrom(0, 4);
+  Fill(redis_, tokens);
+  redis_->Change([](auto& script) { script.layers = 1; });
+  const auto fetch = Start(Request(tokens));
+  ASSERT_TRUE(fetch->WaitLayer(0, kNever).ok());
+  redis_->AwaitHeld(1);
+  EXPECT_EQ(*store_->Clear(keys_), 1);
+  redis_->Change([](auto& script) { script = {}; });
+  ASSERT_TRUE(fetch->Wait(kNever));
+  EXPECT_EQ(fetch->ready(), 1);  // who had begun gets it
+  ExpectExact(*fetch, tokens);
+  ASSERT_TRUE(store_->Flush(kNever).ok());
+  EXPECT_EQ(Fetch(tokens)->ready(), 0);  // and no tier does
+}
+
 TEST_F(SlowStore, PinsReachTheTiersAndEndThere) {
   Open({}, {.pin_timeout_ms = 1000});
   const auto tokens = TokensFrom(1, 8);

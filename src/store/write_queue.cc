@@ -1,6 +1,7 @@
 #include "store/write_queue.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -27,11 +28,9 @@ Status WriteQueue::Dropped(StatusCode code, const char* why) {
   return Status(code, "ChunkStore::Put: " + std::string(TierName(tier_->kind)) + " " + why);
 }
 
-Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put, int64_t until_ns) {
-  std::unique_lock lock(mutex_);
+Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put) {
+  const std::lock_guard lock(mutex_);
   const int64_t bytes = BytesOf(kept);
-  const auto has_room = [&] { return closing_ || bytes <= bytes_max_ - bytes_; };
-  if (until_ns > 0 && bytes <= bytes_max_) WaitUntil(*clock_, changed_, lock, until_ns, has_room);
   if (closing_) return Dropped(StatusCode::kClosed, "is closed");
   if (const auto at = by_id_.find(kept.id); at != by_id_.end()) {
     if (put != nullptr) jobs_.find(at->second)->second.puts.push_back(std::move(put));
@@ -47,7 +46,8 @@ Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put, in
   }
   if (!tier_->usable())
     return Dropped(StatusCode::kUnavailable, "did not answer and is left alone for a while");
-  if (!has_room()) return Dropped(StatusCode::kFull, "is written slower than it is put to");
+  if (bytes > bytes_max_ - bytes_)
+    return Dropped(StatusCode::kFull, "is written slower than it is put to");
   const auto at = by_id_.emplace(kept.id, last_ + 1).first;
   try {
     Job job{kept};
@@ -63,6 +63,13 @@ Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put, in
   return {};
 }
 
+bool WriteQueue::AwaitRoom(int64_t bytes, int64_t until_ns) {
+  if (bytes > bytes_max_) return false;
+  std::unique_lock lock(mutex_);
+  return WaitUntil(*clock_, changed_, lock, until_ns,
+                   [&] { return closing_ || bytes <= bytes_max_ - bytes_; });
+}
+
 bool WriteQueue::Has(const ChunkId& id) const {
   const std::lock_guard lock(mutex_);
   return by_id_.contains(id);
@@ -71,6 +78,33 @@ bool WriteQueue::Has(const ChunkId& id) const {
 int64_t WriteQueue::bytes() const {
   const std::lock_guard lock(mutex_);
   return bytes_;
+}
+
+bool WriteQueue::Forget(const Removals::Scope& removal, int64_t until_ns) {
+  std::unique_lock lock(mutex_);
+  std::vector<Jobs::node_type> forgotten;
+  forgotten.reserve(jobs_.size());
+  for (auto at = std::next(jobs_.begin(), static_cast<std::ptrdiff_t>(writing_));
+       at != jobs_.end();) {
+    const auto job = at++;
+    if (!removal.Covers(job->second.kept.id)) continue;
+    by_id_.erase(job->second.kept.id);
+    bytes_ -= BytesOf(job->second.kept);
+    forgotten.push_back(jobs_.extract(job));
+  }
+  changed_.notify_all();
+  const bool is_settled = WaitUntil(*clock_, changed_, lock, until_ns, [&] {
+    const auto end = std::next(jobs_.begin(), static_cast<std::ptrdiff_t>(writing_));
+    return std::none_of(jobs_.begin(), end,
+                        [&](const auto& job) { return removal.Covers(job.second.kept.id); });
+  });
+  lock.unlock();
+  for (Jobs::node_type& job : forgotten) {
+    Finish(job.mapped(), Status(StatusCode::kCancelled,
+                                "ChunkStore::Put: the chunk was removed before it was written to " +
+                                    std::string(TierName(tier_->kind))));
+  }
+  return is_settled;
 }
 
 bool WriteQueue::Drain(int64_t until_ns) {
@@ -112,6 +146,7 @@ void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
                       .recompute_seconds = job.kept.worth.recompute_seconds,
                       .priority = job.kept.worth.priority});
   }
+  writing_ = batch_.size();
   lock.unlock();
   std::vector<Status> outcomes;
   Status all;
@@ -137,6 +172,7 @@ void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
   lock.lock();
   for (size_t i = 0; i < batch_.size(); ++i) {
     Jobs::node_type job = jobs_.extract(jobs_.begin());
+    --writing_;
     by_id_.erase(job.mapped().kept.id);
     bytes_ -= BytesOf(job.mapped().kept);
     lock.unlock();

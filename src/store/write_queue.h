@@ -13,6 +13,7 @@
 
 #include "store/memory_tier.h"
 #include "store/put_state.h"
+#include "store/removals.h"
 #include "store/slow_tier.h"
 
 namespace quire {
@@ -24,12 +25,18 @@ class WriteQueue {
   ~WriteQueue() { Close(); }
 
   // `put`, unless it is null, hears of the outcome once this returned ok. Else: Full, Unavailable
-  // (the tier is left alone), Closed; the write is dropped and counted. Waits for room until
-  // `until_ns`, 0 = not at all. std::bad_alloc changes nothing.
-  Status Push(const KeptChunk& kept, std::shared_ptr<PutState> put, int64_t until_ns = 0);
+  // (the tier is left alone), Closed; the write is dropped and counted. std::bad_alloc changes
+  // nothing.
+  Status Push(const KeptChunk& kept, std::shared_ptr<PutState> put);
+  // Waits until so many bytes have room, or nothing is taken any more. False: never, or not by
+  // then.
+  bool AwaitRoom(int64_t bytes, int64_t until_ns);
   void CountDropped() noexcept { ++tier_->dropped_writes; }
   bool Has(const ChunkId& id) const;
   int64_t bytes() const;
+  // Drops what is being removed (Cancelled), and waits until none of it is being written. False:
+  // some of it still is.
+  bool Forget(const Removals::Scope& removal, int64_t until_ns);
   // Waits until all that was pushed before is written or dropped.
   bool Drain(int64_t until_ns);
   // Writes what is left, unless the tier is left alone, and ends the thread.
@@ -59,6 +66,7 @@ class WriteQueue {
   std::map<ChunkId, uint64_t> by_id_;
   // Memory of the writer, taken once.
   std::vector<TierWrite> batch_;
+  size_t writing_ = 0;  // the oldest jobs, which are being written
   std::thread writer_;
 };
 
