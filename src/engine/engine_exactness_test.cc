@@ -9,6 +9,7 @@
 #include <ostream>
 
 #include "base/random.h"
+#include "base/soak.h"
 #include "engine/engine_impl.h"
 #include "engine/fake_chunk_store.h"
 #include "model/test_model.h"
@@ -368,8 +369,9 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   bool is_recurrent = false;
   bool has_pages = true;
   bool has_windows = false;
+  int64_t answers = 0;
   for (uint64_t seed = 0; seed < 16; ++seed) {
-    RandomSequence random(seed, 3);
+    RandomSequence random(SoakSeed(seed), 3);
     EngineOptions options = RandomOptions(&random);
     Speculate(seed, &options);
     SCOPED_TRACE("seed " + std::to_string(seed) + ": page size " +
@@ -392,6 +394,7 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
     }
     Schedule(engine.get(), jobs_, alone_, logits_, &random).Run(2);
     ASSERT_FALSE(HasFailure());
+    answers += 2 * std::ssize(jobs_);
     const EngineStats stats = engine->Stats();
     preemptions += stats.preemptions;
     cached_tokens += stats.cached_tokens;
@@ -404,6 +407,7 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       EXPECT_EQ(stats.pages_in_use, 0);
     }
   }
+  ReportFigure("answers", answers);
   if (has_pages) {
     EXPECT_GT(preemptions, has_windows ? 0 : 2);  // what slides out makes room
   } else {

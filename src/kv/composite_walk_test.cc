@@ -21,6 +21,7 @@
 
 #include "base/checksum.h"
 #include "base/random.h"
+#include "base/soak.h"
 #include "kv/kv_test_forward.h"
 #include "kv/recurrent_test_forward.h"
 #include "kv/state_history.h"
@@ -543,18 +544,19 @@ class CompositeWalk {
 };
 
 TEST(CompositeWalkTest, RandomWalks) {
-  const char* const shift = std::getenv("QUIRE_WALK_SEED");
-  const uint64_t first = shift == nullptr ? 0 : std::strtoull(shift, nullptr, 10);
+  constexpr uint64_t kWalks = 60;
+  constexpr int kSteps = 200;
   int64_t replay_count = 0;
   int64_t refusal_count = 0;
-  for (uint64_t seed = first; seed < first + 60; ++seed) {
+  for (uint64_t seed = SoakSeed(0); seed < SoakSeed(kWalks); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     CompositeWalk walk(seed);
-    walk.Run(200);
+    walk.Run(kSteps);
     if (HasFailure()) return;
     replay_count += walk.replay_count();
     refusal_count += walk.refusal_count();
   }
+  ReportFigure("operations", kWalks * kSteps);
   EXPECT_GT(replay_count, 100) << "positions that are not held are met";
   EXPECT_GT(refusal_count, 1000);
 }

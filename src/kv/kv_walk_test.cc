@@ -9,8 +9,8 @@
 // A failing list is made shorter by leaving parts out, then printed: it can be pasted into
 // KeptWalks, which stay as tests.
 //
-// QUIRE_WALK_SEED shifts all seeds (soak runs). QUIRE_WALK_PAIRS is a folder for the shards' counts
-// of pairs of features (tools/feature_pairs.py).
+// tools/soak runs other seeds. QUIRE_WALK_PAIRS is a folder for the shards' counts of pairs of
+// features (tools/feature_pairs.py).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,6 +26,7 @@
 #include <sstream>
 #include <string>
 
+#include "base/soak.h"
 #include "kv/kv_walker.h"
 
 namespace quire::kv_walk {
@@ -1826,11 +1827,6 @@ constexpr int kWalksPerShard = 10;
 #endif
 constexpr int kOpsPerWalk = 750;
 
-uint64_t FirstSeed() {
-  const char* shift = std::getenv("QUIRE_WALK_SEED");
-  return 1 + (shift == nullptr ? 0 : std::strtoull(shift, nullptr, 10));
-}
-
 // Lists worth keeping.
 std::vector<Walk> KeptWalks() {
   return {
@@ -1953,9 +1949,10 @@ class KVWalk : public testing::TestWithParam<int> {};
 TEST_P(KVWalk, CacheAndModelAgree) {
   FeaturePairs pairs;
   for (int i = 0; i < kWalksPerShard && !HasFailure(); ++i) {
-    const uint64_t seed = FirstSeed() + static_cast<uint64_t>(GetParam() * kWalksPerShard + i);
+    const uint64_t seed = SoakSeed(1) + static_cast<uint64_t>(GetParam() * kWalksPerShard + i);
     ExpectPasses(MakeWalk(seed, kOpsPerWalk), &pairs);
   }
+  ReportFigure("operations", kWalksPerShard * kOpsPerWalk);
   const char* const folder = std::getenv("QUIRE_WALK_PAIRS");
   if (folder == nullptr) return;
   std::filesystem::create_directories(folder);

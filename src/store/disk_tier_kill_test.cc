@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/random.h"
+#include "base/soak.h"
 #include "store/test_disk.h"
 
 namespace quire {
@@ -123,8 +124,10 @@ TEST(DiskTierKill, AtEachCall) {
 
 // Whenever it happens to be: after some acknowledgement and a moment.
 TEST(DiskTierKill, AtRandomTimes) {
-  RandomSequence random(1);
-  for (int trial = 0; trial < 20; ++trial) {
+  RandomSequence random(SoakSeed(1));
+  constexpr int kTrials = 20;
+  ReportFigure("kills", kTrials);
+  for (int trial = 0; trial < kTrials; ++trial) {
     const TestDirectory directory;
     const Plan plan = {directory.path(), trial % 2 == 0 ? Durability::kOs : Durability::kSync};
     const Child child = Start(plan);

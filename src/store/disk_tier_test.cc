@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/fake_clock.h"
 #include "base/random.h"
+#include "base/soak.h"
 #include "store/disk_layout.h"
 #include "store/test_disk.h"
 
@@ -117,15 +118,17 @@ TEST_F(DiskTierTest, ATruncatedFileIsAMissAndGone) {
 
 // Example 25: a bit in every 64 bytes.
 TEST_F(DiskTierTest, NoFlippedBitIsServed) {
+  RandomSequence random(SoakSeed(1));
+  int64_t flips = 0;
   for (const int64_t alignment : {64, 4096}) {
     const auto chain = TestChain(3, alignment, {.alignment = alignment});
     const auto tier = Open();
     (void)tier->Write(WritesOf(chain), kNever);
     const std::string sound = ReadFileBytes(PathOf(chain[1]));
     int64_t damaged = tier->Usage().corrupt;
-    for (size_t at = 0; at < sound.size(); at += 64) {
+    for (size_t at = 0; at < sound.size(); at += 64, ++flips) {
       std::string bytes = sound;
-      bytes[at + (at / 64) % 64] ^= static_cast<char>(1 << at / 64 % 8);
+      bytes[at + static_cast<size_t>(random.Below(64))] ^= static_cast<char>(1 << random.Below(8));
       WriteFileBytes(PathOf(chain[1]), bytes);
       // Zeros between sections are covered by nothing and harmless: ReadBack compares.
       const Status status = ReadBack(*tier, chain[1]);
@@ -139,6 +142,7 @@ TEST_F(DiskTierTest, NoFlippedBitIsServed) {
     EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
     EXPECT_TRUE(ReadBack(*tier, chain[2]).ok());
   }
+  ReportFigure("flips", flips);
 }
 
 TEST_F(DiskTierTest, ExchangedAndZeroedFilesAreMisses) {
@@ -719,6 +723,7 @@ TEST_F(DiskTierTest, EveryCallMayFail) {
 // ---- Power
 
 TEST(DiskTierPower, WhatWasSyncedSurvives) {
+  int64_t cuts = 0;
   for (const Durability durability : {Durability::kSync, Durability::kOs}) {
     int64_t losses = 0;
     bool reached_end = false;
@@ -741,7 +746,8 @@ TEST(DiskTierPower, WhatWasSyncedSurvives) {
           (void)(*tier)->SetExpiry(chain[1].id, setup.clock->WallMs() + 1000, kNever);
         }
         reached_end = !files->is_cut();
-        files->Restart(seed * 1000 + static_cast<uint64_t>(at));
+        files->Restart(SoakSeed(seed * 1000 + static_cast<uint64_t>(at)));
+        ++cuts;
         auto tier = DiskTier::Open(setup);
         ASSERT_TRUE(tier.ok()) << tier.status().ToString();
         for (size_t i = 0; i < 3; ++i) {
@@ -760,6 +766,7 @@ TEST(DiskTierPower, WhatWasSyncedSurvives) {
     // The simulation takes something when nobody syncs, or it would prove nothing.
     EXPECT_EQ(losses > 0, durability == Durability::kOs);
   }
+  ReportFigure("cuts", cuts);
 }
 
 }  // namespace

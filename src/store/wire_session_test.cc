@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/random.h"
+#include "base/soak.h"
 #include "store/client_session.h"
 #include "store/hostile_peer.h"
 #include "store/server_session.h"
@@ -21,10 +22,12 @@ constexpr int64_t kSecondNs = 1'000'000'000;
 constexpr std::byte kNonce[wire::kNonceBytes] = {};
 
 TEST(HostilePeer, BreaksNothingInManySessions) {
+  constexpr int kSessions = 50'000;
+  ReportFigure("sessions", 2 * kSessions);
   for (const char* secret : {"", "a secret"}) {
     HostilePeer peer(secret);
-    RandomSequence random(5, *secret == 0 ? 0 : 1);
-    for (int i = 0; i < 50'000; ++i) {
+    RandomSequence random(SoakSeed(5), *secret == 0 ? 0 : 1);
+    for (int i = 0; i < kSessions; ++i) {
       SCOPED_TRACE(i);
       peer.RunSession([&](int64_t bound) { return random.Below(bound); });
     }

@@ -1,0 +1,60 @@
+"""tools/soak: its capabilities are cases that say what they do, and its page keeps what was reached."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import source_tree
+
+sys.path.insert(0, str(source_tree.ROOT / "tools"))
+import soak
+
+
+@pytest.mark.parametrize("capability", soak.CAPABILITIES, ids=lambda c: c.name)
+def test_a_capability_is_cases_of_a_program_that_report_its_figure(
+    capability: soak.Capability,
+) -> None:
+    source = source_tree.ROOT / f"{capability.program}.cc"
+    assert f'ReportFigure("{capability.figure}"' in source.read_text(encoding="utf-8")
+    listed = subprocess.run(
+        [soak.BUILD / capability.program, "--gtest_list_tests", f"--gtest_filter={capability.cases}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert any(line.startswith("  ") for line in listed.splitlines()), listed
+
+
+def test_the_page_has_a_row_for_each_capability() -> None:
+    page = soak.PAGE.read_text(encoding="utf-8")
+    assert soak.write_rows(page, soak.read_rows(page)) == page
+    for capability in soak.CAPABILITIES:
+        assert f"| {capability.name} |" in page
+
+
+def test_rows_are_read_as_they_were_written() -> None:
+    page = f"before\n{soak.BEGIN}\n{soak.END}\nafter\n"
+    row = soak.Row(1_234_567, 8, "2026-01-02", "abcdef0", "x86_64, 2 cores")
+    written = soak.write_rows(page, {"kills": row})
+    assert soak.read_rows(written) == {"kills": row}
+    assert "| walks |" in written and "not run" in written
+    assert written.startswith("before\n") and written.endswith("\nafter\n")
+
+
+def test_a_page_without_its_place_is_not_overwritten() -> None:
+    with pytest.raises(SystemExit, match="has lost the lines"):
+        soak.write_rows("a page\n", {})
+
+
+def test_figures_are_added_over_cases() -> None:
+    report = {"testsuites": [{"testsuite": [{"kills": "20"}, {"kills": "3", "flips": "9"}]}]}
+    assert soak.figure_of(report, "kills") == 23
+
+
+def test_unknown_names_and_times_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["nothing"], ["--minutes", "0"]):
+        with pytest.raises(SystemExit):
+            soak.parse(arguments)
+    assert "no capability is called 'nothing'" in capsys.readouterr().err

@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Runs random tests with ever new seeds and keeps the figures: soak.py [--minutes N] [CAPABILITY...].
+
+A capability is some test cases of one program of build/release. Each round runs them with
+QUIRE_SOAK_ROUND one higher (src/base/soak.h), and adds up what they say that they did. It ends at
+the goal, when its minutes are over, or at the first failure, whose round repeats it. What was
+reached goes into docs/reliability.md, one row per capability; what an earlier run of the same
+commit reached counts on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+BUILD = ROOT / "build" / "release"
+BEGIN = "<!-- figures: written by tools/soak -->"
+END = "<!-- end of figures -->"
+HEAD = "| capability | what must not happen | reached | goal | rounds | date | commit | machine |"
+
+
+@dataclass(frozen=True)
+class Capability:
+    name: str
+    program: str  # below build/release
+    cases: str  # gtest's filter
+    figure: str  # the property that the cases report
+    goal: int
+    claim: str
+
+
+CAPABILITIES = (
+    Capability(
+        "walks",
+        "src/kv/kv_walk_test",
+        "*/KVWalk.*",
+        "operations",
+        30_000_000,
+        "R1: the KV cache differs from the naive model, in anything that can be observed",
+    ),
+    Capability(
+        "composite-walks",
+        "src/kv/composite_walk_test",
+        "*",
+        "operations",
+        1_000_000,
+        "R1: attention and recurrent layers of one state differ from their models",
+    ),
+    Capability(
+        "peers",
+        "src/store/wire_session_test",
+        "HostilePeer.*",
+        "sessions",
+        1_000_000,
+        "R5: a hostile peer of the buffer server breaks it, or holds more memory than it may",
+    ),
+    Capability(
+        "flips",
+        "src/store/disk_tier_test",
+        "*NoFlippedBitIsServed",
+        "flips",
+        100_000,
+        "R9: a chunk file with a flipped bit is served, or costs its neighbours",
+    ),
+    Capability(
+        "kills",
+        "src/store/disk_tier_kill_test",
+        "*AtRandomTimes",
+        "kills",
+        1_000,
+        "R10: SIGKILL at a random time loses what was acknowledged, or leaves damage",
+    ),
+    Capability(
+        "power",
+        "src/store/disk_tier_test",
+        "DiskTierPower.*",
+        "cuts",
+        20_000,
+        "R11: a simulated loss of power loses what was synced, or leaves damage that is served",
+    ),
+    Capability(
+        "tiers",
+        "src/store/store_walk_test",
+        "*",
+        "moves",
+        10_000_000,
+        "R14b: moves between RAM, disk and Redis with faults at each edge serve a wrong byte, bring "
+        "back what was removed, or lose count",
+    ),
+    Capability(
+        "answers",
+        "src/engine/engine_exactness_test",
+        "*NoScheduleCanBeSeenInAnAnswer*",
+        "answers",
+        20_000,
+        "R15: an answer depends on batch, cuts, cache, preemption, speculation or store",
+    ),
+)
+
+
+@dataclass
+class Row:
+    reached: int = 0
+    rounds: int = 0
+    date: str = ""
+    commit: str = ""
+    machine: str = ""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools/soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = [capability.name for capability in CAPABILITIES]
+    parser.add_argument(
+        "capabilities", nargs="*", metavar="CAPABILITY", help=f"of {', '.join(names)}; default: all"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, metavar="N", help="of each capability; default: 10"
+    )
+    parser.add_argument("--list", action="store_true", help="print the capabilities and end")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.capabilities) - set(names))
+    if unknown:
+        parser.error(f"no capability is called {unknown[0]!r}; there are {', '.join(names)}")
+    if options.minutes <= 0:
+        parser.error(f"--minutes is {options.minutes:g}; it must be greater than 0")
+    return options
+
+
+def read_rows(page: str) -> dict[str, Row]:
+    rows = {}
+    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 8 or not re.fullmatch(r"[0-9 ]+", cells[2]):
+            continue
+        rows[cells[0]] = Row(number(cells[2]), number(cells[4]), *cells[5:])
+    return rows
+
+
+def write_rows(page: str, rows: dict[str, Row]) -> str:
+    lines = [HEAD, "| --- | --- | ---: | ---: | ---: | --- | --- | --- |"]
+    for capability in CAPABILITIES:
+        row = rows.get(capability.name)
+        reached = "not run | " if row is None else f"{spaced(row.reached)} | "
+        rest = "| | | |" if row is None else f"{row.rounds} | {row.date} | {row.commit} | {row.machine} |"
+        lines.append(
+            f"| {capability.name} | {capability.claim} | {reached}{spaced(capability.goal)} | {rest}"
+        )
+    before, begin, after = page.partition(BEGIN)
+    if not begin or END not in after:
+        raise SystemExit(f"{PAGE} has lost the lines {BEGIN!r} and {END!r} around its figures")
+    return f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after.partition(END)[2]}"
+
+
+def spaced(count: int) -> str:
+    return f"{count:,}".replace(",", " ")
+
+
+def number(text: str) -> int:
+    return int(text.replace(" ", ""))
+
+
+def figure_of(report: object, name: str) -> int:
+    """The sum of a property over the cases of a report of gtest (--gtest_output=json)."""
+    if isinstance(report, dict):
+        own = int(report.get(name, 0)) if isinstance(report.get(name, 0), str | int) else 0
+        return own + sum(figure_of(part, name) for part in report.values())
+    if isinstance(report, list):
+        return sum(figure_of(part, name) for part in report)
+    return 0
+
+
+def run_round(capability: Capability, number_of_round: int) -> int:
+    """What the cases did; SystemExit if one failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [
+            str(BUILD / capability.program),
+            f"--gtest_filter={capability.cases}",
+            f"--gtest_output=json:{report}",
+            "--gtest_brief=1",
+        ]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "QUIRE_SOAK_ROUND": str(number_of_round)},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise SystemExit(
+                f"{done.stdout[-4000:]}{done.stderr[-2000:]}\n{capability.name}: failed in round "
+                f"{number_of_round}; again: QUIRE_SOAK_ROUND={number_of_round} {' '.join(command[:2])}"
+            )
+        count = figure_of(json.loads(report.read_text(encoding="utf-8")), capability.figure)
+    if count == 0:
+        raise SystemExit(f"{capability.name}: no case of {capability.cases!r} did anything")
+    return count
+
+
+def soak(capability: Capability, row: Row, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while row.reached < capability.goal and time.monotonic() < end:
+        row.reached += run_round(capability, row.rounds + 1)
+        row.rounds += 1
+    print(f"{capability.name}: {spaced(row.reached)} {capability.figure}, no failure", flush=True)
+
+
+def commit_of_tree() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    if options.list:
+        for capability in CAPABILITIES:
+            print(f"{capability.name}: {spaced(capability.goal)} {capability.figure}")
+        return 0
+    wanted = [c for c in CAPABILITIES if not options.capabilities or c.name in options.capabilities]
+    commit = commit_of_tree()
+    for capability in wanted:
+        page = PAGE.read_text(encoding="utf-8")
+        rows = read_rows(page)
+        row = rows.get(capability.name)
+        if row is None or row.commit != commit:
+            row = Row(commit=commit)
+        row.date = datetime.date.today().isoformat()
+        row.machine = f"{platform.machine()}, {os.cpu_count()} cores"
+        soak(capability, row, options.minutes * 60)
+        rows[capability.name] = row
+        PAGE.write_text(write_rows(page, rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
