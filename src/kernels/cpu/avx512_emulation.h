@@ -51,6 +51,12 @@ QUIRE_EMULATED __m512i _mm512_setzero_si512() {
 QUIRE_EMULATED __m512i _mm512_set1_epi32(int x) {
   return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
 }
+QUIRE_EMULATED __m512i _mm512_set1_epi16(short x) {
+  return {_mm256_set1_epi16(x), _mm256_set1_epi16(x)};
+}
+QUIRE_EMULATED __m512i _mm512_broadcast_i32x4(__m128i v) {
+  return {_mm256_broadcastsi128_si256(v), _mm256_broadcastsi128_si256(v)};
+}
 QUIRE_EMULATED __m512i _mm512_loadu_si512(const void* p) {
   const auto* const at = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
@@ -170,6 +176,34 @@ QUIRE_EMULATED __m512i _mm512_srli_epi32(__m512i a, int count) {
 #undef _mm512_srai_epi32
 QUIRE_EMULATED __m512i _mm512_srai_epi32(__m512i a, int count) {
   return {_mm256_srai_epi32(a.lo, count), _mm256_srai_epi32(a.hi, count)};
+}
+QUIRE_EMULATED __m512i _mm512_add_epi16(__m512i a, __m512i b) {
+  return {_mm256_add_epi16(a.lo, b.lo), _mm256_add_epi16(a.hi, b.hi)};
+}
+#undef _mm512_slli_epi16
+QUIRE_EMULATED __m512i _mm512_slli_epi16(__m512i a, int count) {
+  return {_mm256_slli_epi16(a.lo, count), _mm256_slli_epi16(a.hi, count)};
+}
+// Bit i of the mask: word i of a & b is zero.
+QUIRE_EMULATED __mmask32 _mm512_testn_epi16_mask(__m512i a, __m512i b) {
+  const __m256i zero = _mm256_setzero_si256();
+  const __m256i lo = _mm256_cmpeq_epi16(_mm256_and_si256(a.lo, b.lo), zero);
+  const __m256i hi = _mm256_cmpeq_epi16(_mm256_and_si256(a.hi, b.hi), zero);
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(lo, hi), 0xD8);
+  return static_cast<__mmask32>(_mm256_movemask_epi8(bytes));
+}
+// Word i of the result: that word of `table` which the lower five bits of word i of `at` name,
+// where the mask is set; else word i of src.
+QUIRE_EMULATED __m512i _mm512_mask_permutexvar_epi16(__m512i src, __mmask32 m, __m512i at,
+                                                     __m512i table) {
+  uint16_t words[3][32];
+  _mm512_storeu_si512(words[0], src);
+  _mm512_storeu_si512(words[1], at);
+  _mm512_storeu_si512(words[2], table);
+  for (int i = 0; i < 32; ++i) {
+    if ((m >> i & 1) != 0) words[0][i] = words[2][words[1][i] & 31];
+  }
+  return _mm512_loadu_si512(words[0]);
 }
 QUIRE_EMULATED __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
   return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)};

@@ -114,6 +114,23 @@ void Shifts(const uint32_t* a, uint32_t* left, uint32_t* right, uint32_t* signed
   _mm512_storeu_si512(right, _mm512_srli_epi32(_mm512_loadu_si512(a), 16));
   _mm512_storeu_si512(signed_right, _mm512_srai_epi32(_mm512_loadu_si512(a), 8));
 }
+void Words(const uint16_t* a, const uint16_t* b, uint16_t* sums, uint16_t* left, uint32_t* none) {
+  const __m512i v = _mm512_loadu_si512(a);
+  const __m512i w = _mm512_loadu_si512(b);
+  _mm512_storeu_si512(sums, _mm512_add_epi16(v, w));
+  _mm512_storeu_si512(left, _mm512_slli_epi16(v, 4));
+  *none = _mm512_testn_epi16_mask(v, w);
+}
+void PickWords(const uint16_t* from, uint32_t mask, const uint16_t* at, const uint16_t* table,
+               uint16_t* to) {
+  _mm512_storeu_si512(
+      to, _mm512_mask_permutexvar_epi16(_mm512_loadu_si512(from), mask, _mm512_loadu_si512(at),
+                                        _mm512_loadu_si512(table)));
+}
+void Repeat(const uint16_t* eight, uint16_t* to) {
+  _mm512_storeu_si512(
+      to, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(eight))));
+}
 void Upper(const float* a, float* lower_to, float* upper_to) {
   const __m512 v = _mm512_loadu_ps(a);
   _mm256_storeu_ps(lower_to, _mm512_castps512_ps256(v));
@@ -334,6 +351,34 @@ TEST_F(Avx512Intrinsics, BitsOfMasksAreLanes) {
       EXPECT_EQ(Bits(kept[i]), set ? Bits(a[i]) : 0);
       EXPECT_EQ(Bits(blended[i]), Bits(set ? b[i] : a[i]));
       EXPECT_EQ(joined[i], set ? words[1][i] | words[2][i] : words[0][i]);
+    }
+  }
+}
+
+TEST_F(Avx512Intrinsics, WordsAddShiftAndPickEachOther) {
+  for (int round = 0; round < 2000; ++round) {
+    uint16_t a[2 * kLanes];
+    uint16_t b[2 * kLanes];
+    uint16_t table[2 * kLanes];
+    FillHalves(a, 2 * kLanes);
+    FillHalves(b, 2 * kLanes);
+    FillHalves(table, 2 * kLanes);
+    for (int i = 0; i < 2 * kLanes; i += 3) b[i] &= 0x78;  // so that some share no bit
+    const uint32_t mask = Word();
+    uint16_t sums[2 * kLanes];
+    uint16_t left[2 * kLanes];
+    uint16_t picked[2 * kLanes];
+    uint16_t repeated[2 * kLanes];
+    uint32_t none = 0;
+    intrinsics::Words(a, b, sums, left, &none);
+    intrinsics::PickWords(a, mask, b, table, picked);
+    intrinsics::Repeat(table, repeated);
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      EXPECT_EQ(sums[i], static_cast<uint16_t>(a[i] + b[i]));
+      EXPECT_EQ(left[i], static_cast<uint16_t>(a[i] << 4));
+      EXPECT_EQ(none >> i & 1, (a[i] & b[i]) == 0 ? 1U : 0U);
+      EXPECT_EQ(picked[i], (mask >> i & 1) != 0 ? table[b[i] % 32] : a[i]);
+      EXPECT_EQ(repeated[i], table[i % 8]);
     }
   }
 }
