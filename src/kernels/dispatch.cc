@@ -47,13 +47,18 @@ std::vector<const Backend*> DetectVectorPaths() {
   const CpuidLeaf leaf7 = ReadCpuid(7, 0);
   const unsigned states = SavedStates(leaf1);
   const bool saves_ymm = HasBits(states, {1, 2});  // SSE, AVX
-  const bool saves_zmm =
-      HasBits(states, {1, 2, 5, 6, 7});  // and opmasks, both parts of the ZMM registers
   const bool avx2 = saves_ymm && HasBits(leaf1.ecx, {12, 28, 29}) &&
                     HasBits(leaf7.ebx, {5});  // FMA, AVX, F16C; AVX2
+#if QUIRE_EMULATE_AVX512                      // what they are made of
+  const bool avx512 = avx2;
+  const bool bf16 = avx2;
+#else
+  const bool saves_zmm =
+      HasBits(states, {1, 2, 5, 6, 7});  // and opmasks, both parts of the ZMM registers
   const bool avx512 = avx2 && saves_zmm && HasBits(leaf7.ebx, {16, 17, 30, 31});  // F, DQ, BW, VL
   const bool bf16 = avx512 && HasBits(leaf7.ecx, {11}) && leaf7.eax >= 1 &&
                     HasBits(ReadCpuid(7, 1).eax, {5});  // VNNI, BF16
+#endif
   std::vector<const Backend*> paths;
   if (bf16) paths.push_back(&kAvx512Bf16Backend);
   if (avx512) paths.push_back(&kAvx512Backend);

@@ -1,10 +1,16 @@
 // AVX-512 F, BW, DQ and VL.
 #include "kernels/cpu/path_includes.h"
+#if QUIRE_EMULATE_AVX512
+#include "kernels/cpu/avx512_emulation.h"
+#endif
 
 #define QUIRE_SIMD_AVX512
 #define QUIRE_PATH_NAME "avx512"
 
-#if defined(__clang__)
+#if QUIRE_EMULATE_AVX512
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#elif defined(__clang__)
 #pragma clang attribute push(                                                    \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
     apply_to = function)
@@ -14,6 +20,9 @@
 #endif
 
 namespace quire::avx512 {
+#if QUIRE_EMULATE_AVX512
+using namespace avx512_emulation;  // hides the compiler's intrinsics of these names
+#endif
 namespace {
 
 // Each uses those above it.

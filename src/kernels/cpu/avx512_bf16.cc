@@ -1,11 +1,17 @@
 // AVX-512 with bfloat16 dot products.
 #include "kernels/cpu/path_includes.h"
+#if QUIRE_EMULATE_AVX512
+#include "kernels/cpu/avx512_emulation.h"
+#endif
 
 #define QUIRE_SIMD_AVX512
 #define QUIRE_SIMD_BF16
 #define QUIRE_PATH_NAME "avx512_bf16"
 
-#if defined(__clang__)
+#if QUIRE_EMULATE_AVX512
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#elif defined(__clang__)
 #pragma clang attribute push(                                                               \
     __attribute__((                                                                         \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,avx512vnni"))), \
@@ -16,6 +22,9 @@
 #endif
 
 namespace quire::avx512_bf16 {
+#if QUIRE_EMULATE_AVX512
+using namespace avx512_emulation;  // hides the compiler's intrinsics of these names
+#endif
 namespace {
 
 // Each uses those above it.

@@ -65,12 +65,7 @@ struct ChainI8 {
 };
 struct ChainF8 : ChainBF16 {
   using Element = uint8_t;
-  QUIRE_INLINE Vector LoadVector(const Element* p) {
-    VF even;
-    VF odd;
-    SplitF8(p, &even, &odd);
-    return JoinPair(even, odd);
-  }
+  QUIRE_INLINE Vector LoadVector(const Element* p) { return LoadF8Pair(p); }
 };
 
 // Registers of a path: rows held at once, and how many tiles of one head, heads of one tile or

@@ -400,16 +400,30 @@ QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
 
 #endif
 
-// REQUIRES: both are exactly representable in bfloat16.
-QUIRE_INLINE VPair JoinPair(VF even, VF odd) {
+// 16 pairs of float8 codes as pairs of bfloat16, exactly.
 #if defined(QUIRE_SIMD_BF16)
-  const __m512i high =
-      _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(static_cast<int>(0xffff0000U)));
-  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), high);
-#else
-  return {even, odd};
-#endif
+QUIRE_INLINE VPair LoadF8Pair(const uint8_t* p) {
+  const __m512i codes =
+      _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  // Exponent and fraction move to where bfloat16 has them; its exponents count from 120 lower.
+  const __m512i moved =
+      _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi16(0x0f << 7 | 7 << 4));
+  const __m512i normal = _mm512_add_epi16(moved, _mm512_set1_epi16(120 << 7));
+  // Denormals of float8 are normal in bfloat16: 0 to 7 times 2^-9.
+  const __mmask32 denormal = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+  const __m512i multiples = _mm512_broadcast_i32x4(
+      _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __m512i magnitude = _mm512_mask_permutexvar_epi16(normal, denormal, codes, multiples);
+  const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+  return (__m512bh)_mm512_or_si512(magnitude, _mm512_and_si512(codes, sign));
 }
+#else
+QUIRE_INLINE VPair LoadF8Pair(const uint8_t* p) {
+  VPair pair;
+  SplitF8(p, &pair.even, &pair.odd);
+  return pair;
+}
+#endif
 
 // ----------------------------------------------------------------------------------------------------
 // integers: sums of products of int8 and int16, exact in any order as long as they fit
