@@ -11,6 +11,9 @@
 
 namespace quire {
 
+// What the seeds of an ordinary run come to, others may miss.
+inline bool IsSoak() { return std::getenv("QUIRE_SOAK_ROUND") != nullptr; }
+
 // The first of a million seeds that no other round draws from: `seed` itself in an ordinary run.
 inline uint64_t SoakSeed(uint64_t seed) {
   const char* const round = std::getenv("QUIRE_SOAK_ROUND");

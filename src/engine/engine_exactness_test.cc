@@ -408,6 +408,8 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
     }
   }
   ReportFigure("answers", answers);
+  EXPECT_EQ(slow_store->live_fetches, 0);
+  if (IsSoak()) return;
   if (has_pages) {
     EXPECT_GT(preemptions, has_windows ? 0 : 2);  // what slides out makes room
   } else {
@@ -415,7 +417,6 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
   }
   EXPECT_GT(accepted_tokens, 100);
   EXPECT_GT(drafted_tokens, accepted_tokens + 300);
-  EXPECT_EQ(slow_store->live_fetches, 0);
   EXPECT_GT(cached_tokens, is_recurrent ? 200 : 1000);
   EXPECT_GT(loaded_tokens, 100);
   if (is_recurrent) {
