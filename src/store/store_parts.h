@@ -27,6 +27,7 @@
 #include "store/memory_tier.h"
 #include "store/pin_board.h"
 #include "store/slow_tier.h"
+#include "store/spare_chunks.h"
 #include "store/write_queue.h"
 
 namespace quire {
@@ -95,6 +96,7 @@ struct StoreParts {
   std::array<std::unique_ptr<WriteQueue>, kTierCount> writes{};
   Admission admission;
   const std::shared_ptr<ByteBudget> fetch_budget;
+  const std::shared_ptr<SpareChunks> spares;
 };
 
 }  // namespace quire
