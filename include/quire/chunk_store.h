@@ -127,6 +127,7 @@ class StoredChunk {
   }
 
  private:
+  friend class SpareChunks;  // takes the memory back
   ChunkHeader header_;
   ChunkBuffer buffer_;
 };

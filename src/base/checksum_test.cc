@@ -54,10 +54,12 @@ TEST(Crc32c, PortableFormAgreesAtEverySizeAndAlignment) {
   }
 }
 
-// Long inputs are summed in three stripes.
+// Long inputs are summed in three stripes, of three lengths.
 TEST(Crc32c, PortableFormAgreesOnLongInputs) {
-  const std::string bytes = RandomBytes(10000);
-  for (const size_t size : {1024, 3071, 3072, 3073, 3079, 3080, 6143, 6144, 6151, 9216, 10000}) {
+  const std::string bytes = RandomBytes(120000);
+  for (const size_t size :
+       {1024,  3071,  3072,  3073,  3079,  3080,  6143,  6144,  6151,  9216,  10000,
+        12287, 12288, 15360, 15361, 49151, 49152, 64512, 64513, 98304, 120000}) {
     for (const uint32_t before : {0u, 0xDEADBEEFu}) {
       ASSERT_EQ(Crc32c(bytes.data(), size, before), Crc32cPortable(bytes.data(), size, before))
           << size;

@@ -55,11 +55,9 @@ class ChunkFetcher::Sink final : public TierReadSink {
     std::map<int64_t, int64_t> pending;
     std::vector<bool> verified;
     try {
-      ChunkBuffer buffer(header.total_bytes);
-      bytes = buffer.bytes();
       for (const Section& section : header.sections) ++pending[section.layer_first];
       verified.resize(header.sections.size());
-      chunk = std::make_shared<StoredChunk>(header, std::move(buffer));
+      chunk = SpareChunks::Make(fetcher_->parts_->spares, header, &bytes);
     } catch (const std::bad_alloc&) {
       load.budget->Give(header.total_bytes);
       return Status::OutOfMemory();
@@ -81,7 +79,7 @@ class ChunkFetcher::Sink final : public TierReadSink {
     const auto layer = load.pending.find(load.chunk->header().sections[at].layer_first);
     if (--layer->second > 0) return;
     load.pending.erase(layer);
-    for (const ChunkLoad::Waiter& waiter : load.waiters) waiter.fetch->changed().notify_all();
+    for (const ChunkLoad::Waiter& waiter : load.waiters) waiter.fetch->LayerCame();
   }
 
   void OnEnd(size_t item, const Status& status) override {

@@ -2,7 +2,6 @@
 #ifndef QUIRE_STORE_CHUNK_LOAD_H_
 #define QUIRE_STORE_CHUNK_LOAD_H_
 
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -10,31 +9,13 @@
 #include <vector>
 
 #include "quire/chunk_store.h"
+#include "store/byte_budget.h"
 #include "store/chunk_tier.h"
 #include "store/pin_board.h"
 
 namespace quire {
 
 class FetchState;
-
-// Bytes that may be out at a time.
-class ByteBudget {
- public:
-  explicit ByteBudget(int64_t bytes_max) : bytes_max_(bytes_max) {}
-  bool Take(int64_t bytes) noexcept {
-    int64_t used = used_.load();
-    do {
-      if (bytes > bytes_max_ - used) return false;
-    } while (!used_.compare_exchange_weak(used, used + bytes));
-    return true;
-  }
-  void Give(int64_t bytes) noexcept { used_ -= bytes; }
-  int64_t used() const noexcept { return used_; }
-
- private:
-  const int64_t bytes_max_;
-  std::atomic<int64_t> used_{0};
-};
 
 struct ChunkLoad {
   struct Waiter {

@@ -92,7 +92,56 @@ void FetchState::Advance() noexcept {
     for (int64_t i = 0; i < ready_; ++i)
       parts_->fetched_tokens += static_cast<int64_t>(tokens(i).size());
   }
-  changed_.notify_all();
+  WakeThoseWhoMayGoOn();
+}
+
+bool FetchState::MayGoOn(Waiter& waiter) const noexcept {
+  if (!waiter.layer) return done();
+  // A chunk that has this layer keeps it, also when the rest of it does not come any more.
+  const auto has_layer = [&](const Slot& slot) {
+    return slot.chunk != nullptr || (slot.load != nullptr && slot.load->HasLayers(*waiter.layer));
+  };
+  while (waiter.there < found_ && has_layer(slot(waiter.there))) ++waiter.there;
+  return located_ && (waiter.there == found_ || end_ <= waiter.there);
+}
+
+void FetchState::WakeThoseWhoMayGoOn() noexcept {
+  for (Waiter* waiter = waiters_; waiter != nullptr; waiter = waiter->next)
+    if (MayGoOn(*waiter)) return changed_.notify_all();
+}
+
+bool FetchState::WaitAs(Waiter& waiter, std::unique_lock<std::mutex>& lock, int64_t until_ns) {
+  waiter.next = std::exchange(waiters_, &waiter);
+  const auto leave = [&]() noexcept {
+    Waiter** at = &waiters_;
+    while (*at != &waiter) at = &(*at)->next;
+    *at = waiter.next;
+  };
+  try {
+    const bool in_time =
+        WaitUntil(*parts_->clock, changed_, lock, std::min(until_ns, deadline_ns_), [&] {
+          EndIfLate();
+          return MayGoOn(waiter);
+        });
+    leave();
+    return in_time;
+  } catch (...) {
+    leave();  // a host's clock may take memory to wait
+    throw;
+  }
+}
+
+bool FetchState::WaitDone(std::unique_lock<std::mutex>& lock, int64_t until_ns) {
+  Waiter waiter;
+  return WaitAs(waiter, lock, until_ns);
+}
+
+bool FetchState::WaitLayer(std::unique_lock<std::mutex>& lock, int64_t layer, int64_t until_ns,
+                           int64_t* there) {
+  Waiter waiter{.layer = layer};
+  const bool in_time = WaitAs(waiter, lock, until_ns);
+  *there = waiter.there;
+  return in_time;
 }
 
 // What will not be used is not waited for. Others may still want it.
@@ -145,11 +194,7 @@ MissReason FetchHandle::miss() const {
 
 bool FetchHandle::Wait(int64_t until_ns) {
   std::unique_lock lock(state_->parts().fetch_mutex);
-  return WaitUntil(*state_->parts().clock, state_->changed(), lock,
-                   std::min(until_ns, state_->deadline_ns()), [&] {
-                     state_->EndIfLate();
-                     return state_->done();
-                   });
+  return state_->WaitDone(lock, until_ns);
 }
 
 namespace {
@@ -190,18 +235,8 @@ Status LayerError(MissReason why, int64_t layer, int64_t chunk) {
 
 Status FetchHandle::WaitLayer(int64_t layer, int64_t until_ns) {
   std::unique_lock lock(state_->parts().fetch_mutex);
-  const auto is_there = [&](int64_t i) {
-    const FetchState::Slot& slot = state_->slot(i);
-    return slot.chunk != nullptr || (slot.load != nullptr && slot.load->HasLayers(layer));
-  };
-  // A chunk that has this layer keeps it, also when the rest of it does not come any more.
   int64_t there = 0;
-  const auto is_over = [&] {
-    state_->EndIfLate();
-    while (there < state_->found() && is_there(there)) ++there;
-    return state_->located() && (there == state_->found() || state_->end() <= there);
-  };
-  const bool over = WaitUntil(*state_->parts().clock, state_->changed(), lock, until_ns, is_over);
+  const bool over = state_->WaitLayer(lock, layer, until_ns, &there);
   if (over && there == state_->found()) return {};
   return GuardEntry(
       [&] { return LayerError(over ? state_->miss() : MissReason::kTimeout, layer, there); });

@@ -9,6 +9,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -66,7 +68,14 @@ class FetchState {
   MissReason miss() const { return miss_; }
   const Slot& slot(int64_t i) const { return slots_[static_cast<size_t>(i)]; }
   Slot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
-  std::condition_variable& changed() { return changed_; }
+  // A layer of a chunk has come.
+  void LayerCame() noexcept { WakeThoseWhoMayGoOn(); }
+
+  // Waits until it is done, or with `layer` until this layer of all chunks is there or will not
+  // come. False: `until_ns` came first. *there: chunks that have the layer. `lock` is of the mutex.
+  bool WaitDone(std::unique_lock<std::mutex>& lock, int64_t until_ns);
+  bool WaitLayer(std::unique_lock<std::mutex>& lock, int64_t layer, int64_t until_ns,
+                 int64_t* there);
 
   // ---- Of the one thread that looks for its chunks
   struct Search {
@@ -91,8 +100,19 @@ class FetchState {
   void ReleasePins() noexcept;
 
  private:
+  // Somebody who waits. A chunk has many sections, and a waiter that is woken for each of them
+  // takes the mutex from the thread that brings them.
+  struct Waiter {
+    std::optional<int64_t> layer{};  // none: until the fetch is done
+    int64_t there = 0;               // leading chunks that have the layer
+    Waiter* next = nullptr;
+  };
+
   void Advance() noexcept;
   void LeaveLoads() noexcept;
+  bool MayGoOn(Waiter& waiter) const noexcept;
+  void WakeThoseWhoMayGoOn() noexcept;
+  bool WaitAs(Waiter& waiter, std::unique_lock<std::mutex>& lock, int64_t until_ns);
 
   const std::shared_ptr<StoreParts> parts_;
   const Digest fingerprint_;
@@ -108,6 +128,7 @@ class FetchState {
 
   Search search_;
   std::condition_variable changed_;
+  Waiter* waiters_ = nullptr;
   std::vector<Slot> slots_;
   bool located_ = false;
   bool counted_ = false;

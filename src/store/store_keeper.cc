@@ -13,6 +13,8 @@ constexpr int64_t kSecondNs = 1'000'000'000;
 constexpr int64_t kSweepNs = kSecondNs;
 // Expired files are no hits from their moment on; only their bytes wait.
 constexpr int64_t kDiskSweepNs = 60 * kSecondNs;
+// Memory of chunks that nobody fetched for so many sweeps goes back to the system.
+constexpr int kSpareSweeps = 60;
 
 }  // namespace
 
@@ -51,6 +53,7 @@ bool StoreKeeper::Sleep(int64_t ns) noexcept {
 void StoreKeeper::Sweep() noexcept {
   while (Sleep(kSweepNs)) {
     parts_->ReleaseExpiredPins();
+    parts_->spares->Age(kSpareSweeps);
     try {
       if (parts_->has_memory()) parts_->memory->CollectGarbage(parts_->clock->WallMs());
       parts_->CollectEvents();

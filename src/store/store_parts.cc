@@ -56,7 +56,8 @@ StoreParts::StoreParts(ChunkStoreOptions store_options)
       clock(options.clock),
       pins(options.pin_timeout_ms * 1'000'000),
       admission(options.admit_after),
-      fetch_budget(std::make_shared<ByteBudget>(options.fetch_bytes_max)) {
+      fetch_budget(std::make_shared<ByteBudget>(options.fetch_bytes_max)),
+      spares(std::make_shared<SpareChunks>(fetch_budget)) {
   if (options.ram.bytes_max > 0)
     memory = std::make_unique<MemoryTier>(options.eviction, options.ram.bytes_max, &events, &pins);
 }

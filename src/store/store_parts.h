@@ -28,6 +28,7 @@
 #include "store/pin_board.h"
 #include "store/removals.h"
 #include "store/slow_tier.h"
+#include "store/spare_chunks.h"
 #include "store/write_queue.h"
 
 namespace quire {
@@ -100,6 +101,7 @@ struct StoreParts {
   Removals removals;
   Admission admission;
   const std::shared_ptr<ByteBudget> fetch_budget;
+  const std::shared_ptr<SpareChunks> spares;
 };
 
 }  // namespace quire

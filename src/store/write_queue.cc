@@ -1,7 +1,6 @@
 #include "store/write_queue.h"
 
 #include <algorithm>
-#include <iterator>
 #include <string>
 #include <utility>
 
@@ -12,6 +11,10 @@ namespace {
 // others.
 constexpr size_t kBatchChunks = 16;
 constexpr int64_t kBatchBytes = int64_t{32} << 20;
+// A disk waits between the last bytes of a file and the first ones of the next: names, locks, room.
+// The other writer's file fills that time. Redis is written to over one pipeline.
+constexpr size_t kDiskWriters = 2;
+constexpr size_t kOtherWriters = 1;
 
 int64_t BytesOf(const KeptChunk& kept) { return static_cast<int64_t>(kept.chunk->bytes().size()); }
 
@@ -19,8 +22,18 @@ int64_t BytesOf(const KeptChunk& kept) { return static_cast<int64_t>(kept.chunk-
 
 WriteQueue::WriteQueue(SlowTier* tier, std::shared_ptr<Clock> clock, int64_t bytes_max)
     : tier_(tier), clock_(std::move(clock)), bytes_max_(bytes_max) {
-  batch_.reserve(kBatchChunks);
-  writer_ = std::thread([this] { Run(); });
+  batches_.resize(tier_->kind == TierKind::kDisk ? kDiskWriters : kOtherWriters);
+  writers_.reserve(batches_.size());
+  try {
+    for (Batch& batch : batches_) {
+      batch.numbers.reserve(kBatchChunks);
+      batch.writes.reserve(kBatchChunks);
+      writers_.emplace_back([this, &batch] { Run(batch); });
+    }
+  } catch (...) {
+    Close();
+    throw;
+  }
 }
 
 Status WriteQueue::Dropped(StatusCode code, const char* why) {
@@ -58,6 +71,7 @@ Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put) {
     throw;
   }
   ++last_;
+  ++untaken_;
   bytes_ += bytes;
   changed_.notify_all();
   return {};
@@ -84,18 +98,19 @@ bool WriteQueue::Forget(const Removals::Scope& removal, int64_t until_ns) {
   std::unique_lock lock(mutex_);
   std::vector<Jobs::node_type> forgotten;
   forgotten.reserve(jobs_.size());
-  for (auto at = std::next(jobs_.begin(), static_cast<std::ptrdiff_t>(writing_));
-       at != jobs_.end();) {
+  const uint64_t last = last_;
+  for (auto at = jobs_.begin(); at != jobs_.end();) {
     const auto job = at++;
-    if (!removal.Covers(job->second.kept.id)) continue;
-    by_id_.erase(job->second.kept.id);
+    const ChunkId& id = job->second.kept.id;
+    if (job->second.is_taken || !removal.Covers(id)) continue;
+    by_id_.erase(id);
     bytes_ -= BytesOf(job->second.kept);
+    --untaken_;
     forgotten.push_back(jobs_.extract(job));
   }
   changed_.notify_all();
   const bool is_settled = WaitUntil(*clock_, changed_, lock, until_ns, [&] {
-    const auto end = std::next(jobs_.begin(), static_cast<std::ptrdiff_t>(writing_));
-    return std::none_of(jobs_.begin(), end,
+    return std::none_of(jobs_.begin(), jobs_.upper_bound(last),
                         [&](const auto& job) { return removal.Covers(job.second.kept.id); });
   });
   lock.unlock();
@@ -120,41 +135,52 @@ void WriteQueue::Close() noexcept {
     closing_ = true;
     changed_.notify_all();
   }
-  if (writer_.joinable()) writer_.join();
+  for (std::thread& writer : writers_)
+    if (writer.joinable()) writer.join();
 }
 
-void WriteQueue::Run() noexcept {
+void WriteQueue::Run(Batch& batch) noexcept {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return closing_ || !jobs_.empty(); });
-    if (jobs_.empty()) return;
-    WriteSome(lock);
+    changed_.wait(lock, [&] { return closing_ || untaken_ > 0; });
+    if (untaken_ == 0) return;
+    TakeSome(batch);
+    WriteSome(batch, lock);
   }
 }
 
-// Writes the oldest jobs. They stay in the queue meanwhile, so that the same chunk is not written
-// twice and their bytes count.
-void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
-  batch_.clear();
+// The oldest jobs that no other writer has.
+void WriteQueue::TakeSome(Batch& batch) noexcept {
+  batch.numbers.clear();
+  batch.writes.clear();
   int64_t bytes = 0;
-  for (const auto& [number, job] : jobs_) {
-    if (batch_.size() == kBatchChunks || (bytes > 0 && bytes + BytesOf(job.kept) > kBatchBytes))
+  for (auto& [number, job] : jobs_) {
+    if (job.is_taken) continue;
+    if (batch.writes.size() == kBatchChunks ||
+        (bytes > 0 && bytes + BytesOf(job.kept) > kBatchBytes))
       break;
     bytes += BytesOf(job.kept);
-    batch_.push_back({.id = job.kept.id,
-                      .chunk = job.kept.chunk.get(),
-                      .recompute_seconds = job.kept.worth.recompute_seconds,
-                      .priority = job.kept.worth.priority});
+    job.is_taken = true;
+    --untaken_;
+    batch.numbers.push_back(number);
+    batch.writes.push_back({.id = job.kept.id,
+                            .chunk = job.kept.chunk.get(),
+                            .recompute_seconds = job.kept.worth.recompute_seconds,
+                            .priority = job.kept.worth.priority});
   }
-  writing_ = batch_.size();
+}
+
+// The jobs stay in the queue meanwhile, so that the same chunk is not written twice and their bytes
+// count.
+void WriteQueue::WriteSome(Batch& batch, std::unique_lock<std::mutex>& lock) noexcept {
   lock.unlock();
   std::vector<Status> outcomes;
   Status all;
   try {
     const int64_t deadline = clock_->SteadyNs() + tier_->io_timeout_ns;
     if (auto call = tier_->Admit(deadline)) {
-      outcomes = tier_->tier->Write(batch_, deadline);
-      if (outcomes.size() == batch_.size()) {
+      outcomes = tier_->tier->Write(batch.writes, deadline);
+      if (outcomes.size() == batch.writes.size()) {
         call->Report(outcomes.front());  // one call is one sign of health, for all its chunks
       } else {
         all =
@@ -170,9 +196,8 @@ void WriteQueue::WriteSome(std::unique_lock<std::mutex>& lock) noexcept {
     all = Status::OutOfMemory();
   }
   lock.lock();
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    Jobs::node_type job = jobs_.extract(jobs_.begin());
-    --writing_;
+  for (size_t i = 0; i < batch.numbers.size(); ++i) {
+    Jobs::node_type job = jobs_.extract(batch.numbers[i]);
     by_id_.erase(job.mapped().kept.id);
     bytes_ -= BytesOf(job.mapped().kept);
     lock.unlock();

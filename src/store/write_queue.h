@@ -1,4 +1,4 @@
-// WriteQueue: chunks that wait to be written to one slow tier, and the thread that writes them. A
+// WriteQueue: chunks that wait to be written to one slow tier, and the threads that write them. A
 // chunk is in it at most once; its bytes are limited.
 #ifndef QUIRE_STORE_WRITE_QUEUE_H_
 #define QUIRE_STORE_WRITE_QUEUE_H_
@@ -39,19 +39,26 @@ class WriteQueue {
   bool Forget(const Removals::Scope& removal, int64_t until_ns);
   // Waits until all that was pushed before is written or dropped.
   bool Drain(int64_t until_ns);
-  // Writes what is left, unless the tier is left alone, and ends the thread.
+  // Writes what is left, unless the tier is left alone, and ends the threads.
   void Close() noexcept;
 
  private:
   struct Job {
     KeptChunk kept{};
     std::vector<std::shared_ptr<PutState>> puts{};
+    bool is_taken = false;  // by a writer
   };
   using Jobs = std::map<uint64_t, Job>;  // in the order in which they came
 
   Status Dropped(StatusCode code, const char* why) noexcept(false);
-  void Run() noexcept;
-  void WriteSome(std::unique_lock<std::mutex>& lock) noexcept;
+  // What a writer writes at once, in memory that is taken once.
+  struct Batch {
+    std::vector<uint64_t> numbers{};
+    std::vector<TierWrite> writes{};
+  };
+  void Run(Batch& batch) noexcept;
+  void TakeSome(Batch& batch) noexcept;
+  void WriteSome(Batch& batch, std::unique_lock<std::mutex>& lock) noexcept;
   void Finish(Job& job, const Status& status) noexcept;
 
   SlowTier* const tier_;
@@ -64,10 +71,9 @@ class WriteQueue {
   uint64_t last_ = 0;
   Jobs jobs_;
   std::map<ChunkId, uint64_t> by_id_;
-  // Memory of the writer, taken once.
-  std::vector<TierWrite> batch_;
-  size_t writing_ = 0;  // the oldest jobs, which are being written
-  std::thread writer_;
+  size_t untaken_ = 0;  // jobs
+  std::vector<Batch> batches_;
+  std::vector<std::thread> writers_;  // as many
 };
 
 }  // namespace quire

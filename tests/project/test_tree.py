@@ -15,7 +15,7 @@ import source_tree
 
 # The design says 2 000; recurrent states, the chunk store and buffers between processes took the rest,
 # and transfer and blending are to come.
-PUBLIC_HEADER_LINES_MAX = 2900
+PUBLIC_HEADER_LINES_MAX = 2950
 FILE_BYTES_MAX = 1 << 20
 # Folders whose text is code: what is written there is finished.
 CODE = ("src", "include", "python", "tests", "bench", "fuzz", "examples", "cmake", "tools")
