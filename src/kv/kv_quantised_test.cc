@@ -12,6 +12,7 @@
 
 #include "kv/kv_memory.h"
 #include "kv/kv_test_forward.h"
+#include "tensor/float8.h"
 
 namespace quire {
 namespace {
@@ -97,6 +98,60 @@ TEST(KVQuantised, StoredNumbersAreWithinHalfAStepOfWhatWasGiven) {
     };
     expect_near(k, inputs.k, pair.keys);
     expect_near(v, inputs.v, pair.values);
+  }
+}
+
+// One token with all the numbers that codes stand for (a scale of 1), read by heads whose query is
+// 1 in one dimension: a single product each, the same on all paths (dot products of bfloat16 too).
+TEST(KVQuantised, EachCodeIsReadAsItsNumberOnEveryPath) {
+  constexpr int64_t kDim = 256;
+  constexpr int64_t kHeads = 64;
+  constexpr int64_t kSequences = kDim / kHeads;
+  for (const DType dtype : {DType::kI8, DType::kF8E4M3}) {
+    TestTensor kv(DType::kF32, {kSequences, 1, kDim});
+    TestTensor q(DType::kF32, {kSequences, kHeads, kDim});
+    const auto number = [dtype](int64_t code) {
+      if (dtype == DType::kI8) return static_cast<float>(std::max<int64_t>(code - 128, -127));
+      if (code % 128 == 127) return 0.0F;  // the code of NaN, which is never stored
+      return F8E4M3ToF32(static_cast<uint8_t>(code));
+    };
+    for (int64_t s = 0; s < kSequences; ++s) {
+      for (int64_t d = 0; d < kDim; ++d) kv.Set(s * kDim + d, number(d));
+      for (int64_t h = 0; h < kHeads; ++h) {
+        for (int64_t d = 0; d < kDim; ++d) {
+          q.Set((s * kHeads + h) * kDim + d, d == s * kHeads + h ? 1.0F : 0.0F);
+        }
+      }
+    }
+    TestTensor first_o;
+    TestTensor first_lse;
+    for (const std::string& path : KernelPaths()) {
+      AttentionKVCacheOptions options = Options({dtype, dtype});
+      options.layers = {{kHeads, 1, kDim, kDim, dtype, dtype}};
+      options.kernel_path = path;
+      const auto cache = MakeTestCache(options);
+      const Ids ids = {0, 1, 2, 3};
+      const Ids lengths = {1, 1, 1, 1};
+      for (const int64_t id : ids) ASSERT_TRUE(cache->AddSequence(id).ok());
+      const TestTensor o(DType::kF32, {kSequences, kHeads, kDim});
+      const TestTensor lse(DType::kF32, {kSequences, kHeads});
+      ASSERT_TRUE(cache->BeginForward(ids, lengths).ok());
+      ASSERT_TRUE(cache->Append(0, kv.view(), kv.view()).ok());
+      ASSERT_TRUE(cache->Attend(0, q.view(), o.view(), &lse.view(), 1.0).ok());
+      ASSERT_TRUE(cache->EndForward().ok());
+      for (int64_t i = 0; i < kDim; ++i) {
+        EXPECT_FLOAT_EQ(lse.Get(i), number(i) * 1.44269504F) << path << ", key " << number(i);
+        for (int64_t d = 0; d < kDim; ++d) {
+          ASSERT_FLOAT_EQ(o.Get(i * kDim + d), number(d)) << path << ", value " << number(d);
+        }
+      }
+      if (first_o.count() == 0) {
+        first_o = o;
+        first_lse = lse;
+      }
+      EXPECT_TRUE(std::ranges::equal(o.bytes(), first_o.bytes())) << path;
+      EXPECT_TRUE(std::ranges::equal(lse.bytes(), first_lse.bytes())) << path;
+    }
   }
 }
 
