@@ -95,6 +95,8 @@ class JointTransfer final : public KVTransfer {
 
   const RecurrentState& first() const { return *parts_.recurrent.front(); }
   int64_t LengthOf(int64_t seq_id) const;
+  // Zeroed, for one state of each tensor.
+  std::unique_ptr<std::byte[]> AllocateStates() const;
   // The state in memory in which tensors lie one behind the other; as a row of one head.
   TensorView StateIn(std::byte* memory, size_t tensor) const;
   LayerKV RowIn(std::byte* memory, size_t tensor) const;

@@ -464,7 +464,9 @@ bool Walker::IsSending(int64_t id) const {
 std::string Walker::SendingForward(int64_t id, RandomSequence& random) {
   const auto draw = [&] { return static_cast<uint32_t>(random.Bits()); };
   const WalkOp op = {Kind::kForward, draw(), draw(), draw()};
-  const int64_t most = std::min<int64_t>(12, setting_.options.prefill_chunk_size);
+  // Few at a time where there are windows, so that more of them slide before the map is full.
+  const int64_t most =
+      std::min<int64_t>(setting_.has_windows ? 4 : 12, setting_.options.prefill_chunk_size);
   const Batch batch = {{id}, {1 + random.Below(most)}};
   const int64_t kind = random.Below(8);
   if (kind == 0) return LoadFromFork(id, true, random, op);
@@ -480,7 +482,7 @@ std::string Walker::SendingForward(int64_t id, RandomSequence& random) {
 
 // The sequences' next tokens, computed or only flushed.
 std::string Walker::SendSome(const std::vector<int64_t>& ids, RandomSequence& random) {
-  const int64_t forwards = ids.size() == 1 ? random.Below(4) : 0;
+  const int64_t forwards = ids.size() == 1 ? random.Below(setting_.has_windows ? 8 : 4) : 0;
   std::string error;
   for (int64_t i = 0; i < forwards && error.empty() && history_.count(ids[0]) != 0; ++i) {
     error = SendingForward(ids[0], random);
