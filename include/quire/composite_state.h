@@ -51,13 +51,15 @@ class CompositeState : public KVState {
                                      std::span<const int64_t> append_lengths,
                                      std::span<const LayerLoad> loads) = 0;
 
+  // Of all parts: states go as layers behind the attention layers (docs/transfer.md). No length has
+  // pending tokens until DisaggCommitRecv, for which the states behind the last one must be there.
+  virtual KVTransfer* transfer() = 0;
   virtual bool HasSequence(int64_t seq_id) const = 0;
   virtual int64_t sequence_count() const = 0;
   virtual Result<int64_t> GetSequenceLength(int64_t seq_id) const = 0;
 
   // Of all parts.
   virtual uint64_t StateDigest() const = 0;
-  // Also that all parts hold as many sequences.
   virtual Status CheckInvariants() const = 0;
 };
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import _ffi
 from quire._kv_state import KVState
+from quire.transfer import TransferCalls
 
 if TYPE_CHECKING:
     from quire.kv_cache import KVCache
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CompositeState"]
 
 
-class CompositeState(KVState):
+class CompositeState(TransferCalls, KVState):
     """The state of a model with attention and recurrent layers: its parts change together or not at
     all.
 

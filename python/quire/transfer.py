@@ -14,7 +14,7 @@ values layer by layer and goes on behind them (docs/transfer.md)::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire import _ffi
@@ -85,6 +85,95 @@ class LocalChannel:
 
     def __init__(self) -> None:
         self._handle: Any = _ffi.new_local_channel()
+
+
+class TransferCalls:
+    """What KVCache and CompositeState have for transfers. Of a CompositeState the states of
+    recurrent layers go as well, at the positions where forwards of the sender end: commit there."""
+
+    _handle: Any
+
+    def connect_channel(self, channel: LocalChannel, peer: int) -> None:
+        """This state receives as `peer` of the channel, until it is closed or disconnected."""
+        self._handle.connect_channel(channel._handle, peer)
+
+    def disconnect_channel(self, channel: LocalChannel, peer: int) -> None:
+        """Ends connect_channel. NotFoundError if this state is not that peer."""
+        self._handle.disconnect_channel(channel._handle, peer)
+
+    def send_through(self, channel: LocalChannel | None) -> None:
+        """What is marked goes through this channel; None: nothing can be marked.
+
+        BadStateError while a mark is active.
+        """
+        if channel is None:
+            self._handle.send_nowhere()
+        else:
+            self._handle.send_through(channel._handle)
+
+    def disagg_prepare_recv(self, seq_id: int, count: int) -> ReceiveMap:
+        """Reserves the sequence's next `count` tokens for a sender. They are pending: until
+        disagg_commit_recv or disagg_cancel_recv the sequence is in no forward (BadStateError).
+
+        Errors as begin_forward.
+        """
+        return ReceiveMap._of(self._handle.disagg_prepare_recv(seq_id, count))
+
+    def disagg_commit_recv(self, epoch: int, n: int) -> None:
+        """The first `n` tokens of the reservation count from now on; the others are given back.
+
+        BadStateError unless they are complete in every layer; NotFoundError for one that is over.
+        """
+        self._handle.disagg_commit_recv(epoch, n)
+
+    def disagg_cancel_recv(self, epoch: int) -> None:
+        """The sequence is as before disagg_prepare_recv."""
+        self._handle.disagg_cancel_recv(epoch)
+
+    def receive_progress(self, epoch: int) -> ReceiveProgress:
+        """How many tokens of the reservation are complete, layer by layer."""
+        return read_receive_progress(self._handle.receive_progress(epoch))
+
+    def wait_received(self, epoch: int, n: int, timeout: float) -> None:
+        """Waits until the first `n` tokens are complete in every layer.
+
+        TimeoutError of quire.errors after `timeout` seconds; CancelledError when the reservation is
+        over; the sender's failure if it has reported one. Any thread.
+        """
+        self._handle.wait_received(epoch, n, int(timeout * 1e9))
+
+    def disagg_mark_send(
+        self,
+        seq_id: int,
+        begin: int,
+        maps: ReceiveMap | Sequence[ReceiveMap],
+        peer: int,
+        rank: int = 0,
+    ) -> None:
+        """From the next forward on, the sequence's tokens from position `begin` on go to the
+        tokens of the map, until it is full.
+
+        Several maps: of the receivers that share this cache's heads, peer + rank * len(maps)
+        onwards. With fewer heads than the receiver, `rank` says which part of them this cache has.
+
+        BadArgumentError, IncompatibleError, BadStateError (no channel, or in a forward); nothing is
+        marked then.
+        """
+        if isinstance(maps, ReceiveMap):
+            maps = [maps]
+        self._handle.disagg_mark_send(seq_id, begin, [m._fields() for m in maps], peer, rank)
+
+    def disagg_unmark_send(self, seq_id: int) -> None:
+        """Ends the sequence's mark; its receiver is told. NotFoundError without one."""
+        self._handle.disagg_unmark_send(seq_id)
+
+    def disagg_flush_send(self, seq_id: int) -> None:
+        """Sends what the sequence has and no forward has sent; raises the mark's failure."""
+        self._handle.disagg_flush_send(seq_id)
+
+    def send_progress(self, seq_id: int) -> SendProgress:
+        """How far the sequence's mark is."""
+        return read_send_progress(self._handle.send_progress(seq_id))
 
 
 def read_receive_progress(fields: Mapping[str, Any]) -> ReceiveProgress:

@@ -51,6 +51,7 @@ def install(
     tvm_tree_commit: bool = True,
     tvm_rnn_history1: bool = True,
     rope: RopeOptions | Mapping[str, Any] | None = None,
+    pipeline_stage: int | None = None,
 ) -> None:
     """Caches and recurrent states that are created through TVM's names from now on are Quire's.
 
@@ -64,8 +65,11 @@ def install(
         rope: the rotation of caches that are created with a rope mode but NONE, in place of what
             the model's compiled rotation kernel does. Its mode is not read. Also how a model
             rotates the rope part of MLA layers, which matters to windows with sinks alone.
+        pipeline_stage: which stage of the layer partition the caches of this process are of. None:
+            that of the Disco worker that creates a cache, as in TVM.
 
     Raises:
+        BadArgumentError: for a negative stage.
         IncompatibleError: for a version of TVM that was not tested.
         BadStateError: if it is installed already.
     """
@@ -85,6 +89,8 @@ def install(
     }
     if rope is not None:
         fields["rope"] = dict(rope)
+    if pipeline_stage is not None:
+        fields["pipeline_stage"] = pipeline_stage
     _installation = _ffi.new_tvm_installation(fields)
 
 

@@ -13,6 +13,7 @@
 #include "ffi/kv_state.h"
 #include "ffi/options.h"
 #include "ffi/snapshot.h"
+#include "ffi/transfer.h"
 
 namespace quire::ffi {
 namespace {
@@ -41,7 +42,7 @@ std::vector<KVStateRef> ReadParts(const OptionMap& fields, CompositeState::Parts
   return objects;
 }
 
-class CompositeStateObj : public StateObject<CompositeState> {
+class CompositeStateObj : public TransferObject<CompositeState> {
  public:
   explicit CompositeStateObj(const OptionMap& fields) : CompositeStateObj(Parts(fields)) {}
 
@@ -70,15 +71,16 @@ class CompositeStateObj : public StateObject<CompositeState> {
     std::list<PartHold> holds;  // one of an object that is given twice, which Create refuses
   };
   explicit CompositeStateObj(Parts given)
-      : StateObject([&] { return CompositeState::Create(given.parts); }),
+      : TransferObject([&] { return CompositeState::Create(given.parts); }),
         holds_(std::move(given.holds)) {}
 
   std::list<PartHold> holds_;
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  tf::reflection::ObjectDef<CompositeStateObj>()
-      .def(tf::reflection::init<OptionMap>())
+  tf::reflection::ObjectDef<CompositeStateObj> object;
+  DefineTransfer(object);
+  object.def(tf::reflection::init<OptionMap>())
       .def("replay_start", &CompositeStateObj::ReplayStart)
       .def("save_snapshot", &CompositeStateObj::SaveSnapshot)
       .def("load_snapshot", &CompositeStateObj::LoadSnapshot);

@@ -5,7 +5,6 @@
 #include <tvm/ffi/reflection/registry.h>
 
 #include <algorithm>
-#include <list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -63,10 +62,10 @@ class OptionalView {
   const bool is_there_;
 };
 
-class KVCacheObj : public StateObject<AttentionKVCache> {
+class KVCacheObj : public TransferObject<AttentionKVCache> {
  public:
   explicit KVCacheObj(const OptionMap& fields)
-      : StateObject([&] { return AttentionKVCache::Create(ReadCacheOptions(fields)); }) {}
+      : TransferObject([&] { return AttentionKVCache::Create(ReadCacheOptions(fields)); }) {}
 
   std::shared_ptr<AttentionKVCache> attention() const override { return state_; }
 
@@ -199,69 +198,6 @@ class KVCacheObj : public StateObject<AttentionKVCache> {
     return NewTensor(latch_.Run([&] { return state_->GetQueryPositions(); }));
   }
 
-  // ---- Transfer.
-  void ConnectChannel(const LocalChannelObj* channel, int64_t peer) {
-    KVTransfer* const receiver = latch_.Run([&] { return state_->transfer(); });
-    places_.emplace_back(channel->channel(), peer, receiver);
-  }
-  void DisconnectChannel(const LocalChannelObj* channel, int64_t peer) {
-    latch_.Run([&]() -> Status {
-      const auto place = std::ranges::find_if(
-          places_, [&](const ChannelPlace& p) { return p.Is(channel->channel(), peer); });
-      if (place == places_.end()) {
-        return Status(StatusCode::kNotFound, "disconnect_channel: this cache is not peer " +
-                                                 std::to_string(peer) + " of the channel");
-      }
-      places_.erase(place);
-      return Status();
-    });
-  }
-  void SendThrough(const LocalChannelObj* channel) {
-    latch_.Run([&] { return state_->transfer()->SetLayerSink(channel->channel()); });
-  }
-  void SendNowhere() {
-    latch_.Run([&] { return state_->transfer()->SetLayerSink(nullptr); });
-  }
-  OptionMap DisaggPrepareRecv(int64_t seq_id, int64_t count) {
-    return ReceiveMapFields(Control(
-        "DisaggPrepareRecv", [&] { return state_->transfer()->DisaggPrepareRecv(seq_id, count); }));
-  }
-  void DisaggCommitRecv(int64_t epoch, int64_t n) {
-    Control("DisaggCommitRecv",
-            [&] { return state_->transfer()->DisaggCommitRecv(static_cast<uint64_t>(epoch), n); });
-  }
-  void DisaggCancelRecv(int64_t epoch) {
-    Control("DisaggCancelRecv",
-            [&] { return state_->transfer()->DisaggCancelRecv(static_cast<uint64_t>(epoch)); });
-  }
-  OptionMap ReceiveProgress(int64_t epoch) {
-    return ReceiveProgressFields(latch_.Run(
-        [&] { return state_->transfer()->GetReceiveProgress(static_cast<uint64_t>(epoch)); }));
-  }
-  void WaitReceived(int64_t epoch, int64_t n, int64_t timeout_ns) {
-    const auto clock = MachineTime();
-    const int64_t until = clock->SteadyNs() + timeout_ns;
-    latch_.Run([&] {
-      return state_->transfer()->WaitReceived(static_cast<uint64_t>(epoch), n, *clock, until);
-    });
-  }
-  void DisaggMarkSend(int64_t seq_id, int64_t begin, const tf::Array<OptionMap>& maps, int64_t peer,
-                      int64_t rank) {
-    std::vector<ReceiveMap> read;
-    for (const OptionMap& map : maps) read.push_back(ReadReceiveMap(map));
-    latch_.Run([&] { return state_->transfer()->DisaggMarkSend(seq_id, begin, read, peer, rank); });
-  }
-  void DisaggUnmarkSend(int64_t seq_id) {
-    latch_.Run([&] { return state_->transfer()->DisaggUnmarkSend(seq_id); });
-  }
-  void DisaggFlushSend(int64_t seq_id) {
-    latch_.Run([&] { return state_->transfer()->DisaggFlushSend(seq_id); });
-  }
-  OptionMap SendProgress(int64_t seq_id) {
-    return SendProgressFields(
-        latch_.Run([&] { return state_->transfer()->GetSendProgress(seq_id); }));
-  }
-
   void DebugGetKV(int64_t seq_id, int64_t start, int64_t end, tf::TensorView k, tf::TensorView v) {
     const TensorView k_view = ViewOf(k);
     const TensorView v_view = ViewOf(v);
@@ -293,14 +229,12 @@ class KVCacheObj : public StateObject<AttentionKVCache> {
   }
 
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.KVCache", KVCacheObj, KVStateObj);
-
- private:
-  std::list<ChannelPlace> places_;  // given back before the cache goes
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  tf::reflection::ObjectDef<KVCacheObj>()
-      .def(tf::reflection::init<OptionMap>())
+  tf::reflection::ObjectDef<KVCacheObj> object;
+  DefineTransfer(object);
+  object.def(tf::reflection::init<OptionMap>())
       .def("enable_sliding_window_for_seq", &KVCacheObj::EnableSlidingWindowForSeq)
       .def("disable_sliding_window_for_seq", &KVCacheObj::DisableSlidingWindowForSeq)
       .def("held_tokens", &KVCacheObj::HeldTokens)
@@ -324,19 +258,6 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("merge_attn_output_inplace", &KVCacheObj::MergeAttnOutputInplace)
       .def("attention_with_shared_kv", &KVCacheObj::AttentionWithSharedKV)
       .def("get_query_positions", &KVCacheObj::GetQueryPositions)
-      .def("connect_channel", &KVCacheObj::ConnectChannel)
-      .def("disconnect_channel", &KVCacheObj::DisconnectChannel)
-      .def("send_through", &KVCacheObj::SendThrough)
-      .def("send_nowhere", &KVCacheObj::SendNowhere)
-      .def("disagg_prepare_recv", &KVCacheObj::DisaggPrepareRecv)
-      .def("disagg_commit_recv", &KVCacheObj::DisaggCommitRecv)
-      .def("disagg_cancel_recv", &KVCacheObj::DisaggCancelRecv)
-      .def("receive_progress", &KVCacheObj::ReceiveProgress)
-      .def("wait_received", &KVCacheObj::WaitReceived)
-      .def("disagg_mark_send", &KVCacheObj::DisaggMarkSend)
-      .def("disagg_unmark_send", &KVCacheObj::DisaggUnmarkSend)
-      .def("disagg_flush_send", &KVCacheObj::DisaggFlushSend)
-      .def("send_progress", &KVCacheObj::SendProgress)
       .def("debug_get_kv", &KVCacheObj::DebugGetKV)
       .def("debug_set_kv", &KVCacheObj::DebugSetKV)
       .def("debug_get_kv_mla", &KVCacheObj::DebugGetKVMLA)

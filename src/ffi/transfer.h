@@ -2,12 +2,18 @@
 #ifndef QUIRE_FFI_TRANSFER_H_
 #define QUIRE_FFI_TRANSFER_H_
 
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/object.h>
+#include <tvm/ffi/reflection/registry.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <list>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "ffi/kv_state.h"
 #include "ffi/options.h"
 #include "quire/transfer.h"
 
@@ -47,6 +53,102 @@ class LocalChannelObj : public tvm::ffi::Object {
  private:
   std::shared_ptr<LocalChannel> channel_;
 };
+
+// A state that takes part in transfers; "transfer()" of `State` has the calls.
+template <typename State>
+class TransferObject : public StateObject<State> {
+ public:
+  void ConnectChannel(const LocalChannelObj* channel, int64_t peer) {
+    KVTransfer* const receiver = this->latch_.Run([&] { return this->state_->transfer(); });
+    places_.emplace_back(channel->channel(), peer, receiver);
+  }
+  void DisconnectChannel(const LocalChannelObj* channel, int64_t peer) {
+    this->latch_.Run([&]() -> Status {
+      const auto place = std::ranges::find_if(
+          places_, [&](const ChannelPlace& p) { return p.Is(channel->channel(), peer); });
+      if (place == places_.end()) {
+        return Status(StatusCode::kNotFound, "disconnect_channel: this state is not peer " +
+                                                 std::to_string(peer) + " of the channel");
+      }
+      places_.erase(place);
+      return Status();
+    });
+  }
+  void SendThrough(const LocalChannelObj* channel) {
+    this->latch_.Run([&] { return this->state_->transfer()->SetLayerSink(channel->channel()); });
+  }
+  void SendNowhere() {
+    this->latch_.Run([&] { return this->state_->transfer()->SetLayerSink(nullptr); });
+  }
+  OptionMap DisaggPrepareRecv(int64_t seq_id, int64_t count) {
+    return ReceiveMapFields(this->Control("DisaggPrepareRecv", [&] {
+      return this->state_->transfer()->DisaggPrepareRecv(seq_id, count);
+    }));
+  }
+  void DisaggCommitRecv(int64_t epoch, int64_t n) {
+    this->Control("DisaggCommitRecv", [&] {
+      return this->state_->transfer()->DisaggCommitRecv(static_cast<uint64_t>(epoch), n);
+    });
+  }
+  void DisaggCancelRecv(int64_t epoch) {
+    this->Control("DisaggCancelRecv", [&] {
+      return this->state_->transfer()->DisaggCancelRecv(static_cast<uint64_t>(epoch));
+    });
+  }
+  OptionMap ReceiveProgress(int64_t epoch) {
+    return ReceiveProgressFields(this->latch_.Run([&] {
+      return this->state_->transfer()->GetReceiveProgress(static_cast<uint64_t>(epoch));
+    }));
+  }
+  void WaitReceived(int64_t epoch, int64_t n, int64_t timeout_ns) {
+    const auto clock = MachineTime();
+    const int64_t until = clock->SteadyNs() + timeout_ns;
+    this->latch_.Run([&] {
+      return this->state_->transfer()->WaitReceived(static_cast<uint64_t>(epoch), n, *clock, until);
+    });
+  }
+  void DisaggMarkSend(int64_t seq_id, int64_t begin, const tvm::ffi::Array<OptionMap>& maps,
+                      int64_t peer, int64_t rank) {
+    std::vector<ReceiveMap> read;
+    for (const OptionMap& map : maps) read.push_back(ReadReceiveMap(map));
+    this->latch_.Run(
+        [&] { return this->state_->transfer()->DisaggMarkSend(seq_id, begin, read, peer, rank); });
+  }
+  void DisaggUnmarkSend(int64_t seq_id) {
+    this->latch_.Run([&] { return this->state_->transfer()->DisaggUnmarkSend(seq_id); });
+  }
+  void DisaggFlushSend(int64_t seq_id) {
+    this->latch_.Run([&] { return this->state_->transfer()->DisaggFlushSend(seq_id); });
+  }
+  OptionMap SendProgress(int64_t seq_id) {
+    return SendProgressFields(
+        this->latch_.Run([&] { return this->state_->transfer()->GetSendProgress(seq_id); }));
+  }
+
+ protected:
+  using StateObject<State>::StateObject;
+
+ private:
+  std::list<ChannelPlace> places_;  // given back before the state goes
+};
+
+// The methods of a TransferObject in Python.
+template <typename Object>
+void DefineTransfer(tvm::ffi::reflection::ObjectDef<Object>& object) {
+  object.def("connect_channel", &Object::ConnectChannel)
+      .def("disconnect_channel", &Object::DisconnectChannel)
+      .def("send_through", &Object::SendThrough)
+      .def("send_nowhere", &Object::SendNowhere)
+      .def("disagg_prepare_recv", &Object::DisaggPrepareRecv)
+      .def("disagg_commit_recv", &Object::DisaggCommitRecv)
+      .def("disagg_cancel_recv", &Object::DisaggCancelRecv)
+      .def("receive_progress", &Object::ReceiveProgress)
+      .def("wait_received", &Object::WaitReceived)
+      .def("disagg_mark_send", &Object::DisaggMarkSend)
+      .def("disagg_unmark_send", &Object::DisaggUnmarkSend)
+      .def("disagg_flush_send", &Object::DisaggFlushSend)
+      .def("send_progress", &Object::SendProgress);
+}
 
 }  // namespace quire::ffi
 

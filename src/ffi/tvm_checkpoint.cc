@@ -50,7 +50,7 @@ const AttentionLayerSpec* FindLayer(const AttentionKVCacheOptions& options, bool
 
 // What fixes the meaning of stored keys and values; capacities are left out. Numbers of heads and
 // dims are those of the cache's creation, as in TVM.
-json GeometryOf(const AttentionKVCacheOptions& options) {
+json GeometryOf(const AttentionKVCacheOptions& options, int64_t first_layer) {
   const AttentionLayerSpec& first = options.layers.front();
   const AttentionLayerSpec* const plain = FindLayer(options, false);
   const AttentionLayerSpec* const latent = FindLayer(options, true);
@@ -59,8 +59,8 @@ json GeometryOf(const AttentionKVCacheOptions& options) {
     kinds.push_back(layer.latent ? "mla" : layer.window > 0 ? "mha_sliding" : "mha");
   return {{"page_size", options.page_size},
           {"num_layers", options.layers.size()},
-          {"layer_begin", 0},
-          {"layer_end", options.layers.size()},
+          {"layer_begin", first_layer},
+          {"layer_end", first_layer + std::ssize(options.layers)},
           {"num_qo_heads", first.num_qo_heads},
           {"num_kv_heads", plain != nullptr ? plain->num_kv_heads : 1},
           {"qk_head_dim", first.qk_head_dim},
@@ -138,7 +138,7 @@ TensorView Tokens(const AttentionLayerSpec& layer, std::vector<std::byte>& bytes
 // ---------------------------------------------------------------------- what fits what
 
 std::string TvmKVCacheObj::Geometry() const {
-  json all = GeometryOf(config_.cache);
+  json all = GeometryOf(config_.cache, config_.first_layer);
   all.update(ExtendedGeometryOf(config_.cache));
   return all.dump();
 }
@@ -185,7 +185,7 @@ tf::String TvmKVCacheObj::GetCheckpointMetadata(int64_t seq_id) {
   RefuseImporting("attention_kv_cache_get_checkpoint_metadata", seq_id);
   const int64_t length = GetSequenceLength(seq_id);
   const int64_t page_size = config_.cache.page_size;
-  json metadata = GeometryOf(config_.cache);
+  json metadata = GeometryOf(config_.cache, config_.first_layer);
   metadata.update(ExtendedGeometryOf(config_.cache));
   metadata.update(
       {{"format_version", kFormatVersion},
@@ -216,8 +216,8 @@ tf::String TvmKVCacheObj::GetCheckpointMetadata(int64_t seq_id) {
     const auto group = static_cast<int64_t>(g);
     const std::vector<int64_t> shape = GroupShape(group, length);
     groups.push_back({{"group_index", g},
-                      {"layer_begin", g},
-                      {"layer_end", g + 1},
+                      {"layer_begin", config_.first_layer + group},
+                      {"layer_end", config_.first_layer + group + 1},
                       {"num_logical_pages", shape[1]},
                       {"dtype", DTypeName(layer(group).dtype)},
                       {"shape", shape},
@@ -281,7 +281,7 @@ TvmKVCacheObj::Import TvmKVCacheObj::ReadMetadata(const std::string& text) const
   const int64_t version = ValueOrThrow(metadata.GetInt("format_version"));
   if (version != kFormatVersion)
     ThrowIncompatible("format_version is " + std::to_string(version) + "; known is 1");
-  CheckSame(GeometryOf(config_.cache), metadata, true);
+  CheckSame(GeometryOf(config_.cache, config_.first_layer), metadata, true);
   CheckSame(ExtendedGeometryOf(config_.cache), metadata, type == kCacheType);
   Import import;
   import.length = ValueOrThrow(metadata.GetInt("seq_length", 0, INT32_MAX));

@@ -3,11 +3,14 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -118,21 +121,66 @@ CacheShape ReadCacheShape(const TvmArguments& arguments) {
   return {entries[0], entries[1], entries[2], entries[3], entries[4] == 1, layer_window};
 }
 
-int64_t ReadLayerCount(const TvmArguments& arguments) {
-  const auto partition = arguments.Get<tf::Shape>(kPartition, "layer partition");
-  if (partition.size() != 2 || partition[0] != 0 || partition[1] < 1) {
-    arguments.Throw(kPartition,
-                    "(layer partition) must be [0, layers]: the cache is of one pipeline stage");
+// What TVM's function answers on a Disco worker's thread; on any other one it throws.
+std::optional<int64_t> AskDisco(const char* name) {
+  const auto function = tf::Function::GetGlobal(name);
+  if (!function) return std::nullopt;
+  try {
+    return (*function)().cast<int64_t>();
+  } catch (const tf::Error&) {
+    return std::nullopt;
   }
-  return partition[1];
 }
 
-tf::Shape ReadKinds(const TvmArguments& arguments) {
-  const int64_t count = ReadLayerCount(arguments);
+// Of `stages` pipeline stages the one whose cache is made: what quire.tvm.install() was told, else,
+// as in TVM, that of the Disco worker on this thread.
+int64_t ReadStage(const TvmArguments& arguments, const TvmOptions& options, int64_t stages) {
+  const std::string has =
+      "(layer partition) has " + std::to_string(stages) + " pipeline stages, and ";
+  if (options.pipeline_stage) {
+    if (*options.pipeline_stage < stages) return *options.pipeline_stage;
+    arguments.Throw(kPartition, has + "quire.tvm.install() was told that this is stage " +
+                                    std::to_string(*options.pipeline_stage) +
+                                    "; stages count from 0");
+  }
+  if (stages == 1) return 0;
+  const auto rank = AskDisco("runtime.disco.worker_rank");
+  const auto workers = AskDisco("runtime.disco.world_size");
+  if (!rank || !workers) {
+    arguments.Throw(kPartition, has +
+                                    "this thread is no Disco worker's; give the stage to "
+                                    "quire.tvm.install(pipeline_stage=...)");
+  }
+  if (*workers % stages == 0) return *rank / (*workers / stages);
+  arguments.Throw(kPartition, has + "there are " + std::to_string(*workers) +
+                                  " Disco workers; each stage must have as many");
+}
+
+struct Stage {
+  int64_t first_layer, layer_count, total_layers;
+};
+
+Stage ReadPartition(const TvmArguments& arguments, const TvmOptions& options) {
+  const auto partition = arguments.Get<tf::Shape>(kPartition, "layer partition");
+  const bool increases = std::ranges::adjacent_find(partition, std::ranges::greater_equal()) ==
+                         std::ranges::end(partition);
+  if (partition.size() < 2 || partition[0] != 0 || !increases) {
+    arguments.Throw(kPartition,
+                    "(layer partition) must be [0, ..., layers], the first layer of each pipeline "
+                    "stage and the number of layers, increasing");
+  }
+  const auto stage = static_cast<size_t>(
+      ReadStage(arguments, options, static_cast<int64_t>(partition.size()) - 1));
+  return {partition[stage], partition[stage + 1] - partition[stage], partition.back()};
+}
+
+// Of all layers of the model.
+tf::Shape ReadKinds(const TvmArguments& arguments, const Stage& stage) {
   const auto kinds = arguments.Get<tf::Shape>(kKinds, "attention kinds");
-  if (static_cast<int64_t>(kinds.size()) != count) {
+  if (static_cast<int64_t>(kinds.size()) != stage.total_layers) {
     arguments.Throw(kKinds, "(attention kinds) has " + std::to_string(kinds.size()) +
-                                " entries; the cache has " + std::to_string(count) + " layers");
+                                " entries; the model has " + std::to_string(stage.total_layers) +
+                                " layers");
   }
   for (const int64_t kind : kinds) {
     if (kind == kMha || kind == kMla || kind == kMhaSliding) continue;
@@ -147,8 +195,9 @@ tf::Shape ReadKinds(const TvmArguments& arguments) {
 
 // As in TVM, one set of numbers is for all layers: MHA layers have values of qk_head_dim whatever
 // v_head_dim says, which is kv_lora_rank, and MLA layers one key head whatever num_kv_heads says.
-std::vector<AttentionLayerSpec> ReadLayers(const TvmArguments& arguments, const CacheShape& sizes) {
-  const tf::Shape kinds = ReadKinds(arguments);
+std::vector<AttentionLayerSpec> ReadLayers(const TvmArguments& arguments, const CacheShape& sizes,
+                                           const Stage& stage) {
+  const tf::Shape kinds = ReadKinds(arguments, stage);
   AttentionLayerSpec plain;
   plain.num_qo_heads = arguments.GetInt(kQoHeads, "num_qo_heads", 1);
   plain.num_kv_heads = arguments.GetInt(kKvHeads, "num_kv_heads", 1);
@@ -167,7 +216,8 @@ std::vector<AttentionLayerSpec> ReadLayers(const TvmArguments& arguments, const 
                                std::to_string(plain.qk_head_dim));
   }
   std::vector<AttentionLayerSpec> layers;
-  for (const int64_t kind : kinds) {
+  for (int64_t l = stage.first_layer; l < stage.first_layer + stage.layer_count; ++l) {
+    const int64_t kind = kinds[static_cast<size_t>(l)];
     layers.push_back(kind == kMla ? latent : plain);
     if (kind == kMhaSliding) layers.back().window = sizes.layer_window;
   }
@@ -219,7 +269,9 @@ tf::Any CreateTvmKVCache(const TvmOptions& options, const tf::AnyView* views, in
   const CacheShape sizes = ReadCacheShape(arguments);
   TvmKVCacheObj::Config config;
   AttentionKVCacheOptions& cache = config.cache;
-  cache.layers = ReadLayers(arguments, sizes);
+  const Stage stage = ReadPartition(arguments, options);
+  config.first_layer = stage.first_layer;
+  cache.layers = ReadLayers(arguments, sizes, stage);
   CheckKernels(arguments);
   if (arguments.Get<bool>(kTransfer, "enable transfer")) config.transfer = options.transfer;
   const AttentionLayerSpec* plain = nullptr;

@@ -145,6 +145,9 @@ class TvmInstallationObj : public tf::Object {
     reader.Read("tvm_window_span", &options.window_span);
     reader.Read("tvm_tree_commit", &options.tree_commit);
     reader.Read("tvm_rnn_history1", &options.rnn_history1);
+    options.pipeline_stage = reader.Get<int64_t>("pipeline_stage");
+    if (options.pipeline_stage.value_or(0) < 0)
+      ThrowBadArgument("quire.tvm.install: pipeline_stage is negative; stages count from 0");
     if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
     reader.Finish();
     options.transfer = std::make_shared<TvmTransferHub>();

@@ -243,28 +243,39 @@ tf::Tensor TvmKVCacheObj::GetQueryPositions() {
   return NewTensor(std::span<const int32_t>(kept));
 }
 
-void TvmKVCacheObj::AttentionWithFusedQKV(int64_t layer, double sm_scale, tf::TensorView qkv,
+int64_t TvmKVCacheObj::LocalLayer(const char* call, int64_t model_layer) const {
+  const int64_t end = config_.first_layer + std::ssize(config_.cache.layers);
+  if (model_layer >= config_.first_layer && model_layer < end)
+    return model_layer - config_.first_layer;
+  ThrowBadArgument(std::string(call) + ": the cache has no layer " + std::to_string(model_layer) +
+                   "; it has those from " + std::to_string(config_.first_layer) + " to " +
+                   std::to_string(end - 1));
+}
+
+void TvmKVCacheObj::AttentionWithFusedQKV(int64_t model_layer, double sm_scale, tf::TensorView qkv,
                                           tf::TensorView o) {
+  const int64_t layer = LocalLayer("attention_kv_cache_attention_with_fused_qkv", model_layer);
   const TensorView qkv_view = ViewOf(qkv);
   const TensorView o_view = ViewOf(o);
   latch_.Run([&] { return cache_->AttentionWithFusedQKV(layer, qkv_view, o_view, sm_scale); });
 }
 
-void TvmKVCacheObj::AppendMLAKV(int64_t layer, tf::TensorView kv) {
+void TvmKVCacheObj::AppendMLAKV(int64_t model_layer, tf::TensorView kv) {
+  const int64_t layer = LocalLayer("attention_kv_cache_append_mla_kv", model_layer);
   const TensorView kv_view = ViewOf(kv);
   latch_.Run([&] { return cache_->AppendMLAKV(layer, kv_view); });
 }
 
 TvmKVCacheObj::Counted* TvmKVCacheObj::CountedOf(int64_t layer) {
   const auto index = static_cast<size_t>(layer);
-  if (!one_token_each_ || index >= counted_.size() || !config_.cache.layers[index].latent)
-    return nullptr;
+  if (!one_token_each_ || !config_.cache.layers[index].latent) return nullptr;
   return &counted_[index];
 }
 
-void TvmKVCacheObj::SelfAttention(int64_t layer, double sm_scale, tf::TensorView q,
+void TvmKVCacheObj::SelfAttention(int64_t model_layer, double sm_scale, tf::TensorView q,
                                   tf::TensorView k, tf::TensorView v, tf::TensorView o,
                                   tf::TensorView lse) {
+  const int64_t layer = LocalLayer("attention_kv_cache_self_attention", model_layer);
   const TensorView q_view = ViewOf(q);
   const TensorView k_view = ViewOf(k);
   const TensorView v_view = ViewOf(v);
@@ -280,8 +291,9 @@ void TvmKVCacheObj::SelfAttention(int64_t layer, double sm_scale, tf::TensorView
   if (counted != nullptr && !empty) *counted = Counted::kBySelf;
 }
 
-void TvmKVCacheObj::CrossAttention(int64_t layer, double sm_scale, tf::TensorView q,
+void TvmKVCacheObj::CrossAttention(int64_t model_layer, double sm_scale, tf::TensorView q,
                                    tf::TensorView o, tf::TensorView lse) {
+  const int64_t layer = LocalLayer("attention_kv_cache_cross_attention", model_layer);
   const TensorView q_view = ViewOf(q);
   const TensorView o_view = ViewOf(o);
   const TensorView lse_view = ViewOf(lse);
@@ -296,6 +308,7 @@ void TvmKVCacheObj::CrossAttention(int64_t layer, double sm_scale, tf::TensorVie
 
 void TvmKVCacheObj::AttentionWithSharedKV(int64_t source_layer, double sm_scale, tf::TensorView q,
                                           tf::TensorView k, tf::TensorView v, tf::TensorView o) {
+  const int64_t layer = LocalLayer("attention_kv_cache_attention_with_shared_kv", source_layer);
   const TensorView q_view = ViewOf(q);
   const TensorView o_view = ViewOf(o);
   for (const tf::TensorView* given : {&k, &v}) {
@@ -306,9 +319,8 @@ void TvmKVCacheObj::AttentionWithSharedKV(int64_t source_layer, double sm_scale,
         "as many rows as q, " +
         q_view.ToString() + ", not " + view.ToString());
   }
-  latch_.Run([&] {
-    return cache_->AttentionWithSharedKV(source_layer, q_view, o_view, nullptr, sm_scale);
-  });
+  latch_.Run(
+      [&] { return cache_->AttentionWithSharedKV(layer, q_view, o_view, nullptr, sm_scale); });
 }
 
 void TvmKVCacheObj::MergeAttnOutputInplace(tf::TensorView o1, tf::TensorView lse1,

@@ -22,6 +22,7 @@ namespace quire::ffi {
 
 // Lengths, positions and ranges count the tokens that are kept, as in TVM: what has slid out of a
 // sequence's window is left out. AttentionKVCache counts absolute positions; this class translates.
+// Layers are numbered as in the model, of which a pipeline stage's cache has some.
 class TvmKVCacheObj : public TvmStateObj {
  public:
   struct Config {
@@ -31,6 +32,7 @@ class TvmKVCacheObj : public TvmStateObj {
     bool has_layer_windows = false;
     std::shared_ptr<TvmTransferHub> transfer = nullptr;  // null: created without
     bool tree_commit = true;                             // TvmOptions
+    int64_t first_layer = 0;  // of its pipeline stage: callers number all layers of the model
   };
   explicit TvmKVCacheObj(Config config);
 
@@ -54,16 +56,17 @@ class TvmKVCacheObj : public TvmStateObj {
   void CommitAcceptedTokenTreeNodes(const tvm::ffi::Shape& seq_ids, const tvm::ffi::Shape& leaves);
   void EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks);
 
-  void AttentionWithFusedQKV(int64_t layer, double sm_scale, tvm::ffi::TensorView qkv,
+  void AttentionWithFusedQKV(int64_t model_layer, double sm_scale, tvm::ffi::TensorView qkv,
                              tvm::ffi::TensorView o);
   // Of MLA layers. In a forward of one token per sequence TVM's CrossAttention counts the tokens
   // themselves, so that it alone is a decode step; and SelfAttention does, so that it alone is a
   // prefill of one token. Where both are called, the first one counts them and their merge is
   // right.
-  void AppendMLAKV(int64_t layer, tvm::ffi::TensorView kv);
-  void SelfAttention(int64_t layer, double sm_scale, tvm::ffi::TensorView q, tvm::ffi::TensorView k,
-                     tvm::ffi::TensorView v, tvm::ffi::TensorView o, tvm::ffi::TensorView lse);
-  void CrossAttention(int64_t layer, double sm_scale, tvm::ffi::TensorView q,
+  void AppendMLAKV(int64_t model_layer, tvm::ffi::TensorView kv);
+  void SelfAttention(int64_t model_layer, double sm_scale, tvm::ffi::TensorView q,
+                     tvm::ffi::TensorView k, tvm::ffi::TensorView v, tvm::ffi::TensorView o,
+                     tvm::ffi::TensorView lse);
+  void CrossAttention(int64_t model_layer, double sm_scale, tvm::ffi::TensorView q,
                       tvm::ffi::TensorView o, tvm::ffi::TensorView lse);
   // k and v are not needed: the cache has those of the source layer.
   void AttentionWithSharedKV(int64_t source_layer, double sm_scale, tvm::ffi::TensorView q,
@@ -129,6 +132,8 @@ class TvmKVCacheObj : public TvmStateObj {
   // The kept tokens [start, end).
   std::vector<KeptRun> KeptRuns(int64_t seq_id, int64_t start, int64_t end);
   void CheckKeptRange(const char* call, int64_t seq_id, int64_t start, int64_t end);
+  // The number of the model's layer in this cache.
+  int64_t LocalLayer(const char* call, int64_t model_layer) const;
   // Null for other layers, and in forwards of more than a token per sequence.
   Counted* CountedOf(int64_t layer);
   TvmTransferPeer& RequireTransfer(const char* call);

@@ -26,6 +26,8 @@ struct TvmOptions {
   // In place of what the rotation kernel shows, but for the mode: for rotations that a kernel of
   // TVM gets wrong (YaRN) or cannot have (LongRoPE). Of MLA layers, how the model rotates.
   std::optional<RopeOptions> rope;
+  // Whose caches this process makes; without it the Disco worker's, as in TVM.
+  std::optional<int64_t> pipeline_stage;
   std::shared_ptr<TvmTransferHub> transfer;  // of caches that are created with transfer
 };
 

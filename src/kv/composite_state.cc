@@ -8,6 +8,7 @@
 
 #include "base/checksum.h"
 #include "kv/control_call.h"
+#include "kv/joint_transfer.h"
 #include "quire/recurrent_cache.h"
 
 namespace quire {
@@ -48,9 +49,12 @@ Status Apply(const ControlCall& call, AttentionKVCache& cache) {
 class JointState final : public ControlledState<CompositeState> {
  public:
   JointState(Parts parts, std::vector<PlannedState*> planned)
-      : parts_(std::move(parts)), planned_(std::move(planned)) {}
+      : parts_(std::move(parts)),
+        planned_(std::move(planned)),
+        transfer_(parts_, planned_, gate_) {}
 
   const Parts& parts() const override { return parts_; }
+  KVTransfer* transfer() override { return &transfer_; }
   Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const override;
   Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
                      std::span<const std::vector<TensorView>> states) override;
@@ -78,44 +82,23 @@ class JointState final : public ControlledState<CompositeState> {
   const Parts parts_;
   const std::vector<PlannedState*> planned_;  // the recurrent parts
   CallGate gate_;
+  JointTransfer transfer_;
 };
 
 Status JointState::Run(const ControlCall& call) {
   return gate_.Enter(call.name(), [&] { return RunOnAll(call); });
 }
 
-// Gives up what is planned unless the call comes to an end.
-class PlannedParts {
- public:
-  explicit PlannedParts(std::span<PlannedState* const> parts) : parts_(parts) {}
-  ~PlannedParts() {
-    while (count_ > 0) parts_[--count_]->Drop();
-  }
-  // call_of(part): the call as it is for the part with that index.
-  template <typename F>
-  Status Plan(F&& call_of) {
-    for (size_t part = 0; part < parts_.size(); ++part) {
-      QUIRE_RETURN_IF_ERROR(parts_[part]->Plan(call_of(part)));
-      ++count_;
-    }
-    return Status();
-  }
-  void Commit() noexcept {
-    for (; count_ > 0; --count_) parts_[parts_.size() - count_]->Commit();
-  }
-
- private:
-  std::span<PlannedState* const> parts_;
-  size_t count_ = 0;
-};
-
 Status JointState::RunOnAll(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(transfer_.Check(call));
   PlannedParts planned(planned_);
   const Status status = planned.Plan([&](size_t) -> const ControlCall& { return call; });
   if (status.code() == StatusCode::kNeedsReplay) return ExplainReplay(call, status);
   QUIRE_RETURN_IF_ERROR(status);
-  if (parts_.attention != nullptr) QUIRE_RETURN_IF_ERROR(Apply(call, *parts_.attention));
+  if (parts_.attention != nullptr)
+    QUIRE_RETURN_IF_ERROR(Apply(transfer_.ForAttention(call), *parts_.attention));
   planned.Commit();
+  transfer_.Finish(call);
   return Status();
 }
 
@@ -161,6 +144,7 @@ Status JointState::ImportState(int64_t seq_id, int64_t position, const KVImport&
     QUIRE_RETURN_IF_ERROR(CheckImport(seq_id, position, kv, states));
     ControlCall call{
         .kind = ControlCall::Kind::kImport, .seq_id = seq_id, .count = position, .kv = &kv};
+    QUIRE_RETURN_IF_ERROR(transfer_.Check(call));
     PlannedParts planned(planned_);
     QUIRE_RETURN_IF_ERROR(planned.Plan([&](size_t part) {
       call.states = states[part];
@@ -210,6 +194,9 @@ uint64_t JointState::StateDigest() const {
   std::vector<uint64_t> digests;
   if (parts_.attention != nullptr) digests.push_back(parts_.attention->StateDigest());
   for (const auto& part : parts_.recurrent) digests.push_back(part->StateDigest());
+  std::vector<int64_t> facts;
+  transfer_.AppendFacts(&facts);
+  digests.insert(digests.end(), facts.begin(), facts.end());
   return Hash64(digests.data(), digests.size() * sizeof(digests[0]));
 }
 

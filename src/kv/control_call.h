@@ -60,6 +60,33 @@ class PlannedState {
   virtual void Drop() noexcept = 0;
 };
 
+// Gives up what is planned unless the call comes to an end.
+class PlannedParts {
+ public:
+  explicit PlannedParts(std::span<PlannedState* const> parts) : parts_(parts) {}
+  ~PlannedParts() {
+    while (count_ > 0) parts_[--count_]->Drop();
+  }
+  PlannedParts(const PlannedParts&) = delete;
+  PlannedParts& operator=(const PlannedParts&) = delete;
+  // call_of(part): the call as it is for the part with that index.
+  template <typename F>
+  Status Plan(F&& call_of) {
+    for (size_t part = 0; part < parts_.size(); ++part) {
+      QUIRE_RETURN_IF_ERROR(parts_[part]->Plan(call_of(part)));
+      ++count_;
+    }
+    return Status();
+  }
+  void Commit() noexcept {
+    for (; count_ > 0; --count_) parts_[parts_.size() - count_]->Commit();
+  }
+
+ private:
+  std::span<PlannedState* const> parts_;
+  size_t count_ = 0;
+};
+
 // Lets one call in at a time; std::bad_alloc becomes OutOfMemory.
 class CallGate {
  public:

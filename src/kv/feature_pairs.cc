@@ -47,6 +47,7 @@ constexpr std::array<FeatureText, kFeatureCount> kTexts = {{
     {"debug set", "DebugSetKV or DebugSetKVMLA wrote tokens"},
     {"committed", "nodes of a token tree were accepted"},
     {"received", "tokens of the sequence came from another cache, with other pages"},
+    {"sending", "the sequence is marked: its tokens go to another cache"},
     {"decode", "one new token"},
     {"chunk", "several new tokens"},
     {"loading", "the forward loads tokens of the sequence layer by layer"},

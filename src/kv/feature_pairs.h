@@ -51,6 +51,7 @@ enum class Feature : uint8_t {
   kDebugSet,
   kCommitted,
   kReceived,
+  kSending,
   // Of the forward.
   kDecode,
   kChunk,

@@ -788,6 +788,7 @@ FeatureSet Walker::FeaturesOfMember(int64_t id) const {
           (windows.window > 0 && windows.sinks > 0) || (windows.span > 0 && windows.span_sinks > 0),
           Feature::kSinks)
       .AddIf(windows.slid > 0, Feature::kSlid)
+      .AddIf(IsSending(id), Feature::kSending)
       .AddIf(!retained_.empty(), Feature::kRetainedBeside)
       .AddIf(!incoming_.empty(), Feature::kPendingBeside);
 }
@@ -1515,7 +1516,12 @@ std::string Walker::Loading(const WalkOp& op) {
 // A child, whose parent goes on and gives it what it has more.
 std::string Walker::LoadingBehindFork(const WalkOp& op) {
   RandomSequence random(op.a);
-  const int64_t parent = PickId(static_cast<uint32_t>(random.Bits()));
+  return LoadFromFork(PickId(static_cast<uint32_t>(random.Bits())), false, random, op);
+}
+
+// A fork: one of the two goes on and gives the other one what it has more.
+std::string Walker::LoadFromFork(int64_t parent, bool parent_loads, RandomSequence& random,
+                                 const WalkOp& op) {
   if (history_.count(parent) == 0 || retained_.count(parent) != 0) return "";
   int64_t child = 0;
   while (child < setting_.id_count && history_.count(child) != 0) ++child;
@@ -1529,18 +1535,19 @@ std::string Walker::LoadingBehindFork(const WalkOp& op) {
       return c.EnableSlidingWindowForSeq(child, windows.span, windows.span_sinks);
     });
   }
+  const int64_t from = parent_loads ? child : parent;
+  const int64_t to = parent_loads ? parent : child;
   error = BeginBatch(
-      {{parent}, {1 + random.Below(std::min<int64_t>(6, setting_.options.prefill_chunk_size))}},
-      op);
+      {{from}, {1 + random.Below(std::min<int64_t>(6, setting_.options.prefill_chunk_size))}}, op);
   if (error.empty() && open_) error = RunRest({op.kind, op.b, op.a, 8 * op.c});
-  if (!error.empty() || open_ || history_.count(child) == 0) return error;
-  Batch batch = {{child}, {1 + random.Below(3)}};
-  if (history_.count(parent) != 0 && random.Below(2) == 0) {
-    batch.ids.push_back(parent);
+  if (!error.empty() || open_ || history_.count(to) == 0) return error;
+  Batch batch = {{to}, {1 + random.Below(3)}};
+  if (history_.count(from) != 0 && random.Below(2) == 0) {
+    batch.ids.push_back(from);
     batch.lengths.push_back(1);
   }
   std::vector<WalkLoad> loads;
-  error = MakeLoad(parent, batch, 0, random, &loads);
+  error = MakeLoad(from, batch, 0, random, &loads);
   if (error.empty() && !loads.empty()) error = BeginBatch(batch, op, std::move(loads));
   if (error.empty() && open_) error = CompareCounters();
   if (error.empty() && open_) error = RunRest(op);
@@ -1592,6 +1599,10 @@ std::string Walker::Tree(const WalkOp& op) {
       batch.lengths.push_back(1 + random.Below(2));
     }
   }
+  return TreeOf(batch, random, op);
+}
+
+std::string Walker::TreeOf(const Batch& batch, RandomSequence& random, const WalkOp& op) {
   const std::vector<int64_t> parents = DrawParents(batch, random);
   int64_t needed = -1;
   std::string error = SameNeeds(

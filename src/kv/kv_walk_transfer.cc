@@ -453,16 +453,39 @@ std::string Walker::Settle(RandomSequence& random) {
   return call_failed_ ? Abort() : RunRest({Kind::kForward, draw(), draw(), draw()});
 }
 
+// A mark of it is not full.
+bool Walker::IsSending(int64_t id) const {
+  const Result<SendProgress> progress = model_.GetSendProgress(id);
+  return progress.ok() && progress->active;
+}
+
+// Tokens of one that is marked: mostly a plain forward, else nodes of a tree, or loaded ones, which
+// by themselves would seldom meet a mark.
+std::string Walker::SendingForward(int64_t id, RandomSequence& random) {
+  const auto draw = [&] { return static_cast<uint32_t>(random.Bits()); };
+  const WalkOp op = {Kind::kForward, draw(), draw(), draw()};
+  // Few at a time where there are windows, so that more of them slide before the map is full.
+  const int64_t most =
+      std::min<int64_t>(setting_.has_windows ? 4 : 12, setting_.options.prefill_chunk_size);
+  const Batch batch = {{id}, {1 + random.Below(most)}};
+  const int64_t kind = random.Below(8);
+  if (kind == 0) return LoadFromFork(id, true, random, op);
+  if (kind < 3 || trees_.count(id) != 0) {
+    std::string error = TreeOf(batch, random, op);
+    if (error.empty() && !open_ && trees_.count(id) != 0) error = TreeOf(batch, random, op);
+    if (!error.empty() || open_ || random.Below(4) == 0) return error;
+    return CommitTrees({Kind::kCommit, draw(), draw(), draw()});
+  }
+  std::string error = BeginBatch(batch, op);
+  return error.empty() && open_ ? RunRest(op) : error;
+}
+
 // The sequences' next tokens, computed or only flushed.
 std::string Walker::SendSome(const std::vector<int64_t>& ids, RandomSequence& random) {
-  const int64_t forwards = ids.size() == 1 ? random.Below(4) : 0;
-  const auto draw = [&] { return static_cast<uint32_t>(random.Bits()); };
+  const int64_t forwards = ids.size() == 1 ? random.Below(setting_.has_windows ? 8 : 4) : 0;
   std::string error;
   for (int64_t i = 0; i < forwards && error.empty() && history_.count(ids[0]) != 0; ++i) {
-    const int64_t most = std::min<int64_t>(12, setting_.options.prefill_chunk_size);
-    const WalkOp op = {Kind::kForward, draw(), draw(), draw()};
-    error = BeginBatch({{ids[0]}, {1 + random.Below(most)}}, op);
-    if (error.empty() && open_) error = RunRest(op);
+    error = SendingForward(ids[0], random);
     if (error.empty() && open_) error = Settle(random);
   }
   for (const int64_t id : ids) {

@@ -214,11 +214,14 @@ class Walker {
   std::string Import(const WalkOp& op);
   std::string Loading(const WalkOp& op);
   std::string LoadingBehindFork(const WalkOp& op);
+  std::string LoadFromFork(int64_t parent, bool parent_loads, RandomSequence& random,
+                           const WalkOp& op);
   std::string DrawLoad(const Batch& batch, size_t member, const WalkOp& op,
                        std::vector<WalkLoad>* loads);
   std::string MakeLoad(int64_t from, const Batch& batch, size_t member, RandomSequence& random,
                        std::vector<WalkLoad>* loads);
   std::string Tree(const WalkOp& op);
+  std::string TreeOf(const Batch& batch, RandomSequence& random, const WalkOp& op);
   std::vector<int64_t> DrawParents(const Batch& batch, RandomSequence& random) const;
   std::string CommitTrees(const WalkOp& op);
   History PathTo(int64_t id, int64_t node) const;
@@ -256,6 +259,8 @@ class Walker {
                             std::vector<int64_t>* ids);
   std::string AddReceiver(bool long_factors, RandomSequence& random, std::vector<int64_t>* ids);
   std::vector<int64_t> SendersLike(int64_t from, size_t count) const;
+  bool IsSending(int64_t id) const;
+  std::string SendingForward(int64_t id, RandomSequence& random);
   std::string SendSome(const std::vector<int64_t>& ids, RandomSequence& random);
   bool rotates_keys() const;
 

@@ -383,3 +383,50 @@ def test_states_of_all_parts_go_on_from_a_file(tmp_path: Path) -> None:
     snapshot.save_sequence(source.whole, 0, list(range(9)), path, identity=IDENTITY)
     snapshot.restore_sequence(target.whole, 4, path, identity=IDENTITY)
     assert same(target.forward([4], [5], rows[9:]), source.forward([0], [5], rows[9:]))
+
+
+def test_a_prefill_of_all_parts_goes_on_in_another_state() -> None:
+    sender, receiver = Hybrid(attention(page_size=4)), Hybrid(attention(page_size=16))
+    channel = quire.LocalChannel()
+    receiver.whole.connect_channel(channel, peer=1)
+    sender.whole.send_through(channel)
+    alone = Hybrid()
+    for hybrid in (sender, receiver, alone):
+        hybrid.call("add_sequence", 0)
+    rows = draw(14)
+    receive = receiver.whole.disagg_prepare_recv(0, 10)
+    sender.whole.disagg_mark_send(0, 0, receive, peer=1)
+    before = receiver.digests()
+    with pytest.raises(quire.BadStateError, match="waits for tokens"):
+        receiver.whole.begin_forward([0], [1])
+    for begin, end in ((0, 4), (4, 10)):
+        for hybrid in (sender, alone):  # whose own sums depend on the cut
+            hybrid.forward([0], [end - begin], rows[begin:end])
+        with pytest.raises(quire.BadStateError, match=r"the state behind token 3"):
+            receiver.whole.disagg_commit_recv(receive.epoch, 3)
+    assert receiver.digests() == before
+    receiver.whole.wait_received(receive.epoch, 10, timeout=5)
+    assert receiver.whole.receive_progress(receive.epoch).layer_rows == (10, 10, 10)
+    assert not sender.whole.send_progress(0).active
+    receiver.whole.disagg_commit_recv(receive.epoch, 10)
+    for hybrid in (receiver, alone):
+        assert hybrid.lengths(0) == {10}
+    assert same(*(hybrid.forward([0], [4], rows[10:]) for hybrid in (receiver, alone)))
+
+
+def test_a_transfer_that_went_past_the_end_says_so() -> None:
+    sender, receiver = Hybrid(), Hybrid()
+    channel = quire.LocalChannel()
+    receiver.whole.connect_channel(channel, peer=0)
+    sender.whole.send_through(channel)
+    for hybrid in (sender, receiver):
+        hybrid.call("add_sequence", 0)
+    receive = receiver.whole.disagg_prepare_recv(0, 3)
+    sender.whole.disagg_mark_send(0, 0, receive, peer=0)
+    sender.forward([0], [5], draw(5))
+    assert "went past position 3" in sender.whole.send_progress(0).failure
+    with pytest.raises(quire.NeedsReplayError, match="went past position 3"):
+        receiver.whole.wait_received(receive.epoch, 3, timeout=5)
+    receiver.whole.disagg_cancel_recv(receive.epoch)
+    receiver.forward([0], [5], draw(5))
+    receiver.whole.disconnect_channel(channel, peer=0)

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import tvm_ffi
 import tvm_llama
-from tvm_calls import Calls, OneCache, function, path_to, plain_attention
+from tvm_calls import (
+    Calls,
+    OneCache,
+    create_arguments,
+    function,
+    path_to,
+    plain_attention,
+    unused_kernel,
+)
 
 import quire
 import quire.tvm
@@ -22,8 +30,8 @@ class Trees(OneCache):
     """A cache whose every forward is compared with plain attention, and every commit with the
     tokens that it must leave."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, arguments: list[Any] | None = None, **options: Any) -> None:
+        super().__init__(arguments, **options)
         shape = (self.layers, 0, self.qo_heads + 2 * self.kv_heads, self.dim)
         self._none = np.zeros(shape, "float32")
         self.tokens: dict[int, np.ndarray] = {}
@@ -174,6 +182,57 @@ def test_b13_b14_later_forwards_of_chains_and_of_mixed_depths(as_tvm: bool) -> N
     trees.grow({2: [0, 0, 0], 1: [1, 2, 3], 0: [2, 3, 3]})
     trees.grow({0: [5, 5], 2: [3]})
     trees.accept([2, 0, 1], [4, 7, 4])
+
+
+@pytest.mark.parametrize("given", ["swapped", "in order", "one", "none"])
+def test_b24_kernels_of_trees_may_stand_in_either_place(as_tvm: bool, given: str) -> None:
+    """TVM's builder for the CPU gives the paged kernel as argument 21 and the ragged one as 20."""
+    paged, ragged, none = ["tirx", unused_kernel], ["tirx", lambda *_: unused_kernel()], []
+    orders = {
+        "swapped": (ragged, paged),
+        "in order": (paged, ragged),
+        "one": (none, paged),
+        "none": (none, none),
+    }
+    arguments = create_arguments()
+    arguments[20:22] = orders[given]
+    trees = Trees(arguments)
+    trees.add(0, 5)
+    trees.add(1, 3)
+    trees.grow({0: [-1, 0, 0, 2], 1: [-1, -1, 1]})  # TVM: ragged
+    trees.grow({0: [1, 3], 1: [2, 2, 0]})  # TVM: paged
+    trees.accept([1, 0], [4, 5])
+
+
+def test_b25_windows_of_layers_stored_tokens_that_go_away_and_a_tree_at_once(as_tvm: bool) -> None:
+    """One array each: of the layer's window, of the tokens to send, of the tree's ancestry."""
+    shape = {"kinds": (0, 3), "layer_window": 4, "tokens": 128}
+    sender, receiver = (Trees(transfer=True, page_size=size, **shape) for size in (4, 16))
+    alone = OneCache(**shape)
+    for seq, length in ((0, 4), (1, 7)):
+        sender.add(seq, length)
+    receiver.add(0, 0)
+    alone.add_sequence(0)
+    sender.kv_cache_disagg_mark_send(0, 0, receiver.kv_cache_disagg_prepare_recv(0, 8), 1)
+    first, nodes, last = sender.tokens[0], sender.qkv(6), sender.qkv(3)
+    parents = [-1, 0, 0]
+    outputs = sender.forward([1, 0], [3, 3], nodes, [-1, -1, 1, *parents])
+    rows = np.concatenate([first, nodes[:, 3:]], axis=1)
+    for layer, window in ((0, 100), (1, 4)):
+        visible = [[row] for row in range(4)]
+        for node in range(3):
+            visible.append([*range(4), *(4 + n for n in path_to(parents, node))][-window:])
+        expected = plain_attention(rows[layer], visible, sender.kv_heads)
+        np.testing.assert_allclose(outputs[layer, 3:], expected[4:], **TOLERANCE)
+    sender.commit([0], [2])
+    sender.forward([0], [2], last[:, :2])
+    tokens = np.concatenate([first, nodes[:, [3, 5]], last[:, :2]], axis=1)
+    alone.forward([0], [8], tokens)
+    np.testing.assert_array_equal(
+        receiver.forward([0], [1], last[:, 2:]), alone.forward([0], [1], last[:, 2:])
+    )
+    for cache in (sender, receiver):
+        cache.digest()
 
 
 def test_what_is_refused_changes_nothing(as_tvm: bool) -> None:

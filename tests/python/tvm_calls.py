@@ -99,6 +99,7 @@ def create_arguments(
     windows: bool = False,
     layer_window: int | None = None,
     kinds: Sequence[int] = (0, 0),
+    partition: Sequence[int] | None = None,
     heads: tuple[int, int] = (2, 1),
     dim: int = 8,
     value_dim: int | None = None,
@@ -115,7 +116,7 @@ def create_arguments(
     kernels: list[Any] = [["tirx", unused_kernel] for _ in range(7)]
     return [
         Shape(sizes),
-        Shape([0, len(kinds)]),
+        Shape([0, len(kinds)] if partition is None else partition),
         heads[0],
         heads[1],
         dim,
