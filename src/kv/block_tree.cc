@@ -174,8 +174,8 @@ void BlockTree::EnsureFreeArrays(size_t count) {
   for (size_t i = size; i-- > old_size;) free_arrays_.push_back(static_cast<int32_t>(i));
 }
 
-BlockTree::NewPiece BlockTree::FirstNewPiece(int group, const AbsentRange& absent, int64_t from,
-                                             int64_t end) const {
+inline BlockTree::NewPiece BlockTree::FirstNewPiece(int group, const AbsentRange& absent,
+                                                    int64_t from, int64_t end) const {
   const bool is_absent = absent.begin <= from && from < absent.end;
   int64_t to = std::min(end, pool(group).RangeEnd(from));
   if (is_absent) to = std::min(to, absent.end);
@@ -194,8 +194,8 @@ void BlockTree::ForEachNewPiece(int group, const AbsentRange& absent, int64_t fr
   }
 }
 
-BlockTree::NewPieces BlockTree::CountNewPieces(int group, const AbsentRange& absent, int64_t from,
-                                               int64_t end) const {
+inline BlockTree::NewPieces BlockTree::CountNewPieces(int group, const AbsentRange& absent,
+                                                      int64_t from, int64_t end) const {
   if (absent.begin >= absent.end) return {.held = pool(group).RangeCount(from, end)};
   NewPieces pieces;
   ForEachNewPiece(group, absent, from, end, [&](int64_t, int64_t, bool is_absent) {
@@ -219,13 +219,12 @@ void BlockTree::Reserve(const AppendPlans& plans, std::span<const GroupAppend> g
   EnsureFreeBlocks(block_count);
   EnsureFreeArrays(array_count);
   for (size_t i = 0; i < block_count; ++i) PrefetchEnd(free_blocks_[free_blocks_.size() - 1 - i]);
-  for (const PagePool& pages : pools_) {
-    for (size_t i = 0; i < block_count; ++i) pages.PrefetchFree(static_cast<int64_t>(i));
-  }
   size_t next_array = free_arrays_.size();
   const GroupAppend* next_group = groups.data();
+  int64_t taking_plans = 0;
   for (size_t i = 0; i < plans.size(); ++i) {
     const AppendPlan& plan = plans[i];
+    bool takes = false;
     for (int g = 0; g < group_count_; ++g) {
       const GroupAppend& group = *next_group++;
       if (!plan.extends) {
@@ -237,17 +236,21 @@ void BlockTree::Reserve(const AppendPlans& plans, std::span<const GroupAppend> g
         __builtin_prefetch(table.data(), 1);
       } else if (group.page_count + group.absent_entries > 0) {
         const PageSlice& s = slice(plan.last, g);
-        ReserveGrowing(
-            array_at(s.array).entries,
-            static_cast<size_t>(s.first + s.count + group.page_count + group.absent_entries));
+        std::vector<PageEntry>& table = array_at(s.array).entries;
+        const size_t end = static_cast<size_t>(s.first + s.count);
+        ReserveGrowing(table, end + static_cast<size_t>(group.page_count + group.absent_entries));
+        __builtin_prefetch(table.data() + end, 1);
       }
+      if (group.page_count > 0) pool(g).PrefetchFree(taking_plans);
+      takes |= group.page_count > 0;
     }
+    taking_plans += takes;
   }
 }
 
 // ---------------------------------------------------------------------- commits
 
-BlockIndex BlockTree::TakeBlock() noexcept {
+inline BlockIndex BlockTree::TakeBlock() noexcept {
   QUIRE_CHECK(!free_blocks_.empty()) << "a block is taken that was not reserved";
   const BlockIndex index = free_blocks_.back();
   free_blocks_.pop_back();
@@ -258,7 +261,7 @@ BlockIndex BlockTree::TakeBlock() noexcept {
   return index;
 }
 
-int32_t BlockTree::TakeArray() noexcept {
+inline int32_t BlockTree::TakeArray() noexcept {
   QUIRE_CHECK(!free_arrays_.empty()) << "a page array is taken that was not reserved";
   const int32_t array = free_arrays_.back();
   free_arrays_.pop_back();
@@ -274,7 +277,7 @@ void BlockTree::DropArray(int32_t array) noexcept {
 
 // A new block with one reference, for a sequence. Its parent's count is that of one child more and
 // is not raised: the reference comes from the caller.
-BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept {
+inline BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept {
   const BlockIndex index = TakeBlock();
   at(index).parent = parent;
   at(index).refs = 1;
@@ -289,8 +292,8 @@ BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) no
 
 // Entries of the leaf `index` for [from, its end). `page`: the first of these positions lie in this
 // page, of which the block has an entry already; kNoPage: they open a new one.
-void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
-                           const AbsentRange& absent) noexcept {
+inline void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
+                                  const AbsentRange& absent) noexcept {
   PagePool& pages = pool(group);
   const int64_t end = at(index).end;
   if (page != kNoPage && from < end) {

@@ -89,7 +89,7 @@ int32_t ForwardPlan::OldLevels(const ForwardMember& member, int64_t i) const noe
   return old_levels_[static_cast<size_t>(member.first_row + parent - first)];
 }
 
-void ForwardPlan::FillPositions() noexcept {
+inline void ForwardPlan::FillPositions() noexcept {
   row_count_ = totals_.rows;
   positions_.resize(static_cast<size_t>(row_count_));
   for (const ForwardMember& member : members) {
@@ -140,7 +140,7 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
 
 // ---------------------------------------------------------------------- slots
 
-void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) noexcept {
+inline void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) noexcept {
   const ForwardMember& member = members[m];
   const PagePool& pool = tree.pool(group_index);
   GroupPlan& plan = group(group_index);
@@ -249,7 +249,7 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) n
 // Whether two members have a block in common. Stops at the first. Their paths part behind the
 // deepest block that they have in common, since each ends in a block of its own, so that one has
 // more than one reference: others are not looked at.
-bool ForwardPlan::FindSharing(const BlockTree& tree) noexcept {
+inline bool ForwardPlan::FindSharing(const BlockTree& tree) noexcept {
   ++pass_;
   for (const ForwardMember& member : members) {
     for (BlockIndex b = member.last; b != kNoBlock; b = tree.block(b).parent) {
@@ -348,8 +348,8 @@ void ForwardPlan::OrderByTree(const BlockTree& tree) noexcept {
 // ---------------------------------------------------------------------- runs
 
 // From the last block up; then in the order of positions.
-void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
-                           std::vector<PageRun>& runs) noexcept {
+inline void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
+                                  std::vector<PageRun>& runs) noexcept {
   const size_t first = runs.size();
   int32_t array = -1;
   for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
@@ -388,7 +388,7 @@ const TokenTreeView* ForwardPlan::AddTreeView(int group_index,
   return &trees.back();
 }
 
-void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept {
+inline void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept {
   GroupPlan& plan = group(group_index);
   for (size_t i = 0; i < order_.size(); ++i) {
     const ForwardMember& member = members[static_cast<size_t>(order_[i])];

@@ -59,9 +59,9 @@ Status PagedKVCache::CheckMember(const char* call, int64_t seq_id, int32_t index
 }
 
 // `load`: of the sequence, or null.
-Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int32_t index,
-                                int64_t append_length, const LayerLoad* load, int64_t first_row,
-                                ForwardPlan& plan) {
+inline Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int32_t index,
+                                       int64_t append_length, const LayerLoad* load,
+                                       int64_t first_row, ForwardPlan& plan) {
   QUIRE_RETURN_IF_ERROR(CheckMember(call, seq_id, index, append_length, first_row));
   const Sequence& sequence = sequences_[index];
   if (sequence.reserved > 0) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
@@ -131,8 +131,8 @@ Status PagedKVCache::StartBatch(const char* call, std::span<const int64_t> seq_i
 
 // In rounds, each over all of them: every look leads to the next address, and one member after the
 // other would wait for memory at each.
-void PagedKVCache::FindAhead(std::span<const int64_t> seq_ids,
-                             std::span<int32_t> indices) const noexcept {
+inline void PagedKVCache::FindAhead(std::span<const int64_t> seq_ids,
+                                    std::span<int32_t> indices) const noexcept {
   const auto for_each = [&](auto&& f) {
     for (size_t i = 0; i < seq_ids.size(); ++i) {
       if (indices[i] != SequenceTable::kAbsent) f(indices[i]);
