@@ -300,7 +300,7 @@ void TvmKVCacheObj::PrepareImport(int64_t seq_id, const tf::String& metadata) {
   RefuseImporting("attention_kv_cache_prepare_import", seq_id);
   std::map<int64_t, Import> entry;
   entry.emplace(seq_id, ReadMetadata(std::string(metadata)));
-  if (std::binary_search(sequences_.begin(), sequences_.end(), seq_id)) RemoveSequence(seq_id);
+  if (cache_->HasSequence(seq_id)) RemoveSequence(seq_id);
   AddSequence(seq_id);
   imports_.merge(entry);
 }

@@ -10,10 +10,6 @@ namespace {
 
 namespace tf = tvm::ffi;
 
-void Erase(std::vector<int64_t>& sorted, int64_t id) {
-  sorted.erase(std::lower_bound(sorted.begin(), sorted.end(), id));
-}
-
 // Tokens [begin, end) of [layers, tokens, ...].
 TensorView TokensOf(const tf::TensorView& tensor, int64_t begin, int64_t end) {
   DLTensor part = DLTensorOf(tensor);
@@ -69,6 +65,7 @@ void TvmKVCacheObj::DisaggMarkSend(int64_t seq_id, int64_t begin, const tf::Shap
 // ---------------------------------------------------------------------- kept tokens
 
 TokenRange TvmKVCacheObj::SlidRange(int64_t seq_id) {
+  if (!config_.has_sequence_windows) return TokenRange();
   return latch_.Run([&] { return cache_->SlidRange(seq_id); });
 }
 
@@ -93,8 +90,8 @@ int64_t TvmKVCacheObj::GetSequenceLength(int64_t seq_id) {
 }
 
 int64_t TvmKVCacheObj::GetTotalSequenceLength() {
-  int64_t total = 0;
-  for (const int64_t id : sequences_) total += GetSequenceLength(id);
+  int64_t total = latch_.Run([&] { return cache_->GetTotalSequenceLength(); });
+  for (const int64_t id : sequences_) total -= SlidRange(id).count();
   return total;
 }
 
@@ -108,17 +105,25 @@ void TvmKVCacheObj::Clear() {
   sequences_.clear();
 }
 
+void TvmKVCacheObj::ReserveSequence() {
+  if (config_.has_sequence_windows && sequences_.size() == sequences_.capacity())
+    sequences_.reserve(2 * sequences_.size() + 1);
+}
+
+void TvmKVCacheObj::NoteSequence(int64_t seq_id) noexcept {
+  if (!config_.has_sequence_windows) return;
+  sequences_.insert(std::ranges::lower_bound(sequences_, seq_id), seq_id);
+}
+
 void TvmKVCacheObj::AddSequence(int64_t seq_id) {
-  const auto place = std::lower_bound(sequences_.begin(), sequences_.end(), seq_id);
-  const size_t index = static_cast<size_t>(place - sequences_.begin());
-  sequences_.reserve(sequences_.size() + 1);
+  ReserveSequence();
   latch_.Run([&] { return cache_->AddSequence(seq_id); });
-  sequences_.insert(sequences_.begin() + static_cast<ptrdiff_t>(index), seq_id);
+  NoteSequence(seq_id);
 }
 
 void TvmKVCacheObj::RemoveSequence(int64_t seq_id) {
   latch_.Run([&] { return cache_->RemoveSequence(seq_id); });
-  Erase(sequences_, seq_id);
+  if (config_.has_sequence_windows) sequences_.erase(std::ranges::lower_bound(sequences_, seq_id));
   windows_.erase(seq_id);
   imports_.erase(seq_id);
   trees_.Drop(seq_id, 0);
@@ -135,14 +140,14 @@ void TvmKVCacheObj::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fo
     }
     fork_pos = PositionBehind(parent_id, fork_pos);
   }
-  sequences_.reserve(sequences_.size() + 1);
+  ReserveSequence();
   const auto window = windows_.find(parent_id);
   std::map<int64_t, SequenceWindowArguments> inherited;
   if (window != windows_.end() && !config_.cache.tvm_window_span)
     inherited.emplace(child_id, window->second);
   latch_.Run([&] { return cache_->ForkSequence(parent_id, child_id, fork_pos); });
   windows_.merge(inherited);
-  sequences_.insert(std::lower_bound(sequences_.begin(), sequences_.end(), child_id), child_id);
+  NoteSequence(child_id);
 }
 
 void TvmKVCacheObj::PopN(int64_t seq_id, int64_t n) {
@@ -155,6 +160,11 @@ void TvmKVCacheObj::PopN(int64_t seq_id, int64_t n) {
   const int64_t length = kept + SlidRange(seq_id).count();
   const int64_t end = PositionBehind(seq_id, kept - n);
   latch_.Run([&] { return cache_->PopN(seq_id, length - end); });
+  DropNodes(seq_id);
+}
+
+void TvmKVCacheObj::DropNodes(int64_t seq_id) {
+  if (trees_.empty()) return;
   trees_.Drop(seq_id, latch_.Run([&] { return cache_->GetTreeSize(seq_id); }));
 }
 
@@ -200,31 +210,33 @@ int64_t TvmKVCacheObj::GetNumAvailablePages() {
 
 void TvmKVCacheObj::BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
                                  const tf::Optional<tf::Shape>& parents) {
-  for (const int64_t id : seq_ids) {
-    RefuseImporting("kv_state_begin_forward", id);
-    if (transfer_ != nullptr) latch_.Run([&] { return transfer_->TakeOver(id); });
+  if (!imports_.empty() || transfer_ != nullptr) {
+    for (const int64_t id : seq_ids) {
+      RefuseImporting("kv_state_begin_forward", id);
+      if (transfer_ != nullptr) latch_.Run([&] { return transfer_->TakeOver(id); });
+    }
   }
-  std::vector<int64_t> batch(seq_ids.begin(), seq_ids.end());
-  std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
-  std::vector<uint8_t> hidden(has_latent_ ? batch.size() : 0);
+  const std::span<const int64_t> ids = TvmSpanOf(seq_ids);
+  const std::span<const int64_t> lengths = TvmSpanOf(append_lengths);
+  std::vector<uint8_t> hidden(has_latent_ ? ids.size() : 0);
   if (parents.has_value()) {
-    TvmTrees::Round round = trees_.Plan(batch, lengths, TvmSpanOf(*parents));
-    latch_.Run([&] { return cache_->BeginTreeForward(batch, lengths, TvmSpanOf(*parents)); });
+    TvmTrees::Round round = trees_.Plan(ids, lengths, TvmSpanOf(*parents));
+    latch_.Run([&] { return cache_->BeginTreeForward(ids, lengths, TvmSpanOf(*parents)); });
     trees_.Add(std::move(round));
   } else {
-    latch_.Run([&] { return cache_->BeginForward(batch, lengths); });
+    latch_.Run([&] { return cache_->BeginForward(ids, lengths); });
   }
-  batch_.swap(batch);
-  batch_lengths_.swap(lengths);
+  batch_ = seq_ids;
+  batch_lengths_ = append_lengths;
   hidden_.swap(hidden);
-  one_token_each_ = std::ranges::count(batch_lengths_, 1) == std::ssize(batch_lengths_);
+  if (!has_latent_) return;
+  one_token_each_ = std::ranges::count(lengths, 1) == std::ssize(lengths);
   std::ranges::fill(counted_, Counted::kByNobody);
 }
 
 void TvmKVCacheObj::AbortForward() {
   latch_.Run([&] { return cache_->AbortForward(); });
-  for (const int64_t id : batch_)
-    trees_.Drop(id, latch_.Run([&] { return cache_->GetTreeSize(id); }));
+  for (const int64_t id : batch_) DropNodes(id);
 }
 
 void TvmKVCacheObj::EndForward() {

@@ -126,7 +126,13 @@ class TvmKVCacheObj : public TvmStateObj {
   const AttentionLayerSpec& layer(int64_t index) const {
     return cache_->options().layers[static_cast<size_t>(index)];
   }
+  // Empty without asking where nothing can slide.
   TokenRange SlidRange(int64_t seq_id);
+  // Makes the next NoteSequence succeed.
+  void ReserveSequence();
+  void NoteSequence(int64_t seq_id) noexcept;
+  // Forgets the nodes of its tree that the cache has no more.
+  void DropNodes(int64_t seq_id);
   // The position that stands behind `kept` kept tokens.
   int64_t PositionBehind(int64_t seq_id, int64_t kept);
   // The kept tokens [start, end).
@@ -154,10 +160,10 @@ class TvmKVCacheObj : public TvmStateObj {
   std::map<int64_t, SequenceWindowArguments> windows_;
   std::map<int64_t, Import> imports_;
   TvmTrees trees_;
-  std::vector<int64_t> sequences_;  // ids, sorted
+  std::vector<int64_t> sequences_;  // ids, sorted; where windows of sequences may slide
   // Of the open forward.
-  std::vector<int64_t> batch_, batch_lengths_;
-  bool one_token_each_ = false;
+  tvm::ffi::Shape batch_, batch_lengths_;
+  bool one_token_each_ = false;   // asked for MLA layers alone
   std::vector<Counted> counted_;  // [layer]
   std::vector<uint8_t> hidden_;   // a mask that hides all new tokens
 };

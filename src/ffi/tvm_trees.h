@@ -51,6 +51,7 @@ class TvmTrees {
     if (size == 0) trees_.erase(found);
   }
   void Clear() noexcept { trees_.clear(); }
+  bool empty() const { return trees_.empty(); }
 
   // tvm_tree_commit: to accept nothing (leaf -1) takes back what the last forward gave, and what
   // those before it gave stays. So TVM counts, and it is a sequence of tokens where those nodes

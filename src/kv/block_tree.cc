@@ -1,6 +1,7 @@
 #include "kv/block_tree.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <new>
 #include <utility>
 
@@ -10,15 +11,11 @@
 namespace quire {
 
 BlockTree::BlockTree(std::vector<PagePool> pools)
-    : pools_(std::move(pools)), any_freed_(pools_.size(), 0) {}
+    : pools_(std::move(pools)),
+      group_count_(static_cast<int>(pools_.size())),
+      any_freed_(pools_.size(), 0) {}
 
 // ---------------------------------------------------------------------- queries
-
-int64_t BlockTree::PathLength(BlockIndex last) const {
-  int64_t length = 0;
-  for (BlockIndex b = last; b != kNoBlock; b = block(b).parent) ++length;
-  return length;
-}
 
 bool BlockTree::IsExclusiveFrom(BlockIndex last, int64_t position) const {
   for (BlockIndex b = last; b != kNoBlock && block(b).end > position; b = block(b).parent) {
@@ -56,13 +53,6 @@ bool BlockTree::HasRoomForEntry(BlockIndex index) const {
 }
 
 // ---------------------------------------------------------------------- planning
-
-bool BlockTree::CanAppendInPlace(BlockIndex last, int group) const {
-  const int64_t slot = pool(group).Slot(End(last));
-  if (slot == 0) return false;
-  const int32_t page = entries(last, group).back().page;
-  return page != kNoPage && pool(group).fill(page) == slot;
-}
 
 // The highest position at or below the plan's cut at which new pages may start without leaving more
 // than kPagesPerRangeMax pages in a range of any group. Ends, because it only falls and the start
@@ -126,20 +116,23 @@ size_t BlockTree::CopyRunCount(const AppendPlan& plan, int group) const {
   return count;
 }
 
-AppendPlan BlockTree::PlanAppend(AppendPlan plan, std::span<GroupAppend> groups) {
+void BlockTree::PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups) {
   const BlockIndex last = plan.last;
-  const int64_t count = plan.count;
   const bool shared = last != kNoBlock && block(last).refs > 1;
   const bool claimed = shared && block(last).claim == planning_;
   bool any_in_place = false;
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
+    group.in_place = false;
+    const int64_t slot = pool(g).Slot(plan.length);
+    if (slot == 0 || plan.copies()) continue;  // a page begins, or the plan has a cut already
     const bool begins_absent = group.absent.begin <= plan.length && plan.length < group.absent.end;
-    group.in_place =
-        !plan.own_page && !begins_absent && !plan.copies() && !claimed && CanAppendInPlace(last, g);
+    const int32_t page = slice(last, g).tail;
+    group.in_place = !plan.own_page && !begins_absent && !claimed && page != kNoPage &&
+                     pool(g).fill(page) == slot;
     any_in_place |= group.in_place;
-    if (plan.copies() || group.in_place) continue;
-    const int64_t range_begin = pool(g).RangeBegin(plan.length);
+    if (group.in_place) continue;
+    const int64_t range_begin = plan.length - slot;
     if (PagesInRange(last, g, range_begin, plan.length) >= kPagesPerRangeMax)
       plan.cut = range_begin;
   }
@@ -148,16 +141,12 @@ AppendPlan BlockTree::PlanAppend(AppendPlan plan, std::span<GroupAppend> groups)
   plan.extends = last != kNoBlock && !shared && !plan.copies();
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
+    const NewPieces pieces = CountNewPieces(g, group.absent, plan.length, plan.length + plan.count);
+    group.absent_entries = pieces.absent;
     group.in_place &= !plan.copies();
-    group.page_count = plan.copies() ? CopyPageCount(plan, g, group.absent) : -group.in_place;
-    group.absent_entries = 0;
-    ForEachNewPiece(g, group.absent, plan.length, plan.length + count,
-                    [&](int64_t, int64_t, bool is_absent) {
-                      group.page_count += !is_absent && !plan.copies();
-                      group.absent_entries += is_absent;
-                    });
+    group.page_count =
+        plan.copies() ? CopyPageCount(plan, g, group.absent) : pieces.held - group.in_place;
   }
-  return plan;
 }
 
 // Blocks are added at double the size: growth by one each time would move all of them each time.
@@ -185,59 +174,83 @@ void BlockTree::EnsureFreeArrays(size_t count) {
   for (size_t i = size; i-- > old_size;) free_arrays_.push_back(static_cast<int32_t>(i));
 }
 
-// The pieces of new positions [from, end), the lowest first: each within one page range, and left
-// out or not as a whole.
+inline BlockTree::NewPiece BlockTree::FirstNewPiece(int group, const AbsentRange& absent,
+                                                    int64_t from, int64_t end) const {
+  const bool is_absent = absent.begin <= from && from < absent.end;
+  int64_t to = std::min(end, pool(group).RangeEnd(from));
+  if (is_absent) to = std::min(to, absent.end);
+  if (from < absent.begin) to = std::min(to, absent.begin);
+  return {to, is_absent};
+}
+
+// f(from, to, is_absent) for all of them, the lowest first.
 template <typename F>
 void BlockTree::ForEachNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end,
                                 F&& f) const {
   while (from < end) {
-    const bool is_absent = absent.begin <= from && from < absent.end;
-    int64_t to = std::min(end, pool(group).RangeEnd(from));
-    if (is_absent) to = std::min(to, absent.end);
-    if (from < absent.begin) to = std::min(to, absent.begin);
-    f(from, to, is_absent);
-    from = to;
+    const NewPiece piece = FirstNewPiece(group, absent, from, end);
+    f(from, piece.end, piece.is_absent);
+    from = piece.end;
   }
+}
+
+inline BlockTree::NewPieces BlockTree::CountNewPieces(int group, const AbsentRange& absent,
+                                                      int64_t from, int64_t end) const {
+  if (absent.begin >= absent.end) return {.held = pool(group).RangeCount(from, end)};
+  NewPieces pieces;
+  ForEachNewPiece(group, absent, from, end, [&](int64_t, int64_t, bool is_absent) {
+    ++(is_absent ? pieces.absent : pieces.held);
+  });
+  return pieces;
 }
 
 // TakeArray pops the free arrays from the top, and nothing is freed between the commits of one
 // planning: so the n-th new slice of the plans gets the n-th array from the top, whose entries are
 // reserved here.
-void BlockTree::Reserve(std::span<const AppendPlan> plans, std::span<const GroupAppend> groups) {
+void BlockTree::Reserve(const AppendPlans& plans, std::span<const GroupAppend> groups) {
   ++version_;
   size_t block_count = 0;
   size_t array_count = 0;
-  for (const AppendPlan& plan : plans) {
-    if (plan.extends) continue;
-    block_count += plan.copies() ? 2 : 1;  // a cut may split a block
+  for (size_t i = 0; i < plans.size(); ++i) {
+    if (plans[i].extends) continue;
+    block_count += plans[i].copies() ? 2 : 1;  // a cut may split a block
     array_count += pools_.size();
   }
   EnsureFreeBlocks(block_count);
   EnsureFreeArrays(array_count);
+  for (size_t i = 0; i < block_count; ++i) PrefetchEnd(free_blocks_[free_blocks_.size() - 1 - i]);
   size_t next_array = free_arrays_.size();
+  const GroupAppend* next_group = groups.data();
+  int64_t taking_plans = 0;
   for (size_t i = 0; i < plans.size(); ++i) {
-    for (int g = 0; g < group_count(); ++g) {
-      const GroupAppend& group = groups[i * pools_.size() + static_cast<size_t>(g)];
-      if (!plans[i].extends) {
-        const int64_t length = plans[i].length;
-        size_t added = 0;
-        ForEachNewPiece(g, group.absent, length, length + plans[i].count,
-                        [&](int64_t, int64_t, bool) { ++added; });
-        ReserveGrowing(array_at(free_arrays_[--next_array]).entries,
-                       CopyRunCount(plans[i], g) + added);
+    const AppendPlan& plan = plans[i];
+    bool takes = false;
+    for (int g = 0; g < group_count_; ++g) {
+      const GroupAppend& group = *next_group++;
+      if (!plan.extends) {
+        const NewPieces pieces =
+            CountNewPieces(g, group.absent, plan.length, plan.length + plan.count);
+        const size_t copied = plan.copies() ? CopyRunCount(plan, g) : 0;
+        std::vector<PageEntry>& table = array_at(free_arrays_[--next_array]).entries;
+        ReserveGrowing(table, copied + static_cast<size_t>(pieces.held + pieces.absent));
+        __builtin_prefetch(table.data(), 1);
       } else if (group.page_count + group.absent_entries > 0) {
-        const PageSlice& s = slice(plans[i].last, g);
-        ReserveGrowing(
-            array_at(s.array).entries,
-            static_cast<size_t>(s.first + s.count + group.page_count + group.absent_entries));
+        const PageSlice& s = slice(plan.last, g);
+        std::vector<PageEntry>& table = array_at(s.array).entries;
+        const size_t end = static_cast<size_t>(s.first + s.count);
+        ReserveGrowing(table, end + static_cast<size_t>(group.page_count + group.absent_entries));
+        __builtin_prefetch(table.data() + end, 1);
       }
+      if (group.page_count > 0) pool(g).PrefetchFree(taking_plans);
+      takes |= group.page_count > 0;
     }
+    taking_plans += takes;
   }
 }
 
 // ---------------------------------------------------------------------- commits
 
-BlockIndex BlockTree::TakeBlock() noexcept {
+inline BlockIndex BlockTree::TakeBlock() noexcept {
   QUIRE_CHECK(!free_blocks_.empty()) << "a block is taken that was not reserved";
   const BlockIndex index = free_blocks_.back();
   free_blocks_.pop_back();
@@ -248,7 +261,7 @@ BlockIndex BlockTree::TakeBlock() noexcept {
   return index;
 }
 
-int32_t BlockTree::TakeArray() noexcept {
+inline int32_t BlockTree::TakeArray() noexcept {
   QUIRE_CHECK(!free_arrays_.empty()) << "a page array is taken that was not reserved";
   const int32_t array = free_arrays_.back();
   free_arrays_.pop_back();
@@ -264,7 +277,7 @@ void BlockTree::DropArray(int32_t array) noexcept {
 
 // A new block with one reference, for a sequence. Its parent's count is that of one child more and
 // is not raised: the reference comes from the caller.
-BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept {
+inline BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept {
   const BlockIndex index = TakeBlock();
   at(index).parent = parent;
   at(index).refs = 1;
@@ -279,24 +292,40 @@ BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) no
 
 // Entries of the leaf `index` for [from, its end). `page`: the first of these positions lie in this
 // page, of which the block has an entry already; kNoPage: they open a new one.
-void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
-                           const AbsentRange& absent) noexcept {
+inline void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
+                                  const AbsentRange& absent) noexcept {
   PagePool& pages = pool(group);
-  PageSlice& s = slice_at(index, group);
-  std::vector<PageEntry>& table = array_at(s.array).entries;
-  ForEachNewPiece(group, absent, from, at(index).end,
-                  [&](int64_t begin, int64_t end, bool is_absent) {
-                    if (begin == from && page != kNoPage && !is_absent)
-                      return pages.SetFillTo(page, end);
-                    QUIRE_CHECK(table.size() < table.capacity())
-                        << "page array " << s.array << " was not reserved";
-                    table.push_back({.start = begin, .page = is_absent ? kNoPage : pages.Take()});
-                    if (!is_absent) pages.SetFillTo(table.back().page, end);
-                    ++s.count;
-                  });
+  const int64_t end = at(index).end;
+  if (page != kNoPage && from < end) {
+    const NewPiece first = FirstNewPiece(group, absent, from, end);
+    if (!first.is_absent) {
+      pages.SetFillTo(page, first.end);
+      from = first.end;
+    }
+  }
+  if (from < end) {
+    PageSlice& s = slice_at(index, group);
+    std::vector<PageEntry>& table = array_at(s.array).entries;
+    // Cut off what descendants that are gone have left behind.
+    if (table.size() > static_cast<size_t>(s.first + s.count))
+      table.resize(static_cast<size_t>(s.first + s.count));
+    ForEachNewPiece(group, absent, from, end, [&](int64_t begin, int64_t to, bool is_absent) {
+      if (table.size() == table.capacity()) [[unlikely]]
+        FailUnreserved(s.array);
+      s.tail = is_absent ? kNoPage : pages.Take();
+      table.push_back({.start = begin, .page = s.tail});
+      if (!is_absent) pages.SetFillTo(s.tail, to);
+      ++s.count;
+    });
+  }
   if (absent.begin >= absent.end) return;
   any_freed_[static_cast<size_t>(group)] = 1;
   RecountFreed(index, group);
+}
+
+void BlockTree::FailUnreserved(int32_t array) {
+  QUIRE_CHECK(false) << "page array " << array << " was not reserved";
+  std::abort();  // not reached
 }
 
 // Entries for [cut, length) of a plan that copies. Returns the page in which the new tokens go on,
@@ -306,7 +335,7 @@ int32_t BlockTree::AddCopiedEntries(BlockIndex index, int group, const AppendPla
   PageSlice& s = slice_at(index, group);
   std::vector<PageEntry>& table = array_at(s.array).entries;
   size_t left = CopyRunCount(plan, group);
-  QUIRE_CHECK(left <= table.capacity()) << "page array " << s.array << " was not reserved";
+  if (left > table.capacity()) FailUnreserved(s.array);
   table.resize(left);
   s.count = static_cast<int64_t>(left);
   ForEachCopyRun(plan, group, [&](int64_t begin, bool is_held) {
@@ -317,6 +346,7 @@ int32_t BlockTree::AddCopiedEntries(BlockIndex index, int group, const AppendPla
     table[i].page = pages.Take();
     pages.SetFillTo(table[i].page, i + 1 < table.size() ? table[i + 1].start : plan.length);
   }
+  s.tail = table.back().page;
   RecountFreed(index, group);
   return pages.Slot(plan.length) == 0 ? kNoPage : table.back().page;
 }
@@ -341,16 +371,14 @@ BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend
   distinct_token_count_ += plan.length + plan.count - plan.cut;
   for (int g = 0; g < group_count(); ++g) {
     const GroupAppend& group = groups[static_cast<size_t>(g)];
-    const int32_t page = group.in_place ? entries(plan.last, g).back().page : kNoPage;
+    const int32_t page = group.in_place ? slice(plan.last, g).tail : kNoPage;
     PageSlice& s = slice_at(index, g);
-    if (plan.extends) {
-      // Cut off what descendants that are gone have left behind.
-      array_at(s.array).entries.resize(static_cast<size_t>(s.first + s.count));
-    } else {
-      s = {.array = TakeArray(), .first = 0, .count = 0};
+    if (!plan.extends) {
+      s = {.array = TakeArray()};
       if (group.in_place) {
         pool(g).Hold(page);
         array_at(s.array).entries.push_back({.start = plan.length, .page = page});
+        s.tail = page;
         s.count = 1;
       }
     }
@@ -370,8 +398,9 @@ void BlockTree::SplitSlice(BlockIndex upper, BlockIndex lower, int group,
   const int64_t upper_count = behind - table.begin();
   // The entry in which `position` lies belongs to both, unless it starts there.
   const bool straddles = behind == table.end() || behind->start > position;
-  slice_at(upper, group) = {.array = low.array, .first = low.first, .count = upper_count};
   const int32_t border = table[static_cast<size_t>(upper_count) - 1].page;
+  slice_at(upper, group) = {
+      .array = low.array, .tail = border, .first = low.first, .count = upper_count};
   if (straddles && border != kNoPage) pool(group).Hold(border);
   const int64_t skipped = upper_count - straddles;
   ++array_at(low.array).refs;
@@ -428,8 +457,8 @@ void BlockTree::Trim(BlockIndex index, int64_t end) noexcept {
         --s.freed;
       }
     }
-    const int32_t page = table[s.count - 1].page;
-    if (page != kNoPage) pool(g).SetFillTo(page, end);
+    s.tail = table[s.count - 1].page;
+    if (s.tail != kNoPage) pool(g).SetFillTo(s.tail, end);
   }
 }
 
@@ -518,7 +547,10 @@ void BlockTree::MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexc
     target.insert(target.end(), table.begin() + one_page, table.end());
   }
   DropArray(low.array);
-  low = {.array = up.array, .first = up.first, .count = up.count + low.count - one_page};
+  low = {.array = up.array,
+         .tail = low.tail,
+         .first = up.first,
+         .count = up.count + low.count - one_page};
   up = {};
   RecountFreed(lower, group);
 }

@@ -88,6 +88,7 @@ struct BlockViewers {
 
 struct PageSlice {
   int32_t array = -1;
+  int32_t tail = kNoPage;  // page of the last entry: planning reads no array
   int64_t first = 0;
   int64_t count = 0;
   int64_t freed = 0;  // entries without a page, but for the first, which a neighbour may free
@@ -124,6 +125,26 @@ struct GroupAppend {
   int64_t absent_entries = 0;
 };
 
+// Plans that stand in a row, alone or each inside a T.
+class AppendPlans {
+ public:
+  explicit AppendPlans(const AppendPlan& plan) : first_(&plan), count_(1) {}
+  template <typename T>
+  AppendPlans(std::span<const T> of, AppendPlan T::*plan)
+      : first_(of.empty() ? nullptr : &(of.front().*plan)), count_(of.size()), stride_(sizeof(T)) {}
+
+  size_t size() const { return count_; }
+  const AppendPlan& operator[](size_t i) const {
+    return *reinterpret_cast<const AppendPlan*>(reinterpret_cast<const std::byte*>(first_) +
+                                                i * stride_);
+  }
+
+ private:
+  const AppendPlan* first_;
+  size_t count_;
+  size_t stride_ = sizeof(AppendPlan);
+};
+
 class BlockTree {
  public:
   explicit BlockTree(std::vector<PagePool> pools);
@@ -135,19 +156,24 @@ class BlockTree {
   // REQUIRES: count > 0 or cut < length.
   AppendPlan PlanAppend(BlockIndex last, int64_t count, int64_t cut,
                         std::span<GroupAppend> groups) {
-    return PlanAppend({.last = last, .length = End(last), .count = count, .cut = cut}, groups);
+    AppendPlan plan{.last = last, .length = End(last), .count = count, .cut = cut};
+    PlanAppend(plan, groups);
+    return plan;
   }
   AppendPlan PlanAppend(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
     return PlanAppend(last, count, End(last), groups);
   }
   // The same for tokens in pages that hold nothing else of before.
   AppendPlan PlanAppendToOwnPage(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
-    return PlanAppend(
-        {.last = last, .length = End(last), .count = count, .cut = End(last), .own_page = true},
-        groups);
+    AppendPlan plan{
+        .last = last, .length = End(last), .count = count, .cut = End(last), .own_page = true};
+    PlanAppend(plan, groups);
+    return plan;
   }
+  // Decides the rest of a plan that says what is asked for: last, its length, count, cut, own_page.
+  void PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups);
   // Memory for committing all these plans. groups: [plan][group]. May throw std::bad_alloc.
-  void Reserve(std::span<const AppendPlan> plans, std::span<const GroupAppend> groups);
+  void Reserve(const AppendPlans& plans, std::span<const GroupAppend> groups);
   // Memory for one ForkAt or Pop. May throw std::bad_alloc.
   void ReserveSplit() { EnsureFreeBlocks(1); }
 
@@ -157,14 +183,12 @@ class BlockTree {
   // has passed to the result.
   // REQUIRES: reserved, pages available.
   BlockIndex Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept;
-  // Append of one token by a plan that extends, in place in all groups: page_of(group) is the page
-  // in which the sequence ends.
-  template <typename F>
-  void ExtendInPlace(BlockIndex last, F&& page_of) noexcept {
+  // Append of one token by a plan that extends, in place in all groups, but for the fills of the
+  // pages: the caller, who knows them, sets these.
+  void ExtendInPlace(BlockIndex last) noexcept {
     ++version_;
     ++distinct_token_count_;
-    const int64_t end = ++at(last).end;
-    for (int g = 0; g < group_count(); ++g) pool(g).SetFillTo(page_of(g), end);
+    ++at(last).end;
   }
   // A new reference on a block that ends at `position` on the path to `last`; kNoBlock for 0.
   // REQUIRES: position <= End(last); ReserveSplit().
@@ -174,6 +198,26 @@ class BlockTree {
   // REQUIRES: length <= End(last); ReserveSplit() if length > 0.
   BlockIndex Pop(BlockIndex last, int64_t length) noexcept;
   void Release(BlockIndex last) noexcept { Pop(last, 0); }
+
+  // For planning many appends after one another, each of which would wait for memory: tell the
+  // processor what PlanAppend reads first, and then, when that has come, what that leads to.
+  void PrefetchBlock(BlockIndex index) const { __builtin_prefetch(&block(index).end, 1); }
+  void PrefetchEnd(BlockIndex last) const {
+    if (last == kNoBlock) return;
+    __builtin_prefetch(&block(last), 1);
+    __builtin_prefetch(&block(last).merge_deferred, 1);
+    for (int g = 0; g < group_count(); ++g) {
+      __builtin_prefetch(&slice(last, g), 1);
+      __builtin_prefetch(&slice(last, g).hidden_end, 1);
+    }
+  }
+  void PrefetchPages(BlockIndex last) const {
+    if (last == kNoBlock) return;
+    for (int g = 0; g < group_count(); ++g) {
+      __builtin_prefetch(&arrays_[static_cast<size_t>(slice(last, g).array)]);
+      pool(g).Prefetch(slice(last, g).tail);
+    }
+  }
 
   // Frees the pages whose positions are all hidden, hidden(block) for each live block. A block
   // hides no more than any of its children.
@@ -186,6 +230,10 @@ class BlockTree {
     for (BlockIndex b = 0; b < block_capacity(); ++b) {
       if (block(b).refs > 0) FreeHiddenEntries(b, group, hidden(b));
     }
+    // Neighbours may have freed what is the last entry of several slices.
+    for (BlockIndex b = 0; b < block_capacity(); ++b) {
+      if (block(b).refs > 0) slice_at(b, group).tail = entries(b, group).back().page;
+    }
   }
 
   void DeferMerges() noexcept { merges_deferred_ = true; }
@@ -193,13 +241,14 @@ class BlockTree {
   void Clear() noexcept;
 
   // ---- Queries.
-  int group_count() const { return static_cast<int>(pools_.size()); }
+  int group_count() const { return group_count_; }
   const PagePool& pool(int group) const { return pools_[static_cast<size_t>(group)]; }
   PagePool& pool(int group) { return pools_[static_cast<size_t>(group)]; }
   const Block& block(BlockIndex index) const { return blocks_[static_cast<size_t>(index)]; }
   int64_t End(BlockIndex last) const { return last == kNoBlock ? 0 : block(last).end; }
   const PageSlice& slice(BlockIndex index, int group) const {
-    return slices_[static_cast<size_t>(index) * pools_.size() + static_cast<size_t>(group)];
+    return slices_[static_cast<size_t>(index) * static_cast<size_t>(group_count_) +
+                   static_cast<size_t>(group)];
   }
   const PageEntry* array_data(int32_t array) const {
     return arrays_[static_cast<size_t>(array)].entries.data();
@@ -222,7 +271,11 @@ class BlockTree {
   bool HasRoomForEntry(BlockIndex index) const;
   // [block_capacity()]; kept here so that counting needs no memory.
   std::span<BlockViewers> viewers() const { return viewers_; }
-  int64_t PathLength(BlockIndex last) const;  // in blocks
+  int64_t PathLength(BlockIndex last) const {  // in blocks
+    int64_t length = 0;
+    for (BlockIndex b = last; b != kNoBlock; b = block(b).parent) ++length;
+    return length;
+  }
   // Whether no other sequence sees a token of the path at or behind `position`.
   bool IsExclusiveFrom(BlockIndex last, int64_t position) const;
   // Whether all pages of [begin, end) on the path are held.
@@ -260,13 +313,17 @@ class BlockTree {
 
   Block& at(BlockIndex index) { return blocks_[static_cast<size_t>(index)]; }
   PageSlice& slice_at(BlockIndex index, int group) {
-    return slices_[static_cast<size_t>(index) * pools_.size() + static_cast<size_t>(group)];
+    return slices_[static_cast<size_t>(index) * static_cast<size_t>(group_count_) +
+                   static_cast<size_t>(group)];
   }
   PageArray& array_at(int32_t array) { return arrays_[static_cast<size_t>(array)]; }
 
-  // `plan` with what is asked for; decides the rest.
-  AppendPlan PlanAppend(AppendPlan plan, std::span<GroupAppend> groups);
-  bool CanAppendInPlace(BlockIndex last, int group) const;
+  // Of the new positions [from, end), which fall into pieces (ForEachNewPiece).
+  struct NewPieces {
+    int64_t held = 0;
+    int64_t absent = 0;
+  };
+  NewPieces CountNewPieces(int group, const AbsentRange& absent, int64_t from, int64_t end) const;
   template <typename F>
   void ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const;
   int64_t CopyPageCount(const AppendPlan& plan, int group, const AbsentRange& absent) const;
@@ -280,11 +337,19 @@ class BlockTree {
   BlockIndex AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept;
   int32_t TakeArray() noexcept;
   void DropArray(int32_t array) noexcept;
+  // New positions [from, end) in one page range, left out or not as a whole.
+  struct NewPiece {
+    int64_t end = 0;
+    bool is_absent = false;
+  };
+  // The first one of [from, end).
+  NewPiece FirstNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end) const;
   template <typename F>
   void ForEachNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end,
                        F&& f) const;
   void AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
                   const AbsentRange& absent) noexcept;
+  [[noreturn]] static void FailUnreserved(int32_t array);
   void RecountFreed(BlockIndex index, int group) noexcept;
   bool SharesFirstEntry(BlockIndex index, int group) const;
   void MarkSeenBorders(BlockIndex index, int group, HiddenPages hidden) noexcept;
@@ -299,6 +364,7 @@ class BlockTree {
   void MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexcept;
 
   std::vector<PagePool> pools_;
+  int group_count_;  // their number
   std::vector<Block> blocks_;
   std::vector<PageSlice> slices_;              // [block][group]
   mutable std::vector<BlockViewers> viewers_;  // [block]

@@ -84,9 +84,8 @@ bool BlockTreeDriver::Begin(const std::vector<Item>& batch) {
   for (size_t g = 0; g < group_count; ++g) {
     if (pages[g] > tree_.pool(static_cast<int>(g)).free_count()) return false;
   }
-  std::vector<AppendPlan> appends;
-  for (const ForwardMember& member : plan_.members) appends.push_back(member.append);
-  tree_.Reserve(appends, plan_.group_appends);
+  tree_.Reserve(AppendPlans(std::span<const ForwardMember>(plan_.members), &ForwardMember::append),
+                plan_.group_appends);
   plan_.Reserve(tree_);
 
   std::vector<int64_t> free_before;

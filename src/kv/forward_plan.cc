@@ -1,6 +1,8 @@
 #include "kv/forward_plan.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <numeric>
 
 #include "base/check.h"
 #include "kv/reserve.h"
@@ -10,6 +12,7 @@ namespace quire {
 
 void ForwardPlan::ClearBatch() noexcept {
   filled_at_ = 0;
+  totals_ = {};
   members.clear();
   group_appends.clear();
 }
@@ -37,42 +40,43 @@ void ForwardPlan::ClearArrays() noexcept {
 }
 
 void ForwardPlan::Reserve(const BlockTree& tree) {
-  size_t rows = 0;
-  size_t cuts = 0;
-  size_t copies = 0;
+  totals_ = {};
   for (const ForwardMember& member : members) {
-    rows += static_cast<size_t>(member.row_count());
-    cuts += member.append.copies();
-    copies += static_cast<size_t>(member.old_length() - member.append.cut);
+    totals_.rows += member.row_count();
+    totals_.imports += member.imported;
+    totals_.path_blocks += tree.PathLength(member.append.last);
+    totals_.copying += member.append.copies();
+    totals_.copied_tokens += member.old_length() - member.append.cut;
+    totals_.trees += member.is_tree();
+    int64_t& end = member.long_factors ? totals_.long_end : totals_.short_end;
+    end = std::max(end, member.position_end());
+    totals_.has_sinks |= member.window.sinks > 0;
   }
+  const size_t rows = static_cast<size_t>(totals_.rows);
+  const size_t copies = static_cast<size_t>(totals_.copied_tokens);
   // A path gets at most one block of its own and one more for every block that a cut may split.
-  size_t blocks = 1;
-  size_t path_max = 0;
-  for (const ForwardMember& member : members) {
-    const size_t path = static_cast<size_t>(tree.PathLength(member.append.last)) + 1 + cuts;
-    blocks += path;
-    path_max = std::max(path_max, path);
-  }
+  const size_t blocks = 1 + static_cast<size_t>(totals_.path_blocks) +
+                        members.size() * static_cast<size_t>(1 + totals_.copying);
   groups_.resize(static_cast<size_t>(tree.group_count()));
   for (GroupPlan& plan : groups_) {
     ReserveGrowing(plan.rows.targets, rows);
     ReserveGrowing(plan.rows.opens_tile, rows);
-    ReserveGrowing(plan.imports.targets, static_cast<size_t>(import_count()));
-    ReserveGrowing(plan.imports.opens_tile, static_cast<size_t>(import_count()));
+    ReserveGrowing(plan.imports.targets, static_cast<size_t>(totals_.imports));
+    ReserveGrowing(plan.imports.opens_tile, static_cast<size_t>(totals_.imports));
     ReserveGrowing(plan.runs, blocks);
     ReserveGrowing(plan.sequences, members.size());
-    ReserveGrowing(plan.trees, members.size());
+    ReserveGrowing(plan.trees, static_cast<size_t>(totals_.trees));
     ReserveGrowing(plan.copy_from, copies);
     ReserveGrowing(plan.copy_to, copies);
     ReserveGrowing(plan.copy_opens_tile, copies);
   }
   ReserveGrowing(positions_, rows);
-  ReserveGrowing(old_levels_, rows);
+  if (totals_.trees > 0) ReserveGrowing(old_levels_, rows);
   ReserveGrowing(shared_, blocks);
   ReserveGrowing(order_, members.size());
   ReserveGrowing(private_segments_, members.size());
+  ReserveGrowing(opens_page_, members.size());
   ReserveGrowing(nodes_, blocks);
-  ReserveGrowing(path_, path_max);
   marks_.resize(static_cast<size_t>(tree.block_capacity()));
 }
 
@@ -85,30 +89,40 @@ int32_t ForwardPlan::OldLevels(const ForwardMember& member, int64_t i) const noe
   return old_levels_[static_cast<size_t>(member.first_row + parent - first)];
 }
 
-void ForwardPlan::Fill(const BlockTree& tree) noexcept {
-  bool has_trees = false;
+inline void ForwardPlan::FillPositions() noexcept {
+  row_count_ = totals_.rows;
+  positions_.resize(static_cast<size_t>(row_count_));
   for (const ForwardMember& member : members) {
+    int32_t* const positions = positions_.data() + member.first_row;
+    const int64_t base = member.base();
     for (int64_t i = 0; i < member.row_count(); ++i) {
       const int64_t depth =
           member.is_tree() ? member.tree->depths[static_cast<size_t>(member.first_node() + i)] : i;
-      positions_.push_back(static_cast<int32_t>(member.base() + depth));
-      old_levels_.push_back(member.is_tree() ? OldLevels(member, i) : 0);
+      positions[i] = static_cast<int32_t>(base + depth);
     }
-    has_trees |= member.is_tree();
   }
-  row_count_ = static_cast<int64_t>(positions_.size());
+  if (totals_.trees == 0) return;
+  for (const ForwardMember& member : members) {
+    for (int64_t i = 0; i < member.row_count(); ++i)
+      old_levels_.push_back(member.is_tree() ? OldLevels(member, i) : 0);
+  }
+}
+
+void ForwardPlan::Fill(const BlockTree& tree) noexcept {
+  FillPositions();
   if (FindSharing(tree)) {
     BuildNodes(tree);
     OrderByTree(tree);
   } else {
-    for (size_t i = 0; i < members.size(); ++i) order_.push_back(static_cast<int32_t>(i));
+    order_.resize(members.size());
+    std::iota(order_.begin(), order_.end(), 0);
     private_segments_.resize(members.size(), 0);
   }
   for (int g = 0; g < tree.group_count(); ++g) {
     group(g).rows.targets.resize(static_cast<size_t>(row_count_));
     group(g).rows.opens_tile.resize(static_cast<size_t>(row_count_));
-    group(g).imports.targets.resize(static_cast<size_t>(import_count()));
-    group(g).imports.opens_tile.resize(static_cast<size_t>(import_count()));
+    group(g).imports.targets.resize(static_cast<size_t>(totals_.imports));
+    group(g).imports.opens_tile.resize(static_cast<size_t>(totals_.imports));
     for (size_t m = 0; m < members.size(); ++m) {
       if (members[m].is_tree()) {
         FillNodeSlots(tree, g, members[m]);
@@ -121,17 +135,27 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
   }
   // A forward that follows one with imported tokens is planned anew: it has none. And what follows
   // a forward of trees is no token more.
-  if (import_count() == 0 && !has_trees) filled_at_ = tree.version();
+  if (totals_.imports == 0 && totals_.trees == 0) filled_at_ = tree.version();
 }
 
 // ---------------------------------------------------------------------- slots
 
-void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) noexcept {
+inline void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) noexcept {
   const ForwardMember& member = members[m];
   const PagePool& pool = tree.pool(group_index);
   GroupPlan& plan = group(group_index);
   const size_t group_count = static_cast<size_t>(tree.group_count());
-  const bool in_place = group_appends[m * group_count + static_cast<size_t>(group_index)].in_place;
+  const GroupAppend& append = group_appends[m * group_count + static_cast<size_t>(group_index)];
+  const bool in_place = append.in_place;
+  if (member.append.count == 1 && !member.append.copies() && member.imported == 0) {
+    // A decode step: its row's page is where the sequence ends, known without the table.
+    const int64_t slot = pool.Slot(member.append.length);
+    const size_t row = static_cast<size_t>(member.first_row);
+    plan.rows.targets[row] = {.page = tree.slice(member.last, group_index).tail,
+                              .slot = static_cast<int32_t>(slot)};
+    plan.rows.opens_tile[row] = !in_place || slot % kTilePositions == 0;
+    return;
+  }
   const auto fill = [&](int64_t begin, int64_t count, int64_t first, TokenSlots& slots) {
     tree.VisitPieces(member.last, group_index, begin, begin + count,
                      [&](int64_t from, int64_t to, int32_t page) {
@@ -148,8 +172,7 @@ void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) no
     fill(member.old_length(), member.imported, member.first_import, plan.imports);
   }
   // Behind what is left out a page begins, with an imported token or a row.
-  const AbsentRange& absent =
-      group_appends[m * group_count + static_cast<size_t>(group_index)].absent;
+  const AbsentRange& absent = append.absent;
   if (absent.begin < absent.end && absent.end < member.base()) {
     plan.imports
         .opens_tile[static_cast<size_t>(member.first_import + absent.end - member.old_length())] =
@@ -223,11 +246,14 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) n
 
 // ---------------------------------------------------------------------- sharing
 
-// Whether two members have a block in common. Stops at the first.
-bool ForwardPlan::FindSharing(const BlockTree& tree) noexcept {
+// Whether two members have a block in common. Stops at the first. Their paths part behind the
+// deepest block that they have in common, since each ends in a block of its own, so that one has
+// more than one reference: others are not looked at.
+inline bool ForwardPlan::FindSharing(const BlockTree& tree) noexcept {
   ++pass_;
   for (const ForwardMember& member : members) {
     for (BlockIndex b = member.last; b != kNoBlock; b = tree.block(b).parent) {
+      if (tree.block(b).refs < 2) continue;
       Mark& mark = marks_[static_cast<size_t>(b)];
       if (mark.pass == pass_) return true;
       mark.pass = pass_;
@@ -321,25 +347,29 @@ void ForwardPlan::OrderByTree(const BlockTree& tree) noexcept {
 
 // ---------------------------------------------------------------------- runs
 
-void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
-                           GroupPlan& plan) noexcept {
-  path_.clear();
-  for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) path_.push_back(b);
+// From the last block up; then in the order of positions.
+inline void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
+                                  std::vector<PageRun>& runs) noexcept {
+  const size_t first = runs.size();
   int32_t array = -1;
-  for (size_t i = path_.size(); i-- > 0;) {
-    const Block& block = tree.block(path_[i]);
-    const PageSlice& slice = tree.slice(path_[i], group_index);
-    const PageEntry* entries = tree.array_data(slice.array) + slice.first;
-    if (slice.array == array) {  // follows the block above in the same array: one run
-      PageRun& run = plan.runs.back();
-      run.entry_count = entries + slice.count - run.entries;
-      run.end = block.end;
+  for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
+    const PageSlice& slice = tree.slice(b, group_index);
+    const PageEntry* const entries = tree.array_data(slice.array) + slice.first;
+    if (slice.array == array) {  // the block below follows in the same array: one run
+      PageRun& run = runs.back();
+      run.entry_count = run.entries + run.entry_count - entries;
+      run.entries = entries;
+      run.begin = tree.block(b).begin;
       continue;
     }
     array = slice.array;
-    plan.runs.push_back(
-        {.entries = entries, .entry_count = slice.count, .begin = block.begin, .end = block.end});
+    runs.push_back({.entries = entries,
+                    .entry_count = slice.count,
+                    .begin = tree.block(b).begin,
+                    .end = tree.block(b).end});
   }
+  if (runs.size() - first > 1)
+    std::reverse(runs.begin() + static_cast<std::ptrdiff_t>(first), runs.end());
 }
 
 const TokenTreeView* ForwardPlan::AddTreeView(int group_index,
@@ -358,12 +388,12 @@ const TokenTreeView* ForwardPlan::AddTreeView(int group_index,
   return &trees.back();
 }
 
-void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept {
+inline void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept {
   GroupPlan& plan = group(group_index);
   for (size_t i = 0; i < order_.size(); ++i) {
     const ForwardMember& member = members[static_cast<size_t>(order_[i])];
     const size_t first_run = plan.runs.size();
-    FillRuns(tree, group_index, member.last, plan);
+    FillRuns(tree, group_index, member.last, plan.runs);
     plan.sequences.push_back(
         {.first_row = member.first_row,
          .row_count = member.row_count(),

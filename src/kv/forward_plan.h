@@ -28,10 +28,10 @@ class LayerSource;
 // One sequence of the batch.
 struct ForwardMember {
   int64_t id = 0;
-  int32_t sequence = 0;  // index in the sequence table
-  int64_t first_row = 0;
-  AppendPlan append;           // imported tokens, then those of the rows
+  int32_t sequence = 0;        // index in the sequence table
   BlockIndex last = kNoBlock;  // where it ends once the append is committed
+  int64_t first_row = 0;
+  AppendPlan append;  // imported tokens, then those of the rows
   bool long_factors = false;
   SequenceWindow window = {};
   int64_t imported = 0;
@@ -51,6 +51,20 @@ struct ForwardMember {
   int64_t position_end() const { return base() + (is_tree() ? levels : row_count()); }
   int64_t first_node() const { return tree->size() - node_count; }
   bool appends() const { return append.count > 0; }
+};
+
+// What a batch needs, summed over its members.
+struct BatchTotals {
+  int64_t rows = 0;
+  int64_t imports = 0;
+  int64_t path_blocks = 0;  // before the appends
+  int64_t copying = 0;      // members that copy
+  int64_t copied_tokens = 0;
+  int64_t trees = 0;
+  // Where the positions end, of members with each set of RoPE factors; 0: there is none.
+  int64_t short_end = 0;
+  int64_t long_end = 0;
+  bool has_sinks = false;
 };
 
 // Where consecutive tokens are stored.
@@ -84,9 +98,10 @@ class ForwardPlan {
     ClearBatch();
     ClearArrays();
   }
-  // Memory for Fill. May throw std::bad_alloc.
+  // Memory for Fill, and the totals. May throw std::bad_alloc.
   // REQUIRES: tree.Reserve for all appends, which are not committed yet.
   void Reserve(const BlockTree& tree);
+  const BatchTotals& totals() const { return totals_; }
   // ---- Commit.
   // REQUIRES: Reserve; no arrays; all appends are committed and members[i].last is set.
   void Fill(const BlockTree& tree) noexcept;
@@ -98,6 +113,8 @@ class ForwardPlan {
                  const BlockTree& tree, std::span<int64_t> page_counts) const noexcept;
   // Commits the appends and makes this their plan. REQUIRES: CanRepeat; pages available.
   void Repeat(BlockTree& tree) noexcept;
+  // A sequence has changed in something that the tree does not know.
+  void ForbidRepeat() noexcept { filled_at_ = 0; }
   // What differs from a plan that is made of the same members anew, or "". For tests.
   std::string DifferenceFromNew(const BlockTree& tree) const;
 
@@ -106,7 +123,7 @@ class ForwardPlan {
     return members.empty() ? 0 : members.back().first_import + members.back().imported;
   }
   std::span<const int32_t> positions() const { return positions_; }  // [row]
-  // Of nodes: how many of their ancestors are from forwards before. [row]
+  // Of nodes: how many of their ancestors are from forwards before. [row]; empty without trees.
   std::span<const int32_t> old_levels() const { return old_levels_; }
   const GroupPlan& group(int group) const { return groups_[static_cast<size_t>(group)]; }
   // The same plan for a caller that adds pointers to its sequences (RopeMode::kInline).
@@ -136,6 +153,7 @@ class ForwardPlan {
   };
 
   int32_t OldLevels(const ForwardMember& member, int64_t i) const noexcept;
+  void FillPositions() noexcept;
   bool FindSharing(const BlockTree& tree) noexcept;
   void BuildNodes(const BlockTree& tree) noexcept;
   void AddChild(int32_t parent, int32_t child) noexcept;
@@ -147,25 +165,30 @@ class ForwardPlan {
   const TokenTreeView* AddTreeView(int group, const ForwardMember& member) noexcept;
   void FillCopies(const BlockTree& tree, int group, size_t member) noexcept;
   void FillSequences(const BlockTree& tree, int group) noexcept;
-  void FillRuns(const BlockTree& tree, int group, BlockIndex last, GroupPlan& plan) noexcept;
+  static void FillRuns(const BlockTree& tree, int group, BlockIndex last,
+                       std::vector<PageRun>& runs) noexcept;
 
-  void RepeatMember(BlockTree& tree, size_t member) noexcept;
+  void RepeatSlots(PagePool& pool, int group) noexcept;
+  void RepeatWithPages(BlockTree& tree, size_t member) noexcept;
   void RepeatSequences(int group) noexcept;
 
-  uint64_t filled_at_ = 0;  // the tree's version when the arrays were filled; 0: there are none
+  // The tree's version when the arrays were filled; 0: there are none, or none to be repeated.
+  uint64_t filled_at_ = 0;
+  BatchTotals totals_;
   int64_t row_count_ = 0;
   std::vector<int32_t> positions_;
-  std::vector<int32_t> old_levels_;  // 0 for tokens of chains
+  std::vector<int32_t> old_levels_;
   std::vector<GroupPlan> groups_;
   std::vector<SharedSpan> shared_;
   std::vector<int32_t> order_;
   std::vector<int64_t> private_segments_;  // [plan order]
 
+  std::vector<uint8_t> opens_page_;  // scratch of Repeat: in any group [member]
+
   // Scratch of Fill.
   uint64_t pass_ = 0;
   std::vector<Mark> marks_;  // [block]
   std::vector<Node> nodes_;  // node 0 stands for no block: its children are the roots
-  std::vector<BlockIndex> path_;
 };
 
 }  // namespace quire

@@ -31,63 +31,85 @@ bool ForwardPlan::CanRepeat(std::span<const int64_t> ids, std::span<const int64_
     const bool one_more = ids[m] == members[m].id && lengths[m] == 1 &&
                           positions_[m] < std::numeric_limits<int32_t>::max() - 1;
     if (!one_more) return false;
-    bool opens_page = false;
-    for (int g = 0; g < tree.group_count(); ++g) {
-      const bool opens = group(g).rows.targets[m].slot + 1 == tree.pool(g).page_size();
-      page_counts[static_cast<size_t>(g)] += opens;
-      opens_page |= opens;
+    tree.PrefetchBlock(members[m].last);  // Repeat changes it; by then it has come from memory
+  }
+  for (int g = 0; g < tree.group_count(); ++g) {
+    const PagePool& pool = tree.pool(g);
+    const std::vector<AppendTarget>& targets = group(g).rows.targets;
+    int64_t opened = 0;
+    for (size_t m = 0; m < targets.size(); ++m) {
+      pool.Prefetch(targets[m].page);
+      if (targets[m].slot + 1 < pool.page_size()) continue;
+      ++opened;
+      if (!tree.HasRoomForEntry(members[m].last)) return false;
     }
-    if (opens_page && !tree.HasRoomForEntry(members[m].last)) return false;
+    page_counts[static_cast<size_t>(g)] += opened;
   }
   return true;
 }
 
-void ForwardPlan::RepeatMember(BlockTree& tree, size_t m) noexcept {
-  ForwardMember& member = members[m];
-  const int64_t length = member.base() + 1;
-  member.append = {
-      .last = member.last, .length = length, .count = 1, .cut = length, .extends = true};
-  positions_[m] = static_cast<int32_t>(length);
+void ForwardPlan::RepeatSlots(PagePool& pool, int group_index) noexcept {
+  const int64_t page_size = pool.page_size();
+  const size_t member_count = members.size();
   const size_t group_count = groups_.size();
-  const std::span<GroupAppend> appends(group_appends.data() + m * group_count, group_count);
-  bool opens_page = false;
-  for (size_t g = 0; g < group_count; ++g) {
-    AppendTarget& target = groups_[g].rows.targets[m];
-    const bool in_place = ++target.slot < tree.pool(static_cast<int>(g)).page_size();
-    appends[g] = {.in_place = in_place, .page_count = in_place ? 0 : 1};
-    groups_[g].rows.opens_tile[m] = !in_place || target.slot % kTilePositions == 0;
-    opens_page |= !in_place;
+  // Apart, since to store a byte may be to change any of the pointers to them.
+  AppendTarget* const targets = group(group_index).rows.targets.data();
+  uint8_t* const opens_tile = group(group_index).rows.opens_tile.data();
+  uint8_t* const opens_page = opens_page_.data();
+  GroupAppend* append = group_appends.data() + group_index;
+  for (size_t m = 0; m < member_count; ++m, append += group_count) {
+    const int32_t slot = ++targets[m].slot;
+    append->in_place = slot < page_size;
+    append->page_count = append->in_place ? 0 : 1;
+    opens_tile[m] = slot % kTilePositions == 0 || slot == page_size;
+    opens_page[m] |= slot == page_size;
+    if (slot < page_size) pool.SetFillTo(targets[m].page, slot + 1);
   }
-  if (!opens_page) {
-    tree.ExtendInPlace(member.last, [&](int g) { return group(g).rows.targets[m].page; });
-    return;
-  }
-  tree.Append(member.append, appends);
+}
+
+// Of a member that opens a page in some group.
+void ForwardPlan::RepeatWithPages(BlockTree& tree, size_t m) noexcept {
+  const size_t group_count = groups_.size();
+  const std::span<const GroupAppend> appends(group_appends.data() + m * group_count, group_count);
+  tree.Append(members[m].append, appends);
   for (size_t g = 0; g < group_count; ++g) {
     if (appends[g].in_place) continue;
-    const int32_t page = tree.entries(member.last, static_cast<int>(g)).back().page;
-    groups_[g].rows.targets[m] = {.page = page, .slot = 0};
+    groups_[g].rows.targets[m] = {.page = tree.slice(members[m].last, static_cast<int>(g)).tail,
+                                  .slot = 0};
   }
 }
 
 // A member's last run ends with its last block, which has grown.
 void ForwardPlan::RepeatSequences(int group_index) noexcept {
   GroupPlan& plan = group(group_index);
-  size_t run_end = 0;
+  const AppendTarget* const targets = plan.rows.targets.data();
+  PageRun* run = plan.runs.data();
   for (size_t i = 0; i < order_.size(); ++i) {
     AttentionSequence& sequence = plan.sequences[i];
     ++sequence.base;
-    run_end += static_cast<size_t>(sequence.run_count);
-    PageRun& run = plan.runs[run_end - 1];
-    ++run.end;
-    run.entry_count +=
-        plan.rows.targets[static_cast<size_t>(order_[i])].slot == 0;  // a page's first
+    run += sequence.run_count;
+    ++run[-1].end;
+    run[-1].entry_count += targets[order_[i]].slot == 0;  // a page's first
   }
 }
 
 void ForwardPlan::Repeat(BlockTree& tree) noexcept {
-  for (size_t m = 0; m < members.size(); ++m) RepeatMember(tree, m);
+  opens_page_.assign(members.size(), 0);
+  for (int g = 0; g < tree.group_count(); ++g) RepeatSlots(tree.pool(g), g);
+  for (size_t m = 0; m < members.size(); ++m) {
+    const BlockIndex last = members[m].last;
+    const int64_t length = ++positions_[m];
+    members[m].append = {
+        .last = last, .length = length, .count = 1, .cut = length, .extends = true};
+    if (opens_page_[m] != 0) {
+      RepeatWithPages(tree, m);
+    } else {
+      tree.ExtendInPlace(last);
+    }
+  }
   for (int g = 0; g < tree.group_count(); ++g) RepeatSequences(g);
+  totals_.copying = totals_.copied_tokens = 0;
+  for (int64_t* const end : {&totals_.short_end, &totals_.long_end}) *end += *end > 0;
   filled_at_ = tree.version();
 }
 

@@ -262,7 +262,7 @@ Status PagedKVCache::PlanImport(const char* call, const Sequence& sequence, int6
   std::vector<int64_t> page_counts;
   for (const GroupAppend& group : plan->group_appends) page_counts.push_back(group.page_count);
   QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
-  tree_.Reserve(std::span(&append, 1), plan->group_appends);
+  tree_.Reserve(AppendPlans(append), plan->group_appends);
   plan->Reserve(tree_);
   return Status();
 }

@@ -141,6 +141,10 @@ class Checker {
         status = Violation() << "block " << b << " group " << group << " counts "
                              << tree_.FreedCount(b, group) << " freed entries of " << freed;
       }
+      if (tree_.slice(b, group).tail != table.back().page) {
+        status = Violation() << "block " << b << " group " << group << " ends in page "
+                             << table.back().page << ", not in " << tree_.slice(b, group).tail;
+      }
       for (size_t i = 0; i < table.size(); ++i) {
         const int64_t from = i == 0 ? block.begin : table[i].start;
         const int64_t to = i + 1 == table.size() ? block.end : table[i + 1].start;

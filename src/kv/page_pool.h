@@ -55,18 +55,41 @@ class PagePool {
   }
 
   // REQUIRES: free_count() > 0.
-  int32_t Take() noexcept;
-  void Hold(int32_t page) noexcept;
-  // Returns whether other holders remain.
-  bool Release(int32_t page) noexcept;
-  // The tokens of `page` end before `end`, a position in its range or the range's end.
-  void SetFillTo(int32_t page, int64_t end) noexcept;
-
-  // A number that whoever looks at pages leaves on one; that of a free page is 0.
-  uint64_t mark(int32_t page) const { return pages_[static_cast<size_t>(page)].mark; }
-  void SetMark(int32_t page, uint64_t mark) noexcept {
-    pages_[static_cast<size_t>(page)].mark = mark;
+  int32_t Take() noexcept {
+    if (free_.empty()) [[unlikely]]
+      FailEmpty();
+    const int32_t page = free_.back();
+    free_.pop_back();
+    pages_[static_cast<size_t>(page)] = {.holds = 1, .fill = 0};
+    return page;
   }
+  void Hold(int32_t page) noexcept { ++HeldPage(page).holds; }
+  // Returns whether other holders remain.
+  bool Release(int32_t page) noexcept {
+    Page& held = HeldPage(page);
+    if (--held.holds > 0) return true;
+    held.fill = 0;
+    free_.push_back(page);
+    if (listener_ != nullptr) listener_->OnPageFreed(group_, page);
+    return false;
+  }
+  // The tokens of `page` end before `end`, a position in its range or the range's end, above 0.
+  void SetFillTo(int32_t page, int64_t end) noexcept {
+    HeldPage(page).fill = static_cast<int32_t>(Slot(end - 1) + 1);
+  }
+
+  // Tells the processor that these are about to be used.
+  void Prefetch(int32_t page) const {
+    if (page >= 0) __builtin_prefetch(&pages_[static_cast<size_t>(page)], 1);
+  }
+  // The `index`-th page that Take will give.
+  void PrefetchFree(int64_t index) const {
+    if (index < free_count()) Prefetch(free_[free_.size() - 1 - static_cast<size_t>(index)]);
+  }
+
+  // A number that whoever looks at pages leaves on one, and which only grows.
+  uint64_t mark(int32_t page) const { return marks_[static_cast<size_t>(page)]; }
+  void SetMark(int32_t page, uint64_t mark) noexcept { marks_[static_cast<size_t>(page)] = mark; }
 
   // All pages free, in the order of a new pool.
   void Reset() noexcept;
@@ -79,8 +102,15 @@ class PagePool {
   struct Page {
     int32_t holds = 0;
     int32_t fill = 0;
-    uint64_t mark = 0;
   };
+  Page& HeldPage(int32_t page) {
+    Page& entry = pages_[static_cast<size_t>(page)];
+    if (entry.holds <= 0) [[unlikely]]
+      FailFree(page);
+    return entry;
+  }
+  [[noreturn]] static void FailFree(int32_t page);
+  [[noreturn]] static void FailEmpty();
   int64_t RangeIndex(int64_t position) const {
     return page_shift_ >= 0 ? position >> page_shift_ : position / page_size_;
   }
@@ -90,7 +120,8 @@ class PagePool {
   int page_shift_;  // log2 of a page size that is a power of two, else -1: a division takes longer
                     // than all else here
   std::vector<Page> pages_;
-  std::vector<int32_t> free_;  // a stack; its capacity is page_count from the start
+  std::vector<uint64_t> marks_;  // [page]; apart, since few caches have windows
+  std::vector<int32_t> free_;    // a stack; its capacity is page_count from the start
   PageFreeListener* listener_ = nullptr;
   int group_ = 0;
 };

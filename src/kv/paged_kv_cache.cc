@@ -290,6 +290,7 @@ Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
       QUIRE_RETURN_IF_ERROR(CheckRoomForActive("SetRetained", seq_id));
     }
     sequences_.SetRetained(index, retained);
+    plan_.ForbidRepeat();
     return Status();
   });
 }

@@ -227,13 +227,16 @@ class PagedKVCache final : public AttentionKVCache,
 
   Status StartBatch(const char* call, std::span<const int64_t> seq_ids,
                     std::span<const int64_t> append_lengths, ForwardPlan& plan);
-  Result<int32_t> CheckMember(const char* call, int64_t seq_id, int64_t append_length,
-                              int64_t first_row);
+  // `index`: what the table finds for the id.
+  Status CheckMember(const char* call, int64_t seq_id, int32_t index, int64_t append_length,
+                     int64_t first_row);
   Status PlanBatch(const char* call, std::span<const int64_t> seq_ids,
                    std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads,
                    ForwardPlan& plan);
-  Status PlanMember(const char* call, int64_t seq_id, int64_t append_length, const LayerLoad* load,
-                    int64_t first_row, ForwardPlan& plan);
+  Status PlanMember(const char* call, int64_t seq_id, int32_t index, int64_t append_length,
+                    const LayerLoad* load, int64_t first_row, ForwardPlan& plan);
+  // The indices of ids, what planning needs of them being on its way from memory.
+  void FindAhead(std::span<const int64_t> seq_ids, std::span<int32_t> indices) const noexcept;
   Status BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads);
   Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;
@@ -382,6 +385,7 @@ class PagedKVCache final : public AttentionKVCache,
   ForwardPlan plan_;       // of the open forward or the last one
   ForwardPlan query_;      // members of PagesNeeded: it leaves plan_ as it is, to be repeated
   uint64_t planning_ = 0;  // number of the last batch that was planned; members of it carry it
+  uint64_t batch_ = 0;     // that of plan_'s
   bool in_forward_ = false;
   bool has_windows_ = false;  // of a group or, since the last Clear, a sequence: else all is seen
   // Whether something has happened since pages were last freed that may have hidden some.
@@ -395,7 +399,6 @@ class PagedKVCache final : public AttentionKVCache,
   std::vector<RotaryAngles> slid_angles_;
 
   // Scratch of planning.
-  std::vector<AppendPlan> appends_;        // [member]
   std::vector<int64_t> page_counts_;       // [group]
   std::span<const int64_t> tree_parents_;  // [row]
   std::vector<int32_t> tree_depths_;       // [row]

@@ -214,7 +214,7 @@ Status PagedKVCache::PrivatizeFrom(const char* call, Sequence& sequence, int64_t
   std::vector<int64_t> page_counts;
   for (const GroupAppend& group : moves.group_appends) page_counts.push_back(group.page_count);
   QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
-  tree_.Reserve(std::span(&append, 1), moves.group_appends);
+  tree_.Reserve(AppendPlans(append), moves.group_appends);
   moves.Reserve(tree_);
 
   sequence.last = moves.members[0].last = tree_.Append(append, moves.group_appends);

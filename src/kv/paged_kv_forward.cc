@@ -1,5 +1,6 @@
 // The forward of PagedKVCache: planning, attention, end.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -16,6 +17,10 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr size_t kScratchAlignment = 64;  // a cache line; backend.h asks for it
 
+// Members that are fetched from memory before the first of them is planned: enough to keep all of
+// a core's misses in flight, few enough that they stay in its first cache.
+constexpr size_t kMembersAhead = 32;
+
 Status BadBatch(StatusCode code, const char* call, const std::string& why) {
   return Status(code, std::string(call) + ": " + why);
 }
@@ -24,10 +29,10 @@ Status BadBatch(StatusCode code, const char* call, const std::string& why) {
 
 // ---------------------------------------------------------------------- planning
 
-// The index of a sequence that may get new rows; it counts as a member from now on.
-Result<int32_t> PagedKVCache::CheckMember(const char* call, int64_t seq_id, int64_t append_length,
-                                          int64_t first_row) {
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, FindSequence(call, seq_id));
+// Whether a sequence may get new rows; it counts as a member from now on.
+Status PagedKVCache::CheckMember(const char* call, int64_t seq_id, int32_t index,
+                                 int64_t append_length, int64_t first_row) {
+  if (index == SequenceTable::kAbsent) return FindSequence(call, seq_id).status();
   Sequence& sequence = sequences_[index];
   const auto name = [&] { return "sequence " + std::to_string(seq_id); };
   if (sequence.batch == planning_) {
@@ -50,15 +55,16 @@ Result<int32_t> PagedKVCache::CheckMember(const char* call, int64_t seq_id, int6
                         std::to_string(options_.prefill_chunk_size) +
                         "; append them in several forwards");
   }
-  return index;
+  return Status();
 }
 
 // `load`: of the sequence, or null.
-Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append_length,
-                                const LayerLoad* load, int64_t first_row, ForwardPlan& plan) {
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, seq_id, append_length, first_row));
-  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
+inline Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int32_t index,
+                                       int64_t append_length, const LayerLoad* load,
+                                       int64_t first_row, ForwardPlan& plan) {
+  QUIRE_RETURN_IF_ERROR(CheckMember(call, seq_id, index, append_length, first_row));
   const Sequence& sequence = sequences_[index];
+  if (sequence.reserved > 0) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
   const auto name = [&] { return "sequence " + std::to_string(seq_id); };
   int64_t imported = 0;
   if (load != nullptr) {
@@ -79,29 +85,29 @@ Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int64_t append
                         std::to_string(imported) + " imported ones: positions end at 2^31");
   }
   const size_t group_count = groups_.size();
-  const size_t first_group = plan.group_appends.size();
-  plan.group_appends.resize(first_group + group_count);
+  const size_t first_group = plan.members.size() * group_count;
   const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, group_count);
   if (load != nullptr && load->only_visible) {
     const int64_t end = length + imported;
     QUIRE_RETURN_IF_ERROR(CheckWindows(call, sequence, SequenceWindows(), end));
     LeaveOutHidden({}, length, end, groups);
   }
-  const AppendPlan append = tree_.PlanAppend(sequence.last, imported + append_length, groups);
-  for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
   const int64_t first_import = plan.import_count();
   // In its place: to copy it there would wait for the stores of its parts.
   ForwardMember& member = plan.members.emplace_back();
   member.id = seq_id;
   member.sequence = index;
   member.first_row = first_row;
-  member.append = append;
+  member.append.last = sequence.last;
+  member.append.length = member.append.cut = length;
+  member.append.count = imported + append_length;
+  tree_.PlanAppend(member.append, groups);
+  for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
   member.long_factors = sequence.long_factors;
   member.window = sequence.window;
   member.imported = imported;
   member.first_import = first_import;
   member.source = load == nullptr ? nullptr : load->source;
-  appends_.push_back(append);
   return Status();
 }
 
@@ -117,9 +123,25 @@ Status PagedKVCache::StartBatch(const char* call, std::span<const int64_t> seq_i
   ++planning_;
   tree_.BeginPlanning();
   plan.ClearBatch();
-  appends_.clear();
+  ReserveGrowing(plan.members, seq_ids.size());
+  plan.group_appends.resize(seq_ids.size() * groups_.size());
   page_counts_.assign(groups_.size(), 0);
   return Status();
+}
+
+// In rounds, each over all of them: every look leads to the next address, and one member after the
+// other would wait for memory at each.
+inline void PagedKVCache::FindAhead(std::span<const int64_t> seq_ids,
+                                    std::span<int32_t> indices) const noexcept {
+  const auto for_each = [&](auto&& f) {
+    for (size_t i = 0; i < seq_ids.size(); ++i) {
+      if (indices[i] != SequenceTable::kAbsent) f(indices[i]);
+    }
+  };
+  for (size_t i = 0; i < seq_ids.size(); ++i) indices[i] = sequences_.Find(seq_ids[i]);
+  for_each([&](int32_t index) { sequences_.Prefetch(index); });
+  for_each([&](int32_t index) { tree_.PrefetchEnd(sequences_[index].last); });
+  for_each([&](int32_t index) { tree_.PrefetchPages(sequences_[index].last); });
 }
 
 // Leaves only marks that no call can see (the numbers of this planning), and the plan's members,
@@ -128,10 +150,16 @@ Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_id
                                std::span<const int64_t> append_lengths,
                                std::span<const LayerLoad> loads, ForwardPlan& plan) {
   QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan));
+  std::array<int32_t, kMembersAhead> indices;
   int64_t row_count = 0;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
+    const size_t ahead = i % kMembersAhead;
+    if (ahead == 0) {
+      const std::span<const int64_t> next = seq_ids.subspan(i);
+      FindAhead(next.first(std::min(next.size(), kMembersAhead)), indices);
+    }
     const bool loads_this = !loads.empty() && loads.front().seq_id == seq_ids[i];
-    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], append_lengths[i],
+    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], indices[ahead], append_lengths[i],
                                      loads_this ? &loads.front() : nullptr, row_count, plan));
     row_count += append_lengths[i];
     if (loads_this) loads = loads.subspan(1);
@@ -170,22 +198,17 @@ Result<int64_t> PagedKVCache::PagesNeeded(std::span<const int64_t> seq_ids,
 
 // `more_rows`: that each member gets beyond its plan.
 Status PagedKVCache::ReserveRope(const char* call, int64_t more_rows) {
-  int64_t rows = 0;
-  int64_t short_end = 0;
-  int64_t long_end = 0;
-  for (const ForwardMember& member : plan_.members) {
-    rows += member.row_count();
-    int64_t& end = member.long_factors ? long_end : short_end;
-    end = std::max(end, member.position_end() + more_rows);
-  }
-  const bool has_sinks =
-      std::any_of(plan_.members.begin(), plan_.members.end(),
-                  [](const ForwardMember& member) { return member.window.sinks > 0; });
+  if (ropes_.empty()) return Status();
+  const BatchTotals& totals = plan_.totals();
+  const int64_t rows = totals.rows;
+  const int64_t short_end = totals.short_end > 0 ? totals.short_end + more_rows : 0;
+  const int64_t long_end = totals.long_end > 0 ? totals.long_end + more_rows : 0;
+  const bool has_sinks = totals.has_sinks;
   int64_t table_end = rope_limits_.table_positions;
   const int64_t end_of_all = std::max(short_end, long_end);
   if (options_.rope.mode == RopeMode::kInline) {
     table_end = rope_limits_.inline_positions;
-    if (!ropes_.empty() && end_of_all > table_end) {
+    if (end_of_all > table_end) {
       return BadBatch(StatusCode::kTooLarge, call,
                       "a sequence would have " + std::to_string(end_of_all) +
                           " positions; with RopeMode::kInline, which needs the angles of all of "
@@ -207,9 +230,8 @@ Status PagedKVCache::ReserveRope(const char* call, int64_t more_rows) {
 
 void PagedKVCache::ReserveScratch() {
   const int64_t sequence_count = static_cast<int64_t>(plan_.members.size());
-  const ForwardMember& last = plan_.members.back();
   const size_t bytes =
-      AttentionScratchBytes(*backend_, groups_, options_.layers, last.first_row + last.row_count(),
+      AttentionScratchBytes(*backend_, groups_, options_.layers, plan_.totals().rows,
                             sequence_count, options_.runner->worker_count());
   GrowScratch(bytes);
 }
@@ -221,7 +243,8 @@ void PagedKVCache::GrowScratch(size_t bytes) {
 }
 
 Status PagedKVCache::ReserveForward(const char* call) {
-  tree_.Reserve(appends_, plan_.group_appends);
+  tree_.Reserve(AppendPlans(std::span<const ForwardMember>(plan_.members), &ForwardMember::append),
+                plan_.group_appends);
   plan_.Reserve(tree_);
   QUIRE_RETURN_IF_ERROR(ReserveRope(call, 0));
   ReserveScratch();
@@ -264,6 +287,7 @@ Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq
 }
 
 void PagedKVCache::CommitForward() noexcept {
+  batch_ = planning_;
   plan_.ClearArrays();
   for (size_t m = 0; m < plan_.members.size(); ++m) {
     ForwardMember& member = plan_.members[m];
@@ -285,16 +309,14 @@ void PagedKVCache::CommitForward() noexcept {
 bool PagedKVCache::CanRepeatForward(std::span<const int64_t> seq_ids,
                                     std::span<const int64_t> append_lengths) {
   page_counts_.assign(groups_.size(), 0);
-  if (!plan_.CanRepeat(seq_ids, append_lengths, tree_, page_counts_)) return false;
-  return std::none_of(plan_.members.begin(), plan_.members.end(), [&](const ForwardMember& member) {
-    const Sequence& sequence = sequences_[member.sequence];
-    return sequence.retained || sequence.window != member.window;
-  });
+  return plan_.CanRepeat(seq_ids, append_lengths, tree_, page_counts_);
 }
 
 void PagedKVCache::CommitRepeatedForward() noexcept {
-  ++planning_;
-  for (const ForwardMember& member : plan_.members) sequences_[member.sequence].batch = planning_;
+  if (batch_ != planning_) {  // another batch has been asked about since
+    batch_ = ++planning_;
+    for (const ForwardMember& member : plan_.members) sequences_[member.sequence].batch = batch_;
+  }
   plan_.Repeat(tree_);
   ++repeated_forward_count_;
   tree_.DeferMerges();
@@ -312,10 +334,11 @@ void PagedKVCache::OpenForward() noexcept {
 void PagedKVCache::FillRope() noexcept {
   for (Rope& rope : ropes_) {
     rope.far_rows.Clear();
-    rope.angles.clear();
+    rope.angles.resize(static_cast<size_t>(plan_.row_count()));
     for (const ForwardMember& member : plan_.members) {
       const RopeTable& table = rope.table(member.long_factors);
-      for (const int64_t p : PositionsOf(member)) rope.angles.push_back(rope.far_rows.At(table, p));
+      RotaryAngles* angles = rope.angles.data() + member.first_row;
+      for (const int64_t p : PositionsOf(member)) *angles++ = rope.far_rows.At(table, p);
     }
     FillSinkAngles(rope);
   }
@@ -350,13 +373,16 @@ Status PagedKVCache::EndForward() {
 
 void PagedKVCache::CloseForward() noexcept {
   in_forward_ = false;
-  for (const ForwardMember& member : plan_.members) {
-    if (member.append.copies()) tree_.Release(member.append.last);
+  if (plan_.totals().copying > 0) {
+    for (const ForwardMember& member : plan_.members) {
+      if (member.append.copies()) tree_.Release(member.append.last);
+    }
+    hides_more_ = true;  // they have left their old paths to others
   }
   tree_.RunDeferredMerges();
+  if (!has_windows_) return;
   for (const ForwardMember& member : plan_.members) {
-    hides_more_ |= member.append.copies();  // it has left its old path to others
-    if (member.is_tree()) continue;         // what is rejected is seen from the committed end
+    if (member.is_tree()) continue;  // what is rejected is seen from the committed end
     SlideTo(&sequences_[member.sequence], member.old_length());
   }
   FreeHidden();

@@ -43,7 +43,8 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
                                     std::span<const int64_t> parents, int64_t first_row,
                                     ForwardPlan& plan) {
   const int64_t count = static_cast<int64_t>(parents.size());
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, seq_id, count, first_row));
+  const int32_t index = sequences_.Find(seq_id);
+  QUIRE_RETURN_IF_ERROR(CheckMember(call, seq_id, index, count, first_row));
   const Sequence& sequence = sequences_[index];
   if (sequence.pending > 0) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
   const int64_t size = trees_.SizeOf(index);
@@ -67,8 +68,7 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
                                              std::to_string(levels) +
                                              " levels: positions end at 2^31");
   }
-  const size_t first_group = plan.group_appends.size();
-  plan.group_appends.resize(first_group + groups_.size());
+  const size_t first_group = plan.members.size() * groups_.size();
   const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, groups_.size());
   const int64_t end = tree_.End(sequence.last);
   AppendPlan append{.last = sequence.last, .length = end, .count = 0, .cut = end, .extends = true};
@@ -87,7 +87,6 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
                           .node_count = count,
                           .committed = committed,
                           .levels = levels});
-  appends_.push_back(append);
   return Status();
 }
 

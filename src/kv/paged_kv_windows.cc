@@ -42,6 +42,7 @@ Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, i
                         std::to_string(sinks) + " sinks instead");
     }
     has_windows_ = true;
+    plan_.ForbidRepeat();
     if (options_.tvm_window_span) {
       sequence.span = {window, sinks};
       return Status();
@@ -61,6 +62,7 @@ Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
     if (sequence.window.window == kNoWindow && sequence.span.tokens == kNoWindow) {
       return Status(StatusCode::kBadState, OfSequence(call, sequence) + "has no window");
     }
+    plan_.ForbidRepeat();
     sequence.span = {};
     sequence.window.window = kNoWindow;
     sequence.window.slid = sequence.slid;
@@ -121,6 +123,7 @@ void PagedKVCache::SetWindows(Sequence* sequence, const SequenceWindows& windows
   sequence->span = {OrNone(windows.span), windows.span_sinks};
   has_windows_ |= windows != SequenceWindows{};
   hides_more_ = true;
+  plan_.ForbidRepeat();
 }
 
 // ---------------------------------------------------------------------- what is legal
@@ -182,6 +185,7 @@ void PagedKVCache::SlideTo(Sequence* sequence, int64_t old_length) noexcept {
   if (length - sequence->span.tokens > sequence->window.slid) {
     sequence->window = {
         .window = kNoWindow, .sinks = sequence->span.sinks, .slid = length - sequence->span.tokens};
+    plan_.ForbidRepeat();
   }
   sequence->slid = SlidAt(sequence->window, length);
   for (int g = 0; g < tree_.group_count() && !hides_more_; ++g) {
@@ -206,9 +210,7 @@ void PagedKVCache::FreeHidden() noexcept {
 
 void PagedKVCache::FillSinkAngles(Rope& rope) noexcept {
   rope.sink_angles.clear();
-  const bool any = std::any_of(plan_.members.begin(), plan_.members.end(),
-                               [](const ForwardMember& m) { return m.window.sinks > 0; });
-  if (!any) return;
+  if (!plan_.totals().has_sinks) return;
   for (const ForwardMember& member : plan_.members) {
     const RopeTable& table = rope.table(member.long_factors);
     for (const int64_t p : PositionsOf(member))

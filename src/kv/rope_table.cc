@@ -47,10 +47,8 @@ void RopeRows::Reserve(int64_t row_count, int64_t pair_count) {
   if (sin_.size() < size) sin_.resize(size);
 }
 
-RotaryAngles RopeRows::At(const RopeTable& table, int64_t position) noexcept {
+RotaryAngles RopeRows::Compute(const RopeTable& table, int64_t position) noexcept {
   const int64_t pairs = table.pair_count();
-  if (position < table.position_count())
-    return {table.cos() + position * pairs, table.sin() + position * pairs};
   QUIRE_CHECK(size_ + static_cast<size_t>(pairs) <= std::min(cos_.size(), sin_.size()))
       << "no room for the angles of position " << position;
   float* const cos = cos_.data() + size_;

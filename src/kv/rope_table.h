@@ -59,9 +59,15 @@ class RopeRows {
   void Reserve(int64_t row_count, int64_t pair_count);
   void Clear() noexcept { size_ = 0; }
   // Valid until Clear, or until the table grows.
-  RotaryAngles At(const RopeTable& table, int64_t position) noexcept;
+  RotaryAngles At(const RopeTable& table, int64_t position) noexcept {
+    if (position >= table.position_count()) return Compute(table, position);
+    const int64_t first = position * table.pair_count();
+    return {table.cos() + first, table.sin() + first};
+  }
 
  private:
+  RotaryAngles Compute(const RopeTable& table, int64_t position) noexcept;
+
   std::vector<float> cos_;
   std::vector<float> sin_;
   size_t size_ = 0;

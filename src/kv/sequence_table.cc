@@ -9,33 +9,17 @@ namespace {
 
 constexpr size_t kBucketCountMin = 16;
 
-// Multiplication by 2^64 / golden ratio spreads consecutive ids over the high bits (Knuth,
-// TAOCP 6.4).
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
-
 }  // namespace
 
-size_t SequenceTable::HomeBucket(int64_t id) const {
-  const uint64_t mixed = static_cast<uint64_t>(id) * kGolden;
-  return static_cast<size_t>(mixed >> 32) & (buckets_.size() - 1);
-}
-
-int32_t SequenceTable::Find(int64_t id) const {
-  if (buckets_.empty()) return kAbsent;
-  for (size_t bucket = HomeBucket(id); buckets_[bucket] != kAbsent; bucket = NextBucket(bucket)) {
-    if ((*this)[buckets_[bucket]].id == id) return buckets_[bucket];
-  }
-  return kAbsent;
-}
-
 void SequenceTable::PutIntoBucket(int32_t index) noexcept {
-  size_t bucket = HomeBucket((*this)[index].id);
-  while (buckets_[bucket] != kAbsent) bucket = NextBucket(bucket);
-  buckets_[bucket] = index;
+  const int64_t id = (*this)[index].id;
+  size_t bucket = HomeBucket(id);
+  while (buckets_[bucket].index != kAbsent) bucket = NextBucket(bucket);
+  buckets_[bucket] = {.id = id, .index = index};
 }
 
 void SequenceTable::Rehash(size_t bucket_count) {
-  std::vector<int32_t> buckets(bucket_count, kAbsent);
+  std::vector<Bucket> buckets(bucket_count);
   buckets_.swap(buckets);
   for (size_t i = 0; i < sequences_.size(); ++i) {
     if (sequences_[i].id >= 0) PutIntoBucket(static_cast<int32_t>(i));
@@ -65,17 +49,17 @@ int32_t SequenceTable::Insert(int64_t id) noexcept {
 
 void SequenceTable::Erase(int32_t index) noexcept {
   size_t hole = HomeBucket((*this)[index].id);
-  while (buckets_[hole] != index) hole = NextBucket(hole);
+  while (buckets_[hole].index != index) hole = NextBucket(hole);
   // A follower moves into the hole unless its home lies cyclically behind the hole: then probing
   // still finds it.
-  for (size_t next = NextBucket(hole); buckets_[next] != kAbsent; next = NextBucket(next)) {
-    const size_t home = HomeBucket((*this)[buckets_[next]].id);
+  for (size_t next = NextBucket(hole); buckets_[next].index != kAbsent; next = NextBucket(next)) {
+    const size_t home = HomeBucket(buckets_[next].id);
     const size_t mask = buckets_.size() - 1;
     if (((next - home) & mask) < ((next - hole) & mask)) continue;
     buckets_[hole] = buckets_[next];
     hole = next;
   }
-  buckets_[hole] = kAbsent;
+  buckets_[hole] = {};
   SetRetained(index, false);
   (*this)[index] = Sequence{};
   free_.push_back(index);
@@ -88,7 +72,7 @@ void SequenceTable::SetRetained(int32_t index, bool retained) noexcept {
 }
 
 void SequenceTable::Clear() noexcept {
-  std::fill(buckets_.begin(), buckets_.end(), kAbsent);
+  std::fill(buckets_.begin(), buckets_.end(), Bucket{});
   std::fill(sequences_.begin(), sequences_.end(), Sequence{});
   free_.clear();
   for (size_t i = sequences_.size(); i-- > 0;) free_.push_back(static_cast<int32_t>(i));
