@@ -52,7 +52,7 @@ class LocalChannelHandle(tvm_ffi.Object):
 
 @tvm_ffi.register_object("quire.Engine")
 class EngineHandle(tvm_ffi.Object):
-    """The C++ object behind quire.Engine; constructor and methods come from the library."""
+    """The C++ object behind quire.Engine; its methods come from the library."""
 
 
 @tvm_ffi.register_object("quire.LookupBuffer")
@@ -112,7 +112,8 @@ def new_local_channel() -> Any:
 
 
 def new_engine(options: dict[str, Any]) -> Any:
-    return EngineHandle(options)  # type: ignore[call-arg]
+    """As its constructor, but other threads run while the model is loaded."""
+    return function("Engine.create")(options)
 
 
 def new_lookup_buffer(options: dict[str, Any]) -> Any:

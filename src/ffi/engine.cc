@@ -326,9 +326,13 @@ tf::Map<tf::String, int64_t> PlanMemory(const OptionMap& fields) {
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {
-  tf::reflection::GlobalDef().def("quire.Engine.plan_memory", PlanMemory);
+  // A function and no constructor: calls of functions let other Python threads run meanwhile.
+  tf::reflection::GlobalDef()
+      .def("quire.Engine.plan_memory", PlanMemory)
+      .def("quire.Engine.create", [](const OptionMap& options) {
+        return tf::ObjectRef(tf::make_object<EngineObj>(options));
+      });
   tf::reflection::ObjectDef<EngineObj>()
-      .def(tf::reflection::init<OptionMap>())
       .def("submit", &EngineObj::Submit)
       .def("cancel", &EngineObj::Cancel)
       .def("stop", &EngineObj::Stop)

@@ -113,8 +113,11 @@ struct KVLayout {
 // that tile was NaN or infinite since the tile was opened.
 struct KVPages {
   KVLayout layout;
-  std::byte* base = nullptr;       // page i at base + i * layout.page_bytes()
+  std::byte* base = nullptr;       // page i at base + i * stride()
   uint8_t* v_nonfinite = nullptr;  // [page_count * tiles_per_page]
+  size_t page_stride = 0;          // bytes from a page to the next one; 0: they lie side by side
+
+  size_t stride() const { return page_stride != 0 ? page_stride : layout.page_bytes(); }
 };
 
 // One entry of a page table: positions from `start` on lie in `page`, up to the next entry's start

@@ -54,7 +54,7 @@ inline size_t TileFlag(const KVLayout& layout, int page, int slot) {
 }
 
 inline std::byte* PageAt(const KVPages& pages, int page) {
-  return pages.base + static_cast<size_t>(page) * pages.layout.page_bytes();
+  return pages.base + static_cast<size_t>(page) * pages.stride();
 }
 
 inline std::byte* ValuesAt(const KVPages& pages, int page) {

@@ -168,11 +168,14 @@ TEST_P(LinearTest, AgreesWithTheReferenceForEverySizeAroundTheBlocks) {
     for (const int64_t k : {511, 512, 513, 1023, 1024, 1025, 2049}) {
       CheckAgainstReference(backend(), {.dtype = dtype, .rows = 2, .n = 33, .k = k});
     }
-    for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 25, 37, 121}) {
+    for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 25, 37, 121}) {
       CheckAgainstReference(backend(),
                             {.dtype = dtype, .rows = rows, .n = 35, .k = 67, .bias = true});
     }
   }
+  // So long rows that outputs go in groups.
+  CheckAgainstReference(backend(),
+                        {.dtype = DType::kBF16, .rows = 16, .n = 70, .k = 8201, .bias = true});
 }
 
 TEST_P(LinearTest, RoundsRowsWhenAsked) {
@@ -242,7 +245,7 @@ TEST_P(LinearTest, ARowsResultDoesNotDependOnTheOtherRows) {
           .dtype = dtype, .x_rounding = rounding, .rows = 130, .n = 70, .k = 1301, .bias = true};
       const Data data(all);
       const std::vector<float> y = RunLinear(backend(), all, data);
-      for (const int64_t rows : {1, 2, 5, 8, 17, 64}) {
+      for (const int64_t rows : {1, 2, 5, 8, 13, 16, 17, 64}) {
         Case some = all;
         some.rows = rows;
         Data part = data;
@@ -259,7 +262,7 @@ TEST_P(LinearTest, ARowsResultDoesNotDependOnTheOtherRows) {
 }
 
 TEST_P(LinearTest, BitsDoNotDependOnTheNumberOfThreads) {
-  for (const int64_t rows : {1, 9, 125}) {
+  for (const int64_t rows : {1, 9, 16, 125}) {
     const Case c{.dtype = DType::kBF16, .rows = rows, .n = 300, .k = 1300, .bias = true};
     const Data data(c);
     const std::vector<float> y = RunLinear(backend(), c, data);
@@ -358,7 +361,7 @@ TEST_P(LinearTest, BitsAreThoseOfTheScalarPath) {
     for (const DType rounding : {DType::kF32, DType::kBF16}) {
       const bool in_pairs = dtype == DType::kBF16 && rounding == DType::kBF16;
       if (in_pairs && backend().name == "avx512_bf16") continue;
-      for (const int64_t rows : {1, 5, 40}) {
+      for (const int64_t rows : {1, 5, 15, 40}) {
         const Case c{
             .dtype = dtype, .x_rounding = rounding, .rows = rows, .n = 45, .k = 1061, .bias = true};
         EXPECT_TRUE(SameBits(RunLinear(scalar, c), RunLinear(backend(), c))) << Describe(c);

@@ -6,28 +6,32 @@
 namespace quire {
 namespace {
 
-// Of one layer.
+// From a page to the next one: the page of all layers.
+size_t StrideOf(const LayerGroup& group) { return group.layers.size() * group.layout.page_bytes(); }
 size_t PagesBytes(const LayerGroup& group) {
-  return static_cast<size_t>(group.page_count) * group.layout.page_bytes();
+  return static_cast<size_t>(group.page_count) * StrideOf(group);
 }
+// Of one layer.
 size_t TileCount(const LayerGroup& group) {
   return static_cast<size_t>(group.page_count) * static_cast<size_t>(group.layout.tiles_per_page());
 }
+size_t FlagsBytes(const LayerGroup& group) { return group.layers.size() * TileCount(group); }
 
 }  // namespace
 
 int64_t PageStorage::Bytes(std::span<const LayerGroup> groups) {
   size_t bytes = 0;
   for (const LayerGroup& group : groups) {
-    bytes += group.layers.size() * (HostMemory::AllocatedBytes(PagesBytes(group)) +
-                                    HostMemory::AllocatedBytes(TileCount(group)));
+    bytes += HostMemory::AllocatedBytes(PagesBytes(group)) +
+             HostMemory::AllocatedBytes(FlagsBytes(group));
   }
   return static_cast<int64_t>(bytes);
 }
 
 int64_t PageStorage::bytes() const {
   size_t bytes = 0;
-  for (const Layer& layer : layers_) bytes += layer.bytes.size() + layer.v_nonfinite.size();
+  for (const Mapping& mapping : mappings_)
+    bytes += mapping.bytes.size() + mapping.v_nonfinite.size();
   return static_cast<int64_t>(bytes);
 }
 
@@ -43,15 +47,18 @@ Status PageStorage::Map() {
   for (const LayerGroup& group : groups_) layer_count += group.layers.size();
   layers_.resize(layer_count);
   for (const LayerGroup& group : groups_) {
-    for (const int64_t index : group.layers) {
-      Layer& layer = layers_[static_cast<size_t>(index)];
-      QUIRE_ASSIGN_OR_RETURN(layer.bytes, HostMemory::Allocate(PagesBytes(group)));
-      QUIRE_ASSIGN_OR_RETURN(layer.v_nonfinite, HostMemory::Allocate(TileCount(group)));
-      layer.pages = {.layout = group.layout,
-                     .base = layer.bytes.data(),
-                     .v_nonfinite = layer.v_nonfinite.as<uint8_t>()};
-      if (poison_) std::memset(layer.bytes.data(), kPoisonByte, PagesBytes(group));
+    Mapping mapping;
+    QUIRE_ASSIGN_OR_RETURN(mapping.bytes, HostMemory::Allocate(PagesBytes(group)));
+    QUIRE_ASSIGN_OR_RETURN(mapping.v_nonfinite, HostMemory::Allocate(FlagsBytes(group)));
+    if (poison_) std::memset(mapping.bytes.data(), kPoisonByte, PagesBytes(group));
+    for (size_t i = 0; i < group.layers.size(); ++i) {
+      layers_[static_cast<size_t>(group.layers[i])] = {
+          .layout = group.layout,
+          .base = mapping.bytes.data() + i * group.layout.page_bytes(),
+          .v_nonfinite = mapping.v_nonfinite.as<uint8_t>() + i * TileCount(group),
+          .page_stride = StrideOf(group)};
     }
+    mappings_.push_back(std::move(mapping));
   }
   return Status();
 }
@@ -66,11 +73,10 @@ void PageStorage::Copy(int group, std::span<const AppendTarget> from,
 
 void PageStorage::OnPageFreed(int group, int32_t page) noexcept {
   if (!poison_) return;
-  for (const int64_t index : groups_[static_cast<size_t>(group)].layers) {
-    const KVPages& pages = layer(index);
-    const size_t bytes = pages.layout.page_bytes();
-    std::memset(pages.base + static_cast<size_t>(page) * bytes, kPoisonByte, bytes);
-  }
+  const LayerGroup& freed = groups_[static_cast<size_t>(group)];
+  std::memset(mappings_[static_cast<size_t>(group)].bytes.data() +
+                  static_cast<size_t>(page) * StrideOf(freed),
+              kPoisonByte, StrideOf(freed));
 }
 
 }  // namespace quire

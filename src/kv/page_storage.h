@@ -18,10 +18,12 @@ namespace quire {
 // reads what it should not fail a test instead of passing by luck.
 inline constexpr int kPoisonByte = 0xFF;
 
-// One mapping per layer. Physical memory is taken when a page is first written.
+// One mapping per group, in which page i of all layers is one run of memory: what a token opens is
+// filled by it, and not the beginning of a huge page in each layer. Physical memory is taken when a
+// page is first written.
 class PageStorage final : public PageFreeListener {
  public:
-  // With `poison` all pages are NaN now and again whenever they are freed. OutOfMemory if a layer
+  // With `poison` all pages are NaN now and again whenever they are freed. OutOfMemory if a group
   // cannot be mapped.
   static Result<std::unique_ptr<PageStorage>> Create(std::vector<LayerGroup> groups, bool poison);
 
@@ -29,17 +31,16 @@ class PageStorage final : public PageFreeListener {
   static int64_t Bytes(std::span<const LayerGroup> groups);
   int64_t bytes() const;
 
-  const KVPages& layer(int64_t index) const { return layers_[static_cast<size_t>(index)].pages; }
+  const KVPages& layer(int64_t index) const { return layers_[static_cast<size_t>(index)]; }
   // Moves tokens in all layers of the group.
   void Copy(int group, std::span<const AppendTarget> from, std::span<const AppendTarget> to,
             const uint8_t* opens_tile) const noexcept;
   void OnPageFreed(int group, int32_t page) noexcept override;
 
  private:
-  struct Layer {
-    HostMemory bytes;
-    HostMemory v_nonfinite;
-    KVPages pages;
+  struct Mapping {
+    HostMemory bytes;        // [page][layer of the group]
+    HostMemory v_nonfinite;  // [layer of the group][page][tile]
   };
   PageStorage(std::vector<LayerGroup> groups, bool poison)
       : groups_(std::move(groups)), poison_(poison) {}
@@ -47,7 +48,8 @@ class PageStorage final : public PageFreeListener {
 
   std::vector<LayerGroup> groups_;
   bool poison_;
-  std::vector<Layer> layers_;
+  std::vector<Mapping> mappings_;  // of the groups
+  std::vector<KVPages> layers_;
 };
 
 }  // namespace quire

@@ -33,6 +33,7 @@ struct CheckpointTensor {
 // file (the index) are plain names in this folder.
 class Checkpoint {
  public:
+  Checkpoint() = default;  // has no file
   // NotFound: neither form is there, or a shard is missing. Corrupt, TooLarge: see
   // ParseSafetensors.
   static Result<Checkpoint> Open(const std::string& directory);
@@ -55,7 +56,6 @@ class Checkpoint {
     SafetensorsContents contents;
   };
 
-  Checkpoint() = default;
   Status AddFile(std::string path);
   Status AddShards(const std::string& directory, const std::string& index_path);
   Status CheckIndex(const std::string& index_path) const;

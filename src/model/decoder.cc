@@ -38,6 +38,9 @@ Result<std::unique_ptr<Decoder>> Decoder::Create(const ModelConfig& config,
   std::unique_ptr<Decoder> decoder(
       new Decoder(config, architecture, std::move(checkpoint), std::move(options)));
   QUIRE_RETURN_IF_ERROR(decoder->LoadWeights(WeightUse::kLoad));
+  const RowTable& embedding = decoder->embedding_;
+  const bool reads_file = embedding.data != nullptr && embedding.copy.data() == nullptr;
+  if (!reads_file) decoder->checkpoint_ = Checkpoint();
   return decoder;
 }
 
@@ -58,8 +61,16 @@ Result<ModelMeasure> Decoder::Measure(const ModelConfig& config, const Architect
 Status Decoder::LoadWeights(WeightUse use) {
   const DecoderNames& names = architecture_.names;
   WeightLoader loader(checkpoint_, ops_.backend(), ops_.runner(), options_.dtype, use);
-  QUIRE_ASSIGN_OR_RETURN(embedding_, loader.Rows(std::string(names.embedding) + ".weight",
-                                                 config_.vocab_size, config_.hidden_size));
+  const std::string embedding = std::string(names.embedding) + ".weight";
+  bool is_in_head = false;
+  if (config_.tie_word_embeddings) {
+    QUIRE_ASSIGN_OR_RETURN(is_in_head,
+                           loader.KeepsType(embedding, config_.vocab_size, config_.hidden_size));
+  }
+  if (!is_in_head) {
+    QUIRE_ASSIGN_OR_RETURN(embedding_,
+                           loader.Rows(embedding, config_.vocab_size, config_.hidden_size));
+  }
   QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<RopeTable> angles, AnglesOfMixers(config_));
   const LayerInputs inputs{.loader = loader,
                            .config = config_,
@@ -170,8 +181,12 @@ void Decoder::Norm(const std::vector<float>& weight, const float* x, int64_t row
 void Decoder::Embed(std::span<const int32_t> token_ids, float* hidden) const {
   const auto row_count = static_cast<int64_t>(token_ids.size());
   const int64_t width = config_.hidden_size;
-  ops_.backend().gather_rows(embedding_.data, embedding_.dtype, token_ids.data(), row_count, width,
-                             hidden, ops_.runner());
+  if (embedding_.data != nullptr) {
+    ops_.backend().gather_rows(embedding_.data, embedding_.dtype, token_ids.data(), row_count,
+                               width, hidden, ops_.runner());
+  } else {
+    ops_.GatherRows(head_, token_ids, hidden);
+  }
   if (!architecture_.scales_embeddings) return;
   // transformers holds the factor in float32 and rounds it to the model's type.
   auto scale = static_cast<float>(std::sqrt(static_cast<double>(width)));

@@ -101,15 +101,15 @@ class Decoder final : public Model {
 
   const ModelConfig config_;
   const Architecture& architecture_;
-  const Checkpoint checkpoint_;  // the embedding is read from its mapping
+  Checkpoint checkpoint_;  // without files once nothing is read from them
   const DecoderOptions options_;
   const RowOps ops_;
   ModelInfo info_;
 
-  RowTable embedding_;
+  RowTable embedding_;  // empty where it is tied to the head, which then holds the same numbers
   std::vector<Layer> layers_;
   std::vector<float> final_norm_;
-  LinearWeights head_;  // packed also when it is tied to the embedding
+  LinearWeights head_;
 
   HostMemory workspace_;  // grows to the largest forward so far
 };

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels/linear_layout.h"
+
 namespace quire {
 namespace {
 
@@ -12,6 +14,22 @@ namespace {
 constexpr int64_t kRowsOfSharedHeads = 16;
 
 constexpr size_t kAlignment = 64;  // of the kernels' scratch
+
+// Row `row` of a packed matrix, whose elements lie kOutputBlock columns apart.
+template <typename Element>
+void ReadPackedRow(const PackedLinear& packed, int64_t row, float* values) {
+  constexpr int64_t kPiece = 256;
+  Element piece[kPiece];
+  const auto* const block = static_cast<const Element*>(packed.data) +
+                            row / kOutputBlock * PackedBlockElements(packed.dtype, packed.k);
+  for (int64_t begin = 0; begin < packed.k; begin += kPiece) {
+    const int64_t count = std::min(kPiece, packed.k - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      piece[i] = block[PackedOffset(packed.dtype, row, begin + i)];
+    }
+    ConvertElements(piece, packed.dtype, values + begin, DType::kF32, count);
+  }
+}
 
 }  // namespace
 
@@ -64,6 +82,20 @@ void RowOps::Multiply(const LinearWeights& weights, const float* x, int64_t row_
 size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) const {
   const PackedLinear& packed = weights.packed();
   return backend_.linear_scratch_bytes(row_count, packed.n, packed.k, runner_.worker_count());
+}
+
+void RowOps::GatherRows(const LinearWeights& weights, std::span<const int32_t> ids,
+                        float* rows) const {
+  const PackedLinear& packed = weights.packed();
+  runner_.ParallelFor(static_cast<int64_t>(ids.size()), [&](int64_t index, int) {
+    const int32_t row = ids[static_cast<size_t>(index)];
+    float* const values = rows + index * packed.k;
+    if (packed.dtype == DType::kF32) {
+      ReadPackedRow<float>(packed, row, values);
+    } else {
+      ReadPackedRow<uint16_t>(packed, row, values);
+    }
+  });
 }
 
 void RowOps::MultiplyHeads(std::span<const LinearWeights> weights, const HeadsView& x,

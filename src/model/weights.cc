@@ -4,8 +4,14 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels/linear_layout.h"
+
 namespace quire {
 namespace {
+
+constexpr size_t kCacheLine = 64;  // kernels read whole lines
+// Addresses only: a mapping takes memory where it is written, so what is left of one costs nothing.
+constexpr size_t kMappingBytes = size_t{256} << 20;
 
 std::string ShapeText(std::span<const int64_t> shape) {
   std::string text = "[";
@@ -51,18 +57,31 @@ Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) 
 
 }  // namespace
 
-LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k, HostMemory packed,
+int64_t WeightMemory::BytesTaken(size_t bytes) {
+  return static_cast<int64_t>((bytes + kCacheLine - 1) / kCacheLine * kCacheLine);
+}
+
+Result<std::shared_ptr<std::byte>> WeightMemory::Take(size_t bytes) {
+  const auto taken = static_cast<size_t>(BytesTaken(bytes));
+  if (mapping_ == nullptr || mapping_->size() - used_ < taken) {
+    QUIRE_ASSIGN_OR_RETURN(HostMemory mapping,
+                           HostMemory::Allocate(std::max(taken, kMappingBytes)));
+    mapping_ = std::make_shared<HostMemory>(std::move(mapping));
+    used_ = 0;
+  }
+  std::byte* const data = mapping_->data() + used_;
+  used_ += taken;
+  return std::shared_ptr<std::byte>(mapping_, data);
+}
+
+LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<std::byte> packed,
                              std::vector<float> bias)
     : memory_(std::move(packed)), bias_(std::move(bias)) {
   packed_ = PackedLinear{.dtype = dtype,
                          .n = n,
                          .k = k,
-                         .data = memory_.data(),
+                         .data = memory_.get(),
                          .bias = bias_.empty() ? nullptr : bias_.data()};
-}
-
-int64_t LinearWeights::bytes() const {
-  return static_cast<int64_t>(memory_.size() + bias_.size() * sizeof(float));
 }
 
 WeightLoader::WeightLoader(const Checkpoint& checkpoint, const Backend& backend,
@@ -103,15 +122,28 @@ Result<std::vector<float>> WeightLoader::Bias(std::span<const LinearPart> parts)
   return bias;
 }
 
-Result<HostMemory> WeightLoader::Pack(std::span<const CheckpointTensor> tensors, DType from,
-                                      DType to, int64_t n, int64_t k) {
-  QUIRE_ASSIGN_OR_RETURN(HostMemory packed,
-                         HostMemory::Allocate(backend_.packed_linear_bytes(to, n, k)));
-  const CheckpointTensor& first = tensors.front();
-  if (tensors.size() == 1 && IsAligned(first.bytes.data(), from)) {
-    backend_.pack_linear(first.bytes.data(), from, n, k, to, packed.data(), runner_);
-    return packed;
+// Parts that end where a block of outputs does are packed one behind the other, as they lie in the
+// file. False, and nothing was done: some part does not, or is stored otherwise.
+bool WeightLoader::PackInPlace(std::span<const CheckpointTensor> tensors, DType from, DType to,
+                               int64_t k, std::byte* packed) {
+  for (const CheckpointTensor& tensor : tensors) {
+    const bool is_last = &tensor == &tensors.back();
+    if (tensor.stored->dtype != from || !IsAligned(tensor.bytes.data(), from)) return false;
+    if (!is_last && tensor.stored->shape.front() % kOutputBlock != 0) return false;
   }
+  for (const CheckpointTensor& tensor : tensors) {
+    const int64_t rows = tensor.stored->shape.front();
+    backend_.pack_linear(tensor.bytes.data(), from, rows, k, to, packed, runner_);
+    packed += backend_.packed_linear_bytes(to, rows, k);
+  }
+  return true;
+}
+
+Result<std::shared_ptr<std::byte>> WeightLoader::Pack(std::span<const CheckpointTensor> tensors,
+                                                      DType from, DType to, int64_t n, int64_t k) {
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed,
+                         memory_.Take(backend_.packed_linear_bytes(to, n, k)));
+  if (PackInPlace(tensors, from, to, k, packed.get())) return packed;
   const int64_t row_bytes = k * DTypeBytes(from);
   QUIRE_ASSIGN_OR_RETURN(const HostMemory rows,
                          HostMemory::Allocate(static_cast<size_t>(n * row_bytes)));
@@ -120,7 +152,7 @@ Result<HostMemory> WeightLoader::Pack(std::span<const CheckpointTensor> tensors,
     QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, next));
     next += tensor.stored->shape.front() * row_bytes;
   }
-  backend_.pack_linear(rows.data(), from, n, k, to, packed.data(), runner_);
+  backend_.pack_linear(rows.data(), from, n, k, to, packed.get(), runner_);
   return packed;
 }
 
@@ -140,7 +172,7 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   }
   const DType from = CommonDType(tensors);
   const DType to = PackedType(from);
-  HostMemory packed;
+  std::shared_ptr<std::byte> packed;
   if (use_ == WeightUse::kLoad) {
     QUIRE_ASSIGN_OR_RETURN(packed, Pack(tensors, from, to, n, k));
   }
@@ -149,8 +181,7 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
     Count(tensor.stored->name, ElementCount(tensor));
   }
   // Vector has counted the bias.
-  weight_bytes_ +=
-      static_cast<int64_t>(HostMemory::AllocatedBytes(backend_.packed_linear_bytes(to, n, k)));
+  weight_bytes_ += WeightMemory::BytesTaken(backend_.packed_linear_bytes(to, n, k));
   return LinearWeights(to, n, k, std::move(packed), std::move(bias));
 }
 
@@ -165,11 +196,11 @@ Result<LinearWeights> WeightLoader::PackSlice(const std::byte* rows, DType from,
   const int64_t n = slice.transposed ? k : slice.rows;
   const int64_t inputs = slice.transposed ? slice.rows : k;
   const size_t bytes = backend_.packed_linear_bytes(to, n, inputs);
-  weight_bytes_ += static_cast<int64_t>(HostMemory::AllocatedBytes(bytes));
+  weight_bytes_ += WeightMemory::BytesTaken(bytes);
   if (use_ == WeightUse::kMeasure) return LinearWeights(to, n, inputs, {}, {});
-  QUIRE_ASSIGN_OR_RETURN(HostMemory packed, HostMemory::Allocate(bytes));
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes));
   if (!slice.transposed) {
-    backend_.pack_linear(rows, from, n, inputs, to, packed.data(), runner_);
+    backend_.pack_linear(rows, from, n, inputs, to, packed.get(), runner_);
     return LinearWeights(to, n, inputs, std::move(packed), {});
   }
   const auto size = static_cast<size_t>(DTypeBytes(from));
@@ -180,7 +211,7 @@ Result<LinearWeights> WeightLoader::PackSlice(const std::byte* rows, DType from,
                   rows + static_cast<size_t>(j * n + i) * size, size);
     }
   }
-  backend_.pack_linear(turned.data(), from, n, inputs, to, packed.data(), runner_);
+  backend_.pack_linear(turned.data(), from, n, inputs, to, packed.get(), runner_);
   return LinearWeights(to, n, inputs, std::move(packed), {});
 }
 
@@ -222,6 +253,12 @@ Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
   QUIRE_RETURN_IF_ERROR(
       CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
   return values;
+}
+
+Result<bool> WeightLoader::KeepsType(const std::string& name, int64_t rows, int64_t dim) {
+  const int64_t shape[] = {rows, dim};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  return PackedType(*tensor.stored->dtype) == tensor.stored->dtype;
 }
 
 Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64_t dim) {

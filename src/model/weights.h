@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -19,24 +20,38 @@
 
 namespace quire {
 
+// Memory for matrices side by side in mappings of many: each takes the bytes that it has and no
+// whole huge page, and small ones lie in huge pages too. What it gave out stays while somebody
+// holds it.
+class WeightMemory {
+ public:
+  // Aligned to a cache line, not written yet. OutOfMemory: as HostMemory.
+  Result<std::shared_ptr<std::byte>> Take(size_t bytes);
+  // What Take(bytes) uses up.
+  static int64_t BytesTaken(size_t bytes);
+
+ private:
+  std::shared_ptr<HostMemory> mapping_;
+  size_t used_ = 0;  // of mapping_
+};
+
 // One weight matrix in the kernels' order, with its bias. The view's pointers follow moves.
 class LinearWeights {
  public:
   LinearWeights() = default;
-  LinearWeights(DType dtype, int64_t n, int64_t k, HostMemory packed, std::vector<float> bias);
+  LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<std::byte> packed,
+                std::vector<float> bias);
 
   const PackedLinear& packed() const { return packed_; }
-  // In memory, the bias included.
-  int64_t bytes() const;
 
  private:
   PackedLinear packed_;
-  HostMemory memory_;
+  std::shared_ptr<std::byte> memory_;
   std::vector<float> bias_;
 };
 
-// Rows that are looked up by index: the token embedding. Reads the mapped file where its alignment
-// allows.
+// Rows that are looked up by index: a token embedding that is not the head too. Reads the mapped
+// file where its alignment allows.
 struct RowTable {
   DType dtype = DType::kF32;
   const void* data = nullptr;  // [rows][dim]
@@ -90,6 +105,8 @@ class WeightLoader {
   // The elements of a tensor of any shape, row-major.
   Result<std::vector<float>> Vector(const std::string& name, std::initializer_list<int64_t> shape);
   Result<RowTable> Rows(const std::string& name, int64_t rows, int64_t dim);
+  // Whether Linear keeps the elements of `name` [rows, dim] as they are stored.
+  Result<bool> KeepsType(const std::string& name, int64_t rows, int64_t dim);
 
   // Of everything loaded so far. A tensor that is used twice (tied embeddings) counts once as
   // parameters.
@@ -102,8 +119,10 @@ class WeightLoader {
   DType PackedType(DType from) const;
   Result<LinearWeights> PackSlice(const std::byte* rows, DType from, const HeadSlice& slice,
                                   int64_t k);
-  Result<HostMemory> Pack(std::span<const CheckpointTensor> tensors, DType from, DType to,
-                          int64_t n, int64_t k);
+  Result<std::shared_ptr<std::byte>> Pack(std::span<const CheckpointTensor> tensors, DType from,
+                                          DType to, int64_t n, int64_t k);
+  bool PackInPlace(std::span<const CheckpointTensor> tensors, DType from, DType to, int64_t k,
+                   std::byte* packed);
   void Count(const std::string& name, int64_t elements);
 
   const Checkpoint& checkpoint_;
@@ -111,6 +130,7 @@ class WeightLoader {
   ParallelRunner& runner_;
   const DType compute_dtype_;
   const WeightUse use_;
+  WeightMemory memory_;
   int64_t parameter_count_ = 0;
   int64_t weight_bytes_ = 0;
   std::vector<std::string> tables_;  // names that Rows has counted

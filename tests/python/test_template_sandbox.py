@@ -13,7 +13,8 @@ import jinja2.ext
 import jinja2.sandbox
 import pytest
 from quire import errors, template_sandbox
-from quire.text import ChatTemplate, Tokenizer
+from quire.chat_template import ChatTemplate
+from quire.text import Tokenizer
 from tiny_model import CHAT_TEMPLATE, TinyModel
 
 MESSAGES = [

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import quire
 import tokenizers
-from quire.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
+from quire.chat_template import ChatTemplate
+from quire.text import Detokenizer, StopStrings, Tokenizer
 from tiny_model import CHAT_TEMPLATE, TinyModel
 from tokenizers import decoders, models
 

@@ -18,10 +18,6 @@ from .safetensors_writer import Declaration, SafetensorsWriter
 from .tokenizer import ImportedTokenizer, build_tokenizer
 from .weights import DTYPES, Weight, converted_parts, plan_weights
 
-# Grows when the same GGUF file would be written in another way, so that cached folders are made
-# anew.
-FORMAT_VERSION = 1
-
 
 def import_gguf(
     path: str | os.PathLike[str], out_dir: str | os.PathLike[str], dtype: str = "bfloat16"

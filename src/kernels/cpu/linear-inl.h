@@ -200,12 +200,28 @@ struct TileFunctions {
 #endif
 };
 
+// ----------------------------------------------------------------------------------- rows in lanes
+
+// See linear_lanes-inl.h.
+#if defined(QUIRE_SIMD_AVX2)
+constexpr int64_t kLeastRowsInLanes = 13;
+#else
+constexpr int64_t kLeastRowsInLanes = kLanes + 1;  // none: the registers are many, or narrow
+#endif
+constexpr int64_t kLaneBlockFloats = kMaxInputBlock * kLanes;  // of x
+constexpr int64_t kLaneSums = kOutputBlock * kLanes;
+
+QUIRE_INLINE bool RowsLieInLanes(DType dtype, int64_t row_count) {
+  return dtype == DType::kBF16 && row_count >= kLeastRowsInLanes && row_count <= kLanes;
+}
+
 // ---------------------------------------------------------------------------- the plan of one call
 
 struct LinearPlan {
   const LinearArgs* args;
   const TileFunction* direct;  // on the packed weights
   bool pairs;                  // x is stored as bfloat16 for dot products of pairs
+  bool lanes;                  // linear_lanes-inl.h
   int64_t input_block;
   int64_t input_blocks;
   int64_t tiles;  // of all rows
@@ -213,7 +229,7 @@ struct LinearPlan {
   int64_t output_blocks;
   int64_t chunk_blocks;  // output blocks of one task
   int64_t chunks;
-  float* x;               // [input block][row][kRowFloats]
+  float* x;               // [input block][row][kRowFloats], or of lanes
   float* worker_scratch;  // kWorkerFloats each
 };
 
@@ -228,7 +244,11 @@ QUIRE_INLINE int64_t InputsOfBlock(const LinearPlan& plan, int64_t block) {
 // Scratch holds the rows of x, padded, then each worker's part.
 static size_t LinearScratchBytes(int64_t row_count, int64_t, int64_t k, int worker_count) {
   const int64_t input_blocks = CeilDivide(k, InputBlock(k));
-  const int64_t floats = input_blocks * row_count * kRowFloats + worker_count * kWorkerFloats;
+  int64_t x_floats = row_count * kRowFloats;
+  if (RowsLieInLanes(DType::kBF16, row_count) && x_floats < kLaneBlockFloats) {
+    x_floats = kLaneBlockFloats;
+  }
+  const int64_t floats = input_blocks * x_floats + worker_count * kWorkerFloats;
   return static_cast<size_t>(floats) * sizeof(float);
 }
 
@@ -256,8 +276,10 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
   if (plan.row_blocks > 1 && plan.chunk_blocks > kGroupBlocks) plan.chunk_blocks = kGroupBlocks;
   if (plan.chunk_blocks > plan.output_blocks) plan.chunk_blocks = plan.output_blocks;
   plan.chunks = CeilDivide(plan.output_blocks, plan.chunk_blocks);
+  plan.lanes = !plan.pairs && RowsLieInLanes(args.w.dtype, args.row_count);
   plan.x = static_cast<float*>(args.scratch);
-  plan.worker_scratch = plan.x + plan.input_blocks * args.row_count * kRowFloats;
+  plan.worker_scratch =
+      plan.x + plan.input_blocks * (plan.lanes ? kLaneBlockFloats : args.row_count * kRowFloats);
   return plan;
 }
 
@@ -400,6 +422,8 @@ static void FinishOutputs(const LinearArgs& args, int64_t row, int64_t output, c
   }
 }
 
+#include "kernels/cpu/linear_lanes-inl.h"
+
 // Blocks of inputs go round outside the group of output blocks, so that a block of rows stays in L2
 // for the whole group; where all of x stays there, groups of one block read the weights as they lie
 // in memory.
@@ -412,8 +436,19 @@ static void RunGroup(const LinearPlan& plan, const RowBlock& rows, int64_t begin
       const char* const next = wraps  ? PackedAt(plan, begin, input_block + 1)
                                : last ? PackedAt(plan, end, 0)
                                       : PackedAt(plan, block + 1, input_block);
-      RunTiles(plan, rows, block, input_block, next, panel, sums + (block - begin) * kOutputBlock);
+      if (plan.lanes) {
+        RunLanes(plan, block, input_block, next, sums + (block - begin) * kLaneSums);
+      } else {
+        RunTiles(plan, rows, block, input_block, next, panel,
+                 sums + (block - begin) * kOutputBlock);
+      }
     }
+  }
+  if (plan.lanes) {
+    for (int64_t block = begin; block < end; ++block) {
+      FinishLanes(*plan.args, block * kOutputBlock, sums + (block - begin) * kLaneSums);
+    }
+    return;
   }
   for (int64_t row = 0; row < rows.row_count; ++row) {
     for (int64_t block = begin; block < end; ++block) {
@@ -444,7 +479,10 @@ static void Linear(const LinearArgs& args, ParallelRunner& runner) {
   LinearPlan plan = MakeLinearPlan(args, runner.worker_count());
   // Below this, waking the other threads costs more than the copy.
   constexpr int64_t kMinParallelElements = int64_t{1} << 15;
-  if (args.row_count * args.w.k < kMinParallelElements) {
+  if (plan.lanes) {
+    const ScopedFloatEnvironment environment;
+    PackLaneRows(plan);
+  } else if (args.row_count * args.w.k < kMinParallelElements) {
     const ScopedFloatEnvironment environment;
     PackRows(plan, 0, args.row_count);
   } else {

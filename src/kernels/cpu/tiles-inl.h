@@ -22,7 +22,7 @@ struct TilePlaces {
   explicit TilePlaces(const KVPages& pages) : base(pages.base) {
     const KVLayout& layout = pages.layout;
     const auto heads = static_cast<size_t>(layout.num_kv_heads);
-    page = layout.page_bytes();
+    page = pages.stride();
     key_head = layout.k_tile_elements() * layout.k_element_bytes();
     key_tile = heads * key_head;
     values = layout.v_offset();
