@@ -70,6 +70,11 @@ class ChunkFetcher::Sink final : public TierReadSink {
     return bytes;
   }
 
+  std::shared_ptr<const void> OwnerOf(size_t item) override {
+    const std::lock_guard lock(fetcher_->parts_->fetch_mutex);
+    return items[item].load->chunk;
+  }
+
   void OnSection(size_t item, int64_t section) override {
     const std::lock_guard lock(fetcher_->parts_->fetch_mutex);
     ChunkLoad& load = *items[item].load;

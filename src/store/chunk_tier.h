@@ -49,6 +49,9 @@ class TierReadSink {
   // The header of item i was verified. Memory for the whole chunk (header.total_bytes, aligned to
   // 4096), which stays until OnEnd; Full or Cancelled: the item ends with that.
   virtual Result<std::span<std::byte>> OnHeader(size_t item, const ChunkHeader& header) = 0;
+  // Keeps that memory for a device that may write to it after the caller has left. Null: it stays
+  // no longer, and bytes are copied into it.
+  virtual std::shared_ptr<const void> OwnerOf(size_t) { return nullptr; }
   // Section `section` of item i is in place and verified. Without a MAC sections come layer by
   // layer: the first layer of all items, then the next.
   virtual void OnSection(size_t item, int64_t section) = 0;

@@ -136,6 +136,10 @@ class DiskFolder {
   ChunkExpectation Expect(const ChunkHeader& header) const;
   void Note(const ChunkId& id, const ChunkHeader& header, const ChunkWorth& worth);
 
+  // Visits the folders of all roots until a visit fails or says false. What others remove meanwhile
+  // is not there; what cannot be listed is an error.
+  using RootVisitor = std::function<Result<bool>(const Digest& fingerprint, const ChunkKey& root)>;
+  Status VisitRoots(FileSession& io, const RootVisitor& visit) const;
   Result<std::vector<Found>> Walk(FileSession& io) const;
   Status WalkRoot(FileSession& io, const Digest& fingerprint, const ChunkKey& root,
                   std::vector<Found>* found) const;

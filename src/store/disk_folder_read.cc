@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "base/clock.h"
@@ -159,25 +160,20 @@ Result<bool> DiskFolder::Find(FileSession& io, const ChunkId& id) {
 
 Result<ChunkId> DiskFolder::FindKey(FileSession& io, const ChunkKey& key) {
   if (const auto known = catalog_.FindKey(key)) return *known;
-  std::vector<std::string> passports;
-  if (const int error = io.List(options_.directory, &passports); error != 0)
-    return FileError(error, "cannot list " + options_.directory);
-  for (const std::string& passport : passports) {
-    const auto fingerprint = layout::ParseShortDigest(passport);
-    if (!fingerprint) continue;
-    std::vector<std::string> roots;
-    if (io.List(options_.directory + "/" + passport, &roots) != 0) continue;
-    for (const std::string& name : roots) {
-      const auto root = layout::ParseShortDigest(name);
-      if (!root) continue;
-      const ChunkId id{*fingerprint, ChunkKey{*root}, key};
-      FileStat stat;
-      if (io.Stat(PathOf(id), &stat) != 0) continue;
-      QUIRE_ASSIGN_OR_RETURN(ChunkFile file, OpenChunk(io, id));
-      QUIRE_ASSIGN_OR_RETURN(const ChunkHeader header, ReadHeader(io, id, file));
-      return ChunkId{header.fingerprint, id.root, key};
-    }
-  }
+  std::optional<ChunkId> found;
+  const auto look = [&](const Digest& fingerprint, const ChunkKey& root) -> Result<bool> {
+    const ChunkId id{fingerprint, root, key};
+    FileStat stat;
+    const int error = io.Stat(PathOf(id), &stat);
+    if (error == -ENOENT || error == -ENOTDIR) return true;
+    if (error != 0) return FileError(error, PathOf(id));
+    QUIRE_ASSIGN_OR_RETURN(ChunkFile file, OpenChunk(io, id));
+    QUIRE_ASSIGN_OR_RETURN(const ChunkHeader header, ReadHeader(io, id, file));
+    found = ChunkId{header.fingerprint, root, key};
+    return false;
+  };
+  QUIRE_RETURN_IF_ERROR(VisitRoots(io, look));
+  if (found) return *found;
   return Status(StatusCode::kNotFound, "disk: there is no chunk " + key.digest.ToHex());
 }
 

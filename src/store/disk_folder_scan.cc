@@ -48,8 +48,7 @@ Status DiskFolder::WalkRoot(FileSession& io, const Digest& fingerprint, const Ch
   return Status();
 }
 
-Result<std::vector<DiskFolder::Found>> DiskFolder::Walk(FileSession& io) const {
-  std::vector<Found> found;
+Status DiskFolder::VisitRoots(FileSession& io, const RootVisitor& visit) const {
   std::vector<std::string> passports;
   if (const int error = io.List(options_.directory, &passports); error != 0)
     return FileError(error, "cannot list " + options_.directory);
@@ -63,9 +62,21 @@ Result<std::vector<DiskFolder::Found>> DiskFolder::Walk(FileSession& io) const {
     if (error != 0) return FileError(error, "cannot list " + path);
     for (const std::string& name : roots) {
       const auto root = layout::ParseShortDigest(name);
-      if (root) QUIRE_RETURN_IF_ERROR(WalkRoot(io, *fingerprint, ChunkKey{*root}, &found));
+      if (!root) continue;
+      QUIRE_ASSIGN_OR_RETURN(const bool goes_on, visit(*fingerprint, ChunkKey{*root}));
+      if (!goes_on) return Status();
     }
   }
+  return Status();
+}
+
+Result<std::vector<DiskFolder::Found>> DiskFolder::Walk(FileSession& io) const {
+  std::vector<Found> found;
+  const auto walk = [&](const Digest& fingerprint, const ChunkKey& root) -> Result<bool> {
+    QUIRE_RETURN_IF_ERROR(WalkRoot(io, fingerprint, root, &found));
+    return true;
+  };
+  QUIRE_RETURN_IF_ERROR(VisitRoots(io, walk));
   return found;
 }
 

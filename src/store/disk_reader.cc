@@ -21,7 +21,7 @@ constexpr int64_t kHeaderBytesFirst = 16 << 10;
 // Files up to here are read with their header.
 constexpr int64_t kSmallFileBytes = 128 << 10;
 // Below it a disk is busier with requests than with bytes; layers of a chunk are put together.
-constexpr int64_t kRequestBytesMin = 512 << 10;
+constexpr int64_t kRequestBytesMin = FileTransfers::kBytesMax;
 // Files that stay open at a time, of the 1024 that a process usually may have.
 constexpr size_t kOpenFilesMax = 256;
 
@@ -37,18 +37,31 @@ Status NobodyWaits() {
   return Status(StatusCode::kCancelled, "disk: nobody waits for the chunk any more");
 }
 
-// Bytes that no digest covers must not carry what the disk made of them, nor what memory held.
+// Requests for its sections meet neither in a block of the file nor in memory.
+bool IsAligned(const ChunkHeader& header) {
+  return std::ranges::all_of(header.sections, [](const Section& section) {
+    return section.offset == RoundDown(section.offset);
+  });
+}
+
+// Bytes that no digest covers must not carry what the disk made of them, nor what memory held:
+// those from `begin` to section `next`, or to the end.
+void ClearUpTo(const ChunkHeader& header, int64_t begin, size_t next, std::span<std::byte> memory) {
+  const int64_t end =
+      next < header.sections.size() ? header.sections[next].offset : header.total_bytes;
+  std::ranges::fill(memory.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)),
+                    std::byte{0});
+}
+
+// Those behind a section.
+void ClearGap(const ChunkHeader& header, size_t section, std::span<std::byte> memory) {
+  const Section& entry = header.sections[section];
+  ClearUpTo(header, entry.offset + entry.length, section + 1, memory);
+}
+
 void ClearGaps(const ChunkHeader& header, std::span<std::byte> memory) {
-  int64_t end = header.header_bytes;
-  const auto clear = [&](int64_t to) {
-    std::ranges::fill(memory.subspan(static_cast<size_t>(end), static_cast<size_t>(to - end)),
-                      std::byte{0});
-  };
-  for (const Section& section : header.sections) {
-    clear(section.offset);
-    end = section.offset + section.length;
-  }
-  clear(header.total_bytes);
+  ClearUpTo(header, header.header_bytes, 0, memory);
+  for (size_t s = 0; s < header.sections.size(); ++s) ClearGap(header, s, memory);
 }
 
 }  // namespace
@@ -106,6 +119,7 @@ void DiskReader::End(FileSession& io, DiskFolder& folder, size_t index, const St
     item.ended = true;
     sink_.OnEnd(index, status);
   });
+  if (item.ended) item.owner.reset();  // requests that are under way have it
 }
 
 // ---------------------------------------------------------------------- headers
@@ -177,6 +191,7 @@ void DiskReader::Prepare(FileSession& io, DiskFolder& folder, size_t index,
         return;
       }
       item.memory = memory->first(static_cast<size_t>(item.header.total_bytes));
+      if (IsAligned(item.header)) item.owner = sink_.OwnerOf(index);
       status = PlaceBegin(item, begin);
       item.prepared = true;
     });
@@ -191,7 +206,7 @@ Status DiskReader::PlaceBegin(Item& item, std::span<const std::byte> begin) {
   item.is_verified.resize(item.section_count());
   item.missing_in_all = header.total_bytes;
   const auto there = std::min(static_cast<int64_t>(begin.size()), header.total_bytes);
-  if (item.whole()) return PlaceBytes(item, 0, begin.first(static_cast<size_t>(there)));
+  if (item.whole()) return PlaceBytes(item, 0, begin.first(static_cast<size_t>(there)), false);
   std::ranges::copy(begin.first(static_cast<size_t>(header.header_bytes)), item.memory.begin());
   ClearGaps(header, item.memory);
   // No byte will ever bring an empty section.
@@ -202,7 +217,7 @@ Status DiskReader::PlaceBegin(Item& item, std::span<const std::byte> begin) {
     if (section.offset + section.length > there) break;
     const auto bytes =
         begin.subspan(static_cast<size_t>(section.offset), static_cast<size_t>(section.length));
-    QUIRE_RETURN_IF_ERROR(PlaceBytes(item, section.offset, bytes));
+    QUIRE_RETURN_IF_ERROR(PlaceBytes(item, section.offset, bytes, false));
   }
   return Status();
 }
@@ -249,9 +264,10 @@ void DiskReader::PlanRequest(size_t index, size_t first, size_t* planned_to) {
 }
 
 void DiskReader::AddRequests(size_t index, int64_t begin, int64_t end) {
+  const bool in_place = items_[index].owner != nullptr && begin == RoundDown(begin);
   while (begin < end) {
     const int64_t piece_end = std::min(end, RoundDown(begin) + FileTransfers::kBytesMax);
-    requests_.push_back({index, begin, piece_end});
+    requests_.push_back({index, begin, piece_end, in_place});
     begin = piece_end;
   }
 }
@@ -261,7 +277,8 @@ void DiskReader::AddRequests(size_t index, int64_t begin, int64_t end) {
 void DiskReader::ReadPayload(FileSession& io, DiskFolder& folder, FileTransfers& transfers) {
   size_t next = 0;
   while (!io.work().abandoned() && (next < requests_.size() || !transfers.idle())) {
-    while (next < requests_.size() && !transfers.full())
+    while (next < requests_.size() &&
+           !(requests_[next].in_place ? transfers.full_in_place() : transfers.full()))
       StartRequest(io, folder, next++, transfers);
     if (transfers.idle()) continue;
     TakeBytes(io, folder, transfers);
@@ -287,7 +304,10 @@ void DiskReader::StartRequest(FileSession& io, DiskFolder& folder, size_t number
   }
   const auto [begin, end] = Extent(request.begin, request.end, item.file.direct);
   ++item.under_way;
-  transfers.StartRead(item.file.file.get(), begin, end - begin, number);
+  if (!request.in_place)
+    return transfers.StartRead(item.file.file.get(), begin, end - begin, number);
+  const auto to = item.memory.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+  transfers.StartReadTo(to, item.owner, item.file.file.get(), begin, number);
 }
 
 void DiskReader::TakeBytes(FileSession& io, DiskFolder& folder, FileTransfers& transfers) {
@@ -307,15 +327,18 @@ void DiskReader::TakeBytes(FileSession& io, DiskFolder& folder, FileTransfers& t
   } else {
     const auto bytes = std::span<const std::byte>(done.bytes)
                            .subspan(static_cast<size_t>(skipped), static_cast<size_t>(size));
-    io.work().WithCaller([&] { status = PlaceBytes(item, request.begin, bytes); });
+    io.work().WithCaller(
+        [&] { status = PlaceBytes(item, request.begin, bytes, request.in_place); });
   }
   if (!status.ok()) End(io, folder, request.item, status);
 }
 
-Status DiskReader::PlaceBytes(Item& item, int64_t offset, std::span<const std::byte> bytes) {
+Status DiskReader::PlaceBytes(Item& item, int64_t offset, std::span<const std::byte> bytes,
+                              bool in_place) {
   const int64_t end = offset + static_cast<int64_t>(bytes.size());
   if (item.whole()) {
-    std::ranges::copy(bytes, item.memory.subspan(static_cast<size_t>(offset)).begin());
+    if (!in_place)
+      std::ranges::copy(bytes, item.memory.subspan(static_cast<size_t>(offset)).begin());
     item.missing_in_all -= static_cast<int64_t>(bytes.size());
     return item.missing_in_all == 0 ? VerifyWhole(item) : Status();
   }
@@ -326,11 +349,14 @@ Status DiskReader::PlaceBytes(Item& item, int64_t offset, std::span<const std::b
     const int64_t from = std::max(offset, section->offset);
     const int64_t to = std::min(end, section->offset + section->length);
     if (from >= to) continue;
-    std::memcpy(item.memory.data() + from, bytes.data() + (from - offset),
-                static_cast<size_t>(to - from));
+    if (!in_place)
+      std::memcpy(item.memory.data() + from, bytes.data() + (from - offset),
+                  static_cast<size_t>(to - from));
     const auto s = static_cast<size_t>(section - sections.begin());
     item.missing[s] -= to - from;
-    if (item.missing[s] == 0) QUIRE_RETURN_IF_ERROR(VerifySection(item, s));
+    if (item.missing[s] > 0) continue;
+    if (in_place) ClearGap(item.header, s, item.memory);
+    QUIRE_RETURN_IF_ERROR(VerifySection(item, s));
   }
   return Status();
 }
@@ -380,6 +406,7 @@ void DiskReader::TellVerified(FileSession& io, DiskFolder& folder) {
     folder.catalog().Use(id);
     folder.catalog().SetSeen(id, {.verified = true, .synced = false});
     items_[i].file.file.Reset();
+    items_[i].owner.reset();
   }
 }
 

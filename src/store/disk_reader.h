@@ -1,13 +1,15 @@
 // DiskReader: one batch of chunks on its way from files to a sink.
 //
 // Headers are read first, then sections in requests of up to a MiB, several at once, in the order
-// in which compute wants them: the first layer of all chunks, then the next. What arrives is copied
-// from the queue's memory to its place and verified there. A chunk with a MAC is told whole.
+// in which compute wants them: the first layer of all chunks, then the next. What arrives is
+// verified in its place: it is read there if the sink shares the memory and sections begin where
+// direct reads may, else it is copied from the queue's memory. A chunk with a MAC is told whole.
 #ifndef QUIRE_STORE_DISK_READER_H_
 #define QUIRE_STORE_DISK_READER_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -38,12 +40,13 @@ class DiskReader {
     int64_t header_wanted = 0;  // bytes that the read of the header asked for
     ChunkHeader header{};
     std::span<std::byte> memory{};
-    std::vector<int64_t> missing{};   // bytes of each section that are not in place
-    std::vector<bool> is_verified{};  // each section
-    int64_t missing_in_all = 0;       // with a MAC: of the whole chunk
-    size_t told = 0;                  // sections
-    int under_way = 0;                // requests
-    bool reopens = false;             // too many files are open for this one to stay so
+    std::shared_ptr<const void> owner{};  // of the memory; not null: it is read to
+    std::vector<int64_t> missing{};       // bytes of each section that are not in place
+    std::vector<bool> is_verified{};      // each section
+    int64_t missing_in_all = 0;           // with a MAC: of the whole chunk
+    size_t told = 0;                      // sections
+    int under_way = 0;                    // requests
+    bool reopens = false;                 // too many files are open for this one to stay so
     bool prepared = false;
     bool ended = false;  // set only while the caller is there
 
@@ -54,6 +57,7 @@ class DiskReader {
   struct Request {
     size_t item = 0;
     int64_t begin = 0, end = 0;
+    bool in_place = false;
   };
   struct Place {
     size_t item = 0, section = 0;
@@ -73,7 +77,7 @@ class DiskReader {
   void ReadPayload(FileSession& io, DiskFolder& folder, FileTransfers& transfers);
   void StartRequest(FileSession& io, DiskFolder& folder, size_t number, FileTransfers& transfers);
   void TakeBytes(FileSession& io, DiskFolder& folder, FileTransfers& transfers);
-  Status PlaceBytes(Item& item, int64_t offset, std::span<const std::byte> bytes);
+  Status PlaceBytes(Item& item, int64_t offset, std::span<const std::byte> bytes, bool in_place);
   Status VerifySection(Item& item, size_t section);
   Status VerifyWhole(Item& item);
 

@@ -659,6 +659,22 @@ TEST_F(DiskTierTest, AnIoErrorIsAMissAndRemovesNothing) {
   EXPECT_EQ(tier->Usage().corrupt, 0);
 }
 
+// "There is none" would be a lie: the folder could not be looked through.
+TEST_F(DiskTierTest, AnIoErrorWhileAKeyIsLookedForIsTold) {
+  const auto chain = TestChain(2);
+  auto setup = MakeSetup();
+  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+  setup.files = files;
+  const auto tier = Open(setup);
+  (void)tier->Write(WritesOf(std::span(chain).first(1)), kNever);
+  for (const int64_t at : {0, 1}) {  // the directory, a passport's folder
+    files->FailAt(at, -EIO, true, "list");
+    EXPECT_EQ(tier->Get(chain[1].id.key, kNever).status().code(), StatusCode::kIoError);
+    files->FailAt(-1, 0);
+  }
+  EXPECT_EQ(tier->Get(chain[1].id.key, kNever).status().code(), StatusCode::kNotFound);
+}
+
 TEST_F(DiskTierTest, AFullDiskEvictsAndTriesOnceMore) {
   const auto old = TestChain(2);
   const auto chain = TestChain(2, 5);

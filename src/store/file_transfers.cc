@@ -8,8 +8,10 @@
 namespace quire {
 
 FileTransfers::FileTransfers(FileSystem& files)
-    : memory_(static_cast<int64_t>(kDepth) * kBytesMax), slots_(kDepth) {
+    : memory_(static_cast<int64_t>(kBuffers) * kBytesMax), slots_(kDepth) {
   for (size_t slot = 0; slot < kDepth; ++slot) free_.push_back(slot);
+  for (size_t buffer = 0; buffer < kBuffers; ++buffer)
+    free_buffers_.push_back(memory_.bytes().data() + buffer * static_cast<size_t>(kBytesMax));
   queue_ = files.CreateQueue(kDepth);
 }
 
@@ -17,20 +19,22 @@ FileTransfers::~FileTransfers() {
   for (size_t left = slots_.size() - free_.size(); left > 0; --left) queue_->Next();
 }
 
-size_t FileTransfers::Take() {
-  const size_t slot = free_.back();
-  free_.pop_back();
-  return slot;
+std::byte* FileTransfers::TakeBuffer() {
+  std::byte* const buffer = free_buffers_.back();
+  free_buffers_.pop_back();
+  return buffer;
 }
 
-void FileTransfers::Begin(size_t slot, const FileTransfer& transfer) {
-  slots_[slot] = {transfer, 0};
+void FileTransfers::Begin(Slot transfer) {
+  const size_t slot = free_.back();
+  free_.pop_back();
+  slots_[slot] = std::move(transfer);
   Resume(slot);
 }
 
 void FileTransfers::Resume(size_t slot) {
-  const auto& [whole, done] = slots_[slot];
-  FileTransfer rest = whole;
+  const int64_t done = slots_[slot].done;
+  FileTransfer rest = slots_[slot].transfer;
   rest.data += done;
   rest.offset += done;
   rest.size -= done;
@@ -39,8 +43,13 @@ void FileTransfers::Resume(size_t slot) {
 }
 
 void FileTransfers::StartRead(int file, int64_t offset, int64_t size, size_t tag) {
-  const size_t slot = Take();
-  Begin(slot, {file, false, Buffer(slot), size, offset, tag});
+  Begin({.transfer = {file, false, TakeBuffer(), size, offset, tag}, .has_buffer = true});
+}
+
+void FileTransfers::StartReadTo(std::span<std::byte> to, std::shared_ptr<const void> owner,
+                                int file, int64_t offset, size_t tag) {
+  Begin({.transfer = {file, false, to.data(), static_cast<int64_t>(to.size()), offset, tag},
+         .owner = std::move(owner)});
 }
 
 FileTransfers::Done FileTransfers::Next(IoWork& work) {
@@ -63,8 +72,10 @@ FileTransfers::Done FileTransfers::Next(IoWork& work) {
       continue;
     }
     free_.push_back(finished.tag);
+    if (slot.has_buffer) free_buffers_.push_back(slot.transfer.data);
+    slot.owner.reset();
     return {slot.transfer.tag, error,
-            std::span(Buffer(finished.tag), static_cast<size_t>(slot.done))};
+            std::span(slot.transfer.data, static_cast<size_t>(slot.done))};
   }
 }
 

@@ -1,5 +1,5 @@
-// FileTransfers: a queue with memory of its own, a buffer per transfer. A disk may write into that
-// memory long after the caller of a read has left, so it is never the caller's.
+// FileTransfers: a queue with memory of its own, and transfers to memory that it shares. A disk may
+// write there long after the caller of a read has left, so it is never the caller's alone.
 #ifndef QUIRE_STORE_FILE_TRANSFERS_H_
 #define QUIRE_STORE_FILE_TRANSFERS_H_
 
@@ -18,27 +18,32 @@ namespace quire {
 
 class FileTransfers {
  public:
-  // Deep and large enough to keep one NVMe disk busy, and small enough to stay in the L2 cache
-  // between arrival, copy and checksum.
-  static constexpr size_t kDepth = 8;
+  // Deep and large enough to keep one NVMe disk busy, also while the thread waits for a core.
+  static constexpr size_t kDepth = 16;
   static constexpr int64_t kBytesMax = int64_t{1} << 20;
+  // Of these as many have a buffer.
+  static constexpr size_t kBuffers = 8;
 
   // Memory: std::bad_alloc.
   explicit FileTransfers(FileSystem& files);
   // Waits for what is under way: it has the memory.
   ~FileTransfers();
 
-  bool full() const { return free_.empty(); }
+  bool full() const { return free_.empty() || free_buffers_.empty(); }
+  bool full_in_place() const { return free_.empty(); }  // for those that need no buffer
   bool idle() const { return free_.size() == slots_.size(); }
 
   // REQUIRES: !full(), size <= kBytesMax. Where the file ends earlier, fewer bytes arrive.
   void StartRead(int file, int64_t offset, int64_t size, size_t tag);
+  // The same to memory that `owner` keeps. REQUIRES: !full_in_place()
+  void StartReadTo(std::span<std::byte> to, std::shared_ptr<const void> owner, int file,
+                   int64_t offset, size_t tag);
   // `fill` writes the bytes into the buffer.
   template <typename F>
   void StartWrite(int file, int64_t offset, int64_t size, size_t tag, F&& fill) {
-    const size_t slot = Take();
-    fill(std::span(Buffer(slot), static_cast<size_t>(size)));
-    Begin(slot, {file, true, Buffer(slot), size, offset, tag});
+    std::byte* const buffer = TakeBuffer();
+    fill(std::span(buffer, static_cast<size_t>(size)));
+    Begin({.transfer = {file, true, buffer, size, offset, tag}, .has_buffer = true});
   }
 
   struct Done {
@@ -54,19 +59,19 @@ class FileTransfers {
 
  private:
   struct Slot {
-    FileTransfer transfer;
+    FileTransfer transfer{};
     int64_t done = 0;
+    bool has_buffer = false;
+    std::shared_ptr<const void> owner{};  // without a buffer: of the memory
   };
-  size_t Take();
-  std::byte* Buffer(size_t slot) {
-    return memory_.bytes().data() + slot * static_cast<size_t>(kBytesMax);
-  }
-  void Begin(size_t slot, const FileTransfer& transfer);
+  std::byte* TakeBuffer();
+  void Begin(Slot transfer);
   void Resume(size_t slot);
 
   ChunkBuffer memory_;
   std::vector<Slot> slots_;
   std::vector<size_t> free_;
+  std::vector<std::byte*> free_buffers_;
   std::unique_ptr<FileQueue> queue_;
 };
 

@@ -64,13 +64,22 @@ std::vector<TestChunk> TestChain(int64_t count, int64_t seed = 0, const TestChun
 // Keeps what arrives, in memory that was filled with garbage.
 class TestSink : public TierReadSink {
  public:
-  explicit TestSink(size_t count) : buffers(count), headers(count), statuses(count), ends(count) {}
+  explicit TestSink(size_t count)
+      : kept(std::make_shared<std::vector<ChunkBuffer>>(count)),
+        headers(count),
+        statuses(count),
+        ends(count) {}
   Result<std::span<std::byte>> OnHeader(size_t item, const ChunkHeader& header) override;
+  // Every second one is copied to its place.
+  std::shared_ptr<const void> OwnerOf(size_t item) override {
+    return item % 2 == 0 ? kept : nullptr;
+  }
   void OnSection(size_t item, int64_t section) override { order.push_back({item, section}); }
   void OnEnd(size_t item, const Status& status) override;
   bool Cancelled(size_t item) const override { return cancelled.contains(item); }
 
-  std::vector<ChunkBuffer> buffers;
+  std::shared_ptr<std::vector<ChunkBuffer>> kept;
+  std::vector<ChunkBuffer>& buffers = *kept;
   std::vector<ChunkHeader> headers;
   std::vector<Status> statuses;
   std::vector<int> ends;
