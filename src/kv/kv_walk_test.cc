@@ -2006,6 +2006,11 @@ TEST(KVWalkCoverage, TheWalksReachEveryOutcome) {
       walk.ops.push_back({Kind::kSend, static_cast<uint32_t>(seed), i, i});
       walk.ops.push_back({Kind::kBegin, i, 7 * i, i});
       walk.ops.push_back({Kind::kBadTensor, i, i / 4, i});
+      // A mark in an open forward.
+      walk.ops.push_back({Kind::kBegin, 31 * i + 5, 7 * i, i});
+      walk.ops.push_back({Kind::kSwitch, 0, 0, 0});
+      for (uint32_t n = 0; n < 4; ++n)
+        walk.ops.push_back({Kind::kTransfer, static_cast<uint32_t>(seed) + 100 * i, n, i});
     }
     Walkers walkers(seed);
     for (const WalkOp& op : walk.ops) ASSERT_EQ(walkers.Step(op), "") << "seed " << seed;
