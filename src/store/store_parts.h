@@ -1,8 +1,10 @@
 // What the parts of a TieredStore share. It lives until the last fetch handle is gone.
 //
 // Locks. None is held while a slow tier reads or writes. The order, outermost first:
-//   Removals::Move  ->  StoreParts::fetch_mutex (fetches and loads)  ->  WriteQueue::mutex_, ReadQueue::mutex_
-//   ->  MemoryTier::mutex_  ->  Removals::mutex_, PinBoard, EventRing, LoadPredictor, CircuitBreaker, Admission
+//   Removals::Move  ->  StoreParts::fetch_mutex (fetches and loads)  ->  WriteQueue::mutex_,
+//   ReadQueue::mutex_
+//   ->  MemoryTier::mutex_  ->  Removals::mutex_, PinBoard, EventRing, LoadPredictor,
+//   CircuitBreaker, Admission
 // A tier's own locks come after all of these; it is asked what it Knows and whether it
 // IsLeftAlone under them, as that needs no I/O.
 #ifndef QUIRE_STORE_STORE_PARTS_H_
@@ -63,8 +65,8 @@ struct StoreParts {
   bool has_memory() const { return memory != nullptr; }
   // Makes the slow tiers and the threads that write to them. std::system_error without a thread.
   void AddTiers(SlowTiers tiers);
-  // Hands a chunk to the queues of all slow tiers, unless it is being removed. What fails is counted
-  // there. REQUIRES: a Move.
+  // Hands a chunk to the queues of all slow tiers, unless it is being removed. What fails is
+  // counted there. REQUIRES: a Move.
   void WriteToSlow(const KeptChunk& kept) noexcept;
   // The chunk was put or found: under WritePolicy::kSelective it may be due for the slow tiers.
   // REQUIRES: a Move since it was in its place.

@@ -649,22 +649,22 @@ TEST_F(SlowStore, RemoveAndClearReachAllTiers) {
 }
 
 TEST_F(SlowStore, WhatWaitsToBeWrittenIsRemovedToo) {
-  Open({.redis = true});
-  disk_->Change([](auto& script) { script.hold_writes = true; });
+  Open({.disk = false, .redis = true});  // whose queue has one writer
+  redis_->Change([](auto& script) { script.hold_writes = true; });
   const auto tokens = TokensFrom(0, 8);
   const auto first = Put(tokens, 0);
-  disk_->AwaitHeld(1);
+  redis_->AwaitHeld(1);
   const auto second = Put(tokens, 1);  // behind the first, which is being written
   const std::vector<ChunkKey> chain = Chain(tokens);
   EXPECT_EQ(*store_->Remove(keys_, std::span(chain).last(1)), 1);
   ASSERT_TRUE(second->Wait(kNever));
   EXPECT_EQ(second->status().code(), StatusCode::kCancelled);
-  // What is being written is waited for, one time-out of the disk at most.
+  // What is being written is waited for, one time-out of its tier at most.
   std::thread remover([&] { EXPECT_EQ(*store_->Remove(keys_, std::span(chain).first(1)), 1); });
   clock_->AwaitWaiters(2);  // the write, and who removes
   clock_->Advance(2000 * kMs);
   remover.join();
-  disk_->Change([](auto& script) { script = {}; });
+  redis_->Change([](auto& script) { script = {}; });
   EXPECT_EQ(*store_->Clear(keys_), 0);
   EXPECT_EQ(Fetch(tokens)->ready(), 0);
 }
