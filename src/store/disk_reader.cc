@@ -37,11 +37,13 @@ Status NobodyWaits() {
   return Status(StatusCode::kCancelled, "disk: nobody waits for the chunk any more");
 }
 
-// Requests for its sections meet neither in a block of the file nor in memory.
+// Requests for its sections meet neither in a block of the file nor in memory, and the last one ends
+// within the chunk.
 bool IsAligned(const ChunkHeader& header) {
-  return std::ranges::all_of(header.sections, [](const Section& section) {
-    return section.offset == RoundDown(section.offset);
-  });
+  const auto is_whole = [](int64_t value) { return value == RoundDown(value); };
+  return is_whole(header.total_bytes) &&
+         std::ranges::all_of(header.sections,
+                             [&](const Section& section) { return is_whole(section.offset); });
 }
 
 // Bytes that no digest covers must not carry what the disk made of them, nor what memory held:
