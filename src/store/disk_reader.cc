@@ -37,8 +37,8 @@ Status NobodyWaits() {
   return Status(StatusCode::kCancelled, "disk: nobody waits for the chunk any more");
 }
 
-// Requests for its sections meet neither in a block of the file nor in memory, and the last one ends
-// within the chunk.
+// Requests for its sections meet neither in a block of the file nor in memory, and the last one
+// ends within the chunk.
 bool IsAligned(const ChunkHeader& header) {
   const auto is_whole = [](int64_t value) { return value == RoundDown(value); };
   return is_whole(header.total_bytes) &&
