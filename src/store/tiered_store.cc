@@ -350,7 +350,10 @@ Status TieredStore::Settle(const char* call, const Removals::Scope& removal) {
   Status late;
   for (const TierKind tier : kSlowTiers) {
     WriteQueue* queue = parts_->writes[At(tier)].get();
-    if (queue == nullptr || queue->Forget(removal, parts_->AdminDeadline(tier))) continue;
+    if (queue == nullptr) continue;
+    // A write that has just begun may take until its deadline and one time-out of the tier.
+    const int64_t until_ns = parts_->AdminDeadline(tier) + parts_->slow[At(tier)]->io_timeout_ns;
+    if (queue->Forget(removal, until_ns)) continue;
     late = Status(StatusCode::kTimeout, std::string("ChunkStore::") + call + ": " +
                                             std::string(TierName(tier)) +
                                             " still writes a chunk of it; call again");

@@ -659,7 +659,7 @@ TEST_F(SlowStore, WhatWaitsToBeWrittenIsRemovedToo) {
   EXPECT_EQ(*store_->Remove(keys_, std::span(chain).last(1)), 1);
   ASSERT_TRUE(second->Wait(kNever));
   EXPECT_EQ(second->status().code(), StatusCode::kCancelled);
-  // What is being written is waited for, one time-out of its tier at most.
+  // What is being written is waited for.
   std::thread remover([&] { EXPECT_EQ(*store_->Remove(keys_, std::span(chain).first(1)), 1); });
   clock_->AwaitWaiters(2);  // the write, and who removes
   clock_->Advance(2000 * kMs);
