@@ -25,7 +25,7 @@ namespace quire {
 // holds it.
 class WeightMemory {
  public:
-  // Aligned to a cache line, not written yet. OutOfMemory: as HostMemory.
+  // Aligned to a cache line; the bytes are zero. OutOfMemory: as HostMemory.
   Result<std::shared_ptr<std::byte>> Take(size_t bytes);
   // What Take(bytes) uses up.
   static int64_t BytesTaken(size_t bytes);

@@ -136,7 +136,9 @@ def test_quantised_matrices_are_dequantised(tmp_path, kind):
 def test_large_tensors_are_converted_in_parts(tmp_path, monkeypatch):
     weights = tiny_gguf.random_weights(3, tiny_gguf.vocab_size())
     tiny_gguf.write_model(tmp_path / "m.gguf", weights)
-    monkeypatch.setattr("quire.importer.weights._VALUES_PER_PART", 3 * tiny_gguf.HIDDEN)
+    from quire.importer import weights as conversion  # imported with what reads GGUF files
+
+    monkeypatch.setattr(conversion, "_VALUES_PER_PART", 3 * tiny_gguf.HIDDEN)
     import_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
     _, tensors = read_folder(tmp_path / "out")
     for name, value in weights.items():
