@@ -14,37 +14,26 @@
 // ----------------------------------------------------------------------------------------------------
 // units
 
-static void DecodeSegments(const AttentionCall& call, const AttentionUnit& unit, int64_t begin,
-                           int64_t end, SegmentSink sink, WorkerSpace& space) {
+// Segments [begin, end) of a unit.
+static void RunSegments(const AttentionCall& call, const AttentionUnit& unit, int64_t begin,
+                        int64_t end, SegmentSink sink, WorkerSpace& space) {
+  if (begin >= end) return;
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
-  const KVPages& pages = call.args->pages;
-  SegmentTiles* tiles = space.tiles;
-  SegmentTiles* next = space.tiles + 1;
+  const auto run = unit.row_count() >= kBlockRowsMin ? BlockSegment : DecodeSegment;
   const auto resolve = [&](int64_t s, SegmentTiles* to) {
     const int64_t segment = unit.SegmentAt(s);
-    ResolveSegment(pages, sequence, segment, PositionsEnd(call, unit, sequence, segment), to);
+    ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(call, unit, sequence, segment),
+                   to);
   };
+  SegmentTiles* const tiles = space.tiles;
+  SegmentTiles* const next = space.tiles + 1;
+  LoadQueries(call, unit, KeyDType(call, unit), space);
   resolve(begin, tiles);
   for (int64_t s = begin; s < end; ++s) {
     const bool has_next = s + 1 < end;
     if (has_next) resolve(s + 1, next);
-    DecodeSegment(call, unit, unit.SegmentAt(s), has_next, sink, space);
+    run(call, unit, unit.SegmentAt(s), has_next, sink, space);
     if (has_next) *tiles = *next;
-    if (sink.slot != nullptr) sink.slot += call.schedule->SlotFloats(unit);
-  }
-}
-
-static void RunSegments(const AttentionCall& call, const AttentionUnit& unit, int64_t begin,
-                        int64_t end, SegmentSink sink, WorkerSpace& space) {
-  if (begin >= end) return;
-  const bool block = unit.row_count() >= kBlockRowsMin;
-  LoadQueries(call, unit, KeyDType(call, unit), space);
-  if (!block) {
-    DecodeSegments(call, unit, begin, end, sink, space);
-    return;
-  }
-  for (int64_t s = begin; s < end; ++s) {
-    BlockSegment(call, unit, unit.SegmentAt(s), sink, space);
     if (sink.slot != nullptr) sink.slot += call.schedule->SlotFloats(unit);
   }
 }

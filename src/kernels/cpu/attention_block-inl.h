@@ -40,10 +40,51 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
   block->value_tiles = {LoopsOf(values), values, block->values};
 }
 
+// Asks for the tiles of the next segment while this one is computed, some lines at a time: memory
+// has nothing else to do, and the first rows of the next segment would wait for every line.
+class NextTiles {
+ public:
+  // Tiles of the unit's head that are read in place. `tiles`: null if no segment follows.
+  NextTiles(const AttentionCall& call, const AttentionUnit& unit, const SegmentTiles* tiles)
+      : lines_{static_cast<int>(call.places.key_head) / kLineBytes,
+               call.layout().latent ? 0 : static_cast<int>(call.places.value_head) / kLineBytes} {
+    for (int t = 0; tiles != nullptr && t < tiles->tile_count; ++t) {
+      const SegmentTile& tile = tiles->tiles[t];
+      if (!tile.in_place) continue;
+      parts_[part_count_++] = call.places.Keys(tile, unit.head_begin);
+      parts_[part_count_++] = call.places.Values(tile, unit.head_begin);
+    }
+    const int64_t groups = (unit.row_count() + kRowsMax - 1) / kRowsMax;
+    const int64_t calls = groups * (kTilesPerSegment / kTilesAtOnce);
+    lines_per_call_ =
+        static_cast<int>((part_count_ / 2 * (lines_[0] + lines_[1]) + calls - 1) / calls);
+  }
+
+  // To be called beside each tile's scores; all lines are asked for by the last one.
+  void Ask() {
+    for (int n = 0; n < lines_per_call_ && part_ < part_count_; ++n) {
+      PrefetchL2(parts_[part_] + line_ * kLineBytes);
+      if (++line_ < lines_[part_ % 2]) continue;
+      line_ = 0;
+      part_ += lines_[1] == 0 ? 2 : 1;
+    }
+  }
+
+ private:
+  static constexpr int kLineBytes = 64;
+
+  const std::byte* parts_[2 * kTilesPerSegment];  // keys and values in turn
+  int lines_[2];
+  int part_count_ = 0;
+  int lines_per_call_;
+  int part_ = 0;
+  int line_ = 0;
+};
+
 // Scores of `count` rows from row r on, which are of one group of StoreQuery.
 static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
                        const BlockTiles& block, TileSet tiles, UnitQueries q, int64_t r, int count,
-                       float* scores, const WorkerSpace& space) {
+                       float* scores, NextTiles& next, const WorkerSpace& space) {
   const TileSet all = tiles;
   const ChainLoops& loops = *LoopsOf(block.key_dtype);
   ScoreArgs a;
@@ -63,6 +104,7 @@ static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
       } else {
         loops.score_tile[count - 1](a);
       }
+      next.Ask();
       t += columns;
     }
   }
@@ -73,12 +115,11 @@ static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
   }
 }
 
+// space.tiles as in DecodeSegment.
 static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
-                         const SegmentSink& sink, WorkerSpace& space) {
-  const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
+                         bool has_next, const SegmentSink& sink, WorkerSpace& space) {
   const int v_dim = call.layout().v_dim();
-  ResolveSegment(call.args->pages, sequence, segment, PositionsEnd(call, unit, sequence, segment),
-                 space.tiles);
+  NextTiles next(call, unit, has_next ? space.tiles + 1 : nullptr);
   BlockTiles block;
   const TileSet own = OwnTiles(call, unit, segment);
   PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment) & ~own, space,
@@ -88,13 +129,14 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     const TileSet seen = SeenTiles(views, count, segment);
     const RowStates out = SegmentOutput(call, unit, sink, r, space);
     const TileRange span = SpanOf(seen);
-    ScoreTiles(call, unit, block, seen & ~own, space.queries(), r, count, space.scores, space);
+    ScoreTiles(call, unit, block, seen & ~own, space.queries(), r, count, space.scores, next,
+               space);
     ScoreNodes(call, unit, segment, seen & own, space.queries(), 0, r, r + count, space.scores,
                space);
     const TileSet sinks = space.has_sink_q ? seen & SinkTiles(views, count, segment) : 0;
     if (sinks != 0) {
       ScoreTiles(call, unit, block, sinks & ~own, space.sink_queries(), r, count, space.sink_scores,
-                 space);
+                 next, space);
       ScoreNodes(call, unit, segment, sinks & own, space.sink_queries(), 0, r, r + count,
                  space.sink_scores, space);
       PlaceSinkScores(views, count, segment, space.sink_scores, space.scores);

@@ -103,24 +103,29 @@ struct SoftmaxOutput {
   SoftmaxOutput At(int64_t row) const { return {m + row, l + row, weight_scale + row}; }
 };
 
-// Softmax of `count` rows of one head. value_scales: of the segment's positions.
+// Softmax of `count` rows of one head. value_scales: of the segment's positions. All maxima come
+// before all weights, so that no row waits for its own.
 static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t count,
                         int64_t segment, TileRange range, const float* value_scales, float* scores,
                         SoftmaxOutput out) {
   const float soft_cap = call.args->soft_cap;
-  const auto softmax = call.scales_values ? SoftmaxRow<true> : SoftmaxRow<false>;
-  for (int64_t r = 0; r < count; ++r, scores += kScoreStride) {
+  const float scale = soft_cap > 0.0F ? 1.0F : call.args->scale_log2;
+  const auto weigh = call.scales_values ? WeighRow<true> : WeighRow<false>;
+  for (int64_t r = 0; r < count; ++r) {
     const SegmentView view = ViewIn(views[r], segment);
+    if (view.begin >= view.end) continue;
+    float* const row = scores + r * kScoreStride;
+    if (soft_cap > 0.0F) CapScores(row, view, call.args->scale_log2, soft_cap);
+    out.m[r] = MaximumOfRow(row, view, scale);
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    const SegmentView view = ViewIn(views[r], segment);
+    float* const row = scores + r * kScoreStride;
     if (view.begin < view.end) {
-      float scale = call.args->scale_log2;
-      if (soft_cap > 0.0F) {
-        CapScores(scores, view, scale, soft_cap);
-        scale = 1.0F;
-      }
-      softmax(call.p_weights, scores, value_scales, view, range.begin, range.end, scale, out.m + r,
-              out.l + r, out.weight_scale + r);
+      weigh(call.p_weights, row, value_scales, view, range.begin, range.end, scale, out.m[r],
+            out.l + r, out.weight_scale + r);
     } else {
-      HiddenRow(call.p_weights, scores, range.begin, range.end, out.m + r, out.l + r,
+      HiddenRow(call.p_weights, row, range.begin, range.end, out.m + r, out.l + r,
                 out.weight_scale + r);
     }
   }

@@ -109,6 +109,9 @@ void FromHalves(const uint16_t* a, float* to) { _mm512_storeu_ps(to, _mm512_cvtp
 void ToHalves(const float* a, uint16_t* to) {
   Store16(to, _mm512_cvtps_ph(_mm512_loadu_ps(a), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+void ToBF16(const float* a, uint16_t* to) {
+  Store16(to, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(a)));
+}
 void Shifts(const uint32_t* a, uint32_t* left, uint32_t* right, uint32_t* signed_right) {
   _mm512_storeu_si512(left, _mm512_slli_epi32(_mm512_loadu_si512(a), 24));
   _mm512_storeu_si512(right, _mm512_srli_epi32(_mm512_loadu_si512(a), 16));
@@ -408,6 +411,8 @@ TEST_F(Avx512Intrinsics, ConversionsKeepTheOrderOfLanes) {
     float from_ints[kLanes];
     float from_halves[kLanes];
     uint16_t to_halves[kLanes];
+    uint16_t to_bf16[kLanes];
+    intrinsics::ToBF16(floats, to_bf16);
     intrinsics::ToInts(floats, ints);
     intrinsics::FromInts(words, from_ints);
     intrinsics::FromHalves(halves, from_halves);
@@ -430,6 +435,9 @@ TEST_F(Avx512Intrinsics, ConversionsKeepTheOrderOfLanes) {
       EXPECT_EQ(from_ints[i], static_cast<float>(static_cast<int32_t>(words[i])));
       EXPECT_TRUE(Same(from_halves[i], F16ToF32(halves[i])));
       EXPECT_TRUE(Same(F16ToF32(to_halves[i]), F16ToF32(F32ToF16(floats[i]))));
+      EXPECT_EQ(to_bf16[i], std::fpclassify(floats[i]) == FP_SUBNORMAL
+                                ? Bits(floats[i]) >> 16 & 0x8000U
+                                : F32ToBf16(floats[i]));
       EXPECT_EQ(Bits(parts[i]), Bits(floats[i]));
     }
   }

@@ -71,12 +71,7 @@ struct ChainF8 : ChainBF16 {
 // Registers of a path: rows held at once, and how many tiles of one head, heads of one tile or
 // columns of 16 outputs beside them (powers of two). At least 8 chains keep two FMA units busy.
 #if defined(QUIRE_SIMD_AVX512)
-#if defined(QUIRE_SIMD_BF16)
-constexpr int kRowsMax =
-    8;  // 8 rows x 2 vectors: best of the shapes tried (specs: performance section 8)
-#else
-constexpr int kRowsMax = 12;  // a tenth faster than 8, which four instructions a cycle do not feed
-#endif
+constexpr int kRowsMax = 12;  // a tenth faster than 8 without dot products, a twentieth with them
 constexpr int kTilesAtOnce = 2;
 constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int ColumnsAtOnce(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
@@ -103,6 +98,7 @@ constexpr int kWidest = 1 << (kWidths - 1);
 // Steps ahead at which a tile is fetched from L2 into L1 where many rows use it (8 of 4 to 32
 // tried: 0.93 of the peak).
 constexpr int kStepsAhead = 8;
+constexpr int kWeighAhead = kStepsAhead / 2;  // steps of values, of which a tile has few
 
 struct ScoreArgs {
   const std::byte* q;           // weights of column 0, [step][row]
@@ -199,14 +195,19 @@ static void Weigh(const WeighArgs& args) {
     const std::byte* p = a.p;
     for (int t = 0; t < a.tile_count; ++t, p += kSteps * sizeof(Weight)) {
       const Element* v = reinterpret_cast<const Element*>(a.v[t]) + column * Chain::kPair;
+      const Element* soon = v + kWeighAhead * a.v_row_elements;
       for (int step = 0; step < kSteps; ++step, v += a.v_row_elements) {
         typename Chain::Vector values[C];
         QUIRE_UNROLL
         for (int c = 0; c < C; ++c) values[c] = Chain::LoadVector(v + c * kVector);
         if (ahead == nullptr) {
-          const Element* next = v + kStepsAhead / 2 * a.v_row_elements;
+          if (step == kSteps - kWeighAhead) {  // the next tile may lie anywhere
+            const int next = t + 1 < a.tile_count ? t + 1 : t;
+            soon = reinterpret_cast<const Element*>(a.v[next]) + column * Chain::kPair;
+          }
           QUIRE_UNROLL
-          for (int c = 0; c < C; ++c) PrefetchL1(next + c * kVector);
+          for (int c = 0; c < C; ++c) PrefetchL1(soon + c * kVector);
+          soon += a.v_row_elements;
         } else {
           QUIRE_UNROLL
           for (int c = 0; c < C; ++c) PrefetchL2(ahead + c * kVector);

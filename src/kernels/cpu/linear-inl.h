@@ -303,7 +303,7 @@ static void PackRows(const LinearPlan& plan, int64_t first, int64_t count) {
         }
         const VF v = Load(source);
         if (plan.pairs) {
-          StoreBF16(reinterpret_cast<uint16_t*>(to) + i, v);
+          StoreBF16ForDots(reinterpret_cast<uint16_t*>(to) + i, v);
         } else {
           Store(to + i, args.x_rounding == DType::kBF16 ? RoundToBF16(v) : v);
         }

@@ -549,6 +549,15 @@ QUIRE_INLINE float Exp2Scalar(float x) {
 }
 
 QUIRE_INLINE void StoreBF16(uint16_t* p, VF v) { StoreBF16Exact(p, RoundToBF16(v)); }
+// The same for numbers that only DotPair reads: to its instruction denormals are zeros, and so they
+// are to the conversion's.
+QUIRE_INLINE void StoreBF16ForDots(uint16_t* p, VF v) {
+#if defined(QUIRE_SIMD_BF16)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+#else
+  StoreBF16(p, v);
+#endif
+}
 
 #if defined(QUIRE_SIMD_SCALAR)
 QUIRE_INLINE void PrefetchL2(const void*) {}

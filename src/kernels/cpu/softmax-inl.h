@@ -26,7 +26,7 @@ QUIRE_INLINE size_t WeightBytes(WeightKind kind) {
 // Stores weights first .. first + 15 of a row. kI16: they are integers.
 QUIRE_INLINE void StoreWeights(WeightKind kind, std::byte* row, int64_t first, VF w) {
   if (kind == WeightKind::kPackedBF16) {
-    StoreBF16(reinterpret_cast<uint16_t*>(row) + first, w);
+    StoreBF16ForDots(reinterpret_cast<uint16_t*>(row) + first, w);
   } else if (kind == WeightKind::kI16) {
     StoreI16(reinterpret_cast<int16_t*>(row) + first, w);
   } else {
@@ -108,6 +108,25 @@ QUIRE_INLINE VF WhereSeen(const SegmentView& view, int t, VF x, VF hidden) {
   return x;
 }
 
+// Tiles [first, last) hold what the row sees; of [whole_begin, whole_end) it sees all lanes.
+struct SeenSpan {
+  int first;
+  int whole_begin;
+  int whole_end;
+  int last;
+
+  explicit SeenSpan(const SegmentView& view)
+      : first(view.begin / kLanes), last((view.end + kLanes - 1) / kLanes) {
+    whole_begin = whole_end = last;
+    if (view.mask != nullptr || (view.gap_begin < view.end && view.gap_end > view.begin)) return;
+    const int begin = (view.begin + kLanes - 1) / kLanes;
+    const int end = view.end / kLanes;
+    if (begin >= end) return;
+    whole_begin = begin;
+    whole_end = end;
+  }
+};
+
 // Scores become cap * tanh(score * sm_scale / cap) * log2(e): tanh(x) = (1 - u) / (1 + u) with u =
 // e^(-2 |x|), and the sign of x.
 static void CapScores(float* scores, const SegmentView& view, float scale_log2, float cap) {
@@ -125,43 +144,74 @@ static void CapScores(float* scores, const SegmentView& view, float scale_log2, 
   }
 }
 
+// The greatest scaled score of tiles [begin, end), and `greatest`. kWhole: the row sees all lanes.
+template <bool kWhole>
+QUIRE_INLINE VF GreatestScore(const float* scores, const SegmentView& view, int begin, int end,
+                              VF scale, VF greatest) {
+  for (int t = begin; t < end; ++t) {
+    VF y = Mul(Load(scores + t * kLanes), scale);
+    if constexpr (!kWhole) y = WhereSeen(view, t, y, Set1(NegativeInfinity()));
+    greatest = Max(y, greatest);  // a NaN in y leaves `greatest`
+  }
+  return greatest;
+}
+
+// Scores of tiles [begin, end) become weights 2^(score - base); `sum` and their sums are returned.
+template <bool kScaled, bool kWhole>
+QUIRE_INLINE VF WeighScores(WeightKind kind, float* scores, const float* value_scales,
+                            const SegmentView& view, int begin, int end, VF scale, VF base,
+                            VF sum) {
+  for (int t = begin; t < end; ++t) {
+    VF p = Exp2(Sub(Mul(Load(scores + t * kLanes), scale), base));
+    if constexpr (!kWhole) p = WhereSeen(view, t, p, Zero());
+    sum = Add(sum, p);
+    VF w = p;
+    if constexpr (kScaled) {
+      w = Mul(p, Load(value_scales + t * kLanes));
+      if constexpr (!kWhole) w = WhereSeen(view, t, w, Zero());  // there a scale may be NaN
+    }
+    StoreWeights(kind, reinterpret_cast<std::byte*>(scores), t * kLanes, w);
+  }
+  return sum;
+}
+
+// The maximum of a row's scaled scores of one segment, NaN aside: -inf if all that it sees is -inf
+// or a mask hides all.
+static float MaximumOfRow(const float* scores, const SegmentView& view, float scale_log2) {
+  const VF scale = Set1(scale_log2);
+  const SeenSpan span(view);
+  VF greatest = Set1(NegativeInfinity());
+  greatest = GreatestScore<false>(scores, view, span.first, span.whole_begin, scale, greatest);
+  greatest = GreatestScore<true>(scores, view, span.whole_begin, span.whole_end, scale, greatest);
+  greatest = GreatestScore<false>(scores, view, span.whole_end, span.last, scale, greatest);
+  return ReduceMax(greatest);
+}
+
 // Scores of one row of one segment become weights, in place (a narrower weight lies at or before
-// the score that it comes from). The row sees something; weights of all tiles [tile_begin,
-// tile_end) are defined. *m is the maximum, NaN aside, *l the sum of the weights before they are
-// rounded. If every visible score is -inf, or a mask hides all, *m is -inf and all weights are 0; a
-// NaN is in *l and in its weight. With kScaled, weights are multiplied by value_scales before they
-// are rounded, and *l is of those that are not; *weight_scale is set if they are of kI16.
+// the score that it comes from). The row sees something; `maximum` is of MaximumOfRow; weights of
+// all tiles [tile_begin, tile_end) are defined, 0 if the maximum is -inf. *l is the sum of the
+// weights before they are rounded; a NaN is in *l and in its weight. With kScaled, weights are
+// multiplied by value_scales before they are rounded, and *l is of those that are not;
+// *weight_scale is set if they are of kI16.
 template <bool kScaled>
-static void SoftmaxRow(WeightKind kind, float* scores, const float* value_scales,
-                       const SegmentView& view, int tile_begin, int tile_end, float scale_log2,
-                       float* m, float* l, float* weight_scale) {
+static void WeighRow(WeightKind kind, float* scores, const float* value_scales,
+                     const SegmentView& view, int tile_begin, int tile_end, float scale_log2,
+                     float maximum, float* l, float* weight_scale) {
   auto* weights = reinterpret_cast<std::byte*>(scores);
   const bool integral = kScaled && kind == WeightKind::kI16;
   if (integral) kind = WeightKind::kF32;
   const VF scale = Set1(scale_log2);
-  const VF none = Set1(NegativeInfinity());
-  const int first = view.begin / kLanes;
-  const int last = (view.end + kLanes - 1) / kLanes;
-  VF greatest = none;
-  for (int t = first; t < last; ++t) {
-    const VF y = WhereSeen(view, t, Mul(Load(scores + t * kLanes), scale), none);
-    greatest = Max(y, greatest);  // a NaN in y leaves `greatest`
-  }
-  const float maximum = ReduceMax(greatest);
   const VF base = Set1(maximum == NegativeInfinity() ? 0.0F : maximum);
+  const SeenSpan span(view);
+  for (int t = tile_begin; t < span.first; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   VF sum = Zero();
-  for (int t = tile_begin; t < first; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
-  for (int t = first; t < last; ++t) {
-    const VF p = WhereSeen(view, t, Exp2(Sub(Mul(Load(scores + t * kLanes), scale), base)), Zero());
-    VF w = p;  // where nothing is seen, a scale may be NaN
-    if constexpr (kScaled) {
-      w = WhereSeen(view, t, Mul(p, Load(value_scales + t * kLanes)), Zero());
-    }
-    sum = Add(sum, p);
-    StoreWeights(kind, weights, t * kLanes, w);
-  }
-  for (int t = last; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
-  *m = maximum;
+  sum = WeighScores<kScaled, false>(kind, scores, value_scales, view, span.first, span.whole_begin,
+                                    scale, base, sum);
+  sum = WeighScores<kScaled, true>(kind, scores, value_scales, view, span.whole_begin,
+                                   span.whole_end, scale, base, sum);
+  sum = WeighScores<kScaled, false>(kind, scores, value_scales, view, span.whole_end, span.last,
+                                    scale, base, sum);
+  for (int t = span.last; t < tile_end; ++t) StoreWeights(kind, weights, t * kLanes, Zero());
   *l = ReduceAdd(sum);
   if (!integral) return;
   const int64_t begin = int64_t{tile_begin} * kLanes;
