@@ -116,36 +116,16 @@ size_t BlockTree::CopyRunCount(const AppendPlan& plan, int group) const {
   return count;
 }
 
-void BlockTree::PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups) {
-  const BlockIndex last = plan.last;
-  const bool shared = last != kNoBlock && block(last).refs > 1;
-  const bool claimed = shared && block(last).claim == planning_;
-  bool any_in_place = false;
+// Of a plan that copies: its cut is at most where it is now.
+void BlockTree::PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const {
+  plan.cut = LowerCut(plan);
+  plan.extends = false;
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
     group.in_place = false;
-    const int64_t slot = pool(g).Slot(plan.length);
-    if (slot == 0 || plan.copies()) continue;  // a page begins, or the plan has a cut already
-    const bool begins_absent = group.absent.begin <= plan.length && plan.length < group.absent.end;
-    const int32_t page = slice(last, g).tail;
-    group.in_place = !plan.own_page && !begins_absent && !claimed && page != kNoPage &&
-                     pool(g).fill(page) == slot;
-    any_in_place |= group.in_place;
-    if (group.in_place) continue;
-    const int64_t range_begin = plan.length - slot;
-    if (PagesInRange(last, g, range_begin, plan.length) >= kPagesPerRangeMax)
-      plan.cut = range_begin;
-  }
-  if (plan.copies()) plan.cut = LowerCut(plan);
-  if (shared && any_in_place && !plan.copies()) at(last).claim = planning_;
-  plan.extends = last != kNoBlock && !shared && !plan.copies();
-  for (int g = 0; g < group_count(); ++g) {
-    GroupAppend& group = groups[static_cast<size_t>(g)];
-    const NewPieces pieces = CountNewPieces(g, group.absent, plan.length, plan.length + plan.count);
-    group.absent_entries = pieces.absent;
-    group.in_place &= !plan.copies();
-    group.page_count =
-        plan.copies() ? CopyPageCount(plan, g, group.absent) : pieces.held - group.in_place;
+    group.absent_entries =
+        CountNewPieces(g, group.absent, plan.length, plan.length + plan.count).absent;
+    group.page_count = CopyPageCount(plan, g, group.absent);
   }
 }
 
@@ -194,9 +174,8 @@ void BlockTree::ForEachNewPiece(int group, const AbsentRange& absent, int64_t fr
   }
 }
 
-inline BlockTree::NewPieces BlockTree::CountNewPieces(int group, const AbsentRange& absent,
-                                                      int64_t from, int64_t end) const {
-  if (absent.begin >= absent.end) return {.held = pool(group).RangeCount(from, end)};
+BlockTree::NewPieces BlockTree::CountPiecesAround(int group, const AbsentRange& absent,
+                                                  int64_t from, int64_t end) const {
   NewPieces pieces;
   ForEachNewPiece(group, absent, from, end, [&](int64_t, int64_t, bool is_absent) {
     ++(is_absent ? pieces.absent : pieces.held);
@@ -218,31 +197,35 @@ void BlockTree::Reserve(const AppendPlans& plans, std::span<const GroupAppend> g
   }
   EnsureFreeBlocks(block_count);
   EnsureFreeArrays(array_count);
-  for (size_t i = 0; i < block_count; ++i) PrefetchEnd(free_blocks_[free_blocks_.size() - 1 - i]);
-  size_t next_array = free_arrays_.size();
+  const BlockIndex* next_block = free_blocks_.data() + free_blocks_.size();
+  const int32_t* next_array = free_arrays_.data() + free_arrays_.size();
   const GroupAppend* next_group = groups.data();
   int64_t taking_plans = 0;
   for (size_t i = 0; i < plans.size(); ++i) {
     const AppendPlan& plan = plans[i];
+    if (!plan.extends) PrefetchEnd(*--next_block);
     bool takes = false;
     for (int g = 0; g < group_count_; ++g) {
       const GroupAppend& group = *next_group++;
-      if (!plan.extends) {
-        const NewPieces pieces =
-            CountNewPieces(g, group.absent, plan.length, plan.length + plan.count);
-        const size_t copied = plan.copies() ? CopyRunCount(plan, g) : 0;
-        std::vector<PageEntry>& table = array_at(free_arrays_[--next_array]).entries;
-        ReserveGrowing(table, copied + static_cast<size_t>(pieces.held + pieces.absent));
-        __builtin_prefetch(table.data(), 1);
-      } else if (group.page_count + group.absent_entries > 0) {
-        const PageSlice& s = slice(plan.last, g);
-        std::vector<PageEntry>& table = array_at(s.array).entries;
-        const size_t end = static_cast<size_t>(s.first + s.count);
-        ReserveGrowing(table, end + static_cast<size_t>(group.page_count + group.absent_entries));
-        __builtin_prefetch(table.data() + end, 1);
+      const size_t added = static_cast<size_t>(group.page_count + group.absent_entries);
+      if (group.page_count > 0) {
+        takes = true;
+        pool(g).PrefetchFree(taking_plans);
       }
-      if (group.page_count > 0) pool(g).PrefetchFree(taking_plans);
-      takes |= group.page_count > 0;
+      int32_t array = 0;
+      size_t first = 0;  // entries before the added ones
+      if (plan.extends) {
+        if (added == 0) continue;
+        const PageSlice& s = slice(plan.last, g);
+        array = s.array;
+        first = static_cast<size_t>(s.first + s.count);
+      } else {
+        array = *--next_array;
+        first = plan.copies() ? CopyRunCount(plan, g) : group.in_place;
+      }
+      std::vector<PageEntry>& table = array_at(array).entries;
+      ReserveGrowing(table, first + added);
+      __builtin_prefetch(table.data() + first, 1);
     }
     taking_plans += takes;
   }
@@ -254,10 +237,9 @@ inline BlockIndex BlockTree::TakeBlock() noexcept {
   QUIRE_CHECK(!free_blocks_.empty()) << "a block is taken that was not reserved";
   const BlockIndex index = free_blocks_.back();
   free_blocks_.pop_back();
-  const bool queued =
-      at(index).merge_deferred;  // a freed block stays in deferred_merges_ until that is run
-  at(index) = Block{};
-  at(index).merge_deferred = queued;
+  Block& block = at(index);
+  // A freed block stays in deferred_merges_ until that is run.
+  block = {.merge_deferred = block.merge_deferred};
   return index;
 }
 
@@ -279,10 +261,11 @@ void BlockTree::DropArray(int32_t array) noexcept {
 // is not raised: the reference comes from the caller.
 inline BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept {
   const BlockIndex index = TakeBlock();
-  at(index).parent = parent;
-  at(index).refs = 1;
-  at(index).begin = begin;
-  at(index).end = end;
+  Block& block = at(index);
+  block.parent = parent;
+  block.refs = 1;
+  block.begin = begin;
+  block.end = end;
   if (parent != kNoBlock) {
     ++at(parent).child_count;
     at(parent).child_xor ^= index;
@@ -290,12 +273,12 @@ inline BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t 
   return index;
 }
 
-// Entries of the leaf `index` for [from, its end). `page`: the first of these positions lie in this
-// page, of which the block has an entry already; kNoPage: they open a new one.
-inline void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
+// Entries for [from, end) behind those of the slice of a leaf that ends there. `page`: the first of
+// these positions lie in this page, of which the slice has an entry already; kNoPage: they open a
+// new one.
+inline void BlockTree::AddEntries(PageSlice& s, int group, int64_t from, int64_t end, int32_t page,
                                   const AbsentRange& absent) noexcept {
   PagePool& pages = pool(group);
-  const int64_t end = at(index).end;
   if (page != kNoPage && from < end) {
     const NewPiece first = FirstNewPiece(group, absent, from, end);
     if (!first.is_absent) {
@@ -304,23 +287,24 @@ inline void BlockTree::AddEntries(BlockIndex index, int group, int64_t from, int
     }
   }
   if (from < end) {
-    PageSlice& s = slice_at(index, group);
     std::vector<PageEntry>& table = array_at(s.array).entries;
     // Cut off what descendants that are gone have left behind.
     if (table.size() > static_cast<size_t>(s.first + s.count))
       table.resize(static_cast<size_t>(s.first + s.count));
-    ForEachNewPiece(group, absent, from, end, [&](int64_t begin, int64_t to, bool is_absent) {
+    while (from < end) {
+      const NewPiece piece = FirstNewPiece(group, absent, from, end);
       if (table.size() == table.capacity()) [[unlikely]]
         FailUnreserved(s.array);
-      s.tail = is_absent ? kNoPage : pages.Take();
-      table.push_back({.start = begin, .page = s.tail});
-      if (!is_absent) pages.SetFillTo(s.tail, to);
+      s.tail = piece.is_absent ? kNoPage : pages.Take();
+      table.push_back({.start = from, .page = s.tail});
+      if (!piece.is_absent) pages.SetFillTo(s.tail, piece.end);
       ++s.count;
-    });
+      from = piece.end;
+    }
   }
   if (absent.begin >= absent.end) return;
   any_freed_[static_cast<size_t>(group)] = 1;
-  RecountFreed(index, group);
+  RecountFreed(s, group);
 }
 
 void BlockTree::FailUnreserved(int32_t array) {
@@ -330,9 +314,8 @@ void BlockTree::FailUnreserved(int32_t array) {
 
 // Entries for [cut, length) of a plan that copies. Returns the page in which the new tokens go on,
 // kNoPage if they open one.
-int32_t BlockTree::AddCopiedEntries(BlockIndex index, int group, const AppendPlan& plan) noexcept {
+int32_t BlockTree::AddCopiedEntries(PageSlice& s, int group, const AppendPlan& plan) noexcept {
   PagePool& pages = pool(group);
-  PageSlice& s = slice_at(index, group);
   std::vector<PageEntry>& table = array_at(s.array).entries;
   size_t left = CopyRunCount(plan, group);
   if (left > table.capacity()) FailUnreserved(s.array);
@@ -347,31 +330,31 @@ int32_t BlockTree::AddCopiedEntries(BlockIndex index, int group, const AppendPla
     pages.SetFillTo(table[i].page, i + 1 < table.size() ? table[i + 1].start : plan.length);
   }
   s.tail = table.back().page;
-  RecountFreed(index, group);
+  RecountFreed(s, group);
   return pages.Slot(plan.length) == 0 ? kNoPage : table.back().page;
 }
 
-void BlockTree::RecountFreed(BlockIndex index, int group) noexcept {
-  PageSlice& s = slice_at(index, group);
+void BlockTree::RecountFreed(PageSlice& s, int group) noexcept {
   s.hidden_begin = s.hidden_end = -1;
   s.freed = 0;
   if (any_freed_[static_cast<size_t>(group)] == 0) return;
-  for (const PageEntry& entry : entries(index, group).subspan(1)) s.freed += entry.page == kNoPage;
+  for (const PageEntry& entry : entries(s).subspan(1)) s.freed += entry.page == kNoPage;
 }
 
 BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept {
   ++version_;
   BlockIndex index = plan.last;
+  const int64_t end = plan.length + plan.count;
   if (plan.extends) {
-    at(index).end += plan.count;
+    at(index).end = end;
   } else {
     const BlockIndex parent = plan.copies() ? ForkAt(plan.last, plan.cut) : plan.last;
-    index = AddBlock(parent, plan.cut, plan.length + plan.count);
+    index = AddBlock(parent, plan.cut, end);
   }
-  distinct_token_count_ += plan.length + plan.count - plan.cut;
-  for (int g = 0; g < group_count(); ++g) {
+  distinct_token_count_ += end - plan.cut;
+  for (int g = 0; g < group_count_; ++g) {
     const GroupAppend& group = groups[static_cast<size_t>(g)];
-    const int32_t page = group.in_place ? slice(plan.last, g).tail : kNoPage;
+    int32_t page = group.in_place ? slice(plan.last, g).tail : kNoPage;
     PageSlice& s = slice_at(index, g);
     if (!plan.extends) {
       s = {.array = TakeArray()};
@@ -380,10 +363,11 @@ BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend
         array_at(s.array).entries.push_back({.start = plan.length, .page = page});
         s.tail = page;
         s.count = 1;
+      } else if (plan.copies()) {
+        page = AddCopiedEntries(s, g, plan);
       }
     }
-    const int32_t copy = plan.copies() ? AddCopiedEntries(index, g, plan) : page;
-    AddEntries(index, g, plan.length, plan.own_page ? kNoPage : copy, group.absent);
+    AddEntries(s, g, plan.length, end, plan.own_page ? kNoPage : page, group.absent);
   }
   return index;
 }
@@ -406,8 +390,8 @@ void BlockTree::SplitSlice(BlockIndex upper, BlockIndex lower, int group,
   ++array_at(low.array).refs;
   low.first += skipped;
   low.count -= skipped;
-  RecountFreed(upper, group);
-  RecountFreed(lower, group);
+  RecountFreed(slice_at(upper, group), group);
+  RecountFreed(low, group);
 }
 
 // A new block takes the part of `index` above `position`; `index` keeps the rest, and with it its
@@ -552,7 +536,7 @@ void BlockTree::MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexc
          .first = up.first,
          .count = up.count + low.count - one_page};
   up = {};
-  RecountFreed(lower, group);
+  RecountFreed(low, group);
 }
 
 // ---------------------------------------------------------------------- freeing what is hidden

@@ -171,7 +171,29 @@ class BlockTree {
     return plan;
   }
   // Decides the rest of a plan that says what is asked for: last, its length, count, cut, own_page.
-  void PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups);
+  // Inline: it is small beside the call.
+  void PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups) {
+    if (plan.copies()) return PlanCopies(plan, groups);
+    const bool shared = plan.last != kNoBlock && block(plan.last).refs > 1;
+    const bool may_write = !plan.own_page && !(shared && block(plan.last).claim == planning_);
+    bool any_in_place = false;
+    for (int g = 0; g < group_count_; ++g) {
+      GroupAppend& group = groups[static_cast<size_t>(g)];
+      const int64_t length = plan.length;
+      const NewPieces pieces = CountNewPieces(g, group.absent, length, length + plan.count);
+      const int64_t slot = pool(g).Slot(length);
+      group.in_place = slot != 0 && may_write && FillIs(slice(plan.last, g).tail, g, slot) &&
+                       !(group.absent.begin <= length && length < group.absent.end);
+      group.absent_entries = pieces.absent;
+      group.page_count = pieces.held - group.in_place;
+      any_in_place |= group.in_place;
+      if (slot == 0 || group.in_place || !IsFragmented(plan.last, g, slot)) continue;
+      plan.cut = length - slot;
+      return PlanCopies(plan, groups);
+    }
+    if (shared && any_in_place) at(plan.last).claim = planning_;
+    plan.extends = plan.last != kNoBlock && !shared;
+  }
   // Memory for committing all these plans. groups: [plan][group]. May throw std::bad_alloc.
   void Reserve(const AppendPlans& plans, std::span<const GroupAppend> groups);
   // Memory for one ForkAt or Pop. May throw std::bad_alloc.
@@ -253,9 +275,11 @@ class BlockTree {
   const PageEntry* array_data(int32_t array) const {
     return arrays_[static_cast<size_t>(array)].entries.data();
   }
-  std::span<const PageEntry> entries(BlockIndex index, int group) const {
-    const PageSlice& s = slice(index, group);
+  std::span<const PageEntry> entries(const PageSlice& s) const {
     return {array_data(s.array) + s.first, static_cast<size_t>(s.count)};
+  }
+  std::span<const PageEntry> entries(BlockIndex index, int group) const {
+    return entries(slice(index, group));
   }
   int32_t array_refs(int32_t array) const { return arrays_[static_cast<size_t>(array)].refs; }
   int64_t array_count() const { return static_cast<int64_t>(arrays_.size()); }
@@ -323,13 +347,34 @@ class BlockTree {
     int64_t held = 0;
     int64_t absent = 0;
   };
-  NewPieces CountNewPieces(int group, const AbsentRange& absent, int64_t from, int64_t end) const;
+  NewPieces CountNewPieces(int group, const AbsentRange& absent, int64_t from, int64_t end) const {
+    if (absent.begin < absent.end) return CountPiecesAround(group, absent, from, end);
+    return {.held = pool(group).RangeCount(from, end)};
+  }
+  NewPieces CountPiecesAround(int group, const AbsentRange& absent, int64_t from,
+                              int64_t end) const;
   template <typename F>
   void ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const;
   int64_t CopyPageCount(const AppendPlan& plan, int group, const AbsentRange& absent) const;
   size_t CopyRunCount(const AppendPlan& plan, int group) const;
-  int32_t AddCopiedEntries(BlockIndex index, int group, const AppendPlan& plan) noexcept;
+  int32_t AddCopiedEntries(PageSlice& s, int group, const AppendPlan& plan) noexcept;
+  bool FillIs(int32_t page, int group, int64_t slot) const {
+    return page != kNoPage && pool(group).fill(page) == slot;
+  }
+  // Whether the page range in which a path ends, behind `slot` of its positions, can get no page
+  // more. Of a block that has one entry for each range it has none for a second page; that is
+  // mostly so, and is known without the page table.
+  bool IsFragmented(BlockIndex last, int group, int64_t slot) const {
+    const Block& end = block(last);
+    const int64_t range_begin = end.end - slot;
+    if (end.begin <= range_begin &&
+        slice(last, group).count == pool(group).RangeCount(end.begin, end.end)) {
+      return false;
+    }
+    return PagesInRange(last, group, range_begin, end.end) >= kPagesPerRangeMax;
+  }
   int64_t LowerCut(const AppendPlan& plan) const;
+  void PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const;
   void EnsureFreeBlocks(size_t count);
   void EnsureFreeArrays(size_t count);
 
@@ -347,10 +392,10 @@ class BlockTree {
   template <typename F>
   void ForEachNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end,
                        F&& f) const;
-  void AddEntries(BlockIndex index, int group, int64_t from, int32_t page,
+  void AddEntries(PageSlice& s, int group, int64_t from, int64_t end, int32_t page,
                   const AbsentRange& absent) noexcept;
   [[noreturn]] static void FailUnreserved(int32_t array);
-  void RecountFreed(BlockIndex index, int group) noexcept;
+  void RecountFreed(PageSlice& s, int group) noexcept;
   bool SharesFirstEntry(BlockIndex index, int group) const;
   void MarkSeenBorders(BlockIndex index, int group, HiddenPages hidden) noexcept;
   void FreeHiddenEntries(BlockIndex index, int group, HiddenPages hidden) noexcept;

@@ -70,15 +70,16 @@ bool BlockTreeDriver::Begin(const std::vector<Item>& batch) {
   std::vector<int64_t> pages(group_count);
   int64_t row = 0;
   for (const Item& item : batch) {
-    ForwardMember member{
-        .id = item.id, .sequence = table_.Find(item.id), .first_row = row, .append = {}};
+    ForwardMember& member = plan_.members.emplace_back();
+    member.id = item.id;
+    member.sequence = table_.Find(item.id);
+    member.first_row = row;
     std::vector<GroupAppend> groups(group_count);
     member.append = tree_.PlanAppend(sequence(item.id).last, item.count, groups);
     for (size_t g = 0; g < group_count; ++g) {
       pages[g] += groups[g].page_count;
       plan_.group_appends.push_back(groups[g]);
     }
-    plan_.members.push_back(member);
     row += item.count;
   }
   for (size_t g = 0; g < group_count; ++g) {

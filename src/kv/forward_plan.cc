@@ -40,18 +40,19 @@ void ForwardPlan::ClearArrays() noexcept {
 }
 
 void ForwardPlan::Reserve(const BlockTree& tree) {
-  totals_ = {};
+  BatchTotals totals;  // apart, so that they stay in registers
   for (const ForwardMember& member : members) {
-    totals_.rows += member.row_count();
-    totals_.imports += member.imported;
-    totals_.path_blocks += tree.PathLength(member.append.last);
-    totals_.copying += member.append.copies();
-    totals_.copied_tokens += member.old_length() - member.append.cut;
-    totals_.trees += member.is_tree();
-    int64_t& end = member.long_factors ? totals_.long_end : totals_.short_end;
+    totals.path_blocks += tree.PathLength(member.append.last);
+    totals.copying += member.append.copies();
+    totals.copied_tokens += member.old_length() - member.append.cut;
+    totals.trees += member.is_tree();
+    int64_t& end = member.long_factors ? totals.long_end : totals.short_end;
     end = std::max(end, member.position_end());
-    totals_.has_sinks |= member.window.sinks > 0;
+    totals.has_sinks |= member.window.sinks > 0;
   }
+  totals.rows = members.back().first_row + members.back().row_count();
+  totals.imports = import_count();
+  totals_ = totals;
   const size_t rows = static_cast<size_t>(totals_.rows);
   const size_t copies = static_cast<size_t>(totals_.copied_tokens);
   // A path gets at most one block of its own and one more for every block that a cut may split.
@@ -95,6 +96,10 @@ inline void ForwardPlan::FillPositions() noexcept {
   for (const ForwardMember& member : members) {
     int32_t* const positions = positions_.data() + member.first_row;
     const int64_t base = member.base();
+    if (member.is_row()) {
+      *positions = static_cast<int32_t>(base);
+      continue;
+    }
     for (int64_t i = 0; i < member.row_count(); ++i) {
       const int64_t depth =
           member.is_tree() ? member.tree->depths[static_cast<size_t>(member.first_node() + i)] : i;
@@ -123,13 +128,17 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
     group(g).rows.opens_tile.resize(static_cast<size_t>(row_count_));
     group(g).imports.targets.resize(static_cast<size_t>(totals_.imports));
     group(g).imports.opens_tile.resize(static_cast<size_t>(totals_.imports));
-    for (size_t m = 0; m < members.size(); ++m) {
-      if (members[m].is_tree()) {
-        FillNodeSlots(tree, g, members[m]);
+    const GroupAppend* append = group_appends.data() + g;
+    for (const ForwardMember& member : members) {
+      if (member.is_row()) {
+        FillSlot(tree, g, member, append->in_place);
+      } else if (member.is_tree()) {
+        FillNodeSlots(tree, g, member);
       } else {
-        FillSlots(tree, g, m);
+        FillSlots(tree, g, member, *append);
       }
-      if (members[m].append.copies()) FillCopies(tree, g, m);
+      if (member.append.copies()) FillCopies(tree, g, member);
+      append += tree.group_count();
     }
     FillSequences(tree, g);
   }
@@ -140,22 +149,22 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
 
 // ---------------------------------------------------------------------- slots
 
-inline void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, size_t m) noexcept {
-  const ForwardMember& member = members[m];
+// A row alone: its page is where the sequence ends, known without the table.
+inline void ForwardPlan::FillSlot(const BlockTree& tree, int group_index,
+                                  const ForwardMember& member, bool in_place) noexcept {
+  TokenSlots& rows = group(group_index).rows;
+  const int64_t slot = tree.pool(group_index).Slot(member.append.length);
+  const size_t row = static_cast<size_t>(member.first_row);
+  rows.targets[row] = {.page = tree.slice(member.last, group_index).tail,
+                       .slot = static_cast<int32_t>(slot)};
+  rows.opens_tile[row] = !in_place || slot % kTilePositions == 0;
+}
+
+void ForwardPlan::FillSlots(const BlockTree& tree, int group_index, const ForwardMember& member,
+                            const GroupAppend& append) noexcept {
   const PagePool& pool = tree.pool(group_index);
   GroupPlan& plan = group(group_index);
-  const size_t group_count = static_cast<size_t>(tree.group_count());
-  const GroupAppend& append = group_appends[m * group_count + static_cast<size_t>(group_index)];
   const bool in_place = append.in_place;
-  if (member.append.count == 1 && !member.append.copies() && member.imported == 0) {
-    // A decode step: its row's page is where the sequence ends, known without the table.
-    const int64_t slot = pool.Slot(member.append.length);
-    const size_t row = static_cast<size_t>(member.first_row);
-    plan.rows.targets[row] = {.page = tree.slice(member.last, group_index).tail,
-                              .slot = static_cast<int32_t>(slot)};
-    plan.rows.opens_tile[row] = !in_place || slot % kTilePositions == 0;
-    return;
-  }
   const auto fill = [&](int64_t begin, int64_t count, int64_t first, TokenSlots& slots) {
     tree.VisitPieces(member.last, group_index, begin, begin + count,
                      [&](int64_t from, int64_t to, int32_t page) {
@@ -209,8 +218,8 @@ void ForwardPlan::FillNodeSlots(const BlockTree& tree, int group_index,
   }
 }
 
-void ForwardPlan::FillCopies(const BlockTree& tree, int group_index, size_t m) noexcept {
-  const ForwardMember& member = members[m];
+void ForwardPlan::FillCopies(const BlockTree& tree, int group_index,
+                             const ForwardMember& member) noexcept {
   const PagePool& pool = tree.pool(group_index);
   GroupPlan& plan = group(group_index);
   const size_t first = plan.copy_from.size();
@@ -347,29 +356,30 @@ void ForwardPlan::OrderByTree(const BlockTree& tree) noexcept {
 
 // ---------------------------------------------------------------------- runs
 
-// From the last block up; then in the order of positions.
+// One run for all blocks that follow one another in an array.
 inline void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
                                   std::vector<PageRun>& runs) noexcept {
-  const size_t first = runs.size();
   int32_t array = -1;
   for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
+    if (tree.slice(b, group_index).array != array) runs.push_back({});
+    array = tree.slice(b, group_index).array;
+  }
+  PageRun* run = runs.data() + runs.size();
+  array = -1;
+  for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
+    const Block& block = tree.block(b);
     const PageSlice& slice = tree.slice(b, group_index);
     const PageEntry* const entries = tree.array_data(slice.array) + slice.first;
-    if (slice.array == array) {  // the block below follows in the same array: one run
-      PageRun& run = runs.back();
-      run.entry_count = run.entries + run.entry_count - entries;
-      run.entries = entries;
-      run.begin = tree.block(b).begin;
-      continue;
+    if (slice.array != array) {
+      array = slice.array;
+      *--run = {
+          .entries = entries, .entry_count = slice.count, .begin = block.begin, .end = block.end};
+    } else {
+      run->entry_count += run->entries - entries;
+      run->entries = entries;
+      run->begin = block.begin;
     }
-    array = slice.array;
-    runs.push_back({.entries = entries,
-                    .entry_count = slice.count,
-                    .begin = tree.block(b).begin,
-                    .end = tree.block(b).end});
   }
-  if (runs.size() - first > 1)
-    std::reverse(runs.begin() + static_cast<std::ptrdiff_t>(first), runs.end());
 }
 
 const TokenTreeView* ForwardPlan::AddTreeView(int group_index,

@@ -27,6 +27,9 @@ class LayerSource;
 
 // One sequence of the batch.
 struct ForwardMember {
+  // No aggregate: that would be cleared as a whole before its fields are set, which is slow.
+  ForwardMember() noexcept;
+
   int64_t id = 0;
   int32_t sequence = 0;        // index in the sequence table
   BlockIndex last = kNoBlock;  // where it ends once the append is committed
@@ -44,6 +47,10 @@ struct ForwardMember {
   int64_t levels = 0;               // of the whole tree
   const TokenTree* tree = nullptr;  // once the nodes are added
   bool is_tree() const { return node_count > 0; }
+  // A decode step: one token behind those that stay where they are.
+  bool is_row() const {
+    return append.count == 1 && !append.copies() && imported == 0 && !is_tree();
+  }
   int64_t old_length() const { return append.length; }
   // Where its first row, or a root of its tree, stands.
   int64_t base() const { return is_tree() ? committed : append.length + imported; }
@@ -52,6 +59,8 @@ struct ForwardMember {
   int64_t first_node() const { return tree->size() - node_count; }
   bool appends() const { return append.count > 0; }
 };
+
+inline ForwardMember::ForwardMember() noexcept = default;
 
 // What a batch needs, summed over its members.
 struct BatchTotals {
@@ -160,10 +169,13 @@ class ForwardPlan {
   void OrderByTree(const BlockTree& tree) noexcept;
   void EnterNode(const BlockTree& tree, int32_t index) noexcept;
   int32_t NextNode(int32_t index) const noexcept;
-  void FillSlots(const BlockTree& tree, int group, size_t member) noexcept;
+  void FillSlot(const BlockTree& tree, int group, const ForwardMember& member,
+                bool in_place) noexcept;
+  void FillSlots(const BlockTree& tree, int group, const ForwardMember& member,
+                 const GroupAppend& append) noexcept;
   void FillNodeSlots(const BlockTree& tree, int group, const ForwardMember& member) noexcept;
   const TokenTreeView* AddTreeView(int group, const ForwardMember& member) noexcept;
-  void FillCopies(const BlockTree& tree, int group, size_t member) noexcept;
+  void FillCopies(const BlockTree& tree, int group, const ForwardMember& member) noexcept;
   void FillSequences(const BlockTree& tree, int group) noexcept;
   static void FillRuns(const BlockTree& tree, int group, BlockIndex last,
                        std::vector<PageRun>& runs) noexcept;

@@ -254,15 +254,16 @@ Status PagedKVCache::PlanImport(const char* call, const Sequence& sequence, int6
                                 FirstPage first, ForwardPlan* plan) {
   plan->group_appends.resize(groups_.size());
   tree_.BeginPlanning();
-  const AppendPlan append =
-      first == FirstPage::kOwn
-          ? tree_.PlanAppendToOwnPage(sequence.last, count, plan->group_appends)
-          : tree_.PlanAppend(sequence.last, count, plan->group_appends);
-  plan->members.push_back({.id = sequence.id, .append = append, .imported = count});
+  ForwardMember& member = plan->members.emplace_back();
+  member.id = sequence.id;
+  member.imported = count;
+  member.append = first == FirstPage::kOwn
+                      ? tree_.PlanAppendToOwnPage(sequence.last, count, plan->group_appends)
+                      : tree_.PlanAppend(sequence.last, count, plan->group_appends);
   std::vector<int64_t> page_counts;
   for (const GroupAppend& group : plan->group_appends) page_counts.push_back(group.page_count);
   QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
-  tree_.Reserve(AppendPlans(append), plan->group_appends);
+  tree_.Reserve(AppendPlans(member.append), plan->group_appends);
   plan->Reserve(tree_);
   return Status();
 }

@@ -227,16 +227,23 @@ class PagedKVCache final : public AttentionKVCache,
 
   Status StartBatch(const char* call, std::span<const int64_t> seq_ids,
                     std::span<const int64_t> append_lengths, ForwardPlan& plan);
-  // `index`: what the table finds for the id.
-  Status CheckMember(const char* call, int64_t seq_id, int32_t index, int64_t append_length,
-                     int64_t first_row);
+  // Whether a sequence may get new rows; if so, it counts as a member from now on. `index`: what
+  // the table finds for the id.
+  bool TakeMember(int32_t index, int64_t append_length, int64_t first_row) noexcept {
+    if (index == SequenceTable::kAbsent) return false;
+    Sequence& sequence = sequences_[index];
+    if (sequence.batch == planning_ || sequence.retained) return false;
+    if (append_length < 1 || append_length > options_.prefill_chunk_size - first_row) return false;
+    sequence.batch = planning_;
+    return true;
+  }
+  Status RefuseMember(const char* call, int64_t seq_id, int32_t index, int64_t append_length) const;
+  Status CheckSpecial(const char* call, int64_t seq_id, int32_t index, int64_t append_length,
+                      const LayerLoad* load, std::span<GroupAppend> groups) const;
   Status PlanBatch(const char* call, std::span<const int64_t> seq_ids,
                    std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads,
                    ForwardPlan& plan);
-  Status PlanMember(const char* call, int64_t seq_id, int32_t index, int64_t append_length,
-                    const LayerLoad* load, int64_t first_row, ForwardPlan& plan);
-  // The indices of ids, what planning needs of them being on its way from memory.
-  void FindAhead(std::span<const int64_t> seq_ids, std::span<int32_t> indices) const noexcept;
+  class LookAhead;  // finds the members of a batch
   Status BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads);
   Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;

@@ -102,6 +102,45 @@ TEST(PagedKVCache, ARefusedBatchChangesNothing) {
   EXPECT_EQ(cache->GetSequenceLength(1).value(), 4);
 }
 
+// Planning looks at members ahead of the one that it plans. Lengths tell the members apart.
+TEST(PagedKVCache, BatchesOfAnySizeAndOrderArePlannedMemberByMember) {
+  constexpr int64_t kSequences = 150;
+  AttentionKVCacheOptions options = SmallOptions();
+  options.max_num_sequences = kSequences;
+  options.token_capacity = 3 * kSequences * options.page_size;
+  const auto cache = MakeTestCache(options);
+  Ids ids(kSequences);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::vector<std::vector<uint64_t>> tokens;
+  for (const int64_t id : ids) {
+    ASSERT_TRUE(cache->AddSequence(id).ok());
+    tokens.push_back(Tokens(0, 1 + id % 7));
+  }
+  Forward(*cache, options, ids, tokens);
+  const uint64_t digest = cache->StateDigest();
+  RandomSequence random(5);
+  for (const size_t size : {1, 2, 15, 16, 17, 33, 47, 48, 49, 64, 65, 150}) {
+    for (size_t i = 0; i < size; ++i)
+      std::swap(ids[i],
+                ids[i + static_cast<size_t>(random.Below(kSequences - static_cast<int64_t>(i)))]);
+    const Ids batch(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(size));
+    const Ids ones(size, 1);
+    ASSERT_TRUE(cache->BeginForward(batch, ones).ok());
+    const std::span<const int32_t> positions = cache->GetQueryPositions().value();
+    ASSERT_EQ(positions.size(), size);
+    for (size_t i = 0; i < size; ++i) EXPECT_EQ(positions[i], 1 + batch[i] % 7) << "member " << i;
+    ASSERT_TRUE(cache->AbortForward().ok());
+    for (const int64_t wrong : {kSequences, batch[0]}) {
+      Ids refused = batch;
+      refused.push_back(wrong);
+      EXPECT_FALSE(cache->BeginForward(refused, Ids(size + 1, 1)).ok());
+    }
+    const Status sound = cache->CheckInvariants();
+    EXPECT_TRUE(sound.ok()) << sound.ToString();
+    EXPECT_EQ(cache->StateDigest(), digest);
+  }
+}
+
 TEST(PagedKVCache, ClearInAForwardStartsAnew) {
   const AttentionKVCacheOptions options = SmallOptions();
   const auto cache = MakeTestCache(options);

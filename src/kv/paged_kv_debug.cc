@@ -210,14 +210,16 @@ Status PagedKVCache::PrivatizeFrom(const char* call, Sequence& sequence, int64_t
   moves.group_appends.resize(groups_.size());
   tree_.BeginPlanning();
   const AppendPlan append = tree_.PlanAppend(sequence.last, 0, start, moves.group_appends);
-  moves.members.push_back({.id = sequence.id, .append = append});
+  ForwardMember& member = moves.members.emplace_back();
+  member.id = sequence.id;
+  member.append = append;
   std::vector<int64_t> page_counts;
   for (const GroupAppend& group : moves.group_appends) page_counts.push_back(group.page_count);
   QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
   tree_.Reserve(AppendPlans(append), moves.group_appends);
   moves.Reserve(tree_);
 
-  sequence.last = moves.members[0].last = tree_.Append(append, moves.group_appends);
+  sequence.last = member.last = tree_.Append(append, moves.group_appends);
   moves.Fill(tree_);
   for (int g = 0; g < tree_.group_count(); ++g) {
     const GroupPlan& plan = moves.group(g);

@@ -17,9 +17,11 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr size_t kScratchAlignment = 64;  // a cache line; backend.h asks for it
 
-// Members that are fetched from memory before the first of them is planned: enough to keep all of
-// a core's misses in flight, few enough that they stay in its first cache.
-constexpr size_t kMembersAhead = 32;
+// Members between two looks at what planning needs of one: planning so many takes about as long as
+// memory does.
+constexpr size_t kLookAhead = 16;
+
+constexpr int64_t kPositionsMax = std::numeric_limits<int32_t>::max();
 
 Status BadBatch(StatusCode code, const char* call, const std::string& why) {
   return Status(code, std::string(call) + ": " + why);
@@ -29,85 +31,58 @@ Status BadBatch(StatusCode code, const char* call, const std::string& why) {
 
 // ---------------------------------------------------------------------- planning
 
-// Whether a sequence may get new rows; it counts as a member from now on.
-Status PagedKVCache::CheckMember(const char* call, int64_t seq_id, int32_t index,
-                                 int64_t append_length, int64_t first_row) {
+// Why the sequence may not get new rows.
+Status PagedKVCache::RefuseMember(const char* call, int64_t seq_id, int32_t index,
+                                  int64_t append_length) const {
   if (index == SequenceTable::kAbsent) return FindSequence(call, seq_id).status();
-  Sequence& sequence = sequences_[index];
-  const auto name = [&] { return "sequence " + std::to_string(seq_id); };
+  const Sequence& sequence = sequences_[index];
+  const std::string name = "sequence " + std::to_string(seq_id);
   if (sequence.batch == planning_) {
-    return BadBatch(StatusCode::kBadArgument, call, name() + " is in the batch twice");
+    return BadBatch(StatusCode::kBadArgument, call, name + " is in the batch twice");
   }
   if (sequence.retained) {
     return BadBatch(StatusCode::kBadState, call,
-                    name() + " is retained; make it active with SetRetained, or fork it");
+                    name + " is retained; make it active with SetRetained, or fork it");
   }
-  sequence.batch = planning_;
   if (append_length < 1) {
     return BadBatch(
         StatusCode::kBadArgument, call,
-        name() + " is to get " + std::to_string(append_length) + " tokens; the least is 1");
+        name + " is to get " + std::to_string(append_length) + " tokens; the least is 1");
   }
-  if (append_length > options_.prefill_chunk_size - first_row) {
-    return BadBatch(StatusCode::kTooLarge, call,
-                    "with the " + std::to_string(append_length) + " tokens of " + name() +
-                        " the batch has more than prefill_chunk_size, " +
-                        std::to_string(options_.prefill_chunk_size) +
-                        "; append them in several forwards");
-  }
-  return Status();
+  return BadBatch(StatusCode::kTooLarge, call,
+                  "with the " + std::to_string(append_length) + " tokens of " + name +
+                      " the batch has more than prefill_chunk_size, " +
+                      std::to_string(options_.prefill_chunk_size) +
+                      "; append them in several forwards");
 }
 
-// `load`: of the sequence, or null.
-inline Status PagedKVCache::PlanMember(const char* call, int64_t seq_id, int32_t index,
-                                       int64_t append_length, const LayerLoad* load,
-                                       int64_t first_row, ForwardPlan& plan) {
-  QUIRE_RETURN_IF_ERROR(CheckMember(call, seq_id, index, append_length, first_row));
+// What is asked of a member that is no plain one. `load`: of the sequence, or null.
+Status PagedKVCache::CheckSpecial(const char* call, int64_t seq_id, int32_t index,
+                                  int64_t append_length, const LayerLoad* load,
+                                  std::span<GroupAppend> groups) const {
   const Sequence& sequence = sequences_[index];
   if (sequence.reserved > 0) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
-  const auto name = [&] { return "sequence " + std::to_string(seq_id); };
-  int64_t imported = 0;
-  if (load != nullptr) {
-    if (load->tokens < 1 || load->source == nullptr) {
-      return BadBatch(StatusCode::kBadArgument, call,
-                      name() + " is to import " + std::to_string(load->tokens) + " tokens from " +
-                          (load->source == nullptr ? "no" : "a") +
-                          " source; the least is 1, and a source is needed");
-    }
-    imported = load->tokens;
+  const std::string name = "sequence " + std::to_string(seq_id);
+  if (load != nullptr && (load->tokens < 1 || load->source == nullptr)) {
+    return BadBatch(StatusCode::kBadArgument, call,
+                    name + " is to import " + std::to_string(load->tokens) + " tokens from " +
+                        (load->source == nullptr ? "no" : "a") +
+                        " source; the least is 1, and a source is needed");
   }
+  const int64_t imported = load == nullptr ? 0 : load->tokens;
   const int64_t length = tree_.End(sequence.last);
-  const int64_t room = std::numeric_limits<int32_t>::max() - length;
+  const int64_t room = kPositionsMax - length;
   if (imported > room || append_length > room - imported) {
     return BadBatch(StatusCode::kTooLarge, call,
-                    name() + " of length " + std::to_string(length) + " cannot get " +
+                    name + " of length " + std::to_string(length) + " cannot get " +
                         std::to_string(append_length) + " more tokens behind " +
                         std::to_string(imported) + " imported ones: positions end at 2^31");
   }
-  const size_t group_count = groups_.size();
-  const size_t first_group = plan.members.size() * group_count;
-  const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, group_count);
   if (load != nullptr && load->only_visible) {
     const int64_t end = length + imported;
     QUIRE_RETURN_IF_ERROR(CheckWindows(call, sequence, SequenceWindows(), end));
     LeaveOutHidden({}, length, end, groups);
   }
-  const int64_t first_import = plan.import_count();
-  // In its place: to copy it there would wait for the stores of its parts.
-  ForwardMember& member = plan.members.emplace_back();
-  member.id = seq_id;
-  member.sequence = index;
-  member.first_row = first_row;
-  member.append.last = sequence.last;
-  member.append.length = member.append.cut = length;
-  member.append.count = imported + append_length;
-  tree_.PlanAppend(member.append, groups);
-  for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
-  member.long_factors = sequence.long_factors;
-  member.window = sequence.window;
-  member.imported = imported;
-  member.first_import = first_import;
-  member.source = load == nullptr ? nullptr : load->source;
   return Status();
 }
 
@@ -129,20 +104,47 @@ Status PagedKVCache::StartBatch(const char* call, std::span<const int64_t> seq_i
   return Status();
 }
 
-// In rounds, each over all of them: every look leads to the next address, and one member after the
-// other would wait for memory at each.
-inline void PagedKVCache::FindAhead(std::span<const int64_t> seq_ids,
-                                    std::span<int32_t> indices) const noexcept {
-  const auto for_each = [&](auto&& f) {
-    for (size_t i = 0; i < seq_ids.size(); ++i) {
-      if (indices[i] != SequenceTable::kAbsent) f(indices[i]);
+// Every look leads to the next address, and one member after the other would wait for memory at
+// each. So a member is planned while the pages of a later one, the end of one later still and the
+// sequence of one behind that are on their way.
+class PagedKVCache::LookAhead {
+ public:
+  LookAhead(const PagedKVCache& cache, std::span<const int64_t> seq_ids)
+      : cache_(cache), seq_ids_(seq_ids), stride_(std::min(seq_ids.size(), kLookAhead)) {
+    for (size_t at = 0; at < 3 * stride_; ++at) Look(at);
+  }
+  // The index of member i. For each i once, ascending.
+  int32_t IndexOf(size_t i) {
+    const int32_t index = indices_[i % kSlots];
+    Look(i + 3 * stride_);
+    return index;
+  }
+
+ private:
+  static constexpr size_t kSlots = 4 * kLookAhead;
+
+  void Look(size_t at) {
+    if (at < seq_ids_.size()) {
+      const int32_t index = indices_[at % kSlots] = cache_.sequences_.Find(seq_ids_[at]);
+      if (index != SequenceTable::kAbsent) cache_.sequences_.Prefetch(index);
     }
-  };
-  for (size_t i = 0; i < seq_ids.size(); ++i) indices[i] = sequences_.Find(seq_ids[i]);
-  for_each([&](int32_t index) { sequences_.Prefetch(index); });
-  for_each([&](int32_t index) { tree_.PrefetchEnd(sequences_[index].last); });
-  for_each([&](int32_t index) { tree_.PrefetchPages(sequences_[index].last); });
-}
+    // Before the first one these wrap to numbers that are too high.
+    if (const BlockIndex last = LastOf(at - stride_); last != kNoBlock)
+      cache_.tree_.PrefetchEnd(last);
+    if (const BlockIndex last = LastOf(at - 2 * stride_); last != kNoBlock)
+      cache_.tree_.PrefetchPages(last);
+  }
+  BlockIndex LastOf(size_t i) const {
+    if (i >= seq_ids_.size()) return kNoBlock;
+    const int32_t index = indices_[i % kSlots];
+    return index == SequenceTable::kAbsent ? kNoBlock : cache_.sequences_[index].last;
+  }
+
+  const PagedKVCache& cache_;
+  const std::span<const int64_t> seq_ids_;
+  const size_t stride_;
+  std::array<int32_t, kSlots> indices_;
+};
 
 // Leaves only marks that no call can see (the numbers of this planning), and the plan's members,
 // which are read in FORWARD only.
@@ -150,19 +152,46 @@ Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_id
                                std::span<const int64_t> append_lengths,
                                std::span<const LayerLoad> loads, ForwardPlan& plan) {
   QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan));
-  std::array<int32_t, kMembersAhead> indices;
+  const size_t group_count = groups_.size();
+  GroupAppend* groups = plan.group_appends.data();
+  LookAhead ahead(*this, seq_ids);
   int64_t row_count = 0;
+  int64_t import_count = 0;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
-    const size_t ahead = i % kMembersAhead;
-    if (ahead == 0) {
-      const std::span<const int64_t> next = seq_ids.subspan(i);
-      FindAhead(next.first(std::min(next.size(), kMembersAhead)), indices);
+    const int32_t index = ahead.IndexOf(i);
+    const int64_t append_length = append_lengths[i];
+    if (!TakeMember(index, append_length, row_count))
+      return RefuseMember(call, seq_ids[i], index, append_length);
+    const Sequence& sequence = sequences_[index];
+    const int64_t length = tree_.End(sequence.last);
+    const LayerLoad* load = nullptr;
+    if (!loads.empty() && loads.front().seq_id == seq_ids[i]) {
+      load = &loads.front();
+      loads = loads.subspan(1);
     }
-    const bool loads_this = !loads.empty() && loads.front().seq_id == seq_ids[i];
-    QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], indices[ahead], append_lengths[i],
-                                     loads_this ? &loads.front() : nullptr, row_count, plan));
-    row_count += append_lengths[i];
-    if (loads_this) loads = loads.subspan(1);
+    const std::span<GroupAppend> of_groups(groups, group_count);
+    if (load != nullptr || sequence.reserved > 0 || append_length > kPositionsMax - length) {
+      QUIRE_RETURN_IF_ERROR(CheckSpecial(call, seq_ids[i], index, append_length, load, of_groups));
+    }
+    const int64_t imported = load == nullptr ? 0 : load->tokens;
+    // In its place: to copy it there would wait for the stores of its parts.
+    ForwardMember& member = plan.members.emplace_back();
+    member.id = seq_ids[i];
+    member.sequence = index;
+    member.first_row = row_count;
+    member.append.last = sequence.last;
+    member.append.length = member.append.cut = length;
+    member.append.count = imported + append_length;
+    member.long_factors = sequence.long_factors;
+    member.window = sequence.window;
+    member.imported = imported;
+    member.first_import = import_count;
+    member.source = load == nullptr ? nullptr : load->source;
+    tree_.PlanAppend(member.append, of_groups);
+    for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
+    row_count += append_length;
+    import_count += imported;
+    groups += group_count;
   }
   if (loads.empty()) return Status();
   return BadBatch(StatusCode::kBadArgument, call,

@@ -44,7 +44,7 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
                                     ForwardPlan& plan) {
   const int64_t count = static_cast<int64_t>(parents.size());
   const int32_t index = sequences_.Find(seq_id);
-  QUIRE_RETURN_IF_ERROR(CheckMember(call, seq_id, index, count, first_row));
+  if (!TakeMember(index, count, first_row)) return RefuseMember(call, seq_id, index, count);
   const Sequence& sequence = sequences_[index];
   if (sequence.pending > 0) QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
   const int64_t size = trees_.SizeOf(index);
@@ -71,22 +71,22 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
   const size_t first_group = plan.members.size() * groups_.size();
   const std::span<GroupAppend> groups(plan.group_appends.data() + first_group, groups_.size());
   const int64_t end = tree_.End(sequence.last);
-  AppendPlan append{.last = sequence.last, .length = end, .count = 0, .cut = end, .extends = true};
+  ForwardMember& member = plan.members.emplace_back();
+  member.id = seq_id;
+  member.sequence = index;
+  member.first_row = first_row;
+  member.append = {.last = sequence.last, .length = end, .count = 0, .cut = end, .extends = true};
   if (levels > sequence.reserved)
-    append = tree_.PlanAppend(sequence.last, levels - sequence.reserved, groups);
+    member.append = tree_.PlanAppend(sequence.last, levels - sequence.reserved, groups);
+  member.long_factors = sequence.long_factors;
+  member.window = sequence.window;
+  member.node_count = count;
+  member.committed = committed;
+  member.levels = levels;
   for (size_t g = 0; g < groups_.size(); ++g) {
     page_counts_[g] +=
         groups[g].page_count + TokenTrees::PagesFor(tree_.pool(static_cast<int>(g)), size, count);
   }
-  plan.members.push_back({.id = seq_id,
-                          .sequence = index,
-                          .first_row = first_row,
-                          .append = append,
-                          .long_factors = sequence.long_factors,
-                          .window = sequence.window,
-                          .node_count = count,
-                          .committed = committed,
-                          .levels = levels});
   return Status();
 }
 
