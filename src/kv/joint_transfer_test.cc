@@ -12,6 +12,7 @@
 #include "kv/allocation_refusal.h"
 #include "kv/kv_test_forward.h"
 #include "kv/recurrent_test_forward.h"
+#include "kv/saboteur.h"
 #include "quire/composite_state.h"
 #include "quire/rnn_state.h"
 #include "quire/transfer.h"
@@ -50,15 +51,12 @@ class Model {
     const auto runner = std::make_shared<SerialRunner>();
     CompositeState::Parts parts;
     if (with.attention) {
-      AttentionKVCacheOptions options;
-      options.layers = {{2, 1, 4, 4, DType::kF32}, {2, 2, 8, 4, DType::kI8}};
-      options.max_num_sequences = 5;
-      options.token_capacity = 300;
-      options.prefill_chunk_size = 100;
-      options.page_size = page_size;
-      options.rope.mode = RopeMode::kNormal;
+      AttentionKVCacheOptions options = TestCacheOptions(
+          {{2, 1, 4, 4, DType::kF32}, {2, 2, 8, 4, DType::kI8}}, {.max_num_sequences = 5,
+                                                                  .token_capacity = 300,
+                                                                  .prefill_chunk_size = 100,
+                                                                  .page_size = page_size});
       options.runner = runner;
-      options.poison_freed_pages = true;
       parts.attention = attention_ = *AttentionKVCache::Create(options);
     }
     if (with.cache) {
@@ -145,39 +143,6 @@ void ExpectSound(Model& model) {
 }
 
 void ExpectOk(const Status& status) { EXPECT_TRUE(status.ok()) << status.ToString(); }
-
-// Goes through a channel, and may do wrong on the way.
-class Saboteur final : public LayerSink {
- public:
-  explicit Saboteur(std::shared_ptr<LayerSink> channel) : channel_(std::move(channel)) {}
-  KVTransfer* victim = nullptr;  // a byte of each part of `layer` is changed
-  int64_t layer = -1;
-  Status refusal;  // the answer to `layer`, if not ok
-
-  Status OnLayerAppended(int64_t l, std::span<const SendRange> ranges) override {
-    if (l == layer && !refusal.ok()) return refusal;
-    QUIRE_RETURN_IF_ERROR(channel_->OnLayerAppended(l, ranges));
-    if (l != layer || victim == nullptr) return Status();
-    const auto view = victim->View(
-        ranges[0].epoch, l,
-        {.first_row = ranges[0].first_row, .count = 1, .first_head = 0, .head_count = 1});
-    if (!view.ok()) return view.status();
-    view->rows.k.data_as<uint8_t>()[5] ^= 4;
-    return Status();
-  }
-  Status OnForwardEnded(std::span<const SendRecord> records) override {
-    return channel_->OnForwardEnded(records);
-  }
-  Status OnForwardAborted(std::span<const SendRecord> records) override {
-    return channel_->OnForwardAborted(records);
-  }
-  Status OnSendStopped(std::span<const SendRecord> records, const Status& why) override {
-    return channel_->OnSendStopped(records, why);
-  }
-
- private:
-  std::shared_ptr<LayerSink> channel_;
-};
 
 // A sender and a receiver that have the first 5 tokens of kSeq, and the receiver's map of 12 more.
 class Pair {
