@@ -345,6 +345,39 @@ TEST(JointTransfer, AFailingSinkEndsTheMarkAndNotTheForward) {
   }
 }
 
+// Some states of a position were given when the next one was refused: they are not those that a
+// later mark completes.
+TEST(JointTransfer, WhatAFailedMarkHasGivenIsForgotten) {
+  for (const bool attention : {true, false}) {
+    Pair pair({.attention = attention});
+    ASSERT_TRUE(pair.Mark().ok());
+    pair.sink->layer = attention ? 3 : 1;  // the second recurrent one
+    pair.sink->refusal = Status(StatusCode::kUnavailable, "the wire is cut");
+    pair.sender.Run(kSeq, Text(5, 17));
+    pair.sink->refusal = Status();
+    ASSERT_TRUE(pair.sender.state().PopN(kSeq, 12).ok());
+    ASSERT_TRUE(pair.Mark().ok());
+    pair.sender.Run(kSeq, Text(60, 72));
+    ExpectOk(pair.sender.transfer().GetSendProgress(kSeq)->failure);
+    ASSERT_TRUE(pair.Commit(12).ok());
+    pair.ExpectGoesOn(Text(60, 72));
+  }
+}
+
+// Those that stood there before the mark go with its sequence's next forward, and so count then.
+TEST(JointTransfer, AnotherSequencesForwardSendsNoTokens) {
+  Pair pair;
+  pair.sender.Run(kSeq, Text(5, 9));
+  ASSERT_TRUE(pair.Mark().ok());
+  ASSERT_TRUE(pair.sender.state().AddSequence(4).ok());
+  pair.sender.Run(4, Text(30, 33));
+  EXPECT_EQ(pair.sender.transfer().GetSendProgress(kSeq)->sent, 0);
+  pair.sender.Run(kSeq, Text(9, 11));
+  EXPECT_EQ(pair.sender.transfer().GetSendProgress(kSeq)->sent, 6);
+  ASSERT_TRUE(pair.Commit(6).ok());
+  pair.ExpectGoesOn(Text(5, 11));
+}
+
 TEST(JointTransfer, AForwardOverTheMapsEndHasNoStateThere) {
   Pair pair({}, 4);
   ASSERT_TRUE(pair.Mark().ok());
