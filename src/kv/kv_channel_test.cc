@@ -265,6 +265,28 @@ TEST(KVChannel, ReceiversShareTheHeadsOfOneSender) {
   }
 }
 
+// The received tokens begin within a tile of a page of their own, and nothing before them is held:
+// so the tile is read where it lies, with slots that no token was written to.
+TEST(KVChannel, TokensAreReceivedBehindOnesThatWereLeftOut) {
+  for (const auto& kinds : {Mixed(), Latent()}) {
+    std::vector<AttentionLayerSpec> layers = kinds;
+    for (AttentionLayerSpec& layer : layers) layer.window = 1;
+    Pair pair(MakeOptions(16, layers));
+    const KVBlock nothing(layers.size());
+    const int64_t left_out = 5;
+    ASSERT_TRUE(pair.receiver
+                    ->ImportVisibleKV(
+                        0, {.blocks = std::span(&nothing, 1), .tokens = std::span(&left_out, 1)})
+                    .ok());
+    Extend(*pair.sender, 0, Text(0, left_out));
+    const ReceiveMap map = pair.Reserve(8);
+    ASSERT_TRUE(pair.Mark(map, left_out).ok());
+    Extend(*pair.sender, 0, Text(left_out, 8));
+    pair.Commit(map);
+    pair.ExpectSameFuture(13);
+  }
+}
+
 TEST(KVChannel, DamagedBytesAreNeverSeen) {
   Pair pair(MakeOptions(16, Mixed()));
   Extend(*pair.receiver, 0, Text(0, 5));
