@@ -329,6 +329,20 @@ TEST(JointTransfer, ADamagedStateIsNeverTakenOver) {
   EXPECT_EQ(pair.receiver.Run(kSeq, Text(5, 17)), pair.alone.Run(kSeq, Text(5, 17)));
 }
 
+TEST(JointTransfer, AStateThatALaterOneHasReplacedIsNotCompleted) {
+  Pair pair;
+  KVTransfer& receiver = pair.receiver.transfer();
+  const ReceivePart first = {.first_row = 3, .count = 1, .first_head = 0, .head_count = 1};
+  const ReceivePart later = {.first_row = 5, .count = 1, .first_head = 0, .head_count = 1};
+  ASSERT_TRUE(receiver.View(pair.map.epoch, 2, first).ok());
+  const auto view = receiver.View(pair.map.epoch, 2, later);
+  ASSERT_TRUE(view.ok());
+  const uint32_t digest = DigestOfHeads(view->rows, 0, 1);
+  EXPECT_EQ(receiver.Complete(pair.map.epoch, 2, first, digest).code(), StatusCode::kBadState);
+  EXPECT_TRUE(receiver.Complete(pair.map.epoch, 2, later, digest).ok());
+  EXPECT_EQ(receiver.GetReceiveProgress(pair.map.epoch)->layer_rows[2], 6);
+}
+
 TEST(JointTransfer, AFailingSinkEndsTheMarkAndNotTheForward) {
   for (const int64_t layer : {0, 1, 2, 5}) {
     Pair pair;
