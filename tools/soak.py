@@ -68,7 +68,7 @@ CAPABILITIES = (
     ),
     Capability(
         "flips",
-        "src/store/disk_tier_test",
+        "src/store/disk_tier_fault_test",
         "*NoFlippedBitIsServed",
         "flips",
         100_000,
@@ -84,7 +84,7 @@ CAPABILITIES = (
     ),
     Capability(
         "power",
-        "src/store/disk_tier_test",
+        "src/store/disk_tier_fault_test",
         "DiskTierPower.*",
         "cuts",
         20_000,

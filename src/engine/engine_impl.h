@@ -220,7 +220,8 @@ class EngineImpl final : public Engine {
   bool StartLoad(Request* request);
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
   void PollLoad(Request* request);
-  bool KeepsPace(const Request& request, bool alone) const;
+  int64_t LayersThere(const Request& request) const;
+  bool KeepsPace(const Request& request, int64_t there, bool alone) const;
   int64_t LoadableTokens(const Sample& leader) const;
   int64_t ChunkLayerCount() const;
   int64_t FirstLayerNeeded() const;

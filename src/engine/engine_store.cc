@@ -89,7 +89,7 @@ void EngineImpl::StartLoads() {
     Request* const request = waiting_[i].get();
     PollLoad(request);
     const bool is_coming = request->load != nullptr && !request->load->usable();
-    if (is_coming && KeepsPace(*request, false)) request->load->TakeLayers();
+    if (is_coming && KeepsPace(*request, LayersThere(*request), false)) request->load->TakeLayers();
     request->held_back = StartLoad(request);
   }
 }
@@ -169,22 +169,25 @@ int64_t EngineImpl::FirstLayerNeeded() const {
   return info.recurrent_layers.empty() ? 0 : std::ssize(info.layers);
 }
 
+// Of the request's load, so far.
+int64_t EngineImpl::LayersThere(const Request& request) const {
+  return request.load->LayersThere(ChunkLayerCount(), store_->now_ns());
+}
+
 // Whether a forward that begins now finds each layer of the load when it comes to it, as the pace
-// of the layers so far and the measured speed of prompts tell. One that waited inside would hold up
-// everybody, and end no earlier than one that begins later. `alone`: nobody would be held up, then
-// it may also begin while the speed is not known.
-bool EngineImpl::KeepsPace(const Request& request, bool alone) const {
+// of the layers so far, of which `there` are there, and the measured speed of prompts tell. One
+// that waited inside would hold up everybody, and end no earlier than one that begins later.
+// `alone`: nobody would be held up, then it may also begin while the speed is not known.
+bool EngineImpl::KeepsPace(const Request& request, int64_t there, bool alone) const {
   const PrefixLoad& load = *request.load;
   const int64_t count = ChunkLayerCount();
-  const int64_t now_ns = store_->now_ns();
-  const int64_t there = load.LayersThere(count, now_ns);
   if (there <= FirstLayerNeeded()) return false;
   const double speed = counters_.compute_seconds_per_token;
   if (speed == 0) return alone || there == count;
   const int64_t behind = static_cast<int64_t>(request.leader()->tokens.size()) - load.found_end();
   const double compute =
       speed * static_cast<double>(std::clamp(behind, int64_t{1}, prefill_chunk_));
-  const double elapsed = static_cast<double>(now_ns - load.start_ns()) * 1e-9;
+  const double elapsed = static_cast<double>(store_->now_ns() - load.start_ns()) * 1e-9;
   const double rest = elapsed * static_cast<double>(count - there) / static_cast<double>(there);
   return rest <= compute;
 }
@@ -197,20 +200,22 @@ bool EngineImpl::AwaitLoad() {
   const auto first = std::find_if(waiting_.begin(), waiting_.end(), loads);
   if (first == waiting_.end()) return false;
   Request* const request = first->get();
-  const int64_t count = ChunkLayerCount();
   const int64_t until_ns = store_->now_ns() + kWaitNs;
   for (;;) {
     PollLoad(request);
-    if (!request->load->ended() && KeepsPace(*request, true)) request->load->TakeLayers();
-    const int64_t now_ns = store_->now_ns();
-    if (request->load->usable()) break;
-    if (now_ns >= until_ns) return false;
-    const int64_t there = request->load->LayersThere(count, now_ns);
+    if (request->load->ended()) break;
+    // Looked at once: a layer that comes between deciding and waiting ends the wait.
+    const int64_t there = LayersThere(*request);
+    if (KeepsPace(*request, there, true)) {
+      request->load->TakeLayers();
+      break;
+    }
+    if (store_->now_ns() >= until_ns) return false;
     request->load->AwaitLayer(std::max(there, FirstLayerNeeded()), until_ns);
   }
   // Others that came as far share its forward.
   for (const auto& other : waiting_) {
-    if (loads(other) && KeepsPace(*other, true)) other->load->TakeLayers();
+    if (loads(other) && KeepsPace(*other, LayersThere(*other), true)) other->load->TakeLayers();
   }
   return true;
 }

@@ -284,6 +284,30 @@ TEST_F(EngineStore, ComputesALayerWhileTheNextOneIsOnItsWay) {
   EXPECT_EQ(store_->cancelled, 0);
 }
 
+// A step that waited for more than it decided by would sleep beside a layer that is there.
+TEST_F(EngineStore, AForwardBeginsWithALayerThatComesAtAnyMomentOfTheDecision) {
+  const Tokens prompt = Text(50);
+  Make()->Generate(prompt, Greedy(1));
+  store_->layer_ns = 10 * kMs;
+  for (const int64_t look : {1, 2, 3}) {  // the third ends the wait
+    SCOPED_TRACE(look);
+    const auto server = Make();
+    const int64_t start_ns = clock_->SteadyNs();
+    store_->layer_fault = [this, look, looks = int64_t{0}](int64_t) mutable {
+      if (++looks == look) clock_->Advance(store_->layer_ns);  // layer 0 comes
+      return Status();
+    };
+    int64_t begun_ns = -1;
+    server->model->fault = [&](std::span<const int32_t>) {
+      if (begun_ns < 0) begun_ns = clock_->SteadyNs() - start_ns;
+      return Status();
+    };
+    server->Generate(prompt, Greedy(1));
+    EXPECT_EQ(begun_ns, 10 * kMs);
+    EXPECT_EQ(server->cache->loading_forwards, 1);
+  }
+}
+
 // 4 ms for layer 0, while layer 1 is on its way for another 10.
 TEST_F(EngineStore, TellsWhatWasComputedMeanwhile) {
   const Tokens prompt = Text(50);

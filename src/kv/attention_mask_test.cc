@@ -29,21 +29,18 @@ Tokens TokensFrom(uint64_t first, int64_t count) {
 }
 
 AttentionKVCacheOptions Options(int64_t page_size = 16) {
-  AttentionKVCacheOptions options;
-  options.layers = {{4, 2, 16, 16, DType::kF32},
-                    {6, 1, 24, 40, DType::kBF16},
-                    {4, 2, 16, 16, DType::kI8, DType::kF8E4M3}};
+  AttentionKVCacheOptions options = TestCacheOptions({{4, 2, 16, 16, DType::kF32},
+                                                      {6, 1, 24, 40, DType::kBF16},
+                                                      {4, 2, 16, 16, DType::kI8, DType::kF8E4M3}},
+                                                     {.max_num_sequences = 8,
+                                                      .token_capacity = 4096,
+                                                      .prefill_chunk_size = 1024,
+                                                      .page_size = page_size,
+                                                      .rope = RopeMode::kInline});
   options.layers[1].window = 90;
   options.layers[1].soft_cap = 3;
   options.layers[1].head_sinks = {1, 2, 3, 4, 5, 6};
-  options.max_num_sequences = 8;
-  options.token_capacity = 4096;
-  options.prefill_chunk_size = 1024;
-  options.page_size = page_size;
   options.max_tree_size = 512;
-  options.rope.mode = RopeMode::kInline;
-  options.poison_freed_pages = true;
-  options.runner = std::make_shared<SerialRunner>();
   return options;
 }
 

@@ -1,565 +1,72 @@
 // Seeded random walks over composite states and a naive model of them: a sequence is its list of
 // tokens and, per recurrent part, the set of positions whose state is held. After each operation
 // everything that can be observed is compared: statuses, lengths, what ForkSequence and PopN reach,
-// the caller's states (a function of the tokens), and, bit for bit, outputs and states of Quire's
-// own layers against the same tokens prefilled alone. After a failed call the digest must be the
-// one before it.
+// the caller's states (a function of the tokens), keys and values, and, bit for bit, outputs and
+// states of Quire's own layers against the same tokens prefilled alone. After a failed call the
+// digest must be the one before it.
 //
 // The parts of a walk are drawn too: with and without attention, an RNNState, a RecurrentCache; a
-// composite of one part is that part alone.
+// composite of one part is that part alone. Half of the walks have a second state, with other pages
+// and histories: tokens and states go to and fro, and a receiving sequence goes on with its walk.
 //
-// QUIRE_WALK_SEED shifts all seeds (soak runs).
+// Soak runs shift all seeds (base/soak.h).
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <set>
+#include <memory>
 #include <string>
-#include <vector>
 
-#include "base/checksum.h"
-#include "base/random.h"
 #include "base/soak.h"
-#include "kv/kv_test_forward.h"
-#include "kv/recurrent_test_forward.h"
-#include "kv/state_history.h"
-#include "quire/composite_state.h"
-#include "quire/rnn_state.h"
+#include "kv/composite_walker.h"
 
-namespace quire {
+namespace quire::composite_walk {
 namespace {
 
-using Ids = std::vector<int64_t>;
-using Tokens = std::vector<uint64_t>;
+struct Figures {
+  int64_t replays = 0, refusals = 0, commits = 0, stops = 0;
+};
 
-constexpr int64_t kInterval = kRecurrentCheckpointInterval;
-
-// ---------------------------------------------------------------------- the model
-
-// Positions whose state one recurrent part holds.
-struct HeldStates {
-  std::set<int64_t> ends;         // of forwards, the newest max_history
-  std::set<int64_t> checkpoints;  // kept
-  int64_t input_start = 0;        // of a RecurrentCache
-
-  bool Reaches(int64_t position, int64_t length, bool has_inputs) const {
-    return position == 0 || position == length || ends.count(position) != 0 ||
-           checkpoints.count(position) != 0 || (has_inputs && position > input_start);
+void RunWalk(uint64_t seed, int step_count, Figures* figures) {
+  RandomSequence random(seed);
+  const WalkSetting setting = DrawSetting(random);
+  std::vector<std::unique_ptr<CompositeWalk>> walks;
+  walks.push_back(std::make_unique<CompositeWalk>(setting, random.Bits()));
+  if (seed % 2 == 1) {
+    const WalkSetting peer = DrawPeerSetting(setting, random);
+    walks.push_back(std::make_unique<CompositeWalk>(peer, random.Bits()));
+    walks[0]->ConnectTo(walks[1].get());
+    walks[1]->ConnectTo(walks[0].get());
   }
-};
-
-struct ModelSequence {
-  Tokens tokens;
-  bool retained = false;
-  HeldStates rnn;
-  HeldStates cache;
-
-  int64_t length() const { return static_cast<int64_t>(tokens.size()); }
-};
-
-struct WalkSetting {
-  bool with_attention = false;
-  bool with_rnn = false;
-  bool with_cache = false;
-  RNNStateOptions rnn;
-  RecurrentCacheOptions cache;
-  AttentionKVCacheOptions attention;
-  int64_t longest_append = 0;
-};
-
-WalkSetting DrawSetting(RandomSequence& random) {
-  WalkSetting setting;
-  const int64_t which = random.Below(6);
-  setting.with_rnn = which != 1 && which != 2;
-  setting.with_cache = which != 0 && which != 3;
-  setting.with_attention = which >= 2;
-  setting.longest_append = random.Below(2) == 0 ? 90 : 8;
-  setting.rnn.num_layers = 1 + random.Below(2);
-  setting.rnn.states = {{.shape = {2}, .dtype = DType::kI64}};
-  setting.rnn.max_num_sequences = 5;
-  setting.rnn.max_history = 1 + random.Below(4);
-  setting.rnn.max_checkpoints = random.Below(4);
-  setting.rnn.max_retained_slots = 1000;
-  setting.rnn.poison_freed_slots = true;
-  setting.cache.layers = AllRecurrentKinds();
-  setting.cache.max_num_sequences = 5;
-  setting.cache.prefill_chunk_size = 300;
-  setting.cache.recent_checkpoints = 1 + random.Below(3);
-  setting.cache.thinned_checkpoints = random.Below(3);
-  setting.cache.max_retained_slots = 1000;
-  setting.cache.runner = std::make_shared<SerialRunner>();
-  setting.cache.poison_freed_slots = true;
-  setting.attention.layers = {{2, 1, 4, 4, DType::kF32}};
-  setting.attention.max_num_sequences = 5;
-  setting.attention.prefill_chunk_size = 250;
-  setting.attention.page_size = 16;
-  setting.attention.token_capacity = random.Below(2) == 0 ? 5000 : 400;  // few: OutOfPages
-  setting.attention.runner = setting.cache.runner;
-  setting.attention.poison_freed_pages = true;
-  return setting;
+  for (int step = 0; step < step_count; ++step) {
+    SCOPED_TRACE("step " + std::to_string(step));
+    walks[static_cast<size_t>(random.Below(std::ssize(walks)))]->Step();
+    for (const auto& walk : walks) {
+      if (!testing::Test::HasFailure()) walk->Check();
+    }
+    if (testing::Test::HasFailure()) return;
+  }
+  for (const auto& walk : walks) {
+    figures->replays += walk->replay_count();
+    figures->refusals += walk->refusal_count();
+    figures->commits += walk->committed_count();
+    figures->stops += walk->stopped_count();
+  }
 }
-
-// What the caller's recurrence makes of these tokens.
-int64_t CallersState(const Tokens& tokens, int64_t length, int64_t layer) {
-  if (length == 0) return 0;  // the initial state
-  return static_cast<int64_t>(Hash64(tokens.data(), static_cast<size_t>(length) * sizeof(uint64_t),
-                                     static_cast<uint64_t>(layer)));
-}
-
-class CompositeWalk {
- public:
-  explicit CompositeWalk(uint64_t seed)
-      : random_(seed),
-        setting_(DrawSetting(random_)),
-        alone_(*RecurrentCache::Create(AloneOptions())) {
-    CompositeState::Parts parts;
-    if (setting_.with_attention) {
-      attention_ = *AttentionKVCache::Create(setting_.attention);
-      parts.attention = attention_;
-    }
-    if (setting_.with_rnn) {
-      rnn_ = *RNNState::Create(setting_.rnn);
-      parts.recurrent.push_back(rnn_);
-    }
-    if (setting_.with_cache) {
-      cache_ = *RecurrentCache::Create(setting_.cache);
-      parts.recurrent.push_back(cache_);
-    }
-    if (random_.Below(2) == 0) std::swap(parts.recurrent.front(), parts.recurrent.back());
-    state_ = *CompositeState::Create(parts);
-  }
-
-  void Run(int step_count) {
-    for (int step = 0; step < step_count && !testing::Test::HasFatalFailure(); ++step) {
-      SCOPED_TRACE("step " + std::to_string(step));
-      Step();
-      const Status sound = state_->CheckInvariants();
-      ASSERT_TRUE(sound.ok()) << sound.ToString();
-      CheckAll();
-    }
-  }
-
-  int64_t replay_count() const { return replay_count_; }
-  int64_t refusal_count() const { return refusal_count_; }
-
- private:
-  RecurrentCacheOptions AloneOptions() const {
-    RecurrentCacheOptions options = setting_.cache;
-    options.prefill_chunk_size = 100000;
-    return options;
-  }
-
-  int64_t AnyId() { return random_.Below(7); }
-
-  void Step() {
-    switch (random_.Below(13)) {
-      case 0:
-      case 1:
-        return Add();
-      case 2:
-        return Remove();
-      case 3:
-      case 4:
-        return Fork();
-      case 5:
-      case 6:
-        return Pop();
-      case 7:
-        return random_.Below(4) == 0 ? Retain() : Forward();
-      case 8:
-        return random_.Below(12) == 0 ? Clear() : Add();
-      default:
-        return Forward();
-    }
-  }
-
-  // Compares a status with what the model expects; true if the call worked.
-  bool Expect(const Status& status, StatusCode expected, uint64_t digest) {
-    EXPECT_EQ(status.code(), expected) << status.ToString();
-    if (status.ok()) return true;
-    ++refusal_count_;
-    EXPECT_EQ(state_->StateDigest(), digest) << status.ToString();
-    return false;
-  }
-
-  bool Known(int64_t id) const { return model_.count(id) != 0; }
-  bool IsMember(int64_t id) const {
-    return std::find(batch_.begin(), batch_.end(), id) != batch_.end();
-  }
-  bool Full() const {
-    return std::count_if(model_.begin(), model_.end(),
-                         [](const auto& entry) { return !entry.second.retained; }) >= 5;
-  }
-  bool Reaches(const ModelSequence& s, int64_t position) const {
-    return (!setting_.with_rnn || s.rnn.Reaches(position, s.length(), false)) &&
-           (!setting_.with_cache || s.cache.Reaches(position, s.length(), true));
-  }
-
-  void Add() {
-    const int64_t id = AnyId();
-    const uint64_t digest = state_->StateDigest();
-    const StatusCode expected = Known(id) ? StatusCode::kSequenceExists
-                                : Full()  ? StatusCode::kTooLarge
-                                          : StatusCode::kOk;
-    if (Expect(state_->AddSequence(id), expected, digest)) model_[id] = {};
-  }
-
-  StatusCode OfOutsider(int64_t id) const {
-    if (!Known(id)) return StatusCode::kUnknownSequence;
-    return IsMember(id) ? StatusCode::kBadState : StatusCode::kOk;
-  }
-
-  void Remove() {
-    const int64_t id = AnyId();
-    const uint64_t digest = state_->StateDigest();
-    if (Expect(state_->RemoveSequence(id), OfOutsider(id), digest)) model_.erase(id);
-  }
-
-  void Clear() {
-    ASSERT_TRUE(state_->Clear().ok());
-    model_.clear();
-    batch_.clear();
-  }
-
-  int64_t DrawPosition(int64_t length) {
-    if (random_.Below(2) == 0) return std::max<int64_t>(0, length - random_.Below(10));
-    return random_.Below(length + 1);
-  }
-
-  static void CutTo(HeldStates& held, int64_t position, bool has_inputs) {
-    held.ends.erase(held.ends.upper_bound(position), held.ends.end());
-    held.checkpoints.erase(held.checkpoints.upper_bound(position), held.checkpoints.end());
-    if (!has_inputs || position > held.input_start) return;
-    held.input_start = position;
-    if (position > 0) held.checkpoints.insert(position);
-  }
-  static void CutTo(ModelSequence& s, int64_t position) {
-    s.tokens.resize(static_cast<size_t>(position));
-    CutTo(s.rnn, position, false);
-    CutTo(s.cache, position, true);
-  }
-
-  void Fork() {
-    const int64_t parent = AnyId();
-    const int64_t child = AnyId();
-    int64_t position = Known(parent) ? DrawPosition(model_[parent].length()) : 3;
-    if (random_.Below(4) == 0) position = -1;
-    if (random_.Below(20) == 0) position = 100000;
-    const uint64_t digest = state_->StateDigest();
-    StatusCode expected = OfOutsider(parent);
-    const int64_t at = position < 0 && Known(parent) ? model_[parent].length() : position;
-    if (expected == StatusCode::kOk) {
-      if (Known(child)) {
-        expected = StatusCode::kSequenceExists;
-      } else if (Full()) {
-        expected = StatusCode::kTooLarge;
-      } else if (position > model_[parent].length()) {
-        expected = StatusCode::kBadArgument;
-      } else if (!Reaches(model_[parent], at)) {
-        expected = StatusCode::kNeedsReplay;
-        ExpectReplayStart(parent, at);
-      }
-    }
-    if (!Expect(state_->ForkSequence(parent, child, position), expected, digest)) return;
-    ModelSequence copy = model_[parent];
-    copy.retained = false;
-    CutTo(copy, at);
-    model_[child] = copy;
-    cut_id_ = child;
-  }
-
-  void Pop() {
-    const int64_t id = AnyId();
-    const int64_t n =
-        Known(id) ? model_[id].length() - DrawPosition(model_[id].length()) : random_.Below(3);
-    const uint64_t digest = state_->StateDigest();
-    StatusCode expected = OfOutsider(id);
-    if (expected == StatusCode::kOk && !Reaches(model_[id], model_[id].length() - n)) {
-      expected = StatusCode::kNeedsReplay;
-      ExpectReplayStart(id, model_[id].length() - n);
-    }
-    if (!Expect(state_->PopN(id, n), expected, digest)) return;
-    CutTo(model_[id], model_[id].length() - n);
-    cut_id_ = id;
-  }
-
-  void ExpectReplayStart(int64_t id, int64_t position) {
-    ++replay_count_;
-    int64_t start = position;
-    while (!Reaches(model_[id], start)) --start;
-    EXPECT_EQ(state_->ReplayStart(id, position).value(), start);
-  }
-
-  void Retain() {
-    const int64_t id = AnyId();
-    const bool retained = random_.Below(3) == 0;
-    const uint64_t digest = state_->StateDigest();
-    StatusCode expected = OfOutsider(id);
-    if (expected == StatusCode::kOk && !retained && model_[id].retained && Full())
-      expected = StatusCode::kTooLarge;
-    if (!Expect(state_->SetRetained(id, retained), expected, digest)) return;
-    ModelSequence& s = model_[id];
-    if (retained && !s.retained) {
-      const int64_t length = s.length();
-      if (s.rnn.ends.count(length) != 0) {
-        s.rnn.ends = {length};
-      } else {
-        s.rnn.ends.clear();
-      }
-      s.cache.input_start = length;
-      if (length > 0) s.cache.checkpoints.insert(length);
-    }
-    s.retained = retained;
-  }
-
-  // ---- forwards
-
-  void Forward() {
-    Ids ids;
-    Ids lengths;
-    StatusCode expected = StatusCode::kOk;
-    int64_t total = 0;
-    for (int64_t i = random_.Below(3); i >= 0; --i) {
-      const int64_t id = AnyId();
-      if (std::find(ids.begin(), ids.end(), id) != ids.end()) continue;
-      if (!Known(id) && random_.Below(10) != 0) continue;
-      ids.push_back(id);
-      lengths.push_back(1 + random_.Below(random_.Below(3) == 0 ? setting_.longest_append : 3));
-      total += lengths.back();
-      if (expected != StatusCode::kOk) continue;
-      if (!Known(id)) {
-        expected = StatusCode::kUnknownSequence;
-      } else if (model_[id].retained) {
-        expected = StatusCode::kBadState;
-      }
-    }
-    if (ids.empty()) return;
-    const uint64_t digest = state_->StateDigest();
-    if (expected == StatusCode::kOk) expected = ExpectedOfAttention(ids, lengths, total);
-    if (!Expect(state_->BeginForward(ids, lengths), expected, digest)) return;
-    batch_ = ids;
-    std::vector<Tokens> tokens;
-    Tokens all;
-    for (const int64_t length : lengths) {
-      tokens.emplace_back();
-      for (int64_t i = 0; i < length; ++i) tokens.back().push_back(next_token_++ % 97);
-      all.insert(all.end(), tokens.back().begin(), tokens.back().end());
-    }
-    const bool aborts = random_.Below(5) == 0;
-    std::vector<std::set<int64_t>> added(ids.size());
-    RunLayers(tokens, all, added, aborts);
-    if (testing::Test::HasFatalFailure()) return;
-    if (aborts) {
-      ASSERT_TRUE(state_->AbortForward().ok());
-    } else {
-      ASSERT_TRUE(state_->EndForward().ok());
-      for (size_t m = 0; m < ids.size(); ++m) Extend(model_[ids[m]], tokens[m], added[m]);
-    }
-    batch_.clear();
-  }
-
-  StatusCode ExpectedOfAttention(const Ids& ids, const Ids& lengths, int64_t total) {
-    if (!setting_.with_attention) return StatusCode::kOk;
-    if (total > setting_.attention.prefill_chunk_size) return StatusCode::kTooLarge;
-    const bool fits =
-        attention_->PagesNeeded(ids, lengths).value() <= attention_->GetNumAvailablePages();
-    return fits ? StatusCode::kOk : StatusCode::kOutOfPages;
-  }
-
-  // All layers of all parts; when the forward will be aborted, some of them only. Between them,
-  // control calls for others, and ends that come too early.
-  void RunLayers(const std::vector<Tokens>& tokens, const Tokens& all,
-                 std::vector<std::set<int64_t>>& added, bool aborts) {
-    const uint64_t digest = state_->StateDigest();
-    Expect(state_->EndForward(), StatusCode::kBadState, digest);
-    Expect(state_->BeginForward(batch_, Ids(batch_.size(), 1)), StatusCode::kBadState, digest);
-    if (random_.Below(3) == 0) {
-      for (int i = 0; i < 3; ++i) {
-        random_.Below(2) == 0 ? Fork() : Pop();
-        random_.Below(2) == 0 ? Remove() : Add();
-      }
-    }
-    if (setting_.with_attention) {
-      LayerOutputs outputs;
-      ASSERT_TRUE(RunLayer(*attention_, setting_.attention.layers[0], 0, all, {}, &outputs).ok());
-    }
-    if (setting_.with_rnn) RunRnn(tokens, added);
-    if (aborts && random_.Below(2) == 0) return;
-    if (!setting_.with_cache) return;
-    RecurrentOutputs outputs;
-    ASSERT_TRUE(RunRecurrentLayers(*cache_, all, &outputs).ok());
-    CheckOutputs(tokens, outputs);
-  }
-
-  void RunRnn(const std::vector<Tokens>& tokens, std::vector<std::set<int64_t>>& added) {
-    Ids rows;
-    Ids lengths;  // of the sequence at that row
-    std::vector<size_t> members;
-    int64_t first_row = 0;
-    for (size_t m = 0; m < tokens.size(); ++m) {
-      const int64_t base = model_[batch_[m]].length();
-      const int64_t count = static_cast<int64_t>(tokens[m].size());
-      for (int64_t i = random_.Below(setting_.rnn.max_checkpoints + 1); i > 0 && count > 1; --i)
-        added[m].insert(base + 1 + random_.Below(count - 1));
-      std::set<int64_t> positions = added[m];
-      positions.insert(base + count);
-      for (const int64_t position : positions) {
-        rows.push_back(first_row + position - base - 1);
-        lengths.push_back(position);
-        members.push_back(m);
-      }
-      first_row += count;
-    }
-    for (int64_t layer = 0; layer < setting_.rnn.num_layers; ++layer) {
-      std::vector<int64_t> got(2 * tokens.size());
-      const TensorView o(got.data(), DType::kI64, {static_cast<int64_t>(tokens.size()), 2});
-      ASSERT_TRUE(rnn_->Get(layer, 0, o).ok());
-      std::vector<int64_t> data;
-      for (size_t i = 0; i < rows.size(); ++i) {
-        Tokens whole = model_[batch_[members[i]]].tokens;
-        EXPECT_EQ(got[2 * members[i]],
-                  CallersState(whole, static_cast<int64_t>(whole.size()), layer));
-        whole.insert(whole.end(), tokens[members[i]].begin(), tokens[members[i]].end());
-        data.push_back(CallersState(whole, lengths[i], layer));
-        data.push_back(lengths[i]);
-      }
-      const TensorView view(data.data(), DType::kI64, {static_cast<int64_t>(rows.size()), 2});
-      ASSERT_TRUE(rnn_->SetAt(layer, 0, rows, view).ok());
-    }
-  }
-
-  void CheckOutputs(const std::vector<Tokens>& tokens, const RecurrentOutputs& outputs) {
-    size_t row = 0;
-    for (size_t m = 0; m < tokens.size(); ++m) {
-      Tokens whole = model_[batch_[m]].tokens;
-      whole.insert(whole.end(), tokens[m].begin(), tokens[m].end());
-      RecurrentOutputs alone;
-      RunAlone(whole, &alone);
-      for (size_t l = 0; l < outputs.size(); ++l) {
-        const size_t size = static_cast<size_t>(OutputSize(setting_.cache.layers[l]));
-        const size_t count = tokens[m].size() * size;
-        ASSERT_EQ(0, std::memcmp(outputs[l].data() + row * size,
-                                 alone[l].data() + alone[l].size() - count, count * sizeof(float)))
-            << "layer " << l << " of sequence " << batch_[m];
-      }
-      row += tokens[m].size();
-    }
-  }
-
-  std::vector<float> RunAlone(const Tokens& tokens, RecurrentOutputs* outputs) {
-    EXPECT_TRUE(alone_->AddSequence(0).ok());
-    if (!tokens.empty()) {
-      EXPECT_TRUE(RunRecurrentForward(*alone_, Ids{0}, {tokens}, outputs).ok());
-    }
-    std::vector<float> states = StatesOf(*alone_, 0);
-    EXPECT_TRUE(alone_->RemoveSequence(0).ok());
-    return states;
-  }
-
-  void Extend(ModelSequence& s, const Tokens& tokens, const std::set<int64_t>& added) {
-    const int64_t base = s.length();
-    s.tokens.insert(s.tokens.end(), tokens.begin(), tokens.end());
-    const int64_t end = s.length();
-    s.rnn.ends.insert(end);
-    while (static_cast<int64_t>(s.rnn.ends.size()) > setting_.rnn.max_history)
-      s.rnn.ends.erase(s.rnn.ends.begin());
-    s.rnn.checkpoints.insert(added.begin(), added.end());
-    std::vector<int64_t> kept(s.rnn.checkpoints.begin(), s.rnn.checkpoints.end());
-    ThinPositions(kept, setting_.rnn.max_checkpoints, end);
-    s.rnn.checkpoints = {kept.begin(), kept.end()};
-    ExtendCache(s.cache, base, end);
-  }
-
-  void ExtendCache(HeldStates& held, int64_t base, int64_t end) const {
-    for (int64_t p = base + 1; p <= end; ++p) {
-      if (p % kInterval == 0) held.checkpoints.insert(p);
-    }
-    std::vector<int64_t> recent;
-    std::vector<int64_t> older;
-    const size_t recent_max = static_cast<size_t>(setting_.cache.recent_checkpoints);
-    const std::vector<int64_t> all(held.checkpoints.begin(), held.checkpoints.end());
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (i + recent_max >= all.size()) {
-        recent.push_back(all[i]);
-      } else {
-        older.push_back(all[i]);
-        ThinPositions(older, setting_.cache.thinned_checkpoints, end);
-      }
-    }
-    if (recent.size() == recent_max) held.input_start = std::max(held.input_start, recent.front());
-    held.checkpoints = {older.begin(), older.end()};
-    held.checkpoints.insert(recent.begin(), recent.end());
-  }
-
-  // ---- what can be observed of all sequences
-
-  void CheckAll() {
-    ASSERT_EQ(state_->sequence_count(), static_cast<int64_t>(model_.size()));
-    for (const auto& [id, s] : model_) {
-      ASSERT_EQ(state_->GetSequenceLength(id).value(), s.length()) << id;
-      if (setting_.with_attention) {
-        ASSERT_EQ(attention_->GetSequenceLength(id).value(), s.length());
-      }
-      if (setting_.with_rnn) {
-        ASSERT_EQ(rnn_->GetSequenceLength(id).value(), s.length());
-        for (int64_t layer = 0; layer < setting_.rnn.num_layers; ++layer) {
-          int64_t got[2] = {-1, -1};
-          ASSERT_TRUE(rnn_->DebugGet(layer, 0, id, TensorView(got, DType::kI64, {2})).ok());
-          ASSERT_EQ(got[0], CallersState(s.tokens, s.length(), layer)) << id;
-          ASSERT_EQ(got[1], s.length());
-        }
-      }
-    }
-    if (!setting_.with_cache || model_.empty()) return;
-    // One of them each time, the one that was cut if any: computing the states anew takes the
-    // longest.
-    auto any = model_.find(cut_id_);
-    if (any == model_.end()) {
-      any = model_.begin();
-      std::advance(any, random_.Below(static_cast<int64_t>(model_.size())));
-    }
-    cut_id_ = -1;
-    const std::vector<float> expected = RunAlone(any->second.tokens, nullptr);
-    const std::vector<float> states = StatesOf(*cache_, any->first);
-    ASSERT_EQ(states.size(), expected.size());
-    ASSERT_EQ(0, std::memcmp(states.data(), expected.data(), states.size() * sizeof(float)))
-        << any->first;
-  }
-
-  RandomSequence random_;
-  const WalkSetting setting_;
-  const std::unique_ptr<RecurrentCache> alone_;
-  std::shared_ptr<AttentionKVCache> attention_;
-  std::shared_ptr<RNNState> rnn_;
-  std::shared_ptr<RecurrentCache> cache_;
-  std::unique_ptr<CompositeState> state_;
-  std::map<int64_t, ModelSequence> model_;
-  Ids batch_;
-  int64_t cut_id_ = -1;  // the sequence that was forked or popped last, until it is checked
-  uint64_t next_token_ = 0;
-  int64_t replay_count_ = 0;
-  int64_t refusal_count_ = 0;
-};
 
 TEST(CompositeWalkTest, RandomWalks) {
-  constexpr uint64_t kWalks = 60;
+  constexpr uint64_t kWalks = 80;
   constexpr int kSteps = 200;
-  int64_t replay_count = 0;
-  int64_t refusal_count = 0;
+  Figures figures;
   for (uint64_t seed = SoakSeed(0); seed < SoakSeed(kWalks); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    CompositeWalk walk(seed);
-    walk.Run(kSteps);
+    RunWalk(seed, kSteps, &figures);
     if (HasFailure()) return;
-    replay_count += walk.replay_count();
-    refusal_count += walk.refusal_count();
   }
   ReportFigure("operations", kWalks * kSteps);
-  EXPECT_GT(replay_count, 100) << "positions that are not held are met";
-  EXPECT_GT(refusal_count, 1000);
+  EXPECT_GT(figures.replays, 100) << "positions that are not held are met";
+  EXPECT_GT(figures.refusals, 1000);
+  EXPECT_GT(figures.commits, 100);
+  EXPECT_GT(figures.stops, 50) << "marks that fail";
 }
 
 }  // namespace
-}  // namespace quire
+}  // namespace quire::composite_walk

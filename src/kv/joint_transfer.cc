@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/checksum.h"
+#include "kv/pending_receives.h"
 #include "quire/recurrent_cache.h"
 
 namespace quire {
@@ -388,11 +389,7 @@ Status JointTransfer::FailReceive(uint64_t epoch, const Status& why) {
   return GuardEntry([&]() -> Status {
     const std::lock_guard lock(mutex_);
     QUIRE_ASSIGN_OR_RETURN(const auto receive, Require("FailReceive", epoch));
-    if (why.ok()) {
-      return Status(StatusCode::kBadArgument,
-                    "FailReceive: " + Name(epoch) + " cannot fail for an ok status");
-    }
-    if (receive->failure.ok()) receive->failure = why;
+    QUIRE_RETURN_IF_ERROR(NoteFailure(epoch, why, &receive->failure));
     changed_.notify_all();
     return Status();
   });

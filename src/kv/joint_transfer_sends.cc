@@ -128,7 +128,7 @@ Status JointTransfer::DisaggFlushSend(int64_t seq_id) {
     const auto mark = marks_.find(seq_id);
     if (mark == marks_.end()) return NoMark(call, seq_id);
     if (!mark->second.failure.ok()) return mark->second.failure;
-    if (attention_ != nullptr) QUIRE_RETURN_IF_ERROR(attention_->DisaggFlushSend(seq_id));
+    if (attention_ != nullptr) mark->second.failure = attention_->DisaggFlushSend(seq_id);
     SendStates(seq_id, mark->second);
     return mark->second.failure;
   });
@@ -148,6 +148,7 @@ Result<SendProgress> JointTransfer::GetSendProgress(int64_t seq_id) const {
                           .failure = mark.failure};
     if (attention_ == nullptr || !mark.failure.ok()) return progress;
     QUIRE_ASSIGN_OR_RETURN(const SendProgress tokens, attention_->GetSendProgress(seq_id));
+    progress.sent = std::min(progress.sent, tokens.sent);  // those stored before it go later
     progress.active &= tokens.failure.ok();
     progress.failure = tokens.failure;
     return progress;
@@ -213,6 +214,11 @@ void JointTransfer::SendStates(int64_t seq_id, Mark& mark) noexcept {
     mark.sent = position;
     return;
   }
+  const Status forgotten = GuardEntry([&] {
+    const SendRecord given = RecordOf(seq_id, mark, position - 1, 1);
+    return sink_->OnForwardAborted(std::span(&given, 1));
+  });
+  static_cast<void>(forgotten);  // the mark's first failure is what is told
   Tell(seq_id, mark, mark.failure);
   StopTokens(seq_id);
 }

@@ -12,6 +12,7 @@
 #include "kv/allocation_refusal.h"
 #include "kv/kv_test_forward.h"
 #include "kv/recurrent_test_forward.h"
+#include "kv/saboteur.h"
 #include "quire/composite_state.h"
 #include "quire/rnn_state.h"
 #include "quire/transfer.h"
@@ -50,15 +51,12 @@ class Model {
     const auto runner = std::make_shared<SerialRunner>();
     CompositeState::Parts parts;
     if (with.attention) {
-      AttentionKVCacheOptions options;
-      options.layers = {{2, 1, 4, 4, DType::kF32}, {2, 2, 8, 4, DType::kI8}};
-      options.max_num_sequences = 5;
-      options.token_capacity = 300;
-      options.prefill_chunk_size = 100;
-      options.page_size = page_size;
-      options.rope.mode = RopeMode::kNormal;
+      AttentionKVCacheOptions options = TestCacheOptions(
+          {{2, 1, 4, 4, DType::kF32}, {2, 2, 8, 4, DType::kI8}}, {.max_num_sequences = 5,
+                                                                  .token_capacity = 300,
+                                                                  .prefill_chunk_size = 100,
+                                                                  .page_size = page_size});
       options.runner = runner;
-      options.poison_freed_pages = true;
       parts.attention = attention_ = *AttentionKVCache::Create(options);
     }
     if (with.cache) {
@@ -145,39 +143,6 @@ void ExpectSound(Model& model) {
 }
 
 void ExpectOk(const Status& status) { EXPECT_TRUE(status.ok()) << status.ToString(); }
-
-// Goes through a channel, and may do wrong on the way.
-class Saboteur final : public LayerSink {
- public:
-  explicit Saboteur(std::shared_ptr<LayerSink> channel) : channel_(std::move(channel)) {}
-  KVTransfer* victim = nullptr;  // a byte of each part of `layer` is changed
-  int64_t layer = -1;
-  Status refusal;  // the answer to `layer`, if not ok
-
-  Status OnLayerAppended(int64_t l, std::span<const SendRange> ranges) override {
-    if (l == layer && !refusal.ok()) return refusal;
-    QUIRE_RETURN_IF_ERROR(channel_->OnLayerAppended(l, ranges));
-    if (l != layer || victim == nullptr) return Status();
-    const auto view = victim->View(
-        ranges[0].epoch, l,
-        {.first_row = ranges[0].first_row, .count = 1, .first_head = 0, .head_count = 1});
-    if (!view.ok()) return view.status();
-    view->rows.k.data_as<uint8_t>()[5] ^= 4;
-    return Status();
-  }
-  Status OnForwardEnded(std::span<const SendRecord> records) override {
-    return channel_->OnForwardEnded(records);
-  }
-  Status OnForwardAborted(std::span<const SendRecord> records) override {
-    return channel_->OnForwardAborted(records);
-  }
-  Status OnSendStopped(std::span<const SendRecord> records, const Status& why) override {
-    return channel_->OnSendStopped(records, why);
-  }
-
- private:
-  std::shared_ptr<LayerSink> channel_;
-};
 
 // A sender and a receiver that have the first 5 tokens of kSeq, and the receiver's map of 12 more.
 class Pair {
@@ -364,6 +329,20 @@ TEST(JointTransfer, ADamagedStateIsNeverTakenOver) {
   EXPECT_EQ(pair.receiver.Run(kSeq, Text(5, 17)), pair.alone.Run(kSeq, Text(5, 17)));
 }
 
+TEST(JointTransfer, AStateThatALaterOneHasReplacedIsNotCompleted) {
+  Pair pair;
+  KVTransfer& receiver = pair.receiver.transfer();
+  const ReceivePart first = {.first_row = 3, .count = 1, .first_head = 0, .head_count = 1};
+  const ReceivePart later = {.first_row = 5, .count = 1, .first_head = 0, .head_count = 1};
+  ASSERT_TRUE(receiver.View(pair.map.epoch, 2, first).ok());
+  const auto view = receiver.View(pair.map.epoch, 2, later);
+  ASSERT_TRUE(view.ok());
+  const uint32_t digest = DigestOfHeads(view->rows, 0, 1);
+  EXPECT_EQ(receiver.Complete(pair.map.epoch, 2, first, digest).code(), StatusCode::kBadState);
+  EXPECT_TRUE(receiver.Complete(pair.map.epoch, 2, later, digest).ok());
+  EXPECT_EQ(receiver.GetReceiveProgress(pair.map.epoch)->layer_rows[2], 6);
+}
+
 TEST(JointTransfer, AFailingSinkEndsTheMarkAndNotTheForward) {
   for (const int64_t layer : {0, 1, 2, 5}) {
     Pair pair;
@@ -378,6 +357,39 @@ TEST(JointTransfer, AFailingSinkEndsTheMarkAndNotTheForward) {
     EXPECT_EQ(pair.Commit(12).code(), StatusCode::kBadState);
     ExpectSound(pair.sender);
   }
+}
+
+// Some states of a position were given when the next one was refused: they are not those that a
+// later mark completes.
+TEST(JointTransfer, WhatAFailedMarkHasGivenIsForgotten) {
+  for (const bool attention : {true, false}) {
+    Pair pair({.attention = attention});
+    ASSERT_TRUE(pair.Mark().ok());
+    pair.sink->layer = attention ? 3 : 1;  // the second recurrent one
+    pair.sink->refusal = Status(StatusCode::kUnavailable, "the wire is cut");
+    pair.sender.Run(kSeq, Text(5, 17));
+    pair.sink->refusal = Status();
+    ASSERT_TRUE(pair.sender.state().PopN(kSeq, 12).ok());
+    ASSERT_TRUE(pair.Mark().ok());
+    pair.sender.Run(kSeq, Text(60, 72));
+    ExpectOk(pair.sender.transfer().GetSendProgress(kSeq)->failure);
+    ASSERT_TRUE(pair.Commit(12).ok());
+    pair.ExpectGoesOn(Text(60, 72));
+  }
+}
+
+// Those that stood there before the mark go with its sequence's next forward, and so count then.
+TEST(JointTransfer, AnotherSequencesForwardSendsNoTokens) {
+  Pair pair;
+  pair.sender.Run(kSeq, Text(5, 9));
+  ASSERT_TRUE(pair.Mark().ok());
+  ASSERT_TRUE(pair.sender.state().AddSequence(4).ok());
+  pair.sender.Run(4, Text(30, 33));
+  EXPECT_EQ(pair.sender.transfer().GetSendProgress(kSeq)->sent, 0);
+  pair.sender.Run(kSeq, Text(9, 11));
+  EXPECT_EQ(pair.sender.transfer().GetSendProgress(kSeq)->sent, 6);
+  ASSERT_TRUE(pair.Commit(6).ok());
+  pair.ExpectGoesOn(Text(5, 11));
 }
 
 TEST(JointTransfer, AForwardOverTheMapsEndHasNoStateThere) {

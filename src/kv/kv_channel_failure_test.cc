@@ -35,16 +35,10 @@ std::vector<AttentionLayerSpec> Layers() {
 }
 
 AttentionKVCacheOptions MakeOptions(int64_t page_size) {
-  AttentionKVCacheOptions options;
-  options.layers = Layers();
-  options.max_num_sequences = 4;
-  options.token_capacity = 48;
-  options.prefill_chunk_size = 40;
-  options.page_size = page_size;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions(Layers(), {.max_num_sequences = 4,
+                                     .token_capacity = 48,
+                                     .prefill_chunk_size = 40,
+                                     .page_size = page_size});
 }
 
 std::vector<uint64_t> Text(int64_t start, int64_t count) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kv/kv_test_forward.h"
+#include "kv/saboteur.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/transfer.h"
 
@@ -21,16 +22,10 @@ using Ids = std::vector<int64_t>;
 using Tokens = std::vector<uint64_t>;
 
 AttentionKVCacheOptions MakeOptions(int64_t page_size, std::vector<AttentionLayerSpec> layers) {
-  AttentionKVCacheOptions options;
-  options.layers = std::move(layers);
-  options.max_num_sequences = 8;
-  options.token_capacity = 400;
-  options.prefill_chunk_size = 400;
-  options.page_size = page_size;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions(std::move(layers), {.max_num_sequences = 8,
+                                              .token_capacity = 400,
+                                              .prefill_chunk_size = 400,
+                                              .page_size = page_size});
 }
 
 // Every kind of stored element, in one group and in several.
@@ -87,44 +82,6 @@ void ExpectSound(const AttentionKVCache& cache) {
   const Status sound = cache.CheckInvariants();
   ASSERT_TRUE(sound.ok()) << sound.ToString();
 }
-
-// Goes through a channel, and may damage what has been written before it is completed.
-class Saboteur final : public LayerSink {
- public:
-  explicit Saboteur(std::shared_ptr<LayerSink> channel) : channel_(std::move(channel)) {}
-  KVTransfer* victim = nullptr;  // a byte of its next part is changed
-  Status refusal;                // the answer to every layer, if not ok
-
-  Status OnLayerAppended(int64_t layer, std::span<const SendRange> ranges) override {
-    if (!refusal.ok()) return refusal;
-    QUIRE_RETURN_IF_ERROR(channel_->OnLayerAppended(layer, ranges));
-    if (victim == nullptr || ranges.empty()) return Status();
-    const SendRange& range = ranges.front();
-    const auto view = victim->View(range.epoch, layer,
-                                   {.first_row = range.first_row,
-                                    .count = 1,
-                                    .first_head = range.remote_head,
-                                    .head_count = range.head_count});
-    if (!view.ok()) return view.status();
-    const int64_t at =
-        range.remote_head * view->rows.k.stride(1) * DTypeBytes(view->rows.k.dtype());
-    view->rows.k.data_as<std::byte>()[at] ^= std::byte{1};
-    victim = nullptr;
-    return Status();
-  }
-  Status OnForwardEnded(std::span<const SendRecord> records) override {
-    return channel_->OnForwardEnded(records);
-  }
-  Status OnForwardAborted(std::span<const SendRecord> records) override {
-    return channel_->OnForwardAborted(records);
-  }
-  Status OnSendStopped(std::span<const SendRecord> records, const Status& why) override {
-    return channel_->OnSendStopped(records, why);
-  }
-
- private:
-  std::shared_ptr<LayerSink> channel_;
-};
 
 // Sender and receiver, sequence 0 in both, and a third that computes everything alone.
 struct Pair {
@@ -305,6 +262,28 @@ TEST(KVChannel, ReceiversShareTheHeadsOfOneSender) {
     ASSERT_TRUE(whole->ExportKV(0, static_cast<int64_t>(l), 0, sent.view()).ok());
     ASSERT_TRUE(whole->ExportKV(1, static_cast<int64_t>(l), 0, returned.view()).ok());
     EXPECT_TRUE(sent == returned) << "layer " << l;
+  }
+}
+
+// The received tokens begin within a tile of a page of their own, and nothing before them is held:
+// so the tile is read where it lies, with slots that no token was written to.
+TEST(KVChannel, TokensAreReceivedBehindOnesThatWereLeftOut) {
+  for (const auto& kinds : {Mixed(), Latent()}) {
+    std::vector<AttentionLayerSpec> layers = kinds;
+    for (AttentionLayerSpec& layer : layers) layer.window = 1;
+    Pair pair(MakeOptions(16, layers));
+    const KVBlock nothing(layers.size());
+    const int64_t left_out = 5;
+    ASSERT_TRUE(pair.receiver
+                    ->ImportVisibleKV(
+                        0, {.blocks = std::span(&nothing, 1), .tokens = std::span(&left_out, 1)})
+                    .ok());
+    Extend(*pair.sender, 0, Text(0, left_out));
+    const ReceiveMap map = pair.Reserve(8);
+    ASSERT_TRUE(pair.Mark(map, left_out).ok());
+    Extend(*pair.sender, 0, Text(left_out, 8));
+    pair.Commit(map);
+    pair.ExpectSameFuture(13);
   }
 }
 

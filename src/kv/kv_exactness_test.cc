@@ -66,25 +66,23 @@ void PrintTo(const Parameters& parameters, std::ostream* out) { *out << Describe
 class KVExactness : public testing::TestWithParam<Parameters> {
  protected:
   AttentionKVCacheOptions Options(int64_t page_size = 16) const {
-    AttentionKVCacheOptions options;
     const DType dtype = GetParam().dtype;
     // Two groups; the second with dimensions that fill no vector.
     const DType v_dtype = GetParam().v_dtype;
-    options.layers = {{4, 2, 16, 16, dtype, v_dtype}, {2, 1, 24, 17, dtype, v_dtype}};
+    AttentionKVCacheOptions options =
+        TestCacheOptions({{4, 2, 16, 16, dtype, v_dtype}, {2, 1, 24, 17, dtype, v_dtype}},
+                         {.max_num_sequences = 80,
+                          .token_capacity = 8192,
+                          .prefill_chunk_size = 1024,
+                          .page_size = page_size,
+                          .rope = GetParam().mode});
     if (GetParam().has_latents) {
       options.layers[1].latent = true;
       options.layers[1].qk_head_dim = 17 + 12;
       options.layers[1].v_dtype.reset();
     }
-    options.max_num_sequences = 80;
-    options.token_capacity = 8192;
-    options.prefill_chunk_size = 1024;
-    options.page_size = page_size;
-    options.rope.mode = GetParam().mode;
     options.rope.rotary_dim = 12;
     options.kernel_path = GetParam().kernel_path;
-    options.runner = std::make_shared<SerialRunner>();
-    options.poison_freed_pages = true;
     return options;
   }
 

@@ -22,16 +22,10 @@ AttentionKVCacheOptions SmallOptions(int64_t page_size) {
                                 .qk_head_dim = 4,
                                 .v_head_dim = 4,
                                 .dtype = DType::kBF16};
-  AttentionKVCacheOptions options;
-  options.layers = {spec, spec};
-  options.max_num_sequences = 4;
-  options.token_capacity = 128;
-  options.prefill_chunk_size = 64;
-  options.page_size = page_size;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions({spec, spec}, {.max_num_sequences = 4,
+                                         .token_capacity = 128,
+                                         .prefill_chunk_size = 64,
+                                         .page_size = page_size});
 }
 
 // A cache with a sequence of 11 tokens, saved in chunks of 4, 4 and 3.

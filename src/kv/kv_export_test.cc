@@ -36,15 +36,12 @@ std::unique_ptr<AttentionKVCache> MakeCache(int64_t page_size,
                                             std::vector<AttentionLayerSpec> layers,
                                             RopeMode mode = RopeMode::kNormal,
                                             int64_t token_capacity = 400) {
-  AttentionKVCacheOptions options;
-  options.layers = std::move(layers);
-  options.max_num_sequences = 8;
-  options.token_capacity = token_capacity;
-  options.prefill_chunk_size = 256;
-  options.page_size = page_size;
-  options.rope.mode = mode;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
+  AttentionKVCacheOptions options =
+      TestCacheOptions(std::move(layers), {.max_num_sequences = 8,
+                                           .token_capacity = token_capacity,
+                                           .prefill_chunk_size = 256,
+                                           .page_size = page_size,
+                                           .rope = mode});
   return MakeTestCache(std::move(options));
 }
 

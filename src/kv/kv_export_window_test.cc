@@ -33,16 +33,11 @@ AttentionKVCacheOptions Options(int64_t page_size, const Types& types = {}) {
                               .v_dtype = types.v,
                               .window = window};
   };
-  AttentionKVCacheOptions options;
-  options.layers = {layer(0, 1), layer(5, 1), layer(20, 2), layer(1, 1), layer(5, 1)};
-  options.max_num_sequences = 4;
-  options.token_capacity = 160;
-  options.prefill_chunk_size = 64;
-  options.page_size = page_size;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions({layer(0, 1), layer(5, 1), layer(20, 2), layer(1, 1), layer(5, 1)},
+                          {.max_num_sequences = 4,
+                           .token_capacity = 160,
+                           .prefill_chunk_size = 64,
+                           .page_size = page_size});
 }
 
 Tokens Range(uint64_t first, size_t count) {

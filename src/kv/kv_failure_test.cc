@@ -32,16 +32,11 @@ template <int64_t... kValues>
 constexpr std::array<int64_t, sizeof...(kValues)> kIds = {kValues...};
 
 AttentionKVCacheOptions SmallOptions(int64_t page_size = 4) {
-  AttentionKVCacheOptions options;
-  options.layers = {{2, 1, 4, 4, DType::kF32}, {2, 1, 4, 4, DType::kF32}};
-  options.max_num_sequences = 8;
-  options.token_capacity = 64;
-  options.prefill_chunk_size = 40;
-  options.page_size = page_size;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions({{2, 1, 4, 4, DType::kF32}, {2, 1, 4, 4, DType::kF32}},
+                          {.max_num_sequences = 8,
+                           .token_capacity = 64,
+                           .prefill_chunk_size = 40,
+                           .page_size = page_size});
 }
 
 void Extend(AttentionKVCache& cache, const AttentionKVCacheOptions& options, int64_t id,

@@ -25,15 +25,11 @@ AttentionLayerSpec LatentLayer(DType dtype = DType::kF32, int64_t heads = 4) {
 }
 
 AttentionKVCacheOptions OptionsOf(std::vector<AttentionLayerSpec> layers, int64_t page_size = 16) {
-  AttentionKVCacheOptions options;
-  options.layers = std::move(layers);
-  options.max_num_sequences = 64;
-  options.token_capacity = 4000;
-  options.prefill_chunk_size = 256;
-  options.page_size = page_size;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions(std::move(layers), {.max_num_sequences = 64,
+                                              .token_capacity = 4000,
+                                              .prefill_chunk_size = 256,
+                                              .page_size = page_size,
+                                              .rope = RopeMode::kNone});
 }
 
 std::unique_ptr<AttentionKVCache> MakeCache(std::vector<AttentionLayerSpec> layers,

@@ -15,15 +15,12 @@ namespace {
 constexpr int64_t kLength = 700;  // three segments
 
 AttentionKVCacheOptions Options(int64_t page_size = 16) {
-  AttentionKVCacheOptions options;
-  options.layers = {{4, 2, 16, 16, DType::kF32}, {6, 1, 24, 40, DType::kBF16}};
-  options.max_num_sequences = 8;
-  options.token_capacity = 4000;
-  options.prefill_chunk_size = 1000;
-  options.page_size = page_size;
-  options.poison_freed_pages = true;
-  options.runner = std::make_shared<SerialRunner>();
-  return options;
+  return TestCacheOptions({{4, 2, 16, 16, DType::kF32}, {6, 1, 24, 40, DType::kBF16}},
+                          {.max_num_sequences = 8,
+                           .token_capacity = 4000,
+                           .prefill_chunk_size = 1000,
+                           .page_size = page_size,
+                           .rope = RopeMode::kNone});
 }
 
 std::vector<uint64_t> Tokens(uint64_t sequence, int64_t begin, int64_t end) {

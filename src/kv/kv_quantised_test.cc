@@ -34,15 +34,11 @@ std::string NameOf(const TypePair& pair) {
 }
 
 AttentionKVCacheOptions Options(const TypePair& pair, int64_t page_size = 16) {
-  AttentionKVCacheOptions options;
-  options.layers = {{4, 2, 24, 20, pair.keys, pair.values}};
-  options.max_num_sequences = 8;
-  options.token_capacity = 4000;
-  options.prefill_chunk_size = 1000;
-  options.page_size = page_size;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions({{4, 2, 24, 20, pair.keys, pair.values}}, {.max_num_sequences = 8,
+                                                                     .token_capacity = 4000,
+                                                                     .prefill_chunk_size = 1000,
+                                                                     .page_size = page_size,
+                                                                     .rope = RopeMode::kNone});
 }
 
 Tokens Range(uint64_t first, int64_t count) {

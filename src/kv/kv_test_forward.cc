@@ -215,6 +215,20 @@ Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
   return FinishForward(cache, layers, rows, style);
 }
 
+AttentionKVCacheOptions TestCacheOptions(std::vector<AttentionLayerSpec> layers,
+                                         const TestCacheSizes& sizes) {
+  AttentionKVCacheOptions options;
+  options.layers = std::move(layers);
+  options.max_num_sequences = sizes.max_num_sequences;
+  options.token_capacity = sizes.token_capacity;
+  options.prefill_chunk_size = sizes.prefill_chunk_size;
+  options.page_size = sizes.page_size;
+  options.rope.mode = sizes.rope;
+  options.runner = std::make_shared<SerialRunner>();
+  options.poison_freed_pages = true;
+  return options;
+}
+
 std::unique_ptr<AttentionKVCache> MakeTestCache(AttentionKVCacheOptions options) {
   Result<std::unique_ptr<AttentionKVCache>> cache = AttentionKVCache::Create(std::move(options));
   EXPECT_TRUE(cache.ok()) << cache.status().ToString();

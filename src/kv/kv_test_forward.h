@@ -56,6 +56,17 @@ class SerialRunner final : public ParallelRunner {
   }
 };
 
+struct TestCacheSizes {
+  int64_t max_num_sequences = 8;
+  int64_t token_capacity = 400;
+  int64_t prefill_chunk_size = 64;
+  int64_t page_size = 4;
+  RopeMode rope = RopeMode::kNormal;
+};
+// Of a cache on the calling thread, whose freed pages and fresh scratch are NaN.
+AttentionKVCacheOptions TestCacheOptions(std::vector<AttentionLayerSpec> layers,
+                                         const TestCacheSizes& sizes);
+
 // Fails the test if the options are refused.
 std::unique_ptr<AttentionKVCache> MakeTestCache(AttentionKVCacheOptions options);
 

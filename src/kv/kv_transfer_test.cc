@@ -23,16 +23,9 @@ using Ids = std::vector<int64_t>;
 using Tokens = std::vector<uint64_t>;
 
 AttentionKVCacheOptions MakeOptions() {
-  AttentionKVCacheOptions options;
-  options.layers = {{2, 2, 4, 4, DType::kF32}, {2, 2, 4, 4, DType::kF32}};
-  options.max_num_sequences = 8;
-  options.token_capacity = 64;
-  options.prefill_chunk_size = 64;
-  options.page_size = 4;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions(
+      {{2, 2, 4, 4, DType::kF32}, {2, 2, 4, 4, DType::kF32}},
+      {.max_num_sequences = 8, .token_capacity = 64, .prefill_chunk_size = 64, .page_size = 4});
 }
 
 void Extend(AttentionKVCache& cache, int64_t id, int64_t count) {

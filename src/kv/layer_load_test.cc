@@ -21,17 +21,15 @@ using Ids = std::vector<int64_t>;
 using Tokens = std::vector<uint64_t>;
 
 AttentionKVCacheOptions MakeOptions(int64_t page_size = 4) {
-  AttentionKVCacheOptions options;
-  options.layers = {{4, 2, 8, 8, DType::kF32},
-                    {4, 2, 8, 8, DType::kF32},
-                    {4, 4, 8, 4, DType::kF16},
-                    {4, 2, 8, 8, DType::kI8}};
-  options.max_num_sequences = 8;
-  options.token_capacity = 400;
-  options.prefill_chunk_size = 40;
-  options.page_size = page_size;
-  options.rope.mode = RopeMode::kNormal;
-  options.poison_freed_pages = true;
+  AttentionKVCacheOptions options = TestCacheOptions({{4, 2, 8, 8, DType::kF32},
+                                                      {4, 2, 8, 8, DType::kF32},
+                                                      {4, 4, 8, 4, DType::kF16},
+                                                      {4, 2, 8, 8, DType::kI8}},
+                                                     {.max_num_sequences = 8,
+                                                      .token_capacity = 400,
+                                                      .prefill_chunk_size = 40,
+                                                      .page_size = page_size});
+  options.runner = nullptr;
   return options;
 }
 

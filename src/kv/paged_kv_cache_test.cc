@@ -20,16 +20,9 @@ namespace {
 using Ids = std::vector<int64_t>;
 
 AttentionKVCacheOptions SmallOptions() {
-  AttentionKVCacheOptions options;
-  options.layers = {{.num_qo_heads = 4, .num_kv_heads = 2, .qk_head_dim = 8, .v_head_dim = 8}};
-  options.max_num_sequences = 16;
-  options.token_capacity = 64;
-  options.prefill_chunk_size = 1024;
-  options.page_size = 4;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
-  return options;
+  return TestCacheOptions(
+      {{.num_qo_heads = 4, .num_kv_heads = 2, .qk_head_dim = 8, .v_head_dim = 8}},
+      {.max_num_sequences = 16, .token_capacity = 64, .prefill_chunk_size = 1024, .page_size = 4});
 }
 
 std::vector<uint64_t> Tokens(uint64_t first, int64_t count) {

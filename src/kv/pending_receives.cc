@@ -265,12 +265,17 @@ void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
 Status PendingReceives::Fail(uint64_t epoch, const Status& why) {
   const std::lock_guard lock(mutex_);
   QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked("FailReceive", epoch));
+  QUIRE_RETURN_IF_ERROR(NoteFailure(epoch, why, &receive->failure));
+  changed_.notify_all();
+  return Status();
+}
+
+Status NoteFailure(uint64_t epoch, const Status& why, Status* failure) {
   if (why.ok()) {
     return Status(StatusCode::kBadArgument,
                   "FailReceive: " + Name(epoch) + " cannot fail for an ok status");
   }
-  if (receive->failure.ok()) receive->failure = why;
-  changed_.notify_all();
+  if (failure->ok()) *failure = why;
   return Status();
 }
 

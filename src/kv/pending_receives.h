@@ -103,6 +103,9 @@ class PendingReceives {
   std::vector<std::shared_ptr<Receive>> receives_;
 };
 
+// FailReceive, where a reservation notes it: the first failure stays. BadArgument for an ok status.
+Status NoteFailure(uint64_t epoch, const Status& why, Status* failure);
+
 // Rows [first, first + count) of contiguous tensors [n, heads, dim].
 LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count);
 

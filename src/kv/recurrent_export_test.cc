@@ -41,16 +41,11 @@ AttentionKVCacheOptions KVOptions(int64_t page_size, int64_t window = 0) {
                           .qk_head_dim = 4,
                           .v_head_dim = 4,
                           .dtype = DType::kBF16};
-  AttentionKVCacheOptions options;
-  options.layers = {spec, spec};
+  AttentionKVCacheOptions options = TestCacheOptions({spec, spec}, {.max_num_sequences = 4,
+                                                                    .token_capacity = 400,
+                                                                    .prefill_chunk_size = 1000,
+                                                                    .page_size = page_size});
   options.layers[1].window = window;
-  options.max_num_sequences = 4;
-  options.token_capacity = 400;
-  options.prefill_chunk_size = 1000;
-  options.page_size = page_size;
-  options.rope.mode = RopeMode::kNormal;
-  options.runner = std::make_shared<SerialRunner>();
-  options.poison_freed_pages = true;
   return options;
 }
 

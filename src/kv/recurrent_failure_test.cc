@@ -55,14 +55,13 @@ class Scene {
     recurrent.runner = std::make_shared<SerialRunner>();
     recurrent.poison_freed_slots = true;
     cache_ = *RecurrentCache::Create(recurrent);
-    AttentionKVCacheOptions attention;
-    attention.layers = {{2, 1, 4, 4, DType::kF32}};
-    attention.max_num_sequences = 6;
-    attention.token_capacity = 512;
-    attention.prefill_chunk_size = 300;
-    attention.page_size = 16;
+    AttentionKVCacheOptions attention =
+        TestCacheOptions({{2, 1, 4, 4, DType::kF32}}, {.max_num_sequences = 6,
+                                                       .token_capacity = 512,
+                                                       .prefill_chunk_size = 300,
+                                                       .page_size = 16,
+                                                       .rope = RopeMode::kNone});
     attention.runner = recurrent.runner;
-    attention.poison_freed_pages = true;
     attention_ = *AttentionKVCache::Create(attention);
     CompositeState::Parts parts{.attention = attention_, .recurrent = {cache_}};
     if (with_rnn) parts.recurrent.push_back(rnn_);

@@ -30,14 +30,10 @@ class SlidingWindow : public testing::Test {
   std::unique_ptr<AttentionKVCache> cache_;
 
   SlidingWindow() {
-    options_.layers = {{2, 1, 8, 8, DType::kF32}};
-    options_.max_num_sequences = 16;
-    options_.token_capacity = 4096;
-    options_.prefill_chunk_size = 1024;
-    options_.page_size = 16;
-    options_.rope.mode = RopeMode::kNormal;
-    options_.runner = std::make_shared<SerialRunner>();
-    options_.poison_freed_pages = true;
+    options_ = TestCacheOptions({{2, 1, 8, 8, DType::kF32}}, {.max_num_sequences = 16,
+                                                              .token_capacity = 4096,
+                                                              .prefill_chunk_size = 1024,
+                                                              .page_size = 16});
   }
   void Create() {
     auto cache = AttentionKVCache::Create(options_);

@@ -47,14 +47,12 @@ class TokenTreeRules : public testing::Test {
   std::unique_ptr<AttentionKVCache> cache_;
 
   TokenTreeRules() {
-    options_.layers = {{2, 1, 8, 8, DType::kF32}};
-    options_.max_num_sequences = 8;
-    options_.token_capacity = 124;
-    options_.prefill_chunk_size = 128;
-    options_.page_size = 4;
+    options_ = TestCacheOptions({{2, 1, 8, 8, DType::kF32}}, {.max_num_sequences = 8,
+                                                              .token_capacity = 124,
+                                                              .prefill_chunk_size = 128,
+                                                              .page_size = 4,
+                                                              .rope = RopeMode::kNone});
     options_.max_tree_size = 12;
-    options_.runner = std::make_shared<SerialRunner>();
-    options_.poison_freed_pages = true;
     cache_ = MakeTestCache(options_);
   }
   void Add(int64_t id, int64_t length) {

@@ -50,6 +50,14 @@ class FakeTier final : public ChunkTier {
       : kind_(kind), clock_(std::move(clock)) {}
 
   // ---- The test's side
+  // One that has the same chunks and follows the same script, for a store that is opened again.
+  std::unique_ptr<FakeTier> Copy() const {
+    const std::lock_guard lock(mutex_);
+    auto copy = std::make_unique<FakeTier>(kind_, clock_);
+    copy->script_ = script_;
+    copy->chunks_ = chunks_;
+    return copy;
+  }
   void Change(const std::function<void(Script&)>& change) {
     const std::lock_guard lock(mutex_);
     change(script_);

@@ -77,8 +77,7 @@ class StoreWalk {
     options_.promote = random_.Below(4) != 0;
     options_.clock = clock_;
     disk_bytes_max_ = (8 + random_.Below(24)) * bytes;
-    redis_ = std::make_shared<FakeTier>(TierKind::kRedis, clock_);
-    Open();
+    Open(std::make_unique<FakeTier>(TierKind::kRedis, clock_));
   }
 
   void Run(int steps) {
@@ -89,7 +88,6 @@ class StoreWalk {
     Heal();
     CheckAccounts();
     Close();
-    EXPECT_EQ(redis_->pins(), 0);
   }
 
   // Chunks that went from one place to another: read from a slow tier, written to it, evicted.
@@ -99,9 +97,6 @@ class StoreWalk {
   int64_t damaged() const { return damaged_; }
 
  private:
-  // The store owns its tiers; what Redis holds outlives it.
-  class Borrowed;
-
   Chain& AnyChain() { return chains_[static_cast<size_t>(random_.Below(std::ssize(chains_)))]; }
   std::span<const ChunkKey> SomeKeys(const Chain& chain) {
     const int64_t first = random_.Below(kLength);
@@ -110,14 +105,19 @@ class StoreWalk {
         .subspan(static_cast<size_t>(first), static_cast<size_t>(count));
   }
 
-  void Open();
-  void Close() {
+  void Open(std::unique_ptr<FakeTier> redis);
+  // What Redis holds outlives the store.
+  std::unique_ptr<FakeTier> Close() {
     for (const Pinned& pinned : pinned_) store_->Unpin(pinned.chain->keys, pinned.keys);
     pinned_.clear();
     Count();
     store_->Close();
     EXPECT_EQ(store_->Statistics().pins, 0);
+    EXPECT_EQ(redis_->pins(), 0);
+    auto redis = redis_->Copy();
+    redis_ = nullptr;
     store_.reset();
+    return redis;
   }
   void Count() {
     const ChunkStoreStatistics statistics = store_->Statistics();
@@ -226,7 +226,7 @@ class StoreWalk {
   const std::shared_ptr<FaultyFileSystem> files_ = std::make_shared<FaultyFileSystem>(disk_);
   ChunkStoreOptions options_;
   int64_t disk_bytes_max_ = 0;
-  std::shared_ptr<FakeTier> redis_;
+  FakeTier* redis_ = nullptr;  // the store's
   std::unique_ptr<ChunkStore> store_;
   std::vector<Chain> chains_;
   struct Pinned {
@@ -239,56 +239,7 @@ class StoreWalk {
   int64_t moves_ = 0, hits_ = 0, faults_ = 0, damaged_ = 0;
 };
 
-class StoreWalk::Borrowed final : public ChunkTier {
- public:
-  explicit Borrowed(std::shared_ptr<FakeTier> tier) : tier_(std::move(tier)) {}
-  Status AddPassport(const Digest& fingerprint, std::string_view json) override {
-    return tier_->AddPassport(fingerprint, json);
-  }
-  int Knows(const ChunkId& id) const override { return tier_->Knows(id); }
-  Result<int64_t> Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) override {
-    return tier_->Prefix(ids, deadline_ns);
-  }
-  void Read(std::span<const TierRead> items, int64_t deadline_ns, TierReadSink& sink) override {
-    tier_->Read(items, deadline_ns, sink);
-  }
-  std::vector<Status> Write(std::span<const TierWrite> items, int64_t deadline_ns) override {
-    return tier_->Write(items, deadline_ns);
-  }
-  void Touch(const ChunkId& id) override { tier_->Touch(id); }
-  bool Pin(const ChunkId& id, int change) override { return tier_->Pin(id, change); }
-  Status SetExpiry(const ChunkId& id, int64_t expires_ms, int64_t deadline_ns) override {
-    return tier_->SetExpiry(id, expires_ms, deadline_ns);
-  }
-  void SetQuota(const ChunkKey& root, const ChunkQuota& quota) override {
-    tier_->SetQuota(root, quota);
-  }
-  Result<bool> Remove(const ChunkId& id, int64_t deadline_ns) override {
-    return tier_->Remove(id, deadline_ns);
-  }
-  Result<int64_t> Clear(const Digest& fingerprint, const ChunkKey& root,
-                        int64_t deadline_ns) override {
-    return tier_->Clear(fingerprint, root, deadline_ns);
-  }
-  Result<std::vector<ChunkListing>> List(int64_t deadline_ns) override {
-    return tier_->List(deadline_ns);
-  }
-  Result<std::shared_ptr<const StoredChunk>> Get(const ChunkKey& key,
-                                                 int64_t deadline_ns) override {
-    return tier_->Get(key, deadline_ns);
-  }
-  Result<int64_t> Verify(int64_t deadline_ns) override { return tier_->Verify(deadline_ns); }
-  Result<int64_t> CollectGarbage(int64_t deadline_ns) override {
-    return tier_->CollectGarbage(deadline_ns);
-  }
-  TierUsage Usage() const override { return tier_->Usage(); }
-  void TakeEvents(std::vector<ChunkEvent>* events) override { tier_->TakeEvents(events); }
-
- private:
-  const std::shared_ptr<FakeTier> tier_;
-};
-
-void StoreWalk::Open() {
+void StoreWalk::Open(std::unique_ptr<FakeTier> redis) {
   DiskTierSetup setup;
   setup.disk.directory = kFolder;
   setup.disk.bytes_max = disk_bytes_max_;
@@ -300,7 +251,8 @@ void StoreWalk::Open() {
   ASSERT_TRUE((*disk)->AwaitScan(kForEver).ok());
   SlowTiers slow;
   slow[At(TierKind::kDisk)] = *std::move(disk);
-  slow[At(TierKind::kRedis)] = std::make_unique<Borrowed>(redis_);
+  redis_ = redis.get();
+  slow[At(TierKind::kRedis)] = std::move(redis);
   auto store = TieredStore::Create(options_, std::move(slow));
   ASSERT_TRUE(store.ok()) << store.status().ToString();
   store_ = *std::move(store);
@@ -343,8 +295,7 @@ void StoreWalk::Step() {
     case 9:  // the next process: what was in RAM alone is lost
       if (random_.Below(3) != 0) return;
       Heal();
-      Close();
-      return Open();
+      return Open(Close());
     case 10:
       Heal();
       return CheckAccounts();
