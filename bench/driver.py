@@ -171,12 +171,15 @@ class Machine:
 
 
 def _cpu_name() -> str:
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.machine()
+    """Its name; a virtual machine may hide the rest of it, and then family and model tell."""
+    fields = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    cpu = fields.get("model name", platform.machine())
+    if any(character.isdigit() for character in cpu) or "cpu family" not in fields:
+        return cpu
+    return f"{cpu} of family {fields['cpu family']}, model {fields['model']}"
 
 
 def _last_cache_bytes() -> int:
