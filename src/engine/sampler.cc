@@ -1,6 +1,7 @@
 #include "engine/sampler.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -89,14 +90,19 @@ double Total(std::span<const float> weights) {
   return total;
 }
 
+// What the distance of a logit from the greatest is multiplied by to be counted in steps of which
+// a factor e has `steps`. Of the least temperatures it would be infinite, and 0 times that is no
+// number.
+float Scale(double steps, double temperature) {
+  return static_cast<float>(
+      std::min<double>(steps / temperature, std::numeric_limits<float>::max()));
+}
+
 // e^((logit - greatest) / temperature), by id.
 std::span<const float> Weigh(std::span<const float> logits, float greatest, double temperature,
                              DrawScratch* scratch) {
-  // Of the least temperatures this would be infinite, and 0 times that is no number.
-  const double scale =
-      std::min<double>(std::numbers::log2e / temperature, std::numeric_limits<float>::max());
-  scratch->backend->exp2_scaled(logits.data(), static_cast<int64_t>(logits.size()), greatest,
-                                static_cast<float>(scale), scratch->weights.data());
+  scratch->backend->exp2_scaled(logits.data(), std::ssize(logits), greatest,
+                                Scale(std::numbers::log2e, temperature), scratch->weights.data());
   return {scratch->weights.data(), logits.size()};
 }
 // Of adjusted logits: their distance from the greatest is rounded to float32.
@@ -163,8 +169,7 @@ void FindBest(std::span<const T> logits, int64_t count, DrawScratch* scratch) {
 // Which tokens are candidates: all, or those of DrawScratch::candidates, in id order.
 enum class Candidates : uint8_t { kAll, kListed };
 
-double TotalOf(Candidates candidates, std::span<const float> weights, const DrawScratch& scratch) {
-  if (candidates == Candidates::kAll) return Total(weights);
+double TotalOfListed(std::span<const float> weights, const DrawScratch& scratch) {
   double total = 0;
   for (const int32_t token : scratch.candidates) total += static_cast<double>(weights[token]);
   return total;
@@ -182,25 +187,77 @@ void KeepHeavy(float least, Candidates candidates, std::span<const float> weight
   FindAll(weights, 0, heavy, [&](int32_t token) { scratch->candidates.push_back(token); });
 }
 
-// Keeps the shortest run of best candidates whose weight reaches top_p of the whole, in id order.
-//
-// Only candidates of at least (1 - top_p) / candidates of the whole weight are sorted, and to be
-// safe from rounding of half of that: all lighter ones together weigh less than 1 - top_p, so the
-// run ends before them. (A vocabulary has 10^5 tokens, the run some tens.)
+// The run of best candidates whose weight reaches top_p of the whole ends before those of less than
+// (1 - top_p) / candidates of the whole: all of them together weigh less than 1 - top_p. Half of
+// that is safe from rounding.
+float LeastInRun(double top_p, double total, int64_t candidates) {
+  return static_cast<float>((1.0 - top_p) * total / static_cast<double>(candidates) / 2);
+}
+
+// Leaves of the listed candidates the shortest run of best ones that takes a sum from `run` to
+// `target`, best first.
 template <typename T>
-void KeepTopP(double top_p, Candidates candidates, std::span<const T> logits,
-              std::span<const float> weights, DrawScratch* scratch) {
+void KeepRun(double run, double target, std::span<const T> logits, std::span<const float> weights,
+             DrawScratch* scratch) {
   std::vector<int32_t>& listed = scratch->candidates;
-  const double total = TotalOf(candidates, weights, *scratch);
-  const size_t count = candidates == Candidates::kAll ? weights.size() : listed.size();
-  const double light = (1.0 - top_p) * total / static_cast<double>(count);
-  KeepHeavy(static_cast<float>(light / 2), candidates, weights, scratch);
   std::sort(listed.begin(), listed.end(), Better<T>{logits.data()});
-  double run = 0;
   auto end = listed.begin();
-  while (end != listed.end() && run < top_p * total) run += static_cast<double>(weights[*end++]);
+  while (end != listed.end() && run < target) run += static_cast<double>(weights[*end++]);
   listed.erase(end, listed.end());
-  std::sort(listed.begin(), listed.end());
+}
+
+// Keeps the shortest run of best candidates whose weight reaches top_p of the whole, in id order.
+template <typename T>
+void KeepTopPOfListed(double top_p, std::span<const T> logits, std::span<const float> weights,
+                      DrawScratch* scratch) {
+  const double total = TotalOfListed(weights, *scratch);
+  const float least = LeastInRun(top_p, total, std::ssize(scratch->candidates));
+  KeepHeavy(least, Candidates::kListed, weights, scratch);
+  KeepRun(0, top_p * total, logits, weights, scratch);
+  std::sort(scratch->candidates.begin(), scratch->candidates.end());
+}
+
+// The same of all tokens, and lists them. A flat distribution has many thousands in the run, and
+// sorting these would take longer than all else. So tokens are told apart by how far they are below
+// the greatest, level by level, and only the level in which the run ends is sorted.
+template <typename T>
+void KeepTopPOfAll(double top_p, double temperature, T greatest, std::span<const T> logits,
+                   std::span<const float> weights, DrawScratch* scratch) {
+  constexpr int kLevels = 1024;          // what is lower is of the last one
+  constexpr double kLevelsPerHalf = 32;  // the weight halves in so many
+  std::vector<int32_t>& listed = scratch->candidates;
+  const double total = Total(weights);
+  const double target = top_p * total;
+  const float least = LeastInRun(top_p, total, std::ssize(weights));
+  const auto heavy = [least](float weight) { return weight >= least; };
+  const auto scale = static_cast<T>(Scale(kLevelsPerHalf * std::numbers::log2e, temperature));
+  const auto level_of = [&](int32_t token) {
+    return static_cast<int>(std::min<T>((greatest - logits[token]) * scale, kLevels - 1));
+  };
+  std::array<double, kLevels> level_weights = {};
+  FindAll(weights, 0, heavy, [&](int32_t token) {
+    level_weights[level_of(token)] += static_cast<double>(weights[token]);
+  });
+  int last_level = 0;
+  double before_level = 0;
+  double run = 0;
+  for (int level = 0; level < kLevels && run < target; ++level) {
+    if (level_weights[level] == 0) continue;
+    last_level = level;
+    before_level = run;
+    run += level_weights[level];
+  }
+  listed.clear();
+  FindAll(weights, 0, heavy, [&](int32_t token) {
+    if (level_of(token) == last_level) listed.push_back(token);
+  });
+  KeepRun(before_level, target, logits, weights, scratch);
+  const int32_t last = listed.back();
+  const Better<T> better{logits.data()};
+  listed.clear();
+  FindAll(weights, 0, heavy, [&](int32_t token) {
+    if (!better(last, token)) listed.push_back(token);
+  });
 }
 
 // ----------------------------------------------------------------------------------------- a draw
@@ -222,7 +279,7 @@ int32_t Walk(double sum, double target, size_t count, std::span<const float> wei
 }
 
 int32_t DrawFromListed(double uniform, std::span<const float> weights, const DrawScratch& scratch) {
-  const double target = uniform * TotalOf(Candidates::kListed, weights, scratch);
+  const double target = uniform * TotalOfListed(weights, scratch);
   return Walk(0, target, scratch.candidates.size(), weights,
               [&](size_t i) { return scratch.candidates[i]; });
 }
@@ -248,8 +305,8 @@ template <typename T>
 int32_t Sample(const DrawInput& input, std::span<const T> logits, T greatest,
                DrawScratch* scratch) {
   const SamplingOptions& options = *input.options;
-  const std::span<const float> weights =
-      Weigh(logits, greatest, static_cast<double>(options.temperature), scratch);
+  const auto temperature = static_cast<double>(options.temperature);
+  const std::span<const float> weights = Weigh(logits, greatest, temperature, scratch);
   Candidates candidates = Candidates::kAll;
   if (options.top_k > 0 && options.top_k < std::ssize(logits)) {
     FindBest(logits, options.top_k, scratch);
@@ -257,7 +314,12 @@ int32_t Sample(const DrawInput& input, std::span<const T> logits, T greatest,
     candidates = Candidates::kListed;
   }
   if (options.top_p < 1.0F) {
-    KeepTopP(static_cast<double>(options.top_p), candidates, logits, weights, scratch);
+    const auto top_p = static_cast<double>(options.top_p);
+    if (candidates == Candidates::kListed) {
+      KeepTopPOfListed(top_p, logits, weights, scratch);
+    } else {
+      KeepTopPOfAll(top_p, temperature, greatest, logits, weights, scratch);
+    }
     candidates = Candidates::kListed;
   }
   if (options.min_p > 0.0F) {

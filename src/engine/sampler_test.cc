@@ -356,6 +356,8 @@ TEST(Sampler, TopPStopsAtTheBorder) {
 TEST(Sampler, ExtremeOptionsKeepTheBestToken) {
   const float tiny = std::numeric_limits<float>::denorm_min();
   EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = tiny}).token, 1);
+  EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = tiny, .top_p = 0.5F}).token, 1);
+  EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = tiny, .top_k = 2, .top_p = 0.5F}).token, 1);
   EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = 1, .min_p = 1}).token, 1);
   EXPECT_EQ(DrawOnce({-kInfinity, -1e30F}, {.temperature = 1e30F}).token, 1);
   EXPECT_EQ(DrawOnce({3.0F}, {.temperature = 2, .top_k = 5, .top_p = 0.5F}).token, 0);
