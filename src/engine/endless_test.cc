@@ -20,7 +20,7 @@ Answer Oracle(FakeModel* model, const Tokens& prompt, const SamplingOptions& opt
   EXPECT_TRUE(cache->AddSequence(0).ok());
   EXPECT_TRUE(cache->EnableSlidingWindowForSeq(0, options.window, options.sinks).ok());
   Answer answer;
-  DrawScratch scratch(FakeModel::kVocabSize);
+  DrawScratch scratch(FakeModel::kVocabSize, *FindBackend("").value());
   std::vector<float> logits(FakeModel::kVocabSize);
   for (int64_t i = 0; i < std::ssize(prompt) + options.max_tokens - 1; ++i) {
     const int32_t token = i < std::ssize(prompt)

@@ -9,6 +9,7 @@
 #include "engine/draft_vocabulary.h"
 #include "engine/engine_impl.h"
 #include "engine/machine_memory.h"
+#include "kernels/backend.h"
 #include "kv/kv_memory.h"
 
 namespace quire {
@@ -362,7 +363,7 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
     parts.page_size = plan.page_size;
     parts.kv_bytes = plan.kv_bytes;
     parts.kv_bytes_per_token = plan.kv_bytes_per_token;
-    parts.kernel_path = options.kernel_path.empty() ? KernelPaths().front() : options.kernel_path;
+    QUIRE_ASSIGN_OR_RETURN(parts.backend, FindBackend(options.kernel_path));
     parts.prefill_chunk = options.prefill_chunk;
     parts.max_num_sequences = options.max_num_sequences;
     parts.max_waiting = options.max_waiting;

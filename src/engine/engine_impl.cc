@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/guard.h"
+#include "kernels/backend.h"
 
 namespace quire {
 
@@ -34,7 +35,7 @@ EngineImpl::EngineImpl(Parts parts)
       composite_(JoinStates(parts.cache, parts.recurrent)),
       state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
       runner_(std::move(parts.runner)),
-      kernel_path_(std::move(parts.kernel_path)),
+      kernel_path_(parts.backend->name),
       page_size_(parts.page_size),
       prefill_chunk_(parts.prefill_chunk),
       max_num_sequences_(parts.max_num_sequences),
@@ -50,7 +51,9 @@ EngineImpl::EngineImpl(Parts parts)
   logits_.reserve(StepLogitRowsMax(max_num_sequences_, prefill_chunk_, max_tree_nodes_) *
                   info.vocab_size);
   draw_scratch_.reserve(runner_->worker_count());
-  for (int i = 0; i < runner_->worker_count(); ++i) draw_scratch_.emplace_back(info.vocab_size);
+  for (int i = 0; i < runner_->worker_count(); ++i) {
+    draw_scratch_.emplace_back(info.vocab_size, *parts.backend);
+  }
   if (cache_ != nullptr) counters_.pages_total = pages_total_;
   counters_.state_bytes = parts.state_bytes;
   counters_.kv_bytes = parts.kv_bytes;

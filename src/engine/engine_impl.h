@@ -57,7 +57,7 @@ class EngineImpl final : public Engine {
     std::shared_ptr<AttentionKVCache> cache;  // all layers with pages of `page_size`
     std::shared_ptr<RecurrentCache> recurrent = nullptr;
     std::shared_ptr<ParallelRunner> runner;
-    std::string kernel_path;
+    const Backend* backend = nullptr;
     int64_t page_size = 0;
     int64_t state_bytes = 0;
     int64_t kv_bytes = 0;

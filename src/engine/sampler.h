@@ -2,9 +2,10 @@
 // what applies).
 //
 // A draw is a function of (logits, prompt, answer, options, stream) and of nothing else: candidates
-// are in the total order (logit descending, id ascending), sums run in id order in double, the
-// random number is that of (seed, stream, position of the token in the answer). So an answer is the
-// same in any batch and after any preemption.
+// are in the total order (logit descending, id ascending); their weights are exponentials in
+// float32 with the same bits on every kernel path; sums of weights are in double in id order, those
+// of all tokens block by block (sampler.cc); the random number is that of (seed, stream, position
+// of the token in the answer). So an answer is the same in any batch and after any preemption.
 #ifndef QUIRE_ENGINE_SAMPLER_H_
 #define QUIRE_ENGINE_SAMPLER_H_
 
@@ -15,6 +16,8 @@
 #include "quire/engine.h"
 
 namespace quire {
+
+struct Backend;
 
 struct DrawInput {
   // [vocab_size], or only of the first ones of a vocabulary: those that can be drawn. The history
@@ -41,13 +44,14 @@ struct Draw {
 
 // Memory of one worker. It holds nothing between two draws.
 struct DrawScratch {
-  explicit DrawScratch(int64_t vocab_size);
+  DrawScratch(int64_t vocab_size, const Backend& path);
   // Of one for this vocabulary.
   static int64_t Bytes(int64_t vocab_size);
   int64_t bytes() const;
 
-  std::vector<double> logits;       // [vocab_size] adjusted
-  std::vector<double> weights;      // [vocab_size] by id
+  const Backend* backend;           // never null
+  std::vector<double> adjusted;     // [vocab_size] logits with penalties and bias
+  std::vector<float> weights;       // [vocab_size] by id
   std::vector<int32_t> candidates;  // capacity vocab_size
   std::vector<int32_t> counts;      // [vocab_size] all zero between two draws
 };

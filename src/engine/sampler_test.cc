@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "base/random.h"
+#include "kernels/backend.h"
 
 namespace quire {
 namespace {
@@ -27,7 +28,8 @@ Draw DrawOnce(const std::vector<float>& logits, const SamplingOptions& options,
               const Text& text = {}, int64_t stream = 0) {
   static std::map<size_t, DrawScratch> scratches;  // one for many draws: nothing may stay in it
   const auto vocab_size = static_cast<int64_t>(logits.size());
-  DrawScratch& scratch = scratches.try_emplace(logits.size(), vocab_size).first->second;
+  DrawScratch& scratch =
+      scratches.try_emplace(logits.size(), vocab_size, *FindBackend("").value()).first->second;
   Draw draw;
   ReserveLogprobs(options, vocab_size, &draw);
   DrawToken({.logits = logits,
@@ -145,6 +147,118 @@ TEST(Sampler, AgreesWithThePlainWay) {
   }
 }
 
+// ---- Big vocabularies: of many blocks, the last one not full.
+
+constexpr int64_t kBigVocab = 32003;
+
+std::vector<float> BigLogits(RandomSequence* random, bool with_ties) {
+  std::vector<float> logits(kBigVocab);
+  for (float& logit : logits) {
+    logit = static_cast<float>(3 * random->Normal());
+    if (with_ties) logit = std::round(logit);
+    if (random->Below(20) == 0) logit = -kInfinity;
+  }
+  return logits;
+}
+
+TEST(Sampler, AgreesWithThePlainWayOfABigVocabulary) {
+  RandomSequence random(2);
+  for (int round = 0; round < 100; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    const std::vector<float> logits = BigLogits(&random, random.Below(2) == 0);
+    SamplingOptions options;
+    options.seed = random.Bits();
+    options.temperature = static_cast<float>(random.Uniform(0.5, 2));
+    if (random.Below(3) == 0) options.top_k = int64_t{1} << random.Below(16);
+    if (random.Below(3) == 0) options.top_p = static_cast<float>(random.Uniform(0.1, 1));
+    if (random.Below(3) == 0) options.min_p = static_cast<float>(random.Uniform(0, 0.1));
+    Text text;
+    if (random.Below(3) == 0) {
+      for (int i = 0; i < 10; ++i) {
+        text.answer.push_back(static_cast<int32_t>(random.Below(kBigVocab)));
+      }
+      options.presence_penalty = 1;
+      options.logit_bias = {{static_cast<int32_t>(random.Below(kBigVocab)), 4.0F}};
+    }
+    ASSERT_EQ(DrawOnce(logits, options, text).token, PlainDraw(logits, options, text, 0));
+  }
+}
+
+TEST(Sampler, LogprobsOfABigVocabulary) {
+  RandomSequence random(3);
+  for (const int64_t count : {0, 1, 20, 256, 20000}) {
+    for (const bool with_ties : {false, true}) {
+      const std::vector<float> logits = BigLogits(&random, with_ties);
+      const Draw draw = DrawOnce(logits, {.logprobs = count});
+      ASSERT_EQ(std::ssize(draw.logprobs), 1 + count);
+      Tokens order(kBigVocab);
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(),
+                       [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+      EXPECT_EQ(draw.token, order[0]);
+      double total = 0;
+      for (const float logit : logits) total += std::exp(static_cast<double>(logit));
+      for (int64_t i = 0; i <= count; ++i) {
+        const int32_t token = order[i == 0 ? 0 : i - 1];
+        ASSERT_EQ(draw.logprobs[i].token, token) << i;
+        if (logits[token] == -kInfinity) continue;
+        // Rounded to float32, beside the total's exponents.
+        ASSERT_NEAR(draw.logprobs[i].logprob, static_cast<double>(logits[token]) - std::log(total),
+                    2e-6);
+      }
+    }
+  }
+}
+
+TEST(Sampler, TheOnlyTokenIsDrawnWhereverItStands) {
+  for (const int32_t token : {0, 15, 127, 128, 16000, 31999, 32000, 32002}) {
+    std::vector<float> logits(kBigVocab, -kInfinity);
+    logits[token] = -7;
+    for (uint64_t seed = 0; seed < 5; ++seed) {
+      EXPECT_EQ(DrawOnce(logits, {.temperature = 1, .seed = seed}).token, token);
+      EXPECT_EQ(DrawOnce(logits, {.temperature = 1, .top_p = 0.9F, .seed = seed}).token, token);
+    }
+    EXPECT_EQ(DrawOnce(logits, {}).token, token);
+  }
+}
+
+TEST(Sampler, TheBestAreFoundInAnyOrder) {
+  std::vector<float> logits(kBigVocab);
+  const auto best_ids = [&](int64_t count) {
+    const Draw draw = DrawOnce(logits, {.logprobs = count});
+    Tokens ids;
+    for (int64_t i = 1; i <= count; ++i) ids.push_back(draw.logprobs[i].token);
+    return ids;
+  };
+  EXPECT_EQ(best_ids(3), (Tokens{0, 1, 2})) << "all are equal";
+  std::iota(logits.begin(), logits.end(), 0.0F);  // each is better than all before
+  EXPECT_EQ(best_ids(3), (Tokens{32002, 32001, 32000}));
+  std::reverse(logits.begin(), logits.end());
+  EXPECT_EQ(best_ids(3), (Tokens{0, 1, 2}));
+}
+
+TEST(Sampler, DrawsAreThoseOfTheScalarPath) {
+  RandomSequence random(4);
+  const std::vector<float> logits = BigLogits(&random, false);
+  const auto draws = [&](const Backend& backend) {
+    DrawScratch scratch(kBigVocab, backend);
+    EXPECT_EQ(scratch.bytes(), DrawScratch::Bytes(kBigVocab));
+    std::vector<std::pair<int32_t, float>> drawn;
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      const SamplingOptions options{.temperature = 1, .seed = seed, .logprobs = 0};
+      Draw draw;
+      ReserveLogprobs(options, kBigVocab, &draw);
+      DrawToken({.logits = logits, .prompt = {}, .answer = {}, .options = &options}, &scratch,
+                &draw);
+      drawn.emplace_back(draw.token, draw.logprobs[0].logprob);
+    }
+    EXPECT_EQ(scratch.bytes(), DrawScratch::Bytes(kBigVocab));
+    return drawn;
+  };
+  const auto scalar = draws(*FindBackend("scalar").value());
+  for (const Backend* backend : Backends()) EXPECT_EQ(draws(*backend), scalar) << backend->name;
+}
+
 // ---- Frequencies.
 
 // Chi-square of `count` draws, which differ in seed, stream and position, against `weights`.
@@ -242,6 +356,8 @@ TEST(Sampler, TopPStopsAtTheBorder) {
 TEST(Sampler, ExtremeOptionsKeepTheBestToken) {
   const float tiny = std::numeric_limits<float>::denorm_min();
   EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = tiny}).token, 1);
+  EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = tiny, .top_p = 0.5F}).token, 1);
+  EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = tiny, .top_k = 2, .top_p = 0.5F}).token, 1);
   EXPECT_EQ(DrawOnce({0, 1, 0.5F}, {.temperature = 1, .min_p = 1}).token, 1);
   EXPECT_EQ(DrawOnce({-kInfinity, -1e30F}, {.temperature = 1e30F}).token, 1);
   EXPECT_EQ(DrawOnce({3.0F}, {.temperature = 2, .top_k = 5, .top_p = 0.5F}).token, 0);

@@ -17,6 +17,7 @@
 #include "engine/engine_impl.h"
 #include "engine/fake_model.h"
 #include "engine/fallible_kv_cache.h"
+#include "kernels/backend.h"
 
 namespace quire {
 
@@ -110,7 +111,7 @@ struct Server {
     parts.model = std::move(owned_model);
     parts.cache = std::move(owned_cache);
     parts.runner = CreateThreadPool(1);
-    parts.kernel_path = "fake";
+    parts.backend = FindBackend("").value();
     parts.page_size = sizes.page_size;
     parts.prefill_chunk = sizes.chunk;
     parts.max_num_sequences = sizes.sequences;

@@ -254,6 +254,15 @@ struct Backend {
   void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
                       int64_t dim, float* y, ParallelRunner&);
 
+  // Of one row, in the calling thread; the same bits on every path.
+  //
+  // The index of the greatest, of equal ones the first; -1 if one is NaN or +infinity. REQUIRES:
+  // count > 0.
+  int64_t (*arg_max)(const float* x, int64_t count);
+  // y[i] = 2^((x[i] - greatest) * scale_log2), 0 for less than 2^-126; y may be x. REQUIRES: no
+  // x[i] is over `greatest`, which is finite; scale_log2 is finite and positive.
+  void (*exp2_scaled)(const float* x, int64_t count, float greatest, float scale_log2, float* y);
+
   const RecurrenceKernels* recurrence;  // recurrence.h
 };
 

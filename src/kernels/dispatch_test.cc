@@ -45,6 +45,8 @@ TEST(Dispatch, EveryPathIsCompleteAndFoundByItsName) {
     EXPECT_NE(backend->gelu_tanh_mul, nullptr);
     EXPECT_NE(backend->soft_cap, nullptr);
     EXPECT_NE(backend->gather_rows, nullptr);
+    EXPECT_NE(backend->arg_max, nullptr);
+    EXPECT_NE(backend->exp2_scaled, nullptr);
   }
 }
 

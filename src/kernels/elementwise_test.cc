@@ -61,6 +61,12 @@ class ElementwiseTest : public testing::TestWithParam<const Backend*> {
     path.soft_cap(x.data(), cap, static_cast<int64_t>(x.size()) / dim, dim, y.data(), *pool_);
     return y;
   }
+  std::vector<float> Exp2Scaled(const Backend& path, const std::vector<float>& x, float greatest,
+                                float scale_log2) {
+    std::vector<float> y(x.size());
+    path.exp2_scaled(x.data(), static_cast<int64_t>(x.size()), greatest, scale_log2, y.data());
+    return y;
+  }
   // silu(gate) * 1 for each gate.
   std::vector<float> Silu(const std::vector<float>& gate) {
     std::vector<float> gate_up = gate;
@@ -213,6 +219,66 @@ TEST_P(ElementwiseTest, GatherWidensTheChosenRows) {
   }
 }
 
+TEST_P(ElementwiseTest, ArgMaxIsThatOfTheReference) {
+  RandomSequence random(14);
+  for (const int64_t count : {1, 15, 16, 17, 33, 1023, 1024, 1025, 5000}) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<float> x = RandomFloats(count, random.Bits());
+      const bool with_ties = random.Below(2) == 0;
+      for (float& value : x) {
+        if (with_ties) value = std::round(value);
+        if (random.Below(20) == 0) value = -kInfinity;
+      }
+      ASSERT_EQ(backend().arg_max(x.data(), count), reference::ArgMax(x.data(), count)) << count;
+      const float bad = random.Below(2) == 0 ? NAN : kInfinity;
+      x[static_cast<size_t>(random.Below(count))] = bad;
+      x[static_cast<size_t>(random.Below(count))] = bad;
+      ASSERT_EQ(backend().arg_max(x.data(), count), -1) << count;
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, ArgMaxOfEqualOnesIsTheFirst) {
+  const auto arg_max = [&](const std::vector<float>& x) {
+    return backend().arg_max(x.data(), static_cast<int64_t>(x.size()));
+  };
+  EXPECT_EQ(arg_max({-0.0F, 0.0F}), 0);
+  EXPECT_EQ(arg_max({-1.0F, 0.0F, -0.0F}), 1);
+  EXPECT_EQ(arg_max(std::vector<float>(3000, -kInfinity)), 0);
+  std::vector<float> x(3000, -1.0F);  // of several blocks
+  x[1500] = x[1600] = x[2999] = -0.5F;
+  EXPECT_EQ(arg_max(x), 1500);
+}
+
+TEST_P(ElementwiseTest, Exp2ScaledIsAccurateOverTheWholeRange) {
+  for (const float scale : {0.01F, 1.0F, 1.442695F, 40.0F}) {
+    std::vector<float> x;
+    for (double e = -125; e <= 0; e += 0.0371) x.push_back(static_cast<float>(5 + e / scale));
+    x.push_back(5);
+    const auto count = static_cast<int64_t>(x.size());
+    const std::vector<float> y = Exp2Scaled(backend(), x, 5, scale);
+    const std::vector<double> expected = reference::Exp2Scaled(x.data(), count, 5, scale);
+    for (size_t i = 0; i < y.size(); ++i) {
+      // Difference and product are rounded, to parts of the exponent.
+      const double exponent = std::abs(std::log2(expected[i]));
+      ASSERT_NEAR(y[i], expected[i], (3 + 1.5 * exponent) * 0x1p-24 * expected[i]) << x[i];
+    }
+    EXPECT_EQ(y.back(), 1);
+    backend().exp2_scaled(x.data(), count, 5, scale, x.data());
+    EXPECT_TRUE(SameBits(x, y)) << "over its input";
+  }
+}
+
+TEST_P(ElementwiseTest, Exp2ScaledOfExtremes) {
+  const float max = std::numeric_limits<float>::max();
+  const std::vector<float> x = {max, -max, -kInfinity, 0.0F};
+  const std::vector<float> none = {1, 0, 0, 0};
+  EXPECT_EQ(Exp2Scaled(backend(), x, max, 1), none);
+  EXPECT_EQ(Exp2Scaled(backend(), x, max, max), none);
+  EXPECT_EQ(Exp2Scaled(backend(), {-10, -137, -136}, -10, 1),
+            (std::vector<float>{1, 0, 0x1p-126F}));
+}
+
 TEST_P(ElementwiseTest, BitsAreThoseOfTheScalarPath) {
   for (const int64_t dim : kDims) {
     const std::vector<float> x = RandomFloats(6 * dim, 7);
@@ -223,6 +289,7 @@ TEST_P(ElementwiseTest, BitsAreThoseOfTheScalarPath) {
     EXPECT_TRUE(SameBits(GeluTanhMul(backend(), gate_up, dim), GeluTanhMul(scalar_, gate_up, dim)))
         << dim;
     EXPECT_TRUE(SameBits(SoftCap(backend(), x, 2, dim), SoftCap(scalar_, x, 2, dim))) << dim;
+    EXPECT_TRUE(SameBits(Exp2Scaled(backend(), x, 3, 9), Exp2Scaled(scalar_, x, 3, 9))) << dim;
   }
 }
 
@@ -265,11 +332,13 @@ TEST_P(ElementwiseTest, TheCallersFloatEnvironmentDoesNotMatter) {
   const std::vector<float> x = RandomFloats(80, 12, -1e-39, 1e-39);
   const std::vector<float> w(40, 1.0F);
   const auto all = [&] {
-    std::vector<float> y(80 + 40 + 40 + 80);
+    std::vector<float> y(80 + 40 + 40 + 80 + 80);
     backend().rms_norm(x.data(), w.data(), 0, 1e-38F, 2, 40, y.data(), runner);
     backend().silu_mul(x.data(), 1, 40, y.data() + 80, runner);
     backend().gelu_tanh_mul(x.data(), 1, 40, y.data() + 120, runner);
     backend().soft_cap(x.data(), 3, 2, 40, y.data() + 160, runner);
+    const float greatest = x[static_cast<size_t>(backend().arg_max(x.data(), 80))];
+    backend().exp2_scaled(x.data(), 80, greatest, 1e38F, y.data() + 240);
     return y;
   };
   const std::vector<float> y = all();

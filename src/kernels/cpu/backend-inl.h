@@ -14,5 +14,7 @@ static constexpr Backend kTable = {
     GatedMul<Activation::kGeluTanh>,
     SoftCap,
     GatherRows,
+    ArgMax,
+    Exp2Scaled,
     &kRecurrence,
 };

@@ -21,10 +21,11 @@ QUIRE_INLINE int64_t EndRow(const RowTasks& tasks, int64_t index) {
   return end < tasks.row_count ? end : tasks.row_count;
 }
 
-// Up to kLanes numbers; lanes from `count` on are zero.
-QUIRE_INLINE VF LoadSome(const float* p, int64_t count) {
+// Up to kLanes numbers; lanes from `count` on are `rest`.
+QUIRE_INLINE VF LoadSome(const float* p, int64_t count, float rest = 0) {
   if (count >= kLanes) return Load(p);
-  float lanes[kLanes] = {};
+  float lanes[kLanes];
+  Store(lanes, Set1(rest));
   for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
   return Load(lanes);
 }
@@ -229,4 +230,48 @@ static void GatherRows(const void* table, DType dtype, const int32_t* ids, int64
                        int64_t dim, float* y, ParallelRunner& runner) {
   GatherPlan plan{CutRows(row_count, dim), table, dtype, ids, dim, y};
   runner.Run(TaskCount(plan.tasks), GatherTask, &plan);
+}
+
+// ------------------------------------------------------------------------- a row of logits to draw
+
+// Whole blocks are compared first, so only one is looked through for the index.
+static int64_t ArgMax(const float* x, int64_t count) {
+  constexpr int64_t kBlock = 64 * kLanes;
+  constexpr float kInfinity = __builtin_inff();
+  const ScopedFloatEnvironment environment;
+  float greatest = -kInfinity;
+  int64_t block = 0;
+  VF not_finite = Zero();  // in each lane the last that is NaN or +infinity
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t end = begin + kBlock < count ? begin + kBlock : count;
+    VF best = Set1(-kInfinity);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const VF v = LoadSome(x + i, end - i, -kInfinity);
+      best = Max(v, best);
+      not_finite = Select(NotLess(v, Set1(kInfinity)), v, not_finite);
+    }
+    const float block_greatest = ReduceMax(best);
+    if (block_greatest > greatest) {
+      greatest = block_greatest;
+      block = begin;
+    }
+  }
+  float lanes[kLanes];
+  Store(lanes, not_finite);
+  for (const float lane : lanes) {
+    if (!(lane < kInfinity)) return -1;
+  }
+  int64_t index = block;
+  while (x[index] != greatest) ++index;
+  return index;
+}
+
+static void Exp2Scaled(const float* x, int64_t count, float greatest, float scale_log2, float* y) {
+  const ScopedFloatEnvironment environment;
+  const VF most = Set1(greatest);
+  const VF scale = Set1(scale_log2);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t left = count - i;
+    StoreSome(y + i, left, Exp2(Mul(Sub(LoadSome(x + i, left), most), scale)));
+  }
 }

@@ -1,6 +1,8 @@
 #include "kernels/reference/elementwise.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numbers>
 
 namespace quire::reference {
@@ -47,6 +49,19 @@ std::vector<double> GeluTanhMul(const float* gate_up, int64_t row_count, int64_t
 std::vector<double> SoftCap(const float* x, double cap, int64_t count) {
   std::vector<double> y;
   for (int64_t i = 0; i < count; ++i) y.push_back(cap * std::tanh(x[i] / cap));
+  return y;
+}
+
+int64_t ArgMax(const float* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (!(x[i] < std::numeric_limits<float>::infinity())) return -1;
+  }
+  return std::max_element(x, x + count) - x;
+}
+
+std::vector<double> Exp2Scaled(const float* x, int64_t count, double greatest, double scale_log2) {
+  std::vector<double> y;
+  for (int64_t i = 0; i < count; ++i) y.push_back(std::exp2((x[i] - greatest) * scale_log2));
   return y;
 }
 

@@ -12,6 +12,8 @@ std::vector<double> RmsNorm(const float* x, const float* w, double weight_offset
 std::vector<double> SiluMul(const float* gate_up, int64_t row_count, int64_t dim);
 std::vector<double> GeluTanhMul(const float* gate_up, int64_t row_count, int64_t dim);
 std::vector<double> SoftCap(const float* x, double cap, int64_t count);
+int64_t ArgMax(const float* x, int64_t count);
+std::vector<double> Exp2Scaled(const float* x, int64_t count, double greatest, double scale_log2);
 
 }  // namespace quire::reference
 
