@@ -45,36 +45,41 @@ static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, i
 class NextTiles {
  public:
   // Tiles of the unit's head that are read in place. `tiles`: null if no segment follows.
-  NextTiles(const AttentionCall& call, const AttentionUnit& unit, const SegmentTiles* tiles)
-      : lines_{static_cast<int>(call.places.key_head) / kLineBytes,
-               call.layout().latent ? 0 : static_cast<int>(call.places.value_head) / kLineBytes} {
+  NextTiles(const AttentionCall& call, const AttentionUnit& unit, const SegmentTiles* tiles) {
+    int64_t lines = 0;
+    const auto add = [&](const std::byte* at, size_t bytes) {
+      parts_[part_count_] = {at, static_cast<int>(bytes) / kLineBytes};
+      lines += parts_[part_count_++].lines;
+    };
     for (int t = 0; tiles != nullptr && t < tiles->tile_count; ++t) {
       const SegmentTile& tile = tiles->tiles[t];
       if (!tile.in_place) continue;
-      parts_[part_count_++] = call.places.Keys(tile, unit.head_begin);
-      parts_[part_count_++] = call.places.Values(tile, unit.head_begin);
+      add(call.places.Keys(tile, unit.head_begin), call.places.key_head);
+      if (call.layout().latent) continue;  // values are the keys
+      add(call.places.Values(tile, unit.head_begin), call.places.value_head);
     }
-    const int64_t groups = (unit.row_count() + kRowsMax - 1) / kRowsMax;
-    const int64_t calls = groups * (kTilesPerSegment / kTilesAtOnce);
-    lines_per_call_ =
-        static_cast<int>((part_count_ / 2 * (lines_[0] + lines_[1]) + calls - 1) / calls);
+    const int64_t calls = GroupCount(unit.row_count()) * (kTilesPerSegment / kTilesAtOnce);
+    lines_per_call_ = static_cast<int>((lines + calls - 1) / calls);
   }
 
   // To be called beside each tile's scores; all lines are asked for by the last one.
   void Ask() {
     for (int n = 0; n < lines_per_call_ && part_ < part_count_; ++n) {
-      PrefetchL2(parts_[part_] + line_ * kLineBytes);
-      if (++line_ < lines_[part_ % 2]) continue;
+      PrefetchL2(parts_[part_].at + line_ * kLineBytes);
+      if (++line_ < parts_[part_].lines) continue;
       line_ = 0;
-      part_ += lines_[1] == 0 ? 2 : 1;
+      ++part_;
     }
   }
 
  private:
   static constexpr int kLineBytes = 64;
+  struct Part {
+    const std::byte* at;
+    int lines;
+  };
 
-  const std::byte* parts_[2 * kTilesPerSegment];  // keys and values in turn
-  int lines_[2];
+  Part parts_[2 * kTilesPerSegment];
   int part_count_ = 0;
   int lines_per_call_;
   int part_ = 0;

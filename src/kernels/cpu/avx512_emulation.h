@@ -275,7 +275,7 @@ QUIRE_EMULATED __m512 _mm512_dpbf16_ps(__m512 acc, __m512bh a, __m512bh b) {
   return acc;
 }
 // VCVTNEPS2BF16: nearest, ties to even; denormals become zeros of their sign, NaN quiet.
-QUIRE_EMULATED __m128i Float8ToBF16(__m256 v) {
+QUIRE_EMULATED __m128i EightToBF16(__m256 v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i result = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -289,7 +289,7 @@ QUIRE_EMULATED __m128i Float8ToBF16(__m256 v) {
   return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
 }
 QUIRE_EMULATED __m256i _mm512_cvtneps_pbh(__m512 v) {
-  return _mm256_set_m128i(Float8ToBF16(v.hi), Float8ToBF16(v.lo));
+  return _mm256_set_m128i(EightToBF16(v.hi), EightToBF16(v.lo));
 }
 // VPDPWSSD: sums wrap around.
 QUIRE_EMULATED __m512i _mm512_dpwssd_epi32(__m512i acc, __m512i a, __m512i b) {

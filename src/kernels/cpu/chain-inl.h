@@ -89,9 +89,9 @@ constexpr int ColumnsAtOnce(int) { return 1; }
 #endif
 // Rows of a group, where `rows` rows are cut into as few groups as there can be, all but the last
 // of one size.
+constexpr int64_t GroupCount(int64_t rows) { return (rows + kRowsMax - 1) / kRowsMax; }
 constexpr int64_t GroupRows(int64_t rows) {
-  const int64_t groups = (rows + kRowsMax - 1) / kRowsMax;
-  return (rows + groups - 1) / groups;
+  return (rows + GroupCount(rows) - 1) / GroupCount(rows);
 }
 constexpr int kWidths = 4;  // 1, 2, 4, 8
 constexpr int kWidest = 1 << (kWidths - 1);
