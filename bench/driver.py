@@ -9,6 +9,7 @@ it is measured and what came out.
 from __future__ import annotations
 
 import argparse
+import compileall
 import datetime
 import fnmatch
 import importlib.util
@@ -326,7 +327,9 @@ class Workers:
                 self._llama(kind), self._gguf(case), log, threads=threads, patience=self._patience
             )
         if kind == "quire-start":
-            return QuireStart(lambda: self._quire_engine(log, self._load(case, alone=True)), case)
+            packed = models.packed_folder(case.model, self._peers / "models")
+            load = self._load(case, alone=True) | {"model": str(packed)}
+            return QuireStart(lambda: self._quire_engine(log, load), case)
         if kind == "llama-start":
             return LlamaStart(lambda: self._llama_server(log, case), case)
         raise AssertionError(kind)
@@ -420,7 +423,9 @@ class QuireStart:
         self._start, self._case = start, case
 
     def prepare(self, key: str, request: dict[str, Any]) -> None:
-        """The files come into the page cache."""
+        """The files come into the page cache, and the bytecode of a checkout to where an
+        installation has it."""
+        compileall.compile_dir(HERE.parent / "python" / "quire", quiet=1)
         self.run(key, request)
 
     def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:

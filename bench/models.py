@@ -8,6 +8,8 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -87,6 +89,16 @@ def folder(name: str, cache: Path) -> Path:
         return Path(quire.embedded_model_dir())
     _make_random(name, cache)
     return cache / name
+
+
+def packed_folder(name: str, cache: Path) -> Path:
+    """The same model as `quire pack` writes it, made if it is not there."""
+    source = folder(name, cache)
+    # Another version of the embedded model has another name.
+    done = cache / f"{source.name}-packed"
+    if not done.is_dir():
+        subprocess.run([sys.executable, "-m", "quire", "pack", str(source), str(done)], check=True)
+    return done
 
 
 def gguf_file(name: str, cache: Path, dtype: Literal["bf16", "f16"]) -> Path:

@@ -77,6 +77,13 @@ class Model {
                                              const ModelOptions& options);
   virtual ~Model() = default;
 
+  // Writes the weights of `directory` to the new file `path` as Load with `options` would hold them
+  // (docs/formats/packed.md). In a folder of its own, as model.safetensors beside the other files
+  // of `directory`, it is a model that Load maps instead of copying it, with the same results.
+  // Errors are those of Load; IoError: `path` exists, or cannot be written; it is not there then.
+  static Status Pack(const std::string& directory, const ModelOptions& options,
+                     const std::string& path);
+
   virtual const ModelInfo& info() const = 0;
 
   // One forward of the batch that is open in the caches (BeginForward done; EndForward is the

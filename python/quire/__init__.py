@@ -7,6 +7,7 @@
 * :class:`quire.ChunkStore` keeps KV beyond its request: in RAM, a folder, Redis.
 * :class:`quire.LookupBuffer` and :class:`quire.StoreBuffer` hand tensors over by tokens or by name.
 * :class:`quire.LocalChannel` moves KV from one cache to another while it is computed.
+* :func:`quire.pack_model` makes a model folder that engines start from faster.
 * :mod:`quire.snapshot` keeps the state of a text in a file.
 * ``quire --help`` (or ``python -m quire``) is the program.
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from quire.kv_cache import KVCache, LayerSpec, RopeOptions, default_page_size, rope_frequencies
+    from quire.packing import pack_model
     from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
     from quire.rnn_state import RNNState, StateSpec
     from quire.store import ChunkStore
@@ -70,6 +72,7 @@ _MODULE_OF = {
     "Stream": "quire.engine",
     "Usage": "quire.engine",
     "default_page_size": "quire.kv_cache",
+    "pack_model": "quire.packing",
     "rope_frequencies": "quire.kv_cache",
 }
 
@@ -137,6 +140,7 @@ __all__ = [
     "default_page_size",
     "embedded_model_dir",
     "kernel_paths",
+    "pack_model",
     "rope_frequencies",
     "version",
     *errors.__all__,

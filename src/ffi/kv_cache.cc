@@ -38,14 +38,8 @@ AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("poison_freed_pages", &options.poison_freed_pages);
   reader.Read("tvm_window_span", &options.tvm_window_span);
-  int threads = 0;
-  reader.Read("threads", &threads);
+  options.runner = reader.ReadRunner();
   reader.Finish();
-  if (threads < 0) {
-    ThrowBadArgument("KVCache: option 'threads' = " + std::to_string(threads) +
-                     " is negative; 0 stands for one per core");
-  }
-  if (threads > 0) options.runner = CreateThreadPool(threads);
   return options;
 }
 

@@ -10,6 +10,7 @@
 #include "ffi/options.h"
 #include "ffi/tensors.h"
 #include "quire/attention_kv_cache.h"
+#include "quire/model.h"
 #include "quire/rope.h"
 
 namespace quire::ffi {
@@ -40,6 +41,19 @@ tf::Map<tf::String, tf::String> ErrorKindNames() {
   return names;
 }
 
+void PackModel(const OptionMap& fields) {
+  std::string directory;
+  std::string path;
+  ModelOptions options;
+  OptionsReader reader("pack_model", fields);
+  reader.Read("model_directory", &directory);
+  reader.Read("path", &path);
+  reader.Read("dtype", &options.dtype);
+  options.runner = reader.ReadRunner();
+  reader.Finish();
+  ThrowIfError(Model::Pack(directory, options, path));
+}
+
 TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::GlobalDef()
       .def("quire.version", [] { return tf::String(QUIRE_VERSION); })
@@ -47,6 +61,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("quire.default_page_size",
            [](const OptionMap& layer) { return DefaultPageSize(ReadLayerSpec(layer)); })
       .def("quire.rope_frequencies", RopeFrequenciesOf)
+      .def("quire.pack_model", PackModel)
       .def("quire.error_kinds", ErrorKindNames);
 }
 

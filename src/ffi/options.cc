@@ -33,6 +33,18 @@ std::optional<tvm::ffi::Any> OptionsReader::Find(const char* name) {
   return (*it).second;
 }
 
+std::shared_ptr<ParallelRunner> OptionsReader::ReadRunner() {
+  constexpr int kThreadsMax = 1024;  // no machine has as many cores
+  int threads = 0;
+  Read("threads", &threads);
+  if (threads < 0 || threads > kThreadsMax) {
+    ThrowBadArgument(owner_ + ": option 'threads' = " + std::to_string(threads) +
+                     " is not in [0, " + std::to_string(kThreadsMax) +
+                     "]; 0 stands for one per core");
+  }
+  return threads == 0 ? nullptr : CreateThreadPool(threads);
+}
+
 void OptionsReader::Finish() const {
   for (const auto& [name, value] : fields_) {
     if (read_.count(std::string(name)) != 0) continue;

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <set>
 #include <span>
@@ -20,6 +21,7 @@
 #include "ffi/errors.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/rope.h"
+#include "quire/seams.h"
 #include "quire/tensor.h"
 
 namespace quire::ffi {
@@ -56,6 +58,9 @@ class OptionsReader {
     const std::optional<tvm::ffi::String> value = Get<tvm::ffi::String>(name);
     if (value) *out = static_cast<E>(IndexOf(name, std::string(*value), names));
   }
+
+  // The option "threads": null for 0, which stands for one per core. BadArgument out of [0, 1024].
+  std::shared_ptr<ParallelRunner> ReadRunner();
 
   void Finish() const;
 

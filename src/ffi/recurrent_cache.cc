@@ -53,14 +53,8 @@ RecurrentCacheOptions ReadRecurrentOptions(const OptionMap& fields) {
   reader.Read("max_slots", &options.max_slots);
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("poison_freed_slots", &options.poison_freed_slots);
-  int threads = 0;
-  reader.Read("threads", &threads);
+  options.runner = reader.ReadRunner();
   reader.Finish();
-  if (threads < 0) {
-    ThrowBadArgument("RecurrentCache: option 'threads' = " + std::to_string(threads) +
-                     " is negative; 0 stands for one per core");
-  }
-  if (threads > 0) options.runner = CreateThreadPool(threads);
   return options;
 }
 

@@ -48,7 +48,8 @@ Result<Checkpoint> Checkpoint::Open(const std::string& directory) {
 Status Checkpoint::AddFile(std::string path) {
   QUIRE_ASSIGN_OR_RETURN(MappedFile mapping, MappedFile::Open(path));
   QUIRE_ASSIGN_OR_RETURN(SafetensorsContents contents, ParseSafetensors(mapping.bytes(), path));
-  files_.push_back({std::move(path), std::move(mapping), std::move(contents)});
+  files_.push_back({std::move(path), std::make_shared<const MappedFile>(std::move(mapping)),
+                    std::move(contents)});
   return Status();
 }
 
@@ -107,7 +108,8 @@ Result<CheckpointTensor> Checkpoint::Find(std::string_view name) const {
   const StoredTensor* const stored = file.contents.Find(name);
   const auto begin = static_cast<size_t>(file.contents.data_offset + stored->begin);
   const auto size = static_cast<size_t>(stored->end - stored->begin);
-  return CheckpointTensor{stored, file.mapping.bytes().subspan(begin, size), file.path};
+  return CheckpointTensor{stored, file.mapping->bytes().subspan(begin, size), file.path,
+                          file.mapping};
 }
 
 void Checkpoint::Release(const CheckpointTensor& tensor) noexcept {

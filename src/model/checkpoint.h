@@ -4,6 +4,7 @@
 #define QUIRE_MODEL_CHECKPOINT_H_
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,19 +22,23 @@ struct CheckpointTensor {
   const StoredTensor* stored;        // of the checkpoint
   std::span<const std::byte> bytes;  // aligned to nothing: a file may begin its data anywhere
   std::string_view file;             // path, of the checkpoint
+  std::shared_ptr<const MappedFile> mapping;  // whose bytes they are
+
+  // The bytes, which stay as long as somebody holds them.
+  std::shared_ptr<const std::byte> Share() const { return {mapping, bytes.data()}; }
 
   // "dir/model.safetensors: tensor "x"", for messages.
   std::string Name() const;
 };
 
-// The files stay mapped as long as the checkpoint lives; they must not be changed meanwhile.
+// The files stay mapped as long as the checkpoint or a share of a tensor lives; they must not be
+// changed meanwhile.
 //
 // A file of the folder may be a symbolic link (the cache of the Hugging Face hub links every file
 // into ../../blobs), but what it leads to must be a regular file. Names that come from inside a
 // file (the index) are plain names in this folder.
 class Checkpoint {
  public:
-  Checkpoint() = default;  // has no file
   // NotFound: neither form is there, or a shard is missing. Corrupt, TooLarge: see
   // ParseSafetensors.
   static Result<Checkpoint> Open(const std::string& directory);
@@ -52,10 +57,11 @@ class Checkpoint {
  private:
   struct File {
     std::string path;
-    MappedFile mapping;
+    std::shared_ptr<const MappedFile> mapping;
     SafetensorsContents contents;
   };
 
+  Checkpoint() = default;
   Status AddFile(std::string path);
   Status AddShards(const std::string& directory, const std::string& index_path);
   Status CheckIndex(const std::string& index_path) const;

@@ -24,32 +24,29 @@ float RoundedToBF16(float value) {
 
 }  // namespace
 
-Decoder::Decoder(const ModelConfig& config, const Architecture& architecture, Checkpoint checkpoint,
+Decoder::Decoder(const ModelConfig& config, const Architecture& architecture,
                  DecoderOptions options)
     : config_(config),
       architecture_(architecture),
-      checkpoint_(std::move(checkpoint)),
       options_(std::move(options)),
       ops_(*options_.backend, *options_.runner, options_.dtype) {}
 
 Result<std::unique_ptr<Decoder>> Decoder::Create(const ModelConfig& config,
                                                  const Architecture& architecture,
-                                                 Checkpoint checkpoint, DecoderOptions options) {
-  std::unique_ptr<Decoder> decoder(
-      new Decoder(config, architecture, std::move(checkpoint), std::move(options)));
-  QUIRE_RETURN_IF_ERROR(decoder->LoadWeights(WeightUse::kLoad));
-  const RowTable& embedding = decoder->embedding_;
-  const bool reads_file = embedding.data != nullptr && embedding.copy.data() == nullptr;
-  if (!reads_file) decoder->checkpoint_ = Checkpoint();
+                                                 const Checkpoint& checkpoint,
+                                                 DecoderOptions options,
+                                                 std::vector<TensorToWrite>* record) {
+  std::unique_ptr<Decoder> decoder(new Decoder(config, architecture, std::move(options)));
+  QUIRE_RETURN_IF_ERROR(decoder->LoadWeights(checkpoint, WeightUse::kLoad, record));
   return decoder;
 }
 
 // A decoder whose weights have sizes only, and which is never asked to compute.
 Result<ModelMeasure> Decoder::Measure(const ModelConfig& config, const Architecture& architecture,
-                                      Checkpoint checkpoint, DecoderOptions options,
+                                      const Checkpoint& checkpoint, DecoderOptions options,
                                       int64_t row_count, int64_t logit_row_count) {
-  Decoder decoder(config, architecture, std::move(checkpoint), std::move(options));
-  QUIRE_RETURN_IF_ERROR(decoder.LoadWeights(WeightUse::kMeasure));
+  Decoder decoder(config, architecture, std::move(options));
+  QUIRE_RETURN_IF_ERROR(decoder.LoadWeights(checkpoint, WeightUse::kMeasure, nullptr));
   const size_t workspace_bytes = decoder.SizesOf(row_count, logit_row_count).total();
   return ModelMeasure{
       .info = std::move(decoder.info_),
@@ -58,18 +55,20 @@ Result<ModelMeasure> Decoder::Measure(const ModelConfig& config, const Architect
 
 // ---- Weights
 
-Status Decoder::LoadWeights(WeightUse use) {
+Status Decoder::LoadWeights(const Checkpoint& checkpoint, WeightUse use,
+                            std::vector<TensorToWrite>* record) {
   const DecoderNames& names = architecture_.names;
-  WeightLoader loader(checkpoint_, ops_.backend(), ops_.runner(), options_.dtype, use);
-  const std::string embedding = std::string(names.embedding) + ".weight";
+  WeightLoader loader(checkpoint, ops_.backend(), ops_.runner(), options_.dtype, use);
+  loader.RecordTo(record);
+  const std::string embedding(names.embedding);
   bool is_in_head = false;
   if (config_.tie_word_embeddings) {
     QUIRE_ASSIGN_OR_RETURN(is_in_head,
                            loader.KeepsType(embedding, config_.vocab_size, config_.hidden_size));
   }
   if (!is_in_head) {
-    QUIRE_ASSIGN_OR_RETURN(embedding_,
-                           loader.Rows(embedding, config_.vocab_size, config_.hidden_size));
+    QUIRE_ASSIGN_OR_RETURN(
+        embedding_, loader.Rows(embedding + ".weight", config_.vocab_size, config_.hidden_size));
   }
   QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<RopeTable> angles, AnglesOfMixers(config_));
   const LayerInputs inputs{.loader = loader,
@@ -85,7 +84,7 @@ Status Decoder::LoadWeights(WeightUse use) {
   }
   QUIRE_ASSIGN_OR_RETURN(
       final_norm_, loader.Vector(std::string(names.final_norm) + ".weight", config_.hidden_size));
-  const std::string head(config_.tie_word_embeddings ? names.embedding : "lm_head");
+  const std::string head = config_.tie_word_embeddings ? embedding : "lm_head";
   QUIRE_ASSIGN_OR_RETURN(head_,
                          loader.Linear({{head, config_.vocab_size}}, config_.hidden_size, false));
   FillInfo(loader);
@@ -182,7 +181,7 @@ void Decoder::Embed(std::span<const int32_t> token_ids, float* hidden) const {
   const auto row_count = static_cast<int64_t>(token_ids.size());
   const int64_t width = config_.hidden_size;
   if (embedding_.data != nullptr) {
-    ops_.backend().gather_rows(embedding_.data, embedding_.dtype, token_ids.data(), row_count,
+    ops_.backend().gather_rows(embedding_.data.get(), embedding_.dtype, token_ids.data(), row_count,
                                width, hidden, ops_.runner());
   } else {
     ops_.GatherRows(head_, token_ids, hidden);

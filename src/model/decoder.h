@@ -36,14 +36,17 @@ struct DecoderOptions {
 // a row's values do not depend on which other rows stand in the batch.
 class Decoder final : public Model {
  public:
-  // Loads all weights. Errors are those of WeightLoader and Checkpoint.
+  // Loads all weights, and notes them in `record` unless it is null. Errors are those of
+  // WeightLoader and Checkpoint.
   static Result<std::unique_ptr<Decoder>> Create(const ModelConfig& config,
                                                  const Architecture& architecture,
-                                                 Checkpoint checkpoint, DecoderOptions options);
+                                                 const Checkpoint& checkpoint,
+                                                 DecoderOptions options,
+                                                 std::vector<TensorToWrite>* record = nullptr);
 
   // See Model::Measure.
   static Result<ModelMeasure> Measure(const ModelConfig& config, const Architecture& architecture,
-                                      Checkpoint checkpoint, DecoderOptions options,
+                                      const Checkpoint& checkpoint, DecoderOptions options,
                                       int64_t row_count, int64_t logit_row_count);
 
   const ModelInfo& info() const override { return info_; }
@@ -78,10 +81,10 @@ class Decoder final : public Model {
     size_t total() const { return 2 * hidden + floats + scratch; }
   };
 
-  Decoder(const ModelConfig& config, const Architecture& architecture, Checkpoint checkpoint,
-          DecoderOptions options);
+  Decoder(const ModelConfig& config, const Architecture& architecture, DecoderOptions options);
 
-  Status LoadWeights(WeightUse use);
+  Status LoadWeights(const Checkpoint& checkpoint, WeightUse use,
+                     std::vector<TensorToWrite>* record);
   Result<Layer> LoadLayer(const LayerInputs& inputs, int64_t index);
   void FillInfo(const WeightLoader& loader);
 
@@ -101,7 +104,6 @@ class Decoder final : public Model {
 
   const ModelConfig config_;
   const Architecture& architecture_;
-  Checkpoint checkpoint_;  // without files once nothing is read from them
   const DecoderOptions options_;
   const RowOps ops_;
   ModelInfo info_;

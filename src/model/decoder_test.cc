@@ -110,6 +110,28 @@ TEST_P(DecoderTest, AgreesWithTheReferenceInBfloat16) {
   EXPECT_GT(deviation.rms, 1e-5);  // it does round
 }
 
+TEST_P(DecoderTest, GivesTheSameBitsWithPackedWeights) {
+  const TestFolder folder;
+  WriteTestModel(folder, GetParam().model);
+  const auto tokens = RandomTokens(GetParam().token_count, GetParam().model.vocab_size, 5);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    SCOPED_TRACE(DTypeName(dtype));
+    const TestFolder packed;
+    PackTestModel(folder, dtype, packed);
+    for (const std::string& path : KernelPaths()) {
+      SCOPED_TRACE(path);
+      std::vector<std::vector<float>> logits;
+      for (const TestFolder* source : {&folder, &packed}) {
+        const auto model = LoadTestModel(*source, dtype, path);
+        ASSERT_NE(model, nullptr);
+        const auto cache = CreateTestCache(*model, {.kernel_path = path});
+        logits.push_back(RunForward(*model, *cache, 0, tokens));
+      }
+      EXPECT_TRUE(logits[0] == logits[1]);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Architectures, DecoderTest, testing::ValuesIn(Architectures()),
                          [](const auto& test) { return test.param.name; });
 

@@ -61,9 +61,8 @@ Status LatentAttention::LoadLatents(WeightLoader& loader, const std::string& pre
   // A head's key is K x, so q (K x) = (K^T q) x.
   const HeadSlice slices[] = {{.rows = config_.nope_dim, .transposed = true},
                               {.rows = config_.v_dim, .transposed = false}};
-  QUIRE_ASSIGN_OR_RETURN(
-      std::vector<std::vector<LinearWeights>> parts,
-      loader.LinearSlices(prefix + "kv_b_proj", heads_, slices, config_.kv_rank));
+  QUIRE_ASSIGN_OR_RETURN(HeadMatrices parts, loader.LinearSlices(prefix + "kv_b_proj", heads_,
+                                                                 slices, config_.kv_rank));
   into_latent_ = std::move(parts[0]);
   out_of_latent_ = std::move(parts[1]);
   return Status();

@@ -219,6 +219,16 @@ TEST_P(MixerTest, ForksCannotBeSeen) {
   EXPECT_TRUE(machine.Run(0, Part(180, 200)) == Whole(180, 200));
 }
 
+TEST_P(MixerTest, PackedWeightsCannotBeSeen) {
+  const TestFolder packed;
+  PackTestModel(folder_, GetParam().dtype, packed);
+  Machine machine(packed, GetParam().dtype);
+  EXPECT_EQ(machine.model->info().weight_bytes, Make().model->info().weight_bytes);
+  EXPECT_EQ(machine.model->info().parameter_count, Make().model->info().parameter_count);
+  ASSERT_TRUE(machine.state().AddSequence(0).ok());
+  EXPECT_TRUE(machine.Run(0, tokens_) == whole_);
+}
+
 TEST_P(MixerTest, MeasureTellsWhatLoadTakes) {
   Result<ModelMeasure> measure = Model::Measure(
       folder_.path(), {.dtype = GetParam().dtype, .kernel_path = "", .runner = CreateThreadPool(1)},

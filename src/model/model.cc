@@ -8,6 +8,7 @@
 #include "model/checkpoint.h"
 #include "model/decoder.h"
 #include "model/model_config.h"
+#include "model/safetensors_writer.h"
 
 namespace quire {
 namespace {
@@ -48,11 +49,22 @@ Result<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                                            const ModelOptions& options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<Model>> {
     QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Load"));
-    QUIRE_ASSIGN_OR_RETURN(
-        std::unique_ptr<Decoder> decoder,
-        Decoder::Create(folder.config, *folder.architecture, std::move(folder.checkpoint),
-                        std::move(folder.options)));
+    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<Decoder> decoder,
+                           Decoder::Create(folder.config, *folder.architecture, folder.checkpoint,
+                                           std::move(folder.options)));
     return std::unique_ptr<Model>(std::move(decoder));
+  });
+}
+
+Status Model::Pack(const std::string& directory, const ModelOptions& options,
+                   const std::string& path) {
+  return GuardEntry([&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Pack"));
+    std::vector<TensorToWrite> tensors;
+    QUIRE_ASSIGN_OR_RETURN(const std::unique_ptr<Decoder> decoder,
+                           Decoder::Create(folder.config, *folder.architecture, folder.checkpoint,
+                                           std::move(folder.options), &tensors));
+    return WriteSafetensors(path, "quire-packed", tensors);
   });
 }
 
@@ -60,7 +72,7 @@ Result<ModelMeasure> Model::Measure(const std::string& directory, const ModelOpt
                                     int64_t row_count, int64_t logit_row_count) {
   return GuardEntry([&]() -> Result<ModelMeasure> {
     QUIRE_ASSIGN_OR_RETURN(ModelFolder folder, OpenFolder(directory, options, "Model::Measure"));
-    return Decoder::Measure(folder.config, *folder.architecture, std::move(folder.checkpoint),
+    return Decoder::Measure(folder.config, *folder.architecture, folder.checkpoint,
                             std::move(folder.options), row_count, logit_row_count);
   });
 }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "tensor/half.h"
@@ -46,6 +47,13 @@ void TestFolder::Write(std::string_view name, std::string_view bytes) const {
   std::ofstream file(File(name), std::ios::binary);
   file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   ASSERT_TRUE(file.good()) << File(name);
+}
+
+std::string TestFolder::Read(std::string_view name) const {
+  std::ifstream file(File(name), std::ios::binary);
+  std::string bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  EXPECT_TRUE(file.good()) << File(name);
+  return bytes;
 }
 
 std::vector<float> RoundedTo(DType dtype, std::span<const float> values) {

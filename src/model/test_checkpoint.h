@@ -24,6 +24,7 @@ class TestFolder {
   const std::string& path() const { return path_; }
   std::string File(std::string_view name) const { return path_ + "/" + std::string(name); }
   void Write(std::string_view name, std::string_view bytes) const;
+  std::string Read(std::string_view name) const;
 
  private:
   std::string path_;

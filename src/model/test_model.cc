@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <numeric>
 #include <utility>
 
@@ -312,6 +313,14 @@ std::vector<TestTensor> TestTensors(const TestModel& model) {
 void WriteTestModel(const TestFolder& folder, const TestModel& model) {
   folder.Write("config.json", TestConfig(model).dump());
   folder.Write("model.safetensors", SafetensorsBytes(TestTensors(model)));
+}
+
+void PackTestModel(const TestFolder& folder, DType dtype, const TestFolder& packed) {
+  const Status status =
+      Model::Pack(folder.path(), {.dtype = dtype, .kernel_path = "", .runner = CreateThreadPool(2)},
+                  packed.File("model.safetensors"));
+  EXPECT_TRUE(status.ok()) << status.ToString();
+  std::filesystem::copy_file(folder.File("config.json"), packed.File("config.json"));
 }
 
 std::unique_ptr<Model> LoadTestModel(const TestFolder& folder, DType dtype,

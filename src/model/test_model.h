@@ -38,6 +38,9 @@ std::vector<TestTensor> TestTensors(const TestModel& model);
 // config.json and model.safetensors.
 void WriteTestModel(const TestFolder& folder, const TestModel& model);
 
+// The folder of the same model packed for `dtype`: `packed` gets config.json and model.safetensors.
+void PackTestModel(const TestFolder& folder, DType dtype, const TestFolder& packed);
+
 std::unique_ptr<Model> LoadTestModel(const TestFolder& folder, DType dtype,
                                      const std::string& kernel_path = "",
                                      std::shared_ptr<ParallelRunner> runner = nullptr);

@@ -55,6 +55,21 @@ Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) 
   return Status();
 }
 
+// Of the matrix that the weights of all `parts` make, in a packed checkpoint.
+std::string PackedName(std::span<const LinearPart> parts) {
+  std::string name;
+  for (const LinearPart& part : parts) name += (name.empty() ? "" : "+") + part.name;
+  return name + ".packed";
+}
+
+std::string PackedSliceName(const std::string& name, size_t slice, int64_t head) {
+  return name + "." + std::to_string(slice) + "." + std::to_string(head) + ".packed";
+}
+
+std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
+  return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
+}
+
 }  // namespace
 
 int64_t WeightMemory::BytesTaken(size_t bytes) {
@@ -74,8 +89,8 @@ Result<std::shared_ptr<std::byte>> WeightMemory::Take(size_t bytes) {
   return std::shared_ptr<std::byte>(mapping_, data);
 }
 
-LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<std::byte> packed,
-                             std::vector<float> bias)
+LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k,
+                             std::shared_ptr<const std::byte> packed, std::vector<float> bias)
     : memory_(std::move(packed)), bias_(std::move(bias)) {
   packed_ = PackedLinear{.dtype = dtype,
                          .n = n,
@@ -156,90 +171,156 @@ Result<std::shared_ptr<std::byte>> WeightLoader::Pack(std::span<const Checkpoint
   return packed;
 }
 
-Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, int64_t k,
-                                           bool has_bias) {
+Result<std::vector<CheckpointTensor>> WeightLoader::FindParts(std::span<const LinearPart> parts,
+                                                              int64_t k) {
   std::vector<CheckpointTensor> tensors;
-  int64_t n = 0;
   for (const LinearPart& part : parts) {
     const int64_t shape[] = {part.rows, k};
-    QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(part.name + ".weight", shape));
-    tensors.push_back(tensor);
+    QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, FindFloat(part.name + ".weight", shape));
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, int64_t k,
+                                           bool has_bias) {
+  int64_t n = 0;
+  for (const LinearPart& part : parts) {
+    Count(part.name + ".weight", part.rows * k);
     n += part.rows;
   }
   std::vector<float> bias;
   if (has_bias) {
     QUIRE_ASSIGN_OR_RETURN(bias, Bias(parts));
   }
+  const std::string packed_name = PackedName(parts);
+  if (checkpoint_.Has(packed_name)) return MappedMatrix(packed_name, n, k, std::move(bias));
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<CheckpointTensor> tensors, FindParts(parts, k));
   const DType from = CommonDType(tensors);
   const DType to = PackedType(from);
-  std::shared_ptr<std::byte> packed;
+  std::shared_ptr<const std::byte> packed;
   if (use_ == WeightUse::kLoad) {
     QUIRE_ASSIGN_OR_RETURN(packed, Pack(tensors, from, to, n, k));
+    for (const CheckpointTensor& tensor : tensors) Checkpoint::Release(tensor);
   }
-  for (const CheckpointTensor& tensor : tensors) {
-    if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
-    Count(tensor.stored->name, ElementCount(tensor));
+  return Matrix(packed_name, to, n, k, std::move(packed), std::move(bias));
+}
+
+LinearWeights WeightLoader::Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
+                                   std::shared_ptr<const std::byte> packed,
+                                   std::vector<float> bias) {
+  weight_bytes_ += WeightMemory::BytesTaken(backend_.packed_linear_bytes(dtype, n, k));
+  if (record_ != nullptr) record_->push_back({name, dtype, PackedShape(dtype, n, k), packed});
+  return LinearWeights(dtype, n, k, std::move(packed), std::move(bias));
+}
+
+Result<LinearWeights> WeightLoader::MappedMatrix(const std::string& name, int64_t n, int64_t k,
+                                                 std::vector<float> bias) {
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor found, checkpoint_.Find(name));
+  const DType dtype = found.stored->dtype.value_or(DType::kF32);
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, PackedShape(dtype, n, k)));
+  if (PackedType(dtype) != dtype) {
+    return Status(StatusCode::kBadArgument,
+                  tensor.Name() +
+                      " is packed as float32, and the model is to compute in bfloat16; "
+                      "pack it for bfloat16, or compute in float32");
   }
-  // Vector has counted the bias.
-  weight_bytes_ += WeightMemory::BytesTaken(backend_.packed_linear_bytes(to, n, k));
-  return LinearWeights(to, n, k, std::move(packed), std::move(bias));
+  std::shared_ptr<const std::byte> packed;
+  if (use_ == WeightUse::kLoad) {
+    packed = tensor.Share();
+    if (reinterpret_cast<uintptr_t>(packed.get()) % kCacheLine != 0) {
+      QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, memory_.Take(tensor.bytes.size()));
+      std::memcpy(copy.get(), tensor.bytes.data(), tensor.bytes.size());
+      packed = std::move(copy);
+    }
+  }
+  return Matrix(name, dtype, n, k, std::move(packed), std::move(bias));
 }
 
 DType WeightLoader::PackedType(DType from) const {
   return compute_dtype_ == DType::kBF16 && from == DType::kF32 ? DType::kBF16 : from;
 }
 
-// `rows`: [slice.rows][k], aligned; not read by kMeasure.
-Result<LinearWeights> WeightLoader::PackSlice(const std::byte* rows, DType from,
-                                              const HeadSlice& slice, int64_t k) {
+// `rows`: [slice.rows][k], aligned.
+Result<std::shared_ptr<const std::byte>> WeightLoader::PackSlice(const std::byte* rows, DType from,
+                                                                 const HeadSlice& slice,
+                                                                 int64_t k) {
   const DType to = PackedType(from);
-  const int64_t n = slice.transposed ? k : slice.rows;
-  const int64_t inputs = slice.transposed ? slice.rows : k;
-  const size_t bytes = backend_.packed_linear_bytes(to, n, inputs);
-  weight_bytes_ += WeightMemory::BytesTaken(bytes);
-  if (use_ == WeightUse::kMeasure) return LinearWeights(to, n, inputs, {}, {});
-  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes));
-  if (!slice.transposed) {
-    backend_.pack_linear(rows, from, n, inputs, to, packed.get(), runner_);
-    return LinearWeights(to, n, inputs, std::move(packed), {});
-  }
+  const auto [n, inputs] = slice.MatrixSize(k);
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed,
+                         memory_.Take(backend_.packed_linear_bytes(to, n, inputs)));
   const auto size = static_cast<size_t>(DTypeBytes(from));
-  std::vector<std::byte> turned(static_cast<size_t>(n * inputs) * size);
-  for (int64_t i = 0; i < n; ++i) {
+  std::vector<std::byte> turned(slice.transposed ? static_cast<size_t>(n * inputs) * size : 0);
+  for (int64_t i = 0; slice.transposed && i < n; ++i) {
     for (int64_t j = 0; j < inputs; ++j) {
       std::memcpy(turned.data() + static_cast<size_t>(i * inputs + j) * size,
                   rows + static_cast<size_t>(j * n + i) * size, size);
     }
   }
-  backend_.pack_linear(turned.data(), from, n, inputs, to, packed.get(), runner_);
-  return LinearWeights(to, n, inputs, std::move(packed), {});
+  backend_.pack_linear(slice.transposed ? turned.data() : rows, from, n, inputs, to, packed.get(),
+                       runner_);
+  return std::shared_ptr<const std::byte>(std::move(packed));
 }
 
-Result<std::vector<std::vector<LinearWeights>>> WeightLoader::LinearSlices(
-    const std::string& name, int64_t heads, std::span<const HeadSlice> slices, int64_t k) {
+Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t heads,
+                                                std::span<const HeadSlice> slices, int64_t k) {
   int64_t head_rows = 0;
   for (const HeadSlice& slice : slices) head_rows += slice.rows;
+  Count(name + ".weight", heads * head_rows * k);
+  if (checkpoint_.Has(PackedSliceName(name, 0, 0))) return MappedSlices(name, heads, slices, k);
   const int64_t shape[] = {heads * head_rows, k};
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
+  QUIRE_ASSIGN_OR_RETURN(HeadMatrices matrices, CutSlices(name, tensor, heads, slices, k));
+  if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
+  return matrices;
+}
+
+Result<HeadMatrices> WeightLoader::MappedSlices(const std::string& name, int64_t heads,
+                                                std::span<const HeadSlice> slices, int64_t k) {
+  HeadMatrices matrices(slices.size());
+  for (size_t s = 0; s < slices.size(); ++s) {
+    const auto [n, inputs] = slices[s].MatrixSize(k);
+    for (int64_t h = 0; h < heads; ++h) {
+      QUIRE_ASSIGN_OR_RETURN(LinearWeights matrix,
+                             MappedMatrix(PackedSliceName(name, s, h), n, inputs, {}));
+      matrices[s].push_back(std::move(matrix));
+    }
+  }
+  return matrices;
+}
+
+Result<HeadMatrices> WeightLoader::CutSlices(const std::string& name,
+                                             const CheckpointTensor& tensor, int64_t heads,
+                                             std::span<const HeadSlice> slices, int64_t k) {
   const DType from = *tensor.stored->dtype;
+  const bool loads = use_ == WeightUse::kLoad;
   HostMemory aligned;
   const std::byte* rows = tensor.bytes.data();
-  if (use_ == WeightUse::kLoad && !IsAligned(rows, from)) {
+  if (loads && !IsAligned(rows, from)) {
     QUIRE_ASSIGN_OR_RETURN(aligned, HostMemory::Allocate(tensor.bytes.size()));
     QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, aligned.data()));
     rows = aligned.data();
   }
-  std::vector<std::vector<LinearWeights>> parts(slices.size());
+  HeadMatrices matrices(slices.size());
   for (int64_t h = 0; h < heads; ++h) {
     for (size_t s = 0; s < slices.size(); ++s) {
-      QUIRE_ASSIGN_OR_RETURN(LinearWeights part, PackSlice(rows, from, slices[s], k));
-      parts[s].push_back(std::move(part));
+      std::shared_ptr<const std::byte> packed;
+      if (loads) {
+        QUIRE_ASSIGN_OR_RETURN(packed, PackSlice(rows, from, slices[s], k));
+      }
+      const auto [n, inputs] = slices[s].MatrixSize(k);
+      matrices[s].push_back(
+          Matrix(PackedSliceName(name, s, h), PackedType(from), n, inputs, std::move(packed), {}));
       rows += slices[s].rows * k * DTypeBytes(from);
     }
   }
-  if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
-  Count(tensor.stored->name, ElementCount(tensor));
-  return parts;
+  return matrices;
+}
+
+void WeightLoader::Record(const CheckpointTensor& tensor) {
+  if (record_ == nullptr) return;
+  record_->push_back(
+      {tensor.stored->name, *tensor.stored->dtype, tensor.stored->shape, tensor.Share()});
 }
 
 Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
@@ -247,6 +328,7 @@ Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
   const int64_t size = ElementCount(tensor);
   Count(name, size);
+  Record(tensor);
   weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
   if (use_ == WeightUse::kMeasure) return std::vector<float>();
   std::vector<float> values(static_cast<size_t>(size));
@@ -256,24 +338,27 @@ Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
 }
 
 Result<bool> WeightLoader::KeepsType(const std::string& name, int64_t rows, int64_t dim) {
+  // Packed alone: it was kept when it was packed.
+  const LinearPart part{name, rows};
+  if (checkpoint_.Has(PackedName({&part, 1})) && !checkpoint_.Has(name + ".weight")) return true;
   const int64_t shape[] = {rows, dim};
-  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
   return PackedType(*tensor.stored->dtype) == tensor.stored->dtype;
 }
 
 Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64_t dim) {
   const int64_t shape[] = {rows, dim};
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
-  RowTable table;
-  table.dtype = *tensor.stored->dtype;
-  table.data = tensor.bytes.data();
-  table.bytes = static_cast<int64_t>(tensor.bytes.size());
-  if (use_ == WeightUse::kLoad && !IsAligned(table.data, table.dtype)) {
-    QUIRE_ASSIGN_OR_RETURN(table.copy, HostMemory::Allocate(tensor.bytes.size()));
-    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, table.dtype, table.copy.data()));
-    table.data = table.copy.data();
+  RowTable table{.dtype = *tensor.stored->dtype,
+                 .data = tensor.Share(),
+                 .bytes = static_cast<int64_t>(tensor.bytes.size())};
+  if (use_ == WeightUse::kLoad && !IsAligned(table.data.get(), table.dtype)) {
+    QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, memory_.Take(tensor.bytes.size()));
+    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, table.dtype, copy.get()));
+    table.data = std::move(copy);
     Checkpoint::Release(tensor);
   }
+  Record(tensor);
   Count(name, rows * dim);
   tables_.push_back(name);
   weight_bytes_ += table.bytes;

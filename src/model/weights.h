@@ -9,10 +9,12 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "kernels/backend.h"
 #include "model/checkpoint.h"
+#include "model/safetensors_writer.h"
 #include "quire/seams.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
@@ -39,14 +41,14 @@ class WeightMemory {
 class LinearWeights {
  public:
   LinearWeights() = default;
-  LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<std::byte> packed,
+  LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<const std::byte> packed,
                 std::vector<float> bias);
 
   const PackedLinear& packed() const { return packed_; }
 
  private:
   PackedLinear packed_;
-  std::shared_ptr<std::byte> memory_;
+  std::shared_ptr<const std::byte> memory_;
   std::vector<float> bias_;
 };
 
@@ -54,8 +56,7 @@ class LinearWeights {
 // file where its alignment allows.
 struct RowTable {
   DType dtype = DType::kF32;
-  const void* data = nullptr;  // [rows][dim]
-  HostMemory copy;             // empty when data lies in the file
+  std::shared_ptr<const std::byte> data;  // [rows][dim]
   int64_t bytes = 0;
 };
 
@@ -70,7 +71,13 @@ struct LinearPart {
 struct HeadSlice {
   int64_t rows;
   bool transposed;  // the matrix that comes out is [k, rows]
+
+  // Outputs and inputs of the matrix that comes out.
+  std::pair<int64_t, int64_t> MatrixSize(int64_t k) const {
+    return transposed ? std::pair(k, rows) : std::pair(rows, k);
+  }
 };
+using HeadMatrices = std::vector<std::vector<LinearWeights>>;  // [slice][head]
 
 enum class WeightUse : uint8_t {
   kLoad,
@@ -81,6 +88,9 @@ enum class WeightUse : uint8_t {
 // so that the weights are in memory about once. Errors name the file, the tensor, and what was
 // expected: NotFound for a missing tensor, Corrupt for another shape, BadArgument for an element
 // type other than float32, float16 and bfloat16.
+//
+// A checkpoint may hold matrices packed already (docs/formats/packed.md): those are read where they
+// are mapped.
 class WeightLoader {
  public:
   // kBF16: float32 matrices are rounded to bfloat16; kF32: all types are kept. The arguments must
@@ -88,24 +98,25 @@ class WeightLoader {
   WeightLoader(const Checkpoint& checkpoint, const Backend& backend, ParallelRunner& runner,
                DType compute_dtype, WeightUse use = WeightUse::kLoad);
 
+  // Notes from now on all that is loaded as a packed checkpoint holds it.
+  void RecordTo(std::vector<TensorToWrite>* tensors) { record_ = tensors; }
+
   // The parts on top of each other as one matrix.
   Result<LinearWeights> Linear(std::span<const LinearPart> parts, int64_t k, bool has_bias);
   Result<LinearWeights> Linear(std::initializer_list<LinearPart> parts, int64_t k, bool has_bias) {
     return Linear(std::span<const LinearPart>(parts.begin(), parts.size()), k, has_bias);
   }
   // The tensor `name`.weight [heads * (rows of all slices), k] cut into a matrix for each slice and
-  // head, [slice][head].
-  Result<std::vector<std::vector<LinearWeights>>> LinearSlices(const std::string& name,
-                                                               int64_t heads,
-                                                               std::span<const HeadSlice> slices,
-                                                               int64_t k);
+  // head.
+  Result<HeadMatrices> LinearSlices(const std::string& name, int64_t heads,
+                                    std::span<const HeadSlice> slices, int64_t k);
   Result<std::vector<float>> Vector(const std::string& name, int64_t size) {
     return Vector(name, {size});
   }
   // The elements of a tensor of any shape, row-major.
   Result<std::vector<float>> Vector(const std::string& name, std::initializer_list<int64_t> shape);
   Result<RowTable> Rows(const std::string& name, int64_t rows, int64_t dim);
-  // Whether Linear keeps the elements of `name` [rows, dim] as they are stored.
+  // Whether Linear keeps the elements of `name`.weight [rows, dim] as they are stored.
   Result<bool> KeepsType(const std::string& name, int64_t rows, int64_t dim);
 
   // Of everything loaded so far. A tensor that is used twice (tied embeddings) counts once as
@@ -117,13 +128,23 @@ class WeightLoader {
   Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
   DType PackedType(DType from) const;
-  Result<LinearWeights> PackSlice(const std::byte* rows, DType from, const HeadSlice& slice,
-                                  int64_t k);
+  Result<LinearWeights> MappedMatrix(const std::string& name, int64_t n, int64_t k,
+                                     std::vector<float> bias);
+  LinearWeights Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
+                       std::shared_ptr<const std::byte> packed, std::vector<float> bias);
+  Result<std::vector<CheckpointTensor>> FindParts(std::span<const LinearPart> parts, int64_t k);
+  Result<HeadMatrices> MappedSlices(const std::string& name, int64_t heads,
+                                    std::span<const HeadSlice> slices, int64_t k);
+  Result<HeadMatrices> CutSlices(const std::string& name, const CheckpointTensor& tensor,
+                                 int64_t heads, std::span<const HeadSlice> slices, int64_t k);
+  Result<std::shared_ptr<const std::byte>> PackSlice(const std::byte* rows, DType from,
+                                                     const HeadSlice& slice, int64_t k);
   Result<std::shared_ptr<std::byte>> Pack(std::span<const CheckpointTensor> tensors, DType from,
                                           DType to, int64_t n, int64_t k);
   bool PackInPlace(std::span<const CheckpointTensor> tensors, DType from, DType to, int64_t k,
                    std::byte* packed);
   void Count(const std::string& name, int64_t elements);
+  void Record(const CheckpointTensor& tensor);
 
   const Checkpoint& checkpoint_;
   const Backend& backend_;
@@ -134,6 +155,7 @@ class WeightLoader {
   int64_t parameter_count_ = 0;
   int64_t weight_bytes_ = 0;
   std::vector<std::string> tables_;  // names that Rows has counted
+  std::vector<TensorToWrite>* record_ = nullptr;
 };
 
 }  // namespace quire

@@ -155,8 +155,9 @@ TEST_F(WeightsTest, ReadsDataThatBeginsAtAnOddByte) {
     EXPECT_EQ(Unpack(*single), tensors[0].values);
     const auto table = loader.Rows("q.weight", 6, kInputs);
     ASSERT_TRUE(table.ok());
-    EXPECT_EQ(std::memcmp(table->data, tensors[0].values.data(), 6 * kInputs * sizeof(float)), 0);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(table->data) % alignof(float), 0u);
+    EXPECT_EQ(std::memcmp(table->data.get(), tensors[0].values.data(), 6 * kInputs * sizeof(float)),
+              0);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(table->data.get()) % alignof(float), 0u);
   }
 }
 
@@ -179,6 +180,55 @@ TEST_F(WeightsTest, CountsATiedTensorOnce) {
   ASSERT_TRUE(loader.Vector("q.bias", 6).ok());
   EXPECT_EQ(loader.parameter_count(), 6 * kInputs + 6);
   EXPECT_GE(loader.weight_bytes(), 2 * 6 * kInputs * 2 + 6 * 4);
+}
+
+// What lies on a cache line is read in place, what does not is copied to one.
+TEST_F(WeightsTest, ReadsPackedMatrices) {
+  const auto tensors = Projections(DType::kBF16, DType::kBF16, DType::kBF16);
+  Write(tensors);
+  std::vector<TensorToWrite> record;
+  WeightLoader first = Loader(DType::kBF16);
+  first.RecordTo(&record);
+  ASSERT_TRUE(first.Linear(kParts, kInputs, true).ok());
+  ASSERT_EQ(record.size(), 4u);  // three biases and a matrix
+  const TensorToWrite matrix = record.back();
+  EXPECT_EQ(matrix.name, "q+k+v.packed");
+  EXPECT_EQ(matrix.shape, (std::vector<int64_t>{1, kInputs, 32}));
+  const std::string data(reinterpret_cast<const char*>(matrix.data.get()), matrix.bytes());
+  for (const size_t misalignment : {0, 2, 63}) {
+    SCOPED_TRACE(misalignment);
+    std::string header = R"({"q+k+v.packed":{"dtype":"BF16","shape":[1,20,32],)"
+                         R"("data_offsets":[0,1280]}})";
+    header.resize(128 - 8 + misalignment, ' ');
+    WriteBytes(SafetensorsBytes(header, data));
+    const auto weights = Loader(DType::kF32).Linear(kParts, kInputs, false);
+    ASSERT_TRUE(weights.ok()) << weights.status().ToString();
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(weights->packed().data) % 64, 0u);
+    const auto stored = checkpoint_->Find("q+k+v.packed");
+    EXPECT_EQ(weights->packed().data == stored->bytes.data(), misalignment == 0);
+    EXPECT_EQ(Unpack(*weights), Expected(tensors, DType::kBF16, false));
+  }
+  const auto other = Loader(DType::kF32).Linear(kParts, kInputs + 2, false);
+  EXPECT_EQ(other.status().code(), StatusCode::kCorrupt);
+  EXPECT_NE(other.status().message().find("BF16 [1, 20, 32], config.json asks for [1, 22, 32]"),
+            std::string::npos)
+      << other.status().ToString();
+}
+
+TEST_F(WeightsTest, PackedMatricesOutliveTheCheckpoint) {
+  const auto tensors = Projections(DType::kBF16, DType::kBF16, DType::kBF16);
+  Write(tensors);
+  std::vector<TensorToWrite> record;
+  WeightLoader first = Loader(DType::kBF16);
+  first.RecordTo(&record);
+  ASSERT_TRUE(first.Linear(kParts, kInputs, true).ok());
+  const TestFolder packed;
+  ASSERT_TRUE(WriteSafetensors(packed.File("model.safetensors"), "test", record).ok());
+  checkpoint_ = std::make_unique<Checkpoint>(*Checkpoint::Open(packed.path()));
+  const auto weights = Loader(DType::kBF16).Linear(kParts, kInputs, true);
+  ASSERT_TRUE(weights.ok()) << weights.status().ToString();
+  checkpoint_.reset();
+  EXPECT_EQ(Unpack(*weights), Expected(tensors, DType::kBF16, true));
 }
 
 TEST_F(WeightsTest, NamesWhatDoesNotFit) {

@@ -99,6 +99,8 @@ Result<MappedFile> MappedFile::Open(const std::string& path) {
   const size_t size = static_cast<size_t>(info.st_size);
   void* mapped = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
   if (mapped == MAP_FAILED) return FileError(path, "mmap", errno);
+  // Advice only: what is read from the disk from now on comes in huge pages where it can.
+  if (size >= kHugePageBytes) madvise(mapped, size, MADV_HUGEPAGE);
   return MappedFile(static_cast<const std::byte*>(mapped), size);
 }
 

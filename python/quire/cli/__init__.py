@@ -30,6 +30,7 @@ prompts with it.
   quire chat [MODEL]                  a conversation in the terminal
   quire inspect [MODEL]               what a model is, takes and runs on; what this build can do
   quire import FILE.gguf DIR          turns a GGUF file into a Hugging Face folder
+  quire pack MODEL DIR                a copy of a model that engines start from faster
   quire snapshot save | restore ...   a conversation's state as one file, checked when it is read
   quire store ls | verify | gc ...    what --kv-dir and --kv-redis keep between commands
   quire kv-quality --text FILE        what int8 and fp8 keys and values cost a model, on a text
@@ -45,6 +46,7 @@ _COMMANDS = {
     "chat": "quire.cli.chat",
     "inspect": "quire.cli.inspect",
     "import": "quire.cli.import_gguf",
+    "pack": "quire.cli.pack",
     "snapshot": "quire.cli.snapshot",
     "store": "quire.cli.store",
     "kv-quality": "quire.cli.kv_quality",

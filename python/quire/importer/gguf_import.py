@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from quire._new_folder import check_free, new_folder
 
 from .gguf_reader import GgufFile
 from .model_config import build_config, build_generation_config, read_shape
@@ -32,7 +32,7 @@ def import_gguf(
     if dtype not in DTYPES:
         raise ValueError(f'dtype "{dtype}" is not one of {", ".join(DTYPES)}')
     out = Path(out_dir)
-    _check_free(out)
+    check_free(out)
     file = GgufFile(path)
     shape = read_shape(file)
     weights = plan_weights(file, shape)
@@ -42,45 +42,12 @@ def import_gguf(
     }
     tokenizer = build_tokenizer(file, shape.vocab_size)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
-    try:
+    with new_folder(out) as part:
         for name, config in configs.items():
             _write_json(part / name, config)
         _write_tokenizer(part, tokenizer)
         _write_weights(part / "model.safetensors", file, weights, dtype)
-        _publish(part, out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return out
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(
-            f"{out}: exists already and is not an empty folder; remove it or name another"
-        )
-
-
-def _publish(part: Path, out: Path) -> None:
-    part.chmod(0o777 & ~_umask())  # mkdtemp made it private
-    try:
-        os.rename(part, out)  # replaces an empty folder, nothing else
-    except OSError:
-        _check_free(out)  # somebody else was quicker: say it in our words
-        raise
-    parent = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
-
-
-def _umask() -> int:
-    value = os.umask(0)
-    os.umask(value)
-    return value
 
 
 def _write_text(path: Path, text: str) -> None:

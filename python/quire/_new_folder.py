@@ -1,0 +1,54 @@
+"""A folder that is there completely or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def check_free(out: Path) -> None:
+    """FileExistsError unless `out` is not there, or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(
+            f"{out}: exists already and is not an empty folder; remove it or name another"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """The folder to write into: it has another name beside `out` and gets that of `out` when the
+    block ends well, so that a failure or a kill leaves no half folder there. Files in it are the
+    caller's to sync."""
+    check_free(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
+    try:
+        yield part
+        _publish(part, out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _publish(part: Path, out: Path) -> None:
+    part.chmod(0o777 & ~_umask())  # mkdtemp made it private
+    try:
+        os.rename(part, out)  # replaces an empty folder, nothing else
+    except OSError:
+        check_free(out)  # somebody else was quicker: say it in our words
+        raise
+    parent = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _umask() -> int:
+    value = os.umask(0)
+    os.umask(value)
+    return value
