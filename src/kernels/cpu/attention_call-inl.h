@@ -10,6 +10,8 @@
 // Rows times heads of a unit that reads many heads, at most (AttentionSchedule); a block has
 // kRowsMax rows at a time.
 constexpr int64_t kScoreRows = 128;
+// Rows of q that are laid side by side at a time.
+constexpr int64_t kRowsWaiting = 4;
 // How far ahead decode asks for memory (measured, specs: performance section 8).
 constexpr int64_t kPrefetchBytes = 16384;
 
@@ -36,7 +38,7 @@ struct WorkerSpace {
   float* scores;           // [row][kScoreStride]
   float* sink_scores;      // the same
   float* row;              // one row of q or o, padded to whole vectors
-  std::byte* weights;      // one row of q as weights
+  std::byte* weights;      // kRowsWaiting rows of q as weights
   RowView* views;          // [row]
   std::byte* key_tiles;    // of a segment (block) or some heads (decode), prepared
   std::byte* value_tiles;  // of a segment (block) or one (decode)
@@ -74,7 +76,7 @@ struct WorkerSpace {
     scores = reinterpret_cast<float*>(Take(&next, kScoreRows * kScoreStride * sizeof(float)));
     sink_scores = reinterpret_cast<float*>(Take(&next, kScoreRows * kScoreStride * sizeof(float)));
     row = reinterpret_cast<float*>(Take(&next, (k_dim + v_dim + 2 * kLanes) * sizeof(float)));
-    weights = Take(&next, (k_dim + kLanes) * sizeof(float));
+    weights = Take(&next, (kRowsWaiting * k_dim + kLanes) * sizeof(float));
     views = reinterpret_cast<RowView*>(Take(&next, kUnitRows * sizeof(RowView)));
     key_tiles = Take(&next, key_tiles_count * k_tile);
     value_tiles = Take(&next, kTilesPerSegment * v_tile);

@@ -95,26 +95,65 @@ static void SpreadSteps(const std::byte* row, int64_t steps, int64_t stride, std
   }
 }
 
-// Row `index` of `count` rows of one head, whose weights lie at `to` for chains of `steps` steps.
-// The rows of a group stand side by side, so that a chain's step finds them at fixed distances.
-static void StoreQuery(const std::byte* row, size_t row_bytes, int64_t steps, int64_t index,
-                       int64_t count, std::byte* to) {
-  const int64_t together = GroupRows(count);
-  const int64_t first = index / together * together;
-  const int64_t group = SmallerOf(together, count - first);
-  const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
-  std::byte* const at =
-      to + static_cast<size_t>(first) * row_bytes + static_cast<size_t>(index - first) * step_bytes;
-  if (group == 1) {
-    __builtin_memcpy(at, row, row_bytes);
-  } else if (step_bytes == sizeof(uint64_t)) {
-    SpreadSteps<uint64_t>(row, steps, group, at);
-  } else {
-    SpreadSteps<uint32_t>(row, steps, group, at);
+// The same for four rows, whose steps lie side by side behind it.
+static void SpreadFourRows(const std::byte* rows, size_t row_bytes, int64_t steps, int64_t stride,
+                           std::byte* to) {
+  typedef uint32_t Four __attribute__((vector_size(16)));
+  int64_t d = 0;
+  for (; d + 4 <= steps; d += 4) {
+    Four in[4];
+    QUIRE_UNROLL
+    for (int r = 0; r < 4; ++r) {
+      __builtin_memcpy(&in[r], rows + static_cast<size_t>(r) * row_bytes + d * 4, sizeof(Four));
+    }
+    const Four low01 = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5);
+    const Four low23 = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5);
+    const Four high01 = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7);
+    const Four high23 = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
+    const Four out[4] = {__builtin_shufflevector(low01, low23, 0, 1, 4, 5),
+                         __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
+                         __builtin_shufflevector(high01, high23, 0, 1, 4, 5),
+                         __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
+    QUIRE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      __builtin_memcpy(to + (d + i) * stride * 4, &out[i], sizeof(Four));
+    }
+  }
+  for (int r = 0; r < 4; ++r) {
+    SpreadSteps<uint32_t>(rows + static_cast<size_t>(r) * row_bytes + d * 4, steps - d, stride,
+                          to + d * stride * 4 + r * 4);
   }
 }
 
-// Calls f(begin, count) for the groups in which StoreQuery puts rows.
+// Rows [first, first + row_count) of the `count` rows of one head, whose weights lie at `to` for
+// chains of `steps` steps. The rows of a group stand side by side, so that a chain's step finds
+// them at fixed distances. REQUIRES: all are of one group.
+static void StoreQueries(const std::byte* rows, int64_t row_count, size_t row_bytes, int64_t steps,
+                         int64_t first, int64_t count, std::byte* to) {
+  const int64_t together = GroupRows(count);
+  const int64_t group_first = first / together * together;
+  const int64_t group = SmallerOf(together, count - group_first);
+  const size_t step_bytes = row_bytes / static_cast<size_t>(steps);
+  std::byte* const at = to + static_cast<size_t>(group_first) * row_bytes +
+                        static_cast<size_t>(first - group_first) * step_bytes;
+  if (group == 1) {
+    __builtin_memcpy(at, rows, row_bytes);
+  } else if (step_bytes == sizeof(uint32_t) && row_count == 4) {
+    SpreadFourRows(rows, row_bytes, steps, group, at);
+  } else {
+    for (int64_t r = 0; r < row_count; ++r) {
+      const std::byte* const row = rows + static_cast<size_t>(r) * row_bytes;
+      std::byte* const to_row = at + static_cast<size_t>(r) * step_bytes;
+      if (step_bytes == sizeof(uint64_t)) {
+        SpreadSteps<uint64_t>(row, steps, group, to_row);
+      } else {
+        SpreadSteps<uint32_t>(row, steps, group, to_row);
+      }
+    }
+  }
+}
+
+// Calls f(begin, count) for the groups in which StoreQueries puts rows.
 template <typename F>
 static void ForEachGroup(int64_t rows, const F& f) {
   if (rows == 0) return;
@@ -124,31 +163,34 @@ static void ForEachGroup(int64_t rows, const F& f) {
   }
 }
 
-// Row r of the unit, which is `row` of q, for all heads of the unit: rotated, as weights for
-// `keys`.
-static void LoadQuery(const AttentionCall& call, const AttentionUnit& unit, const RowWalker& walker,
-                      int64_t r, const RotaryRows& rotary, DType keys, UnitQueries to,
-                      WorkerSpace& space) {
+// The rows of one of the unit's heads: rotated, as weights for `keys`.
+static void LoadHead(const AttentionCall& call, const AttentionUnit& unit, int64_t h,
+                     const RotaryRows& rotary, DType keys, UnitQueries to, WorkerSpace& space) {
   const HeadRows& q = call.args->q;
   const int k_dim = call.layout().k_dim();
   const WeightKind kind = QueryKind(call, unit);
   const size_t row_bytes = QueryRowBytes(call, unit);
   const int64_t rows = unit.row_count();
-  for (int64_t h = 0; h < unit.head_count(); ++h) {
+  const int64_t together = GroupRows(rows);
+  int64_t waiting = 0;  // rows in space.weights
+  RowWalker walker(call, unit.row_begin, unit.sequence);
+  for (int64_t r = 0; r < rows; ++r, walker.Next()) {
+    walker.Settle();
     WidenRow(q.data, q.dtype,
              walker.row() * q.row_stride + walker.head(unit.head_begin + h) * q.head_stride,
              call.layout().qk_head_dim, space.row);
     RotateRow(space.row, rotary, walker.row());
+    std::byte* const weights = space.weights + static_cast<size_t>(waiting) * row_bytes;
     if (kind == WeightKind::kI16) {
-      to.scales[h * rows + r] = QuantiseWeights(space.row, KVLayout::RoundUp(k_dim, kLanes),
-                                                MostI16(k_dim), space.weights);
+      to.scales[h * rows + r] =
+          QuantiseWeights(space.row, KVLayout::RoundUp(k_dim, kLanes), MostI16(k_dim), weights);
     } else {
-      for (int i = 0; i < k_dim; i += kLanes) {
-        StoreWeights(kind, space.weights, i, Load(space.row + i));
-      }
+      for (int i = 0; i < k_dim; i += kLanes) StoreWeights(kind, weights, i, Load(space.row + i));
     }
-    StoreQuery(space.weights, row_bytes, ScoreSteps(call, keys), r, rows,
-               to.weights + static_cast<size_t>(h * rows) * row_bytes);
+    if (++waiting < kRowsWaiting && (r + 1) % together != 0 && r + 1 < rows) continue;
+    StoreQueries(space.weights, waiting, row_bytes, ScoreSteps(call, keys), r + 1 - waiting, rows,
+                 to.weights + static_cast<size_t>(h * rows) * row_bytes);
+    waiting = 0;
   }
 }
 
@@ -156,8 +198,6 @@ static void LoadQuery(const AttentionCall& call, const AttentionUnit& unit, cons
 static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, DType keys,
                         WorkerSpace& space) {
   const AttentionArgs& args = *call.args;
-  RotaryRows sink_rotary = args.rotary;
-  sink_rotary.angles = args.sink_angles;
   for (int i = call.layout().qk_head_dim; i < call.layout().k_dim() + kLanes; ++i)
     space.row[i] = 0.0F;
   space.has_sink_q = false;
@@ -168,15 +208,16 @@ static void LoadQueries(const AttentionCall& call, const AttentionUnit& unit, DT
     view = walker.view();
     if (unit.shared) view.end = INT64_MAX;
     if (args.sink_angles == nullptr) view.sink_end = 0;
-    LoadQuery(call, unit, walker, r, args.rotary, keys, space.queries(), space);
     // A group's rows are scored together, so a row that has slid gives all of them such a query.
     space.has_sink_q |= view.sink_end > 0;
   }
-  if (!space.has_sink_q) return;
-  RowWalker again(call, unit.row_begin, unit.sequence);
-  for (int64_t r = 0; r < unit.row_count(); ++r, again.Next()) {
-    again.Settle();
-    LoadQuery(call, unit, again, r, sink_rotary, keys, space.sink_queries(), space);
+  RotaryRows sink_rotary = args.rotary;
+  sink_rotary.angles = args.sink_angles;
+  for (int64_t h = 0; h < unit.head_count(); ++h) {
+    LoadHead(call, unit, h, args.rotary, keys, space.queries(), space);
+    if (space.has_sink_q) {
+      LoadHead(call, unit, h, sink_rotary, keys, space.sink_queries(), space);
+    }
   }
 }
 
