@@ -99,7 +99,7 @@ bool EngineImpl::StartLoad(Request* request) {
   if (request->has_window()) return false;
   const bool has_load = request->load != nullptr;
   if (has_load && !request->load->usable()) return true;
-  if (!has_load && (request->looked_up || request->restarted)) return false;
+  if (!has_load && request->looked_up) return false;
   const Sample& leader = *request->leader();
   const PrefixMatch match = FindPrefix(*request, leader);
   const PrefixMatch border = FindPrefix(*request, leader, store_->chunk_tokens());
@@ -107,7 +107,7 @@ bool EngineImpl::StartLoad(Request* request) {
     request->load = nullptr;
     request->looked_up = request->lookups >= kLookupsMax;
   }
-  if (request->looked_up || request->restarted) return false;
+  if (request->looked_up) return false;
   if (IsPrefixBeingLoaded(*request, match.length)) return true;
   if (IsPrefixBeingComputed(*request, leader, match.length)) return false;
   const bool tail = !request->answer_begun();
