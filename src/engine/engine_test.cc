@@ -441,6 +441,31 @@ TEST(Engine, StopPopsTheSurplusAsIfTheSampleHadStoppedAtOnce) {
   }
 }
 
+// The others have no answer then either: all of them draw where the prompt ends.
+TEST(Engine, ASampleThatIsStoppedBeforeThePromptIsComputedLeavesTheOthers) {
+  RandomSequence random(28);
+  const Tokens prompt = RandomTokens(40, &random);
+  const SamplingOptions options{
+      .max_tokens = 6, .temperature = 1.0F, .seed = 4, .n = 4, .ignore_eos = true};
+  const Answers want = Alone({{prompt, options}});
+  for (const int64_t stopped : {0, 2}) {
+    Server server({.chunk = 16});
+    const int64_t id = server.Submit(prompt, options);
+    ASSERT_TRUE(server.Step().ok());
+    ASSERT_TRUE(server.engine->Stop(id, stopped, 0).ok());
+    server.Finish();
+    for (int64_t sample = 0; sample < 4; ++sample) {
+      const Answer& answer = server.answers[{id, sample}];
+      if (sample == stopped) {
+        EXPECT_EQ(answer.reason, FinishReason::kStop);
+        EXPECT_TRUE(answer.tokens.empty());
+      } else {
+        ExpectEqual(answer, want.at({0, sample}), "sample " + std::to_string(sample));
+      }
+    }
+  }
+}
+
 TEST(Engine, EndsAtEosUnlessToldToIgnoreIt) {
   RandomSequence random(16);
   const Tokens prompt = RandomTokens(10, &random);
