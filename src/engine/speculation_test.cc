@@ -478,6 +478,7 @@ TEST(Speculation, ADraftModelThatFailsEndsTheRequestThatAsked) {
     return Status(StatusCode::kInternal, "no more");
   };
   SamplingOptions options{.max_tokens = 20};
+  options.speculation = kNGrams;  // which is asked in the same breath
   const int64_t other = server.Submit({4, 5, 6}, options);
   options.speculation = kModel;
   const int64_t asked = server.Submit({1, 2, 3}, options);
