@@ -231,12 +231,15 @@ std::unique_ptr<LayerwiseLoad> EngineImpl::MakeLayerwise(Request* request, const
                                          start.from.length, end);
 }
 
-// What the sample's next forward loads, if it does.
+// What the sample's next forward loads, if it does. It was asked for by the leader of that time:
+// one that leads since can take it if it goes on from there with the same tokens, and has more.
 LayerwiseLoad* EngineImpl::LayersOf(const Request& request, const Sample& sample) const {
   LayerwiseLoad* const layers = request.layers.get();
-  const bool is_its =
-      layers != nullptr && &sample == request.leader() && sample.computed == layers->begin();
-  return is_its ? layers : nullptr;
+  if (layers == nullptr || &sample != request.leader()) return nullptr;
+  const bool goes_on = sample.computed == layers->begin() &&
+                       std::ssize(sample.tokens) > layers->end() &&
+                       CommonPrefix(sample.tokens, layers->load().tokens()) >= layers->end();
+  return goes_on ? layers : nullptr;
 }
 
 void EngineImpl::CountLoad(Request* request, MissReason miss, double seconds) noexcept {
