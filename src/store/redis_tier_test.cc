@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/fake_clock.h"
+#include "store/test_events.h"
 #include "store/test_redis_tier.h"
 
 namespace quire {
