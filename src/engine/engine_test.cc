@@ -210,7 +210,7 @@ TEST(Engine, WhoMadeRoomForAForwardStaysOutOfIt) {
 
 // What steps write is taken when the engine is made, so that it is what the memory plan says:
 // memory that grew with the steps would grow beyond them.
-TEST(Engine, StepsTakeNoMoreMemoryForLogitsAsTheyGetWider) {
+TEST(Engine, MemoryForLogitsIsTakenOnce) {
   Server server({.chunk = 16,
                  .sequences = 8,
                  .speculation = {.draft = DraftKind::kModel, .draft_tokens = 3, .branches = 1},
@@ -225,6 +225,12 @@ TEST(Engine, StepsTakeNoMoreMemoryForLogitsAsTheyGetWider) {
     ASSERT_TRUE(server.Step().ok());
     EXPECT_EQ(taken(), at_first) << i;
   }
+  const Tokens text(10, 1);
+  const std::span<const int32_t> prompts[] = {text, text};
+  std::vector<float> first(10 * FakeModel::kVocabSize), second(first);
+  float* const buffers[] = {first.data(), second.data()};
+  ASSERT_TRUE(server.engine->Logits(prompts, buffers).ok());
+  EXPECT_EQ(taken(), at_first) << "what Logits needs beyond it is given back";
 }
 
 // ---- Prefix cache.
