@@ -218,20 +218,29 @@ TEST_F(EngineStore, WhatOneRequestLoadsAnotherDoesNotLoadAgain) {
   for (const auto& [key, count] : store_->served) EXPECT_EQ(count, 1);
 }
 
+// Cancelled while its first chunk, or its first layer, is on its way.
 TEST_F(EngineStore, GoesOnAloneWhenTheOneThatLoadedIsCancelled) {
   const Tokens prompt = Text(50);
   const Answer want = Make()->Generate(prompt, Greedy(3));
-  store_->chunk_ns = 20 * kMs;  // more than a step waits
   options_.load_timeout_ms = 1000;
-  const auto server = Make();
-  const int64_t first = server->Submit(prompt, Greedy(3));
-  const int64_t second = server->Submit(prompt, Greedy(3));
-  ASSERT_TRUE(server->Step().ok());
-  EXPECT_EQ(store_->live_fetches, 1);
-  ASSERT_TRUE(server->engine->Cancel(first).ok());
-  server->Finish();
-  ExpectEqual(server->answers[{second, 0}], want, "the second one");
-  EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
+  for (const bool by_layers : {false, true}) {
+    SCOPED_TRACE(by_layers);
+    store_->chunk_ns = by_layers ? 0 : 20 * kMs;  // so that all take longer than a step waits
+    store_->layer_ns = by_layers ? 80 * kMs : 0;
+    store_->cancelled = 0;
+    const auto server = Make();
+    const int64_t first = server->Submit(prompt, Greedy(3));
+    const int64_t second = server->Submit(prompt, Greedy(3));
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(store_->live_fetches, 1);
+    ASSERT_TRUE(server->engine->Cancel(first).ok());
+    server->engine->CheckInvariants();
+    EXPECT_EQ(store_->cancelled, 1);
+    server->Finish();
+    ExpectEqual(server->answers[{second, 0}], want, "the second one");
+    EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
+    EXPECT_EQ(server->cache->loading_forwards, by_layers ? 1 : 0);
+  }
 }
 
 // ---- Layer by layer
@@ -743,26 +752,6 @@ TEST_F(EngineStore, OneLoadsLayersForAll) {
   }
   EXPECT_EQ(server->cache->loading_forwards, 1);
   for (const auto& [key, count] : store_->served) EXPECT_EQ(count, 1);
-}
-
-// Cancelled while its first layer is on its way, with others that wait for it.
-TEST_F(EngineStore, CancelsARequestWhoseLayersAreComing) {
-  const Tokens prompt = Text(50);
-  const Answer want = Make()->Generate(prompt, Greedy(3));
-  store_->layer_ns = 80 * kMs;  // more than a step waits
-  options_.load_timeout_ms = 1000;
-  const auto server = Make();
-  const int64_t first = server->Submit(prompt, Greedy(3));
-  const int64_t second = server->Submit(prompt, Greedy(3));
-  ASSERT_TRUE(server->Step().ok());
-  EXPECT_EQ(store_->live_fetches, 1);
-  ASSERT_TRUE(server->engine->Cancel(first).ok());
-  server->engine->CheckInvariants();
-  EXPECT_EQ(store_->cancelled, 1);
-  server->Finish();
-  ExpectEqual(server->answers[{second, 0}], want, "the second one");
-  EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
-  EXPECT_EQ(server->cache->loading_forwards, 1);
 }
 
 // ---- Failures of the store
