@@ -41,8 +41,8 @@ class StoreBuffer {
 
   // The same for several keys; results are in their order. MultiPut stores up to the first failure,
   // which it returns; `stored`, if not null, is how many it stored.
-  virtual Status MultiPut(std::span<const std::string_view> keys,
-                          std::span<const HostTensor> values, int64_t* stored = nullptr) = 0;
+  Status MultiPut(std::span<const std::string_view> keys, std::span<const HostTensor> values,
+                  int64_t* stored = nullptr);
   virtual Result<std::vector<std::optional<HostTensor>>> MultiGet(
       std::span<const std::string_view> keys) const = 0;
   virtual Result<std::vector<bool>> MultiExists(std::span<const std::string_view> keys) const = 0;

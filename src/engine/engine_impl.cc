@@ -203,9 +203,6 @@ int64_t EngineImpl::SequencesFree() const {
   return max_num_sequences_ - used;
 }
 
-// Which factors a request's positions use is settled before its first token is computed, because
-// stored keys cannot be turned again: the long ones if it may pass the length for which the short
-// ones were trained. So the choice depends on the request alone.
 Request* EngineImpl::FindRequest(int64_t request_id) const {
   const auto has_id = [&](const auto& request) { return request->id == request_id; };
   const auto running = std::find_if(running_.begin(), running_.end(), has_id);
@@ -229,6 +226,8 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
     request->speculation = options.speculation.value_or(speculation_);
+    // Settled before the first token is computed, because stored keys cannot be turned again. So
+    // which factors positions use depends on the request alone.
     request->space = {
         .salt = options.cache_salt,
         .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};

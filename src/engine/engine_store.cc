@@ -99,7 +99,7 @@ bool EngineImpl::StartLoad(Request* request) {
   if (request->has_window()) return false;
   const bool has_load = request->load != nullptr;
   if (has_load && !request->load->usable()) return true;
-  if (!has_load && (request->looked_up || request->restarted)) return false;
+  if (!has_load && request->looked_up) return false;
   const Sample& leader = *request->leader();
   const PrefixMatch match = FindPrefix(*request, leader);
   const PrefixMatch border = FindPrefix(*request, leader, store_->chunk_tokens());
@@ -107,7 +107,7 @@ bool EngineImpl::StartLoad(Request* request) {
     request->load = nullptr;
     request->looked_up = request->lookups >= kLookupsMax;
   }
-  if (request->looked_up || request->restarted) return false;
+  if (request->looked_up) return false;
   if (IsPrefixBeingLoaded(*request, match.length)) return true;
   if (IsPrefixBeingComputed(*request, leader, match.length)) return false;
   const bool tail = !request->answer_begun();
@@ -231,12 +231,15 @@ std::unique_ptr<LayerwiseLoad> EngineImpl::MakeLayerwise(Request* request, const
                                          start.from.length, end);
 }
 
-// What the sample's next forward loads, if it does.
+// What the sample's next forward loads, if it does. It was asked for by the leader of that time:
+// one that leads since can take it if it goes on from there with the same tokens, and has more.
 LayerwiseLoad* EngineImpl::LayersOf(const Request& request, const Sample& sample) const {
   LayerwiseLoad* const layers = request.layers.get();
-  const bool is_its =
-      layers != nullptr && &sample == request.leader() && sample.computed == layers->begin();
-  return is_its ? layers : nullptr;
+  if (layers == nullptr || &sample != request.leader()) return nullptr;
+  const bool goes_on = sample.computed == layers->begin() &&
+                       std::ssize(sample.tokens) > layers->end() &&
+                       CommonPrefix(sample.tokens, layers->load().tokens()) >= layers->end();
+  return goes_on ? layers : nullptr;
 }
 
 void EngineImpl::CountLoad(Request* request, MissReason miss, double seconds) noexcept {

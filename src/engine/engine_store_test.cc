@@ -218,20 +218,29 @@ TEST_F(EngineStore, WhatOneRequestLoadsAnotherDoesNotLoadAgain) {
   for (const auto& [key, count] : store_->served) EXPECT_EQ(count, 1);
 }
 
+// Cancelled while its first chunk, or its first layer, is on its way.
 TEST_F(EngineStore, GoesOnAloneWhenTheOneThatLoadedIsCancelled) {
   const Tokens prompt = Text(50);
   const Answer want = Make()->Generate(prompt, Greedy(3));
-  store_->chunk_ns = 20 * kMs;  // more than a step waits
   options_.load_timeout_ms = 1000;
-  const auto server = Make();
-  const int64_t first = server->Submit(prompt, Greedy(3));
-  const int64_t second = server->Submit(prompt, Greedy(3));
-  ASSERT_TRUE(server->Step().ok());
-  EXPECT_EQ(store_->live_fetches, 1);
-  ASSERT_TRUE(server->engine->Cancel(first).ok());
-  server->Finish();
-  ExpectEqual(server->answers[{second, 0}], want, "the second one");
-  EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
+  for (const bool by_layers : {false, true}) {
+    SCOPED_TRACE(by_layers);
+    store_->chunk_ns = by_layers ? 0 : 20 * kMs;  // so that all take longer than a step waits
+    store_->layer_ns = by_layers ? 80 * kMs : 0;
+    store_->cancelled = 0;
+    const auto server = Make();
+    const int64_t first = server->Submit(prompt, Greedy(3));
+    const int64_t second = server->Submit(prompt, Greedy(3));
+    ASSERT_TRUE(server->Step().ok());
+    EXPECT_EQ(store_->live_fetches, 1);
+    ASSERT_TRUE(server->engine->Cancel(first).ok());
+    server->engine->CheckInvariants();
+    EXPECT_EQ(store_->cancelled, 1);
+    server->Finish();
+    ExpectEqual(server->answers[{second, 0}], want, "the second one");
+    EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
+    EXPECT_EQ(server->cache->loading_forwards, by_layers ? 1 : 0);
+  }
 }
 
 // ---- Layer by layer
@@ -626,6 +635,41 @@ TEST_F(EngineStore, LayersOfALeaderThatIsStopped) {
   }
 }
 
+// Preempted, its samples have answers of their own, and the layers are those of the first one's.
+TEST_F(EngineStore, LayersOfALeadersAnswerAreNotTheNextOnes) {
+  const Tokens prompt = Text(12, 3);
+  SamplingOptions options = Greedy(20);
+  options.n = 2;
+  options.temperature = 1.5F;
+  const Answer want = Alone({{prompt, options}}).at({0, 1});
+  const auto server = Make({.chunk = 64, .prefix_cache = false});
+  const int64_t oldest = server->Submit(Text(10, 4), Greedy(60));
+  server->Submit(Text(50), Greedy(60));
+  const int64_t id = server->Submit(prompt, options);
+  while (server->answers[{id, 1}].tokens.size() < 14) ASSERT_TRUE(server->Step().ok());
+  store_->layer_ns = 10 * kMs;
+  int64_t plain = 0;
+  int64_t loading = 0;
+  server->cache->fault = [&](std::string_view call) {
+    if (call == "BeginForward" && plain++ < 2) return Status(StatusCode::kOutOfPages, "injected");
+    if (call == "BeginLoadingForward" && loading++ < 2)
+      return Status(StatusCode::kIoError, "injected");
+    return Status();
+  };
+  ASSERT_TRUE(server->Step().ok());  // without the younger two
+  EXPECT_EQ(server->engine->Stats().preemptions, 2);
+  ASSERT_TRUE(server->engine->Cancel(oldest).ok());
+  ASSERT_TRUE(server->Step().ok());  // both load; the first one of them ends with the error
+  EXPECT_EQ(loading, 2);
+  EXPECT_EQ(store_->live_fetches, 1);
+  const auto given = static_cast<int64_t>(server->answers[{id, 0}].tokens.size());
+  ASSERT_TRUE(server->engine->Stop(id, 0, given).ok());
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(store_->live_fetches, 0);
+  server->Finish();
+  ExpectEqual(server->answers[{id, 1}], want, "the second sample");
+}
+
 // More is loaded than the cache has pages beside what is retained, for page sizes that divide
 // chunks and that do not.
 TEST_F(EngineStore, PagesOfLoadsAreFoundBeforeTheForwardBegins) {
@@ -708,26 +752,6 @@ TEST_F(EngineStore, OneLoadsLayersForAll) {
   }
   EXPECT_EQ(server->cache->loading_forwards, 1);
   for (const auto& [key, count] : store_->served) EXPECT_EQ(count, 1);
-}
-
-// Cancelled while its first layer is on its way, with others that wait for it.
-TEST_F(EngineStore, CancelsARequestWhoseLayersAreComing) {
-  const Tokens prompt = Text(50);
-  const Answer want = Make()->Generate(prompt, Greedy(3));
-  store_->layer_ns = 80 * kMs;  // more than a step waits
-  options_.load_timeout_ms = 1000;
-  const auto server = Make();
-  const int64_t first = server->Submit(prompt, Greedy(3));
-  const int64_t second = server->Submit(prompt, Greedy(3));
-  ASSERT_TRUE(server->Step().ok());
-  EXPECT_EQ(store_->live_fetches, 1);
-  ASSERT_TRUE(server->engine->Cancel(first).ok());
-  server->engine->CheckInvariants();
-  EXPECT_EQ(store_->cancelled, 1);
-  server->Finish();
-  ExpectEqual(server->answers[{second, 0}], want, "the second one");
-  EXPECT_EQ((server->answers[{second, 0}].cached_tokens), 48);
-  EXPECT_EQ(server->cache->loading_forwards, 1);
 }
 
 // ---- Failures of the store

@@ -8,6 +8,7 @@
 #include <limits>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "engine/test_server.h"
 
@@ -152,6 +153,86 @@ TEST(Engine, GivesUpSharedPagesWhenTheyAreInTheWay) {
   ExpectEqual(got, Alone({{prompt, options}}).at({0, 0}), "restarted");
 }
 
+// A request that was computed anew takes no more pages than were counted: its samples fork from
+// their leader, however much of their answers a newcomer has computed in pages of its own.
+TEST(Engine, SamplesOfARestartedRequestForkFromTheirLeader) {
+  RandomSequence random(25);
+  const Tokens prompt = RandomTokens(16, &random);
+  const SamplingOptions options{
+      .max_tokens = 8, .temperature = 2.0F, .seed = 1, .n = 4, .ignore_eos = true};
+  const SamplingOptions one{.max_tokens = 1, .ignore_eos = true};
+  const Answers want = Alone({{prompt, options}});
+  const Tokens& second = want.at({0, 1}).tokens;
+  ASSERT_NE((want.at({0, 0}).tokens[0]), second[0]);
+  Tokens newcomer = prompt;
+  newcomer.insert(newcomer.end(), second.begin(), second.begin() + 5);
+  Tokens in_the_way(prompt.begin(), prompt.begin() + 6);  // a page that is shared in part
+  for (const int32_t token : {prompt[6], prompt[7]}) {
+    in_the_way.push_back((token + 1) % FakeModel::kVocabSize);
+  }
+
+  Server server({.pages = PagesForRequest(16, 8, 4, 4), .page_size = 4, .chunk = 14});
+  server.Generate(in_the_way, one);
+  const int64_t id = server.Submit(prompt, options);
+  for (int i = 0; i < 6; ++i) ASSERT_TRUE(server.Step().ok());
+  EXPECT_EQ(server.engine->Stats().pages_in_use, 4) << "the leader's first 14 tokens";
+  server.Submit(newcomer, one);
+  ASSERT_TRUE(server.Step().ok());
+  EXPECT_EQ(server.engine->Stats().retained_tokens, 21) << "the newcomer's, beside the leader's";
+  server.Finish();
+  for (int64_t sample = 0; sample < 4; ++sample) {
+    ExpectEqual(server.answers[{id, sample}], want.at({0, sample}),
+                "sample " + std::to_string(sample));
+  }
+}
+
+// The scheduler had counted on pages that were not there. The younger request makes room for the
+// older one and does not come back in the same step.
+TEST(Engine, WhoMadeRoomForAForwardStaysOutOfIt) {
+  RandomSequence random(26);
+  Server server({.prefix_cache = false});
+  const SamplingOptions options{.max_tokens = 6, .ignore_eos = true};
+  for (int i = 0; i < 2; ++i) server.Submit(RandomTokens(9, &random), options);
+  ASSERT_TRUE(server.Step().ok());
+  bool fails = true;
+  server.cache->fault = [&](std::string_view call) {
+    return call == "BeginForward" && std::exchange(fails, false)
+               ? Status(StatusCode::kOutOfPages, "injected")
+               : Status();
+  };
+  ASSERT_TRUE(server.Step().ok());
+  EXPECT_EQ(server.engine->Stats().preemptions, 1);
+  EXPECT_EQ(server.engine->Stats().running, 1);
+  EXPECT_EQ((server.answers[{0, 0}].tokens.size()), 2U);
+  EXPECT_EQ((server.answers[{1, 0}].tokens.size()), 1U);
+  server.Finish();
+}
+
+// What steps write is taken when the engine is made, so that it is what the memory plan says:
+// memory that grew with the steps would grow beyond them.
+TEST(Engine, MemoryForLogitsIsTakenOnce) {
+  Server server({.chunk = 16,
+                 .sequences = 8,
+                 .speculation = {.draft = DraftKind::kModel, .draft_tokens = 3, .branches = 1},
+                 .tree_nodes = 12,
+                 .draft_seed = 0});
+  const auto taken = [&] {
+    return server.engine->step_bytes() + server.engine->model_drafter()->logits_bytes();
+  };
+  const int64_t at_first = taken();
+  for (int32_t i = 0; i < 8; ++i) {
+    server.Submit({i}, {.max_tokens = 20, .ignore_eos = true});
+    ASSERT_TRUE(server.Step().ok());
+    EXPECT_EQ(taken(), at_first) << i;
+  }
+  const Tokens text(10, 1);
+  const std::span<const int32_t> prompts[] = {text, text};
+  std::vector<float> first(10 * FakeModel::kVocabSize), second(first);
+  float* const buffers[] = {first.data(), second.data()};
+  ASSERT_TRUE(server.engine->Logits(prompts, buffers).ok());
+  EXPECT_EQ(taken(), at_first) << "what Logits needs beyond it is given back";
+}
+
 // ---- Prefix cache.
 
 TEST(Engine, FindsTheLongestPrefixToTheToken) {
@@ -264,6 +345,24 @@ TEST(Engine, SamplesOutliveALeaderThatEndsAtOnce) {
   }
 }
 
+// It leaves them its KV of the prompt, also where nothing is kept between requests.
+TEST(Engine, ThePromptIsComputedOnceForALeaderThatEndsAtOnce) {
+  RandomSequence random(27);
+  const Tokens prompt = RandomTokens(9, &random);
+  SamplingOptions options{
+      .max_tokens = 6, .temperature = 3.0F, .seed = 2, .n = 2, .ignore_eos = true};
+  options.stop = {{Alone({{prompt, options}}).at({0, 0}).tokens[0]}};
+  Server server({.prefix_cache = false});
+  size_t computed = 0;
+  server.model->fault = [&](std::span<const int32_t> tokens) {
+    computed += tokens.size();
+    return Status();
+  };
+  EXPECT_TRUE(server.Generate(prompt, options).tokens.empty());
+  EXPECT_EQ((server.answers[{0, 1}].reason), FinishReason::kLength);
+  EXPECT_EQ(computed, 9U + 5U) << "the prompt, and the second answer but its last token";
+}
+
 TEST(Engine, CutsTheAnswerBeforeAStopSequenceThatComesInPieces) {
   RandomSequence random(14);
   const Tokens prompt = RandomTokens(10, &random);
@@ -345,6 +444,31 @@ TEST(Engine, StopPopsTheSurplusAsIfTheSampleHadStoppedAtOnce) {
     ExpectEqual(server.answers[{id, 1}], want.at({0, 1}), "the other sample");
     EXPECT_EQ((server.answers[{id, 1}].completion_tokens), 6 + 20);
     EXPECT_EQ((server.answers[{older, 0}].tokens.size()), 40U);
+  }
+}
+
+// The others have no answer then either: all of them draw where the prompt ends.
+TEST(Engine, ASampleThatIsStoppedBeforeThePromptIsComputedLeavesTheOthers) {
+  RandomSequence random(28);
+  const Tokens prompt = RandomTokens(40, &random);
+  const SamplingOptions options{
+      .max_tokens = 6, .temperature = 1.0F, .seed = 4, .n = 4, .ignore_eos = true};
+  const Answers want = Alone({{prompt, options}});
+  for (const int64_t stopped : {0, 2}) {
+    Server server({.chunk = 16});
+    const int64_t id = server.Submit(prompt, options);
+    ASSERT_TRUE(server.Step().ok());
+    ASSERT_TRUE(server.engine->Stop(id, stopped, 0).ok());
+    server.Finish();
+    for (int64_t sample = 0; sample < 4; ++sample) {
+      const Answer& answer = server.answers[{id, sample}];
+      if (sample == stopped) {
+        EXPECT_EQ(answer.reason, FinishReason::kStop);
+        EXPECT_TRUE(answer.tokens.empty());
+      } else {
+        ExpectEqual(answer, want.at({0, sample}), "sample " + std::to_string(sample));
+      }
+    }
   }
 }
 

@@ -102,10 +102,8 @@ int64_t Request::unfinished_count() const {
 }
 
 bool Request::answer_begun() const {
-  // Finished before its first token counts too: an answer may be empty.
-  return std::any_of(samples.begin(), samples.end(), [&](const Sample& sample) {
-    return sample.finished() || static_cast<int64_t>(sample.tokens.size()) > prompt_tokens;
-  });
+  const Sample* const first = leader();
+  return first != nullptr && static_cast<int64_t>(first->tokens.size()) > prompt_tokens;
 }
 
 void Request::ReserveAnswers() {

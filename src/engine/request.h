@@ -2,15 +2,13 @@
 //
 // Invariants.
 // - A sample's tokens are the prompt and then its answer. The first `computed` of them are in its
-// sequence; the rest is
-//   pending. A sample that decodes has one pending token, the one that was drawn last. Nothing else
-//   tells prefill, decode, resuming after preemption and continuing behind a cached prefix apart.
-// - All samples of a request have an empty answer, or none has: the first draw is made for all of
-// them from the logits of
-//   the prompt's last token.
+//   sequence; the rest is pending. A sample that decodes has one pending token, the one that was
+//   drawn last. Nothing else tells prefill, decode, resuming after preemption and continuing behind
+//   a cached prefix apart.
+// - All unfinished samples of a request have an empty answer, or none has: the first draw is made
+//   for all of them from the logits of the prompt's last token.
 // - The first unfinished sample leads: it computes the prompt. Another unfinished sample without a
-// sequence waits until it
-//   can be forked from the leader at the prompt's end.
+//   sequence waits until it can be forked from the leader at the prompt's end.
 #ifndef QUIRE_ENGINE_REQUEST_H_
 #define QUIRE_ENGINE_REQUEST_H_
 
@@ -56,6 +54,7 @@ struct Request {
   Sample* leader();
   const Sample* leader() const { return const_cast<Request*>(this)->leader(); }
   int64_t unfinished_count() const;
+  // Whether the unfinished samples have answers.
   bool answer_begun() const;
   bool has_window() const { return options.window != 0; }
   bool has_window_of(const Request& other) const {

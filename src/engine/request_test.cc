@@ -15,8 +15,10 @@ TEST(Request, LeaderIsTheFirstUnfinishedSample) {
   EXPECT_EQ(request.unfinished_count(), 3);
   EXPECT_FALSE(request.answer_begun());
   request.samples[0].finish_reason = FinishReason::kStop;
-  EXPECT_TRUE(request.answer_begun()) << "an empty answer is one";
+  EXPECT_FALSE(request.answer_begun()) << "it may have been stopped before the prompt's end";
   EXPECT_EQ(request.leader(), &request.samples[1]);
+  for (Sample& sample : request.samples) sample.tokens.push_back(3);
+  EXPECT_TRUE(request.answer_begun());
   request.samples[1].finish_reason = request.samples[2].finish_reason = FinishReason::kLength;
   EXPECT_EQ(request.leader(), nullptr);
   EXPECT_EQ(request.unfinished_count(), 0);

@@ -4,8 +4,9 @@
 // A draw is a function of (logits, prompt, answer, options, stream) and of nothing else: candidates
 // are in the total order (logit descending, id ascending); their weights are exponentials in
 // float32 with the same bits on every kernel path; sums of weights are in double in id order, those
-// of all tokens block by block (sampler.cc); the random number is that of (seed, stream, position
-// of the token in the answer). So an answer is the same in any batch and after any preemption.
+// of all tokens block by block (token_weights.cc); the random number is that of (seed, stream,
+// position of the token in the answer). So an answer is the same in any batch and after any
+// preemption.
 #ifndef QUIRE_ENGINE_SAMPLER_H_
 #define QUIRE_ENGINE_SAMPLER_H_
 

@@ -325,6 +325,25 @@ TEST(Speculation, GuessesShrinkBeforeAnythingIsPreempted) {
   EXPECT_GT(accepted, 30);
 }
 
+// A step has fewer tokens than there are samples: nobody waits longer than the others.
+TEST(Speculation, SamplesTakeTurnsInPlainStepsAndInTrees) {
+  for (const Speculation& speculation : {Speculation(), kNGrams}) {
+    Server server({.chunk = 4, .speculation = speculation, .tree_nodes = 4});
+    MakeRepetitive(server.model);
+    server.Submit({1, 2, 3, 4, 0, 1, 2, 3}, {.max_tokens = 200, .n = 8, .ignore_eos = true});
+    for (int i = 0; i < 2; ++i) ASSERT_TRUE(server.Step().ok());
+    for (int round = 0; round < 6; ++round) {
+      const Answers before = server.answers;
+      for (int i = 0; i < 2; ++i) ASSERT_TRUE(server.Step().ok());
+      for (const auto& [key, answer] : before) {
+        EXPECT_GT(server.answers[key].tokens.size(), answer.tokens.size())
+            << "round " << round << ", sample " << key.second;
+      }
+    }
+    EXPECT_EQ(server.engine->Stats().drafted_tokens > 0, speculation.draft != DraftKind::kNone);
+  }
+}
+
 TEST(Speculation, PreemptedRequestsGoOnAsIfNothingHadHappened) {
   const std::vector<Job> jobs = RandomJobs(24, 32);
   int64_t needed = 0;
@@ -459,6 +478,7 @@ TEST(Speculation, ADraftModelThatFailsEndsTheRequestThatAsked) {
     return Status(StatusCode::kInternal, "no more");
   };
   SamplingOptions options{.max_tokens = 20};
+  options.speculation = kNGrams;  // which is asked in the same breath
   const int64_t other = server.Submit({4, 5, 6}, options);
   options.speculation = kModel;
   const int64_t asked = server.Submit({1, 2, 3}, options);

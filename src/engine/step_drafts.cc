@@ -75,7 +75,8 @@ Status EngineImpl::Guess(std::span<const DraftJob> jobs) {
 
 // Moves the works for which something is guessed from the batch to the trees.
 //
-// `plan_anew`: guessing failed, and the first request that asked for it has ended with the error.
+// `plan_anew`: the draft model failed, and the first request that asked it has ended with the
+// error.
 Status EngineImpl::PlanTrees(Batch* batch, TreeBatch* trees, bool* plan_anew) {
   const std::vector<DraftJob> jobs = MakeDraftJobs(*batch, &trees->guesses);
   if (jobs.empty()) return {};
@@ -84,7 +85,10 @@ Status EngineImpl::PlanTrees(Batch* batch, TreeBatch* trees, bool* plan_anew) {
   counters_.draft_seconds += static_cast<double>(clock_->SteadyNs() - start_ns) * 1e-9;
   if (status.code() == StatusCode::kOutOfMemory) return status;
   if (!status.ok()) {
-    EndRequest(FindRequest(jobs.front().request_id), FinishReason::kError,
+    const auto of_model = std::find_if(jobs.begin(), jobs.end(), [](const DraftJob& job) {
+      return job.draft == DraftKind::kModel;  // n-grams fail for want of memory alone
+    });
+    EndRequest(FindRequest(of_model->request_id), FinishReason::kError,
                "the draft model: " + status.ToString());
     *plan_anew = true;
     return {};

@@ -133,8 +133,8 @@ EngineImpl::Drawn EngineImpl::PrepareDrawn(Request* request, Sample* sample, int
   return drawn;
 }
 
-// One draw for each sample whose pending tokens end in this batch; for all samples of a request
-// where its prompt ends.
+// One draw for each sample whose pending tokens end in this batch; for all unfinished samples of a
+// request where its prompt ends.
 std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) const {
   std::vector<Drawn> draws;
   int64_t row = 0;
@@ -144,7 +144,7 @@ std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) cons
       draws.push_back(PrepareDrawn(work.request, work.sample, row, 1));
     } else {
       for (Sample& sample : work.request->samples) {
-        draws.push_back(PrepareDrawn(work.request, &sample, row, 1));
+        if (!sample.finished()) draws.push_back(PrepareDrawn(work.request, &sample, row, 1));
       }
     }
     ++row;

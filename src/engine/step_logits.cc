@@ -92,6 +92,7 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
     passes.all.push_back({.tokens = prompts[i], .logits = logits[i]});
   }
   const int64_t vocab_size = model_->info().vocab_size;
+  std::vector<float> together;  // of several prompts in one forward: more rows than a step has
   for (;;) {
     std::vector<Pass*> batch =
         NextBatch(&passes.all, prefill_chunk_, LogitsSequencesMax(max_num_sequences_));
@@ -119,8 +120,8 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
     std::vector<int64_t> rows(token_ids.size());
     std::iota(rows.begin(), rows.end(), int64_t{0});
     float* const alone = batch.front()->logits + batch.front()->computed * vocab_size;
-    if (batch.size() > 1) logits_.resize(rows.size() * vocab_size);
-    float* const target = batch.size() > 1 ? logits_.data() : alone;
+    if (batch.size() > 1) together.resize(rows.size() * vocab_size);
+    float* const target = batch.size() > 1 ? together.data() : alone;
 
     QUIRE_RETURN_IF_ERROR(state_.kv().BeginForward(sequence_ids, lengths));
     OpenForward forward(&state_.kv());

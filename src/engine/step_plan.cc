@@ -66,9 +66,9 @@ Status EngineImpl::GiveSequences() {
     Sample* const leader = request->leader();
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(GiveSequence(*request, leader, FindPrefix(*request, *leader)));
-      // Another sample leads now, and begins elsewhere.
-      if (LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
     }
+    // Another sample leads now, and begins elsewhere or has another answer.
+    if (LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || sample.has_sequence()) continue;

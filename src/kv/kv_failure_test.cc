@@ -548,22 +548,27 @@ TEST_P(KVAllocationFailure, Chunks) {
 
 INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, Scenes().size()));
 
+// Of an open forward: one layer in one call, the other one in parts, and the end.
+void ExpectNoAllocationUpToTheEnd(AttentionKVCache& cache) {
+  const ForwardTensors first(cache.options().layers[0]);
+  const ForwardTensors second(cache.options().layers[1]);
+  const int64_t before = AllocationsMade();
+  const Status a = first.Fused(cache, 0);
+  const Status b = AppendInputs(cache, second.spec, 1, second.inputs);
+  const Status c = second.Attend(cache, 1);
+  const Status d = cache.EndForward();
+  EXPECT_EQ(AllocationsMade(), before);
+  EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
+}
+
 // What was planned in BeginForward is carried out without memory.
 TEST(KVAllocationFailure, AForwardAllocatesNothingAfterBegin) {
   for (const Scene& scene : Scenes()) {
     SCOPED_TRACE(scene.name);
     const auto cache = MakeTestCache(scene.options);
     scene.build(*cache, scene.options);
-    const ForwardTensors first(scene.options.layers[0]);
-    const ForwardTensors second(scene.options.layers[1]);
     ASSERT_TRUE(BeginThree(*cache).ok());
-    const int64_t before = AllocationsMade();
-    const Status a = first.Fused(*cache, 0);
-    const Status b = AppendInputs(*cache, second.spec, 1, second.inputs);
-    const Status c = second.Attend(*cache, 1);
-    const Status d = cache->EndForward();
-    EXPECT_EQ(AllocationsMade(), before);
-    EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
+    ExpectNoAllocationUpToTheEnd(*cache);
   }
 }
 
@@ -573,17 +578,9 @@ TEST(KVAllocationFailure, AForwardThatLoadsAllocatesNothingAfterBegin) {
     SCOPED_TRACE(scene.name);
     const auto cache = MakeTestCache(scene.options);
     scene.build(*cache, scene.options);
-    const ForwardTensors first(scene.options.layers[0]);
-    const ForwardTensors second(scene.options.layers[1]);
     LoadingThree loading(scene.options);
     ASSERT_TRUE(loading.Begin(*cache).ok());
-    const int64_t before = AllocationsMade();
-    const Status a = first.Fused(*cache, 0);
-    const Status b = AppendInputs(*cache, second.spec, 1, second.inputs);
-    const Status c = second.Attend(*cache, 1);
-    const Status d = cache->EndForward();
-    EXPECT_EQ(AllocationsMade(), before);
-    EXPECT_TRUE(a.ok() && b.ok() && c.ok() && d.ok());
+    ExpectNoAllocationUpToTheEnd(*cache);
   }
 }
 

@@ -22,6 +22,20 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// A tier on a disk whose calls fail or hang as `files` is told.
+class DiskTierFaultTest : public DiskTierTest {
+ protected:
+  std::unique_ptr<DiskTier> OpenFaulty(int64_t io_timeout_ms = DiskTierOptions().io_timeout_ms) {
+    DiskTierSetup setup = MakeSetup();
+    setup.disk.io_timeout_ms = io_timeout_ms;
+    setup.files = files;
+    return Open(std::move(setup));
+  }
+
+  std::shared_ptr<FaultyFileSystem> files =
+      std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
+};
+
 // ---- Damaged files
 
 // Example 24.
@@ -135,13 +149,9 @@ TEST_F(DiskTierTest, ADamagedFileIsNoDuplicate) {
 
 // ---- A disk that hangs
 
-TEST_F(DiskTierTest, AStuckDiskHoldsNobody) {
+TEST_F(DiskTierFaultTest, AStuckDiskHoldsNobody) {
   const auto chain = TestChain(1);
-  auto setup = MakeSetup();
-  setup.disk.io_timeout_ms = 100;
-  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
-  setup.files = files;
-  auto tier = Open(setup);
+  const auto tier = OpenFaulty(100);
   EXPECT_TRUE(Put(*tier, chain[0]).ok());
   auto mutex = std::make_shared<std::mutex>();
   std::unique_lock<std::mutex> hold(*mutex);
@@ -168,12 +178,9 @@ TEST_F(DiskTierTest, AStuckDiskHoldsNobody) {
   hold.unlock();
 }
 
-TEST_F(DiskTierTest, ADeadlineThatPassedIsATimeout) {
+TEST_F(DiskTierFaultTest, ADeadlineThatPassedIsATimeout) {
   const auto chain = TestChain(1);
-  auto setup = MakeSetup();
-  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
-  setup.files = files;
-  auto tier = Open(setup);
+  const auto tier = OpenFaulty();
   auto mutex = std::make_shared<std::mutex>();
   std::unique_lock<std::mutex> hold(*mutex);
   files->CallAt(-1, [mutex](std::string_view name) {
@@ -191,12 +198,9 @@ TEST_F(DiskTierTest, ADeadlineThatPassedIsATimeout) {
 
 // ---- Errors
 
-TEST_F(DiskTierTest, AnIoErrorIsAMissAndRemovesNothing) {
+TEST_F(DiskTierFaultTest, AnIoErrorIsAMissAndRemovesNothing) {
   const auto chain = TestChain(2);
-  auto setup = MakeSetup();
-  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
-  setup.files = files;
-  const auto tier = Open(setup);
+  const auto tier = OpenFaulty();
   (void)tier->Write(WritesOf(chain), kNever);
   files->FailAt(0, -EIO, true, "read");
   EXPECT_EQ(ReadBack(*tier, chain[0]).code(), StatusCode::kIoError);
@@ -206,12 +210,9 @@ TEST_F(DiskTierTest, AnIoErrorIsAMissAndRemovesNothing) {
 }
 
 // "There is none" would be a lie: the folder could not be looked through.
-TEST_F(DiskTierTest, AnIoErrorWhileAKeyIsLookedForIsTold) {
+TEST_F(DiskTierFaultTest, AnIoErrorWhileAKeyIsLookedForIsTold) {
   const auto chain = TestChain(2);
-  auto setup = MakeSetup();
-  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
-  setup.files = files;
-  const auto tier = Open(setup);
+  const auto tier = OpenFaulty();
   (void)tier->Write(WritesOf(std::span(chain).first(1)), kNever);
   for (const int64_t at : {0, 1}) {  // the directory, a passport's folder
     files->FailAt(at, -EIO, true, "list");
@@ -221,13 +222,10 @@ TEST_F(DiskTierTest, AnIoErrorWhileAKeyIsLookedForIsTold) {
   EXPECT_EQ(tier->Get(chain[1].id.key, kNever).status().code(), StatusCode::kNotFound);
 }
 
-TEST_F(DiskTierTest, AFullDiskEvictsAndTriesOnceMore) {
+TEST_F(DiskTierFaultTest, AFullDiskEvictsAndTriesOnceMore) {
   const auto old = TestChain(2);
   const auto chain = TestChain(2, 5);
-  auto setup = MakeSetup();
-  auto files = std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
-  setup.files = files;
-  const auto tier = Open(setup);
+  const auto tier = OpenFaulty();
   (void)tier->Write(WritesOf(old), kNever);
   files->FailAt(0, -ENOSPC, false, "allocate");
   EXPECT_TRUE(Put(*tier, chain[0]).ok());

@@ -14,6 +14,7 @@
 #include "base/random.h"
 #include "store/disk_layout.h"
 #include "store/test_disk_tier.h"
+#include "store/test_events.h"
 
 namespace quire {
 namespace {
@@ -238,7 +239,7 @@ TEST_F(DiskTierTest, TwoPutsOfOneChunkWriteItOnce) {
   first.join();
   second.join();
   EXPECT_EQ(tier->Usage().deduplicated, 8);
-  const auto events = Events(*tier);
+  const auto events = EventsOf(*tier);
   EXPECT_EQ(std::ranges::count(events, ChunkEvent::Kind::kStored), 8);
   EXPECT_EQ(directory.ChunkFiles().size(), 8u);
 }

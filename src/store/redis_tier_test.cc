@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/fake_clock.h"
+#include "store/test_events.h"
 #include "store/test_redis_tier.h"
 
 namespace quire {
@@ -397,7 +398,8 @@ TEST(RedisTier, WaitsForReplicas) {
   RedisServer server({"--repl-diskless-sync-delay", "0"});
   RedisServer replica({"--replicaof", "127.0.0.1 " + std::to_string(server.port())});
   replica.AwaitLog("Finished with success");
-  const auto tier = Open(server.tcp(), {.replicas = 1});
+  // The server counts the replica once it has said that it is there, in a second or two.
+  const auto tier = Open(server.tcp(), {.io_timeout_ms = 10'000, .replicas = 1});
   const auto chunk = MakeChunk(1);
   EXPECT_TRUE(WriteOne(*tier, *chunk).ok());
   EXPECT_EQ(replica.Command({"EXISTS", HeaderName(*chunk)}), "1");

@@ -4,6 +4,8 @@
 #include <new>
 #include <utility>
 
+#include "base/guard.h"
+
 namespace quire {
 namespace {
 
@@ -108,6 +110,14 @@ Result<Message> RemoteConnection::Await(const std::shared_ptr<Call>& call) {
 Result<Message> RemoteConnection::Request(Message message) {
   QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<Call> call, Start(std::move(message)));
   return Await(call);
+}
+
+int64_t RemoteConnection::Stat(size_t index) {
+  const auto stats = GuardEntry([&] { return Request({.opcode = Opcode::kStats}); });
+  if (!stats.ok()) return 0;
+  wire::FieldReader reader(stats->fields);
+  for (size_t i = 0; i < index; ++i) reader.Take<int64_t>();
+  return reader.Take<int64_t>();
 }
 
 void RemoteConnection::OnAnswer(uint64_t request, Result<Message> answer) {

@@ -43,6 +43,8 @@ class RemoteConnection final : private ClientSession::Owner {
   // The answer; bounded as the server's signs of life are.
   Result<wire::Message> Await(const std::shared_ptr<Call>& call);
   Result<wire::Message> Request(wire::Message message);
+  // Number `index` of what the server says about its buffers; 0 if it does not answer.
+  int64_t Stat(size_t index);
 
   // After the answer to a take. Both do nothing when the connection was lost since: the server has
   // put the entry back.

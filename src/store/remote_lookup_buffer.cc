@@ -60,10 +60,10 @@ class RemoteLookupBuffer final : public LookupBuffer {
   }
 
   void Close() noexcept override { connection_->Close(); }
-  int64_t used_bytes() const override { return Stat(0); }
-  int64_t capacity_bytes() const override { return Stat(1); }
-  int64_t size() const override { return Stat(2); }
-  int64_t waiting() const override { return Stat(3); }
+  int64_t used_bytes() const override { return connection_->Stat(0); }
+  int64_t capacity_bytes() const override { return connection_->Stat(1); }
+  int64_t size() const override { return connection_->Stat(2); }
+  int64_t waiting() const override { return connection_->Stat(3); }
 
  private:
   Result<std::optional<Handover>> TakeOnce(const LookupQuery& query, Timeout timeout) {
@@ -93,14 +93,6 @@ class RemoteLookupBuffer final : public LookupBuffer {
     const auto ledger =
         std::make_shared<RemoteLedger>(connection_, *std::move(call), std::move(entry));
     return std::optional<Handover>(Handover(ledger, 0, ledger->entry()));
-  }
-
-  int64_t Stat(size_t index) const {
-    const auto stats = GuardEntry([&] { return connection_->Request({.opcode = Opcode::kStats}); });
-    if (!stats.ok()) return 0;
-    wire::FieldReader reader(stats->fields);
-    for (size_t i = 0; i < index; ++i) reader.Take<int64_t>();
-    return reader.Take<int64_t>();
   }
 
   const std::shared_ptr<Clock> clock_ = MachineTime();

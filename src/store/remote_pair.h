@@ -55,10 +55,6 @@ class RemoteStorePair final : public StoreBuffer {
     return client_->Get(key);
   }
   Result<bool> Exists(std::string_view key) const override { return client_->Exists(key); }
-  Status MultiPut(std::span<const std::string_view> keys, std::span<const HostTensor> values,
-                  int64_t* stored) override {
-    return client_->MultiPut(keys, values, stored);
-  }
   Result<std::vector<std::optional<HostTensor>>> MultiGet(
       std::span<const std::string_view> keys) const override {
     return client_->MultiGet(keys);

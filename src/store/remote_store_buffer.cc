@@ -5,6 +5,7 @@
 #include "base/guard.h"
 #include "quire/remote_buffers.h"
 #include "store/remote_connection.h"
+#include "store/store_key.h"
 
 namespace quire {
 namespace {
@@ -35,7 +36,7 @@ class RemoteStoreBuffer final : public StoreBuffer {
 
   Status Put(std::string_view key, HostTensor value) override {
     return GuardEntry([&]() -> Status {
-      QUIRE_RETURN_IF_ERROR(CheckKey("Put", key));
+      QUIRE_RETURN_IF_ERROR(CheckStoreKey("Put", key));
       Message message = KeyMessage(Opcode::kPut, key);
       message.tensors.emplace_back("", std::move(value));
       return connection_->Request(std::move(message)).status();
@@ -44,7 +45,7 @@ class RemoteStoreBuffer final : public StoreBuffer {
 
   Result<bool> Delete(std::string_view key) override {
     return GuardEntry([&]() -> Result<bool> {
-      QUIRE_RETURN_IF_ERROR(CheckKey("Delete", key));
+      QUIRE_RETURN_IF_ERROR(CheckStoreKey("Delete", key));
       QUIRE_ASSIGN_OR_RETURN(const Message answer,
                              connection_->Request(KeyMessage(Opcode::kDelete, key)));
       if (answer.fields.size() != 1) return MalformedAnswer("Delete");
@@ -54,7 +55,7 @@ class RemoteStoreBuffer final : public StoreBuffer {
 
   Result<std::optional<HostTensor>> Get(std::string_view key) const override {
     return GuardEntry([&]() -> Result<std::optional<HostTensor>> {
-      QUIRE_RETURN_IF_ERROR(CheckKey("Get", key));
+      QUIRE_RETURN_IF_ERROR(CheckStoreKey("Get", key));
       return TensorOf(connection_->Request(KeyMessage(Opcode::kGet, key)));
     });
   }
@@ -64,26 +65,10 @@ class RemoteStoreBuffer final : public StoreBuffer {
     return exists[0];
   }
 
-  Status MultiPut(std::span<const std::string_view> keys, std::span<const HostTensor> values,
-                  int64_t* stored) override {
-    if (stored != nullptr) *stored = 0;
-    if (keys.size() != values.size()) {
-      return Status(StatusCode::kBadArgument,
-                    "StoreBuffer::MultiPut: " + std::to_string(keys.size()) + " keys and " +
-                        std::to_string(values.size()) + " values; give one value for each key");
-    }
-    // One after the other: what follows a failure must not be stored.
-    for (size_t i = 0; i < keys.size(); ++i) {
-      QUIRE_RETURN_IF_ERROR(Put(keys[i], values[i]));
-      if (stored != nullptr) ++*stored;
-    }
-    return {};
-  }
-
   Result<std::vector<std::optional<HostTensor>>> MultiGet(
       std::span<const std::string_view> keys) const override {
     return GuardEntry([&]() -> Result<std::vector<std::optional<HostTensor>>> {
-      for (const std::string_view key : keys) QUIRE_RETURN_IF_ERROR(CheckKey("MultiGet", key));
+      for (const std::string_view key : keys) QUIRE_RETURN_IF_ERROR(CheckStoreKey("MultiGet", key));
       std::vector<std::shared_ptr<RemoteConnection::Call>> calls;
       for (const std::string_view key : keys) {
         QUIRE_ASSIGN_OR_RETURN(auto call, connection_->Start(KeyMessage(Opcode::kGet, key)));
@@ -100,7 +85,7 @@ class RemoteStoreBuffer final : public StoreBuffer {
 
   Result<std::vector<bool>> MultiExists(std::span<const std::string_view> keys) const override {
     return GuardEntry([&]() -> Result<std::vector<bool>> {
-      for (const std::string_view key : keys) QUIRE_RETURN_IF_ERROR(CheckKey("Exists", key));
+      for (const std::string_view key : keys) QUIRE_RETURN_IF_ERROR(CheckStoreKey("Exists", key));
       std::vector<bool> exists;
       while (!keys.empty()) {
         const auto some = keys.first(std::min(keys.size(), kKeysPerRequest));
@@ -121,32 +106,16 @@ class RemoteStoreBuffer final : public StoreBuffer {
   }
 
   void Close() noexcept override { connection_->Close(); }
-  int64_t used_bytes() const override { return Stat(4); }
-  int64_t capacity_bytes() const override { return Stat(5); }
-  int64_t size() const override { return Stat(6); }
+  int64_t used_bytes() const override { return connection_->Stat(4); }
+  int64_t capacity_bytes() const override { return connection_->Stat(5); }
+  int64_t size() const override { return connection_->Stat(6); }
 
  private:
-  static Status CheckKey(const char* call, std::string_view key) {
-    const auto bytes = static_cast<int64_t>(key.size());
-    if (bytes >= 1 && bytes <= kStoreKeyBytesMax) return {};
-    return Status(StatusCode::kBadArgument, std::string("StoreBuffer::") + call + ": the key has " +
-                                                std::to_string(bytes) + " bytes; 1 to " +
-                                                std::to_string(kStoreKeyBytesMax) + " are allowed");
-  }
-
   static Result<std::optional<HostTensor>> TensorOf(Result<Message> answer) {
     if (!answer.ok()) return answer.status();
     if (answer->tensors.size() > 1) return MalformedAnswer("Get");
     if (answer->tensors.empty()) return std::optional<HostTensor>();
     return std::optional<HostTensor>(std::move(answer->tensors[0].second));
-  }
-
-  int64_t Stat(size_t index) const {
-    const auto stats = GuardEntry([&] { return connection_->Request({.opcode = Opcode::kStats}); });
-    if (!stats.ok()) return 0;
-    wire::FieldReader reader(stats->fields);
-    for (size_t i = 0; i < index; ++i) reader.Take<int64_t>();
-    return reader.Take<int64_t>();
   }
 
   const std::shared_ptr<RemoteConnection> connection_;

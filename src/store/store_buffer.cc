@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "store/store_key.h"
 
 namespace quire {
 namespace {
@@ -32,7 +33,7 @@ class LocalStoreBuffer final : public StoreBuffer {
 
   Status Put(std::string_view key, HostTensor value) override {
     return GuardEntry([&]() -> Status {
-      QUIRE_RETURN_IF_ERROR(CheckKey("Put", key));
+      QUIRE_RETURN_IF_ERROR(CheckStoreKey("Put", key));
       const int64_t bytes = EntryBytes(key, value);
       if (bytes > capacity_bytes_) return Refuse(StatusCode::kTooLarge, key, bytes);
       Part& part = PartOf(key);
@@ -58,21 +59,23 @@ class LocalStoreBuffer final : public StoreBuffer {
   }
 
   Result<bool> Delete(std::string_view key) override {
-    QUIRE_RETURN_IF_ERROR(CheckKey("Delete", key));
-    Part& part = PartOf(key);
-    const std::lock_guard lock(part.mutex);
-    QUIRE_RETURN_IF_ERROR(CheckOpen("Delete"));
-    const auto place = part.tensors.find(key);
-    if (place == part.tensors.end()) return false;
-    used_bytes_ -= EntryBytes(place->first, place->second);
-    --size_;
-    part.tensors.erase(place);
-    return true;
+    return GuardEntry([&]() -> Result<bool> {
+      QUIRE_RETURN_IF_ERROR(CheckStoreKey("Delete", key));
+      Part& part = PartOf(key);
+      const std::lock_guard lock(part.mutex);
+      QUIRE_RETURN_IF_ERROR(CheckOpen("Delete"));
+      const auto place = part.tensors.find(key);
+      if (place == part.tensors.end()) return false;
+      used_bytes_ -= EntryBytes(place->first, place->second);
+      --size_;
+      part.tensors.erase(place);
+      return true;
+    });
   }
 
   Result<std::optional<HostTensor>> Get(std::string_view key) const override {
     return GuardEntry([&]() -> Result<std::optional<HostTensor>> {
-      QUIRE_RETURN_IF_ERROR(CheckKey("Get", key));
+      QUIRE_RETURN_IF_ERROR(CheckStoreKey("Get", key));
       const Part& part = PartOf(key);
       const std::lock_guard lock(part.mutex);
       QUIRE_RETURN_IF_ERROR(CheckOpen("Get"));
@@ -83,26 +86,13 @@ class LocalStoreBuffer final : public StoreBuffer {
   }
 
   Result<bool> Exists(std::string_view key) const override {
-    QUIRE_RETURN_IF_ERROR(CheckKey("Exists", key));
-    const Part& part = PartOf(key);
-    const std::lock_guard lock(part.mutex);
-    QUIRE_RETURN_IF_ERROR(CheckOpen("Exists"));
-    return part.tensors.find(key) != part.tensors.end();
-  }
-
-  Status MultiPut(std::span<const std::string_view> keys, std::span<const HostTensor> values,
-                  int64_t* stored) override {
-    if (stored != nullptr) *stored = 0;
-    if (keys.size() != values.size()) {
-      return Status(StatusCode::kBadArgument,
-                    "StoreBuffer::MultiPut: " + std::to_string(keys.size()) + " keys and " +
-                        std::to_string(values.size()) + " values; give one value for each key");
-    }
-    for (size_t i = 0; i < keys.size(); ++i) {
-      QUIRE_RETURN_IF_ERROR(Put(keys[i], values[i]));
-      if (stored != nullptr) ++*stored;
-    }
-    return {};
+    return GuardEntry([&]() -> Result<bool> {
+      QUIRE_RETURN_IF_ERROR(CheckStoreKey("Exists", key));
+      const Part& part = PartOf(key);
+      const std::lock_guard lock(part.mutex);
+      QUIRE_RETURN_IF_ERROR(CheckOpen("Exists"));
+      return part.tensors.find(key) != part.tensors.end();
+    });
   }
 
   Result<std::vector<std::optional<HostTensor>>> MultiGet(
@@ -141,14 +131,6 @@ class LocalStoreBuffer final : public StoreBuffer {
  private:
   static int64_t EntryBytes(std::string_view key, const HostTensor& value) {
     return static_cast<int64_t>(key.size()) + value.bytes();
-  }
-
-  static Status CheckKey(const char* call, std::string_view key) {
-    const auto bytes = static_cast<int64_t>(key.size());
-    if (bytes >= 1 && bytes <= kStoreKeyBytesMax) return {};
-    return Status(StatusCode::kBadArgument, std::string("StoreBuffer::") + call + ": the key has " +
-                                                std::to_string(bytes) + " bytes; 1 to " +
-                                                std::to_string(kStoreKeyBytesMax) + " are allowed");
   }
 
   Status CheckOpen(const char* call) const {
@@ -196,6 +178,24 @@ class LocalStoreBuffer final : public StoreBuffer {
 };
 
 }  // namespace
+
+// One after the other: what follows a failure must not be stored.
+Status StoreBuffer::MultiPut(std::span<const std::string_view> keys,
+                             std::span<const HostTensor> values, int64_t* stored) {
+  if (stored != nullptr) *stored = 0;
+  return GuardEntry([&]() -> Status {
+    if (keys.size() != values.size()) {
+      return Status(StatusCode::kBadArgument,
+                    "StoreBuffer::MultiPut: " + std::to_string(keys.size()) + " keys and " +
+                        std::to_string(values.size()) + " values; give one value for each key");
+    }
+    for (size_t i = 0; i < keys.size(); ++i) {
+      QUIRE_RETURN_IF_ERROR(Put(keys[i], values[i]));
+      if (stored != nullptr) ++*stored;
+    }
+    return {};
+  });
+}
 
 Result<std::unique_ptr<StoreBuffer>> StoreBuffer::Create(const StoreBufferOptions& options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<StoreBuffer>> {

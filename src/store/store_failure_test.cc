@@ -6,12 +6,14 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/fake_clock.h"
 #include "base/replaced_new.h"
+#include "quire/store_buffer.h"
 #include "store/chunk_index.h"
 #include "store/fake_tier.h"
 #include "store/test_chain.h"
@@ -184,6 +186,40 @@ TEST_F(StoreFailure, ThreadsWithoutMemoryMissAndDropAndGoOn) {
   EXPECT_GT(store_->Statistics().tiers[1].dropped_writes, 0);
   store_->Close();
   EXPECT_EQ(store_->Statistics().pins, 0);
+}
+
+// What is wrong with a call cannot be said without memory: that is OutOfMemory then.
+TEST(StoreBufferFailure, EveryRefusedAllocationOfAWrongCallIsAValue) {
+  const std::unique_ptr<StoreBuffer> buffer = *StoreBuffer::Create({.capacity_bytes = 1 << 20});
+  const std::string_view no_key;
+  const std::function<Status()> wrong[] = {
+      [&] { return buffer->Put(no_key, {}); },
+      [&] { return buffer->Get(no_key).status(); },
+      [&] { return buffer->Delete(no_key).status(); },
+      [&] { return buffer->Exists(no_key).status(); },
+      [&] {
+        return buffer->PrefixHits({&no_key, 1}).status();
+      },
+      [&] {
+        return buffer->MultiGet({&no_key, 1}).status();
+      },
+      [&] {
+        return buffer->MultiExists({&no_key, 1}).status();
+      },
+      [&] {
+        return buffer->MultiPut({&no_key, 1}, {});
+      },
+  };
+  for (const std::function<Status()>& call : wrong) {
+    Status status;
+    const auto says_what = [&] {
+      status = call();
+      return status.code() == StatusCode::kBadArgument;
+    };
+    const int64_t refusals =
+        ForEachFailure(says_what, [&] { EXPECT_EQ(status.code(), StatusCode::kOutOfMemory); });
+    EXPECT_GT(refusals, 0);
+  }
 }
 
 }  // namespace

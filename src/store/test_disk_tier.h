@@ -43,13 +43,6 @@ class DiskTierTest : public ::testing::Test {
     for (const TestChunk& chunk : chunks) ids.push_back(chunk.id);
     return ids;
   }
-  static std::vector<ChunkEvent::Kind> Events(DiskTier& tier) {
-    std::vector<ChunkEvent> events;
-    tier.TakeEvents(&events);
-    std::vector<ChunkEvent::Kind> kinds;
-    for (const ChunkEvent& event : events) kinds.push_back(event.kind);
-    return kinds;
-  }
 
   TestDirectory directory;
   std::shared_ptr<FakeClock> clock = std::make_shared<FakeClock>();

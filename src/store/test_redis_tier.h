@@ -164,14 +164,6 @@ inline Status ReadOne(RedisTier& tier, const StoredChunk& chunk, int64_t ns = kL
   return sink.items[0].status;
 }
 
-inline std::vector<ChunkEvent::Kind> EventsOf(RedisTier& tier) {
-  std::vector<ChunkEvent> events;
-  tier.TakeEvents(&events);
-  std::vector<ChunkEvent::Kind> kinds;
-  for (const ChunkEvent& event : events) kinds.push_back(event.kind);
-  return kinds;
-}
-
 inline std::string HeaderName(const StoredChunk& chunk) {
   return RedisHeaderName("", chunk.header().key);
 }
