@@ -1,6 +1,7 @@
 // Attention on the best path (QUIRE_KERNELS names another), 8 kv heads x 4, head dimension 128,
 // pages of 16 tokens in random order, memory full of random values:
 //   Decode/DTYPE/BATCH/LENGTH/THREADS      one query per sequence; GB/s of keys and values
+//   Chunk/DTYPE/ROWS/BATCH/LENGTH/THREADS  some queries per sequence; GB/s and GFLOP/s
 //   Prefill/DTYPE/ROWS/CONTEXT/THREADS     one sequence; GFLOP/s
 //   Cascade/DTYPE/BATCH/PREFIX/OWN/THREADS one query per sequence, the prefix is shared; GFLOP/s
 //   Latent/DTYPE/HEADS/BATCH/LENGTH/THREADS decode of MLA, absorbed: latents of 512 + 64, the one
@@ -161,6 +162,17 @@ void Decode(benchmark::State& state) {
          keys * static_cast<double>(batch.layout.page_bytes()) / kPageSize);
 }
 
+void Chunk(benchmark::State& state) {
+  const int64_t rows = state.range(1);
+  const int64_t count = state.range(2);
+  const int64_t length = state.range(3);
+  Batch batch(TypeOf(state.range(0)), count, 0, length, rows, static_cast<int>(state.range(4)));
+  for (auto _ : state) batch.Run();
+  const auto keys = static_cast<double>(count * length);
+  Report(state, batch, keys * 4 * static_cast<double>(rows * kHeads * kHeadDim),
+         keys * static_cast<double>(batch.layout.page_bytes()) / kPageSize);
+}
+
 void Prefill(benchmark::State& state) {
   const int64_t rows = state.range(1);
   const int64_t context = state.range(2);
@@ -198,6 +210,10 @@ BENCHMARK(Latent)
     ->Unit(benchmark::kMillisecond);
 BENCHMARK(Decode)
     ->ArgsProduct({{0, 1, 2, 3, 4}, {1, 8, 32}, {4096}, {1, 2}})
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK(Chunk)
+    ->ArgsProduct({{0, 1, 3, 4}, {2, 4}, {1, 8}, {4096}, {1, 2}})
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
 BENCHMARK(Prefill)

@@ -26,8 +26,8 @@ namespace quire {
 // values, which with the rows' own state just fits a 1 MiB L2 at head dimension 128 (measured,
 // specs: performance section 8).
 inline constexpr int64_t kUnitRows = 264;
-// From so many query rows per kv head on, a unit has one kv head and walks segment by segment;
-// below, it has many heads and reads pages in the order of memory, since it is bound by memory.
+// From so many query rows per kv head on, a unit is a block: it has one kv head, and its tiles are
+// widened for all rows. Below, it has many heads, whose tiles share what is resolved per segment.
 inline constexpr int64_t kBlockRowsMin = 32;
 
 // Segments of a unit are counted without those that none of its rows sees (windows): number s of a

@@ -1,99 +1,172 @@
-// One kv head, many rows: tiles of the segment are prepared once (assembled, rotated, widened),
-// then groups of rows run over all of them. Bound by arithmetic. Included inside a path's namespace
-// and target region.
+// More rows of a kv head than a group, head by head: its tiles of the segment are prepared once
+// (assembled, rotated; widened where a block of many rows shares the work), then all of them are
+// scored and weighed, a batch of rows at a time. Few rows are one batch, so that each tile's keys
+// meet all groups in turn; of many rows a group is one. Bound by arithmetic. Included inside a
+// path's namespace and target region.
 #ifndef QUIRE_KERNELS_CPU_ATTENTION_BLOCK_INL_H_
 #define QUIRE_KERNELS_CPU_ATTENTION_BLOCK_INL_H_
 
 #include "kernels/cpu/attention_nodes-inl.h"
 
+// Values that few rows make out of keys are made so many dimensions at a time, which stay in L1 (16
+// KiB of bfloat16) until all rows have met them.
+constexpr int kPanelColumns = 2 * kLanes;
+
+static constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A head's tiles of a segment.
 struct BlockTiles {
+  int head;
+  TileSet stored;  // all but the nodes' own
+  DType key_dtype;
+  DType value_dtype;
   const std::byte* keys[kTilesPerSegment];
   const std::byte* values[kTilesPerSegment];
-  DType key_dtype;
-  ValueTiles value_tiles;
+
+  ValueTiles value_tiles(const KVLayout& layout) const {
+    return {LoopsOf(value_dtype), value_dtype, layout.v_dim(), layout.v_dim(), values};
+  }
 };
 
-static void PrepareBlock(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
-                         TileSet set, WorkerSpace& space, BlockTiles* block) {
-  const KVLayout& layout = call.layout();
+static void PrepareBlockKeys(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                             WorkerSpace& space, BlockTiles* block) {
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
-  const int head = unit.head_begin;
+  const size_t bytes = call.layout().k_tile_elements() * sizeof(float);
   const bool rotate = RotatesKeys(call, unit);
-  const DType values = BlockDType(layout.v_dtype(), call.p_weights);
-  const size_t k_bytes = layout.k_tile_elements() * sizeof(float);
-  const size_t v_bytes = layout.v_tile_elements() * sizeof(float);
-  block->key_dtype = KeyDType(call, unit);
-  const TileSet all = set;
-  for (; set != 0; set &= set - 1) {
-    const int t = __builtin_ctz(set);
-    const SegmentTile& tile = space.tiles->tiles[t];
+  for (TileSet left = block->stored; left != 0; left &= left - 1) {
+    const int t = __builtin_ctz(left);
     if (rotate) LoadTileAngles(call, sequence, segment, t, space);
-    block->keys[t] = PrepareKeys(call, tile, head, rotate, block->key_dtype, space,
-                                 space.key_tiles + static_cast<size_t>(t) * k_bytes);
-    block->values[t] = PrepareValues(call, tile, head, values, space,
-                                     space.value_tiles + static_cast<size_t>(t) * v_bytes);
+    block->keys[t] = PrepareKeys(call, space.tiles->tiles[t], block->head, rotate, block->key_dtype,
+                                 space, space.key_tiles + static_cast<size_t>(t) * bytes);
   }
-  if (call.scales_keys) GatherScales(call, *space.tiles, all, head, 0, space.key_scales);
-  if (call.scales_values) {
-    GatherScales(call, *space.tiles, all, head, layout.v_scale_part(), space.value_scales);
-  }
-  block->value_tiles = {LoopsOf(values), values, block->values};
 }
 
-// Asks for the tiles of the next segment while this one is computed, some lines at a time: memory
-// has nothing else to do, and the first rows of the next segment would wait for every line.
+static void PrepareBlockValues(const AttentionCall& call, WorkerSpace& space, BlockTiles* block) {
+  const size_t bytes = call.layout().v_tile_elements() * sizeof(float);
+  for (TileSet left = block->stored; left != 0; left &= left - 1) {
+    const int t = __builtin_ctz(left);
+    block->values[t] = PrepareValues(call, space.tiles->tiles[t], block->head, block->value_dtype,
+                                     space, space.value_tiles + static_cast<size_t>(t) * bytes);
+  }
+}
+
+// Columns [d, d + columns) of a tile's values out of its keys.
+static const std::byte* MakePanel(const BlockTiles& block, int tile, int d, int columns,
+                                  const WorkerSpace& space) {
+  const int64_t bytes = kTilePositions * DTypeBytes(block.key_dtype);
+  std::byte* const panel = space.value_tiles + tile * columns * bytes;
+  LatentValueTile(block.key_dtype, block.keys[tile] + d * bytes, columns, panel);
+  return panel;
+}
+
+static void GatherBlockScales(const AttentionCall& call, const BlockTiles& block,
+                              WorkerSpace& space) {
+  if (call.scales_keys) {
+    GatherScales(call, *space.tiles, block.stored, block.head, 0, space.key_scales);
+  }
+  if (call.scales_values) {
+    GatherScales(call, *space.tiles, block.stored, block.head, call.layout().v_scale_part(),
+                 space.value_scales);
+  }
+}
+
+// Rows [begin, begin + count) of a unit that are computed together, in groups of `together`.
+struct RowBatch {
+  int64_t begin;
+  int64_t count;
+  int64_t together;
+  int64_t first_group;  // counted from the unit's first
+
+  // Calls f(row, count, group) for each group; rows count from the batch's first.
+  template <typename F>
+  void ForEachGroup(const F& f) const {
+    int64_t group = first_group;
+    for (int64_t r = 0; r < count; r += together, ++group) {
+      f(r, static_cast<int>(SmallerOf(together, count - r)), group);
+    }
+  }
+};
+
+// The tiles that are read after those of a block, asked for while it is computed, evenly: memory
+// has nothing else to do, in one burst they would hold up the computation, and without being asked
+// for they would hold up the first rows that need them.
 class NextTiles {
  public:
-  // Tiles of the unit's head that are read in place. `tiles`: null if no segment follows.
-  NextTiles(const AttentionCall& call, const AttentionUnit& unit, const SegmentTiles* tiles) {
-    int64_t lines = 0;
-    const auto add = [&](const std::byte* at, size_t bytes) {
-      parts_[part_count_] = {at, static_cast<int>(bytes) / kLineBytes};
-      lines += parts_[part_count_++].lines;
-    };
-    for (int t = 0; tiles != nullptr && t < tiles->tile_count; ++t) {
-      const SegmentTile& tile = tiles->tiles[t];
+  // Tiles of a head. `tiles`: null if none follow.
+  NextTiles(const AttentionCall& call, const SegmentTiles* tiles, int head) {
+    const TilePlaces& places = call.places;
+    const int count = tiles == nullptr ? 0 : tiles->tile_count;
+    const bool latent = call.layout().latent;  // values are the keys
+    if (count > 0) {
+      key_bytes_ = static_cast<int64_t>(latent ? places.key_head / 2 : places.key_head);
+      value_bytes_ = latent ? key_bytes_ : static_cast<int64_t>(places.value_head);
+    }
+    for (int t = 0; t < kTilesPerSegment; ++t) {
+      keys_[t] = values_[t] = places.base;
+      if (count == 0) continue;
+      const SegmentTile& tile = tiles->tiles[t < count ? t : count - 1];
       if (!tile.in_place) continue;
-      add(call.places.Keys(tile, unit.head_begin), call.places.key_head);
-      if (call.layout().latent) continue;  // values are the keys
-      add(call.places.Values(tile, unit.head_begin), call.places.value_head);
+      keys_[t] = places.Keys(tile, head);
+      values_[t] = latent ? keys_[t] + key_bytes_ : places.Values(tile, head);
     }
-    const int64_t calls = GroupCount(unit.row_count()) * (kTilesPerSegment / kTilesAtOnce);
-    lines_per_call_ = static_cast<int>((lines + calls - 1) / calls);
   }
-
-  // To be called beside each tile's scores; all lines are asked for by the last one.
-  void Ask() {
-    for (int n = 0; n < lines_per_call_ && part_ < part_count_; ++n) {
-      PrefetchL2(parts_[part_].at + line_ * kLineBytes);
-      if (++line_ < parts_[part_].lines) continue;
-      line_ = 0;
-      ++part_;
+  // For a latent unit's first segment, which nothing has asked for: its own keys beside scores, all
+  // of the next ones beside values.
+  void AskForFirst(const AttentionCall& call, const BlockTiles& block) {
+    value_bytes_ += key_bytes_;
+    key_bytes_ = static_cast<int64_t>(call.places.key_head);
+    for (int t = 0; t < kTilesPerSegment; ++t) {
+      values_[t] = keys_[t];
+      const int later = t + kTilesAtOnce;
+      if (later < kTilesPerSegment && (block.stored >> later & 1) != 0) {
+        keys_[t] = block.keys[later];
+      }
     }
+  }
+  // Shares the bytes among `groups` groups, each of `score_steps` steps per tile of keys and
+  // `value_steps` per tile and vector of values.
+  void Share(int64_t groups, int64_t score_steps, int v_dim, int64_t value_steps) {
+    score_steps_ = score_steps;
+    vector_count_ = v_dim / kLanes;
+    value_steps_ = value_steps;
+    key_step_ = DivideUp(key_bytes_, groups * score_steps_);
+    value_step_ = DivideUp(value_bytes_, groups * vector_count_ * value_steps_);
+  }
+  // What a group of rows asks for while it is scored against tiles from `tile` on.
+  void AskBesideScores(int64_t group, int tile, int columns, ScoreArgs* args) const {
+    for (int c = 0; c < columns; ++c) {
+      args->ahead[c] = keys_[tile + c] + group * score_steps_ * key_step_;
+    }
+    args->ahead_step = key_step_;
+  }
+  // What a group asks for while it meets values from output dimension `d` on.
+  AheadOfTiles AskBesideValues(int64_t group, int d) const {
+    const int64_t vectors = group * vector_count_ + d / kLanes;
+    return {values_, vectors * value_steps_ * value_step_, value_step_};
   }
 
  private:
-  static constexpr int kLineBytes = 64;
-  struct Part {
-    const std::byte* at;
-    int lines;
-  };
-
-  Part parts_[2 * kTilesPerSegment];
-  int part_count_ = 0;
-  int lines_per_call_;
-  int part_ = 0;
-  int line_ = 0;
+  const std::byte* keys_[kTilesPerSegment];
+  const std::byte* values_[kTilesPerSegment];
+  int64_t key_bytes_ = 0;
+  int64_t value_bytes_ = 0;
+  int64_t score_steps_ = 0;
+  int64_t value_steps_ = 0;
+  int64_t vector_count_ = 0;
+  int64_t key_step_ = 0;
+  int64_t value_step_ = 0;
 };
 
-// Scores of `count` rows from row r on, which are of one group of StoreQuery.
+// Scores of a batch of rows of the unit's head `h`.
 static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
-                       const BlockTiles& block, TileSet tiles, UnitQueries q, int64_t r, int count,
-                       float* scores, NextTiles& next, const WorkerSpace& space) {
+                       const BlockTiles& block, TileSet tiles, UnitQueries q, int64_t h,
+                       const RowBatch& rows, float* scores, const NextTiles& next,
+                       const WorkerSpace& space) {
   const TileSet all = tiles;
   const ChainLoops& loops = *LoopsOf(block.key_dtype);
+  const int64_t first = h * unit.row_count() + rows.begin;
+  const size_t q_row_bytes = QueryRowBytes(call, unit);
   ScoreArgs a;
-  a.q = q.weights + static_cast<size_t>(r) * QueryRowBytes(call, unit);
   a.q_column_bytes = 0;
   a.steps = ScoreSteps(call, block.key_dtype);
   a.s_row = kScoreStride;
@@ -103,65 +176,136 @@ static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
     for (int t = run.begin; t < run.end;) {
       const int columns = t + kTilesAtOnce <= run.end ? kTilesAtOnce : 1;
       for (int c = 0; c < columns; ++c) a.k[c] = block.keys[t + c];
-      a.s = scores + t * kLanes;
-      if (columns == kTilesAtOnce) {
-        loops.score_tiles[count - 1](a);
-      } else {
-        loops.score_tile[count - 1](a);
-      }
-      next.Ask();
+      rows.ForEachGroup([&](int64_t r, int count, int64_t group) {
+        a.q = q.weights + static_cast<size_t>(first + r) * q_row_bytes;
+        a.s = scores + r * kScoreStride + t * kLanes;
+        next.AskBesideScores(group, t, columns, &a);
+        (columns == kTilesAtOnce ? loops.score_tiles : loops.score_tile)[count - 1](a);
+      });
       t += columns;
     }
   }
   for (TileSet left = call.scales_keys ? all : 0; left != 0; left &= left - 1) {
     const int t = __builtin_ctz(left);
-    ScaleScores(QueryKind(call, unit), q.scales + r, space.key_scales + t * kLanes, count,
-                scores + t * kLanes);
+    ScaleScores(QueryKind(call, unit), q.scales + first, space.key_scales + t * kLanes,
+                static_cast<int>(rows.count), scores + t * kLanes);
   }
+}
+
+// Scores of the batch, each with the query that the row has there.
+static void ScoreBatch(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                       const BlockTiles& block, TileSet seen, int64_t h, const RowBatch& rows,
+                       const NextTiles& next, WorkerSpace& space) {
+  const RowView* const views = space.views + rows.begin;
+  const TileSet sinks =
+      space.has_sink_q ? seen & SinkTiles(views, rows.count, segment) : TileSet{0};
+  const auto score = [&](TileSet tiles, UnitQueries q, float* scores) {
+    ScoreTiles(call, unit, block, tiles & block.stored, q, h, rows, scores, next, space);
+    rows.ForEachGroup([&](int64_t r, int count, int64_t) {
+      const int64_t row = rows.begin + r;
+      ScoreNodes(call, unit, segment, tiles & ~block.stored, q, h, row, row + count,
+                 scores + r * kScoreStride, space);
+    });
+  };
+  score(seen, space.queries(), space.scores);
+  if (sinks == 0) return;
+  score(sinks, space.sink_queries(), space.sink_scores);
+  PlaceSinkScores(views, rows.count, segment, space.sink_scores, space.scores);
+}
+
+// Outputs of the batch from the values of tiles that are finite where that matters.
+static void WeighBatch(const AttentionCall& call, const AttentionUnit& unit,
+                       const BlockTiles& block, TileSet tiles, const RowBatch& rows, float* o,
+                       const NextTiles& next, const WorkerSpace& space) {
+  const int v_dim = call.layout().v_dim();
+  const bool made = MakesPanels(call, unit);
+  const int64_t column_bytes = ChainPair(block.value_dtype) * DTypeBytes(block.value_dtype);
+  const std::byte* data[kTilesPerSegment];
+  const int most = made ? kPanelColumns : v_dim;
+  for (int d = 0; d < v_dim; d += most) {
+    const int columns = v_dim - d < most ? v_dim - d : most;
+    for (TileSet left = tiles; left != 0; left &= left - 1) {
+      const int t = __builtin_ctz(left);
+      data[t] = made ? MakePanel(block, t, d, columns, space) : block.values[t] + d * column_bytes;
+    }
+    const ValueTiles values = {LoopsOf(block.value_dtype), block.value_dtype, columns,
+                               made ? columns : v_dim, data};
+    rows.ForEachGroup([&](int64_t r, int count, int64_t group) {
+      WeighTileSet(call, values, tiles, space.scores + r * kScoreStride, count, o + r * v_dim + d,
+                   next.AskBesideValues(group, d));
+    });
+  }
+}
+
+// The same where values that are not finite must be hidden from some rows, or where there are none.
+static void WeighBatchCarefully(const AttentionCall& call, const BlockTiles& block, TileSet tiles,
+                                int64_t segment, const RowBatch& rows, float* o,
+                                WorkerSpace& space) {
+  const ValueTiles values = block.value_tiles(call.layout());
+  rows.ForEachGroup([&](int64_t r, int count, int64_t) {
+    WeighCarefully(call, *space.tiles, values, space.views + rows.begin + r, segment, tiles,
+                   space.scores + r * kScoreStride, count, o + r * call.layout().v_dim(), space);
+  });
+}
+
+// A batch of rows of the unit's head `h`, from scores to the fold.
+static void AttendBatch(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
+                        BlockTiles* block, int64_t h, const RowBatch& rows, const NextTiles& next,
+                        const SegmentSink& sink, WorkerSpace& space) {
+  const int v_dim = call.layout().v_dim();
+  const RowView* const views = space.views + rows.begin;
+  const TileSet seen = SeenTiles(views, rows.count, segment);
+  const TileSet stored = seen & block->stored;
+  const TileSet own = seen & ~block->stored;
+  const RowStates out = SegmentOutput(call, unit, sink, h * unit.row_count() + rows.begin, space);
+  ScoreBatch(call, unit, segment, *block, seen, h, rows, next, space);
+  SoftmaxNodes(call, unit, segment, own, h, rows.begin, rows.begin + rows.count, SpanOf(seen),
+               space.scores, {out.m, out.l, space.p_scales}, space);
+  if (seen == 0) return;  // l is 0: nothing to fold
+  const bool careful = stored == 0 || NeedsHiding(*space.tiles, views, rows.count, segment, stored);
+  if (careful) {
+    if (MakesPanels(call, unit)) PrepareBlockValues(call, space, block);
+    WeighBatchCarefully(call, *block, stored, segment, rows, out.o, space);
+  } else {
+    WeighBatch(call, unit, *block, stored, rows, out.o, next, space);
+  }
+  rows.ForEachGroup([&](int64_t r, int count, int64_t) {
+    const int64_t row = rows.begin + r;
+    WeighNodes(call, unit, segment, own, h, row, row + count, space.scores + r * kScoreStride,
+               out.o + r * v_dim, space);
+  });
+  ScaleOutputs(call, space.p_scales, rows.count, out.o);
+  if (sink.slot != nullptr) return;
+  FoldRows(StatesAt(sink.states.first, h * sink.states.head_rows + rows.begin, v_dim), out,
+           rows.count, v_dim);
 }
 
 // space.tiles as in DecodeSegment.
 static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
                          bool has_next, const SegmentSink& sink, WorkerSpace& space) {
-  const int v_dim = call.layout().v_dim();
-  NextTiles next(call, unit, has_next ? space.tiles + 1 : nullptr);
+  const int64_t rows = unit.row_count();
+  const int64_t together = GroupRows(rows);
+  const int64_t batch = rows < kBlockRowsMin ? rows : together;
   BlockTiles block;
-  const TileSet own = OwnTiles(call, unit, segment);
-  PrepareBlock(call, unit, segment, SeenTiles(space.views, unit.row_count(), segment) & ~own, space,
-               &block);
-  ForEachGroup(unit.row_count(), [&](int64_t r, int count) {
-    const RowView* views = space.views + r;
-    const TileSet seen = SeenTiles(views, count, segment);
-    const RowStates out = SegmentOutput(call, unit, sink, r, space);
-    const TileRange span = SpanOf(seen);
-    ScoreTiles(call, unit, block, seen & ~own, space.queries(), r, count, space.scores, next,
-               space);
-    ScoreNodes(call, unit, segment, seen & own, space.queries(), 0, r, r + count, space.scores,
-               space);
-    const TileSet sinks = space.has_sink_q ? seen & SinkTiles(views, count, segment) : 0;
-    if (sinks != 0) {
-      ScoreTiles(call, unit, block, sinks & ~own, space.sink_queries(), r, count, space.sink_scores,
-                 next, space);
-      ScoreNodes(call, unit, segment, sinks & own, space.sink_queries(), 0, r, r + count,
-                 space.sink_scores, space);
-      PlaceSinkScores(views, count, segment, space.sink_scores, space.scores);
+  block.stored = SeenTiles(space.views, rows, segment) & ~OwnTiles(call, unit, segment);
+  block.key_dtype = KeyDType(call, unit);
+  block.value_dtype = ValueDType(call, unit);
+  for (int64_t h = 0; h < unit.head_count(); ++h) {
+    const bool last = h + 1 == unit.head_count();
+    const SegmentTiles* const following = has_next ? space.tiles + 1 : nullptr;
+    block.head = static_cast<int>(unit.head_begin + h);
+    NextTiles next(call, last ? following : space.tiles, last ? unit.head_begin : block.head + 1);
+    PrepareBlockKeys(call, unit, segment, space, &block);
+    if (!MakesPanels(call, unit)) PrepareBlockValues(call, space, &block);
+    GatherBlockScales(call, block, space);
+    if (call.layout().latent && space.is_first_segment) next.AskForFirst(call, block);
+    next.Share(GroupCount(rows), ScoreSteps(call, block.key_dtype), call.layout().v_dim(),
+               kTilePositions / ChainPair(block.value_dtype));
+    for (int64_t r = 0, group = 0; r < rows; r += batch, ++group) {
+      AttendBatch(call, unit, segment, &block, h, {r, SmallerOf(batch, rows - r), together, group},
+                  next, sink, space);
     }
-    SoftmaxNodes(call, unit, segment, seen & own, 0, r, r + count, span, space.scores,
-                 {out.m, out.l, space.p_scales}, space);
-    if (seen == 0) return;  // l is 0: nothing to fold
-    const TileSet stored = seen & ~own;
-    if (stored == 0 || NeedsHiding(*space.tiles, views, count, segment, stored)) {
-      WeighCarefully(call, *space.tiles, block.value_tiles, views, segment, stored, space.scores,
-                     count, out.o, space);
-    } else {
-      WeighTileSet(call, block.value_tiles, stored, space.scores, count, out.o);
-    }
-    WeighNodes(call, unit, segment, seen & own, 0, r, r + count, space.scores, out.o, space);
-    ScaleOutputs(call, space.p_scales, count, out.o);
-    if (sink.slot == nullptr) {
-      FoldRows(StatesAt(sink.states.first, r, v_dim), out, count, v_dim);
-    }
-  });
+  }
 }
 
 #endif  // QUIRE_KERNELS_CPU_ATTENTION_BLOCK_INL_H_

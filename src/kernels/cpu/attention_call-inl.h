@@ -12,6 +12,9 @@
 constexpr int64_t kScoreRows = 128;
 // Rows of q that are laid side by side at a time.
 constexpr int64_t kRowsWaiting = 4;
+// From so many query rows on, which are more than one group, a unit's heads are computed one after
+// the other: arithmetic bounds them, and tiles that all rows meet together stay in L1.
+constexpr int64_t kHeadRowsMin = kRowsMax + 1;
 // How far ahead decode asks for memory (measured, specs: performance section 8).
 constexpr int64_t kPrefetchBytes = 16384;
 
@@ -49,8 +52,9 @@ struct WorkerSpace {
   float* tile;        // a K tile in float32
   float* cos;         // [rotary_dim / 2][16]
   float* sin;
-  SegmentTiles* tiles;  // of this and of the next segment
-  float* q_scales;      // of weights that are integers, [head][row]
+  SegmentTiles* tiles;    // of this and of the next segment
+  bool is_first_segment;  // of those that the worker computes in a row
+  float* q_scales;        // of weights that are integers, [head][row]
   float* sink_q_scales;
   float* p_scales;
   float* key_scales;  // of the segment's positions, of one head
@@ -200,6 +204,17 @@ static DType KeyDType(const AttentionCall& call, const AttentionUnit& unit) {
     dtype = ComputeDType(stored);
   }
   return rotates && dtype == DType::kF16 ? DType::kF32 : dtype;
+}
+
+// What PrepareValues returns for the unit.
+static DType ValueDType(const AttentionCall& call, const AttentionUnit& unit) {
+  const DType stored = call.layout().v_dtype();
+  return unit.row_count() >= kBlockRowsMin ? BlockDType(stored, call.p_weights) : stored;
+}
+
+// Few rows make values out of keys panel by panel, while they meet them.
+static bool MakesPanels(const AttentionCall& call, const AttentionUnit& unit) {
+  return call.layout().latent && unit.row_count() < kBlockRowsMin;
 }
 
 static size_t QueryRowBytes(const AttentionCall& call, const AttentionUnit& unit) {

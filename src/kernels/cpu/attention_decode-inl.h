@@ -1,5 +1,6 @@
-// Many kv heads, few rows each: K tiles of all heads in the order of memory, softmax, V tiles of
-// all heads, with prefetch. Bound by memory. Included inside a path's namespace and target region.
+// Many kv heads, a group of rows each or keys that are rotated here: K tiles of all heads in the
+// order of memory, softmax, V tiles of all heads, with prefetch. Bound by memory. Included inside a
+// path's namespace and target region.
 #ifndef QUIRE_KERNELS_CPU_ATTENTION_DECODE_INL_H_
 #define QUIRE_KERNELS_CPU_ATTENTION_DECODE_INL_H_
 
@@ -126,7 +127,7 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
   const bool hide = NeedsHiding(*space.tiles, space.views, rows, segment, TileSet{1} << tile);
   const std::byte* data[kTilesPerSegment];
   const DType dtype = call.layout().v_dtype();
-  const ValueTiles values = {LoopsOf(dtype), dtype, data};
+  const ValueTiles values = {LoopsOf(dtype), dtype, v_dim, v_dim, data};
   for (int64_t h = 0; h < unit.head_count(); ++h) {
     data[tile] = StoredValues(call.places, call.args->pages, space.tiles->tiles[tile],
                               static_cast<int>(unit.head_begin + h), space.value_tiles);
@@ -137,7 +138,7 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
         WeighHiding(call, values, tile, space.views + r, segment, scores, count, o, space);
       } else {
         WeighTiles(call, values, {tile, tile + 1}, scores, count, o, true,
-                   r == 0 ? order.AheadOfValue(tile, h) : nullptr);
+                   r == 0 ? order.AheadOfValue(tile, h) : nullptr, {data, 0, 0});
       }
     });
   }

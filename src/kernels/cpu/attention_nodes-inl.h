@@ -97,9 +97,10 @@ static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int
   a.s_row = kScoreStride;
   a.s_column = kLanes;
   a.prefetch = nullptr;
+  a.ahead_step = 0;
   const auto score = [&](int64_t r, int count, int t, const SegmentTile& tile) {
     GatherQuery(call, unit, q.weights, h, r, count, a.steps, space);
-    a.k[0] = PrepareKeys(call, tile, head, rotate, keys, space, space.node_keys);
+    a.k[0] = a.ahead[0] = PrepareKeys(call, tile, head, rotate, keys, space, space.node_keys);
     float* const row = scores + (r - begin) * kScoreStride;
     a.s = row + t * kLanes;
     loops->score_tile[count - 1](a);
@@ -147,9 +148,8 @@ static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int
   const KVLayout& layout = call.layout();
   const int head = static_cast<int>(unit.head_begin + h);
   const std::byte* data[kTilesPerSegment];
-  const bool block = unit.row_count() >= kBlockRowsMin;
-  const DType dtype = block ? BlockDType(layout.v_dtype(), call.p_weights) : layout.v_dtype();
-  const ValueTiles values = {LoopsOf(dtype), dtype, data};
+  const DType dtype = ValueDType(call, unit);
+  const ValueTiles values = {LoopsOf(dtype), dtype, layout.v_dim(), layout.v_dim(), data};
   const auto weigh = [&](int64_t r, int count, int t, const SegmentTile& tile) {
     data[t] = PrepareValues(call, tile, head, dtype, space, space.node_values);
     const float* const p = scores + (r - begin) * kScoreStride;
@@ -157,7 +157,7 @@ static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int
     if (tile.v_nonfinite) {
       WeighHiding(call, values, t, space.views + r, segment, p, count, out, space);
     } else {
-      WeighTiles(call, values, {t, t + 1}, p, count, out, true, nullptr);
+      WeighTiles(call, values, {t, t + 1}, p, count, out, true);
     }
   };
   ForEachNodeTile(call, unit, segment, own, begin, end, false, space, weigh);

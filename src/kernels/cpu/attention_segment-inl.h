@@ -131,11 +131,21 @@ static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t
   }
 }
 
-// V tiles of one head of a segment, ready for a chain.
+// V tiles of one head of a segment, or some columns of them, ready for a chain.
 struct ValueTiles {
   const ChainLoops* loops;
   DType dtype;  // of the tiles, as the chain reads them
+  int columns;
+  int row_columns;  // of the tiles in memory
   const std::byte* const* data;
+};
+
+// What is read later, to be asked for while values are weighed: behind each tile's pointer, from
+// byte `begin` on, `step` bytes per step and vector of outputs.
+struct AheadOfTiles {
+  const std::byte* const* tiles;
+  int64_t begin;
+  int64_t step;
 };
 
 // log2 of the widest loop for at most `wanted` columns, where `at_once` are held.
@@ -145,41 +155,51 @@ static int WidthFor(int64_t wanted, int at_once) {
   return width;
 }
 
-// Chains over the tiles [range) for `count` <= kRowsMax rows; weights at `scores`. `prefetch`: what
-// is read later, or null.
+// Chains over the tiles [range) for `count` <= kRowsMax rows; weights at `scores`. What is read
+// later: `prefetch`, as many bytes as there are values, or, if that is null, `ahead`.
 static void WeighTiles(const AttentionCall& call, const ValueTiles& values, TileRange range,
                        const float* scores, int count, float* o, bool resume,
-                       const std::byte* prefetch) {
-  const int v_dim = call.layout().v_dim();
+                       const std::byte* prefetch, AheadOfTiles ahead) {
+  const int pair = ChainPair(values.dtype);
   WeighArgs a;
   a.p = reinterpret_cast<const std::byte*>(scores) +
         static_cast<size_t>(range.begin * kLanes) * WeightBytes(call.p_weights);
   a.v = values.data + range.begin;
   a.tile_count = range.end - range.begin;
-  a.v_row_elements = v_dim * ChainPair(values.dtype);
-  a.o_row = v_dim;
+  a.v_row_elements = values.row_columns * pair;
+  a.o_row = call.layout().v_dim();
   a.resume = resume;
   a.prefetch = prefetch;
-  for (int d = 0; d < v_dim;) {
-    const int width = WidthFor((v_dim - d) / kLanes, ColumnsAtOnce(count));
+  a.ahead = ahead.tiles + range.begin;
+  a.ahead_begin = ahead.begin;
+  for (int d = 0; d < values.columns;) {
+    const int width = WidthFor((values.columns - d) / kLanes, ColumnsAtOnce(count));
     const int columns = kLanes << width;
     a.column = d;
-    a.column_end = v_dim / columns * columns;
+    a.column_end = values.columns / columns * columns;
     a.o = o;
+    a.ahead_step = ahead.step << width;
     values.loops->weigh[count - 1][width](a);
+    a.ahead_begin += (a.column_end - d) / pair * ahead.step;  // kLanes / pair steps per vector
     if (prefetch != nullptr) {
       a.prefetch += (a.column_end - d) * kTilePositions * DTypeBytes(values.dtype);
     }
-    d = a.column_end;
+    d = static_cast<int>(a.column_end);
   }
+}
+
+// The same where nothing is asked for.
+static void WeighTiles(const AttentionCall& call, const ValueTiles& values, TileRange range,
+                       const float* scores, int count, float* o, bool resume) {
+  WeighTiles(call, values, range, scores, count, o, resume, nullptr, {values.data, 0, 0});
 }
 
 // The same for all runs of a set of tiles.
 static void WeighTileSet(const AttentionCall& call, const ValueTiles& values, TileSet tiles,
-                         const float* scores, int count, float* o) {
+                         const float* scores, int count, float* o, AheadOfTiles ahead) {
   bool resume = false;
   for (TileRange run; TakeRun(&tiles, &run); resume = true) {
-    WeighTiles(call, values, run, scores, count, o, resume, nullptr);
+    WeighTiles(call, values, run, scores, count, o, resume, nullptr, ahead);
   }
 }
 
@@ -225,8 +245,8 @@ static void WeighHiding(const AttentionCall& call, const ValueTiles& values, int
       HideLanes(reinterpret_cast<const uint16_t*>(values.data[tile]), v_dim, pair, seen,
                 reinterpret_cast<uint16_t*>(space.hidden));
     }
-    WeighTiles(call, {values.loops, values.dtype, shown}, {tile, tile + 1}, scores, 1, o, true,
-               nullptr);
+    WeighTiles(call, {values.loops, values.dtype, v_dim, v_dim, shown}, {tile, tile + 1}, scores, 1,
+               o, true);
   }
 }
 
@@ -240,7 +260,7 @@ static void WeighCarefully(const AttentionCall& call, const SegmentTiles& tiles,
     if (tiles.tiles[t].v_nonfinite) {
       WeighHiding(call, values, t, views, segment, scores, count, o, space);
     } else {
-      WeighTiles(call, values, {t, t + 1}, scores, count, o, true, nullptr);
+      WeighTiles(call, values, {t, t + 1}, scores, count, o, true);
     }
   }
 }

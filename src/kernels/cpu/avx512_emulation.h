@@ -205,6 +205,26 @@ QUIRE_EMULATED __m512i _mm512_mask_permutexvar_epi16(__m512i src, __mmask32 m, _
   }
   return _mm512_loadu_si512(words[0]);
 }
+// Bytes of each 16 by the lower bits of the bytes of `at`, zero where their highest bit is set.
+QUIRE_EMULATED __m512i _mm512_shuffle_epi8(__m512i a, __m512i at) {
+  return {_mm256_shuffle_epi8(a.lo, at.lo), _mm256_shuffle_epi8(a.hi, at.hi)};
+}
+QUIRE_EMULATED __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
+  return {_mm256_unpacklo_epi64(a.lo, b.lo), _mm256_unpacklo_epi64(a.hi, b.hi)};
+}
+QUIRE_EMULATED __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
+  return {_mm256_unpackhi_epi64(a.lo, b.lo), _mm256_unpackhi_epi64(a.hi, b.hi)};
+}
+// Quarters of 16 bytes: two of a, then two of b, by two bits each of the immediate.
+#undef _mm512_shuffle_i64x2
+QUIRE_EMULATED __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int imm) {
+  const auto quarter = [](const __m512i& v, int n) {
+    const __m256i half = (n & 2) == 0 ? v.lo : v.hi;
+    return (n & 1) == 0 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1);
+  };
+  return {_mm256_set_m128i(quarter(a, imm >> 2), quarter(a, imm)),
+          _mm256_set_m128i(quarter(b, imm >> 6), quarter(b, imm >> 4))};
+}
 QUIRE_EMULATED __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
   return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)};
 }

@@ -134,6 +134,21 @@ void Repeat(const uint16_t* eight, uint16_t* to) {
   _mm512_storeu_si512(
       to, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(eight))));
 }
+void PickBytes(const uint8_t* a, const uint8_t* at, uint8_t* to) {
+  _mm512_storeu_si512(to, _mm512_shuffle_epi8(_mm512_loadu_si512(a), _mm512_loadu_si512(at)));
+}
+void Zip(const uint64_t* a, const uint64_t* b, uint64_t* low, uint64_t* high) {
+  const __m512i v = _mm512_loadu_si512(a);
+  const __m512i w = _mm512_loadu_si512(b);
+  _mm512_storeu_si512(low, _mm512_unpacklo_epi64(v, w));
+  _mm512_storeu_si512(high, _mm512_unpackhi_epi64(v, w));
+}
+void PickQuarters(const uint64_t* a, const uint64_t* b, uint64_t* even, uint64_t* mixed) {
+  const __m512i v = _mm512_loadu_si512(a);
+  const __m512i w = _mm512_loadu_si512(b);
+  _mm512_storeu_si512(even, _mm512_shuffle_i64x2(v, w, 0x88));
+  _mm512_storeu_si512(mixed, _mm512_shuffle_i64x2(v, w, 1 | 3 << 2 | 2 << 4 | 1 << 6));
+}
 void Upper(const float* a, float* lower_to, float* upper_to) {
   const __m512 v = _mm512_loadu_ps(a);
   _mm256_storeu_ps(lower_to, _mm512_castps512_ps256(v));
@@ -382,6 +397,39 @@ TEST_F(Avx512Intrinsics, WordsAddShiftAndPickEachOther) {
       EXPECT_EQ(none >> i & 1, (a[i] & b[i]) == 0 ? 1U : 0U);
       EXPECT_EQ(picked[i], (mask >> i & 1) != 0 ? table[b[i] % 32] : a[i]);
       EXPECT_EQ(repeated[i], table[i % 8]);
+    }
+  }
+}
+
+TEST_F(Avx512Intrinsics, BytesAndQuartersArePicked) {
+  constexpr int kQuads = 8;
+  for (int round = 0; round < 2000; ++round) {
+    uint64_t a[kQuads];
+    uint64_t b[kQuads];
+    for (uint64_t& x : a) x = random_.Bits();
+    for (uint64_t& x : b) x = random_.Bits();
+    uint8_t bytes[3][64];
+    std::memcpy(bytes[0], a, sizeof a);
+    std::memcpy(bytes[1], b, sizeof b);
+    intrinsics::PickBytes(bytes[0], bytes[1], bytes[2]);
+    for (int i = 0; i < 64; ++i) {
+      const uint8_t at = bytes[1][i];
+      EXPECT_EQ(bytes[2][i], at >= 128 ? 0 : bytes[0][i / 16 * 16 + at % 16]);
+    }
+    uint64_t low[kQuads];
+    uint64_t high[kQuads];
+    uint64_t even[kQuads];
+    uint64_t mixed[kQuads];
+    intrinsics::Zip(a, b, low, high);
+    intrinsics::PickQuarters(a, b, even, mixed);
+    for (int i = 0; i < kQuads; ++i) {
+      const uint64_t* const side = i % 2 == 0 ? a : b;
+      EXPECT_EQ(low[i], side[i / 2 * 2]);
+      EXPECT_EQ(high[i], side[i / 2 * 2 + 1]);
+      constexpr int kMixed[] = {1, 3, 2, 1};
+      const uint64_t* const half = i < kQuads / 2 ? a : b;
+      EXPECT_EQ(even[i], half[i / 2 % 2 * 4 + i % 2]);
+      EXPECT_EQ(mixed[i], half[kMixed[i / 2] * 2 + i % 2]);
     }
   }
 }

@@ -108,7 +108,9 @@ struct ScoreArgs {
   float* s;      // 16 scores of row 0 and column 0
   size_t s_row;  // strides in floats
   size_t s_column;
-  const std::byte* prefetch;  // heads only: what is read later, as many bytes as now
+  const std::byte* prefetch;             // heads: what is read later, as many bytes as now
+  const std::byte* ahead[kTilesAtOnce];  // tiles: what is read later, by column...
+  int64_t ahead_step;                    // ...and so many bytes further with each step
 };
 
 // The same R rows of C tiles, or (kHeads) R rows of each of C heads.
@@ -135,6 +137,7 @@ static void Score(const ScoreArgs& args) {
         PrefetchL2(reinterpret_cast<const Element*>(a.prefetch) + (d * C + c) * kStepElements);
       } else {
         PrefetchL1(tile + kStepsAhead * kStepElements);
+        PrefetchL2(a.ahead[c] + d * a.ahead_step);
       }
     }
     QUIRE_UNROLL
@@ -164,6 +167,9 @@ struct WeighArgs {
   int64_t o_row;              // stride in floats
   bool resume;                // the chains go on from o; else from zero
   const std::byte* prefetch;  // what is read later, as many bytes as now; null: the tiles are in L2
+  const std::byte* const* ahead;  // tiles in L2: what is read later, beside each of them, from...
+  int64_t ahead_begin;            // ...this byte on
+  int64_t ahead_step;             // ...and so many bytes further with each step
 };
 
 // R rows x C vectors of 16 output dimensions at a time, over all keys of the tiles.
@@ -175,7 +181,8 @@ static void Weigh(const WeighArgs& args) {
   constexpr int kSteps = kLanes / Chain::kPair;
   constexpr int kVector = kLanes * Chain::kPair;
   constexpr size_t kRowBytes = kScoreStride * sizeof(float);
-  const auto* ahead = reinterpret_cast<const Element*>(a.prefetch);
+  const auto* next = reinterpret_cast<const Element*>(a.prefetch);
+  int64_t ahead_begin = a.ahead_begin;
   for (int64_t column = a.column; column < a.column_end; column += C * kLanes) {
     float* const o = a.o + column;
     typename Chain::Sum acc[R][C];
@@ -196,22 +203,25 @@ static void Weigh(const WeighArgs& args) {
     for (int t = 0; t < a.tile_count; ++t, p += kSteps * sizeof(Weight)) {
       const Element* v = reinterpret_cast<const Element*>(a.v[t]) + column * Chain::kPair;
       const Element* soon = v + kWeighAhead * a.v_row_elements;
+      const std::byte* ahead = next == nullptr ? a.ahead[t] + ahead_begin : nullptr;
       for (int step = 0; step < kSteps; ++step, v += a.v_row_elements) {
         typename Chain::Vector values[C];
         QUIRE_UNROLL
         for (int c = 0; c < C; ++c) values[c] = Chain::LoadVector(v + c * kVector);
-        if (ahead == nullptr) {
+        if (next == nullptr) {
           if (step == kSteps - kWeighAhead) {  // the next tile may lie anywhere
-            const int next = t + 1 < a.tile_count ? t + 1 : t;
-            soon = reinterpret_cast<const Element*>(a.v[next]) + column * Chain::kPair;
+            const int tile = t + 1 < a.tile_count ? t + 1 : t;
+            soon = reinterpret_cast<const Element*>(a.v[tile]) + column * Chain::kPair;
           }
           QUIRE_UNROLL
           for (int c = 0; c < C; ++c) PrefetchL1(soon + c * kVector);
           soon += a.v_row_elements;
+          PrefetchL2(ahead);
+          ahead += a.ahead_step;
         } else {
           QUIRE_UNROLL
-          for (int c = 0; c < C; ++c) PrefetchL2(ahead + c * kVector);
-          ahead += C * kVector;
+          for (int c = 0; c < C; ++c) PrefetchL2(next + c * kVector);
+          next += C * kVector;
         }
         QUIRE_UNROLL
         for (int r = 0; r < R; ++r) {
@@ -226,6 +236,7 @@ static void Weigh(const WeighArgs& args) {
       QUIRE_UNROLL
       for (int c = 0; c < C; ++c) Chain::StoreSum(o + r * a.o_row + c * kLanes, acc[r][c]);
     }
+    ahead_begin += kSteps * a.ahead_step;
   }
 }
 

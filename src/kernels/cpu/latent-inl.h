@@ -45,6 +45,7 @@ struct UnitsF16 {
   static constexpr int kDims = 1;
   QUIRE_INLINE __m256i Turn(__m256i rows) { return rows; }
 };
+#if !defined(QUIRE_SIMD_AVX512)
 struct UnitsBF16 {
   static constexpr int kBytes = 8;
   static constexpr int kDims = 2;
@@ -54,6 +55,7 @@ struct UnitsBF16 {
                                0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   }
 };
+#endif
 struct UnitsCodes {
   static constexpr int kBytes = 4;
   static constexpr int kDims = 2;
@@ -124,11 +126,60 @@ static void TransposeTile(const std::byte* keys, int v_dim, std::byte* values) {
   }
 }
 
+#if defined(QUIRE_SIMD_AVX512)
+
+// bfloat16 in blocks of 8 x 8 units, a row of a block in each register.
+static void TransposeBF16(const std::byte* keys, int v_dim, std::byte* values) {
+  constexpr int kUnits = 8;
+  constexpr int kVectorBytes = 64;
+  const int64_t value_row_bytes = int64_t{v_dim} / 2 * kUnits;
+  const __m512i turn =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  for (int row = 0; row < v_dim / 2; row += kUnits, keys += kUnits * kVectorBytes) {
+    // Quarter q of zipped[i] has rows i and i + 1 of column 2q, zipped[i + 1] those of the column
+    // behind it.
+    __m512i zipped[kUnits];
+    QUIRE_UNROLL
+    for (int i = 0; i < kUnits; i += 2) {
+      const std::byte* const from = keys + i * kVectorBytes;
+      const __m512i even = _mm512_shuffle_epi8(_mm512_loadu_si512(from), turn);
+      const __m512i odd = _mm512_shuffle_epi8(_mm512_loadu_si512(from + kVectorBytes), turn);
+      zipped[i] = _mm512_unpacklo_epi64(even, odd);
+      zipped[i + 1] = _mm512_unpackhi_epi64(even, odd);
+    }
+    // Then quarters are sorted: those of columns 0 and 4 (2 and 6) of four rows, then one column's
+    // of all rows.
+    QUIRE_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      constexpr int kEven = 0x88;  // quarters 0 and 2 of either operand
+      constexpr int kOdd = 0xdd;   // quarters 1 and 3
+      const __m512i low_even = _mm512_shuffle_i64x2(zipped[n], zipped[n + 2], kEven);
+      const __m512i low_odd = _mm512_shuffle_i64x2(zipped[n], zipped[n + 2], kOdd);
+      const __m512i high_even = _mm512_shuffle_i64x2(zipped[n + 4], zipped[n + 6], kEven);
+      const __m512i high_odd = _mm512_shuffle_i64x2(zipped[n + 4], zipped[n + 6], kOdd);
+      std::byte* const to = values + n * value_row_bytes + int64_t{row} * kUnits;
+      _mm512_storeu_si512(to, _mm512_shuffle_i64x2(low_even, high_even, kEven));
+      _mm512_storeu_si512(to + 2 * value_row_bytes, _mm512_shuffle_i64x2(low_odd, high_odd, kEven));
+      _mm512_storeu_si512(to + 4 * value_row_bytes,
+                          _mm512_shuffle_i64x2(low_even, high_even, kOdd));
+      _mm512_storeu_si512(to + 6 * value_row_bytes, _mm512_shuffle_i64x2(low_odd, high_odd, kOdd));
+    }
+  }
+}
+
+#else
+
+static void TransposeBF16(const std::byte* keys, int v_dim, std::byte* values) {
+  TransposeTile<UnitsBF16>(keys, v_dim, values);
+}
+
+#endif
+
 // `keys` and `values` in the layouts of kv_layout.h. REQUIRES: v_dim is a multiple of 16.
 static void LatentValueTile(DType dtype, const std::byte* keys, int v_dim, std::byte* values) {
   if (dtype == DType::kF32) return TransposeTile<UnitsF32>(keys, v_dim, values);
   if (dtype == DType::kF16) return TransposeTile<UnitsF16>(keys, v_dim, values);
-  if (dtype == DType::kBF16) return TransposeTile<UnitsBF16>(keys, v_dim, values);
+  if (dtype == DType::kBF16) return TransposeBF16(keys, v_dim, values);
   TransposeTile<UnitsCodes>(keys, v_dim, values);
 }
 
