@@ -117,9 +117,11 @@ size_t BlockTree::CopyRunCount(const AppendPlan& plan, int group) const {
 }
 
 // Of a plan that copies: its cut is at most where it is now.
-void BlockTree::PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const {
+void BlockTree::PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) {
   plan.cut = LowerCut(plan);
   plan.extends = false;
+  planned_blocks_ += 2;  // the cut may split a block
+  ++planned_arrays_;
   for (int g = 0; g < group_count(); ++g) {
     GroupAppend& group = groups[static_cast<size_t>(g)];
     group.in_place = false;
@@ -157,6 +159,7 @@ void BlockTree::EnsureFreeArrays(size_t count) {
 inline BlockTree::NewPiece BlockTree::FirstNewPiece(int group, const AbsentRange& absent,
                                                     int64_t from, int64_t end) const {
   const bool is_absent = absent.begin <= from && from < absent.end;
+  if (end - from == 1) return {end, is_absent};
   int64_t to = std::min(end, pool(group).RangeEnd(from));
   if (is_absent) to = std::min(to, absent.end);
   if (from < absent.begin) to = std::min(to, absent.begin);
@@ -183,35 +186,29 @@ BlockTree::NewPieces BlockTree::CountPiecesAround(int group, const AbsentRange& 
   return pieces;
 }
 
+void BlockTree::PrefetchPlanned(std::span<const int64_t> page_counts) const {
+  const size_t blocks = std::min(planned_blocks_, free_blocks_.size());
+  for (const BlockIndex block : std::span(free_blocks_).last(blocks)) PrefetchEnd(block);
+  const size_t arrays = std::min(planned_arrays_ * pools_.size(), free_arrays_.size());
+  for (const int32_t array : std::span(free_arrays_).last(arrays))
+    __builtin_prefetch(&arrays_[static_cast<size_t>(array)], 1);
+  for (int g = 0; g < group_count_; ++g) pool(g).PrefetchFree(page_counts[static_cast<size_t>(g)]);
+}
+
 // TakeArray pops the free arrays from the top, and nothing is freed between the commits of one
 // planning: so the n-th new slice of the plans gets the n-th array from the top, whose entries are
 // reserved here.
 void BlockTree::Reserve(const AppendPlans& plans, std::span<const GroupAppend> groups) {
   ++version_;
-  size_t block_count = 0;
-  size_t array_count = 0;
-  for (size_t i = 0; i < plans.size(); ++i) {
-    if (plans[i].extends) continue;
-    block_count += plans[i].copies() ? 2 : 1;  // a cut may split a block
-    array_count += pools_.size();
-  }
-  EnsureFreeBlocks(block_count);
-  EnsureFreeArrays(array_count);
-  const BlockIndex* next_block = free_blocks_.data() + free_blocks_.size();
+  EnsureFreeBlocks(planned_blocks_);
+  EnsureFreeArrays(planned_arrays_ * pools_.size());
   const int32_t* next_array = free_arrays_.data() + free_arrays_.size();
   const GroupAppend* next_group = groups.data();
-  int64_t taking_plans = 0;
   for (size_t i = 0; i < plans.size(); ++i) {
     const AppendPlan& plan = plans[i];
-    if (!plan.extends) PrefetchEnd(*--next_block);
-    bool takes = false;
     for (int g = 0; g < group_count_; ++g) {
       const GroupAppend& group = *next_group++;
       const size_t added = static_cast<size_t>(group.page_count + group.absent_entries);
-      if (group.page_count > 0) {
-        takes = true;
-        pool(g).PrefetchFree(taking_plans);
-      }
       int32_t array = 0;
       size_t first = 0;  // entries before the added ones
       if (plan.extends) {
@@ -227,7 +224,6 @@ void BlockTree::Reserve(const AppendPlans& plans, std::span<const GroupAppend> g
       ReserveGrowing(table, first + added);
       __builtin_prefetch(table.data() + first, 1);
     }
-    taking_plans += takes;
   }
 }
 
@@ -273,38 +269,57 @@ inline BlockIndex BlockTree::AddBlock(BlockIndex parent, int64_t begin, int64_t 
   return index;
 }
 
-// Entries for [from, end) behind those of the slice of a leaf that ends there. `page`: the first of
-// these positions lie in this page, of which the slice has an entry already; kNoPage: they open a
-// new one.
-inline void BlockTree::AddEntries(PageSlice& s, int group, int64_t from, int64_t end, int32_t page,
+// New tokens [from, end) go on in `page`, of which the slice has an entry already; kNoPage: they do
+// not. Returns where they go on behind it.
+inline int64_t BlockTree::GoOnInPage(int32_t page, int group, int64_t from, int64_t end,
+                                     const AbsentRange& absent) noexcept {
+  if (page == kNoPage || from == end) return from;
+  const NewPiece piece = FirstNewPiece(group, absent, from, end);
+  if (piece.is_absent) return from;
+  pool(group).SetFillTo(page, piece.end);
+  return piece.end;
+}
+
+// Entries for [from, end), which open pages, behind those of the slice of a leaf that ends there.
+inline void BlockTree::AddEntries(PageSlice& s, int group, int64_t from, int64_t end,
                                   const AbsentRange& absent) noexcept {
-  PagePool& pages = pool(group);
-  if (page != kNoPage && from < end) {
-    const NewPiece first = FirstNewPiece(group, absent, from, end);
-    if (!first.is_absent) {
-      pages.SetFillTo(page, first.end);
-      from = first.end;
-    }
-  }
   if (from < end) {
+    PagePool& pages = pool(group);
     std::vector<PageEntry>& table = array_at(s.array).entries;
     // Cut off what descendants that are gone have left behind.
     if (table.size() > static_cast<size_t>(s.first + s.count))
       table.resize(static_cast<size_t>(s.first + s.count));
-    while (from < end) {
+    do {
       const NewPiece piece = FirstNewPiece(group, absent, from, end);
       if (table.size() == table.capacity()) [[unlikely]]
         FailUnreserved(s.array);
-      s.tail = piece.is_absent ? kNoPage : pages.Take();
+      s.tail = piece.is_absent ? kNoPage : pages.Take(piece.end);
       table.push_back({.start = from, .page = s.tail});
-      if (!piece.is_absent) pages.SetFillTo(s.tail, piece.end);
       ++s.count;
       from = piece.end;
-    }
+    } while (from < end);
   }
   if (absent.begin >= absent.end) return;
   any_freed_[static_cast<size_t>(group)] = 1;
   RecountFreed(s, group);
+}
+
+// The slice of a new block: what its plan has besides new pages. Returns where these begin.
+inline int64_t BlockTree::StartSlice(PageSlice& s, int group, const AppendPlan& plan,
+                                     const GroupAppend& append) noexcept {
+  s = {.array = TakeArray()};
+  int32_t page = kNoPage;
+  if (append.in_place) {
+    page = slice(plan.last, group).tail;
+    pool(group).Hold(page);
+    array_at(s.array).entries.push_back({.start = plan.length, .page = page});
+    s.tail = page;
+    s.count = 1;
+  } else if (plan.copies()) {
+    page = AddCopiedEntries(s, group, plan);
+    if (plan.own_page) return plan.length;
+  }
+  return GoOnInPage(page, group, plan.length, plan.length + plan.count, append.absent);
 }
 
 void BlockTree::FailUnreserved(int32_t array) {
@@ -326,8 +341,7 @@ int32_t BlockTree::AddCopiedEntries(PageSlice& s, int group, const AppendPlan& p
   });
   for (size_t i = 0; i < table.size(); ++i) {
     if (table[i].page == kNoPage) continue;
-    table[i].page = pages.Take();
-    pages.SetFillTo(table[i].page, i + 1 < table.size() ? table[i + 1].start : plan.length);
+    table[i].page = pages.Take(i + 1 < table.size() ? table[i + 1].start : plan.length);
   }
   s.tail = table.back().page;
   RecountFreed(s, group);
@@ -343,31 +357,24 @@ void BlockTree::RecountFreed(PageSlice& s, int group) noexcept {
 
 BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept {
   ++version_;
-  BlockIndex index = plan.last;
   const int64_t end = plan.length + plan.count;
-  if (plan.extends) {
-    at(index).end = end;
-  } else {
-    const BlockIndex parent = plan.copies() ? ForkAt(plan.last, plan.cut) : plan.last;
-    index = AddBlock(parent, plan.cut, end);
-  }
   distinct_token_count_ += end - plan.cut;
+  if (plan.extends) {
+    at(plan.last).end = end;
+    for (int g = 0; g < group_count_; ++g) {
+      const GroupAppend& group = groups[static_cast<size_t>(g)];
+      PageSlice& s = slice_at(plan.last, g);
+      const int32_t page = group.in_place ? s.tail : kNoPage;
+      AddEntries(s, g, GoOnInPage(page, g, plan.length, end, group.absent), end, group.absent);
+    }
+    return plan.last;
+  }
+  const BlockIndex parent = plan.copies() ? ForkAt(plan.last, plan.cut) : plan.last;
+  const BlockIndex index = AddBlock(parent, plan.cut, end);
   for (int g = 0; g < group_count_; ++g) {
     const GroupAppend& group = groups[static_cast<size_t>(g)];
-    int32_t page = group.in_place ? slice(plan.last, g).tail : kNoPage;
     PageSlice& s = slice_at(index, g);
-    if (!plan.extends) {
-      s = {.array = TakeArray()};
-      if (group.in_place) {
-        pool(g).Hold(page);
-        array_at(s.array).entries.push_back({.start = plan.length, .page = page});
-        s.tail = page;
-        s.count = 1;
-      } else if (plan.copies()) {
-        page = AddCopiedEntries(s, g, plan);
-      }
-    }
-    AddEntries(s, g, plan.length, end, plan.own_page ? kNoPage : page, group.absent);
+    AddEntries(s, g, StartSlice(s, g, plan, group), end, group.absent);
   }
   return index;
 }

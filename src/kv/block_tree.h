@@ -65,7 +65,8 @@ inline constexpr BlockIndex kNoBlock = -1;
 // consolidation costs the copy of about one page.
 inline constexpr int64_t kPagesPerRangeMax = 4;
 
-struct Block {
+// A line of the processor's cache, as planning meets blocks in any order.
+struct alignas(64) Block {
   BlockIndex parent = kNoBlock;
   int32_t refs = 0;  // 0: the block is free
   int32_t child_count = 0;
@@ -86,7 +87,7 @@ struct BlockViewers {
   int64_t hidden_end = 0;
 };
 
-struct PageSlice {
+struct alignas(64) PageSlice {
   int32_t array = -1;
   int32_t tail = kNoPage;  // page of the last entry: planning reads no array
   int64_t first = 0;
@@ -150,7 +151,10 @@ class BlockTree {
   explicit BlockTree(std::vector<PagePool> pools);
 
   // ---- Planning. Plans of one planning may be committed together, in their order.
-  void BeginPlanning() noexcept { ++planning_; }
+  void BeginPlanning() noexcept {
+    ++planning_;
+    planned_blocks_ = planned_arrays_ = 0;
+  }
   // `cut` below the length asks for own copies of at least [cut, length). Fills
   // groups[group_count()].
   // REQUIRES: count > 0 or cut < length.
@@ -174,27 +178,38 @@ class BlockTree {
   // Inline: it is small beside the call.
   void PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups) {
     if (plan.copies()) return PlanCopies(plan, groups);
-    const bool shared = plan.last != kNoBlock && block(plan.last).refs > 1;
-    const bool may_write = !plan.own_page && !(shared && block(plan.last).claim == planning_);
+    const int64_t length = plan.length;
+    const int64_t end = length + plan.count;
+    const Block* const last = plan.last == kNoBlock ? nullptr : &block(plan.last);
+    const PageSlice* const slices = last == nullptr ? nullptr : &slice(plan.last, 0);
+    const bool shared = last != nullptr && last->refs > 1;
+    const bool may_write = !plan.own_page && !(shared && last->claim == planning_);
     bool any_in_place = false;
     for (int g = 0; g < group_count_; ++g) {
+      const PagePool& pages = pool(g);
       GroupAppend& group = groups[static_cast<size_t>(g)];
-      const int64_t length = plan.length;
-      const NewPieces pieces = CountNewPieces(g, group.absent, length, length + plan.count);
-      const int64_t slot = pool(g).Slot(length);
-      group.in_place = slot != 0 && may_write && FillIs(slice(plan.last, g).tail, g, slot) &&
-                       !(group.absent.begin <= length && length < group.absent.end);
+      const NewPieces pieces = CountNewPieces(g, group.absent, length, end);
+      const int64_t slot = pages.Slot(length);
+      const bool in_place = slot != 0 && may_write && pages.FillIs(slices[g].tail, slot) &&
+                            !(group.absent.begin <= length && length < group.absent.end);
+      group.in_place = in_place;
       group.absent_entries = pieces.absent;
-      group.page_count = pieces.held - group.in_place;
-      any_in_place |= group.in_place;
-      if (slot == 0 || group.in_place || !IsFragmented(plan.last, g, slot)) continue;
+      group.page_count = pieces.held - in_place;
+      any_in_place |= in_place;
+      if (slot == 0 || in_place || !IsFragmented(plan.last, g, slot)) continue;
       plan.cut = length - slot;
       return PlanCopies(plan, groups);
     }
     if (shared && any_in_place) at(plan.last).claim = planning_;
-    plan.extends = plan.last != kNoBlock && !shared;
+    plan.extends = last != nullptr && !shared;
+    planned_blocks_ += !plan.extends;
+    planned_arrays_ += !plan.extends;
   }
-  // Memory for committing all these plans. groups: [plan][group]. May throw std::bad_alloc.
+  // Tells the processor what the commits will take, [group] pages among it. For a caller that has
+  // something to do between planning and Reserve, which reads part of it.
+  void PrefetchPlanned(std::span<const int64_t> page_counts) const;
+  // Memory for committing these plans, which are all that were made since BeginPlanning. groups:
+  // [plan][group]. May throw std::bad_alloc.
   void Reserve(const AppendPlans& plans, std::span<const GroupAppend> groups);
   // Memory for one ForkAt or Pop. May throw std::bad_alloc.
   void ReserveSplit() { EnsureFreeBlocks(1); }
@@ -227,11 +242,7 @@ class BlockTree {
   void PrefetchEnd(BlockIndex last) const {
     if (last == kNoBlock) return;
     __builtin_prefetch(&block(last), 1);
-    __builtin_prefetch(&block(last).merge_deferred, 1);
-    for (int g = 0; g < group_count(); ++g) {
-      __builtin_prefetch(&slice(last, g), 1);
-      __builtin_prefetch(&slice(last, g).hidden_end, 1);
-    }
+    for (int g = 0; g < group_count(); ++g) __builtin_prefetch(&slice(last, g), 1);
   }
   void PrefetchPages(BlockIndex last) const {
     if (last == kNoBlock) return;
@@ -349,6 +360,7 @@ class BlockTree {
   };
   NewPieces CountNewPieces(int group, const AbsentRange& absent, int64_t from, int64_t end) const {
     if (absent.begin < absent.end) return CountPiecesAround(group, absent, from, end);
+    if (end - from == 1) return {.held = 1};
     return {.held = pool(group).RangeCount(from, end)};
   }
   NewPieces CountPiecesAround(int group, const AbsentRange& absent, int64_t from,
@@ -358,9 +370,6 @@ class BlockTree {
   int64_t CopyPageCount(const AppendPlan& plan, int group, const AbsentRange& absent) const;
   size_t CopyRunCount(const AppendPlan& plan, int group) const;
   int32_t AddCopiedEntries(PageSlice& s, int group, const AppendPlan& plan) noexcept;
-  bool FillIs(int32_t page, int group, int64_t slot) const {
-    return page != kNoPage && pool(group).fill(page) == slot;
-  }
   // Whether the page range in which a path ends, behind `slot` of its positions, can get no page
   // more. Of a block that has one entry for each range it has none for a second page; that is
   // mostly so, and is known without the page table.
@@ -374,7 +383,7 @@ class BlockTree {
     return PagesInRange(last, group, range_begin, end.end) >= kPagesPerRangeMax;
   }
   int64_t LowerCut(const AppendPlan& plan) const;
-  void PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const;
+  void PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups);
   void EnsureFreeBlocks(size_t count);
   void EnsureFreeArrays(size_t count);
 
@@ -392,8 +401,12 @@ class BlockTree {
   template <typename F>
   void ForEachNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end,
                        F&& f) const;
-  void AddEntries(PageSlice& s, int group, int64_t from, int64_t end, int32_t page,
+  int64_t GoOnInPage(int32_t page, int group, int64_t from, int64_t end,
+                     const AbsentRange& absent) noexcept;
+  void AddEntries(PageSlice& s, int group, int64_t from, int64_t end,
                   const AbsentRange& absent) noexcept;
+  int64_t StartSlice(PageSlice& s, int group, const AppendPlan& plan,
+                     const GroupAppend& append) noexcept;
   [[noreturn]] static void FailUnreserved(int32_t array);
   void RecountFreed(PageSlice& s, int group) noexcept;
   bool SharesFirstEntry(BlockIndex index, int group) const;
@@ -422,6 +435,9 @@ class BlockTree {
   std::vector<uint8_t> any_freed_;  // [group], since the last Clear
   uint64_t marking_ = 0;            // number of the last FreeHidden
   uint64_t planning_ = 0;
+  // Taken by the plans of this planning at most; arrays of each group.
+  size_t planned_blocks_ = 0;
+  size_t planned_arrays_ = 0;
   uint64_t version_ = 1;
   int64_t distinct_token_count_ = 0;
 };

@@ -39,10 +39,26 @@ void ForwardPlan::ClearArrays() noexcept {
   private_segments_.clear();
 }
 
+// Adds up the blocks of the path, and finds whether another member has one of them on its path too.
+// Paths part behind the deepest block that they have in common, so that one has more than one
+// reference: others are not looked at. Of a member that copies, the new path has less in common
+// with others than the old one, which is looked at; to build nodes for no sharing changes nothing.
+inline void ForwardPlan::AddPath(const BlockTree& tree, BlockIndex last, BatchTotals& totals) {
+  for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
+    ++totals.path_blocks;
+    if (tree.block(b).refs < 2) continue;
+    Mark& mark = marks_[static_cast<size_t>(b)];
+    totals.shares_blocks |= mark.pass == pass_;
+    mark.pass = pass_;
+  }
+}
+
 void ForwardPlan::Reserve(const BlockTree& tree) {
+  marks_.resize(static_cast<size_t>(tree.block_capacity()));
+  ++pass_;
   BatchTotals totals;  // apart, so that they stay in registers
   for (const ForwardMember& member : members) {
-    totals.path_blocks += tree.PathLength(member.append.last);
+    AddPath(tree, member.append.last, totals);
     totals.copying += member.append.copies();
     totals.copied_tokens += member.old_length() - member.append.cut;
     totals.trees += member.is_tree();
@@ -50,6 +66,7 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
     end = std::max(end, member.position_end());
     totals.has_sinks |= member.window.sinks > 0;
   }
+  totals.members = static_cast<int64_t>(members.size());
   totals.rows = members.back().first_row + members.back().row_count();
   totals.imports = import_count();
   totals_ = totals;
@@ -78,7 +95,6 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
   ReserveGrowing(private_segments_, members.size());
   ReserveGrowing(opens_page_, members.size());
   ReserveGrowing(nodes_, blocks);
-  marks_.resize(static_cast<size_t>(tree.block_capacity()));
 }
 
 // Of the member's row i; those of the rows before are there.
@@ -93,13 +109,15 @@ int32_t ForwardPlan::OldLevels(const ForwardMember& member, int64_t i) const noe
 inline void ForwardPlan::FillPositions() noexcept {
   row_count_ = totals_.rows;
   positions_.resize(static_cast<size_t>(row_count_));
+  if (totals_.rows_only()) {
+    int32_t* position = positions_.data();
+    for (const ForwardMember& member : members)
+      *position++ = static_cast<int32_t>(member.append.length);
+    return;
+  }
   for (const ForwardMember& member : members) {
     int32_t* const positions = positions_.data() + member.first_row;
     const int64_t base = member.base();
-    if (member.is_row()) {
-      *positions = static_cast<int32_t>(base);
-      continue;
-    }
     for (int64_t i = 0; i < member.row_count(); ++i) {
       const int64_t depth =
           member.is_tree() ? member.tree->depths[static_cast<size_t>(member.first_node() + i)] : i;
@@ -115,7 +133,7 @@ inline void ForwardPlan::FillPositions() noexcept {
 
 void ForwardPlan::Fill(const BlockTree& tree) noexcept {
   FillPositions();
-  if (FindSharing(tree)) {
+  if (totals_.shares_blocks) {
     BuildNodes(tree);
     OrderByTree(tree);
   } else {
@@ -123,14 +141,16 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
     std::iota(order_.begin(), order_.end(), 0);
     private_segments_.resize(members.size(), 0);
   }
-  for (int g = 0; g < tree.group_count(); ++g) {
+  const int group_count = tree.group_count();
+  for (int g = 0; g < group_count; ++g) {
     group(g).rows.targets.resize(static_cast<size_t>(row_count_));
     group(g).rows.opens_tile.resize(static_cast<size_t>(row_count_));
     group(g).imports.targets.resize(static_cast<size_t>(totals_.imports));
     group(g).imports.opens_tile.resize(static_cast<size_t>(totals_.imports));
+    const bool rows_only = totals_.rows_only();
     const GroupAppend* append = group_appends.data() + g;
     for (const ForwardMember& member : members) {
-      if (member.is_row()) {
+      if (rows_only || member.is_row()) {
         FillSlot(tree, g, member, append->in_place);
       } else if (member.is_tree()) {
         FillNodeSlots(tree, g, member);
@@ -138,7 +158,7 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
         FillSlots(tree, g, member, *append);
       }
       if (member.append.copies()) FillCopies(tree, g, member);
-      append += tree.group_count();
+      append += group_count;
     }
     FillSequences(tree, g);
   }
@@ -255,22 +275,6 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index,
 
 // ---------------------------------------------------------------------- sharing
 
-// Whether two members have a block in common. Stops at the first. Their paths part behind the
-// deepest block that they have in common, since each ends in a block of its own, so that one has
-// more than one reference: others are not looked at.
-inline bool ForwardPlan::FindSharing(const BlockTree& tree) noexcept {
-  ++pass_;
-  for (const ForwardMember& member : members) {
-    for (BlockIndex b = member.last; b != kNoBlock; b = tree.block(b).parent) {
-      if (tree.block(b).refs < 2) continue;
-      Mark& mark = marks_[static_cast<size_t>(b)];
-      if (mark.pass == pass_) return true;
-      mark.pass = pass_;
-    }
-  }
-  return false;
-}
-
 void ForwardPlan::AddChild(int32_t parent, int32_t child) noexcept {
   Node& up = nodes_[static_cast<size_t>(parent)];
   nodes_[static_cast<size_t>(child)].parent = parent;
@@ -356,30 +360,27 @@ void ForwardPlan::OrderByTree(const BlockTree& tree) noexcept {
 
 // ---------------------------------------------------------------------- runs
 
-// One run for all blocks that follow one another in an array.
+// One run for all blocks that follow one another in an array. The walk meets the last run first.
 inline void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockIndex last,
                                   std::vector<PageRun>& runs) noexcept {
+  const size_t first = runs.size();
   int32_t array = -1;
-  for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
-    if (tree.slice(b, group_index).array != array) runs.push_back({});
-    array = tree.slice(b, group_index).array;
-  }
-  PageRun* run = runs.data() + runs.size();
-  array = -1;
   for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
     const Block& block = tree.block(b);
     const PageSlice& slice = tree.slice(b, group_index);
     const PageEntry* const entries = tree.array_data(slice.array) + slice.first;
     if (slice.array != array) {
       array = slice.array;
-      *--run = {
-          .entries = entries, .entry_count = slice.count, .begin = block.begin, .end = block.end};
+      runs.push_back(
+          {.entries = entries, .entry_count = slice.count, .begin = block.begin, .end = block.end});
     } else {
-      run->entry_count += run->entries - entries;
-      run->entries = entries;
-      run->begin = block.begin;
+      PageRun& run = runs.back();
+      run.entry_count += run.entries - entries;
+      run.entries = entries;
+      run.begin = block.begin;
     }
   }
+  std::reverse(runs.begin() + static_cast<std::ptrdiff_t>(first), runs.end());
 }
 
 const TokenTreeView* ForwardPlan::AddTreeView(int group_index,

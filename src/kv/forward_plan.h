@@ -64,12 +64,16 @@ inline ForwardMember::ForwardMember() noexcept = default;
 
 // What a batch needs, summed over its members.
 struct BatchTotals {
+  int64_t members = 0;
   int64_t rows = 0;
   int64_t imports = 0;
-  int64_t path_blocks = 0;  // before the appends
-  int64_t copying = 0;      // members that copy
+  int64_t path_blocks = 0;     // before the appends
+  bool shares_blocks = false;  // two members have a block in common
+  int64_t copying = 0;         // members that copy
   int64_t copied_tokens = 0;
   int64_t trees = 0;
+  // ForwardMember::is_row() of all.
+  bool rows_only() const { return copying + imports + trees == 0 && rows == members; }
   // Where the positions end, of members with each set of RoPE factors; 0: there is none.
   int64_t short_end = 0;
   int64_t long_end = 0;
@@ -161,9 +165,9 @@ class ForwardPlan {
     int32_t node = -1;
   };
 
+  void AddPath(const BlockTree& tree, BlockIndex last, BatchTotals& totals);
   int32_t OldLevels(const ForwardMember& member, int64_t i) const noexcept;
   void FillPositions() noexcept;
-  bool FindSharing(const BlockTree& tree) noexcept;
   void BuildNodes(const BlockTree& tree) noexcept;
   void AddChild(int32_t parent, int32_t child) noexcept;
   void OrderByTree(const BlockTree& tree) noexcept;
@@ -197,7 +201,7 @@ class ForwardPlan {
 
   std::vector<uint8_t> opens_page_;  // scratch of Repeat: in any group [member]
 
-  // Scratch of Fill.
+  // Scratch of Reserve and Fill.
   uint64_t pass_ = 0;
   std::vector<Mark> marks_;  // [block]
   std::vector<Node> nodes_;  // node 0 stands for no block: its children are the roots

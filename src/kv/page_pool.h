@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace quire {
@@ -40,6 +41,7 @@ class PagePool {
   int64_t used_count() const { return page_count() - free_count(); }
   int32_t holds(int32_t page) const { return pages_[static_cast<size_t>(page)].holds; }
   int32_t fill(int32_t page) const { return pages_[static_cast<size_t>(page)].fill; }
+  bool FillIs(int32_t page, int64_t slot) const { return page != kNoPage && fill(page) == slot; }
   const std::vector<int32_t>& free_pages() const { return free_; }
 
   // The first position of the page-sized range around `position`, and the slot of `position` in its
@@ -55,14 +57,9 @@ class PagePool {
   }
 
   // REQUIRES: free_count() > 0.
-  int32_t Take() noexcept {
-    if (free_.empty()) [[unlikely]]
-      FailEmpty();
-    const int32_t page = free_.back();
-    free_.pop_back();
-    pages_[static_cast<size_t>(page)] = {.holds = 1, .fill = 0};
-    return page;
-  }
+  int32_t Take() noexcept { return TakeWithFill(0); }
+  // The same, and SetFillTo.
+  int32_t Take(int64_t end) noexcept { return TakeWithFill(FillTo(end)); }
   void Hold(int32_t page) noexcept { ++HeldPage(page).holds; }
   // Returns whether other holders remain.
   bool Release(int32_t page) noexcept {
@@ -74,17 +71,15 @@ class PagePool {
     return false;
   }
   // The tokens of `page` end before `end`, a position in its range or the range's end, above 0.
-  void SetFillTo(int32_t page, int64_t end) noexcept {
-    HeldPage(page).fill = static_cast<int32_t>(Slot(end - 1) + 1);
-  }
+  void SetFillTo(int32_t page, int64_t end) noexcept { HeldPage(page).fill = FillTo(end); }
 
   // Tells the processor that these are about to be used.
   void Prefetch(int32_t page) const {
     if (page >= 0) __builtin_prefetch(&pages_[static_cast<size_t>(page)], 1);
   }
-  // The `index`-th page that Take will give.
-  void PrefetchFree(int64_t index) const {
-    if (index < free_count()) Prefetch(free_[free_.size() - 1 - static_cast<size_t>(index)]);
+  // The next `count` pages that Take will give.
+  void PrefetchFree(int64_t count) const {
+    for (const int32_t page : std::span(free_).last(static_cast<size_t>(count))) Prefetch(page);
   }
 
   // A number that whoever looks at pages leaves on one, and which only grows.
@@ -103,6 +98,15 @@ class PagePool {
     int32_t holds = 0;
     int32_t fill = 0;
   };
+  int32_t FillTo(int64_t end) const { return static_cast<int32_t>(Slot(end - 1) + 1); }
+  int32_t TakeWithFill(int32_t fill) noexcept {
+    if (free_.empty()) [[unlikely]]
+      FailEmpty();
+    const int32_t page = free_.back();
+    free_.pop_back();
+    pages_[static_cast<size_t>(page)] = {.holds = 1, .fill = fill};
+    return page;
+  }
   Page& HeldPage(int32_t page) {
     Page& entry = pages_[static_cast<size_t>(page)];
     if (entry.holds <= 0) [[unlikely]]

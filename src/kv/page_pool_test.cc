@@ -53,6 +53,8 @@ TEST(PagePool, TheFillIsAnEndOfSlots) {
   EXPECT_EQ(pool.fill(page), 4);
   pool.Release(page);
   EXPECT_EQ(pool.fill(page), 0);
+  EXPECT_EQ(pool.fill(pool.Take(11)), 3);
+  EXPECT_EQ(pool.fill(pool.Take(12)), 4);
 }
 
 TEST(PagePool, CountsRanges) {

@@ -17,8 +17,8 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr size_t kScratchAlignment = 64;  // a cache line; backend.h asks for it
 
-// Members between two looks at what planning needs of one: planning so many takes about as long as
-// memory does.
+// Members from one look at what planning needs of one to the next: planning so many takes about as
+// long as memory does.
 constexpr size_t kLookAhead = 16;
 
 constexpr int64_t kPositionsMax = std::numeric_limits<int32_t>::max();
@@ -105,45 +105,56 @@ Status PagedKVCache::StartBatch(const char* call, std::span<const int64_t> seq_i
 }
 
 // Every look leads to the next address, and one member after the other would wait for memory at
-// each. So a member is planned while the pages of a later one, the end of one later still and the
-// sequence of one behind that are on their way.
+// each. So while some members are planned, the pages of as many behind them, the ends of the next
+// ones and the sequences of those behind these are on their way.
 class PagedKVCache::LookAhead {
  public:
   LookAhead(const PagedKVCache& cache, std::span<const int64_t> seq_ids)
-      : cache_(cache), seq_ids_(seq_ids), stride_(std::min(seq_ids.size(), kLookAhead)) {
-    for (size_t at = 0; at < 3 * stride_; ++at) Look(at);
+      : cache_(cache), seq_ids_(seq_ids) {
+    for (size_t at = 0; at < 3 * kLookAhead; at += kLookAhead) LookForSequences(at);
+    for (size_t at = 0; at < 2 * kLookAhead; at += kLookAhead) LookForEnds(at);
+    LookForPages(0);
   }
   // The index of member i. For each i once, ascending.
   int32_t IndexOf(size_t i) {
-    const int32_t index = indices_[i % kSlots];
-    Look(i + 3 * stride_);
-    return index;
+    if (i % kLookAhead == 0) {
+      LookForSequences(i + 3 * kLookAhead);
+      LookForEnds(i + 2 * kLookAhead);
+      LookForPages(i + kLookAhead);
+    }
+    return looks_[i % kSlots].index;
   }
 
  private:
   static constexpr size_t kSlots = 4 * kLookAhead;
+  struct Look {
+    int32_t index;
+    BlockIndex last;
+  };
 
-  void Look(size_t at) {
-    if (at < seq_ids_.size()) {
-      const int32_t index = indices_[at % kSlots] = cache_.sequences_.Find(seq_ids_[at]);
+  // These are about members [at, at + kLookAhead), as far as there are any.
+  size_t EndOf(size_t at) const { return std::min(at + kLookAhead, seq_ids_.size()); }
+  void LookForSequences(size_t at) {
+    for (size_t i = at; i < EndOf(at); ++i) {
+      const int32_t index = looks_[i % kSlots].index = cache_.sequences_.Find(seq_ids_[i]);
       if (index != SequenceTable::kAbsent) cache_.sequences_.Prefetch(index);
     }
-    // Before the first one these wrap to numbers that are too high.
-    if (const BlockIndex last = LastOf(at - stride_); last != kNoBlock)
-      cache_.tree_.PrefetchEnd(last);
-    if (const BlockIndex last = LastOf(at - 2 * stride_); last != kNoBlock)
-      cache_.tree_.PrefetchPages(last);
   }
-  BlockIndex LastOf(size_t i) const {
-    if (i >= seq_ids_.size()) return kNoBlock;
-    const int32_t index = indices_[i % kSlots];
-    return index == SequenceTable::kAbsent ? kNoBlock : cache_.sequences_[index].last;
+  void LookForEnds(size_t at) {
+    for (size_t i = at; i < EndOf(at); ++i) {
+      Look& look = looks_[i % kSlots];
+      const bool is_known = look.index != SequenceTable::kAbsent;
+      look.last = is_known ? cache_.sequences_[look.index].last : kNoBlock;
+      cache_.tree_.PrefetchEnd(look.last);
+    }
+  }
+  void LookForPages(size_t at) const {
+    for (size_t i = at; i < EndOf(at); ++i) cache_.tree_.PrefetchPages(looks_[i % kSlots].last);
   }
 
   const PagedKVCache& cache_;
   const std::span<const int64_t> seq_ids_;
-  const size_t stride_;
-  std::array<int32_t, kSlots> indices_;
+  std::array<Look, kSlots> looks_;
 };
 
 // Leaves only marks that no call can see (the numbers of this planning), and the plan's members,
@@ -154,6 +165,7 @@ Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_id
   QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan));
   const size_t group_count = groups_.size();
   GroupAppend* groups = plan.group_appends.data();
+  int64_t* const page_counts = page_counts_.data();
   LookAhead ahead(*this, seq_ids);
   int64_t row_count = 0;
   int64_t import_count = 0;
@@ -188,7 +200,7 @@ Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_id
     member.first_import = import_count;
     member.source = load == nullptr ? nullptr : load->source;
     tree_.PlanAppend(member.append, of_groups);
-    for (size_t g = 0; g < group_count; ++g) page_counts_[g] += groups[g].page_count;
+    for (size_t g = 0; g < group_count; ++g) page_counts[g] += groups[g].page_count;
     row_count += append_length;
     import_count += imported;
     groups += group_count;
@@ -310,6 +322,7 @@ Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq
                                   std::span<const LayerLoad> loads) {
   QUIRE_RETURN_IF_ERROR(PlanBatch(call, seq_ids, append_lengths, loads, plan_));
   QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts_));
+  tree_.PrefetchPlanned(page_counts_);
   QUIRE_RETURN_IF_ERROR(ReserveForward(call));
   CommitForward();
   return Status();
@@ -318,10 +331,11 @@ Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq
 void PagedKVCache::CommitForward() noexcept {
   batch_ = planning_;
   plan_.ClearArrays();
-  for (size_t m = 0; m < plan_.members.size(); ++m) {
-    ForwardMember& member = plan_.members[m];
-    const std::span<const GroupAppend> groups(plan_.group_appends.data() + m * groups_.size(),
-                                              groups_.size());
+  const size_t group_count = groups_.size();
+  const GroupAppend* appends = plan_.group_appends.data();
+  for (ForwardMember& member : plan_.members) {
+    const std::span<const GroupAppend> groups(appends, group_count);
+    appends += group_count;
     member.last = member.appends() ? tree_.Append(member.append, groups) : member.append.last;
     sequences_[member.sequence].last = member.last;
     if (member.is_tree()) AddNodes(member, groups);
