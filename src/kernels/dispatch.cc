@@ -4,6 +4,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
+#include "kernels/cpu/stream_prefetch.h"
 
 #if QUIRE_SIMD
 #include <cpuid.h>
@@ -42,6 +43,15 @@ unsigned SavedStates(const CpuidLeaf& leaf1) {
   return low;
 }
 
+// Of an AMD processor (Zen 5: 0x1A), else 0.
+unsigned AmdFamily() {
+  const CpuidLeaf vendor = ReadCpuid(0, 0);
+  const bool is_amd = vendor.ebx == 0x68747541 && vendor.edx == 0x69746E65 &&
+                      vendor.ecx == 0x444D4163;  // "AuthenticAMD"
+  const unsigned version = ReadCpuid(1, 0).eax;
+  return is_amd ? (version >> 8 & 0xF) + (version >> 20 & 0xFF) : 0;
+}
+
 std::vector<const Backend*> DetectVectorPaths() {
   const CpuidLeaf leaf1 = ReadCpuid(1, 0);
   const CpuidLeaf leaf7 = ReadCpuid(7, 0);
@@ -67,6 +77,18 @@ std::vector<const Backend*> DetectVectorPaths() {
 }
 #endif
 
+// Measured with decode attention of bfloat16 out of memory. On Cascade Lake the L1 has too few fill
+// buffers to keep memory busy (a third of the speed is lost); on Zen 5 it has enough, and one core
+// is a quarter faster (8 KiB ahead of 2 to 32).
+StreamPrefetch DetectStreamPrefetch() {
+  constexpr StreamPrefetch kCommon = {.into_l1 = false, .bytes_ahead = 16384};
+#if QUIRE_SIMD
+  constexpr unsigned kZen5Family = 0x1A;
+  if (AmdFamily() >= kZen5Family) return {.into_l1 = true, .bytes_ahead = 8192};
+#endif
+  return kCommon;
+}
+
 std::vector<const Backend*> DetectPaths() {
 #if QUIRE_SIMD
   std::vector<const Backend*> paths = DetectVectorPaths();
@@ -87,6 +109,8 @@ std::string Names(std::span<const Backend* const> backends) {
 }
 
 }  // namespace
+
+const StreamPrefetch kStreamPrefetch = DetectStreamPrefetch();
 
 std::span<const Backend* const> Backends() {
   static const std::vector<const Backend*> paths = DetectPaths();

@@ -15,8 +15,6 @@ constexpr int64_t kRowsWaiting = 4;
 // From so many query rows on, which are more than one group, a unit's heads are computed one after
 // the other: arithmetic bounds them, and tiles that all rows meet together stay in L1.
 constexpr int64_t kHeadRowsMin = kRowsMax + 1;
-// How far ahead decode asks for memory (measured, specs: performance section 8).
-constexpr int64_t kPrefetchBytes = 16384;
 
 static int64_t SmallerOf(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t LargerOf(int64_t a, int64_t b) { return a > b ? a : b; }

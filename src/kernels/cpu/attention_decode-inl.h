@@ -19,8 +19,9 @@ class ReadOrder {
         has_next_(has_next),
         head_begin_(unit.head_begin),
         heads_(static_cast<int>(unit.head_count())) {
-    const int ahead =
-        static_cast<int>((kPrefetchBytes + call.places.key_head - 1) / call.places.key_head);
+    const auto head_bytes = static_cast<int64_t>(call.places.key_head);
+    const auto ahead =
+        static_cast<int>((kStreamPrefetch.bytes_ahead + head_bytes - 1) / head_bytes);
     ahead_tiles_ = ahead / heads_;
     ahead_heads_ = ahead % heads_;
   }

@@ -120,6 +120,7 @@ static void Score(const ScoreArgs& args) {
   using Element = typename Chain::Element;
   using Weight = typename Chain::Weight;
   constexpr int64_t kStepElements = kLanes * Chain::kPair;
+  [[maybe_unused]] const bool into_l1 = kStreamPrefetch.into_l1;
   typename Chain::Sum acc[R][C];
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -134,7 +135,8 @@ static void Score(const ScoreArgs& args) {
       const Element* tile = reinterpret_cast<const Element*>(a.k[c]) + d * kStepElements;
       k[c] = Chain::LoadVector(tile);
       if constexpr (kHeads) {
-        PrefetchL2(reinterpret_cast<const Element*>(a.prefetch) + (d * C + c) * kStepElements);
+        PrefetchStream(reinterpret_cast<const Element*>(a.prefetch) + (d * C + c) * kStepElements,
+                       into_l1);
       } else {
         PrefetchL1(tile + kStepsAhead * kStepElements);
         PrefetchL2(a.ahead[c] + d * a.ahead_step);
@@ -182,6 +184,7 @@ static void Weigh(const WeighArgs& args) {
   constexpr int kVector = kLanes * Chain::kPair;
   constexpr size_t kRowBytes = kScoreStride * sizeof(float);
   const auto* next = reinterpret_cast<const Element*>(a.prefetch);
+  const bool into_l1 = kStreamPrefetch.into_l1;
   int64_t ahead_begin = a.ahead_begin;
   for (int64_t column = a.column; column < a.column_end; column += C * kLanes) {
     float* const o = a.o + column;
@@ -220,7 +223,7 @@ static void Weigh(const WeighArgs& args) {
           ahead += a.ahead_step;
         } else {
           QUIRE_UNROLL
-          for (int c = 0; c < C; ++c) PrefetchL2(next + c * kVector);
+          for (int c = 0; c < C; ++c) PrefetchStream(next + c * kVector, into_l1);
           next += C * kVector;
         }
         QUIRE_UNROLL

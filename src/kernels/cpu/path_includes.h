@@ -24,6 +24,7 @@
 #include "kernels/attention_schedule.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
+#include "kernels/cpu/stream_prefetch.h"
 #include "kernels/kv_layout.h"
 #include "kernels/kv_quantise.h"
 #include "kernels/kv_slot.h"

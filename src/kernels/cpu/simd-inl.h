@@ -561,10 +561,17 @@ QUIRE_INLINE void StoreBF16ForDots(uint16_t* p, VF v) {
 
 #if defined(QUIRE_SIMD_SCALAR)
 QUIRE_INLINE void PrefetchL2(const void*) {}
+QUIRE_INLINE void PrefetchStream(const void*, bool) {}
 #else
-// Into L2, not L1: the L1 has too few fill buffers to keep memory busy (a third of the speed of
-// decode attention).
 QUIRE_INLINE void PrefetchL2(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
+// `into_l1`: of kStreamPrefetch, which loops read once.
+QUIRE_INLINE void PrefetchStream(const void* p, bool into_l1) {
+  if (into_l1) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+  } else {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+  }
 }
 #endif

@@ -1,0 +1,20 @@
+// How decode asks for keys and values, which it reads once, ahead of reading them. A matter of
+// speed alone.
+#ifndef QUIRE_KERNELS_CPU_STREAM_PREFETCH_H_
+#define QUIRE_KERNELS_CPU_STREAM_PREFETCH_H_
+
+#include <cstdint>
+
+namespace quire {
+
+struct StreamPrefetch {
+  bool into_l1;         // else into L2
+  int64_t bytes_ahead;  // of what is read
+};
+
+// Of this CPU, found out when the library is loaded (dispatch.cc).
+extern const StreamPrefetch kStreamPrefetch;
+
+}  // namespace quire
+
+#endif  // QUIRE_KERNELS_CPU_STREAM_PREFETCH_H_
