@@ -19,7 +19,10 @@ from pathlib import Path
 from quire import errors
 from quire._home import cache_dir
 
-__all__ = ["kept_identity", "model_identity"]
+__all__ = ["keep_source", "kept_identity", "model_identity"]
+
+# Of a packed folder: what it was made of.
+_SOURCE = "quire_source.json"
 
 _BLOCK_BYTES = 1 << 20  # read at a time: hashing it takes about a millisecond
 
@@ -28,7 +31,7 @@ def model_identity(
     model_dir: str | os.PathLike[str], *, stop: threading.Event | None = None
 ) -> dict[str, str]:
     """Architecture's name, and digests of weights and tokenizer. Reads all of them, unless their
-    digests are kept.
+    digests are kept. A packed folder has the identity of what it was made of (:func:`keep_source`).
 
     Raises:
         CancelledError: `stop` was set meanwhile.
@@ -38,28 +41,59 @@ def model_identity(
     if kept is not None:
         return kept
     facts = _facts(folder)  # before they are read: a file that changes meanwhile is read anew
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tokenizer = folder / "tokenizer.json"
-    identity = {
-        "model": str((config.get("architectures") or ["unknown"])[0]),
-        "revision": _digest(_weights(folder), stop),
-        "tokenizer": _digest([tokenizer], stop) if tokenizer.is_file() else "",
-    }
+    identity = _own_identity(folder, stop)
+    source = _source_of(folder, identity)
+    if source is not None:
+        identity = source
     _keep(folder, {"files": facts, "identity": identity})
     return identity
+
+
+def keep_source(packed: Path, source: dict[str, str]) -> None:
+    """Notes in the folder `packed` that its files as they are now give the same KV as a model of the
+    identity `source`. Changed files are another model again."""
+    note = {"files": _own_identity(packed, None), "identity": source}
+    (packed / _SOURCE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
 
 def kept_identity(model_dir: str | os.PathLike[str]) -> dict[str, str] | None:
     """What :func:`model_identity` gives, if it is known without reading the weights."""
     folder = Path(model_dir)
     try:
-        kept = json.loads(_place(folder).read_text(encoding="utf-8"))
-        identity = kept["identity"]
-        if kept["files"] != _facts(folder) or set(identity) != {"model", "revision", "tokenizer"}:
-            return None
-        return {name: str(value) for name, value in identity.items()}
+        return _read_identity(_place(folder), _facts(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not kept, or damaged
+
+
+def _source_of(packed: Path, files: dict[str, str]) -> dict[str, str] | None:
+    """What :func:`keep_source` has noted in a folder whose files still are `files`."""
+    try:
+        return _read_identity(packed / _SOURCE, files)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise errors.CorruptError(
+            f"{packed / _SOURCE}: is damaged ({error}); remove it, or pack the model again"
+        ) from error
+
+
+def _read_identity(path: Path, files: object) -> dict[str, str] | None:
+    """The identity in a file of "files" and "identity", if it is one of `files`."""
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    identity = kept["identity"]
+    if kept["files"] != files or set(identity) != {"model", "revision", "tokenizer"}:
+        return None
+    return {name: str(value) for name, value in identity.items()}
+
+
+def _own_identity(folder: Path, stop: threading.Event | None) -> dict[str, str]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tokenizer = folder / "tokenizer.json"
+    return {
+        "model": str((config.get("architectures") or ["unknown"])[0]),
+        "revision": _digest(_weights(folder), stop),
+        "tokenizer": _digest([tokenizer], stop) if tokenizer.is_file() else "",
+    }
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -68,7 +102,8 @@ def _weights(folder: Path) -> list[Path]:
 
 def _facts(folder: Path) -> list[list[str | int]]:
     """Of all files: path, size and time of the last change."""
-    files = [file.resolve() for file in (*_weights(folder), folder / "tokenizer.json")]
+    others = (folder / "tokenizer.json", folder / _SOURCE)
+    files = [file.resolve() for file in (*_weights(folder), *others)]
     found = [(file, file.stat()) for file in files if file.is_file()]
     return [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in found]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 from quire import _ffi
 from quire._arrays import dtype_name
 from quire._new_folder import new_folder
+from quire.identity import keep_source, model_identity
 
 __all__ = ["pack_model"]
 
@@ -39,7 +42,8 @@ def pack_model(
     """Writes a model folder with packed weights (docs/formats/packed.md) and returns it.
 
     Engines take it as they take the folder that it was made of, and give the same bits. They start
-    faster and share the weights' memory with each other.
+    faster and share the weights' memory with each other. Stores and snapshots know it as the same
+    model, unless weights were rounded.
 
     Args:
         model_dir: a Hugging Face folder.
@@ -68,4 +72,18 @@ def pack_model(
                 shutil.copy(file, part)
         if (source / _TEMPLATES).is_dir():
             shutil.copytree(source / _TEMPLATES, part / _TEMPLATES)
+        if dtype_name(dtype) == "float32" or not _has_float32_matrices(source):
+            keep_source(part, model_identity(source))
     return Path(out_dir)
+
+
+def _has_float32_matrices(folder: Path) -> bool:
+    """Whether a dtype of bfloat16 rounds weights. The folder is one that could be packed."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        if any(entry["dtype"] == "F32" and len(entry["shape"]) > 1 for entry in header.values()):
+            return True
+    return False

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import quire
 from program import run
+from quire.identity import kept_identity, model_identity
 from safetensors import safe_open
 from tiny_model import TinyModel
 
@@ -87,3 +88,41 @@ def test_the_program_packs(
     assert code == 0 and json.loads(text)["model"]["architecture"] == "LlamaForCausalLM"
     code, _, error = run(capsys, "pack", str(tiny.directory), out)
     assert code == 1 and "is not an empty folder" in error
+
+
+def test_it_has_the_identity_of_its_source(
+    tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    source = model_identity(tiny.directory)
+    packed = quire.pack_model(tiny.directory, tmp_path / "packed", dtype="float32")
+    assert model_identity(packed) == source
+    assert kept_identity(packed) == source
+    again = quire.pack_model(packed, tmp_path / "again", dtype="float32")
+    assert model_identity(again) == source
+    rounded = quire.pack_model(tiny.directory, tmp_path / "rounded", dtype="bfloat16")
+    assert model_identity(rounded) != source
+
+    weights = packed / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert kept_identity(packed) is None
+    assert model_identity(packed) not in (source, model_identity(rounded))
+    (again / "quire_source.json").write_text("{")
+    with pytest.raises(quire.CorruptError, match=r"quire_source.json: is damaged"):
+        model_identity(again)
+
+
+def test_kv_of_the_source_serves_the_packed_model(tmp_path: Path, tiny: TinyModel) -> None:
+    options = {"dtype": "float32", "threads": 1, "kv_bytes": 1 << 20, "kv_dir": tmp_path / "kv"}
+    prompt = list(range(5, 70))
+    packed = quire.pack_model(tiny.directory, tmp_path / "packed", dtype="float32")
+    results = []
+    for folder in (tiny.directory, packed):
+        with quire.Engine(folder, **options) as engine:  # type: ignore[arg-type]
+            engine.wait_for_store()
+            results.append(engine.generate(prompt, max_tokens=4, ignore_eos=True))
+            engine.flush_store()
+    assert results[0].ids == results[1].ids
+    assert results[0].usage.cached_tokens == 0 and results[1].usage.cached_tokens > 0
