@@ -110,7 +110,10 @@ std::string Names(std::span<const Backend* const> backends) {
 
 }  // namespace
 
-const StreamPrefetch kStreamPrefetch = DetectStreamPrefetch();
+StreamPrefetch StreamPrefetchOfCpu() {
+  static const StreamPrefetch advice = DetectStreamPrefetch();
+  return advice;
+}
 
 std::span<const Backend* const> Backends() {
   static const std::vector<const Backend*> paths = DetectPaths();

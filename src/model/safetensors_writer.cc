@@ -1,10 +1,10 @@
 #include "model/safetensors_writer.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <nlohmann/json.hpp>
 
@@ -20,10 +20,6 @@ constexpr size_t kLengthBytes = 8;
 constexpr size_t kHugePage = size_t{2} << 20;
 
 using TensorList = std::span<const TensorToWrite* const>;
-
-struct FileCloser {
-  void operator()(std::FILE* file) const { std::fclose(file); }
-};
 
 Status WriteError(const std::string& path, const char* what) {
   return Status(StatusCode::kIoError,
@@ -57,16 +53,55 @@ std::string Header(std::string_view format, TensorList tensors) {
   return length + text;
 }
 
-Status WriteAll(const std::string& path, std::string_view header, TensorList tensors,
-                std::FILE* file) {
-  bool good = std::fwrite(header.data(), 1, header.size(), file) == header.size();
-  for (const TensorToWrite* const tensor : tensors) {
-    good = good && std::fwrite(tensor->data.get(), 1, tensor->bytes(), file) == tensor->bytes();
+// A file that is written from its beginning to its end, and goes again unless that was reached.
+class NewFile {
+ public:
+  explicit NewFile(const std::string& path)
+      : path_(path), file_(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+    buffer_.reserve(kHugePage);
   }
-  if (!good || std::fflush(file) != 0) return WriteError(path, "cannot be written");
-  if (fsync(fileno(file)) != 0) return WriteError(path, "cannot be synced");
-  return Status();
-}
+  ~NewFile() {
+    if (file_ < 0) return;
+    close(file_);
+    if (!is_whole_) unlink(path_.c_str());
+  }
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+
+  Status Check() const { return file_ < 0 ? WriteError(path_, "cannot be made") : Status(); }
+  Status Write(std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      const size_t count = std::min(bytes.size(), kHugePage - buffer_.size());
+      buffer_.insert(buffer_.end(), bytes.begin(), bytes.begin() + count);
+      bytes = bytes.subspan(count);
+      if (buffer_.size() == kHugePage) QUIRE_RETURN_IF_ERROR(Flush());
+    }
+    return Status();
+  }
+  Status Finish() {
+    QUIRE_RETURN_IF_ERROR(Flush());
+    if (fsync(file_) != 0) return WriteError(path_, "cannot be synced");
+    is_whole_ = true;
+    return Status();
+  }
+
+ private:
+  Status Flush() {
+    for (std::span<const std::byte> left = buffer_; !left.empty();) {
+      const ssize_t count = write(file_, left.data(), left.size());
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) return WriteError(path_, "cannot be written");
+      left = left.subspan(static_cast<size_t>(count));
+    }
+    buffer_.clear();
+    return Status();
+  }
+
+  const std::string path_;
+  const int file_;
+  bool is_whole_ = false;
+  std::vector<std::byte> buffer_;
+};
 
 }  // namespace
 
@@ -81,17 +116,17 @@ Status WriteSafetensors(const std::string& path, std::string_view format,
   std::vector<const TensorToWrite*> order;
   order.reserve(tensors.size());
   for (const TensorToWrite& tensor : tensors) order.push_back(&tensor);
-  std::ranges::stable_partition(
-      order, [](const TensorToWrite* tensor) { return tensor->bytes() % kCacheLine == 0; });
+  std::stable_partition(order.begin(), order.end(), [](const TensorToWrite* tensor) {
+    return tensor->bytes() % kCacheLine == 0;
+  });
   const std::string header = Header(format, order);
-  std::vector<char> buffer(kHugePage);
-  const std::unique_ptr<std::FILE, FileCloser> file(std::fopen(path.c_str(), "wbxe"));
-  if (file == nullptr) return WriteError(path, "cannot be made");
-  // Without a buffer of ours the C library would take a size of its own.
-  QUIRE_CHECK(std::setvbuf(file.get(), buffer.data(), _IOFBF, buffer.size()) == 0);
-  const Status status = WriteAll(path, header, order, file.get());
-  if (!status.ok()) unlink(path.c_str());
-  return status;
+  NewFile file(path);
+  QUIRE_RETURN_IF_ERROR(file.Check());
+  QUIRE_RETURN_IF_ERROR(file.Write(std::as_bytes(std::span(header))));
+  for (const TensorToWrite* const tensor : order) {
+    QUIRE_RETURN_IF_ERROR(file.Write({tensor->data.get(), tensor->bytes()}));
+  }
+  return file.Finish();
 }
 
 }  // namespace quire

@@ -142,6 +142,7 @@ static void Attention(const AttentionArgs& args, ParallelRunner& runner) {
       .args = &args,
       .schedule = &schedule,
       .places = TilePlaces(args.pages),
+      .stream = StreamPrefetchOfCpu(),
       .p_weights = WeightKindOf(layout.v_dtype()),
       .scales_keys = IsQuantised(layout.dtype),
       .scales_values = IsQuantised(layout.v_dtype()),

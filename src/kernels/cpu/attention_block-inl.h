@@ -172,6 +172,7 @@ static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
   a.s_row = kScoreStride;
   a.s_column = kLanes;
   a.prefetch = nullptr;
+  a.into_l1 = false;
   for (TileRange run; TakeRun(&tiles, &run);) {
     for (int t = run.begin; t < run.end;) {
       const int columns = t + kTilesAtOnce <= run.end ? kTilesAtOnce : 1;

@@ -119,6 +119,7 @@ struct AttentionCall {
   const AttentionArgs* args;
   AttentionSchedule* schedule;
   TilePlaces places;
+  StreamPrefetch stream;
   WeightKind p_weights;
   bool scales_keys;
   bool scales_values;

@@ -20,8 +20,7 @@ class ReadOrder {
         head_begin_(unit.head_begin),
         heads_(static_cast<int>(unit.head_count())) {
     const auto head_bytes = static_cast<int64_t>(call.places.key_head);
-    const auto ahead =
-        static_cast<int>((kStreamPrefetch.bytes_ahead + head_bytes - 1) / head_bytes);
+    const auto ahead = static_cast<int>((call.stream.bytes_ahead + head_bytes - 1) / head_bytes);
     ahead_tiles_ = ahead / heads_;
     ahead_heads_ = ahead % heads_;
   }
@@ -91,6 +90,7 @@ static void ScoreHeads(const AttentionCall& call, const AttentionUnit& unit, int
   const int64_t rows = unit.row_count();
   const size_t q_row_bytes = QueryRowBytes(call, unit);
   ScoreArgs a;
+  a.into_l1 = call.stream.into_l1;
   a.q_column_bytes = static_cast<size_t>(rows) * q_row_bytes;
   a.steps = ScoreSteps(call, keys);
   a.s_row = kScoreStride;

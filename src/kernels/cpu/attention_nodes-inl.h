@@ -97,6 +97,7 @@ static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int
   a.s_row = kScoreStride;
   a.s_column = kLanes;
   a.prefetch = nullptr;
+  a.into_l1 = false;
   a.ahead_step = 0;
   const auto score = [&](int64_t r, int count, int t, const SegmentTile& tile) {
     GatherQuery(call, unit, q.weights, h, r, count, a.steps, space);

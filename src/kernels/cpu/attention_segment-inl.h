@@ -170,6 +170,7 @@ static void WeighTiles(const AttentionCall& call, const ValueTiles& values, Tile
   a.o_row = call.layout().v_dim();
   a.resume = resume;
   a.prefetch = prefetch;
+  a.into_l1 = call.stream.into_l1;
   a.ahead = ahead.tiles + range.begin;
   a.ahead_begin = ahead.begin;
   for (int d = 0; d < values.columns;) {

@@ -108,7 +108,8 @@ struct ScoreArgs {
   float* s;      // 16 scores of row 0 and column 0
   size_t s_row;  // strides in floats
   size_t s_column;
-  const std::byte* prefetch;             // heads: what is read later, as many bytes as now
+  const std::byte* prefetch;             // heads: what is read later, as many bytes as now...
+  bool into_l1;                          // ...and where to (StreamPrefetch)
   const std::byte* ahead[kTilesAtOnce];  // tiles: what is read later, by column...
   int64_t ahead_step;                    // ...and so many bytes further with each step
 };
@@ -120,7 +121,7 @@ static void Score(const ScoreArgs& args) {
   using Element = typename Chain::Element;
   using Weight = typename Chain::Weight;
   constexpr int64_t kStepElements = kLanes * Chain::kPair;
-  [[maybe_unused]] const bool into_l1 = kStreamPrefetch.into_l1;
+  [[maybe_unused]] const bool into_l1 = a.into_l1;
   typename Chain::Sum acc[R][C];
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -169,6 +170,7 @@ struct WeighArgs {
   int64_t o_row;              // stride in floats
   bool resume;                // the chains go on from o; else from zero
   const std::byte* prefetch;  // what is read later, as many bytes as now; null: the tiles are in L2
+  bool into_l1;               // where that is fetched to (StreamPrefetch)
   const std::byte* const* ahead;  // tiles in L2: what is read later, beside each of them, from...
   int64_t ahead_begin;            // ...this byte on
   int64_t ahead_step;             // ...and so many bytes further with each step
@@ -184,7 +186,7 @@ static void Weigh(const WeighArgs& args) {
   constexpr int kVector = kLanes * Chain::kPair;
   constexpr size_t kRowBytes = kScoreStride * sizeof(float);
   const auto* next = reinterpret_cast<const Element*>(a.prefetch);
-  const bool into_l1 = kStreamPrefetch.into_l1;
+  const bool into_l1 = a.into_l1;
   int64_t ahead_begin = a.ahead_begin;
   for (int64_t column = a.column; column < a.column_end; column += C * kLanes) {
     float* const o = a.o + column;

@@ -566,7 +566,7 @@ QUIRE_INLINE void PrefetchStream(const void*, bool) {}
 QUIRE_INLINE void PrefetchL2(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
-// `into_l1`: of kStreamPrefetch, which loops read once.
+// As StreamPrefetch says.
 QUIRE_INLINE void PrefetchStream(const void* p, bool into_l1) {
   if (into_l1) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);

@@ -12,8 +12,7 @@ struct StreamPrefetch {
   int64_t bytes_ahead;  // of what is read
 };
 
-// Of this CPU, found out when the library is loaded (dispatch.cc).
-extern const StreamPrefetch kStreamPrefetch;
+StreamPrefetch StreamPrefetchOfCpu();  // in dispatch.cc
 
 }  // namespace quire
 
