@@ -56,6 +56,21 @@ TEST(ForwardPlan, InterleavedSharersAreAdjacent) {
   EXPECT_EQ(second.private_segment, 2);
 }
 
+// What earlier plans have left at blocks is of no matter.
+TEST(ForwardPlan, SharersAreFoundBehindOtherBatches) {
+  BlockTreeDriver tree({{.page_size = 16, .page_count = 400}});
+  for (const int64_t id : {0, 9}) {
+    tree.Add(id);
+    tree.Append(id, 600);
+  }
+  for (int i = 0; i < 3; ++i) tree.Append(9, 1);
+  tree.Fork(0, 1, 600);
+  ASSERT_TRUE(tree.Begin({{0, 1}, {1, 1}}));
+  ASSERT_EQ(tree.plan().shared().size(), 1u);
+  EXPECT_EQ(tree.plan().shared()[0].count, 2);
+  EXPECT_EQ(tree.Check(), "");
+}
+
 TEST(ForwardPlan, SpansNestAtEveryDepth) {
   BlockTreeDriver tree({{.page_size = 32, .page_count = 400}});
   tree.Add(0);
