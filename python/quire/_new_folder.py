@@ -21,8 +21,8 @@ def check_free(out: Path) -> None:
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """The folder to write into: it has another name beside `out` and gets that of `out` when the
-    block ends well, so that a failure or a kill leaves no half folder there. Files in it are the
-    caller's to sync."""
+    block ends well and all files are on the disk, so that a failure, a kill or a cut of power leaves
+    no half folder there."""
     check_free(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
@@ -35,17 +35,24 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _publish(part: Path, out: Path) -> None:
+    for path in part.rglob("*"):
+        _sync(path)
+    _sync(part)
     part.chmod(0o777 & ~_umask())  # mkdtemp made it private
     try:
         os.rename(part, out)  # replaces an empty folder, nothing else
     except OSError:
         check_free(out)  # somebody else was quicker: say it in our words
         raise
-    parent = os.open(out.parent, os.O_RDONLY)
+    _sync(out.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(parent)
+        os.fsync(descriptor)
     finally:
-        os.close(parent)
+        os.close(descriptor)
 
 
 def _umask() -> int:

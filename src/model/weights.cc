@@ -55,6 +55,19 @@ Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) 
   return Status();
 }
 
+// [columns][rows] of a matrix [rows][columns] of elements of `size` bytes.
+std::vector<std::byte> Transposed(const std::byte* matrix, int64_t rows, int64_t columns,
+                                  size_t size) {
+  std::vector<std::byte> turned(static_cast<size_t>(rows * columns) * size);
+  for (int64_t i = 0; i < columns; ++i) {
+    for (int64_t j = 0; j < rows; ++j) {
+      std::memcpy(turned.data() + static_cast<size_t>(i * rows + j) * size,
+                  matrix + static_cast<size_t>(j * columns + i) * size, size);
+    }
+  }
+  return turned;
+}
+
 // Of the matrix that the weights of all `parts` make, in a packed checkpoint.
 std::string PackedName(std::span<const LinearPart> parts) {
   std::string name;
@@ -214,6 +227,16 @@ LinearWeights WeightLoader::Matrix(const std::string& name, DType dtype, int64_t
   return LinearWeights(dtype, n, k, std::move(packed), std::move(bias));
 }
 
+// Where the tensor lies in the file if that is aligned so, else in a copy.
+Result<std::shared_ptr<const std::byte>> WeightLoader::ShareAligned(const CheckpointTensor& tensor,
+                                                                    size_t alignment) {
+  if (reinterpret_cast<uintptr_t>(tensor.bytes.data()) % alignment == 0) return tensor.Share();
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, memory_.Take(tensor.bytes.size()));
+  std::memcpy(copy.get(), tensor.bytes.data(), tensor.bytes.size());
+  Checkpoint::Release(tensor);
+  return std::shared_ptr<const std::byte>(std::move(copy));
+}
+
 Result<LinearWeights> WeightLoader::MappedMatrix(const std::string& name, int64_t n, int64_t k,
                                                  std::vector<float> bias) {
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor found, checkpoint_.Find(name));
@@ -227,12 +250,7 @@ Result<LinearWeights> WeightLoader::MappedMatrix(const std::string& name, int64_
   }
   std::shared_ptr<const std::byte> packed;
   if (use_ == WeightUse::kLoad) {
-    packed = tensor.Share();
-    if (reinterpret_cast<uintptr_t>(packed.get()) % kCacheLine != 0) {
-      QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, memory_.Take(tensor.bytes.size()));
-      std::memcpy(copy.get(), tensor.bytes.data(), tensor.bytes.size());
-      packed = std::move(copy);
-    }
+    QUIRE_ASSIGN_OR_RETURN(packed, ShareAligned(tensor, kCacheLine));
   }
   return Matrix(name, dtype, n, k, std::move(packed), std::move(bias));
 }
@@ -249,16 +267,12 @@ Result<std::shared_ptr<const std::byte>> WeightLoader::PackSlice(const std::byte
   const auto [n, inputs] = slice.MatrixSize(k);
   QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed,
                          memory_.Take(backend_.packed_linear_bytes(to, n, inputs)));
-  const auto size = static_cast<size_t>(DTypeBytes(from));
-  std::vector<std::byte> turned(slice.transposed ? static_cast<size_t>(n * inputs) * size : 0);
-  for (int64_t i = 0; slice.transposed && i < n; ++i) {
-    for (int64_t j = 0; j < inputs; ++j) {
-      std::memcpy(turned.data() + static_cast<size_t>(i * inputs + j) * size,
-                  rows + static_cast<size_t>(j * n + i) * size, size);
-    }
+  std::vector<std::byte> turned;
+  if (slice.transposed) {
+    turned = Transposed(rows, inputs, n, static_cast<size_t>(DTypeBytes(from)));
+    rows = turned.data();
   }
-  backend_.pack_linear(slice.transposed ? turned.data() : rows, from, n, inputs, to, packed.get(),
-                       runner_);
+  backend_.pack_linear(rows, from, n, inputs, to, packed.get(), runner_);
   return std::shared_ptr<const std::byte>(std::move(packed));
 }
 
@@ -352,11 +366,9 @@ Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64
   RowTable table{.dtype = *tensor.stored->dtype,
                  .data = tensor.Share(),
                  .bytes = static_cast<int64_t>(tensor.bytes.size())};
-  if (use_ == WeightUse::kLoad && !IsAligned(table.data.get(), table.dtype)) {
-    QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, memory_.Take(tensor.bytes.size()));
-    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, table.dtype, copy.get()));
-    table.data = std::move(copy);
-    Checkpoint::Release(tensor);
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(table.data,
+                           ShareAligned(tensor, static_cast<size_t>(DTypeBytes(table.dtype))));
   }
   Record(tensor);
   Count(name, rows * dim);

@@ -128,6 +128,8 @@ class WeightLoader {
   Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
   DType PackedType(DType from) const;
+  Result<std::shared_ptr<const std::byte>> ShareAligned(const CheckpointTensor& tensor,
+                                                        size_t alignment);
   Result<LinearWeights> MappedMatrix(const std::string& name, int64_t n, int64_t k,
                                      std::vector<float> bias);
   LinearWeights Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,

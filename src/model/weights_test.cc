@@ -53,6 +53,15 @@ class WeightsTest : public testing::Test {
     return WeightLoader(*checkpoint_, backend_, *runner_, compute_dtype);
   }
 
+  // What loading q, k and v with their biases notes.
+  std::vector<TensorToWrite> RecordOfParts() {
+    std::vector<TensorToWrite> record;
+    WeightLoader loader = Loader(DType::kBF16);
+    loader.RecordTo(&record);
+    EXPECT_TRUE(loader.Linear(kParts, kInputs, true).ok());
+    return record;
+  }
+
   // The matrix [n][k] behind packed weights, its bias added to each column.
   std::vector<float> Unpack(const LinearWeights& weights) {
     const int64_t n = weights.packed().n;
@@ -186,10 +195,7 @@ TEST_F(WeightsTest, CountsATiedTensorOnce) {
 TEST_F(WeightsTest, ReadsPackedMatrices) {
   const auto tensors = Projections(DType::kBF16, DType::kBF16, DType::kBF16);
   Write(tensors);
-  std::vector<TensorToWrite> record;
-  WeightLoader first = Loader(DType::kBF16);
-  first.RecordTo(&record);
-  ASSERT_TRUE(first.Linear(kParts, kInputs, true).ok());
+  const std::vector<TensorToWrite> record = RecordOfParts();
   ASSERT_EQ(record.size(), 4u);  // three biases and a matrix
   const TensorToWrite matrix = record.back();
   EXPECT_EQ(matrix.name, "q+k+v.packed");
@@ -218,10 +224,7 @@ TEST_F(WeightsTest, ReadsPackedMatrices) {
 TEST_F(WeightsTest, PackedMatricesOutliveTheCheckpoint) {
   const auto tensors = Projections(DType::kBF16, DType::kBF16, DType::kBF16);
   Write(tensors);
-  std::vector<TensorToWrite> record;
-  WeightLoader first = Loader(DType::kBF16);
-  first.RecordTo(&record);
-  ASSERT_TRUE(first.Linear(kParts, kInputs, true).ok());
+  const std::vector<TensorToWrite> record = RecordOfParts();
   const TestFolder packed;
   ASSERT_TRUE(WriteSafetensors(packed.File("model.safetensors"), "test", record).ok());
   checkpoint_ = std::make_unique<Checkpoint>(*Checkpoint::Open(packed.path()));

@@ -53,8 +53,6 @@ def import_gguf(
 def _write_text(path: Path, text: str) -> None:
     with open(path, "x", encoding="utf-8", newline="") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import struct
 
 import numpy as np
@@ -68,5 +67,3 @@ class SafetensorsWriter:
                 return
             if self._bytes_left:
                 raise ValueError(f"{self._file.name}: closed with {self._bytes_left} bytes missing")
-            self._file.flush()
-            os.fsync(self._file.fileno())

@@ -22,10 +22,6 @@ struct BlockTiles {
   DType value_dtype;
   const std::byte* keys[kTilesPerSegment];
   const std::byte* values[kTilesPerSegment];
-
-  ValueTiles value_tiles(const KVLayout& layout) const {
-    return {LoopsOf(value_dtype), value_dtype, layout.v_dim(), layout.v_dim(), values};
-  }
 };
 
 static void PrepareBlockKeys(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
@@ -242,7 +238,7 @@ static void WeighBatch(const AttentionCall& call, const AttentionUnit& unit,
 static void WeighBatchCarefully(const AttentionCall& call, const BlockTiles& block, TileSet tiles,
                                 int64_t segment, const RowBatch& rows, float* o,
                                 WorkerSpace& space) {
-  const ValueTiles values = block.value_tiles(call.layout());
+  const ValueTiles values = WholeTiles(call, block.value_dtype, block.values);
   rows.ForEachGroup([&](int64_t r, int count, int64_t) {
     WeighCarefully(call, *space.tiles, values, space.views + rows.begin + r, segment, tiles,
                    space.scores + r * kScoreStride, count, o + r * call.layout().v_dim(), space);

@@ -150,7 +150,7 @@ static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int
   const int head = static_cast<int>(unit.head_begin + h);
   const std::byte* data[kTilesPerSegment];
   const DType dtype = ValueDType(call, unit);
-  const ValueTiles values = {LoopsOf(dtype), dtype, layout.v_dim(), layout.v_dim(), data};
+  const ValueTiles values = WholeTiles(call, dtype, data);
   const auto weigh = [&](int64_t r, int count, int t, const SegmentTile& tile) {
     data[t] = PrepareValues(call, tile, head, dtype, space, space.node_values);
     const float* const p = scores + (r - begin) * kScoreStride;

@@ -140,6 +140,12 @@ struct ValueTiles {
   const std::byte* const* data;
 };
 
+// All columns of tiles that lie as they do in a page.
+static ValueTiles WholeTiles(const AttentionCall& call, DType dtype, const std::byte* const* data) {
+  const int v_dim = call.layout().v_dim();
+  return {LoopsOf(dtype), dtype, v_dim, v_dim, data};
+}
+
 // What is read later, to be asked for while values are weighed: behind each tile's pointer, from
 // byte `begin` on, `step` bytes per step and vector of outputs.
 struct AheadOfTiles {
