@@ -54,7 +54,9 @@ Shape ReadShape(const JsonValue& request) {
 class AttentionCase : public BenchCase {
  public:
   explicit AttentionCase(const Shape& shape)
-      : shape_(shape), pool_(CreateThreadPool(shape.threads)), backend_(Require(FindBackend(""))) {
+      : shape_(shape),
+        pool_(CreateThreadPool(shape.threads).value()),
+        backend_(Require(FindBackend(""))) {
     const int64_t page_size = DefaultPageSize({.num_qo_heads = shape.heads,
                                                .num_kv_heads = shape.kv_heads,
                                                .qk_head_dim = shape.head_dim,
@@ -162,8 +164,12 @@ class AttentionCase : public BenchCase {
     }
     const int64_t shared_segments = shape_.prefix / kSegmentPositions;
     for (int64_t s = 0; s < shape_.sequences; ++s) {
-      sequences_.push_back({s * shape_.rows, shape_.rows, length - shape_.rows,
-                            &runs_[static_cast<size_t>(s)], 1, shared_segments, nullptr, nullptr});
+      sequences_.push_back({.first_row = s * shape_.rows,
+                            .row_count = shape_.rows,
+                            .base = length - shape_.rows,
+                            .runs = &runs_[static_cast<size_t>(s)],
+                            .run_count = 1,
+                            .private_segment = shared_segments});
       if (shape_.tree) sequences_.back().tree = &trees_[static_cast<size_t>(s)];
     }
     if (shared_segments > 0) shared_.push_back({0, shape_.sequences, 0, shared_segments});

@@ -21,6 +21,7 @@ GROUPS = {
     "i": "Latent attention (MLA)",
     "j": "Beside TVM's own cache",
     "k": "Speculative decoding",
+    "l": "Growth",
 }
 
 HEADS = 32
@@ -42,7 +43,8 @@ class Side:
 @dataclasses.dataclass(frozen=True)
 class Goal:
     """`against` a side: Quire at least so many times as fast (as small); "bound": at least this
-    part of it, where memory is fast `in_fast_memory`; "limit": at most so many seconds. `side`: who
+    part of it, where memory is fast `in_fast_memory`; "limit": at most so many seconds; "most": at
+    most so much. `side`: who
     should be faster, if not Quire itself."""
 
     against: str
@@ -69,7 +71,7 @@ class Metric:
     seconds, "GB/s" `bytes`."""
 
     name: str = "call"
-    unit: Literal["ms", "us", "tokens", "s", "MiB", "GB/s", "forwards"] = "ms"
+    unit: Literal["ms", "us", "tokens", "s", "MiB", "GB/s", "forwards", "times"] = "ms"
     tokens: int = 1
     bytes: int = 0
     work: Work = Work()
@@ -445,8 +447,8 @@ def _tvm_cases(cache_bytes: int, threads: int) -> list[Case]:
 
 # ---- (c): planning
 
-# Microseconds of TVM 0.27's cache on an EPYC of the Zen 4 generation (the project's specification
-# of performance): BeginForward, the same over forked children, fork at the end and in the middle,
+# Microseconds of TVM 0.27's cache on an EPYC of the Zen 4 generation:
+# BeginForward, the same over forked children, fork at the end and in the middle,
 # pop, remove, EndForward. Quoted, not measured beside Quire.
 _TVM = {
     (32, 4096): (91, 69, 5.3, 2.4, 0.4, 0.4, 0.4),
@@ -790,6 +792,52 @@ def _speculation_cases() -> list[Case]:
     ]
 
 
+# ---- (l): growth
+
+
+def _growth_case(
+    work: str, rope: str, page_size: int, steps: int, threads: int, *, quick: bool
+) -> Case:
+    """A life of `steps` steps: what one costs at its beginning and at its end."""
+    request = {
+        "kind": "growth",
+        "work": work,
+        "rope": rope,
+        "page_size": page_size,
+        "steps": steps,
+        "threads": threads,
+    }
+    return Case(
+        name=f"growth/{work}/{rope}/page{page_size}/{steps}",
+        group="l",
+        sides=(Side("Quire", "quire", request),),
+        metrics=(
+            Metric("begin", "us"),
+            Metric("end", "us"),
+            Metric("ratio", "times", goals=(Goal("most", 1.2),)),
+            Metric("memory", "MiB"),
+        ),
+        quick=quick,
+        long=not quick,
+    )
+
+
+def _growth_cases(threads: int) -> list[Case]:
+    cases = []
+    for quick, streams, retained, removals in (
+        (True, 20_000, 5_000, 2_000),
+        (False, 1_000_000, 100_000, 10_000),
+    ):
+        cases += [
+            _growth_case("stream", rope, page_size, streams, threads, quick=quick)
+            for rope in ("inline", "normal")
+            for page_size in (1, 16, 256)
+        ]
+        cases.append(_growth_case("retained", "normal", 16, retained, threads, quick=quick))
+        cases.append(_growth_case("removals", "normal", 16, removals, threads, quick=quick))
+    return cases
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -847,4 +895,5 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += [_tier_case(models.describe(name)) for name in models.NAMES]
     cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)
     cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
+    cases += _growth_cases(threads)
     return sorted(cases, key=lambda case: case.group)

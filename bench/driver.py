@@ -41,6 +41,7 @@ from workers import (
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "bench"
+RESULTS = HERE / "results"
 _QUICK_SECONDS = 600
 # When a quick run begins no case any more. What is then under way ends with its time.
 _QUICK_LAST_BEGIN = 480
@@ -56,6 +57,9 @@ _TIMED_WORKERS = ("quire", "vllm-kernel", "tvm-cache")
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
+    if options.results:
+        print("\n".join(report.all_lines(RESULTS)))
+        return 0
     machine = Machine(options.threads)
     selected = select(options, machine)
     if options.list:
@@ -115,7 +119,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/bench/DATE.json")
     parser.add_argument(
-        "--update-docs", action="store_true", help="put the rows into docs/benchmarks.md"
+        "--update-docs",
+        action="store_true",
+        help="record the rows in bench/results and show them in docs/benchmarks.md",
+    )
+    parser.add_argument(
+        "--results", action="store_true", help="print the newest recorded rows and end"
     )
     options = parser.parse_args(arguments)
     short = options.quick or options.smoke
@@ -125,7 +134,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads are at least 1")
     if options.smoke and options.update_docs:
-        parser.error("figures of --smoke mean nothing: they do not go into the page")
+        parser.error("figures of --smoke mean nothing: they are not recorded")
     return options
 
 
@@ -641,10 +650,19 @@ class Run:
         self._json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"results: {self._json}")
         if self._options.update_docs:
-            page = ROOT / "docs" / "benchmarks.md"
-            date = self._date.strftime("%Y-%m-%d")
-            report.update(page, self._machine.title(), self._rows, date)
-            print(f"tables: {page}")
+            self._record()
+
+    def _record(self) -> None:
+        date, commit = self._date.strftime("%Y-%m-%d"), _commit()
+        rows = [
+            report.Recorded(row, group, date, commit)
+            for group, group_rows in self._rows.items()
+            for row in group_rows
+        ]
+        report.record(RESULTS, self._machine.title(), rows)
+        page = ROOT / "docs" / "benchmarks.md"
+        report.update(page, RESULTS)
+        print(f"recorded: {report.results_file(RESULTS, self._machine.title())}; table: {page}")
 
 
 def _commit() -> str:

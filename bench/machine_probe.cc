@@ -173,8 +173,8 @@ double PeakRate(const Peak& peak, ParallelRunner& runner) {
 
 MachineProbe::MachineProbe(int threads, size_t bytes)
     : memory_(Require(HostMemory::Allocate(bytes))),
-      one_(CreateThreadPool(1)),
-      all_(CreateThreadPool(threads)) {
+      one_(CreateThreadPool(1).value()),
+      all_(CreateThreadPool(threads).value()) {
   // Unwritten pages are all the same one, which stays in the cache.
   std::memset(memory_.data(), 1, memory_.size());
 }

@@ -32,9 +32,10 @@ class PlanCase : public BenchCase {
     options.token_capacity = sequences * (length + 8 * kPageSize);
     options.prefill_chunk_size = std::max(kFillTokens, sequences);
     options.page_size = kPageSize;
-    options.runner = CreateThreadPool(threads);
+    options.runner = CreateThreadPool(threads).value();
     cache_ = Require(AttentionKVCache::Create(options));
     values_.resize(static_cast<size_t>(options.prefill_chunk_size * kValueDim));
+    outputs_.resize(values_.size());
     std::iota(ids_.begin(), ids_.end(), 0);
     for (int64_t id : ids_) Require(cache_->AddSequence(id));
     const int64_t chunk = std::max<int64_t>(1, kFillTokens / sequences);
@@ -75,8 +76,9 @@ class PlanCase : public BenchCase {
   void RunLayer(int64_t rows) {
     const TensorView k(values_.data(), DType::kF32, {rows, 1, kKeyDim});
     const TensorView v(values_.data(), DType::kF32, {rows, 1, kValueDim});
+    const TensorView o(outputs_.data(), DType::kF32, {rows, 1, kValueDim});
     Require(cache_->Append(0, k, v));
-    Require(cache_->Attend(0, k, v, nullptr, 1));
+    Require(cache_->Attend(0, k, o, nullptr, 1));
   }
 
   void Forward(int64_t tokens) {
@@ -137,6 +139,7 @@ class PlanCase : public BenchCase {
   std::vector<int64_t> ids_;
   std::unique_ptr<AttentionKVCache> cache_;
   std::vector<float> values_;
+  std::vector<float> outputs_;
   RandomSequence random_{11};
   nlohmann::json samples_;
 };

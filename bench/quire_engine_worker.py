@@ -23,7 +23,7 @@ def load(
     engine.wait_for_store()
 
     def generate(prompts: list[generation.Prompt], count: int) -> None:
-        engine.generate(prompts, max_tokens=count, ignore_eos=True)
+        engine.generate(prompts, max_tokens=count, ignore_eos=True, greedy=True)
 
     version = f"Quire {quire.__version__} ({engine.info.kernel_path})"
     return generation.Engine(

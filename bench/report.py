@@ -1,21 +1,49 @@
-"""Rows as text: lines for the terminal, and the tables of docs/benchmarks.md."""
+"""Rows as text, the files of bench/results, and the tables of docs/benchmarks.md.
+
+bench/results has a JSON file per machine: {"machine": its title, "rows": [row, ...]}, oldest first.
+A row is a measure.Row with its group, the date of the run and the commit (None where unknown).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from cases import GROUPS
-from measure import Row
+from measure import Comparison, Outcome, Row
 
 BEGIN = "<!-- results: written by bench/bench --update-docs -->"
 END = "<!-- end of results -->"
 _HEADER = "| case | Quire | peers: figure, Quire times as fast (rounds) | of bound | goals | date |"
 _RULE = "| --- | --- | --- | --- | --- | --- |"
-_UNITS = {"tokens": "t/s", "us": "µs"}
-
-# Machine -> group title -> case -> table line.
-Tables = dict[str, dict[str, dict[str, str]]]
+_UNITS = {"tokens": "t/s", "us": "µs", "times": "×"}
+# The rows that the page shows, one or two of every group.
+HEADLINES = (
+    "decode/bf16/gqa4/8x4096",
+    "decode/f32/gqa4/8x4096",
+    "decode/i8/gqa4/8x4096",
+    "shared/bf16/gqa4/8x(4096+256)",
+    "prefill/bf16/gqa4/512+4096",
+    "plan/256x4096: begin_step",
+    "model/110m/prefill/512",
+    "model/110m/generate/1x0",
+    "model/110m/generate/16x0",
+    "model/110m/first_token/1024+16",
+    "model/1b/prefill/512",
+    "model/1b/generate/1x0",
+    "model/1b/generate/16x0",
+    "start/embedded/4096: start",
+    "chunks/1.1b/ram: get",
+    "chunks/1.1b/disk: get",
+    "tier/110m/first_token/4096",
+    "tree/bf16/gqa4/8x(4096+4)",
+    "latent/bf16/16h/8x4096",
+    "tvm/plan/32x4096: begin_step",
+    "speculate/embedded/records",
+)
 
 
 def number(value: float) -> str:
@@ -78,44 +106,86 @@ def table_line(row: Row, date: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+# ---- bench/results
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A row of an earlier run."""
+
+    row: Row
+    group: str  # a key of GROUPS
+    date: str  # YYYY-MM-DD
+    commit: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"group": self.group, "date": self.date, "commit": self.commit} | dataclasses.asdict(
+            self.row
+        )
+
+    @staticmethod
+    def of(entry: dict[str, Any]) -> Recorded:
+        fields = {field.name: entry[field.name] for field in dataclasses.fields(Row)}
+        fields["comparisons"] = [Comparison(**each) for each in entry["comparisons"]]
+        fields["outcomes"] = [Outcome(**each) for each in entry["outcomes"]]
+        return Recorded(Row(**fields), entry["group"], entry["date"], entry["commit"])
+
+
+def results_file(folder: Path, machine: str) -> Path:
+    return folder / (re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-") + ".json")
+
+
+def record(folder: Path, machine: str, new: list[Recorded]) -> None:
+    """Appends the rows to the machine's file, a line each."""
+    path = results_file(folder, machine)
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows += [recorded.as_json() for recorded in new]
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    text = f'{{"machine": {json.dumps(machine)}, "rows": [\n{lines}\n]}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def newest(folder: Path) -> dict[str, dict[str, Recorded]]:
+    """Machine -> label -> the last row recorded for it. Machines with the newest rows come first."""
+    machines: dict[str, dict[str, Recorded]] = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Recorded.of(entry) for entry in content["rows"]]
+        machines[content["machine"]] = {label(each.row): each for each in rows}
+    return dict(
+        sorted(
+            machines.items(),
+            key=lambda item: max(each.date for each in item[1].values()),
+            reverse=True,
+        )
+    )
+
+
+def all_lines(folder: Path) -> list[str]:
+    """Every case's newest row as text, by machine and group: what bench/bench --results prints."""
+    text = []
+    for machine, rows in newest(folder).items():
+        text.append(f"# {machine}")
+        for group, title in GROUPS.items():
+            lines = [f"{line(r.row)} | {r.date}" for r in rows.values() if r.group == group]
+            text += [f"## {title}", *lines] if lines else []
+    return text
+
+
 # ---- docs/benchmarks.md
 
 
-def update(page: Path, machine: str, group_rows: dict[str, list[Row]], date: str) -> None:
-    """Puts the rows into the page's tables, each in the place of the row of its case that was
-    measured on the same machine before; the others stay."""
-    text = page.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    written, after = rest.split(END)
-    tables = parse(written)
-    groups = tables.setdefault(machine, {})
-    for group, new in group_rows.items():
-        lines = groups.setdefault(GROUPS[group], {})
-        lines |= {label(row): table_line(row, date) for row in new}
-    page.write_text(f"{before}{BEGIN}\n{render(tables)}\n{END}{after}", encoding="utf-8")
+def update(page: Path, folder: Path) -> None:
+    """Writes the newest headline rows of every machine into the page."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{render(newest(folder))}\n{END}{after}", encoding="utf-8")
 
 
-def parse(written: str) -> Tables:
-    tables: Tables = {}
-    machine = group = ""
-    for text in written.splitlines():
-        if match := re.match(r"(##|###) (.*)", text):
-            if match[1] == "##":
-                machine = match[2]
-                tables[machine] = {}
-            else:
-                group = match[2]
-                tables[machine][group] = {}
-        elif text.startswith("| ") and text not in (_HEADER, _RULE):
-            tables[machine][group][text.split(" | ")[0].removeprefix("| ")] = text
-    return tables
-
-
-def render(tables: Tables) -> str:
+def render(machines: dict[str, dict[str, Recorded]]) -> str:
     parts = []
-    for machine, groups in tables.items():
-        parts.append(f"\n## {machine}\n")
-        for title in GROUPS.values():
-            if groups.get(title):
-                parts += [f"### {title}\n", _HEADER, _RULE, *groups[title].values(), ""]
-    return "\n".join(parts)
+    for machine, rows in machines.items():
+        shown = [rows[name] for name in HEADLINES if name in rows]
+        lines = [table_line(each.row, each.date) for each in shown]
+        parts.append("\n".join([f"\n### {machine}\n", _HEADER, _RULE, *lines]))
+    return "\n".join(parts) + "\n"

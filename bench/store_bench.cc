@@ -48,7 +48,7 @@ ChunkSet MakeChunks(const JsonValue& request) {
     set.tokens.push_back(static_cast<int32_t>(random.Below(32000)));
   }
   const KeySpace keys(Require(set.passport.Fingerprint()), "");
-  set.keys = keys.Chain(set.tokens, block);
+  set.keys = keys.Chain(set.tokens, block).value();
   std::vector<SectionSpec> sections;
   for (int64_t i = 0; i < layers; ++i) {
     for (const SectionKind kind : {SectionKind::kKey, SectionKind::kValue}) {
@@ -69,7 +69,7 @@ ChunkSet MakeChunks(const JsonValue& request) {
     ChunkWriter writer = Require(ChunkWriter::Create(
         fields, sections, {.alignment = 4096, .limits = ChunkLimits::Of(set.passport)}));
     for (size_t s = 0; s < sections.size(); ++s) {
-      const std::span<std::byte> bytes = writer.section(static_cast<int64_t>(s));
+      const std::span<std::byte> bytes = writer.section(static_cast<int64_t>(s)).value();
       for (size_t at = 0; at + sizeof(uint64_t) <= bytes.size(); at += sizeof(uint64_t)) {
         const uint64_t word = random.Bits();
         std::memcpy(bytes.data() + at, &word, sizeof(word));
@@ -126,7 +126,7 @@ class TierPlace final : public ChunkPlace {
     const KeySpace keys = KeysOf(set);
     const auto fetch = Require(store_->Fetch({.keys = &keys,
                                               .tokens = set.tokens,
-                                              .block_tokens = set.passport.block_tokens,
+                                              .chunk_tokens = set.passport.block_tokens,
                                               .deadline_ns = kNeverNs}));
     fetch->Wait(kNeverNs);
     Check(fetch->ready() == set.size(),

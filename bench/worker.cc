@@ -2,7 +2,8 @@
 // input, one a line as the answer:
 //   {"do": "info"}                                            what is measured here
 //   {"do": "probe", "threads", "bytes", "repetitions", "single"}   the machine's bounds, now
-//   {"do": "prepare", "key", "kind": "attention" | "plan" | "chunks", ...}    makes a case
+//   {"do": "prepare", "key", "kind": "attention" | "plan" | "growth" | "chunks", ...}    makes a
+//   case
 //   {"do": "run", "key", "seconds", "min_calls"}              {"samples": {name: [seconds...]}}
 //   {"do": "drop", "key"}
 // A request that cannot be met ends the process with the reason on standard error.
@@ -60,6 +61,8 @@ class Worker {
       cases_[key] = MakeAttentionCase(request);
     } else if (kind == "plan") {
       cases_[key] = MakePlanCase(request);
+    } else if (kind == "growth") {
+      cases_[key] = MakeGrowthCase(request);
     } else if (kind == "chunks") {
       cases_[key] = MakeChunkCase(request);
     } else {

@@ -6,7 +6,8 @@ include(CMakePackageConfigHelpers)
 # -ffp-contract=off is part of the promise of exactness (docs/exactness.md): an fma is one only where it is written.
 function(quire_compile_options target)
   target_compile_features(${target} PUBLIC cxx_std_20)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wswitch-enum -Werror
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wswitch-enum
+                                           $<$<BOOL:${QUIRE_WERROR}>:-Werror>
                                            -ffp-contract=off -fno-math-errno
     # GCC 12 reports overlapping copies inside operator+(const char*, std::string&&), which are none (its bug 105651).
     $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>)
@@ -19,7 +20,7 @@ function(quire_compile_options target)
   endif()
 endfunction()
 
-# quire_layer(NAME [FUZZED] SOURCES... DEPENDS layers...): the object library of one folder of src. FUZZED: fuzz targets are
+# quire_layer(NAME [FUZZED] SOURCES... DEPENDS layers...): the object library of one folder of src; src/kv/pages is kv_pages. FUZZED: fuzz targets are
 # guided by which of its code they reach.
 function(quire_layer name)
   cmake_parse_arguments(ARG "FUZZED" "" "SOURCES;DEPENDS" ${ARGN})
@@ -33,7 +34,17 @@ function(quire_layer name)
   foreach(layer ${ARG_DEPENDS})
     target_link_libraries(quire_${name} PUBLIC quire_${layer})
   endforeach()
+  if(QUIRE_UNITY)
+    # 0: the whole folder. Its sources are written so that their local names differ.
+    set_target_properties(quire_${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
+  endif()
   set_property(GLOBAL APPEND PROPERTY QUIRE_LAYERS quire_${name})
+endfunction()
+
+# quire_layer_libraries(NAME libraries...): what the folder links, and with it whoever links Quire.
+function(quire_layer_libraries name)
+  target_link_libraries(quire_${name} PRIVATE ${ARGN})
+  set_property(GLOBAL APPEND PROPERTY QUIRE_LIBRARIES ${ARGN})
 endfunction()
 
 # What tests are made of. Undefined behaviour is looked for in the code under test; the checks in tests' own code would take
@@ -57,13 +68,16 @@ function(quire_test_support name)
   target_link_libraries(${name} PUBLIC ${ARG_DEPENDS} quire GTest::gtest)
 endfunction()
 
-# quire_test(NAME SOURCES... [DEPENDS targets...] [ENVIRONMENT NAME=value...]): one GoogleTest program; cases are registered
-# with ctest one by one.
+# quire_test(NAME [REFUSES_ALLOCATIONS] SOURCES... [DEPENDS targets...] [ENVIRONMENT NAME=value...]): one GoogleTest program;
+# cases are registered with ctest one by one. REFUSES_ALLOCATIONS: its operator new can be made to fail.
 function(quire_test name)
   if(NOT QUIRE_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS;LABELS;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(ARG "REFUSES_ALLOCATIONS" "" "SOURCES;DEPENDS;LABELS;ENVIRONMENT" ${ARGN})
+  if(ARG_REFUSES_ALLOCATIONS)
+    list(APPEND ARG_SOURCES "${PROJECT_SOURCE_DIR}/src/base/testing/replaced_new.cc")
+  endif()
   add_executable(${name} ${ARG_SOURCES})
   quire_test_options(${name})
   # Tests run each line of theirs a few times: a third of their compile time is better saved.
@@ -102,6 +116,18 @@ function(quire_fuzz name)
   add_dependencies(fuzz_targets ${name})
 endfunction()
 
+# include/quire/version.h says what project() says.
+function(quire_check_version_header)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/include/quire/version.h")
+  file(READ "${PROJECT_SOURCE_DIR}/include/quire/version.h" header)
+  foreach(part MAJOR MINOR PATCH)
+    if(NOT header MATCHES "#define QUIRE_VERSION_${part} ${PROJECT_VERSION_${part}}\n")
+      message(FATAL_ERROR "include/quire/version.h: QUIRE_VERSION_${part} is not ${PROJECT_VERSION_${part}}, "
+                          "which project() says; change the header")
+    endif()
+  endforeach()
+endfunction()
+
 function(quire_library_archive)
   get_property(layers GLOBAL PROPERTY QUIRE_LAYERS)
   set(objects)
@@ -114,7 +140,8 @@ function(quire_library_archive)
   target_include_directories(quire PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   target_link_libraries(quire PUBLIC Threads::Threads)
-  target_link_libraries(quire PRIVATE uring::uring hiredis::hiredis OpenSSL::SSL)
+  get_property(libraries GLOBAL PROPERTY QUIRE_LIBRARIES)
+  target_link_libraries(quire PRIVATE ${libraries})
   if(QUIRE_SANITIZE)
     target_link_options(quire PUBLIC -fsanitize=${QUIRE_SANITIZE})
   endif()
@@ -128,6 +155,26 @@ function(quire_library_archive)
   write_basic_package_version_file("${PROJECT_BINARY_DIR}/quireConfigVersion.cmake"
     COMPATIBILITY SameMinorVersion)
   install(FILES "${PROJECT_BINARY_DIR}/quireConfig.cmake" "${PROJECT_BINARY_DIR}/quireConfigVersion.cmake"
-                "${PROJECT_SOURCE_DIR}/cmake/Finduring.cmake" "${PROJECT_SOURCE_DIR}/cmake/Findhiredis.cmake"
+                "${PROJECT_SOURCE_DIR}/cmake/Finduring.cmake"
     DESTINATION ${package_dir})
+  quire_pkg_config_file()
+endfunction()
+
+# quire.pc: libquire is a static archive, so what it needs is private, and `pkg-config --static` names it.
+function(quire_pkg_config_file)
+  set(folder "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig")
+  file(RELATIVE_PATH libdir "${folder}" "${CMAKE_INSTALL_FULL_LIBDIR}")
+  file(RELATIVE_PATH includedir "${folder}" "${CMAKE_INSTALL_FULL_INCLUDEDIR}")
+  set(requires)
+  if(QUIRE_IO_URING)
+    list(APPEND requires liburing)
+  endif()
+  if(QUIRE_REDIS AND QUIRE_TLS)
+    list(APPEND requires "openssl >= 3.0")
+  else()
+    list(APPEND requires "libcrypto >= 3.0")
+  endif()
+  list(JOIN requires ", " requires)
+  configure_file("${PROJECT_SOURCE_DIR}/cmake/quire.pc.in" "${PROJECT_BINARY_DIR}/quire.pc" @ONLY)
+  install(FILES "${PROJECT_BINARY_DIR}/quire.pc" DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 endfunction()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/feature-pairs.md from the random walks of the release build: feature_pairs.py.
 
-Runs all shards of build/release/src/kv/kv_walk_test (about two minutes of CPU) with
+Runs all shards of build/release/src/kv/cache/kv_walk_test (about two minutes of CPU) with
 QUIRE_WALK_PAIRS, adds their counts, and fails where a pair is too rare.
 """
 
@@ -15,20 +15,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "feature-pairs.md"
-PROGRAM = ROOT / "build" / "release" / "src" / "kv" / "kv_walk_test"
+PROGRAM = ROOT / "build" / "release" / "src" / "kv" / "cache" / "kv_walk_test"
 FOLDER = PROGRAM.parent / "walk_pairs"
 SHARDS = 54
-# Issue 6, section 6.
+# The fewest times that a pair must be met.
 OCCURRENCES_MIN = 1000
 
 _INTRODUCTION = """# Pairs of features
 
-Made by `tools/feature_pairs.py` from the random walks of `src/kv/kv_walk_test.cc`; not to be edited.
+Made by `tools/feature_pairs.py` from the random walks of `src/kv/cache/kv_walk_test.cc`; not to be
+edited.
 
-Each walk does the same with the cache and with the naive model `src/kv/kv_model.h` and compares all that can be observed. A
-cell counts how often two features held at once: for one sequence, in one call on one layer whose outputs were compared. `12k`
-are at least 12 000, `2M` at least 2 000 000. No cell may be below {least}; the diagonal is the feature alone. A letter says
-why two features never meet. `src/kv/feature_pairs.cc` has the list, `tests/project/test_feature_pairs.py` looks at this page.
+Each walk does the same with the cache and with the naive model `src/kv/testing/kv_model.h` and
+compares all that can be observed. A cell counts how often two features held at once: for one
+sequence, in one call on one layer whose outputs were compared. `12k` are at least 12 000, `2M` at
+least 2 000 000. No cell may be below {least}; the diagonal is the feature alone. A letter says why two
+features never meet. `src/kv/testing/feature_pairs.cc` has the list,
+`tests/project/test_feature_pairs.py` checks this page.
 """
 
 

@@ -46,9 +46,6 @@ cmake_is_new_enough() {
 # What a header search of the compiler does not find, by the package that has it.
 missing_headers() {
   g++ -E -P -x c++ - <<'CODE'
-#if !__has_include(<gtest/gtest.h>)
-libgtest-dev
-#endif
 #if !__has_include(<nlohmann/json.hpp>)
 nlohmann-json3-dev
 #endif
@@ -58,9 +55,6 @@ libdlpack-dev
 #if !__has_include(<liburing.h>)
 liburing-dev
 #endif
-#if !__has_include(<hiredis/hiredis.h>)
-libhiredis-dev
-#endif
 #if !__has_include(<openssl/ssl.h>)
 libssl-dev
 #endif
@@ -69,7 +63,7 @@ CODE
 
 missing_run_packages() {
   if command -v g++ >/dev/null; then missing_headers; else
-    printf '%s\n' build-essential libgtest-dev nlohmann-json3-dev libdlpack-dev liburing-dev libhiredis-dev libssl-dev
+    printf '%s\n' build-essential nlohmann-json3-dev libdlpack-dev liburing-dev libssl-dev
   fi
   cmake_is_new_enough || echo cmake
   command -v ninja >/dev/null || echo ninja-build
@@ -78,6 +72,8 @@ missing_run_packages() {
 
 missing_test_packages() {
   missing_run_packages
+  [[ -e /usr/include/gtest/gtest.h ]] || echo libgtest-dev
+  [[ -e /usr/include/hiredis/hiredis.h ]] || echo libhiredis-dev  # a client that tests and benchmarks compare with
   command -v clang++-14 >/dev/null || echo clang-14
   command -v clang-format-14 >/dev/null || echo clang-format-14
   compgen -G '/usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' >/dev/null || echo libclang-rt-14-dev
@@ -88,7 +84,12 @@ missing_test_packages() {
   command -v openssl >/dev/null || echo openssl  # certificates for tests of TLS
 }
 
-# install_system run|test
+missing_docs_packages() {
+  missing_run_packages
+  command -v doxygen >/dev/null || echo doxygen
+}
+
+# install_system run|test|docs
 install_system() {
   local packages as_root=()
   mapfile -t packages < <("missing_$1_packages" | sort -u)
@@ -177,6 +178,8 @@ configure() {
 
 RELEASE=(release -DQUIRE_PYTHON=ON "-DPython_EXECUTABLE=$QUIRE_PYTHON")
 configure_release() { configure "${RELEASE[@]}"; }
+# The library alone, in half the time: its sources are compiled a folder at a time (QUIRE_UNITY).
+RUN=(run -DQUIRE_PYTHON=ON "-DPython_EXECUTABLE=$QUIRE_PYTHON")
 
 # build PRESET [targets]
 build() {
@@ -185,18 +188,36 @@ build() {
   (cd "$QUIRE_ROOT" && quietly cmake --build --preset "$preset" ${1:+--target "$@"})
 }
 
+# build_shown PRESET TARGET: with the number of steps that are done, on a terminal in one line.
+build_shown() {
+  local status=0 line end='\n'
+  [[ -t 2 ]] && end='\r'
+  printf '\n$ cmake --build --preset %s --target %s\n' "$1" "$2" >>"$QUIRE_LOG"
+  (cd "$QUIRE_ROOT" && cmake --build --preset "$1" --target "$2" 2>&1) | tee -a "$QUIRE_LOG" | while read -r line; do
+    [[ $line =~ ^\[([0-9]+)/([0-9]+)\] ]] || continue
+    # Where lines stay, every eighth is enough.
+    [[ -t 2 || $((BASH_REMATCH[1] % 8)) -eq 0 || ${BASH_REMATCH[1]} == "${BASH_REMATCH[2]}" ]] || continue
+    printf "quire: building: %s of %s steps$end" "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" >&2
+  done || status=$?
+  [[ -t 2 ]] && printf '\n' >&2
+  [[ $status -eq 0 ]] && return
+  tail -n 60 "$QUIRE_LOG" >&2
+  say "failed ($status): the build; the whole output is in $QUIRE_LOG"
+  return $status
+}
+
 # setup_run: everything up to libquire_ffi.so. Where nothing is to be built, the system's packages are not looked for.
 setup_run() {
   lock_setup
-  if ! requirements_are_installed run || ! is_configured "${RELEASE[@]}"; then
+  if ! requirements_are_installed run || ! is_configured "${RUN[@]}"; then
     install_system run
     install_python run
-    configure_release
+    configure "${RUN[@]}"
   fi
-  if ! ninja -C "$QUIRE_ROOT/build/release" -n quire_ffi 2>/dev/null | grep -q 'no work to do'; then
+  if ! ninja -C "$QUIRE_ROOT/build/run" -n quire_ffi 2>/dev/null | grep -q 'no work to do'; then
     install_system run
     say "building Quire (some minutes the first time)"
-    build release quire_ffi
+    build_shown run quire_ffi
   fi
   unlock_setup
 }

@@ -2,7 +2,7 @@
 """Runs random tests with ever new seeds and keeps the figures: soak.py [--minutes N] [CAPABILITY...].
 
 A capability is some test cases of one program of build/release. Each round runs them with
-QUIRE_SOAK_ROUND one higher (src/base/soak.h), and adds up what they say that they did. It ends at
+QUIRE_SOAK_ROUND one higher (src/base/testing/soak.h), and adds up what they say that they did. It ends at
 the goal, when its minutes are over, or at the first failure, whose round repeats it. What was
 reached goes into docs/reliability.md, one row per capability; what an earlier run of the same
 commit reached counts on.
@@ -44,15 +44,23 @@ class Capability:
 CAPABILITIES = (
     Capability(
         "walks",
-        "src/kv/kv_walk_test",
+        "src/kv/cache/kv_walk_test",
         "*/KVWalk.*",
         "operations",
         30_000_000,
         "R1: the KV cache differs from the naive model, in anything that can be observed",
     ),
     Capability(
+        "wide-walks",
+        "src/kv/cache/kv_walk_test",
+        "*/KVWideWalk.*",
+        "operations",
+        300_000,
+        "R1: the same with wide heads, long pages, large batches and tokens that are not finite",
+    ),
+    Capability(
         "composite-walks",
-        "src/kv/composite_walk_test",
+        "src/kv/composite/composite_walk_test",
         "*",
         "operations",
         1_000_000,
@@ -60,7 +68,7 @@ CAPABILITIES = (
     ),
     Capability(
         "peers",
-        "src/store/wire_session_test",
+        "src/buffers/wire_session_test",
         "HostilePeer.*",
         "sessions",
         1_000_000,
@@ -68,7 +76,7 @@ CAPABILITIES = (
     ),
     Capability(
         "flips",
-        "src/store/disk_tier_fault_test",
+        "src/store/disk/disk_tier_fault_test",
         "*NoFlippedBitIsServed",
         "flips",
         100_000,
@@ -76,7 +84,7 @@ CAPABILITIES = (
     ),
     Capability(
         "kills",
-        "src/store/disk_tier_kill_test",
+        "src/store/disk/disk_tier_kill_test",
         "*AtRandomTimes",
         "kills",
         1_000,
@@ -84,7 +92,7 @@ CAPABILITIES = (
     ),
     Capability(
         "power",
-        "src/store/disk_tier_fault_test",
+        "src/store/disk/disk_tier_fault_test",
         "DiskTierPower.*",
         "cuts",
         20_000,
@@ -92,7 +100,7 @@ CAPABILITIES = (
     ),
     Capability(
         "tiers",
-        "src/store/store_walk_test",
+        "src/store/tiered/store_walk_test",
         "*",
         "moves",
         10_000_000,

@@ -37,7 +37,7 @@ struct AttentionLayerSpec {
   int64_t num_kv_heads = 0;
   int64_t qk_head_dim = 0;
   int64_t v_head_dim = 0;
-  // Of stored keys, and of values unless v_dtype says otherwise: kF32, kF16, kBF16, or kI8 and
+  // The type of stored keys, and of values unless v_dtype is set: kF32, kF16, kBF16, or kI8 and
   // kF8E4M3, which are codes with a scale for each token and head (docs/exactness.md).
   DType dtype = DType::kF32;
   std::optional<DType> v_dtype = std::nullopt;
@@ -47,15 +47,16 @@ struct AttentionLayerSpec {
   // A logit per query head that takes part in the softmax without a value ("attention sink" as a
   // parameter). Empty: none.
   std::vector<float> head_sinks = {};
-  // In place of AttentionKVCacheOptions::rope, whose mode and pairing it has; not kLongRope.
+  // Replaces AttentionKVCacheOptions::rope for this layer, with the same mode and pairing; neither
+  // kDynamic nor kLongRope.
   std::optional<RopeOptions> rope = {};
-  // Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434), absorbed: of a token one
-  // vector [kv_lora_rank + rope part] is kept, which is the key of all query heads, and its first
-  // v_head_dim = kv_lora_rank elements are the value. num_kv_heads is 1, v_head_dim at most
-  // qk_head_dim, v_dtype absent. Whatever the cache's RopeMode, the caller gives the rope part of
-  // keys and queries rotated, by GetQueryPositions(). `rope` (of any mode and pairing), else the
-  // cache's, says how, over qk_head_dim - v_head_dim dimensions: windows with sinks turn queries
-  // back by it. If that is kNone, sinks are scored from where they stand.
+  // Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434), absorbed: each token keeps
+  // one vector [kv_lora_rank + rope part], the key of all query heads; its first v_head_dim =
+  // kv_lora_rank elements are the value. num_kv_heads is 1, v_head_dim at most qk_head_dim, v_dtype
+  // absent. Whatever the cache's RopeMode, the caller gives the rope part of keys and queries
+  // rotated, by GetQueryPositions(). `rope` (of any mode and pairing), else the cache's, tells how,
+  // over qk_head_dim - v_head_dim dimensions: windows with sinks rotate queries back by it. If it
+  // is kNone, sinks are scored at their own positions.
   bool latent = false;
 
   DType value_dtype() const { return v_dtype.value_or(dtype); }
@@ -71,6 +72,10 @@ struct AttentionKVCacheOptions {
   int64_t page_size = 0;  // tokens; 0 = per group, see DefaultPageSize. Multiples of 16 are fastest
   int64_t max_tree_size = 256;  // uncommitted nodes of one sequence (BeginTreeForward). They lie in
                                 // pages of their own; those of the deepest path are kept free
+  // Tokens that PopN can take back under windows: pages are kept until they are hidden also from a
+  // query that many tokens before the end. At most max_pop + page_size - 1 more tokens of a
+  // sequence are held for it in each group with a window.
+  int64_t max_pop = 16;
   RopeOptions rope;
   std::string kernel_path;  // "" = the best of this CPU, else a name from KernelPaths()
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
@@ -79,6 +84,11 @@ struct AttentionKVCacheOptions {
   // a forward ends, the sinks and the last window - sinks tokens, and a row sees that and all new
   // tokens up to its own: one more than the window in decode. Forks begin without a window.
   bool tvm_window_span = false;
+  // EndForward stores zeros for the forward's new tokens in every layer that has not stored any, so
+  // a forward may run some of the layers alone. Later forwards may run the others: attention then
+  // sees those zeros as keys and values. False: EndForward is BadState until every layer has run.
+  // Recurrent layers beside it (CompositeState) must all run: their states have no such option.
+  bool allow_skipped_layers = false;
 };
 
 // The smallest power of two of at least 16 tokens with at least 48 KiB per layer, at most 256: runs
@@ -103,10 +113,10 @@ struct PageCounts {
 };
 
 // Stored keys and values of consecutive tokens of one layer, contiguous, of the layer's dtypes.
-// Those that are quantised are codes, with their scales beside them: value = code * scale.
+// Quantised ones are codes, with their scales beside them: value = code * scale.
 struct LayerKV {
   TensorView k;          // [n, Hkv, D]
-  TensorView v{};        // [n, Hkv, Dv]; of latent layers not read
+  TensorView v{};        // [n, Hkv, Dv]; not read for latent layers
   TensorView k_scale{};  // float32 [n, Hkv]; not read where keys are not quantised
   TensorView v_scale{};
 };
@@ -117,12 +127,12 @@ class LayerSource {
  public:
   virtual ~LayerSource() = default;
   // Waits, for as long as the source sees fit, until the layer's tokens are there and verified, and
-  // gives them in blocks, one behind the other. They stay as they are until the next call or until
+  // gives them in blocks, one after the other. They stay as they are until the next call or until
   // the forward has ended. Called on the thread of the attention call, once per layer; it must make
   // no call on the cache. An error becomes the attention call's.
   virtual Result<std::span<const LayerKV>> Load(int64_t layer) = 0;
-  // The same of a RecurrentCache's layer: its state behind the tokens, as DebugGet writes it. The
-  // default: BadState, it has none.
+  // The same for a layer of a RecurrentCache: its state after the tokens, as DebugGet writes it.
+  // The default is BadState: the source has no states.
   virtual Result<TensorView> LoadState(int64_t layer);
 };
 
@@ -131,7 +141,7 @@ struct LayerLoad {
   int64_t seq_id = 0;
   int64_t tokens = 0;
   LayerSource* source = nullptr;  // lives until the forward has ended
-  // It leaves out what no token behind them sees, as ImportVisibleKV without windows does.
+  // The source leaves out what no later token sees, as ImportVisibleKV without windows does.
   bool only_visible = false;
 };
 
@@ -148,8 +158,8 @@ struct TokenRange {
 struct SequenceWindows {
   int64_t window = 0;  // of EnableSlidingWindowForSeq, sinks included
   int64_t sinks = 0;
-  int64_t lost = 0;  // hidden behind the sinks for good, whatever the window says
-  int64_t slid = 0;  // hidden behind the sinks from a next query, as of the last forward; >= lost
+  int64_t lost = 0;  // hidden after the sinks for good, whatever the window says
+  int64_t slid = 0;  // hidden after the sinks from a next query, as of the last forward; >= lost
   int64_t span = 0;  // the window of AttentionKVCacheOptions::tvm_window_span and its sinks
   int64_t span_sinks = 0;
 
@@ -160,11 +170,11 @@ struct SequenceWindows {
 // the window `layer_window` (0 = none), by what had slid in its last forward.
 TokenRange HiddenTokens(const SequenceWindows& windows, int64_t layer_window, int64_t length);
 
-// Tokens of which windows may hide some at the end of the import: these may be left out.
+// Tokens to import. Rows that every window hides once the import is complete may be left out.
 struct KVImport {
   std::span<const KVBlock> blocks{};
   std::span<const int64_t> tokens{};  // [block]: positions that it stands for
-  // Of the sequence then; an empty sequence only may get any.
+  // Windows of the sequence after the import; only an empty sequence may get any.
   SequenceWindows windows{};
 };
 
@@ -185,12 +195,15 @@ class AttentionKVCache : public KVState {
 
   // ---- Windows of sequences. From the next forward on a query at position p sees the first
   // `sinks` positions and the last window - sinks, (p - (window - sinks), p]: `window` counts the
-  // sinks. Positions are absolute for ever, lengths, fork positions and ranges count them. With
+  // sinks. Positions are always absolute; lengths, fork positions and ranges count them. With
   // RopeMode kNormal and kInline, sinks are scored as if they stood right before the rest: with the
   // query rotated to p less what has slid. Forks inherit the window.
   //
-  // What has slid out of every sequence's sight is freed, in whole pages. ForkSequence and PopN are
-  // legal iff all tokens are still held that a query at the new end may see; else BadState.
+  // What has slid out of every sequence's sight is freed, in whole pages, max_pop tokens later.
+  // ForkSequence and PopN are legal iff all tokens are still held that a query at the new end may
+  // see; else BadState. So a sequence can always be popped to max_pop tokens less than it once had,
+  // unless these were lost for good (DisableSlidingWindowForSeq, tvm_window_span) or left out when
+  // the sequence was imported.
   //
   // REQUIRES: 0 <= sinks < window; the sequence has no window, and if one that was switched off has
   // slid, it had as many sinks.
@@ -201,7 +214,7 @@ class AttentionKVCache : public KVState {
   // slid.
   virtual Result<int64_t> HeldTokens(int64_t seq_id) const = 0;
   // What the sequence's window hides from a next query, as of its last forward: the positions
-  // behind its sinks. Empty, and at 0, if nothing has slid.
+  // after its sinks. Empty, and at 0, if nothing has slid.
   virtual Result<TokenRange> SlidRange(int64_t seq_id) const = 0;
 
   virtual Result<SequenceWindows> GetWindows(int64_t seq_id) const = 0;
@@ -210,7 +223,9 @@ class AttentionKVCache : public KVState {
   // query there may see. False for unknown sequences and other positions.
   virtual bool CanFork(int64_t seq_id, int64_t position) const = 0;
 
-  // ---- Counters. Lengths include the tokens of an open forward.
+  // ---- Counters. Lengths include the tokens of an open forward. page_counts() may be called on
+  // any thread at any time, beside a forward and every other call: it gives the counts as of the
+  // last call that has returned.
   virtual bool Empty() const = 0;                    // no sequences
   virtual int64_t GetNumAvailablePages() const = 0;  // free pages, the minimum over groups
   // Sum over sequences; a shared prefix counts once per sequence.
@@ -218,7 +233,7 @@ class AttentionKVCache : public KVState {
   virtual int64_t GetDistinctTokenCount() const = 0;  // a shared prefix counts once
   virtual int64_t sequence_count() const = 0;         // retained ones included
   virtual int64_t retained_sequence_count() const = 0;
-  virtual PageCounts page_counts() const = 0;   // all groups; O(sequences + blocks)
+  virtual PageCounts page_counts() const = 0;   // all groups; O(1)
   virtual int64_t pages_in_use() const = 0;     // all groups
   virtual int64_t pages_allocated() const = 0;  // in use and free, all groups
   virtual bool HasSequence(int64_t seq_id) const = 0;
@@ -243,7 +258,7 @@ class AttentionKVCache : public KVState {
                                      std::span<const int64_t> append_lengths,
                                      std::span<const LayerLoad> loads) = 0;
 
-  // kLongRope: which factors the sequence's positions use. Forks inherit it.
+  // kLongRope and kDynamic: whether the sequence's positions use the long set. Forks inherit it.
   // REQUIRES: the sequence is empty.
   virtual Status SelectLongRope(int64_t seq_id, bool use_long_factors) = 0;
   virtual Result<bool> UsesLongRope(int64_t seq_id) const = 0;
@@ -251,6 +266,8 @@ class AttentionKVCache : public KVState {
   // ---- Attention. FORWARD only; n = new tokens of the forward, in the order of the batch. Tensors
   // are float32 or of the layer's dtype (of its v_dtype, or bfloat16 where that is quantised),
   // contiguous in their last dimension. After a failed call only AbortForward and Clear are legal.
+  // The n rows of an output (o, lse) share no byte with each other, with another output or with an
+  // input other than `mask`: BadArgument. They may lie between the rows of another tensor.
   //
   // `mask`, where there is one, is a further condition among the new tokens: uint8 [sum of n_i^2],
   // contiguous, for each member of the batch a row per new token, with an element for each new
@@ -261,7 +278,7 @@ class AttentionKVCache : public KVState {
   // each row's own.
   // qkv: [m, Hq + 2 Hkv, D] where D == Dv, or [m, Hq D + Hkv D + Hkv Dv].
   // o: [m, Hq, Dv] or [m, Hq Dv].
-  // m >= n; rows behind n are ignored and left unwritten. sm_scale is the whole factor on q.k.
+  // m >= n; rows after n are ignored and left unwritten. sm_scale is the whole factor on q.k.
   virtual Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
                                        double sm_scale, const TensorView* mask = nullptr) = 0;
 
@@ -275,9 +292,9 @@ class AttentionKVCache : public KVState {
                         const TensorView* lse, double sm_scale,
                         const TensorView* mask = nullptr) = 0;
 
-  // Of latent layers, which have no AttentionWithFusedQKV and Append: BadArgument, as these are for
-  // layers that are not latent. Stores kv [m, D] as given; Attend, CrossAttention and
-  // AttentionWithSharedKV then take absorbed queries and give outputs in latent space.
+  // For latent layers alone; AttentionWithFusedQKV and Append are for the others (BadArgument).
+  // Stores kv [m, D] as given; Attend, CrossAttention and AttentionWithSharedKV then take absorbed
+  // queries and give outputs in latent space.
   virtual Status AppendMLAKV(int64_t layer, const TensorView& kv) = 0;
   // AppendMLAKV and Attend. Exact as AttentionWithFusedQKV: new and cached tokens alike are
   // attended to as stored. q_absorbed: [m, Hq, D], o: [m, Hq, Dv].
@@ -292,7 +309,7 @@ class AttentionKVCache : public KVState {
                                        const TensorView& o, const TensorView* lse, double sm_scale,
                                        const TensorView* mask = nullptr) = 0;
 
-  // ---- The pieces, for callers who combine results themselves. They store nothing; with kNormal,
+  // ---- The pieces, for callers that combine results themselves. They store nothing; with kNormal,
   // q and k are given rotated; with kInline they are given unrotated and rotated here. Exact per
   // row: neither batch nor threads nor page size show. Their merge is that of one softmax but for
   // rounding, so where the tokens of a sequence were cut may show in the last bits.
@@ -303,8 +320,8 @@ class AttentionKVCache : public KVState {
   // Causal attention of the new tokens among themselves (in a tree: of a new node to the new nodes
   // on its path and itself), on keys and values as given: rounded nowhere. Heads and dimensions may
   // be other than the layer's, but for the key dimension with kInline, or with kNormal where a
-  // window has slid past sinks that are among the new tokens. Of latent layers this is the form
-  // that is not absorbed, the rope part last in q and k. q: [m, Hq', D'], k: [m, H', D'], v:
+  // window has slid past sinks that are among the new tokens. For latent layers this is the form
+  // that is not absorbed, with the rope part last in q and k. q: [m, Hq', D'], k: [m, H', D'], v:
   // [m, H', Dv'], o: [m, Hq', Dv'], lse: float32 [m, Hq']; Hq' is a multiple of H'.
   virtual Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& o, const TensorView& lse,
@@ -317,7 +334,7 @@ class AttentionKVCache : public KVState {
                                 const TensorView& lse, double sm_scale) = 0;
   // Attention over two disjoint sets of keys becomes that over both, written to o1 and lse1. A set
   // may be empty (lse = -inf): its output is not read, and the other's is kept bit for bit. Legal
-  // at any time.
+  // at any time. The four tensors share no byte.
   // o1, o2: [n, H, D], float32, float16 or bfloat16; lse1, lse2: float32 [n, H].
   virtual Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1,
                                         const TensorView& o2, const TensorView& lse2) = 0;
@@ -330,7 +347,7 @@ class AttentionKVCache : public KVState {
   // chunks.
   // Reads as many tokens of the layer as the tensors have, from position `start` on; BadArgument
   // for tokens that are no longer held. Legal in FORWARD too; tokens of the open forward are those
-  // of the layer's Append.
+  // of the layer's Append, BadState before it. The tensors share no memory.
   virtual Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) = 0;
   // Appends the tokens of all blocks, one after the other. Takes pages as a forward does.
   // REQUIRES: IDLE; every layer in every block; the caller answers for keys that are rotated for
@@ -348,8 +365,10 @@ class AttentionKVCache : public KVState {
   // ---- Debugging, of all layers that are not latent or (MLA) of all that are; they must be of
   // equal heads and dims. Layout [those layers, end - start, Hkv, D or Dv], MLA [those layers,
   // end - start, D]; float32 or the layers' dtype unless that is quantised. Keys come out as
-  // stored: rotated with kNormal, codes times their scales.
-  // REQUIRES: 0 <= start < end <= length; all tokens of the range are held in every layer.
+  // stored: rotated with kNormal, codes times their scales. With an uncommitted tree the committed
+  // tokens come first, then the nodes in their order.
+  // REQUIRES: 0 <= start < end <= length; all tokens of the range are held in every layer; those of
+  // the open forward were appended to each (else BadState); k and v share no memory.
   virtual Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
                             const TensorView& v) = 0;
   // Overwrites positions [start, start + n) as stored. Pages that others can see are copied first,

@@ -1,6 +1,6 @@
 // Chunk: the one form in which KV leaves a cache, for RAM tiers, files, Redis and the wire alike. A
 // chunk is the state of up to `block_tokens` consecutive tokens: one section per layer and kind,
-// each with a digest of its own, behind a header with key, fingerprint of the passport and the
+// each with a digest of its own, after a header with key, fingerprint of the passport and the
 // token ids. docs/formats/chunk.md is the byte layout.
 //
 // What is not exactly the chunk that was asked for is a miss: damaged bytes are Corrupt; sound
@@ -57,14 +57,14 @@ class KeySpace {
   bool approximate() const { return approximate_; }
   // The key in front of the first chunk; no chunk has it.
   const ChunkKey& root() const { return root_; }
-  // The chunk of `tokens` behind the prefix `previous` (root() or the key of the chunk before).
+  // The chunk of `tokens` after the prefix `previous` (root() or the key of the chunk before).
   // `extras`: canonical bytes of what else the tokens stand for (images), usually empty.
   ChunkKey Next(const ChunkKey& previous, std::span<const int32_t> tokens,
                 std::string_view extras = {}) const;
   // Keys of the prefix chain over `tokens`, block_tokens at a time; with `tail` also that of a
-  // shorter last chunk. REQUIRES: block_tokens >= 1.
-  std::vector<ChunkKey> Chain(std::span<const int32_t> tokens, int64_t block_tokens,
-                              bool tail = false) const;
+  // shorter last chunk. BadArgument for block_tokens below 1, OutOfMemory.
+  Result<std::vector<ChunkKey>> Chain(std::span<const int32_t> tokens, int64_t block_tokens,
+                                      bool tail = false) const;
   // The chunk of `tokens` wherever it stands (blending).
   ChunkKey Segment(std::span<const int32_t> tokens) const;
 
@@ -126,7 +126,7 @@ struct Passport {
   std::string rope = "none";   // RopePassport()
   std::string quant = "none";  // scheme of quantised KV with its scales
   std::string layout{kLogicalLayout};
-  std::string shard = "canonical";  // all heads and layers; else who wrote which part
+  std::string shard = "canonical";  // all heads and layers; else the writer of this part
   std::string numerics{};  // kernel generation / kernel path / compute dtype; empty = not stated
   int64_t block_tokens = 256;  // of a full chunk
   int64_t first_layer = 0;
@@ -197,12 +197,12 @@ struct ChunkFields {
   uint32_t first_position = kNotRotated;  // where keys were rotated for; kNotRotated = they are not
   int64_t created_ms = 0;
   int64_t expires_ms = 0;      // 0 = never
-  Digest context;              // key of the prefix that the KV was computed behind
+  Digest context;              // key of the prefix that the KV was computed after
   uint64_t rope_table_id = 0;  // ShortId of the passport's rope
   uint64_t generation = 0;     // for what is written again under one key; chunks of KV are not: 0
   uint32_t numerics_id = 0;    // ShortId of the passport's numerics, low half
   bool tail = false;           // fewer tokens than block_tokens
-  bool contextual = false;     // keyed by its own tokens, but computed behind others
+  bool contextual = false;     // keyed by its own tokens, but computed after others
   bool approximate = false;    // not equal to what full prefill gives
   std::vector<int32_t> tokens;
 };
@@ -264,8 +264,9 @@ class ChunkWriter {
                                     const ChunkWriteOptions& options = {});
 
   const ChunkHeader& header() const { return header_; }
-  // Where section i is to be written. Uninitialised.
-  std::span<std::byte> section(int64_t index);
+  // Where section i is to be written. Uninitialised. BadArgument for an index out of range, and for
+  // any after Seal.
+  Result<std::span<std::byte>> section(int64_t index);
   // Digests of what was written, header and MAC. The writer is empty then.
   Result<ChunkBuffer> Seal() &&;
 

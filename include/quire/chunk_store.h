@@ -4,11 +4,13 @@
 //   auto store = ChunkStore::Open({.disk = {.directory = "/var/cache/quire"}});
 //   (*store)->AddPassport(passport);
 //   const KeySpace keys(*passport.Fingerprint(), salt);
-//   auto fetch = (*store)->Fetch({.keys = &keys, .tokens = prompt, .block_tokens = 256});
+//   auto fetch = (*store)->Fetch({.keys = &keys, .tokens = prompt, .chunk_tokens = 256});
 //   (*fetch)->Wait(deadline_ns);
 //   for (int64_t i = 0; i < (*fetch)->ready(); ++i) use((*fetch)->chunk(i)->view());
 //   ...
 //   (*store)->Put(keys, std::move(sealed_chunk), {});
+//
+// A key alone names a chunk: it commits to passport, salt and tokens.
 //
 // Never wrong: what comes back is, byte for byte, what was put under that passport, salt and those
 // tokens; whatever is doubtful is a miss. Never in the way: no call but Wait, Flush, Close and the
@@ -42,10 +44,10 @@ std::string_view TierName(TierKind tier);  // "ram", "disk", "redis"
 
 // When a put is acknowledged, and so what it survives.
 enum class Durability : uint8_t {
-  kNone,   // in RAM. Nothing.
-  kAsync,  // in the queue of writes, which has a limit. Nothing more.
-  kOs,     // written and linked into place. The process dies.
-  kSync,   // and synced, file and folder. The machine loses power.
+  kNone,   // when it is in RAM; survives nothing
+  kAsync,  // when it is in the bounded queue of writes; survives nothing
+  kOs,     // when it is written and linked into place; survives the process
+  kSync,   // when file and folder are synced, too; survives power loss
 };
 
 // Under the latter two a put is acknowledged in RAM, which they need; what a tier was written is as
@@ -56,23 +58,36 @@ enum class WritePolicy : uint8_t {
   kBack,       // to disk and Redis when RAM gives the chunk up, and at Flush and Close
 };
 
-// Which chunk goes first when a tier is full; of a prefix chain always the deepest one that nothing
-// hangs on.
+// Which chunk is evicted first when a tier is full; in a prefix chain always the deepest one that
+// no other chunk depends on.
 enum class EvictionKind : uint8_t {
-  kLru,     // longest not used
-  kS3Fifo,  // S3-FIFO: what was used only once goes early, so that one scan cannot empty the tier
+  kLru,     // least recently used
+  kS3Fifo,  // S3-FIFO: what was used only once is evicted early, so that one scan cannot empty the
+            // tier
   kCost,    // least seconds of recompute saved per byte, aged by use
 };
+
+// Chunks of lower priority are evicted first.
+inline constexpr int kPriorityMax = 100;
+inline constexpr int kDefaultPriority = 50;
 
 struct RamTierOptions {
   int64_t bytes_max = 0;  // 0 = no such tier
 };
 
+// What opening a disk tier does with its folder.
+enum class FolderUse : uint8_t {
+  kCreate,    // it is made if absent
+  kExisting,  // NotFound if the folder is not that of a store
+  kLook,      // the same, and nothing in it is changed: puts fail; damaged and expired chunks stay
+};
+
 struct DiskTierOptions {
-  std::string directory = {};  // "" = no such tier; made if absent. Several processes may share it
-  int64_t bytes_max = 0;       // 0 = what is free in the file system when it is opened, but a tenth
+  std::string directory = {};  // "" = no such tier. Several processes may share it
+  FolderUse use = FolderUse::kCreate;
+  int64_t bytes_max = 0;  // 0 = what is free in the file system at opening, less a tenth
   Durability durability = Durability::kOs;
-  bool use_uring = true;  // false, or where the kernel refuses: threads
+  bool use_uring = true;  // false, or where the kernel or the build has none: threads
   int64_t io_timeout_ms = 2000;
 };
 
@@ -84,17 +99,20 @@ struct RedisTierOptions {
   std::string password = {};  // never in messages
   // TLS to all servers, whose certificates an authority in the CA file ("" = of the system's)
   // signed for tls_server_name ("" = each server's own host). Files are PEM; this client's
-  // certificate and key: both or none. Without tls_verify anybody may pose as the server.
+  // certificate and key: both or none. Without tls_verify any machine may pose as the server.
   bool tls = false, tls_verify = true;
   std::string tls_ca_file = {}, tls_cert_file = {}, tls_key_file = {}, tls_server_name = {};
   std::string key_prefix = {};
-  int64_t ttl_ms = 0;  // of what is written; 0 = for ever (as the server's policy has it)
+  int64_t ttl_ms = 0;  // of written keys; 0 = unlimited (the server's policy decides)
   int64_t connect_timeout_ms = 500;
   int64_t io_timeout_ms = 2000;
-  // > 0: a put is acknowledged when WAIT counted so many replicas. What a cluster loses in a
+  // > 0: a put is acknowledged when WAIT counted that number of replicas. What a cluster loses in a
   // failover is lost all the same.
   int64_t replicas = 0;
 };
+
+// Shorter keys can be guessed.
+inline constexpr int64_t kMacKeyBytesMin = 16;
 
 struct ChunkStoreOptions {
   RamTierOptions ram = {};
@@ -103,18 +121,19 @@ struct ChunkStoreOptions {
   WritePolicy write_policy = WritePolicy::kThrough;
   int64_t admit_after = 2;
   EvictionKind eviction = EvictionKind::kLru;
-  bool promote = true;  // what came from a slower tier is kept in the faster ones, too
+  bool promote = true;              // what came from a slower tier is kept in the faster ones, too
+  int priority = kDefaultPriority;  // of what is put without one of its own
   int64_t queue_bytes_max = int64_t{256} << 20;  // of puts that wait to be written
   int64_t fetch_bytes_max = int64_t{1} << 30;    // of fetches under way and not yet given back
-  int64_t pin_timeout_ms = 60'000;               // a pin of somebody who forgot it ends by itself
+  int64_t pin_timeout_ms = 60'000;               // a forgotten pin ends by itself
   // Tampering (not only damage) is found if chunks are signed with this key; a store with a key
-  // takes no chunk without its MAC. Never in messages.
+  // takes no chunk without its MAC. Never in messages. Empty = not signed, else kMacKeyBytesMin.
   std::string mac_key = {};
   int64_t scrub_bytes_per_second = 0;  // reads and verifies what lies on disk; 0 = only when asked
   std::shared_ptr<Clock> clock = nullptr;  // null = MachineTime()
 };
 
-// A sealed chunk in memory, shared by whoever uses it and never changed.
+// A sealed chunk in memory, shared by all its users and never changed.
 class StoredChunk {
  public:
   StoredChunk(ChunkHeader header, ChunkBuffer buffer)
@@ -153,7 +172,7 @@ std::string_view MissReasonName(MissReason reason);
 struct FetchRequest {
   const KeySpace* keys = nullptr;        // REQUIRES: of a passport that was added
   std::span<const int32_t> tokens = {};  // from position 0 on; copied
-  int64_t block_tokens = 0;
+  int64_t chunk_tokens = 0;
   bool tail = false;        // also the shorter last chunk
   int64_t first_chunk = 0;  // chunks before it are not read: the caller has them
   // On the clock's SteadyNs; what is not there by then is a miss. 0 = none but the tiers' own.
@@ -194,9 +213,9 @@ class ChunkFetch {
 // ---- Putting
 
 struct PutOptions {
-  // Seconds that computing the chunk anew would take; 0 = not known, then its tokens count.
+  // Seconds that computing the chunk again would take; 0 = not known, then its tokens count.
   double recompute_seconds = 0;
-  int priority = 50;  // 0 to 100: chunks of lower priority are evicted first
+  std::optional<int> priority = std::nullopt;  // 0 to kPriorityMax; nullopt: the store's
 };
 
 // What became of a put.
@@ -253,9 +272,9 @@ struct TierStatistics {
 };
 
 struct ChunkStoreStatistics {
-  std::array<TierStatistics, kTierCount> tiers{};  // by TierKind
-  int64_t fetches = 0, fetched_tokens = 0;
-  std::array<int64_t, kMissReasonCount> misses{};  // by MissReason
+  std::array<TierStatistics, kTierCount> tiers{};           // by TierKind
+  int64_t fetches = 0, prefetches = 0, fetched_tokens = 0;  // prefetches count as fetches too
+  std::array<int64_t, kMissReasonCount> misses{};           // by MissReason
   int64_t pins = 0, forced_unpins = 0, events_dropped = 0;
 };
 
@@ -278,8 +297,8 @@ class ChunkStore {
   // Brings chunks into RAM (into the fastest tier there is) for a fetch to come.
   virtual Result<std::shared_ptr<ChunkFetch>> Prefetch(const FetchRequest& request) = 0;
 
-  // Of each chunk whether it is new to the store: in no tier and no queue, as far as is known
-  // without asking a disk or a network. Saves the caller an export.
+  // Whether each chunk is new to the store: in no tier and no queue, as far as is known without
+  // asking a disk or a network. Saves the caller an export.
   virtual std::vector<bool> Wanted(const KeySpace& keys, std::span<const ChunkKey> chain) = 0;
   // Takes a sealed chunk of keys' space. BadArgument, Corrupt if it is none, Closed. A tier whose
   // queue is full drops it: counted, and Full in the put's status.
@@ -287,18 +306,29 @@ class ChunkStore {
                                                 const PutOptions& options) = 0;
 
   // Keeps chunks from being evicted until Unpin or pin_timeout_ms. Counted: as many Unpins as Pins.
-  // How many are there and pinned now.
-  virtual int64_t Pin(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
-  virtual void Unpin(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
-  virtual void Touch(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;  // as a use
-  // Time to live from now on; 0 = for ever. Redis too. An expiry in the chunk itself stays.
-  virtual Status SetTtl(const KeySpace& keys, std::span<const ChunkKey> chunks, int64_t ttl_ms) = 0;
+  // How many of them RAM or disk has and keeps now. A pin holds in this process alone, and nothing
+  // of it is written: other processes may evict the chunk from the same folder. Redis has no pins.
+  virtual int64_t Pin(std::span<const ChunkKey> chunks) = 0;
+  virtual int64_t Unpin(std::span<const ChunkKey> chunks) = 0;  // how many pins it ended
+  virtual void Touch(std::span<const ChunkKey> chunks) = 0;     // as a use
+  // Time to live from now on; 0 = for ever. Disk and Redis keep it. An expiry in the chunk itself
+  // stays. How many of them a tier has.
+  virtual Result<int64_t> SetTtl(std::span<const ChunkKey> chunks, int64_t ttl_ms) = 0;
+  // 0 to kPriorityMax. The folder keeps it; other processes learn of it when they open the folder.
+  // Redis has no priorities. How many of them RAM or disk has. What waits to be written is not
+  // changed: Flush first.
+  virtual Result<int64_t> SetPriority(std::span<const ChunkKey> chunks, int priority) = 0;
+  // Holds for this store as long as it is open, and is not written. Chunks go when more are put,
+  // and at CollectGarbage. Nothing for Redis, whose limits are the server's.
   virtual Status SetQuota(const KeySpace& keys, const ChunkQuota& quota) = 0;
 
   // ---- Administration. These wait for the tiers.
+  // Those that were added, and those of which the folder has chunks, which this adds. Redis keeps
+  // no passports.
+  virtual Result<std::vector<Passport>> Passports() = 0;
   // From all tiers and from queues; what is on its way to a fetch reaches it and is kept nowhere.
   // How many were there. What is put meanwhile may stay. Timeout: call again.
-  virtual Result<int64_t> Remove(const KeySpace& keys, std::span<const ChunkKey> chunks) = 0;
+  virtual Result<int64_t> Remove(std::span<const ChunkKey> chunks) = 0;
   // Everything of the key space, in the same way; how many chunks.
   virtual Result<int64_t> Clear(const KeySpace& keys) = 0;
   virtual Result<std::vector<ChunkListing>> List(TierKind tier) = 0;

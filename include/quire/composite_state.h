@@ -45,20 +45,21 @@ class CompositeState : public KVState {
                              std::span<const std::vector<TensorView>> states) = 0;
 
   // As on AttentionKVCache; states come from the same sources when their layers are run, and are
-  // those behind the imported tokens, as by ImportState. OutOfPages without a free slot for each.
+  // those after the imported tokens, as by ImportState. OutOfPages without a free slot for each.
   // REQUIRES: one recurrent part, a RecurrentCache.
   virtual Status BeginLoadingForward(std::span<const int64_t> seq_ids,
                                      std::span<const int64_t> append_lengths,
                                      std::span<const LayerLoad> loads) = 0;
 
-  // Of all parts: states go as layers behind the attention layers (docs/transfer.md). No length has
-  // pending tokens until DisaggCommitRecv, for which the states behind the last one must be there.
+  // Transfers all parts: states go as layers after the attention layers (docs/transfer.md). No
+  // length has pending tokens until DisaggCommitRecv, for which the states after the last one must
+  // be there.
   virtual KVTransfer* transfer() = 0;
   virtual bool HasSequence(int64_t seq_id) const = 0;
   virtual int64_t sequence_count() const = 0;
   virtual Result<int64_t> GetSequenceLength(int64_t seq_id) const = 0;
 
-  // Of all parts.
+  // A digest of all parts.
   virtual uint64_t StateDigest() const = 0;
   virtual Status CheckInvariants() const = 0;
 };

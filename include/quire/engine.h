@@ -37,10 +37,11 @@ enum class DraftKind : uint8_t {
 
 struct Speculation {
   DraftKind draft = DraftKind::kNone;
-  // Most guesses of a step, in [1, kDraftTokensMax]; fewer while few of them are right.
+  // The largest number of guesses per step, in [1, kDraftTokensMax]; it falls while few of them are
+  // right.
   int64_t draft_tokens = 8;
-  // In [1, kBranchesMax]: earlier places that are followed, or of the model the best tokens at each
-  // place.
+  // In [1, kBranchesMax]: the number of earlier places to follow, or of the draft model's best
+  // tokens at each place.
   int64_t branches = 2;
 
   static constexpr int64_t kDraftTokensMax = 255;  // nodes of a tree, but its root
@@ -52,26 +53,29 @@ struct EngineOptions {
   DType dtype = DType::kBF16;                   // see ModelOptions
   std::optional<DType> k_dtype = std::nullopt;  // the same
   std::optional<DType> v_dtype = std::nullopt;
-  int threads = 0;  // 0 = one per core; ignored when runner is given
+  int threads = 0;  // 0 = one per usable core; ignored when runner is given
   std::shared_ptr<ParallelRunner> runner = nullptr;
   std::string kernel_path = {};
-  int64_t page_size = 0;           // 0 = default
-  int64_t prefill_chunk = 512;     // most new tokens of one step
+  int64_t page_size = 0;        // 0 = default
+  int64_t prefill_chunk = 512;  // most new tokens of one step
+  // While samples decode, prompts get what is computed in this time at the measured speed, and at
+  // least 16 tokens of a step: the most that the next tokens of others wait for them.
+  int64_t max_step_ms = 100;
   int64_t max_num_sequences = 64;  // samples that are worked on at a time
   int64_t max_waiting = 65536;     // requests in the queue; they cost the memory of their prompts
   bool prefix_cache = true;        // keep the KV of answers, reuse the longest common prefix
   // Bytes of KV pages; 0 = as much as one sequence of max_position_embeddings, at most a quarter of
-  // the machine's memory.
+  // the machine's memory, and no more than leaves a sixteenth of what is free.
   int64_t kv_bytes = 0;
   // Models with recurrent layers: bytes of states that the prefix cache keeps, beside those of
-  // samples in work; 0 = at most 128 states and an eighth of the machine's memory.
+  // samples in work; 0 = at most 128 states and an eighth of the free memory.
   int64_t state_bytes = 0;
   Speculation speculation = {};  // of requests that do not say
   // A smaller model with the same tokens, for DraftKind::kModel; computed like the other one.
   std::string draft_model_directory = {};
-  // Nodes of token trees in a step, of all samples: guesses, and a root for each sample that has
-  // some. Recurrent layers keep a state for each. 0 = 64 with `speculation` or a draft model, else
-  // none: then no request can speculate.
+  // Nodes of all samples' token trees in a step: guesses, and a root for each sample that has some.
+  // Recurrent layers keep a state for each. 0 = 64 with `speculation` or a draft model, else none:
+  // then no request can speculate.
   int64_t max_tree_nodes = 0;
 };
 
@@ -79,7 +83,9 @@ struct EngineOptions {
 // position) only. Order: penalties, bias, then greedy, or temperature, top_k, top_p, min_p (each on
 // what the one before left). Equal logits: the lower id comes first.
 struct SamplingOptions {
-  int64_t max_tokens = 128;  // >= 1
+  // >= 0. 0: the prompt alone is computed, and its KV kept and stored; its samples end with
+  // kLength.
+  int64_t max_tokens = 128;
   float temperature = 0.0F;  // >= 0; 0 = greedy
   int64_t top_k = 0;         // >= 0; 0 = off
   float top_p = 1.0F;        // in (0, 1]; 1 = off
@@ -98,6 +104,7 @@ struct SamplingOptions {
   // given out only when it is known that they do not.
   std::vector<std::vector<int32_t>> stop = {};
   // Requests with equal salts reuse each other's KV, in every tier; others never do. Any bytes.
+  // Requests that wait come in by turns of their salts.
   std::string cache_salt = {};
   std::optional<Speculation> speculation = {};  // nothing: EngineOptions::speculation
   // Endless text: a token sees the first `sinks` tokens and the last window - sinks, as by
@@ -109,7 +116,7 @@ struct SamplingOptions {
   static constexpr int64_t kEndlessTokensMax = int64_t{1} << 30;  // positions are int32
   static constexpr int64_t kLogprobsMax = 256;                    // 2 KiB per token of the answer
   static constexpr int64_t kStopSequencesMax = 64;                // each is compared at every token
-  static constexpr int64_t kStopTokensMax = 256;       // of one; so many tokens may be held back
+  static constexpr int64_t kStopTokensMax = 256;       // of one; as many tokens may be held back
   static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in
 };
 
@@ -137,7 +144,7 @@ struct StoreUseOptions {
   // Also load what is predicted to be slower to load than to compute.
   bool load_always = false;
   bool write = true;  // put what was computed; false: only look up
-  // Keep the end of a prompt behind its last whole chunk, too: the same prompt finds all of itself.
+  // Keep the end of a prompt after its last whole chunk, too: the same prompt finds all of itself.
   bool tails = true;
   std::string mac_key = {};                // ChunkStoreOptions::mac_key of the store
   std::shared_ptr<Clock> clock = nullptr;  // the store's; null = MachineTime()
@@ -152,48 +159,51 @@ struct StepOutput {
   std::vector<std::vector<TokenLogprob>> logprobs;
   FinishReason finish_reason = FinishReason::kNone;
   std::string error;  // kError
-  // Of the whole request; set with a finish_reason.
+  // The rest is about the whole request, and set with a finish_reason.
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;      // of the prompt, not computed: cached.total()
   int64_t completion_tokens = 0;  // of all samples so far: final with the last sample that finishes
-  // Of the prompt, known to the prefix cache and computed again all the same: the text parts from
-  // the known one where no recurrent state is kept, or where a window has slid past.
+  // Prompt tokens that the prefix cache knew and that were computed all the same: where the text
+  // departs from the known one, no recurrent state is kept, or a window has slid past.
   int64_t recomputed_tokens = 0;
   CachedTokens cached;
-  // Why the first chunk that the store was asked for and did not bring is none; kNone if it brought
-  // all, or was not asked.
+  // The reason for the first chunk that the store was asked for and did not bring; kNone if it
+  // brought all, or was not asked.
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;  // that the store took for the chunks
-  // Of all samples so far: tokens that were guessed, and of these the right ones; forwards that
-  // drew tokens of an answer, counted per sample.
+  // Sums over all samples so far: guessed tokens, the right ones among them, and forwards that drew
+  // tokens of an answer, counted per sample.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
 };
 
 struct EngineStats {
   int64_t pages_total = 0, pages_free = 0, pages_in_use = 0;
-  // Of the prefix cache; their pages are in use and given up when others need them. retained_pages:
-  // those that only retained sequences hold.
+  // What the prefix cache keeps; its pages are in use and given up when others need them.
+  // retained_pages: those that only retained sequences hold.
   int64_t retained_sequences = 0, retained_tokens = 0, retained_pages = 0;
   int64_t waiting = 0, running = 0;  // requests
   int64_t steps = 0, prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0, preemptions = 0;
+  // Tokens of prompts and answers, by steps that ended: how far a long prompt is. What was
+  // preempted counts again, a wrong guess not at all.
+  int64_t computed_tokens = 0;
   int64_t kv_bytes = 0, kv_bytes_per_token = 0, weight_bytes = 0, page_size = 0;
   // Models with recurrent layers: states that there is room for, that are free, and that the prefix
   // cache keeps; the bytes of all; prompt tokens that were known and computed again.
   int64_t states_total = 0, states_free = 0, retained_states = 0, state_bytes = 0;
   int64_t recomputed_tokens = 0;
-  // Of the chunk store: loads that ended, the tokens they brought, why each brought no more, and
-  // the time they took together; chunks that were put, or refused by the store.
+  // What the chunk store did: loads that ended, the tokens they brought, why each brought no more,
+  // and the time they took together; chunks that were put, or refused by the store.
   int64_t loading = 0, loads = 0;                      // requests that wait for it now; ended loads
   std::array<int64_t, kTierCount> loaded_tokens = {};  // by TierKind
   std::array<int64_t, kMissReasonCount> misses = {};   // by MissReason
   double load_seconds = 0;
-  // Of these, loads whose layers a forward computed with while later ones were on their way, and
-  // the time that was computed meanwhile: what the overlap saved, at least.
+  // Those loads whose layers a forward computed with while later ones were on their way, and the
+  // time that was computed meanwhile: what the overlap saved, at least.
   int64_t layer_loads = 0;
   double overlap_seconds = 0;
   int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
-  // As in StepOutput, of all requests, and the time that guessing took. Tokens of answers per
+  // As in StepOutput, over all requests, and the time that guessing took. Tokens of answers per
   // decode_forwards are what speculation saves at most.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
   double draft_seconds = 0;
@@ -213,6 +223,8 @@ struct MemoryPlan {
   int64_t draft_bytes = 0;      // all of the draft model: weights, KV, states, scratch
   int64_t total_bytes = 0;      // weights, KV, states, scratch, draft
   int64_t machine_bytes = 0;    // memory of this machine, or of the control group it runs in
+  int64_t available_bytes = 0;  // of it, free when the plan was made; the plan fits up to this
+  bool kv_shrunk = false;       // kv_bytes was 0, and there are fewer pages so that the plan fits
   int64_t longest_context = 0;  // tokens of prompt and answer of a request of one sample
 };
 
@@ -220,16 +232,22 @@ class Engine {
  public:
   // The sizes of the engine that Create would make. Reads config.json and the headers of the
   // safetensors files; nothing large is allocated or read. Errors are those of Create, but a plan
-  // that is larger than the machine is no error here.
+  // that is larger than the free memory is no error here.
   static Result<MemoryPlan> PlanMemory(const EngineOptions& options);
   // NotFound, Corrupt, BadArgument: the folder or an option, by name and value. OutOfMemory: the
-  // plan is larger than the machine, or the system refused.
+  // plan is larger than the free memory, or the system refused.
   static Result<std::unique_ptr<Engine>> Create(const EngineOptions& options);
   virtual ~Engine() = default;
 
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
 
+  // What Submit says of a request whatever else there is: BadArgument, TooLarge. From any thread at
+  // any time.
+  virtual Status CheckSubmit(std::span<const int32_t> prompt,
+                             const SamplingOptions& options) const = 0;
+  // EngineOptions::max_waiting.
+  virtual int64_t max_waiting() const = 0;
   // Queues a request; its id. With LongRoPE the long factors are used where prompt + max_tokens
   // passes the original length. BadArgument for ids outside the vocabulary, an empty prompt or
   // options out of range; TooLarge if prompt + max_tokens can never fit the cache or the model's
@@ -239,8 +257,8 @@ class Engine {
   // Ends a request; its pages are free when Cancel returns. The next Step reports its unfinished
   // samples with kCancelled. UnknownSequence if it is not there (any more).
   virtual Status Cancel(int64_t request_id) = 0;
-  // Ends one sample behind the first `answer_tokens` tokens that it was given out, for a caller who
-  // finds the end in the text (stop strings). The surplus is popped and not counted: state and
+  // Ends one sample after the first `answer_tokens` tokens that it was given out, for a caller
+  // that finds the end in the text (stop strings). The surplus is popped and not counted: state and
   // usage are as if it had stopped there at once. The next Step reports its end with kStop.
   // UnknownSequence if the sample is not there (any more), BadArgument for more tokens than were
   // given out.
@@ -262,7 +280,7 @@ class Engine {
   // that is. NotFound if there is none; else as quire::SaveSnapshot.
   virtual Result<int64_t> SaveSnapshot(const SnapshotContents& contents,
                                        const std::string& path) = 0;
-  // Requests that begin with the snapshot's tokens start behind them from now on, as long as the
+  // Requests that begin with the snapshot's tokens start after them from now on, as long as the
   // prefix cache keeps them. TooLarge if model or cache cannot hold them; else as
   // quire::LoadSnapshot.
   virtual Result<SnapshotInfo> LoadSnapshot(const Passport& identity, const std::string& path,

@@ -24,13 +24,16 @@ inline constexpr uint8_t kDLPackBool = 6;  // kDLBool, which older headers of DL
 class HostTensor {
  public:
   HostTensor() = default;  // float32, shape [], no bytes: stands for no tensor
-  // REQUIRES: `bytes` holds element_count(shape) * dtype.bytes() bytes, which nobody writes to.
-  HostTensor(ElementType dtype, std::vector<int64_t> shape,
-             std::shared_ptr<const std::byte[]> bytes);
+  // Shares `bytes`, which nobody writes to any more. BadArgument for a negative size, an element
+  // type of no whole bytes, and elements without bytes; TooLarge over 2^62 bytes.
+  // REQUIRES: `bytes` holds the elements of the shape.
+  static Result<HostTensor> Share(ElementType dtype, std::vector<int64_t> shape,
+                                  std::shared_ptr<const std::byte[]> bytes);
 
   // A copy with any strides made contiguous; NaN payloads and -0.0 are kept, any element type of
-  // whole bytes. BadArgument for another device than the CPU, more than one lane, negative sizes,
-  // elements of less than a byte; TooLarge over 2^62 bytes; OutOfMemory.
+  // whole bytes. BadArgument for another device than the CPU, more than one lane, a negative
+  // number of dimensions or size, elements of less than a byte, a null pointer to elements;
+  // TooLarge over 2^62 bytes; OutOfMemory.
   static Result<HostTensor> CopyOf(const DLTensor& tensor);
 
   ElementType dtype() const { return dtype_; }
@@ -41,6 +44,9 @@ class HostTensor {
   const std::shared_ptr<const std::byte[]>& owner() const { return data_; }
 
  private:
+  HostTensor(ElementType dtype, std::vector<int64_t> shape, int64_t element_count,
+             std::shared_ptr<const std::byte[]> bytes);
+
   ElementType dtype_{};
   std::vector<int64_t> shape_{};
   int64_t element_count_ = 0;

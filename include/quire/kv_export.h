@@ -1,7 +1,7 @@
 // KV and recurrent states between caches and chunks, bit for bit. Page size, page order and sharing
 // of the writer's cache do not matter to the reader: chunks have the logical layout.
 //
-// A chunk has, of each layer, what it takes to go on behind its last token: all of its tokens' keys
+// A chunk has, of each layer, what it takes to go on after its last token: all of its tokens' keys
 // and values, of a layer with a window of w the last w - 1, and the states of recurrent layers. So
 // a prefix is made of all its chunks, and each may be the last one.
 //
@@ -61,16 +61,17 @@ Result<Passport> CachePassport(const SequenceStates& states, Passport identity, 
 
 // The chunks of the prefix chain over `tokens`, from position 0 on, with their tokens; times,
 // generation and flags are the caller's. With `tail` also a shorter last one.
+// BadArgument for a passport of blocks below one token, OutOfMemory.
 // REQUIRES: a passport that has a fingerprint, which is that of `keys`.
-std::vector<ChunkFields> ChainFields(const Passport& passport, const KeySpace& keys,
-                                     std::span<const int32_t> tokens, bool tail);
+Result<std::vector<ChunkFields>> ChainFields(const Passport& passport, const KeySpace& keys,
+                                             std::span<const int32_t> tokens, bool tail);
 
-// The one chunk of such a chain that holds `tokens`, from position `start` on, behind the chunk
+// The one chunk of such a chain that holds `tokens`, from position `start` on, after the chunk
 // with the key `previous` (keys.root() if it is the first).
 ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const ChunkKey& previous,
                        int64_t start, std::span<const int32_t> tokens);
 
-// The KV of fields.tokens.size() tokens from position `start` on, and the states behind them.
+// The KV of fields.tokens.size() tokens from position `start` on, and the states after them.
 // BadArgument for a range that the sequence has not, or holds no more; NeedsReplay for a position
 // at which no state is held; UnknownSequence, TooLarge, OutOfMemory.
 Result<ChunkBuffer> ExportChunk(const SequenceStates& states, int64_t seq_id, int64_t start,
@@ -79,12 +80,13 @@ Result<ChunkBuffer> ExportChunk(const SequenceStates& states, int64_t seq_id, in
 // The layer's verified keys and values in a chunk whose tokens are to stand from `position` on:
 // what a token at `end` sees of them, empty tensors if nothing; the other layers need not be there.
 // Views of the chunk's bytes. Corrupt, Incompatible. REQUIRES: `end` > position, and the chunk's
-// end or behind it where the layer has a window.
+// end or after it where the layer has a window.
 Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
                            int64_t position, int64_t end);
 // `count` tokens of it from token `first` on. May throw std::bad_alloc.
 LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count);
-// A RecurrentCache's layer: its verified state behind the chunk's last token.
+// A RecurrentCache's layer: its verified state after the chunk's last token. BadArgument for a
+// layer out of range, Corrupt, Incompatible.
 Result<TensorView> ChunkState(const ChunkView& chunk, const SequenceStates& states, int64_t layer);
 
 // Appends the chunks' tokens to the sequence, which is added if it is absent. What is needed at

@@ -19,8 +19,15 @@ namespace quire {
 //
 // Every call works or returns an error and has changed nothing. Calls that are legal in FORWARD for
 // sequences outside the batch: RemoveSequence, PopN, ForkSequence (of a parent outside the batch).
-// AddSequence and the counters are always legal. Control calls come from one thread at a time; a
-// second one meanwhile gets BadState.
+// AddSequence and the counters are always legal.
+//
+// Threads. Calls that are not const come from one thread at a time; a second one meanwhile gets
+// BadState. Const ones are queries: from any thread at any time, beside each other and beside the
+// other calls, with three exceptions. StateDigest and CheckInvariants must not run beside a layer's
+// call, and of a CompositeState beside none that is not const; what GetQueryPositions gives is
+// valid only as long as its forward is open. A query waits for a call that changes sequences
+// (BeginForward, EndForward, imports, ...) and sees the state before or after it; it does not wait
+// for calls of layers. Between the parts of a CompositeState it may see one that is ahead.
 class KVState {
  public:
   virtual ~KVState() = default;
@@ -54,7 +61,7 @@ class KVState {
 
   // BeginForward of new *nodes* of the sequences' token trees, for drafts with branches. A node is
   // a token that follows its parent: token_tree_parents, one per new node, the sequences' arrays
-  // one behind the other, has the parent's index in its sequence's whole uncommitted tree, or -1
+  // one after the other, has the parent's index in its sequence's whole uncommitted tree, or -1
   // for a node that follows the committed tokens. Nodes are counted from 0 through all forwards
   // since the last commit, in the order in which they were given; a forward adds append_lengths[i]
   // of them.
@@ -65,19 +72,19 @@ class KVState {
   //
   // The tree stays until it is committed or popped. Meanwhile lengths count all nodes; PopN drops
   // the nodes with the highest numbers first, then committed tokens; ForkSequence at or before base
-  // gives a child without a tree, behind it BadState, as are BeginForward and all other calls that
-  // read, write or import tokens at or behind base, or change windows or retention.
+  // gives a child without a tree, after it BadState, as are BeginForward and all other calls that
+  // read, write or import tokens at or after base, or change windows or retention.
   // REQUIRES: as BeginForward; -1 <= parent < the node's own index; at most max_tree_size nodes of
   // a sequence.
   virtual Status BeginTreeForward(std::span<const int64_t> seq_ids,
                                   std::span<const int64_t> append_lengths,
                                   std::span<const int64_t> token_tree_parents) = 0;
 
-  // Of each sequence, in any order, the tokens on the path from the root to node leaf_indices[i]
-  // (which may have children) become committed tokens, and its tree is dropped: the sequence is
-  // what the plain one with these tokens would be. -1 drops all nodes. Takes no pages.
-  // REQUIRES: IDLE; equal sizes; ids known and distinct, each with a tree (else BadState);
-  // -1 <= leaf < nodes of the tree.
+  // In each sequence, in any order, the tokens on the path from the root to node leaf_indices[i]
+  // (which may have children) become committed tokens, and the tree is dropped: the sequence is
+  // what the plain one with these tokens would be. -1 drops all nodes. Takes no pages. REQUIRES:
+  // IDLE; equal sizes; ids known and distinct, each with a tree (else BadState); -1 <= leaf < nodes
+  // of the tree.
   virtual Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
                                               std::span<const int64_t> leaf_indices) = 0;
 

@@ -8,7 +8,7 @@
 //   View, Complete (any thread)     <--bytes--     channel.OnLayerAppended
 //   WaitReceived(map.epoch, n)      <--record-   EndForward: channel.OnForwardEnded
 //   DisaggCommitRecv(map.epoch, n)
-//   forwards of the tokens behind them
+//   forwards of the tokens after them
 //
 // Every outcome is, bit for bit, that of computing the tokens in the receiver.
 #ifndef QUIRE_KV_TRANSFER_H_
@@ -40,7 +40,7 @@ struct ReceiveMap {
 };
 
 // The slots of a map's tokens; -1: not stored. BadArgument for what is no encoding, or of more
-// tokens than count_max.
+// tokens than count_max: a number for each is allocated.
 Result<std::vector<int64_t>> DecodeSlots(std::span<const int64_t> slots, int64_t count_max);
 
 // One layer's tokens on their way to one peer.
@@ -54,7 +54,7 @@ struct SendRange {
   int64_t local_head = 0;   // heads [local_head, local_head + head_count) become those from
   int64_t remote_head = 0;  // remote_head on
   int64_t head_count = 0;
-  std::span<const int64_t> remote_slots;  // [count], none of them -1
+  std::span<const int64_t> remote_slots;  // [count], none of them -1; lives as long as `local`
   int64_t peer = 0;
 };
 
@@ -103,15 +103,16 @@ uint32_t DigestOfHeads(const LayerKV& rows, int64_t first_head, int64_t head_cou
 void CopyHeads(const LayerKV& from, int64_t from_head, const LayerKV& to, int64_t to_head,
                int64_t head_count);
 
-// Obtained from AttentionKVCache::transfer(). Control calls of the cache, one at a time, but for
-// those of "any thread". Errors leave everything as it was.
+// Obtained from AttentionKVCache::transfer(). Calls of the cache as those that are not const, one
+// at a time, GetSendProgress too, but for those of "any thread". Errors leave everything as it was.
 class KVTransfer {
  public:
   virtual ~KVTransfer() = default;
 
   // ---- Receiving. The sequence's length grows by `count` at once; the new tokens are *pending*.
-  // Until they are committed or cancelled: forwards, windows, retention, import, export and Debug*
-  // of the sequence are BadState; ForkSequence works up to the first pending position; PopN works
+  // Until they are committed or cancelled: forwards, windows, SetRetained(.., true), import, and
+  // DebugSet* of the sequence are BadState, as are ExportKV and DebugGet* of pending tokens;
+  // ForkSequence works up to the first pending position; PopN works
   // to at or before it and cancels, as RemoveSequence and Clear do. Pages as for a forward, but
   // that the first pending token opens one of its own. BadState in FORWARD; errors as BeginForward.
   virtual Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) = 0;
@@ -129,7 +130,7 @@ class KVTransfer {
   // the pages. Corrupt: nothing did. The part must not be written meanwhile.
   virtual Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
                           uint32_t digest) = 0;
-  // Nothing more will come; whoever waits learns why.
+  // Nothing more will come; waiting calls learn why.
   virtual Status FailReceive(uint64_t epoch, const Status& why) = 0;
   virtual Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const = 0;
   // Until the first n rows are complete in every layer (ok), a failure was reported (that), the
@@ -141,7 +142,7 @@ class KVTransfer {
   // From the next forward on, tokens at positions begin, begin + 1, ... go to the map's first,
   // second, ... token until the map is full; those that the sequence has already go with the next
   // forward. Replaces the sequence's mark; forks do not inherit it. After PopN, positions that are
-  // computed anew are sent anew.
+  // computed again are sent again.
   //
   // Heads: a sender of rank r with fewer kv heads than the receiver, a of b, gives one map and
   // sends to peer + r / (b / a); one with more, a = f b, gives f maps, and sends heads [j b, (j +

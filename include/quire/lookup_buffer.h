@@ -25,7 +25,7 @@ struct LookupEntry {
   HostTensor roi;     // [T], bool or integers 0 and 1: the tokens that the tensors are of
   TensorBundle tensors;
 
-  // Of tokens, roi and all tensors.
+  // The bytes of tokens, roi and all tensors.
   int64_t bytes() const;
 };
 
@@ -46,8 +46,8 @@ enum class SelectOrder : uint8_t {
 struct LookupBufferOptions {
   int64_t capacity_bytes = 0;
   SelectOrder prefer = SelectOrder::kFifo;
-  // Of an entry that was taken and not handed over (Handover): put it back at its old place (then
-  // it may be handed over twice), or drop it (then perhaps never).
+  // What happens to an entry that was taken and not handed over (Handover): it is put back at its
+  // old place (then it may be handed over twice), or drop it (then perhaps never).
   bool put_back = true;
 };
 

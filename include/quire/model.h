@@ -24,7 +24,8 @@ struct ModelOptions {
   // they enter a product or the cache, sums in float32. Weights stay in the type they have on disk
   // and are widened exactly; with kBF16 float32 weights are rounded once.
   DType dtype = DType::kBF16;
-  // Of stored keys, and of stored values: what AttentionLayerSpec takes. Nothing: dtype.
+  // The types of stored keys and of stored values, as AttentionLayerSpec takes them. Nothing:
+  // dtype.
   std::optional<DType> k_dtype = std::nullopt;
   std::optional<DType> v_dtype = std::nullopt;
   std::string kernel_path;                 // as in AttentionKVCacheOptions
@@ -41,7 +42,8 @@ struct ModelInfo {
   int64_t parameter_count = 0;
   int64_t weight_bytes = 0;  // in memory, mapped or allocated
   std::vector<AttentionLayerSpec> layers;
-  // Of RecurrentCacheOptions, in the order of the model's layers; empty for attention alone.
+  // As RecurrentCacheOptions takes them, in the order of the model's layers; empty for attention
+  // alone.
   std::vector<RecurrentLayerSpec> recurrent_layers = {};
   RopeOptions rope;
 };
@@ -49,7 +51,7 @@ struct ModelInfo {
 // What a model takes, known before it is loaded.
 struct ModelMeasure {
   ModelInfo info;
-  int64_t workspace_bytes = 0;  // of a forward, behind the weights
+  int64_t workspace_bytes = 0;  // of a forward, after the weights
 };
 
 // The caches whose forward a model computes in: one for each kind of layer that it has.

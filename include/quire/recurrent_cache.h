@@ -98,7 +98,8 @@ class RecurrentCache : public RecurrentState {
 
   // ---- FORWARD only; n = new tokens of the forward, in the order of the batch. Tensors are
   // float32, float16 or bfloat16 and contiguous but for the first axis, with m >= n rows; rows
-  // behind n are ignored and left unwritten. A layer that is called again is computed again.
+  // after n are ignored and left unwritten. A layer that is called again is computed again.
+  // Outputs may be in the memory of inputs; rows of an output share no byte with each other.
   // H = num_heads, G = num_key_heads, K = key_dim, V = value_dim.
 
   // S = decay S + k v^T; o = sm_scale S^T q.

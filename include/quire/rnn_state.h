@@ -61,10 +61,12 @@ class RNNState : public RecurrentState {
   virtual const RNNStateOptions& options() const = 0;
 
   // ---- FORWARD only. B = sequences of the batch, in its order. Tensors are of the state's dtype
-  // and contiguous but for the first axis; bytes are copied as they are.
+  // and contiguous but for the first axis; bytes are copied as they are. Rows of `o` share no byte
+  // with each other.
 
   // The states of the batch's sequences before this forward, whatever was Set in it (but see
-  // tvm_rnn_history1).
+  // tvm_rnn_history1). In a tree forward: those of the committed tokens, whatever nodes there are;
+  // GetBefore gives the state before each row.
   // o: [B, *shape].
   virtual Status Get(int64_t layer, int64_t state, const TensorView& o) = 0;
   // The states after this forward; a second call replaces the first. EndForward is BadState until
@@ -73,7 +75,7 @@ class RNNState : public RecurrentState {
   virtual Status Set(int64_t layer, int64_t state, const TensorView& data) = 0;
 
   // The states before tokens of the forward: rows[i] is a new token, counted from the batch's
-  // first. Of a tree's node that is the state behind its parent, or, for a root, that of the
+  // first. For a node of a tree, that is the state after its parent, or, for a root, that of the
   // committed tokens. o: [n, *shape] for n rows. BadState if the token before was not set in this
   // layer and state.
   virtual Status GetBefore(int64_t layer, int64_t state, std::span<const int64_t> rows,

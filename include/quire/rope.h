@@ -23,15 +23,21 @@ enum class RopePairing : uint8_t {
 };
 
 enum class RopeScaling : uint8_t {
-  kNone,     // inv_freq(i) = theta^(-2i / rotary_dim)
-  kLinear,   // divided by factor
-  kDynamic,  // "dynamic NTK" as for a sequence of original_max_position_embeddings * factor tokens,
-             // at every length
-  kLlama3,   // low frequencies divided by factor, a ramp between
-  kLlama4,   // as kLlama3; a step where high_freq_factor == low_freq_factor; interleaved pairs
+  kNone,      // inv_freq(i) = theta^(-2i / rotary_dim)
+  kLinear,    // divided by factor
+  kDynamic,   // "dynamic NTK": theta as it is, or as for a sequence of
+              // original_max_position_embeddings * factor tokens, chosen per sequence
+  kLlama3,    // low frequencies divided by factor, a ramp between
+  kLlama4,    // as kLlama3; a step where high_freq_factor == low_freq_factor; interleaved pairs
   kLongRope,  // per-dimension factors, a long and a short set, chosen per sequence
   kYarn,      // NTK by parts with an attention factor; Peng et al. 2023 (arXiv 2309.00071)
 };
+
+// Whether there are two sets of frequencies, a short and a long one, of which each sequence has one
+// (AttentionKVCache::SelectLongRope): that of kDynamic with the larger theta is the long one.
+inline bool HasLongSet(RopeScaling scaling) {
+  return scaling == RopeScaling::kDynamic || scaling == RopeScaling::kLongRope;
+}
 
 // REQUIRES of each field are checked when a cache is created (BadArgument).
 struct RopeOptions {
@@ -42,7 +48,7 @@ struct RopeOptions {
   double position_scale =
       1.0;  // TVM's rotary_scale: the angle is position * position_scale * inv_freq
   int64_t rotary_dim =
-      0;  // even, at most qk_head_dim; 0 = qk_head_dim. Dimensions behind it are copied
+      0;  // even, at most qk_head_dim; 0 = qk_head_dim. Dimensions after it are copied
   double factor = 1.0;            // linear, dynamic, llama3, llama4, longrope, yarn
   double low_freq_factor = 1.0;   // llama3, llama4
   double high_freq_factor = 4.0;  // llama3, llama4
@@ -57,7 +63,7 @@ struct RopeOptions {
   int64_t original_max_position_embeddings = 0;  // dynamic, llama3, llama4, longrope, yarn
   std::vector<double> short_factors;             // longrope, rotary_dim / 2 entries
   std::vector<double> long_factors;              // longrope, rotary_dim / 2 entries
-  bool use_long_factors = false;                 // longrope: what a new sequence starts with
+  bool use_long_factors = false;  // dynamic, longrope: what a new sequence starts with
 
   bool operator==(const RopeOptions&) const = default;
 };
@@ -69,7 +75,7 @@ struct RopeFrequencies {
   double amplitude = 1.0;
 };
 
-// BadArgument with the field's name. long_factors is read by kLongRope only.
+// BadArgument with the field's name. `long_factors`: the long set, where there are two.
 Result<RopeFrequencies> ComputeRopeFrequencies(const RopeOptions& options, int64_t head_dim,
                                                bool long_factors);
 

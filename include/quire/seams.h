@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <type_traits>
 
 #include "quire/status.h"
 
@@ -25,7 +26,10 @@ class ParallelRunner {
 
   virtual ~ParallelRunner() = default;
   virtual int worker_count() const noexcept = 0;
-  // Returns when all tasks are done. Not reentrant: one Run at a time, from one thread at a time.
+  // Returns when all tasks are done. Each task of one Run is called once, and no two at the same
+  // time with the same `worker`. Objects that share a runner call it from several threads at a
+  // time, and a task may call it: Run must not fail then. Quire's pool lets the second caller do
+  // its tasks alone.
   virtual void Run(int64_t count, Task task, void* context) noexcept = 0;
 
   // Run with a callable `f(int64_t index, int worker)`.
@@ -34,15 +38,22 @@ class ParallelRunner {
     Run(
         count,
         [](void* context, int64_t index, int worker) {
-          (*static_cast<F*>(context))(index, worker);
+          (*static_cast<std::remove_reference_t<F>*>(context))(index, worker);
         },
-        const_cast<void*>(static_cast<const void*>(&f)));
+        const_cast<void*>(static_cast<const void*>(std::addressof(f))));
   }
 };
 
+// More than the cores of any machine: a larger number of threads is a mistake.
+inline constexpr int kThreadCountMax = 1024;
+
 // Quire's own pool of `thread_count` threads, the caller of Run among them. Workers spin briefly
-// for the next Run, then park. 0 = one per core that this process may use.
-std::shared_ptr<ParallelRunner> CreateThreadPool(int thread_count);
+// for the next Run, then park. 0 = one per core that this process may use: affinity, CPU quota. A
+// host that gives fewer threads is no error: worker_count() says how many there are. A Run while
+// another one goes on, or from a task, does all its tasks on the calling thread, as worker 0.
+// BadArgument for a number out of [0, kThreadCountMax], OutOfMemory. Do not destroy it on one of
+// its own threads.
+Result<std::shared_ptr<ParallelRunner>> CreateThreadPool(int thread_count);
 
 // Moves keys and values of marked sequences out of a cache (quire/kv_transfer.h), layer by layer.
 // It is called on the thread of the cache's own call, in which it must make no call on that cache.

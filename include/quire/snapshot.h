@@ -22,6 +22,8 @@ struct SnapshotContents {
   std::vector<int32_t> tokens{};  // all of the sequence, in order
   std::string sampler{};          // opaque to Quire's caches, restored as it was
   int64_t created_ms = 0;
+  // Engine::SaveSnapshot alone: of the requests whose KV it is. Not written.
+  std::string cache_salt{};
 };
 
 // Writes `path` whole or not at all: a temporary file beside it takes its place at the end, synced
@@ -53,7 +55,7 @@ Result<SnapshotInfo> VerifySnapshot(const std::string& path);
 struct SnapshotDifference {
   std::string passport{};         // the first field that differs with both values; empty if none
   int64_t common_tokens = 0;      // of the same begin
-  int64_t compared_sections = 0;  // of chunks with equal tokens behind equal tokens
+  int64_t compared_sections = 0;  // of chunks with equal tokens after equal tokens
   int64_t different_sections = 0;
   std::string first_section{};  // "layer 3 key of tokens 256 to 511"; empty if none
   bool same_sampler = true;
@@ -69,6 +71,8 @@ struct SnapshotLoadOptions {
   // Also take KV that was computed with other kernels: it is then close to what this cache would
   // compute, and not bit-equal.
   bool any_numerics = false;
+  // Engine::LoadSnapshot alone: requests with this salt start after the snapshot's tokens.
+  std::string cache_salt{};
 };
 
 // Adds the sequence seq_id with the snapshot's state. `identity`: the model that the cache is for,

@@ -45,7 +45,9 @@ std::string_view StatusCodeName(StatusCode code);
 class [[nodiscard]] Status {
  public:
   Status() noexcept = default;
-  Status(StatusCode code, std::string message);  // REQUIRES: code != kOk
+  // A code that is none of an error (kOk, or out of the list) becomes kInternal, with a message
+  // that says so.
+  Status(StatusCode code, std::string message);
 
   // Needs no memory, so that it can be returned when there is none.
   static Status OutOfMemory() noexcept;

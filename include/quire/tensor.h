@@ -36,7 +36,9 @@ class TensorView {
   static constexpr int kMaxRank = 6;  // the largest rank in any interface is 5; one to spare
 
   TensorView() = default;
-  // Contiguous, row-major. REQUIRES: shape.size() <= kMaxRank, data holds the product of shape.
+  // Contiguous, row-major. REQUIRES: data holds the product of shape. A shape of more than kMaxRank
+  // dimensions gives a view of no elements that every call refuses as BadArgument: its data is
+  // null, its rank kMaxRank, and its dimensions are 0.
   TensorView(void* data, DType dtype, std::span<const int64_t> shape);
   TensorView(void* data, DType dtype, std::initializer_list<int64_t> shape)
       : TensorView(data, dtype, std::span<const int64_t>(shape.begin(), shape.size())) {}
@@ -67,6 +69,7 @@ class TensorView {
   void* data_ = nullptr;
   DType dtype_ = DType::kF32;
   int rank_ = 0;
+  int given_rank_ = 0;  // of the shape that was given, for messages
   int64_t shape_[kMaxRank] = {};
   int64_t strides_[kMaxRank] = {};
 };

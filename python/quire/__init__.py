@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from quire.packing import pack_model
     from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
     from quire.rnn_state import RNNState, StateSpec
-    from quire.store import ChunkStore
+    from quire.store import ChunkStore, Passport, chunk_keys
     from quire.transfer import LocalChannel, ReceiveMap
 
     __version__: str
@@ -58,6 +58,7 @@ _MODULE_OF = {
     "LookupBuffer": "quire.buffers",
     "MemoryPlan": "quire.engine",
     "ModelInfo": "quire.engine",
+    "Passport": "quire.store",
     "Piece": "quire.engine",
     "RNNState": "quire.rnn_state",
     "ReceiveMap": "quire.transfer",
@@ -71,6 +72,7 @@ _MODULE_OF = {
     "StoreBuffer": "quire.buffers",
     "Stream": "quire.engine",
     "Usage": "quire.engine",
+    "chunk_keys": "quire.store",
     "default_page_size": "quire.kv_cache",
     "pack_model": "quire.packing",
     "rope_frequencies": "quire.kv_cache",
@@ -123,6 +125,7 @@ __all__ = [
     "LookupBuffer",
     "MemoryPlan",
     "ModelInfo",
+    "Passport",
     "Piece",
     "RNNState",
     "ReceiveMap",
@@ -137,6 +140,7 @@ __all__ = [
     "Stream",
     "Usage",
     "__version__",
+    "chunk_keys",
     "default_page_size",
     "embedded_model_dir",
     "kernel_paths",

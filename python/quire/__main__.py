@@ -1,5 +1,9 @@
 import sys
 
-from quire.cli import main
+try:
+    from quire.cli import main
 
-sys.exit(main())
+    code = main()
+except KeyboardInterrupt:  # while Python's own modules were read, too
+    code = 130
+sys.exit(code)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire import errors
+from quire._numbers import int64
 
 __all__ = ["dtype_name", "empty_beside", "input_array", "int_list", "output_array"]
 
@@ -20,13 +21,18 @@ def dtype_name(dtype: Any) -> str:
 
 
 def int_list(values: Iterable[Any], what: str) -> list[int]:
-    """Plain ints of any iterable of integers (NumPy's among them)."""
+    """Plain ints of any iterable of integers (NumPy's among them). BadArgumentError for those beyond
+    64 bits."""
     import operator
 
     try:
-        return [operator.index(value) for value in values]
+        found = [operator.index(value) for value in values]
     except TypeError as error:
         raise TypeError(f"{what} must be integers: {error}") from None
+    if found and not (-(2**63) <= min(found) and max(found) < 2**63):
+        for index, value in enumerate(found):
+            int64(value, f"{what}[{index}]")
+    return found
 
 
 def input_array(array: Any) -> Any:
@@ -34,15 +40,26 @@ def input_array(array: Any) -> Any:
 
     Read-only NumPy arrays are copied: this way of export has no flag for them.
     """
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        return array.copy()
+    if isinstance(array, np.ndarray):
+        return array if array.flags.writeable else array.copy()
+    _check_is_array(array, "a tensor")
     return array
+
+
+def _check_is_array(array: Any, what: str) -> None:
+    if not hasattr(array, "__dlpack__") or isinstance(array, np.generic):
+        raise TypeError(
+            f"{what} must be an array of NumPy, torch or another library with DLPack, not "
+            f"{type(array).__name__}"
+        )
 
 
 def output_array(array: Any, what: str) -> Any:
     """`array`, to be written. BadArgumentError if it is a read-only NumPy array."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise errors.BadArgumentError(f"{what} is read-only and cannot take the result")
+    if not isinstance(array, np.ndarray):
+        _check_is_array(array, what)
     return array
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import weakref
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import tvm_ffi  # before our library: it must bring the one libtvm_ffi.so of the process
-
 from quire import errors
+from quire._tvm_ffi_import import import_tvm_ffi
+
+import_tvm_ffi()
+
+import tvm_ffi  # noqa: E402  # before our library: it must bring the one libtvm_ffi.so
 
 
-def library_path() -> Path:
-    """The file of the library: QUIRE_FFI_LIBRARY if set, else the one beside this module."""
+def library_path(name: str = "libquire_ffi.so") -> Path:
+    """The file of a library: beside QUIRE_FFI_LIBRARY if that is set, else beside this module."""
     override = os.environ.get("QUIRE_FFI_LIBRARY")
-    path = Path(override) if override else Path(__file__).with_name("libquire_ffi.so")
+    first = Path(override) if override else Path(__file__).with_name("libquire_ffi.so")
+    path = first if name == first.name or name == "libquire_ffi.so" else first.with_name(name)
     if not path.exists():
         raise ImportError(
             f"quire: {path} is missing. In a source tree build it with "
-            "`cmake --preset release -DQUIRE_PYTHON=ON && cmake --build --preset release`, "
-            "or call ./run"
+            "`cmake --preset release -DQUIRE_PYTHON=ON && cmake --build --preset release`"
+            + (", or call ./run" if path == first else "")
         )
     return path
 
@@ -53,6 +58,11 @@ class LocalChannelHandle(tvm_ffi.Object):
 @tvm_ffi.register_object("quire.Engine")
 class EngineHandle(tvm_ffi.Object):
     """The C++ object behind quire.Engine; its methods come from the library."""
+
+
+@tvm_ffi.register_object("quire.StepQueue")
+class StepQueueHandle(tvm_ffi.Object):
+    """What the steps of an engine gave; its methods come from the library."""
 
 
 @tvm_ffi.register_object("quire.LookupBuffer")
@@ -88,15 +98,6 @@ class CompositeStateHandle(KVStateHandle):
 @tvm_ffi.register_object("quire.ChunkStore")
 class ChunkStoreHandle(tvm_ffi.Object):
     """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
-
-
-@tvm_ffi.register_object("quire.tvm.Installation")
-class TvmInstallationHandle(tvm_ffi.Object):
-    """The C++ object behind quire.tvm; constructor and methods come from the library."""
-
-
-def new_tvm_installation(options: dict[str, Any]) -> Any:
-    return TvmInstallationHandle(options)  # type: ignore[call-arg]
 
 
 def new_chunk_store(options: dict[str, Any]) -> Any:
@@ -164,6 +165,21 @@ def _close_all() -> None:
         owner.close()
 
 
+def _abandon_in_child() -> None:
+    for owner in list(_open_objects):
+        if isinstance(owner, ThreadOwner):
+            owner._abandon_after_fork()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
+
+
+def leak(handle: Any) -> None:
+    """Keeps a C++ object for ever: its destructor would wait for threads that a fork left
+    behind."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+
+
 def closed_error(what: str) -> errors.ClosedError:
     return errors.ClosedError(f"{what}: it was closed; create a new one")
 
@@ -200,6 +216,14 @@ class Owner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ThreadOwner(Owner):
+    """An owner with threads that Python knows of, which the child of a fork does not have."""
+
+    def _abandon_after_fork(self) -> None:
+        """Makes the object of the child one that was closed; waits for nothing."""
+        raise NotImplementedError
 
 
 class ClosingOwner(Owner):

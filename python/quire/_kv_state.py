@@ -85,13 +85,13 @@ class KVState(_ffi.Owner):
         self._has_begun(len(ids))
 
     def _has_begun(self, batch: int) -> None:
-        """A forward of so many sequences is open."""
+        """A forward of ``batch`` sequences is open."""
 
     def commit_accepted_token_tree_nodes(
         self, seq_ids: Sequence[int], leaf_indices: Sequence[int]
     ) -> None:
-        """Of each sequence the path to node ``leaf_indices[i]`` is accepted (-1: nothing) and the
-        rest of its tree dropped. BadStateError for a sequence without a tree."""
+        """Accepts, in the i-th sequence, the path to node ``leaf_indices[i]`` (-1: nothing) and
+        drops the rest of the tree. BadStateError for a sequence without a tree."""
         self._handle.commit_accepted_token_tree_nodes(
             int_list(seq_ids, "seq_ids"), int_list(leaf_indices, "leaf_indices")
         )

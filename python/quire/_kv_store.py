@@ -42,7 +42,7 @@ class Attachment:
             attach(store, known, self._options)
             self.done = True
             return
-        # The thread alone holds the engine: whoever drops an engine that is attached frees it.
+        # Only the thread refers to the engine, so dropping an attached engine frees it.
         self._thread = threading.Thread(
             target=self._compute, args=(model_dir, attach), name="quire-digest", daemon=True
         )
@@ -65,6 +65,14 @@ class Attachment:
         """Closes a store that the engine has opened itself."""
         if self._owned:
             self.store.close()
+
+    def abandon(self) -> Any:
+        """In the child of a fork: the handle of a store that the engine has opened itself, which
+        counts as closed; None if there is none."""
+        if not self._owned:
+            return None
+        handle, self.store._open_handle = self.store._open_handle, None
+        return handle
 
     def _compute(self, model_dir: os.PathLike[str], attach: Attach) -> None:
         try:

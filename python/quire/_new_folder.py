@@ -9,12 +9,27 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire import errors
+
 
 def check_free(out: Path) -> None:
     """FileExistsError unless `out` is not there, or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(
             f"{out}: exists already and is not an empty folder; remove it or name another"
+        )
+
+
+def check_room(out: Path, wanted: int) -> None:
+    """IoError if the disk that `out` will be on has fewer bytes free than `wanted`."""
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < wanted:
+        raise errors.IoError(
+            f"{out}: takes {wanted / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free on the "
+            f"disk of {place}; nothing was written"
         )
 
 

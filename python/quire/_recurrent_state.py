@@ -48,7 +48,7 @@ class RecurrentState(KVState):
         block_tokens: int = 256,
         salt: bytes = b"",
     ) -> bytes:
-        """The states behind `tokens`, with which the sequence begins, as a chunk
+        """The states after `tokens`, with which the sequence begins, as a chunk
         (``docs/formats/chunk.md``): the last of the chain that has `block_tokens` in each.
 
         identity: what the states are of: ``model``, ``revision``, ``tokenizer``, ``adapter``. For an
@@ -56,7 +56,7 @@ class RecurrentState(KVState):
 
         Raises:
             NeedsReplayError: no state is held there.
-            BadArgumentError: the sequence has not so many tokens, or there are none.
+            BadArgumentError: the sequence has fewer tokens, or none are given.
         """
         fields = self._chain(tokens, identity, block_tokens, salt)
         return bytes(self._handle.export_chunk(fields, seq_id))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTemplate"]
 
+# What no caller sets: the conversation, and names of jinja2's own.
+_OWN_VARIABLES = frozenset(("messages", "self", "caller", "loop", "super", "varargs", "kwargs"))
 # The longest templates in use have some 20 000 characters.
 _TEMPLATE_CHARACTERS_MAX = 1 << 20
 
@@ -87,6 +90,18 @@ class ChatTemplate:
                 f"chat template: cannot be compiled: {type(error).__name__}: {error}"
             ) from error
         self._environment = environment
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """BadArgumentError for a name that the caller cannot give a value: the template does not
+        use it, or it stands for something else."""
+        free = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        known = sorted(free - _OWN_VARIABLES - self._environment.globals.keys())
+        for name in names:
+            if name not in known:
+                raise errors.BadArgumentError(
+                    f"template_args: the chat template has no variable {name!r}; it has "
+                    f"{', '.join(known) or 'none'}"
+                )
 
     def render(
         self,

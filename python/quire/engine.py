@@ -5,21 +5,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
+import operator
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
-from quire import _ffi, errors
+from quire import _ffi, _numbers, _sampling, errors
 from quire._arrays import dtype_name, int_list
+from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
+from quire._model_folder import check_model_folder
 from quire.kv_cache import LayerSpec
-from quire.store import ChunkStore
-from quire.text import Detokenizer, Message, StopStrings, Tokenizer
+from quire.store import ChunkStore, read_key_file
+from quire.text import Detokenizer, Message, StopStrings, Tokenizer, check_messages
 
 __all__ = [
     "Engine",
@@ -42,9 +46,6 @@ template)."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
-# In the order of quire::FinishReason; "error" raises and is never seen in a result.
-_FINISH_REASONS: tuple[Any, ...] = (None, "stop", "length", "cancelled", "error")
-_DEFAULT_MAX_TOKENS = 128
 # Of EngineOptions; they are of no matter to what an engine takes of the memory.
 _STORE_OPTIONS = frozenset(
     (
@@ -59,6 +60,8 @@ _STORE_OPTIONS = frozenset(
         "kv_load_always",
     )
 )
+# Families of rotations that are others for sequences that pass the original length.
+_ROPE_OF_LENGTH = ("longrope", "dynamic")
 _FLUSH_SECONDS = 60.0  # more than a store takes to write the largest queue to a slow disk
 
 
@@ -80,6 +83,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_cache: bool
     max_num_sequences: int
     max_waiting: int
+    max_step_ms: int
     kernel_path: str
     kv_store: ChunkStore | None
     kv_dir: str | os.PathLike[str] | None
@@ -95,13 +99,21 @@ class EngineOptions(TypedDict, total=False):
 class SamplingOptions(TypedDict, total=False):
     """How an answer is drawn. A draw depends on logits, history, seed and position alone.
 
-    max_tokens: most new tokens; 128 by default, or what the model's positions leave.
-    temperature: 0 (default) takes the most likely token.
-    top_k, top_p, min_p: cut the unlikely; 0, 1 and 0 switch them off (default).
+    Where temperature, top_k, top_p, min_p or repetition_penalty is not given, it is the model's own
+    (:attr:`Engine.model_sampling`); a model without them is greedy.
+
+    max_tokens: most new tokens; 0 computes the prompt and keeps its KV. None (default): what there
+        is room for in the model's positions and the engine's pages; with a window, which has no
+        such end, as many as the model has positions. Where a model's rotations change after its
+        original length (LongRoPE, dynamic NTK) the room ends there, unless that leaves less than a
+        quarter of it.
+    greedy: True takes the most likely token and nothing of the model's own sampling.
+    temperature: 0 takes the most likely token.
+    top_k, top_p, min_p: cut the unlikely; 0, 1 and 0 switch them off.
     repetition_penalty: over prompt and answer; presence_penalty, frequency_penalty: over the
         answer.
     logit_bias: added to the logits of single token ids.
-    seed: 0 by default; any number of 64 bits.
+    seed: any number of 64 bits; None (default): one is drawn, and :attr:`Result.seed` has it.
     n: samples per prompt.
     logprobs: 0 (default) gives the log-probability of each token, k those of the k best ones as
         well, None none.
@@ -112,9 +124,12 @@ class SamplingOptions(TypedDict, total=False):
         made with; see :class:`Engine`.
     window, sinks: endless text: a token sees the first `sinks` tokens and the last window - sinks,
         and prompt and answer may pass the model's positions; 0 (default): it sees all.
+    template_args: of chats: values (as JSON has them) that the model's template knows by name, such
+        as {"enable_thinking": False}. BadArgumentError for names that the template does not use.
     """
 
     max_tokens: int | None
+    greedy: bool
     temperature: float
     top_k: int
     top_p: float
@@ -123,7 +138,7 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    seed: int
+    seed: int | None
     n: int
     logprobs: int | None
     ignore_eos: bool
@@ -134,6 +149,7 @@ class SamplingOptions(TypedDict, total=False):
     draft_branches: int
     window: int
     sinks: int
+    template_args: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +214,15 @@ class Result:
     """The answer to one prompt; with n > 1 its samples.
 
     ids, text, logprobs, top_logprobs and finish_reason are those of the first sample.
+
+    seed: what the answer was drawn with: given again, with the same prompt and options, it gives
+        the same answer. None where nothing was drawn (greedy).
     """
 
     prompt_ids: list[int]
     samples: list[Sample]
     usage: Usage
+    seed: int | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -290,7 +310,9 @@ class MemoryPlan:
     scratch_bytes: what one step needs beside weights and pages, at most.
     draft_bytes: all that the draft model takes.
     total_bytes: all of these together.
-    machine_bytes: memory of the machine.
+    machine_bytes: memory of the machine, or of the control group that it runs in.
+    available_bytes: of it, what was free when the plan was made.
+    kv_shrunk: kv_bytes was not given, and there are fewer pages than usual, so that it fits.
     longest_context: most tokens that one sequence can have with these pages.
     """
 
@@ -305,33 +327,15 @@ class MemoryPlan:
     draft_bytes: int
     total_bytes: int
     machine_bytes: int
+    # Changes from call to call, and is not part of what the plan is.
+    available_bytes: int = dataclasses.field(compare=False)
+    kv_shrunk: bool
     longest_context: int
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has so much memory."""
-        return self.total_bytes <= self.machine_bytes
-
-
-@dataclasses.dataclass
-class _Output:
-    """What one step gave to one sample."""
-
-    sample: int
-    tokens: list[int]
-    logprobs: list[
-        list[tuple[int, float]]
-    ]  # per token: the chosen one, then the best ones; empty if not asked for
-    finish_reason: FinishReason | None
-    cached_tokens: int
-    tier_tokens: tuple[int, int, int]
-    miss: int
-    load_ns: int
-    recomputed_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    decode_forwards: int
-    error: str | None
+        """Whether it is not more than what is free."""
+        return self.total_bytes <= self.available_bytes
 
 
 class _Answer:
@@ -359,7 +363,7 @@ class _Answer:
         """Whether the engine has reported the end."""
         return self.sample.finish_reason is not None
 
-    def put(self, output: _Output) -> tuple[str, list[int]]:
+    def put(self, output: Output) -> tuple[str, list[int]]:
         """Takes one step's tokens; returns the new text, and the tokens that belong to the
         answer."""
         taken: list[int] = []
@@ -393,15 +397,36 @@ class _Answer:
             self.sample.top_logprobs.append(entries[1:])
 
 
-class _Request:
-    """One submitted prompt."""
+@dataclasses.dataclass(frozen=True)
+class _NewRequest:
+    """A prompt and its options as the library takes them.
 
-    def __init__(self, id: int, prompt_ids: list[int], answers: list[_Answer]) -> None:
+    context: the last tokens of the prompt, from which the text of the answer goes on.
+    stops: texts, which are watched for here.
+    """
+
+    ids: list[int]
+    context: list[int]
+    stops: list[str]
+    logprobs: int | None
+    sampling: dict[str, Any]
+
+
+class _Request:
+    """One submitted prompt.
+
+    mail: where its outputs come.
+    """
+
+    def __init__(
+        self, id: int, mail: Mail, prompt_ids: list[int], answers: list[_Answer], seed: int | None
+    ) -> None:
         self.id = id
+        self.mail = mail
         self.prompt_ids = prompt_ids
         self.answers = answers
-        self.outputs: collections.deque[_Output] = collections.deque()
-        self.last: _Output | None = None
+        self.seed = seed
+        self.usage: Mapping[str, int] = {}  # of the last end
 
     @property
     def finished(self) -> bool:
@@ -409,36 +434,28 @@ class _Request:
 
     def result(self) -> Result:
         samples = [answer.sample for answer in self.answers]
+        counts = dict(self.usage)
+        miss, load_ns = counts.pop("miss", 0), counts.pop("load_ns", 0)
+        if not counts.get("drafted_tokens"):
+            counts["decode_forwards"] = 0
         usage = Usage(
             prompt_tokens=len(self.prompt_ids),
-            cached_tokens=0,
             completion_tokens=sum(len(sample.ids) for sample in samples),
+            miss=_miss_name(miss),
+            load_seconds=load_ns / 1e9,
+            **counts,
         )
-        if self.last is not None:
-            ram, disk, redis = self.last.tier_tokens
-            usage = dataclasses.replace(
-                usage,
-                cached_tokens=self.last.cached_tokens,
-                memory_tokens=self.last.cached_tokens - ram - disk - redis,
-                ram_tokens=ram,
-                disk_tokens=disk,
-                redis_tokens=redis,
-                recomputed_tokens=self.last.recomputed_tokens,
-                miss=_miss_name(self.last.miss),
-                load_seconds=self.last.load_ns / 1e9,
-                drafted_tokens=self.last.drafted_tokens,
-                accepted_tokens=self.last.accepted_tokens,
-                decode_forwards=self.last.decode_forwards if self.last.drafted_tokens else 0,
-            )
-        return Result(self.prompt_ids, samples, usage)
+        return Result(self.prompt_ids, samples, usage, self.seed)
 
 
-class Engine(_ffi.Owner):
+class Engine(_ffi.ThreadOwner):
     """Runs a language model from a Hugging Face folder (config.json, safetensors, tokenizer.json).
 
     Exact: an answer and its logits depend on the prompt and the options alone, not on what runs
-    beside it, on page size, chunking or threads. Threads of Python may share an engine; one at a
-    time computes, for all of them.
+    beside it, on page size, chunking or threads.
+
+    Threads of Python may share an engine. It computes on a thread of its own, for all requests
+    together: one that is submitted joins the next step.
 
     Args:
         model_dir: the folder; that of the embedded model (:func:`quire.embedded_model_dir`) if
@@ -447,14 +464,14 @@ class Engine(_ffi.Owner):
             says otherwise.
         kv_dtype: "bfloat16", "float32", "float16", "int8" or "fp8", or two of them for keys and for
             values: "bfloat16,int8". The narrow ones are codes with a scale per token and head.
-        threads: 0 = one per core.
+        threads: 0 = one per core that the process may use (affinity, CPU quota).
         page_size: tokens per page of KV; 0 = chosen for the model.
         prefill_chunk: most new tokens of one step.
         kv_bytes: memory for KV pages; 0 = one sequence of all the model's positions, at most a
-            quarter of the machine's memory.
+            quarter of the machine's memory, and fewer where that is not free.
         state_bytes: models with recurrent layers: memory for the states that the prefix cache
             keeps, beside those of samples in work; 0 = at most 128 states and an eighth of the
-            machine's memory.
+            free memory.
         speculate: guess the next tokens and verify them in one forward, which changes no bit of an
             answer: "ngram" (what followed earlier in prompt and answer) or "model" (a smaller one);
             "none" by default, with a draft_model "model".
@@ -464,13 +481,17 @@ class Engine(_ffi.Owner):
             speculate or draft_model is given. Recurrent layers keep a state for each.
         prefix_cache: keep the KV of finished answers, and reuse the longest common prefix.
         max_num_sequences: most samples in work at a time; more wait.
-        max_waiting: most requests that wait.
+        max_waiting: most requests that wait. They come in by turns of their cache_salt.
+        max_step_ms: while samples decode, prompts get what is computed in this time, and at least
+        16
+            tokens of a step: the most that the next tokens of others wait for them.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         kv_store: a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it.
         kv_dir, kv_redis, kv_ram_bytes: or the tiers of a store of the engine's own: a folder,
             "HOST:PORT" of Redis, several of a cluster or a URL (as ``ChunkStore.redis``), memory
             beside the pages. kv_dir_bytes: the most that the folder takes; kv_durability: "none",
-            "async", "os" or "sync"; kv_key_file: a file whose content signs the chunks.
+            "async", "os" or "sync"; kv_key_file: a file whose content, at
+            least 16 bytes, signs the chunks.
         kv_load_timeout: seconds that a request waits for the store at most.
         kv_load_always: load even what is predicted to be computed sooner.
 
@@ -502,6 +523,7 @@ class Engine(_ffi.Owner):
         prefix_cache: bool = True,
         max_num_sequences: int = 64,
         max_waiting: int = 65536,
+        max_step_ms: int = 100,
         kernel_path: str = "",
         kv_store: ChunkStore | None = None,
         kv_dir: str | os.PathLike[str] | None = None,
@@ -520,6 +542,7 @@ class Engine(_ffi.Owner):
                 "Engine: kv_store and kv_dir, kv_redis or kv_ram_bytes are two stores; give one"
             )
         self.model_dir = _folder(model_dir)
+        load_timeout_ms = _numbers.milliseconds(kv_load_timeout, "kv_load_timeout")
         store = kv_store
         if has_tiers:
             store = ChunkStore(
@@ -528,7 +551,7 @@ class Engine(_ffi.Owner):
                 ram_bytes=kv_ram_bytes,
                 disk_bytes=kv_dir_bytes,
                 durability=kv_durability,  # type: ignore[arg-type]
-                key=b"" if kv_key_file is None else Path(kv_key_file).read_bytes(),
+                key=b"" if kv_key_file is None else read_key_file(kv_key_file),
             )
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_load = self._begin_tokenizer()  # beside the weights
@@ -551,19 +574,20 @@ class Engine(_ffi.Owner):
                     "prefix_cache": prefix_cache,
                     "max_num_sequences": max_num_sequences,
                     "max_waiting": max_waiting,
+                    "max_step_ms": max_step_ms,
                     "kernel_path": kernel_path,
                 },
             )
         )
-        # Reentrant: the garbage collector may close a stream, and so cancel its request, at any
-        # line of Python.
-        self._lock = threading.RLock()
-        self._requests: dict[int, _Request] = {}
         super().__init__(handle)
+        self._inbox: Inbox[_Request] = Inbox(handle.steps())
         self._info = self._read_info()
+        self._model_sampling = _sampling.read_model_sampling(self.model_dir)
+        stats = self.stats()
+        self._pages, self._page_size = stats["pages_total"], stats["page_size"]
         if store is not None:
             use = {
-                "load_timeout_ms": max(1, round(kv_load_timeout * 1000)),
+                "load_timeout_ms": max(1, load_timeout_ms),
                 "load_always": kv_load_always,
             }
             owned = kv_store is None
@@ -572,8 +596,31 @@ class Engine(_ffi.Owner):
     def _attach_store(
         self, store: ChunkStore, identity: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        with self._lock:
-            self._handle.attach_store(store.__tvm_ffi_object__(), identity, options)
+        self._handle.attach_store(store.__tvm_ffi_object__(), identity, options)
+
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """Is called after each step, as soon as its pieces are there (:meth:`Stream.poll`), and
+        when the engine ends; None (default): nothing is. Steps that end during a call share the
+        next one.
+
+        It is called on a Python thread of the engine, which hands out nothing meanwhile. For
+        asyncio::
+
+            engine.on_step = lambda: loop.call_soon_threadsafe(drain)
+
+        The engine is at most 8 steps ahead of that thread, or goes on after 0.1 s. So a call that
+        waits until `drain` was run gives the engine the pace of the event loop.
+
+        What it raises goes to ``threading.excepthook``.
+        """
+        return self._inbox.on_step
+
+    @on_step.setter
+    def on_step(self, call: Callable[[], None] | None) -> None:
+        if call is not None and not callable(call):
+            raise TypeError(f"on_step must be callable, not {type(call).__name__}")
+        self._inbox.on_step = call
 
     @property
     def store(self) -> ChunkStore | None:
@@ -597,8 +644,7 @@ class Engine(_ffi.Owner):
         if self._attachment is None:
             return
         self._attachment.wait()
-        with self._lock:
-            self._handle.flush_store(round(timeout * 1000))
+        self._handle.flush_store(_numbers.milliseconds(timeout, "timeout"))
 
     @staticmethod
     def plan_memory(
@@ -611,7 +657,8 @@ class Engine(_ffi.Owner):
         """
         fields = _ffi.function("Engine.plan_memory")(_option_map(_folder(model_dir), options))
         names = [field.name for field in dataclasses.fields(MemoryPlan)]
-        return MemoryPlan(**{name: int(fields[name]) for name in names})
+        plan: dict[str, Any] = {name: int(fields[name]) for name in names}
+        return MemoryPlan(**{**plan, "kv_shrunk": bool(plan["kv_shrunk"])})
 
     def close(self) -> None:
         """Writes to the store what is not there yet, ends all requests and frees model, pages and
@@ -625,18 +672,27 @@ class Engine(_ffi.Owner):
             if attachment is not None and self._open_handle is not None:
                 self._write_rest(attachment)
         finally:
-            with self._lock:
-                self._open_handle = None
-                self._requests.clear()
+            handle, self._open_handle = self._open_handle, None
+            if handle is not None:
+                handle.close()
+                self._inbox.close()
             if attachment is not None:
                 attachment.stop()
                 attachment.close()
 
+    def _abandon_after_fork(self) -> None:
+        """In the child of a fork, which has none of the engine's threads: the engine counts as
+        closed."""
+        handle, self._open_handle = self._open_handle, None
+        attachment, self._attachment = self._attachment, None
+        for left in (handle, None if attachment is None else attachment.abandon()):
+            if left is not None:
+                _ffi.leak(left)
+
     def _write_rest(self, attachment: Attachment) -> None:
         try:
             attachment.wait()
-            with self._lock:
-                self._handle.flush_store(round(_FLUSH_SECONDS * 1000))
+            self._handle.flush_store(round(_FLUSH_SECONDS * 1000))
         except (errors.QuireError, OSError, ValueError):
             pass  # ValueError: config.json has become something else
 
@@ -644,6 +700,17 @@ class Engine(_ffi.Owner):
     def info(self) -> ModelInfo:
         """The model and how it is run."""
         return self._info
+
+    @property
+    def model_sampling(self) -> SamplingOptions:
+        """The model's own sampling, of generation_config.json: the default of every answer. Empty
+        where the file names none, which is greedy."""
+        return cast(SamplingOptions, dict(self._model_sampling))
+
+    def resolve_sampling(self, **options: Unpack[SamplingOptions]) -> SamplingOptions:
+        """The options with which :meth:`generate` would draw: these, over the model's own, with a
+        seed that is drawn if none is given."""
+        return cast(SamplingOptions, _sampling.resolved(self._model_sampling, options))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -668,13 +735,17 @@ class Engine(_ffi.Owner):
         """Whether prompts and answers can be text."""
         return (self.model_dir / "tokenizer.json").is_file()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self, *, wait: bool = True) -> dict[str, int]:
         """Counters since the start and gauges of now, from any thread at any time.
+
+        wait: until the engine has done what it was told before (requests, closed streams), which
+            may take the rest of a step; False: as things stood after the last step, at once.
 
         pages_total, pages_free, pages_in_use (those of retained sequences among them);
         retained_sequences, retained_tokens (of the prefix cache); waiting, running (requests);
-        steps, prompt_tokens, cached_tokens, completion_tokens, preemptions; kv_bytes,
-        kv_bytes_per_token, weight_bytes, page_size (tokens).
+        steps, prompt_tokens, cached_tokens, completion_tokens, preemptions; computed_tokens (of
+        prompts and answers, by the steps so far); kv_bytes, kv_bytes_per_token, weight_bytes,
+        page_size (tokens).
 
         Of recurrent layers: states_total, states_free, retained_states (of the prefix cache),
         state_bytes; recomputed_tokens, as in :class:`Usage`.
@@ -687,7 +758,7 @@ class Engine(_ffi.Owner):
         took layer by layer), overlap_ns (that was computed meanwhile); stored_chunks, stored_bytes,
         refused_chunks; compute_ns_per_token, which a load must beat.
         """
-        return {str(name): int(value) for name, value in self._handle.stats().items()}
+        return {str(name): int(value) for name, value in self._handle.stats(wait).items()}
 
     # ---- Logits
 
@@ -703,10 +774,9 @@ class Engine(_ffi.Owner):
         Several prompts are computed together in one batch, which changes no bit of any of them.
         """
         many, one = _as_list(prompts)
-        with self._lock:
-            ids = [np.asarray(self._prompt_ids(prompt), dtype=np.int64) for prompt in many]
-            outputs = [np.empty((len(prompt), self._info.vocab_size), np.float32) for prompt in ids]
-            self._handle.logits(ids, outputs)
+        ids = [np.asarray(self._prompt_ids(prompt), dtype=np.int64) for prompt in many]
+        outputs = [np.empty((len(prompt), self._info.vocab_size), np.float32) for prompt in ids]
+        self._handle.logits(ids, outputs)
         return outputs[0] if one else outputs
 
     # ---- Answers
@@ -724,30 +794,67 @@ class Engine(_ffi.Owner):
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SamplingOptions]
     ) -> Result | list[Result]:
-        """Answers to one prompt or to many at once.
+        """Answers to one prompt or to many at once. For a conversation see :meth:`chat`.
 
         Args:
-            prompts: a text, token ids or chat messages; or a list of such.
+            prompts: a text, token ids or chat messages; or a list of such. A text goes to the model
+                as it stands, without a chat template.
             **options: see :class:`SamplingOptions`.
 
         Returns:
             A :class:`Result` for one prompt, else a list of them in the order of the prompts.
 
         Raises:
-            BadArgumentError: an option or token id out of range, an empty prompt.
+            TypeError: bytes, a mapping, or something else that is no prompt.
+            BadArgumentError: an option or token id out of range, an empty prompt or none at all.
             TooLargeError: a prompt and its max_tokens can never fit.
             FullError: too many requests wait.
         """
         many, one = _as_list(prompts)
+        if not many:
+            raise errors.BadArgumentError(
+                "generate: there is no prompt; give a text, token ids or chat messages"
+            )
         results: dict[int, Result] = {}
-        requests = ((prompt, options) for prompt in many)
-        # All at once, so that what is wrong with any of them is known before anything is computed.
-        with contextlib.closing(self.generate_each(requests, in_flight=len(many))) as outcomes:
+        # What is wrong with any of them is known before anything is computed.
+        made = [self._make_request(prompt, options) for prompt in many]
+        for request in made:
+            self._handle.check(np.asarray(request.ids, dtype=np.int64), request.sampling)
+        with contextlib.closing(self._generate_each(enumerate(made), len(made), None)) as outcomes:
             for index, outcome in outcomes:
                 if isinstance(outcome, errors.QuireError):
                     raise outcome
                 results[index] = outcome
         return results[0] if one else [results[index] for index in range(len(many))]
+
+    def chat(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Result:
+        """The answer to a conversation; its text is `Result.text`.
+
+        ::
+
+            messages = [{"role": "user", "content": "What is a quire?"}]
+            answer = engine.chat(messages)
+            messages.append({"role": "assistant", "content": answer.text})
+
+        Each turn takes what was said before from the prefix cache.
+
+        Args:
+            messages: {"role": ..., "content": ...} in order, the last one to be answered; further
+                fields go to the model's chat template as they are.
+            **options: see :class:`SamplingOptions`.
+
+        Raises:
+            TypeError: something else than a list of messages.
+            BadArgumentError: no message; a model without a chat template; what :meth:`generate`
+                raises.
+        """
+        return self.generate(_conversation(messages), **options)
+
+    def stream_chat(
+        self, messages: Sequence[Message], **options: Unpack[SamplingOptions]
+    ) -> Stream:
+        """The answer to a conversation, piece by piece: :meth:`chat` as :meth:`stream`."""
+        return self.stream(_conversation(messages), **options)
 
     def generate_each(
         self,
@@ -769,211 +876,261 @@ class Engine(_ffi.Owner):
         Yields:
             The index of a request, and its result or, when it alone failed, its error.
         """
-        running: dict[int, _Request] = {}
-        source = enumerate(requests)
+
+        def made() -> Iterator[tuple[int, _NewRequest | errors.QuireError]]:
+            for index, (prompt, options) in enumerate(requests):
+                try:
+                    yield index, self._make_request(prompt, options)
+                except errors.QuireError as error:
+                    yield index, error
+
+        yield from self._generate_each(made(), in_flight, on_step)
+
+    def _generate_each(
+        self,
+        source: Iterator[tuple[int, _NewRequest | errors.QuireError]],
+        in_flight: int,
+        on_step: Callable[[], None] | None,
+    ) -> Generator[tuple[int, Result | errors.QuireError], None, None]:
+        mail = Mail()
+        running: dict[int, tuple[int, _Request]] = {}  # by the request's id: its index
+        if on_step is not None:
+            self._inbox.tickers.add(mail)
+        steps = 0
         try:
             while True:
                 while len(running) < in_flight and (entry := next(source, None)) is not None:
-                    index, (prompt, options) = entry
+                    index, made = entry
                     try:
-                        running[index] = self._submit(prompt, options)
+                        if isinstance(made, errors.QuireError):
+                            raise made
+                        request = self._submit(made, mail)
+                        running[request.id] = index, request
                     except errors.QuireError as error:
                         yield index, error
                 if not running:
                     return
-                self._step_for(list(running.values()))
-                if on_step is not None:
+                batch = mail.take(block=True)
+                if isinstance(batch, BaseException):
+                    raise batch
+                while on_step is not None and steps < mail.steps:
+                    steps += 1
                     on_step()
-                for index, request in list(running.items()):
-                    outcome = self._outcome(request)
-                    if outcome is not None:
-                        del running[index]
-                        yield index, outcome
+                yield from self._outcomes(batch or [], running)
         finally:
-            for request in running.values():
-                self._drop(request)
+            self._inbox.tickers.discard(mail)
+            self._drop_all(mail)
 
     def check(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> int:
-        """Raises what :meth:`generate` would raise before it computes; else the number of the
-        prompt's tokens."""
-        request = self._submit(prompt, options)
-        self._drop(request)
-        return len(request.prompt_ids)
+        """Raises what :meth:`generate` would raise of the prompt and the options; else the number
+        of the prompt's tokens. Nothing is submitted."""
+        made = self._make_request(prompt, options)
+        self._handle.check(np.asarray(made.ids, dtype=np.int64), made.sampling)
+        return len(made.ids)
 
-    def stream(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        on_step: Callable[[], None] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Stream:
         """The answer to one prompt, piece by piece as it is computed.
 
-        Raises as :meth:`generate`, and at once. Several streams may be open at a time: each step
-        computes for all of them.
+        Raises as :meth:`generate`, and at once; it waits for no step. The engine computes whether
+        or not the pieces are taken. Several streams may be open at a time: each step computes for
+        all of them.
 
         Args:
             prompt: a text, token ids or chat messages.
+            on_step: is called by the thread that waits for a piece, for each step of the engine: a
+                long prompt takes several before the first piece (`computed_tokens` of
+                :meth:`stats`).
             **options: see :class:`SamplingOptions`.
 
         Returns:
             An iterator over :class:`Piece`: a str with the tokens that came with it.
         """
-        return Stream(self, self._submit(prompt, options))
+        return Stream(self, prompt, options, on_step)
 
-    # ---- Requests. Locked: the maps of requests and every call of the C++ engine.
+    # ---- Requests
 
-    def _submit(self, prompt: Prompt, options: SamplingOptions) -> _Request:
+    def _make_request(self, prompt: Prompt, options: SamplingOptions) -> _NewRequest:
+        """Checks what the library does not see, and raises what is wrong; nothing is submitted."""
         unknown = options.keys() - SamplingOptions.__annotations__.keys()
         if unknown:
             raise TypeError(
                 f"there is no option {sorted(unknown)[0]!r}; options are "
                 + ", ".join(SamplingOptions.__annotations__)
             )
-        with self._lock:
-            ids = self._prompt_ids(prompt)
-            stop_texts, stop_ids = _split_stops(options.get("stop", ()))
-            logprobs = options.get("logprobs", 0)
-            sampling: dict[str, Any] = {
-                name: value
-                for name, value in options.items()
-                if name not in ("stop", "logprobs", "max_tokens")
-            }
-            sampling["logprobs"] = -1 if logprobs is None else logprobs
-            sampling["max_tokens"] = self._max_tokens(
-                options.get("max_tokens"), 0 if options.get("window") else len(ids)
+        ids = self._prompt_ids(prompt, options.get("template_args"))
+        stop_texts, stop_ids = _split_stops(options.get("stop", ()))
+        if stop_texts and not self.has_tokenizer:
+            raise errors.BadArgumentError(
+                "stop: texts need a tokenizer, and this model has none; give token ids"
             )
-            if "seed" in sampling:
-                sampling["seed"] = _as_signed(sampling["seed"])
-            if stop_ids:
-                sampling["stop"] = stop_ids
-            if "speculate" in sampling:
-                sampling["draft"] = sampling.pop("speculate")
-            elif "draft_tokens" in sampling or "draft_branches" in sampling:
-                raise errors.BadArgumentError(
-                    'draft_tokens and draft_branches of a request go with speculate: "ngram" or '
-                    '"model"'
-                )
-            if isinstance(sampling.get("cache_salt"), str):
-                sampling["cache_salt"] = sampling["cache_salt"].encode()
-            if stop_texts and not self.has_tokenizer:
-                raise errors.BadArgumentError(
-                    "stop: texts need a tokenizer, and this model has none; give token ids"
-                )
-            StopStrings(stop_texts)  # raises what is wrong with them while nothing is submitted
-            request_id = int(self._handle.submit(np.asarray(ids, dtype=np.int64), sampling))
-            answers = [
-                _Answer(self._detokenizer(prompt, ids), stop_texts, logprobs)
-                for _ in range(sampling.get("n", 1))
-            ]
-            request = _Request(request_id, ids, answers)
-            self._requests[request_id] = request
-            return request
+        StopStrings(stop_texts)  # raises what is wrong with them
+        sampling = self._engine_options(options, len(ids))
+        if stop_ids:
+            sampling["stop"] = stop_ids
+        # The answer to a chat stands alone; otherwise it goes on from the prompt.
+        vocab_size = self._info.vocab_size
+        context = [] if _is_chat(prompt) else [i for i in ids[-8:] if 0 <= i < vocab_size]
+        return _NewRequest(ids, context, stop_texts, options.get("logprobs", 0), sampling)
 
-    def _advance(self, request: _Request) -> list[Piece]:
-        """Computes until there is something for this request, and gives it."""
-        with self._lock:
-            while not request.outputs:
-                self._check_known(request)
-                self._step(request)
-        return self._take_outputs(request)
-
-    def _step_for(self, requests: Sequence[_Request]) -> None:
-        """One step, unless something has come for one of these requests meanwhile."""
-        with self._lock:
-            if any(request.outputs for request in requests):
-                return
-            self._check_known(requests[0])
-            self._step(requests[0])
-
-    def _outcome(self, request: _Request) -> Result | errors.QuireError | None:
-        """What became of a request; None while it has not ended. One that ended is forgotten."""
+    def _submit(self, made: _NewRequest, mail: Mail) -> _Request:
+        seed = made.sampling["seed"] % 2**64 if _sampling.draws(made.sampling) else None
+        request = _Request(-1, mail, made.ids, [], seed)
+        ids = np.asarray(made.ids, dtype=np.int64)
+        receipt = np.full(1, -1, dtype=np.int64)
         try:
-            # A stop text is found here; the engine must hear of it before it computes on.
-            self._take_outputs(request)
-        except errors.QuireError as error:
-            self._drop(request)
-            return error
-        if not request.finished:
-            return None
-        self._drop(request)
-        return request.result()
+            with self._inbox.lock:  # its outputs find it
+                self._handle.submit(ids, made.sampling, receipt)
+                request.id = int(receipt[0])
+                self._inbox.requests[request.id] = request
+            request.answers += [
+                _Answer(self._detokenizer(made.context), made.stops, made.logprobs)
+                for _ in range(made.sampling.get("n", 1))
+            ]
+        except BaseException:
+            # An interrupt may come at any line, also when only the library knows the request.
+            request.id = int(receipt[0])
+            if request.id >= 0:
+                self._inbox.requests.setdefault(request.id, request)
+                self._drop(request)
+            raise
+        return request
 
-    def _check_known(self, request: _Request) -> None:
-        if request.id not in self._requests:
-            raise errors.CancelledError(f"request {request.id} was cancelled or its engine closed")
-
-    def _take_outputs(self, request: _Request) -> list[Piece]:
-        """What has come for this request since the last call."""
-        with self._lock:
-            outputs = list(request.outputs)
-            request.outputs.clear()
-        pieces = [self._piece(request, output) for output in outputs]
-        return [piece for piece in pieces if piece is not None]
-
-    def _step(self, waiting: _Request) -> None:
-        """One step of the C++ engine, its outputs handed to the requests they belong to."""
-        any_output = False
-        for request_id, output in _outputs(self._handle.step()):
-            any_output = True
-            request = self._requests.get(request_id)
-            if request is not None:  # else cancelled meanwhile
-                request.outputs.append(output)
-        if not any_output and self._handle.idle():
-            raise errors.InternalError(
-                f"the engine is idle, but request {waiting.id} has not ended"
+    def _engine_options(self, options: SamplingOptions, prompt_tokens: int) -> dict[str, Any]:
+        """The options of a request as the library takes them, but for `stop`."""
+        sampling = _sampling.resolved(self._model_sampling, options)
+        for name in ("stop", "template_args"):
+            sampling.pop(name, None)
+        logprobs = options.get("logprobs", 0)
+        sampling["logprobs"] = -1 if logprobs is None else _numbers.int64(logprobs, "logprobs")
+        asked = sampling.get("max_tokens")
+        sampling["max_tokens"] = (
+            self._room(prompt_tokens, sampling)
+            if asked is None
+            else _numbers.int64(asked, "max_tokens")
+        )
+        sampling["seed"] = _as_signed(sampling["seed"])
+        if "speculate" in sampling:
+            sampling["draft"] = _numbers.text(sampling.pop("speculate"), "speculate")
+        elif "draft_tokens" in sampling or "draft_branches" in sampling:
+            raise errors.BadArgumentError(
+                'draft_tokens and draft_branches of a request go with speculate: "ngram" or "model"'
             )
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
+        if isinstance(sampling.get("cache_salt"), str):
+            sampling["cache_salt"] = _numbers.text(sampling["cache_salt"], "cache_salt").encode()
+        return sampling
 
-    def _piece(self, request: _Request, output: _Output) -> Piece | None:
+    def _outcomes(
+        self, batch: Sequence[Item], running: dict[int, tuple[int, _Request]]
+    ) -> Iterator[tuple[int, Result | errors.QuireError]]:
+        """Takes what has come; yields what has ended, in that order, and takes it from
+        `running`."""
+        ended: list[tuple[int, Result | errors.QuireError]] = []
+        for request_id, output in batch:
+            if request_id not in running:
+                continue  # another sample of it has failed
+            index, request = running[request_id]
+            outcome: Result | errors.QuireError | None = None
+            try:
+                self._piece(request, output)
+            except errors.QuireError as error:
+                outcome = error
+            if outcome is None and request.finished:
+                outcome = request.result()
+            if outcome is not None:
+                del running[request_id]
+                self._drop(request)
+                ended.append((index, outcome))
+        yield from ended
+
+    def _piece(self, request: _Request, output: Output) -> Piece | None:
         if output.error is not None:
             raise errors.from_text(output.error)
-        if output.finish_reason is not None:
-            request.last = output
+        if output.usage is not None:
+            request.usage = output.usage
         answer = request.answers[output.sample]
         was_stopped = answer.stopped
         text, ids = answer.put(output)
         if answer.stopped and not answer.finished:
             if was_stopped:
-                return None  # computed by another thread before the engine heard of the stop text
+                return None  # computed before the engine heard of the stop text
             self._stop(request, output.sample, len(answer.sample.ids))
         return Piece.of(text, ids, output.sample, answer.sample.finish_reason)
 
     def _stop(self, request: _Request, sample: int, answer_tokens: int) -> None:
         """Ends one sample; the engine reports its end with the next step."""
-        with self._lock:
-            try:
-                self._handle.stop(request.id, sample, answer_tokens)
-            except errors.UnknownSequenceError:
-                pass  # it has ended by itself, and the report waits in request.outputs
+        with contextlib.suppress(errors.UnknownSequenceError):  # it has ended by itself
+            self._handle.stop(request.id, sample, answer_tokens)
 
     def _drop(self, request: _Request) -> None:
-        """Forgets a request, and ends it if the engine still works on it."""
-        with self._lock:
-            known = self._requests.pop(request.id, None) is not None
-            if not known or request.finished or self._open_handle is None:
-                return
-            try:
-                self._handle.cancel(request.id)
-            except errors.UnknownSequenceError:
-                pass  # it has ended by itself
+        """Forgets a request, and ends it if the engine still works on it. Never raises, never
+        waits. May be called again, so what an interrupt cut off is done by the next call."""
+        handle = self._open_handle
+        if handle is None:
+            return
+        with self._inbox.lock:
+            known = request.id in self._inbox.requests
+        if known and not (request.answers and request.finished):
+            # It has ended by itself, or the engine has.
+            with contextlib.suppress(errors.QuireError):
+                handle.cancel(request.id)
+        with self._inbox.lock:
+            self._inbox.requests.pop(request.id, None)
+
+    def _drop_all(self, mail: Mail) -> None:
+        """As `_drop`, for every request whose outputs come into `mail`."""
+        with self._inbox.lock:
+            dropped = [r for r in self._inbox.requests.values() if r.mail is mail]
+        for request in dropped:
+            self._drop(request)
 
     # ---- Prompts
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+    def _prompt_ids(
+        self, prompt: Prompt, template_args: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        _check_prompt(prompt)
         if _is_chat(prompt):
-            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+            variables = _template_args(template_args)
+            template = self.tokenizer.chat_template
+            if template is not None:
+                template.check_variables(variables)
+            return self.tokenizer.encode_chat(check_messages(prompt), **variables)
+        if template_args:
+            raise errors.BadArgumentError("template_args go with chat messages, not with a text")
+        if isinstance(prompt, str):
+            if not prompt:
+                raise errors.BadArgumentError("the prompt is an empty text")
+            return self.tokenizer.encode(prompt)
         return int_list(prompt, "token ids")
 
-    def _detokenizer(self, prompt: Prompt, ids: list[int]) -> Detokenizer | None:
-        if not self.has_tokenizer:
-            return None
-        # The answer to a chat stands alone; otherwise it goes on from the prompt.
-        context = (
-            () if _is_chat(prompt) else [id for id in ids[-8:] if 0 <= id < self._info.vocab_size]
-        )
-        return Detokenizer(self.tokenizer, context)
+    def _detokenizer(self, context: Sequence[int]) -> Detokenizer | None:
+        return Detokenizer(self.tokenizer, context) if self.has_tokenizer else None
 
-    def _max_tokens(self, asked: int | None, prompt_length: int) -> int:
-        if asked is not None:
-            return asked
-        room = self._info.max_position_embeddings - prompt_length
-        return max(1, min(_DEFAULT_MAX_TOKENS, room))
+    def _room(self, prompt_tokens: int, sampling: Mapping[str, Any]) -> int:
+        """The most tokens that an answer can have. 1 if there is no room: then the library says
+        what is missing."""
+        positions = self._info.max_position_embeddings
+        if sampling.get("window"):
+            return positions
+        room = positions - prompt_tokens
+        original = int(self._info.rope["original_max_position_embeddings"])
+        if self._info.rope["scaling"] in _ROPE_OF_LENGTH and prompt_tokens <= original * 3 // 4:
+            room = min(room, original - prompt_tokens)
+        if self._info.layers:  # else the text takes no pages
+            # Samples share the whole pages of the prompt.
+            samples = max(1, sampling.get("n", 1))
+            shared = prompt_tokens // self._page_size
+            pages = (self._pages + (samples - 1) * shared) // samples
+            room = min(room, pages * self._page_size - prompt_tokens)
+        return max(1, room)
 
     def _read_info(self) -> ModelInfo:
         fields = dict(self._handle.info())
@@ -1007,35 +1164,152 @@ class Engine(_ffi.Owner):
 class Stream(Iterator[Piece]):
     """The pieces of one answer. The last one has the whole :class:`Result`.
 
-    Closing or dropping it cancels the request.
+    Take them by iterating, which waits for each, or by :meth:`poll`, which does not. Closing or
+    dropping a stream cancels the request; so does what is raised while it waits, such as
+    KeyboardInterrupt.
     """
 
-    def __init__(self, engine: Engine, request: _Request) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        options: SamplingOptions,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
+        self._open = False
         self._engine = engine
-        self._request = request
+        self._mail = Mail()
+        made = engine._make_request(prompt, options)
+        try:
+            self._request = engine._submit(made, self._mail)
+            self._open = True
+        except BaseException:
+            engine._drop_all(self._mail)
+            raise
+        self._on_step = on_step
+        if on_step is not None:
+            engine._inbox.tickers.add(self._mail)
+        self._steps = 0
         self._ready: collections.deque[Piece] = collections.deque()
+        self._error: BaseException | None = None
+        self._result: Result | None = None
+        self._turn = threading.Lock()  # threads may share a stream: each piece goes to one of them
 
     def __next__(self) -> Piece:
-        if not self._ready:
-            if self._request.finished:
-                raise StopIteration
-            self._compute()
-        return self._ready.popleft()
+        with self._turn:
+            try:
+                while not self._ready and self._error is None and self._result is None:
+                    if not self._open:
+                        raise errors.CancelledError(f"request {self._request.id} was cancelled")
+                    self._take(block=True)
+            except BaseException:
+                self.close()
+                raise
+            return self._next_ready()
 
-    def _compute(self) -> None:
+    def poll(self, most_steps: int | None = None) -> list[Piece]:
+        """The pieces that have come since the last call, without waiting; none if there are none,
+        after the end, or while another thread takes them.
+
+        most_steps: takes the pieces of at most this number of steps. An event loop that serves
+            others, too, is else kept for as long as the engine is faster than it.
+
+        Raises what ended the request (ClosedError: the engine was closed), once.
+        """
+        if not self._turn.acquire(blocking=False):
+            return []
         try:
-            while not self._ready:
-                self._ready.extend(self._engine._advance(self._request))
-        except BaseException:
+            steps = 0
+            while self._open and self._error is None and steps != most_steps:
+                if not self._take(block=False):
+                    break
+                steps += 1
+            if self._error is not None and not self._ready:
+                error, self._error = self._error, None
+                raise error
+            pieces = list(self._ready)
+            self._ready.clear()
+            return pieces
+        finally:
+            self._turn.release()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every piece was taken, or the stream has failed or was closed."""
+        return not self._open and not self._ready and self._error is None
+
+    @property
+    def result(self) -> Result | None:
+        """The whole answer; None before its end."""
+        return self._result
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._request.prompt_ids)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of the prompt."""
+        return self._request.prompt_ids
+
+    @property
+    def seed(self) -> int | None:
+        """As :attr:`Result.seed`."""
+        return self._request.seed
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The answers so far: what was in the pieces that were taken, with logprobs."""
+        return [answer.sample for answer in self._request.answers]
+
+    def _next_ready(self) -> Piece:
+        """The next piece that is there, else what ended the stream."""
+        if self._ready:
+            return self._ready.popleft()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def _take(self, block: bool) -> bool:
+        """Takes the next that has come; False if there was none. Nothing comes of an engine that
+        was closed."""
+        closed = self._engine._open_handle is None
+        batch = _ffi.closed_error("Engine") if closed else self._mail.take(block)
+        if batch is None:
+            return False
+        while self._on_step is not None and self._steps < self._mail.steps:
+            self._steps += 1
+            self._on_step()
+        if isinstance(batch, BaseException):
+            self._error = batch
             self.close()
-            raise
-        if self._request.finished:
-            self._ready[-1].result = self._request.result()
+            return True
+        for _, output in batch:
+            try:
+                piece = self._engine._piece(self._request, output)
+            except errors.QuireError as error:
+                self._error = error
+                break
+            if piece is not None:
+                self._ready.append(piece)
+        if self._error is None and self._request.finished:
+            self._result = self._request.result()
+            self._ready[-1].result = self._result
+        if self._error is not None or self._result is not None:
             self.close()
+        return True
 
     def close(self) -> None:
-        """Ends the request; its pages are free then. Closing twice is allowed."""
+        """Ends the request, without waiting: its pages are free before the next step. Closing twice
+        is allowed."""
+        if not self._open:
+            return
+        self._engine._inbox.tickers.discard(self._mail)
         self._engine._drop(self._request)
+        self._open = False
+        self._mail.put([])  # wakes a thread that waits
 
     def __enter__(self) -> Stream:
         return self
@@ -1057,28 +1331,41 @@ def _folder(model_dir: str | os.PathLike[str] | None) -> Path:
         from quire.embedded import embedded_model_dir
 
         return embedded_model_dir()
+    check_model_folder(model_dir)
     return Path(model_dir)
 
 
 def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as the library takes them; those that are absent have its defaults, which are
     those of Engine.__init__."""
-    name = os.fspath(folder)
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise errors.BadArgumentError(
-            f"{name!r}: the name of the folder is not valid UTF-8"
-        ) from None
+    name = _folder_name(folder, "model_dir")
     dtype = dtype_name(options.get("dtype", "bfloat16"))
     mine = {name: value for name, value in options.items() if name not in _STORE_OPTIONS}
     kv_dtype = mine.pop("kv_dtype", "")
     draft_model = mine.pop("draft_model", None)
     if draft_model is not None:
-        mine["draft_model_directory"] = os.fspath(draft_model)
+        mine["draft_model_directory"] = _folder_name(draft_model, "draft_model")
+        check_model_folder(draft_model)
     speculate = mine.pop("speculate", None)
+    if speculate == "model" and draft_model is None:
+        raise errors.BadArgumentError(
+            'speculate is "model" and there is no draft_model; give its folder, or take "ngram"'
+        )
     mine["draft"] = speculate or ("none" if draft_model is None else "model")
-    return {**mine, **_kv_dtypes(kv_dtype), "model_directory": name, "dtype": dtype}
+    return _numbers.checked_fields(
+        {**mine, **_kv_dtypes(kv_dtype), "model_directory": name, "dtype": dtype}
+    )
+
+
+def _folder_name(folder: str | os.PathLike[str], option: str) -> str:
+    name = os.fspath(folder)
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise errors.BadArgumentError(
+            f"{option}: {name!r}: the name of the folder is not valid UTF-8"
+        ) from None
+    return name
 
 
 def _kv_dtypes(kv_dtype: str) -> dict[str, str]:
@@ -1098,8 +1385,61 @@ def _is_chat(prompt: Any) -> bool:
     )
 
 
+_PROMPT_KINDS = "a prompt is a text, token ids or a list of chat messages"
+
+
+def _check_prompt(prompt: Any) -> None:
+    """TypeError for what would be taken for a list of ids or of messages and is none."""
+    if isinstance(prompt, (bytes, bytearray, memoryview)):
+        kind = type(prompt).__name__
+        raise TypeError(f"{_PROMPT_KINDS}, not {kind}; decode them first: prompt.decode()")
+    if isinstance(prompt, Mapping):
+        raise TypeError(
+            f"{_PROMPT_KINDS}, not a mapping; a chat is a list, also of a single message: "
+            '[{"role": "user", "content": "..."}]'
+        )
+    if not isinstance(prompt, Iterable):
+        raise TypeError(f"{_PROMPT_KINDS}, not {type(prompt).__name__}")
+
+
+def _conversation(messages: Any) -> list[Message]:
+    """The messages as a list, of which there is one at least."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise TypeError(
+            'a chat is a list of messages, such as [{"role": "user", "content": "..."}], not '
+            + type(messages).__name__
+        )
+    found = list(messages)
+    if not found:
+        raise errors.BadArgumentError("the chat has no message; give at least one")
+    return check_messages(found)
+
+
+def _template_args(arguments: Any) -> dict[str, Any]:
+    """Arguments of a chat template as plain JSON values, so that a template gets no objects."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise TypeError("template_args must be a mapping from names to values")
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(arguments)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.BadArgumentError(f"template_args: {error}") from None
+    return plain
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise TypeError("logit_bias must be a mapping from token ids to numbers")
+    return {
+        _numbers.int64(id, "logit_bias: a token id"): _numbers.real(value, f"logit_bias of {id}")
+        for id, value in bias.items()
+    }
+
+
 def _as_list(prompts: Any) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether they were given as a single one."""
+    _check_prompt(prompts)
     if isinstance(prompts, str) or _is_chat(prompts):
         return [prompts], True
     if isinstance(prompts, np.ndarray):
@@ -1113,8 +1453,15 @@ def _as_list(prompts: Any) -> tuple[list[Any], bool]:
 def _split_stops(stop: Any) -> tuple[list[str], list[list[int]]]:
     """Stop texts, which are watched for here, and stop token lists, which the engine watches
     for."""
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
-    texts = [entry for entry in stops if isinstance(entry, str)]
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, Sequence) or isinstance(stops, (bytes, bytearray)):
+        kind = type(stop).__name__
+        raise TypeError(f"stop is a text, or a list of texts and lists of token ids, not {kind}")
+    for entry in stops:
+        if not isinstance(entry, Iterable) or isinstance(entry, (bytes, bytearray)):
+            kind = type(entry).__name__
+            raise TypeError(f"an entry of stop is a text or a list of token ids, not {kind}")
+    texts = [_numbers.text(entry, "stop") for entry in stops if isinstance(entry, str)]
     return texts, [int_list(entry, "stop") for entry in stops if not isinstance(entry, str)]
 
 
@@ -1125,46 +1472,11 @@ def _miss_name(reason: int) -> str | None:
 
 def _as_signed(seed: int) -> int:
     """The seed's 64 bits as a signed number, the only kind that crosses tvm-ffi."""
+    if not isinstance(seed, int) and not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer, not {type(seed).__name__}")
+    seed = operator.index(seed)
     if not 0 <= seed < 2**64:
-        raise errors.BadArgumentError(f"seed = {seed} is out of range: 0 to 2^64 - 1")
+        raise errors.BadArgumentError(
+            f"seed is {_numbers.shown(seed)}; it must be from 0 to 2^64 - 1"
+        )
     return seed - 2**64 if seed >= 2**63 else seed
-
-
-def _outputs(step: Any) -> Iterator[tuple[int, _Output]]:
-    """Request ids and outputs from the flat arrays of one step (StepArrays in
-    src/ffi/engine.cc)."""
-    rows = np.from_dlpack(step["requests"]).tolist()
-    if not rows:
-        return
-    tokens = np.from_dlpack(step["tokens"]).tolist()
-    ends = np.from_dlpack(step["logprob_ends"]).tolist()
-    entries = list(
-        zip(
-            np.from_dlpack(step["logprob_tokens"]).tolist(),
-            np.from_dlpack(step["logprobs"]).tolist(),
-        )
-    )
-    begin = 0
-    for row in rows:
-        request_id, sample, end, reason, _, cached_tokens, _, error_index, *store = row
-        starts = [ends[i - 1] if i > 0 else 0 for i in range(begin, end)]
-        logprobs = [entries[start:stop] for start, stop in zip(starts, ends[begin:end])]
-        yield (
-            request_id,
-            _Output(
-                sample=sample,
-                tokens=tokens[begin:end],
-                logprobs=logprobs,
-                finish_reason=_FINISH_REASONS[reason],
-                cached_tokens=cached_tokens,
-                tier_tokens=(store[0], store[1], store[2]),
-                miss=store[3],
-                load_ns=store[4],
-                recomputed_tokens=store[5],
-                drafted_tokens=store[6],
-                accepted_tokens=store[7],
-                decode_forwards=store[8],
-                error=str(step["errors"][error_index]) if error_index >= 0 else None,
-            ),
-        )
-        begin = end

@@ -21,7 +21,7 @@ from quire._home import cache_dir
 
 __all__ = ["keep_source", "kept_identity", "model_identity"]
 
-# Of a packed folder: what it was made of.
+# In a packed folder: what it was made of.
 _SOURCE = "quire_source.json"
 
 _BLOCK_BYTES = 1 << 20  # read at a time: hashing it takes about a millisecond
@@ -40,7 +40,7 @@ def model_identity(
     kept = kept_identity(folder)
     if kept is not None:
         return kept
-    facts = _facts(folder)  # before they are read: a file that changes meanwhile is read anew
+    facts = _facts(folder)  # before they are read: a file that changes meanwhile is read again
     identity = _own_identity(folder, stop)
     source = _source_of(folder, identity)
     if source is not None:
@@ -101,7 +101,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _facts(folder: Path) -> list[list[str | int]]:
-    """Of all files: path, size and time of the last change."""
+    """Path, size and time of the last change of all files."""
     others = (folder / "tokenizer.json", folder / _SOURCE)
     files = [file.resolve() for file in (*_weights(folder), *others)]
     found = [(file, file.stat()) for file in files if file.is_file()]
@@ -129,8 +129,8 @@ def _keep(folder: Path, facts: dict[str, object]) -> None:
 
 
 def _digest(files: Sequence[Path], stop: threading.Event | None) -> str:
-    """Of the names and contents of files, independent of their folder. Hashing lets go of Python's
-    lock, so that the files of a large model are read side by side."""
+    """A digest of the names and contents of files, independent of their folder. Hashing releases
+    Python's lock, so the files of a large model are read in parallel."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         parts = list(pool.map(lambda file: _file_digest(file, stop), files))
     whole = hashlib.blake2b(digest_size=32)

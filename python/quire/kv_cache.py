@@ -69,6 +69,11 @@ class RopeOptions(TypedDict, total=False):
 
     ``mode``: "none" rotates nothing; "normal" stores rotated keys; "inline" stores keys as given
     and rotates them when attention reads them.
+
+    With ``scaling`` "longrope" and "dynamic" each sequence has the short or the long set of
+    frequencies: ``use_long_factors`` says which one a new sequence begins with,
+    :meth:`KVCache.select_long_rope` changes it. The short set of "dynamic" is theta as it is, the
+    long one that of ``original_max_position_embeddings * factor`` tokens.
     """
 
     mode: Literal["none", "normal", "inline"]
@@ -118,6 +123,8 @@ def _mask_array(mask: Any) -> Any:
     """Booleans as bytes, which they are."""
     if mask is None:
         return None
+    if not hasattr(mask, "dtype"):
+        raise TypeError(f"mask must be an array, not {type(mask).__name__}")
     if isinstance(mask, np.ndarray):
         mask = mask.view(np.uint8) if mask.dtype == np.bool_ else mask
     elif dtype_name(mask.dtype) == "bool":  # torch
@@ -151,15 +158,21 @@ class KVCache(TransferCalls, KVState):
             :class:`LayerSpec`.
         max_num_sequences: most sequences at a time.
         token_capacity: tokens that fit in the pages of one layer group.
-        prefill_chunk_size: most new tokens of one forward; ``token_capacity`` if 0.
+        prefill_chunk_size: at most this number of new tokens per forward; ``token_capacity`` if 0.
         page_size: tokens; 0 = chosen per layer group (:func:`default_page_size`).
         max_tree_size: most nodes of one sequence's uncommitted token tree.
+        max_pop: tokens that :meth:`pop_n` can take back under windows: what slides out of sight is
+            freed that many tokens later.
         rope: rotary position embedding, or just its mode; none by default.
         threads: of the attention; 0 = one per core.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         poison_freed_pages: fill freed pages with NaN, for tests.
         tvm_window_span: windows of sequences as in TVM (``docs/tvm.md``): what is kept when a
             forward ends; its rows see that and all new tokens up to their own.
+        allow_skipped_layers: ``end_forward`` stores zeros for the new tokens in every layer that
+            has stored none, so a forward may run some layers only; attention in later forwards
+            sees these zeros. Else ``end_forward`` is ``BadStateError`` until all layers have run.
+            The recurrent states of a composite state must all be set, whatever this says.
     """
 
     def __init__(
@@ -177,11 +190,13 @@ class KVCache(TransferCalls, KVState):
         prefill_chunk_size: int = 0,
         page_size: int = 0,
         max_tree_size: int = 256,
+        max_pop: int = 16,
         rope: RopeOptions | Mapping[str, Any] | str | None = None,
         threads: int = 0,
         kernel_path: str = "",
         poison_freed_pages: bool = False,
         tvm_window_span: bool = False,
+        allow_skipped_layers: bool = False,
     ) -> None:
         equal = LayerSpec(num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim, dtype)
         if layers is None:
@@ -204,11 +219,13 @@ class KVCache(TransferCalls, KVState):
                     "prefill_chunk_size": prefill_chunk_size or token_capacity,
                     "page_size": page_size,
                     "max_tree_size": max_tree_size,
+                    "max_pop": max_pop,
                     "rope": _rope_fields(rope),
                     "threads": threads,
                     "kernel_path": kernel_path,
                     "poison_freed_pages": poison_freed_pages,
                     "tvm_window_span": tvm_window_span,
+                    "allow_skipped_layers": allow_skipped_layers,
                 }
             )
         )
@@ -285,10 +302,11 @@ class KVCache(TransferCalls, KVState):
         return int(self._handle.pages_needed_for_tree(ids, lengths, parents))
 
     def select_long_rope(self, seq_id: int, use_long_factors: bool) -> None:
-        """With "longrope" scaling: which factors an empty sequence uses. Forks inherit it."""
+        """With "longrope" and "dynamic" scaling: whether an empty sequence uses the long set, for
+        texts beyond the original length. Forks inherit it."""
         self._handle.select_long_rope(seq_id, use_long_factors)
 
-    # ---- Attention. m >= n, the new tokens of the forward in the order of the batch; rows behind n
+    # ---- Attention. m >= n, the new tokens of the forward in the order of the batch; rows after n
     # are left alone. A `mask` hides new tokens from one another: bool or uint8 [sum of n_i^2], for
     # each sequence of the batch a row per new token, with an element for each new token of the
     # sequence; 0 hides it. What was there before the forward stays in sight.
@@ -497,8 +515,8 @@ class KVCache(TransferCalls, KVState):
     ) -> tuple[Any, Any]:
         """Stored keys [layers, end - start, Hkv, D] and values [..., Dv].
 
-        New float32 arrays unless given. Keys come out as stored: rotated in mode "normal". Of the
-        layers that are not latent, which must be of equal heads and dims.
+        New float32 arrays unless given. Keys come out as stored: rotated in mode "normal". Latent
+        layers are left out; the others must have equal heads and dims.
         """
         end = self.get_sequence_length(seq_id) if end is None else end
         layers = [spec for spec in self._layers if not spec.latent]

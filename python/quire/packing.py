@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import struct
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from quire import _ffi
 from quire._arrays import dtype_name
-from quire._new_folder import new_folder
+from quire._new_folder import check_free, check_room, new_folder
 from quire.identity import keep_source, model_identity
 
 __all__ = ["pack_model"]
@@ -30,6 +33,8 @@ _WEIGHT_SUFFIXES = (
     ".onnx",
 )
 _TEMPLATES = "additional_chat_templates"
+_WEIGHTS = "model.safetensors"
+_WATCH_SECONDS = 0.1
 
 
 def pack_model(
@@ -38,6 +43,7 @@ def pack_model(
     *,
     dtype: Any = "bfloat16",
     threads: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Writes a model folder with packed weights (docs/formats/packed.md) and returns it.
 
@@ -52,17 +58,25 @@ def pack_model(
         dtype: "bfloat16" or "float32", as engines of the folder will compute: with "bfloat16"
             float32 weights are rounded, as an engine of that dtype would.
         threads: 0: one per core.
+        progress: called now and then with (bytes written, bytes of all weights), from another
+            thread.
 
     Raises:
         FileExistsError: `out_dir` is something else than an empty folder.
+        IoError: its disk has too little room, or cannot be written.
         NotFoundError, CorruptError, BadArgumentError: as :class:`quire.Engine` for `model_dir`.
     """
+    from quire.engine import Engine
+
     source = Path(model_dir)
-    with new_folder(Path(out_dir)) as part:
+    check_free(Path(out_dir))
+    weight_bytes = Engine.plan_memory(source, dtype=dtype, threads=1).weight_bytes
+    check_room(Path(out_dir), weight_bytes)
+    with new_folder(Path(out_dir)) as part, _watched(part, weight_bytes, progress):
         _ffi.function("pack_model")(
             {
                 "model_directory": os.fspath(source),
-                "path": os.fspath(part / "model.safetensors"),
+                "path": os.fspath(part / _WEIGHTS),
                 "dtype": dtype_name(dtype),
                 "threads": threads,
             }
@@ -75,6 +89,30 @@ def pack_model(
         if dtype_name(dtype) == "float32" or not _has_float32_matrices(source):
             keep_source(part, model_identity(source))
     return Path(out_dir)
+
+
+@contextlib.contextmanager
+def _watched(
+    part: Path, total: int, progress: Callable[[int, int], None] | None
+) -> Iterator[None]:
+    """Tells how large the weights' file is while the library writes it."""
+    if progress is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_WATCH_SECONDS):
+            with contextlib.suppress(FileNotFoundError):  # matrices are still being packed
+                progress((part / _WEIGHTS).stat().st_size, total)
+
+    thread = threading.Thread(target=watch, name="quire-pack-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _has_float32_matrices(folder: Path) -> bool:

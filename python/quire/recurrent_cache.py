@@ -52,7 +52,7 @@ class RecurrentCache(RecurrentState):
     Args:
         layers: what each layer keeps.
         max_num_sequences: most sequences at a time that are not retained.
-        prefill_chunk_size: most new tokens of one forward.
+        prefill_chunk_size: at most this number of new tokens per forward.
         recent_checkpoints: newest checkpoints of a sequence, one every 64 tokens; all inputs since
             the oldest of them are kept.
         thinned_checkpoints: older ones, without inputs.

@@ -47,7 +47,7 @@ def is_url(text: str) -> bool:
 
 
 def parse(text: str) -> RedisPlace:
-    """Of "redis://[[USER]:PASSWORD@]ENDPOINTS[/][?prefix=PREFIX]", or of ENDPOINTS alone; with TLS
+    """Parses "redis://[[USER]:PASSWORD@]ENDPOINTS[/][?prefix=PREFIX]", or ENDPOINTS alone; with TLS
     "rediss://", and parameters ca, cert, key (PEM files), name (whose certificate the servers must
     have, instead of each one's host) and verify=no (any certificate will do).
 
@@ -60,7 +60,7 @@ def parse(text: str) -> RedisPlace:
         return RedisPlace(text)
     tls = text.startswith(TLS_SCHEME)
     place, _, query = text.removeprefix(TLS_SCHEME if tls else SCHEME).partition("?")
-    # An "@" behind the first slash is part of a path.
+    # An "@" after the first slash is part of a path.
     has_user = "@" in place.partition("/")[0]
     user, _, place = place.partition("@") if has_user else ("", "", place)
     username, colon, password = user.partition(":")

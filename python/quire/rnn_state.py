@@ -104,7 +104,8 @@ class RNNState(RecurrentState):
 
     def get(self, layer: int, state: int, o: Any = None) -> Any:
         """The states of the batch's sequences before this forward, [B, *shape], in its order;
-        a new NumPy array if `o` is None."""
+        a new NumPy array if `o` is None. In a tree forward: those of the committed tokens
+        (:meth:`get_before` gives the state before each row)."""
         o = self._output(state, (self._batch,), o)
         self._handle.get(layer, state, o)
         return o
@@ -115,7 +116,7 @@ class RNNState(RecurrentState):
 
     def get_before(self, layer: int, state: int, rows: Sequence[int], o: Any = None) -> Any:
         """The states [len(rows), *shape] before the new tokens ``rows[i]``, counted from the
-        batch's first; of a node of a token tree that is the state behind its parent."""
+        batch's first; of a node of a token tree that is the state after its parent."""
         rows = int_list(rows, "rows")
         o = self._output(state, (len(rows),), o)
         self._handle.get_before(layer, state, rows, o)

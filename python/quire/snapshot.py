@@ -4,7 +4,7 @@
     snapshot.save(engine, tokens, "chat.quire")
     ...
     info = snapshot.restore(other_engine, "chat.quire")
-    other_engine.generate(info.tokens + more)     # starts behind the tokens of the snapshot
+    other_engine.generate(info.tokens + more)     # starts after the tokens of the snapshot
 
 What is restored is equal bit for bit to what the engine would compute; a damaged file, or one of
 another model, is refused.
@@ -44,17 +44,17 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotInfo:
-    """What a snapshot is of.
+    """What a snapshot contains.
 
     passport: model, layers, types, RoPE and kernels, as docs/formats/chunk.md has them.
     tokens: whose KV is in it.
-    sampler: bytes of whoever saved it.
+    sampler: bytes of the program that saved it.
     created: seconds since 1970.
     chunk_count: pieces of passport["block"] tokens; the last one may be shorter.
     version: of the file; 2 if it has windows, rows that are left out, or recurrent states.
     window, sinks: of the sequence's sliding window, 0 without one. Windows of layers stand in
         passport["window"].
-    slid: tokens behind the sinks that the window hides; lost: those that stay hidden without it.
+    slid: tokens after the sinks that the window hides; lost: those that stay hidden without it.
     state_bytes: of recurrent layers.
     """
 
@@ -80,7 +80,7 @@ class SnapshotDifference:
     passport: the first field in which the passports differ, with both values; empty if none.
     common_tokens: of the same beginning.
     compared_sections, different_sections: keys or values of one layer and chunk, of the chunks with
-        the same tokens behind the same tokens.
+        the same tokens after the same tokens.
     first_section: which is the first different one; empty if none.
     same_windows, same_states: of the sequence, and of recurrent layers at its end.
     """
@@ -133,8 +133,11 @@ def save(
     *,
     sampler: bytes = b"",
     block_tokens: int = 256,
+    cache_salt: str | bytes = b"",
 ) -> int:
     """Writes the KV of the longest beginning of `tokens` that the engine's prefix cache holds.
+
+    cache_salt: of the requests whose KV it is; it is not written to the file.
 
     The file is written whole or not at all. Returns how many tokens are in it: all but the last one
     of an answer, whose KV nobody has needed yet.
@@ -146,17 +149,24 @@ def save(
     """
     identity = model_identity(engine.model_dir)
     contents = {**identity, **_contents(tokens, sampler, block_tokens)}
+    contents["cache_salt"] = _bytes(cache_salt)
     return int(engine.__tvm_ffi_object__().save_snapshot(contents, os.fspath(path)))
 
 
 def restore(
-    engine: Engine, path: str | os.PathLike[str], *, any_numerics: bool = False
+    engine: Engine,
+    path: str | os.PathLike[str],
+    *,
+    any_numerics: bool = False,
+    cache_salt: str | bytes = b"",
 ) -> SnapshotInfo:
     """Puts the KV of a snapshot into the engine's prefix cache: prompts that begin with its tokens
-    start behind them.
+    start after them.
 
     any_numerics: also take KV that other kernels computed (another CPU), which is close to what
     this engine would compute and not equal to it.
+
+    cache_salt: only requests with this salt start after the tokens.
 
     Raises:
         IncompatibleError: another model, element type or kernel; the message names the difference.
@@ -165,7 +175,8 @@ def restore(
     """
     identity = model_identity(engine.model_dir)
     handle = engine.__tvm_ffi_object__()
-    return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics))
+    salt = _bytes(cache_salt)
+    return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics, salt))
 
 
 def save_sequence(
@@ -209,6 +220,10 @@ def restore_sequence(
     """
     handle = state.__tvm_ffi_object__()
     return _read_info(handle.load_snapshot(seq_id, dict(identity), os.fspath(path), any_numerics))
+
+
+def _bytes(salt: str | bytes) -> bytes:
+    return salt.encode() if isinstance(salt, str) else bytes(salt)
 
 
 def _contents(tokens: Sequence[int], sampler: bytes, block_tokens: int) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _pay(work: int) -> None:
 
 
 def _cost(value: Any) -> int:
-    """Of reading or making a value."""
+    """The work of reading or making a value."""
     if isinstance(value, (str, bytes)):
         return len(value) // _CHARACTERS_PER_WORK
     return len(value) // _ITEMS_PER_WORK if isinstance(value, (list, tuple, dict)) else 0

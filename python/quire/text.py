@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import errors
+from quire._model_folder import check_not_lfs_pointer
 
 if TYPE_CHECKING:
     from quire.chat_template import ChatTemplate
 
-__all__ = ["Detokenizer", "Message", "StopStrings", "Tokenizer"]
+__all__ = ["Detokenizer", "Message", "StopStrings", "Tokenizer", "check_messages"]
 
 Message = Mapping[str, Any]
 """One message of a chat: {"role": "user", "content": "..."}; further fields go to the template as
@@ -38,6 +39,28 @@ _SPECIAL_TOKENS = (
 )
 
 
+def check_messages(messages: Any) -> list[Message]:
+    """The messages of a chat as a list. BadArgumentError for what is no message. One is a mapping
+    with a text as "role"; its "content", if it has one, is a text, a list of parts, or None."""
+    found = list(messages)
+    for index, message in enumerate(found):
+        if not isinstance(message, Mapping):
+            raise errors.BadArgumentError(
+                f"message {index} must be a mapping such as "
+                f'{{"role": "user", "content": "..."}}, not {type(message).__name__}'
+            )
+        if not isinstance(message.get("role"), str):
+            raise errors.BadArgumentError(
+                f'message {index} needs a "role" that is a text, such as "user"'
+            )
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            kind = type(message["content"]).__name__
+            raise errors.BadArgumentError(
+                f'message {index}: "content" must be a text, not {kind}'
+            )
+    return found
+
+
 class Tokenizer:
     """The tokenizer of a model folder (tokenizer.json) and its chat template, if it has one.
 
@@ -50,9 +73,8 @@ class Tokenizer:
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise errors.NotFoundError(
-                f"{path}: there is no such file; only token ids will do here"
-            )
+            raise errors.NotFoundError(f"{path}: there is no such file; {_instead(directory)}")
+        check_not_lfs_pointer(path)
         self._path = path
         with self._naming_failures():
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -118,6 +140,17 @@ class Tokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise errors.CorruptError(f"{self._path}: {error}") from error
+
+
+def _instead(directory: Path) -> str:
+    """What to do in a folder without tokenizer.json."""
+    if not (directory / "tokenizer.model").is_file():
+        return "only token ids will do here"
+    return (
+        "there is a tokenizer.model (SentencePiece), which Quire does not read; convert it with "
+        f"transformers: AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained("
+        f"{str(directory)!r}); or give token ids"
+    )
 
 
 def _return_freed_memory() -> None:

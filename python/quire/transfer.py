@@ -1,5 +1,5 @@
 """Disaggregated prefill and decode: one cache computes tokens, another receives their keys and
-values layer by layer and goes on behind them (docs/transfer.md)::
+values layer by layer and continues after them (docs/transfer.md)::
 
     channel = quire.LocalChannel()
     decode.connect_channel(channel, peer=0)
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire import _ffi
+from quire._numbers import nanoseconds
 
 __all__ = ["LocalChannel", "ReceiveMap", "ReceiveProgress", "SendProgress"]
 
@@ -88,8 +89,8 @@ class LocalChannel:
 
 
 class TransferCalls:
-    """What KVCache and CompositeState have for transfers. Of a CompositeState the states of
-    recurrent layers go as well, at the positions where forwards of the sender end: commit there."""
+    """What KVCache and CompositeState have for transfers. A CompositeState also sends the
+    states of recurrent layers, at the positions where forwards of the sender end: commit there."""
 
     _handle: Any
 
@@ -140,7 +141,7 @@ class TransferCalls:
         TimeoutError of quire.errors after `timeout` seconds; CancelledError when the reservation is
         over; the sender's failure if it has reported one. Any thread.
         """
-        self._handle.wait_received(epoch, n, int(timeout * 1e9))
+        self._handle.wait_received(epoch, n, nanoseconds(timeout, "timeout"))
 
     def disagg_mark_send(
         self,

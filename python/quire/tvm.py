@@ -1,4 +1,4 @@
-"""Quire behind TVM's names: ``install()`` puts it under the global functions ``vm.builtin.*``.
+"""Quire under TVM's names: ``install()`` puts it under the global functions ``vm.builtin.*``.
 
     import quire.tvm
     quire.tvm.install()                      # before the virtual machine is made
@@ -13,6 +13,7 @@ See docs/tvm.md.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -45,10 +46,28 @@ def _check_version() -> None:
         )
 
 
+@functools.cache
+def _installation_class() -> Any:
+    """The class of the C++ object; libquire_tvm.so is loaded at the first call."""
+    from quire import _ffi
+
+    import tvm_ffi  # noqa: I001  # after _ffi, which imports it without torch
+
+    # Kept for the life of the process: objects hold pointers to its code.
+    tvm_ffi.load_module(str(_ffi.library_path("libquire_tvm.so")), keep_module_alive=True)
+
+    @tvm_ffi.register_object("quire.tvm.Installation")
+    class Installation(tvm_ffi.Object):
+        """The C++ object behind this module; its methods come from the library."""
+
+    return Installation
+
+
 def install(
     *,
     tvm_window_span: bool = True,
     tvm_tree_commit: bool = True,
+    tvm_tree_lengths: bool = False,
     tvm_rnn_history1: bool = True,
     rope: RopeOptions | Mapping[str, Any] | None = None,
     pipeline_stage: int | None = None,
@@ -60,6 +79,11 @@ def install(
             chunk all of itself; forks begin without a window. Off: a row sees the window exactly.
         tvm_tree_commit: leaf -1 for a token tree of several forwards takes back the nodes of the
             last one, and those before it stay, where they are a chain. Off: it drops all nodes.
+        tvm_tree_lengths: the commit of a token tree of several forwards gives TVM's tokens, which
+            are wrong: all nodes of the forwards before the last one, in node order, then those of
+            the last forward whose number within it is that of a node on the accepted path. For
+            comparisons with TVM alone; in place of `tvm_tree_commit`. A commit that ends with
+            ``OutOfMemoryError`` may have dropped the nodes. Off: the accepted path.
         tvm_rnn_history1: in a recurrent state with a history of 1, Get sees what was Set before it
             in the same forward. Off: Get gives the state of before the forward.
         rope: the rotation of caches that are created with a rope mode but NONE, in place of what
@@ -80,18 +104,17 @@ def install(
             "quire.tvm.install: it is installed already; call uninstall first to install with "
             "other options"
         )
-    from quire import _ffi
-
     fields: dict[str, Any] = {
         "tvm_window_span": tvm_window_span,
         "tvm_tree_commit": tvm_tree_commit,
+        "tvm_tree_lengths": tvm_tree_lengths,
         "tvm_rnn_history1": tvm_rnn_history1,
     }
     if rope is not None:
         fields["rope"] = dict(rope)
     if pipeline_stage is not None:
         fields["pipeline_stage"] = pipeline_stage
-    _installation = _ffi.new_tvm_installation(fields)
+    _installation = _installation_class()(fields)
 
 
 def uninstall() -> None:

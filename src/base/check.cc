@@ -27,7 +27,7 @@ CheckFailure::CheckFailure(const char* file, int line, const char* condition) {
   stream_ << file << ':' << line << ": check failed: " << condition << ' ';
 }
 
-CheckFailure::~CheckFailure() {
+CheckFailure::~CheckFailure() noexcept(false) {
   handler_in_place.load()(stream_.str());
   std::abort();
 }

@@ -1,29 +1,24 @@
-// Checks of invariants. A failed check is a defect of Quire: the process stops, because its state
-// can no longer be trusted. What a caller can get wrong is answered with a Status instead.
+// Checks of invariants. A failed check is a defect of Quire: the handler of quire/check_failure.h
+// gets it, and by default the process stops, because its state can no longer be trusted. What a
+// caller can get wrong is answered with a Status instead.
 #ifndef QUIRE_BASE_CHECK_H_
 #define QUIRE_BASE_CHECK_H_
 
 #include <sstream>
-#include <string_view>
+
+#include "quire/check_failure.h"
 
 namespace quire {
-
-// Receives "file:line: check failed: ...". When it returns, the process aborts.
-using CheckFailureHandler = void (*)(std::string_view message);
-
-// Returns the handler that was in place. nullptr puts back the default, which prints to stderr.
-// Callable from any thread.
-CheckFailureHandler SetCheckFailureHandler(CheckFailureHandler handler);
-
 namespace internal {
 
-// Collects the message of one failed check; its destructor reports it and does not return.
+// Collects the message of one failed check; its destructor reports it and does not return. It
+// throws what the handler throws.
 class CheckFailure {
  public:
   CheckFailure(const char* file, int line, const char* condition);
   CheckFailure(const CheckFailure&) = delete;
   CheckFailure& operator=(const CheckFailure&) = delete;
-  [[noreturn]] ~CheckFailure();
+  [[noreturn]] ~CheckFailure() noexcept(false);
   std::ostream& stream() { return stream_; }
 
  private:

@@ -94,7 +94,7 @@ constexpr uint32_t Apply(const BitMatrix& matrix, uint32_t bits) {
   return sum;
 }
 
-// What kStripeBytes zeros behind it do to a checksum's state, by the byte of the state.
+// What kStripeBytes zeros after it do to a checksum's state, by the byte of the state.
 using ShiftTables = std::array<std::array<uint32_t, 256>, 4>;
 template <size_t kStripeBytes>
 constexpr ShiftTables MakeShiftTables() {
@@ -123,7 +123,7 @@ uint64_t ShiftByStripe(uint64_t state) {
          kTables[3][state >> 24 & 0xFF];
 }
 
-// Consumes whole triples of stripes and returns the state behind them.
+// Consumes whole triples of stripes and returns the state after them.
 template <size_t kStripeBytes>
 __attribute__((target("sse4.2"))) uint64_t SumStripes(const unsigned char*& from, size_t& left,
                                                       uint64_t state) {

@@ -9,8 +9,8 @@
 
 namespace quire {
 
-// XXH64: fast and well mixed, for digests and tables. It is no defence against who can choose the
-// bytes.
+// XXH64: fast and well mixed, for digests and tables. It is no defence against an attacker that can
+// choose the bytes.
 uint64_t Hash64(const void* data, size_t size, uint64_t seed = 0);
 inline uint64_t Hash64(std::string_view bytes, uint64_t seed = 0) {
   return Hash64(bytes.data(), bytes.size(), seed);

@@ -11,11 +11,12 @@
 
 namespace quire {
 
+inline constexpr int64_t kNsPerMs = 1'000'000;
 // A moment on Clock::SteadyNs, and the one that never comes.
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 // Waits until `is_over()` or the moment `until_ns`; false if it is not over then. `lock` guards
-// what is_over reads, and whoever changes that notifies `changed`.
+// what is_over reads, and a thread that changes it notifies `changed`.
 template <typename IsOver>
 bool WaitUntil(Clock& clock, std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
                int64_t until_ns, IsOver&& is_over) {

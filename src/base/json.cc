@@ -99,7 +99,7 @@ Result<Json> ParseJson(std::string_view text, std::string_view what, const JsonL
                   std::string(what) + ": JSON of " + std::to_string(text.size()) +
                       " bytes is over the limit of " + std::to_string(limits.max_bytes));
   }
-  // The parser takes a NUL for the end of the text; whatever stood behind it would go unread.
+  // The parser takes a NUL for the end of the text; whatever stood after it would go unread.
   if (const size_t nul = text.find('\0'); nul != text.npos) {
     return Status(StatusCode::kCorrupt, std::string(what) + ": this is not acceptable JSON: byte " +
                                             std::to_string(nul) + " is a NUL");

@@ -1,5 +1,5 @@
 // JSON from anywhere: a document or an error. What is accepted means the same after it has been
-// written and read again, and no byte behind its end was passed over.
+// written and read again, and no byte after its end was passed over.
 #include <cstddef>
 #include <cstdint>
 #include <string>

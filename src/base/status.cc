@@ -1,7 +1,5 @@
 #include "quire/status.h"
 
-#include "base/check.h"
-
 namespace quire {
 
 struct Status::Rep {
@@ -25,7 +23,11 @@ std::string_view StatusCodeName(StatusCode code) {
 }
 
 Status::Status(StatusCode code, std::string message) {
-  QUIRE_CHECK(code != StatusCode::kOk) << "an Ok status has no message, this one says: " << message;
+  if (const int number = static_cast<int>(code); number <= 0 || number >= kStatusCodeCount) {
+    message = "a status was made with the code " + std::to_string(number) +
+              ", which is none of an error; its message: " + message;
+    code = StatusCode::kInternal;
+  }
   struct OwningRep {
     explicit OwningRep(StatusCode code_in, std::string message_in)
         : message(std::move(message_in)), rep{code_in, message} {}

@@ -45,8 +45,13 @@ TEST(Status, EveryCodeHasANameOfItsOwn) {
   EXPECT_EQ(StatusCodeName(static_cast<StatusCode>(kStatusCodeCount)), "UnknownStatusCode");
 }
 
-TEST(Status, OkWithAMessageStopsTheProcess) {
-  EXPECT_DEATH((void)Status(StatusCode::kOk, "fine"), "an Ok status has no message.*fine");
+TEST(Status, ACodeThatIsNoErrorIsInternal) {
+  for (const int number : {0, -1, kStatusCodeCount, 1000}) {
+    const Status status(static_cast<StatusCode>(number), "fine");
+    EXPECT_EQ(status.code(), StatusCode::kInternal) << number;
+    EXPECT_EQ(status.message(), "a status was made with the code " + std::to_string(number) +
+                                    ", which is none of an error; its message: fine");
+  }
 }
 
 TEST(Guard, TurnsBadAllocIntoOutOfMemory) {

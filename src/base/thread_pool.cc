@@ -1,14 +1,16 @@
-#include <sched.h>
-#include <signal.h>
-
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <new>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
 
-#include "base/check.h"
+#include "base/blocked_signals.h"
+#include "base/control_groups.h"
 #include "base/float_environment.h"
+#include "base/guard.h"
 #include "quire/seams.h"
 
 #if defined(__x86_64__)
@@ -45,30 +47,6 @@ void AwaitChange(const std::atomic<T>& value, T old) {
   value.wait(old, std::memory_order_acquire);
 }
 
-int UsableCores() {
-  cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return CPU_COUNT(&cores);
-  const unsigned count = std::thread::hardware_concurrency();  // more than CPU_SETSIZE cores
-  return count > 0 ? static_cast<int>(count) : 1;
-}
-
-// While it lives, new threads start with all signals blocked: the host's handlers run on the host's
-// threads.
-class ScopedBlockedSignals {
- public:
-  ScopedBlockedSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &saved_);
-  }
-  ~ScopedBlockedSignals() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
-  ScopedBlockedSignals(const ScopedBlockedSignals&) = delete;
-  ScopedBlockedSignals& operator=(const ScopedBlockedSignals&) = delete;
-
- private:
-  sigset_t saved_;
-};
-
 // Indices are claimed one by one from an atomic counter. A job is open while its bit stands in
 // `gate_`, whose other bits count the workers inside; a worker that comes after the bit was cleared
 // leaves at once and has read nothing of the job. So Run waits only for workers that took part,
@@ -83,28 +61,25 @@ class ThreadPool final : public ParallelRunner {
         workers_.emplace_back([this, worker] { WorkerMain(worker); });
       } catch (const std::system_error&) {
         break;  // the host has no more threads to give; worker_count() tells how many there are
+      } catch (const std::bad_alloc&) {
+        Stop();
+        throw;
       }
     }
   }
 
-  ~ThreadPool() override {
-    stop_.store(true, std::memory_order_relaxed);
-    Announce();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  ~ThreadPool() override { Stop(); }
 
   int worker_count() const noexcept override { return static_cast<int>(workers_.size()) + 1; }
 
   void Run(int64_t count, Task task, void* context) noexcept override {
     const ScopedFloatEnvironment environment;
-    if (count <= 1 || workers_.empty()) {
+    // While another Run has the workers, waiting for them could take as long as that one, and for
+    // ever if this call comes from one of its tasks.
+    if (count <= 1 || workers_.empty() || running_.exchange(true, std::memory_order_acquire)) {
       for (int64_t i = 0; i < count; ++i) task(context, i, 0);
       return;
     }
-    QUIRE_CHECK(!running_.exchange(true, std::memory_order_acquire))
-        << "ParallelRunner::Run was called while another Run of this pool was going on; give each "
-           "caller a pool of its "
-           "own";
     count_ = count;
     task_ = task;
     context_ = context;
@@ -118,6 +93,12 @@ class ThreadPool final : public ParallelRunner {
 
  private:
   static constexpr uint32_t kOpen = uint32_t{1} << 31;
+
+  void Stop() {
+    stop_.store(true, std::memory_order_relaxed);
+    Announce();
+    for (std::thread& worker : workers_) worker.join();
+  }
 
   void Announce() {
     announced_.fetch_add(1, std::memory_order_release);
@@ -171,10 +152,17 @@ class ThreadPool final : public ParallelRunner {
 
 }  // namespace
 
-std::shared_ptr<ParallelRunner> CreateThreadPool(int thread_count) {
-  QUIRE_CHECK(thread_count >= 0) << "CreateThreadPool(" << thread_count
-                                 << "): 0 means one thread per usable core";
-  return std::make_shared<ThreadPool>(thread_count > 0 ? thread_count : UsableCores());
+Result<std::shared_ptr<ParallelRunner>> CreateThreadPool(int thread_count) {
+  return GuardEntry([&]() -> Result<std::shared_ptr<ParallelRunner>> {
+    if (thread_count < 0 || thread_count > kThreadCountMax) {
+      return Status(StatusCode::kBadArgument, "CreateThreadPool: " + std::to_string(thread_count) +
+                                                  " threads are not in [0, " +
+                                                  std::to_string(kThreadCountMax) +
+                                                  "]; 0 stands for one per core");
+    }
+    const int count = thread_count > 0 ? thread_count : std::min(UsableCores(), kThreadCountMax);
+    return std::shared_ptr<ParallelRunner>(std::make_shared<ThreadPool>(count));
+  });
 }
 
 }  // namespace quire

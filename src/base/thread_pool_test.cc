@@ -1,7 +1,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <limits>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/float_environment.h"
@@ -12,7 +15,7 @@ namespace {
 
 TEST(ThreadPool, RunsEveryIndexOnceForManyJobs) {
   for (const int threads : {1, 2, 5}) {
-    const auto pool = CreateThreadPool(threads);
+    const auto pool = CreateThreadPool(threads).value();
     ASSERT_EQ(pool->worker_count(), threads);
     for (const int64_t count : {0, 1, 2, 3, 17, 300}) {
       for (int repeat = 0; repeat < 20; ++repeat) {
@@ -31,7 +34,7 @@ TEST(ThreadPool, RunsEveryIndexOnceForManyJobs) {
 
 TEST(ThreadPool, ThreadsWorkAtTheSameTimeUnderNumbersOfTheirOwn) {
   constexpr int kThreads = 3;
-  const auto pool = CreateThreadPool(kThreads);
+  const auto pool = CreateThreadPool(kThreads).value();
   std::atomic<int> arrived{0};
   std::vector<std::atomic<int>> by_worker(kThreads);
   // Each index waits for all others, so no thread can take two.
@@ -44,21 +47,71 @@ TEST(ThreadPool, ThreadsWorkAtTheSameTimeUnderNumbersOfTheirOwn) {
 }
 
 TEST(ThreadPool, OneThreadRunsInOrderInTheCaller) {
-  const auto pool = CreateThreadPool(1);
+  const auto pool = CreateThreadPool(1).value();
   std::vector<int64_t> order;
   pool->ParallelFor(4, [&](int64_t index, int) { order.push_back(index); });
   EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3}));
 }
 
-TEST(ThreadPool, ZeroMeansTheUsableCores) { EXPECT_GE(CreateThreadPool(0)->worker_count(), 1); }
+TEST(ThreadPool, ZeroMeansTheUsableCores) {
+  EXPECT_GE(CreateThreadPool(0).value()->worker_count(), 1);
+}
 
-TEST(ThreadPool, UsingAPoolInsideItselfStopsTheProcess) {
-  EXPECT_DEATH(
-      {
-        const auto pool = CreateThreadPool(2);
-        pool->ParallelFor(2, [&](int64_t, int) { pool->ParallelFor(2, [](int64_t, int) {}); });
-      },
-      "another Run of this pool");
+TEST(ThreadPool, ANumberOfThreadsOutOfRangeIsBadArgument) {
+  for (const int threads : {-1, kThreadCountMax + 1, 1 << 30, std::numeric_limits<int>::min()}) {
+    const Status status = CreateThreadPool(threads).status();
+    EXPECT_EQ(status.code(), StatusCode::kBadArgument) << threads;
+    EXPECT_NE(status.message().find(std::to_string(threads)), std::string_view::npos);
+  }
+}
+
+TEST(ThreadPool, ATaskThatUsesThePoolDoesTheInnerTasksItself) {
+  constexpr int64_t kOuter = 5;
+  constexpr int64_t kInner = 7;
+  const auto pool = CreateThreadPool(3).value();
+  std::vector<std::atomic<int>> hits(kOuter * kInner);
+  std::atomic<bool> here{true};
+  pool->ParallelFor(kOuter, [&](int64_t outer, int) {
+    const std::thread::id caller = std::this_thread::get_id();
+    pool->ParallelFor(kInner, [&](int64_t inner, int worker) {
+      hits[static_cast<size_t>(outer * kInner + inner)].fetch_add(1);
+      if (worker != 0 || std::this_thread::get_id() != caller) here = false;
+    });
+  });
+  for (const auto& hit : hits) EXPECT_EQ(hit.load(), 1);
+  EXPECT_TRUE(here);
+}
+
+TEST(ThreadPool, ASecondThreadWorksAloneWhileTheWorkersAreTaken) {
+  const auto pool = CreateThreadPool(2).value();
+  std::atomic<int> inside{0};
+  std::atomic<bool> second_done{false};
+  std::thread first([&] {
+    pool->ParallelFor(2, [&](int64_t, int) {
+      inside.fetch_add(1);
+      while (!second_done.load()) std::this_thread::yield();
+    });
+  });
+  while (inside.load() < 2) std::this_thread::yield();
+  std::vector<int64_t> order;
+  pool->ParallelFor(4, [&](int64_t index, int worker) {
+    EXPECT_EQ(worker, 0);
+    order.push_back(index);
+  });
+  second_done = true;
+  first.join();
+  EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3}));
+}
+
+TEST(ThreadPool, TakesACallableByAnyReference) {
+  const auto pool = CreateThreadPool(2).value();
+  std::atomic<int> calls{0};
+  auto count = [&](int64_t, int) { calls.fetch_add(1); };
+  const auto& view = count;
+  pool->ParallelFor(3, count);
+  pool->ParallelFor(3, view);
+  pool->ParallelFor(3, std::move(count));
+  EXPECT_EQ(calls.load(), 9);
 }
 
 #if defined(__x86_64__)
@@ -69,7 +122,8 @@ TEST(ThreadPool, TasksRunInTheDefaultFloatEnvironmentAndTheCallersComesBack) {
   for (const int threads : {1, 2}) {
     const unsigned before = _mm_getcsr();
     _mm_setcsr(before | kFlushToZeroAndDenormalsAreZero);
-    const auto pool = CreateThreadPool(threads);  // workers inherit the creator's environment
+    const auto pool =
+        CreateThreadPool(threads).value();  // workers inherit the creator's environment
     std::atomic<int> wrong{0};
     pool->ParallelFor(64, [&](int64_t, int) {
       if ((_mm_getcsr() & ~kExceptionFlags) != 0x1F80) wrong.fetch_add(1);

@@ -9,7 +9,6 @@
 #include <new>
 #include <utility>
 
-#include "base/check.h"
 #include "base/guard.h"
 #include "chunk/chunk_layout.h"
 #include "chunk/sha256.h"
@@ -466,50 +465,62 @@ Result<ChunkWriter> ChunkWriter::Create(ChunkFields fields, std::span<const Sect
   });
 }
 
-std::span<std::byte> ChunkWriter::section(int64_t index) {
-  QUIRE_CHECK(index >= 0) << index;
-  QUIRE_CHECK(index < static_cast<int64_t>(header_.sections.size())) << index;
-  const Section& section = header_.sections[static_cast<size_t>(index)];
-  return buffer_.bytes().subspan(static_cast<size_t>(section.offset),
-                                 static_cast<size_t>(section.length));
+Result<std::span<std::byte>> ChunkWriter::section(int64_t index) {
+  return GuardEntry([&]() -> Result<std::span<std::byte>> {
+    if (buffer_.bytes().data() == nullptr)
+      return Status(StatusCode::kBadArgument, "ChunkWriter::section: the chunk was sealed");
+    if (index < 0 || index >= static_cast<int64_t>(header_.sections.size())) {
+      return Status(StatusCode::kBadArgument, "ChunkWriter::section: there is no section " +
+                                                  std::to_string(index) + " in a chunk of " +
+                                                  std::to_string(header_.sections.size()));
+    }
+    const Section& section = header_.sections[static_cast<size_t>(index)];
+    return buffer_.bytes().subspan(static_cast<size_t>(section.offset),
+                                   static_cast<size_t>(section.length));
+  });
 }
 
 Result<ChunkBuffer> ChunkWriter::Seal() && {
-  const std::span<std::byte> bytes = buffer_.bytes();
-  int64_t end = header_.header_bytes;
-  const auto zero_gap = [&](int64_t to) {
-    std::fill(bytes.begin() + end, bytes.begin() + to, std::byte{0});
-  };
-  for (Section& section : header_.sections) {
-    zero_gap(section.offset);
-    section.crc32c = Crc32c(bytes.data() + section.offset, static_cast<size_t>(section.length));
-    end = section.offset + section.length;
-  }
-  zero_gap(header_.total_bytes);
+  return GuardEntry([&]() -> Result<ChunkBuffer> {
+    const std::span<std::byte> bytes = buffer_.bytes();
+    int64_t end = header_.header_bytes;
+    const auto zero_gap = [&](int64_t to) {
+      std::fill(bytes.begin() + end, bytes.begin() + to, std::byte{0});
+    };
+    for (Section& section : header_.sections) {
+      zero_gap(section.offset);
+      section.crc32c = Crc32c(bytes.data() + section.offset, static_cast<size_t>(section.length));
+      end = section.offset + section.length;
+    }
+    zero_gap(header_.total_bytes);
 
-  const size_t header_bytes = static_cast<size_t>(header_.header_bytes);
-  const size_t mac_at = MacAt(header_);
-  EncodeHeader(header_, bytes.first(header_bytes));
-  if (header_.has_mac) StoreDigest(bytes, mac_at, ChunkMac(bytes, header_bytes, mac_at, mac_key_));
-  Store(bytes, kCrcAt, HeaderCrc(bytes.first(header_bytes), mac_at));
-  return std::move(buffer_);
+    const size_t header_bytes = static_cast<size_t>(header_.header_bytes);
+    const size_t mac_at = MacAt(header_);
+    EncodeHeader(header_, bytes.first(header_bytes));
+    if (header_.has_mac)
+      StoreDigest(bytes, mac_at, ChunkMac(bytes, header_bytes, mac_at, mac_key_));
+    Store(bytes, kCrcAt, HeaderCrc(bytes.first(header_bytes), mac_at));
+    return std::move(buffer_);
+  });
 }
 
 // ---------------------------------------------------------------------- reading
 
 Result<int64_t> ChunkHeaderBytes(std::span<const std::byte> begin, const ChunkLimits& limits) {
-  if (begin.size() < kFixedBytes) {
-    return Corrupt("it has only " + std::to_string(begin.size()) +
-                   " bytes; a header has at least " + std::to_string(kFixedBytes));
-  }
-  if (std::memcmp(begin.data(), kMagic.data(), kMagic.size()) != 0)
-    return Corrupt("it does not begin with " + std::string(kMagic));
-  const int64_t header_bytes = Load<uint32_t>(begin, kHeaderBytesAt);
-  if (header_bytes < kChunkFixedBytes || header_bytes % kUnitBytes != 0)
-    return Corrupt("its header is said to have " + std::to_string(header_bytes) + " bytes");
-  if (header_bytes > HeaderBytesMax(limits))
-    return OverLimit("the size of its header", header_bytes, HeaderBytesMax(limits));
-  return header_bytes;
+  return GuardEntry([&]() -> Result<int64_t> {
+    if (begin.size() < kFixedBytes) {
+      return Corrupt("it has only " + std::to_string(begin.size()) +
+                     " bytes; a header has at least " + std::to_string(kFixedBytes));
+    }
+    if (std::memcmp(begin.data(), kMagic.data(), kMagic.size()) != 0)
+      return Corrupt("it does not begin with " + std::string(kMagic));
+    const int64_t header_bytes = Load<uint32_t>(begin, kHeaderBytesAt);
+    if (header_bytes < kChunkFixedBytes || header_bytes % kUnitBytes != 0)
+      return Corrupt("its header is said to have " + std::to_string(header_bytes) + " bytes");
+    if (header_bytes > HeaderBytesMax(limits))
+      return OverLimit("the size of its header", header_bytes, HeaderBytesMax(limits));
+    return header_bytes;
+  });
 }
 
 Result<ChunkHeader> DecodeChunkHeader(std::span<const std::byte> header,

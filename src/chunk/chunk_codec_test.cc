@@ -1,9 +1,12 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <limits>
+#include <utility>
 
 #include "chunk/chunk_layout.h"
-#include "chunk/test_chunk.h"
+#include "chunk/testing/test_chunk.h"
 
 namespace quire {
 namespace {
@@ -435,6 +438,20 @@ TEST(ChunkCodec, TheWriterRefusesWhatTheReaderWould) {
   ChunkFields fields;
   fields.expires_ms = -1;
   EXPECT_EQ(ChunkWriter::Create(fields, {}).status().code(), StatusCode::kBadArgument);
+}
+
+TEST(ChunkCodec, TheWriterHasNoSectionOutOfRangeAndNoneAfterSeal) {
+  ChunkWriter writer = ChunkWriter::Create(SampleFields(), SampleSections()).value();
+  const int64_t count = static_cast<int64_t>(SampleSections().size());
+  for (const int64_t index : {int64_t{-1}, count, std::numeric_limits<int64_t>::max()}) {
+    EXPECT_EQ(writer.section(index).status().code(), StatusCode::kBadArgument) << index;
+  }
+  for (int64_t index = 0; index < count; ++index) {
+    const std::span<std::byte> bytes = writer.section(index).value();
+    std::ranges::fill(bytes, std::byte{1});
+  }
+  ASSERT_TRUE(std::move(writer).Seal().ok());
+  EXPECT_EQ(writer.section(0).status().code(), StatusCode::kBadArgument);  // NOLINT: moved from
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "chunk/test_chunk.h"
+#include "chunk/testing/test_chunk.h"
 
 namespace {
 

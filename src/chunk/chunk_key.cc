@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "base/check.h"
+#include "base/guard.h"
 #include "chunk/sha256.h"
 #include "quire/chunk.h"
 
@@ -62,17 +62,20 @@ std::string Digest::ToHex() const {
 }
 
 Result<Digest> Digest::FromHex(std::string_view hex) {
-  Digest digest;
-  const bool is_hex = std::all_of(hex.begin(), hex.end(), [](char c) { return HexValue(c) >= 0; });
-  if (hex.size() != 2 * digest.bytes.size() || !is_hex) {
-    return Status(StatusCode::kBadArgument,
-                  "a digest is written as 64 lower-case hexadecimal digits; this text of " +
-                      std::to_string(hex.size()) + " bytes is none");
-  }
-  for (size_t i = 0; i < digest.bytes.size(); ++i) {
-    digest.bytes[i] = static_cast<uint8_t>(HexValue(hex[2 * i]) << 4 | HexValue(hex[2 * i + 1]));
-  }
-  return digest;
+  return GuardEntry([&]() -> Result<Digest> {
+    Digest digest;
+    const bool is_hex =
+        std::all_of(hex.begin(), hex.end(), [](char c) { return HexValue(c) >= 0; });
+    if (hex.size() != 2 * digest.bytes.size() || !is_hex) {
+      return Status(StatusCode::kBadArgument,
+                    "a digest is written as 64 lower-case hexadecimal digits; this text of " +
+                        std::to_string(hex.size()) + " bytes is none");
+    }
+    for (size_t i = 0; i < digest.bytes.size(); ++i) {
+      digest.bytes[i] = static_cast<uint8_t>(HexValue(hex[2 * i]) << 4 | HexValue(hex[2 * i + 1]));
+    }
+    return digest;
+  });
 }
 
 KeySpace::KeySpace(const Digest& fingerprint, std::string_view salt, bool approximate)
@@ -88,20 +91,26 @@ ChunkKey KeySpace::Next(const ChunkKey& previous, std::span<const int32_t> token
   return KeyHash(kPrefixDomain).Add(previous.digest).AddTokens(tokens).AddBytes(extras).Finish();
 }
 
-std::vector<ChunkKey> KeySpace::Chain(std::span<const int32_t> tokens, int64_t block_tokens,
-                                      bool tail) const {
-  QUIRE_CHECK(block_tokens >= 1) << block_tokens;
-  const size_t block = static_cast<size_t>(block_tokens);
-  std::vector<ChunkKey> keys;
-  keys.reserve(tokens.size() / block + 1);
-  const ChunkKey* previous = &root_;
-  while (tokens.size() >= block || (tail && !tokens.empty())) {
-    const size_t count = std::min(block, tokens.size());
-    keys.push_back(Next(*previous, tokens.first(count)));
-    previous = &keys.back();
-    tokens = tokens.subspan(count);
-  }
-  return keys;
+Result<std::vector<ChunkKey>> KeySpace::Chain(std::span<const int32_t> tokens, int64_t block_tokens,
+                                              bool tail) const {
+  return GuardEntry([&]() -> Result<std::vector<ChunkKey>> {
+    if (block_tokens < 1) {
+      return Status(StatusCode::kBadArgument, "KeySpace::Chain: block_tokens is " +
+                                                  std::to_string(block_tokens) +
+                                                  "; it must be at least 1");
+    }
+    const size_t block = static_cast<size_t>(block_tokens);
+    std::vector<ChunkKey> keys;
+    keys.reserve(tokens.size() / block + 1);
+    const ChunkKey* previous = &root_;
+    while (tokens.size() >= block || (tail && !tokens.empty())) {
+      const size_t count = std::min(block, tokens.size());
+      keys.push_back(Next(*previous, tokens.first(count)));
+      previous = &keys.back();
+      tokens = tokens.subspan(count);
+    }
+    return keys;
+  });
 }
 
 ChunkKey KeySpace::Segment(std::span<const int32_t> tokens) const {

@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <numeric>
 #include <set>
+#include <string>
 
 #include "chunk/sha256.h"
 #include "quire/chunk.h"
@@ -51,15 +53,16 @@ TEST(ChunkKey, PrefixHitsEndAtTheFirstDifference) {
   const KeySpace space(fingerprint, "");
   Tokens tokens(12);
   std::iota(tokens.begin(), tokens.end(), 1);
-  const std::vector<ChunkKey> chain = space.Chain(tokens, 4);
+  const std::vector<ChunkKey> chain = space.Chain(tokens, 4).value();
   std::set<ChunkKey> stored(chain.begin(), chain.end());
   ASSERT_EQ(stored.size(), 3u);
-  EXPECT_EQ(PrefixHits(stored, space.Chain(Tokens{1, 2, 3, 4, 5, 6, 7, 8, 99, 1, 2, 3}, 4)), 2u);
-  EXPECT_EQ(PrefixHits(stored, space.Chain(Tokens{9, 2, 3, 4, 5, 6, 7, 8}, 4)), 0u);
-  EXPECT_EQ(PrefixHits(stored, KeySpace(fingerprint, "other").Chain(tokens, 4)), 0u);
+  EXPECT_EQ(PrefixHits(stored, space.Chain(Tokens{1, 2, 3, 4, 5, 6, 7, 8, 99, 1, 2, 3}, 4).value()),
+            2u);
+  EXPECT_EQ(PrefixHits(stored, space.Chain(Tokens{9, 2, 3, 4, 5, 6, 7, 8}, 4).value()), 0u);
+  EXPECT_EQ(PrefixHits(stored, KeySpace(fingerprint, "other").Chain(tokens, 4).value()), 0u);
   const Digest other_dtype = FingerprintOf(std::string(kExamplePassport).replace(19, 4, "f16"));
-  EXPECT_EQ(PrefixHits(stored, KeySpace(other_dtype, "").Chain(tokens, 4)), 0u);
-  EXPECT_EQ(PrefixHits(stored, KeySpace(fingerprint, "", true).Chain(tokens, 4)), 0u);
+  EXPECT_EQ(PrefixHits(stored, KeySpace(other_dtype, "").Chain(tokens, 4).value()), 0u);
+  EXPECT_EQ(PrefixHits(stored, KeySpace(fingerprint, "", true).Chain(tokens, 4).value()), 0u);
   stored.erase(chain[1]);
   EXPECT_EQ(PrefixHits(stored, chain), 1u);
 }
@@ -67,13 +70,13 @@ TEST(ChunkKey, PrefixHitsEndAtTheFirstDifference) {
 TEST(ChunkKey, ChainIsNextAfterNextAndCountsTheTail) {
   const KeySpace space(FingerprintOf("p"), "s");
   const Tokens tokens{1, 2, 3, 4, 5};
-  EXPECT_EQ(space.Chain(tokens, 2).size(), 2u);
-  const std::vector<ChunkKey> chain = space.Chain(tokens, 2, /*tail=*/true);
+  EXPECT_EQ(space.Chain(tokens, 2).value().size(), 2u);
+  const std::vector<ChunkKey> chain = space.Chain(tokens, 2, /*tail=*/true).value();
   ASSERT_EQ(chain.size(), 3u);
   EXPECT_EQ(chain[0], space.Next(space.root(), Tokens{1, 2}));
   EXPECT_EQ(chain[1], space.Next(chain[0], Tokens{3, 4}));
   EXPECT_EQ(chain[2], space.Next(chain[1], Tokens{5}));
-  EXPECT_TRUE(space.Chain(Tokens{}, 2, true).empty());
+  EXPECT_TRUE(space.Chain(Tokens{}, 2, true).value().empty());
 }
 
 // What is hashed says where each field ends, so that no two inputs are the same bytes.
@@ -117,6 +120,16 @@ TEST(ShortId, IsTheBeginOfTheDigest) {
   const Digest digest = FingerprintOf("numerics");
   for (int i = 0; i < 8; ++i)
     EXPECT_EQ(ShortId("numerics") >> 8 * i & 0xFF, digest.bytes[static_cast<size_t>(i)]);
+}
+
+TEST(KeySpace, ChainOfBlocksBelowOneTokenIsBadArgument) {
+  const KeySpace space(Digest{}, "");
+  for (const int64_t block_tokens :
+       {int64_t{0}, int64_t{-1}, std::numeric_limits<int64_t>::min()}) {
+    const Status status = space.Chain(std::vector<int32_t>{1, 2}, block_tokens).status();
+    EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+    EXPECT_NE(status.message().find(std::to_string(block_tokens)), std::string_view::npos);
+  }
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "chunk/test_chunk.h"
+#include "chunk/testing/test_chunk.h"
 #include "quire/snapshot.h"
 
 namespace quire {

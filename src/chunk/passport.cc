@@ -342,14 +342,16 @@ std::string ElementType::ToString() const {
 }
 
 Result<ElementType> ElementType::Parse(std::string_view name) {
-  std::string known;
-  for (const NamedElementType& type : kElementTypes) {
-    if (name == type.name) return ElementType(type.code, type.bits);
-    known += known.empty() ? "" : ", ";
-    known += type.name;
-  }
-  return Status(StatusCode::kBadArgument, "element type \"" + std::string(name) +
-                                              "\" has no name in passports; there are " + known);
+  return GuardEntry([&]() -> Result<ElementType> {
+    std::string known;
+    for (const NamedElementType& type : kElementTypes) {
+      if (name == type.name) return ElementType(type.code, type.bits);
+      known += known.empty() ? "" : ", ";
+      known += type.name;
+    }
+    return Status(StatusCode::kBadArgument, "element type \"" + std::string(name) +
+                                                "\" has no name in passports; there are " + known);
+  });
 }
 
 // ---------------------------------------------------------------------- passports
@@ -410,6 +412,8 @@ std::string RopePassport(const RopeOptions& rope, bool long_factors) {
       .Add("truncate", int64_t{rope.truncate})
       .Add("attention_factor", rope.attention_factor)
       .Add("original", rope.original_max_position_embeddings);
+  // The long set of kDynamic is what KV of earlier builds has, whose texts name no set.
+  if (rope.scaling == RopeScaling::kDynamic && !long_factors) text.Add("set", "short");
   if (rope.scaling == RopeScaling::kLongRope) {
     text.Add("set", long_factors ? "long" : "short")
         .Add("factors", long_factors ? rope.long_factors : rope.short_factors);

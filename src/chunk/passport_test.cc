@@ -223,6 +223,18 @@ TEST(ElementType, NamesGoThereAndBack) {
   EXPECT_FALSE(ElementType::Parse("f31").ok());
 }
 
+// KV of builds that knew no short set was made with the long one.
+TEST(RopePassport, TheLongSetOfDynamicHasTheTextOfEarlierBuilds) {
+  RopeOptions rope;
+  rope.mode = RopeMode::kNormal;
+  rope.scaling = RopeScaling::kDynamic;
+  rope.factor = 2;
+  rope.original_max_position_embeddings = 128;
+  const std::string text = RopePassport(rope, true);
+  EXPECT_TRUE(text.ends_with(";original=128")) << text;
+  EXPECT_EQ(RopePassport(rope, false), text + ";set=short");
+}
+
 TEST(RopePassport, EveryFieldThatTurnsKeysIsInIt) {
   RopeOptions rope;
   rope.mode = RopeMode::kNormal;

@@ -1,6 +1,9 @@
 // SHA-256 (FIPS 180-4) and HMAC over it (RFC 2104): the digests of keys, passports and signed
-// chunks. Own code, so that the library and the wheel need no crypto library for two functions that
-// FIPS pins down to the bit.
+// chunks. OpenSSL's libcrypto hashes, with the processor's instructions for it.
+//
+// By its functions SHA256_Init, _Update and _Final, not by EVP: these take no memory, cannot fail
+// and need no set-up of the library, so that a key can be made in a commit and while the process
+// ends. The same holds for HMAC, which is two hashes.
 #ifndef QUIRE_CHUNK_SHA256_H_
 #define QUIRE_CHUNK_SHA256_H_
 
@@ -17,26 +20,18 @@ namespace quire {
 // Hashes bytes that come in parts.
 class Sha256 {
  public:
+  Sha256();
   Sha256& Update(std::span<const std::byte> bytes);
   Sha256& Update(std::string_view text) {
     return Update(std::as_bytes(std::span(text.data(), text.size())));
   }
   Sha256& Update(const Digest& digest) { return Update(std::as_bytes(std::span(digest.bytes))); }
-  // Of all parts. The object is used up.
+  // The digest of all parts. The object is used up.
   Digest Finish();
 
  private:
-  static constexpr size_t kBlockBytes = 64;
-  void HashBlock(const std::byte* block);
-
-  // The first 32 bits of the fractions of the square roots of the first 8 primes.
-  std::array<uint32_t, 8> state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  std::array<std::byte, kBlockBytes> pending_{};
-  size_t pending_bytes_ = 0;
-  uint64_t total_bytes_ = 0;
-
-  friend class HmacSha256;
+  // A SHA256_CTX, whose header is not for users of this one.
+  alignas(uint64_t) std::array<std::byte, 112> state_;
 };
 
 class HmacSha256 {
@@ -46,7 +41,7 @@ class HmacSha256 {
     inner_.Update(bytes);
     return *this;
   }
-  Digest Finish();
+  Digest Finish() { return outer_.Update(inner_.Finish()).Finish(); }
 
  private:
   Sha256 inner_;

@@ -52,6 +52,8 @@ TEST(HmacSha256, KnownValues) {
             "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
   EXPECT_EQ(MacOf("Jefe", "what do ya want for nothing?"),
             "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  EXPECT_EQ(MacOf(std::string(64, 'a'), "key of a block"),  // it is not hashed
+            "e5e0b47357bb122a8dd12905a1348e96dd381e6a01534f1d91e1132015ada9ac");
   EXPECT_EQ(
       MacOf(std::string(131, '\xaa'), "Test Using Larger Than Block-Size Key - Hash Key First"),
       "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");

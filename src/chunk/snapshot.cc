@@ -35,7 +35,9 @@ Result<SnapshotInfo> InfoWithoutTokens(const SnapshotReader& reader) {
   info.created_ms = reader.created_ms();
   info.chunk_count = reader.kv_chunk_count();
   info.file_bytes = reader.file_bytes();
-  info.long_factors = info.passport.rope.find(";set=long") != std::string::npos;
+  const std::string& rope = info.passport.rope;
+  const auto has = [&](std::string_view field) { return rope.find(field) != std::string::npos; };
+  info.long_factors = has(";set=long") || (has(";scaling=dynamic;") && !has(";set=short"));
   info.version = reader.version();
   QUIRE_RETURN_IF_ERROR(ReadState(reader, &info));
   return info;

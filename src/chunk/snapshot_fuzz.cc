@@ -13,7 +13,7 @@
 
 #include "base/check.h"
 #include "chunk/snapshot_file.h"
-#include "chunk/test_chunk.h"
+#include "chunk/testing/test_chunk.h"
 
 namespace {
 

@@ -76,7 +76,8 @@ class CallerStates : public testing::Test {
     ASSERT_TRUE(store->AddPassport(passport).ok());
     ASSERT_TRUE(state->AddSequence(0).ok());
     int64_t start = 0;
-    for (ChunkFields& fields : ChainFields(passport, keys, tokens_, /*tail=*/true)) {
+    std::vector<ChunkFields> chain = ChainFields(passport, keys, tokens_, /*tail=*/true).value();
+    for (ChunkFields& fields : chain) {
       const int64_t count = static_cast<int64_t>(fields.tokens.size());
       Step(*state, fields.tokens);
       Result<ChunkBuffer> chunk = ExportChunk(*state, 0, start, std::move(fields));
@@ -97,14 +98,14 @@ class CallerStates : public testing::Test {
     FetchRequest request;
     request.keys = &keys;
     request.tokens = tokens_;
-    request.block_tokens = kBlock;
+    request.chunk_tokens = kBlock;
     request.tail = true;
     const auto fetch = *store->Fetch(request);
     EXPECT_TRUE(fetch->Wait(kNever));
     if (miss != nullptr) *miss = fetch->miss();
     std::vector<ChunkView> views;
     std::vector<std::shared_ptr<const StoredChunk>> chunks;
-    const std::vector<ChunkFields> chain = ChainFields(passport, keys, tokens_, true);
+    const std::vector<ChunkFields> chain = ChainFields(passport, keys, tokens_, true).value();
     for (int64_t i = 0; i < fetch->ready(); ++i) {
       chunks.push_back(fetch->chunk(i));
       const ChunkFields& wanted = chain[static_cast<size_t>(i)];

@@ -2,7 +2,7 @@
 // model and cache give with that window, and prefixes that are shared as far as they are equal.
 #include <gtest/gtest.h>
 
-#include "engine/test_server.h"
+#include "engine/testing/test_server.h"
 
 namespace quire {
 namespace {
@@ -67,13 +67,14 @@ TEST(Endless, AnswersAreThoseOfModelAndCacheWithThatWindow) {
 }
 
 TEST(Endless, PagesStayThoseOfTheWindow) {
-  const int64_t pages = PagesForWindow(40, 5, 4);
   for (const int64_t prompt_tokens : {3, 900}) {
     for (const bool speculates : {false, true}) {
-      Server server({.pages = pages,
+      const int64_t max_pop = speculates ? 16 : 0;
+      Server server({.pages = PagesForWindow(40 + max_pop, 5, 4),
                      .chunk = 16,
                      .speculation = {.draft = speculates ? DraftKind::kNGram : DraftKind::kNone},
-                     .tree_nodes = 16});
+                     .tree_nodes = 16,
+                     .max_pop = max_pop});
       RandomSequence random(2);
       const Tokens prompt = RandomTokens(prompt_tokens, &random);
       server.Submit(prompt, Endless(600, 40, 5));

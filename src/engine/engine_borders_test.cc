@@ -10,8 +10,8 @@
 
 #include "base/random.h"
 #include "engine/engine_impl.h"
-#include "model/test_model.h"
-#include "store/test_redis.h"
+#include "model/testing/test_model.h"
+#include "store/testing/test_redis.h"
 
 namespace quire {
 namespace {

@@ -1,16 +1,19 @@
 // Engine::PlanMemory and Engine::Create: sizes of everything, then model and cache.
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <sstream>
+#include <string>
 #include <utility>
 
 #include "base/check.h"
 #include "base/guard.h"
-#include "engine/draft_vocabulary.h"
+#include "engine/drafts/draft_vocabulary.h"
 #include "engine/engine_impl.h"
-#include "engine/machine_memory.h"
+#include "engine/memory_fit.h"
 #include "kernels/backend.h"
-#include "kv/kv_memory.h"
+#include "kv/cache/kv_memory.h"
+#include "tensor/machine_memory.h"
 
 namespace quire {
 namespace {
@@ -19,10 +22,14 @@ namespace {
 // programs need the rest.
 constexpr int64_t kMemoryPartForKV = 4;
 
-// Of the machine's memory, when EngineOptions::state_bytes is 0, for states that are retained; and
+// Of the free memory, when EngineOptions::state_bytes is 0, for states that are retained; and
 // the most of them: some thirty conversations with their checkpoints.
 constexpr int64_t kMemoryPartForStates = 8;
 constexpr int64_t kRetainedStatesDefault = 128;
+
+// Of the free memory, what stays free where the number of pages is not given: one part of so many,
+// for what is not counted and for whoever starts next.
+constexpr int64_t kMemoryPartLeftFree = 16;
 
 // Checkpoints of a sequence. Two recent ones: an answer that is cut back by up to 64 tokens (a stop
 // text that was held back) is still reached; two older ones for texts that part further back.
@@ -33,9 +40,9 @@ constexpr int64_t kThinnedCheckpoints = 2;
 // any machine, and none has a thousand cores.
 constexpr int64_t kPrefillChunkMax = int64_t{1} << 20;
 constexpr int64_t kNumSequencesMax = int64_t{1} << 20;
-constexpr int64_t kThreadsMax = 1024;
 // Nodes of token trees where somebody speculates: eight samples with seven guesses each, or one
 // with sixty. More rows than some tens cost more to compute than they save.
+constexpr int64_t kStepMsMax = 3'600'000;  // an hour is no limit
 constexpr int64_t kTreeNodesDefault = 64;
 constexpr int64_t kTreeNodesMax = int64_t{1} << 16;
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
@@ -43,15 +50,16 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 Status CheckInRange(std::string_view field, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return {};
   std::ostringstream message;
-  message << "EngineOptions::" << field << " is " << value << "; it must be at "
-          << (value < least ? "least " : "most ") << (value < least ? least : most);
+  message << "EngineOptions::" << field << " is " << value << "; it must be at least " << least;
+  if (most != kUnlimited) message << " and at most " << most;
   return Status(StatusCode::kBadArgument, message.str());
 }
 
 Status CheckOptions(const EngineOptions& options) {
-  QUIRE_RETURN_IF_ERROR(CheckInRange("threads", options.threads, 0, kThreadsMax));
+  QUIRE_RETURN_IF_ERROR(CheckInRange("threads", options.threads, 0, kThreadCountMax));
   QUIRE_RETURN_IF_ERROR(CheckInRange("page_size", options.page_size, 0, kUnlimited));
   QUIRE_RETURN_IF_ERROR(CheckInRange("prefill_chunk", options.prefill_chunk, 1, kPrefillChunkMax));
+  QUIRE_RETURN_IF_ERROR(CheckInRange("max_step_ms", options.max_step_ms, 1, kStepMsMax));
   QUIRE_RETURN_IF_ERROR(
       CheckInRange("max_num_sequences", options.max_num_sequences, 1, kNumSequencesMax));
   QUIRE_RETURN_IF_ERROR(CheckInRange("max_waiting", options.max_waiting, 1, kUnlimited));
@@ -88,11 +96,11 @@ int64_t PageSizeFor(const ModelInfo& info, int64_t wanted) {
 // Pages that kv_bytes hold. The cache adds one page to those of its token capacity, so fewer than
 // two are none.
 Result<int64_t> PageCountFor(const ModelInfo& info, int64_t kv_bytes, int64_t page_size,
-                             int64_t page_bytes) {
+                             int64_t page_bytes, int64_t machine_bytes) {
   int64_t count = kv_bytes / page_bytes;
   if (kv_bytes == 0) {
     const int64_t one_sequence = (info.max_position_embeddings + page_size - 1) / page_size + 1;
-    count = std::min(one_sequence, MachineMemoryBytes() / kMemoryPartForKV / page_bytes);
+    count = std::min(one_sequence, machine_bytes / kMemoryPartForKV / page_bytes);
   }
   std::ostringstream message;
   message << "EngineOptions::kv_bytes is " << kv_bytes << (kv_bytes == 0 ? " (by itself)" : "")
@@ -148,10 +156,11 @@ RecurrentCacheOptions StateOptions(const EngineOptions& options, const ModelInfo
           .runner = runner};
 }
 
-int64_t RetainedStatesFor(const EngineOptions& options, int64_t slot_bytes) {
+int64_t RetainedStatesFor(const EngineOptions& options, int64_t slot_bytes,
+                          int64_t available_bytes) {
   if (!options.prefix_cache) return 0;
   if (options.state_bytes != 0) return options.state_bytes / slot_bytes;
-  return std::min(kRetainedStatesDefault, MachineMemoryBytes() / kMemoryPartForStates / slot_bytes);
+  return std::min(kRetainedStatesDefault, available_bytes / kMemoryPartForStates / slot_bytes);
 }
 
 // A plan and what it was made from.
@@ -176,14 +185,14 @@ Status PlanPages(const EngineOptions& options, const ModelInfo& info, Role role,
       MeasureKVCache(CacheOptions(options, info, role, runner, plan->page_size, 2), samples_max));
   plan->page_bytes = two_pages.page_bytes;
   plan->kv_bytes_per_token = plan->page_bytes / plan->page_size;
-  QUIRE_ASSIGN_OR_RETURN(plan->page_count,
-                         PageCountFor(info, options.kv_bytes, plan->page_size, plan->page_bytes));
+  QUIRE_ASSIGN_OR_RETURN(plan->page_count, PageCountFor(info, options.kv_bytes, plan->page_size,
+                                                        plan->page_bytes, plan->machine_bytes));
   QUIRE_ASSIGN_OR_RETURN(
       const KVMemory kv,
       MeasureKVCache(CacheOptions(options, info, role, runner, plan->page_size, plan->page_count),
                      samples_max));
   plan->kv_bytes = kv.storage_bytes;
-  plan->scratch_bytes += kv.scratch_bytes;
+  plan->scratch_bytes += kv.scratch_bytes + kv.angle_bytes;
   plan->longest_context = std::min(plan->longest_context, plan->page_count * plan->page_size);
   return {};
 }
@@ -194,7 +203,7 @@ Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info, 
   if (info.recurrent_layers.empty()) return 0;
   QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory active,
                          MeasureRecurrentCache(StateOptions(options, info, role, runner, 0)));
-  const int64_t retained = RetainedStatesFor(options, active.slot_bytes);
+  const int64_t retained = RetainedStatesFor(options, active.slot_bytes, plan->available_bytes);
   QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory all, MeasureRecurrentCache(StateOptions(
                                                         options, info, role, runner, retained)));
   plan->state_bytes = all.storage_bytes;
@@ -224,6 +233,8 @@ Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blu
       CheckDraftVocabulary({options.model_directory, target.vocab_size},
                            {options.draft_model_directory, model.info.vocab_size}));
   MemoryPlan& draft = blueprint->draft;
+  draft.machine_bytes = blueprint->plan.machine_bytes;
+  draft.available_bytes = blueprint->plan.available_bytes;
   if (!model.info.layers.empty() && !target.layers.empty()) {
     const int64_t page_size = PageSizeFor(model.info, 0);
     QUIRE_ASSIGN_OR_RETURN(
@@ -248,16 +259,19 @@ Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blu
   return {};
 }
 
-Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
+Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemory& memory) {
   QUIRE_RETURN_IF_ERROR(CheckOptions(options));
   const int64_t rows_max =
       StepLogitRowsMax(options.max_num_sequences, options.prefill_chunk, TreeNodesFor(options));
-  const ModelOptions model_options{
-      .dtype = options.dtype,
-      .k_dtype = options.k_dtype,
-      .v_dtype = options.v_dtype,
-      .kernel_path = options.kernel_path,
-      .runner = options.runner ? options.runner : CreateThreadPool(options.threads)};
+  std::shared_ptr<ParallelRunner> shared_runner = options.runner;
+  if (shared_runner == nullptr) {
+    QUIRE_ASSIGN_OR_RETURN(shared_runner, CreateThreadPool(options.threads));
+  }
+  const ModelOptions model_options{.dtype = options.dtype,
+                                   .k_dtype = options.k_dtype,
+                                   .v_dtype = options.v_dtype,
+                                   .kernel_path = options.kernel_path,
+                                   .runner = std::move(shared_runner)};
   const std::shared_ptr<ParallelRunner>& runner = model_options.runner;
   const int64_t samples_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk);
   QUIRE_ASSIGN_OR_RETURN(
@@ -265,6 +279,8 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
       Model::Measure(options.model_directory, model_options, options.prefill_chunk, rows_max));
   const ModelInfo& info = model.info;
   MemoryPlan plan;
+  plan.machine_bytes = memory.total_bytes;
+  plan.available_bytes = memory.available_bytes;
   plan.weight_bytes = info.weight_bytes;
   plan.scratch_bytes = model.workspace_bytes +
                        rows_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
@@ -272,7 +288,6 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   QUIRE_RETURN_IF_ERROR(PlanPages(options, info, Role::kTarget, runner, samples_max, &plan));
   QUIRE_ASSIGN_OR_RETURN(const int64_t retained_states,
                          PlanStates(options, info, Role::kTarget, runner, &plan));
-  plan.machine_bytes = MachineMemoryBytes();
   Blueprint blueprint{
       .plan = plan, .retained_states = retained_states, .model_options = model_options};
   QUIRE_RETURN_IF_ERROR(PlanDraftModel(options, info, &blueprint));
@@ -282,18 +297,81 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options) {
   return blueprint;
 }
 
+// The blueprint with as many pages as fit in `bytes_max`; none if two are too many, or if there are
+// no pages.
+Result<std::optional<Blueprint>> FitPages(const EngineOptions& options, const Blueprint& whole,
+                                          const MachineMemory& memory, int64_t bytes_max) {
+  const MemoryPlan& plan = whole.plan;
+  if (plan.page_count <= 2) return std::optional<Blueprint>();
+  EngineOptions fewer = options;
+  fewer.runner = whole.model_options.runner;
+  const auto with_pages = [&](int64_t count) {
+    fewer.kv_bytes = count * plan.page_bytes;
+    return MakeBlueprint(fewer, memory);
+  };
+  QUIRE_ASSIGN_OR_RETURN(Blueprint found, with_pages(2));
+  if (found.plan.total_bytes > bytes_max) return std::optional<Blueprint>();
+  // Nearly a straight line, so the first guess is off by a few pages at most.
+  const double bytes_per_page =
+      static_cast<double>(plan.total_bytes - found.plan.total_bytes) / (plan.page_count - 2);
+  const double room = static_cast<double>(bytes_max - found.plan.total_bytes);
+  int64_t count = std::min(2 + static_cast<int64_t>(room / bytes_per_page), plan.page_count);
+  bool is_fitting = false;
+  while (count > 2 && !is_fitting) {
+    QUIRE_ASSIGN_OR_RETURN(Blueprint fewer_pages, with_pages(count));
+    is_fitting = fewer_pages.plan.total_bytes <= bytes_max;
+    if (is_fitting) found = std::move(fewer_pages);
+    if (!is_fitting) --count;
+  }
+  while (count < plan.page_count) {
+    QUIRE_ASSIGN_OR_RETURN(Blueprint more_pages, with_pages(++count));
+    if (more_pages.plan.total_bytes > bytes_max) break;
+    found = std::move(more_pages);
+  }
+  return std::optional<Blueprint>(std::move(found));
+}
+
+// Has fewer pages than usual where those do not fit and nobody has said how many there are.
+Result<Blueprint> MakeFittingBlueprint(const EngineOptions& options, const MachineMemory& memory) {
+  QUIRE_ASSIGN_OR_RETURN(Blueprint blueprint, MakeBlueprint(options, memory));
+  const int64_t bytes_max = memory.available_bytes - memory.available_bytes / kMemoryPartLeftFree;
+  if (options.kv_bytes != 0 || blueprint.plan.total_bytes <= bytes_max) return blueprint;
+  QUIRE_ASSIGN_OR_RETURN(std::optional<Blueprint> fitting,
+                         FitPages(options, blueprint, memory, bytes_max));
+  if (!fitting) return blueprint;
+  fitting->plan.kv_shrunk = true;
+  return std::move(*fitting);
+}
+
+std::string SizeText(int64_t bytes) {
+  constexpr int64_t kExactMax = int64_t{10} << 20;  // in GiB it would be 0.00 or 0.01
+  if (bytes < kExactMax) return std::to_string(bytes) + " bytes";
+  return GiBText(static_cast<double>(bytes));
+}
+
 // The system gives out addresses freely and ends the process when their memory is used up, so what
 // cannot fit is refused before anything is taken.
-Status CheckMachineHolds(const MemoryPlan& plan) {
-  if (plan.total_bytes <= plan.machine_bytes) return {};
+Status CheckMemoryHolds(const EngineOptions& options, const Blueprint& blueprint,
+                        const MachineMemory& memory) {
+  const MemoryPlan& plan = blueprint.plan;
+  if (plan.total_bytes <= memory.available_bytes) return {};
   std::ostringstream message;
-  message
-      << "Engine::Create: " << plan.weight_bytes << " bytes of weights, " << plan.kv_bytes
-      << " of KV pages, " << plan.state_bytes << " of states, " << plan.scratch_bytes
-      << " of scratch and " << plan.draft_bytes << " of a draft model are more than the "
-      << plan.machine_bytes
-      << " bytes of memory that this machine has; lower EngineOptions::kv_bytes, "
-         "state_bytes, max_tree_nodes, prefill_chunk or max_num_sequences, or take a smaller model";
+  message << "Engine::Create: this takes " << SizeText(plan.total_bytes) << " of memory ("
+          << SizeText(plan.weight_bytes) << " of weights, " << SizeText(plan.kv_bytes)
+          << " of KV pages, " << SizeText(plan.state_bytes) << " of states, "
+          << SizeText(plan.scratch_bytes) << " of scratch, " << SizeText(plan.draft_bytes)
+          << " of a draft model), and " << SizeText(memory.available_bytes) << " are free of the "
+          << SizeText(memory.total_bytes) << " that this machine or its control group has; ";
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<Blueprint> fitting,
+                         FitPages(options, blueprint, memory, memory.available_bytes));
+  if (fitting) {
+    const int64_t kv_bytes = fitting->plan.page_count * fitting->plan.page_bytes;
+    message << "at most " << kv_bytes << " (" << SizeText(kv_bytes)
+            << ") of EngineOptions::kv_bytes would fit";
+  } else {
+    message << "no number of KV pages would fit: lower EngineOptions::state_bytes, "
+               "max_tree_nodes, prefill_chunk or max_num_sequences, or take a smaller model";
+  }
   return Status(StatusCode::kOutOfMemory, message.str());
 }
 
@@ -325,18 +403,26 @@ Result<ModelParts> LoadParts(const EngineOptions& options, Role role,
 
 }  // namespace
 
+Result<MemoryPlan> PlanMemoryWithin(const EngineOptions& options, const MachineMemory& memory) {
+  QUIRE_ASSIGN_OR_RETURN(const Blueprint blueprint, MakeFittingBlueprint(options, memory));
+  return blueprint.plan;
+}
+
+Status CheckMemoryWithin(const EngineOptions& options, const MachineMemory& memory) {
+  QUIRE_ASSIGN_OR_RETURN(const Blueprint blueprint, MakeFittingBlueprint(options, memory));
+  return CheckMemoryHolds(options, blueprint, memory);
+}
+
 Result<MemoryPlan> Engine::PlanMemory(const EngineOptions& options) {
-  return GuardEntry([&]() -> Result<MemoryPlan> {
-    QUIRE_ASSIGN_OR_RETURN(const Blueprint blueprint, MakeBlueprint(options));
-    return blueprint.plan;
-  });
+  return GuardEntry([&] { return PlanMemoryWithin(options, ReadMachineMemory()); });
 }
 
 Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<Engine>> {
-    QUIRE_ASSIGN_OR_RETURN(Blueprint blueprint, MakeBlueprint(options));
+    const MachineMemory memory = ReadMachineMemory();
+    QUIRE_ASSIGN_OR_RETURN(Blueprint blueprint, MakeFittingBlueprint(options, memory));
     const MemoryPlan& plan = blueprint.plan;
-    QUIRE_RETURN_IF_ERROR(CheckMachineHolds(plan));
+    QUIRE_RETURN_IF_ERROR(CheckMemoryHolds(options, blueprint, memory));
     EngineImpl::Parts parts;
     parts.runner = blueprint.model_options.runner;
     QUIRE_ASSIGN_OR_RETURN(ModelParts own,
@@ -367,6 +453,7 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
     parts.prefill_chunk = options.prefill_chunk;
     parts.max_num_sequences = options.max_num_sequences;
     parts.max_waiting = options.max_waiting;
+    parts.max_step_ms = options.max_step_ms;
     parts.prefix_cache = options.prefix_cache;
     return std::unique_ptr<Engine>(std::make_unique<EngineImpl>(std::move(parts)));
   });

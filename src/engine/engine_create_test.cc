@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "kernels/backend.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 #include "quire/engine.h"
 
 namespace quire {
@@ -82,13 +82,15 @@ TEST_F(EngineCreate, NamesTheOptionThatIsOutOfRange) {
   expect("page_size is -4", with([](auto& o) { o.page_size = -4; }));
   expect("prefill_chunk is 0", with([](auto& o) { o.prefill_chunk = 0; }));
   expect("max_num_sequences is 0", with([](auto& o) { o.max_num_sequences = 0; }));
-  expect("threads is 1025; it must be at most 1024", with([](auto& o) { o.threads = 1025; }));
+  expect("threads is 1025; it must be at least 0 and at most 1024",
+         with([](auto& o) { o.threads = 1025; }));
   expect("prefill_chunk is 1048577", with([](auto& o) { o.prefill_chunk = (1 << 20) + 1; }));
   expect("max_num_sequences is 9223372036854775807",
          with([](auto& o) { o.max_num_sequences = std::numeric_limits<int64_t>::max(); }));
   expect("page_size is 1048577", with([](auto& o) { o.page_size = (1 << 20) + 1; }));
   expect("2147483647 are the most",
          with([](auto& o) { o.kv_bytes = std::numeric_limits<int64_t>::max(); }));
+  expect("max_step_ms is 0", with([](auto& o) { o.max_step_ms = 0; }));
   expect("max_waiting is 0", with([](auto& o) { o.max_waiting = 0; }));
   expect("kv_bytes is -1", with([](auto& o) { o.kv_bytes = -1; }));
   expect("kv_bytes is 4095", with([](auto& o) { o.kv_bytes = 4095; }));

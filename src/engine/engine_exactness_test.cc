@@ -9,10 +9,10 @@
 #include <ostream>
 
 #include "base/random.h"
-#include "base/soak.h"
+#include "base/testing/soak.h"
 #include "engine/engine_impl.h"
-#include "engine/fake_chunk_store.h"
-#include "model/test_model.h"
+#include "engine/testing/fake_chunk_store.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {
@@ -33,6 +33,13 @@ TestModel LongRopeModel() {
                    {"short_factor", std::vector<double>(factors.size(), 1.0)},
                    {"long_factor", factors},
                    {"original_max_position_embeddings", kOriginalLength}}}};
+  return model;
+}
+
+TestModel DynamicModel() {
+  TestModel model;
+  model.extra = {{"max_position_embeddings", kOriginalLength},
+                 {"rope_scaling", {{"type", "dynamic"}, {"factor", 4.0}}}};
   return model;
 }
 
@@ -431,13 +438,19 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
 INSTANTIATE_TEST_SUITE_P(Variants, EngineExactness, testing::ValuesIn(Variants()),
                          [](const auto& test) { return test.param.name; });
 
-// ---- LongRoPE: the factors are chosen by prompt + max_tokens, and KV of one choice is of no use
-// to the other.
+// ---- LongRoPE and dynamic NTK: the factors are chosen by prompt + max_tokens, and KV of one
+// choice is of no use to the other.
 
-class EngineLongRope : public testing::Test {
+struct LongSet {
+  const char* name;
+  TestModel (*model)();
+};
+void PrintTo(const LongSet& set, std::ostream* out) { *out << set.name; }
+
+class EngineLongRope : public testing::TestWithParam<LongSet> {
  protected:
   void SetUp() override {
-    WriteTestModel(folder_, LongRopeModel());
+    WriteTestModel(folder_, GetParam().model());
     Result<std::unique_ptr<Engine>> engine = Engine::Create({.model_directory = folder_.path(),
                                                              .dtype = DType::kF32,
                                                              .threads = 1,
@@ -472,7 +485,7 @@ class EngineLongRope : public testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
-TEST_F(EngineLongRope, LogitsUseTheFactorsOfThePromptsLength) {
+TEST_P(EngineLongRope, LogitsUseTheFactorsOfThePromptsLength) {
   for (const int64_t length : {kOriginalLength, kOriginalLength + 1}) {
     const Tokens tokens = RandomTokens(length, 101, 5);
     const bool is_long = length > kOriginalLength;
@@ -481,7 +494,7 @@ TEST_F(EngineLongRope, LogitsUseTheFactorsOfThePromptsLength) {
   }
 }
 
-TEST_F(EngineLongRope, PrefixesAreReusedAmongRequestsOfTheSameFactorsOnly) {
+TEST_P(EngineLongRope, PrefixesAreReusedAmongRequestsOfTheSameFactorsOnly) {
   const Tokens prompt = RandomTokens(30, 101, 6);
   int64_t cached = 0;
   const Answer short_answer = Generate(prompt, kOriginalLength - 30, &cached);
@@ -507,7 +520,7 @@ TEST_F(EngineLongRope, PrefixesAreReusedAmongRequestsOfTheSameFactorsOnly) {
 }
 
 // Both at once: neither waits for the other's prefix or forks from its running sequence.
-TEST_F(EngineLongRope, RunningRequestsOfOtherFactorsAreNoPrefix) {
+TEST_P(EngineLongRope, RunningRequestsOfOtherFactorsAreNoPrefix) {
   const Tokens prompt = RandomTokens(35, 101, 7);
   int64_t cached = 0;
   const Answer want_short = Generate(prompt, 5, &cached);
@@ -526,6 +539,11 @@ TEST_F(EngineLongRope, RunningRequestsOfOtherFactorsAreNoPrefix) {
   EXPECT_EQ(BitsOf(answers[{0, 0}], 99), BitsOf(want_short, 99));
   EXPECT_EQ(BitsOf(answers[{1, 0}], 99), BitsOf(want_long, 99));
 }
+
+INSTANTIATE_TEST_SUITE_P(Sets, EngineLongRope,
+                         testing::Values(LongSet{"LongRope", LongRopeModel},
+                                         LongSet{"Dynamic", DynamicModel}),
+                         [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace
 }  // namespace quire

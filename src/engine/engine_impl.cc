@@ -1,6 +1,7 @@
 #include "engine/engine_impl.h"
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 #include <type_traits>
 #include <utility>
@@ -28,6 +29,10 @@ int64_t StepLogitRowsMax(int64_t max_num_sequences, int64_t prefill_chunk, int64
                   std::min(max_tree_nodes, prefill_chunk));
 }
 
+int64_t RetainedSequencesMax(int64_t pages_total, bool forks_anywhere) {
+  return forks_anywhere ? std::max<int64_t>(pages_total, 1) : 1024;
+}
+
 EngineImpl::EngineImpl(Parts parts)
     : model_(std::move(parts.model)),
       cache_(parts.cache),
@@ -40,13 +45,15 @@ EngineImpl::EngineImpl(Parts parts)
       prefill_chunk_(parts.prefill_chunk),
       max_num_sequences_(parts.max_num_sequences),
       max_waiting_(parts.max_waiting),
+      step_seconds_(static_cast<double>(parts.max_step_ms) * 1e-3),
       uses_prefix_cache_(parts.prefix_cache),
       pages_total_(state_.pages_free()),
       clock_(parts.clock ? parts.clock : MachineTime()),
       speculation_(parts.speculation),
       max_tree_nodes_(parts.max_tree_nodes),
       model_drafter_(std::move(parts.model_drafter)),
-      prefix_cache_(state_, page_size_, kRetainedSequencesMax) {
+      prefix_cache_(state_, page_size_,
+                    RetainedSequencesMax(pages_total_, state_.forks_anywhere())) {
   const ModelInfo& info = model_->info();
   logits_.reserve(StepLogitRowsMax(max_num_sequences_, prefill_chunk_, max_tree_nodes_) *
                   info.vocab_size);
@@ -136,8 +143,7 @@ Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& optio
   }
   int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, page_size_);
   if (options.window != 0) {
-    const int64_t of_window = PagesForWindow(options.window, options.sinks, page_size_);
-    pages = std::min(pages, options.n * of_window);
+    pages = std::min(pages, options.n * PagesOfWindow(options));
   }
   if (pages > pages_total_) {
     message << "Engine::Submit: " << options.n << " sample(s) of " << prompt_tokens
@@ -189,8 +195,10 @@ Status EngineImpl::CheckWindow(int64_t prompt_tokens, const SamplingOptions& opt
   return {};
 }
 
-int64_t EngineImpl::PagesOfWindow(const Request& request) const {
-  return PagesForWindow(request.options.window, request.options.sinks, page_size_);
+// With the tokens that the cache keeps for pops.
+int64_t EngineImpl::PagesOfWindow(const SamplingOptions& options) const {
+  const int64_t max_pop = cache_ == nullptr ? 0 : cache_->options().max_pop;
+  return PagesForWindow(options.window + max_pop, options.sinks, page_size_);
 }
 
 bool EngineImpl::ForksAnywhere(const Request& request) const {
@@ -211,14 +219,22 @@ Request* EngineImpl::FindRequest(int64_t request_id) const {
   return waiting == waiting_.end() ? nullptr : waiting->get();
 }
 
-Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
-                                   const SamplingOptions& options) {
-  return Enter("Submit", [&]() -> Result<int64_t> {
+// Reads what never changes while the engine lives.
+Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
+                               const SamplingOptions& options) const {
+  return GuardEntry([&]() -> Status {
     const int64_t vocab_size = model_->info().vocab_size;
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckCanSpeculate(options.speculation));
-    QUIRE_RETURN_IF_ERROR(CheckFits(static_cast<int64_t>(prompt.size()), options));
+    return CheckFits(static_cast<int64_t>(prompt.size()), options);
+  });
+}
+
+Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
+                                   const SamplingOptions& options) {
+  return Enter("Submit", [&]() -> Result<int64_t> {
+    QUIRE_RETURN_IF_ERROR(CheckSubmit(prompt, options));
     if (static_cast<int64_t>(waiting_.size()) >= max_waiting_) {
       return Status(StatusCode::kFull, "Engine::Submit: " + std::to_string(waiting_.size()) +
                                            " requests wait (EngineOptions::max_waiting); "
@@ -231,9 +247,27 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     request->space = {
         .salt = options.cache_salt,
         .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};
-    waiting_.push_back(std::move(request));
+    Prefetch(request.get());
+    Queue(std::move(request));
     return next_request_id_++;
   });
+}
+
+// Requests come in by turns of their salts, those of one salt in their order: each has the turn
+// after the last one of its salt, and of those in work. So a salt with many requests that wait
+// holds up another one by one request, and a request that waits is overtaken by one of each other
+// salt at most in a turn.
+void EngineImpl::Queue(std::unique_ptr<Request> request) {
+  if (last_turns_.size() > 2 * waiting_.size() + 64) {
+    std::erase_if(last_turns_, [this](const auto& entry) { return entry.second <= turn_; });
+  }
+  int64_t& last = last_turns_.try_emplace(request->space.salt, 0).first->second;
+  const int64_t turn = std::max(last, turn_) + 1;
+  request->turn = turn;
+  auto place = waiting_.end();
+  while (place != waiting_.begin() && (*std::prev(place))->turn > turn) --place;
+  waiting_.insert(place, std::move(request));
+  last = turn;
 }
 
 Status EngineImpl::Cancel(int64_t request_id) {
@@ -282,7 +316,7 @@ Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport
       return Status(StatusCode::kBadState,
                     "Engine::AttachStore: a store is attached; an engine has one for its life");
     }
-    const bool long_rope = model_->info().rope.scaling == RopeScaling::kLongRope;
+    const bool long_rope = HasLongSet(model_->info().rope.scaling);
     QUIRE_ASSIGN_OR_RETURN(
         store_, StoreLink::Create(std::move(store), states(), !state_.forks_anywhere(), identity,
                                   options, long_rope));

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -17,22 +18,22 @@
 #include <string>
 #include <vector>
 
-#include "engine/model_draft.h"
-#include "engine/ngram_draft.h"
-#include "engine/prefix_cache.h"
-#include "engine/request.h"
-#include "engine/sampler.h"
-#include "engine/scheduler.h"
-#include "engine/sequence_state.h"
-#include "engine/store_link.h"
+#include "engine/drafts/model_draft.h"
+#include "engine/drafts/ngram_draft.h"
+#include "engine/loading/store_link.h"
+#include "engine/prefix/prefix_cache.h"
+#include "engine/prefix/sequence_state.h"
+#include "engine/request/request.h"
+#include "engine/request/scheduler.h"
+#include "engine/sampling/sampler.h"
 #include "quire/engine.h"
 
 namespace quire {
 
-// The most sequences that the prefix cache retains. Each costs a search among them and, as a rule,
-// a page of its own; a server with more conversations than this between two of their turns has long
-// run out of pages.
-inline constexpr int64_t kRetainedSequencesMax = 1024;
+// The most sequences that the prefix cache retains: as many as there are pages, since each holds,
+// as a rule, one of its own. Where sequences do not fork anywhere, a prompt is compared with all of
+// them, so they are 1024 there at most.
+int64_t RetainedSequencesMax(int64_t pages_total, bool forks_anywhere);
 
 // Prompts that one forward of Logits computes at most: enough to fill its rows, unless they are
 // short, and few enough for each to have recurrent states kept ready for it.
@@ -65,6 +66,7 @@ class EngineImpl final : public Engine {
     int64_t prefill_chunk = 0;
     int64_t max_num_sequences = 0;
     int64_t max_waiting = 0;
+    int64_t max_step_ms = 100;
     bool prefix_cache = true;
     std::shared_ptr<Clock> clock = nullptr;  // null = MachineTime()
     Speculation speculation = {};
@@ -75,6 +77,9 @@ class EngineImpl final : public Engine {
 
   const ModelInfo& model_info() const override { return model_->info(); }
   const std::string& kernel_path() const override { return kernel_path_; }
+  Status CheckSubmit(std::span<const int32_t> prompt,
+                     const SamplingOptions& options) const override;
+  int64_t max_waiting() const override { return max_waiting_; }
   Result<int64_t> Submit(std::span<const int32_t> prompt, const SamplingOptions& options) override;
   Status Cancel(int64_t request_id) override;
   Status Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) override;
@@ -148,10 +153,11 @@ class EngineImpl final : public Engine {
   Status CheckCanSpeculate(const std::optional<Speculation>& speculation) const;
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
   Status CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const;
-  int64_t PagesOfWindow(const Request& request) const;
+  int64_t PagesOfWindow(const SamplingOptions& options) const;
   bool ForksAnywhere(const Request& request) const;
   int64_t SequencesFree() const;
   Request* FindRequest(int64_t request_id) const;
+  void Queue(std::unique_ptr<Request> request);
 
   // step_plan.cc: who computes what.
   Result<Batch> PlanBatch(bool may_admit);
@@ -216,6 +222,7 @@ class EngineImpl final : public Engine {
     int64_t end = 0;
   };
   Start FindStart(const Request& request) const;
+  void Prefetch(Request* request) const;
   void StartLoads();
   bool StartLoad(Request* request);
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
@@ -268,6 +275,7 @@ class EngineImpl final : public Engine {
   const int64_t prefill_chunk_;
   const int64_t max_num_sequences_;
   const int64_t max_waiting_;
+  const double step_seconds_;
   const bool uses_prefix_cache_;
   const int64_t pages_total_;
   const std::shared_ptr<Clock> clock_;
@@ -278,7 +286,10 @@ class EngineImpl final : public Engine {
 
   std::unique_ptr<StoreLink> store_;  // null: none is attached
   PrefixCache prefix_cache_;
-  std::deque<std::unique_ptr<Request>> waiting_;   // in the order in which they may come in
+  std::deque<std::unique_ptr<Request>> waiting_;  // in the order in which they may come in
+  int64_t turn_ = 0;                              // the highest of requests that came in
+  std::map<std::string, int64_t>
+      last_turns_;  // by salt; one that is not there has none after turn_
   std::vector<std::unique_ptr<Request>> running_;  // in the order in which they came in
   std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests
   int64_t next_request_id_ = 0;

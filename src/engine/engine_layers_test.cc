@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <ostream>
 
-#include "engine/test_store.h"
+#include "engine/testing/test_store.h"
 
 namespace quire {
 namespace {

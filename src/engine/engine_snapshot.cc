@@ -20,8 +20,10 @@ Status NeedsPrefixCache(const char* call) {
 Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
                                          const std::string& path) {
   if (!uses_prefix_cache_) return NeedsPrefixCache("SaveSnapshot");
-  PrefixMatch match = prefix_cache_.Find(contents.tokens);
-  const PrefixMatch long_match = prefix_cache_.Find(contents.tokens, {.long_rope = true});
+  const std::string& salt = contents.cache_salt;
+  PrefixMatch match = prefix_cache_.Find(contents.tokens, {.salt = salt});
+  const PrefixMatch long_match =
+      prefix_cache_.Find(contents.tokens, {.salt = salt, .long_rope = true});
   if (long_match.length > match.length) match = long_match;
   if (match.length == 0) {
     return Status(StatusCode::kNotFound, "Engine::SaveSnapshot: no KV of the beginning of these " +
@@ -67,7 +69,7 @@ Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const st
     QUIRE_CHECK(removed.ok()) << removed.ToString();
     return Status(StatusCode::kUnavailable, path + ": it changed while it was read; load it again");
   }
-  const PrefixSpace space{.long_rope = info.long_factors};
+  const PrefixSpace space{.salt = options.cache_salt, .long_rope = info.long_factors};
   prefix_cache_.Retain(id, std::move(announced.tokens), space);
   if (prefix_cache_.Find(info.tokens, space).length == length) return info;
   return Status(StatusCode::kOutOfPages,

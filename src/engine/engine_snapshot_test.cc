@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "engine/engine_impl.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {

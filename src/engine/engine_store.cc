@@ -82,6 +82,24 @@ EngineImpl::Start EngineImpl::FindStart(const Request& request) const {
   return {.from = border, .end = end};
 }
 
+// `request` is about to wait. If others are ahead of it, the store brings its chunks into RAM in
+// the meantime, so that its load waits for no disk and no network.
+void EngineImpl::Prefetch(Request* request) const {
+  const bool is_next = running_.empty() && waiting_.empty();
+  if (store_ == nullptr || is_next || request->has_window()) return;
+  const auto has_prefetch = [](const auto& other) { return other->prefetch != nullptr; };
+  if (std::ranges::count_if(waiting_, has_prefetch) >= kPrefetchesMax) return;
+  const Sample& leader = *request->leader();
+  const PrefixMatch match = FindPrefix(*request, leader);
+  if (IsPrefixBeingComputed(*request, leader, match.length)) return;
+  const int64_t size = LoadableTokens(leader);
+  if (!store_->HasMore(size, match.length, /*tail=*/true)) return;
+  const PrefixMatch border = FindPrefix(*request, leader, store_->chunk_tokens());
+  request->prefetch = store_->Prefetch(
+      request->space, std::span(leader.tokens).first(static_cast<size_t>(size)), border.length,
+      /*tail=*/true, counters_.compute_seconds_per_token);
+}
+
 void EngineImpl::StartLoads() {
   if (store_ == nullptr) return;
   const size_t count = std::min(waiting_.size(), static_cast<size_t>(kLoadsMax));
@@ -118,6 +136,7 @@ bool EngineImpl::StartLoad(Request* request) {
                         border.length, tail, counters_.compute_seconds_per_token);
   request->looked_up = true;
   ++request->lookups;
+  request->prefetch = nullptr;  // the load shares what it reads
   if (!load.ok()) {
     request->miss = ReasonOf(load.status().code());
     ++counters_.misses[static_cast<size_t>(request->miss)];
@@ -362,6 +381,7 @@ void EngineImpl::NoteStart(Request* request, int64_t known) noexcept {
 
 void EngineImpl::ForgetLoad(Request* request) noexcept {
   request->load = nullptr;
+  request->prefetch = nullptr;
   request->looked_up = false;
   request->held_back = false;
   request->lookups = 0;

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <set>
 
-#include "engine/test_store.h"
+#include "engine/testing/test_store.h"
 
 namespace quire {
 namespace {
@@ -153,6 +153,54 @@ TEST_F(EngineStore, OthersGoOnWhileOneLoads) {
   EXPECT_EQ((server->answers[{0, 0}].cached_tokens), 48);
   EXPECT_EQ(clock_->SteadyNs() - start_ns, 60 * kMs);
   EXPECT_DOUBLE_EQ((server->answers[{0, 0}].load_seconds), 0.06);
+}
+
+TEST_F(EngineStore, ChunksOfARequestThatHasToWaitComeIntoRamMeanwhile) {
+  store_->has_ram = true;
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  EXPECT_EQ(store_->prefetches, 0) << "nothing is ahead of it";
+  const auto server = Make();
+  server->Submit(Text(12, 7), Greedy(20));
+  store_->served.clear();
+  server->Submit(prompt, Greedy(5));
+  EXPECT_EQ(store_->prefetches, 1);
+  EXPECT_EQ(store_->live_fetches, 1);
+  EXPECT_EQ(store_->served.size(), 6U) << "before any step";
+  server->Submit(Text(12, 8), Greedy(1));  // too short to be looked for
+  EXPECT_EQ(store_->prefetches, 1);
+  server->Finish();
+  EXPECT_EQ(store_->live_fetches, 0);
+  ExpectEqual(server->answers[{1, 0}], want, "prefetched");
+  EXPECT_EQ((server->answers[{1, 0}].cached_tokens), 48);
+
+  server->Submit(Text(12, 9), Greedy(1));
+  server->Submit(prompt, Greedy(5));
+  EXPECT_EQ(store_->prefetches, 1) << "the prefix cache has it";
+  server->Finish();
+}
+
+TEST_F(EngineStore, PrefetchesAreFewEndWithTheirRequestAndMayFail) {
+  store_->has_ram = true;
+  store_->hangs = true;
+  const auto server = Make({.sequences = 1});
+  server->Submit(Text(12, 7), Greedy(20));
+  for (uint64_t seed = 0; seed < 12; ++seed) server->Submit(Text(40, 100 + seed), Greedy(1));
+  EXPECT_EQ(store_->prefetches, kPrefetchesMax);
+  EXPECT_EQ(store_->live_fetches, kPrefetchesMax);
+  for (int64_t id = 1; id <= 12; ++id) EXPECT_TRUE(server->engine->Cancel(id).ok());
+  EXPECT_EQ(store_->live_fetches, 0);
+  store_->fetch_fault = [] { return Status(StatusCode::kUnavailable, "injected"); };
+  EXPECT_EQ(server->Submit(Text(40, 1), Greedy(1)), 13) << "what fails costs nothing";
+  EXPECT_EQ(store_->prefetches, kPrefetchesMax + 1);
+  store_->hangs = store_->has_ram = false;
+  server->Finish();
+
+  const auto without_ram = Make();
+  without_ram->Submit(Text(12, 7), Greedy(2));
+  without_ram->Submit(Text(40, 2), Greedy(2));
+  EXPECT_EQ(store_->prefetches, kPrefetchesMax + 1) << "there is no faster tier to bring it to";
+  without_ram->Finish();
 }
 
 TEST_F(EngineStore, AStoreThatIsSlowOrHangsCostsItsDeadlineAndNoMore) {
@@ -881,6 +929,9 @@ TEST_F(EngineStore, SaysWhatIsWrongWithItsArguments) {
   const Status status = attach(store_, bad);
   EXPECT_EQ(status.code(), StatusCode::kBadArgument);
   EXPECT_NE(status.ToString().find("load_timeout_ms is 0"), std::string::npos);
+  bad = options_;
+  bad.mac_key = "short";
+  EXPECT_EQ(attach(store_, bad).code(), StatusCode::kBadArgument);
   EXPECT_TRUE(attach(store_, options_).ok());
   EXPECT_EQ(attach(store_, options_).code(), StatusCode::kBadState);
 }
@@ -919,6 +970,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
     store_->put_fault = [&] {
       return random.Below(10) == 0 ? Status(StatusCode::kFull, "injected") : Status();
     };
+    store_->has_ram = seed % 3 == 0;
     options_.chunk_tokens = 1 + random.Below(12);
     options_.tails = random.Below(2) == 0;
     const Sizes sizes{.pages = needed + random.Below(12),
@@ -982,6 +1034,7 @@ TEST_F(EngineStore, NothingThatTheStoreDoesCanBeSeenInAnAnswer) {
   EXPECT_GT(loading_forwards, 50);
   EXPECT_GT(corrupt, 10);
   EXPECT_GT(timeouts, 10);
+  EXPECT_GT(store_->prefetches, 50);
 }
 
 // Every call to cache, model and store fails once while chunks are loaded and stored.

@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-#include "engine/test_server.h"
+#include "engine/testing/test_server.h"
 
 namespace quire {
 namespace {
@@ -119,6 +119,19 @@ TEST(Engine, HoldsOnlyRetainedSequencesWhenIdle) {
   EXPECT_GT(stats.retained_sequences, 0);
   EXPECT_EQ(server.cache->sequence_count(), stats.retained_sequences);
   EXPECT_EQ(stats.pages_free + stats.pages_in_use, stats.pages_total);
+}
+
+TEST(Engine, RetainsAsManyTextsAsThereArePages) {
+  constexpr int64_t kTexts = 1500;
+  Server server({.pages = 2 * kTexts + 100, .page_size = 16});
+  RandomSequence random(11);
+  for (int64_t i = 0; i < kTexts; ++i) {
+    server.Submit(RandomTokens(8, &random), {.max_tokens = 1});
+    server.Finish();
+  }
+  const EngineStats stats = server.engine->Stats();
+  EXPECT_EQ(stats.retained_sequences, kTexts);
+  EXPECT_EQ(stats.retained_pages, kTexts);
 }
 
 TEST(Engine, CancelFreesPagesAtOnce) {
@@ -720,7 +733,7 @@ TEST(Engine, EveryOptionOutOfRangeIsABadArgumentThatNamesIt) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const BadOption cases[] = {
-      {"max_tokens is 0", {.max_tokens = 0}},
+      {"max_tokens is -1", {.max_tokens = -1}},
       {"max_tokens is -3", {.max_tokens = -3}},
       {"temperature is -0.5", {.temperature = -0.5F}},
       {"temperature is nan", {.temperature = kNan}},

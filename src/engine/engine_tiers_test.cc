@@ -7,9 +7,9 @@
 #include <fstream>
 #include <functional>
 
-#include "engine/test_server.h"
-#include "store/fake_tier.h"
-#include "store/tiered_store.h"
+#include "engine/testing/test_server.h"
+#include "store/testing/fake_tier.h"
+#include "store/tiered/tiered_store.h"
 
 namespace quire {
 namespace {
@@ -154,11 +154,17 @@ class EngineSlowTier : public testing::TestWithParam<TierKind> {
     options_.chunk_tokens = 8;
     options_.load_timeout_ms = 1000;
     options_.clock = clock_;
+    Open(/*ram_bytes=*/0);
+  }
+  // A store over an empty tier.
+  void Open(int64_t ram_bytes) {
+    store_ = nullptr;
     auto tier = std::make_unique<FakeTier>(GetParam(), clock_);
     tier_ = tier.get();
     SlowTiers slow;
     slow[static_cast<size_t>(GetParam())] = std::move(tier);
     ChunkStoreOptions options;
+    options.ram.bytes_max = ram_bytes;
     options.clock = clock_;
     Result<std::unique_ptr<ChunkStore>> store =
         TieredStore::Create(std::move(options), std::move(slow));
@@ -236,6 +242,29 @@ TEST_P(EngineSlowTier, Layer0IsComputedBeforeTheLastLayerIsThere) {
     EXPECT_EQ(stats.layer_loads, 1);
     EXPECT_EQ(stats.loads, 1);
   }
+}
+
+// The tier is read although the engine makes no step.
+TEST_P(EngineSlowTier, ARequestThatWaitsIsReadBeforeItIsLoaded) {
+  Open(int64_t{64} << 20);
+  const Tokens prompt = Text(60, 4);
+  const Answer want = Write(prompt);
+  const std::vector<ChunkListing> chunks = store_->List(TierKind::kRam).value();
+  ASSERT_FALSE(chunks.empty());
+  const KeySpace keys(chunks[0].fingerprint, "");
+  ASSERT_TRUE(store_->SetQuota(keys, {.bytes_max = 1}).ok());
+  EXPECT_TRUE(store_->CollectGarbage(TierKind::kRam).ok());
+  ASSERT_TRUE(store_->List(TierKind::kRam)->empty());
+  ASSERT_TRUE(store_->SetQuota(keys, {}).ok());
+  const auto server = Make();
+  server->Submit(Text(12, 5), kOptions);
+  tier_->Change([](auto& script) { script.layers = 0; });
+  server->Submit(prompt, kOptions);
+  tier_->AwaitHeld(1);
+  tier_->Change([](auto& script) { script = {}; });
+  server->Finish();
+  ExpectEqual(server->answers[{1, 0}], want, "prefetched");
+  EXPECT_EQ((server->answers[{1, 0}].cached_tokens), 56);
 }
 
 // Behind layer 0 comes nothing more, the tier fails, or what comes is damaged.

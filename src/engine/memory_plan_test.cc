@@ -6,11 +6,12 @@
 #include <numeric>
 
 #include "engine/engine_impl.h"
-#include "engine/machine_memory.h"
-#include "kv/paged_kv_cache.h"
-#include "kv/recurrent_cache.h"
+#include "engine/memory_fit.h"
+#include "kv/cache/paged_kv_cache.h"
+#include "kv/recurrent/recurrent_cache.h"
 #include "model/decoder.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
+#include "tensor/machine_memory.h"
 
 namespace quire {
 namespace {
@@ -25,7 +26,7 @@ int64_t WorkspaceBytes(const Model& model) {
 
 int64_t BytesOf(const AttentionKVCache* cache) {
   const auto& paged = dynamic_cast<const PagedKVCache&>(*cache);
-  return paged.storage_bytes() + paged.scratch_bytes();
+  return paged.storage_bytes() + paged.scratch_bytes() + paged.angle_bytes_max();
 }
 
 int64_t BytesOf(const RecurrentCache* cache) {
@@ -42,7 +43,7 @@ Taken TakenBy(const Engine& engine) {
   if (impl.state().attention() != nullptr) {
     const auto& cache = static_cast<const PagedKVCache&>(impl.cache());
     taken.storage = cache.storage_bytes();
-    taken.scratch += cache.scratch_bytes();
+    taken.scratch += cache.scratch_bytes() + cache.angle_bytes_max();
   }
   if (impl.recurrent() != nullptr) {
     taken.states = impl.recurrent()->storage_bytes();
@@ -220,6 +221,73 @@ TEST(MemoryPlan, TheLongestContextFitsAndNoLongerOne) {
   }
 }
 
+// The number behind "at most" in a message.
+int64_t NumberAfterAtMost(std::string_view message) {
+  const size_t at = message.find("at most ");
+  return at == std::string_view::npos ? -1 : std::stoll(std::string(message.substr(at + 8)));
+}
+
+// Also with a draft model, whose pages follow the other's.
+TEST(MemoryPlan, HasFewerPagesWhereTheUsualNumberIsNotFree) {
+  const TestFolder folder;
+  WriteTestModel(folder, {});
+  for (const std::string& draft : {std::string(), folder.path()}) {
+    EngineOptions options{.model_directory = folder.path(),
+                          .threads = 1,
+                          .page_size = 8,
+                          .prefill_chunk = 16,
+                          .draft_model_directory = draft};
+    constexpr int64_t kMachine = int64_t{1} << 40;
+    const MemoryPlan usual = *PlanMemoryWithin(options, {kMachine, kMachine});
+    EXPECT_FALSE(usual.kv_shrunk);
+    EXPECT_EQ(usual.longest_context, 4096);
+    const auto with_pages = [&](int64_t count) {
+      EngineOptions other = options;
+      other.kv_bytes = count * usual.page_bytes;
+      return *PlanMemoryWithin(other, {kMachine, kMachine});
+    };
+    for (const int64_t pages : {int64_t{3}, int64_t{100}, usual.page_count - 3}) {
+      // A sixteenth stays free.
+      const int64_t free = (with_pages(pages).total_bytes + usual.page_bytes / 2) * 16 / 15;
+      const MemoryPlan plan = *PlanMemoryWithin(options, {kMachine, free});
+      // As many as fit: the system maps whole pages of its own, so it may be one or two more.
+      EXPECT_GE(plan.page_count, pages);
+      EXPECT_LE(plan.total_bytes, free - free / 16);
+      EXPECT_GT(with_pages(plan.page_count + 1).total_bytes, free - free / 16);
+      EXPECT_TRUE(plan.kv_shrunk);
+      EXPECT_EQ(plan.available_bytes, free);
+      EXPECT_EQ(plan.machine_bytes, kMachine);
+      EXPECT_TRUE(CheckMemoryWithin(options, {kMachine, free}).ok());
+    }
+  }
+}
+
+TEST(MemoryPlan, WhatIsGivenAndDoesNotFitIsRefusedWithWhatWouldFit) {
+  const TestFolder folder;
+  WriteTestModel(folder, {});
+  EngineOptions options{.model_directory = folder.path(), .threads = 1, .kv_bytes = 64 << 20};
+  constexpr int64_t kMachine = int64_t{1} << 40;
+  const MemoryPlan plan = *PlanMemoryWithin(options, {kMachine, kMachine});
+  const MachineMemory tight{kMachine, plan.total_bytes - 1};
+  EXPECT_TRUE(CheckMemoryWithin(options, {kMachine, plan.total_bytes}).ok());
+  EXPECT_EQ(PlanMemoryWithin(options, tight)->page_count, plan.page_count);
+  EXPECT_FALSE(PlanMemoryWithin(options, tight)->kv_shrunk);
+  const Status refused = CheckMemoryWithin(options, tight);
+  EXPECT_EQ(refused.code(), StatusCode::kOutOfMemory);
+  EXPECT_NE(refused.message().find("1024.00 GiB that this machine"), std::string_view::npos);
+  options.kv_bytes = NumberAfterAtMost(refused.message());
+  EXPECT_TRUE(CheckMemoryWithin(options, tight).ok()) << refused.ToString();
+  options.kv_bytes += plan.page_bytes;
+  EXPECT_FALSE(CheckMemoryWithin(options, tight).ok());
+
+  for (const int64_t kv_bytes : {int64_t{0}, int64_t{64} << 20}) {
+    options.kv_bytes = kv_bytes;
+    const Status none = CheckMemoryWithin(options, {kMachine, plan.weight_bytes});
+    EXPECT_EQ(none.code(), StatusCode::kOutOfMemory);
+    EXPECT_NE(none.message().find("no number of KV pages would fit"), std::string_view::npos);
+  }
+}
+
 // Weights of more than the machine's memory in a file that is one hole: to read or to load it would
 // take minutes and end in a killed process.
 TEST(MemoryPlan, ReadsNoWeightsAndCreateRefusesWhatTheMachineCannotHold) {
@@ -267,8 +335,8 @@ TEST(MemoryPlan, ReadsNoWeightsAndCreateRefusesWhatTheMachineCannotHold) {
   EXPECT_GT(plan->weight_bytes, plan->machine_bytes);
   const Status created = Engine::Create(options).status();
   EXPECT_EQ(created.code(), StatusCode::kOutOfMemory);
-  for (const int64_t number : {plan->weight_bytes, plan->kv_bytes, plan->machine_bytes}) {
-    EXPECT_NE(created.message().find(std::to_string(number)), std::string_view::npos)
+  for (const int64_t number : {plan->weight_bytes, plan->machine_bytes}) {
+    EXPECT_NE(created.message().find(GiBText(static_cast<double>(number))), std::string_view::npos)
         << created.ToString();
   }
 }

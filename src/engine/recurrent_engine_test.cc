@@ -8,7 +8,7 @@
 #include <ostream>
 
 #include "engine/engine_impl.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {
@@ -187,7 +187,8 @@ TEST_P(RecurrentEngine, WindowsAreForAttentionLayers) {
     pages = std::max(pages, engine->Stats().pages_in_use);
   }
   EXPECT_EQ(engine->Stats().completion_tokens, 300);
-  EXPECT_LE(pages, PagesForWindow(40, 3, before.page_size) + 1);
+  const int64_t max_pop = AttentionKVCacheOptions().max_pop;
+  EXPECT_LE(pages, PagesForWindow(40 + max_pop, 3, before.page_size) + 1);
 }
 
 TEST_P(RecurrentEngine, WithoutAttentionThereIsNoLongestText) {

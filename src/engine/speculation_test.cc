@@ -5,7 +5,7 @@
 #include <array>
 #include <cmath>
 
-#include "engine/test_server.h"
+#include "engine/testing/test_server.h"
 
 namespace quire {
 namespace {

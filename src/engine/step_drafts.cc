@@ -11,7 +11,7 @@
 #include "base/check.h"
 #include "base/guard.h"
 #include "engine/engine_impl.h"
-#include "engine/open_forward.h"
+#include "engine/prefix/open_forward.h"
 
 namespace quire {
 
@@ -217,6 +217,7 @@ Status EngineImpl::AttemptTrees(const TreeBatch& trees) {
     ++counters_.steps;
     for (const Drawn& drawn : draws) {
       drawn.sample->computed += drawn.count;
+      counters_.computed_tokens += drawn.count;
       drawn.sample->last_step = counters_.steps;
     }
     CommitDraws(&draws);

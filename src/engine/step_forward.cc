@@ -6,7 +6,7 @@
 
 #include "base/guard.h"
 #include "engine/engine_impl.h"
-#include "engine/open_forward.h"
+#include "engine/prefix/open_forward.h"
 
 namespace quire {
 namespace {
@@ -134,17 +134,19 @@ EngineImpl::Drawn EngineImpl::PrepareDrawn(Request* request, Sample* sample, int
 }
 
 // One draw for each sample whose pending tokens end in this batch; for all unfinished samples of a
-// request where its prompt ends.
+// request where its prompt ends. None for a request that is its prompt alone.
 std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) const {
   std::vector<Drawn> draws;
   int64_t row = 0;
   for (const Work& work : batch) {
     if (!work.ends_pending()) continue;
+    const int64_t draws_max = std::min<int64_t>(work.request->options.max_tokens, 1);
     if (work.request->answer_begun()) {
       draws.push_back(PrepareDrawn(work.request, work.sample, row, 1));
     } else {
       for (Sample& sample : work.request->samples) {
-        if (!sample.finished()) draws.push_back(PrepareDrawn(work.request, &sample, row, 1));
+        if (sample.finished()) continue;
+        draws.push_back(PrepareDrawn(work.request, &sample, row, draws_max));
       }
     }
     ++row;
@@ -159,6 +161,7 @@ void EngineImpl::DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept {
   const Request& request = *drawn->request;
   std::vector<int32_t>& tokens = drawn->sample->tokens;
   const size_t tokens_before = tokens.size();
+  if (drawn->draws.empty()) return;
   for (int64_t guess = kDraftRoot;;) {
     drawn->last_node = guess + 1;
     Draw& draw = drawn->draws[static_cast<size_t>(drawn->count++)];
@@ -183,6 +186,7 @@ void EngineImpl::DrawAll(std::vector<Drawn>* draws) {
     DrawPath(&(*draws)[static_cast<size_t>(index)], &draw_scratch_[static_cast<size_t>(worker)]);
   });
   for (Drawn& drawn : *draws) {
+    if (drawn.count == 0) continue;
     const DrawError error = drawn.draws[static_cast<size_t>(drawn.count - 1)].error;
     if (error == DrawError::kNone) continue;
     const auto position = static_cast<int64_t>(drawn.sample->tokens.size()) + drawn.count - 1;
@@ -195,6 +199,7 @@ void EngineImpl::Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept 
   for (const Work& work : batch) {
     if (work.layers != nullptr) CommitLayers(work);
     work.sample->computed += work.tokens;
+    counters_.computed_tokens += work.tokens;
     work.sample->last_step = counters_.steps;
   }
   CommitDraws(draws);
@@ -202,7 +207,11 @@ void EngineImpl::Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept 
 
 void EngineImpl::CommitDraws(std::vector<Drawn>* draws) noexcept {
   for (Drawn& drawn : *draws) {
-    NoteGuesses(drawn);
+    if (drawn.draws.empty()) {
+      FinishSample(drawn.request, drawn.sample, FinishReason::kLength, &drawn.output);
+    } else {
+      NoteGuesses(drawn);
+    }
     for (int64_t i = 0; i < drawn.count; ++i) {
       ApplyDraw(&drawn, &drawn.draws[static_cast<size_t>(i)]);
     }

@@ -7,7 +7,7 @@
 
 #include "base/check.h"
 #include "engine/engine_impl.h"
-#include "engine/open_forward.h"
+#include "engine/prefix/open_forward.h"
 
 namespace quire {
 namespace {

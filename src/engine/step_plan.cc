@@ -25,7 +25,10 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
     Batch works;
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
     const int64_t of_loads = PagesOfLoads(works);
+    const double speed = counters_.compute_seconds_per_token;
     const Decision decision = DecideNext({.token_budget = prefill_chunk_,
+                                          .step_seconds = step_seconds_,
+                                          .seconds_per_token = speed,
                                           .page_size = page_size_,
                                           .pages_free = state_.pages_free() - of_loads,
                                           .sequences_free = SequencesFree(),
@@ -270,7 +273,8 @@ std::optional<WaitingHead> EngineImpl::ViewHead() {
   // What it is about to use goes last if pages must be found for it.
   prefix_cache_.Touch(start.from.sequence_id);
   int64_t pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length;
-  if (request->has_window()) pending = std::min(pending, PagesOfWindow(*request) * page_size_);
+  if (request->has_window())
+    pending = std::min(pending, PagesOfWindow(request->options) * page_size_);
   return WaitingHead{
       .matched = start.from.length, .pending = pending, .samples = request->unfinished_count()};
 }
@@ -291,6 +295,7 @@ Status EngineImpl::AdmitHead() {
   NoteStart(&request, start.from.known);
   const auto place = std::find_if(waiting_.begin(), waiting_.end(),
                                   [&](const auto& other) { return other.get() == &request; });
+  turn_ = std::max(turn_, request.turn);
   running_.push_back(std::move(*place));
   waiting_.erase(place);
   return {};

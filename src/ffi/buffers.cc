@@ -37,9 +37,9 @@ HostTensor HostTensorOf(const tf::Tensor& tensor, bool owned) {
     return ValueOrThrow(HostTensor::CopyOf(dl));
   }
   const auto* data = static_cast<const std::byte*>(dl.data) + dl.byte_offset;
-  return HostTensor(ElementType(dl.dtype.code, dl.dtype.bits),
-                    {tensor.shape().begin(), tensor.shape().end()},
-                    std::shared_ptr<const std::byte[]>(data, [tensor](const std::byte*) {}));
+  return ValueOrThrow(HostTensor::Share(
+      ElementType(dl.dtype.code, dl.dtype.bits), {tensor.shape().begin(), tensor.shape().end()},
+      std::shared_ptr<const std::byte[]>(data, [tensor](const std::byte*) {})));
 }
 
 std::optional<HostTensor> HostTensorOf(const tf::Optional<tf::Tensor>& tensor) {
@@ -138,11 +138,20 @@ class LookupBufferObj : public tf::Object {
     });
   }
 
+  // Also after an internal error: calls that wait must end.
   void Close() { buffer_->Close(); }
-  int64_t UsedBytes() { return buffer_->used_bytes(); }
-  int64_t CapacityBytes() { return buffer_->capacity_bytes(); }
-  int64_t Size() { return buffer_->size(); }
-  int64_t Waiting() { return buffer_->waiting(); }
+  int64_t UsedBytes() {
+    return latch_.Run([&] { return buffer_->used_bytes(); });
+  }
+  int64_t CapacityBytes() {
+    return latch_.Run([&] { return buffer_->capacity_bytes(); });
+  }
+  int64_t Size() {
+    return latch_.Run([&] { return buffer_->size(); });
+  }
+  int64_t Waiting() {
+    return latch_.Run([&] { return buffer_->waiting(); });
+  }
 
   [[maybe_unused]] static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.LookupBuffer", LookupBufferObj, tf::Object);
@@ -183,10 +192,17 @@ class StoreBufferObj : public tf::Object {
     });
   }
 
+  // Also after an internal error: calls that wait must end.
   void Close() { buffer_->Close(); }
-  int64_t UsedBytes() { return buffer_->used_bytes(); }
-  int64_t CapacityBytes() { return buffer_->capacity_bytes(); }
-  int64_t Size() { return buffer_->size(); }
+  int64_t UsedBytes() {
+    return latch_.Run([&] { return buffer_->used_bytes(); });
+  }
+  int64_t CapacityBytes() {
+    return latch_.Run([&] { return buffer_->capacity_bytes(); });
+  }
+  int64_t Size() {
+    return latch_.Run([&] { return buffer_->size(); });
+  }
 
   [[maybe_unused]] static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.StoreBuffer", StoreBufferObj, tf::Object);

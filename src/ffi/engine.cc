@@ -1,5 +1,5 @@
-// quire.Engine: the serving engine for tvm-ffi. A step's outputs cross as a few flat arrays, so
-// that their cost does not grow with the number of requests.
+// quire.Engine: the serving engine for tvm-ffi, on a thread of its own. What its steps give goes
+// through step_queue.h.
 #include "quire/engine.h"
 
 #include <tvm/ffi/container/array.h>
@@ -8,19 +8,24 @@
 #include <tvm/ffi/reflection/registry.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "ffi/errors.h"
 #include "ffi/options.h"
 #include "ffi/snapshot.h"
+#include "ffi/step_queue.h"
 #include "ffi/store.h"
 #include "ffi/tensors.h"
+#include "quire/engine_loop.h"
 
 namespace quire::ffi {
 namespace {
@@ -49,6 +54,7 @@ EngineOptions ReadEngineOptions(const OptionMap& fields) {
   reader.Read("prefill_chunk", &options.prefill_chunk);
   reader.Read("max_num_sequences", &options.max_num_sequences);
   reader.Read("max_waiting", &options.max_waiting);
+  reader.Read("max_step_ms", &options.max_step_ms);
   reader.Read("prefix_cache", &options.prefix_cache);
   reader.Read("kv_bytes", &options.kv_bytes);
   reader.Read("state_bytes", &options.state_bytes);
@@ -109,93 +115,55 @@ tf::Array<tf::Any> LayersOf(const ModelInfo& info) {
   return layers;
 }
 
-// The outputs of one step as structure of arrays:
-//   requests  int64 [outputs, 17]: request id, sample, end of its tokens in `tokens`, finish
-//             reason, prompt tokens, cached tokens, completion tokens, index in `errors` or -1,
-//             cached tokens from ram, disk and redis, miss reason, nanoseconds of the load,
-//             recomputed tokens, drafted tokens, accepted tokens, decode forwards
-//   tokens    int32 [t], of all outputs, one after another
-//   logprob_ends int64 [t]: end of each token's entries in the two arrays below
-//   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
-//   errors    texts
-class StepArrays {
- public:
-  explicit StepArrays(const std::vector<StepOutput>& outputs) {
-    for (const StepOutput& output : outputs) Add(output);
-  }
-
-  OptionMap ToMap() const {
-    const int64_t rows = static_cast<int64_t>(requests_.size()) / kColumns;
-    tf::Tensor requests = NewTensor(DLDataType{kDLInt, 64, 1}, {rows, kColumns});
-    std::copy(requests_.begin(), requests_.end(), static_cast<int64_t*>(requests.data_ptr()));
-    return {{"requests", requests},
-            {"tokens", NewTensor(std::span(tokens_))},
-            {"logprob_ends", NewTensor(std::span(logprob_ends_))},
-            {"logprob_tokens", NewTensor(std::span(logprob_tokens_))},
-            {"logprobs", NewTensor(std::span(logprobs_))},
-            {"errors", errors_}};
-  }
-
- private:
-  static constexpr int64_t kColumns = 17;
-
-  void Add(const StepOutput& output) {
-    for (size_t i = 0; i < output.tokens.size(); ++i) {
-      tokens_.push_back(output.tokens[i]);
-      if (i < output.logprobs.size()) {
-        for (const TokenLogprob& entry : output.logprobs[i]) {
-          logprob_tokens_.push_back(entry.token);
-          logprobs_.push_back(entry.logprob);
-        }
-      }
-      logprob_ends_.push_back(static_cast<int64_t>(logprobs_.size()));
-    }
-    int64_t error_index = -1;
-    if (output.finish_reason == FinishReason::kError) {
-      error_index = static_cast<int64_t>(errors_.size());
-      errors_.push_back(tf::String(output.error));
-    }
-    requests_.insert(requests_.end(),
-                     {output.request_id, output.sample, static_cast<int64_t>(tokens_.size()),
-                      static_cast<int64_t>(output.finish_reason), output.prompt_tokens,
-                      output.cached_tokens, output.completion_tokens, error_index});
-    requests_.insert(requests_.end(), output.cached.tiers.begin(), output.cached.tiers.end());
-    requests_.push_back(static_cast<int64_t>(output.miss));
-    requests_.push_back(static_cast<int64_t>(output.load_seconds * 1e9));
-    requests_.insert(requests_.end(), {output.recomputed_tokens, output.drafted_tokens,
-                                       output.accepted_tokens, output.decode_forwards});
-  }
-
-  std::vector<int64_t> requests_;
-  std::vector<int32_t> tokens_;
-  std::vector<int64_t> logprob_ends_;
-  std::vector<int32_t> logprob_tokens_;
-  std::vector<float> logprobs_;
-  tf::Array<tf::String> errors_;
-};
-
 class EngineObj : public tf::Object {
- public:
-  explicit EngineObj(const OptionMap& fields)
-      : engine_(latch_.Run([&] { return Engine::Create(ReadEngineOptions(fields)); })) {}
+  // f returns Status or Result<T>; what comes back is nothing or T.
+  template <typename F>
+  auto BetweenSteps(F&& f) {
+    using R = std::invoke_result_t<F, Engine&>;
+    return latch_.Run([&]() -> R {
+      if constexpr (std::is_same_v<R, Status>) {
+        return loop_->Run(f);
+      } else {
+        std::optional<R> result;
+        QUIRE_RETURN_IF_ERROR(loop_->Run([&](Engine& engine) {
+          result.emplace(f(engine));
+          return result->status();
+        }));
+        return *std::move(result);
+      }
+    });
+  }
 
-  int64_t Submit(tf::TensorView prompt, const OptionMap& sampling) {
+ public:
+  explicit EngineObj(const OptionMap& fields) : loop_(latch_.Run([&] { return Create(fields); })) {}
+
+  // receipt: int64 [1], where the request's id is written. A result would be lost where Python
+  // raises an interrupt as the call returns, and with it the way to cancel the request.
+  void Submit(tf::TensorView prompt, const OptionMap& sampling, tf::TensorView receipt) {
     const std::vector<int32_t> ids = TokenIds(prompt);
     const SamplingOptions options = ReadSamplingOptions(sampling);
-    return latch_.Run([&] { return engine_->Submit(ids, options); });
+    const TensorView view = ViewOf(receipt);
+    if (view.rank() != 1 || view.dim(0) != 1 || view.dtype() != DType::kI64) {
+      ThrowBadArgument("Submit: the receipt must be int64 [1], not " + view.ToString());
+    }
+    *view.data_as<int64_t>() = latch_.Run([&] { return loop_->Submit(ids, options); });
+  }
+  void Check(tf::TensorView prompt, const OptionMap& sampling) {
+    const std::vector<int32_t> ids = TokenIds(prompt);
+    const SamplingOptions options = ReadSamplingOptions(sampling);
+    latch_.Run([&] { return loop_->CheckSubmit(ids, options); });
   }
   void Cancel(int64_t request_id) {
-    latch_.Run([&] { return engine_->Cancel(request_id); });
+    latch_.Run([&] { return loop_->Cancel(request_id); });
   }
   void Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) {
-    latch_.Run([&] { return engine_->Stop(request_id, sample, answer_tokens); });
+    latch_.Run([&] { return loop_->Stop(request_id, sample, answer_tokens); });
   }
-  OptionMap Step() {
-    return StepArrays(latch_.Run([&] { return engine_->Step(); })).ToMap();
+  // Also after a defect, so not by the latch.
+  void Close() {
+    CallChecked([&] { ThrowIfError(loop_->Close()); });
   }
-  bool Idle() {
-    return latch_.Run([&] { return engine_->Idle(); });
-  }
+  tf::ObjectRef Steps() { return tf::ObjectRef(tf::make_object<StepQueueObj>(queue_)); }
 
   // outputs[i]: float32 [length of prompts[i], vocab_size], contiguous; written in place.
   void Logits(const tf::Array<tf::Tensor>& prompts, const tf::Array<tf::Tensor>& outputs) {
@@ -212,31 +180,38 @@ class EngineObj : public tf::Object {
       spans.emplace_back(ids.back());
       pointers.push_back(OutputPointer(tf::TensorView(outputs[i]), ids.back().size()));
     }
-    latch_.Run([&] { return engine_->Logits(spans, pointers); });
+    BetweenSteps([&](Engine& engine) { return engine.Logits(spans, pointers); });
   }
 
   int64_t SaveSnapshot(const OptionMap& fields, const tf::String& path) {
     const SnapshotContents contents = ReadSnapshotContents(fields);
-    return latch_.Run([&] { return engine_->SaveSnapshot(contents, std::string(path)); });
+    return BetweenSteps(
+        [&](Engine& engine) { return engine.SaveSnapshot(contents, std::string(path)); });
   }
-  OptionMap LoadSnapshot(const OptionMap& identity, const tf::String& path, bool any_numerics) {
+  OptionMap LoadSnapshot(const OptionMap& identity, const tf::String& path, bool any_numerics,
+                         const tf::Bytes& cache_salt) {
     const Passport passport = ReadIdentity(identity);
-    return SnapshotFields(latch_.Run([&] {
-      return engine_->LoadSnapshot(passport, std::string(path), {.any_numerics = any_numerics});
-    }));
+    const SnapshotLoadOptions options{
+        .any_numerics = any_numerics,
+        .cache_salt = std::string(cache_salt.data(), cache_salt.size())};
+    return SnapshotFields(BetweenSteps(
+        [&](Engine& engine) { return engine.LoadSnapshot(passport, std::string(path), options); }));
   }
 
   void AttachStore(const ChunkStoreRef& store, const OptionMap& identity, const OptionMap& use) {
     const Passport passport = ReadIdentity(identity);
     const StoreUseOptions options = ReadStoreUseOptions(use);
-    latch_.Run([&] { return engine_->AttachStore(store->store(), passport, options); });
+    BetweenSteps(
+        [&](Engine& engine) { return engine.AttachStore(store->store(), passport, options); });
   }
   void FlushStore(int64_t timeout_ms) {
-    latch_.Run([&] { return engine_->FlushStore(timeout_ms); });
+    BetweenSteps([&](Engine& engine) { return engine.FlushStore(timeout_ms); });
   }
 
-  tf::Map<tf::String, int64_t> Stats() {
-    const EngineStats stats = latch_.Run([&] { return engine_->Stats(); });
+  // wait: until all that was asked for before is carried out.
+  tf::Map<tf::String, int64_t> Stats(bool wait) {
+    if (wait) latch_.Run([&] { return loop_->Settle(); });
+    const EngineStats stats = latch_.Run([&] { return loop_->Stats(); });
     return {{"pages_total", stats.pages_total},
             {"pages_free", stats.pages_free},
             {"pages_in_use", stats.pages_in_use},
@@ -249,6 +224,7 @@ class EngineObj : public tf::Object {
             {"prompt_tokens", stats.prompt_tokens},
             {"cached_tokens", stats.cached_tokens},
             {"completion_tokens", stats.completion_tokens},
+            {"computed_tokens", stats.computed_tokens},
             {"preemptions", stats.preemptions},
             {"kv_bytes", stats.kv_bytes},
             {"kv_bytes_per_token", stats.kv_bytes_per_token},
@@ -279,7 +255,7 @@ class EngineObj : public tf::Object {
 
   OptionMap Info() {
     return latch_.Run([&] {
-      const ModelInfo& info = engine_->model_info();
+      const ModelInfo& info = loop_->model_info();
       return OptionMap{{"architecture", tf::String(info.architecture)},
                        {"vocab_size", info.vocab_size},
                        {"hidden_size", info.hidden_size},
@@ -291,7 +267,7 @@ class EngineObj : public tf::Object {
                        {"weight_bytes", info.weight_bytes},
                        {"layers", LayersOf(info)},
                        {"rope", RopeFields(info.rope)},
-                       {"kernel_path", tf::String(engine_->kernel_path())}};
+                       {"kernel_path", tf::String(loop_->kernel_path())}};
     });
   }
 
@@ -299,9 +275,20 @@ class EngineObj : public tf::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.Engine", EngineObj, tf::Object);
 
  private:
+  Result<std::unique_ptr<EngineLoop>> Create(const OptionMap& fields) {
+    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<Engine> engine,
+                           Engine::Create(ReadEngineOptions(fields)));
+    // On the engine's thread a failed check is an exception as well; the loop hands it on.
+    const auto around = [](const std::function<void()>& body) {
+      const CheckScope scope;
+      body();
+    };
+    return EngineLoop::Create(std::move(engine), queue_, {.around = around});
+  }
+
   float* OutputPointer(const tf::TensorView& tensor, size_t rows) const {
     const TensorView view = ViewOf(tensor);
-    const int64_t vocab_size = engine_->model_info().vocab_size;
+    const int64_t vocab_size = loop_->model_info().vocab_size;
     const bool fits = view.dtype() == DType::kF32 && view.rank() == 2 && view.is_contiguous() &&
                       view.dim(0) == static_cast<int64_t>(rows) && view.dim(1) == vocab_size;
     if (!fits) {
@@ -312,17 +299,20 @@ class EngineObj : public tf::Object {
   }
 
   FaultLatch latch_;
-  std::unique_ptr<Engine> engine_;
+  const std::shared_ptr<StepQueue> queue_ = std::make_shared<StepQueue>();
+  const std::unique_ptr<EngineLoop> loop_;
 };
 
 tf::Map<tf::String, int64_t> PlanMemory(const OptionMap& fields) {
-  const MemoryPlan plan = ValueOrThrow(Engine::PlanMemory(ReadEngineOptions(fields)));
+  const MemoryPlan plan =
+      ValueOrThrow(CallChecked([&] { return Engine::PlanMemory(ReadEngineOptions(fields)); }));
   return {{"weight_bytes", plan.weight_bytes},   {"kv_bytes_per_token", plan.kv_bytes_per_token},
           {"page_size", plan.page_size},         {"page_bytes", plan.page_bytes},
           {"page_count", plan.page_count},       {"kv_bytes", plan.kv_bytes},
           {"state_bytes", plan.state_bytes},     {"scratch_bytes", plan.scratch_bytes},
           {"draft_bytes", plan.draft_bytes},     {"total_bytes", plan.total_bytes},
-          {"machine_bytes", plan.machine_bytes}, {"longest_context", plan.longest_context}};
+          {"machine_bytes", plan.machine_bytes}, {"available_bytes", plan.available_bytes},
+          {"kv_shrunk", plan.kv_shrunk ? 1 : 0}, {"longest_context", plan.longest_context}};
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {
@@ -334,10 +324,11 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       });
   tf::reflection::ObjectDef<EngineObj>()
       .def("submit", &EngineObj::Submit)
+      .def("check", &EngineObj::Check)
       .def("cancel", &EngineObj::Cancel)
       .def("stop", &EngineObj::Stop)
-      .def("step", &EngineObj::Step)
-      .def("idle", &EngineObj::Idle)
+      .def("close", &EngineObj::Close)
+      .def("steps", &EngineObj::Steps)
       .def("logits", &EngineObj::Logits)
       .def("save_snapshot", &EngineObj::SaveSnapshot)
       .def("load_snapshot", &EngineObj::LoadSnapshot)

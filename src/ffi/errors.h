@@ -39,9 +39,28 @@ T ValueOrThrow(Result<T> result) {
   return std::move(result).value();
 }
 
-// Runs the calls of one object and remembers a defect: after the first Internal outcome, or an
-// exception that Quire does not throw, its state cannot be trusted and every later call is refused.
-// Calls may come from any thread.
+// While it lives, a failed check on this thread is an exception, which becomes
+// quire.InternalError. On all other threads (workers, tiers) no call of Python's could receive it:
+// there the process ends with the message.
+class CheckScope {
+ public:
+  CheckScope();
+  ~CheckScope();
+  CheckScope(const CheckScope&) = delete;
+  CheckScope& operator=(const CheckScope&) = delete;
+};
+
+// For the functions that belong to no object: calls `f` in a CheckScope. tvm-ffi passes on what it
+// throws.
+template <typename F>
+auto CallChecked(F&& f) {
+  const CheckScope scope;
+  return std::forward<F>(f)();
+}
+
+// Runs the calls of one object and remembers a defect: after the first Internal outcome, a failed
+// check, or an exception that Quire does not throw, its state cannot be trusted and every later
+// call is refused. Calls may come from any thread.
 class FaultLatch {
  public:
   // f returns Status, Result<T> or a plain value; what comes back is nothing, T or the value.
@@ -71,6 +90,7 @@ class FaultLatch {
   template <typename F>
   auto Guarded(F&& f) -> std::invoke_result_t<F> {
     try {
+      const CheckScope scope;
       return std::forward<F>(f)();
     } catch (...) {
       ThrowCurrent();

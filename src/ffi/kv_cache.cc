@@ -34,10 +34,12 @@ AttentionKVCacheOptions ReadCacheOptions(const OptionMap& fields) {
   reader.Read("prefill_chunk_size", &options.prefill_chunk_size);
   reader.Read("page_size", &options.page_size);
   reader.Read("max_tree_size", &options.max_tree_size);
+  reader.Read("max_pop", &options.max_pop);
   if (const auto rope = reader.Get<OptionMap>("rope")) options.rope = ReadRopeOptions(*rope);
   reader.Read("kernel_path", &options.kernel_path);
   reader.Read("poison_freed_pages", &options.poison_freed_pages);
   reader.Read("tvm_window_span", &options.tvm_window_span);
+  reader.Read("allow_skipped_layers", &options.allow_skipped_layers);
   options.runner = reader.ReadRunner();
   reader.Finish();
   return options;

@@ -25,8 +25,8 @@ tf::Array<tf::String> KernelPathNames() {
 }
 
 OptionMap RopeFrequenciesOf(const OptionMap& rope, int64_t head_dim, bool long_factors) {
-  const RopeFrequencies frequencies =
-      ValueOrThrow(ComputeRopeFrequencies(ReadRopeOptions(rope), head_dim, long_factors));
+  const RopeFrequencies frequencies = ValueOrThrow(CallChecked(
+      [&] { return ComputeRopeFrequencies(ReadRopeOptions(rope), head_dim, long_factors); }));
   return {{"inv_freq", NewTensor(std::span(frequencies.inv_freq))},
           {"amplitude", frequencies.amplitude}};
 }
@@ -51,7 +51,7 @@ void PackModel(const OptionMap& fields) {
   reader.Read("dtype", &options.dtype);
   options.runner = reader.ReadRunner();
   reader.Finish();
-  ThrowIfError(Model::Pack(directory, options, path));
+  ThrowIfError(CallChecked([&] { return Model::Pack(directory, options, path); }));
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {

@@ -34,15 +34,14 @@ std::optional<tvm::ffi::Any> OptionsReader::Find(const char* name) {
 }
 
 std::shared_ptr<ParallelRunner> OptionsReader::ReadRunner() {
-  constexpr int kThreadsMax = 1024;  // no machine has as many cores
   int threads = 0;
   Read("threads", &threads);
-  if (threads < 0 || threads > kThreadsMax) {
+  if (threads < 0 || threads > kThreadCountMax) {
     ThrowBadArgument(owner_ + ": option 'threads' = " + std::to_string(threads) +
-                     " is not in [0, " + std::to_string(kThreadsMax) +
+                     " is not in [0, " + std::to_string(kThreadCountMax) +
                      "]; 0 stands for one per core");
   }
-  return threads == 0 ? nullptr : CreateThreadPool(threads);
+  return threads == 0 ? nullptr : ValueOrThrow(CreateThreadPool(threads));
 }
 
 void OptionsReader::Finish() const {
@@ -56,8 +55,12 @@ void OptionsReader::Finish() const {
 }
 
 void OptionsReader::ThrowWrongType(const char* name, const tvm::ffi::Any& value) const {
-  ThrowBadArgument(owner_ + ": option '" + name + "' cannot be a value of type " +
-                   value.GetTypeKey());
+  std::string type = value.GetTypeKey();
+  if (type == "ffi.SmallStr" || type == "ffi.String") type = "str";
+  if (type == "ffi.BigInt") type = "int beyond 64 bits";
+  if (type == "ffi.Array") type = "list";
+  if (type == "ffi.Map") type = "dict";
+  ThrowBadArgument(owner_ + ": option '" + name + "' cannot be a value of type " + type);
 }
 
 void OptionsReader::ThrowOutOfRange(const char* name, int64_t value) const {

@@ -18,8 +18,8 @@ namespace {
 namespace tf = tvm::ffi;
 
 OptionMap SnapshotDifferences(const tf::String& ours, const tf::String& theirs) {
-  const SnapshotDifference difference =
-      ValueOrThrow(DiffSnapshots(std::string(ours), std::string(theirs)));
+  const SnapshotDifference difference = ValueOrThrow(
+      CallChecked([&] { return DiffSnapshots(std::string(ours), std::string(theirs)); }));
   return {{"passport", tf::String(difference.passport)},
           {"common_tokens", difference.common_tokens},
           {"compared_sections", difference.compared_sections},
@@ -34,11 +34,13 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::GlobalDef()
       .def("quire.snapshot_info",
            [](const tf::String& path) {
-             return SnapshotFields(ValueOrThrow(ReadSnapshotInfo(std::string(path))));
+             return SnapshotFields(
+                 ValueOrThrow(CallChecked([&] { return ReadSnapshotInfo(std::string(path)); })));
            })
       .def("quire.snapshot_verify",
            [](const tf::String& path) {
-             return SnapshotFields(ValueOrThrow(VerifySnapshot(std::string(path))));
+             return SnapshotFields(
+                 ValueOrThrow(CallChecked([&] { return VerifySnapshot(std::string(path)); })));
            })
       .def("quire.snapshot_diff", SnapshotDifferences);
 }
@@ -69,6 +71,8 @@ SnapshotContents ReadSnapshotContents(const OptionMap& fields) {
     contents.tokens = TokenIds(tf::TensorView(*tokens));
   if (const auto sampler = reader.Get<tf::Bytes>("sampler"))
     contents.sampler.assign(sampler->data(), sampler->size());
+  if (const auto salt = reader.Get<tf::Bytes>("cache_salt"))
+    contents.cache_salt.assign(salt->data(), salt->size());
   reader.Read("created_ms", &contents.created_ms);
   reader.Finish();
   return contents;

@@ -23,7 +23,8 @@ Result<Chain> ChainOf(const SequenceStates& states, const ChainRequest& request)
   QUIRE_ASSIGN_OR_RETURN(chain.passport, CachePassport(states, request.identity, false));
   QUIRE_ASSIGN_OR_RETURN(const Digest fingerprint, chain.passport.Fingerprint());
   const KeySpace keys(fingerprint, request.salt);
-  chain.chunks = ChainFields(chain.passport, keys, request.tokens, /*tail=*/true);
+  QUIRE_ASSIGN_OR_RETURN(chain.chunks,
+                         ChainFields(chain.passport, keys, request.tokens, /*tail=*/true));
   return chain;
 }
 

@@ -6,6 +6,7 @@
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <array>
 #include <span>
 #include <string>
@@ -22,11 +23,13 @@ namespace tf = tvm::ffi;
 
 // In the order of the enumerations in quire/chunk_store.h.
 constexpr std::array<std::string_view, 4> kDurabilities = {"none", "async", "os", "sync"};
+constexpr std::array<std::string_view, 3> kFolderUses = {"create", "existing", "look"};
 constexpr std::array<std::string_view, 3> kWritePolicies = {"through", "selective", "back"};
 constexpr std::array<std::string_view, 3> kEvictions = {"lru", "s3fifo", "cost"};
 constexpr std::array<std::string_view, 5> kEvents = {"stored", "removed", "evicted", "expired",
                                                      "corrupt"};
 static_assert(kDurabilities.size() == static_cast<size_t>(Durability::kSync) + 1);
+static_assert(kFolderUses.size() == static_cast<size_t>(FolderUse::kLook) + 1);
 static_assert(kWritePolicies.size() == static_cast<size_t>(WritePolicy::kBack) + 1);
 static_assert(kEvictions.size() == static_cast<size_t>(EvictionKind::kCost) + 1);
 static_assert(kEvents.size() == static_cast<size_t>(ChunkEvent::Kind::kCorrupt) + 1);
@@ -40,6 +43,7 @@ ChunkStoreOptions ReadOptions(const OptionMap& fields) {
   OptionsReader reader("ChunkStore", fields);
   reader.Read("ram_bytes", &options.ram.bytes_max);
   reader.Read("directory", &options.disk.directory);
+  reader.ReadEnum("folder_use", kFolderUses, &options.disk.use);
   reader.Read("disk_bytes", &options.disk.bytes_max);
   reader.ReadEnum("durability", kDurabilities, &options.disk.durability);
   reader.Read("use_uring", &options.disk.use_uring);
@@ -62,6 +66,8 @@ ChunkStoreOptions ReadOptions(const OptionMap& fields) {
   reader.Read("admit_after", &options.admit_after);
   reader.ReadEnum("eviction", kEvictions, &options.eviction);
   reader.Read("promote", &options.promote);
+  reader.Read("priority", &options.priority);
+  reader.Read("pin_timeout_ms", &options.pin_timeout_ms);
   reader.Read("queue_bytes", &options.queue_bytes_max);
   reader.Read("fetch_bytes", &options.fetch_bytes_max);
   reader.Read("scrub_bytes_per_second", &options.scrub_bytes_per_second);
@@ -122,6 +128,40 @@ OptionMap HeaderFields(const StoredChunk& chunk) {
            tf::Bytes(reinterpret_cast<const char*>(chunk.bytes().data()), chunk.bytes().size())}};
 }
 
+Digest ReadDigest(const tf::String& hex) {
+  return ValueOrThrow(Digest::FromHex({hex.data(), hex.size()}));
+}
+
+KeySpace ReadKeySpace(const tf::String& fingerprint, const tf::Bytes& salt) {
+  return KeySpace(ReadDigest(fingerprint), {salt.data(), salt.size()});
+}
+
+std::vector<ChunkKey> ReadKeys(const tf::Array<tf::String>& keys) {
+  std::vector<ChunkKey> read;
+  for (const tf::String& key : keys) read.push_back({.digest = ReadDigest(key)});
+  return read;
+}
+
+tf::Array<tf::String> ChunkKeys(const tf::String& fingerprint, const tf::Bytes& salt,
+                                const tf::TensorView& tokens, int64_t chunk_tokens) {
+  const std::vector<int32_t> ids = TokenIds(tokens);
+  const std::vector<ChunkKey> chain =
+      ValueOrThrow(ReadKeySpace(fingerprint, salt).Chain(ids, chunk_tokens, /*tail=*/true));
+  tf::Array<tf::String> keys;
+  for (const ChunkKey& key : chain) keys.push_back(Text(key.digest.ToHex()));
+  return keys;
+}
+
+// The moment in `timeout_ms` on the machine's clock.
+int64_t MomentIn(const char* call, int64_t timeout_ms) {
+  constexpr int64_t kTimeoutMsMax = 365 * 24 * 3600 * int64_t{1000};
+  if (timeout_ms < 0 || timeout_ms > kTimeoutMsMax) {
+    ThrowBadArgument(std::string("ChunkStore.") + call + ": timeout_ms = " +
+                     std::to_string(timeout_ms) + "; it must be at least 0 and at most a year");
+  }
+  return MachineTime()->SteadyNs() + timeout_ms * 1'000'000;
+}
+
 }  // namespace
 
 ChunkStoreObj::ChunkStoreObj(const OptionMap& fields)
@@ -142,6 +182,7 @@ OptionMap ChunkStoreObj::Statistics() {
     return OptionMap{{"tiers", tiers},
                      {"misses", misses},
                      {"fetches", statistics.fetches},
+                     {"prefetches", statistics.prefetches},
                      {"fetched_tokens", statistics.fetched_tokens},
                      {"pins", statistics.pins},
                      {"forced_unpins", statistics.forced_unpins},
@@ -180,7 +221,7 @@ tf::Array<tf::Any> ChunkStoreObj::List(const tf::String& tier) {
 
 OptionMap ChunkStoreObj::Get(const tf::String& tier, const tf::String& key) {
   const TierKind kind = ReadTier(tier);
-  const Digest digest = ValueOrThrow(Digest::FromHex({key.data(), key.size()}));
+  const Digest digest = ReadDigest(key);
   const std::shared_ptr<const StoredChunk> chunk =
       latch_.Run([&] { return store_->Get(kind, {.digest = digest}); });
   return HeaderFields(*chunk);
@@ -197,12 +238,90 @@ int64_t ChunkStoreObj::CollectGarbage(const tf::String& tier) {
 }
 
 void ChunkStoreObj::Flush(int64_t timeout_ms) {
-  constexpr int64_t kTimeoutMsMax = 365 * 24 * 3600 * int64_t{1000};
-  if (timeout_ms < 0 || timeout_ms > kTimeoutMsMax) {
-    ThrowBadArgument("ChunkStore.flush: timeout_ms = " + std::to_string(timeout_ms) +
-                     "; it must be at least 0 and at most a year");
+  const int64_t until_ns = MomentIn("flush", timeout_ms);
+  latch_.Run([&] { return store_->Flush(until_ns); });
+}
+
+tf::Array<tf::Any> ChunkStoreObj::Passports() {
+  const std::vector<Passport> passports = latch_.Run([&] { return store_->Passports(); });
+  tf::Array<tf::Any> found;
+  for (const Passport& passport : passports) {
+    const std::string json = ValueOrThrow(passport.ToJson());
+    found.push_back(
+        OptionMap{{"fingerprint", Text(FingerprintOf(json).ToHex())}, {"json", Text(json)}});
   }
-  latch_.Run([&] { return store_->Flush(MachineTime()->SteadyNs() + timeout_ms * 1'000'000); });
+  return found;
+}
+
+int64_t ChunkStoreObj::KnownPrefix(const tf::String& fingerprint, const tf::Bytes& salt,
+                                   const tf::Array<tf::String>& chain) {
+  const KeySpace keys = ReadKeySpace(fingerprint, salt);
+  const std::vector<ChunkKey> wanted = ReadKeys(chain);
+  return latch_.Run([&] { return store_->KnownPrefix(keys, wanted); });
+}
+
+OptionMap ChunkStoreObj::Prefetch(const tf::String& fingerprint, const tf::Bytes& salt,
+                                  const tf::TensorView& tokens, int64_t chunk_tokens,
+                                  int64_t timeout_ms) {
+  const KeySpace keys = ReadKeySpace(fingerprint, salt);
+  const std::vector<int32_t> ids = TokenIds(tokens);
+  const int64_t until_ns = MomentIn("prefetch", timeout_ms);
+  return latch_.Run([&]() -> Result<OptionMap> {
+    QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<ChunkFetch> fetch,
+                           store_->Prefetch({.keys = &keys,
+                                             .tokens = ids,
+                                             .chunk_tokens = chunk_tokens,
+                                             .tail = true,
+                                             .deadline_ns = until_ns}));
+    const bool done = fetch->Wait(until_ns);
+    const MissReason miss = done ? fetch->miss() : MissReason::kTimeout;
+    return OptionMap{{"ready", fetch->ready()}, {"miss", Text(MissReasonName(miss))}};
+  });
+}
+
+void ChunkStoreObj::SetQuota(const tf::String& fingerprint, const tf::Bytes& salt,
+                             int64_t bytes_max, int64_t bytes_guaranteed) {
+  const KeySpace keys = ReadKeySpace(fingerprint, salt);
+  latch_.Run([&] {
+    return store_->SetQuota(keys, {.bytes_max = bytes_max, .bytes_guaranteed = bytes_guaranteed});
+  });
+}
+
+int64_t ChunkStoreObj::Clear(const tf::String& fingerprint, const tf::Bytes& salt) {
+  const KeySpace keys = ReadKeySpace(fingerprint, salt);
+  return latch_.Run([&] { return store_->Clear(keys); });
+}
+
+int64_t ChunkStoreObj::Pin(const tf::Array<tf::String>& keys) {
+  const std::vector<ChunkKey> chunks = ReadKeys(keys);
+  return latch_.Run([&] { return store_->Pin(chunks); });
+}
+
+int64_t ChunkStoreObj::Unpin(const tf::Array<tf::String>& keys) {
+  const std::vector<ChunkKey> chunks = ReadKeys(keys);
+  return latch_.Run([&] { return store_->Unpin(chunks); });
+}
+
+void ChunkStoreObj::Touch(const tf::Array<tf::String>& keys) {
+  const std::vector<ChunkKey> chunks = ReadKeys(keys);
+  latch_.Run([&] { store_->Touch(chunks); });
+}
+
+int64_t ChunkStoreObj::SetTtl(const tf::Array<tf::String>& keys, int64_t ttl_ms) {
+  const std::vector<ChunkKey> chunks = ReadKeys(keys);
+  return latch_.Run([&] { return store_->SetTtl(chunks, ttl_ms); });
+}
+
+int64_t ChunkStoreObj::SetPriority(const tf::Array<tf::String>& keys, int64_t priority) {
+  const std::vector<ChunkKey> chunks = ReadKeys(keys);
+  // What does not fit an int is out of range there, too.
+  const auto value = static_cast<int>(std::clamp<int64_t>(priority, -1, kPriorityMax + 1));
+  return latch_.Run([&] { return store_->SetPriority(chunks, value); });
+}
+
+int64_t ChunkStoreObj::Remove(const tf::Array<tf::String>& keys) {
+  const std::vector<ChunkKey> chunks = ReadKeys(keys);
+  return latch_.Run([&] { return store_->Remove(chunks); });
 }
 
 void ChunkStoreObj::Close() { store_->Close(); }
@@ -228,12 +347,24 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     }
     return Text(MissReasonName(static_cast<MissReason>(reason)));
   });
+  tf::reflection::GlobalDef().def("quire.chunk_keys", &ChunkKeys);
   tf::reflection::ObjectDef<ChunkStoreObj>()
       .def(tf::reflection::init<OptionMap>())
       .def("statistics", &ChunkStoreObj::Statistics)
       .def("take_events", &ChunkStoreObj::TakeEvents)
       .def("list", &ChunkStoreObj::List)
       .def("get", &ChunkStoreObj::Get)
+      .def("passports", &ChunkStoreObj::Passports)
+      .def("known_prefix", &ChunkStoreObj::KnownPrefix)
+      .def("prefetch", &ChunkStoreObj::Prefetch)
+      .def("set_quota", &ChunkStoreObj::SetQuota)
+      .def("clear", &ChunkStoreObj::Clear)
+      .def("pin", &ChunkStoreObj::Pin)
+      .def("unpin", &ChunkStoreObj::Unpin)
+      .def("touch", &ChunkStoreObj::Touch)
+      .def("set_ttl", &ChunkStoreObj::SetTtl)
+      .def("set_priority", &ChunkStoreObj::SetPriority)
+      .def("remove", &ChunkStoreObj::Remove)
       .def("verify", &ChunkStoreObj::Verify)
       .def("collect_garbage", &ChunkStoreObj::CollectGarbage)
       .def("flush", &ChunkStoreObj::Flush)

@@ -2,6 +2,7 @@
 #ifndef QUIRE_FFI_STORE_H_
 #define QUIRE_FFI_STORE_H_
 
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/object.h>
 
 #include <memory>
@@ -24,6 +25,25 @@ class ChunkStoreObj : public tvm::ffi::Object {
   tvm::ffi::Array<tvm::ffi::Any> TakeEvents();
   tvm::ffi::Array<tvm::ffi::Any> List(const tvm::ffi::String& tier);
   OptionMap Get(const tvm::ffi::String& tier, const tvm::ffi::String& key);
+  // Fingerprint and canonical JSON of each passport that the store knows.
+  tvm::ffi::Array<tvm::ffi::Any> Passports();
+  // ---- Of the key space of a fingerprint (hexadecimal) and a salt.
+  int64_t KnownPrefix(const tvm::ffi::String& fingerprint, const tvm::ffi::Bytes& salt,
+                      const tvm::ffi::Array<tvm::ffi::String>& chain);
+  // Waits until the chunks are in RAM, as far as they are stored. `ready`: how many of them;
+  // `miss`: why no more.
+  OptionMap Prefetch(const tvm::ffi::String& fingerprint, const tvm::ffi::Bytes& salt,
+                     const tvm::ffi::TensorView& tokens, int64_t chunk_tokens, int64_t timeout_ms);
+  void SetQuota(const tvm::ffi::String& fingerprint, const tvm::ffi::Bytes& salt, int64_t bytes_max,
+                int64_t bytes_guaranteed);
+  int64_t Clear(const tvm::ffi::String& fingerprint, const tvm::ffi::Bytes& salt);
+  // ---- By keys (hexadecimal). How many chunks, or pins, it was.
+  int64_t Pin(const tvm::ffi::Array<tvm::ffi::String>& keys);
+  int64_t Unpin(const tvm::ffi::Array<tvm::ffi::String>& keys);
+  void Touch(const tvm::ffi::Array<tvm::ffi::String>& keys);
+  int64_t SetTtl(const tvm::ffi::Array<tvm::ffi::String>& keys, int64_t ttl_ms);
+  int64_t SetPriority(const tvm::ffi::Array<tvm::ffi::String>& keys, int64_t priority);
+  int64_t Remove(const tvm::ffi::Array<tvm::ffi::String>& keys);
   int64_t Verify(const tvm::ffi::String& tier);
   int64_t CollectGarbage(const tvm::ffi::String& tier);
   void Flush(int64_t timeout_ms);

@@ -6,7 +6,9 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
+#include "base/check.h"
 #include "ffi/errors.h"
 
 namespace quire::ffi {
@@ -33,6 +35,26 @@ class LatchObj : public tf::Object {
   void FailForeign(const tf::String& message) {
     latch_.Run([&]() -> Status { throw std::logic_error(std::string(message)); });
   }
+  void FailCheck(int64_t two) {
+    latch_.Run([&]() -> Status {
+      QUIRE_CHECK(two == 1) << "page 7 has " << two << " owners";
+      return {};
+    });
+  }
+  // In a commit, which is noexcept.
+  void FailCheckInCommit(int64_t two) {
+    latch_.Run([&]() noexcept -> Status {
+      QUIRE_CHECK(two == 1) << "page 7 has " << two << " owners";
+      return {};
+    });
+  }
+  // On a thread of the library.
+  void FailCheckOnThread(int64_t two) {
+    latch_.Run([&]() -> Status {
+      std::thread([&] { QUIRE_CHECK(two == 1) << "page 7 has " << two << " owners"; }).join();
+      return {};
+    });
+  }
   int64_t Succeed() {
     return latch_.Run([] { return Result<int64_t>(7); });
   }
@@ -45,11 +67,17 @@ class LatchObj : public tf::Object {
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::GlobalDef().def("quire.test.fail_check", [](int64_t two) {
+    CallChecked([&] { QUIRE_CHECK(two == 1) << "page 7 has " << two << " owners"; });
+  });
   tf::reflection::ObjectDef<LatchObj>()
       .def(tf::reflection::init<>())
       .def("fail", &LatchObj::Fail)
       .def("fail_allocation", &LatchObj::FailAllocation)
       .def("fail_foreign", &LatchObj::FailForeign)
+      .def("fail_check", &LatchObj::FailCheck)
+      .def("fail_check_in_commit", &LatchObj::FailCheckInCommit)
+      .def("fail_check_on_thread", &LatchObj::FailCheckOnThread)
       .def("succeed", &LatchObj::Succeed);
 }
 

@@ -110,7 +110,7 @@ struct Stored {
 
 Stored Append(const AppendCase& test, const Backend& backend, int workers) {
   Stored stored(test);
-  const std::shared_ptr<ParallelRunner> pool = CreateThreadPool(workers);
+  const std::shared_ptr<ParallelRunner> pool = CreateThreadPool(workers).value();
   AppendArgs args;
   args.pages = stored.pages;
   args.row_count = test.rows;
@@ -227,20 +227,25 @@ TEST(Append, KeysAreRotatedInFloat32AndRoundedOnce) {
 }
 
 TEST(Append, ValuesThatAreNotFiniteSetTheFlagOfTheirTileAlone) {
-  AppendCase test;
-  test.layout = {DType::kBF16, 2, 16, 16, 32};
-  test.Build();
+  constexpr int kHeads = 3;
   const float infinity = std::numeric_limits<float>::infinity();
   const int64_t row = 38;  // not the first of its tile
-  const int64_t element = row * (2 * 17 + 2) + 17 + 15;
-  std::memcpy(test.v_data.data() + element * 4, &infinity, 4);
-  for (const Backend* backend : Backends()) {
-    const Stored stored = Append(test, *backend, 2);
-    for (size_t r = 0; r < test.targets.size(); ++r) {
-      if (test.targets[r].page < 0) continue;
-      const size_t flag = TileFlag(test.layout, test.targets[r].page, test.targets[r].slot);
-      const size_t expected = TileFlag(test.layout, test.targets[row].page, test.targets[row].slot);
-      EXPECT_EQ(stored.flags[flag], flag == expected ? 1 : 0) << backend->name << ", row " << r;
+  for (int head = 0; head < kHeads; ++head) {
+    AppendCase test;
+    test.layout = {DType::kBF16, kHeads, 16, 16, 32};
+    test.Build();
+    const int64_t element = row * (kHeads * 17 + 2) + head * 17 + 15;
+    std::memcpy(test.v_data.data() + element * 4, &infinity, 4);
+    for (const Backend* backend : Backends()) {
+      const Stored stored = Append(test, *backend, 2);
+      for (size_t r = 0; r < test.targets.size(); ++r) {
+        if (test.targets[r].page < 0) continue;
+        const size_t flag = TileFlag(test.layout, test.targets[r].page, test.targets[r].slot);
+        const size_t expected =
+            TileFlag(test.layout, test.targets[row].page, test.targets[row].slot);
+        EXPECT_EQ(stored.flags[flag], flag == expected ? 1 : 0)
+            << backend->name << ", row " << r << ", head " << head;
+      }
     }
   }
 }

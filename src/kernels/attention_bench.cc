@@ -87,13 +87,13 @@ struct Batch {
     }
     for (int64_t s = 0; s < count; ++s) {
       sequences.push_back({s * rows, rows, length - rows, &runs[static_cast<size_t>(s)], 1,
-                           prefix / kSegmentPositions, nullptr, nullptr});
+                           prefix / kSegmentPositions, nullptr, 0});
     }
     if (prefix > 0) shared.push_back({0, count, 0, prefix / kSegmentPositions});
     q.resize(static_cast<size_t>(count * rows * heads * layout.qk_head_dim));
     o.resize(static_cast<size_t>(count * rows * heads * layout.v_head_dim));
     for (float& x : q) x = static_cast<float>(random.Normal());
-    pool = CreateThreadPool(threads);
+    pool = CreateThreadPool(threads).value();
     const char* path = std::getenv("QUIRE_KERNELS");
     backend = FindBackend(path == nullptr ? "" : path).value();
     args.pages = {layout, pages.data(), v_nonfinite.data()};

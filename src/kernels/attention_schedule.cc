@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/round_up.h"
 #include "kernels/row_view.h"
 
 namespace quire {
@@ -24,10 +25,7 @@ constexpr int64_t kPiecesPerWorker = 16;
 constexpr int64_t kPieceSegmentsMax = 8;
 constexpr size_t kAlignment = 64;
 
-size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+size_t Aligned(size_t bytes) { return RoundUp(bytes, kAlignment); }
 
 // Sizes of the arrays in scratch, in the order in which they lie there.
 struct ScratchParts {

@@ -1,6 +1,6 @@
 // How one attention call is cut into units of work. Plain code for all paths; nothing in here can
-// change a bit of a result: a row's segments are always folded in ascending order, whoever computes
-// them.
+// change a bit of a result: a row's segments are always folded in ascending order, whichever worker
+// computes them.
 //
 // Rows of a kv head are counted in "query rows": plan row * group + query head in the group, where
 // plan rows count the query tokens in plan order (not the rows of q, which are in the caller's
@@ -26,24 +26,25 @@ namespace quire {
 // values, which with the rows' own state just fits a 1 MiB L2 at head dimension 128 (measured,
 // specs: performance section 8).
 inline constexpr int64_t kUnitRows = 264;
-// From so many query rows per kv head on, a unit is a block: it has one kv head, and its tiles are
-// widened for all rows. Below, it has many heads, whose tiles share what is resolved per segment.
+// From this number of query rows per kv head on, a unit is a block: it has one kv head, and its
+// tiles are widened for all rows. Below, it has many heads, whose tiles share what is resolved per
+// segment.
 inline constexpr int64_t kBlockRowsMin = 32;
 
-// Segments of a unit are counted without those that none of its rows sees (windows): number s of a
-// unit is segment SegmentAt(s).
+// Segments of a unit are counted without those that no row of it sees (windows): number s of a unit
+// is segment SegmentAt(s).
 struct AttentionUnit {
   int64_t row_begin;  // query rows
   int64_t row_end;
   int64_t segment_begin;
   int64_t segment_end;
   int64_t gap_begin;  // from this number on...
-  int64_t gap_count;  // ...so many segments are left out
+  int64_t gap_count;  // ...this number of segments is left out
   int64_t sequence;   // holds row_begin; its runs are read
   int64_t cost;
   int32_t head_begin;  // kv heads
   int32_t head_end;
-  bool shared;  // rows of several sequences, all behind the segments
+  bool shared;  // rows of several sequences, all after the segments
 
   int64_t SegmentAt(int64_t number) const {
     return number < gap_begin ? number : number + gap_count;
@@ -53,7 +54,7 @@ struct AttentionUnit {
 };
 
 // A part of a cut unit in the current wave: the partial state of segment s is slot s -
-// segment_begin behind `arena`.
+// segment_begin after `arena`.
 struct AttentionWavePart {
   int64_t unit;
   int64_t segment_begin;
@@ -79,7 +80,7 @@ class AttentionSchedule {
   // schedule.
   AttentionSchedule(const AttentionArgs& args, int worker_count, std::byte* scratch) noexcept;
 
-  // Goes on to the next group of units; false behind the last. All units of the group before must
+  // Goes on to the next group of units; false after the last. All units of the group before must
   // be done.
   bool NextGroup() noexcept;
   // In the group of private rests: its units finish their rows.
@@ -89,7 +90,7 @@ class AttentionSchedule {
   }
   const AttentionUnit& unit(int64_t index) const { return units_[index]; }
 
-  // Goes on to the next wave of the group's cut units; false behind the last.
+  // Goes on to the next wave of the group's cut units; false after the last.
   bool NextWave() noexcept;
   std::span<const AttentionPiece> pieces() const {
     return {pieces_, static_cast<size_t>(piece_count_)};

@@ -22,8 +22,7 @@ struct Plan {
     args.num_qo_heads = kv_heads * group;
   }
   void Add(int64_t rows, int64_t base, int64_t private_segment = 0) {
-    sequences.push_back(
-        {args.row_count, rows, base, nullptr, 0, private_segment, nullptr, nullptr});
+    sequences.push_back({args.row_count, rows, base, nullptr, 0, private_segment, nullptr, 0});
     args.row_count += rows;
   }
 };

@@ -1,6 +1,6 @@
 // Attention of every path against plain loops in double, and against itself: the same tokens must
-// give the same bits however they lie in memory, however they are batched and whoever computes
-// them.
+// give the same bits however they lie in memory, however they are batched and whichever worker
+// computes them.
 #include <gtest/gtest.h>
 
 #if defined(__x86_64__)
@@ -15,8 +15,8 @@
 #include <string>
 
 #include "base/random.h"
-#include "kernels/attention_case.h"
 #include "kernels/reference/attention.h"
+#include "kernels/testing/attention_case.h"
 #include "tensor/half.h"
 
 namespace quire {
@@ -27,7 +27,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 ParallelRunner& Pool(int workers) {
   static std::map<int, std::shared_ptr<ParallelRunner>> pools;
   std::shared_ptr<ParallelRunner>& pool = pools[workers];
-  if (pool == nullptr) pool = CreateThreadPool(workers);
+  if (pool == nullptr) pool = CreateThreadPool(workers).value();
   return *pool;
 }
 

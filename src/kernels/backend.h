@@ -1,12 +1,13 @@
 // The table of operations of one device and instruction set, and their arguments. Kernels are pure
-// functions over views and plan arrays: they allocate nothing, keep no state, cannot fail; whoever
-// fills the arguments has validated them.
+// functions over views and plan arrays: they allocate nothing, keep no state, cannot fail; the code
+// that fills the arguments has validated them.
 //
 // Every row's result is a function of that row's inputs alone (docs/exactness.md): not of the other
 // rows, of the number of workers or of how the work was cut.
 #ifndef QUIRE_KERNELS_BACKEND_H_
 #define QUIRE_KERNELS_BACKEND_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -14,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/activation.h"
 #include "kernels/kv_layout.h"
 #include "quire/seams.h"
 #include "quire/status.h"
@@ -29,6 +31,27 @@ struct RotaryAngles {
   const float* cos;
   const float* sin;
 };
+
+// Angles by position. The tile of a position holds cos [kTilePositions][pair_count], then sin.
+// Tiles lie where they lie, kAngleLeafTiles of consecutive positions after one pointer; where
+// nobody looks there may be one of NaN.
+inline constexpr int64_t kAngleLeafTiles = 256;
+struct AngleLeaf {
+  std::array<const float*, kAngleLeafTiles> tiles;
+};
+struct AngleTable {
+  const AngleLeaf* const* leaves = nullptr;  // [position / (kAngleLeafTiles * kTilePositions)]
+  int64_t pair_count = 0;
+
+  RotaryAngles At(int64_t position) const {
+    const int64_t tile = position / kTilePositions;
+    const float* const angles =
+        leaves[tile / kAngleLeafTiles]->tiles[static_cast<size_t>(tile % kAngleLeafTiles)];
+    const float* const cos = angles + position % kTilePositions * pair_count;
+    return {cos, cos + kTilePositions * pair_count};
+  }
+};
+
 struct RotaryRows {
   const RotaryAngles* angles = nullptr;  // [row]; null: rows are rotated already
   int rotary_dim = 0;                    // 0: no rotation
@@ -59,9 +82,9 @@ struct AppendTarget {
 
 // Stores rows of k (rotated in float32, then rounded or quantised once to the layout's dtype) and
 // v; or, where k (v) is of the layout's quantised dtype, its codes as they are and k_scale
-// (v_scale) beside them. Of a latent layout v and v_scale are not read. Opening a tile (its first
-// slot written is `slot` and open_tile[row] is set) first zeroes the tile's V and its v_nonfinite
-// flag.
+// (v_scale) beside them. With a latent layout, v and v_scale are not read. Opening a tile (its
+// first slot written is `slot` and open_tile[row] is set) first zeroes the tile's V and its
+// v_nonfinite flag.
 struct AppendArgs {
   KVPages pages;
   int64_t row_count = 0;
@@ -77,7 +100,7 @@ struct AppendArgs {
 inline constexpr int64_t kNoWindow = INT64_MAX;
 
 // A row at position p sees [0, sinks) and [sinks + slid(p), p], where slid(p) = max(slid, p + 1 -
-// window): how many positions behind the sinks are hidden. A function of the row, never of the
+// window): how many positions after the sinks are hidden. A function of the row, never of the
 // step. What a row sees of all this stands in kernels/row_view.h.
 struct SequenceWindow {
   int64_t window = kNoWindow;  // positions that a row sees at most, sinks included; > sinks
@@ -120,17 +143,17 @@ struct AttentionSequence {
   const PageRun* runs;  // cover [0, base + row_count)
   int64_t run_count;
   int64_t private_segment;  // first segment that no SharedSpan with this sequence covers
-  const float* inline_cos;  // RopeMode::kInline: table of all positions, [position][rotary_dim /
-                            // 2]; else null
-  const float* inline_sin;
+  // RopeMode::kInline: of the keys, the one at position p by p + inline_base; else null.
+  const AngleTable* inline_angles = nullptr;
+  int64_t inline_base = 0;
   SequenceWindow window = {};
   // Null: a chain. Else row r is node tree->first_node + r; `base` tokens are committed, and of the
-  // positions behind these the runs may say anything: a row sees its ancestors and itself there.
+  // positions after these the runs may say anything: a row sees its ancestors and itself there.
   const TokenTreeView* tree = nullptr;
 };
 
 // Whole segments [segment_begin, segment_end) whose pages are the same for sequences [first, first
-// + count) of the plan's order, count >= 2; every row of them lies behind these positions. Spans
+// + count) of the plan's order, count >= 2; every row of them lies after these positions. Spans
 // are sorted by segment_begin; for one sequence they are adjacent: each begins where the one before
 // ended, the first at 0.
 struct SharedSpan {
@@ -190,7 +213,7 @@ struct MergeArgs {
 // ----------------------------------------------------------------------------------------------------
 // linear layers
 
-// Weights [n outputs][k inputs] in the order in which the kernels read them. Owned by whoever
+// Weights [n outputs][k inputs] in the order in which the kernels read them. Owned by the code that
 // packed them.
 struct PackedLinear {
   DType dtype = DType::kF32;  // of the packed weights: kF32, kF16 or kBF16
@@ -242,11 +265,9 @@ struct Backend {
   // be x.
   void (*rms_norm)(const float* x, const float* w, float weight_offset, float eps,
                    int64_t row_count, int64_t dim, float* y, ParallelRunner&);
-  // y[r][i] = silu(gate_up[r][i]) * gate_up[r][dim + i].
-  void (*silu_mul)(const float* gate_up, int64_t row_count, int64_t dim, float* y, ParallelRunner&);
-  // The same with gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
-  void (*gelu_tanh_mul)(const float* gate_up, int64_t row_count, int64_t dim, float* y,
-                        ParallelRunner&);
+  // y[r][i] = activation(gate_up[r][i]) * gate_up[r][dim + i].
+  void (*gated_mul)(Activation, const float* gate_up, int64_t row_count, int64_t dim, float* y,
+                    ParallelRunner&);
   // y[r][i] = cap * tanh(x[r][i] / cap); y may be x. REQUIRES: cap > 0.
   void (*soft_cap)(const float* x, float cap, int64_t row_count, int64_t dim, float* y,
                    ParallelRunner&);
@@ -254,9 +275,9 @@ struct Backend {
   void (*gather_rows)(const void* table, DType dtype, const int32_t* ids, int64_t row_count,
                       int64_t dim, float* y, ParallelRunner&);
 
-  // Of one row, in the calling thread; the same bits on every path.
+  // These work on one row, in the calling thread; they give the same bits on every path.
   //
-  // The index of the greatest, of equal ones the first; -1 if one is NaN or +infinity. REQUIRES:
+  // The index of the greatest, the first of equal ones; -1 if one is NaN or +infinity. REQUIRES:
   // count > 0.
   int64_t (*arg_max)(const float* x, int64_t count);
   // y[i] = 2^((x[i] - greatest) * scale_log2), 0 for less than 2^-126; y may be x. REQUIRES: no

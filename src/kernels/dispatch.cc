@@ -43,7 +43,7 @@ unsigned SavedStates(const CpuidLeaf& leaf1) {
   return low;
 }
 
-// Of an AMD processor (Zen 5: 0x1A), else 0.
+// The family of an AMD processor (Zen 5: 0x1A), else 0.
 unsigned AmdFamily() {
   const CpuidLeaf vendor = ReadCpuid(0, 0);
   const bool is_amd = vendor.ebx == 0x68747541 && vendor.edx == 0x69746E65 &&

@@ -41,8 +41,7 @@ TEST(Dispatch, EveryPathIsCompleteAndFoundByItsName) {
     EXPECT_NE(backend->linear_scratch_bytes, nullptr);
     EXPECT_NE(backend->linear, nullptr);
     EXPECT_NE(backend->rms_norm, nullptr);
-    EXPECT_NE(backend->silu_mul, nullptr);
-    EXPECT_NE(backend->gelu_tanh_mul, nullptr);
+    EXPECT_NE(backend->gated_mul, nullptr);
     EXPECT_NE(backend->soft_cap, nullptr);
     EXPECT_NE(backend->gather_rows, nullptr);
     EXPECT_NE(backend->arg_max, nullptr);

@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numbers>
 #include <string>
 #include <vector>
 
@@ -44,16 +46,25 @@ class ElementwiseTest : public testing::TestWithParam<const Backend*> {
                   y.data(), *pool_);
     return y;
   }
-  std::vector<float> SiluMul(const Backend& path, const std::vector<float>& gate_up, int64_t dim) {
+  std::vector<float> GatedMul(const Backend& path, Activation activation,
+                              const std::vector<float>& gate_up, int64_t dim) {
     std::vector<float> y(gate_up.size() / 2);
-    path.silu_mul(gate_up.data(), static_cast<int64_t>(y.size()) / dim, dim, y.data(), *pool_);
+    path.gated_mul(activation, gate_up.data(), static_cast<int64_t>(y.size()) / dim, dim, y.data(),
+                   *pool_);
     return y;
+  }
+  // activation(gate) * 1 for each gate.
+  std::vector<float> Activated(Activation activation, const std::vector<float>& gate) {
+    std::vector<float> gate_up = gate;
+    gate_up.insert(gate_up.end(), gate.size(), 1.0F);
+    return GatedMul(backend(), activation, gate_up, static_cast<int64_t>(gate.size()));
+  }
+  std::vector<float> SiluMul(const Backend& path, const std::vector<float>& gate_up, int64_t dim) {
+    return GatedMul(path, Activation::kSilu, gate_up, dim);
   }
   std::vector<float> GeluTanhMul(const Backend& path, const std::vector<float>& gate_up,
                                  int64_t dim) {
-    std::vector<float> y(gate_up.size() / 2);
-    path.gelu_tanh_mul(gate_up.data(), static_cast<int64_t>(y.size()) / dim, dim, y.data(), *pool_);
-    return y;
+    return GatedMul(path, Activation::kGeluTanh, gate_up, dim);
   }
   std::vector<float> SoftCap(const Backend& path, const std::vector<float>& x, float cap,
                              int64_t dim) {
@@ -67,15 +78,12 @@ class ElementwiseTest : public testing::TestWithParam<const Backend*> {
     path.exp2_scaled(x.data(), static_cast<int64_t>(x.size()), greatest, scale_log2, y.data());
     return y;
   }
-  // silu(gate) * 1 for each gate.
   std::vector<float> Silu(const std::vector<float>& gate) {
-    std::vector<float> gate_up = gate;
-    gate_up.insert(gate_up.end(), gate.size(), 1.0F);
-    return SiluMul(backend(), gate_up, static_cast<int64_t>(gate.size()));
+    return Activated(Activation::kSilu, gate);
   }
 
   const Backend& scalar_ = *FindBackend("scalar").value();
-  const std::shared_ptr<ParallelRunner> pool_ = CreateThreadPool(2);
+  const std::shared_ptr<ParallelRunner> pool_ = CreateThreadPool(2).value();
 };
 
 TEST_P(ElementwiseTest, RmsNormAgreesWithTheReference) {
@@ -172,6 +180,72 @@ TEST_P(ElementwiseTest, GeluTanhOfExtremes) {
   EXPECT_GT(y[5], 0);
   EXPECT_TRUE(std::isnan(y[6]));
   EXPECT_EQ(y[7], 1e15F);
+}
+
+TEST_P(ElementwiseTest, GeluIsAccurateOverTheWholeRange) {
+  std::vector<float> gate;
+  for (double g = -13; g <= 40; g += 0.0013) gate.push_back(static_cast<float>(g));
+  const std::vector<float> y = Activated(Activation::kGelu, gate);
+  for (size_t i = 0; i < gate.size(); ++i) {
+    const double g = gate[i];
+    const double expected = g * std::erfc(-g / std::numbers::sqrt2) / 2;
+    ASSERT_NEAR(y[i], expected, 12 * 0x1p-24 * std::abs(expected) + 0x1p-126) << g;
+  }
+}
+
+TEST_P(ElementwiseTest, QuickGeluIsAccurateOverTheWholeRange) {
+  std::vector<float> gate;
+  for (double g = -50; g <= 130; g += 0.01) gate.push_back(static_cast<float>(g));
+  const std::vector<float> y = Activated(Activation::kQuickGelu, gate);
+  for (size_t i = 0; i < gate.size(); ++i) {
+    const double g = gate[i];
+    const double expected = g / (1 + std::exp(-1.702 * g));
+    // The exponent has two roundings, of its own size each.
+    const double bound = (5 + 2 * std::abs(1.702 * g)) * 0x1p-24;
+    ASSERT_NEAR(y[i], expected, bound * std::abs(expected) + 1e-45) << g;
+  }
+}
+
+TEST_P(ElementwiseTest, ReluAndItsSquareAreExact) {
+  const std::vector<float> gate = {-3.0F, -1e-40F, 0.0F, 1e-40F, 0.3F, 7.0F, kInfinity, -kInfinity};
+  const std::vector<float> relu = Activated(Activation::kRelu, gate);
+  const std::vector<float> relu2 = Activated(Activation::kRelu2, gate);
+  for (size_t i = 0; i < gate.size(); ++i) {
+    EXPECT_EQ(relu[i], std::max(gate[i], 0.0F));
+    EXPECT_EQ(relu2[i], relu[i] * relu[i]);
+  }
+}
+
+TEST_P(ElementwiseTest, ActivationsOfExtremes) {
+  const float max = std::numeric_limits<float>::max();
+  const std::vector<float> gate = {0.0F, max, -max, kInfinity, 1e-40F, NAN, -100.0F};
+  for (const Activation activation : {Activation::kGelu, Activation::kQuickGelu}) {
+    const std::vector<float> y = Activated(activation, gate);
+    EXPECT_EQ(y[0], 0);
+    EXPECT_EQ(y[1], max);
+    EXPECT_EQ(y[2], 0);
+    EXPECT_EQ(y[3], kInfinity);
+    EXPECT_GT(y[4], 0);
+    EXPECT_TRUE(std::isnan(y[5]));
+    EXPECT_EQ(y[6], 0);
+  }
+  for (const Activation activation : {Activation::kRelu, Activation::kRelu2})
+    EXPECT_TRUE(std::isnan(Activated(activation, gate)[5]));
+}
+
+TEST_P(ElementwiseTest, ActivationsHaveTheSameBitsOnEveryPathAndAtEveryPlace) {
+  for (const Activation activation :
+       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kQuickGelu,
+        Activation::kRelu, Activation::kRelu2}) {
+    for (const int64_t dim : kDims) {
+      const std::vector<float> gate_up = RandomFloats(2 * 3 * dim, 21, -12, 12);
+      const std::vector<float> y = GatedMul(backend(), activation, gate_up, dim);
+      EXPECT_TRUE(SameBits(y, GatedMul(scalar_, activation, gate_up, dim))) << dim;
+      const float gate = gate_up[static_cast<size_t>(dim - 1)];
+      const float up = gate_up[static_cast<size_t>(2 * dim - 1)];
+      EXPECT_EQ(y[static_cast<size_t>(dim - 1)], GatedMul(backend(), activation, {gate, up}, 1)[0]);
+    }
+  }
 }
 
 TEST_P(ElementwiseTest, SoftCapIsAccurateOverTheWholeRange) {
@@ -334,8 +408,8 @@ TEST_P(ElementwiseTest, TheCallersFloatEnvironmentDoesNotMatter) {
   const auto all = [&] {
     std::vector<float> y(80 + 40 + 40 + 80 + 80);
     backend().rms_norm(x.data(), w.data(), 0, 1e-38F, 2, 40, y.data(), runner);
-    backend().silu_mul(x.data(), 1, 40, y.data() + 80, runner);
-    backend().gelu_tanh_mul(x.data(), 1, 40, y.data() + 120, runner);
+    backend().gated_mul(Activation::kSilu, x.data(), 1, 40, y.data() + 80, runner);
+    backend().gated_mul(Activation::kGeluTanh, x.data(), 1, 40, y.data() + 120, runner);
     backend().soft_cap(x.data(), 3, 2, 40, y.data() + 160, runner);
     const float greatest = x[static_cast<size_t>(backend().arg_max(x.data(), 80))];
     backend().exp2_scaled(x.data(), 80, greatest, 1e38F, y.data() + 240);

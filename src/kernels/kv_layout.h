@@ -12,7 +12,7 @@
 //   k_dim = qk_head_dim rounded up to even, v_dim = v_head_dim rounded up to 16; the padding is
 //   zero.
 // int8 and float8 keys or values lie as bfloat16 ones do, a byte each, and have scales (float32, by
-// token and head, kv_quantise.h) behind all V tiles: [tile][kv head][K's 16, V's 16], those of what
+// token and head, kv_quantise.h) after all V tiles: [tile][kv head][K's 16, V's 16], those of what
 // is quantised; in the row layout [slot][kv head][K's, V's].
 // Why: with keys in lanes a score is a chain over the head dimension without horizontal sums; with
 // pairs AVX-512 BF16 dot products apply; K and V each form one long run per page, which memory
@@ -64,7 +64,7 @@ struct KVLayout {
   // Element counts.
   size_t k_tile_elements() const { return static_cast<size_t>(k_dim()) * kTilePositions; }
   size_t v_tile_elements() const { return static_cast<size_t>(v_dim()) * kTilePositions; }
-  // Of what holds the values of a tile and head.
+  // Elements of the memory that holds the values of a tile and head.
   size_t v_tile_stored_elements() const { return latent ? k_tile_elements() : v_tile_elements(); }
   size_t k_bytes() const {
     return static_cast<size_t>(page_size) * num_kv_heads * k_dim() * k_element_bytes();
@@ -122,7 +122,7 @@ struct KVPages {
 
 // One entry of a page table: positions from `start` on lie in `page`, up to the next entry's start
 // or the end of the run. start / page_size is the page range that the entry is about; an entry
-// never crosses its end.
+// with a page never crosses its end.
 struct PageEntry {
   int64_t start;
   int32_t page;  // negative: freed, no row sees a position of it

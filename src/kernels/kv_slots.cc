@@ -1,5 +1,5 @@
-// Single stored tokens, moved as bits. Of this OpenTile alone is on the path of a forward's rows:
-// clarity before speed.
+// Single stored tokens, moved as bits. Only OpenTile is on the path of a forward's rows: clarity
+// before speed.
 #include <cmath>
 #include <cstring>
 

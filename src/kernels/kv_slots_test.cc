@@ -57,7 +57,7 @@ TEST(KVSlots, TheTiledLayoutIsWhatItsHeaderSays) {
   Pool pool({DType::kBF16, 2, 5, 7, 32}, 2);
   const std::vector<float> k = Row(2, 5, 1.0F);
   const std::vector<float> v = Row(2, 7, -1.0F);
-  // Slot 21 is lane 5 of tile 1. K: [tile][head][k_dim 6 / 2][16][2], V behind it:
+  // Slot 21 is lane 5 of tile 1. K: [tile][head][k_dim 6 / 2][16][2], V after it:
   // [tile][head][8][v_dim 16][2].
   WriteSlot(pool.pages, {1, 21}, DType::kF32, k.data(), v.data(), true);
   for (size_t h = 0; h < 2; ++h) {

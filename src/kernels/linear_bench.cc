@@ -19,13 +19,13 @@ namespace {
 
 constexpr int64_t kN = 5632;
 constexpr int64_t kK = 2048;
-// So many copies of the weights are used in turn that none is left in a cache.
+// The copies of the weights that are used in turn have this size together: none is left in a cache.
 constexpr size_t kColdBytes = size_t{256} << 20;
 
 HostMemory Memory(size_t bytes) { return HostMemory::Allocate(bytes).value(); }
 
 void ReadMemory(benchmark::State& state) {
-  const auto pool = CreateThreadPool(static_cast<int>(state.range(0)));
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(0))).value();
   const HostMemory memory = Memory(2 * kColdBytes);
   std::memset(memory.data(), 1, memory.size());
   constexpr int64_t kRun = int64_t{1} << 20;
@@ -79,7 +79,7 @@ __attribute__((target("avx512f"))) void FmaAvx512() {
 }
 
 void FmaPeak(benchmark::State& state, void (*fma)(), int lanes) {
-  const auto pool = CreateThreadPool(static_cast<int>(state.range(0)));
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(0))).value();
   constexpr int64_t kTasks = 64;
   for (auto _ : state) pool->ParallelFor(kTasks, [&](int64_t, int) { fma(); });
   state.counters["GFLOP/s"] = benchmark::Counter(
@@ -90,7 +90,7 @@ void FmaPeak(benchmark::State& state, void (*fma)(), int lanes) {
 
 void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DType rounding) {
   const int64_t rows = state.range(0);
-  const auto pool = CreateThreadPool(static_cast<int>(state.range(1)));
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
   const size_t bytes = backend.packed_linear_bytes(dtype, kN, kK);
   const size_t copies = kColdBytes / bytes + 1;
   const HostMemory packed = Memory(copies * bytes);
@@ -127,7 +127,7 @@ void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DTy
 }
 
 void RunPack(benchmark::State& state, const Backend& backend, DType dtype) {
-  const auto pool = CreateThreadPool(static_cast<int>(state.range(0)));
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(0))).value();
   const HostMemory weights = Memory(static_cast<size_t>(kN * kK * DTypeBytes(dtype)));
   std::memset(weights.data(), 1, weights.size());
   const HostMemory packed = Memory(backend.packed_linear_bytes(dtype, kN, kK));

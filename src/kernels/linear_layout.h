@@ -31,7 +31,7 @@ constexpr int64_t OutputBlocks(int64_t n) { return (n + kOutputBlock - 1) / kOut
 constexpr int64_t PackedBlockElements(DType dtype, int64_t k) {
   return PackedInputs(dtype, k) * kOutputBlock;
 }
-// Of the weight of output n and input k, counted from the start of the output's block.
+// The offset of the weight of output n and input k, from the start of the output's block.
 constexpr int64_t PackedOffset(DType dtype, int64_t n, int64_t k) {
   if (dtype != DType::kBF16) return k * kOutputBlock + n % kOutputBlock;
   return k / 2 * 2 * kOutputBlock + n % kOutputBlock * 2 + k % 2;

@@ -111,7 +111,7 @@ std::vector<float> RunLinear(const Backend& backend, const Case& c, const Data& 
 }
 
 std::vector<float> RunLinear(const Backend& backend, const Case& c, const Data& data) {
-  return RunLinear(backend, c, data, *CreateThreadPool(1));
+  return RunLinear(backend, c, data, *CreateThreadPool(1).value());
 }
 
 std::vector<float> RunLinear(const Backend& backend, const Case& c) {
@@ -219,7 +219,7 @@ TEST_P(LinearTest, InputsAreCutIntoBlocksOf512Or1024) {
       std::vector<float> weights(static_cast<size_t>(k), 1.0F);
       std::vector<float> x(static_cast<size_t>(k), 1.0F);
       x[0] = 0x1p24F;
-      const auto pool = CreateThreadPool(1);
+      const auto pool = CreateThreadPool(1).value();
       const HostMemory packed = NaNMemory(backend().packed_linear_bytes(dtype, 1, k));
       backend().pack_linear(weights.data(), DType::kF32, 1, k, dtype, packed.data(), *pool);
       const HostMemory scratch = NaNMemory(backend().linear_scratch_bytes(1, 1, k, 1));
@@ -267,7 +267,8 @@ TEST_P(LinearTest, BitsDoNotDependOnTheNumberOfThreads) {
     const Data data(c);
     const std::vector<float> y = RunLinear(backend(), c, data);
     for (const int threads : {2, 3, 7}) {
-      EXPECT_TRUE(SameBits(y, RunLinear(backend(), c, data, *CreateThreadPool(threads)))) << rows;
+      EXPECT_TRUE(SameBits(y, RunLinear(backend(), c, data, *CreateThreadPool(threads).value())))
+          << rows;
     }
   }
 }
@@ -322,7 +323,7 @@ TEST_P(LinearTest, NaNStaysInItsRowAndOutput) {
 }
 
 TEST_P(LinearTest, PacksEveryWeightFromEveryTypeWhereTheLayoutSays) {
-  const auto pool = CreateThreadPool(1);
+  const auto pool = CreateThreadPool(1).value();
   constexpr int64_t kN = 37;
   constexpr int64_t kK = 131;
   for (const DType from : kWeightTypes) {

@@ -46,7 +46,7 @@ class MergeCase {
 };
 
 ParallelRunner& Serial() {
-  static const std::shared_ptr<ParallelRunner> runner = CreateThreadPool(1);
+  static const std::shared_ptr<ParallelRunner> runner = CreateThreadPool(1).value();
   return *runner;
 }
 
@@ -84,7 +84,7 @@ TEST(Merge, ANaNStaysANaN) {
 }
 
 TEST(Merge, EveryPathMatchesDoubles) {
-  const std::shared_ptr<ParallelRunner> pool = CreateThreadPool(3);
+  const std::shared_ptr<ParallelRunner> pool = CreateThreadPool(3).value();
   for (const int dim : {1, 17, 256, 300}) {
     RandomSequence random(static_cast<uint64_t>(dim));
     const int64_t rows = 19;

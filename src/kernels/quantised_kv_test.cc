@@ -178,7 +178,7 @@ TEST(QuantisedSlots, CodesAreStoredAsGivenOnEveryPath) {
       const uint8_t opens[] = {1, 0, 0, 0, 0};
       for (const Backend* backend : Backends()) {
         Memory memory(layout);
-        const std::shared_ptr<ParallelRunner> runner = CreateThreadPool(1);
+        const std::shared_ptr<ParallelRunner> runner = CreateThreadPool(1).value();
         backend->append_kv({.pages = memory.pages,
                             .row_count = 5,
                             .k = {k.data(), dtype, 3 * 19, 19},

@@ -79,10 +79,10 @@ MatrixCase MakeCase(const MatrixStateShape& shape, int64_t row_count, uint64_t s
 
 struct MatrixRun {
   Floats o;
-  std::vector<Floats> states;  // behind each piece
+  std::vector<Floats> states;  // after each piece
 };
 
-// `cuts`: rows behind each piece. A null `start` begins from nothing.
+// `cuts`: rows after each piece. A null `start` begins from nothing.
 MatrixRun RunMatrix(const Backend& backend, const MatrixCase& c, const std::vector<int64_t>& cuts,
                     bool from_zero, ParallelRunner& runner, bool outputs = true) {
   MatrixRun run;
@@ -127,8 +127,8 @@ class RecurrenceTest : public testing::TestWithParam<const Backend*> {
  protected:
   const Backend& backend() const { return *GetParam(); }
   const Backend& scalar_ = *FindBackend("scalar").value();
-  const std::shared_ptr<ParallelRunner> pool_ = CreateThreadPool(3);
-  const std::shared_ptr<ParallelRunner> single_ = CreateThreadPool(1);
+  const std::shared_ptr<ParallelRunner> pool_ = CreateThreadPool(3).value();
+  const std::shared_ptr<ParallelRunner> single_ = CreateThreadPool(1).value();
 };
 
 TEST_P(RecurrenceTest, MatrixAgreesWithTheReference) {

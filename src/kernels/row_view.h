@@ -23,7 +23,7 @@ struct RowView {
   RowMask mask = {};
 };
 
-// How many positions behind the sinks a row at `position` does not see.
+// How many positions after the sinks a row at `position` does not see.
 inline int64_t SlidAt(const SequenceWindow& window, int64_t position) {
   return std::max(window.slid, position + 1 - window.window);
 }
@@ -77,7 +77,7 @@ inline RowView ViewOf(const AttentionArgs& args, const AttentionSequence& sequen
   return view;
 }
 
-// What a row and all later ones of its sequence do not see, behind its sinks: [begin, end).
+// What a row and all later ones of its sequence do not see, after its sinks: [begin, end).
 struct HiddenRange {
   int64_t begin;
   int64_t end;

@@ -24,7 +24,7 @@ class EntryCursor {
 
   int32_t page() const { return run_->entries[entry_].page; }
 
-  // The first position behind the current entry.
+  // The first position after the current entry.
   int64_t end() const {
     if (entry_ + 1 >= run_->entry_count) return run_->end;
     return std::min(run_->entries[entry_ + 1].start, run_->end);

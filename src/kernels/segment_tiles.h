@@ -44,7 +44,7 @@ void ResolveSegment(const KVPages& pages, const AttentionSequence& sequence, int
 // (-1): the committed positions as in `stored` (of ResolveSegment up to base; null: there are
 // none), and the node's path. Lanes of later positions may hold anything, as in a tile that is read
 // in place.
-// REQUIRES: the tile ends behind base.
+// REQUIRES: the tile ends after base.
 void ResolveNodeTile(const KVPages& pages, const AttentionSequence& sequence, int64_t node,
                      int64_t segment, int tile, const SegmentTile* stored,
                      SegmentTile* out) noexcept;

@@ -34,9 +34,7 @@ enum class MixerRule : uint8_t {
   kLatent,          // latent attention in all layers
 };
 
-enum class Activation : uint8_t { kSilu, kGeluTanh };  // of gated MLPs
-
-// Of tensors.
+// Names of tensors.
 struct DecoderNames {
   std::string_view embedding = "model.embed_tokens";
   std::string_view layers = "model.layers";
@@ -47,7 +45,7 @@ struct DecoderNames {
   std::string_view final_norm = "model.norm";
 };
 
-// In the Gemma family post_attention_layernorm stands behind attention, not before the MLP.
+// In the Gemma family post_attention_layernorm stands after attention, not before the MLP.
 inline constexpr DecoderNames kGemmaNames = {.mixer_output_norm = "post_attention_layernorm",
                                              .mlp_norm = "pre_feedforward_layernorm",
                                              .mlp_output_norm = "post_feedforward_layernorm"};
@@ -68,8 +66,7 @@ struct Architecture {
 
   MixerRule mixers = MixerRule::kPlainAttention;
   DecoderNames names = {};
-  float norm_offset = 0.0F;  // of norm weights
-  Activation activation = Activation::kSilu;
+  float norm_offset = 0.0F;                             // of norm weights
   ExpertScores expert_scores = ExpertScores::kSoftmax;  // of kLatent
   bool scales_embeddings = false;                       // they are taken times sqrt(hidden_size)
 };

@@ -16,8 +16,12 @@ bool IsMissing(const Result<MappedFile>& file) {
   return !file.ok() && file.status().code() == StatusCode::kNotFound;
 }
 
-std::string_view AsText(const MappedFile& file) {
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+// What a repository has in place of a large file until it is fetched.
+Status CheckIsNotLfsPointer(const MappedFile& file, const std::string& path) {
+  if (!file.text().starts_with("version https://git-lfs.github.com/spec/")) return Status();
+  return Status(StatusCode::kCorrupt, path +
+                                          ": is a Git LFS pointer, not the file itself; fetch it "
+                                          "with: git lfs pull");
 }
 
 }  // namespace
@@ -47,6 +51,7 @@ Result<Checkpoint> Checkpoint::Open(const std::string& directory) {
 
 Status Checkpoint::AddFile(std::string path) {
   QUIRE_ASSIGN_OR_RETURN(MappedFile mapping, MappedFile::Open(path));
+  QUIRE_RETURN_IF_ERROR(CheckIsNotLfsPointer(mapping, path));
   QUIRE_ASSIGN_OR_RETURN(SafetensorsContents contents, ParseSafetensors(mapping.bytes(), path));
   files_.push_back({std::move(path), std::make_shared<const MappedFile>(std::move(mapping)),
                     std::move(contents)});
@@ -55,7 +60,8 @@ Status Checkpoint::AddFile(std::string path) {
 
 Status Checkpoint::AddShards(const std::string& directory, const std::string& index_path) {
   QUIRE_ASSIGN_OR_RETURN(const MappedFile text, MappedFile::Open(index_path));
-  QUIRE_ASSIGN_OR_RETURN(SafetensorsIndex index, ParseSafetensorsIndex(AsText(text), index_path));
+  QUIRE_RETURN_IF_ERROR(CheckIsNotLfsPointer(text, index_path));
+  QUIRE_ASSIGN_OR_RETURN(SafetensorsIndex index, ParseSafetensorsIndex(text.text(), index_path));
   index_ = std::move(index.tensors);
   for (const std::string& file : index.files) {
     QUIRE_RETURN_IF_ERROR(AddFile(directory + "/" + file));

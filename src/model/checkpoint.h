@@ -50,7 +50,7 @@ class Checkpoint {
   Result<CheckpointTensor> Find(std::string_view name) const;
   bool Has(std::string_view name) const;
 
-  // Lets the operating system take back the memory behind a tensor. Its bytes stay readable: they
+  // Lets the operating system take back the memory after a tensor. Its bytes stay readable: they
   // come from the file again.
   static void Release(const CheckpointTensor& tensor) noexcept;
 

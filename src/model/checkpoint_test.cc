@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "model/test_checkpoint.h"
+#include "model/testing/test_checkpoint.h"
 
 namespace quire {
 namespace {

@@ -5,14 +5,12 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "base/round_up.h"
+#include "model/cache_lines.h"
 #include "model/forward_arguments.h"
 
 namespace quire {
 namespace {
-
-constexpr size_t kAlignment = 64;  // of the kernels' scratch, and a cache line for each buffer
-
-size_t AlignUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 float RoundedToBF16(float value) {
   uint16_t narrow = 0;
@@ -146,7 +144,7 @@ int64_t Decoder::RowFloats() const {
 
 Decoder::BufferSizes Decoder::SizesOf(int64_t row_count, int64_t logit_row_count) const {
   const auto row_bytes = [row_count](int64_t width) {
-    return AlignUp(static_cast<size_t>(row_count * width) * sizeof(float));
+    return RoundUp(static_cast<size_t>(row_count * width) * sizeof(float), kCacheLine);
   };
   size_t scratch = logit_row_count == 0 ? 0 : ops_.ScratchBytes(head_, logit_row_count);
   for (const Layer& layer : layers_) {

@@ -66,14 +66,14 @@ class Decoder final : public Model {
     std::vector<float> mlp_output_norm;
   };
 
-  // Of one forward of n rows. Mixer and MLP share: they are never alive together.
+  // Memory of one forward of n rows. Mixer and MLP share theirs: they are never alive together.
   struct Buffers {
     float* hidden;  // [n, hidden_size], the residual stream
     float* normed;  // [n, hidden_size]
     float* floats;  // of the mixer, or of the MLP
     void* scratch;  // of products
   };
-  // Of the workspace, in bytes.
+  // The parts of the workspace, in bytes.
   struct BufferSizes {
     size_t hidden;  // of hidden, and of normed
     size_t floats;

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <ostream>
 
-#include "model/llama_reference.h"
-#include "model/test_model.h"
+#include "model/testing/llama_reference.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "model/model_config.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {
@@ -135,6 +135,8 @@ TEST(DeepseekConfig, NamesWhatIsWrong) {
                  {"long_factor", {1, 1, 1, 1}},
                  {"original_max_position_embeddings", 64}},
                 "longrope is not known for latent attention");
+  ExpectRefused(Form(3), "rope_scaling", {{"type", "dynamic"}, {"factor", 2.0}},
+                "dynamic is not known for latent attention");
 }
 
 }  // namespace

@@ -3,14 +3,14 @@
 #include <optional>
 #include <string>
 
+#include "model/config_bounds.h"
+
 namespace quire {
 namespace {
 
 // Bounds far above published models.
-constexpr int64_t kMaxExperts = int64_t{1} << 14;       // largest known 512
-constexpr int64_t kMaxIntermediate = int64_t{1} << 24;  // 2 048
-constexpr int64_t kMaxInterval = int64_t{1} << 20;      // of layers
-constexpr double kMaxScale = 1e6;                       // 16
+constexpr int64_t kMaxExperts = int64_t{1} << 14;  // largest known 512
+constexpr double kMaxScale = 1e6;                  // 16
 
 }  // namespace
 
@@ -73,10 +73,6 @@ constexpr GroupedDefaults kSigmoidDefaults = {256, 8,    2048, 1,         8,    
 
 const GroupedDefaults& DefaultsOf(ExpertScores scores) {
   return scores == ExpertScores::kSigmoid ? kSigmoidDefaults : kSoftmaxDefaults;
-}
-
-Status BadField(const JsonValue& json, std::string_view field, const std::string& why) {
-  return Status(StatusCode::kBadArgument, json.path() + "." + std::string(field) + ": " + why);
 }
 
 // A field whose null means something.

@@ -20,7 +20,7 @@ struct ExpertConfig {
   int64_t intermediate_size = 0;
   int64_t shared_intermediate_size = 0;  // 0: there is no shared expert
   bool normalises = true;                // weights of the chosen experts sum to one
-  double scale = 1.0;                    // of the weights, behind that
+  double scale = 1.0;                    // of the weights, after that
   ExpertScores scores = ExpertScores::kSoftmax;
   bool has_choice_bias = false;  // a tensor is added to the scores for the choice, not the weights
   bool has_shared_gate = true;   // the shared expert's output passes a gate

@@ -83,7 +83,7 @@ uint64_t ExpertRouter::ChooseGroups(const float* row) const {
   return chosen;
 }
 
-// Of equal ones the first; -1 if none is left, as for scores that are not numbers.
+// The first of equal ones; -1 if none is left, as for scores that are not numbers.
 int64_t ExpertRouter::BestExpert(const float* row, uint64_t groups) const {
   int64_t best = -1;
   float score = 0;

@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "base/random.h"
-#include "model/test_checkpoint.h"
+#include "model/testing/test_checkpoint.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire {
@@ -91,7 +91,7 @@ class Routing {
     folder_.Write("model.safetensors", SafetensorsBytes(tensors));
     const Result<Checkpoint> checkpoint = Checkpoint::Open(folder_.path());
     EXPECT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
-    runner_ = CreateThreadPool(2);
+    runner_ = CreateThreadPool(2).value();
     const Backend* const backend = *FindBackend(path);
     ops_.emplace(*backend, *runner_, DType::kF32);
     WeightLoader loader(*checkpoint, *backend, *runner_, DType::kF32);
@@ -100,7 +100,7 @@ class Routing {
     router_ = *std::move(router);
   }
 
-  // Of rows [begin, begin + count), [count, experts].
+  // The weights of rows [begin, begin + count): [count, experts].
   std::vector<float> Weights(int64_t begin, int64_t count) const {
     Result<HostMemory> scratch = HostMemory::Allocate(router_.ScratchBytes(*ops_, count));
     EXPECT_TRUE(scratch.ok());

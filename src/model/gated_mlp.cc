@@ -27,9 +27,8 @@ void GatedMlp::Run(const MixerRun& run) const {
   float* const gate_up = buffers.Take(2 * width);
   float* const activated = buffers.Take(width);
   run.ops.Multiply(gate_up_, run.x, run.row_count, gate_up, false, run.scratch);
-  const Backend& backend = run.ops.backend();
-  const auto gate = activation_ == Activation::kGeluTanh ? backend.gelu_tanh_mul : backend.silu_mul;
-  gate(gate_up, run.row_count, width, activated, run.ops.runner());
+  run.ops.backend().gated_mul(activation_, gate_up, run.row_count, width, activated,
+                              run.ops.runner());
   run.ops.Multiply(down_, activated, run.row_count, run.y, run.accumulate, run.scratch);
 }
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "model/architecture.h"
+#include "kernels/activation.h"
 #include "model/mixer.h"
 #include "model/weights.h"
 #include "quire/status.h"

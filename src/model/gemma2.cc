@@ -14,7 +14,6 @@ const Architecture kGemma2 = {
     .window_pattern = 2,
     .names = kGemmaNames,
     .norm_offset = 1.0F,
-    .activation = Activation::kGeluTanh,
     .scales_embeddings = true,
 };
 

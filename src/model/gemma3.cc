@@ -15,7 +15,6 @@ const Architecture kGemma3 = {
     .local_rope = true,
     .names = kGemmaNames,
     .norm_offset = 1.0F,
-    .activation = Activation::kGeluTanh,
     .scales_embeddings = true,
 };
 

@@ -15,7 +15,7 @@ Result<HeadNorms> HeadNorms::Load(WeightLoader& loader, const std::string& prefi
   return norms;
 }
 
-// The heads of a row lie behind each other, so one row is Hq + Hkv rows of the norm; tokens are
+// The heads of a row lie after each other, so one row is Hq + Hkv rows of the norm; tokens are
 // shared out to the workers.
 void HeadNorms::Run(const RowOps& ops, int64_t row_count, float* qkv) const {
   const auto norm = ops.backend().rms_norm;

@@ -7,8 +7,11 @@
 namespace quire {
 namespace {
 
-// Of the norms of queries and latents, whatever rms_norm_eps says, as in transformers.
+// The epsilon of the norms of queries and latents, whatever rms_norm_eps says, as in transformers.
 constexpr float kRankNormEps = 1e-6F;
+
+// Angles of 65536 positions: 16 MiB with 32 pairs.
+constexpr int64_t kAngleTilesMax = 4096;
 
 }  // namespace
 
@@ -105,8 +108,7 @@ void LatentAttention::ProjectQueries(const MixerRun& run, const Buffers& b) cons
 // `to` may be `from`.
 void LatentAttention::Rotate(int32_t position, const float* from, float* to) const {
   const int64_t pairs = angles_->pair_count();
-  const float* const cos = angles_->cos() + position * pairs;
-  const float* const sin = angles_->sin() + position * pairs;
+  const auto [cos, sin] = angles_->At(position);
   for (int64_t i = 0; i < pairs; ++i) {
     const int64_t first = interleaved_ ? 2 * i : i;
     const int64_t second = interleaved_ ? 2 * i + 1 : i + pairs;
@@ -117,7 +119,7 @@ void LatentAttention::Rotate(int32_t position, const float* from, float* to) con
   }
 }
 
-// The key's rotated part in place; those of the queries behind what becomes of the rest.
+// The key's rotated part in place; those of the queries after what becomes of the rest.
 void LatentAttention::RotateRows(const MixerRun& run, std::span<const int32_t> positions,
                                  const Buffers& b) const {
   const int64_t key_dim = config_.key_dim();
@@ -137,9 +139,7 @@ Status LatentAttention::Run(const ModelState& state, const MixerRun& run) const 
   const int64_t n = run.row_count;
   const int64_t key_dim = config_.key_dim();
   QUIRE_ASSIGN_OR_RETURN(const std::span<const int32_t> positions, cache.GetQueryPositions());
-  if (n != 0) {
-    angles_->Grow(int64_t{*std::ranges::max_element(positions)} + 1, run.ops.runner());
-  }
+  angles_->Provide(positions, kAngleTilesMax, run.ops.runner());
   const Buffers b = Divide(run);
   ProjectQueries(run, b);
   run.ops.Multiply(kv_, run.x, n, b.kv, false, run.scratch);

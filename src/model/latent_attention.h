@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "kv/rope_table.h"
+#include "kv/plan/rope_table.h"
 #include "model/latent_config.h"
 #include "model/mixer.h"
 #include "model/model_config.h"
@@ -23,7 +23,7 @@ namespace quire {
 class LatentAttention final : public Mixer {
  public:
   // `layer`: its layer in the attention cache. `angles`: of all the model's layers together; a run
-  // makes it as long as its positions need.
+  // provides those of its positions.
   static Result<std::unique_ptr<Mixer>> Load(WeightLoader& loader, const std::string& prefix,
                                              const ModelConfig& config, int64_t layer,
                                              std::shared_ptr<RopeTable> angles);

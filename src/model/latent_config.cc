@@ -8,7 +8,7 @@ namespace quire {
 namespace {
 
 // Bounds far above published models; products of three of them and four bytes stay within 63 bits.
-constexpr int64_t kMaxDim = int64_t{1} << 13;   // of a head; largest known 128
+constexpr int64_t kMaxLatentDim = int64_t{1} << 13;  // of a head; largest known 128
 constexpr int64_t kMaxRank = int64_t{1} << 13;  // 1 536; with the rotated part it is a head's size
 
 // What transformers takes for fields that are absent.
@@ -30,10 +30,10 @@ Result<LatentConfig> ReadLatentConfig(const JsonValue& json) {
   QUIRE_ASSIGN_OR_RETURN(config.kv_rank,
                          json.GetIntOr("kv_lora_rank", kDefaultKVRank, 1, kMaxRank));
   QUIRE_ASSIGN_OR_RETURN(config.nope_dim,
-                         json.GetIntOr("qk_nope_head_dim", kDefaultDim, 1, kMaxDim));
+                         json.GetIntOr("qk_nope_head_dim", kDefaultDim, 1, kMaxLatentDim));
   QUIRE_ASSIGN_OR_RETURN(config.rope_dim,
-                         json.GetIntOr("qk_rope_head_dim", kDefaultRopeDim, 2, kMaxDim));
-  QUIRE_ASSIGN_OR_RETURN(config.v_dim, json.GetIntOr("v_head_dim", kDefaultDim, 1, kMaxDim));
+                         json.GetIntOr("qk_rope_head_dim", kDefaultRopeDim, 2, kMaxLatentDim));
+  QUIRE_ASSIGN_OR_RETURN(config.v_dim, json.GetIntOr("v_head_dim", kDefaultDim, 1, kMaxLatentDim));
   if (config.rope_dim % 2 == 0) return config;
   return Status(StatusCode::kBadArgument,
                 json.path() + ".qk_rope_head_dim: " + std::to_string(config.rope_dim) +

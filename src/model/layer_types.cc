@@ -105,14 +105,15 @@ Result<std::unique_ptr<Mlp>> LoadMlp(const LayerInputs& inputs, int64_t index) {
   const ModelConfig& config = inputs.config;
   const std::string prefix = LayerPrefix(inputs, index) + "mlp.";
   if (IsSparse(config, index)) {
-    return SparseMlp::Load(inputs.loader, prefix, config.hidden_size, config.experts);
+    return SparseMlp::Load(inputs.loader, prefix, config.hidden_size, config.activation,
+                           config.experts);
   }
   QUIRE_ASSIGN_OR_RETURN(GatedMlp mlp,
                          GatedMlp::Load(inputs.loader, prefix,
                                         {.hidden_size = config.hidden_size,
                                          .intermediate_size = config.intermediate_size,
                                          .has_bias = HasBias(inputs.architecture.mlp_bias, config),
-                                         .activation = inputs.architecture.activation}));
+                                         .activation = config.activation}));
   return std::unique_ptr<Mlp>(std::make_unique<GatedMlp>(std::move(mlp)));
 }
 

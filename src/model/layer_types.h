@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "kv/rope_table.h"
+#include "kv/plan/rope_table.h"
 #include "model/architecture.h"
 #include "model/mixer.h"
 #include "model/model_config.h"
@@ -33,7 +33,7 @@ Result<std::shared_ptr<RopeTable>> AnglesOfMixers(const ModelConfig& config);
 // "model.layers.3."
 std::string LayerPrefix(const LayerInputs& inputs, int64_t index);
 
-// What the mixer keeps in the caches goes behind the layers that `info` already has.
+// What the mixer keeps in the caches goes after the layers that `info` already has.
 Result<std::unique_ptr<Mixer>> LoadMixer(const LayerInputs& inputs, int64_t index, ModelInfo* info);
 
 // REQUIRES: the architecture has MLPs.

@@ -31,7 +31,7 @@ class Mixer {
   virtual ~Mixer() = default;
   // Floats of working memory for each row.
   virtual int64_t row_floats() const = 0;
-  // Of products of so many rows.
+  // The scratch memory for products of row_count rows.
   virtual size_t ScratchBytes(const RowOps& ops, int64_t row_count) const = 0;
   // REQUIRES: `state` has the cache that the mixer's layers are in. Errors are those of the cache.
   virtual Status Run(const ModelState& state, const MixerRun& run) const = 0;
@@ -45,7 +45,7 @@ class Mlp {
   virtual void Run(const MixerRun& run) const = 0;
 };
 
-// Hands out the floats of a run, buffer behind buffer.
+// Hands out the floats of a run, buffer after buffer.
 class RowBuffers {
  public:
   explicit RowBuffers(const MixerRun& run) : next_(run.floats), row_count_(run.row_count) {}

@@ -1,5 +1,5 @@
 // Models of all mixers but plain attention: nothing of how a text came into the caches can be seen
-// in the logits behind it, and what a model takes is known beforehand. That the logits are the
+// in the logits after it, and what a model takes is known beforehand. That the logits are the
 // right ones is shown against transformers (tests/python/test_hf_logits.py).
 #include "model/mixer.h"
 
@@ -10,7 +10,7 @@
 
 #include "base/random.h"
 #include "model/decoder.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 #include "quire/composite_state.h"
 
 namespace quire {
@@ -76,7 +76,7 @@ std::vector<Kind> Kinds() {
 struct Machine {
   Machine(const TestFolder& folder, DType dtype, int threads = 1, int64_t page_size = 16,
           const std::string& kernel_path = "") {
-    const std::shared_ptr<ParallelRunner> runner = CreateThreadPool(threads);
+    const std::shared_ptr<ParallelRunner> runner = CreateThreadPool(threads).value();
     model = LoadTestModel(folder, dtype, kernel_path, runner);
     const ModelInfo& info = model->info();
     if (!info.layers.empty()) {
@@ -198,7 +198,7 @@ TEST_P(MixerTest, PopsCannotBeSeen) {
   machine.Run(0, Part(0, 150));
   const Tokens other = RandomTokens(40, GetParam().model.vocab_size, 77);
   machine.Run(0, other);
-  for (const int64_t n : {40, 1, 20}) {  // to 150, 149 and 130: behind and between checkpoints
+  for (const int64_t n : {40, 1, 20}) {  // to 150, 149 and 130: after and between checkpoints
     ASSERT_TRUE(machine.state().PopN(0, n).ok()) << n;
   }
   EXPECT_TRUE(machine.RunInPieces(0, Part(129, 200), 30) == Whole(129, 200));
@@ -231,8 +231,9 @@ TEST_P(MixerTest, PackedWeightsCannotBeSeen) {
 
 TEST_P(MixerTest, MeasureTellsWhatLoadTakes) {
   Result<ModelMeasure> measure = Model::Measure(
-      folder_.path(), {.dtype = GetParam().dtype, .kernel_path = "", .runner = CreateThreadPool(1)},
-      200, 200);
+      folder_.path(),
+      {.dtype = GetParam().dtype, .kernel_path = "", .runner = CreateThreadPool(1).value()}, 200,
+      200);
   ASSERT_TRUE(measure.ok()) << measure.status().ToString();
   Machine machine = Make();
   const ModelInfo& info = machine.model->info();

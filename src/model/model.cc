@@ -32,15 +32,18 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
   QUIRE_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(directory));
   QUIRE_ASSIGN_OR_RETURN(const Architecture* const architecture, FindArchitecture(config));
   QUIRE_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(directory));
-  return ModelFolder{
-      .config = std::move(config),
-      .architecture = architecture,
-      .checkpoint = std::move(checkpoint),
-      .options = {.dtype = options.dtype,
-                  .k_dtype = options.k_dtype,
-                  .v_dtype = options.v_dtype,
-                  .backend = backend,
-                  .runner = options.runner != nullptr ? options.runner : CreateThreadPool(0)}};
+  std::shared_ptr<ParallelRunner> runner = options.runner;
+  if (runner == nullptr) {
+    QUIRE_ASSIGN_OR_RETURN(runner, CreateThreadPool(0));
+  }
+  return ModelFolder{.config = std::move(config),
+                     .architecture = architecture,
+                     .checkpoint = std::move(checkpoint),
+                     .options = {.dtype = options.dtype,
+                                 .k_dtype = options.k_dtype,
+                                 .v_dtype = options.v_dtype,
+                                 .backend = backend,
+                                 .runner = std::move(runner)}};
 }
 
 }  // namespace

@@ -1,25 +1,21 @@
 #include "model/model_config.h"
 
-#include <limits>
+#include <algorithm>
 #include <utility>
 
 #include "base/json.h"
 #include "model/architecture.h"
+#include "model/config_bounds.h"
 #include "model/rope_config.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
 namespace {
 
-// Bounds far above published models; together they keep every product of two sizes and four bytes
-// within 63 bits.
-constexpr int64_t kMaxVocabulary = int64_t{1} << 24;                    // largest known 262 144
-constexpr int64_t kMaxHiddenSize = int64_t{1} << 20;                    // 18 432
-constexpr int64_t kMaxIntermediate = int64_t{1} << 24;                  // 73 728
-constexpr int64_t kMaxLayers = 10'000;                                  // 126
-constexpr int64_t kMaxHeads = int64_t{1} << 14;                         // 128
-constexpr int64_t kMaxHeadDim = int64_t{1} << 14;                       // 512
-constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();  // positions are int32
+// Bounds as in config_bounds.h.
+constexpr int64_t kMaxVocabulary = int64_t{1} << 24;  // largest known 262 144
+constexpr int64_t kMaxHiddenSize = int64_t{1} << 20;  // 18 432
+constexpr int64_t kMaxLayers = 10'000;                // 126
 constexpr size_t kMaxEosTokens = 1024;
 constexpr double kMaxSoftCap = 1e6;  // 50; that of AttentionLayerSpec
 
@@ -32,10 +28,6 @@ constexpr int64_t kGemmaQueryScalar = 256;
 constexpr int64_t kGemmaWindow = 4096;
 constexpr double kGemma2AttentionCap = 50;
 constexpr double kGemma2LogitCap = 30;
-
-Status BadField(const JsonValue& config, std::string_view field, const std::string& why) {
-  return Status(StatusCode::kBadArgument, config.path() + "." + std::string(field) + ": " + why);
-}
 
 Result<std::string> ReadArchitecture(const JsonValue& config) {
   QUIRE_ASSIGN_OR_RETURN(const JsonValue list, config.Get("architectures"));
@@ -99,12 +91,40 @@ Status ReadHeads(const JsonValue& json, int64_t default_dim, ModelConfig& config
   return Status();
 }
 
-Status CheckActivation(const JsonValue& json, bool is_gemma) {
+struct NamedActivation {
+  std::string_view name;  // of transformers
+  Activation activation;
+};
+
+constexpr NamedActivation kActivations[] = {
+    {"silu", Activation::kSilu},
+    {"swish", Activation::kSilu},
+    {"gelu", Activation::kGelu},
+    {"gelu_new", Activation::kGeluTanh},
+    {"gelu_pytorch_tanh", Activation::kGeluTanh},
+    {"relu", Activation::kRelu},
+    {"relu2", Activation::kRelu2},
+    {"quick_gelu", Activation::kQuickGelu},
+};
+
+Status ReadActivation(const JsonValue& json, bool is_gemma, ModelConfig& config) {
   const std::string_view field = is_gemma ? "hidden_activation" : "hidden_act";
-  const std::string known = is_gemma ? "gelu_pytorch_tanh" : "silu";
-  QUIRE_ASSIGN_OR_RETURN(const std::string activation, json.GetStringOr(field, known));
-  if (activation == known || (!is_gemma && activation == "swish")) return Status();
-  return BadField(json, field, "\"" + activation + "\" is not known; known is " + known);
+  QUIRE_ASSIGN_OR_RETURN(const std::string name,
+                         json.GetStringOr(field, is_gemma ? "gelu_pytorch_tanh" : "silu"));
+  std::string known;
+  for (const NamedActivation& named : kActivations) {
+    config.activation = named.activation;
+    if (named.name == name) return Status();
+    known += (known.empty() ? "" : ", ") + std::string(named.name);
+  }
+  return BadField(json, field, "\"" + name + "\" is not known; known are " + known);
+}
+
+// Where the field is that of the convolutions of recurrent layers, too.
+Status RequireSilu(const JsonValue& json, const ModelConfig& config) {
+  if (config.activation == Activation::kSilu) return Status();
+  return BadField(json, "hidden_act",
+                  "it must be silu for this architecture, whose convolutions know no other");
 }
 
 Status ReadFlags(const JsonValue& json, bool is_gemma, ModelConfig& config) {
@@ -112,7 +132,7 @@ Status ReadFlags(const JsonValue& json, bool is_gemma, ModelConfig& config) {
                          json.GetBoolOr("tie_word_embeddings", is_gemma));
   QUIRE_ASSIGN_OR_RETURN(config.attention_bias, json.GetBoolOr("attention_bias", false));
   QUIRE_ASSIGN_OR_RETURN(config.mlp_bias, json.GetBoolOr("mlp_bias", false));
-  QUIRE_RETURN_IF_ERROR(CheckActivation(json, is_gemma));
+  QUIRE_RETURN_IF_ERROR(ReadActivation(json, is_gemma, config));
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> quantised,
                          json.Find("quantization_config"));
   if (!quantised) return Status();
@@ -198,15 +218,28 @@ Status ReadGemma(const JsonValue& json, const Architecture& architecture, ModelC
                   "true; attention is computed to tokens before, not behind");
 }
 
+// With kDynamic the field says how far theta is as it was trained; the larger theta reaches
+// further.
+void ExtendPositions(ModelConfig& config) {
+  const RopeOptions& rope = config.rope;
+  if (rope.scaling != RopeScaling::kDynamic) return;
+  const double positions =
+      static_cast<double>(rope.original_max_position_embeddings) * std::max(rope.factor, 1.0);
+  config.max_position_embeddings =
+      static_cast<int64_t>(std::min(positions, static_cast<double>(kMaxPositions)));
+}
+
 Status ReadRope(const JsonValue& json, bool has_local, ModelConfig& config) {
   if (!has_local) {
     QUIRE_ASSIGN_OR_RETURN(config.rope,
                            ReadRopeOptions(json, config.head_dim, config.max_position_embeddings));
+    ExtendPositions(config);
     return Status();
   }
   QUIRE_ASSIGN_OR_RETURN(LayerRopes ropes,
                          ReadLayerRopes(json, config.head_dim, config.max_position_embeddings));
   config.rope = std::move(ropes.full);
+  ExtendPositions(config);
   config.local_rope = std::move(ropes.sliding);
   return Status();
 }
@@ -215,6 +248,7 @@ Status ReadStateSpace(const JsonValue& json, ModelConfig& config) {
   config.max_position_embeddings = kMaxPositions;
   QUIRE_RETURN_IF_ERROR(ReadNormEps(json, "layer_norm_epsilon", 1e-5, config));
   QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
+  QUIRE_RETURN_IF_ERROR(RequireSilu(json, config));
   QUIRE_ASSIGN_OR_RETURN(config.state_space, ReadStateSpaceConfig(json, config.hidden_size));
   config.mixers.assign(static_cast<size_t>(config.num_hidden_layers), MixerKind::kStateSpace);
   return Status();
@@ -224,6 +258,7 @@ Status ReadHybrid(const JsonValue& json, ModelConfig& config) {
   QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
   QUIRE_RETURN_IF_ERROR(ReadHeads(json, kHybridHeadDim, config));
   QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
+  QUIRE_RETURN_IF_ERROR(RequireSilu(json, config));
   QUIRE_ASSIGN_OR_RETURN(config.gated_delta, ReadGatedDeltaConfig(json));
   QUIRE_ASSIGN_OR_RETURN(config.mixers, ReadMixers(json, config.num_hidden_layers));
   QUIRE_ASSIGN_OR_RETURN(config.experts, ReadExpertConfig(json));
@@ -232,6 +267,7 @@ Status ReadHybrid(const JsonValue& json, ModelConfig& config) {
   QUIRE_ASSIGN_OR_RETURN(
       config.rope,
       ReadRopeOptions(json, config.head_dim, config.max_position_embeddings, kHybridRotaryPart));
+  ExtendPositions(config);
   return Status();
 }
 
@@ -253,10 +289,12 @@ Status ReadLatentRope(const JsonValue& json, ModelConfig& config) {
   LatentConfig& latent = *config.latent;
   QUIRE_ASSIGN_OR_RETURN(config.rope,
                          ReadRopeOptions(json, latent.rope_dim, config.max_position_embeddings));
-  if (config.rope.scaling == RopeScaling::kLongRope) {
+  if (HasLongSet(config.rope.scaling)) {  // chosen per sequence; the model's layers see rows
+    const bool dynamic = config.rope.scaling == RopeScaling::kDynamic;
     return BadField(json, "rope_scaling",
-                    "longrope is not known for latent attention; known are default, linear, "
-                    "dynamic, llama3 and yarn");
+                    std::string(dynamic ? "dynamic" : "longrope") +
+                        " is not known for latent attention; known are default, linear, llama3 "
+                        "and yarn");
   }
   QUIRE_ASSIGN_OR_RETURN(const bool interleaved, json.GetBoolOr("rope_interleave", true));
   config.rope.pairing = interleaved ? RopePairing::kInterleaved : RopePairing::kHalfSplit;
@@ -356,10 +394,6 @@ std::string WithoutBareInfinity(std::string_view text) {
   return clean;
 }
 
-std::string_view AsText(const MappedFile& file) {
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
-}
-
 std::string GenerationConfigPath(const std::string& config_path) {
   return config_path.substr(0, config_path.size() - std::string_view("config.json").size()) +
          "generation_config.json";
@@ -376,7 +410,8 @@ Result<ModelConfig> ParseModelConfig(std::string_view config_text,
   config.path = path;
   QUIRE_ASSIGN_OR_RETURN(config.architecture, ReadArchitecture(json));
   QUIRE_RETURN_IF_ERROR(ReadSizes(json, config));
-  // Fields mean what they mean to the architecture; who loads the model refuses unknown ones.
+  // Fields mean what they mean to the architecture; the code that loads the model refuses unknown
+  // ones.
   const Architecture* const known = FindArchitecture(config.architecture);
   QUIRE_RETURN_IF_ERROR(ReadByMixers(json, known != nullptr ? *known : kLlama, config));
   QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(json, config));
@@ -399,9 +434,9 @@ Result<ModelConfig> ReadModelConfig(const std::string& directory) {
   const Result<MappedFile> generation = MappedFile::Open(GenerationConfigPath(path));
   if (!generation.ok()) {
     if (generation.status().code() != StatusCode::kNotFound) return generation.status();
-    return ParseModelConfig(AsText(*config), "", path);
+    return ParseModelConfig(config->text(), "", path);
   }
-  return ParseModelConfig(AsText(*config), AsText(*generation), path);
+  return ParseModelConfig(config->text(), generation->text(), path);
 }
 
 }  // namespace quire

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/activation.h"
 #include "model/expert_config.h"
 #include "model/latent_config.h"
 #include "model/recurrent_config.h"
@@ -45,6 +46,7 @@ struct ModelConfig {
   WindowConfig window;
   // Mode kNormal, rotary_dim set, half-split pairs but for some latent attention; passes
   // ComputeRopeFrequencies.
+  Activation activation = Activation::kSilu;  // of the MLPs and experts
   RopeOptions rope;
   std::optional<RopeOptions> local_rope;  // of layers with a window, where it is another one
   double query_scalar = 0;                // scores are divided by its root: head_dim as a rule

@@ -131,6 +131,9 @@ TEST(ModelConfig, ReadsLinearAndDynamicRopeUnderTheOldKeyToo) {
   EXPECT_EQ(dynamic.scaling, RopeScaling::kDynamic);
   EXPECT_EQ(dynamic.factor, 2.0);
   EXPECT_EQ(dynamic.original_max_position_embeddings, 2048);
+  EXPECT_EQ(ParseOk(With(OldForm(), "rope_scaling", {{"type", "dynamic"}, {"factor", 2.5}}))
+                .max_position_embeddings,
+            5120);
 }
 
 TEST(ModelConfig, ReadsYarnRope) {
@@ -226,7 +229,9 @@ TEST(ModelConfig, NamesFieldAndValueOfWhatIsOutOfRange) {
       {"max_position_embeddings", 0, ".max_position_embeddings: 0 is not in"},
       {"rms_norm_eps", -1e-6, ".rms_norm_eps: "},
       {"rms_norm_eps", 1, ".rms_norm_eps: "},
-      {"hidden_act", "gelu", ".hidden_act: \"gelu\" is not known; known is silu"},
+      {"hidden_act", "mish",
+       ".hidden_act: \"mish\" is not known; known are silu, swish, gelu, gelu_new, "
+       "gelu_pytorch_tanh, relu, relu2, quick_gelu"},
       {"quantization_config", {{"quant_method", "gptq"}}, ".quantization_config: "},
       {"tie_word_embeddings", "yes", ".tie_word_embeddings: expected true or false"},
       {"eos_token_id", 1000, ".eos_token_id: 1000 is not in [0, 999]"},
@@ -416,7 +421,7 @@ TEST(ModelConfig, ReadsTheTwoRopesOfGemma3InBothForms) {
 
 TEST(ModelConfig, NamesWhatGemmaMayNotSay) {
   const std::tuple<const char*, Json, const char*> cases[] = {
-      {"hidden_activation", "silu", ".hidden_activation: \"silu\" is not known"},
+      {"hidden_activation", "mish", ".hidden_activation: \"mish\" is not known"},
       {"query_pre_attn_scalar", 0, ".query_pre_attn_scalar: 0.0"},
       {"attn_logit_softcapping", 50.0, "scores of this architecture have no cap"},
       {"final_logit_softcapping", -1.0, ".final_logit_softcapping: -1.0"},

@@ -9,7 +9,7 @@
 #include <ostream>
 
 #include "base/random.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {
@@ -50,8 +50,8 @@ class ModelExactness : public testing::TestWithParam<Variant> {
  protected:
   void SetUp() override {
     WriteTestModel(folder_, GetParam().model);
-    one_thread_ = CreateThreadPool(1);
-    two_threads_ = CreateThreadPool(2);
+    one_thread_ = CreateThreadPool(1).value();
+    two_threads_ = CreateThreadPool(2).value();
     model_ = Load(one_thread_);
     ASSERT_NE(model_, nullptr);
     vocab_ = static_cast<size_t>(model_->info().vocab_size);

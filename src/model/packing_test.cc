@@ -7,7 +7,7 @@
 #include <filesystem>
 
 #include "model/safetensors.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {

@@ -3,18 +3,14 @@
 #include <optional>
 #include <string>
 
+#include "model/config_bounds.h"
+
 namespace quire {
 namespace {
 
 // Bounds far above published models; products of three of them and four bytes stay within 63 bits.
-constexpr int64_t kMaxHeads = int64_t{1} << 14;     // largest known 128
-constexpr int64_t kMaxDim = int64_t{1} << 14;       // 256
+constexpr int64_t kMaxStateDim = int64_t{1} << 14;  // largest known 256
 constexpr int64_t kMaxConvWidth = 1024;             // 4
-constexpr int64_t kMaxInterval = int64_t{1} << 20;  // of layers
-
-Status BadField(const JsonValue& json, std::string_view field, const std::string& why) {
-  return Status(StatusCode::kBadArgument, json.path() + "." + std::string(field) + ": " + why);
-}
 
 Status CheckDivides(const JsonValue& json, std::string_view field, int64_t part,
                     std::string_view whole_field, int64_t whole) {
@@ -57,13 +53,13 @@ Status ReadStepLimit(const JsonValue& json, StateSpaceConfig& config) {
 Result<StateSpaceConfig> ReadStateSpaceConfig(const JsonValue& json, int64_t hidden_size) {
   StateSpaceConfig config;
   QUIRE_ASSIGN_OR_RETURN(config.num_heads, json.GetIntOr("num_heads", 128, 1, kMaxHeads));
-  QUIRE_ASSIGN_OR_RETURN(config.head_dim, json.GetIntOr("head_dim", 64, 1, kMaxDim));
-  QUIRE_ASSIGN_OR_RETURN(config.state_size, json.GetIntOr("state_size", 128, 1, kMaxDim));
+  QUIRE_ASSIGN_OR_RETURN(config.head_dim, json.GetIntOr("head_dim", 64, 1, kMaxStateDim));
+  QUIRE_ASSIGN_OR_RETURN(config.state_size, json.GetIntOr("state_size", 128, 1, kMaxStateDim));
   QUIRE_ASSIGN_OR_RETURN(config.num_groups, json.GetIntOr("n_groups", 8, 1, kMaxHeads));
   QUIRE_ASSIGN_OR_RETURN(config.conv_width, json.GetIntOr("conv_kernel", 4, 2, kMaxConvWidth));
   QUIRE_ASSIGN_OR_RETURN(config.has_bias, json.GetBoolOr("use_bias", false));
   QUIRE_ASSIGN_OR_RETURN(config.has_conv_bias, json.GetBoolOr("use_conv_bias", true));
-  QUIRE_ASSIGN_OR_RETURN(const int64_t expand, json.GetIntOr("expand", 2, 1, kMaxDim));
+  QUIRE_ASSIGN_OR_RETURN(const int64_t expand, json.GetIntOr("expand", 2, 1, kMaxStateDim));
   if (expand * hidden_size != config.inner_size()) {
     return BadField(json, "expand",
                     std::to_string(expand) + " times hidden_size " + std::to_string(hidden_size) +
@@ -81,8 +77,10 @@ Result<GatedDeltaConfig> ReadGatedDeltaConfig(const JsonValue& json) {
                          json.GetIntOr("linear_num_key_heads", 16, 1, kMaxHeads));
   QUIRE_ASSIGN_OR_RETURN(config.num_value_heads,
                          json.GetIntOr("linear_num_value_heads", 32, 1, kMaxHeads));
-  QUIRE_ASSIGN_OR_RETURN(config.key_dim, json.GetIntOr("linear_key_head_dim", 128, 1, kMaxDim));
-  QUIRE_ASSIGN_OR_RETURN(config.value_dim, json.GetIntOr("linear_value_head_dim", 128, 1, kMaxDim));
+  QUIRE_ASSIGN_OR_RETURN(config.key_dim,
+                         json.GetIntOr("linear_key_head_dim", 128, 1, kMaxStateDim));
+  QUIRE_ASSIGN_OR_RETURN(config.value_dim,
+                         json.GetIntOr("linear_value_head_dim", 128, 1, kMaxStateDim));
   QUIRE_ASSIGN_OR_RETURN(config.conv_width,
                          json.GetIntOr("linear_conv_kernel_dim", 4, 2, kMaxConvWidth));
   QUIRE_RETURN_IF_ERROR(CheckDivides(json, "linear_num_key_heads", config.num_key_heads,

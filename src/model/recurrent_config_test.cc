@@ -8,7 +8,7 @@
 #include <string>
 
 #include "model/model_config.h"
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {

@@ -44,7 +44,7 @@ class RecurrentMixer : public Mixer {
   int64_t in_width() const { return in_.packed().n; }
   int64_t state_layer() const { return shape_.layer + 1; }
   float decay_rate(int64_t head) const { return decay_rates_[static_cast<size_t>(head)]; }
-  // Of the head's step, before the softplus.
+  // The bias of the head's step, before the softplus.
   float step_bias(int64_t head) const { return step_bias_[static_cast<size_t>(head)]; }
   TensorView decay_rates() const;
 

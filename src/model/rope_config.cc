@@ -1,11 +1,12 @@
 #include "model/rope_config.h"
 
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "model/config_bounds.h"
 
 namespace quire {
 namespace {
@@ -14,7 +15,6 @@ constexpr double kDefaultTheta =
     10000.0;  // of all architectures in the registry, as in transformers
 constexpr double kMinTheta = 1.0;
 constexpr double kMaxTheta = 1e12;
-constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();
 
 struct Family {
   std::string_view name;
@@ -290,7 +290,10 @@ Result<LayerRopes> ReadLayerRopes(const JsonValue& config, int64_t head_dim,
   const Source plain{config, config, head_dim, max_position_embeddings};
   QUIRE_ASSIGN_OR_RETURN(ropes.sliding, ReadLayerKind(plain, "sliding_attention",
                                                       "rope_local_base_freq", kDefaultTheta));
-  return ropes;
+  if (ropes.sliding.scaling != RopeScaling::kDynamic) return ropes;
+  return Status(StatusCode::kBadArgument,
+                config.path() +
+                    ": dynamic is not known for the rotary parameters of sliding_attention layers");
 }
 
 }  // namespace quire

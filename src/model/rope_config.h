@@ -18,7 +18,7 @@ Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
 
 // Where layers with and without a window have parameters of their own (Gemma 3): rope_parameters
 // with an object per kind, or rope_theta and rope_scaling for full attention and
-// rope_local_base_freq for windows. Neither is kLongRope.
+// rope_local_base_freq for windows. Neither is kLongRope, `sliding` is not kDynamic.
 struct LayerRopes {
   RopeOptions full;
   RopeOptions sliding;

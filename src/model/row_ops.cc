@@ -4,16 +4,16 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/round_up.h"
 #include "kernels/linear_layout.h"
+#include "model/cache_lines.h"
 
 namespace quire {
 namespace {
 
-// Up to so many rows, heads are shared out to the workers; with more, the rows of one head are
-// enough for all of them. A worker then needs scratch for few rows only.
+// Up to this number of rows, heads are shared out to the workers; with more, the rows of one head
+// are enough for all of them. A worker then needs scratch for few rows only.
 constexpr int64_t kRowsOfSharedHeads = 16;
-
-constexpr size_t kAlignment = 64;  // of the kernels' scratch
 
 // Row `row` of a packed matrix, whose elements lie kOutputBlock columns apart.
 template <typename Element>
@@ -128,7 +128,7 @@ void RowOps::MultiplyHeads(std::span<const LinearWeights> weights, const HeadsVi
 size_t RowOps::SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const {
   const PackedLinear& packed = weights.packed();
   const size_t bytes = backend_.linear_scratch_bytes(row_count, packed.n, packed.k, 1);
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return RoundUp(bytes, kCacheLine);
 }
 
 size_t RowOps::HeadsScratchBytes(std::span<const LinearWeights> weights, int64_t row_count) const {

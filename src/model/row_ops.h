@@ -47,11 +47,11 @@ class RowOps {
   // RMS norm with weights `weight` + offset; y may be x.
   void Norm(const std::vector<float>& weight, float offset, float eps, const float* x,
             int64_t row_count, float* y) const;
-  // Of `piece_count` pieces of each row (stride `row_stride`) by itself, in place. `weight`: of one
-  // piece, for all, or of all pieces.
+  // Normalises each of `piece_count` pieces of each row (stride `row_stride`) by itself, in place.
+  // `weight`: that of one piece, used for all, or those of all pieces.
   void NormPieces(const std::vector<float>& weight, float offset, float eps, int64_t row_count,
                   int64_t row_stride, int64_t piece_count, int64_t piece_size, float* x) const;
-  // Rows of x and y lie behind each other. `accumulate` adds the product to y.
+  // Rows of x and y lie after each other. `accumulate` adds the product to y.
   void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
                 bool accumulate, void* scratch) const;
   size_t ScratchBytes(const LinearWeights& weights, int64_t row_count) const;
@@ -63,7 +63,7 @@ class RowOps {
   size_t HeadsScratchBytes(std::span<const LinearWeights> weights, int64_t row_count) const;
 
  private:
-  // Of a product on one worker.
+  // The scratch memory for a product on one worker.
   size_t SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const;
 
   const Backend& backend_;

@@ -403,7 +403,7 @@ class IndexHandler final : public EventHandler {
 
 Status Read(std::string_view text, std::string_view file, EventHandler& handler) {
   // As in ParseJson, which keeps a document and is not used here: the library takes a zero byte for
-  // the end of its input, and what stands behind it would go unseen.
+  // the end of its input, and what stands after it would go unseen.
   const size_t zero = text.find('\0');
   if (zero != text.npos) {
     return Corrupt(file, "it is not valid JSON at byte " + std::to_string(zero + 1));

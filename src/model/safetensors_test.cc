@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "model/test_checkpoint.h"
+#include "model/testing/test_checkpoint.h"
 
 namespace quire {
 namespace {

@@ -9,12 +9,13 @@
 #include <nlohmann/json.hpp>
 
 #include "base/check.h"
+#include "base/round_up.h"
+#include "model/cache_lines.h"
 
 namespace quire {
 namespace {
 
-constexpr size_t kCacheLine = 64;
-constexpr size_t kLengthBytes = 8;
+constexpr size_t kHeaderLengthBytes = 8;
 // Written at a time, so that the pages in which the operating system keeps the file are huge ones,
 // and so are those of its mappings.
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -46,10 +47,11 @@ std::string Header(std::string_view format, TensorList tensors) {
     text += "," + nlohmann::json(tensor->name).dump() + ":" + entry.dump();
   }
   text += "}";
-  const size_t whole = (kLengthBytes + text.size() + kCacheLine - 1) / kCacheLine * kCacheLine;
-  text.resize(whole - kLengthBytes, ' ');
+  const size_t whole = RoundUp(kHeaderLengthBytes + text.size(), kCacheLine);
+  text.resize(whole - kHeaderLengthBytes, ' ');
   std::string length;
-  for (size_t i = 0; i < kLengthBytes; ++i) length += static_cast<char>(text.size() >> (8 * i));
+  for (size_t i = 0; i < kHeaderLengthBytes; ++i)
+    length += static_cast<char>(text.size() >> (8 * i));
   return length + text;
 }
 

@@ -25,7 +25,8 @@ class SparseMlp final : public Mlp {
  public:
   // Tensors under `prefix`, as transformers names them.
   static Result<std::unique_ptr<Mlp>> Load(WeightLoader& loader, const std::string& prefix,
-                                           int64_t hidden_size, const ExpertConfig& config);
+                                           int64_t hidden_size, Activation activation,
+                                           const ExpertConfig& config);
 
   int64_t row_floats() const override;
   size_t ScratchBytes(const RowOps& ops, int64_t row_count) const override;
@@ -36,7 +37,7 @@ class SparseMlp final : public Mlp {
   struct Buffers;
 
   int64_t expert_floats() const;
-  Status LoadShared(WeightLoader& loader, const std::string& prefix);
+  Status LoadShared(WeightLoader& loader, const std::string& prefix, Activation activation);
   Buffers Divide(const MixerRun& run) const;
   void AddExpert(int64_t expert, const MixerRun& run, const Buffers& b) const;
   void RunShared(const MixerRun& run, const Buffers& b) const;

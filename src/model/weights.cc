@@ -4,12 +4,13 @@
 #include <cstring>
 #include <utility>
 
+#include "base/round_up.h"
 #include "kernels/linear_layout.h"
+#include "model/cache_lines.h"
 
 namespace quire {
 namespace {
 
-constexpr size_t kCacheLine = 64;  // kernels read whole lines
 // Addresses only: a mapping takes memory where it is written, so what is left of one costs nothing.
 constexpr size_t kMappingBytes = size_t{256} << 20;
 
@@ -68,7 +69,7 @@ std::vector<std::byte> Transposed(const std::byte* matrix, int64_t rows, int64_t
   return turned;
 }
 
-// Of the matrix that the weights of all `parts` make, in a packed checkpoint.
+// The name, in a packed checkpoint, of the matrix that the weights of all `parts` make.
 std::string PackedName(std::span<const LinearPart> parts) {
   std::string name;
   for (const LinearPart& part : parts) name += (name.empty() ? "" : "+") + part.name;
@@ -86,7 +87,7 @@ std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
 }  // namespace
 
 int64_t WeightMemory::BytesTaken(size_t bytes) {
-  return static_cast<int64_t>((bytes + kCacheLine - 1) / kCacheLine * kCacheLine);
+  return static_cast<int64_t>(RoundUp(bytes, kCacheLine));
 }
 
 Result<std::shared_ptr<std::byte>> WeightMemory::Take(size_t bytes) {
@@ -150,7 +151,7 @@ Result<std::vector<float>> WeightLoader::Bias(std::span<const LinearPart> parts)
   return bias;
 }
 
-// Parts that end where a block of outputs does are packed one behind the other, as they lie in the
+// Parts that end where a block of outputs does are packed one after the other, as they lie in the
 // file. False, and nothing was done: some part does not, or is stored otherwise.
 bool WeightLoader::PackInPlace(std::span<const CheckpointTensor> tensors, DType from, DType to,
                                int64_t k, std::byte* packed) {

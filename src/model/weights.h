@@ -84,7 +84,7 @@ enum class WeightUse : uint8_t {
   kMeasure,  // only checks and counts: no tensor is read, results have sizes and no data
 };
 
-// Loads tensors one after the other, and lets go of the file's memory behind each that was copied,
+// Loads tensors one after the other, and lets go of the file's memory after each that was copied,
 // so that the weights are in memory about once. Errors name the file, the tensor, and what was
 // expected: NotFound for a missing tensor, Corrupt for another shape, BadArgument for an element
 // type other than float32, float16 and bfloat16.
@@ -119,8 +119,8 @@ class WeightLoader {
   // Whether Linear keeps the elements of `name`.weight [rows, dim] as they are stored.
   Result<bool> KeepsType(const std::string& name, int64_t rows, int64_t dim);
 
-  // Of everything loaded so far. A tensor that is used twice (tied embeddings) counts once as
-  // parameters.
+  // Totals of everything loaded so far. A tensor that is used twice (tied embeddings) counts once
+  // as parameters.
   int64_t parameter_count() const { return parameter_count_; }
   int64_t weight_bytes() const { return weight_bytes_; }
 

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "base/random.h"
-#include "model/test_checkpoint.h"
+#include "model/testing/test_checkpoint.h"
 
 namespace quire {
 namespace {
@@ -38,7 +38,7 @@ const std::vector<LinearPart> kParts = {{"q", 6}, {"k", 3}, {"v", 3}};
 
 class WeightsTest : public testing::Test {
  protected:
-  WeightsTest() : backend_(**FindBackend("")), runner_(CreateThreadPool(2)) {}
+  WeightsTest() : backend_(**FindBackend("")), runner_(CreateThreadPool(2).value()) {}
 
   void Write(std::span<const TestTensor> tensors, size_t misalignment = 0) {
     WriteBytes(SafetensorsBytes(tensors, misalignment));
@@ -62,7 +62,7 @@ class WeightsTest : public testing::Test {
     return record;
   }
 
-  // The matrix [n][k] behind packed weights, its bias added to each column.
+  // The matrix [n][k] of packed weights, its bias added to each column.
   std::vector<float> Unpack(const LinearWeights& weights) {
     const int64_t n = weights.packed().n;
     const int64_t k = weights.packed().k;

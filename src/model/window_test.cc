@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "model/test_model.h"
+#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {
@@ -61,8 +61,8 @@ TEST(WindowedModel, LocalLayersHoldTheWindowOnly) {
   for (const Case& test : {Case{Mistral(), 0}, Case{Gemma2(), 1}, Case{Gemma3(), 1}}) {
     SCOPED_TRACE(test.model.architecture);
     Loaded loaded(test.model);
-    // The window's tokens lie in one page more than they fill.
-    const int64_t local_max = (kWindow - 1) / kPageSize + 2;
+    // The window's tokens, and those kept for pops, lie in one page more than they fill.
+    const int64_t local_max = (kWindow + loaded.cache->options().max_pop - 1) / kPageSize + 2;
     for (int64_t begin = 0; begin < kLength; begin += kChunk) {
       const int64_t end = std::min(begin + kChunk, kLength);
       loaded.Run(1, begin, end);
@@ -113,7 +113,8 @@ TEST(WindowedModel, ForksWhereTheWindowIsHeldGiveTheSameBits) {
     EXPECT_TRUE(loaded.cache->RemoveSequence(2).ok());
   }
   EXPECT_GE(legal, 2);
-  EXPECT_LE(legal, 1 + kPageSize + 1);  // 0, and back to where the window's first page begins
+  // 0, and back to where the first page begins of the window and of what is kept for pops.
+  EXPECT_LE(legal, 1 + kPageSize + 1 + loaded.cache->options().max_pop);
   EXPECT_FALSE(loaded.cache->CanFork(1, 201));
   EXPECT_FALSE(loaded.cache->CanFork(1, -1));
   EXPECT_FALSE(loaded.cache->CanFork(7, 0));

@@ -58,14 +58,33 @@ DLDataType ToDLDataType(DType dtype) {
   return DLDataType{info.code, info.bits, 1};
 }
 
+namespace {
+
+// "float64", "complex64", "bool", ...: as NumPy says it, where it does.
+std::string DLPackName(DLDataType dtype) {
+  std::string name;
+  if (dtype.code == kDLFloat) name = "float";
+  if (dtype.code == kDLInt) name = "int";
+  if (dtype.code == kDLUInt) name = "uint";
+  if (dtype.code == kDLComplex) name = "complex";
+  constexpr int kBoolCode = 6;  // kDLBool of later versions of DLPack
+  if (dtype.code == kBoolCode && dtype.bits == 8 && dtype.lanes == 1) return "bool";
+  if (name.empty()) name = "of DLPack code " + std::to_string(dtype.code) + " and bits ";
+  name += std::to_string(dtype.bits);
+  if (dtype.lanes != 1) name += " of " + std::to_string(dtype.lanes) + " lanes";
+  return name;
+}
+
+}  // namespace
+
 Result<DType> FromDLDataType(DLDataType dtype) {
   for (const DTypeInfo& info : kInfos) {
     if (dtype.lanes == 1 && dtype.code == info.code && dtype.bits == info.bits) return info.dtype;
   }
-  return Status(StatusCode::kBadArgument,
-                "element type with DLPack code " + std::to_string(dtype.code) + ", " +
-                    std::to_string(dtype.bits) + " bits and " + std::to_string(dtype.lanes) +
-                    " lanes; Quire has " + AllNames());
+  return Status(StatusCode::kBadArgument, "the element type " + DLPackName(dtype) +
+                                              " is not taken; convert it, for example to float32: "
+                                              "Quire has " +
+                                              AllNames());
 }
 
 }  // namespace quire

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "tensor/machine_memory.h"
+
 namespace quire {
 namespace {
 
@@ -20,6 +22,17 @@ Status OutOfMemoryFor(size_t bytes, int error) {
   return Status(StatusCode::kOutOfMemory, "HostMemory: mapping " + std::to_string(bytes) +
                                               " bytes failed: " + ErrorText(error) +
                                               "; lower the size or the other uses of memory");
+}
+
+// The system gives out addresses freely and ends the process when their memory is used up.
+Status CheckMachineHolds(size_t bytes) {
+  const int64_t machine_bytes = MachineMemoryBytes();
+  if (bytes <= static_cast<size_t>(machine_bytes)) return {};
+  return Status(StatusCode::kOutOfMemory,
+                "HostMemory: " + std::to_string(bytes) + " bytes (" +
+                    GiBText(static_cast<double>(bytes)) + ") are more than the " +
+                    GiBText(static_cast<double>(machine_bytes)) +
+                    " of memory that this machine or its control group has; lower the size");
 }
 
 Status FileError(const std::string& path, const char* what, int error) {
@@ -68,8 +81,9 @@ size_t HostMemory::AllocatedBytes(size_t bytes) {
 
 Result<HostMemory> HostMemory::Allocate(size_t bytes) {
   if (bytes == 0) return HostMemory();
-  if (bytes > SIZE_MAX / 2) return OutOfMemoryFor(bytes, ENOMEM);
+  if (bytes > SIZE_MAX / 2) return CheckMachineHolds(bytes);
   const size_t rounded = AllocatedBytes(bytes);
+  if (rounded >= kHugePageBytes) QUIRE_RETURN_IF_ERROR(CheckMachineHolds(rounded));
   std::byte* data = nullptr;
   if (rounded >= kHugePageBytes) {
     data = MapAligned(rounded);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "quire/status.h"
@@ -18,7 +19,8 @@ namespace quire {
 class HostMemory {
  public:
   HostMemory() = default;
-  // OutOfMemory with the size in its message. Zero bytes give an empty object.
+  // OutOfMemory with the size in its message, at once where the machine or its control group has
+  // less memory in all. Zero bytes give an empty object.
   static Result<HostMemory> Allocate(size_t bytes);
   // size() of what Allocate(bytes) gives, without taking it. REQUIRES: bytes <= SIZE_MAX / 2.
   static size_t AllocatedBytes(size_t bytes);
@@ -64,6 +66,7 @@ class MappedFile {
   ~MappedFile();
 
   std::span<const std::byte> bytes() const { return {data_, size_}; }
+  std::string_view text() const { return {reinterpret_cast<const char*>(data_), size_}; }
 
  private:
   MappedFile(const std::byte* data, size_t size) : data_(data), size_(size) {}

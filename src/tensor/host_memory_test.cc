@@ -6,7 +6,10 @@
 #include <cstdio>
 #include <fstream>
 #include <limits>
+#include <string>
 #include <utility>
+
+#include "tensor/machine_memory.h"
 
 namespace quire {
 namespace {
@@ -39,6 +42,15 @@ TEST(HostMemory, FailureIsAValueThatNamesTheSize) {
     ASSERT_EQ(memory.status().code(), StatusCode::kOutOfMemory);
     EXPECT_NE(memory.status().message().find(std::to_string(bytes)), std::string::npos);
   }
+}
+
+TEST(HostMemory, MoreThanTheMachineHasIsRefusedWithBothSizes) {
+  const auto machine = static_cast<double>(MachineMemoryBytes());
+  const auto memory = HostMemory::Allocate(static_cast<size_t>(MachineMemoryBytes()) + kHuge);
+  ASSERT_EQ(memory.status().code(), StatusCode::kOutOfMemory);
+  const std::string message(memory.status().message());
+  EXPECT_NE(message.find(GiBText(machine + kHuge)), std::string::npos) << message;
+  EXPECT_NE(message.find(GiBText(machine)), std::string::npos) << message;
 }
 
 TEST(HostMemory, MovesOwnership) {

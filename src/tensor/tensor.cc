@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "base/check.h"
-
 namespace quire {
 namespace {
 
@@ -29,9 +27,14 @@ Status CheckExtent(const DLTensor& tensor, int64_t element_bytes) {
 }  // namespace
 
 TensorView::TensorView(void* data, DType dtype, std::span<const int64_t> shape)
-    : data_(data), dtype_(dtype), rank_(static_cast<int>(shape.size())) {
-  QUIRE_CHECK(shape.size() <= kMaxRank)
-      << "a tensor of " << shape.size() << " dimensions; the most is " << kMaxRank;
+    : data_(data),
+      dtype_(dtype),
+      rank_(static_cast<int>(std::min<size_t>(shape.size(), kMaxRank))),
+      given_rank_(static_cast<int>(shape.size())) {
+  if (given_rank_ > kMaxRank) {
+    data_ = nullptr;
+    return;
+  }
   int64_t stride = 1;
   for (int i = rank_ - 1; i >= 0; --i) {
     shape_[i] = shape[static_cast<size_t>(i)];
@@ -85,6 +88,10 @@ bool TensorView::is_contiguous() const {
 
 std::string TensorView::ToString() const {
   std::string text(DTypeName(dtype_));
+  if (given_rank_ > kMaxRank) {
+    return text + " of " + std::to_string(given_rank_) + " dimensions, of which " +
+           std::to_string(kMaxRank) + " are the most";
+  }
   text += " [";
   for (int i = 0; i < rank_; ++i) {
     if (i > 0) text += ", ";

@@ -33,7 +33,7 @@ def read(path: Path) -> str:
 
 def object_files() -> list[Path]:
     """What the library and the binding are linked from, as the release build has it."""
-    found = sorted(RELEASE.glob("src/*/CMakeFiles/quire_*.dir/**/*.o"))
+    found = sorted(RELEASE.glob("src/**/CMakeFiles/quire_*.dir/**/*.o"))
     assert found, f"{RELEASE} is not built: ./test release"
     return [path for path in found if not re.search(r"_(?:test|test_support|test_ffi|bench|fuzz)\.dir", str(path))]
 

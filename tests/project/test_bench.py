@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ WORKER_DIR = os.environ.get("QUIRE_BENCH_WORKER_DIR") or str(source_tree.RELEASE
 sys.path.insert(0, str(BENCH))
 
 import cases as bench_cases  # noqa: E402
+import driver  # noqa: E402
 import generation  # noqa: E402
 import measure  # noqa: E402
 import models  # noqa: E402
@@ -311,32 +313,63 @@ def test_guesses_are_counted_where_there_are_any():
         assert len(samples["call"]) == 1
 
 
-# ---- The page
+# ---- Recorded results, and the page
 
 
-def row(case: str, value: float) -> measure.Row:
-    return measure.Row(case, "call", "ms", value, [], 0.5, 30e9, [])
+def recorded(case: str, value: float, date: str, group: str = "a") -> report.Recorded:
+    peers = [measure.Comparison("vLLM", 2 * value, 2.0, 1.5, 2.5)]
+    goals = [measure.Outcome("2 × vLLM", True), measure.Outcome("0.9 of the bound", False)]
+    row = measure.Row(case, "call", "ms", value, peers, 0.5, 30e9, goals)
+    return report.Recorded(row, group, date, None)
 
 
-def test_rows_of_the_page_are_replaced_and_others_stay(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"head\n{report.BEGIN}\n{report.END}\ntail\n")
-    report.update(page, "one", {"a": [row("decode/x", 1), row("decode/y", 2)]}, "2026-01-01")
-    report.update(page, "two", {"a": [row("decode/x", 3)], "c": [row("plan", 4)]}, "2026-01-02")
-    report.update(page, "one", {"a": [row("decode/x", 5)]}, "2026-01-03")
+def test_results_are_kept_and_the_newest_are_shown(tmp_path):
+    first, second = report.HEADLINES[:2]
+    page, folder = tmp_path / "page.md", tmp_path
+    page.write_text(f"head\n{report.BEGIN}\nold\n{report.END}\ntail\n")
+    report.record(folder, "CPU one; 2 threads", [recorded(first, 1, "2026-01-01")])
+    report.record(folder, "CPU two", [recorded(first, 3, "2026-01-02")])
+    newer = [recorded(first, 5, "2026-01-03"), recorded(second, 7, "2026-01-03")]
+    report.record(folder, "CPU one; 2 threads", [*newer, recorded("decode/x", 2, "2026-01-03")])
+    assert len(json.loads((folder / "cpu-one-2-threads.json").read_text())["rows"]) == 4
+    machines = report.newest(folder)
+    assert list(machines) == ["CPU one; 2 threads", "CPU two"]
+    assert machines["CPU one; 2 threads"][first] == newer[0]
+    report.update(page, folder)
     text = page.read_text()
-    assert text.startswith("head\n") and text.endswith("\ntail\n")
-    tables = report.parse(text.split(report.BEGIN)[1].split(report.END)[0])
-    assert list(tables) == ["one", "two"]
-    lines = tables["one"]["Decode attention"]
-    assert "| 5 ms |" in lines["decode/x"] and lines["decode/x"].endswith("2026-01-03 |")
-    assert "| 2 ms |" in lines["decode/y"] and lines["decode/y"].endswith("2026-01-01 |")
-    assert list(tables["two"]) == ["Decode attention", "Planning a step"]
+    assert text.startswith("head\n") and text.endswith("\ntail\n") and "old" not in text
+    assert [text.count(f"| {value} ms |") for value in (5, 7, 3, 1, 2)] == [1, 1, 1, 0, 0]
+    assert "0.50 at 30 GB/s | 2 × vLLM: reached; 0.9 of the bound: **not reached**" in text
+    lines = report.all_lines(folder)
+    assert lines[:2] == ["# CPU one; 2 threads", "## Decode attention"]
+    assert any(line.startswith("decode/x: 2 ms | vLLM 4 ms: 2 × (1.5 to 2.5)") for line in lines)
 
 
-def test_the_page_has_its_place_for_results():
+def test_a_run_records_its_rows(tmp_path, monkeypatch):
+    """What --update-docs does at the end of a run."""
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "benchmarks.md"
+    page.write_text(f"{report.BEGIN}\n{report.END}\n")
+    monkeypatch.setattr(driver, "ROOT", tmp_path)
+    monkeypatch.setattr(driver, "RESULTS", tmp_path)
+    monkeypatch.setattr(driver, "_commit", lambda: "0123abc")
+    run = driver.Run.__new__(driver.Run)
+    run._date = datetime.datetime(2026, 1, 4, tzinfo=datetime.UTC)
+    run._machine = driver.Machine(3)
+    run._rows = {"a": [recorded(report.HEADLINES[0], 11, "").row]}
+    run._record()
+    (shown,) = report.newest(tmp_path)[run._machine.title()].values()
+    assert (shown.group, shown.date, shown.commit) == ("a", "2026-01-04", "0123abc")
+    assert "| 11 ms |" in page.read_text()
+
+
+def test_the_page_shows_what_is_recorded(tmp_path):
+    page = tmp_path / "page.md"
     text = source_tree.read(Path("docs/benchmarks.md"))
-    assert text.count(report.BEGIN) == 1 and text.count(report.END) == 1
+    page.write_text(text)
+    report.update(page, BENCH / "results")
+    assert page.read_text() == text, "stale: bench/bench --update-docs writes it"
+    assert text.count("\n") <= 120
 
 
 # ---- Models

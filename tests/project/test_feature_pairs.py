@@ -18,7 +18,7 @@ _UNITS = {"": 1, "k": 1000, "M": 1_000_000}
 
 def features_of_source() -> dict[str, str]:
     """Name and meaning, in the order of the source."""
-    source = source_tree.read(Path("src/kv/feature_pairs.cc"))
+    source = source_tree.read(Path("src/kv/testing/feature_pairs.cc"))
     texts = source.split("kTexts = {{", 1)[1].split("}};", 1)[0]
     return dict(re.findall(r'\{"([^"]+)",\s*"([^"]+)"\}', texts))
 

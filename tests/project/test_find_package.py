@@ -12,9 +12,11 @@ import source_tree
 _CONSUMER = """\
 cmake_minimum_required(VERSION 3.25)
 project(consumer LANGUAGES CXX)
-find_package(quire 0.1 REQUIRED)
-add_executable(consumer main.cc)
-target_link_libraries(consumer PRIVATE quire::quire)
+set(module_path "${CMAKE_MODULE_PATH}")
+@README@
+if(NOT CMAKE_MODULE_PATH STREQUAL module_path OR DEFINED OPENSSL_USE_STATIC_LIBS OR _quire_module_path)
+  message(FATAL_ERROR "find_package(quire) changes variables of its caller")
+endif()
 """
 _PARENT = """\
 cmake_minimum_required(VERSION 3.25)
@@ -27,6 +29,10 @@ target_link_libraries(consumer PRIVATE quire::quire)
 """
 
 
+# 100 tokens of sequence 0 and 90 of its fork.
+README_OUTPUT = "ok: 190 tokens\n"
+
+
 def command(*arguments: object, cwd: Path | None = None) -> str:
     result = subprocess.run(
         [str(item) for item in arguments], cwd=cwd, capture_output=True, text=True, check=False
@@ -35,13 +41,18 @@ def command(*arguments: object, cwd: Path | None = None) -> str:
     return result.stdout
 
 
-def readme_program() -> str:
+def readme_block(language: str, containing: str) -> str:
+    """The first code block of README.md in this language with that text in it."""
     blocks = re.findall(
-        r"^```cpp\n(.*?)^```", source_tree.read(Path("README.md")), re.MULTILINE | re.DOTALL
+        rf"^```{language}\n(.*?)^```", source_tree.read(Path("README.md")), re.MULTILINE | re.DOTALL
     )
-    programs = [block for block in blocks if "int main(" in block]
-    assert programs, "README.md shows no C++ program"
-    return programs[0]
+    found = [block for block in blocks if containing in block]
+    assert found, f"README.md has no {language} block with {containing}"
+    return found[0]
+
+
+def readme_program() -> str:
+    return readme_block("cpp", "int main(")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +64,8 @@ def prefix(tmp_path_factory) -> Path:
 
 
 def test_an_installed_quire_is_found_and_runs_the_readme(tmp_path, prefix):
-    (tmp_path / "CMakeLists.txt").write_text(_CONSUMER)
+    lines = readme_block("cmake", "find_package(quire")
+    (tmp_path / "CMakeLists.txt").write_text(_CONSUMER.replace("@README@", lines))
     (tmp_path / "main.cc").write_text(readme_program())
     command(
         "cmake",
@@ -66,7 +78,64 @@ def test_an_installed_quire_is_found_and_runs_the_readme(tmp_path, prefix):
         f"-DCMAKE_PREFIX_PATH={prefix}",
     )
     command("cmake", "--build", tmp_path / "build")
-    assert command(tmp_path / "build" / "consumer", cwd=tmp_path).strip()
+    assert command(tmp_path / "build" / "app", cwd=tmp_path) == README_OUTPUT
+
+
+def test_pkg_config_builds_and_runs_the_readme(tmp_path, prefix):
+    """The archive with what it needs, from an installation that was moved."""
+    (tmp_path / "main.cc").write_text(readme_program())
+    found = list(prefix.rglob("quire.pc"))
+    assert len(found) == 1
+    flags = command(
+        "env", f"PKG_CONFIG_PATH={found[0].parent}", "pkg-config", "--static", "--cflags", "--libs", "quire"
+    )
+    command("g++", "-std=c++20", "main.cc", "-o", "consumer", *flags.split(), cwd=tmp_path)
+    assert command(tmp_path / "consumer", cwd=tmp_path) == README_OUTPUT
+
+
+def test_a_build_without_options_needs_no_library_of_theirs(tmp_path):
+    """Configured with what the options leave out forbidden, and its smallest file compiled."""
+    build = tmp_path / "build"
+    options = [f"-DQUIRE_{name}=OFF" for name in ("REDIS", "TLS", "IO_URING")]
+    forbidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("hiredis", "uring")]
+    command("cmake", "-G", "Ninja", "-S", source_tree.ROOT, "-B", build, *options, *forbidden)
+    commands = command("ninja", "-C", build, "-t", "commands")
+    assert not re.search(r"hiredis|liburing|libssl|redis_tier|redis_tls|tls_session|-Werror", commands)
+    files = (("redis", "redis_left_out"), ("disk", "uring_left_out"), ("disk", "file_queue"))
+    objects = [
+        f"src/store/{tier}/CMakeFiles/quire_store_{tier}.dir/{name}.cc.o" for tier, name in files
+    ]
+    command("ninja", "-C", build, *objects, "src/chunk/CMakeFiles/quire_chunk.dir/sha256.cc.o")
+
+
+_ASKS_FOR_WHAT_IS_LEFT_OUT = """\
+#include <cstdio>
+#include "store/redis/redis_tier.h"
+#include "net/tls_session.h"
+int main() {
+  std::puts(quire::CreateRedisTier({}, "", nullptr).status().ToString().c_str());
+  std::puts(quire::TlsContext::Create({}).status().ToString().c_str());
+}
+"""
+
+
+def test_what_is_left_out_is_refused_by_the_name_of_its_option(tmp_path):
+    (tmp_path / "main.cc").write_text(_ASKS_FOR_WHAT_IS_LEFT_OUT)
+    sources = ["store/redis/redis_left_out.cc", "net/tls_left_out.cc", "base/status.cc", "base/check.cc"]
+    folders = [f"-I{source_tree.ROOT / name}" for name in ("include", "src")]
+    paths = [source_tree.ROOT / "src" / name for name in sources]
+    command("g++", "-std=c++20", *folders, "main.cc", *paths, "-o", "main", cwd=tmp_path)
+    redis, tls = command(tmp_path / "main").splitlines()
+    assert redis.startswith("BadArgument") and redis.endswith("-DQUIRE_REDIS=ON")
+    assert tls.startswith("BadArgument") and tls.endswith("-DQUIRE_TLS=ON")
+
+
+def test_the_version_header_is_the_projects() -> None:
+    declared = re.search(r"VERSION (\d+)\.(\d+)\.(\d+)", source_tree.read(Path("CMakeLists.txt")))
+    assert declared is not None
+    header = source_tree.read(Path("include/quire/version.h"))
+    numbers = re.findall(r"^#define QUIRE_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)$", header, re.MULTILINE)
+    assert tuple(numbers) == declared.groups()
 
 
 def test_an_installation_does_not_point_back(prefix):
@@ -91,5 +160,5 @@ def test_a_subproject_changes_nothing_for_its_parent(tmp_path):
     consumer = command(
         "ninja", "-C", tmp_path / "build", "-t", "commands", "CMakeFiles/consumer.dir/main.cc.o"
     )
-    assert "-Werror" not in consumer
+    assert "-Werror" not in output + command("ninja", "-C", tmp_path / "build", "-t", "commands")
     assert "-ffp-contract" not in consumer

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import io
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import quire
-from program import process, run
+import tiny_gguf
+from program import ROOT, process, run
 from quire import cli
 from quire.cli import arguments as cli_arguments
+from quire.cli import ranges as cli_ranges
+from quire.cli import terminal as cli_terminal
 from tiny_model import Shape, TinyModel
 
 
@@ -25,7 +32,8 @@ def test_an_answer_is_printed(
 ) -> None:
     code, out, err = run(capsys, "generate", *model, "--max-tokens", "12", "--prompt", "Hi")
     expected = engine.generate([{"role": "user", "content": "Hi"}], max_tokens=12)
-    assert (code, out, err) == (0, expected.text + "\n", "")
+    assert (code, out) == (0, expected.text + "\n") and expected.finish_reason == "length"
+    assert err == "(cut after 12 tokens: --max-tokens)\n"
 
 
 def test_raw_takes_the_text_as_it_stands(
@@ -148,10 +156,11 @@ def test_a_prompt_from_standard_input(
 def test_several_answers(
     capsys: pytest.CaptureFixture[str], model: list[str], engine: quire.Engine
 ) -> None:
-    arguments = ["--temperature", "1", "--n", "3", "--json", "--max-tokens", "6", "--raw"]
+    arguments = ["--temperature", "1", "--seed", "0", "--n", "3", "--json"]
+    arguments += ["--max-tokens", "6", "--raw"]
     code, out, _ = run(capsys, "generate", *model, "--page-size", "16", *arguments, "Hi")
-    expected = engine.generate("Hi", temperature=1, n=3, max_tokens=6).samples
-    assert code == 0
+    expected = engine.generate("Hi", temperature=1, seed=0, n=3, max_tokens=6).samples
+    assert code == 0 and json.loads(out)["seed"] == 0
     assert [found["ids"] for found in json.loads(out)["samples"]] == [s.ids for s in expected]
 
 
@@ -172,15 +181,9 @@ def test_stats_go_to_standard_error(capsys: pytest.CaptureFixture[str], model: l
         (["generate", "/no/such/folder"], "/no/such/folder"),
         (["generate", "no/such/folder"], "no/such/folder"),
         (["generate", "--model", "no_such_folder", "Hi"], "no_such_folder"),
-        (["generate", "MODEL", "Hi", "--temperature", "-1"], "temperature"),
-        (["generate", "MODEL", "Hi", "--max-tokens", "100000"], "100000"),
-        (["generate", "MODEL", "--prompt-ids", "99999999"], "99999999"),
-        (["generate", "MODEL", "Hi", "--kernel-path", "abacus"], "abacus"),
-        (["generate", "MODEL", "bad \udc80 text"], "surrogate"),
         (["import", "/no/such/file.gguf", "/tmp/no_such_out"], "/no/such/file.gguf"),
         (["inspect", "/no/such/folder"], "/no/such/folder"),
         (["chat", "/no/such/folder"], "/no/such/folder"),
-        (["chat", "MODEL", "--threads", "-1"], "threads"),
         (["generate", "--file", "/no/such/file.txt"], "/no/such/file.txt: No such file"),
         (["generate", "--file", "/tmp"], "/tmp: Is a directory"),
         (["generate", "/no/such/folder", "--dry-run"], "/no/such/folder"),
@@ -245,6 +248,187 @@ def test_wrong_usage_is_exit_code_2(
     assert code == 2 and out == "" and "quire" in err and "Traceback" not in err
 
 
+_POSITIONS = "256 positions"  # of the tiny model
+_NEEDS_A_STORE = "--kv-dir or --kv-redis"
+
+# Command, option, a bad value, and what is said of the range.
+_BAD_VALUES = [
+    *(
+        (command, option, value, words)
+        for command in ("generate", "chat", "snapshot save FILE")
+        for option, values, words in (
+            ("--max-tokens", ("0", "-1", "x", "1.5", "9" * 30, "9" * 5000), "from 1 to 2^63 - 1"),
+            ("--temperature", ("-1", "nan", "inf", "1e39", "x"), "at least 0"),
+            ("--top-k", ("-1", "9" * 30, "x"), "from 0 to 2^63 - 1"),
+            ("--top-p", ("0", "1.5", "nan", "1e-60"), "above 0 and at most 1"),
+            ("--min-p", ("-0.1", "1.1", "nan"), "at least 0 and at most 1"),
+            ("--repetition-penalty", ("0", "-1", "nan", "inf"), "above 0"),
+            ("--presence-penalty", ("nan", "inf", "x"), "a finite number"),
+            ("--frequency-penalty", ("nan", "inf", "x"), "a finite number"),
+            ("--seed", ("-1", str(2**64), "x"), "from 0 to 2^64 - 1"),
+            ("--window", ("-1", "x"), "from 0 to 2^63 - 1"),
+            ("--sinks", ("-1", "x"), "from 0 to 2^63 - 1"),
+            ("--cache-salt", ("", "x" * 4097), "1 to 4096 bytes"),
+            ("--dtype", ("int8",), "choose from"),
+            ("--kv-dtype", ("int4", "int8,int8,int8", ","), "float32, float16, int8, fp8"),
+            ("--threads", ("-1", "1025", "x"), "from 0 to 1024"),
+            ("--page-size", ("-1", "1048577", "x"), "from 0 to 1048576"),
+            ("--kv-bytes", ("lots", "-1", "1e9", "9" * 30), "bytes"),
+            ("--prefill-chunk", ("0", "1048577"), "from 1 to 1048576"),
+            ("--max-num-sequences", ("0", "1048577"), "from 1 to 1048576"),
+            ("--speculate", ("magic",), "choose from"),
+            ("--draft-tokens", ("0", "256"), "from 1 to 255"),
+            ("--draft-branches", ("0", "17"), "from 1 to 16"),
+            ("--kernel-path", ("abacus", ""), "this machine can run"),
+        )
+        for value in values
+    ),
+    *(
+        (command, option, value, words)
+        for command in ("generate", "chat")
+        for option, value, words in (
+            ("--kv-load-timeout", "-1", "at least 0 and at most 86400"),
+            ("--kv-load-timeout", "nan", "at least 0 and at most 86400"),
+            ("--kv-quota", "lots", "512M"),
+            ("--kv-durability", "paper", "choose from"),
+            ("--kv-key-file", "/no/such/key", "No such file"),
+            ("--kv-key-file", "/dev/null", "at least 16"),
+        )
+    ),
+    ("generate", "--n", "0", "from 1 to 1048576"),
+    ("generate", "--logprobs", "-1", "from 0 to 256"),
+    ("generate", "--logprobs", "257", "from 0 to 256"),
+    ("generate", "--prompt-ids", "-1", "from 0 to 2^31 - 1"),
+    ("generate", "--prompt-ids", "9" * 30, "from 0 to 2^31 - 1"),
+    ("generate", "--json", "--stats", "--stats has no effect"),
+    ("generate", "--stop", "", "it is empty"),
+    ("generate", "--kv-dir", "", "it is empty"),
+    ("generate", "--max-token", "5", "did you mean --max-tokens?"),
+    ("kv-quality", "--context", "1", "from 2 to 2^63 - 1"),
+    ("kv-quality", "--tokens", "1", "from 2 to 2^63 - 1"),
+    ("kv-quality", "--types", "int4", "int8"),
+    ("kv-quality", "--against", "int4", "int8"),
+    ("pack", "--threads", "-1", "from 0 to 1024"),
+    # What only the model can judge.
+    ("generate", "--max-tokens", "100000", _POSITIONS),
+    ("generate", "--window", "100000", _POSITIONS),
+    ("generate", "--kv-bytes", "100", "at least"),
+    ("generate --model MODEL", "--prompt-ids", "99999999", "the vocabulary is [0, "),
+    # Without effect.
+    ("generate", "--sinks", "4", "--window"),
+    ("generate", "--draft-tokens", "4", "--speculate"),
+    ("generate", "--draft-branches", "4", "--speculate"),
+    ("generate", "--speculate", "model", "--draft-model"),
+    ("generate", "--kv-quota", "1G", "--kv-dir"),
+    ("generate", "--kv-durability", "sync", "--kv-dir"),
+    ("generate", "--kv-key-file", "KEY", _NEEDS_A_STORE),
+    ("generate", "--kv-load-timeout", "1", _NEEDS_A_STORE),
+    ("generate", "--logprobs", "1", "--json"),
+    ("generate", "--n", "2", "--json"),
+    ("generate", "--temperature", "0 --top-k 5", "--top-k has no effect"),
+    ("generate", "--draft-model", "x --speculate ngram", "--speculate ngram"),
+    ("generate", "--prompt-ids", "1 --system x", "--system has no effect"),
+    ("generate", "--prompt-ids", "1 --raw", "--raw has no effect"),
+    ("generate", "--file", "x --json", "--json has no effect"),
+    ("generate", "--file", "x --stats", "--stats has no effect"),
+    ("snapshot show FILE", "--threads", "1", "has no effect"),
+    ("snapshot restore FILE", "--prompt", "x --raw", "--raw has an effect with save only"),
+    ("snapshot save FILE", "--prompt", "x --any-numerics", "--any-numerics has an effect with restore only"),
+    ("store ls redis://127.0.0.1:1", "--kv-quota", "1G", "no effect on Redis"),
+    ("store ls redis://127.0.0.1:1", "--kv-durability", "sync", "no effect on Redis"),
+]
+
+
+@pytest.mark.parametrize(("command", "option", "value", "words"), _BAD_VALUES, ids=str)
+def test_a_bad_value_is_told_by_its_option_with_its_range(
+    capsys: pytest.CaptureFixture[str],
+    tiny: TinyModel,
+    tmp_path: Path,
+    command: str,
+    option: str,
+    value: str,
+    words: str,
+) -> None:
+    (tmp_path / "key").write_bytes(b"k" * 16)
+    value = value.replace("KEY", str(tmp_path / "key"))
+    name, *rest = command.replace("MODEL", str(tiny.directory)).split()
+    values = value.split(" ") if " --" in value else [value]
+    arguments = [name, *rest, option, *values]
+    if name == "pack":
+        arguments += [str(tiny.directory), str(tmp_path / "packed")]
+    elif name == "generate" and option not in ("--prompt-ids", "--file"):
+        arguments += ["--model", str(tiny.directory), "--prompt", "Hi"]
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == "" and err.count("\n") == 1 and len(err) < 500
+    assert words in err and (option in err or words.startswith("--")), err
+    assert "Options::" not in err and "Traceback" not in err and "Engine::" not in err
+
+
+def test_every_option_with_a_value_has_a_range() -> None:
+    """An option that takes any text is one of these."""
+    texts = {"prompt", "system", "stop", "model", "draft_model", "kv_dir", "kv_redis"}
+    texts |= {"file", "output", "words", "directory", "text"}
+    for name in cli._COMMANDS:
+        command = importlib.import_module(cli._COMMANDS[name]).parser()
+        for action in command._actions:
+            is_text = action.type is None and action.choices is None and action.nargs != 0
+            assert not is_text or action.dest in texts, f"{name}: {action.dest}"
+            assert action.type not in (int, float), f"{name}: {action.dest}"
+
+
+def test_members_become_options_and_paths_stay() -> None:
+    for message, expected in (
+        ("EngineOptions::threads is -1", "--threads is -1"),
+        ("SamplingOptions::speculation.branches is 0", "--draft-branches is 0"),
+        ("raise EngineOptions::kv_bytes or max_tokens", "raise --kv-bytes or --max-tokens"),
+        ("prefill_chunk_size is 0", "--prefill-chunk is 0"),
+        ("/models/max_tokens/kv_bytes: damaged", "/models/max_tokens/kv_bytes: damaged"),
+        ("max_tokens.json: damaged", "max_tokens.json: damaged"),
+        ("window is open", "window is open"),
+    ):
+        assert cli_arguments.in_typed_words(message) == expected
+
+
+def test_a_name_of_a_hub_says_that_nothing_is_downloaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = run(capsys, "generate", "Some-Org/Some-Model-1.5B", "Hi")
+    assert (code, out) == (1, "") and "does not download" in err and "hf download" in err
+    with pytest.raises(quire.NotFoundError, match="does not download"):
+        quire.Engine("Some-Org/Some-Model-1.5B")
+
+
+_LFS_POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + "0" * 64
+    + "\nsize 269060552\n"
+)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(
+    capsys: pytest.CaptureFixture[str], tiny: TinyModel, tmp_path: Path, file: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.directory, folder)
+    (folder / file).write_text(_LFS_POINTER)
+    code, out, err = run(capsys, "generate", str(folder), "Hi")
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert str(folder / file) in err and "Git LFS pointer" in err and "lfs pull" in err
+
+
+def test_a_tokenizer_of_sentencepiece_says_how_to_convert_it(
+    capsys: pytest.CaptureFixture[str], tiny: TinyModel, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.directory, folder)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    code, out, err = run(capsys, "generate", str(folder), "Hi")
+    assert (code, out) == (1, "") and "tokenizer.model" in err and "save_pretrained" in err
+    ids = ("--prompt-ids", "1,2", "--max-tokens", "2")
+    assert run(capsys, "generate", str(folder), *ids)[0] == 0
+
+
 def test_a_file_in_place_of_a_folder_gets_a_hint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -265,7 +449,7 @@ def test_a_file_in_place_of_a_folder_gets_a_hint(
     ],
 )
 def test_sizes(text: str, expected: int) -> None:
-    assert cli_arguments.size(text) == expected
+    assert cli_ranges.size(text) == expected
 
 
 # ---- Help
@@ -329,7 +513,8 @@ def test_where_the_answer_goes_is_minded(model: list[str], stdout: str, code: in
     with open(stdout, "w") as file:
         child = process("generate", *model, "--max-tokens", "3", "Hi", stdout=file)
         _, err = child.communicate(timeout=60)
-    assert child.returncode == code and b"Traceback" not in err and err.count(b"\n") == code
+    assert child.returncode == code and b"Traceback" not in err and err.count(b"\n") == 1
+    assert err.startswith(b"quire: error: " if code else b"(cut after 3 tokens")
 
 
 def test_a_closed_standard_output_is_no_traceback(model: list[str]) -> None:
@@ -337,7 +522,7 @@ def test_a_closed_standard_output_is_no_traceback(model: list[str]) -> None:
         "generate", *model, "--max-tokens", "3", "Hi", stdout=None, preexec_fn=lambda: os.close(1)
     )
     _, err = child.communicate(timeout=60)
-    assert (child.returncode, err) == (0, b"")
+    assert (child.returncode, err) == (0, b"(cut after 3 tokens: --max-tokens)\n")
 
 
 def test_a_name_that_is_no_utf8_is_one_line(tiny: TinyModel, tmp_path: Path) -> None:
@@ -355,3 +540,163 @@ def test_a_terminal_without_utf8_gets_no_traceback(
     child = process("generate", *model, "--raw", "--json", "--max-tokens", "20", "你好")
     out, err = child.communicate(timeout=60)
     assert child.returncode == 0 and err == b"" and len(json.loads(out)["ids"]) <= 20
+
+
+# ---- Long work that writes
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    tiny_gguf.write_model(path, tiny_gguf.random_weights(1, tiny_gguf.vocab_size()))
+    return path
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_import_and_pack_tell_how_much_is_written(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gguf: Path,
+    tmp_path: Path,
+) -> None:
+    from quire import packing
+    from quire.importer import import_gguf
+
+    seen: list[tuple[int, int]] = []
+    folder = import_gguf(gguf, tmp_path / "model", progress=lambda *at: seen.append(at))
+    assert seen == sorted(seen) and len(seen) > 3 and seen[-1][0] == seen[-1][1]
+    size = (folder / "model.safetensors").stat().st_size
+    assert 0 < size - seen[-1][1] < 1 << 20  # the header
+    monkeypatch.setattr(cli_terminal.FileProgress, "_LINE_SECONDS", 0.0)
+    code, _, err = run(capsys, "import", str(gguf), str(tmp_path / "other"))
+    assert code == 0 and "MiB written" in err
+    monkeypatch.setattr(packing, "_WATCH_SECONDS", 0.0)
+    code, _, err = run(capsys, "pack", str(folder), str(tmp_path / "packed"))
+    assert code == 0
+
+
+def test_progress_of_a_file_is_a_bar_on_a_terminal_and_few_lines_elsewhere() -> None:
+    for is_terminal in (True, False):
+        screen = io.StringIO()
+        screen.isatty = lambda: is_terminal  # type: ignore[method-assign]
+        now = [0.0]
+        progress = cli_terminal.FileProgress("written", 100 << 20, screen, clock=lambda: now[0])
+        for second in range(101):
+            now[0] = float(second)
+            progress.update(second << 20)
+        progress.clear()
+        text = screen.getvalue()
+        if is_terminal:
+            assert "[##########----------] 50 of 100 MiB written, 50 s left" in text
+            assert "\n" not in text and text.endswith("\r")
+        else:
+            assert text.count("\n") == 10 and "(50 of 100 MiB written)" in text
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: TinyModel,
+    gguf: Path,
+    tmp_path: Path,
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    out = tmp_path / "new" / "model"
+    for command in (["import", str(gguf)], ["pack", str(tiny.directory)]):
+        code, text, err = run(capsys, *command, str(out))
+        assert (code, text) == (1, "") and err.count("\n") == 1
+        assert str(out) in err and "GiB are free" in err
+        assert files(tmp_path) == {"model.gguf"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")])
+def test_an_import_that_ends_early_leaves_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gguf: Path,
+    tmp_path: Path,
+    error: BaseException,
+) -> None:
+    from quire.importer import safetensors_writer
+
+    def fail(*_: object) -> None:
+        assert any(name.endswith(".part") for name in files(tmp_path))
+        raise error
+
+    monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "write", fail)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = run(capsys, "import", str(gguf), str(tmp_path / "model"))
+    signal.signal(signal.SIGINT, before)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    assert (code, out) == (130 if interrupted else 1, "")
+    assert err == "\n" if interrupted else "No space left" in err
+    assert files(tmp_path) == {"model.gguf"}
+
+
+# The import stops in the middle until the signal comes.
+_STOPPED_IMPORT = """
+import sys, time
+from quire import cli
+from quire.importer import safetensors_writer
+def wait(*_):
+    print("here", flush=True)
+    time.sleep(600)
+safetensors_writer.SafetensorsWriter.write = wait
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_a_signal_leaves_no_half_folder(
+    gguf: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    def by_default() -> None:
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, signal.SIG_DFL)
+
+    child = subprocess.Popen(
+        [sys.executable, "-c", _STOPPED_IMPORT, "import", str(gguf), str(tmp_path / "model")],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=by_default,
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"here\n"
+    assert any(name.endswith(".part") for name in files(tmp_path))
+    child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err.strip()) == (code, b"")
+    assert files(tmp_path) == {"model.gguf"}
+
+
+def test_a_reader_that_has_gone_before_the_first_byte_is_no_traceback(model: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    child = process("generate", *model, "--json", "--max-tokens", "3", "Hi", stdout=write_end)
+    os.close(write_end)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (1, b"")
+
+
+@pytest.mark.parametrize("folder", ["/proc/no/kv", "/dev/null/kv", "/etc/passwd"])
+def test_a_folder_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], model: list[str], folder: str
+) -> None:
+    code, out, err = run(capsys, "generate", *model, "--kv-dir", folder, "Hi")
+    assert (code, out) == (1, "") and err.count("\n") == 1 and folder in err
+
+
+def test_kv_that_no_tier_takes_is_told(
+    capsys: pytest.CaptureFixture[str], model: list[str], tmp_path: Path
+) -> None:
+    arguments = ("--kv-dir", str(tmp_path / "kv"), "--max-tokens", "2", "--prompt", "Hi " * 60)
+    code, out, err = run(capsys, "generate", *model, *arguments, "--kv-quota", "1")
+    assert code == 0 and out and "chunks of KV are not kept: disk" in err
+    code, _, err = run(capsys, "generate", *model, *arguments)
+    assert code == 0 and "not kept" not in err

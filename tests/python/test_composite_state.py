@@ -214,6 +214,22 @@ def test_a_forward_ends_in_all_parts_or_in_none() -> None:
     assert hybrid.lengths(0) == {5}
 
 
+def test_layers_of_attention_may_be_skipped_and_recurrent_ones_not() -> None:
+    hybrid = Hybrid(cache=attention(allow_skipped_layers=True))
+    hybrid.call("add_sequence", 0)
+    rows = draw(2, 3)
+    q, k, v = (np.ascontiguousarray(x) for x in np.split(rows[:, None], 3, axis=-1))
+    hybrid.call("begin_forward", [0], [2])
+    hybrid.state.set(0, 0, np.ones((1, WIDTH), np.float32))
+    with pytest.raises(quire.BadStateError):
+        hybrid.call("end_forward")
+    hybrid.recurrent.linear_attention(0, q, k, v, np.ones((2, 1), np.float32))
+    hybrid.call("end_forward")
+    assert hybrid.lengths(0) == {2}
+    for stored in hybrid.cache.debug_get_kv(0):
+        np.testing.assert_array_equal(stored, 0)
+
+
 def test_token_trees_are_committed_in_all_parts() -> None:
     hybrid = Hybrid()
     hybrid.call("add_sequence", 0)

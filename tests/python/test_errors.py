@@ -4,6 +4,9 @@ quire.errors."""
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,44 @@ def test_an_object_refuses_use_after_an_internal_error_and_says_which() -> None:
         ):
             latch.succeed()
     assert Latch().succeed() == 7
+
+
+def test_a_failed_check_is_an_internal_error_and_the_object_refuses_use() -> None:
+    latch = Latch()
+    latch.fail_check(1)
+    with pytest.raises(
+        quire.InternalError, match=r"test_module.cc:\d+: check failed: two == 1 page 7 has 2 owners"
+    ) as caught:
+        latch.fail_check(2)
+    assert type(caught.value) is quire.InternalError
+    for call in (latch.succeed, lambda: latch.fail_check(1)):
+        with pytest.raises(
+            quire.InternalError, match=r"refuses further use.*page 7 has 2 owners; create a new one"
+        ):
+            call()
+    assert Latch().succeed() == 7
+
+
+def test_a_failed_check_of_a_function_is_an_internal_error() -> None:
+    fail_check = tvm_ffi.get_global_func("quire.test.fail_check")
+    for _ in range(2):
+        with pytest.raises(quire.InternalError, match="page 7 has 2 owners"):
+            fail_check(2)
+
+
+@pytest.mark.parametrize("call", ["fail_check_in_commit", "fail_check_on_thread"])
+def test_a_check_that_no_call_can_answer_ends_the_process_with_its_message(call: str) -> None:
+    program = f"import test_errors; test_errors.Latch().{call}(2); print('still here')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    assert "check failed: two == 1 page 7 has 2 owners" in done.stderr
+    assert "still here" not in done.stdout
 
 
 def test_an_exception_that_quire_does_not_throw_is_an_internal_error() -> None:

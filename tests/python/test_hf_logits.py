@@ -11,6 +11,7 @@ neighbours do.
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -280,6 +281,35 @@ LATENT_CASES = {
 }
 CASES |= LATENT_CASES
 
+# Every name of an activation that is known.
+CASES |= {
+    f"llama-{name}": ("Llama", dict(**heads(4, 2), hidden_act=name, tie_word_embeddings=False))
+    for name in (
+        "swish",
+        "gelu",
+        "gelu_new",
+        "gelu_pytorch_tanh",
+        "relu",
+        "relu2",
+        "quick_gelu",
+    )
+}
+CASES |= {
+    "mistral-relu": ("Mistral", dict(**heads(8, 2), sliding_window=None, hidden_act="relu")),
+    "qwen2-quick-gelu": ("Qwen2", dict(**heads(4, 2), hidden_act="quick_gelu")),
+    "qwen3-relu2": ("Qwen3", dict(**heads(4, 2, 32), hidden_act="relu2")),
+    "gemma2-gelu": (
+        "Gemma2",
+        dict(hidden_size=96, **heads(4, 2, 32), **WINDOW, **GEMMA, hidden_activation="gelu"),
+    ),
+    "gemma3-silu": (
+        "Gemma3Text",
+        dict(hidden_size=96, **heads(4, 2, 32), **WINDOW, **GEMMA, hidden_activation="silu"),
+    ),
+    "deepseek-v2-gelu": ("DeepseekV2", DEEPSEEK | dict(hidden_act="gelu")),
+    "deepseek-v3-relu2": ("DeepseekV3", DEEPSEEK | GROUPS | dict(hidden_act="relu2")),
+}
+
 
 def random_model(kind: str, options: dict, seed: int) -> torch.nn.Module:
     """A model in which every part matters: norms away from one and biases away from zero."""
@@ -374,6 +404,62 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     )
 
 
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("Llama", {"hidden_act": "mish"}, 'hidden_act: "mish" is not known; known are silu, swish'),
+        ("Mamba2", {"hidden_act": "gelu"}, "hidden_act: it must be silu for this architecture"),
+    ],
+    ids=str,
+)
+def test_activations_that_are_refused(tmp_path, kind, change, message):
+    options = CASES["llama" if kind == "Llama" else "mamba2"][1]
+    random_model(kind, options, seed=1).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(quire.BadArgumentError, match=message):
+        quire.Engine(tmp_path, dtype="float32", threads=1)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text"])
+@pytest.mark.parametrize("count", [20, 32, 33, 64])
+def test_dynamic_rope_has_its_own_theta_up_to_the_original_length(tmp_path, kind, count):
+    """Up to 32 tokens as if nothing scaled; behind them the theta of 64 tokens, which is that of
+    transformers where it computes a prompt of 64."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    if kind == "Gemma3Text":
+        dynamic = {
+            "full_attention": dynamic,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    options = dict(
+        **heads(4, 2, 32),
+        max_position_embeddings=32,
+        rope_parameters=dynamic,
+        tie_word_embeddings=True,
+        **(WINDOW if kind == "Gemma3Text" else {}),
+        **({"layer_types": ["full_attention", "sliding_attention"] * 2} if kind != "Llama" else {}),
+        num_hidden_layers=4,
+    )
+    model = random_model(kind, options, seed=8)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(64, seed=3)
+    whole = count if count <= 32 else 64  # of what transformers computes
+    expected, bound = Reference(model).logits_and_bound(ids[:whole])
+    with quire.Engine(tmp_path, dtype="float32", threads=1) as engine:
+        actual = engine.logits(ids[:count])
+    assert np.abs(actual - expected[:count]).max() <= bound
+    # Greedy decoding that passes the original length has the same theta from its first token on.
+    if count > 32:
+        return
+    with quire.Engine(tmp_path, dtype="float32", threads=1) as engine:
+        answer = engine.generate(ids[:count], max_tokens=64 - count, ignore_eos=True)
+        tokens = ids[:count] + answer.ids
+        logits = engine.logits(tokens)
+    for at, token in enumerate(answer.ids):
+        assert logits[count + at - 1].argmax() == token
+
+
 @pytest.mark.parametrize("name", RECURRENT_CASES | LATENT_CASES)
 def test_cuts_of_a_prompt_cannot_be_seen(tmp_path, name):
     """Longer than the distance of two checkpoints of recurrent layers; chunks of one token are
@@ -402,18 +488,19 @@ def test_recurrent_states_that_are_not_kept_are_computed_again(tmp_path):
     ids = random_ids(140, seed=10)
     settings = dict(dtype="float32", threads=1, max_num_sequences=2)
     with quire.Engine(tmp_path, **settings) as engine:
-        first = engine.generate([ids], max_tokens=8, ignore_eos=True)[0]
+        first = engine.generate([ids], max_tokens=8, ignore_eos=True, greedy=True)[0]
         assert (first.usage.cached_tokens, first.usage.recomputed_tokens) == (0, 0)
-        again = engine.generate([ids], max_tokens=8, ignore_eos=True)[0]
+        again = engine.generate([ids], max_tokens=8, ignore_eos=True, greedy=True)[0]
         assert again.ids == first.ids
         assert (again.usage.cached_tokens, again.usage.recomputed_tokens) == (128, 11)
         longer = ids + first.ids + [5]
-        goes_on = engine.generate([longer], max_tokens=8, ignore_eos=True)[0]
+        goes_on = engine.generate([longer], max_tokens=8, ignore_eos=True, greedy=True)[0]
         assert (goes_on.usage.cached_tokens, goes_on.usage.recomputed_tokens) == (147, 0)
         stats = engine.stats()
         assert stats["recomputed_tokens"] == 11 and stats["retained_states"] > 0
     with quire.Engine(tmp_path, prefix_cache=False, **settings) as engine:
-        assert engine.generate([longer], max_tokens=8, ignore_eos=True)[0].ids == goes_on.ids
+        answer = engine.generate([longer], max_tokens=8, ignore_eos=True, greedy=True)[0]
+        assert answer.ids == goes_on.ids
         assert engine.stats()["states_free"] == engine.stats()["states_total"]
 
 
@@ -510,8 +597,9 @@ def test_decoding_behind_a_prefix_that_can_be_forked_at_its_end(tmp_path, name):
     ):
         ids = random_ids(50, seed=8)
         for turn in range(3):
-            result = engine.generate([ids], max_tokens=20, ignore_eos=True)[0]
-            assert alone.generate([ids], max_tokens=20, ignore_eos=True)[0].ids == result.ids
+            result = engine.generate([ids], max_tokens=20, ignore_eos=True, greedy=True)[0]
+            other = alone.generate([ids], max_tokens=20, ignore_eos=True, greedy=True)[0]
+            assert other.ids == result.ids
             # All but the last token of the turn before, which was never an input.
             assert turn == 0 or result.usage.cached_tokens == len(ids) - 11
             whole = ids + result.ids
@@ -618,7 +706,9 @@ def test_greedy_answers_of_the_embedded_model(embedded_transformers, embedded_pr
     """20 prompts of 64 tokens, token for token up to the first near-tie of an answer: a step whose
     two best logits are nearer than both errors together."""
     with quire.Engine(embedded_model_dir(), dtype="float32") as engine:
-        results = engine.generate(embedded_prompts, max_tokens=NEW_TOKENS, ignore_eos=True)
+        results = engine.generate(
+            embedded_prompts, max_tokens=NEW_TOKENS, ignore_eos=True, greedy=True
+        )
         answers = [result.ids for result in results]
         wholes = [ids + answer for ids, answer in zip(embedded_prompts, answers)]
         # The bound is that of the longest: the more a token sees, the more is summed.

@@ -103,7 +103,7 @@ def test_a_model_larger_than_the_machine_is_planned_and_refused(
     folder = widened(tiny, tmp_path / "wide", size)
     plan = quire.Engine.plan_memory(folder, dtype="float32")
     assert plan.weight_bytes > machine and not plan.fits
-    with pytest.raises(quire.OutOfMemoryError, match=str(plan.weight_bytes)):
+    with pytest.raises(quire.OutOfMemoryError, match=f"{plan.weight_bytes / 2**30:.2f} GiB of w"):
         quire.Engine(folder, dtype="float32")
 
 
@@ -132,7 +132,7 @@ def test_more_than_the_machine_has_is_planned_but_not_made(tiny: TinyModel) -> N
     machine = quire.Engine.plan_memory(tiny.directory).machine_bytes
     plan = quire.Engine.plan_memory(tiny.directory, kv_bytes=2 * machine)
     assert not plan.fits and plan.kv_bytes > machine
-    with pytest.raises(quire.OutOfMemoryError, match=str(plan.kv_bytes)):
+    with pytest.raises(quire.OutOfMemoryError, match=r"at most \d+ .* of .*kv_bytes would fit"):
         quire.Engine(tiny.directory, kv_bytes=2 * machine)
 
 
@@ -146,7 +146,7 @@ def test_a_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], tiny: Tin
         code, out, err = run(capsys, *arguments, "--json")
         found = json.loads(out)
         assert (code, err) == (0, "") and found["fits"] is True
-        assert {name: found[name] for name in PLAN_FIELDS} == dataclasses.asdict(plan)
+        assert quire.MemoryPlan(**{name: found[name] for name in PLAN_FIELDS}) == plan
         code, text, _ = run(capsys, *arguments)
         assert code == 0 and f"{plan.weight_bytes:,} bytes" in text
         assert f"{plan.longest_context:,} tokens" in text
@@ -161,6 +161,8 @@ def test_a_dry_run_says_what_does_not_fit(
     arguments = ["generate", str(tiny.directory), "--dry-run", "--kv-bytes", str(too_much)]
     code, out, _ = run(capsys, *arguments)
     assert code == 1 and "DOES NOT FIT" in out
+    code, out, err = run(capsys, *arguments[:2], *arguments[3:], "Hi")
+    assert code == 1 and out == "" and "--kv-bytes would fit" in err and "GiB are free" in err
     code, out, _ = run(capsys, *arguments, "--json")
     assert code == 1 and json.loads(out)["fits"] is False
     arguments.remove("--dry-run")
@@ -220,7 +222,8 @@ def test_inspect_says_what_runs(capsys: pytest.CaptureFixture[str], tiny: TinyMo
     assert found["kernels"] == {"available": quire.kernel_paths(), "chosen": "scalar"}
     assert found["model"]["layers"] == 3 and found["model"]["chat_template"] is True
     plan = quire.Engine.plan_memory(tiny.directory, **options)
-    assert found["memory"] == {**dataclasses.asdict(plan), "fits": True}
+    assert found["memory"].pop("fits") is True
+    assert quire.MemoryPlan(**found["memory"]) == plan
     assert found["pages"]["pages_total"] == plan.page_count
     assert found["pages"]["kv_dtype"] == "float32" and found["pages"]["pages_in_use"] == 0
 

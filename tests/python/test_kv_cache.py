@@ -577,6 +577,34 @@ def attention_of_row(
     return out
 
 
+def test_pops_behind_a_window_that_slid() -> None:
+    for max_pop in (0, 5):
+        cache = KVCache(
+            layers=[LayerSpec(1, 1, 8)],
+            max_num_sequences=2,
+            token_capacity=64,
+            page_size=1,
+            max_pop=max_pop,
+        )
+        rows = np.ones((1, 1, 8), np.float32)
+        cache.add_sequence(0)
+        cache.enable_sliding_window_for_seq(0, 8, 2)
+        for _ in range(40):
+            cache.begin_forward([0], [1])
+            cache.append(0, rows, rows)
+            cache.attend(0, rows)
+            cache.end_forward()
+        with pytest.raises(quire.BadStateError, match="no longer held"):
+            cache.pop_n(0, max_pop + 1)
+        cache.pop_n(0, max_pop)
+        assert cache.get_sequence_length(0) == 40 - max_pop
+        cache.check_invariants()
+    with pytest.raises(quire.BadArgumentError, match="max_pop"):
+        KVCache(
+            layers=[LayerSpec(1, 1, 8)], max_num_sequences=1, token_capacity=16, max_pop=-1
+        )
+
+
 def test_windows_soft_caps_and_learned_sinks() -> None:
     sinks = [0.5, -1.0]
     layers = [LayerSpec(2, 1, 8), LayerSpec(2, 1, 8, window=6, soft_cap=2.0, head_sinks=sinks)]
@@ -586,6 +614,7 @@ def test_windows_soft_caps_and_learned_sinks() -> None:
         token_capacity=256,
         prefill_chunk_size=64,
         page_size=16,
+        max_pop=0,
     )
     assert cache.layers[1].window == 6 and tuple(cache.layers[1].head_sinks) == tuple(sinks)
     random = np.random.default_rng(3)

@@ -113,6 +113,58 @@ def test_options_of_a_line_go_before_those_of_the_command(
     assert rows[1]["ids"] == plain.ids
 
 
+def test_windows_guesses_and_salts_of_a_line(answer: Answer, engine: quire.Engine) -> None:
+    ids = [3 + i % 90 for i in range(60)]
+    window = {"window": 24, "sinks": 4, "max_tokens": 6}
+    guesses = {"speculate": "ngram", "draft_tokens": 3, "draft_branches": 1}
+    code, rows, err = answer(
+        lines(
+            {"prompt_ids": ids, **window},
+            {"prompt_ids": ids, **guesses, "max_tokens": 150, "ignore_eos": True, "window": 0},
+            {"prompt_ids": ids, "window": 0},
+            {"prompt_ids": ids, "cache_salt": "ann"},
+            {"prompt_ids": ids, "cache_salt": "bob"},
+            {"prompt_ids": ids, "speculate": "none"},
+        ),
+        *("--max-tokens", "8", "--window", "40", "--sinks", "2", "--max-num-sequences", "1"),
+    )
+    assert code == 0, err
+    windowed = engine.generate(ids, window=40, sinks=2, max_tokens=8)
+    assert rows[0]["ids"] == engine.generate(ids, **window).ids
+    assert rows[2]["ids"] == engine.generate(ids, max_tokens=8).ids
+    for row in rows[3:]:
+        assert row["ids"] == windowed.ids
+    assert rows[1]["ids"] == engine.generate(ids, max_tokens=150, ignore_eos=True).ids
+    assert rows[1]["usage"].get("drafted_tokens", 0) > 0
+    assert rows[3]["usage"]["cached_tokens"] == rows[4]["usage"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "word"),
+    [
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": "x" * 4097}, "cache_salt"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"speculate": "magic"}, "speculate"),
+        ({"speculate": "model"}, "draft"),
+        ({"speculate": None}, "speculate"),
+        ({"draft_tokens": 4}, "speculate"),
+        ({"speculate": "ngram", "draft_branches": 17}, "draft_branches is 17"),
+        ({"sinks": 4}, "sinks"),
+        ({"window": -1}, "window"),
+        ({"window": "x"}, "window"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_them_is_told_by_line(
+    answer: Answer, field: dict[str, Any], word: str
+) -> None:
+    code, rows, err = answer(lines({"prompt": "Hi"}, {"prompt": "Hi", **field}))
+    assert code == 1 and rows == [] and ":2: " in err and word in err
+    assert "Options::" not in err and "--" not in err and err.count("\n") == 1
+
+
 def test_an_id_comes_back(answer: Answer) -> None:
     _, rows, _ = answer(
         lines({"prompt": "a", "id": "x\ud800"}, {"prompt": "b", "id": {"deep": [1]}}),
@@ -233,7 +285,7 @@ BAD_LINES = {
     "empty": ("{}", "exactly one of"),
     "two prompts": ('{"prompt": "x", "prompt_ids": [1]}', "prompt and prompt_ids"),
     "an unknown field": ('{"prompt": "x", "temprature": 1}', "temprature"),
-    "a number as prompt": ('{"prompt": 3}', '"prompt" must be a text, not 3'),
+    "a number as prompt": ('{"prompt": 3}', '"prompt" must be a text that is not empty, not 3'),
     "no messages": ('{"messages": []}', '"messages" must be'),
     "a text as message": ('{"messages": ["x"]}', '"messages" must be'),
     "a message without role": ('{"messages": [{"content": "x"}]}', '"messages" must be'),

@@ -33,6 +33,18 @@ def current(state: RNNState, seq: int) -> float:
     return float(state.debug_get(0, 0, seq)[0])
 
 
+def test_get_in_a_tree_forward_gives_the_committed_states() -> None:
+    state = scalar_state(max_tree_slots=4)
+    state.add_sequence(0)
+    state.begin_forward([0], [2], [-1, 0])
+    assert state.get(0, 0).tolist() == [[9]]
+    state.abort_forward()
+    step(state, 0, 3)
+    state.begin_forward([0], [2], [-1, 0])
+    assert state.get(0, 0).tolist() == [[3]]
+    state.abort_forward()
+
+
 def test_history_goes_back_and_ends() -> None:
     state = scalar_state()
     state.add_sequence(0)

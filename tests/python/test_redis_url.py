@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket as socketlib
 import subprocess
@@ -209,3 +210,45 @@ def test_a_server_with_tls(
         redis=f"127.0.0.1:{port}", redis_tls=True, redis_tls_ca_file=authority
     ) as store:
         assert store.list("redis") == []
+
+
+def test_chunks_of_a_server(
+    tmp_path: Path,
+    socket: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    tiny = TinyModel(tmp_path / "model", Shape(positions=2048))
+    prompt = [3 + i % 90 for i in range(1100)]
+    url = f"redis://alice:{ENCODED}@unix:{socket}"
+    folder = str(tmp_path / "kv")
+    for place in ({"kv_redis": url}, {"kv_dir": folder}):
+        with quire.Engine(
+            tiny.directory, dtype="float32", threads=1, kv_bytes=8 << 20, **place
+        ) as engine:
+            engine.wait_for_store()
+            engine.generate(prompt if "kv_redis" in place else prompt[:40], max_tokens=1)
+            engine.flush_store()
+    of = ("--prompt-ids", ",".join(str(id) for id in prompt))
+    model = ("--model", str(tiny.directory))
+
+    def store(*words: str) -> dict[str, object]:
+        code, out, err = run(capsys, "store", *words, "--json")
+        assert code == 0, err
+        found: dict[str, object] = json.loads(out)
+        return found
+
+    came = store("prefetch", folder, *of, *model, "--kv-redis", url)
+    assert came == {"tokens": 1100, "prompt_tokens": 1100, "miss": None}
+    assert store("stats", folder)["tokens"] == 1140
+    lines = run(capsys, "store", "ls", url, "--json")[1].splitlines()
+    keys = [json.loads(line)["key"] for line in lines]
+    code, _, err = run(capsys, "store", "pin", url, *of)
+    assert code == 2 and "no effect on Redis" in err
+    assert store("ttl", url, "3600", *of)["chunks"] == 2
+    assert store("rm", url, keys[0]) == {"removed": 1}
+    assert store("ttl", url, "0.001", keys[1])["chunks"] == 1
+    assert run(capsys, "store", "ls", url)[1] == ""
+    assert run(capsys, "store", "rm", url, *of)[0] == 1
+    assert store("rm", url, "--all") == {"removed": 0}

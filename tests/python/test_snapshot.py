@@ -173,7 +173,8 @@ def test_command_saves_and_restores(
     assert snapshot.info(file).tokens == (PROMPT + cold.ids)[: len(PROMPT) + 4]
     assert warm["ids"] == cold.ids[4:10]
     assert warm["usage"]["cached_tokens"] == len(PROMPT) + 3  # the last one gives the logits
-    assert json.loads(snapshot.info(file).sampler) == {"max_tokens": 5, "seed": 7}
+    sampler = json.loads(snapshot.info(file).sampler)
+    assert sampler["max_tokens"] == 5 and sampler["seed"] == 7 and sampler["temperature"] == 0
 
 
 @pytest.fixture

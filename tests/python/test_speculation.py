@@ -48,7 +48,7 @@ def test_what_an_engine_has_no_room_for_is_refused(tiny: TinyModel) -> None:
         assert engine.generate(PROMPT, speculate="ngram", max_tokens=9).ids
         with pytest.raises(quire.BadArgumentError, match="draft_model_directory"):
             engine.generate(PROMPT, speculate="model")
-    with pytest.raises(quire.BadArgumentError, match="draft_model_directory"):
+    with pytest.raises(quire.BadArgumentError, match="draft_model"):
         quire.Engine(tiny.directory, threads=1, speculate="model")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import quire
 from program import run
-from quire import identity
+from quire import identity, snapshot
 from tiny_model import Shape, TinyModel
 
 PROMPT = [3 + i % 90 for i in range(1100)]  # more than one chunk of so small a model
@@ -130,6 +130,162 @@ def test_lists_gets_and_verifies(tiny: TinyModel, store: quire.ChunkStore) -> No
         store.get("ram", "0" * 64)
     with pytest.raises(quire.BadArgumentError, match="'paper' is none of 'ram', 'disk', 'redis'"):
         store.list("paper")  # type: ignore[arg-type]
+
+
+# ---- What is done with chunks
+
+
+@pytest.fixture
+def filled(
+    tiny: TinyModel, tmp_path: Path
+) -> Iterator[tuple[quire.ChunkStore, quire.Passport, list[str]]]:
+    """A store of RAM and a folder that has PROMPT under the salt "ann", its passport, its keys."""
+    with quire.ChunkStore(tmp_path / "kv", ram_bytes=64 << 20) as store:
+        with open_engine(tiny, kv_store=store) as engine:
+            engine.generate(PROMPT, max_tokens=2, cache_salt="ann")
+        store.flush()
+        (passport,) = store.passports(tiny.directory)
+        yield store, passport, quire.chunk_keys(passport, PROMPT, cache_salt="ann")
+
+
+Filled = tuple[quire.ChunkStore, quire.Passport, list[str]]
+
+
+def test_a_prompt_has_the_keys_of_its_chunks(filled: Filled, tiny: TinyModel) -> None:
+    store, passport, keys = filled
+    listed = sorted(store.list("disk"), key=lambda chunk: chunk.first_token or 0)
+    assert [chunk.key for chunk in listed] == keys
+    assert passport.chunk_tokens == 1024
+    assert passport.revision == identity.model_identity(tiny.directory)["revision"]
+    assert quire.chunk_keys(passport, PROMPT[:1024], cache_salt="ann") == keys[:1]
+    assert quire.chunk_keys(passport, PROMPT, cache_salt=b"ann") == keys
+    assert not set(quire.chunk_keys(passport, PROMPT)) & set(keys)
+    assert store.known_prefix(passport, PROMPT, cache_salt="ann") == 1100
+    assert store.known_prefix(passport, [*PROMPT[:1024], 1, 2], cache_salt="ann") == 1024
+    assert store.known_prefix(passport, PROMPT) == 0
+    with pytest.raises(quire.BadArgumentError):
+        quire.chunk_keys(passport, [1 << 40])
+    with pytest.raises(TypeError, match="one text"):
+        store.remove(keys[0])
+    with pytest.raises(quire.BadArgumentError):
+        store.remove(["xyz"])
+
+
+def test_passports_come_from_the_folder(filled: Filled, tmp_path: Path) -> None:
+    _, passport, keys = filled
+    with quire.ChunkStore(tmp_path / "kv", folder_use="look") as other:
+        assert other.passports() == [passport]
+        got = other.prefetch(passport, PROMPT, cache_salt="ann")
+        assert (got.tokens, got.miss) == (1100, None)
+        assert other.statistics()["prefetches"] == 1
+    with quire.ChunkStore(ram_bytes=64 << 20) as other:
+        assert other.passports() == []
+        with pytest.raises(quire.BadArgumentError, match="was not added"):
+            other.prefetch(passport, PROMPT)
+
+
+def test_prefetches_into_ram(filled: Filled) -> None:
+    store, passport, keys = filled
+    store.set_quota(passport, bytes_max=1, cache_salt="ann")
+    assert store.gc("ram") > 0
+    assert store.list("ram") == []
+    store.set_quota(passport, cache_salt="ann")
+    missing = store.prefetch(passport, [*PROMPT[:1024], 1, 2], cache_salt="ann")
+    assert (missing.tokens, missing.miss) == (1024, "not stored")
+    assert [chunk.key for chunk in store.list("ram")] == keys[:1]
+    whole = store.prefetch(passport, PROMPT, cache_salt="ann", timeout=60)
+    assert (whole.tokens, whole.miss) == (1100, None)
+    assert {chunk.key for chunk in store.list("ram")} == set(keys)
+    with pytest.raises(quire.BadArgumentError, match="timeout"):
+        store.prefetch(passport, PROMPT, timeout=-1)
+
+
+def test_a_pinned_chunk_stays(filled: Filled) -> None:
+    store, passport, keys = filled
+    assert store.pin(keys) == 2
+    assert store.pin(keys[1:]) == 1
+    assert store.pin(["0" * 64]) == 0
+    store.set_quota(passport, bytes_max=1, cache_salt="ann")
+    assert store.gc("ram") == store.gc("disk") == 0
+    assert store.statistics()["pins"] == 3
+    assert store.unpin(keys) == 2
+    assert store.gc("ram") == 0  # pins are counted, and the first chunk has one hanging on it
+    assert store.unpin(keys) == 1
+    assert store.unpin(keys) == 0
+    assert store.gc("ram") > 0 and store.gc("disk") > 0
+    with pytest.raises(quire.BadArgumentError, match="bytes_guaranteed"):
+        store.set_quota(passport, bytes_max=1, bytes_guaranteed=2)
+
+
+def test_a_pin_ends_by_itself(tmp_path: Path, tiny: TinyModel) -> None:
+    with pytest.raises(quire.BadArgumentError, match="pin_timeout"):
+        quire.ChunkStore(tmp_path / "kv", pin_timeout=0)
+    with quire.ChunkStore(ram_bytes=64 << 20, pin_timeout=0.001) as store:
+        with open_engine(tiny, kv_store=store) as engine:
+            engine.generate(PROMPT, max_tokens=2)
+        keys = [chunk.key for chunk in store.list("ram")]
+        assert store.pin(keys) == 2
+        while store.statistics()["forced_unpins"] < 2:  # the store's own thread ends them
+            store.pin([])
+
+
+def test_the_folder_keeps_priorities_and_times_to_live(filled: Filled, tmp_path: Path) -> None:
+    store, passport, keys = filled
+    assert store.set_priority(keys, 100) == 2
+    assert store.set_priority(["0" * 64], 100) == 0
+    for wrong in (-1, 101, 1 << 40):
+        with pytest.raises(quire.BadArgumentError, match="priority"):
+            store.set_priority(keys, wrong)
+    records = [os.getxattr(file, "user.quire.worth") for file in (tmp_path / "kv").rglob("*.qkv")]
+    assert [int.from_bytes(record[16:20], "little") for record in records] == [100, 100]
+    assert store.set_ttl(keys[1:], 3600) == 1
+    with quire.ChunkStore(tmp_path / "kv") as other:
+        chunks = {chunk.key: chunk for chunk in other.list("disk")}
+        assert chunks[keys[0]].expires is None
+        assert (chunks[keys[1]].expires or 0) > chunks[keys[1]].created + 3000
+    assert store.set_ttl(keys, 0) == 2
+    assert {chunk.expires for chunk in store.list("disk")} == {None}
+    with pytest.raises(quire.BadArgumentError, match="ttl"):
+        store.set_ttl(keys, -1)
+    with quire.ChunkStore(tmp_path / "kv", folder_use="look") as looking:
+        with pytest.raises(quire.IoError):
+            looking.set_priority(keys, 3)
+
+
+def test_the_priority_of_what_a_store_puts(tiny: TinyModel, tmp_path: Path) -> None:
+    with quire.ChunkStore(tmp_path / "kv", priority=7) as store:
+        with open_engine(tiny, kv_store=store) as engine:
+            engine.generate(PROMPT, max_tokens=2)
+    (first, _) = (tmp_path / "kv").rglob("*.qkv")
+    assert int.from_bytes(os.getxattr(first, "user.quire.worth")[16:20], "little") == 7
+    with pytest.raises(quire.BadArgumentError, match="priority"):
+        quire.ChunkStore(tmp_path / "kv", priority=101)
+
+
+def test_a_touched_chunk_is_evicted_later(tiny: TinyModel) -> None:
+    first, second = PROMPT[:600], PROMPT[100:700]
+    with quire.ChunkStore(ram_bytes=64 << 20, eviction="lru") as store:
+        with open_engine(tiny, kv_store=store) as engine:
+            engine.generate(first, max_tokens=1)
+            engine.generate(second, max_tokens=1)
+        (passport,) = store.passports()
+        keys = [quire.chunk_keys(passport, prompt)[0] for prompt in (first, second)]
+        sizes = {chunk.key: chunk.bytes for chunk in store.list("ram")}
+        assert set(sizes) == set(keys)
+        store.touch(keys[:1])
+        store.set_quota(passport, bytes_max=max(sizes.values()))
+        assert store.gc("ram") > 0
+        assert [chunk.key for chunk in store.list("ram")] == keys[:1]
+
+
+def test_removes_from_all_tiers(filled: Filled, tiny: TinyModel) -> None:
+    store, passport, keys = filled
+    assert store.remove(keys[1:]) == 1
+    assert store.remove(keys[1:]) == 0
+    assert [chunk.key for tier in store.tiers for chunk in store.list(tier)] == [keys[0]] * 2
+    assert store.clear(passport) == 0  # of another salt
+    assert store.clear(passport, cache_salt="ann") == 2  # a copy in each tier
+    assert store.list("ram") == store.list("disk") == []
 
 
 # ---- Digests
@@ -273,6 +429,203 @@ def test_a_file_of_prompts_tells_the_sum(
     assert "from the store: none" in usage_line(err)
     code, _, err = run(capsys, "generate", *model, *arguments)
     assert "from the store: 1099 disk" in usage_line(err)
+
+
+def keys_of(capsys: pytest.CaptureFixture[str], folder: str) -> list[str]:
+    lines = run(capsys, "store", "ls", folder, "--json")[1].splitlines()
+    return [json.loads(line)["key"] for line in lines]
+
+
+def test_chunks_by_a_prompt_or_by_their_keys(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "kv")
+    of = ("--model", model[0], "--prompt-ids", IDS)
+
+    def store(*words: str, code: int = 0) -> dict[str, object]:
+        got, out, err = run(capsys, "store", *words, "--json")
+        assert got == code, err
+        return json.loads(out) if out else {"err": err}
+
+    run(capsys, "generate", *model, *ANSWER, "--kv-dir", folder)
+    first = keys_of(capsys, folder)[0]
+    run(capsys, "generate", *model, *ANSWER, "--kv-dir", folder, "--cache-salt", "ann")
+    keys = keys_of(capsys, folder)
+    assert len(keys) == 4
+    assert store("pin", folder, *of) == {"pinned": 2}
+    worths = [os.getxattr(file, "user.quire.worth")[16] for file in Path(folder).rglob("*.qkv")]
+    assert sorted(worths) == [50, 50, 100, 100]
+    assert store("unpin", folder, *keys) == {"unpinned": 4}
+    expiring = store("ttl", folder, "3600", *of, "--cache-salt", "ann")
+    assert expiring["chunks"] == 2 and expiring["expires"] is not None
+    assert store("ttl", folder, "0", *keys) == {"chunks": 4, "expires": None}
+    assert store("rm", folder, first) == {"removed": 1}
+    assert "none of these chunks" in str(store("rm", folder, first, code=1)["err"])
+    assert len(keys_of(capsys, folder)) == 3
+    freed = store("quota", folder, "1", "--model", model[0], "--cache-salt", "ann")
+    assert int(str(freed["bytes_freed"])) > 0
+    assert len(keys_of(capsys, folder)) == 1
+    assert "tokens; was it" in str(store("rm", folder, *of, "--cache-salt", "bob", code=1)["err"])
+    assert store("rm", folder, "--all", "--model", model[0]) == {"removed": 1}
+    assert keys_of(capsys, folder) == []
+
+
+def test_chunks_of_a_text(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "kv")
+    file = tmp_path / "prompt.txt"
+    text = "a b c d e f g h " * 20
+    file.write_text(text)
+    few = ("--max-tokens", "1")
+    assert run(capsys, "generate", *model, text, "--kv-dir", folder, *few)[0] == 0
+    assert run(capsys, "generate", *model, text, "--raw", "--kv-dir", folder, *few)[0] == 0
+    kept = keys_of(capsys, folder)
+    code, out, _ = run(capsys, "store", "rm", folder, "--model", model[0], "--prompt", text)
+    assert code == 0 and "1" in out
+    raw = ("--model", model[0], "--prompt-file", str(file), "--raw")
+    assert run(capsys, "store", "rm", folder, *raw)[0] == 0
+    assert len(keys_of(capsys, folder)) == len(kept) - 2
+    assert run(capsys, "store", "rm", folder, *raw)[0] == 1
+
+
+WRONG_WORDS = {
+    "rm DIR": "name chunks",
+    "rm DIR KEY --prompt x": "beside keys",
+    "rm DIR KEY --all": "beside keys",
+    "rm DIR --all --prompt x": "beside --all",
+    "rm DIR --prompt x --prompt-ids 1": "second source",
+    "rm DIR --raw --prompt-ids 1": "--raw has no effect",
+    "ls DIR --all": "goes with rm",
+    "ls DIR --model x": "no effect",
+    "gc DIR --prompt x": "no effect",
+    "quota DIR": "STORE and SIZE",
+    "quota DIR much": "not a size",
+    "quota DIR 0": "rm --all",
+    "quota DIR 1 --prompt x": "no effect",
+    "ttl DIR soon KEY": "SECONDS",
+    "ttl DIR -1 KEY": "SECONDS",
+    "rm DIR KEY --kv-redis redis://h:1": "goes with prefetch",
+    "prefetch DIR --prompt-ids 1": "--kv-redis",
+    "pin redis://h:1 KEY": "no effect on Redis",
+    "quota redis://h:1 1": "no effect on Redis",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_WORDS)
+def test_words_that_do_not_go_together(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kv"
+    quire.ChunkStore(folder).close()
+    before = contents(folder)
+    given = [{"DIR": str(folder), "KEY": "0" * 64}.get(word, word) for word in words.split()]
+    code, out, err = run(capsys, "store", *given)
+    assert (code, out) == (2, ""), err
+    assert WRONG_WORDS[words] in err and err.count("\n") == 1
+    assert contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """All files and folders below, with what is in the files."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+@pytest.mark.parametrize("action", ["ls", "stats", "verify", "gc", "get", "rm", "pin", "unpin"])
+def test_a_folder_that_is_no_store_is_an_error_and_stays_as_it_is(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "letters"
+    folder.mkdir()
+    (folder / "lock").write_text("of another program")
+    before = contents(tmp_path)
+    words = [str(folder)] if action in ("ls", "stats", "verify", "gc") else [str(folder), "0" * 64]
+    code, out, err = run(capsys, "store", action, *words)
+    assert (code, out) == (1, "") and str(folder) in err and "--kv-dir" in err
+    assert contents(tmp_path) == before
+
+
+def test_looking_changes_nothing(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kv"
+    run(capsys, "generate", *model, *ANSWER, "--kv-dir", str(folder))
+    before = contents(folder)
+    assert run(capsys, "store", "ls", str(folder))[0] == 0
+    assert run(capsys, "store", "stats", str(folder))[0] == 0
+    assert contents(folder) == before
+    with quire.ChunkStore(folder, folder_use="look") as store:
+        assert store.verify("disk") == 0 and store.list("disk")
+    assert contents(folder) == before
+    for use in ("look", "existing"):
+        with pytest.raises(quire.NotFoundError, match="absent"):
+            quire.ChunkStore(tmp_path / "absent", folder_use=use)  # type: ignore[arg-type]
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("key", [b"", b"short", b"x" * 15])
+def test_a_key_that_signs_nothing_or_can_be_guessed_is_refused(
+    key: bytes, model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(key)
+    folder = tmp_path / "kv"
+    signed = ("--kv-key-file", str(file))
+    code, out, err = run(capsys, "generate", *model, *ANSWER, "--kv-dir", str(folder), *signed)
+    assert (code, out) == (2, "") and "--kv-key-file" in err and "at least 16" in err
+    assert not folder.exists()
+    quire.ChunkStore(folder).close()
+    code, out, err = run(capsys, "store", "ls", str(folder), *signed)
+    assert (code, out) == (2, "") and "--kv-key-file" in err and "at least 16" in err
+    with pytest.raises(quire.BadArgumentError, match="at least 16"):
+        quire.Engine(model[0], kv_dir=folder, kv_key_file=file)
+    if key:
+        with pytest.raises(quire.BadArgumentError, match="at least 16"):
+            quire.ChunkStore(folder, key=key)
+
+
+@pytest.mark.parametrize("key", [16, "x" * 16, None])
+def test_a_key_is_bytes(key: object) -> None:
+    with pytest.raises(TypeError, match="key must be bytes"):
+        quire.ChunkStore(ram_bytes=1 << 20, key=key)  # type: ignore[arg-type]
+
+
+def test_a_salt_of_the_command_line(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(*arguments: str) -> str:
+        code, _, err = run(
+            capsys, "generate", *model, *ANSWER, "--kv-dir", str(tmp_path / "kv"), *arguments
+        )
+        assert code == 0
+        return usage_line(err)
+
+    assert "0 of 1100" in found("--cache-salt", "ann")
+    assert "0 of 1100" in found()
+    assert "0 of 1100" in found("--cache-salt", "bob")
+    assert "1099 disk" in found("--cache-salt", "ann")
+
+
+def test_a_snapshot_with_a_salt(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "chat.quire")
+    salt = ("--cache-salt", "the secret of ann")
+    assert run(capsys, "snapshot", "save", file, *model, "--prompt-ids", "5,6,7,8", *salt)[0] == 0
+    assert b"secret" not in Path(file).read_bytes()
+    with quire.Engine(model[0], dtype="float32", threads=1) as engine:
+        info = snapshot.restore(engine, file, cache_salt="the secret of ann")
+        more = [*info.tokens, 9, 10]
+        assert engine.generate(more, max_tokens=1).usage.cached_tokens == 0
+        salted = engine.generate(more, max_tokens=1, cache_salt="the secret of ann")
+        assert salted.usage.cached_tokens == len(info.tokens)
+        with pytest.raises(quire.NotFoundError):
+            snapshot.save(engine, info.tokens, file, cache_salt="bob")
+    code, out, _ = run(
+        capsys, "snapshot", "restore", file, *model, "--json", "--max-tokens", "2", *salt
+    )
+    assert code == 0 and json.loads(out)["usage"]["cached_tokens"] > 0
 
 
 def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

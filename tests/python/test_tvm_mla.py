@@ -264,7 +264,6 @@ def test_refused_calls_leave_the_forward_to_be_aborted(as_tvm: bool) -> None:
         (lambda: cache.append_mla_kv(0, tensor(rows[:, : DIM - 1])), quire.BadArgumentError),
         (lambda: cache.append_mla_kv(1, tensor(rows[:, :DIM])), quire.BadArgumentError),
         (lambda: cache.attend(0, cache.qkv(2)[0], 1), quire.BadArgumentError),
-        (lambda: cache.end_forward(), quire.BadStateError),
         (lambda: cache.self_attention(-1, 1.0, *[output(2, 2, 4)] * 5), quire.BadArgumentError),
     ):
         cache.begin([0], [2])

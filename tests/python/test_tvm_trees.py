@@ -102,8 +102,6 @@ def test_one_tree_of_six(as_tvm: bool) -> None:
     trees.add(0, 5)
     trees.begin([0], [6], [-1, 0, 0, 1, 1, 2])
     assert trees.positions() == [5, 6, 6, 7, 7, 7]
-    with pytest.raises(quire.BadStateError):
-        trees.end_forward()
     for layer, rows in enumerate(trees.qkv(6)):
         trees.attend(layer, rows, trees.kv_heads)
     trees.end_forward()
@@ -345,10 +343,10 @@ def mended_creation() -> Iterator[None]:
 
 
 class Pair:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         self.random = np.random.default_rng(seed)
         self.sides = [(Calls(), self.new_cache())]
-        quire.tvm.install()
+        quire.tvm.install(**options)
         try:
             self.sides.append((Calls(), self.new_cache()))
         finally:
@@ -418,3 +416,23 @@ def test_random_trees_give_the_same_on_both(mended_creation: None) -> None:
             pair.both("commit", batch, [pair.below(len(t) + 1) - 1 for t in trees])
             pair.check(ids)
             pair.forward(batch, [1 + pair.below(3) for _ in batch], None)
+
+
+@pytest.mark.parametrize("leaves", [[2, 6, -1, 4], [0, 15, 5, 7], [-1, -1, 14, 1]], ids=str)
+def test_a_tree_of_five_forwards_has_tvms_tokens(mended_creation: None, leaves: list[int]) -> None:
+    """With tvm_tree_lengths; its nodes are read after every forward."""
+    pair = Pair(0, tvm_tree_lengths=True)
+    ids = [0, 1, 2, 3]
+    for seq, length in zip(ids, (20, 7, 16, 1)):
+        pair.both("add_sequence", seq)
+        pair.forward([seq], [length], None)
+    size = 0
+    for count in (1, 2, 4, 8, 16):
+        parents = [-1 if n == 0 else (n - 1) // 2 for n in range(size, size + count)]
+        pair.forward(ids, [count] * 4, parents * 4)
+        pair.check(ids)
+        size += count
+    pair.both("commit", ids, leaves)
+    pair.check(ids)
+    pair.forward(ids, [1] * 4, None)
+    pair.check(ids)

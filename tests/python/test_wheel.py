@@ -28,6 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--no-index", "-w", str(out), "-C", f"build-dir={BUILD}"]
     if shutil.which("ccache"):
         command += ["-C", "cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"]
+        command += ["-C", "cmake.define.QUIRE_WERROR=ON"]  # the flags of the release build
     else:
         command += ["-C", "cmake.define.QUIRE_SIMD=OFF"]
     environment = {**os.environ, "CXX": "c++"}
@@ -61,10 +62,12 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT / "python")) for path in (ROOT / "python" / "quire").rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == modules
-    assert {"quire/py.typed", "quire/libquire_ffi.so"} <= names
-    rest = names - modules - {"quire/py.typed", "quire/libquire_ffi.so"}
+    built = {"quire/py.typed", "quire/libquire_ffi.so", "quire/libquire_tvm.so"}
+    assert built <= names
+    rest = names - modules - built
     assert all(re.match(r"quire-0\.1\.0\.dist-info/", name) for name in rest), rest
     assert any(name.endswith("licenses/LICENSE") for name in rest)
+    assert any(name.endswith("licenses/NOTICES") for name in rest)
 
 
 def test_the_library_is_a_file_without_libpython_or_rpath(installed: Path) -> None:

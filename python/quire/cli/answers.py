@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.terminal import note, printable
+from quire import errors
+from quire.cli.terminal import PromptProgress, is_terminal, note, printable
 
 if TYPE_CHECKING:
     from quire.engine import Engine, Result, Sample, Usage
@@ -26,6 +28,32 @@ class PrintedAnswer:
     decode_seconds: float = 0.0
 
 
+class _PrefillProgress:
+    """Shows how far the prompt of the engine's one request is, until its answer begins."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = self._done()
+        self._display: PromptProgress | None = None
+
+    def begin(self, prompt_tokens: int) -> None:
+        if is_terminal(sys.stderr):
+            self._display = PromptProgress(prompt_tokens, sys.stderr)
+
+    def update(self) -> None:
+        if self._display is not None:
+            self._display.update(self._done() - self._before)
+
+    def end(self) -> None:
+        if self._display is not None:
+            self._display.clear()
+            self._display = None
+
+    def _done(self) -> int:
+        stats = self._engine.stats()
+        return stats["computed_tokens"] + stats["cached_tokens"]
+
+
 def print_answer(
     engine: Engine, prompt: Any, sampling: dict[str, Any], *, interruptible: bool = False
 ) -> PrintedAnswer:
@@ -33,16 +61,20 @@ def print_answer(
     answer = PrintedAnswer()
     start = time.monotonic()
     first: float | None = None
-    stream = engine.stream(prompt, **{"logprobs": None, **sampling})
+    progress = _PrefillProgress(engine)
+    stream = engine.stream(prompt, on_step=progress.update, **{"logprobs": None, **sampling})
+    progress.begin(stream.prompt_tokens)
     try:
         with stream:
             for piece in stream:
+                progress.end()
                 first = time.monotonic() if first is None else first
                 text = piece.text if engine.has_tokenizer else "".join(f"{id} " for id in piece.ids)
                 answer.text += text
                 print(printable(text), end="", flush=True)
                 answer.result = piece.result
     except KeyboardInterrupt:
+        progress.end()
         if not interruptible:
             raise
     print(flush=True)
@@ -73,6 +105,29 @@ def print_stats(answer: PrintedAnswer) -> None:
         )
 
 
+def print_cut(engine: Engine, result: Result | None, sampling: dict[str, Any]) -> None:
+    """That an answer did not end by itself, and what ended it."""
+    if result is None or result.finish_reason != "length":
+        return
+    note(f"(cut after {len(result.ids)} tokens: {_cut_by(engine, result, sampling)})")
+
+
+def _cut_by(engine: Engine, result: Result, sampling: dict[str, Any]) -> str:
+    positions = engine.info.max_position_embeddings
+    total = len(result.prompt_ids) + len(result.ids)
+    if sampling.get("max_tokens") is not None:
+        return "--max-tokens"
+    if sampling.get("window"):
+        return "as many as the model has positions; --max-tokens N allows more"
+    if total >= positions:
+        return f"the model has {positions:,} positions; --window N continues beyond them"
+    stats = engine.stats()
+    held = stats["pages_total"] * stats["page_size"]
+    if total >= held:
+        return f"the memory for KV holds {held:,} tokens; --kv-bytes SIZE gives more"
+    return f"{total:,} tokens are the model's original length; --max-tokens N continues beyond it"
+
+
 def print_sources(engine: Engine, result: Result | None) -> None:
     """With a chunk store: where the KV of the prompt came from, and why no more came."""
     if engine.store is None or result is None:
@@ -91,6 +146,27 @@ def print_total_sources(engine: Engine) -> None:
         f"({stats['cached_tokens']} of {stats['prompt_tokens']} prompt tokens not computed; "
         f"from the store: {found or 'none'})"
     )
+
+
+# What a tier that drops chunks may lack.
+_LACKS = {
+    "disk": "room or rights in the folder, or --kv-quota is less than a chunk takes",
+    "redis": "a server that answers and has room",
+}
+
+
+def print_lost(engine: Engine) -> None:
+    """What was computed and is not kept for the next command. Waits until the rest is."""
+    if engine.store is None:
+        return
+    try:
+        engine.flush_store()
+    except errors.TimeoutError as error:
+        note(f"(not all KV is kept: {error})")
+    for name, tier in engine.store.statistics()["tiers"].items():
+        if tier["dropped_writes"]:
+            count = tier["dropped_writes"]
+            note(f"({count} chunks of KV are not kept: {name} lacks {_LACKS[name]})")
 
 
 def sources(usage: Usage) -> str:
@@ -112,11 +188,13 @@ def sources(usage: Usage) -> str:
 
 
 def result_object(result: Result) -> dict[str, Any]:
-    """A result as JSON; with several samples a list of them."""
-    usage = _usage_object(result.usage)
+    """A result as JSON; with several samples a list of them. The seed only if something was
+    drawn."""
+    rest: dict[str, Any] = {} if result.seed is None else {"seed": result.seed}
+    rest["usage"] = _usage_object(result.usage)
     if len(result.samples) > 1:
-        return {"samples": [_sample_object(sample) for sample in result.samples], "usage": usage}
-    return {**_sample_object(result.samples[0]), "usage": usage}
+        return {"samples": [_sample_object(sample) for sample in result.samples], **rest}
+    return {**_sample_object(result.samples[0]), **rest}
 
 
 def _usage_object(usage: Usage) -> dict[str, Any]:

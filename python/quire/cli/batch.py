@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from quire import errors
+from quire._sampling import merged
 from quire.cli import answers, arguments, memory, models
 from quire.cli.arguments import UsageError
 from quire.cli.prompt_file import PromptFile, PromptLine
@@ -21,20 +22,26 @@ if TYPE_CHECKING:
     from quire.text import Tokenizer
 
 
+_TREE_NODES = 64  # as an engine has that guesses for all requests (kTreeNodesDefault)
+
+
 def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int:
     folder = models.model_folder(model)
     engine_arguments = arguments.given(options, arguments.ENGINE)
+    if any(line.sampling.get("speculate") in ("ngram", "model") for line in file.lines):
+        # Room for guesses, which an engine has by itself only if it makes them for all requests.
+        engine_arguments["max_tree_nodes"] = _TREE_NODES
     if options.dry_run:
         plan = memory.plan_memory(folder, engine_arguments)
         tokenizer = models.read_tokenizer(folder)
-        prompts = [
-            (
-                _prompt(file, line, tokenizer, options),
-                line.sampling.get("max_tokens", options.max_tokens),
-            )
-            for line in file.lines
-        ]
-        return memory.print_plan(plan, length_facts(plan, tokenizer, prompts, options.window), options.json)
+        lengths = []
+        for line in file.lines:
+            own = {**vars(options), **line.sampling}
+            prompt = _prompt(file, line, tokenizer, options)
+            template_args = own["template_args"] if models.is_chat(prompt) else None
+            length = models.count_tokens(tokenizer, prompt, template_args)
+            lengths.append((length, own["max_tokens"], own["window"]))
+        return memory.print_plan(plan, length_facts(plan, lengths), options.json)
     with (
         models.open_engine(folder, engine_arguments) as engine,
         _open_output(options.output, options.file) as output,
@@ -42,24 +49,26 @@ def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int
         requests = _requests(engine, file, options)
         code = _answer_all(engine, file, requests, output)
         answers.print_total_sources(engine)
+        answers.print_lost(engine)
         return code
 
 
 def length_facts(
     plan: MemoryPlan,
-    tokenizer: Tokenizer | None,
-    prompts: Iterable[tuple[Any, int | None]],
-    window: int | None,
+    prompts: Iterable[tuple[int, int | None, int | None]],
 ) -> dict[str, Any]:
-    """Of prompts and their max_tokens (None: what there is room for): how long they are, and how
-    many cannot be answered. With a window none is too long."""
-    sizes = [(models.count_tokens(tokenizer, prompt), most) for prompt, most in prompts]
-    too_long = [] if window else [n for n, most in sizes if n + (1 if most is None else most) > plan.longest_context]
+    """How long the prompts are, and how many cannot be answered, from their tokens, their
+    max_tokens (None: what there is room for) and windows. With a window none is too long."""
+    sizes = []
+    too_long = 0
+    for size, most, window in prompts:
+        sizes.append(size)
+        too_long += not window and size + (1 if most is None else most) > plan.longest_context
     return {
         "prompts": len(sizes),
-        "prompt_tokens": sum(n for n, _ in sizes),
-        "longest_prompt": max(n for n, _ in sizes),
-        "too_long": len(too_long),
+        "prompt_tokens": sum(sizes),
+        "longest_prompt": max(sizes),
+        "too_long": too_long,
     }
 
 
@@ -87,13 +96,17 @@ def _requests(
     requests = []
     bad: list[tuple[int, object]] = []
     for line in file.lines:
-        prompt, sampling = _prompt(file, line, tokenizer, options), {**defaults, **line.sampling}
+        prompt, sampling = _prompt(file, line, tokenizer, options), merged(defaults, line.sampling)
+        if line.sampling.get("window") == 0 and "sinks" not in line.sampling:
+            sampling.pop("sinks", None)  # those of the command line are of its window
+        if not models.is_chat(prompt) and "template_args" not in line.sampling:
+            sampling.pop("template_args", None)  # that of the command line is of its chats
         try:
             engine.check(prompt, **sampling)
         except errors.TooLargeError:
             pass
         except errors.QuireError as error:
-            bad.append((line.number, error))
+            bad.append((line.number, arguments.in_field_words(str(error))))
         requests.append((prompt, sampling))
     if bad:
         raise file.failure(bad)
@@ -104,7 +117,7 @@ def _answer_all(
     engine: Engine, file: PromptFile, requests: list[tuple[Any, Any]], output: TextIO
 ) -> int:
     progress = Progress(len(requests), sys.stderr)
-    done = written = failed = 0
+    done = written = failed = cut = 0
     # Rows that wait for one before them.
     waiting: dict[int, dict[str, Any]] = {}
     before = engine.stats()["completion_tokens"]
@@ -121,6 +134,7 @@ def _answer_all(
                 waiting[index] = _row(file.lines[index], outcome)
                 done += 1
                 failed += "error" in waiting[index]
+                cut += _is_cut(outcome)
                 while written in waiting:
                     text = json.dumps(waiting.pop(written), ensure_ascii=False)
                     print(text, file=output, flush=True)
@@ -128,9 +142,17 @@ def _answer_all(
     finally:
         progress.clear()
     note(f"({progress.summary(done, new_tokens())})")
+    if cut:
+        note(f'({cut} of {done} answers were cut; their finish_reason is "length")')
     if failed:
         note(f'quire: error: {failed} of {done} requests failed; their rows have an "error"')
     return 1 if failed else 0
+
+
+def _is_cut(outcome: Result | errors.QuireError) -> bool:
+    return not isinstance(outcome, errors.QuireError) and any(
+        sample.finish_reason == "length" for sample in outcome.samples
+    )
 
 
 def _row(line: PromptLine, outcome: Result | errors.QuireError) -> dict[str, Any]:

@@ -9,15 +9,17 @@ import re
 import sys
 from typing import Any
 
-from quire.cli import answers, arguments, batch, memory, models
+from quire._model_folder import check_model_folder
+from quire.cli import answers, arguments, batch, memory, models, ranges, text_input
 from quire.cli.arguments import UsageError
 from quire.cli.prompt_file import PromptFile
 
 
 def parser() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = arguments.Parser(
         prog="quire generate",
-        description="Answers a prompt and prints the answer as it comes; with --file many.",
+        description="Answers a prompt and prints the answer as it is computed; with --file, many "
+        "prompts.",
     )
     command.add_argument(
         "words",
@@ -25,17 +27,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL | TEXT",
         help="folder of the model (default: the embedded one), and the prompt (default: stdin)",
     )
-    command.add_argument("--model", metavar="DIR", help="folder of the model")
+    command.add_argument("--model", type=ranges.place, metavar="DIR", help="folder of the model")
     command.add_argument("--prompt", metavar="TEXT", help="the prompt")
     command.add_argument(
         "--prompt-ids",
         metavar="IDS",
-        type=arguments.token_ids,
+        type=ranges.token_ids,
         help='the prompt as token ids: "1,2,3"',
     )
     command.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    arguments.add_template(command)
     command.add_argument(
-        "--raw", action="store_true", help="no chat template: go on from the prompt as it stands"
+        "--raw", action="store_true", help="no chat template: continue the prompt itself"
     )
     command.add_argument(
         "--json", action="store_true", help="print one object: ids, text, logprobs, usage"
@@ -46,18 +49,21 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="compute nothing: say what memory it would take, and whether the prompts fit",
+        help="compute nothing: print the memory needed, and whether the prompts fit",
     )
     _add_file_options(command)
-    sampling = arguments.add_sampling(command, most_tokens="128")
+    sampling = arguments.add_sampling(command, most_tokens="what there is room for")
     sampling.add_argument(
-        "--n", type=int, metavar="N", help="with --json or --file: answers per prompt"
+        "--n",
+        type=ranges.Integer(1, 2**20),
+        metavar="N",
+        help="with --json or --file: answers per prompt",
     )
     sampling.add_argument(
         "--logprobs",
-        type=int,
+        type=ranges.Integer(0, 256),
         metavar="K",
-        help="with --json or --file: log-probabilities, and those of the K best tokens",
+        help="with --json or --file: log-probabilities of the tokens and of the K best",
     )
     arguments.add_engine(command)
     arguments.add_store(command)
@@ -69,15 +75,19 @@ def _add_file_options(command: argparse.ArgumentParser) -> None:
     many = command.add_argument_group("many prompts at once, answered in one batch")
     many.add_argument(
         "--file",
+        type=ranges.place,
         metavar="PROMPTS",
         help='a prompt per line, or (.jsonl) an object with "prompt", "messages" or "prompt_ids" '
         "and options of its own; -: stdin",
     )
     many.add_argument(
-        "--format", choices=("txt", "jsonl"), help="of PROMPTS (default: by the end of its name)"
+        "--format", choices=("txt", "jsonl"), help="format of PROMPTS (default: by its file name)"
     )
     many.add_argument(
-        "--output", metavar="FILE", help="the answers, an object per line (default: stdout)"
+        "--output",
+        type=ranges.place,
+        metavar="FILE",
+        help="write answers there, an object per line (default: stdout)",
     )
 
 
@@ -88,21 +98,26 @@ def _run(options: argparse.Namespace) -> int:
         return batch.run(options, model, PromptFile.read(options.file, options.format))
     if options.dry_run:
         return _dry_run(options, model, text)
+    folder = models.model_folder(model)
+    if text is None and options.prompt_ids is None:
+        text = text_input.read_stdin()
+    if options.prompt_ids is None:
+        _check_not_empty(text, options.raw)
     sampling = arguments.given(options, arguments.SAMPLING)
-    with models.open_engine(model, arguments.given(options, arguments.ENGINE)) as engine:
+    with models.open_engine(folder, arguments.given(options, arguments.ENGINE)) as engine:
         prompt = options.prompt_ids or models.text_prompt(
-            models.tokenizer_of(engine),
-            sys.stdin.read() if text is None else text,
-            options.system,
-            options.raw,
+            models.tokenizer_of(engine), text or "", options.system, options.raw
         )
         if options.json:
             result = engine.generate(prompt, **sampling)
             print(json.dumps(answers.result_object(result), ensure_ascii=False))
             answers.print_sources(engine, result)
+            answers.print_lost(engine)
             return 0
         answer = answers.print_answer(engine, prompt, sampling)
         answers.print_sources(engine, answer.result)
+        answers.print_cut(engine, answer.result, sampling)
+        answers.print_lost(engine)
     if options.stats:
         answers.print_stats(answer)
     return 0
@@ -114,24 +129,53 @@ def _dry_run(options: argparse.Namespace, model: str | None, text: str | None) -
     facts: dict[str, Any] = {}
     if text is not None or options.prompt_ids is not None:
         tokenizer = models.read_tokenizer(folder)
+        if options.prompt_ids is None:
+            _check_not_empty(text, options.raw)
         prompt = options.prompt_ids or models.text_prompt(
             tokenizer, text or "", options.system, options.raw
         )
-        facts = batch.length_facts(plan, tokenizer, [(prompt, options.max_tokens)], options.window)
+        length = models.count_tokens(tokenizer, prompt, options.template_args)
+        facts = batch.length_facts(plan, [(length, options.max_tokens, options.window)])
     return memory.print_plan(plan, facts, options.json)
 
 
 def _check_modes(options: argparse.Namespace) -> None:
     if options.file is None:
         if options.output is not None or options.format is not None:
-            raise UsageError("generate: --output and --format go with --file")
+            raise UsageError("generate: --output and --format have no effect without --file")
         if not options.json and options.n not in (None, 1):
-            raise UsageError("generate: several answers need --json or --file")
+            raise UsageError("generate: --n: several answers need --json or --file")
+        if options.json and options.stats:
+            raise UsageError("generate: --stats has no effect with --json, which has the usage")
+        if not options.json and options.logprobs is not None:
+            raise UsageError("generate: --logprobs has no effect without --json or --file")
+    elif not options.dry_run:
+        for name in ("json", "stats"):
+            if getattr(options, name):
+                raise UsageError(
+                    f"generate: --{name} has no effect with --file, whose answers are objects"
+                )
+    if options.prompt_ids is not None:
+        for name in ("system", "raw", "template_args"):
+            if getattr(options, name):
+                option = arguments.option_name(name)
+                raise UsageError(f"generate: {option} has no effect on --prompt-ids")
+    if options.raw and options.template_args and options.file is None:
+        raise UsageError("generate: --template-arg has no effect with --raw")
+
+
+def _check_not_empty(text: str | None, raw: bool) -> None:
+    """A chat question must be more than blanks; a raw text may continue them."""
+    if not text or not (raw or text.strip()):
+        raise UsageError("generate: the prompt is empty")
 
 
 def _model_and_text(options: argparse.Namespace) -> tuple[str | None, str | None]:
     """The folder (None: embedded) and the text (None: it stands elsewhere, or in standard
     input)."""
+    for name in ("prompt", "system"):
+        if getattr(options, name) is not None:
+            text_input.check_argument(getattr(options, name), f"--{name}")
     words: list[str] = list(options.words)
     model = options.model
     sources = [
@@ -142,12 +186,14 @@ def _model_and_text(options: argparse.Namespace) -> tuple[str | None, str | None
         raise UsageError(f"generate: {names} are two sources of prompts; give one")
     if model is None and words and (len(words) > 1 or sources or _means_folder(words[0])):
         model = words.pop(0)
+        hint = "; if it is meant as the prompt, quote it whole or give it with --prompt"
+        check_model_folder(os.path.expanduser(model), hint)
     if sources and words or len(words) > 1:
         raise UsageError(
             f"generate: more than one prompt: {words[-1]!r}; quote a text of several words"
         )
     if words:
-        return model, words[0]
+        return model, text_input.check_argument(words[0], "the prompt")
     if sources or options.dry_run:
         return model, options.prompt
     if sys.stdin is None or sys.stdin.isatty():

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from quire.cli import arguments, models
+from quire.cli.terminal import written_progress
 
 
 def parser() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = arguments.Parser(
         prog="quire import",
         description="Turns a GGUF file of the llama family into a Hugging Face folder.",
     )
     command.add_argument("file", metavar="FILE.gguf")
     command.add_argument(
-        "directory", metavar="DIR", help="is made; must not exist yet, or be empty"
+        "directory", metavar="DIR", help="folder to create; must be absent or empty"
     )
     command.add_argument(
-        "--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights written"
+        "--dtype", choices=("bfloat16", "float32", "float16"), help="type of the written weights"
     )
     command.set_defaults(run=_run)
     return command
@@ -28,9 +30,13 @@ def _run(options: argparse.Namespace) -> int:
     with models.naming_missing_packages():
         from quire.importer import GgufError, import_gguf
     try:
-        import_gguf(
-            Path(options.file), Path(options.directory), **arguments.given(options, ("dtype",))
-        )
+        with written_progress(sys.stderr) as tell:
+            import_gguf(
+                Path(options.file),
+                Path(options.directory),
+                **arguments.given(options, ("dtype",)),
+                progress=tell,
+            )
     except GgufError as error:
         raise models.Failure(error) from error
     print(f'{options.directory}: written; try: quire generate {options.directory} "Hello"')

@@ -16,10 +16,10 @@ Facts = dict[str, Any]
 
 
 def parser() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = arguments.Parser(
         prog="quire inspect",
-        description="Says what this build can do, what a model is, what memory it takes, and which "
-        "kernels run it.",
+        description="Prints what this build can do, what a model is, the memory it takes, and the "
+        "kernels that run it.",
     )
     command.add_argument(
         "model",
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="do not load the model: only what memory it would take",
+        help="do not load the model: print only the memory needed",
     )
     arguments.add_engine(command)
     command.set_defaults(run=_run)

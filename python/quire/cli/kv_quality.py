@@ -6,11 +6,9 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import arguments, models
+from quire.cli import arguments, models, ranges, text_input
 from quire.cli.arguments import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ _ROWS = 64
 
 @dataclasses.dataclass
 class Quality:
-    """Of one type of KV against the reference, over all tokens that have a next one.
+    """One type of KV against the reference, over all tokens that have a next one.
 
     perplexity: exp of the mean negative log-probability of the text's own tokens.
     logit_difference: mean of |logit - the reference's|.
@@ -133,46 +131,64 @@ def _compare(
 
 
 def parser() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = arguments.Parser(
         prog="quire kv-quality",
-        description="Compares types of keys and values on a text: perplexity, logits, and how often "
-        "the most likely token is the same.",
+        description="Compares types of keys and values on a text: perplexity, logits, and how "
+        "often the most likely token is the same.",
     )
     command.add_argument("model", nargs="?", metavar="MODEL", help="default: the embedded one")
-    command.add_argument("--text", metavar="FILE", help="the text (default: stdin)")
+    command.add_argument(
+        "--text", type=ranges.place, metavar="FILE", help="the text (default: stdin)"
+    )
     command.add_argument(
         "--types",
+        type=ranges.kv_dtype,
         nargs="+",
         metavar="TYPE",
         default=["float32", "int8", "bfloat16,int8", "fp8"],
-        help="as --kv-dtype takes them (default: float32 int8 bfloat16,int8 fp8)",
+        help="types as for --kv-dtype (default: float32 int8 bfloat16,int8 fp8)",
     )
     command.add_argument(
-        "--against", metavar="TYPE", default="bfloat16", help="the reference (default: bfloat16)"
+        "--against",
+        type=ranges.kv_dtype,
+        metavar="TYPE",
+        default="bfloat16",
+        help="reference type (default: bfloat16)",
     )
     command.add_argument(
-        "--context", type=int, metavar="N", default=256, help="tokens of a piece (default: 256)"
+        "--context",
+        type=ranges.Integer(2),
+        metavar="N",
+        default=256,
+        help="tokens per piece of the text (default: 256)",
     )
     command.add_argument(
-        "--tokens", type=int, metavar="N", default=4096, help="most of the text (default: 4096)"
+        "--tokens",
+        type=ranges.Integer(2),
+        metavar="N",
+        default=4096,
+        help="at most N tokens of the text (default: 4096)",
     )
     command.add_argument("--json", action="store_true", help="print one object")
     engine = command.add_argument_group("engine")
-    engine.add_argument("--dtype", choices=("bfloat16", "float32"), help="of products")
-    engine.add_argument("--threads", type=int, metavar="N", help="0: one per core (default)")
-    engine.add_argument("--kernel-path", metavar="NAME", help="one of `quire inspect`")
+    engine.add_argument("--dtype", choices=("bfloat16", "float32"), help="type of products")
+    arguments.add_threads(engine)
+    engine.add_argument(
+        "--kernel-path",
+        type=ranges.kernel_path,
+        metavar="NAME",
+        help="a kernel path that `quire inspect` lists",
+    )
     command.set_defaults(run=_run)
     return command
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.context < 2 or options.tokens < 2:
-        raise UsageError("--context and --tokens must be at least 2")
     folder = models.model_folder(options.model)
     tokenizer = models.read_tokenizer(folder)
     if tokenizer is None:
-        raise UsageError(f"{folder}: has no tokenizer.json, so a text says nothing to the model")
-    text = sys.stdin.read() if options.text is None else Path(options.text).read_text("utf-8")
+        raise UsageError(f"{folder}: has no tokenizer.json, so a text cannot be turned into tokens")
+    text = text_input.read_stdin() if options.text is None else text_input.read_file(options.text)
     ids = tokenizer.encode(text)[: options.tokens]
     if len(ids) < 2:
         raise UsageError("the text has fewer than two tokens; there is nothing to predict")

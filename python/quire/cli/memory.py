@@ -23,12 +23,14 @@ def memory_lines(plan: MemoryPlan) -> dict[str, str]:
         "weights": bytes_text(plan.weight_bytes),
         "KV per token": bytes_text(plan.kv_bytes_per_token),
         "KV pages": f"{bytes_text(plan.kv_bytes)}: {plan.page_count:,} pages of "
-        f"{plan.page_size} tokens, {plan.page_bytes:,} bytes each",
+        f"{plan.page_size} tokens, {plan.page_bytes:,} bytes each"
+        + (" (fewer than usual, so that it fits)" if plan.kv_shrunk else ""),
         **({"states": bytes_text(plan.state_bytes)} if plan.state_bytes else {}),
         "scratch": bytes_text(plan.scratch_bytes),
         **({"draft model": bytes_text(plan.draft_bytes)} if plan.draft_bytes else {}),
         "total": bytes_text(plan.total_bytes),
-        "machine": f"{bytes_text(plan.machine_bytes)}: "
+        "machine": bytes_text(plan.machine_bytes),
+        "free": f"{bytes_text(plan.available_bytes)}: "
         + ("it fits" if plan.fits else "IT DOES NOT FIT"),
         "longest context": f"{plan.longest_context:,} tokens",
     }

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import quire
+from quire._model_folder import check_model_folder
 from quire.cli.arguments import UsageError
 from quire.cli.terminal import is_terminal, note
 from quire.identity import kept_identity
@@ -27,12 +28,7 @@ def model_folder(model: str | None) -> str:
     if model is None:
         return _embedded_model_dir()
     path = os.path.expanduser(model)
-    if os.path.isfile(path):
-        hint = "turn a GGUF file into one with: quire import FILE.gguf DIR"
-        raise quire.NotFoundError(f"{model}: is a file, not the folder of a model; {hint}")
-    if not os.path.isdir(path):
-        hint = "if it is meant as the prompt, give it with --prompt"
-        raise quire.NotFoundError(f"{model}: there is no such folder with a model; {hint}")
+    check_model_folder(path)
     return path
 
 
@@ -76,7 +72,9 @@ def text_prompt(
     return chat_messages(system) + [{"role": "user", "content": text}]
 
 
-def count_tokens(tokenizer: Tokenizer | None, prompt: Any) -> int:
+def count_tokens(
+    tokenizer: Tokenizer | None, prompt: Any, template_args: dict[str, Any] | None = None
+) -> int:
     """Tokens of a prompt as the engine takes it."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return len(prompt)
@@ -84,7 +82,12 @@ def count_tokens(tokenizer: Tokenizer | None, prompt: Any) -> int:
         raise quire.NotFoundError("this model has no tokenizer.json; only token ids will do here")
     if isinstance(prompt, str):
         return len(tokenizer.encode(prompt))
-    return len(tokenizer.encode_chat(prompt))
+    return len(tokenizer.encode_chat(prompt, **(template_args or {})))
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt as the engine takes it is one of messages."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def chat_messages(system: str | None) -> list[dict[str, Any]]:
@@ -108,11 +111,11 @@ def _embedded_model_dir() -> str:
 
 
 @contextlib.contextmanager
-def naming_missing_packages() -> Iterator[None]:
-    """For imports of what only the extra [import] brings."""
+def naming_missing_packages(extra: str = "import") -> Iterator[None]:
+    """For imports of what only an extra of the package brings."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise Failure(
-            f"the package {error.name} is missing: pip install 'quire[import]'"
+            f"the package {error.name} is missing: pip install 'quire[{extra}]'"
         ) from error

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from quire.cli.models import Failure
+from quire.cli.text_input import STDIN, not_utf8
 
 # Far above any prompt that a model takes; a file without line ends must not fill the memory.
 _LINE_BYTES_MAX = 64 << 20
@@ -53,12 +54,12 @@ class PromptFile:
 
     @staticmethod
     def read(name: str, format: str | None) -> PromptFile:
-        """Of a path, or "-" for standard input. The format is that of the name's ending if None."""
+        """Reads a path, or "-" for standard input. Format None: by the ending of the name."""
         if format is None:
             format = "jsonl" if name.endswith((".jsonl", ".ndjson")) else "txt"
         parse = _parse_object if format == "jsonl" else _parse_text
         if name == "-":
-            return _collect("standard input", sys.stdin.buffer, parse)
+            return _collect(STDIN, sys.stdin.buffer, parse)
         with open(name, "rb") as file:
             return _collect(name, file, parse)
 
@@ -102,7 +103,7 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise BadLine(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise BadLine(not_utf8(error, raw)) from None
 
 
 def _parse_text(number: int, text: str) -> PromptLine | None:
@@ -122,7 +123,7 @@ def _parse_object(number: int, text: str) -> PromptLine | None:
     for name in ("system", "raw"):
         if name in fields and sources != ["prompt"]:
             raise BadLine(f'"{name}" goes with "prompt" only')
-    checked = {name: _check(name, value) for name, value in fields.items() if name != "id"}
+    checked = {name: check_field(name, value) for name, value in fields.items() if name != "id"}
     prompt = checked.pop(sources[0])
     return PromptLine(
         number,
@@ -152,7 +153,7 @@ def _no_constant(name: str) -> None:
     raise BadLine(f"is not JSON: {name} is no number")
 
 
-def _check(name: str, value: Any) -> Any:
+def check_field(name: str, value: Any) -> Any:
     """The value as the engine takes it. BadLine for unknown names and wrong types."""
     if name not in _FIELDS:
         raise BadLine(f'there is no field "{name}"; fields are {", ".join(_FIELDS)}, id')
@@ -207,6 +208,19 @@ def _text(value: Any) -> str:
     return value
 
 
+def _prompt_text(value: Any) -> str:
+    text = _text(value)
+    if not text:
+        raise ValueError
+    return text
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
+
+
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise TypeError
@@ -230,6 +244,19 @@ def _stops(value: Any) -> list[Any]:
     return [entry if isinstance(entry, str) else _ids(entry) for entry in entries]
 
 
+def _salt(value: Any) -> bytes:
+    salt = _text(value).encode()  # UnicodeEncodeError, of a lone surrogate, is a ValueError
+    if not 1 <= len(salt) <= 4096:
+        raise ValueError
+    return salt
+
+
+def _speculate(value: Any) -> str:
+    if value not in ("none", "ngram", "model"):
+        raise ValueError
+    return str(value)
+
+
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise TypeError
@@ -242,12 +269,13 @@ def _or_null(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 # In words, and the conversion.
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "prompt": ("a text", _text),
+    "prompt": ("a text that is not empty", _prompt_text),
     "messages": ('a list of objects such as {"role": "user", "content": "Hello"}', _messages),
     "prompt_ids": ("a list of token ids", _ids),
     "system": ("a text", _text),
     "raw": ("true or false", _boolean),
     "max_tokens": ("an integer", _or_null(_integer)),
+    "greedy": ("true or false", _boolean),
     "temperature": ("a number", _number),
     "top_k": ("an integer", _integer),
     "top_p": ("a number", _number),
@@ -261,4 +289,11 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logprobs": ("an integer or null", _or_null(_integer)),
     "ignore_eos": ("true or false", _boolean),
     "stop": ("a text, or a list of texts and lists of token ids", _stops),
+    "window": ("an integer", _integer),
+    "sinks": ("an integer", _integer),
+    "cache_salt": ("a text of 1 to 4096 bytes", _salt),
+    "speculate": ('"none", "ngram" or "model"', _speculate),
+    "draft_tokens": ("an integer", _integer),
+    "draft_branches": ("an integer", _integer),
+    "template_args": ("an object from names to values", _object),
 }

@@ -10,18 +10,19 @@ import time
 from typing import Any
 
 from quire import snapshot
-from quire.cli import answers, arguments, memory, models
+from quire._sampling import merged
+from quire.cli import answers, arguments, memory, models, ranges, text_input
 from quire.cli.arguments import UsageError
 from quire.cli.terminal import note
 
 _ABOUT = """\
-Keeps the KV of a text in a file, looks into such files, and goes on from them.
+Saves the KV of a text in a file, shows such files, and continues from them.
 
-  quire snapshot save FILE [MODEL] --prompt TEXT       keeps the KV of a text and its answer
-  quire snapshot restore FILE [MODEL] [--prompt TEXT]  goes on from it, with more text or without
-  quire snapshot show FILE                             what it is of
+  quire snapshot save FILE [MODEL] --prompt TEXT       saves the KV of a text and its answer
+  quire snapshot restore FILE [MODEL] [--prompt TEXT]  continues it, with more text or without
+  quire snapshot show FILE                             prints the model, the tokens and sizes
   quire snapshot verify FILE                           reads and checks all of it
-  quire snapshot diff FILE FILE                        what two have in common
+  quire snapshot diff FILE FILE                        compares two files
 """
 # The action and how many files it takes; those that run a model take its folder as well.
 _FILES = {"save": 1, "restore": 1, "show": 1, "verify": 1, "diff": 2}
@@ -29,7 +30,7 @@ _RUN_A_MODEL = ("save", "restore")
 
 
 def parser() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = arguments.Parser(
         prog="quire snapshot",
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -38,18 +39,20 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "words", nargs="*", metavar="FILE | MODEL", help="the file, and the folder of the model"
     )
-    command.add_argument("--prompt", metavar="TEXT", help="the text; with restore: what follows")
     command.add_argument(
-        "--prompt-ids", metavar="IDS", type=arguments.token_ids, help='as token ids: "1,2,3"'
+        "--prompt", metavar="TEXT", help="the text; with restore: the text that follows"
+    )
+    command.add_argument(
+        "--prompt-ids", metavar="IDS", type=ranges.token_ids, help='as token ids: "1,2,3"'
     )
     command.add_argument("--raw", action="store_true", help="save: no chat template")
     command.add_argument("--json", action="store_true", help="print one object")
     command.add_argument(
         "--any-numerics",
         action="store_true",
-        help="restore: also what other kernels computed, which is not equal bit for bit",
+        help="restore: also take KV computed by other kernels, which is not bit-equal",
     )
-    arguments.add_sampling(command, most_tokens="128; with save: 1")
+    arguments.add_sampling(command, most_tokens="what there is room for; with save: 1")
     arguments.add_engine(command)
     command.set_defaults(run=_run)
     return command
@@ -76,23 +79,45 @@ def _files_and_model(options: argparse.Namespace) -> tuple[list[str], str | None
             f"snapshot {options.action}: {count} FILE{'S' if count > 1 else ''} and "
             f"{most - count} MODEL at most, not {len(words)} words"
         )
+    _check_effect(options)
+    if options.prompt is not None:
+        text_input.check_argument(options.prompt, "--prompt")
     if options.prompt is not None and options.prompt_ids is not None:
         raise UsageError("snapshot: --prompt and --prompt-ids are two sources of a prompt")
     return words[:count], words[count] if len(words) > count else None
 
 
+def _check_effect(options: argparse.Namespace) -> None:
+    """UsageError for options that the action has no use for."""
+    names = [*arguments.given(options, (*arguments.SAMPLING, *arguments.ENGINE))]
+    names += [name for name in ("prompt", "prompt_ids") if getattr(options, name) is not None]
+    if options.action not in _RUN_A_MODEL and names:
+        raise UsageError(
+            f"snapshot {options.action}: {arguments.option_name(names[0])} has no effect"
+        )
+    if options.raw and options.action != "save":
+        raise UsageError("snapshot: --raw has an effect with save only")
+    if options.raw and options.prompt_ids is not None:
+        raise UsageError("snapshot: --raw has no effect on --prompt-ids")
+    if options.any_numerics and options.action != "restore":
+        raise UsageError("snapshot: --any-numerics has an effect with restore only")
+
+
 def _save(options: argparse.Namespace, file: str, model: str | None) -> int:
     if options.prompt is None and options.prompt_ids is None:
         raise UsageError("snapshot save: give the text with --prompt or --prompt-ids")
-    sampling = {"max_tokens": 1, **arguments.given(options, arguments.SAMPLING)}
+    given = {"max_tokens": 1, **arguments.given(options, arguments.SAMPLING)}
     with models.open_engine(model, arguments.given(options, arguments.ENGINE)) as engine:
         prompt = options.prompt_ids or models.text_prompt(
             models.tokenizer_of(engine), options.prompt, raw=options.raw
         )
+        sampling = engine.resolve_sampling(**given)
         result = engine.generate(prompt, **sampling)
-        # What draws the next token, so that whoever restores it can go on with the same numbers.
+        # The options that draw the next token, so that a restore continues with the same numbers.
+        salt = sampling.pop("cache_salt", b"")  # a secret, which the file must not have
         sampler = json.dumps(sampling, sort_keys=True).encode()
-        count = snapshot.save(engine, result.prompt_ids + result.ids, file, sampler=sampler)
+        tokens = result.prompt_ids + result.ids
+        count = snapshot.save(engine, tokens, file, sampler=sampler, cache_salt=salt)
     note(f"(saved the KV of {count} tokens: {file})")
     return 0
 
@@ -100,18 +125,21 @@ def _save(options: argparse.Namespace, file: str, model: str | None) -> int:
 def _restore(options: argparse.Namespace, file: str, model: str | None) -> int:
     with models.open_engine(model, arguments.given(options, arguments.ENGINE)) as engine:
         start = time.monotonic()
-        info = snapshot.restore(engine, file, any_numerics=options.any_numerics)
+        info = snapshot.restore(
+            engine, file, any_numerics=options.any_numerics, cache_salt=options.cache_salt or b""
+        )
         seconds = time.monotonic() - start
         more = options.prompt_ids or []
         if options.prompt is not None:
             more = engine.tokenizer.encode(options.prompt)
-        sampling = {**_sampling_of(info), **arguments.given(options, arguments.SAMPLING)}
+        sampling = merged(_sampling_of(info), arguments.given(options, arguments.SAMPLING))
         if options.json:
             result = engine.generate(info.tokens + more, **sampling)
             print(json.dumps(answers.result_object(result), ensure_ascii=False))
             return 0
         note(f"(restored the KV of {len(info.tokens)} tokens in {seconds:.2f} s)")
-        answers.print_answer(engine, info.tokens + more, sampling)
+        answer = answers.print_answer(engine, info.tokens + more, sampling)
+        answers.print_cut(engine, answer.result, sampling)
     return 0
 
 
@@ -122,7 +150,7 @@ def _sampling_of(info: snapshot.SnapshotInfo) -> dict[str, Any]:
     try:
         sampling = json.loads(info.sampler)
     except ValueError:
-        return {}  # saved by something else, whose sampler is none of ours
+        return {}  # saved by another program, with a sampler of another format
     known = arguments.SAMPLING if isinstance(sampling, dict) else ()
     return {name: sampling[name] for name in known if name in sampling and name != "max_tokens"}
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT_VERSION", "GgufError", "import_gguf"]
 
 # Grows when the same GGUF file would be written in another way, so that cached folders are made
-# anew.
+# again.
 FORMAT_VERSION = 1
 
 _MODULE_OF = {"GgufError": "gguf_reader", "import_gguf": "gguf_import"}
@@ -20,7 +20,7 @@ _MODULE_OF = {"GgufError": "gguf_reader", "import_gguf": "gguf_import"}
 
 def __getattr__(name: str) -> Any:
     """Imports what reads GGUF files, which takes as long as the start of a small model, when it is
-    needed: whoever finds the folder made does not."""
+    needed: an existing folder does not need it."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from quire._new_folder import check_free, new_folder
+from quire._new_folder import check_free, check_room, new_folder
 
 from .gguf_reader import GgufFile
 from .model_config import build_config, build_generation_config, read_shape
@@ -18,16 +19,26 @@ from .safetensors_writer import Declaration, SafetensorsWriter
 from .tokenizer import ImportedTokenizer, build_tokenizer
 from .weights import DTYPES, Weight, converted_parts, plan_weights
 
+Progress: TypeAlias = Callable[[int, int], None]
+
+# Tokenizer, configuration and the header of the weights: some MiB.
+_OTHER_BYTES = 64 << 20
+
 
 def import_gguf(
-    path: str | os.PathLike[str], out_dir: str | os.PathLike[str], dtype: str = "bfloat16"
+    path: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    progress: Progress | None = None,
 ) -> Path:
     """Writes the model of a GGUF file as a Hugging Face folder and returns the folder.
 
     The folder must not exist, or be empty. It is made under another name beside its place and
     renamed when it is complete, so an import that fails or is killed leaves no half folder under
     the asked name. GgufError says what is wrong with the file; FileExistsError and other OSErrors
-    what is wrong with the folder.
+    what is wrong with the folder, or that its disk has too little room.
+
+    progress: called with (bytes written, bytes of all weights), many times.
     """
     if dtype not in DTYPES:
         raise ValueError(f'dtype "{dtype}" is not one of {", ".join(DTYPES)}')
@@ -41,12 +52,18 @@ def import_gguf(
         "generation_config.json": build_generation_config(file, shape),
     }
     tokenizer = build_tokenizer(file, shape.vocab_size)
+    declarations = [
+        Declaration(weight.name, DTYPES[dtype], weight.source.shape) for weight in weights
+    ]
+    total = sum(item.byte_count for item in declarations)
+    check_room(out, total + _OTHER_BYTES)
 
     with new_folder(out) as part:
         for name, config in configs.items():
             _write_json(part / name, config)
         _write_tokenizer(part, tokenizer)
-        _write_weights(part / "model.safetensors", file, weights, dtype)
+        with SafetensorsWriter(os.fspath(part / "model.safetensors"), declarations) as writer:
+            _write_weights(writer, file, weights, dtype, lambda n: progress and progress(n, total))
     return out
 
 
@@ -68,11 +85,17 @@ def _write_tokenizer(folder: Path, imported: ImportedTokenizer) -> None:
         _write_text(folder / "additional_chat_templates" / f"{name}.jinja", template)
 
 
-def _write_weights(path: Path, file: GgufFile, weights: list[Weight], dtype: str) -> None:
-    declarations = [
-        Declaration(weight.name, DTYPES[dtype], weight.source.shape) for weight in weights
-    ]
-    with np.errstate(all="ignore"), SafetensorsWriter(os.fspath(path), declarations) as writer:
+def _write_weights(
+    writer: SafetensorsWriter,
+    file: GgufFile,
+    weights: list[Weight],
+    dtype: str,
+    on_part: Callable[[int], object],
+) -> None:
+    written = 0
+    with np.errstate(all="ignore"):
         for weight in weights:
             for part in converted_parts(file, weight, dtype):
                 writer.write(part)
+                written += part.nbytes
+                on_part(written)

@@ -111,7 +111,7 @@ static void AppendValues(const AppendArgs& args, int64_t row) {
   }
   if (!is_finite) NoteNonfinite(args, row);
 }
-// Of a latent layout: they are stored already.
+// For a latent layout: its values are stored already.
 template <DType kTo>
 static void LatentValues(const AppendArgs& args, int64_t row) {
   using Element = typename StoredAs<kTo>::Element;

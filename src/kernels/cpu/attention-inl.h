@@ -82,10 +82,10 @@ static void RunPiece(void* context, int64_t index, int worker) {
   RunSegments(call, unit, piece.segment_begin, piece.segment_end, {{}, slot}, space);
 }
 
-// Tasks per cut unit for the folds behind a wave.
+// Tasks per cut unit for the folds after a wave.
 constexpr int64_t kFoldTasks = 8;
 
-// A share of the rows of a wave's part: folds their segments in order, and finishes them behind the
+// A share of the rows of a wave's part: folds their segments in order, and finishes them after the
 // last wave.
 static void RunFold(void* context, int64_t index, int worker) {
   const ScopedFloatEnvironment environment;

@@ -8,8 +8,8 @@
 
 #include "kernels/cpu/attention_nodes-inl.h"
 
-// Values that few rows make out of keys are made so many dimensions at a time, which stay in L1 (16
-// KiB of bfloat16) until all rows have met them.
+// Values that few rows make out of keys are made this number of dimensions at a time, which stay in
+// L1 (16 KiB of bfloat16) until all rows have met them.
 constexpr int kPanelColumns = 2 * kLanes;
 
 static constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -31,7 +31,7 @@ static void PrepareBlockKeys(const AttentionCall& call, const AttentionUnit& uni
   const bool rotate = RotatesKeys(call, unit);
   for (TileSet left = block->stored; left != 0; left &= left - 1) {
     const int t = __builtin_ctz(left);
-    if (rotate) LoadTileAngles(call, sequence, segment, t, space);
+    if (rotate) LoadTileAngles(sequence, segment, t, space);
     block->keys[t] = PrepareKeys(call, space.tiles->tiles[t], block->head, rotate, block->key_dtype,
                                  space, space.key_tiles + static_cast<size_t>(t) * bytes);
   }

@@ -12,8 +12,8 @@
 constexpr int64_t kScoreRows = 128;
 // Rows of q that are laid side by side at a time.
 constexpr int64_t kRowsWaiting = 4;
-// From so many query rows on, which are more than one group, a unit's heads are computed one after
-// the other: arithmetic bounds them, and tiles that all rows meet together stay in L1.
+// From this number of query rows on, which are more than one group, a unit's heads are computed one
+// after the other: arithmetic bounds them, and tiles that all rows meet together stay in L1.
 constexpr int64_t kHeadRowsMin = kRowsMax + 1;
 
 static int64_t SmallerOf(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -175,7 +175,7 @@ static void ClearUnitStates(const AttentionCall& call, const AttentionUnit& unit
 
 // Keys of the unit are rotated here (RopeMode::kInline).
 static bool RotatesKeys(const AttentionCall& call, const AttentionUnit& unit) {
-  return call.args->sequences[static_cast<size_t>(unit.sequence)].inline_cos != nullptr;
+  return call.args->sequences[static_cast<size_t>(unit.sequence)].inline_angles != nullptr;
 }
 
 // How the unit's queries are kept. Keys that are rotated here are no codes any more.

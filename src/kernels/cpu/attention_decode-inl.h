@@ -163,7 +163,7 @@ static void DecodeSegment(const AttentionCall& call, const AttentionUnit& unit, 
   const RowStates out = SegmentOutput(call, unit, sink, 0, space);
   for (TileSet left = stored; left != 0; left &= left - 1) {
     const int t = __builtin_ctz(left);
-    if (rotate) LoadTileAngles(call, sequence, segment, t, space);
+    if (rotate) LoadTileAngles(sequence, segment, t, space);
     ForEachGroup(rows, [&](int64_t r, int count) {
       ScoreHeads(call, unit, t, rotate, space.queries(), space.scores, r, count, order, space);
       if ((sinks >> t & 1) == 0) return;

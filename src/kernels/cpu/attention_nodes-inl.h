@@ -5,7 +5,7 @@
 
 #include "kernels/cpu/attention_segment-inl.h"
 
-// Tiles of the segment that lie behind, or hold, the end of the unit's committed tokens.
+// Tiles of the segment that lie after, or hold, the end of the unit's committed tokens.
 static TileSet OwnTiles(const AttentionCall& call, const AttentionUnit& unit, int64_t segment) {
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   if (unit.shared || sequence.tree == nullptr) return 0;
@@ -37,7 +37,7 @@ static void ForEachNodeTile(const AttentionCall& call, const AttentionUnit& unit
   for (; own != 0; own &= own - 1) {
     const int t = __builtin_ctz(own);
     const SegmentTile* stored = t < space.tiles->tile_count ? &space.tiles->tiles[t] : nullptr;
-    if (rotate) LoadTileAngles(call, sequence, segment, t, space);
+    if (rotate) LoadTileAngles(sequence, segment, t, space);
     for (int64_t r = begin; r < end;) {
       const int64_t node = NodeOfRow(call, unit, r);
       int64_t stop = r + 1;

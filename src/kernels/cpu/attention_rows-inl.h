@@ -95,7 +95,7 @@ static void SpreadSteps(const std::byte* row, int64_t steps, int64_t stride, std
   }
 }
 
-// The same for four rows, whose steps lie side by side behind it.
+// The same for four rows, whose steps lie side by side after it.
 static void SpreadFourRows(const std::byte* rows, size_t row_bytes, int64_t steps, int64_t stride,
                            std::byte* to) {
   typedef uint32_t Four __attribute__((vector_size(16)));

@@ -146,7 +146,7 @@ static ValueTiles WholeTiles(const AttentionCall& call, DType dtype, const std::
   return {LoopsOf(dtype), dtype, v_dim, v_dim, data};
 }
 
-// What is read later, to be asked for while values are weighed: behind each tile's pointer, from
+// What is read later, to be asked for while values are weighed: after each tile's pointer, from
 // byte `begin` on, `step` bytes per step and vector of outputs.
 struct AheadOfTiles {
   const std::byte* const* tiles;
@@ -345,13 +345,12 @@ static void ScaleOutputs(const AttentionCall& call, const float* p_scales, int64
   }
 }
 
-static void LoadTileAngles(const AttentionCall& call, const AttentionSequence& sequence,
-                           int64_t segment, int tile, WorkerSpace& space) {
-  const int half = call.args->rotary.rotary_dim / 2;
+static void LoadTileAngles(const AttentionSequence& sequence, int64_t segment, int tile,
+                           WorkerSpace& space) {
   const int64_t position = segment * kSegmentPositions + tile * kLanes;
   const int64_t count = LargerOf(SmallerOf(LastPosition(sequence) + 1 - position, kLanes), 0);
-  LoadAngles(sequence.inline_cos, position, static_cast<int>(count), half, space.cos);
-  LoadAngles(sequence.inline_sin, position, static_cast<int>(count), half, space.sin);
+  LoadAngles(*sequence.inline_angles, sequence.inline_base + position, static_cast<int>(count),
+             space.cos, space.sin);
 }
 
 // The end of the positions of a unit that are looked at in a segment, where its runs say.

@@ -102,7 +102,7 @@ QUIRE_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) {
 QUIRE_EMULATED __m512 _mm512_min_ps(__m512 a, __m512 b) {
   return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
 }
-// Of its immediates those that keep no fraction bits (the upper four are zero).
+// Only the immediates that keep no fraction bits (the upper four are zero).
 #undef _mm512_roundscale_ps
 QUIRE_EMULATED __m512 _mm512_roundscale_ps(__m512 a, int imm) {
   return {_mm256_round_ps(a.lo, imm), _mm256_round_ps(a.hi, imm)};

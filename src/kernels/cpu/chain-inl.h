@@ -111,7 +111,7 @@ struct ScoreArgs {
   const std::byte* prefetch;             // heads: what is read later, as many bytes as now...
   bool into_l1;                          // ...and where to (StreamPrefetch)
   const std::byte* ahead[kTilesAtOnce];  // tiles: what is read later, by column...
-  int64_t ahead_step;                    // ...and so many bytes further with each step
+  int64_t ahead_step;                    // ...moved by these bytes with each step
 };
 
 // The same R rows of C tiles, or (kHeads) R rows of each of C heads.
@@ -165,7 +165,7 @@ struct WeighArgs {
   int tile_count;
   int64_t v_row_elements;     // of one step: v_dim * pair
   int64_t column;             // first output dimension
-  int64_t column_end;         // a number of whole loops behind it
+  int64_t column_end;         // a number of whole loops after it
   float* o;                   // row 0
   int64_t o_row;              // stride in floats
   bool resume;                // the chains go on from o; else from zero
@@ -173,7 +173,7 @@ struct WeighArgs {
   bool into_l1;               // where that is fetched to (StreamPrefetch)
   const std::byte* const* ahead;  // tiles in L2: what is read later, beside each of them, from...
   int64_t ahead_begin;            // ...this byte on
-  int64_t ahead_step;             // ...and so many bytes further with each step
+  int64_t ahead_step;             // ...moved by these bytes with each step
 };
 
 // R rows x C vectors of 16 output dimensions at a time, over all keys of the tiles.

@@ -137,7 +137,7 @@ static void TransposeBF16(const std::byte* keys, int v_dim, std::byte* values) {
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   for (int row = 0; row < v_dim / 2; row += kUnits, keys += kUnits * kVectorBytes) {
     // Quarter q of zipped[i] has rows i and i + 1 of column 2q, zipped[i + 1] those of the column
-    // behind it.
+    // after it.
     __m512i zipped[kUnits];
     QUIRE_UNROLL
     for (int i = 0; i < kUnits; i += 2) {

@@ -26,7 +26,7 @@ constexpr int kTileVectors =
 constexpr int64_t kMaxBlockTiles = 120 / kMaxTileRows;
 // Output blocks whose sums are kept while the rows stay in L2 with one block of inputs.
 constexpr int64_t kGroupBlocks = 8;
-// So much of x stays in L2 beside the weights.
+// The part of x that stays in L2 beside the weights.
 constexpr int64_t kResidentBytes = int64_t{512} << 10;
 // From this number of tiles on, widening once into a panel is cheaper than widening in each tile.
 constexpr int64_t kPanelTiles = 3;
@@ -285,7 +285,7 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
 
 // --------------------------------------------------------------------------------------- rows of x
 
-// Rows [first, first + count) into scratch, rounded if asked. Behind the last input follow zeros up
+// Rows [first, first + count) into scratch, rounded if asked. After the last input follow zeros up
 // to a whole vector.
 static void PackRows(const LinearPlan& plan, int64_t first, int64_t count) {
   const LinearArgs& args = *plan.args;

@@ -5,7 +5,7 @@
 // for all rows, straight from where it lies. The chains are those of the tiles: one for each row
 // and output, over ascending inputs.
 
-// So many outputs at a time: with two vectors of x and a weight their sums fill AVX2's registers.
+// Outputs at a time: with two vectors of x and a weight, their sums fill AVX2's registers.
 constexpr int kLaneOutputs = 4;
 
 // Two inputs of one output, in all lanes.

@@ -184,7 +184,7 @@ QUIRE_INLINE void ConvolveVector(const ConvolutionArgs& args, const RecurrencePi
   StoreSome(args.y + (piece.first_row + r) * shape.channel_count + channel, count, y);
 }
 
-// The last width - 1 inputs behind the piece's last row.
+// The last width - 1 inputs after the piece's last row.
 QUIRE_INLINE void KeepInputs(const ConvolutionArgs& args, const RecurrencePiece& piece,
                              int64_t channel, int64_t count) {
   const ConvolutionShape& shape = args.shape;

@@ -1,4 +1,4 @@
-// The arithmetic between and behind the two chains: softmax of a segment, fold of segments, end of
+// The arithmetic between and after the two chains: softmax of a segment, fold of segments, end of
 // a row. One implementation for every caller. Included after simd-inl.h, inside a path's namespace
 // and target region.
 #ifndef QUIRE_KERNELS_CPU_SOFTMAX_INL_H_
@@ -69,14 +69,14 @@ static float QuantiseWeights(const float* from, int count, float most, std::byte
 }
 
 // What a row sees of a segment, relative to its first position: [begin, end) without [gap_begin,
-// gap_end), which lies strictly inside, or behind the segment if there is none. Empty if begin >=
-// end. Of tiles from mask_begin on, only lanes whose bit is set.
+// gap_end), which lies strictly inside, or after the segment if there is none. Empty if begin >=
+// end. In tiles from mask_begin on, only the lanes whose bit is set.
 struct SegmentView {
   int begin;
   int end;
   int gap_begin;
   int gap_end;
-  const uint16_t* mask = nullptr;  // of tile mask_begin, one behind the other; null: no mask
+  const uint16_t* mask = nullptr;  // of tile mask_begin, one after the other; null: no mask
   int64_t mask_begin = 0;
 };
 

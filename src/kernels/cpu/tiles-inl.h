@@ -230,10 +230,16 @@ static void WidenTile(DType dtype, const std::byte* stored, int row_count, int c
 
 // cos and sin of 16 positions with the positions in lanes: [rotary_dim / 2][16], zero from `count`
 // on.
-static void LoadAngles(const float* table, int64_t position, int count, int half, float* out) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const float* row = table + (position + lane) * half;
-    for (int i = 0; i < half; ++i) out[i * kLanes + lane] = lane < count ? row[i] : 0.0F;
+static void LoadAngles(const AngleTable& table, int64_t position, int count, float* cos,
+                       float* sin) {
+  const int half = static_cast<int>(table.pair_count);
+  for (int lane = 0; lane < count; ++lane) {
+    const RotaryAngles row = table.At(position + lane);
+    for (int i = 0; i < half; ++i) cos[i * kLanes + lane] = row.cos[i];
+    for (int i = 0; i < half; ++i) sin[i * kLanes + lane] = row.sin[i];
+  }
+  for (int lane = count; lane < kLanes; ++lane) {
+    for (int i = 0; i < half; ++i) cos[i * kLanes + lane] = sin[i * kLanes + lane] = 0.0F;
   }
 }
 

@@ -41,7 +41,6 @@ struct Context {
 std::vector<Context> ReadContexts(const AttentionArgs& args, const AttentionSequence& sequence) {
   const KVLayout& layout = args.pages.layout;
   const auto heads = static_cast<size_t>(layout.num_kv_heads);
-  const int half = args.rotary.rotary_dim / 2;
   std::vector<float> k(heads * static_cast<size_t>(layout.qk_head_dim));
   std::vector<float> v(heads * static_cast<size_t>(layout.v_head_dim));
   std::vector<Context> contexts(heads);
@@ -64,9 +63,8 @@ std::vector<Context> ReadContexts(const AttentionArgs& args, const AttentionSequ
         const float* value = v.data() + head * layout.v_head_dim;
         context.keys.emplace_back(key, key + layout.qk_head_dim);
         context.values.emplace_back(value, value + layout.v_head_dim);
-        if (sequence.inline_cos == nullptr) continue;
-        Rotate(&context.keys.back(),
-               {sequence.inline_cos + position * half, sequence.inline_sin + position * half},
+        if (sequence.inline_angles == nullptr) continue;
+        Rotate(&context.keys.back(), sequence.inline_angles->At(sequence.inline_base + position),
                args.rotary);
       }
     }

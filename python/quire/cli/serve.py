@@ -1,0 +1,296 @@
+"""`quire serve`: the HTTP server over one model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire import errors
+from quire.cli import arguments, memory, models, ranges
+from quire.cli.arguments import UsageError
+
+if TYPE_CHECKING:
+    from quire.serve.limits import Limits
+    from quire.serve.server import ServerOptions
+
+_RUNNING_MAX = 64  # as an engine has by itself
+_SERVER = (
+    "host",
+    "port",
+    "served_model_names",
+    "api_keys",
+    "insecure_no_auth",
+    "strict",
+    "tool_parser",
+    "drain_timeout",
+    "tls_cert",
+    "tls_key",
+    "cors",
+    "log_format",
+    "limits",
+)
+_ENVIRONMENT_PREFIX = "QUIRE_"
+
+
+def parser() -> argparse.ArgumentParser:
+    command = _ServeParser(
+        prog="quire serve",
+        description="Answers clients of OpenAI's API over HTTP, until SIGINT or SIGTERM. Each option "
+        "is read from the environment, too: QUIRE_PORT is --port, QUIRE_KV_DIR is --kv-dir.",
+    )
+    command.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder of the model (default: the embedded one)",
+    )
+    _add_address(command)
+    _add_clients(command)
+    _add_life(command)
+    arguments.add_engine(command)
+    arguments.add_store(command)
+    command.set_defaults(run=_run)
+    return command
+
+
+def _add_address(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("address")
+    group.add_argument(
+        "--host",
+        type=ranges.place,
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address to listen on (default: 127.0.0.1); others than loopback need --api-keys",
+    )
+    group.add_argument(
+        "--port",
+        type=ranges.Integer(0, 65535),
+        default=8000,
+        metavar="N",
+        help="0: any that is free (default: 8000)",
+    )
+    group.add_argument("--tls-cert", type=ranges.place, metavar="FILE", help="certificates in PEM")
+    group.add_argument("--tls-key", type=ranges.place, metavar="FILE", help="their key in PEM")
+    group.add_argument(
+        "--cors",
+        action="append",
+        type=ranges.place,
+        metavar="ORIGIN",
+        help="web pages of ORIGIN may ask; *: all; may be repeated",
+    )
+
+
+def _add_clients(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("clients")
+    group.add_argument(
+        "--api-keys",
+        type=ranges.place,
+        metavar="FILE",
+        help='a line "NAME KEY" or "NAME KEY SHARE" for each client; others are refused',
+    )
+    group.add_argument(
+        "--insecure-no-auth",
+        action="store_true",
+        help="listen beyond loopback without keys: all that reach the port may ask",
+    )
+    group.add_argument(
+        "--served-model-name",
+        dest="served_model_names",
+        action="append",
+        type=ranges.place,
+        metavar="NAME",
+        help="what clients call the model (default: the name of its folder); may be repeated",
+    )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse requests with unknown fields, which are else named in x-quire-ignored",
+    )
+    group.add_argument(
+        "--tool-parser",
+        choices=("hermes", "llama3"),
+        help="format of function calls in answers (default: by the chat template)",
+    )
+    group.add_argument(
+        "--limit",
+        dest="limits",
+        action=arguments.Collect,
+        type=_limit,
+        metavar="NAME=VALUE",
+        help="another value for one of the limits in docs/serve.md, such as body_bytes=1000000; "
+        "may be repeated",
+    )
+
+
+def _add_life(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("life")
+    group.add_argument(
+        "--drain-timeout",
+        type=ranges.Number(0, 86400),
+        default=30.0,
+        metavar="SECONDS",
+        help="that running answers get to end after SIGTERM (default: 30)",
+    )
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of the log (default: text)"
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="start nothing: print the options in effect and the memory that it would take",
+    )
+
+
+class _ServeParser(arguments.Parser):
+    """Takes what the command line lacks from the environment."""
+
+    def parse_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        words = list(args or ())
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        return super().parse_intermixed_args(
+            [*_environment_words(self, os.environ, given), *words], namespace
+        )
+
+
+def _environment_words(
+    parser: argparse.ArgumentParser, environment: Mapping[str, str], given: set[str]
+) -> list[str]:
+    """The environment's options as words of the command line; none for options that are `given`
+    there."""
+    words: list[str] = []
+    for action in parser._actions:
+        names = [name for name in action.option_strings if name.startswith("--")]
+        if not names or names[0] in ("--help", "--dry-run") or given.intersection(names):
+            continue
+        variable = _ENVIRONMENT_PREFIX + names[0][2:].upper().replace("-", "_")
+        value = environment.get(variable)
+        if value is None:
+            continue
+        if action.nargs == 0:
+            if value not in ("0", "1"):
+                parser.error(f"{variable} is {value!r}; it must be 0 or 1")
+            words += names[:1] if value == "1" else []
+        else:
+            _check_environment(parser, action, variable, value)
+            words.append(f"{names[0]}={value}")
+    return words
+
+
+def _check_environment(
+    parser: argparse.ArgumentParser, action: argparse.Action, variable: str, value: str
+) -> None:
+    """An error that names the variable: argparse would name an option that nobody typed."""
+    try:
+        converted = action.type(value) if callable(action.type) else value
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"{variable}: {error}")
+    if action.choices is not None and converted not in action.choices:
+        parser.error(f"{variable} is {value!r}; it must be one of {', '.join(action.choices)}")
+
+
+def _limit(text: str) -> tuple[str, float]:
+    from quire.serve.limits import Limits
+
+    name, _, value = text.partition("=")
+    fields = {field.name: field for field in dataclasses.fields(Limits)}
+    if name not in fields:
+        raise argparse.ArgumentTypeError(
+            f"there is no limit {name!r}{arguments.meant(name, fields)}; limits are "
+            + ", ".join(fields)
+        )
+    if isinstance(fields[name].default, float):
+        return name, ranges.Number(0.001, 1e6)(value)
+    if name.endswith("_bytes"):
+        return name, ranges.size(value)
+    return name, ranges.Integer(1, 2**31)(value)
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check_pairs(options)
+    engine_options = arguments.given(options, arguments.ENGINE)
+    if options.dry_run:
+        return _dry_run(options, engine_options)
+    with models.naming_missing_packages("serve"):
+        from quire.serve.server import serve
+    folder = models.model_folder(options.model)
+    server = _server_options(options, folder)
+    with models.open_engine(folder, engine_options) as engine:
+        if not engine.has_tokenizer:
+            raise errors.NotFoundError(
+                f"{folder}: has no tokenizer.json; a server needs one, for prompts are texts"
+            )
+
+        def ready(url: str) -> None:
+            print(f"quire: {server.names[0]} is ready on {url}", flush=True)
+
+        return serve(engine, server, ready)
+
+
+def _check_pairs(options: argparse.Namespace) -> None:
+    from quire.serve.addresses import is_loopback
+
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise UsageError("serve: --tls-cert and --tls-key go together")
+    if options.insecure_no_auth and options.api_keys is not None:
+        raise UsageError("serve: --insecure-no-auth has no effect with --api-keys")
+    if not (is_loopback(options.host) or options.api_keys or options.insecure_no_auth):
+        raise UsageError(
+            f"serve: --host {options.host} is reached from other machines: give --api-keys FILE, or "
+            "--insecure-no-auth to answer all that reach the port"
+        )
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    from quire.serve.limits import Limits
+
+    return Limits(**(options.limits or {}))
+
+
+def _server_options(options: argparse.Namespace, folder: str) -> ServerOptions:
+    from quire.serve.server import ServerOptions
+    from quire.serve.tenants import Tenants, read_api_keys
+
+    keys = options.api_keys
+    return ServerOptions(
+        host=options.host,
+        port=options.port,
+        names=_names(options, folder),
+        tenants=Tenants() if keys is None else read_api_keys(Path(keys)),
+        limits=_limits(options),
+        running_max=options.max_num_sequences or _RUNNING_MAX,
+        strict=options.strict,
+        tool_parser=options.tool_parser,
+        drain_seconds=options.drain_timeout,
+        tls_cert=None if options.tls_cert is None else Path(options.tls_cert),
+        tls_key=None if options.tls_key is None else Path(options.tls_key),
+        origins=tuple(options.cors or ()),
+        json_log=options.log_format == "json",
+    )
+
+
+def _names(options: argparse.Namespace, folder: str) -> tuple[str, ...]:
+    if options.served_model_names:
+        return tuple(options.served_model_names)
+    if options.model is None:
+        return ("smollm2-135m-instruct",)
+    return (os.path.basename(os.path.realpath(folder)),)
+
+
+def _dry_run(options: argparse.Namespace, engine_options: dict[str, Any]) -> int:
+    folder = models.model_folder(options.model)
+    rows = {"model": folder}
+    for name in (*_SERVER, *arguments.ENGINE):
+        value = getattr(options, name)
+        shown = "default" if value is None else str(value)
+        rows[arguments.option_name(name).lstrip("-")] = shown
+    rows["served-model-name"] = ", ".join(_names(options, folder))
+    rows["limit"] = " ".join(f"{k}={v:g}" for k, v in dataclasses.asdict(_limits(options)).items())
+    plan = memory.plan_memory(folder, engine_options)
+    memory.print_table(rows | memory.memory_lines(plan))
+    return 0 if plan.fits else 1

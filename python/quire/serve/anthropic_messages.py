@@ -1,0 +1,304 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.engine import Result, Sample, Usage
+from quire.errors import QuireError
+from quire.serve import generation as common
+from quire.serve._streams import Delta
+from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.fields import Fields
+from quire.serve.generation import Generation
+from quire.serve.problems import Problem, from_engine
+from quire.serve.responses import JsonAnswer, View, answer, event
+from quire.serve.service import Service
+from quire.serve.tools import Call as ToolCall
+from quire.serve.tools import ToolParser, read_tools
+
+__all__ = ["count_tokens", "handle"]
+
+_BLOCKS_MAX = 4096
+
+
+async def handle(request: Request, service: Service) -> Any:
+    fields = await read_fields(request, service)
+    generation = _read(fields, service)
+    headers = check_unknown(fields, service)
+    view = _MessageView(service, Call.of(request), generation)
+    return await answer(request, service, generation, view, headers)
+
+
+async def count_tokens(request: Request, service: Service) -> Any:
+    """The number of tokens that the prompt of a message has."""
+    fields = await read_fields(request, service)
+    service.facts.check_name(fields)
+    messages, tools = _read_messages(fields, service), _read_tools(fields, service)
+    headers = check_unknown(fields, service)
+    variables = {} if tools is None else {"tools": tools}
+    tokenizer = service.engine.tokenizer
+    try:
+        ids = await service.streams.run(lambda: tokenizer.encode_chat(messages, **variables))
+    except QuireError as error:
+        raise from_engine(error) from None
+    return JsonAnswer({"input_tokens": len(ids)}, headers=headers)
+
+
+def _read(fields: Fields, service: Service) -> Generation:
+    service.facts.check_name(fields)
+    max_tokens = common.read_max_tokens(fields, "max_tokens")
+    if max_tokens is None:
+        fields.refuse("max_tokens", "an integer of at least 1")
+    tools = _read_tools(fields, service)
+    options = common.read_sampling(fields, service.limits, service.facts)
+    options |= {"max_tokens": max_tokens, "logprobs": None}
+    if options.get("n", 1) != 1:
+        fields.refuse("n", "1 in this API")
+    stop = common.read_stop(fields, service.limits, "stop_sequences")
+    if stop is not None:
+        options["stop"] = stop
+    if tools is not None:
+        options["template_args"] = {"tools": tools}
+    thinking = fields.object("thinking")
+    if thinking is not None:
+        thinking.only("type", "disabled")
+    fields.only("mcp_servers", [])
+    fields.only("container")
+    fields.only("output_config")
+    return Generation(
+        _read_messages(fields, service),
+        options,
+        common.read_salt(fields),
+        fields.boolean("stream"),
+        tool_parser=None if tools is None else service.tool_parser,
+    )
+
+
+# ---- Prompts
+
+
+def _read_messages(fields: Fields, service: Service) -> list[dict[str, Any]]:
+    entries = fields.objects("messages", service.limits.messages)
+    if not entries:
+        fields.refuse("messages", f"a list of 1 to {service.limits.messages} messages")
+    system = common.text_of_content(fields, "system")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for entry in entries:
+        role = entry.choice("role", ("user", "assistant", "system"), "")
+        if not role:
+            entry.refuse("role", "user, assistant or system")
+        messages += _of_entry(entry, role)
+    return messages
+
+
+def _of_entry(entry: Fields, role: str) -> list[dict[str, Any]]:
+    """The messages that one entry stands for: results of tools are messages of their own."""
+    if not isinstance(entry.any("content"), list):
+        text = entry.text("content")
+        if text is None:
+            entry.refuse("content", "a text or a list of blocks")
+        return [{"role": role, "content": text}]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for block in entry.objects("content", _BLOCKS_MAX) or []:
+        kind = block.any("type")
+        if kind == "text":
+            texts.append(block.text("text") or "")
+        elif kind == "tool_use":
+            calls.append(_tool_use(block))
+        elif kind == "tool_result":
+            content = common.text_of_content(block, "content")
+            id = block.text("tool_use_id", 256) or ""
+            found.append({"role": "tool", "tool_call_id": id, "content": content or ""})
+        elif kind not in ("thinking", "redacted_thinking"):  # of earlier answers; no template's
+            place = block.name("type")
+            raise Problem(
+                400,
+                f"{place} is {str(kind)[:40]!r}; this model takes text alone: no images, audio or "
+                "files",
+                param=place,
+                code="unsupported_content",
+            )
+    if texts or calls or not found:
+        message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+        found.append({**message, "tool_calls": calls} if calls else message)
+    return found
+
+
+def _tool_use(block: Fields) -> dict[str, Any]:
+    name = block.text("name", 256)
+    arguments = block.any("input")
+    if not name or not isinstance(arguments, dict):
+        block.refuse("input", "an object, beside a name")
+    function = {"name": name, "arguments": arguments}
+    return {"id": block.text("id", 256) or "", "type": "function", "function": function}
+
+
+def _read_tools(fields: Fields, service: Service) -> list[dict[str, Any]] | None:
+    """The tools in OpenAI's form, which templates know."""
+    tools = []
+    for entry in fields.objects("tools", service.limits.tools) or []:
+        entry.only("type", "custom")
+        schema = entry.object("input_schema")
+        parameters = {} if schema is None else entry.any("input_schema")
+        function = {"name": entry.any("name"), "description": entry.any("description")}
+        tools.append({"type": "function", "function": {**function, "parameters": parameters}})
+    choice = fields.object("tool_choice")
+    found = {"tools": tools or None}
+    if choice is not None:
+        choice.only("type", "auto", "none", why="needs structured output")
+        choice.only("disable_parallel_tool_use", False, why="needs structured output")
+        found["tool_choice"] = choice.any("type")
+    return read_tools(Fields(found), service.limits, service.tool_parser)
+
+
+# ---- Answers
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic's form, in which tokens of the cache are not among the input's."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+@dataclasses.dataclass
+class _MessageView(View):
+    """Blocks: a text, and one for each call. At most one is open at a time."""
+
+    service: Service
+    call: Call
+    generation: Generation
+
+    def __post_init__(self) -> None:
+        kind = self.generation.tool_parser
+        self._tools = None if kind is None else ToolParser(kind)
+        self._open: str | None = None  # the type of the open block
+        self._index = -1
+
+    def _message(self, **fields: Any) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.call.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.facts.names[0],
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            **fields,
+        }
+
+    def begin(self, prompt_tokens: int) -> Iterable[bytes]:
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        yield _event("message_start", message=self._message(usage=usage))
+
+    def step(self, deltas: list[Delta]) -> Iterable[bytes]:
+        text = "".join(delta.text for delta in deltas)
+        calls: list[ToolCall] = []
+        if self._tools is not None:
+            text, calls = self._tools.put(text)
+            if deltas[-1].finish_reason is not None:
+                rest, more = self._tools.finish()
+                text, calls = text + rest, calls + more
+        return [*self._text(text), *self._calls(calls)]
+
+    def _text(self, text: str) -> Iterable[bytes]:
+        if not text:
+            return
+        if self._open != "text":
+            yield from self._start({"type": "text", "text": ""})
+        delta = {"type": "text_delta", "text": text}
+        yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def _calls(self, calls: list[ToolCall]) -> Iterable[bytes]:
+        for call in calls:
+            if call.name is not None:
+                yield from self._start(self._tool_block(call))
+            if call.arguments:
+                delta = {"type": "input_json_delta", "partial_json": call.arguments}
+                yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def _tool_block(self, call: ToolCall) -> dict[str, Any]:
+        id = f"toolu_{self.call.id}_{call.index}"
+        return {"type": "tool_use", "id": id, "name": call.name, "input": {}}
+
+    def _start(self, block: dict[str, Any]) -> Iterable[bytes]:
+        yield from self._stop()
+        self._open = block["type"]
+        self._index += 1
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _stop(self) -> Iterable[bytes]:
+        if self._open is not None:
+            self._open = None
+            yield _event("content_block_stop", index=self._index)
+
+    def end(self, result: Result) -> Iterable[bytes]:
+        yield from self._stop()
+        delta = self._ending(result.samples[0])
+        yield _event("message_delta", delta=delta, usage=_usage(result.usage))
+        yield _event("message_stop")
+
+    def _ending(self, sample: Sample) -> dict[str, Any]:
+        reason, sequence = "max_tokens", None
+        if sample.finish_reason == "stop":
+            reason, sequence = "end_turn", self._stop_sequence(sample)
+            if sequence is not None:
+                reason = "stop_sequence"
+            elif self._tools is not None and self._tools.calls:
+                reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _stop_sequence(self, sample: Sample) -> str | None:
+        """The stop text that ended the answer: it stands where the text was cut."""
+        if sample.ids and sample.ids[-1] in self.service.engine.info.eos_token_ids:
+            return None
+        rest = self.service.engine.tokenizer.decode(sample.ids)[len(sample.text or "") :]
+        stops = [stop for stop in self.generation.options.get("stop", ()) if rest.startswith(stop)]
+        return max(stops, key=len, default=None)
+
+    def failed(self, problem: Problem) -> bytes:
+        return event(problem.anthropic(), "error")
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        sample = result.samples[0]
+        text = sample.text or ""
+        calls: list[ToolCall] = []
+        if self._tools is not None:
+            text, calls = self._tools.put(text)
+            rest, more = self._tools.finish()
+            text, calls = text + rest, calls + more
+        content: list[dict[str, Any]] = []
+        if text or not calls:
+            content.append({"type": "text", "text": text})
+        arguments: dict[int, str] = {}
+        for call in calls:
+            arguments[call.index] = arguments.get(call.index, "") + call.arguments
+        for call in calls:
+            if call.name is not None:
+                block = self._tool_block(call)
+                content.append({**block, "input": _object(arguments[call.index])})
+        usage = _usage(result.usage)
+        return self._message(content=content, usage=usage, **self._ending(sample))
+
+
+def _object(text: str) -> Any:
+    """Arguments as a value; an empty object for those that the answer's length has cut."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)

@@ -1,0 +1,285 @@
+"""The one internal request: what every API asks of the engine, checked field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from quire.engine import Prompt
+from quire.serve.bounded_json import parse_object
+from quire.serve.fields import Fields, check_text
+from quire.serve.limits import Limits
+from quire.serve.problems import Problem
+
+__all__ = [
+    "Generation",
+    "ModelFacts",
+    "check_text",
+    "read_max_tokens",
+    "read_messages",
+    "read_salt",
+    "read_sampling",
+    "read_stop",
+    "read_stream",
+    "read_template_args",
+    "text_of_content",
+]
+
+_TOKENS_MAX = 2**31 - 1
+_PENALTY_MAX = 1e4
+_SALT_BYTES = 4096
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What requests are checked against. names: that clients may call the model; the first one is
+    told in answers. created: when the server began, in seconds since 1970."""
+
+    names: tuple[str, ...]
+    vocab_size: int
+    positions: int
+    created: int
+
+    def check_name(self, fields: Fields) -> None:
+        """Problem (404) for a model that is not served; no name stands for the one that is."""
+        name = fields.text("model", 512)
+        if name is not None and name not in self.names:
+            served = ", ".join(self.names)
+            raise Problem(
+                404,
+                f"the model {name[:80]!r} is not served here; served: {served}",
+                param="model",
+                code="model_not_found",
+            )
+
+
+@dataclasses.dataclass
+class Generation:
+    """prompt and options are the engine's.
+
+    cache_salt: the client's; the server's own comes from the API key.
+    stream, include_usage: how the answer is sent. logprobs: whether the client wants them, and of
+    how many alternatives. return_ids: whether it wants token ids beside texts.
+    tool_parser: the format of calls in the answer; None: all of it is text.
+    """
+
+    prompt: Prompt
+    options: dict[str, Any]
+    cache_salt: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: int | None = None
+    return_ids: bool = False
+    tool_parser: str | None = None
+
+    @property
+    def samples(self) -> int:
+        return int(self.options.get("n", 1))
+
+
+def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str, Any]:
+    """The sampling options that all APIs have in common; those that are absent are the model's."""
+    options: dict[str, Any] = {
+        "temperature": fields.number("temperature", 0, 1e4),
+        "top_p": fields.number("top_p", 0, 1, above=True),
+        "min_p": fields.number("min_p", 0, 1),
+        "top_k": _top_k(fields, facts),
+        "presence_penalty": fields.number("presence_penalty", -_PENALTY_MAX, _PENALTY_MAX),
+        "frequency_penalty": fields.number("frequency_penalty", -_PENALTY_MAX, _PENALTY_MAX),
+        "repetition_penalty": fields.number("repetition_penalty", 0, _PENALTY_MAX, above=True),
+        "seed": fields.integer("seed", -(2**63), 2**64 - 1),
+        "n": fields.integer("n", 1, limits.samples),
+        "ignore_eos": fields.boolean("ignore_eos") or None,
+        "window": fields.integer("window", 0, _TOKENS_MAX),
+        "sinks": fields.integer("sinks", 0, _TOKENS_MAX),
+        "logit_bias": _logit_bias(fields, limits, facts),
+    }
+    if options["seed"] is not None:
+        options["seed"] %= 2**64
+    if options["sinks"] and not options["window"]:
+        fields.refuse("sinks", "given together with window")
+    fields.only("best_of", 1, options["n"] or 1)
+    fields.only("use_beam_search", False)
+    fields.only("min_tokens", 0)
+    fields.only("skip_special_tokens", True)
+    fields.only("spaces_between_special_tokens", True)
+    fields.only("include_stop_str_in_output", False)
+    fields.only("truncate_prompt_tokens")
+    fields.only("priority", 0)
+    fields.only("length_penalty", 1, 1.0)
+    fields.only("early_stopping", False)
+    fields.only("structured_outputs")
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        fields.only(name)
+    fields.only("kv_transfer_params")
+    fields.only("prediction")
+    fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
+    fields.ignore("prompt_cache_key", "prompt_cache_retention")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _top_k(fields: Fields, facts: ModelFacts) -> int | None:
+    value = fields.integer("top_k", -1, _TOKENS_MAX)
+    return value if value is None else max(0, min(value, facts.vocab_size))  # -1: off, as 0 is
+
+
+def _logit_bias(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[int, float] | None:
+    bias = fields.object("logit_bias")
+    if bias is None:
+        return None
+    names = bias.unknown()  # all of them, as none was read
+    if len(names) > limits.logit_biases:
+        fields.refuse("logit_bias", f"an object of at most {limits.logit_biases} entries")
+    found: dict[int, float] = {}
+    for place in names:
+        token = place.rpartition(".")[2]
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            fields.refuse("logit_bias", f"an object whose keys are token ids, not {token[:20]!r}")
+        if int(token) >= facts.vocab_size:
+            fields.refuse("logit_bias", f"of token ids below {facts.vocab_size}, not {token}")
+        found[int(token)] = bias.number(token, -1e4, 1e4) or 0.0
+    return found
+
+
+def read_max_tokens(fields: Fields, *names: str) -> int | None:
+    """The first of the fields that is given; None: what there is room for."""
+    values = [fields.integer(name, 1, _TOKENS_MAX) for name in names]
+    return next((value for value in values if value is not None), None)
+
+
+def read_stop(fields: Fields, limits: Limits, name: str = "stop") -> list[str] | None:
+    value = fields.any(name)
+    if value is None:
+        return None
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > limits.stops:
+        fields.refuse(name, f"a text or a list of at most {limits.stops} texts")
+    for index, stop in enumerate(stops):
+        place = f"{fields.name(name)}[{index}]"
+        if not isinstance(stop, str) or not 1 <= check_text(stop, place) <= limits.stop_bytes:
+            raise Problem(
+                400,
+                f"{place} must be a text of 1 to {limits.stop_bytes} bytes",
+                param=place,
+                code="invalid_value",
+            )
+    return stops or None
+
+
+def read_stream(fields: Fields) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether the usage comes at the end of the stream."""
+    stream = fields.boolean("stream")
+    options = fields.object("stream_options")
+    if options is None:
+        return stream, False
+    if not stream:
+        raise Problem(400, "stream_options goes with stream: true", param="stream_options")
+    include_usage = options.boolean("include_usage")
+    options.ignore("include_obfuscation")
+    options.only("continuous_usage_stats", False)
+    return stream, include_usage
+
+
+def read_salt(fields: Fields) -> str | None:
+    salt = fields.text("cache_salt", _SALT_BYTES)
+    if salt == "":
+        fields.refuse("cache_salt", f"a text of 1 to {_SALT_BYTES} bytes")
+    return salt
+
+
+def read_template_args(fields: Fields) -> dict[str, Any]:
+    """Arguments of the chat template. The engine refuses names that the template does not use."""
+    value = fields.any("chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        fields.refuse("chat_template_kwargs", "an object")
+    if "tools" in value:
+        fields.refuse("chat_template_kwargs", "without tools, which have a field of their own")
+    return dict(value)
+
+
+def read_messages(fields: Fields, limits: Limits) -> list[dict[str, Any]]:
+    """The messages of a chat as the model's template takes them: contents are texts."""
+    entries = fields.objects("messages", limits.messages)
+    if not entries:
+        fields.refuse("messages", f"a list of 1 to {limits.messages} messages")
+    return [_message(entry) for entry in entries]
+
+
+def _message(entry: Fields) -> dict[str, Any]:
+    role = entry.choice("role", _ROLES, "")
+    if not role:
+        entry.refuse("role", "one of " + ", ".join(_ROLES))
+    # Templates were trained with "system", which OpenAI has renamed since.
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    calls = _tool_calls(entry)
+    content = text_of_content(entry, "content")
+    if content is None and not calls:
+        entry.refuse("content", "a text")
+    message["content"] = content or ""
+    if calls:
+        message["tool_calls"] = calls
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        text = entry.text(name)
+        if text is not None:
+            message[name] = text
+    entry.only("audio")
+    entry.only("function_call")
+    entry.ignore("refusal", "annotations")
+    unknown = entry.unknown()
+    if unknown:
+        raise Problem(400, f"{unknown[0][:80]} is not a field of a message", param=unknown[0][:80])
+    return message
+
+
+def text_of_content(entry: Fields, field: str) -> str | None:
+    """A content that is a text, or a list of parts that are. Problem (400), by name, for others."""
+    if not isinstance(entry.any(field), list):
+        return entry.text(field)
+    texts = []
+    for part in entry.objects(field, 4096) or []:
+        kind = part.any("type")
+        if kind not in _TEXT_PARTS:
+            place = part.name("type")
+            raise Problem(
+                400,
+                f"{place} is {str(kind)[:40]!r}; this model takes text alone: no images, audio or "
+                "files",
+                param=place,
+                code="unsupported_content",
+            )
+        text = part.text("refusal" if kind == "refusal" else "text")
+        if text is None:
+            part.refuse("text", "a text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(entry: Fields) -> list[dict[str, Any]]:
+    """Calls of an earlier answer; arguments as objects, which is what templates take."""
+    found = []
+    for call in entry.objects("tool_calls", 256) or []:
+        call.only("type", "function")
+        function = call.object("function")
+        name = None if function is None else function.text("name", 256)
+        if function is None or not name:
+            call.refuse("function", "an object with a name")
+        arguments = function.any("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_object((arguments or "{}").encode())
+            except (Problem, UnicodeEncodeError):
+                function.refuse("arguments", "a JSON object as a text")
+        if not isinstance(arguments, dict):
+            function.refuse("arguments", "a JSON object as a text")
+        found.append(
+            {
+                "id": call.text("id", 256) or "",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
+    return found

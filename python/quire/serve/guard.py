@@ -1,0 +1,145 @@
+"""The one layer before all routes: keys, hosts, the end of the server, request ids, the log.
+
+A route that is added is guarded without doing anything; only `OPEN_PATHS` need no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.serve.calls import Call, ClientGone, Log
+from quire.serve.problems import Problem
+from quire.serve.responses import JsonAnswer
+from quire.serve.service import Service
+from quire.serve.tenants import Tenant
+
+__all__ = ["OPEN_PATHS", "Guard"]
+
+OPEN_PATHS = frozenset(("/health", "/health/live"))
+"""What routers probe, without a key."""
+
+STRANGER = Tenant("?")
+"""Of a request to an open path that has no valid key."""
+
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds; only their failures are logged
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Guard:
+    """Args:
+    app: the routes.
+    routes: their paths, of which metrics may speak.
+    hosts: names that the header `host` may have; None: any. Where no key is asked for, it keeps out
+        web pages that have the name of their own server point to this machine.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        log: Log,
+        routes: frozenset[str],
+        hosts: frozenset[str] | None,
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._log = log
+        self._routes = routes
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+        call = Call(id, self._service.tenants.find(headers) or STRANGER)
+        sender = _Sender(send, id)
+        begin = asyncio.get_running_loop().time()
+        try:
+            self._check(scope, headers, call.tenant)
+            scope.setdefault("state", {})["call"] = call
+            scope["app"] = self._app  # with it the router raises what it does not find
+            await self._app(scope, receive, sender)
+        except ClientGone:
+            call.facts["gone"] = True
+        except (Problem, HTTPException) as error:
+            problem = error if isinstance(error, Problem) else _not_found(scope, error)
+            call.facts["error"] = problem.code or problem.type
+            await self._tell(scope, receive, sender, problem)
+        except Exception as defect:
+            self._log.write("error", "defect", id=id, error=f"{type(defect).__name__}: {defect}")
+            problem = Problem(500, f"the server failed; its log has more under {id}")
+            await self._tell(scope, receive, sender, problem)
+        finally:
+            self._note(scope, call, sender.status, asyncio.get_running_loop().time() - begin)
+
+    def _check(self, scope: Scope, headers: Headers, tenant: Tenant) -> None:
+        path = scope["path"]
+        if self._hosts is not None and _host(headers) not in self._hosts:
+            raise Problem(403, "the header host names another server", code="host")
+        if path in OPEN_PATHS:
+            return
+        if tenant is STRANGER:
+            raise Problem(401, "the API key is missing or not valid", code="invalid_api_key")
+        if self._service.draining:
+            raise Problem(503, "the server is ending", code="shutting_down", retry_after=1)
+
+    async def _tell(self, scope: Scope, receive: Receive, sender: _Sender, what: Problem) -> None:
+        """The problem as the answer; nothing where one has begun: its own end told it."""
+        if sender.status is not None:
+            return
+        is_anthropic = scope["path"].startswith("/v1/messages")
+        content = what.anthropic() if is_anthropic else what.openai()
+        headers = what.headers
+        if what.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if what.code == "shutting_down":
+            headers["connection"] = "close"
+        await JsonAnswer(content, what.status, headers)(scope, receive, sender)
+
+    def _note(self, scope: Scope, call: Call, status: int | None, seconds: float) -> None:
+        path = scope["path"]
+        route = path if path in self._routes else "other"
+        self._service.metrics.note_request(route, status or 499)
+        if path in _QUIET_PATHS and status is not None and status < 400:
+            return
+        facts: dict[str, Any] = {"id": call.id, "key": call.tenant.name, "method": scope["method"]}
+        facts |= {"path": path[:128], "status": status or 499, "seconds": round(seconds, 4)}
+        self._log.write("info", "request", **facts, **call.facts)
+
+
+class _Sender:
+    """Sends; adds the request's id, and remembers the status. status: None before the answer."""
+
+    def __init__(self, send: Send, id: str) -> None:
+        self.status: int | None = None
+        self._send = send
+        self._id = id
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self._id.encode())]
+        await self._send(message)
+
+
+def _not_found(scope: Scope, error: HTTPException) -> Problem:
+    """404 and 405 of the router."""
+    path = scope["path"][:128]
+    if error.status_code == 405:
+        return Problem(405, f"{scope['method']} is not a method of {path}")
+    return Problem(error.status_code, f"{path} is not a path of this server", code="not_found")
+
+
+def _host(headers: Headers) -> str:
+    """The header without its port."""
+    return re.sub(r":[0-9]*$", "", headers.get("host", "")).lower()

@@ -1,0 +1,56 @@
+"""What one client can take of the server: every limit, with its default."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["Limits"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Sizes in bytes, times in seconds.
+
+    header_*: of one request's line and headers together; header_seconds: from their first byte.
+    body_*: of one request's body; it must come at body_rate_least bytes/s, after a grace of
+        body_grace_seconds.
+    bodies_bytes: of all bodies that are being read.
+    connections, connections_per_address: those of IPv6 are counted per /64.
+    idle_seconds: of a connection without a request.
+    pipelined: requests of one connection that wait for the one in work.
+    write_buffer_bytes: answers that the client has not taken; one that takes nothing of them for
+        slow_client_seconds is cancelled.
+    queue, queue_per_key: requests that wait in the engine for their turn.
+    wait_seconds: a request that is predicted to wait longer is refused.
+    ping_seconds: the longest silence of a stream.
+    samples (n), logprobs, stops, stop_bytes, logit_biases, messages, tools: of one request.
+    responses, responses_bytes: that /v1/responses keeps for previous_response_id.
+    """
+
+    header_bytes: int = 16 << 10
+    header_count: int = 100
+    header_seconds: float = 10.0
+    body_bytes: int = 8 << 20
+    body_seconds: float = 60.0
+    body_rate_least: int = 1 << 10
+    body_grace_seconds: float = 5.0
+    bodies_bytes: int = 256 << 20
+    connections: int = 10_000
+    connections_per_address: int = 256
+    idle_seconds: float = 75.0
+    pipelined: int = 16
+    write_buffer_bytes: int = 256 << 10
+    slow_client_seconds: float = 30.0
+    queue: int = 1024
+    queue_per_key: int = 64
+    wait_seconds: float = 60.0
+    ping_seconds: float = 15.0
+    samples: int = 16
+    logprobs: int = 20
+    stops: int = 16
+    stop_bytes: int = 256
+    logit_biases: int = 1024
+    messages: int = 4096
+    tools: int = 256
+    responses: int = 1000
+    responses_bytes: int = 64 << 20

@@ -1,0 +1,219 @@
+"""The page /metrics: Prometheus' text format, with the names and units of vLLM under "quire:".
+
+No label comes from a user: names of routes, limits, tiers and reasons are the program's own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from quire.serve.protocol import ConnectionBook
+
+if TYPE_CHECKING:
+    from quire.engine import Engine, Usage
+
+__all__ = ["Histogram", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 10, 50, 100, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
+TIERS = ("memory", "ram", "disk", "redis")
+
+# By field of Engine.stats(): the metric and its help.
+_GAUGES = {
+    "running": ("num_requests_running", "Requests that the engine computes."),
+    "waiting": ("num_requests_waiting", "Requests that wait for pages or a place in the batch."),
+    "loading": ("num_requests_loading", "Requests that wait for KV of the chunk store."),
+    "retained_tokens": ("prefix_cache_tokens", "Tokens whose KV the prefix cache keeps."),
+    "kv_bytes": ("kv_cache_bytes", "Memory of all pages."),
+    "weight_bytes": ("model_weight_bytes", "Memory of the model's weights."),
+}
+_COUNTERS = {
+    "steps": ("engine_steps_total", "Steps of the engine."),
+    "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts."),
+    "cached_tokens": ("prompt_tokens_cached_total", "Of these, not computed."),
+    "recomputed_tokens": ("prompt_tokens_recomputed_total", "Known, and computed again."),
+    "completion_tokens": ("generation_tokens_total", "Tokens of answers."),
+    "preemptions": ("num_preemptions_total", "Answers that gave up their pages for others."),
+    "drafted_tokens": ("spec_decode_num_draft_tokens_total", "Guessed tokens."),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens_total", "Of these, the right ones."),
+    "loads": ("kv_loads_total", "Loads from the chunk store."),
+    "stored_chunks": ("kv_stored_chunks_total", "Chunks put into the store."),
+    "stored_bytes": ("kv_stored_bytes_total", "Bytes put into the store."),
+    "refused_chunks": ("kv_refused_chunks_total", "Chunks that the store did not take."),
+}
+# By field of a tier in ChunkStore.statistics(): the metric, its type, its help.
+_TIER_FIELDS = {
+    "bytes": ("kv_tier_bytes", "gauge", "Bytes that the tier holds."),
+    "hits": ("kv_tier_hits_total", "counter", "Chunks that were there."),
+    "misses": ("kv_tier_misses_total", "counter", "Chunks that were not there."),
+    "evicted": ("kv_tier_evictions_total", "counter", "Chunks that made room for others."),
+    "dropped_writes": ("kv_tier_dropped_writes_total", "counter", "Chunks that were not taken."),
+    "corrupt": ("kv_tier_corrupt_total", "counter", "Chunks that were damaged."),
+    "bytes_read": ("kv_tier_read_bytes_total", "counter", "Bytes read."),
+    "bytes_written": ("kv_tier_written_bytes_total", "counter", "Bytes written."),
+}
+
+
+class Histogram:
+    """Counts of observations up to each bound, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def lines(self, name: str) -> Iterable[str]:
+        total = 0
+        for bound, count in zip((*self._bounds, "+Inf"), self._counts):
+            total += count
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum:.9g}"
+        yield f"{name}_count {total}"
+
+
+class Metrics:
+    """What the server counts itself; for the event loop's thread alone."""
+
+    def __init__(self, book: ConnectionBook) -> None:
+        self._book = book
+        self.time_to_first_token = Histogram(_SECONDS)
+        self.inter_token_latency = Histogram(_SECONDS)
+        self.e2e_latency = Histogram(_SECONDS)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
+        self._requests: dict[tuple[str, int], int] = {}
+        self._finished: dict[str, int] = {}
+        self._misses: dict[str, int] = {}
+        self._tier_tokens = dict.fromkeys(TIERS, 0)
+
+    def note_request(self, route: str, status: int) -> None:
+        self._requests[route, status] = self._requests.get((route, status), 0) + 1
+
+    def note_finished(self, reason: str) -> None:
+        """A sample's finish reason, or "cancelled" or "error"."""
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+
+    def note_usage(self, usage: Usage) -> None:
+        self.prompt_tokens.observe(usage.prompt_tokens)
+        self.generation_tokens.observe(usage.completion_tokens)
+        for tier in TIERS:
+            self._tier_tokens[tier] += getattr(usage, f"{tier}_tokens")
+        if usage.miss is not None:
+            self._misses[usage.miss] = self._misses.get(usage.miss, 0) + 1
+        elif usage.cached_tokens == 0:
+            self._misses["new prefix"] = self._misses.get("new prefix", 0) + 1
+
+    def text(self, stats: Mapping[str, int], engine: Engine) -> str:
+        """The whole page. stats: of the engine."""
+        page = _Page()
+        for name, (metric, help) in _GAUGES.items():
+            page.add(metric, "gauge", help, [((), stats[name])])
+        for name, (metric, help) in _COUNTERS.items():
+            page.add(metric, "counter", help, [((), stats[name])])
+        self._add_cache(page, stats)
+        self._add_store(page, engine)
+        self._add_requests(page)
+        return page.text()
+
+    def _add_cache(self, page: _Page, stats: Mapping[str, int]) -> None:
+        total, free = stats["pages_total"], stats["pages_free"]
+        used = stats["pages_in_use"]
+        share = used / total if total else 0.0
+        page.add(
+            "kv_cache_usage_perc", "gauge", "Share of the pages in use, 0 to 1.", [((), share)]
+        )
+        page.add(
+            "kv_pages",
+            "gauge",
+            "Pages by state.",
+            [((("state", "free"),), free), ((("state", "used"),), used)],
+        )
+        queries, hits = stats["prompt_tokens"], stats["cached_tokens"]
+        page.add("prefix_cache_queries_total", "counter", "Tokens asked for.", [((), queries)])
+        page.add("prefix_cache_hits_total", "counter", "Tokens that were there.", [((), hits)])
+        page.add(
+            "prefix_cache_miss_total",
+            "counter",
+            "Requests for which the KV of the prompt was not all there, by the reason.",
+            _labelled("reason", self._misses),
+        )
+        page.add(
+            "kv_tier_hit_tokens_total",
+            "counter",
+            "Prompt tokens that were not computed, by where their KV came from.",
+            _labelled("tier", self._tier_tokens),
+        )
+
+    def _add_store(self, page: _Page, engine: Engine) -> None:
+        if engine.store is None:
+            return
+        tiers = engine.store.statistics()["tiers"]
+        for field, (metric, kind, help) in _TIER_FIELDS.items():
+            values = {name: int(tier[field]) for name, tier in tiers.items() if tier["present"]}
+            page.add(metric, kind, help, _labelled("tier", values))
+
+    def _add_requests(self, page: _Page) -> None:
+        page.add(
+            "request_success_total",
+            "counter",
+            "Answers that ended, by how.",
+            _labelled("finished_reason", self._finished),
+        )
+        requests = [
+            ((("route", route), ("status", str(status))), count)
+            for (route, status), count in sorted(self._requests.items())
+        ]
+        page.add("http_requests_total", "counter", "HTTP requests.", requests)
+        page.add("http_connections", "gauge", "Open connections.", [((), self._book.open)])
+        page.add(
+            "http_limit_total",
+            "counter",
+            "Connections and requests that were ended by a limit.",
+            _labelled("limit", self._book.refused),
+        )
+        for name, histogram, help in (
+            ("time_to_first_token_seconds", self.time_to_first_token, "Submitted to first token."),
+            ("inter_token_latency_seconds", self.inter_token_latency, "Between two tokens."),
+            ("e2e_request_latency_seconds", self.e2e_latency, "Submitted to the end."),
+            ("request_prompt_tokens", self.prompt_tokens, "Tokens of a request's prompt."),
+            ("request_generation_tokens", self.generation_tokens, "New tokens of a request."),
+        ):
+            page.add_histogram(name, help, histogram)
+
+
+def _labelled(label: str, values: Mapping[str, int]) -> list[_Sample]:
+    return [(((label, name),), count) for name, count in sorted(values.items())]
+
+
+_Sample = tuple[tuple[tuple[str, str], ...], float]
+
+
+class _Page:
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, name: str, kind: str, help: str, samples: Sequence[_Sample]) -> None:
+        self._head(name, kind, help)
+        for labels, value in samples:
+            text = ",".join(f'{label}="{value}"' for label, value in labels)
+            self._lines.append(
+                f"quire:{name}{{{text}}} {value}" if text else f"quire:{name} {value}"
+            )
+
+    def add_histogram(self, name: str, help: str, histogram: Histogram) -> None:
+        self._head(name, "histogram", help)
+        self._lines += histogram.lines(f"quire:{name}")
+
+    def _head(self, name: str, kind: str, help: str) -> None:
+        self._lines += [f"# HELP quire:{name} {help}", f"# TYPE quire:{name} {kind}"]
+
+    def text(self) -> str:
+        return "\n".join(self._lines) + "\n"

@@ -1,0 +1,151 @@
+"""`/v1/completions`: a text, or several, or token ids; no chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.engine import Result
+from quire.serve import generation as common
+from quire.serve._streams import Delta
+from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.fields import Fields
+from quire.serve.generation import Generation
+from quire.serve.openai_chat import DONE, merged
+from quire.serve.problems import Problem
+from quire.serve.responses import View, answer, event
+from quire.serve.service import Service, usage_of
+from quire.serve.tokens import TokenTexts
+
+__all__ = ["handle"]
+
+_MAX_TOKENS = 16  # OpenAI's default of this API
+
+
+async def handle(request: Request, service: Service) -> Any:
+    fields = await read_fields(request, service)
+    generation = _read(fields, service)
+    headers = check_unknown(fields, service)
+    view = _CompletionView(service, Call.of(request), generation)
+    return await answer(request, service, generation, view, headers)
+
+
+def _read(fields: Fields, service: Service) -> Generation:
+    service.facts.check_name(fields)
+    stream, include_usage = common.read_stream(fields)
+    logprobs = fields.integer("logprobs", 0, service.limits.logprobs)
+    options: dict[str, Any] = {
+        **common.read_sampling(fields, service.limits, service.facts),
+        "max_tokens": common.read_max_tokens(fields, "max_tokens") or _MAX_TOKENS,
+        "stop": common.read_stop(fields, service.limits),
+    }
+    fields.only("suffix", "")
+    fields.only("echo", False)
+    fields.only("add_special_tokens", True)
+    fields.only("response_format", {"type": "text"})
+    return Generation(
+        read_prompt(fields, service),
+        {name: value for name, value in options.items() if value is not None}
+        | {"logprobs": logprobs},
+        common.read_salt(fields),
+        stream,
+        include_usage,
+        logprobs,
+        fields.boolean("return_token_ids"),
+    )
+
+
+def read_prompt(fields: Fields, service: Service) -> str | list[int]:
+    """A text or token ids; also a list of one of these."""
+    value = fields.any("prompt")
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
+        value = value[0]
+    if isinstance(value, str) and value:
+        common.check_text(value, "prompt")
+        return value
+    if isinstance(value, list) and value and all(type(id) is int for id in value):
+        wrong = next((id for id in value if not 0 <= id < service.facts.vocab_size), None)
+        if wrong is not None:
+            fields.refuse("prompt", f"of token ids below {service.facts.vocab_size}, not {wrong}")
+        return value
+    if isinstance(value, list) and len(value) > 1:
+        fields.refuse("prompt", "one prompt; send several as several requests")
+    fields.refuse("prompt", "a text that is not empty, or a list of token ids")
+
+
+@dataclasses.dataclass
+class _CompletionView(View):
+    service: Service
+    call: Call
+    generation: Generation
+
+    def __post_init__(self) -> None:
+        self._head = {
+            "id": f"cmpl-{self.call.id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.service.facts.names[0],
+        }
+        self._texts = TokenTexts(self.service.engine.tokenizer)
+        self._lengths: dict[int, int] = {}  # characters of tokens so far, per sample
+
+    def begin(self, prompt_tokens: int) -> Iterable[bytes]:
+        return ()
+
+    def step(self, deltas: list[Delta]) -> Iterable[bytes]:
+        choices = [self._choice(delta) for delta in merged(deltas, self.generation.return_ids)]
+        return (event({**self._head, "choices": choices}),) if choices else ()
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        choice = {
+            "index": delta.sample,
+            "text": delta.text,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        }
+        return {**choice, "token_ids": delta.ids} if self.generation.return_ids else choice
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """The older form: four lists."""
+        if self.generation.logprobs is None:
+            return None
+        tokens = [self._texts.text(id) for id in delta.ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._lengths.get(delta.sample, 0))
+            self._lengths[delta.sample] = offsets[-1] + len(token)
+        best = [{self._texts.text(id): value for id, value in top} for top in delta.top_logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": delta.logprobs,
+            "top_logprobs": best or None,
+            "text_offset": offsets,
+        }
+
+    def end(self, result: Result) -> Iterable[bytes]:
+        if self.generation.include_usage:
+            yield event({**self._head, "choices": [], "usage": usage_of(result)})
+        yield DONE
+
+    def failed(self, problem: Problem) -> bytes:
+        return event(problem.openai())
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        choices = [
+            self._choice(
+                Delta(
+                    index,
+                    sample.text or "",
+                    sample.ids,
+                    sample.logprobs or [],
+                    sample.top_logprobs or [],
+                    sample.finish_reason,
+                )
+            )
+            for index, sample in enumerate(result.samples)
+        ]
+        return {**self._head, "choices": choices, "usage": usage_of(result)}

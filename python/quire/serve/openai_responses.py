@@ -1,0 +1,314 @@
+"""OpenAI's `/v1/responses`: a chat whose earlier turns the server may keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.engine import Result, Usage
+from quire.serve import generation as common
+from quire.serve._streams import Delta
+from quire.serve.bounded_json import parse_object
+from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.fields import Fields
+from quire.serve.generation import Generation
+from quire.serve.kept_responses import Messages
+from quire.serve.problems import Problem
+from quire.serve.responses import View, answer, event
+from quire.serve.service import Service
+from quire.serve.tools import Call as ToolCall
+from quire.serve.tools import ToolParser, read_tools
+
+__all__ = ["handle"]
+
+
+async def handle(request: Request, service: Service) -> Any:
+    fields = await read_fields(request, service)
+    call = Call.of(request)
+    asked = _read(fields, service, call)
+    headers = check_unknown(fields, service)
+    return await answer(request, service, asked.generation, _ResponseView(asked), headers)
+
+
+@dataclasses.dataclass
+class _Asked:
+    """messages: without the instructions, which are of one response alone. echo: fields that the
+    response repeats."""
+
+    service: Service
+    call: Call
+    generation: Generation
+    messages: Messages
+    store: bool
+    echo: dict[str, Any]
+
+
+def _read(fields: Fields, service: Service, call: Call) -> _Asked:
+    service.facts.check_name(fields)
+    previous = fields.text("previous_response_id", 256)
+    messages = [] if previous is None else list(service.kept.get(call.tenant.name, previous))
+    messages += _read_input(fields, service)
+    instructions = fields.text("instructions")
+    tools = _read_tools(fields, service)
+    options = common.read_sampling(fields, service.limits, service.facts)
+    if options.get("n", 1) != 1:
+        fields.refuse("n", "1 in this API")
+    max_tokens = common.read_max_tokens(fields, "max_output_tokens")
+    options["logprobs"] = None
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if tools is not None:
+        options["template_args"] = {"tools": tools}
+    _refuse_what_is_not_there(fields)
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    metadata = fields.any("metadata")
+    echo = {
+        "instructions": instructions,
+        "max_output_tokens": max_tokens,
+        "metadata": metadata if isinstance(metadata, dict) else {},
+        "parallel_tool_calls": True,
+        "previous_response_id": previous,
+        "temperature": options.get("temperature"),
+        "tool_choice": fields.any("tool_choice") or "auto",
+        "tools": fields.any("tools") or [],
+        "top_p": options.get("top_p"),
+    }
+    generation = Generation(
+        [*system, *messages],
+        options,
+        common.read_salt(fields),
+        fields.boolean("stream"),
+        tool_parser=None if tools is None else service.tool_parser,
+    )
+    store = fields.boolean("store", True)
+    return _Asked(service, call, generation, messages, store, echo)
+
+
+def _refuse_what_is_not_there(fields: Fields) -> None:
+    text = fields.object("text")
+    if text is not None:
+        text.only("format", {"type": "text"})
+        text.only("verbosity", "medium")
+    fields.only("truncation", "disabled")
+    fields.only("background", False)
+    fields.only("include", [])
+    fields.only("conversation")
+    fields.only("prompt")
+    fields.only("reasoning")
+    fields.only("max_tool_calls")
+    fields.only("top_logprobs", 0)
+
+
+def _read_input(fields: Fields, service: Service) -> Messages:
+    value = fields.any("input")
+    if isinstance(value, str) and value:
+        common.check_text(value, "input")
+        return [{"role": "user", "content": value}]
+    entries = fields.objects("input", service.limits.messages) if isinstance(value, list) else None
+    if not entries:
+        fields.refuse("input", f"a text, or a list of 1 to {service.limits.messages} items")
+    return [message for entry in entries for message in _of_item(entry)]
+
+
+def _of_item(entry: Fields) -> Messages:
+    kind = entry.choice(
+        "type", ("message", "function_call", "function_call_output", "reasoning"), "message"
+    )
+    if kind == "reasoning":
+        return []
+    if kind == "function_call_output":
+        output = common.text_of_content(entry, "output") or ""
+        call_id = entry.text("call_id", 256) or ""
+        return [{"role": "tool", "tool_call_id": call_id, "content": output}]
+    if kind == "function_call":
+        name, arguments = entry.text("name", 256), entry.text("arguments")
+        try:
+            value = parse_object((arguments or "{}").encode())
+        except Problem:
+            entry.refuse("arguments", "a JSON object as a text")
+        call = {"id": entry.text("call_id", 256) or "", "type": "function"}
+        function = {"name": name or "", "arguments": value}
+        calls = [{**call, "function": function}]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}]
+    role = entry.choice("role", ("user", "assistant", "system", "developer"), "")
+    content = common.text_of_content(entry, "content")
+    if not role or content is None:
+        entry.refuse("role", "user, assistant, system or developer, beside a content")
+    return [{"role": "system" if role == "developer" else role, "content": content}]
+
+
+def _read_tools(fields: Fields, service: Service) -> list[dict[str, Any]] | None:
+    """The tools, whose functions this API does not nest, in the form that templates know."""
+    tools = []
+    for entry in fields.objects("tools", service.limits.tools) or []:
+        entry.only("type", "function")
+        names = ("name", "description", "parameters", "strict")
+        tools.append({"type": "function", "function": {name: entry.any(name) for name in names}})
+    choice, parallel = fields.any("tool_choice"), fields.any("parallel_tool_calls")
+    found = {"tools": tools or None, "tool_choice": choice, "parallel_tool_calls": parallel}
+    return read_tools(Fields(found), service.limits, service.tool_parser)
+
+
+class _ResponseView(View):
+    """Items: a message, and one for each call. At most one is open at a time."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+        self._id = f"resp_{asked.call.id}"
+        self._created = int(time.time())
+        kind = asked.generation.tool_parser
+        self._tools = None if kind is None else ToolParser(kind)
+        self._items: list[dict[str, Any]] = []
+        self._open = False  # the last item has not ended
+        self._number = -1  # of the last event
+
+    # ---- Events
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        name = f"response.{kind}"
+        return event({"type": name, "sequence_number": self._number, **fields}, name)
+
+    def begin(self, prompt_tokens: int) -> Iterable[bytes]:
+        yield self._event("created", response=self._response("in_progress"))
+        yield self._event("in_progress", response=self._response("in_progress"))
+
+    def step(self, deltas: list[Delta]) -> Iterable[bytes]:
+        text = "".join(delta.text for delta in deltas)
+        ended = deltas[-1].finish_reason is not None
+        return list(self._take(text, ended))
+
+    def _take(self, text: str, ended: bool) -> Iterable[bytes]:
+        calls: list[ToolCall] = []
+        if self._tools is not None:
+            text, calls = self._tools.put(text)
+            if ended:
+                rest, more = self._tools.finish()
+                text, calls = text + rest, calls + more
+        if text:
+            if not self._open or self._items[-1]["type"] != "message":
+                yield from self._begin_message()
+            self._items[-1]["content"][0]["text"] += text
+            yield self._event("output_text.delta", **self._part, delta=text, logprobs=[])
+        for call in calls:
+            if call.name is not None:
+                yield from self._begin_call(call)
+            if call.arguments:
+                self._items[-1]["arguments"] += call.arguments
+                place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+                kind = "function_call_arguments.delta"
+                yield self._event(kind, **place, delta=call.arguments)
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        """The place of the last item's text."""
+        index = len(self._items) - 1
+        return {"item_id": self._items[-1]["id"], "output_index": index, "content_index": 0}
+
+    def _begin_message(self) -> Iterable[bytes]:
+        yield from self._end_item()
+        id = f"msg_{self._asked.call.id}_{len(self._items)}"
+        item = {"id": id, "type": "message", "status": "in_progress", "role": "assistant"}
+        yield self._add({**item, "content": []})
+        part = {"type": "output_text", "text": "", "annotations": []}
+        yield self._event("content_part.added", **self._part, part=part)
+        self._items[-1]["content"].append(part)
+
+    def _begin_call(self, call: ToolCall) -> Iterable[bytes]:
+        yield from self._end_item()
+        id = f"{self._asked.call.id}_{call.index}"
+        item = {"id": f"fc_{id}", "type": "function_call", "status": "in_progress"}
+        yield self._add({**item, "call_id": f"call_{id}", "name": call.name, "arguments": ""})
+
+    def _add(self, item: dict[str, Any]) -> bytes:
+        self._items.append(item)
+        self._open = True
+        return self._event("output_item.added", output_index=len(self._items) - 1, item=item)
+
+    def _end_item(self) -> Iterable[bytes]:
+        if not self._open:
+            return
+        self._open = False
+        item = self._items[-1]
+        item["status"] = "completed"
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield self._event("output_text.done", **self._part, text=part["text"], logprobs=[])
+            yield self._event("content_part.done", **self._part, part=part)
+        else:
+            place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("function_call_arguments.done", **place, **fields)
+        yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def end(self, result: Result) -> Iterable[bytes]:
+        yield from self._end_item()
+        response = self._ended(result)
+        yield self._event(response["status"], response=response)
+
+    def failed(self, problem: Problem) -> bytes:
+        error = {"code": problem.code or problem.type, "message": problem.message}
+        return self._event("failed", response=self._response("failed", error=error))
+
+    # ---- Responses
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        for _ in self._take(result.samples[0].text or "", ended=True):
+            pass  # events are for streams; the items are what is left of them
+        for _ in self._end_item():
+            pass
+        return self._ended(result)
+
+    def _ended(self, result: Result) -> dict[str, Any]:
+        self._keep()
+        if result.samples[0].finish_reason == "length":
+            details = {"reason": "max_output_tokens"}
+            usage = _usage(result.usage)
+            return self._response("incomplete", incomplete_details=details, usage=usage)
+        return self._response("completed", usage=_usage(result.usage))
+
+    def _keep(self) -> None:
+        asked = self._asked
+        if asked.store:
+            said = [message for item in self._items for message in _said(item)]
+            asked.service.kept.put(asked.call.tenant.name, self._id, [*asked.messages, *said])
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._asked.service.facts.names[0],
+            "output": self._items,
+            "store": self._asked.store,
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "usage": None,
+            **self._asked.echo,
+            **fields,
+        }
+
+
+def _said(item: dict[str, Any]) -> Messages:
+    """The messages of an item of an answer. A call that the answer's length has cut is none."""
+    try:
+        return _of_item(Fields(item))
+    except Problem:
+        return []
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

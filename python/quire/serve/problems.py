@@ -1,0 +1,98 @@
+"""What a client is told when its request is refused: a status, and the error in the API's form."""
+
+from __future__ import annotations
+
+import re
+
+from quire import errors
+
+__all__ = ["Problem", "from_engine"]
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    499: "cancelled",
+    500: "server_error",
+    503: "overloaded_error",
+}
+
+# The status of each outcome of the library. Those that are absent are defects of the server: 500.
+_STATUS: dict[type[errors.QuireError], int] = {
+    errors.BadArgumentError: 400,
+    errors.TooLargeError: 413,
+    errors.FullError: 503,
+    errors.OutOfPagesError: 503,
+    errors.OutOfMemoryError: 503,
+    errors.UnavailableError: 503,
+    errors.CancelledError: 503,
+    errors.ClosedError: 503,
+}
+_RETRY_SECONDS = 1
+_MESSAGE_CHARACTERS = 300
+
+
+class Problem(Exception):
+    """A refused request.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, with the value and the range; without text of other requests.
+        param: the field of the body, such as "messages[2].content"; None where it is none.
+        code: a stable word for programs.
+        retry_after: seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        if len(message) > _MESSAGE_CHARACTERS:
+            message = message[: _MESSAGE_CHARACTERS - 3] + "..."
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "server_error")
+
+    def openai(self) -> dict[str, object]:
+        """The body that OpenAI's clients read."""
+        fields = {"message": self.message, "type": self.type, "param": self.param}
+        return {"error": {**fields, "code": self.code}}
+
+    def anthropic(self) -> dict[str, object]:
+        """The body that Anthropic's clients read."""
+        kind = "api_error" if self.type == "server_error" else self.type
+        where = f"{self.param}: " if self.param and self.param not in self.message else ""
+        return {"type": "error", "error": {"type": kind, "message": where + self.message}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+def from_engine(error: errors.QuireError) -> Problem:
+    """The problem that an error of the library is for a client."""
+    status = _STATUS.get(type(error), 500)
+    message = re.sub(r"^(Engine::\w+|\w+Options(::\w+)?): ", "", str(error))
+    if status == 413:
+        return Problem(413, message, param="messages", code="context_length_exceeded")
+    retry_after = _RETRY_SECONDS if status == 503 else None
+    return Problem(status, message, code=error.code.lower() or None, retry_after=retry_after)

@@ -1,0 +1,207 @@
+"""Answers on the wire: one JSON object, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from quire import errors
+from quire.engine import Result
+from quire.serve._streams import Answer, Delta
+from quire.serve.calls import Call, ClientGone
+from quire.serve.generation import Generation
+from quire.serve.problems import Problem, from_engine
+from quire.serve.service import Service
+
+__all__ = ["JsonAnswer", "View", "answer", "event"]
+
+_PING = b": ping\n\n"
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",  # nginx would keep events back
+}
+
+
+class View(Protocol):
+    """How one API shows an answer. Events are bytes as they are sent; `step` gives one at most for
+    each kind of change, whatever the number of tokens."""
+
+    def begin(self, prompt_tokens: int) -> Iterable[bytes]: ...
+
+    def step(self, deltas: list[Delta]) -> Iterable[bytes]: ...
+
+    def end(self, result: Result) -> Iterable[bytes]: ...
+
+    def failed(self, problem: Problem) -> bytes: ...
+
+    def whole(self, result: Result) -> dict[str, Any]: ...
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event. JSON has no line breaks of its own, so that data is one line."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode()
+
+
+class JsonAnswer:
+    """A complete answer, as an application of ASGI."""
+
+    def __init__(
+        self, content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        self.status = status
+        self._body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        self._headers = headers or {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(self._body)),
+            **self._headers,
+        }
+        await send(
+            {"type": "http.response.start", "status": self.status, "headers": _encoded(headers)}
+        )
+        await send({"type": "http.response.body", "body": self._body})
+
+
+async def answer(
+    request: Request,
+    service: Service,
+    generation: Generation,
+    view: View,
+    headers: dict[str, str],
+) -> JsonAnswer | _EventAnswer:
+    """Submits, and gives what is to be sent. Problem for requests that are refused; ClientGone."""
+    call = Call.of(request)
+    submitted = await service.submit(generation, call.tenant)
+    call.facts["prompt_tokens"] = len(submitted.prompt_ids)
+    if generation.stream:
+        return _EventAnswer(service, generation, view, submitted, call, headers)
+    async with _finishing(service, generation, submitted, call):
+        async with _watching(request.receive, submitted):
+            while await submitted.next(service.limits.ping_seconds) != []:
+                pass
+            assert submitted.result is not None
+            return JsonAnswer(view.whole(submitted.result), headers=headers)
+
+
+class _EventAnswer:
+    """A stream, as an application of ASGI. It ends with the view's end or with an error event,
+    unless the client has gone."""
+
+    def __init__(
+        self,
+        service: Service,
+        generation: Generation,
+        view: View,
+        submitted: Answer,
+        call: Call,
+        headers: dict[str, str],
+    ) -> None:
+        self.status = 200
+        self._service = service
+        self._generation = generation
+        self._view = view
+        self._answer = submitted
+        self._call = call
+        self._headers = {**_STREAM_HEADERS, **headers}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _finishing(self._service, self._generation, self._answer, self._call):
+            async with _watching(receive, self._answer):
+                headers = _encoded(self._headers)
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                try:
+                    async for part in self._parts():
+                        await _send_part(send, part, more=True)
+                except (errors.QuireError, Problem) as error:
+                    problem = error if isinstance(error, Problem) else from_engine(error)
+                    await _send_part(send, self._view.failed(problem), more=True)
+                    await _send_part(send, b"", more=False)
+                    raise problem from None
+                await _send_part(send, b"", more=False)
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        """What is sent at a time: the events of a step together."""
+        begin = b"".join(self._view.begin(len(self._answer.prompt_ids)))
+        if begin:
+            yield begin
+        while True:
+            deltas = await self._answer.next(self._service.limits.ping_seconds)
+            if deltas is None:
+                yield _PING
+            elif deltas:
+                part = b"".join(self._view.step(deltas))
+                if part:
+                    yield part
+            else:
+                assert self._answer.result is not None
+                yield b"".join(self._view.end(self._answer.result))
+                return
+
+
+async def _send_part(send: Send, part: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": part, "more_body": more})
+
+
+@contextlib.asynccontextmanager
+async def _watching(receive: Receive, submitted: Answer) -> AsyncIterator[None]:
+    """While it is open, the answer fails with ClientGone once the client has gone."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        submitted.fail(ClientGone())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _finishing(
+    service: Service, generation: Generation, submitted: Answer, call: Call
+) -> AsyncIterator[None]:
+    """Ends the answer, whatever happens, and notes what became of it."""
+    failed = "error"
+    try:
+        yield
+    except (ClientGone, asyncio.CancelledError):
+        failed = "cancelled"
+        raise
+    except errors.QuireError as error:
+        raise from_engine(error) from None
+    finally:
+        service.finish(submitted, generation, call.tenant, failed)
+        _note(call, submitted, failed)
+
+
+def _note(call: Call, submitted: Answer, failed: str) -> None:
+    if submitted.first_token is not None:
+        seconds = submitted.first_token - submitted.submitted
+        call.facts["first_token_seconds"] = round(seconds, 4)
+    result = submitted.result
+    if result is None:
+        call.facts["finish"] = failed
+        return
+    usage = result.usage
+    call.facts["cached_tokens"] = usage.cached_tokens
+    call.facts["completion_tokens"] = usage.completion_tokens
+    if usage.miss is not None:
+        call.facts["miss"] = usage.miss
+    call.facts["finish"] = ",".join(sample.finish_reason or "" for sample in result.samples)
+
+
+def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

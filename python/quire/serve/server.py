@@ -1,0 +1,230 @@
+"""The process: an engine, a listening socket, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from quire import errors
+from quire.engine import Engine
+from quire.serve.addresses import is_loopback
+from quire.serve.app import make_app
+from quire.serve.calls import Log
+from quire.serve.generation import ModelFacts
+from quire.serve.limits import Limits
+from quire.serve.protocol import LimitedProtocol
+from quire.serve.service import Service
+from quire.serve.tenants import Tenants
+
+__all__ = ["ServerOptions", "serve"]
+
+_BACKLOG = 2048
+_FILES_BESIDE_CONNECTIONS = 256
+_LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """names: of the model, for clients. drain_seconds: that running answers get after SIGTERM.
+    tool_parser: one of tools.PARSERS; None: by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that may ask."""
+
+    host: str
+    port: int
+    names: tuple[str, ...]
+    tenants: Tenants
+    limits: Limits
+    running_max: int
+    strict: bool = False
+    tool_parser: str | None = None
+    drain_seconds: float = 30.0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    origins: Sequence[str] = ()
+    json_log: bool = False
+
+
+def serve(engine: Engine, options: ServerOptions, on_ready: Callable[[str], None]) -> int:
+    """Answers until SIGINT or SIGTERM; returns the exit code. `on_ready` is told the URL.
+
+    The first signal refuses newcomers and lets answers end; the second one, or `drain_seconds`, ends
+    them with an error. OSError: the address is taken or not this machine's.
+    """
+    sockets = _listen(options.host, options.port)
+    url = _url(options, sockets[0])
+    _allow_files(options.limits)
+    return asyncio.run(_Server(engine, options, sockets).run(lambda: on_ready(url)))
+
+
+class _Server:
+    def __init__(
+        self, engine: Engine, options: ServerOptions, sockets: list[socket.socket]
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        self._sockets = sockets
+        self._log = Log(options.json_log)
+
+    async def run(self, on_ready: Callable[[], None]) -> int:
+        options = self._options
+        info = self._engine.info
+        facts = ModelFacts(
+            options.names, info.vocab_size, info.max_position_embeddings, int(time.time())
+        )
+        service = Service(
+            self._engine,
+            facts,
+            options.tenants,
+            options.limits,
+            running_max=options.running_max,
+            strict=options.strict,
+            tool_parser=options.tool_parser,
+        )
+        # Without keys a browser is kept from being turned against its own machine by a DNS name.
+        open_to_all = options.tenants.need_keys or not is_loopback(options.host)
+        hosts = None if open_to_all else _LOOPBACK_NAMES | {options.host}
+        app = make_app(service, self._log, hosts=hosts, origins=options.origins)
+        server = _Uvicorn(_uvicorn_config(app, service, options))
+        ending = asyncio.Event()
+        with _on_signals(ending, service.end_answers):
+            listening = asyncio.create_task(server.serve(sockets=self._sockets))
+            watching = asyncio.create_task(service.watch_progress())
+            await server.wait_started(listening)
+            on_ready()
+            await _first(ending, listening)
+            await self._drain(service)
+            server.should_exit = True
+            await listening
+            watching.cancel()
+        return await self._end(service)
+
+    async def _drain(self, service: Service) -> None:
+        service.begin_drain()
+        running = len(service.streams.answers)
+        self._log.write("info", "draining", answers=running)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.drain_seconds):
+                while service.streams.answers:
+                    await asyncio.sleep(0.02)
+        service.end_answers()
+
+    async def _end(self, service: Service) -> int:
+        await service.streams.close()
+        code = 0
+        try:
+            await asyncio.to_thread(self._engine.flush_store)
+        except errors.QuireError as error:
+            self._log.write("error", "store", error=str(error))
+            code = 1
+        self._log.write("info", "ended")
+        return code
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, whose signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def wait_started(self, listening: asyncio.Task[None]) -> None:
+        while not self.started:
+            if listening.done():
+                listening.result()
+                raise errors.InternalError("the server ended before it listened")
+            await asyncio.sleep(0.005)
+
+
+def _uvicorn_config(app: object, service: Service, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=functools.partial(LimitedProtocol, service.book),  # type: ignore[arg-type]
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=int(options.limits.idle_seconds),
+        # Answers have ended by then, and what clients have not taken goes with the protocol's timers.
+        timeout_graceful_shutdown=int(options.limits.slow_client_seconds) + 1,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+    )
+
+
+@contextlib.contextmanager
+def _on_signals(ending: asyncio.Event, end_now: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def heard() -> None:
+        if ending.is_set():
+            end_now()
+        ending.set()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, heard)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def _first(event: asyncio.Event, task: asyncio.Task[None]) -> None:
+    """Until the event comes or the task is done; a task that failed raises."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        task.result()
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """One socket for each address of the host."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            listener = socket.socket(family, kind, protocol)
+            sockets.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            if port == 0:
+                break  # each address would get a port of its own
+    except OSError as error:
+        for listener in sockets:
+            listener.close()
+        raise OSError(f"{host}:{port}: {error.strerror}") from None
+    return sockets
+
+
+def _url(options: ServerOptions, listener: socket.socket) -> str:
+    scheme = "http" if options.tls_cert is None else "https"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+def _allow_files(limits: Limits) -> None:
+    """Each connection takes a file descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.connections + _FILES_BESIDE_CONNECTIONS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

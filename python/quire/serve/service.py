@@ -1,0 +1,264 @@
+"""The server's state: its clients, what runs, what is refused, and how it ends.
+
+All of it belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import math
+from typing import Any
+
+from quire import errors
+from quire.engine import Engine, Result
+from quire.serve._streams import Answer, Streams
+from quire.serve.generation import Generation, ModelFacts
+from quire.serve.kept_responses import KeptResponses
+from quire.serve.limits import Limits
+from quire.serve.metrics import Metrics
+from quire.serve.problems import Problem, from_engine
+from quire.serve.protocol import ConnectionBook
+from quire.serve.tenants import Tenant, Tenants
+from quire.serve.tools import parser_of_template
+
+__all__ = ["Admission", "Service", "usage_of"]
+
+_HEALTHY_SECONDS = 10.0
+_PROBE_SALT = b"quire health probe 1"
+_PROBE_TOKEN = 0
+
+
+class Admission:
+    """Which requests are let in, so that none waits longer than `limits.wait_seconds`.
+
+    A sample *runs* while no more than running_max are in work; all above wait. How long is
+    predicted from the mean time between the ends of two samples, measured while some waited.
+    """
+
+    _SMOOTHING = 0.2
+
+    def __init__(self, limits: Limits, running_max: int, share_total: int) -> None:
+        self._limits = limits
+        self._running_max = running_max
+        self._share_total = share_total
+        self._in_work: collections.Counter[Tenant] = collections.Counter()
+        self._seconds_per_sample: float | None = None
+        self._last_end: float | None = None
+
+    @property
+    def samples(self) -> int:
+        """In work or waiting."""
+        return self._in_work.total()
+
+    def enter(self, tenant: Tenant, samples: int, waiting: int) -> None:
+        """Counts a request in. waiting: requests that wait for pages. Problem (429, 503)."""
+        own = self._in_work[tenant] + samples
+        share = max(1, self._running_max * tenant.share // self._share_total)
+        if own > share + self._limits.queue_per_key:
+            raise Problem(
+                429,
+                f"this key has {own - samples} answers in work or waiting; it may have "
+                f"{share + self._limits.queue_per_key}",
+                code="too_many_requests",
+                retry_after=self._seconds(1),
+            )
+        queued = max(self.samples + samples - self._running_max, waiting, 0)
+        if queued > self._limits.queue:
+            message = f"{queued - samples} answers wait; the limit is {self._limits.queue}"
+            raise Problem(503, message, code="queue_full", retry_after=self._seconds(queued))
+        if queued and self._seconds(queued) > self._limits.wait_seconds:
+            raise Problem(
+                503,
+                f"the answer would wait for about {self._seconds(queued)} s; the limit is "
+                f"{self._limits.wait_seconds:g} s",
+                code="would_wait",
+                retry_after=self._seconds(queued),
+            )
+        self._in_work[tenant] += samples
+
+    def leave(self, tenant: Tenant, samples: int, now: float) -> None:
+        if self.samples > self._running_max:
+            if self._last_end is not None:
+                seconds = (now - self._last_end) / samples
+                old = self._seconds_per_sample
+                new = seconds if old is None else old + self._SMOOTHING * (seconds - old)
+                self._seconds_per_sample = new
+            self._last_end = now
+        else:
+            self._last_end = None
+        self._in_work[tenant] -= samples
+        if not self._in_work[tenant]:
+            del self._in_work[tenant]
+
+    def _seconds(self, samples: int) -> int:
+        """Seconds until this number of samples has ended; at least 1."""
+        return max(1, math.ceil(samples * (self._seconds_per_sample or 0.0)))
+
+
+class Service:
+    """One engine and its clients."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        facts: ModelFacts,
+        tenants: Tenants,
+        limits: Limits,
+        *,
+        running_max: int,
+        strict: bool,
+        tool_parser: str | None = None,
+    ) -> None:
+        self.engine = engine
+        self.facts = facts
+        self.tenants = tenants
+        self.limits = limits
+        self.strict = strict
+        template = engine.tokenizer.chat_template
+        self.tool_parser = tool_parser or parser_of_template(
+            None if template is None else template.source
+        )
+        self.book = ConnectionBook(limits)
+        self.metrics = Metrics(self.book)
+        self.admission = Admission(limits, running_max, tenants.share_total)
+        self.streams = Streams(engine, self._note_tokens)
+        self.kept = KeptResponses(limits)
+        self.body_bytes = 0  # of all requests together
+        self.draining = False
+        self._last_tokens: dict[Answer, float] = {}
+        self._probe: asyncio.Task[str | None] | None = None
+        self._computed = 0
+        self._last_progress = -math.inf
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges of the engine; never waits for a step."""
+        return self.engine.stats(wait=False)
+
+    # ---- Requests
+
+    async def submit(self, generation: Generation, tenant: Tenant) -> Answer:
+        """Problem for a request that is refused. The answer must be given to `finish`."""
+        self.admission.enter(tenant, generation.samples, self.stats()["waiting"])
+        options = dict(generation.options)
+        salt = tenant.salt(generation.cache_salt)
+        if salt is not None:
+            options["cache_salt"] = salt
+        try:
+            return await self.streams.submit(generation.prompt, options)  # type: ignore[arg-type]
+        except BaseException as error:
+            self._leave(tenant, generation.samples)
+            if isinstance(error, errors.QuireError):
+                raise from_engine(error) from None
+            raise
+
+    def finish(self, answer: Answer, generation: Generation, tenant: Tenant, failed: str) -> None:
+        """Ends an answer, whatever became of it. failed: "cancelled" or "error" where it has no
+        result."""
+        answer.close()
+        now = asyncio.get_running_loop().time()
+        self._last_tokens.pop(answer, None)
+        self._leave(tenant, generation.samples)
+        self.metrics.e2e_latency.observe(now - answer.submitted)
+        if answer.result is None:
+            self.metrics.note_finished(failed)
+            return
+        self.metrics.note_usage(answer.result.usage)
+        for sample in answer.result.samples:
+            self.metrics.note_finished(sample.finish_reason or failed)
+
+    def _leave(self, tenant: Tenant, samples: int) -> None:
+        self.admission.leave(tenant, samples, asyncio.get_running_loop().time())
+
+    def _note_tokens(self, answer: Answer, tokens: int, now: float) -> None:
+        before = self._last_tokens.get(answer)
+        self._last_tokens[answer] = now
+        if before is None:
+            self.metrics.time_to_first_token.observe(now - answer.submitted)
+            if tokens > 1:  # of one step: the client waits for none of them
+                self.metrics.inter_token_latency.observe(0.0, tokens - 1)
+        else:
+            self.metrics.inter_token_latency.observe((now - before) / tokens, tokens)
+
+    # ---- Health
+
+    async def health(self) -> str | None:
+        """Why the server cannot answer now; None if it can: a token was made within 10 s. Where
+        nothing runs one is made, for all that ask at the time."""
+        if self.draining:
+            return "the server is ending"
+        now = asyncio.get_running_loop().time()
+        if now - max(self.streams.last_token, self._last_progress) <= _HEALTHY_SECONDS:
+            return None
+        if self.streams.answers:
+            return f"no token was made within {_HEALTHY_SECONDS:g} s"
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._make_token())
+        return await asyncio.shield(self._probe)
+
+    async def _make_token(self) -> str | None:
+        options: dict[str, Any] = {
+            "max_tokens": 1,
+            "greedy": True,
+            "ignore_eos": True,
+            "cache_salt": _PROBE_SALT,
+        }
+        answer = None
+        try:
+            async with asyncio.timeout(_HEALTHY_SECONDS):
+                prompt = [_PROBE_TOKEN]
+                answer = await self.streams.submit(prompt, options, measured=False)  # type: ignore[arg-type]
+                while await answer.next(_HEALTHY_SECONDS):
+                    pass
+        except TimeoutError:
+            return f"no token was made within {_HEALTHY_SECONDS:g} s"
+        except errors.QuireError as error:
+            return str(error)
+        finally:
+            if answer is not None:
+                answer.close()
+        return None
+
+    async def watch_progress(self) -> None:
+        """Notes once a second whether the engine computed anything: a long prompt gives no token
+        for a while, and is no standstill."""
+        while True:
+            computed = self.stats()["computed_tokens"]
+            if computed != self._computed:
+                self._computed = computed
+                self._last_progress = asyncio.get_running_loop().time()
+            await asyncio.sleep(1.0)
+
+    # ---- The end
+
+    def begin_drain(self) -> None:
+        """From now on requests are refused; what runs goes on."""
+        self.draining = True
+
+    def end_answers(self) -> None:
+        """Ends what still runs, each with an error that its client is told."""
+        for answer in list(self.streams.answers):
+            answer.fail(Problem(503, "the server is ending; ask again", code="shutting_down"))
+
+
+def usage_of(result: Result) -> dict[str, Any]:
+    """The usage in OpenAI's form, and where the KV of the prompt came from."""
+    usage = result.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "memory_tokens": usage.memory_tokens,
+            "ram_tokens": usage.ram_tokens,
+            "disk_tokens": usage.disk_tokens,
+            "redis_tokens": usage.redis_tokens,
+            "recomputed_tokens": usage.recomputed_tokens,
+            "miss": usage.miss,
+        },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+        },
+    }

@@ -1,0 +1,110 @@
+"""`/tokenize`, `/detokenize`, `/v1/models`, `/version`, `/health`, `/health/live`, `/metrics`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+
+import quire
+from quire.serve import generation as common
+from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.guard import STRANGER
+from quire.serve.metrics import CONTENT_TYPE
+from quire.serve.problems import Problem, from_engine
+from quire.serve.responses import JsonAnswer
+from quire.serve.service import Service
+
+__all__ = ["detokenize", "health", "live", "metrics", "model", "models", "tokenize", "version"]
+
+
+async def tokenize(request: Request, service: Service) -> Any:
+    """The token ids of a `prompt`, or of `messages` put through the chat template."""
+    fields = await read_fields(request, service)
+    service.facts.check_name(fields)
+    tokenizer = service.engine.tokenizer
+    if fields.has("messages"):
+        messages = common.read_messages(fields, service.limits)
+        variables = common.read_template_args(fields)
+        fields.only("add_generation_prompt", True)
+        fields.only("add_special_tokens", False)
+        headers = check_unknown(fields, service)
+        ids = await _run(service, lambda: tokenizer.encode_chat(messages, **variables))
+    else:
+        prompt = fields.text("prompt")
+        if prompt is None:
+            fields.refuse("prompt", "a text; or give messages")
+        special = fields.boolean("add_special_tokens", True)
+        headers = check_unknown(fields, service)
+        ids = await _run(service, lambda: tokenizer.encode(prompt, add_special_tokens=special))
+    content = {"tokens": ids, "count": len(ids), "max_model_len": service.facts.positions}
+    return JsonAnswer(content, headers=headers)
+
+
+async def detokenize(request: Request, service: Service) -> Any:
+    """The text of `tokens`."""
+    fields = await read_fields(request, service)
+    service.facts.check_name(fields)
+    ids = fields.any("tokens")
+    vocab_size = service.facts.vocab_size
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        fields.refuse("tokens", f"a list of token ids from 0 to {vocab_size - 1}")
+    headers = check_unknown(fields, service)
+    tokenizer = service.engine.tokenizer
+    text = await _run(service, lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    return JsonAnswer({"prompt": text}, headers=headers)
+
+
+async def _run(service: Service, function: Any) -> Any:
+    try:
+        return await service.streams.run(function)
+    except quire.QuireError as error:
+        raise from_engine(error) from None
+
+
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    facts = service.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": facts.created,
+        "owned_by": "quire",
+        "max_model_len": facts.positions,
+    }
+
+
+async def models(request: Request, service: Service) -> Any:
+    data = [_model_object(service, name) for name in service.facts.names]
+    return JsonAnswer({"object": "list", "data": data})
+
+
+async def model(request: Request, service: Service) -> Any:
+    name = request.path_params["name"]
+    if name not in service.facts.names:
+        raise Problem(404, f"the model {name[:80]!r} is not served here", code="model_not_found")
+    return JsonAnswer(_model_object(service, name))
+
+
+async def version(request: Request, service: Service) -> Any:
+    return JsonAnswer({"version": quire.__version__})
+
+
+async def live(request: Request, service: Service) -> Any:
+    """200 as long as the process answers."""
+    return JsonAnswer({"status": "ok"})
+
+
+async def health(request: Request, service: Service) -> Any:
+    """200 if a token was made within 10 s, else 503; the reason for those with a key."""
+    reason = await service.health()
+    if reason is None:
+        return JsonAnswer({"status": "ok"})
+    if Call.of(request).tenant is STRANGER:
+        return JsonAnswer({"status": "unavailable"}, 503)
+    return JsonAnswer({"status": "unavailable", "reason": reason}, 503)
+
+
+async def metrics(request: Request, service: Service) -> Any:
+    page = service.metrics.text(service.stats(), service.engine)
+    return PlainTextResponse(page, media_type=CONTENT_TYPE)

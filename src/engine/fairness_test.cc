@@ -1,0 +1,141 @@
+// What requests owe each other: prompts leave time for samples that decode, salts take turns, and a
+// prompt without an answer is there for those after it. No bit of an answer depends on it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "engine/testing/test_server.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kMilli = 1'000'000;
+
+Tokens Text(int64_t count, uint64_t seed) {
+  RandomSequence random(seed);
+  return RandomTokens(count, &random);
+}
+SamplingOptions Greedy(int64_t max_tokens) {
+  return {.max_tokens = max_tokens, .logprobs = 0, .ignore_eos = true};
+}
+Answer Cold(const Tokens& prompt, const SamplingOptions& options) {
+  return Server({.pages = 200, .prefix_cache = false}).Generate(prompt, options);
+}
+
+// A server on which each token takes `token_ms`; `sizes_of_steps` gets the tokens of each forward.
+struct Timed {
+  Timed(int64_t step_ms, int64_t token_ms)
+      : server({.pages = 200, .chunk = 64, .step_ms = step_ms, .clock = clock}) {
+    server.model->fault = [this, token_ms](std::span<const int32_t> tokens) {
+      clock->Advance(std::ssize(tokens) * token_ms * kMilli);
+      sizes_of_steps.push_back(std::ssize(tokens));
+      return Status();
+    };
+  }
+  std::shared_ptr<FakeClock> clock = std::make_shared<FakeClock>();
+  std::vector<int64_t> sizes_of_steps;
+  Server server;
+};
+
+TEST(Fairness, APromptIsCutToTheTimeOfAStepWhileOthersDecode) {
+  for (const int64_t token_ms : {1, 2, 50}) {
+    Timed timed(30, token_ms);
+    const Tokens first = Text(40, 1), second = Text(150, 2);
+    const int64_t a = timed.server.Submit(first, Greedy(40));
+    ASSERT_TRUE(timed.server.Step().ok());
+    EXPECT_EQ(timed.sizes_of_steps, std::vector<int64_t>{40}) << "nobody decoded";
+    const int64_t b = timed.server.Submit(second, Greedy(5));
+    timed.server.Finish();
+    const int64_t most = std::max<int64_t>(30 / token_ms, 16 + 1);
+    const std::vector<int64_t> rest(timed.sizes_of_steps.begin() + 1, timed.sizes_of_steps.end());
+    EXPECT_EQ(*std::max_element(rest.begin(), rest.end()), most) << token_ms;
+    ExpectEqual(timed.server.answers[{a, 0}], Cold(first, Greedy(40)), "that decoded");
+    ExpectEqual(timed.server.answers[{b, 0}], Cold(second, Greedy(5)), "that was cut");
+  }
+}
+
+TEST(Fairness, SaltsTakeTurns) {
+  Server server({.pages = 200, .sequences = 1, .waiting = 1000});
+  std::vector<int64_t> ends;
+  const auto submit = [&](const std::string& salt, uint64_t seed) {
+    SamplingOptions options = Greedy(2);
+    options.cache_salt = salt;
+    return server.Submit(Text(5, seed), options);
+  };
+  std::vector<int64_t> many;
+  for (uint64_t i = 0; i < 100; ++i) many.push_back(submit("many", i));
+  ASSERT_TRUE(server.Step().ok());
+  const int64_t one = submit("one", 500), two = submit("one", 501), other = submit("", 502);
+  while (!server.engine->Idle()) {
+    const size_t before = ends.size();
+    ASSERT_TRUE(server.Step().ok());
+    for (const auto& [key, answer] : server.answers) {
+      const bool is_new = std::find(ends.begin(), ends.end(), key.first) == ends.end();
+      if (answer.reason != FinishReason::kNone && is_new) ends.push_back(key.first);
+    }
+    ASSERT_LE(ends.size(), before + 1);
+  }
+  const std::vector<int64_t> beginning(ends.begin(), ends.begin() + 6);
+  EXPECT_EQ(beginning, (std::vector<int64_t>{many[0], many[1], one, other, many[2], two}));
+  const std::vector<int64_t> rest(ends.begin() + 6, ends.end());
+  EXPECT_EQ(rest, std::vector<int64_t>(many.begin() + 3, many.end())) << "in their order";
+}
+
+TEST(Fairness, AThousandSaltsLeaveNothingBehind) {
+  Server server({.pages = 200, .waiting = 1000});
+  for (int64_t i = 0; i < 1000; ++i) {
+    SamplingOptions options = Greedy(1);
+    options.cache_salt = std::to_string(i);
+    server.Submit(Text(3, 1), options);
+    server.Finish();
+  }
+  const int64_t last = server.Submit(Text(9, 2), Greedy(4));
+  server.Finish();
+  ExpectEqual(server.answers[{last, 0}], Cold(Text(9, 2), Greedy(4)), "after all of them");
+}
+
+TEST(Fairness, APromptWithoutAnAnswerIsKept) {
+  for (const bool recurrent : {false, true}) {
+    for (const int64_t n : {1, 3}) {
+      Server server({.pages = 200, .recurrent = recurrent});
+      const Tokens prompt = Text(40, 1);
+      SamplingOptions options = Greedy(0);
+      options.n = n;
+      const int64_t id = server.Submit(prompt, options);
+      server.Finish();
+      for (int64_t sample = 0; sample < n; ++sample) {
+        const Answer& answer = server.answers[{id, sample}];
+        EXPECT_EQ(answer.reason, FinishReason::kLength);
+        EXPECT_TRUE(answer.tokens.empty());
+        EXPECT_EQ(answer.prompt_tokens, 40);
+        EXPECT_EQ(answer.completion_tokens, 0);
+      }
+      EXPECT_EQ(server.engine->Stats().running, 0);
+      Tokens longer = prompt;
+      longer.push_back(7);
+      const Answer next = server.Generate(longer, Greedy(6));
+      EXPECT_EQ(next.cached_tokens, 40);
+      Server cold({.pages = 200, .prefix_cache = false, .recurrent = recurrent});
+      ExpectEqual(next, cold.Generate(longer, Greedy(6)), "after the prompt");
+    }
+  }
+}
+
+TEST(Fairness, APromptWithoutAnAnswerMaySpeculateAndBePreempted) {
+  Server server({.pages = 24, .speculation = {.draft = DraftKind::kNGram}, .tree_nodes = 16});
+  std::vector<int64_t> ids;
+  for (uint64_t i = 0; i < 6; ++i) ids.push_back(server.Submit(Text(30, i), Greedy(i % 2 * 40)));
+  server.Finish();
+  for (uint64_t i = 0; i < 6; ++i) {
+    Answer want;
+    want.reason = FinishReason::kLength;
+    want.prompt_tokens = 30;
+    if (i % 2 == 1) want = Cold(Text(30, i), Greedy(40));
+    ExpectEqual(server.answers[{ids[i], 0}], want, "request " + std::to_string(i));
+  }
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,224 @@
+#include "engine/prefix/prefix_cache.h"
+
+#include <iterator>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+
+namespace quire {
+namespace {
+
+void RemoveFrom(const SequenceState& state, int64_t sequence_id) noexcept {
+  const Status status = state.kv().RemoveSequence(sequence_id);
+  QUIRE_CHECK(status.ok()) << status.ToString();
+}
+
+}  // namespace
+
+int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b) {
+  return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
+}
+
+PrefixCache::PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max)
+    : state_(state), page_size_(page_size), sequences_max_(sequences_max) {
+  QUIRE_CHECK(sequences_max >= 1);
+}
+
+void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space,
+                         int64_t stored) noexcept {
+  if (tokens.empty() || !MakeRetained(sequence_id)) return RemoveFrom(state_, sequence_id);
+  try {
+    Entries entry;
+    entry.push_back({.sequence_id = sequence_id,
+                     .tokens = std::move(tokens),
+                     .space = space,
+                     .stored = stored});
+    Insert(std::move(entry));
+  } catch (const std::bad_alloc&) {
+    const auto order = by_space_.find(space);
+    if (order != by_space_.end() && order->second.empty()) by_space_.erase(order);
+    RemoveFrom(state_, sequence_id);  // retaining is a favour, not a duty
+  }
+}
+
+bool PrefixCache::MakeRetained(int64_t sequence_id) noexcept {
+  Status status = state_.SetRetained(sequence_id, true);
+  while (status.code() == StatusCode::kOutOfPages && !by_use_.empty()) {
+    GiveUpOldest();
+    status = state_.SetRetained(sequence_id, true);
+  }
+  return status.ok();
+}
+
+void PrefixCache::GiveUpOldest() noexcept {
+  if (before_eviction) before_eviction(ViewOf(by_use_.front()));
+  Remove(by_use_.begin());
+}
+
+void PrefixCache::Count(int64_t tokens, int64_t sign) noexcept {
+  token_count_ += sign * tokens;
+  page_count_max_ += sign * PagesOf(tokens);
+}
+
+// `entry` is a list of one, so that what allocates comes before what changes.
+void PrefixCache::Insert(Entries entry) {
+  const Entries::iterator added = entry.begin();
+  std::map<int64_t, Entries::iterator> by_id = {{added->sequence_id, added}};
+  Index& by_tokens = by_space_[added->space];
+  const auto [place, is_new] = by_tokens.insert(added);
+  if (!is_new) {  // the same tokens are retained already
+    RemoveFrom(state_, added->sequence_id);
+    (*place)->stored = std::max((*place)->stored, added->stored);
+    return Touch((*place)->sequence_id);
+  }
+  by_use_.splice(by_use_.end(), entry);
+  by_id_.merge(by_id);
+  Count(static_cast<int64_t>(added->tokens.size()), 1);
+  const auto is_prefix = [this](Entries::iterator a, Entries::iterator b) {
+    return state_.forks_anywhere() &&
+           CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
+  };
+  if (const auto next = std::next(place); next != by_tokens.end() && is_prefix(added, *next)) {
+    const Entries::iterator longer = *next;
+    longer->stored = std::max(longer->stored, added->stored);
+    Remove(added);
+    by_use_.splice(by_use_.end(), by_use_, longer);
+    return;
+  }
+  if (place != by_tokens.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
+  if (sequence_count() > sequences_max_) GiveUpOldest();
+}
+
+PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace& space,
+                              int64_t border) const {
+  PrefixMatch best;
+  const auto order = by_space_.find(space);
+  if (order == by_space_.end()) return best;
+  const Index& by_tokens = order->second;
+  const auto consider = [&](Entries::iterator entry) {
+    const int64_t common = CommonPrefix(tokens, entry->tokens);
+    best.known = std::max(best.known, common);
+    if (common <= best.length) return;
+    const int64_t length = state_.ForkBorder(entry->sequence_id, common, border);
+    if (length <= best.length) return;
+    best.sequence_id = entry->sequence_id;
+    best.length = length;
+  };
+  if (!state_.forks_anywhere()) {  // others than the neighbours may be the ones to be forked
+    for (const Entries::iterator entry : by_tokens) consider(entry);
+    return best;
+  }
+  const auto place = by_tokens.lower_bound(tokens);
+  if (place != by_tokens.end()) consider(*place);
+  if (place != by_tokens.begin()) consider(*std::prev(place));
+  return best;
+}
+
+void PrefixCache::Touch(int64_t sequence_id) noexcept {
+  const auto found = by_id_.find(sequence_id);
+  if (found != by_id_.end()) by_use_.splice(by_use_.end(), by_use_, found->second);
+}
+
+void PrefixCache::Evict(int64_t pages) noexcept {
+  while (!by_use_.empty()) {
+    const int64_t missing = pages - state_.pages_free();
+    if (missing <= 0) return;
+    const Entries::iterator victim = by_use_.begin();
+    if (before_eviction) before_eviction(ViewOf(*victim));
+    const bool is_left = CutTail(victim, missing);
+    // What is still missing is in pages that others hold too: nothing is won by keeping the rest.
+    if (is_left && state_.pages_free() < pages) Remove(victim);
+  }
+}
+
+bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
+  const auto length = static_cast<int64_t>(entry->tokens.size());
+  const int64_t pages_kept = std::max<int64_t>(0, PagesOf(length) - pages);
+  const int64_t kept = state_.ForkStart(entry->sequence_id, pages_kept * page_size_);
+  if (kept == 0) {
+    Remove(entry);
+    return false;
+  }
+  const Status status = state_.kv().PopN(entry->sequence_id, length - kept);
+  // A window hides what the end would see, or the allocator refused; removing needs no memory.
+  if (!status.ok()) {
+    Remove(entry);
+    return false;
+  }
+  Index& by_tokens = IndexOf(*entry);
+  Index::node_type node = by_tokens.extract(by_tokens.find(entry));
+  entry->tokens.resize(kept);
+  entry->stored = std::min(entry->stored, kept);
+  Count(length, -1);
+  Count(kept, 1);
+  // Texts that begin with the shortened one stand from its place on.
+  const auto place = by_tokens.lower_bound(entry);
+  const bool is_redundant =
+      place != by_tokens.end() && CommonPrefix(entry->tokens, (*place)->tokens) == kept &&
+      (state_.forks_anywhere() || static_cast<int64_t>((*place)->tokens.size()) == kept);
+  if (!is_redundant) {
+    by_tokens.insert(place, std::move(node));
+    return true;
+  }
+  Count(kept, -1);
+  by_id_.erase(entry->sequence_id);
+  RemoveFrom(state_, entry->sequence_id);
+  by_use_.erase(entry);
+  return false;
+}
+
+void PrefixCache::Remove(Entries::iterator entry) noexcept {
+  by_id_.erase(entry->sequence_id);
+  RemoveFrom(state_, entry->sequence_id);
+  Count(static_cast<int64_t>(entry->tokens.size()), -1);
+  const auto order = by_space_.find(entry->space);
+  order->second.erase(entry);
+  if (order->second.empty()) by_space_.erase(order);
+  by_use_.erase(entry);
+}
+
+void PrefixCache::ForEach(const std::function<void(const Retained&)>& visit) {
+  for (Entry& entry : by_use_) visit(ViewOf(entry));
+}
+
+void PrefixCache::CheckInvariants() const {
+  size_t indexed = 0;
+  for (const auto& [space, by_tokens] : by_space_) indexed += by_tokens.size();
+  QUIRE_CHECK(by_use_.size() == indexed);
+  QUIRE_CHECK(sequence_count() <= sequences_max_);
+  QUIRE_CHECK(sequence_count() == state_.retained_sequence_count());
+  int64_t tokens = 0;
+  int64_t pages = 0;
+  QUIRE_CHECK(by_id_.size() == by_use_.size());
+  for (const Entry& entry : by_use_) {
+    QUIRE_CHECK(&*by_id_.at(entry.sequence_id) == &entry);
+    const auto length = static_cast<int64_t>(entry.tokens.size());
+    tokens += length;
+    pages += PagesOf(length);
+    const Result<int64_t> held = state_.GetSequenceLength(entry.sequence_id);
+    QUIRE_CHECK(held.ok()) << held.status().ToString();
+    QUIRE_CHECK(*held == length) << "sequence " << entry.sequence_id;
+  }
+  QUIRE_CHECK(tokens == token_count_);
+  QUIRE_CHECK(pages == page_count_max_);
+  for (const auto& [space, by_tokens] : by_space_) CheckOrder(space, by_tokens);
+}
+
+void PrefixCache::CheckOrder(const PrefixSpace& space, const Index& by_tokens) const {
+  QUIRE_CHECK(!by_tokens.empty());
+  for (auto it = by_tokens.begin(); it != by_tokens.end(); ++it) {
+    const Entry& entry = **it;
+    QUIRE_CHECK(entry.space == space) << "sequence " << entry.sequence_id;
+    QUIRE_CHECK(entry.stored >= 0);
+    QUIRE_CHECK(entry.stored <= static_cast<int64_t>(entry.tokens.size()));
+    const auto next = std::next(it);
+    if (next == by_tokens.end()) return;
+    QUIRE_CHECK(LexicographicOrder()(*it, *next));
+    QUIRE_CHECK(!state_.forks_anywhere() || CommonPrefix(entry.tokens, (*next)->tokens) <
+                                                static_cast<int64_t>(entry.tokens.size()))
+        << "sequence " << entry.sequence_id << " is a prefix of another";
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,150 @@
+// Remembers which tokens the KV of finished sequences stands for, so that a new request starts
+// behind the longest prefix that is there, to the token.
+//
+// Retained sequences stay in the KV cache under ids of their own; a request forks the one that
+// matches (which copies nothing). They are given up when pages run out: least recently used first,
+// from the tail, because the beginning of a sequence is what others share.
+//
+// The sequences are kept in lexicographic order of their tokens, where the longest common prefix
+// with any text is at one of the two neighbours of that text's place. So an ordered set is enough:
+// a radix tree would store the same tokens with a node for each branch and answer the same
+// question.
+//
+// What may be reused by whom is a PrefixSpace; each has an order of its own.
+//
+// Where layers have windows, a sequence can be forked where it ends and at the positions that it
+// still sees; where layers are recurrent, where it ends and at its checkpoints. A text that is a
+// prefix of another may then be the only one to be forked at its end, so both are kept, and all are
+// looked through.
+//
+// Invariants: where sequences fork anywhere, in one order no sequence's tokens are a prefix of
+// another's; the shorter one would hold a slot for nothing. No order is empty. The KV cache counts
+// exactly the sequences that are here as retained.
+#ifndef QUIRE_ENGINE_PREFIX_PREFIX_CACHE_H_
+#define QUIRE_ENGINE_PREFIX_PREFIX_CACHE_H_
+
+#include <algorithm>
+#include <compare>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/prefix/sequence_state.h"
+
+namespace quire {
+
+// Length of the longest common prefix.
+int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b);
+
+// KV is reused within one space only. Salts keep tenants apart: the time that an answer takes must
+// not tell what others have asked. LongRoPE has two sets of factors, and KV made with one is of no
+// use to a request that computes with the other.
+struct PrefixSpace {
+  std::string salt = {};
+  bool long_rope = false;
+  auto operator<=>(const PrefixSpace&) const = default;
+};
+
+struct PrefixMatch {
+  int64_t sequence_id = -1;
+  int64_t length = 0;       // tokens in common, where the sequence can be forked; 0 = no match
+  int64_t known = 0;        // most tokens in common with any sequence, fork or not
+  bool has_window = false;  // the sequence has the window of the request that looks
+};
+
+class PrefixCache {
+ public:
+  // What `state` views outlives this. sequences_max >= 1 bounds what is retained.
+  PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max);
+
+  // A retained sequence. `stored`: its first tokens that the owner has written elsewhere.
+  struct Retained {
+    int64_t sequence_id;
+    std::span<const int32_t> tokens;
+    const PrefixSpace& space;
+    int64_t& stored;
+  };
+  // Called with each sequence of which a part is about to be given up for want of room, the last
+  // chance to write it elsewhere. Must not throw or call the prefix cache.
+  std::function<void(const Retained&)> before_eviction;
+
+  // Takes over a sequence of the cache that holds exactly `tokens`. When memory is short the
+  // sequence is removed instead.
+  void Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space = {},
+              int64_t stored = 0) noexcept;
+
+  // The longest match of a beginning of `tokens` at which the cache can fork, at a multiple of
+  // `border`. The match is as good as used now: Touch it before it may be evicted.
+  PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {},
+                   int64_t border = 1) const;
+  void Touch(int64_t sequence_id) noexcept;
+
+  // Gives up retained KV until `pages` are free or nothing is left.
+  void Evict(int64_t pages) noexcept;
+
+  // Least recently used first. `visit` must not call the prefix cache.
+  void ForEach(const std::function<void(const Retained&)>& visit);
+
+  bool empty() const { return by_use_.empty(); }
+  int64_t sequence_count() const { return static_cast<int64_t>(by_use_.size()); }
+  int64_t token_count() const { return token_count_; }
+  // Evicting everything frees at most so many pages; fewer if sequences share some.
+  int64_t page_count_max() const { return page_count_max_; }
+  // The first violated invariant stops the process. For tests.
+  void CheckInvariants() const;
+
+ private:
+  struct Entry {
+    int64_t sequence_id;
+    std::vector<int32_t> tokens;
+    PrefixSpace space;
+    int64_t stored;
+  };
+  using Entries = std::list<Entry>;  // least recently used first
+
+  struct LexicographicOrder {
+    using is_transparent = void;
+    static std::span<const int32_t> Key(Entries::iterator entry) { return entry->tokens; }
+    static std::span<const int32_t> Key(std::span<const int32_t> tokens) { return tokens; }
+    template <typename A, typename B>
+    bool operator()(const A& a, const B& b) const {
+      const std::span<const int32_t> x = Key(a);
+      const std::span<const int32_t> y = Key(b);
+      return std::lexicographical_compare(x.begin(), x.end(), y.begin(), y.end());
+    }
+  };
+  using Index = std::set<Entries::iterator, LexicographicOrder>;
+
+  static Retained ViewOf(Entry& entry) {
+    return {entry.sequence_id, entry.tokens, entry.space, entry.stored};
+  }
+  void CheckOrder(const PrefixSpace& space, const Index& by_tokens) const;
+  int64_t PagesOf(int64_t tokens) const { return (tokens + page_size_ - 1) / page_size_; }
+  Index& IndexOf(const Entry& entry) { return by_space_.find(entry.space)->second; }
+  void Count(int64_t tokens, int64_t sign) noexcept;
+  void Insert(Entries entry);
+  // Whether the sequence is retained now. Where states are short, older sequences give way.
+  bool MakeRetained(int64_t sequence_id) noexcept;
+  void GiveUpOldest() noexcept;
+  void Remove(Entries::iterator entry) noexcept;
+  // Cuts the tail that holds `pages` pages; false if the entry is gone thereby.
+  bool CutTail(Entries::iterator entry, int64_t pages) noexcept;
+
+  const SequenceState state_;
+  int64_t page_size_;
+  int64_t sequences_max_;
+  Entries by_use_;
+  std::map<int64_t, Entries::iterator> by_id_;
+  std::map<PrefixSpace, Index> by_space_;
+  int64_t token_count_ = 0;
+  int64_t page_count_max_ = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_PREFIX_PREFIX_CACHE_H_

@@ -1,0 +1,287 @@
+// The prefix cache over the real cache. The oracle is a list of the retained texts that
+// is searched through.
+#include "engine/prefix/prefix_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "base/random.h"
+
+namespace quire {
+namespace {
+
+using Tokens = std::vector<int32_t>;
+
+constexpr int64_t kDim = 4;  // of the one head of the one layer
+
+struct Fixture {
+  explicit Fixture(int64_t pages = 1000, int64_t page_size = 4, int64_t sequences_max = 50,
+                   int64_t window = 0)
+      : owned(MakeCache(pages, page_size, window)),
+        kv(*owned),
+        prefixes(&kv, page_size, sequences_max) {}
+
+  static std::unique_ptr<AttentionKVCache> MakeCache(int64_t pages, int64_t page_size,
+                                                     int64_t window) {
+    AttentionKVCacheOptions options;
+    options.layers = {{.num_qo_heads = 1,
+                       .num_kv_heads = 1,
+                       .qk_head_dim = kDim,
+                       .v_head_dim = kDim,
+                       .window = window}};
+    options.max_num_sequences = 100;
+    options.token_capacity = (pages - 1) * page_size;
+    options.max_pop = 0;
+    options.prefill_chunk_size = 100;
+    options.page_size = page_size;
+    options.runner = CreateThreadPool(1).value();
+    return *AttentionKVCache::Create(options);
+  }
+
+  // A sequence of `length` tokens, the first `shared` of them those of `parent`.
+  int64_t MakeSequence(int64_t length, int64_t parent = -1, int64_t shared = 0) {
+    const int64_t id = next_id++;
+    EXPECT_TRUE((shared == 0 ? kv.AddSequence(id) : kv.ForkSequence(parent, id, shared)).ok());
+    const int64_t more = length - shared;
+    if (more == 0) return id;
+    const Status begun = kv.BeginForward({&id, 1}, {&more, 1});
+    EXPECT_TRUE(begun.ok()) << begun.ToString();
+    std::vector<float> values(more * 3 * kDim);
+    const TensorView qkv(values.data(), DType::kF32, {more, 3, kDim});
+    std::vector<float> outputs(more * kDim);
+    const TensorView o(outputs.data(), DType::kF32, {more, 1, kDim});
+    EXPECT_TRUE(kv.AttentionWithFusedQKV(0, qkv, o, 1).ok());
+    EXPECT_TRUE(kv.EndForward().ok());
+    return id;
+  }
+  int64_t Retain(const Tokens& tokens) {
+    const int64_t id = MakeSequence(static_cast<int64_t>(tokens.size()));
+    prefixes.Retain(id, tokens);
+    prefixes.CheckInvariants();
+    return id;
+  }
+
+  std::unique_ptr<AttentionKVCache> owned;
+  AttentionKVCache& kv;
+  PrefixCache prefixes;
+  int64_t next_id = 0;
+};
+
+TEST(PrefixCache, CommonPrefixStopsAtTheFirstDifferenceOrEnd) {
+  EXPECT_EQ(CommonPrefix(Tokens{1, 2, 3}, Tokens{1, 2, 4}), 2);
+  EXPECT_EQ(CommonPrefix(Tokens{1, 2, 3}, Tokens{1, 2}), 2);
+  EXPECT_EQ(CommonPrefix(Tokens{1, 2}, Tokens{1, 2, 3}), 2);
+  EXPECT_EQ(CommonPrefix(Tokens{}, Tokens{1}), 0);
+}
+
+TEST(PrefixCache, FindsTheLongestMatchOfMany) {
+  Fixture fixture;
+  const int64_t a = fixture.Retain({1, 2, 3, 4, 5});
+  const int64_t b = fixture.Retain({1, 2, 9, 9});
+  const int64_t c = fixture.Retain({7});
+  const auto expect = [&](const Tokens& tokens, int64_t id, int64_t length) {
+    const PrefixMatch match = fixture.prefixes.Find(tokens);
+    EXPECT_EQ(match.length, length);
+    EXPECT_EQ(match.sequence_id, id);
+  };
+  expect({1, 2, 3, 4, 8}, a, 4);
+  expect({1, 2, 3, 4, 5, 6}, a, 5);
+  expect({1, 2, 9}, b, 3);
+  expect({7, 7, 7}, c, 1);
+  expect({8}, -1, 0);
+  expect({}, -1, 0);
+  EXPECT_EQ(fixture.prefixes.Find(Tokens{1, 2}).length, 2);
+}
+
+TEST(PrefixCache, KeepsNoPrefixOfAnother) {
+  Fixture fixture;
+  const int64_t shorter = fixture.Retain({1, 2, 3});
+  const int64_t longer = fixture.Retain({1, 2, 3, 4});
+  EXPECT_FALSE(fixture.kv.HasSequence(shorter));
+  const int64_t again = fixture.Retain({1, 2});
+  EXPECT_FALSE(fixture.kv.HasSequence(again));
+  const int64_t same = fixture.Retain({1, 2, 3, 4});
+  EXPECT_FALSE(fixture.kv.HasSequence(same));
+  EXPECT_TRUE(fixture.kv.HasSequence(longer));
+  EXPECT_EQ(fixture.prefixes.sequence_count(), 1);
+  EXPECT_EQ(fixture.prefixes.token_count(), 4);
+  EXPECT_EQ(fixture.prefixes.page_count_max(), 1);
+}
+
+// A window of six tokens, pages of four.
+TEST(PrefixCache, FindsTheLongestPrefixThatHasNotSlid) {
+  Fixture fixture(1000, 4, 50, 6);
+  Tokens text(40);
+  std::iota(text.begin(), text.end(), 0);
+  const auto first = [&](int64_t length) { return Tokens(text.begin(), text.begin() + length); };
+  const int64_t shorter = fixture.Retain(first(10));
+  const int64_t longer = fixture.Retain(first(30));
+  EXPECT_TRUE(fixture.kv.HasSequence(shorter)) << "a prefix of another, but not to be had there";
+  const auto expect = [&](const Tokens& tokens, int64_t id, int64_t length) {
+    const PrefixMatch match = fixture.prefixes.Find(tokens);
+    EXPECT_EQ(match.sequence_id, id) << tokens.size();
+    EXPECT_EQ(match.length, length) << tokens.size();
+  };
+  expect(text, longer, 30);
+  expect(first(20), shorter, 10);  // `longer` has slid past 20
+  expect(first(3), -1, 0);         // and both past 3
+  const int64_t same = fixture.Retain(first(30));
+  EXPECT_FALSE(fixture.kv.HasSequence(same));
+}
+
+TEST(PrefixCache, GivesUpWindowedSequencesThatCannotBeCut) {
+  Fixture fixture(12, 4, 50, 6);
+  fixture.Retain(Tokens(30, 1));
+  const int64_t kept = fixture.Retain(Tokens(5, 2));
+  fixture.prefixes.Evict(10);
+  fixture.prefixes.CheckInvariants();
+  EXPECT_EQ(fixture.prefixes.sequence_count(), 1);
+  EXPECT_TRUE(fixture.kv.HasSequence(kept));
+}
+
+TEST(PrefixCache, AnEmptySequenceIsRemoved) {
+  Fixture fixture;
+  fixture.Retain({});
+  EXPECT_TRUE(fixture.kv.Empty());
+  EXPECT_TRUE(fixture.prefixes.empty());
+}
+
+TEST(PrefixCache, EvictsTheTailOfTheLeastRecentlyUsed) {
+  Fixture fixture(7);
+  const int64_t a = fixture.Retain(Tokens(10, 1));  // 3 pages
+  const int64_t b = fixture.Retain(Tokens(12, 2));  // 3 pages
+  fixture.prefixes.Evict(1);
+  EXPECT_EQ(fixture.prefixes.token_count(), 22) << "one page is free as it is";
+  fixture.prefixes.Evict(2);
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(a), 8);
+  fixture.prefixes.CheckInvariants();
+  fixture.prefixes.Touch(a);
+  fixture.prefixes.Evict(4);
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(b), 4);
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(a), 8);
+  fixture.prefixes.Evict(6);
+  EXPECT_FALSE(fixture.kv.HasSequence(b));
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(a), 4);
+  fixture.prefixes.Evict(100);
+  EXPECT_TRUE(fixture.kv.Empty());
+  EXPECT_TRUE(fixture.prefixes.empty());
+}
+
+TEST(PrefixCache, DoesNotCutWherePagesAreSharedAndNothingIsWon) {
+  Fixture fixture(6);
+  const int64_t running = fixture.MakeSequence(8);  // 2 pages, held by the fork too
+  const int64_t fork = fixture.MakeSequence(8, running, 8);
+  fixture.prefixes.Retain(fork, Tokens(8, 1));
+  const int64_t other = fixture.Retain(Tokens(8, 2));  // 2 pages
+  fixture.prefixes.Evict(3);
+  EXPECT_FALSE(fixture.kv.HasSequence(fork));
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(other), 4);
+  EXPECT_EQ(fixture.kv.GetNumAvailablePages(), 3);
+}
+
+TEST(PrefixCache, ATextThatIsCutToAPrefixOfItsNeighbourGoes) {
+  for (const int32_t next : {0, 9}) {
+    Fixture fixture(7);
+    fixture.Retain({1, 1, 1, 1, 5, 5});
+    const int64_t kept = fixture.Retain({1, 1, 1, 1, next, 5, 5, 5});
+    fixture.prefixes.Evict(4);
+    fixture.prefixes.CheckInvariants();
+    EXPECT_EQ(fixture.prefixes.sequence_count(), 1);
+    EXPECT_TRUE(fixture.kv.HasSequence(kept));
+  }
+}
+
+TEST(PrefixCache, RetainsNoMoreSequencesThanItMay) {
+  Fixture fixture(1000, 4, 3);
+  for (int32_t i = 0; i < 10; ++i) {
+    fixture.Retain({i});
+    EXPECT_LE(fixture.prefixes.sequence_count(), 3);
+  }
+  EXPECT_EQ(fixture.prefixes.Find(Tokens{6}).length, 0);
+  EXPECT_EQ(fixture.prefixes.Find(Tokens{7}).length, 1);
+}
+
+TEST(PrefixCache, RandomWalkAgreesWithAList) {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    RandomSequence random(seed);
+    Fixture fixture(60, 1 + random.Below(5), 1000);
+    std::vector<std::pair<int64_t, Tokens>> all;  // everything that was retained, gone or not
+    const auto random_text = [&] {
+      Tokens tokens(random.Below(13));
+      for (int32_t& token : tokens) token = static_cast<int32_t>(random.Below(2));
+      return tokens;
+    };
+    for (int step = 0; step < 300; ++step) {
+      if (random.Below(3) == 0) {
+        fixture.prefixes.Evict(random.Below(61));
+      } else {
+        fixture.prefixes.Evict(15);
+        const Tokens tokens = random_text();
+        all.emplace_back(fixture.Retain(tokens), tokens);
+      }
+      fixture.prefixes.CheckInvariants();
+      const Tokens query = random_text();
+      int64_t longest = 0;
+      for (const auto& [id, tokens] : all) {
+        const Result<int64_t> held = fixture.kv.GetSequenceLength(id);
+        if (held.ok()) longest = std::max(longest, std::min(*held, CommonPrefix(query, tokens)));
+      }
+      const PrefixMatch match = fixture.prefixes.Find(query);
+      ASSERT_EQ(match.length, longest);
+      if (longest > 0) {
+        ASSERT_TRUE(fixture.kv.HasSequence(match.sequence_id));
+      }
+    }
+  }
+}
+
+TEST(PrefixCache, SpacesShareNothing) {
+  Fixture fixture;
+  const PrefixSpace spaces[] = {{}, {.salt = "a"}, {.salt = "b"}, {.salt = "a", .long_rope = true}};
+  std::vector<int64_t> ids;
+  for (const PrefixSpace& space : spaces) {
+    ids.push_back(fixture.MakeSequence(6));
+    fixture.prefixes.Retain(ids.back(), {1, 2, 3, 4, 5, 6}, space);
+    fixture.prefixes.CheckInvariants();
+  }
+  EXPECT_EQ(fixture.prefixes.sequence_count(), 4);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const PrefixMatch match = fixture.prefixes.Find(Tokens{1, 2, 3}, spaces[i]);
+    EXPECT_EQ(match.sequence_id, ids[i]);
+    EXPECT_EQ(match.length, 3);
+  }
+  EXPECT_EQ(fixture.prefixes.Find(Tokens{1, 2, 3}, {.salt = "c"}).length, 0);
+  EXPECT_EQ(fixture.prefixes.Find(Tokens{1, 2, 3}, {.salt = "b", .long_rope = true}).length, 0);
+  fixture.prefixes.Evict(1000);
+  EXPECT_TRUE(fixture.prefixes.empty());
+  fixture.prefixes.CheckInvariants();
+}
+
+TEST(PrefixCache, TellsBeforeItGivesUp) {
+  Fixture fixture(8, 4, 2);
+  std::vector<std::pair<int64_t, int64_t>> told;  // sequence, tokens it had
+  fixture.prefixes.before_eviction = [&](const PrefixCache::Retained& retained) {
+    EXPECT_EQ(*fixture.kv.GetSequenceLength(retained.sequence_id),
+              static_cast<int64_t>(retained.tokens.size()));
+    told.emplace_back(retained.sequence_id, static_cast<int64_t>(retained.tokens.size()));
+    retained.stored = static_cast<int64_t>(retained.tokens.size());
+  };
+  const int64_t first = fixture.Retain(Tokens(10, 1));
+  fixture.prefixes.Evict(6);  // of 8 pages; it holds 3
+  EXPECT_EQ(told, (std::vector<std::pair<int64_t, int64_t>>{{first, 10}}));
+  fixture.prefixes.CheckInvariants();  // what is stored is cut along
+  fixture.Retain({2});
+  fixture.Retain({3});  // one sequence too many
+  EXPECT_EQ(told.size(), 2U);
+  int64_t seen = 0;
+  fixture.prefixes.ForEach([&](const PrefixCache::Retained& retained) {
+    EXPECT_EQ(retained.stored, 0);
+    ++seen;
+  });
+  EXPECT_EQ(seen, 2);
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,125 @@
+// A request and its samples, as the engine keeps them.
+//
+// Invariants.
+// - A sample's tokens are the prompt and then its answer. The first `computed` of them are in its
+//   sequence; the rest is pending. A sample that decodes has one pending token, the one that was
+//   drawn last. Nothing else tells prefill, decode, resuming after preemption and continuing behind
+//   a cached prefix apart.
+// - All unfinished samples of a request have an empty answer, or none has: the first draw is made
+//   for all of them from the logits of the prompt's last token.
+// - The first unfinished sample leads: it computes the prompt. Another unfinished sample without a
+//   sequence waits until it can be forked from the leader at the prompt's end.
+#ifndef QUIRE_ENGINE_REQUEST_REQUEST_H_
+#define QUIRE_ENGINE_REQUEST_REQUEST_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/loading/layerwise_load.h"
+#include "engine/loading/prefix_load.h"
+#include "engine/prefix/prefix_cache.h"
+#include "quire/engine.h"
+#include "quire/model.h"
+#include "quire/status.h"
+
+namespace quire {
+
+inline constexpr int64_t kNoSequence = -1;
+inline constexpr int64_t kNoDraftState = -1;
+
+struct Sample {
+  std::vector<int32_t> tokens;
+  std::vector<std::vector<TokenLogprob>>
+      held_logprobs;  // of answer tokens that are not reported yet, if asked for
+  int64_t sequence_id = kNoSequence;
+  int64_t computed = 0;
+  int64_t reported = 0;                 // answer tokens that the caller has
+  StoredPrefix stored;                  // of its sequence
+  int64_t last_step = 0;                // in which it was given tokens last
+  int64_t draft_state = kNoDraftState;  // what the drafter holds for it; gone with its sequence
+  int64_t draft_tokens = 0;             // most guesses of the next draft; 0: as the request says
+  FinishReason finish_reason = FinishReason::kNone;
+
+  bool finished() const { return finish_reason != FinishReason::kNone; }
+  bool has_sequence() const { return sequence_id != kNoSequence; }
+  int64_t pending() const { return static_cast<int64_t>(tokens.size()) - computed; }
+};
+
+struct Request {
+  Request(int64_t request_id, std::span<const int32_t> prompt, SamplingOptions sampling);
+
+  // The leader; null if all are finished.
+  Sample* leader();
+  const Sample* leader() const { return const_cast<Request*>(this)->leader(); }
+  int64_t unfinished_count() const;
+  // Whether the unfinished samples have answers.
+  bool answer_begun() const;
+  bool has_window() const { return options.window != 0; }
+  bool has_window_of(const Request& other) const {
+    return options.window == other.options.window && options.sinks == other.options.sinks;
+  }
+  std::span<const int32_t> prompt_of(const Sample& sample) const {
+    return {sample.tokens.data(), static_cast<size_t>(prompt_tokens)};
+  }
+  std::span<const int32_t> answer_of(const Sample& sample) const {
+    return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
+  }
+  // Takes the memory that the samples need until they finish, or for a long time.
+  void ReserveAnswers();
+  // Takes memory for so many more tokens of a sample, so that results can be stored without
+  // failing.
+  static void ReserveTokens(Sample* sample, int64_t count);
+
+  int64_t id;
+  int64_t prompt_tokens;
+  SamplingOptions options;
+  std::vector<Sample> samples;
+  PrefixSpace space;
+  Speculation speculation;
+  int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput
+  // While it waits: what the chunk store has of it, under way or there. Null before it was asked,
+  // and if there is nothing to ask for.
+  std::unique_ptr<PrefixLoad> load;
+  std::shared_ptr<ChunkFetch> prefetch;  // into the store's RAM, until the load begins; or null
+  bool looked_up = false;                // the store was asked since it came to wait
+  bool held_back = false;                // from being admitted, for what a store is bringing
+  int64_t lookups = 0;
+  // While it runs: chunks behind the leader's tokens, which its next forward takes layer by layer.
+  std::unique_ptr<LayerwiseLoad> layers;
+  bool counts_cached = false;  // what is loaded counts as `cached`: it came in for the first time
+  CachedTokens cached;
+  int64_t recomputed = 0;  // StepOutput::recomputed_tokens
+  MissReason miss = MissReason::kNone;
+  double load_seconds = 0;
+  int64_t completion_tokens = 0;
+  bool admitted_before = false;
+  int64_t turn = 0;        // in which it may come in (EngineImpl::Queue)
+  bool restarted = false;  // computed anew without shared pages, see Decision::kRestart
+};
+
+// BadArgument with the field's name and value.
+Status CheckSpeculation(std::string_view owner, const Speculation& speculation);
+Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size);
+// BadArgument with the position and value of the first id outside the vocabulary, or for no ids.
+Status CheckTokens(std::string_view what, std::span<const int32_t> tokens, int64_t vocab_size);
+
+// Length of the longest stop sequence that the answer ends with; 0 = none.
+int64_t StopMatchLength(std::span<const int32_t> answer,
+                        const std::vector<std::vector<int32_t>>& stop);
+// Length of the longest end of the answer that begins a stop sequence without completing it: not to
+// be given out yet.
+int64_t HeldBackLength(std::span<const int32_t> answer,
+                       const std::vector<std::vector<int32_t>>& stop);
+
+// The most consecutive positions that a token of the request sees: all of them, or its window.
+int64_t SpanMax(int64_t prompt_tokens, const SamplingOptions& options);
+// Whether a sequence of so many tokens takes the long factors of the model's rotation.
+bool NeedsLongRope(const ModelInfo& model, int64_t tokens_max);
+// Whether the token ends an answer and is not part of it.
+bool IsEnd(const ModelInfo& model, const SamplingOptions& options, int32_t token) noexcept;
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_REQUEST_REQUEST_H_

@@ -1,0 +1,82 @@
+#include "ffi/tvm/tvm_transfer.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "ffi/errors.h"
+
+namespace quire::ffi {
+
+int64_t TvmTransferHub::Join(TvmTransferPeer* peer, KVTransfer* receiver) {
+  const std::lock_guard lock(mutex_);
+  ThrowIfError(channel_->Connect(next_, receiver));
+  peers_[next_] = peer;
+  return next_++;
+}
+
+void TvmTransferHub::Leave(int64_t number) {
+  const std::lock_guard lock(mutex_);
+  peers_.erase(number);
+  const Status status = channel_->Disconnect(number);
+  static_cast<void>(status);  // it has joined
+}
+
+Result<ReceiveMap> TvmTransferHub::FindMap(int64_t number, std::span<const int64_t> slots) const {
+  const std::lock_guard lock(mutex_);
+  const auto peer = peers_.find(number);
+  if (peer != peers_.end()) {
+    const std::lock_guard peer_lock(peer->second->mutex_);
+    for (const TvmTransferPeer::Reservation& reservation : peer->second->reservations_) {
+      if (std::ranges::equal(reservation.map.slots, slots)) return reservation.map;
+    }
+  }
+  return Status(StatusCode::kNotFound,
+                "kv_cache_disagg_mark_send: PE " + std::to_string(number) +
+                    (peer == peers_.end() ? " is no cache of this process that was created with "
+                                            "transfer"
+                                          : " has no pending reservation with this map; call "
+                                            "kv_cache_disagg_prepare_recv there first"));
+}
+
+TvmTransferPeer::TvmTransferPeer(std::shared_ptr<TvmTransferHub> hub, KVTransfer* cache)
+    : hub_(std::move(hub)), cache_(cache) {
+  ThrowIfError(cache_->SetLayerSink(hub_->channel()));
+  number_ = hub_->Join(this, cache_);
+}
+
+TvmTransferPeer::~TvmTransferPeer() { hub_->Leave(number_); }
+
+void TvmTransferPeer::Prune() {
+  std::erase_if(reservations_, [&](const Reservation& reservation) {
+    return !cache_->GetReceiveProgress(reservation.map.epoch).ok();
+  });
+}
+
+Result<std::vector<int64_t>> TvmTransferPeer::PrepareRecv(int64_t seq_id, int64_t length) {
+  const std::lock_guard lock(mutex_);
+  Prune();
+  reservations_.reserve(reservations_.size() + 1);
+  QUIRE_ASSIGN_OR_RETURN(ReceiveMap map, cache_->DisaggPrepareRecv(seq_id, length));
+  reservations_.push_back({seq_id, std::move(map)});
+  return reservations_.back().map.slots;
+}
+
+Status TvmTransferPeer::MarkSend(int64_t seq_id, int64_t begin, std::span<const int64_t> slots,
+                                 int64_t pe_offset) {
+  QUIRE_ASSIGN_OR_RETURN(const ReceiveMap map, hub_->FindMap(pe_offset, slots));
+  return cache_->DisaggMarkSend(seq_id, begin, std::span(&map, 1), pe_offset, 0);
+}
+
+Status TvmTransferPeer::TakeOver(int64_t seq_id) {
+  const std::lock_guard lock(mutex_);
+  Prune();
+  for (const Reservation& reservation : reservations_) {
+    if (reservation.seq_id != seq_id) continue;
+    QUIRE_RETURN_IF_ERROR(cache_->DisaggCommitRecv(reservation.map.epoch, reservation.map.count));
+  }
+  Prune();
+  return Status();
+}
+
+}  // namespace quire::ffi

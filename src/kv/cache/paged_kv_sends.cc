@@ -1,0 +1,331 @@
+// Sending tokens: marks, and what goes to the sink when a layer has been appended to.
+#include <algorithm>
+#include <string>
+
+#include "kv/cache/paged_kv_cache.h"
+#include "kv/pages/kv_export_rows.h"
+
+namespace quire {
+namespace {
+
+constexpr const char* kMark = "DisaggMarkSend";
+
+Status BadMaps(StatusCode code, const std::string& why) {
+  return Status(code, std::string(kMark) + ": " + why);
+}
+
+Status NoMark(const char* call, int64_t seq_id) {
+  return Status(StatusCode::kNotFound,
+                OfSequence(call, seq_id) + "has no mark; call DisaggMarkSend first");
+}
+
+// Which of the peers that share the receiver's heads gets what this rank has.
+int64_t PeerOf(const std::vector<AttentionLayerSpec>& layers, const ReceiveMap& map, int64_t peer,
+               int64_t rank, int64_t target, int64_t targets) {
+  if (targets > 1) return peer + rank * targets + target;
+  int64_t senders = 1;  // that fill one peer's heads together
+  for (size_t l = 0; l < layers.size(); ++l)
+    senders = std::max(senders, map.kv_heads[l] / layers[l].num_kv_heads);
+  return peer + rank / senders;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------- marks
+
+Status PagedKVCache::SetLayerSink(std::shared_ptr<LayerSink> sink) {
+  const char* call = "SetLayerSink";
+  return Enter(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
+    if (marks_.any_active()) {
+      return Status(StatusCode::kBadState,
+                    "SetLayerSink: there are marks that send to the present sink; call "
+                    "DisaggUnmarkSend first");
+    }
+    sink_ = std::move(sink);
+    return Status();
+  });
+}
+
+Status PagedKVCache::CheckMaps(const Sequence& sequence, std::span<const ReceiveMap> maps,
+                               int64_t begin, int64_t rank) const {
+  if (maps.empty() || begin < 0 || rank < 0) {
+    return BadMaps(StatusCode::kBadArgument,
+                   std::to_string(maps.size()) + " maps, from position " + std::to_string(begin) +
+                       " on, by rank " + std::to_string(rank) +
+                       "; there must be a map, and neither may be negative");
+  }
+  const uint64_t layout = TransferLayout(sequence);
+  // Of latent layers, the caller rotates.
+  const bool has_rotated_keys =
+      options_.rope.mode == RopeMode::kNormal ||
+      std::ranges::any_of(options_.layers, [](const AttentionLayerSpec& l) { return l.latent; });
+  for (const ReceiveMap& map : maps) {
+    if (map.kv_heads.size() != layers_.size() || map.layout != layout) {
+      return BadMaps(StatusCode::kIncompatible,
+                     "the receiver stores other bytes than sequence " +
+                         std::to_string(sequence.id) +
+                         " here: its layers, RoPE or kernel path differ; compute the tokens there");
+    }
+    if (map.count < 1 || map.count != maps[0].count || map.count > kPositionsMax - begin) {
+      return BadMaps(StatusCode::kBadArgument,
+                     "a map of " + std::to_string(map.count) + " tokens beside one of " +
+                         std::to_string(maps[0].count) + ", from position " +
+                         std::to_string(begin) +
+                         " on; all must have as many, at least 1, and positions end at 2^31");
+    }
+    if (has_rotated_keys && map.first_position != begin) {
+      return BadMaps(StatusCode::kIncompatible,
+                     "keys of position " + std::to_string(begin) +
+                         " are rotated for it and would come to stand at " +
+                         std::to_string(map.first_position));
+    }
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      const int64_t heads = options_.layers[l].num_kv_heads;
+      const HeadsOfTarget part =
+          HeadsFor(heads, map.kv_heads[l], rank, 0, static_cast<int64_t>(maps.size()));
+      if (part.head_count > 0) continue;
+      return BadMaps(StatusCode::kIncompatible,
+                     "layer " + std::to_string(l) + " has " + std::to_string(heads) +
+                         " kv heads here and " + std::to_string(map.kv_heads[l]) + " there, with " +
+                         std::to_string(maps.size()) +
+                         " maps; one must be a multiple of the other, and a sender with more "
+                         "heads gives a map for each receiver that shares them");
+    }
+  }
+  return Status();
+}
+
+Status PagedKVCache::DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
+                                    int64_t peer, int64_t rank) {
+  return Enter(kMark, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(control_.RequireIdle(kMark));
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(kMark, seq_id));
+    if (sink_ == nullptr) {
+      return BadMaps(StatusCode::kBadState, "there is no sink to send to; call SetLayerSink first");
+    }
+    const Sequence& sequence = control_[index];
+    QUIRE_RETURN_IF_ERROR(CheckMaps(sequence, maps, begin, rank));
+    const int64_t length = CommittedLength(sequence);
+    const int64_t stored = std::max<int64_t>(length - begin, 0);
+    if (stored >= maps[0].count) {
+      return BadMaps(StatusCode::kBadArgument,
+                     "sequence " + std::to_string(seq_id) + " has " + std::to_string(stored) +
+                         " tokens from position " + std::to_string(begin) +
+                         " on already, and the map " + std::to_string(maps[0].count) +
+                         "; at least one must be left to compute");
+    }
+    for (int g = 0; g < tree_.group_count() && stored > 0; ++g)
+      QUIRE_RETURN_IF_ERROR(CheckHeld(kMark, sequence, g, begin, length));
+
+    auto mark = std::make_unique<SendMark>();
+    mark->seq_id = seq_id;
+    mark->begin = mark->next = begin;
+    mark->end = begin + maps[0].count;
+    mark->rank = rank;
+    const int64_t targets = static_cast<int64_t>(maps.size());
+    for (int64_t t = 0; t < targets; ++t) {
+      const ReceiveMap& map = maps[static_cast<size_t>(t)];
+      QUIRE_ASSIGN_OR_RETURN(SlotRuns slots, SlotRuns::Decode(map.slots, map.count));
+      if (slots.count() != map.count) {
+        return BadMaps(StatusCode::kBadArgument, "a map of " + std::to_string(map.count) +
+                                                     " tokens has " +
+                                                     std::to_string(slots.count()) + " slots");
+      }
+      mark->targets.push_back({.map = map,
+                               .slots = std::move(slots),
+                               .peer = PeerOf(options_.layers, map, peer, rank, t, targets)});
+    }
+    // Runs of stored slots: at most every other row begins one.
+    mark->ranges.reserve(static_cast<size_t>(targets * (SendMarks::kRowsMax / 2 + 1)));
+    mark->records.reserve(static_cast<size_t>(targets));
+    mark->remote_slots.resize(static_cast<size_t>(targets * SendMarks::kRowsMax));
+    int64_t bytes = 0;
+    for (const AttentionLayerSpec& spec : options_.layers)
+      bytes = std::max(bytes, LayerBytes(spec, SendMarks::kRowsMax));
+    marks_.Reserve(index, bytes);
+    StopSend(index, "another mark has replaced it");
+    marks_.Put(index, std::move(mark));
+    return Status();
+  });
+}
+
+Status PagedKVCache::DisaggUnmarkSend(int64_t seq_id) {
+  const char* call = "DisaggUnmarkSend";
+  return Enter(call, [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch(call, seq_id));
+    if (marks_.Find(index) == nullptr) return NoMark(call, seq_id);
+    StopSend(index, "DisaggUnmarkSend was called");
+    return Status();
+  });
+}
+
+Result<SendProgress> PagedKVCache::GetSendProgress(int64_t seq_id) const {
+  const char* call = "GetSendProgress";
+  return Enter(call, [&]() -> Result<SendProgress> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(call, seq_id));
+    const SendMark* const mark = marks_.Find(index);
+    if (mark == nullptr) return NoMark(call, seq_id);
+    return SendProgress{.begin = mark->begin,
+                        .count = mark->count(),
+                        .sent = mark->next - mark->begin,
+                        .active = mark->active(),
+                        .failure = mark->failure};
+  });
+}
+
+void PagedKVCache::AppendMarkFacts(int32_t index, std::vector<int64_t>* facts) const {
+  const SendMark* const mark = marks_.Find(index);
+  if (mark == nullptr) return;
+  facts->insert(facts->end(), {mark->begin, mark->end, mark->next, mark->active(), mark->rank});
+  for (const SendMark::Target& target : mark->targets)
+    facts->insert(facts->end(), {static_cast<int64_t>(target.map.epoch), target.peer});
+}
+
+// ---------------------------------------------------------------------- sending
+
+void PagedKVCache::SendLayer(int64_t layer) noexcept {
+  if (marks_.empty()) return;
+  for (const ForwardMember& member : plan_.members) {
+    SendMark* const mark = marks_.Find(member.sequence);
+    if (mark == nullptr || !mark->active()) continue;
+    const int64_t length = member.is_tree() ? member.committed : member.position_end();
+    SendRows(mark, control_[member.sequence], layer, std::min(length, mark->end));
+  }
+}
+
+void PagedKVCache::SendRows(SendMark* mark, const Sequence& sequence, int64_t layer,
+                            int64_t end) noexcept {
+  if (mark->next >= end) return;
+  mark->given = end;
+  for (int64_t begin = mark->next; begin < end && mark->failure.ok();
+       begin += SendMarks::kRowsMax) {
+    const int64_t piece_end = std::min(end, begin + SendMarks::kRowsMax);
+    mark->failure = GuardEntry([&] { return SendPiece(mark, sequence, layer, begin, piece_end); });
+  }
+}
+
+Status PagedKVCache::SendPiece(SendMark* mark, const Sequence& sequence, int64_t layer,
+                               int64_t begin, int64_t end) {
+  const size_t l = static_cast<size_t>(layer);
+  const int group = layers_[l].group;
+  // Tokens that only another sequence still saw may be gone since the mark was made.
+  QUIRE_RETURN_IF_ERROR(CheckHeld("the mark", sequence, group, begin, end));
+  const auto slots = marks_.rows_slots().first(static_cast<size_t>(end - begin));
+  FillSlots(sequence.last, group, begin, slots);
+  const LayerKV rows = LayerRowsIn(marks_.rows_memory(), options_.layers[l], end - begin);
+  ReadRows(storage_->layer(layer), slots,
+           {.k = rows.k.data(),
+            .v = rows.v.data(),
+            .k_scale = rows.k_scale.data_as<float>(),
+            .v_scale = rows.v_scale.data_as<float>()},
+           *options_.runner);
+  mark->ranges.clear();
+  const int64_t targets = static_cast<int64_t>(mark->targets.size());
+  const size_t count = static_cast<size_t>(end - begin);
+  for (int64_t t = 0; t < targets; ++t) {
+    const SendMark::Target& target = mark->targets[static_cast<size_t>(t)];
+    const HeadsOfTarget heads =
+        HeadsFor(options_.layers[l].num_kv_heads, target.map.kv_heads[l], mark->rank, t, targets);
+    const std::span<int64_t> remote =
+        std::span(mark->remote_slots).subspan(static_cast<size_t>(t * SendMarks::kRowsMax), count);
+    target.slots.Fill(begin - mark->begin, remote);
+    for (size_t row = 0; row < count;) {
+      size_t stop = row;
+      while (stop < count && remote[stop] >= 0) ++stop;
+      if (stop > row) {
+        const int64_t offset = static_cast<int64_t>(row);
+        const int64_t length = static_cast<int64_t>(stop - row);
+        mark->ranges.push_back({.seq_id = sequence.id,
+                                .epoch = target.map.epoch,
+                                .first_position = begin + offset,
+                                .first_row = begin - mark->begin + offset,
+                                .count = length,
+                                .local = RowsOf(rows, offset, length),
+                                .local_head = heads.local_head,
+                                .remote_head = heads.remote_head,
+                                .head_count = heads.head_count,
+                                .remote_slots = remote.subspan(row, stop - row),
+                                .peer = target.peer});
+      }
+      row = stop + 1;
+    }
+  }
+  return mark->ranges.empty() ? Status() : sink_->OnLayerAppended(layer, mark->ranges);
+}
+
+void PagedKVCache::FinishSends(Outcome outcome) noexcept {
+  if (marks_.empty()) return;
+  for (const ForwardMember& member : plan_.members) {
+    SendMark* const mark = marks_.Find(member.sequence);
+    if (mark != nullptr && mark->given > 0) FinishSend(mark, outcome);
+  }
+}
+
+namespace {
+
+// Of tokens [first, first + count) of the map, one for each target.
+std::span<const SendRecord> RecordsOf(SendMark* mark, int64_t first, int64_t count) noexcept {
+  mark->records.clear();
+  for (const SendMark::Target& target : mark->targets) {
+    mark->records.push_back({.seq_id = mark->seq_id,
+                             .epoch = target.map.epoch,
+                             .first_row = first,
+                             .count = count,
+                             .peer = target.peer});
+  }
+  return mark->records;
+}
+
+}  // namespace
+
+// What the sink says of an end that it should hear of anyhow is told by the mark's first failure.
+void PagedKVCache::FinishSend(SendMark* mark, Outcome outcome) noexcept {
+  const int64_t given = std::exchange(mark->given, 0);
+  const auto records = RecordsOf(mark, mark->next - mark->begin, given - mark->next);
+  const bool ends = outcome == Outcome::kEnded && mark->failure.ok();
+  const Status status = GuardEntry(
+      [&] { return ends ? sink_->OnForwardEnded(records) : sink_->OnForwardAborted(records); });
+  if (ends && status.ok()) mark->next = given;
+  if (mark->failure.ok()) mark->failure = status;
+  if (mark->failure.ok()) return;
+  const auto rest = RecordsOf(mark, 0, mark->count());
+  const Status told = GuardEntry([&] { return sink_->OnSendStopped(rest, mark->failure); });
+  static_cast<void>(told);
+}
+
+void PagedKVCache::StopSend(int32_t index, const char* why) noexcept {
+  SendMark* const mark = marks_.Find(index);
+  if (mark == nullptr) return;
+  if (mark->active()) {
+    const int64_t sent = mark->next - mark->begin;
+    const Status told = GuardEntry([&] {
+      return sink_->OnSendStopped(
+          RecordsOf(mark, sent, mark->count() - sent),
+          Status(StatusCode::kCancelled, "the sender of sequence " + std::to_string(mark->seq_id) +
+                                             " has stopped: " + why));
+    });
+    static_cast<void>(told);  // the mark goes whether or not its receiver can be told
+  }
+  marks_.Erase(index);
+}
+
+Status PagedKVCache::DisaggFlushSend(int64_t seq_id) {
+  const char* call = "DisaggFlushSend";
+  return Enter(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(call, seq_id));
+    SendMark* const mark = marks_.Find(index);
+    if (mark == nullptr) return NoMark(call, seq_id);
+    if (!mark->active()) return mark->failure;
+    const Sequence& sequence = control_[index];
+    const int64_t end = std::min(CommittedLength(sequence), mark->end);
+    if (end <= mark->next) return Status();
+    for (size_t l = 0; l < layers_.size(); ++l)
+      SendRows(mark, sequence, static_cast<int64_t>(l), end);
+    FinishSend(mark, Outcome::kEnded);
+    return mark->failure;
+  });
+}
+
+}  // namespace quire

@@ -1,0 +1,64 @@
+#include "kv/pages/node_heaps.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kv/pages/reserve.h"
+
+namespace quire {
+
+void NodeHeaps::Clear() noexcept { FreeAll(nodes_); }
+
+// Puts the child of the higher rank to the left. Returns whether the node's rank has changed.
+bool NodeHeaps::FixRank(int32_t node) noexcept {
+  ++steps_;
+  Node& n = At(node);
+  if (RankOf(n.left) < RankOf(n.right)) std::swap(n.left, n.right);
+  const int32_t rank = RankOf(n.right) + 1;
+  return std::exchange(n.rank, rank) != rank;
+}
+
+// The heap of both; its root's parent is left to the caller.
+int32_t NodeHeaps::Meld(int32_t a, int32_t b) noexcept {
+  if (a == kNone) return b;
+  if (b == kNone) return a;
+  if (At(b).key < At(a).key) std::swap(a, b);
+  const int32_t root = a;
+  while (b != kNone) {  // b goes into the right subtree of a
+    const int32_t right = At(a).right;
+    if (right == kNone || At(b).key < At(right).key) {
+      At(a).right = b;
+      At(b).parent = a;
+      a = b;
+      b = right;
+    } else {
+      a = right;
+    }
+  }
+  for (; a != root; a = At(a).parent) FixRank(a);
+  FixRank(root);
+  return root;
+}
+
+void NodeHeaps::Insert(int32_t* root, int32_t node, int64_t key) noexcept {
+  At(node) = {.key = key, .rank = 1};
+  *root = Meld(*root, node);
+  At(*root).parent = kNone;
+}
+
+void NodeHeaps::Remove(int32_t* root, int32_t node) noexcept {
+  const Node removed = At(node);
+  At(node) = {};
+  const int32_t rest = Meld(removed.left, removed.right);
+  if (rest != kNone) At(rest).parent = removed.parent;
+  if (removed.parent == kNone) {
+    *root = rest;
+    return;
+  }
+  Node& parent = At(removed.parent);
+  (parent.left == node ? parent.left : parent.right) = rest;
+  int32_t above = removed.parent;
+  while (above != kNone && FixRank(above)) above = At(above).parent;
+}
+
+}  // namespace quire

@@ -1,0 +1,1824 @@
+#include "kv/testing/kv_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <set>
+
+#include "base/check.h"
+#include "kv/testing/kv_model_codes.h"
+#include "quire/kv_export.h"
+#include "tensor/float8.h"
+#include "tensor/half.h"
+
+namespace quire {
+namespace {
+
+// Pages that may hold one page range of a sequence: a fifth makes BeginForward gather the range in
+// one page.
+constexpr size_t kMostEntriesPerRange = 4;
+
+// Half the distance between neighbouring numbers near 1.
+constexpr double kEpsF32 = 0x1p-24;
+constexpr double kEpsF16 = 0x1p-11;
+constexpr double kEpsBF16 = 0x1p-8;
+
+// What is stored as codes is computed with as bfloat16.
+DType Computed(DType stored) { return IsQuantised(stored) ? DType::kBF16 : stored; }
+
+double HalfUlp(DType dtype) {
+  if (dtype == DType::kF16) return kEpsF16;
+  return dtype == DType::kBF16 ? kEpsBF16 : kEpsF32;
+}
+
+// Below the smallest normal number the distance between neighbours stays as it is.
+double SmallestNormal(DType dtype) { return dtype == DType::kF16 ? 0x1p-14 : 0x1p-126; }
+
+Status Bad(StatusCode code, const std::string& message) {
+  return Status(code, "KVModel: " + message);
+}
+
+float LoadElement(const TensorView& view, int64_t offset) {
+  switch (view.dtype()) {
+    case DType::kF32:
+      return view.data_as<float>()[offset];
+    case DType::kF16:
+      return F16ToF32(view.data_as<uint16_t>()[offset]);
+    case DType::kBF16:
+      return Bf16ToF32(view.data_as<uint16_t>()[offset]);
+    case DType::kI32:
+    case DType::kI64:
+    case DType::kU8:
+      break;
+    case DType::kI8:
+      return static_cast<float>(view.data_as<int8_t>()[offset]);
+    case DType::kF8E4M3:
+      return F8E4M3ToF32(view.data_as<uint8_t>()[offset]);
+  }
+  QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());
+  return 0;
+}
+
+void StoreElement(const TensorView& view, int64_t offset, float value) {
+  if (view.dtype() == DType::kF32) view.data_as<float>()[offset] = value;
+  if (view.dtype() == DType::kF16) view.data_as<uint16_t>()[offset] = F32ToF16(value);
+  if (view.dtype() == DType::kBF16) view.data_as<uint16_t>()[offset] = F32ToBf16(value);
+  if (view.dtype() == DType::kI8) view.data_as<int8_t>()[offset] = static_cast<int8_t>(value);
+  if (view.dtype() == DType::kF8E4M3) view.data_as<uint8_t>()[offset] = F32ToF8E4M3(value);
+}
+
+// Stored rows [token][head][dim] into numbers and back, one token at a time.
+void LoadRow(const TensorView& rows, const TensorView& scales, int64_t row,
+             std::vector<float>* to) {
+  for (int64_t h = 0; h < rows.dim(1); ++h) {
+    const float scale =
+        IsQuantised(rows.dtype()) ? LoadElement(scales, row * scales.stride(0) + h) : 1;
+    for (int64_t d = 0; d < rows.dim(2); ++d)
+      to->push_back(LoadElement(rows, row * rows.stride(0) + h * rows.stride(1) + d) * scale);
+  }
+}
+
+void StoreRow(std::span<const float> from, const TensorView& rows, const TensorView& scales,
+              int64_t row) {
+  const auto dim = static_cast<size_t>(rows.dim(2));
+  for (int64_t h = 0; h < rows.dim(1); ++h) {
+    const std::span<const float> head = from.subspan(static_cast<size_t>(h) * dim, dim);
+    const float scale = IsQuantised(rows.dtype()) ? CodeScale(head, rows.dtype()) : 1;
+    if (IsQuantised(rows.dtype())) StoreElement(scales, row * scales.stride(0) + h, scale);
+    for (size_t d = 0; d < dim; ++d) {
+      StoreElement(rows, row * rows.stride(0) + h * rows.stride(1) + static_cast<int64_t>(d),
+                   scale > 0 ? head[d] / scale : 0);
+    }
+  }
+}
+
+bool SamePageTable(const AttentionLayerSpec& a, const AttentionLayerSpec& b) {
+  return a.num_kv_heads == b.num_kv_heads && a.qk_head_dim == b.qk_head_dim &&
+         a.v_head_dim == b.v_head_dim && a.dtype == b.dtype && a.value_dtype() == b.value_dtype() &&
+         a.window == b.window && a.rope == b.rope && a.latent == b.latent;
+}
+
+// [layers, n, D] as [layers, n, 1, D].
+TensorView WithHead(const TensorView& kv) {
+  if (kv.rank() != 3 || !kv.is_contiguous()) return kv;
+  return TensorView(kv.data(), kv.dtype(), {kv.dim(0), kv.dim(1), int64_t{1}, kv.dim(2)});
+}
+
+// What a latent layer's key says of its value.
+void TakeValue(const AttentionLayerSpec& spec, std::span<const float> key,
+               std::vector<float>* value) {
+  value->assign(key.begin(), key.begin() + spec.v_head_dim);
+}
+
+uint64_t Mix(uint64_t digest, uint64_t value) {
+  digest = (digest ^ value) * 0x9E3779B97F4A7C15u;
+  return digest ^ digest >> 29;
+}
+
+}  // namespace
+
+std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
+                                    RopePairing pairing, int64_t position) {
+  std::vector<double> y(x.begin(), x.end());
+  const size_t pairs = frequencies.inv_freq.size();
+  for (size_t i = 0; i < pairs; ++i) {
+    const bool half_split = pairing == RopePairing::kHalfSplit;
+    const size_t a = half_split ? i : 2 * i;
+    const size_t b = half_split ? i + pairs : 2 * i + 1;
+    const double angle = static_cast<double>(position) * frequencies.inv_freq[i];
+    const double c = std::cos(angle) * frequencies.amplitude;
+    const double s = std::sin(angle) * frequencies.amplitude;
+    y[a] = x[a] * c - x[b] * s;
+    y[b] = x[b] * c + x[a] * s;
+  }
+  return y;
+}
+
+// ---------------------------------------------------------------------- arguments
+
+double KVModel::Rows::Get(int64_t row, int64_t head, int64_t d) const {
+  return LoadElement(*view, At(row, head, d));
+}
+void KVModel::Rows::Set(int64_t row, int64_t head, int64_t d, double value) const {
+  StoreElement(*view, At(row, head, d), static_cast<float>(value));
+}
+
+bool KVModel::LseFits(const TensorView& lse, int64_t heads) const {
+  return lse.dtype() == DType::kF32 && lse.rank() == 2 &&
+         lse.dim(0) >= static_cast<int64_t>(positions_.size()) && lse.dim(1) == heads &&
+         lse.stride(1) == 1;
+}
+
+Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
+                          int64_t dim) const {
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  const bool dtype_fits = view.dtype() == DType::kF32 || view.dtype() == Computed(spec.dtype) ||
+                          view.dtype() == Computed(spec.value_dtype());
+  const bool by_head = view.rank() == 3 && view.dim(1) == heads && view.dim(2) == dim;
+  const bool flat = view.rank() == 2 && view.dim(1) == heads * dim;
+  const bool dense = view.rank() > 0 && view.stride(view.rank() - 1) == 1;
+  const bool rows_fit = view.rank() > 0 && view.dim(0) >= static_cast<int64_t>(positions_.size());
+  if (dtype_fits && (by_head || flat) && dense && rows_fit) return Status();
+  return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
+}
+
+// ---------------------------------------------------------------------- pages
+
+int64_t KVModel::Group::used() const {
+  return std::count_if(page_holders.begin(), page_holders.end(), [](int32_t n) { return n > 0; });
+}
+
+int32_t KVModel::Group::TakeFreePage() const {
+  const auto free = std::find(page_holders.begin(), page_holders.end(), 0);
+  return static_cast<int32_t>(free - page_holders.begin());
+}
+
+int32_t KVModel::Group::HoldersOf(int32_t page, int64_t position) const {
+  return slot_holders[static_cast<size_t>(page * page_size + position % page_size)];
+}
+
+void KVModel::Group::Hold(int32_t page, int64_t position, int32_t count) {
+  if (page < 0) return;
+  page_holders[static_cast<size_t>(page)] += count;
+  slot_holders[static_cast<size_t>(page * page_size + position % page_size)] += count;
+}
+
+void KVModel::HoldAll(const Sequence& sequence, int32_t count) {
+  for (size_t p = 0; p < sequence.tokens.size(); ++p) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      groups_[g].Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), count);
+    }
+  }
+  for (size_t g = 0; g < sequence.tree_pages.size(); ++g) {
+    for (const int32_t page : sequence.tree_pages[g]) groups_[g].Hold(page, 0, count);
+  }
+}
+
+// Pages that hold the tokens of one page range below `limit`.
+size_t KVModel::EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit) {
+  std::set<int32_t> pages;
+  for (int64_t p = limit - limit % g.page_size; p < limit; ++p) {
+    const int32_t page = sequence.tokens[static_cast<size_t>(p)].pages[group];
+    if (page >= 0) pages.insert(page);
+  }
+  return pages.size();
+}
+
+// The highest position at or below `cut` where a new page may begin in every group.
+int64_t KVModel::LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut,
+                          NextPage next) {
+  const size_t added = next == NextPage::kOwn ? 2 : 1;  // the copy's page, and the one behind it
+  bool fits = false;
+  while (!fits) {
+    fits = true;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      if (EntryCount(sequence, g, groups[g], cut) + added <= kMostEntriesPerRange) continue;
+      cut -= cut % groups[g].page_size;
+      fits = false;
+    }
+  }
+  return cut;
+}
+
+// Where the part begins that must move before the sequence can take a token: its length if nothing
+// must.
+int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>& groups,
+                              NextPage next) {
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (length % groups[g].page_size == 0) continue;
+    const int32_t last_page = sequence.tokens.back().pages[g];
+    const bool in_place =
+        next == NextPage::kShared && last_page >= 0 && groups[g].HoldersOf(last_page, length) == 0;
+    if (in_place || EntryCount(sequence, g, groups[g], length) < kMostEntriesPerRange) continue;
+    return LowerCut(sequence, groups, length - length % groups[g].page_size, next);
+  }
+  return length;
+}
+
+// Gives the tokens from `cut` on pages that nobody else has, one for each run of held ones within a
+// page range. Their old places stay held: the caller lets go of them.
+void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
+                             std::vector<int64_t>& taken) const {
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    int32_t own = -1;
+    for (int64_t p = cut; p < length; ++p) {
+      int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
+      if (page < 0 || p % groups[g].page_size == 0) own = -1;
+      if (page >= 0 && own < 0) {
+        own = groups[g].TakeFreePage();
+        ++taken[g];
+      }
+      page = own;
+      groups[g].Hold(page, p, 1);
+    }
+  }
+  for (int64_t p = cut; p < length; ++p)
+    sequence.tokens[static_cast<size_t>(p)].copy = next_copy_++;
+}
+
+// Adds a token in the slot behind the sequence's last one if nobody sees that slot, else in a page
+// of its own.
+void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
+                         std::vector<int64_t>& taken, std::span<const TokenRange> absent,
+                         NextPage next) const {
+  const int64_t position = static_cast<int64_t>(sequence.tokens.size());
+  Token token{std::make_shared<TokenValues>(), std::vector<int32_t>(groups.size()), next_copy_++};
+  for (size_t g = 0; g < groups.size(); ++g) {
+    int32_t& page = token.pages[g];
+    if (!absent.empty() && absent[g].begin <= position && position < absent[g].end) {
+      page = -1;
+      continue;
+    }
+    bool in_place = position % groups[g].page_size != 0 && next == NextPage::kShared;
+    if (in_place) {
+      page = sequence.tokens.back().pages[g];
+      in_place = page >= 0 && groups[g].HoldersOf(page, position) == 0;
+    }
+    if (!in_place) {
+      page = groups[g].TakeFreePage();
+      ++taken[g];
+    }
+    groups[g].Hold(page, position, 1);
+  }
+  sequence.tokens.push_back(std::move(token));
+}
+
+// Levels are places behind the tokens; a tree page is held by its first slot.
+void KVModel::PlaceNodes(Sequence& sequence, std::span<const int64_t> parents,
+                         std::vector<Group>& groups, std::vector<int64_t>& taken) const {
+  int64_t levels = sequence.levels;
+  for (const int64_t parent : parents) {
+    const int64_t depth = parent < 0 ? 0 : sequence.nodes[static_cast<size_t>(parent)].depth + 1;
+    auto values = std::make_shared<TokenValues>();
+    values->k.resize(options_.layers.size());
+    values->v.resize(options_.layers.size());
+    sequence.nodes.push_back({parent, depth, std::move(values)});
+    levels = std::max(levels, depth + 1);
+  }
+  if (levels > sequence.levels)
+    MoveToOwnPages(sequence, CutForAppend(sequence, groups), groups, taken);
+  for (; sequence.levels < levels; ++sequence.levels) PlaceToken(sequence, groups, taken);
+  sequence.tree_pages.resize(groups.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    std::vector<int32_t>& pages = sequence.tree_pages[g];
+    while (static_cast<int64_t>(pages.size()) * groups[g].page_size < sequence.tree_size()) {
+      pages.push_back(groups[g].TakeFreePage());
+      groups[g].Hold(pages.back(), 0, 1);
+      ++taken[g];
+    }
+  }
+}
+
+void KVModel::DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups) {
+  sequence.nodes.resize(static_cast<size_t>(size));
+  int64_t levels = 0;
+  for (const Node& node : sequence.nodes) levels = std::max(levels, node.depth + 1);
+  for (; sequence.levels > levels; --sequence.levels) {
+    const int64_t position = static_cast<int64_t>(sequence.tokens.size()) - 1;
+    for (size_t g = 0; g < groups.size(); ++g)
+      groups[g].Hold(sequence.tokens.back().pages[g], position, -1);
+    sequence.tokens.pop_back();
+  }
+  for (size_t g = 0; g < sequence.tree_pages.size(); ++g) {
+    std::vector<int32_t>& pages = sequence.tree_pages[g];
+    while (!pages.empty() &&
+           (static_cast<int64_t>(pages.size()) - 1) * groups[g].page_size >= size) {
+      groups[g].Hold(pages.back(), 0, -1);
+      pages.pop_back();
+    }
+  }
+}
+
+std::vector<int64_t> KVModel::Sequence::PathTo(int64_t node) const {
+  std::vector<int64_t> path;
+  for (; node >= 0; node = nodes[static_cast<size_t>(node)].parent) path.push_back(node);
+  std::reverse(path.begin(), path.end());
+  return path;
+}
+
+KVModel::Sequence KVModel::PlainTo(const Sequence& sequence, int64_t node) {
+  Sequence plain = sequence;
+  plain.tokens.resize(static_cast<size_t>(sequence.length()));
+  plain.nodes.clear();
+  plain.levels = 0;
+  for (const int64_t n : sequence.PathTo(node)) {
+    Token token;
+    token.values = sequence.nodes[static_cast<size_t>(n)].values;
+    plain.tokens.push_back(std::move(token));
+  }
+  return plain;
+}
+
+// The plain sequence that ends in row n of a member of the open forward.
+KVModel::Sequence KVModel::SequenceOfRow(size_t member, int64_t n) const {
+  const Sequence& sequence = sequences_.at(batch_[member]);
+  if (sequence.nodes.empty()) return sequence;
+  return PlainTo(sequence, sequence.tree_size() - batch_lengths_[member] + n);
+}
+
+KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
+                                const std::span<const int64_t>* parents,
+                                std::span<const TokenRange> absent, NextPage next) const {
+  int64_t first_row = 0;
+  Plan plan;
+  plan.groups = groups_;
+  for (Group& group : plan.groups) {  // room for any plan; whether it fits is asked at the end
+    const size_t most =
+        2 * group.page_holders.size() +
+        static_cast<size_t>(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}));
+    group.page_holders.resize(most + seq_ids.size() * group.page_holders.size());
+    group.slot_holders.resize(group.page_holders.size() * static_cast<size_t>(group.page_size));
+  }
+  std::vector<int64_t> taken(groups_.size());
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    Sequence sequence = sequences_.at(seq_ids[i]);
+    if (parents != nullptr) {
+      PlaceNodes(sequence,
+                 parents->subspan(static_cast<size_t>(first_row), static_cast<size_t>(lengths[i])),
+                 plan.groups, taken);
+      first_row += lengths[i];
+      plan.members.emplace(seq_ids[i], std::move(sequence));
+      continue;
+    }
+    MoveToOwnPages(sequence, CutForAppend(sequence, plan.groups, next), plan.groups, taken);
+    for (int64_t n = 0; n < lengths[i]; ++n) {
+      PlaceToken(sequence, plan.groups, taken, absent, n == 0 ? next : NextPage::kShared);
+      sequence.tokens.back().values->k.resize(options_.layers.size());
+      sequence.tokens.back().values->v.resize(options_.layers.size());
+    }
+    plan.members.emplace(seq_ids[i], std::move(sequence));
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    plan.pages_needed = std::max(plan.pages_needed, taken[g]);
+    plan.fits = plan.fits && taken[g] <= groups_[g].page_count - groups_[g].used();
+    plan.groups[g].page_holders.resize(groups_[g].page_holders.size());
+    plan.groups[g].slot_holders.resize(groups_[g].slot_holders.size());
+  }
+  return plan;
+}
+
+// ---------------------------------------------------------------------- windows
+
+int64_t KVModel::Sequence::SlidAt(int64_t position) const {
+  return window == 0 ? lost : std::max(lost, position + 1 - window);
+}
+
+bool KVModel::Sequence::Sees(int64_t position, int64_t key, int64_t layer_window) const {
+  if (key > position) return false;
+  if (layer_window != 0 && key <= position - layer_window) return false;
+  return key < sinks || key >= sinks + SlidAt(position);
+}
+
+// When a forward ends.
+void KVModel::Sequence::Slide() {
+  if (span != 0 && length() - span > lost) {
+    lost = length() - span;
+    sinks = span_sinks;
+  }
+  slid = SlidAt(length());
+}
+
+// What is left of the windows when the sequence ends at `end`.
+void KVModel::Sequence::EndAt(int64_t end) {
+  if (end <= sinks) lost = 0;
+  slid = std::min(slid, SlidAt(end));
+  if (window == 0 && lost == 0) sinks = 0;
+}
+
+KVModel::Sequence KVModel::Sequence::Windows() const {
+  Sequence settings;
+  settings.window = window;
+  settings.sinks = sinks;
+  settings.lost = lost;
+  settings.slid = slid;
+  settings.span = span;
+  settings.span_sinks = span_sinks;
+  return settings;
+}
+
+bool KVModel::IsHeld(const Sequence& sequence, int64_t position, size_t group) const {
+  return sequence.tokens[static_cast<size_t>(position)].pages[group] >= 0;
+}
+
+bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
+  if (length == sequence.length()) return true;
+  Sequence shorter = sequence.Windows();
+  shorter.EndAt(length);
+  if (shorter.lost > 0 && length < shorter.sinks + shorter.lost) return false;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t p = 0; p < length; ++p) {
+      if (shorter.Sees(length, p, groups_[g].window) && !IsHeld(sequence, p, g)) return false;
+    }
+  }
+  return true;
+}
+
+// Whether the next query of the sequence may look at the page range of `position`.
+bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const {
+  Sequence popped = sequence.Windows();
+  const int64_t end = std::max<int64_t>(sequence.length() - options_.max_pop, 0);
+  popped.EndAt(end);
+  Sequence next;  // the window counts as of the last forward
+  next.sinks = popped.sinks;
+  next.lost = popped.slid;
+  const int64_t range = position - position % group.page_size;
+  for (int64_t p = range; p < range + group.page_size; ++p) {
+    // Behind the end lies what is yet to come; sinks stay while one of them is seen.
+    const bool is_lost = p >= next.sinks && p < next.sinks + next.lost;
+    if ((p >= end && !is_lost) || next.Sees(end, p, group.window)) return true;
+    const int64_t first = group.window == 0 ? 0 : std::max<int64_t>(end + 1 - group.window, 0);
+    if (popped.slid > 0 && p < popped.sinks && first < popped.sinks) return true;
+  }
+  return false;
+}
+
+void KVModel::FreeHidden() {
+  if (forward_) return;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    std::set<int32_t> needed;
+    for (const auto& [id, sequence] : sequences_) {
+      for (int64_t p = 0; p < sequence.length(); ++p) {
+        if (NeedsPage(sequence, groups_[g], p))
+          needed.insert(sequence.tokens[static_cast<size_t>(p)].pages[g]);
+      }
+    }
+    for (auto& [id, sequence] : sequences_) {
+      for (int64_t p = 0; p < sequence.length(); ++p) {
+        int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
+        if (needed.count(page) != 0) continue;
+        groups_[g].Hold(page, p, -1);
+        page = -1;
+      }
+    }
+  }
+}
+
+Status KVModel::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  if (!sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
+  const bool fits = sinks >= 0 && sinks < window && window < INT64_MAX;
+  if (!fits) return Bad(StatusCode::kBadArgument, "window or sinks");
+  if (sequence.window + sequence.span != 0) return Bad(StatusCode::kBadState, "has a window");
+  if (sequence.lost != 0 && sequence.sinks != sinks) return Bad(StatusCode::kBadState, "sinks");
+  if (options_.tvm_window_span) {
+    sequence.span = window;
+    sequence.span_sinks = sinks;
+    return Status();
+  }
+  sequence.window = window;
+  sequence.sinks = sinks;
+  return Status();
+}
+
+Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  if (!sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
+  if (sequence.window + sequence.span == 0) return Bad(StatusCode::kBadState, "has no window");
+  sequence.window = 0;
+  sequence.span = 0;
+  sequence.lost = sequence.slid;
+  if (sequence.lost == 0) sequence.sinks = 0;
+  FreeHidden();
+  return Status();
+}
+
+KVModel::Window KVModel::WindowOf(int64_t seq_id) const {
+  const Sequence& sequence = sequences_.at(seq_id);
+  return {sequence.window, sequence.sinks, sequence.lost};
+}
+
+Result<SequenceWindows> KVModel::GetWindows(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  return SequenceWindows{.window = sequence.window,
+                         .sinks = sequence.sinks,
+                         .lost = sequence.lost,
+                         .slid = sequence.slid,
+                         .span = sequence.span,
+                         .span_sinks = sequence.span_sinks};
+}
+
+Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  const auto end = sequence.tokens.begin() + sequence.length();
+  return sequence.tree_size() + std::count_if(sequence.tokens.begin(), end, [](const Token& token) {
+           return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
+         });
+}
+
+Result<TokenRange> KVModel::SlidRange(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  if (sequence.slid == 0) return TokenRange();
+  return TokenRange{sequence.sinks, sequence.sinks + sequence.slid};
+}
+
+// ---------------------------------------------------------------------- sequences
+
+KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
+  std::vector<size_t> first_layer;  // [group]
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    const AttentionLayerSpec& layer = options_.layers[l];
+    size_t g = 0;
+    while (g < first_layer.size() && !SamePageTable(options_.layers[first_layer[g]], layer)) ++g;
+    if (g == first_layer.size()) {
+      first_layer.push_back(l);
+      Group group;
+      group.window = layer.window;
+      group.page_size = options_.page_size != 0 ? options_.page_size : DefaultPageSize(layer);
+      group.page_count = (options_.token_capacity + group.page_size - 1) / group.page_size + 1;
+      group.page_holders.resize(static_cast<size_t>(group.page_count));
+      group.slot_holders.resize(static_cast<size_t>(group.page_count * group.page_size));
+      groups_.push_back(std::move(group));
+    }
+    group_of_layer_.push_back(g);
+    const RopeOptions& rope = layer.rope ? *layer.rope : options_.rope;
+    const int64_t dim = layer.latent ? layer.qk_head_dim - layer.v_head_dim : layer.qk_head_dim;
+    if (dim == 0) {
+      frequencies_.emplace_back();
+      continue;
+    }
+    frequencies_.emplace_back(ComputeRopeFrequencies(rope, dim, false).value(),
+                              ComputeRopeFrequencies(rope, dim, true).value());
+  }
+}
+
+KVModel::~KVModel() = default;
+
+Status KVModel::Clear() {
+  const std::vector<Group> old = std::move(groups_);
+  groups_.clear();
+  for (Group group : old) {
+    std::fill(group.page_holders.begin(), group.page_holders.end(), 0);
+    std::fill(group.slot_holders.begin(), group.slot_holders.end(), 0);
+    groups_.push_back(std::move(group));
+  }
+  std::vector<int64_t> marked;
+  for (const auto& [id, mark] : marks_) marked.push_back(id);
+  FinishSends(batch_, Outcome::kAborted);
+  for (const int64_t id : marked) StopSend(id);
+  receives_.clear();
+  sequences_.clear();
+  before_.clear();
+  forward_ = false;
+  return Status();
+}
+
+Status KVModel::AddSequence(int64_t seq_id) {
+  if (seq_id < 0) return Bad(StatusCode::kBadArgument, "negative id");
+  if (HasSequence(seq_id)) return Bad(StatusCode::kSequenceExists, "id is taken");
+  if (IsFull()) return Bad(StatusCode::kTooLarge, "too many sequences");
+  sequences_[seq_id].long_factors = options_.rope.use_long_factors;
+  return Status();
+}
+
+// What RemoveSequence, PopN and ForkSequence ask of the sequence that they change or read.
+Status KVModel::CheckControl(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (InBatch(seq_id)) return Bad(StatusCode::kBadState, "in the open forward");
+  return Status();
+}
+
+Status KVModel::RemoveSequence(int64_t seq_id) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  StopSend(seq_id);
+  EndReceive(seq_id, 0);
+  HoldAll(sequences_.at(seq_id), -1);
+  sequences_.erase(seq_id);
+  FreeHidden();
+  return Status();
+}
+
+Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(parent_id));
+  if (child_id < 0) return Bad(StatusCode::kBadArgument, "negative child id");
+  if (HasSequence(child_id)) return Bad(StatusCode::kSequenceExists, "child id is taken");
+  if (IsFull()) return Bad(StatusCode::kTooLarge, "too many sequences");
+  const Sequence& parent = sequences_.at(parent_id);
+  const int64_t length = parent.full_length();
+  if (fork_pos < -1 || fork_pos > length) return Bad(StatusCode::kBadArgument, "fork_pos");
+  Sequence child = parent;
+  child.retained = false;
+  child.nodes.clear();
+  child.tree_pages.clear();
+  child.levels = 0;
+  child.pending = 0;
+  child.receive = 0;
+  child.span = 0;
+  if (fork_pos < 0) fork_pos = length;
+  if (fork_pos > parent.length()) return Bad(StatusCode::kBadState, "is not committed there");
+  if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
+  child.tokens.resize(static_cast<size_t>(fork_pos));
+  child.EndAt(fork_pos);
+  HoldAll(child, 1);
+  sequences_.emplace(child_id, std::move(child));
+  return Status();
+}
+
+bool KVModel::CanFork(int64_t seq_id, int64_t position) const {
+  if (!HasSequence(seq_id) || position < 0) return false;
+  const Sequence& parent = sequences_.at(seq_id);
+  return position <= parent.length() && CanEndAt(parent, position);
+}
+
+Status KVModel::PopN(int64_t seq_id, int64_t n) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  if (n < 0 || n > sequence.full_length()) return Bad(StatusCode::kBadArgument, "n");
+  if (n > 0 && n < sequence.pending)
+    return Bad(StatusCode::kBadState, "would end among the pending");
+  const int64_t nodes = std::min(n, sequence.tree_size());
+  const bool cancels = n > 0 && sequence.pending > 0;
+  n -= cancels ? sequence.pending : nodes;
+  const int64_t length = sequence.length();
+  if (!CanEndAt(sequence, length - n)) return Bad(StatusCode::kBadState, "not held");
+  DropNodes(sequence, sequence.tree_size() - nodes, groups_);
+  if (cancels) EndReceive(seq_id, 0);
+  const auto mark = marks_.find(seq_id);
+  if (mark != marks_.end())
+    mark->second.next = std::max(mark->second.begin, std::min(mark->second.next, length - n));
+  if (n == 0) {
+    FreeHidden();
+    return Status();
+  }
+  HoldAll(sequence, -1);
+  sequence.tokens.resize(static_cast<size_t>(length - n));
+  HoldAll(sequence, 1);
+  sequence.EndAt(length - n);
+  FreeHidden();
+  return Status();
+}
+
+Status KVModel::SetRetained(int64_t seq_id, bool retained) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  Sequence& sequence = sequences_.at(seq_id);
+  if (retained && !sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
+  if (sequence.retained && !retained && IsFull()) {
+    return Bad(StatusCode::kTooLarge, "too many sequences");
+  }
+  sequence.retained = retained;
+  return Status();
+}
+
+Status KVModel::SelectLongRope(int64_t seq_id, bool use_long_factors) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  if (options_.rope.mode == RopeMode::kNone || !HasLongSet(options_.rope.scaling)) {
+    return Bad(StatusCode::kBadState, "the cache has no long factors");
+  }
+  Sequence& sequence = sequences_.at(seq_id);
+  const bool is_empty = sequence.tokens.empty() && sequence.nodes.empty();
+  if (!is_empty) return Bad(StatusCode::kBadState, "sequence is not empty");
+  sequence.long_factors = use_long_factors;
+  return Status();
+}
+
+Result<bool> KVModel::UsesLongRope(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  return sequences_.at(seq_id).long_factors;
+}
+
+// ---------------------------------------------------------------------- counters
+
+int64_t KVModel::GetNumAvailablePages() const {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const Group& group : groups_) least = std::min(least, group.page_count - group.used());
+  return least;
+}
+
+int64_t KVModel::pages_in_use() const {
+  int64_t sum = 0;
+  for (const Group& group : groups_) sum += group.used();
+  return sum;
+}
+
+int64_t KVModel::pages_allocated() const {
+  int64_t sum = 0;
+  for (const Group& group : groups_) sum += group.page_count;
+  return sum;
+}
+
+int64_t KVModel::retained_sequence_count() const {
+  return std::count_if(sequences_.begin(), sequences_.end(),
+                       [](const auto& entry) { return entry.second.retained; });
+}
+
+PageCounts KVModel::page_counts() const {
+  PageCounts counts;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    std::vector<std::set<int64_t>> viewers(static_cast<size_t>(groups_[g].page_count));
+    for (const SequenceMap* sequences : {&sequences_, &before_}) {
+      for (const auto& [id, sequence] : *sequences) {
+        for (const Token& token : sequence.tokens) {
+          if (token.pages[g] >= 0) viewers[static_cast<size_t>(token.pages[g])].insert(id);
+        }
+        if (sequence.tree_pages.empty()) continue;
+        for (const int32_t page : sequence.tree_pages[g])
+          viewers[static_cast<size_t>(page)].insert(id);
+      }
+    }
+    for (const std::set<int64_t>& ids : viewers) {
+      const bool active = std::any_of(ids.begin(), ids.end(),
+                                      [&](int64_t id) { return !sequences_.at(id).retained; });
+      ++counts.total;
+      counts.free += ids.empty();
+      counts.retained_only += !ids.empty() && !active;
+      counts.exclusive += active && ids.size() == 1;
+      counts.shared += active && ids.size() > 1;
+    }
+  }
+  return counts;
+}
+
+int64_t KVModel::GetTotalSequenceLength() const {
+  int64_t sum = 0;
+  for (const auto& [id, sequence] : sequences_) sum += sequence.full_length();
+  return sum;
+}
+
+// Copies that an open forward made count beside the tokens that they replace.
+int64_t KVModel::GetDistinctTokenCount() const {
+  std::set<int64_t> copies;
+  int64_t nodes = 0;
+  for (const auto& [id, sequence] : sequences_) nodes += sequence.tree_size();
+  for (const SequenceMap* sequences : {&sequences_, &before_}) {
+    for (const auto& [id, sequence] : *sequences) {
+      for (int64_t p = 0; p < sequence.length() + sequence.pending; ++p)
+        copies.insert(sequence.tokens[static_cast<size_t>(p)].copy);
+    }
+  }
+  return static_cast<int64_t>(copies.size()) + nodes;
+}
+
+Result<int64_t> KVModel::GetSequenceLength(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  return sequences_.at(seq_id).full_length();
+}
+
+Result<int64_t> KVModel::GetTreeSize(int64_t seq_id) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  return sequences_.at(seq_id).tree_size();
+}
+
+Result<int64_t> KVModel::PagesNeeded(std::span<const int64_t> seq_ids,
+                                     std::span<const int64_t> append_lengths) const {
+  QUIRE_RETURN_IF_ERROR(CheckBatch(seq_ids, append_lengths));
+  return MakePlan(seq_ids, append_lengths).pages_needed;
+}
+
+Result<int64_t> KVModel::PagesNeededForTree(std::span<const int64_t> seq_ids,
+                                            std::span<const int64_t> append_lengths,
+                                            std::span<const int64_t> token_tree_parents) const {
+  QUIRE_RETURN_IF_ERROR(CheckTreeBatch(seq_ids, append_lengths, token_tree_parents));
+  return MakePlan(seq_ids, append_lengths, &token_tree_parents).pages_needed;
+}
+
+// ---------------------------------------------------------------------- forward
+
+Status KVModel::CheckShapeOfBatch(std::span<const int64_t> seq_ids,
+                                  std::span<const int64_t> lengths) const {
+  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
+  if (seq_ids.empty() || seq_ids.size() != lengths.size()) {
+    return Bad(StatusCode::kBadArgument, "batch is empty or of unequal sizes");
+  }
+  return Status();
+}
+
+Status KVModel::CheckMember(int64_t seq_id, int64_t length, std::set<int64_t>* seen,
+                            int64_t* room) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (!seen->insert(seq_id).second) return Bad(StatusCode::kBadArgument, "twice in the batch");
+  if (sequences_.at(seq_id).retained) return Bad(StatusCode::kBadState, "retained");
+  if (length < 1) return Bad(StatusCode::kBadArgument, "length below 1");
+  if (length > *room) return Bad(StatusCode::kTooLarge, "over prefill_chunk_size");
+  *room -= length;
+  return Status();
+}
+
+// Of plain forwards.
+Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
+                           std::span<const int64_t> lengths) const {
+  QUIRE_RETURN_IF_ERROR(CheckShapeOfBatch(seq_ids, lengths));
+  std::set<int64_t> seen;
+  int64_t room = options_.prefill_chunk_size;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    QUIRE_RETURN_IF_ERROR(CheckMember(seq_ids[i], lengths[i], &seen, &room));
+    if (!sequences_.at(seq_ids[i]).is_committed())
+      return Bad(StatusCode::kBadState, "is not committed");
+  }
+  return Status();
+}
+
+Status KVModel::BeginForward(std::span<const int64_t> seq_ids,
+                             std::span<const int64_t> append_lengths) {
+  return BeginLoadingForward(seq_ids, append_lengths, {});
+}
+
+Status KVModel::BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                    std::span<const int64_t> append_lengths,
+                                    std::span<const LayerLoad> loads) {
+  QUIRE_RETURN_IF_ERROR(CheckBatch(seq_ids, append_lengths));
+  std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
+  size_t load = 0;
+  for (size_t i = 0; i < seq_ids.size() && load < loads.size(); ++i) {
+    if (loads[load].seq_id != seq_ids[i]) continue;
+    if (loads[load].tokens < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
+    lengths[i] += loads[load++].tokens;
+  }
+  if (load < loads.size()) return Bad(StatusCode::kBadArgument, "a load of no member");
+  Plan plan = MakePlan(seq_ids, lengths);
+  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  loads_.assign(loads.begin(), loads.end());
+  OpenForward(std::move(plan), seq_ids, append_lengths);
+  return Status();
+}
+
+Status KVModel::CheckTree(const Sequence& sequence, std::span<const int64_t> parents) {
+  for (size_t i = 0; i < parents.size(); ++i) {
+    const int64_t node = sequence.tree_size() + static_cast<int64_t>(i);
+    if (parents[i] < -1 || parents[i] >= node) return Bad(StatusCode::kBadArgument, "parent");
+  }
+  return Status();
+}
+
+Status KVModel::CheckTreeBatch(std::span<const int64_t> seq_ids,
+                               std::span<const int64_t> append_lengths,
+                               std::span<const int64_t> token_tree_parents) const {
+  QUIRE_RETURN_IF_ERROR(CheckShapeOfBatch(seq_ids, append_lengths));
+  std::set<int64_t> seen;
+  int64_t room = options_.prefill_chunk_size;
+  std::span<const int64_t> left = token_tree_parents;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    const int64_t count = std::max<int64_t>(append_lengths[i], 0);
+    if (count > std::ssize(left)) return Bad(StatusCode::kBadArgument, "too few parents");
+    QUIRE_RETURN_IF_ERROR(CheckMember(seq_ids[i], append_lengths[i], &seen, &room));
+    const Sequence& sequence = sequences_.at(seq_ids[i]);
+    if (sequence.pending > 0) return Bad(StatusCode::kBadState, "has pending tokens");
+    if (sequence.tree_size() + count > options_.max_tree_size)
+      return Bad(StatusCode::kTooLarge, "tree");
+    QUIRE_RETURN_IF_ERROR(CheckTree(sequence, left.first(static_cast<size_t>(count))));
+    left = left.subspan(static_cast<size_t>(count));
+  }
+  if (!left.empty()) return Bad(StatusCode::kBadArgument, "too many parents");
+  return Status();
+}
+
+Status KVModel::BeginTreeForward(std::span<const int64_t> seq_ids,
+                                 std::span<const int64_t> append_lengths,
+                                 std::span<const int64_t> token_tree_parents) {
+  QUIRE_RETURN_IF_ERROR(CheckTreeBatch(seq_ids, append_lengths, token_tree_parents));
+  Plan plan = MakePlan(seq_ids, append_lengths, &token_tree_parents);
+  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  loads_.clear();
+  OpenForward(std::move(plan), seq_ids, append_lengths);
+  return Status();
+}
+
+void KVModel::OpenForward(Plan plan, std::span<const int64_t> seq_ids,
+                          std::span<const int64_t> lengths) {
+  groups_ = std::move(plan.groups);
+  batch_.assign(seq_ids.begin(), seq_ids.end());
+  batch_lengths_.assign(lengths.begin(), lengths.end());
+  positions_.clear();
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    Sequence& sequence = sequences_.at(batch_[i]);
+    before_.emplace(batch_[i], std::move(sequence));
+    sequence = std::move(plan.members.at(batch_[i]));
+    for (int64_t n = 0; n < batch_lengths_[i]; ++n) {
+      const int64_t position =
+          sequence.nodes.empty()
+              ? sequence.length() - batch_lengths_[i] + n
+              : sequence.length() +
+                    sequence
+                        .nodes[static_cast<size_t>(sequence.tree_size() - batch_lengths_[i] + n)]
+                        .depth;
+      positions_.push_back(static_cast<int32_t>(position));
+    }
+  }
+  loaded_.assign(options_.layers.size(), 0);
+  appended_.assign(options_.layers.size(), 0);
+  attended_.assign(options_.layers.size(), 0);
+  forward_ = true;
+  failed_ = false;
+}
+
+Status KVModel::CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                             std::span<const int64_t> leaf_indices) {
+  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
+  if (seq_ids.size() != leaf_indices.size()) return Bad(StatusCode::kBadArgument, "sizes");
+  std::set<int64_t> seen;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    if (!HasSequence(seq_ids[i])) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+    if (!seen.insert(seq_ids[i]).second) return Bad(StatusCode::kBadArgument, "named twice");
+    const int64_t size = sequences_.at(seq_ids[i]).tree_size();
+    if (size == 0) return Bad(StatusCode::kBadState, "has no tree");
+    if (leaf_indices[i] < -1 || leaf_indices[i] >= size)
+      return Bad(StatusCode::kBadArgument, "leaf");
+  }
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    Sequence& sequence = sequences_.at(seq_ids[i]);
+    size_t position = static_cast<size_t>(sequence.length());
+    const std::vector<int64_t> path = sequence.PathTo(leaf_indices[i]);
+    for (const int64_t node : path)
+      sequence.tokens[position++].values = sequence.nodes[static_cast<size_t>(node)].values;
+    sequence.levels -= std::ssize(path);  // these are tokens now
+    DropNodes(sequence, 0, groups_);
+    sequence.Slide();
+  }
+  FreeHidden();
+  return Status();
+}
+
+Status KVModel::EndForward() {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  if (failed_) return Bad(StatusCode::kBadState, "an attention call has failed");
+  if (options_.allow_skipped_layers) {
+    QUIRE_RETURN_IF_ERROR(FailAttention(FillSkippedLayers()));
+  } else if (std::ranges::count(appended_, 0) + std::ranges::count(attended_, 0) > 0) {
+    return Bad(StatusCode::kBadState, "a layer was not run");
+  }
+  // Tokens that moved into another page leave their old one now.
+  for (const auto& [id, old] : before_) {
+    const Sequence& now = sequences_.at(id);
+    for (size_t p = 0; p < old.tokens.size(); ++p) {
+      for (size_t g = 0; g < groups_.size(); ++g) {
+        const int32_t page = old.tokens[p].pages[g];
+        if (page != now.tokens[p].pages[g]) groups_[g].Hold(page, static_cast<int64_t>(p), -1);
+      }
+    }
+  }
+  for (const int64_t id : batch_) {
+    Sequence& sequence = sequences_.at(id);
+    if (sequence.nodes.empty()) sequence.Slide();
+  }
+  before_.clear();
+  forward_ = false;
+  FreeHidden();
+  FinishSends(batch_, Outcome::kEnded);
+  return Status();
+}
+
+Status KVModel::AbortForward() {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  for (auto& [id, old] : before_) {
+    Sequence& now = sequences_.at(id);
+    for (size_t p = 0; p < now.tokens.size(); ++p) {
+      for (size_t g = 0; g < groups_.size(); ++g) {
+        const int32_t page = now.tokens[p].pages[g];
+        const bool kept = p < old.tokens.size() && old.tokens[p].pages[g] == page;
+        if (!kept) groups_[g].Hold(page, static_cast<int64_t>(p), -1);
+      }
+    }
+    for (size_t g = 0; g < now.tree_pages.size(); ++g) {
+      const size_t kept = old.tree_pages.empty() ? 0 : old.tree_pages[g].size();
+      for (size_t i = kept; i < now.tree_pages[g].size(); ++i)
+        groups_[g].Hold(now.tree_pages[g][i], 0, -1);
+    }
+    now = std::move(old);
+  }
+  before_.clear();
+  forward_ = false;
+  FreeHidden();
+  FinishSends(batch_, Outcome::kAborted);
+  return Status();
+}
+
+Result<std::span<const int32_t>> KVModel::GetQueryPositions() const {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  return std::span<const int32_t>(positions_);
+}
+
+// ---------------------------------------------------------------------- attention
+
+Status KVModel::CheckAttention(int64_t layer) const {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  if (failed_) return Bad(StatusCode::kBadState, "an attention call has failed");
+  if (layer < 0 || layer >= static_cast<int64_t>(options_.layers.size())) {
+    return Bad(StatusCode::kBadArgument, "no such layer");
+  }
+  return Status();
+}
+
+Status KVModel::FailAttention(Status status) {
+  if (!status.ok() && forward_) failed_ = true;
+  return status;
+}
+
+Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
+                                      double sm_scale, const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, false)));
+  const int64_t hq = spec.num_qo_heads;
+  const int64_t hkv = spec.num_kv_heads;
+  const int64_t d = spec.qk_head_dim;
+  const int64_t dv = spec.v_head_dim;
+  Status shape = CheckRows("qkv", qkv, layer, 1, (hq + hkv) * d + hkv * dv);
+  if (d == dv && qkv.rank() == 3) shape = CheckRows("qkv", qkv, layer, hq + 2 * hkv, d);
+  QUIRE_RETURN_IF_ERROR(FailAttention(shape));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckRows("o", o, layer, hq, dv)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
+  if (appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
+  }
+  const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
+  QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
+  AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
+  AttendRows(layer, Sees::kUpToOwn, Rows{&qkv, 0, d}, Rotated::kNo, Rows{&o, 0, dv}, nullptr,
+             sm_scale, mask);
+  attended_[static_cast<size_t>(layer)] = 1;
+  return Status();
+}
+
+Status KVModel::Append(int64_t layer, const TensorView& k, const TensorView& v) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, false)));
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("k", k, layer, spec.num_kv_heads, spec.qk_head_dim)));
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("v", v, layer, spec.num_kv_heads, spec.v_head_dim)));
+  if (appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
+  }
+  QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
+  AppendRows(layer, Rows{&k, 0, spec.qk_head_dim}, Rows{&v, 0, spec.v_head_dim});
+  return Status();
+}
+
+Status KVModel::CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
+                            const TensorView* lse, const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim)));
+  QUIRE_RETURN_IF_ERROR(
+      FailAttention(CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim)));
+  if (lse != nullptr && !LseFits(*lse, spec.num_qo_heads))
+    return FailAttention(Bad(StatusCode::kBadArgument, "lse is of another shape"));
+  if (!appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "attend before append"));
+  }
+  return Status();
+}
+
+Status KVModel::Attend(int64_t layer, const TensorView& q, const TensorView& o,
+                       const TensorView* lse, double sm_scale, const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(CheckAttend(layer, q, o, lse, mask));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  AttendRows(layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
+             RotatedForAttend(static_cast<size_t>(layer)), Rows{&o, 0, spec.v_head_dim}, lse,
+             sm_scale, mask);
+  attended_[static_cast<size_t>(layer)] = 1;
+  return Status();
+}
+
+Status KVModel::CheckKind(int64_t layer, bool latent) const {
+  if (options_.layers[static_cast<size_t>(layer)].latent == latent) return Status();
+  return Bad(StatusCode::kBadArgument, "a layer of the other kind");
+}
+
+Status KVModel::AppendMLAKV(int64_t layer, const TensorView& kv) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, true)));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckRows("kv", kv, layer, 1, spec.qk_head_dim)));
+  if (kv.rank() != 2) return FailAttention(Bad(StatusCode::kBadArgument, "kv has heads"));
+  if (appended_[static_cast<size_t>(layer)]) {
+    return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
+  }
+  QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
+  const Rows rows{&kv, 0, spec.qk_head_dim};
+  AppendRows(layer, rows, rows);
+  return Status();
+}
+
+Status KVModel::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
+                                 const TensorView& o, double sm_scale, const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckKind(layer, true)));
+  QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
+  QUIRE_RETURN_IF_ERROR(AppendMLAKV(layer, kv));
+  return Attend(layer, q_absorbed, o, nullptr, sm_scale, mask);
+}
+
+Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
+                                      const TensorView& o, const TensorView* lse, double sm_scale,
+                                      const TensorView* mask) {
+  QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse, mask));
+  const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(source_layer)];
+  AttendRows(
+      source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
+      ModeOf(static_cast<size_t>(source_layer)) == RopeMode::kInline ? Rotated::kNo : Rotated::kYes,
+      Rows{&o, 0, spec.v_head_dim}, lse, sm_scale, mask);
+  return Status();
+}
+
+// The tokens of one block, from `position` on.
+void KVModel::StoreTokens(const Sequence& sequence, size_t position, size_t layer,
+                          const LayerKV& kv) const {
+  for (int64_t row = 0; row < kv.k.dim(0); ++row, ++position) {
+    TokenValues& values = *sequence.tokens[position].values;
+    LoadRow(kv.k, kv.k_scale, row, &values.k[layer]);
+    if (options_.layers[layer].latent) {
+      TakeValue(options_.layers[layer], values.k[layer], &values.v[layer]);
+    } else {
+      LoadRow(kv.v, kv.v_scale, row, &values.v[layer]);
+    }
+  }
+}
+
+Status KVModel::LoadLayer(int64_t layer) {
+  if (loaded_[static_cast<size_t>(layer)]) return Status();
+  for (const LayerLoad& load : loads_) {
+    QUIRE_ASSIGN_OR_RETURN(const auto blocks, load.source->Load(layer));
+    size_t position = before_.at(load.seq_id).tokens.size();
+    for (const LayerKV& kv : blocks) {
+      StoreTokens(sequences_.at(load.seq_id), position, static_cast<size_t>(layer), kv);
+      position += static_cast<size_t>(kv.k.dim(0));
+    }
+  }
+  loaded_[static_cast<size_t>(layer)] = 1;
+  return Status();
+}
+
+Status KVModel::FillSkippedLayers() {
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    if (!appended_[l]) QUIRE_RETURN_IF_ERROR(LoadLayer(static_cast<int64_t>(l)));
+  }
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    if (appended_[l]) continue;
+    const AttentionLayerSpec& spec = options_.layers[l];
+    int64_t row = 0;
+    for (size_t i = 0; i < batch_.size(); ++i) {
+      for (int64_t n = 0; n < batch_lengths_[i]; ++n) {
+        TokenValues& values = ValuesOfRow(i, n, row++);
+        values.k[l].assign(static_cast<size_t>(spec.num_kv_heads * spec.qk_head_dim), 0.0F);
+        values.v[l].assign(static_cast<size_t>(spec.num_kv_heads * spec.v_head_dim), 0.0F);
+      }
+    }
+    appended_[l] = 1;
+    SendLayer(l);
+  }
+  return Status();
+}
+
+// Of new token n of the batch's member i.
+KVModel::TokenValues& KVModel::ValuesOfRow(size_t i, int64_t n, int64_t row) const {
+  const Sequence& sequence = sequences_.at(batch_[i]);
+  if (sequence.nodes.empty())
+    return *sequence.tokens[static_cast<size_t>(positions_[static_cast<size_t>(row)])].values;
+  const int64_t node = sequence.tree_size() - batch_lengths_[i] + n;
+  return *sequence.nodes[static_cast<size_t>(node)].values;
+}
+
+void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
+  const size_t l = static_cast<size_t>(layer);
+  const AttentionLayerSpec& spec = options_.layers[l];
+  int64_t row = 0;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    const Sequence& sequence = sequences_.at(batch_[i]);
+    const RopeFrequencies& frequencies = FrequenciesOf(sequence, l);
+    for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
+      const int64_t position = positions_[static_cast<size_t>(row)];
+      TokenValues& values = ValuesOfRow(i, n, row);
+      std::vector<double> key(static_cast<size_t>(spec.qk_head_dim));
+      for (int64_t h = 0; h < spec.num_kv_heads; ++h) {
+        for (int64_t d = 0; d < spec.qk_head_dim; ++d)
+          key[static_cast<size_t>(d)] = k.Get(row, h, d);
+        if (ModeOf(l) == RopeMode::kNormal) {
+          key = RotateReference(key, frequencies, options_.rope.pairing, position);
+        }
+        AppendStored(std::vector<float>(key.begin(), key.end()), spec.dtype, &values.k[l]);
+        if (spec.latent) {
+          TakeValue(spec, values.k[l], &values.v[l]);
+          continue;
+        }
+        std::vector<float> value;
+        for (int64_t d = 0; d < spec.v_head_dim; ++d)
+          value.push_back(static_cast<float>(v.Get(row, h, d)));
+        AppendStored(std::move(value), spec.value_dtype(), &values.v[l]);
+      }
+    }
+  }
+  appended_[l] = 1;
+  SendLayer(l);
+}
+
+double KVModel::StoredKeyBound(int64_t layer, double value) const {
+  if (ModeOf(static_cast<size_t>(layer)) != RopeMode::kNormal) return 0;
+  const DType dtype = options_.layers[static_cast<size_t>(layer)].dtype;
+  // One unit in the last place where the two roundings fall apart, and the float32 rotation's own
+  // error; no element that tests store is above kLargestKey.
+  constexpr double kLargestKey = 16;
+  const double rotation = kLargestKey * 8 * kEpsF32;
+  // One code, and the last bit of the scale.
+  if (dtype == DType::kI8) return kLargestKey / 127 + std::abs(value) * 0x1p-15 + rotation;
+  if (dtype == DType::kF8E4M3)
+    return std::abs(value) * (0x1p-3 + 0x1p-15) + kLargestKey / 448 * 0x1p-9 + rotation;
+  return 2 * HalfUlp(dtype) * (std::abs(value) + SmallestNormal(dtype)) + rotation;
+}
+
+// Keys of all tokens of the sequence as attention sees them: [token][kv head][D].
+KVModel::TokenRows KVModel::KeysOf(const Sequence& sequence, size_t layer) const {
+  const size_t dk = static_cast<size_t>(options_.layers[layer].qk_head_dim);
+  TokenRows keys;
+  for (size_t j = 0; j < sequence.tokens.size(); ++j) {
+    const std::vector<float>& stored = sequence.tokens[j].values->k[layer];
+    keys.emplace_back(stored.begin(), stored.end());
+    if (ModeOf(layer) != RopeMode::kInline) continue;
+    for (size_t at = 0; at < stored.size(); at += dk) {
+      const std::vector<double> turned =
+          RotateReference(std::span(keys[j]).subspan(at, dk), FrequenciesOf(sequence, layer),
+                          options_.rope.pairing, static_cast<int64_t>(j));
+      std::copy(turned.begin(), turned.end(), keys[j].begin() + static_cast<ptrdiff_t>(at));
+    }
+  }
+  return keys;
+}
+
+KVModel::TokenRows KVModel::ValuesOf(const Sequence& sequence, size_t layer) {
+  TokenRows values;
+  for (const Token& token : sequence.tokens) {
+    const std::vector<float>& stored = token.values->v[layer];
+    values.emplace_back(stored.begin(), stored.end());
+  }
+  return values;
+}
+
+// How far a kernel's q.k may be off, relative to the product of their norms.
+double KVModel::ScoreError(const AttentionLayerSpec& spec) const {
+  // Both rotations and the chain over the head dimension in float32.
+  double error = static_cast<double>(2 * spec.qk_head_dim + 16) * kEpsF32;
+  // q, and a key that is rotated at use, are rounded to bfloat16 where products are taken in pairs.
+  if (Computed(spec.dtype) == DType::kBF16) error += 2 * kEpsBF16;
+  if (options_.rope.mode != RopeMode::kNormal || spec.latent) return error;
+  // A rotated key may have been rounded to the other neighbour when it was stored: for codes by a
+  // step of the head's largest element, which is no more than its norm.
+  const double root = std::sqrt(static_cast<double>(spec.qk_head_dim));
+  if (spec.dtype == DType::kI8) return error + root / 127;
+  if (spec.dtype == DType::kF8E4M3) return error + 0x1p-3 + root * 0x1p-9 / 448;
+  return error + 2 * HalfUlp(spec.dtype);
+}
+
+// One row and query head: softmax of the scores over the visible keys, values weighted by it.
+void KVModel::AttendHead(const HeadArguments& head, double* lse, std::span<double> o) {
+  const AttentionLayerSpec& spec = *head.spec;
+  const size_t dk = static_cast<size_t>(spec.qk_head_dim);
+  std::fill(o.begin(), o.end(), 0.0);
+  if (head.visible.empty() && head.head_sink == nullptr) {
+    *lse = -std::numeric_limits<double>::infinity();
+    last_bounds_.o.insert(last_bounds_.o.end(), o.size(), 0.0);
+    last_bounds_.lse.push_back(0.0);
+    return;
+  }
+  std::vector<double> scores;
+  double largest = -std::numeric_limits<double>::infinity();
+  double worst = 0;  // error of any score
+  const double query_norm =
+      std::inner_product(head.query.begin(), head.query.end(), head.query.begin(), 0.0);
+  for (const size_t j : head.visible) {
+    const bool is_sink = static_cast<int64_t>(j) < head.sink_end;
+    const std::vector<double>& query = is_sink ? head.sink_query : head.query;
+    double sum = 0;
+    double key_norm = 0;
+    for (size_t d = 0; d < dk; ++d) {
+      const double key = (*head.keys)[j][head.kv_head * dk + d];
+      sum += query[d] * key;
+      key_norm += key * key;
+    }
+    double score = sum * head.sm_scale;
+    if (spec.soft_cap > 0) score = spec.soft_cap * std::tanh(score / spec.soft_cap);
+    scores.push_back(score);
+    largest = std::max(largest, score);
+    // Norms, not elements: a rotated element's error is relative to the pair that it was made from.
+    const double size = std::sqrt(query_norm * key_norm) * std::abs(head.sm_scale);
+    worst = std::max(worst, size * ScoreError(spec));
+  }
+  worst += spec.soft_cap * 8 * kEpsF32;
+  double total = 0;
+  if (head.head_sink != nullptr) {
+    largest = std::max(largest, static_cast<double>(*head.head_sink));
+    total = std::exp(static_cast<double>(*head.head_sink) - largest);
+  }
+  const size_t dv = o.size();
+  std::vector<double> size(dv);
+  double peak = 0;
+  for (size_t i = 0; i < head.visible.size(); ++i) {
+    const size_t j = head.visible[i];
+    const double p = std::exp(scores[i] - largest);
+    total += p;
+    for (size_t d = 0; d < dv; ++d) {
+      const double value = (*head.values)[j][head.kv_head * dv + d];
+      o[d] += p * value;
+      size[d] += p * std::abs(value);
+      peak = std::max(peak, p * std::abs(value));
+    }
+  }
+  *lse = (largest + std::log(total)) / std::log(2.0);
+  // Weights of int8 values are integers: half a step of the largest for each key.
+  const double step = spec.value_dtype() == DType::kI8
+                          ? 0.501 / 32767 * static_cast<double>(head.visible.size()) * peak / total
+                          : 0;
+  // exp2 of float32 arguments of some tens, the chain over keys, and p rounded to bfloat16 above
+  // the fraction.
+  const double weights = std::expm1(2 * worst) +
+                         (static_cast<double>(head.visible.size()) + 256) * kEpsF32 +
+                         (Computed(spec.value_dtype()) == DType::kBF16 ? 2 * kEpsBF16 : 0);
+  for (size_t d = 0; d < dv; ++d) {
+    o[d] /= total;
+    last_bounds_.o.push_back(weights * size[d] / total + step +
+                             HalfUlp(head.output_dtype) * 2 * std::abs(o[d]) +
+                             SmallestNormal(head.output_dtype) * kEpsF16);
+  }
+  last_bounds_.lse.push_back((worst + weights) * 2 + std::abs(*lse) * 4 * kEpsF32);
+}
+
+void KVModel::TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                        HeadArguments* head) const {
+  RopeFrequencies frequencies = FrequenciesOf(sequence, layer);
+  const AttentionLayerSpec& spec = options_.layers[layer];
+  const RopePairing pairing = (spec.rope ? *spec.rope : options_.rope).pairing;
+  const int64_t slid = sequence.SlidAt(position);
+  const std::vector<double> query = head->query;
+  if (spec.latent) {  // the rope part is the last one
+    frequencies.amplitude = 1;
+    const int64_t rope_dim = spec.qk_head_dim - spec.v_head_dim;
+    const std::vector<double> part(query.end() - rope_dim, query.end());
+    const std::vector<double> turned = RotateReference(part, frequencies, pairing, -slid);
+    std::copy(turned.begin(), turned.end(), head->sink_query.end() - rope_dim);
+    return;
+  }
+  if (rotated == Rotated::kYes) {
+    frequencies.amplitude = 1;  // it is in the query already
+    head->sink_query = RotateReference(query, frequencies, pairing, -slid);
+  } else {
+    head->query = RotateReference(query, frequencies, pairing, position);
+    head->sink_query = RotateReference(query, frequencies, pairing, position - slid);
+  }
+}
+
+int64_t KVModel::BaseOf(size_t member) const {
+  const Sequence& sequence = sequences_.at(batch_[member]);
+  return sequence.length() - (sequence.nodes.empty() ? batch_lengths_[member] : 0);
+}
+
+std::vector<int64_t> KVModel::NewTokensUpTo(size_t member, int64_t n) const {
+  const Sequence& sequence = sequences_.at(batch_[member]);
+  std::vector<int64_t> tokens;
+  if (sequence.nodes.empty()) {
+    tokens.resize(static_cast<size_t>(n + 1));
+    std::iota(tokens.begin(), tokens.end(), 0);
+    return tokens;
+  }
+  const int64_t first = sequence.tree_size() - batch_lengths_[member];
+  for (const int64_t node : sequence.PathTo(first + n))
+    tokens.push_back(std::max<int64_t>(node - first, -1));
+  return tokens;
+}
+
+Status KVModel::CheckMask(const TensorView* mask) const {
+  if (mask == nullptr) return Status();
+  int64_t count = 0;
+  for (const int64_t length : batch_lengths_) count += length * length;
+  if (mask->dtype() == DType::kU8 && mask->rank() == 1 && mask->dim(0) == count &&
+      mask->is_contiguous())
+    return Status();
+  return Bad(StatusCode::kBadArgument, "mask");
+}
+
+bool KVModel::MaskShows(const TensorView* mask, size_t member, int64_t n, int64_t token) const {
+  if (mask == nullptr) return true;
+  int64_t first = 0;
+  for (size_t m = 0; m < member; ++m) first += batch_lengths_[m] * batch_lengths_[m];
+  return mask->data_as<uint8_t>()[first + n * batch_lengths_[member] + token] != 0;
+}
+
+void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
+                         const TensorView* lse, double sm_scale, const TensorView* mask) {
+  const size_t l = static_cast<size_t>(layer);
+  const AttentionLayerSpec& spec = options_.layers[l];
+  const int64_t group_size = spec.num_qo_heads / spec.num_kv_heads;
+  std::vector<double> query(static_cast<size_t>(spec.qk_head_dim));
+  std::vector<double> output(static_cast<size_t>(spec.v_head_dim));
+  last_bounds_ = Bounds();
+  int64_t row = 0;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    Sequence sequence = SequenceOfRow(i, 0);
+    const bool is_tree = !sequences_.at(batch_[i]).nodes.empty();
+    TokenRows keys = KeysOf(sequence, l);
+    TokenRows values = ValuesOf(sequence, l);
+    const int64_t base = BaseOf(i);
+    for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
+      if (is_tree) {
+        sequence = SequenceOfRow(i, n);
+        keys = KeysOf(sequence, l);
+        values = ValuesOf(sequence, l);
+      }
+      const int64_t position = positions_[static_cast<size_t>(row)];
+      const std::vector<int64_t> new_tokens = NewTokensUpTo(i, n);
+      const auto is_shown = [&](int64_t p) {
+        const int64_t token = p < base ? -1 : new_tokens[static_cast<size_t>(p - base)];
+        return token < 0 || (sees == Sees::kUpToOwn && MaskShows(mask, i, n, token));
+      };
+      for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
+        for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
+        HeadArguments head{.spec = &spec,
+                           .kv_head = static_cast<size_t>(h / group_size),
+                           .visible = {},
+                           .sink_end = sequence.sinks,
+                           .query = query,
+                           .sink_query = query,
+                           .sm_scale = sm_scale,
+                           .head_sink = spec.head_sinks.empty()
+                                            ? nullptr
+                                            : &spec.head_sinks[static_cast<size_t>(h)],
+                           .keys = &keys,
+                           .values = &values,
+                           .output_dtype = o.view->dtype()};
+        for (int64_t p = 0; p <= position; ++p) {
+          if (sequence.Sees(position, p, spec.window) && is_shown(p))
+            head.visible.push_back(static_cast<size_t>(p));
+        }
+        TurnQuery(sequence, l, position, rotated, &head);
+        double log_sum = 0;
+        AttendHead(head, &log_sum, output);
+        for (size_t d = 0; d < output.size(); ++d)
+          o.Set(row, h, static_cast<int64_t>(d), output[d]);
+        if (lse != nullptr) {
+          lse->data_as<float>()[row * lse->stride(0) + h] = static_cast<float>(log_sum);
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------- debugging
+
+Status KVModel::CheckDebugRows(const char* name, const TensorView& view, int64_t count, Stored of,
+                               bool of_latent) const {
+  const AttentionLayerSpec* first = nullptr;
+  int64_t layer_count = 0;
+  for (const AttentionLayerSpec& layer : options_.layers) {
+    if (layer.latent != of_latent) continue;
+    if (first == nullptr) first = &layer;
+    ++layer_count;
+    const bool same = layer.num_kv_heads == first->num_kv_heads &&
+                      layer.qk_head_dim == first->qk_head_dim &&
+                      layer.v_head_dim == first->v_head_dim;
+    const DType stored = of == Stored::kKeys ? layer.dtype : layer.value_dtype();
+    const bool dtype_fits =
+        view.dtype() == DType::kF32 || (view.dtype() == stored && !IsQuantised(stored));
+    if (!same || !dtype_fits) return Bad(StatusCode::kBadArgument, "layers differ");
+  }
+  if (first == nullptr) return Bad(StatusCode::kBadArgument, "no layers of that kind");
+  const int64_t dim = of == Stored::kKeys ? first->qk_head_dim : first->v_head_dim;
+  const bool shape_fits = view.rank() == 4 && view.stride(3) == 1 && view.dim(0) == layer_count &&
+                          view.dim(1) == count && view.dim(2) == first->num_kv_heads &&
+                          view.dim(3) == dim;
+  if (shape_fits) return Status();
+  return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
+}
+
+// Bits go through float32, so a signalling NaN comes out quiet.
+Status KVModel::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const Sequence& sequence = sequences_.at(seq_id);
+  const int64_t count = to.k.rank() == 3 ? to.k.dim(0) : 0;
+  if (start >= 0 && count > sequence.length() - start && !sequence.is_committed())
+    return Bad(StatusCode::kBadState, "is not committed");
+  if (start < 0 || count < 1 || count > sequence.length() - start)
+    return Bad(StatusCode::kBadArgument, "range");
+  if (layer < 0 || layer >= static_cast<int64_t>(options_.layers.size()))
+    return Bad(StatusCode::kBadArgument, "layer");
+  const size_t l = static_cast<size_t>(layer);
+  for (int64_t p = start; p < start + count; ++p) {
+    if (!IsHeld(sequence, p, group_of_layer_[l])) return Bad(StatusCode::kBadArgument, "not held");
+  }
+  for (int64_t p = 0; p < count; ++p) {
+    const TokenValues& values = *sequence.tokens[static_cast<size_t>(start + p)].values;
+    StoreRow(values.k[l], to.k, to.k_scale, p);
+    if (!options_.layers[l].latent) StoreRow(values.v[l], to.v, to.v_scale, p);
+  }
+  return Status();
+}
+
+// REQUIRES: tensors of the right shapes.
+Status KVModel::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
+  std::vector<int64_t> tokens;
+  for (const KVBlock& block : blocks) tokens.push_back(block[0].k.dim(0));
+  return Import(seq_id, {.blocks = blocks, .tokens = tokens}, false);
+}
+
+Status KVModel::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
+  return Import(seq_id, import, true);
+}
+
+// Places for tokens behind the sequence's, whose values are still to come.
+Status KVModel::AddPlaces(int64_t seq_id, int64_t count, std::span<const TokenRange> absent,
+                          NextPage next) {
+  Plan plan = MakePlan(std::span(&seq_id, 1), std::span(&count, 1), nullptr, absent, next);
+  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  // The pages that only the old path holds are those that a consolidation copied from.
+  Sequence& sequence = sequences_.at(seq_id);
+  const Sequence old = std::exchange(sequence, std::move(plan.members.at(seq_id)));
+  groups_ = std::move(plan.groups);
+  for (size_t p = 0; p < old.tokens.size(); ++p) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      if (old.tokens[p].pages[g] == sequence.tokens[p].pages[g]) continue;
+      groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
+    }
+  }
+  return Status();
+}
+
+Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) {
+  if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (!sequences_.at(seq_id).is_committed()) return Bad(StatusCode::kBadState, "is not committed");
+  const int64_t count = std::accumulate(import.tokens.begin(), import.tokens.end(), int64_t{0});
+  if (count < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
+  const int64_t end = sequences_.at(seq_id).length() + count;
+  std::vector<TokenRange> absent(groups_.size());
+  for (size_t g = 0; leaves_out && g < groups_.size(); ++g)
+    absent[g] = HiddenTokens(import.windows, groups_[g].window, end);
+  const size_t old_length = sequences_.at(seq_id).tokens.size();
+  QUIRE_RETURN_IF_ERROR(AddPlaces(seq_id, count, absent, NextPage::kShared));
+  Sequence& sequence = sequences_.at(seq_id);
+  if (leaves_out && !(import.windows == SequenceWindows())) {
+    sequence.window = import.windows.window;
+    sequence.sinks = import.windows.sinks;
+    sequence.lost = import.windows.lost;
+    sequence.slid = import.windows.slid;
+    sequence.span = import.windows.span;
+    sequence.span_sinks = import.windows.span_sinks;
+  } else {
+    sequence.Slide();
+  }
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    int64_t position = static_cast<int64_t>(old_length);
+    const TokenRange hidden = absent[group_of_layer_[l]];
+    for (size_t b = 0; b < import.blocks.size(); ++b) {
+      int64_t row = 0;
+      for (const int64_t block_end = position + import.tokens[b]; position < block_end;
+           ++position) {
+        if (hidden.begin <= position && position < hidden.end) continue;
+        StoreTokens(sequence, static_cast<size_t>(position), l,
+                    SomeTokens(import.blocks[b][l], row++, 1));
+      }
+    }
+  }
+  FreeHidden();
+  return Status();
+}
+
+Status KVModel::GetDebug(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                         const TensorView* v) const {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  const bool latent = v == nullptr;
+  const Sequence& sequence = sequences_.at(seq_id);
+  const int64_t committed = sequence.length();
+  const int64_t length = committed + sequence.tree_size();
+  if (start >= 0 && end > length && sequence.pending > 0)
+    return Bad(StatusCode::kBadState, "has pending tokens");
+  if (start < 0 || start >= end || end > length) return Bad(StatusCode::kBadArgument, "range");
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    if (options_.layers[l].latent != latent) continue;
+    for (int64_t p = start; p < std::min(end, committed); ++p) {
+      if (!IsHeld(sequence, p, group_of_layer_[l]))
+        return Bad(StatusCode::kBadArgument, "not held");
+    }
+  }
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, end - start, Stored::kKeys, latent));
+  if (!latent) QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", *v, end - start, Stored::kValues, false));
+  int64_t layer = 0;  // of the tensors
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
+    const AttentionLayerSpec& spec = options_.layers[l];
+    if (spec.latent != latent) continue;
+    const auto store = [&](const TensorView& to, const std::vector<float>& row, int64_t p,
+                           int64_t dim) {
+      for (size_t i = 0; i < row.size(); ++i) {
+        const int64_t h = static_cast<int64_t>(i) / dim;
+        const int64_t d = static_cast<int64_t>(i) % dim;
+        StoreElement(to, layer * to.stride(0) + (p - start) * to.stride(1) + h * to.stride(2) + d,
+                     row[i]);
+      }
+    };
+    for (int64_t p = start; p < end; ++p) {
+      const TokenValues& values = p < committed
+                                      ? *sequence.tokens[static_cast<size_t>(p)].values
+                                      : *sequence.nodes[static_cast<size_t>(p - committed)].values;
+      store(k, values.k[l], p, spec.qk_head_dim);
+      if (!latent) store(*v, values.v[l], p, spec.v_head_dim);
+    }
+    ++layer;
+  }
+  return Status();
+}
+
+Status KVModel::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                           const TensorView& v) {
+  return GetDebug(seq_id, start, end, k, &v);
+}
+Status KVModel::DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, const TensorView& kv) {
+  return GetDebug(seq_id, start, end, WithHead(kv), nullptr);
+}
+Status KVModel::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                           const TensorView& v) {
+  return SetDebug(seq_id, start, k, &v);
+}
+Status KVModel::DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) {
+  return SetDebug(seq_id, start, WithHead(kv), nullptr);
+}
+
+Status KVModel::SetDebug(int64_t seq_id, int64_t start, const TensorView& k, const TensorView* v) {
+  if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
+  if (InBatch(seq_id)) return Bad(StatusCode::kBadState, "in the open forward");
+  Sequence& sequence = sequences_.at(seq_id);
+  if (!sequence.is_committed()) return Bad(StatusCode::kBadState, "is not committed");
+  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
+  const int64_t count = k.rank() == 4 ? k.dim(1) : 0;
+  if (start < 0 || count < 1 || count > length - start)
+    return Bad(StatusCode::kBadArgument, "range");
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t p = start; p < length; ++p) {
+      if (!IsHeld(sequence, p, g)) return Bad(StatusCode::kBadArgument, "not held");
+    }
+  }
+  const bool latent = v == nullptr;
+  QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, Stored::kKeys, latent));
+  if (!latent) QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", *v, count, Stored::kValues, false));
+  // A token is shared only together with all before it, so the first one answers for the range.
+  const int64_t copy = sequence.tokens[static_cast<size_t>(start)].copy;
+  const bool is_shared = std::any_of(sequences_.begin(), sequences_.end(), [&](const auto& other) {
+    const std::vector<Token>& tokens = other.second.tokens;
+    return other.first != seq_id && other.second.length() > start &&
+           tokens[static_cast<size_t>(start)].copy == copy;
+  });
+  if (is_shared) {
+    const int64_t cut = LowerCut(sequence, groups_, start);
+    const Sequence old = sequence;
+    std::vector<int64_t> taken(groups_.size());
+    std::vector<Group> trial = groups_;
+    for (Group& group : trial) {
+      group.page_holders.resize(2 * group.page_holders.size());
+      group.slot_holders.resize(2 * group.slot_holders.size());
+    }
+    Sequence moved = sequence;
+    MoveToOwnPages(moved, cut, trial, taken);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      if (taken[g] > groups_[g].page_count - groups_[g].used())
+        return Bad(StatusCode::kOutOfPages, "too few free pages");
+    }
+    taken.assign(groups_.size(), 0);
+    MoveToOwnPages(sequence, cut, groups_, taken);
+    for (int64_t p = cut; p < length; ++p) {
+      for (size_t g = 0; g < groups_.size(); ++g) {
+        groups_[g].Hold(old.tokens[static_cast<size_t>(p)].pages[g], p, -1);
+      }
+    }
+  }
+  for (int64_t p = start; p < start + count; ++p) {
+    Token& token = sequence.tokens[static_cast<size_t>(p)];
+    token.values = std::make_shared<TokenValues>(*token.values);
+    int64_t layer = -1;  // of the tensors
+    for (size_t l = 0; l < options_.layers.size(); ++l) {
+      if (options_.layers[l].latent != latent) continue;
+      ++layer;
+      const auto set = [&](const TensorView& from, DType dtype, std::vector<float>* to) {
+        to->clear();
+        for (int64_t h = 0; h < from.dim(2); ++h) {
+          const int64_t first =
+              layer * from.stride(0) + (p - start) * from.stride(1) + h * from.stride(2);
+          std::vector<float> head;
+          for (int64_t d = 0; d < from.dim(3); ++d) head.push_back(LoadElement(from, first + d));
+          AppendStored(head, dtype, to);
+        }
+      };
+      set(k, options_.layers[l].dtype, &token.values->k[l]);
+      if (latent) {
+        TakeValue(options_.layers[l], token.values->k[l], &token.values->v[l]);
+      } else {
+        set(*v, options_.layers[l].value_dtype(), &token.values->v[l]);
+      }
+    }
+  }
+  FreeHidden();
+  return Status();
+}
+
+Result<std::string> KVModel::DebugPlan() const {
+  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
+  std::string text;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    text += std::to_string(batch_[i]) + " + " + std::to_string(batch_lengths_[i]) + "\n";
+  }
+  return text;
+}
+
+uint64_t KVModel::StateDigest() const {
+  uint64_t digest = Mix(0, forward_ ? 1 : 0);
+  for (const auto& [id, sequence] : sequences_) {
+    digest = Mix(digest, static_cast<uint64_t>(id));
+    digest = Mix(digest, sequence.long_factors ? 1 : 0);
+    digest = Mix(digest, sequence.retained ? 1 : 0);
+    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid,
+                            sequence.span, sequence.span_sinks})
+      digest = Mix(digest, static_cast<uint64_t>(x));
+    for (const Token& token : sequence.tokens) {
+      for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));
+    }
+    digest = Mix(digest, static_cast<uint64_t>(sequence.levels));
+    digest = Mix(digest, static_cast<uint64_t>(sequence.pending));
+    digest = Mix(digest, sequence.receive);
+    for (const Node& node : sequence.nodes)
+      digest = Mix(digest, static_cast<uint64_t>(node.parent));
+  }
+  for (const auto& [id, sequence] : before_) {
+    digest = Mix(digest, static_cast<uint64_t>(id));
+    digest = Mix(digest, sequence.tokens.size());
+  }
+  for (const Group& group : groups_) digest = Mix(digest, static_cast<uint64_t>(group.used()));
+  if (forward_) {
+    for (const char done : appended_) digest = Mix(digest, static_cast<uint64_t>(done));
+    for (const char done : attended_) digest = Mix(digest, static_cast<uint64_t>(done));
+  }
+  return digest;
+}
+
+// The holders counted again from the sequences.
+Status KVModel::CheckInvariants() const {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group fresh = groups_[g];
+    std::fill(fresh.page_holders.begin(), fresh.page_holders.end(), 0);
+    std::fill(fresh.slot_holders.begin(), fresh.slot_holders.end(), 0);
+    for (const auto& [id, sequence] : sequences_) {
+      for (size_t p = 0; p < sequence.tokens.size(); ++p) {
+        fresh.Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), 1);
+      }
+      if (sequence.tree_pages.empty()) continue;
+      for (const int32_t page : sequence.tree_pages[g]) fresh.Hold(page, 0, 1);
+    }
+    for (const auto& [id, old] : before_) {
+      const Sequence& now = sequences_.at(id);
+      for (size_t p = 0; p < old.tokens.size(); ++p) {
+        const int32_t page = old.tokens[p].pages[g];
+        if (page != now.tokens[p].pages[g]) fresh.Hold(page, static_cast<int64_t>(p), 1);
+      }
+    }
+    if (fresh.page_holders != groups_[g].page_holders ||
+        fresh.slot_holders != groups_[g].slot_holders) {
+      return Bad(StatusCode::kInternal, "holders of group " + std::to_string(g) + " are wrong");
+    }
+  }
+  return Status();
+}
+
+}  // namespace quire

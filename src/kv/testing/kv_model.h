@@ -1,0 +1,412 @@
+// KVModel: the naive oracle of AttentionKVCache. A sequence is a list of tokens with their values;
+// a page is a list of reference counts; attention is a plain loop in double. Nothing is fast and
+// nothing is clever, so that what it answers can be believed: the model tests and fuzzers run it
+// beside the real cache and compare all that can be observed.
+#ifndef QUIRE_KV_TESTING_KV_MODEL_H_
+#define QUIRE_KV_TESTING_KV_MODEL_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kv/testing/kv_test_forward.h"
+#include "quire/attention_kv_cache.h"
+#include "quire/kv_transfer.h"
+
+namespace quire {
+
+// x turned to `position`: the first 2 * inv_freq.size() dimensions in pairs, the others copied. In
+// double.
+std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
+                                    RopePairing pairing, int64_t position);
+
+class KVModel final : public AttentionKVCache, public KVTransfer {
+ public:
+  // REQUIRES: options that AttentionKVCache::Create accepts. kernel_path, runner and
+  // poison_freed_pages are not read.
+  explicit KVModel(const AttentionKVCacheOptions& options);
+  ~KVModel() override;
+
+  Status Clear() override;
+  Status AddSequence(int64_t seq_id) override;
+  Status RemoveSequence(int64_t seq_id) override;
+  Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos = -1) override;
+  Status PopN(int64_t seq_id, int64_t n) override;
+  Status SetRetained(int64_t seq_id, bool retained) override;
+  Status BeginForward(std::span<const int64_t> seq_ids,
+                      std::span<const int64_t> append_lengths) override;
+  Status BeginLoadingForward(std::span<const int64_t> seq_ids,
+                             std::span<const int64_t> append_lengths,
+                             std::span<const LayerLoad> loads) override;
+  Status BeginTreeForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
+                          std::span<const int64_t> token_tree_parents) override;
+  Status EndForward() override;
+  Status AbortForward() override;
+  Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                      std::span<const int64_t> leaf_indices) override;
+  Result<int64_t> GetTreeSize(int64_t seq_id) const override;
+
+  const AttentionKVCacheOptions& options() const override { return options_; }
+  bool Empty() const override { return sequences_.empty(); }
+  Status EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) override;
+  Status DisableSlidingWindowForSeq(int64_t seq_id) override;
+  bool CanFork(int64_t seq_id, int64_t position) const override;
+  Result<int64_t> HeldTokens(int64_t seq_id) const override;
+  Result<TokenRange> SlidRange(int64_t seq_id) const override;
+
+  int64_t GetNumAvailablePages() const override;
+  int64_t GetTotalSequenceLength() const override;
+  int64_t GetDistinctTokenCount() const override;
+  int64_t sequence_count() const override { return static_cast<int64_t>(sequences_.size()); }
+  int64_t retained_sequence_count() const override;
+  PageCounts page_counts() const override;
+  int64_t pages_in_use() const override;
+  int64_t pages_allocated() const override;
+  bool HasSequence(int64_t seq_id) const override { return sequences_.count(seq_id) != 0; }
+  Result<int64_t> GetSequenceLength(int64_t seq_id) const override;
+  Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
+                              std::span<const int64_t> append_lengths) const override;
+  Result<int64_t> PagesNeededForTree(std::span<const int64_t> seq_ids,
+                                     std::span<const int64_t> append_lengths,
+                                     std::span<const int64_t> token_tree_parents) const override;
+
+  Status SelectLongRope(int64_t seq_id, bool use_long_factors) override;
+  Result<bool> UsesLongRope(int64_t seq_id) const override;
+
+  // Outputs are rounded from double. The bounds of the last call's values are in last_bounds().
+  Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
+                               double sm_scale, const TensorView* mask = nullptr) override;
+  Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
+  Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
+                double sm_scale, const TensorView* mask = nullptr) override;
+  Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
+                               const TensorView* lse, double sm_scale,
+                               const TensorView* mask = nullptr) override;
+  Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
+                       const TensorView& o, const TensorView& lse, double sm_scale,
+                       const TensorView* mask = nullptr) override;
+  Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                        const TensorView& lse, double sm_scale) override;
+  Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
+                                const TensorView& lse2) override;
+  Status AppendMLAKV(int64_t layer, const TensorView& kv) override;
+  Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
+                          const TensorView& o, double sm_scale,
+                          const TensorView* mask = nullptr) override;
+  Result<std::span<const int32_t>> GetQueryPositions() const override;
+
+  Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
+  Status ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) override;
+  // REQUIRES: windows that such a sequence can have.
+  Status ImportVisibleKV(int64_t seq_id, const KVImport& import) override;
+
+  Status DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                    const TensorView& v) override;
+  Status DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                    const TensorView& v) override;
+  Status DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end, const TensorView& kv) override;
+  Status DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) override;
+
+  // Row by row and from one thread; WaitReceived never waits.
+  KVTransfer* transfer() override { return this; }
+  Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) override;
+  Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
+  Status DisaggCancelRecv(uint64_t epoch) override;
+  Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) override;
+  Status FailReceive(uint64_t epoch, const Status& why) override;
+  Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override;
+  Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
+  Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
+  Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
+                        int64_t peer, int64_t rank) override;
+  Status DisaggUnmarkSend(int64_t seq_id) override;
+  Status DisaggFlushSend(int64_t seq_id) override;
+  Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
+
+  Result<std::string> DebugPlan() const override;
+  uint64_t StateDigest() const override;
+  Status CheckInvariants() const override;
+
+  // The window of a sequence: 0 for none; `lost` positions behind the sinks are hidden for good.
+  struct Window {
+    int64_t window = 0;
+    int64_t sinks = 0;
+    int64_t lost = 0;
+  };
+  Window WindowOf(int64_t seq_id) const;
+  Result<SequenceWindows> GetWindows(int64_t seq_id) const override;
+
+  // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
+  struct Bounds {
+    std::vector<double> o;
+    std::vector<double> lse;
+  };
+  const Bounds& last_bounds() const { return last_bounds_; }
+  // How far a stored key element may lie from DebugGetKV's (its rotation is rounded in another
+  // order); values are equal.
+  double StoredKeyBound(int64_t layer, double value) const;
+
+ private:
+  // Stored values of one token, per layer; empty until the layer's Append.
+  struct TokenValues {
+    std::vector<std::vector<float>> k, v;
+  };
+  struct Token {
+    std::shared_ptr<TokenValues> values;
+    std::vector<int32_t> pages;  // [group]; -1: freed
+    int64_t copy = 0;            // sequences share a token iff this number is the same
+  };
+  struct Node {
+    int64_t parent = -1;
+    int64_t depth = 0;
+    std::shared_ptr<TokenValues> values;
+  };
+  struct Sequence {
+    // The last `levels` of them are places without values, the last `pending` are to be received.
+    std::vector<Token> tokens;
+    std::vector<Node> nodes;  // of the uncommitted tree
+    int64_t levels = 0;       // of the tree
+    int64_t pending = 0;
+    uint64_t receive = 0;                          // the epoch in which they are received
+    std::vector<std::vector<int32_t>> tree_pages;  // [group]
+    bool long_factors = false;
+    bool retained = false;
+    int64_t window = 0;  // 0: none
+    int64_t sinks = 0;
+    int64_t lost = 0;  // hidden behind the sinks whatever the window says
+    int64_t slid = 0;  // hidden behind the sinks from the next query, as of the last forward
+    // A window of tvm_window_span; 0: none. It turns into `lost` tokens when a forward ends.
+    int64_t span = 0;
+    int64_t span_sinks = 0;
+
+    // Without the tree and what is pending.
+    int64_t length() const { return static_cast<int64_t>(tokens.size()) - levels - pending; }
+    int64_t tree_size() const { return static_cast<int64_t>(nodes.size()); }
+    int64_t full_length() const { return length() + tree_size() + pending; }
+    bool is_committed() const { return nodes.empty() && pending == 0; }
+    std::vector<int64_t> PathTo(int64_t node) const;
+    int64_t SlidAt(int64_t position) const;
+    bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
+    void EndAt(int64_t length);
+    void Slide();
+    // Its window settings without its tokens: a copy of these for each position takes minutes.
+    Sequence Windows() const;
+  };
+  // The pages of one layer group; a page is in use while a slot of it is held.
+  struct Group {
+    int64_t page_size = 0;
+    int64_t page_count = 0;
+    int64_t window = 0;
+    std::vector<int32_t> page_holders;  // [page]
+    std::vector<int32_t> slot_holders;  // [page * page_size + slot]
+
+    int64_t used() const;
+    int32_t TakeFreePage() const;
+    int32_t HoldersOf(int32_t page, int64_t position) const;
+    void Hold(int32_t page, int64_t position, int32_t count);
+  };
+  using SequenceMap = std::map<int64_t, Sequence>;
+  // What BeginForward makes of the state.
+  struct Plan {
+    SequenceMap members;
+    std::vector<Group> groups;
+    int64_t pages_needed = 0;
+    bool fits = true;
+  };
+  // One layer's part of a TensorView argument: `heads` heads of `dim` elements per row, beginning
+  // at element `offset` of the row.
+  struct Rows {
+    const TensorView* view;
+    int64_t offset;
+    int64_t dim;
+
+    int64_t At(int64_t row, int64_t head, int64_t d) const {
+      const int64_t head_stride = view->rank() == 3 ? view->stride(1) : dim;
+      return row * view->stride(0) + offset + head * head_stride + d;
+    }
+    double Get(int64_t row, int64_t head, int64_t d) const;
+    void Set(int64_t row, int64_t head, int64_t d, double value) const;
+  };
+  using TokenRows = std::vector<std::vector<double>>;  // [token][kv head][dim]
+  struct HeadArguments {
+    const AttentionLayerSpec* spec;
+    size_t kv_head;
+    std::vector<size_t> visible;  // indices in keys and values
+    int64_t sink_end;             // before it the sink query is used
+    std::vector<double> query, sink_query;
+    double sm_scale;
+    const float* head_sink;  // or null
+    const TokenRows* keys;
+    const TokenRows* values;
+    DType output_dtype;
+  };
+  // What a sequence is to receive.
+  struct Receive {
+    int64_t seq_id = 0;
+    int64_t count = 0;
+    std::vector<StoredRows> staging;       // [layer]
+    std::vector<std::vector<char>> heads;  // [layer][row * heads + head], 1: complete
+    Status failure;
+  };
+  // Where a sequence's tokens go.
+  struct Mark {
+    int64_t begin = 0;
+    int64_t peer = 0;
+    int64_t rank = 0;
+    std::vector<ReceiveMap> maps;
+    std::vector<std::vector<int64_t>> slots;  // [map], decoded
+    int64_t next = 0;                         // what is before it has been sent
+    int64_t given = 0;                        // to the sink, by the open forward; 0: nothing
+    Status failure;
+
+    int64_t end() const { return begin + maps[0].count; }
+    bool active() const { return failure.ok() && next < end(); }
+  };
+  // Which tokens a row sees: those up to its own, or those of before the forward.
+  enum class Sees : uint8_t { kUpToOwn, kCached };
+  // kOwn: the next token opens a page.
+  enum class NextPage : uint8_t { kShared, kOwn };
+  // A query as the caller gives it.
+  enum class Rotated : uint8_t { kNo, kYes };
+
+  bool InBatch(int64_t seq_id) const { return before_.count(seq_id) != 0; }
+  Status CheckControl(int64_t seq_id) const;
+  bool IsFull() const {
+    return sequence_count() - retained_sequence_count() >= options_.max_num_sequences;
+  }
+  Status CheckShapeOfBatch(std::span<const int64_t> seq_ids,
+                           std::span<const int64_t> lengths) const;
+  Status CheckMember(int64_t seq_id, int64_t length, std::set<int64_t>* seen, int64_t* room) const;
+  Status CheckBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
+  // `parents`: of new nodes; null: new tokens.
+  // `absent`: by group, of positions that get no page.
+  Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
+                const std::span<const int64_t>* parents = nullptr,
+                std::span<const TokenRange> absent = {}, NextPage next = NextPage::kShared) const;
+  void PlaceNodes(Sequence& sequence, std::span<const int64_t> parents, std::vector<Group>& groups,
+                  std::vector<int64_t>& taken) const;
+  static void DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups);
+  Status CheckTreeBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
+                        std::span<const int64_t> parents) const;
+  static Status CheckTree(const Sequence& sequence, std::span<const int64_t> parents);
+  // The plain sequence of the committed tokens and the path to a node.
+  static Sequence PlainTo(const Sequence& sequence, int64_t node);
+  Sequence SequenceOfRow(size_t member, int64_t n) const;
+  void OpenForward(Plan plan, std::span<const int64_t> seq_ids, std::span<const int64_t> lengths);
+  static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);
+  static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut,
+                          NextPage next = NextPage::kShared);
+  static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups,
+                              NextPage next = NextPage::kShared);
+  void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
+                      std::vector<int64_t>& taken) const;
+  void PlaceToken(Sequence& sequence, std::vector<Group>& groups, std::vector<int64_t>& taken,
+                  std::span<const TokenRange> absent = {}, NextPage next = NextPage::kShared) const;
+  Status AddPlaces(int64_t seq_id, int64_t count, std::span<const TokenRange> absent,
+                   NextPage next);
+  bool IsHeld(const Sequence& sequence, int64_t position, size_t group) const;
+  bool CanEndAt(const Sequence& sequence, int64_t length) const;
+  bool NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const;
+  void FreeHidden();
+  void HoldAll(const Sequence& sequence, int32_t count);
+  Status Import(int64_t seq_id, const KVImport& import, bool leaves_out);
+  uint64_t TransferLayout(const Sequence& sequence) const;
+  Result<Receive*> FindReceive(uint64_t epoch);
+  Result<Receive*> FindPart(uint64_t epoch, int64_t layer, const ReceivePart& part);
+  int64_t CompleteRows(const Receive& receive, size_t layer, int64_t row, int64_t end) const;
+  Status RequireRows(uint64_t epoch, int64_t n);
+  void EndReceive(int64_t seq_id, int64_t n);
+  Status CheckMark(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
+                   int64_t rank) const;
+  void SendLayer(size_t layer);
+  void GiveRows(int64_t seq_id, size_t layer, int64_t end);
+  Status GiveRow(int64_t seq_id, size_t layer, size_t map, int64_t position);
+  // Of the marks of the batch.
+  enum class Outcome : uint8_t { kEnded, kAborted };
+  void FinishSends(std::span<const int64_t> seq_ids, Outcome outcome);
+  void StopSend(int64_t seq_id);
+  std::vector<SendRecord> RecordsOf(int64_t seq_id, int64_t first, int64_t end) const;
+  int64_t PeerOf(const Mark& mark, size_t map) const;
+  Status CheckAttention(int64_t layer) const;
+  Status FailAttention(Status status);
+  Status CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
+                   int64_t dim) const;
+  void StoreTokens(const Sequence& sequence, size_t position, size_t layer,
+                   const LayerKV& kv) const;
+  Status LoadLayer(int64_t layer);
+  void AppendRows(int64_t layer, const Rows& k, const Rows& v);
+  Status FillSkippedLayers();
+  TokenValues& ValuesOfRow(size_t i, int64_t n, int64_t row) const;
+  const RopeFrequencies& FrequenciesOf(const Sequence& sequence, size_t layer) const {
+    return sequence.long_factors ? frequencies_[layer].second : frequencies_[layer].first;
+  }
+  TokenRows KeysOf(const Sequence& sequence, size_t layer) const;
+  static TokenRows ValuesOf(const Sequence& sequence, size_t layer);
+  double ScoreError(const AttentionLayerSpec& spec) const;
+  void AttendHead(const HeadArguments& head, double* lse, std::span<double> o);
+  void AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotated, const Rows& o,
+                  const TensorView* lse, double sm_scale, const TensorView* mask = nullptr);
+  // Where the first new token of a member, or a root of its tree, stands.
+  int64_t BaseOf(size_t member) const;
+  // The new tokens up to row n of a member, or on its path, by position from BaseOf on; -1: a node
+  // of an earlier forward.
+  std::vector<int64_t> NewTokensUpTo(size_t member, int64_t n) const;
+  Status CheckMask(const TensorView* mask) const;
+  bool MaskShows(const TensorView* mask, size_t member, int64_t n, int64_t token) const;
+  bool LseFits(const TensorView& lse, int64_t heads) const;
+  Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
+                     const TensorView* mask);
+  // Who rotates: for latent layers the caller.
+  RopeMode ModeOf(size_t layer) const {
+    return options_.layers[layer].latent ? RopeMode::kNone : options_.rope.mode;
+  }
+  Rotated RotatedForAttend(size_t layer) const {
+    return options_.layers[layer].latent ? Rotated::kYes : Rotated::kNo;
+  }
+  Status CheckKind(int64_t layer, bool latent) const;
+  // The queries of a row at `position`, for ordinary keys and for those of sinks.
+  void TurnQuery(const Sequence& sequence, size_t layer, int64_t position, Rotated rotated,
+                 HeadArguments* head) const;
+  enum class Stored : uint8_t { kKeys, kValues };
+  // `of_latent`: of the layers that are latent.
+  Status CheckDebugRows(const char* name, const TensorView& view, int64_t count, Stored of,
+                        bool of_latent) const;
+  // `v` is null for latent layers; kv is [layers, n, 1, D] then.
+  Status GetDebug(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                  const TensorView* v) const;
+  Status SetDebug(int64_t seq_id, int64_t start, const TensorView& k, const TensorView* v);
+
+  const AttentionKVCacheOptions options_;
+  std::vector<size_t> group_of_layer_;
+  std::vector<std::pair<RopeFrequencies, RopeFrequencies>> frequencies_;  // [layer], short and long
+  std::vector<Group> groups_;
+  SequenceMap sequences_;
+  mutable int64_t next_copy_ = 1;
+
+  // The open forward. before_ holds the batch as it was, pages included, for AbortForward.
+  bool forward_ = false;
+  bool failed_ = false;
+  SequenceMap before_;
+  std::vector<int64_t> batch_;
+  std::vector<int64_t> batch_lengths_;
+  std::vector<LayerLoad> loads_;
+  std::vector<int32_t> positions_;
+  std::vector<char> loaded_, appended_, attended_;  // [layer]
+  Bounds last_bounds_;
+
+  std::map<uint64_t, Receive> receives_;  // by epoch
+  uint64_t next_epoch_ = 1;
+  std::map<int64_t, Mark> marks_;  // by sequence
+  std::shared_ptr<LayerSink> sink_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_KV_TESTING_KV_MODEL_H_

@@ -1,0 +1,317 @@
+#include "kv/transfer/pending_receives.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "kv/pages/reserve.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kAlignment = 64;  // of the tensors of a layer: a cache line
+
+int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// A latent layer's values are in its keys.
+int64_t StoredValueDim(const AttentionLayerSpec& spec) { return spec.latent ? 0 : spec.v_head_dim; }
+
+std::string Name(uint64_t epoch) { return "epoch " + std::to_string(epoch); }
+
+// The first row of `layer` that is not complete, at most n.
+int64_t CompleteRows(const PendingReceives::Layer& layer, int64_t n) {
+  if (layer.rows == static_cast<int64_t>(layer.row.size())) return n;
+  return std::find(layer.row.begin(), layer.row.begin() + n, uint8_t{0}) - layer.row.begin();
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------- layers
+
+int64_t LayerBytes(const AttentionLayerSpec& spec, int64_t count) {
+  const int64_t rows = count * spec.num_kv_heads;
+  const int64_t scales = Aligned(rows * DTypeBytes(DType::kF32));
+  return Aligned(rows * spec.qk_head_dim * DTypeBytes(spec.dtype)) +
+         Aligned(rows * StoredValueDim(spec) * DTypeBytes(spec.value_dtype())) +
+         (IsQuantised(spec.dtype) ? scales : 0) + (IsQuantised(spec.value_dtype()) ? scales : 0);
+}
+
+LayerKV LayerRowsIn(std::byte* memory, const AttentionLayerSpec& spec, int64_t count) {
+  const int64_t heads = spec.num_kv_heads;
+  const auto take = [&](DType dtype, std::span<const int64_t> shape) {
+    const TensorView tensor(memory, dtype, shape);
+    memory += Aligned(tensor.element_count() * DTypeBytes(dtype));
+    return tensor;
+  };
+  const int64_t k_shape[] = {count, heads, spec.qk_head_dim};
+  const int64_t v_shape[] = {count, heads, spec.v_head_dim};
+  const int64_t scale_shape[] = {count, heads};
+  LayerKV kv;
+  kv.k = take(spec.dtype, k_shape);
+  if (StoredValueDim(spec) > 0) kv.v = take(spec.value_dtype(), v_shape);
+  if (IsQuantised(spec.dtype)) kv.k_scale = take(DType::kF32, scale_shape);
+  if (IsQuantised(spec.value_dtype()) && StoredValueDim(spec) > 0)
+    kv.v_scale = take(DType::kF32, scale_shape);
+  return kv;
+}
+
+LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count) {
+  const auto part = [&](const TensorView& all) {
+    if (all.rank() == 0) return all;
+    int64_t shape[TensorView::kMaxRank];
+    std::ranges::copy(all.shape(), shape);
+    shape[0] = count;
+    return TensorView(all.data_as<std::byte>() + first * all.stride(0) * DTypeBytes(all.dtype()),
+                      all.dtype(), std::span<const int64_t>(shape, all.shape().size()));
+  };
+  return {.k = part(rows.k),
+          .v = part(rows.v),
+          .k_scale = part(rows.k_scale),
+          .v_scale = part(rows.v_scale)};
+}
+
+// ---------------------------------------------------------------------- reservations
+
+std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_id, int64_t count,
+                                                                   size_t group_count) {
+  auto receive = std::make_shared<Receive>();
+  receive->seq_id = seq_id;
+  receive->count = count;
+  receive->slots.resize(group_count);
+  for (TokenSlots& slots : receive->slots) {
+    slots.targets.resize(static_cast<size_t>(count));
+    slots.opens_tile.resize(static_cast<size_t>(count));
+  }
+  int64_t bytes = kAlignment;
+  for (const AttentionLayerSpec& spec : specs_) bytes += LayerBytes(spec, count);
+  receive->memory.reset(new std::byte[static_cast<size_t>(bytes)]);
+  std::byte* memory = receive->memory.get();
+  memory += (kAlignment - reinterpret_cast<intptr_t>(memory) % kAlignment) % kAlignment;
+  for (const AttentionLayerSpec& spec : specs_) {
+    Layer layer{.staging = LayerRowsIn(memory, spec, count), .head = {}, .row = {}};
+    layer.head.resize(static_cast<size_t>(count * spec.num_kv_heads));
+    layer.row.resize(static_cast<size_t>(count));
+    receive->layers.push_back(std::move(layer));
+    memory += LayerBytes(spec, count);
+  }
+  const std::lock_guard lock(mutex_);
+  ReserveGrowing(receives_, receives_.size() + 1);
+  return receive;
+}
+
+uint64_t PendingReceives::Add(std::shared_ptr<Receive> receive) noexcept {
+  const std::lock_guard lock(mutex_);
+  receive->epoch = next_epoch_++;
+  receives_.push_back(std::move(receive));
+  return receives_.back()->epoch;
+}
+
+void PendingReceives::End(uint64_t epoch) noexcept {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(receives_, [&](const auto& receive) { return receive->epoch == epoch; });
+  changed_.notify_all();
+}
+
+void PendingReceives::Clear() noexcept {
+  const std::lock_guard lock(mutex_);
+  receives_.clear();
+  changed_.notify_all();
+}
+
+// ---------------------------------------------------------------------- look-up
+
+std::shared_ptr<PendingReceives::Receive> PendingReceives::FindLocked(uint64_t epoch) const {
+  for (const auto& receive : receives_) {
+    if (receive->epoch == epoch) return receive;
+  }
+  return nullptr;
+}
+
+Result<std::shared_ptr<PendingReceives::Receive>> PendingReceives::RequireLocked(
+    const char* call, uint64_t epoch) const {
+  if (auto receive = FindLocked(epoch)) return receive;
+  return Status(StatusCode::kNotFound,
+                std::string(call) + ": there is no reservation of " + Name(epoch) +
+                    "; it was committed or cancelled, or never made by DisaggPrepareRecv");
+}
+
+Result<PendingReceives::Claim> PendingReceives::Find(const char* call, uint64_t epoch) const {
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked(call, epoch));
+  return Claim{receive->seq_id, receive->count};
+}
+
+Status PendingReceives::RequireComplete(const char* call, uint64_t epoch, int64_t n) const {
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked(call, epoch));
+  if (n < 0 || n > receive->count) {
+    return Status(StatusCode::kBadArgument,
+                  std::string(call) + ": the reservation of " + Name(epoch) + " has " +
+                      std::to_string(receive->count) + " tokens, not " + std::to_string(n));
+  }
+  for (size_t l = 0; l < receive->layers.size(); ++l) {
+    const int64_t rows = CompleteRows(receive->layers[l], n);
+    if (rows == n) continue;
+    std::string why = std::string(call) + ": token " + std::to_string(rows) + " of " + Name(epoch) +
+                      " is not complete in layer " + std::to_string(l);
+    if (!receive->failure.ok()) why += " (" + receive->failure.ToString() + ")";
+    return Status(StatusCode::kBadState,
+                  why + "; wait for it, commit fewer tokens, or cancel and compute them here");
+  }
+  return Status();
+}
+
+int64_t PendingReceives::count() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(receives_.size());
+}
+
+int64_t PendingReceives::token_count() const {
+  const std::lock_guard lock(mutex_);
+  int64_t count = 0;
+  for (const auto& receive : receives_) count += receive->count;
+  return count;
+}
+
+Result<std::shared_ptr<PendingReceives::Receive>> PendingReceives::FindPart(
+    const char* call, uint64_t epoch, int64_t layer, const ReceivePart& part) const {
+  QUIRE_ASSIGN_OR_RETURN(auto receive, RequireLocked(call, epoch));
+  if (layer < 0 || layer >= static_cast<int64_t>(specs_.size())) {
+    return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
+                                                std::to_string(layer) + "; this cache has " +
+                                                std::to_string(specs_.size()));
+  }
+  const int64_t heads = specs_[static_cast<size_t>(layer)].num_kv_heads;
+  const bool fits = part.first_row >= 0 && part.count >= 1 && part.first_row < receive->count &&
+                    part.count <= receive->count - part.first_row && part.first_head >= 0 &&
+                    part.head_count >= 1 && part.first_head < heads &&
+                    part.head_count <= heads - part.first_head;
+  if (fits) return receive;
+  return Status(StatusCode::kBadArgument,
+                std::string(call) + ": " + std::to_string(part.count) + " tokens from " +
+                    std::to_string(part.first_row) + " on, " + std::to_string(part.head_count) +
+                    " heads from " + std::to_string(part.first_head) + " on, are no part of " +
+                    Name(epoch) + ", whose layer " + std::to_string(layer) + " has " +
+                    std::to_string(receive->count) + " tokens of " + std::to_string(heads) +
+                    " heads");
+}
+
+// ---------------------------------------------------------------------- arrival
+
+Result<ReceiveView> PendingReceives::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("View", epoch, layer, part));
+  Layer& to = receive->layers[static_cast<size_t>(layer)];
+  const int64_t heads = specs_[static_cast<size_t>(layer)].num_kv_heads;
+  for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
+    std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, uint8_t{0});
+    to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
+  }
+  return ReceiveView{.rows = RowsOf(to.staging, part.first_row, part.count),
+                     .memory = std::shared_ptr<void>(receive->memory, receive->memory.get())};
+}
+
+Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
+                                 uint32_t digest) {
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Complete", epoch, layer, part));
+  Layer& to = receive->layers[static_cast<size_t>(layer)];
+  const LayerKV rows = RowsOf(to.staging, part.first_row, part.count);
+  const uint32_t found = DigestOfHeads(rows, part.first_head, part.head_count);
+  if (found != digest) {
+    const Status corrupt(StatusCode::kCorrupt,
+                         "Complete: tokens [" + std::to_string(part.first_row) + ", " +
+                             std::to_string(part.first_row + part.count) + ") of layer " +
+                             std::to_string(layer) + " of " + Name(epoch) + " have the digest " +
+                             std::to_string(found) + ", not " + std::to_string(digest) +
+                             "; send them again, or cancel and compute them here");
+    if (receive->failure.ok()) receive->failure = corrupt;
+    changed_.notify_all();
+    return corrupt;
+  }
+  const int64_t heads = specs_[static_cast<size_t>(layer)].num_kv_heads;
+  int64_t run = part.first_row;  // rows [run, row) are complete and not stored yet
+  const int64_t end = part.first_row + part.count;
+  for (int64_t row = part.first_row; row < end; ++row) {
+    const auto first = to.head.begin() + row * heads;
+    std::fill_n(first + part.first_head, part.head_count, uint8_t{1});
+    const bool full = std::find(first, first + heads, uint8_t{0}) == first + heads;
+    to.rows += full - std::exchange(to.row[static_cast<size_t>(row)], full);
+    if (full) continue;
+    StoreRows(*receive, layer, run, row - run);
+    run = row + 1;
+  }
+  StoreRows(*receive, layer, run, end - run);
+  changed_.notify_all();
+  return Status();
+}
+
+void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
+                                int64_t count) noexcept {
+  if (count == 0) return;
+  TokenSlots& slots = receive.slots[static_cast<size_t>(layer_groups_[static_cast<size_t>(layer)])];
+  // Tiles are open already. Those of which all slots are written may be written as wholes.
+  for (int64_t row = first; row < first + count; ++row) {
+    const size_t i = static_cast<size_t>(row);
+    const size_t last = i + static_cast<size_t>(kTilePositions) - 1;
+    slots.opens_tile[i] = slots.targets[i].slot % kTilePositions == 0 &&
+                          static_cast<int64_t>(last) < first + count &&
+                          slots.targets[last].page == slots.targets[i].page;
+  }
+  pages_->StoreReceived(slots, layer, first,
+                        RowsOf(receive.layers[static_cast<size_t>(layer)].staging, first, count));
+}
+
+Status PendingReceives::Fail(uint64_t epoch, const Status& why) {
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked("FailReceive", epoch));
+  QUIRE_RETURN_IF_ERROR(NoteFailure(epoch, why, &receive->failure));
+  changed_.notify_all();
+  return Status();
+}
+
+Status NoteFailure(uint64_t epoch, const Status& why, Status* failure) {
+  if (why.ok()) {
+    return Status(StatusCode::kBadArgument,
+                  "FailReceive: " + Name(epoch) + " cannot fail for an ok status");
+  }
+  if (failure->ok()) *failure = why;
+  return Status();
+}
+
+Result<ReceiveProgress> PendingReceives::Progress(uint64_t epoch) const {
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked("GetReceiveProgress", epoch));
+  ReceiveProgress progress{.count = receive->count, .layer_rows = {}, .failure = receive->failure};
+  for (const Layer& layer : receive->layers) progress.layer_rows.push_back(layer.rows);
+  return progress;
+}
+
+Status PendingReceives::Wait(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const std::shared_ptr<Receive> receive = FindLocked(epoch);
+    if (receive == nullptr) {
+      return Status(StatusCode::kCancelled,
+                    "WaitReceived: the reservation of " + Name(epoch) + " is over");
+    }
+    if (n < 0 || n > receive->count) {
+      return Status(StatusCode::kBadArgument, "WaitReceived: the reservation of " + Name(epoch) +
+                                                  " has " + std::to_string(receive->count) +
+                                                  " tokens, not " + std::to_string(n));
+    }
+    const bool complete = std::ranges::all_of(
+        receive->layers, [&](const Layer& layer) { return CompleteRows(layer, n) == n; });
+    if (complete) return Status();
+    if (!receive->failure.ok()) return receive->failure;
+    if (clock.SteadyNs() >= until_ns) {
+      return Status(StatusCode::kTimeout, "WaitReceived: the first " + std::to_string(n) +
+                                              " tokens of " + Name(epoch) +
+                                              " did not come in time; cancel and compute them "
+                                              "here, or wait again");
+    }
+    clock.Wait(changed_, lock, until_ns);
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,11 @@
+// TLS in a build without OpenSSL: refused.
+#include "net/tls_session.h"
+
+namespace quire {
+
+Result<std::shared_ptr<const TlsContext>> TlsContext::Create(const RedisTierOptions&) {
+  return Status(StatusCode::kBadArgument,
+                "redis.tls: this build has no TLS; configure it with -DQUIRE_TLS=ON");
+}
+
+}  // namespace quire

@@ -1,0 +1,172 @@
+// How the catalog is brought in step with the files, those of other processes among them, and what
+// dead ones left behind is cleared away.
+#include <algorithm>
+#include <cerrno>
+#include <set>
+#include <utility>
+
+#include "store/disk/disk_folder.h"
+#include "store/disk/disk_layout.h"
+
+namespace quire {
+namespace {
+
+namespace layout = disk_layout;
+
+}  // namespace
+
+Status DiskFolder::WalkLeaf(FileSession& io, const std::string& path, const Digest& fingerprint,
+                            const ChunkKey& root, std::vector<Found>* found) const {
+  std::vector<std::string> names;
+  const int error = io.List(path, &names);
+  if (error == -ENOENT || error == -ENOTDIR) return Status();
+  if (error != 0) return FileError(error, "cannot list " + path);
+  for (const std::string& name : names) {
+    const auto key = layout::ParseChunkName(name);
+    Found file;
+    if (!key || io.Stat(path + "/" + name, &file.stat) != 0) continue;
+    file.id = {fingerprint, root, *key};
+    // The catalog knows the whole fingerprint, the path its begin.
+    if (const auto known = catalog_.FindKey(*key)) file.id = *known;
+    found->push_back(file);
+  }
+  return Status();
+}
+
+Status DiskFolder::WalkRoot(FileSession& io, const Digest& fingerprint, const ChunkKey& root,
+                            std::vector<Found>* found) const {
+  const std::string path = layout::RootFolder(options_.directory, fingerprint, root);
+  std::vector<std::string> leaves;
+  const int error = io.List(path, &leaves);
+  if (error == -ENOENT || error == -ENOTDIR) return Status();
+  if (error != 0) return FileError(error, "cannot list " + path);
+  for (const std::string& leaf : leaves) {
+    if (!layout::IsLeafName(leaf)) continue;
+    QUIRE_RETURN_IF_ERROR(WalkLeaf(io, path + "/" + leaf, fingerprint, root, found));
+    if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: nobody waits any more");
+  }
+  return Status();
+}
+
+Status DiskFolder::VisitRoots(FileSession& io, const RootVisitor& visit) const {
+  std::vector<std::string> passports;
+  if (const int error = io.List(options_.directory, &passports); error != 0)
+    return FileError(error, "cannot list " + options_.directory);
+  for (const std::string& passport : passports) {
+    const auto fingerprint = layout::ParseShortDigest(passport);
+    if (!fingerprint) continue;
+    std::vector<std::string> roots;
+    const std::string path = options_.directory + "/" + passport;
+    const int error = io.List(path, &roots);
+    if (error == -ENOENT || error == -ENOTDIR) continue;
+    if (error != 0) return FileError(error, "cannot list " + path);
+    for (const std::string& name : roots) {
+      const auto root = layout::ParseShortDigest(name);
+      if (!root) continue;
+      QUIRE_ASSIGN_OR_RETURN(const bool goes_on, visit(*fingerprint, ChunkKey{*root}));
+      if (!goes_on) return Status();
+    }
+  }
+  return Status();
+}
+
+Result<std::vector<DiskFolder::Found>> DiskFolder::Walk(FileSession& io) const {
+  std::vector<Found> found;
+  const auto walk = [&](const Digest& fingerprint, const ChunkKey& root) -> Result<bool> {
+    QUIRE_RETURN_IF_ERROR(WalkRoot(io, fingerprint, root, &found));
+    return true;
+  };
+  QUIRE_RETURN_IF_ERROR(VisitRoots(io, walk));
+  return found;
+}
+
+Status DiskFolder::LearnHeader(FileSession& io, const Found& found, std::vector<Found>* damaged) {
+  Result<ChunkFile> file = OpenChunk(io, found.id);
+  if (!file.ok()) return Status();
+  const auto header = DecodeHeaderOf(io, found.id, *file);
+  if (header.ok()) {
+    const ChunkId id{header->fingerprint, found.id.root, found.id.key};
+    NoteFound(io, id, *header, file->file.get());
+  }
+  if (header.status().code() == StatusCode::kCorrupt) {
+    damaged->push_back(found);
+    damaged->back().stat = file->stat;
+  }
+  return Status();
+}
+
+Result<std::vector<DiskFolder::Found>> DiskFolder::ScanFiles(FileSession& io) {
+  QUIRE_ASSIGN_OR_RETURN(std::vector<Found> found, Walk(io));
+  // The oldest first, so that they are the first to be evicted.
+  std::ranges::stable_sort(found, {}, [](const Found& file) { return file.stat.modified_ms; });
+  std::vector<Found> damaged;
+  std::set<ChunkKey> present;
+  for (const Found& file : found) {
+    present.insert(file.id.key);
+    if (catalog_.FindKey(file.id.key)) continue;
+    QUIRE_RETURN_IF_ERROR(LearnHeader(io, file, &damaged));
+    if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: the scan was given up");
+  }
+  for (const IndexedChunk& chunk : catalog_.All()) {
+    FileStat stat;
+    if (present.contains(chunk.id.key) || io.Stat(PathOf(chunk.id), &stat) != -ENOENT) continue;
+    if (catalog_.Erase(chunk.id)) catalog_.Tell(ChunkEvent::Kind::kRemoved, chunk.id.key);
+  }
+  return damaged;
+}
+
+Status DiskFolder::Scan(FileSession& io) {
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> damaged, ScanFiles(io));
+  if (options_.use == FolderUse::kLook) return Status();
+  const Lock lock(*this, io);
+  QUIRE_RETURN_IF_ERROR(lock.status());
+  for (const Found& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
+  QUIRE_ASSIGN_OR_RETURN(const int64_t used, Usage(io));
+  if (used != catalog_.bytes()) QUIRE_RETURN_IF_ERROR(CountUsage(io).status());
+  return Status();
+}
+
+Result<int64_t> DiskFolder::Verify(FileSession& io) {
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> found, Walk(io));
+  int64_t damaged = 0;
+  for (const Found& file : found) {
+    damaged += ReadWhole(io, file.id).status().code() == StatusCode::kCorrupt ? 1 : 0;
+    if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: nobody waits any more");
+  }
+  return damaged;
+}
+
+int64_t DiskFolder::RemoveLeftovers(FileSession& io) {
+  const std::string folder = options_.directory + "/" + std::string(layout::kTemporaryName) + "/";
+  std::vector<std::string> names;
+  if (io.List(folder, &names) != 0) return 0;
+  int64_t freed = 0;
+  for (const std::string& name : names) {
+    OpenFile file;
+    FileStat stat;
+    if (io.Open(folder + name, OpenMode::kReadWrite, &file) != 0) continue;
+    const bool is_dead = io.StatFile(file.get(), &stat) == 0 && io.Lock(file.get(), false) == 0;
+    if (is_dead && io.Unlink(folder + name) == 0) freed += stat.size;
+  }
+  return freed;
+}
+
+Result<int64_t> DiskFolder::CollectGarbage(FileSession& io) {
+  int64_t freed = RemoveLeftovers(io);
+  QUIRE_RETURN_IF_ERROR(Scan(io));
+  const int64_t before = catalog_.bytes();
+  std::set<ChunkKey> roots = {ChunkKey{}};
+  for (const IndexedChunk& chunk : catalog_.All()) roots.insert(chunk.id.root);
+  const Lock lock(*this, io);
+  QUIRE_RETURN_IF_ERROR(lock.status());
+  QUIRE_RETURN_IF_ERROR(DropExpired(io));
+  for (const ChunkKey& root : roots) {
+    if (const auto victims = catalog_.Victims(root, 0))
+      QUIRE_RETURN_IF_ERROR(Evict(io, *victims, ChunkEvent::Kind::kEvicted).status());
+  }
+  QUIRE_RETURN_IF_ERROR(CountUsage(io).status());
+  freed += TrimQuarantine(io, kQuarantineFilesMax, catalog_.bytes_max() / kQuarantineShare);
+  return freed + before - catalog_.bytes();
+}
+
+}  // namespace quire

@@ -1,0 +1,103 @@
+#include "store/disk/file_transfers.h"
+
+#include <cerrno>
+#include <utility>
+
+#include "store/disk/file_session.h"
+
+namespace quire {
+
+FileTransfers::FileTransfers(FileSystem& files)
+    : memory_(static_cast<int64_t>(kBuffers) * kBytesMax), slots_(kDepth) {
+  for (size_t slot = 0; slot < kDepth; ++slot) free_.push_back(slot);
+  for (size_t buffer = 0; buffer < kBuffers; ++buffer)
+    free_buffers_.push_back(memory_.bytes().data() + buffer * static_cast<size_t>(kBytesMax));
+  queue_ = files.CreateQueue(kDepth);
+}
+
+FileTransfers::~FileTransfers() {
+  for (size_t left = slots_.size() - free_.size(); left > 0; --left) queue_->Next();
+}
+
+std::byte* FileTransfers::TakeBuffer() {
+  std::byte* const buffer = free_buffers_.back();
+  free_buffers_.pop_back();
+  return buffer;
+}
+
+void FileTransfers::Begin(Slot transfer) {
+  const size_t slot = free_.back();
+  free_.pop_back();
+  slots_[slot] = std::move(transfer);
+  Resume(slot);
+}
+
+void FileTransfers::Resume(size_t slot) {
+  const int64_t done = slots_[slot].done;
+  FileTransfer rest = slots_[slot].transfer;
+  rest.data += done;
+  rest.offset += done;
+  rest.size -= done;
+  rest.tag = slot;
+  queue_->Start(rest);
+}
+
+void FileTransfers::StartRead(int file, int64_t offset, int64_t size, size_t tag) {
+  Begin({.transfer = {file, false, TakeBuffer(), size, offset, tag}, .has_buffer = true});
+}
+
+void FileTransfers::StartReadTo(std::span<std::byte> to, std::shared_ptr<const void> owner,
+                                int file, int64_t offset, size_t tag) {
+  Begin({.transfer = {file, false, to.data(), static_cast<int64_t>(to.size()), offset, tag},
+         .owner = std::move(owner)});
+}
+
+FileTransfers::Done FileTransfers::Next(IoWork& work) {
+  for (;;) {
+    const FileTransferDone finished = queue_->Next();
+    work.Beat();
+    Slot& slot = slots_[finished.tag];
+    const int64_t wanted = slot.transfer.size - slot.done;
+    int64_t error = finished.result < 0 ? finished.result : 0;
+    if (error == -EINTR) {
+      Resume(finished.tag);
+      continue;
+    }
+    if (error == 0 && finished.result == 0 && slot.transfer.is_write) error = -EIO;
+    if (finished.result > 0)
+      slot.done += static_cast<int64_t>(ResumeAfter(finished.result, static_cast<size_t>(wanted)));
+    const bool ended = finished.result == 0 || slot.done == slot.transfer.size;
+    if (error == 0 && !ended) {
+      Resume(finished.tag);
+      continue;
+    }
+    free_.push_back(finished.tag);
+    if (slot.has_buffer) free_buffers_.push_back(slot.transfer.data);
+    slot.owner.reset();
+    return {slot.transfer.tag, error,
+            std::span(slot.transfer.data, static_cast<size_t>(slot.done))};
+  }
+}
+
+void FileTransfers::Drain(IoWork& work) {
+  while (!idle()) Next(work);
+}
+
+std::unique_ptr<FileTransfers> FileTransfersPool::Take() {
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (!free_.empty()) {
+      auto transfers = std::move(free_.back());
+      free_.pop_back();
+      return transfers;
+    }
+  }
+  return std::make_unique<FileTransfers>(*files_);
+}
+
+void FileTransfersPool::GiveBack(std::unique_ptr<FileTransfers> transfers) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  free_.push_back(std::move(transfers));
+}
+
+}  // namespace quire

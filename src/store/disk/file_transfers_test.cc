@@ -1,0 +1,206 @@
+// Queues and lanes: what the disk tier's speed and its patience rest on.
+#include "store/disk/file_transfers.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <mutex>
+#include <new>
+#include <string>
+#include <thread>
+
+#include "base/clock.h"
+#include "base/testing/fake_clock.h"
+#include "store/disk/file_session.h"
+#include "store/disk/io_lane.h"
+#include "store/testing/test_disk.h"
+
+namespace quire {
+namespace {
+
+std::shared_ptr<IoWork> AnyWork() {
+  return std::make_shared<IoWork>(MachineTime(), std::make_shared<std::atomic<int64_t>>(0));
+}
+
+std::string Pattern(size_t size) {
+  std::string bytes(size, '\0');
+  for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<char>(i * 31 + i / 256);
+  return bytes;
+}
+
+// Reads a file in pieces through transfers of `files`.
+std::string ReadAll(FileSystem& files, const std::string& path, int64_t piece) {
+  const auto work = AnyWork();
+  FileSession io(files, *work);
+  OpenFile file;
+  FileStat stat;
+  EXPECT_EQ(io.Open(path, OpenMode::kRead, &file), 0);
+  EXPECT_EQ(io.StatFile(file.get(), &stat), 0);
+  std::string bytes(static_cast<size_t>(stat.size), 'x');
+  FileTransfers transfers(files);
+  int64_t next = 0;
+  while (next < stat.size || !transfers.idle()) {
+    while (next < stat.size && !transfers.full()) {
+      transfers.StartRead(file.get(), next, piece, static_cast<size_t>(next));
+      next += piece;
+    }
+    const auto done = transfers.Next(*work);
+    EXPECT_EQ(done.error, 0);
+    bytes.replace(done.tag, done.bytes.size(), reinterpret_cast<const char*>(done.bytes.data()),
+                  done.bytes.size());
+  }
+  return bytes;
+}
+
+TEST(FileTransfers, EveryQueueReadsTheSame) {
+  const TestDirectory directory;
+  const std::string path = directory.path() + "/file";
+  const std::string bytes = Pattern(300'001);
+  WriteFileBytes(path, bytes);
+  const auto machine = CreateMachineFileSystem(true);
+  const auto threads = CreateMachineFileSystem(false);
+  FaultyFileSystem serial(machine);
+  for (const int64_t piece : {4096, 70'001, 1 << 20}) {
+    EXPECT_EQ(ReadAll(*machine, path, piece), bytes);
+    EXPECT_EQ(ReadAll(*threads, path, piece), bytes);
+    EXPECT_EQ(ReadAll(serial, path, piece), bytes);
+  }
+}
+
+TEST(FileTransfers, ShortAndInterruptedOnesAreGoneOnWith) {
+  const TestDirectory directory;
+  const std::string path = directory.path() + "/file";
+  const std::string bytes = Pattern(100'000);
+  WriteFileBytes(path, bytes);
+  for (const int error : {1, -EINTR}) {
+    FaultyFileSystem files(CreateMachineFileSystem(false));
+    files.FailAt(0, error, error == 1, "read");
+    EXPECT_EQ(ReadAll(files, path, 10'000), bytes);
+  }
+}
+
+TEST(FileTransfers, AnErrorIsOfItsOwnTransfer) {
+  const TestDirectory directory;
+  const std::string path = directory.path() + "/file";
+  WriteFileBytes(path, Pattern(8192));
+  const auto work = AnyWork();
+  FaultyFileSystem files(CreateMachineFileSystem(false));
+  FileSession io(files, *work);
+  OpenFile file;
+  ASSERT_EQ(io.Open(path, OpenMode::kRead, &file), 0);
+  FileTransfers transfers(files);
+  files.FailAt(1, -EIO, false, "read");
+  for (const size_t tag : {0, 1, 2}) transfers.StartRead(file.get(), 0, 4096, tag);
+  for (const size_t tag : {0, 1, 2}) {
+    const auto done = transfers.Next(*work);
+    EXPECT_EQ(done.tag, tag);
+    EXPECT_EQ(done.error, tag == 1 ? -EIO : 0);
+  }
+  EXPECT_TRUE(transfers.idle());
+}
+
+TEST(FileTransfers, ADirectReadGoesOnAligned) {
+  EXPECT_EQ(ResumeAfter(4096, 8192), 4096u);
+  EXPECT_EQ(ResumeAfter(5000, 8192), 4096u);
+  EXPECT_EQ(ResumeAfter(100, 8192), 100u);
+  EXPECT_EQ(ResumeAfter(8192, 8192), 8192u);
+}
+
+constexpr int64_t kTimeoutNs = 1'000'000;
+
+TEST(IoLane, WorkIsDoneAndItsMemoryFailureIsAStatus) {
+  IoLane lane(MachineTime(), 2, int64_t{10'000'000'000});
+  int runs = 0;
+  EXPECT_TRUE(lane.Run([&](IoWork& work) { work.WithCaller([&] { ++runs; }); }, kNever).ok());
+  EXPECT_EQ(runs, 1);
+  const Status status = lane.Run([](IoWork&) { throw std::bad_alloc(); }, kNever);
+  EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
+}
+
+// Work that hangs until the test lets it go.
+class Hanging {
+ public:
+  std::function<void(IoWork&)> Run() {
+    return [state = state_](IoWork& work) {
+      state->is_in = true;
+      state->is_in.notify_all();
+      state->may_go.wait(false);
+      state->reached_caller = work.WithCaller([] {});
+      state->is_over = true;
+      state->is_over.notify_all();
+    };
+  }
+  void AwaitIn() { state_->is_in.wait(false); }
+  bool ReleaseReachesCaller() {
+    state_->may_go = true;
+    state_->may_go.notify_all();
+    state_->is_over.wait(false);
+    return state_->reached_caller;
+  }
+
+ private:
+  struct State {
+    std::atomic<bool> is_in = false, may_go = false, is_over = false, reached_caller = false;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+TEST(IoLane, AnAbandonedWorkDoesNotReachItsCaller) {
+  const auto clock = std::make_shared<FakeClock>();
+  Hanging hanging;
+  std::thread ends;
+  {
+    IoLane lane(clock, 1, kTimeoutNs);
+    Status status, behind;
+    std::thread caller([&] { status = lane.Run(hanging.Run(), kNever); });
+    hanging.AwaitIn();
+    std::thread waits([&] { behind = lane.Run([](IoWork&) {}, kNever); });
+    clock->AwaitWaiters(2);
+    clock->Advance(kTimeoutNs);
+    caller.join();
+    waits.join();
+    EXPECT_EQ(status.code(), StatusCode::kTimeout);
+    EXPECT_EQ(behind.code(), StatusCode::kTimeout);
+    EXPECT_FALSE(lane.responds());
+    // The lane can end before its thread.
+    ends = std::thread([&] {
+      clock->AwaitWaiters(1);
+      clock->Advance(kTimeoutNs);
+    });
+  }
+  ends.join();
+  EXPECT_FALSE(hanging.ReleaseReachesCaller());
+}
+
+TEST(IoLane, ProgressExtendsThePatience) {
+  const auto clock = std::make_shared<FakeClock>();
+  IoLane lane(clock, 1, kTimeoutNs);
+  const Status status = lane.Run(
+      [&](IoWork& work) {
+        for (int i = 0; i < 10; ++i) {
+          clock->Advance(kTimeoutNs - 1);
+          work.Beat();
+        }
+      },
+      kNever);
+  EXPECT_TRUE(status.ok()) << status.ToString();
+}
+
+TEST(IoLane, ADeadlineEndsEvenWorkThatProgresses) {
+  const auto clock = std::make_shared<FakeClock>();
+  IoLane lane(clock, 1, kTimeoutNs);
+  Hanging hanging;
+  Status status;
+  std::thread caller([&] { status = lane.Run(hanging.Run(), clock->SteadyNs() + 10); });
+  hanging.AwaitIn();
+  clock->AwaitWaiters(1);
+  clock->Advance(10);
+  caller.join();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_TRUE(lane.responds());
+  EXPECT_FALSE(hanging.ReleaseReachesCaller());
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,147 @@
+#include "store/disk/io_lane.h"
+
+#include <algorithm>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace quire {
+
+IoWork::IoWork(std::shared_ptr<Clock> clock, std::shared_ptr<std::atomic<int64_t>> lane_beat_ns)
+    : clock_(std::move(clock)),
+      lane_beat_ns_(std::move(lane_beat_ns)),
+      beat_ns_(clock_->SteadyNs()) {}
+
+void IoWork::Beat() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  beat_ns_ = clock_->SteadyNs();
+  lane_beat_ns_->store(beat_ns_);
+}
+
+bool IoWork::abandoned() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return abandoned_;
+}
+
+// What the threads use: a thread that hangs outlives its lane.
+struct IoLane::Shared {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::shared_ptr<IoWork>> waiting;
+  std::vector<std::shared_ptr<IoWork>> current;
+  int running = 0;  // threads that have not ended
+  bool stopping = false;
+  bool responds = true;
+};
+
+IoLane::IoLane(std::shared_ptr<Clock> clock, int thread_count, int64_t io_timeout_ns)
+    : clock_(std::move(clock)),
+      io_timeout_ns_(io_timeout_ns),
+      beat_ns_(std::make_shared<std::atomic<int64_t>>(clock_->SteadyNs())),
+      shared_(std::make_shared<Shared>()) {
+  shared_->running = thread_count;
+  for (int i = 0; i < thread_count; ++i)
+    threads_.emplace_back([shared = shared_] { Serve(shared); });
+}
+
+IoLane::~IoLane() {
+  bool ended = false;
+  {
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    shared_->stopping = true;
+    shared_->waiting.clear();
+    for (const auto& work : shared_->current) {
+      const std::lock_guard<std::mutex> guard(work->mutex_);
+      work->abandoned_ = true;
+    }
+    shared_->changed.notify_all();
+    ended = WaitUntil(*clock_, shared_->changed, lock, clock_->SteadyNs() + io_timeout_ns_,
+                      [&] { return shared_->running == 0; });
+  }
+  for (std::thread& thread : threads_) ended ? thread.join() : thread.detach();
+}
+
+void IoLane::Serve(const std::shared_ptr<Shared>& shared) {
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  for (;;) {
+    shared->changed.wait(lock, [&] { return shared->stopping || !shared->waiting.empty(); });
+    if (shared->stopping) break;
+    const std::shared_ptr<IoWork> work = std::move(shared->waiting.front());
+    shared->waiting.pop_front();
+    shared->current.push_back(work);
+    lock.unlock();
+    std::function<void(IoWork&)> run;
+    work->WithCaller([&] {
+      work->started_ = true;
+      work->beat_ns_ = work->clock_->SteadyNs();
+      work->lane_beat_ns_->store(work->beat_ns_);
+      run = std::move(work->run_);
+    });
+    Status status;
+    if (run) {
+      try {
+        run(*work);
+      } catch (const std::bad_alloc&) {
+        status = Status::OutOfMemory();
+      }
+      run = nullptr;  // with all that it holds, before the caller goes on
+    }
+    lock.lock();
+    shared->responds = true;
+    std::erase(shared->current, work);
+    const std::lock_guard<std::mutex> guard(work->mutex_);
+    work->status_ = std::move(status);
+    work->done_ = true;
+    work->changed_.notify_all();
+  }
+  --shared->running;
+  shared->changed.notify_all();
+}
+
+std::shared_ptr<IoWork> IoLane::Start(std::function<void(IoWork&)> run) {
+  auto work = std::make_shared<IoWork>(clock_, beat_ns_);
+  work->run_ = std::move(run);
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  shared_->waiting.push_back(work);
+  shared_->changed.notify_all();
+  return work;
+}
+
+Status IoLane::Await(IoWork& work, int64_t deadline_ns) {
+  bool stuck = false;
+  {
+    std::unique_lock<std::mutex> lock(work.mutex_);
+    for (;;) {
+      if (work.done_) return work.status_;
+      const int64_t now = clock_->SteadyNs();
+      // Work that waits its turn has no beat of its own: those before it have.
+      const int64_t beat_ns =
+          work.started_ ? work.beat_ns_ : std::max(work.beat_ns_, beat_ns_->load());
+      const int64_t patience = beat_ns + io_timeout_ns_;
+      stuck = now >= patience;
+      if (stuck || now >= deadline_ns) break;
+      clock_->Wait(work.changed_, lock, std::min(deadline_ns, patience));
+    }
+    work.abandoned_ = true;
+  }
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  if (stuck) shared_->responds = false;
+  std::erase_if(shared_->waiting, [&](const auto& other) { return other.get() == &work; });
+  return Status(StatusCode::kTimeout, stuck ? "disk: no answer for " +
+                                                  std::to_string(io_timeout_ns_ / 1'000'000) +
+                                                  " ms; the call was left behind"
+                                            : std::string("disk: the deadline passed"));
+}
+
+Status IoLane::Run(std::function<void(IoWork&)> run, int64_t deadline_ns) {
+  return Await(*Start(std::move(run)), deadline_ns);
+}
+
+bool IoLane::responds() const {
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  return shared_->responds;
+}
+
+}  // namespace quire

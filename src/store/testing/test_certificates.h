@@ -1,0 +1,32 @@
+// Certificates for tests of TLS, made by the program openssl.
+#ifndef QUIRE_STORE_TESTING_TEST_CERTIFICATES_H_
+#define QUIRE_STORE_TESTING_TEST_CERTIFICATES_H_
+
+#include <string>
+
+namespace quire {
+
+// Of an authority of its own, in files that go with the object: the server's for localhost and
+// 127.0.0.1, a client's, and their keys. All PEM.
+class TestCertificates {
+ public:
+  TestCertificates();
+  ~TestCertificates();
+  TestCertificates(const TestCertificates&) = delete;
+  TestCertificates& operator=(const TestCertificates&) = delete;
+
+  std::string ca() const { return folder_ + "/ca.pem"; }
+  std::string server() const { return folder_ + "/server.pem"; }
+  std::string server_key() const { return folder_ + "/server.key"; }
+  std::string client() const { return folder_ + "/client.pem"; }
+  std::string client_key() const { return folder_ + "/client.key"; }
+  // The same under a password.
+  std::string locked_key() const { return folder_ + "/locked.key"; }
+
+ private:
+  std::string folder_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_STORE_TESTING_TEST_CERTIFICATES_H_

@@ -1,0 +1,53 @@
+"""docs/serve.md and docs/metrics.md name what there is, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from program import ROOT
+from quire.cli import arguments
+from quire.cli import serve as command
+from quire.serve.app import ROUTES
+from quire.serve.limits import Limits
+from server_process import Server, running
+from tiny_model import TinyModel
+
+PAGE = (ROOT / "docs" / "serve.md").read_text()
+
+
+def rows(page: str, heading: str) -> str:
+    """The first cells of the table below a heading."""
+    table = page.split(heading, 1)[1].split("\n\n| ", 1)[1].split("\n\n", 1)[0]
+    return "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+
+
+def test_options() -> None:
+    parser = command.parser()
+    plain = arguments.Parser()
+    arguments.add_engine(plain)
+    arguments.add_store(plain)
+    shared = {name for action in plain._actions for name in action.option_strings}
+    own = {name for action in parser._actions for name in action.option_strings} - shared
+    found = set(re.findall(r"--[a-z][a-z-]+", rows(PAGE, "## Options")))
+    assert found == own - {"-h", "--help"}
+
+
+def test_limits() -> None:
+    found = re.findall(r"`(\w+)`", rows(PAGE, "## Limits"))
+    assert sorted(found) == sorted(field.name for field in dataclasses.fields(Limits))
+
+
+def test_paths() -> None:
+    found = set(re.findall(r"`(?:POST|GET|DELETE) ([^`]+)`", rows(PAGE, "## Paths")))
+    assert found == {path.replace("{name:path}", "NAME") for _, path, _ in ROUTES}
+
+
+def test_metrics(tiny: TinyModel, tmp_path_factory: object, server: Server) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    named = set(re.findall(r"`(quire:\w+)", page))
+    options = ("--kv-dir", str(tmp_path_factory.mktemp("kv")))  # type: ignore[attr-defined]
+    with running(tiny.directory, *options) as stored:
+        _, _, text = stored.request("GET", "/metrics")
+        assert stored.stop() == 0
+    assert named == set(re.findall(r"# TYPE (\S+) ", text))

@@ -1,0 +1,270 @@
+"""Slow and hostile peers: each is ended by a limit, which is counted, and others go on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from quire.serve.bounded_json import JsonLimits, parse_object
+from quire.serve.problems import Problem
+from server_process import DEADLINE, Server, head, read_answer, running
+from tiny_model import TinyModel
+
+# So short that no test waits long, and so long that no honest request of the tests meets them.
+LIMITS = {
+    "header_seconds": "0.3",
+    "body_grace_seconds": "0.3",
+    "idle_seconds": "1",
+    "body_bytes": "1M",
+    "connections_per_address": "40",
+    "slow_client_seconds": "0.3",
+    "write_buffer_bytes": "4K",
+    "pipelined": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def strict(tiny: TinyModel) -> Iterator[Server]:
+    """A server whose limits are near."""
+    limits = [word for name, value in LIMITS.items() for word in ("--limit", f"{name}={value}")]
+    with running(
+        tiny.directory, "--no-prefix-cache", "--page-size", "16", "--strict", *limits
+    ) as server:
+        yield server
+        assert server.stop() == 0
+
+
+@contextlib.contextmanager
+def counted(server: Server, limit: str, times: int = 1) -> Iterator[None]:
+    name = f'quire:http_limit_total{{limit="{limit}"}}'
+    before = server.metrics().get(name, 0)
+    yield
+    assert server.metrics().get(name, 0) - before == times
+
+
+def raw(server: Server, data: bytes) -> tuple[int, bytes]:
+    """The answer to bytes that are sent as they are."""
+    with server.connect() as peer:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            peer.sendall(data)
+        return read_answer(peer)
+
+
+def test_half_headers_are_ended(strict: Server) -> None:
+    with counted(strict, "header_seconds", 20), contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(strict.connect()) for _ in range(20)]
+        for peer in peers:
+            peer.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: local")
+        assert strict.request("GET", "/health/live")[0] == 200  # others are answered meanwhile
+        assert [read_answer(peer)[0] for peer in peers] == [408] * 20
+
+
+def test_an_idle_connection_is_closed(strict: Server) -> None:
+    with strict.connect() as peer:
+        assert peer.recv(1) == b""
+    with strict.connect() as peer:
+        peer.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert read_answer(peer)[0] == 200
+
+
+def test_a_slow_body_is_ended(strict: Server) -> None:
+    with counted(strict, "body_seconds"), strict.connect() as peer:
+        peer.sendall(head("/v1/completions", 1000) + b"{")
+        assert read_answer(peer)[0] == 408
+
+
+@pytest.mark.parametrize("size", [1_048_577, 1 << 30])
+def test_a_long_body_is_refused_at_its_header(strict: Server, size: int) -> None:
+    with counted(strict, "body_bytes"), strict.connect() as peer:
+        peer.sendall(head("/v1/completions", size))
+        status, answer = read_answer(peer)
+    assert status == 413 and b"more than 1048576 bytes" in answer
+
+
+def test_a_body_of_the_limit_is_read(strict: Server) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    body += b" " * (1_048_576 - len(body))
+    assert strict.request("POST", "/v1/completions", body)[0] == 200
+
+
+def test_an_endless_chunked_body_is_ended(strict: Server) -> None:
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    with counted(strict, "body_bytes"), strict.connect() as peer:
+        peer.sendall(head("/v1/completions", None, "transfer-encoding: chunked"))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(1000):
+                peer.sendall(chunk)
+            raise AssertionError("64 MiB were taken")
+        status, _ = read_answer(peer)
+    assert status == 413
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "limit"),
+    [
+        (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\n\r\n", 431, "header_bytes"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * 20000 + b"\r\n\r\n", 431, "header_bytes"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * 20000, 431, "header_bytes"),
+        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 101 + b"\r\n", 431, "header_count"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", 400, "http"),
+        (b"GET  HTTP/9\r\n\r\n", 400, "http"),
+        (b"GET http://a/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "http"),
+        (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", 400, "http"),
+        (b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n", 400, "http"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "http"),
+        (head("/v1/completions", 5, "transfer-encoding: chunked") + b"0\r\n\r\n", 400, "http"),
+        (head("/v1/completions", 5, "content-length: 6") + b"{}", 400, "http"),
+        (head("/v1/completions", None, "content-length: -1"), 400, "http"),
+        (head("/v1/completions", None, "content-length: 1e3"), 400, "http"),
+        (head("/v1/completions", None, "transfer-encoding: gzip, chunked"), 400, "http"),
+        (head("/v1/completions", None, "transfer-encoding: chunked") + b"zz\r\n", 400, "http"),
+        (head("/v1/completions", 2, "a : b") + b"{}", 400, "http"),
+        (head("/v1/completions", 2, "a: b\n c") + b"{}", 400, "http"),
+    ],
+)
+def test_broken_requests(strict: Server, data: bytes, status: int, limit: str) -> None:
+    with counted(strict, limit):
+        assert raw(strict, data)[0] == status
+
+
+def test_too_many_connections_of_an_address(strict: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(strict.connect()) for _ in range(60)]
+        statuses = []
+        for peer in peers:
+            data = b""
+            while part := peer.recv(65536):  # the others are closed without a word when idle
+                data += part
+            statuses.append(data[9:12])
+    assert 18 <= statuses.count(b"429") <= 22
+    assert strict.request("GET", "/health/live")[0] == 200
+
+
+def test_pipelined_requests_are_answered_in_order(strict: Server) -> None:
+    paths = ["/v1/models", "/version", "/health/live"]
+    data = b"".join(head(path, None, method="GET") for path in paths)
+    with strict.connect() as peer:
+        peer.sendall(data)
+        _, answer = read_answer(peer)
+    places = [answer.index(word) for word in (b'"object":"list"', b'"version"', b'"status":"ok"')]
+    assert places == sorted(places)
+
+
+def test_too_many_pipelined_requests_end_the_connection(strict: Server) -> None:
+    body = b'{"prompt":"x","max_tokens":3}'
+    one = head("/v1/completions", len(body)) + body
+    with counted(strict, "pipelined"), strict.connect() as peer:
+        peer.sendall(one * 50)
+        status, answer = read_answer(peer)
+    assert status == 200 and answer.count(b"HTTP/1.1 200") == 1 and b"429" not in answer[:12]
+
+
+def test_a_client_that_does_not_read_is_dropped(strict: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 100000, "window": 32, "ignore_eos": True}
+    data = json.dumps({**body, "stream": True, "logprobs": 20}).encode()
+    with counted(strict, "slow_client"), socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.settimeout(DEADLINE)
+        peer.connect((strict.host, strict.port))
+        peer.sendall(head("/v1/completions", len(data), "x-request-id: slow") + data)
+        found = strict.wait_log(lambda line: line.get("id") == "slow")
+    assert found["finish"] == "cancelled" and found["status"] == 200
+    strict.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)
+
+
+def test_an_upgrade_is_answered_as_http(strict: Server) -> None:
+    """As Java's client asks by itself."""
+    body = b'{"prompt":"x","max_tokens":1}'
+    more = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAA")
+    status, answer = raw(strict, head("/v1/completions", len(body), *more) + body)
+    assert status == 200 and b"text_completion" in answer
+
+
+def test_a_client_that_waits_for_100(strict: Server) -> None:
+    body = b'{"prompt":"x","max_tokens":1}'
+    with strict.connect() as peer:
+        peer.sendall(head("/v1/completions", len(body), "expect: 100-continue"))
+        assert peer.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        peer.sendall(body)
+        assert read_answer(peer)[0] == 200
+
+
+def test_a_half_closed_client_has_left(strict: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 100000, "window": 32, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    with strict.connect() as peer:
+        peer.sendall(head("/v1/completions", len(data), "x-request-id: half") + data)
+        strict.wait_metrics(lambda m: m["quire:num_requests_running"] == 1)
+        peer.shutdown(socket.SHUT_WR)
+        line = strict.wait_log(lambda line: line.get("id") == "half")
+    assert line["status"] == 499 and line["finish"] == "cancelled"
+
+
+def test_strict_refuses_unknown_fields(strict: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "foo": 1}
+    status, _, found = strict.request("POST", "/v1/completions", body)
+    assert status == 400 and found["error"]["param"] == "foo"
+
+
+# ---- JSON
+
+DEEP = b'{"prompt":' + b"[" * 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (DEEP[:900_000], "64 levels"),
+        (b'{"a":"' + b'\\"' * 400_000, "a string does not end"),
+        (b'{"a":1e999999,"prompt":"x","temperature":1e999999}', "temperature is Infinity"),
+        (b'{"a":' + b"9" * 100_000 + b"}", "39 digits"),
+        (b'{"prompt":"\xff"}', "not valid UTF-8 at byte 11"),
+        (b'{"prompt":"\xc0\x80"}', "not valid UTF-8"),
+        (b'{"prompt":NaN}', "NaN is not a JSON number"),
+        (b'{"prompt":"x","prompt":"y"}', "'prompt' twice"),
+        (b'{"prompt":"x"', "not valid JSON"),
+        (b'{"prompt":"x"}{}', "not valid JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b"", "not valid JSON"),
+        (b'{"prompt":"\\ud800"}', "lone surrogate"),
+        (b"{" + b",".join(b'"k%d":1' % i for i in range(10_001)) + b"}", "10000 keys"),
+        (b'{"a":[' + b",".join([b"[]"] * 20_000) + b"]}", "20000 lists"),
+        (b'{"a":[' + b",".join([b'""'] * 100_001) + b"]}", "100000 strings"),
+    ],
+)
+def test_hostile_json(server: Server, body: bytes, words: str) -> None:
+    status, _, found = server.request("POST", "/v1/completions", body)
+    assert status == 400 and words in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "least", "most"),
+    [
+        (JsonLimits(depth=3), b'{"a":[[]]}', b'{"a":[[[]]]}'),
+        (JsonLimits(keys=2), b'{"a":{"b":1}}', b'{"a":{"b":1,"c":1}}'),
+        (JsonLimits(strings=2), b'{"a":"b"}', b'{"a":"b","c":1}'),
+        (JsonLimits(string_bytes=3), b'{"a":"\\n1"}', b'{"a":"\\n12"}'),
+        (JsonLimits(), b'{"a":' + b"9" * 39 + b"}", b'{"a":' + b"9" * 40 + b"}"),
+    ],
+)
+def test_limits_of_json(limits: JsonLimits, least: bytes, most: bytes) -> None:
+    assert parse_object(least, limits) == json.loads(least)
+    with pytest.raises(Problem):
+        parse_object(most, limits)
+
+
+def test_text_that_looks_like_structure_counts_as_text() -> None:
+    value: Any = {"a": '[[[{{{":":' * 1000 + '\\"', "b": "\\"}
+    assert parse_object(json.dumps(value).encode(), JsonLimits(depth=1, keys=2)) == value
+
+
+def test_many_hostile_bodies_at_a_time(server: Server) -> None:
+    """The deepest one is refused within its first bytes: what is parsed stays small."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: server.request("POST", "/tokenize", DEEP), range(8)))
+    assert [status for status, _, _ in found] == [400] * 8

@@ -1,0 +1,323 @@
+"""Clients that leave, health, metrics, and the end of the server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quire
+from program import process, run
+from quire.serve.limits import Limits
+from quire.serve.problems import Problem
+from quire.serve.service import Admission
+from quire.serve.tenants import Tenant
+from server_process import DEADLINE, Server, events, head, running
+from tiny_model import TinyModel
+
+ENDLESS = {"prompt": "x", "max_tokens": 10_000_000, "window": 32, "ignore_eos": True}
+USED = 'quire:kv_pages{state="used"}'
+
+
+def open_stream(
+    server: Server, id: str, **more: Any
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """A stream without an end, of which the first event has come."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
+    headers = {"content-type": "application/json", "x-request-id": id}
+    body = {**ENDLESS, "stream": True, **more}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    assert answer.status == 200
+    return connection, answer
+
+
+# ---- Clients that leave
+
+
+def test_a_client_that_leaves_its_stream_frees_its_pages(server: Server) -> None:
+    connection, answer = open_stream(server, "leave-stream")
+    assert next(events(answer))["choices"]
+    answer.close()
+    connection.close()
+    line = server.wait_log(lambda line: line.get("id") == "leave-stream")
+    assert line["finish"] == "cancelled" and line["gone"] is True
+    server.wait_metrics(lambda m: m[USED] == 0 and m["quire:num_requests_running"] == 0)
+
+
+def test_a_client_that_leaves_without_a_stream_frees_its_pages(server: Server) -> None:
+    data = json.dumps(ENDLESS).encode()
+    with server.connect() as peer:
+        peer.sendall(head("/v1/completions", len(data), "x-request-id: leave-whole") + data)
+        server.wait_metrics(lambda m: m["quire:num_requests_running"] == 1)
+    line = server.wait_log(lambda line: line.get("id") == "leave-whole")
+    assert line["finish"] == "cancelled" and line["status"] == 499
+    server.wait_metrics(lambda m: m[USED] == 0 and m["quire:num_requests_running"] == 0)
+
+
+def test_disconnects_at_every_stage_leave_nothing(server: Server) -> None:
+    before = server.metrics()["quire:http_connections"]  # others keep theirs open
+    data = json.dumps({**ENDLESS, "stream": True}).encode()
+    whole = head("/v1/completions", len(data)) + data
+    for cut in (0, 1, 20, len(whole) - len(data), len(whole) - 1, len(whole)):
+        with server.connect() as peer:
+            peer.sendall(whole[:cut])
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # RST
+    for length in (1, 100, 5000):
+        with server.connect() as peer:
+            peer.sendall(whole)
+            while length > 0:
+                length -= len(peer.recv(length))
+    found = server.wait_metrics(
+        lambda m: (
+            m[USED] == m["quire:num_requests_running"] == 0
+            and m["quire:http_connections"] <= before
+        )
+    )
+    assert found["quire:num_requests_waiting"] == 0
+
+
+def test_one_event_per_step_has_all_samples(server: Server, engine: quire.Engine) -> None:
+    connection, answer = open_stream(
+        server, "samples", n=3, max_tokens=9, window=0, temperature=1, seed=5
+    )
+    chunks = [event for event in events(answer) if event != "[DONE]"]
+    connection.close()
+    expected = engine.generate("x", max_tokens=9, n=3, temperature=1, seed=5, ignore_eos=True)
+    texts = ["", "", ""]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [sample.text for sample in expected.samples]
+    assert max(len(chunk["choices"]) for chunk in chunks) == 3 and len(chunks) <= 10
+
+
+# ---- Health and metrics
+
+
+def test_health_makes_a_token(tiny: TinyModel) -> None:
+    with running(tiny.directory, "--no-prefix-cache") as server:
+        assert server.metrics()["quire:generation_tokens_total"] == 0
+        assert server.request("GET", "/health/live")[0] == 200
+        assert server.metrics()["quire:generation_tokens_total"] == 0
+        assert server.request("GET", "/health")[0] == 200
+        found = server.metrics()
+        assert found["quire:generation_tokens_total"] == 1
+        assert found["quire:time_to_first_token_seconds_count"] == 0  # no client's
+        assert server.request("GET", "/health")[0] == 200  # the same token
+        assert server.metrics()["quire:generation_tokens_total"] == 1
+
+
+def test_metrics_count_what_happened(server: Server) -> None:
+    before = server.metrics()
+    server.post("/v1/completions", {"prompt": [5, 6, 7, 8], "max_tokens": 3, "ignore_eos": True})
+    found = server.metrics()
+    grown = {name: value - before.get(name, 0) for name, value in found.items()}
+    assert grown["quire:prompt_tokens_total"] == 4 == grown["quire:prefix_cache_queries_total"]
+    assert grown["quire:generation_tokens_total"] == 3
+    assert grown['quire:request_success_total{finished_reason="length"}'] == 1
+    assert grown["quire:time_to_first_token_seconds_count"] == 1
+    assert grown["quire:inter_token_latency_seconds_count"] == 2
+    assert grown["quire:e2e_request_latency_seconds_count"] == 1
+    assert grown["quire:request_prompt_tokens_sum"] == 4
+    assert grown['quire:http_requests_total{route="/v1/completions",status="200"}'] == 1
+    assert found[USED] == 0 < found['quire:kv_pages{state="free"}']
+    assert 0 == found["quire:kv_cache_usage_perc"]
+
+
+def test_no_label_comes_from_a_client(server: Server) -> None:
+    server.request("GET", '/x"y\\z{evil}')
+    server.request("POST", "/v1/completions", {"prompt": "x", "model": "evil"})
+    _, _, page = server.request("GET", "/metrics")
+    assert "evil" not in page and 'route="other",status="404"' in page
+
+
+# ---- Admission
+
+
+def test_admission_by_share_and_time() -> None:
+    limits = Limits(queue=10, queue_per_key=4, wait_seconds=20)
+    ann, bob = Tenant("ann", 1, b"a"), Tenant("bob", 3, b"b")
+    admission = Admission(limits, running_max=8, share_total=4)
+    for _ in range(6):  # its share is 2, and 4 may wait
+        admission.enter(ann, 1, 0)
+    with pytest.raises(Problem) as caught:
+        admission.enter(ann, 1, 0)
+    assert caught.value.status == 429 and caught.value.retry_after == 1
+    admission.enter(bob, 6, 0)
+    for now in (0.0, 5.0):  # while others wait an answer ends every 5 s
+        admission.leave(ann, 1, now)
+        admission.enter(ann, 1, 0)
+    with pytest.raises(Problem) as caught:
+        admission.enter(bob, 2, 0)
+    assert (caught.value.status, caught.value.code) == (503, "would_wait")
+    assert caught.value.retry_after == 30
+    with pytest.raises(Problem) as caught:
+        admission.enter(bob, 1, 11)
+    assert (caught.value.status, caught.value.code) == (503, "queue_full")
+    assert admission.samples == 12
+
+
+def test_a_full_server_says_when_to_come_back(tiny: TinyModel) -> None:
+    limits = ("--limit", "queue=1", "--max-num-sequences", "1")
+    with running(tiny.directory, "--no-prefix-cache", "--page-size", "16", *limits) as server:
+        first, answer = open_stream(server, "first")
+        next(events(answer))
+        second = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
+        body = json.dumps({**ENDLESS, "max_tokens": 2})
+        headers = {"content-type": "application/json"}
+        second.request("POST", "/v1/completions", body, headers)
+        server.wait_metrics(lambda m: m["quire:num_requests_waiting"] == 1)
+        status, headers, found = server.request("POST", "/v1/completions", json.loads(body))
+        assert status == 503 and found["error"]["code"] == "queue_full"
+        assert int(headers["retry-after"]) >= 1
+        answer.close()
+        first.close()
+        assert second.getresponse().status == 200  # accepted, so it is answered
+        second.close()
+
+
+# ---- The end
+
+
+def test_sigterm_lets_streams_end_and_refuses_newcomers(tiny: TinyModel) -> None:
+    with running(tiny.directory, "--page-size", "16") as server:
+        connection, answer = open_stream(server, "last", max_tokens=3000)
+        stream = events(answer)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log(lambda line: line["event"] == "draining")
+        status, headers, found = server.request("POST", "/v1/completions", ENDLESS)
+        assert status == 503 and found["error"]["code"] == "shutting_down"
+        assert headers["retry-after"] == "1"
+        assert server.request("GET", "/health")[0] == 503
+        rest = list(stream)
+        assert rest[-1] == "[DONE]" and rest[-2]["choices"][0]["finish_reason"] == "length"
+        connection.close()
+        assert server.process.wait(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_does_not_end_in_time_gets_an_error(tiny: TinyModel, signals: int) -> None:
+    """After the time, or at the second signal."""
+    timeout = "0.2" if signals == 1 else "1000"
+    options = ("--page-size", "16", "--drain-timeout", timeout)
+    with running(tiny.directory, *options) as server:
+        connection, answer = open_stream(server, "cut")
+        stream = events(answer)
+        next(stream)
+        for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_log(lambda line: line["event"] == "draining") if not server.log else None
+        rest = list(stream)
+        assert rest[-1]["error"]["code"] == "shutting_down" and "[DONE]" not in rest
+        connection.close()
+        assert server.process.wait(DEADLINE) == 0
+
+
+def test_a_restart_finds_the_kv_of_the_first_run(tiny: TinyModel, tmp_path: Path) -> None:
+    body = {"prompt": "A text that is long enough for some pages. " * 3, "max_tokens": 2}
+    texts = []
+    for expected in (0, 32):
+        options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16")
+        with running(tiny.directory, *options) as server:
+            found = server.post("/v1/completions", {**body, "logprobs": 0})
+            details = found["usage"]["prompt_tokens_details"]
+            assert details["disk_tokens"] >= expected
+            assert expected or details["miss"] == "not stored"
+            texts.append(found["choices"])
+            assert 'quire:kv_tier_hits_total{tier="disk"}' in server.metrics()
+            assert server.stop() == 0
+    assert texts[0] == texts[1]
+
+
+# ---- The command
+
+
+def test_other_hosts_need_keys(
+    capsys: pytest.CaptureFixture[str], tiny: TinyModel, keys_file: Path
+) -> None:
+    arguments = ("serve", str(tiny.directory), "--host", "0.0.0.0")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "--api-keys FILE" in err
+    for more in (["--insecure-no-auth"], ["--api-keys", str(keys_file)]):
+        assert run(capsys, *arguments, "--dry-run", *more)[0] == 0
+
+
+def test_dry_run_prints_what_is_in_effect(
+    capsys: pytest.CaptureFixture[str], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_PORT", "8001")
+    monkeypatch.setenv("QUIRE_STRICT", "1")
+    monkeypatch.setenv("QUIRE_DRAIN_TIMEOUT", "7")
+    code, out, _ = run(
+        capsys,
+        "serve",
+        str(tiny.directory),
+        "--dry-run",
+        "--drain-timeout",
+        "8",
+        "--limit",
+        "queue=3",
+    )
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert code == 0 and (rows["port"], rows["strict"]) == ("8001", "True")
+    assert rows["drain-timeout"] == "8.0" and "queue=3 " in rows["limit"]
+    assert "total" in rows
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("QUIRE_PORT", "x", "QUIRE_PORT: 'x' is not an integer from 0 to 65535"),
+        ("QUIRE_LOG_FORMAT", "xml", "QUIRE_LOG_FORMAT is 'xml'; it must be one of text, json"),
+        ("QUIRE_STRICT", "yes", "QUIRE_STRICT is 'yes'; it must be 0 or 1"),
+        ("QUIRE_LIMIT", "qeue=1", "did you mean queue?"),
+    ],
+)
+def test_wrong_variables_are_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    words: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    code, _, err = run(capsys, "serve", "--dry-run")
+    assert code == 2 and words in err
+
+
+def test_a_port_that_is_taken(tiny: TinyModel, server: Server) -> None:
+    other = process("serve", str(tiny.directory), "--port", str(server.port))
+    _, err = other.communicate(timeout=DEADLINE)
+    assert other.returncode == 1 and b"Address already in use" in err
+
+
+def test_tls_and_cors(tiny: TinyModel, tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", str(key), "-out", str(cert), "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    options = ("--tls-cert", str(cert), "--tls-key", str(key), "--cors", "https://a.example")
+    with running(tiny.directory, *options) as server:
+        context = ssl.create_default_context(cafile=str(cert))
+        peer = http.client.HTTPSConnection(
+            server.host, server.port, timeout=DEADLINE, context=context
+        )
+        peer.request("GET", "/v1/models", headers={"origin": "https://a.example"})
+        answer = peer.getresponse()
+        assert answer.status == 200 and answer.read()
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        headers = {"origin": "https://b.example", "access-control-request-method": "POST"}
+        peer.request("OPTIONS", "/v1/completions", headers=headers)
+        answer = peer.getresponse()
+        assert answer.status == 400 and "access-control-allow-origin" not in answer.headers
+        peer.close()
+        assert server.stop() == 0

@@ -1,0 +1,125 @@
+"""Keys: which routes need one, and that no tenant meets another's KV."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from quire import errors
+from quire.serve.app import ROUTES
+from quire.serve.guard import OPEN_PATHS
+from quire.serve.tenants import ANYONE, Tenant, Tenants, read_api_keys
+from server_process import Server, head, read_answer
+
+ANN, BOB = "ann-key-0123456789", "bob-key-0123456789"
+
+
+def test_every_route_but_two_needs_a_key(keyed: Server) -> None:
+    """Walks all routes, so that one that is added later is walked, too."""
+    assert OPEN_PATHS == {"/health", "/health/live"}
+    for method, path, _ in ROUTES:
+        body = {} if method == "POST" else None
+        status, headers, content = keyed.request(method, path, body, authorization="none")
+        if path in OPEN_PATHS:
+            assert status == 200, path
+        else:
+            assert status == 401 and headers["www-authenticate"] == "Bearer", path
+            assert content["error"]["type"] == "authentication_error"
+    assert keyed.request("GET", "/nothing", authorization="none")[0] == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer " + ANN[:-1]},
+        {"authorization": "Bearer " + ANN + "0"},
+        {"authorization": "Basic " + ANN},
+        {"authorization": ANN},
+        {"authorization": "Bearer " + "\xff" * 20},
+        {"authorization": "none", "x-api-key": "wrong"},
+    ],
+)
+def test_wrong_keys_are_refused(keyed: Server, headers: dict[str, str]) -> None:
+    assert keyed.request("GET", "/v1/models", **headers)[0] == 401
+
+
+def test_both_headers_take_keys(keyed: Server) -> None:
+    assert keyed.request("GET", "/v1/models", authorization=f"bearer {BOB}")[0] == 200
+    assert keyed.request("GET", "/v1/models", **{"authorization": "", "x-api-key": ANN})[0] == 200
+
+
+def test_a_wrong_key_is_told_before_the_body_comes(keyed: Server) -> None:
+    with keyed.connect() as peer:
+        peer.sendall(head("/v1/completions", 8_000_000, "authorization: Bearer wrong"))
+        status, answer = read_answer(peer)
+    assert status == 401 and b"invalid_api_key" in answer
+
+
+def _cached(server: Server, key: str, text: str, **fields: str) -> int:
+    body = {"prompt": text, "max_tokens": 1, **fields}
+    found = server.post("/v1/completions", body, authorization=f"Bearer {key}")
+    return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_no_tenant_meets_the_kv_of_another(keyed: Server) -> None:
+    text = "A text that only one of them knows, and that is long enough for pages. " * 2
+    assert _cached(keyed, ANN, text) == 0
+    assert _cached(keyed, ANN, text) > 32  # the positive control
+    assert _cached(keyed, BOB, text) == 0
+    assert _cached(keyed, BOB, text, cache_salt="ann") == 0
+    assert _cached(keyed, BOB, text) > 32
+
+
+def test_a_clients_salt_divides_its_own_kv(keyed: Server) -> None:
+    text = "Another text that is long enough to have some pages of its own in here. " * 2
+    assert _cached(keyed, ANN, text, cache_salt="one") == 0
+    assert _cached(keyed, ANN, text, cache_salt="one") > 32
+    assert _cached(keyed, ANN, text, cache_salt="two") == 0
+    assert _cached(keyed, ANN, text) == 0
+
+
+def test_the_log_has_names_and_no_keys(keyed: Server) -> None:
+    keyed.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **{"x-request-id": "log-1"})
+    line = keyed.wait_log(lambda line: line.get("id") == "log-1")
+    assert line["key"] == "ann" and line["status"] == 200 and line["completion_tokens"] == 1
+    assert "key-0123456789" not in json.dumps(keyed.log)
+
+
+# ---- The file
+
+
+def test_a_key_file(keys_file: Path) -> None:
+    tenants = read_api_keys(keys_file)
+    ann, bob = tenants.find({"x-api-key": ANN}), tenants.find({"x-api-key": BOB})
+    assert (ann.name, ann.share, bob.name, bob.share) == ("ann", 1, "bob", 3)
+    assert tenants.share_total == 4 and ANN not in repr(ann)
+    assert tenants.find({}) is None and Tenants().find({}) is ANYONE
+
+
+def test_salts_come_from_keys() -> None:
+    ann, bob = Tenant("x", 1, b"a" * 16), Tenant("x", 1, b"b" * 16)
+    salts = {t.salt(c) for t in (ann, bob) for c in (None, "one", "two")}
+    assert len(salts) == 6 and ANYONE.salt(None) is None and ANYONE.salt("s") == b"s"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has 0 keys"),
+        ("ann", "line 1: must be"),
+        ("ann short", "line 1: the key must have 16"),
+        (f"a/b {ANN}", "line 1: the name"),
+        (f"ann {ANN} 0", "line 1: the share"),
+        (f"ann {ANN} 1 2", "line 1: must be"),
+        (f"ann {ANN}\n\nbob {ANN}", "line 3: the name or the key"),
+        (f"ann {ANN}\nann {BOB}", "line 2: the name or the key"),
+    ],
+)
+def test_wrong_key_files_name_the_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(errors.BadArgumentError, match=words) as caught:
+        read_api_keys(path)
+    assert ANN not in str(caught.value)

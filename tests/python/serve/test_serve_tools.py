@@ -1,0 +1,226 @@
+"""Calls of functions, and Anthropic's API, in which they are blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import quire
+from quire.serve.tools import Call, ToolParser, parser_of_template
+from scripted_model import ScriptedModel
+from server_process import Server, running
+
+MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+ARGUMENTS = {"city": 'Ber"gen}', "days": [1, {"a": 2}]}
+PIECES = ["Let me look.", "\n\n", "<tool", '_call>{"name": "weather", ', '"arguments": {"ci']
+PIECES += ['ty": "Ber\\"gen}", ', '"days": [1, {"a": 2}]', "}} ", "</tool_call>"]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = ScriptedModel(tmp_path_factory.mktemp("scripted"), PIECES)
+    with running(model.directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(scripted: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=scripted.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(scripted: Server) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
+
+
+# ---- OpenAI
+
+
+def test_a_chat_calls_a_function(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS)
+    (choice,) = found.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me look."
+    assert call.function.name == "weather" and json.loads(call.function.arguments) == ARGUMENTS
+    again = [*MESSAGES, choice.message.model_dump(exclude_none=True)]
+    again += [{"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    assert client.chat.completions.create(model="tiny", messages=again, tools=TOOLS).choices
+
+
+def test_a_stream_has_arguments_as_they_come(client: openai.OpenAI) -> None:
+    chunks = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=TOOLS, stream=True
+    )
+    choices = [chunk.choices[0] for chunk in chunks]
+    text = "".join(choice.delta.content or "" for choice in choices)
+    parts = [part for choice in choices for part in choice.delta.tool_calls or []]
+    assert text == "Let me look." and choices[-1].finish_reason == "tool_calls"
+    assert parts[0].function.name == "weather" and parts[0].id.startswith("call_")
+    assert all(part.index == 0 and not part.id for part in parts[1:]) and len(parts) > 1
+    assert json.loads("".join(part.function.arguments for part in parts)) == ARGUMENTS
+
+
+def test_without_tools_all_of_it_is_text(client: openai.OpenAI) -> None:
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        found = client.chat.completions.create(model="tiny", messages=MESSAGES, **more)
+        assert found.choices[0].message.content == "".join(PIECES)
+        assert found.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
+            "tools[0].function.strict",
+        ),
+    ],
+)
+def test_what_needs_masks_is_refused(scripted: Server, body: Any, param: str) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, **body}
+    status, _, found = scripted.request("POST", "/v1/chat/completions", body)
+    assert status == 400 and found["error"]["param"] == param
+
+
+def test_a_model_whose_template_knows_no_tools(server: Server) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    status, _, found = server.request("POST", "/v1/chat/completions", body)
+    assert status == 400 and "knows no tools" in found["error"]["message"]
+
+
+# ---- Anthropic
+
+CLAUDE_TOOLS: Any = [{"name": "weather", "description": "of a city", "input_schema": CITY}]
+
+
+def test_a_message_has_the_answer_of_the_engine(server: Server, engine: quire.Engine) -> None:
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    prompt = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    expected = engine.generate(prompt, max_tokens=9)
+    asked = {"model": "tiny", "system": "Be brief.", "messages": MESSAGES}
+    found = claude.messages.create(max_tokens=9, **asked)
+    assert found.content[0].text == expected.text
+    assert found.usage.input_tokens == len(expected.prompt_ids)
+    assert found.usage.output_tokens == len(expected.ids) and found.stop_reason == "max_tokens"
+    assert claude.messages.count_tokens(**asked).input_tokens == len(expected.prompt_ids)
+    with claude.messages.stream(max_tokens=9, **asked) as stream:
+        assert "".join(stream.text_stream) == expected.text
+        assert stream.get_final_message().usage.output_tokens == len(expected.ids)
+    stop = expected.text[3:5]
+    ended = claude.messages.create(max_tokens=9, stop_sequences=[stop], **asked)
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_blocks_of_a_message(claude: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 99, "messages": MESSAGES, "tools": CLAUDE_TOOLS}
+    found = claude.messages.create(**asked)
+    text, call = found.content
+    assert text.text == "Let me look." and found.stop_reason == "tool_use"
+    assert (call.name, call.input) == ("weather", ARGUMENTS)
+    with claude.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    assert [block.type for block in streamed.content] == ["text", "tool_use"]
+    assert streamed.content[0].text == text.text and streamed.content[1].input == ARGUMENTS
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+    again = [*MESSAGES, {"role": "assistant", "content": found.content}]
+    again.append({"role": "user", "content": [result]})
+    assert claude.messages.create(**{**asked, "messages": again}).content
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        ({"tools": CLAUDE_TOOLS, "tool_choice": {"type": "any"}}, "tool_choice.type"),
+    ],
+)
+def test_errors_in_anthropics_form(scripted: Server, body: Any, words: str) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, **body}
+    status, _, found = scripted.request("POST", "/v1/messages", body)
+    assert status == 400 and found["type"] == "error"
+    assert found["error"]["type"] == "invalid_request_error" and words in found["error"]["message"]
+
+
+# ---- The parser
+
+Parsed = tuple[str, dict[int, tuple[str, str]]]
+
+
+def parse(kind: str, parts: list[str]) -> Parsed:
+    parser = ToolParser(kind)
+    texts, calls = [], {}
+    for text, found in [*map(parser.put, parts), parser.finish()]:
+        texts.append(text)
+        for call in found:
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = (call.name or name, arguments + call.arguments)
+    assert parser.calls == len(calls)
+    return "".join(texts), calls
+
+
+ONE = '{"name": "f", "arguments": {"a": "}</tool_call>\\""}}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("hermes", "no call at all < <tool", ("no call at all < <tool", {})),
+        ("hermes", f"a <tool_call>{ONE}</tool_call>", ("a", {0: ("f", ONE[27:-1])})),
+        (
+            "hermes",
+            f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{ONE}</tool_call>\n",
+            ("", {0: ("f", ONE[27:-1]), 1: ("f", ONE[27:-1])}),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"b": 1}, "name": "g"}</tool_call>x',
+            ("x", {0: ("g", '{"b": 1}')}),
+        ),
+        ("hermes", "<tool_call>{oh no</tool_call>", ("<tool_call>{oh no</tool_call>", {})),
+        ("hermes", '<tool_call>{"name"', ('<tool_call>{"name"', {})),
+        ("hermes", f"<tool_call>{ONE[:-5]}", ("", {0: ("f", ONE[27:-5])})),
+        ("llama3", "just {text}", ("just {text}", {})),
+        ("llama3", "", ("", {})),
+        (
+            "llama3",
+            '\n{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+            ("", {0: ("f", '{"a": 1}'), 1: ("g", "{}")}),
+        ),
+        ("llama3", '{"json": "but no call"}', ('{"json": "but no call"}', {})),
+        ("llama3", '{"parameters": {}, "name": "h"}', ("", {0: ("h", "{}")})),
+    ],
+)
+def test_a_parser_does_not_depend_on_the_cuts(kind: str, text: str, expected: Parsed) -> None:
+    assert parse(kind, [text]) == expected
+    assert parse(kind, list(text)) == expected
+    for cut in range(len(text)):
+        assert parse(kind, [text[:cut], text[cut:]]) == expected
+
+
+def test_arguments_are_passed_on_at_once() -> None:
+    parser = ToolParser("hermes")
+    assert parser.put('<tool_call>{"name": "f", "arguments": {"a') == (
+        "",
+        [Call(0, "f", ""), Call(0, None, '{"a')],
+    )
+    assert parser.put('": 1') == ("", [Call(0, None, '": 1')])
+
+
+def test_the_format_is_known_by_the_template() -> None:
+    assert parser_of_template("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert parser_of_template("{{ tools }} <|python_tag|>") == "llama3"
+    assert parser_of_template("{{ messages }} <tool_call>") is None
+    assert parser_of_template(None) is None
