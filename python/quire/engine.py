@@ -483,8 +483,7 @@ class Engine(_ffi.ThreadOwner):
         max_num_sequences: most samples in work at a time; more wait.
         max_waiting: most requests that wait. They come in by turns of their cache_salt.
         max_step_ms: while samples decode, prompts get what is computed in this time, and at least
-        16
-            tokens of a step: the most that the next tokens of others wait for them.
+            16 tokens of a step: the most that the next tokens of others wait for them.
         kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
         kv_store: a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it.
         kv_dir, kv_redis, kv_ram_bytes: or the tiers of a store of the engine's own: a folder,
@@ -585,6 +584,7 @@ class Engine(_ffi.ThreadOwner):
         self._model_sampling = _sampling.read_model_sampling(self.model_dir)
         stats = self.stats()
         self._pages, self._page_size = stats["pages_total"], stats["page_size"]
+        self._max_num_sequences = max_num_sequences
         if store is not None:
             use = {
                 "load_timeout_ms": max(1, load_timeout_ms),
@@ -700,6 +700,11 @@ class Engine(_ffi.ThreadOwner):
     def info(self) -> ModelInfo:
         """The model and how it is run."""
         return self._info
+
+    @property
+    def max_num_sequences(self) -> int:
+        """The most samples in work at a time."""
+        return self._max_num_sequences
 
     @property
     def model_sampling(self) -> SamplingOptions:

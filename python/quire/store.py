@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import builtins
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -280,7 +281,7 @@ class ChunkStore(_ffi.ClosingOwner):
         )
 
     @property
-    def tiers(self) -> list[Tier]:
+    def tiers(self) -> builtins.list[Tier]:
         """Those that it has, fastest first."""
         tiers = self.statistics()["tiers"]
         return [name for name in ("ram", "disk", "redis") if tiers[name]["present"]]
@@ -292,13 +293,13 @@ class ChunkStore(_ffi.ClosingOwner):
         misses = _plain(fields.pop("misses"))
         return {"tiers": tiers, "misses": misses, **_plain(fields)}
 
-    def take_events(self) -> list[tuple[str, Tier, str]]:
+    def take_events(self) -> builtins.list[tuple[str, Tier, str]]:
         """(what happened, tier, key) since the last call: "stored", "removed", "evicted",
         "expired", "corrupt"."""
         events: Any = self._handle.take_events()
         return [(event["kind"], event["tier"], event["key"]) for event in map(_plain, events)]
 
-    def passports(self, model: str | os.PathLike[str] | None = None) -> list[Passport]:
+    def passports(self, model: str | os.PathLike[str] | None = None) -> builtins.list[Passport]:
         """What the store has KV of: passports of the engines that use it, and of the chunks in its
         folder. Redis keeps no passports.
 
@@ -316,7 +317,8 @@ class ChunkStore(_ffi.ClosingOwner):
         wanted = (identity["revision"], identity["tokenizer"])
         return [each for each in passports if (each.revision, each.tokenizer) == wanted]
 
-    def list(self, tier: Tier) -> list[ChunkInfo]:
+    # Its name hides the builtin from the annotations of this class.
+    def list(self, tier: Tier) -> builtins.list[ChunkInfo]:
         """All chunks of a tier."""
         return [
             ChunkInfo(

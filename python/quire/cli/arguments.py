@@ -42,6 +42,7 @@ ENGINE = (
     "kv_bytes",
     "prefill_chunk",
     "max_num_sequences",
+    "max_step_ms",
     "prefix_cache",
     "kernel_path",
     "speculate",
@@ -147,7 +148,7 @@ _MEMBERS = re.compile(
 # Names of the library for which the program has another one.
 _NAMES = {"branches": "draft_branches", "prefill_chunk_size": "prefill_chunk"}
 # Names that only the library has.
-_NOT_TYPED = ("state_bytes", "max_tree_nodes", "max_waiting", "max_step_ms", "logit_bias")
+_NOT_TYPED = ("state_bytes", "max_tree_nodes", "max_waiting", "logit_bias")
 
 
 def in_typed_words(message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from quire.serve.limits import Limits
     from quire.serve.server import ServerOptions
 
-_RUNNING_MAX = 64  # as an engine has by itself
 _SERVER = (
     "host",
     "port",
@@ -136,6 +136,12 @@ def _add_life(command: argparse.ArgumentParser) -> None:
         help="that running answers get to end after SIGTERM (default: 30)",
     )
     group.add_argument(
+        "--max-step-ms",
+        type=ranges.Integer(1, 10**6),
+        metavar="MS",
+        help="while answers are written, prompts get at most this time of a step (default: 100)",
+    )
+    group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="of the log (default: text)"
     )
     group.add_argument(
@@ -217,10 +223,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(options, engine_options)
     with models.naming_missing_packages("serve"):
-        from quire.serve.server import serve
+        from quire.serve.server import bind, serve
     folder = models.model_folder(options.model)
     server = _server_options(options, folder)
-    with models.open_engine(folder, engine_options) as engine:
+    with contextlib.ExitStack() as stack:
+        # A port that is taken shows before the model loads.
+        sockets = bind(options.host, options.port)
+        for listener in sockets:
+            stack.callback(listener.close)
+        engine = stack.enter_context(models.open_engine(folder, engine_options))
         if not engine.has_tokenizer:
             raise errors.NotFoundError(
                 f"{folder}: has no tokenizer.json; a server needs one, for prompts are texts"
@@ -229,7 +240,7 @@ def _run(options: argparse.Namespace) -> int:
         def ready(url: str) -> None:
             print(f"quire: {server.names[0]} is ready on {url}", flush=True)
 
-        return serve(engine, server, ready)
+        return serve(engine, server, sockets, ready)
 
 
 def _check_pairs(options: argparse.Namespace) -> None:
@@ -259,11 +270,9 @@ def _server_options(options: argparse.Namespace, folder: str) -> ServerOptions:
     keys = options.api_keys
     return ServerOptions(
         host=options.host,
-        port=options.port,
         names=_names(options, folder),
         tenants=Tenants() if keys is None else read_api_keys(Path(keys)),
         limits=_limits(options),
-        running_max=options.max_num_sequences or _RUNNING_MAX,
         strict=options.strict,
         tool_parser=options.tool_parser,
         drain_seconds=options.drain_timeout,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from quire import errors
-from quire.engine import Engine, FinishReason, Piece, Prompt, Result, SamplingOptions, Stream
+from quire.engine import Engine, FinishReason, Piece, Prompt, Result, Sample, SamplingOptions, Stream
 
 __all__ = ["Answer", "Delta", "Streams"]
 
@@ -23,19 +23,43 @@ _STEPS_PER_TURN = 16  # of one answer, before others and their sockets have a tu
 _POOL_THREADS = 4  # tokenizing and templates; more would only take turns with each other
 
 
+# Memory of what waits for a client, about: a token's id and logprob, one of its alternatives, and a
+# character of text.
+_TOKEN_BYTES = 64
+_ALTERNATIVE_BYTES = 128
+_CHARACTER_BYTES = 4
+
+
 @dataclasses.dataclass
 class Delta:
-    """What came for one sample since the last step.
+    """What came for one sample since `Answer.next` was called last.
 
     logprobs, top_logprobs: one entry per id; empty unless they were asked for.
     """
 
     sample: int
-    text: str
-    ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    finish_reason: FinishReason | None
+    text: str = ""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @staticmethod
+    def whole(index: int, sample: Sample) -> Delta:
+        """All of a sample that has ended."""
+        return Delta(
+            index,
+            sample.text or "",
+            sample.ids,
+            sample.logprobs or [],
+            sample.top_logprobs or [],
+            sample.finish_reason,
+        )
+
+    def is_news(self, keep_ids: bool) -> bool:
+        """Whether a client is told of it; ids alone are news if keep_ids is set."""
+        told = self.text or self.finish_reason or self.logprobs
+        return bool(told or (keep_ids and self.ids))
 
 
 class Answer:
@@ -52,7 +76,8 @@ class Answer:
         self.result: Result | None = None
         self._streams = streams
         self._stream = stream
-        self._deltas: list[Delta] = []
+        self._deltas: dict[int, Delta] = {}  # by sample: what `next` has not given
+        self._unread_bytes = 0  # of these, about
         self._error: BaseException | None = None
         self._news = asyncio.Event()
         self._noted: dict[int, int] = {}  # per sample: tokens whose logprobs were given
@@ -66,8 +91,9 @@ class Answer:
         return self._stream.seed
 
     async def next(self, timeout: float) -> list[Delta] | None:
-        """All that came since the last call; waits until there is something. [] at the end, None
-        after `timeout` seconds without anything. Raises QuireError, and what `fail` was given."""
+        """All that came since the last call, one delta for each sample that got something, in their
+        order; waits until there is something. [] at the end, None after `timeout` seconds without
+        anything. Raises QuireError, and what `fail` was given."""
         if not self._deltas and self._error is None and self.result is None:
             self._news.clear()
             try:
@@ -75,10 +101,11 @@ class Answer:
                     await self._news.wait()
             except TimeoutError:
                 return None
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas = self._deltas, {}
+        self._unread_bytes = 0
         if not deltas and self._error is not None:
             raise self._error
-        return deltas
+        return [deltas[sample] for sample in sorted(deltas)]
 
     def fail(self, error: BaseException) -> None:
         """Ends the request; `next` raises the error once it has given what came before."""
@@ -99,7 +126,8 @@ class Answer:
         except errors.QuireError as error:
             self.fail(error)
             return 0
-        self._deltas += [self._delta(piece) for piece in pieces]
+        for piece in pieces:
+            self._add(piece)
         tokens = sum(len(piece.ids) for piece in pieces)
         if tokens and self.first_token is None:
             self.first_token = now
@@ -108,20 +136,23 @@ class Answer:
             self._streams._forget(self)
         if pieces:
             self._news.set()
+        if self._unread_bytes > self._streams.unread_bytes_max:
+            self.fail(self._streams.unread())
         return tokens
 
-    def _delta(self, piece: Piece) -> Delta:
+    def _add(self, piece: Piece) -> None:
         sample = self._stream.samples[piece.sample]
         begin = self._noted.get(piece.sample, 0)
         end = self._noted[piece.sample] = begin + len(piece.ids)
-        return Delta(
-            piece.sample,
-            piece.text,
-            piece.ids,
-            (sample.logprobs or [])[begin:end],
-            (sample.top_logprobs or [])[begin:end],
-            piece.finish_reason,
-        )
+        tops = (sample.top_logprobs or [])[begin:end]
+        delta = self._deltas.setdefault(piece.sample, Delta(piece.sample))
+        delta.text += piece.text
+        delta.ids += piece.ids
+        delta.logprobs += (sample.logprobs or [])[begin:end]
+        delta.top_logprobs += tops
+        delta.finish_reason = piece.finish_reason or delta.finish_reason
+        self._unread_bytes += _TOKEN_BYTES * len(piece.ids) + _CHARACTER_BYTES * len(piece)
+        self._unread_bytes += _ALTERNATIVE_BYTES * sum(map(len, tops))
 
 
 class Streams:
@@ -131,9 +162,19 @@ class Streams:
         engine: its `on_step` is used here.
         on_tokens: is given an answer, the number of its new tokens and the time of the event loop's
             clock, once per step and measured answer.
+        unread_bytes_max: of what an answer keeps for a client that does not take it.
+        unread: gives the error of an answer that passed it.
     """
 
-    def __init__(self, engine: Engine, on_tokens: Callable[[Answer, int, float], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_tokens: Callable[[Answer, int, float], None],
+        unread_bytes_max: int,
+        unread: Callable[[], BaseException],
+    ) -> None:
+        self.unread_bytes_max = unread_bytes_max
+        self.unread = unread
         self.answers: set[Answer] = set()
         self.last_token = -float("inf")  # when an answer last got a token
         self._engine = engine

@@ -118,14 +118,7 @@ def _of_entry(entry: Fields, role: str) -> list[dict[str, Any]]:
             id = block.text("tool_use_id", 256) or ""
             found.append({"role": "tool", "tool_call_id": id, "content": content or ""})
         elif kind not in ("thinking", "redacted_thinking"):  # of earlier answers; no template's
-            place = block.name("type")
-            raise Problem(
-                400,
-                f"{place} is {str(kind)[:40]!r}; this model takes text alone: no images, audio or "
-                "files",
-                param=place,
-                code="unsupported_content",
-            )
+            raise common.unsupported_content(block)
     if texts or calls or not found:
         message: dict[str, Any] = {"role": role, "content": "".join(texts)}
         found.append({**message, "tool_calls": calls} if calls else message)

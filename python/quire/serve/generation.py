@@ -23,6 +23,7 @@ __all__ = [
     "read_stream",
     "read_template_args",
     "text_of_content",
+    "unsupported_content",
 ]
 
 _TOKENS_MAX = 2**31 - 1
@@ -243,19 +244,24 @@ def text_of_content(entry: Fields, field: str) -> str | None:
     for part in entry.objects(field, 4096) or []:
         kind = part.any("type")
         if kind not in _TEXT_PARTS:
-            place = part.name("type")
-            raise Problem(
-                400,
-                f"{place} is {str(kind)[:40]!r}; this model takes text alone: no images, audio or "
-                "files",
-                param=place,
-                code="unsupported_content",
-            )
+            raise unsupported_content(part)
         text = part.text("refusal" if kind == "refusal" else "text")
         if text is None:
             part.refuse("text", "a text")
         texts.append(text)
     return "".join(texts)
+
+
+def unsupported_content(part: Fields) -> Problem:
+    """The refusal of a part of a content whose type is none that the server takes."""
+    place = part.name("type")
+    return Problem(
+        400,
+        f"{place} is {str(part.any('type'))[:40]!r}; this model takes text alone: no images, audio "
+        "or files",
+        param=place,
+        code="unsupported_content",
+    )
 
 
 def _tool_calls(entry: Fields) -> list[dict[str, Any]]:

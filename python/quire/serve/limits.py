@@ -20,6 +20,7 @@ class Limits:
     pipelined: requests of one connection that wait for the one in work.
     write_buffer_bytes: answers that the client has not taken; one that takes nothing of them for
         slow_client_seconds is cancelled.
+    unread_bytes: of an answer's tokens that wait for a place in that buffer.
     queue, queue_per_key: requests that wait in the engine for their turn.
     wait_seconds: a request that is predicted to wait longer is refused.
     ping_seconds: the longest silence of a stream.
@@ -41,6 +42,7 @@ class Limits:
     pipelined: int = 16
     write_buffer_bytes: int = 256 << 10
     slow_client_seconds: float = 30.0
+    unread_bytes: int = 1 << 20
     queue: int = 1024
     queue_per_key: int = 64
     wait_seconds: float = 60.0

@@ -111,7 +111,8 @@ class ChatView(View):
         return ()
 
     def step(self, deltas: list[Delta]) -> Iterable[bytes]:
-        choices = [self._choice(delta) for delta in merged(deltas, self.generation.return_ids)]
+        keep = self.generation.return_ids
+        choices = [self._choice(delta) for delta in deltas if delta.is_news(keep)]
         return (self._chunk(choices),) if choices else ()
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -171,16 +172,7 @@ class ChatView(View):
         return {**self._head, **kind, "choices": choices, "usage": usage_of(result)}
 
     def _whole_choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        choice = self._choice(
-            Delta(
-                index,
-                sample.text or "",
-                sample.ids,
-                sample.logprobs or [],
-                sample.top_logprobs or [],
-                sample.finish_reason,
-            )
-        )
+        choice = self._choice(Delta.whole(index, sample))
         message = {"refusal": None, **choice.pop("delta")}
         if "tool_calls" in message:
             message["tool_calls"] = joined(message["tool_calls"])
@@ -198,21 +190,3 @@ def joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             found[index] = part
     return list(found.values())
-
-
-def merged(deltas: list[Delta], keep_ids: bool) -> list[Delta]:
-    """One delta per sample, in the order of the samples. One without news is left out; ids alone
-    are news if keep_ids is set."""
-    found: dict[int, Delta] = {}
-    for delta in deltas:
-        before = found.setdefault(delta.sample, Delta(delta.sample, "", [], [], [], None))
-        before.text += delta.text
-        before.ids += delta.ids
-        before.logprobs += delta.logprobs
-        before.top_logprobs += delta.top_logprobs
-        before.finish_reason = delta.finish_reason or before.finish_reason
-    return [
-        delta
-        for _, delta in sorted(found.items())
-        if delta.text or delta.finish_reason or delta.logprobs or (keep_ids and delta.ids)
-    ]

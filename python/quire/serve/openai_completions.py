@@ -15,7 +15,7 @@ from quire.serve._streams import Delta
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
-from quire.serve.openai_chat import DONE, merged
+from quire.serve.openai_chat import DONE
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service, usage_of
@@ -97,7 +97,8 @@ class _CompletionView(View):
         return ()
 
     def step(self, deltas: list[Delta]) -> Iterable[bytes]:
-        choices = [self._choice(delta) for delta in merged(deltas, self.generation.return_ids)]
+        keep = self.generation.return_ids
+        choices = [self._choice(delta) for delta in deltas if delta.is_news(keep)]
         return (event({**self._head, "choices": choices}),) if choices else ()
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -135,17 +136,5 @@ class _CompletionView(View):
         return event(problem.openai())
 
     def whole(self, result: Result) -> dict[str, Any]:
-        choices = [
-            self._choice(
-                Delta(
-                    index,
-                    sample.text or "",
-                    sample.ids,
-                    sample.logprobs or [],
-                    sample.top_logprobs or [],
-                    sample.finish_reason,
-                )
-            )
-            for index, sample in enumerate(result.samples)
-        ]
+        choices = [self._choice(Delta.whole(i, sample)) for i, sample in enumerate(result.samples)]
         return {**self._head, "choices": choices, "usage": usage_of(result)}

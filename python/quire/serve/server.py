@@ -26,7 +26,7 @@ from quire.serve.protocol import LimitedProtocol
 from quire.serve.service import Service
 from quire.serve.tenants import Tenants
 
-__all__ = ["ServerOptions", "serve"]
+__all__ = ["ServerOptions", "bind", "serve"]
 
 _BACKLOG = 2048
 _FILES_BESIDE_CONNECTIONS = 256
@@ -35,15 +35,15 @@ _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """names: of the model, for clients. drain_seconds: that running answers get after SIGTERM.
-    tool_parser: one of tools.PARSERS; None: by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that may ask."""
+    """host: that clients may name beside those of this machine. names: of the model, for clients.
+    drain_seconds: that running answers get after SIGTERM. tool_parser: one of tools.PARSERS; None:
+    by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
+    may ask."""
 
     host: str
-    port: int
     names: tuple[str, ...]
     tenants: Tenants
     limits: Limits
-    running_max: int
     strict: bool = False
     tool_parser: str | None = None
     drain_seconds: float = 30.0
@@ -53,13 +53,17 @@ class ServerOptions:
     json_log: bool = False
 
 
-def serve(engine: Engine, options: ServerOptions, on_ready: Callable[[str], None]) -> int:
+def serve(
+    engine: Engine,
+    options: ServerOptions,
+    sockets: list[socket.socket],
+    on_ready: Callable[[str], None],
+) -> int:
     """Answers until SIGINT or SIGTERM; returns the exit code. `on_ready` is told the URL.
 
     The first signal refuses newcomers and lets answers end; the second one, or `drain_seconds`, ends
-    them with an error. OSError: the address is taken or not this machine's.
+    them with an error. sockets: of `bind`.
     """
-    sockets = _listen(options.host, options.port)
     url = _url(options, sockets[0])
     _allow_files(options.limits)
     return asyncio.run(_Server(engine, options, sockets).run(lambda: on_ready(url)))
@@ -85,7 +89,6 @@ class _Server:
             facts,
             options.tenants,
             options.limits,
-            running_max=options.running_max,
             strict=options.strict,
             tool_parser=options.tool_parser,
         )
@@ -154,6 +157,7 @@ def _uvicorn_config(app: object, service: Service, options: ServerOptions) -> uv
         interface="asgi3",
         log_config=None,
         access_log=False,
+        backlog=_BACKLOG,
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=int(options.limits.idle_seconds),
@@ -192,8 +196,9 @@ async def _first(event: asyncio.Event, task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def _listen(host: str, port: int) -> list[socket.socket]:
-    """One socket for each address of the host."""
+def bind(host: str, port: int) -> list[socket.socket]:
+    """One socket for each address of the host. They do not listen yet: until `serve` does, clients
+    are refused and do not wait. OSError: the address is taken or not this machine's."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
@@ -204,7 +209,6 @@ def _listen(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(address)
-            listener.listen(_BACKLOG)
             if port == 0:
                 break  # each address would get a port of its own
     except OSError as error:

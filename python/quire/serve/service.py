@@ -106,7 +106,6 @@ class Service:
         tenants: Tenants,
         limits: Limits,
         *,
-        running_max: int,
         strict: bool,
         tool_parser: str | None = None,
     ) -> None:
@@ -121,8 +120,8 @@ class Service:
         )
         self.book = ConnectionBook(limits)
         self.metrics = Metrics(self.book)
-        self.admission = Admission(limits, running_max, tenants.share_total)
-        self.streams = Streams(engine, self._note_tokens)
+        self.admission = Admission(limits, engine.max_num_sequences, tenants.share_total)
+        self.streams = Streams(engine, self._note_tokens, limits.unread_bytes, self._unread)
         self.kept = KeptResponses(limits)
         self.body_bytes = 0  # of all requests together
         self.draining = False
@@ -179,6 +178,10 @@ class Service:
                 self.metrics.inter_token_latency.observe(0.0, tokens - 1)
         else:
             self.metrics.inter_token_latency.observe((now - before) / tokens, tokens)
+
+    def _unread(self) -> Problem:
+        message = f"the client did not take its answer: more than {self.limits.unread_bytes} bytes"
+        return self.book.refuse("unread_bytes", 408, message + " of it waited")
 
     # ---- Health
 

@@ -166,7 +166,7 @@ def test_too_many_pipelined_requests_end_the_connection(strict: Server) -> None:
 
 def test_a_client_that_does_not_read_is_dropped(strict: Server) -> None:
     body = {"prompt": "x", "max_tokens": 100000, "window": 32, "ignore_eos": True}
-    data = json.dumps({**body, "stream": True, "logprobs": 20}).encode()
+    data = json.dumps({**body, "stream": True}).encode()
     with counted(strict, "slow_client"), socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.settimeout(DEADLINE)
@@ -175,6 +175,27 @@ def test_a_client_that_does_not_read_is_dropped(strict: Server) -> None:
         found = strict.wait_log(lambda line: line.get("id") == "slow")
     assert found["finish"] == "cancelled" and found["status"] == 200
     strict.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)
+
+
+def test_an_answer_that_nobody_reads_ends_with_an_error(tiny: TinyModel) -> None:
+    """Long before the client counts as slow: what waits for it is bounded."""
+    body = {"prompt": "x", "max_tokens": 10_000_000, "window": 32, "ignore_eos": True}
+    data = json.dumps({**body, "stream": True, "logprobs": 20}).encode()
+    near = ("--limit", "unread_bytes=100K", "--limit", "write_buffer_bytes=4K")
+    options = ("--no-prefix-cache", "--page-size", "16", *near)
+    with running(tiny.directory, *options) as server, socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.settimeout(DEADLINE)
+        peer.connect((server.host, server.port))
+        with counted(server, "unread_bytes"):
+            peer.sendall(head("/v1/completions", len(data), "connection: close") + data)
+            name = 'quire:http_limit_total{limit="unread_bytes"}'
+            server.wait_metrics(lambda m: m.get(name) == 1)
+            server.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)
+        _, answer = read_answer(peer)  # all that came before, then why there is no more
+        assert server.wait_log(lambda line: line["event"] == "request")["finish"] == "error"
+    last = answer.rsplit(b"data: ", 1)[1]
+    assert b'"code":"unread_bytes"' in last and answer.count(b"text_completion") > 1
 
 
 def test_an_upgrade_is_answered_as_http(strict: Server) -> None:

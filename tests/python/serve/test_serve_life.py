@@ -293,8 +293,10 @@ def test_wrong_variables_are_named(
     assert code == 2 and words in err
 
 
-def test_a_port_that_is_taken(tiny: TinyModel, server: Server) -> None:
-    other = process("serve", str(tiny.directory), "--port", str(server.port))
+def test_a_port_that_is_taken(tmp_path: Path, server: Server) -> None:
+    """It is told before the model is read."""
+    (tmp_path / "config.json").write_text("no JSON")
+    other = process("serve", str(tmp_path), "--port", str(server.port))
     _, err = other.communicate(timeout=DEADLINE)
     assert other.returncode == 1 and b"Address already in use" in err
 
