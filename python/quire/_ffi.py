@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import os
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -40,110 +44,163 @@ for _error in errors.BY_CODE.values():
     tvm_ffi.register_error(f"quire.{_error.__name__}", _error)
 
 
-@tvm_ffi.register_object("quire.KVState")
+# One token for each call that is in the library now; a set's add and discard need no lock.
+_calls_inside: set[object] = set()
+_interpreter_ends = False
+
+
+def _counted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, known to be inside until it has the interpreter's lock again.
+
+    A daemon thread that asks for the lock when the interpreter has ended is ended by unwinding its
+    stack, which frames of tvm-ffi turn into an abort of the process. So the end waits for calls
+    that are inside (:func:`_close_all`), and none comes after.
+    """
+
+    @functools.wraps(call)
+    def counted(*args: Any) -> Any:
+        if _interpreter_ends and threading.current_thread() is not threading.main_thread():
+            raise errors.ClosedError("the interpreter ends; no other thread may call Quire any more")
+        token = object()
+        _calls_inside.add(token)
+        try:
+            return call(*args)
+        finally:
+            _calls_inside.discard(token)
+
+    return counted
+
+
+def _register(name: str) -> Callable[[type[_Handle]], type[_Handle]]:
+    """The C++ class `name`, whose methods are counted."""
+
+    def register(cls: type[_Handle]) -> type[_Handle]:
+        registered = tvm_ffi.register_object(name)(cls)
+        for method in registered.__tvm_ffi_type_info__.methods:  # type: ignore[attr-defined]
+            if not method.is_static:
+                setattr(registered, method.name, _counted(getattr(registered, method.name)))
+        return registered
+
+    return register
+
+
+_Handle = TypeVar("_Handle", bound=tvm_ffi.Object)
+
+
+@_register("quire.KVState")
 class KVStateHandle(tvm_ffi.Object):
     """What the C++ objects of all states have in common; its methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.KVCache")
+@_register("quire.KVCache")
 class KVCacheHandle(KVStateHandle):
     """The C++ object behind quire.KVCache; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.LocalChannel")
+@_register("quire.LocalChannel")
 class LocalChannelHandle(tvm_ffi.Object):
     """The C++ object behind quire.LocalChannel; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.Engine")
+@_register("quire.Engine")
 class EngineHandle(tvm_ffi.Object):
     """The C++ object behind quire.Engine; its methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.StepQueue")
+@_register("quire.StepQueue")
 class StepQueueHandle(tvm_ffi.Object):
     """What the steps of an engine gave; its methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.LookupBuffer")
+@_register("quire.LookupBuffer")
 class LookupBufferHandle(tvm_ffi.Object):
     """The C++ object behind quire.LookupBuffer; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.StoreBuffer")
+@_register("quire.StoreBuffer")
 class StoreBufferHandle(tvm_ffi.Object):
     """The C++ object behind quire.StoreBuffer; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.BufferServer")
+@_register("quire.BufferServer")
 class BufferServerHandle(tvm_ffi.Object):
     """The C++ object that serves buffers; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.RNNState")
+@_register("quire.RNNState")
 class RNNStateHandle(KVStateHandle):
     """The C++ object behind quire.RNNState; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.RecurrentCache")
+@_register("quire.RecurrentCache")
 class RecurrentCacheHandle(KVStateHandle):
     """The C++ object behind quire.RecurrentCache; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.CompositeState")
+@_register("quire.CompositeState")
 class CompositeStateHandle(KVStateHandle):
     """The C++ object behind quire.CompositeState; constructor and methods come from the library."""
 
 
-@tvm_ffi.register_object("quire.ChunkStore")
+@_register("quire.ChunkStore")
 class ChunkStoreHandle(tvm_ffi.Object):
     """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
 
 
+@_counted
 def new_chunk_store(options: dict[str, Any]) -> Any:
     return ChunkStoreHandle(options)  # type: ignore[call-arg]
 
 
+@_counted
 def new_kv_cache(options: dict[str, Any]) -> Any:
     return KVCacheHandle(options)  # type: ignore[call-arg]
 
 
+@_counted
 def new_local_channel() -> Any:
     return LocalChannelHandle()
 
 
+@_counted
 def new_engine(options: dict[str, Any]) -> Any:
     """As its constructor, but other threads run while the model is loaded."""
     return function("Engine.create")(options)
 
 
+@_counted
 def new_lookup_buffer(options: dict[str, Any]) -> Any:
     return LookupBufferHandle(options)  # type: ignore[call-arg]
 
 
+@_counted
 def new_store_buffer(options: dict[str, Any]) -> Any:
     return StoreBufferHandle(options)  # type: ignore[call-arg]
 
 
+@_counted
 def new_buffer_server(options: dict[str, Any]) -> Any:
     return BufferServerHandle(options)  # type: ignore[call-arg]
 
 
+@_counted
 def new_rnn_state(options: dict[str, Any]) -> Any:
     return RNNStateHandle(options)  # type: ignore[call-arg]
 
 
+@_counted
 def new_recurrent_cache(options: dict[str, Any]) -> Any:
     return RecurrentCacheHandle(options)  # type: ignore[call-arg]
 
 
+@_counted
 def new_composite_state(options: dict[str, Any]) -> Any:
     return CompositeStateHandle(options)  # type: ignore[call-arg]
 
 
 def function(name: str) -> Any:
     """The function `name` of the library."""
-    return tvm_ffi.get_global_func(f"quire.{name}")
+    return _counted(tvm_ffi.get_global_func(f"quire.{name}"))
 
 
 class Closable(Protocol):
@@ -159,13 +216,23 @@ def close_at_exit(owner: Closable) -> None:
     _open_objects.add(owner)
 
 
+# What a call of another thread that nothing ends, such as a forward, may hold up the end.
+_EXIT_SECONDS = 10.0
+
+
 @atexit.register
 def _close_all() -> None:
+    global _interpreter_ends
     for owner in list(_open_objects):
         owner.close()
+    _interpreter_ends = True
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while _calls_inside and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _abandon_in_child() -> None:
+    _calls_inside.clear()  # their threads are not in the child
     for owner in list(_open_objects):
         if isinstance(owner, ThreadOwner):
             owner._abandon_after_fork()

@@ -72,9 +72,10 @@ class Mail:
 
 
 class Addressee(Protocol):
-    """A request."""
+    """A request. What still comes of one that is dropped is not handed out."""
 
     mail: Mail
+    dropped: bool
 
 
 _Request = TypeVar("_Request", bound=Addressee)
@@ -126,7 +127,7 @@ class Inbox(Generic[_Request]):
         with self.lock:
             for request_id, output in outputs_of(fields, self._columns):
                 request = self.requests.get(request_id)
-                if request is not None:  # else dropped meanwhile
+                if request is not None and not request.dropped:
                     batches.setdefault(request.mail, []).append((request_id, output))
             tickers = list(self.tickers)
         for mail in tickers:

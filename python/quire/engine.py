@@ -426,6 +426,7 @@ class _Request:
         self.prompt_ids = prompt_ids
         self.answers = answers
         self.seed = seed
+        self.dropped = False
         self.usage: Mapping[str, int] = {}  # of the last end
 
     @property
@@ -1082,6 +1083,7 @@ class Engine(_ffi.ThreadOwner):
             return
         with self._inbox.lock:
             known = request.id in self._inbox.requests
+            request.dropped = True
         if known and not (request.answers and request.finished):
             # It has ended by itself, or the engine has.
             with contextlib.suppress(errors.QuireError):
