@@ -124,6 +124,7 @@ class SamplingOptions(TypedDict, total=False):
         made with; see :class:`Engine`.
     window, sinks: endless text: a token sees the first `sinks` tokens and the last window - sinks,
         and prompt and answer may pass the model's positions; 0 (default): it sees all.
+    special_texts: special tokens that texts have, such as ["[TOOL_CALLS]"]; by default none.
     template_args: of chats: values (as JSON has them) that the model's template knows by name, such
         as {"enable_thinking": False}. BadArgumentError for names that the template does not use.
     """
@@ -149,6 +150,7 @@ class SamplingOptions(TypedDict, total=False):
     draft_branches: int
     window: int
     sinks: int
+    special_texts: Sequence[str]
     template_args: Mapping[str, Any]
 
 
@@ -402,12 +404,13 @@ class _NewRequest:
     """A prompt and its options as the library takes them.
 
     context: the last tokens of the prompt, from which the text of the answer goes on.
-    stops: texts, which are watched for here.
+    stops: texts, which are watched for here. special_texts: as of SamplingOptions.
     """
 
     ids: list[int]
     context: list[int]
     stops: list[str]
+    special_texts: list[str]
     logprobs: int | None
     sampling: dict[str, Any]
 
@@ -982,7 +985,9 @@ class Engine(_ffi.ThreadOwner):
         # The answer to a chat stands alone; otherwise it goes on from the prompt.
         vocab_size = self._info.vocab_size
         context = [] if _is_chat(prompt) else [i for i in ids[-8:] if 0 <= i < vocab_size]
-        return _NewRequest(ids, context, stop_texts, options.get("logprobs", 0), sampling)
+        special = _texts(options.get("special_texts", ()), "special_texts")
+        logprobs = options.get("logprobs", 0)
+        return _NewRequest(ids, context, stop_texts, special, logprobs, sampling)
 
     def _submit(self, made: _NewRequest, mail: Mail) -> _Request:
         seed = made.sampling["seed"] % 2**64 if _sampling.draws(made.sampling) else None
@@ -995,7 +1000,7 @@ class Engine(_ffi.ThreadOwner):
                 request.id = int(receipt[0])
                 self._inbox.requests[request.id] = request
             request.answers += [
-                _Answer(self._detokenizer(made.context), made.stops, made.logprobs)
+                _Answer(self._detokenizer(made), made.stops, made.logprobs)
                 for _ in range(made.sampling.get("n", 1))
             ]
         except BaseException:
@@ -1010,7 +1015,7 @@ class Engine(_ffi.ThreadOwner):
     def _engine_options(self, options: SamplingOptions, prompt_tokens: int) -> dict[str, Any]:
         """The options of a request as the library takes them, but for `stop`."""
         sampling = _sampling.resolved(self._model_sampling, options)
-        for name in ("stop", "template_args"):
+        for name in ("stop", "special_texts", "template_args"):
             sampling.pop(name, None)
         logprobs = options.get("logprobs", 0)
         sampling["logprobs"] = -1 if logprobs is None else _numbers.int64(logprobs, "logprobs")
@@ -1118,8 +1123,10 @@ class Engine(_ffi.ThreadOwner):
             return self.tokenizer.encode(prompt)
         return int_list(prompt, "token ids")
 
-    def _detokenizer(self, context: Sequence[int]) -> Detokenizer | None:
-        return Detokenizer(self.tokenizer, context) if self.has_tokenizer else None
+    def _detokenizer(self, made: _NewRequest) -> Detokenizer | None:
+        if not self.has_tokenizer:
+            return None
+        return Detokenizer(self.tokenizer, made.context, made.special_texts)
 
     def _room(self, prompt_tokens: int, sampling: Mapping[str, Any]) -> int:
         """The most tokens that an answer can have. 1 if there is no room: then the library says
@@ -1470,6 +1477,12 @@ def _split_stops(stop: Any) -> tuple[list[str], list[list[int]]]:
             raise TypeError(f"an entry of stop is a text or a list of token ids, not {kind}")
     texts = [_numbers.text(entry, "stop") for entry in stops if isinstance(entry, str)]
     return texts, [int_list(entry, "stop") for entry in stops if not isinstance(entry, str)]
+
+
+def _texts(value: Any, option: str) -> list[str]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{option} is a list of texts, not {type(value).__name__}")
+    return [_numbers.text(entry, option) for entry in value]
 
 
 def _miss_name(reason: int) -> str | None:

@@ -102,6 +102,12 @@ class Tokenizer:
         """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @functools.cached_property
+    def special_tokens(self) -> Mapping[int, str]:
+        """Those that a text is decoded without, by their id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {id: token.content for id, token in added.items() if token.special}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. BadArgumentError for text that is no Unicode (lone surrogates)."""
         try:
@@ -219,6 +225,7 @@ class Detokenizer:
         tokenizer: of the ids.
         context: ids before the first one, when the text goes on from them: some tokenizers drop the
             space at the start of a text.
+        special_texts: special tokens that the text has; all others are left out of it.
     """
 
     # A character has at most 4 bytes and a token at least one, so the start of one spans at most 3
@@ -228,12 +235,21 @@ class Detokenizer:
     # without end.
     _MAX_WINDOW = 64
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        special_texts: Sequence[str] = (),
+    ) -> None:
+        special = tokenizer.special_tokens if special_texts else {}
+        self._left_out = {id for id, text in special.items() if text not in special_texts}
+        self._decode = functools.partial(
+            tokenizer.decode, skip_special_tokens=not special_texts
+        )
         # Ids that are decoded together: context, which begins and ends at a character, and what
         # came since.
-        self._window = list(context)[-self._MAX_START :]
-        self._printed = tokenizer.decode(self._window)  # of the window's text
+        self._window = [id for id in context if id not in self._left_out][-self._MAX_START :]
+        self._printed = self._decode(self._window)  # of the window's text
         if self._printed.endswith(_REPLACEMENT):
             self._window, self._printed = [], ""
         self._context_length = len(self._window)
@@ -241,18 +257,18 @@ class Detokenizer:
 
     def put(self, ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that is certain by now."""
-        return "".join(self._put_one(id) for id in ids)
+        return "".join(self._put_one(id) for id in ids if id not in self._left_out)
 
     def finish(self) -> str:
         """The rest: U+FFFD for bytes whose character never came."""
-        piece = self._tokenizer.decode(self._window)[len(self._printed) :]
+        piece = self._decode(self._window)[len(self._printed) :]
         self._window, self._printed, self._context_length, self._waiting = [], "", 0, 0
         return piece
 
     def _put_one(self, id: int) -> str:
         self._window.append(id)
         self._waiting += 1
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         if text.endswith(_REPLACEMENT):
             return self._print_all_but_last(text)
         piece = text[len(self._printed) :]
@@ -261,7 +277,7 @@ class Detokenizer:
         if piece or len(self._window) >= self._MAX_WINDOW:
             # Without any context a decoder may drop the space at the start of the next id's text.
             self._window = self._window[self._context_length :]
-            self._printed = self._tokenizer.decode(self._window)
+            self._printed = self._decode(self._window)
             self._context_length = len(self._window)
         return piece
 
@@ -275,7 +291,7 @@ class Detokenizer:
         self._printed = certain
         if len(self._window) >= self._MAX_WINDOW:
             self._window = self._window[-self._MAX_START :]
-            self._printed = self._tokenizer.decode(self._window).removesuffix(_REPLACEMENT)
+            self._printed = self._decode(self._window).removesuffix(_REPLACEMENT)
             self._context_length = 0
         return piece
 

@@ -112,7 +112,7 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--tool-parser",
-        choices=("hermes", "llama3"),
+        choices=("deepseek", "hermes", "llama3", "mistral"),
         help="format of function calls in answers (default: by the chat template)",
     )
     group.add_argument(

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from quire import errors
-from quire.engine import Engine, FinishReason, Piece, Prompt, Result, Sample, SamplingOptions, Stream
+from quire.engine import (
+    Engine,
+    FinishReason,
+    Piece,
+    Prompt,
+    Result,
+    Sample,
+    SamplingOptions,
+    Stream,
+    Usage,
+)
 
 __all__ = ["Answer", "Delta", "Streams"]
 
@@ -63,19 +73,23 @@ class Delta:
 
 
 class Answer:
-    """A submitted request: its deltas, then its result.
+    """A submitted request, of one prompt or several: its deltas, then its result. Samples are
+    numbered through all prompts.
 
     submitted, first_token: times of the event loop's clock in seconds; the latter None before it.
     measured: whether the server's metrics count it. result: set with the last delta.
     """
 
-    def __init__(self, streams: Streams, stream: Stream, now: float, measured: bool) -> None:
+    def __init__(
+        self, streams: Streams, opened: list[Stream], now: float, measured: bool
+    ) -> None:
         self.submitted = now
         self.measured = measured
         self.first_token: float | None = None
         self.result: Result | None = None
         self._streams = streams
-        self._stream = stream
+        self._opened = opened
+        self._results: dict[int, Result] = {}  # by prompt
         self._deltas: dict[int, Delta] = {}  # by sample: what `next` has not given
         self._unread_bytes = 0  # of these, about
         self._error: BaseException | None = None
@@ -83,12 +97,8 @@ class Answer:
         self._noted: dict[int, int] = {}  # per sample: tokens whose logprobs were given
 
     @property
-    def prompt_ids(self) -> list[int]:
-        return self._stream.prompt_ids
-
-    @property
-    def seed(self) -> int | None:
-        return self._stream.seed
+    def prompt_tokens(self) -> int:
+        return sum(stream.prompt_tokens for stream in self._opened)
 
     async def next(self, timeout: float) -> list[Delta] | None:
         """All that came since the last call, one delta for each sample that got something, in their
@@ -117,35 +127,45 @@ class Answer:
     def close(self) -> None:
         """Ends the request if it has not ended: its pages are free before the next step."""
         self._streams._forget(self)
-        self._stream.close()
+        for stream in self._opened:
+            stream.close()
 
     def _poll(self, now: float) -> int:
         """Takes what is new from the engine; returns the number of new tokens."""
+        tokens = 0
         try:
-            pieces = self._stream.poll(_STEPS_PER_TURN)
+            for prompt, stream in enumerate(self._opened):
+                tokens += self._take(prompt, stream.poll(_STEPS_PER_TURN))
         except errors.QuireError as error:
             self.fail(error)
             return 0
-        for piece in pieces:
-            self._add(piece)
-        tokens = sum(len(piece.ids) for piece in pieces)
         if tokens and self.first_token is None:
             self.first_token = now
-        if pieces and pieces[-1].result is not None:
-            self.result = pieces[-1].result
+        if self.result is None and len(self._results) == len(self._opened):
+            self.result = _joined([self._results[i] for i in range(len(self._opened))])
             self._streams._forget(self)
-        if pieces:
             self._news.set()
         if self._unread_bytes > self._streams.unread_bytes_max:
             self.fail(self._streams.unread())
         return tokens
 
-    def _add(self, piece: Piece) -> None:
-        sample = self._stream.samples[piece.sample]
-        begin = self._noted.get(piece.sample, 0)
-        end = self._noted[piece.sample] = begin + len(piece.ids)
+    def _take(self, prompt: int, pieces: list[Piece]) -> int:
+        for piece in pieces:
+            self._add(prompt, piece)
+        if pieces:
+            self._news.set()
+            if pieces[-1].result is not None:
+                self._results[prompt] = pieces[-1].result
+        return sum(len(piece.ids) for piece in pieces)
+
+    def _add(self, prompt: int, piece: Piece) -> None:
+        samples = self._opened[prompt].samples
+        index = prompt * len(samples) + piece.sample
+        sample = samples[piece.sample]
+        begin = self._noted.get(index, 0)
+        end = self._noted[index] = begin + len(piece.ids)
         tops = (sample.top_logprobs or [])[begin:end]
-        delta = self._deltas.setdefault(piece.sample, Delta(piece.sample))
+        delta = self._deltas.setdefault(index, Delta(index))
         delta.text += piece.text
         delta.ids += piece.ids
         delta.logprobs += (sample.logprobs or [])[begin:end]
@@ -185,20 +205,28 @@ class Streams:
         engine.on_step = self._wake
 
     async def submit(
-        self, prompt: Prompt, options: SamplingOptions, *, measured: bool = True
+        self, prompts: list[Prompt], options: SamplingOptions, *, measured: bool = True
     ) -> Answer:
-        """Checks, tokenizes and submits; raises QuireError and TypeError as Engine.stream."""
-        submit = functools.partial(self._engine.stream, prompt, **options)
-        future = self._loop.run_in_executor(self._pool, submit)
+        """Checks, tokenizes and submits all prompts or none; raises QuireError and TypeError as
+        Engine.stream."""
+        future = self._loop.run_in_executor(self._pool, self._open_all, prompts, options)
         try:
-            stream = await asyncio.shield(future)
+            opened = await asyncio.shield(future)
         except asyncio.CancelledError:
             future.add_done_callback(_close_result)
             raise
-        answer = Answer(self, stream, self._loop.time(), measured)
+        answer = Answer(self, opened, self._loop.time(), measured)
         self.answers.add(answer)
         self._poll([answer])
         return answer
+
+    def _open_all(self, prompts: list[Prompt], options: SamplingOptions) -> list[Stream]:
+        with contextlib.ExitStack() as stack:
+            opened = [
+                stack.enter_context(self._engine.stream(prompt, **options)) for prompt in prompts
+            ]
+            stack.pop_all()
+            return opened
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Calls a function that may take long in a thread of the pool."""
@@ -243,6 +271,23 @@ class Streams:
         self.answers.discard(answer)
 
 
-def _close_result(future: asyncio.Future[Stream]) -> None:
+def _close_result(future: asyncio.Future[list[Stream]]) -> None:
     if not future.cancelled() and future.exception() is None:
-        future.result().close()
+        for stream in future.result():
+            stream.close()
+
+
+def _joined(results: list[Result]) -> Result:
+    """One result of those of several prompts: all samples, and the sums of what was used."""
+    if len(results) == 1:
+        return results[0]
+    usages = [result.usage for result in results]
+    sums = {
+        field.name: sum(getattr(usage, field.name) for usage in usages)
+        for field in dataclasses.fields(Usage)
+        if field.name != "miss"
+    }
+    miss = next((usage.miss for usage in usages if usage.miss is not None), None)
+    prompt_ids = [id for result in results for id in result.prompt_ids]
+    samples = [sample for result in results for sample in result.samples]
+    return Result(prompt_ids, samples, Usage(**sums, miss=miss), results[0].seed)

@@ -19,8 +19,9 @@ from quire.serve.generation import Generation
 from quire.serve.problems import Problem, from_engine
 from quire.serve.responses import JsonAnswer, View, answer, event
 from quire.serve.service import Service
-from quire.serve.tools import Call as ToolCall
-from quire.serve.tools import ToolParser, read_tools
+from quire.serve.tool_parser import Call as ToolCall
+from quire.serve.tool_parser import ToolParser, call_id
+from quire.serve.tools import read_tools
 
 __all__ = ["count_tokens", "handle"]
 
@@ -54,7 +55,7 @@ def _read(fields: Fields, service: Service) -> Generation:
     service.facts.check_name(fields)
     max_tokens = common.read_max_tokens(fields, "max_tokens")
     if max_tokens is None:
-        fields.refuse("max_tokens", "an integer of at least 1")
+        fields.refuse("max_tokens", "an integer of at least 0")
     tools = _read_tools(fields, service)
     options = common.read_sampling(fields, service.limits, service.facts)
     options |= {"max_tokens": max_tokens, "logprobs": None}
@@ -72,7 +73,7 @@ def _read(fields: Fields, service: Service) -> Generation:
     fields.only("container")
     fields.only("output_config")
     return Generation(
-        _read_messages(fields, service),
+        [_read_messages(fields, service)],
         options,
         common.read_salt(fields),
         fields.boolean("stream"),
@@ -222,7 +223,7 @@ class _MessageView(View):
                 yield _event("content_block_delta", index=self._index, delta=delta)
 
     def _tool_block(self, call: ToolCall) -> dict[str, Any]:
-        id = f"toolu_{self.call.id}_{call.index}"
+        id = call_id(self.generation.tool_parser, "toolu_", f"{self.call.id}_{call.index}")
         return {"type": "tool_use", "id": id, "name": call.name, "input": {}}
 
     def _start(self, block: dict[str, Any]) -> Iterable[bytes]:

@@ -58,7 +58,7 @@ class ModelFacts:
 
 @dataclasses.dataclass
 class Generation:
-    """prompt and options are the engine's.
+    """prompts and options are the engine's; all prompts have the same options.
 
     cache_salt: the client's; the server's own comes from the API key.
     stream, include_usage: how the answer is sent. logprobs: whether the client wants them, and of
@@ -66,7 +66,7 @@ class Generation:
     tool_parser: the format of calls in the answer; None: all of it is text.
     """
 
-    prompt: Prompt
+    prompts: list[Prompt]
     options: dict[str, Any]
     cache_salt: str | None = None
     stream: bool = False
@@ -77,7 +77,8 @@ class Generation:
 
     @property
     def samples(self) -> int:
-        return int(self.options.get("n", 1))
+        """The number of answers: n for each prompt."""
+        return int(self.options.get("n", 1)) * len(self.prompts)
 
 
 def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str, Any]:
@@ -145,8 +146,9 @@ def _logit_bias(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[int, 
 
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
-    """The first of the fields that is given; None: what there is room for."""
-    values = [fields.integer(name, 1, _TOKENS_MAX) for name in names]
+    """The first of the fields that is given; None: what there is room for. 0: the prompt alone, whose
+    KV is kept."""
+    values = [fields.integer(name, 0, _TOKENS_MAX) for name in names]
     return next((value for value in values if value is not None), None)
 
 

@@ -24,7 +24,7 @@ class Limits:
     queue, queue_per_key: requests that wait in the engine for their turn.
     wait_seconds: a request that is predicted to wait longer is refused.
     ping_seconds: the longest silence of a stream.
-    samples (n), logprobs, stops, stop_bytes, logit_biases, messages, tools: of one request.
+    samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, tools: of one request.
     responses, responses_bytes: that /v1/responses keeps for previous_response_id.
     """
 
@@ -48,6 +48,7 @@ class Limits:
     wait_seconds: float = 60.0
     ping_seconds: float = 15.0
     samples: int = 16
+    prompts: int = 64
     logprobs: int = 20
     stops: int = 16
     stop_bytes: int = 256

@@ -18,8 +18,9 @@ from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service, usage_of
 from quire.serve.tokens import TokenTexts
-from quire.serve.tools import Call as ToolCall
-from quire.serve.tools import ToolParser, read_tools
+from quire.serve.tool_parser import Call as ToolCall
+from quire.serve.tool_parser import ToolParser, call_id
+from quire.serve.tools import read_tools
 from quire.serve._streams import Delta
 
 __all__ = ["ChatView", "handle", "read_chat"]
@@ -51,7 +52,7 @@ def read_chat(fields: Fields, service: Service) -> Generation:
     if tools is not None:
         options["template_args"] = {**(options["template_args"] or {}), "tools": tools}
     return Generation(
-        common.read_messages(fields, service.limits),
+        [common.read_messages(fields, service.limits)],
         {name: value for name, value in options.items() if value is not None}
         | {"logprobs": logprobs},
         common.read_salt(fields),
@@ -153,7 +154,8 @@ class ChatView(View):
         """A part of a call; its id and name come first."""
         part: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
         if call.name is not None:
-            part["id"] = f"call_{self.call.id}_{sample}_{call.index}"
+            id = f"{self.call.id}_{sample}_{call.index}"
+            part["id"] = call_id(self.generation.tool_parser, "call_", id)
             part["type"] = "function"
             part["function"]["name"] = call.name
         return part

@@ -1,4 +1,4 @@
-"""`/v1/completions`: a text, or several, or token ids; no chat template."""
+"""`/v1/completions`: texts or token ids, one or several; no chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from quire.engine import Result
+from quire.engine import Prompt, Result
 from quire.serve import generation as common
 from quire.serve._streams import Delta
 from quire.serve.calls import Call, check_unknown, read_fields
@@ -38,9 +38,10 @@ def _read(fields: Fields, service: Service) -> Generation:
     service.facts.check_name(fields)
     stream, include_usage = common.read_stream(fields)
     logprobs = fields.integer("logprobs", 0, service.limits.logprobs)
+    max_tokens = common.read_max_tokens(fields, "max_tokens")
     options: dict[str, Any] = {
         **common.read_sampling(fields, service.limits, service.facts),
-        "max_tokens": common.read_max_tokens(fields, "max_tokens") or _MAX_TOKENS,
+        "max_tokens": _MAX_TOKENS if max_tokens is None else max_tokens,
         "stop": common.read_stop(fields, service.limits),
     }
     fields.only("suffix", "")
@@ -48,7 +49,7 @@ def _read(fields: Fields, service: Service) -> Generation:
     fields.only("add_special_tokens", True)
     fields.only("response_format", {"type": "text"})
     return Generation(
-        read_prompt(fields, service),
+        read_prompts(fields, service),
         {name: value for name, value in options.items() if value is not None}
         | {"logprobs": logprobs},
         common.read_salt(fields),
@@ -59,22 +60,34 @@ def _read(fields: Fields, service: Service) -> Generation:
     )
 
 
-def read_prompt(fields: Fields, service: Service) -> str | list[int]:
-    """A text or token ids; also a list of one of these."""
+def read_prompts(fields: Fields, service: Service) -> list[Prompt]:
+    """A text or token ids, or a list of these."""
     value = fields.any("prompt")
-    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
-        value = value[0]
+    is_one = isinstance(value, str) or (
+        isinstance(value, list) and value and type(value[0]) is int
+    )
+    if is_one:
+        return [_prompt(fields, "prompt", value, service)]
+    most = service.limits.prompts
+    if not isinstance(value, list) or not 1 <= len(value) <= most:
+        must = f"a text that is not empty, a list of token ids, or a list of 1 to {most} of these"
+        fields.refuse("prompt", must)
+    return [_prompt(fields, f"prompt[{i}]", each, service) for i, each in enumerate(value)]
+
+
+def _prompt(fields: Fields, place: str, value: Any, service: Service) -> Prompt:
     if isinstance(value, str) and value:
-        common.check_text(value, "prompt")
+        common.check_text(value, place)
         return value
+    vocab_size = service.facts.vocab_size
     if isinstance(value, list) and value and all(type(id) is int for id in value):
-        wrong = next((id for id in value if not 0 <= id < service.facts.vocab_size), None)
-        if wrong is not None:
-            fields.refuse("prompt", f"of token ids below {service.facts.vocab_size}, not {wrong}")
-        return value
-    if isinstance(value, list) and len(value) > 1:
-        fields.refuse("prompt", "one prompt; send several as several requests")
-    fields.refuse("prompt", "a text that is not empty, or a list of token ids")
+        wrong = next((id for id in value if not 0 <= id < vocab_size), None)
+        if wrong is None:
+            return value
+        message = f"{place} has the token id {wrong}; it must be below {vocab_size}"
+    else:
+        message = f"{place} must be a text that is not empty, or a list of token ids"
+    raise Problem(400, message, param=place, code="invalid_value")
 
 
 @dataclasses.dataclass

@@ -20,8 +20,9 @@ from quire.serve.kept_responses import Messages
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service
-from quire.serve.tools import Call as ToolCall
-from quire.serve.tools import ToolParser, read_tools
+from quire.serve.tool_parser import Call as ToolCall
+from quire.serve.tool_parser import ToolParser, call_id
+from quire.serve.tools import read_tools
 
 __all__ = ["handle"]
 
@@ -78,7 +79,7 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         "top_p": options.get("top_p"),
     }
     generation = Generation(
-        [*system, *messages],
+        [[*system, *messages]],
         options,
         common.read_salt(fields),
         fields.boolean("stream"),
@@ -222,7 +223,8 @@ class _ResponseView(View):
         yield from self._end_item()
         id = f"{self._asked.call.id}_{call.index}"
         item = {"id": f"fc_{id}", "type": "function_call", "status": "in_progress"}
-        yield self._add({**item, "call_id": f"call_{id}", "name": call.name, "arguments": ""})
+        called = call_id(self._asked.generation.tool_parser, "call_", id)
+        yield self._add({**item, "call_id": called, "name": call.name, "arguments": ""})
 
     def _add(self, item: dict[str, Any]) -> bytes:
         self._items.append(item)

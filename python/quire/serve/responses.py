@@ -83,7 +83,7 @@ async def answer(
     """Submits, and gives what is to be sent. Problem for requests that are refused; ClientGone."""
     call = Call.of(request)
     submitted = await service.submit(generation, call.tenant)
-    call.facts["prompt_tokens"] = len(submitted.prompt_ids)
+    call.facts["prompt_tokens"] = submitted.prompt_tokens
     if generation.stream:
         return _EventAnswer(service, generation, view, submitted, call, headers)
     async with _finishing(service, generation, submitted, call):
@@ -132,7 +132,7 @@ class _EventAnswer:
 
     async def _parts(self) -> AsyncIterator[bytes]:
         """What is sent at a time: the events of a step together."""
-        begin = b"".join(self._view.begin(len(self._answer.prompt_ids)))
+        begin = b"".join(self._view.begin(self._answer.prompt_tokens))
         if begin:
             yield begin
         while True:

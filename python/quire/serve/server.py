@@ -36,7 +36,7 @@ _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """host: that clients may name beside those of this machine. names: of the model, for clients.
-    drain_seconds: that running answers get after SIGTERM. tool_parser: one of tools.PARSERS; None:
+    drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS; None:
     by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
     may ask."""
 

@@ -20,7 +20,7 @@ from quire.serve.metrics import Metrics
 from quire.serve.problems import Problem, from_engine
 from quire.serve.protocol import ConnectionBook
 from quire.serve.tenants import Tenant, Tenants
-from quire.serve.tools import parser_of_template
+from quire.serve.tool_parser import parser_of_template, special_texts
 
 __all__ = ["Admission", "Service", "usage_of"]
 
@@ -143,8 +143,10 @@ class Service:
         salt = tenant.salt(generation.cache_salt)
         if salt is not None:
             options["cache_salt"] = salt
+        if generation.tool_parser is not None:
+            options["special_texts"] = special_texts(generation.tool_parser)
         try:
-            return await self.streams.submit(generation.prompt, options)  # type: ignore[arg-type]
+            return await self.streams.submit(generation.prompts, options)  # type: ignore[arg-type]
         except BaseException as error:
             self._leave(tenant, generation.samples)
             if isinstance(error, errors.QuireError):
@@ -194,6 +196,9 @@ class Service:
         if now - max(self.streams.last_token, self._last_progress) <= _HEALTHY_SECONDS:
             return None
         if self.streams.answers:
+            oldest = min(answer.submitted for answer in self.streams.answers)
+            if now - oldest <= _HEALTHY_SECONDS:
+                return None  # it was idle before
             return f"no token was made within {_HEALTHY_SECONDS:g} s"
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._make_token())
@@ -209,8 +214,8 @@ class Service:
         answer = None
         try:
             async with asyncio.timeout(_HEALTHY_SECONDS):
-                prompt = [_PROBE_TOKEN]
-                answer = await self.streams.submit(prompt, options, measured=False)  # type: ignore[arg-type]
+                prompts = [[_PROBE_TOKEN]]
+                answer = await self.streams.submit(prompts, options, measured=False)  # type: ignore[arg-type]
                 while await answer.next(_HEALTHY_SECONDS):
                     pass
         except TimeoutError:

@@ -13,12 +13,19 @@ TOOLS = "{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}"
 
 
 class ScriptedModel(TinyModel):
-    """pieces: of the script, all different; each is a token. Its template knows tools."""
+    """pieces: of the script, all different; each is a token. special: those that a text is decoded
+    without. tools: begins its template."""
 
-    def __init__(self, directory: Path, pieces: list[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        pieces: list[str],
+        special: tuple[str, ...] = (),
+        tools: str = TOOLS,
+    ) -> None:
         super().__init__(directory, Shape(positions=4096))
         begin = self.tokenizer.encode("<|im_start|>assistant\n").ids[-1]
-        self.tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+        self.tokenizer.add_tokens([AddedToken(p, normalized=False, special=p in special) for p in pieces])
         self.vocab_size = self.tokenizer.get_vocab_size()
         script = [begin, *map(self.tokenizer.token_to_id, [*pieces, EOS])]
         rng = np.random.default_rng(7)
@@ -34,5 +41,5 @@ class ScriptedModel(TinyModel):
         self.weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
         self._write(chat=True)
         path = directory / "tokenizer_config.json"
-        config = {**json.loads(path.read_text()), "chat_template": TOOLS + CHAT_TEMPLATE}
+        config = {**json.loads(path.read_text()), "chat_template": tools + CHAT_TEMPLATE}
         path.write_text(json.dumps(config))

@@ -79,6 +79,43 @@ def test_completions_take_texts_and_ids(client: openai.OpenAI, engine: quire.Eng
     assert [choice.text for choice in text.choices] == [sample.text for sample in both.samples]
 
 
+def test_several_prompts_of_one_request(client: openai.OpenAI, engine: quire.Engine) -> None:
+    options: Any = {"n": 2, "temperature": 1, "seed": 6, "max_tokens": 7}
+    for prompts in (["Once", "Twice upon", "x"], [[7, 8], [9, 10, 11]], ["One", [12, 13]]):
+        results = [engine.generate(prompt, **options) for prompt in prompts]
+        expected = [sample.text for result in results for sample in result.samples]
+        found = client.completions.create(model="tiny", prompt=prompts, **options)
+        assert [choice.index for choice in found.choices] == list(range(2 * len(prompts)))
+        assert [choice.text for choice in found.choices] == expected
+        assert found.usage.prompt_tokens == sum(len(result.prompt_ids) for result in results)
+        assert found.usage.completion_tokens == sum(
+            len(sample.ids) for result in results for sample in result.samples
+        )
+        texts = [""] * len(expected)
+        for chunk in client.completions.create(
+            model="tiny", prompt=prompts, stream=True, **options
+        ):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([], "prompt"), ("", "prompt"), (["x"] * 65, "prompt"), (["x", ""], "prompt[1]")]
+    + [([[5], [99999]], "prompt[1]"), ([[5], [True]], "prompt[1]"), ([[5], []], "prompt[1]")],
+)
+def test_prompts_that_are_none(server: Server, prompt: Any, param: str) -> None:
+    status, _, found = server.request("POST", "/v1/completions", {"prompt": prompt})
+    assert status == 400 and found["error"]["param"] == param
+
+
+def test_one_prompt_that_never_fits_ends_them_all(server: Server) -> None:
+    body = {"prompt": ["x", [5] * 300], "max_tokens": 1}
+    assert server.request("POST", "/v1/completions", body)[0] == 413
+    server.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)
+
+
 def _mixed(index: int) -> tuple[str, dict[str, Any], Any, dict[str, Any]]:
     """Path, body, and the prompt and options of the engine that mean the same."""
     text = f"Number {index} of them " + "and more " * (index % 7)
@@ -174,7 +211,7 @@ def test_tokenize_and_detokenize(server: Server, engine: quire.Engine) -> None:
         ({"n": 17}, "n", "n is 17; it must be an integer from 1 to 16"),
         ({"n": 10**9}, "n", "from 1 to 16"),
         ({"n": True}, "n", "integer"),
-        ({"max_tokens": 0}, "max_tokens", "from 1 to"),
+        ({"max_tokens": -1}, "max_tokens", "from 0 to"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),

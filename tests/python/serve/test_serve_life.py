@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import math
 import signal
 import socket
 import ssl
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import quire
 from program import process, run
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
-from quire.serve.service import Admission
+from quire.serve.service import Admission, Service
 from quire.serve.tenants import Tenant
 from server_process import DEADLINE, Server, events, head, running
 from tiny_model import TinyModel
@@ -112,6 +115,21 @@ def test_health_makes_a_token(tiny: TinyModel) -> None:
         assert found["quire:time_to_first_token_seconds_count"] == 0  # no client's
         assert server.request("GET", "/health")[0] == 200  # the same token
         assert server.metrics()["quire:generation_tokens_total"] == 1
+
+
+@pytest.mark.parametrize(("seconds", "alive"), [(1.0, True), (11.0, False)])
+def test_health_after_a_long_rest(seconds: float, alive: bool) -> None:
+    """The last token is long ago: what counts is how long the oldest answer has had."""
+
+    async def reason() -> str | None:
+        service = Service.__new__(Service)
+        service.draining, service._last_progress = False, -math.inf
+        submitted = asyncio.get_running_loop().time() - seconds
+        answers = [SimpleNamespace(submitted=submitted)]
+        service.streams = SimpleNamespace(last_token=-math.inf, answers=answers)  # type: ignore
+        return await service.health()
+
+    assert (asyncio.run(reason()) is None) == alive
 
 
 def test_metrics_count_what_happened(server: Server) -> None:

@@ -72,6 +72,23 @@ def test_no_tenant_meets_the_kv_of_another(keyed: Server) -> None:
     assert _cached(keyed, BOB, text) > 32
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_a_prompt_alone_is_kept(keyed: Server, path: str) -> None:
+    text = f"A prompt of {path} that is computed before anybody waits for its answer. " * 2
+    prompt: dict[str, object] = {"messages": [{"role": "user", "content": text}]}
+    if path == "/v1/completions":
+        prompt = {"prompt": text}
+    found = keyed.post(path, {**prompt, "max_tokens": 0})
+    usage = found["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 0
+    again = keyed.post(path, {**prompt, "max_tokens": 1})["usage"]
+    cached = again.get("cache_read_input_tokens")
+    assert (cached or again["prompt_tokens_details"]["cached_tokens"]) > 32
+    if path != "/v1/messages":
+        data = keyed.post(path, {**prompt, "max_tokens": 0, "stream": True})
+        assert '"finish_reason":"length"' in data and data.endswith("data: [DONE]\n\n")
+
+
 def test_a_clients_salt_divides_its_own_kv(keyed: Server) -> None:
     text = "Another text that is long enough to have some pages of its own in here. " * 2
     assert _cached(keyed, ANN, text, cache_salt="one") == 0

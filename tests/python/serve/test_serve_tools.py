@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 import quire
-from quire.serve.tools import Call, ToolParser, parser_of_template
+from quire.serve.tool_parser import PARSERS, Call, ToolParser, call_id, parser_of_template
 from scripted_model import ScriptedModel
 from server_process import Server, running
 
@@ -99,6 +102,24 @@ def test_a_model_whose_template_knows_no_tools(server: Server) -> None:
     assert status == 400 and "knows no tools" in found["error"]["message"]
 
 
+def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
+    """Mistral's: texts are decoded without them, but for answers in which calls are looked for."""
+    special = ("[TOOL_CALLS]", "[ARGS]")
+    pieces = ["Well.", "[TOOL_CALLS]", "weather", "[ARGS]", '{"city":', ' "Bergen"}']
+    template = "{% if tools %}{{ tools | tojson }} [TOOL_CALLS]{% endif %}"
+    model = ScriptedModel(tmp_path, pieces, special, template)
+    with running(model.directory) as server:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        (choice,) = server.post("/v1/chat/completions", body)["choices"]
+        plain = server.post("/v1/chat/completions", {"messages": MESSAGES})["choices"][0]
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("Well.", "tool_calls")
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Bergen"}'}
+    assert len(call["id"]) == 9
+    assert plain["message"]["content"] == 'Well.weather{"city": "Bergen"}'
+
+
 # ---- Anthropic
 
 CLAUDE_TOOLS: Any = [{"name": "weather", "description": "of a city", "input_schema": CITY}]
@@ -171,6 +192,8 @@ def parse(kind: str, parts: list[str]) -> Parsed:
     return "".join(texts), calls
 
 
+D = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin")}
+D |= {"call▁end": "<｜tool▁call▁end｜>", "sep": "<｜tool▁sep｜>"}
 ONE = '{"name": "f", "arguments": {"a": "}</tool_call>\\""}}'
 
 
@@ -201,6 +224,38 @@ ONE = '{"name": "f", "arguments": {"a": "}</tool_call>\\""}}'
         ),
         ("llama3", '{"json": "but no call"}', ('{"json": "but no call"}', {})),
         ("llama3", '{"parameters": {}, "name": "h"}', ("", {0: ("h", "{}")})),
+        (
+            "mistral",
+            'So: [TOOL_CALLS] [{"name": "f", "arguments": {"a": "]}"}}, '
+            '{"name": "g", "arguments": {}, "id": "123456789"}]\n',
+            ("So:", {0: ("f", '{"a": "]}"}'), 1: ("g", "{}")}),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abcdef123[ARGS]{}',
+            ("", {0: ("f", '{"a": 1}'), 1: ("g", "{}")}),
+        ),
+        ("mistral", '[TOOL_CALLS]f{"a": {}} and text', (" and text", {0: ("f", '{"a": {}}')})),
+        ("mistral", '[TOOL_CALLS][{"arguments": {}, "name": "h"}]', ("", {0: ("h", "{}")})),
+        ("mistral", "[TOOL_CALLS] no call", ("[TOOL_CALLS] no call", {})),
+        ("mistral", '[{"name": "f", "arguments": {}}]', ('[{"name": "f", "arguments": {}}]', {})),
+        (
+            "deepseek",
+            f"Yes. {D['calls▁begin']}{D['call▁begin']}f{D['sep']}{{\"a\": 1}}{D['call▁end']}"
+            f"{D['call▁begin']}g{D['sep']}{{}}{D['call▁end']}{D['calls▁end']}",
+            ("Yes.", {0: ("f", '{"a": 1}'), 1: ("g", "{}")}),
+        ),
+        (
+            "deepseek",
+            f"{D['calls▁begin']}{D['call▁begin']}function{D['sep']}f\n```json\n{{\"a\": \"```\"}}\n```"
+            f"{D['call▁end']}\n{D['calls▁end']}",
+            ("", {0: ("f", '{"a": "```"}')}),
+        ),
+        (
+            "deepseek",
+            f"{D['call▁begin']}what?{D['call▁end']}",
+            (f"{D['call▁begin']}what?{D['call▁end']}", {}),
+        ),
     ],
 )
 def test_a_parser_does_not_depend_on_the_cuts(kind: str, text: str, expected: Parsed) -> None:
@@ -208,6 +263,26 @@ def test_a_parser_does_not_depend_on_the_cuts(kind: str, text: str, expected: Pa
     assert parse(kind, list(text)) == expected
     for cut in range(len(text)):
         assert parse(kind, [text[:cut], text[cut:]]) == expected
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_random_texts_do_not_depend_on_the_cuts(kind: str) -> None:
+    """Words of all formats in any order, in random pieces."""
+    words = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<tool_call>", "</tool_call>", *D.values()]
+    words += ["f", "g1", " ", "\n", "{", "}", "[", "]", ",", ";", "<", "```json\n", '"', "text"]
+    words += ['{"name": "f", "arguments": ', '{"name": "f", "parameters": {"a": [{}]}}', "{}"]
+    words += ['<tool_call>{"name": "f", "arguments": {"a', '[TOOL_CALLS]f{"', '[{"name": "f", ']
+    words += [f'{D["call▁begin"]}f{D["sep"]}{{"', '"arguments": {"', 'x": "', '"}', '"}}']
+    random = Random(kind)
+    called = 0
+    for _ in range(2000):
+        text = "".join(random.choices(words, k=random.randint(1, 12)))
+        expected = parse(kind, [text])
+        called += len(expected[1]) > 0
+        cuts = sorted(random.choices(range(len(text) + 1), k=random.randint(1, 9)))
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+        assert parse(kind, parts) == expected, (text, parts)
+    assert called > 50
 
 
 def test_arguments_are_passed_on_at_once() -> None:
@@ -219,8 +294,15 @@ def test_arguments_are_passed_on_at_once() -> None:
     assert parser.put('": 1') == ("", [Call(0, None, '": 1')])
 
 
+def test_ids_of_calls_are_what_templates_take() -> None:
+    assert re.fullmatch("[a-z0-9]{9}", call_id("mistral", "call_", "a_0_1"))
+    assert call_id("hermes", "call_", "a_0_1") == "call_a_0_1"
+
+
 def test_the_format_is_known_by_the_template() -> None:
     assert parser_of_template("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert parser_of_template("{{ tools }} <|python_tag|>") == "llama3"
+    assert parser_of_template("{{ tools }} [TOOL_CALLS]") == "mistral"
+    assert parser_of_template("{{ tools }}" + D["call▁begin"]) == "deepseek"
     assert parser_of_template("{{ messages }} <tool_call>") is None
     assert parser_of_template(None) is None
