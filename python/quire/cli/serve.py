@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire import errors
-from quire.cli import arguments, memory, models, ranges
+from quire.cli import arguments, memory, models, ranges, serve_config
 from quire.cli.arguments import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.serve.server import ServerOptions
 
 _SERVER = (
+    "config",
     "host",
     "port",
     "served_model_names",
@@ -33,14 +34,15 @@ _SERVER = (
     "log_format",
     "limits",
 )
-_ENVIRONMENT_PREFIX = "QUIRE_"
+_MODEL_VARIABLE = "QUIRE_MODEL"
 
 
 def parser() -> argparse.ArgumentParser:
     command = _ServeParser(
         prog="quire serve",
         description="Answers clients of OpenAI's API over HTTP, until SIGINT or SIGTERM. Each option "
-        "is read from the environment, too: QUIRE_PORT is --port, QUIRE_KV_DIR is --kv-dir.",
+        "is read from the environment, too: QUIRE_PORT is --port, QUIRE_KV_DIR is --kv-dir; and from "
+        "the file of --config. The command line wins over the environment, and that over the file.",
     )
     command.add_argument(
         "model",
@@ -129,6 +131,12 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
 def _add_life(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("life")
     group.add_argument(
+        "--config",
+        type=ranges.place,
+        metavar="FILE",
+        help='options in YAML, such as "port: 8001"; the model is "model: DIR"',
+    )
+    group.add_argument(
         "--drain-timeout",
         type=ranges.Number(0, 86400),
         default=30.0,
@@ -152,52 +160,27 @@ def _add_life(command: argparse.ArgumentParser) -> None:
 
 
 class _ServeParser(arguments.Parser):
-    """Takes what the command line lacks from the environment."""
+    """Takes what the command line lacks from the environment, and what that lacks from the file."""
 
     def parse_intermixed_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         words = list(args or ())
-        given = {word.partition("=")[0] for word in words if word.startswith("--")}
-        return super().parse_intermixed_args(
-            [*_environment_words(self, os.environ, given), *words], namespace
-        )
+        taken = _names(words)
+        words = [*serve_config.environment_words(self, os.environ, taken), *words]
+        found = super().parse_intermixed_args(words, namespace)
+        values = {} if found.config is None else serve_config.read(self, found.config)
+        model = values.pop("model", None)
+        if values:
+            words = [*serve_config.file_words(self, found.config, values, _names(words)), *words]
+            found = super().parse_intermixed_args(words, namespace)
+        found.model = found.model or os.environ.get(_MODEL_VARIABLE) or model
+        return found
 
 
-def _environment_words(
-    parser: argparse.ArgumentParser, environment: Mapping[str, str], given: set[str]
-) -> list[str]:
-    """The environment's options as words of the command line; none for options that are `given`
-    there."""
-    words: list[str] = []
-    for action in parser._actions:
-        names = [name for name in action.option_strings if name.startswith("--")]
-        if not names or names[0] in ("--help", "--dry-run") or given.intersection(names):
-            continue
-        variable = _ENVIRONMENT_PREFIX + names[0][2:].upper().replace("-", "_")
-        value = environment.get(variable)
-        if value is None:
-            continue
-        if action.nargs == 0:
-            if value not in ("0", "1"):
-                parser.error(f"{variable} is {value!r}; it must be 0 or 1")
-            words += names[:1] if value == "1" else []
-        else:
-            _check_environment(parser, action, variable, value)
-            words.append(f"{names[0]}={value}")
-    return words
-
-
-def _check_environment(
-    parser: argparse.ArgumentParser, action: argparse.Action, variable: str, value: str
-) -> None:
-    """An error that names the variable: argparse would name an option that nobody typed."""
-    try:
-        converted = action.type(value) if callable(action.type) else value
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"{variable}: {error}")
-    if action.choices is not None and converted not in action.choices:
-        parser.error(f"{variable} is {value!r}; it must be one of {', '.join(action.choices)}")
+def _names(words: Sequence[str]) -> set[str]:
+    """The options among words of the command line."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
 
 
 def _limit(text: str) -> tuple[str, float]:
@@ -270,7 +253,7 @@ def _server_options(options: argparse.Namespace, folder: str) -> ServerOptions:
     keys = options.api_keys
     return ServerOptions(
         host=options.host,
-        names=_names(options, folder),
+        names=_model_names(options, folder),
         tenants=Tenants() if keys is None else read_api_keys(Path(keys)),
         limits=_limits(options),
         strict=options.strict,
@@ -283,7 +266,7 @@ def _server_options(options: argparse.Namespace, folder: str) -> ServerOptions:
     )
 
 
-def _names(options: argparse.Namespace, folder: str) -> tuple[str, ...]:
+def _model_names(options: argparse.Namespace, folder: str) -> tuple[str, ...]:
     if options.served_model_names:
         return tuple(options.served_model_names)
     if options.model is None:
@@ -298,7 +281,7 @@ def _dry_run(options: argparse.Namespace, engine_options: dict[str, Any]) -> int
         value = getattr(options, name)
         shown = "default" if value is None else str(value)
         rows[arguments.option_name(name).lstrip("-")] = shown
-    rows["served-model-name"] = ", ".join(_names(options, folder))
+    rows["served-model-name"] = ", ".join(_model_names(options, folder))
     rows["limit"] = " ".join(f"{k}={v:g}" for k, v in dataclasses.asdict(_limits(options)).items())
     plan = memory.plan_memory(folder, engine_options)
     memory.print_table(rows | memory.memory_lines(plan))

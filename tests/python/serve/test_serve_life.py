@@ -290,6 +290,64 @@ def test_dry_run_prints_what_is_in_effect(
     assert "total" in rows
 
 
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    capsys: pytest.CaptureFixture[str],
+    tiny: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        f"model: {tiny.directory}\nport: 1\nkv-bytes: 3M\nstrict: true\nno-prefix-cache: false\n"
+        "drain-timeout: 2.5\ncors: [https://a.example, https://b.example]\n"
+        "limit: {queue: 3, prompts: 4}\nthreads: 2\n"
+    )
+    monkeypatch.setenv("QUIRE_CONFIG", str(path))
+    monkeypatch.setenv("QUIRE_PORT", "2")
+    monkeypatch.setenv("QUIRE_THREADS", "3")
+    code, out, err = run(capsys, "serve", "--dry-run", "--threads", "4")
+    assert code == 0, err
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (rows["port"], rows["threads"], rows["kv-bytes"]) == ("2", "4", str(3 << 20))
+    assert (rows["strict"], rows["drain-timeout"]) == ("True", "2.5")
+    assert rows["cors"] == "['https://a.example', 'https://b.example']"
+    assert "queue=3 " in rows["limit"] and "prompts=4 " in rows["limit"]
+    assert rows["model"] == str(tiny.directory) and rows["config"] == str(path)
+    other = tmp_path / "other.yaml"
+    other.write_text("")
+    monkeypatch.setenv("QUIRE_MODEL", str(tiny.directory))
+    code, out, err = run(capsys, "serve", "--dry-run", "--config", str(other))
+    assert code == 0 and str(tiny.directory) in out, err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "there is no option 'prot'; did you mean port?"),
+        ("config: x", "there is no option 'config'"),
+        ("help: true", "there is no option 'help'"),
+        ("port: x", "port: 'x' is not an integer"),
+        ("port: true", "port is True; it must be a text or a number"),
+        ("port: [1, 2]", "port is [1, 2]"),
+        ("port:", "port is None"),
+        ("strict: 1", "strict is 1; it must be true or false"),
+        ("log-format: xml", "log-format is 'xml'; it must be one of text, json"),
+        ("limit: {qeue: 1}", "did you mean queue?"),
+        ("- port", "must have lines such as"),
+        ("model: 3", "model must be a folder"),
+        ("a: [", "is no YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "is no YAML"),
+    ],
+)
+def test_wrong_files_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    code, _, err = run(capsys, "serve", "--dry-run", "--port", "3", "--config", str(path))
+    assert code == 2 and words in err and str(path) in err
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
