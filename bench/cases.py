@@ -22,6 +22,7 @@ GROUPS = {
     "j": "Beside TVM's own cache",
     "k": "Speculative decoding",
     "l": "Growth",
+    "m": "Serving",
 }
 
 HEADS = 32
@@ -838,6 +839,108 @@ def _growth_cases(threads: int) -> list[Case]:
     return cases
 
 
+# ---- (m): serving
+
+_SERVERS = (
+    ("Quire", "quire-serve"),
+    ("EngineLoop", "quire-loop"),
+    ("llama-server", "llama-serve"),
+    ("vLLM", "vllm-serve"),
+)
+_PEERS_FASTER = (Goal("llama-server", 1.2), Goal("vLLM", 1.1))
+
+
+def _serving_case(
+    name: str,
+    request: dict[str, Any],
+    metrics: tuple[Metric, ...],
+    model: models.Model,
+    length: int,
+    *,
+    answers: int,
+    quick: bool = False,
+) -> Case:
+    return Case(
+        name=f"serve/{model.name}/{name}",
+        group="m",
+        sides=tuple(Side(server, worker, request) for server, worker in _SERVERS),
+        metrics=metrics,
+        quick=quick,
+        long=model.name == "1b",
+        model=model.name,
+        tokens=answers * (length + 256),  # the last page of an answer is not full
+        sequences=answers,
+        length=length,
+    )
+
+
+def _clients_case(model: models.Model, clients: int, prompt: int, tokens: int) -> Case:
+    request = {"kind": "clients", "clients": clients, "prompt": prompt, "tokens": tokens}
+    speed = () if clients == 1 else _PEERS_FASTER
+    if clients == 32:
+        speed += (Goal("EngineLoop", 0.99 if model.name == "1b" else 0.95),)
+    return _serving_case(
+        f"clients/{clients}x({prompt}+{tokens})",
+        request,
+        (
+            Metric(unit="tokens", tokens=clients * tokens, goals=speed),
+            Metric("first token"),
+            Metric("between tokens"),
+            Metric("between tokens, p99"),
+            Metric("memory", "MiB"),
+        ),
+        model,
+        prompt + tokens + 2,
+        answers=clients,
+        quick=model.name == "110m" and clients == 8,
+    )
+
+
+def _chats_case(model: models.Model) -> Case:
+    request = {"clients": 8, "common": 1024, "turns": 6, "question": 64, "tokens": 64}
+    return _serving_case(
+        "chats/8x6",
+        {"kind": "chats", **request},
+        (
+            Metric(unit="s"),
+            Metric("first token, turn 1"),
+            Metric("first token, later", goals=(Goal("llama-server", 2.0),)),
+            Metric("memory", "MiB"),
+        ),
+        model,
+        1024 + 6 * 128 + 2,
+        answers=8,
+    )
+
+
+def _arrivals_case(model: models.Model) -> Case:
+    request = {"clients": 8, "prompts": 3, "prompt": 4096, "tokens": 4096}
+    return _serving_case(
+        "arrivals/8+3x4096",
+        {"kind": "arrivals", **request},
+        (
+            Metric("first token"),
+            Metric("between tokens, quiet p99"),
+            Metric(
+                "between tokens, p99", goals=(Goal("llama-server", 4.0), Goal("vLLM", 4.0))
+            ),
+            Metric("memory", "MiB"),
+        ),
+        model,
+        4096 + 32 + 2,
+        answers=9,
+    )
+
+
+def _serving_cases() -> list[Case]:
+    cases = []
+    for name in models.NAMES:
+        model = models.describe(name)
+        cases += [_clients_case(model, clients, 512, 64) for clients in (1, 8, 32)]
+        cases += [_chats_case(model), _arrivals_case(model)]
+    return cases
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -875,6 +978,23 @@ def smoke_cases(threads: int) -> list[Case]:
         _speculation_case(
             "smoke/speculate", _TEXTS["records"], models.describe("embedded"), 8, quick=True
         ),
+        _clients_case(models.describe("embedded"), 2, 16, 4),
+        _serving_case(
+            "chats",
+            {"kind": "chats", "clients": 2, "common": 16, "turns": 2, "question": 8, "tokens": 4},
+            (Metric(unit="s"), Metric("first token, later")),
+            models.describe("embedded"),
+            64,
+            answers=2,
+        ),
+        _serving_case(
+            "arrivals",
+            {"kind": "arrivals", "clients": 2, "prompts": 1, "prompt": 32, "tokens": 500},
+            (Metric("first token"), Metric("between tokens, p99")),
+            models.describe("embedded"),
+            600,
+            answers=3,
+        ),
     ]
 
 
@@ -895,5 +1015,5 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += [_tier_case(models.describe(name)) for name in models.NAMES]
     cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)
     cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
-    cases += _growth_cases(threads)
+    cases += _growth_cases(threads) + _serving_cases()
     return sorted(cases, key=lambda case: case.group)

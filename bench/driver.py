@@ -29,6 +29,7 @@ import measure
 import models
 import report
 from cases import Case, Side
+from serving_workers import LlamaServing, quire_server, vllm_server
 from workers import (
     LineWorker,
     LlamaBench,
@@ -53,6 +54,7 @@ _GIB = 1 << 30
 _PEER_STORES = ("rocksdb", "lmdb")
 # Workers that are told how long to run.
 _TIMED_WORKERS = ("quire", "vllm-kernel", "tvm-cache")
+_SERVING_WORKERS = ("quire-serve", "quire-loop", "llama-serve", "vllm-serve")
 
 
 def main(arguments: list[str]) -> int:
@@ -246,7 +248,7 @@ class Workers:
     def key(self, side: Side, case: Case) -> tuple[Any, ...]:
         if side.worker in _TIMED_WORKERS:
             return (side.worker,)
-        if side.worker == "llama-server":
+        if side.worker == "llama-server" or side.worker in _SERVING_WORKERS:
             return (side.worker, case.model, case.sequences, case.length)
         return (side.worker, case.model)
 
@@ -329,6 +331,8 @@ class Workers:
             return self._quire_engine(log, self._load(case, alone=True) | guesses)
         if kind in ("quire-disk", "quire-cold", "quire-pages", "quire-redis"):
             return self._quire_engine(log, self._load(case, alone=True) | self._tier(kind))
+        if kind in _SERVING_WORKERS:
+            return self._serving(kind, log, case)
         if kind == "llama-server":
             return self._llama_server(log, case)
         if kind in ("llama-bench", "llama-batched-bench"):
@@ -368,8 +372,25 @@ class Workers:
             return {"prefix_cache": False, "kv_redis": self._redis_endpoint()}
         return {"prefix_cache": kind == "quire-pages"}
 
-    def _llama_server(self, log: Path, case: Case) -> LlamaServer:
-        return LlamaServer(
+    def _serving(self, kind: str, log: Path, case: Case) -> Worker:
+        model = models.served_folder(case.model, self._peers / "models")
+        vocab_size = models.describe(case.model).vocab_size
+        load = self._load(case, alone=True) | {"model": str(model)}
+        if kind == "quire-serve":
+            return quire_server(model, log, load, vocab_size, self._patience)
+        if kind == "quire-loop":
+            del load["length"]
+            command = [sys.executable, str(HERE / "quire_loop_worker.py")]
+            return LineWorker(command, log, self._patience, load)
+        if kind == "llama-serve":
+            return self._llama_server(log, case, LlamaServing)
+        python, dtype = self._vllm(), self._vllm_dtype
+        return vllm_server(python, model, log, load, dtype, vocab_size, self._patience)
+
+    def _llama_server(
+        self, log: Path, case: Case, kind: type[LlamaServer] = LlamaServer
+    ) -> LlamaServer:
+        return kind(
             self._llama("llama-server"),
             self._gguf(case),
             log,
@@ -408,13 +429,13 @@ class Workers:
 
     def _vllm(self) -> str:
         if not (self._peers / "vllm" / "ready").exists():
-            self._no("vllm-kernel", "vllm-engine", reason="no vLLM: bench/setup vllm builds it")
+            self._no("vllm-kernel", "vllm-engine", "vllm-serve", reason="no vLLM: bench/setup vllm builds it")
         return str(self._peers / "vllm" / "bin" / "python")
 
     def _llama(self, name: str) -> Path:
         binary = self._peers / "llama" / "bin" / name
         if not binary.exists():
-            self._no(name, reason="no llama.cpp: bench/setup llama builds it")
+            self._no(name, "llama-serve", reason="no llama.cpp: bench/setup llama builds it")
         return binary
 
     def _no(self, *kinds: str, reason: str) -> None:

@@ -91,6 +91,23 @@ def folder(name: str, cache: Path) -> Path:
     return cache / name
 
 
+def served_folder(name: str, cache: Path) -> Path:
+    """The folder with a tokenizer, which servers ask for: prompts are token ids all the same."""
+    found = folder(name, cache)
+    path = found / "tokenizer.json"
+    if not path.exists():
+        import tokenizers
+
+        tokens, merges = _vocabulary(_VOCAB_SIZE)
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        vocabulary = {token: id for id, token in enumerate(tokens)}
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs, unk_token="<unk>"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        made.save(str(path))
+    return found
+
+
 def packed_folder(name: str, cache: Path) -> Path:
     """The same model as `quire pack` writes it, made if it is not there."""
     source = folder(name, cache)

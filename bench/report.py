@@ -43,6 +43,7 @@ HEADLINES = (
     "latent/bf16/16h/8x4096",
     "tvm/plan/32x4096: begin_step",
     "speculate/embedded/records",
+    "serve/110m/clients/8x(512+64)",
 )
 
 

@@ -167,7 +167,7 @@ class LineWorker(Process):
         self.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -188,7 +188,7 @@ class LlamaServer(Process):
         vocab_size: int,
         patience: Patience,
     ) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self._patience = patience
         self.version = llama_version(binary.parent)
         begin = time.perf_counter()

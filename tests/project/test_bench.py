@@ -53,6 +53,9 @@ def test_every_case_gives_its_rows(smoke):
         "latent/bf16/2h/2x256",
         "smoke/tvm",
         "smoke/speculate",
+        "serve/embedded/clients/2x(16+4)",
+        "serve/embedded/chats",
+        "serve/embedded/arrivals",
     ]
     sides = [list(case["samples"]) for case in smoke["cases"][8:]]
     assert sides == [
@@ -60,6 +63,7 @@ def test_every_case_gives_its_rows(smoke):
         ["Quire"],
         ["Quire", "quire.tvm", "TVM"],
         ["Quire", "plain"],
+        *[["Quire", "EngineLoop"]] * 3,
     ]
     for case in smoke["cases"]:
         assert case["rows"], case["name"]
