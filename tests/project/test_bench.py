@@ -39,7 +39,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("bench/setup vllm builds it; measured without it") == 1, done.stderr
+    assert done.stderr.count("bench/setup vllm builds it; measured without it") == 2, done.stderr
     return json.loads((folder / "smoke.json").read_text())
 
 
