@@ -80,8 +80,8 @@ struct EngineOptions {
 };
 
 // How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,
-// position) only. Order: penalties, bias, then greedy, or temperature, top_k, top_p, min_p (each on
-// what the one before left). Equal logits: the lower id comes first.
+// position) only. Order: filter, penalties, bias, then greedy, or temperature, top_k, top_p, min_p
+// (each on what the one before left). Equal logits: the lower id comes first.
 struct SamplingOptions {
   // >= 0. 0: the prompt alone is computed, and its KV kept and stored; its samples end with
   // kLength.
@@ -112,6 +112,10 @@ struct SamplingOptions {
   // max_tokens may pass the model's positions, up to kEndlessTokensMax. 0 = a token sees all.
   int64_t window = 0;  // at most the model's positions
   int64_t sinks = 0;   // in [0, window)
+  // Tokens that it does not allow are never drawn: their logits are -infinity before all else, and
+  // log-probabilities are those of the allowed ones. Where it allows nothing, or fails, the sample
+  // ends with kError. It takes the place of ignore_eos. Null: all are allowed.
+  std::shared_ptr<const TokenFilter> filter = nullptr;
 
   static constexpr int64_t kEndlessTokensMax = int64_t{1} << 30;  // positions are int32
   static constexpr int64_t kLogprobsMax = 256;                    // 2 KiB per token of the answer
@@ -124,7 +128,8 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 
 struct TokenLogprob {
   int32_t token;
-  float logprob;  // natural log of the softmax of the model's logits, before sampling options
+  // Natural log of the softmax of the model's logits, before all sampling options but `filter`.
+  float logprob;
 };
 
 // Tokens of a prompt that were not computed, by where their KV came from.
@@ -155,7 +160,7 @@ struct StepOutput {
   int64_t request_id = 0;
   int64_t sample = 0;
   std::vector<int32_t> tokens;  // new ones
-  // Per new token: the chosen one, then the best ones.
+  // Per new token: the chosen one, then the best ones; fewer where a filter allows fewer.
   std::vector<std::vector<TokenLogprob>> logprobs;
   FinishReason finish_reason = FinishReason::kNone;
   std::string error;  // kError

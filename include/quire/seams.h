@@ -71,6 +71,30 @@ class LayerSink {
   virtual Status OnSendStopped(std::span<const SendRecord> records, const Status& why) = 0;
 };
 
+// Which tokens may come next in an answer: a grammar's matcher, for example. It stands behind the
+// tokens that it has accepted. A host gives a request one that has accepted none; each sample is
+// drawn with a fork of its own, which the engine owns. One thread at a time calls a fork, any of
+// the runner's; Fork of what the host gave may be called by several at a time. No call may throw.
+class TokenFilter {
+ public:
+  virtual ~TokenFilter() = default;
+  // The size of the vocabulary for which it was made: the model's.
+  virtual int64_t vocab_size() const noexcept = 0;
+  // A filter at the same place that goes its own way.
+  virtual Result<std::unique_ptr<TokenFilter>> Fork() const = 0;
+  // `mask`: [(vocab_size + 31) / 32], the caller's. Sets bit token % 32 of word token / 32 for each
+  // token that may come next, and clears it for all others; bits behind the vocabulary do not
+  // count. The model's end-of-answer tokens are among them where the answer may end; where it must
+  // end, there are no others.
+  virtual Status FillMask(std::span<uint32_t> mask) = 0;
+  // Goes on behind the token, which is drawn or a guess, and may be one that ends the answer: then
+  // nothing may come next. False: it may not come next, and nothing has changed.
+  virtual Result<bool> Accept(int32_t token) = 0;
+  // Takes back the last `count` of the tokens that this filter, and not what it was forked from,
+  // has accepted.
+  virtual Status Rollback(int64_t count) = 0;
+};
+
 // Time. All calls from any thread.
 class Clock {
  public:

@@ -130,6 +130,7 @@ class EngineImpl final : public Engine {
     std::vector<Draw> draws = {};        // room for all that there can be
     int64_t count = 0;                   // of `draws`, in use
     int64_t last_node = 0;               // of the tree, from which was drawn last; 0: the root
+    Status filter_status = {};           // of DrawError::kFilterFailed
     StepOutput output = {};
   };
   // Works that are run as token trees, and what is guessed for them.
@@ -182,8 +183,10 @@ class EngineImpl final : public Engine {
   Status RunBatch(const Batch& batch, bool* plan_anew);
   Status Attempt(const Batch& batch);
   Status Forward(const Batch& batch);
-  Drawn PrepareDrawn(Request* request, Sample* sample, int64_t row, int64_t draws_max) const;
-  std::vector<Drawn> PrepareDraws(const Batch& batch) const;
+  Result<Drawn> PrepareDrawn(Request* request, Sample* sample, int64_t row,
+                             int64_t draws_max) const;
+  Result<std::vector<Drawn>> PrepareDraws(const Batch& batch) const;
+  void DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept;
   void DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept;
   void DrawAll(std::vector<Drawn>* draws);
   void Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept;

@@ -45,6 +45,8 @@ std::vector<DraftJob> EngineImpl::MakeDraftJobs(const Batch& batch,
     const int64_t levels_max = request.prompt_tokens + request.options.max_tokens - 1 -
                                static_cast<int64_t>(sample.tokens.size());
     Request::ReserveTokens(&sample, guesses_max);
+    // Without its filter nothing is guessed: what is wrong shows when the next token is drawn.
+    if (!request.AlignFilter(&sample).ok()) continue;
     jobs.push_back({.tokens = &sample.tokens,
                     .prompt_tokens = request.prompt_tokens,
                     .request_id = request.id,
@@ -53,6 +55,7 @@ std::vector<DraftJob> EngineImpl::MakeDraftJobs(const Batch& batch,
                     .guesses_max = guesses_max,
                     .levels_max = std::min(levels_max, guesses_max),
                     .branches = request.speculation.branches,
+                    .filter = request.options.filter == nullptr ? nullptr : &sample.filter,
                     .state = &sample.draft_state,
                     .tree = &(*guesses)[i],
                     .draft = request.speculation.draft});
@@ -189,7 +192,8 @@ Status EngineImpl::AttemptTrees(const TreeBatch& trees) {
     std::vector<Drawn> draws;
     for (const Work& work : trees.works) {
       const int64_t levels = work.guesses == nullptr ? 0 : work.guesses->levels();
-      draws.push_back(PrepareDrawn(work.request, work.sample, std::ssize(token_ids), 1 + levels));
+      QUIRE_ASSIGN_OR_RETURN(draws.emplace_back(), PrepareDrawn(work.request, work.sample,
+                                                                std::ssize(token_ids), 1 + levels));
       draws.back().guesses = work.guesses;
       token_ids.push_back(work.sample->tokens.back());
       if (work.guesses == nullptr) continue;

@@ -81,6 +81,7 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   output->finish_reason = reason;
   NoteUsage(*request, output);
   ForgetDraft(*request, sample);
+  sample->filter.Drop();
   if (sample->has_sequence()) ReleaseSequence(request, sample);
 }
 

@@ -11,9 +11,18 @@
 namespace quire {
 namespace {
 
-std::string DescribeDrawError(DrawError error, int64_t sample, int64_t position) {
-  return "Internal: the logits for token " + std::to_string(position) + " of sample " +
-         std::to_string(sample) +
+std::string DescribeDrawError(DrawError error, const Status& filter_status, int64_t sample,
+                              int64_t position) {
+  const std::string place =
+      " for token " + std::to_string(position) + " of sample " + std::to_string(sample);
+  if (error == DrawError::kFilterFailed) {
+    return filter_status.ToString() + "; SamplingOptions::filter failed" + place;
+  }
+  if (error == DrawError::kNoneAllowed) {
+    return "BadArgument: SamplingOptions::filter allows no token" + place +
+           ", not even the end of the answer";
+  }
+  return "Internal: the logits" + place +
          (error == DrawError::kNotANumber ? " hold NaN or +infinity" : " are all -infinity") +
          "; the model's weights or KV are damaged";
 }
@@ -82,7 +91,7 @@ Status EngineImpl::Attempt(const Batch& batch) {
                        .only_visible = true});
     }
     const int64_t start_ns = clock_->SteadyNs();
-    std::vector<Drawn> draws = PrepareDraws(batch);
+    QUIRE_ASSIGN_OR_RETURN(std::vector<Drawn> draws, PrepareDraws(batch));
     due_.reserve(due_.size() + draws.size());
     QUIRE_RETURN_IF_ERROR(loads.empty() ? state_.kv().BeginForward(sequence_ids, lengths)
                                         : state_.BeginLoadingForward(sequence_ids, lengths, loads));
@@ -116,9 +125,10 @@ Status EngineImpl::Forward(const Batch& batch) {
   return model_->Forward({cache_.get(), recurrent_.get()}, token_ids, logit_rows, logits_.data());
 }
 
-EngineImpl::Drawn EngineImpl::PrepareDrawn(Request* request, Sample* sample, int64_t row,
-                                           int64_t draws_max) const {
+Result<EngineImpl::Drawn> EngineImpl::PrepareDrawn(Request* request, Sample* sample, int64_t row,
+                                                   int64_t draws_max) const {
   Request::ReserveTokens(sample, draws_max);
+  if (draws_max > 0) QUIRE_RETURN_IF_ERROR(request->AlignFilter(sample));
   Drawn drawn{.request = request, .sample = sample, .row = row};
   drawn.draws.resize(static_cast<size_t>(draws_max));
   for (Draw& draw : drawn.draws) {
@@ -135,18 +145,19 @@ EngineImpl::Drawn EngineImpl::PrepareDrawn(Request* request, Sample* sample, int
 
 // One draw for each sample whose pending tokens end in this batch; for all unfinished samples of a
 // request where its prompt ends. None for a request that is its prompt alone.
-std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) const {
+Result<std::vector<EngineImpl::Drawn>> EngineImpl::PrepareDraws(const Batch& batch) const {
   std::vector<Drawn> draws;
   int64_t row = 0;
   for (const Work& work : batch) {
     if (!work.ends_pending()) continue;
     const int64_t draws_max = std::min<int64_t>(work.request->options.max_tokens, 1);
     if (work.request->answer_begun()) {
-      draws.push_back(PrepareDrawn(work.request, work.sample, row, 1));
+      QUIRE_ASSIGN_OR_RETURN(draws.emplace_back(), PrepareDrawn(work.request, work.sample, row, 1));
     } else {
       for (Sample& sample : work.request->samples) {
         if (sample.finished()) continue;
-        draws.push_back(PrepareDrawn(work.request, &sample, row, draws_max));
+        QUIRE_ASSIGN_OR_RETURN(draws.emplace_back(),
+                               PrepareDrawn(work.request, &sample, row, draws_max));
       }
     }
     ++row;
@@ -154,24 +165,44 @@ std::vector<EngineImpl::Drawn> EngineImpl::PrepareDraws(const Batch& batch) cons
   return draws;
 }
 
+// One draw behind the sample's tokens, which its filter follows.
+void EngineImpl::DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept {
+  const auto vocab_size = static_cast<size_t>(model_->info().vocab_size);
+  const Request& request = *drawn->request;
+  Draw& draw = drawn->draws[static_cast<size_t>(drawn->count++)];
+  const auto row = static_cast<size_t>(drawn->row + drawn->last_node);
+  DrawInput input{.logits = {logits_.data() + row * vocab_size, vocab_size},
+                  .prompt = request.prompt_of(*drawn->sample),
+                  .answer = request.answer_of(*drawn->sample),
+                  .options = &request.options,
+                  .stream = drawn->output.sample};
+  if (request.options.filter == nullptr) return DrawToken(input, scratch, &draw);
+  AnswerFilter& filter = drawn->sample->filter;
+  drawn->filter_status = GuardEntry([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(filter.FillMask(scratch->mask));
+    input.mask = scratch->mask;
+    DrawToken(input, scratch, &draw);
+    if (draw.error != DrawError::kNone || IsEnd(model_->info(), request.options, draw.token))
+      return {};
+    QUIRE_ASSIGN_OR_RETURN(const bool accepted, filter.Accept(draw.token));
+    if (accepted) return {};
+    return Status(StatusCode::kInternal,
+                  "its mask has token " + std::to_string(draw.token) + ", and Accept refuses it");
+  });
+  if (!drawn->filter_status.ok()) draw.error = DrawError::kFilterFailed;
+}
+
 // Draws from the root, then from each right guess, up to where plain decoding would end the sample.
 // The guesses stand behind the sample's tokens meanwhile: each draw sees the history of its path.
 void EngineImpl::DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept {
-  const auto vocab_size = static_cast<size_t>(model_->info().vocab_size);
   const Request& request = *drawn->request;
   std::vector<int32_t>& tokens = drawn->sample->tokens;
   const size_t tokens_before = tokens.size();
   if (drawn->draws.empty()) return;
   for (int64_t guess = kDraftRoot;;) {
     drawn->last_node = guess + 1;
-    Draw& draw = drawn->draws[static_cast<size_t>(drawn->count++)];
-    const auto row = static_cast<size_t>(drawn->row + drawn->last_node);
-    DrawToken({.logits = {logits_.data() + row * vocab_size, vocab_size},
-               .prompt = request.prompt_of(*drawn->sample),
-               .answer = request.answer_of(*drawn->sample),
-               .options = &request.options,
-               .stream = drawn->output.sample},
-              scratch, &draw);
+    DrawNext(drawn, scratch);
+    const Draw& draw = drawn->draws[static_cast<size_t>(drawn->count - 1)];
     if (drawn->guesses == nullptr || draw.error != DrawError::kNone) break;
     guess = drawn->guesses->FindChild(guess, draw.token);
     if (guess == kDraftRoot || IsEnd(model_->info(), request.options, draw.token)) break;
@@ -190,7 +221,8 @@ void EngineImpl::DrawAll(std::vector<Drawn>* draws) {
     const DrawError error = drawn.draws[static_cast<size_t>(drawn.count - 1)].error;
     if (error == DrawError::kNone) continue;
     const auto position = static_cast<int64_t>(drawn.sample->tokens.size()) + drawn.count - 1;
-    drawn.output.error = DescribeDrawError(error, drawn.output.sample, position);
+    drawn.output.error =
+        DescribeDrawError(error, drawn.filter_status, drawn.output.sample, position);
   }
 }
 

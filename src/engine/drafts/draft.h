@@ -47,6 +47,9 @@ struct DraftJob {
   int64_t guesses_max = 0;  // >= 1
   int64_t levels_max = 0;   // >= 1; so many tokens fit into `tokens`
   int64_t branches = 1;
+  // At the end of `tokens`; null: none. What it refuses is no guess. A drafter may leave it behind
+  // its guesses: it is aligned again before tokens are drawn.
+  AnswerFilter* filter = nullptr;
   int64_t* state = nullptr;   // the drafter's own, of this sample: kNoDraftState at first
   DraftTree* tree = nullptr;  // empty; gets the guesses
   DraftKind draft = DraftKind::kNone;

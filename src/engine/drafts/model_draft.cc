@@ -235,14 +235,23 @@ bool ModelDrafter::Guess(Course* course, DrawScratch* scratch) {
   const auto prompt_tokens = static_cast<size_t>(job.prompt_tokens);
   const int64_t beside = std::min(job.branches, vocab_size_);
   draw_.logprobs.resize(job.branches > 1 ? static_cast<size_t>(1 + beside) : 0);
-  DrawToken({.logits = {row, static_cast<size_t>(vocab_size_)},
-             .prompt = tokens.first(prompt_tokens),
-             .answer = tokens.subspan(prompt_tokens),
-             .options = job.options,
-             .stream = job.stream},
-            scratch, &draw_);
-  // Logits that are not numbers give no guess; what the answer is the other model decides.
+  DrawInput input{.logits = {row, static_cast<size_t>(vocab_size_)},
+                  .prompt = tokens.first(prompt_tokens),
+                  .answer = tokens.subspan(prompt_tokens),
+                  .options = job.options,
+                  .stream = job.stream};
+  if (job.filter != nullptr) {
+    if (!job.filter->is_there() || !job.filter->FillMask(scratch->mask).ok()) return false;
+    input.mask = scratch->mask;
+  }
+  DrawToken(input, scratch, &draw_);
+  // Logits that are not numbers, or a filter that fails or allows nothing, give no guess; what the
+  // answer is the other model decides.
   if (draw_.error != DrawError::kNone) return false;
+  if (job.filter != nullptr) {
+    const Result<bool> may_come = job.filter->Accept(draw_.token);
+    if (!may_come.ok() || !*may_come) return false;
+  }
   const int64_t drawn = job.tree->AddChild(course->parent, draw_.token);
   int64_t siblings = 1;
   for (size_t i = 1; i < draw_.logprobs.size() && siblings < job.branches; ++i) {

@@ -68,9 +68,11 @@ namespace {
 
 // What follows at the places, as branches. Each place gets an equal part of the guesses that are
 // left; where it agrees with those before it, it takes none and goes on behind them. At the end of
-// the text it is followed by its own guesses, so a text that repeats itself goes on doing so.
-void Merge(std::span<const int32_t> text, std::span<const int64_t> places, const DraftJob& job) {
+// the text it is followed by its own guesses, so a text that repeats itself goes on doing so. What
+// the filter refuses ends a branch.
+Status Merge(std::span<const int32_t> text, std::span<const int64_t> places, const DraftJob& job) {
   std::vector<int32_t> path;
+  const int64_t filtered = job.filter == nullptr ? 0 : job.filter->accepted();
   for (size_t i = 0; i < places.size(); ++i) {
     int64_t left = (job.guesses_max - job.tree->size()) / static_cast<int64_t>(places.size() - i);
     int64_t parent = kDraftRoot;
@@ -81,10 +83,16 @@ void Merge(std::span<const int32_t> text, std::span<const int64_t> places, const
       const int32_t token =
           beyond < 0 ? text[static_cast<size_t>(position)] : path[static_cast<size_t>(beyond)];
       if (job.tree->FindChild(parent, token) == kDraftRoot && left-- == 0) break;
+      if (job.filter != nullptr) {
+        QUIRE_ASSIGN_OR_RETURN(const bool may_come, job.filter->Accept(token));
+        if (!may_come) break;
+      }
       parent = job.tree->AddChild(parent, token);
       path.push_back(token);
     }
+    if (job.filter != nullptr) QUIRE_RETURN_IF_ERROR(job.filter->RollbackTo(filtered));
   }
+  return {};
 }
 
 }  // namespace
@@ -98,7 +106,8 @@ Status NGramDrafter::Propose(std::span<const DraftJob> jobs, DrawScratch* /*scra
     NGramIndex& index = indexes_.at(*job.state);
     const std::span<const int32_t> text = *job.tokens;
     index.Extend(text);
-    Merge(text, index.FindContinuations(text, job.branches), job);
+    // A filter that fails is dropped, and fails again when the next token is drawn.
+    if (!Merge(text, index.FindContinuations(text, job.branches), job).ok()) job.tree->Truncate(0);
   }
   return {};
 }

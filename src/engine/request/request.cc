@@ -80,6 +80,20 @@ Status CheckStop(const SamplingOptions& options, int64_t vocab_size) {
   return {};
 }
 
+Status CheckFilter(const SamplingOptions& options, int64_t vocab_size) {
+  if (options.filter == nullptr) return {};
+  if (options.filter->vocab_size() != vocab_size) {
+    return OutOfRange("filter vocab_size", options.filter->vocab_size(),
+                      "that of the model, " + std::to_string(vocab_size));
+  }
+  if (options.ignore_eos) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::ignore_eos is true and there is a filter, which says where the "
+                  "answer ends; leave one of them out");
+  }
+  return {};
+}
+
 }  // namespace
 
 Request::Request(int64_t request_id, std::span<const int32_t> prompt, SamplingOptions sampling)
@@ -104,6 +118,11 @@ int64_t Request::unfinished_count() const {
 bool Request::answer_begun() const {
   const Sample* const first = leader();
   return first != nullptr && static_cast<int64_t>(first->tokens.size()) > prompt_tokens;
+}
+
+Status Request::AlignFilter(Sample* sample) const {
+  if (options.filter == nullptr) return {};
+  return sample->filter.Align(*options.filter, answer_of(*sample));
 }
 
 void Request::ReserveAnswers() {
@@ -172,6 +191,7 @@ Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) 
   if (options.speculation) {
     QUIRE_RETURN_IF_ERROR(CheckSpeculation("SamplingOptions", *options.speculation));
   }
+  QUIRE_RETURN_IF_ERROR(CheckFilter(options, vocab_size));
   return CheckStop(options, vocab_size);
 }
 

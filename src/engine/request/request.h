@@ -20,6 +20,7 @@
 #include "engine/loading/layerwise_load.h"
 #include "engine/loading/prefix_load.h"
 #include "engine/prefix/prefix_cache.h"
+#include "engine/sampling/answer_filter.h"
 #include "quire/engine.h"
 #include "quire/model.h"
 #include "quire/status.h"
@@ -40,6 +41,8 @@ struct Sample {
   int64_t last_step = 0;                // in which it was given tokens last
   int64_t draft_state = kNoDraftState;  // what the drafter holds for it; gone with its sequence
   int64_t draft_tokens = 0;             // most guesses of the next draft; 0: as the request says
+  // Of a request that has one. Between two steps it may be ahead of the answer, or not be there.
+  AnswerFilter filter;
   FinishReason finish_reason = FinishReason::kNone;
 
   bool finished() const { return finish_reason != FinishReason::kNone; }
@@ -66,6 +69,8 @@ struct Request {
   std::span<const int32_t> answer_of(const Sample& sample) const {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
+  // Brings the sample's filter, if the request has one, to the end of the answer.
+  Status AlignFilter(Sample* sample) const;
   // Takes the memory that the samples need until they finish, or for a long time.
   void ReserveAnswers();
   // Takes memory for so many more tokens of a sample, so that results can be stored without

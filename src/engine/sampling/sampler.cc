@@ -14,6 +14,8 @@
 namespace quire {
 namespace {
 
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
+
 bool HasPenalties(const SamplingOptions& options) {
   return options.repetition_penalty != 1.0F || options.presence_penalty != 0.0F ||
          options.frequency_penalty != 0.0F;
@@ -91,7 +93,9 @@ int32_t DrawAdjusted(const DrawInput& input, DrawScratch* scratch) {
 }
 
 // REQUIRES: draw->logprobs has its final size.
-void FillLogprobs(std::span<const float> logits, float greatest, DrawScratch* scratch, Draw* draw) {
+// Tokens that are masked are none of the best.
+void FillLogprobs(std::span<const float> logits, float greatest, bool is_masked,
+                  DrawScratch* scratch, Draw* draw) {
   if (draw->logprobs.empty()) return;
   const double log_total =
       static_cast<double>(greatest) + std::log(TotalWeight(Weigh(logits, greatest, 1.0, scratch)));
@@ -104,23 +108,50 @@ void FillLogprobs(std::span<const float> logits, float greatest, DrawScratch* sc
   std::vector<int32_t>& best = scratch->candidates;
   FindBest(logits, best_count, &best);
   std::sort(best.begin(), best.end(), Better<float>{logits.data()});
-  for (int64_t i = 0; i < best_count; ++i) draw->logprobs[i + 1] = entry(best[i]);
+  for (int64_t i = 0; i < best_count; ++i) {
+    if (is_masked && logits[best[i]] == kMasked) return draw->logprobs.resize(i + 1);
+    draw->logprobs[i + 1] = entry(best[i]);
+  }
+}
+
+// The logits of allowed tokens, -infinity for the others.
+std::span<const float> ApplyMask(const DrawInput& input, DrawScratch* scratch) {
+  for (size_t token = 0; token < input.logits.size(); ++token) {
+    const bool is_allowed = ((input.mask[token / 32] >> (token % 32)) & 1U) != 0;
+    scratch->allowed[token] = is_allowed ? input.logits[token] : kMasked;
+  }
+  return {scratch->allowed.data(), input.logits.size()};
+}
+
+bool AllowsAny(std::span<const uint32_t> mask, size_t tokens) {
+  const size_t words = tokens / 32;
+  const auto is_set = [](uint32_t word) { return word != 0; };
+  if (std::any_of(mask.begin(), mask.begin() + static_cast<ptrdiff_t>(words), is_set)) return true;
+  return tokens % 32 != 0 && (mask[words] & ((uint32_t{1} << (tokens % 32)) - 1)) != 0;
 }
 
 }  // namespace
 
 DrawScratch::DrawScratch(int64_t vocab_size, const Backend& path)
-    : backend(&path), adjusted(vocab_size), weights(vocab_size), counts(vocab_size) {
+    : backend(&path),
+      adjusted(vocab_size),
+      weights(vocab_size),
+      allowed(vocab_size),
+      mask((vocab_size + 31) / 32),
+      counts(vocab_size) {
   candidates.reserve(vocab_size);
 }
 
 int64_t DrawScratch::Bytes(int64_t vocab_size) {
-  return vocab_size * static_cast<int64_t>(sizeof(double) + sizeof(float) + 2 * sizeof(int32_t));
+  return vocab_size *
+             static_cast<int64_t>(sizeof(double) + 2 * sizeof(float) + 2 * sizeof(int32_t)) +
+         (vocab_size + 31) / 32 * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 int64_t DrawScratch::bytes() const {
   return static_cast<int64_t>(adjusted.capacity() * sizeof(double) +
-                              weights.capacity() * sizeof(float) +
+                              (weights.capacity() + allowed.capacity()) * sizeof(float) +
+                              mask.capacity() * sizeof(uint32_t) +
                               (candidates.capacity() + counts.capacity()) * sizeof(int32_t));
 }
 
@@ -128,8 +159,15 @@ void ReserveLogprobs(const SamplingOptions& options, int64_t vocab_size, Draw* d
   if (options.logprobs >= 0) draw->logprobs.resize(1 + std::min(options.logprobs, vocab_size));
 }
 
-void DrawToken(const DrawInput& input, DrawScratch* scratch, Draw* draw) noexcept {
+void DrawToken(const DrawInput& given, DrawScratch* scratch, Draw* draw) noexcept {
   const ScopedFloatEnvironment environment;
+  DrawInput input = given;
+  const bool is_masked = !given.mask.empty();
+  if (is_masked && !AllowsAny(given.mask, given.logits.size())) {
+    draw->error = DrawError::kNoneAllowed;
+    return;
+  }
+  if (is_masked) input.logits = ApplyMask(given, scratch);
   const SamplingOptions& options = *input.options;
   const int64_t best = scratch->backend->arg_max(input.logits.data(), std::ssize(input.logits));
   if (best < 0) {
@@ -137,7 +175,7 @@ void DrawToken(const DrawInput& input, DrawScratch* scratch, Draw* draw) noexcep
     return;
   }
   const float greatest = input.logits[best];
-  if (greatest == -std::numeric_limits<float>::infinity()) {
+  if (greatest == kMasked) {
     draw->error = DrawError::kAllMasked;
     return;
   }
@@ -148,7 +186,7 @@ void DrawToken(const DrawInput& input, DrawScratch* scratch, Draw* draw) noexcep
     draw->token = options.temperature == 0.0F ? static_cast<int32_t>(best)
                                               : Sample(input, input.logits, greatest, scratch);
   }
-  FillLogprobs(input.logits, greatest, scratch, draw);
+  FillLogprobs(input.logits, greatest, is_masked, scratch, draw);
 }
 
 }  // namespace quire

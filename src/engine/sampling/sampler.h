@@ -28,12 +28,15 @@ struct DrawInput {
   std::span<const int32_t> answer;  // so far; its length is the position of the token to draw
   const SamplingOptions* options = nullptr;  // valid for this vocabulary
   int64_t stream = 0;
+  std::span<const uint32_t> mask = {};  // TokenFilter::FillMask; empty: all are allowed
 };
 
 enum class DrawError : uint8_t {
   kNone,
-  kNotANumber,  // a logit is NaN or +infinity
-  kAllMasked,   // every logit is -infinity
+  kNotANumber,   // a logit is NaN or +infinity
+  kAllMasked,    // every logit is -infinity
+  kNoneAllowed,  // by the mask
+  kFilterFailed,
 };
 
 struct Draw {
@@ -53,6 +56,8 @@ struct DrawScratch {
   const Backend* backend;           // never null
   std::vector<double> adjusted;     // [vocab_size] logits with penalties and bias
   std::vector<float> weights;       // [vocab_size] by id
+  std::vector<float> allowed;       // [vocab_size] logits with a mask applied
+  std::vector<uint32_t> mask;       // of vocab_size bits, where DrawInput::mask is filled
   std::vector<int32_t> candidates;  // capacity vocab_size
   std::vector<int32_t> counts;      // [vocab_size] all zero between two draws
 };

@@ -25,7 +25,7 @@ struct Text {
 };
 
 Draw DrawOnce(const std::vector<float>& logits, const SamplingOptions& options,
-              const Text& text = {}, int64_t stream = 0) {
+              const Text& text = {}, int64_t stream = 0, const std::vector<uint32_t>& mask = {}) {
   static std::map<size_t, DrawScratch> scratches;  // one for many draws: nothing may stay in it
   const auto vocab_size = static_cast<int64_t>(logits.size());
   DrawScratch& scratch =
@@ -36,7 +36,8 @@ Draw DrawOnce(const std::vector<float>& logits, const SamplingOptions& options,
              .prompt = text.prompt,
              .answer = text.answer,
              .options = &options,
-             .stream = stream},
+             .stream = stream,
+             .mask = mask},
             &scratch, &draw);
   EXPECT_EQ(std::count(scratch.counts.begin(), scratch.counts.end(), 0), vocab_size);
   return draw;
@@ -422,6 +423,62 @@ TEST(Sampler, LogprobsAreOfTheModelAndNotOfTheOptions) {
   ASSERT_EQ(all.logprobs.size(), 6U) << "the vocabulary has five";
   EXPECT_EQ(all.logprobs[5].token, 4);
   EXPECT_EQ(all.logprobs[5].logprob, -kInfinity);
+}
+
+// A mask comes before all else: a draw is the one from logits in which what it forbids is
+// -infinity.
+TEST(Sampler, AMaskIsAppliedToTheLogits) {
+  RandomSequence random(3);
+  for (int round = 0; round < 400; ++round) {
+    const int64_t vocab_size = 1 + random.Below(100);
+    std::vector<float> logits(vocab_size);
+    for (float& logit : logits) logit = static_cast<float>(random.Uniform(-4, 4));
+    std::vector<uint32_t> mask((vocab_size + 31) / 32, 0x80000000U);
+    mask.back() = vocab_size % 32 == 0 ? 0 : ~uint32_t{0} << (vocab_size % 32);
+    for (int64_t token = 0; token < vocab_size; ++token) {
+      mask[token / 32] &= ~(uint32_t{1} << (token % 32));
+      if (random.Below(3) == 0) mask[token / 32] |= uint32_t{1} << (token % 32);
+    }
+    const auto allowed = static_cast<int32_t>(random.Below(vocab_size));
+    mask[allowed / 32] |= uint32_t{1} << (allowed % 32);
+    std::vector<float> masked = logits;
+    int64_t count = 0;
+    for (int64_t token = 0; token < vocab_size; ++token) {
+      const bool is_allowed = ((mask[token / 32] >> (token % 32)) & 1U) != 0;
+      if (!is_allowed) masked[token] = -kInfinity;
+      count += is_allowed ? 1 : 0;
+    }
+    SamplingOptions options{.seed = random.Bits(), .logprobs = 12};
+    if (random.Below(2) == 0) options.temperature = 1.5F;
+    if (random.Below(2) == 0) options.top_k = 1 + random.Below(9);
+    if (random.Below(2) == 0) options.top_p = 0.8F;
+    if (random.Below(2) == 0) options.min_p = 0.1F;
+    if (random.Below(2) == 0) options.repetition_penalty = 1.3F;
+    if (random.Below(2) == 0) options.logit_bias = {{0, 30.0F}};
+    const Text text{{0, allowed}, {allowed}};
+    const Draw want = DrawOnce(masked, options, text);
+    const Draw got = DrawOnce(logits, options, text, 0, mask);
+    ASSERT_EQ(got.error, DrawError::kNone);
+    ASSERT_EQ(got.token, want.token) << "round " << round;
+    ASSERT_EQ(std::ssize(got.logprobs), 1 + std::min<int64_t>(12, count)) << "the allowed ones";
+    for (size_t i = 0; i < got.logprobs.size(); ++i) {
+      ASSERT_EQ(got.logprobs[i].token, want.logprobs[i].token);
+      ASSERT_EQ(got.logprobs[i].logprob, want.logprobs[i].logprob);
+    }
+  }
+}
+
+TEST(Sampler, AMaskMayAllowNothing) {
+  for (const size_t vocab_size : {1, 31, 32, 33, 64}) {
+    std::vector<uint32_t> mask((vocab_size + 31) / 32);
+    const std::vector<float> logits(vocab_size, 1.0F);
+    EXPECT_EQ(DrawOnce(logits, {}, {}, 0, mask).error, DrawError::kNoneAllowed);
+    if (vocab_size % 32 != 0) mask.back() = ~uint32_t{0} << (vocab_size % 32);  // behind it
+    EXPECT_EQ(DrawOnce(logits, {}, {}, 0, mask).error, DrawError::kNoneAllowed);
+    mask[(vocab_size - 1) / 32] = uint32_t{1} << ((vocab_size - 1) % 32);
+    EXPECT_EQ(DrawOnce(logits, {}, {}, 0, mask).token, static_cast<int32_t>(vocab_size - 1));
+  }
+  EXPECT_EQ(DrawOnce({-kInfinity, 2}, {}, {}, 0, {1}).error, DrawError::kAllMasked);
 }
 
 TEST(Sampler, TellsLogitsThatCannotBeDrawnFrom) {
