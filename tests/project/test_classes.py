@@ -13,17 +13,8 @@ import source_tree
 # No class of the product has more methods than this, but for those below.
 METHODS_MAX = 60
 # What is reached in kv. A class that gets smaller gets a smaller limit.
-METHODS_OF_KV = {"BlockTree": 113, "PagedKVCache": 177, "StateHistory": 87}
-MEMBERS_OF_KV = {"PagedKVCache": 37}
-# Members of PagedKVCache that several files write, still.
-WRITTEN_IN_SEVERAL = {
-    "page_counts_",
-    "scratch_",
-    "scratch_bytes_",
-    "scratch_needed_",
-    "slid_angles_",
-    "tree_depths_",
-}
+METHODS_OF_KV = {"BlockTree": 113, "PagedKVCache": 153, "StateHistory": 87}
+MEMBERS_OF_KV = {"PagedKVCache": 26}
 # Work on the other two goes on, so they have some room.
 METHODS_OF_LARGE = METHODS_OF_KV | {"DiskFolder": 65, "EngineImpl": 120}
 
@@ -187,7 +178,7 @@ def test_members_of_the_paged_cache_are_written_in_one_file(classes: list[CppCla
     }
     assert len(files) > 3
     several = {m: names for m, names in written_in(cache, files).items() if len(names) > 1}
-    assert set(several) == WRITTEN_IN_SEVERAL, several
+    assert not several, several
 
 
 def test_the_reader_of_classes_knows_what_it_reads():

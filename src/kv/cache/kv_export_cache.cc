@@ -116,7 +116,7 @@ Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, cons
 }
 
 Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
-  return Enter("ImportKV", [&]() -> Status {
+  return gate_.EnterAlone("ImportKV", [&]() -> Status {
     std::vector<int64_t> tokens;
     for (const KVBlock& block : blocks) tokens.push_back(block.empty() ? 0 : TokenCount(block[0]));
     return Import("ImportKV", seq_id, {.blocks = blocks, .tokens = tokens}, false);
@@ -125,7 +125,7 @@ Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
 
 Status PagedKVCache::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
   const char* call = "ImportVisibleKV";
-  return Enter(call, [&] { return Import(call, seq_id, import, true); });
+  return gate_.EnterAlone(call, [&] { return Import(call, seq_id, import, true); });
 }
 
 // The number of tokens that all blocks stand for.
@@ -239,7 +239,7 @@ Status PagedKVCache::Import(const char* call, int64_t seq_id, const KVImport& im
   const int64_t start = tree_.End(sequence.last);
   const int64_t end = start + count;
   ForwardPlan plan;  // of one sequence that gets no rows
-  plan.group_appends.resize(groups_.size());
+  plan.StartBatch(1, groups_.size());
   if (leaves_out) {
     QUIRE_RETURN_IF_ERROR(CheckWindows(call, sequence, import.windows, end));
     LeaveOutHidden(import.windows, start, end, plan.group_appends);
@@ -261,7 +261,6 @@ Status PagedKVCache::Import(const char* call, int64_t seq_id, const KVImport& im
 
 Status PagedKVCache::PlanImport(const char* call, const Sequence& sequence, int64_t count,
                                 FirstPage first, ForwardPlan* plan) {
-  plan->group_appends.resize(groups_.size());
   tree_.BeginPlanning();
   ForwardMember& member = plan->members.emplace_back();
   member.id = sequence.id;
@@ -270,9 +269,9 @@ Status PagedKVCache::PlanImport(const char* call, const Sequence& sequence, int6
                       ? tree_.PlanAppendToOwnPage(sequence.last, count, plan->group_appends)
                       : tree_.PlanAppend(sequence.last, count, plan->group_appends);
   member.append.active = !sequence.retained;
-  std::vector<int64_t> page_counts;
-  for (const GroupAppend& group : plan->group_appends) page_counts.push_back(group.page_count);
-  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
+  for (size_t g = 0; g < groups_.size(); ++g)
+    plan->page_counts[g] = plan->group_appends[g].page_count;
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, plan->page_counts));
   tree_.Reserve(AppendPlans(member.append), plan->group_appends);
   plan->Reserve(tree_);
   return Status();

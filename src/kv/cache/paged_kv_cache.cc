@@ -81,38 +81,25 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
       layers_(options_.layers.size()),
       control_(options_.max_num_sequences),
       tree_(MakePools(groups_, storage_.get())),
+      ropes_(options_, groups_, std::move(ropes), control_.table(), tree_),
+      scratch_(options_, groups_, *backend_),
       receives_(options_.layers, GroupsOfLayers(groups_, options_.layers.size()), this),
-      receive_runner_(std::move(receive_runner)) {
+      receive_runner_(std::move(receive_runner)),
+      gate_(tree_) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (const int64_t layer : groups_[g].layers)
       layers_[static_cast<size_t>(layer)].group = static_cast<int>(g);
   }
   if (AnyWindow(groups_)) tree_.TrackHidden(0);
-  PublishCounts();
-  for (RopeLayers& rope : ropes) {
-    RopeTable short_table(rope.short_set);
-    RopeTable long_table(rope.long_set);
-    ropes_.push_back({.layers = std::move(rope),
-                      .short_table = std::move(short_table),
-                      .long_table = std::move(long_table)});
-  }
   const ScopedFloatEnvironment environment;
   for (size_t l = 0; l < layers_.size(); ++l) {
     for (const float logit : options_.layers[l].head_sinks)
       layers_[l].head_sinks_log2.push_back(
           static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
     const AttentionLayerSpec& spec = options_.layers[l];
-    if (!spec.latent) layers_[l].mode = options_.rope.mode;
-    if (spec.latent) layers_[l].rope_first_dim = static_cast<int>(spec.v_head_dim);
     if (options_.allow_skipped_layers) {
       const auto dims = static_cast<size_t>(std::max(spec.qk_head_dim, spec.v_head_dim));
       zero_row_.resize(std::max(zero_row_.size(), dims), 0.0F);
-    }
-    const RopeOptions* const rope = RopeOf(options_, spec);
-    if (rope == nullptr) continue;
-    layers_[l].interleaved = rope->pairing == RopePairing::kInterleaved;
-    for (size_t r = 0; r < ropes_.size(); ++r) {
-      if (ropes_[r].layers.IsOf(spec)) layers_[l].rope = static_cast<int>(r);
     }
   }
 }
@@ -120,14 +107,17 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
 // ---------------------------------------------------------------------- sequences
 
 Status PagedKVCache::Clear() {
-  return Enter("Clear", [&]() -> Status {
+  return gate_.EnterAlone("Clear", [&]() -> Status {
     FinishSends(Outcome::kAborted);
     for (size_t i = 0; i < control_.table().entries().size(); ++i)
       StopSend(static_cast<int32_t>(i), "the cache was cleared");
     receives_.Clear();
     plan_.Clear();
     query_.Clear();
-    ReleaseScratch();
+    scratch_.Clear();
+    ropes_.Clear();
+    ragged_ = {};
+    mask_ = {};
     tree_.Clear();
     trees_.Clear();
     control_.Clear();
@@ -136,25 +126,8 @@ Status PagedKVCache::Clear() {
   });
 }
 
-void PagedKVCache::ReleaseScratch() noexcept {
-  scratch_.reset();
-  scratch_bytes_ = scratch_needed_ = 0;
-  scratch_peak_ = {};
-  ragged_ = {};
-  mask_ = {};
-  for (std::vector<float>* const table : {&slid_cos_, &slid_sin_}) FreeAll(*table);
-  FreeAll(slid_angles_);
-  FreeAll(tree_depths_);
-  for (Rope& rope : ropes_) {
-    FreeAll(rope.angles);
-    FreeAll(rope.sink_angles);
-    rope.short_table.Clear();
-    rope.long_table.Clear();
-  }
-}
-
 Status PagedKVCache::AddSequence(int64_t seq_id) {
-  return Enter("AddSequence", [&]() -> Status {
+  return gate_.EnterAlone("AddSequence", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(control_.CheckNew("AddSequence", seq_id));
     control_.table().ReserveOne();
     tree_.ReserveSequences(control_.table().entries().size());
@@ -164,7 +137,7 @@ Status PagedKVCache::AddSequence(int64_t seq_id) {
 }
 
 Status PagedKVCache::RemoveSequence(int64_t seq_id) {
-  return Enter("RemoveSequence", [&]() -> Status {
+  return gate_.EnterAlone("RemoveSequence", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index,
                            control_.FindOutsideBatch("RemoveSequence", seq_id));
     if (trees_.Find(index) != nullptr) DropNodes(index, 0);
@@ -174,13 +147,13 @@ Status PagedKVCache::RemoveSequence(int64_t seq_id) {
     tree_.Release(control_[index].last, !control_[index].retained);
     control_.table().Erase(index);
     FreeHidden();
-    ReleaseAngles();
+    if (!control_.in_forward()) ropes_.DropUnneeded();
     return Status();
   });
 }
 
 Status PagedKVCache::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
-  return Enter("ForkSequence", [&]() -> Status {
+  return gate_.EnterAlone("ForkSequence", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t parent,
                            control_.FindOutsideBatch("ForkSequence", parent_id));
     QUIRE_RETURN_IF_ERROR(control_.CheckNew("ForkSequence", child_id));
@@ -209,7 +182,7 @@ Status PagedKVCache::ForkSequence(int64_t parent_id, int64_t child_id, int64_t f
 }
 
 Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
-  return Enter("PopN", [&]() -> Status {
+  return gate_.EnterAlone("PopN", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch("PopN", seq_id));
     Sequence& sequence = control_[index];
     const int64_t length = LengthOf(index);
@@ -234,13 +207,13 @@ Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
       UpdateHidden(index);
     }
     FreeHidden();
-    ReleaseAngles();
+    if (!control_.in_forward()) ropes_.DropUnneeded();
     return Status();
   });
 }
 
 Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
-  return Enter("SetRetained", [&]() -> Status {
+  return gate_.EnterAlone("SetRetained", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch("SetRetained", seq_id));
     if (retained) QUIRE_RETURN_IF_ERROR(RequireCommitted("SetRetained", index));
     if (!retained && control_[index].retained) {
@@ -254,7 +227,7 @@ Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
 }
 
 Status PagedKVCache::SelectLongRope(int64_t seq_id, bool use_long_factors) {
-  return Enter("SelectLongRope", [&]() -> Status {
+  return gate_.EnterAlone("SelectLongRope", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index,
                            control_.FindOutsideBatch("SelectLongRope", seq_id));
     if (options_.rope.mode == RopeMode::kNone || !HasLongSet(options_.rope.scaling)) {

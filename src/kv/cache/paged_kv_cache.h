@@ -19,8 +19,9 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "kv/cache/attention_scratch.h"
+#include "kv/cache/counting_gate.h"
 #include "kv/cache/page_counts.h"
-#include "kv/control/call_gate.h"
 #include "kv/control/sequence_control.h"
 #include "kv/pages/block_tree.h"
 #include "kv/pages/layer_groups.h"
@@ -32,8 +33,7 @@
 #include "kv/plan/attention_tensors.h"
 #include "kv/plan/forward_plan.h"
 #include "kv/plan/ragged_kv.h"
-#include "kv/plan/rope_layers.h"
-#include "kv/plan/rope_table.h"
+#include "kv/plan/rope_angles.h"
 #include "kv/transfer/pending_receives.h"
 #include "kv/transfer/send_marks.h"
 #include "quire/attention_kv_cache.h"
@@ -88,7 +88,7 @@ class PagedKVCache final : public AttentionKVCache,
     const auto lock = gate_.Lock();
     return control_.table().retained_count();
   }
-  PageCounts page_counts() const override { return published_counts_.Load(); }
+  PageCounts page_counts() const override { return gate_.counts(); }
   int64_t pages_in_use() const override;
   int64_t pages_allocated() const override;
   bool HasSequence(int64_t seq_id) const override {
@@ -163,68 +163,29 @@ class PagedKVCache final : public AttentionKVCache,
   int64_t page_entry_count() const { return tree_.page_entry_count(); }
   // What is taken now, for tests of kv_memory.h.
   int64_t storage_bytes() const { return storage_->bytes(); }
-  int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_bytes_); }
-  int64_t angle_bytes() const;
+  int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_.bytes()); }
+  int64_t angle_bytes() const { return ropes_.bytes(); }
   int64_t table_bytes() const { return tree_.memory_bytes(); }
-  int64_t angle_bytes_max() const;
+  int64_t angle_bytes_max() const { return ropes_.bytes_max(); }
   // For tests. REQUIRES: no forward has begun.
-  void set_rope_limits(const RopeLimits& limits);
+  void set_rope_limits(const RopeLimits& limits) { ropes_.set_limits(limits); }
 
  private:
-  // Angles for layers of one dimension that is rotated and one set of options.
-  struct Rope {
-    RopeLayers layers;
-    RopeTable short_table;
-    RopeTable long_table;  // grows only if a sequence uses it
-    SweepPace pace{};
-    std::vector<RotaryAngles> angles{};       // of the forward's rows
-    std::vector<RotaryAngles> sink_angles{};  // for keys of sinks; empty: the same
-    RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
-    int64_t tile_count() const { return short_table.tile_count() + long_table.tile_count(); }
-  };
   struct Layer {
     int group = 0;
-    int rope = -1;                    // index in ropes_; -1: nothing says how this layer is rotated
-    RopeMode mode = RopeMode::kNone;  // what this cache does to its keys
-    int rope_first_dim = 0;
-    bool interleaved = false;
     bool loaded = false;  // in this forward
     bool appended = false;
     bool attended = false;
     std::vector<float> head_sinks_log2{};
   };
-  // A query as the caller gives it.
-  enum class Rotated : uint8_t { kNo, kYes };
   // Which tokens a row attends to: those up to its own, or those of before the forward.
   enum class Sees : uint8_t { kUpToOwn, kCached };
-  // Of the forward's rows: for ordinary keys and for those of sinks of a window that has slid.
-  struct QueryAngles {
-    RotaryRows rows;
-    const RotaryAngles* sinks = nullptr;
-  };
-
   PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                std::vector<RopeLayers> ropes, std::unique_ptr<PageStorage> storage,
                const Backend* backend, std::shared_ptr<ParallelRunner> receive_runner);
   static std::vector<PagePool> MakePools(const std::vector<LayerGroup>& groups,
                                          PageStorage* storage);
 
-  // Runs the body of a public call that changes sequences, pages or the plan. Calls of a layer, and
-  // exports, change none of these: they enter through the gate, and queries go on meanwhile.
-  template <typename F>
-  std::invoke_result_t<F> Enter(const char* call, F&& body) const;
-  // Inside of a call.
-  void PublishCounts() const noexcept {
-    const PageCounts counts = CountPages(tree_);
-    if (counts == counts_) return;
-    counts_ = counts;
-    published_counts_.Store(counts);
-  }
-  // Of the member's rows, in the open forward.
-  std::span<const int32_t> PositionsOf(const ForwardMember& member) const {
-    return plan_.positions().subspan(static_cast<size_t>(member.first_row),
-                                     static_cast<size_t>(member.row_count()));
-  }
   // Of the open forward, if any.
   std::span<const ForwardMember> Batch() const {
     return control_.in_forward() ? std::span<const ForwardMember>(plan_.members)
@@ -232,10 +193,10 @@ class PagedKVCache final : public AttentionKVCache,
   }
 
   Status StartBatch(const char* call, std::span<const int64_t> seq_ids,
-                    std::span<const int64_t> append_lengths, ForwardPlan& plan);
+                    std::span<const int64_t> append_lengths, ForwardPlan& plan) const;
   // Whether a sequence may get new rows; if so, it counts as a member from now on. `index`: what
   // the table finds for the id.
-  bool TakeMember(int32_t index, int64_t append_length, int64_t first_row) noexcept {
+  bool TakeMember(int32_t index, int64_t append_length, int64_t first_row) const noexcept {
     if (!control_.MayTake(index)) return false;
     if (append_length < 1 || append_length > options_.prefill_chunk_size - first_row) return false;
     control_.Name(index);
@@ -246,28 +207,15 @@ class PagedKVCache final : public AttentionKVCache,
                       const LayerLoad* load, std::span<GroupAppend> groups) const;
   Status PlanBatch(const char* call, std::span<const int64_t> seq_ids,
                    std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads,
-                   ForwardPlan& plan);
+                   ForwardPlan& plan) const;
   class LookAhead;  // finds the members of a batch
   Status BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads);
   Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;
   void ReserveForward();
-  // Angles: paged_kv_rope.cc.
-  bool NeedsNoAngles(const Rope& rope, int64_t more_rows) const;
-  void WantAngles(Rope& rope, bool repeats);
-  enum class SweepFor : uint8_t { kAll, kBatch, kSequences };
-  void SweepAngles(Rope& rope, SweepFor whom) noexcept;
-  int64_t KeepAnglesOfBatch(Rope& rope) noexcept;
-  int64_t KeepAnglesOfAll(Rope& rope) noexcept;
-  void ReserveRope(bool repeats);
-  void ReleaseAngles() noexcept;
-  void ReserveScratch();
   void CommitForward() noexcept;
-  bool CanRepeatForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths);
   void CommitRepeatedForward() noexcept;
   void OpenForward(bool repeats) noexcept;
-  void FillRope(bool repeats) noexcept;
-  void FillSinkAngles(Rope& rope) noexcept;
   void CloseForward() noexcept;
   void RollBackForward() noexcept;
 
@@ -276,7 +224,6 @@ class PagedKVCache final : public AttentionKVCache,
   Status RunAttention(const char* call, int64_t layer, F&& body);
   Status RequireAppended(const AttentionCall& call, bool appended) const;
   Status AppendLatent(const AttentionCall& call, const TensorView& kv);
-  RotaryRows RotaryOfRows(const Layer& layer) const;
   void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
   // Keys are rotated by `rotary`.
   void StoreRows(int64_t layer, const HeadRows& k, const HeadRows& v,
@@ -284,27 +231,13 @@ class PagedKVCache final : public AttentionKVCache,
   // Of EndForward, without and with AttentionKVCacheOptions::allow_skipped_layers.
   Status RequireAllLayers() const;
   Status FillSkippedLayers();
-  void KeepScratch();
-  void ReleaseScratch() noexcept;
-  void GrowScratch(size_t bytes);
-  // Of the kernels, as attention_scratch_bytes wants it; poisoned where the options say so.
-  void* Scratch() noexcept;
   // `args` says what is attended to; what is the same for all calls is set here.
   void RunKernel(int64_t layer, AttentionArgs args, const TensorView* lse,
                  double sm_scale) noexcept;
   // `masks`: of the rows, or null.
-  void RunAttend(int64_t layer, Sees sees, const HeadRows& q, Rotated rotated,
+  void RunAttend(int64_t layer, Sees sees, const HeadRows& q, const RopeAngles::QueryAngles& angles,
                  const MutableHeadRows& o, const TensorView* lse, double sm_scale,
                  const RowMask* masks = nullptr) noexcept;
-  // How the rows stand that callers of the pieces and of shared KV give; for rotated ones, fills
-  // slid_angles_.
-  Rotated TakeRotated(const Layer& layer) noexcept;
-  bool SlidesPastNewSinks() noexcept;
-  QueryAngles AnglesOf(const Layer& layer, Rotated rotated) const noexcept;
-  // slid_angles_: what turns a row that was rotated to p back by slid(p).
-  void ReserveSlidAngles(int64_t pairs, int64_t rows);
-  void FillSlidAngles(const Layer& layer) noexcept;
-
   // Token trees: paged_kv_trees.cc.
   // Tokens that the sequence has without its uncommitted tree, and with it.
   int64_t CommittedLength(const Sequence& sequence) const {
@@ -322,9 +255,9 @@ class PagedKVCache final : public AttentionKVCache,
   Status RequireCommitted(const char* call, int32_t index) const;
   Status PlanTreeBatch(const char* call, std::span<const int64_t> seq_ids,
                        std::span<const int64_t> append_lengths,
-                       std::span<const int64_t> token_tree_parents, ForwardPlan& plan);
+                       std::span<const int64_t> token_tree_parents, ForwardPlan& plan) const;
   Status PlanTreeMember(const char* call, int64_t seq_id, std::span<const int64_t> parents,
-                        int64_t first_row, ForwardPlan& plan);
+                        int64_t first_row, ForwardPlan& plan) const;
   void AddNodes(ForwardMember& member, std::span<const GroupAppend> groups) noexcept;
   // Nodes from `size` on go, and of the path what is deeper than those that stay.
   void DropNodes(int32_t index, int64_t size) noexcept;
@@ -411,57 +344,33 @@ class PagedKVCache final : public AttentionKVCache,
   const std::vector<LayerGroup> groups_;
   const std::unique_ptr<PageStorage> storage_;
   const Backend* const backend_;
-  std::vector<Rope> ropes_;
-  RopeLimits rope_limits_;
   std::vector<Layer> layers_;
   std::vector<float> zero_row_;  // of one head of any layer; empty unless layers may be skipped
 
   SequenceControl control_;
   BlockTree tree_;
+  RopeAngles ropes_;
+  AttentionScratch scratch_;
   TokenTrees trees_;
   PendingReceives receives_;
   const std::shared_ptr<ParallelRunner> receive_runner_;  // of whoever completes a part
   SendMarks marks_;
   std::shared_ptr<LayerSink> sink_;
-  ForwardPlan plan_;   // of the open forward or the last one
-  ForwardPlan query_;  // members of PagesNeeded: it leaves plan_ as it is, to be repeated
+  ForwardPlan plan_;  // of the open forward or the last one
+  // Of PagesNeeded, which leaves plan_ as it is, to be repeated.
+  mutable ForwardPlan query_;
   int64_t repeated_forward_count_ = 0;
 
-  // For queries that come rotated: cos and sin [row][pair], and where each row's lie; empty if no
-  // row needs them.
-  std::vector<float> slid_cos_, slid_sin_;
-  std::vector<RotaryAngles> slid_angles_;
-
-  // Scratch of planning.
-  std::vector<int64_t> page_counts_;       // [group]
-  std::span<const int64_t> tree_parents_;  // [row]
-  std::vector<int32_t> tree_depths_;       // [row]
-  // Of a commit.
+  // Scratch of a commit, and the parents of the tree forward that begins [row].
+  std::span<const int64_t> tree_parents_;
   std::vector<int32_t> tree_path_;
   std::vector<AppendTarget> tree_from_, tree_to_;
   std::vector<uint8_t> tree_opens_;
-  std::unique_ptr<std::byte[]> scratch_;  // of attention
-  size_t scratch_bytes_ = 0;
-  size_t scratch_needed_ = 0;  // by plan_
-  RecentPeak scratch_peak_;
   RaggedKV ragged_;     // of the last SelfAttention
   AttentionMask mask_;  // of the last call that has one
 
-  CallGate gate_;
-  mutable PageCounts counts_;  // as published
-  mutable PublishedCounts published_counts_;
+  CountingGate gate_;
 };
-
-template <typename F>
-std::invoke_result_t<F> PagedKVCache::Enter(const char* call, F&& body) const {
-  return gate_.EnterAlone(call, [&]() -> std::invoke_result_t<F> {
-    struct Leave {
-      const PagedKVCache& cache;
-      ~Leave() { cache.PublishCounts(); }
-    } leave{*this};
-    return body();
-  });
-}
 
 template <typename F>
 Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {

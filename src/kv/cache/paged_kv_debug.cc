@@ -244,16 +244,16 @@ Status PagedKVCache::PrivatizeFrom(const char* call, int32_t index, int64_t star
   Sequence& sequence = control_[index];
   if (tree_.IsExclusiveFrom(sequence.last, start)) return Status();
   ForwardPlan moves;  // of one sequence that gets no new token
-  moves.group_appends.resize(groups_.size());
+  moves.StartBatch(1, groups_.size());
   tree_.BeginPlanning();
   AppendPlan append = tree_.PlanAppend(sequence.last, 0, start, moves.group_appends);
   append.active = !sequence.retained;
   ForwardMember& member = moves.members.emplace_back();
   member.id = sequence.id;
   member.append = append;
-  std::vector<int64_t> page_counts;
-  for (const GroupAppend& group : moves.group_appends) page_counts.push_back(group.page_count);
-  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts));
+  for (size_t g = 0; g < groups_.size(); ++g)
+    moves.page_counts[g] = moves.group_appends[g].page_count;
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, moves.page_counts));
   tree_.Reserve(AppendPlans(append), moves.group_appends);
   moves.Reserve(tree_);
 
@@ -306,12 +306,14 @@ Status PagedKVCache::SetDebug(const char* call, int64_t seq_id, int64_t start, c
 
 Status PagedKVCache::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
                                 const TensorView& v) {
-  return Enter("DebugSetKV", [&] { return SetDebug("DebugSetKV", seq_id, start, k, &v); });
+  return gate_.EnterAlone("DebugSetKV",
+                          [&] { return SetDebug("DebugSetKV", seq_id, start, k, &v); });
 }
 
 Status PagedKVCache::DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) {
-  return Enter("DebugSetKVMLA",
-               [&] { return SetDebug("DebugSetKVMLA", seq_id, start, WithHead(kv), nullptr); });
+  return gate_.EnterAlone("DebugSetKVMLA", [&] {
+    return SetDebug("DebugSetKVMLA", seq_id, start, WithHead(kv), nullptr);
+  });
 }
 
 Result<std::string> PagedKVCache::DebugPlan() const {

@@ -1,12 +1,9 @@
 // The forward of PagedKVCache: planning, attention, end.
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <memory>
 
-#include "base/check.h"
 #include "base/float_environment.h"
-#include "kv/cache/kv_memory.h"
 #include "kv/cache/paged_kv_cache.h"
 #include "kv/pages/reserve.h"
 
@@ -14,7 +11,6 @@ namespace quire {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634074;
-constexpr size_t kScratchAlignment = 64;  // a cache line; backend.h asks for it
 
 // Members from one look at what planning needs of one to the next: planning so many takes about as
 // long as memory does.
@@ -56,14 +52,11 @@ Status PagedKVCache::CheckSpecial(const char* call, int64_t seq_id, int32_t inde
 }
 
 Status PagedKVCache::StartBatch(const char* call, std::span<const int64_t> seq_ids,
-                                std::span<const int64_t> append_lengths, ForwardPlan& plan) {
+                                std::span<const int64_t> append_lengths, ForwardPlan& plan) const {
   QUIRE_RETURN_IF_ERROR(control_.CheckBatch(call, seq_ids, append_lengths));
   control_.StartPlanning();
   tree_.BeginPlanning();
-  plan.ClearBatch();
-  ReserveGrowing(plan.members, seq_ids.size());
-  plan.group_appends.resize(seq_ids.size() * groups_.size());
-  page_counts_.assign(groups_.size(), 0);
+  plan.StartBatch(seq_ids.size(), groups_.size());
   return Status();
 }
 
@@ -124,11 +117,11 @@ class PagedKVCache::LookAhead {
 // which are read in FORWARD only.
 Status PagedKVCache::PlanBatch(const char* call, std::span<const int64_t> seq_ids,
                                std::span<const int64_t> append_lengths,
-                               std::span<const LayerLoad> loads, ForwardPlan& plan) {
+                               std::span<const LayerLoad> loads, ForwardPlan& plan) const {
   QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan));
   const size_t group_count = groups_.size();
   GroupAppend* groups = plan.group_appends.data();
-  int64_t* const page_counts = page_counts_.data();
+  int64_t* const page_counts = plan.page_counts.data();
   LookAhead ahead(*this, seq_ids);
   int64_t row_count = 0;
   int64_t import_count = 0;
@@ -185,61 +178,30 @@ Status PagedKVCache::CheckPages(const char* call, std::span<const int64_t> page_
 Result<int64_t> PagedKVCache::PagesNeeded(std::span<const int64_t> seq_ids,
                                           std::span<const int64_t> append_lengths) const {
   return gate_.Ask([&]() -> Result<int64_t> {
-    // Planning changes nothing that can be observed, and a cache is never created const. In FORWARD
-    // it is refused before it changes anything.
-    PagedKVCache* self = const_cast<PagedKVCache*>(this);
-    QUIRE_RETURN_IF_ERROR(
-        self->PlanBatch("PagesNeeded", seq_ids, append_lengths, {}, self->query_));
-    return *std::max_element(page_counts_.begin(), page_counts_.end());
+    QUIRE_RETURN_IF_ERROR(PlanBatch("PagesNeeded", seq_ids, append_lengths, {}, query_));
+    return std::ranges::max(query_.page_counts);
   });
-}
-
-void PagedKVCache::ReserveScratch() {
-  const int64_t sequence_count = static_cast<int64_t>(plan_.members.size());
-  const size_t bytes =
-      AttentionScratchBytes(*backend_, groups_, options_.layers, plan_.totals().rows,
-                            sequence_count, options_.runner->worker_count());
-  scratch_needed_ = bytes;
-  KeepScratch();
-}
-
-// As much as this forward needs and recent ones did; what is four times that is given back.
-void PagedKVCache::KeepScratch() {
-  const size_t peak = scratch_peak_.Count(scratch_needed_);
-  if (scratch_bytes_ / 4 > peak) {
-    scratch_.reset();
-    scratch_bytes_ = 0;
-  }
-  GrowScratch(peak);
-}
-
-void PagedKVCache::GrowScratch(size_t bytes) {
-  if (bytes <= scratch_bytes_) return;
-  scratch_bytes_ = 0;
-  scratch_.reset();
-  scratch_.reset(new std::byte[bytes + kScratchAlignment]);
-  scratch_bytes_ = bytes;
 }
 
 void PagedKVCache::ReserveForward() {
   tree_.Reserve(AppendPlans(std::span<const ForwardMember>(plan_.members), &ForwardMember::append),
                 plan_.group_appends);
   plan_.Reserve(tree_);
-  ReserveRope(false);
-  ReserveScratch();
+  ropes_.Reserve(plan_, false);
+  scratch_.Reserve(plan_.totals().rows, plan_.totals().members);
 }
 
 // ---------------------------------------------------------------------- begin and end
 
 Status PagedKVCache::BeginForward(std::span<const int64_t> seq_ids,
                                   std::span<const int64_t> append_lengths) {
-  return Enter("BeginForward", [&]() -> Status {
+  return gate_.EnterAlone("BeginForward", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(control_.RequireIdle("BeginForward"));
-    if (CanRepeatForward(seq_ids, append_lengths)) {
-      QUIRE_RETURN_IF_ERROR(CheckPages("BeginForward", page_counts_));
+    if (plan_.CanRepeat(seq_ids, append_lengths, tree_)) {
+      QUIRE_RETURN_IF_ERROR(CheckPages("BeginForward", plan_.page_counts));
       // For all else the last forward had as much as this one.
-      ReserveRope(true);
-      KeepScratch();
+      ropes_.Reserve(plan_, true);
+      scratch_.ReserveAgain();
       CommitRepeatedForward();
       return Status();
     }
@@ -250,7 +212,7 @@ Status PagedKVCache::BeginForward(std::span<const int64_t> seq_ids,
 Status PagedKVCache::BeginLoadingForward(std::span<const int64_t> seq_ids,
                                          std::span<const int64_t> append_lengths,
                                          std::span<const LayerLoad> loads) {
-  return Enter("BeginLoadingForward", [&]() -> Status {
+  return gate_.EnterAlone("BeginLoadingForward", [&]() -> Status {
     return BeginPlanned("BeginLoadingForward", seq_ids, append_lengths, loads);
   });
 }
@@ -259,8 +221,8 @@ Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq
                                   std::span<const int64_t> append_lengths,
                                   std::span<const LayerLoad> loads) {
   QUIRE_RETURN_IF_ERROR(PlanBatch(call, seq_ids, append_lengths, loads, plan_));
-  QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts_));
-  tree_.PrefetchPlanned(page_counts_);
+  QUIRE_RETURN_IF_ERROR(CheckPages(call, plan_.page_counts));
+  tree_.PrefetchPlanned(plan_.page_counts);
   ReserveForward();
   CommitForward();
   return Status();
@@ -287,12 +249,6 @@ void PagedKVCache::CommitForward() noexcept {
   OpenForward(false);
 }
 
-bool PagedKVCache::CanRepeatForward(std::span<const int64_t> seq_ids,
-                                    std::span<const int64_t> append_lengths) {
-  page_counts_.assign(groups_.size(), 0);
-  return plan_.CanRepeat(seq_ids, append_lengths, tree_, page_counts_);
-}
-
 void PagedKVCache::CommitRepeatedForward() noexcept {
   if (!control_.HasBatchOfLastForward()) {  // another batch has been asked about since
     control_.StartPlanning();
@@ -305,7 +261,7 @@ void PagedKVCache::CommitRepeatedForward() noexcept {
 }
 
 void PagedKVCache::OpenForward(bool repeats) noexcept {
-  FillRope(repeats);
+  ropes_.Fill(plan_, repeats);
   for (Layer& layer : layers_) layer.loaded = layer.appended = layer.attended = false;
   control_.OpenForward();
 }
@@ -343,7 +299,7 @@ Status PagedKVCache::FillSkippedLayers() {
 }
 
 Status PagedKVCache::EndForward() {
-  return Enter("EndForward", [&]() -> Status {
+  return gate_.EnterAlone("EndForward", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(control_.RequireForward("EndForward"));
     QUIRE_RETURN_IF_ERROR(options_.allow_skipped_layers ? FillSkippedLayers() : RequireAllLayers());
     CloseForward();
@@ -372,7 +328,7 @@ void PagedKVCache::CloseForward() noexcept {
 }
 
 Status PagedKVCache::AbortForward() {
-  return Enter("AbortForward", [&]() -> Status {
+  return gate_.EnterAlone("AbortForward", [&]() -> Status {
     if (!control_.in_forward()) return control_.RequireForward("AbortForward");
     RollBackForward();
     FinishSends(Outcome::kAborted);
@@ -426,7 +382,8 @@ Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, false));
     QUIRE_RETURN_IF_ERROR(LoadLayer(call));
     RunAppend(layer, rows.k, rows.v);
-    RunAttend(layer, Sees::kUpToOwn, rows.q, Rotated::kNo, o_rows, nullptr, sm_scale, masks);
+    RunAttend(layer, Sees::kUpToOwn, rows.q, ropes_.OfQueries(layer), o_rows, nullptr, sm_scale,
+              masks);
     return Status();
   });
 }
@@ -457,9 +414,9 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
     QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
-    const Layer& state = layers_[static_cast<size_t>(layer)];
-    const Rotated rotated = call.spec.latent ? TakeRotated(state) : Rotated::kNo;
-    RunAttend(layer, Sees::kUpToOwn, q_rows, rotated, o_rows, lse, sm_scale, masks);
+    const auto angles =
+        call.spec.latent ? ropes_.OfRotatedQueries(layer, plan_) : ropes_.OfQueries(layer);
+    RunAttend(layer, Sees::kUpToOwn, q_rows, angles, o_rows, lse, sm_scale, masks);
     return Status();
   });
 }
@@ -493,8 +450,8 @@ Status PagedKVCache::AttentionWithMLA(int64_t layer, const TensorView& q_absorbe
         CheckApart(call, {{"o", &o}}, {{"q_absorbed", &q_absorbed}, {"kv", &kv}}));
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(AppendLatent(call, kv));
-    const Layer& state = layers_[static_cast<size_t>(layer)];
-    RunAttend(layer, Sees::kUpToOwn, q_rows, TakeRotated(state), o_rows, nullptr, sm_scale, masks);
+    RunAttend(layer, Sees::kUpToOwn, q_rows, ropes_.OfRotatedQueries(layer, plan_), o_rows, nullptr,
+              sm_scale, masks);
     return Status();
   });
 }
@@ -514,31 +471,15 @@ Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorVie
     QUIRE_RETURN_IF_ERROR(RequireAppended(call, true));
     Layer& source = layers_[static_cast<size_t>(source_layer)];
     const bool attended = source.attended;
-    RunAttend(source_layer, Sees::kUpToOwn, q_rows, TakeRotated(source), o_rows, lse, sm_scale,
-              masks);
+    RunAttend(source_layer, Sees::kUpToOwn, q_rows, ropes_.OfRotatedQueries(source_layer, plan_),
+              o_rows, lse, sm_scale, masks);
     source.attended = attended;  // this was another layer's
     return Status();
   });
 }
 
-PagedKVCache::Rotated PagedKVCache::TakeRotated(const Layer& layer) noexcept {
-  if (layer.mode == RopeMode::kInline) return Rotated::kNo;
-  FillSlidAngles(layer);
-  return Rotated::kYes;
-}
-
-RotaryRows PagedKVCache::RotaryOfRows(const Layer& layer) const {
-  if (layer.rope < 0) return {};
-  const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
-  return {.angles = rope.angles.data(),
-          .rotary_dim = static_cast<int>(2 * rope.short_table.pair_count()),
-          .interleaved = layer.interleaved,
-          .first_dim = layer.rope_first_dim};
-}
-
 void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v) noexcept {
-  const Layer& layer = layers_[static_cast<size_t>(index)];
-  StoreRows(index, k, v, layer.mode == RopeMode::kNormal ? RotaryOfRows(layer) : RotaryRows());
+  StoreRows(index, k, v, ropes_.OfNewKeys(index));
 }
 
 void PagedKVCache::StoreRows(int64_t index, const HeadRows& k, const HeadRows& v,
@@ -557,34 +498,12 @@ void PagedKVCache::StoreRows(int64_t index, const HeadRows& k, const HeadRows& v
   SendLayer(index);
 }
 
-void* PagedKVCache::Scratch() noexcept {
-  void* scratch = scratch_.get();
-  size_t space = scratch_bytes_ + kScratchAlignment;
-  if (scratch == nullptr) return nullptr;
-  scratch = std::align(kScratchAlignment, scratch_bytes_, scratch, space);
-  if (options_.poison_freed_pages) std::memset(scratch, kPoisonByte, scratch_bytes_);
-  return scratch;
-}
-
-PagedKVCache::QueryAngles PagedKVCache::AnglesOf(const Layer& layer,
-                                                 Rotated rotated) const noexcept {
-  QueryAngles angles{.rows = RotaryOfRows(layer)};
-  if (rotated == Rotated::kYes) {
-    angles.rows.angles = nullptr;
-    angles.sinks = slid_angles_.empty() ? nullptr : slid_angles_.data();
-  } else if (layer.rope >= 0) {
-    const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
-    angles.sinks = rope.sink_angles.empty() ? nullptr : rope.sink_angles.data();
-  }
-  return angles;
-}
-
-void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q, Rotated rotated,
-                             const MutableHeadRows& o, const TensorView* lse, double sm_scale,
+void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q,
+                             const RopeAngles::QueryAngles& angles, const MutableHeadRows& o,
+                             const TensorView* lse, double sm_scale,
                              const RowMask* masks) noexcept {
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(index)];
-  const QueryAngles angles = AnglesOf(layer, rotated);
   RunKernel(
       index,
       {.pages = storage_->layer(index),
@@ -611,7 +530,7 @@ void PagedKVCache::RunKernel(int64_t index, AttentionArgs args, const TensorView
   args.lse = lse == nullptr ? nullptr : lse->data_as<float>();
   args.lse_row_stride = lse == nullptr ? 0 : lse->stride(0);
   args.row_count = plan_.row_count();
-  args.scratch = Scratch();
+  args.scratch = scratch_.Take();
   backend_->attention(args, *options_.runner);
   layer.attended = true;
 }

@@ -82,14 +82,14 @@ Status CheckMergeSide(const MergeSide& side, const TensorView& first) {
       "float32 " + text({first.dim(0), first.dim(1)}) + ", contiguous in its last dimension");
 }
 
-}  // namespace
-
-// Whether some row of ragged_ scores a sink among the new tokens from nearer than it stands.
-bool PagedKVCache::SlidesPastNewSinks() noexcept {
-  return std::ranges::any_of(ragged_.sequences(), [](const AttentionSequence& sequence) {
+// Whether some row scores a sink among the new tokens from nearer than it stands.
+bool SlidePastNewSinks(std::span<const AttentionSequence> sequences) {
+  return std::ranges::any_of(sequences, [](const AttentionSequence& sequence) {
     return sequence.window.sinks > 0 && SlidAt(sequence.window, LastPosition(sequence)) > 0;
   });
 }
+
+}  // namespace
 
 Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
                                    const TensorView& v, const TensorView& o, const TensorView& lse,
@@ -108,8 +108,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(
         CheckApart(call, {{"o", &o}, {"lse", &lse}}, {{"q", &q}, {"k", &k}, {"v", &v}}));
-    const Layer& state = layers_[static_cast<size_t>(layer)];
-    const bool rotates = state.mode == RopeMode::kInline;
+    const bool rotates = ropes_.is_inline(layer);
     if (rotates && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
       return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
                                 "; with RopeMode::kInline it must be the layer's, " +
@@ -124,7 +123,8 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     ragged_.Prepare(layout, plan_, options_.poison_freed_pages);
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks,
                            mask_.RowsOf(call, mask, plan_, MaskFrom::kBase));
-    const bool turns_sinks = !rotates && state.rope >= 0 && SlidesPastNewSinks();
+    const bool turns_sinks =
+        !rotates && ropes_.rotates(layer) && SlidePastNewSinks(ragged_.sequences());
     const int64_t rope_dim = RopeDim(layer_call.spec);
     if (turns_sinks && layer_call.spec.latent && spec.qk_head_dim < rope_dim) {
       return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
@@ -138,19 +138,18 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                                 std::to_string(layer_call.spec.qk_head_dim));
     }
     const int64_t members = static_cast<int64_t>(plan_.members.size());
-    GrowScratch(backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
-                                                  plan_.row_count(), members,
-                                                  options_.runner->worker_count()));
-    QueryAngles angles;
-    if (rotates || turns_sinks) angles = AnglesOf(state, TakeRotated(state));
+    scratch_.Grow(backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
+                                                    plan_.row_count(), members,
+                                                    options_.runner->worker_count()));
+    RopeAngles::QueryAngles angles;
+    if (rotates || turns_sinks) angles = ropes_.OfRotatedQueries(layer, plan_);
     if (layer_call.spec.latent) {
       angles.rows.first_dim = static_cast<int>(spec.qk_head_dim - rope_dim);
     }
     if (rotates) {
-      Rope& rope = ropes_[static_cast<size_t>(state.rope)];
       for (size_t m = 0; m < plan_.members.size(); ++m) {
         const ForwardMember& member = plan_.members[m];
-        ragged_.sequences()[m].inline_angles = &rope.table(member.long_factors).view();
+        ragged_.sequences()[m].inline_angles = &ropes_.TableOf(layer, member.long_factors);
         ragged_.sequences()[m].inline_base = member.base();
       }
     }
@@ -186,8 +185,8 @@ Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const Te
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", &lse}}, {{"q", &q}}));
     QUIRE_RETURN_IF_ERROR(LoadLayer(call));
-    const Layer& state = layers_[static_cast<size_t>(layer)];
-    RunAttend(layer, Sees::kCached, q_rows, TakeRotated(state), o_rows, &lse, sm_scale);
+    RunAttend(layer, Sees::kCached, q_rows, ropes_.OfRotatedQueries(layer, plan_), o_rows, &lse,
+              sm_scale);
     return Status();
   });
 }

@@ -35,7 +35,7 @@ int64_t PeerOf(const std::vector<AttentionLayerSpec>& layers, const ReceiveMap& 
 
 Status PagedKVCache::SetLayerSink(std::shared_ptr<LayerSink> sink) {
   const char* call = "SetLayerSink";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
     if (marks_.any_active()) {
       return Status(StatusCode::kBadState,
@@ -98,7 +98,7 @@ Status PagedKVCache::CheckMaps(const Sequence& sequence, std::span<const Receive
 
 Status PagedKVCache::DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
                                     int64_t peer, int64_t rank) {
-  return Enter(kMark, [&]() -> Status {
+  return gate_.EnterAlone(kMark, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(control_.RequireIdle(kMark));
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(kMark, seq_id));
     if (sink_ == nullptr) {
@@ -152,7 +152,7 @@ Status PagedKVCache::DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<con
 
 Status PagedKVCache::DisaggUnmarkSend(int64_t seq_id) {
   const char* call = "DisaggUnmarkSend";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch(call, seq_id));
     if (marks_.Find(index) == nullptr) return NoMark(call, seq_id);
     StopSend(index, "DisaggUnmarkSend was called");
@@ -162,7 +162,7 @@ Status PagedKVCache::DisaggUnmarkSend(int64_t seq_id) {
 
 Result<SendProgress> PagedKVCache::GetSendProgress(int64_t seq_id) const {
   const char* call = "GetSendProgress";
-  return Enter(call, [&]() -> Result<SendProgress> {
+  return gate_.EnterAlone(call, [&]() -> Result<SendProgress> {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(call, seq_id));
     const SendMark* const mark = marks_.Find(index);
     if (mark == nullptr) return NoMark(call, seq_id);
@@ -312,7 +312,7 @@ void PagedKVCache::StopSend(int32_t index, const char* why) noexcept {
 
 Status PagedKVCache::DisaggFlushSend(int64_t seq_id) {
   const char* call = "DisaggFlushSend";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(call, seq_id));
     SendMark* const mark = marks_.Find(index);

@@ -52,12 +52,13 @@ Status PagedKVCache::CheckReceiver(const char* call, int32_t index, int64_t coun
 
 Result<ReceiveMap> PagedKVCache::DisaggPrepareRecv(int64_t seq_id, int64_t count) {
   const char* call = "DisaggPrepareRecv";
-  return Enter(call, [&]() -> Result<ReceiveMap> {
+  return gate_.EnterAlone(call, [&]() -> Result<ReceiveMap> {
     QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(call, seq_id));
     QUIRE_RETURN_IF_ERROR(CheckReceiver(call, index, count));
     Sequence& sequence = control_[index];
     ForwardPlan plan;
+    plan.StartBatch(1, groups_.size());
     QUIRE_RETURN_IF_ERROR(PlanImport(call, sequence, count, FirstPage::kOwn, &plan));
     auto receive = receives_.Prepare(seq_id, count, groups_.size());
     TokenSlots tiles;
@@ -143,7 +144,7 @@ void PagedKVCache::EndReceive(int32_t index, int64_t n) noexcept {
 
 Status PagedKVCache::DisaggCommitRecv(uint64_t epoch, int64_t n) {
   const char* call = "DisaggCommitRecv";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(receives_.RequireComplete(call, epoch, n));
     QUIRE_ASSIGN_OR_RETURN(const PendingReceives::Claim claim, receives_.Find(call, epoch));
     EndReceive(control_.table().Find(claim.seq_id), n);
@@ -153,7 +154,7 @@ Status PagedKVCache::DisaggCommitRecv(uint64_t epoch, int64_t n) {
 
 Status PagedKVCache::DisaggCancelRecv(uint64_t epoch) {
   const char* call = "DisaggCancelRecv";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const PendingReceives::Claim claim, receives_.Find(call, epoch));
     EndReceive(control_.table().Find(claim.seq_id), 0);
     return Status();

@@ -30,7 +30,7 @@ Result<int64_t> PagedKVCache::GetTreeSize(int64_t seq_id) const {
 
 Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
                                     std::span<const int64_t> parents, int64_t first_row,
-                                    ForwardPlan& plan) {
+                                    ForwardPlan& plan) const {
   const int64_t count = static_cast<int64_t>(parents.size());
   const int32_t index = control_.table().Find(seq_id);
   if (!TakeMember(index, count, first_row)) return RefuseMember(call, seq_id, index, count);
@@ -41,10 +41,10 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
   const TokenTree* const old = trees_.Find(index);
   QUIRE_RETURN_IF_ERROR(AddDepths(call, seq_id,
                                   old == nullptr ? std::span<const int32_t>() : old->depths,
-                                  parents, tree_depths_));
+                                  parents, plan.node_depths));
   const int64_t levels = std::max<int64_t>(
       sequence.reserved,
-      *std::max_element(tree_depths_.begin() + first_row, tree_depths_.end()) + 1);
+      *std::max_element(plan.node_depths.begin() + first_row, plan.node_depths.end()) + 1);
   const int64_t committed = CommittedLength(sequence);
   if (levels > kPositionsMax - committed) {
     return Status(StatusCode::kTooLarge, OfSequence(call, seq_id) + "of length " +
@@ -68,19 +68,18 @@ Status PagedKVCache::PlanTreeMember(const char* call, int64_t seq_id,
   member.committed = committed;
   member.levels = levels;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    page_counts_[g] +=
+    plan.page_counts[g] +=
         groups[g].page_count + TokenTrees::PagesFor(tree_.pool(static_cast<int>(g)), size, count);
   }
   return Status();
 }
 
-// Leaves only marks that no call can see, the plan's members and tree_depths_, which AddNodes reads
-// before another planning.
+// Leaves only marks that no call can see, and what planning fills of the plan.
 Status PagedKVCache::PlanTreeBatch(const char* call, std::span<const int64_t> seq_ids,
                                    std::span<const int64_t> append_lengths,
-                                   std::span<const int64_t> token_tree_parents, ForwardPlan& plan) {
+                                   std::span<const int64_t> token_tree_parents,
+                                   ForwardPlan& plan) const {
   QUIRE_RETURN_IF_ERROR(StartBatch(call, seq_ids, append_lengths, plan));
-  tree_depths_.clear();
   NodeParents parents(call, token_tree_parents);
   int64_t row_count = 0;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
@@ -96,11 +95,8 @@ Result<int64_t> PagedKVCache::PagesNeededForTree(
     std::span<const int64_t> token_tree_parents) const {
   const char* call = "PagesNeededForTree";
   return gate_.Ask([&]() -> Result<int64_t> {
-    // As PagesNeeded.
-    PagedKVCache* self = const_cast<PagedKVCache*>(this);
-    QUIRE_RETURN_IF_ERROR(
-        self->PlanTreeBatch(call, seq_ids, append_lengths, token_tree_parents, self->query_));
-    return *std::max_element(page_counts_.begin(), page_counts_.end());
+    QUIRE_RETURN_IF_ERROR(PlanTreeBatch(call, seq_ids, append_lengths, token_tree_parents, query_));
+    return std::ranges::max(query_.page_counts);
   });
 }
 
@@ -108,9 +104,9 @@ Status PagedKVCache::BeginTreeForward(std::span<const int64_t> seq_ids,
                                       std::span<const int64_t> append_lengths,
                                       std::span<const int64_t> token_tree_parents) {
   const char* call = "BeginTreeForward";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(PlanTreeBatch(call, seq_ids, append_lengths, token_tree_parents, plan_));
-    QUIRE_RETURN_IF_ERROR(CheckPages(call, page_counts_));
+    QUIRE_RETURN_IF_ERROR(CheckPages(call, plan_.page_counts));
     for (const ForwardMember& member : plan_.members) {
       trees_.Reserve(tree_, member.sequence, member.node_count);
     }
@@ -127,7 +123,7 @@ void PagedKVCache::AddNodes(ForwardMember& member, std::span<const GroupAppend> 
   const size_t count = static_cast<size_t>(member.node_count);
   const bool is_new = trees_.Find(member.sequence) == nullptr;
   trees_.AddNodes(tree_, member.sequence, tree_parents_.subspan(first_row, count),
-                  std::span<const int32_t>(tree_depths_).subspan(first_row, count));
+                  std::span<const int32_t>(plan_.node_depths).subspan(first_row, count));
   member.tree = trees_.Find(member.sequence);
   control_[member.sequence].reserved = member.levels;
   if (!is_new) return;
@@ -200,7 +196,7 @@ void PagedKVCache::CommitPath(int32_t index, int64_t leaf) noexcept {
 Status PagedKVCache::CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
                                                   std::span<const int64_t> leaf_indices) {
   const char* call = "CommitAcceptedTokenTreeNodes";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
     QUIRE_RETURN_IF_ERROR(CheckLeafCount(call, seq_ids, leaf_indices));
     control_.StartPlanning();

@@ -1,17 +1,14 @@
 // Windows of PagedKVCache: switching them, what is legal under them, what they free.
 #include <algorithm>
-#include <cmath>
 
-#include "base/float_environment.h"
 #include "kv/cache/paged_kv_cache.h"
-#include "kv/pages/reserve.h"
 
 namespace quire {
 // ---------------------------------------------------------------------- switching
 
 Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
   const char* call = "EnableSlidingWindowForSeq";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch(call, seq_id));
     QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
     Sequence& sequence = control_[index];
@@ -47,7 +44,7 @@ Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, i
 
 Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
   const char* call = "DisableSlidingWindowForSeq";
-  return Enter(call, [&]() -> Status {
+  return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch(call, seq_id));
     QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
     Sequence& sequence = control_[index];
@@ -193,57 +190,6 @@ void PagedKVCache::UpdateHidden(int32_t index) noexcept {
     tree_.SetHidden(index, sequence.last, g,
                     HiddenPagesOf(sequence, CommittedLength(sequence), options_.max_pop,
                                   tree_.pool(g), groups_[static_cast<size_t>(g)].window));
-  }
-}
-
-// ---------------------------------------------------------------------- positions of sinks
-
-void PagedKVCache::FillSinkAngles(Rope& rope) noexcept {
-  rope.sink_angles.clear();
-  if (!plan_.totals().has_sinks) return;
-  for (const ForwardMember& member : plan_.members) {
-    const RopeTable& table = rope.table(member.long_factors);
-    for (const int64_t p : PositionsOf(member))
-      rope.sink_angles.push_back(
-          table.At(member.window.sinks == 0 ? p : p - SlidAt(member.window, p)));
-  }
-}
-
-void PagedKVCache::ReserveSlidAngles(int64_t pairs, int64_t rows) {
-  const auto takes_rotated = [](const Layer& layer) {
-    return layer.rope >= 0 && layer.mode != RopeMode::kInline;
-  };
-  if (std::ranges::none_of(layers_, takes_rotated)) return;
-  ReserveGrowing(slid_cos_, static_cast<size_t>(rows * pairs));
-  ReserveGrowing(slid_sin_, static_cast<size_t>(rows * pairs));
-  ReserveGrowing(slid_angles_, static_cast<size_t>(rows));
-}
-
-void PagedKVCache::FillSlidAngles(const Layer& layer) noexcept {
-  const ScopedFloatEnvironment environment;
-  slid_angles_.clear();
-  if (layer.rope < 0) return;
-  Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
-  if (rope.sink_angles.empty()) return;
-  const size_t pairs = static_cast<size_t>(rope.short_table.pair_count());
-  const size_t rows = static_cast<size_t>(plan_.row_count());
-  slid_cos_.resize(rows * pairs);
-  slid_sin_.resize(rows * pairs);
-  slid_angles_.resize(rows);
-  size_t row = 0;
-  for (const ForwardMember& member : plan_.members) {
-    const RopeFrequencies& frequencies = rope.table(member.long_factors).frequencies();
-    for (const int64_t p : PositionsOf(member)) {
-      const auto slid = static_cast<double>(SlidAt(member.window, p));
-      float* const cos = slid_cos_.data() + row * pairs;
-      float* const sin = slid_sin_.data() + row * pairs;
-      for (size_t pair = 0; pair < pairs; ++pair) {
-        const double angle = -slid * frequencies.inv_freq[pair];
-        cos[pair] = static_cast<float>(std::cos(angle));
-        sin[pair] = static_cast<float>(std::sin(angle));
-      }
-      slid_angles_[row++] = {cos, sin};
-    }
   }
 }
 

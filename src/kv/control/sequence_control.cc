@@ -102,7 +102,7 @@ Status SequenceControl::CheckMember(const char* call, int64_t seq_id, int32_t in
   return Status(StatusCode::kBadArgument, OfSequence(call, seq_id) + "is in the batch twice");
 }
 
-Status SequenceControl::NameOnce(const char* call, int32_t index) {
+Status SequenceControl::NameOnce(const char* call, int32_t index) const {
   if (IsNamed(index)) {
     return Status(StatusCode::kBadArgument, OfSequence(call, table_[index].id) + "is named twice");
   }

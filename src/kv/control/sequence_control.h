@@ -8,8 +8,7 @@
 // - A member is active. It stays so, and it exists, until the forward ends: calls that remove or
 //   retain a sequence find it with FindOutsideBatch.
 // - At most max_num_sequences sequences are active: calls that add an active one have asked
-// CheckNew
-//   or CheckRoomForActive.
+//   CheckNew or CheckRoomForActive.
 #ifndef QUIRE_KV_CONTROL_SEQUENCE_CONTROL_H_
 #define QUIRE_KV_CONTROL_SEQUENCE_CONTROL_H_
 
@@ -74,13 +73,13 @@ class SequenceControl {
   // ---- Planning a batch.
   Status CheckBatch(const char* call, std::span<const int64_t> seq_ids,
                     std::span<const int64_t> append_lengths) const;
-  // No sequence is named any more.
-  void StartPlanning() noexcept {
+  // No sequence is named any more. Planning is const: names are marks that no call can see.
+  void StartPlanning() const noexcept {
     QUIRE_DCHECK(!in_forward_);
     ++planning_;
   }
   bool IsNamed(int32_t index) const { return table_[index].batch == planning_; }
-  void Name(int32_t index) noexcept { table_[index].batch = planning_; }
+  void Name(int32_t index) const noexcept { table_[index].batch = planning_; }
   // Whether the sequence may get rows. `index`: what the table finds for its id.
   bool MayTake(int32_t index) const {
     return index != SequenceTable::kAbsent && !IsNamed(index) && !table_[index].retained;
@@ -92,15 +91,16 @@ class SequenceControl {
 
   // ---- Token trees.
   // BadArgument for a sequence that this call has named before; names it.
-  Status NameOnce(const char* call, int32_t index);
+  Status NameOnce(const char* call, int32_t index) const;
 
  private:
   const int64_t max_num_sequences_;
   SequenceTable table_;
   bool in_forward_ = false;
-  bool failed_ = false;    // an attention call of this forward has failed
-  uint64_t planning_ = 0;  // number of the last planning; sequences that it has named carry it
-  uint64_t batch_ = 0;     // the planning of the last forward
+  bool failed_ = false;  // an attention call of this forward has failed
+  mutable uint64_t planning_ =
+      0;                // number of the last planning; sequences that it has named carry it
+  uint64_t batch_ = 0;  // the planning of the last forward
 };
 
 // ---------------------------------------------------------------------- rows and loads of a member

@@ -134,7 +134,7 @@ size_t BlockTree::CopyRunCount(const AppendPlan& plan, int group) const {
 }
 
 // Of a plan that copies: its cut is at most where it is now.
-void BlockTree::PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) {
+void BlockTree::PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const {
   plan.cut = LowerCut(plan);
   plan.extends = false;
   planned_blocks_ += 2;  // the cut may split a block

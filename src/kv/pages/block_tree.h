@@ -83,10 +83,10 @@ struct alignas(64) Block {
   BlockIndex child_xor = 0;  // exclusive or of the children: of an only child, its index
   int64_t begin = 0;
   int64_t end = 0;
-  uint64_t claim = 0;  // number of the planning in which a sequence of this shared block was given
-                       // the slot at its end
-  int32_t active_refs = 0;    // references through which a sequence sees it that is not retained
-  int32_t many_children = 0;  // children that are seen by two or more sequences
+  mutable uint64_t claim = 0;  // number of the planning in which a sequence of this shared block
+                               // was given the slot at its end
+  int32_t active_refs = 0;     // references through which a sequence sees it that is not retained
+  int32_t many_children = 0;   // children that are seen by two or more sequences
   int32_t twins = 0;  // references of sequences that have another one here: of members that copy
   bool merge_deferred = false;
   bool may_free = false;  // is among those that the next FreeHidden looks at
@@ -168,8 +168,9 @@ class BlockTree {
  public:
   explicit BlockTree(std::vector<PagePool> pools);
 
-  // ---- Planning. Plans of one planning may be committed together, in their order.
-  void BeginPlanning() noexcept {
+  // ---- Planning. Plans of one planning may be committed together, in their order. It is const: it
+  // changes only marks of its own, which say what this planning has given away already.
+  void BeginPlanning() const noexcept {
     ++planning_;
     planned_blocks_ = planned_arrays_ = 0;
   }
@@ -177,16 +178,17 @@ class BlockTree {
   // groups[group_count()].
   // REQUIRES: count > 0 or cut < length.
   AppendPlan PlanAppend(BlockIndex last, int64_t count, int64_t cut,
-                        std::span<GroupAppend> groups) {
+                        std::span<GroupAppend> groups) const {
     AppendPlan plan{.last = last, .length = End(last), .count = count, .cut = cut};
     PlanAppend(plan, groups);
     return plan;
   }
-  AppendPlan PlanAppend(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
+  AppendPlan PlanAppend(BlockIndex last, int64_t count, std::span<GroupAppend> groups) const {
     return PlanAppend(last, count, End(last), groups);
   }
   // The same for tokens in pages that hold nothing else of before.
-  AppendPlan PlanAppendToOwnPage(BlockIndex last, int64_t count, std::span<GroupAppend> groups) {
+  AppendPlan PlanAppendToOwnPage(BlockIndex last, int64_t count,
+                                 std::span<GroupAppend> groups) const {
     AppendPlan plan{
         .last = last, .length = End(last), .count = count, .cut = End(last), .own_page = true};
     PlanAppend(plan, groups);
@@ -194,7 +196,7 @@ class BlockTree {
   }
   // Decides the rest of a plan that says what is asked for: last, its length, count, cut, own_page.
   // Inline: it is small beside the call.
-  void PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups) {
+  void PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups) const {
     if (plan.copies()) return PlanCopies(plan, groups);
     const int64_t length = plan.length;
     const int64_t end = length + plan.count;
@@ -218,7 +220,7 @@ class BlockTree {
       plan.cut = length - slot;
       return PlanCopies(plan, groups);
     }
-    if (shared && any_in_place) at(plan.last).claim = planning_;
+    if (shared && any_in_place) last->claim = planning_;
     plan.extends = last != nullptr && !shared;
     planned_blocks_ += !plan.extends;
     planned_arrays_ += !plan.extends;
@@ -438,7 +440,7 @@ class BlockTree {
     return PagesInRange(last, group, range_begin, end.end) >= kPagesPerRangeMax;
   }
   int64_t LowerCut(const AppendPlan& plan) const;
-  void PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups);
+  void PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const;
   void EnsureFreeBlocks(size_t count);
   void EnsureFreeArrays(size_t count);
 
@@ -539,10 +541,10 @@ class BlockTree {
       deferred_merges_;  // each block once (Block::merge_deferred); capacity blocks_.size()
   bool merges_deferred_ = false;
   std::vector<uint8_t> any_freed_;  // [group], since the last Clear
-  uint64_t planning_ = 0;
+  mutable uint64_t planning_ = 0;
   // Taken by the plans of this planning at most; arrays of each group.
-  size_t planned_blocks_ = 0;
-  size_t planned_arrays_ = 0;
+  mutable size_t planned_blocks_ = 0;
+  mutable size_t planned_arrays_ = 0;
   uint64_t version_ = 1;
   int64_t distinct_token_count_ = 0;
   PageKinds kinds_;

@@ -24,8 +24,8 @@ struct Sequence {
   BlockIndex last = kNoBlock;
   bool long_factors = false;  // RopeScaling::kLongRope
   bool retained = false;      // set through the table, which counts them
-  uint64_t batch =
-      0;  // number of the last planning that named it: finds duplicates and members of the batch
+  // Number of the last planning that named it: finds duplicates and members of the batch.
+  mutable uint64_t batch = 0;
   // Positions at the end of its path without tokens: for the levels of its uncommitted tree
   // (token_tree.h), or for tokens that it receives. 0: it has neither.
   int64_t reserved = 0;

@@ -10,11 +10,15 @@
 
 namespace quire {
 
-void ForwardPlan::ClearBatch() noexcept {
+void ForwardPlan::StartBatch(size_t member_count, size_t group_count) {
   filled_at_ = 0;
   totals_ = {};
   members.clear();
   group_appends.clear();
+  node_depths.clear();
+  ReserveGrowing(members, member_count);
+  group_appends.resize(member_count * group_count);
+  page_counts.assign(group_count, 0);
 }
 
 void ForwardPlan::ClearArrays() noexcept {

@@ -101,12 +101,16 @@ struct GroupPlan {
 
 class ForwardPlan {
  public:
-  // ---- Planning: fill these two, then Reserve.
+  // ---- Planning: StartBatch, fill these, then Reserve.
   std::vector<ForwardMember> members;      // in the order of the batch
   std::vector<GroupAppend> group_appends;  // [member][group]
+  std::vector<int64_t> page_counts;        // [group]: pages that the batch takes
+  std::vector<int32_t> node_depths;        // [row] of a tree forward
 
-  void ClearBatch() noexcept;                       // members and group_appends
-  void ClearArrays() noexcept;                      // all else
+  // Room for `member_count` members, without any; all counts are 0. May throw std::bad_alloc.
+  void StartBatch(size_t member_count, size_t group_count);
+
+  void ClearArrays() noexcept;                      // all else, but the totals
   void Clear() noexcept { *this = ForwardPlan(); }  // gives all memory back
   // Memory for Fill, and the totals. May throw std::bad_alloc.
   // REQUIRES: tree.Reserve for all appends, which are not committed yet.
@@ -118,9 +122,9 @@ class ForwardPlan {
 
   // ---- The same batch once more, see forward_plan_repeat.cc.
   // Whether a forward of these is one token more for each member of this plan, in arrays as they
-  // are. If so, the pages that it takes are added to page_counts [group].
+  // are. If so, page_counts are those that it takes.
   bool CanRepeat(std::span<const int64_t> ids, std::span<const int64_t> lengths,
-                 const BlockTree& tree, std::span<int64_t> page_counts) const noexcept;
+                 const BlockTree& tree) noexcept;
   // Commits the appends and makes this their plan. REQUIRES: CanRepeat; pages available.
   void Repeat(BlockTree& tree) noexcept;
   // A sequence has changed in something that the tree does not know.

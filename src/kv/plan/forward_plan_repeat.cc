@@ -23,7 +23,7 @@
 namespace quire {
 
 bool ForwardPlan::CanRepeat(std::span<const int64_t> ids, std::span<const int64_t> lengths,
-                            const BlockTree& tree, std::span<int64_t> page_counts) const noexcept {
+                            const BlockTree& tree) noexcept {
   const bool same_shape = filled_at_ == tree.version() && ids.size() == members.size() &&
                           lengths.size() == members.size() && positions_.size() == members.size();
   if (!same_shape) return false;
@@ -43,7 +43,7 @@ bool ForwardPlan::CanRepeat(std::span<const int64_t> ids, std::span<const int64_
       ++opened;
       if (!tree.HasRoomForEntry(members[m].last)) return false;
     }
-    page_counts[static_cast<size_t>(g)] += opened;
+    page_counts[static_cast<size_t>(g)] = opened;
   }
   return true;
 }
