@@ -13,8 +13,8 @@ import source_tree
 # No class of the product has more methods than this, but for those below.
 METHODS_MAX = 60
 # What is reached in kv. A class that gets smaller gets a smaller limit.
-METHODS_OF_KV = {"BlockTree": 113, "PagedKVCache": 153, "StateHistory": 87}
-MEMBERS_OF_KV = {"PagedKVCache": 26}
+METHODS_OF_KV = {"BlockTree": 113, "PagedKVCache": 82, "StateHistory": 87}
+MEMBERS_OF_KV = {"PagedKVCache": 21}
 # Work on the other two goes on, so they have some room.
 METHODS_OF_LARGE = METHODS_OF_KV | {"DiskFolder": 65, "EngineImpl": 120}
 

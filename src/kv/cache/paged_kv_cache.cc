@@ -1,11 +1,15 @@
-// Creation, sequences and counters. The forward is in paged_kv_forward.cc, Debug* in
-// paged_kv_debug.cc.
+// Creation, the calls that change sequences, and counters. The forward is in paged_kv_forward.cc,
+// what tests and tools look at in paged_kv_debug.cc.
 #include "kv/cache/paged_kv_cache.h"
 
 #include <algorithm>
 #include <numbers>
+#include <string>
+#include <utility>
 
 #include "base/float_environment.h"
+#include "kv/cache/layer_kv.h"
+#include "kv/pages/sliding_window.h"
 
 namespace quire {
 
@@ -43,64 +47,31 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
   });
 }
 
-std::vector<PagePool> PagedKVCache::MakePools(const std::vector<LayerGroup>& groups,
-                                              PageStorage* storage) {
-  std::vector<PagePool> pools;
-  for (const LayerGroup& group : groups) {
-    pools.emplace_back(group.layout.page_size, group.page_count);
-    pools.back().set_listener(storage, static_cast<int>(pools.size()) - 1);
-  }
-  return pools;
-}
-
-namespace {
-
-std::vector<int> GroupsOfLayers(const std::vector<LayerGroup>& groups, size_t layer_count) {
-  std::vector<int> group_of(layer_count);
-  for (size_t g = 0; g < groups.size(); ++g) {
-    for (const int64_t layer : groups[g].layers)
-      group_of[static_cast<size_t>(layer)] = static_cast<int>(g);
-  }
-  return group_of;
-}
-
-bool AnyWindow(const std::vector<LayerGroup>& groups) {
-  return std::any_of(groups.begin(), groups.end(),
-                     [](const LayerGroup& group) { return group.window != kNoWindow; });
-}
-
-}  // namespace
-
 PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                            std::vector<RopeLayers> ropes, std::unique_ptr<PageStorage> storage,
                            const Backend* backend, std::shared_ptr<ParallelRunner> receive_runner)
-    : options_(std::move(options)),
-      groups_(std::move(groups)),
-      storage_(std::move(storage)),
+    : kv_(std::move(options), std::move(groups), std::move(storage)),
       backend_(backend),
-      layers_(options_.layers.size()),
-      control_(options_.max_num_sequences),
-      tree_(MakePools(groups_, storage_.get())),
-      ropes_(options_, groups_, std::move(ropes), control_.table(), tree_),
-      scratch_(options_, groups_, *backend_),
-      receives_(options_.layers, GroupsOfLayers(groups_, options_.layers.size()), this),
-      receive_runner_(std::move(receive_runner)),
-      gate_(tree_) {
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    for (const int64_t layer : groups_[g].layers)
-      layers_[static_cast<size_t>(layer)].group = static_cast<int>(g);
-  }
-  if (AnyWindow(groups_)) tree_.TrackHidden(0);
+      gate_(kv_.tree),
+      steps_(kv_.options.layers.size()),
+      ropes_(kv_.options, kv_.groups, std::move(ropes), kv_.control.table(), kv_.tree),
+      scratch_(kv_.options, kv_.groups, *backend_),
+      windows_(kv_, plan_),
+      planner_(kv_, windows_),
+      trees_(kv_, planner_, windows_),
+      importer_(kv_, windows_, steps_, *backend_),
+      sender_(kv_),
+      receiver_(kv_, importer_, windows_, std::move(receive_runner)),
+      transfer_(gate_, kv_, sender_, receiver_),
+      stored_(kv_, windows_, steps_, plan_) {
   const ScopedFloatEnvironment environment;
-  for (size_t l = 0; l < layers_.size(); ++l) {
-    for (const float logit : options_.layers[l].head_sinks)
-      layers_[l].head_sinks_log2.push_back(
-          static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
-    const AttentionLayerSpec& spec = options_.layers[l];
-    if (options_.allow_skipped_layers) {
-      const auto dims = static_cast<size_t>(std::max(spec.qk_head_dim, spec.v_head_dim));
-      zero_row_.resize(std::max(zero_row_.size(), dims), 0.0F);
-    }
+  for (const AttentionLayerSpec& spec : kv_.options.layers) {
+    std::vector<float>& sinks = head_sinks_log2_.emplace_back();
+    for (const float logit : spec.head_sinks)
+      sinks.push_back(static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
+    if (!kv_.options.allow_skipped_layers) continue;
+    const auto dims = static_cast<size_t>(std::max(spec.qk_head_dim, spec.v_head_dim));
+    zero_row_.resize(std::max(zero_row_.size(), dims), 0.0F);
   }
 }
 
@@ -108,30 +79,29 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
 
 Status PagedKVCache::Clear() {
   return gate_.EnterAlone("Clear", [&]() -> Status {
-    FinishSends(Outcome::kAborted);
-    for (size_t i = 0; i < control_.table().entries().size(); ++i)
-      StopSend(static_cast<int32_t>(i), "the cache was cleared");
-    receives_.Clear();
+    sender_.FinishForward(plan_, KVSender::Outcome::kAborted);
+    for (size_t i = 0; i < kv_.control.table().entries().size(); ++i)
+      sender_.Stop(static_cast<int32_t>(i), "the cache was cleared");
+    receiver_.Clear();
     plan_.Clear();
     query_.Clear();
+    trees_.Clear();
     scratch_.Clear();
     ropes_.Clear();
     ragged_ = {};
     mask_ = {};
-    tree_.Clear();
-    trees_.Clear();
-    control_.Clear();
-    if (AnyWindow(groups_)) tree_.TrackHidden(control_.table().entries().size());
+    kv_.Clear();
     return Status();
   });
 }
 
 Status PagedKVCache::AddSequence(int64_t seq_id) {
   return gate_.EnterAlone("AddSequence", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(control_.CheckNew("AddSequence", seq_id));
-    control_.table().ReserveOne();
-    tree_.ReserveSequences(control_.table().entries().size());
-    control_[control_.table().Insert(seq_id)].long_factors = options_.rope.use_long_factors;
+    QUIRE_RETURN_IF_ERROR(kv_.control.CheckNew("AddSequence", seq_id));
+    kv_.control.table().ReserveOne();
+    kv_.tree.ReserveSequences(kv_.control.table().entries().size());
+    kv_.control[kv_.control.table().Insert(seq_id)].long_factors =
+        kv_.options.rope.use_long_factors;
     return Status();
   });
 }
@@ -139,15 +109,15 @@ Status PagedKVCache::AddSequence(int64_t seq_id) {
 Status PagedKVCache::RemoveSequence(int64_t seq_id) {
   return gate_.EnterAlone("RemoveSequence", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index,
-                           control_.FindOutsideBatch("RemoveSequence", seq_id));
-    if (trees_.Find(index) != nullptr) DropNodes(index, 0);
-    StopSend(index, "its sequence was removed");
-    if (control_[index].pending > 0) EndReceive(index, 0);
-    tree_.Unhide(index);
-    tree_.Release(control_[index].last, !control_[index].retained);
-    control_.table().Erase(index);
-    FreeHidden();
-    if (!control_.in_forward()) ropes_.DropUnneeded();
+                           kv_.control.FindOutsideBatch("RemoveSequence", seq_id));
+    if (kv_.trees.Find(index) != nullptr) trees_.DropNodes(index, 0);
+    sender_.Stop(index, "its sequence was removed");
+    if (kv_.control[index].pending > 0) receiver_.End(index, 0);
+    kv_.tree.Unhide(index);
+    kv_.tree.Release(kv_.control[index].last, !kv_.control[index].retained);
+    kv_.control.table().Erase(index);
+    windows_.FreeHidden();
+    if (!kv_.control.in_forward()) ropes_.DropUnneeded();
     return Status();
   });
 }
@@ -155,72 +125,75 @@ Status PagedKVCache::RemoveSequence(int64_t seq_id) {
 Status PagedKVCache::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
   return gate_.EnterAlone("ForkSequence", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t parent,
-                           control_.FindOutsideBatch("ForkSequence", parent_id));
-    QUIRE_RETURN_IF_ERROR(control_.CheckNew("ForkSequence", child_id));
-    const int64_t length = LengthOf(parent);
+                           kv_.control.FindOutsideBatch("ForkSequence", parent_id));
+    QUIRE_RETURN_IF_ERROR(kv_.control.CheckNew("ForkSequence", child_id));
+    const int64_t length = kv_.LengthOf(parent);
     if (fork_pos < -1 || fork_pos > length) {
       return Status(StatusCode::kBadArgument, OfSequence("ForkSequence", parent_id) + "of length " +
                                                   std::to_string(length) + " cannot be forked at " +
                                                   std::to_string(fork_pos));
     }
     const int64_t position = fork_pos < 0 ? length : fork_pos;
-    if (position > CommittedLength(control_[parent]))
-      QUIRE_RETURN_IF_ERROR(RequireCommitted("ForkSequence behind the committed tokens", parent));
-    QUIRE_RETURN_IF_ERROR(CheckEnd("ForkSequence", control_[parent], position));
-    control_.table().ReserveOne();
-    tree_.ReserveSequences(control_.table().entries().size());
-    tree_.ReserveSplit();
-    const BlockIndex last = tree_.ForkAt(control_[parent].last, position);
-    const int32_t index = control_.table().Insert(child_id);
-    Sequence& child = control_[index];
+    if (position > kv_.CommittedLength(kv_.control[parent]))
+      QUIRE_RETURN_IF_ERROR(
+          kv_.RequireCommitted("ForkSequence behind the committed tokens", parent));
+    QUIRE_RETURN_IF_ERROR(windows_.CheckEnd("ForkSequence", kv_.control[parent], position));
+    kv_.control.table().ReserveOne();
+    kv_.tree.ReserveSequences(kv_.control.table().entries().size());
+    kv_.tree.ReserveSplit();
+    const BlockIndex last = kv_.tree.ForkAt(kv_.control[parent].last, position);
+    const int32_t index = kv_.control.table().Insert(child_id);
+    Sequence& child = kv_.control[index];
     child.last = last;
-    child.long_factors = control_[parent].long_factors;
-    MoveEnd(control_[parent], position, &child);
-    UpdateHidden(index);
+    child.long_factors = kv_.control[parent].long_factors;
+    windows_.MoveEnd(kv_.control[parent], position, &child);
+    windows_.UpdateHidden(index);
     return Status();
   });
 }
 
 Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
   return gate_.EnterAlone("PopN", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch("PopN", seq_id));
-    Sequence& sequence = control_[index];
-    const int64_t length = LengthOf(index);
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch("PopN", seq_id));
+    Sequence& sequence = kv_.control[index];
+    const int64_t length = kv_.LengthOf(index);
     if (n < 0 || n > length) {
       return Status(StatusCode::kBadArgument, OfSequence("PopN", seq_id) + "of length " +
                                                   std::to_string(length) + " cannot lose " +
                                                   std::to_string(n) + " tokens");
     }
-    const int64_t committed = CommittedLength(sequence);
-    if (n > 0 && sequence.pending > n) QUIRE_RETURN_IF_ERROR(RequireCommitted("PopN", index));
+    const int64_t committed = kv_.CommittedLength(sequence);
+    if (n > 0 && sequence.pending > n) QUIRE_RETURN_IF_ERROR(kv_.RequireCommitted("PopN", index));
     const int64_t nodes = std::max<int64_t>(length - n - committed, 0);
     const int64_t end = std::min(length - n, committed);
-    QUIRE_RETURN_IF_ERROR(CheckEnd("PopN", sequence, end));
-    tree_.ReserveSplit();
-    if (trees_.Find(index) != nullptr) DropNodes(index, nodes);
-    if (n > 0 && sequence.pending > 0) EndReceive(index, 0);
-    marks_.ShortenTo(index, end);
+    QUIRE_RETURN_IF_ERROR(windows_.CheckEnd("PopN", sequence, end));
+    kv_.tree.ReserveSplit();
+    if (kv_.trees.Find(index) != nullptr) trees_.DropNodes(index, nodes);
+    if (n > 0 && sequence.pending > 0) receiver_.End(index, 0);
+    sender_.ShortenTo(index, end);
     if (end < committed) {
-      tree_.Unhide(index);
-      sequence.last = tree_.Pop(sequence.last, end, !sequence.retained);
-      MoveEnd(sequence, end, &sequence);
-      UpdateHidden(index);
+      kv_.tree.Unhide(index);
+      sequence.last = kv_.tree.Pop(sequence.last, end, !sequence.retained);
+      windows_.MoveEnd(sequence, end, &sequence);
+      windows_.UpdateHidden(index);
     }
-    FreeHidden();
-    if (!control_.in_forward()) ropes_.DropUnneeded();
+    windows_.FreeHidden();
+    if (!kv_.control.in_forward()) ropes_.DropUnneeded();
     return Status();
   });
 }
 
 Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
   return gate_.EnterAlone("SetRetained", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch("SetRetained", seq_id));
-    if (retained) QUIRE_RETURN_IF_ERROR(RequireCommitted("SetRetained", index));
-    if (!retained && control_[index].retained) {
-      QUIRE_RETURN_IF_ERROR(control_.CheckRoomForActive("SetRetained", seq_id));
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index,
+                           kv_.control.FindOutsideBatch("SetRetained", seq_id));
+    if (retained) QUIRE_RETURN_IF_ERROR(kv_.RequireCommitted("SetRetained", index));
+    if (!retained && kv_.control[index].retained) {
+      QUIRE_RETURN_IF_ERROR(kv_.control.CheckRoomForActive("SetRetained", seq_id));
     }
-    if (retained != control_[index].retained) tree_.SetActive(control_[index].last, !retained);
-    control_.table().SetRetained(index, retained);
+    if (retained != kv_.control[index].retained)
+      kv_.tree.SetActive(kv_.control[index].last, !retained);
+    kv_.control.table().SetRetained(index, retained);
     plan_.ForbidRepeat();
     return Status();
   });
@@ -229,65 +202,167 @@ Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
 Status PagedKVCache::SelectLongRope(int64_t seq_id, bool use_long_factors) {
   return gate_.EnterAlone("SelectLongRope", [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index,
-                           control_.FindOutsideBatch("SelectLongRope", seq_id));
-    if (options_.rope.mode == RopeMode::kNone || !HasLongSet(options_.rope.scaling)) {
+                           kv_.control.FindOutsideBatch("SelectLongRope", seq_id));
+    if (kv_.options.rope.mode == RopeMode::kNone || !HasLongSet(kv_.options.rope.scaling)) {
       return Status(StatusCode::kBadState,
                     "SelectLongRope: this cache was not created with RopeScaling::kLongRope or "
                     "kDynamic");
     }
-    const int64_t length = LengthOf(index);
+    const int64_t length = kv_.LengthOf(index);
     if (length != 0) {
       return Status(StatusCode::kBadState, OfSequence("SelectLongRope", seq_id) + "has " +
                                                std::to_string(length) +
                                                " tokens already, whose keys are rotated; add an "
                                                "empty one and select before its first forward");
     }
-    control_[index].long_factors = use_long_factors;
+    kv_.control[index].long_factors = use_long_factors;
     return Status();
   });
 }
 
 Result<bool> PagedKVCache::UsesLongRope(int64_t seq_id) const {
   return gate_.Ask([&]() -> Result<bool> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find("UsesLongRope", seq_id));
-    return control_[index].long_factors;
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("UsesLongRope", seq_id));
+    return kv_.control[index].long_factors;
   });
+}
+
+// ---------------------------------------------------------------------- windows
+
+Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
+  const char* call = "EnableSlidingWindowForSeq";
+  return gate_.EnterAlone(call, [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch(call, seq_id));
+    return windows_.Enable(call, index, window, sinks);
+  });
+}
+
+Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
+  const char* call = "DisableSlidingWindowForSeq";
+  return gate_.EnterAlone(call, [&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch(call, seq_id));
+    return windows_.Disable(call, index);
+  });
+}
+
+bool PagedKVCache::CanFork(int64_t seq_id, int64_t position) const {
+  const auto lock = gate_.Lock();
+  const int32_t index = kv_.control.table().Find(seq_id);
+  if (index == SequenceTable::kAbsent || position < 0) return false;
+  return windows_.CanEnd(kv_.control[index], position);
+}
+
+Result<int64_t> PagedKVCache::HeldTokens(int64_t seq_id) const {
+  return gate_.Ask([&]() -> Result<int64_t> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("HeldTokens", seq_id));
+    const Sequence& sequence = kv_.control[index];
+    return CountHeldTokens(kv_.tree, sequence.last) - sequence.reserved + kv_.trees.SizeOf(index);
+  });
+}
+
+Result<TokenRange> PagedKVCache::SlidRange(int64_t seq_id) const {
+  return gate_.Ask([&]() -> Result<TokenRange> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("SlidRange", seq_id));
+    const Sequence& sequence = kv_.control[index];
+    if (sequence.slid == 0) return TokenRange();
+    return TokenRange{sequence.window.sinks, sequence.window.sinks + sequence.slid};
+  });
+}
+
+Result<SequenceWindows> PagedKVCache::GetWindows(int64_t seq_id) const {
+  return gate_.Ask([&]() -> Result<SequenceWindows> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetWindows", seq_id));
+    return windows_.Of(kv_.control[index]);
+  });
+}
+
+// ---------------------------------------------------------------------- token trees
+
+Status PagedKVCache::CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
+                                                  std::span<const int64_t> leaf_indices) {
+  const char* call = "CommitAcceptedTokenTreeNodes";
+  return gate_.EnterAlone(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle(call));
+    QUIRE_RETURN_IF_ERROR(CheckLeafCount(call, seq_ids, leaf_indices));
+    kv_.control.StartPlanning();
+    for (size_t i = 0; i < seq_ids.size(); ++i)
+      QUIRE_RETURN_IF_ERROR(trees_.PlanLeaf(call, seq_ids[i], leaf_indices[i]));
+    for (size_t i = 0; i < seq_ids.size(); ++i) {
+      trees_.CommitPath(kv_.control.table().Find(seq_ids[i]), leaf_indices[i]);
+    }
+    windows_.FreeHidden();
+    return Status();
+  });
+}
+
+Result<int64_t> PagedKVCache::GetTreeSize(int64_t seq_id) const {
+  return gate_.Ask([&]() -> Result<int64_t> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetTreeSize", seq_id));
+    return kv_.trees.SizeOf(index);
+  });
+}
+
+// ---------------------------------------------------------------------- export and import
+
+Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
+  return gate_.EnterAlone("ImportKV", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle("ImportKV"));
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("ImportKV", seq_id));
+    std::vector<int64_t> tokens;
+    for (const KVBlock& block : blocks) tokens.push_back(block.empty() ? 0 : TokenCount(block[0]));
+    return importer_.Import("ImportKV", index, {.blocks = blocks, .tokens = tokens}, false);
+  });
+}
+
+Status PagedKVCache::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
+  const char* call = "ImportVisibleKV";
+  return gate_.EnterAlone(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle(call));
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find(call, seq_id));
+    return importer_.Import(call, index, import, true);
+  });
+}
+
+Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) {
+  return gate_.Enter("ExportKV",
+                     [&] { return stored_.Export("ExportKV", seq_id, layer, start, to); });
 }
 
 // ---------------------------------------------------------------------- counters
 
 int64_t PagedKVCache::GetNumAvailablePages() const {
   const auto lock = gate_.Lock();
-  int64_t least = tree_.pool(0).free_count();
-  for (int g = 1; g < tree_.group_count(); ++g) least = std::min(least, tree_.pool(g).free_count());
+  int64_t least = kv_.tree.pool(0).free_count();
+  for (int g = 1; g < kv_.tree.group_count(); ++g)
+    least = std::min(least, kv_.tree.pool(g).free_count());
   return least;
 }
 
 int64_t PagedKVCache::GetTotalSequenceLength() const {
   const auto lock = gate_.Lock();
   int64_t total = 0;
-  for (const Sequence& sequence : control_.table().entries())
-    total += CommittedLength(sequence) + sequence.pending;
-  return total + trees_.node_count();
+  for (const Sequence& sequence : kv_.control.table().entries())
+    total += kv_.CommittedLength(sequence) + sequence.pending;
+  return total + kv_.trees.node_count();
 }
 
 int64_t PagedKVCache::pages_in_use() const {
   const auto lock = gate_.Lock();
   int64_t total = 0;
-  for (int g = 0; g < tree_.group_count(); ++g) total += tree_.pool(g).used_count();
+  for (int g = 0; g < kv_.tree.group_count(); ++g) total += kv_.tree.pool(g).used_count();
   return total;
 }
 
 int64_t PagedKVCache::pages_allocated() const {
   int64_t total = 0;
-  for (int g = 0; g < tree_.group_count(); ++g) total += tree_.pool(g).page_count();
+  for (int g = 0; g < kv_.tree.group_count(); ++g) total += kv_.tree.pool(g).page_count();
   return total;
 }
 
 Result<int64_t> PagedKVCache::GetSequenceLength(int64_t seq_id) const {
   return gate_.Ask([&]() -> Result<int64_t> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find("GetSequenceLength", seq_id));
-    return LengthOf(index);
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetSequenceLength", seq_id));
+    return kv_.LengthOf(index);
   });
 }
 

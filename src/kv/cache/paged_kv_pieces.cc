@@ -120,7 +120,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                           .qk_head_dim = static_cast<int>(spec.qk_head_dim),
                           .v_head_dim = static_cast<int>(spec.v_head_dim),
                           .page_size = kTilePositions};
-    ragged_.Prepare(layout, plan_, options_.poison_freed_pages);
+    ragged_.Prepare(layout, plan_, kv_.options.poison_freed_pages);
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks,
                            mask_.RowsOf(call, mask, plan_, MaskFrom::kBase));
     const bool turns_sinks =
@@ -140,7 +140,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     const int64_t members = static_cast<int64_t>(plan_.members.size());
     scratch_.Grow(backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
                                                     plan_.row_count(), members,
-                                                    options_.runner->worker_count()));
+                                                    kv_.options.runner->worker_count()));
     RopeAngles::QueryAngles angles;
     if (rotates || turns_sinks) angles = ropes_.OfRotatedQueries(layer, plan_);
     if (layer_call.spec.latent) {
@@ -160,7 +160,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                          .rotary = {},
                          .targets = ragged_.targets().data(),
                          .opens_tile = ragged_.opens_tile().data()},
-                        *options_.runner);
+                        *kv_.options.runner);
     RunKernel(layer,
               {.pages = ragged_.pages(),
                .num_qo_heads = static_cast<int>(spec.num_qo_heads),
@@ -184,7 +184,7 @@ Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const Te
     QUIRE_RETURN_IF_ERROR(CheckLse(call, lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", &lse}}, {{"q", &q}}));
-    QUIRE_RETURN_IF_ERROR(LoadLayer(call));
+    QUIRE_RETURN_IF_ERROR(importer_.LoadLayer(call, plan_));
     RunAttend(layer, Sees::kCached, q_rows, ropes_.OfRotatedQueries(layer, plan_), o_rows, &lse,
               sm_scale);
     return Status();
@@ -214,7 +214,7 @@ Status PagedKVCache::MergeAttnOutputInplace(const TensorView& o1, const TensorVi
                                            .head_stride = o2.stride(1)},
                                .other_lse = lse2.data_as<float>(),
                                .other_lse_row_stride = lse2.stride(0)},
-                              *options_.runner);
+                              *kv_.options.runner);
     return Status();
   });
 }

@@ -197,6 +197,7 @@ void RopeAngles::set_limits(const RopeLimits& limits) {
 // The rows' own angles, and for RopeMode::kInline the tables of all positions.
 void RopeAngles::Fill(ForwardPlan& plan, bool repeats) noexcept {
   for (Rope& rope : ropes_) {
+    QUIRE_DCHECK(rope.angles.capacity() >= static_cast<size_t>(plan.row_count()));
     rope.angles.resize(static_cast<size_t>(plan.row_count()));
     for (const ForwardMember& member : plan.members) {
       const RopeTable& table = rope.table(member.long_factors);
@@ -255,6 +256,7 @@ void RopeAngles::FillSlid(const Layer& layer, const ForwardPlan& plan) noexcept 
   if (rope.sink_angles.empty()) return;
   const size_t pairs = static_cast<size_t>(rope.short_table.pair_count());
   const size_t rows = static_cast<size_t>(plan.row_count());
+  QUIRE_DCHECK(slid_angles_.capacity() >= rows);
   slid_cos_.resize(rows * pairs);
   slid_sin_.resize(rows * pairs);
   slid_angles_.resize(rows);

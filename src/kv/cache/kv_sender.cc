@@ -1,9 +1,12 @@
-// Sending tokens: marks, and what goes to the sink when a layer has been appended to.
+#include "kv/cache/kv_sender.h"
+
 #include <algorithm>
 #include <string>
 
-#include "kv/cache/paged_kv_cache.h"
+#include "base/check.h"
+#include "base/guard.h"
 #include "kv/pages/kv_export_rows.h"
+#include "kv/transfer/pending_receives.h"
 
 namespace quire {
 namespace {
@@ -33,35 +36,31 @@ int64_t PeerOf(const std::vector<AttentionLayerSpec>& layers, const ReceiveMap& 
 
 // ---------------------------------------------------------------------- marks
 
-Status PagedKVCache::SetLayerSink(std::shared_ptr<LayerSink> sink) {
-  const char* call = "SetLayerSink";
-  return gate_.EnterAlone(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
-    if (marks_.any_active()) {
-      return Status(StatusCode::kBadState,
-                    "SetLayerSink: there are marks that send to the present sink; call "
-                    "DisaggUnmarkSend first");
-    }
-    sink_ = std::move(sink);
-    return Status();
-  });
+Status KVSender::SetSink(std::shared_ptr<LayerSink> sink) {
+  if (marks_.any_active()) {
+    return Status(StatusCode::kBadState,
+                  "SetLayerSink: there are marks that send to the present sink; call "
+                  "DisaggUnmarkSend first");
+  }
+  sink_ = std::move(sink);
+  return Status();
 }
 
-Status PagedKVCache::CheckMaps(const Sequence& sequence, std::span<const ReceiveMap> maps,
-                               int64_t begin, int64_t rank) const {
+Status KVSender::CheckMaps(const Sequence& sequence, std::span<const ReceiveMap> maps,
+                           int64_t begin, int64_t rank) const {
   if (maps.empty() || begin < 0 || rank < 0) {
     return BadMaps(StatusCode::kBadArgument,
                    std::to_string(maps.size()) + " maps, from position " + std::to_string(begin) +
                        " on, by rank " + std::to_string(rank) +
                        "; there must be a map, and neither may be negative");
   }
-  const uint64_t layout = TransferLayout(sequence);
+  const uint64_t layout = kv_.TransferLayout(sequence.long_factors);
   // Of latent layers, the caller rotates.
   const bool has_rotated_keys =
-      options_.rope.mode == RopeMode::kNormal ||
-      std::ranges::any_of(options_.layers, [](const AttentionLayerSpec& l) { return l.latent; });
+      kv_.options.rope.mode == RopeMode::kNormal ||
+      std::ranges::any_of(kv_.options.layers, [](const AttentionLayerSpec& l) { return l.latent; });
   for (const ReceiveMap& map : maps) {
-    if (map.kv_heads.size() != layers_.size() || map.layout != layout) {
+    if (map.kv_heads.size() != kv_.options.layers.size() || map.layout != layout) {
       return BadMaps(StatusCode::kIncompatible,
                      "the receiver stores other bytes than sequence " +
                          std::to_string(sequence.id) +
@@ -80,8 +79,8 @@ Status PagedKVCache::CheckMaps(const Sequence& sequence, std::span<const Receive
                          " are rotated for it and would come to stand at " +
                          std::to_string(map.first_position));
     }
-    for (size_t l = 0; l < layers_.size(); ++l) {
-      const int64_t heads = options_.layers[l].num_kv_heads;
+    for (size_t l = 0; l < kv_.options.layers.size(); ++l) {
+      const int64_t heads = kv_.options.layers[l].num_kv_heads;
       const HeadsOfTarget part =
           HeadsFor(heads, map.kv_heads[l], rank, 0, static_cast<int64_t>(maps.size()));
       if (part.head_count > 0) continue;
@@ -96,85 +95,74 @@ Status PagedKVCache::CheckMaps(const Sequence& sequence, std::span<const Receive
   return Status();
 }
 
-Status PagedKVCache::DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                                    int64_t peer, int64_t rank) {
-  return gate_.EnterAlone(kMark, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(control_.RequireIdle(kMark));
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(kMark, seq_id));
-    if (sink_ == nullptr) {
-      return BadMaps(StatusCode::kBadState, "there is no sink to send to; call SetLayerSink first");
-    }
-    const Sequence& sequence = control_[index];
-    QUIRE_RETURN_IF_ERROR(CheckMaps(sequence, maps, begin, rank));
-    const int64_t length = CommittedLength(sequence);
-    const int64_t stored = std::max<int64_t>(length - begin, 0);
-    if (stored >= maps[0].count) {
-      return BadMaps(StatusCode::kBadArgument,
-                     "sequence " + std::to_string(seq_id) + " has " + std::to_string(stored) +
-                         " tokens from position " + std::to_string(begin) +
-                         " on already, and the map " + std::to_string(maps[0].count) +
-                         "; at least one must be left to compute");
-    }
-    for (int g = 0; g < tree_.group_count() && stored > 0; ++g)
-      QUIRE_RETURN_IF_ERROR(CheckHeld(kMark, sequence, g, begin, length));
+Status KVSender::Mark(int32_t index, int64_t begin, std::span<const ReceiveMap> maps, int64_t peer,
+                      int64_t rank) {
+  if (sink_ == nullptr) {
+    return BadMaps(StatusCode::kBadState, "there is no sink to send to; call SetLayerSink first");
+  }
+  const Sequence& sequence = kv_.control[index];
+  const int64_t seq_id = sequence.id;
+  QUIRE_RETURN_IF_ERROR(CheckMaps(sequence, maps, begin, rank));
+  const int64_t length = kv_.CommittedLength(sequence);
+  const int64_t stored = std::max<int64_t>(length - begin, 0);
+  if (stored >= maps[0].count) {
+    return BadMaps(StatusCode::kBadArgument,
+                   "sequence " + std::to_string(seq_id) + " has " + std::to_string(stored) +
+                       " tokens from position " + std::to_string(begin) +
+                       " on already, and the map " + std::to_string(maps[0].count) +
+                       "; at least one must be left to compute");
+  }
+  for (int g = 0; g < kv_.tree.group_count() && stored > 0; ++g)
+    QUIRE_RETURN_IF_ERROR(kv_.CheckHeld(kMark, sequence, g, begin, length));
 
-    auto mark = std::make_unique<SendMark>();
-    mark->seq_id = seq_id;
-    mark->begin = mark->next = begin;
-    mark->end = begin + maps[0].count;
-    mark->rank = rank;
-    const int64_t targets = static_cast<int64_t>(maps.size());
-    for (int64_t t = 0; t < targets; ++t) {
-      const ReceiveMap& map = maps[static_cast<size_t>(t)];
-      QUIRE_ASSIGN_OR_RETURN(SlotRuns slots, SlotRuns::Decode(map.slots, map.count));
-      if (slots.count() != map.count) {
-        return BadMaps(StatusCode::kBadArgument, "a map of " + std::to_string(map.count) +
-                                                     " tokens has " +
-                                                     std::to_string(slots.count()) + " slots");
-      }
-      mark->targets.push_back({.map = map,
-                               .slots = std::move(slots),
-                               .peer = PeerOf(options_.layers, map, peer, rank, t, targets)});
+  auto mark = std::make_unique<SendMark>();
+  mark->seq_id = seq_id;
+  mark->begin = mark->next = begin;
+  mark->end = begin + maps[0].count;
+  mark->rank = rank;
+  const int64_t targets = static_cast<int64_t>(maps.size());
+  for (int64_t t = 0; t < targets; ++t) {
+    const ReceiveMap& map = maps[static_cast<size_t>(t)];
+    QUIRE_ASSIGN_OR_RETURN(SlotRuns slots, SlotRuns::Decode(map.slots, map.count));
+    if (slots.count() != map.count) {
+      return BadMaps(StatusCode::kBadArgument, "a map of " + std::to_string(map.count) +
+                                                   " tokens has " + std::to_string(slots.count()) +
+                                                   " slots");
     }
-    // Runs of stored slots: at most every other row begins one.
-    mark->ranges.reserve(static_cast<size_t>(targets * (SendMarks::kRowsMax / 2 + 1)));
-    mark->records.reserve(static_cast<size_t>(targets));
-    mark->remote_slots.resize(static_cast<size_t>(targets * SendMarks::kRowsMax));
-    int64_t bytes = 0;
-    for (const AttentionLayerSpec& spec : options_.layers)
-      bytes = std::max(bytes, LayerBytes(spec, SendMarks::kRowsMax));
-    marks_.Reserve(index, bytes);
-    StopSend(index, "another mark has replaced it");
-    marks_.Put(index, std::move(mark));
-    return Status();
-  });
+    mark->targets.push_back({.map = map,
+                             .slots = std::move(slots),
+                             .peer = PeerOf(kv_.options.layers, map, peer, rank, t, targets)});
+  }
+  // Runs of stored slots: at most every other row begins one.
+  mark->ranges.reserve(static_cast<size_t>(targets * (SendMarks::kRowsMax / 2 + 1)));
+  mark->records.reserve(static_cast<size_t>(targets));
+  mark->remote_slots.resize(static_cast<size_t>(targets * SendMarks::kRowsMax));
+  int64_t bytes = 0;
+  for (const AttentionLayerSpec& spec : kv_.options.layers)
+    bytes = std::max(bytes, LayerBytes(spec, SendMarks::kRowsMax));
+  marks_.Reserve(index, bytes);
+  Stop(index, "another mark has replaced it");
+  marks_.Put(index, std::move(mark));
+  return Status();
 }
 
-Status PagedKVCache::DisaggUnmarkSend(int64_t seq_id) {
-  const char* call = "DisaggUnmarkSend";
-  return gate_.EnterAlone(call, [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.FindOutsideBatch(call, seq_id));
-    if (marks_.Find(index) == nullptr) return NoMark(call, seq_id);
-    StopSend(index, "DisaggUnmarkSend was called");
-    return Status();
-  });
+Status KVSender::Unmark(const char* call, int32_t index) {
+  if (marks_.Find(index) == nullptr) return NoMark(call, kv_.control[index].id);
+  Stop(index, "DisaggUnmarkSend was called");
+  return Status();
 }
 
-Result<SendProgress> PagedKVCache::GetSendProgress(int64_t seq_id) const {
-  const char* call = "GetSendProgress";
-  return gate_.EnterAlone(call, [&]() -> Result<SendProgress> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(call, seq_id));
-    const SendMark* const mark = marks_.Find(index);
-    if (mark == nullptr) return NoMark(call, seq_id);
-    return SendProgress{.begin = mark->begin,
-                        .count = mark->count(),
-                        .sent = mark->next - mark->begin,
-                        .active = mark->active(),
-                        .failure = mark->failure};
-  });
+Result<SendProgress> KVSender::Progress(const char* call, int32_t index) const {
+  const SendMark* const mark = marks_.Find(index);
+  if (mark == nullptr) return NoMark(call, kv_.control[index].id);
+  return SendProgress{.begin = mark->begin,
+                      .count = mark->count(),
+                      .sent = mark->next - mark->begin,
+                      .active = mark->active(),
+                      .failure = mark->failure};
 }
 
-void PagedKVCache::AppendMarkFacts(int32_t index, std::vector<int64_t>* facts) const {
+void KVSender::AppendFacts(int32_t index, std::vector<int64_t>* facts) const {
   const SendMark* const mark = marks_.Find(index);
   if (mark == nullptr) return;
   facts->insert(facts->end(), {mark->begin, mark->end, mark->next, mark->active(), mark->rank});
@@ -184,18 +172,19 @@ void PagedKVCache::AppendMarkFacts(int32_t index, std::vector<int64_t>* facts) c
 
 // ---------------------------------------------------------------------- sending
 
-void PagedKVCache::SendLayer(int64_t layer) noexcept {
-  if (marks_.empty()) return;
-  for (const ForwardMember& member : plan_.members) {
+void KVSender::SendMembers(int64_t layer, const ForwardPlan& plan) noexcept {
+  for (const ForwardMember& member : plan.members) {
     SendMark* const mark = marks_.Find(member.sequence);
     if (mark == nullptr || !mark->active()) continue;
     const int64_t length = member.is_tree() ? member.committed : member.position_end();
-    SendRows(mark, control_[member.sequence], layer, std::min(length, mark->end));
+    SendRows(mark, kv_.control[member.sequence], layer, std::min(length, mark->end));
   }
 }
 
-void PagedKVCache::SendRows(SendMark* mark, const Sequence& sequence, int64_t layer,
-                            int64_t end) noexcept {
+void KVSender::SendRows(SendMark* mark, const Sequence& sequence, int64_t layer,
+                        int64_t end) noexcept {
+  QUIRE_DCHECK(sink_ != nullptr);
+  QUIRE_DCHECK(end <= mark->end);
   if (mark->next >= end) return;
   mark->given = end;
   for (int64_t begin = mark->next; begin < end && mark->failure.ok();
@@ -205,28 +194,28 @@ void PagedKVCache::SendRows(SendMark* mark, const Sequence& sequence, int64_t la
   }
 }
 
-Status PagedKVCache::SendPiece(SendMark* mark, const Sequence& sequence, int64_t layer,
-                               int64_t begin, int64_t end) {
+Status KVSender::SendPiece(SendMark* mark, const Sequence& sequence, int64_t layer, int64_t begin,
+                           int64_t end) {
   const size_t l = static_cast<size_t>(layer);
-  const int group = layers_[l].group;
+  const int group = kv_.layer_groups[l];
   // Tokens that only another sequence still saw may be gone since the mark was made.
-  QUIRE_RETURN_IF_ERROR(CheckHeld("the mark", sequence, group, begin, end));
+  QUIRE_RETURN_IF_ERROR(kv_.CheckHeld("the mark", sequence, group, begin, end));
   const auto slots = marks_.rows_slots().first(static_cast<size_t>(end - begin));
-  FillSlots(sequence.last, group, begin, slots);
-  const LayerKV rows = LayerRowsIn(marks_.rows_memory(), options_.layers[l], end - begin);
-  ReadRows(storage_->layer(layer), slots,
+  kv_.FillSlots(sequence.last, group, begin, slots);
+  const LayerKV rows = LayerRowsIn(marks_.rows_memory(), kv_.options.layers[l], end - begin);
+  ReadRows(kv_.storage->layer(layer), slots,
            {.k = rows.k.data(),
             .v = rows.v.data(),
             .k_scale = rows.k_scale.data_as<float>(),
             .v_scale = rows.v_scale.data_as<float>()},
-           *options_.runner);
+           *kv_.options.runner);
   mark->ranges.clear();
   const int64_t targets = static_cast<int64_t>(mark->targets.size());
   const size_t count = static_cast<size_t>(end - begin);
   for (int64_t t = 0; t < targets; ++t) {
     const SendMark::Target& target = mark->targets[static_cast<size_t>(t)];
-    const HeadsOfTarget heads =
-        HeadsFor(options_.layers[l].num_kv_heads, target.map.kv_heads[l], mark->rank, t, targets);
+    const HeadsOfTarget heads = HeadsFor(kv_.options.layers[l].num_kv_heads, target.map.kv_heads[l],
+                                         mark->rank, t, targets);
     const std::span<int64_t> remote =
         std::span(mark->remote_slots).subspan(static_cast<size_t>(t * SendMarks::kRowsMax), count);
     target.slots.Fill(begin - mark->begin, remote);
@@ -254,11 +243,11 @@ Status PagedKVCache::SendPiece(SendMark* mark, const Sequence& sequence, int64_t
   return mark->ranges.empty() ? Status() : sink_->OnLayerAppended(layer, mark->ranges);
 }
 
-void PagedKVCache::FinishSends(Outcome outcome) noexcept {
+void KVSender::FinishForward(const ForwardPlan& plan, Outcome outcome) noexcept {
   if (marks_.empty()) return;
-  for (const ForwardMember& member : plan_.members) {
+  for (const ForwardMember& member : plan.members) {
     SendMark* const mark = marks_.Find(member.sequence);
-    if (mark != nullptr && mark->given > 0) FinishSend(mark, outcome);
+    if (mark != nullptr && mark->given > 0) Finish(mark, outcome);
   }
 }
 
@@ -279,9 +268,10 @@ std::span<const SendRecord> RecordsOf(SendMark* mark, int64_t first, int64_t cou
 
 }  // namespace
 
-// What the sink says of an end that it should hear of anyhow is told by the mark's first failure.
-void PagedKVCache::FinishSend(SendMark* mark, Outcome outcome) noexcept {
+// A sink that fails as it hears of an end makes that the mark's failure, unless it has one already.
+void KVSender::Finish(SendMark* mark, Outcome outcome) noexcept {
   const int64_t given = std::exchange(mark->given, 0);
+  QUIRE_DCHECK(given > mark->next);
   const auto records = RecordsOf(mark, mark->next - mark->begin, given - mark->next);
   const bool ends = outcome == Outcome::kEnded && mark->failure.ok();
   const Status status = GuardEntry(
@@ -294,7 +284,7 @@ void PagedKVCache::FinishSend(SendMark* mark, Outcome outcome) noexcept {
   static_cast<void>(told);
 }
 
-void PagedKVCache::StopSend(int32_t index, const char* why) noexcept {
+void KVSender::Stop(int32_t index, const char* why) noexcept {
   SendMark* const mark = marks_.Find(index);
   if (mark == nullptr) return;
   if (mark->active()) {
@@ -310,22 +300,17 @@ void PagedKVCache::StopSend(int32_t index, const char* why) noexcept {
   marks_.Erase(index);
 }
 
-Status PagedKVCache::DisaggFlushSend(int64_t seq_id) {
-  const char* call = "DisaggFlushSend";
-  return gate_.EnterAlone(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call));
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, control_.Find(call, seq_id));
-    SendMark* const mark = marks_.Find(index);
-    if (mark == nullptr) return NoMark(call, seq_id);
-    if (!mark->active()) return mark->failure;
-    const Sequence& sequence = control_[index];
-    const int64_t end = std::min(CommittedLength(sequence), mark->end);
-    if (end <= mark->next) return Status();
-    for (size_t l = 0; l < layers_.size(); ++l)
-      SendRows(mark, sequence, static_cast<int64_t>(l), end);
-    FinishSend(mark, Outcome::kEnded);
-    return mark->failure;
-  });
+Status KVSender::Flush(const char* call, int32_t index) {
+  SendMark* const mark = marks_.Find(index);
+  if (mark == nullptr) return NoMark(call, kv_.control[index].id);
+  if (!mark->active()) return mark->failure;
+  const Sequence& sequence = kv_.control[index];
+  const int64_t end = std::min(kv_.CommittedLength(sequence), mark->end);
+  if (end <= mark->next) return Status();
+  for (size_t l = 0; l < kv_.options.layers.size(); ++l)
+    SendRows(mark, sequence, static_cast<int64_t>(l), end);
+  Finish(mark, Outcome::kEnded);
+  return mark->failure;
 }
 
 }  // namespace quire
