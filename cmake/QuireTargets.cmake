@@ -68,14 +68,18 @@ function(quire_test_support name)
   target_link_libraries(${name} PUBLIC ${ARG_DEPENDS} quire GTest::gtest)
 endfunction()
 
-# quire_test(NAME [REFUSES_ALLOCATIONS] SOURCES... [DEPENDS targets...] [ENVIRONMENT NAME=value...]): one GoogleTest program;
-# cases are registered with ctest one by one. REFUSES_ALLOCATIONS: its operator new can be made to fail.
+# quire_test(NAME [REFUSES_ALLOCATIONS | REFUSES_EACH_ALLOCATION] SOURCES... [DEPENDS targets...] [ENVIRONMENT NAME=value...]): one GoogleTest program;
+# cases are registered with ctest one by one. REFUSES_ALLOCATIONS: its operator new can be made to fail;
+# REFUSES_EACH_ALLOCATION: by RefuseEach of base/testing/refuse_each.h.
 function(quire_test name)
   if(NOT QUIRE_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "REFUSES_ALLOCATIONS" "" "SOURCES;DEPENDS;LABELS;ENVIRONMENT" ${ARGN})
-  if(ARG_REFUSES_ALLOCATIONS)
+  cmake_parse_arguments(ARG "REFUSES_ALLOCATIONS;REFUSES_EACH_ALLOCATION" "" "SOURCES;DEPENDS;LABELS;ENVIRONMENT" ${ARGN})
+  if(ARG_REFUSES_EACH_ALLOCATION)
+    list(APPEND ARG_SOURCES "${PROJECT_SOURCE_DIR}/src/base/testing/refuse_each.cc")
+  endif()
+  if(ARG_REFUSES_ALLOCATIONS OR ARG_REFUSES_EACH_ALLOCATION)
     list(APPEND ARG_SOURCES "${PROJECT_SOURCE_DIR}/src/base/testing/replaced_new.cc")
   endif()
   add_executable(${name} ${ARG_SOURCES})

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/testing/refuse_each.h"
 #include "wire/testing/test_tensor.h"
 
 namespace quire {
@@ -92,6 +93,24 @@ TEST(HostTensor, RefusesWhatItCannotShareAndNullPointers) {
   EXPECT_EQ(HostTensor::CopyOf(view).status().code(), StatusCode::kBadArgument);
   view.ndim = -1;
   EXPECT_EQ(HostTensor::CopyOf(view).status().code(), StatusCode::kBadArgument);
+}
+
+TEST(HostTensor, EachAllocationRefused) {
+  std::vector<float> data(4);
+  std::vector<int64_t> shape = {2, 2};
+  const DLTensor view = View(data.data(), {kDLFloat, 32, 1}, shape);
+  RefuseEach("CopyOf", StatusCode::kOk, [&] { return HostTensor::CopyOf(view).status(); });
+  const DLTensor null = View(nullptr, {kDLFloat, 32, 1}, shape);
+  RefuseEach("CopyOf null", StatusCode::kBadArgument,
+             [&] { return HostTensor::CopyOf(null).status(); });
+  RefuseEach("Share null", StatusCode::kBadArgument, [&] {
+    std::vector<int64_t> given;
+    {
+      const AllocationsAllowed allowed;
+      given = {4};
+    }
+    return HostTensor::Share(DType::kF32, std::move(given), nullptr).status();
+  });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/random.h"
+#include "base/testing/refuse_each.h"
 #include "buffers/testing/remote_pair.h"
 #include "wire/testing/test_tensor.h"
 
@@ -332,6 +333,38 @@ TEST_P(LookupBufferTest, MatchesManyEntriesBetweenManyThreads) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(sum, (1000 + 1199) * kEntries / 2);
   EXPECT_LE(most, 17000);
+  EXPECT_EQ(buffer->used_bytes(), 0);
+}
+
+TEST(LookupBufferFailure, EachAllocationRefused) {
+  const auto buffer = LookupBuffer::Create({.capacity_bytes = 1000}).value();
+  RefuseEach("Create", StatusCode::kOk,
+             [] { return LookupBuffer::Create({.capacity_bytes = 1}).status(); });
+  RefuseEach("Insert", StatusCode::kOk, [&] {
+    LookupEntry entry;
+    {
+      const AllocationsAllowed allowed;
+      EXPECT_EQ(buffer->size(), 0);
+      EXPECT_EQ(buffer->used_bytes(), 0);
+      entry = Example();
+    }
+    return buffer->Insert(std::move(entry), kNoWait);
+  });
+  EXPECT_EQ(buffer->size(), 1);
+  const LookupQuery other = Query({7, 8});
+  RefuseEach("DropSelect of what is not there", StatusCode::kOk,
+             [&] { return buffer->DropSelect(other, kNoWait).status(); });
+  EXPECT_EQ(buffer->used_bytes(), 275);
+  const LookupQuery query = Query({1, 2, 3});
+  bool taken = false;
+  RefuseEach("DropSelect", StatusCode::kOk, [&]() -> Status {
+    EXPECT_EQ(buffer->size(), 1);  // a refused one has removed nothing
+    const auto entry = buffer->DropSelect(query, kNoWait);
+    taken = entry.ok() && entry->has_value();
+    return entry.status();
+  });
+  EXPECT_TRUE(taken);
+  EXPECT_EQ(buffer->size(), 0);
   EXPECT_EQ(buffer->used_bytes(), 0);
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "base/testing/refuse_each.h"
 #include "buffers/testing/remote_pair.h"
 #include "wire/testing/test_tensor.h"
 
@@ -145,6 +146,39 @@ TEST_P(StoreBufferTest, ReadersNeverSeeAMix) {
 
 TEST_P(StoreBufferTest, RefusesNoCapacity) {
   EXPECT_EQ(CodeOf(StoreBuffer::Create({.capacity_bytes = 0}).status()), StatusCode::kBadArgument);
+}
+
+TEST(StoreBufferFailure, EachAllocationRefused) {
+  const auto store = StoreBuffer::Create({.capacity_bytes = 1000}).value();
+  const HostTensor value = Ids({1, 2, 3});
+  const std::string key = "a key that is too long to be kept within a string object";
+  const std::vector<std::string_view> keys = {key, "b"};
+  RefuseEach("Create", StatusCode::kOk,
+             [] { return StoreBuffer::Create({.capacity_bytes = 1}).status(); });
+  // Each starts where the key is not there, and a refused one leaves it so.
+  RefuseEach("Put", StatusCode::kOk, [&] {
+    HostTensor copy;
+    {
+      const AllocationsAllowed allowed;
+      EXPECT_EQ(store->size(), 0);
+      EXPECT_EQ(store->used_bytes(), 0);
+      copy = value;
+    }
+    return store->Put(key, std::move(copy));
+  });
+  EXPECT_EQ(store->size(), 1);
+  RefuseEach("Put too much", StatusCode::kTooLarge, [&] {
+    HostTensor large;
+    {
+      const AllocationsAllowed allowed;
+      large = Floats({1000}, 1);
+    }
+    return store->Put("b", std::move(large));
+  });
+  RefuseEach("Get", StatusCode::kOk, [&] { return store->Get(key).status(); });
+  RefuseEach("MultiGet", StatusCode::kOk, [&] { return store->MultiGet(keys).status(); });
+  RefuseEach("MultiExists", StatusCode::kOk, [&] { return store->MultiExists(keys).status(); });
+  EXPECT_EQ(ValuesOf<int64_t>(**store->Get(key)), (std::vector<int64_t>{1, 2, 3}));
 }
 
 }  // namespace

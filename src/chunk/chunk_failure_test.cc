@@ -10,46 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "base/testing/replaced_new.h"
+#include "base/testing/refuse_each.h"
 #include "chunk/testing/test_chunk.h"
 #include "quire/chunk.h"
 
-namespace {
-
-// Allocations that may still succeed; negative: all.
-int64_t allocations_left = -1;
-bool allocation_refused = false;
-
-}  // namespace
-
 namespace quire {
-
-bool RefusesAllocation(size_t) noexcept {
-  if (allocations_left < 0 || allocations_left-- != 0) return false;
-  allocation_refused = true;
-  return true;
-}
-
 namespace {
-
-// The call with allocation n refused, for n = 0, 1, ... until it needs no more. It must answer
-// OutOfMemory each time, and `expected` at the end.
-void RefuseEach(const std::string& name, StatusCode expected, const std::function<Status()>& call) {
-  SCOPED_TRACE(name);
-  int64_t refusals = 0;
-  for (;; ++refusals) {
-    allocation_refused = false;
-    allocations_left = refusals;
-    const Status status = call();
-    allocations_left = -1;
-    if (!allocation_refused) {
-      EXPECT_EQ(status.code(), expected);
-      break;
-    }
-    ASSERT_EQ(status.code(), StatusCode::kOutOfMemory) << "allocation " << refusals;
-  }
-  EXPECT_GT(refusals, 0) << "the call allocates nothing";
-}
 
 TEST(ChunkFailure, KeysAndNames) {
   const Passport passport = SamplePassport();
@@ -69,9 +35,10 @@ TEST(ChunkFailure, Writing) {
   const ChunkWriteOptions options{.mac_key = "a key that is long enough to allocate"};
   RefuseEach("Create", StatusCode::kOk, [&] {
     ChunkFields copy;
-    const int64_t left = std::exchange(allocations_left, -1);
-    copy = fields;
-    allocations_left = left;
+    {
+      const AllocationsAllowed allowed;
+      copy = fields;
+    }
     return ChunkWriter::Create(std::move(copy), sections, options).status();
   });
   RefuseEach("Create, alignment 3", StatusCode::kBadArgument,

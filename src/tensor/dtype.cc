@@ -1,3 +1,4 @@
+#include "base/guard.h"
 #include "quire/tensor.h"
 
 namespace quire {
@@ -49,8 +50,10 @@ Result<DType> ParseDType(std::string_view name) {
       return info.dtype;
     }
   }
-  return Status(StatusCode::kBadArgument,
-                "unknown element type \"" + std::string(name) + "\"; Quire has " + AllNames());
+  return GuardEntry([&] {
+    return Status(StatusCode::kBadArgument,
+                  "unknown element type \"" + std::string(name) + "\"; Quire has " + AllNames());
+  });
 }
 
 DLDataType ToDLDataType(DType dtype) {
@@ -81,10 +84,12 @@ Result<DType> FromDLDataType(DLDataType dtype) {
   for (const DTypeInfo& info : kInfos) {
     if (dtype.lanes == 1 && dtype.code == info.code && dtype.bits == info.bits) return info.dtype;
   }
-  return Status(StatusCode::kBadArgument, "the element type " + DLPackName(dtype) +
-                                              " is not taken; convert it, for example to float32: "
-                                              "Quire has " +
-                                              AllNames());
+  return GuardEntry([&] {
+    return Status(StatusCode::kBadArgument, "the element type " + DLPackName(dtype) +
+                                                " is not taken; convert it, for example to "
+                                                "float32: Quire has " +
+                                                AllNames());
+  });
 }
 
 }  // namespace quire

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "base/guard.h"
+
 namespace quire {
 namespace {
 
@@ -44,30 +46,32 @@ TensorView::TensorView(void* data, DType dtype, std::span<const int64_t> shape)
 }
 
 Result<TensorView> TensorView::FromDLPack(const DLTensor& tensor) {
-  if (tensor.device.device_type != kDLCPU) {
-    return BadTensor("it is on a device of DLPack type " +
-                     std::to_string(static_cast<int>(tensor.device.device_type)) +
-                     "; copy it to the CPU first");
-  }
-  if (tensor.ndim < 0 || tensor.ndim > kMaxRank) {
-    return BadTensor("it has " + std::to_string(tensor.ndim) + " dimensions; the most is " +
-                     std::to_string(kMaxRank));
-  }
-  QUIRE_ASSIGN_OR_RETURN(const DType dtype, FromDLDataType(tensor.dtype));
-  QUIRE_RETURN_IF_ERROR(CheckExtent(tensor, DTypeBytes(dtype)));
-  const std::span<const int64_t> shape(tensor.shape, static_cast<size_t>(tensor.ndim));
-  TensorView view(tensor.data, dtype, shape);
-  if (tensor.strides != nullptr) std::copy_n(tensor.strides, tensor.ndim, view.strides_);
-  if (view.element_count() == 0) return view;
-  if (tensor.data == nullptr) {
-    return BadTensor("its data pointer is null, its shape is " + view.ToString());
-  }
-  view.data_ = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
-  if (reinterpret_cast<uintptr_t>(view.data_) % static_cast<uintptr_t>(DTypeBytes(dtype)) != 0) {
-    return BadTensor("its data is not aligned to its element type, its shape is " +
-                     view.ToString());
-  }
-  return view;
+  return GuardEntry([&]() -> Result<TensorView> {
+    if (tensor.device.device_type != kDLCPU) {
+      return BadTensor("it is on a device of DLPack type " +
+                       std::to_string(static_cast<int>(tensor.device.device_type)) +
+                       "; copy it to the CPU first");
+    }
+    if (tensor.ndim < 0 || tensor.ndim > kMaxRank) {
+      return BadTensor("it has " + std::to_string(tensor.ndim) + " dimensions; the most is " +
+                       std::to_string(kMaxRank));
+    }
+    QUIRE_ASSIGN_OR_RETURN(const DType dtype, FromDLDataType(tensor.dtype));
+    QUIRE_RETURN_IF_ERROR(CheckExtent(tensor, DTypeBytes(dtype)));
+    const std::span<const int64_t> shape(tensor.shape, static_cast<size_t>(tensor.ndim));
+    TensorView view(tensor.data, dtype, shape);
+    if (tensor.strides != nullptr) std::copy_n(tensor.strides, tensor.ndim, view.strides_);
+    if (view.element_count() == 0) return view;
+    if (tensor.data == nullptr) {
+      return BadTensor("its data pointer is null, its shape is " + view.ToString());
+    }
+    view.data_ = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+    if (reinterpret_cast<uintptr_t>(view.data_) % static_cast<uintptr_t>(DTypeBytes(dtype)) != 0) {
+      return BadTensor("its data is not aligned to its element type, its shape is " +
+                       view.ToString());
+    }
+    return view;
+  });
 }
 
 int64_t TensorView::element_count() const {

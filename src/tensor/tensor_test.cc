@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <optional>
 #include <vector>
+
+#include "base/testing/refuse_each.h"
 
 namespace quire {
 namespace {
@@ -111,6 +114,27 @@ TEST(FromDLPack, RefusesWhatCannotBeRead) {
               d.shape = {int64_t{1} << 40, int64_t{1} << 40};
             }).find("2^63"),
             std::string::npos);
+}
+
+TEST(FromDLPack, EachAllocationRefused) {
+  const auto view = [](auto change) {
+    return [change] {
+      std::optional<DLPack> d;
+      {
+        const AllocationsAllowed allowed;
+        change(d.emplace());
+      }
+      return TensorView::FromDLPack(d->tensor).status();
+    };
+  };
+  constexpr StatusCode kBad = StatusCode::kBadArgument;
+  RefuseEach("device", kBad, view([](DLPack& d) { d.tensor.device = {kDLCUDA, 0}; }));
+  RefuseEach("dimensions", kBad, view([](DLPack& d) { d.tensor.ndim = 7; }));
+  RefuseEach("element type", kBad, view([](DLPack& d) { d.tensor.dtype.bits = 64; }));
+  RefuseEach("null", kBad, view([](DLPack& d) { d.tensor.data = nullptr; }));
+  RefuseEach("alignment", kBad, view([](DLPack& d) { d.tensor.byte_offset = 2; }));
+  RefuseEach("shape", kBad, view([](DLPack& d) { d.shape[1] = -3; }));
+  RefuseEach("ParseDType", kBad, [] { return ParseDType("float99").status(); });
 }
 
 TEST(TensorView, TooManyDimensionsHoldNothing) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/testing/refuse_each.h"
 #include "quire/transfer.h"
 
 namespace quire {
@@ -177,6 +178,25 @@ TEST_F(LocalChannelTest, ErrorsOfAndAboutPeersAreReturned) {
   ASSERT_TRUE(channel_->Connect(4, &receiver_).ok());  // of before it knows nothing
   ASSERT_TRUE(End(Record(0, 1)).ok());
   EXPECT_TRUE(receiver_.completed.empty());
+}
+
+TEST_F(LocalChannelTest, EachAllocationRefused) {
+  // What was connected, given or completed by a refused call is not there afterwards.
+  RefuseEach("Connect", StatusCode::kOk, [&] { return channel_->Connect(5, &receiver_); });
+  RefuseEach("Connect again", StatusCode::kBadArgument,
+             [&] { return channel_->Connect(5, &receiver_); });
+  EXPECT_TRUE(channel_->Disconnect(5).ok());
+  RefuseEach("Disconnect", StatusCode::kNotFound, [&] { return channel_->Disconnect(5); });
+  const SendRange range = Range(0, 4);
+  RefuseEach("OnLayerAppended", StatusCode::kOk, [&] { return Give(0, range); });
+  const SendRecord stranger = Record(0, 4, 9);
+  RefuseEach("OnForwardEnded", StatusCode::kUnavailable, [&] { return End(stranger); });
+  const Status why(StatusCode::kCancelled, "");
+  RefuseEach("OnSendStopped", StatusCode::kUnavailable,
+             [&] { return channel_->OnSendStopped(std::span(&stranger, 1), why); });
+  ASSERT_TRUE(End(Record(0, 4)).ok());
+  ASSERT_EQ(receiver_.completed.size(), 1U);
+  EXPECT_TRUE(receiver_.completed[0].right);
 }
 
 }  // namespace
