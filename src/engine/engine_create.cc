@@ -156,11 +156,19 @@ RecurrentCacheOptions StateOptions(const EngineOptions& options, const ModelInfo
           .runner = runner};
 }
 
-int64_t RetainedStatesFor(const EngineOptions& options, int64_t slot_bytes,
-                          int64_t available_bytes) {
+Result<int64_t> RetainedStatesFor(const EngineOptions& options, int64_t slot_bytes,
+                                  int64_t available_bytes) {
   if (!options.prefix_cache) return 0;
-  if (options.state_bytes != 0) return options.state_bytes / slot_bytes;
-  return std::min(kRetainedStatesDefault, available_bytes / kMemoryPartForStates / slot_bytes);
+  if (options.state_bytes == 0) {
+    return std::min(kRetainedStatesDefault, available_bytes / kMemoryPartForStates / slot_bytes);
+  }
+  constexpr int64_t kStatesMax = int64_t{1} << 30;  // slots are int32, some of them of sequences
+  const int64_t count = options.state_bytes / slot_bytes;
+  if (count <= kStatesMax) return count;
+  std::ostringstream message;
+  message << "EngineOptions::state_bytes is " << options.state_bytes << "; a state takes "
+          << slot_bytes << " bytes and " << kStatesMax << " are the most: give less";
+  return Status(StatusCode::kBadArgument, message.str());
 }
 
 // A plan and what it was made from.
@@ -203,7 +211,8 @@ Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info, 
   if (info.recurrent_layers.empty()) return 0;
   QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory active,
                          MeasureRecurrentCache(StateOptions(options, info, role, runner, 0)));
-  const int64_t retained = RetainedStatesFor(options, active.slot_bytes, plan->available_bytes);
+  QUIRE_ASSIGN_OR_RETURN(const int64_t retained,
+                         RetainedStatesFor(options, active.slot_bytes, plan->available_bytes));
   QUIRE_ASSIGN_OR_RETURN(const RecurrentMemory all, MeasureRecurrentCache(StateOptions(
                                                         options, info, role, runner, retained)));
   plan->state_bytes = all.storage_bytes;
