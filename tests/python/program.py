@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def process(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+def process(
+    *arguments: str, environment: Sequence[str] = (), **options: object
+) -> subprocess.Popen[bytes]:
+    """environment: further variables, as "NAME=VALUE"."""
+    more = dict(entry.split("=", 1) for entry in environment)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "python"), **more}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
         [sys.executable, "-m", "quire", *arguments],
-        env=environment,
+        env=variables,
         **(streams | options),  # type: ignore[call-overload]
     )

@@ -97,6 +97,11 @@ class Answer:
         self._noted: dict[int, int] = {}  # per sample: tokens whose logprobs were given
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of the first prompt."""
+        return self._opened[0].prompt_ids
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(stream.prompt_tokens for stream in self._opened)
 

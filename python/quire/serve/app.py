@@ -20,6 +20,7 @@ from quire.serve import (
 )
 from quire.serve.calls import Log
 from quire.serve.guard import Guard
+from quire.serve.responses import PREFIX_HEADER
 from quire.serve.service import Service
 
 __all__ = ["ROUTES", "make_app"]
@@ -43,7 +44,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 """Method, path and handler of everything that the server answers."""
 
-_EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "retry-after")
+_EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", PREFIX_HEADER, "retry-after")
 
 
 def make_app(

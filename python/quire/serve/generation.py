@@ -110,6 +110,8 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
     fields.only("include_stop_str_in_output", False)
     fields.only("truncate_prompt_tokens")
     fields.only("priority", 0)
+    fields.only("no_stop_trim", False)
+    fields.only("return_hidden_states", False)
     fields.only("length_penalty", 1, 1.0)
     fields.only("early_stopping", False)
     fields.only("structured_outputs")
@@ -119,6 +121,8 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
     fields.only("prediction")
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
     fields.ignore("prompt_cache_key", "prompt_cache_retention")
+    # vllm-router sends them; nothing is told apart as reasoning here.
+    fields.ignore("separate_reasoning", "stream_reasoning", "include_reasoning")
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
@@ -19,8 +21,11 @@ from quire.serve.generation import Generation
 from quire.serve.problems import Problem, from_engine
 from quire.serve.service import Service
 
-__all__ = ["JsonAnswer", "View", "answer", "event"]
+__all__ = ["PREFIX_HEADER", "JsonAnswer", "View", "answer", "event"]
 
+PREFIX_HEADER = "x-quire-prefix"
+_PREFIX = re.compile(r"[0-9a-f]{16}")
+_PREFIX_TOKENS = 256
 _PING = b": ping\n\n"
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -84,6 +89,7 @@ async def answer(
     call = Call.of(request)
     submitted = await service.submit(generation, call.tenant)
     call.facts["prompt_tokens"] = submitted.prompt_tokens
+    headers = {**headers, PREFIX_HEADER: _prefix(request, call, generation, submitted)}
     if generation.stream:
         return _EventAnswer(service, generation, view, submitted, call, headers)
     async with _finishing(service, generation, submitted, call):
@@ -92,6 +98,17 @@ async def answer(
                 pass
             assert submitted.result is not None
             return JsonAnswer(view.whole(submitted.result), headers=headers)
+
+
+def _prefix(request: Request, call: Call, generation: Generation, submitted: Answer) -> str:
+    """What balancers hash on: the client's own value, so that a conversation keeps its first one;
+    else that of the prompt's beginning. It tells nothing of a text to those without the key."""
+    given = request.headers.get(PREFIX_HEADER, "")
+    if _PREFIX.fullmatch(given):
+        return given
+    salt = call.tenant.salt(generation.cache_salt) or b""
+    ids = ",".join(map(str, submitted.prompt_ids[:_PREFIX_TOKENS]))
+    return hashlib.sha256(salt + b"\0" + ids.encode()).hexdigest()[:16]
 
 
 class _EventAnswer:

@@ -22,6 +22,7 @@ from quire.serve.app import make_app
 from quire.serve.calls import Log
 from quire.serve.generation import ModelFacts
 from quire.serve.limits import Limits
+from quire.serve.notify import notify
 from quire.serve.protocol import LimitedProtocol
 from quire.serve.service import Service
 from quire.serve.tenants import Tenants
@@ -103,6 +104,7 @@ class _Server:
             watching = asyncio.create_task(service.watch_progress())
             await server.wait_started(listening)
             on_ready()
+            notify("READY=1")
             await _first(ending, listening)
             await self._drain(service)
             server.should_exit = True
@@ -112,6 +114,7 @@ class _Server:
 
     async def _drain(self, service: Service) -> None:
         service.begin_drain()
+        notify("STOPPING=1")
         running = len(service.streams.answers)
         self._log.write("info", "draining", answers=running)
         with contextlib.suppress(TimeoutError):

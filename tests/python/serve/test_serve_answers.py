@@ -258,6 +258,8 @@ def test_defaults_of_routers_are_taken_and_unknown_fields_are_named(server: Serv
     defaults = {"best_of": 1, "use_beam_search": False, "min_tokens": 0, "priority": 0}
     defaults |= {"response_format": {"type": "text"}, "user": "u", "metadata": {}, "n": 1}
     defaults |= {"skip_special_tokens": True, "kv_transfer_params": None, "top_k": -1}
+    defaults |= {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True}
+    defaults |= {"return_hidden_states": False, "include_reasoning": True}
     body = {"messages": MESSAGES, "max_tokens": 1, **defaults}
     status, headers, _ = server.request("POST", "/v1/chat/completions", body)
     assert status == 200 and "x-quire-ignored" not in headers

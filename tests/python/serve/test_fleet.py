@@ -1,0 +1,109 @@
+"""Several servers over one Redis: a conversation outlives the server that began it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import DEADLINE, Server, running
+from tiny_model import Shape, TinyModel
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    path = tmp_path_factory.mktemp("redis") / "redis.sock"
+    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", ""]
+    with open(path.with_suffix(".log"), "wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as peer:
+            while server.poll() is None:
+                try:
+                    peer.connect(str(path))
+                    break
+                except OSError:
+                    continue  # it has not bound yet
+        yield f"unix:{path}"
+    finally:
+        server.terminate()
+        server.wait(DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def fleet_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """With room for a conversation of several turns."""
+    return TinyModel(tmp_path_factory.mktemp("fleet"), Shape(positions=4096))
+
+
+def ask(server: Server, messages: list[dict[str, str]], prefix: str | None = None) -> Any:
+    headers = {} if prefix is None else {"x-quire-prefix": prefix}
+    body = {"messages": messages, "max_tokens": 24, "ignore_eos": True}
+    status, found, content = server.request("POST", "/v1/chat/completions", body, **headers)
+    assert status == 200, content
+    return content, found["x-quire-prefix"]
+
+
+def test_another_server_goes_on_with_the_kv(redis: str, fleet_model: TinyModel) -> None:
+    """One is killed under load; the other one has computed nothing of its conversations."""
+    options = ("--kv-redis", redis, "--page-size", "16")
+    with running(fleet_model.directory, *options) as one:
+        with running(fleet_model.directory, *options) as two:
+            chats: list[list[dict[str, str]]] = [
+                [{"role": "user", "content": f"Chat {i}. " + "What is a quire of paper? " * 80}]
+                for i in range(4)
+            ]
+            for messages in chats:
+                content, _ = ask(one, messages)
+                messages.append(content["choices"][0]["message"])
+                messages.append({"role": "user", "content": "And a ream?"})
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                body = {"prompt": "x", "max_tokens": 10**6, "window": 32, "ignore_eos": True}
+                load = [pool.submit(one.request, "POST", "/v1/completions", body) for _ in chats]
+                one.wait_metrics(lambda m: m["quire:num_requests_running"] == 4)
+                written = 'quire:kv_tier_written_bytes_total{tier="redis"}'
+                one.wait_metrics(
+                    lambda m: (
+                        m["quire:kv_stored_chunks_total"] >= 8  # a chunk has 1 024 tokens here
+                        and m[written] == m["quire:kv_stored_bytes_total"]
+                    )
+                )
+                one.process.kill()
+                for request in load:  # never an answer that looks whole
+                    with pytest.raises((http.client.HTTPException, OSError)):
+                        request.result()
+            for index, messages in enumerate(chats):
+                content, _ = ask(two, messages)
+                details = content["usage"]["prompt_tokens_details"]
+                assert details["redis_tokens"] >= 1024, str(details)
+                plain = {"messages": messages, "max_tokens": 24, "ignore_eos": True}
+                again = two.post("/v1/chat/completions", {**plain, "cache_salt": f"own {index}"})
+                assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+                assert again["choices"][0]["message"] == content["choices"][0]["message"]
+
+
+def test_a_conversation_keeps_one_prefix(keyed: Server) -> None:
+    messages = [{"role": "user", "content": "What is a quire?"}]
+    _, first = ask(keyed, messages)
+    assert ask(keyed, messages)[1] == first
+    longer = [*messages, {"role": "assistant", "content": "Paper."}, *messages]
+    assert ask(keyed, longer)[1] != first and ask(keyed, longer, first)[1] == first
+    assert ask(keyed, longer, "not a prefix")[1] == ask(keyed, longer)[1]
+    body = {"messages": messages, "max_tokens": 1}
+    bob = {"authorization": "Bearer bob-key-0123456789"}
+    _, headers, _ = keyed.request("POST", "/v1/chat/completions", body, **bob)
+    assert headers["x-quire-prefix"] != first  # it tells nobody what another one asks
+
+
+def test_the_page_of_the_fleet_names_what_there_is() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "fleet.md").read_text()
+    for word in ("x-quire-prefix", "--kv-redis", "/health/live", "vllm-router"):
+        assert word in page
