@@ -40,6 +40,11 @@ LIBRARY_PATH = library_path()
 _module = tvm_ffi.load_module(str(LIBRARY_PATH), keep_module_alive=True)
 
 
+def load_library(path: Path) -> None:
+    """Loads another library whose objects tvm-ffi knows, for the life of the process."""
+    tvm_ffi.load_module(str(path), keep_module_alive=True)
+
+
 for _error in errors.BY_CODE.values():
     tvm_ffi.register_error(f"quire.{_error.__name__}", _error)
 
@@ -105,6 +110,16 @@ class LocalChannelHandle(tvm_ffi.Object):
 @_register("quire.Engine")
 class EngineHandle(tvm_ffi.Object):
     """The C++ object behind quire.Engine; its methods come from the library."""
+
+
+@_register("quire.Grammar")
+class GrammarHandle(tvm_ffi.Object):
+    """A compiled grammar, which the engine takes."""
+
+
+@_register("quire.GrammarCompiler")
+class GrammarCompilerHandle(tvm_ffi.Object):
+    """The C++ object behind quire.grammar.GrammarCompiler; its methods come from the library."""
 
 
 @_register("quire.StepQueue")

@@ -21,6 +21,7 @@ from quire._arrays import dtype_name, int_list
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
 from quire._model_folder import check_model_folder
+from quire.grammar import Grammar, GrammarCompiler
 from quire.kv_cache import LayerSpec
 from quire.store import ChunkStore, read_key_file
 from quire.text import Detokenizer, Message, StopStrings, Tokenizer, check_messages
@@ -122,6 +123,11 @@ class SamplingOptions(TypedDict, total=False):
     cache_salt: requests with equal salts reuse each other's KV, others never do; a text or bytes.
     speculate, draft_tokens, draft_branches: how tokens are guessed, instead of what the engine was
         made with; see :class:`Engine`.
+    grammar: what the answer must look like: a :class:`quire.Grammar`, or what makes one, such as
+        {"json_schema": {...}}, {"json_object": True}, {"regex": "..."}, {"choice": ["a", "b"]} or
+        {"grammar": "root ::= ..."}. It holds by construction for every answer that ends by itself
+        ("stop"); log-probabilities are those of the allowed tokens. Needs the package xgrammar
+        (UnavailableError); an answer that no token can go on raises BadArgumentError.
     window, sinks: endless text: a token sees the first `sinks` tokens and the last window - sinks,
         and prompt and answer may pass the model's positions; 0 (default): it sees all.
     special_texts: special tokens that texts have, such as ["[TOOL_CALLS]"]; by default none.
@@ -148,6 +154,7 @@ class SamplingOptions(TypedDict, total=False):
     speculate: str
     draft_tokens: int
     draft_branches: int
+    grammar: Grammar | Mapping[str, Any] | None
     window: int
     sinks: int
     special_texts: Sequence[str]
@@ -557,6 +564,8 @@ class Engine(_ffi.ThreadOwner):
                 key=b"" if kv_key_file is None else read_key_file(kv_key_file),
             )
         self._tokenizer: Tokenizer | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         self._tokenizer_load = self._begin_tokenizer()  # beside the weights
         handle = _ffi.new_engine(
             _option_map(
@@ -728,6 +737,25 @@ class Engine(_ffi.ThreadOwner):
             load, self._tokenizer_load = self._tokenizer_load, None
             self._tokenizer = Tokenizer(self.model_dir) if load is None else load.result()
         return self._tokenizer
+
+    def compile_grammar(self, grammar: Grammar | Mapping[str, Any]) -> None:
+        """Makes a grammar ready, which takes up to seconds for a large one: requests that name it
+        then begin at once. Raises what is wrong with it; see `grammar` of
+        :class:`SamplingOptions`."""
+        self._compiled(grammar)
+
+    def _compiled(self, grammar: Grammar | Mapping[str, Any]) -> Any:
+        wanted = Grammar.of(grammar)
+        with self._compiler_lock:
+            if self._compiler is None:
+                if not self.has_tokenizer:
+                    raise errors.BadArgumentError(
+                        "grammar: this model has no tokenizer.json, so its tokens have no text"
+                    )
+                self._compiler = GrammarCompiler(
+                    self.tokenizer, self._info.vocab_size, self._info.eos_token_ids
+                )
+        return self._compiler.compile(wanted)
 
     def _begin_tokenizer(self) -> Future[Tokenizer] | None:
         """Reads the tokenizer in a thread: for a small model it takes as long as the weights. What
@@ -1032,6 +1060,9 @@ class Engine(_ffi.ThreadOwner):
             raise errors.BadArgumentError(
                 'draft_tokens and draft_branches of a request go with speculate: "ngram" or "model"'
             )
+        grammar = sampling.pop("grammar", None)
+        if grammar is not None:
+            sampling["grammar"] = self._compiled(grammar)
         if "logit_bias" in sampling:
             sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
         if isinstance(sampling.get("cache_salt"), str):
@@ -1063,7 +1094,7 @@ class Engine(_ffi.ThreadOwner):
 
     def _piece(self, request: _Request, output: Output) -> Piece | None:
         if output.error is not None:
-            raise errors.from_text(output.error)
+            raise errors.from_text(output.error.replace("SamplingOptions::filter", "grammar"))
         if output.usage is not None:
             request.usage = output.usage
         answer = request.answers[output.sample]

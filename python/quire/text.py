@@ -136,6 +136,24 @@ class Tokenizer:
         with self._naming_failures():
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self) -> list[bytes]:
+        """The bytes that each id adds to a text; none for special tokens and ids that stand for
+        nothing. BadArgumentError for a kind of vocabulary whose bytes are not known here."""
+        kind = _kind_of_decoder(json.loads(self._tokenizer.to_str()).get("decoder"))
+        if kind is None:
+            raise errors.BadArgumentError(
+                f"{self._path}: grammars need the bytes of each token, and Quire does not know "
+                "those of this kind of tokenizer (byte-level and byte-fallback BPE are known)"
+            )
+        added = self._tokenizer.get_added_tokens_decoder()
+        found = [b""] * self.vocab_size
+        for token, id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if id in added:
+                found[id] = b"" if added[id].special else added[id].content.encode()
+            elif id < len(found):
+                found[id] = _token_bytes(token, kind)
+        return found
+
     @contextlib.contextmanager
     def _naming_failures(self) -> Iterator[None]:
         """What the tokenizers package raises is a fault of the file. It knows no classes of errors,
@@ -146,6 +164,43 @@ class Tokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise errors.CorruptError(f"{self._path}: {error}") from error
+
+
+def _kind_of_decoder(decoder: Any) -> str | None:
+    """By the decoder of a tokenizer.json: "bytes" if a character of a token stands for a byte, "words" if it
+    stands for itself, U+2581 for a blank and <0x0A> for a byte; None: another one."""
+    if not isinstance(decoder, dict):
+        return None
+    if decoder.get("type") == "Sequence":
+        kinds = {_kind_of_decoder(entry) for entry in decoder.get("decoders", [])} - {"", None}
+        return kinds.pop() if len(kinds) == 1 else None
+    kind = decoder.get("type")
+    if kind == "ByteLevel":
+        return "bytes"
+    if kind in ("Metaspace", "ByteFallback"):
+        return "words"
+    return "" if kind in ("Replace", "Fuse", "Strip") else None
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write the 256 bytes: visible ones are
+    themselves, the others follow from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+def _token_bytes(token: str, kind: str) -> bytes:
+    if kind == "bytes":
+        table = _byte_of_character()
+        if all(c in table for c in token):
+            return bytes(table[c] for c in token)
+        return token.encode()
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        with contextlib.suppress(ValueError):
+            return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _instead(directory: Path) -> str:

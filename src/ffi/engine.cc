@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "ffi/errors.h"
+#include "ffi/grammar.h"
 #include "ffi/options.h"
 #include "ffi/snapshot.h"
 #include "ffi/step_queue.h"
@@ -98,6 +99,7 @@ SamplingOptions ReadSamplingOptions(const OptionMap& fields) {
        reader.Get<tf::Map<int64_t, double>>("logit_bias").value_or(tf::Map<int64_t, double>())) {
     options.logit_bias.emplace_back(NarrowTokenId("logit_bias", id), static_cast<float>(bias));
   }
+  if (const auto grammar = reader.Get<GrammarRef>("grammar")) options.filter = (*grammar)->filter();
   // The map's order is that of its hashes; the engine gets one that is the same everywhere.
   std::sort(options.logit_bias.begin(), options.logit_bias.end());
   for (const tf::Shape& stop :

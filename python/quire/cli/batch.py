@@ -19,13 +19,16 @@ from quire.cli.terminal import Progress, note
 
 if TYPE_CHECKING:
     from quire.engine import Engine, MemoryPlan, Result
+    from quire.grammar import Grammar
     from quire.text import Tokenizer
 
 
 _TREE_NODES = 64  # as an engine has that guesses for all requests (kTreeNodesDefault)
 
 
-def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int:
+def run(
+    options: argparse.Namespace, model: str | None, file: PromptFile, grammar: Grammar | None
+) -> int:
     folder = models.model_folder(model)
     engine_arguments = arguments.given(options, arguments.ENGINE)
     if any(line.sampling.get("speculate") in ("ngram", "model") for line in file.lines):
@@ -46,7 +49,7 @@ def run(options: argparse.Namespace, model: str | None, file: PromptFile) -> int
         models.open_engine(folder, engine_arguments) as engine,
         _open_output(options.output, options.file) as output,
     ):
-        requests = _requests(engine, file, options)
+        requests = _requests(engine, file, options, grammar)
         code = _answer_all(engine, file, requests, output)
         answers.print_total_sources(engine)
         answers.print_lost(engine)
@@ -87,12 +90,13 @@ def _prompt(
 
 
 def _requests(
-    engine: Engine, file: PromptFile, options: argparse.Namespace
+    engine: Engine, file: PromptFile, options: argparse.Namespace, grammar: Grammar | None
 ) -> list[tuple[Any, Any]]:
     """Prompts and their sampling options, all of them checked. Lines that can never be answered
     stop everything; those that only do not fit get their error in the output."""
     tokenizer = models.tokenizer_of(engine)
     defaults = {"logprobs": None, **arguments.given(options, arguments.SAMPLING)}
+    defaults["grammar"] = grammar
     requests = []
     bad: list[tuple[int, object]] = []
     for line in file.lines:

@@ -7,12 +7,18 @@ import json
 import os
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quire import errors
 from quire._model_folder import check_model_folder
 from quire.cli import answers, arguments, batch, memory, models, ranges, text_input
 from quire.cli.arguments import UsageError
 from quire.cli.prompt_file import PromptFile
+
+if TYPE_CHECKING:
+    from quire.grammar import Grammar
+
+_GRAMMARS = ("json_schema", "regex", "choice", "grammar")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="K",
         help="with --json or --file: log-probabilities of the tokens and of the K best",
     )
+    _add_grammars(command)
     arguments.add_engine(command)
     arguments.add_store(command)
     command.set_defaults(run=_run)
@@ -91,11 +98,63 @@ def _add_file_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_grammars(command: argparse.ArgumentParser) -> None:
+    grammars = command.add_argument_group(
+        "what the answer must look like; one of them (needs the package xgrammar)"
+    )
+    grammars.add_argument(
+        "--json-schema", type=ranges.place, metavar="FILE", help="JSON of the schema in FILE"
+    )
+    grammars.add_argument(
+        "--regex", type=ranges.place, metavar="TEXT", help="a text that TEXT matches as a whole"
+    )
+    grammars.add_argument(
+        "--choice",
+        action="append",
+        type=ranges.place,
+        metavar="TEXT",
+        help="one of these texts; may be repeated",
+    )
+    grammars.add_argument(
+        "--grammar", type=ranges.place, metavar="FILE", help="a text of the EBNF grammar in FILE"
+    )
+
+
+def _grammar(options: argparse.Namespace) -> Grammar | None:
+    """The grammar that the options ask for, which takes their place."""
+    given = [name for name in _GRAMMARS if getattr(options, name) is not None]
+    if len(given) > 1:
+        first, second = (arguments.option_name(name) for name in given[:2])
+        raise UsageError(f"generate: {first} and {second} are two grammars; give one")
+    if not given:
+        return None
+    (name,) = given
+    if options.ignore_eos:
+        raise UsageError(
+            f"generate: --ignore-eos does not go with {arguments.option_name(name)}, which says "
+            "where the answer ends"
+        )
+    from quire.grammar import Grammar
+
+    value = getattr(options, name)
+    if name in ("json_schema", "grammar"):
+        value = text_input.read_file(value)
+    else:
+        for text in value if isinstance(value, list) else [value]:
+            text_input.check_argument(text, arguments.option_name(name))
+    try:
+        return Grammar.of({name: value})
+    except errors.BadArgumentError as error:
+        message = str(error).removeprefix("grammar: ")
+        raise UsageError(f"generate: {arguments.option_name(name)}: {message}") from None
+
+
 def _run(options: argparse.Namespace) -> int:
     _check_modes(options)
+    grammar = _grammar(options)
     model, text = _model_and_text(options)
     if options.file is not None:
-        return batch.run(options, model, PromptFile.read(options.file, options.format))
+        return batch.run(options, model, PromptFile.read(options.file, options.format), grammar)
     if options.dry_run:
         return _dry_run(options, model, text)
     folder = models.model_folder(model)
@@ -104,6 +163,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.prompt_ids is None:
         _check_not_empty(text, options.raw)
     sampling = arguments.given(options, arguments.SAMPLING)
+    if grammar is not None:
+        sampling["grammar"] = grammar
     with models.open_engine(folder, arguments.given(options, arguments.ENGINE)) as engine:
         prompt = options.prompt_ids or models.text_prompt(
             models.tokenizer_of(engine), text or "", options.system, options.raw
