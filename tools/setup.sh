@@ -82,6 +82,7 @@ missing_test_packages() {
   command -v mold >/dev/null || echo mold      # a hundred test programs are linked
   command -v redis-server >/dev/null || echo redis-server
   command -v openssl >/dev/null || echo openssl  # certificates for tests of TLS
+  command -v chromium >/dev/null || echo chromium  # uses the page of `quire serve`
 }
 
 missing_docs_packages() {

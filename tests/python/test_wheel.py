@@ -64,7 +64,9 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == modules
     built = {"quire/py.typed", "quire/libquire_ffi.so", "quire/libquire_tvm.so"}
     assert built <= names
-    rest = names - modules - built
+    page = {f"quire/serve/page/{name}" for name in ("index.html", "page.css", "page.js")}
+    assert page <= names
+    rest = names - modules - built - page
     assert all(re.match(r"quire-0\.1\.0\.dist-info/", name) for name in rest), rest
     assert any(name.endswith("licenses/LICENSE") for name in rest)
     assert any(name.endswith("licenses/NOTICES") for name in rest)

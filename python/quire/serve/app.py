@@ -16,6 +16,7 @@ from quire.serve import (
     openai_chat,
     openai_completions,
     openai_responses,
+    page_routes,
     text_routes,
 )
 from quire.serve.calls import Log
@@ -39,6 +40,10 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/detokenize", text_routes.detokenize),
     ("GET", "/version", text_routes.version),
     ("GET", "/metrics", text_routes.metrics),
+    ("GET", "/", page_routes.index),
+    ("GET", "/page.css", page_routes.style),
+    ("GET", "/page.js", page_routes.script),
+    ("GET", "/page/state", page_routes.state),
     ("GET", "/health", text_routes.health),
     ("GET", "/health/live", text_routes.live),
 )

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.calls import Call, ClientGone, Log
+from quire.serve.page_routes import PAGE_FILES
 from quire.serve.problems import Problem
 from quire.serve.responses import JsonAnswer
 from quire.serve.service import Service
@@ -22,13 +23,13 @@ from quire.serve.tenants import Tenant
 
 __all__ = ["OPEN_PATHS", "Guard"]
 
-OPEN_PATHS = frozenset(("/health", "/health/live"))
-"""What routers probe, without a key."""
+OPEN_PATHS = frozenset(("/health", "/health/live", *PAGE_FILES))
+"""What routers probe without a key, and the files of the page, which asks for one itself."""
 
 STRANGER = Tenant("?")
 """Of a request to an open path that has no valid key."""
 
-_QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds; only their failures are logged
+_QUIET_PATHS = frozenset(("/health", "/health/live")) | {"/metrics"}  # asked every few seconds; only their failures are logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

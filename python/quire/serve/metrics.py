@@ -64,18 +64,20 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
+        self.count = 0
 
     def observe(self, value: float, times: int = 1) -> None:
         self._counts[bisect.bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        self.sum += value * times
+        self.count += times
 
     def lines(self, name: str) -> Iterable[str]:
         total = 0
         for bound, count in zip((*self._bounds, "+Inf"), self._counts):
             total += count
             yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self._sum:.9g}"
+        yield f"{name}_sum {self.sum:.9g}"
         yield f"{name}_count {total}"
 
 
@@ -91,8 +93,8 @@ class Metrics:
         self.generation_tokens = Histogram(_TOKENS)
         self._requests: dict[tuple[str, int], int] = {}
         self._finished: dict[str, int] = {}
-        self._misses: dict[str, int] = {}
-        self._tier_tokens = dict.fromkeys(TIERS, 0)
+        self.misses: dict[str, int] = {}
+        self.tier_tokens = dict.fromkeys(TIERS, 0)
 
     def note_request(self, route: str, status: int) -> None:
         self._requests[route, status] = self._requests.get((route, status), 0) + 1
@@ -105,11 +107,11 @@ class Metrics:
         self.prompt_tokens.observe(usage.prompt_tokens)
         self.generation_tokens.observe(usage.completion_tokens)
         for tier in TIERS:
-            self._tier_tokens[tier] += getattr(usage, f"{tier}_tokens")
+            self.tier_tokens[tier] += getattr(usage, f"{tier}_tokens")
         if usage.miss is not None:
-            self._misses[usage.miss] = self._misses.get(usage.miss, 0) + 1
+            self.misses[usage.miss] = self.misses.get(usage.miss, 0) + 1
         elif usage.cached_tokens == 0:
-            self._misses["new prefix"] = self._misses.get("new prefix", 0) + 1
+            self.misses["new prefix"] = self.misses.get("new prefix", 0) + 1
 
     def text(self, stats: Mapping[str, int], engine: Engine) -> str:
         """The whole page. stats: of the engine."""
@@ -143,13 +145,13 @@ class Metrics:
             "prefix_cache_miss_total",
             "counter",
             "Requests for which the KV of the prompt was not all there, by the reason.",
-            _labelled("reason", self._misses),
+            _labelled("reason", self.misses),
         )
         page.add(
             "kv_tier_hit_tokens_total",
             "counter",
             "Prompt tokens that were not computed, by where their KV came from.",
-            _labelled("tier", self._tier_tokens),
+            _labelled("tier", self.tier_tokens),
         )
 
     def _add_store(self, page: _Page, engine: Engine) -> None:

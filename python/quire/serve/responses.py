@@ -21,13 +21,21 @@ from quire.serve.generation import Generation
 from quire.serve.problems import Problem, from_engine
 from quire.serve.service import Service
 
-__all__ = ["PREFIX_HEADER", "JsonAnswer", "View", "answer", "event"]
+__all__ = [
+    "PREFIX_HEADER",
+    "STREAM_HEADERS",
+    "JsonAnswer",
+    "View",
+    "answer",
+    "encoded_headers",
+    "event",
+]
 
 PREFIX_HEADER = "x-quire-prefix"
 _PREFIX = re.compile(r"[0-9a-f]{16}")
 _PREFIX_TOKENS = 256
 _PING = b": ping\n\n"
-_STREAM_HEADERS = {
+STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
     "x-accel-buffering": "no",  # nginx would keep events back
@@ -73,7 +81,7 @@ class JsonAnswer:
             **self._headers,
         }
         await send(
-            {"type": "http.response.start", "status": self.status, "headers": _encoded(headers)}
+            {"type": "http.response.start", "status": self.status, "headers": encoded_headers(headers)}
         )
         await send({"type": "http.response.body", "body": self._body})
 
@@ -130,12 +138,12 @@ class _EventAnswer:
         self._view = view
         self._answer = submitted
         self._call = call
-        self._headers = {**_STREAM_HEADERS, **headers}
+        self._headers = {**STREAM_HEADERS, **headers}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _finishing(self._service, self._generation, self._answer, self._call):
             async with _watching(receive, self._answer):
-                headers = _encoded(self._headers)
+                headers = encoded_headers(self._headers)
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 try:
                     async for part in self._parts():
@@ -220,5 +228,5 @@ def _note(call: Call, submitted: Answer, failed: str) -> None:
     call.facts["finish"] = ",".join(sample.finish_reason or "" for sample in result.samples)
 
 
-def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+def encoded_headers(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

@@ -9,15 +9,16 @@ import pytest
 from quire import errors
 from quire.serve.app import ROUTES
 from quire.serve.guard import OPEN_PATHS
+from quire.serve.page_routes import PAGE_FILES
 from quire.serve.tenants import ANYONE, Tenant, Tenants, read_api_keys
 from server_process import Server, head, read_answer
 
 ANN, BOB = "ann-key-0123456789", "bob-key-0123456789"
 
 
-def test_every_route_but_two_needs_a_key(keyed: Server) -> None:
+def test_all_routes_but_probes_and_static_files_need_a_key(keyed: Server) -> None:
     """Walks all routes, so that one that is added later is walked, too."""
-    assert OPEN_PATHS == {"/health", "/health/live"}
+    assert OPEN_PATHS == {"/health", "/health/live", *PAGE_FILES}
     for method, path, _ in ROUTES:
         body = {} if method == "POST" else None
         status, headers, content = keyed.request(method, path, body, authorization="none")

@@ -1,0 +1,199 @@
+"""The page at `/`: what it may load, what its stream says, and a browser that uses it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import quire
+from program import ROOT
+from quire.serve.page_routes import PAGE_FILES
+from server_process import DEADLINE, Server, events, running
+from tiny_model import TinyModel
+
+FOLDER = ROOT / "python" / "quire" / "serve" / "page"
+HTML, STYLE, SCRIPT = ((FOLDER / name).read_text() for name in PAGE_FILES.values())
+ANN = "ann-key-0123456789"
+
+
+# ---- Files
+
+
+def test_the_files_may_load_nothing_but_each_other(server: Server) -> None:
+    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(PAGE_FILES.values())
+    for path, name in PAGE_FILES.items():
+        status, headers, content = server.request("GET", path)
+        assert status == 200 and content == (FOLDER / name).read_text()
+        policy = dict(
+            rule.strip().split(" ", 1) for rule in headers["content-security-policy"].split(";")
+        )
+        assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
+        assert {policy[rule] for rule in ("script-src", "style-src", "connect-src")} == {"'self'"}
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_nothing_is_inline_and_no_text_becomes_html() -> None:
+    assert set(re.findall(r'(?:src|href)="([^"]*)"', HTML)) == {"page.css", "page.js"}
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script>|javascript:|https?:", HTML)
+    assert not re.search(r"url\(|@import|https?:", STYLE)
+    forbidden = r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|https?:"
+    assert not re.search(forbidden, SCRIPT)
+    named = set(re.findall(r'\b(?:at|rows)\("([^"]+)"', SCRIPT))
+    assert named <= set(re.findall(r'\bid="([^"]+)"', HTML))
+
+
+def test_the_script_names_what_the_stream_has(server: Server) -> None:
+    connection, answer = open_states(server)
+    state = next(events(answer))
+    connection.close()
+    assert set(re.findall(r"\bstats\.(\w+)", SCRIPT)) <= state["stats"].keys()
+    assert set(re.findall(r'\bper\("(\w+)"\)', SCRIPT)) <= state["stats"].keys()
+    assert set(re.findall(r'\bmean\("(\w+)"\)', SCRIPT)) == state["latency"].keys()
+    fields = set(re.findall(r"\bstate\.(\w+)", SCRIPT)) - {"stats"}
+    assert fields <= state.keys()
+    assert set(re.findall(r"\btier\.(\w+)", SCRIPT)) <= state["tiers"][0].keys()
+
+
+# ---- The stream
+
+
+def open_states(
+    server: Server, key: str | None = None
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    connection.request("GET", "/page/state", headers=headers)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    return connection, answer
+
+
+def test_the_stream_follows_what_happens(server: Server) -> None:
+    connection, answer = open_states(server)
+    stream = events(answer)
+    before = next(stream)
+    server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True})
+    after = next(stream)
+    while after["stats"]["completion_tokens"] == before["stats"]["completion_tokens"]:
+        after = next(stream)
+    assert after["stats"]["completion_tokens"] - before["stats"]["completion_tokens"] == 4
+    grown = {
+        name: after["latency"][name]["count"] - before["latency"][name]["count"]
+        for name in after["latency"]
+    }
+    assert grown == {"first_token": 1, "between_tokens": 3}
+    assert after["time"] - before["time"] > 0.4 and after["model"] == "tiny"
+    assert [tier["name"] for tier in after["tiers"]] == ["memory"]
+    answer.close()
+    connection.close()
+
+
+def test_the_stream_needs_a_key_and_tells_nothing_of_others(keyed: Server) -> None:
+    assert keyed.request("GET", "/page/state", authorization="none")[0] == 401
+    keyed.post("/v1/completions", {"prompt": "a secret of ann", "max_tokens": 1})
+    connection, answer = open_states(keyed, "bob-key-0123456789")
+    text = json.dumps(next(events(answer)))
+    connection.close()
+    assert "secret" not in text and "ann" not in text
+
+
+def test_the_stream_ends_with_the_server(tiny: TinyModel) -> None:
+    with running(tiny.directory, "--page-size", "16") as server:
+        connection, answer = open_states(server)
+        stream = events(answer)
+        assert next(stream)["draining"] is False
+        server.process.send_signal(signal.SIGTERM)
+        assert list(stream)[-1]["draining"] is True
+        connection.close()
+        assert server.process.wait(DEADLINE) == 0
+
+
+# ---- A browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's, through playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed")
+    with sync_api.sync_playwright() as playwright:
+        # Its sandbox needs privileges that containers do not give.
+        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(DEADLINE * 1000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if "Content Sec" in said.text else None)
+    yield page
+    context.close()
+    assert errors == []
+
+
+def test_a_browser_chats(page: Any, server: Server, engine: quire.Engine) -> None:
+    first = [{"role": "user", "content": "What is <b>a quire</b>?"}]
+    expected = engine.generate(first)
+    page.goto(server.url + "/")
+    page.get_by_text("ready", exact=True).wait_for()
+    page.fill("#question", first[0]["content"])
+    page.press("#question", "Enter")
+    page.get_by_text("tokens of prompt").wait_for()
+    said = page.locator("#messages li")
+    assert said.all_text_contents() == [first[0]["content"], expected.text]
+    assert page.locator("#messages b").count() == 0  # a text, and no HTML
+    assert f"{len(expected.ids)} of answer" in page.text_content("#usage")
+    page.wait_for_function("document.getElementById('between').textContent.endsWith(' ms')")
+    assert re.fullmatch(r"\d+ of \d+ in use, .*", page.text_content("#pages-text"))
+    page.click("#clear")
+    assert said.count() == 0
+
+
+def test_a_browser_stops_an_answer(page: Any, tiny: TinyModel, server: Server) -> None:
+    page.goto(server.url + "/")
+    # As long as there is room, which is some hundred tokens: slow enough to be stopped.
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(
+            post_data=json.dumps(
+                {**json.loads(route.request.post_data), "window": 32, "max_tokens": 10**7}
+                | {"ignore_eos": True}
+            )
+        ),
+    )
+    page.fill("#question", "Go on.")
+    page.click("#send")
+    page.locator("#messages li.assistant:not(:empty)").wait_for()
+    page.click("#stop")
+    page.wait_for_function("!document.getElementById('send').disabled")
+    server.wait_metrics(lambda m: m["quire:num_requests_running"] == 0)
+    assert page.locator("#messages li.error").count() == 0
+
+
+def test_a_browser_is_asked_for_a_key(page: Any, keyed: Server) -> None:
+    page.goto(keyed.url + "/")
+    for key, ready in (("wrong-key-0123456789", False), (ANN, True)):
+        page.locator("#key-form").wait_for()
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+        if ready:
+            page.get_by_text("ready", exact=True).wait_for()
+        else:
+            page.get_by_text("The key is not valid.").wait_for()
+    assert not page.locator("#key-form").is_visible()
+    page.reload()  # this tab knows it
+    page.get_by_text("ready", exact=True).wait_for()
