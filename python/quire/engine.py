@@ -63,6 +63,7 @@ _STORE_OPTIONS = frozenset(
 )
 # Families of rotations that are others for sequences that pass the original length.
 _ROPE_OF_LENGTH = ("longrope", "dynamic")
+_COMPILERS_MAX = 2  # without special texts, and with those of the model's calls
 _FLUSH_SECONDS = 60.0  # more than a store takes to write the largest queue to a slow disk
 
 
@@ -564,7 +565,7 @@ class Engine(_ffi.ThreadOwner):
                 key=b"" if kv_key_file is None else read_key_file(kv_key_file),
             )
         self._tokenizer: Tokenizer | None = None
-        self._compiler: GrammarCompiler | None = None
+        self._compilers: dict[tuple[str, ...], GrammarCompiler] = {}  # by special_texts
         self._compiler_lock = threading.Lock()
         self._tokenizer_load = self._begin_tokenizer()  # beside the weights
         handle = _ffi.new_engine(
@@ -744,18 +745,25 @@ class Engine(_ffi.ThreadOwner):
         :class:`SamplingOptions`."""
         self._compiled(grammar)
 
-    def _compiled(self, grammar: Grammar | Mapping[str, Any]) -> Any:
+    def _compiled(
+        self, grammar: Grammar | Mapping[str, Any], special_texts: Sequence[str] = ()
+    ) -> Any:
         wanted = Grammar.of(grammar)
+        key = tuple(special_texts)
         with self._compiler_lock:
-            if self._compiler is None:
+            compiler = self._compilers.pop(key, None)
+            if compiler is None:
                 if not self.has_tokenizer:
                     raise errors.BadArgumentError(
                         "grammar: this model has no tokenizer.json, so its tokens have no text"
                     )
-                self._compiler = GrammarCompiler(
-                    self.tokenizer, self._info.vocab_size, self._info.eos_token_ids
+                compiler = GrammarCompiler(
+                    self.tokenizer, self._info.vocab_size, self._info.eos_token_ids, key
                 )
-        return self._compiler.compile(wanted)
+            self._compilers[key] = compiler  # the last used is the last one
+            while len(self._compilers) > _COMPILERS_MAX:
+                del self._compilers[next(iter(self._compilers))]
+        return compiler.compile(wanted)
 
     def _begin_tokenizer(self) -> Future[Tokenizer] | None:
         """Reads the tokenizer in a thread: for a small model it takes as long as the weights. What
@@ -1062,7 +1070,8 @@ class Engine(_ffi.ThreadOwner):
             )
         grammar = sampling.pop("grammar", None)
         if grammar is not None:
-            sampling["grammar"] = self._compiled(grammar)
+            special = _texts(options.get("special_texts", ()), "special_texts")
+            sampling["grammar"] = self._compiled(grammar, special)
         if "logit_bias" in sampling:
             sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
         if isinstance(sampling.get("cache_salt"), str):

@@ -118,16 +118,23 @@ def _escaped(text: str) -> str:
 class GrammarCompiler:
     """Grammars for the tokens of one model. Threads may share it.
 
-    What is compiled is kept within 64 MiB, the last used.
+    What is compiled is kept within 64 MiB, the last used. special_texts: special tokens that texts
+    have.
 
     Raises UnavailableError where XGrammar is not installed, BadArgumentError for a model without a
     token that ends an answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        special_texts: Sequence[str] = (),
+    ) -> None:
         if "xgrammar" not in sys.modules:  # else somebody has loaded it: that can be done once
             _ffi.load_library(_library_path())
-        tokens = tokenizer.token_bytes()[:vocab_size]
+        tokens = tokenizer.token_bytes(special_texts)[:vocab_size]
         for id in end_ids:
             if id < len(tokens):
                 tokens[id] = b""

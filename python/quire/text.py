@@ -136,9 +136,9 @@ class Tokenizer:
         with self._naming_failures():
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def token_bytes(self) -> list[bytes]:
-        """The bytes that each id adds to a text; none for special tokens and ids that stand for
-        nothing. BadArgumentError for a kind of vocabulary whose bytes are not known here."""
+    def token_bytes(self, special_texts: Sequence[str] = ()) -> list[bytes]:
+        """The bytes that each id adds to a text; none for ids that stand for nothing and for
+        special tokens, but for those of `special_texts`. BadArgumentError for a kind of vocabulary whose bytes are not known here."""
         kind = _kind_of_decoder(json.loads(self._tokenizer.to_str()).get("decoder"))
         if kind is None:
             raise errors.BadArgumentError(
@@ -149,7 +149,9 @@ class Tokenizer:
         found = [b""] * self.vocab_size
         for token, id in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if id in added:
-                found[id] = b"" if added[id].special else added[id].content.encode()
+                content = added[id].content
+                is_text = not added[id].special or content in special_texts
+                found[id] = content.encode() if is_text else b""
             elif id < len(found):
                 found[id] = _token_bytes(token, kind)
         return found

@@ -238,13 +238,13 @@ class XGrammarFilter final : public TokenFilter {
     return range.least <= first && first <= range.most;
   }
 
-  // A call that takes too long has an error: TooLarge.
+  // A call that takes too long has an error: BadArgument.
   template <typename F>
   static auto Bounded(F&& f) -> std::invoke_result_t<F> {
     const double before = ComputedSeconds();
     auto result = Guarded(StatusCode::kInternal, f);
     if (ComputedSeconds() - before <= kTokenSecondsMax) return result;
-    return Status(StatusCode::kTooLarge,
+    return Status(StatusCode::kBadArgument,
                   "the grammar is too costly: one token took more than 0.1 s, as its text can be "
                   "read in too many ways; make it unambiguous, or nest fewer counted repetitions");
   }

@@ -16,12 +16,13 @@ from quire.serve._streams import Delta
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
+from quire.serve.grammars import read_wanted
 from quire.serve.problems import Problem, from_engine
 from quire.serve.responses import JsonAnswer, View, answer, event
 from quire.serve.service import Service
 from quire.serve.tool_parser import Call as ToolCall
 from quire.serve.tool_parser import ToolParser, call_id
-from quire.serve.tools import read_tools
+from quire.serve.tools import Tools, read_tools
 
 __all__ = ["count_tokens", "handle"]
 
@@ -42,7 +43,7 @@ async def count_tokens(request: Request, service: Service) -> Any:
     service.facts.check_name(fields)
     messages, tools = _read_messages(fields, service), _read_tools(fields, service)
     headers = check_unknown(fields, service)
-    variables = {} if tools is None else {"tools": tools}
+    variables = {} if tools is None else {"tools": tools.entries}
     tokenizer = service.engine.tokenizer
     try:
         ids = await service.streams.run(lambda: tokenizer.encode_chat(messages, **variables))
@@ -65,7 +66,7 @@ def _read(fields: Fields, service: Service) -> Generation:
     if stop is not None:
         options["stop"] = stop
     if tools is not None:
-        options["template_args"] = {"tools": tools}
+        options["template_args"] = {"tools": tools.entries}
     thinking = fields.object("thinking")
     if thinking is not None:
         thinking.only("type", "disabled")
@@ -78,7 +79,7 @@ def _read(fields: Fields, service: Service) -> Generation:
         common.read_salt(fields),
         fields.boolean("stream"),
         tool_parser=None if tools is None else service.tool_parser,
-    )
+    ).hold(read_wanted(fields, None) if tools is None or tools.calls is None else tools.calls)
 
 
 # ---- Prompts
@@ -135,7 +136,7 @@ def _tool_use(block: Fields) -> dict[str, Any]:
     return {"id": block.text("id", 256) or "", "type": "function", "function": function}
 
 
-def _read_tools(fields: Fields, service: Service) -> list[dict[str, Any]] | None:
+def _read_tools(fields: Fields, service: Service) -> Tools | None:
     """The tools in OpenAI's form, which templates know."""
     tools = []
     for entry in fields.objects("tools", service.limits.tools) or []:
@@ -145,12 +146,14 @@ def _read_tools(fields: Fields, service: Service) -> list[dict[str, Any]] | None
         function = {"name": entry.any("name"), "description": entry.any("description")}
         tools.append({"type": "function", "function": {**function, "parameters": parameters}})
     choice = fields.object("tool_choice")
-    found = {"tools": tools or None}
+    found: dict[str, Any] = {"tools": tools or None}
     if choice is not None:
-        choice.only("type", "auto", "none", why="needs structured output")
-        choice.only("disable_parallel_tool_use", False, why="needs structured output")
-        found["tool_choice"] = choice.any("type")
-    return read_tools(Fields(found), service.limits, service.tool_parser)
+        kind = choice.choice("type", ("auto", "any", "tool", "none"), "auto")
+        found["tool_choice"] = {"any": "required"}.get(kind, kind)
+        if kind == "tool":
+            found["tool_choice"] = {"type": "function", "name": choice.text("name", 256)}
+        found["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use")
+    return read_tools(Fields(found), service.limits, service.tool_parser, service.template)
 
 
 # ---- Answers

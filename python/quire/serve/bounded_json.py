@@ -21,7 +21,7 @@ class JsonLimits:
     """depth: of nested containers; keys: of all objects together; containers, strings: in all;
     string_bytes: of one string as it is written."""
 
-    depth: int = 64
+    depth: int = 72  # a schema of 64 levels, within its fields
     keys: int = 10_000
     containers: int = 20_000
     strings: int = 100_000

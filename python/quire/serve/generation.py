@@ -8,6 +8,7 @@ from typing import Any
 from quire.engine import Prompt
 from quire.serve.bounded_json import parse_object
 from quire.serve.fields import Fields, check_text
+from quire.serve.grammars import Wanted
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 
@@ -63,7 +64,8 @@ class Generation:
     cache_salt: the client's; the server's own comes from the API key.
     stream, include_usage: how the answer is sent. logprobs: whether the client wants them, and of
     how many alternatives. return_ids: whether it wants token ids beside texts.
-    tool_parser: the format of calls in the answer; None: all of it is text.
+    tool_parser: the format of calls in the answer; None: all of it is text. grammar_field: of the
+    body, which the `grammar` of the options comes from.
     """
 
     prompts: list[Prompt]
@@ -74,6 +76,13 @@ class Generation:
     logprobs: int | None = None
     return_ids: bool = False
     tool_parser: str | None = None
+    grammar_field: str | None = None
+
+    def hold(self, wanted: Wanted | None) -> Generation:
+        """This request, with an answer that must look like that."""
+        if wanted is not None:
+            self.options["grammar"], self.grammar_field = wanted
+        return self
 
     @property
     def samples(self) -> int:
@@ -114,9 +123,6 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
     fields.only("return_hidden_states", False)
     fields.only("length_penalty", 1, 1.0)
     fields.only("early_stopping", False)
-    fields.only("structured_outputs")
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        fields.only(name)
     fields.only("kv_transfer_params")
     fields.only("prediction")
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")

@@ -14,6 +14,7 @@ from quire.serve import generation as common
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
+from quire.serve.grammars import read_wanted
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service, usage_of
@@ -48,9 +49,14 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         "template_args": common.read_template_args(fields) or None,
     }
     _refuse_what_is_not_there(fields)
-    tools = read_tools(fields, service.limits, service.tool_parser)
+    tools = read_tools(fields, service.limits, service.tool_parser, service.template)
     if tools is not None:
-        options["template_args"] = {**(options["template_args"] or {}), "tools": tools}
+        options["template_args"] = {**(options["template_args"] or {}), "tools": tools.entries}
+    wanted = read_wanted(fields)
+    if tools is not None and tools.calls is not None:
+        if wanted is not None:
+            fields.refuse("tool_choice", f"auto or none beside {wanted.field}")
+        wanted = tools.calls
     return Generation(
         [common.read_messages(fields, service.limits)],
         {name: value for name, value in options.items() if value is not None}
@@ -61,7 +67,7 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         logprobs,
         fields.boolean("return_token_ids"),
         None if tools is None else service.tool_parser,
-    )
+    ).hold(wanted)
 
 
 def _read_logprobs(fields: Fields, service: Service) -> int | None:
@@ -74,7 +80,6 @@ def _read_logprobs(fields: Fields, service: Service) -> int | None:
 
 def _refuse_what_is_not_there(fields: Fields) -> None:
     """Fields that would change the answer, and that the server cannot follow."""
-    fields.only("response_format", {"type": "text"})
     fields.only("modalities", ["text"])
     fields.only("audio")
     fields.only("web_search_options")

@@ -15,6 +15,7 @@ from quire.serve._streams import Delta
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
+from quire.serve.grammars import read_wanted
 from quire.serve.openai_chat import DONE
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
@@ -47,7 +48,6 @@ def _read(fields: Fields, service: Service) -> Generation:
     fields.only("suffix", "")
     fields.only("echo", False)
     fields.only("add_special_tokens", True)
-    fields.only("response_format", {"type": "text"})
     return Generation(
         read_prompts(fields, service),
         {name: value for name, value in options.items() if value is not None}
@@ -57,7 +57,7 @@ def _read(fields: Fields, service: Service) -> Generation:
         include_usage,
         logprobs,
         fields.boolean("return_token_ids"),
-    )
+    ).hold(read_wanted(fields))
 
 
 def read_prompts(fields: Fields, service: Service) -> list[Prompt]:

@@ -16,13 +16,14 @@ from quire.serve.bounded_json import parse_object
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
+from quire.serve.grammars import Wanted, read_format, read_wanted
 from quire.serve.kept_responses import Messages
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service
 from quire.serve.tool_parser import Call as ToolCall
 from quire.serve.tool_parser import ToolParser, call_id
-from quire.serve.tools import read_tools
+from quire.serve.tools import Tools, read_tools
 
 __all__ = ["handle"]
 
@@ -63,7 +64,12 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
     if tools is not None:
-        options["template_args"] = {"tools": tools}
+        options["template_args"] = {"tools": tools.entries}
+    wanted = _read_text(fields)
+    if tools is not None and tools.calls is not None:
+        if wanted is not None:
+            fields.refuse("tool_choice", f"auto or none beside {wanted.field}")
+        wanted = tools.calls
     _refuse_what_is_not_there(fields)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     metadata = fields.any("metadata")
@@ -84,16 +90,24 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         common.read_salt(fields),
         fields.boolean("stream"),
         tool_parser=None if tools is None else service.tool_parser,
-    )
+    ).hold(wanted)
     store = fields.boolean("store", True)
     return _Asked(service, call, generation, messages, store, echo)
 
 
-def _refuse_what_is_not_there(fields: Fields) -> None:
+def _read_text(fields: Fields) -> Wanted | None:
+    """What the answer must look like, by `text.format` or vLLM's fields."""
     text = fields.object("text")
-    if text is not None:
-        text.only("format", {"type": "text"})
-        text.only("verbosity", "medium")
+    if text is None:
+        return read_wanted(fields, None)
+    text.only("verbosity", "medium")
+    format, other = read_format(text, "format"), read_wanted(fields, None)
+    if format is not None and other is not None:
+        fields.refuse("text", f"without a format beside {other.field}")
+    return format or other
+
+
+def _refuse_what_is_not_there(fields: Fields) -> None:
     fields.only("truncation", "disabled")
     fields.only("background", False)
     fields.only("include", [])
@@ -142,7 +156,7 @@ def _of_item(entry: Fields) -> Messages:
     return [{"role": "system" if role == "developer" else role, "content": content}]
 
 
-def _read_tools(fields: Fields, service: Service) -> list[dict[str, Any]] | None:
+def _read_tools(fields: Fields, service: Service) -> Tools | None:
     """The tools, whose functions this API does not nest, in the form that templates know."""
     tools = []
     for entry in fields.objects("tools", service.limits.tools) or []:
@@ -151,7 +165,7 @@ def _read_tools(fields: Fields, service: Service) -> list[dict[str, Any]] | None
         tools.append({"type": "function", "function": {name: entry.any(name) for name in names}})
     choice, parallel = fields.any("tool_choice"), fields.any("parallel_tool_calls")
     found = {"tools": tools or None, "tool_choice": choice, "parallel_tool_calls": parallel}
-    return read_tools(Fields(found), service.limits, service.tool_parser)
+    return read_tools(Fields(found), service.limits, service.tool_parser, service.template)
 
 
 class _ResponseView(View):

@@ -115,6 +115,7 @@ class Service:
         self.limits = limits
         self.strict = strict
         template = engine.tokenizer.chat_template
+        self.template = "" if template is None else template.source
         self.tool_parser = tool_parser or parser_of_template(
             None if template is None else template.source
         )
@@ -149,6 +150,12 @@ class Service:
             return await self.streams.submit(generation.prompts, options)  # type: ignore[arg-type]
         except BaseException as error:
             self._leave(tenant, generation.samples)
+            field = generation.grammar_field
+            if field is not None and isinstance(error, errors.UnavailableError):
+                raise Problem(501, f"{field}: {error}", param=field) from None
+            if field is not None and str(error).startswith("grammar: "):
+                message = str(error).removeprefix("grammar: ")
+                raise Problem(400, f"{field}: {message}", param=field, code="invalid_value") from None
             if isinstance(error, errors.QuireError):
                 raise from_engine(error) from None
             raise

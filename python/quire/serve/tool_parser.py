@@ -22,7 +22,9 @@ __all__ = [
     "NAME",
     "PARSERS",
     "Call",
+    "CallTexts",
     "ToolParser",
+    "call_texts",
     "call_id",
     "parser_of_template",
     "special_texts",
@@ -121,6 +123,37 @@ def parser_of_template(template: str | None) -> str | None:
 def special_texts(kind: str) -> tuple[str, ...]:
     """Special tokens that the text of an answer must have for its calls to be found."""
     return _FORMATS[kind].special
+
+
+@dataclasses.dataclass(frozen=True)
+class CallTexts:
+    """How a model writes calls by itself. begin, end: around all of them; head, tail: around the
+    arguments of one; NAME in the head stands for the function's. separator: between two."""
+
+    head: str
+    tail: str
+    separator: str = "\n"
+    begin: str = ""
+    end: str = ""
+
+
+def call_texts(kind: str, template: str) -> CallTexts:
+    """By the format, and the version of it that the template writes."""
+    if kind == "hermes":
+        return CallTexts('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
+    if kind == "llama3":
+        return CallTexts('{"name": "NAME", "parameters": ', "}", "; ")
+    if kind == "mistral":
+        if "[ARGS]" in template:
+            return CallTexts("[TOOL_CALLS]NAME[ARGS]", "", "")
+        return CallTexts('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]")
+    begin, sep, end = (_DEEPSEEK[name] for name in ("call▁begin", "sep", "call▁end"))
+    around = _DEEPSEEK["calls▁begin"], _DEEPSEEK["calls▁end"]
+    if "```json" in template:
+        return CallTexts(
+            f"{begin}function{sep}NAME\n```json\n", f"\n```{end}", "\n", *around
+        )
+    return CallTexts(f"{begin}NAME{sep}", end, "", *around)
 
 
 def call_id(kind: str | None, prefix: str, id: str) -> str:

@@ -240,7 +240,7 @@ DEEP = b'{"prompt":' + b"[" * 2_000_000
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (DEEP[:900_000], "64 levels"),
+        (DEEP[:900_000], "72 levels"),
         (b'{"a":"' + b'\\"' * 400_000, "a string does not end"),
         (b'{"a":1e999999,"prompt":"x","temperature":1e999999}', "temperature is Infinity"),
         (b'{"a":' + b"9" * 100_000 + b"}", "39 digits"),

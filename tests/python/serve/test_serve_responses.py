@@ -82,7 +82,7 @@ def test_calls_are_items(scripted: Server) -> None:  # noqa: F811
     [
         ({"input": ""}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
