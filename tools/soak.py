@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs random tests with ever new seeds and keeps the figures: soak.py [--minutes N] [CAPABILITY...].
 
-A capability is some test cases of one program of build/release. Each round runs them with
+A capability is some test cases of one program of build/release, or of Python's tests. Each round runs them with
 QUIRE_SOAK_ROUND one higher (src/base/testing/soak.h), and adds up what they say that they did. It ends at
 the goal, when its minutes are over, or at the first failure, whose round repeats it. What was
 reached goes into docs/reliability.md, one row per capability; what an earlier run of the same
@@ -22,20 +22,22 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 BUILD = ROOT / "build" / "release"
 BEGIN = "<!-- figures: written by tools/soak -->"
 END = "<!-- end of figures -->"
+SERVER = "tests/python/serve/test_serve_soak.py"
 HEAD = "| capability | what must not happen | reached | goal | rounds | date | commit | machine |"
 
 
 @dataclass(frozen=True)
 class Capability:
     name: str
-    program: str  # below build/release
-    cases: str  # gtest's filter
+    program: str  # below build/release; or a file of Python's tests
+    cases: str  # gtest's filter; or the name of a test
     figure: str  # the property that the cases report
     goal: int
     claim: str
@@ -115,6 +117,56 @@ CAPABILITIES = (
         20_000,
         "R15: an answer depends on batch, cuts, cache, preemption, speculation or store",
     ),
+    Capability(
+        "abuse",
+        SERVER,
+        "test_abuse",
+        "connections",
+        100_000,
+        "R8: idle connections, half headers and hostile bodies cost the server more than 64 MiB and "
+        "16 KiB each, or slow others to more than twice",
+    ),
+    Capability(
+        "isolation",
+        SERVER,
+        "test_isolation",
+        "requests",
+        1_000_000,
+        "R12: a request finds KV that its tenant has not computed",
+    ),
+    Capability(
+        "timing",
+        SERVER,
+        "test_timing",
+        "samples",
+        2_000,
+        "R12: times tell an attacker what another tenant has asked; of its own prompts they must tell",
+    ),
+    Capability(
+        "memory",
+        SERVER,
+        "test_memory_stays_within_its_bound",
+        "requests",
+        1_000_000,
+        "R20: memory, files or threads of the server grow with what clients do",
+    ),
+    Capability(
+        "overload",
+        SERVER,
+        "test_overload",
+        "requests",
+        100_000,
+        "R21: excess is not refused at once, or what is accepted is not answered whole",
+    ),
+    Capability(
+        "server-kills",
+        SERVER,
+        "test_kills",
+        "kills",
+        500,
+        "R22: a stream of a server that is killed looks whole, or the disk's KV is not there at once",
+    ),
+    Capability("drains", SERVER, "test_drains", "drains", 100, "R22: SIGTERM loses a stream"),
 )
 
 
@@ -182,7 +234,10 @@ def number(text: str) -> int:
 
 
 def figure_of(report: object, name: str) -> int:
-    """The sum of a property over the cases of a report of gtest (--gtest_output=json)."""
+    """The sum of a property over the cases of a report of gtest (--gtest_output=json) or pytest."""
+    if isinstance(report, ElementTree.Element):
+        found = report.iter("property")
+        return sum(int(each.get("value", 0)) for each in found if each.get("name") == name)
     if isinstance(report, dict):
         own = int(report.get(name, 0)) if isinstance(report.get(name, 0), str | int) else 0
         return own + sum(figure_of(part, name) for part in report.values())
@@ -191,28 +246,40 @@ def figure_of(report: object, name: str) -> int:
     return 0
 
 
+def command_of(capability: Capability, report: str) -> list[str]:
+    """Its first words, at most four, repeat a round."""
+    if capability.program.endswith(".py"):
+        place = f"{ROOT / capability.program}::{capability.cases}"
+        pytest = [sys.executable, "-m", "pytest", place, "-q"]
+        return [*pytest, "-o", "junit_family=xunit1", f"--junitxml={report}"]
+    return [
+        str(BUILD / capability.program),
+        f"--gtest_filter={capability.cases}",
+        f"--gtest_output=json:{report}",
+        "--gtest_brief=1",
+    ]
+
+
 def run_round(capability: Capability, number_of_round: int) -> int:
     """What the cases did; SystemExit if one failed."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [
-            str(BUILD / capability.program),
-            f"--gtest_filter={capability.cases}",
-            f"--gtest_output=json:{report}",
-            "--gtest_brief=1",
-        ]
+        report = Path(folder) / "report"
+        command = command_of(capability, str(report))
         done = subprocess.run(
             command,
             env={**os.environ, "QUIRE_SOAK_ROUND": str(number_of_round)},
+            cwd=ROOT,
             capture_output=True,
             text=True,
         )
         if done.returncode != 0:
             raise SystemExit(
                 f"{done.stdout[-4000:]}{done.stderr[-2000:]}\n{capability.name}: failed in round "
-                f"{number_of_round}; again: QUIRE_SOAK_ROUND={number_of_round} {' '.join(command[:2])}"
+                f"{number_of_round}; again: QUIRE_SOAK_ROUND={number_of_round} {' '.join(command[:4])}"
             )
-        count = figure_of(json.loads(report.read_text(encoding="utf-8")), capability.figure)
+        text = report.read_text(encoding="utf-8")
+        read = ElementTree.fromstring if capability.program.endswith(".py") else json.loads
+        count = figure_of(read(text), capability.figure)
     if count == 0:
         raise SystemExit(f"{capability.name}: no case of {capability.cases!r} did anything")
     return count

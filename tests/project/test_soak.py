@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import source_tree
@@ -16,6 +18,11 @@ import soak
 def test_a_capability_is_cases_of_a_program_that_report_its_figure(
     capability: soak.Capability,
 ) -> None:
+    if capability.program.endswith(".py"):
+        text = source_tree.read(Path(capability.program))
+        assert f"def {capability.cases}(" in text
+        assert f'record_property("{capability.figure}"' in text
+        return
     source = source_tree.ROOT / f"{capability.program}.cc"
     assert f'ReportFigure("{capability.figure}"' in source.read_text(encoding="utf-8")
     listed = subprocess.run(
@@ -51,6 +58,15 @@ def test_a_page_without_its_place_is_not_overwritten() -> None:
 def test_figures_are_added_over_cases() -> None:
     report = {"testsuites": [{"testsuite": [{"kills": "20"}, {"kills": "3", "flips": "9"}]}]}
     assert soak.figure_of(report, "kills") == 23
+
+
+def test_figures_of_pytest_are_read() -> None:
+    """A small round of a capability in Python."""
+    (capability,) = (each for each in soak.CAPABILITIES if each.name == "overload")
+    report = '<testsuites><testcase><properties><property name="requests" value="150" />'
+    report += '<property name="other" value="9" /></properties></testcase></testsuites>'
+    assert soak.figure_of(ElementTree.fromstring(report), capability.figure) == 150
+    assert soak.command_of(capability, "R")[:3] == [sys.executable, "-m", "pytest"]
 
 
 def test_unknown_names_and_times_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
