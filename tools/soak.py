@@ -247,7 +247,7 @@ def figure_of(report: object, name: str) -> int:
 
 
 def command_of(capability: Capability, report: str) -> list[str]:
-    """Its first words, at most four, repeat a round."""
+    """Without the word that names the report it repeats a round."""
     if capability.program.endswith(".py"):
         place = f"{ROOT / capability.program}::{capability.cases}"
         pytest = [sys.executable, "-m", "pytest", place, "-q"]
@@ -273,9 +273,10 @@ def run_round(capability: Capability, number_of_round: int) -> int:
             text=True,
         )
         if done.returncode != 0:
+            again = " ".join(word for word in command if str(report) not in word)
             raise SystemExit(
                 f"{done.stdout[-4000:]}{done.stderr[-2000:]}\n{capability.name}: failed in round "
-                f"{number_of_round}; again: QUIRE_SOAK_ROUND={number_of_round} {' '.join(command[:4])}"
+                f"{number_of_round}; again: QUIRE_SOAK_ROUND={number_of_round} {again}"
             )
         text = report.read_text(encoding="utf-8")
         read = ElementTree.fromstring if capability.program.endswith(".py") else json.loads
