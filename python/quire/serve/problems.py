@@ -92,6 +92,7 @@ def from_engine(error: errors.QuireError) -> Problem:
     """The problem that an error of the library is for a client."""
     status = _STATUS.get(type(error), 500)
     message = re.sub(r"^(Engine::\w+|\w+Options(::\w+)?): ", "", str(error))
+    message = re.sub(r"raise EngineOptions::\w+ or ", "", message)  # which a client cannot do
     if status == 413:
         return Problem(413, message, param="messages", code="context_length_exceeded")
     retry_after = _RETRY_SECONDS if status == 503 else None

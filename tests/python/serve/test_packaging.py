@@ -115,3 +115,10 @@ def test_the_image_starts_the_program(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_copied_is_there() -> None:
     for source in re.findall(r"^COPY (?!--from)(\S+)", DOCKERFILE, re.MULTILINE):
         assert (ROOT / source).exists(), source
+
+
+def test_what_git_ignores_is_not_sent_to_the_build() -> None:
+    ignored = (PACKAGING / "Dockerfile.dockerignore").read_text().splitlines()
+    folders = {line for line in (ROOT / ".gitignore").read_text().splitlines() if "*" not in line}
+    assert {"/build", "/.venv", "/.quire"} <= set(ignored)
+    assert {f"{name}/" for name in ignored if "*" not in name and name != "/.git"} <= folders

@@ -274,6 +274,10 @@ def test_too_long_for_ever_is_413(server: Server) -> None:
     assert status == 413 and found["error"]["code"] == "context_length_exceeded"
     body = {"prompt": [5] * 300, "max_tokens": 1}
     assert server.request("POST", "/v1/completions", body)[0] == 413
+    body = {"prompt": [5] * 100, "max_tokens": 150, "n": 16}
+    status, _, found = server.request("POST", "/v1/completions", body)
+    message = found["error"]["message"]
+    assert status == 413 and "Engine" not in message and message.endswith("lower max_tokens or n")
 
 
 def test_unknown_paths_and_methods(server: Server) -> None:
