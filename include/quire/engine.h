@@ -155,6 +155,15 @@ struct StoreUseOptions {
   std::shared_ptr<Clock> clock = nullptr;  // the store's; null = MachineTime()
 };
 
+// Where the time of a request went: three parts, one after the other, whose sum is all of it, by
+// the engine's clock. One that waits again after preemption does so in the part that it was in.
+struct RequestTimes {
+  double queue_seconds = 0;   // submitted to admitted
+  double prompt_seconds = 0;  // to its first token: queue and prompt are the time to first token
+  double decode_seconds = 0;  // to the end of the sample
+  int64_t steps = 0;          // forwards that computed some of its tokens
+};
+
 // What one step gave to one sample of one request.
 struct StepOutput {
   int64_t request_id = 0;
@@ -179,6 +188,7 @@ struct StepOutput {
   // Sums over all samples so far: guessed tokens, the right ones among them, and forwards that drew
   // tokens of an answer, counted per sample.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
+  RequestTimes times;  // so far
 };
 
 struct EngineStats {

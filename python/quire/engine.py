@@ -175,6 +175,9 @@ class Usage:
     miss: why the store did not bring more; None if it brought all or was not asked.
     load_seconds: that it took.
     drafted_tokens, accepted_tokens: tokens that were guessed, and of these the right ones.
+    queue_seconds, prompt_seconds, decode_seconds: where the time went: until the engine began with
+        the request, then to its first token, then to the end. The first two together are the time
+        to the first token. steps: of the engine that computed some of its tokens.
     decode_forwards: where something was guessed: forwards that drew tokens of the answer, counted
         per sample. Without guesses there is one for each token.
     """
@@ -192,6 +195,10 @@ class Usage:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     decode_forwards: int = 0
+    queue_seconds: float = dataclasses.field(default=0.0, compare=False)
+    prompt_seconds: float = dataclasses.field(default=0.0, compare=False)
+    decode_seconds: float = dataclasses.field(default=0.0, compare=False)
+    steps: int = dataclasses.field(default=0, compare=False)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -448,6 +455,10 @@ class _Request:
         samples = [answer.sample for answer in self.answers]
         counts = dict(self.usage)
         miss, load_ns = counts.pop("miss", 0), counts.pop("load_ns", 0)
+        times: dict[str, Any] = {
+            f"{part}_seconds": counts.pop(f"{part}_ns", 0) / 1e9
+            for part in ("queue", "prompt", "decode")
+        }
         if not counts.get("drafted_tokens"):
             counts["decode_forwards"] = 0
         usage = Usage(
@@ -455,6 +466,7 @@ class _Request:
             completion_tokens=sum(len(sample.ids) for sample in samples),
             miss=_miss_name(miss),
             load_seconds=load_ns / 1e9,
+            **times,
             **counts,
         )
         return Result(self.prompt_ids, samples, usage, self.seed)

@@ -242,6 +242,7 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
     request->speculation = options.speculation.value_or(speculation_);
+    request->submitted_ns = clock_->SteadyNs();
     // Settled before the first token is computed, because stored keys cannot be turned again. So
     // which factors positions use depends on the request alone.
     request->space = {

@@ -56,6 +56,35 @@ TEST(Fairness, APromptIsCutToTheTimeOfAStepWhileOthersDecode) {
   }
 }
 
+// Each token takes a millisecond, and only one request is worked on.
+TEST(RequestTimes, TellWhereTheTimeWent) {
+  const auto clock = std::make_shared<FakeClock>();
+  Server server({.pages = 200, .chunk = 8, .sequences = 1, .prefix_cache = false, .clock = clock});
+  server.model->fault = [&](std::span<const int32_t> tokens) {
+    clock->Advance(std::ssize(tokens) * kMilli);
+    return Status();
+  };
+  const int64_t first = server.Submit(Text(20, 1), Greedy(5));
+  const int64_t second = server.Submit(Text(3, 2), Greedy(2));
+  const int64_t prompt_only = server.Submit(Text(4, 3), Greedy(0));
+  const int64_t cancelled = server.Submit(Text(4, 4), Greedy(9));
+  ASSERT_TRUE(server.Step().ok());
+  clock->Advance(100 * kMilli);
+  ASSERT_TRUE(server.engine->Cancel(cancelled).ok());
+  server.Finish();
+  const auto expect = [&](int64_t id, double queue, double prompt, double decode, int64_t steps) {
+    const RequestTimes& times = server.answers[{id, 0}].times;
+    EXPECT_NEAR(times.queue_seconds, queue, 1e-9) << id;
+    EXPECT_NEAR(times.prompt_seconds, prompt, 1e-9) << id;
+    EXPECT_NEAR(times.decode_seconds, decode, 1e-9) << id;
+    EXPECT_EQ(times.steps, steps) << id;
+  };
+  expect(first, 0, 0.120, 0.004, 3 + 4);  // chunks of 8, 8 and 4, and 0.1 s between two of them
+  expect(second, 0.124, 0.003, 0.001, 2);
+  expect(prompt_only, 0.128, 0.004, 0, 1);
+  expect(cancelled, 0.108, 0, 0, 0);
+}
+
 TEST(Fairness, SaltsTakeTurns) {
   Server server({.pages = 200, .sequences = 1, .waiting = 1000});
   std::vector<int64_t> ends;

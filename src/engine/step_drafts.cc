@@ -223,6 +223,7 @@ Status EngineImpl::AttemptTrees(const TreeBatch& trees) {
       drawn.sample->computed += drawn.count;
       counters_.computed_tokens += drawn.count;
       drawn.sample->last_step = counters_.steps;
+      drawn.request->NoteStep(counters_.steps);
     }
     CommitDraws(&draws);
     return {};

@@ -11,7 +11,7 @@ namespace quire {
 
 namespace {
 
-void NoteUsage(const Request& request, StepOutput* output) noexcept {
+void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexcept {
   output->prompt_tokens = request.prompt_tokens;
   output->completion_tokens = request.completion_tokens;
   output->cached = request.cached;
@@ -22,6 +22,7 @@ void NoteUsage(const Request& request, StepOutput* output) noexcept {
   output->drafted_tokens = request.drafted_tokens;
   output->accepted_tokens = request.accepted_tokens;
   output->decode_forwards = request.decode_forwards;
+  output->times = request.TimesAt(now_ns);
 }
 
 }  // namespace
@@ -79,7 +80,7 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   sample->finish_reason = reason;
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
-  NoteUsage(*request, output);
+  NoteUsage(*request, clock_->SteadyNs(), output);
   ForgetDraft(*request, sample);
   sample->filter.Drop();
   if (sample->has_sequence()) ReleaseSequence(request, sample);
@@ -153,7 +154,7 @@ void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::st
     output.sample = &sample - request->samples.data();
     output.finish_reason = reason;
     output.error = error;
-    NoteUsage(*request, &output);
+    NoteUsage(*request, clock_->SteadyNs(), &output);
   }
   due_.insert(due_.end(), std::make_move_iterator(outputs.begin()),
               std::make_move_iterator(outputs.end()));

@@ -233,12 +233,16 @@ void EngineImpl::Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept 
     work.sample->computed += work.tokens;
     counters_.computed_tokens += work.tokens;
     work.sample->last_step = counters_.steps;
+    work.request->NoteStep(counters_.steps);
   }
   CommitDraws(draws);
 }
 
 void EngineImpl::CommitDraws(std::vector<Drawn>* draws) noexcept {
+  const int64_t now_ns = clock_->SteadyNs();
   for (Drawn& drawn : *draws) {
+    if (drawn.count > 0 && drawn.request->first_token_ns == Request::kNotYet)
+      drawn.request->first_token_ns = now_ns;
     if (drawn.draws.empty()) {
       FinishSample(drawn.request, drawn.sample, FinishReason::kLength, &drawn.output);
     } else {

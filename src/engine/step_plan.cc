@@ -296,6 +296,7 @@ Status EngineImpl::AdmitHead() {
   const auto place = std::find_if(waiting_.begin(), waiting_.end(),
                                   [&](const auto& other) { return other.get() == &request; });
   turn_ = std::max(turn_, request.turn);
+  if (request.admitted_ns == Request::kNotYet) request.admitted_ns = clock_->SteadyNs();
   running_.push_back(std::move(*place));
   waiting_.erase(place);
   return {};

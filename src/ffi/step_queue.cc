@@ -83,6 +83,10 @@ constexpr Column kUsageColumns[] = {
     {"drafted_tokens", [](const StepOutput& o) { return o.drafted_tokens; }},
     {"accepted_tokens", [](const StepOutput& o) { return o.accepted_tokens; }},
     {"decode_forwards", [](const StepOutput& o) { return o.decode_forwards; }},
+    {"queue_ns", [](const StepOutput& o) { return Nanoseconds(o.times.queue_seconds); }},
+    {"prompt_ns", [](const StepOutput& o) { return Nanoseconds(o.times.prompt_seconds); }},
+    {"decode_ns", [](const StepOutput& o) { return Nanoseconds(o.times.decode_seconds); }},
+    {"steps", [](const StepOutput& o) { return o.times.steps; }},
 };
 
 tf::Array<tf::String> NamesOf(std::span<const Column> columns) {
@@ -113,7 +117,7 @@ tf::Tensor Matrix(const std::vector<int64_t>& values, size_t columns) {
 //   tokens    int32 [t], of all outputs, one after another
 //   logprob_ends int64 [t]: end of each token's entries in the two arrays below
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
-//   usage     int64 [ends, 11], of the outputs with a finish reason, in their order
+//   usage     int64 [ends, 15], of the outputs with a finish reason, in their order
 //   errors    texts, of those that failed, in their order
 OptionMap FieldsOf(const StepQueue::Steps& steps) {
   std::vector<int64_t> rows, usage, logprob_ends;

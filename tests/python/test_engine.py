@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -641,3 +642,12 @@ def test_the_embedded_model_is_exact(smollm: quire.Engine) -> None:
             np.abs(np.array(result.logprobs) - log_softmax(logits)[np.arange(8), result.ids]).max()
             < 1e-4
         )
+
+
+def test_times_of_a_request_are_parts_of_its_time(engine: quire.Engine) -> None:
+    begin = time.monotonic()
+    usage = engine.generate(range(3, 60), max_tokens=5, ignore_eos=True).usage
+    total = usage.queue_seconds + usage.prompt_seconds + usage.decode_seconds
+    assert 0 < total <= time.monotonic() - begin
+    assert min(usage.queue_seconds, usage.prompt_seconds, usage.decode_seconds) > 0
+    assert usage.steps == 3 + 4  # 57 tokens by 24

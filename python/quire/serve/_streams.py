@@ -38,6 +38,7 @@ _POOL_THREADS = 4  # tokenizing and templates; more would only take turns with e
 _TOKEN_BYTES = 64
 _ALTERNATIVE_BYTES = 128
 _CHARACTER_BYTES = 4
+_TIMES = ("queue_seconds", "prompt_seconds", "decode_seconds", "steps")
 
 
 @dataclasses.dataclass
@@ -283,15 +284,18 @@ def _close_result(future: asyncio.Future[list[Stream]]) -> None:
 
 
 def _joined(results: list[Result]) -> Result:
-    """One result of those of several prompts: all samples, and the sums of what was used."""
+    """One result of those of several prompts: all samples, and the sums of what was used. They
+    were computed together, so the times are those of the one that took longest."""
     if len(results) == 1:
         return results[0]
     usages = [result.usage for result in results]
-    sums = {
+    longest = max(usages, key=lambda u: u.queue_seconds + u.prompt_seconds + u.decode_seconds)
+    sums: dict[str, Any] = {
         field.name: sum(getattr(usage, field.name) for usage in usages)
         for field in dataclasses.fields(Usage)
         if field.name != "miss"
     }
+    sums |= {name: getattr(longest, name) for name in _TIMES}
     miss = next((usage.miss for usage in usages if usage.miss is not None), None)
     prompt_ids = [id for result in results for id in result.prompt_ids]
     samples = [sample for result in results for sample in result.samples]

@@ -89,6 +89,9 @@ class Metrics:
         self.time_to_first_token = Histogram(_SECONDS)
         self.inter_token_latency = Histogram(_SECONDS)
         self.e2e_latency = Histogram(_SECONDS)
+        self.queue_time = Histogram(_SECONDS)
+        self.prefill_time = Histogram(_SECONDS)
+        self.decode_time = Histogram(_SECONDS)
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
         self._requests: dict[tuple[str, int], int] = {}
@@ -106,6 +109,13 @@ class Metrics:
     def note_usage(self, usage: Usage) -> None:
         self.prompt_tokens.observe(usage.prompt_tokens)
         self.generation_tokens.observe(usage.completion_tokens)
+        self.queue_time.observe(usage.queue_seconds)
+        self.prefill_time.observe(usage.prompt_seconds)
+        self.decode_time.observe(usage.decode_seconds)
+        first_token = usage.queue_seconds + usage.prompt_seconds
+        self.e2e_latency.observe(first_token + usage.decode_seconds)
+        if usage.completion_tokens:
+            self.time_to_first_token.observe(first_token)
         for tier in TIERS:
             self.tier_tokens[tier] += getattr(usage, f"{tier}_tokens")
         if usage.miss is not None:
@@ -185,6 +195,9 @@ class Metrics:
             ("time_to_first_token_seconds", self.time_to_first_token, "Submitted to first token."),
             ("inter_token_latency_seconds", self.inter_token_latency, "Between two tokens."),
             ("e2e_request_latency_seconds", self.e2e_latency, "Submitted to the end."),
+            ("request_queue_time_seconds", self.queue_time, "Submitted to begun."),
+            ("request_prefill_time_seconds", self.prefill_time, "Begun to first token."),
+            ("request_decode_time_seconds", self.decode_time, "First token to the end."),
             ("request_prompt_tokens", self.prompt_tokens, "Tokens of a request's prompt."),
             ("request_generation_tokens", self.generation_tokens, "New tokens of a request."),
         ):

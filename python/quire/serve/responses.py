@@ -223,6 +223,9 @@ def _note(call: Call, submitted: Answer, failed: str) -> None:
     usage = result.usage
     call.facts["cached_tokens"] = usage.cached_tokens
     call.facts["completion_tokens"] = usage.completion_tokens
+    for name in ("queue_seconds", "prompt_seconds", "decode_seconds"):
+        call.facts[name] = round(getattr(usage, name), 4)
+    call.facts["steps"] = usage.steps
     if usage.miss is not None:
         call.facts["miss"] = usage.miss
     call.facts["finish"] = ",".join(sample.finish_reason or "" for sample in result.samples)

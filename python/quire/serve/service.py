@@ -164,10 +164,8 @@ class Service:
         """Ends an answer, whatever became of it. failed: "cancelled" or "error" where it has no
         result."""
         answer.close()
-        now = asyncio.get_running_loop().time()
         self._last_tokens.pop(answer, None)
         self._leave(tenant, generation.samples)
-        self.metrics.e2e_latency.observe(now - answer.submitted)
         if answer.result is None:
             self.metrics.note_finished(failed)
             return
@@ -182,7 +180,6 @@ class Service:
         before = self._last_tokens.get(answer)
         self._last_tokens[answer] = now
         if before is None:
-            self.metrics.time_to_first_token.observe(now - answer.submitted)
             if tokens > 1:  # of one step: the client waits for none of them
                 self.metrics.inter_token_latency.observe(0.0, tokens - 1)
         else:

@@ -70,10 +70,11 @@ struct Live {
   int64_t engine_id = kNotGiven;
   std::vector<SampleState> samples;
   int64_t unfinished = 0;
-  bool cancelled = false;   // Cancel was called
-  bool cancel_due = false;  // and is not carried out
-  Status failure;           // the thread ends it for this
-  bool is_asked = false;    // it is in the list of those of which something is due
+  double waited_seconds = 0;  // for the thread to give it to the engine
+  bool cancelled = false;     // Cancel was called
+  bool cancel_due = false;    // and is not carried out
+  Status failure;             // the thread ends it for this
+  bool is_asked = false;      // it is in the list of those of which something is due
   Live* next_asked = nullptr;
 };
 
@@ -81,6 +82,7 @@ struct NewRequest {
   int64_t id = 0;
   std::vector<int32_t> prompt;
   SamplingOptions options;
+  int64_t submitted_ns = 0;
 };
 
 // A thread that waits in Run.
@@ -159,6 +161,7 @@ class EngineThread final : public EngineLoop {
   const std::shared_ptr<StepSink> sink_;
   const int64_t max_calls_;
   const int64_t max_waiting_;
+  const std::shared_ptr<Clock> clock_ = MachineTime();
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // there is work, or the loop closes
@@ -227,7 +230,9 @@ Result<int64_t> EngineThread::Submit(std::span<const int32_t> prompt,
     QUIRE_RETURN_IF_ERROR(CheckSubmit(prompt, options));
     // All memory is taken before the mutex.
     std::list<NewRequest> request;
-    request.push_back({.prompt = {prompt.begin(), prompt.end()}, .options = options});
+    request.push_back({.prompt = {prompt.begin(), prompt.end()},
+                       .options = options,
+                       .submitted_ns = clock_->SteadyNs()});
     std::map<int64_t, Live> live;
     Live& state = live[0];
     state.samples.resize(static_cast<size_t>(options.n));
@@ -443,7 +448,9 @@ Status EngineThread::GiveRequests() {
       node.key() = engine_id;
       ids_.insert(std::move(node));
       const std::lock_guard<std::mutex> lock(mutex_);
-      live_.at(request.id).engine_id = engine_id;
+      Live& live = live_.at(request.id);
+      live.engine_id = engine_id;
+      live.waited_seconds = static_cast<double>(clock_->SteadyNs() - request.submitted_ns) * 1e-9;
       return {};
     });
     if (status.code() == StatusCode::kOutOfMemory || !fault_.ok()) return status;
@@ -539,6 +546,7 @@ Status EngineThread::Deliver() {
       SampleState& sample = live.samples[static_cast<size_t>(output.sample)];
       sample.given += std::ssize(output.tokens);
       if (output.finish_reason == FinishReason::kNone) continue;
+      output.times.queue_seconds += live.waited_seconds;
       sample.ended = true;
       if (--live.unfinished > 0) continue;
       ids_.erase(id);

@@ -120,6 +120,24 @@ bool Request::answer_begun() const {
   return first != nullptr && static_cast<int64_t>(first->tokens.size()) > prompt_tokens;
 }
 
+RequestTimes Request::TimesAt(int64_t now_ns) const noexcept {
+  const auto seconds = [](int64_t from, int64_t to) {
+    return static_cast<double>(to - from) * 1e-9;
+  };
+  RequestTimes times{.steps = steps};
+  const int64_t queue_end = admitted_ns == kNotYet ? now_ns : admitted_ns;
+  times.queue_seconds = seconds(submitted_ns, queue_end);
+  if (admitted_ns == kNotYet) return times;
+  const int64_t prompt_end = first_token_ns == kNotYet ? now_ns : first_token_ns;
+  times.prompt_seconds = seconds(admitted_ns, prompt_end);
+  times.decode_seconds = seconds(prompt_end, now_ns);
+  return times;
+}
+
+void Request::NoteStep(int64_t step) noexcept {
+  if (std::exchange(last_step, step) != step) ++steps;
+}
+
 Status Request::AlignFilter(Sample* sample) const {
   if (options.filter == nullptr) return {};
   return sample->filter.Align(*options.filter, answer_of(*sample));

@@ -69,6 +69,8 @@ struct Request {
   std::span<const int32_t> answer_of(const Sample& sample) const {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
+  RequestTimes TimesAt(int64_t now_ns) const noexcept;
+  void NoteStep(int64_t step) noexcept;
   // Brings the sample's filter, if the request has one, to the end of the answer.
   Status AlignFilter(Sample* sample) const;
   // Takes the memory that the samples need until they finish, or for a long time.
@@ -99,6 +101,10 @@ struct Request {
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;
   int64_t completion_tokens = 0;
+  // When, by the engine's clock; kNotYet. In how many forwards it was, and in which one last.
+  static constexpr int64_t kNotYet = -1;
+  int64_t submitted_ns = 0, admitted_ns = kNotYet, first_token_ns = kNotYet;
+  int64_t steps = 0, last_step = kNotYet;
   bool admitted_before = false;
   int64_t turn = 0;        // in which it may come in (EngineImpl::Queue)
   bool restarted = false;  // computed anew without shared pages, see Decision::kRestart

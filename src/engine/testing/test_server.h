@@ -63,6 +63,7 @@ struct Answer {
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
+  RequestTimes times;
 };
 using Answers = std::map<std::pair<int64_t, int64_t>, Answer>;  // by (request, sample)
 
@@ -170,6 +171,7 @@ struct Server {
       answer.drafted_tokens = output.drafted_tokens;
       answer.accepted_tokens = output.accepted_tokens;
       answer.decode_forwards = output.decode_forwards;
+      answer.times = output.times;
     }
   }
 

@@ -143,6 +143,9 @@ def test_metrics_count_what_happened(server: Server) -> None:
     assert grown["quire:time_to_first_token_seconds_count"] == 1
     assert grown["quire:inter_token_latency_seconds_count"] == 2
     assert grown["quire:e2e_request_latency_seconds_count"] == 1
+    for part in ("queue", "prefill", "decode"):
+        assert grown[f"quire:request_{part}_time_seconds_count"] == 1
+    assert 0 < grown["quire:request_prefill_time_seconds_sum"] < 60
     assert grown["quire:request_prompt_tokens_sum"] == 4
     assert grown['quire:http_requests_total{route="/v1/completions",status="200"}'] == 1
     assert found[USED] == 0 < found['quire:kv_pages{state="free"}']
