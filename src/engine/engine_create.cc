@@ -181,6 +181,13 @@ struct Blueprint {
   MemoryPlan draft = {};
 };
 
+// What the models take, each measured when it is first asked for: none of it depends on the number
+// of pages, so a search for one reads each model's files once.
+struct ModelMeasures {
+  std::optional<ModelMeasure> target;
+  std::optional<ModelMeasure> draft;
+};
+
 // Pages of attention layers, and what a step takes beside them.
 Status PlanPages(const EngineOptions& options, const ModelInfo& info, Role role,
                  const std::shared_ptr<ParallelRunner>& runner, int64_t samples_max,
@@ -222,7 +229,7 @@ Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info, 
 
 // The draft model is computed like the other one, with KV for as many tokens and states for as many
 // samples. It has the scratch of the other's draws.
-Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blueprint* blueprint) {
+Status PlanDraftModel(const EngineOptions& options, ModelMeasures* models, Blueprint* blueprint) {
   if (options.draft_model_directory.empty()) return {};
   const std::shared_ptr<ParallelRunner>& runner = blueprint->model_options.runner;
   EngineOptions& draft_options = blueprint->draft_options;
@@ -235,9 +242,13 @@ Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blu
   draft_options.page_size = 0;
   draft_options.kv_bytes = 0;
   const int64_t samples_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk);
-  QUIRE_ASSIGN_OR_RETURN(const ModelMeasure model,
-                         Model::Measure(draft_options.model_directory, blueprint->model_options,
-                                        options.prefill_chunk, samples_max));
+  if (!models->draft) {
+    QUIRE_ASSIGN_OR_RETURN(models->draft,
+                           Model::Measure(draft_options.model_directory, blueprint->model_options,
+                                          options.prefill_chunk, samples_max));
+  }
+  const ModelInfo& target = models->target->info;
+  const ModelMeasure& model = *models->draft;
   QUIRE_RETURN_IF_ERROR(
       CheckDraftVocabulary({options.model_directory, target.vocab_size},
                            {options.draft_model_directory, model.info.vocab_size}));
@@ -268,7 +279,10 @@ Status PlanDraftModel(const EngineOptions& options, const ModelInfo& target, Blu
   return {};
 }
 
-Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemory& memory) {
+// `models`: what has been measured for options that differ in kv_bytes only; the rest is measured
+// and added.
+Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemory& memory,
+                                ModelMeasures* models) {
   QUIRE_RETURN_IF_ERROR(CheckOptions(options));
   const int64_t rows_max =
       StepLogitRowsMax(options.max_num_sequences, options.prefill_chunk, TreeNodesFor(options));
@@ -283,9 +297,11 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
                                    .runner = std::move(shared_runner)};
   const std::shared_ptr<ParallelRunner>& runner = model_options.runner;
   const int64_t samples_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk);
-  QUIRE_ASSIGN_OR_RETURN(
-      const ModelMeasure model,
-      Model::Measure(options.model_directory, model_options, options.prefill_chunk, rows_max));
+  if (!models->target) {
+    QUIRE_ASSIGN_OR_RETURN(models->target, Model::Measure(options.model_directory, model_options,
+                                                          options.prefill_chunk, rows_max));
+  }
+  const ModelMeasure& model = *models->target;
   const ModelInfo& info = model.info;
   MemoryPlan plan;
   plan.machine_bytes = memory.total_bytes;
@@ -299,7 +315,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
                          PlanStates(options, info, Role::kTarget, runner, &plan));
   Blueprint blueprint{
       .plan = plan, .retained_states = retained_states, .model_options = model_options};
-  QUIRE_RETURN_IF_ERROR(PlanDraftModel(options, info, &blueprint));
+  QUIRE_RETURN_IF_ERROR(PlanDraftModel(options, models, &blueprint));
   MemoryPlan& whole = blueprint.plan;
   whole.total_bytes = whole.weight_bytes + whole.kv_bytes + whole.state_bytes +
                       whole.scratch_bytes + whole.draft_bytes;
@@ -309,14 +325,15 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
 // The blueprint with as many pages as fit in `bytes_max`; none if two are too many, or if there are
 // no pages.
 Result<std::optional<Blueprint>> FitPages(const EngineOptions& options, const Blueprint& whole,
-                                          const MachineMemory& memory, int64_t bytes_max) {
+                                          const MachineMemory& memory, int64_t bytes_max,
+                                          ModelMeasures* models) {
   const MemoryPlan& plan = whole.plan;
   if (plan.page_count <= 2) return std::optional<Blueprint>();
   EngineOptions fewer = options;
   fewer.runner = whole.model_options.runner;
   const auto with_pages = [&](int64_t count) {
     fewer.kv_bytes = count * plan.page_bytes;
-    return MakeBlueprint(fewer, memory);
+    return MakeBlueprint(fewer, memory, models);
   };
   QUIRE_ASSIGN_OR_RETURN(Blueprint found, with_pages(2));
   if (found.plan.total_bytes > bytes_max) return std::optional<Blueprint>();
@@ -341,12 +358,13 @@ Result<std::optional<Blueprint>> FitPages(const EngineOptions& options, const Bl
 }
 
 // Has fewer pages than usual where those do not fit and nobody has said how many there are.
-Result<Blueprint> MakeFittingBlueprint(const EngineOptions& options, const MachineMemory& memory) {
-  QUIRE_ASSIGN_OR_RETURN(Blueprint blueprint, MakeBlueprint(options, memory));
+Result<Blueprint> MakeFittingBlueprint(const EngineOptions& options, const MachineMemory& memory,
+                                       ModelMeasures* models) {
+  QUIRE_ASSIGN_OR_RETURN(Blueprint blueprint, MakeBlueprint(options, memory, models));
   const int64_t bytes_max = memory.available_bytes - memory.available_bytes / kMemoryPartLeftFree;
   if (options.kv_bytes != 0 || blueprint.plan.total_bytes <= bytes_max) return blueprint;
   QUIRE_ASSIGN_OR_RETURN(std::optional<Blueprint> fitting,
-                         FitPages(options, blueprint, memory, bytes_max));
+                         FitPages(options, blueprint, memory, bytes_max, models));
   if (!fitting) return blueprint;
   fitting->plan.kv_shrunk = true;
   return std::move(*fitting);
@@ -361,7 +379,7 @@ std::string SizeText(int64_t bytes) {
 // The system gives out addresses freely and ends the process when their memory is used up, so what
 // cannot fit is refused before anything is taken.
 Status CheckMemoryHolds(const EngineOptions& options, const Blueprint& blueprint,
-                        const MachineMemory& memory) {
+                        const MachineMemory& memory, ModelMeasures* models) {
   const MemoryPlan& plan = blueprint.plan;
   if (plan.total_bytes <= memory.available_bytes) return {};
   std::ostringstream message;
@@ -372,7 +390,7 @@ Status CheckMemoryHolds(const EngineOptions& options, const Blueprint& blueprint
           << " of a draft model), and " << SizeText(memory.available_bytes) << " are free of the "
           << SizeText(memory.total_bytes) << " that this machine or its control group has; ";
   QUIRE_ASSIGN_OR_RETURN(const std::optional<Blueprint> fitting,
-                         FitPages(options, blueprint, memory, memory.available_bytes));
+                         FitPages(options, blueprint, memory, memory.available_bytes, models));
   if (fitting) {
     const int64_t kv_bytes = fitting->plan.page_count * fitting->plan.page_bytes;
     message << "at most " << kv_bytes << " (" << SizeText(kv_bytes)
@@ -413,13 +431,15 @@ Result<ModelParts> LoadParts(const EngineOptions& options, Role role,
 }  // namespace
 
 Result<MemoryPlan> PlanMemoryWithin(const EngineOptions& options, const MachineMemory& memory) {
-  QUIRE_ASSIGN_OR_RETURN(const Blueprint blueprint, MakeFittingBlueprint(options, memory));
+  ModelMeasures models;
+  QUIRE_ASSIGN_OR_RETURN(const Blueprint blueprint, MakeFittingBlueprint(options, memory, &models));
   return blueprint.plan;
 }
 
 Status CheckMemoryWithin(const EngineOptions& options, const MachineMemory& memory) {
-  QUIRE_ASSIGN_OR_RETURN(const Blueprint blueprint, MakeFittingBlueprint(options, memory));
-  return CheckMemoryHolds(options, blueprint, memory);
+  ModelMeasures models;
+  QUIRE_ASSIGN_OR_RETURN(const Blueprint blueprint, MakeFittingBlueprint(options, memory, &models));
+  return CheckMemoryHolds(options, blueprint, memory, &models);
 }
 
 Result<MemoryPlan> Engine::PlanMemory(const EngineOptions& options) {
@@ -429,9 +449,10 @@ Result<MemoryPlan> Engine::PlanMemory(const EngineOptions& options) {
 Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<Engine>> {
     const MachineMemory memory = ReadMachineMemory();
-    QUIRE_ASSIGN_OR_RETURN(Blueprint blueprint, MakeFittingBlueprint(options, memory));
+    ModelMeasures models;
+    QUIRE_ASSIGN_OR_RETURN(Blueprint blueprint, MakeFittingBlueprint(options, memory, &models));
     const MemoryPlan& plan = blueprint.plan;
-    QUIRE_RETURN_IF_ERROR(CheckMemoryHolds(options, blueprint, memory));
+    QUIRE_RETURN_IF_ERROR(CheckMemoryHolds(options, blueprint, memory, &models));
     EngineImpl::Parts parts;
     parts.runner = blueprint.model_options.runner;
     QUIRE_ASSIGN_OR_RETURN(ModelParts own,

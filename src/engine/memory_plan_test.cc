@@ -1,6 +1,8 @@
 // The memory plan against what an engine really takes: weights, page storage, and the buffers of a
 // step that is as large as steps can be. All by ==.
 #include <gtest/gtest.h>
+#include <sys/inotify.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <numeric>
@@ -260,6 +262,59 @@ TEST(MemoryPlan, HasFewerPagesWhereTheUsualNumberIsNotFree) {
       EXPECT_TRUE(CheckMemoryWithin(options, {kMachine, free}).ok());
     }
   }
+}
+
+// How often a file has been opened since the last look.
+class FileOpens {
+ public:
+  explicit FileOpens(const std::string& path) : events_(inotify_init1(IN_NONBLOCK)) {
+    // With IN_OPEN alone the system would report several in a row as one.
+    EXPECT_GE(inotify_add_watch(events_, path.c_str(), IN_OPEN | IN_CLOSE), 0);
+  }
+  ~FileOpens() { close(events_); }
+  FileOpens(const FileOpens&) = delete;
+  FileOpens& operator=(const FileOpens&) = delete;
+  int Count() const {
+    int count = 0;
+    inotify_event event;
+    while (read(events_, &event, sizeof(event)) == sizeof(event))
+      count += (event.mask & IN_OPEN) != 0;
+    return count;
+  }
+
+ private:
+  const int events_;
+};
+
+// The models are measured once, not for each number of pages that is tried.
+TEST(MemoryPlan, ASearchForANumberOfPagesReadsTheModelsOnce) {
+  const TestFolder folder, draft_folder;
+  WriteTestModel(folder, {});
+  WriteTestModel(draft_folder, {});
+  EngineOptions options{.model_directory = folder.path(),
+                        .threads = 1,
+                        .page_size = 8,
+                        .prefill_chunk = 16,
+                        .draft_model_directory = draft_folder.path()};
+  constexpr int64_t kMachine = int64_t{1} << 40;
+  const FileOpens target(folder.path() + "/config.json");
+  const FileOpens draft(draft_folder.path() + "/config.json");
+  const MemoryPlan usual = *PlanMemoryWithin(options, {kMachine, kMachine});
+  const int of_target = target.Count();
+  const int of_draft = draft.Count();
+  EXPECT_GE(of_target, 1);
+  EXPECT_GE(of_draft, 1);
+  // A sixteenth stays free, so some pages are too many.
+  const int64_t fewer_bytes = usual.total_bytes - 3 * usual.page_bytes;
+  const MachineMemory tight{kMachine, fewer_bytes + fewer_bytes / 15};
+  EXPECT_TRUE(PlanMemoryWithin(options, tight)->kv_shrunk);
+  EXPECT_EQ(target.Count(), of_target);
+  EXPECT_EQ(draft.Count(), of_draft);
+  options.kv_bytes = usual.kv_bytes;  // what would fit is searched for the message
+  const MachineMemory short_of_all{kMachine, usual.total_bytes - 1};
+  EXPECT_EQ(CheckMemoryWithin(options, short_of_all).code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(target.Count(), of_target);
+  EXPECT_EQ(draft.Count(), of_draft);
 }
 
 TEST(MemoryPlan, WhatIsGivenAndDoesNotFitIsRefusedWithWhatWouldFit) {
