@@ -1,11 +1,8 @@
 // The forward of PagedKVCache: planning, attention, end.
 #include <algorithm>
-#include <array>
-#include <memory>
 
 #include "base/float_environment.h"
 #include "kv/cache/paged_kv_cache.h"
-#include "kv/pages/reserve.h"
 
 namespace quire {
 namespace {

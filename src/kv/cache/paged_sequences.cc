@@ -101,7 +101,8 @@ void PagedSequences::FillSlots(BlockIndex last, int group, int64_t start,
   const PagePool& pool = tree.pool(group);
   const int64_t end = start + static_cast<int64_t>(slots.size());
   QUIRE_DCHECK(start >= 0);
-  QUIRE_DCHECK(end <= tree.End(last)) << "no slots of [" << start << ", " << end << ")";
+  QUIRE_DCHECK(slots.empty() || end <= tree.End(last))
+      << "no slots of [" << start << ", " << end << ")";
   tree.VisitPieces(last, group, start, end, [&](int64_t from, int64_t to, int32_t page) {
     for (int64_t p = from; p < to; ++p) {
       slots[static_cast<size_t>(p - start)] = {.page = page,

@@ -60,14 +60,14 @@ Status TreeForward::Plan(const char* call, std::span<const int64_t> seq_ids,
                          std::span<const int64_t> append_lengths, std::span<const int64_t> parents,
                          ForwardPlan& plan) const {
   QUIRE_RETURN_IF_ERROR(planner_.Start(call, seq_ids, append_lengths, plan));
-  NodeParents taken(call, parents);
+  NodeParents of_members(call, parents);
   int64_t row_count = 0;
   for (size_t i = 0; i < seq_ids.size(); ++i) {
-    QUIRE_ASSIGN_OR_RETURN(const auto of_member, taken.Take(seq_ids[i], append_lengths[i]));
+    QUIRE_ASSIGN_OR_RETURN(const auto of_member, of_members.Take(seq_ids[i], append_lengths[i]));
     QUIRE_RETURN_IF_ERROR(PlanMember(call, seq_ids[i], of_member, row_count, plan));
     row_count += static_cast<int64_t>(of_member.size());
   }
-  return taken.RequireNoneLeft();
+  return of_members.RequireNoneLeft();
 }
 
 void TreeForward::Reserve(const ForwardPlan& plan, std::span<const int64_t> parents) {

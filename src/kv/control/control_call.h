@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 
+#include "base/check.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
@@ -75,6 +76,7 @@ class PlannedParts {
     return Status();
   }
   void Commit() noexcept {
+    QUIRE_DCHECK(count_ == parts_.size()) << "a part has not planned the call";
     for (; count_ > 0; --count_) parts_[parts_.size() - count_]->Commit();
   }
 

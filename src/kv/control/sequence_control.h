@@ -65,9 +65,15 @@ class SequenceControl {
     failed_ = false;
     batch_ = planning_;
   }
-  void CloseForward() noexcept { in_forward_ = false; }
+  void CloseForward() noexcept {
+    QUIRE_DCHECK(in_forward_);
+    in_forward_ = false;
+  }
   // An attention call sets it before it begins and resets it when it succeeds.
-  void set_failed(bool failed) noexcept { failed_ = failed; }
+  void set_failed(bool failed) noexcept {
+    QUIRE_DCHECK(in_forward_);
+    failed_ = failed;
+  }
   void Clear() noexcept;
 
   // ---- Planning a batch.
@@ -79,7 +85,11 @@ class SequenceControl {
     ++planning_;
   }
   bool IsNamed(int32_t index) const { return table_[index].batch == planning_; }
-  void Name(int32_t index) const noexcept { table_[index].batch = planning_; }
+  void Name(int32_t index) const noexcept {
+    QUIRE_DCHECK(table_[index].id >= 0) << "entry " << index << " is free";
+    QUIRE_DCHECK(!IsNamed(index)) << "sequence " << table_[index].id << " is named twice";
+    table_[index].batch = planning_;
+  }
   // Whether the sequence may get rows. `index`: what the table finds for its id.
   bool MayTake(int32_t index) const {
     return index != SequenceTable::kAbsent && !IsNamed(index) && !table_[index].retained;

@@ -61,6 +61,7 @@
 #include <span>
 #include <vector>
 
+#include "base/check.h"
 #include "kernels/kv_layout.h"
 #include "kv/pages/node_heaps.h"
 #include "kv/pages/page_pool.h"
@@ -243,6 +244,7 @@ class BlockTree {
   // Append of one token by a plan that extends, in place in all groups, but for the fills of the
   // pages: the caller, who knows them, sets these.
   void ExtendInPlace(BlockIndex last) noexcept {
+    QUIRE_DCHECK(block(last).refs == 1) << "block " << last << " is shared";
     ++version_;
     ++distinct_token_count_;
     ++at(last).end;

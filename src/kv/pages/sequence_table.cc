@@ -40,15 +40,19 @@ void SequenceTable::ReserveOne() {
 
 int32_t SequenceTable::Insert(int64_t id) noexcept {
   QUIRE_CHECK(!free_.empty()) << "no room was reserved for sequence " << id;
+  QUIRE_DCHECK(id >= 0);
+  QUIRE_DCHECK(Find(id) == kAbsent) << "there is a sequence " << id;
   const int32_t index = free_.back();
   free_.pop_back();
   (*this)[index] = Sequence{.id = id};
   PutIntoBucket(index);
   ++count_;
+  QUIRE_DCHECK(2 * static_cast<size_t>(count_) <= buckets_.size());
   return index;
 }
 
 void SequenceTable::Erase(int32_t index) noexcept {
+  QUIRE_DCHECK((*this)[index].id >= 0) << "entry " << index << " is free";
   size_t hole = HomeBucket((*this)[index].id);
   while (buckets_[hole].index != index) hole = NextBucket(hole);
   // A follower moves into the hole unless its home lies cyclically behind the hole: then probing
@@ -68,6 +72,7 @@ void SequenceTable::Erase(int32_t index) noexcept {
 }
 
 void SequenceTable::SetRetained(int32_t index, bool retained) noexcept {
+  QUIRE_DCHECK((*this)[index].id >= 0) << "entry " << index << " is free";
   retained_count_ += retained - (*this)[index].retained;
   (*this)[index].retained = retained;
 }

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/check.h"
+
 namespace quire {
 
 // Hears of slots that became free, to poison them.
@@ -28,7 +30,10 @@ class SlotPool {
 
   // The slot freed last, with one holder. REQUIRES: free_count() > 0.
   int32_t Take() noexcept;
-  void Hold(int32_t slot) noexcept { ++holders_[static_cast<size_t>(slot)]; }
+  void Hold(int32_t slot) noexcept {
+    QUIRE_DCHECK(holder_count(slot) > 0) << "slot " << slot << " is free";
+    ++holders_[static_cast<size_t>(slot)];
+  }
   void Release(int32_t slot) noexcept;
 
   const std::vector<int32_t>& free_slots() const { return free_; }

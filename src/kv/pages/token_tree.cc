@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/check.h"
 #include "kv/pages/reserve.h"
 
 namespace quire {
@@ -30,6 +31,7 @@ Status AddDepths(const char* call, int64_t seq_id, std::span<const int32_t> old_
 }
 
 void FillPath(std::span<const int32_t> parents, int64_t leaf, std::vector<int32_t>& path) noexcept {
+  QUIRE_DCHECK(leaf < static_cast<int64_t>(parents.size()));
   path.clear();
   for (int32_t node = static_cast<int32_t>(leaf); node >= 0;
        node = parents[static_cast<size_t>(node)]) {
@@ -58,6 +60,8 @@ void TokenTrees::Reserve(const BlockTree& tree, int32_t sequence, int64_t count)
 void TokenTrees::AddNodes(BlockTree& tree, int32_t sequence, std::span<const int64_t> parents,
                           std::span<const int32_t> depths) noexcept {
   TokenTree& of = trees_[static_cast<size_t>(sequence)];
+  QUIRE_DCHECK(parents.size() == depths.size());
+  QUIRE_DCHECK(of.parents.size() + parents.size() <= of.parents.capacity());
   level_count_ -= of.levels;
   for (size_t i = 0; i < parents.size(); ++i) {
     of.parents.push_back(static_cast<int32_t>(parents[i]));
@@ -75,6 +79,8 @@ void TokenTrees::AddNodes(BlockTree& tree, int32_t sequence, std::span<const int
 
 int64_t TokenTrees::DropNodes(BlockTree& tree, int32_t sequence, int64_t size) noexcept {
   TokenTree& of = trees_[static_cast<size_t>(sequence)];
+  QUIRE_DCHECK(size >= 0);
+  QUIRE_DCHECK(size <= of.size());
   level_count_ -= of.levels;
   node_count_ -= of.size() - size;
   of.parents.resize(static_cast<size_t>(size));
@@ -91,6 +97,8 @@ int64_t TokenTrees::DropNodes(BlockTree& tree, int32_t sequence, int64_t size) n
       pages.pop_back();
     }
   }
+  QUIRE_DCHECK(node_count_ >= level_count_) << "a level has no node";
+  QUIRE_DCHECK(page_count_ >= 0);
   return of.levels;
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/check.h"
 #include "kv/pages/page_storage.h"
 #include "kv/plan/memory_overlap.h"
 
@@ -79,8 +80,26 @@ Status SlottedRecurrentCache::PlanCall(const ControlCall& call) {
 
 void SlottedRecurrentCache::CommitCall() noexcept {
   const bool idle = !history_.in_forward();
-  history_.Commit();
+  const ControlCall::Kind committed = history_.Commit();
   if (idle && history_.in_forward()) CommitForward();
+  if (committed == ControlCall::Kind::kClear) ReleaseMemory();
+}
+
+void SlottedRecurrentCache::ReleaseMemory() noexcept {
+  QUIRE_DCHECK(!history_.in_forward());
+  FreeAll(slot_pieces_);
+  FreeAll(pieces_);
+  FreeAll(sequences_);
+  scratch_.reset();
+  scratch_size_ = 0;
+  scratch_peak_ = {};
+}
+
+int64_t SlottedRecurrentCache::table_bytes() const {
+  const size_t bytes = slot_pieces_.capacity() * sizeof(SlotPiece) +
+                       pieces_.capacity() * sizeof(RecurrencePiece) +
+                       sequences_.capacity() * sizeof(RecurrenceSequence);
+  return history_.memory_bytes() + static_cast<int64_t>(bytes);
 }
 
 Status SlottedRecurrentCache::CheckLayersDone() const {

@@ -29,8 +29,9 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
 
   const RecurrentCacheOptions& options() const override { return options_; }
   int64_t storage_bytes() const override { return static_cast<int64_t>(storage_.size()); }
-  // What is taken now, for tests.
+  // What is taken now beside the storage, for tests.
   int64_t scratch_bytes() const { return scratch_size_ * static_cast<int64_t>(sizeof(float)); }
+  int64_t table_bytes() const;
 
   Status LinearAttention(int64_t layer, const TensorView& q, const TensorView& k,
                          const TensorView& v, const TensorView& decay, const TensorView& o,
@@ -90,6 +91,7 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
   // Brings the states of members that load, once per layer and forward: recurrent_loads.cc.
   Status LoadStates(const LayerCall& call);
   void CommitForward() noexcept;
+  void ReleaseMemory() noexcept;
   void RunReplay() noexcept;
   void AddNodePieces(const StateMember& member) noexcept;
   void CopySharedBlock(const StateMember& member) noexcept;

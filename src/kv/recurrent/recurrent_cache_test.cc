@@ -448,5 +448,31 @@ TEST(RecurrentCacheTest, MemoryIsKnownBeforehand) {
   EXPECT_EQ(dynamic_cast<SlottedRecurrentCache&>(*cache).scratch_bytes(), memory.scratch_bytes);
 }
 
+// Also in a forward, and of token trees.
+TEST(RecurrentCacheTest, ClearGivesAllMemoryBack) {
+  RecurrentCacheOptions options = SmallOptions();
+  options.max_tree_size = options.max_tree_slots = 8;
+  const auto owner = MakeCache(options);
+  auto& cache = dynamic_cast<SlottedRecurrentCache&>(*owner);
+  ASSERT_EQ(cache.table_bytes(), 0);
+  for (const bool in_forward : {false, true, false}) {
+    for (const int64_t id : {0, 1, 2}) ASSERT_TRUE(cache.AddSequence(id).ok());
+    ASSERT_TRUE(RunRecurrentForward(cache, Ids{0, 1}, {Range(0, 300), Range(5, 90)}).ok());
+    ASSERT_TRUE(cache.ForkSequence(0, 3, 200).ok());
+    const std::vector<int64_t> one = {2}, two_nodes = {2}, parents = {-1, 0};
+    ASSERT_TRUE(cache.BeginTreeForward(one, two_nodes, parents).ok());
+    if (!in_forward) {
+      ASSERT_TRUE(cache.AbortForward().ok());
+    }
+    EXPECT_GT(cache.table_bytes(), 0);
+    EXPECT_GT(cache.scratch_bytes(), 0);
+    ASSERT_TRUE(cache.Clear().ok());
+    EXPECT_EQ(cache.table_bytes(), 0);
+    EXPECT_EQ(cache.scratch_bytes(), 0);
+    EXPECT_EQ(cache.slot_counts().free, cache.slot_counts().total);
+    EXPECT_TRUE(cache.CheckInvariants().ok());
+  }
+}
+
 }  // namespace
 }  // namespace quire

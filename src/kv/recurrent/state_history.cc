@@ -25,6 +25,21 @@ Status NoFreeSlots(const ControlCall& call, const char* what, int64_t needed,
                     std::to_string(pool.free_count()) + "; remove or pop sequences");
 }
 
+// Whether a retained sequence keeps the record.
+bool StaysRetained(const StateTrack& track, const StateRecord& record) {
+  return record.checkpoint || record.position == track.length;
+}
+
+template <typename... T>
+int64_t BytesOf(const std::vector<T>&... tables) {
+  return static_cast<int64_t>((... + (tables.capacity() * sizeof(T))));
+}
+
+int64_t BytesIn(const StateTrack& track) {
+  const StateTree& tree = track.tree;
+  return BytesOf(track.records, track.blocks, tree.parents, tree.depths, tree.slots, tree.blocks);
+}
+
 // Blocks for the inputs of this number of nodes.
 int64_t BlocksOfNodes(int64_t node_count, int64_t interval) {
   return interval == 0 ? 0 : CeilDiv(node_count, interval);
@@ -150,6 +165,14 @@ Result<int32_t> StateHistory::SlotAt(const char* call, int64_t seq_id, int64_t p
       cut.record_count == 0 ? StateRecord() : track.records[cut.record_count - 1];
   if (!cut.exact) return NeedsReplay(call, seq_id, position, held.position);
   return held.slot;
+}
+
+int64_t StateHistory::memory_bytes() const {
+  int64_t bytes = BytesOf(tracks_, members_, tree_depths_);
+  for (const StateTrack& track : tracks_) bytes += BytesIn(track);
+  for (const StateMember& member : members_)
+    bytes += BytesOf(member.pending, member.kept, member.blocks, member.path);
+  return bytes + BytesIn(child_) + BytesIn(loaded_);
 }
 
 // ---------------------------------------------------------------------- planning
@@ -479,7 +502,7 @@ void StateHistory::PlanKept(StateMember& member) const {
 
 // ---------------------------------------------------------------------- committing
 
-void StateHistory::Commit() noexcept {
+ControlCall::Kind StateHistory::Commit() noexcept {
   switch (call_.kind) {
     case ControlCall::Kind::kClear:
       ClearAll();
@@ -519,6 +542,7 @@ void StateHistory::Commit() noexcept {
       CommitImport();
       break;
   }
+  return call_.kind;
 }
 
 void StateHistory::Drop() noexcept {
@@ -696,6 +720,15 @@ void StateHistory::ClearAll() noexcept {
     if (table().entries()[i].id >= 0) ReleaseTrack(static_cast<int32_t>(i));
   }
   control_.Clear();
+  QUIRE_DCHECK(slots_.free_count() == slots_.slot_count()) << "a cleared history holds states";
+  QUIRE_DCHECK(blocks_.free_count() == blocks_.slot_count()) << "a cleared history holds inputs";
+  QUIRE_DCHECK(retained_slot_count_ == 0);
+  FreeAll(tracks_);
+  FreeAll(members_);
+  member_count_ = 0;
+  FreeAll(tree_depths_);
+  child_ = {};
+  loaded_ = {};
 }
 
 void StateHistory::ReleaseTrack(int32_t index) noexcept {

@@ -142,7 +142,8 @@ class StateHistory {
   // its new end, which the owner writes before the commit, is all that is held. After Plan of a
   // fork or pop, replay() says what has to be computed before the commit: to_slot is taken already.
   Status Plan(const ControlCall& call);
-  void Commit() noexcept;
+  // Returns the kind of the call that it has committed.
+  ControlCall::Kind Commit() noexcept;
   void Drop() noexcept;
   const ReplayPlan& replay() const { return replay_; }
   // After Plan of an import: the slot, taken already, for its state.
@@ -185,6 +186,8 @@ class StateHistory {
 
   int64_t retained_slot_count() const { return retained_slot_count_; }
   void AppendFacts(std::vector<int64_t>& facts) const;  // for digests
+  // Of what grows with sequences and forwards: the pools have their size from the beginning.
+  int64_t memory_bytes() const;
   Status CheckInvariants() const;
 
  private:
@@ -251,9 +254,6 @@ class StateHistory {
   void HoldRetained(int32_t slot) noexcept;
   void ReleaseRetained(int32_t slot) noexcept;
   Status CheckRetainedRoom(const ControlCall& call, const StateTrack& track) const;
-  static bool StaysRetained(const StateTrack& track, const StateRecord& record) {
-    return record.checkpoint || record.position == track.length;
-  }
   Status CheckTrack(int32_t index, std::vector<int32_t>& slot_holds,
                     std::vector<int32_t>& block_holds) const;
 

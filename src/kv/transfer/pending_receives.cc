@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "kv/pages/reserve.h"
 
 namespace quire {
@@ -101,6 +102,7 @@ std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_i
 
 uint64_t PendingReceives::Add(std::shared_ptr<Receive> receive) noexcept {
   const std::lock_guard lock(mutex_);
+  QUIRE_DCHECK(receives_.size() < receives_.capacity()) << "no room was reserved";
   receive->epoch = next_epoch_++;
   receives_.push_back(std::move(receive));
   return receives_.back()->epoch;
@@ -108,7 +110,9 @@ uint64_t PendingReceives::Add(std::shared_ptr<Receive> receive) noexcept {
 
 void PendingReceives::End(uint64_t epoch) noexcept {
   const std::lock_guard lock(mutex_);
-  std::erase_if(receives_, [&](const auto& receive) { return receive->epoch == epoch; });
+  const size_t ended =
+      std::erase_if(receives_, [&](const auto& receive) { return receive->epoch == epoch; });
+  QUIRE_DCHECK(ended == 1) << "there is no reservation of epoch " << epoch;
   changed_.notify_all();
 }
 
@@ -207,6 +211,7 @@ Result<ReceiveView> PendingReceives::View(uint64_t epoch, int64_t layer, const R
     std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, uint8_t{0});
     to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
   }
+  QUIRE_DCHECK(to.rows >= 0);
   return ReceiveView{.rows = RowsOf(to.staging, part.first_row, part.count),
                      .memory = std::shared_ptr<void>(receive->memory, receive->memory.get())};
 }
@@ -242,6 +247,7 @@ Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePar
     run = row + 1;
   }
   StoreRows(*receive, layer, run, end - run);
+  QUIRE_DCHECK(to.rows <= receive->count);
   changed_.notify_all();
   return Status();
 }
@@ -249,6 +255,8 @@ Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePar
 void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
                                 int64_t count) noexcept {
   if (count == 0) return;
+  QUIRE_DCHECK(first >= 0);
+  QUIRE_DCHECK(first + count <= receive.count);
   TokenSlots& slots = receive.slots[static_cast<size_t>(layer_groups_[static_cast<size_t>(layer)])];
   // Tiles are open already. Those of which all slots are written may be written as wholes.
   for (int64_t row = first; row < first + count; ++row) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
+
 namespace quire {
 
 HeadsOfTarget HeadsFor(int64_t heads, int64_t remote_heads, int64_t rank, int64_t target,
@@ -31,6 +33,8 @@ void SendMarks::Reserve(int32_t sequence, int64_t rows_bytes) {
 }
 
 void SendMarks::Put(int32_t sequence, std::unique_ptr<SendMark> mark) noexcept {
+  QUIRE_DCHECK(static_cast<size_t>(sequence) < marks_.size()) << "no room was reserved";
+  QUIRE_DCHECK(mark != nullptr);
   auto& place = marks_[static_cast<size_t>(sequence)];
   count_ += place == nullptr;
   place = std::move(mark);
@@ -40,10 +44,12 @@ void SendMarks::Erase(int32_t sequence) noexcept {
   if (Find(sequence) == nullptr) return;
   marks_[static_cast<size_t>(sequence)].reset();
   --count_;
+  QUIRE_DCHECK(count_ >= 0);
 }
 
 void SendMarks::ShortenTo(int32_t sequence, int64_t length) noexcept {
   SendMark* const mark = Find(sequence);
+  QUIRE_DCHECK(mark == nullptr || mark->given == 0) << "a forward sends these tokens";
   if (mark != nullptr) mark->next = std::max(mark->begin, std::min(mark->next, length));
 }
 

@@ -4,6 +4,8 @@
 #include <limits>
 #include <string>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -40,6 +42,8 @@ Result<SlotRuns> SlotRuns::Decode(std::span<const int64_t> slots, int64_t count_
 }
 
 void SlotRuns::Fill(int64_t first, std::span<int64_t> slots) const noexcept {
+  QUIRE_DCHECK(first >= 0);
+  QUIRE_DCHECK(first + static_cast<int64_t>(slots.size()) <= count_);
   auto run = std::ranges::upper_bound(runs_, first, {}, &Run::row) - 1;
   for (size_t i = 0; i < slots.size(); ++i) {
     const int64_t row = first + static_cast<int64_t>(i);
