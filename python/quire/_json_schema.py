@@ -103,7 +103,8 @@ def _check_words(place: str, schema: Mapping[str, Any]) -> None:
     for word in _ALONE:
         others = [w for w in schema if w != word and w not in _NO_CONSTRAINTS]
         if word in schema and others:
-            _refuse(f"{place}.{word}", f"cannot be held beside {others[0]!r}: leave one of them out")
+            what = f"cannot be held beside {others[0]!r}: leave one of them out"
+            _refuse(f"{place}.{word}", what)
     if len(schema.get("allOf", ())) > 1:
         _refuse(f"{place}.allOf", "cannot be held with more than one entry: join them")
     reference = schema.get("$ref")

@@ -138,7 +138,8 @@ class Tokenizer:
 
     def token_bytes(self, special_texts: Sequence[str] = ()) -> list[bytes]:
         """The bytes that each id adds to a text; none for ids that stand for nothing and for
-        special tokens, but for those of `special_texts`. BadArgumentError for a kind of vocabulary whose bytes are not known here."""
+        special tokens, but for those of `special_texts`. BadArgumentError for a kind of vocabulary
+        whose bytes are not known here."""
         kind = _kind_of_decoder(json.loads(self._tokenizer.to_str()).get("decoder"))
         if kind is None:
             raise errors.BadArgumentError(
@@ -169,8 +170,9 @@ class Tokenizer:
 
 
 def _kind_of_decoder(decoder: Any) -> str | None:
-    """By the decoder of a tokenizer.json: "bytes" if a character of a token stands for a byte, "words" if it
-    stands for itself, U+2581 for a blank and <0x0A> for a byte; None: another one."""
+    """By the decoder of a tokenizer.json: "bytes" if a character of a token stands for a byte,
+    "words" if it stands for itself, U+2581 for a blank and <0x0A> for a byte; None: another
+    one."""
     if not isinstance(decoder, dict):
         return None
     if decoder.get("type") == "Sequence":

@@ -16,6 +16,7 @@ import pytest
 import quire
 from quire import errors, grammar
 from quire.grammar import Grammar
+from quire.text import Tokenizer
 from program import run
 from tiny_model import TinyModel
 
@@ -292,6 +293,26 @@ def test_bytes_of_tokens_are_those_of_their_text(masked: quire.Engine, text: str
     assert b"".join(tokens[id] for id in ids).decode() == masked.tokenizer.decode(ids)
 
 
+
+def test_bytes_of_a_vocabulary_with_byte_fallback(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "<0x0A>": 1, "<0xE6>": 2, "\u2581a": 3, "b": 4, "</s>": 5}
+    decoders = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    file = {
+        "added_tokens": [{"id": 5, "content": "</s>", "special": True, **special}],
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    tokens = Tokenizer(tmp_path).token_bytes()
+    assert tokens == [b"<unk>", b"\n", b"\xe6", b" a", b"b", b""]
+    assert Tokenizer(tmp_path).token_bytes(["</s>"])[5] == b"</s>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**file, "decoder": None}))
+    with pytest.raises(errors.BadArgumentError, match="grammars need the bytes"):
+        Tokenizer(tmp_path).token_bytes()
+
+
 # ---- The program
 
 
@@ -299,7 +320,10 @@ def test_the_program_has_an_option_for_each(
     capsys: pytest.CaptureFixture[str], model: list[str], tmp_path: Path
 ) -> None:
     schema, ebnf = tmp_path / "schema.json", tmp_path / "grammar.ebnf"
-    schema.write_text('{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}')
+    properties = {"a": {"type": "boolean"}}
+    schema.write_text(
+        json.dumps({"type": "object", "properties": properties, "required": ["a"]})
+    )
     ebnf.write_text('root ::= "x" [yz]')
     ask = ("generate", *model, "--prompt", "Hi", "--temperature", "2", "--seed", "3")
     for options, pattern in (

@@ -154,8 +154,8 @@ class Service:
             if field is not None and isinstance(error, errors.UnavailableError):
                 raise Problem(501, f"{field}: {error}", param=field) from None
             if field is not None and str(error).startswith("grammar: "):
-                message = str(error).removeprefix("grammar: ")
-                raise Problem(400, f"{field}: {message}", param=field, code="invalid_value") from None
+                message = f"{field}: " + str(error).removeprefix("grammar: ")
+                raise Problem(400, message, param=field, code="invalid_value") from None
             if isinstance(error, errors.QuireError):
                 raise from_engine(error) from None
             raise

@@ -16,8 +16,8 @@ __all__ = ["Tools", "read_tools"]
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """entries: in OpenAI's form, which templates know. calls: what the answer must be, if it must be
-    calls; None: it may be text."""
+    """entries: in OpenAI's form, which templates know. calls: what the answer must be, if it must
+    be calls; None: it may be text."""
 
     entries: list[dict[str, Any]]
     calls: Wanted | None = None

@@ -171,7 +171,11 @@ def test_others_are_answered_while_grammars_are_compiled(client: openai.OpenAI) 
 
 # ---- Calls that must be made
 
-CITY = {"type": "object", "properties": {"city": {"enum": ["Bergen", "Oslo"]}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bergen", "Oslo"]}},
+    "required": ["city"],
+}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "time_of_day"}},
@@ -257,7 +261,9 @@ def test_the_other_apis_force_calls_too(calling: Server) -> None:
         (
             {
                 "tool_choice": "required",
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
             },
             "tools[0].function.parameters",
         ),
