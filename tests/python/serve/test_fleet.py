@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import shutil
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,9 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def fleet_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """With room for a conversation of several turns."""
     return TinyModel(tmp_path_factory.mktemp("fleet"), Shape(positions=4096))
+
+
+PROMPTS = "quire:prompt_tokens_total"  # also those of probes, which have one token
 
 
 def ask(server: Server, messages: list[dict[str, str]], prefix: str | None = None) -> Any:
@@ -88,6 +94,62 @@ def test_another_server_goes_on_with_the_kv(redis: str, fleet_model: TinyModel) 
                 again = two.post("/v1/chat/completions", {**plain, "cache_salt": f"own {index}"})
                 assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
                 assert again["choices"][0]["message"] == content["choices"][0]["message"]
+
+
+@contextlib.contextmanager
+def router(folder: Path, servers: list[Server]) -> Iterator[Server]:
+    """vllm-router in front of servers; it answers as one of them."""
+    program = Path(sys.executable).with_name("vllm-router")
+    if not program.exists():
+        pytest.skip("vllm-router is not installed")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [str(program), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", "cache_aware", "--worker-urls", *(server.url for server in servers)]
+    with open(folder / "router.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    front = object.__new__(Server)
+    front.host, front.port, front.key, front.process = "127.0.0.1", port, None, process
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if front.request("GET", "/health")[0] == 200:
+                    break
+        assert process.poll() is None, (folder / "router.log").read_text()[-2000:]
+        yield front
+    finally:
+        process.terminate()
+        process.wait(DEADLINE)
+
+
+def test_a_router_goes_on_without_a_server(
+    redis: str, fleet_model: TinyModel, tmp_path: Path
+) -> None:
+    options = ("--kv-redis", redis, "--page-size", "16")
+    with (
+        running(fleet_model.directory, *options) as one,
+        running(fleet_model.directory, *options) as two,
+        router(tmp_path, [one, two]) as front,
+    ):
+        text = "Routed. " + "What is a quire of paper? " * 80
+        messages = [{"role": "user", "content": text}]
+        content, _ = ask(front, messages)
+        holder, other = (one, two) if one.metrics()[PROMPTS] > 1000 else (two, one)
+        written = 'quire:kv_tier_written_bytes_total{tier="redis"}'
+        holder.wait_metrics(lambda m: 0 < m[written] == m["quire:kv_stored_bytes_total"])
+        messages += [content["choices"][0]["message"], {"role": "user", "content": "And a ream?"}]
+        holder.process.kill()
+        holder.process.wait(DEADLINE)
+        body = {"messages": messages, "max_tokens": 24, "ignore_eos": True}
+        end = time.monotonic() + DEADLINE
+        status = 0
+        while status != 200 and time.monotonic() < end:  # until the router has noticed
+            status, _, content = front.request("POST", "/v1/chat/completions", body)
+        assert status == 200, content
+        details = content["usage"]["prompt_tokens_details"]
+        assert details["redis_tokens"] >= 1024, str(details)
+        assert other.metrics()[PROMPTS] > 1000
 
 
 def test_a_conversation_keeps_one_prefix(keyed: Server) -> None:
