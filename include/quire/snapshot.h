@@ -28,7 +28,7 @@ struct SnapshotContents {
 
 // Writes `path` whole or not at all: a temporary file beside it takes its place at the end, synced
 // to the disk. An existing file is replaced. BadArgument if the tokens are not as many as the
-// sequence has, UnknownSequence, IoError.
+// sequence has, UnknownSequence, NotFound (the folder of `path`), IoError.
 Status SaveSnapshot(const SequenceStates& states, int64_t seq_id, const SnapshotContents& contents,
                     const std::string& path);
 

@@ -1,11 +1,11 @@
 // What the engine does next: pure decisions over numbers. No sequence, page or model is touched
 // here.
 //
-// Rules. Requests are admitted in the order in which they came (strictly: a request that does not
-// fit yet holds up those behind it, so none starves). Samples that decode come before prompts.
-// Decodes take turns when the token budget is below their number; prompts are worked on oldest
-// first, and while samples decode their part of a step is what the measured speed allows. When
-// pages run out, first retained KV goes, then the youngest request.
+// Rules. Requests are admitted by turns of their salts, those of one salt in the order in which
+// they came (strictly: a request that does not fit yet holds up those behind it, so none starves).
+// Samples that decode come before prompts. Decodes take turns when the token budget is below their
+// number; prompts are worked on oldest first, and while samples decode their part of a step is what
+// the measured speed allows. When pages run out, first retained KV goes, then the youngest request.
 #ifndef QUIRE_ENGINE_REQUEST_SCHEDULER_H_
 #define QUIRE_ENGINE_REQUEST_SCHEDULER_H_
 

@@ -1,6 +1,6 @@
-// Which features of the attention state the random walks exercise together (issue 6, the pair
-// table). One occurrence of a pair: one sequence of a batch in one call on one layer whose outputs
-// were compared with the oracle's, where both features hold.
+// Which features of the attention state the random walks exercise together: the table of
+// docs/feature-pairs.md. One occurrence of a pair: one sequence of a batch in one call on one layer
+// whose outputs were compared with the oracle's, where both features hold.
 #ifndef QUIRE_KV_TESTING_FEATURE_PAIRS_H_
 #define QUIRE_KV_TESTING_FEATURE_PAIRS_H_
 
