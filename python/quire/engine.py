@@ -755,6 +755,8 @@ class Engine(_ffi.ThreadOwner):
         """Makes a grammar ready, which takes up to seconds for a large one: requests that name it
         then begin at once. Raises what is wrong with it; see `grammar` of
         :class:`SamplingOptions`."""
+        if self._open_handle is None:
+            raise _ffi.closed_error("Engine")
         self._compiled(grammar)
 
     def _compiled(

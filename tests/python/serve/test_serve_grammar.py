@@ -198,7 +198,7 @@ def check_call(name: str, arguments: str) -> None:
 
 def test_a_call_that_must_be_made_is_made(calling: Server) -> None:
     client = openai.OpenAI(base_url=calling.url + "/v1", api_key="none", max_retries=0)
-    asked: Any = {"messages": MESSAGES, "tools": TOOLS, **WILD}
+    asked: Any = {"messages": MESSAGES, "tools": TOOLS, **WILD, "max_tokens": 400}
     ended = 0
     for seed in range(6):
         for choice in (NAMED, "required"):
@@ -228,7 +228,7 @@ def test_the_other_apis_force_calls_too(calling: Server) -> None:
     for choice in choices:
         found = claude.messages.create(
             model="tiny",
-            max_tokens=150,
+            max_tokens=400,  # blanks and all
             messages=MESSAGES,
             tools=tools,
             tool_choice=choice,
@@ -242,7 +242,7 @@ def test_the_other_apis_force_calls_too(calling: Server) -> None:
         model="tiny",
         input="Who?",
         temperature=2,
-        max_output_tokens=150,
+        max_output_tokens=400,
         tools=[{"type": "function", "name": "weather", "parameters": CITY, "strict": True}],
         tool_choice={"type": "function", "name": "weather"},
     )

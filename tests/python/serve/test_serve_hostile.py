@@ -195,7 +195,7 @@ def test_an_answer_that_nobody_reads_ends_with_an_error(tiny: TinyModel) -> None
         _, answer = read_answer(peer)  # all that came before, then why there is no more
         assert server.wait_log(lambda line: line["event"] == "request")["finish"] == "error"
     last = answer.rsplit(b"data: ", 1)[1]
-    assert b'"code":"unread_bytes"' in last and answer.count(b"text_completion") > 1
+    assert b'"code":"unread_bytes"' in last and b"text_completion" in answer
 
 
 def test_an_upgrade_is_answered_as_http(strict: Server) -> None:
