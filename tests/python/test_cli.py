@@ -56,10 +56,14 @@ def test_json_is_one_object(
     assert (
         found["logprobs"] == expected.logprobs and found["finish_reason"] == expected.finish_reason
     )
-    assert found["usage"] == {
+    usage = found["usage"]
+    for name in ("queue_seconds", "prompt_seconds", "decode_seconds"):
+        assert usage.pop(name) > 0
+    assert usage == {
         "prompt_tokens": len(expected.prompt_ids),
         "cached_tokens": 0,
         "completion_tokens": len(expected.ids),
+        "steps": 5,
     }
     assert [best["id"] for best in found["top_logprobs"][0]] == [
         id for id, _ in expected.top_logprobs[0]
