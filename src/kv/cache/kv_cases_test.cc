@@ -141,15 +141,16 @@ AttentionLayerSpec WithWindow(int64_t window) {
 // forward is open it sees the old pages and the new one.
 class CopyingForward : public KVCases {
  protected:
-  void Build(const AttentionKVCacheOptions& options) {
+  // `before`: tokens in whole pages before that range.
+  void Build(const AttentionKVCacheOptions& options, int64_t before = 0) {
     Create(options);
     Add(0);
-    Forward({0}, {4});
+    Forward({0}, {before + 4});
     for (int64_t i = 1; i <= 3; ++i) {
-      Fork(i - 1, i, 2 * i);
+      Fork(i - 1, i, before + 2 * i);
       Forward({i}, {4});
     }
-    Fork(3, 4, 8);
+    Fork(3, 4, before + 8);
   }
 };
 
@@ -172,6 +173,27 @@ TEST_F(CopyingForward, PagesOfTheOldPathAreTheMembersWhileTheForwardIsOpen) {
       EXPECT_EQ(cache_->page_counts().exclusive, others == 0 ? 2 * 2 : 2);
       EXPECT_EQ(cache_->page_counts().retained_only, others == 2 ? 2 * 4 : 0);
     }
+  }
+}
+
+// The member sees the pages before the range twice, by its old path and its new one, and is one
+// sequence all the same.
+TEST_F(CopyingForward, PagesBeforeTheRangeAreTheMembersToo) {
+  for (const bool commits : {true, false}) {
+    Build(Options({kPlain}, 16), 32);
+    Begin({4}, {3});
+    ASSERT_FALSE(HasFatalFailure());
+    EXPECT_EQ(cache_->page_counts().shared, 2 + 4);
+    for (int64_t id = 0; id < 4; ++id) Remove(id);
+    EXPECT_EQ(cache_->page_counts().shared, 0);
+    EXPECT_EQ(cache_->page_counts().exclusive, 2 + 5);
+    if (commits) {
+      Finish(3);
+    } else {
+      Call([](AttentionKVCache& c) { return c.AbortForward(); });
+    }
+    EXPECT_EQ(cache_->page_counts().shared, 0);
+    EXPECT_EQ(cache_->page_counts().exclusive, cache_->pages_in_use());
   }
 }
 
