@@ -82,6 +82,26 @@ TEST(Quantise, AgainGivesTheSameCodesAndScale) {
   }
 }
 
+// Of 16 significant bits: the nearest, and of two at the same distance the even one.
+TEST(Quantise, AScaleIsRoundedToTheNearest) {
+  RandomSequence random(2);
+  const auto scale_of = [](float greatest, DType dtype) {
+    HeadRange range;
+    range.Add(greatest);
+    return range.Scale(dtype);
+  };
+  for (const DType dtype : kTypes) {
+    const float most = dtype == DType::kI8 ? kI8Max : kF8E4M3Max;
+    for (int round = 0; round < 2000; ++round) {
+      const auto greatest = static_cast<float>(std::exp(random.Uniform(-40, 40)));
+      const double wanted = static_cast<double>(greatest / most);
+      const double step = std::ldexp(1.0, std::ilogb(wanted) - 15);
+      ASSERT_EQ(static_cast<double>(scale_of(greatest, dtype)), std::rint(wanted / step) * step)
+          << greatest;
+    }
+  }
+}
+
 TEST(Quantise, ZerosAndWhatIsNotFiniteHaveAScaleOfTheirOwn) {
   for (const DType dtype : kTypes) {
     HeadRange zeros;
