@@ -82,7 +82,7 @@ TEST(Quantise, AgainGivesTheSameCodesAndScale) {
   }
 }
 
-// Of 16 significant bits: the nearest, and of two at the same distance the even one.
+// It is the nearest number of 16 significant bits; of two at the same distance, the even one.
 TEST(Quantise, AScaleIsRoundedToTheNearest) {
   RandomSequence random(2);
   const auto scale_of = [](float greatest, DType dtype) {
