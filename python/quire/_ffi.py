@@ -177,7 +177,6 @@ def new_local_channel() -> Any:
     return LocalChannelHandle()
 
 
-@_counted
 def new_engine(options: dict[str, Any]) -> Any:
     """As its constructor, but other threads run while the model is loaded."""
     return function("Engine.create")(options)

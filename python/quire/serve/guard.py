@@ -23,13 +23,15 @@ from quire.serve.tenants import Tenant
 
 __all__ = ["OPEN_PATHS", "Guard"]
 
-OPEN_PATHS = frozenset(("/health", "/health/live", *PAGE_FILES))
+_PROBES = frozenset(("/health", "/health/live"))
+
+OPEN_PATHS = _PROBES | frozenset(PAGE_FILES)
 """What routers probe without a key, and the files of the page, which asks for one itself."""
 
 STRANGER = Tenant("?")
 """Of a request to an open path that has no valid key."""
 
-_QUIET_PATHS = frozenset(("/health", "/health/live")) | {"/metrics"}  # asked every few seconds; only their failures are logged
+_QUIET_PATHS = _PROBES | {"/metrics"}  # asked every few seconds; only their failures are logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
