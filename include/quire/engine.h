@@ -50,8 +50,10 @@ struct Speculation {
 
 struct EngineOptions {
   std::string model_directory = {};
-  DType dtype = DType::kBF16;                   // see ModelOptions
-  std::optional<DType> k_dtype = std::nullopt;  // the same
+  DType dtype = DType::kBF16;  // see ModelOptions
+  // The types of stored keys and of stored values, as AttentionLayerSpec takes them; nullopt =
+  // `dtype`. BadArgument for two types where the model's values are its keys (latent attention).
+  std::optional<DType> k_dtype = std::nullopt;
   std::optional<DType> v_dtype = std::nullopt;
   int threads = 0;  // 0 = one per usable core; ignored when runner is given
   std::shared_ptr<ParallelRunner> runner = nullptr;
@@ -254,6 +256,7 @@ class Engine {
   static Result<std::unique_ptr<Engine>> Create(const EngineOptions& options);
   virtual ~Engine() = default;
 
+  // Its layers are those of the cache.
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
 

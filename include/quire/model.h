@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,10 +23,6 @@ struct ModelOptions {
   // they enter a product or the cache, sums in float32. Weights stay in the type they have on disk
   // and are widened exactly; with kBF16 float32 weights are rounded once.
   DType dtype = DType::kBF16;
-  // The types of stored keys and of stored values, as AttentionLayerSpec takes them. Nothing:
-  // dtype.
-  std::optional<DType> k_dtype = std::nullopt;
-  std::optional<DType> v_dtype = std::nullopt;
   std::string kernel_path;                 // as in AttentionKVCacheOptions
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
 };
@@ -41,6 +36,8 @@ struct ModelInfo {
   int64_t bos_token_id = -1;           // -1: none
   int64_t parameter_count = 0;
   int64_t weight_bytes = 0;  // in memory, mapped or allocated
+  // With keys and values of ModelOptions::dtype. A cache may keep them in other types: set `dtype`
+  // and `v_dtype` of the layers that it is made with.
   std::vector<AttentionLayerSpec> layers;
   // As RecurrentCacheOptions takes them, in the order of the model's layers; empty for attention
   // alone.

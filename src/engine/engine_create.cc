@@ -171,6 +171,24 @@ Result<int64_t> RetainedStatesFor(const EngineOptions& options, int64_t slot_byt
   return Status(StatusCode::kBadArgument, message.str());
 }
 
+// The layers of the cache, with the types in which the options want keys and values.
+Status SetKVTypes(const EngineOptions& options, ModelInfo* info) {
+  const DType k_dtype = options.k_dtype.value_or(options.dtype);
+  const DType v_dtype = options.v_dtype.value_or(options.dtype);
+  for (AttentionLayerSpec& layer : info->layers) {
+    if (layer.latent && k_dtype != v_dtype) {
+      return Status(StatusCode::kBadArgument,
+                    options.model_directory + ": keys of " + info->architecture +
+                        " are its values, so they are stored once; k_dtype is " +
+                        std::string(DTypeName(k_dtype)) + ", v_dtype is " +
+                        std::string(DTypeName(v_dtype)) + ": give the same for both");
+    }
+    layer.dtype = k_dtype;
+    if (v_dtype != k_dtype) layer.v_dtype = v_dtype;
+  }
+  return {};
+}
+
 // A plan and what it was made from.
 struct Blueprint {
   MemoryPlan plan;
@@ -246,6 +264,7 @@ Status PlanDraftModel(const EngineOptions& options, ModelMeasures* models, Bluep
     QUIRE_ASSIGN_OR_RETURN(models->draft,
                            Model::Measure(draft_options.model_directory, blueprint->model_options,
                                           options.prefill_chunk, samples_max));
+    QUIRE_RETURN_IF_ERROR(SetKVTypes(draft_options, &models->draft->info));
   }
   const ModelInfo& target = models->target->info;
   const ModelMeasure& model = *models->draft;
@@ -291,8 +310,6 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
     QUIRE_ASSIGN_OR_RETURN(shared_runner, CreateThreadPool(options.threads));
   }
   const ModelOptions model_options{.dtype = options.dtype,
-                                   .k_dtype = options.k_dtype,
-                                   .v_dtype = options.v_dtype,
                                    .kernel_path = options.kernel_path,
                                    .runner = std::move(shared_runner)};
   const std::shared_ptr<ParallelRunner>& runner = model_options.runner;
@@ -300,6 +317,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   if (!models->target) {
     QUIRE_ASSIGN_OR_RETURN(models->target, Model::Measure(options.model_directory, model_options,
                                                           options.prefill_chunk, rows_max));
+    QUIRE_RETURN_IF_ERROR(SetKVTypes(options, &models->target->info));
   }
   const ModelMeasure& model = *models->target;
   const ModelInfo& info = model.info;
@@ -414,7 +432,8 @@ Result<ModelParts> LoadParts(const EngineOptions& options, Role role,
                              int64_t retained_states) {
   ModelParts parts;
   QUIRE_ASSIGN_OR_RETURN(parts.model, Model::Load(options.model_directory, model_options));
-  const ModelInfo& info = parts.model->info();
+  ModelInfo info = parts.model->info();
+  QUIRE_RETURN_IF_ERROR(SetKVTypes(options, &info));
   const std::shared_ptr<ParallelRunner>& runner = model_options.runner;
   if (!info.layers.empty()) {
     QUIRE_ASSIGN_OR_RETURN(parts.cache,

@@ -38,6 +38,33 @@ class EngineCreate : public testing::Test {
   EngineOptions options_;
 };
 
+TEST_F(EngineCreate, KeysAndValuesHaveTheTypesOfTheOptionsInTheCacheAlone) {
+  options_.k_dtype = DType::kI8;
+  options_.v_dtype = DType::kBF16;
+  const std::unique_ptr<Engine> engine = Create();
+  ASSERT_NE(engine, nullptr);
+  for (const AttentionLayerSpec& layer : engine->model_info().layers) {
+    EXPECT_EQ(layer.dtype, DType::kI8);
+    EXPECT_EQ(layer.v_dtype, DType::kBF16);
+  }
+}
+
+TEST_F(EngineCreate, RefusesTwoTypesWhereKeysAreValues) {
+  const TestFolder folder;
+  WriteTestModel(folder, {.architecture = "DeepseekV2ForCausalLM"});
+  options_.model_directory = folder.path();
+  options_.k_dtype = DType::kI8;
+  for (const Status& status :
+       {Engine::Create(options_).status(), Engine::PlanMemory(options_).status()}) {
+    EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+    EXPECT_NE(status.message().find(folder.path() + ": keys of DeepseekV2ForCausalLM are its "
+                                                    "values"),
+              std::string::npos);
+    EXPECT_NE(status.message().find("k_dtype is int8, v_dtype is float32"), std::string::npos)
+        << status.ToString();
+  }
+}
+
 std::vector<Tokens> Generate(Engine* engine, const std::vector<Tokens>& prompts,
                              const SamplingOptions& options) {
   std::vector<int64_t> ids;

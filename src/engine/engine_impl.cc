@@ -33,11 +33,21 @@ int64_t RetainedSequencesMax(int64_t pages_total, bool forks_anywhere) {
   return forks_anywhere ? std::max<int64_t>(pages_total, 1) : 1024;
 }
 
+namespace {
+
+ModelInfo WithLayersOf(const AttentionKVCache* cache, ModelInfo info) {
+  if (cache != nullptr) info.layers = cache->options().layers;
+  return info;
+}
+
+}  // namespace
+
 EngineImpl::EngineImpl(Parts parts)
     : model_(std::move(parts.model)),
       cache_(parts.cache),
       recurrent_(parts.recurrent),
       composite_(JoinStates(parts.cache, parts.recurrent)),
+      info_(WithLayersOf(cache_.get(), model_->info())),
       state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
       runner_(std::move(parts.runner)),
       kernel_path_(parts.backend->name),
@@ -54,18 +64,17 @@ EngineImpl::EngineImpl(Parts parts)
       model_drafter_(std::move(parts.model_drafter)),
       prefix_cache_(state_, page_size_,
                     RetainedSequencesMax(pages_total_, state_.forks_anywhere())) {
-  const ModelInfo& info = model_->info();
   logits_.reserve(StepLogitRowsMax(max_num_sequences_, prefill_chunk_, max_tree_nodes_) *
-                  info.vocab_size);
+                  info_.vocab_size);
   draw_scratch_.reserve(runner_->worker_count());
   for (int i = 0; i < runner_->worker_count(); ++i) {
-    draw_scratch_.emplace_back(info.vocab_size, *parts.backend);
+    draw_scratch_.emplace_back(info_.vocab_size, *parts.backend);
   }
   if (cache_ != nullptr) counters_.pages_total = pages_total_;
   counters_.state_bytes = parts.state_bytes;
   counters_.kv_bytes = parts.kv_bytes;
   counters_.kv_bytes_per_token = parts.kv_bytes_per_token;
-  counters_.weight_bytes = info.weight_bytes;
+  counters_.weight_bytes = info_.weight_bytes;
   counters_.page_size = page_size_;
   Publish();
 }
@@ -127,7 +136,7 @@ SequenceStates EngineImpl::states() const {
 
 Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
   std::ostringstream message;
-  const int64_t positions = model_->info().max_position_embeddings;
+  const int64_t positions = info_.max_position_embeddings;
   if (options.n > max_num_sequences_) {
     message << "SamplingOptions::n is " << options.n << "; the engine works on at most "
             << max_num_sequences_ << " samples at a time (EngineOptions::max_num_sequences)";
@@ -172,10 +181,9 @@ Status EngineImpl::CheckCanSpeculate(const std::optional<Speculation>& speculati
 
 Status EngineImpl::CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const {
   std::ostringstream message;
-  const int64_t positions = model_->info().max_position_embeddings;
+  const int64_t positions = info_.max_position_embeddings;
   if (state_.attention() == nullptr) {
-    message << "SamplingOptions::window is " << options.window << "; "
-            << model_->info().architecture
+    message << "SamplingOptions::window is " << options.window << "; " << info_.architecture
             << " has no attention layers that could have one, and its states do not grow with the "
                "text: leave it 0";
     return Status(StatusCode::kBadArgument, message.str());
@@ -223,7 +231,7 @@ Request* EngineImpl::FindRequest(int64_t request_id) const {
 Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
                                const SamplingOptions& options) const {
   return GuardEntry([&]() -> Status {
-    const int64_t vocab_size = model_->info().vocab_size;
+    const int64_t vocab_size = info_.vocab_size;
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckCanSpeculate(options.speculation));
@@ -245,9 +253,8 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     request->submitted_ns = clock_->SteadyNs();
     // Settled before the first token is computed, because stored keys cannot be turned again. So
     // which factors positions use depends on the request alone.
-    request->space = {
-        .salt = options.cache_salt,
-        .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};
+    request->space = {.salt = options.cache_salt,
+                      .long_rope = NeedsLongRope(info_, SpanMax(request->prompt_tokens, options))};
     Prefetch(request.get());
     Queue(std::move(request));
     return next_request_id_++;
@@ -317,7 +324,7 @@ Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport
       return Status(StatusCode::kBadState,
                     "Engine::AttachStore: a store is attached; an engine has one for its life");
     }
-    const bool long_rope = HasLongSet(model_->info().rope.scaling);
+    const bool long_rope = HasLongSet(info_.rope.scaling);
     QUIRE_ASSIGN_OR_RETURN(
         store_, StoreLink::Create(std::move(store), states(), !state_.forks_anywhere(), identity,
                                   options, long_rope));

@@ -75,7 +75,7 @@ class EngineImpl final : public Engine {
   };
   explicit EngineImpl(Parts parts);
 
-  const ModelInfo& model_info() const override { return model_->info(); }
+  const ModelInfo& model_info() const override { return info_; }
   const std::string& kernel_path() const override { return kernel_path_; }
   Status CheckSubmit(std::span<const int32_t> prompt,
                      const SamplingOptions& options) const override;
@@ -271,6 +271,7 @@ class EngineImpl final : public Engine {
   const std::shared_ptr<AttentionKVCache> cache_;    // null without attention layers
   const std::shared_ptr<RecurrentCache> recurrent_;  // null without recurrent layers
   const std::unique_ptr<CompositeState> composite_;  // null without recurrent layers
+  const ModelInfo info_;                             // the model's, with the layers of the cache
   const SequenceState state_;
   const std::shared_ptr<ParallelRunner> runner_;
   const std::string kernel_path_;

@@ -44,10 +44,9 @@ Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
 
 Status EngineImpl::CheckSnapshotFits(const SnapshotInfo& info, const std::string& path) const {
   if (info.tokens.empty()) return {};
-  QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, model_->info().vocab_size));
+  QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, info_.vocab_size));
   const int64_t length = static_cast<int64_t>(info.tokens.size());
-  const int64_t length_max =
-      std::min(model_->info().max_position_embeddings, pages_total_ * page_size_);
+  const int64_t length_max = std::min(info_.max_position_embeddings, pages_total_ * page_size_);
   if (length <= length_max) return {};
   return Status(StatusCode::kTooLarge, path + ": a snapshot of " + std::to_string(length) +
                                            " tokens; model and cache hold at most " +

@@ -178,14 +178,12 @@ void EngineImpl::PollLoad(Request* request) {
 
 // Layers come in the order of a chunk: attention layers, then the states of recurrent ones.
 int64_t EngineImpl::ChunkLayerCount() const {
-  const ModelInfo& info = model_->info();
-  return std::ssize(info.layers) + std::ssize(info.recurrent_layers);
+  return std::ssize(info_.layers) + std::ssize(info_.recurrent_layers);
 }
 
 // Without which a forward would wait at its begin. Hybrid models begin with a recurrent layer.
 int64_t EngineImpl::FirstLayerNeeded() const {
-  const ModelInfo& info = model_->info();
-  return info.recurrent_layers.empty() ? 0 : std::ssize(info.layers);
+  return info_.recurrent_layers.empty() ? 0 : std::ssize(info_.layers);
 }
 
 // Of the request's load, so far.

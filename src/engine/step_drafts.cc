@@ -202,7 +202,7 @@ Status EngineImpl::AttemptTrees(const TreeBatch& trees) {
     std::vector<int64_t> rows(token_ids.size());
     std::iota(rows.begin(), rows.end(), int64_t{0});
     due_.reserve(due_.size() + draws.size());
-    logits_.resize(rows.size() * static_cast<size_t>(model_->info().vocab_size));
+    logits_.resize(rows.size() * static_cast<size_t>(info_.vocab_size));
     QUIRE_RETURN_IF_ERROR(state_.kv().BeginTreeForward(nodes.ids, nodes.lengths, nodes.parents));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(

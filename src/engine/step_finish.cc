@@ -37,7 +37,7 @@ void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kError, &drawn->output);
   }
-  if (IsEnd(model_->info(), options, draw->token)) {
+  if (IsEnd(info_, options, draw->token)) {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
   }

@@ -72,8 +72,7 @@ Status Decoder::LoadWeights(const Checkpoint& checkpoint, WeightUse use,
   const LayerInputs inputs{.loader = loader,
                            .config = config_,
                            .architecture = architecture_,
-                           .k_dtype = options_.k_dtype.value_or(options_.dtype),
-                           .v_dtype = options_.v_dtype.value_or(options_.dtype),
+                           .dtype = options_.dtype,
                            .angles = std::move(angles)};
   layers_.reserve(static_cast<size_t>(config_.num_hidden_layers));
   for (int64_t i = 0; i < config_.num_hidden_layers; ++i) {

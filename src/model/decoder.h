@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -25,9 +24,7 @@
 namespace quire {
 
 struct DecoderOptions {
-  DType dtype = DType::kBF16;                   // kF32 or kBF16, see ModelOptions
-  std::optional<DType> k_dtype = std::nullopt;  // of KV, see ModelOptions
-  std::optional<DType> v_dtype = std::nullopt;
+  DType dtype = DType::kBF16;  // kF32 or kBF16, see ModelOptions
   const Backend* backend = nullptr;
   std::shared_ptr<ParallelRunner> runner;
 };

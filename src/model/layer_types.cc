@@ -20,9 +20,8 @@ int64_t AddAttentionLayer(const LayerInputs& inputs, int64_t index, ModelInfo* i
                           .num_kv_heads = config.num_key_value_heads,
                           .qk_head_dim = config.head_dim,
                           .v_head_dim = config.head_dim,
-                          .dtype = inputs.k_dtype,
+                          .dtype = inputs.dtype,
                           .soft_cap = config.attention_cap};
-  if (inputs.v_dtype != spec.dtype) spec.v_dtype = inputs.v_dtype;
   // A layer is turned as one with a window also where that window hides nothing.
   spec.window = WindowOfLayer(inputs.architecture, config, index);
   if (IsLocalLayer(inputs.architecture, config, index)) spec.rope = config.local_rope;
@@ -30,21 +29,13 @@ int64_t AddAttentionLayer(const LayerInputs& inputs, int64_t index, ModelInfo* i
   return static_cast<int64_t>(info->layers.size()) - 1;
 }
 
-Result<int64_t> AddLatentLayer(const LayerInputs& inputs, ModelInfo* info) {
+int64_t AddLatentLayer(const LayerInputs& inputs, ModelInfo* info) {
   const LatentConfig& config = *inputs.config.latent;
-  if (inputs.k_dtype != inputs.v_dtype) {
-    return Status(StatusCode::kBadArgument,
-                  inputs.config.path + ": keys of " + inputs.config.architecture +
-                      " are its values, so they are "
-                      "stored once; k_dtype is " +
-                      std::string(DTypeName(inputs.k_dtype)) + ", v_dtype is " +
-                      std::string(DTypeName(inputs.v_dtype)) + ": give the same for both");
-  }
   info->layers.push_back({.num_qo_heads = inputs.config.num_attention_heads,
                           .num_kv_heads = 1,
                           .qk_head_dim = config.key_dim(),
                           .v_head_dim = config.kv_rank,
-                          .dtype = inputs.k_dtype,
+                          .dtype = inputs.dtype,
                           .latent = true});
   return static_cast<int64_t>(info->layers.size()) - 1;
 }
@@ -84,11 +75,9 @@ Result<std::unique_ptr<Mixer>> LoadMixer(const LayerInputs& inputs, int64_t inde
     case MixerKind::kGatedAttention:
       return GatedAttention::Load(inputs.loader, prefix + "self_attn.", config, inputs.architecture,
                                   AddAttentionLayer(inputs, index, info));
-    case MixerKind::kLatentAttention: {
-      QUIRE_ASSIGN_OR_RETURN(const int64_t layer, AddLatentLayer(inputs, info));
-      return LatentAttention::Load(inputs.loader, prefix + "self_attn.", config, layer,
-                                   inputs.angles);
-    }
+    case MixerKind::kLatentAttention:
+      return LatentAttention::Load(inputs.loader, prefix + "self_attn.", config,
+                                   AddLatentLayer(inputs, info), inputs.angles);
     case MixerKind::kStateSpace:
       return StateSpaceMixer::Load(
           inputs.loader, prefix + "mixer.", config,

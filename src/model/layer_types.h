@@ -22,8 +22,7 @@ struct LayerInputs {
   WeightLoader& loader;
   const ModelConfig& config;
   const Architecture& architecture;
-  DType k_dtype;                      // of stored keys
-  DType v_dtype;                      // of stored values
+  DType dtype;                        // of keys and values, see ModelInfo::layers
   std::shared_ptr<RopeTable> angles;  // for mixers that rotate by themselves; null: the caches do
 };
 

@@ -307,17 +307,5 @@ TEST(LatentAttentionTest, KeepsOneVectorOfAToken) {
   EXPECT_EQ(model->info().rope.rotary_dim, 8);
 }
 
-TEST(LatentAttentionTest, RefusesTwoTypesForOneVector) {
-  TestFolder folder;
-  WriteTestModel(folder, {.architecture = "DeepseekV2ForCausalLM"});
-  ModelOptions options;
-  options.dtype = DType::kF32;
-  options.k_dtype = DType::kI8;
-  const auto model = Model::Load(folder.path(), options);
-  EXPECT_EQ(model.status().code(), StatusCode::kBadArgument);
-  EXPECT_NE(model.status().message().find("k_dtype is int8, v_dtype is float32"), std::string::npos)
-      << model.status().ToString();
-}
-
 }  // namespace
 }  // namespace quire

@@ -36,14 +36,11 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
   if (runner == nullptr) {
     QUIRE_ASSIGN_OR_RETURN(runner, CreateThreadPool(0));
   }
-  return ModelFolder{.config = std::move(config),
-                     .architecture = architecture,
-                     .checkpoint = std::move(checkpoint),
-                     .options = {.dtype = options.dtype,
-                                 .k_dtype = options.k_dtype,
-                                 .v_dtype = options.v_dtype,
-                                 .backend = backend,
-                                 .runner = std::move(runner)}};
+  return ModelFolder{
+      .config = std::move(config),
+      .architecture = architecture,
+      .checkpoint = std::move(checkpoint),
+      .options = {.dtype = options.dtype, .backend = backend, .runner = std::move(runner)}};
 }
 
 }  // namespace
