@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from quire import errors
 
-__all__ = ["check_schema"]
+__all__ = ["check_schema", "embedded_schema"]
 
 _BYTES_MAX = 64 << 10
 _LEVELS_MAX = 64
@@ -59,6 +59,29 @@ def check_schema(schema: Any) -> Any:
         elif not isinstance(found, bool):
             _refuse(place, "must be an object")
     return dict(schema) if isinstance(schema, Mapping) else schema
+
+
+def embedded_schema(schema: Any) -> Any:
+    """A schema for a part of a structural tag, where control characters are not kept out of the
+    answer: XGrammar takes them in texts of a bounded length, and in no others. So lengths become
+    patterns of the same texts."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for word in _ONE:
+        if word in found:
+            found[word] = embedded_schema(found[word])
+    for word in _LISTS:
+        if word in found:
+            found[word] = [embedded_schema(entry) for entry in found[word]]
+    for word in _MAPS:
+        if word in found:
+            found[word] = {name: embedded_schema(entry) for name, entry in found[word].items()}
+    least, most = found.pop("minLength", None), found.pop("maxLength", None)
+    if (least, most) != (None, None) and "format" not in found:
+        count = f"{{{least or 0},{'' if most is None else most}}}"
+        found["pattern"] = r'^[^"\\\x00-\x1f]' + count + "$"
+    return found
 
 
 def _refuse(place: str, what: str) -> NoReturn:

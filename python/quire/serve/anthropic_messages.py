@@ -16,7 +16,7 @@ from quire.serve._streams import Delta
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
-from quire.serve.grammars import read_wanted
+from quire.serve.grammars import Wanted, read_inner_format
 from quire.serve.problems import Problem, from_engine
 from quire.serve.responses import JsonAnswer, View, answer, event
 from quire.serve.service import Service
@@ -41,7 +41,8 @@ async def count_tokens(request: Request, service: Service) -> Any:
     """The number of tokens that the prompt of a message has."""
     fields = await read_fields(request, service)
     service.facts.check_name(fields)
-    messages, tools = _read_messages(fields, service), _read_tools(fields, service)
+    messages = _read_messages(fields, service)
+    tools = _read_tools(fields, service, read_inner_format(fields, "output_config"))
     headers = check_unknown(fields, service)
     variables = {} if tools is None else {"tools": tools.entries}
     tokenizer = service.engine.tokenizer
@@ -57,7 +58,8 @@ def _read(fields: Fields, service: Service) -> Generation:
     max_tokens = common.read_max_tokens(fields, "max_tokens")
     if max_tokens is None:
         fields.refuse("max_tokens", "an integer of at least 0")
-    tools = _read_tools(fields, service)
+    wanted = read_inner_format(fields, "output_config")
+    tools = _read_tools(fields, service, wanted)
     options = common.read_sampling(fields, service.limits, service.facts)
     options |= {"max_tokens": max_tokens, "logprobs": None}
     if options.get("n", 1) != 1:
@@ -70,16 +72,18 @@ def _read(fields: Fields, service: Service) -> Generation:
     thinking = fields.object("thinking")
     if thinking is not None:
         thinking.only("type", "disabled")
+    config = fields.object("output_config")
+    if config is not None:
+        config.only("effort")
     fields.only("mcp_servers", [])
     fields.only("container")
-    fields.only("output_config")
     return Generation(
         [_read_messages(fields, service)],
         options,
         common.read_salt(fields),
         fields.boolean("stream"),
         tool_parser=None if tools is None else service.tool_parser,
-    ).hold(read_wanted(fields, None) if tools is None or tools.calls is None else tools.calls)
+    ).hold(wanted if tools is None else tools.answer)
 
 
 # ---- Prompts
@@ -136,14 +140,15 @@ def _tool_use(block: Fields) -> dict[str, Any]:
     return {"id": block.text("id", 256) or "", "type": "function", "function": function}
 
 
-def _read_tools(fields: Fields, service: Service) -> Tools | None:
+def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tools | None:
     """The tools in OpenAI's form, which templates know."""
     tools = []
     for entry in fields.objects("tools", service.limits.tools) or []:
         entry.only("type", "custom")
         schema = entry.object("input_schema")
         parameters = {} if schema is None else entry.any("input_schema")
-        function = {"name": entry.any("name"), "description": entry.any("description")}
+        names = ("name", "description", "strict")
+        function = {name: entry.any(name) for name in names}
         tools.append({"type": "function", "function": {**function, "parameters": parameters}})
     choice = fields.object("tool_choice")
     found: dict[str, Any] = {"tools": tools or None}
@@ -153,7 +158,7 @@ def _read_tools(fields: Fields, service: Service) -> Tools | None:
         if kind == "tool":
             found["tool_choice"] = {"type": "function", "name": choice.text("name", 256)}
         found["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use")
-    return read_tools(Fields(found), service.limits, service.tool_parser, service.template)
+    return read_tools(Fields(found), service.limits, service.tool_parser, service.template, format)
 
 
 # ---- Answers

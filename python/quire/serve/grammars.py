@@ -10,7 +10,7 @@ from quire.grammar import Grammar
 from quire.serve.fields import Fields
 from quire.serve.problems import Problem
 
-__all__ = ["Wanted", "read_format", "read_wanted", "wanted"]
+__all__ = ["Wanted", "read_inner_format", "read_wanted", "wanted"]
 
 # vLLM's fields, newer and older, and the grammar that each is.
 _STRUCTURED = {
@@ -49,7 +49,7 @@ def read_wanted(fields: Fields, format: str | None = "response_format") -> Wante
 
     format: the field that says it in OpenAI's form; None: this API has none.
     """
-    found = [] if format is None else [read_format(fields, format)]
+    found = [] if format is None else [_read_format(fields, format)]
     found += [_read_structured(fields), *(_read_guided(fields, name) for name in _GUIDED)]
     given = [entry for entry in found if entry is not None]
     fields.ignore("guided_decoding_backend")
@@ -64,7 +64,7 @@ def read_wanted(fields: Fields, format: str | None = "response_format") -> Wante
     return given[0]
 
 
-def read_format(fields: Fields, name: str) -> Wanted | None:
+def _read_format(fields: Fields, name: str) -> Wanted | None:
     """OpenAI's form: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema"} with the
     schema beside it or, in chats, within "json_schema"."""
     format = fields.object(name)
@@ -81,6 +81,16 @@ def read_format(fields: Fields, name: str) -> Wanted | None:
     if not inner.has("schema"):
         inner.refuse("schema", "a JSON schema")
     return wanted(inner.name("schema"), {"json_schema": inner.any("schema")})
+
+
+def read_inner_format(fields: Fields, name: str) -> Wanted | None:
+    """As `read_wanted`, in APIs that have OpenAI's form as the `format` of another field."""
+    outer = fields.object(name)
+    format = None if outer is None else _read_format(outer, "format")
+    other = read_wanted(fields, None)
+    if format is not None and other is not None:
+        fields.refuse(name, f"without a format beside {other.field}")
+    return format or other
 
 
 def _read_structured(fields: Fields) -> Wanted | None:

@@ -49,14 +49,10 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         "template_args": common.read_template_args(fields) or None,
     }
     _refuse_what_is_not_there(fields)
-    tools = read_tools(fields, service.limits, service.tool_parser, service.template)
+    wanted = read_wanted(fields)
+    tools = read_tools(fields, service.limits, service.tool_parser, service.template, wanted)
     if tools is not None:
         options["template_args"] = {**(options["template_args"] or {}), "tools": tools.entries}
-    wanted = read_wanted(fields)
-    if tools is not None and tools.calls is not None:
-        if wanted is not None:
-            fields.refuse("tool_choice", f"auto or none beside {wanted.field}")
-        wanted = tools.calls
     return Generation(
         [common.read_messages(fields, service.limits)],
         {name: value for name, value in options.items() if value is not None}
@@ -67,7 +63,7 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         logprobs,
         fields.boolean("return_token_ids"),
         None if tools is None else service.tool_parser,
-    ).hold(wanted)
+    ).hold(wanted if tools is None else tools.answer)
 
 
 def _read_logprobs(fields: Fields, service: Service) -> int | None:

@@ -16,7 +16,7 @@ from quire.serve.bounded_json import parse_object
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
-from quire.serve.grammars import Wanted, read_format, read_wanted
+from quire.serve.grammars import Wanted, read_inner_format
 from quire.serve.kept_responses import Messages
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
@@ -55,7 +55,8 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
     messages = [] if previous is None else list(service.kept.get(call.tenant.name, previous))
     messages += _read_input(fields, service)
     instructions = fields.text("instructions")
-    tools = _read_tools(fields, service)
+    wanted = read_inner_format(fields, "text")
+    tools = _read_tools(fields, service, wanted)
     options = common.read_sampling(fields, service.limits, service.facts)
     if options.get("n", 1) != 1:
         fields.refuse("n", "1 in this API")
@@ -65,11 +66,6 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         options["max_tokens"] = max_tokens
     if tools is not None:
         options["template_args"] = {"tools": tools.entries}
-    wanted = _read_text(fields)
-    if tools is not None and tools.calls is not None:
-        if wanted is not None:
-            fields.refuse("tool_choice", f"auto or none beside {wanted.field}")
-        wanted = tools.calls
     _refuse_what_is_not_there(fields)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     metadata = fields.any("metadata")
@@ -77,9 +73,10 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         "instructions": instructions,
         "max_output_tokens": max_tokens,
         "metadata": metadata if isinstance(metadata, dict) else {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
         "previous_response_id": previous,
         "temperature": options.get("temperature"),
+        "text": {"format": {"type": "text"}, **(fields.any("text") or {})},
         "tool_choice": fields.any("tool_choice") or "auto",
         "tools": fields.any("tools") or [],
         "top_p": options.get("top_p"),
@@ -90,24 +87,15 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         common.read_salt(fields),
         fields.boolean("stream"),
         tool_parser=None if tools is None else service.tool_parser,
-    ).hold(wanted)
+    ).hold(wanted if tools is None else tools.answer)
     store = fields.boolean("store", True)
     return _Asked(service, call, generation, messages, store, echo)
 
 
-def _read_text(fields: Fields) -> Wanted | None:
-    """What the answer must look like, by `text.format` or vLLM's fields."""
-    text = fields.object("text")
-    if text is None:
-        return read_wanted(fields, None)
-    text.only("verbosity", "medium")
-    format, other = read_format(text, "format"), read_wanted(fields, None)
-    if format is not None and other is not None:
-        fields.refuse("text", f"without a format beside {other.field}")
-    return format or other
-
-
 def _refuse_what_is_not_there(fields: Fields) -> None:
+    text = fields.object("text")
+    if text is not None:
+        text.only("verbosity", "medium")
     fields.only("truncation", "disabled")
     fields.only("background", False)
     fields.only("include", [])
@@ -156,7 +144,7 @@ def _of_item(entry: Fields) -> Messages:
     return [{"role": "system" if role == "developer" else role, "content": content}]
 
 
-def _read_tools(fields: Fields, service: Service) -> Tools | None:
+def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tools | None:
     """The tools, whose functions this API does not nest, in the form that templates know."""
     tools = []
     for entry in fields.objects("tools", service.limits.tools) or []:
@@ -165,7 +153,7 @@ def _read_tools(fields: Fields, service: Service) -> Tools | None:
         tools.append({"type": "function", "function": {name: entry.any(name) for name in names}})
     choice, parallel = fields.any("tool_choice"), fields.any("parallel_tool_calls")
     found = {"tools": tools or None, "tool_choice": choice, "parallel_tool_calls": parallel}
-    return read_tools(Fields(found), service.limits, service.tool_parser, service.template)
+    return read_tools(Fields(found), service.limits, service.tool_parser, service.template, format)
 
 
 class _ResponseView(View):
@@ -304,7 +292,6 @@ class _ResponseView(View):
             "model": self._asked.service.facts.names[0],
             "output": self._items,
             "store": self._asked.store,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": None,
             **self._asked.echo,

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from typing import Any
 
 from quire.serve.bounded_json import parse_object
 from quire.serve.problems import Problem
@@ -128,32 +129,39 @@ def special_texts(kind: str) -> tuple[str, ...]:
 @dataclasses.dataclass(frozen=True)
 class CallTexts:
     """How a model writes calls by itself. begin, end: around all of them; head, tail: around the
-    arguments of one; NAME in the head stands for the function's. separator: between two."""
+    arguments of one; NAME in the head stands for the function's. separator: between two.
+
+    triggers: texts behind which a call stands, wherever they are in the answer; none: calls are the
+    whole answer.
+    """
 
     head: str
     tail: str
     separator: str = "\n"
     begin: str = ""
     end: str = ""
+    triggers: tuple[str, ...] = ()
 
 
 def call_texts(kind: str, template: str) -> CallTexts:
     """By the format, and the version of it that the template writes."""
-    if kind == "hermes":
-        return CallTexts('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
     if kind == "llama3":
         return CallTexts('{"name": "NAME", "parameters": ', "}", "; ")
+    opened = _FORMATS[kind].open
+    if kind == "hermes":
+        head = opened + '\n{"name": "NAME", "arguments": '
+        return CallTexts(head, "}\n</tool_call>", triggers=(opened,))
     if kind == "mistral":
         if "[ARGS]" in template:
-            return CallTexts("[TOOL_CALLS]NAME[ARGS]", "", "")
-        return CallTexts('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]")
-    begin, sep, end = (_DEEPSEEK[name] for name in ("call▁begin", "sep", "call▁end"))
-    around = _DEEPSEEK["calls▁begin"], _DEEPSEEK["calls▁end"]
+            return CallTexts(opened + "NAME[ARGS]", "", "", triggers=(opened,))
+        head = '{"name": "NAME", "arguments": '
+        return CallTexts(head, "}", ", ", opened + "[", "]", (opened,))
+    begin, end = _DEEPSEEK["calls▁begin"], _DEEPSEEK["calls▁end"]
+    sep, close, triggers = _DEEPSEEK["sep"], _DEEPSEEK["call▁end"], (begin, opened)
     if "```json" in template:
-        return CallTexts(
-            f"{begin}function{sep}NAME\n```json\n", f"\n```{end}", "\n", *around
-        )
-    return CallTexts(f"{begin}NAME{sep}", end, "", *around)
+        head = f"{opened}function{sep}NAME\n```json\n"
+        return CallTexts(head, f"\n```{close}", "\n", begin, end, triggers)
+    return CallTexts(f"{opened}NAME{sep}", close, "", begin, end, triggers)
 
 
 def call_id(kind: str | None, prefix: str, id: str) -> str:
@@ -197,7 +205,9 @@ class ToolParser:
         held, self._held = self._held, ""
         if self._place in ("arguments", "tail") or (self.calls > 0 and not held.strip()):
             return text, found
-        calls = _whole_calls(held) if self._place == "head" else None
+        # Without a tag around it an object with a name and no arguments is an answer.
+        tagged = bool(self._format.open)
+        calls = _whole_calls(held, tagged) if self._place == "head" else None
         if calls is not None:
             return text, found + self._numbered(calls)
         return text + (self._format.open if self._place == "head" else "") + held, found
@@ -235,7 +245,7 @@ class ToolParser:
         return False
 
     def _find_object(self) -> bool:
-        start = self._held.lstrip()
+        start = self._held.lstrip(" \t\r\n")  # the blanks of JSON
         if not start:
             return False
         self._place = "head" if start.startswith("{") else "plain"
@@ -260,7 +270,7 @@ class ToolParser:
         # Not in the usual order, or no call at all.
         whole, self._held = self._held[:end], self._held[end + len(close) :]
         self._place = "text"
-        calls = _whole_calls(whole)
+        calls = _whole_calls(whole, tagged=True)
         if calls is None:
             texts.append(self._format.open + whole + close)
         else:
@@ -330,9 +340,9 @@ class _Arguments:
         return len(text)
 
 
-def _whole_calls(text: str) -> list[tuple[str, str]] | None:
+def _whole_calls(text: str, tagged: bool) -> list[tuple[str, str]] | None:
     """Names and arguments of calls that are JSON in an unusual order: one, or a list of them; None
-    if there is none."""
+    if there is none. tagged: a call may have no arguments."""
     listed = text.strip()
     try:
         whole = parse_object(f'{{"calls":{listed}}}'.encode())
@@ -342,15 +352,16 @@ def _whole_calls(text: str) -> list[tuple[str, str]] | None:
         return None
     value = whole["calls"]
     entries = value if isinstance(value, list) and value else [value]
-    calls = [_whole_call(entry) for entry in entries]
+    calls = [_whole_call(entry, tagged) for entry in entries]
     found = [call for call in calls if call is not None]
     return found if len(found) == len(calls) else None
 
 
-def _whole_call(value: object) -> tuple[str, str] | None:
+def _whole_call(value: object, tagged: bool) -> tuple[str, str] | None:
     if not isinstance(value, dict):
         return None
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    none: dict[str, Any] | None = {} if tagged else None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", none))
     if not isinstance(name, str) or not NAME.fullmatch(name) or not isinstance(arguments, dict):
         return None
     return name, json.dumps(arguments, ensure_ascii=False)

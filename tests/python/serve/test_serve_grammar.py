@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,6 +14,7 @@ import openai
 import pytest
 import quire
 from quire.serve.tool_parser import PARSERS, ToolParser
+from scripted_model import ScriptedModel
 from server_process import Server, running
 from tiny_model import TinyModel
 from tool_model import ToolModel
@@ -250,6 +252,10 @@ def test_the_other_apis_force_calls_too(calling: Server) -> None:
     assert item.type == "function_call" and json.loads(item.arguments)["city"] in ("Bergen", "Oslo")
 
 
+BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+STRICT_BAD_TOOL = {"type": "function", "function": {**BAD_TOOL["function"], "strict": True}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -257,15 +263,11 @@ def test_the_other_apis_force_calls_too(calling: Server) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": "required", "tools": [BAD_TOOL]}, "tools[0].function.parameters"),
+        ({"tools": [STRICT_BAD_TOOL]}, "tools[0].function.parameters"),
         (
-            {
-                "tool_choice": "required",
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-                ],
-            },
-            "tools[0].function.parameters",
+            {"structured_outputs": {"structural_tag": {"type": "structural_tag"}}},
+            "structured_outputs.structural_tag",
         ),
     ],
 )
@@ -273,6 +275,146 @@ def test_choices_that_are_refused(calling: Server, body: Any, param: str) -> Non
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 2, **body}
     status, _, found = calling.request("POST", "/v1/chat/completions", body)
     assert status == 400 and found["error"]["param"] == param
+
+
+# ---- Calls that may be made
+
+STRICT: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+_DEEPSEEK = {
+    name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+}
+# By the format: the template's mark, the special tokens, and two calls as a model writes them; the
+# arguments of the first follow no schema.
+SCRIPTS: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
+    "hermes": (
+        "<tool_call>",
+        (),
+        ["Well.", "<tool_call>", '\n{"name": "weather", "arguments": ', '{"city": "Rome"}', "}\n"]
+        + ["</tool_call>", "\n<tool_call>", '\n{"name": "weather", "arguments": {"a"', ": 1}}\n"]
+        + ["</tool_call", ">"],
+    ),
+    "llama3": (
+        "<|python_tag|>",
+        (),
+        ['{"name": "weather", "parameters": ', '{"city": "Rome"}', "}; "]
+        + ['{"name": "weather", "parameters"', ': {"a": 1}', "}"],
+    ),
+    "mistral": (
+        "[TOOL_CALLS] [ARGS]",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        ["Well.", "[TOOL_CALLS]", "weather", "[ARGS]", '{"city": "Rome"}', "[TOOL_CALLS]w"]
+        + ["eather[", "ARGS]", '{"a": 1}'],
+    ),
+    "mistral list": (
+        "[TOOL_CALLS]",
+        ("[TOOL_CALLS]",),
+        ["Well.", "[TOOL_CALLS]", '[{"name": "weather", "arguments": ', '{"city": "Rome"}', "}, "]
+        + ['{"name": "weather", "arguments"', ': {"a": 1}', "}]"],
+    ),
+    "deepseek": (
+        _DEEPSEEK["call▁begin"],
+        tuple(_DEEPSEEK.values()),
+        ["Well.", _DEEPSEEK["calls▁begin"], _DEEPSEEK["call▁begin"], "weather", _DEEPSEEK["sep"]]
+        + ['{"city": "Rome"}', _DEEPSEEK["call▁end"], _DEEPSEEK["call▁begin"] + "w", "eather<｜tool"]
+        + ["▁sep｜>", '{"a": 1}', _DEEPSEEK["call▁end"] + "<｜tool", "▁calls▁end｜>"],
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def scripted(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Server]:
+    """A model that writes two calls, whatever it is asked."""
+    mark, special, pieces = SCRIPTS[request.param]
+    template = "{% if tools %}{{ tools | tojson }} " + mark + "{% endif %}"
+    model = ScriptedModel(tmp_path_factory.mktemp("script"), pieces, special, template)
+    with running(model.directory) as server:
+        yield server
+
+
+def test_calls_follow_strict_schemas(scripted: Server) -> None:
+    def first(tools: Any) -> tuple[str, Any]:
+        body = {"messages": MESSAGES, "tools": tools, "max_tokens": 400}
+        (choice,) = scripted.post("/v1/chat/completions", body)["choices"]
+        call = choice["message"]["tool_calls"][0]["function"]
+        text = (choice["message"]["content"] or "")[:5]  # the model goes on behind the call
+        return text, (call["name"], json.loads(call["arguments"]))
+
+    text, call = first(TOOLS)
+    assert call == ("weather", {"city": "Rome"})  # what the model writes
+    held = [(text, ("weather", {"city": city})) for city in ("Bergen", "Oslo")]
+    assert first(STRICT) in held
+    # Beside a strict function the others' arguments are any object.
+    other = {"type": "function", "function": {**STRICT[0]["function"], "name": "other"}}
+    assert first([TOOLS[0], other]) == (text, call)
+
+
+def test_one_call_or_several(scripted: Server) -> None:
+    def calls(**more: Any) -> list[str]:
+        body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 400, **more}
+        (choice,) = scripted.post("/v1/chat/completions", body)["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        return [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
+
+    assert calls() == ['{"city": "Rome"}', '{"a": 1}']
+    assert calls(parallel_tool_calls=False) == ['{"city": "Rome"}']
+
+
+def test_without_a_call_strict_tools_leave_any_text(tmp_path: Path) -> None:
+    pieces = ["\n Well, ", '{"name": 1}', " <tool_cal", "l \t世", "界\x1b [TOOL_CALL ", "<｜tool▁call"]
+    model = ScriptedModel(tmp_path, pieces)
+    for kind in PARSERS:
+        with running(model.directory, "--tool-parser", kind) as server:
+            body: Any = {"messages": MESSAGES, "max_tokens": 60}
+            for tools in (TOOLS, STRICT):
+                (choice,) = server.post("/v1/chat/completions", {**body, "tools": tools})["choices"]
+                assert choice["message"]["content"] == "".join(pieces), kind
+                assert choice["finish_reason"] == "stop"
+
+
+def test_calls_beside_a_format(calling: Server) -> None:
+    """The answer is calls, or what the format says."""
+    kinds = set()
+    for seed in range(12):
+        body = {"messages": MESSAGES, "tools": STRICT, "response_format": FORMAT, "seed": seed}
+        found = calling.post("/v1/chat/completions", {**WILD, **body, "max_tokens": 400})
+        (choice,) = found["choices"]
+        if choice["finish_reason"] == "length":
+            continue
+        kinds.add(choice["finish_reason"])
+        for call in choice["message"].get("tool_calls", ()):
+            assert json.loads(call["function"]["arguments"])["city"] in ("Bergen", "Oslo")
+        assert choice["finish_reason"] == "tool_calls" or is_person(choice["message"]["content"])
+    assert "stop" in kinds or "tool_calls" in kinds
+
+
+def test_the_other_apis_hold_strict_schemas_too(scripted: Server) -> None:
+    claude = anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
+    tool: Any = {"name": "weather", "input_schema": CITY, "strict": True}
+    asked: Any = {"model": "tiny", "max_tokens": 400, "messages": MESSAGES, "tools": [tool]}
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    blocks = claude.messages.create(tool_choice=choice, **asked).content
+    (used,) = [block for block in blocks if block.type == "tool_use"]
+    assert used.input["city"] in ("Bergen", "Oslo")
+    client = openai.OpenAI(base_url=scripted.url + "/v1", api_key="none", max_retries=0)
+    response = client.responses.create(
+        model="tiny",
+        input="Who?",
+        max_output_tokens=400,
+        parallel_tool_calls=False,
+        tools=[{"type": "function", "name": "weather", "parameters": CITY, "strict": True}],
+    )
+    (call,) = [item for item in response.output if item.type == "function_call"]
+    assert json.loads(call.arguments)["city"] in ("Bergen", "Oslo")
+    assert response.parallel_tool_calls is False
+
+
+def test_a_message_has_an_output_format(server: Server) -> None:
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    config: Any = {"format": {"type": "json_schema", "schema": PERSON}}
+    asked: Any = {"model": "tiny", "max_tokens": 150, "messages": MESSAGES}
+    more = {"temperature": 2, "seed": 1}
+    found = claude.messages.create(output_config=config, extra_body=more, **asked)
+    assert found.stop_reason == "end_turn" and is_person(found.content[0].text)
 
 
 def test_every_format_of_calls_is_tried() -> None:

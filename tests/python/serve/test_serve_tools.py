@@ -79,11 +79,11 @@ def test_without_tools_all_of_it_is_text(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
         ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
         (
-            {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]},
             "tools[0].function.strict",
         ),
     ],
@@ -220,6 +220,8 @@ ONE = '{"name": "f", "arguments": {"a": "}</tool_call>\\""}}'
             '\n{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
             ("", {0: ("f", '{"a": 1}'), 1: ("g", "{}")}),
         ),
+        ("llama3", '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', {})),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", {0: ("f", "{}")})),
         ("llama3", '{"json": "but no call"}', ('{"json": "but no call"}', {})),
         ("llama3", '{"parameters": {}, "name": "h"}', ("", {0: ("h", "{}")})),
         (
