@@ -6,8 +6,8 @@
 
 #include "base/guard.h"
 #include "base/round_up.h"
-#include "model/cache_lines.h"
 #include "model/forward_arguments.h"
+#include "model/weights/cache_lines.h"
 
 namespace quire {
 namespace {

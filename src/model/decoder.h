@@ -11,13 +11,13 @@
 #include <vector>
 
 #include "kernels/backend.h"
-#include "model/architecture.h"
-#include "model/checkpoint.h"
-#include "model/layer_types.h"
-#include "model/mixer.h"
-#include "model/model_config.h"
-#include "model/row_ops.h"
-#include "model/weights.h"
+#include "model/config/architecture.h"
+#include "model/config/model_config.h"
+#include "model/layers/layer_types.h"
+#include "model/layers/mixer.h"
+#include "model/layers/row_ops.h"
+#include "model/weights/checkpoint.h"
+#include "model/weights/weights.h"
 #include "quire/model.h"
 #include "tensor/host_memory.h"
 

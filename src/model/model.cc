@@ -4,11 +4,11 @@
 
 #include "base/guard.h"
 #include "kernels/backend.h"
-#include "model/architecture.h"
-#include "model/checkpoint.h"
+#include "model/config/architecture.h"
+#include "model/config/model_config.h"
 #include "model/decoder.h"
-#include "model/model_config.h"
-#include "model/safetensors_writer.h"
+#include "model/weights/checkpoint.h"
+#include "model/weights/safetensors_writer.h"
 
 namespace quire {
 namespace {

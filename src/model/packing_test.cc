@@ -6,8 +6,8 @@
 #include <csignal>
 #include <filesystem>
 
-#include "model/safetensors.h"
 #include "model/testing/test_model.h"
+#include "model/weights/safetensors.h"
 
 namespace quire {
 namespace {

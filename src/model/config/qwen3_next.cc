@@ -1,0 +1,13 @@
+// Qwen3-Next (Qwen team 2025): three layers of the gated delta rule to one of attention with a gate
+// on its output, mixtures of experts, norms of weight 1 + w.
+#include "model/config/architecture.h"
+
+namespace quire {
+
+const Architecture kQwen3Next = {
+    .name = "Qwen3NextForCausalLM",
+    .mixers = MixerRule::kHybrid,
+    .norm_offset = 1.0F,
+};
+
+}  // namespace quire

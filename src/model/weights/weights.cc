@@ -1,0 +1,381 @@
+#include "model/weights/weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/round_up.h"
+#include "kernels/linear_layout.h"
+#include "model/weights/cache_lines.h"
+
+namespace quire {
+namespace {
+
+// Addresses only: a mapping takes memory where it is written, so what is left of one costs nothing.
+constexpr size_t kMappingBytes = size_t{256} << 20;
+
+std::string ShapeText(std::span<const int64_t> shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+bool IsAligned(const void* data, DType dtype) {
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(DTypeBytes(dtype)) == 0;
+}
+
+// The one type that holds all parts exactly.
+DType CommonDType(std::span<const CheckpointTensor> tensors) {
+  const DType first = *tensors.front().stored->dtype;
+  const bool same = std::ranges::all_of(
+      tensors, [first](const CheckpointTensor& tensor) { return tensor.stored->dtype == first; });
+  return same ? first : DType::kF32;
+}
+
+int64_t ElementCount(const CheckpointTensor& tensor) {
+  return static_cast<int64_t>(tensor.bytes.size()) / DTypeBytes(*tensor.stored->dtype);
+}
+
+// Copies a tensor to aligned memory as `dtype`: its own, or float32, which holds every type that is
+// read.
+Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) {
+  const DType from = *tensor.stored->dtype;
+  if (from == dtype) {
+    std::memcpy(to, tensor.bytes.data(), tensor.bytes.size());
+    return Status();
+  }
+  if (IsAligned(tensor.bytes.data(), from)) {
+    ConvertElements(tensor.bytes.data(), from, to, dtype, ElementCount(tensor));
+    return Status();
+  }
+  QUIRE_ASSIGN_OR_RETURN(const HostMemory aligned, HostMemory::Allocate(tensor.bytes.size()));
+  std::memcpy(aligned.data(), tensor.bytes.data(), tensor.bytes.size());
+  ConvertElements(aligned.data(), from, to, dtype, ElementCount(tensor));
+  return Status();
+}
+
+// [columns][rows] of a matrix [rows][columns] of elements of `size` bytes.
+std::vector<std::byte> Transposed(const std::byte* matrix, int64_t rows, int64_t columns,
+                                  size_t size) {
+  std::vector<std::byte> turned(static_cast<size_t>(rows * columns) * size);
+  for (int64_t i = 0; i < columns; ++i) {
+    for (int64_t j = 0; j < rows; ++j) {
+      std::memcpy(turned.data() + static_cast<size_t>(i * rows + j) * size,
+                  matrix + static_cast<size_t>(j * columns + i) * size, size);
+    }
+  }
+  return turned;
+}
+
+// The name, in a packed checkpoint, of the matrix that the weights of all `parts` make.
+std::string PackedName(std::span<const LinearPart> parts) {
+  std::string name;
+  for (const LinearPart& part : parts) name += (name.empty() ? "" : "+") + part.name;
+  return name + ".packed";
+}
+
+std::string PackedSliceName(const std::string& name, size_t slice, int64_t head) {
+  return name + "." + std::to_string(slice) + "." + std::to_string(head) + ".packed";
+}
+
+std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
+  return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
+}
+
+}  // namespace
+
+int64_t WeightMemory::BytesTaken(size_t bytes) {
+  return static_cast<int64_t>(RoundUp(bytes, kCacheLine));
+}
+
+Result<std::shared_ptr<std::byte>> WeightMemory::Take(size_t bytes) {
+  const auto taken = static_cast<size_t>(BytesTaken(bytes));
+  if (mapping_ == nullptr || mapping_->size() - used_ < taken) {
+    QUIRE_ASSIGN_OR_RETURN(HostMemory mapping,
+                           HostMemory::Allocate(std::max(taken, kMappingBytes)));
+    mapping_ = std::make_shared<HostMemory>(std::move(mapping));
+    used_ = 0;
+  }
+  std::byte* const data = mapping_->data() + used_;
+  used_ += taken;
+  return std::shared_ptr<std::byte>(mapping_, data);
+}
+
+LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k,
+                             std::shared_ptr<const std::byte> packed, std::vector<float> bias)
+    : memory_(std::move(packed)), bias_(std::move(bias)) {
+  packed_ = PackedLinear{.dtype = dtype,
+                         .n = n,
+                         .k = k,
+                         .data = memory_.get(),
+                         .bias = bias_.empty() ? nullptr : bias_.data()};
+}
+
+WeightLoader::WeightLoader(const Checkpoint& checkpoint, const Backend& backend,
+                           ParallelRunner& runner, DType compute_dtype, WeightUse use)
+    : checkpoint_(checkpoint),
+      backend_(backend),
+      runner_(runner),
+      compute_dtype_(compute_dtype),
+      use_(use) {}
+
+Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
+                                                 std::span<const int64_t> shape) {
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, checkpoint_.Find(name));
+  const std::optional<DType> dtype = tensor.stored->dtype;
+  if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
+    return Status(StatusCode::kBadArgument,
+                  tensor.Name() + " is stored as " + std::string(tensor.stored->type_name) +
+                      "; weights must be F32, F16 or BF16: save the model in one of these types");
+  }
+  if (!std::ranges::equal(tensor.stored->shape, shape)) {
+    return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
+                                            ", config.json asks for " + ShapeText(shape) +
+                                            "; the two do not belong together");
+  }
+  return tensor;
+}
+
+void WeightLoader::Count(const std::string& name, int64_t elements) {
+  if (std::ranges::find(tables_, name) == tables_.end()) parameter_count_ += elements;
+}
+
+Result<std::vector<float>> WeightLoader::Bias(std::span<const LinearPart> parts) {
+  std::vector<float> bias;
+  for (const LinearPart& part : parts) {
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<float> values, Vector(part.name + ".bias", part.rows));
+    bias.insert(bias.end(), values.begin(), values.end());
+  }
+  return bias;
+}
+
+// Parts that end where a block of outputs does are packed one after the other, as they lie in the
+// file. False, and nothing was done: some part does not, or is stored otherwise.
+bool WeightLoader::PackInPlace(std::span<const CheckpointTensor> tensors, DType from, DType to,
+                               int64_t k, std::byte* packed) {
+  for (const CheckpointTensor& tensor : tensors) {
+    const bool is_last = &tensor == &tensors.back();
+    if (tensor.stored->dtype != from || !IsAligned(tensor.bytes.data(), from)) return false;
+    if (!is_last && tensor.stored->shape.front() % kOutputBlock != 0) return false;
+  }
+  for (const CheckpointTensor& tensor : tensors) {
+    const int64_t rows = tensor.stored->shape.front();
+    backend_.pack_linear(tensor.bytes.data(), from, rows, k, to, packed, runner_);
+    packed += backend_.packed_linear_bytes(to, rows, k);
+  }
+  return true;
+}
+
+Result<std::shared_ptr<std::byte>> WeightLoader::Pack(std::span<const CheckpointTensor> tensors,
+                                                      DType from, DType to, int64_t n, int64_t k) {
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed,
+                         memory_.Take(backend_.packed_linear_bytes(to, n, k)));
+  if (PackInPlace(tensors, from, to, k, packed.get())) return packed;
+  const int64_t row_bytes = k * DTypeBytes(from);
+  QUIRE_ASSIGN_OR_RETURN(const HostMemory rows,
+                         HostMemory::Allocate(static_cast<size_t>(n * row_bytes)));
+  std::byte* next = rows.data();
+  for (const CheckpointTensor& tensor : tensors) {
+    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, next));
+    next += tensor.stored->shape.front() * row_bytes;
+  }
+  backend_.pack_linear(rows.data(), from, n, k, to, packed.get(), runner_);
+  return packed;
+}
+
+Result<std::vector<CheckpointTensor>> WeightLoader::FindParts(std::span<const LinearPart> parts,
+                                                              int64_t k) {
+  std::vector<CheckpointTensor> tensors;
+  for (const LinearPart& part : parts) {
+    const int64_t shape[] = {part.rows, k};
+    QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, FindFloat(part.name + ".weight", shape));
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, int64_t k,
+                                           bool has_bias) {
+  int64_t n = 0;
+  for (const LinearPart& part : parts) {
+    Count(part.name + ".weight", part.rows * k);
+    n += part.rows;
+  }
+  std::vector<float> bias;
+  if (has_bias) {
+    QUIRE_ASSIGN_OR_RETURN(bias, Bias(parts));
+  }
+  const std::string packed_name = PackedName(parts);
+  if (checkpoint_.Has(packed_name)) return MappedMatrix(packed_name, n, k, std::move(bias));
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<CheckpointTensor> tensors, FindParts(parts, k));
+  const DType from = CommonDType(tensors);
+  const DType to = PackedType(from);
+  std::shared_ptr<const std::byte> packed;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(packed, Pack(tensors, from, to, n, k));
+    for (const CheckpointTensor& tensor : tensors) Checkpoint::Release(tensor);
+  }
+  return Matrix(packed_name, to, n, k, std::move(packed), std::move(bias));
+}
+
+LinearWeights WeightLoader::Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
+                                   std::shared_ptr<const std::byte> packed,
+                                   std::vector<float> bias) {
+  weight_bytes_ += WeightMemory::BytesTaken(backend_.packed_linear_bytes(dtype, n, k));
+  if (record_ != nullptr) record_->push_back({name, dtype, PackedShape(dtype, n, k), packed});
+  return LinearWeights(dtype, n, k, std::move(packed), std::move(bias));
+}
+
+// Where the tensor lies in the file if that is aligned so, else in a copy.
+Result<std::shared_ptr<const std::byte>> WeightLoader::ShareAligned(const CheckpointTensor& tensor,
+                                                                    size_t alignment) {
+  if (reinterpret_cast<uintptr_t>(tensor.bytes.data()) % alignment == 0) return tensor.Share();
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, memory_.Take(tensor.bytes.size()));
+  std::memcpy(copy.get(), tensor.bytes.data(), tensor.bytes.size());
+  Checkpoint::Release(tensor);
+  return std::shared_ptr<const std::byte>(std::move(copy));
+}
+
+Result<LinearWeights> WeightLoader::MappedMatrix(const std::string& name, int64_t n, int64_t k,
+                                                 std::vector<float> bias) {
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor found, checkpoint_.Find(name));
+  const DType dtype = found.stored->dtype.value_or(DType::kF32);
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, PackedShape(dtype, n, k)));
+  if (PackedType(dtype) != dtype) {
+    return Status(StatusCode::kBadArgument,
+                  tensor.Name() +
+                      " is packed as float32, and the model is to compute in bfloat16; "
+                      "pack it for bfloat16, or compute in float32");
+  }
+  std::shared_ptr<const std::byte> packed;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(packed, ShareAligned(tensor, kCacheLine));
+  }
+  return Matrix(name, dtype, n, k, std::move(packed), std::move(bias));
+}
+
+DType WeightLoader::PackedType(DType from) const {
+  return compute_dtype_ == DType::kBF16 && from == DType::kF32 ? DType::kBF16 : from;
+}
+
+// `rows`: [slice.rows][k], aligned.
+Result<std::shared_ptr<const std::byte>> WeightLoader::PackSlice(const std::byte* rows, DType from,
+                                                                 const HeadSlice& slice,
+                                                                 int64_t k) {
+  const DType to = PackedType(from);
+  const auto [n, inputs] = slice.MatrixSize(k);
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed,
+                         memory_.Take(backend_.packed_linear_bytes(to, n, inputs)));
+  std::vector<std::byte> turned;
+  if (slice.transposed) {
+    turned = Transposed(rows, inputs, n, static_cast<size_t>(DTypeBytes(from)));
+    rows = turned.data();
+  }
+  backend_.pack_linear(rows, from, n, inputs, to, packed.get(), runner_);
+  return std::shared_ptr<const std::byte>(std::move(packed));
+}
+
+Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t heads,
+                                                std::span<const HeadSlice> slices, int64_t k) {
+  int64_t head_rows = 0;
+  for (const HeadSlice& slice : slices) head_rows += slice.rows;
+  Count(name + ".weight", heads * head_rows * k);
+  if (checkpoint_.Has(PackedSliceName(name, 0, 0))) return MappedSlices(name, heads, slices, k);
+  const int64_t shape[] = {heads * head_rows, k};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
+  QUIRE_ASSIGN_OR_RETURN(HeadMatrices matrices, CutSlices(name, tensor, heads, slices, k));
+  if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
+  return matrices;
+}
+
+Result<HeadMatrices> WeightLoader::MappedSlices(const std::string& name, int64_t heads,
+                                                std::span<const HeadSlice> slices, int64_t k) {
+  HeadMatrices matrices(slices.size());
+  for (size_t s = 0; s < slices.size(); ++s) {
+    const auto [n, inputs] = slices[s].MatrixSize(k);
+    for (int64_t h = 0; h < heads; ++h) {
+      QUIRE_ASSIGN_OR_RETURN(LinearWeights matrix,
+                             MappedMatrix(PackedSliceName(name, s, h), n, inputs, {}));
+      matrices[s].push_back(std::move(matrix));
+    }
+  }
+  return matrices;
+}
+
+Result<HeadMatrices> WeightLoader::CutSlices(const std::string& name,
+                                             const CheckpointTensor& tensor, int64_t heads,
+                                             std::span<const HeadSlice> slices, int64_t k) {
+  const DType from = *tensor.stored->dtype;
+  const bool loads = use_ == WeightUse::kLoad;
+  HostMemory aligned;
+  const std::byte* rows = tensor.bytes.data();
+  if (loads && !IsAligned(rows, from)) {
+    QUIRE_ASSIGN_OR_RETURN(aligned, HostMemory::Allocate(tensor.bytes.size()));
+    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, aligned.data()));
+    rows = aligned.data();
+  }
+  HeadMatrices matrices(slices.size());
+  for (int64_t h = 0; h < heads; ++h) {
+    for (size_t s = 0; s < slices.size(); ++s) {
+      std::shared_ptr<const std::byte> packed;
+      if (loads) {
+        QUIRE_ASSIGN_OR_RETURN(packed, PackSlice(rows, from, slices[s], k));
+      }
+      const auto [n, inputs] = slices[s].MatrixSize(k);
+      matrices[s].push_back(
+          Matrix(PackedSliceName(name, s, h), PackedType(from), n, inputs, std::move(packed), {}));
+      rows += slices[s].rows * k * DTypeBytes(from);
+    }
+  }
+  return matrices;
+}
+
+void WeightLoader::Record(const CheckpointTensor& tensor) {
+  if (record_ == nullptr) return;
+  record_->push_back(
+      {tensor.stored->name, *tensor.stored->dtype, tensor.stored->shape, tensor.Share()});
+}
+
+Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
+                                                std::initializer_list<int64_t> shape) {
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  const int64_t size = ElementCount(tensor);
+  Count(name, size);
+  Record(tensor);
+  weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
+  if (use_ == WeightUse::kMeasure) return std::vector<float>();
+  std::vector<float> values(static_cast<size_t>(size));
+  QUIRE_RETURN_IF_ERROR(
+      CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
+  return values;
+}
+
+Result<bool> WeightLoader::KeepsType(const std::string& name, int64_t rows, int64_t dim) {
+  // Packed alone: it was kept when it was packed.
+  const LinearPart part{name, rows};
+  if (checkpoint_.Has(PackedName({&part, 1})) && !checkpoint_.Has(name + ".weight")) return true;
+  const int64_t shape[] = {rows, dim};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
+  return PackedType(*tensor.stored->dtype) == tensor.stored->dtype;
+}
+
+Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64_t dim) {
+  const int64_t shape[] = {rows, dim};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  RowTable table{.dtype = *tensor.stored->dtype,
+                 .data = tensor.Share(),
+                 .bytes = static_cast<int64_t>(tensor.bytes.size())};
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(table.data,
+                           ShareAligned(tensor, static_cast<size_t>(DTypeBytes(table.dtype))));
+  }
+  Record(tensor);
+  Count(name, rows * dim);
+  tables_.push_back(name);
+  weight_bytes_ += table.bytes;
+  return table;
+}
+
+}  // namespace quire

@@ -1,0 +1,165 @@
+// From the tensors of a checkpoint to what the decoder computes with: packed matrices, float32
+// vectors, tables of rows.
+#ifndef QUIRE_MODEL_WEIGHTS_WEIGHTS_H_
+#define QUIRE_MODEL_WEIGHTS_WEIGHTS_H_
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "model/weights/checkpoint.h"
+#include "model/weights/safetensors_writer.h"
+#include "quire/seams.h"
+#include "quire/status.h"
+#include "quire/tensor.h"
+#include "tensor/host_memory.h"
+
+namespace quire {
+
+// Memory for matrices side by side in mappings of many: each takes the bytes that it has and no
+// whole huge page, and small ones lie in huge pages too. What it gave out stays while somebody
+// holds it.
+class WeightMemory {
+ public:
+  // Aligned to a cache line; the bytes are zero. OutOfMemory: as HostMemory.
+  Result<std::shared_ptr<std::byte>> Take(size_t bytes);
+  // What Take(bytes) uses up.
+  static int64_t BytesTaken(size_t bytes);
+
+ private:
+  std::shared_ptr<HostMemory> mapping_;
+  size_t used_ = 0;  // of mapping_
+};
+
+// One weight matrix in the kernels' order, with its bias. The view's pointers follow moves.
+class LinearWeights {
+ public:
+  LinearWeights() = default;
+  LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<const std::byte> packed,
+                std::vector<float> bias);
+
+  const PackedLinear& packed() const { return packed_; }
+
+ private:
+  PackedLinear packed_;
+  std::shared_ptr<const std::byte> memory_;
+  std::vector<float> bias_;
+};
+
+// Rows that are looked up by index: a token embedding that is not the head too. Reads the mapped
+// file where its alignment allows.
+struct RowTable {
+  DType dtype = DType::kF32;
+  std::shared_ptr<const std::byte> data;  // [rows][dim]
+  int64_t bytes = 0;
+};
+
+// A part of a fused matrix: the tensors `name`.weight [rows, k] and, if there is a bias,
+// `name`.bias [rows].
+struct LinearPart {
+  std::string name;
+  int64_t rows;
+};
+
+// Rows of each head in a matrix that has them head by head.
+struct HeadSlice {
+  int64_t rows;
+  bool transposed;  // the matrix that comes out is [k, rows]
+
+  // Outputs and inputs of the matrix that comes out.
+  std::pair<int64_t, int64_t> MatrixSize(int64_t k) const {
+    return transposed ? std::pair(k, rows) : std::pair(rows, k);
+  }
+};
+using HeadMatrices = std::vector<std::vector<LinearWeights>>;  // [slice][head]
+
+enum class WeightUse : uint8_t {
+  kLoad,
+  kMeasure,  // only checks and counts: no tensor is read, results have sizes and no data
+};
+
+// Loads tensors one after the other, and lets go of the file's memory after each that was copied,
+// so that the weights are in memory about once. Errors name the file, the tensor, and what was
+// expected: NotFound for a missing tensor, Corrupt for another shape, BadArgument for an element
+// type other than float32, float16 and bfloat16.
+//
+// A checkpoint may hold matrices packed already (docs/formats/packed.md): those are read where they
+// are mapped.
+class WeightLoader {
+ public:
+  // kBF16: float32 matrices are rounded to bfloat16; kF32: all types are kept. The arguments must
+  // outlive the loader.
+  WeightLoader(const Checkpoint& checkpoint, const Backend& backend, ParallelRunner& runner,
+               DType compute_dtype, WeightUse use = WeightUse::kLoad);
+
+  // Notes from now on all that is loaded as a packed checkpoint holds it.
+  void RecordTo(std::vector<TensorToWrite>* tensors) { record_ = tensors; }
+
+  // The parts on top of each other as one matrix.
+  Result<LinearWeights> Linear(std::span<const LinearPart> parts, int64_t k, bool has_bias);
+  Result<LinearWeights> Linear(std::initializer_list<LinearPart> parts, int64_t k, bool has_bias) {
+    return Linear(std::span<const LinearPart>(parts.begin(), parts.size()), k, has_bias);
+  }
+  // The tensor `name`.weight [heads * (rows of all slices), k] cut into a matrix for each slice and
+  // head.
+  Result<HeadMatrices> LinearSlices(const std::string& name, int64_t heads,
+                                    std::span<const HeadSlice> slices, int64_t k);
+  Result<std::vector<float>> Vector(const std::string& name, int64_t size) {
+    return Vector(name, {size});
+  }
+  // The elements of a tensor of any shape, row-major.
+  Result<std::vector<float>> Vector(const std::string& name, std::initializer_list<int64_t> shape);
+  Result<RowTable> Rows(const std::string& name, int64_t rows, int64_t dim);
+  // Whether Linear keeps the elements of `name`.weight [rows, dim] as they are stored.
+  Result<bool> KeepsType(const std::string& name, int64_t rows, int64_t dim);
+
+  // Totals of everything loaded so far. A tensor that is used twice (tied embeddings) counts once
+  // as parameters.
+  int64_t parameter_count() const { return parameter_count_; }
+  int64_t weight_bytes() const { return weight_bytes_; }
+
+ private:
+  Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
+  Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
+  DType PackedType(DType from) const;
+  Result<std::shared_ptr<const std::byte>> ShareAligned(const CheckpointTensor& tensor,
+                                                        size_t alignment);
+  Result<LinearWeights> MappedMatrix(const std::string& name, int64_t n, int64_t k,
+                                     std::vector<float> bias);
+  LinearWeights Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
+                       std::shared_ptr<const std::byte> packed, std::vector<float> bias);
+  Result<std::vector<CheckpointTensor>> FindParts(std::span<const LinearPart> parts, int64_t k);
+  Result<HeadMatrices> MappedSlices(const std::string& name, int64_t heads,
+                                    std::span<const HeadSlice> slices, int64_t k);
+  Result<HeadMatrices> CutSlices(const std::string& name, const CheckpointTensor& tensor,
+                                 int64_t heads, std::span<const HeadSlice> slices, int64_t k);
+  Result<std::shared_ptr<const std::byte>> PackSlice(const std::byte* rows, DType from,
+                                                     const HeadSlice& slice, int64_t k);
+  Result<std::shared_ptr<std::byte>> Pack(std::span<const CheckpointTensor> tensors, DType from,
+                                          DType to, int64_t n, int64_t k);
+  bool PackInPlace(std::span<const CheckpointTensor> tensors, DType from, DType to, int64_t k,
+                   std::byte* packed);
+  void Count(const std::string& name, int64_t elements);
+  void Record(const CheckpointTensor& tensor);
+
+  const Checkpoint& checkpoint_;
+  const Backend& backend_;
+  ParallelRunner& runner_;
+  const DType compute_dtype_;
+  const WeightUse use_;
+  WeightMemory memory_;
+  int64_t parameter_count_ = 0;
+  int64_t weight_bytes_ = 0;
+  std::vector<std::string> tables_;  // names that Rows has counted
+  std::vector<TensorToWrite>* record_ = nullptr;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_MODEL_WEIGHTS_WEIGHTS_H_
