@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -30,7 +31,22 @@ void EncodeSlots(std::span<const AppendTarget> targets, int64_t page_size,
   }
 }
 
+std::vector<TransferLayer> LayersOf(const PagedSequences& kv) {
+  std::vector<TransferLayer> layers;
+  for (size_t l = 0; l < kv.options.layers.size(); ++l)
+    layers.push_back({.rows = &kv.options.layers[l], .group = kv.layer_groups[l]});
+  return layers;
+}
+
 }  // namespace
+
+KVReceiver::KVReceiver(PagedSequences& kv, KVImporter& importer, WindowBook& windows,
+                       std::shared_ptr<ParallelRunner> runner)
+    : kv_(kv),
+      importer_(importer),
+      windows_(windows),
+      runner_(std::move(runner)),
+      receives_(LayersOf(kv), 0, this) {}
 
 Status KVReceiver::CheckSequence(const char* call, int32_t index, int64_t count) const {
   QUIRE_RETURN_IF_ERROR(kv_.RequireCommitted(call, index));
@@ -46,12 +62,13 @@ Result<ReceiveMap> KVReceiver::Prepare(const char* call, int32_t index, int64_t 
   plan.StartBatch(1, kv_.groups.size());
   QUIRE_RETURN_IF_ERROR(
       importer_.Reserve(call, sequence, count, KVImporter::FirstPage::kOwn, &plan));
-  auto receive = receives_.Prepare(sequence.id, count, kv_.groups.size());
+  auto receive =
+      receives_.Prepare(sequence.id, kv_.tree.End(sequence.last), count, kv_.groups.size());
   TokenSlots tiles;
   tiles.targets.reserve(static_cast<size_t>(count));
   tiles.opens_tile.reserve(static_cast<size_t>(count));
   ReceiveMap map;
-  map.first_position = kv_.tree.End(sequence.last);
+  map.first_position = receive->first_position;
   map.count = count;
   map.layout = kv_.TransferLayout(sequence.long_factors);
   const PagePool& pool = kv_.tree.pool(0);

@@ -23,14 +23,9 @@ namespace quire {
 
 class KVReceiver : private PendingReceives::Pages {
  public:
-  // All must outlive it. `runner`: of whoever completes a part, as that may be any thread.
+  // All must outlive it. `runner` runs what Complete has to do, on any thread.
   KVReceiver(PagedSequences& kv, KVImporter& importer, WindowBook& windows,
-             std::shared_ptr<ParallelRunner> runner)
-      : kv_(kv),
-        importer_(importer),
-        windows_(windows),
-        runner_(std::move(runner)),
-        receives_(kv.options.layers, kv.layer_groups, this) {}
+             std::shared_ptr<ParallelRunner> runner);
 
   // Reserves `count` tokens of the sequence. REQUIRES: no forward is open.
   Result<ReceiveMap> Prepare(const char* call, int32_t index, int64_t count);

@@ -17,11 +17,6 @@ Status BadMaps(StatusCode code, const std::string& why) {
   return Status(code, std::string(kMark) + ": " + why);
 }
 
-Status NoMark(const char* call, int64_t seq_id) {
-  return Status(StatusCode::kNotFound,
-                OfSequence(call, seq_id) + "has no mark; call DisaggMarkSend first");
-}
-
 // Which of the peers that share the receiver's heads gets what this rank has.
 int64_t PeerOf(const std::vector<AttentionLayerSpec>& layers, const ReceiveMap& map, int64_t peer,
                int64_t rank, int64_t target, int64_t targets) {
@@ -35,16 +30,6 @@ int64_t PeerOf(const std::vector<AttentionLayerSpec>& layers, const ReceiveMap& 
 }  // namespace
 
 // ---------------------------------------------------------------------- marks
-
-Status KVSender::SetSink(std::shared_ptr<LayerSink> sink) {
-  if (marks_.any_active()) {
-    return Status(StatusCode::kBadState,
-                  "SetLayerSink: there are marks that send to the present sink; call "
-                  "DisaggUnmarkSend first");
-  }
-  sink_ = std::move(sink);
-  return Status();
-}
 
 Status KVSender::CheckMaps(const Sequence& sequence, std::span<const ReceiveMap> maps,
                            int64_t begin, int64_t rank) const {
@@ -97,9 +82,7 @@ Status KVSender::CheckMaps(const Sequence& sequence, std::span<const ReceiveMap>
 
 Status KVSender::Mark(int32_t index, int64_t begin, std::span<const ReceiveMap> maps, int64_t peer,
                       int64_t rank) {
-  if (sink_ == nullptr) {
-    return BadMaps(StatusCode::kBadState, "there is no sink to send to; call SetLayerSink first");
-  }
+  QUIRE_RETURN_IF_ERROR(marks_.RequireSink());
   const Sequence& sequence = kv_.control[index];
   const int64_t seq_id = sequence.id;
   QUIRE_RETURN_IF_ERROR(CheckMaps(sequence, maps, begin, rank));
@@ -115,51 +98,18 @@ Status KVSender::Mark(int32_t index, int64_t begin, std::span<const ReceiveMap> 
   for (int g = 0; g < kv_.tree.group_count() && stored > 0; ++g)
     QUIRE_RETURN_IF_ERROR(kv_.CheckHeld(kMark, sequence, g, begin, length));
 
-  auto mark = std::make_unique<SendMark>();
-  mark->seq_id = seq_id;
-  mark->begin = mark->next = begin;
-  mark->end = begin + maps[0].count;
-  mark->rank = rank;
-  const int64_t targets = static_cast<int64_t>(maps.size());
-  for (int64_t t = 0; t < targets; ++t) {
-    const ReceiveMap& map = maps[static_cast<size_t>(t)];
-    QUIRE_ASSIGN_OR_RETURN(SlotRuns slots, SlotRuns::Decode(map.slots, map.count));
-    if (slots.count() != map.count) {
-      return BadMaps(StatusCode::kBadArgument, "a map of " + std::to_string(map.count) +
-                                                   " tokens has " + std::to_string(slots.count()) +
-                                                   " slots");
-    }
-    mark->targets.push_back({.map = map,
-                             .slots = std::move(slots),
-                             .peer = PeerOf(kv_.options.layers, map, peer, rank, t, targets)});
+  std::vector<int64_t> peers;
+  for (const ReceiveMap& map : maps) {
+    peers.push_back(PeerOf(kv_.options.layers, map, peer, rank, std::ssize(peers),
+                           static_cast<int64_t>(maps.size())));
   }
-  // Runs of stored slots: at most every other row begins one.
-  mark->ranges.reserve(static_cast<size_t>(targets * (SendMarks::kRowsMax / 2 + 1)));
-  mark->records.reserve(static_cast<size_t>(targets));
-  mark->remote_slots.resize(static_cast<size_t>(targets * SendMarks::kRowsMax));
+  QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, peers, rank));
   int64_t bytes = 0;
   for (const AttentionLayerSpec& spec : kv_.options.layers)
     bytes = std::max(bytes, LayerBytes(spec, SendMarks::kRowsMax));
   marks_.Reserve(index, bytes);
-  Stop(index, "another mark has replaced it");
   marks_.Put(index, std::move(mark));
   return Status();
-}
-
-Status KVSender::Unmark(const char* call, int32_t index) {
-  if (marks_.Find(index) == nullptr) return NoMark(call, kv_.control[index].id);
-  Stop(index, "DisaggUnmarkSend was called");
-  return Status();
-}
-
-Result<SendProgress> KVSender::Progress(const char* call, int32_t index) const {
-  const SendMark* const mark = marks_.Find(index);
-  if (mark == nullptr) return NoMark(call, kv_.control[index].id);
-  return SendProgress{.begin = mark->begin,
-                      .count = mark->count(),
-                      .sent = mark->next - mark->begin,
-                      .active = mark->active(),
-                      .failure = mark->failure};
 }
 
 void KVSender::AppendFacts(int32_t index, std::vector<int64_t>* facts) const {
@@ -183,7 +133,6 @@ void KVSender::SendMembers(int64_t layer, const ForwardPlan& plan) noexcept {
 
 void KVSender::SendRows(SendMark* mark, const Sequence& sequence, int64_t layer,
                         int64_t end) noexcept {
-  QUIRE_DCHECK(sink_ != nullptr);
   QUIRE_DCHECK(end <= mark->end);
   if (mark->next >= end) return;
   mark->given = end;
@@ -240,10 +189,10 @@ Status KVSender::SendPiece(SendMark* mark, const Sequence& sequence, int64_t lay
       row = stop + 1;
     }
   }
-  return mark->ranges.empty() ? Status() : sink_->OnLayerAppended(layer, mark->ranges);
+  return mark->ranges.empty() ? Status() : marks_.sink().OnLayerAppended(layer, mark->ranges);
 }
 
-void KVSender::FinishForward(const ForwardPlan& plan, Outcome outcome) noexcept {
+void KVSender::FinishForward(const ForwardPlan& plan, SendMarks::Outcome outcome) noexcept {
   if (marks_.empty()) return;
   for (const ForwardMember& member : plan.members) {
     SendMark* const mark = marks_.Find(member.sequence);
@@ -251,65 +200,20 @@ void KVSender::FinishForward(const ForwardPlan& plan, Outcome outcome) noexcept 
   }
 }
 
-namespace {
-
-// Of tokens [first, first + count) of the map, one for each target.
-std::span<const SendRecord> RecordsOf(SendMark* mark, int64_t first, int64_t count) noexcept {
-  mark->records.clear();
-  for (const SendMark::Target& target : mark->targets) {
-    mark->records.push_back({.seq_id = mark->seq_id,
-                             .epoch = target.map.epoch,
-                             .first_row = first,
-                             .count = count,
-                             .peer = target.peer});
-  }
-  return mark->records;
-}
-
-}  // namespace
-
-// A sink that fails as it hears of an end makes that the mark's failure, unless it has one already.
-void KVSender::Finish(SendMark* mark, Outcome outcome) noexcept {
-  const int64_t given = std::exchange(mark->given, 0);
-  QUIRE_DCHECK(given > mark->next);
-  const auto records = RecordsOf(mark, mark->next - mark->begin, given - mark->next);
-  const bool ends = outcome == Outcome::kEnded && mark->failure.ok();
-  const Status status = GuardEntry(
-      [&] { return ends ? sink_->OnForwardEnded(records) : sink_->OnForwardAborted(records); });
-  if (ends && status.ok()) mark->next = given;
-  if (mark->failure.ok()) mark->failure = status;
-  if (mark->failure.ok()) return;
-  const auto rest = RecordsOf(mark, 0, mark->count());
-  const Status told = GuardEntry([&] { return sink_->OnSendStopped(rest, mark->failure); });
-  static_cast<void>(told);
-}
-
-void KVSender::Stop(int32_t index, const char* why) noexcept {
-  SendMark* const mark = marks_.Find(index);
-  if (mark == nullptr) return;
-  if (mark->active()) {
-    const int64_t sent = mark->next - mark->begin;
-    const Status told = GuardEntry([&] {
-      return sink_->OnSendStopped(
-          RecordsOf(mark, sent, mark->count() - sent),
-          Status(StatusCode::kCancelled, "the sender of sequence " + std::to_string(mark->seq_id) +
-                                             " has stopped: " + why));
-    });
-    static_cast<void>(told);  // the mark goes whether or not its receiver can be told
-  }
-  marks_.Erase(index);
+void KVSender::Finish(SendMark* mark, SendMarks::Outcome outcome) noexcept {
+  marks_.Finish(mark, outcome, mark->next - mark->begin);
 }
 
 Status KVSender::Flush(const char* call, int32_t index) {
-  SendMark* const mark = marks_.Find(index);
-  if (mark == nullptr) return NoMark(call, kv_.control[index].id);
-  if (!mark->active()) return mark->failure;
   const Sequence& sequence = kv_.control[index];
+  QUIRE_RETURN_IF_ERROR(marks_.Require(call, sequence.id, index));
+  SendMark* const mark = marks_.Find(index);
+  if (!mark->active()) return mark->failure;
   const int64_t end = std::min(kv_.CommittedLength(sequence), mark->end);
   if (end <= mark->next) return Status();
   for (size_t l = 0; l < kv_.options.layers.size(); ++l)
     SendRows(mark, sequence, static_cast<int64_t>(l), end);
-  Finish(mark, Outcome::kEnded);
+  Finish(mark, SendMarks::Outcome::kEnded);
   return mark->failure;
 }
 

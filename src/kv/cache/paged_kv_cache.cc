@@ -79,7 +79,7 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
 
 Status PagedKVCache::Clear() {
   return gate_.EnterAlone("Clear", [&]() -> Status {
-    sender_.FinishForward(plan_, KVSender::Outcome::kAborted);
+    sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
     for (size_t i = 0; i < kv_.control.table().entries().size(); ++i)
       sender_.Stop(static_cast<int32_t>(i), "the cache was cleared");
     receiver_.Clear();

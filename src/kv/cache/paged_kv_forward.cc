@@ -157,7 +157,7 @@ Status PagedKVCache::EndForward() {
     QUIRE_RETURN_IF_ERROR(kv_.options.allow_skipped_layers ? FillSkippedLayers()
                                                            : steps_.RequireAll());
     CloseForward();
-    sender_.FinishForward(plan_, KVSender::Outcome::kEnded);
+    sender_.FinishForward(plan_, SendMarks::Outcome::kEnded);
     return Status();
   });
 }
@@ -185,7 +185,7 @@ Status PagedKVCache::AbortForward() {
   return gate_.EnterAlone("AbortForward", [&]() -> Status {
     if (!kv_.control.in_forward()) return kv_.control.RequireForward("AbortForward");
     RollBackForward();
-    sender_.FinishForward(plan_, KVSender::Outcome::kAborted);
+    sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
     return Status();
   });
 }

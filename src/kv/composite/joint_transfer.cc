@@ -1,28 +1,15 @@
 #include "kv/composite/joint_transfer.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "base/check.h"
 #include "base/checksum.h"
 #include "kv/control/sequence_control.h"
-#include "kv/transfer/pending_receives.h"
 #include "quire/recurrent_cache.h"
 
 namespace quire {
-namespace {
-
-// Of states in memory: what kernels and vector loads like.
-constexpr size_t kAlignment = 64;
-
-std::string Name(uint64_t epoch) { return "epoch " + std::to_string(epoch); }
-
-std::byte* Aligned(std::byte* memory) {
-  const auto rest = reinterpret_cast<uintptr_t>(memory) % kAlignment;
-  return memory + (kAlignment - rest) % kAlignment;
-}
-
-}  // namespace
 
 JointTransfer::JointTransfer(const CompositeState::Parts& parts,
                              std::span<PlannedState* const> planned, const CallGate& gate)
@@ -30,53 +17,49 @@ JointTransfer::JointTransfer(const CompositeState::Parts& parts,
       planned_(planned),
       gate_(gate),
       attention_(parts.attention == nullptr ? nullptr : parts.attention->transfer()),
-      attention_layers_(
-          parts.attention == nullptr ? 0 : std::ssize(parts.attention->options().layers)) {
+      attention_layers_(parts.attention == nullptr ? 0
+                                                   : std::ssize(parts.attention->options().layers)),
+      states_(StatesOfParts(parts)),
+      receives_(StateLayers(), attention_layers_, nullptr) {}
+
+// ---------------------------------------------------------------------- states
+
+JointTransfer::States JointTransfer::StatesOfParts(const CompositeState::Parts& parts) {
+  States states;
   std::string text;
-  offsets_.push_back(0);
   for (size_t p = 0; p < parts.recurrent.size(); ++p) {
     // Bits of a recurrence are those of the kernel path.
     const auto* const cache = dynamic_cast<const RecurrentCache*>(parts.recurrent[p].get());
     text += "|" + (cache == nullptr ? "" : cache->options().kernel_path);
     int64_t index = 0;
-    const Result<std::vector<StateTensor>> states = StateTensorsOf(*parts.recurrent[p]);
-    QUIRE_CHECK(states.ok()) << "CompositeState::Create takes states of this library alone";
-    for (const StateTensor& state : *states) {
-      Tensor tensor{.part = p, .index = index++, .dtype = state.dtype, .shape = state.shape};
-      tensor.bytes =
-          TensorView(nullptr, state.dtype, state.shape).element_count() * DTypeBytes(state.dtype);
-      text += ";" + std::string(DTypeName(state.dtype));
-      for (const int64_t dim : state.shape) text += "," + std::to_string(dim);
-      const size_t end = offsets_.back() + static_cast<size_t>(tensor.bytes);
-      offsets_.push_back((end + kAlignment - 1) / kAlignment * kAlignment);
-      tensors_.push_back(std::move(tensor));
+    const Result<std::vector<StateTensor>> tensors = StateTensorsOf(*parts.recurrent[p]);
+    QUIRE_CHECK(tensors.ok()) << "CompositeState::Create takes states of this library alone";
+    for (const StateTensor& tensor : *tensors) {
+      states.tensors.push_back(
+          {.part = p, .index = index++, .dtype = tensor.dtype, .shape = tensor.shape});
+      text += ";" + std::string(DTypeName(tensor.dtype));
+      for (const int64_t dim : tensor.shape) text += "," + std::to_string(dim);
     }
   }
-  layout_ = Hash64(text);
-}
-
-// ---------------------------------------------------------------------- states in memory
-
-std::unique_ptr<std::byte[]> JointTransfer::AllocateStates() const {
-  return std::unique_ptr<std::byte[]>(new std::byte[offsets_.back() + kAlignment]());
-}
-
-TensorView JointTransfer::StateIn(std::byte* memory, size_t tensor) const {
-  const Tensor& t = tensors_[tensor];
-  return TensorView(Aligned(memory) + offsets_[tensor], t.dtype, std::span(t.shape));
-}
-
-LayerKV JointTransfer::RowIn(std::byte* memory, size_t tensor) const {
-  const TensorView state = StateIn(memory, tensor);
-  LayerKV row;
-  row.k = TensorView(state.data(), state.dtype(), {1, 1, state.element_count()});
-  return row;
-}
-
-std::vector<TensorView> JointTransfer::StatesIn(std::byte* memory) const {
-  std::vector<TensorView> states;
-  for (size_t t = 0; t < tensors_.size(); ++t) states.push_back(StateIn(memory, t));
+  states.layout = Hash64(text);
   return states;
+}
+
+std::vector<TransferLayer> JointTransfer::StateLayers() const {
+  std::vector<TransferLayer> layers;
+  for (const Tensor& tensor : states_.tensors)
+    layers.push_back({.dtype = tensor.dtype, .elements = tensor.elements()});
+  return layers;
+}
+
+TensorView JointTransfer::Tensor::StateIn(const void* memory) const {
+  return TensorView(const_cast<void*>(memory), dtype, std::span(shape));
+}
+
+LayerKV JointTransfer::Tensor::RowIn(std::byte* memory) const {
+  LayerKV row;
+  row.k = TensorView(memory, dtype, {1, 1, elements()});
+  return row;
 }
 
 int64_t JointTransfer::LengthOf(int64_t seq_id) const {
@@ -90,18 +73,10 @@ Status JointTransfer::RequireIdle(const char* call) const {
 
 // ---------------------------------------------------------------------- the composite's calls
 
-int64_t JointTransfer::PendingOf(int64_t seq_id) const {
-  const std::lock_guard lock(mutex_);
-  for (const auto& [epoch, receive] : receives_) {
-    if (receive->seq_id == seq_id) return receive->count;
-  }
-  return 0;
-}
-
 Status JointTransfer::Check(const ControlCall& call) const {
   using Kind = ControlCall::Kind;
   const auto refuse = [&](int64_t seq_id) {
-    if (PendingOf(seq_id) == 0) return Status();
+    if (receives_.PendingOf(seq_id) == 0) return Status();
     return Status(StatusCode::kBadState,
                   OfSequence(call.name(), seq_id) +
                       "waits for tokens of another state; commit them with DisaggCommitRecv, or "
@@ -117,7 +92,7 @@ Status JointTransfer::Check(const ControlCall& call) const {
 ControlCall JointTransfer::ForAttention(const ControlCall& call) const {
   ControlCall asked = call;
   const bool is_cut = call.kind == ControlCall::Kind::kPop || call.kind == ControlCall::Kind::kFork;
-  const int64_t pending = is_cut ? PendingOf(call.seq_id) : 0;
+  const int64_t pending = is_cut ? receives_.PendingOf(call.seq_id) : 0;
   if (pending == 0) return asked;
   if (call.kind == ControlCall::Kind::kPop && call.count > 0) asked.count += pending;
   if (call.kind == ControlCall::Kind::kFork && call.count < 0) asked.count = LengthOf(call.seq_id);
@@ -133,29 +108,31 @@ void JointTransfer::Finish(const ControlCall& call) noexcept {
       break;
     case Kind::kEnd:
       in_forward_ = false;
-      for (auto& [id, mark] : marks_) SendStates(id, mark);
+      for (const auto& mark : marks_.all()) {
+        if (mark != nullptr) SendStates(mark.get());
+      }
       break;
     case Kind::kAbort:
       in_forward_ = false;
       break;
     case Kind::kClear: {
       in_forward_ = false;
-      while (!marks_.empty()) DropMark(marks_.begin()->first, "all sequences were dropped");
-      const std::lock_guard lock(mutex_);
-      receives_.clear();
-      changed_.notify_all();
+      for (size_t i = 0; i < marks_.all().size(); ++i)
+        marks_.Stop(static_cast<int32_t>(i), "all sequences were dropped");
+      receives_.Clear();
       break;
     }
     case Kind::kRemove:
       DropMark(call.seq_id, "the sequence was removed");
-      EndReceiveOf(call.seq_id);
+      receives_.EndOf(call.seq_id);
       break;
     case Kind::kPop: {
-      if (call.count > 0) EndReceiveOf(call.seq_id);
-      const auto mark = marks_.find(call.seq_id);
-      if (mark == marks_.end()) break;
-      // What is computed anew there is sent anew.
-      if (LengthOf(call.seq_id) < mark->second.sent) mark->second.sent = 0;
+      if (call.count > 0) receives_.EndOf(call.seq_id);
+      const int32_t index = marks_.IndexOf(call.seq_id);
+      const SendMark* const mark = marks_.Find(index);
+      if (mark == nullptr) break;
+      // The state at the sequence's end is sent again, even if it was sent before a longer one.
+      if (LengthOf(call.seq_id) < mark->next) marks_.ShortenTo(index, mark->begin);
       break;
     }
     case Kind::kAdd:
@@ -168,14 +145,18 @@ void JointTransfer::Finish(const ControlCall& call) noexcept {
 }
 
 void JointTransfer::AppendFacts(std::vector<int64_t>* facts) const {
-  for (const auto& [id, mark] : marks_) {
-    facts->insert(facts->end(), {id, mark.begin, mark.end, static_cast<int64_t>(mark.epoch),
-                                 mark.peer, mark.sent, mark.active()});
+  std::vector<const SendMark*> by_sequence;
+  for (const auto& mark : marks_.all()) {
+    if (mark != nullptr) by_sequence.push_back(mark.get());
   }
-  const std::lock_guard lock(mutex_);
-  for (const auto& [epoch, receive] : receives_)
-    facts->insert(facts->end(), {static_cast<int64_t>(epoch), receive->seq_id,
-                                 receive->first_position, receive->count});
+  std::ranges::sort(by_sequence, {}, &SendMark::seq_id);
+  for (const SendMark* const mark : by_sequence) {
+    const SendMark::Target& target = mark->targets.front();
+    facts->insert(facts->end(),
+                  {mark->seq_id, mark->begin, mark->end, static_cast<int64_t>(target.map.epoch),
+                   target.peer, mark->next, mark->active()});
+  }
+  receives_.AppendFacts(facts);
 }
 
 // ---------------------------------------------------------------------- receiving
@@ -183,12 +164,16 @@ void JointTransfer::AppendFacts(std::vector<int64_t>* facts) const {
 // As if the states in the reservation's memory were imported now.
 Status JointTransfer::PlanImport(PlannedParts& parts, const Receive& receive,
                                  int64_t position) const {
-  const std::vector<TensorView> states = StatesIn(receive.memory.get());
+  const std::vector<Tensor>& tensors = states_.tensors;
+  QUIRE_DCHECK(receive.layers.size() == tensors.size());
+  std::vector<TensorView> states;
+  for (size_t t = 0; t < tensors.size(); ++t)
+    states.push_back(tensors[t].StateIn(receive.layers[t].staging.k.data()));
   ControlCall call{.kind = ControlCall::Kind::kImport, .seq_id = receive.seq_id, .count = position};
   size_t next = 0;
   return parts.Plan([&](size_t part) {
     const size_t begin = next;
-    while (next < tensors_.size() && tensors_[next].part == part) ++next;
+    while (next < tensors.size() && tensors[next].part == part) ++next;
     call.states = std::span(states).subspan(begin, next - begin);
     return call;
   });
@@ -199,26 +184,19 @@ Result<ReceiveMap> JointTransfer::DisaggPrepareRecv(int64_t seq_id, int64_t coun
   return gate_.Enter(call, [&]() -> Result<ReceiveMap> {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
     QUIRE_ASSIGN_OR_RETURN(const int64_t length, first().GetSequenceLength(seq_id));
-    if (PendingOf(seq_id) > 0) {
+    if (receives_.PendingOf(seq_id) > 0) {
       return Status(StatusCode::kBadState,
                     OfSequence(call, seq_id) + "has a reservation already; commit or cancel it");
     }
     QUIRE_RETURN_IF_ERROR(CheckReceiveCount(call, seq_id, length, count));
-    auto receive = std::make_shared<Receive>();
-    receive->seq_id = seq_id;
-    receive->first_position = length;
-    receive->count = count;
-    receive->memory = AllocateStates();
-    receive->arrivals.resize(tensors_.size());
-    Receives one;
-    one.emplace(0, receive);
+    auto receive = receives_.Prepare(seq_id, length, count, 0);
     ReceiveMap own;
     own.slots = {1, 0, count};
     own.first_position = length;
     own.count = count;
-    std::vector<int64_t> heads(static_cast<size_t>(attention_layers_) + tensors_.size(), 1);
+    std::vector<int64_t> heads(static_cast<size_t>(attention_layers_) + states_.tensors.size(), 1);
     {
-      PlannedParts planned(planned_);  // whatever refuses the import refuses it here
+      PlannedParts planned(planned_);  // what would refuse the import refuses it here
       QUIRE_RETURN_IF_ERROR(PlanImport(planned, *receive, length + count));
     }
     if (attention_ != nullptr) {
@@ -226,56 +204,10 @@ Result<ReceiveMap> JointTransfer::DisaggPrepareRecv(int64_t seq_id, int64_t coun
       std::ranges::copy(own.kv_heads, heads.begin());
     }
     own.kv_heads = std::move(heads);
-    own.layout ^= layout_;
-    const std::lock_guard lock(mutex_);
-    if (attention_ == nullptr) own.epoch = next_epoch_++;
-    auto node = one.extract(one.begin());
-    node.key() = own.epoch;
-    receives_.insert(std::move(node));
+    own.layout ^= states_.layout;
+    own.epoch = receives_.Add(std::move(receive), own.epoch);
     return own;
   });
-}
-
-std::shared_ptr<JointTransfer::Receive> JointTransfer::FindLocked(uint64_t epoch) const {
-  const auto found = receives_.find(epoch);
-  return found == receives_.end() ? nullptr : found->second;
-}
-
-// REQUIRES: the lock.
-Result<std::shared_ptr<JointTransfer::Receive>> JointTransfer::Require(const char* call,
-                                                                       uint64_t epoch) const {
-  if (auto receive = FindLocked(epoch)) return receive;
-  return Status(StatusCode::kNotFound,
-                std::string(call) + ": there is no reservation of " + Name(epoch) +
-                    "; it was committed or cancelled, or never made by DisaggPrepareRecv");
-}
-
-void JointTransfer::EndReceive(uint64_t epoch) noexcept {
-  const std::lock_guard lock(mutex_);
-  receives_.erase(epoch);
-  changed_.notify_all();
-}
-
-void JointTransfer::EndReceiveOf(int64_t seq_id) noexcept {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(receives_, [&](const auto& entry) { return entry.second->seq_id == seq_id; });
-  changed_.notify_all();
-}
-
-Status JointTransfer::RequireStates(uint64_t epoch, const Receive& receive, int64_t n) const {
-  for (size_t t = 0; t < tensors_.size(); ++t) {
-    const int64_t rows = receive.arrivals[t].rows();
-    if (rows == n) continue;
-    std::string why = "DisaggCommitRecv: of layer " +
-                      std::to_string(attention_layers_ + static_cast<int64_t>(t)) + " of " +
-                      Name(epoch) + " the state behind token " + std::to_string(n) + " is wanted, ";
-    why += rows == 0 ? std::string("and none is complete")
-                     : "and that behind token " + std::to_string(rows) + " is here";
-    if (!receive.failure.ok()) why += " (" + receive.failure.ToString() + ")";
-    return Status(StatusCode::kBadState,
-                  why + "; wait for it, commit as many tokens, or cancel and compute them here");
-  }
-  return Status();
 }
 
 Status JointTransfer::DisaggCommitRecv(uint64_t epoch, int64_t n) {
@@ -283,108 +215,42 @@ Status JointTransfer::DisaggCommitRecv(uint64_t epoch, int64_t n) {
   if (n == 0) return DisaggCancelRecv(epoch);
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    std::unique_lock lock(mutex_);
-    QUIRE_ASSIGN_OR_RETURN(const auto receive, Require(call, epoch));
-    if (n < 0 || n > receive->count) {
-      return Status(StatusCode::kBadArgument,
-                    std::string(call) + ": the reservation of " + Name(epoch) + " has " +
-                        std::to_string(receive->count) + " tokens, not " + std::to_string(n));
-    }
-    QUIRE_RETURN_IF_ERROR(RequireStates(epoch, *receive, n));
-    PlannedParts planned(planned_);
-    QUIRE_RETURN_IF_ERROR(PlanImport(planned, *receive, receive->first_position + n));
-    if (attention_ != nullptr) QUIRE_RETURN_IF_ERROR(attention_->DisaggCommitRecv(epoch, n));
-    planned.Commit();
-    receives_.erase(epoch);
-    changed_.notify_all();
-    return Status();
+    return receives_.Commit(call, epoch, n, [&](const Receive& receive) -> Status {
+      PlannedParts planned(planned_);
+      QUIRE_RETURN_IF_ERROR(PlanImport(planned, receive, receive.first_position + n));
+      if (attention_ != nullptr) QUIRE_RETURN_IF_ERROR(attention_->DisaggCommitRecv(epoch, n));
+      planned.Commit();
+      return Status();
+    });
   });
 }
 
 Status JointTransfer::DisaggCancelRecv(uint64_t epoch) {
   const char* const call = "DisaggCancelRecv";
   return gate_.Enter(call, [&]() -> Status {
-    {
-      const std::lock_guard lock(mutex_);
-      QUIRE_RETURN_IF_ERROR(Require(call, epoch).status());
-    }
+    QUIRE_RETURN_IF_ERROR(receives_.Find(call, epoch).status());
     if (attention_ != nullptr) QUIRE_RETURN_IF_ERROR(attention_->DisaggCancelRecv(epoch));
-    EndReceive(epoch);
+    receives_.End(epoch);
     return Status();
   });
-}
-
-// REQUIRES: the lock.
-Result<size_t> JointTransfer::FindPart(const char* call, const Receive& receive, uint64_t epoch,
-                                       int64_t layer, const ReceivePart& part) const {
-  const int64_t end = attention_layers_ + std::ssize(tensors_);
-  if (layer < attention_layers_ || layer >= end) {
-    return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
-                                                std::to_string(layer) + "; there are " +
-                                                std::to_string(end));
-  }
-  const bool fits = part.first_row >= 0 && part.first_row < receive.count && part.count == 1 &&
-                    part.first_head == 0 && part.head_count == 1;
-  if (fits) return static_cast<size_t>(layer - attention_layers_);
-  return Status(StatusCode::kBadArgument,
-                std::string(call) + ": layer " + std::to_string(layer) + " of " + Name(epoch) +
-                    " is a state, which goes as one head of one row, that of one of " +
-                    std::to_string(receive.count) + " tokens");
 }
 
 Result<ReceiveView> JointTransfer::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
   if (attention_ != nullptr && layer < attention_layers_)
     return attention_->View(epoch, layer, part);
-  return GuardEntry([&]() -> Result<ReceiveView> {
-    const std::lock_guard lock(mutex_);
-    QUIRE_ASSIGN_OR_RETURN(const auto receive, Require("View", epoch));
-    QUIRE_ASSIGN_OR_RETURN(const size_t t, FindPart("View", *receive, epoch, layer, part));
-    receive->arrivals[t] = {.row = part.first_row, .complete = false};
-    std::byte* const memory = receive->memory.get();
-    return ReceiveView{.rows = RowIn(memory, t), .memory = std::shared_ptr<void>(receive, memory)};
-  });
+  return GuardEntry([&] { return receives_.View(epoch, layer, part); });
 }
 
 Status JointTransfer::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
                                uint32_t digest) {
   if (attention_ != nullptr && layer < attention_layers_)
     return attention_->Complete(epoch, layer, part, digest);
-  return GuardEntry([&]() -> Status {
-    const std::lock_guard lock(mutex_);
-    QUIRE_ASSIGN_OR_RETURN(const auto receive, Require("Complete", epoch));
-    QUIRE_ASSIGN_OR_RETURN(const size_t t, FindPart("Complete", *receive, epoch, layer, part));
-    Arrival& arrival = receive->arrivals[t];
-    const uint32_t found = DigestOfHeads(RowIn(receive->memory.get(), t), 0, 1);
-    Status status;
-    if (arrival.row != part.first_row) {
-      status = Status(StatusCode::kBadState,
-                      "Complete: the state behind token " + std::to_string(part.first_row + 1) +
-                          " of layer " + std::to_string(layer) + " of " + Name(epoch) +
-                          " was not viewed last; a later one has taken its place");
-    } else if (found != digest) {
-      status = Status(StatusCode::kCorrupt,
-                      "Complete: the state of layer " + std::to_string(layer) + " of " +
-                          Name(epoch) + " has the digest " + std::to_string(found) + ", not " +
-                          std::to_string(digest) +
-                          "; send it again, or cancel and compute the tokens here");
-      if (receive->failure.ok()) receive->failure = status;
-    } else {
-      arrival.complete = true;
-    }
-    changed_.notify_all();
-    return status;
-  });
+  return GuardEntry([&] { return receives_.Complete(epoch, layer, part, digest); });
 }
 
 Status JointTransfer::FailReceive(uint64_t epoch, const Status& why) {
   if (attention_ != nullptr) QUIRE_RETURN_IF_ERROR(attention_->FailReceive(epoch, why));
-  return GuardEntry([&]() -> Status {
-    const std::lock_guard lock(mutex_);
-    QUIRE_ASSIGN_OR_RETURN(const auto receive, Require("FailReceive", epoch));
-    QUIRE_RETURN_IF_ERROR(NoteFailure(epoch, why, &receive->failure));
-    changed_.notify_all();
-    return Status();
-  });
+  return GuardEntry([&] { return receives_.Fail(epoch, why); });
 }
 
 Result<ReceiveProgress> JointTransfer::GetReceiveProgress(uint64_t epoch) const {
@@ -393,47 +259,20 @@ Result<ReceiveProgress> JointTransfer::GetReceiveProgress(uint64_t epoch) const 
     if (attention_ != nullptr) {
       QUIRE_ASSIGN_OR_RETURN(progress, attention_->GetReceiveProgress(epoch));
     }
-    const std::lock_guard lock(mutex_);
-    QUIRE_ASSIGN_OR_RETURN(const auto receive, Require("GetReceiveProgress", epoch));
-    progress.count = receive->count;
-    for (const Arrival& arrival : receive->arrivals) progress.layer_rows.push_back(arrival.rows());
-    if (progress.failure.ok()) progress.failure = receive->failure;
+    QUIRE_ASSIGN_OR_RETURN(const ReceiveProgress states, receives_.Progress(epoch));
+    progress.count = states.count;
+    progress.layer_rows.insert(progress.layer_rows.end(), states.layer_rows.begin(),
+                               states.layer_rows.end());
+    if (progress.failure.ok()) progress.failure = states.failure;
     return progress;
   });
 }
 
 Status JointTransfer::WaitReceived(uint64_t epoch, int64_t n, Clock& clock,
                                    int64_t until_ns) const {
-  const char* const call = "WaitReceived";
   if (attention_ != nullptr)
     QUIRE_RETURN_IF_ERROR(attention_->WaitReceived(epoch, n, clock, until_ns));
-  return GuardEntry([&]() -> Status {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      const std::shared_ptr<Receive> receive = FindLocked(epoch);
-      if (receive == nullptr) {
-        return Status(StatusCode::kCancelled,
-                      std::string(call) + ": the reservation of " + Name(epoch) + " is over");
-      }
-      if (n < 0 || n > receive->count) {
-        return Status(StatusCode::kBadArgument,
-                      std::string(call) + ": the reservation of " + Name(epoch) + " has " +
-                          std::to_string(receive->count) + " tokens, not " + std::to_string(n));
-      }
-      const bool here =
-          std::ranges::all_of(receive->arrivals, [&](const Arrival& a) { return a.rows() >= n; });
-      if (here) return Status();
-      if (!receive->failure.ok()) return receive->failure;
-      if (clock.SteadyNs() >= until_ns) {
-        return Status(StatusCode::kTimeout,
-                      std::string(call) + ": the states behind token " + std::to_string(n) +
-                          " of " + Name(epoch) +
-                          " did not come in time; cancel and compute the tokens here, or wait "
-                          "again");
-      }
-      clock.Wait(changed_, lock, until_ns);
-    }
-  });
+  return GuardEntry([&] { return receives_.Wait(epoch, n, clock, until_ns); });
 }
 
 }  // namespace quire

@@ -8,11 +8,6 @@
 namespace quire {
 namespace {
 
-Status NoMark(const char* call, int64_t seq_id) {
-  return Status(StatusCode::kNotFound,
-                OfSequence(call, seq_id) + "has no mark; call DisaggMarkSend first");
-}
-
 Status BadMark(StatusCode code, const std::string& why) {
   return Status(code, "DisaggMarkSend: " + why);
 }
@@ -23,14 +18,9 @@ Status JointTransfer::SetLayerSink(std::shared_ptr<LayerSink> sink) {
   const char* const call = "SetLayerSink";
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    if (std::ranges::any_of(marks_, [](const auto& entry) { return entry.second.active(); })) {
-      return Status(StatusCode::kBadState,
-                    "SetLayerSink: there are marks that send to the present sink; call "
-                    "DisaggUnmarkSend first");
-    }
+    QUIRE_RETURN_IF_ERROR(marks_.RequireNoneActive());
     if (attention_ != nullptr) QUIRE_RETURN_IF_ERROR(attention_->SetLayerSink(sink));
-    sink_ = std::move(sink);
-    return Status();
+    return marks_.SetSink(std::move(sink));
   });
 }
 
@@ -44,12 +34,13 @@ Status JointTransfer::CheckMap(int64_t seq_id, int64_t begin, std::span<const Re
                        "not split, and neither number may be negative");
   }
   const ReceiveMap& map = maps[0];
-  bool fits = map.kv_heads.size() == static_cast<size_t>(attention_layers_) + tensors_.size();
+  bool fits =
+      map.kv_heads.size() == static_cast<size_t>(attention_layers_) + states_.tensors.size();
   for (size_t l = 0; fits && l < map.kv_heads.size(); ++l) {
     const bool is_state = l >= static_cast<size_t>(attention_layers_);
     fits = map.kv_heads[l] == (is_state ? 1 : parts_.attention->options().layers[l].num_kv_heads);
   }
-  if (!fits || (attention_ == nullptr && map.layout != layout_)) {
+  if (!fits || (attention_ == nullptr && map.layout != states_.layout)) {
     return BadMark(StatusCode::kIncompatible,
                    "the receiver has other layers, heads or kernels than sequence " +
                        std::to_string(seq_id) + " here; compute the tokens there");
@@ -75,30 +66,23 @@ Status JointTransfer::DisaggMarkSend(int64_t seq_id, int64_t begin,
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
     QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
-    if (sink_ == nullptr) {
-      return BadMark(StatusCode::kBadState, "there is no sink to send to; call SetLayerSink first");
-    }
+    QUIRE_RETURN_IF_ERROR(marks_.RequireSink());
     QUIRE_RETURN_IF_ERROR(CheckMap(seq_id, begin, maps, rank));
-    std::map<int64_t, Mark> one;
-    Mark& mark = one[seq_id];
-    mark = {
-        .begin = begin, .end = begin + maps[0].count, .epoch = maps[0].epoch, .peer = peer + rank};
-    QUIRE_ASSIGN_OR_RETURN(mark.slots, SlotRuns::Decode(maps[0].slots, maps[0].count));
-    if (mark.slots.count() != maps[0].count) {
-      return BadMark(StatusCode::kBadArgument, "a map of " + std::to_string(maps[0].count) +
-                                                   " tokens has " +
-                                                   std::to_string(mark.slots.count()) + " slots");
-    }
-    if (sending_ == nullptr) sending_ = AllocateStates();
+    const int64_t to = peer + rank;
+    QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, std::span(&to, 1), rank));
+    const int32_t index = marks_.IndexOf(seq_id);
+    int64_t bytes = 0;
+    for (const Tensor& tensor : states_.tensors)
+      bytes = std::max(bytes, tensor.elements() * DTypeBytes(tensor.dtype));
+    marks_.Reserve(index, bytes);
     if (attention_ != nullptr) {
       ReceiveMap of_attention = maps[0];
-      of_attention.layout ^= layout_;
+      of_attention.layout ^= states_.layout;
       of_attention.kv_heads.resize(static_cast<size_t>(attention_layers_));
       QUIRE_RETURN_IF_ERROR(
           attention_->DisaggMarkSend(seq_id, begin, std::span(&of_attention, 1), peer, rank));
     }
-    DropMark(seq_id, "another mark has replaced it");
-    marks_.merge(one);
+    marks_.Put(index, std::move(mark));
     return Status();
   });
 }
@@ -108,8 +92,7 @@ Status JointTransfer::DisaggUnmarkSend(int64_t seq_id) {
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
     QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
-    if (marks_.count(seq_id) == 0) return NoMark(call, seq_id);
-    DropMark(seq_id, "DisaggUnmarkSend was called");
+    QUIRE_RETURN_IF_ERROR(marks_.Unmark(call, seq_id, marks_.IndexOf(seq_id)));
     StopTokens(seq_id);
     return Status();
   });
@@ -120,12 +103,13 @@ Status JointTransfer::DisaggFlushSend(int64_t seq_id) {
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
     QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
-    const auto mark = marks_.find(seq_id);
-    if (mark == marks_.end()) return NoMark(call, seq_id);
-    if (!mark->second.failure.ok()) return mark->second.failure;
-    if (attention_ != nullptr) mark->second.failure = attention_->DisaggFlushSend(seq_id);
-    SendStates(seq_id, mark->second);
-    return mark->second.failure;
+    const int32_t index = marks_.IndexOf(seq_id);
+    QUIRE_RETURN_IF_ERROR(marks_.Require(call, seq_id, index));
+    SendMark* const mark = marks_.Find(index);
+    if (!mark->failure.ok()) return mark->failure;
+    if (attention_ != nullptr) mark->failure = attention_->DisaggFlushSend(seq_id);
+    SendStates(mark);
+    return mark->failure;
   });
 }
 
@@ -133,15 +117,9 @@ Result<SendProgress> JointTransfer::GetSendProgress(int64_t seq_id) const {
   const char* const call = "GetSendProgress";
   return gate_.Enter(call, [&]() -> Result<SendProgress> {
     QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
-    const auto found = marks_.find(seq_id);
-    if (found == marks_.end()) return NoMark(call, seq_id);
-    const Mark& mark = found->second;
-    SendProgress progress{.begin = mark.begin,
-                          .count = mark.end - mark.begin,
-                          .sent = std::max<int64_t>(mark.sent - mark.begin, 0),
-                          .active = mark.active(),
-                          .failure = mark.failure};
-    if (attention_ == nullptr || !mark.failure.ok()) return progress;
+    QUIRE_ASSIGN_OR_RETURN(SendProgress progress,
+                           marks_.Progress(call, seq_id, marks_.IndexOf(seq_id)));
+    if (attention_ == nullptr || !progress.failure.ok()) return progress;
     QUIRE_ASSIGN_OR_RETURN(const SendProgress tokens, attention_->GetSendProgress(seq_id));
     progress.sent = std::min(progress.sent, tokens.sent);  // those stored before it go later
     progress.active &= tokens.failure.ok();
@@ -150,103 +128,66 @@ Result<SendProgress> JointTransfer::GetSendProgress(int64_t seq_id) const {
   });
 }
 
-SendRecord JointTransfer::RecordOf(int64_t seq_id, const Mark& mark, int64_t first,
-                                   int64_t count) const {
-  return {.seq_id = seq_id,
-          .epoch = mark.epoch,
-          .first_row = first - mark.begin,
-          .count = count,
-          .peer = mark.peer};
-}
-
-Status JointTransfer::SendStatesAt(int64_t seq_id, const Mark& mark, int64_t position) {
-  const int64_t row = position - 1 - mark.begin;
-  int64_t slot = -1;
-  mark.slots.Fill(row, std::span(&slot, 1));
-  if (slot < 0) return Status();  // the receiver does not store this token
-  for (size_t t = 0; t < tensors_.size(); ++t) {
-    const Tensor& tensor = tensors_[t];
-    const Status status = parts_.recurrent[tensor.part]->ExportState(tensor.index, seq_id, position,
-                                                                     StateIn(sending_.get(), t));
+Status JointTransfer::SendStatesAt(SendMark* mark, int64_t position) {
+  const int64_t row = position - 1 - mark->begin;
+  const SendMark::Target& target = mark->targets.front();
+  const std::span<int64_t> slot = std::span(mark->remote_slots).first(1);
+  target.slots.Fill(row, slot);
+  if (slot[0] < 0) return Status();  // the receiver does not store this token
+  std::byte* const memory = marks_.rows_memory();
+  for (size_t t = 0; t < states_.tensors.size(); ++t) {
+    const Tensor& tensor = states_.tensors[t];
+    const Status status = parts_.recurrent[tensor.part]->ExportState(
+        tensor.index, mark->seq_id, position, tensor.StateIn(memory));
     if (status.code() == StatusCode::kNeedsReplay) {
       return Status(status.code(),
-                    OfSequence("the mark", seq_id) + "went past position " +
+                    OfSequence("the mark", mark->seq_id) + "went past position " +
                         std::to_string(position) +
                         ", the map's end, within a forward, and holds no state there; end a "
                         "forward there");
     }
     QUIRE_RETURN_IF_ERROR(status);
-    const SendRange range{.seq_id = seq_id,
-                          .epoch = mark.epoch,
+    const SendRange range{.seq_id = mark->seq_id,
+                          .epoch = target.map.epoch,
                           .first_position = position - 1,
                           .first_row = row,
                           .count = 1,
-                          .local = RowIn(sending_.get(), t),
+                          .local = tensor.RowIn(memory),
                           .local_head = 0,
                           .remote_head = 0,
                           .head_count = 1,
-                          .remote_slots = std::span(&slot, 1),
-                          .peer = mark.peer};
-    QUIRE_RETURN_IF_ERROR(
-        sink_->OnLayerAppended(attention_layers_ + static_cast<int64_t>(t), std::span(&range, 1)));
+                          .remote_slots = slot,
+                          .peer = target.peer};
+    QUIRE_RETURN_IF_ERROR(marks_.sink().OnLayerAppended(attention_layers_ + static_cast<int64_t>(t),
+                                                        std::span(&range, 1)));
   }
-  const SendRecord record = RecordOf(seq_id, mark, position - 1, 1);
-  return sink_->OnForwardEnded(std::span(&record, 1));
+  return Status();
 }
 
-// Those at the sequence's end, or at the map's if it is behind that.
-void JointTransfer::SendStates(int64_t seq_id, Mark& mark) noexcept {
-  if (!mark.active()) return;
+// Those at the sequence's end, or at the map's end if the sequence is longer.
+void JointTransfer::SendStates(SendMark* mark) noexcept {
+  if (!mark->active()) return;
+  const int64_t seq_id = mark->seq_id;
   const Result<int64_t> nodes = first().GetTreeSize(seq_id);
-  const int64_t position = std::min(LengthOf(seq_id), mark.end);
-  if (attention_ != nullptr) {  // what it could not send, its receiver has heard of
+  const int64_t position = std::min(LengthOf(seq_id), mark->end);
+  if (attention_ != nullptr) {  // the receiver was told by the attention part if it failed there
     const Result<SendProgress> tokens = attention_->GetSendProgress(seq_id);
-    mark.failure = tokens.ok() ? tokens->failure : tokens.status();
+    mark->failure = tokens.ok() ? tokens->failure : tokens.status();
   }
-  if (!mark.failure.ok()) return;
-  if (!nodes.ok() || *nodes > 0 || position <= mark.begin || position == mark.sent) return;
-  mark.failure = GuardEntry([&] { return SendStatesAt(seq_id, mark, position); });
-  if (mark.failure.ok()) {
-    mark.sent = position;
-    return;
-  }
-  const Status forgotten = GuardEntry([&] {
-    const SendRecord given = RecordOf(seq_id, mark, position - 1, 1);
-    return sink_->OnForwardAborted(std::span(&given, 1));
-  });
-  static_cast<void>(forgotten);  // the mark's first failure is what is told
-  Tell(seq_id, mark, mark.failure);
-  StopTokens(seq_id);
+  if (!mark->failure.ok()) return;
+  if (!nodes.ok() || *nodes > 0 || position <= mark->begin || position == mark->next) return;
+  QUIRE_DCHECK(position > mark->next) << "a shorter sequence starts its mark again";
+  mark->given = position;
+  mark->failure = GuardEntry([&] { return SendStatesAt(mark, position); });
+  marks_.Finish(mark, SendMarks::Outcome::kEnded, position - 1 - mark->begin);
+  if (!mark->failure.ok()) StopTokens(seq_id);
 }
 
-// Tokens without states would be of no use.
+// The tokens of a mark are of no use to its receiver without their states.
 void JointTransfer::StopTokens(int64_t seq_id) noexcept {
   if (attention_ == nullptr) return;
   const Status stopped = attention_->DisaggUnmarkSend(seq_id);
   static_cast<void>(stopped);  // NotFound: its mark has ended before
-}
-
-// Nothing follows for what the mark has not sent. A receiver that cannot be told stays without it.
-void JointTransfer::Tell(int64_t seq_id, const Mark& mark, const Status& why) noexcept {
-  const int64_t next = std::max(mark.sent, mark.begin);
-  const Status told = GuardEntry([&] {
-    const SendRecord rest = RecordOf(seq_id, mark, next, mark.end - next);
-    return sink_->OnSendStopped(std::span(&rest, 1), why);
-  });
-  static_cast<void>(told);
-}
-
-void JointTransfer::DropMark(int64_t seq_id, const char* why) noexcept {
-  const auto found = marks_.find(seq_id);
-  if (found == marks_.end()) return;
-  if (found->second.active()) {
-    const Status stopped = GuardEntry([&] {
-      return Status(StatusCode::kCancelled,
-                    "the sender of sequence " + std::to_string(seq_id) + " has stopped: " + why);
-    });
-    Tell(seq_id, found->second, stopped);
-  }
-  marks_.erase(found);
 }
 
 }  // namespace quire

@@ -1,6 +1,7 @@
 #include "kv/transfer/pending_receives.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -20,9 +21,37 @@ int64_t StoredValueDim(const AttentionLayerSpec& spec) { return spec.latent ? 0 
 std::string Name(uint64_t epoch) { return "epoch " + std::to_string(epoch); }
 
 // The first row of `layer` that is not complete, at most n.
-int64_t CompleteRows(const PendingReceives::Layer& layer, int64_t n) {
+int64_t CompleteCount(const PendingReceives::Layer& layer, int64_t n) {
   if (layer.rows == static_cast<int64_t>(layer.row.size())) return n;
   return std::find(layer.row.begin(), layer.row.begin() + n, uint8_t{0}) - layer.row.begin();
+}
+
+// Whether what a receiver of n tokens waits for is there.
+bool HasArrived(const PendingReceives::Layer& layer, int64_t n) {
+  return layer.row.empty() ? layer.rows >= n : CompleteCount(layer, n) == n;
+}
+
+// What keeps the first n tokens from being committed; empty: nothing.
+std::string WhatIsMissing(const PendingReceives::Layer& layer, bool is_state, int64_t n) {
+  if (is_state) {
+    if (layer.rows == n) return "";
+    return "the state after token " + std::to_string(n) + " is needed, " +
+           (layer.rows == 0 ? std::string("and none is complete")
+                            : "and the one after token " + std::to_string(layer.rows) + " is here");
+  }
+  const int64_t rows = CompleteCount(layer, n);
+  return rows == n ? "" : "token " + std::to_string(rows) + " is not complete";
+}
+
+Status WrongCount(const char* call, uint64_t epoch, int64_t count, int64_t n) {
+  return Status(StatusCode::kBadArgument, std::string(call) + ": the reservation of " +
+                                              Name(epoch) + " has " + std::to_string(count) +
+                                              " tokens, not " + std::to_string(n));
+}
+
+int64_t StagingBytes(const TransferLayer& layer, int64_t count) {
+  return layer.is_state() ? Aligned(layer.elements * DTypeBytes(layer.dtype))
+                          : LayerBytes(*layer.rows, count);
 }
 
 }  // namespace
@@ -73,10 +102,14 @@ LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count) {
 
 // ---------------------------------------------------------------------- reservations
 
-std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_id, int64_t count,
+std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_id,
+                                                                   int64_t first_position,
+                                                                   int64_t count,
                                                                    size_t group_count) {
+  QUIRE_DCHECK(count > 0);
   auto receive = std::make_shared<Receive>();
   receive->seq_id = seq_id;
+  receive->first_position = first_position;
   receive->count = count;
   receive->slots.resize(group_count);
   for (TokenSlots& slots : receive->slots) {
@@ -84,35 +117,53 @@ std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_i
     slots.opens_tile.resize(static_cast<size_t>(count));
   }
   int64_t bytes = kAlignment;
-  for (const AttentionLayerSpec& spec : specs_) bytes += LayerBytes(spec, count);
+  for (const TransferLayer& layer : layers_) bytes += StagingBytes(layer, count);
   receive->memory.reset(new std::byte[static_cast<size_t>(bytes)]);
   std::byte* memory = receive->memory.get();
   memory += (kAlignment - reinterpret_cast<intptr_t>(memory) % kAlignment) % kAlignment;
-  for (const AttentionLayerSpec& spec : specs_) {
-    Layer layer{.staging = LayerRowsIn(memory, spec, count), .head = {}, .row = {}};
-    layer.head.resize(static_cast<size_t>(count * spec.num_kv_heads));
-    layer.row.resize(static_cast<size_t>(count));
-    receive->layers.push_back(std::move(layer));
-    memory += LayerBytes(spec, count);
+  for (const TransferLayer& of : layers_) {
+    Layer& layer = receive->layers.emplace_back();
+    if (of.is_state()) {
+      layer.staging.k = TensorView(memory, of.dtype, {1, 1, of.elements});
+      std::memset(memory, 0, static_cast<size_t>(StagingBytes(of, count)));
+    } else {
+      layer.staging = LayerRowsIn(memory, *of.rows, count);
+      layer.head.resize(static_cast<size_t>(count * of.heads()));
+      layer.row.resize(static_cast<size_t>(count));
+    }
+    memory += StagingBytes(of, count);
   }
   const std::lock_guard lock(mutex_);
   ReserveGrowing(receives_, receives_.size() + 1);
   return receive;
 }
 
-uint64_t PendingReceives::Add(std::shared_ptr<Receive> receive) noexcept {
+uint64_t PendingReceives::Add(std::shared_ptr<Receive> receive, uint64_t epoch) noexcept {
   const std::lock_guard lock(mutex_);
   QUIRE_DCHECK(receives_.size() < receives_.capacity()) << "no room was reserved";
-  receive->epoch = next_epoch_++;
+  QUIRE_DCHECK(epoch == 0 || FindLocked(epoch) == nullptr) << "epoch " << epoch << " is in use";
+  receive->epoch = epoch == 0 ? next_epoch_++ : epoch;
   receives_.push_back(std::move(receive));
   return receives_.back()->epoch;
 }
 
 void PendingReceives::End(uint64_t epoch) noexcept {
   const std::lock_guard lock(mutex_);
+  EndLocked(epoch);
+}
+
+void PendingReceives::EndLocked(uint64_t epoch) noexcept {
   const size_t ended =
       std::erase_if(receives_, [&](const auto& receive) { return receive->epoch == epoch; });
   QUIRE_DCHECK(ended == 1) << "there is no reservation of epoch " << epoch;
+  changed_.notify_all();
+}
+
+void PendingReceives::EndOf(int64_t seq_id) noexcept {
+  const std::lock_guard lock(mutex_);
+  const size_t ended =
+      std::erase_if(receives_, [&](const auto& receive) { return receive->seq_id == seq_id; });
+  QUIRE_DCHECK(ended <= 1) << "sequence " << seq_id << " has " << ended << " reservations";
   changed_.notify_all();
 }
 
@@ -147,20 +198,23 @@ Result<PendingReceives::Claim> PendingReceives::Find(const char* call, uint64_t 
 
 Status PendingReceives::RequireComplete(const char* call, uint64_t epoch, int64_t n) const {
   const std::lock_guard lock(mutex_);
+  return RequireCompleteLocked(call, epoch, n);
+}
+
+Status PendingReceives::RequireCompleteLocked(const char* call, uint64_t epoch, int64_t n) const {
   QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked(call, epoch));
-  if (n < 0 || n > receive->count) {
-    return Status(StatusCode::kBadArgument,
-                  std::string(call) + ": the reservation of " + Name(epoch) + " has " +
-                      std::to_string(receive->count) + " tokens, not " + std::to_string(n));
-  }
-  for (size_t l = 0; l < receive->layers.size(); ++l) {
-    const int64_t rows = CompleteRows(receive->layers[l], n);
-    if (rows == n) continue;
-    std::string why = std::string(call) + ": token " + std::to_string(rows) + " of " + Name(epoch) +
-                      " is not complete in layer " + std::to_string(l);
+  if (n < 0 || n > receive->count) return WrongCount(call, epoch, receive->count, n);
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    const std::string missing = WhatIsMissing(receive->layers[l], layers_[l].is_state(), n);
+    if (missing.empty()) continue;
+    std::string why = std::string(call) + ": in layer " +
+                      std::to_string(first_layer_ + static_cast<int64_t>(l)) + " of " +
+                      Name(epoch) + " " + missing;
     if (!receive->failure.ok()) why += " (" + receive->failure.ToString() + ")";
     return Status(StatusCode::kBadState,
-                  why + "; wait for it, commit fewer tokens, or cancel and compute them here");
+                  why +
+                      "; wait for it, commit another number of tokens, or cancel and compute "
+                      "them here");
   }
   return Status();
 }
@@ -170,25 +224,36 @@ int64_t PendingReceives::count() const {
   return static_cast<int64_t>(receives_.size());
 }
 
-int64_t PendingReceives::token_count() const {
+int64_t PendingReceives::PendingOf(int64_t seq_id) const {
   const std::lock_guard lock(mutex_);
-  int64_t count = 0;
-  for (const auto& receive : receives_) count += receive->count;
-  return count;
+  for (const auto& receive : receives_) {
+    if (receive->seq_id == seq_id) return receive->count;
+  }
+  return 0;
+}
+
+void PendingReceives::AppendFacts(std::vector<int64_t>* facts) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& receive : receives_) {
+    facts->insert(facts->end(), {static_cast<int64_t>(receive->epoch), receive->seq_id,
+                                 receive->first_position, receive->count});
+  }
 }
 
 Result<std::shared_ptr<PendingReceives::Receive>> PendingReceives::FindPart(
     const char* call, uint64_t epoch, int64_t layer, const ReceivePart& part) const {
   QUIRE_ASSIGN_OR_RETURN(auto receive, RequireLocked(call, epoch));
-  if (layer < 0 || layer >= static_cast<int64_t>(specs_.size())) {
+  const int64_t layer_end = first_layer_ + std::ssize(layers_);
+  if (layer < first_layer_ || layer >= layer_end) {
     return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
-                                                std::to_string(layer) + "; this cache has " +
-                                                std::to_string(specs_.size()));
+                                                std::to_string(layer) + "; there are " +
+                                                std::to_string(layer_end));
   }
-  const int64_t heads = specs_[static_cast<size_t>(layer)].num_kv_heads;
+  const int64_t heads = LayerAt(layer).heads();
+  const bool is_state = LayerAt(layer).is_state();
   const bool fits = part.first_row >= 0 && part.count >= 1 && part.first_row < receive->count &&
-                    part.count <= receive->count - part.first_row && part.first_head >= 0 &&
-                    part.head_count >= 1 && part.first_head < heads &&
+                    part.count <= (is_state ? 1 : receive->count - part.first_row) &&
+                    part.first_head >= 0 && part.head_count >= 1 && part.first_head < heads &&
                     part.head_count <= heads - part.first_head;
   if (fits) return receive;
   return Status(StatusCode::kBadArgument,
@@ -196,8 +261,9 @@ Result<std::shared_ptr<PendingReceives::Receive>> PendingReceives::FindPart(
                     std::to_string(part.first_row) + " on, " + std::to_string(part.head_count) +
                     " heads from " + std::to_string(part.first_head) + " on, are no part of " +
                     Name(epoch) + ", whose layer " + std::to_string(layer) + " has " +
-                    std::to_string(receive->count) + " tokens of " + std::to_string(heads) +
-                    " heads");
+                    (is_state ? "a state: one head of one of " : "") +
+                    std::to_string(receive->count) + " tokens" +
+                    (is_state ? "" : " of " + std::to_string(heads) + " heads"));
 }
 
 // ---------------------------------------------------------------------- arrival
@@ -205,23 +271,36 @@ Result<std::shared_ptr<PendingReceives::Receive>> PendingReceives::FindPart(
 Result<ReceiveView> PendingReceives::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
   const std::lock_guard lock(mutex_);
   QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("View", epoch, layer, part));
-  Layer& to = receive->layers[static_cast<size_t>(layer)];
-  const int64_t heads = specs_[static_cast<size_t>(layer)].num_kv_heads;
+  Layer& to = LayerOf(*receive, layer);
+  const std::shared_ptr<void> memory(receive->memory, receive->memory.get());
+  if (LayerAt(layer).is_state()) {
+    to.viewed = part.first_row;
+    to.rows = 0;
+    return ReceiveView{.rows = to.staging, .memory = memory};
+  }
+  const int64_t heads = LayerAt(layer).heads();
   for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
     std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, uint8_t{0});
     to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
   }
   QUIRE_DCHECK(to.rows >= 0);
-  return ReceiveView{.rows = RowsOf(to.staging, part.first_row, part.count),
-                     .memory = std::shared_ptr<void>(receive->memory, receive->memory.get())};
+  return ReceiveView{.rows = RowsOf(to.staging, part.first_row, part.count), .memory = memory};
 }
 
 Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
                                  uint32_t digest) {
   const std::lock_guard lock(mutex_);
   QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Complete", epoch, layer, part));
-  Layer& to = receive->layers[static_cast<size_t>(layer)];
-  const LayerKV rows = RowsOf(to.staging, part.first_row, part.count);
+  Layer& to = LayerOf(*receive, layer);
+  const bool is_state = LayerAt(layer).is_state();
+  if (is_state && to.viewed != part.first_row) {
+    changed_.notify_all();
+    return Status(StatusCode::kBadState,
+                  "Complete: the state after token " + std::to_string(part.first_row + 1) +
+                      " of layer " + std::to_string(layer) + " of " + Name(epoch) +
+                      " was not viewed last; a later one has taken its place");
+  }
+  const LayerKV rows = is_state ? to.staging : RowsOf(to.staging, part.first_row, part.count);
   const uint32_t found = DigestOfHeads(rows, part.first_head, part.head_count);
   if (found != digest) {
     const Status corrupt(StatusCode::kCorrupt,
@@ -234,7 +313,20 @@ Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePar
     changed_.notify_all();
     return corrupt;
   }
-  const int64_t heads = specs_[static_cast<size_t>(layer)].num_kv_heads;
+  if (is_state) {
+    to.rows = part.first_row + 1;
+  } else {
+    CompleteRows(*receive, layer, part);
+  }
+  QUIRE_DCHECK(to.rows <= receive->count);
+  changed_.notify_all();
+  return Status();
+}
+
+void PendingReceives::CompleteRows(Receive& receive, int64_t layer,
+                                   const ReceivePart& part) noexcept {
+  Layer& to = LayerOf(receive, layer);
+  const int64_t heads = LayerAt(layer).heads();
   int64_t run = part.first_row;  // rows [run, row) are complete and not stored yet
   const int64_t end = part.first_row + part.count;
   for (int64_t row = part.first_row; row < end; ++row) {
@@ -243,13 +335,10 @@ Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePar
     const bool full = std::find(first, first + heads, uint8_t{0}) == first + heads;
     to.rows += full - std::exchange(to.row[static_cast<size_t>(row)], full);
     if (full) continue;
-    StoreRows(*receive, layer, run, row - run);
+    StoreRows(receive, layer, run, row - run);
     run = row + 1;
   }
-  StoreRows(*receive, layer, run, end - run);
-  QUIRE_DCHECK(to.rows <= receive->count);
-  changed_.notify_all();
-  return Status();
+  StoreRows(receive, layer, run, end - run);
 }
 
 void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
@@ -257,7 +346,8 @@ void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
   if (count == 0) return;
   QUIRE_DCHECK(first >= 0);
   QUIRE_DCHECK(first + count <= receive.count);
-  TokenSlots& slots = receive.slots[static_cast<size_t>(layer_groups_[static_cast<size_t>(layer)])];
+  QUIRE_DCHECK(pages_ != nullptr);
+  TokenSlots& slots = receive.slots[static_cast<size_t>(LayerAt(layer).group)];
   // Tiles are open already. Those of which all slots are written may be written as wholes.
   for (int64_t row = first; row < first + count; ++row) {
     const size_t i = static_cast<size_t>(row);
@@ -266,24 +356,18 @@ void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
                           static_cast<int64_t>(last) < first + count &&
                           slots.targets[last].page == slots.targets[i].page;
   }
-  pages_->StoreReceived(slots, layer, first,
-                        RowsOf(receive.layers[static_cast<size_t>(layer)].staging, first, count));
+  pages_->StoreReceived(slots, layer, first, RowsOf(LayerOf(receive, layer).staging, first, count));
 }
 
 Status PendingReceives::Fail(uint64_t epoch, const Status& why) {
   const std::lock_guard lock(mutex_);
   QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked("FailReceive", epoch));
-  QUIRE_RETURN_IF_ERROR(NoteFailure(epoch, why, &receive->failure));
-  changed_.notify_all();
-  return Status();
-}
-
-Status NoteFailure(uint64_t epoch, const Status& why, Status* failure) {
   if (why.ok()) {
     return Status(StatusCode::kBadArgument,
                   "FailReceive: " + Name(epoch) + " cannot fail for an ok status");
   }
-  if (failure->ok()) *failure = why;
+  if (receive->failure.ok()) receive->failure = why;
+  changed_.notify_all();
   return Status();
 }
 
@@ -303,13 +387,9 @@ Status PendingReceives::Wait(uint64_t epoch, int64_t n, Clock& clock, int64_t un
       return Status(StatusCode::kCancelled,
                     "WaitReceived: the reservation of " + Name(epoch) + " is over");
     }
-    if (n < 0 || n > receive->count) {
-      return Status(StatusCode::kBadArgument, "WaitReceived: the reservation of " + Name(epoch) +
-                                                  " has " + std::to_string(receive->count) +
-                                                  " tokens, not " + std::to_string(n));
-    }
+    if (n < 0 || n > receive->count) return WrongCount("WaitReceived", epoch, receive->count, n);
     const bool complete = std::ranges::all_of(
-        receive->layers, [&](const Layer& layer) { return CompleteRows(layer, n) == n; });
+        receive->layers, [&](const Layer& layer) { return HasArrived(layer, n); });
     if (complete) return Status();
     if (!receive->failure.ok()) return receive->failure;
     if (clock.SteadyNs() >= until_ns) {

@@ -1,10 +1,16 @@
-// Tokens that a cache has reserved for a sender and not taken over yet: their slots, the staging
-// memory in which they arrive, and which parts of it are verified.
+// PendingReceives: tokens that were reserved for a sender and are not committed yet: the staging
+// memory in which their layers arrive, and which parts of it are verified. Layers are of two kinds
+// (TransferLayer): a cache has those with rows of tokens, a composite state those with a state.
 //
-// Bytes go to staging memory first and to pages only from there, row by row, when all heads of a
-// row are verified. So a page is written under the lock alone and by its reservation's epoch alone,
-// and is free for others as soon as the epoch is over; what a channel still writes then is staging
-// memory, which it holds itself.
+// Bytes go to staging memory first. Rows go to pages from there, one by one, when all heads of a
+// row are verified; a state stays until its reservation is committed. So a page is written under
+// the lock alone and by its reservation's epoch alone, and is free for others as soon as the epoch
+// is over; what a channel still writes then is staging memory, which it holds itself.
+//
+// Invariants:
+// - An epoch names one reservation and is never used again; a sequence has at most one.
+// - Of a layer with rows, `rows` counts the rows all of whose heads are verified. Of a layer with a
+//   state, `rows` is 0 or the number of tokens before the verified state in staging memory.
 //
 // A reservation starts in a page of its own, so nothing that a forward reads lies in a page that is
 // written here. Parts may come in any order: every tile of the slots is opened when they are
@@ -24,8 +30,22 @@
 
 #include "kv/plan/forward_plan.h"
 #include "quire/kv_transfer.h"
+#include "quire/tensor.h"
 
 namespace quire {
+
+// A layer as transfers see it. An attention layer has rows, one for each token. A recurrent layer
+// has a state, which is sent as one row of one head: that of the last token before it. Of several
+// states that arrive, the newest counts.
+struct TransferLayer {
+  const AttentionLayerSpec* rows = nullptr;  // null: the layer has a state
+  int group = 0;                             // with rows: the group whose slots they get
+  DType dtype = DType::kF32;                 // of the state
+  int64_t elements = 0;                      // of the state
+
+  bool is_state() const { return rows == nullptr; }
+  int64_t heads() const { return is_state() ? 1 : rows->num_kv_heads; }
+};
 
 class PendingReceives {
  public:
@@ -40,29 +60,51 @@ class PendingReceives {
     ~Pages() = default;
   };
 
-  PendingReceives(std::span<const AttentionLayerSpec> layers, std::vector<int> layer_groups,
-                  Pages* pages)
-      : specs_(layers), layer_groups_(std::move(layer_groups)), pages_(pages) {}
+  // `layers` have the numbers from first_layer on. `pages`: where rows go; null if no layer has
+  // any.
+  PendingReceives(std::vector<TransferLayer> layers, int64_t first_layer, Pages* pages)
+      : layers_(std::move(layers)), first_layer_(first_layer), pages_(pages) {}
 
-  // Memory for a reservation of `count` tokens, which Add makes one. May throw std::bad_alloc.
+  // Memory for a reservation of `count` tokens, which Add makes one. States are zero. May throw
+  // std::bad_alloc.
   struct Receive;
-  std::shared_ptr<Receive> Prepare(int64_t seq_id, int64_t count, size_t group_count);
-  // REQUIRES: of Prepare, with its slots filled in, no other call in between.
-  uint64_t Add(std::shared_ptr<Receive> receive) noexcept;
-  // Its epoch is over. REQUIRES: there is one.
+  std::shared_ptr<Receive> Prepare(int64_t seq_id, int64_t first_position, int64_t count,
+                                   size_t group_count);
+  // Returns the epoch: a new one, or the one that is given.
+  // REQUIRES: `receive` was returned by Prepare, its slots are filled in, and nothing was called in
+  // between; a given epoch was never used here.
+  uint64_t Add(std::shared_ptr<Receive> receive, uint64_t epoch = 0) noexcept;
+  // Ends a reservation. REQUIRES: there is one.
   void End(uint64_t epoch) noexcept;
+  // Ends the sequence's reservation, if it has one.
+  void EndOf(int64_t seq_id) noexcept;
   void Clear() noexcept;
+  // Runs body(const Receive&) -> Status for a reservation whose first n tokens are complete, and
+  // ends the reservation if that succeeds. No part is viewed or completed meanwhile. Errors as
+  // RequireComplete.
+  template <typename F>
+  Status Commit(const char* call, uint64_t epoch, int64_t n, F&& body) {
+    const std::lock_guard lock(mutex_);
+    QUIRE_RETURN_IF_ERROR(RequireCompleteLocked(call, epoch, n));
+    const std::shared_ptr<Receive> receive = FindLocked(epoch);
+    QUIRE_RETURN_IF_ERROR(body(std::as_const(*receive)));
+    EndLocked(epoch);
+    return Status();
+  }
 
   struct Claim {
     int64_t seq_id = -1;
     int64_t count = 0;
   };
   Result<Claim> Find(const char* call, uint64_t epoch) const;
-  // BadState, with the layer that lacks one, unless the first n rows are complete.
+  // BadState, with the layer that lacks something, unless the first n rows of all layers with rows
+  // are complete, and all states are those after token n.
   Status RequireComplete(const char* call, uint64_t epoch, int64_t n) const;
-  int64_t count() const;
-  // Of all of them.
-  int64_t token_count() const;
+  int64_t count() const;  // reservations
+  // Tokens that are reserved for the sequence; 0: it has no reservation.
+  int64_t PendingOf(int64_t seq_id) const;
+  // What a digest of the state has of the reservations.
+  void AppendFacts(std::vector<int64_t>* facts) const;
 
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part);
   Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest);
@@ -71,14 +113,16 @@ class PendingReceives {
   Status Wait(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const;
 
   struct Layer {
-    LayerKV staging;            // [count, heads, dim]
-    std::vector<uint8_t> head;  // [row][head], 1: verified
-    std::vector<uint8_t> row;   // [row], 1: all heads are
-    int64_t rows = 0;           // that are
+    LayerKV staging;            // [count, heads, dim]; of a state [1, 1, elements]
+    std::vector<uint8_t> head;  // [row][head], 1: verified; empty of a state
+    std::vector<uint8_t> row;   // [row], 1: all heads are verified; empty of a state
+    int64_t rows = 0;           // see the invariants above
+    int64_t viewed = -1;        // of a state: the row that was viewed last
   };
   struct Receive {
     uint64_t epoch = 0;
     int64_t seq_id = -1;
+    int64_t first_position = 0;
     int64_t count = 0;
     std::vector<TokenSlots> slots;  // [group]
     std::shared_ptr<std::byte[]> memory;
@@ -91,10 +135,19 @@ class PendingReceives {
   Result<std::shared_ptr<Receive>> RequireLocked(const char* call, uint64_t epoch) const;
   Result<std::shared_ptr<Receive>> FindPart(const char* call, uint64_t epoch, int64_t layer,
                                             const ReceivePart& part) const;
+  Status RequireCompleteLocked(const char* call, uint64_t epoch, int64_t n) const;
+  void EndLocked(uint64_t epoch) noexcept;
+  const TransferLayer& LayerAt(int64_t layer) const {
+    return layers_[static_cast<size_t>(layer - first_layer_)];
+  }
+  Layer& LayerOf(Receive& receive, int64_t layer) const {
+    return receive.layers[static_cast<size_t>(layer - first_layer_)];
+  }
+  void CompleteRows(Receive& receive, int64_t layer, const ReceivePart& part) noexcept;
   void StoreRows(Receive& receive, int64_t layer, int64_t first, int64_t count) noexcept;
 
-  const std::span<const AttentionLayerSpec> specs_;
-  const std::vector<int> layer_groups_;
+  const std::vector<TransferLayer> layers_;
+  const int64_t first_layer_;
   Pages* const pages_;
 
   mutable std::mutex mutex_;
@@ -102,9 +155,6 @@ class PendingReceives {
   uint64_t next_epoch_ = 1;
   std::vector<std::shared_ptr<Receive>> receives_;
 };
-
-// FailReceive, where a reservation notes it: the first failure stays. BadArgument for an ok status.
-Status NoteFailure(uint64_t epoch, const Status& why, Status* failure);
 
 // Rows [first, first + count) of contiguous tensors [n, heads, dim].
 LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count);

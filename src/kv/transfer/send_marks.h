@@ -1,4 +1,13 @@
-// Which sequences' tokens go to other caches, and how far that has got.
+// SendMarks: which sequences' tokens go to other caches, how far that has got, and what the sink is
+// told of it. What a layer's rows are, its user knows: KVSender sends rows of pages as forwards
+// compute them, JointTransfer sends states when a forward has ended.
+//
+// Invariants:
+// - An active mark has a sink to send to: SetSink refuses while there is one.
+// - A mark's tokens before `next` are sent. What has been given to the sink since counts when
+//   Finish tells it that the forward has ended.
+// - The first failure ends a mark. It stays, to say why, until it is taken away or replaced; its
+//   sequence and the forward are not affected.
 #ifndef QUIRE_KV_TRANSFER_SEND_MARKS_H_
 #define QUIRE_KV_TRANSFER_SEND_MARKS_H_
 
@@ -11,6 +20,7 @@
 #include "kernels/backend.h"
 #include "kv/transfer/slot_runs.h"
 #include "quire/kv_transfer.h"
+#include "quire/seams.h"
 
 namespace quire {
 
@@ -39,7 +49,16 @@ struct SendMark {
 
   bool active() const { return failure.ok() && next < end; }
   int64_t count() const { return end - begin; }
+  // Of tokens [first, first + count) of the map, one for each target. Allocates nothing.
+  std::span<const SendRecord> RecordsOf(int64_t first, int64_t count) noexcept;
 };
+
+// A mark for positions from `begin` on; peers: [map]. BadArgument for a map whose slots are no
+// encoding of its tokens. May throw std::bad_alloc.
+// REQUIRES: maps of equal counts.
+Result<std::unique_ptr<SendMark>> MakeMark(int64_t seq_id, int64_t begin,
+                                           std::span<const ReceiveMap> maps,
+                                           std::span<const int64_t> peers, int64_t rank);
 
 // Of a layer with `heads` kv heads here and `remote_heads` there, what the target'th of `targets`
 // peers gets. head_count 0: such heads do not fit together.
@@ -51,7 +70,7 @@ struct HeadsOfTarget {
 HeadsOfTarget HeadsFor(int64_t heads, int64_t remote_heads, int64_t rank, int64_t target,
                        int64_t targets);
 
-// By index in the sequence table.
+// Marks by index: that of the sequence in a table, or any that IndexOf gives.
 class SendMarks {
  public:
   // Tokens that are read and given at once: enough to keep all threads busy, few enough that the
@@ -67,11 +86,30 @@ class SendMarks {
     return const_cast<SendMarks*>(this)->Find(sequence);
   }
   bool empty() const { return count_ == 0; }
-  bool any_active() const;
+  // Of all marks, some null.
+  std::span<const std::unique_ptr<SendMark>> all() const { return marks_; }
+  // The index of the sequence's mark; without one, an index that has no mark.
+  int32_t IndexOf(int64_t seq_id) const;
+
+  // ---- Calls of KVTransfer. NotFound without a mark.
+  // BadState while a mark is active: it sends to the present sink.
+  Status RequireNoneActive() const;
+  Status SetSink(std::shared_ptr<LayerSink> sink);
+  Status RequireSink() const;
+  LayerSink& sink() const { return *sink_; }
+  Status Require(const char* call, int64_t seq_id, int32_t index) const;
+  Status Unmark(const char* call, int64_t seq_id, int32_t index);
+  Result<SendProgress> Progress(const char* call, int64_t seq_id, int32_t index) const;
   // Makes Put succeed, and rows_memory of that size. May throw std::bad_alloc.
   void Reserve(int32_t sequence, int64_t rows_bytes);
+  // Replaces the sequence's mark, if it has one.
   void Put(int32_t sequence, std::unique_ptr<SendMark> mark) noexcept;
-  void Erase(int32_t sequence) noexcept;
+  // The mark, if there is one, goes; the sink hears of it.
+  void Stop(int32_t sequence, const char* why) noexcept;
+  // What the sink was given of the map's tokens [first_row, ...) counts from now on, or never.
+  // REQUIRES: `given` says up to where.
+  enum class Outcome : uint8_t { kEnded, kAborted };
+  void Finish(SendMark* mark, Outcome outcome, int64_t first_row) noexcept;
   // The sequence has `length` tokens: those behind are sent anew when there are such again.
   void ShortenTo(int32_t sequence, int64_t length) noexcept;
 
@@ -80,6 +118,7 @@ class SendMarks {
   std::span<AppendTarget> rows_slots() { return slots_; }
 
  private:
+  std::shared_ptr<LayerSink> sink_;
   std::unique_ptr<std::byte[]> memory_;
   int64_t memory_bytes_ = 0;
   std::vector<AppendTarget> slots_;
