@@ -224,7 +224,8 @@ struct PackedLinear {
 
 // y = x W^T + bias. One output: products singly (kF32 rows) or in pairs (kBF16 rows on a path with
 // bf16 dot products), k ascending, one float32 accumulator per block of 1024 inputs (k > 1024) or
-// 512, each from zero, block sums added left to right, then the bias.
+// 512, each from zero, block sums added left to right, then the bias. bf16 rows and weights on
+// avx512_amx: as the tile unit sums (docs/exactness.md).
 struct LinearArgs {
   PackedLinear w;
   int64_t row_count = 0;
@@ -244,7 +245,7 @@ struct LinearArgs {
 struct RecurrenceKernels;
 
 struct Backend {
-  std::string_view name;  // "avx512_bf16", "avx512", "avx2", "scalar"
+  std::string_view name;  // "avx512_amx", "avx512_bf16", "avx512", "avx2", "scalar"
 
   void (*append_kv)(const AppendArgs&, ParallelRunner&);
   // Scratch for any plan of at most row_count rows and sequence_count sequences.
@@ -287,10 +288,13 @@ struct Backend {
   const RecurrenceKernels* recurrence;  // recurrence.h
 };
 
-// The paths that this build has and this CPU can run, best first; never empty ("scalar" is always
-// there).
+// The paths that this build has and this CPU can run, never empty ("scalar" is always there). The
+// first is the one that was measured to be the fastest on this kind of CPU: the same on every
+// machine of a CPU model that grants the same instructions.
 std::span<const Backend* const> Backends();
-// The named path, or the best for ""; environment variable QUIRE_KERNELS names the default.
+// Why "avx512_amx" is not among them although the CPU has its instructions; "" elsewhere.
+std::string_view TilesRefused();
+// The named path, or the first for ""; environment variable QUIRE_KERNELS names the default.
 // BadArgument lists the names.
 Result<const Backend*> FindBackend(std::string_view name);
 

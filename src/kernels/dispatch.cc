@@ -8,10 +8,21 @@
 
 #if QUIRE_SIMD
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
 #endif
 
 namespace quire {
 namespace {
+
+// What DetectPaths found.
+struct Paths {
+  std::vector<const Backend*> all;  // the default first
+  std::string tiles_refused;        // TilesRefused()
+};
 
 #if QUIRE_SIMD
 struct CpuidLeaf {
@@ -43,38 +54,80 @@ unsigned SavedStates(const CpuidLeaf& leaf1) {
   return low;
 }
 
+// `name`: "GenuineIntel", "AuthenticAMD".
+bool IsVendor(std::string_view name) {
+  const CpuidLeaf leaf = ReadCpuid(0, 0);
+  std::string vendor;
+  for (const unsigned part : {leaf.ebx, leaf.edx, leaf.ecx}) {
+    for (int byte = 0; byte < 4; ++byte) vendor += static_cast<char>(part >> 8 * byte & 0xFF);
+  }
+  return vendor == name;
+}
+
 // The family of an AMD processor (Zen 5: 0x1A), else 0.
 unsigned AmdFamily() {
-  const CpuidLeaf vendor = ReadCpuid(0, 0);
-  const bool is_amd = vendor.ebx == 0x68747541 && vendor.edx == 0x69746E65 &&
-                      vendor.ecx == 0x444D4163;  // "AuthenticAMD"
+  const bool is_amd = IsVendor("AuthenticAMD");
   const unsigned version = ReadCpuid(1, 0).eax;
   return is_amd ? (version >> 8 & 0xF) + (version >> 20 & 0xFF) : 0;
 }
 
-std::vector<const Backend*> DetectVectorPaths() {
+bool HasAvx2(const CpuidLeaf& leaf1, const CpuidLeaf& leaf7, unsigned states) {
+  const bool saves_ymm = HasBits(states, {1, 2});          // SSE, AVX
+  return saves_ymm && HasBits(leaf1.ecx, {12, 28, 29}) &&  // FMA, AVX, F16C
+         HasBits(leaf7.ebx, {5});                          // AVX2
+}
+
+#if QUIRE_EMULATE_AVX512
+// Emulated paths need what they are made of.
+Paths DetectVectorPaths() {
+  const CpuidLeaf leaf1 = ReadCpuid(1, 0);
+  const CpuidLeaf leaf7 = ReadCpuid(7, 0);
+  if (!HasAvx2(leaf1, leaf7, SavedStates(leaf1))) return {};
+  return {{&kAvx512Bf16Backend, &kAvx512Backend, &kEmulatedAmxBackend, &kAvx2Backend}, ""};
+}
+#else
+// Why this process may not use the tile unit, which the CPU has; "" if it may. Linux grants its
+// registers on request, to all threads of the process at once.
+std::string RequestTiles(unsigned states) {
+  constexpr int kTileConfig = 17;
+  constexpr int kTileData = 18;
+  if (!HasBits(states, {kTileConfig, kTileData})) {
+    return "the operating system does not save the tile registers";
+  }
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
+  return "arch_prctl(ARCH_REQ_XCOMP_PERM): " + std::generic_category().message(errno);
+}
+
+// The order is that of speed where it was measured. On Intel a dot product of bfloat16 pairs has
+// half the rate of two fma: `avx512` is 1.35 to 1.5 times as fast as `avx512_bf16` with 16 rows and
+// more, and as fast with few (Sapphire Rapids). Tiles are faster than either.
+Paths DetectVectorPaths() {
   const CpuidLeaf leaf1 = ReadCpuid(1, 0);
   const CpuidLeaf leaf7 = ReadCpuid(7, 0);
   const unsigned states = SavedStates(leaf1);
-  const bool saves_ymm = HasBits(states, {1, 2});  // SSE, AVX
-  const bool avx2 = saves_ymm && HasBits(leaf1.ecx, {12, 28, 29}) &&
-                    HasBits(leaf7.ebx, {5});  // FMA, AVX, F16C; AVX2
-#if QUIRE_EMULATE_AVX512                      // what they are made of
-  const bool avx512 = avx2;
-  const bool bf16 = avx2;
-#else
+  const bool avx2 = HasAvx2(leaf1, leaf7, states);
   const bool saves_zmm =
       HasBits(states, {1, 2, 5, 6, 7});  // and opmasks, both parts of the ZMM registers
   const bool avx512 = avx2 && saves_zmm && HasBits(leaf7.ebx, {16, 17, 30, 31});  // F, DQ, BW, VL
   const bool bf16 = avx512 && HasBits(leaf7.ecx, {11}) && leaf7.eax >= 1 &&
-                    HasBits(ReadCpuid(7, 1).eax, {5});  // VNNI, BF16
+                    HasBits(ReadCpuid(7, 1).eax, {5});      // VNNI, BF16
+  const bool tiles = bf16 && HasBits(leaf7.edx, {22, 24});  // AMX-BF16, AMX-TILE
+  Paths paths;
+  if (tiles) paths.tiles_refused = RequestTiles(states);
+  const bool amx = tiles && paths.tiles_refused.empty();
+  const bool dots_are_slow = IsVendor("GenuineIntel");
+  if (amx) paths.all.push_back(&kAvx512AmxBackend);
+  if (bf16 && !dots_are_slow) paths.all.push_back(&kAvx512Bf16Backend);
+  if (avx512) paths.all.push_back(&kAvx512Backend);
+  if (bf16 && dots_are_slow) paths.all.push_back(&kAvx512Bf16Backend);
+  if (avx2) paths.all.push_back(&kAvx2Backend);
+#if QUIRE_EMULATED_AMX
+  if (avx512 && !amx) paths.all.push_back(&kEmulatedAmxBackend);
 #endif
-  std::vector<const Backend*> paths;
-  if (bf16) paths.push_back(&kAvx512Bf16Backend);
-  if (avx512) paths.push_back(&kAvx512Backend);
-  if (avx2) paths.push_back(&kAvx2Backend);
   return paths;
 }
+#endif
 #endif
 
 // Measured with decode attention of bfloat16 out of memory. On Cascade Lake the L1 has too few fill
@@ -89,13 +142,18 @@ StreamPrefetch DetectStreamPrefetch() {
   return kCommon;
 }
 
-std::vector<const Backend*> DetectPaths() {
+Paths DetectPaths() {
 #if QUIRE_SIMD
-  std::vector<const Backend*> paths = DetectVectorPaths();
+  Paths paths = DetectVectorPaths();
 #else
-  std::vector<const Backend*> paths;
+  Paths paths;
 #endif
-  paths.push_back(&kScalarBackend);
+  paths.all.push_back(&kScalarBackend);
+  return paths;
+}
+
+const Paths& PathsOfCpu() {
+  static const Paths paths = DetectPaths();
   return paths;
 }
 
@@ -115,10 +173,9 @@ StreamPrefetch StreamPrefetchOfCpu() {
   return advice;
 }
 
-std::span<const Backend* const> Backends() {
-  static const std::vector<const Backend*> paths = DetectPaths();
-  return paths;
-}
+std::span<const Backend* const> Backends() { return PathsOfCpu().all; }
+
+std::string_view TilesRefused() { return PathsOfCpu().tiles_refused; }
 
 Result<const Backend*> FindBackend(std::string_view name) {
   const char* const from_environment = name.empty() ? std::getenv("QUIRE_KERNELS") : nullptr;

@@ -10,6 +10,7 @@
 
 #include "base/random.h"
 #include "kernels/backend.h"
+#include "kernels/cpu/paths.h"
 #include "kernels/linear_layout.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
@@ -56,6 +57,9 @@ struct Case {
   bool bias = false;
   bool accumulate = false;
 };
+
+// Rows as weights of `dtype` meet them in a model.
+DType BF16Only(DType dtype) { return dtype == DType::kBF16 ? dtype : DType::kF32; }
 
 std::string Describe(const Case& c) {
   return std::string(DTypeName(c.dtype)) + " x " + std::string(DTypeName(c.x_rounding)) + " rows " +
@@ -171,11 +175,27 @@ TEST_P(LinearTest, AgreesWithTheReferenceForEverySizeAroundTheBlocks) {
     for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 25, 37, 121}) {
       CheckAgainstReference(backend(),
                             {.dtype = dtype, .rows = rows, .n = 35, .k = 67, .bias = true});
+      CheckAgainstReference(backend(), {.dtype = dtype,
+                                        .x_rounding = DType::kBF16,
+                                        .rows = rows,
+                                        .n = 35,
+                                        .k = 67,
+                                        .bias = true});
     }
   }
   // So long rows that outputs go in groups.
   CheckAgainstReference(backend(),
                         {.dtype = DType::kBF16, .rows = 16, .n = 70, .k = 8201, .bias = true});
+  CheckAgainstReference(
+      backend(),
+      {.dtype = DType::kBF16, .x_rounding = DType::kBF16, .rows = 40, .n = 35, .k = 2119});
+  // So many rows that they are several tasks.
+  CheckAgainstReference(backend(), {.dtype = DType::kBF16,
+                                    .x_rounding = DType::kBF16,
+                                    .rows = 270,
+                                    .n = 290,
+                                    .k = 1131,
+                                    .bias = true});
 }
 
 TEST_P(LinearTest, RoundsRowsWhenAsked) {
@@ -262,13 +282,20 @@ TEST_P(LinearTest, ARowsResultDoesNotDependOnTheOtherRows) {
 }
 
 TEST_P(LinearTest, BitsDoNotDependOnTheNumberOfThreads) {
-  for (const int64_t rows : {1, 9, 16, 125}) {
-    const Case c{.dtype = DType::kBF16, .rows = rows, .n = 300, .k = 1300, .bias = true};
-    const Data data(c);
-    const std::vector<float> y = RunLinear(backend(), c, data);
-    for (const int threads : {2, 3, 7}) {
-      EXPECT_TRUE(SameBits(y, RunLinear(backend(), c, data, *CreateThreadPool(threads).value())))
-          << rows;
+  for (const DType rounding : {DType::kF32, DType::kBF16}) {
+    for (const int64_t rows : {1, 9, 16, 125, 300}) {
+      const Case c{.dtype = DType::kBF16,
+                   .x_rounding = rounding,
+                   .rows = rows,
+                   .n = 300,
+                   .k = 1300,
+                   .bias = true};
+      const Data data(c);
+      const std::vector<float> y = RunLinear(backend(), c, data);
+      for (const int threads : {2, 3, 7}) {
+        EXPECT_TRUE(SameBits(y, RunLinear(backend(), c, data, *CreateThreadPool(threads).value())))
+            << Describe(c);
+      }
     }
   }
 }
@@ -287,7 +314,12 @@ class PlainRunner final : public ParallelRunner {
 TEST_P(LinearTest, TheCallersFloatEnvironmentDoesNotMatter) {
   for (const DType dtype : kWeightTypes) {
     for (const int64_t rows : {1, 40}) {
-      const Case c{.dtype = dtype, .rows = rows, .n = 33, .k = 30, .bias = true};
+      const Case c{.dtype = dtype,
+                   .x_rounding = BF16Only(dtype),
+                   .rows = rows,
+                   .n = 33,
+                   .k = 30,
+                   .bias = true};
       Data data(c);
       for (float& x : data.x) x *= 0x1p-130F;  // subnormal
       for (float& b : data.bias) b *= 0x1p-130F;
@@ -309,7 +341,7 @@ TEST_P(LinearTest, TheCallersFloatEnvironmentDoesNotMatter) {
 // NaN in one row, or in the weights of one output, stays there.
 TEST_P(LinearTest, NaNStaysInItsRowAndOutput) {
   for (const DType dtype : kWeightTypes) {
-    const Case c{.dtype = dtype, .rows = 15, .n = 40, .k = 21};
+    const Case c{.dtype = dtype, .x_rounding = BF16Only(dtype), .rows = 15, .n = 40, .k = 21};
     Data data(c);
     data.x[static_cast<size_t>(4 * data.x_stride + 20)] = kNaN;
     data.weights[7 * 21 + 3] = kNaN;
@@ -355,13 +387,50 @@ TEST_P(LinearTest, PacksEveryWeightFromEveryTypeWhereTheLayoutSays) {
   }
 }
 
-// Paths without bf16 dot products compute the same chains.
+#if QUIRE_EMULATED_AMX
+// What the tile unit computes and what its emulation does, which stands for it on other machines.
+TEST(LinearTiles, TheEmulationGivesTheBitsOfTheTiles) {
+  const Backend& tiles = *Backends().front();
+  if (tiles.name != "avx512_amx") GTEST_SKIP() << "this CPU has no tiles";
+  for (const int64_t rows : {1, 3, 4, 5, 16, 17, 40, 300}) {
+    for (const int64_t k : {1, 30, 64, 67, 1061, 2113}) {
+      Case c{.dtype = DType::kBF16, .x_rounding = DType::kBF16, .rows = rows, .n = 45, .k = k};
+      EXPECT_TRUE(SameBits(RunLinear(tiles, c), RunLinear(kEmulatedAmxBackend, c))) << Describe(c);
+    }
+  }
+}
+#endif
+
+// Numbers whose products are denormal: a row's bits are the same by tiles and, alone, by fma.
+TEST_P(LinearTest, DenormalsAreTreatedAlikeForFewRowsAndMany) {
+  const Case all{.dtype = DType::kBF16, .x_rounding = DType::kBF16, .rows = 40, .n = 33, .k = 77};
+  Data data(all);
+  RandomSequence random(6);
+  for (float& x : data.x) x *= std::ldexp(1.0F, -60 - static_cast<int>(random.Bits() % 72));
+  for (float& w : data.weights) w *= std::ldexp(1.0F, -static_cast<int>(random.Bits() % 70));
+  data.weights = Rounded(data.weights, DType::kBF16);
+  const std::vector<float> y = RunLinear(backend(), all, data);
+  for (int64_t row = 0; row < all.rows; ++row) {
+    Case one = all;
+    one.rows = 1;
+    Data part = data;
+    part.x.erase(part.x.begin(), part.x.begin() + row * data.x_stride);
+    part.y.resize(static_cast<size_t>(data.y_stride));
+    const std::vector<float> alone = RunLinear(backend(), one, part);
+    ASSERT_EQ(0, std::memcmp(alone.data(), y.data() + row * data.y_stride,
+                             static_cast<size_t>(all.n) * sizeof(float)))
+        << row;
+  }
+}
+
+// Paths without an order of their own for pairs of bfloat16 compute the same chains.
 TEST_P(LinearTest, BitsAreThoseOfTheScalarPath) {
   const Backend& scalar = *FindBackend("scalar").value();
   for (const DType dtype : kWeightTypes) {
     for (const DType rounding : {DType::kF32, DType::kBF16}) {
       const bool in_pairs = dtype == DType::kBF16 && rounding == DType::kBF16;
-      if (in_pairs && backend().name == "avx512_bf16") continue;
+      const bool has_own_order = backend().name == "avx512_bf16" || backend().name == "avx512_amx";
+      if (in_pairs && has_own_order) continue;
       for (const int64_t rows : {1, 5, 15, 40}) {
         const Case c{
             .dtype = dtype, .x_rounding = rounding, .rows = rows, .n = 45, .k = 1061, .bias = true};

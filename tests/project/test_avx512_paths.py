@@ -46,6 +46,7 @@ def test_the_library_has_the_real_instructions():
     for name, instruction in {
         "avx512.cc.o": r"\tvfmadd\w+\s.*%zmm",
         "avx512_bf16.cc.o": r"\tvdpbf16ps\s.*%zmm",
+        "avx512_amx.cc.o": r"\ttdpbf16ps\s.*%tmm",
     }.items():
         code = output_of("objdump", "-d", "--no-show-raw-insn", objects[name])
         assert re.search(instruction, code), f"{name}: emulated, or compiled without AVX-512"

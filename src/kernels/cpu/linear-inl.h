@@ -1,7 +1,8 @@
 // Linear layers. Included once per path, after simd-inl.h; see there.
 //
 // One output is, per block of inputs, one chain of fma from zero with ascending inputs; then the
-// block sums, left to right; then the bias. Everything else here (tiles of rows, chunks of outputs,
+// block sums, left to right; then the bias (bfloat16 by tiles: linear_tiles-inl.h). Everything else
+// here (tiles of rows, chunks of outputs,
 // widened panels) is a choice of order between chains and changes no bit: a chain belongs to one
 // row and one output and is never cut.
 
@@ -200,6 +201,10 @@ struct TileFunctions {
 #endif
 };
 
+#if defined(QUIRE_SIMD_TILES)
+#include "kernels/cpu/linear_chunks-inl.h"
+#endif
+
 // ----------------------------------------------------------------------------------- rows in lanes
 
 // See linear_lanes-inl.h.
@@ -241,15 +246,13 @@ QUIRE_INLINE int64_t InputsOfBlock(const LinearPlan& plan, int64_t block) {
   return left < plan.input_block ? left : plan.input_block;
 }
 
-// Scratch holds the rows of x, padded, then each worker's part.
-static size_t LinearScratchBytes(int64_t row_count, int64_t, int64_t k, int worker_count) {
-  const int64_t input_blocks = CeilDivide(k, InputBlock(k));
-  int64_t x_floats = row_count * kRowFloats;
-  if (RowsLieInLanes(DType::kBF16, row_count) && x_floats < kLaneBlockFloats) {
-    x_floats = kLaneBlockFloats;
-  }
-  const int64_t floats = input_blocks * x_floats + worker_count * kWorkerFloats;
-  return static_cast<size_t>(floats) * sizeof(float);
+// Whether the sums are those of the tile unit.
+QUIRE_INLINE bool InTileOrder([[maybe_unused]] const LinearArgs& args) {
+#if defined(QUIRE_SIMD_TILES)
+  return args.w.dtype == DType::kBF16 && args.x_rounding == DType::kBF16;
+#else
+  return false;
+#endif
 }
 
 static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
@@ -263,6 +266,9 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
     plan.direct = TileFunctions<BF16PairWeights>::kFor;
     plan.pairs = true;
   }
+#endif
+#if defined(QUIRE_SIMD_TILES)
+  if (InTileOrder(args)) plan.direct = kFewRowFunctions;
 #endif
   plan.input_block = InputBlock(args.w.k);
   plan.input_blocks = CeilDivide(args.w.k, plan.input_block);
@@ -285,6 +291,11 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
 
 // --------------------------------------------------------------------------------------- rows of x
 
+QUIRE_INLINE VF RoundRow(const LinearArgs& args, VF x) {
+  if (args.x_rounding != DType::kBF16) return x;
+  return InTileOrder(args) ? RoundForDots(x) : RoundToBF16(x);
+}
+
 // Rows [first, first + count) into scratch, rounded if asked. After the last input follow zeros up
 // to a whole vector.
 static void PackRows(const LinearPlan& plan, int64_t first, int64_t count) {
@@ -305,7 +316,7 @@ static void PackRows(const LinearPlan& plan, int64_t first, int64_t count) {
         if (plan.pairs) {
           StoreBF16ForDots(reinterpret_cast<uint16_t*>(to) + i, v);
         } else {
-          Store(to + i, args.x_rounding == DType::kBF16 ? RoundToBF16(v) : v);
+          Store(to + i, RoundRow(args, v));
         }
       }
     }
@@ -422,7 +433,13 @@ static void FinishOutputs(const LinearArgs& args, int64_t row, int64_t output, c
   }
 }
 
+// Below this, waking the other threads costs more than a copy of the rows.
+constexpr int64_t kMinParallelElements = int64_t{1} << 15;
+
 #include "kernels/cpu/linear_lanes-inl.h"
+#if defined(QUIRE_SIMD_TILES)
+#include "kernels/cpu/linear_tiles-inl.h"
+#endif
 
 // Blocks of inputs go round outside the group of output blocks, so that a block of rows stays in L2
 // for the whole group; where all of x stays there, groups of one block read the weights as they lie
@@ -474,11 +491,27 @@ static void LinearTask(void* context, int64_t index, int worker) {
   }
 }
 
+// Scratch holds the rows of x, padded, then each worker's part.
+static size_t LinearScratchBytes(int64_t row_count, int64_t, int64_t k, int worker_count) {
+  const int64_t input_blocks = CeilDivide(k, InputBlock(k));
+  int64_t x_floats = row_count * kRowFloats;
+  if (RowsLieInLanes(DType::kBF16, row_count) && x_floats < kLaneBlockFloats) {
+    x_floats = kLaneBlockFloats;
+  }
+  int64_t floats = input_blocks * x_floats + worker_count * kWorkerFloats;
+#if defined(QUIRE_SIMD_TILES)
+  const int64_t tile_floats = TileScratchFloats(row_count, k, worker_count);
+  if (tile_floats > floats) floats = tile_floats;
+#endif
+  return static_cast<size_t>(floats) * sizeof(float);
+}
+
 static void Linear(const LinearArgs& args, ParallelRunner& runner) {
   if (args.row_count == 0) return;
+#if defined(QUIRE_SIMD_TILES)
+  if (InTileOrder(args) && args.row_count > kFewTileRows) return LinearByTiles(args, runner);
+#endif
   LinearPlan plan = MakeLinearPlan(args, runner.worker_count());
-  // Below this, waking the other threads costs more than the copy.
-  constexpr int64_t kMinParallelElements = int64_t{1} << 15;
   if (plan.lanes) {
     const ScopedFloatEnvironment environment;
     PackLaneRows(plan);

@@ -11,6 +11,8 @@ extern const Backend kScalarBackend;
 extern const Backend kAvx2Backend;
 extern const Backend kAvx512Backend;
 extern const Backend kAvx512Bf16Backend;
+extern const Backend kAvx512AmxBackend;    // not in builds that emulate AVX-512
+extern const Backend kEmulatedAmxBackend;  // in builds with tests
 #endif
 
 }  // namespace quire

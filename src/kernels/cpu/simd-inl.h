@@ -3,7 +3,8 @@
 // no include guard, no namespace, no #include here.
 //
 // The including file defines exactly one of QUIRE_SIMD_AVX512, QUIRE_SIMD_AVX2, QUIRE_SIMD_SCALAR,
-// and QUIRE_SIMD_BF16 besides QUIRE_SIMD_AVX512 where the CPU has bfloat16 dot products.
+// and besides QUIRE_SIMD_AVX512 QUIRE_SIMD_BF16 where the CPU has bfloat16 dot products, or
+// QUIRE_SIMD_TILES where bfloat16 is summed as the tile unit does (tile_unit-inl.h).
 //
 // Every operation gives the same bits on every path (the caller has MXCSR at its default,
 // base/float_environment.h), except DotPair with QUIRE_SIMD_BF16. That is why reductions have a
@@ -442,7 +443,7 @@ QUIRE_INLINE VI16 WidenI8(const uint8_t* p) {
 // acc + v[0] w[0] + v[1] w[1]; w: two int16.
 QUIRE_INLINE VI DotI16(VI acc, VI16 v, uint32_t w) {
   const __m512i weights = _mm512_set1_epi32(static_cast<int>(w));
-#if defined(QUIRE_SIMD_BF16)
+#if defined(QUIRE_SIMD_BF16) || (defined(QUIRE_SIMD_TILES) && !QUIRE_EMULATE_TILES)
   return _mm512_dpwssd_epi32(acc, v, weights);
 #else
   return _mm512_add_epi32(acc, _mm512_madd_epi16(v, weights));
@@ -549,15 +550,27 @@ QUIRE_INLINE float Exp2Scalar(float x) {
 }
 
 QUIRE_INLINE void StoreBF16(uint16_t* p, VF v) { StoreBF16Exact(p, RoundToBF16(v)); }
-// The same for numbers that only DotPair reads: to its instruction denormals are zeros, and so they
-// are to the conversion's.
-QUIRE_INLINE void StoreBF16ForDots(uint16_t* p, VF v) {
-#if defined(QUIRE_SIMD_BF16)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
-#else
-  StoreBF16(p, v);
-#endif
+
+// For numbers that only products read which take denormals for zeros: DotPair's instruction or the
+// tile unit. So does the rounding.
+#if defined(QUIRE_SIMD_TILES) && QUIRE_EMULATE_TILES
+QUIRE_INLINE VF RoundForDots(VF v) {
+  const VF size = Max(v, Sub(Zero(), v));
+  return KeepIf(NotLess(size, Set1(0x1p-126F)), RoundToBF16(v));
 }
+QUIRE_INLINE void StoreBF16ForDots(uint16_t* p, VF v) { StoreBF16Exact(p, RoundForDots(v)); }
+#elif defined(QUIRE_SIMD_BF16) || defined(QUIRE_SIMD_TILES)
+QUIRE_INLINE void StoreBF16ForDots(uint16_t* p, VF v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+}
+QUIRE_INLINE VF RoundForDots(VF v) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16));
+}
+#else
+QUIRE_INLINE VF RoundForDots(VF v) { return RoundToBF16(v); }
+QUIRE_INLINE void StoreBF16ForDots(uint16_t* p, VF v) { StoreBF16(p, v); }
+#endif
 
 #if defined(QUIRE_SIMD_SCALAR)
 QUIRE_INLINE void PrefetchL2(const void*) {}

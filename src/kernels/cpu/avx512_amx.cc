@@ -1,0 +1,46 @@
+// AVX-512 whose bfloat16 linear layers and attention sum as the tile unit (AMX) does, and use it.
+#include "kernels/cpu/path_includes.h"
+
+#define QUIRE_SIMD_AVX512
+#define QUIRE_SIMD_TILES
+#define QUIRE_PATH_NAME "avx512_amx"
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                               \
+    __attribute__((                                                                         \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,avx512vnni"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16,avx512vnni")
+#endif
+
+namespace quire::avx512_amx {
+namespace {
+
+// Each uses those above it.
+// clang-format off
+#include "kernels/cpu/simd-inl.h"
+#include "kernels/cpu/append-inl.h"
+#include "kernels/cpu/attention-inl.h"
+#include "kernels/cpu/merge-inl.h"
+#include "kernels/cpu/linear-inl.h"
+#include "kernels/cpu/elementwise-inl.h"
+#include "kernels/cpu/recurrence-inl.h"
+#include "kernels/cpu/backend-inl.h"
+// clang-format on
+
+}  // namespace
+}  // namespace quire::avx512_amx
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace quire {
+
+const Backend kAvx512AmxBackend = avx512_amx::kTable;
+
+}  // namespace quire
