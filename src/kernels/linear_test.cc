@@ -189,7 +189,7 @@ TEST_P(LinearTest, AgreesWithTheReferenceForEverySizeAroundTheBlocks) {
   CheckAgainstReference(
       backend(),
       {.dtype = DType::kBF16, .x_rounding = DType::kBF16, .rows = 40, .n = 35, .k = 2119});
-  // So many rows that they are several tasks.
+  // Rows of several tasks.
   CheckAgainstReference(backend(), {.dtype = DType::kBF16,
                                     .x_rounding = DType::kBF16,
                                     .rows = 270,
