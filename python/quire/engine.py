@@ -801,7 +801,7 @@ class Engine(_ffi.ThreadOwner):
             may take the rest of a step; False: as things stood after the last step, at once.
 
         pages_total, pages_free, pages_in_use (those of retained sequences among them);
-        retained_sequences, retained_tokens (of the prefix cache); waiting, running (requests);
+        retained_sequences, retained_tokens, retained_pages (that the prefix cache alone holds); waiting, running (requests);
         steps, prompt_tokens, cached_tokens, completion_tokens, preemptions; computed_tokens (of
         prompts and answers, by the steps so far); kv_bytes, kv_bytes_per_token, weight_bytes,
         page_size (tokens).

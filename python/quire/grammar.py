@@ -172,6 +172,6 @@ def _library_path() -> Path:
         if path.is_file():
             return path
     raise errors.UnavailableError(
-        "grammars need XGrammar, and there is no package xgrammar here; install it without what it "
-        "asks for: pip install --no-deps xgrammar==0.2.8"
+        "grammars need XGrammar, and there is no package xgrammar here: pip install 'quire[grammar]', "
+        "or, without the torch that it asks for, pip install --no-deps xgrammar==0.2.8"
     )

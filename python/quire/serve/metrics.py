@@ -137,17 +137,17 @@ class Metrics:
 
     def _add_cache(self, page: _Page, stats: Mapping[str, int]) -> None:
         total, free = stats["pages_total"], stats["pages_free"]
-        used = stats["pages_in_use"]
-        share = used / total if total else 0.0
+        # Kept pages are those of all groups of layers, the others of the group with the fewest free.
+        kept = min(stats["retained_pages"], stats["pages_in_use"])
+        used = stats["pages_in_use"] - kept
         page.add(
-            "kv_cache_usage_perc", "gauge", "Share of the pages in use, 0 to 1.", [((), share)]
-        )
-        page.add(
-            "kv_pages",
+            "kv_cache_usage_perc",
             "gauge",
-            "Pages by state.",
-            [((("state", "free"),), free), ((("state", "used"),), used)],
+            "Share of the pages that requests hold, 0 to 1.",
+            [((), used / total if total else 0.0)],
         )
+        states = {"free": free, "kept": kept, "used": used}
+        page.add("kv_pages", "gauge", "Pages by state.", _labelled("state", states))
         queries, hits = stats["prompt_tokens"], stats["cached_tokens"]
         page.add("prefix_cache_queries_total", "counter", "Tokens asked for.", [((), queries)])
         page.add("prefix_cache_hits_total", "counter", "Tokens that were there.", [((), hits)])

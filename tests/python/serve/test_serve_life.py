@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import math
+import shutil
 import signal
 import socket
 import ssl
@@ -150,6 +151,21 @@ def test_metrics_count_what_happened(server: Server) -> None:
     assert grown['quire:http_requests_total{route="/v1/completions",status="200"}'] == 1
     assert found[USED] == 0 < found['quire:kv_pages{state="free"}']
     assert 0 == found["quire:kv_cache_usage_perc"]
+
+
+def test_pages_that_the_prefix_cache_keeps_are_not_in_use(keyed: Server) -> None:
+    keyed.post("/v1/completions", {"prompt": list(range(5, 85)), "max_tokens": 3})
+    found = keyed.wait_metrics(lambda m: m[USED] == 0)
+    assert found['quire:kv_pages{state="kept"}'] >= 5 and found["quire:kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_reads_the_metrics(server: Server) -> None:
+    _, _, page = server.request("GET", "/metrics")
+    command = ["promtool", "check", "metrics"]
+    found = subprocess.run(command, input=page, text=True, capture_output=True, check=False)
+    remarks = [line.split(" ", 1)[1] for line in found.stderr.splitlines()]
+    assert set(remarks) == {"metric names should not contain ':'"}, found.stderr
 
 
 def test_no_label_comes_from_a_client(server: Server) -> None:
