@@ -11,6 +11,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -48,11 +49,16 @@ struct Speculation {
   static constexpr int64_t kBranchesMax = 16;
 };
 
+// The values that an option may have.
+struct IntegerRange {
+  int64_t least = 0;
+  int64_t most = std::numeric_limits<int64_t>::max();
+};
+
 struct EngineOptions {
   std::string model_directory = {};
   DType dtype = DType::kBF16;  // see ModelOptions
-  // The types of stored keys and of stored values, as AttentionLayerSpec takes them; nullopt =
-  // `dtype`. BadArgument for two types where the model's values are its keys (latent attention).
+  // Types of stored keys and values; nullopt = `dtype`. Latent attention takes one for both.
   std::optional<DType> k_dtype = std::nullopt;
   std::optional<DType> v_dtype = std::nullopt;
   int threads = 0;  // 0 = one per usable core; ignored when runner is given
@@ -80,6 +86,29 @@ struct EngineOptions {
   // then no request can speculate.
   int64_t max_tree_nodes = 0;
 };
+
+// Calls f(name, member) or f(name, member, range) for each option but `runner`, for checks and
+// bindings. The limits keep every size of a plan within 63 bits.
+template <typename F>
+void ForEachOption(EngineOptions& options, F&& f) {
+  f("model_directory", options.model_directory);
+  f("dtype", options.dtype);
+  f("k_dtype", options.k_dtype);
+  f("v_dtype", options.v_dtype);
+  f("threads", options.threads, IntegerRange{0, kThreadCountMax});
+  f("kernel_path", options.kernel_path);
+  f("page_size", options.page_size, IntegerRange{});
+  f("prefill_chunk", options.prefill_chunk, IntegerRange{1, int64_t{1} << 20});
+  f("max_step_ms", options.max_step_ms, IntegerRange{1, 3'600'000});
+  f("max_num_sequences", options.max_num_sequences, IntegerRange{1, int64_t{1} << 20});
+  f("max_waiting", options.max_waiting, IntegerRange{1});
+  f("prefix_cache", options.prefix_cache);
+  f("kv_bytes", options.kv_bytes, IntegerRange{});
+  f("state_bytes", options.state_bytes, IntegerRange{});
+  f("speculation", options.speculation);
+  f("draft_model_directory", options.draft_model_directory);
+  f("max_tree_nodes", options.max_tree_nodes, IntegerRange{0, int64_t{1} << 16});
+}
 
 // How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,
 // position) only. Order: filter, penalties, bias, then greedy, or temperature, top_k, top_p, min_p
@@ -125,6 +154,30 @@ struct SamplingOptions {
   static constexpr int64_t kStopTokensMax = 256;       // of one; as many tokens may be held back
   static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in
 };
+
+// Calls f(name, member) for each option, for bindings.
+template <typename F>
+void ForEachOption(SamplingOptions& options, F&& f) {
+  f("max_tokens", options.max_tokens);
+  f("temperature", options.temperature);
+  f("top_k", options.top_k);
+  f("top_p", options.top_p);
+  f("min_p", options.min_p);
+  f("repetition_penalty", options.repetition_penalty);
+  f("presence_penalty", options.presence_penalty);
+  f("frequency_penalty", options.frequency_penalty);
+  f("logit_bias", options.logit_bias);
+  f("seed", options.seed);
+  f("n", options.n);
+  f("logprobs", options.logprobs);
+  f("ignore_eos", options.ignore_eos);
+  f("stop", options.stop);
+  f("cache_salt", options.cache_salt);
+  f("speculation", options.speculation);
+  f("window", options.window);
+  f("sinks", options.sinks);
+  f("filter", options.filter);
+}
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 

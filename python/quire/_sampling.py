@@ -8,34 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire import _json_values as values
 from quire import _numbers, errors
+from quire._options import SAMPLING
 
-# Fields of generation_config.json: what each must be, in words, and whether it is an integer.
-_OWN: dict[str, tuple[str, bool]] = {
-    "temperature": ("a number of at least 0", False),
-    "top_k": ("an integer of at least 0 (0 or -1: off)", True),
-    "top_p": ("a number above 0 and at most 1", False),
-    "min_p": ("a number from 0 to 1", False),
-    "repetition_penalty": ("a number above 0", False),
-}
+# What generation_config.json may name.
+_OWN = {name: option.own for name, option in SAMPLING.items() if option.own is not None}
 # What draws nothing and changes nothing: options of requests that name all are their own.
-_OFF: dict[str, Any] = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+_OFF = {name: own.off for name, own in _OWN.items()}
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
-_INTEGERS = ("top_k", "n", "draft_tokens", "draft_branches", "window", "sinks")
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_INTEGERS = [name for name, option in SAMPLING.items() if option.kind is values.INTEGER]
+_NUMBERS = [name for name, option in SAMPLING.items() if option.kind is values.NUMBER]
 # Every reader of JSON holds integers of this size.
 _SEED_BITS = 53
 
@@ -74,7 +57,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 
 def _own_value(path: Path, name: str, value: Any) -> Any:
-    words, whole = _OWN[name]
+    words, whole = _OWN[name].words, name in _INTEGERS
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not abs(value) < 2**31 or (whole and value != int(value)):
         raise errors.CorruptError(f"{path}: {name} is {_shown(value)}; it must be {words}")

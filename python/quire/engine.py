@@ -12,15 +12,16 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 
-from quire import _ffi, _numbers, _sampling, errors
+from quire import _ffi, _numbers, _options, _sampling, errors
 from quire._arrays import dtype_name, int_list
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
 from quire._model_folder import check_model_folder
+from quire._options import EngineOptions, SamplingOptions
 from quire.grammar import Grammar, GrammarCompiler
 from quire.kv_cache import LayerSpec
 from quire.store import ChunkStore, read_key_file
@@ -47,119 +48,10 @@ template)."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
-# Of EngineOptions; they are of no matter to what an engine takes of the memory.
-_STORE_OPTIONS = frozenset(
-    (
-        "kv_store",
-        "kv_dir",
-        "kv_dir_bytes",
-        "kv_redis",
-        "kv_ram_bytes",
-        "kv_durability",
-        "kv_key_file",
-        "kv_load_timeout",
-        "kv_load_always",
-    )
-)
 # Families of rotations that are others for sequences that pass the original length.
 _ROPE_OF_LENGTH = ("longrope", "dynamic")
 _COMPILERS_MAX = 2  # without special texts, and with those of the model's calls
 _FLUSH_SECONDS = 60.0  # more than a store takes to write the largest queue to a slow disk
-
-
-class EngineOptions(TypedDict, total=False):
-    """The options of :class:`Engine`, which says what they mean."""
-
-    dtype: Any
-    kv_dtype: str
-    threads: int
-    page_size: int
-    prefill_chunk: int
-    kv_bytes: int
-    state_bytes: int
-    speculate: str | None
-    draft_model: str | os.PathLike[str] | None
-    draft_tokens: int
-    draft_branches: int
-    max_tree_nodes: int
-    prefix_cache: bool
-    max_num_sequences: int
-    max_waiting: int
-    max_step_ms: int
-    kernel_path: str
-    kv_store: ChunkStore | None
-    kv_dir: str | os.PathLike[str] | None
-    kv_dir_bytes: int
-    kv_redis: str
-    kv_ram_bytes: int
-    kv_durability: str
-    kv_key_file: str | os.PathLike[str] | None
-    kv_load_timeout: float
-    kv_load_always: bool
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How an answer is drawn. A draw depends on logits, history, seed and position alone.
-
-    Where temperature, top_k, top_p, min_p or repetition_penalty is not given, it is the model's own
-    (:attr:`Engine.model_sampling`); a model without them is greedy.
-
-    max_tokens: most new tokens; 0 computes the prompt and keeps its KV. None (default): what there
-        is room for in the model's positions and the engine's pages; with a window, which has no
-        such end, as many as the model has positions. Where a model's rotations change after its
-        original length (LongRoPE, dynamic NTK) the room ends there, unless that leaves less than a
-        quarter of it.
-    greedy: True takes the most likely token and nothing of the model's own sampling.
-    temperature: 0 takes the most likely token.
-    top_k, top_p, min_p: cut the unlikely; 0, 1 and 0 switch them off.
-    repetition_penalty: over prompt and answer; presence_penalty, frequency_penalty: over the
-        answer.
-    logit_bias: added to the logits of single token ids.
-    seed: any number of 64 bits; None (default): one is drawn, and :attr:`Result.seed` has it.
-    n: samples per prompt.
-    logprobs: 0 (default) gives the log-probability of each token, k those of the k best ones as
-        well, None none.
-    ignore_eos: go on behind the end-of-answer token.
-    stop: texts, or lists of token ids, that end the answer and are cut from it.
-    cache_salt: requests with equal salts reuse each other's KV, others never do; a text or bytes.
-    speculate, draft_tokens, draft_branches: how tokens are guessed, instead of what the engine was
-        made with; see :class:`Engine`.
-    grammar: what the answer must look like: a :class:`quire.Grammar`, or what makes one, such as
-        {"json_schema": {...}}, {"json_object": True}, {"regex": "..."}, {"choice": ["a", "b"]} or
-        {"grammar": "root ::= ..."}. It holds by construction for every answer that ends by itself
-        ("stop"); log-probabilities are those of the allowed tokens. Needs the package xgrammar
-        (UnavailableError); an answer that no token can go on raises BadArgumentError.
-    window, sinks: endless text: a token sees the first `sinks` tokens and the last window - sinks,
-        and prompt and answer may pass the model's positions; 0 (default): it sees all.
-    special_texts: special tokens that texts have, such as ["[TOOL_CALLS]"]; by default none.
-    template_args: of chats: values (as JSON has them) that the model's template knows by name, such
-        as {"enable_thinking": False}. BadArgumentError for names that the template does not use.
-    """
-
-    max_tokens: int | None
-    greedy: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int | None
-    n: int
-    logprobs: int | None
-    ignore_eos: bool
-    stop: str | Sequence[str | Sequence[int]]
-    cache_salt: str | bytes
-    speculate: str
-    draft_tokens: int
-    draft_branches: int
-    grammar: Grammar | Mapping[str, Any] | None
-    window: int
-    sinks: int
-    special_texts: Sequence[str]
-    template_args: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,39 +376,7 @@ class Engine(_ffi.ThreadOwner):
     Args:
         model_dir: the folder; that of the embedded model (:func:`quire.embedded_model_dir`) if
             None.
-        dtype: "bfloat16" or "float32": of products, and of stored keys and values unless kv_dtype
-            says otherwise.
-        kv_dtype: "bfloat16", "float32", "float16", "int8" or "fp8", or two of them for keys and for
-            values: "bfloat16,int8". The narrow ones are codes with a scale per token and head.
-        threads: 0 = one per core that the process may use (affinity, CPU quota).
-        page_size: tokens per page of KV; 0 = chosen for the model.
-        prefill_chunk: most new tokens of one step.
-        kv_bytes: memory for KV pages; 0 = one sequence of all the model's positions, at most a
-            quarter of the machine's memory, and fewer where that is not free.
-        state_bytes: models with recurrent layers: memory for the states that the prefix cache
-            keeps, beside those of samples in work; 0 = at most 128 states and an eighth of the
-            free memory.
-        speculate: guess the next tokens and verify them in one forward, which changes no bit of an
-            answer: "ngram" (what followed earlier in prompt and answer) or "model" (a smaller one);
-            "none" by default, with a draft_model "model".
-        draft_model: the smaller model's folder; its tokens are the same.
-        draft_tokens: most guesses of a step; draft_branches: alternatives that are followed.
-        max_tree_nodes: guesses of all samples in a step, and one more for each sample; 0 = 64 if
-            speculate or draft_model is given. Recurrent layers keep a state for each.
-        prefix_cache: keep the KV of finished answers, and reuse the longest common prefix.
-        max_num_sequences: most samples in work at a time; more wait.
-        max_waiting: most requests that wait. They come in by turns of their cache_salt.
-        max_step_ms: while samples decode, prompts get what is computed in this time, and at least
-            16 tokens of a step: the most that the next tokens of others wait for them.
-        kernel_path: one of :func:`quire.kernel_paths`; the best one if empty.
-        kv_store: a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it.
-        kv_dir, kv_redis, kv_ram_bytes: or the tiers of a store of the engine's own: a folder,
-            "HOST:PORT" of Redis, several of a cluster or a URL (as ``ChunkStore.redis``), memory
-            beside the pages. kv_dir_bytes: the most that the folder takes; kv_durability: "none",
-            "async", "os" or "sync"; kv_key_file: a file whose content, at
-            least 16 bytes, signs the chunks.
-        kv_load_timeout: seconds that a request waits for the store at most.
-        kv_load_always: load even what is predicted to be computed sooner.
+        OPTIONS
 
     The store is used as soon as the digest of the model's files is known. It is kept, so that only
     the first engine of a model computes it, beside its first answers (see :meth:`wait_for_store`).
@@ -530,92 +390,37 @@ class Engine(_ffi.ThreadOwner):
     def __init__(
         self,
         model_dir: str | os.PathLike[str] | None = None,
-        *,
-        dtype: Any = "bfloat16",
-        kv_dtype: str = "",
-        threads: int = 0,
-        page_size: int = 0,
-        prefill_chunk: int = 512,
-        kv_bytes: int = 0,
-        state_bytes: int = 0,
-        speculate: str | None = None,
-        draft_model: str | os.PathLike[str] | None = None,
-        draft_tokens: int = 8,
-        draft_branches: int = 2,
-        max_tree_nodes: int = 0,
-        prefix_cache: bool = True,
-        max_num_sequences: int = 64,
-        max_waiting: int = 65536,
-        max_step_ms: int = 100,
-        kernel_path: str = "",
-        kv_store: ChunkStore | None = None,
-        kv_dir: str | os.PathLike[str] | None = None,
-        kv_dir_bytes: int = 0,
-        kv_redis: str = "",
-        kv_ram_bytes: int = 0,
-        kv_durability: str = "os",
-        kv_key_file: str | os.PathLike[str] | None = None,
-        kv_load_timeout: float = 2.0,
-        kv_load_always: bool = False,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._attachment: Attachment | None = None
-        has_tiers = kv_dir is not None or bool(kv_redis) or kv_ram_bytes > 0
+        whole = _options.whole_engine(options)
+        kv_store: ChunkStore | None = whole["kv_store"]
+        has_tiers = (
+            whole["kv_dir"] is not None or bool(whole["kv_redis"]) or whole["kv_ram_bytes"] > 0
+        )
         if kv_store is not None and has_tiers:
             raise errors.BadArgumentError(
                 "Engine: kv_store and kv_dir, kv_redis or kv_ram_bytes are two stores; give one"
             )
         self.model_dir = _folder(model_dir)
-        load_timeout_ms = _numbers.milliseconds(kv_load_timeout, "kv_load_timeout")
-        store = kv_store
-        if has_tiers:
-            store = ChunkStore(
-                kv_dir,
-                redis=kv_redis,
-                ram_bytes=kv_ram_bytes,
-                disk_bytes=kv_dir_bytes,
-                durability=kv_durability,  # type: ignore[arg-type]
-                key=b"" if kv_key_file is None else read_key_file(kv_key_file),
-            )
+        use = _options.of_part("use", whole)
+        use["load_timeout_ms"] = max(
+            1, _numbers.milliseconds(whole["kv_load_timeout"], "kv_load_timeout")
+        )
+        store = _make_store(whole) if has_tiers else kv_store
         self._tokenizer: Tokenizer | None = None
         self._compilers: dict[tuple[str, ...], GrammarCompiler] = {}  # by special_texts
         self._compiler_lock = threading.Lock()
         self._tokenizer_load = self._begin_tokenizer()  # beside the weights
-        handle = _ffi.new_engine(
-            _option_map(
-                self.model_dir,
-                {
-                    "dtype": dtype,
-                    "kv_dtype": kv_dtype,
-                    "threads": threads,
-                    "page_size": page_size,
-                    "prefill_chunk": prefill_chunk,
-                    "kv_bytes": kv_bytes,
-                    "state_bytes": state_bytes,
-                    "speculate": speculate,
-                    "draft_model": draft_model,
-                    "draft_tokens": draft_tokens,
-                    "draft_branches": draft_branches,
-                    "max_tree_nodes": max_tree_nodes,
-                    "prefix_cache": prefix_cache,
-                    "max_num_sequences": max_num_sequences,
-                    "max_waiting": max_waiting,
-                    "max_step_ms": max_step_ms,
-                    "kernel_path": kernel_path,
-                },
-            )
-        )
+        handle = _ffi.new_engine(_option_map(self.model_dir, whole))
         super().__init__(handle)
         self._inbox: Inbox[_Request] = Inbox(handle.steps())
         self._info = self._read_info()
         self._model_sampling = _sampling.read_model_sampling(self.model_dir)
         stats = self.stats()
         self._pages, self._page_size = stats["pages_total"], stats["page_size"]
-        self._max_num_sequences = max_num_sequences
+        self._max_num_sequences = int(whole["max_num_sequences"])
         if store is not None:
-            use = {
-                "load_timeout_ms": max(1, load_timeout_ms),
-                "load_always": kv_load_always,
-            }
             owned = kv_store is None
             self._attachment = Attachment(store, owned, self.model_dir, use, self._attach_store)
 
@@ -681,7 +486,8 @@ class Engine(_ffi.ThreadOwner):
 
         Raises as the constructor, but no OutOfMemoryError: look at :attr:`MemoryPlan.fits`.
         """
-        fields = _ffi.function("Engine.plan_memory")(_option_map(_folder(model_dir), options))
+        whole = _options.whole_engine(options)
+        fields = _ffi.function("Engine.plan_memory")(_option_map(_folder(model_dir), whole))
         names = [field.name for field in dataclasses.fields(MemoryPlan)]
         plan: dict[str, Any] = {name: int(fields[name]) for name in names}
         return MemoryPlan(**{**plan, "kv_shrunk": bool(plan["kv_shrunk"])})
@@ -1016,12 +822,7 @@ class Engine(_ffi.ThreadOwner):
 
     def _make_request(self, prompt: Prompt, options: SamplingOptions) -> _NewRequest:
         """Checks what the library does not see, and raises what is wrong; nothing is submitted."""
-        unknown = options.keys() - SamplingOptions.__annotations__.keys()
-        if unknown:
-            raise TypeError(
-                f"there is no option {sorted(unknown)[0]!r}; options are "
-                + ", ".join(SamplingOptions.__annotations__)
-            )
+        _options.check_names("an answer", options, _options.SAMPLING)
         ids = self._prompt_ids(prompt, options.get("template_args"))
         stop_texts, stop_ids = _split_stops(options.get("stop", ()))
         if stop_texts and not self.has_tokenizer:
@@ -1229,6 +1030,10 @@ class Engine(_ffi.ThreadOwner):
         )
 
 
+_options.describe(Engine, _options.ENGINE)
+_options.with_signature(Engine.__init__, _options.ENGINE, EngineOptions)
+
+
 class Stream(Iterator[Piece]):
     """The pieces of one answer. The last one has the whole :class:`Result`.
 
@@ -1403,26 +1208,30 @@ def _folder(model_dir: str | os.PathLike[str] | None) -> Path:
     return Path(model_dir)
 
 
+def _make_store(options: Mapping[str, Any]) -> ChunkStore:
+    """The store of an engine's own."""
+    tiers = _options.of_part("store", options)
+    del tiers["kv_store"]
+    key_file = tiers.pop("key")
+    return ChunkStore(**tiers, key=b"" if key_file is None else read_key_file(key_file))
+
+
 def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as the library takes them; those that are absent have its defaults, which are
-    those of Engine.__init__."""
-    name = _folder_name(folder, "model_dir")
-    dtype = dtype_name(options.get("dtype", "bfloat16"))
-    mine = {name: value for name, value in options.items() if name not in _STORE_OPTIONS}
-    kv_dtype = mine.pop("kv_dtype", "")
-    draft_model = mine.pop("draft_model", None)
+    """All options of an engine as the library takes them."""
+    mine = _options.of_part("engine", options)
+    kv_dtype, draft_model = mine.pop("kv_dtype"), mine.pop("draft_model")
     if draft_model is not None:
         mine["draft_model_directory"] = _folder_name(draft_model, "draft_model")
         check_model_folder(draft_model)
-    speculate = mine.pop("speculate", None)
+    speculate = mine.pop("speculate")
     if speculate == "model" and draft_model is None:
         raise errors.BadArgumentError(
             'speculate is "model" and there is no draft_model; give its folder, or take "ngram"'
         )
     mine["draft"] = speculate or ("none" if draft_model is None else "model")
-    return _numbers.checked_fields(
-        {**mine, **_kv_dtypes(kv_dtype), "model_directory": name, "dtype": dtype}
-    )
+    mine["dtype"] = dtype_name(mine["dtype"])
+    mine["model_directory"] = _folder_name(folder, "model_dir")
+    return _numbers.checked_fields(mine | _kv_dtypes(kv_dtype))
 
 
 def _folder_name(folder: str | os.PathLike[str], option: str) -> str:

@@ -4,6 +4,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "base/check.h"
@@ -36,42 +37,39 @@ constexpr int64_t kMemoryPartLeftFree = 16;
 constexpr int64_t kRecentCheckpoints = 2;
 constexpr int64_t kThinnedCheckpoints = 2;
 
-// Limits that keep every size of a plan within 63 bits. Steps of a million tokens take seconds on
-// any machine, and none has a thousand cores.
-constexpr int64_t kPrefillChunkMax = int64_t{1} << 20;
-constexpr int64_t kNumSequencesMax = int64_t{1} << 20;
-// Nodes of token trees where somebody speculates: eight samples with seven guesses each, or one
+// Nodes of token trees where samples speculate: eight samples with seven guesses each, or one
 // with sixty. More rows than some tens cost more to compute than they save.
-constexpr int64_t kStepMsMax = 3'600'000;  // an hour is no limit
 constexpr int64_t kTreeNodesDefault = 64;
-constexpr int64_t kTreeNodesMax = int64_t{1} << 16;
-constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
-Status CheckInRange(std::string_view field, int64_t value, int64_t least, int64_t most) {
-  if (value >= least && value <= most) return {};
+Status CheckInRange(std::string_view field, int64_t value, const IntegerRange& range) {
+  if (value >= range.least && value <= range.most) return {};
   std::ostringstream message;
-  message << "EngineOptions::" << field << " is " << value << "; it must be at least " << least;
-  if (most != kUnlimited) message << " and at most " << most;
+  message << "EngineOptions::" << field << " is " << value << "; it must be at least "
+          << range.least;
+  if (range.most != IntegerRange{}.most) message << " and at most " << range.most;
   return Status(StatusCode::kBadArgument, message.str());
 }
 
+Status CheckRanges(EngineOptions options) {
+  Status first;
+  ForEachOption(options, [&](const char* name, const auto& value, IntegerRange range = {}) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_integral_v<Value> && !std::is_same_v<Value, bool>) {
+      if (first.ok()) first = CheckInRange(name, value, range);
+    }
+  });
+  return first;
+}
+
 Status CheckOptions(const EngineOptions& options) {
-  QUIRE_RETURN_IF_ERROR(CheckInRange("threads", options.threads, 0, kThreadCountMax));
-  QUIRE_RETURN_IF_ERROR(CheckInRange("page_size", options.page_size, 0, kUnlimited));
-  QUIRE_RETURN_IF_ERROR(CheckInRange("prefill_chunk", options.prefill_chunk, 1, kPrefillChunkMax));
-  QUIRE_RETURN_IF_ERROR(CheckInRange("max_step_ms", options.max_step_ms, 1, kStepMsMax));
-  QUIRE_RETURN_IF_ERROR(
-      CheckInRange("max_num_sequences", options.max_num_sequences, 1, kNumSequencesMax));
-  QUIRE_RETURN_IF_ERROR(CheckInRange("max_waiting", options.max_waiting, 1, kUnlimited));
-  QUIRE_RETURN_IF_ERROR(CheckInRange("state_bytes", options.state_bytes, 0, kUnlimited));
-  QUIRE_RETURN_IF_ERROR(CheckInRange("max_tree_nodes", options.max_tree_nodes, 0, kTreeNodesMax));
+  QUIRE_RETURN_IF_ERROR(CheckRanges(options));
   QUIRE_RETURN_IF_ERROR(CheckSpeculation("EngineOptions", options.speculation));
   if (options.speculation.draft == DraftKind::kModel && options.draft_model_directory.empty()) {
     return Status(StatusCode::kBadArgument,
                   "EngineOptions::speculation: draft is kModel and draft_model_directory is empty; "
                   "give a draft model, or take kNGram");
   }
-  return CheckInRange("kv_bytes", options.kv_bytes, 0, kUnlimited);
+  return {};
 }
 
 int64_t TreeNodesFor(const EngineOptions& options) {
@@ -492,18 +490,13 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
           .rows_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk),
           .vocab_size = parts.model->info().vocab_size});
     }
-    parts.speculation = options.speculation;
-    parts.max_tree_nodes = TreeNodesFor(options);
+    parts.options = options;
+    parts.options.page_size = plan.page_size;
+    parts.options.max_tree_nodes = TreeNodesFor(options);
     parts.state_bytes = plan.state_bytes;
-    parts.page_size = plan.page_size;
     parts.kv_bytes = plan.kv_bytes;
     parts.kv_bytes_per_token = plan.kv_bytes_per_token;
     QUIRE_ASSIGN_OR_RETURN(parts.backend, FindBackend(options.kernel_path));
-    parts.prefill_chunk = options.prefill_chunk;
-    parts.max_num_sequences = options.max_num_sequences;
-    parts.max_waiting = options.max_waiting;
-    parts.max_step_ms = options.max_step_ms;
-    parts.prefix_cache = options.prefix_cache;
     return std::unique_ptr<Engine>(std::make_unique<EngineImpl>(std::move(parts)));
   });
 }

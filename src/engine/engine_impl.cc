@@ -47,35 +47,29 @@ EngineImpl::EngineImpl(Parts parts)
       cache_(parts.cache),
       recurrent_(parts.recurrent),
       composite_(JoinStates(parts.cache, parts.recurrent)),
-      info_(WithLayersOf(cache_.get(), model_->info())),
+      reported_info_(WithLayersOf(cache_.get(), model_->info())),
       state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
       runner_(std::move(parts.runner)),
       kernel_path_(parts.backend->name),
-      page_size_(parts.page_size),
-      prefill_chunk_(parts.prefill_chunk),
-      max_num_sequences_(parts.max_num_sequences),
-      max_waiting_(parts.max_waiting),
-      step_seconds_(static_cast<double>(parts.max_step_ms) * 1e-3),
-      uses_prefix_cache_(parts.prefix_cache),
+      options_(std::move(parts.options)),
       pages_total_(state_.pages_free()),
       clock_(parts.clock ? parts.clock : MachineTime()),
-      speculation_(parts.speculation),
-      max_tree_nodes_(parts.max_tree_nodes),
       model_drafter_(std::move(parts.model_drafter)),
-      prefix_cache_(state_, page_size_,
+      prefix_cache_(state_, options_.page_size,
                     RetainedSequencesMax(pages_total_, state_.forks_anywhere())) {
-  logits_.reserve(StepLogitRowsMax(max_num_sequences_, prefill_chunk_, max_tree_nodes_) *
-                  info_.vocab_size);
+  logits_.reserve(StepLogitRowsMax(options_.max_num_sequences, options_.prefill_chunk,
+                                   options_.max_tree_nodes) *
+                  model_->info().vocab_size);
   draw_scratch_.reserve(runner_->worker_count());
   for (int i = 0; i < runner_->worker_count(); ++i) {
-    draw_scratch_.emplace_back(info_.vocab_size, *parts.backend);
+    draw_scratch_.emplace_back(model_->info().vocab_size, *parts.backend);
   }
   if (cache_ != nullptr) counters_.pages_total = pages_total_;
   counters_.state_bytes = parts.state_bytes;
   counters_.kv_bytes = parts.kv_bytes;
   counters_.kv_bytes_per_token = parts.kv_bytes_per_token;
-  counters_.weight_bytes = info_.weight_bytes;
-  counters_.page_size = page_size_;
+  counters_.weight_bytes = model_->info().weight_bytes;
+  counters_.page_size = options_.page_size;
   Publish();
 }
 
@@ -136,10 +130,11 @@ SequenceStates EngineImpl::states() const {
 
 Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
   std::ostringstream message;
-  const int64_t positions = info_.max_position_embeddings;
-  if (options.n > max_num_sequences_) {
+  const int64_t positions = model_->info().max_position_embeddings;
+  if (options.n > options_.max_num_sequences) {
     message << "SamplingOptions::n is " << options.n << "; the engine works on at most "
-            << max_num_sequences_ << " samples at a time (EngineOptions::max_num_sequences)";
+            << options_.max_num_sequences
+            << " samples at a time (EngineOptions::max_num_sequences)";
     return Status(StatusCode::kTooLarge, message.str());
   }
   if (options.window != 0) {
@@ -150,14 +145,14 @@ Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& optio
             << " positions; shorten the prompt or lower max_tokens";
     return Status(StatusCode::kTooLarge, message.str());
   }
-  int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, page_size_);
+  int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, options_.page_size);
   if (options.window != 0) {
     pages = std::min(pages, options.n * PagesOfWindow(options));
   }
   if (pages > pages_total_) {
     message << "Engine::Submit: " << options.n << " sample(s) of " << prompt_tokens
             << " prompt tokens and max_tokens " << options.max_tokens << " need " << pages
-            << " pages of " << page_size_ << " tokens, the cache has " << pages_total_
+            << " pages of " << options_.page_size << " tokens, the cache has " << pages_total_
             << "; raise EngineOptions::kv_bytes or lower max_tokens or n";
     return Status(StatusCode::kTooLarge, message.str());
   }
@@ -166,7 +161,7 @@ Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& optio
 
 Status EngineImpl::CheckCanSpeculate(const std::optional<Speculation>& speculation) const {
   if (!speculation || speculation->draft == DraftKind::kNone) return {};
-  if (max_tree_nodes_ < 2) {
+  if (options_.max_tree_nodes < 2) {
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::speculation: this engine has no room for guesses; give it "
                   "EngineOptions::max_tree_nodes of at least 2, or a speculation of its own");
@@ -181,9 +176,10 @@ Status EngineImpl::CheckCanSpeculate(const std::optional<Speculation>& speculati
 
 Status EngineImpl::CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const {
   std::ostringstream message;
-  const int64_t positions = info_.max_position_embeddings;
+  const int64_t positions = model_->info().max_position_embeddings;
   if (state_.attention() == nullptr) {
-    message << "SamplingOptions::window is " << options.window << "; " << info_.architecture
+    message << "SamplingOptions::window is " << options.window << "; "
+            << model_->info().architecture
             << " has no attention layers that could have one, and its states do not grow with the "
                "text: leave it 0";
     return Status(StatusCode::kBadArgument, message.str());
@@ -206,7 +202,7 @@ Status EngineImpl::CheckWindow(int64_t prompt_tokens, const SamplingOptions& opt
 // With the tokens that the cache keeps for pops.
 int64_t EngineImpl::PagesOfWindow(const SamplingOptions& options) const {
   const int64_t max_pop = cache_ == nullptr ? 0 : cache_->options().max_pop;
-  return PagesForWindow(options.window + max_pop, options.sinks, page_size_);
+  return PagesForWindow(options.window + max_pop, options.sinks, options_.page_size);
 }
 
 bool EngineImpl::ForksAnywhere(const Request& request) const {
@@ -216,7 +212,7 @@ bool EngineImpl::ForksAnywhere(const Request& request) const {
 int64_t EngineImpl::SequencesFree() const {
   int64_t used = 0;
   for (const auto& request : running_) used += request->unfinished_count();
-  return max_num_sequences_ - used;
+  return options_.max_num_sequences - used;
 }
 
 Request* EngineImpl::FindRequest(int64_t request_id) const {
@@ -231,7 +227,7 @@ Request* EngineImpl::FindRequest(int64_t request_id) const {
 Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
                                const SamplingOptions& options) const {
   return GuardEntry([&]() -> Status {
-    const int64_t vocab_size = info_.vocab_size;
+    const int64_t vocab_size = model_->info().vocab_size;
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckCanSpeculate(options.speculation));
@@ -243,18 +239,19 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
                                    const SamplingOptions& options) {
   return Enter("Submit", [&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckSubmit(prompt, options));
-    if (static_cast<int64_t>(waiting_.size()) >= max_waiting_) {
+    if (static_cast<int64_t>(waiting_.size()) >= options_.max_waiting) {
       return Status(StatusCode::kFull, "Engine::Submit: " + std::to_string(waiting_.size()) +
                                            " requests wait (EngineOptions::max_waiting); "
                                            "step the engine and submit again");
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
-    request->speculation = options.speculation.value_or(speculation_);
+    request->speculation = options.speculation.value_or(options_.speculation);
     request->submitted_ns = clock_->SteadyNs();
     // Settled before the first token is computed, because stored keys cannot be turned again. So
     // which factors positions use depends on the request alone.
-    request->space = {.salt = options.cache_salt,
-                      .long_rope = NeedsLongRope(info_, SpanMax(request->prompt_tokens, options))};
+    request->space = {
+        .salt = options.cache_salt,
+        .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};
     Prefetch(request.get());
     Queue(std::move(request));
     return next_request_id_++;
@@ -324,7 +321,7 @@ Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport
       return Status(StatusCode::kBadState,
                     "Engine::AttachStore: a store is attached; an engine has one for its life");
     }
-    const bool long_rope = HasLongSet(info_.rope.scaling);
+    const bool long_rope = HasLongSet(model_->info().rope.scaling);
     QUIRE_ASSIGN_OR_RETURN(
         store_, StoreLink::Create(std::move(store), states(), !state_.forks_anywhere(), identity,
                                   options, long_rope));
@@ -366,7 +363,7 @@ void EngineImpl::CheckInvariants() const {
       QUIRE_CHECK(*length == sample.computed) << "sequence " << sample.sequence_id;
     }
   }
-  QUIRE_CHECK(samples <= max_num_sequences_);
+  QUIRE_CHECK(samples <= options_.max_num_sequences);
   QUIRE_CHECK(state_.sequence_count() == sequences) << "a sequence that nobody holds";
   for (const auto& request : waiting_) {
     for (const Sample& sample : request->samples) {

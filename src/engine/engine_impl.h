@@ -59,27 +59,21 @@ class EngineImpl final : public Engine {
     std::shared_ptr<RecurrentCache> recurrent = nullptr;
     std::shared_ptr<ParallelRunner> runner;
     const Backend* backend = nullptr;
-    int64_t page_size = 0;
+    // Checked; page_size and max_tree_nodes are the numbers that hold, also where they are 0.
+    EngineOptions options = {};
     int64_t state_bytes = 0;
     int64_t kv_bytes = 0;
     int64_t kv_bytes_per_token = 0;
-    int64_t prefill_chunk = 0;
-    int64_t max_num_sequences = 0;
-    int64_t max_waiting = 0;
-    int64_t max_step_ms = 100;
-    bool prefix_cache = true;
-    std::shared_ptr<Clock> clock = nullptr;  // null = MachineTime()
-    Speculation speculation = {};
-    int64_t max_tree_nodes = 0;
+    std::shared_ptr<Clock> clock = nullptr;                 // null = MachineTime()
     std::unique_ptr<ModelDrafter> model_drafter = nullptr;  // null without a draft model
   };
   explicit EngineImpl(Parts parts);
 
-  const ModelInfo& model_info() const override { return info_; }
+  const ModelInfo& model_info() const override { return reported_info_; }
   const std::string& kernel_path() const override { return kernel_path_; }
   Status CheckSubmit(std::span<const int32_t> prompt,
                      const SamplingOptions& options) const override;
-  int64_t max_waiting() const override { return max_waiting_; }
+  int64_t max_waiting() const override { return options_.max_waiting; }
   Result<int64_t> Submit(std::span<const int32_t> prompt, const SamplingOptions& options) override;
   Status Cancel(int64_t request_id) override;
   Status Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) override;
@@ -271,20 +265,13 @@ class EngineImpl final : public Engine {
   const std::shared_ptr<AttentionKVCache> cache_;    // null without attention layers
   const std::shared_ptr<RecurrentCache> recurrent_;  // null without recurrent layers
   const std::unique_ptr<CompositeState> composite_;  // null without recurrent layers
-  const ModelInfo info_;                             // the model's, with the layers of the cache
+  const ModelInfo reported_info_;                    // the model's, with the layers of the cache
   const SequenceState state_;
   const std::shared_ptr<ParallelRunner> runner_;
   const std::string kernel_path_;
-  const int64_t page_size_;
-  const int64_t prefill_chunk_;
-  const int64_t max_num_sequences_;
-  const int64_t max_waiting_;
-  const double step_seconds_;
-  const bool uses_prefix_cache_;
+  const EngineOptions options_;
   const int64_t pages_total_;
   const std::shared_ptr<Clock> clock_;
-  const Speculation speculation_;
-  const int64_t max_tree_nodes_;
   const std::unique_ptr<ModelDrafter> model_drafter_;  // null without a draft model
   NGramDrafter ngram_drafter_;
 

@@ -19,7 +19,7 @@ Status NeedsPrefixCache(const char* call) {
 
 Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
                                          const std::string& path) {
-  if (!uses_prefix_cache_) return NeedsPrefixCache("SaveSnapshot");
+  if (!options_.prefix_cache) return NeedsPrefixCache("SaveSnapshot");
   const std::string& salt = contents.cache_salt;
   PrefixMatch match = prefix_cache_.Find(contents.tokens, {.salt = salt});
   const PrefixMatch long_match =
@@ -44,9 +44,10 @@ Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
 
 Status EngineImpl::CheckSnapshotFits(const SnapshotInfo& info, const std::string& path) const {
   if (info.tokens.empty()) return {};
-  QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, info_.vocab_size));
+  QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, model_->info().vocab_size));
   const int64_t length = static_cast<int64_t>(info.tokens.size());
-  const int64_t length_max = std::min(info_.max_position_embeddings, pages_total_ * page_size_);
+  const int64_t length_max =
+      std::min(model_->info().max_position_embeddings, pages_total_ * options_.page_size);
   if (length <= length_max) return {};
   return Status(StatusCode::kTooLarge, path + ": a snapshot of " + std::to_string(length) +
                                            " tokens; model and cache hold at most " +
@@ -55,11 +56,11 @@ Status EngineImpl::CheckSnapshotFits(const SnapshotInfo& info, const std::string
 
 Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const std::string& path,
                                               const SnapshotLoadOptions& options) {
-  if (!uses_prefix_cache_) return NeedsPrefixCache("LoadSnapshot");
+  if (!options_.prefix_cache) return NeedsPrefixCache("LoadSnapshot");
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
   QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path));
   const int64_t length = static_cast<int64_t>(announced.tokens.size());
-  prefix_cache_.Evict((length + page_size_ - 1) / page_size_);
+  prefix_cache_.Evict((length + options_.page_size - 1) / options_.page_size);
   const int64_t id = next_sequence_id_++;
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo info,
                          quire::LoadSnapshot(states(), id, identity, path, options));

@@ -178,12 +178,12 @@ void EngineImpl::PollLoad(Request* request) {
 
 // Layers come in the order of a chunk: attention layers, then the states of recurrent ones.
 int64_t EngineImpl::ChunkLayerCount() const {
-  return std::ssize(info_.layers) + std::ssize(info_.recurrent_layers);
+  return std::ssize(model_->info().layers) + std::ssize(model_->info().recurrent_layers);
 }
 
 // Without which a forward would wait at its begin. Hybrid models begin with a recurrent layer.
 int64_t EngineImpl::FirstLayerNeeded() const {
-  return info_.recurrent_layers.empty() ? 0 : std::ssize(info_.layers);
+  return model_->info().recurrent_layers.empty() ? 0 : std::ssize(model_->info().layers);
 }
 
 // Of the request's load, so far.
@@ -203,7 +203,7 @@ bool EngineImpl::KeepsPace(const Request& request, int64_t there, bool alone) co
   if (speed == 0) return alone || there == count;
   const int64_t behind = static_cast<int64_t>(request.leader()->tokens.size()) - load.found_end();
   const double compute =
-      speed * static_cast<double>(std::clamp(behind, int64_t{1}, prefill_chunk_));
+      speed * static_cast<double>(std::clamp(behind, int64_t{1}, options_.prefill_chunk));
   const double elapsed = static_cast<double>(store_->now_ns() - load.start_ns()) * 1e-9;
   const double rest = elapsed * static_cast<double>(count - there) / static_cast<double>(there);
   return rest <= compute;

@@ -28,7 +28,7 @@ bool EngineImpl::MayDraft(const Work& work) const {
 // are left for each.
 std::vector<DraftJob> EngineImpl::MakeDraftJobs(const Batch& batch,
                                                 std::vector<DraftTree>* guesses) const {
-  int64_t nodes = std::min(max_tree_nodes_, prefill_chunk_);
+  int64_t nodes = std::min(options_.max_tree_nodes, options_.prefill_chunk);
   int64_t samples = std::count_if(batch.begin(), batch.end(),
                                   [this](const Work& work) { return MayDraft(work); });
   guesses->resize(batch.size());
@@ -161,7 +161,7 @@ Status EngineImpl::JoinTrees(Batch* batch, TreeBatch* trees) {
            work.request->answer_begun();
   });
   if (batch->empty() || !decodes_only ||
-      nodes + std::ssize(*batch) > std::min(max_tree_nodes_, prefill_chunk_)) {
+      nodes + std::ssize(*batch) > std::min(options_.max_tree_nodes, options_.prefill_chunk)) {
     return {};
   }
   Batch all = trees->works;
@@ -202,7 +202,7 @@ Status EngineImpl::AttemptTrees(const TreeBatch& trees) {
     std::vector<int64_t> rows(token_ids.size());
     std::iota(rows.begin(), rows.end(), int64_t{0});
     due_.reserve(due_.size() + draws.size());
-    logits_.resize(rows.size() * static_cast<size_t>(info_.vocab_size));
+    logits_.resize(rows.size() * static_cast<size_t>(model_->info().vocab_size));
     QUIRE_RETURN_IF_ERROR(state_.kv().BeginTreeForward(nodes.ids, nodes.lengths, nodes.parents));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(

@@ -37,7 +37,7 @@ void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kError, &drawn->output);
   }
-  if (IsEnd(info_, options, draw->token)) {
+  if (IsEnd(model_->info(), options, draw->token)) {
     Report(answer_length(), drawn);
     return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
   }
@@ -117,7 +117,7 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
   const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, computed);
   // KV from behind a window is of use to nobody else.
   const bool is_plain = !request.has_window() || state_.DropWindow(sequence_id);
-  if (uses_prefix_cache_ && is_plain) {
+  if (options_.prefix_cache && is_plain) {
     try {
       return prefix_cache_.Retain(sequence_id,
                                   {sample->tokens.begin(), sample->tokens.begin() + computed},

@@ -121,7 +121,7 @@ Status EngineImpl::Forward(const Batch& batch) {
       logit_rows.push_back(static_cast<int64_t>(token_ids.size()) - 1);
     }
   }
-  logits_.resize(logit_rows.size() * info_.vocab_size);
+  logits_.resize(logit_rows.size() * model_->info().vocab_size);
   return model_->Forward({cache_.get(), recurrent_.get()}, token_ids, logit_rows, logits_.data());
 }
 
@@ -132,7 +132,7 @@ Result<EngineImpl::Drawn> EngineImpl::PrepareDrawn(Request* request, Sample* sam
   Drawn drawn{.request = request, .sample = sample, .row = row};
   drawn.draws.resize(static_cast<size_t>(draws_max));
   for (Draw& draw : drawn.draws) {
-    ReserveLogprobs(request->options, info_.vocab_size, &draw);
+    ReserveLogprobs(request->options, model_->info().vocab_size, &draw);
   }
   drawn.output.request_id = request->id;
   drawn.output.sample = sample - request->samples.data();
@@ -167,7 +167,7 @@ Result<std::vector<EngineImpl::Drawn>> EngineImpl::PrepareDraws(const Batch& bat
 
 // One draw behind the sample's tokens, which its filter follows.
 void EngineImpl::DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept {
-  const auto vocab_size = static_cast<size_t>(info_.vocab_size);
+  const auto vocab_size = static_cast<size_t>(model_->info().vocab_size);
   const Request& request = *drawn->request;
   Draw& draw = drawn->draws[static_cast<size_t>(drawn->count++)];
   const auto row = static_cast<size_t>(drawn->row + drawn->last_node);
@@ -182,7 +182,8 @@ void EngineImpl::DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept {
     QUIRE_RETURN_IF_ERROR(filter.FillMask(scratch->mask));
     input.mask = scratch->mask;
     DrawToken(input, scratch, &draw);
-    if (draw.error != DrawError::kNone || IsEnd(info_, request.options, draw.token)) return {};
+    if (draw.error != DrawError::kNone || IsEnd(model_->info(), request.options, draw.token))
+      return {};
     QUIRE_ASSIGN_OR_RETURN(const bool accepted, filter.Accept(draw.token));
     if (accepted) return {};
     return Status(StatusCode::kInternal,
@@ -204,7 +205,7 @@ void EngineImpl::DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept {
     const Draw& draw = drawn->draws[static_cast<size_t>(drawn->count - 1)];
     if (drawn->guesses == nullptr || draw.error != DrawError::kNone) break;
     guess = drawn->guesses->FindChild(guess, draw.token);
-    if (guess == kDraftRoot || IsEnd(info_, request.options, draw.token)) break;
+    if (guess == kDraftRoot || IsEnd(model_->info(), request.options, draw.token)) break;
     tokens.push_back(draw.token);  // there is room: a path ends before the answer is full
     if (StopMatchLength(request.answer_of(*drawn->sample), request.options.stop) > 0) break;
   }

@@ -70,12 +70,13 @@ Status EngineImpl::CheckLogitsArguments(std::span<const std::span<const int32_t>
   }
   for (size_t i = 0; i < prompts.size(); ++i) {
     const std::string what = "Engine::Logits: prompts[" + std::to_string(i) + "]";
-    QUIRE_RETURN_IF_ERROR(CheckTokens(what, prompts[i], info_.vocab_size));
+    QUIRE_RETURN_IF_ERROR(CheckTokens(what, prompts[i], model_->info().vocab_size));
     if (logits[i] == nullptr) {
       return Status(StatusCode::kBadArgument, what + " has a null buffer for its logits");
     }
     const auto length = static_cast<int64_t>(prompts[i].size());
-    const int64_t length_max = std::min(info_.max_position_embeddings, pages_total_ * page_size_);
+    const int64_t length_max =
+        std::min(model_->info().max_position_embeddings, pages_total_ * options_.page_size);
     if (length <= length_max) continue;
     message << what << " has " << length << " tokens; model and cache hold at most " << length_max;
     return Status(StatusCode::kTooLarge, message.str());
@@ -90,17 +91,18 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
   for (size_t i = 0; i < prompts.size(); ++i) {
     passes.all.push_back({.tokens = prompts[i], .logits = logits[i]});
   }
-  const int64_t vocab_size = info_.vocab_size;
+  const int64_t vocab_size = model_->info().vocab_size;
   std::vector<float> together;  // of several prompts in one forward: more rows than a step has
   for (;;) {
-    std::vector<Pass*> batch =
-        NextBatch(&passes.all, prefill_chunk_, LogitsSequencesMax(max_num_sequences_));
+    std::vector<Pass*> batch = NextBatch(&passes.all, options_.prefill_chunk,
+                                         LogitsSequencesMax(options_.max_num_sequences));
     if (batch.empty()) return {};
     std::vector<int64_t> sequence_ids;
     std::vector<int64_t> lengths;
     for (Pass* pass : batch) {
       if (pass->sequence_id == kNoSequence) {
-        const bool long_rope = NeedsLongRope(info_, static_cast<int64_t>(pass->tokens.size()));
+        const bool long_rope =
+            NeedsLongRope(model_->info(), static_cast<int64_t>(pass->tokens.size()));
         QUIRE_RETURN_IF_ERROR(state_.AddSequence(next_sequence_id_, long_rope));
         pass->sequence_id = next_sequence_id_++;
       }

@@ -26,15 +26,16 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
     const int64_t of_loads = PagesOfLoads(works);
     const double speed = counters_.compute_seconds_per_token;
-    const Decision decision = DecideNext({.token_budget = prefill_chunk_,
-                                          .step_seconds = step_seconds_,
-                                          .seconds_per_token = speed,
-                                          .page_size = page_size_,
-                                          .pages_free = state_.pages_free() - of_loads,
-                                          .sequences_free = SequencesFree(),
-                                          .pages_evictable_max = prefix_cache_.page_count_max(),
-                                          .running = running,
-                                          .head = may_admit ? ViewHead() : std::nullopt});
+    const Decision decision =
+        DecideNext({.token_budget = options_.prefill_chunk,
+                    .step_seconds = static_cast<double>(options_.max_step_ms) * 1e-3,
+                    .seconds_per_token = speed,
+                    .page_size = options_.page_size,
+                    .pages_free = state_.pages_free() - of_loads,
+                    .sequences_free = SequencesFree(),
+                    .pages_evictable_max = prefix_cache_.page_count_max(),
+                    .running = running,
+                    .head = may_admit ? ViewHead() : std::nullopt});
     switch (decision.kind) {
       case Decision::Kind::kAdmit:
         QUIRE_RETURN_IF_ERROR(AdmitHead());
@@ -104,7 +105,7 @@ Status EngineImpl::GiveSequence(const Request& request, Sample* sample, const Pr
 // texts with the same window.
 PrefixMatch EngineImpl::FindPrefix(const Request& request, const Sample& sample,
                                    int64_t border) const {
-  if (!uses_prefix_cache_ || request.restarted) return {};
+  if (!options_.prefix_cache || request.restarted) return {};
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   const auto seeing_all =
       request.has_window()
@@ -149,7 +150,7 @@ PrefixMatch EngineImpl::FindFork(const Request& request, const Sample& leader,
 // that is what a fork costs.
 bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sample,
                                        int64_t matched) const {
-  if (!uses_prefix_cache_) return false;
+  if (!options_.prefix_cache) return false;
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : running_) {
     if (other->space != request.space || !other->has_window_of(request)) continue;
@@ -159,7 +160,7 @@ bool EngineImpl::IsPrefixBeingComputed(const Request& request, const Sample& sam
       // Of what a candidate has gone past nothing can be forked, or nothing for sure.
       const auto end = static_cast<int64_t>(candidate.tokens.size());
       if (!ForksAnywhere(request) && common != end) continue;
-      if (common - matched >= page_size_) return true;
+      if (common - matched >= options_.page_size) return true;
     }
   }
   return false;
@@ -201,7 +202,7 @@ Result<std::vector<bool>> EngineImpl::WhichOpenPages(std::span<const int64_t> se
     alone += pages;
   }
   // No step has more of them than a chunk has tokens.
-  const size_t asked = std::min(opens.size(), static_cast<size_t>(prefill_chunk_));
+  const size_t asked = std::min(opens.size(), static_cast<size_t>(options_.prefill_chunk));
   std::fill(opens.begin() + static_cast<ptrdiff_t>(asked), opens.end(), true);
   if (asked == 1) return opens;
   QUIRE_ASSIGN_OR_RETURN(const int64_t together, pages_of(0, asked));
@@ -224,7 +225,7 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
       if (sample.finished() || !sample.has_sequence()) continue;
       LayerwiseLoad* const layers = LayersOf(*request, sample);
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
-      if (layers == nullptr && length % page_size_ != 0)
+      if (layers == nullptr && length % options_.page_size != 0)
         inside_pages[length].push_back(view.size());
       view.push_back({.request_id = request->id,
                       .length = length,
@@ -249,7 +250,8 @@ int64_t EngineImpl::PagesOfLoads(const Batch& works) const {
   int64_t pages = 0;
   for (const Work& work : works) {
     const int64_t length = work.sample->computed;
-    pages += PagesForAppend(length, work.loaded(), page_size_, length % page_size_ != 0);
+    pages +=
+        PagesForAppend(length, work.loaded(), options_.page_size, length % options_.page_size != 0);
   }
   return pages;
 }
@@ -274,7 +276,7 @@ std::optional<WaitingHead> EngineImpl::ViewHead() {
   prefix_cache_.Touch(start.from.sequence_id);
   int64_t pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length;
   if (request->has_window())
-    pending = std::min(pending, PagesOfWindow(request->options) * page_size_);
+    pending = std::min(pending, PagesOfWindow(request->options) * options_.page_size);
   return WaitingHead{
       .matched = start.from.length, .pending = pending, .samples = request->unfinished_count()};
 }

@@ -42,30 +42,6 @@ Speculation ReadSpeculation(OptionsReader* reader, Speculation speculation) {
   return speculation;
 }
 
-EngineOptions ReadEngineOptions(const OptionMap& fields) {
-  EngineOptions options;
-  OptionsReader reader("Engine", fields);
-  reader.Read("model_directory", &options.model_directory);
-  reader.Read("dtype", &options.dtype);
-  reader.Read("k_dtype", &options.k_dtype);
-  reader.Read("v_dtype", &options.v_dtype);
-  reader.Read("threads", &options.threads);
-  reader.Read("kernel_path", &options.kernel_path);
-  reader.Read("page_size", &options.page_size);
-  reader.Read("prefill_chunk", &options.prefill_chunk);
-  reader.Read("max_num_sequences", &options.max_num_sequences);
-  reader.Read("max_waiting", &options.max_waiting);
-  reader.Read("max_step_ms", &options.max_step_ms);
-  reader.Read("prefix_cache", &options.prefix_cache);
-  reader.Read("kv_bytes", &options.kv_bytes);
-  reader.Read("state_bytes", &options.state_bytes);
-  options.speculation = ReadSpeculation(&reader, options.speculation);
-  reader.Read("draft_model_directory", &options.draft_model_directory);
-  reader.Read("max_tree_nodes", &options.max_tree_nodes);
-  reader.Finish();
-  return options;
-}
-
 int32_t NarrowTokenId(const char* field, int64_t id) {
   if (id < 0 || id > std::numeric_limits<int32_t>::max()) {
     ThrowBadArgument(std::string("Submit: ") + field + ": " + std::to_string(id) +
@@ -74,39 +50,59 @@ int32_t NarrowTokenId(const char* field, int64_t id) {
   return static_cast<int32_t>(id);
 }
 
+// Reads each option by the type of its member.
+class OptionVisitor {
+ public:
+  explicit OptionVisitor(OptionsReader* reader) : reader_(reader) {}
+
+  template <typename T>
+  void operator()(const char* name, T& value, IntegerRange = {}) {
+    reader_->Read(name, &value);
+  }
+  // A salt is any bytes; other texts are Unicode.
+  void operator()(const char* name, std::string& value) {
+    if (std::string_view(name) != "cache_salt") return reader_->Read(name, &value);
+    if (const auto salt = reader_->Get<tf::Bytes>(name)) value.assign(salt->data(), salt->size());
+  }
+  void operator()(const char*, Speculation& value) { value = ReadSpeculation(reader_, value); }
+  void operator()(const char*, std::optional<Speculation>& value) {
+    if (reader_->Get<tf::String>("draft")) value = ReadSpeculation(reader_, {});
+  }
+  void operator()(const char* name, std::vector<std::pair<int32_t, float>>& value) {
+    for (const auto& [id, bias] :
+         reader_->Get<tf::Map<int64_t, double>>(name).value_or(tf::Map<int64_t, double>())) {
+      value.emplace_back(NarrowTokenId(name, id), static_cast<float>(bias));
+    }
+    // The map's order is that of its hashes; the engine gets one that is the same everywhere.
+    std::sort(value.begin(), value.end());
+  }
+  void operator()(const char* name, std::vector<std::vector<int32_t>>& value) {
+    for (const tf::Shape& tokens :
+         reader_->Get<tf::Array<tf::Shape>>(name).value_or(tf::Array<tf::Shape>())) {
+      std::vector<int32_t>& ids = value.emplace_back();
+      for (const int64_t id : tokens) ids.push_back(NarrowTokenId(name, id));
+    }
+  }
+  void operator()(const char*, std::shared_ptr<const TokenFilter>& value) {
+    if (const auto grammar = reader_->Get<GrammarRef>("grammar")) value = (*grammar)->filter();
+  }
+
+ private:
+  OptionsReader* const reader_;
+};
+
+EngineOptions ReadEngineOptions(const OptionMap& fields) {
+  EngineOptions options;
+  OptionsReader reader("Engine", fields);
+  ForEachOption(options, OptionVisitor(&reader));
+  reader.Finish();
+  return options;
+}
+
 SamplingOptions ReadSamplingOptions(const OptionMap& fields) {
   SamplingOptions options;
   OptionsReader reader("Submit", fields);
-  reader.Read("max_tokens", &options.max_tokens);
-  reader.Read("temperature", &options.temperature);
-  reader.Read("top_k", &options.top_k);
-  reader.Read("top_p", &options.top_p);
-  reader.Read("min_p", &options.min_p);
-  reader.Read("repetition_penalty", &options.repetition_penalty);
-  reader.Read("presence_penalty", &options.presence_penalty);
-  reader.Read("frequency_penalty", &options.frequency_penalty);
-  reader.Read("seed", &options.seed);
-  reader.Read("n", &options.n);
-  reader.Read("logprobs", &options.logprobs);
-  reader.Read("ignore_eos", &options.ignore_eos);
-  if (reader.Get<tf::String>("draft")) options.speculation = ReadSpeculation(&reader, {});
-  reader.Read("window", &options.window);
-  reader.Read("sinks", &options.sinks);
-  if (const auto salt = reader.Get<tf::Bytes>("cache_salt")) {
-    options.cache_salt.assign(salt->data(), salt->size());
-  }
-  for (const auto& [id, bias] :
-       reader.Get<tf::Map<int64_t, double>>("logit_bias").value_or(tf::Map<int64_t, double>())) {
-    options.logit_bias.emplace_back(NarrowTokenId("logit_bias", id), static_cast<float>(bias));
-  }
-  if (const auto grammar = reader.Get<GrammarRef>("grammar")) options.filter = (*grammar)->filter();
-  // The map's order is that of its hashes; the engine gets one that is the same everywhere.
-  std::sort(options.logit_bias.begin(), options.logit_bias.end());
-  for (const tf::Shape& stop :
-       reader.Get<tf::Array<tf::Shape>>("stop").value_or(tf::Array<tf::Shape>())) {
-    std::vector<int32_t>& ids = options.stop.emplace_back();
-    for (const int64_t id : stop) ids.push_back(NarrowTokenId("stop", id));
-  }
+  ForEachOption(options, OptionVisitor(&reader));
   reader.Finish();
   return options;
 }

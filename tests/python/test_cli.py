@@ -19,7 +19,7 @@ import tiny_gguf
 from program import ROOT, process, run
 from quire import cli
 from quire.cli import arguments as cli_arguments
-from quire.cli import ranges as cli_ranges
+from quire import _ranges as cli_ranges
 from quire.cli import terminal as cli_terminal
 from tiny_model import Shape, TinyModel
 

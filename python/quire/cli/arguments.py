@@ -5,57 +5,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from quire import errors
-from quire.cli.ranges import Integer, Number, kernel_path, key_file, kv_dtype, place, size
+from quire import _options, errors
 
-SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "n",
-    "stop",
-    "logprobs",
-    "ignore_eos",
-    "window",
-    "sinks",
-    "cache_salt",
-    "greedy",
-    "template_args",
-)
-ENGINE = (
-    "dtype",
-    "kv_dtype",
-    "threads",
-    "page_size",
-    "kv_bytes",
-    "prefill_chunk",
-    "max_num_sequences",
-    "max_step_ms",
-    "prefix_cache",
-    "kernel_path",
-    "speculate",
-    "draft_model",
-    "draft_tokens",
-    "draft_branches",
-    "kv_dir",
-    "kv_dir_bytes",
-    "kv_redis",
-    "kv_durability",
-    "kv_key_file",
-    "kv_load_timeout",
-)
+# Options that the command line has, in the order of quire._options.
+SAMPLING = (*[name for name, option in _options.SAMPLING.items() if option.flag], "template_args")
+ENGINE = tuple(name for name, option in _options.ENGINE.items() if option.flag)
+_ENTRIES = (*_options.ENGINE.items(), *_options.SAMPLING.items())
+_FLAGS = {name: option.flag for name, option in _ENTRIES if option.flag is not None}
 
 
 class UsageError(Exception):
@@ -92,8 +53,7 @@ def option_name(name: str) -> str:
 
 # Those whose name on the command line is not that of the library's option.
 _OPTIONS = {
-    "kv_dir_bytes": "--kv-quota",
-    "prefix_cache": "--no-prefix-cache",
+    **{name: flag.name for name, flag in _FLAGS.items() if flag.name is not None},
     "template_args": "--template-arg",
     "served_model_names": "--served-model-name",
     "limits": "--limit",
@@ -125,6 +85,8 @@ def check_effect(options: argparse.Namespace) -> None:
         needs(("kv_dir_bytes", "kv_durability"), has("kv_dir"), "--kv-dir")
         stores = has("kv_dir", "kv_redis")
         needs(("kv_key_file", "kv_load_timeout"), stores, "--kv-dir or --kv-redis")
+        if options.kv_write is False and not stores:
+            raise UsageError("--kv-read-only has no effect without --kv-dir or --kv-redis")
     _check_greedy(options, by_line)
 
 
@@ -148,7 +110,7 @@ _MEMBERS = re.compile(
 # Names of the library for which the program has another one.
 _NAMES = {"branches": "draft_branches", "prefill_chunk_size": "prefill_chunk"}
 # Names that only the library has.
-_NOT_TYPED = ("state_bytes", "max_tree_nodes", "max_waiting", "logit_bias")
+_NOT_TYPED = {name for name, _ in _ENTRIES}.difference(SAMPLING, ENGINE)
 
 
 def in_typed_words(message: str) -> str:
@@ -180,17 +142,25 @@ def message_and_usage(error: errors.QuireError, options: argparse.Namespace) -> 
     return message, told and isinstance(error, (errors.BadArgumentError, errors.TooLargeError))
 
 
-def cache_salt(text: str) -> bytes:
-    salt = os.fsencode(text)
-    if not 1 <= len(salt) <= 4096:
-        raise argparse.ArgumentTypeError(f"{len(salt)} bytes are out of range: 1 to 4096 bytes")
-    return salt
-
-
 def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """Those that were given on the command line; the rest keeps the library's defaults."""
     found = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def add_flags(
+    group: argparse._ActionsContainer, title: _options.Group, names: Sequence[str] = (), **words: str
+) -> None:
+    """The options of a group, or those of the names among them. `words` fill in their help."""
+    for name, flag in _FLAGS.items():
+        if flag.group != title or (names and name not in names):
+            continue
+        settings: dict[str, Any] = {"dest": name, "default": None, "action": flag.action}
+        if flag.action in ("store", "append"):
+            settings |= {"type": flag.reads, "metavar": flag.metavar}
+            settings |= {"choices": flag.choices} if flag.choices else {}
+        help = flag.help.format(**words) if words else flag.help
+        group.add_argument(option_name(name), help=help, **settings)
 
 
 def add_sampling(command: argparse.ArgumentParser, most_tokens: str) -> argparse._ArgumentGroup:
@@ -198,94 +168,7 @@ def add_sampling(command: argparse.ArgumentParser, most_tokens: str) -> argparse
     sampling = command.add_argument_group(
         "sampling (default: as generation_config.json of the model says; greedy without that file)"
     )
-    sampling.add_argument(
-        "--max-tokens",
-        type=Integer(1),
-        metavar="N",
-        help=f"at most N new tokens (default: {most_tokens})",
-    )
-    sampling.add_argument(
-        "--greedy",
-        action="store_true",
-        default=None,
-        help="always take the most likely token; ignore the model's own sampling options",
-    )
-    sampling.add_argument(
-        "--temperature",
-        type=Number(0),
-        metavar="T",
-        help="sampling temperature; 0: the most likely token",
-    )
-    sampling.add_argument(
-        "--top-k", type=Integer(0), metavar="K", help="only the K most likely tokens; 0: all"
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=Number(0, 1, above=True),
-        metavar="P",
-        help="only the most likely tokens, up to a total probability of P",
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=Number(0, 1),
-        metavar="P",
-        help="only tokens with at least P times the probability of the best",
-    )
-    sampling.add_argument(
-        "--repetition-penalty",
-        type=Number(0, above=True),
-        metavar="X",
-        help="penalty on tokens of prompt and answer; 1: off",
-    )
-    sampling.add_argument(
-        "--presence-penalty",
-        type=Number(),
-        metavar="X",
-        help="penalty on tokens of the answer; 0: off",
-    )
-    sampling.add_argument(
-        "--frequency-penalty",
-        type=Number(),
-        metavar="X",
-        help="the same, once per occurrence; 0: off",
-    )
-    sampling.add_argument(
-        "--seed",
-        type=Integer(0, 2**64 - 1),
-        metavar="N",
-        help="0 to 2^64 - 1 (default: random; --json prints it)",
-    )
-    sampling.add_argument(
-        "--stop",
-        action="append",
-        type=place,
-        metavar="TEXT",
-        help="end the answer before TEXT; may be repeated",
-    )
-    sampling.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        default=None,
-        help="continue after the end-of-answer token",
-    )
-    sampling.add_argument(
-        "--window",
-        type=Integer(0),
-        metavar="N",
-        help="endless text: a token sees N tokens, the sinks and the last ones; 0: all tokens",
-    )
-    sampling.add_argument(
-        "--sinks",
-        type=Integer(0),
-        metavar="N",
-        help="with --window: the first N tokens of the text always stay visible",
-    )
-    sampling.add_argument(
-        "--cache-salt",
-        type=cache_salt,
-        metavar="TEXT",
-        help="share KV only with requests of the same salt, in memory and in the store",
-    )
+    add_flags(sampling, "sampling", most_tokens=most_tokens)
     return sampling
 
 
@@ -316,13 +199,6 @@ class Collect(argparse.Action):
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), name: value})
 
 
-def switch(text: str) -> bool:
-    """True of "true", False of "false"."""
-    if text not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-    return text == "true"
-
-
 def template_argument(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
@@ -338,129 +214,19 @@ def template_argument(text: str) -> tuple[str, Any]:
 
 def add_engine(command: argparse.ArgumentParser) -> None:
     """How the model is run."""
-    engine = command.add_argument_group("engine")
-    engine.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="type of products and KV (default: bfloat16)",
-    )
-    engine.add_argument(
-        "--kv-dtype",
-        type=kv_dtype,
-        metavar="TYPE",
-        help="type of stored keys and values: bfloat16, float32, float16, int8 or fp8; two with a "
-        "comma for keys and values (default: as --dtype)",
-    )
-    add_threads(engine)
-    engine.add_argument(
-        "--page-size",
-        type=Integer(0, 2**20),
-        metavar="N",
-        help="tokens per page of KV; 0: by the model",
-    )
-    engine.add_argument(
-        "--kv-bytes", type=size, metavar="SIZE", help="memory for KV: 512M, 2G, ..."
-    )
-    engine.add_argument(
-        "--prefill-chunk",
-        type=Integer(1, 2**20),
-        metavar="N",
-        help="at most N new tokens per step (default: 512)",
-    )
-    engine.add_argument(
-        "--max-num-sequences",
-        type=Integer(1, 2**20),
-        metavar="N",
-        help="at most N answers computed at a time (default: 64)",
-    )
-    engine.add_argument(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_false",
-        default=None,
-        help="do not keep the KV of earlier prompts and answers",
-    )
-    engine.add_argument(
-        "--speculate",
-        choices=("none", "ngram", "model"),
-        help="guess the next tokens from the text so far or with a smaller model; answers do not "
-        "change (default: model with --draft-model, else none)",
-    )
-    engine.add_argument(
-        "--draft-model", type=place, metavar="DIR", help="folder of the smaller model"
-    )
-    engine.add_argument(
-        "--draft-tokens",
-        type=Integer(1, 255),
-        metavar="N",
-        help="at most N guesses per step (default: 8)",
-    )
-    engine.add_argument(
-        "--draft-branches",
-        type=Integer(1, 16),
-        metavar="N",
-        help="alternatives to follow (default: 2)",
-    )
-    engine.add_argument(
-        "--kernel-path",
-        type=kernel_path,
-        metavar="NAME",
-        help="a kernel path that `quire inspect` lists (default: the fastest)",
-    )
+    add_flags(command.add_argument_group("engine"), "engine")
 
 
 def add_threads(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--threads",
-        type=Integer(0, 1024),
-        metavar="N",
-        help="number of threads; 0: one per core, within the CPU quota (default)",
-    )
+    add_flags(group, "engine", ["threads"])
 
 
 def add_store(command: argparse.ArgumentParser) -> None:
     """Where KV is kept beyond the end of the command."""
     store = command.add_argument_group("KV that outlives the command")
-    store.add_argument(
-        "--kv-dir",
-        type=place,
-        metavar="DIR",
-        help="keep KV in DIR and reuse what is there",
-    )
-    store.add_argument(
-        "--kv-redis",
-        type=place,
-        metavar="HOST:PORT",
-        help="keep KV in Redis; several addresses with commas are a cluster; or a URL: "
-        "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX, with TLS rediss://...?ca=FILE",
-    )
+    add_flags(store, "store")
     add_store_details(store)
-    store.add_argument(
-        "--kv-load-timeout",
-        type=Number(0, 86400),
-        metavar="SECONDS",
-        help="a prompt waits for stored KV at most this long (default: 2)",
-    )
 
 
 def add_store_details(store: argparse._ArgumentGroup) -> None:
-    store.add_argument(
-        "--kv-quota",
-        dest="kv_dir_bytes",
-        type=size,
-        metavar="SIZE",
-        help="size limit of DIR (default: the free space, less a tenth)",
-    )
-    store.add_argument(
-        "--kv-durability",
-        choices=("none", "async", "os", "sync"),
-        help="durability of stored KV: none, async (neither survives a crash), os (survives the "
-        "process, default), sync (survives power loss)",
-    )
-    store.add_argument(
-        "--kv-key-file",
-        type=key_file,
-        metavar="FILE",
-        help="sign stored KV with the key in FILE (at least 16 bytes); ignore unsigned or wrongly "
-        "signed KV",
-    )
+    add_flags(store, "store details")

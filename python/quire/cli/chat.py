@@ -8,12 +8,14 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire import errors
+from quire._options import SAMPLING
 from quire._sampling import merged
-from quire.cli import answers, arguments, memory, models, ranges, text_input
+from quire.cli import answers, arguments, memory, models, text_input
 from quire.cli.arguments import UsageError
 from quire.cli.prompt_file import BadLine, check_field
 from quire.cli.terminal import is_terminal, note, one_line, printable
@@ -21,6 +23,12 @@ from quire.cli.terminal import is_terminal, note, one_line, printable
 if TYPE_CHECKING:
     from quire.engine import Engine
 
+# What /set takes.
+_SETTINGS = {name: o.flag for name, o in SAMPLING.items() if o.flag is not None and o.flag.in_chat}
+_ABOUT_SET = (
+    f'{", ".join(_SETTINGS)}, or template_arg NAME=VALUE; VALUE "default" gives it back to the '
+    "model; /set alone shows what is set"
+)
 _COMMANDS = r'''/help                 this text
 /reset                forget the conversation; the system message stays
 /undo                 forget the last question and its answer
@@ -29,14 +37,13 @@ _COMMANDS = r'''/help                 this text
 /read FILE            send the text of a file as a message
 /save FILE            write the conversation and its options to a file
 /load FILE            go on with the conversation of such a file
-/set OPTION VALUE     temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-                      frequency_penalty, seed, max_tokens, greedy, window, sinks, or
-                      template_arg NAME=VALUE; VALUE "default" gives it back to the model;
-                      /set alone shows what is set
+/set OPTION VALUE     SETTINGS
 /stats                show tokens and speed below each answer, or no more
 /exit                 end; so does Ctrl-D
 Ctrl-C ends an answer early. A pasted text is one message, with all its lines. Lines between two
-""" are one, too, and a line that ends in \ goes on in the next one. //TEXT says /TEXT.'''
+""" are one, too, and a line that ends in \ goes on in the next one. //TEXT says /TEXT.'''.replace(
+    "SETTINGS", f"\n{'':22}".join(textwrap.wrap(_ABOUT_SET, 78))
+)
 _QUOTES = '"""'
 # Before the names of options in messages of the library.
 _OPTIONS_OWNER = re.compile(r"(?:Sampling|Engine)Options::")
@@ -46,21 +53,6 @@ _FORMAT_VERSION = 1
 _NOT_KEPT = ("cache_salt", "n", "logprobs")
 # To check options with.
 _ANYTHING = {"role": "user", "content": "x"}
-# What /set takes, and how it reads the value.
-_SETTINGS: dict[str, Callable[[str], Any]] = {
-    "temperature": ranges.Number(0),
-    "top_k": ranges.Integer(0),
-    "top_p": ranges.Number(0, 1, above=True),
-    "min_p": ranges.Number(0, 1),
-    "repetition_penalty": ranges.Number(0, above=True),
-    "presence_penalty": ranges.Number(),
-    "frequency_penalty": ranges.Number(),
-    "seed": ranges.Integer(0, 2**64 - 1),
-    "max_tokens": ranges.Integer(1),
-    "window": ranges.Integer(0),
-    "sinks": ranges.Integer(0),
-    "greedy": arguments.switch,
-}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -382,7 +374,8 @@ def _changed(sampling: dict[str, Any], name: str, value: str) -> dict[str, Any]:
         )
     if value in ("", "default"):
         return {option: setting for option, setting in sampling.items() if option != name}
-    return merged(sampling, {name: _SETTINGS[name](value)})
+    read = _SETTINGS[name].reads
+    return merged(sampling, {name: value if read is None else read(value)})
 
 
 def _write_state(name: str, state: dict[str, Any]) -> None:

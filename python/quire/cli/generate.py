@@ -9,9 +9,10 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from quire import _ranges as ranges
 from quire import errors
 from quire._model_folder import check_model_folder
-from quire.cli import answers, arguments, batch, memory, models, ranges, text_input
+from quire.cli import answers, arguments, batch, memory, models, text_input
 from quire.cli.arguments import UsageError
 from quire.cli.prompt_file import PromptFile
 
@@ -59,18 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_file_options(command)
     sampling = arguments.add_sampling(command, most_tokens="what there is room for")
-    sampling.add_argument(
-        "--n",
-        type=ranges.Integer(1, 2**20),
-        metavar="N",
-        help="with --json or --file: answers per prompt",
-    )
-    sampling.add_argument(
-        "--logprobs",
-        type=ranges.Integer(0, 256),
-        metavar="K",
-        help="with --json or --file: log-probabilities of the tokens and of the K best",
-    )
+    arguments.add_flags(sampling, "samples")
     _add_grammars(command)
     arguments.add_engine(command)
     arguments.add_store(command)

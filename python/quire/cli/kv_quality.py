@@ -8,7 +8,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import arguments, models, ranges, text_input
+from quire import _ranges as ranges
+from quire.cli import arguments, models, text_input
 from quire.cli.arguments import UsageError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from quire.engine import Engine
 
+_ENGINE = ("dtype", "threads", "kernel_path")
 # Rows whose logits are compared at once: in float64, those of a large vocabulary take 100 MB.
 _ROWS = 64
 
@@ -171,14 +173,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print one object")
     engine = command.add_argument_group("engine")
-    engine.add_argument("--dtype", choices=("bfloat16", "float32"), help="type of products")
-    arguments.add_threads(engine)
-    engine.add_argument(
-        "--kernel-path",
-        type=ranges.kernel_path,
-        metavar="NAME",
-        help="a kernel path that `quire inspect` lists",
-    )
+    arguments.add_flags(engine, "engine", _ENGINE)
     command.set_defaults(run=_run)
     return command
 
@@ -198,7 +193,7 @@ def _run(options: argparse.Namespace) -> int:
         options.types,
         against=options.against,
         context=options.context,
-        **arguments.given(options, ("dtype", "threads", "kernel_path")),
+        **arguments.given(options, _ENGINE),
     )
     if options.json:
         found = [dataclasses.asdict(quality) for quality in qualities]

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from quire import _json_values as values
+from quire._options import SAMPLING
 from quire.cli.models import Failure
 from quire.cli.text_input import STDIN, not_utf8
 
 # Far above any prompt that a model takes; a file without line ends must not fill the memory.
 _LINE_BYTES_MAX = 64 << 20
 _SOURCES = ("prompt", "messages", "prompt_ids")
-# What crosses to the engine as a 64-bit number.
-_INT_MAX = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,11 +156,11 @@ def check_field(name: str, value: Any) -> Any:
     """The value as the engine takes it. BadLine for unknown names and wrong types."""
     if name not in _FIELDS:
         raise BadLine(f'there is no field "{name}"; fields are {", ".join(_FIELDS)}, id')
-    expected, convert = _FIELDS[name]
+    kind = _FIELDS[name]
     try:
-        return convert(value)
+        return kind.convert(value)
     except (TypeError, ValueError):
-        raise BadLine(f'"{name}" must be {expected}, not {_kind(value)}') from None
+        raise BadLine(f'"{name}" must be {kind.words}, not {_kind(value)}') from None
 
 
 def _kind(value: Any) -> str:
@@ -169,131 +168,12 @@ def _kind(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-# ---- Conversions: TypeError or ValueError for a value of another kind
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int or abs(value) > _INT_MAX:
-        raise TypeError
-    return value
-
-
-def _seed(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**64:
-        raise TypeError
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError from None
-    if not math.isfinite(number):
-        raise ValueError
-    return number
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _prompt_text(value: Any) -> str:
-    text = _text(value)
-    if not text:
-        raise ValueError
-    return text
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise TypeError
-    return value
-
-
-def _ids(value: Any) -> list[int]:
-    return [_integer(id) for id in _list(value)]
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    messages = _list(value)
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise TypeError
-    return messages
-
-
-def _stops(value: Any) -> list[Any]:
-    entries = [value] if isinstance(value, str) else _list(value)
-    return [entry if isinstance(entry, str) else _ids(entry) for entry in entries]
-
-
-def _salt(value: Any) -> bytes:
-    salt = _text(value).encode()  # UnicodeEncodeError, of a lone surrogate, is a ValueError
-    if not 1 <= len(salt) <= 4096:
-        raise ValueError
-    return salt
-
-
-def _speculate(value: Any) -> str:
-    if value not in ("none", "ngram", "model"):
-        raise ValueError
-    return str(value)
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return {_integer(int(id)): _number(bias) for id, bias in value.items()}
-
-
-def _or_null(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else convert(value)
-
-
-# In words, and the conversion.
-_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "prompt": ("a text that is not empty", _prompt_text),
-    "messages": ('a list of objects such as {"role": "user", "content": "Hello"}', _messages),
-    "prompt_ids": ("a list of token ids", _ids),
-    "system": ("a text", _text),
-    "raw": ("true or false", _boolean),
-    "max_tokens": ("an integer", _or_null(_integer)),
-    "greedy": ("true or false", _boolean),
-    "temperature": ("a number", _number),
-    "top_k": ("an integer", _integer),
-    "top_p": ("a number", _number),
-    "min_p": ("a number", _number),
-    "repetition_penalty": ("a number", _number),
-    "presence_penalty": ("a number", _number),
-    "frequency_penalty": ("a number", _number),
-    "logit_bias": ("an object from token ids to numbers", _logit_bias),
-    "seed": ("an integer from 0 to 2^64 - 1", _seed),
-    "n": ("an integer", _integer),
-    "logprobs": ("an integer or null", _or_null(_integer)),
-    "ignore_eos": ("true or false", _boolean),
-    "stop": ("a text, or a list of texts and lists of token ids", _stops),
-    "window": ("an integer", _integer),
-    "sinks": ("an integer", _integer),
-    "cache_salt": ("a text of 1 to 4096 bytes", _salt),
-    "speculate": ('"none", "ngram" or "model"', _speculate),
-    "draft_tokens": ("an integer", _integer),
-    "draft_branches": ("an integer", _integer),
-    "template_args": ("an object from names to values", _object),
+# In the order in which messages list them.
+_FIELDS = {
+    "prompt": values.FULL_TEXT,
+    "messages": values.MESSAGES,
+    "prompt_ids": values.TOKEN_IDS,
+    "system": values.TEXT,
+    "raw": values.BOOLEAN,
+    **{name: option.kind for name, option in SAMPLING.items() if option.kind is not None},
 }

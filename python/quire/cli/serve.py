@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import _ranges as ranges
 from quire import errors
-from quire.cli import arguments, memory, models, ranges, serve_config
+from quire.cli import arguments, memory, models, serve_config
 from quire.cli.arguments import UsageError
 
 if TYPE_CHECKING:
@@ -143,12 +144,7 @@ def _add_life(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="that running answers get to end after SIGTERM (default: 30)",
     )
-    group.add_argument(
-        "--max-step-ms",
-        type=ranges.Integer(1, 10**6),
-        metavar="MS",
-        help="while answers are written, prompts get at most this time of a step (default: 100)",
-    )
+    arguments.add_flags(group, "serve")
     group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="of the log (default: text)"
     )

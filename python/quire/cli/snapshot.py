@@ -11,7 +11,8 @@ from typing import Any
 
 from quire import snapshot
 from quire._sampling import merged
-from quire.cli import answers, arguments, memory, models, ranges, text_input
+from quire import _ranges as ranges
+from quire.cli import answers, arguments, memory, models, text_input
 from quire.cli.arguments import UsageError
 from quire.cli.terminal import note
 

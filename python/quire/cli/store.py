@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import errors, redis_url
-from quire.cli import arguments, models, ranges, text_input
+from quire import _ranges as ranges
+from quire.cli import arguments, models, text_input
 from quire.cli.arguments import UsageError
 from quire.cli.terminal import note
 from quire.store import ChunkInfo, ChunkStore, Passport, Tier, chunk_keys, read_key_file
@@ -94,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     chunks.add_argument("--raw", action="store_true", help="the prompt had no chat template")
     chunks.add_argument(
         "--cache-salt",
-        type=arguments.cache_salt,
+        type=ranges.cache_salt,
         metavar="TEXT",
         help="the salt of the requests that computed them",
     )

@@ -116,15 +116,15 @@ struct Server {
     parts.cache = std::move(owned_cache);
     parts.runner = CreateThreadPool(1).value();
     parts.backend = FindBackend("").value();
-    parts.page_size = sizes.page_size;
-    parts.prefill_chunk = sizes.chunk;
-    parts.max_num_sequences = sizes.sequences;
-    parts.max_waiting = sizes.waiting;
-    parts.max_step_ms = sizes.step_ms;
-    parts.prefix_cache = sizes.prefix_cache;
+    parts.options.page_size = sizes.page_size;
+    parts.options.prefill_chunk = sizes.chunk;
+    parts.options.max_num_sequences = sizes.sequences;
+    parts.options.max_waiting = sizes.waiting;
+    parts.options.max_step_ms = sizes.step_ms;
+    parts.options.prefix_cache = sizes.prefix_cache;
     parts.clock = sizes.clock;
-    parts.speculation = sizes.speculation;
-    parts.max_tree_nodes = sizes.tree_nodes;
+    parts.options.speculation = sizes.speculation;
+    parts.options.max_tree_nodes = sizes.tree_nodes;
     if (sizes.draft_seed) {
       auto owned_draft = std::make_unique<FakeModel>(*sizes.draft_seed, sizes.draft_vocab);
       draft_model = owned_draft.get();

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
 import struct
 from pathlib import Path
@@ -109,6 +110,21 @@ def kernel_path(text: str) -> str:
             f"{_shown(text)} is not one of {', '.join(known)}, which this machine can run"
         )
     return text
+
+
+def cache_salt(text: str) -> bytes:
+    """A salt of 1 to 4096 bytes."""
+    salt = os.fsencode(text)
+    if not 1 <= len(salt) <= 4096:
+        raise argparse.ArgumentTypeError(f"{len(salt)} bytes are out of range: 1 to 4096 bytes")
+    return salt
+
+
+def switch(text: str) -> bool:
+    """True of "true", False of "false"."""
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+    return text == "true"
 
 
 def key_file(text: str) -> str:

@@ -1,0 +1,799 @@
+"""The options of engines and answers. Each is written here once: its name, type, default, meaning,
+and how the command line takes it. The signature of :class:`quire.Engine`, docstrings, flags and
+their `--help`, the environment, the file of `quire serve --config`, /set, the fields of a line of
+`--file` and the tables of docs/program.md are made from these entries.
+
+A new option needs an entry here and a member in quire/engine.h (ForEachOption), and what uses it.
+"""
+
+# Without `from __future__ import annotations`: the entries are read from the annotations. Types
+# whose modules load the library are texts.
+import dataclasses
+import inspect
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
+
+from quire import _json_values as values
+from quire._json_values import Kind
+from quire._ranges import (
+    Integer,
+    Number,
+    cache_salt,
+    kernel_path,
+    key_file,
+    kv_dtype,
+    place,
+    size,
+    switch,
+)
+
+if TYPE_CHECKING:
+    from quire.grammar import Grammar
+    from quire.store import ChunkStore
+
+Group = Literal["engine", "serve", "store", "store details", "sampling", "samples"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """How the command line takes an option.
+
+    help: the text of `--help` and of the tables in docs/program.md; more: the tables' alone.
+    reads: the value of a text, or raises argparse.ArgumentTypeError.
+    name: where it is not the option's.
+    group: which commands have it, and under which title.
+    action: of argparse, for flags without a value or with several.
+    in_chat: whether /set of `quire chat` takes it.
+    """
+
+    help: str
+    metavar: str | None = None
+    reads: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] | None = None
+    name: str | None = None
+    group: Group = "engine"
+    action: Literal["store", "store_true", "store_false", "append"] = "store"
+    in_chat: bool = False
+    more: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOwn:
+    """An option that generation_config.json of a model may have. `words`: what it must be there;
+    off: the value that changes nothing."""
+
+    words: str
+    off: Any
+
+
+# Which part takes an option: the engine, its answers, the store that an engine makes, its use.
+Part = Literal["engine", "store", "use", "answer"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Option:
+    """One option. `kind`: its value in JSON; None where it is no field of a line. `field`: its name
+    in the part that takes it, where that is another one."""
+
+    default: Any
+    doc: str
+    flag: Flag | None = None
+    part: Part = "engine"
+    kind: Kind | None = None
+    own: ModelOwn | None = None
+    field: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Option({self.default!r})"
+
+
+Path = str | os.PathLike[str]
+_N = "N"
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of :class:`quire.Engine`.
+
+    OPTIONS
+    """
+
+    dtype: Annotated[
+        Any,
+        Option(
+            "bfloat16",
+            '"bfloat16" or "float32": of products, and of stored keys and values unless kv_dtype '
+            "says otherwise.",
+            Flag(
+                "type of products, and of KV without --kv-dtype (default: bfloat16)",
+                choices=("bfloat16", "float32"),
+            ),
+        ),
+    ]
+    kv_dtype: Annotated[
+        str,
+        Option(
+            "",
+            '"bfloat16", "float32", "float16", "int8" or "fp8", or two of them for keys and for '
+            'values: "bfloat16,int8". The narrow ones are codes with a scale per token and head.',
+            Flag(
+                "type of stored keys and values: bfloat16, float32, float16, int8 or fp8; two with "
+                "a comma for keys and values (default: as --dtype)",
+                "TYPE",
+                kv_dtype,
+                more="int8 and fp8 (e4m3) are codes with a float32 scale per token and head: a "
+                "little over half the memory of bfloat16",
+            ),
+        ),
+    ]
+    threads: Annotated[
+        int,
+        Option(
+            0,
+            "0 = one per core that the process may use (affinity, CPU quota).",
+            Flag(
+                "number of threads; 0: one per core, within the CPU quota (default)",
+                _N,
+                Integer(0, 1024),
+            ),
+        ),
+    ]
+    page_size: Annotated[
+        int,
+        Option(
+            0,
+            "tokens per page of KV; 0 = chosen for the model.",
+            Flag("tokens per page of KV; 0: by the model (default)", _N, Integer(0, 2**20)),
+        ),
+    ]
+    kv_bytes: Annotated[
+        int,
+        Option(
+            0,
+            "memory for KV pages; 0 = one sequence of all the model's positions, at most a quarter "
+            "of the machine's memory, and fewer where that is not free.",
+            Flag(
+                "memory for KV: 512M, 2G, ... (default: one sequence of all the model's positions)",
+                "SIZE",
+                size,
+                more="By default at most a quarter of the machine, and no more than is free",
+            ),
+        ),
+    ]
+    state_bytes: Annotated[
+        int,
+        Option(
+            0,
+            "models with recurrent layers: memory for the states that the prefix cache keeps, beside "
+            "those of samples in work; 0 = at most 128 states and an eighth of the free memory.",
+        ),
+    ]
+    prefill_chunk: Annotated[
+        int,
+        Option(
+            512,
+            "most new tokens of one step.",
+            Flag("at most N new tokens per step (default: 512)", _N, Integer(1, 2**20)),
+        ),
+    ]
+    max_num_sequences: Annotated[
+        int,
+        Option(
+            64,
+            "most samples in work at a time; more wait.",
+            Flag("at most N answers computed at a time (default: 64)", _N, Integer(1, 2**20)),
+        ),
+    ]
+    max_waiting: Annotated[
+        int,
+        Option(
+            65536,
+            "most requests that wait. They come in by turns of their cache_salt.",
+        ),
+    ]
+    max_step_ms: Annotated[
+        int,
+        Option(
+            100,
+            "while samples decode, prompts get what is computed in this time, and at least 16 tokens "
+            "of a step: the most that the next tokens of others wait for them.",
+            Flag(
+                "while answers are written, prompts get at most this time of a step (default: 100)",
+                "MS",
+                Integer(1, 10**6),
+                group="serve",
+            ),
+        ),
+    ]
+    prefix_cache: Annotated[
+        bool,
+        Option(
+            True,
+            "keep the KV of finished answers, and reuse the longest common prefix.",
+            Flag(
+                "do not keep the KV of earlier prompts and answers",
+                name="--no-prefix-cache",
+                action="store_false",
+            ),
+        ),
+    ]
+    speculate: Annotated[
+        str | None,
+        Option(
+            None,
+            "guess the next tokens and verify them in one forward, which changes no bit of an "
+            'answer: "ngram" (what followed earlier in prompt and answer) or "model" (a smaller '
+            'one); "none" by default, with a draft_model "model".',
+            Flag(
+                "guess the next tokens from the text so far or with a smaller model; answers do not "
+                "change (default: model with --draft-model, else none)",
+                choices=("none", "ngram", "model"),
+            ),
+        ),
+    ]
+    draft_model: Annotated[
+        Path | None,
+        Option(
+            None,
+            "the smaller model's folder; its tokens are the same.",
+            Flag(
+                "folder of the smaller model",
+                "DIR",
+                place,
+                more="It has the same tokens; ids may be missing in either",
+            ),
+        ),
+    ]
+    draft_tokens: Annotated[
+        int,
+        Option(
+            8,
+            "most guesses of a step.",
+            Flag("at most N guesses per step (default: 8)", _N, Integer(1, 255)),
+        ),
+    ]
+    draft_branches: Annotated[
+        int,
+        Option(
+            2,
+            "alternatives that are followed.",
+            Flag("alternatives to follow (default: 2)", _N, Integer(1, 16)),
+        ),
+    ]
+    max_tree_nodes: Annotated[
+        int,
+        Option(
+            0,
+            "guesses of all samples in a step, and one more for each sample; 0 = 64 if speculate or "
+            "draft_model is given. Recurrent layers keep a state for each.",
+        ),
+    ]
+    kernel_path: Annotated[
+        str,
+        Option(
+            "",
+            "one of :func:`quire.kernel_paths`; the best one if empty.",
+            Flag(
+                "a kernel path that `quire inspect` lists (default: the fastest)",
+                "NAME",
+                kernel_path,
+            ),
+        ),
+    ]
+    kv_store: Annotated[
+        "ChunkStore | None",
+        Option(
+            None,
+            "a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it. Not "
+            "beside kv_dir, kv_redis or kv_ram_bytes, the tiers of a store of the engine's own.",
+            part="store",
+        ),
+    ]
+    kv_dir: Annotated[
+        Path | None,
+        Option(
+            None,
+            "a folder in which KV outlives the engine.",
+            Flag(
+                "keep KV in DIR and reuse what is there",
+                "DIR",
+                place,
+                group="store",
+                more="The folder is made if absent; several processes may share it",
+            ),
+            part="store",
+            field="directory",
+        ),
+    ]
+    kv_redis: Annotated[
+        str,
+        Option(
+            "",
+            '"HOST:PORT" of Redis, several of a cluster or a URL (as ``ChunkStore.redis``).',
+            Flag(
+                "keep KV in Redis; several addresses with commas are a cluster; or a URL: "
+                "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX, with TLS rediss://...?ca=FILE",
+                "HOST:PORT",
+                place,
+                group="store",
+            ),
+            part="store",
+            field="redis",
+        ),
+    ]
+    kv_ram_bytes: Annotated[
+        int,
+        Option(
+            0,
+            "memory for stored KV, beside the pages; 0 = none.",
+            part="store",
+            field="ram_bytes",
+        ),
+    ]
+    kv_dir_bytes: Annotated[
+        int,
+        Option(
+            0,
+            "the most that kv_dir takes; 0 = the free space, less a tenth.",
+            Flag(
+                "size limit of DIR (default: the free space, less a tenth)",
+                "SIZE",
+                size,
+                name="--kv-quota",
+                group="store details",
+            ),
+            part="store",
+            field="disk_bytes",
+        ),
+    ]
+    kv_durability: Annotated[
+        str,
+        Option(
+            "os",
+            '"none", "async", "os" or "sync".',
+            Flag(
+                "durability of stored KV: none, async (neither survives a crash), os (survives the "
+                "process, default), sync (survives power loss)",
+                choices=("none", "async", "os", "sync"),
+                group="store details",
+            ),
+            part="store",
+            field="durability",
+        ),
+    ]
+    kv_key_file: Annotated[
+        Path | None,
+        Option(
+            None,
+            "a file whose content, at least 16 bytes, signs the chunks.",
+            Flag(
+                "sign stored KV with the key in FILE (at least 16 bytes); ignore unsigned or wrongly "
+                "signed KV",
+                "FILE",
+                key_file,
+                group="store details",
+            ),
+            part="store",
+            field="key",
+        ),
+    ]
+    kv_load_timeout: Annotated[
+        float,
+        Option(
+            2.0,
+            "seconds that a request waits for the store at most.",
+            Flag(
+                "a prompt waits for stored KV at most this long (default: 2)",
+                "SECONDS",
+                Number(0, 86400),
+                group="store",
+            ),
+            part="use",
+            field="load_timeout_ms",
+        ),
+    ]
+    kv_load_always: Annotated[
+        bool,
+        Option(
+            False,
+            "load even what is predicted to be computed sooner.",
+            part="use",
+            field="load_always",
+        ),
+    ]
+    kv_write: Annotated[
+        bool,
+        Option(
+            True,
+            "put computed KV into the store; False: only look for it there.",
+            Flag(
+                "look for stored KV and store none",
+                name="--kv-read-only",
+                group="store",
+                action="store_false",
+            ),
+            part="use",
+            field="write",
+        ),
+    ]
+
+
+_LIMIT_OF_TOKENS = """most new tokens; 0 computes the prompt and keeps its KV. None (default): what
+there is room for in the model's positions and the engine's pages; with a window, which has no such
+end, as many as the model has positions. Where a model's rotations change after its original length
+(LongRoPE, dynamic NTK) the room ends there, unless that leaves less than a quarter of it."""
+_GRAMMAR = """what the answer must look like: a :class:`quire.Grammar`, or what makes one, such as
+{"json_schema": {...}}, {"json_object": True}, {"regex": "..."}, {"choice": ["a", "b"]} or
+{"grammar": "root ::= ..."}. It holds by construction for every answer that ends by itself ("stop");
+log-probabilities are those of the allowed tokens. Needs the package xgrammar (UnavailableError); an
+answer that no token can go on raises BadArgumentError."""
+
+
+def _answer(
+    doc: str,
+    kind: Kind | None = None,
+    flag: Flag | None = None,
+    own: ModelOwn | None = None,
+    field: str | None = None,
+) -> Option:
+    """An option of answers. None of them has a default here: where one is not given, it is the
+    model's own or the library's."""
+    return Option(None, doc, flag, "answer", kind, own, field)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How an answer is drawn. A draw depends on logits, history, seed and position alone.
+
+    Where temperature, top_k, top_p, min_p or repetition_penalty is not given, it is the model's own
+    (:attr:`Engine.model_sampling`); a model without them is greedy.
+
+    OPTIONS
+    """
+
+    max_tokens: Annotated[
+        int | None,
+        _answer(
+            _LIMIT_OF_TOKENS,
+            values.LIMIT,
+            Flag(
+                "at most N new tokens (default: {most_tokens})",
+                _N,
+                Integer(1),
+                group="sampling",
+                in_chat=True,
+            ),
+        ),
+    ]
+    greedy: Annotated[
+        bool,
+        _answer(
+            "True takes the most likely token and nothing of the model's own sampling.",
+            values.BOOLEAN,
+            Flag(
+                "always take the most likely token; ignore the model's own sampling options",
+                reads=switch,
+                group="sampling",
+                action="store_true",
+                in_chat=True,
+            ),
+        ),
+    ]
+    temperature: Annotated[
+        float,
+        _answer(
+            "0 takes the most likely token.",
+            values.NUMBER,
+            Flag(
+                "sampling temperature; 0: the most likely token",
+                "T",
+                Number(0),
+                group="sampling",
+                in_chat=True,
+            ),
+            ModelOwn("a number of at least 0", 0.0),
+        ),
+    ]
+    top_k: Annotated[
+        int,
+        _answer(
+            "draws from the k most likely tokens; 0: from all.",
+            values.INTEGER,
+            Flag(
+                "only the K most likely tokens; 0: all",
+                "K",
+                Integer(0),
+                group="sampling",
+                in_chat=True,
+            ),
+            ModelOwn("an integer of at least 0 (0 or -1: off)", 0),
+        ),
+    ]
+    top_p: Annotated[
+        float,
+        _answer(
+            "draws from the most likely tokens up to this total probability; 1: from all.",
+            values.NUMBER,
+            Flag(
+                "only the most likely tokens, up to a total probability of P",
+                "P",
+                Number(0, 1, above=True),
+                group="sampling",
+                in_chat=True,
+            ),
+            ModelOwn("a number above 0 and at most 1", 1.0),
+        ),
+    ]
+    min_p: Annotated[
+        float,
+        _answer(
+            "draws from tokens with at least this part of the best one's probability; 0: from all.",
+            values.NUMBER,
+            Flag(
+                "only tokens with at least P times the probability of the best",
+                "P",
+                Number(0, 1),
+                group="sampling",
+                in_chat=True,
+            ),
+            ModelOwn("a number from 0 to 1", 0.0),
+        ),
+    ]
+    repetition_penalty: Annotated[
+        float,
+        _answer(
+            "over prompt and answer; 1: off.",
+            values.NUMBER,
+            Flag(
+                "penalty on tokens of prompt and answer; 1: off",
+                "X",
+                Number(0, above=True),
+                group="sampling",
+                in_chat=True,
+            ),
+            ModelOwn("a number above 0", 1.0),
+        ),
+    ]
+    presence_penalty: Annotated[
+        float,
+        _answer(
+            "once for each token of the answer; 0: off.",
+            values.NUMBER,
+            Flag(
+                "penalty on tokens of the answer; 0: off",
+                "X",
+                Number(),
+                group="sampling",
+                in_chat=True,
+            ),
+        ),
+    ]
+    frequency_penalty: Annotated[
+        float,
+        _answer(
+            "the same, once per occurrence.",
+            values.NUMBER,
+            Flag(
+                "the same, once per occurrence; 0: off",
+                "X",
+                Number(),
+                group="sampling",
+                in_chat=True,
+            ),
+        ),
+    ]
+    logit_bias: Annotated[
+        Mapping[int, float], _answer("added to the logits of single token ids.", values.LOGIT_BIAS)
+    ]
+    seed: Annotated[
+        int | None,
+        _answer(
+            "any number of 64 bits; None (default): one is drawn, and :attr:`Result.seed` has it.",
+            values.SEED,
+            Flag(
+                "0 to 2^64 - 1 (default: random; --json prints it)",
+                _N,
+                Integer(0, 2**64 - 1),
+                group="sampling",
+                in_chat=True,
+            ),
+        ),
+    ]
+    n: Annotated[
+        int,
+        _answer(
+            "samples per prompt.",
+            values.INTEGER,
+            Flag(
+                "with --json or --file: answers per prompt",
+                _N,
+                Integer(1, 2**20),
+                group="samples",
+            ),
+        ),
+    ]
+    logprobs: Annotated[
+        int | None,
+        _answer(
+            "0 (default) gives the log-probability of each token, k those of the k best ones as "
+            "well, None none.",
+            values.INTEGER_OR_NULL,
+            Flag(
+                "with --json or --file: log-probabilities of the tokens and of the K best",
+                "K",
+                Integer(0, 256),
+                group="samples",
+            ),
+        ),
+    ]
+    ignore_eos: Annotated[
+        bool,
+        _answer(
+            "continue after the end-of-answer token.",
+            values.BOOLEAN,
+            Flag(
+                "continue after the end-of-answer token", group="sampling", action="store_true"
+            ),
+        ),
+    ]
+    stop: Annotated[
+        str | Sequence[str | Sequence[int]],
+        _answer(
+            "texts, or lists of token ids, that end the answer and are cut from it.",
+            values.STOPS,
+            Flag(
+                "end the answer before TEXT; may be repeated",
+                "TEXT",
+                place,
+                group="sampling",
+                action="append",
+            ),
+        ),
+    ]
+    window: Annotated[
+        int,
+        _answer(
+            "endless text: a token sees the first `sinks` tokens and the last window - sinks, and "
+            "prompt and answer may pass the model's positions; 0 (default): it sees all.",
+            values.INTEGER,
+            Flag(
+                "endless text: a token sees N tokens, the sinks and the last ones; 0: all tokens",
+                _N,
+                Integer(0),
+                group="sampling",
+                in_chat=True,
+            ),
+        ),
+    ]
+    sinks: Annotated[
+        int,
+        _answer(
+            "with a window: the first tokens of the text, which stay visible.",
+            values.INTEGER,
+            Flag(
+                "with --window: the first N tokens of the text always stay visible",
+                _N,
+                Integer(0),
+                group="sampling",
+                in_chat=True,
+            ),
+        ),
+    ]
+    cache_salt: Annotated[
+        str | bytes,
+        _answer(
+            "requests with equal salts reuse each other's KV, others never do; a text or bytes.",
+            values.SALT,
+            Flag(
+                "share KV only with requests of the same salt, in memory and in the store",
+                "TEXT",
+                cache_salt,
+                group="sampling",
+            ),
+        ),
+    ]
+    speculate: Annotated[
+        str,
+        _answer(
+            "how tokens are guessed, instead of what the engine was made with: as of the engine, "
+            "with draft_tokens and draft_branches.",
+            values.DRAFT_KIND,
+            field="draft",
+        ),
+    ]
+    draft_tokens: Annotated[int, _answer("with speculate: most guesses of a step.", values.INTEGER)]
+    draft_branches: Annotated[
+        int, _answer("with speculate: alternatives that are followed.", values.INTEGER)
+    ]
+    grammar: Annotated["Grammar | Mapping[str, Any] | None", _answer(_GRAMMAR)]
+    special_texts: Annotated[
+        Sequence[str],
+        _answer('special tokens that texts have, such as ["[TOOL_CALLS]"]; by default none.'),
+    ]
+    template_args: Annotated[
+        Mapping[str, Any],
+        _answer(
+            "of chats: values (as JSON has them) that the model's template knows by name, such as "
+            '{"enable_thinking": False}. BadArgumentError for names that the template does not use.',
+            values.OBJECT,
+        ),
+    ]
+
+
+def _entries(options: type) -> dict[str, Option]:
+    found = {}
+    for name, annotation in options.__annotations__.items():
+        (option,) = [entry for entry in get_args(annotation) if isinstance(entry, Option)]
+        found[name] = option
+    return found
+
+
+ENGINE = _entries(EngineOptions)
+SAMPLING = _entries(SamplingOptions)
+
+
+def described(indent: str, options: Mapping[str, Option]) -> str:
+    """The options and what they mean, as a docstring lists them."""
+    lines = []
+    for name, option in options.items():
+        lines += textwrap.wrap(
+            f"{name}: {option.doc}",
+            100,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines).strip()
+
+
+def describe(documented: Any, options: Mapping[str, Option]) -> None:
+    """Puts the options where the docstring has the word OPTIONS."""
+    for line in (documented.__doc__ or "").splitlines():  # none with python -OO
+        if line.strip() == "OPTIONS":
+            indent = line[: -len("OPTIONS")]
+            text = documented.__doc__.replace(line, indent + described(indent, options))
+            documented.__doc__ = text
+
+
+describe(EngineOptions, ENGINE)
+describe(SamplingOptions, SAMPLING)
+
+
+def check_names(call: str, given: Iterable[str], known: Mapping[str, Option]) -> None:
+    """TypeError for a name that is no option, as Python raises for its own signatures."""
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{call}: there is no option {name!r}; options are {', '.join(known)}"
+            )
+
+
+def whole_engine(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an engine with the defaults of those that were not given."""
+    check_names("Engine", given, ENGINE)
+    return {**{name: option.default for name, option in ENGINE.items()}, **given}
+
+
+def of_part(part: Part, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the part takes, by the names that it knows."""
+    entries = {name: ENGINE[name] for name in options}
+    return {
+        entry.field or name: options[name] for name, entry in entries.items() if entry.part == part
+    }
+
+
+def with_signature(call: Any, options: Mapping[str, Option], types: type) -> None:
+    """Shows the options as the keywords of a call that takes them with **."""
+    plain = inspect.signature(call)
+    named = [p for p in plain.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=get_args(types.__annotations__[name])[0],
+        )
+        for name, option in options.items()
+    ]
+    call.__signature__ = plain.replace(parameters=[*named, *keywords])
