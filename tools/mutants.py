@@ -34,7 +34,7 @@ BEGIN = "<!-- mutants: written by tools/mutants --write -->"
 END = "<!-- end of mutants -->"
 HEAD = "| mutant | file | killed by |"
 NOT_RUN = "not run yet"
-AREAS = ("kv", "kernels", "chunk", "store", "transfer", "engine")
+AREAS = ("kv", "kernels", "chunk", "store", "transfer", "engine", "blend")
 SECONDS_MAX = 300  # of one test program
 
 _KEYS = {"name", "area", "file", "old", "new", "tests", "occurrence"}
