@@ -27,7 +27,7 @@ namespace quire {
 
 // How the keys of a layer are rotated (RopeFrequencies has the numbers).
 struct KeyRotation {
-  // Of the positions that keys are moved to: [pair_count]. 2 * pair_count dimensions of each head
+  // At the positions that keys are moved to: [pair_count]. 2 * pair_count dimensions of each head
   // are rotated. The amplitude of cos and sin (YaRN, LongRoPE) stays in the keys and is not applied
   // again.
   std::span<const double> inv_freq = {};
@@ -130,10 +130,11 @@ struct TokenSelection {
   std::vector<int32_t> query_start_loc;  // [request_count + 1], of these rows
 };
 
-// The selection of check layer options.check_layers[check_index]. Of each request: its invalid
-// rows; the floor(n * ratio + 1e-6) of its n moved rows that deviate most (equal ones: the lower
-// row first; an infinite one and NaN first of all); link tokens; the last row. Of these, the
-// candidates. A larger ratio selects a superset, and a request's rows do not depend on others.
+// The selection of check layer options.check_layers[check_index]. Selected are, in each request:
+// its invalid rows; the floor(n * ratio + 1e-6) of its n moved rows that deviate most (equal ones:
+// the lower row first; an infinite one and NaN first of all); link tokens; the last row; all of
+// them only if they are candidates. A larger ratio selects a superset, and a request's rows do not
+// depend on others.
 // BadArgument for a batch that is not as described, OutOfMemory.
 Result<TokenSelection> SelectTokens(const SelectionBatch& batch, const BlendOptions& options,
                                     size_t check_index);

@@ -118,7 +118,7 @@ TEST(Deviations, RowsWithoutUsableKVAreNotReadAndNaNOfAMovedRowIsInfinite) {
 }
 
 TEST(Deviations, FreshRowsOfALaterLayerAreThoseOfTheSelection) {
-  // Of rows 1 and 3; fresh in float32, cached in bfloat16 with the tokens in the second axis.
+  // Rows 1 and 3; fresh in float32, cached in bfloat16 with the tokens in the second axis.
   std::vector<float> fresh = {5, 7};
   std::vector<uint16_t> cached;
   for (const float x : {0.0F, 1.0F, 2.0F, 3.0F}) cached.push_back(F32ToBf16(x));
