@@ -43,7 +43,14 @@ if TYPE_CHECKING:
     from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
     from quire.rnn_state import RNNState, StateSpec
     from quire.store import ChunkStore, Passport, chunk_keys
-    from quire.transfer import LocalChannel, ReceiveMap
+    from quire.transfer import (
+        LocalChannel,
+        ReceiveMap,
+        RemoteChannel,
+        TransferListener,
+        TransferPeer,
+        TransferRequest,
+    )
 
     __version__: str
 
@@ -65,6 +72,7 @@ _MODULE_OF = {
     "ReceiveMap": "quire.transfer",
     "RecurrentCache": "quire.recurrent_cache",
     "RecurrentLayerSpec": "quire.recurrent_cache",
+    "RemoteChannel": "quire.transfer",
     "Result": "quire.engine",
     "RopeOptions": "quire.kv_cache",
     "Sample": "quire.engine",
@@ -72,6 +80,9 @@ _MODULE_OF = {
     "StateSpec": "quire.rnn_state",
     "StoreBuffer": "quire.buffers",
     "Stream": "quire.engine",
+    "TransferListener": "quire.transfer",
+    "TransferPeer": "quire.transfer",
+    "TransferRequest": "quire.transfer",
     "Usage": "quire.engine",
     "chunk_keys": "quire.store",
     "default_page_size": "quire.kv_cache",
@@ -133,6 +144,7 @@ __all__ = [
     "ReceiveMap",
     "RecurrentCache",
     "RecurrentLayerSpec",
+    "RemoteChannel",
     "Result",
     "RopeOptions",
     "Sample",
@@ -140,6 +152,9 @@ __all__ = [
     "StateSpec",
     "StoreBuffer",
     "Stream",
+    "TransferListener",
+    "TransferPeer",
+    "TransferRequest",
     "Usage",
     "__version__",
     "chunk_keys",

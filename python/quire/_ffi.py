@@ -102,9 +102,30 @@ class KVCacheHandle(KVStateHandle):
     """The C++ object behind quire.KVCache; constructor and methods come from the library."""
 
 
+@_register("quire.LayerSink")
+class LayerSinkHandle(tvm_ffi.Object):
+    """What the C++ objects that send have in common."""
+
+
 @_register("quire.LocalChannel")
-class LocalChannelHandle(tvm_ffi.Object):
+class LocalChannelHandle(LayerSinkHandle):
     """The C++ object behind quire.LocalChannel; constructor and methods come from the library."""
+
+
+@_register("quire.RemoteChannel")
+class RemoteChannelHandle(LayerSinkHandle):
+    """The C++ object behind quire.RemoteChannel; constructor and methods come from the library."""
+
+
+@_register("quire.TransferPeer")
+class TransferPeerHandle(LayerSinkHandle):
+    """The C++ object behind quire.TransferPeer; constructor and methods come from the library."""
+
+
+@_register("quire.TransferListener")
+class TransferListenerHandle(tvm_ffi.Object):
+    """The C++ object behind quire.TransferListener; constructor and methods come from the
+    library."""
 
 
 @_register("quire.Engine")
@@ -175,6 +196,21 @@ def new_kv_cache(options: dict[str, Any]) -> Any:
 @_counted
 def new_local_channel() -> Any:
     return LocalChannelHandle()
+
+
+@_counted
+def new_remote_channel() -> Any:
+    return RemoteChannelHandle()
+
+
+@_counted
+def new_transfer_peer(endpoint: str, options: dict[str, Any]) -> Any:
+    return TransferPeerHandle(endpoint, options)  # type: ignore[call-arg]
+
+
+@_counted
+def new_transfer_listener(options: dict[str, Any]) -> Any:
+    return TransferListenerHandle(options)  # type: ignore[call-arg]
 
 
 def new_engine(options: dict[str, Any]) -> Any:

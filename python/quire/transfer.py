@@ -14,13 +14,29 @@ values layer by layer and continues after them (docs/transfer.md)::
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire import _ffi
-from quire._numbers import nanoseconds
+import numpy as np
 
-__all__ = ["LocalChannel", "ReceiveMap", "ReceiveProgress", "SendProgress"]
+from quire import _ffi, errors
+from quire._arrays import int_list
+from quire._numbers import int64, nanoseconds, text
+
+__all__ = [
+    "LocalChannel",
+    "ReceiveMap",
+    "ReceiveProgress",
+    "RemoteChannel",
+    "SendProgress",
+    "TransferListener",
+    "TransferPeer",
+    "TransferRequest",
+]
+
+_CONNECT_TIMEOUT = 2.0  # seconds
+_NO_DEADLINE = 2**63 - 1  # TransferJob::kNoDeadline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +104,255 @@ class LocalChannel:
         self._handle: Any = _ffi.new_local_channel()
 
 
+@dataclasses.dataclass(frozen=True)
+class TransferRequest:
+    """What a peer wants computed: the tokens of a job, into the tokens of its map.
+
+    job: the receiver's number of it; 0: none, and no tokens. salt: digest of its cache salt, 64
+    hexadecimal digits. seconds: until its deadline, when it came; None for none.
+    """
+
+    job: int
+    tokens: tuple[int, ...]
+    salt: str
+    seconds: float | None
+    map: ReceiveMap
+
+
+class TransferPeer(_ffi.ClosingOwner):
+    """One connection to another process, which carries keys and values of caches either way
+    (docs/transfer.md has both halves by example).
+
+    A side that receives gives the peer to its state's ``receive_from``, reserves tokens and asks
+    for them with :meth:`request`. A side that sends gives it to ``send_through`` and marks what
+    :meth:`next_request` returns. Any thread.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+
+    @classmethod
+    def connect(
+        cls,
+        endpoint: str,
+        state: TransferCalls,
+        *,
+        model: str = "",
+        revision: str = "",
+        tokenizer: str = "",
+        adapter: str = "",
+        secret: str = "",
+        connect_timeout: float = _CONNECT_TIMEOUT,
+        heartbeat: float = 0.5,
+        dead_after: float = 3.0,
+        lease: float = 30.0,
+        window_bytes: int = 64 << 20,
+    ) -> TransferPeer:
+        """Connects to a :class:`TransferListener`: ``"ADDRESS:PORT"`` over TCP, ``"unix:PATH"``
+        through shared memory.
+
+        Args:
+            state: a cache or composite state whose layers, types, RoPE and kernels are those of all
+                that this side moves over the connection.
+            model, revision, tokenizer, adapter: which model it is of, as
+                :func:`quire.identity.model_identity` gives them; both sides' must be equal.
+            secret: what both sides must have, without sending it. Needed for addresses that other
+                machines reach. What is sent is not encrypted.
+            heartbeat, dead_after: seconds between signs of life, and without one until the other
+                side counts as dead.
+            lease: seconds that a transfer lives without a renewal from its receiver.
+            window_bytes: of parts on their way to this side.
+
+        Raises:
+            UnavailableError, TimeoutError: nobody answers.
+            IncompatibleError: the two sides hold other KV; the message has the first field that
+                differs, and both values.
+            RemoteError: the other side refused, for another secret for example.
+            BadArgumentError: an option is out of range, or the address needs a secret.
+        """
+        options = _peer_options(
+            state, model, revision, tokenizer, adapter, secret, heartbeat, dead_after, lease
+        )
+        options["window_bytes"] = int64(window_bytes, "window_bytes")
+        options["connect_timeout_ns"] = nanoseconds(connect_timeout, "connect_timeout")
+        return cls(_ffi.new_transfer_peer(text(endpoint, "endpoint"), options))
+
+    @property
+    def endpoint(self) -> str:
+        """Where the listener of the connection is."""
+        return str(self._handle.endpoint())
+
+    @property
+    def failure(self) -> str:
+        """Why the connection is over; "" while it is open."""
+        return str(self._handle.failure())
+
+    def stats(self) -> dict[str, int]:
+        """parts_sent, parts_sent_again (arrived damaged), bytes_sent, parts_received,
+        bytes_received, and the transfers that are open: sends_open, receives_open."""
+        return {str(name): int(count) for name, count in self._handle.stats().items()}
+
+    def request(
+        self,
+        receive: ReceiveMap,
+        tokens: Sequence[int] = (),
+        *,
+        job: int = 0,
+        cache_salt: str | bytes = b"",
+        timeout: float | None = None,
+    ) -> None:
+        """Asks the other side for the tokens of a reservation of the state that ``receive_from``
+        named.
+
+        `tokens`, with a number `job` of the caller's, say what is to be computed; `cache_salt`
+        travels as a digest. When `timeout` seconds are over, or the connection is lost, the
+        reservation fails, which ``wait_received`` raises.
+
+        BadStateError without a receiving state, TooLargeError for a job or map of more than 1 MiB,
+        UnavailableError and the like when the connection is over.
+        """
+        salt = cache_salt.encode() if isinstance(cache_salt, str) else bytes(cache_salt)
+        fields = {
+            "id": int64(job, "job"),
+            "tokens": np.asarray(int_list(tokens, "tokens"), np.int64),
+            "salt": hashlib.sha256(salt).hexdigest(),
+            "deadline_ns": _NO_DEADLINE if timeout is None else nanoseconds(timeout, "timeout"),
+        }
+        if job == 0 and len(tokens) > 0:
+            raise errors.BadArgumentError("request: tokens need the number of a job above 0")
+        self._handle.request(fields, receive._fields())
+
+    def cancel(self, epoch: int) -> None:
+        """Ends a transfer to here at once, which the end of its reservation does within a
+        heartbeat. NotFoundError."""
+        self._handle.cancel(epoch)
+
+    def next_request(self, timeout: float) -> TransferRequest:
+        """What the other side asks for next.
+
+        TimeoutError after `timeout` seconds; the connection's error when it is over.
+        """
+        fields = self._handle.next_request(nanoseconds(timeout, "timeout"))
+        if fields is None:
+            raise errors.TimeoutError(
+                f"next_request: {self.endpoint} has asked for nothing for {timeout} seconds"
+            )
+        deadline = int(fields["deadline_ns"])
+        return TransferRequest(
+            job=int(fields["id"]),
+            tokens=tuple(int(token) for token in fields["tokens"]),
+            salt=str(fields["salt"]),
+            seconds=None if deadline == _NO_DEADLINE else deadline / 1e9,
+            map=ReceiveMap._of(fields["map"]),
+        )
+
+    def refuse(self, epoch: int, why: str) -> None:
+        """Ends a request that is not going to be computed; the receiver's wait raises `why`.
+        NotFoundError."""
+        self._handle.refuse(epoch, text(why, "why"))
+
+
+class TransferListener(_ffi.ClosingOwner):
+    """Where other processes connect to, to receive or to send.
+
+    Arguments and errors are those of :meth:`TransferPeer.connect`. ``bind``: port 0 is any that is
+    free. At most `peers_max` connections at a time.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        state: TransferCalls,
+        *,
+        model: str = "",
+        revision: str = "",
+        tokenizer: str = "",
+        adapter: str = "",
+        secret: str = "",
+        heartbeat: float = 0.5,
+        dead_after: float = 3.0,
+        lease: float = 30.0,
+        window_bytes: int = 64 << 20,
+        peers_max: int = 64,
+    ) -> None:
+        options = _peer_options(
+            state, model, revision, tokenizer, adapter, secret, heartbeat, dead_after, lease
+        )
+        options["window_bytes"] = int64(window_bytes, "window_bytes")
+        options["endpoint"] = text(bind, "bind")
+        options["peers_max"] = int64(peers_max, "peers_max")
+        super().__init__(_ffi.new_transfer_listener(options))
+
+    @property
+    def endpoint(self) -> str:
+        """Where others connect to, with the port that was taken."""
+        return str(self._handle.endpoint())
+
+    @property
+    def refused(self) -> int:
+        """Connections that did not come to be: another secret or passport, or no peer."""
+        return int(self._handle.refused())
+
+    @property
+    def last_refusal(self) -> str:
+        """Why the last of them did not; "" before the first."""
+        return str(self._handle.last_refusal())
+
+    def accept(self, timeout: float) -> TransferPeer:
+        """The next connection whose two sides match. TimeoutError after `timeout` seconds."""
+        peer = self._handle.accept(nanoseconds(timeout, "timeout"))
+        if peer is None:
+            refusal = self.last_refusal
+            raise errors.TimeoutError(
+                f"accept: nobody has connected to {self.endpoint} for {timeout} seconds"
+                + (f"; the last that was refused: {refusal}" if refusal else "")
+            )
+        return TransferPeer(peer)
+
+
+class RemoteChannel:
+    """A channel to several peers: those that share the heads of a sender, for example. Give it to
+    ``send_through``; the numbers are those of ``disagg_mark_send``."""
+
+    def __init__(self) -> None:
+        self._handle: Any = _ffi.new_remote_channel()
+
+    def connect(self, peer: int, connection: TransferPeer) -> None:
+        """What is marked for `peer` goes through the connection. BadArgumentError if the number is
+        taken."""
+        self._handle.connect(peer, connection._handle)
+
+    def disconnect(self, peer: int) -> None:
+        """Ends connect. NotFoundError."""
+        self._handle.disconnect(peer)
+
+
+def _peer_options(
+    state: TransferCalls,
+    model: str,
+    revision: str,
+    tokenizer: str,
+    adapter: str,
+    secret: str,
+    heartbeat: float,
+    dead_after: float,
+    lease: float,
+) -> dict[str, Any]:
+    identity = {
+        "model": text(model, "model"),
+        "revision": text(revision, "revision"),
+        "tokenizer": text(tokenizer, "tokenizer"),
+        "adapter": text(adapter, "adapter"),
+    }
+    return {
+        "passport": str(state._handle.transfer_passport(identity)),
+        "secret": text(secret, "secret"),
+        "heartbeat_ns": nanoseconds(heartbeat, "heartbeat"),
+        "dead_after_ns": nanoseconds(dead_after, "dead_after"),
+        "lease_ns": nanoseconds(lease, "lease"),
+    }
+
+
 class TransferCalls:
     """What KVCache and CompositeState have for transfers. A CompositeState also sends the
     states of recurrent layers, at the positions where forwards of the sender end: commit there."""
@@ -102,8 +367,13 @@ class TransferCalls:
         """Ends connect_channel. NotFoundError if this state is not that peer."""
         self._handle.disconnect_channel(channel._handle, peer)
 
-    def send_through(self, channel: LocalChannel | None) -> None:
-        """What is marked goes through this channel; None: nothing can be marked.
+    def receive_from(self, peer: TransferPeer) -> None:
+        """This state receives over a connection to another process, until either is closed.
+        BadStateError if another one does."""
+        self._handle.receive_from(peer._handle)
+
+    def send_through(self, channel: LocalChannel | RemoteChannel | TransferPeer | None) -> None:
+        """What is marked goes through this channel or connection; None: nothing can be marked.
 
         BadStateError while a mark is active.
         """

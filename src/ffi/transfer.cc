@@ -73,7 +73,18 @@ ChannelPlace::~ChannelPlace() {
   static_cast<void>(status);  // the place is this object's, so it is there
 }
 
+ReceiverPlace::ReceiverPlace(std::shared_ptr<TransferPeer> peer, KVTransfer* receiver)
+    : peer_(std::move(peer)) {
+  ThrowIfError(peer_->SetReceiver(receiver));
+}
+
+ReceiverPlace::~ReceiverPlace() {
+  const Status status = peer_->SetReceiver(nullptr);
+  static_cast<void>(status);  // it fails only without memory to tell the peer, whose lease ends it
+}
+
 TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::ObjectDef<LayerSinkObj>();
   tf::reflection::ObjectDef<LocalChannelObj>().def(tf::reflection::init<>());
 }
 

@@ -1,4 +1,4 @@
-// quire.LocalChannel and the maps of transfers as values of tvm-ffi.
+// quire.LocalChannel, quire.TransferPeer and the maps of transfers as values of tvm-ffi.
 #ifndef QUIRE_FFI_TRANSFER_H_
 #define QUIRE_FFI_TRANSFER_H_
 
@@ -15,7 +15,10 @@
 
 #include "ffi/kv_state.h"
 #include "ffi/options.h"
+#include "ffi/snapshot.h"
+#include "quire/kv_export.h"
 #include "quire/transfer.h"
+#include "quire/transfer_peer.h"
 
 namespace quire::ffi {
 
@@ -42,16 +45,67 @@ class ChannelPlace {
   int64_t peer_;
 };
 
-class LocalChannelObj : public tvm::ffi::Object {
+// Keeps a connection's receiver set; when it goes, all transfers to here end.
+class ReceiverPlace {
+ public:
+  // Throws as TransferPeer::SetReceiver returns.
+  ReceiverPlace(std::shared_ptr<TransferPeer> peer, KVTransfer* receiver);
+  ~ReceiverPlace();
+  ReceiverPlace(const ReceiverPlace&) = delete;
+  ReceiverPlace& operator=(const ReceiverPlace&) = delete;
+
+  bool IsOver() const { return !peer_->status().ok(); }
+
+ private:
+  std::shared_ptr<TransferPeer> peer_;
+};
+
+// What sends: all that `send_through` takes.
+class LayerSinkObj : public tvm::ffi::Object {
+ public:
+  virtual ~LayerSinkObj() = default;
+  virtual std::shared_ptr<LayerSink> sink() const = 0;
+
+  [[maybe_unused]] static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO("quire.LayerSink", LayerSinkObj, tvm::ffi::Object);
+};
+
+class LocalChannelObj : public LayerSinkObj {
  public:
   LocalChannelObj() : channel_(CreateLocalChannel()) {}
   const std::shared_ptr<LocalChannel>& channel() const { return channel_; }
+  std::shared_ptr<LayerSink> sink() const override { return channel_; }
 
-  [[maybe_unused]] static constexpr bool _type_mutable = true;
-  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.LocalChannel", LocalChannelObj, tvm::ffi::Object);
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.LocalChannel", LocalChannelObj, LayerSinkObj);
 
  private:
   std::shared_ptr<LocalChannel> channel_;
+};
+
+// A connection to another process, from a listener or made by its constructor.
+class TransferPeerObj : public LayerSinkObj {
+ public:
+  TransferPeerObj(const tvm::ffi::String& endpoint, const OptionMap& options);
+  explicit TransferPeerObj(std::shared_ptr<TransferPeer> peer) : peer_(std::move(peer)) {}
+  const std::shared_ptr<TransferPeer>& peer() const { return peer_; }
+  std::shared_ptr<LayerSink> sink() const override { return peer_; }
+
+  tvm::ffi::String Endpoint() { return tvm::ffi::String(peer_->endpoint()); }
+  // "" while it is open.
+  tvm::ffi::String Failure();
+  tvm::ffi::Map<tvm::ffi::String, int64_t> Stats();
+  void Close() { peer_->Close(); }
+  void Request(const OptionMap& job, const OptionMap& map);
+  void Cancel(int64_t epoch);
+  // Nothing until the time is over.
+  tvm::ffi::Optional<OptionMap> NextRequest(int64_t timeout_ns);
+  void Refuse(int64_t epoch, const tvm::ffi::String& why);
+
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.TransferPeer", TransferPeerObj, LayerSinkObj);
+
+ private:
+  FaultLatch latch_;
+  std::shared_ptr<TransferPeer> peer_;
 };
 
 // A state that takes part in transfers; "transfer()" of `State` has the calls.
@@ -74,8 +128,22 @@ class TransferObject : public StateObject<State> {
       return Status();
     });
   }
-  void SendThrough(const LocalChannelObj* channel) {
-    this->latch_.Run([&] { return this->state_->transfer()->SetLayerSink(channel->channel()); });
+  void SendThrough(const LayerSinkObj* channel) {
+    this->latch_.Run([&] { return this->state_->transfer()->SetLayerSink(channel->sink()); });
+  }
+  void ReceiveFrom(const TransferPeerObj* peer) {
+    receivers_.remove_if([](const ReceiverPlace& place) { return place.IsOver(); });
+    KVTransfer* const receiver = this->latch_.Run([&] { return this->state_->transfer(); });
+    receivers_.emplace_back(peer->peer(), receiver);
+  }
+  // What both sides of a connection must hold, as canonical JSON.
+  tvm::ffi::String TransferPassport(const OptionMap& identity) {
+    return this->latch_.Run([&]() -> Result<tvm::ffi::String> {
+      QUIRE_ASSIGN_OR_RETURN(const Passport passport,
+                             CachePassport(*this->state_, ReadIdentity(identity), false));
+      QUIRE_ASSIGN_OR_RETURN(const std::string json, passport.ToJson());
+      return tvm::ffi::String(json);
+    });
   }
   void SendNowhere() {
     this->latch_.Run([&] { return this->state_->transfer()->SetLayerSink(nullptr); });
@@ -130,6 +198,7 @@ class TransferObject : public StateObject<State> {
 
  private:
   std::list<ChannelPlace> places_;  // given back before the state goes
+  std::list<ReceiverPlace> receivers_;
 };
 
 // The methods of a TransferObject in Python.
@@ -137,6 +206,8 @@ template <typename Object>
 void DefineTransfer(tvm::ffi::reflection::ObjectDef<Object>& object) {
   object.def("connect_channel", &Object::ConnectChannel)
       .def("disconnect_channel", &Object::DisconnectChannel)
+      .def("receive_from", &Object::ReceiveFrom)
+      .def("transfer_passport", &Object::TransferPassport)
       .def("send_through", &Object::SendThrough)
       .def("send_nowhere", &Object::SendNowhere)
       .def("disagg_prepare_recv", &Object::DisaggPrepareRecv)

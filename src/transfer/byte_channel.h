@@ -1,0 +1,40 @@
+// A connection's bytes, whatever carries them: TCP, or memory that two processes share.
+#ifndef QUIRE_TRANSFER_BYTE_CHANNEL_H_
+#define QUIRE_TRANSFER_BYTE_CHANNEL_H_
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "net/socket.h"
+#include "quire/status.h"
+
+namespace quire {
+
+// Never blocks. One thread at a time.
+class ByteChannel {
+ public:
+  virtual ~ByteChannel() = default;
+
+  // Bytes read, in order; 0: none now. Unavailable when the peer has gone, Corrupt for what no peer
+  // of this version does.
+  virtual Result<size_t> Read(std::span<const std::span<std::byte>> into) = 0;
+  // Bytes taken, in order; 0: none now.
+  virtual Result<size_t> Write(std::span<const std::span<const std::byte>> parts) = 0;
+
+  struct Wait {
+    PollEntry entry{};      // what PollSockets is to wait for
+    bool is_ready = false;  // Read or Write has something to do: do not wait
+  };
+  // Before a wait: the peer wakes it from here on.
+  virtual Wait PrepareWait(bool wants_read, bool wants_write) = 0;
+};
+
+std::unique_ptr<ByteChannel> StreamChannel(Socket socket);
+// Over a unix socket. The connecting side makes the memory and passes it to the other one.
+Result<std::unique_ptr<ByteChannel>> ConnectSharedMemory(Socket socket);
+std::unique_ptr<ByteChannel> AcceptSharedMemory(Socket socket);
+
+}  // namespace quire
+
+#endif  // QUIRE_TRANSFER_BYTE_CHANNEL_H_

@@ -1,0 +1,40 @@
+#include "transfer/part_pool.h"
+
+#include <utility>
+
+namespace quire {
+namespace {
+
+constexpr size_t kSpareMax = 16;
+
+}  // namespace
+
+std::shared_ptr<OutgoingPart> PartPool::Take(const std::shared_ptr<PartPool>& pool, int64_t bytes) {
+  auto part = std::make_unique<OutgoingPart>();
+  part->head.bytes = bytes;
+  const bool is_pooled = bytes <= kPartBytes;
+  if (is_pooled) {
+    const std::lock_guard lock(pool->mutex_);
+    pool->spare_.reserve(kSpareMax);
+    if (!pool->spare_.empty()) {
+      part->bytes = std::move(pool->spare_.back());
+      pool->spare_.pop_back();
+    }
+  }
+  if (part->bytes == nullptr) {
+    const auto size = static_cast<size_t>(is_pooled ? kPartBytes : bytes);
+    part->bytes = std::make_unique_for_overwrite<std::byte[]>(size);
+  }
+  if (!is_pooled) return part;
+  return std::shared_ptr<OutgoingPart>(part.release(), [pool](OutgoingPart* done) {
+    const std::unique_ptr<OutgoingPart> owned(done);
+    pool->GiveBack(std::move(owned->bytes));
+  });
+}
+
+void PartPool::GiveBack(std::unique_ptr<std::byte[]> memory) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (spare_.size() < kSpareMax) spare_.push_back(std::move(memory));
+}
+
+}  // namespace quire

@@ -1,0 +1,43 @@
+#include "transfer/part_runs.h"
+
+namespace quire {
+namespace {
+
+template <typename F>
+void ForEachStored(const LayerKV& rows, F&& f) {
+  for (const TensorView* tensor : {&rows.k, &rows.v, &rows.k_scale, &rows.v_scale}) {
+    if (tensor->rank() >= 2) f(*tensor);
+  }
+}
+
+int64_t BytesOfHeads(const TensorView& tensor, int64_t heads) {
+  return heads * tensor.stride(1) * DTypeBytes(tensor.dtype());
+}
+
+}  // namespace
+
+int64_t RowBytes(const LayerKV& rows, int64_t head_count) {
+  int64_t bytes = 0;
+  ForEachStored(rows, [&](const TensorView& tensor) { bytes += BytesOfHeads(tensor, head_count); });
+  return bytes;
+}
+
+std::vector<std::span<std::byte>> PartRuns(const LayerKV& rows, const ReceivePart& part) {
+  std::vector<std::span<std::byte>> runs;
+  ForEachStored(rows, [&](const TensorView& tensor) {
+    const auto bytes = static_cast<size_t>(BytesOfHeads(tensor, part.head_count));
+    std::byte* const first = tensor.data_as<std::byte>() + BytesOfHeads(tensor, part.first_head) +
+                             part.first_row * tensor.stride(0) * DTypeBytes(tensor.dtype());
+    for (int64_t row = 0; row < part.count; ++row) {
+      std::byte* const begin = first + row * tensor.stride(0) * DTypeBytes(tensor.dtype());
+      if (!runs.empty() && runs.back().data() + runs.back().size() == begin) {
+        runs.back() = {runs.back().data(), runs.back().size() + bytes};
+      } else {
+        runs.emplace_back(begin, bytes);
+      }
+    }
+  });
+  return runs;
+}
+
+}  // namespace quire

@@ -1,0 +1,503 @@
+#include "transfer/peer_connection.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "base/blocked_signals.h"
+#include "base/checksum.h"
+#include "base/guard.h"
+#include "transfer/part_runs.h"
+
+namespace quire {
+namespace {
+
+// What one direction may do before the other one has its turn.
+constexpr int kReadsPerTurn = 16;
+constexpr int kWritesPerTurn = 16;
+// Transfers that are over, of which a late send still learns the reason.
+constexpr size_t kOverMax = 256;
+
+Status CheckTime(const char* name, std::chrono::nanoseconds value) {
+  constexpr int64_t kDay = int64_t{86'400} * 1'000'000'000;
+  if (value.count() >= 1 && value.count() <= kDay) return Status();
+  return Status(StatusCode::kBadArgument, "TransferPeerOptions::" + std::string(name) + " is " +
+                                              std::to_string(value.count()) +
+                                              " ns; it must be above 0 and at most a day");
+}
+
+// Copies the runs one after the other: their digest. In pieces, so that what is hashed is still in
+// the cache.
+uint32_t CopyRuns(std::span<const std::span<std::byte>> runs, std::byte* to) {
+  constexpr size_t kPiece = size_t{1} << 15;
+  uint32_t digest = 0;
+  for (std::span<const std::byte> run : runs) {
+    while (!run.empty()) {
+      const size_t count = std::min(run.size(), kPiece);
+      std::memcpy(to, run.data(), count);
+      digest = Crc32c(to, count, digest);
+      to += count;
+      run = run.subspan(count);
+    }
+  }
+  return digest;
+}
+
+Status ClosedHere() {
+  return Status(StatusCode::kClosed, "transfer: the connection was closed by this process");
+}
+
+}  // namespace
+
+Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& options) {
+  QUIRE_RETURN_IF_ERROR(CheckTime("connect_timeout", options.connect_timeout));
+  QUIRE_RETURN_IF_ERROR(CheckTime("heartbeat", options.heartbeat));
+  QUIRE_RETURN_IF_ERROR(CheckTime("dead_after", options.dead_after));
+  QUIRE_RETURN_IF_ERROR(CheckTime("lease", options.lease));
+  constexpr int64_t kWindowMax = int64_t{1} << 36;
+  if (options.window_bytes < 1 || options.window_bytes > kWindowMax) {
+    return Status(StatusCode::kBadArgument,
+                  "TransferPeerOptions::window_bytes is " + std::to_string(options.window_bytes) +
+                      "; it must be from 1 to " + std::to_string(kWindowMax));
+  }
+  TransferSession::Options session{.secret = options.secret,
+                                   .heartbeat_ns = options.heartbeat.count(),
+                                   .dead_after_ns = options.dead_after.count(),
+                                   .lease_ns = options.lease.count(),
+                                   .window_bytes = options.window_bytes};
+  QUIRE_ASSIGN_OR_RETURN(session.passport, options.passport.ToJson());
+  if (static_cast<int64_t>(session.passport.size()) > wire::kPassportBytesMax) {
+    return Status(StatusCode::kTooLarge, "TransferPeerOptions::passport has " +
+                                             std::to_string(session.passport.size()) +
+                                             " bytes; a connection opens with at most " +
+                                             std::to_string(wire::kPassportBytesMax));
+  }
+  return session;
+}
+
+Status CheckReach(const Endpoint& endpoint, const TransferPeerOptions& options) {
+  if (endpoint.is_local() || !options.secret.empty()) return Status();
+  return Status(StatusCode::kBadArgument,
+                "TransferPeerOptions: " + endpoint.ToString() +
+                    " is reached over a network, and secret is empty: set one, or use 127.0.0.1 or "
+                    "unix:PATH");
+}
+
+Result<std::shared_ptr<PeerConnection>> PeerConnection::Start(std::unique_ptr<ByteChannel> channel,
+                                                              std::string endpoint,
+                                                              TransferSession::Options options,
+                                                              std::function<void()> changed) {
+  FillRandom(options.instance);
+  FillRandom(options.nonce);
+  QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
+  auto connection =
+      std::make_shared<PeerConnection>(std::move(channel), std::move(endpoint), std::move(options),
+                                       std::move(waker), std::move(changed));
+  const ScopedBlockedSignals blocked;
+  connection->thread_ = std::thread([here = connection.get()] { here->Run(); });
+  return connection;
+}
+
+PeerConnection::PeerConnection(std::unique_ptr<ByteChannel> channel, std::string endpoint,
+                               TransferSession::Options options, Waker waker,
+                               std::function<void()> changed)
+    : endpoint_(std::move(endpoint)),
+      lease_ns_(options.lease_ns),
+      changed_here_(std::move(changed)),
+      waker_(std::move(waker)),
+      channel_(std::move(channel)),
+      session_(this, std::move(options), clock_->SteadyNs()) {}
+
+PeerConnection::~PeerConnection() {
+  Close();
+  if (thread_.joinable()) thread_.join();
+}
+
+Status PeerConnection::WaitOpen(int64_t until_ns) {
+  std::unique_lock lock(mutex_);
+  const bool is_decided = WaitUntil(*clock_, changed_, lock, until_ns,
+                                    [&] { return is_open_ || is_closing_ || !status_.ok(); });
+  if (is_open_) return Status();
+  if (!status_.ok()) return status_;
+  if (is_decided) return ClosedHere();
+  return Status(StatusCode::kTimeout,
+                "transfer: " + endpoint_ + " did not open the connection within connect_timeout");
+}
+
+bool PeerConnection::is_open() const {
+  const std::lock_guard lock(mutex_);
+  return is_open_ && status_.ok();
+}
+
+Status PeerConnection::status() const {
+  const std::lock_guard lock(mutex_);
+  return status_;
+}
+
+void PeerConnection::Close() noexcept {
+  const std::lock_guard lock(mutex_);
+  is_closing_ = true;
+  changed_.notify_all();
+  waker_.Signal();
+}
+
+// The call is made on a session that is open, and what it has to say is sent.
+template <typename F>
+auto PeerConnection::WithSession(F&& f) {
+  return GuardEntry([&]() -> Status {
+    {
+      const std::lock_guard session_lock(session_mutex_);
+      {
+        const std::lock_guard lock(mutex_);
+        if (!status_.ok()) return status_;
+        if (is_closing_) return ClosedHere();
+      }
+      QUIRE_RETURN_IF_ERROR(f());
+    }
+    waker_.Signal();
+    return Status();
+  });
+}
+
+TransferPeerStats PeerConnection::stats() const {
+  const std::lock_guard session_lock(session_mutex_);
+  TransferSession& session = const_cast<TransferSession&>(session_);
+  return {.parts_sent = session.sends().parts_sent,
+          .parts_sent_again = session.sends().parts_sent_again,
+          .bytes_sent = session.sends().bytes_sent,
+          .parts_received = session.receives().parts_received,
+          .bytes_received = session.receives().bytes_received,
+          .sends_open = static_cast<int64_t>(session.sends().open_count()),
+          .receives_open = static_cast<int64_t>(session.receives().open_count())};
+}
+
+// -------------------------------------------------------------------------------------- receiving
+
+Status PeerConnection::SetReceiver(KVTransfer* receiver) {
+  return GuardEntry([&]() -> Status {
+    const std::lock_guard session_lock(session_mutex_);
+    if (receiver != nullptr && session_.receives().receiver() != nullptr) {
+      return Status(StatusCode::kBadState,
+                    "SetReceiver: a cache receives over this connection already; a connection has "
+                    "one receiver");
+    }
+    session_.receives().SetReceiver(receiver);
+    waker_.Signal();
+    return Status();
+  });
+}
+
+Status PeerConnection::Request(const TransferJob& job, const ReceiveMap& map) {
+  return WithSession([&] {
+    return session_.receives().Open(TransferRequest{.job = job, .map = map}, clock_->SteadyNs());
+  });
+}
+
+Status PeerConnection::Cancel(uint64_t epoch) {
+  return WithSession([&] { return session_.receives().Cancel(epoch); });
+}
+
+// ---------------------------------------------------------------------------------------- sending
+
+Result<std::optional<TransferRequest>> PeerConnection::NextRequest(Clock& clock, int64_t until_ns) {
+  return GuardEntry([&]() -> Result<std::optional<TransferRequest>> {
+    std::unique_lock lock(mutex_);
+    WaitUntil(clock, changed_, lock, until_ns,
+              [&] { return !requests_.empty() || is_closing_ || !status_.ok(); });
+    if (!status_.ok()) return status_;
+    if (is_closing_) return ClosedHere();
+    if (requests_.empty()) return std::optional<TransferRequest>();
+    std::optional<TransferRequest> request = std::move(requests_.front());
+    requests_.pop_front();
+    return request;
+  });
+}
+
+Status PeerConnection::Refuse(uint64_t epoch, const Status& why) {
+  return WithSession([&]() -> Status {
+    {
+      const std::lock_guard lock(mutex_);
+      QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
+    }
+    session_.sends().Stop(epoch, why);
+    return Status();
+  });
+}
+
+Status PeerConnection::OnLayerAppended(int64_t layer, std::span<const SendRange> ranges) {
+  return GuardEntry([&]() -> Status {
+    for (const SendRange& range : ranges) QUIRE_RETURN_IF_ERROR(SendRows(layer, range));
+    return Status();
+  });
+}
+
+Status PeerConnection::SendRows(int64_t layer, const SendRange& range) {
+  const int64_t row_bytes = RowBytes(range.local, range.head_count);
+  const int64_t rows_max = std::max<int64_t>(1, kPartBytes / std::max<int64_t>(1, row_bytes));
+  for (int64_t first = 0; first < range.count; first += rows_max) {
+    const int64_t count = std::min(rows_max, range.count - first);
+    QUIRE_RETURN_IF_ERROR(TakeWindow(range.epoch, count * row_bytes));
+    const std::shared_ptr<OutgoingPart> part = PartPool::Take(pool_, count * row_bytes);
+    const ReceivePart local{.first_row = first,
+                            .count = count,
+                            .first_head = range.local_head,
+                            .head_count = range.head_count};
+    part->head.digest = CopyRuns(PartRuns(range.local, local), part->bytes.get());
+    part->head.epoch = range.epoch;
+    part->head.layer = layer;
+    part->head.part = {.first_row = range.first_row + first,
+                       .count = count,
+                       .first_head = range.remote_head,
+                       .head_count = range.head_count};
+    QUIRE_RETURN_IF_ERROR(Push(range.epoch, [this, part](TransferSession& session) {
+      part->head.receiver = receiver_;
+      session.sends().SendPart(part);
+    }));
+  }
+  return Status();
+}
+
+Status PeerConnection::CheckSendLocked(uint64_t epoch) const {
+  if (!status_.ok()) return status_;
+  if (is_closing_) return ClosedHere();
+  if (sends_.count(epoch) > 0) return Status();
+  const auto over = over_.find(epoch);
+  if (over != over_.end()) return over->second;
+  return Status(StatusCode::kNotFound,
+                "transfer: " + endpoint_ + " has not asked for epoch " + std::to_string(epoch));
+}
+
+Status PeerConnection::TakeWindow(uint64_t epoch, int64_t bytes) {
+  std::unique_lock lock(mutex_);
+  QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
+  if (bytes > std::min(window_bytes_, wire::kPartBytesMax)) {
+    return Status(StatusCode::kTooLarge,
+                  "transfer: a row of " + std::to_string(bytes) + " bytes; " + endpoint_ +
+                      " takes parts of at most " +
+                      std::to_string(std::min(window_bytes_, wire::kPartBytesMax)) +
+                      "; raise its window_bytes");
+  }
+  const bool has_room = WaitUntil(*clock_, changed_, lock, clock_->SteadyNs() + lease_ns_, [&] {
+    return window_left_ >= bytes || is_closing_ || !status_.ok() || sends_.count(epoch) == 0;
+  });
+  QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
+  if (!has_room) {
+    return Status(StatusCode::kTimeout,
+                  "transfer: " + endpoint_ + " has confirmed no part for the time of a lease");
+  }
+  window_left_ -= bytes;
+  return Status();
+}
+
+Status PeerConnection::Push(uint64_t epoch, Command command) {
+  const std::lock_guard lock(mutex_);
+  QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
+  commands_.push_back(std::move(command));
+  if (commands_.size() == 1) waker_.Signal();
+  return Status();
+}
+
+Status PeerConnection::SendRecords(std::span<const SendRecord> records, bool is_aborted) {
+  return GuardEntry([&]() -> Status {
+    for (const SendRecord& record : records) {
+      wire::TransferRecord message{.epoch = record.epoch,
+                                   .first_row = record.first_row,
+                                   .count = record.count,
+                                   .is_aborted = is_aborted};
+      QUIRE_RETURN_IF_ERROR(Push(record.epoch, [this, message](TransferSession& session) mutable {
+        message.receiver = receiver_;
+        session.sends().SendRecord(message);
+      }));
+    }
+    return Status();
+  });
+}
+
+Status PeerConnection::OnForwardEnded(std::span<const SendRecord> records) {
+  return SendRecords(records, false);
+}
+
+Status PeerConnection::OnForwardAborted(std::span<const SendRecord> records) {
+  return SendRecords(records, true);
+}
+
+Status PeerConnection::OnSendStopped(std::span<const SendRecord> records, const Status& why) {
+  return GuardEntry([&]() -> Status {
+    for (const SendRecord& record : records) {
+      const uint64_t epoch = record.epoch;
+      QUIRE_RETURN_IF_ERROR(Push(
+          epoch, [epoch, why](TransferSession& session) { session.sends().Stop(epoch, why); }));
+    }
+    return Status();
+  });
+}
+
+// ------------------------------------------------------- what the session tells, on its own thread
+
+void PeerConnection::OnOpen(int64_t window_bytes, const wire::Instance& receiver) {
+  {
+    const std::lock_guard lock(mutex_);
+    is_open_ = true;
+    window_left_ = window_bytes_ = window_bytes;
+    receiver_ = receiver;
+    changed_.notify_all();
+  }
+  if (changed_here_) changed_here_();
+}
+
+void PeerConnection::OnRequest(TransferRequest request) {
+  const std::lock_guard lock(mutex_);
+  sends_.insert(request.map.epoch);
+  requests_.push_back(std::move(request));
+  changed_.notify_all();
+}
+
+void PeerConnection::OnSendOver(uint64_t epoch, const Status& why) {
+  const std::lock_guard lock(mutex_);
+  sends_.erase(epoch);
+  std::erase_if(requests_, [&](const TransferRequest& r) { return r.map.epoch == epoch; });
+  if (over_.size() >= kOverMax) over_.erase(over_.begin());
+  over_.insert_or_assign(epoch, why);
+  changed_.notify_all();
+}
+
+void PeerConnection::OnPartTaken(const OutgoingPart& part) {
+  const std::lock_guard lock(mutex_);
+  window_left_ += part.head.bytes;
+  changed_.notify_all();
+}
+
+// ------------------------------------------------------------------------------------- the thread
+
+void PeerConnection::Run() noexcept {
+  bool can_read = true;
+  for (;;) {
+    PollEntry entries[2] = {{.fd = waker_.fd(), .wants_read = true}, {}};
+    int64_t timeout = 0;
+    {
+      const std::lock_guard session_lock(session_mutex_);
+      Status failure;
+      bool goes_on = false;
+      try {
+        goes_on = Turn(can_read);
+      } catch (const std::bad_alloc&) {
+        failure = Status::OutOfMemory();
+      }
+      if (!goes_on) return Finish(failure);
+      const ByteChannel::Wait wait =
+          channel_->PrepareWait(session_.accepts_input(), session_.has_output());
+      entries[1] = wait.entry;
+      const int64_t deadline = session_.next_deadline();
+      const int64_t now = clock_->SteadyNs();
+      timeout = wait.is_ready        ? 0
+                : deadline == kNever ? kNever
+                                     : std::max<int64_t>(0, deadline - now);
+      can_read = wait.is_ready;
+    }
+    PollSockets(entries, timeout);
+    if (entries[0].can_read) waker_.Clear();
+    can_read |= entries[1].can_read;
+  }
+}
+
+bool PeerConnection::Turn(bool can_read) {
+  if (RunCommands() && session_.status().ok()) {
+    session_.Close(Status(StatusCode::kClosed, "the connection was closed"), clock_->SteadyNs());
+    WriteSome();  // what the peer takes at once
+    return false;
+  }
+  if (can_read && !ReadSome()) return false;
+  if (!WriteSome()) return false;
+  session_.Tick(clock_->SteadyNs());
+  return !session_.is_over();
+}
+
+bool PeerConnection::RunCommands() {
+  std::deque<Command> commands;
+  bool is_closing = false;
+  {
+    const std::lock_guard lock(mutex_);
+    commands.swap(commands_);
+    is_closing = is_closing_;
+  }
+  for (const Command& command : commands) command(session_);
+  return is_closing;
+}
+
+bool PeerConnection::ReadSome() {
+  for (int i = 0; i < kReadsPerTurn && session_.accepts_input(); ++i) {
+    const Result<size_t> count = channel_->Read(session_.Places());
+    if (!count.ok()) {
+      session_.Lose(Status(count.status().code(), "transfer: " + endpoint_ + ": " +
+                                                      std::string(count.status().message())));
+      return false;
+    }
+    if (*count == 0) break;
+    session_.OnRead(*count, clock_->SteadyNs());
+  }
+  return true;
+}
+
+bool PeerConnection::WriteSome() {
+  for (int i = 0; i < kWritesPerTurn && session_.has_output(); ++i) {
+    const Result<size_t> count = channel_->Write(session_.Gather());
+    if (!count.ok()) {
+      // What the peer said before it closed says why.
+      if (!ReadSome()) return false;
+      session_.Lose(Status(count.status().code(), "transfer: " + endpoint_ + ": " +
+                                                      std::string(count.status().message())));
+      return false;
+    }
+    if (*count == 0) break;
+    session_.Sent(*count, clock_->SteadyNs());
+  }
+  return true;
+}
+
+// REQUIRES: session_mutex_
+void PeerConnection::Finish(const Status& why) noexcept {
+  session_.Lose(why.ok() ? Status(StatusCode::kUnavailable, "transfer: the connection is over")
+                         : why);
+  {
+    const std::lock_guard lock(mutex_);
+    status_ = session_.status();
+    commands_.clear();
+    changed_.notify_all();
+  }
+  if (changed_here_) changed_here_();
+}
+
+Result<std::shared_ptr<TransferPeer>> TransferPeer::Connect(const std::string& name,
+                                                            const TransferPeerOptions& options) {
+  return GuardEntry([&]() -> Result<std::shared_ptr<TransferPeer>> {
+    QUIRE_ASSIGN_OR_RETURN(const Endpoint endpoint, Endpoint::Parse(name));
+    QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options));
+    QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options));
+    session.is_connector = true;
+    const std::shared_ptr<Clock> clock = MachineTime();
+    const int64_t until = clock->SteadyNs() + options.connect_timeout.count();
+    QUIRE_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(endpoint));
+    PollEntry entry{.fd = socket.fd(), .wants_write = true};
+    PollSockets(std::span(&entry, 1), options.connect_timeout.count());
+    if (!entry.can_write) {
+      return Status(StatusCode::kTimeout,
+                    "connecting to " + endpoint.ToString() + ": no answer within connect_timeout");
+    }
+    QUIRE_RETURN_IF_ERROR(socket.ConnectError());
+    std::unique_ptr<ByteChannel> channel;
+    if (endpoint.is_unix) {
+      QUIRE_ASSIGN_OR_RETURN(channel, ConnectSharedMemory(std::move(socket)));
+    } else {
+      channel = StreamChannel(std::move(socket));
+    }
+    QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<PeerConnection> connection,
+                           PeerConnection::Start(std::move(channel), endpoint.ToString(),
+                                                 std::move(session), nullptr));
+    QUIRE_RETURN_IF_ERROR(connection->WaitOpen(until));
+    return std::shared_ptr<TransferPeer>(connection);
+  });
+}
+
+}  // namespace quire

@@ -1,0 +1,119 @@
+// A connection between two processes that move KV: the session, its bytes, and one thread that
+// carries them. Callers' threads hand over parts through a queue, and wait for the window.
+#ifndef QUIRE_TRANSFER_PEER_CONNECTION_H_
+#define QUIRE_TRANSFER_PEER_CONNECTION_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "base/clock.h"
+#include "net/socket.h"
+#include "quire/transfer_peer.h"
+#include "transfer/byte_channel.h"
+#include "transfer/part_pool.h"
+#include "transfer/transfer_session.h"
+
+namespace quire {
+
+// BadArgument for what is out of range, TooLarge for a passport that no opening takes.
+Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& options);
+// BadArgument for an address of other machines without a secret.
+Status CheckReach(const Endpoint& endpoint, const TransferPeerOptions& options);
+
+class PeerConnection final : public TransferPeer, private TransferSession::Owner {
+ public:
+  // `changed` is called from the connection's thread when it is open, and when it is over.
+  static Result<std::shared_ptr<PeerConnection>> Start(std::unique_ptr<ByteChannel> channel,
+                                                       std::string endpoint,
+                                                       TransferSession::Options options,
+                                                       std::function<void()> changed);
+  PeerConnection(std::unique_ptr<ByteChannel> channel, std::string endpoint,
+                 TransferSession::Options options, Waker waker, std::function<void()> changed);
+  ~PeerConnection() override;
+
+  // Until both sides have compared passports: why not, if so.
+  Status WaitOpen(int64_t until_ns);
+  bool is_open() const;
+  bool is_over() const { return !status().ok(); }
+
+  const std::string& endpoint() const override { return endpoint_; }
+  Status status() const override;
+  TransferPeerStats stats() const override;
+  void Close() noexcept override;
+
+  Status SetReceiver(KVTransfer* receiver) override;
+  Status Request(const TransferJob& job, const ReceiveMap& map) override;
+  Status Cancel(uint64_t epoch) override;
+  Result<std::optional<TransferRequest>> NextRequest(Clock& clock, int64_t until_ns) override;
+  Status Refuse(uint64_t epoch, const Status& why) override;
+
+  Status OnLayerAppended(int64_t layer, std::span<const SendRange> ranges) override;
+  Status OnForwardEnded(std::span<const SendRecord> records) override;
+  Status OnForwardAborted(std::span<const SendRecord> records) override;
+  Status OnSendStopped(std::span<const SendRecord> records, const Status& why) override;
+
+ private:
+  using Command = std::function<void(TransferSession&)>;
+
+  void OnOpen(int64_t window_bytes, const wire::Instance& receiver) override;
+  void OnRequest(TransferRequest request) override;
+  void OnSendOver(uint64_t epoch, const Status& why) override;
+  void OnPartTaken(const OutgoingPart& part) override;
+
+  Status SendRows(int64_t layer, const SendRange& range);
+  // Waits until the window takes them.
+  Status TakeWindow(uint64_t epoch, int64_t bytes);
+  Status CheckSendLocked(uint64_t epoch) const;
+  Status Push(uint64_t epoch, Command command);
+  Status SendRecords(std::span<const SendRecord> records, bool is_aborted);
+
+  void Run() noexcept;
+  // False: it is over.
+  bool Turn(bool can_read);
+  bool ReadSome();
+  bool WriteSome();
+  // Whether the connection is to be closed.
+  bool RunCommands();
+  void Finish(const Status& why) noexcept;
+  template <typename F>
+  auto WithSession(F&& f);
+
+  const std::string endpoint_;
+  const int64_t lease_ns_;
+  const std::shared_ptr<Clock> clock_ = MachineTime();
+  const std::shared_ptr<PartPool> pool_ = std::make_shared<PartPool>();
+  const std::function<void()> changed_here_;
+  const Waker waker_;
+
+  mutable std::mutex session_mutex_;  // before mutex_, where both are held
+  const std::unique_ptr<ByteChannel> channel_;
+  TransferSession session_;
+
+  mutable std::mutex mutex_;         // of all that follows
+  std::condition_variable changed_;  // window, requests, state
+  bool is_open_ = false;
+  bool is_closing_ = false;
+  Status status_;  // why it is over
+  wire::Instance receiver_{};
+  int64_t window_left_ = 0;
+  int64_t window_bytes_ = 0;
+  std::set<uint64_t> sends_;         // epochs that are open
+  std::map<uint64_t, Status> over_;  // the last that are over, and why
+  std::deque<TransferRequest> requests_;
+  std::deque<Command> commands_;
+
+  std::thread thread_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_TRANSFER_PEER_CONNECTION_H_

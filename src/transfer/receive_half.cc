@@ -1,0 +1,323 @@
+#include "transfer/receive_half.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "transfer/part_runs.h"
+
+namespace quire {
+namespace {
+
+using wire::TransferOpcode;
+
+// Parts between two records: those of a forward, of at least one row and layer each.
+constexpr size_t kOpenPartsMax = size_t{1} << 16;
+constexpr int kDamagedMax = 3;
+constexpr size_t kNowhereBytes = size_t{1} << 16;
+// A renewal may be lost in a pause of this process without the lease being over.
+constexpr int64_t kRenewalsPerLease = 3;
+
+Status Breach(const std::string& what) {
+  return Status(StatusCode::kCorrupt, "transfer: the sender " + what);
+}
+
+int64_t Later(int64_t now_ns, int64_t ns) { return ns > kNever - now_ns ? kNever : now_ns + ns; }
+
+}  // namespace
+
+void ReceiveHalf::SetReceiver(KVTransfer* receiver) {
+  if (receiver == nullptr) {
+    while (!transfers_.empty()) {
+      End(transfers_.begin()->first,
+          Status(StatusCode::kCancelled, "the receiving cache has left the connection"));
+    }
+  }
+  receiver_ = receiver;
+}
+
+Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
+  const uint64_t epoch = request.map.epoch;
+  if (receiver_ == nullptr) {
+    return Status(StatusCode::kBadState,
+                  "Request: no cache receives over this connection; call SetReceiver first");
+  }
+  if (transfers_.count(epoch) > 0) {
+    return Status(StatusCode::kBadState,
+                  "Request: epoch " + std::to_string(epoch) + " is requested already");
+  }
+  std::vector<std::byte> job = wire::Encode(request.job);
+  std::vector<std::byte> map =
+      wire::Encode(wire::TransferMap{.job = request.job.id, .map = request.map});
+  if (static_cast<int64_t>(std::max(job.size(), map.size())) > wire::kTransferHeadBytesMax) {
+    return Status(StatusCode::kTooLarge, "Request: the job has " + std::to_string(job.size()) +
+                                             " bytes and the map " + std::to_string(map.size()) +
+                                             "; a frame takes " +
+                                             std::to_string(wire::kTransferHeadBytesMax));
+  }
+  transfers_.emplace(
+      epoch, Transfer{.deadline_ns = Later(now_ns, request.job.deadline_ns), .renewed_ns = now_ns});
+  if (request.job.id != 0) writer_->Queue(TransferOpcode::kJob, std::move(job));
+  writer_->Queue(TransferOpcode::kMap, std::move(map));
+  return Status();
+}
+
+Status ReceiveHalf::Cancel(uint64_t epoch) {
+  if (transfers_.count(epoch) == 0) {
+    return Status(StatusCode::kNotFound, "Cancel: no transfer of epoch " + std::to_string(epoch) +
+                                             " is open on this connection");
+  }
+  End(epoch, Status(StatusCode::kCancelled, "the receiver cancelled it"));
+  return Status();
+}
+
+void ReceiveHalf::EndAll(const Status& why) {
+  for (const auto& [epoch, transfer] : transfers_) {
+    // NotFound: the reservation is over, and nobody waits.
+    static_cast<void>(receiver_->FailReceive(epoch, why));
+  }
+  transfers_.clear();
+  parts_.clear();
+  current_ = 0;
+}
+
+// ------------------------------------------------------------------------------------------ parts
+
+Status ReceiveHalf::CheckPart(const wire::TransferPart& part) const {
+  if (part.receiver != options_.instance) return Breach("names another instance as the receiver");
+  if (current_ != 0) return Breach("begins a part within another one");
+  const auto known = parts_.find(part.number);
+  if (known != parts_.end()) {
+    const Incoming& incoming = known->second;
+    const bool is_again = incoming.damaged > 0 && !incoming.is_verified;
+    const bool is_same = incoming.head.epoch == part.epoch && incoming.head.layer == part.layer &&
+                         incoming.head.bytes == part.bytes &&
+                         incoming.head.part.first_row == part.part.first_row &&
+                         incoming.head.part.count == part.part.count &&
+                         incoming.head.part.first_head == part.part.first_head &&
+                         incoming.head.part.head_count == part.part.head_count;
+    return is_again && is_same ? Status() : Breach("sends a part again that was not asked for");
+  }
+  if (part.number <= last_number_) return Status();  // asked for again, then dropped
+  if (part.bytes > options_.window_bytes - waiting_bytes_) {
+    return Breach("sends " + std::to_string(part.bytes) + " bytes beyond its window of " +
+                  std::to_string(options_.window_bytes));
+  }
+  if (parts_.size() >= kOpenPartsMax) {
+    return Breach("has sent " + std::to_string(parts_.size()) + " parts without a record");
+  }
+  return Status();
+}
+
+Status ReceiveHalf::OnPart(const wire::TransferPart& part) {
+  QUIRE_RETURN_IF_ERROR(CheckPart(part));
+  const auto [place, is_unknown] = parts_.try_emplace(part.number);
+  const bool is_new = part.number > last_number_;
+  Incoming& incoming = place->second;
+  incoming.head = part;
+  incoming.run = incoming.run_at = 0;
+  incoming.received = 0;
+  incoming.crc = 0;
+  if (is_unknown) waiting_bytes_ += part.bytes;
+  last_number_ = std::max(last_number_, part.number);
+  current_ = part.number;
+  if (is_new && transfers_.count(part.epoch) > 0) StartPart(&incoming);
+  return Status();
+}
+
+// Without a view its bytes go nowhere: the transfer was cancelled, or ends here.
+void ReceiveHalf::StartPart(Incoming* incoming) {
+  const wire::TransferPart& head = incoming->head;
+  Result<ReceiveView> view = receiver_->View(head.epoch, head.layer, head.part);
+  if (!view.ok()) return Fail(head.epoch, view.status());
+  const int64_t due = head.part.count * RowBytes(view->rows, head.part.head_count);
+  if (due != head.bytes) {
+    return Fail(head.epoch, Status(StatusCode::kCorrupt,
+                                   "transfer: a part of layer " + std::to_string(head.layer) +
+                                       " has " + std::to_string(head.bytes) +
+                                       " bytes; its rows have " + std::to_string(due) + " here"));
+  }
+  const ReceivePart whole{.first_row = 0,
+                          .count = head.part.count,
+                          .first_head = head.part.first_head,
+                          .head_count = head.part.head_count};
+  incoming->runs = PartRuns(view->rows, whole);
+  incoming->view = *std::move(view);
+}
+
+Status ReceiveHalf::OnDataFrame(const wire::TransferData& data, size_t bytes) {
+  if (current_ == 0 || data.part != current_) return Breach("sends data of no part that began");
+  const Incoming& incoming = parts_.find(current_)->second;
+  if (data.offset != incoming.received ||
+      static_cast<int64_t>(bytes) > incoming.head.bytes - incoming.received) {
+    return Breach("goes on elsewhere than where a part stopped");
+  }
+  return Status();
+}
+
+void ReceiveHalf::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) {
+  const Incoming& incoming = parts_.find(current_)->second;
+  if (incoming.runs.empty()) {
+    nowhere_.resize(kNowhereBytes);
+    places->push_back(std::span(nowhere_).first(std::min(count, nowhere_.size())));
+    return;
+  }
+  size_t at = incoming.run_at;
+  for (size_t run = incoming.run; run < incoming.runs.size() && count > 0; ++run, at = 0) {
+    const std::span<std::byte> rest = incoming.runs[run].subspan(at);
+    places->push_back(rest.first(std::min(count, rest.size())));
+    count -= places->back().size();
+  }
+}
+
+Status ReceiveHalf::OnData(size_t count) {
+  const auto place = parts_.find(current_);
+  Incoming& incoming = place->second;
+  incoming.received += static_cast<int64_t>(count);
+  while (count > 0 && !incoming.runs.empty()) {
+    const std::span<std::byte> rest = incoming.runs[incoming.run].subspan(incoming.run_at);
+    const size_t here = std::min(count, rest.size());
+    incoming.crc = Crc32c(rest.data(), here, incoming.crc);
+    incoming.run_at += here;
+    count -= here;
+    if (incoming.run_at < incoming.runs[incoming.run].size()) continue;
+    ++incoming.run;
+    incoming.run_at = 0;
+  }
+  if (incoming.received == incoming.head.bytes) FinishPart(place);
+  return Status();
+}
+
+void ReceiveHalf::FinishPart(Parts::iterator place) {
+  Incoming& incoming = place->second;
+  current_ = 0;
+  if (incoming.runs.empty()) {
+    Credit(place->first, false);
+    parts_.erase(place);
+    return;
+  }
+  if (incoming.crc != incoming.head.digest) {
+    if (++incoming.damaged < kDamagedMax) return Credit(place->first, true);
+    const std::string times = std::to_string(incoming.damaged);
+    return Fail(
+        incoming.head.epoch,
+        Status(StatusCode::kCorrupt, "transfer: a part of layer " +
+                                         std::to_string(incoming.head.layer) + " arrived damaged " +
+                                         times + " times; cancel and compute the tokens here"));
+  }
+  incoming.is_verified = true;
+  ++parts_received;
+  bytes_received += incoming.head.bytes;
+  Credit(place->first, false);
+  if (incoming.is_recorded) CompletePart(place);
+}
+
+void ReceiveHalf::CompletePart(Parts::iterator place) {
+  const wire::TransferPart head = place->second.head;
+  parts_.erase(place);
+  const Status status = receiver_->Complete(head.epoch, head.layer, head.part, head.digest);
+  if (!status.ok()) Fail(head.epoch, status);
+}
+
+void ReceiveHalf::Credit(uint64_t number, bool wants_again) {
+  if (!wants_again) waiting_bytes_ -= parts_.find(number)->second.head.bytes;
+  writer_->QueueUrgent(TransferOpcode::kCredit,
+                       wire::Encode(wire::TransferCredit{number, wants_again}));
+}
+
+Status ReceiveHalf::OnRecord(const wire::TransferRecord& record) {
+  if (record.receiver != options_.instance) return Breach("names another instance as the receiver");
+  if (current_ != 0) return Breach("sends a record within a part");
+  for (auto place = parts_.begin(); place != parts_.end();) {
+    const auto here = place++;
+    const wire::TransferPart& head = here->second.head;
+    const bool is_meant = head.epoch == record.epoch && head.part.first_row >= record.first_row &&
+                          head.part.first_row - record.first_row < record.count;
+    if (!is_meant) continue;
+    if (record.is_aborted) {
+      if (!here->second.is_verified) Credit(here->first, false);
+      parts_.erase(here);
+    } else if (here->second.is_verified) {
+      CompletePart(here);
+      // A failure ends the transfer, and with it all of its parts.
+      if (transfers_.count(record.epoch) == 0) return Status();
+    } else {
+      here->second.is_recorded = true;
+    }
+  }
+  return Status();
+}
+
+void ReceiveHalf::OnStop(const wire::TransferEnd& stop) {
+  if (transfers_.erase(stop.epoch) == 0) return;
+  DropParts(stop.epoch);
+  static_cast<void>(receiver_->FailReceive(stop.epoch, stop.status()));
+}
+
+// ------------------------------------------------------------------------------------------- ends
+
+// The current part stays, without a place, until its last byte.
+void ReceiveHalf::DropParts(uint64_t epoch) {
+  for (auto place = parts_.begin(); place != parts_.end();) {
+    const auto here = place++;
+    if (here->second.head.epoch != epoch) continue;
+    if (here->first == current_) {
+      here->second.runs.clear();
+      here->second.view = {};
+      continue;
+    }
+    if (!here->second.is_verified) Credit(here->first, false);
+    parts_.erase(here);
+  }
+}
+
+void ReceiveHalf::End(uint64_t epoch, const Status& why) {
+  if (transfers_.erase(epoch) == 0) return;
+  DropParts(epoch);
+  writer_->QueueUrgent(TransferOpcode::kCancel, wire::EncodeEnd(epoch, why));
+}
+
+void ReceiveHalf::Fail(uint64_t epoch, const Status& why) {
+  static_cast<void>(receiver_->FailReceive(epoch, why));
+  End(epoch, why);
+}
+
+void ReceiveHalf::Tick(int64_t now_ns) {
+  for (auto place = transfers_.begin(); place != transfers_.end();) {
+    const auto here = place++;
+    if (now_ns >= here->second.deadline_ns) {
+      Fail(here->first, Status(StatusCode::kTimeout,
+                               "transfer: the job's deadline is over; cancel the reservation and "
+                               "compute the tokens here"));
+    } else if (now_ns >= Later(here->second.renewed_ns, options_.lease_ns / kRenewalsPerLease)) {
+      here->second.renewed_ns = now_ns;
+      writer_->QueueUrgent(TransferOpcode::kLease,
+                           wire::Encode(wire::TransferLease{.epoch = here->first}));
+    }
+  }
+  if (now_ns >= next_poll_ns_) PollReservations(now_ns);
+}
+
+// A reservation that was committed or cancelled wants nothing more.
+void ReceiveHalf::PollReservations(int64_t now_ns) {
+  next_poll_ns_ = now_ns + options_.poll_ns;
+  for (auto place = transfers_.begin(); place != transfers_.end();) {
+    const uint64_t epoch = (place++)->first;
+    const auto progress = receiver_->GetReceiveProgress(epoch);
+    if (!progress.ok()) End(epoch, Status(StatusCode::kCancelled, "the reservation is over"));
+  }
+}
+
+int64_t ReceiveHalf::next_deadline() const {
+  if (transfers_.empty()) return kNever;
+  int64_t next = next_poll_ns_;
+  for (const auto& [epoch, transfer] : transfers_) {
+    next = std::min({next, transfer.deadline_ns,
+                     Later(transfer.renewed_ns, options_.lease_ns / kRenewalsPerLease)});
+  }
+  return next;
+}
+
+}  // namespace quire

@@ -1,0 +1,105 @@
+// The receiver's half of a connection, without the connection: which reservations this side has
+// asked for, and the parts that arrive for them.
+//
+// A transfer begins with Open and has one end: the reservation is over, Cancel, its deadline, the
+// sender's stop, damage that stays, or the end of the connection. A part is written to the cache's
+// staging memory, hashed there, and completed when the sender's record of the forward has come. So
+// a peer that still writes, dies or lies changes nothing that counts.
+#ifndef QUIRE_TRANSFER_RECEIVE_HALF_H_
+#define QUIRE_TRANSFER_RECEIVE_HALF_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "quire/kv_transfer.h"
+#include "quire/status.h"
+#include "quire/transfer_peer.h"
+#include "transfer/frame_writer.h"
+#include "wire/transfer_frames.h"
+
+namespace quire {
+
+// One thread at a time. An error of a method that takes a peer's message is the peer's breach of
+// the protocol: the connection ends.
+class ReceiveHalf {
+ public:
+  struct Options {
+    wire::Instance instance{};
+    int64_t window_bytes = 0;
+    int64_t lease_ns = 0;
+    int64_t poll_ns = 0;  // how often it asks whether a reservation is over
+  };
+  ReceiveHalf(FrameWriter* writer, const Options& options) : writer_(writer), options_(options) {}
+
+  KVTransfer* receiver() const { return receiver_; }
+  // Null ends all transfers.
+  void SetReceiver(KVTransfer* receiver);
+
+  Status Open(const TransferRequest& request, int64_t now_ns);
+  Status Cancel(uint64_t epoch);
+  // The connection is over: every reservation fails.
+  void EndAll(const Status& why);
+  void Tick(int64_t now_ns);
+  int64_t next_deadline() const;
+
+  Status OnPart(const wire::TransferPart& part);
+  Status OnDataFrame(const wire::TransferData& data, size_t bytes);
+  void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places);
+  Status OnData(size_t count);
+  Status OnRecord(const wire::TransferRecord& record);
+  void OnStop(const wire::TransferEnd& stop);
+
+  size_t open_count() const { return transfers_.size(); }
+  int64_t parts_received = 0;
+  int64_t bytes_received = 0;
+
+ private:
+  struct Transfer {
+    int64_t deadline_ns = 0;
+    int64_t renewed_ns = 0;
+  };
+  struct Incoming {
+    wire::TransferPart head{};
+    ReceiveView view{};                        // none: its bytes go nowhere
+    std::vector<std::span<std::byte>> runs{};  // of the view
+    size_t run = 0;                            // where the next byte goes
+    size_t run_at = 0;
+    int64_t received = 0;
+    uint32_t crc = 0;
+    int damaged = 0;           // times that it was
+    bool is_verified = false;  // all there, and right
+    bool is_recorded = false;  // counts as soon as it is verified
+  };
+  using Parts = std::map<uint64_t, Incoming>;
+
+  Status CheckPart(const wire::TransferPart& part) const;
+  void StartPart(Incoming* incoming);
+  void FinishPart(Parts::iterator place);
+  void CompletePart(Parts::iterator place);
+  void Credit(uint64_t number, bool wants_again);
+  void DropParts(uint64_t epoch);
+  // Forgets the transfer and tells the sender.
+  void End(uint64_t epoch, const Status& why);
+  // The same for one that still waits here: it learns why.
+  void Fail(uint64_t epoch, const Status& why);
+  void PollReservations(int64_t now_ns);
+
+  FrameWriter* const writer_;
+  const Options options_;
+  KVTransfer* receiver_ = nullptr;
+  std::map<uint64_t, Transfer> transfers_;  // by epoch
+  Parts parts_;                             // by number
+  uint64_t current_ = 0;                    // the part whose data come; 0: none
+  uint64_t last_number_ = 0;                // of the parts that came
+  int64_t waiting_bytes_ = 0;               // of parts that are announced and not credited
+  int64_t next_poll_ns_ = 0;
+  std::vector<std::byte> nowhere_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_TRANSFER_RECEIVE_HALF_H_

@@ -1,0 +1,288 @@
+// Bytes through memory that two processes share: a ring for each direction. The unix socket passes
+// the memory, wakes a side that waits, and tells when a side is gone.
+//
+// The peer can write to all of it at any time. So each side keeps its own position and believes the
+// other's only as far as a ring can be filled; bytes are copied out once, and checked where they
+// were copied to. The memory cannot be made shorter under us: it is sealed.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "transfer/byte_channel.h"
+
+namespace quire {
+namespace {
+
+// A few frames: enough that both sides work at the same time, few enough to stay in the last cache.
+constexpr size_t kRingBytes = size_t{4} << 20;
+constexpr size_t kLine = 64;
+
+// What both sides write to; a line each, so that they do not take it from each other for nothing.
+struct RingControl {
+  alignas(kLine) std::atomic<uint64_t> written;
+  alignas(kLine) std::atomic<uint64_t> read;
+  alignas(kLine) std::atomic<uint32_t> reader_waits;
+  alignas(kLine) std::atomic<uint32_t> writer_waits;
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "it is shared between processes");
+
+struct Ring {
+  RingControl control;
+  std::byte bytes[kRingBytes];
+};
+constexpr size_t kSharedBytes = 2 * sizeof(Ring);
+
+constexpr int kSealsNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
+
+Status Failed(const char* what) {
+  return Status(StatusCode::kUnavailable, std::string("shared memory: ") + what + ": " +
+                                              std::generic_category().message(errno));
+}
+
+Status Refused(const char* what) {
+  return Status(StatusCode::kCorrupt, std::string("shared memory: the peer ") + what);
+}
+
+// The two rings of a connection.
+class SharedRings {
+ public:
+  SharedRings() = default;
+  SharedRings(SharedRings&& other) noexcept : rings_(std::exchange(other.rings_, nullptr)) {}
+  SharedRings& operator=(SharedRings&& other) noexcept {
+    std::swap(rings_, other.rings_);
+    return *this;
+  }
+  ~SharedRings() {
+    if (rings_ != nullptr) ::munmap(rings_, kSharedBytes);
+  }
+
+  static Result<SharedRings> Map(int fd) {
+    void* const memory = ::mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED) return Failed("mmap");
+    SharedRings rings;
+    rings.rings_ = static_cast<Ring*>(memory);
+    return rings;
+  }
+  bool is_open() const { return rings_ != nullptr; }
+  Ring& operator[](int i) const { return rings_[i]; }
+
+ private:
+  Ring* rings_ = nullptr;
+};
+
+// Copies between a ring, from position `at` on, and plain memory.
+template <typename F>
+void ForEachPiece(Ring& ring, uint64_t at, size_t count, F&& f) {
+  while (count > 0) {
+    const size_t offset = static_cast<size_t>(at % kRingBytes);
+    const size_t piece = std::min(count, kRingBytes - offset);
+    f(std::span(ring.bytes + offset, piece));
+    at += piece;
+    count -= piece;
+  }
+}
+
+class SharedMemory final : public ByteChannel {
+ public:
+  // The rings that this side writes and reads.
+  SharedMemory(Socket socket, SharedRings rings, bool is_connector)
+      : socket_(std::move(socket)), rings_(std::move(rings)), write_(is_connector ? 0 : 1) {}
+
+  Result<size_t> Read(std::span<const std::span<std::byte>> into) override;
+  Result<size_t> Write(std::span<const std::span<const std::byte>> parts) override;
+  Wait PrepareWait(bool wants_read, bool wants_write) override;
+
+ private:
+  Result<size_t> Readable();
+  Result<size_t> Writable();
+  // Wakes it if it waits.
+  void WakePeer(std::atomic<uint32_t>* waits);
+  // Takes what the socket has: the memory at first, then wake-ups. Unavailable at its end.
+  Status TakeSignals();
+  Status TakeMemory(int fd);
+  Ring& written() const { return rings_[write_]; }
+  Ring& read() const { return rings_[1 - write_]; }
+
+  const Socket socket_;
+  SharedRings rings_;
+  const int write_;
+  uint64_t written_at_ = 0;  // our own positions
+  uint64_t read_at_ = 0;
+};
+
+Result<size_t> SharedMemory::Readable() {
+  const uint64_t count = read().control.written.load(std::memory_order_acquire) - read_at_;
+  if (count > kRingBytes) return Refused("says that it has written more than there is room for");
+  return static_cast<size_t>(count);
+}
+
+Result<size_t> SharedMemory::Writable() {
+  const uint64_t used = written_at_ - written().control.read.load(std::memory_order_acquire);
+  if (used > kRingBytes) return Refused("says that it has read more than was written");
+  return kRingBytes - static_cast<size_t>(used);
+}
+
+Result<size_t> SharedMemory::Read(std::span<const std::span<std::byte>> into) {
+  if (!rings_.is_open()) {
+    QUIRE_RETURN_IF_ERROR(TakeSignals());
+    if (!rings_.is_open()) return size_t{0};
+  }
+  QUIRE_ASSIGN_OR_RETURN(size_t left, Readable());
+  if (left == 0) {
+    // What was written before the peer went is read first.
+    QUIRE_RETURN_IF_ERROR(TakeSignals());
+    QUIRE_ASSIGN_OR_RETURN(left, Readable());
+  }
+  size_t taken = 0;
+  for (const std::span<std::byte>& place : into) {
+    const size_t count = std::min(left, place.size());
+    std::byte* to = place.data();
+    ForEachPiece(read(), read_at_, count, [&](std::span<const std::byte> piece) {
+      std::memcpy(to, piece.data(), piece.size());
+      to += piece.size();
+    });
+    read_at_ += count;
+    taken += count;
+    left -= count;
+  }
+  if (taken == 0) return taken;
+  read().control.read.store(read_at_, std::memory_order_seq_cst);
+  WakePeer(&read().control.writer_waits);
+  return taken;
+}
+
+Result<size_t> SharedMemory::Write(std::span<const std::span<const std::byte>> parts) {
+  if (!rings_.is_open()) return size_t{0};
+  QUIRE_ASSIGN_OR_RETURN(size_t left, Writable());
+  size_t taken = 0;
+  for (const std::span<const std::byte>& part : parts) {
+    const size_t count = std::min(left, part.size());
+    const std::byte* from = part.data();
+    ForEachPiece(written(), written_at_, count, [&](std::span<std::byte> piece) {
+      std::memcpy(piece.data(), from, piece.size());
+      from += piece.size();
+    });
+    written_at_ += count;
+    taken += count;
+    left -= count;
+  }
+  if (taken == 0) return taken;
+  written().control.written.store(written_at_, std::memory_order_seq_cst);
+  WakePeer(&written().control.reader_waits);
+  return taken;
+}
+
+// A side says that it waits and looks again; the other one writes its position and looks whether
+// the first one waits. Both in one order for all (seq_cst), so one of them sees the other.
+ByteChannel::Wait SharedMemory::PrepareWait(bool wants_read, bool wants_write) {
+  Wait wait{.entry = {.fd = socket_.fd(), .wants_read = true}};
+  if (!rings_.is_open()) return wait;
+  if (wants_read) {
+    read().control.reader_waits.store(1, std::memory_order_seq_cst);
+    wait.is_ready |= read().control.written.load(std::memory_order_seq_cst) != read_at_;
+  }
+  if (wants_write) {
+    written().control.writer_waits.store(1, std::memory_order_seq_cst);
+    const uint64_t read_there = written().control.read.load(std::memory_order_seq_cst);
+    wait.is_ready |= written_at_ - read_there != kRingBytes;
+  }
+  return wait;
+}
+
+void SharedMemory::WakePeer(std::atomic<uint32_t>* waits) {
+  if (waits->load(std::memory_order_seq_cst) == 0) return;
+  waits->store(0, std::memory_order_seq_cst);
+  const std::byte one{1};
+  const std::span<const std::byte> bytes(&one, 1);
+  // It fails when the peer is gone, which the next read tells, or has signals enough to read.
+  static_cast<void>(socket_.Write(std::span(&bytes, 1)));
+}
+
+Status SharedMemory::TakeSignals() {
+  std::byte bytes[64];
+  iovec vector = {bytes, sizeof(bytes)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &vector;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  const ssize_t count = ::recvmsg(socket_.fd(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  int fd = -1;
+  for (cmsghdr* head = count < 0 ? nullptr : CMSG_FIRSTHDR(&message); head != nullptr;
+       head = CMSG_NXTHDR(&message, head)) {
+    if (head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS)
+      std::memcpy(&fd, CMSG_DATA(head), sizeof(fd));
+  }
+  if (fd >= 0) {
+    const Socket owned(fd);
+    return TakeMemory(fd);
+  }
+  if (count > 0) return rings_.is_open() ? Status() : Refused("passes no memory");
+  if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return Status();
+  if (count == 0) return Status(StatusCode::kUnavailable, "the peer closed the connection");
+  return Failed("reading from the socket");
+}
+
+Status SharedMemory::TakeMemory(int fd) {
+  if (rings_.is_open()) return Refused("passes memory again");
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) return Failed("fstat");
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSealsNeeded) != kSealsNeeded)
+    return Refused("passes memory that it could make shorter");
+  if (static_cast<size_t>(info.st_size) != kSharedBytes)
+    return Refused("passes memory of another size; is it of another version?");
+  QUIRE_ASSIGN_OR_RETURN(rings_, SharedRings::Map(fd));
+  return Status();
+}
+
+// With the first byte, so that the peer reads both at once.
+Status PassMemory(const Socket& socket, int fd) {
+  std::byte one{1};
+  iovec vector = {&one, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &vector;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  cmsghdr* const head = CMSG_FIRSTHDR(&message);
+  head->cmsg_level = SOL_SOCKET;
+  head->cmsg_type = SCM_RIGHTS;
+  head->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(head), &fd, sizeof(fd));
+  if (::sendmsg(socket.fd(), &message, MSG_NOSIGNAL) == 1) return Status();
+  return Failed("passing it over the socket");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<ByteChannel>> ConnectSharedMemory(Socket socket) {
+  const Socket memory(::memfd_create("quire transfer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory.is_open()) return Failed("memfd_create");
+  if (::ftruncate(memory.fd(), static_cast<off_t>(kSharedBytes)) != 0) return Failed("ftruncate");
+  if (::fcntl(memory.fd(), F_ADD_SEALS, kSealsNeeded | F_SEAL_SEAL) != 0) return Failed("sealing");
+  QUIRE_ASSIGN_OR_RETURN(SharedRings rings, SharedRings::Map(memory.fd()));
+  QUIRE_RETURN_IF_ERROR(PassMemory(socket, memory.fd()));
+  return std::unique_ptr<ByteChannel>(
+      std::make_unique<SharedMemory>(std::move(socket), std::move(rings), true));
+}
+
+std::unique_ptr<ByteChannel> AcceptSharedMemory(Socket socket) {
+  return std::make_unique<SharedMemory>(std::move(socket), SharedRings(), false);
+}
+
+}  // namespace quire

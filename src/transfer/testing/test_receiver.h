@@ -1,0 +1,175 @@
+// A receiver without a cache: reservations of two layers in plain memory, which counts what is
+// completed and fails a check for what a channel must never do.
+#ifndef QUIRE_TRANSFER_TESTING_TEST_RECEIVER_H_
+#define QUIRE_TRANSFER_TESTING_TEST_RECEIVER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+#include "quire/kv_transfer.h"
+
+namespace quire {
+
+inline constexpr int64_t kTestLayers = 2;
+inline constexpr int64_t kTestHeads = 2;
+inline constexpr int64_t kTestDim = 4;
+// Bytes of one row: float32 keys, float16 values.
+inline constexpr int64_t kTestRowBytes = kTestHeads * kTestDim * (4 + 2);
+
+// Rows of a layer with two heads.
+struct TestRows {
+  explicit TestRows(int64_t rows)
+      : count(rows),
+        k(static_cast<size_t>(rows * kTestHeads * kTestDim)),
+        v(static_cast<size_t>(rows * kTestHeads * kTestDim)) {}
+  LayerKV View(int64_t first, int64_t rows) {
+    const int64_t at = first * kTestHeads * kTestDim;
+    return {.k = TensorView(k.data() + at, DType::kF32, {rows, kTestHeads, kTestDim}),
+            .v = TensorView(v.data() + at, DType::kF16, {rows, kTestHeads, kTestDim})};
+  }
+  bool operator==(const TestRows&) const = default;
+
+  int64_t count;
+  std::vector<float> k;
+  std::vector<uint16_t> v;
+};
+
+// What a sender computes for a layer: other bits for each element.
+inline TestRows RowsOfLayer(int64_t layer, int64_t rows) {
+  TestRows made(rows);
+  for (size_t i = 0; i < made.k.size(); ++i) {
+    made.k[i] = static_cast<float>(layer * 100'000 + static_cast<int64_t>(i));
+    made.v[i] = static_cast<uint16_t>(layer * 7 + static_cast<int64_t>(i) * 3 + 1);
+  }
+  return made;
+}
+
+class TestReceiver final : public KVTransfer {
+ public:
+  struct Reservation {
+    std::vector<std::shared_ptr<TestRows>> staging;  // [layer]
+    std::vector<TestRows> pages;                     // [layer]
+    std::vector<std::vector<int>> heads;             // [layer][row]: bits of those that count
+    Status failure;
+  };
+
+  ReceiveMap Reserve(int64_t rows) {
+    Reservation made;
+    for (int64_t layer = 0; layer < kTestLayers; ++layer) {
+      made.staging.push_back(std::make_shared<TestRows>(rows));
+      made.pages.emplace_back(rows);
+      made.heads.emplace_back(static_cast<size_t>(rows), 0);
+    }
+    ReceiveMap map{.epoch = ++last_epoch,
+                   .slots = {1, 0, rows},
+                   .count = rows,
+                   .kv_heads = std::vector<int64_t>(kTestLayers, kTestHeads)};
+    open.emplace(map.epoch, std::move(made));
+    return map;
+  }
+  // The reservation is over.
+  void End(uint64_t epoch) { open.erase(epoch); }
+  int64_t CompleteRows(uint64_t epoch, int64_t layer) const {
+    int64_t rows = 0;
+    for (const int heads : open.at(epoch).heads[static_cast<size_t>(layer)])
+      rows += heads == (1 << kTestHeads) - 1;
+    return rows;
+  }
+  // Every byte that counts is the sender's.
+  void CheckPages() const {
+    for (const auto& [epoch, reservation] : open) {
+      for (int64_t layer = 0; layer < kTestLayers; ++layer) {
+        const TestRows& page = reservation.pages[static_cast<size_t>(layer)];
+        const TestRows due = RowsOfLayer(layer, page.count);
+        for (int64_t row = 0; row < page.count; ++row) {
+          for (int64_t head = 0; head < kTestHeads; ++head) {
+            const int bits =
+                reservation.heads[static_cast<size_t>(layer)][static_cast<size_t>(row)];
+            if ((bits >> head & 1) == 0) continue;
+            const auto at = static_cast<size_t>((row * kTestHeads + head) * kTestDim);
+            QUIRE_CHECK(std::memcmp(&page.k[at], &due.k[at], kTestDim * sizeof(float)) == 0);
+            QUIRE_CHECK(std::memcmp(&page.v[at], &due.v[at], kTestDim * sizeof(uint16_t)) == 0);
+          }
+        }
+      }
+    }
+  }
+
+  Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override {
+    ++views;
+    const auto found = open.find(epoch);
+    if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
+    QUIRE_RETURN_IF_ERROR(Check(found->second, layer, part));
+    SetHeads(&found->second, layer, part, false);
+    const auto& staging = found->second.staging[static_cast<size_t>(layer)];
+    return ReceiveView{.rows = staging->View(part.first_row, part.count), .memory = staging};
+  }
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
+                  uint32_t digest) override {
+    const auto found = open.find(epoch);
+    if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
+    Reservation& reservation = found->second;
+    TestRows& staging = *reservation.staging[static_cast<size_t>(layer)];
+    const LayerKV rows = staging.View(part.first_row, part.count);
+    if (DigestOfHeads(rows, part.first_head, part.head_count) != digest)
+      return Status(StatusCode::kCorrupt, "another digest");
+    CopyHeads(rows, part.first_head,
+              reservation.pages[static_cast<size_t>(layer)].View(part.first_row, part.count),
+              part.first_head, part.head_count);
+    SetHeads(&reservation, layer, part, true);
+    return Status();
+  }
+  Status FailReceive(uint64_t epoch, const Status& why) override {
+    const auto found = open.find(epoch);
+    if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
+    if (found->second.failure.ok()) found->second.failure = why;
+    return Status();
+  }
+  Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override {
+    if (open.count(epoch) == 0) return Status(StatusCode::kNotFound, "the reservation is over");
+    return ReceiveProgress{};
+  }
+
+  std::map<uint64_t, Reservation> open;
+  uint64_t last_epoch = 0;
+  int64_t views = 0;
+
+ private:
+  static Status Check(const Reservation& reservation, int64_t layer, const ReceivePart& part) {
+    const bool fits = layer >= 0 && layer < kTestLayers && part.first_row >= 0 && part.count >= 1 &&
+                      part.first_row + part.count <= reservation.pages[0].count &&
+                      part.first_head >= 0 && part.head_count >= 1 &&
+                      part.first_head + part.head_count <= kTestHeads;
+    return fits ? Status() : Status(StatusCode::kBadArgument, "no part of the reservation");
+  }
+  static void SetHeads(Reservation* reservation, int64_t layer, const ReceivePart& part, bool on) {
+    for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
+      int& heads = reservation->heads[static_cast<size_t>(layer)][static_cast<size_t>(row)];
+      for (int64_t head = part.first_head; head < part.first_head + part.head_count; ++head)
+        heads = on ? heads | 1 << head : heads & ~(1 << head);
+    }
+  }
+
+  static Status Unused() { return Status(StatusCode::kInternal, "a channel has no such call"); }
+  Result<ReceiveMap> DisaggPrepareRecv(int64_t, int64_t) override { return Unused(); }
+  Status DisaggCommitRecv(uint64_t, int64_t) override { return Unused(); }
+  Status DisaggCancelRecv(uint64_t) override { return Unused(); }
+  Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unused(); }
+  Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unused(); }
+  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t) override {
+    return Unused();
+  }
+  Status DisaggUnmarkSend(int64_t) override { return Unused(); }
+  Status DisaggFlushSend(int64_t) override { return Unused(); }
+  Result<SendProgress> GetSendProgress(int64_t) const override { return Unused(); }
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_TRANSFER_TESTING_TEST_RECEIVER_H_

@@ -1,0 +1,180 @@
+// One thread accepts connections; each has a thread of its own from then on, so that a stranger
+// that says nothing holds up nobody.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/blocked_signals.h"
+#include "base/guard.h"
+#include "transfer/peer_connection.h"
+
+namespace quire {
+namespace {
+
+class SocketListener final : public TransferListener {
+ public:
+  SocketListener(Endpoint endpoint, Socket listener, std::shared_ptr<const Waker> waker,
+                 TransferSession::Options options, int64_t peers_max)
+      : endpoint_(std::move(endpoint)),
+        name_(endpoint_.ToString()),
+        options_(std::move(options)),
+        peers_max_(static_cast<size_t>(peers_max)),
+        waker_(std::move(waker)),
+        listener_(std::move(listener)) {
+    const ScopedBlockedSignals blocked;
+    thread_ = std::thread([this] { Run(); });
+  }
+  ~SocketListener() override {
+    Close();
+    thread_.join();
+  }
+
+  const std::string& endpoint() const override { return name_; }
+
+  Result<std::optional<std::shared_ptr<TransferPeer>>> Accept(Clock& clock,
+                                                              int64_t until_ns) override {
+    return GuardEntry([&]() -> Result<std::optional<std::shared_ptr<TransferPeer>>> {
+      std::unique_lock lock(mutex_);
+      WaitUntil(clock, changed_, lock, until_ns, [&] { return is_closed_ || !open_.empty(); });
+      if (is_closed_) {
+        return Status(StatusCode::kClosed,
+                      "TransferListener: " + name_ + " was closed by this process");
+      }
+      if (open_.empty()) return std::optional<std::shared_ptr<TransferPeer>>();
+      std::optional<std::shared_ptr<TransferPeer>> peer = std::move(open_.front());
+      open_.pop_front();
+      return peer;
+    });
+  }
+  int64_t refused() const override {
+    const std::lock_guard lock(mutex_);
+    return refused_;
+  }
+  Status last_refusal() const override {
+    const std::lock_guard lock(mutex_);
+    return last_refusal_;
+  }
+  void Close() noexcept override {
+    const std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    changed_.notify_all();
+    waker_->Signal();
+  }
+
+ private:
+  void Run() noexcept {
+    while (!Turn()) continue;
+    opening_.clear();
+    {
+      const std::lock_guard lock(mutex_);
+      open_.clear();
+    }
+    listener_ = Socket();
+    RemoveSocketFile(endpoint_);
+  }
+
+  // Whether it is closed.
+  bool Turn() {
+    std::erase_if(accepted_, [](const auto& peer) {
+      const auto held = peer.lock();
+      return held == nullptr || held->is_over();
+    });
+    const bool has_room = accepted_.size() + opening_.size() < peers_max_;
+    PollEntry entries[2] = {{.fd = waker_->fd(), .wants_read = true},
+                            {.fd = listener_.fd(), .wants_read = has_room}};
+    // Room comes back without a word when the host lets a connection go.
+    constexpr int64_t kLookAgainNs = 500 * kNsPerMs;
+    PollSockets(entries, has_room ? kNever : kLookAgainNs);
+    if (entries[0].can_read) waker_->Clear();
+    const Status status = GuardEntry([&]() -> Status {
+      SortOut();
+      return has_room && entries[1].can_read ? AcceptOne() : Status();
+    });
+    const std::lock_guard lock(mutex_);
+    if (!status.ok()) last_refusal_ = status;
+    return is_closed_;
+  }
+
+  Status AcceptOne() {
+    Result<Socket> socket = listener_.Accept();
+    if (!socket.ok() || !socket->is_open()) return socket.status();
+    std::unique_ptr<ByteChannel> channel = endpoint_.is_unix
+                                               ? AcceptSharedMemory(*std::move(socket))
+                                               : StreamChannel(*std::move(socket));
+    opening_.reserve(opening_.size() + 1);
+    QUIRE_ASSIGN_OR_RETURN(auto peer, PeerConnection::Start(std::move(channel), name_, options_,
+                                                            [waker = waker_] { waker->Signal(); }));
+    opening_.push_back(std::move(peer));
+    return Status();
+  }
+
+  // Hands over the connections that are open, and lets go those that failed.
+  void SortOut() {
+    for (auto place = opening_.begin(); place != opening_.end();) {
+      const Status status = (*place)->status();
+      if (status.ok() && !(*place)->is_open()) {
+        ++place;
+        continue;
+      }
+      if (status.ok()) {
+        accepted_.push_back(*place);
+      }
+      const std::lock_guard lock(mutex_);
+      if (status.ok()) {
+        open_.push_back(std::move(*place));
+        changed_.notify_all();
+      } else {
+        ++refused_;
+        last_refusal_ = status;
+      }
+      place = opening_.erase(place);
+    }
+  }
+
+  const Endpoint endpoint_;
+  const std::string name_;
+  const TransferSession::Options options_;
+  const size_t peers_max_;
+  const std::shared_ptr<const Waker> waker_;  // connections may outlive this
+  Socket listener_;
+  std::vector<std::shared_ptr<PeerConnection>> opening_;  // of the thread
+  std::vector<std::weak_ptr<PeerConnection>> accepted_;   // of the thread
+
+  mutable std::mutex mutex_;  // of all that follows
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<TransferPeer>> open_;  // that no Accept has returned
+  bool is_closed_ = false;
+  int64_t refused_ = 0;
+  Status last_refusal_;
+  std::thread thread_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<TransferListener>> TransferListener::Start(
+    const TransferListenerOptions& options) {
+  return GuardEntry([&]() -> Result<std::unique_ptr<TransferListener>> {
+    QUIRE_ASSIGN_OR_RETURN(Endpoint endpoint, Endpoint::Parse(options.endpoint));
+    QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options.peer));
+    QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options.peer));
+    constexpr int64_t kPeersMax = 4096;
+    if (options.peers_max < 1 || options.peers_max > kPeersMax) {
+      return Status(StatusCode::kBadArgument,
+                    "TransferListenerOptions::peers_max is " + std::to_string(options.peers_max) +
+                        "; it must be from 1 to " + std::to_string(kPeersMax));
+    }
+    QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
+    QUIRE_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(&endpoint));
+    return std::unique_ptr<TransferListener>(std::make_unique<SocketListener>(
+        std::move(endpoint), std::move(listener), std::make_shared<const Waker>(std::move(waker)),
+        std::move(session), options.peers_max));
+  });
+}
+
+}  // namespace quire

@@ -1,0 +1,292 @@
+#include "transfer/transfer_session.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+#include "chunk/sha256.h"
+#include "transfer/passport_match.h"
+
+namespace quire {
+namespace {
+
+using wire::TransferOpcode;
+
+// Answers that a peer lets wait before nothing more is read from it.
+constexpr size_t kAnswersWaitingMax = 4096;
+
+int64_t Moment(int64_t now_ns, int64_t ns) { return ns > kNever - now_ns ? kNever : now_ns + ns; }
+
+uint32_t Milliseconds(int64_t ns) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(ns / kNsPerMs, 1, UINT32_MAX));
+}
+
+Status PeerBreach(const std::string& what) {
+  return Status(StatusCode::kCorrupt, "transfer: the peer " + what);
+}
+
+template <typename Decoded, typename F>
+Status With(Result<Decoded> decoded, F&& f) {
+  QUIRE_RETURN_IF_ERROR(decoded.status());
+  return f(*std::move(decoded));
+}
+
+}  // namespace
+
+TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
+    : owner_(owner),
+      options_(std::move(options)),
+      own_hello_{.has_secret = !options_.secret.empty(),
+                 .heartbeat_ms = Milliseconds(options_.heartbeat_ns),
+                 .dead_after_ms = Milliseconds(options_.dead_after_ns),
+                 .lease_ms = Milliseconds(options_.lease_ns),
+                 .window_bytes = static_cast<uint64_t>(options_.window_bytes),
+                 .instance = options_.instance,
+                 .nonce = options_.nonce},
+      reader_(this),
+      receives_(&writer_, {.instance = options_.instance,
+                           .window_bytes = options_.window_bytes,
+                           .lease_ns = options_.lease_ns,
+                           .poll_ns = options_.heartbeat_ns}),
+      sends_(&writer_, owner, options_.lease_ns),
+      now_ns_(now_ns),
+      heard_ns_(now_ns),
+      sent_ns_(now_ns),
+      end_deadline_ns_(Moment(now_ns, options_.dead_after_ns)) {
+  writer_.Queue(TransferOpcode::kHello, wire::Encode(own_hello_));
+}
+
+// ------------------------------------------------------------------------------------- in and out
+
+void TransferSession::OnRead(size_t count, int64_t now_ns) {
+  now_ns_ = now_ns;
+  heard_ns_ = now_ns;
+  if (state_ == State::kEnding || state_ == State::kOver) return;
+  const Status status = reader_.OnRead(count);
+  if (!status.ok()) Close(status, now_ns);
+}
+
+void TransferSession::Receive(std::span<const std::byte> bytes, int64_t now_ns) {
+  while (!bytes.empty() && state_ != State::kEnding && state_ != State::kOver) {
+    const std::span<std::byte> place = Places().front();
+    const size_t count = std::min(bytes.size(), place.size());
+    std::memcpy(place.data(), bytes.data(), count);
+    bytes = bytes.subspan(count);
+    OnRead(count, now_ns);
+  }
+}
+
+bool TransferSession::accepts_input() const {
+  return state_ != State::kEnding && state_ != State::kOver &&
+         writer_.urgent_count() < kAnswersWaitingMax;
+}
+
+void TransferSession::Sent(size_t bytes, int64_t now_ns) {
+  now_ns_ = now_ns;
+  sent_ns_ = now_ns;
+  writer_.Consume(bytes);
+  if (state_ == State::kEnding && !writer_.has_output()) state_ = State::kOver;
+}
+
+void TransferSession::Tick(int64_t now_ns) {
+  now_ns_ = now_ns;
+  if (state_ == State::kOver) return;
+  if (state_ == State::kEnding) {
+    if (now_ns >= end_deadline_ns_) state_ = State::kOver;
+    return;
+  }
+  if (state_ != State::kOpen) {
+    if (now_ns < end_deadline_ns_) return;
+    return Close(Status(StatusCode::kTimeout,
+                        "transfer: the peer did not open the connection in "
+                        "the time allowed"),
+                 now_ns);
+  }
+  if (accepts_input() && now_ns >= Moment(heard_ns_, options_.dead_after_ns)) {
+    return Lose(Status(StatusCode::kUnavailable,
+                       "transfer: the peer gives no sign of life; it is taken for dead"));
+  }
+  if (has_output() && now_ns >= Moment(sent_ns_, options_.lease_ns)) {
+    return Lose(Status(StatusCode::kUnavailable, "transfer: the peer takes no bytes"));
+  }
+  receives_.Tick(now_ns);
+  sends_.Tick(now_ns);
+  if (!has_output() && now_ns >= Moment(sent_ns_, options_.heartbeat_ns))
+    writer_.QueueUrgent(TransferOpcode::kHeartbeat, {});
+}
+
+int64_t TransferSession::next_deadline() const {
+  if (state_ == State::kOver) return kNever;
+  if (state_ != State::kOpen) return end_deadline_ns_;
+  int64_t next = std::min(receives_.next_deadline(), sends_.next_deadline());
+  if (accepts_input()) next = std::min(next, Moment(heard_ns_, options_.dead_after_ns));
+  return std::min(next, Moment(sent_ns_, has_output() ? options_.lease_ns : options_.heartbeat_ns));
+}
+
+void TransferSession::Close(const Status& why, int64_t now_ns) {
+  now_ns_ = now_ns;
+  if (state_ == State::kEnding || state_ == State::kOver) return;
+  writer_.End(wire::EncodeEnd(0, why));
+  state_ = State::kEnding;
+  end_deadline_ns_ = Moment(now_ns, options_.dead_after_ns);
+  End(why);
+}
+
+void TransferSession::Lose(const Status& why) {
+  if (state_ == State::kOver) return;
+  const bool is_first = state_ != State::kEnding;
+  state_ = State::kOver;
+  if (is_first) End(why);
+}
+
+void TransferSession::End(const Status& why) {
+  status_ = why;
+  receives_.EndAll(why);
+  sends_.EndAll(why);
+}
+
+// ---------------------------------------------------------------------------------------- opening
+
+Status TransferSession::OnFrame(const wire::TransferHeader& header,
+                                std::span<const std::byte> head) {
+  if (header.opcode == TransferOpcode::kGoodbye) {
+    QUIRE_ASSIGN_OR_RETURN(const wire::TransferEnd end, wire::DecodeTransferEnd(head));
+    const bool is_refusal = end.code == StatusCode::kIncompatible;
+    Lose(Status(is_refusal ? StatusCode::kIncompatible : StatusCode::kRemote,
+                "transfer: the peer ended the connection: " + end.status().ToString()));
+    return Status();
+  }
+  if (state_ != State::kOpen) return OnOpening(header.opcode, head);
+  return OnMessage(header, head);
+}
+
+Status TransferSession::OnOpening(TransferOpcode opcode, std::span<const std::byte> head) {
+  if (state_ == State::kHello && opcode == TransferOpcode::kHello) return OnHello(head);
+  if (state_ == State::kProve && opcode == TransferOpcode::kProve) return OnProve(head);
+  if (state_ == State::kPassport && opcode == TransferOpcode::kPassport) return OnPassport(head);
+  return PeerBreach("sends a message of kind " + std::to_string(static_cast<int>(opcode)) +
+                    " before the connection is open");
+}
+
+Status TransferSession::OnHello(std::span<const std::byte> head) {
+  QUIRE_ASSIGN_OR_RETURN(peer_hello_, wire::DecodeTransferHello(head));
+  if (peer_hello_.version_first > wire::kTransferVersion ||
+      peer_hello_.version_last < wire::kTransferVersion) {
+    return Status(StatusCode::kIncompatible,
+                  "transfer: version: " + std::to_string(wire::kTransferVersion) + " here, " +
+                      std::to_string(peer_hello_.version_first) + " to " +
+                      std::to_string(peer_hello_.version_last) + " there");
+  }
+  if (peer_hello_.instance == own_hello_.instance)
+    return PeerBreach("gives our own instance as its own");
+  if (peer_hello_.has_secret != own_hello_.has_secret) {
+    return Status(StatusCode::kRemote,
+                  own_hello_.has_secret ? "transfer: this side has a secret and the peer has none"
+                                        : "transfer: the peer has a secret and this side has none");
+  }
+  if (!own_hello_.has_secret) {
+    SendPassport();
+    return Status();
+  }
+  const bool connects = options_.is_connector;
+  const Digest proof = wire::TransferProof(
+      options_.secret, connects ? wire::kConnectorProofLabel : wire::kListenerProofLabel,
+      connects ? own_hello_ : peer_hello_, connects ? peer_hello_ : own_hello_);
+  const auto bytes = std::as_bytes(std::span(proof.bytes));
+  writer_.Queue(TransferOpcode::kProve, {bytes.begin(), bytes.end()});
+  state_ = State::kProve;
+  return Status();
+}
+
+Status TransferSession::OnProve(std::span<const std::byte> head) {
+  Digest shown;
+  if (head.size() != sizeof(shown.bytes)) return PeerBreach("sends a proof of the wrong length");
+  std::memcpy(shown.bytes.data(), head.data(), head.size());
+  const bool connects = options_.is_connector;
+  const Digest due = wire::TransferProof(
+      options_.secret, connects ? wire::kListenerProofLabel : wire::kConnectorProofLabel,
+      connects ? own_hello_ : peer_hello_, connects ? peer_hello_ : own_hello_);
+  if (!EqualInConstantTime(shown, due))
+    return Status(StatusCode::kRemote, "transfer: the peer has another secret");
+  SendPassport();
+  return Status();
+}
+
+// A peer without the secret does not even learn the model's name.
+void TransferSession::SendPassport() {
+  const auto bytes = std::as_bytes(std::span(options_.passport.data(), options_.passport.size()));
+  writer_.Queue(TransferOpcode::kPassport, {bytes.begin(), bytes.end()});
+  state_ = State::kPassport;
+  reader_.set_head_bytes_max(wire::kPassportBytesMax);
+}
+
+Status TransferSession::OnPassport(std::span<const std::byte> head) {
+  const Status match = MatchPassports(options_.passport, wire::TextOf(head));
+  if (!match.ok() && match.code() != StatusCode::kIncompatible)
+    return PeerBreach("sends no passport: " + std::string(match.message()));
+  QUIRE_RETURN_IF_ERROR(match);
+  state_ = State::kOpen;
+  reader_.set_head_bytes_max(wire::kTransferHeadBytesMax);
+  owner_->OnOpen(static_cast<int64_t>(peer_hello_.window_bytes), peer_hello_.instance);
+  return Status();
+}
+
+// --------------------------------------------------------------------------------------- messages
+
+Status TransferSession::OnMessage(const wire::TransferHeader& header,
+                                  std::span<const std::byte> head) {
+  switch (header.opcode) {
+    case TransferOpcode::kJob:
+      return With(wire::DecodeTransferJob(head),
+                  [&](TransferJob job) { return sends_.OnJob(std::move(job)); });
+    case TransferOpcode::kMap:
+      return With(wire::DecodeTransferMap(head),
+                  [&](wire::TransferMap map) { return sends_.OnMap(std::move(map), now_ns_); });
+    case TransferOpcode::kCredit:
+      return With(wire::DecodeTransferCredit(head),
+                  [&](const wire::TransferCredit& credit) { return sends_.OnCredit(credit); });
+    case TransferOpcode::kPart:
+      return With(wire::DecodeTransferPart(head),
+                  [&](const wire::TransferPart& part) { return receives_.OnPart(part); });
+    case TransferOpcode::kData:
+      return With(wire::DecodeTransferData(head), [&](const wire::TransferData& data) {
+        return receives_.OnDataFrame(data, header.data_bytes);
+      });
+    case TransferOpcode::kRecord:
+      return With(wire::DecodeTransferRecord(head),
+                  [&](const wire::TransferRecord& record) { return receives_.OnRecord(record); });
+    case TransferOpcode::kCancel:
+      return With(wire::DecodeTransferEnd(head), [&](const wire::TransferEnd& cancel) {
+        sends_.OnCancel(cancel);
+        return Status();
+      });
+    case TransferOpcode::kStop:
+      return With(wire::DecodeTransferEnd(head), [&](const wire::TransferEnd& stop) {
+        receives_.OnStop(stop);
+        return Status();
+      });
+    case TransferOpcode::kLease:
+      return With(wire::DecodeTransferLease(head), [&](const wire::TransferLease& lease) {
+        sends_.OnLease(lease, now_ns_);
+        return Status();
+      });
+    case TransferOpcode::kHeartbeat:
+      return head.empty() ? Status() : PeerBreach("sends a heartbeat with fields");
+    case TransferOpcode::kHello:
+    case TransferOpcode::kProve:
+    case TransferOpcode::kPassport:
+    case TransferOpcode::kGoodbye:
+      break;
+  }
+  return PeerBreach("sends a message of kind " + std::to_string(static_cast<int>(header.opcode)) +
+                    ", which has no place here");
+}
+
+void TransferSession::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) {
+  receives_.DataPlaces(count, places);
+}
+
+Status TransferSession::OnData(size_t count) { return receives_.OnData(count); }
+
+}  // namespace quire

@@ -1,0 +1,115 @@
+// One side of a connection between two processes that move KV, without the connection: bytes in,
+// bytes out, and the time. docs/formats/transfer-wire.md is the protocol.
+//
+//   hello --> (prove) --> passport --> open --> ending --> over
+//
+// Both sides are alike: each may ask for tokens (ReceiveHalf) and give them (SendHalf).
+#ifndef QUIRE_TRANSFER_TRANSFER_SESSION_H_
+#define QUIRE_TRANSFER_TRANSFER_SESSION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "quire/status.h"
+#include "transfer/frame_reader.h"
+#include "transfer/frame_writer.h"
+#include "transfer/receive_half.h"
+#include "transfer/send_half.h"
+#include "wire/transfer_frames.h"
+
+namespace quire {
+
+// One thread at a time.
+class TransferSession final : private FrameReader::Handler {
+ public:
+  class Owner : public SendHalf::Owner {
+   public:
+    // The two sides match; the peer takes `window_bytes` of parts, and `receiver` names it.
+    virtual void OnOpen(int64_t window_bytes, const wire::Instance& receiver) = 0;
+
+   protected:
+    ~Owner() = default;
+  };
+  struct Options {
+    bool is_connector = false;
+    std::string secret{};
+    std::string passport{};  // canonical JSON
+    wire::Instance instance{};
+    std::array<std::byte, wire::kNonceBytes> nonce{};
+    int64_t heartbeat_ns = 0;
+    int64_t dead_after_ns = 0;
+    int64_t lease_ns = 0;
+    int64_t window_bytes = 0;
+  };
+  TransferSession(Owner* owner, Options options, int64_t now_ns);
+
+  // Where bytes of the peer are to be put; OnRead says how many are there.
+  std::span<const std::span<std::byte>> Places() { return reader_.Places(); }
+  void OnRead(size_t count, int64_t now_ns);
+  // Takes all of them.
+  void Receive(std::span<const std::byte> bytes, int64_t now_ns);
+  bool accepts_input() const;
+
+  bool has_output() const { return writer_.has_output(); }
+  std::span<const std::span<const std::byte>> Gather() { return writer_.Gather(); }
+  void Sent(size_t bytes, int64_t now_ns);
+
+  // Lets time pass; due at next_deadline().
+  void Tick(int64_t now_ns);
+  int64_t next_deadline() const;
+
+  // Tells the peer, and ends.
+  void Close(const Status& why, int64_t now_ns);
+  // The connection is lost.
+  void Lose(const Status& why);
+
+  bool is_open() const { return state_ == State::kOpen; }
+  // The connection is to be closed: all is said, or the peer is dead.
+  bool is_over() const { return state_ == State::kOver; }
+  // Why it is ending or over; ok before.
+  const Status& status() const { return status_; }
+
+  // REQUIRES: is_open()
+  ReceiveHalf& receives() { return receives_; }
+  SendHalf& sends() { return sends_; }
+  // Allocated for frames of the peer.
+  size_t memory_bytes() const { return reader_.memory_bytes(); }
+
+ private:
+  enum class State : uint8_t { kHello, kProve, kPassport, kOpen, kEnding, kOver };
+
+  Status OnFrame(const wire::TransferHeader& header, std::span<const std::byte> head) override;
+  void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) override;
+  Status OnData(size_t count) override;
+
+  Status OnOpening(wire::TransferOpcode opcode, std::span<const std::byte> head);
+  Status OnHello(std::span<const std::byte> head);
+  Status OnProve(std::span<const std::byte> head);
+  Status OnPassport(std::span<const std::byte> head);
+  Status OnMessage(const wire::TransferHeader& header, std::span<const std::byte> head);
+  void SendPassport();
+  void End(const Status& why);
+
+  Owner* const owner_;
+  const Options options_;
+  State state_ = State::kHello;
+  Status status_;
+  wire::TransferHello own_hello_;
+  wire::TransferHello peer_hello_;
+  FrameWriter writer_;
+  FrameReader reader_;
+  ReceiveHalf receives_;
+  SendHalf sends_;
+  int64_t now_ns_ = 0;
+  int64_t heard_ns_ = 0;         // from the peer
+  int64_t sent_ns_ = 0;          // the peer took bytes
+  int64_t end_deadline_ns_ = 0;  // of the opening, then of the ending
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_TRANSFER_TRANSFER_SESSION_H_

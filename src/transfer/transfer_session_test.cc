@@ -1,0 +1,461 @@
+// Both sides of the protocol without sockets: every stage, damaged bytes, time, and peers that
+// break the rules.
+#include "transfer/transfer_session.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+#include "base/checksum.h"
+#include "base/random.h"
+#include "base/testing/soak.h"
+#include "transfer/testing/test_session.h"
+
+namespace quire {
+namespace {
+
+using wire::TransferOpcode;
+
+using Spoil = std::function<void(std::vector<std::byte>&)>;
+
+// A receiver that connects and a sender that listens; the test carries their bytes.
+class SessionPair {
+ public:
+  explicit SessionPair(std::string secret = "", std::string sender_secret = "")
+      : receiver(TestSessionOptions(true, std::move(secret))),
+        sender(TestSessionOptions(false, std::move(sender_secret))) {}
+  SessionPair(TransferSession::Options first, TransferSession::Options second)
+      : receiver(std::move(first)), sender(std::move(second)) {}
+
+  // Until neither has anything to say; what the sender says goes through `spoil`.
+  void Exchange(size_t piece = 1 << 20, const Spoil& spoil = {}) {
+    for (bool has_moved = true; has_moved;) {
+      has_moved = Carry(&receiver, &sender, piece, {});
+      has_moved |= Carry(&sender, &receiver, piece, spoil);
+    }
+  }
+  bool Carry(TestSession* from, TestSession* to, size_t piece, const Spoil& spoil) {
+    bool has_moved = false;
+    while (from->session.has_output()) {
+      std::vector<std::byte> bytes = TakeOutput(&from->session, piece, now);
+      if (spoil) spoil(bytes);
+      to->session.Receive(bytes, now);
+      has_moved = true;
+    }
+    return has_moved;
+  }
+  // Both sides live on for a while, heartbeat by heartbeat.
+  void Live(int64_t ns) {
+    for (const int64_t until = now + ns; now < until;) {
+      now += kTestSecondNs / 4;
+      receiver.session.Tick(now);
+      sender.session.Tick(now);
+      Exchange();
+    }
+  }
+
+  // A reservation that the sender has learnt of.
+  ReceiveMap Ask(int64_t rows, int64_t deadline_ns = TransferJob::kNoDeadline) {
+    const ReceiveMap map = receiver.receiver.Reserve(rows);
+    const TransferRequest request{
+        .job = {.id = map.epoch, .tokens = {1, 2, 3}, .deadline_ns = deadline_ns}, .map = map};
+    EXPECT_TRUE(receiver.session.receives().Open(request, now).ok());
+    Exchange();
+    return map;
+  }
+  void SendAll(uint64_t epoch, int64_t first, int64_t count) {
+    for (int64_t layer = 0; layer < kTestLayers; ++layer) {
+      EXPECT_TRUE(sender.SendRows(
+          epoch, layer,
+          {.first_row = first, .count = count, .first_head = 0, .head_count = kTestHeads}));
+    }
+  }
+  void ExpectQuiet() {
+    EXPECT_EQ(sender.window_left, sender.window_bytes);
+    EXPECT_EQ(receiver.session.receives().open_count(), 0U);
+    EXPECT_EQ(sender.session.sends().open_count(), 0U);
+    EXPECT_TRUE(sender.sends.empty());
+  }
+
+  int64_t now = 0;
+  TestSession receiver;
+  TestSession sender;
+};
+
+TEST(TransferSession, MovesRowsLayerByLayerInPiecesOfAnySize) {
+  for (const size_t piece : {size_t{1}, size_t{7}, size_t{1} << 20}) {
+    SessionPair pair("a secret", "a secret");
+    pair.Exchange(piece);
+    ASSERT_TRUE(pair.receiver.is_open && pair.sender.is_open);
+    const ReceiveMap map = pair.Ask(6);
+    ASSERT_EQ(pair.sender.sends.count(map.epoch), 1U);
+    EXPECT_EQ(pair.sender.sends[map.epoch].job.tokens, (std::vector<int32_t>{1, 2, 3}));
+    EXPECT_EQ(pair.sender.sends[map.epoch].map.slots, map.slots);
+    pair.SendAll(map.epoch, 0, 4);
+    pair.sender.SendRecord(map.epoch, 0, 4);
+    pair.Exchange(piece);
+    EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 4);
+    // Head by head: the other side has other heads.
+    for (const int64_t head : {0, 1}) {
+      for (int64_t layer = 0; layer < kTestLayers; ++layer) {
+        ASSERT_TRUE(pair.sender.SendRows(
+            map.epoch, layer, {.first_row = 4, .count = 2, .first_head = head, .head_count = 1}));
+      }
+    }
+    pair.sender.SendRecord(map.epoch, 4, 2);
+    pair.Exchange(piece);
+    EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 6);
+    pair.receiver.receiver.CheckPages();
+    // The reservation is committed: within a heartbeat the sender knows.
+    pair.receiver.receiver.End(map.epoch);
+    pair.Live(kTestSecondNs);
+    pair.ExpectQuiet();
+  }
+}
+
+TEST(TransferSession, RowsCountAfterTheirRecordAlone) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.SendAll(map.epoch, 0, 4);
+  pair.Exchange();
+  EXPECT_EQ(pair.sender.window_left, pair.sender.window_bytes);  // they are there
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 0);
+  pair.sender.SendRecord(map.epoch, 0, 4, /*is_aborted=*/true);
+  pair.SendAll(map.epoch, 0, 2);
+  pair.sender.SendRecord(map.epoch, 0, 2);
+  pair.Exchange();
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 2);
+  pair.receiver.receiver.CheckPages();
+}
+
+TEST(TransferSession, SecretsAreShownByBothSides) {
+  const std::string pairs[][2] = {{"one", "two"}, {"one", ""}, {"", "two"}};
+  for (const auto& secrets : pairs) {
+    SessionPair pair(secrets[0], secrets[1]);
+    pair.Exchange();
+    EXPECT_FALSE(pair.receiver.is_open);
+    EXPECT_FALSE(pair.sender.is_open);
+    EXPECT_TRUE(pair.receiver.session.is_over() && pair.sender.session.is_over());
+    EXPECT_EQ(pair.receiver.session.status().code(), StatusCode::kRemote);
+    EXPECT_NE(pair.receiver.session.status().message().find("secret"), std::string::npos);
+  }
+  // What the connecting side shows is no proof of the other one.
+  TestSession stranger(TestSessionOptions(true, "unknown"));
+  TestSession listener(TestSessionOptions(false, "a secret"));
+  listener.session.Receive(TakeOutput(&stranger.session, 1 << 20, 0), 0);
+  TakeOutput(&listener.session, 1 << 20, 0);  // its hello
+  const std::vector<std::byte> proof = TakeOutput(&listener.session, 1 << 20, 0);
+  listener.session.Receive(proof, 0);
+  EXPECT_FALSE(listener.is_open);
+  EXPECT_EQ(listener.session.status().code(), StatusCode::kRemote);
+}
+
+TEST(TransferSession, AnotherModelIsRefusedByBothSidesWithTheField) {
+  TransferSession::Options other = TestSessionOptions(false);
+  Passport passport = TestPassport();
+  passport.model = "another";
+  other.passport = passport.ToJson().value();
+  SessionPair pair(TestSessionOptions(true), std::move(other));
+  pair.Exchange();
+  for (const TestSession* side : {&pair.receiver, &pair.sender}) {
+    EXPECT_FALSE(side->is_open);
+    EXPECT_EQ(side->session.status().code(), StatusCode::kIncompatible);
+    EXPECT_NE(side->session.status().message().find("model: "), std::string::npos);
+    EXPECT_NE(side->session.status().message().find("another"), std::string::npos);
+  }
+}
+
+TEST(TransferSession, DamagedRowsAreSentAgain) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.SendAll(map.epoch, 0, 4);
+  pair.sender.SendRecord(map.epoch, 0, 4);
+  int damaged = 0;
+  pair.Exchange(1 << 20, [&](std::vector<std::byte>& frame) {
+    const bool is_data = frame[6] == static_cast<std::byte>(TransferOpcode::kData);
+    if (is_data && damaged++ < 2) frame.back() ^= std::byte{4};
+  });
+  EXPECT_EQ(pair.sender.session.sends().parts_sent_again, 2);
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 4);
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 4);
+  pair.receiver.receiver.CheckPages();
+  EXPECT_EQ(pair.sender.window_left, pair.sender.window_bytes);
+}
+
+TEST(TransferSession, DamageThatStaysEndsTheTransferAndNothingElse) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.SendAll(map.epoch, 0, 4);
+  pair.sender.SendRecord(map.epoch, 0, 4);
+  pair.Exchange(1 << 20, [&](std::vector<std::byte>& frame) {
+    if (frame[6] == static_cast<std::byte>(TransferOpcode::kData)) frame.back() ^= std::byte{4};
+  });
+  EXPECT_EQ(pair.receiver.receiver.open.at(map.epoch).failure.code(), StatusCode::kCorrupt);
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 0);
+  EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kCorrupt);
+  pair.ExpectQuiet();
+  const ReceiveMap next = pair.Ask(2);
+  pair.SendAll(next.epoch, 0, 2);
+  pair.sender.SendRecord(next.epoch, 0, 2);
+  pair.Exchange();
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(next.epoch, 1), 2);
+}
+
+TEST(TransferSession, CancelAtEveryStageFreesBothSides) {
+  // Frames of the sender until the receiver cancels.
+  for (int stage = 0; stage < 12; ++stage) {
+    SCOPED_TRACE(stage);
+    SessionPair pair;
+    pair.Exchange();
+    const ReceiveMap map = pair.Ask(4);
+    pair.SendAll(map.epoch, 0, 4);
+    pair.sender.SendRecord(map.epoch, 0, 4);
+    int frames = 0;
+    const auto cancel = [&] {
+      if (frames++ == stage) {
+        EXPECT_TRUE(pair.receiver.session.receives().Cancel(map.epoch).ok());
+        pair.receiver.receiver.End(map.epoch);
+      }
+    };
+    pair.Exchange(1 << 20, [&](std::vector<std::byte>&) { cancel(); });
+    while (frames <= stage) cancel();
+    pair.Exchange();
+    pair.ExpectQuiet();
+    EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kCancelled);
+    // Late rows of a cancelled transfer go nowhere.
+    const int64_t views = pair.receiver.receiver.views;
+    EXPECT_FALSE(pair.sender.SendRows(
+        map.epoch, 0, {.first_row = 0, .count = 1, .first_head = 0, .head_count = 1}));
+    pair.Exchange();
+    EXPECT_EQ(pair.receiver.receiver.views, views);
+  }
+}
+
+TEST(TransferSession, AStopTellsTheReceiverWhy) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.sender.session.sends().Stop(map.epoch, Status(StatusCode::kFull, "no room for the job"));
+  pair.Exchange();
+  const Status& failure = pair.receiver.receiver.open.at(map.epoch).failure;
+  EXPECT_EQ(failure.code(), StatusCode::kFull);
+  EXPECT_EQ(failure.message(), "no room for the job");
+  pair.ExpectQuiet();
+}
+
+TEST(TransferSession, ADeadPeerIsNoticedAndALiveOneIsNot) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.Live(100 * kTestSecondNs);  // silent but for heartbeats and renewals
+  EXPECT_TRUE(pair.receiver.session.is_open() && pair.sender.session.is_open());
+  EXPECT_EQ(pair.sender.sends.count(map.epoch), 1U);
+  const int64_t heard = pair.now;
+  pair.receiver.session.Tick(heard + 3 * kTestSecondNs - 1);
+  EXPECT_TRUE(pair.receiver.session.is_open());
+  pair.receiver.session.Tick(heard + 3 * kTestSecondNs);
+  EXPECT_TRUE(pair.receiver.session.is_over());
+  EXPECT_EQ(pair.receiver.receiver.open.at(map.epoch).failure.code(), StatusCode::kUnavailable);
+  pair.sender.session.Tick(heard + 3 * kTestSecondNs);
+  EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kUnavailable);
+  pair.ExpectQuiet();
+}
+
+TEST(TransferSession, DeadlinesAndLeasesEndTransfers) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap late = pair.Ask(4, 2 * kTestSecondNs);
+  const ReceiveMap kept = pair.Ask(4);
+  pair.Live(3 * kTestSecondNs);
+  EXPECT_EQ(pair.receiver.receiver.open.at(late.epoch).failure.code(), StatusCode::kTimeout);
+  EXPECT_EQ(pair.sender.over.count(late.epoch), 1U);
+  EXPECT_EQ(pair.sender.over.count(kept.epoch), 0U);
+  // A receiver that says heartbeats alone renews nothing.
+  for (int i = 0; i < 70; ++i) {
+    pair.now += kTestSecondNs / 2;
+    pair.sender.session.Tick(pair.now);
+    pair.receiver.session.receives().EndAll(Status(StatusCode::kCancelled, "forgotten"));
+    pair.receiver.session.Tick(pair.now);
+    pair.Exchange();
+  }
+  EXPECT_EQ(pair.sender.over.at(kept.epoch).code(), StatusCode::kTimeout);
+  pair.ExpectQuiet();
+}
+
+TEST(TransferSession, AnOpeningThatDoesNotComeEnds) {
+  TestSession listener(TestSessionOptions(false, "a secret"));
+  TakeOutput(&listener.session, 1 << 20, 0);
+  listener.session.Tick(3 * kTestSecondNs - 1);
+  EXPECT_TRUE(listener.session.status().ok());
+  listener.session.Tick(3 * kTestSecondNs);
+  EXPECT_EQ(listener.session.status().code(), StatusCode::kTimeout);
+  TakeOutput(&listener.session, 1 << 20, 0);  // the goodbye
+  EXPECT_TRUE(listener.session.is_over());
+}
+
+std::vector<std::byte> MakeFrame(uint64_t number, TransferOpcode opcode,
+                                 std::vector<std::byte> head, uint32_t claims = 0) {
+  std::vector<std::byte> frame(wire::kTransferHeaderBytes);
+  const auto bytes = claims > 0 ? claims : static_cast<uint32_t>(head.size());
+  wire::EncodeTransferHeader({.opcode = opcode,
+                              .number = number,
+                              .head_bytes = bytes,
+                              .head_crc = Crc32c(head.data(), head.size())},
+                             std::span(frame).first<wire::kTransferHeaderBytes>());
+  frame.insert(frame.end(), head.begin(), head.end());
+  return frame;
+}
+
+TEST(TransferSession, AStrangerGetsNoMemory) {
+  for (const uint32_t claims : {2000U, 1U << 16, 1U << 20, 0xffffffffU}) {
+    TestSession listener(TestSessionOptions(false, "a secret"));
+    listener.session.Receive(MakeFrame(0, TransferOpcode::kHello, {}, claims), 0);
+    EXPECT_EQ(listener.session.status().code(), StatusCode::kTooLarge);
+    EXPECT_LE(listener.session.memory_bytes(), size_t{1} << 16);
+  }
+}
+
+TEST(TransferSession, BreachesEndTheConnectionWithAReason) {
+  const wire::Instance other{std::byte{9}};
+  const wire::TransferPart part{
+      .receiver = {std::byte{1}},
+      .epoch = 1,
+      .layer = 0,
+      .part = {.first_row = 0, .count = 1, .first_head = 0, .head_count = kTestHeads},
+      .number = 1,
+      .bytes = kTestRowBytes};
+  auto foreign = part;
+  foreign.receiver = other;
+  auto beyond = part;
+  beyond.bytes = (int64_t{1} << 20) + 1;
+  auto huge = part;
+  huge.bytes = int64_t{1} << 40;
+  auto negative = part;
+  negative.part.first_row = -1;
+  const wire::TransferMap map{.map = {.epoch = 5, .slots = {}, .count = 1, .kv_heads = {2}}};
+  auto nothing = map;
+  nothing.map.count = 0;
+  const struct {
+    const char* name;
+    TransferOpcode opcode;
+    std::vector<std::byte> head;
+  } breaches[] = {
+      {"hello again", TransferOpcode::kHello, wire::Encode(wire::TransferHello{})},
+      {"passport again", TransferOpcode::kPassport, {}},
+      {"unknown", static_cast<TransferOpcode>(99), {}},
+      {"another instance", TransferOpcode::kPart, wire::Encode(foreign)},
+      {"beyond the window", TransferOpcode::kPart, wire::Encode(beyond)},
+      {"a part of a terabyte", TransferOpcode::kPart, wire::Encode(huge)},
+      {"a negative row", TransferOpcode::kPart, wire::Encode(negative)},
+      {"a credit of nothing", TransferOpcode::kCredit,
+       wire::Encode(wire::TransferCredit{7, false})},
+      {"a map of no tokens", TransferOpcode::kMap, wire::Encode(nothing)},
+      {"a map of no job", TransferOpcode::kMap, wire::Encode(wire::TransferMap{3, map.map})},
+      {"a cut job", TransferOpcode::kJob, std::vector<std::byte>(9)},
+      {"a long heartbeat", TransferOpcode::kHeartbeat, std::vector<std::byte>(1)},
+      {"a record of another", TransferOpcode::kRecord,
+       wire::Encode(wire::TransferRecord{.receiver = other})},
+  };
+  for (const auto& breach : breaches) {
+    SCOPED_TRACE(breach.name);
+    SessionPair pair;
+    pair.Exchange();
+    ASSERT_TRUE(pair.receiver.is_open);
+    // The sender's frames so far: hello and passport.
+    pair.receiver.session.Receive(MakeFrame(2, breach.opcode, breach.head), pair.now);
+    EXPECT_FALSE(pair.receiver.session.is_open());
+    EXPECT_FALSE(pair.receiver.session.status().ok());
+    EXPECT_EQ(pair.receiver.receiver.views, 0);
+    pair.Carry(&pair.receiver, &pair.sender, 1 << 20, {});
+    EXPECT_EQ(pair.sender.session.status().code(), StatusCode::kRemote);
+  }
+}
+
+TEST(TransferSession, PartsOfWhatWasNotAskedForGoNowhere) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap hidden = pair.receiver.receiver.Reserve(4);  // of somebody else
+  const ReceiveMap map = pair.Ask(4);
+  ASSERT_TRUE(pair.sender.session.sends().OnMap({.map = hidden}, pair.now).ok());
+  pair.SendAll(hidden.epoch, 0, 4);
+  pair.sender.SendRecord(hidden.epoch, 0, 4);
+  pair.SendAll(map.epoch, 0, 4);
+  pair.sender.SendRecord(map.epoch, 0, 4);
+  pair.Exchange();
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(hidden.epoch, 0), 0);
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 4);
+  EXPECT_EQ(pair.receiver.receiver.views, kTestLayers);
+  EXPECT_EQ(pair.sender.window_left, pair.sender.window_bytes);
+}
+
+// Bytes of both directions that are lost, repeated, moved, changed or cut off.
+TEST(TransferSession, NoFaultOfTheNetworkCountsAWrongByte) {
+  constexpr int kSessions = 4000;
+  ReportFigure("faulty sessions", kSessions);
+  int completed = 0;
+  int ended = 0;
+  int64_t again = 0;
+  for (int i = 0; i < kSessions; ++i) {
+    SCOPED_TRACE(i);
+    RandomSequence random(SoakSeed(21), static_cast<uint64_t>(i));
+    SessionPair pair;
+    pair.Exchange();
+    const ReceiveMap map = pair.Ask(8);
+    for (int64_t row = 0; row < 8; row += 2) {
+      pair.SendAll(map.epoch, row, 2);
+      pair.sender.SendRecord(map.epoch, row, 2);
+    }
+    std::vector<std::byte> held;
+    pair.Exchange(1 << 20, [&](std::vector<std::byte>& frame) {
+      switch (random.Below(40)) {
+        case 0:
+        case 1:
+        case 2:
+          frame[static_cast<size_t>(random.Below(static_cast<int64_t>(frame.size())))] ^=
+              static_cast<std::byte>(1 << random.Below(8));
+          break;
+        case 3:
+          frame.insert(frame.end(), frame.begin(), frame.end());
+          break;
+        case 4:
+          held.swap(frame);
+          break;
+        case 5:
+          frame.resize(static_cast<size_t>(random.Below(static_cast<int64_t>(frame.size()))));
+          break;
+        default:
+          break;
+      }
+      if (!held.empty() && random.Below(2) == 0) {
+        frame.insert(frame.end(), held.begin(), held.end());
+        held.clear();
+      }
+    });
+    pair.receiver.receiver.CheckPages();
+    again += pair.sender.session.sends().parts_sent_again;
+    const bool all = pair.receiver.receiver.CompleteRows(map.epoch, 0) == 8 &&
+                     pair.receiver.receiver.CompleteRows(map.epoch, 1) == 8;
+    completed += all;
+    // What did not come is told: at once, or when the deadline of a sign of life is over.
+    pair.now += 3 * kTestSecondNs;
+    pair.receiver.session.Tick(pair.now);
+    pair.sender.session.Tick(pair.now);
+    pair.sender.session.Lose(Status(StatusCode::kUnavailable, "cut"));
+    if (!all) {
+      EXPECT_FALSE(pair.receiver.receiver.open.at(map.epoch).failure.ok());
+      ++ended;
+    }
+    EXPECT_EQ(pair.sender.window_left, pair.sender.window_bytes);
+    EXPECT_TRUE(pair.sender.sends.empty());
+  }
+  EXPECT_GT(completed, kSessions / 20);
+  EXPECT_GT(ended, kSessions / 20);
+  EXPECT_GT(again, kSessions / 40);
+}
+
+}  // namespace
+}  // namespace quire

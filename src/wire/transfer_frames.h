@@ -1,0 +1,163 @@
+// The frames of a transfer between processes: docs/formats/transfer-wire.md as code. Pure: bytes
+// in, bytes out. Nothing here allocates more than the bytes that it is given.
+#ifndef QUIRE_WIRE_TRANSFER_FRAMES_H_
+#define QUIRE_WIRE_TRANSFER_FRAMES_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "quire/kv_transfer.h"
+#include "quire/status.h"
+#include "quire/transfer_peer.h"
+#include "wire/wire_format.h"
+
+namespace quire::wire {
+
+inline constexpr std::string_view kTransferMagic = "QTRN";
+inline constexpr uint16_t kTransferVersion = 1;
+inline constexpr size_t kTransferHeaderBytes = 32;
+// A frame with its header: what a peer may make others wait behind (design.md section 6).
+inline constexpr int64_t kTransferFrameBytesMax = int64_t{1} << 20;
+inline constexpr int64_t kTransferHeadBytesMax =
+    kTransferFrameBytesMax - static_cast<int64_t>(kTransferHeaderBytes);
+// What a stranger may send in one head.
+inline constexpr int64_t kOpeningHeadBytesMax = kErrorTextBytesMax + 64;
+// A passport, once the secret is proven.
+inline constexpr int64_t kPassportBytesMax = int64_t{48} << 10;
+// A part: as large as a section of a chunk may be.
+inline constexpr int64_t kPartBytesMax = int64_t{64} << 20;
+inline constexpr size_t kInstanceBytes = 16;
+using Instance = std::array<std::byte, kInstanceBytes>;
+
+enum class TransferOpcode : uint8_t {
+  kHello = 1,
+  kProve = 2,
+  kPassport = 3,
+  kJob = 4,
+  kMap = 5,
+  kPart = 6,
+  kData = 7,
+  kRecord = 8,
+  kCredit = 9,
+  kCancel = 10,  // from the receiver of a transfer
+  kStop = 11,    // from the sender
+  kLease = 12,
+  kHeartbeat = 13,
+  kGoodbye = 14,
+};
+
+struct TransferHeader {
+  TransferOpcode opcode{};
+  uint64_t number = 0;  // of the frame, counted from 0 in each direction
+  uint32_t head_bytes = 0;
+  uint32_t data_bytes = 0;  // of kData frames alone
+  uint32_t head_crc = 0;
+};
+
+void EncodeTransferHeader(const TransferHeader& header,
+                          std::span<std::byte, kTransferHeaderBytes> out);
+// Corrupt for what no sender of this version writes in the frame that has this number, Incompatible
+// for another version, TooLarge for a head of more than head_bytes_max.
+Result<TransferHeader> DecodeTransferHeader(std::span<const std::byte, kTransferHeaderBytes> bytes,
+                                            uint64_t number, int64_t head_bytes_max);
+
+struct TransferHello {
+  uint16_t version_first = kTransferVersion;
+  uint16_t version_last = kTransferVersion;
+  bool has_secret = false;
+  uint32_t heartbeat_ms = 0;
+  uint32_t dead_after_ms = 0;
+  uint32_t lease_ms = 0;
+  uint64_t window_bytes = 0;
+  // Drawn by this side for this connection: epochs begin at 1 in every process.
+  Instance instance{};
+  std::array<std::byte, kNonceBytes> nonce{};
+};
+
+struct TransferMap {
+  uint64_t job = 0;
+  ReceiveMap map{};
+};
+
+struct TransferPart {
+  Instance receiver{};
+  uint64_t epoch = 0;
+  int64_t layer = 0;
+  ReceivePart part{};
+  uint64_t number = 0;  // the sender's, from 1 on; the same when it is sent again
+  int64_t bytes = 0;
+  uint32_t digest = 0;  // DigestOfHeads
+};
+
+struct TransferRecord {
+  Instance receiver{};
+  uint64_t epoch = 0;
+  int64_t first_row = 0;
+  int64_t count = 0;
+  bool is_aborted = false;
+};
+
+struct TransferCredit {
+  uint64_t number = 0;
+  bool wants_again = false;
+};
+
+// The head of kCancel, kStop and, with epoch 0, kGoodbye.
+struct TransferEnd {
+  uint64_t epoch = 0;
+  StatusCode code = StatusCode::kOk;
+  std::string text{};
+
+  Status status() const;  // kCancelled for kOk
+};
+
+struct TransferLease {
+  uint64_t epoch = 0;
+};
+
+std::vector<std::byte> Encode(const TransferHello& hello);
+std::vector<std::byte> Encode(const TransferJob& job);
+std::vector<std::byte> Encode(const TransferMap& map);
+std::vector<std::byte> Encode(const TransferPart& part);
+std::vector<std::byte> Encode(const TransferRecord& record);
+std::vector<std::byte> Encode(const TransferCredit& credit);
+// Long texts are cut.
+std::vector<std::byte> EncodeEnd(uint64_t epoch, const Status& status);
+std::vector<std::byte> Encode(const TransferLease& lease);
+
+// Corrupt for what no sender of this version writes.
+Result<TransferHello> DecodeTransferHello(std::span<const std::byte> head);
+Result<TransferJob> DecodeTransferJob(std::span<const std::byte> head);
+Result<TransferMap> DecodeTransferMap(std::span<const std::byte> head);
+Result<TransferPart> DecodeTransferPart(std::span<const std::byte> head);
+Result<TransferRecord> DecodeTransferRecord(std::span<const std::byte> head);
+Result<TransferCredit> DecodeTransferCredit(std::span<const std::byte> head);
+Result<TransferEnd> DecodeTransferEnd(std::span<const std::byte> head);
+Result<TransferLease> DecodeTransferLease(std::span<const std::byte> head);
+
+// Before the bytes of a part in a kData frame.
+struct TransferData {
+  uint64_t part = 0;
+  int64_t offset = 0;
+};
+inline constexpr size_t kDataHeadBytes = 16;
+inline constexpr int64_t kFrameDataBytesMax =
+    kTransferHeadBytesMax - static_cast<int64_t>(kDataHeadBytes);
+std::vector<std::byte> Encode(const TransferData& data);
+Result<TransferData> DecodeTransferData(std::span<const std::byte> head);
+
+// What shows that a side has the secret. `label` tells the two directions apart, so that neither
+// side's proof is one of the other's.
+inline constexpr std::string_view kConnectorProofLabel = "quire/transfer/1 connector";
+inline constexpr std::string_view kListenerProofLabel = "quire/transfer/1 listener";
+Digest TransferProof(std::string_view secret, std::string_view label,
+                     const TransferHello& connector, const TransferHello& listener);
+
+}  // namespace quire::wire
+
+#endif  // QUIRE_WIRE_TRANSFER_FRAMES_H_
