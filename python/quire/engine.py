@@ -158,26 +158,18 @@ class Piece(str):
     """A piece of an answer: its text (this is a str), and the tokens that came with it.
 
     ids: new tokens; their text may still be waiting for the rest of a character or of a stop text.
+    logprobs, top_logprobs: of these tokens, as in :class:`Sample`.
     sample: index of the sample.
     finish_reason: set on the last piece of a sample.
     result: the whole answer, set on the last piece of all.
     """
 
     ids: list[int]
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
     sample: int
     finish_reason: FinishReason | None
     result: Result | None
-
-    @staticmethod
-    def of(text: str, ids: list[int], sample: int, finish_reason: FinishReason | None) -> Piece:
-        piece = Piece(text)
-        piece.ids, piece.sample, piece.finish_reason, piece.result = (
-            ids,
-            sample,
-            finish_reason,
-            None,
-        )
-        return piece
 
     @property
     def text(self) -> str:
@@ -248,13 +240,23 @@ class MemoryPlan:
 
 
 class _Answer:
-    """One sample in the making: collects tokens, makes text, watches for stop texts."""
+    """One sample in the making: collects tokens, makes text, watches for stop texts.
+
+    tokens: the number of those of the answer so far. keep: whether `sample` gets what the pieces
+    have.
+    """
 
     def __init__(
-        self, detokenizer: Detokenizer | None, stops: Sequence[str], logprobs: int | None
+        self,
+        detokenizer: Detokenizer | None,
+        stops: Sequence[str],
+        logprobs: int | None,
+        keep: bool,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
+        self._keep = keep
+        self.tokens = 0
         self.sample = Sample(
             text=None if detokenizer is None else "",
             logprobs=None if logprobs is None else [],
@@ -272,38 +274,47 @@ class _Answer:
         """Whether the engine has reported the end."""
         return self.sample.finish_reason is not None
 
-    def put(self, output: Output) -> tuple[str, list[int]]:
-        """Takes one step's tokens; returns the new text, and the tokens that belong to the
-        answer."""
-        taken: list[int] = []
+    def put(self, output: Output) -> Piece:
+        """Takes one step's tokens; returns those that belong to the answer, and the new text."""
         text = ""
+        taken = 0
         for i, token in enumerate(output.tokens):
             if self.stopped:
                 break
-            taken.append(token)
-            self._note_logprobs(output.logprobs[i])
+            taken += 1
             if self._detokenizer is not None:
                 text += self._stops.put(self._detokenizer.put([token]))
         if output.finish_reason is not None and not self.stopped:
             text += self._rest_of_text()
-        self.sample.ids += taken
-        if self._detokenizer is not None:
-            self.sample.text = (self.sample.text or "") + text
         if output.finish_reason is not None:
             self.sample.finish_reason = "stop" if self.stopped else output.finish_reason
-        return text, taken
+        self.tokens += taken
+        piece = Piece(text)
+        piece.ids = output.tokens[:taken]
+        entries = output.logprobs[:taken]
+        sample = self.sample
+        piece.logprobs = None if sample.logprobs is None else [each[0][1] for each in entries]
+        piece.top_logprobs = None if sample.top_logprobs is None else [each[1:] for each in entries]
+        piece.sample, piece.finish_reason, piece.result = output.sample, sample.finish_reason, None
+        if self._keep:
+            self._add(piece)
+        return piece
+
+    def _add(self, piece: Piece) -> None:
+        sample = self.sample
+        sample.ids += piece.ids
+        if sample.text is not None:
+            sample.text += piece
+        if sample.logprobs is not None:
+            sample.logprobs += piece.logprobs or []
+        if sample.top_logprobs is not None:
+            sample.top_logprobs += piece.top_logprobs or []
 
     def _rest_of_text(self) -> str:
         if self._detokenizer is None:
             return ""
         text = self._stops.put(self._detokenizer.finish())
         return text + self._stops.finish()
-
-    def _note_logprobs(self, entries: list[tuple[int, float]]) -> None:
-        if self.sample.logprobs is not None:
-            self.sample.logprobs.append(entries[0][1])
-        if self.sample.top_logprobs is not None:
-            self.sample.top_logprobs.append(entries[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +366,7 @@ class _Request:
             counts["decode_forwards"] = 0
         usage = Usage(
             prompt_tokens=len(self.prompt_ids),
-            completion_tokens=sum(len(sample.ids) for sample in samples),
+            completion_tokens=sum(answer.tokens for answer in self.answers),
             miss=_miss_name(miss),
             load_seconds=load_ns / 1e9,
             **times,
@@ -798,6 +809,7 @@ class Engine(_ffi.ThreadOwner):
         prompt: Prompt,
         *,
         on_step: Callable[[], None] | None = None,
+        keep: bool = True,
         **options: Unpack[SamplingOptions],
     ) -> Stream:
         """The answer to one prompt, piece by piece as it is computed.
@@ -811,12 +823,15 @@ class Engine(_ffi.ThreadOwner):
             on_step: is called by the thread that waits for a piece, for each step of the engine: a
                 long prompt takes several before the first piece (`computed_tokens` of
                 :meth:`stats`).
+            keep: False: the pieces alone have the answer. :attr:`Stream.samples` and the result
+                have no ids, no text and no log-probabilities, so that an answer without an end
+                takes no more memory here.
             **options: see :class:`SamplingOptions`.
 
         Returns:
             An iterator over :class:`Piece`: a str with the tokens that came with it.
         """
-        return Stream(self, prompt, options, on_step)
+        return Stream(self, prompt, options, on_step, keep)
 
     # ---- Requests
 
@@ -840,7 +855,7 @@ class Engine(_ffi.ThreadOwner):
         logprobs = options.get("logprobs", 0)
         return _NewRequest(ids, context, stop_texts, special, logprobs, sampling)
 
-    def _submit(self, made: _NewRequest, mail: Mail) -> _Request:
+    def _submit(self, made: _NewRequest, mail: Mail, keep: bool = True) -> _Request:
         seed = made.sampling["seed"] % 2**64 if _sampling.draws(made.sampling) else None
         request = _Request(-1, mail, made.ids, [], seed)
         ids = np.asarray(made.ids, dtype=np.int64)
@@ -851,7 +866,7 @@ class Engine(_ffi.ThreadOwner):
                 request.id = int(receipt[0])
                 self._inbox.requests[request.id] = request
             request.answers += [
-                _Answer(self._detokenizer(made), made.stops, made.logprobs)
+                _Answer(self._detokenizer(made), made.stops, made.logprobs, keep)
                 for _ in range(made.sampling.get("n", 1))
             ]
         except BaseException:
@@ -923,12 +938,12 @@ class Engine(_ffi.ThreadOwner):
             request.usage = output.usage
         answer = request.answers[output.sample]
         was_stopped = answer.stopped
-        text, ids = answer.put(output)
+        piece = answer.put(output)
         if answer.stopped and not answer.finished:
             if was_stopped:
                 return None  # computed before the engine heard of the stop text
-            self._stop(request, output.sample, len(answer.sample.ids))
-        return Piece.of(text, ids, output.sample, answer.sample.finish_reason)
+            self._stop(request, output.sample, answer.tokens)
+        return piece
 
     def _stop(self, request: _Request, sample: int, answer_tokens: int) -> None:
         """Ends one sample; the engine reports its end with the next step."""
@@ -1048,13 +1063,14 @@ class Stream(Iterator[Piece]):
         prompt: Prompt,
         options: SamplingOptions,
         on_step: Callable[[], None] | None = None,
+        keep: bool = True,
     ) -> None:
         self._open = False
         self._engine = engine
         self._mail = Mail()
         made = engine._make_request(prompt, options)
         try:
-            self._request = engine._submit(made, self._mail)
+            self._request = engine._submit(made, self._mail, keep)
             self._open = True
         except BaseException:
             engine._drop_all(self._mail)

@@ -652,3 +652,27 @@ def test_times_of_a_request_are_parts_of_its_time(engine: quire.Engine) -> None:
     assert 0 < total <= time.monotonic() - begin
     assert min(usage.queue_seconds, usage.prompt_seconds, usage.decode_seconds) > 0
     assert usage.steps == 3 + 4  # 57 tokens by 24
+
+
+def test_a_stream_that_keeps_nothing_has_the_same_pieces(engine: quire.Engine) -> None:
+    options: Any = {"n": 2, "max_tokens": 20, "logprobs": 2, "temperature": 1.0, "seed": 3}
+    found = []
+    for keep in (True, False):
+        stream = engine.stream("A quire", keep=keep, **options)
+        samples = [quire.Sample(text="", logprobs=[], top_logprobs=[]) for _ in range(2)]
+        for piece in stream:
+            sample = samples[piece.sample]
+            sample.ids += piece.ids
+            sample.text += piece
+            sample.logprobs += piece.logprobs
+            sample.top_logprobs += piece.top_logprobs
+            sample.finish_reason = piece.finish_reason or sample.finish_reason
+        result = stream.result
+        found.append((samples, result.usage.completion_tokens))
+        if keep:
+            assert result.samples == samples
+        else:
+            kept = [(s.ids, s.text, s.logprobs, s.top_logprobs) for s in result.samples]
+            assert kept == [([], "", [], [])] * 2
+            assert [s.finish_reason for s in result.samples] == ["length", "length"]
+    assert found[0] == found[1] and found[0][1] == 40

@@ -95,7 +95,6 @@ class Answer:
         self._unread_bytes = 0  # of these, about
         self._error: BaseException | None = None
         self._news = asyncio.Event()
-        self._noted: dict[int, int] = {}  # per sample: tokens whose logprobs were given
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -165,16 +164,12 @@ class Answer:
         return sum(len(piece.ids) for piece in pieces)
 
     def _add(self, prompt: int, piece: Piece) -> None:
-        samples = self._opened[prompt].samples
-        index = prompt * len(samples) + piece.sample
-        sample = samples[piece.sample]
-        begin = self._noted.get(index, 0)
-        end = self._noted[index] = begin + len(piece.ids)
-        tops = (sample.top_logprobs or [])[begin:end]
+        index = prompt * len(self._opened[prompt].samples) + piece.sample
+        tops = piece.top_logprobs or []
         delta = self._deltas.setdefault(index, Delta(index))
         delta.text += piece.text
         delta.ids += piece.ids
-        delta.logprobs += (sample.logprobs or [])[begin:end]
+        delta.logprobs += piece.logprobs or []
         delta.top_logprobs += tops
         delta.finish_reason = piece.finish_reason or delta.finish_reason
         self._unread_bytes += _TOKEN_BYTES * len(piece.ids) + _CHARACTER_BYTES * len(piece)
@@ -211,11 +206,16 @@ class Streams:
         engine.on_step = self._wake
 
     async def submit(
-        self, prompts: list[Prompt], options: SamplingOptions, *, measured: bool = True
+        self,
+        prompts: list[Prompt],
+        options: SamplingOptions,
+        *,
+        measured: bool = True,
+        keep: bool = True,
     ) -> Answer:
         """Checks, tokenizes and submits all prompts or none; raises QuireError and TypeError as
-        Engine.stream."""
-        future = self._loop.run_in_executor(self._pool, self._open_all, prompts, options)
+        Engine.stream. keep: as there."""
+        future = self._loop.run_in_executor(self._pool, self._open_all, prompts, options, keep)
         try:
             opened = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -226,10 +226,13 @@ class Streams:
         self._poll([answer])
         return answer
 
-    def _open_all(self, prompts: list[Prompt], options: SamplingOptions) -> list[Stream]:
+    def _open_all(
+        self, prompts: list[Prompt], options: SamplingOptions, keep: bool
+    ) -> list[Stream]:
         with contextlib.ExitStack() as stack:
             opened = [
-                stack.enter_context(self._engine.stream(prompt, **options)) for prompt in prompts
+                stack.enter_context(self._engine.stream(prompt, keep=keep, **options))
+                for prompt in prompts
             ]
             stack.pop_all()
             return opened

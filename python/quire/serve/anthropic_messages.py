@@ -83,6 +83,7 @@ def _read(fields: Fields, service: Service) -> Generation:
         common.read_salt(fields),
         fields.boolean("stream"),
         tool_parser=None if tools is None else service.tool_parser,
+        reads_samples=stop is not None,  # which of them ended the answer
     ).hold(wanted if tools is None else tools.answer)
 
 

@@ -65,7 +65,8 @@ class Generation:
     stream, include_usage: how the answer is sent. logprobs: whether the client wants them, and of
     how many alternatives. return_ids: whether it wants token ids beside texts.
     tool_parser: the format of calls in the answer; None: all of it is text. grammar_field: of the
-    body, which the `grammar` of the options comes from.
+    body, which the `grammar` of the options comes from. reads_samples: whether the end of a stream
+    shows something of all of its tokens.
     """
 
     prompts: list[Prompt]
@@ -77,6 +78,12 @@ class Generation:
     return_ids: bool = False
     tool_parser: str | None = None
     grammar_field: str | None = None
+    reads_samples: bool = False
+
+    @property
+    def keep(self) -> bool:
+        """Whether the result must have the whole answer, as of Engine.stream."""
+        return self.reads_samples or not self.stream
 
     def hold(self, wanted: Wanted | None) -> Generation:
         """This request, with an answer that must look like that."""

@@ -147,7 +147,7 @@ class Service:
         if generation.tool_parser is not None:
             options["special_texts"] = special_texts(generation.tool_parser)
         try:
-            return await self.streams.submit(generation.prompts, options)  # type: ignore[arg-type]
+            return await self.streams.submit(generation.prompts, options, keep=generation.keep)  # type: ignore[arg-type]
         except BaseException as error:
             self._leave(tenant, generation.samples)
             field = generation.grammar_field

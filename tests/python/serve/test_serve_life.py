@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import quire
 from program import process, run
+from quire.serve._streams import Streams
+from quire.serve.generation import Generation
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 from quire.serve.service import Admission, Service
@@ -100,6 +102,28 @@ def test_one_event_per_step_has_all_samples(server: Server, engine: quire.Engine
             texts[choice["index"]] += choice["text"]
     assert texts == [sample.text for sample in expected.samples]
     assert max(len(chunk["choices"]) for chunk in chunks) == 3 and len(chunks) <= 10
+
+
+def test_streams_keep_nothing_of_what_was_sent(engine: quire.Engine) -> None:
+    """An answer without an end does not grow in the server; one that is sent whole is kept."""
+
+    async def results() -> list[quire.Result]:
+        streams = Streams(engine, lambda *_: None, 1 << 20, lambda: AssertionError())
+        found = []
+        for stream in (True, False):
+            options: Any = {"max_tokens": 6, "logprobs": 1}
+            asked = Generation(["A quire"], options, stream=stream)
+            answer = await streams.submit(asked.prompts, options, keep=asked.keep)
+            while await answer.next(DEADLINE):
+                pass
+            assert answer.result is not None
+            found.append(answer.result)
+        await streams.close()
+        return found
+
+    sent, whole = asyncio.run(results())
+    assert (sent.ids, sent.text, sent.logprobs) == ([], "", [])
+    assert len(whole.ids) == len(whole.logprobs or ()) == 6 == sent.usage.completion_tokens
 
 
 # ---- Health and metrics
