@@ -21,6 +21,7 @@ from quire.serve.addresses import is_loopback
 from quire.serve.app import make_app
 from quire.serve.calls import Log
 from quire.serve.generation import ModelFacts
+from quire.serve.guarantees import guarantee_shares
 from quire.serve.limits import Limits
 from quire.serve.notify import notify
 from quire.serve.protocol import LimitedProtocol
@@ -102,6 +103,7 @@ class _Server:
         with _on_signals(ending, service.end_answers):
             listening = asyncio.create_task(server.serve(sockets=self._sockets))
             watching = asyncio.create_task(service.watch_progress())
+            dividing = asyncio.create_task(self._divide_store())
             await server.wait_started(listening)
             on_ready()
             notify("READY=1")
@@ -110,6 +112,7 @@ class _Server:
             server.should_exit = True
             await listening
             watching.cancel()
+            await dividing
         return await self._end(service)
 
     async def _drain(self, service: Service) -> None:
@@ -122,6 +125,15 @@ class _Server:
                 while service.streams.answers:
                     await asyncio.sleep(0.02)
         service.end_answers()
+
+    async def _divide_store(self) -> None:
+        try:
+            await asyncio.to_thread(guarantee_shares, self._engine, self._options.tenants)
+        except (errors.QuireError, OSError, ValueError) as error:
+            self._log.write("error", "store", error=str(error))
+            return
+        if self._engine.store is not None:
+            self._log.write("info", "store", tiers=self._engine.store.tiers)
 
     async def _end(self, service: Service) -> int:
         await service.streams.close()

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from quire import errors
@@ -54,6 +54,9 @@ class Tenants:
     @property
     def need_keys(self) -> bool:
         return bool(self._tenants)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return (tenant for _, tenant in self._tenants)
 
     def find(self, headers: Mapping[str, str]) -> Tenant | None:
         """The tenant of `Authorization: Bearer KEY` or `x-api-key: KEY`; None: the key is missing or

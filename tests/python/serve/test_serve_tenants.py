@@ -11,7 +11,8 @@ from quire.serve.app import ROUTES
 from quire.serve.guard import OPEN_PATHS
 from quire.serve.page_routes import PAGE_FILES
 from quire.serve.tenants import ANYONE, Tenant, Tenants, read_api_keys
-from server_process import Server, head, read_answer
+from server_process import Server, head, read_answer, running
+from tiny_model import Shape, TinyModel
 
 ANN, BOB = "ann-key-0123456789", "bob-key-0123456789"
 
@@ -103,6 +104,33 @@ def test_the_log_has_names_and_no_keys(keyed: Server) -> None:
     line = keyed.wait_log(lambda line: line.get("id") == "log-1")
     assert line["key"] == "ann" and line["status"] == 200 and line["completion_tokens"] == 1
     assert "key-0123456789" not in json.dumps(keyed.log)
+
+
+def test_a_key_keeps_its_share_of_the_store(tmp_path: Path, keys_file: Path) -> None:
+    model = TinyModel(tmp_path / "model", Shape(positions=2048))
+    options = ["--api-keys", str(keys_file), "--page-size", "16", "--no-prefix-cache"]
+    options += ["--kv-dir", str(tmp_path / "kv"), "--kv-quota", "10M"]
+    with running(model.directory, *options, key=ANN) as server:
+
+        def disk_tokens(key: str, first: int) -> int:
+            prompt = [first] + [5 + i % 200 for i in range(1100)]
+            body = {"prompt": prompt, "max_tokens": 0}
+            found = server.post("/v1/completions", body, authorization=f"Bearer {key}")
+            server.wait_metrics(written)
+            return found["usage"]["prompt_tokens_details"]["disk_tokens"]
+
+        server.wait_log(lambda line: line["event"] == "store")
+        assert disk_tokens(ANN, 5) == 0
+        for first in range(5, 30):  # more than twice what there is room for
+            disk_tokens(BOB, first)
+        assert server.metrics()['quire:kv_tier_evictions_total{tier="disk"}'] > 10
+        assert disk_tokens(ANN, 5) >= 1024
+        assert disk_tokens(BOB, 5) == 0  # the positive control
+
+
+def written(metrics: dict[str, float]) -> bool:
+    name = 'quire:kv_tier_written_bytes_total{tier="disk"}'
+    return metrics[name] == metrics["quire:kv_stored_bytes_total"]
 
 
 # ---- The file
