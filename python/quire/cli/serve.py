@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ _SERVER = (
     "log_format",
     "limits",
 )
+_PASSWORD = re.compile(r"(//[^/@]*:)[^/]*@")
 _MODEL_VARIABLE = "QUIRE_MODEL"
 
 
@@ -259,6 +261,7 @@ def _server_options(options: argparse.Namespace, folder: str) -> ServerOptions:
         tls_key=None if options.tls_key is None else Path(options.tls_key),
         origins=tuple(options.cors or ()),
         json_log=options.log_format == "json",
+        in_effect=_in_effect(options, folder),
     )
 
 
@@ -270,15 +273,21 @@ def _model_names(options: argparse.Namespace, folder: str) -> tuple[str, ...]:
     return (os.path.basename(os.path.realpath(folder)),)
 
 
-def _dry_run(options: argparse.Namespace, engine_options: dict[str, Any]) -> int:
-    folder = models.model_folder(options.model)
+def _in_effect(options: argparse.Namespace, folder: str) -> dict[str, str]:
+    """All options by their names, as they are shown: without the password of a URL."""
     rows = {"model": folder}
     for name in (*_SERVER, *arguments.ENGINE):
         value = getattr(options, name)
-        shown = "default" if value is None else str(value)
+        shown = "default" if value is None else _PASSWORD.sub(r"\1***@", str(value))
         rows[arguments.option_name(name).lstrip("-")] = shown
     rows["served-model-name"] = ", ".join(_model_names(options, folder))
     rows["limit"] = " ".join(f"{k}={v:g}" for k, v in dataclasses.asdict(_limits(options)).items())
+    return rows
+
+
+def _dry_run(options: argparse.Namespace, engine_options: dict[str, Any]) -> int:
+    folder = models.model_folder(options.model)
+    rows = _in_effect(options, folder)
     plan = memory.plan_memory(folder, engine_options)
     memory.print_table(rows | memory.memory_lines(plan))
     return 0 if plan.fits else 1

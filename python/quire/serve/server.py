@@ -10,11 +10,12 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import uvicorn
 
+import quire
 from quire import errors
 from quire.engine import Engine
 from quire.serve.addresses import is_loopback
@@ -40,7 +41,7 @@ class ServerOptions:
     """host: that clients may name beside those of this machine. names: of the model, for clients.
     drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS; None:
     by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
-    may ask."""
+    may ask. in_effect: what the log gets of the options, by their names."""
 
     host: str
     names: tuple[str, ...]
@@ -53,6 +54,7 @@ class ServerOptions:
     tls_key: Path | None = None
     origins: Sequence[str] = ()
     json_log: bool = False
+    in_effect: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def serve(
@@ -86,6 +88,7 @@ class _Server:
         facts = ModelFacts(
             options.names, info.vocab_size, info.max_position_embeddings, int(time.time())
         )
+        self._log.write("info", "started", version=quire.__version__, options=dict(options.in_effect))
         service = Service(
             self._engine,
             facts,

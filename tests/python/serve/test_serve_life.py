@@ -333,6 +333,14 @@ def test_dry_run_prints_what_is_in_effect(
     assert "total" in rows
 
 
+def test_the_log_begins_with_what_is_in_effect(tiny: TinyModel) -> None:
+    with running(tiny.directory, "--kv-redis", "redis://ann:secret@127.0.0.1:1/") as server:
+        line = server.wait_log(lambda line: line["event"] == "started")
+    assert line["options"]["port"] == "0" and line["options"]["drain-timeout"] == "30.0"
+    assert line["options"]["kv-redis"] == "redis://ann:***@127.0.0.1:1/"
+    assert line["version"] == quire.__version__
+
+
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     capsys: pytest.CaptureFixture[str],
     tiny: TinyModel,

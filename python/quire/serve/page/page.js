@@ -202,9 +202,11 @@ function showState(state, before) {
   at("between").textContent = mean("between_tokens");
   at("first").textContent = mean("first_token");
   at("pages").max = stats.pages_total;
-  at("pages").value = stats.pages_in_use;
+  const kept = Math.min(stats.retained_pages, stats.pages_in_use);  // as in /metrics
+  at("pages").value = stats.pages_in_use - kept;
   at("pages-text").textContent =
-    `${stats.pages_in_use} of ${stats.pages_total} in use, ${stats.pages_free} free; ` +
+    `${stats.pages_in_use - kept} of ${stats.pages_total} hold answers in work, ` +
+    `${kept} are kept for later prompts, ${stats.pages_free} are free; ` +
     `${stats.page_size} tokens each, ${bytes(stats.kv_bytes)} in all`;
   at("kept").textContent =
     `The prefix cache keeps ${stats.retained_tokens} tokens of ` +
