@@ -7,6 +7,7 @@
 * :class:`quire.ChunkStore` keeps KV beyond its request: in RAM, a folder, Redis.
 * :class:`quire.LookupBuffer` and :class:`quire.StoreBuffer` hand tensors over by tokens or by name.
 * :class:`quire.LocalChannel` moves KV from one cache to another while it is computed.
+* :mod:`quire.hf` is a cache for ``generate()`` of Hugging Face transformers.
 * :func:`quire.pack_model` makes a model folder that engines start from faster.
 * :mod:`quire.snapshot` keeps the state of a text in a file.
 * ``quire --help`` (or ``python -m quire``) is the program.

@@ -1,0 +1,536 @@
+"""quire.hf.QuireCache: a cache of transformers over quire.KVCache."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from quire import errors, snapshot
+from quire._arrays import dtype_name
+from quire._new_folder import new_folder
+from quire.hf._attention import NewKeys, register
+from quire.hf._forward import Forward
+from quire.hf._layers import architecture_digest, layer_specs
+from quire.hf._sequences import Rows, Sequences
+from quire.hf._weights import Weights
+from quire.kv_cache import KVCache
+
+__all__ = ["QuireCache"]
+
+_FILE = "{}.quire"
+_VERSION = 1
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """What transformers asks of one layer; the tokens are in the QuireCache."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: QuireCache, index: int, window: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = weakref.ref(cache)
+        self._index = index
+        self._window = window
+        self.is_sliding = window > 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the pages are there from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, torch.Tensor]:
+        return self._whole().update(key_states, value_states, self._index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._whole().get_seq_length(self._index) + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._whole().get_seq_length(self._index)
+
+    def get_max_length(self) -> int:
+        return self._window or -1
+
+    def _whole(self) -> QuireCache:
+        cache = self._cache()
+        if cache is None:
+            raise errors.BadStateError("QuireCache: a layer outlived the cache that it is of")
+        return cache
+
+
+class QuireCache(Cache):
+    """``past_key_values`` of a model that was loaded with ``attn_implementation="quire"``.
+
+    Each row of a batch is a sequence of its own length: padding is never stored. Rows that are
+    equal so far are one sequence, so beams of one prompt hold it once, and choosing among beams
+    copies nothing. :meth:`get_seq_length` counts columns of the batch, padding included, as
+    transformers does.
+
+    Every call works, or raises and has changed nothing. One thread at a time.
+
+    Args:
+        config: of the model; a decoder of text.
+        token_capacity: tokens that fit, those of :meth:`fork` included; what rows share counts
+            once.
+        dtype: of the stored keys and values, as :class:`quire.LayerSpec` has it; None = that of
+            the configuration, float32 if it has none. Models compute in it, or in float32.
+        max_num_sequences: most rows at a time; twice as many while beams part.
+        max_crop: most tokens that :meth:`crop` takes back in models with sliding layers.
+        page_size: tokens; small pages waste less where many beams are short.
+        threads: of the attention; 0 = ``torch.get_num_threads()``.
+
+    Raises:
+        BadArgumentError: a model or an argument that is not supported, by name.
+        OutOfMemoryError: the pages do not fit.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        token_capacity: int,
+        dtype: Any = None,
+        max_num_sequences: int = 128,
+        max_crop: int = 64,
+        page_size: int = 64,
+        threads: int = 0,
+    ) -> None:
+        kv = KVCache(
+            layer_specs(config, dtype),
+            max_num_sequences=2 * max_num_sequences,
+            token_capacity=token_capacity,
+            max_pop=max_crop,
+            page_size=page_size,
+            threads=threads or torch.get_num_threads(),
+        )
+        self._setup(Sequences(kv), architecture_digest(config), max_crop)
+
+    def _setup(self, sequences: Sequences, architecture: str, max_crop: int) -> None:
+        """What all have, those of fork() too."""
+        specs = sequences.kv.layers
+        layers: list[Any] = [_Layer(self, index, spec.window) for index, spec in enumerate(specs)]
+        super().__init__(layers=layers)
+        self._architecture = architecture
+        self._max_crop = max_crop
+        # Besides float32; codes are made from bfloat16.
+        self._computes_in = getattr(torch, specs[0].dtype)
+        if self._computes_in in (torch.int8, torch.float8_e4m3fn):
+            self._computes_in = torch.bfloat16
+        self._rows = Rows(sequences)
+        self._weights = Weights()
+        self._columns = 0
+        # Which columns are no padding, bool [rows, columns]; None = all.
+        self._shown: torch.Tensor | None = None
+        self._forward: Forward | None = None
+        self._new_shown: torch.Tensor | None = None  # of its columns
+        weakref.finalize(self, self._rows.end).atexit = False
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The cache beneath, for its counters: ``get_distinct_token_count()``, ``pages_in_use()``.
+        Forks of this cache are in it, too. What changes it is not for callers."""
+        return self._rows.sequences.kv
+
+    # ---- What transformers calls
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, torch.Tensor]:
+        """The new keys and values, for the attention "quire", which stores them."""
+        return NewKeys(self, layer_idx, key_states), value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch: the longest row with its padding."""
+        if self._forward is not None and layer_idx < self._forward.next_layer:
+            return self._columns + self._forward.columns
+        return self._columns
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 while nothing is held."""
+        return len(self._rows.held) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything is held."""
+        return self._columns > 0
+
+    def reset(self) -> None:
+        """Drops everything; aborts an open forward first. Then any model of the configuration may
+        go on."""
+        self.abort_forward()
+        self._rows.set([])
+        self._weights.forget()
+        self._columns, self._shown = 0, None
+
+    def abort_forward(self) -> None:
+        """After a forward that did not end (an interrupt, an error of the model): what was held
+        before it is held again. Nothing if there is none."""
+        if self._forward is not None:
+            self._forward.abort()
+            self._forward = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` is. Copies nothing."""
+        self._select("reorder_cache", [int(index) for index in beam_idx])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows. Copies nothing."""
+        if repeats < 1:
+            raise errors.BadArgumentError(
+                f"QuireCache.batch_repeat_interleave: repeats must be at least 1, not {repeats}"
+            )
+        rows = range(len(self._rows.held))
+        self._select("batch_repeat_interleave", [row for row in rows for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows of `indices`: numbers, or a bool for each row."""
+        self._check_idle("batch_select_indices")
+        if not self._columns:
+            return
+        try:
+            chosen = torch.arange(len(self._rows.held))[torch.as_tensor(indices)].tolist()
+        except IndexError as error:
+            raise errors.BadArgumentError(f"QuireCache.batch_select_indices: {error}") from error
+        self._select("batch_select_indices", chosen)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last ``-tokens_to_remove`` columns; 0 does nothing."""
+        count = -int(tokens_to_remove)
+        if count < 0 or count > self._columns:
+            raise errors.BadArgumentError(
+                f"QuireCache.crop: tokens_to_remove is {tokens_to_remove}; it must be 0, or the "
+                f"negative of a number of the {self._columns} columns that are held"
+            )
+        self._check_idle("crop")
+        if count == 0:
+            return
+        if count == self._columns:
+            self._rows.set([])
+            self._columns, self._shown = 0, None
+            return
+        self._shorten(count)
+        self._columns -= count
+        self._shown = None if self._shown is None else self._shown[:, :-count]
+
+    # ---- Beyond transformers
+
+    def fork(self) -> QuireCache:
+        """A second cache with the same content. Copies nothing: the pages are shared, and so is
+        ``token_capacity``. ``copy.deepcopy`` does the same."""
+        self._check_idle("fork")
+        child = QuireCache.__new__(QuireCache)
+        child._setup(self._rows.sequences, self._architecture, self._max_crop)
+        child._rows.set([*self._rows.held])
+        child._weights = self._weights.copy()
+        child._columns, child._shown = self._columns, self._shown
+        return child
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuireCache:
+        return self.fork()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("QuireCache cannot be pickled; use save() and load()")
+
+    def save(self, path: str | os.PathLike[str], input_ids: torch.Tensor | None = None) -> None:
+        """Writes everything into a new folder, whole or not at all.
+
+        input_ids: the tokens, int64 [rows, at least get_seq_length()], padding included, for
+        :meth:`load` to return; a cache does not see them otherwise. What generate() returned will
+        do: it is one longer.
+
+        Raises:
+            FileExistsError: `path` is there already.
+            BadStateError: nothing is held, or a forward is open.
+            BadArgumentError: the shape of input_ids.
+        """
+        self._check_idle("save")
+        if not self._columns:
+            raise errors.BadStateError("QuireCache.save: nothing is held")
+        rows, held = len(self._rows.held), self._rows.held
+        if input_ids is not None:
+            shape = tuple(input_ids.shape)
+            if len(shape) != 2 or shape[0] != rows or shape[1] < self._columns:
+                raise errors.BadArgumentError(
+                    f"QuireCache.save: input_ids has shape {shape}, the cache "
+                    f"{rows} rows of {self._columns} columns"
+                )
+            input_ids = input_ids[:, : self._columns]
+        distinct = sorted(dict.fromkeys(held), key=lambda sequence: not self._length(sequence))
+        fields = {
+            "version": _VERSION,
+            "columns": self._columns,
+            "rows": [distinct.index(sequence) for sequence in held],
+            "lengths": [self._length(sequence) for sequence in distinct],
+            "shown": None if self._shown is None else self._shown.int().tolist(),
+            "input_ids": None if input_ids is None else input_ids.tolist(),
+            "weights": self._weights.digests(),
+        }
+        note = json.dumps(fields).encode()
+        with new_folder(Path(path)) as folder:
+            for index, sequence in enumerate(distinct):
+                if ids := self._ids(held.index(sequence), input_ids):
+                    file = folder / _FILE.format(index)
+                    snapshot.save_sequence(
+                        self.kv_cache, sequence, ids, file, identity=self._identity(), sampler=note
+                    )
+
+    def load(
+        self, path: str | os.PathLike[str], *, any_numerics: bool = False
+    ) -> torch.Tensor | None:
+        """Holds what :meth:`save` wrote, in place of what was held; the same bits as before.
+
+        any_numerics: also take what kernels of another CPU computed.
+
+        Returns:
+            The input_ids that save() was given, int64 [rows, get_seq_length()]; None without.
+
+        Raises:
+            NotFoundError: there is no such folder.
+            IncompatibleError: another configuration, element type or kernel. Other weights are
+                found by the next forward (BadStateError).
+            CorruptError: a file is damaged.
+            OutOfPagesError: it does not fit.
+        """
+        self._check_idle("load")
+        folder = Path(path)
+        fields = _note(folder)
+        new: list[int] = []
+        sequences = self._rows.sequences
+        try:
+            for index, length in enumerate(fields["lengths"]):
+                file = os.fspath(folder / _FILE.format(index))
+                new.append(
+                    sequences.restore(file, self._identity(), any_numerics)
+                    if length
+                    else sequences.add()
+                )
+        except BaseException:
+            sequences.drop(new)
+            raise
+        self._rows.set([new[index] for index in fields["rows"]])
+        self._weights.expect(fields["weights"])
+        self._columns = int(fields["columns"])
+        shown, ids = fields["shown"], fields["input_ids"]
+        self._shown = None if shown is None else torch.tensor(shown, dtype=torch.bool)
+        return None if ids is None else torch.tensor(ids)
+
+    # ---- Forwards
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        layer: int,
+        tensors: list[torch.Tensor],
+        mask: torch.Tensor | None,
+        scale: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of one layer; layer 0 begins a forward and the last layer ends it."""
+        if layer == 0 and self._forward is not None:
+            raise self._open_forward("a forward")
+        if layer != 0 and (self._forward is None or self._forward.next_layer != layer):
+            expected = "layer 0" if self._forward is None else f"layer {self._forward.next_layer}"
+            raise errors.BadStateError(
+                f"QuireCache: attention of layer {layer} is called where {expected} is next"
+            )
+        try:
+            self._weights.check(layer, module)
+            self._check_tensors(layer, tensors)
+            if layer == 0:
+                self._new_shown = self._check_mask(tensors[0], mask)
+                self._begin(tensors)
+            forward = self._forward
+            assert forward is not None
+            out = forward.attend(tensors, scale, sinks)
+            forward.modules.append(module)
+            if forward.next_layer == len(self.layers):
+                self._end(forward)
+            return out
+        except BaseException:
+            self.abort_forward()
+            raise
+
+    def _begin(self, tensors: list[torch.Tensor]) -> None:
+        try:
+            self._forward = Forward(self._rows, self._new_shown, tensors)
+        except (errors.OutOfPagesError, errors.TooLargeError) as error:
+            batch, _, columns, _ = tensors[0].shape
+            raise type(error)(
+                f"QuireCache: {batch} rows of {columns} new tokens do not fit: {error} "
+                "(token_capacity and max_num_sequences of the QuireCache)"
+            ) from error
+
+    def _end(self, forward: Forward) -> None:
+        shown = self._shown_with(forward.columns)
+        forward.end()
+        self._forward = None
+        self._shown = shown
+        self._columns += forward.columns
+        self._weights.bind(forward.modules)
+
+    def _shown_with(self, new: int) -> torch.Tensor | None:
+        known = self._new_shown if self._shown is None else self._shown
+        if known is None:
+            return None
+        parts = [(self._shown, self._columns), (self._new_shown, new)]
+        return torch.cat(
+            [
+                torch.ones(len(known), columns, dtype=torch.bool) if shown is None else shown
+                for shown, columns in parts
+            ],
+            dim=1,
+        )
+
+    def _check_tensors(self, layer: int, tensors: list[torch.Tensor]) -> None:
+        spec = self.kv_cache.layers[layer]
+        heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
+        dims = (spec.qk_head_dim, spec.qk_head_dim, spec.v_head_dim)
+        rows = len(self._rows.held) or tensors[0].shape[0]
+        columns = tensors[0].shape[2] if self._forward is None else self._forward.columns
+        computed = {torch.float32, self._computes_in}
+        if not {tensor.dtype for tensor in tensors} <= computed:
+            raise errors.BadArgumentError(
+                f"QuireCache: layer {layer} brings {tensors[1].dtype}, and {spec.dtype} is stored; "
+                f"make the QuireCache with dtype={dtype_name(tensors[1].dtype)!r}"
+            )
+        names = ("queries", "keys", "values")
+        for name, tensor, head, dim in zip(names, tensors, heads, dims, strict=True):
+            if tuple(tensor.shape) != (rows, head, columns, dim):
+                raise errors.BadArgumentError(
+                    f"QuireCache: layer {layer} brings {name} of shape {tuple(tensor.shape)}, and "
+                    f"{(rows, head, columns, dim)} would fit the rows that are held and the "
+                    "configuration (rows, heads, new columns, dim); reset() begins another batch"
+                )
+
+    def _check_mask(self, query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Which of the new columns are stored; None = all."""
+        rows, _, new, _ = query.shape
+        if mask is None:
+            if self._shown is not None:
+                raise errors.BadArgumentError(
+                    "QuireCache: rows have padding, so attention_mask is needed, of shape "
+                    f"{(rows, self._columns + new)} with zeros where the padding is"
+                )
+            return None
+        if tuple(mask.shape) != (rows, self._columns + new):
+            raise errors.BadArgumentError(
+                f"QuireCache: attention_mask has shape {tuple(mask.shape)}, and only "
+                f"{(rows, self._columns + new)} is supported: zeros for padding"
+            )
+        whole = mask.bool()
+        before, shown = whole[:, : self._columns], whole[:, self._columns :]
+        stored = torch.ones_like(before) if self._shown is None else self._shown
+        if not torch.equal(before, stored):
+            raise errors.BadArgumentError(
+                "QuireCache: attention_mask hides or shows other columns than when they were "
+                "stored; only new columns may be hidden"
+            )
+        if shown.all():
+            return None
+        if not shown.any() or (shown.any(dim=1) & ~shown[:, -1]).any():
+            raise errors.BadArgumentError(
+                "QuireCache: attention_mask hides the last of the new columns; pad on the left"
+            )
+        is_after_tokens = (~whole & (whole.cumsum(dim=1) > 0))[:, self._columns :]
+        if any(self.is_sliding) and is_after_tokens.any():
+            raise errors.BadArgumentError(
+                "QuireCache: padding after tokens of the same row is not supported for models with "
+                "sliding layers, whose windows would count it"
+            )
+        return shown
+
+    # ---- Rows
+
+    def _select(self, call: str, rows: list[int]) -> None:
+        self._check_idle(call)
+        if not self._columns:
+            return
+        held = self._rows.held
+        if not rows or not all(0 <= row < len(held) for row in rows):
+            raise errors.BadArgumentError(
+                f"QuireCache.{call}: rows {rows} of a cache that holds rows 0 to {len(held) - 1}"
+            )
+        self._rows.set([held[row] for row in rows])
+        self._shown = None if self._shown is None else self._shown[rows]
+
+    def _shorten(self, columns: int) -> None:
+        """Every row without its last `columns`. A sequence that others hold is forked where it is
+        cut; an only holder's is popped, which is sure to work where a fork does."""
+        sequences, held = self._rows.sequences, self._rows.held
+        lengths: dict[int, int] = {}
+        for row, sequence in enumerate(held):
+            hidden = 0 if self._shown is None else int((~self._shown[row, -columns:]).sum())
+            lengths[sequence] = self._length(sequence) - columns + hidden
+        forks: dict[int, int] = {}
+        try:
+            for sequence, length in lengths.items():
+                forks[sequence] = sequences.fork(sequence, length)
+        except errors.BadStateError as error:
+            sequences.drop(forks.values())
+            raise errors.BadStateError(
+                f"QuireCache.crop: {columns} columns cannot be taken back where layers slide, for "
+                f"max_crop is {self._max_crop}: {error}"
+            ) from error
+        except BaseException:
+            sequences.drop(forks.values())
+            raise
+        for sequence, length in lengths.items():
+            if sequences.holders(sequence) == held.count(sequence):
+                sequences.drop([forks.pop(sequence)])
+                self.kv_cache.pop_n(sequence, self._length(sequence) - length)
+        self._rows.set([forks.get(sequence, sequence) for sequence in held])
+
+    def _length(self, sequence: int) -> int:
+        return self.kv_cache.get_sequence_length(sequence)
+
+    def _ids(self, row: int, input_ids: torch.Tensor | None) -> list[int]:
+        """Token ids of a row; zeros if they are not known."""
+        if input_ids is None:
+            return [0] * self._length(self._rows.held[row])
+        ids = input_ids[row] if self._shown is None else input_ids[row][self._shown[row]]
+        return [int(token) for token in ids]
+
+    def _identity(self) -> dict[str, str]:
+        return {"model": "transformers", "revision": self._architecture}
+
+    def _check_idle(self, call: str) -> None:
+        if self._forward is not None:
+            raise self._open_forward(f"QuireCache.{call}")
+
+    def _open_forward(self, what: str) -> errors.BadStateError:
+        assert self._forward is not None
+        return errors.BadStateError(
+            f"{what} is called while a forward of this QuireCache is open, before its layer "
+            f"{self._forward.next_layer} of {len(self.layers)}; if that one was interrupted, "
+            "abort_forward() returns to what was held before it"
+        )
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    """What save() noted beside the keys and values."""
+    file = folder / _FILE.format(0)
+    try:
+        fields = json.loads(snapshot.info(file).sampler)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise errors.IncompatibleError(f"{file}: was not written by QuireCache.save") from error
+    if not isinstance(fields, dict) or fields.get("version") != _VERSION:
+        raise errors.IncompatibleError(
+            f"{file}: was not written by QuireCache.save, or by another version of it"
+        )
+    return fields
+
+
+register()
