@@ -158,7 +158,8 @@ def test_a_browser_chats(page: Any, server: Server, engine: quire.Engine) -> Non
     assert page.locator("#messages b").count() == 0  # a text, and no HTML
     assert f"{len(expected.ids)} of answer" in page.text_content("#usage")
     page.locator("#between", has_text=re.compile(r" ms$")).wait_for()
-    assert re.fullmatch(r"\d+ of \d+ in use, .*", page.text_content("#pages-text"))
+    text = page.text_content("#pages-text")
+    assert re.fullmatch(r"\d+ of \d+ hold answers in work, \d+ are kept .*", text), text
     page.click("#clear")
     assert said.count() == 0
 
