@@ -19,7 +19,7 @@
 // are widened by loops of one tile, few rows lose 5 % by it (AVX2 on Zen 5).
 static bool RunsByHead(const AttentionCall& call, const AttentionUnit& unit) {
   const int64_t rows = unit.row_count();
-  if (rows >= kBlockRowsMin) return true;
+  if (rows >= kBlockRowsMin || OnTiles(call, unit)) return true;
   const bool widens = QueryKind(call, unit) == WeightKind::kRoundedF32;
   return rows >= kHeadRowsMin && !RotatesKeys(call, unit) && (kTilesAtOnce > 1 || !widens);
 }

@@ -128,6 +128,10 @@ class NextTiles {
     key_step_ = DivideUp(key_bytes_, groups * score_steps_);
     value_step_ = DivideUp(value_bytes_, groups * vector_count_ * value_steps_);
   }
+  // The same for products of tiles, which take all tiles of a group in turn.
+  AheadOfTiles AskBesideProducts(int64_t group) const {
+    return {keys_, group * score_steps_ * key_step_, key_step_};
+  }
   // What a group of rows asks for while it is scored against tiles from `tile` on.
   void AskBesideScores(int64_t group, int tile, int columns, ScoreArgs* args) const {
     for (int c = 0; c < columns; ++c) {
@@ -161,6 +165,13 @@ static void ScoreTiles(const AttentionCall& call, const AttentionUnit& unit,
   const TileSet all = tiles;
   const ChainLoops& loops = *LoopsOf(block.key_dtype);
   const int64_t first = h * unit.row_count() + rows.begin;
+  if (OnTiles(call, unit)) {
+    rows.ForEachGroup([&](int64_t r, int count, int64_t group) {
+      ScoreTileProducts(call, unit, q, first + r, count, block.keys, tiles,
+                        scores + r * kScoreStride, next.AskBesideProducts(group));
+    });
+    tiles = 0;
+  }
   const size_t q_row_bytes = QueryRowBytes(call, unit);
   ScoreArgs a;
   a.q_column_bytes = 0;
@@ -225,8 +236,9 @@ static void WeighBatch(const AttentionCall& call, const AttentionUnit& unit,
       const int t = __builtin_ctz(left);
       data[t] = made ? MakePanel(block, t, d, columns, space) : block.values[t] + d * column_bytes;
     }
-    const ValueTiles values = {LoopsOf(block.value_dtype), block.value_dtype, columns,
-                               made ? columns : v_dim, data};
+    ValueTiles values = WholeTiles(call, unit, block.value_dtype, data);
+    values.columns = columns;
+    values.row_columns = made ? columns : v_dim;
     rows.ForEachGroup([&](int64_t r, int count, int64_t group) {
       WeighTileSet(call, values, tiles, space.scores + r * kScoreStride, count, o + r * v_dim + d,
                    next.AskBesideValues(group, d));
@@ -235,10 +247,10 @@ static void WeighBatch(const AttentionCall& call, const AttentionUnit& unit,
 }
 
 // The same where values that are not finite must be hidden from some rows, or where there are none.
-static void WeighBatchCarefully(const AttentionCall& call, const BlockTiles& block, TileSet tiles,
-                                int64_t segment, const RowBatch& rows, float* o,
-                                WorkerSpace& space) {
-  const ValueTiles values = WholeTiles(call, block.value_dtype, block.values);
+static void WeighBatchCarefully(const AttentionCall& call, const AttentionUnit& unit,
+                                const BlockTiles& block, TileSet tiles, int64_t segment,
+                                const RowBatch& rows, float* o, WorkerSpace& space) {
+  const ValueTiles values = WholeTiles(call, unit, block.value_dtype, block.values);
   rows.ForEachGroup([&](int64_t r, int count, int64_t) {
     WeighCarefully(call, *space.tiles, values, space.views + rows.begin + r, segment, tiles,
                    space.scores + r * kScoreStride, count, o + r * call.layout().v_dim(), space);
@@ -262,7 +274,7 @@ static void AttendBatch(const AttentionCall& call, const AttentionUnit& unit, in
   const bool careful = stored == 0 || NeedsHiding(*space.tiles, views, rows.count, segment, stored);
   if (careful) {
     if (MakesPanels(call, unit)) PrepareBlockValues(call, space, block);
-    WeighBatchCarefully(call, *block, stored, segment, rows, out.o, space);
+    WeighBatchCarefully(call, unit, *block, stored, segment, rows, out.o, space);
   } else {
     WeighBatch(call, unit, *block, stored, rows, out.o, next, space);
   }
@@ -277,11 +289,22 @@ static void AttendBatch(const AttentionCall& call, const AttentionUnit& unit, in
            rows.count, v_dim);
 }
 
+// How often a group that is scored against a tile asks for what is read later.
+static int64_t StepsBetweenRequests(const AttentionCall& call, const AttentionUnit& unit,
+                                    const BlockTiles& block) {
+#if defined(QUIRE_SIMD_TILES)
+  if (OnTiles(call, unit)) return DivideUp(call.layout().k_dim(), kTileInputs);
+#else
+  static_cast<void>(unit);
+#endif
+  return ScoreSteps(call, block.key_dtype);
+}
+
 // space.tiles as in DecodeSegment.
 static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
                          bool has_next, const SegmentSink& sink, WorkerSpace& space) {
   const int64_t rows = unit.row_count();
-  const int64_t together = GroupRows(rows);
+  const int64_t together = RowsTogether(call, unit);
   const int64_t batch = rows < kBlockRowsMin ? rows : together;
   BlockTiles block;
   block.stored = SeenTiles(space.views, rows, segment) & ~OwnTiles(call, unit, segment);
@@ -296,8 +319,9 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     if (!MakesPanels(call, unit)) PrepareBlockValues(call, space, &block);
     GatherBlockScales(call, block, space);
     if (call.layout().latent && space.is_first_segment) next.AskForFirst(call, block);
-    next.Share(GroupCount(rows), ScoreSteps(call, block.key_dtype), call.layout().v_dim(),
-               kTilePositions / ChainPair(block.value_dtype));
+    next.Share(DivideUp(rows, together), StepsBetweenRequests(call, unit, block),
+               call.layout().v_dim(),
+               OnTiles(call, unit) ? 1 : kTilePositions / ChainPair(block.value_dtype));
     for (int64_t r = 0, group = 0; r < rows; r += batch, ++group) {
       AttendBatch(call, unit, segment, &block, h, {r, SmallerOf(batch, rows - r), together, group},
                   next, sink, space);

@@ -4,6 +4,9 @@
 #define QUIRE_KERNELS_CPU_ATTENTION_CALL_INL_H_
 
 #include "kernels/cpu/chain-inl.h"
+#if defined(QUIRE_SIMD_TILES)
+#include "kernels/cpu/attention_tiles-inl.h"
+#endif
 #include "kernels/cpu/softmax-inl.h"
 #include "kernels/cpu/tiles-inl.h"
 
@@ -120,7 +123,7 @@ struct AttentionCall {
   AttentionSchedule* schedule;
   TilePlaces places;
   StreamPrefetch stream;
-  WeightKind p_weights;
+  WeightKind p_weights;  // but see ValueWeightKind
   bool scales_keys;
   bool scales_values;
   RowStates states;  // o [kv head][query row][v_dim], m, l [kv head][query row], of all rows
@@ -178,17 +181,56 @@ static bool RotatesKeys(const AttentionCall& call, const AttentionUnit& unit) {
   return call.args->sequences[static_cast<size_t>(unit.sequence)].inline_angles != nullptr;
 }
 
-// How the unit's queries are kept. Keys that are rotated here are no codes any more.
-static WeightKind QueryKind(const AttentionCall& call, const AttentionUnit& unit) {
+// What the unit's queries are multiplied with. Keys that are rotated here are no codes any more.
+static WeightKind PlainQueryKind(const AttentionCall& call, const AttentionUnit& unit) {
   const DType stored = call.layout().dtype;
   return WeightKindOf(RotatesKeys(call, unit) ? ComputeDType(stored) : stored);
 }
 
+#if defined(QUIRE_SIMD_TILES)
+
+// From this number of query rows on, tiles are faster than fma.
+constexpr int64_t kTileUnitRows = 8;
+
+// Whether the tile unit computes scores and outputs of the unit.
+static bool OnTiles(const AttentionCall& call, const AttentionUnit& unit) {
+  return unit.row_count() >= kTileUnitRows && call.p_weights == WeightKind::kRoundedF32 &&
+         PlainQueryKind(call, unit) == WeightKind::kRoundedF32;
+}
+
+#else
+
+static bool OnTiles(const AttentionCall&, const AttentionUnit&) { return false; }
+
+#endif
+
+// How the unit's queries are kept: for tiles row by row, else side by side (StoreQueries).
+static WeightKind QueryKind(const AttentionCall& call, const AttentionUnit& unit) {
+  return OnTiles(call, unit) ? WeightKind::kPackedBF16 : PlainQueryKind(call, unit);
+}
+
+// How its weights of values are kept.
+static WeightKind ValueWeightKind(const AttentionCall& call, const AttentionUnit& unit) {
+  return OnTiles(call, unit) ? WeightKind::kPackedBF16 : call.p_weights;
+}
+
+// Rows of the unit that are computed together: a group of chains or of tiles.
+static int64_t RowsTogether(const AttentionCall& call, const AttentionUnit& unit) {
+#if defined(QUIRE_SIMD_TILES)
+  if (OnTiles(call, unit)) return SmallerOf(unit.row_count(), kTileGroupRows);
+#else
+  static_cast<void>(call);
+#endif
+  return GroupRows(unit.row_count());
+}
+
 // The type in which a block's tiles enter their chains. int8 is widened by the chains; widening
 // anything else in every group of rows would cost more than once before. With packed weights, pairs
-// of bfloat16 are wanted, and float32 else, in whose loops a pair is two steps.
+// of bfloat16 are wanted, and float32 else, in whose loops a pair is two steps; but not where
+// chains of bfloat16 have chunks.
 static DType BlockDType(DType stored, WeightKind weights) {
   if (weights == WeightKind::kI16) return stored;
+  if (weights == WeightKind::kRoundedF32 && ChainBF16::kChunkSteps > 0) return stored;
   return weights == WeightKind::kPackedBF16 ? ComputeDType(stored) : DType::kF32;
 }
 
@@ -197,8 +239,8 @@ static DType KeyDType(const AttentionCall& call, const AttentionUnit& unit) {
   const DType stored = call.layout().dtype;
   const bool rotates = RotatesKeys(call, unit);
   DType dtype = stored;
-  if (unit.row_count() >= kBlockRowsMin) {
-    dtype = BlockDType(stored, QueryKind(call, unit));
+  if (unit.row_count() >= kBlockRowsMin || OnTiles(call, unit)) {
+    dtype = BlockDType(rotates ? ComputeDType(stored) : stored, QueryKind(call, unit));
   } else if (rotates) {
     dtype = ComputeDType(stored);
   }
@@ -208,7 +250,8 @@ static DType KeyDType(const AttentionCall& call, const AttentionUnit& unit) {
 // What PrepareValues returns for the unit.
 static DType ValueDType(const AttentionCall& call, const AttentionUnit& unit) {
   const DType stored = call.layout().v_dtype();
-  return unit.row_count() >= kBlockRowsMin ? BlockDType(stored, call.p_weights) : stored;
+  const bool is_block = unit.row_count() >= kBlockRowsMin || OnTiles(call, unit);
+  return is_block ? BlockDType(stored, ValueWeightKind(call, unit)) : stored;
 }
 
 // Few rows make values out of keys panel by panel, while they meet them.

@@ -128,7 +128,7 @@ static void WeighHeads(const AttentionCall& call, const AttentionUnit& unit, int
   const bool hide = NeedsHiding(*space.tiles, space.views, rows, segment, TileSet{1} << tile);
   const std::byte* data[kTilesPerSegment];
   const DType dtype = call.layout().v_dtype();
-  const ValueTiles values = WholeTiles(call, dtype, data);
+  const ValueTiles values = WholeTiles(call, unit, dtype, data);
   for (int64_t h = 0; h < unit.head_count(); ++h) {
     data[tile] = StoredValues(call.places, call.args->pages, space.tiles->tiles[tile],
                               static_cast<int>(unit.head_begin + h), space.value_tiles);

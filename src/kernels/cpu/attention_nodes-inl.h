@@ -81,6 +81,30 @@ static void GatherQuery(const AttentionCall& call, const AttentionUnit& unit, co
   }
 }
 
+// Scores of `count` rows of the unit's queries, from `index` on, against `tiles` of `keys`, by the
+// tile unit. `scores`: of the first row.
+static void ScoreTileProducts([[maybe_unused]] const AttentionCall& call,
+                              [[maybe_unused]] const AttentionUnit& unit,
+                              [[maybe_unused]] UnitQueries q, [[maybe_unused]] int64_t index,
+                              [[maybe_unused]] int count,
+                              [[maybe_unused]] const std::byte* const* keys,
+                              [[maybe_unused]] TileSet tiles, [[maybe_unused]] float* scores,
+                              [[maybe_unused]] AheadOfTiles ahead) {
+#if defined(QUIRE_SIMD_TILES)
+  const size_t row_bytes = QueryRowBytes(call, unit);
+  ScoreByTiles({.q = q.weights + static_cast<size_t>(index) * row_bytes,
+                .q_row_bytes = static_cast<int64_t>(row_bytes),
+                .rows = count,
+                .k_dim = call.layout().k_dim(),
+                .keys = keys,
+                .tiles = tiles,
+                .scores = scores,
+                .ahead = ahead.tiles,
+                .ahead_begin = ahead.begin,
+                .ahead_step = ahead.step});
+#endif
+}
+
 // Scores of the tiles `own`, for queries `q`: rows [begin, end) of the unit's head `h`, which are
 // of one group. `scores`: of row `begin`.
 static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
@@ -99,12 +123,22 @@ static void ScoreNodes(const AttentionCall& call, const AttentionUnit& unit, int
   a.prefetch = nullptr;
   a.into_l1 = false;
   a.ahead_step = 0;
+  const bool on_tiles = OnTiles(call, unit);
   const auto score = [&](int64_t r, int count, int t, const SegmentTile& tile) {
-    GatherQuery(call, unit, q.weights, h, r, count, a.steps, space);
-    a.k[0] = a.ahead[0] = PrepareKeys(call, tile, head, rotate, keys, space, space.node_keys);
+    const std::byte* const key =
+        PrepareKeys(call, tile, head, rotate, keys, space, space.node_keys);
     float* const row = scores + (r - begin) * kScoreStride;
-    a.s = row + t * kLanes;
-    loops->score_tile[count - 1](a);
+    if (on_tiles) {
+      const std::byte* by_tile[kTilesPerSegment];
+      by_tile[t] = key;
+      ScoreTileProducts(call, unit, q, h * unit.row_count() + r, count, by_tile, TileSet{1} << t,
+                        row, {by_tile, 0, 0});
+    } else {
+      GatherQuery(call, unit, q.weights, h, r, count, a.steps, space);
+      a.k[0] = a.ahead[0] = key;
+      a.s = row + t * kLanes;
+      loops->score_tile[count - 1](a);
+    }
     if (!call.scales_keys) return;
     ScaleScores(
         QueryKind(call, unit), q.scales + h * unit.row_count() + r,
@@ -121,8 +155,8 @@ static void SoftmaxNodes(const AttentionCall& call, const AttentionUnit& unit, i
                          float* scores, SoftmaxOutput out, WorkerSpace& space) {
   const auto softmax = [&](int64_t r, int64_t count) {
     const int64_t at = r - begin;
-    SoftmaxRows(call, space.views + r, count, segment, range, space.value_scales,
-                scores + at * kScoreStride, out.At(at));
+    SoftmaxRows(call, ValueWeightKind(call, unit), space.views + r, count, segment, range,
+                space.value_scales, scores + at * kScoreStride, out.At(at));
   };
   if (own == 0 || !call.scales_values) {
     softmax(begin, end - begin);
@@ -150,7 +184,7 @@ static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int
   const int head = static_cast<int>(unit.head_begin + h);
   const std::byte* data[kTilesPerSegment];
   const DType dtype = ValueDType(call, unit);
-  const ValueTiles values = WholeTiles(call, dtype, data);
+  const ValueTiles values = WholeTiles(call, unit, dtype, data);
   const auto weigh = [&](int64_t r, int count, int t, const SegmentTile& tile) {
     data[t] = PrepareValues(call, tile, head, dtype, space, space.node_values);
     const float* const p = scores + (r - begin) * kScoreStride;

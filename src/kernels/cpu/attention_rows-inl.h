@@ -172,6 +172,7 @@ static void LoadHead(const AttentionCall& call, const AttentionUnit& unit, int64
   const size_t row_bytes = QueryRowBytes(call, unit);
   const int64_t rows = unit.row_count();
   const int64_t together = GroupRows(rows);
+  const bool by_row = OnTiles(call, unit);
   int64_t waiting = 0;  // rows in space.weights
   RowWalker walker(call, unit.row_begin, unit.sequence);
   for (int64_t r = 0; r < rows; ++r, walker.Next()) {
@@ -186,6 +187,11 @@ static void LoadHead(const AttentionCall& call, const AttentionUnit& unit, int64
           QuantiseWeights(space.row, KVLayout::RoundUp(k_dim, kLanes), MostI16(k_dim), weights);
     } else {
       for (int i = 0; i < k_dim; i += kLanes) StoreWeights(kind, weights, i, Load(space.row + i));
+    }
+    if (by_row) {
+      __builtin_memcpy(to.weights + static_cast<size_t>(h * rows + r) * row_bytes, weights,
+                       row_bytes);
+      continue;
     }
     if (++waiting < kRowsWaiting && (r + 1) % together != 0 && r + 1 < rows) continue;
     StoreQueries(space.weights, waiting, row_bytes, ScoreSteps(call, keys), r + 1 - waiting, rows,

@@ -103,11 +103,11 @@ struct SoftmaxOutput {
   SoftmaxOutput At(int64_t row) const { return {m + row, l + row, weight_scale + row}; }
 };
 
-// Softmax of `count` rows of one head. value_scales: of the segment's positions. All maxima come
-// before all weights, so that no row waits for its own.
-static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t count,
-                        int64_t segment, TileRange range, const float* value_scales, float* scores,
-                        SoftmaxOutput out) {
+// Softmax of `count` rows of one head, weights as `kind`. value_scales: of the segment's positions.
+// All maxima come before all weights, so that no row waits for its own.
+static void SoftmaxRows(const AttentionCall& call, WeightKind kind, const RowView* views,
+                        int64_t count, int64_t segment, TileRange range, const float* value_scales,
+                        float* scores, SoftmaxOutput out) {
   const float soft_cap = call.args->soft_cap;
   const float scale = soft_cap > 0.0F ? 1.0F : call.args->scale_log2;
   const auto weigh = call.scales_values ? WeighRow<true> : WeighRow<false>;
@@ -122,28 +122,28 @@ static void SoftmaxRows(const AttentionCall& call, const RowView* views, int64_t
     const SegmentView view = ViewIn(views[r], segment);
     float* const row = scores + r * kScoreStride;
     if (view.begin < view.end) {
-      weigh(call.p_weights, row, value_scales, view, range.begin, range.end, scale, out.m[r],
-            out.l + r, out.weight_scale + r);
+      weigh(kind, row, value_scales, view, range.begin, range.end, scale, out.m[r], out.l + r,
+            out.weight_scale + r);
     } else {
-      HiddenRow(call.p_weights, row, range.begin, range.end, out.m + r, out.l + r,
-                out.weight_scale + r);
+      HiddenRow(kind, row, range.begin, range.end, out.m + r, out.l + r, out.weight_scale + r);
     }
   }
 }
 
 // V tiles of one head of a segment, or some columns of them, ready for a chain.
 struct ValueTiles {
-  const ChainLoops* loops;
-  DType dtype;  // of the tiles, as the chain reads them
+  const ChainLoops* loops;  // null: products of tiles
+  DType dtype;              // of the tiles, as the chain reads them
   int columns;
   int row_columns;  // of the tiles in memory
   const std::byte* const* data;
 };
 
 // All columns of tiles that lie as they do in a page.
-static ValueTiles WholeTiles(const AttentionCall& call, DType dtype, const std::byte* const* data) {
+static ValueTiles WholeTiles(const AttentionCall& call, const AttentionUnit& unit, DType dtype,
+                             const std::byte* const* data) {
   const int v_dim = call.layout().v_dim();
-  return {LoopsOf(dtype), dtype, v_dim, v_dim, data};
+  return {OnTiles(call, unit) ? nullptr : LoopsOf(dtype), dtype, v_dim, v_dim, data};
 }
 
 // What is read later, to be asked for while values are weighed: after each tile's pointer, from
@@ -161,11 +161,37 @@ static int WidthFor(int64_t wanted, int at_once) {
   return width;
 }
 
+#if defined(QUIRE_SIMD_TILES)
+// The same as WeighTiles for `count` <= kTileGroupRows rows and any tiles.
+static void WeighTileProducts(const AttentionCall& call, const ValueTiles& values, TileSet tiles,
+                              const float* scores, int count, float* o, bool resume,
+                              AheadOfTiles ahead) {
+  WeighByTiles({.p = reinterpret_cast<const std::byte*>(scores),
+                .rows = count,
+                .values = values.data,
+                .tiles = tiles,
+                .v_row_bytes = int64_t{values.row_columns} * 4,
+                .columns = values.columns,
+                .o = o,
+                .o_row = call.layout().v_dim(),
+                .resume = resume,
+                .ahead = ahead.tiles,
+                .ahead_begin = ahead.begin,
+                .ahead_step = ahead.step});
+}
+#endif
+
 // Chains over the tiles [range) for `count` <= kRowsMax rows; weights at `scores`. What is read
 // later: `prefetch`, as many bytes as there are values, or, if that is null, `ahead`.
 static void WeighTiles(const AttentionCall& call, const ValueTiles& values, TileRange range,
                        const float* scores, int count, float* o, bool resume,
                        const std::byte* prefetch, AheadOfTiles ahead) {
+#if defined(QUIRE_SIMD_TILES)
+  if (values.loops == nullptr) {
+    return WeighTileProducts(call, values, TilesIn(range.begin, range.end), scores, count, o,
+                             resume, ahead);
+  }
+#endif
   const int pair = ChainPair(values.dtype);
   WeighArgs a;
   a.p = reinterpret_cast<const std::byte*>(scores) +
@@ -204,6 +230,11 @@ static void WeighTiles(const AttentionCall& call, const ValueTiles& values, Tile
 // The same for all runs of a set of tiles.
 static void WeighTileSet(const AttentionCall& call, const ValueTiles& values, TileSet tiles,
                          const float* scores, int count, float* o, AheadOfTiles ahead) {
+#if defined(QUIRE_SIMD_TILES)
+  if (values.loops == nullptr) {
+    return WeighTileProducts(call, values, tiles, scores, count, o, false, ahead);
+  }
+#endif
   bool resume = false;
   for (TileRange run; TakeRun(&tiles, &run); resume = true) {
     WeighTiles(call, values, run, scores, count, o, resume, nullptr, ahead);

@@ -5,6 +5,10 @@
 #ifndef QUIRE_KERNELS_CPU_CHAIN_INL_H_
 #define QUIRE_KERNELS_CPU_CHAIN_INL_H_
 
+#if defined(QUIRE_SIMD_TILES)
+#include "kernels/cpu/tile_unit-inl.h"
+#endif
+
 // Row stride of scores and weights in floats: off a power of two, so that rows do not fall into the
 // same cache sets.
 constexpr int kScoreStride = kSegmentPositions + kLanes;
@@ -17,10 +21,15 @@ QUIRE_INLINE void PrefetchL1(const void* p) {
 }
 #endif
 
+struct NoScope {};
+
 // How a tile's elements enter a chain: `kPair` elements per lane and step, weighed by one Weight.
 // Sums lie in memory for floats.
 struct FloatSums {
   using Sum = VF;
+  using Scope = NoScope;
+  static constexpr int kChunkSteps = 0;  // sums are not cut
+  QUIRE_INLINE void EndChunk(Sum*) {}
   QUIRE_INLINE Sum None() { return Zero(); }
   QUIRE_INLINE Sum LoadSum(const float* p) { return Load(p); }
   QUIRE_INLINE void StoreSum(float* p, Sum v) { Store(p, v); }
@@ -41,6 +50,32 @@ struct ChainF16 : FloatSums {
   QUIRE_INLINE Vector LoadVector(const Element* p) { return LoadF16(p); }
   QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return Fma(v, Set1(w), acc); }
 };
+#if defined(QUIRE_SIMD_TILES)
+// In the tile unit's order (tile_unit-inl.h): chunks of at most 16 pairs; of values, those of one
+// tile.
+struct ChainBF16 {
+  using Element = uint16_t;
+  using Weight = QPair;
+  using Vector = VPair;
+  using Scope = ScopedFlush;
+  struct Sum {
+    VF total;
+    VF even, odd;  // of the chunk
+  };
+  static constexpr int kPair = 2;
+  static constexpr int kChunkSteps = kTilePairs;
+  QUIRE_INLINE Sum None() { return {Zero(), Zero(), Zero()}; }
+  QUIRE_INLINE Sum LoadSum(const float* p) { return {Load(p), Zero(), Zero()}; }
+  QUIRE_INLINE void StoreSum(float* p, const Sum& v) { Store(p, v.total); }
+  QUIRE_INLINE Vector LoadVector(const Element* p) { return LoadPair(p); }
+  QUIRE_INLINE Sum Step(const Sum& acc, Vector v, Weight w) {
+    return {acc.total, Fma(v.even, Set1(w.even), acc.even), Fma(v.odd, Set1(w.odd), acc.odd)};
+  }
+  QUIRE_INLINE void EndChunk(Sum* acc) {
+    *acc = {Add(acc->total, Add(acc->even, acc->odd)), Zero(), Zero()};
+  }
+};
+#else
 struct ChainBF16 : FloatSums {
   using Element = uint16_t;
   using Weight = QPair;
@@ -49,6 +84,7 @@ struct ChainBF16 : FloatSums {
   QUIRE_INLINE Vector LoadVector(const Element* p) { return LoadPair(p); }
   QUIRE_INLINE VF Step(VF acc, Vector v, Weight w) { return DotPair(acc, v, w); }
 };
+#endif
 
 // Integers: sums are int32, for the caller to scale.
 struct ChainI8 {
@@ -56,7 +92,10 @@ struct ChainI8 {
   using Weight = uint32_t;  // two int16
   using Vector = VI16;
   using Sum = VI;
+  using Scope = NoScope;
   static constexpr int kPair = 2;
+  static constexpr int kChunkSteps = 0;
+  QUIRE_INLINE void EndChunk(Sum*) {}
   QUIRE_INLINE Sum None() { return NoSums(); }
   QUIRE_INLINE Sum LoadSum(const float* p) { return LoadSums(p); }
   QUIRE_INLINE void StoreSum(float* p, Sum v) { StoreSums(p, v); }
@@ -118,6 +157,7 @@ struct ScoreArgs {
 template <typename Chain, int R, int C, bool kHeads>
 static void Score(const ScoreArgs& args) {
   const ScoreArgs a = args;  // stores of scores cannot change a local, so it stays in registers
+  [[maybe_unused]] const typename Chain::Scope scope;
   using Element = typename Chain::Element;
   using Weight = typename Chain::Weight;
   constexpr int64_t kStepElements = kLanes * Chain::kPair;
@@ -128,6 +168,7 @@ static void Score(const ScoreArgs& args) {
     QUIRE_UNROLL
     for (int c = 0; c < C; ++c) acc[r][c] = Chain::None();
   }
+  [[maybe_unused]] int64_t chunk_end = Chain::kChunkSteps;
   for (int64_t d = 0; d < a.steps; ++d) {
     const std::byte* const q = a.q + d * static_cast<int64_t>(R * sizeof(Weight));
     typename Chain::Vector k[C];
@@ -149,6 +190,15 @@ static void Score(const ScoreArgs& args) {
       for (int c = 0; c < C; ++c) {
         const std::byte* column = kHeads ? q + c * a.q_column_bytes : q;
         acc[r][c] = Chain::Step(acc[r][c], k[c], reinterpret_cast<const Weight*>(column)[r]);
+      }
+    }
+    if constexpr (Chain::kChunkSteps > 0) {
+      if (d + 1 != chunk_end && d + 1 != a.steps) continue;
+      chunk_end += Chain::kChunkSteps;
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        QUIRE_UNROLL
+        for (int c = 0; c < C; ++c) Chain::EndChunk(&acc[r][c]);
       }
     }
   }
@@ -180,6 +230,7 @@ struct WeighArgs {
 template <typename Chain, int R, int C>
 static void Weigh(const WeighArgs& args) {
   const WeighArgs a = args;  // as in Score
+  [[maybe_unused]] const typename Chain::Scope scope;
   using Element = typename Chain::Element;
   using Weight = typename Chain::Weight;
   constexpr int kSteps = kLanes / Chain::kPair;
@@ -234,6 +285,11 @@ static void Weigh(const WeighArgs& args) {
           QUIRE_UNROLL
           for (int c = 0; c < C; ++c) acc[r][c] = Chain::Step(acc[r][c], values[c], w);
         }
+      }
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        QUIRE_UNROLL
+        for (int c = 0; c < C; ++c) Chain::EndChunk(&acc[r][c]);
       }
     }
     QUIRE_UNROLL

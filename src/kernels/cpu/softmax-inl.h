@@ -31,7 +31,7 @@ QUIRE_INLINE void StoreWeights(WeightKind kind, std::byte* row, int64_t first, V
     StoreI16(reinterpret_cast<int16_t*>(row) + first, w);
   } else {
     Store(reinterpret_cast<float*>(row) + first,
-          kind == WeightKind::kRoundedF32 ? RoundToBF16(w) : w);
+          kind == WeightKind::kRoundedF32 ? RoundForDots(w) : w);
   }
 }
 

@@ -412,8 +412,10 @@ std::vector<TokenInputs> SmallInputs(const AttentionKVCacheOptions& options) {
     float small = 0x1p-130f;
     if (layers[l].dtype == DType::kF16 || layers[l].v_dtype == DType::kF16) small = 0x1p-18f;
     if (IsQuantised(layers[l].value_dtype())) small = 0x1p-118f;  // its scale is a normal number
-    if (layers[l].value_dtype() == DType::kBF16 && options.kernel_path == "avx512_bf16") {
-      small = 0x1p-122f;  // a dot product takes and gives no denormals; what comes behind it does
+    const bool flushes =
+        options.kernel_path == "avx512_bf16" || options.kernel_path == "avx512_amx";
+    if (layers[l].value_dtype() == DType::kBF16 && flushes) {
+      small = 0x1p-122f;  // its products take and give no denormals; what comes behind them does
     }
     inputs.push_back(
         MakeTokenInputs(layers[l], static_cast<int64_t>(l), DType::kF32, OfSequence(0, 40)));
