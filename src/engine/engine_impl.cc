@@ -49,21 +49,32 @@ EngineImpl::EngineImpl(Parts parts)
       composite_(JoinStates(parts.cache, parts.recurrent)),
       reported_info_(WithLayersOf(cache_.get(), model_->info())),
       state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
-      runner_(std::move(parts.runner)),
+      states_(composite_ != nullptr ? SequenceStates(*composite_) : SequenceStates(*cache_)),
       kernel_path_(parts.backend->name),
       options_(std::move(parts.options)),
       pages_total_(state_.pages_free()),
       clock_(parts.clock ? parts.clock : MachineTime()),
-      model_drafter_(std::move(parts.model_drafter)),
+      limits_({.model = model_.get(),
+               .has_attention = state_.attention() != nullptr,
+               .max_pop = cache_ == nullptr ? 0 : cache_->options().max_pop,
+               .max_num_sequences = options_.max_num_sequences,
+               .page_size = options_.page_size,
+               .pages_total = pages_total_}),
+      speculator_(std::move(parts.model_drafter), options_.max_tree_nodes, options_.prefill_chunk),
       prefix_cache_(state_, options_.page_size,
-                    RetainedSequencesMax(pages_total_, state_.forks_anywhere())) {
-  logits_.reserve(StepLogitRowsMax(options_.max_num_sequences, options_.prefill_chunk,
-                                   options_.max_tree_nodes) *
-                  model_->info().vocab_size);
-  draw_scratch_.reserve(runner_->worker_count());
-  for (int i = 0; i < runner_->worker_count(); ++i) {
-    draw_scratch_.emplace_back(model_->info().vocab_size, *parts.backend);
-  }
+                    RetainedSequencesMax(pages_total_, state_.forks_anywhere())),
+      finder_(&requests_, &prefix_cache_, state_, options_.prefix_cache, options_.page_size),
+      sequences_(state_, &prefix_cache_, &speculator_),
+      store_traffic_({.model = model_.get(),
+                      .state = state_,
+                      .prefix_cache = &prefix_cache_,
+                      .requests = &requests_,
+                      .finder = &finder_,
+                      .sequences = &sequences_,
+                      .prefill_chunk = options_.prefill_chunk}),
+      drawer_(model_.get(), *parts.backend, std::move(parts.runner),
+              StepLogitRowsMax(options_.max_num_sequences, options_.prefill_chunk,
+                               options_.max_tree_nodes)) {
   if (cache_ != nullptr) counters_.pages_total = pages_total_;
   counters_.state_bytes = parts.state_bytes;
   counters_.kv_bytes = parts.kv_bytes;
@@ -98,17 +109,11 @@ void EngineImpl::Publish() noexcept {
   counters_.retained_sequences = prefix_cache_.sequence_count();
   counters_.retained_tokens = prefix_cache_.token_count();
   counters_.retained_pages = state_.retained_pages();
-  counters_.waiting = static_cast<int64_t>(waiting_.size());
-  counters_.running = static_cast<int64_t>(running_.size());
-  counters_.loading = std::count_if(waiting_.begin(), waiting_.end(), [](const auto& request) {
-    return request->load != nullptr && !request->load->ended();
-  });
-  if (store_ != nullptr) {
-    counters_.stored_chunks = store_->put_counts().chunks;
-    counters_.stored_bytes = store_->put_counts().bytes;
-    counters_.refused_chunks = store_->put_counts().refused;
-  }
-  idle_.store(waiting_.empty() && running_.empty() && due_.empty(), std::memory_order_release);
+  counters_.waiting = static_cast<int64_t>(requests_.waiting().size());
+  counters_.running = static_cast<int64_t>(requests_.running().size());
+  store_traffic_.Publish(&counters_);
+  speculator_.Publish(&counters_);
+  idle_.store(requests_.empty() && due_.empty(), std::memory_order_release);
   const std::lock_guard<std::mutex> lock(published_mutex_);
   published_ = counters_;
 }
@@ -118,111 +123,6 @@ EngineStats EngineImpl::Stats() const {
   return published_;
 }
 
-int64_t EngineImpl::step_bytes() const {
-  auto bytes = static_cast<int64_t>(logits_.capacity() * sizeof(float));
-  for (const DrawScratch& scratch : draw_scratch_) bytes += scratch.bytes();
-  return bytes;
-}
-
-SequenceStates EngineImpl::states() const {
-  return composite_ != nullptr ? SequenceStates(*composite_) : SequenceStates(*cache_);
-}
-
-Status EngineImpl::CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const {
-  std::ostringstream message;
-  const int64_t positions = model_->info().max_position_embeddings;
-  if (options.n > options_.max_num_sequences) {
-    message << "SamplingOptions::n is " << options.n << "; the engine works on at most "
-            << options_.max_num_sequences
-            << " samples at a time (EngineOptions::max_num_sequences)";
-    return Status(StatusCode::kTooLarge, message.str());
-  }
-  if (options.window != 0) {
-    QUIRE_RETURN_IF_ERROR(CheckWindow(prompt_tokens, options));
-  } else if (prompt_tokens > positions || options.max_tokens > positions - prompt_tokens) {
-    message << "Engine::Submit: a prompt of " << prompt_tokens << " tokens and max_tokens "
-            << options.max_tokens << " do not fit the model's " << positions
-            << " positions; shorten the prompt or lower max_tokens";
-    return Status(StatusCode::kTooLarge, message.str());
-  }
-  int64_t pages = PagesForRequest(prompt_tokens, options.max_tokens, options.n, options_.page_size);
-  if (options.window != 0) {
-    pages = std::min(pages, options.n * PagesOfWindow(options));
-  }
-  if (pages > pages_total_) {
-    message << "Engine::Submit: " << options.n << " sample(s) of " << prompt_tokens
-            << " prompt tokens and max_tokens " << options.max_tokens << " need " << pages
-            << " pages of " << options_.page_size << " tokens, the cache has " << pages_total_
-            << "; raise EngineOptions::kv_bytes or lower max_tokens or n";
-    return Status(StatusCode::kTooLarge, message.str());
-  }
-  return {};
-}
-
-Status EngineImpl::CheckCanSpeculate(const std::optional<Speculation>& speculation) const {
-  if (!speculation || speculation->draft == DraftKind::kNone) return {};
-  if (options_.max_tree_nodes < 2) {
-    return Status(StatusCode::kBadArgument,
-                  "SamplingOptions::speculation: this engine has no room for guesses; give it "
-                  "EngineOptions::max_tree_nodes of at least 2, or a speculation of its own");
-  }
-  if (speculation->draft == DraftKind::kModel && model_drafter_ == nullptr) {
-    return Status(StatusCode::kBadArgument,
-                  "SamplingOptions::speculation: draft is kModel and this engine has no draft "
-                  "model; give EngineOptions::draft_model_directory, or take kNGram");
-  }
-  return {};
-}
-
-Status EngineImpl::CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const {
-  std::ostringstream message;
-  const int64_t positions = model_->info().max_position_embeddings;
-  if (state_.attention() == nullptr) {
-    message << "SamplingOptions::window is " << options.window << "; "
-            << model_->info().architecture
-            << " has no attention layers that could have one, and its states do not grow with the "
-               "text: leave it 0";
-    return Status(StatusCode::kBadArgument, message.str());
-  }
-  if (options.window > positions) {
-    message << "SamplingOptions::window is " << options.window << "; the model has " << positions
-            << " positions, so that is the most";
-    return Status(StatusCode::kBadArgument, message.str());
-  }
-  constexpr int64_t kMost = SamplingOptions::kEndlessTokensMax;
-  if (prompt_tokens > kMost || options.max_tokens > kMost - prompt_tokens) {
-    message << "Engine::Submit: a prompt of " << prompt_tokens << " tokens and max_tokens "
-            << options.max_tokens << " are more than " << kMost
-            << ", the most with a window; lower max_tokens";
-    return Status(StatusCode::kTooLarge, message.str());
-  }
-  return {};
-}
-
-// With the tokens that the cache keeps for pops.
-int64_t EngineImpl::PagesOfWindow(const SamplingOptions& options) const {
-  const int64_t max_pop = cache_ == nullptr ? 0 : cache_->options().max_pop;
-  return PagesForWindow(options.window + max_pop, options.sinks, options_.page_size);
-}
-
-bool EngineImpl::ForksAnywhere(const Request& request) const {
-  return state_.forks_anywhere() && !request.has_window();
-}
-
-int64_t EngineImpl::SequencesFree() const {
-  int64_t used = 0;
-  for (const auto& request : running_) used += request->unfinished_count();
-  return options_.max_num_sequences - used;
-}
-
-Request* EngineImpl::FindRequest(int64_t request_id) const {
-  const auto has_id = [&](const auto& request) { return request->id == request_id; };
-  const auto running = std::find_if(running_.begin(), running_.end(), has_id);
-  if (running != running_.end()) return running->get();
-  const auto waiting = std::find_if(waiting_.begin(), waiting_.end(), has_id);
-  return waiting == waiting_.end() ? nullptr : waiting->get();
-}
-
 // Reads what never changes while the engine lives.
 Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
                                const SamplingOptions& options) const {
@@ -230,8 +130,8 @@ Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
     const int64_t vocab_size = model_->info().vocab_size;
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
-    QUIRE_RETURN_IF_ERROR(CheckCanSpeculate(options.speculation));
-    return CheckFits(static_cast<int64_t>(prompt.size()), options);
+    QUIRE_RETURN_IF_ERROR(speculator_.CheckCanSpeculate(options.speculation));
+    return limits_.CheckFits(static_cast<int64_t>(prompt.size()), options);
   });
 }
 
@@ -239,10 +139,11 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
                                    const SamplingOptions& options) {
   return Enter("Submit", [&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckSubmit(prompt, options));
-    if (static_cast<int64_t>(waiting_.size()) >= options_.max_waiting) {
-      return Status(StatusCode::kFull, "Engine::Submit: " + std::to_string(waiting_.size()) +
-                                           " requests wait (EngineOptions::max_waiting); "
-                                           "step the engine and submit again");
+    if (static_cast<int64_t>(requests_.waiting().size()) >= options_.max_waiting) {
+      return Status(StatusCode::kFull,
+                    "Engine::Submit: " + std::to_string(requests_.waiting().size()) +
+                        " requests wait (EngineOptions::max_waiting); "
+                        "step the engine and submit again");
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
     request->speculation = options.speculation.value_or(options_.speculation);
@@ -252,32 +153,15 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     request->space = {
         .salt = options.cache_salt,
         .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};
-    Prefetch(request.get());
-    Queue(std::move(request));
+    store_traffic_.Prefetch(request.get());
+    requests_.Add(std::move(request));
     return next_request_id_++;
   });
 }
 
-// Requests come in by turns of their salts, those of one salt in their order: each has the turn
-// after the last one of its salt, and of those in work. So a salt with many requests that wait
-// holds up another one by one request, and a request that waits is overtaken by one of each other
-// salt at most in a turn.
-void EngineImpl::Queue(std::unique_ptr<Request> request) {
-  if (last_turns_.size() > 2 * waiting_.size() + 64) {
-    std::erase_if(last_turns_, [this](const auto& entry) { return entry.second <= turn_; });
-  }
-  int64_t& last = last_turns_.try_emplace(request->space.salt, 0).first->second;
-  const int64_t turn = std::max(last, turn_) + 1;
-  request->turn = turn;
-  auto place = waiting_.end();
-  while (place != waiting_.begin() && (*std::prev(place))->turn > turn) --place;
-  waiting_.insert(place, std::move(request));
-  last = turn;
-}
-
 Status EngineImpl::Cancel(int64_t request_id) {
   return Enter("Cancel", [&]() -> Status {
-    Request* const request = FindRequest(request_id);
+    Request* const request = requests_.Find(request_id);
     if (request == nullptr) {
       return Status(StatusCode::kUnknownSequence,
                     "Engine::Cancel: request " + std::to_string(request_id) +
@@ -317,17 +201,15 @@ Result<SnapshotInfo> EngineImpl::LoadSnapshot(const Passport& identity, const st
 Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
                                const StoreUseOptions& options) {
   return Enter("AttachStore", [&]() -> Status {
-    if (store_ != nullptr) {
+    if (store_traffic_.is_attached()) {
       return Status(StatusCode::kBadState,
                     "Engine::AttachStore: a store is attached; an engine has one for its life");
     }
     const bool long_rope = HasLongSet(model_->info().rope.scaling);
-    QUIRE_ASSIGN_OR_RETURN(
-        store_, StoreLink::Create(std::move(store), states(), !state_.forks_anywhere(), identity,
-                                  options, long_rope));
-    prefix_cache_.before_eviction = [this](const PrefixCache::Retained& retained) {
-      StoreRetained(retained);
-    };
+    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<StoreLink> link,
+                           StoreLink::Create(std::move(store), states_, !state_.forks_anywhere(),
+                                             identity, options, long_rope));
+    store_traffic_.Attach(std::move(link));
     return {};
   });
 }
@@ -340,8 +222,7 @@ Status EngineImpl::FlushStore(int64_t timeout_ms) {
                                                   std::to_string(timeout_ms) +
                                                   "; it must be at least 0 and at most a year");
     }
-    if (store_ == nullptr) return {};
-    return StoreAll(store_->now_ns() + timeout_ms * 1'000'000);
+    return store_traffic_.StoreAll(timeout_ms * 1'000'000);
   });
 }
 
@@ -350,7 +231,7 @@ void EngineImpl::CheckInvariants() const {
   int64_t sequences = prefix_cache_.sequence_count();
   int64_t samples = 0;
   int64_t drafts = 0;
-  for (const auto& request : running_) {
+  for (const auto& request : requests_.running()) {
     for (const Sample& sample : request->samples) {
       QUIRE_CHECK(sample.finished() ? !sample.has_sequence() : sample.pending() >= 1);
       samples += sample.finished() ? 0 : 1;
@@ -365,25 +246,21 @@ void EngineImpl::CheckInvariants() const {
   }
   QUIRE_CHECK(samples <= options_.max_num_sequences);
   QUIRE_CHECK(state_.sequence_count() == sequences) << "a sequence that nobody holds";
-  for (const auto& request : waiting_) {
+  for (const auto& request : requests_.waiting()) {
     for (const Sample& sample : request->samples) {
       QUIRE_CHECK(!sample.has_sequence());
       QUIRE_CHECK(sample.draft_state == kNoDraftState);
     }
-    QUIRE_CHECK(request->load == nullptr || store_ != nullptr);
+    QUIRE_CHECK(request->load == nullptr || store_traffic_.is_attached());
     QUIRE_CHECK(request->layers == nullptr) << "request " << request->id << " waits with layers";
   }
-  for (const auto& request : running_) {
+  for (const auto& request : requests_.running()) {
     QUIRE_CHECK(request->load == nullptr) << "request " << request->id << " loads while it runs";
   }
   const Status status = state_.CheckInvariants();
   QUIRE_CHECK(status.ok()) << status.ToString();
-  int64_t held = ngram_drafter_.state_count();
-  if (model_drafter_ != nullptr) {
-    model_drafter_->CheckInvariants();
-    held += model_drafter_->state_count();
-  }
-  QUIRE_CHECK(held == drafts) << "a draft of a sample that is gone";
+  speculator_.CheckInvariants();
+  QUIRE_CHECK(speculator_.state_count() == drafts) << "a draft of a sample that is gone";
 }
 
 }  // namespace quire

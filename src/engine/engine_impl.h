@@ -9,8 +9,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,14 +16,17 @@
 #include <string>
 #include <vector>
 
-#include "engine/drafts/model_draft.h"
-#include "engine/drafts/ngram_draft.h"
-#include "engine/loading/store_link.h"
+#include "engine/answer_drawer.h"
+#include "engine/drafts/speculator.h"
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
+#include "engine/request/prefix_finder.h"
 #include "engine/request/request.h"
+#include "engine/request/request_queue.h"
 #include "engine/request/scheduler.h"
-#include "engine/sampling/sampler.h"
+#include "engine/request_limits.h"
+#include "engine/sample_sequences.h"
+#include "engine/store_traffic.h"
 #include "quire/engine.h"
 
 namespace quire {
@@ -96,8 +97,8 @@ class EngineImpl final : public Engine {
   const AttentionKVCache& cache() const { return *cache_; }
   const RecurrentCache* recurrent() const { return recurrent_.get(); }
   const SequenceState& state() const { return state_; }
-  const ModelDrafter* model_drafter() const { return model_drafter_.get(); }
-  int64_t step_bytes() const;  // of logits and draw scratch, taken now
+  const ModelDrafter* model_drafter() const { return speculator_.model_drafter(); }
+  int64_t step_bytes() const { return drawer_.bytes(); }  // of logits and draw scratch
   // For tests: what must hold between two calls; the first violation stops the process.
   void CheckInvariants() const;
 
@@ -114,27 +115,10 @@ class EngineImpl final : public Engine {
     bool ends_pending() const { return loaded() + tokens == sample->pending(); }
   };
   using Batch = std::vector<Work>;
-  // What is drawn for a sample from the forward's logits, and what is said about it: a token from
-  // row `row`, and as long as the guess behind it is right, one more from the guess's row.
-  struct Drawn {
-    Request* request;
-    Sample* sample;
-    int64_t row;                         // in a tree forward that of the root, then of its guesses
-    const DraftTree* guesses = nullptr;  // null: none
-    std::vector<Draw> draws = {};        // room for all that there can be
-    int64_t count = 0;                   // of `draws`, in use
-    int64_t last_node = 0;               // of the tree, from which was drawn last; 0: the root
-    Status filter_status = {};           // of DrawError::kFilterFailed
-    StepOutput output = {};
-  };
   // Works that are run as token trees, and what is guessed for them.
   struct TreeBatch {
     Batch works;
     std::vector<DraftTree> guesses;
-  };
-  // As BeginTreeForward takes them.
-  struct TreeNodes {
-    std::vector<int64_t> ids, lengths, parents;
   };
 
   // Excludes a second thread, turns bad_alloc into OutOfMemory and refreshes what Stats and Idle
@@ -143,29 +127,13 @@ class EngineImpl final : public Engine {
   auto Enter(std::string_view call, F&& body) -> decltype(body());
   void Publish() noexcept;
 
-  // engine_impl.cc
-  SequenceStates states() const;
-  Status CheckCanSpeculate(const std::optional<Speculation>& speculation) const;
-  Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
-  Status CheckWindow(int64_t prompt_tokens, const SamplingOptions& options) const;
-  int64_t PagesOfWindow(const SamplingOptions& options) const;
-  bool ForksAnywhere(const Request& request) const;
-  int64_t SequencesFree() const;
-  Request* FindRequest(int64_t request_id) const;
-  void Queue(std::unique_ptr<Request> request);
-
   // step_plan.cc: who computes what.
   Result<Batch> PlanBatch(bool may_admit);
   Status GiveSequences();
-  Status GiveSequence(const Request& request, Sample* sample, const PrefixMatch& from);
-  PrefixMatch FindPrefix(const Request& request, const Sample& sample, int64_t border = 1) const;
-  PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
-  bool IsPrefixBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
   int64_t PendingNow(const Request& request, const Sample& sample, int64_t length) const;
   Result<std::vector<bool>> WhichOpenPages(std::span<const int64_t> sequence_ids) const;
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
   int64_t PagesOfLoads(const Batch& works) const;
-  Request* NextToAdmit() const;
   std::optional<WaitingHead> ViewHead();
   Status AdmitHead();
   void PreemptYoungest();
@@ -177,27 +145,16 @@ class EngineImpl final : public Engine {
   Status RunBatch(const Batch& batch, bool* plan_anew);
   Status Attempt(const Batch& batch);
   Status Forward(const Batch& batch);
-  Result<Drawn> PrepareDrawn(Request* request, Sample* sample, int64_t row,
-                             int64_t draws_max) const;
   Result<std::vector<Drawn>> PrepareDraws(const Batch& batch) const;
-  void DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept;
-  void DrawPath(Drawn* drawn, DrawScratch* scratch) const noexcept;
-  void DrawAll(std::vector<Drawn>* draws);
   void Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept;
   void CommitDraws(std::vector<Drawn>* draws) noexcept;
 
   // step_drafts.cc: several tokens of a sample in one forward.
-  bool MayDraft(const Work& work) const;
-  std::vector<DraftJob> MakeDraftJobs(const Batch& batch, std::vector<DraftTree>* guesses) const;
-  Status Guess(std::span<const DraftJob> jobs);
   Status PlanTrees(Batch* batch, TreeBatch* trees, bool* plan_anew);
-  static TreeNodes NodesOf(const Batch& trees);
   Result<bool> TreesFit(const Batch& trees, const Batch& plain);
   Status JoinTrees(Batch* batch, TreeBatch* trees);
   void RunTrees(const TreeBatch& trees, Batch* batch);
   Status AttemptTrees(const TreeBatch& trees);
-  void NoteGuesses(const Drawn& drawn) noexcept;
-  void ForgetDraft(const Request& request, Sample* sample) noexcept;
 
   // step_finish.cc: what a drawn token does to its sample, and the end of samples and requests.
   void ApplyDraw(Drawn* drawn, Draw* draw) noexcept;
@@ -206,58 +163,16 @@ class EngineImpl final : public Engine {
                     StepOutput* output) noexcept;
   void ReleaseSequence(Request* request, Sample* sample) noexcept;
   void RetainOrRemove(const Request& request, Sample* sample) noexcept;
-  void RemoveSequence(const Request& request, Sample* sample) noexcept;
-  void DropSequences(Request* request) noexcept;
   Status StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens);
-  void Erase(const Request* request) noexcept;
   void EndRequest(Request* request, FinishReason reason, const std::string& error);
 
-  // engine_store.cc: KV from and to the chunk store.
-  // Where a waiting request's KV comes from: `from` is forked, chunks are imported up to `end`.
-  struct Start {
-    PrefixMatch from;
-    int64_t end = 0;
-  };
-  Start FindStart(const Request& request) const;
-  void Prefetch(Request* request) const;
-  void StartLoads();
-  bool StartLoad(Request* request);
-  bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
-  void PollLoad(Request* request);
-  int64_t LayersThere(const Request& request) const;
-  bool KeepsPace(const Request& request, int64_t there, bool alone) const;
-  int64_t LoadableTokens(const Sample& leader) const;
-  int64_t ChunkLayerCount() const;
-  int64_t FirstLayerNeeded() const;
-  bool AwaitLoad();
-  void ImportChunks(Request* request, const Start& start) noexcept;
-  Status TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept;
-  std::unique_ptr<LayerwiseLoad> MakeLayerwise(Request* request, const Start& start);
-  LayerwiseLoad* LayersOf(const Request& request, const Sample& sample) const;
-  void CountLoad(Request* request, MissReason miss, double seconds) noexcept;
-  void CountLoaded(Request* request, TierKind tier, int64_t tokens) noexcept;
-  void CommitLayers(const Work& work) noexcept;
-  bool DropFailedLayers(const Batch& batch) noexcept;
-  void NoteStart(Request* request, int64_t known) noexcept;
-  void ForgetLoad(Request* request) noexcept;
-  void StoreComputed() noexcept;
-  void StoreSeen(const Batch& batch) noexcept;
-  int64_t StoreSample(const Request& request, Sample* sample, int64_t computed,
-                      int64_t bytes_max) noexcept;
-  void StoreRetained(const PrefixCache::Retained& retained) noexcept;
-  Status StoreAll(int64_t until_ns);
-  void MeasureSpeed(int64_t tokens, int64_t ns) noexcept;
-
   // step_logits.cc
-  Status CheckLogitsArguments(std::span<const std::span<const int32_t>> prompts,
-                              std::span<float* const> logits) const;
   Status ShrinkToFreePages(std::vector<int64_t>* sequence_ids, std::vector<int64_t>* lengths);
   Status ComputeLogits(std::span<const std::span<const int32_t>> prompts,
                        std::span<float* const> logits);
 
   // engine_snapshot.cc
   Result<int64_t> SaveRetained(const SnapshotContents& contents, const std::string& path);
-  Status CheckSnapshotFits(const SnapshotInfo& info, const std::string& path) const;
   Result<SnapshotInfo> LoadRetained(const Passport& identity, const std::string& path,
                                     const SnapshotLoadOptions& options);
 
@@ -267,26 +182,21 @@ class EngineImpl final : public Engine {
   const std::unique_ptr<CompositeState> composite_;  // null without recurrent layers
   const ModelInfo reported_info_;                    // the model's, with the layers of the cache
   const SequenceState state_;
-  const std::shared_ptr<ParallelRunner> runner_;
+  const SequenceStates states_;  // for chunks and snapshots
   const std::string kernel_path_;
   const EngineOptions options_;
   const int64_t pages_total_;
   const std::shared_ptr<Clock> clock_;
-  const std::unique_ptr<ModelDrafter> model_drafter_;  // null without a draft model
-  NGramDrafter ngram_drafter_;
-
-  std::unique_ptr<StoreLink> store_;  // null: none is attached
+  const RequestLimits limits_;
+  Speculator speculator_;
   PrefixCache prefix_cache_;
-  std::deque<std::unique_ptr<Request>> waiting_;  // in the order in which they may come in
-  int64_t turn_ = 0;                              // the highest of requests that came in
-  std::map<std::string, int64_t>
-      last_turns_;  // by salt; one that is not there has none after turn_
-  std::vector<std::unique_ptr<Request>> running_;  // in the order in which they came in
+  RequestQueue requests_;
+  const PrefixFinder finder_;
+  SampleSequences sequences_;
+  StoreTraffic store_traffic_;
+  AnswerDrawer drawer_;
   std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests
   int64_t next_request_id_ = 0;
-  int64_t next_sequence_id_ = 0;
-  std::vector<float> logits_;              // [rows of the forward, vocab_size]
-  std::vector<DrawScratch> draw_scratch_;  // one per worker
 
   std::atomic<bool> entered_ = false;
   std::atomic<bool> idle_ = true;

@@ -15,6 +15,18 @@ Status NeedsPrefixCache(const char* call) {
                     ": this engine keeps no KV between requests (EngineOptions::prefix_cache)");
 }
 
+Status CheckSnapshotFits(const SnapshotInfo& info, const std::string& path,
+                         const RequestLimits& limits) {
+  if (info.tokens.empty()) return {};
+  QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, limits.model->info().vocab_size));
+  const int64_t length = static_cast<int64_t>(info.tokens.size());
+  const int64_t length_max = limits.length_max();
+  if (length <= length_max) return {};
+  return Status(StatusCode::kTooLarge, path + ": a snapshot of " + std::to_string(length) +
+                                           " tokens; model and cache hold at most " +
+                                           std::to_string(length_max));
+}
+
 }  // namespace
 
 Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
@@ -32,9 +44,9 @@ Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
   }
   SnapshotContents held = contents;
   held.tokens.resize(static_cast<size_t>(match.length));
-  const int64_t id = next_sequence_id_++;
+  const int64_t id = sequences_.NewId();
   QUIRE_RETURN_IF_ERROR(state_.kv().ForkSequence(match.sequence_id, id, match.length));
-  const Status saved = quire::SaveSnapshot(states(), id, held, path);
+  const Status saved = quire::SaveSnapshot(states_, id, held, path);
   const Status removed = state_.kv().RemoveSequence(id);
   QUIRE_CHECK(removed.ok()) << removed.ToString();
   QUIRE_RETURN_IF_ERROR(saved);
@@ -42,28 +54,16 @@ Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
   return match.length;
 }
 
-Status EngineImpl::CheckSnapshotFits(const SnapshotInfo& info, const std::string& path) const {
-  if (info.tokens.empty()) return {};
-  QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, model_->info().vocab_size));
-  const int64_t length = static_cast<int64_t>(info.tokens.size());
-  const int64_t length_max =
-      std::min(model_->info().max_position_embeddings, pages_total_ * options_.page_size);
-  if (length <= length_max) return {};
-  return Status(StatusCode::kTooLarge, path + ": a snapshot of " + std::to_string(length) +
-                                           " tokens; model and cache hold at most " +
-                                           std::to_string(length_max));
-}
-
 Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const std::string& path,
                                               const SnapshotLoadOptions& options) {
   if (!options_.prefix_cache) return NeedsPrefixCache("LoadSnapshot");
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
-  QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path));
+  QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path, limits_));
   const int64_t length = static_cast<int64_t>(announced.tokens.size());
   prefix_cache_.Evict((length + options_.page_size - 1) / options_.page_size);
-  const int64_t id = next_sequence_id_++;
+  const int64_t id = sequences_.NewId();
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo info,
-                         quire::LoadSnapshot(states(), id, identity, path, options));
+                         quire::LoadSnapshot(states_, id, identity, path, options));
   if (info.tokens != announced.tokens) {  // the file was replaced meanwhile
     const Status removed = state_.kv().RemoveSequence(id);
     QUIRE_CHECK(removed.ok()) << removed.ToString();

@@ -1,7 +1,6 @@
 // What a drawn token does to its sample, and how samples and requests end. Results are stored in
 // memory that was taken when the request was admitted and when the draws were prepared.
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "base/check.h"
@@ -81,7 +80,7 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
   NoteUsage(*request, clock_->SteadyNs(), output);
-  ForgetDraft(*request, sample);
+  speculator_.Forget(*request, sample);
   sample->filter.Drop();
   if (sample->has_sequence()) ReleaseSequence(request, sample);
 }
@@ -100,7 +99,7 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
                      std::min(sample->computed, static_cast<int64_t>(sample->tokens.size())));
   const Status popped = state_.kv().PopN(sample->sequence_id, sample->computed - kept);
   if (!popped.ok() || sample->finish_reason == FinishReason::kError) {
-    return RemoveSequence(*request, sample);
+    return sequences_.Remove(*request, sample);
   }
   sample->computed = kept;
   if (!inherits) return RetainOrRemove(*request, sample);
@@ -110,37 +109,8 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
 }
 
 void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept {
-  StoreSample(request, sample, sample->computed, kNoLimit);
-  const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
-  const int64_t computed = std::exchange(sample->computed, 0);
-  // What was stored may be more than what is left: the surplus behind a stop was popped.
-  const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, computed);
-  // KV from behind a window is of use to nobody else.
-  const bool is_plain = !request.has_window() || state_.DropWindow(sequence_id);
-  if (options_.prefix_cache && is_plain) {
-    try {
-      return prefix_cache_.Retain(sequence_id,
-                                  {sample->tokens.begin(), sample->tokens.begin() + computed},
-                                  request.space, stored);
-    } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
-    }
-  }
-  const Status removed = state_.kv().RemoveSequence(sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
-}
-
-void EngineImpl::RemoveSequence(const Request& request, Sample* sample) noexcept {
-  ForgetDraft(request, sample);
-  if (!sample->has_sequence()) return;
-  const Status removed = state_.kv().RemoveSequence(sample->sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
-  sample->sequence_id = kNoSequence;
-  sample->computed = 0;
-}
-
-void EngineImpl::DropSequences(Request* request) noexcept {
-  request->layers = nullptr;
-  for (Sample& sample : request->samples) RemoveSequence(*request, &sample);
+  store_traffic_.StoreWhole(request, sample);
+  sequences_.Retain(request, sample, options_.prefix_cache);
 }
 
 // Ends a request, wherever it is, with an output for each unfinished sample. Outputs first: they
@@ -158,17 +128,12 @@ void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::st
   }
   due_.insert(due_.end(), std::make_move_iterator(outputs.begin()),
               std::make_move_iterator(outputs.end()));
-  DropSequences(request);
-  Erase(request);
-}
-
-void EngineImpl::Erase(const Request* request) noexcept {
-  const auto is_request = [&](const auto& other) { return other.get() == request; };
-  if (std::erase_if(running_, is_request) == 0) std::erase_if(waiting_, is_request);
+  sequences_.RemoveAll(request);
+  requests_.Erase(request);
 }
 
 Status EngineImpl::StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens) {
-  Request* const request = FindRequest(request_id);
+  Request* const request = requests_.Find(request_id);
   const bool is_there = request != nullptr && sample_index >= 0 &&
                         sample_index < static_cast<int64_t>(request->samples.size()) &&
                         !request->samples[sample_index].finished();
@@ -195,7 +160,7 @@ Status EngineImpl::StopSample(int64_t request_id, int64_t sample_index, int64_t 
   counters_.completion_tokens -= surplus;
   FinishSample(request, &sample, FinishReason::kStop, &output);
   due_.push_back(std::move(output));
-  if (request->leader() == nullptr) Erase(request);
+  if (request->leader() == nullptr) requests_.Erase(request);
   return {};
 }
 

@@ -58,10 +58,8 @@ std::vector<Pass*> NextBatch(std::vector<Pass>* passes, int64_t chunk, int64_t s
   return batch;
 }
 
-}  // namespace
-
-Status EngineImpl::CheckLogitsArguments(std::span<const std::span<const int32_t>> prompts,
-                                        std::span<float* const> logits) const {
+Status CheckLogitsArguments(std::span<const std::span<const int32_t>> prompts,
+                            std::span<float* const> logits, const RequestLimits& limits) {
   std::ostringstream message;
   if (prompts.size() != logits.size()) {
     message << "Engine::Logits: " << prompts.size() << " prompts and " << logits.size()
@@ -70,13 +68,12 @@ Status EngineImpl::CheckLogitsArguments(std::span<const std::span<const int32_t>
   }
   for (size_t i = 0; i < prompts.size(); ++i) {
     const std::string what = "Engine::Logits: prompts[" + std::to_string(i) + "]";
-    QUIRE_RETURN_IF_ERROR(CheckTokens(what, prompts[i], model_->info().vocab_size));
+    QUIRE_RETURN_IF_ERROR(CheckTokens(what, prompts[i], limits.model->info().vocab_size));
     if (logits[i] == nullptr) {
       return Status(StatusCode::kBadArgument, what + " has a null buffer for its logits");
     }
     const auto length = static_cast<int64_t>(prompts[i].size());
-    const int64_t length_max =
-        std::min(model_->info().max_position_embeddings, pages_total_ * options_.page_size);
+    const int64_t length_max = limits.length_max();
     if (length <= length_max) continue;
     message << what << " has " << length << " tokens; model and cache hold at most " << length_max;
     return Status(StatusCode::kTooLarge, message.str());
@@ -84,9 +81,11 @@ Status EngineImpl::CheckLogitsArguments(std::span<const std::span<const int32_t>
   return {};
 }
 
+}  // namespace
+
 Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> prompts,
                                  std::span<float* const> logits) {
-  QUIRE_RETURN_IF_ERROR(CheckLogitsArguments(prompts, logits));
+  QUIRE_RETURN_IF_ERROR(CheckLogitsArguments(prompts, logits, limits_));
   Passes passes(&state_.kv());
   for (size_t i = 0; i < prompts.size(); ++i) {
     passes.all.push_back({.tokens = prompts[i], .logits = logits[i]});
@@ -103,8 +102,9 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
       if (pass->sequence_id == kNoSequence) {
         const bool long_rope =
             NeedsLongRope(model_->info(), static_cast<int64_t>(pass->tokens.size()));
-        QUIRE_RETURN_IF_ERROR(state_.AddSequence(next_sequence_id_, long_rope));
-        pass->sequence_id = next_sequence_id_++;
+        const int64_t sequence_id = sequences_.NewId();
+        QUIRE_RETURN_IF_ERROR(state_.AddSequence(sequence_id, long_rope));
+        pass->sequence_id = sequence_id;
       }
       sequence_ids.push_back(pass->sequence_id);
       lengths.push_back(pass->taken);
@@ -151,7 +151,7 @@ Status EngineImpl::ShrinkToFreePages(std::vector<int64_t>* sequence_ids,
     if (sequence_ids->size() == 1) {
       std::ostringstream message;
       message << "Engine::Logits: " << needed << " pages are needed and " << state_.pages_free()
-              << " free; " << running_.size()
+              << " free; " << requests_.running().size()
               << " requests run, call again when they have finished";
       return Status(StatusCode::kOutOfPages, message.str());
     }

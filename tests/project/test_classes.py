@@ -15,8 +15,7 @@ METHODS_MAX = 60
 # What is reached in kv. A class that gets smaller gets a smaller limit.
 METHODS_OF_KV = {"BlockTree": 113, "PagedKVCache": 82, "StateHistory": 87}
 MEMBERS_OF_KV = {"PagedKVCache": 21}
-# Work on the other two goes on, so they have some room.
-METHODS_OF_LARGE = METHODS_OF_KV | {"DiskFolder": 65, "EngineImpl": 120}
+METHODS_OF_LARGE = METHODS_OF_KV | {"DiskFolder": 63}
 
 _CLASS = re.compile(
     r"\b(?:class|struct)\s+(?:\[\[\w+\]\]\s*)?(\w+)(?:\s+final)?\s*(?::(?!:)[^;{]*)?\{"

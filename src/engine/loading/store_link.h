@@ -1,5 +1,5 @@
 // What the engine knows of the chunk store that it is attached to: names of chunks, and the ways of
-// KV between the cache's sequences and the store. It decides nothing; engine_store.cc does.
+// KV between the cache's sequences and the store. It decides nothing; StoreTraffic does.
 #ifndef QUIRE_ENGINE_LOADING_STORE_LINK_H_
 #define QUIRE_ENGINE_LOADING_STORE_LINK_H_
 

@@ -106,7 +106,7 @@ struct Request {
   int64_t submitted_ns = 0, admitted_ns = kNotYet, first_token_ns = kNotYet;
   int64_t steps = 0, last_step = kNotYet;
   bool admitted_before = false;
-  int64_t turn = 0;        // in which it may come in (EngineImpl::Queue)
+  int64_t turn = 0;        // in which it may come in (RequestQueue)
   bool restarted = false;  // computed anew without shared pages, see Decision::kRestart
 };
 

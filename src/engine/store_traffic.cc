@@ -1,39 +1,27 @@
-// KV from and to the chunk store: who waits for it, what is taken from it, when it is given to it.
-//
-// A request that waits to be admitted is looked up once: what the prefix cache does not have is
-// asked for, and while it is on its way the request is held back and lets others pass. Whatever
-// comes of that, at the latest when its deadline passes, the request goes on: behind the chunks
-// that are there, or computing from where the prefix cache ends.
-//
-// It goes on before, if the layers come so fast that its first forward would find each of them in
-// time: that forward takes them one by one. If one does not come, the forward is given up and
-// planned anew without the load.
-//
-// What has been computed is put after each step, a bounded number of bytes, and the rest of a
-// sequence when it ends. KV from before the store was attached is put when its pages are about to
-// be given up, and by FlushStore.
+#include "engine/store_traffic.h"
+
 #include <algorithm>
 #include <utility>
 
 #include "base/check.h"
-#include "engine/engine_impl.h"
 
 namespace quire {
 namespace {
 
-// Of exports after a step: 40 ms at the 1.7 GB/s that exporting and sealing do on one old core.
+// Limit of the exports after a step: 40 ms at the 1.7 GB/s that exporting and sealing do on one old
+// core.
 constexpr int64_t kStoreBytesPerStep = int64_t{64} << 20;
 
 // A step that waits for a store and nothing else returns after this, so that others get in.
 constexpr int64_t kWaitNs = 50 * int64_t{1'000'000};
 
 // A request whose prefix was given up while the store brought what lies behind it is looked up
-// anew; one to which that happens again and again computes.
+// again, at most this number of times; then it computes.
 constexpr int64_t kLookupsMax = 2;
 
 // Steps of fewer tokens are decodes, whose time is that of reading the weights.
 constexpr int64_t kSpeedTokensMin = 16;
-// Of the newest step in the mean: the speed of the last ten or so.
+// Weight of the newest step in the mean: the speed of the last ten or so.
 constexpr double kSpeedWeight = 0.2;
 
 MissReason ReasonOf(StatusCode code) {
@@ -55,18 +43,61 @@ int64_t CachedTokens::total() const {
   return sum;
 }
 
-void EngineImpl::MeasureSpeed(int64_t tokens, int64_t ns) noexcept {
+StoreTraffic::StoreTraffic(const Parts& parts)
+    : model_(*parts.model),
+      state_(parts.state),
+      prefix_cache_(*parts.prefix_cache),
+      requests_(*parts.requests),
+      finder_(*parts.finder),
+      sequences_(*parts.sequences),
+      prefill_chunk_(parts.prefill_chunk) {}
+
+void StoreTraffic::Attach(std::unique_ptr<StoreLink> link) {
+  QUIRE_CHECK(link_ == nullptr);
+  link_ = std::move(link);
+  prefix_cache_.before_eviction = [this](const PrefixCache::Retained& retained) {
+    StoreRetained(retained);
+  };
+}
+
+int64_t StoreTraffic::NextStop(int64_t length, int64_t prompt_tokens) const {
+  return link_ == nullptr ? kNoLimit : link_->NextStop(length, prompt_tokens);
+}
+
+void StoreTraffic::Publish(EngineStats* stats) const noexcept {
+  const auto is_loading = [](const auto& request) {
+    return request->load != nullptr && !request->load->ended();
+  };
+  stats->loading =
+      std::count_if(requests_.waiting().begin(), requests_.waiting().end(), is_loading);
+  stats->loads = loads_;
+  stats->loaded_tokens = loaded_tokens_;
+  stats->misses = misses_;
+  stats->load_seconds = load_seconds_;
+  stats->layer_loads = layer_loads_;
+  stats->overlap_seconds = overlap_seconds_;
+  stats->prompt_tokens = prompt_tokens_;
+  stats->cached_tokens = cached_tokens_;
+  stats->recomputed_tokens = recomputed_tokens_;
+  stats->compute_seconds_per_token = compute_seconds_per_token_;
+  if (link_ == nullptr) return;
+  stats->stored_chunks = link_->put_counts().chunks;
+  stats->stored_bytes = link_->put_counts().bytes;
+  stats->refused_chunks = link_->put_counts().refused;
+}
+
+void StoreTraffic::MeasureSpeed(int64_t tokens, int64_t ns) noexcept {
   if (tokens < kSpeedTokensMin) return;
   const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(tokens);
-  double& mean = counters_.compute_seconds_per_token;
+  double& mean = compute_seconds_per_token_;
   mean = mean == 0 ? now : mean + kSpeedWeight * (now - mean);
 }
 
 // ---- Loading
 
-EngineImpl::Start EngineImpl::FindStart(const Request& request) const {
+StoreTraffic::Start StoreTraffic::FindStart(const Request& request) const {
   const Sample& leader = *request.leader();
-  const PrefixMatch match = FindPrefix(request, leader);
+  const PrefixMatch match = finder_.Find(request, leader);
   Start start{.from = match, .end = match.length};
   const PrefixLoad* const load = request.load.get();
   if (load == nullptr || load->begin() > match.length) return start;
@@ -76,7 +107,7 @@ EngineImpl::Start EngineImpl::FindStart(const Request& request) const {
     if (chunk.end <= common) end = chunk.end;
   }
   if (end <= match.length) return start;
-  PrefixMatch border = FindPrefix(request, leader, store_->chunk_tokens());
+  PrefixMatch border = finder_.Find(request, leader, link_->chunk_tokens());
   if (load->begin() > border.length) return start;
   border.known = match.known;
   return {.from = border, .end = end};
@@ -84,27 +115,27 @@ EngineImpl::Start EngineImpl::FindStart(const Request& request) const {
 
 // `request` is about to wait. If others are ahead of it, the store brings its chunks into RAM in
 // the meantime, so that its load waits for no disk and no network.
-void EngineImpl::Prefetch(Request* request) const {
-  const bool is_next = running_.empty() && waiting_.empty();
-  if (store_ == nullptr || is_next || request->has_window()) return;
+void StoreTraffic::Prefetch(Request* request) const {
+  const bool is_next = requests_.running().empty() && requests_.waiting().empty();
+  if (link_ == nullptr || is_next || request->has_window()) return;
   const auto has_prefetch = [](const auto& other) { return other->prefetch != nullptr; };
-  if (std::ranges::count_if(waiting_, has_prefetch) >= kPrefetchesMax) return;
+  if (std::ranges::count_if(requests_.waiting(), has_prefetch) >= kPrefetchesMax) return;
   const Sample& leader = *request->leader();
-  const PrefixMatch match = FindPrefix(*request, leader);
-  if (IsPrefixBeingComputed(*request, leader, match.length)) return;
+  const PrefixMatch match = finder_.Find(*request, leader);
+  if (finder_.IsBeingComputed(*request, leader, match.length)) return;
   const int64_t size = LoadableTokens(leader);
-  if (!store_->HasMore(size, match.length, /*tail=*/true)) return;
-  const PrefixMatch border = FindPrefix(*request, leader, store_->chunk_tokens());
-  request->prefetch = store_->Prefetch(
+  if (!link_->HasMore(size, match.length, /*tail=*/true)) return;
+  const PrefixMatch border = finder_.Find(*request, leader, link_->chunk_tokens());
+  request->prefetch = link_->Prefetch(
       request->space, std::span(leader.tokens).first(static_cast<size_t>(size)), border.length,
-      /*tail=*/true, counters_.compute_seconds_per_token);
+      /*tail=*/true, compute_seconds_per_token_);
 }
 
-void EngineImpl::StartLoads() {
-  if (store_ == nullptr) return;
-  const size_t count = std::min(waiting_.size(), static_cast<size_t>(kLoadsMax));
+void StoreTraffic::StartLoads() {
+  if (link_ == nullptr) return;
+  const size_t count = std::min(requests_.waiting().size(), static_cast<size_t>(kLoadsMax));
   for (size_t i = 0; i < count; ++i) {
-    Request* const request = waiting_[i].get();
+    Request* const request = requests_.waiting()[i].get();
     PollLoad(request);
     const bool is_coming = request->load != nullptr && !request->load->usable();
     if (is_coming && KeepsPace(*request, LayersThere(*request), false)) request->load->TakeLayers();
@@ -113,33 +144,33 @@ void EngineImpl::StartLoads() {
 }
 
 // Asks the store for a request unless it was asked. True if the request is to be held back.
-bool EngineImpl::StartLoad(Request* request) {
+bool StoreTraffic::StartLoad(Request* request) {
   if (request->has_window()) return false;
   const bool has_load = request->load != nullptr;
   if (has_load && !request->load->usable()) return true;
   if (!has_load && request->looked_up) return false;
   const Sample& leader = *request->leader();
-  const PrefixMatch match = FindPrefix(*request, leader);
-  const PrefixMatch border = FindPrefix(*request, leader, store_->chunk_tokens());
+  const PrefixMatch match = finder_.Find(*request, leader);
+  const PrefixMatch border = finder_.Find(*request, leader, link_->chunk_tokens());
   if (has_load && request->load->begin() > border.length) {
     request->load = nullptr;
     request->looked_up = request->lookups >= kLookupsMax;
   }
   if (request->looked_up) return false;
   if (IsPrefixBeingLoaded(*request, match.length)) return true;
-  if (IsPrefixBeingComputed(*request, leader, match.length)) return false;
+  if (finder_.IsBeingComputed(*request, leader, match.length)) return false;
   const bool tail = !request->answer_begun();
   const int64_t size = LoadableTokens(leader);
-  if (!store_->HasMore(size, match.length, tail)) return false;
+  if (!link_->HasMore(size, match.length, tail)) return false;
   Result<std::unique_ptr<PrefixLoad>> load =
-      store_->StartLoad(request->space, std::span(leader.tokens).first(static_cast<size_t>(size)),
-                        border.length, tail, counters_.compute_seconds_per_token);
+      link_->StartLoad(request->space, std::span(leader.tokens).first(static_cast<size_t>(size)),
+                       border.length, tail, compute_seconds_per_token_);
   request->looked_up = true;
   ++request->lookups;
   request->prefetch = nullptr;  // the load shares what it reads
   if (!load.ok()) {
     request->miss = ReasonOf(load.status().code());
-    ++counters_.misses[static_cast<size_t>(request->miss)];
+    ++misses_[static_cast<size_t>(request->miss)];
     return false;
   }
   prefix_cache_.Touch(border.sequence_id);
@@ -149,14 +180,14 @@ bool EngineImpl::StartLoad(Request* request) {
 
 // The tokens of which chunks are of use. Where a sequence cannot be cut anywhere, its last token is
 // none of them: it is computed, for the logits behind it.
-int64_t EngineImpl::LoadableTokens(const Sample& leader) const {
-  return store_->PromptEnd(static_cast<int64_t>(leader.tokens.size()));
+int64_t StoreTraffic::LoadableTokens(const Sample& leader) const {
+  return link_->PromptEnd(static_cast<int64_t>(leader.tokens.size()));
 }
 
 // Whether the store is bringing more of this one's beginning for a request that comes in before it.
-bool EngineImpl::IsPrefixBeingLoaded(const Request& request, int64_t matched) const {
+bool StoreTraffic::IsPrefixBeingLoaded(const Request& request, int64_t matched) const {
   const std::vector<int32_t>& tokens = request.leader()->tokens;
-  for (const auto& other : waiting_) {
+  for (const auto& other : requests_.waiting()) {
     if (other.get() == &request) return false;
     if (other->load == nullptr || other->space != request.space) continue;
     const PrefixLoad& load = *other->load;
@@ -167,9 +198,9 @@ bool EngineImpl::IsPrefixBeingLoaded(const Request& request, int64_t matched) co
   return false;
 }
 
-void EngineImpl::PollLoad(Request* request) {
+void StoreTraffic::PollLoad(Request* request) {
   if (request->load == nullptr || request->load->ended()) return;
-  request->load->Poll(store_->now_ns());
+  request->load->Poll(link_->now_ns());
   if (!request->load->ended()) return;
   CountLoad(request, request->load->miss(), request->load->seconds());
 }
@@ -177,47 +208,47 @@ void EngineImpl::PollLoad(Request* request) {
 // ---- Layer by layer
 
 // Layers come in the order of a chunk: attention layers, then the states of recurrent ones.
-int64_t EngineImpl::ChunkLayerCount() const {
-  return std::ssize(model_->info().layers) + std::ssize(model_->info().recurrent_layers);
+int64_t StoreTraffic::ChunkLayerCount() const {
+  return std::ssize(model_.info().layers) + std::ssize(model_.info().recurrent_layers);
 }
 
 // Without which a forward would wait at its begin. Hybrid models begin with a recurrent layer.
-int64_t EngineImpl::FirstLayerNeeded() const {
-  return model_->info().recurrent_layers.empty() ? 0 : std::ssize(model_->info().layers);
+int64_t StoreTraffic::FirstLayerNeeded() const {
+  return model_.info().recurrent_layers.empty() ? 0 : std::ssize(model_.info().layers);
 }
 
 // Of the request's load, so far.
-int64_t EngineImpl::LayersThere(const Request& request) const {
-  return request.load->LayersThere(ChunkLayerCount(), store_->now_ns());
+int64_t StoreTraffic::LayersThere(const Request& request) const {
+  return request.load->LayersThere(ChunkLayerCount(), link_->now_ns());
 }
 
 // Whether a forward that begins now finds each layer of the load when it comes to it, as the pace
 // of the layers so far, of which `there` are there, and the measured speed of prompts tell. One
 // that waited inside would hold up everybody, and end no earlier than one that begins later.
 // `alone`: nobody would be held up, then it may also begin while the speed is not known.
-bool EngineImpl::KeepsPace(const Request& request, int64_t there, bool alone) const {
+bool StoreTraffic::KeepsPace(const Request& request, int64_t there, bool alone) const {
   const PrefixLoad& load = *request.load;
   const int64_t count = ChunkLayerCount();
   if (there <= FirstLayerNeeded()) return false;
-  const double speed = counters_.compute_seconds_per_token;
+  const double speed = compute_seconds_per_token_;
   if (speed == 0) return alone || there == count;
   const int64_t behind = static_cast<int64_t>(request.leader()->tokens.size()) - load.found_end();
   const double compute =
-      speed * static_cast<double>(std::clamp(behind, int64_t{1}, options_.prefill_chunk));
-  const double elapsed = static_cast<double>(store_->now_ns() - load.start_ns()) * 1e-9;
+      speed * static_cast<double>(std::clamp(behind, int64_t{1}, prefill_chunk_));
+  const double elapsed = static_cast<double>(link_->now_ns() - load.start_ns()) * 1e-9;
   const double rest = elapsed * static_cast<double>(count - there) / static_cast<double>(there);
   return rest <= compute;
 }
 
 // Waits for the first load, if there is one. True if it is usable: there is something to decide.
-bool EngineImpl::AwaitLoad() {
+bool StoreTraffic::AwaitLoad() {
   const auto loads = [](const auto& request) {
     return request->load != nullptr && !request->load->usable();
   };
-  const auto first = std::find_if(waiting_.begin(), waiting_.end(), loads);
-  if (first == waiting_.end()) return false;
+  const auto first = std::find_if(requests_.waiting().begin(), requests_.waiting().end(), loads);
+  if (first == requests_.waiting().end()) return false;
   Request* const request = first->get();
-  const int64_t until_ns = store_->now_ns() + kWaitNs;
+  const int64_t until_ns = link_->now_ns() + kWaitNs;
   for (;;) {
     PollLoad(request);
     if (request->load->ended()) break;
@@ -227,11 +258,11 @@ bool EngineImpl::AwaitLoad() {
       request->load->TakeLayers();
       break;
     }
-    if (store_->now_ns() >= until_ns) return false;
+    if (link_->now_ns() >= until_ns) return false;
     request->load->AwaitLayer(std::max(there, FirstLayerNeeded()), until_ns);
   }
   // Others that came as far share its forward.
-  for (const auto& other : waiting_) {
+  for (const auto& other : requests_.waiting()) {
     if (loads(other) && KeepsPace(*other, LayersThere(*other), true)) other->load->TakeLayers();
   }
   return true;
@@ -239,18 +270,18 @@ bool EngineImpl::AwaitLoad() {
 
 // A load that has not ended is taken by the request's first forward, a layer at a time. Null if it
 // has, or brings nothing. The prompt's last token is computed, for the logits behind it.
-std::unique_ptr<LayerwiseLoad> EngineImpl::MakeLayerwise(Request* request, const Start& start) {
+std::unique_ptr<LayerwiseLoad> StoreTraffic::MakeLayerwise(Request* request, const Start& start) {
   if (request->load == nullptr || request->load->ended()) return nullptr;
   const int64_t size = static_cast<int64_t>(request->leader()->tokens.size());
   const int64_t end = std::min(start.end, size - 1);
   if (end <= start.from.length) return nullptr;
-  return std::make_unique<LayerwiseLoad>(store_.get(), request->space, std::move(request->load),
+  return std::make_unique<LayerwiseLoad>(link_.get(), request->space, std::move(request->load),
                                          start.from.length, end);
 }
 
 // What the sample's next forward loads, if it does. It was asked for by the leader of that time:
 // one that leads since can take it if it goes on from there with the same tokens, and has more.
-LayerwiseLoad* EngineImpl::LayersOf(const Request& request, const Sample& sample) const {
+LayerwiseLoad* StoreTraffic::LayersOf(const Request& request, const Sample& sample) {
   LayerwiseLoad* const layers = request.layers.get();
   if (layers == nullptr || &sample != request.leader()) return nullptr;
   const bool goes_on = sample.computed == layers->begin() &&
@@ -259,58 +290,51 @@ LayerwiseLoad* EngineImpl::LayersOf(const Request& request, const Sample& sample
   return goes_on ? layers : nullptr;
 }
 
-void EngineImpl::CountLoad(Request* request, MissReason miss, double seconds) noexcept {
+void StoreTraffic::CountLoad(Request* request, MissReason miss, double seconds) noexcept {
   request->miss = miss;
   request->load_seconds += seconds;
-  ++counters_.loads;
-  ++counters_.misses[static_cast<size_t>(miss)];
-  counters_.load_seconds += seconds;
+  ++loads_;
+  ++misses_[static_cast<size_t>(miss)];
+  load_seconds_ += seconds;
 }
 
-void EngineImpl::CountLoaded(Request* request, TierKind tier, int64_t tokens) noexcept {
+void StoreTraffic::CountLoaded(Request* request, TierKind tier, int64_t tokens) noexcept {
   const auto at = static_cast<size_t>(tier);
-  counters_.loaded_tokens[at] += tokens;
+  loaded_tokens_[at] += tokens;
   if (!request->counts_cached) return;
   request->cached.tiers[at] += tokens;
-  if (request->admitted_before) counters_.cached_tokens += tokens;
+  if (request->admitted_before) cached_tokens_ += tokens;
 }
 
-void EngineImpl::CommitLayers(const Work& work) noexcept {
-  Request* const request = work.request;
-  LayerwiseLoad& layers = *work.layers;
+void StoreTraffic::CommitLayers(Request* request, Sample* sample) noexcept {
+  LayerwiseLoad& layers = *request->layers;
   CountLoad(request, layers.load().miss(),
             static_cast<double>(layers.last_ns() - layers.load().start_ns()) * 1e-9);
-  ++counters_.layer_loads;
-  counters_.overlap_seconds += static_cast<double>(layers.overlap_ns()) * 1e-9;
+  ++layer_loads_;
+  overlap_seconds_ += static_cast<double>(layers.overlap_ns()) * 1e-9;
   for (const PrefixLoad::Chunk& chunk : layers.load().chunks()) {
     CountLoaded(request, chunk.tier, layers.TokensOf(chunk));
   }
-  work.sample->computed = layers.end();
+  sample->computed = layers.end();
   request->layers = nullptr;
 }
 
-// The forward was aborted. Of a load that failed the chunks that are whole are taken as if nothing
-// more had been found, the rest is computed. True if there was such a load.
-bool EngineImpl::DropFailedLayers(const Batch& batch) noexcept {
-  bool any = false;
-  for (const Work& work : batch) {
-    if (work.layers == nullptr || work.layers->failure() == StatusCode::kOk) continue;
-    any = true;
-    const auto layers = std::exchange(work.request->layers, nullptr);
-    PrefixLoad& load = layers->load();
-    const MissReason why = ReasonOf(layers->failure());
-    load.End(store_->now_ns());
-    CountLoad(work.request, why, load.seconds());
-    // What fails here is a part of the miss that was counted.
-    static_cast<void>(TakeChunks(work.request, load, load.end()));
-  }
-  return any;
+bool StoreTraffic::DropFailedLayers(Request* request) noexcept {
+  if (request->layers == nullptr || request->layers->failure() == StatusCode::kOk) return false;
+  const auto layers = std::exchange(request->layers, nullptr);
+  PrefixLoad& load = layers->load();
+  const MissReason why = ReasonOf(layers->failure());
+  load.End(link_->now_ns());
+  CountLoad(request, why, load.seconds());
+  // What fails here is a part of the miss that was counted.
+  static_cast<void>(TakeChunks(request, load, load.end()));
+  return true;
 }
 
 // ---- Whole chunks
 
 // Behind what was forked. A chunk that cannot be taken is as good as one that is not there.
-void EngineImpl::ImportChunks(Request* request, const Start& start) noexcept {
+void StoreTraffic::ImportChunks(Request* request, const Start& start) noexcept {
   request->counts_cached = !request->admitted_before;
   if (request->counts_cached) request->cached.memory = request->leader()->computed;
   const bool is_there = request->load != nullptr && request->load->ended();
@@ -318,12 +342,12 @@ void EngineImpl::ImportChunks(Request* request, const Start& start) noexcept {
   const Status status = TakeChunks(request, *request->load, start.end);
   if (status.ok()) return;
   request->miss = ReasonOf(status.code());
-  ++counters_.misses[static_cast<size_t>(request->miss)];
+  ++misses_[static_cast<size_t>(request->miss)];
 }
 
 // The load's chunks up to `end` behind the leader's tokens, as far as they can be taken; why it
 // ends before.
-Status EngineImpl::TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept {
+Status StoreTraffic::TakeChunks(Request* request, const PrefixLoad& load, int64_t end) noexcept {
   Sample& leader = *request->leader();
   const int64_t size = static_cast<int64_t>(leader.tokens.size());
   std::span<const PrefixLoad::Chunk> rest = load.chunks();
@@ -335,8 +359,7 @@ Status EngineImpl::TakeChunks(Request* request, const PrefixLoad& load, int64_t 
   size_t count = state_.forks_anywhere() ? 1 : rest.size();
   while (!rest.empty() && count > 0) {
     const auto taken = rest.first(count);
-    const Status imported =
-        store_->Import(leader.sequence_id, request->space, load.tokens(), taken);
+    const Status imported = link_->Import(leader.sequence_id, request->space, load.tokens(), taken);
     if (status.ok()) status = imported;
     if (!imported.ok()) {
       --count;
@@ -351,33 +374,33 @@ Status EngineImpl::TakeChunks(Request* request, const PrefixLoad& load, int64_t 
     if (!state_.forks_anywhere()) break;
   }
   if (leader.pending() > 0) return status;
-  if (cache_->PopN(leader.sequence_id, 1).ok()) {
+  if (state_.kv().PopN(leader.sequence_id, 1).ok()) {
     --leader.computed;
     return status;
   }
   if (request->counts_cached) {
-    if (request->admitted_before) counters_.cached_tokens -= request->cached.total();
+    if (request->admitted_before) cached_tokens_ -= request->cached.total();
     request->cached = {};
   }
-  DropSequences(request);  // the allocator refused; removing needs no memory
+  sequences_.RemoveAll(request);  // the allocator refused; removing needs no memory
   return status;
 }
 
 // The end of its waiting. `known`: its first tokens that were in memory, whether or not a sequence
 // could be forked behind them.
-void EngineImpl::NoteStart(Request* request, int64_t known) noexcept {
+void StoreTraffic::NoteStart(Request* request, int64_t known) noexcept {
   if (!request->admitted_before) {
     const int64_t on_their_way = request->layers == nullptr ? 0 : request->layers->tokens();
     request->recomputed = std::max<int64_t>(0, known - request->cached.total() - on_their_way);
-    counters_.recomputed_tokens += request->recomputed;
-    counters_.prompt_tokens += request->prompt_tokens;
-    counters_.cached_tokens += request->cached.total();
+    recomputed_tokens_ += request->recomputed;
+    prompt_tokens_ += request->prompt_tokens;
+    cached_tokens_ += request->cached.total();
     request->admitted_before = true;
   }
   ForgetLoad(request);
 }
 
-void EngineImpl::ForgetLoad(Request* request) noexcept {
+void StoreTraffic::ForgetLoad(Request* request) noexcept {
   request->load = nullptr;
   request->prefetch = nullptr;
   request->looked_up = false;
@@ -387,11 +410,11 @@ void EngineImpl::ForgetLoad(Request* request) noexcept {
 
 // ---- Storing
 
-void EngineImpl::StoreComputed() noexcept {
-  if (store_ == nullptr) return;
+void StoreTraffic::StoreComputed() noexcept {
+  if (link_ == nullptr) return;
   // What cannot be had later is put now.
   int64_t bytes_left = state_.forks_anywhere() ? kStoreBytesPerStep : kNoLimit;
-  for (const auto& request : running_) {
+  for (const auto& request : requests_.running()) {
     for (Sample& sample : request->samples) {
       if (!sample.has_sequence() || bytes_left <= 0) continue;
       bytes_left -= StoreSample(*request, &sample, sample.computed, bytes_left);
@@ -399,47 +422,49 @@ void EngineImpl::StoreComputed() noexcept {
   }
 }
 
-// In an open forward whose layers have all been run: with windows, what a token at a chunk's end
-// sees, before it slides out of sight. Chunks are functions of their tokens: those of a forward
-// that is given up are as good. (States of recurrent layers are there when it has ended.)
-void EngineImpl::StoreSeen(const Batch& batch) noexcept {
-  if (store_ == nullptr || !state_.has_windows() || state_.is_recurrent()) return;
-  for (const Work& work : batch) {
-    const int64_t computed = work.sample->computed + work.loaded() + work.tokens;
-    StoreSample(*work.request, work.sample, computed, kNoLimit);
-  }
+// Chunks are functions of their tokens: those of a forward that is given up are as good. (States of
+// recurrent layers are there when it has ended.)
+void StoreTraffic::StoreSeen(const Request& request, Sample* sample, int64_t computed) noexcept {
+  if (link_ == nullptr || !state_.has_windows() || state_.is_recurrent()) return;
+  StoreSample(request, sample, computed, kNoLimit);
+}
+
+void StoreTraffic::StoreWhole(const Request& request, Sample* sample) noexcept {
+  StoreSample(request, sample, sample->computed, kNoLimit);
 }
 
 // `computed`: tokens that its sequence holds.
-int64_t EngineImpl::StoreSample(const Request& request, Sample* sample, int64_t computed,
-                                int64_t bytes_max) noexcept {
-  if (store_ == nullptr || request.has_window()) return 0;
+int64_t StoreTraffic::StoreSample(const Request& request, Sample* sample, int64_t computed,
+                                  int64_t bytes_max) noexcept {
+  if (link_ == nullptr || request.has_window()) return 0;
   const auto put = [&](int64_t length, bool tail, int64_t most) {
     const auto tokens = std::span<const int32_t>(sample->tokens).first(static_cast<size_t>(length));
-    return store_->Export(sample->sequence_id, request.space, tokens, tail, most,
-                          counters_.compute_seconds_per_token, &sample->stored);
+    return link_->Export(sample->sequence_id, request.space, tokens, tail, most,
+                         compute_seconds_per_token_, &sample->stored);
   };
-  const int64_t prompt_end = store_->PromptEnd(request.prompt_tokens);
+  const int64_t prompt_end = link_->PromptEnd(request.prompt_tokens);
   const bool has_prompt = computed >= prompt_end;
   const int64_t bytes = has_prompt ? put(prompt_end, true, bytes_max) : 0;
   if (bytes >= bytes_max) return bytes;
   return bytes + put(computed, false, bytes_max - bytes);
 }
 
-void EngineImpl::StoreRetained(const PrefixCache::Retained& retained) noexcept {
+void StoreTraffic::StoreRetained(const PrefixCache::Retained& retained) noexcept {
   const int64_t length = static_cast<int64_t>(retained.tokens.size());
-  if (length - retained.stored < store_->chunk_tokens()) return;
+  if (length - retained.stored < link_->chunk_tokens()) return;
   StoredPrefix stored;  // the keys begin at the first token; what is there is not wanted
-  store_->Export(retained.sequence_id, retained.space, retained.tokens, false, kNoLimit,
-                 counters_.compute_seconds_per_token, &stored);
+  link_->Export(retained.sequence_id, retained.space, retained.tokens, false, kNoLimit,
+                compute_seconds_per_token_, &stored);
   retained.stored = stored.tokens;
 }
 
 // What the store refused before is offered again, twice: the second time its queue is empty.
-Status EngineImpl::StoreAll(int64_t until_ns) {
+Status StoreTraffic::StoreAll(int64_t timeout_ns) {
+  if (link_ == nullptr) return {};
+  const int64_t until_ns = link_->now_ns() + timeout_ns;
   for (const bool is_last : {false, true}) {
-    const int64_t refused = store_->put_counts().refused;
-    for (const auto& request : running_) {
+    const int64_t refused = link_->put_counts().refused;
+    for (const auto& request : requests_.running()) {
       for (Sample& sample : request->samples) {
         if (!sample.has_sequence()) continue;
         sample.stored = {};
@@ -450,8 +475,8 @@ Status EngineImpl::StoreAll(int64_t until_ns) {
       retained.stored = 0;
       StoreRetained(retained);
     });
-    const Status status = store_->store().Flush(until_ns);
-    if (!status.ok() || is_last || store_->put_counts().refused == refused) return status;
+    const Status status = link_->store().Flush(until_ns);
+    if (!status.ok() || is_last || link_->put_counts().refused == refused) return status;
   }
   return {};
 }

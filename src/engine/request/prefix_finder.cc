@@ -1,0 +1,79 @@
+#include "engine/request/prefix_finder.h"
+
+#include <algorithm>
+#include <span>
+
+namespace quire {
+namespace {
+
+// The better of two; the first on a tie.
+PrefixMatch Longer(const PrefixMatch& a, const PrefixMatch& b) {
+  return b.length > a.length ? b : a;
+}
+
+}  // namespace
+
+// Where the sample's tokens begin in the cache: among what is retained, and in the sequences of
+// running samples. Its last token is left out, because it has to be computed for the logits behind
+// it. With a window, tokens that see all before them are those of any text, and later ones those of
+// texts with the same window.
+PrefixMatch PrefixFinder::Find(const Request& request, const Sample& sample, int64_t border) const {
+  if (!reuses_ || request.restarted) return {};
+  const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
+  const auto seeing_all =
+      request.has_window()
+          ? tokens.first(std::min(tokens.size(), static_cast<size_t>(request.options.window)))
+          : tokens;
+  PrefixMatch best = prefix_cache_.Find(seeing_all, request.space, border);
+  for (const auto& other : requests_.running()) {
+    const bool has_same_window = other->has_window_of(request);
+    if (other->space != request.space || (other->has_window() && !has_same_window)) continue;
+    const auto usable = has_same_window ? tokens : seeing_all;
+    for (const Sample& candidate : other->samples) {
+      if (!candidate.has_sequence() || &candidate == &sample) continue;
+      const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
+      const int64_t common = CommonPrefix(usable, computed);
+      best.known = std::max(best.known, common);
+      if (common <= best.length) continue;
+      const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
+      if (length <= best.length) continue;
+      best.sequence_id = candidate.sequence_id;
+      best.length = length;
+      best.has_window = other->has_window();
+    }
+  }
+  return best;
+}
+
+PrefixMatch PrefixFinder::FindFork(const Request& request, const Sample& leader,
+                                   const Sample& sample) const {
+  const PrefixMatch found = Find(request, sample);
+  // A leader that found more than the prompt may not be held at the prompt's end any more: the
+  // sample then computes the prompt by itself.
+  const int64_t end = state_.ForkStart(leader.sequence_id, request.prompt_tokens);
+  if (end != request.prompt_tokens) return found;
+  return Longer({.sequence_id = leader.sequence_id,
+                 .length = request.prompt_tokens,
+                 .has_window = request.has_window()},
+                found);
+}
+
+bool PrefixFinder::IsBeingComputed(const Request& request, const Sample& sample,
+                                   int64_t matched) const {
+  if (!reuses_) return false;
+  const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
+  for (const auto& other : requests_.running()) {
+    if (other->space != request.space || !other->has_window_of(request)) continue;
+    for (const Sample& candidate : other->samples) {
+      if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
+      const int64_t common = CommonPrefix(tokens, candidate.tokens);
+      // A candidate that has gone past this position may no longer be forkable there.
+      const auto end = static_cast<int64_t>(candidate.tokens.size());
+      if (!ForksAnywhere(request) && common != end) continue;
+      if (common - matched >= page_size_) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace quire

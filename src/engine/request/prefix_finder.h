@@ -1,0 +1,48 @@
+// Where a sample's tokens begin already: among what the prefix cache retains, and in the sequences
+// of requests in work. Reads only.
+#ifndef QUIRE_ENGINE_REQUEST_PREFIX_FINDER_H_
+#define QUIRE_ENGINE_REQUEST_PREFIX_FINDER_H_
+
+#include <cstdint>
+
+#include "engine/prefix/prefix_cache.h"
+#include "engine/prefix/sequence_state.h"
+#include "engine/request/request_queue.h"
+
+namespace quire {
+
+class PrefixFinder {
+ public:
+  // What is pointed to, and what `state` views, outlives this. `reuses`: false finds nothing.
+  PrefixFinder(const RequestQueue* requests, const PrefixCache* prefix_cache, SequenceState state,
+               bool reuses, int64_t page_size)
+      : requests_(*requests),
+        prefix_cache_(*prefix_cache),
+        state_(state),
+        reuses_(reuses),
+        page_size_(page_size) {}
+
+  // Whether sequences of the request can be forked at each of their positions.
+  bool ForksAnywhere(const Request& request) const {
+    return state_.forks_anywhere() && !request.has_window();
+  }
+  // The longest beginning, at a multiple of `border`.
+  PrefixMatch Find(const Request& request, const Sample& sample, int64_t border = 1) const;
+  // Where to fork another sample of the leader's request.
+  PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
+  // Whether a sample in work is about to compute more of this one's beginning than the `matched`
+  // tokens that are there now. To wait for it costs a few steps and saves all that work; a page is
+  // the least that is worth it, as that is what a fork costs.
+  bool IsBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
+
+ private:
+  const RequestQueue& requests_;
+  const PrefixCache& prefix_cache_;
+  const SequenceState state_;
+  const bool reuses_;
+  const int64_t page_size_;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_REQUEST_PREFIX_FINDER_H_

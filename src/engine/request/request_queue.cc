@@ -1,0 +1,59 @@
+#include "engine/request/request_queue.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace quire {
+
+Request* RequestQueue::Find(int64_t request_id) const {
+  const auto has_id = [&](const auto& request) { return request->id == request_id; };
+  const auto running = std::find_if(running_.begin(), running_.end(), has_id);
+  if (running != running_.end()) return running->get();
+  const auto waiting = std::find_if(waiting_.begin(), waiting_.end(), has_id);
+  return waiting == waiting_.end() ? nullptr : waiting->get();
+}
+
+int64_t RequestQueue::running_samples() const {
+  int64_t samples = 0;
+  for (const auto& request : running_) samples += request->unfinished_count();
+  return samples;
+}
+
+void RequestQueue::Add(std::unique_ptr<Request> request) {
+  if (last_turns_.size() > 2 * waiting_.size() + 64) {
+    std::erase_if(last_turns_, [this](const auto& entry) { return entry.second <= turn_; });
+  }
+  int64_t& last = last_turns_.try_emplace(request->space.salt, 0).first->second;
+  const int64_t turn = std::max(last, turn_) + 1;
+  request->turn = turn;
+  auto place = waiting_.end();
+  while (place != waiting_.begin() && (*std::prev(place))->turn > turn) --place;
+  waiting_.insert(place, std::move(request));
+  last = turn;
+}
+
+Request* RequestQueue::NextToAdmit(size_t count) const {
+  for (size_t i = 0; i < std::min(count, waiting_.size()); ++i) {
+    if (!waiting_[i]->held_back) return waiting_[i].get();
+  }
+  return nullptr;
+}
+
+void RequestQueue::Admit(const Request& request) noexcept {
+  const auto place = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [&](const auto& other) { return other.get() == &request; });
+  turn_ = std::max(turn_, request.turn);
+  running_.push_back(std::move(*place));
+  waiting_.erase(place);
+}
+
+void RequestQueue::Erase(const Request* request) noexcept {
+  const auto is_request = [&](const auto& other) { return other.get() == request; };
+  if (std::erase_if(running_, is_request) == 0) std::erase_if(waiting_, is_request);
+}
+
+void RequestQueue::EraseEnded() noexcept {
+  std::erase_if(running_, [](const auto& request) { return request->leader() == nullptr; });
+}
+
+}  // namespace quire

@@ -1,0 +1,63 @@
+// The requests of an engine: those that wait, and those in work.
+//
+// Invariants.
+// - Those that wait stand in the order in which they may come in. Salts take turns: each request
+//   has the turn after the last one of its salt, and of those in work. So a salt with many requests
+//   that wait holds up another one by one request, and a request that waits is overtaken by one of
+//   each other salt at most in a turn.
+// - Those in work stand in the order in which they came in. One that is preempted waits in front.
+#ifndef QUIRE_ENGINE_REQUEST_REQUEST_QUEUE_H_
+#define QUIRE_ENGINE_REQUEST_REQUEST_QUEUE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/request/request.h"
+
+namespace quire {
+
+class RequestQueue {
+ public:
+  const std::deque<std::unique_ptr<Request>>& waiting() const { return waiting_; }
+  const std::vector<std::unique_ptr<Request>>& running() const { return running_; }
+  bool empty() const { return waiting_.empty() && running_.empty(); }
+  // Null if it is not there.
+  Request* Find(int64_t request_id) const;
+  // Samples in work that have not ended.
+  int64_t running_samples() const;
+
+  void Add(std::unique_ptr<Request> request);
+  // The first of the first `count` that wait which is not held back; null if there is none.
+  Request* NextToAdmit(size_t count) const;
+  void ReserveAdmission() { running_.reserve(running_.size() + 1); }
+  // REQUIRES: `request` waits; ReserveAdmission.
+  void Admit(const Request& request) noexcept;
+  // The youngest in work waits again. `release` gives back what it has; it may not fail.
+  template <typename F>
+  void PreemptYoungest(F&& release) {
+    waiting_.emplace_front();  // may throw, so it comes first
+    release(*running_.back());
+    waiting_.front() = std::move(running_.back());
+    running_.pop_back();
+  }
+  void Erase(const Request* request) noexcept;
+  // Those in work whose samples have all ended.
+  void EraseEnded() noexcept;
+
+ private:
+  std::deque<std::unique_ptr<Request>> waiting_;
+  std::vector<std::unique_ptr<Request>> running_;
+  int64_t turn_ = 0;  // the highest of requests that came in
+  std::map<std::string, int64_t>
+      last_turns_;  // by salt; a salt that is absent has none after turn_
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_REQUEST_REQUEST_QUEUE_H_

@@ -1,0 +1,61 @@
+#include "engine/sample_sequences.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+
+namespace quire {
+
+Status SampleSequences::Give(const Request& request, Sample* sample, const PrefixMatch& from) {
+  const int64_t sequence_id = next_id_;
+  QUIRE_RETURN_IF_ERROR(from.length == 0
+                            ? state_.AddSequence(sequence_id, request.space.long_rope)
+                            : state_.kv().ForkSequence(from.sequence_id, sequence_id, from.length));
+  if (request.has_window() && !from.has_window) {
+    QUIRE_RETURN_IF_ERROR(
+        state_.EnableWindow(sequence_id, request.options.window, request.options.sinks));
+  }
+  ++next_id_;
+  prefix_cache_.Touch(from.sequence_id);
+  sample->sequence_id = sequence_id;
+  sample->computed = from.length;
+  sample->stored = {};
+  return {};
+}
+
+void SampleSequences::Remove(const Request& request, Sample* sample) noexcept {
+  speculator_.Forget(request, sample);
+  if (!sample->has_sequence()) return;
+  const Status removed = state_.kv().RemoveSequence(sample->sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  sample->sequence_id = kNoSequence;
+  sample->computed = 0;
+}
+
+void SampleSequences::RemoveAll(Request* request) noexcept {
+  request->layers = nullptr;
+  for (Sample& sample : request->samples) Remove(*request, &sample);
+}
+
+void SampleSequences::Retain(const Request& request, Sample* sample, bool kept) noexcept {
+  const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
+  const int64_t computed = std::exchange(sample->computed, 0);
+  // What was stored may be more than what is left: the surplus behind a stop was popped.
+  const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, computed);
+  // No other request can use KV from behind a window.
+  const bool is_plain = !request.has_window() || state_.DropWindow(sequence_id);
+  if (kept && is_plain) {
+    try {
+      return prefix_cache_.Retain(sequence_id,
+                                  {sample->tokens.begin(), sample->tokens.begin() + computed},
+                                  request.space, stored);
+    } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
+    }
+  }
+  const Status removed = state_.kv().RemoveSequence(sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
+}
+
+}  // namespace quire
