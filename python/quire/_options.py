@@ -199,7 +199,8 @@ class EngineOptions(TypedDict, total=False):
             "while samples decode, prompts get what is computed in this time, and at least 16 tokens "
             "of a step: the most that the next tokens of others wait for them.",
             Flag(
-                "while answers are written, prompts get at most this time of a step (default: 100)",
+                "while answers are computed, long prompts are cut so that the next token of each "
+                "answer waits at most about this long (default: 100)",
                 "MS",
                 Integer(1, 10**6),
                 group="serve",

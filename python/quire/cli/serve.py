@@ -43,9 +43,10 @@ _MODEL_VARIABLE = "QUIRE_MODEL"
 def parser() -> argparse.ArgumentParser:
     command = _ServeParser(
         prog="quire serve",
-        description="Answers clients of OpenAI's API over HTTP, until SIGINT or SIGTERM. Each option "
-        "is read from the environment, too: QUIRE_PORT is --port, QUIRE_KV_DIR is --kv-dir; and from "
-        "the file of --config. The command line wins over the environment, and that over the file.",
+        description="An HTTP server for clients of OpenAI's and Anthropic's APIs. It runs until SIGINT "
+        "(Ctrl-C) or SIGTERM. Options are also read from environment variables (QUIRE_PORT is --port, "
+        "QUIRE_KV_DIR is --kv-dir) and from the file of --config. The command line wins over the "
+        "environment, and the environment over the file.",
     )
     command.add_argument(
         "model",
@@ -69,23 +70,24 @@ def _add_address(command: argparse.ArgumentParser) -> None:
         type=ranges.place,
         default="127.0.0.1",
         metavar="HOST",
-        help="address to listen on (default: 127.0.0.1); others than loopback need --api-keys",
+        help="address to listen on (default: 127.0.0.1); one that other machines reach needs "
+        "--api-keys",
     )
     group.add_argument(
         "--port",
         type=ranges.Integer(0, 65535),
         default=8000,
         metavar="N",
-        help="0: any that is free (default: 8000)",
+        help="port to listen on; 0 takes one that is free (default: 8000)",
     )
-    group.add_argument("--tls-cert", type=ranges.place, metavar="FILE", help="certificates in PEM")
-    group.add_argument("--tls-key", type=ranges.place, metavar="FILE", help="their key in PEM")
+    group.add_argument("--tls-cert", type=ranges.place, metavar="FILE", help="certificates of the server, in PEM: the server then speaks HTTPS")
+    group.add_argument("--tls-key", type=ranges.place, metavar="FILE", help="private key of the certificates, in PEM")
     group.add_argument(
         "--cors",
         action="append",
         type=ranges.place,
         metavar="ORIGIN",
-        help="web pages of ORIGIN may ask; *: all; may be repeated",
+        help="web pages of ORIGIN may send requests; * allows all web pages; may be repeated",
     )
 
 
@@ -95,12 +97,14 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
         "--api-keys",
         type=ranges.place,
         metavar="FILE",
-        help='a line "NAME KEY" or "NAME KEY SHARE" for each client; others are refused',
+        help='API keys, a line "NAME KEY" or "NAME KEY SHARE" for each client; requests without one of '
+        "these keys are refused",
     )
     group.add_argument(
         "--insecure-no-auth",
         action="store_true",
-        help="listen beyond loopback without keys: all that reach the port may ask",
+        help="allow a --host that other machines reach, without keys: every machine that reaches the "
+        "port can use the server",
     )
     group.add_argument(
         "--served-model-name",
@@ -108,17 +112,18 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
         action="append",
         type=ranges.place,
         metavar="NAME",
-        help="what clients call the model (default: the name of its folder); may be repeated",
+        help="name of the model for clients (default: the name of its folder); may be repeated",
     )
     group.add_argument(
         "--strict",
         action="store_true",
-        help="refuse requests with unknown fields, which are else named in x-quire-ignored",
+        help="refuse requests with unknown fields; by default they are ignored, and named in the "
+        "header x-quire-ignored of the answer",
     )
     group.add_argument(
         "--tool-parser",
         choices=("deepseek", "hermes", "llama3", "mistral"),
-        help="format of function calls in answers (default: by the chat template)",
+        help="format in which the model writes function calls (default: the one of the chat template)",
     )
     group.add_argument(
         "--limit",
@@ -132,7 +137,7 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
 
 
 def _add_life(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("life")
+    group = command.add_argument_group("start, log and end")
     group.add_argument(
         "--config",
         type=ranges.place,
@@ -144,11 +149,11 @@ def _add_life(command: argparse.ArgumentParser) -> None:
         type=ranges.Number(0, 86400),
         default=30.0,
         metavar="SECONDS",
-        help="that running answers get to end after SIGTERM (default: 30)",
+        help="after SIGTERM, running answers have this time to end (default: 30)",
     )
     arguments.add_flags(group, "serve")
     group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="of the log (default: text)"
+        "--log-format", choices=("text", "json"), default="text", help="format of the log on standard error (default: text)"
     )
     group.add_argument(
         "--dry-run",
