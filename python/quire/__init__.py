@@ -9,6 +9,7 @@
 * :class:`quire.LocalChannel` moves KV from one cache to another while it is computed.
 * :mod:`quire.hf` is a cache for ``generate()`` of Hugging Face transformers.
 * :func:`quire.pack_model` makes a model folder that engines start from faster.
+* :mod:`quire.blend` uses KV of documents wherever they stand in a prompt.
 * :mod:`quire.snapshot` keeps the state of a text in a file.
 * ``quire --help`` (or ``python -m quire``) is the program.
 

@@ -1,0 +1,412 @@
+"""KV of the segments of prompts, fetched in the background, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import operator
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from quire import _ffi, errors
+from quire._arrays import empty_beside
+from quire.blend.rows import as_numpy
+
+
+class FoundSegment(Protocol):
+    """The leading part of a segment that a source has."""
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens, from the segment's first one on."""
+
+    @property
+    def positions(self) -> Any:
+        """Where their keys were computed: integers [token_count]."""
+
+    def load(self, layer: int) -> tuple[Any, Any]:
+        """k and v of these tokens. May block; any exception makes them invalid."""
+
+
+class SegmentSource(Protocol):
+    """Where KV comes from: :class:`SegmentMemory`, or one of yours. Calls come from any thread."""
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model."""
+
+    @property
+    def token_dim(self) -> int:
+        """The axis of tokens of what is loaded, 0 or 1."""
+
+    def find(self, tokens: Any) -> FoundSegment:
+        """What is there of a segment, int64 [n]. May block."""
+
+
+@dataclasses.dataclass
+class BlendRetrieverResult:
+    """One layer of a batch of N tokens.
+
+    ``k``, ``v``: N rows along the axis of tokens, None if no token was found; rows that are not
+    valid are undefined. ``valid_mask``: 0 or 1 [N]. ``original_positions``: int64 [N], where keys
+    were computed; 0 where invalid.
+    """
+
+    k: Any | None
+    v: Any | None
+    valid_mask: Any
+    original_positions: Any
+
+
+@dataclasses.dataclass
+class _Segment:
+    first_row: int
+    tokens: np.ndarray
+    found: FoundSegment | None = None  # None: still looked for, or of no use
+    positions: np.ndarray | None = None
+    is_over: bool = False  # a miss, late, or failed before a selection: its rows are invalid
+    layers: set[int] = dataclasses.field(default_factory=set)  # that are there
+    # Layers that failed when the segment's rows could no longer become invalid.
+    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
+
+    def has(self, layer: int) -> bool:
+        return self.is_over or layer in self.layers or layer in self.failures
+
+
+class BlendRetrieverTask:
+    """The retrieval of one batch. Calls may come from any thread.
+
+    Which rows are valid is settled when the first layer is handed out from which a selection may
+    be made (the retriever's ``select_layer``). A segment of which a layer up to that one is
+    late or damaged is invalid in all layers; until then ``valid_mask`` of earlier layers may have
+    rows that turn out invalid. After it nothing becomes invalid any more: a layer that cannot be
+    loaded is an error, and the prompt has to be computed.
+    """
+
+    def __init__(
+        self,
+        segments: list[_Segment],
+        row_count: int,
+        source: SegmentSource,
+        select_layer: int,
+        deadline: float | None,
+        clock: Callable[[], float],
+        like: Any,
+    ) -> None:
+        self._segments = segments
+        self._row_count = row_count
+        self._source = source
+        self._select_layer = select_layer
+        self._deadline = deadline
+        self._clock = clock
+        self._like = like
+        self._changed = threading.Condition()
+        self._settled = False
+        self._cancelled = False
+        self._arrays: dict[int, tuple[Any, Any]] = {}
+
+    def ready(self, layer_id: int) -> bool:
+        """Whether ``result`` of that layer would return at once."""
+        layer = self._checked(layer_id)
+        with self._changed:
+            self._strike_late()
+            return self._is_ready(layer)
+
+    def result(self, layer_id: int, timeout: float | None = None) -> BlendRetrieverResult:
+        """The KV of one layer; waits for it, and not for later ones.
+
+        Layers may be asked for in any order and again. IndexError outside of the model's layers;
+        TimeoutError after ``timeout`` seconds, after which it may be called again; CancelledError;
+        after the selection also what kept the layer from being loaded.
+        """
+        layer = self._checked(layer_id)
+        give_up = None if timeout is None else self._clock() + timeout
+        with self._changed:
+            while True:
+                self._strike_late()
+                if self._cancelled:
+                    raise errors.CancelledError("blend: the retrieval was cancelled")
+                if self._is_ready(layer):
+                    return self._hand_out(layer)
+                now = self._clock()
+                if give_up is not None and now >= give_up:
+                    raise errors.TimeoutError(
+                        f"blend: layer {layer} has not come within {timeout} s"
+                    )
+                self._changed.wait(self._next_wait(now, give_up))
+
+    def cancel(self) -> None:
+        """Ends the retrieval: nothing more is loaded, and waiting calls raise CancelledError."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def _checked(self, layer_id: int) -> int:
+        layer = operator.index(layer_id)
+        if not 0 <= layer < self._source.layer_count:
+            raise IndexError(f"blend: layer {layer} of {self._source.layer_count}")
+        return layer
+
+    def _is_ready(self, layer: int) -> bool:
+        needed = [layer]
+        if not self._settled and layer >= self._select_layer:
+            needed.extend(range(self._select_layer + 1))
+        return all(segment.has(each) for segment in self._segments for each in needed)
+
+    def _next_wait(self, now: float, give_up: float | None) -> float | None:
+        moments = [] if give_up is None else [give_up]
+        if self._deadline is not None and not self._settled:
+            moments.append(self._deadline)
+        return None if not moments else max(0.0, min(moments) - now)
+
+    def _strike_late(self) -> None:
+        if self._settled or self._deadline is None or self._clock() < self._deadline:
+            return
+        for segment in self._segments:
+            if not all(segment.has(layer) for layer in range(self._select_layer + 1)):
+                segment.is_over = True
+        self._deadline = None
+        self._changed.notify_all()
+
+    def _hand_out(self, layer: int) -> BlendRetrieverResult:
+        if layer >= self._select_layer:
+            self._settled = True
+        for segment in self._segments:
+            if layer in segment.failures and not segment.is_over:
+                raise segment.failures[layer]
+        valid = np.zeros(self._row_count, np.uint8)
+        positions = np.zeros(self._row_count, np.int64)
+        for segment in self._segments:
+            if not segment.is_over and segment.positions is not None:
+                rows = slice(segment.first_row, segment.first_row + len(segment.positions))
+                valid[rows] = 1
+                positions[rows] = segment.positions
+        k, v = self._arrays.get(layer, (None, None)) if valid.any() else (None, None)
+        return BlendRetrieverResult(k, v, self._given(valid), self._given(positions))
+
+    def _given(self, values: np.ndarray) -> Any:
+        if isinstance(self._like, np.ndarray) or not hasattr(self._like, "new_tensor"):
+            return values
+        return sys.modules["torch"].from_numpy(values)
+
+    # ---- On the retriever's threads.
+
+    def _find(self, segment: _Segment) -> bool:
+        """Whether there is something to load."""
+        if self._is_over(segment):
+            return False
+        try:
+            found = self._source.find(segment.tokens)
+            count = operator.index(found.token_count)
+            positions = as_numpy(found.positions, np.int64, "positions")
+            if not 0 <= count <= len(segment.tokens) or len(positions) != count:
+                raise errors.CorruptError(
+                    f"blend: {count} tokens were found, and {len(positions)} positions"
+                )
+        except Exception:
+            count = 0
+        with self._changed:
+            if count == 0:
+                segment.is_over = True
+            elif not segment.is_over:
+                segment.found, segment.positions = found, positions
+            self._changed.notify_all()
+            return not segment.is_over
+
+    def _load(self, segment: _Segment, layer: int) -> None:
+        if self._is_over(segment) or segment.found is None:
+            return
+        try:
+            k, v = segment.found.load(layer)
+            with self._changed:
+                if segment.is_over:
+                    return
+                into = self._arrays_of(layer, k, v)
+            count = operator.index(segment.found.token_count)
+            for array, part in zip(into, (k, v), strict=True):
+                rows = array[self._rows(segment.first_row, count)]
+                if rows.shape != part.shape or rows.dtype != part.dtype:
+                    raise errors.CorruptError(
+                        f"blend: layer {layer} has {part.dtype} {list(part.shape)}, not "
+                        f"{rows.dtype} {list(rows.shape)}"
+                    )
+                rows[:] = part
+        except Exception as failure:
+            self._failed(segment, layer, failure)
+            return
+        with self._changed:
+            segment.layers.add(layer)
+            self._changed.notify_all()
+
+    def _is_over(self, segment: _Segment) -> bool:
+        with self._changed:
+            return self._cancelled or segment.is_over
+
+    def _failed(self, segment: _Segment, layer: int, failure: Exception) -> None:
+        with self._changed:
+            if self._settled and not segment.is_over:
+                segment.failures[layer] = failure
+            else:
+                segment.is_over = True
+            self._changed.notify_all()
+
+    def _arrays_of(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
+        if layer not in self._arrays:
+            axis = self._source.token_dim
+            shapes = [list(array.shape) for array in (k, v)]
+            for shape in shapes:
+                shape[axis] = self._row_count
+            self._arrays[layer] = (empty_beside(k, shapes[0]), empty_beside(v, shapes[1]))
+        return self._arrays[layer]
+
+    def _rows(self, first: int, count: int) -> tuple[slice, ...]:
+        return (slice(None),) * self._source.token_dim + (slice(first, first + count),)
+
+
+class BlendRetriever:
+    """Fetches KV of segments from ``source`` on ``threads`` threads of its own.
+
+    ``select_layer``: the layer at which the executor selects for the first time. ``clock``:
+    seconds, for deadlines. ``close`` ends the threads and all retrievals.
+    """
+
+    def __init__(
+        self,
+        source: SegmentSource,
+        *,
+        select_layer: int = 1,
+        threads: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if threads < 1 or not 0 <= select_layer < source.layer_count:
+            raise errors.BadArgumentError(
+                f"BlendRetriever: threads={threads}, at least 1; select_layer={select_layer}, "
+                f"below {source.layer_count}"
+            )
+        self._source = source
+        self._select_layer = select_layer
+        self._clock = clock
+        self._jobs: list[tuple[int, int, BlendRetrieverTask, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._waiting = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name="quire-blend", daemon=True)
+            for _ in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        _ffi.close_at_exit(self)
+
+    def new_request(
+        self,
+        full_prompts: Sequence[Any],
+        indices: Sequence[Sequence[int]],
+        *,
+        deadline: float | None = None,
+    ) -> BlendRetrieverTask:
+        """Begins a retrieval and returns at once.
+
+        ``full_prompts``: the token ids of each request, all of them. ``indices``: for each prompt
+        the points that cut it into segments, ascending. ``deadline``: seconds from now, after
+        which the segments whose layers up to the selection are not there count as not found.
+        BadArgumentError for cuts that are not as described, ClosedError.
+        """
+        if len(full_prompts) != len(indices):
+            raise errors.BadArgumentError(
+                f"blend: {len(full_prompts)} prompts, but cuts of {len(indices)}"
+            )
+        segments, row_count = _cut(full_prompts, indices)
+        task = BlendRetrieverTask(
+            segments,
+            row_count,
+            self._source,
+            self._select_layer,
+            None if deadline is None else self._clock() + deadline,
+            self._clock,
+            full_prompts[0] if len(full_prompts) > 0 else np.empty(0),
+        )
+        with self._waiting:
+            if self._closed:
+                raise _ffi.closed_error("BlendRetriever")
+            for segment in segments:
+                self._add(-1, task, self._finding(task, segment))
+            self._waiting.notify_all()
+        return task
+
+    def close(self) -> None:
+        """Cancels all retrievals and ends the threads; closing twice is allowed."""
+        with self._waiting:
+            self._closed = True
+            for _, _, task, _ in self._jobs:
+                task.cancel()
+            self._jobs.clear()
+            self._waiting.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def __enter__(self) -> BlendRetriever:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self, layer: int, task: BlendRetrieverTask, job: Callable[[], None]) -> None:
+        """Low layers first, of all segments."""
+        heapq.heappush(self._jobs, (layer, next(self._order), task, job))
+
+    def _finding(self, task: BlendRetrieverTask, segment: _Segment) -> Callable[[], None]:
+        def find() -> None:
+            if not task._find(segment):
+                return
+            with self._waiting:
+                if self._closed:
+                    task.cancel()
+                for layer in range(self._source.layer_count):
+                    self._add(layer, task, self._loading(task, segment, layer))
+                self._waiting.notify_all()
+
+        return find
+
+    @staticmethod
+    def _loading(task: BlendRetrieverTask, segment: _Segment, layer: int) -> Callable[[], None]:
+        return lambda: task._load(segment, layer)
+
+    def _work(self) -> None:
+        while True:
+            with self._waiting:
+                while not self._jobs and not self._closed:
+                    self._waiting.wait()
+                if self._closed:
+                    return
+                _, _, task, job = heapq.heappop(self._jobs)
+            job()
+            if self._closed:
+                task.cancel()
+
+
+def _cut(
+    full_prompts: Sequence[Any], indices: Sequence[Sequence[int]]
+) -> tuple[list[_Segment], int]:
+    segments = []
+    first_row = 0
+    for number, (prompt, cuts) in enumerate(zip(full_prompts, indices, strict=True)):
+        tokens = as_numpy(prompt, np.int64, f"full_prompts[{number}]")
+        borders = [0, *(operator.index(cut) for cut in cuts), len(tokens)]
+        for begin, end in itertools.pairwise(borders):
+            if not 0 <= begin <= end <= len(tokens):
+                raise errors.BadArgumentError(
+                    f"blend: indices[{number}] must ascend within [0, {len(tokens)}], not "
+                    f"{list(cuts)}"
+                )
+            if begin < end:
+                segments.append(_Segment(first_row + begin, tokens[begin:end]))
+        first_row += len(tokens)
+    return segments, first_row

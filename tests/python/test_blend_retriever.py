@@ -1,0 +1,390 @@
+"""quire.blend.BlendRetriever and quire.lmcache: what is found, when it is handed out, and what is
+late, damaged or cancelled. Loads are held back by events; no test sleeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import quire
+import torch
+from quire import blend, lmcache
+from quire.blend import BlendRetriever, SegmentMemory
+
+LAYERS, HEADS, DIM = 3, 2, 4
+A, B, C = [1, 2, 3], [4, 5], [6, 7, 8, 9]
+
+
+def kv(tokens: list[int], token_dim: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Numbers that say which token, layer and array they are of."""
+    layers = []
+    for layer in range(LAYERS):
+        shape = (len(tokens), 1, 1)
+        base = np.array(tokens, np.float32).reshape(shape) + 100 * layer
+        k = np.broadcast_to(base, (len(tokens), HEADS, DIM))
+        if token_dim == 1:
+            k = np.moveaxis(k, 0, 1)
+        layers.append((k.copy(), k + 1000))
+    return layers
+
+
+def memory(*segments: list[int], **options: Any) -> SegmentMemory:
+    filled = SegmentMemory(LAYERS, **options)
+    for segment in segments:
+        filled.store(segment, kv(segment, filled.token_dim))
+    return filled
+
+
+class HeldSource:
+    """A source whose loads wait for the event of their segment's first token and layer, or raise
+    what is put there."""
+
+    layer_count, token_dim = LAYERS, 0
+
+    def __init__(self, *segments: list[int]) -> None:
+        self._memory = memory(*segments)
+        self.gates: dict[tuple[int, int], threading.Event] = {}
+        self.failures: dict[tuple[int, int], Exception] = {}
+        self.loaded: list[tuple[int, int]] = []
+
+    def hold(self, segment: list[int], layer: int) -> threading.Event:
+        return self.gates.setdefault((segment[0], layer), threading.Event())
+
+    def find(self, tokens: Any) -> Any:
+        return _HeldSegment(self, int(tokens[0]), self._memory.find(tokens))
+
+
+class _HeldSegment:
+    def __init__(self, source: HeldSource, first: int, found: Any) -> None:
+        self._source, self._first, self._found = source, first, found
+        self.token_count, self.positions = found.token_count, found.positions
+
+    def load(self, layer: int) -> tuple[Any, Any]:
+        key = (self._first, layer)
+        if key in self._source.gates:
+            assert self._source.gates[key].wait(30)
+        if key in self._source.failures:
+            raise self._source.failures[key]
+        self._source.loaded.append(key)
+        return self._found.load(layer)
+
+
+@pytest.fixture
+def open_retriever() -> Iterator[Callable[..., BlendRetriever]]:
+    opened: list[tuple[Any, BlendRetriever]] = []
+
+    def make(source: Any, **options: Any) -> BlendRetriever:
+        opened.append((source, BlendRetriever(source, **options)))
+        return opened[-1][1]
+
+    yield make
+    for source, retriever in opened:
+        for gate in getattr(source, "gates", {}).values():
+            gate.set()
+        retriever.close()
+
+
+def lists(result: blend.BlendRetrieverResult) -> tuple[list[int], list[int]]:
+    return (
+        np.asarray(result.valid_mask).tolist(),
+        np.asarray(result.original_positions).tolist(),
+    )
+
+
+# Example 8, in both orders of axes and with torch.
+@pytest.mark.parametrize("token_dim", [0, 1])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_all_hits(open_retriever: Any, token_dim: int, library: str) -> None:
+    source = SegmentMemory(LAYERS, token_dim=token_dim)
+    make: Callable[[Any], Any] = torch.from_numpy if library == "torch" else np.asarray
+    for segment in (A, B, C):
+        source.store(segment, [(make(k), make(v)) for k, v in kv(segment, token_dim)])
+    task = open_retriever(source).new_request([make(np.array(A + B + C))], [[3, 5]])
+    for layer in (2, 0, 1, 2):
+        result = task.result(layer)
+        assert lists(result) == ([1] * 9, [0, 1, 2, 0, 1, 0, 1, 2, 3])
+        k, v = kv(A + B + C, token_dim)[layer]
+        kind = torch.Tensor if library == "torch" else np.ndarray
+        assert all(isinstance(each, kind) for each in (result.k, result.v, result.valid_mask))
+        assert np.array_equal(np.asarray(result.k), k)
+        assert np.array_equal(np.asarray(result.v), v)
+
+
+# Examples 9, 10 and 22.
+def test_misses_and_repeats(open_retriever: Any) -> None:
+    retriever = open_retriever(memory(A, C))
+    result = retriever.new_request([A + B + C], [[3, 5]]).result(1)
+    assert lists(result) == ([1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 2, 0, 0, 0, 1, 2, 3])
+    assert np.array_equal(result.k[5:], kv(C)[1][0])
+    nothing = retriever.new_request([B + B], [[2]]).result(0)
+    assert nothing.k is None and nothing.v is None and lists(nothing) == ([0] * 4, [0] * 4)
+    twice = retriever.new_request([A + A], [[3]]).result(0)
+    assert lists(twice) == ([1] * 6, [0, 1, 2] * 2)
+    none = retriever.new_request([], []).result(0)
+    assert none.k is None and lists(none) == ([], [])
+
+
+# Example 11.
+def test_a_leading_part(open_retriever: Any) -> None:
+    segment = list(range(10))
+    result = open_retriever(memory(segment[:8], chunk_tokens=4)).new_request([segment], [[]])
+    assert lists(result.result(2)) == ([1] * 8 + [0] * 2, [*range(8), 0, 0])
+    assert np.array_equal(result.result(2).k[:8], kv(segment[:8])[2][0])
+
+
+# Example 12.
+def test_borders_of_requests_and_segments(open_retriever: Any) -> None:
+    retriever = open_retriever(memory(A, B))
+    assert lists(retriever.new_request([A, B], [[], []]).result(1))[0] == [1] * 5
+    assert lists(retriever.new_request([A + B], [[]]).result(1))[0] == [0] * 5
+    assert lists(retriever.new_request([A + B], [[0, 3, 3]]).result(1))[0] == [1] * 5
+    for cuts in ([2, 1], [-1], [6]):
+        with pytest.raises(quire.BadArgumentError, match=r"indices\[1\] must ascend"):
+            retriever.new_request([A, A + B], [[], cuts])
+    with pytest.raises(quire.BadArgumentError, match="2 prompts, but cuts of 1"):
+        retriever.new_request([A, B], [[]])
+
+
+# Example 13.
+def test_a_request_returns_at_once_and_layers_come_one_by_one(open_retriever: Any) -> None:
+    source = HeldSource(A, B)
+    gates = [source.hold(A, layer) for layer in range(LAYERS)]
+    task = open_retriever(source).new_request([A + B], [[3]])  # returns though all is held
+    assert not task.ready(0)
+    with pytest.raises(quire.TimeoutError, match="layer 0 has not come"):
+        task.result(0, timeout=0)
+    gates[0].set()
+    assert lists(task.result(0))[0] == [1] * 5  # while layer 1 is held
+    assert not task.ready(1)
+    gates[1].set()
+    assert lists(task.result(1))[0] == [1] * 5 and not task.ready(2)
+    gates[2].set()
+    assert np.array_equal(task.result(2).k, kv(A + B)[2][0])
+    for layer in (-1, LAYERS):
+        with pytest.raises(IndexError):
+            task.result(layer)
+
+
+def test_low_layers_of_all_segments_come_first(open_retriever: Any) -> None:
+    source = HeldSource(A, B, C)
+    source.hold(A, 0)
+    task = open_retriever(source, threads=1).new_request([A + B + C], [[3, 5]])
+    source.gates[(A[0], 0)].set()
+    task.result(LAYERS - 1)
+    assert [layer for _, layer in source.loaded[-6:]] == [1, 1, 1, 2, 2, 2]
+
+
+def test_what_is_late_is_invalid_before_the_selection(open_retriever: Any) -> None:
+    now = [0.0]
+    source = HeldSource(A, B)
+    late = source.hold(B, 1)
+    retriever = open_retriever(source, clock=lambda: now[0])
+    task = retriever.new_request([A + B], [[3]], deadline=5)
+    assert lists(task.result(0))[0] == [1] * 5 and not task.ready(1)
+    now[0] = 5.0
+    assert lists(task.result(1)) == ([1, 1, 1, 0, 0], [0, 1, 2, 0, 0])
+    late.set()
+    for layer in range(LAYERS):  # it has come, and is not taken any more
+        assert lists(task.result(layer))[0] == [1, 1, 1, 0, 0]
+
+
+def test_after_the_selection_nothing_becomes_invalid(open_retriever: Any) -> None:
+    now = [0.0]
+    source = HeldSource(A, B)
+    late = source.hold(B, 2)
+    task = open_retriever(source, clock=lambda: now[0]).new_request([A + B], [[3]], deadline=5)
+    assert lists(task.result(1))[0] == [1] * 5
+    now[0] = 100.0
+    with pytest.raises(quire.TimeoutError):
+        task.result(2, timeout=0)
+    late.set()
+    assert lists(task.result(2))[0] == [1] * 5
+    assert np.array_equal(task.result(2).v, kv(A + B)[2][1])
+
+
+def test_a_failure_is_a_miss_before_the_selection_and_an_error_after(open_retriever: Any) -> None:
+    source = HeldSource(A, B)
+    source.failures[(B[0], 1)] = OSError("disk")
+    retriever = open_retriever(source)
+    task = retriever.new_request([A + B], [[3]])
+    assert lists(task.result(1))[0] == [1, 1, 1, 0, 0]
+    assert lists(task.result(2))[0] == [1, 1, 1, 0, 0]
+    source.failures = {(B[0], 2): OSError("disk")}
+    gate = source.hold(B, 2)
+    task = retriever.new_request([A + B], [[3]])
+    assert lists(task.result(1))[0] == [1] * 5
+    gate.set()
+    with pytest.raises(OSError, match="disk"):
+        task.result(2)
+    assert lists(task.result(1))[0] == [1] * 5
+
+
+class LyingSegment:
+    def __init__(self, **fields: Any) -> None:
+        self.token_count, self.positions = 2, [0, 1]
+        self.shape: tuple[int, ...] = (2, HEADS, DIM)
+        self.dtype: Any = np.float32
+        self.__dict__.update(fields)
+
+    def load(self, layer: int) -> tuple[Any, Any]:
+        return np.ones(self.shape, self.dtype), np.ones(self.shape, self.dtype)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"token_count": 3, "positions": [0, 1, 2]},
+        {"token_count": -1},
+        {"positions": [0]},
+        {"positions": ["x", "y"]},
+        {"shape": (1, HEADS, DIM)},
+        {"shape": (3, HEADS, DIM)},
+        {"dtype": np.float64},
+    ],
+)
+def test_sources_that_lie_give_misses(open_retriever: Any, lie: dict[str, Any]) -> None:
+    class Source:
+        layer_count, token_dim = LAYERS, 0
+
+        def find(self, tokens: Any) -> Any:
+            return LyingSegment(**lie) if tokens[0] == B[0] else memory(A).find(tokens)
+
+    gate = open_retriever(Source(), threads=1)
+    assert lists(gate.new_request([A + B], [[3]]).result(1))[0] == [1, 1, 1, 0, 0]
+
+
+def test_cancel_and_close_end_what_waits(open_retriever: Any) -> None:
+    source = HeldSource(A)
+    gate = source.hold(A, 0)
+    retriever = open_retriever(source, threads=1)
+    tasks = [retriever.new_request([A], [[]]) for _ in range(3)]
+    ended: list[str] = []
+
+    def wait(task: blend.BlendRetrieverTask) -> None:
+        try:
+            task.result(0)
+        except quire.CancelledError:
+            ended.append("cancelled")
+
+    waiting = [threading.Thread(target=wait, args=(task,)) for task in tasks]
+    for thread in waiting:
+        thread.start()
+    tasks[0].cancel()
+    waiting[0].join(30)
+    assert ended == ["cancelled"]
+    closing = threading.Thread(target=retriever.close)
+    closing.start()
+    gate.set()
+    for thread in (closing, *waiting):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert ended == ["cancelled"] * 3
+    with pytest.raises(quire.ClosedError):
+        retriever.new_request([A], [[]])
+    retriever.close()
+
+
+def test_a_memory_is_bounded_and_keeps_what_was_used_last(open_retriever: Any) -> None:
+    token_bytes = LAYERS * 2 * HEADS * DIM * 4
+    bounded = memory(A, B, capacity_bytes=5 * token_bytes)
+    assert bounded.used_bytes == 5 * token_bytes
+    bounded.store(A, kv(A))
+    assert bounded.used_bytes == 5 * token_bytes
+    assert bounded.find(B).token_count == 2
+    bounded.store([7, 7], kv([7, 7]))
+    assert [bounded.find(x).token_count for x in (A, B, [7, 7])] == [0, 2, 2]
+    assert bounded.used_bytes == 4 * token_bytes
+    with pytest.raises(quire.TooLargeError, match="larger than capacity_bytes"):
+        bounded.store(list(range(6)), kv(list(range(6))))
+    assert bounded.used_bytes == 4 * token_bytes
+    for arguments in ((A, kv(A)[:2]), (A, kv(B))):
+        with pytest.raises(quire.BadArgumentError):
+            bounded.store(*arguments)
+    for options in ({"chunk_tokens": 0}, {"token_dim": 2}, {"capacity_bytes": -1}):
+        with pytest.raises(quire.BadArgumentError):
+            SegmentMemory(LAYERS, **options)
+    for options in ({"threads": 0}, {"select_layer": LAYERS}, {"select_layer": -1}):
+        with pytest.raises(quire.BadArgumentError):
+            open_retriever(bounded, **options)
+
+
+def test_positions_begin_where_the_segment_was_computed() -> None:
+    placed = SegmentMemory(LAYERS, chunk_tokens=2)
+    keys = kv(A)
+    placed.store(A, keys, first_position=10)
+    keys[0][0][:] = -1  # a copy was stored
+    found = placed.find(A)
+    assert found.positions.tolist() == [10, 11, 12]
+    assert np.array_equal(found.load(0)[0], kv(A)[0][0])
+
+
+# ---- quire.lmcache, as code for LMCache uses it.
+
+
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+def test_store_retrieve_and_blend(fmt: str) -> None:
+    token_dim = {"vllm": 0, "huggingface": 1}[fmt]
+    engine = lmcache.LMCacheEngine(chunk_size=2, fmt=fmt)
+    with pytest.raises(quire.BadStateError, match="store something first"):
+        lmcache.SPTBlendRetriever(engine)
+    for segment in (A, C):
+        layers = [(torch.from_numpy(k), torch.from_numpy(v)) for k, v in kv(segment, token_dim)]
+        engine.store(torch.tensor(segment), layers)
+    prompts = [torch.tensor(A + B), torch.tensor(C)]
+    with lmcache.SPTBlendRetriever(engine, metadata=None) as retriever:
+        task = retriever.new_request(prompts, [[3], []])
+        blender = lmcache.CacheBlendImpl(0.5)
+        for layer in range(LAYERS):
+            found = task.result(layer)
+            assert found.valid_mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1]
+            count = 9 if layer < 2 else 5
+            shape = (count, HEADS, DIM) if token_dim == 0 else (HEADS, count, DIM)
+            fresh = torch.zeros(shape)
+            positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
+            if layer >= 2:
+                positions = positions[out.local_indices]
+            out = blender.blend(
+                layer, found.k, found.v, found.valid_mask, found.original_positions, fresh, fresh,
+                fresh, positions, torch.tensor([0, 5, 9], dtype=torch.int32), token_dim,
+            )  # fmt: skip
+    # Higher tokens have larger numbers, so they deviate most from zeros.
+    assert out.local_indices.tolist() == [2, 3, 4, 7, 8]
+    assert out.k.select(token_dim, 8).eq(0).all() and out.k.select(token_dim, 0).ne(0).all()
+    engine.close()
+    with pytest.raises(quire.BadStateError):
+        _ = engine.memory
+    with pytest.raises(quire.BadArgumentError, match="fmt"):
+        lmcache.LMCacheEngine(fmt="other")
+
+
+def test_encoders_that_are_set_rotate_keys() -> None:
+    angle = 0.5
+
+    def turned(sign: float) -> lmcache.PositionalEncoder:
+        def encode(positions: Any, q: Any, k: Any) -> tuple[Any, Any]:
+            cos = torch.cos(sign * angle * positions)[:, None]
+            sin = torch.sin(sign * angle * positions)[:, None]
+            k[:] = torch.stack([k[:, 0] * cos[:, 0] - k[:, 1] * sin[:, 0],
+                                k[:, 1] * cos[:, 0] + k[:, 0] * sin[:, 0]], 1)  # fmt: skip
+            return q, k
+
+        return encode
+
+    blender = lmcache.CacheBlendImpl(0.0)
+    blender.set_positional_encoder(turned(1.0))
+    blender.set_reverse_positional_encoder(turned(-1.0))
+    k = torch.randn(4, 2, generator=torch.Generator().manual_seed(2))
+    before = k.clone()
+    old, positions = torch.tensor([0, 1, 2, 3]), torch.tensor([7, 8, 9, 10])
+    starts = torch.tensor([0, 4], dtype=torch.int32)
+    ones = torch.ones(4, dtype=torch.int64)
+    out = blender.blend(1, k, k, ones, old, k, k, k, positions, starts, 0)
+    assert out.local_indices.tolist() == []
+    none = torch.empty(0, 2)
+    out = blender.blend(2, k, k, ones, old, none, none, none, positions[:0], starts, 0)
+    expected = blend.shift_keys(k, old, positions, blend.KeyRotation([angle]))
+    torch.testing.assert_close(out.k, expected, rtol=0, atol=1e-6)
+    assert torch.equal(k, before)
