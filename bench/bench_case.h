@@ -30,6 +30,7 @@ class BenchCase {
 };
 
 std::unique_ptr<BenchCase> MakeAttentionCase(const JsonValue& request);
+std::unique_ptr<BenchCase> MakeBlendCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakePlanCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeGrowthCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeChunkCase(const JsonValue& request);

@@ -23,6 +23,7 @@ GROUPS = {
     "k": "Speculative decoding",
     "l": "Growth",
     "m": "Serving",
+    "n": "Blending",
 }
 
 HEADS = 32
@@ -941,6 +942,31 @@ def _serving_cases() -> list[Case]:
     return cases
 
 
+# ---- (n): blending, single steps
+
+
+def _blend_cases() -> list[Case]:
+    """Bytes are those of the keys that move, each read and written once."""
+    cases = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        tokens, size = 2048, 4 if dtype == "float32" else 2
+        key_bytes = tokens * 8 * 128 * size
+        request = {"kind": "blend", "dtype": dtype, "tokens": tokens}
+        cases.append(
+            Case(
+                name=f"blend/{dtype}/{tokens}",
+                group="n",
+                sides=(Side("Quire", "quire", request),),
+                metrics=(
+                    Metric("move", "GB/s", bytes=key_bytes, goals=(Goal("limit", key_bytes / 3e9),)),
+                    Metric("compare", "GB/s", bytes=key_bytes),
+                ),
+                quick=True,
+            )
+        )
+    return cases
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -1015,5 +1041,5 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += [_tier_case(models.describe(name)) for name in models.NAMES]
     cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)
     cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
-    cases += _growth_cases(threads) + _serving_cases()
+    cases += _growth_cases(threads) + _serving_cases() + _blend_cases()
     return sorted(cases, key=lambda case: case.group)

@@ -2,8 +2,8 @@
 // input, one a line as the answer:
 //   {"do": "info"}                                            what is measured here
 //   {"do": "probe", "threads", "bytes", "repetitions", "single"}   the machine's bounds, now
-//   {"do": "prepare", "key", "kind": "attention" | "plan" | "growth" | "chunks", ...}    makes a
-//   case
+//   {"do": "prepare", "key", "kind": "attention" | "blend" | "plan" | "growth" | "chunks", ...}
+//                                                             makes a case
 //   {"do": "run", "key", "seconds", "min_calls"}              {"samples": {name: [seconds...]}}
 //   {"do": "drop", "key"}
 // A request that cannot be met ends the process with the reason on standard error.
@@ -59,6 +59,8 @@ class Worker {
     const std::string kind = Require(request.GetString("kind"));
     if (kind == "attention") {
       cases_[key] = MakeAttentionCase(request);
+    } else if (kind == "blend") {
+      cases_[key] = MakeBlendCase(request);
     } else if (kind == "plan") {
       cases_[key] = MakePlanCase(request);
     } else if (kind == "growth") {
