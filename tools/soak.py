@@ -77,6 +77,31 @@ CAPABILITIES = (
         "R5: a hostile peer of the buffer server breaks it, or holds more memory than it may",
     ),
     Capability(
+        "transfer-peers",
+        "src/transfer/transfer_session_test",
+        "HostileTransferPeer.*",
+        "sessions",
+        100_000,
+        "R5: a hostile peer of a transfer breaks it, touches what it was not asked for, or holds more "
+        "memory than it may",
+    ),
+    Capability(
+        "transfer-faults",
+        "src/transfer/transfer_session_test",
+        "*NoFaultOfTheNetworkCountsAWrongByte",
+        "sessions",
+        100_000,
+        "R17: bytes of a transfer that are changed, repeated, moved or cut off count as rows",
+    ),
+    Capability(
+        "transfer-cancels",
+        "src/transfer/peer_connection_test",
+        "*AfterACancelNoLateRowIsTaken",
+        "cancels",
+        1_000_000,
+        "R18: rows that come after their transfer was cancelled are taken",
+    ),
+    Capability(
         "flips",
         "src/store/disk/disk_tier_fault_test",
         "*NoFlippedBitIsServed",

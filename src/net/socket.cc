@@ -250,6 +250,8 @@ Result<size_t> Socket::Write(std::span<const std::span<const std::byte>> parts) 
   return SystemError("writing to the connection");
 }
 
+void Socket::EndWrites() const noexcept { ::shutdown(fd_, SHUT_WR); }
+
 void RemoveSocketFile(const Endpoint& endpoint) noexcept {
   if (endpoint.is_unix) ::unlink(endpoint.path.c_str());
 }

@@ -60,6 +60,8 @@ class Socket {
   Result<size_t> Read(std::span<const std::span<std::byte>> into) const;
   // Bytes written, in order; 0: none now.
   Result<size_t> Write(std::span<const std::span<const std::byte>> parts) const;
+  // Nothing more is written: the peer reads the end after what was.
+  void EndWrites() const noexcept;
 
  private:
   int fd_ = -1;

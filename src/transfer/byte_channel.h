@@ -22,6 +22,9 @@ class ByteChannel {
   // Bytes taken, in order; 0: none now.
   virtual Result<size_t> Write(std::span<const std::span<const std::byte>> parts) = 0;
 
+  // Nothing more is written: the peer reads the end after what was.
+  virtual void EndWrites() noexcept = 0;
+
   struct Wait {
     PollEntry entry{};      // what PollSockets is to wait for
     bool is_ready = false;  // Read or Write has something to do: do not wait

@@ -460,6 +460,7 @@ bool PeerConnection::WriteSome() {
 void PeerConnection::Finish(const Status& why) noexcept {
   session_.Lose(why.ok() ? Status(StatusCode::kUnavailable, "transfer: the connection is over")
                          : why);
+  channel_->EndWrites();
   {
     const std::lock_guard lock(mutex_);
     status_ = session_.status();

@@ -102,6 +102,7 @@ class SharedMemory final : public ByteChannel {
 
   Result<size_t> Read(std::span<const std::span<std::byte>> into) override;
   Result<size_t> Write(std::span<const std::span<const std::byte>> parts) override;
+  void EndWrites() noexcept override { socket_.EndWrites(); }
   Wait PrepareWait(bool wants_read, bool wants_write) override;
 
  private:

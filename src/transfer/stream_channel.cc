@@ -16,6 +16,7 @@ class SocketStream final : public ByteChannel {
   Result<size_t> Write(std::span<const std::span<const std::byte>> parts) override {
     return socket_.Write(parts);
   }
+  void EndWrites() noexcept override { socket_.EndWrites(); }
   Wait PrepareWait(bool wants_read, bool wants_write) override {
     return {.entry = {.fd = socket_.fd(), .wants_read = wants_read, .wants_write = wants_write}};
   }

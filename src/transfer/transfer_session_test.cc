@@ -10,6 +10,7 @@
 #include "base/checksum.h"
 #include "base/random.h"
 #include "base/testing/soak.h"
+#include "transfer/testing/hostile_transfer_peer.h"
 #include "transfer/testing/test_session.h"
 
 namespace quire {
@@ -82,6 +83,24 @@ class SessionPair {
   TestSession receiver;
   TestSession sender;
 };
+
+TEST(HostileTransferPeer, BreaksNothingInManySessions) {
+  constexpr int kSessions = 30'000;
+  ReportFigure("sessions", 2 * kSessions);
+  for (const char* secret : {"", "a secret"}) {
+    HostileTransferPeer peer(secret);
+    RandomSequence random(SoakSeed(6), *secret == 0 ? 0 : 1);
+    for (int i = 0; i < kSessions; ++i) {
+      SCOPED_TRACE(i);
+      peer.RunSession([&](int64_t bound) { return random.Below(bound); });
+    }
+    // The sessions reach what they are to break.
+    EXPECT_GT(peer.sessions_open, kSessions / 2);
+    EXPECT_GT(peer.rows_complete, kSessions / 20);
+    EXPECT_GT(peer.requests, kSessions / 50);
+    EXPECT_GT(peer.ended, kSessions / 4);
+  }
+}
 
 TEST(TransferSession, MovesRowsLayerByLayerInPiecesOfAnySize) {
   for (const size_t piece : {size_t{1}, size_t{7}, size_t{1} << 20}) {
@@ -395,7 +414,7 @@ TEST(TransferSession, PartsOfWhatWasNotAskedForGoNowhere) {
 // Bytes of both directions that are lost, repeated, moved, changed or cut off.
 TEST(TransferSession, NoFaultOfTheNetworkCountsAWrongByte) {
   constexpr int kSessions = 4000;
-  ReportFigure("faulty sessions", kSessions);
+  ReportFigure("sessions", kSessions);
   int completed = 0;
   int ended = 0;
   int64_t again = 0;

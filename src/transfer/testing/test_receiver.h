@@ -3,15 +3,17 @@
 #ifndef QUIRE_TRANSFER_TESTING_TEST_RECEIVER_H_
 #define QUIRE_TRANSFER_TESTING_TEST_RECEIVER_H_
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
-#include <string>
+#include <mutex>
 #include <vector>
 
 #include "base/check.h"
+#include "base/clock.h"
 #include "quire/kv_transfer.h"
 
 namespace quire {
@@ -50,6 +52,7 @@ inline TestRows RowsOfLayer(int64_t layer, int64_t rows) {
   return made;
 }
 
+// Calls of KVTransfer from any thread; the others while nothing arrives.
 class TestReceiver final : public KVTransfer {
  public:
   struct Reservation {
@@ -66,6 +69,7 @@ class TestReceiver final : public KVTransfer {
       made.pages.emplace_back(rows);
       made.heads.emplace_back(static_cast<size_t>(rows), 0);
     }
+    const std::lock_guard lock(mutex_);
     ReceiveMap map{.epoch = ++last_epoch,
                    .slots = {1, 0, rows},
                    .count = rows,
@@ -74,7 +78,10 @@ class TestReceiver final : public KVTransfer {
     return map;
   }
   // The reservation is over.
-  void End(uint64_t epoch) { open.erase(epoch); }
+  void End(uint64_t epoch) {
+    const std::lock_guard lock(mutex_);
+    open.erase(epoch);
+  }
   int64_t CompleteRows(uint64_t epoch, int64_t layer) const {
     int64_t rows = 0;
     for (const int heads : open.at(epoch).heads[static_cast<size_t>(layer)])
@@ -102,6 +109,7 @@ class TestReceiver final : public KVTransfer {
   }
 
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override {
+    const std::lock_guard lock(mutex_);
     ++views;
     const auto found = open.find(epoch);
     if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
@@ -112,6 +120,7 @@ class TestReceiver final : public KVTransfer {
   }
   Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
                   uint32_t digest) override {
+    const std::lock_guard lock(mutex_);
     const auto found = open.find(epoch);
     if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
     Reservation& reservation = found->second;
@@ -123,17 +132,29 @@ class TestReceiver final : public KVTransfer {
               reservation.pages[static_cast<size_t>(layer)].View(part.first_row, part.count),
               part.first_head, part.head_count);
     SetHeads(&reservation, layer, part, true);
+    changed_.notify_all();
     return Status();
   }
   Status FailReceive(uint64_t epoch, const Status& why) override {
+    const std::lock_guard lock(mutex_);
     const auto found = open.find(epoch);
     if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
     if (found->second.failure.ok()) found->second.failure = why;
+    changed_.notify_all();
     return Status();
   }
   Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override {
+    const std::lock_guard lock(mutex_);
     if (open.count(epoch) == 0) return Status(StatusCode::kNotFound, "the reservation is over");
     return ReceiveProgress{};
+  }
+  Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override {
+    std::unique_lock lock(mutex_);
+    const bool is_over = WaitUntil(clock, changed_, lock, until_ns, [&] {
+      return !open.at(epoch).failure.ok() || HasRows(epoch, n);
+    });
+    if (HasRows(epoch, n)) return Status();
+    return is_over ? open.at(epoch).failure : Status(StatusCode::kTimeout, "the rows did not come");
   }
 
   std::map<uint64_t, Reservation> open;
@@ -141,6 +162,12 @@ class TestReceiver final : public KVTransfer {
   int64_t views = 0;
 
  private:
+  bool HasRows(uint64_t epoch, int64_t n) const {
+    for (int64_t layer = 0; layer < kTestLayers; ++layer) {
+      if (CompleteRows(epoch, layer) < n) return false;
+    }
+    return true;
+  }
   static Status Check(const Reservation& reservation, int64_t layer, const ReceivePart& part) {
     const bool fits = layer >= 0 && layer < kTestLayers && part.first_row >= 0 && part.count >= 1 &&
                       part.first_row + part.count <= reservation.pages[0].count &&
@@ -160,7 +187,6 @@ class TestReceiver final : public KVTransfer {
   Result<ReceiveMap> DisaggPrepareRecv(int64_t, int64_t) override { return Unused(); }
   Status DisaggCommitRecv(uint64_t, int64_t) override { return Unused(); }
   Status DisaggCancelRecv(uint64_t) override { return Unused(); }
-  Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unused(); }
   Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unused(); }
   Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t) override {
     return Unused();
@@ -168,6 +194,9 @@ class TestReceiver final : public KVTransfer {
   Status DisaggUnmarkSend(int64_t) override { return Unused(); }
   Status DisaggFlushSend(int64_t) override { return Unused(); }
   Result<SendProgress> GetSendProgress(int64_t) const override { return Unused(); }
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
 };
 
 }  // namespace quire

@@ -1,0 +1,274 @@
+// Connections with their threads, over a socket and over shared memory, and over both while the
+// bytes are delayed, cut, changed, repeated and moved.
+#include "transfer/peer_connection.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/testing/soak.h"
+#include "transfer/testing/faulty_channel.h"
+#include "transfer/testing/test_session.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kMinuteNs = 60 * kTestSecondNs;  // for what must come; nothing waits so long
+
+std::pair<Socket, Socket> SocketPair() {
+  int fds[2];
+  EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
+  return {Socket(fds[0]), Socket(fds[1])};
+}
+
+using Channels = std::array<std::unique_ptr<ByteChannel>, 2>;
+
+Channels MakeChannels(bool is_shared) {
+  auto [first, second] = SocketPair();
+  if (!is_shared) return {StreamChannel(std::move(first)), StreamChannel(std::move(second))};
+  return {ConnectSharedMemory(std::move(first)).value(), AcceptSharedMemory(std::move(second))};
+}
+
+// A receiver that connects and a sender.
+struct ConnectionPair {
+  explicit ConnectionPair(Channels channels, int64_t window_bytes = 1 << 20,
+                          int64_t dead_after_ns = kMinuteNs) {
+    TransferSession::Options options = TestSessionOptions(true, "a secret");
+    options.window_bytes = window_bytes;
+    options.dead_after_ns = dead_after_ns;
+    to = PeerConnection::Start(std::move(channels[0]), "test", options, nullptr).value();
+    options.is_connector = false;
+    from = PeerConnection::Start(std::move(channels[1]), "test", options, nullptr).value();
+    EXPECT_TRUE(to->SetReceiver(&receiver).ok());
+  }
+  ~ConnectionPair() { EXPECT_TRUE(to->SetReceiver(nullptr).ok()); }
+  int64_t Soon() const { return clock->SteadyNs() + kMinuteNs; }
+
+  // A reservation that the sender has learnt of, or why not.
+  Result<uint64_t> Ask(int64_t rows) {
+    const ReceiveMap map = receiver.Reserve(rows);
+    QUIRE_RETURN_IF_ERROR(to->WaitOpen(Soon()));
+    QUIRE_RETURN_IF_ERROR(to->Request({}, map));
+    QUIRE_ASSIGN_OR_RETURN(const auto request, from->NextRequest(*clock, Soon()));
+    EXPECT_EQ(request->map.slots, map.slots);
+    return map.epoch;
+  }
+  // A forward's rows of all layers, and its end.
+  Status Send(uint64_t epoch, int64_t first, int64_t count) {
+    for (int64_t layer = 0; layer < kTestLayers; ++layer) {
+      TestRows rows = RowsOfLayer(layer, first + count);
+      SendRange range;
+      range.epoch = epoch;
+      range.first_row = first;
+      range.count = count;
+      range.local = rows.View(first, count);
+      range.head_count = kTestHeads;
+      QUIRE_RETURN_IF_ERROR(from->OnLayerAppended(layer, std::span(&range, 1)));
+    }
+    const SendRecord record{.epoch = epoch, .first_row = first, .count = count};
+    return from->OnForwardEnded(std::span(&record, 1));
+  }
+
+  const std::shared_ptr<Clock> clock = MachineTime();
+  TestReceiver receiver;
+  std::shared_ptr<PeerConnection> to;
+  std::shared_ptr<PeerConnection> from;
+};
+
+TEST(PeerConnection, RowsArriveOverEveryChannel) {
+  for (const bool is_shared : {false, true}) {
+    SCOPED_TRACE(is_shared);
+    // A window of a few rows, so that the sender waits for the receiver.
+    ConnectionPair pair(MakeChannels(is_shared), 1000 * kTestRowBytes);
+    const auto epoch = pair.Ask(20'000);
+    ASSERT_TRUE(epoch.ok()) << epoch.status().ToString();
+    for (int64_t row = 0; row < 20'000; row += 500)
+      ASSERT_EQ(pair.Send(*epoch, row, 500).ToString(), "Ok");
+    EXPECT_TRUE(pair.receiver.WaitReceived(*epoch, 20'000, *pair.clock, pair.Soon()).ok());
+    pair.receiver.CheckPages();
+    EXPECT_EQ(pair.to->stats().bytes_received, kTestLayers * 20'000 * kTestRowBytes);
+    EXPECT_EQ(pair.from->stats().parts_sent_again, 0);
+  }
+}
+
+TEST(PeerConnection, ARowBeyondTheWindowIsRefusedAndNoneIsHeld) {
+  ConnectionPair pair(MakeChannels(false), kTestRowBytes - 1);
+  const auto epoch = pair.Ask(1);
+  ASSERT_TRUE(epoch.ok());
+  const Status status = pair.Send(*epoch, 0, 1);
+  EXPECT_EQ(status.code(), StatusCode::kTooLarge);
+  EXPECT_NE(status.message().find("window_bytes"), std::string::npos);
+}
+
+TEST(PeerConnection, ASenderThatWaitsForTheWindowEndsWithTheConnection) {
+  for (const bool closes_receiver : {false, true}) {
+    ConnectionPair pair(MakeChannels(false), kTestRowBytes);
+    const auto epoch = pair.Ask(100'000);
+    ASSERT_TRUE(epoch.ok());
+    Status status;
+    std::thread sender([&] {
+      for (int64_t row = 0; row < 100'000 && status.ok(); ++row) status = pair.Send(*epoch, row, 1);
+    });
+    EXPECT_TRUE(pair.receiver.WaitReceived(*epoch, 3, *pair.clock, pair.Soon()).ok());
+    (closes_receiver ? pair.to : pair.from)->Close();
+    sender.join();
+    EXPECT_FALSE(status.ok());
+    pair.receiver.CheckPages();
+  }
+}
+
+TEST(PeerConnection, AfterACancelNoLateRowIsTaken) {
+  constexpr int kCancels = 2000;
+  ReportFigure("cancels", 2 * kCancels);
+  for (const bool is_shared : {false, true}) {
+    ConnectionPair pair(MakeChannels(is_shared));
+    for (int i = 0; i < kCancels; ++i) {
+      const auto epoch = pair.Ask(4);
+      ASSERT_TRUE(epoch.ok());
+      // Rows are on their way when the reservation ends.
+      static_cast<void>(pair.Send(*epoch, 0, 4));
+      ASSERT_TRUE(pair.to->Cancel(*epoch).ok());
+      pair.receiver.End(*epoch);
+    }
+    const auto epoch = pair.Ask(4);
+    ASSERT_TRUE(epoch.ok());
+    ASSERT_EQ(pair.Send(*epoch, 0, 4).ToString(), "Ok");
+    EXPECT_TRUE(pair.receiver.WaitReceived(*epoch, 4, *pair.clock, pair.Soon()).ok());
+    pair.receiver.CheckPages();
+    EXPECT_EQ(pair.to->stats().receives_open, 1);
+  }
+}
+
+TEST(PeerConnection, NoFaultOfAChannelCountsAWrongByte) {
+  constexpr int kPairs = 60;
+  const FaultRates kinds[] = {{.change = 8}, {.repeat = 12},
+                              {.move = 12},  {.cut = 12},
+                              {.delay = 2},  {.change = 40, .repeat = 80, .move = 80, .cut = 80}};
+  int complete = 0;
+  int failed = 0;
+  int64_t again = 0;
+  for (int i = 0; i < kPairs; ++i) {
+    SCOPED_TRACE(i);
+    const FaultRates& rates = kinds[static_cast<size_t>(i) % std::size(kinds)];
+    Channels channels = MakeChannels(i % 2 == 0);
+    for (auto& channel : channels) {
+      channel = std::make_unique<FaultyChannel>(std::move(channel), rates,
+                                                SoakSeed(static_cast<uint64_t>(i)));
+    }
+    ConnectionPair pair(std::move(channels), 1 << 20, kTestSecondNs / 2);
+    const auto epoch = pair.Ask(400);
+    Status status = epoch.status();
+    for (int64_t row = 0; row < 400 && status.ok(); row += 40) status = pair.Send(*epoch, row, 40);
+    // A byte in the wrong place may leave a side that waits for more: it says when it is over.
+    if (!status.ok()) {
+      pair.from->Close();
+      pair.to->Close();
+    }
+    if (epoch.ok()) status = pair.receiver.WaitReceived(*epoch, 400, *pair.clock, pair.Soon());
+    complete += status.ok();
+    failed += !status.ok();
+    pair.receiver.CheckPages();
+    again += pair.from->stats().parts_sent_again;
+  }
+  EXPECT_GT(complete, kPairs / 10);
+  EXPECT_GT(failed, kPairs / 10);
+  EXPECT_GT(again, 0);
+}
+
+// ---- What a peer may do with the memory that it shares
+
+std::vector<std::byte> SomeBytes(size_t count) {
+  return std::vector<std::byte>(count, std::byte{7});
+}
+
+TEST(SharedMemory, ForeignMemoryIsRefused) {
+  const struct {
+    int seals;
+    off_t bytes;
+    const char* why;
+  } offers[] = {{0, 1 << 20, "shorter"},
+                {F_SEAL_SHRINK | F_SEAL_GROW, 1 << 20, "another size"},
+                {F_SEAL_SHRINK, 1 << 20, "shorter"}};
+  for (const auto& offer : offers) {
+    auto [here, there] = SocketPair();
+    const auto channel = AcceptSharedMemory(std::move(here));
+    const Socket memory(::memfd_create("foreign", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    ASSERT_EQ(::ftruncate(memory.fd(), offer.bytes), 0);
+    ASSERT_EQ(::fcntl(memory.fd(), F_ADD_SEALS, offer.seals), 0);
+    std::byte one{1};
+    iovec vector = {&one, 1};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    msghdr message{};
+    message.msg_iov = &vector;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    cmsghdr* const head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int));
+    const int fd = memory.fd();
+    std::memcpy(CMSG_DATA(head), &fd, sizeof(fd));
+    ASSERT_EQ(::sendmsg(there.fd(), &message, 0), 1);
+    std::vector<std::byte> into = SomeBytes(10);
+    const std::span<std::byte> place(into);
+    const auto read = channel->Read(std::span(&place, 1));
+    EXPECT_EQ(read.status().code(), StatusCode::kCorrupt);
+    EXPECT_NE(read.status().message().find(offer.why), std::string::npos)
+        << read.status().ToString();
+  }
+}
+
+TEST(SharedMemory, BytesComeInOrderAcrossTheEndOfTheRing) {
+  Channels channels = MakeChannels(true);
+  uint8_t next_in = 0;
+  uint8_t next_out = 0;
+  std::vector<std::byte> into = SomeBytes(300'001);
+  size_t total = 0;
+  while (total < (size_t{20} << 20)) {
+    std::vector<std::byte> out(700'003);
+    for (std::byte& byte : out) byte = static_cast<std::byte>(next_in++);
+    const std::span<const std::byte> whole(out);
+    const std::span<const std::byte> parts[] = {whole.first(10), whole.subspan(10)};
+    const size_t written = channels[0]->Write(parts).value();
+    next_in = static_cast<uint8_t>(next_in - (out.size() - written));
+    for (;;) {
+      const std::span<std::byte> place(into);
+      const std::span<std::byte> places[] = {place.first(3), place.subspan(3)};
+      const size_t count = channels[1]->Read(places).value();
+      if (count == 0) break;
+      for (size_t i = 0; i < count; ++i)
+        ASSERT_EQ(static_cast<uint8_t>(into[i]), next_out++) << total + i;
+      total += count;
+    }
+    ASSERT_GT(written, 0U);
+  }
+}
+
+TEST(SharedMemory, WhatAPeerWroteBeforeItWentIsRead) {
+  Channels channels = MakeChannels(true);
+  const std::vector<std::byte> out = SomeBytes(100);
+  const std::span<const std::byte> part(out);
+  ASSERT_EQ(channels[0]->Write(std::span(&part, 1)).value(), 100U);
+  channels[0].reset();
+  std::vector<std::byte> into(60);
+  const std::span<std::byte> place(into);
+  EXPECT_EQ(channels[1]->Read(std::span(&place, 1)).value(), 60U);
+  EXPECT_EQ(channels[1]->Read(std::span(&place, 1)).value(), 40U);
+  // A signal may be read first.
+  Result<size_t> last = channels[1]->Read(std::span(&place, 1));
+  if (last.ok()) last = channels[1]->Read(std::span(&place, 1));
+  EXPECT_EQ(last.status().code(), StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace quire
