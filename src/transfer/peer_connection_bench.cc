@@ -1,0 +1,157 @@
+// Rows from one connection to another in this process, over TCP and shared memory: digests, staging
+// memory and records included. Beside them one copy of the same bytes. Argument: bytes of a part as
+// a cache gives it; the connection cuts those above a frame.
+#include <benchmark/benchmark.h>
+#include <sys/socket.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "transfer/peer_connection.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kHeads = 8;
+constexpr int64_t kDim = 128;
+constexpr int64_t kBenchRowBytes = kHeads * kDim * 2 * 2;  // keys and values of bfloat16
+constexpr int64_t kLayers = 16;                            // of a forward
+constexpr int64_t kMinuteNs = 60 * int64_t{1'000'000'000};
+
+// One layer's rows in plain memory: what is completed is counted and not copied further.
+class BenchReceiver final : public KVTransfer {
+ public:
+  explicit BenchReceiver(int64_t rows)
+      : memory_(static_cast<size_t>(rows * kBenchRowBytes)), rows_(rows) {}
+  LayerKV Rows(int64_t first, int64_t count) {
+    std::byte* const k = memory_.data() + first * kBenchRowBytes / 2;
+    return {.k = TensorView(k, DType::kBF16, {count, kHeads, kDim}),
+            .v = TensorView(k + rows_ * kBenchRowBytes / 2, DType::kBF16, {count, kHeads, kDim})};
+  }
+  Result<ReceiveView> View(uint64_t, int64_t, const ReceivePart& part) override {
+    return ReceiveView{.rows = Rows(part.first_row, part.count), .memory = nullptr};
+  }
+  Status Complete(uint64_t, int64_t, const ReceivePart& part, uint32_t) override {
+    const std::lock_guard lock(mutex_);
+    completed_ += part.count;
+    changed_.notify_all();
+    return Status();
+  }
+  Status FailReceive(uint64_t, const Status&) override { return Status(); }
+  Result<ReceiveProgress> GetReceiveProgress(uint64_t) const override { return ReceiveProgress{}; }
+  void WaitFor(int64_t rows) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return completed_ >= rows; });
+    completed_ = 0;
+  }
+
+ private:
+  static Status Unused() { return Status(StatusCode::kInternal, "a channel has no such call"); }
+  Result<ReceiveMap> DisaggPrepareRecv(int64_t, int64_t) override { return Unused(); }
+  Status DisaggCommitRecv(uint64_t, int64_t) override { return Unused(); }
+  Status DisaggCancelRecv(uint64_t) override { return Unused(); }
+  Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unused(); }
+  Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unused(); }
+  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t) override {
+    return Unused();
+  }
+  Status DisaggUnmarkSend(int64_t) override { return Unused(); }
+  Status DisaggFlushSend(int64_t) override { return Unused(); }
+  Result<SendProgress> GetSendProgress(int64_t) const override { return Unused(); }
+
+  std::vector<std::byte> memory_;
+  const int64_t rows_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int64_t completed_ = 0;
+};
+
+struct Loop {
+  explicit Loop(bool is_shared, int64_t rows) : receiver(rows) {
+    std::unique_ptr<ByteChannel> channels[2];
+    Endpoint endpoint =
+        Endpoint::Parse(is_shared ? "unix:/tmp/quire-transfer-bench.sock" : "127.0.0.1:0").value();
+    const Socket listener = Socket::Listen(&endpoint).value();
+    Socket first = Socket::Connect(endpoint).value();
+    PollEntry entry{.fd = listener.fd(), .wants_read = true};
+    PollSockets(std::span(&entry, 1), kMinuteNs);
+    Socket second = listener.Accept().value();
+    RemoveSocketFile(endpoint);
+    channels[0] =
+        is_shared ? ConnectSharedMemory(std::move(first)).value() : StreamChannel(std::move(first));
+    channels[1] =
+        is_shared ? AcceptSharedMemory(std::move(second)) : StreamChannel(std::move(second));
+    TransferPeerOptions options;
+    PassportLayer layer;
+    layer.kv_heads = layer.head_dim = layer.v_head_dim = 1;
+    options.passport.layers = {layer};
+    TransferSession::Options session = SessionOptions(options).value();
+    session.is_connector = true;
+    to = PeerConnection::Start(std::move(channels[0]), "bench", session, nullptr).value();
+    session.is_connector = false;
+    from = PeerConnection::Start(std::move(channels[1]), "bench", session, nullptr).value();
+    const int64_t until = clock->SteadyNs() + kMinuteNs;
+    QUIRE_CHECK(to->SetReceiver(&receiver).ok() && to->WaitOpen(until).ok());
+    const ReceiveMap map{.epoch = 1, .slots = {1, 0, rows}, .count = rows, .kv_heads = {kHeads}};
+    QUIRE_CHECK(to->Request({}, map).ok());
+    QUIRE_CHECK(from->NextRequest(*clock, until).ok());
+  }
+  ~Loop() { QUIRE_CHECK(to->SetReceiver(nullptr).ok()); }
+
+  const std::shared_ptr<Clock> clock = MachineTime();
+  BenchReceiver receiver;
+  std::shared_ptr<PeerConnection> to;
+  std::shared_ptr<PeerConnection> from;
+};
+
+void Move(benchmark::State& state, bool is_shared) {
+  const int64_t rows = state.range(0) / kBenchRowBytes;
+  Loop loop(is_shared, rows);
+  BenchReceiver source(rows * kLayers);
+  for (auto _ : state) {
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      SendRange range;
+      range.epoch = 1;
+      range.count = rows;
+      range.local = source.Rows(layer * rows, rows);
+      range.head_count = kHeads;
+      QUIRE_CHECK(loop.from->OnLayerAppended(layer, std::span(&range, 1)).ok());
+    }
+    const SendRecord record{.epoch = 1, .count = rows};
+    QUIRE_CHECK(loop.from->OnForwardEnded(std::span(&record, 1)).ok());
+    loop.receiver.WaitFor(rows * kLayers);
+  }
+  state.SetBytesProcessed(state.iterations() * kLayers * rows * kBenchRowBytes);
+}
+
+void Tcp(benchmark::State& state) { Move(state, false); }
+void SharedMemoryRings(benchmark::State& state) { Move(state, true); }
+
+// The same bytes from and to memory as large.
+void Memcpy(benchmark::State& state) {
+  const auto bytes = static_cast<size_t>(state.range(0));
+  const std::vector<std::byte> from(bytes * kLayers);
+  std::vector<std::byte> to(bytes);
+  for (auto _ : state) {
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      std::memcpy(to.data(), from.data() + static_cast<size_t>(layer) * bytes, bytes);
+      benchmark::ClobberMemory();
+    }
+  }
+  state.SetBytesProcessed(state.iterations() * kLayers * state.range(0));
+}
+
+void Sizes(benchmark::internal::Benchmark* bench) {
+  for (const int64_t kib : {64, 256, 1024, 4096, 16384}) bench->Arg(kib << 10);
+  bench->UseRealTime();
+}
+BENCHMARK(Tcp)->Apply(Sizes);
+BENCHMARK(SharedMemoryRings)->Apply(Sizes);
+BENCHMARK(Memcpy)->Apply(Sizes);
+
+}  // namespace
+}  // namespace quire
