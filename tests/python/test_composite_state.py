@@ -418,7 +418,7 @@ def test_a_prefill_of_all_parts_goes_on_in_another_state() -> None:
     for begin, end in ((0, 4), (4, 10)):
         for hybrid in (sender, alone):  # whose own sums depend on the cut
             hybrid.forward([0], [end - begin], rows[begin:end])
-        with pytest.raises(quire.BadStateError, match=r"the state behind token 3"):
+        with pytest.raises(quire.BadStateError, match=r"the state after token 3"):
             receiver.whole.disagg_commit_recv(receive.epoch, 3)
     assert receiver.digests() == before
     receiver.whole.wait_received(receive.epoch, 10, timeout=5)
