@@ -951,6 +951,7 @@ def _blend_cases() -> list[Case]:
     for dtype in ("bfloat16", "float16", "float32"):
         tokens, size = 2048, 4 if dtype == "float32" else 2
         key_bytes = tokens * 8 * 128 * size
+        goal = Goal("limit", key_bytes / 3e9)
         request = {"kind": "blend", "dtype": dtype, "tokens": tokens}
         cases.append(
             Case(
@@ -958,7 +959,7 @@ def _blend_cases() -> list[Case]:
                 group="n",
                 sides=(Side("Quire", "quire", request),),
                 metrics=(
-                    Metric("move", "GB/s", bytes=key_bytes, goals=(Goal("limit", key_bytes / 3e9),)),
+                    Metric("move", "GB/s", bytes=key_bytes, goals=(goal,)),
                     Metric("compare", "GB/s", bytes=key_bytes),
                 ),
                 quick=True,

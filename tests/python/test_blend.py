@@ -3,7 +3,11 @@ transformer in float32 on which blended and full prefill are compared."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -354,6 +358,29 @@ def test_what_does_not_fit_is_refused(make: Make) -> None:
 def test_schedules_are_checked(options: dict[str, Any], part: str) -> None:
     with pytest.raises(quire.BadArgumentError, match=part):
         BlendExecutor(**options)
+
+
+def test_torch_is_not_needed() -> None:
+    code = '''
+import sys
+sys.modules["torch"] = None
+import numpy as np
+from quire import blend, lmcache
+ones = np.ones((3, 4), np.float32)
+memory = blend.SegmentMemory(2, chunk_tokens=2)
+memory.store([1, 2, 3], [(ones, ones)] * 2)
+with blend.BlendRetriever(memory) as retriever:
+    found = retriever.new_request([[1, 2, 3]], [[]]).result(1)
+out = lmcache.CacheBlendImpl(0.5, force_last=True).blend(
+    1, found.k, found.v, found.valid_mask, found.original_positions, ones, ones, ones,
+    np.arange(3), np.array([0, 3], np.int32), 0)
+print(out.local_indices.tolist())
+'''
+    environment = os.environ | {"PYTHONPATH": str(Path(quire.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout.split() == ["[0,", "2]"], done.stderr
 
 
 # ---- Example 17: a toy transformer, segments of 6, 7 and 5 tokens, a question of 4.
