@@ -116,7 +116,7 @@ Status KVImporter::Import(const char* call, int32_t index, const KVImport& impor
   QUIRE_RETURN_IF_ERROR(CheckBlocks(call, start, import, plan.group_appends));
   QUIRE_RETURN_IF_ERROR(Reserve(call, sequence, count, FirstPage::kShared, &plan));
   const bool sets_windows = leaves_out && import.windows != SequenceWindows();
-  if (sets_windows) kv_.tree.TrackHidden(kv_.control.table().entries().size());
+  if (sets_windows) kv_.tree.hidden().Track(kv_.control.table().entries().size());
   Commit(index, &plan);
   FillBlocks(plan, start, import);
   if (sets_windows) {
@@ -152,7 +152,7 @@ Status KVImporter::Reserve(const char* call, const Sequence& sequence, int64_t c
 void KVImporter::Commit(int32_t index, ForwardPlan* plan) noexcept {
   QUIRE_DCHECK(plan->members.size() == 1);
   const AppendPlan& append = plan->members[0].append;
-  kv_.tree.Unhide(index);
+  kv_.tree.hidden().Unhide(index);
   const BlockIndex last = kv_.tree.Append(append, plan->group_appends);
   kv_.control[index].last = plan->members[0].last = last;
   QUIRE_DCHECK(kv_.tree.End(last) == append.length + append.count);

@@ -51,7 +51,7 @@ class Checker {
       QUIRE_RETURN_IF_ERROR(CheckPages(g));
       QUIRE_RETURN_IF_ERROR(CheckRanges(g));
       QUIRE_RETURN_IF_ERROR(CheckBorders(g));
-      if (tree_.tracks_hidden()) QUIRE_RETURN_IF_ERROR(CheckHidden(g));
+      if (tree_.hidden().tracks()) QUIRE_RETURN_IF_ERROR(CheckHidden(g));
     }
     QUIRE_RETURN_IF_ERROR(CheckViewers());
     QUIRE_RETURN_IF_ERROR(CheckArrays());
@@ -62,11 +62,11 @@ class Checker {
 
  private:
   bool IsLive(BlockIndex b) const {
-    return b >= 0 && b < tree_.block_capacity() && tree_.block(b).refs > 0;
+    return b >= 0 && b < tree_.blocks().capacity() && tree_.block(b).refs > 0;
   }
   template <typename F>
   void ForEachLiveBlock(F&& f) const {
-    for (BlockIndex b = 0; b < tree_.block_capacity(); ++b) {
+    for (BlockIndex b = 0; b < tree_.blocks().capacity(); ++b) {
       if (tree_.block(b).refs != 0) f(b, tree_.block(b));
     }
   }
@@ -93,8 +93,8 @@ class Checker {
       return Violation() << tokens << " tokens in blocks, " << tree_.distinct_token_count()
                          << " counted";
     }
-    if (blocks != tree_.block_count()) {
-      return Violation() << blocks << " blocks are live, " << tree_.block_count()
+    if (blocks != tree_.blocks().count()) {
+      return Violation() << blocks << " blocks are live, " << tree_.blocks().count()
                          << " are not free";
     }
     return Status();
@@ -102,7 +102,7 @@ class Checker {
 
   // The counts are those of children, sequences and an open forward.
   Status CheckReferences() const {
-    const size_t capacity = static_cast<size_t>(tree_.block_capacity());
+    const size_t capacity = static_cast<size_t>(tree_.blocks().capacity());
     std::vector<int64_t> refs(capacity), children(capacity);
     std::vector<BlockIndex> child_xor(capacity);
     ForEachLiveBlock([&](BlockIndex b, const Block& block) {
@@ -148,9 +148,10 @@ class Checker {
       const std::span<const PageEntry> table = tree_.entries(b, group);
       const int64_t freed = std::count_if(
           table.begin(), table.end(), [](const PageEntry& entry) { return entry.page == kNoPage; });
-      if (tree_.FreedCount(b, group) != freed) {
+      if (tree_.tables().FreedCount(b, group) != freed) {
         status = Violation() << "block " << b << " group " << group << " counts "
-                             << tree_.FreedCount(b, group) << " freed entries of " << freed;
+                             << tree_.tables().FreedCount(b, group) << " freed entries of "
+                             << freed;
       }
       if (tree_.slice(b, group).tail != table.back().page) {
         status = Violation() << "block " << b << " group " << group << " ends in page "
@@ -270,7 +271,7 @@ class Checker {
       return a.array != b.array ? a.array < b.array
                                 : tree_.block(a.block).begin < tree_.block(b.block).begin;
     });
-    std::vector<int32_t> refs(static_cast<size_t>(tree_.array_count()));
+    std::vector<int32_t> refs(static_cast<size_t>(tree_.tables().array_count()));
     for (size_t i = 0; i < users.size(); ++i) {
       ++refs[static_cast<size_t>(users[i].array)];
       if (i == 0 || users[i - 1].array != users[i].array) continue;
@@ -283,10 +284,10 @@ class Checker {
       }
     }
     for (size_t array = 0; array < refs.size(); ++array) {
-      if (refs[array] != tree_.array_refs(static_cast<int32_t>(array))) {
+      if (refs[array] != tree_.tables().array_refs(static_cast<int32_t>(array))) {
         return Violation() << "page array " << array << " counts "
-                           << tree_.array_refs(static_cast<int32_t>(array)) << " slices of "
-                           << refs[array];
+                           << tree_.tables().array_refs(static_cast<int32_t>(array))
+                           << " slices of " << refs[array];
       }
     }
     return Status();
@@ -449,7 +450,7 @@ class Checker {
 
   // Numbers of viewers are those of the sequences behind them.
   Status CheckViewers() const {
-    std::vector<std::set<int32_t>> viewers(static_cast<size_t>(tree_.block_capacity()));
+    std::vector<std::set<int32_t>> viewers(static_cast<size_t>(tree_.blocks().capacity()));
     const auto see = [&](BlockIndex last, int32_t viewer) {
       for (BlockIndex b = last; b != kNoBlock; b = tree_.block(b).parent)
         viewers[static_cast<size_t>(b)].insert(viewer);
@@ -475,7 +476,7 @@ class Checker {
   // A child is known to have the last page of its parent iff it has.
   Status CheckBorders(int group) const {
     Status status;
-    std::vector<BlockIndex> next(static_cast<size_t>(tree_.block_capacity()), kNoBlock);
+    std::vector<BlockIndex> next(static_cast<size_t>(tree_.blocks().capacity()), kNoBlock);
     ForEachLiveBlock([&](BlockIndex b, const Block& block) {
       if (block.parent == kNoBlock) return;
       const int32_t page = tree_.entries(b, group).front().page;
@@ -494,7 +495,7 @@ class Checker {
   // What blocks hide is what all sequences hide that see them, and nothing of it has a page unless
   // a forward is open.
   Status CheckHidden(int group) const {
-    const size_t capacity = static_cast<size_t>(tree_.block_capacity());
+    const size_t capacity = static_cast<size_t>(tree_.blocks().capacity());
     std::vector<HiddenPages> hidden(capacity, {.begin = 0, .end = INT64_MAX});
     const auto see = [&](BlockIndex last, HiddenPages by) {
       for (BlockIndex b = last; b != kNoBlock; b = tree_.block(b).parent) {
@@ -505,7 +506,7 @@ class Checker {
     for (size_t i = 0; i < sequences_.entries().size(); ++i) {
       const Sequence& sequence = sequences_.entries()[i];
       if (sequence.last == kNoBlock) continue;
-      const HiddenPages by = tree_.HiddenBySequence(static_cast<int32_t>(i), group);
+      const HiddenPages by = tree_.hidden().HiddenBySequence(static_cast<int32_t>(i), group);
       see(sequence.last, by);
       const bool in_batch = std::any_of(batch_.begin(), batch_.end(), [&](const auto& member) {
         return member.sequence == static_cast<int32_t>(i);
@@ -529,7 +530,7 @@ class Checker {
         return clipped.empty() ? HiddenPages{} : clipped;
       };
       const HiddenPages expected = of_block(hidden[static_cast<size_t>(b)]);
-      const HiddenPages found = of_block(tree_.HiddenFrom(b, group));
+      const HiddenPages found = of_block(tree_.hidden().HiddenFrom(b, group));
       if (found != expected) {
         status = Violation() << "block " << b << " hides [" << found.begin << ", " << found.end
                              << ") in group " << group << " instead of [" << expected.begin << ", "

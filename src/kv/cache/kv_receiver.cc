@@ -135,7 +135,7 @@ void KVReceiver::End(int32_t index, int64_t n) noexcept {
   const int64_t committed = kv_.CommittedLength(sequence);
   // The pending positions are the sequence's alone, so they go without a split.
   if (n < sequence.pending) {
-    kv_.tree.Unhide(index);
+    kv_.tree.hidden().Unhide(index);
     sequence.last = kv_.tree.Pop(sequence.last, committed + n);
   }
   sequence.reserved = sequence.pending = 0;

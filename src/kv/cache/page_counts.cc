@@ -8,8 +8,8 @@ PageCounts CountPages(const BlockTree& tree) noexcept {
     counts.total += tree.pool(g).page_count();
     counts.free += tree.pool(g).free_count();
   }
-  counts.shared = tree.page_kinds().shared;
-  counts.retained_only = tree.page_kinds().retained_only;
+  counts.shared = tree.blocks().kinds().shared;
+  counts.retained_only = tree.blocks().kinds().retained_only;
   // Among them those of token trees: no retained sequence has one, and nobody shares one.
   counts.exclusive = counts.total - counts.free - counts.shared - counts.retained_only;
   return counts;

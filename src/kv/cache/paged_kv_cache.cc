@@ -99,7 +99,7 @@ Status PagedKVCache::AddSequence(int64_t seq_id) {
   return gate_.EnterAlone("AddSequence", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(kv_.control.CheckNew("AddSequence", seq_id));
     kv_.control.table().ReserveOne();
-    kv_.tree.ReserveSequences(kv_.control.table().entries().size());
+    kv_.tree.hidden().ReserveSequences(kv_.control.table().entries().size());
     kv_.control[kv_.control.table().Insert(seq_id)].long_factors =
         kv_.options.rope.use_long_factors;
     return Status();
@@ -113,7 +113,7 @@ Status PagedKVCache::RemoveSequence(int64_t seq_id) {
     if (kv_.trees.Find(index) != nullptr) trees_.DropNodes(index, 0);
     sender_.Stop(index, "its sequence was removed");
     if (kv_.control[index].pending > 0) receiver_.End(index, 0);
-    kv_.tree.Unhide(index);
+    kv_.tree.hidden().Unhide(index);
     kv_.tree.Release(kv_.control[index].last, !kv_.control[index].retained);
     kv_.control.table().Erase(index);
     windows_.FreeHidden();
@@ -139,7 +139,7 @@ Status PagedKVCache::ForkSequence(int64_t parent_id, int64_t child_id, int64_t f
           kv_.RequireCommitted("ForkSequence behind the committed tokens", parent));
     QUIRE_RETURN_IF_ERROR(windows_.CheckEnd("ForkSequence", kv_.control[parent], position));
     kv_.control.table().ReserveOne();
-    kv_.tree.ReserveSequences(kv_.control.table().entries().size());
+    kv_.tree.hidden().ReserveSequences(kv_.control.table().entries().size());
     kv_.tree.ReserveSplit();
     const BlockIndex last = kv_.tree.ForkAt(kv_.control[parent].last, position);
     const int32_t index = kv_.control.table().Insert(child_id);
@@ -172,7 +172,7 @@ Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
     if (n > 0 && sequence.pending > 0) receiver_.End(index, 0);
     sender_.ShortenTo(index, end);
     if (end < committed) {
-      kv_.tree.Unhide(index);
+      kv_.tree.hidden().Unhide(index);
       sequence.last = kv_.tree.Pop(sequence.last, end, !sequence.retained);
       windows_.MoveEnd(sequence, end, &sequence);
       windows_.UpdateHidden(index);

@@ -142,8 +142,8 @@ class PagedKVCache final : public AttentionKVCache {
   int64_t repeated_forward_count() const { return repeated_forward_count_; }
   // For tests of growth: what windows have had to look at since the cache was made, and how many
   // entries all page tables have.
-  int64_t blocks_visited() const { return kv_.tree.blocks_visited(); }
-  int64_t page_entry_count() const { return kv_.tree.page_entry_count(); }
+  int64_t blocks_visited() const { return kv_.tree.hidden().blocks_visited(); }
+  int64_t page_entry_count() const { return kv_.tree.tables().entry_count(); }
   // What is taken now, for tests of kv_memory.h.
   int64_t storage_bytes() const { return kv_.storage->bytes(); }
   int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_.bytes()); }

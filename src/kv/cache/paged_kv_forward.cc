@@ -98,7 +98,7 @@ void PagedKVCache::CommitForward() noexcept {
   for (ForwardMember& member : plan_.members) {
     const std::span<const GroupAppend> groups(appends, group_count);
     appends += group_count;
-    if (member.appends() && !member.append.extends) kv_.tree.Unhide(member.sequence);
+    if (member.appends() && !member.append.extends) kv_.tree.hidden().Unhide(member.sequence);
     member.last = member.appends() ? kv_.tree.Append(member.append, groups) : member.append.last;
     kv_.control[member.sequence].last = member.last;
     if (member.is_tree()) trees_.AddNodes(plan_, member, groups);
@@ -170,7 +170,7 @@ void PagedKVCache::CloseForward() noexcept {
     }
   }
   kv_.tree.RunDeferredMerges();
-  if (!kv_.tree.tracks_hidden()) return;
+  if (!kv_.tree.hidden().tracks()) return;
   for (const ForwardMember& member : plan_.members) {
     if (member.is_tree()) {  // what is rejected is seen from the committed end
       windows_.UpdateHidden(member.sequence);
@@ -198,7 +198,7 @@ void PagedKVCache::RollBackForward() noexcept {
     if (member.is_tree()) trees_.DropNodes(member.sequence, member.first_node());
     if (!member.appends()) continue;
     BlockIndex& last = kv_.control[member.sequence].last;
-    kv_.tree.Unhide(member.sequence);
+    kv_.tree.hidden().Unhide(member.sequence);
     last = kv_.tree.UndoAppend(member.append, last);
     windows_.UpdateHidden(member.sequence);
   }

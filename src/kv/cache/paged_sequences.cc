@@ -47,14 +47,14 @@ PagedSequences::PagedSequences(AttentionKVCacheOptions all_options,
       storage(std::move(page_storage)),
       control(options.max_num_sequences),
       tree(MakePools(groups, storage.get())) {
-  if (AnyWindow(groups)) tree.TrackHidden(0);
+  if (AnyWindow(groups)) tree.hidden().Track(0);
 }
 
 void PagedSequences::Clear() {
   tree.Clear();
   trees.Clear();
   control.Clear();
-  if (AnyWindow(groups)) tree.TrackHidden(control.table().entries().size());
+  if (AnyWindow(groups)) tree.hidden().Track(control.table().entries().size());
 }
 
 Status PagedSequences::RequireReceived(const char* call, int32_t index) const {

@@ -220,7 +220,7 @@ Status StoredTokens::PrivatizeFrom(const char* call, int32_t index, int64_t star
   kv_.tree.Reserve(AppendPlans(append), moves.group_appends);
   moves.Reserve(kv_.tree);
 
-  kv_.tree.Unhide(index);
+  kv_.tree.hidden().Unhide(index);
   sequence.last = member.last = kv_.tree.Append(append, moves.group_appends);
   moves.Fill(kv_.tree);
   for (int g = 0; g < kv_.tree.group_count(); ++g) {

@@ -108,7 +108,7 @@ void TreeForward::DropNodes(int32_t index, int64_t size) noexcept {
   const int64_t levels = kv_.trees.DropNodes(kv_.tree, index, size);
   QUIRE_DCHECK(levels <= sequence.reserved);
   if (levels < sequence.reserved) {
-    kv_.tree.Unhide(index);
+    kv_.tree.hidden().Unhide(index);
     sequence.last = kv_.tree.Pop(sequence.last, committed + levels);
   }
   sequence.reserved = levels;
@@ -152,7 +152,7 @@ void TreeForward::CommitPath(int32_t index, int64_t leaf) noexcept {
   }
   kv_.trees.DropNodes(kv_.tree, index, 0);
   if (static_cast<int64_t>(count) < sequence.reserved) {
-    kv_.tree.Unhide(index);
+    kv_.tree.hidden().Unhide(index);
     sequence.last = kv_.tree.Pop(sequence.last, committed + static_cast<int64_t>(count));
   }
   sequence.reserved = 0;

@@ -31,7 +31,7 @@ Status WindowBook::Enable(const char* call, int32_t index, int64_t window, int64
                       std::to_string(sequence.window.sinks) + "; it cannot have " +
                       std::to_string(sinks) + " sinks instead");
   }
-  kv_.tree.TrackHidden(kv_.control.table().entries().size());
+  kv_.tree.hidden().Track(kv_.control.table().entries().size());
   plan_.ForbidRepeat();
   if (kv_.options.tvm_window_span) {
     sequence.span = {window, sinks};
@@ -175,7 +175,7 @@ void WindowBook::MoveEnd(const Sequence& from, int64_t length, Sequence* to) con
 }
 
 void WindowBook::SlideTo(int32_t index) noexcept {
-  if (!kv_.tree.tracks_hidden()) return;
+  if (!kv_.tree.hidden().tracks()) return;
   Sequence& sequence = kv_.control[index];
   QUIRE_DCHECK(sequence.reserved == 0) << "sequence " << sequence.id << " is not committed";
   const int64_t length = kv_.CommittedLength(sequence);
@@ -190,12 +190,13 @@ void WindowBook::SlideTo(int32_t index) noexcept {
 }
 
 void WindowBook::UpdateHidden(int32_t index) noexcept {
-  if (!kv_.tree.tracks_hidden()) return;
+  if (!kv_.tree.hidden().tracks()) return;
   const Sequence& sequence = kv_.control[index];
   for (int g = 0; g < kv_.tree.group_count(); ++g) {
-    kv_.tree.SetHidden(index, sequence.last, g,
-                       HiddenPagesOf(sequence, kv_.CommittedLength(sequence), kv_.options.max_pop,
-                                     kv_.tree.pool(g), kv_.groups[static_cast<size_t>(g)].window));
+    kv_.tree.hidden().Set(
+        index, sequence.last, g,
+        HiddenPagesOf(sequence, kv_.CommittedLength(sequence), kv_.options.max_pop,
+                      kv_.tree.pool(g), kv_.groups[static_cast<size_t>(g)].window));
   }
 }
 

@@ -55,7 +55,7 @@ class WindowBook {
   void UpdateHidden(int32_t index) noexcept;
   // Pages that nobody sees any more go, unless a forward is open: its plan may read them.
   void FreeHidden() noexcept {
-    if (!kv_.control.in_forward()) kv_.tree.FreeHidden();
+    if (!kv_.control.in_forward()) kv_.tree.hidden().Free();
   }
 
  private:

@@ -55,72 +55,24 @@
 #ifndef QUIRE_KV_PAGES_BLOCK_TREE_H_
 #define QUIRE_KV_PAGES_BLOCK_TREE_H_
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
-#include "kernels/kv_layout.h"
-#include "kv/pages/node_heaps.h"
+#include "kv/pages/block_table.h"
+#include "kv/pages/hidden_views.h"
 #include "kv/pages/page_pool.h"
+#include "kv/pages/page_tables.h"
 
 namespace quire {
-
-using BlockIndex = int32_t;
-inline constexpr BlockIndex kNoBlock = -1;
 
 // Pages that may hold one page range of one sequence. A line of descent with more forks than this
 // inside one page is rare; every further entry shortens the pieces that attention reads, and a
 // consolidation costs the copy of about one page.
 inline constexpr int64_t kPagesPerRangeMax = 4;
-
-// A line of the processor's cache, as planning meets blocks in any order.
-struct alignas(64) Block {
-  BlockIndex parent = kNoBlock;
-  int32_t refs = 0;  // 0: the block is free
-  int32_t child_count = 0;
-  BlockIndex child_xor = 0;  // exclusive or of the children: of an only child, its index
-  int64_t begin = 0;
-  int64_t end = 0;
-  mutable uint64_t claim = 0;  // number of the planning in which a sequence of this shared block
-                               // was given the slot at its end
-  int32_t active_refs = 0;     // references through which a sequence sees it that is not retained
-  int32_t many_children = 0;   // children that are seen by two or more sequences
-  int32_t twins = 0;  // references of sequences that have another one here: of members that copy
-  bool merge_deferred = false;
-  bool may_free = false;  // is among those that the next FreeHidden looks at
-
-  bool is_active() const { return active_refs > 0; }
-  bool is_seen_by_many() const { return refs - twins >= 2 || many_children > 0; }
-};
-
-// Positions [begin, end) that are hidden, in whole page ranges; empty is {0, 0}.
-struct HiddenPages {
-  int64_t begin = 0;
-  int64_t end = 0;
-  bool empty() const { return begin >= end; }
-  bool operator==(const HiddenPages&) const = default;
-};
-
-struct alignas(64) PageSlice {
-  int32_t array = -1;
-  int32_t tail = kNoPage;  // page of the last entry: planning reads no array
-  int64_t first = 0;
-  int64_t count = 0;
-  int64_t freed = 0;  // entries without a page, but for the first, which a neighbour may free
-  // Positions of the block of which all pages are freed that begin in it.
-  HiddenPages done = {};
-  BlockIndex next = kNoBlock;  // the child that has the last entry's page too
-  bool has_holes = false;      // an entry without a page may be of several page ranges
-};
-
-// Pages by who sees them; those that one sequence sees which is not retained are the rest.
-struct PageKinds {
-  int64_t shared = 0;         // by two or more, not all of which are retained
-  int64_t retained_only = 0;  // by retained sequences alone
-};
 
 // What it takes to give the sequence that ends in `last` `count` more tokens.
 struct AppendPlan {
@@ -132,11 +84,6 @@ struct AppendPlan {
   bool own_page = false;  // the first new token opens a page, also behind copies
   bool active = true;     // the sequence is not retained
   bool copies() const { return cut < length; }
-};
-// New positions [begin, end) that get no page: nobody will ever look at them.
-struct AbsentRange {
-  int64_t begin = 0;
-  int64_t end = 0;
 };
 struct GroupAppend {
   bool in_place = false;   // the first new token goes into the page in which the sequence ends
@@ -167,7 +114,10 @@ class AppendPlans {
 
 class BlockTree {
  public:
-  explicit BlockTree(std::vector<PagePool> pools);
+  explicit BlockTree(std::vector<PagePool> pools)
+      : tables_(std::move(pools)), blocks_(tables_), hidden_(blocks_, tables_) {}
+  BlockTree(const BlockTree&) = delete;
+  BlockTree& operator=(const BlockTree&) = delete;
 
   // ---- Planning. Plans of one planning may be committed together, in their order. It is const: it
   // changes only marks of its own, which say what this planning has given away already.
@@ -206,10 +156,10 @@ class BlockTree {
     const bool shared = last != nullptr && last->refs > 1;
     const bool may_write = !plan.own_page && !(shared && last->claim == planning_);
     bool any_in_place = false;
-    for (int g = 0; g < group_count_; ++g) {
+    for (int g = 0; g < group_count(); ++g) {
       const PagePool& pages = pool(g);
       GroupAppend& group = groups[static_cast<size_t>(g)];
-      const NewPieces pieces = CountNewPieces(g, group.absent, length, end);
+      const PageTables::NewPieces pieces = tables_.CountNewPieces(g, group.absent, length, end);
       const int64_t slot = pages.Slot(length);
       const bool in_place = slot != 0 && may_write && pages.FillIs(slices[g].tail, slot) &&
                             !(group.absent.begin <= length && length < group.absent.end);
@@ -245,9 +195,9 @@ class BlockTree {
   // pages: the caller, who knows them, sets these.
   void ExtendInPlace(BlockIndex last) noexcept {
     QUIRE_DCHECK(block(last).refs == 1) << "block " << last << " is shared";
-    ++version_;
+    tables_.Change();
     ++distinct_token_count_;
-    ++at(last).end;
+    ++blocks_.at(last).end;
   }
   // Of a plan that copies: gives back the reference on plan.last. `last`: what Append returned.
   void ReleaseOldPath(const AppendPlan& plan, BlockIndex last) noexcept;
@@ -264,7 +214,7 @@ class BlockTree {
   void Release(BlockIndex last, bool active = true) noexcept { Pop(last, 0, active); }
   // The sequence that ends in `last` (kNoBlock: an empty one) becomes retained, or active again.
   void SetActive(BlockIndex last, bool active) noexcept {
-    ChangeViewers(last, {.active = active ? 1 : -1});
+    blocks_.ChangeViewers(last, {.active = active ? 1 : -1});
   }
 
   // For planning many appends after one another, each of which would wait for memory: tell the
@@ -278,37 +228,14 @@ class BlockTree {
   void PrefetchPages(BlockIndex last) const {
     if (last == kNoBlock) return;
     for (int g = 0; g < group_count(); ++g) {
-      __builtin_prefetch(&arrays_[static_cast<size_t>(slice(last, g).array)]);
+      tables_.PrefetchArray(slice(last, g).array);
       pool(g).Prefetch(slice(last, g).tail);
     }
   }
 
-  // ---- What windows hide. Nothing is spent on it before TrackHidden.
-  // Room for sequences of indices below `sequence_count`. May throw std::bad_alloc.
-  void TrackHidden(size_t sequence_count);
-  void ReserveSequences(size_t sequence_count) {
-    if (tracks_hidden_) TrackHidden(sequence_count);
-  }
-  bool tracks_hidden() const { return tracks_hidden_; }
-  // The sequence, which ends in `last`, does not see the pages of `hidden`. O(blocks of its path).
-  // REQUIRES: tracks_hidden().
-  void SetHidden(int32_t sequence, BlockIndex last, int group, HiddenPages hidden) noexcept;
-  // It hides nothing: before its end moves to another block.
-  void Unhide(int32_t sequence) noexcept;
-  // Frees the pages that have come to be hidden from all who have them. O(freed pages) and the
-  // blocks of which more is hidden than before. REQUIRES: no page table is in use.
-  void FreeHidden() noexcept;
-  // What is hidden from all viewers of the block; positions behind it do not count.
-  // REQUIRES: tracks_hidden(), also of the next one.
-  HiddenPages HiddenFrom(BlockIndex index, int group) const {
-    return views_[SlotOf(index, group)].hidden;
-  }
-  // What the sequence hides as a viewer; nothing between Unhide and SetHidden.
-  HiddenPages HiddenBySequence(int32_t sequence, int group) const {
-    return HiddenBy(NodeOfSequence(sequence, group));
-  }
-  // Steps of all of this since the tree was made: blocks and page entries that were looked at.
-  int64_t blocks_visited() const { return blocks_visited_; }
+  // What windows hide.
+  const HiddenViews& hidden() const { return hidden_; }
+  HiddenViews& hidden() { return hidden_; }
 
   void DeferMerges() noexcept { merges_deferred_ = true; }
   void RunDeferredMerges() noexcept;
@@ -318,40 +245,18 @@ class BlockTree {
   int64_t memory_bytes() const;
 
   // ---- Queries.
-  int group_count() const { return group_count_; }
-  const PagePool& pool(int group) const { return pools_[static_cast<size_t>(group)]; }
-  PagePool& pool(int group) { return pools_[static_cast<size_t>(group)]; }
-  const Block& block(BlockIndex index) const { return blocks_[static_cast<size_t>(index)]; }
+  const BlockTable& blocks() const { return blocks_; }
+  const PageTables& tables() const { return tables_; }
+  int group_count() const { return tables_.group_count(); }
+  const PagePool& pool(int group) const { return tables_.pool(group); }
+  PagePool& pool(int group) { return tables_.pool(group); }
+  const Block& block(BlockIndex index) const { return blocks_.block(index); }
   int64_t End(BlockIndex last) const { return last == kNoBlock ? 0 : block(last).end; }
-  const PageSlice& slice(BlockIndex index, int group) const {
-    return slices_[SlotOf(index, group)];
-  }
-  const PageEntry* array_data(int32_t array) const {
-    return arrays_[static_cast<size_t>(array)].entries.data();
-  }
-  std::span<const PageEntry> entries(const PageSlice& s) const {
-    return {array_data(s.array) + s.first, static_cast<size_t>(s.count)};
-  }
+  const PageSlice& slice(BlockIndex index, int group) const { return tables_.slice(index, group); }
   std::span<const PageEntry> entries(BlockIndex index, int group) const {
-    return entries(slice(index, group));
-  }
-  int32_t array_refs(int32_t array) const { return arrays_[static_cast<size_t>(array)].refs; }
-  int64_t array_count() const { return static_cast<int64_t>(arrays_.size()); }
-  int64_t block_capacity() const { return static_cast<int64_t>(blocks_.size()); }
-  int64_t block_count() const {
-    return static_cast<int64_t>(blocks_.size()) - static_cast<int64_t>(free_blocks_.size());
+    return tables_.entries(index, group);
   }
   int64_t distinct_token_count() const { return distinct_token_count_; }
-  // Another number after every call that may have changed a block or a slice, or changed or moved
-  // an array.
-  uint64_t version() const { return version_; }
-  // Whether the block's array in each group takes one more entry where it is.
-  bool HasRoomForEntry(BlockIndex index) const;
-  const PageKinds& page_kinds() const { return kinds_; }
-  // Pages of all groups whose first token lies in the block: they are of its kind.
-  int64_t PagesThatBeginIn(BlockIndex index) const;
-  // Entries of all page tables, those without a page included.
-  int64_t page_entry_count() const;
   int64_t PathLength(BlockIndex last) const {  // in blocks
     int64_t length = 0;
     for (BlockIndex b = last; b != kNoBlock; b = block(b).parent) ++length;
@@ -361,10 +266,6 @@ class BlockTree {
   bool IsExclusiveFrom(BlockIndex last, int64_t position) const;
   // Whether all pages of [begin, end) on the path are held.
   bool IsHeld(BlockIndex last, int group, int64_t begin, int64_t end) const;
-  // Entries of the slice that have no page.
-  int64_t FreedCount(BlockIndex index, int group) const {
-    return slice(index, group).freed + (entries(index, group).front().page < 0);
-  }
   // Distinct pages that hold tokens of [range_begin, limit) on the path.
   // REQUIRES: both in one page range.
   int64_t PagesInRange(BlockIndex last, int group, int64_t range_begin, int64_t limit) const;
@@ -379,7 +280,7 @@ class BlockTree {
       size_t i = table.size();
       int64_t to = block(b).end;
       if (end < to) {
-        i = FirstEntryFrom(table, end);
+        i = PageTables::FirstEntryFrom(table, end);
         if (i < table.size()) to = table[i].start;
       }
       for (; i-- > 0 && to > begin;) {
@@ -393,42 +294,6 @@ class BlockTree {
   }
 
  private:
-  // The first entry behind the table's first that starts at or behind `position`.
-  static size_t FirstEntryFrom(std::span<const PageEntry> table, int64_t position) {
-    const auto starts_before = [](const PageEntry& entry, int64_t p) { return entry.start < p; };
-    return static_cast<size_t>(
-        std::lower_bound(table.begin() + 1, table.end(), position, starts_before) - table.begin());
-  }
-  struct PageArray {
-    std::vector<PageEntry> entries;
-    int32_t refs = 0;  // slices of it
-  };
-
-  Block& at(BlockIndex index) { return blocks_[static_cast<size_t>(index)]; }
-  size_t SlotOf(BlockIndex index, int group) const {
-    return static_cast<size_t>(index) * static_cast<size_t>(group_count_) +
-           static_cast<size_t>(group);
-  }
-  PageSlice& slice_at(BlockIndex index, int group) { return slices_[SlotOf(index, group)]; }
-  PageArray& array_at(int32_t array) { return arrays_[static_cast<size_t>(array)]; }
-
-  // Of the new positions [from, end), which fall into pieces (ForEachNewPiece).
-  struct NewPieces {
-    int64_t held = 0;
-    int64_t absent = 0;
-  };
-  NewPieces CountNewPieces(int group, const AbsentRange& absent, int64_t from, int64_t end) const {
-    if (absent.begin < absent.end) return CountPiecesAround(group, absent, from, end);
-    if (end - from == 1) return {.held = 1};
-    return {.held = pool(group).RangeCount(from, end)};
-  }
-  NewPieces CountPiecesAround(int group, const AbsentRange& absent, int64_t from,
-                              int64_t end) const;
-  template <typename F>
-  void ForEachCopyRun(const AppendPlan& plan, int group, F&& f) const;
-  int64_t CopyPageCount(const AppendPlan& plan, int group, const AbsentRange& absent) const;
-  size_t CopyRunCount(const AppendPlan& plan, int group) const;
-  int32_t AddCopiedEntries(PageSlice& s, int group, const AppendPlan& plan) noexcept;
   // Whether the page range in which a path ends, behind `slot` of its positions, can get no page
   // more. Of a block that has one entry for each range it has none for a second page; that is
   // mostly so, and is known without the page table. (A hole may make up for a second page.)
@@ -441,122 +306,28 @@ class BlockTree {
     }
     return PagesInRange(last, group, range_begin, end.end) >= kPagesPerRangeMax;
   }
-  int64_t LowerCut(const AppendPlan& plan) const;
   void PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const;
   void EnsureFreeBlocks(size_t count);
-  void EnsureFreeArrays(size_t count);
-
-  BlockIndex TakeBlock() noexcept;
-  BlockIndex AddBlock(BlockIndex parent, int64_t begin, int64_t end) noexcept;
-  int32_t TakeArray() noexcept;
-  void DropArray(int32_t array) noexcept;
-  // New positions [from, end) in one page range, left out or not as a whole.
-  struct NewPiece {
-    int64_t end = 0;
-    bool is_absent = false;
-  };
-  // The first one of [from, end).
-  NewPiece FirstNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end) const;
-  template <typename F>
-  void ForEachNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end,
-                       F&& f) const;
-  int64_t GoOnInPage(int32_t page, int group, int64_t from, int64_t end,
-                     const AbsentRange& absent) noexcept;
-  void AddEntries(PageSlice& s, int group, int64_t from, int64_t end,
-                  const AbsentRange& absent) noexcept;
   int64_t StartSlice(BlockIndex index, int group, const AppendPlan& plan,
                      const GroupAppend& append) noexcept;
-  [[noreturn]] static void FailUnreserved(int32_t array);
-  void RecountFreed(PageSlice& s, int group) noexcept;
-
-  // Differences of the numbers in a Block.
-  struct ViewerChange {
-    int32_t refs = 0;
-    int32_t active = 0;
-    int32_t many = 0;
-    int32_t twins = 0;
-  };
-  void ChangeViewers(BlockIndex index, ViewerChange change) noexcept;
-  // The count of which pages of the block are part, or null.
-  int64_t* KindOf(const Block& block) {
-    if (block.refs == 0) return nullptr;
-    if (!block.is_active()) return &kinds_.retained_only;
-    return block.is_seen_by_many() ? &kinds_.shared : nullptr;
-  }
-  void CountPages(BlockIndex index, int64_t more) noexcept {
-    int64_t* const kind = KindOf(block(index));
-    if (kind != nullptr) *kind += more;
-  }
-
-  // What the viewers of a block hide of a group's pages.
-  struct Views {
-    int32_t begins = NodeHeaps::kNone;  // heap of the viewers that hide something: the most begin
-    int32_t ends = NodeHeaps::kNone;    // and the least end
-    int32_t count = 0;
-    HiddenPages hidden = {};  // from all viewers
-  };
-  // A viewer in the heaps.
-  int32_t NodeOfBlock(BlockIndex index, int group) const {
-    return static_cast<int32_t>(2 * SlotOf(index, group));
-  }
-  int32_t NodeOfSequence(int32_t sequence, int group) const {
-    return static_cast<int32_t>(2 * SlotOf(sequence, group) + 1);
-  }
-  void ReserveViews(size_t block_count, size_t sequence_count);
-  HiddenPages HiddenFromParent(BlockIndex child, HiddenPages hidden) const;
-  HiddenPages HiddenFromAll(BlockIndex index, int group) const;
-  HiddenPages HiddenBy(int32_t node) const {
-    if (!begins_.Contains(node)) return {};
-    return {.begin = -begins_.key(node), .end = ends_.key(node)};
-  }
-  void SetView(BlockIndex index, int group, int32_t node, HiddenPages hidden) noexcept;
-  void RefreshHidden(BlockIndex index, int group) noexcept;
-  void RefreshHidden(BlockIndex index) noexcept {
-    if (!tracks_hidden_) return;
-    for (int g = 0; g < group_count_; ++g) RefreshHidden(index, g);
-  }
-  void MoveViewsUp(BlockIndex upper, BlockIndex lower) noexcept;
-  void MoveViewsDown(BlockIndex upper, BlockIndex lower) noexcept;
-  void DropViews(BlockIndex leaf) noexcept;
-  void MayFree(BlockIndex index) noexcept;
-  void FreeHidden(BlockIndex index, int group) noexcept;
-  void FreeEntries(BlockIndex index, int group, HiddenPages hidden) noexcept;
-  void FreeEntry(BlockIndex index, int group, int64_t entry) noexcept;
-  void JoinFreedEntries(BlockIndex index, int group) noexcept;
+  int32_t AddCopiedEntries(PageSlice& s, int group, const AppendPlan& plan) noexcept;
   BlockIndex Split(BlockIndex index, int64_t position) noexcept;
-  void SplitSlice(BlockIndex upper, BlockIndex lower, int group, int64_t position) noexcept;
   void Trim(BlockIndex index, int64_t end) noexcept;
   BlockIndex FreeLeaf(BlockIndex index) noexcept;
   void DropReference(BlockIndex index, bool active) noexcept;
   void MergeIfLone(BlockIndex index) noexcept;
-  bool ReserveMerge(BlockIndex upper, BlockIndex lower) noexcept;
-  void MergeSlices(BlockIndex upper, BlockIndex lower, int group) noexcept;
 
-  std::vector<PagePool> pools_;
-  int group_count_;  // their number
-  std::vector<Block> blocks_;
-  std::vector<PageSlice> slices_;        // [block][group]
-  std::vector<BlockIndex> free_blocks_;  // a stack; capacity blocks_.size()
-  std::vector<PageArray> arrays_;
-  std::vector<int32_t> free_arrays_;  // a stack; capacity arrays_.size()
+  PageTables tables_;
+  BlockTable blocks_;
   std::vector<BlockIndex>
-      deferred_merges_;  // each block once (Block::merge_deferred); capacity blocks_.size()
+      deferred_merges_;  // each block once (Block::merge_deferred); capacity blocks().capacity()
   bool merges_deferred_ = false;
-  std::vector<uint8_t> any_freed_;  // [group], since the last Clear
   mutable uint64_t planning_ = 0;
   // Taken by the plans of this planning at most; arrays of each group.
   mutable size_t planned_blocks_ = 0;
   mutable size_t planned_arrays_ = 0;
-  uint64_t version_ = 1;
   int64_t distinct_token_count_ = 0;
-  PageKinds kinds_;
-
-  bool tracks_hidden_ = false;
-  std::vector<Views> views_;           // [block][group]
-  NodeHeaps begins_, ends_;            // keys: -begin and end of what a viewer hides
-  std::vector<BlockIndex> hidden_in_;  // [sequence]: where it is a viewer in a heap
-  std::vector<BlockIndex> may_free_;   // each block once (Block::may_free)
-  int64_t blocks_visited_ = 0;
+  HiddenViews hidden_;  // last: what every step reads stands together before it
 };
 
 }  // namespace quire

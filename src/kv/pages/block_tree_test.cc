@@ -46,7 +46,7 @@ TEST(BlockTree, ForkInsideAPageCopiesNothingAndTakesNoPage) {
   EXPECT_EQ(tree.Check(), "");
   tree.Remove(1);
   EXPECT_EQ(tree.free_pages(), 17);
-  EXPECT_EQ(tree.tree().block_count(), 0);
+  EXPECT_EQ(tree.tree().blocks().count(), 0);
 }
 
 // 6.3
@@ -152,7 +152,7 @@ TEST(BlockTree, PopIntoASharedPrefixLeavesItToTheOthers) {
   tree.Remove(0);
   tree.Remove(1);
   EXPECT_EQ(tree.free_pages(), 17);
-  EXPECT_EQ(tree.tree().block_count(), 0);
+  EXPECT_EQ(tree.tree().blocks().count(), 0);
 }
 
 // 6.14
@@ -188,7 +188,7 @@ TEST(BlockTree, DepthCollapsesWhenBranchesDie) {
     ASSERT_EQ(tree.Check(), "") << i;
   }
   EXPECT_EQ(tree.PathLength(8), 1);
-  EXPECT_EQ(tree.tree().block_count(), 1);
+  EXPECT_EQ(tree.tree().blocks().count(), 1);
   ASSERT_TRUE(tree.Begin({{8, 1}}));
   EXPECT_EQ(tree.plan().group(0).sequences[0].run_count, 1);
   EXPECT_EQ(tree.Check(), "");
@@ -230,20 +230,21 @@ TEST(BlockTree, OneOfABatchAppendsInPlace) {
 
 // Page size 16, forks at ever later slots of the first page: the range would come to lie in five
 // pages.
-BlockTreeDriver TreeInFourPages() {
-  BlockTreeDriver tree({{.page_size = 16, .page_count = 20}});
-  tree.Add(0);
-  tree.Append(0, 4);
-  for (int64_t i = 1; i <= 3; ++i) {
-    tree.Fork(i - 1, i, 2 * i);
-    tree.Append(i, 4);
+class TreeInFourPages : public BlockTreeDriver {
+ public:
+  TreeInFourPages() : BlockTreeDriver({{.page_size = 16, .page_count = 20}}) {
+    Add(0);
+    Append(0, 4);
+    for (int64_t i = 1; i <= 3; ++i) {
+      Fork(i - 1, i, 2 * i);
+      Append(i, 4);
+    }
+    Fork(3, 4, 8);
   }
-  tree.Fork(3, 4, 8);
-  return tree;
-}
+};
 
 TEST(BlockTree, TheFifthPageOfARangeConsolidates) {
-  BlockTreeDriver tree = TreeInFourPages();
+  TreeInFourPages tree;
   const Slots before = tree.Slots(3);
   const int64_t free_before = tree.free_pages();
   ASSERT_TRUE(tree.Begin({{4, 3}}));
@@ -259,7 +260,7 @@ TEST(BlockTree, TheFifthPageOfARangeConsolidates) {
 }
 
 TEST(BlockTree, AbortOfAConsolidationBringsTheOldPathBack) {
-  BlockTreeDriver tree = TreeInFourPages();
+  TreeInFourPages tree;
   const std::string before = tree.Snapshot();
   const Slots slots = tree.Slots(4);
   ASSERT_TRUE(tree.Begin({{4, 3}}));
@@ -314,7 +315,7 @@ TEST(BlockTree, MergesWaitForTheEndOfTheForward) {
 }
 
 TEST(BlockTree, ClearStartsAnew) {
-  BlockTreeDriver tree = TreeInFourPages();
+  TreeInFourPages tree;
   ASSERT_TRUE(tree.Begin({{4, 3}, {0, 2}}));
   tree.Clear();
   EXPECT_EQ(tree.Check(), "");

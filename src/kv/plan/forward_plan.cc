@@ -58,7 +58,7 @@ inline void ForwardPlan::AddPath(const BlockTree& tree, BlockIndex last, BatchTo
 }
 
 void ForwardPlan::Reserve(const BlockTree& tree) {
-  marks_.resize(static_cast<size_t>(tree.block_capacity()));
+  marks_.resize(static_cast<size_t>(tree.blocks().capacity()));
   ++pass_;
   BatchTotals totals;  // apart, so that they stay in registers
   for (const ForwardMember& member : members) {
@@ -168,7 +168,7 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
   }
   // A forward that follows one with imported tokens is planned anew: it has none. And what follows
   // a forward of trees is no token more.
-  if (totals_.imports == 0 && totals_.trees == 0) filled_at_ = tree.version();
+  if (totals_.imports == 0 && totals_.trees == 0) filled_at_ = tree.tables().version();
 }
 
 // ---------------------------------------------------------------------- slots
@@ -372,7 +372,7 @@ inline void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockI
   for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
     const Block& block = tree.block(b);
     const PageSlice& slice = tree.slice(b, group_index);
-    const PageEntry* const entries = tree.array_data(slice.array) + slice.first;
+    const PageEntry* const entries = tree.tables().array_data(slice.array) + slice.first;
     if (slice.array != array) {
       array = slice.array;
       runs.push_back(

@@ -24,7 +24,7 @@ namespace quire {
 
 bool ForwardPlan::CanRepeat(std::span<const int64_t> ids, std::span<const int64_t> lengths,
                             const BlockTree& tree) noexcept {
-  const bool same_shape = filled_at_ == tree.version() && ids.size() == members.size() &&
+  const bool same_shape = filled_at_ == tree.tables().version() && ids.size() == members.size() &&
                           lengths.size() == members.size() && positions_.size() == members.size();
   if (!same_shape) return false;
   for (size_t m = 0; m < members.size(); ++m) {
@@ -41,7 +41,7 @@ bool ForwardPlan::CanRepeat(std::span<const int64_t> ids, std::span<const int64_
       pool.Prefetch(targets[m].page);
       if (targets[m].slot + 1 < pool.page_size()) continue;
       ++opened;
-      if (!tree.HasRoomForEntry(members[m].last)) return false;
+      if (!tree.tables().HasRoomForEntry(members[m].last)) return false;
     }
     page_counts[static_cast<size_t>(g)] = opened;
   }
@@ -110,7 +110,7 @@ void ForwardPlan::Repeat(BlockTree& tree) noexcept {
   for (int g = 0; g < tree.group_count(); ++g) RepeatSequences(g);
   totals_.copying = totals_.copied_tokens = 0;
   for (int64_t* const end : {&totals_.short_end, &totals_.long_end}) *end += *end > 0;
-  filled_at_ = tree.version();
+  filled_at_ = tree.tables().version();
 }
 
 // ---------------------------------------------------------------------- comparison
