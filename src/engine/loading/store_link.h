@@ -50,7 +50,7 @@ class StoreLink {
   //
   // A forward could leave a state there on its way, with the same bits. But that would be one more
   // slot for each chunk and each prompt that ends in a forward, kept ready for all samples
-  // (StateHistory::SlotCount), and states are what such a model has least room for; a stop costs a
+  // (StateSlotCount), and states are what such a model has least room for; a stop costs a
   // forward of one token for a prompt.
   int64_t NextStop(int64_t computed, int64_t prompt_tokens) const;
 

@@ -197,8 +197,8 @@ void SlottedRecurrentCache::AddNodePieces(const StateMember& member) noexcept {
   for (int64_t row = member.first_row; row < member.first_row + member.row_count; ++row) {
     slot_pieces_.push_back({.first_row = row,
                             .row_count = 1,
-                            .from = history_.SlotBeforeRow(row, &is_known),
-                            .to = history_.SlotOfRow(row)});
+                            .from = history_.batch().SlotBeforeRow(row, &is_known),
+                            .to = history_.batch().SlotOfRow(row)});
   }
 }
 
@@ -422,7 +422,7 @@ void SlottedRecurrentCache::KeepInputs(const LayerCall& call) noexcept {
     const StateTree& tree = history_.track(member.index).tree;
     for (int64_t row = member.first_row;
          member.is_tree && row < member.first_row + member.row_count; ++row) {
-      const int64_t node = history_.NodeOfRow(member, row);
+      const int64_t node = history_.batch().NodeOfRow(member, row);
       const int32_t block = tree.blocks[static_cast<size_t>(node / kRecurrentCheckpointInterval)];
       std::memcpy(
           InputsIn(block, call.layout->input_offset) + node % kRecurrentCheckpointInterval * size,

@@ -109,7 +109,7 @@ Status CheckStorage(const RecurrentCacheOptions& options, const RecurrentLayout&
 
 int64_t RecurrentLayout::storage_bytes() const {
   const int64_t floats =
-      StateHistory::SlotCount(history) * slot_size + StateHistory::BlockCount(history) * block_size;
+      StateSlotCount(history) * slot_size + InputBlockCount(history) * block_size;
   return floats * static_cast<int64_t>(sizeof(float));
 }
 

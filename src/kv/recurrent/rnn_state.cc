@@ -122,7 +122,7 @@ Result<std::unique_ptr<RNNState>> SlottedRNNState::Create(const RNNStateOptions&
         .max_tree_size = options.max_tree_size,
         .max_tree_slots = options.max_tree_slots,
         .keep = {.history = options.max_history, .thinned = options.max_checkpoints}};
-    const size_t bytes = static_cast<size_t>(StateHistory::SlotCount(history)) * slot_bytes;
+    const size_t bytes = static_cast<size_t>(StateSlotCount(history)) * slot_bytes;
     // First: it refuses sizes of which the initial states alone would be too much.
     QUIRE_ASSIGN_OR_RETURN(HostMemory storage, HostMemory::Allocate(bytes));
     for (size_t s = 0; s < layouts.size(); ++s) {
@@ -153,9 +153,9 @@ SlottedRNNState::SlottedRNNState(const RNNStateOptions& options, const StateHist
       layouts_(std::move(layouts)),
       slot_bytes_(slot_bytes),
       storage_(std::move(storage)),
-      is_set_(static_cast<size_t>(StateHistory::SlotCount(history) * options.num_layers) *
-                  options.states.size(),
-              0) {
+      is_set_(
+          static_cast<size_t>(StateSlotCount(history) * options.num_layers) * options.states.size(),
+          0) {
   history_.slots().set_listener(this);
   if (options_.poison_freed_slots) std::memset(storage_.data(), kPoisonByte, storage_.size());
 }
@@ -178,7 +178,7 @@ void SlottedRNNState::AppendFacts(std::vector<int64_t>& facts) const {
     };
     for (const StateRecord& record : member.pending) add(record.slot);
     for (int64_t i = 0; member.is_tree && i < member.row_count; ++i)
-      add(history_.SlotOfRow(member.first_row + i));
+      add(history_.batch().SlotOfRow(member.first_row + i));
   }
 }
 
@@ -221,8 +221,8 @@ Status SlottedRNNState::CheckAllSet() const {
     for (int64_t row = member.first_row;
          member.is_tree && row < member.first_row + member.row_count; ++row) {
       QUIRE_RETURN_IF_ERROR(
-          CheckSlotSet(member, history_.SlotOfRow(row),
-                       "at node " + std::to_string(history_.NodeOfRow(member, row))));
+          CheckSlotSet(member, history_.batch().SlotOfRow(row),
+                       "at node " + std::to_string(history_.batch().NodeOfRow(member, row))));
     }
   }
   return Status();
@@ -339,7 +339,7 @@ Status SlottedRNNState::Get(int64_t layer, int64_t state, const TensorView& o) {
     QUIRE_RETURN_IF_ERROR(CheckOutputs({.name = "Get", .layer = layer}, {{"o", &o}}, {}, -1));
     // In a tree forward no state is the one after the forward: nothing is pending.
     const bool sees_set =
-        options_.tvm_rnn_history1 && options_.max_history == 1 && !history_.in_tree_forward();
+        options_.tvm_rnn_history1 && options_.max_history == 1 && !history_.batch().is_tree();
     for (size_t m = 0; m < members.size(); ++m) {
       int32_t slot = members[m].current;
       if (sees_set && IsSet(members[m].pending.back().slot, layer, state) != 0)
@@ -355,7 +355,7 @@ Status SlottedRNNState::Set(int64_t layer, int64_t state, const TensorView& data
   return Enter("Set", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(history_.RequireForward("Set"));
     QUIRE_RETURN_IF_ERROR(CheckState("Set", layer, state));
-    if (history_.in_tree_forward()) {
+    if (history_.batch().is_tree()) {
       return Status(StatusCode::kBadState,
                     "Set: this is a forward of token trees, which have no one end; give the state "
                     "of each row to SetAt");
@@ -378,14 +378,14 @@ Status SlottedRNNState::GetAt(int64_t layer, int64_t state, std::span<const int6
     QUIRE_RETURN_IF_ERROR(CheckTensor("GetAt", state, static_cast<int64_t>(rows.size()), o));
     QUIRE_RETURN_IF_ERROR(CheckOutputs({.name = "GetAt", .layer = layer}, {{"o", &o}}, {}, -1));
     for (const int64_t row : rows) {
-      const int32_t slot = history_.SlotOfRow(row);
+      const int32_t slot = history_.batch().SlotOfRow(row);
       if (slot >= 0 && IsSet(slot, layer, state) != 0) continue;
       return Status(StatusCode::kBadState, "GetAt: state " + std::to_string(state) + " of layer " +
                                                std::to_string(layer) + " was not set at row " +
                                                std::to_string(row));
     }
     for (size_t i = 0; i < rows.size(); ++i) {
-      const int32_t slot = history_.SlotOfRow(rows[i]);
+      const int32_t slot = history_.batch().SlotOfRow(rows[i]);
       std::memcpy(RowOf(o, static_cast<int64_t>(i)), StateIn(slot, layer, state), BytesOf(state));
     }
     return Status();
@@ -402,7 +402,7 @@ Status SlottedRNNState::GetBefore(int64_t layer, int64_t state, std::span<const 
     QUIRE_RETURN_IF_ERROR(CheckOutputs({.name = "GetBefore", .layer = layer}, {{"o", &o}}, {}, -1));
     bool is_known = false;
     for (const int64_t row : rows) {
-      const int32_t slot = history_.SlotBeforeRow(row, &is_known);
+      const int32_t slot = history_.batch().SlotBeforeRow(row, &is_known);
       if (is_known && (slot < 0 || IsSet(slot, layer, state) != 0)) continue;
       return Status(StatusCode::kBadState, "GetBefore: state " + std::to_string(state) +
                                                " of layer " + std::to_string(layer) +
@@ -410,7 +410,7 @@ Status SlottedRNNState::GetBefore(int64_t layer, int64_t state, std::span<const 
                                                std::to_string(row));
     }
     for (size_t i = 0; i < rows.size(); ++i) {
-      const int32_t slot = history_.SlotBeforeRow(rows[i], &is_known);
+      const int32_t slot = history_.batch().SlotBeforeRow(rows[i], &is_known);
       std::memcpy(RowOf(o, static_cast<int64_t>(i)), StateOrInitial(slot, layer, state),
                   BytesOf(state));
     }
@@ -427,9 +427,9 @@ Status SlottedRNNState::CheckRoomForRows(std::span<const int64_t> rows) const {
       return Status(StatusCode::kBadArgument,
                     "SetAt: row " + std::to_string(sorted[i]) + " is given twice");
     }
-    if (history_.SlotOfRow(sorted[i]) >= 0) continue;
-    const StateHistory::RowPlace place = history_.FindRow(sorted[i]);
-    if (++added[place.member] <= history_.CheckpointRoom(place.member)) continue;
+    if (history_.batch().SlotOfRow(sorted[i]) >= 0) continue;
+    const StateBatch::RowPlace place = history_.batch().FindRow(sorted[i]);
+    if (++added[place.member] <= history_.batch().CheckpointRoom(place.member)) continue;
     const int64_t id = history_.table()[history_.members()[place.member].index].id;
     return Status(StatusCode::kTooLarge, "SetAt: row " + std::to_string(sorted[i]) +
                                              " would be one checkpoint of sequence " +
@@ -448,10 +448,10 @@ Status SlottedRNNState::SetAt(int64_t layer, int64_t state, std::span<const int6
     QUIRE_RETURN_IF_ERROR(CheckTensor("SetAt", state, static_cast<int64_t>(rows.size()), data));
     QUIRE_RETURN_IF_ERROR(CheckRoomForRows(rows));
     for (size_t i = 0; i < rows.size(); ++i) {
-      int32_t slot = history_.SlotOfRow(rows[i]);
+      int32_t slot = history_.batch().SlotOfRow(rows[i]);
       if (slot < 0) {
         const auto lock = gate_.Lock();
-        slot = history_.AddCheckpoint(history_.FindRow(rows[i]));
+        slot = history_.batch().AddCheckpoint(history_.batch().FindRow(rows[i]));
       }
       Store(slot, layer, state, RowOf(data, static_cast<int64_t>(i)));
     }
