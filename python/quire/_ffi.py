@@ -183,69 +183,14 @@ class ChunkStoreHandle(tvm_ffi.Object):
     """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
 
 
-@_counted
-def new_chunk_store(options: dict[str, Any]) -> Any:
-    return ChunkStoreHandle(options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_kv_cache(options: dict[str, Any]) -> Any:
-    return KVCacheHandle(options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_local_channel() -> Any:
-    return LocalChannelHandle()
-
-
-@_counted
-def new_remote_channel() -> Any:
-    return RemoteChannelHandle()
-
-
-@_counted
-def new_transfer_peer(endpoint: str, options: dict[str, Any]) -> Any:
-    return TransferPeerHandle(endpoint, options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_transfer_listener(options: dict[str, Any]) -> Any:
-    return TransferListenerHandle(options)  # type: ignore[call-arg]
+def new(handle: type[_Handle], *arguments: Any) -> Any:
+    """A C++ object of the class, made by its constructor."""
+    return _counted(lambda: handle(*arguments))()
 
 
 def new_engine(options: dict[str, Any]) -> Any:
     """As its constructor, but other threads run while the model is loaded."""
     return function("Engine.create")(options)
-
-
-@_counted
-def new_lookup_buffer(options: dict[str, Any]) -> Any:
-    return LookupBufferHandle(options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_store_buffer(options: dict[str, Any]) -> Any:
-    return StoreBufferHandle(options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_buffer_server(options: dict[str, Any]) -> Any:
-    return BufferServerHandle(options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_rnn_state(options: dict[str, Any]) -> Any:
-    return RNNStateHandle(options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_recurrent_cache(options: dict[str, Any]) -> Any:
-    return RecurrentCacheHandle(options)  # type: ignore[call-arg]
-
-
-@_counted
-def new_composite_state(options: dict[str, Any]) -> Any:
-    return CompositeStateHandle(options)  # type: ignore[call-arg]
 
 
 def function(name: str) -> Any:

@@ -48,7 +48,7 @@ class CompositeState(TransferCalls, KVState):
         fields: dict[str, Any] = {"recurrent": [_object_of(part) for part in self._recurrent]}
         if attention is not None:
             fields["attention"] = _object_of(attention)
-        super().__init__(_ffi.new_composite_state(fields))
+        super().__init__(_ffi.new(_ffi.CompositeStateHandle, fields))
 
     @property
     def attention(self) -> KVCache | None:

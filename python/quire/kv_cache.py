@@ -211,7 +211,8 @@ class KVCache(TransferCalls, KVState):
             ]
         self._layers = tuple(LayerSpec(**spec._fields()) for spec in specs)
         super().__init__(
-            _ffi.new_kv_cache(
+            _ffi.new(
+                _ffi.KVCacheHandle,
                 {
                     "layers": [spec._fields() for spec in self._layers],
                     "max_num_sequences": max_num_sequences,

@@ -86,7 +86,8 @@ class RecurrentCache(RecurrentState):
             for layer in layers
         ]
         super().__init__(
-            _ffi.new_recurrent_cache(
+            _ffi.new(
+                _ffi.RecurrentCacheHandle,
                 {
                     "layers": [layer._fields() for layer in self._layers],
                     "max_num_sequences": max_num_sequences,

@@ -60,7 +60,8 @@ class LookupBufferServer(_Served, LookupBuffer):
         prefer: Literal["fifo", "longest"] = "fifo",
     ) -> None:
         options = {"capacity_bytes": capacity, "prefer": prefer}
-        self._server = _ffi.new_buffer_server(
+        self._server = _ffi.new(
+            _ffi.BufferServerHandle,
             {"endpoint": bind, "secret": secret, "lookup": options}
         )
         self._open(self._server.lookup())
@@ -85,7 +86,7 @@ class RemoteLookupBuffer(LookupBuffer):
     def __init__(
         self, endpoint: str, *, secret: str = "", connect_timeout: float = _CONNECT_TIMEOUT
     ) -> None:
-        self._open(_ffi.new_lookup_buffer(_remote_options(endpoint, secret, connect_timeout)))
+        self._open(_ffi.new(_ffi.LookupBufferHandle, _remote_options(endpoint, secret, connect_timeout)))
 
 
 class StoreBufferServer(_Served, StoreBuffer):
@@ -99,7 +100,8 @@ class StoreBufferServer(_Served, StoreBuffer):
         secret: str = "",
         strict: bool = False,
     ) -> None:
-        self._server = _ffi.new_buffer_server(
+        self._server = _ffi.new(
+            _ffi.BufferServerHandle,
             {"endpoint": bind, "secret": secret, "store": {"capacity_bytes": capacity}}
         )
         self._open(self._server.store(), strict)
@@ -122,7 +124,7 @@ class RemoteStoreBuffer(StoreBuffer):
         connect_timeout: float = _CONNECT_TIMEOUT,
         strict: bool = False,
     ) -> None:
-        handle = _ffi.new_store_buffer(_remote_options(endpoint, secret, connect_timeout))
+        handle = _ffi.new(_ffi.StoreBufferHandle, _remote_options(endpoint, secret, connect_timeout))
         self._open(handle, strict)
 
     def put(self, key: str, value: Any | None) -> None:

@@ -83,7 +83,8 @@ class RNNState(RecurrentState):
         self._dtypes = [dtype_name(spec.dtype) for spec in specs]
         self._batch = 0
         super().__init__(
-            _ffi.new_rnn_state(
+            _ffi.new(
+                _ffi.RNNStateHandle,
                 {
                     "states": [spec._fields() for spec in specs],
                     "num_layers": num_layers,

@@ -248,7 +248,8 @@ class ChunkStore(_ffi.ClosingOwner):
                     f"ChunkStore: {name} is given twice, the second time in the URL"
                 )
         super().__init__(
-            _ffi.new_chunk_store(
+            _ffi.new(
+                _ffi.ChunkStoreHandle,
                 checked_fields(
                     {
                         "directory": "" if directory is None else os.fspath(Path(directory)),

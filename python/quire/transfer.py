@@ -101,7 +101,7 @@ class LocalChannel:
     """
 
     def __init__(self) -> None:
-        self._handle: Any = _ffi.new_local_channel()
+        self._handle: Any = _ffi.new(_ffi.LocalChannelHandle)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ class TransferPeer(_ffi.ClosingOwner):
         )
         options["window_bytes"] = int64(window_bytes, "window_bytes")
         options["connect_timeout_ns"] = nanoseconds(connect_timeout, "connect_timeout")
-        return cls(_ffi.new_transfer_peer(text(endpoint, "endpoint"), options))
+        return cls(_ffi.new(_ffi.TransferPeerHandle, text(endpoint, "endpoint"), options))
 
     @property
     def endpoint(self) -> str:
@@ -281,7 +281,7 @@ class TransferListener(_ffi.ClosingOwner):
         options["window_bytes"] = int64(window_bytes, "window_bytes")
         options["endpoint"] = text(bind, "bind")
         options["peers_max"] = int64(peers_max, "peers_max")
-        super().__init__(_ffi.new_transfer_listener(options))
+        super().__init__(_ffi.new(_ffi.TransferListenerHandle, options))
 
     @property
     def endpoint(self) -> str:
@@ -315,7 +315,7 @@ class RemoteChannel:
     ``send_through``; the numbers are those of ``disagg_mark_send``."""
 
     def __init__(self) -> None:
-        self._handle: Any = _ffi.new_remote_channel()
+        self._handle: Any = _ffi.new(_ffi.RemoteChannelHandle)
 
     def connect(self, peer: int, connection: TransferPeer) -> None:
         """What is marked for `peer` goes through the connection. BadArgumentError if the number is
