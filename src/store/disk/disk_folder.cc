@@ -12,24 +12,6 @@ namespace {
 
 namespace layout = disk_layout;
 
-std::string ParentOf(const std::string& path) {
-  const size_t slash = path.find_last_of('/');
-  if (slash == std::string::npos) return ".";
-  return slash == 0 ? "/" : path.substr(0, slash);
-}
-
-// With all that is missing above it.
-int MakePath(FileSession& io, const std::string& path) {
-  const int error = io.MakeDirectory(path);
-  if (error == -EEXIST) return 0;
-  if (error != -ENOENT) return error;
-  const std::string parent = ParentOf(path);
-  if (parent == path || parent == ".") return error;
-  if (const int above = MakePath(io, parent); above != 0) return above;
-  const int again = io.MakeDirectory(path);
-  return again == -EEXIST ? 0 : again;
-}
-
 // NotFound unless the directory has what every store's folder has from its beginning on.
 Status CheckIsStore(FileSession& io, const std::string& directory) {
   constexpr std::string_view kHint =
@@ -94,7 +76,8 @@ DiskFolder::DiskFolder(std::shared_ptr<FileSystem> files, std::shared_ptr<Clock>
       options_(std::move(options)),
       mac_key_(std::move(mac_key)),
       catalog_(eviction, bytes_max),
-      transfers_(files_) {}
+      transfers_(files_),
+      folders_(options_.directory) {}
 
 Result<std::unique_ptr<DiskFolder>> DiskFolder::Open(FileSession& io,
                                                      std::shared_ptr<FileSystem> files,
@@ -161,9 +144,10 @@ DiskFolder::Lock::~Lock() {
 }
 
 Result<int64_t> DiskFolder::CountUsage(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> found, Walk(io));
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> found,
+                         WalkChunkFiles(io, options_.directory, catalog_));
   int64_t bytes = 0;
-  for (const Found& file : found) bytes += file.stat.size;
+  for (const FoundChunkFile& file : found) bytes += file.stat.size;
   const auto record = layout::EncodeUsage(bytes);
   if (const int error = io.WriteFull(lock_file_.get(), record, 0); error != 0)
     return FileError(error, "cannot write the sum of sizes");
@@ -178,7 +162,7 @@ Result<int64_t> DiskFolder::Usage(FileSession& io) {
   return CountUsage(io);
 }
 
-// A record that cannot be written is counted anew by whoever next finds it in disagreement.
+// If the record cannot be written, the next call that finds it wrong counts again.
 Status DiskFolder::AddUsage(FileSession& io, int64_t bytes) {
   QUIRE_ASSIGN_OR_RETURN(const int64_t before, Usage(io));
   const auto record = layout::EncodeUsage(std::max<int64_t>(before + bytes, 0));
@@ -247,41 +231,6 @@ Status DiskFolder::AddPassport(FileSession& io, const Digest& fingerprint,
     catalog_.Tell(ChunkEvent::Kind::kCorrupt, ChunkKey{fingerprint});
   }
   return WriteSmallFile(io, folder, path, layout::EncodeManifest(fingerprint, passport_json));
-}
-
-// ---------------------------------------------------------------------- folders of chunks
-
-Status DiskFolder::MakeFolders(FileSession& io, const ChunkId& id) {
-  const std::string leaf = layout::LeafFolder(options_.directory, id);
-  {
-    const std::lock_guard<std::mutex> guard(names_mutex_);
-    if (made_folders_.contains(leaf)) return Status();
-  }
-  if (const int error = MakePath(io, leaf); error != 0)
-    return FileError(error, "cannot make the directory " + leaf);
-  const std::lock_guard<std::mutex> guard(names_mutex_);
-  made_folders_.insert(leaf);
-  return Status();
-}
-
-// The file's entry, and once per process those of the folders above: whoever made them may have
-// died before it synced them.
-Status DiskFolder::SyncFolders(FileSession& io, const ChunkId& id) {
-  const std::string leaf = layout::LeafFolder(options_.directory, id);
-  std::vector<std::string> paths = {leaf};
-  {
-    const std::lock_guard<std::mutex> guard(names_mutex_);
-    for (std::string path = leaf; path != options_.directory; path = ParentOf(path))
-      if (!synced_folders_.contains(path)) paths.push_back(ParentOf(path));
-  }
-  for (const std::string& path : paths) {
-    if (const int error = io.SyncDirectory(path); error != 0)
-      return FileError(error, "cannot sync " + path);
-  }
-  const std::lock_guard<std::mutex> guard(names_mutex_);
-  for (std::string path = leaf; path != options_.directory; path = ParentOf(path))
-    synced_folders_.insert(path);
-  return Status();
 }
 
 }  // namespace quire

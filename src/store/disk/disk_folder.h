@@ -12,7 +12,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,6 +19,8 @@
 #include "quire/chunk.h"
 #include "quire/chunk_store.h"
 #include "quire/seams.h"
+#include "store/disk/chunk_file_walk.h"
+#include "store/disk/chunk_folders.h"
 #include "store/disk/disk_catalog.h"
 #include "store/disk/file_session.h"
 #include "store/disk/file_transfers.h"
@@ -52,7 +53,7 @@ class DiskFolder {
     FileStat stat{};
     bool direct = false;  // reads of it are aligned to 4096
   };
-  // NotFound: and the catalog knows it no more.
+  // NotFound; the entry is then dropped from the catalog.
   Result<ChunkFile> OpenChunk(FileSession& io, const ChunkId& id);
   // What a file begins with, as the header of the chunk that it is named after.
   Result<ChunkHeader> CheckHeader(const ChunkId& id, const FileStat& stat,
@@ -68,7 +69,7 @@ class DiskFolder {
   Result<ChunkId> Locate(FileSession& io, const ChunkKey& key) const;
   // The same, with a sound header.
   Result<ChunkId> FindKey(FileSession& io, const ChunkKey& key);
-  // The catalog knows the chunk with this header from now on. `file`: that of the chunk.
+  // Adds the chunk to the catalog. `file` is its open descriptor.
   void NoteFound(FileSession& io, const ChunkId& id, const ChunkHeader& header, int file);
 
   // ---- Writing
@@ -92,8 +93,8 @@ class DiskFolder {
   Result<int64_t> Clear(FileSession& io, const Digest& fingerprint, const ChunkKey& root);
   // Moves a damaged file aside, unless another one has taken its place since.
   void Quarantine(FileSession& io, const ChunkId& id, uint64_t inode);
-  // A chunk without a MAC, in a store with a key: it has no use for it, and its own would never get
-  // the name. Incompatible if that is not why the chunk is not for this store.
+  // Unsigned chunk in a store that signs: removes it, since it would block the signed chunk of the
+  // same name. Incompatible if the chunk is not for this store for another reason.
   Status RemoveUnsigned(FileSession& io, const ChunkId& id);
   // An expired one, unless another one has taken its place since.
   void RemoveExpired(FileSession& io, const ChunkId& id, uint64_t inode);
@@ -135,27 +136,15 @@ class DiskFolder {
     Status status_;
   };
 
-  struct Found {
-    ChunkId id{};
-    FileStat stat{};
-  };
   bool syncs() const { return options_.durability == Durability::kSync; }
   ChunkExpectation Expect(const ChunkHeader& header) const;
   void Note(const ChunkId& id, const ChunkHeader& header, const ChunkWorth& worth);
   static ChunkWorth WorthOf(FileSession& io, int file);
 
-  // Visits the folders of all roots until a visit fails or says false. What others remove meanwhile
-  // is not there; what cannot be listed is an error.
-  using RootVisitor = std::function<Result<bool>(const Digest& fingerprint, const ChunkKey& root)>;
-  Status VisitRoots(FileSession& io, const RootVisitor& visit) const;
-  Result<std::vector<Found>> Walk(FileSession& io) const;
-  Status WalkRoot(FileSession& io, const Digest& fingerprint, const ChunkKey& root,
-                  std::vector<Found>* found) const;
-  Status WalkLeaf(FileSession& io, const std::string& path, const Digest& fingerprint,
-                  const ChunkKey& root, std::vector<Found>* found) const;
   // Returns the damaged ones, which the caller quarantines.
-  Result<std::vector<Found>> ScanFiles(FileSession& io);
-  Status LearnHeader(FileSession& io, const Found& found, std::vector<Found>* damaged);
+  Result<std::vector<FoundChunkFile>> ScanFiles(FileSession& io);
+  Status LearnHeader(FileSession& io, const FoundChunkFile& found,
+                     std::vector<FoundChunkFile>* damaged);
 
   Result<ChunkHeader> DecodeHeaderOf(FileSession& io, const ChunkId& id, ChunkFile& file);
   Result<std::shared_ptr<const StoredChunk>> LoadWhole(FileSession& io, const ChunkId& id,
@@ -182,9 +171,6 @@ class DiskFolder {
   Status WriteSmallFile(FileSession& io, std::string_view folder, const std::string& path,
                         std::string_view text);
 
-  Status MakeFolders(FileSession& io, const ChunkId& id);
-  Status SyncFolders(FileSession& io, const ChunkId& id);
-
   // With the lock:
   Status MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes);
   Status LearnFolder(FileSession& io);
@@ -210,10 +196,7 @@ class DiskFolder {
   std::mutex change_mutex_;
   bool direct_works_ = false;
   bool nameless_works_ = true;
-
-  std::mutex names_mutex_;  // of the members below
-  int64_t next_name_ = 0;
-  std::set<std::string> made_folders_, synced_folders_;
+  ChunkFolders folders_;
 };
 
 }  // namespace quire

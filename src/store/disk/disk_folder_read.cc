@@ -172,7 +172,7 @@ Result<ChunkId> DiskFolder::Locate(FileSession& io, const ChunkKey& key) const {
     found = id;
     return false;
   };
-  QUIRE_RETURN_IF_ERROR(VisitRoots(io, look));
+  QUIRE_RETURN_IF_ERROR(VisitRoots(io, options_.directory, look));
   if (found) return *found;
   return Status(StatusCode::kNotFound,
                 "disk: " + options_.directory + " has no chunk " + key.digest.ToHex());

@@ -48,16 +48,16 @@ Result<bool> DiskFolder::Remove(FileSession& io, const ChunkId& id, ChunkEvent::
     QUIRE_RETURN_IF_ERROR(lock.status());
     QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, why, &removed));
   }
-  if (removed && syncs()) QUIRE_RETURN_IF_ERROR(SyncFolders(io, id));
+  if (removed && syncs()) QUIRE_RETURN_IF_ERROR(folders_.Sync(io, id));
   return removed;
 }
 
 Result<int64_t> DiskFolder::Clear(FileSession& io, const Digest& fingerprint,
                                   const ChunkKey& root) {
-  std::vector<Found> found;
-  QUIRE_RETURN_IF_ERROR(WalkRoot(io, fingerprint, root, &found));
+  std::vector<FoundChunkFile> found;
+  QUIRE_RETURN_IF_ERROR(WalkRoot(io, options_.directory, catalog_, fingerprint, root, &found));
   int64_t count = 0;
-  for (const Found& file : found) {
+  for (const FoundChunkFile& file : found) {
     QUIRE_ASSIGN_OR_RETURN(const bool removed, Remove(io, file.id, ChunkEvent::Kind::kRemoved));
     count += removed ? 1 : 0;
   }
@@ -145,8 +145,8 @@ Status DiskFolder::MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes
 
 // The catalog and the sum become what the folder holds.
 Status DiskFolder::LearnFolder(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> damaged, ScanFiles(io));
-  for (const Found& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io));
+  for (const FoundChunkFile& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
   return CountUsage(io).status();
 }
 

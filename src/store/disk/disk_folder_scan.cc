@@ -15,72 +15,8 @@ namespace layout = disk_layout;
 
 }  // namespace
 
-Status DiskFolder::WalkLeaf(FileSession& io, const std::string& path, const Digest& fingerprint,
-                            const ChunkKey& root, std::vector<Found>* found) const {
-  std::vector<std::string> names;
-  const int error = io.List(path, &names);
-  if (error == -ENOENT || error == -ENOTDIR) return Status();
-  if (error != 0) return FileError(error, "cannot list " + path);
-  for (const std::string& name : names) {
-    const auto key = layout::ParseChunkName(name);
-    Found file;
-    if (!key || io.Stat(path + "/" + name, &file.stat) != 0) continue;
-    file.id = {fingerprint, root, *key};
-    // The catalog knows the whole fingerprint, the path its begin.
-    if (const auto known = catalog_.FindKey(*key)) file.id = *known;
-    found->push_back(file);
-  }
-  return Status();
-}
-
-Status DiskFolder::WalkRoot(FileSession& io, const Digest& fingerprint, const ChunkKey& root,
-                            std::vector<Found>* found) const {
-  const std::string path = layout::RootFolder(options_.directory, fingerprint, root);
-  std::vector<std::string> leaves;
-  const int error = io.List(path, &leaves);
-  if (error == -ENOENT || error == -ENOTDIR) return Status();
-  if (error != 0) return FileError(error, "cannot list " + path);
-  for (const std::string& leaf : leaves) {
-    if (!layout::IsLeafName(leaf)) continue;
-    QUIRE_RETURN_IF_ERROR(WalkLeaf(io, path + "/" + leaf, fingerprint, root, found));
-    if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: nobody waits any more");
-  }
-  return Status();
-}
-
-Status DiskFolder::VisitRoots(FileSession& io, const RootVisitor& visit) const {
-  std::vector<std::string> passports;
-  if (const int error = io.List(options_.directory, &passports); error != 0)
-    return FileError(error, "cannot list " + options_.directory);
-  for (const std::string& passport : passports) {
-    const auto fingerprint = layout::ParseShortDigest(passport);
-    if (!fingerprint) continue;
-    std::vector<std::string> roots;
-    const std::string path = options_.directory + "/" + passport;
-    const int error = io.List(path, &roots);
-    if (error == -ENOENT || error == -ENOTDIR) continue;
-    if (error != 0) return FileError(error, "cannot list " + path);
-    for (const std::string& name : roots) {
-      const auto root = layout::ParseShortDigest(name);
-      if (!root) continue;
-      QUIRE_ASSIGN_OR_RETURN(const bool goes_on, visit(*fingerprint, ChunkKey{*root}));
-      if (!goes_on) return Status();
-    }
-  }
-  return Status();
-}
-
-Result<std::vector<DiskFolder::Found>> DiskFolder::Walk(FileSession& io) const {
-  std::vector<Found> found;
-  const auto walk = [&](const Digest& fingerprint, const ChunkKey& root) -> Result<bool> {
-    QUIRE_RETURN_IF_ERROR(WalkRoot(io, fingerprint, root, &found));
-    return true;
-  };
-  QUIRE_RETURN_IF_ERROR(VisitRoots(io, walk));
-  return found;
-}
-
-Status DiskFolder::LearnHeader(FileSession& io, const Found& found, std::vector<Found>* damaged) {
+Status DiskFolder::LearnHeader(FileSession& io, const FoundChunkFile& found,
+                               std::vector<FoundChunkFile>* damaged) {
   Result<ChunkFile> file = OpenChunk(io, found.id);
   if (!file.ok()) return Status();
   const auto header = DecodeHeaderOf(io, found.id, *file);
@@ -95,13 +31,15 @@ Status DiskFolder::LearnHeader(FileSession& io, const Found& found, std::vector<
   return Status();
 }
 
-Result<std::vector<DiskFolder::Found>> DiskFolder::ScanFiles(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(std::vector<Found> found, Walk(io));
+Result<std::vector<FoundChunkFile>> DiskFolder::ScanFiles(FileSession& io) {
+  QUIRE_ASSIGN_OR_RETURN(std::vector<FoundChunkFile> found,
+                         WalkChunkFiles(io, options_.directory, catalog_));
   // The oldest first, so that they are the first to be evicted.
-  std::ranges::stable_sort(found, {}, [](const Found& file) { return file.stat.modified_ms; });
-  std::vector<Found> damaged;
+  std::ranges::stable_sort(found, {},
+                           [](const FoundChunkFile& file) { return file.stat.modified_ms; });
+  std::vector<FoundChunkFile> damaged;
   std::set<ChunkKey> present;
-  for (const Found& file : found) {
+  for (const FoundChunkFile& file : found) {
     present.insert(file.id.key);
     if (catalog_.FindKey(file.id.key)) continue;
     QUIRE_RETURN_IF_ERROR(LearnHeader(io, file, &damaged));
@@ -116,20 +54,21 @@ Result<std::vector<DiskFolder::Found>> DiskFolder::ScanFiles(FileSession& io) {
 }
 
 Status DiskFolder::Scan(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> damaged, ScanFiles(io));
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io));
   if (options_.use == FolderUse::kLook) return Status();
   const Lock lock(*this, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
-  for (const Found& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
+  for (const FoundChunkFile& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
   QUIRE_ASSIGN_OR_RETURN(const int64_t used, Usage(io));
   if (used != catalog_.bytes()) QUIRE_RETURN_IF_ERROR(CountUsage(io).status());
   return Status();
 }
 
 Result<int64_t> DiskFolder::Verify(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<Found> found, Walk(io));
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> found,
+                         WalkChunkFiles(io, options_.directory, catalog_));
   int64_t damaged = 0;
-  for (const Found& file : found) {
+  for (const FoundChunkFile& file : found) {
     damaged += ReadWhole(io, file.id).status().code() == StatusCode::kCorrupt ? 1 : 0;
     if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: nobody waits any more");
   }

@@ -26,11 +26,7 @@ Status DiskFolder::CreateNewFile(FileSession& io, bool named, NewFile* new_file)
     nameless_works_ = false;
   }
   for (;;) {
-    int64_t number = 0;
-    {
-      const std::lock_guard<std::mutex> guard(names_mutex_);
-      number = next_name_++;
-    }
+    const int64_t number = folders_.NewNumber();
     new_file->path = folder + "/" + std::to_string(clock_->WallMs()) + "-" + std::to_string(number);
     const int error = io.Open(new_file->path, OpenMode::kNew, &new_file->file);
     if (error == -EEXIST) continue;
@@ -107,7 +103,7 @@ Status DiskFolder::CheckPresent(FileSession& io, const ChunkId& id, bool* is_the
   if (syncs() && !seen.synced) {
     if (const int error = io.Sync(file->file.get()); error != 0)
       return FileError(error, "cannot sync " + PathOf(id));
-    QUIRE_RETURN_IF_ERROR(SyncFolders(io, id));
+    QUIRE_RETURN_IF_ERROR(folders_.Sync(io, id));
     catalog_.SetSeen(id, {.verified = true, .synced = true});
   }
   *is_there = true;
@@ -149,7 +145,7 @@ Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, bool* store
     *stored = true;
     return Status();
   }
-  QUIRE_RETURN_IF_ERROR(MakeFolders(io, chunk.id));
+  QUIRE_RETURN_IF_ERROR(folders_.Make(io, chunk.id));
   NewFile new_file;
   QUIRE_RETURN_IF_ERROR(CreateNewFile(io, false, &new_file));
   Status status = WriteNewFile(io, chunk, new_file);
@@ -159,7 +155,7 @@ Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, bool* store
   QUIRE_RETURN_IF_ERROR(status);
   *stored = !appeared;  // otherwise it is looked at once more: is it sound?
   if (*stored && syncs()) {
-    QUIRE_RETURN_IF_ERROR(SyncFolders(io, chunk.id));
+    QUIRE_RETURN_IF_ERROR(folders_.Sync(io, chunk.id));
     catalog_.SetSeen(chunk.id, {.verified = true, .synced = true});
   }
   return Status();
@@ -175,10 +171,7 @@ Status DiskFolder::Store(FileSession& io, const NewChunk& chunk) {
       if (has_freed || !FreeDisk(io, chunk.header.total_bytes).ok()) return status;
       has_freed = true;
     } else if (status.code() == StatusCode::kNotFound) {
-      // Somebody removed folders, or all of it.
-      const std::lock_guard<std::mutex> guard(names_mutex_);
-      made_folders_.clear();
-      synced_folders_.clear();
+      folders_.Forget();  // another process removed some, or all
     } else if (!status.ok()) {
       return status;
     }
@@ -234,7 +227,7 @@ Status DiskFolder::SetExpiry(FileSession& io, const ChunkId& id, int64_t expires
   if (status.ok()) status = Replace(io, changed, old.stat.inode, new_file);
   DropNewFile(io, new_file);
   QUIRE_RETURN_IF_ERROR(status);
-  return syncs() ? SyncFolders(io, id) : Status();
+  return syncs() ? folders_.Sync(io, id) : Status();
 }
 
 Status DiskFolder::SetPriority(FileSession& io, const ChunkId& id, int priority) {
