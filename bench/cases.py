@@ -24,6 +24,7 @@ GROUPS = {
     "l": "Growth",
     "m": "Serving",
     "n": "Blending",
+    "o": "Beams of transformers",
 }
 
 HEADS = 32
@@ -968,6 +969,24 @@ def _blend_cases() -> list[Case]:
     return cases
 
 
+# ---- (o): beams of transformers
+
+
+def _beams_case(beams: int, prompt: int, tokens: int, *, quick: bool) -> Case:
+    request = {"beams": beams, "prompt": prompt, "tokens": tokens}
+    return Case(
+        name=f"hf/embedded/beams/{beams}x({prompt}+{tokens})",
+        group="o",
+        sides=(
+            Side("Quire", "quire-hf", request),
+            Side("DynamicCache", "transformers", request),
+        ),
+        metrics=(Metric(unit="s"), Metric("CPU", "s"), Metric("KV", "MiB")),
+        quick=quick,
+        model="embedded",
+    )
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -1022,6 +1041,7 @@ def smoke_cases(threads: int) -> list[Case]:
             600,
             answers=3,
         ),
+        _beams_case(2, 8, 2, quick=True),
     ]
 
 
@@ -1043,4 +1063,5 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)
     cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
     cases += _growth_cases(threads) + _serving_cases() + _blend_cases()
+    cases += [_beams_case(4, 512, 32, quick=True), _beams_case(4, 1536, 32, quick=False)]
     return sorted(cases, key=lambda case: case.group)

@@ -324,6 +324,8 @@ class Workers:
             )
         if kind == "tvm-cache":
             return self._tvm_cache(log)
+        if kind in ("quire-hf", "transformers"):
+            return self._transformers(kind, log, case)
         if kind == "quire-engine":
             return self._quire_engine(log, self._load(case))
         if kind in ("quire-plain", "quire-ngram"):
@@ -363,6 +365,19 @@ class Workers:
             # Pages that nobody wrote to would be read from one page of zeros, which is faster.
             env=os.environ | {"MALLOC_PERTURB_": "211"},
         )
+
+    def _transformers(self, kind: str, log: Path, case: Case) -> LineWorker:
+        if importlib.util.find_spec("transformers") is None:
+            reason = "no transformers: requirements/test.txt has it"
+            self._no("quire-hf", "transformers", reason=reason)
+        start = {
+            "do": "load",
+            "model": str(models.folder(case.model, self._peers / "models")),
+            "threads": self._threads,
+            "ours": kind == "quire-hf",
+        }
+        command = [sys.executable, str(HERE / "hf_cache_worker.py")]
+        return LineWorker(command, log, self._patience, start)
 
     def _tier(self, kind: str) -> dict[str, Any]:
         """Options of an engine that finds earlier prompts in one place alone, or nowhere."""

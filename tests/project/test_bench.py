@@ -56,6 +56,7 @@ def test_every_case_gives_its_rows(smoke):
         "serve/embedded/clients/2x(16+4)",
         "serve/embedded/chats",
         "serve/embedded/arrivals",
+        "hf/embedded/beams/2x(8+2)",
     ]
     sides = [list(case["samples"]) for case in smoke["cases"][8:]]
     assert sides == [
@@ -64,6 +65,7 @@ def test_every_case_gives_its_rows(smoke):
         ["Quire", "quire.tvm", "TVM"],
         ["Quire", "plain"],
         *[["Quire", "EngineLoop"]] * 3,
+        ["Quire", "DynamicCache"],
     ]
     for case in smoke["cases"]:
         assert case["rows"], case["name"]
