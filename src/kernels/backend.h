@@ -17,6 +17,7 @@
 
 #include "kernels/activation.h"
 #include "kernels/kv_layout.h"
+#include "kernels/quantised_weights.h"
 #include "quire/seams.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
@@ -239,6 +240,27 @@ struct LinearArgs {
   void* scratch = nullptr;  // linear_scratch_bytes() of it, 64-byte aligned
 };
 
+// Quantised weights in strips (quantised_weights.h).
+struct QuantisedLinear {
+  WeightFormat format = WeightFormat::kQ8_0;
+  int64_t n = 0, k = 0;         // k: a multiple of BlockInputs(format)
+  const void* data = nullptr;   // PackedQuantisedBytes() of it, 64-byte aligned
+  const float* bias = nullptr;  // [n] or null
+};
+
+// y = x W^T + bias, the row's x quantised in groups of 32 inputs, products inside a group summed as
+// integers, groups added left to right (docs/exactness.md): the same bits on every path.
+struct QuantisedLinearArgs {
+  QuantisedLinear w;
+  int64_t row_count = 0;
+  const float* x = nullptr;  // [row][k], row stride x_stride
+  int64_t x_stride = 0;
+  float* y = nullptr;  // [row][n], row stride y_stride
+  int64_t y_stride = 0;
+  bool accumulate = false;  // as LinearArgs
+  void* scratch = nullptr;  // quantised_scratch_bytes() of it, 64-byte aligned
+};
+
 // ----------------------------------------------------------------------------------------------------
 // the table
 
@@ -286,6 +308,9 @@ struct Backend {
   void (*exp2_scaled)(const float* x, int64_t count, float greatest, float scale_log2, float* y);
 
   const RecurrenceKernels* recurrence;  // recurrence.h
+
+  size_t (*quantised_scratch_bytes)(int64_t row_count, int64_t k);
+  void (*quantised_linear)(const QuantisedLinearArgs&, ParallelRunner&);
 };
 
 // The paths that this build has and this CPU can run, never empty ("scalar" is always there). The

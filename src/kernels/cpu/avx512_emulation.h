@@ -316,6 +316,62 @@ QUIRE_EMULATED __m512i _mm512_dpwssd_epi32(__m512i acc, __m512i a, __m512i b) {
   return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b));
 }
 
+// ----------------------------------------------------------------------------------------------------
+// bytes
+
+QUIRE_EMULATED __m512i _mm512_xor_si512(__m512i a, __m512i b) {
+  return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)};
+}
+QUIRE_EMULATED __m512i _mm512_mullo_epi32(__m512i a, __m512i b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
+QUIRE_EMULATED __m512i _mm512_cvtepi8_epi32(__m128i v) {
+  return {_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))};
+}
+QUIRE_EMULATED __m512i _mm512_cvtepu8_epi32(__m128i v) {
+  return {_mm256_cvtepu8_epi32(v), _mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
+}
+// The lowest byte of each lane.
+QUIRE_EMULATED __m128i _mm512_cvtepi32_epi8(__m512i v) {
+  const __m256i pairs = _mm512_cvtepi32_epi16(v);
+  const __m256i bytes = _mm256_and_si256(pairs, _mm256_set1_epi16(0xff));
+  return _mm_packus_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+}
+QUIRE_EMULATED __m512i _mm512_abs_epi8(__m512i v) {
+  return {_mm256_abs_epi8(v.lo), _mm256_abs_epi8(v.hi)};
+}
+QUIRE_EMULATED __mmask64 _mm512_movepi8_mask(__m512i v) {
+  const auto low = static_cast<uint32_t>(_mm256_movemask_epi8(v.lo));
+  const auto high = static_cast<uint32_t>(_mm256_movemask_epi8(v.hi));
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+QUIRE_EMULATED __m512i _mm512_mask_sub_epi8(__m512i src, __mmask64 m, __m512i a, __m512i b) {
+  alignas(32) uint8_t x[64];
+  alignas(32) uint8_t y[64];
+  alignas(32) uint8_t r[64];
+  _mm512_storeu_si512(x, a);
+  _mm512_storeu_si512(y, b);
+  _mm512_storeu_si512(r, src);
+  for (int i = 0; i < 64; ++i) {
+    if ((m >> i & 1) != 0) r[i] = static_cast<uint8_t>(x[i] - y[i]);
+  }
+  return _mm512_loadu_si512(r);
+}
+QUIRE_EMULATED __m512i _mm512_maddubs_epi16(__m512i a, __m512i b) {
+  return {_mm256_maddubs_epi16(a.lo, b.lo), _mm256_maddubs_epi16(a.hi, b.hi)};
+}
+// VPDPBUSD: unsigned bytes of a times signed ones of b, four products per lane.
+QUIRE_EMULATED __m512i _mm512_dpbusd_epi32(__m512i acc, __m512i a, __m512i b) {
+  alignas(32) uint8_t x[64];
+  alignas(32) int8_t y[64];
+  alignas(32) int32_t r[16];
+  _mm512_storeu_si512(x, a);
+  _mm512_storeu_si512(y, b);
+  _mm512_storeu_si512(r, acc);
+  for (int i = 0; i < 64; ++i) r[i / 4] += x[i] * y[i];
+  return _mm512_loadu_si512(r);
+}
+
 #undef QUIRE_EMULATED
 
 }  // namespace quire::avx512_emulation

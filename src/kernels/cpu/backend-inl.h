@@ -16,4 +16,6 @@ static constexpr Backend kTable = {
     ArgMax,
     Exp2Scaled,
     &kRecurrence,
+    QuantisedScratchBytes,
+    MultiplyQuantised,
 };

@@ -29,6 +29,7 @@
 #include "kernels/kv_quantise.h"
 #include "kernels/kv_slot.h"
 #include "kernels/linear_layout.h"
+#include "kernels/quantised_weights.h"
 #include "kernels/recurrence.h"
 #include "kernels/row_view.h"
 #include "kernels/segment_tiles.h"

@@ -1,0 +1,614 @@
+// Linear layers with quantised weights. Included once per path, after linear-inl.h; see
+// simd-inl.h.
+//
+// A row is quantised by itself: 32 inputs share a scale. Products inside a group are sums of
+// integers, so their order cannot be seen; groups are one chain of fma per output, left to right.
+// Tiles of rows and tasks cut between chains and change no bit. All paths give the same bits.
+
+// ------------------------------------------------------------------------- bytes and integer sums
+// VB: 64 bytes, [16 outputs][4 inputs]. VI: 16 int32, one per output. A dot adds to each output the
+// products of its four codes with four codes of a row.
+#if defined(QUIRE_SIMD_AVX512)
+
+using VB = __m512i;
+
+QUIRE_INLINE VI SetInts(int32_t x) { return _mm512_set1_epi32(x); }
+QUIRE_INLINE VI AddInts(VI a, VI b) { return _mm512_add_epi32(a, b); }
+QUIRE_INLINE VI MulInts(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
+QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+QUIRE_INLINE VI LoadUint8s(const std::byte* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+QUIRE_INLINE VB LoadBytes(const std::byte* p) { return _mm512_loadu_si512(p); }
+QUIRE_INLINE VB AndBytes(VB a, int mask) {
+  return _mm512_and_si512(a, _mm512_set1_epi32(mask * 0x01010101));
+}
+QUIRE_INLINE VB OrBytes(VB a, VB b) { return _mm512_or_si512(a, b); }
+template <int kCount>
+QUIRE_INLINE VB ShiftRight(VB a) {
+  return _mm512_srli_epi32(a, kCount);
+}
+template <int kCount>
+QUIRE_INLINE VB ShiftLeft(VB a) {
+  return _mm512_slli_epi32(a, kCount);
+}
+// Sixteen integral numbers of at most 127 as int8.
+QUIRE_INLINE void StoreInt8s(int8_t* p, VF v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+QUIRE_INLINE VB FourOfRow(const int8_t* x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, sizeof(four));
+  return _mm512_set1_epi32(four);
+}
+
+#if defined(QUIRE_SIMD_BF16)
+QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
+  return _mm512_dpbusd_epi32(sum, w, FourOfRow(x));
+}
+// Signed codes are raised by 128 and the sums begin with what that adds.
+using SignedCodes = VB;
+constexpr int kRaisedBy = 128;
+QUIRE_INLINE SignedCodes MakeSigned(VB w) {
+  return _mm512_xor_si512(w, _mm512_set1_epi32(static_cast<int>(0x80808080U)));
+}
+QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) { return DotUnsigned(sum, w, x); }
+#else
+QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
+  const __m512i pairs = _mm512_maddubs_epi16(w, FourOfRow(x));
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+// |w| times x with the sign of w.
+struct SignedCodes {
+  VB magnitude;
+  __mmask64 negative;
+};
+constexpr int kRaisedBy = 0;
+QUIRE_INLINE SignedCodes MakeSigned(VB w) { return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)}; }
+QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
+  const __m512i four = FourOfRow(x);
+  const __m512i turned = _mm512_mask_sub_epi8(four, w.negative, _mm512_setzero_si512(), four);
+  const __m512i pairs = _mm512_maddubs_epi16(w.magnitude, turned);
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+#endif
+
+#elif defined(QUIRE_SIMD_AVX2)
+
+using VB = VI;
+
+QUIRE_INLINE VI SetInts(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+QUIRE_INLINE VI AddInts(VI a, VI b) {
+  return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+QUIRE_INLINE VI MulInts(VI a, VI b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
+QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+QUIRE_INLINE VI LoadUint8s(const std::byte* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+QUIRE_INLINE VB LoadBytes(const std::byte* p) {
+  const auto* const at = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+QUIRE_INLINE VB AndBytes(VB a, int mask) {
+  const __m256i all = _mm256_set1_epi8(static_cast<char>(mask));
+  return {_mm256_and_si256(a.lo, all), _mm256_and_si256(a.hi, all)};
+}
+QUIRE_INLINE VB OrBytes(VB a, VB b) {
+  return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+}
+template <int kCount>
+QUIRE_INLINE VB ShiftRight(VB a) {
+  return {_mm256_srli_epi32(a.lo, kCount), _mm256_srli_epi32(a.hi, kCount)};
+}
+template <int kCount>
+QUIRE_INLINE VB ShiftLeft(VB a) {
+  return {_mm256_slli_epi32(a.lo, kCount), _mm256_slli_epi32(a.hi, kCount)};
+}
+QUIRE_INLINE void StoreInt8s(int8_t* p, VF v) {
+  const __m256i pairs = _mm256_packs_epi32(_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi));
+  const __m256i ordered = _mm256_permute4x64_epi64(pairs, 0xD8);
+  const __m128i bytes =
+      _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+QUIRE_INLINE __m256i FourOfRow(const int8_t* x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, sizeof(four));
+  return _mm256_set1_epi32(four);
+}
+QUIRE_INLINE __m256i AddPairs(__m256i sum, __m256i w, __m256i x) {
+  const __m256i pairs = _mm256_maddubs_epi16(w, x);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
+  const __m256i four = FourOfRow(x);
+  return {AddPairs(sum.lo, w.lo, four), AddPairs(sum.hi, w.hi, four)};
+}
+// |w| times x with the sign of w.
+using SignedCodes = VB;
+constexpr int kRaisedBy = 0;
+QUIRE_INLINE SignedCodes MakeSigned(VB w) { return w; }
+QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
+  const __m256i four = FourOfRow(x);
+  return {AddPairs(sum.lo, _mm256_abs_epi8(w.lo), _mm256_sign_epi8(four, w.lo)),
+          AddPairs(sum.hi, _mm256_abs_epi8(w.hi), _mm256_sign_epi8(four, w.hi))};
+}
+
+#else  // QUIRE_SIMD_SCALAR
+
+struct VB {
+  uint8_t v[kLanes * 4];
+};
+
+QUIRE_INLINE VI SetInts(int32_t x) {
+  VI r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = x;
+  return r;
+}
+QUIRE_INLINE VI AddInts(VI a, VI b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
+  return a;
+}
+QUIRE_INLINE VI MulInts(VI a, VI b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] *= b.v[i];
+  return a;
+}
+QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
+  VI r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<int8_t>(p[i]);
+  return r;
+}
+QUIRE_INLINE VI LoadUint8s(const std::byte* p) {
+  VI r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<uint8_t>(p[i]);
+  return r;
+}
+QUIRE_INLINE VB LoadBytes(const std::byte* p) {
+  VB r;
+  __builtin_memcpy(r.v, p, sizeof(r.v));
+  return r;
+}
+QUIRE_INLINE VB AndBytes(VB a, int mask) {
+  for (uint8_t& byte : a.v) byte = static_cast<uint8_t>(byte & mask);
+  return a;
+}
+QUIRE_INLINE VB OrBytes(VB a, VB b) {
+  for (int i = 0; i < kLanes * 4; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] | b.v[i]);
+  return a;
+}
+// Of each byte: bits that a wider shift would move into a neighbour are masked by the caller.
+template <int kCount>
+QUIRE_INLINE VB ShiftRight(VB a) {
+  for (uint8_t& byte : a.v) byte = static_cast<uint8_t>(byte >> kCount);
+  return a;
+}
+template <int kCount>
+QUIRE_INLINE VB ShiftLeft(VB a) {
+  for (uint8_t& byte : a.v) byte = static_cast<uint8_t>(byte << kCount);
+  return a;
+}
+QUIRE_INLINE void StoreInt8s(int8_t* p, VF v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v.v[i]);
+}
+QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
+  for (int i = 0; i < kLanes * 4; ++i) sum.v[i / 4] += w.v[i] * x[i % 4];
+  return sum;
+}
+using SignedCodes = VB;
+constexpr int kRaisedBy = 0;
+QUIRE_INLINE SignedCodes MakeSigned(VB w) { return w; }
+QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
+  for (int i = 0; i < kLanes * 4; ++i) sum.v[i / 4] += static_cast<int8_t>(w.v[i]) * x[i % 4];
+  return sum;
+}
+
+#endif
+
+// --------------------------------------------------------------------------------- rows of codes
+
+// What 32 inputs of a row share.
+struct RowGroup {
+  float scale;       // input = code * scale; NaN where one of them is not finite
+  float scaled_sum;  // scale * (sum of all codes)
+  int32_t sums[2];   // of the codes of inputs 0 ... 15 and 16 ... 31
+};
+
+// Rows in scratch: codes, one row after the other, then groups. The odd number of lines keeps rows
+// out of each other's cache sets.
+constexpr int64_t CodeStride(int64_t k) { return (k + 63) / 64 / 2 * 128 + 64; }
+
+struct QuantisedRows {
+  int8_t* codes;  // row stride code_stride
+  RowGroup* groups;
+  int64_t code_stride;
+  int64_t group_count;  // of a row
+};
+
+static void QuantiseGroup(const float* x, int8_t* codes, RowGroup* group) {
+  // Below this 127 / greatest would not be finite.
+  constexpr float kLeast = 0x1p-100F;
+  const VF first = Load(x);
+  const VF second = Load(x + kLanes);
+  const VF zero = Zero();
+  const VF nothing = Add(Mul(first, zero), Mul(second, zero));  // NaN where one is not finite
+  const bool is_finite = ReduceAdd(nothing) == 0.0F;
+  const VF magnitude = Max(Max(first, Sub(zero, first)), Max(second, Sub(zero, second)));
+  const float greatest = ReduceMax(magnitude);
+  if (!is_finite || greatest < kLeast) {
+    const float scale = is_finite ? 0.0F : __builtin_nanf("");
+    *group = {scale, scale, {0, 0}};
+    for (int64_t i = 0; i < kQuantGroup; ++i) codes[i] = 0;
+    return;
+  }
+  const VF inverse = Set1(127.0F / greatest);
+  const VF first_codes = RoundToInt(Mul(first, inverse));
+  const VF second_codes = RoundToInt(Mul(second, inverse));
+  StoreInt8s(codes, first_codes);
+  StoreInt8s(codes + kLanes, second_codes);
+  const float sums[] = {ReduceAdd(first_codes), ReduceAdd(second_codes)};  // exact
+  group->scale = greatest / 127.0F;
+  group->scaled_sum = group->scale * (sums[0] + sums[1]);
+  group->sums[0] = static_cast<int32_t>(sums[0]);
+  group->sums[1] = static_cast<int32_t>(sums[1]);
+}
+
+// ------------------------------------------------------------------------------------- one tile
+
+// Rows against one strip of outputs.
+struct QuantisedTile {
+  const std::byte* strip;
+  const int8_t* codes;
+  const RowGroup* groups;
+  int64_t code_stride;
+  int64_t group_count;
+  bool streams;  // weights are read once: they are asked for ahead
+  float* sums;   // [row][16]
+};
+
+template <int kRows>
+struct Chains {
+  VF sum[kRows];
+};
+
+// The scales of a group, and those of its block of 256.
+QUIRE_INLINE const std::byte* GroupScales(const QuantisedTile& tile, WeightFormat format,
+                                          int64_t group) {
+  return tile.strip + tile.group_count * GroupCodeBytes(format) + group * kGroupScaleBytes;
+}
+QUIRE_INLINE const uint16_t* SuperScales(const QuantisedTile& tile, WeightFormat format,
+                                         int64_t group) {
+  return reinterpret_cast<const uint16_t*>(GroupScales(tile, format, tile.group_count) +
+                                           group / kSuperGroups * SuperScaleBytes(format));
+}
+QUIRE_INLINE VF F16Scales(const QuantisedTile& tile, WeightFormat format, int64_t group) {
+  return LoadF16(reinterpret_cast<const uint16_t*>(GroupScales(tile, format, group)));
+}
+
+// One step of the chains: fma(float(sum), scale of the row's group * scale of the weights, chain).
+template <int kRows>
+QUIRE_INLINE void ApplyScale(const QuantisedTile& tile, int64_t group, VF scale, const VI* sum,
+                             Chains<kRows>* chains) {
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const float row_scale = tile.groups[group + r * tile.group_count].scale;
+    chains->sum[r] = Fma(SumsToF32(sum[r]), Mul(Set1(row_scale), scale), chains->sum[r]);
+  }
+}
+
+struct Q8Weights {
+  static constexpr WeightFormat kFormat = WeightFormat::kQ8_0;
+  static constexpr int kMostRows = 12;
+
+  template <int kRows>
+  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+                        Chains<kRows>* chains) {
+    const int8_t* const x = tile.codes + group * kQuantGroup;
+    VI sum[kRows];
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t* const s = tile.groups[group + r * tile.group_count].sums;
+      sum[r] = SetInts(-kRaisedBy * (s[0] + s[1]));
+    }
+    QUIRE_UNROLL
+    for (int quad = 0; quad < 8; ++quad) {
+      const SignedCodes w = MakeSigned(LoadBytes(codes + quad * 64));
+      QUIRE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        sum[r] = DotSigned(sum[r], w, x + r * tile.code_stride + quad * 4);
+      }
+    }
+    ApplyScale(tile, group, F16Scales(tile, kFormat, group), sum, chains);
+  }
+};
+
+// Adds the sums of a group of 4-bit codes, of all rows.
+template <int kRows>
+QUIRE_INLINE void AddNibbles(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+                             VI* sum) {
+  const int8_t* const x = tile.codes + group * kQuantGroup;
+  QUIRE_UNROLL
+  for (int quad = 0; quad < 4; ++quad) {
+    const VB both = LoadBytes(codes + quad * 64);
+    const VB low = AndBytes(both, 15);
+    const VB high = AndBytes(ShiftRight<4>(both), 15);
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int8_t* const row = x + r * tile.code_stride + quad * 4;
+      sum[r] = DotUnsigned(DotUnsigned(sum[r], low, row), high, row + 16);
+    }
+  }
+}
+
+struct Q4Weights {
+  static constexpr WeightFormat kFormat = WeightFormat::kQ4_0;
+  static constexpr int kMostRows = 12;
+
+  template <int kRows>
+  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+                        Chains<kRows>* chains) {
+    VI sum[kRows];
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t* const s = tile.groups[group + r * tile.group_count].sums;
+      sum[r] = SetInts(-8 * (s[0] + s[1]));
+    }
+    AddNibbles<kRows>(tile, group, codes, sum);
+    ApplyScale(tile, group, F16Scales(tile, kFormat, group), sum, chains);
+  }
+};
+
+struct Q4KWeights {
+  static constexpr WeightFormat kFormat = WeightFormat::kQ4_K;
+  static constexpr int kMostRows = 12;
+
+  template <int kRows>
+  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+                        Chains<kRows>* chains) {
+    VI sum[kRows];
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] = SetInts(0);
+    AddNibbles<kRows>(tile, group, codes, sum);
+    const std::byte* const own = GroupScales(tile, kFormat, group);
+    const uint16_t* const supers = SuperScales(tile, kFormat, group);
+    const VF scale = Mul(LoadF16(supers), SumsToF32(LoadUint8s(own)));
+    const VF least = Mul(Sub(Zero(), LoadF16(supers + kStripOutputs)),
+                         SumsToF32(LoadUint8s(own + kStripOutputs)));
+    ApplyScale(tile, group, scale, sum, chains);
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float row_sum = tile.groups[group + r * tile.group_count].scaled_sum;
+      chains->sum[r] = Fma(Set1(row_sum), least, chains->sum[r]);
+    }
+  }
+};
+
+struct Q6KWeights {
+  static constexpr WeightFormat kFormat = WeightFormat::kQ6_K;
+  static constexpr int kMostRows = 8;
+
+  // Quad `quad` of a half of 16 inputs, as 0 ... 63.
+  template <int kQuad>
+  QUIRE_INLINE VB Codes(VB nibbles, VB upper) {
+    if constexpr (kQuad == 0) return OrBytes(nibbles, AndBytes(ShiftLeft<4>(upper), 0x30));
+    if constexpr (kQuad == 1) return OrBytes(nibbles, AndBytes(ShiftLeft<2>(upper), 0x30));
+    if constexpr (kQuad == 2) return OrBytes(nibbles, AndBytes(upper, 0x30));
+    return OrBytes(nibbles, AndBytes(ShiftRight<2>(upper), 0x30));
+  }
+  template <int kHalf>
+  QUIRE_INLINE VB Nibbles(const std::byte* codes, int quad) {
+    const VB both = LoadBytes(codes + quad * 64);
+    return AndBytes(kHalf == 0 ? both : ShiftRight<4>(both), 15);
+  }
+
+  template <int kRows, int kQuad>
+  QUIRE_INLINE void AddQuad(const QuantisedTile& tile, VB w, const int8_t* x, VI* sum) {
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      sum[r] = DotUnsigned(sum[r], w, x + r * tile.code_stride + kQuad * 4);
+    }
+  }
+
+  // The integer sums of 16 inputs times their scale.
+  template <int kRows, int kHalf>
+  QUIRE_INLINE void HalfSums(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+                             VI scale, VI* sum) {
+    const int8_t* const x = tile.codes + group * kQuantGroup + kHalf * 16;
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      sum[r] = SetInts(-32 * tile.groups[group + r * tile.group_count].sums[kHalf]);
+    }
+    const VB upper = LoadBytes(codes + 256 + kHalf * 64);
+    AddQuad<kRows, 0>(tile, Codes<0>(Nibbles<kHalf>(codes, 0), upper), x, sum);
+    AddQuad<kRows, 1>(tile, Codes<1>(Nibbles<kHalf>(codes, 1), upper), x, sum);
+    AddQuad<kRows, 2>(tile, Codes<2>(Nibbles<kHalf>(codes, 2), upper), x, sum);
+    AddQuad<kRows, 3>(tile, Codes<3>(Nibbles<kHalf>(codes, 3), upper), x, sum);
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] = MulInts(sum[r], scale);
+  }
+
+  template <int kRows>
+  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+                        Chains<kRows>* chains) {
+    const std::byte* const own = GroupScales(tile, kFormat, group);
+    VI sum[kRows];
+    VI second[kRows];
+    HalfSums<kRows, 0>(tile, group, codes, LoadInt8s(own), sum);
+    HalfSums<kRows, 1>(tile, group, codes, LoadInt8s(own + kStripOutputs), second);
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] = AddInts(sum[r], second[r]);
+    ApplyScale(tile, group, LoadF16(SuperScales(tile, kFormat, group)), sum, chains);
+  }
+};
+
+template <class W, int kRows>
+static void RunQuantisedTile(const QuantisedTile& tile) {
+  constexpr int64_t kCodeBytes = GroupCodeBytes(W::kFormat);
+  Chains<kRows> chains;
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) chains.sum[r] = Zero();
+  const std::byte* codes = tile.strip;
+  for (int64_t group = 0; group < tile.group_count; ++group) {
+    if (tile.streams) {
+      for (int64_t line = 0; line < kCodeBytes; line += 64) {
+        PrefetchL2(reinterpret_cast<const char*>(codes) + kStreamAhead + line);
+      }
+    }
+    W::template Add<kRows>(tile, group, codes, &chains);
+    codes += kCodeBytes;
+  }
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) Store(tile.sums + r * kStripOutputs, chains.sum[r]);
+}
+
+// ---------------------------------------------------------------------------- the plan of one call
+
+struct QuantisedPlan {
+  const QuantisedLinearArgs* args;
+  QuantisedRows rows;
+  int64_t block_rows;  // rows that stay in L2 together
+  int64_t row_blocks;
+  int64_t strips;
+  int64_t chunk_strips;  // of one task
+  int64_t chunks;
+};
+
+static size_t QuantisedScratchBytes(int64_t row_count, int64_t k) {
+  const int64_t row_bytes =
+      CodeStride(k) + k / kQuantGroup * static_cast<int64_t>(sizeof(RowGroup));
+  return static_cast<size_t>(row_count * row_bytes);
+}
+
+static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int worker_count) {
+  QuantisedPlan plan{};
+  plan.args = &args;
+  const int64_t k = args.w.k;
+  plan.rows.code_stride = CodeStride(k);
+  plan.rows.group_count = k / kQuantGroup;
+  plan.rows.codes = static_cast<int8_t*>(args.scratch);
+  plan.rows.groups =
+      reinterpret_cast<RowGroup*>(plan.rows.codes + args.row_count * plan.rows.code_stride);
+  constexpr int64_t kTileRows = 24;  // a multiple of every tile's
+  plan.block_rows = kResidentBytes / plan.rows.code_stride / kTileRows * kTileRows;
+  if (plan.block_rows < kTileRows) plan.block_rows = kTileRows;
+  plan.row_blocks = CeilDivide(args.row_count, plan.block_rows);
+  plan.strips = Strips(args.w.n);
+  constexpr int64_t kTasksPerWorker = 8;
+  plan.chunk_strips = CeilDivide(plan.strips * plan.row_blocks, kTasksPerWorker * worker_count);
+  if (plan.chunk_strips > plan.strips) plan.chunk_strips = plan.strips;
+  plan.chunks = CeilDivide(plan.strips, plan.chunk_strips);
+  return plan;
+}
+
+static void QuantiseRows(const QuantisedPlan& plan, int64_t first, int64_t count) {
+  const QuantisedRows& rows = plan.rows;
+  for (int64_t row = first; row < first + count; ++row) {
+    const float* const x = plan.args->x + row * plan.args->x_stride;
+    int8_t* const codes = rows.codes + row * rows.code_stride;
+    RowGroup* const groups = rows.groups + row * rows.group_count;
+    for (int64_t g = 0; g < rows.group_count; ++g) {
+      QuantiseGroup(x + g * kQuantGroup, codes + g * kQuantGroup, groups + g);
+    }
+  }
+}
+
+static void QuantiseRowsTask(void* context, int64_t index, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const QuantisedPlan*>(context);
+  const int64_t first = index * kRowsPerPackTask;
+  const int64_t left = plan.args->row_count - first;
+  QuantiseRows(plan, first, left < kRowsPerPackTask ? left : kRowsPerPackTask);
+}
+
+// ------------------------------------------------------------------------------ the work of a task
+
+// The sums of one row and strip, bias added, into y.
+static void FinishStrip(const QuantisedLinearArgs& args, int64_t row, int64_t output,
+                        const float* sums) {
+  const int64_t left = args.w.n - output;
+  const int64_t count = left < kStripOutputs ? left : kStripOutputs;
+  float* const y = args.y + row * args.y_stride + output;
+  const float* const bias = args.w.bias != nullptr ? args.w.bias + output : nullptr;
+  for (int64_t i = 0; i < count; ++i) {
+    float v = sums[i];
+    if (bias != nullptr) v += bias[i];
+    y[i] = args.accumulate ? y[i] + v : v;
+  }
+}
+
+// kRows rows from `row` on while there are so many before `end`; returns the next one.
+template <class W, int kRows>
+static int64_t RunTilesOf(const QuantisedPlan& plan, int64_t row, int64_t end, int64_t strip) {
+  const QuantisedLinearArgs& args = *plan.args;
+  alignas(64) float sums[kRows * kStripOutputs];
+  QuantisedTile tile{};
+  tile.strip =
+      static_cast<const std::byte*>(args.w.data) + strip * StripBytes(W::kFormat, args.w.k);
+  tile.code_stride = plan.rows.code_stride;
+  tile.group_count = plan.rows.group_count;
+  tile.sums = sums;
+  for (; row + kRows <= end; row += kRows) {
+    tile.codes = plan.rows.codes + row * tile.code_stride;
+    tile.groups = plan.rows.groups + row * tile.group_count;
+    tile.streams = args.row_count <= kRows;
+    RunQuantisedTile<W, kRows>(tile);
+    for (int r = 0; r < kRows; ++r) {
+      FinishStrip(args, row + r, strip * kStripOutputs, sums + r * kStripOutputs);
+    }
+  }
+  return row;
+}
+
+template <class W>
+static void QuantisedLinearTask(void* context, int64_t index, int) {
+  const ScopedFloatEnvironment environment;
+  const auto& plan = *static_cast<const QuantisedPlan*>(context);
+  const int64_t first_row = index / plan.chunks * plan.block_rows;
+  const int64_t rows_end = first_row + plan.block_rows;
+  const int64_t end = rows_end < plan.args->row_count ? rows_end : plan.args->row_count;
+  const int64_t begin_strip = index % plan.chunks * plan.chunk_strips;
+  const int64_t chunk_end = begin_strip + plan.chunk_strips;
+  const int64_t end_strip = chunk_end < plan.strips ? chunk_end : plan.strips;
+  for (int64_t strip = begin_strip; strip < end_strip; ++strip) {
+    int64_t row = first_row;
+#if defined(QUIRE_SIMD_AVX512)
+    row = RunTilesOf<W, W::kMostRows>(plan, row, end, strip);
+    row = RunTilesOf<W, 8>(plan, row, end, strip);
+#endif
+    row = RunTilesOf<W, 4>(plan, row, end, strip);
+    row = RunTilesOf<W, 2>(plan, row, end, strip);
+    RunTilesOf<W, 1>(plan, row, end, strip);
+  }
+}
+
+static void MultiplyQuantised(const QuantisedLinearArgs& args, ParallelRunner& runner) {
+  if (args.row_count == 0) return;
+  QuantisedPlan plan = MakeQuantisedPlan(args, runner.worker_count());
+  // Below this, waking the other threads costs more than the work.
+  constexpr int64_t kMinParallelElements = int64_t{1} << 15;
+  if (args.row_count * args.w.k < kMinParallelElements) {
+    const ScopedFloatEnvironment environment;
+    QuantiseRows(plan, 0, args.row_count);
+  } else {
+    runner.Run(CeilDivide(args.row_count, kRowsPerPackTask), QuantiseRowsTask, &plan);
+  }
+  const int64_t tasks = plan.row_blocks * plan.chunks;
+  switch (args.w.format) {
+    case WeightFormat::kQ8_0:
+      return runner.Run(tasks, QuantisedLinearTask<Q8Weights>, &plan);
+    case WeightFormat::kQ4_0:
+      return runner.Run(tasks, QuantisedLinearTask<Q4Weights>, &plan);
+    case WeightFormat::kQ4_K:
+      return runner.Run(tasks, QuantisedLinearTask<Q4KWeights>, &plan);
+    case WeightFormat::kQ6_K:
+      return runner.Run(tasks, QuantisedLinearTask<Q6KWeights>, &plan);
+  }
+}

@@ -1,0 +1,314 @@
+#include "kernels/quantised_weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "tensor/half.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kSuperInputs = kQuantGroup * kSuperGroups;
+
+// One block of a row in parts that every format has: a byte per input, and scales per group.
+struct BlockParts {
+  int8_t codes[kSuperInputs];       // kQ8_0 signed, else 0 ... 63
+  uint8_t scales[kSuperGroups][2];  // kQ4_K: s, t; kQ6_K: s of each half, signed
+  uint16_t d = 0, m = 0;            // float16
+};
+
+uint16_t ReadF16(const uint8_t* bytes) { return static_cast<uint16_t>(bytes[0] | bytes[1] << 8); }
+
+void ReadNibbles(const uint8_t* bytes, int8_t* low, int8_t* high, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    low[i] = static_cast<int8_t>(bytes[i] & 15);
+    high[i] = static_cast<int8_t>(bytes[i] >> 4);
+  }
+}
+
+// The 6-bit scales of kQ4_K: twelve bytes hold eight s and eight t. The first four of each have
+// bytes of their own, whose upper two bits belong to the last four.
+void ReadSixBitScales(const uint8_t* bytes, BlockParts* parts) {
+  for (int g = 0; g < 4; ++g) {
+    parts->scales[g][0] = bytes[g] & 63;
+    parts->scales[g][1] = bytes[4 + g] & 63;
+    parts->scales[4 + g][0] = static_cast<uint8_t>((bytes[8 + g] & 15) | (bytes[g] >> 6) << 4);
+    parts->scales[4 + g][1] = static_cast<uint8_t>(bytes[8 + g] >> 4 | (bytes[4 + g] >> 6) << 4);
+  }
+}
+
+void ReadQ4KBlock(const uint8_t* bytes, BlockParts* parts) {
+  parts->d = ReadF16(bytes);
+  parts->m = ReadF16(bytes + 2);
+  ReadSixBitScales(bytes + 4, parts);
+  for (int64_t pair = 0; pair < kSuperGroups / 2; ++pair) {
+    int8_t* const codes = parts->codes + pair * 2 * kQuantGroup;
+    ReadNibbles(bytes + 16 + pair * kQuantGroup, codes, codes + kQuantGroup, kQuantGroup);
+  }
+}
+
+// Two halves of 128 inputs, each: 64 bytes with the lower four bits, 32 with the upper two.
+void ReadQ6KBlock(const uint8_t* bytes, BlockParts* parts) {
+  const uint8_t* const low = bytes;
+  const uint8_t* const high = bytes + 128;
+  for (int64_t i = 0; i < kSuperInputs; ++i) {
+    const int64_t half = i / 128;
+    const int64_t quarter = i % 128 / 32;
+    const uint8_t nibbles = low[half * 64 + quarter % 2 * 32 + i % 32];
+    const int lower = quarter < 2 ? nibbles & 15 : nibbles >> 4;
+    const int upper = high[half * 32 + i % 32] >> (2 * quarter) & 3;
+    parts->codes[i] = static_cast<int8_t>(lower | upper << 4);
+  }
+  std::memcpy(parts->scales, bytes + 192, sizeof(parts->scales));
+  parts->d = ReadF16(bytes + 208);
+}
+
+void ReadBlock(WeightFormat format, const std::byte* block, BlockParts* parts) {
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(block);
+  switch (format) {
+    case WeightFormat::kQ8_0:
+      parts->d = ReadF16(bytes);
+      std::memcpy(parts->codes, bytes + 2, kQuantGroup);
+      return;
+    case WeightFormat::kQ4_0:
+      parts->d = ReadF16(bytes);
+      ReadNibbles(bytes + 2, parts->codes, parts->codes + 16, 16);
+      return;
+    case WeightFormat::kQ4_K:
+      return ReadQ4KBlock(bytes, parts);
+    case WeightFormat::kQ6_K:
+      return ReadQ6KBlock(bytes, parts);
+  }
+}
+
+void Dequantise(WeightFormat format, const BlockParts& parts, float* values) {
+  const float d = F16ToF32(parts.d);
+  const float m = F16ToF32(parts.m);
+  for (int64_t i = 0; i < BlockInputs(format); ++i) {
+    const auto code = static_cast<float>(parts.codes[i]);
+    const uint8_t* const scales = parts.scales[i / kQuantGroup];
+    switch (format) {
+      case WeightFormat::kQ8_0:
+        values[i] = d * code;
+        break;
+      case WeightFormat::kQ4_0:
+        values[i] = d * (code - 8.0F);
+        break;
+      case WeightFormat::kQ4_K:
+        values[i] = d * static_cast<float>(scales[0]) * code - m * static_cast<float>(scales[1]);
+        break;
+      case WeightFormat::kQ6_K: {
+        const auto scale = static_cast<int8_t>(scales[i % kQuantGroup / 16]);
+        values[i] = d * static_cast<float>(scale) * (code - 32.0F);
+        break;
+      }
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------
+// strips
+
+template <typename Byte>
+Byte* StripAt(Byte* packed, WeightFormat format, int64_t k, int64_t row) {
+  return packed + row / kStripOutputs * StripBytes(format, k);
+}
+
+template <typename Byte>
+Byte* GroupCodesAt(Byte* strip, WeightFormat format, int64_t group) {
+  return strip + group * GroupCodeBytes(format);
+}
+template <typename Byte>
+Byte* GroupScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t group) {
+  return strip + StripCodeBytes(format, k) + group * kGroupScaleBytes;
+}
+template <typename Byte>
+Byte* SuperScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t super) {
+  return strip + StripCodeBytes(format, k) + StripScaleBytes(k) + super * SuperScaleBytes(format);
+}
+
+// Four inputs of one output lie side by side, then those of the next output.
+constexpr int64_t PlaceOf(int64_t input, int64_t output) {
+  return input / 4 * kStripOutputs * 4 + output * 4 + input % 4;
+}
+
+void PackCodes(WeightFormat format, const int8_t* codes, int64_t output, std::byte* group) {
+  if (format == WeightFormat::kQ8_0) {
+    for (int64_t i = 0; i < kQuantGroup; i += 4) {
+      std::memcpy(group + PlaceOf(i, output), codes + i, 4);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < kQuantGroup / 2; ++i) {
+    group[PlaceOf(i, output)] = static_cast<std::byte>((codes[i] & 15) | (codes[16 + i] & 15) << 4);
+  }
+  if (format != WeightFormat::kQ6_K) return;
+  for (int64_t i = 0; i < kQuantGroup; ++i) {
+    const int64_t at = 256 + i / 16 * 64 + output * 4 + i % 4;
+    group[at] |= static_cast<std::byte>(codes[i] >> 4 << (2 * (i % 16 / 4)));
+  }
+}
+
+void UnpackCodes(WeightFormat format, const std::byte* group, int64_t output, int8_t* codes) {
+  for (int64_t i = 0; i < kQuantGroup; ++i) {
+    if (format == WeightFormat::kQ8_0) {
+      codes[i] = static_cast<int8_t>(group[PlaceOf(i, output)]);
+      continue;
+    }
+    const auto both = static_cast<int>(group[PlaceOf(i % 16, output)]);
+    int code = i < 16 ? both & 15 : both >> 4;
+    if (format == WeightFormat::kQ6_K) {
+      const auto upper = static_cast<int>(group[256 + i / 16 * 64 + output * 4 + i % 4]);
+      code |= (upper >> (2 * (i % 16 / 4)) & 3) << 4;
+    }
+    codes[i] = static_cast<int8_t>(code);
+  }
+}
+
+bool HasSupers(WeightFormat format) { return SuperScaleBytes(format) > 0; }
+
+void PackBlock(WeightFormat format, const BlockParts& parts, int64_t k, int64_t block,
+               int64_t output, std::byte* strip) {
+  const int64_t groups = BlockInputs(format) / kQuantGroup;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t group = block * groups + g;
+    PackCodes(format, parts.codes + g * kQuantGroup, output, GroupCodesAt(strip, format, group));
+    std::byte* const scales = GroupScalesAt(strip, format, k, group);
+    if (HasSupers(format)) {
+      scales[output] = static_cast<std::byte>(parts.scales[g][0]);
+      scales[kStripOutputs + output] = static_cast<std::byte>(parts.scales[g][1]);
+    } else {
+      std::memcpy(scales + 2 * output, &parts.d, 2);
+    }
+  }
+  if (!HasSupers(format)) return;
+  std::byte* const supers = SuperScalesAt(strip, format, k, block);
+  std::memcpy(supers + 2 * output, &parts.d, 2);
+  if (format == WeightFormat::kQ4_K) {
+    std::memcpy(supers + 2 * (kStripOutputs + output), &parts.m, 2);
+  }
+}
+
+void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t k, int64_t block,
+                 int64_t output, BlockParts* parts) {
+  const int64_t groups = BlockInputs(format) / kQuantGroup;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t group = block * groups + g;
+    UnpackCodes(format, GroupCodesAt(strip, format, group), output, parts->codes + g * kQuantGroup);
+    const std::byte* const scales = GroupScalesAt(strip, format, k, group);
+    if (HasSupers(format)) {
+      parts->scales[g][0] = static_cast<uint8_t>(scales[output]);
+      parts->scales[g][1] = static_cast<uint8_t>(scales[kStripOutputs + output]);
+    } else {
+      std::memcpy(&parts->d, scales + 2 * output, 2);
+    }
+  }
+  if (!HasSupers(format)) return;
+  const std::byte* const supers = SuperScalesAt(strip, format, k, block);
+  std::memcpy(&parts->d, supers + 2 * output, 2);
+  if (format == WeightFormat::kQ4_K) {
+    std::memcpy(&parts->m, supers + 2 * (kStripOutputs + output), 2);
+  }
+}
+
+}  // namespace
+
+std::string_view WeightFormatName(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kQ8_0:
+      return "Q8_0";
+    case WeightFormat::kQ4_0:
+      return "Q4_0";
+    case WeightFormat::kQ4_K:
+      return "Q4_K";
+    case WeightFormat::kQ6_K:
+      return "Q6_K";
+  }
+  return "";
+}
+
+std::optional<WeightFormat> WeightFormatOfGguf(uint32_t type) {
+  switch (type) {
+    case 2:
+      return WeightFormat::kQ4_0;
+    case 8:
+      return WeightFormat::kQ8_0;
+    case 12:
+      return WeightFormat::kQ4_K;
+    case 14:
+      return WeightFormat::kQ6_K;
+    default:
+      return std::nullopt;
+  }
+}
+
+int64_t BlockInputs(WeightFormat format) { return HasSupers(format) ? kSuperInputs : kQuantGroup; }
+
+int64_t BlockBytes(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kQ8_0:
+      return 34;
+    case WeightFormat::kQ4_0:
+      return 18;
+    case WeightFormat::kQ4_K:
+      return 144;
+    case WeightFormat::kQ6_K:
+      return 210;
+  }
+  return 0;
+}
+
+int64_t StoredRowBytes(WeightFormat format, int64_t k) {
+  return k / BlockInputs(format) * BlockBytes(format);
+}
+
+void DequantiseRow(WeightFormat format, const std::byte* row, int64_t k, float* values) {
+  BlockParts parts{};
+  for (int64_t i = 0; i < k; i += BlockInputs(format)) {
+    ReadBlock(format, row, &parts);
+    Dequantise(format, parts, values + i);
+    row += BlockBytes(format);
+  }
+}
+
+size_t PackedQuantisedBytes(WeightFormat format, int64_t n, int64_t k) {
+  return static_cast<size_t>(Strips(n) * StripBytes(format, k));
+}
+
+int64_t StoredRowOf(int64_t row, int64_t rotary_head_rows) {
+  if (rotary_head_rows == 0) return row;
+  const int64_t in_head = row % rotary_head_rows;
+  const int64_t half = rotary_head_rows / 2;
+  return row - in_head + 2 * (in_head % half) + in_head / half;
+}
+
+void PackQuantised(WeightFormat format, const std::byte* rows, int64_t n, int64_t k,
+                   int64_t rotary_head_rows, std::byte* packed, ParallelRunner& runner) {
+  const int64_t row_bytes = StoredRowBytes(format, k);
+  const int64_t blocks = k / BlockInputs(format);
+  runner.ParallelFor(Strips(n), [&](int64_t strip, int) {
+    std::byte* const to = packed + strip * StripBytes(format, k);
+    const int64_t first = strip * kStripOutputs;
+    const int64_t count = std::min(kStripOutputs, n - first);
+    BlockParts parts{};
+    for (int64_t block = 0; block < blocks; ++block) {
+      for (int64_t output = 0; output < count; ++output) {
+        const int64_t row = StoredRowOf(first + output, rotary_head_rows);
+        ReadBlock(format, rows + row * row_bytes + block * BlockBytes(format), &parts);
+        PackBlock(format, parts, k, block, output, to);
+      }
+    }
+  });
+}
+
+void ReadPackedQuantisedRow(WeightFormat format, const std::byte* packed, int64_t k, int64_t row,
+                            float* values) {
+  const std::byte* const strip = StripAt(packed, format, k, row);
+  BlockParts parts{};
+  for (int64_t i = 0; i < k; i += BlockInputs(format)) {
+    UnpackBlock(format, strip, k, i / BlockInputs(format), row % kStripOutputs, &parts);
+    Dequantise(format, parts, values + i);
+  }
+}
+
+}  // namespace quire
