@@ -13,20 +13,29 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 
 
+# The weights of a folder that are a GGUF file, or a link to one.
+GGUF_WEIGHTS = "model.gguf"
+
+
+def is_gguf_file(name: str | os.PathLike[str]) -> bool:
+    return os.fspath(name).endswith(".gguf") and os.path.isfile(name)
+
+
 def check_model_folder(name: str | os.PathLike[str], hint: str = "") -> None:
-    """NotFoundError unless it is a folder; it says what to do for what looks like something else.
+    """NotFoundError unless it is a folder or a GGUF file; it says what to do for what looks like
+    something else.
 
     hint: what to do where nothing else is known.
     """
     text = os.fspath(name)
-    if os.path.isdir(text):
+    if os.path.isdir(text) or is_gguf_file(text):
         return
     if not text:
         raise errors.NotFoundError("the name of the model's folder is empty")
     if os.path.isfile(text):
         raise errors.NotFoundError(
-            f"{text}: is a file, not the folder of a model; turn a GGUF file into one with: "
-            "quire import FILE.gguf DIR"
+            f"{text}: is a file, neither the folder of a model nor a GGUF file, whose name ends in "
+            ".gguf"
         )
     if _HUB_NAME.fullmatch(text):
         folder = text.partition("/")[2]

@@ -20,8 +20,8 @@ from quire import _ffi, _numbers, _options, _sampling, errors
 from quire._arrays import dtype_name, int_list
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
-from quire._model_folder import check_model_folder
 from quire._options import EngineOptions, SamplingOptions
+from quire.gguf_model import model_folder
 from quire.grammar import Grammar, GrammarCompiler
 from quire.kv_cache import LayerSpec
 from quire.store import ChunkStore, read_key_file
@@ -385,8 +385,8 @@ class Engine(_ffi.ThreadOwner):
     together: one that is submitted joins the next step.
 
     Args:
-        model_dir: the folder; that of the embedded model (:func:`quire.embedded_model_dir`) if
-            None.
+        model_dir: the folder, or a GGUF file; None: that of the embedded model
+            (:func:`quire.embedded_model_dir`).
         OPTIONS
 
     The store is used as soon as the digest of the model's files is known. It is kept, so that only
@@ -1215,13 +1215,12 @@ def _other(name: str, usual: str) -> str | None:
 
 
 def _folder(model_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder of a model, None being the embedded one."""
+    """The folder of a model, None being the embedded one; of a GGUF file that in the cache."""
     if model_dir is None:
         from quire.embedded import embedded_model_dir
 
         return embedded_model_dir()
-    check_model_folder(model_dir)
-    return Path(model_dir)
+    return model_folder(model_dir)
 
 
 def _make_store(options: Mapping[str, Any]) -> ChunkStore:
@@ -1237,8 +1236,8 @@ def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     mine = _options.of_part("engine", options)
     kv_dtype, draft_model = mine.pop("kv_dtype"), mine.pop("draft_model")
     if draft_model is not None:
-        mine["draft_model_directory"] = _folder_name(draft_model, "draft_model")
-        check_model_folder(draft_model)
+        draft = model_folder(_folder_name(draft_model, "draft_model"))
+        mine["draft_model_directory"] = _folder_name(draft, "draft_model")
     speculate = mine.pop("speculate")
     if speculate == "model" and draft_model is None:
         raise errors.BadArgumentError(

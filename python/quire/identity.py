@@ -18,6 +18,7 @@ from pathlib import Path
 
 from quire import errors
 from quire._home import cache_dir
+from quire._model_folder import GGUF_WEIGHTS
 
 __all__ = ["keep_source", "kept_identity", "model_identity"]
 
@@ -97,7 +98,9 @@ def _own_identity(folder: Path, stop: threading.Event | None) -> dict[str, str]:
 
 
 def _weights(folder: Path) -> list[Path]:
-    return [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    gguf = folder / GGUF_WEIGHTS
+    files = sorted(folder.glob("*.safetensors")) or [gguf] * gguf.is_file()
+    return [folder / "config.json", *files]
 
 
 def _facts(folder: Path) -> list[list[str | int]]:

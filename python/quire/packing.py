@@ -17,7 +17,7 @@ from quire._arrays import dtype_name
 from quire._new_folder import check_free, check_room, new_folder
 from quire.identity import keep_source, model_identity
 
-__all__ = ["pack_model"]
+__all__ = ["copy_other_files", "pack_model"]
 
 # What may lie in a model folder beside its tokenizer and configuration: weights in any form.
 _WEIGHT_SUFFIXES = (
@@ -81,14 +81,19 @@ def pack_model(
                 "threads": threads,
             }
         )
-        for file in source.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copy(file, part)
-        if (source / _TEMPLATES).is_dir():
-            shutil.copytree(source / _TEMPLATES, part / _TEMPLATES)
+        copy_other_files(source, part)
         if dtype_name(dtype) == "float32" or not _has_float32_matrices(source):
             keep_source(part, model_identity(source))
     return Path(out_dir)
+
+
+def copy_other_files(source: Path, part: Path) -> None:
+    """What a model folder has beside its weights: configuration, tokenizer, templates."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy(file, part)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, part / _TEMPLATES)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // Where the float16 numbers of a block stand.
 std::vector<int64_t> ScalePlaces(WeightFormat format) {
-  if (format == WeightFormat::kQ4_K) return {0, 2};
+  if (format == WeightFormat::kQ4_K || format == WeightFormat::kQ4_1) return {0, 2};
   return {format == WeightFormat::kQ6_K ? 208 : 0};
 }
 
@@ -248,7 +248,8 @@ TEST_P(QuantisedLinearTest, HostileRowsStayRows) {
       for (int64_t i = 0; i < c.n; ++i) {
         const auto at = static_cast<size_t>(r * c.n + i);
         EXPECT_EQ(std::isnan(y[at]), std::isnan(expected[at]));
-        EXPECT_EQ(std::isnan(y[at]), r == 1 || r == 2);
+        EXPECT_EQ(std::isnan(y[at]), r == 1 || r == 2)
+            << Describe(c) << ' ' << r << ' ' << expected[at];
         EXPECT_TRUE(r != 3 || y[at] == 0);
         EXPECT_TRUE(std::isnan(y[at]) || y[at] == expected[at]);
       }

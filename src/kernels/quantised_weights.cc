@@ -74,6 +74,11 @@ void ReadBlock(WeightFormat format, const std::byte* block, BlockParts* parts) {
       parts->d = ReadF16(bytes);
       ReadNibbles(bytes + 2, parts->codes, parts->codes + 16, 16);
       return;
+    case WeightFormat::kQ4_1:
+      parts->d = ReadF16(bytes);
+      parts->m = ReadF16(bytes + 2);
+      ReadNibbles(bytes + 4, parts->codes, parts->codes + 16, 16);
+      return;
     case WeightFormat::kQ4_K:
       return ReadQ4KBlock(bytes, parts);
     case WeightFormat::kQ6_K:
@@ -93,6 +98,9 @@ void Dequantise(WeightFormat format, const BlockParts& parts, float* values) {
         break;
       case WeightFormat::kQ4_0:
         values[i] = d * (code - 8.0F);
+        break;
+      case WeightFormat::kQ4_1:
+        values[i] = d * code + m;
         break;
       case WeightFormat::kQ4_K:
         values[i] = d * static_cast<float>(scales[0]) * code - m * static_cast<float>(scales[1]);
@@ -120,11 +128,12 @@ Byte* GroupCodesAt(Byte* strip, WeightFormat format, int64_t group) {
 }
 template <typename Byte>
 Byte* GroupScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t group) {
-  return strip + StripCodeBytes(format, k) + group * kGroupScaleBytes;
+  return strip + StripCodeBytes(format, k) + group * GroupScaleBytes(format);
 }
 template <typename Byte>
 Byte* SuperScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t super) {
-  return strip + StripCodeBytes(format, k) + StripScaleBytes(k) + super * SuperScaleBytes(format);
+  return strip + StripCodeBytes(format, k) + StripScaleBytes(format, k) +
+         super * SuperScaleBytes(format);
 }
 
 // Four inputs of one output lie side by side, then those of the next output.
@@ -179,6 +188,9 @@ void PackBlock(WeightFormat format, const BlockParts& parts, int64_t k, int64_t 
       scales[kStripOutputs + output] = static_cast<std::byte>(parts.scales[g][1]);
     } else {
       std::memcpy(scales + 2 * output, &parts.d, 2);
+      if (format == WeightFormat::kQ4_1) {
+        std::memcpy(scales + 2 * (kStripOutputs + output), &parts.m, 2);
+      }
     }
   }
   if (!HasSupers(format)) return;
@@ -201,6 +213,9 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t k, int64_t
       parts->scales[g][1] = static_cast<uint8_t>(scales[kStripOutputs + output]);
     } else {
       std::memcpy(&parts->d, scales + 2 * output, 2);
+      if (format == WeightFormat::kQ4_1) {
+        std::memcpy(&parts->m, scales + 2 * (kStripOutputs + output), 2);
+      }
     }
   }
   if (!HasSupers(format)) return;
@@ -219,6 +234,8 @@ std::string_view WeightFormatName(WeightFormat format) {
       return "Q8_0";
     case WeightFormat::kQ4_0:
       return "Q4_0";
+    case WeightFormat::kQ4_1:
+      return "Q4_1";
     case WeightFormat::kQ4_K:
       return "Q4_K";
     case WeightFormat::kQ6_K:
@@ -231,6 +248,8 @@ std::optional<WeightFormat> WeightFormatOfGguf(uint32_t type) {
   switch (type) {
     case 2:
       return WeightFormat::kQ4_0;
+    case 3:
+      return WeightFormat::kQ4_1;
     case 8:
       return WeightFormat::kQ8_0;
     case 12:
@@ -250,6 +269,8 @@ int64_t BlockBytes(WeightFormat format) {
       return 34;
     case WeightFormat::kQ4_0:
       return 18;
+    case WeightFormat::kQ4_1:
+      return 20;
     case WeightFormat::kQ4_K:
       return 144;
     case WeightFormat::kQ6_K:

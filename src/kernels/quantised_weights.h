@@ -15,14 +15,16 @@ namespace quire {
 // A block is the number of inputs after which a row's bytes repeat:
 //   kQ8_0, 32 inputs:  float16 d; int8 q[32].                     w = d q
 //   kQ4_0, 32 inputs:  float16 d; 4-bit q[32].                    w = d (q - 8)
+//   kQ4_1, 32 inputs:  float16 d, m; 4-bit q[32].                 w = d q + m
 //   kQ4_K, 256 inputs: float16 d, m; per 32 inputs 6-bit s, t;
 //                      4-bit q[256].                              w = d s q - m t
 //   kQ6_K, 256 inputs: 6-bit q[256]; per 16 inputs int8 s;
 //                      float16 d.                                 w = d s (q - 32)
-enum class WeightFormat : uint8_t { kQ8_0, kQ4_0, kQ4_K, kQ6_K };
+enum class WeightFormat : uint8_t { kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ6_K };
 
 inline constexpr WeightFormat kWeightFormats[] = {WeightFormat::kQ8_0, WeightFormat::kQ4_0,
-                                                  WeightFormat::kQ4_K, WeightFormat::kQ6_K};
+                                                  WeightFormat::kQ4_1, WeightFormat::kQ4_K,
+                                                  WeightFormat::kQ6_K};
 
 std::string_view WeightFormatName(WeightFormat format);  // "Q8_0", ...; static storage
 // The number of the type in GGUF files.
@@ -51,13 +53,16 @@ inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 //     4 bits: [4][16 outputs][4], the low half of a byte input 4 i + j, the high half 16 + 4 i + j
 //     kQ6_K: as 4 bits; then [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are the upper two
 //            of input 16 i + 4 b + j
-//   scales, per group, 32 bytes: float16 d[16]; kQ4_K: uint8 s[16], t[16]; kQ6_K: int8 s[2][16]
-//   scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16 d[16]
+//   scales, per group: float16 d[16]; kQ4_1: float16 d[16], m[16]; kQ4_K: uint8 s[16], t[16];
+//   kQ6_K: int8 s[2][16] scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16
+//   d[16]
 inline constexpr int64_t kStripOutputs = 16;
-inline constexpr int64_t kGroupScaleBytes = 32;
 
 constexpr int64_t GroupCodeBytes(WeightFormat format) {
   return format == WeightFormat::kQ8_0 ? 512 : format == WeightFormat::kQ6_K ? 384 : 256;
+}
+constexpr int64_t GroupScaleBytes(WeightFormat format) {
+  return format == WeightFormat::kQ4_1 ? 64 : 32;
 }
 constexpr int64_t SuperScaleBytes(WeightFormat format) {
   return format == WeightFormat::kQ4_K ? 64 : format == WeightFormat::kQ6_K ? 32 : 0;
@@ -65,9 +70,11 @@ constexpr int64_t SuperScaleBytes(WeightFormat format) {
 constexpr int64_t StripCodeBytes(WeightFormat format, int64_t k) {
   return k / kQuantGroup * GroupCodeBytes(format);
 }
-constexpr int64_t StripScaleBytes(int64_t k) { return k / kQuantGroup * kGroupScaleBytes; }
+constexpr int64_t StripScaleBytes(WeightFormat format, int64_t k) {
+  return k / kQuantGroup * GroupScaleBytes(format);
+}
 constexpr int64_t StripBytes(WeightFormat format, int64_t k) {
-  const int64_t bytes = StripCodeBytes(format, k) + StripScaleBytes(k) +
+  const int64_t bytes = StripCodeBytes(format, k) + StripScaleBytes(format, k) +
                         k / (kQuantGroup * kSuperGroups) * SuperScaleBytes(format);
   return (bytes + 63) / 64 * 64;
 }
@@ -76,7 +83,8 @@ constexpr int64_t Strips(int64_t n) { return (n + kStripOutputs - 1) / kStripOut
 size_t PackedQuantisedBytes(WeightFormat format, int64_t n, int64_t k);
 
 // Packs n stored rows, one after the other, into strips (64-byte aligned, zero before).
-// rotary_head_rows > 0: the rows of each head of so many lie as pairs (0, h / 2), (1, h / 2 + 1),
+// rotary_head_rows > 0: the rows of each head (of that size) lie as pairs (0, h / 2), (1, h / 2 +
+// 1),
 // ... and are packed as 0, 1, ..., h - 1. REQUIRES: it is even and divides n.
 void PackQuantised(WeightFormat format, const std::byte* rows, int64_t n, int64_t k,
                    int64_t rotary_head_rows, std::byte* packed, ParallelRunner& runner);

@@ -178,8 +178,7 @@ void Decoder::Embed(std::span<const int32_t> token_ids, float* hidden) const {
   const auto row_count = static_cast<int64_t>(token_ids.size());
   const int64_t width = config_.hidden_size;
   if (embedding_.data != nullptr) {
-    ops_.backend().gather_rows(embedding_.data.get(), embedding_.dtype, token_ids.data(), row_count,
-                               width, hidden, ops_.runner());
+    ops_.GatherRows(embedding_, width, token_ids, hidden);
   } else {
     ops_.GatherRows(head_, token_ids, hidden);
   }

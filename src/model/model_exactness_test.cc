@@ -9,6 +9,7 @@
 #include <ostream>
 
 #include "base/random.h"
+#include "model/testing/test_gguf.h"
 #include "model/testing/test_model.h"
 
 namespace quire {
@@ -21,6 +22,7 @@ struct Variant {
   DType dtype;
   std::string kernel_path;
   TestModel model;
+  std::vector<WeightFormat> formats = {};  // not empty: of a GGUF file
 };
 
 std::vector<Variant> Variants() {
@@ -39,6 +41,19 @@ std::vector<Variant> Variants() {
                        .dtype = DType::kF16};
   variants.push_back({"Float32_Qwen3Float16", DType::kF32, "", qwen});
   variants.push_back({"Bfloat16_Qwen3Float16", DType::kBF16, "", qwen});
+  const TestModel quantised{
+      .hidden_size = 256, .intermediate_size = 512, .head_dim = 64, .tie_word_embeddings = true};
+  for (const WeightFormat format : kWeightFormats) {
+    const std::string name(WeightFormatName(format));
+    variants.push_back({"Bfloat16_" + name, DType::kBF16, "", quantised, {format}});
+  }
+  // Parts of one matrix in different formats, on every path.
+  TestModel mixed = quantised;
+  mixed.tie_word_embeddings = false;
+  for (const std::string& path : KernelPaths()) {
+    const std::vector<WeightFormat> all(std::begin(kWeightFormats), std::end(kWeightFormats));
+    variants.push_back({"Float32_Mixed_" + path, DType::kF32, path, mixed, all});
+  }
   const TestModel deepseek{.architecture = "DeepseekV3ForCausalLM"};
   variants.push_back({"Bfloat16_DeepseekV3", DType::kBF16, "", deepseek});
   return variants;
@@ -49,7 +64,11 @@ void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; 
 class ModelExactness : public testing::TestWithParam<Variant> {
  protected:
   void SetUp() override {
-    WriteTestModel(folder_, GetParam().model);
+    if (GetParam().formats.empty()) {
+      WriteTestModel(folder_, GetParam().model);
+    } else {
+      WriteGgufModel(folder_, GetParam().model, GetParam().formats);
+    }
     one_thread_ = CreateThreadPool(1).value();
     two_threads_ = CreateThreadPool(2).value();
     model_ = Load(one_thread_);

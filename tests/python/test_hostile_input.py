@@ -28,8 +28,10 @@ COMMANDS = {
     "chat": ["MODEL"],
     "inspect": ["MODEL", "--dry-run"],
     "kv-quality": ["MODEL", "--tokens", "8", "--types", "int8"],
+    "quality": ["MODEL", "--against", "MODEL", "--tokens", "8"],
     "import": ["no.gguf", "out"],
     "pack": ["MODEL", "packed"],
+    "quantize": ["MODEL", "quantised"],
     "snapshot": ["show", "no.snapshot"],
     "store": ["ls", "no-store"],
 }

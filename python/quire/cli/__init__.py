@@ -33,9 +33,11 @@ prompts with it.
   quire inspect [MODEL]               a model, its memory and kernels; what this build can do
   quire import FILE.gguf DIR          turns a GGUF file into a Hugging Face folder
   quire pack MODEL DIR                a copy of a model that starts faster
+  quire quantize MODEL DIR            a copy of a model with weights of 8 or 4 bits
   quire snapshot save | restore ...   a conversation's state as one checked file
   quire store ls | verify | gc ...    what --kv-dir and --kv-redis keep between commands
   quire kv-quality --text FILE        what int8 and fp8 keys and values cost in quality
+  quire quality MODEL --against MODEL what narrow weights cost in quality
 
 `quire COMMAND --help` lists all options; --dry-run prints the memory that a command would take.
 In Python: import quire; quire.Engine(MODEL).generate("TEXT")
@@ -50,9 +52,11 @@ _COMMANDS = {
     "inspect": "quire.cli.inspect",
     "import": "quire.cli.import_gguf",
     "pack": "quire.cli.pack",
+    "quantize": "quire.cli.quantize",
     "snapshot": "quire.cli.snapshot",
     "store": "quire.cli.store",
     "kv-quality": "quire.cli.kv_quality",
+    "quality": "quire.cli.quality",
 }
 
 

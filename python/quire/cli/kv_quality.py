@@ -24,7 +24,7 @@ _ROWS = 64
 
 @dataclasses.dataclass
 class Quality:
-    """One type of KV against the reference, over all tokens that have a next one.
+    """One engine against the reference, over all tokens that have a next one.
 
     perplexity: exp of the mean negative log-probability of the text's own tokens.
     logit_difference: mean of |logit - the reference's|.
@@ -83,6 +83,11 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted
 
 
+def pieces_of(ids: list[int], context: int) -> list[list[int]]:
+    # The last token of a piece predicts the first one of the next, which it may.
+    return [ids[first : first + context] for first in range(0, len(ids) - 1, context)]
+
+
 def measure(
     folder: str,
     ids: list[int],
@@ -99,20 +104,19 @@ def measure(
     """
     import quire
 
-    # The last token of a piece predicts the first one of the next, which it may.
-    pieces = [ids[first : first + context] for first in range(0, len(ids) - 1, context)]
+    pieces = pieces_of(ids, context)
     found = []
     with quire.Engine(folder, kv_dtype=against, **options) as reference:
         for kv_dtype in [against, *kv_dtypes]:
             if kv_dtype == against:
-                found.append(_compare(reference, reference, against, ids, pieces, context))
+                found.append(compare(reference, reference, against, ids, pieces, context))
                 continue
             with quire.Engine(folder, kv_dtype=kv_dtype, **options) as engine:
-                found.append(_compare(engine, reference, kv_dtype, ids, pieces, context))
+                found.append(compare(engine, reference, kv_dtype, ids, pieces, context))
     return found
 
 
-def _compare(
+def compare(
     engine: Engine,
     reference: Engine,
     kv_dtype: str,
@@ -120,6 +124,7 @@ def _compare(
     pieces: list[list[int]],
     context: int,
 ) -> Quality:
+    """`engine` against `reference`; `pieces` are those of `ids`."""
     import numpy as np
 
     sums = _Sums()
@@ -157,6 +162,15 @@ def parser() -> argparse.ArgumentParser:
         default="bfloat16",
         help="reference type (default: bfloat16)",
     )
+    add_text_sizes(command)
+    command.add_argument("--json", action="store_true", help="print one object")
+    engine = command.add_argument_group("engine")
+    arguments.add_flags(engine, "engine", _ENGINE)
+    command.set_defaults(run=_run)
+    return command
+
+
+def add_text_sizes(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--context",
         type=ranges.Integer(2),
@@ -171,22 +185,27 @@ def parser() -> argparse.ArgumentParser:
         default=4096,
         help="at most N tokens of the text (default: 4096)",
     )
-    command.add_argument("--json", action="store_true", help="print one object")
-    engine = command.add_argument_group("engine")
-    arguments.add_flags(engine, "engine", _ENGINE)
-    command.set_defaults(run=_run)
-    return command
+
+
+def read_text(text_file: str | None) -> str:
+    """That of a file, or of stdin."""
+    return text_input.read_stdin() if text_file is None else text_input.read_file(text_file)
+
+
+def ids_of(folder: str, text: str, limit: int) -> list[int]:
+    """The first tokens of a text, at most `limit`."""
+    tokenizer = models.read_tokenizer(folder)
+    if tokenizer is None:
+        raise UsageError(f"{folder}: has no tokenizer.json, so a text cannot be turned into tokens")
+    ids = tokenizer.encode(text)[:limit]
+    if len(ids) < 2:
+        raise UsageError("the text has fewer than two tokens; there is nothing to predict")
+    return ids
 
 
 def _run(options: argparse.Namespace) -> int:
     folder = models.model_folder(options.model)
-    tokenizer = models.read_tokenizer(folder)
-    if tokenizer is None:
-        raise UsageError(f"{folder}: has no tokenizer.json, so a text cannot be turned into tokens")
-    text = text_input.read_stdin() if options.text is None else text_input.read_file(options.text)
-    ids = tokenizer.encode(text)[: options.tokens]
-    if len(ids) < 2:
-        raise UsageError("the text has fewer than two tokens; there is nothing to predict")
+    ids = ids_of(folder, read_text(options.text), options.tokens)
     qualities = measure(
         folder,
         ids,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import quire
-from quire._model_folder import check_model_folder
+from quire._model_folder import is_gguf_file
 from quire.cli.arguments import UsageError
 from quire.cli.terminal import is_terminal, note
 from quire.identity import kept_identity
@@ -24,12 +24,15 @@ class Failure(Exception):
 
 
 def model_folder(model: str | None) -> str:
-    """The folder of a model; None is the embedded one, which is made when it is not there yet."""
+    """The folder of a model, which may be given as a GGUF file; None is the embedded one, which is
+    made when it is not there yet."""
     if model is None:
         return _embedded_model_dir()
     path = os.path.expanduser(model)
-    check_model_folder(path)
-    return path
+    with naming_missing_packages() if is_gguf_file(path) else contextlib.nullcontext():
+        from quire.gguf_model import model_folder as find
+
+        return str(find(path))
 
 
 def open_engine(model: str | None, arguments: dict[str, Any]) -> Engine:

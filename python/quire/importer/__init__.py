@@ -6,16 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .gguf_import import import_gguf
+    from .gguf_import import import_gguf, link_gguf
     from .gguf_reader import GgufError
 
-__all__ = ["FORMAT_VERSION", "GgufError", "import_gguf"]
+__all__ = ["FORMAT_VERSION", "GgufError", "import_gguf", "link_gguf"]
 
 # Grows when the same GGUF file would be written in another way, so that cached folders are made
 # again.
 FORMAT_VERSION = 1
 
-_MODULE_OF = {"GgufError": "gguf_reader", "import_gguf": "gguf_import"}
+_MODULE_OF = {
+    "GgufError": "gguf_reader",
+    "import_gguf": "gguf_import",
+    "link_gguf": "gguf_import",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from quire._model_folder import GGUF_WEIGHTS
 from quire._new_folder import check_free, check_room, new_folder
 
 from .gguf_reader import GgufFile
@@ -65,6 +66,23 @@ def import_gguf(
         with SafetensorsWriter(os.fspath(part / "model.safetensors"), declarations) as writer:
             _write_weights(writer, file, weights, dtype, lambda n: progress and progress(n, total))
     return out
+
+
+def link_gguf(path: str | os.PathLike[str], out_dir: Path) -> None:
+    """Writes a model folder whose weights are a link to the GGUF file: configuration and tokenizer
+    alone, so in seconds and some MiB.
+
+    It is there completely or not at all. GgufError says what is wrong with the file.
+    """
+    file = GgufFile(path)
+    shape = read_shape(file)
+    plan_weights(file, shape)
+    tokenizer = build_tokenizer(file, shape.vocab_size)
+    with new_folder(out_dir) as part:
+        _write_json(part / "config.json", build_config(file, shape, "bfloat16"))
+        _write_json(part / "generation_config.json", build_generation_config(file, shape))
+        _write_tokenizer(part, tokenizer)
+        (part / GGUF_WEIGHTS).symlink_to(Path(path).resolve())
 
 
 def _write_text(path: Path, text: str) -> None:

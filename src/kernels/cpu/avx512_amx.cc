@@ -25,6 +25,7 @@ namespace {
 #include "kernels/cpu/attention-inl.h"
 #include "kernels/cpu/merge-inl.h"
 #include "kernels/cpu/linear-inl.h"
+#include "kernels/cpu/quantised_linear-inl.h"
 #include "kernels/cpu/elementwise-inl.h"
 #include "kernels/cpu/recurrence-inl.h"
 #include "kernels/cpu/backend-inl.h"

@@ -35,6 +35,7 @@ namespace {
 #include "kernels/cpu/attention-inl.h"
 #include "kernels/cpu/merge-inl.h"
 #include "kernels/cpu/linear-inl.h"
+#include "kernels/cpu/quantised_linear-inl.h"
 #include "kernels/cpu/elementwise-inl.h"
 #include "kernels/cpu/recurrence-inl.h"
 #include "kernels/cpu/backend-inl.h"

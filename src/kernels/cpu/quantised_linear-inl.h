@@ -44,7 +44,8 @@ QUIRE_INLINE VB FourOfRow(const int8_t* x) {
   return _mm512_set1_epi32(four);
 }
 
-#if defined(QUIRE_SIMD_BF16)
+#if defined(QUIRE_SIMD_BF16) || (defined(QUIRE_SIMD_TILES) && !defined(QUIRE_EMULATE_TILES))
+// These paths have VNNI.
 QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
   return _mm512_dpbusd_epi32(sum, w, FourOfRow(x));
 }
@@ -185,7 +186,7 @@ QUIRE_INLINE VB OrBytes(VB a, VB b) {
   for (int i = 0; i < kLanes * 4; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] | b.v[i]);
   return a;
 }
-// Of each byte: bits that a wider shift would move into a neighbour are masked by the caller.
+// Shifts each byte: bits that a wider shift moves into a neighbour are masked by the caller.
 template <int kCount>
 QUIRE_INLINE VB ShiftRight(VB a) {
   for (uint8_t& byte : a.v) byte = static_cast<uint8_t>(byte >> kCount);
@@ -282,7 +283,7 @@ struct Chains {
 // The scales of a group, and those of its block of 256.
 QUIRE_INLINE const std::byte* GroupScales(const QuantisedTile& tile, WeightFormat format,
                                           int64_t group) {
-  return tile.strip + tile.group_count * GroupCodeBytes(format) + group * kGroupScaleBytes;
+  return tile.strip + tile.group_count * GroupCodeBytes(format) + group * GroupScaleBytes(format);
 }
 QUIRE_INLINE const uint16_t* SuperScales(const QuantisedTile& tile, WeightFormat format,
                                          int64_t group) {
@@ -366,6 +367,35 @@ struct Q4Weights {
   }
 };
 
+// The second step of formats whose weights have a summand: fma(scale * sum of the row's codes,
+// summand, chain).
+template <int kRows>
+QUIRE_INLINE void AddSummand(const QuantisedTile& tile, int64_t group, VF summand,
+                             Chains<kRows>* chains) {
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const float row_sum = tile.groups[group + r * tile.group_count].scaled_sum;
+    chains->sum[r] = Fma(Set1(row_sum), summand, chains->sum[r]);
+  }
+}
+
+struct Q41Weights {
+  static constexpr WeightFormat kFormat = WeightFormat::kQ4_1;
+  static constexpr int kMostRows = 12;
+
+  template <int kRows>
+  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+                        Chains<kRows>* chains) {
+    VI sum[kRows];
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] = SetInts(0);
+    AddNibbles<kRows>(tile, group, codes, sum);
+    const auto* const own = reinterpret_cast<const uint16_t*>(GroupScales(tile, kFormat, group));
+    ApplyScale(tile, group, LoadF16(own), sum, chains);
+    AddSummand(tile, group, LoadF16(own + kStripOutputs), chains);
+  }
+};
+
 struct Q4KWeights {
   static constexpr WeightFormat kFormat = WeightFormat::kQ4_K;
   static constexpr int kMostRows = 12;
@@ -383,11 +413,7 @@ struct Q4KWeights {
     const VF least = Mul(Sub(Zero(), LoadF16(supers + kStripOutputs)),
                          SumsToF32(LoadUint8s(own + kStripOutputs)));
     ApplyScale(tile, group, scale, sum, chains);
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const float row_sum = tile.groups[group + r * tile.group_count].scaled_sum;
-      chains->sum[r] = Fma(Set1(row_sum), least, chains->sum[r]);
-    }
+    AddSummand(tile, group, least, chains);
   }
 };
 
@@ -496,9 +522,9 @@ static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int work
   plan.rows.codes = static_cast<int8_t*>(args.scratch);
   plan.rows.groups =
       reinterpret_cast<RowGroup*>(plan.rows.codes + args.row_count * plan.rows.code_stride);
-  constexpr int64_t kTileRows = 24;  // a multiple of every tile's
-  plan.block_rows = kResidentBytes / plan.rows.code_stride / kTileRows * kTileRows;
-  if (plan.block_rows < kTileRows) plan.block_rows = kTileRows;
+  constexpr int64_t kWholeTiles = 24;  // a multiple of every tile's
+  plan.block_rows = kResidentBytes / plan.rows.code_stride / kWholeTiles * kWholeTiles;
+  if (plan.block_rows < kWholeTiles) plan.block_rows = kWholeTiles;
   plan.row_blocks = CeilDivide(args.row_count, plan.block_rows);
   plan.strips = Strips(args.w.n);
   constexpr int64_t kTasksPerWorker = 8;
@@ -544,7 +570,7 @@ static void FinishStrip(const QuantisedLinearArgs& args, int64_t row, int64_t ou
   }
 }
 
-// kRows rows from `row` on while there are so many before `end`; returns the next one.
+// kRows rows from `row` on while that number is left before `end`; returns the next one.
 template <class W, int kRows>
 static int64_t RunTilesOf(const QuantisedPlan& plan, int64_t row, int64_t end, int64_t strip) {
   const QuantisedLinearArgs& args = *plan.args;
@@ -592,8 +618,6 @@ static void QuantisedLinearTask(void* context, int64_t index, int) {
 static void MultiplyQuantised(const QuantisedLinearArgs& args, ParallelRunner& runner) {
   if (args.row_count == 0) return;
   QuantisedPlan plan = MakeQuantisedPlan(args, runner.worker_count());
-  // Below this, waking the other threads costs more than the work.
-  constexpr int64_t kMinParallelElements = int64_t{1} << 15;
   if (args.row_count * args.w.k < kMinParallelElements) {
     const ScopedFloatEnvironment environment;
     QuantiseRows(plan, 0, args.row_count);
@@ -606,6 +630,8 @@ static void MultiplyQuantised(const QuantisedLinearArgs& args, ParallelRunner& r
       return runner.Run(tasks, QuantisedLinearTask<Q8Weights>, &plan);
     case WeightFormat::kQ4_0:
       return runner.Run(tasks, QuantisedLinearTask<Q4Weights>, &plan);
+    case WeightFormat::kQ4_1:
+      return runner.Run(tasks, QuantisedLinearTask<Q41Weights>, &plan);
     case WeightFormat::kQ4_K:
       return runner.Run(tasks, QuantisedLinearTask<Q4KWeights>, &plan);
     case WeightFormat::kQ6_K:

@@ -20,13 +20,13 @@ float F16At(const std::byte* bytes, int64_t at) {
   return F16ToF32(half);
 }
 
-// weight = scale * factor * (code - offset) - least.
+// weight = scale * factor * (code - offset) + summand.
 struct Weight {
   int code = 0;
   int offset = 0;
   int factor = 1;  // kQ6_K: multiplies the integers
   float scale = 0;
-  float least = 0;
+  float summand = 0;
 };
 
 // The scale (or, 4 later, the least) of 32 inputs, 6 bits.
@@ -44,7 +44,7 @@ Weight Q4K(const std::byte* block, int64_t i) {
   const auto least = static_cast<float>(SixBits(block + 4, group, 1));
   return {.code = group % 2 == 0 ? both & 15 : both >> 4,
           .scale = F16At(block, 0) * scale,
-          .least = F16At(block, 2) * least};
+          .summand = 0 - F16At(block, 2) * least};
 }
 
 Weight Q6K(const std::byte* block, int64_t i) {
@@ -69,6 +69,10 @@ Weight WeightAt(WeightFormat format, const std::byte* row, int64_t input) {
       return {.code = ByteAt(block, 2 + i % 16) >> (i / 16 * 4) & 15,
               .offset = 8,
               .scale = F16At(block, 0)};
+    case WeightFormat::kQ4_1:
+      return {.code = ByteAt(block, 4 + i % 16) >> (i / 16 * 4) & 15,
+              .scale = F16At(block, 0),
+              .summand = F16At(block, 2)};
     case WeightFormat::kQ4_K:
       return Q4K(block, i);
     case WeightFormat::kQ6_K:
@@ -114,15 +118,15 @@ float AddGroup(WeightFormat format, const std::byte* row, const Group& group, in
   }
   const Weight shared = WeightAt(format, row, begin);
   chain = std::fma(static_cast<float>(sum), group.scale * shared.scale, chain);
-  if (format != WeightFormat::kQ4_K) return chain;
-  return std::fma(group.scale * static_cast<float>(group.sum), 0 - shared.least, chain);
+  if (format != WeightFormat::kQ4_K && format != WeightFormat::kQ4_1) return chain;
+  return std::fma(group.scale * static_cast<float>(group.sum), shared.summand, chain);
 }
 
 }  // namespace
 
 double StoredWeight(WeightFormat format, const std::byte* row, int64_t i) {
   const Weight w = WeightAt(format, row, i);
-  return static_cast<double>(w.scale) * w.factor * (w.code - w.offset) - w.least;
+  return static_cast<double>(w.scale) * w.factor * (w.code - w.offset) + w.summand;
 }
 
 std::vector<float> QuantisedLinear(WeightFormat format, const float* x, const std::byte* rows,

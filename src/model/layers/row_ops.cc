@@ -31,6 +31,13 @@ void ReadPackedRow(const PackedLinear& packed, int64_t row, float* values) {
   }
 }
 
+void ReadQuantisedRow(std::span<const QuantisedLinear> parts, int64_t row, float* values) {
+  const QuantisedLinear* part = parts.data();
+  for (; row >= part->n; ++part) row -= part->n;
+  ReadPackedQuantisedRow(part->format, static_cast<const std::byte*>(part->data), part->k, row,
+                         values);
+}
+
 }  // namespace
 
 float Sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
@@ -67,6 +74,9 @@ void RowOps::NormPieces(const std::vector<float>& weight, float offset, float ep
 
 void RowOps::Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
                       bool accumulate, void* scratch) const {
+  if (!weights.quantised().empty()) {
+    return MultiplyQuantised(weights, x, row_count, y, accumulate, scratch);
+  }
   const LinearArgs args{.w = weights.packed(),
                         .row_count = row_count,
                         .x = x,
@@ -79,8 +89,26 @@ void RowOps::Multiply(const LinearWeights& weights, const float* x, int64_t row_
   backend_.linear(args, runner_);
 }
 
+// The parts stand side by side in y.
+void RowOps::MultiplyQuantised(const LinearWeights& weights, const float* x, int64_t row_count,
+                               float* y, bool accumulate, void* scratch) const {
+  for (const QuantisedLinear& part : weights.quantised()) {
+    const QuantisedLinearArgs args{.w = part,
+                                   .row_count = row_count,
+                                   .x = x,
+                                   .x_stride = part.k,
+                                   .y = y,
+                                   .y_stride = weights.packed().n,
+                                   .accumulate = accumulate,
+                                   .scratch = scratch};
+    backend_.quantised_linear(args, runner_);
+    y += part.n;
+  }
+}
+
 size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) const {
   const PackedLinear& packed = weights.packed();
+  if (!weights.quantised().empty()) return backend_.quantised_scratch_bytes(row_count, packed.k);
   return backend_.linear_scratch_bytes(row_count, packed.n, packed.k, runner_.worker_count());
 }
 
@@ -90,11 +118,27 @@ void RowOps::GatherRows(const LinearWeights& weights, std::span<const int32_t> i
   runner_.ParallelFor(static_cast<int64_t>(ids.size()), [&](int64_t index, int) {
     const int32_t row = ids[static_cast<size_t>(index)];
     float* const values = rows + index * packed.k;
-    if (packed.dtype == DType::kF32) {
+    if (!weights.quantised().empty()) {
+      ReadQuantisedRow(weights.quantised(), row, values);
+    } else if (packed.dtype == DType::kF32) {
       ReadPackedRow<float>(packed, row, values);
     } else {
       ReadPackedRow<uint16_t>(packed, row, values);
     }
+  });
+}
+
+void RowOps::GatherRows(const RowTable& table, int64_t width, std::span<const int32_t> ids,
+                        float* rows) const {
+  const auto row_count = static_cast<int64_t>(ids.size());
+  if (!table.format) {
+    return backend_.gather_rows(table.data.get(), table.dtype, ids.data(), row_count, width, rows,
+                                runner_);
+  }
+  const int64_t row_bytes = StoredRowBytes(*table.format, width);
+  runner_.ParallelFor(row_count, [&](int64_t index, int) {
+    const int64_t row = ids[static_cast<size_t>(index)];
+    DequantiseRow(*table.format, table.data.get() + row * row_bytes, width, rows + index * width);
   });
 }
 

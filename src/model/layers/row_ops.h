@@ -57,12 +57,17 @@ class RowOps {
   size_t ScratchBytes(const LinearWeights& weights, int64_t row_count) const;
   // Rows `ids` of the matrix itself, [ids.size(), k] in float32. REQUIRES: 0 <= ids < n.
   void GatherRows(const LinearWeights& weights, std::span<const int32_t> ids, float* rows) const;
+  // As above, of a table of rows of `width`.
+  void GatherRows(const RowTable& table, int64_t width, std::span<const int32_t> ids,
+                  float* rows) const;
   // Each head by a matrix of its own; all have the same shape.
   void MultiplyHeads(std::span<const LinearWeights> weights, const HeadsView& x, int64_t row_count,
                      const HeadsView& y, void* scratch) const;
   size_t HeadsScratchBytes(std::span<const LinearWeights> weights, int64_t row_count) const;
 
  private:
+  void MultiplyQuantised(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
+                         bool accumulate, void* scratch) const;
   // The scratch memory for a product on one worker.
   size_t SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const;
 

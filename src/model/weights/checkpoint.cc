@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "model/weights/gguf.h"
+
 namespace quire {
 namespace {
 
 constexpr const char* kSingleFile = "/model.safetensors";
+constexpr const char* kGgufFile = "/model.gguf";
 constexpr const char* kIndexFile = "/model.safetensors.index.json";
 
 bool IsMissing(const Result<MappedFile>& file) {
@@ -37,9 +40,15 @@ Result<Checkpoint> Checkpoint::Open(const std::string& directory) {
   const std::string index_path = directory + kIndexFile;
   if (IsMissing(MappedFile::Open(single_path))) {
     if (IsMissing(MappedFile::Open(index_path))) {
+      const std::string gguf_path = directory + kGgufFile;
+      if (!IsMissing(MappedFile::Open(gguf_path))) {
+        QUIRE_RETURN_IF_ERROR(checkpoint.AddFile(gguf_path));
+        return checkpoint;
+      }
       return Status(StatusCode::kNotFound,
                     directory +
-                        ": there is neither model.safetensors nor model.safetensors.index.json; "
+                        ": there is neither model.safetensors nor model.safetensors.index.json, "
+                        "and no model.gguf; "
                         "give a Hugging Face model folder with safetensors weights");
     }
     QUIRE_RETURN_IF_ERROR(checkpoint.AddShards(directory, index_path));
@@ -52,7 +61,9 @@ Result<Checkpoint> Checkpoint::Open(const std::string& directory) {
 Status Checkpoint::AddFile(std::string path) {
   QUIRE_ASSIGN_OR_RETURN(MappedFile mapping, MappedFile::Open(path));
   QUIRE_RETURN_IF_ERROR(CheckIsNotLfsPointer(mapping, path));
-  QUIRE_ASSIGN_OR_RETURN(SafetensorsContents contents, ParseSafetensors(mapping.bytes(), path));
+  QUIRE_ASSIGN_OR_RETURN(StoredTensors contents, path.ends_with(kGgufFile)
+                                                     ? ParseGguf(mapping.bytes(), path)
+                                                     : ParseSafetensors(mapping.bytes(), path));
   files_.push_back({std::move(path), std::make_shared<const MappedFile>(std::move(mapping)),
                     std::move(contents)});
   return Status();
@@ -107,7 +118,7 @@ Result<CheckpointTensor> Checkpoint::Find(std::string_view name) const {
   if (!Has(name)) {
     return Status(StatusCode::kNotFound,
                   directory_ + ": tensor " + QuotedName(name) +
-                      " is in none of the safetensors files; the checkpoint does not fit its "
+                      " is in none of the files with weights; the checkpoint does not fit its "
                       "config.json");
   }
   const File& file = *FileOf(name);

@@ -1,5 +1,5 @@
-// The weights of a model folder: model.safetensors, or the shards that model.safetensors.index.json
-// names.
+// The weights of a model folder: model.safetensors, the shards that model.safetensors.index.json
+// names, or model.gguf.
 #ifndef QUIRE_MODEL_WEIGHTS_CHECKPOINT_H_
 #define QUIRE_MODEL_WEIGHTS_CHECKPOINT_H_
 
@@ -39,8 +39,8 @@ struct CheckpointTensor {
 // file (the index) are plain names in this folder.
 class Checkpoint {
  public:
-  // NotFound: neither form is there, or a shard is missing. Corrupt, TooLarge: see
-  // ParseSafetensors.
+  // NotFound: no form is there, or a shard is missing. Corrupt, TooLarge: see
+  // ParseSafetensors and ParseGguf.
   static Result<Checkpoint> Open(const std::string& directory);
 
   Checkpoint(Checkpoint&&) = default;
@@ -58,7 +58,7 @@ class Checkpoint {
   struct File {
     std::string path;
     std::shared_ptr<const MappedFile> mapping;
-    SafetensorsContents contents;
+    StoredTensors contents;
   };
 
   Checkpoint() = default;

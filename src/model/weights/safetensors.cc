@@ -493,19 +493,18 @@ std::string StoredTensor::TypeAndShape() const {
   return text + "]";
 }
 
-const StoredTensor* SafetensorsContents::Find(std::string_view name) const {
+const StoredTensor* StoredTensors::Find(std::string_view name) const {
   const auto found = std::ranges::lower_bound(tensors, name, {}, &StoredTensor::name);
   return found == tensors.end() || found->name != name ? nullptr : &*found;
 }
 
-Result<SafetensorsContents> ParseSafetensors(std::span<const std::byte> bytes,
-                                             std::string_view file) {
+Result<StoredTensors> ParseSafetensors(std::span<const std::byte> bytes, std::string_view file) {
   QUIRE_ASSIGN_OR_RETURN(const std::string_view header, FindHeader(bytes, file));
   const int64_t data_offset = static_cast<int64_t>(kLengthBytes + header.size());
   const int64_t data_bytes = static_cast<int64_t>(bytes.size()) - data_offset;
   HeaderHandler handler(data_bytes);
   QUIRE_RETURN_IF_ERROR(Read(header, file, handler));
-  SafetensorsContents contents{.tensors = handler.TakeTensors(), .data_offset = data_offset};
+  StoredTensors contents{.tensors = handler.TakeTensors(), .data_offset = data_offset};
   QUIRE_RETURN_IF_ERROR(CheckTiling(contents.tensors, data_bytes, file));
   QUIRE_RETURN_IF_ERROR(CheckNamesDistinct(contents.tensors, file));
   return contents;

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/quantised_weights.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
 
@@ -36,12 +37,18 @@ struct StoredTensor {
   std::vector<int64_t> shape;
   int64_t begin = 0;  // bytes [begin, end) of the file's data
   int64_t end = 0;
+  // Only in GGUF files: rows in blocks of codes; dtype is null then.
+  std::optional<WeightFormat> format = std::nullopt;
+  // > 0: the rows of each head (of that size) are stored as rotary pairs
+  // (kernels/quantised_weights.h).
+  int64_t rotary_head_rows = 0;
 
   // "BF16 [32, 64]", for messages.
   std::string TypeAndShape() const;
 };
 
-struct SafetensorsContents {
+// What one file of weights holds.
+struct StoredTensors {
   std::vector<StoredTensor> tensors;  // ascending by name, which are distinct
   int64_t data_offset = 0;            // of the file: where the data begins
 
@@ -51,8 +58,7 @@ struct SafetensorsContents {
 // Checks a whole file. Corrupt, TooLarge: `file` (for messages), the tensor and what is wrong with
 // it. After success the tensors tile the data from its first byte to its last, without holes or
 // overlaps, and each has the size that its type and shape give.
-Result<SafetensorsContents> ParseSafetensors(std::span<const std::byte> bytes,
-                                             std::string_view file);
+Result<StoredTensors> ParseSafetensors(std::span<const std::byte> bytes, std::string_view file);
 
 // The "weight_map" of a model.safetensors.index.json: tensor -> file, ascending by tensor. File
 // names are plain: they end in

@@ -9,7 +9,7 @@
 namespace quire {
 namespace {
 
-Result<SafetensorsContents> Parse(std::string_view bytes) {
+Result<StoredTensors> Parse(std::string_view bytes) {
   return ParseSafetensors(AsBytes(bytes), "m.safetensors");
 }
 

@@ -38,9 +38,25 @@ int64_t ElementCount(const CheckpointTensor& tensor) {
   return static_cast<int64_t>(tensor.bytes.size()) / DTypeBytes(*tensor.stored->dtype);
 }
 
-// Copies a tensor to aligned memory as `dtype`: its own, or float32, which holds every type that is
-// read.
-Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) {
+// Puts the rows of a tensor that lie as rotary pairs into the order of the checkpoint.
+void OrderRotaryRows(const CheckpointTensor& tensor, DType dtype, std::byte* data) {
+  const int64_t head_rows = tensor.stored->rotary_head_rows;
+  const int64_t rows = tensor.stored->shape.front();
+  const auto row_bytes = static_cast<size_t>(ElementCount(tensor) / rows * DTypeBytes(dtype));
+  std::vector<std::byte> head(static_cast<size_t>(head_rows) * row_bytes);
+  for (int64_t first = 0; first < rows; first += head_rows) {
+    std::byte* const at = data + static_cast<size_t>(first) * row_bytes;
+    std::memcpy(head.data(), at, head.size());
+    for (int64_t row = 0; row < head_rows; ++row) {
+      const auto from = static_cast<size_t>(StoredRowOf(row, head_rows));
+      std::memcpy(at + static_cast<size_t>(row) * row_bytes, head.data() + from * row_bytes,
+                  row_bytes);
+    }
+  }
+}
+
+// As CopyElements, in the order of the file.
+Status CopyStoredElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) {
   const DType from = *tensor.stored->dtype;
   if (from == dtype) {
     std::memcpy(to, tensor.bytes.data(), tensor.bytes.size());
@@ -53,6 +69,14 @@ Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) 
   QUIRE_ASSIGN_OR_RETURN(const HostMemory aligned, HostMemory::Allocate(tensor.bytes.size()));
   std::memcpy(aligned.data(), tensor.bytes.data(), tensor.bytes.size());
   ConvertElements(aligned.data(), from, to, dtype, ElementCount(tensor));
+  return Status();
+}
+
+// Copies a tensor to aligned memory as `dtype`: its own, or float32, which holds every type that is
+// read.
+Status CopyElements(const CheckpointTensor& tensor, DType dtype, std::byte* to) {
+  QUIRE_RETURN_IF_ERROR(CopyStoredElements(tensor, dtype, to));
+  if (tensor.stored->rotary_head_rows > 0) OrderRotaryRows(tensor, dtype, to);
   return Status();
 }
 
@@ -113,6 +137,20 @@ LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k,
                          .bias = bias_.empty() ? nullptr : bias_.data()};
 }
 
+LinearWeights::LinearWeights(std::vector<QuantisedPart> parts, int64_t k, std::vector<float> bias)
+    : bias_(std::move(bias)), parts_(std::move(parts)) {
+  int64_t n = 0;
+  for (const QuantisedPart& part : parts_) {
+    quantised_.push_back({.format = part.format,
+                          .n = part.n,
+                          .k = k,
+                          .data = part.packed.get(),
+                          .bias = bias_.empty() ? nullptr : bias_.data() + n});
+    n += part.n;
+  }
+  packed_ = PackedLinear{.n = n, .k = k};
+}
+
 WeightLoader::WeightLoader(const Checkpoint& checkpoint, const Backend& backend,
                            ParallelRunner& runner, DType compute_dtype, WeightUse use)
     : checkpoint_(checkpoint),
@@ -126,9 +164,14 @@ Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, checkpoint_.Find(name));
   const std::optional<DType> dtype = tensor.stored->dtype;
   if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
+    std::string quantised;
+    for (const WeightFormat format : kWeightFormats) {
+      quantised += ", " + std::string(WeightFormatName(format));
+    }
     return Status(StatusCode::kBadArgument,
                   tensor.Name() + " is stored as " + std::string(tensor.stored->type_name) +
-                      "; weights must be F32, F16 or BF16: save the model in one of these types");
+                      "; weights must be F32, F16 or BF16 (matrices of a GGUF file also" +
+                      quantised.substr(1) + "): save the model in one of these types");
   }
   if (!std::ranges::equal(tensor.stored->shape, shape)) {
     return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
@@ -136,6 +179,14 @@ Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
                                             "; the two do not belong together");
   }
   return tensor;
+}
+
+Result<CheckpointTensor> WeightLoader::FindMatrix(const std::string& name, int64_t rows,
+                                                  int64_t k) {
+  const int64_t shape[] = {rows, k};
+  QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, checkpoint_.Find(name));
+  if (tensor.stored->format && std::ranges::equal(tensor.stored->shape, shape)) return tensor;
+  return FindFloat(name, shape);
 }
 
 void WeightLoader::Count(const std::string& name, int64_t elements) {
@@ -157,6 +208,7 @@ bool WeightLoader::PackInPlace(std::span<const CheckpointTensor> tensors, DType 
                                int64_t k, std::byte* packed) {
   for (const CheckpointTensor& tensor : tensors) {
     const bool is_last = &tensor == &tensors.back();
+    if (tensor.stored->rotary_head_rows > 0) return false;
     if (tensor.stored->dtype != from || !IsAligned(tensor.bytes.data(), from)) return false;
     if (!is_last && tensor.stored->shape.front() % kOutputBlock != 0) return false;
   }
@@ -189,8 +241,8 @@ Result<std::vector<CheckpointTensor>> WeightLoader::FindParts(std::span<const Li
                                                               int64_t k) {
   std::vector<CheckpointTensor> tensors;
   for (const LinearPart& part : parts) {
-    const int64_t shape[] = {part.rows, k};
-    QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, FindFloat(part.name + ".weight", shape));
+    QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor,
+                           FindMatrix(part.name + ".weight", part.rows, k));
     tensors.push_back(std::move(tensor));
   }
   return tensors;
@@ -210,6 +262,9 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   const std::string packed_name = PackedName(parts);
   if (checkpoint_.Has(packed_name)) return MappedMatrix(packed_name, n, k, std::move(bias));
   QUIRE_ASSIGN_OR_RETURN(const std::vector<CheckpointTensor> tensors, FindParts(parts, k));
+  if (std::ranges::any_of(tensors, [](const auto& t) { return t.stored->format.has_value(); })) {
+    return Quantised(tensors, k, std::move(bias));
+  }
   const DType from = CommonDType(tensors);
   const DType to = PackedType(from);
   std::shared_ptr<const std::byte> packed;
@@ -218,6 +273,38 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
     for (const CheckpointTensor& tensor : tensors) Checkpoint::Release(tensor);
   }
   return Matrix(packed_name, to, n, k, std::move(packed), std::move(bias));
+}
+
+Result<LinearWeights> WeightLoader::Quantised(std::span<const CheckpointTensor> tensors, int64_t k,
+                                              std::vector<float> bias) {
+  std::vector<QuantisedPart> parts;
+  for (const CheckpointTensor& tensor : tensors) {
+    if (!tensor.stored->format) {
+      return Status(StatusCode::kBadArgument,
+                    tensor.Name() + " is not quantised, as the other parts of its matrix (" +
+                        tensors.front().stored->name + " ...) are; quantise all or none of them");
+    }
+    if (record_ != nullptr) {
+      return Status(StatusCode::kBadArgument,
+                    tensor.Name() +
+                        " is quantised, and such a model cannot be packed; use it as "
+                        "it is");
+    }
+    const WeightFormat format = *tensor.stored->format;
+    const int64_t rows = tensor.stored->shape.front();
+    const size_t bytes = PackedQuantisedBytes(format, rows, k);
+    QuantisedPart part{.format = format, .n = rows, .packed = nullptr};
+    if (use_ == WeightUse::kLoad) {
+      QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes));
+      PackQuantised(format, tensor.bytes.data(), rows, k, tensor.stored->rotary_head_rows,
+                    packed.get(), runner_);
+      part.packed = std::move(packed);
+      Checkpoint::Release(tensor);
+    }
+    weight_bytes_ += WeightMemory::BytesTaken(bytes);
+    parts.push_back(std::move(part));
+  }
+  return LinearWeights(std::move(parts), k, std::move(bias));
 }
 
 LinearWeights WeightLoader::Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
@@ -356,22 +443,22 @@ Result<bool> WeightLoader::KeepsType(const std::string& name, int64_t rows, int6
   // Packed alone: it was kept when it was packed.
   const LinearPart part{name, rows};
   if (checkpoint_.Has(PackedName({&part, 1})) && !checkpoint_.Has(name + ".weight")) return true;
-  const int64_t shape[] = {rows, dim};
-  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindMatrix(name + ".weight", rows, dim));
+  if (tensor.stored->format) return true;
   return PackedType(*tensor.stored->dtype) == tensor.stored->dtype;
 }
 
 Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64_t dim) {
-  const int64_t shape[] = {rows, dim};
-  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
-  RowTable table{.dtype = *tensor.stored->dtype,
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindMatrix(name, rows, dim));
+  RowTable table{.dtype = tensor.stored->dtype.value_or(DType::kF32),
+                 .format = tensor.stored->format,
                  .data = tensor.Share(),
                  .bytes = static_cast<int64_t>(tensor.bytes.size())};
-  if (use_ == WeightUse::kLoad) {
+  if (use_ == WeightUse::kLoad && !table.format) {
     QUIRE_ASSIGN_OR_RETURN(table.data,
                            ShareAligned(tensor, static_cast<size_t>(DTypeBytes(table.dtype))));
   }
-  Record(tensor);
+  if (!table.format) Record(tensor);
   Count(name, rows * dim);
   tables_.push_back(name);
   weight_bytes_ += table.bytes;

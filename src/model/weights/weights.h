@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "kernels/quantised_weights.h"
 #include "model/weights/checkpoint.h"
 #include "model/weights/safetensors_writer.h"
 #include "quire/seams.h"
@@ -37,26 +39,41 @@ class WeightMemory {
   size_t used_ = 0;  // of mapping_
 };
 
+// Some outputs of a quantised matrix: those of one tensor.
+struct QuantisedPart {
+  WeightFormat format;
+  int64_t n;
+  std::shared_ptr<const std::byte> packed;
+};
+
 // One weight matrix in the kernels' order, with its bias. The view's pointers follow moves.
 class LinearWeights {
  public:
   LinearWeights() = default;
   LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<const std::byte> packed,
                 std::vector<float> bias);
+  // Parts on top of each other, [n of all parts, k].
+  LinearWeights(std::vector<QuantisedPart> parts, int64_t k, std::vector<float> bias);
 
+  // The size alone, without data, where the matrix is quantised.
   const PackedLinear& packed() const { return packed_; }
+  // Empty: the matrix is not quantised.
+  std::span<const QuantisedLinear> quantised() const { return quantised_; }
 
  private:
   PackedLinear packed_;
   std::shared_ptr<const std::byte> memory_;
   std::vector<float> bias_;
+  std::vector<QuantisedLinear> quantised_;
+  std::vector<QuantisedPart> parts_;
 };
 
 // Rows that are looked up by index: a token embedding that is not the head too. Reads the mapped
 // file where its alignment allows.
 struct RowTable {
   DType dtype = DType::kF32;
-  std::shared_ptr<const std::byte> data;  // [rows][dim]
+  std::optional<WeightFormat> format = std::nullopt;  // rows in blocks of codes, without a dtype
+  std::shared_ptr<const std::byte> data;              // [rows][dim]
   int64_t bytes = 0;
 };
 
@@ -90,7 +107,7 @@ enum class WeightUse : uint8_t {
 // type other than float32, float16 and bfloat16.
 //
 // A checkpoint may hold matrices packed already (docs/formats/packed.md): those are read where they
-// are mapped.
+// are mapped. Quantised matrices (GGUF) stay quantised, whatever the model computes in.
 class WeightLoader {
  public:
   // kBF16: float32 matrices are rounded to bfloat16; kF32: all types are kept. The arguments must
@@ -126,6 +143,10 @@ class WeightLoader {
 
  private:
   Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
+  // A tensor that FindFloat finds, or a quantised one.
+  Result<CheckpointTensor> FindMatrix(const std::string& name, int64_t rows, int64_t k);
+  Result<LinearWeights> Quantised(std::span<const CheckpointTensor> tensors, int64_t k,
+                                  std::vector<float> bias);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
   DType PackedType(DType from) const;
   Result<std::shared_ptr<const std::byte>> ShareAligned(const CheckpointTensor& tensor,

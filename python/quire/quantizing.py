@@ -1,0 +1,277 @@
+"""A model folder with weights of 8 or 4 bits, made of one with weights of 16 or 32."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from quire import errors
+from quire._model_folder import GGUF_WEIGHTS
+from quire._new_folder import check_free, check_room, new_folder
+from quire.packing import copy_other_files
+
+__all__ = ["WEIGHTS", "quantize_model"]
+
+# The name of a kind of weights -> number of the GGUF type, and bytes of a block of 32.
+WEIGHTS = {"q8": (8, 34), "q4": (2, 18)}
+_F32 = 0
+
+_BLOCK = 32
+_ALIGNMENT = 32
+_UINT32, _STRING = 4, 8
+_VALUES_PER_PART = 4 << 20  # read, quantised and written at a time: 16 MiB as float32
+_OTHER_BYTES = 64 << 20  # the files beside the weights
+
+# The name in config.json -> the name in GGUF.
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_PARTS = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the source. head_rows > 0: the rows of each head, `head_rows` of them, are
+    stored as rotary pairs."""
+
+    name: str
+    path: Path
+    type_name: str
+    shape: tuple[int, ...]
+    offset: int  # in the file
+    kind: str = ""  # of WEIGHTS; "" stays float32
+    head_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    @property
+    def gguf_type(self) -> int:
+        return WEIGHTS[self.kind][0] if self.kind else _F32
+
+    @property
+    def byte_count(self) -> int:
+        values = self.rows * self.columns
+        return values // _BLOCK * WEIGHTS[self.kind][1] if self.kind else 4 * values
+
+
+def quantize_model(
+    model_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    weights: str = "q8",
+    embeddings: str = "q8",
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Writes a model folder whose matrices have codes of 8 or 4 bits, and returns it.
+
+    Reads and writes some MiB at a time. Vectors stay float32. The folder's weights are a GGUF file;
+    its other files are copies.
+
+    Args:
+        model_dir: a Hugging Face folder of Llama, Mistral, Qwen2 or Qwen3, with safetensors in
+            bfloat16, float16 or float32.
+        out_dir: must not exist, or be empty; it is there completely or not at all.
+        weights: "q8" (Q8_0, 8.5 bits per weight) or "q4" (Q4_0, 4.5 bits).
+        embeddings: the same for the token embedding and the head.
+        progress: called with (bytes written, bytes of all weights), many times.
+
+    Raises:
+        BadArgumentError: another kind of model, of weights, or of elements.
+        FileExistsError: `out_dir` is something else than an empty folder.
+        IoError: its disk has too little room.
+    """
+    for kind in (weights, embeddings):
+        if kind not in WEIGHTS:
+            raise errors.BadArgumentError(
+                f'weights of "{kind}" cannot be written; there are: {", ".join(WEIGHTS)}'
+            )
+    source = Path(model_dir)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in _ARCHITECTURES:
+        raise errors.BadArgumentError(
+            f"{source}: {architecture} cannot be quantised; known are: {', '.join(_ARCHITECTURES)}"
+        )
+    tensors = _plan(source, config, _ARCHITECTURES[architecture], weights, embeddings)
+    total = sum(tensor.byte_count for tensor in tensors)
+    check_free(Path(out_dir))
+    check_room(Path(out_dir), total + _OTHER_BYTES)
+    with new_folder(Path(out_dir)) as part:
+        with open(part / GGUF_WEIGHTS, "xb") as file:
+            file.write(_header(tensors, config, _ARCHITECTURES[architecture]))
+            _write(file, tensors, total, progress)
+        copy_other_files(source, part)
+    return Path(out_dir)
+
+
+def _plan(
+    source: Path, config: dict[str, Any], architecture: str, weights: str, embeddings: str
+) -> list[_Tensor]:
+    heads = {"q_proj": config["num_attention_heads"]}
+    heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
+    planned = []
+    for tensor in _stored(source):
+        *_, part, _ = tensor.name.split(".")
+        if part == "lm_head" and config.get("tie_word_embeddings", False):
+            continue
+        kind = embeddings if part in ("embed_tokens", "lm_head") else weights
+        if len(tensor.shape) != 2:
+            kind = ""
+        elif tensor.columns % _BLOCK:
+            raise errors.BadArgumentError(
+                f"{tensor.path}: tensor {tensor.name} has rows of {tensor.columns}, which are no "
+                f"whole blocks of {_BLOCK}"
+            )
+        head_rows = tensor.rows // heads[part] if architecture == "llama" and part in heads else 0
+        planned.append(dataclasses.replace(tensor, kind=kind, head_rows=head_rows))
+    return planned
+
+
+def _stored(source: Path) -> Iterator[_Tensor]:
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise")
+    for path in files:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in _DTYPES or _gguf_name(name) is None:
+                raise errors.BadArgumentError(
+                    f"{path}: tensor {name} of {entry['dtype']} cannot be quantised; weights must "
+                    "be F32, F16 or BF16 matrices and vectors of a plain decoder"
+                )
+            offset = 8 + length + entry["data_offsets"][0]
+            yield _Tensor(name, path, entry["dtype"], tuple(entry["shape"]), offset)
+
+
+def _gguf_name(name: str) -> str | None:
+    *path, part, kind = name.split(".")
+    if part not in _PARTS:
+        return None
+    layer = f"blk.{path[path.index('layers') + 1]}." if "layers" in path else ""
+    return f"{layer}{_PARTS[part]}.{kind}"
+
+
+def _header(tensors: list[_Tensor], config: dict[str, Any], architecture: str) -> bytes:
+    heads = config["num_attention_heads"]
+    metadata = {
+        "general.architecture": architecture,
+        f"{architecture}.attention.head_count": heads,
+        f"{architecture}.attention.head_count_kv": config.get("num_key_value_heads") or heads,
+    }
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        parts.append(_text(key))
+        if isinstance(value, str):
+            parts += [struct.pack("<I", _STRING), _text(value)]
+        else:
+            parts.append(struct.pack("<II", _UINT32, value))
+    offset = 0
+    for tensor in tensors:
+        name = _gguf_name(tensor.name)
+        assert name is not None
+        sizes = tensor.shape[::-1]
+        parts += [_text(name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        parts.append(struct.pack("<IQ", tensor.gguf_type, offset))
+        offset += _aligned(tensor.byte_count)
+    header = b"".join(parts)
+    return header.ljust(_aligned(len(header)), b"\0")
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write(
+    file: BinaryIO,
+    tensors: list[_Tensor],
+    total: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    written = 0
+    for tensor in tensors:
+        for part in _converted(tensor):
+            file.write(part.data)
+            written += part.nbytes
+            if progress is not None:
+                progress(written, total)
+        file.write(bytes(_aligned(tensor.byte_count) - tensor.byte_count))
+
+
+def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
+    """The bytes of a tensor as GGUF stores them, in parts of whole heads."""
+    from gguf import GGMLQuantizationType, quants
+
+    unit = max(tensor.head_rows, 1)
+    step = max(_VALUES_PER_PART // (tensor.columns * unit), 1) * unit
+    dtype = _DTYPES[tensor.type_name]
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        for first in range(0, tensor.rows, step):
+            rows = min(step, tensor.rows - first)
+            raw = np.fromfile(file, dtype, rows * tensor.columns).reshape(rows, tensor.columns)
+            values = _as_float32(raw)
+            if not np.isfinite(values).all():
+                raise errors.CorruptError(
+                    f"{tensor.path}: tensor {tensor.name} holds a value that is not finite"
+                )
+            if tensor.head_rows:
+                values = _rotary_pairs(values, tensor.head_rows)
+            kind = GGMLQuantizationType(tensor.gguf_type)
+            yield np.ascontiguousarray(quants.quantize(values, kind) if tensor.kind else values)
+
+
+def _as_float32(raw: np.ndarray) -> np.ndarray:
+    if raw.dtype == np.uint16:
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32)
+
+
+def _rotary_pairs(values: np.ndarray, head_rows: int) -> np.ndarray:
+    """Rows of each head from two halves to pairs: the inverse of the importer's
+    split_rotary_halves."""
+    rows, columns = values.shape
+    return (
+        values.reshape(rows // head_rows, 2, head_rows // 2, columns)
+        .swapaxes(1, 2)
+        .reshape(rows, columns)
+    )

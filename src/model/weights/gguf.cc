@@ -1,0 +1,396 @@
+#include "model/weights/gguf.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/round_up.h"
+
+namespace quire {
+namespace {
+
+// Limits, far above real files; those of the importer (python/quire/importer/gguf_reader.py).
+constexpr uint64_t kMaxMetadata = 65'536;
+constexpr uint64_t kMaxTensors = 1'000'000;
+constexpr uint64_t kMaxStringBytes = uint64_t{16} << 20;
+constexpr uint64_t kMaxArrayValues = 4'000'000;
+constexpr int kMaxArrayDepth = 4;
+constexpr uint32_t kMaxDimensions = 4;
+constexpr uint64_t kMaxAlignment = uint64_t{1} << 20;
+constexpr uint64_t kDefaultAlignment = 32;
+
+enum ValueType : uint32_t {
+  kUint8 = 0,
+  kInt8 = 1,
+  kUint16 = 2,
+  kInt16 = 3,
+  kUint32 = 4,
+  kInt32 = 5,
+  kFloat32 = 6,
+  kBool = 7,
+  kString = 8,
+  kArray = 9,
+  kUint64 = 10,
+  kInt64 = 11,
+  kFloat64 = 12,
+};
+constexpr uint64_t kValueBytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+
+struct GgufType {
+  uint32_t number;
+  std::string_view name;
+  std::optional<DType> dtype;
+};
+constexpr GgufType kGgufTypes[] = {
+    {0, "F32", DType::kF32},      {1, "F16", DType::kF16},      {30, "BF16", DType::kBF16},
+    {2, "Q4_0", std::nullopt},    {3, "Q4_1", std::nullopt},    {6, "Q5_0", std::nullopt},
+    {7, "Q5_1", std::nullopt},    {8, "Q8_0", std::nullopt},    {9, "Q8_1", std::nullopt},
+    {10, "Q2_K", std::nullopt},   {11, "Q3_K", std::nullopt},   {12, "Q4_K", std::nullopt},
+    {13, "Q5_K", std::nullopt},   {14, "Q6_K", std::nullopt},   {15, "Q8_K", std::nullopt},
+    {20, "IQ4_NL", std::nullopt}, {23, "IQ4_XS", std::nullopt}, {39, "MXFP4", std::nullopt},
+};
+constexpr GgufType kOtherType = {0, "a type that is not read", std::nullopt};
+
+const GgufType& TypeOf(uint32_t number) {
+  const auto* const found = std::ranges::find(kGgufTypes, number, &GgufType::number);
+  return found == std::end(kGgufTypes) ? kOtherType : *found;
+}
+
+// ----------------------------------------------------------------------------------------------------
+// names
+
+struct NamePair {
+  std::string_view stored;
+  std::string_view name;
+};
+constexpr NamePair kModelNames[] = {
+    {"token_embd", "model.embed_tokens"}, {"output_norm", "model.norm"}, {"output", "lm_head"}};
+constexpr NamePair kLayerNames[] = {
+    {"attn_norm", "input_layernorm"},    {"attn_q", "self_attn.q_proj"},
+    {"attn_k", "self_attn.k_proj"},      {"attn_v", "self_attn.v_proj"},
+    {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
+    {"attn_k_norm", "self_attn.k_norm"}, {"ffn_norm", "post_attention_layernorm"},
+    {"ffn_gate", "mlp.gate_proj"},       {"ffn_up", "mlp.up_proj"},
+    {"ffn_down", "mlp.down_proj"}};
+constexpr std::string_view kArchitectures[] = {"llama", "qwen2", "qwen3"};
+
+// A tensor's name cut at dots: [blk.LAYER.]part.(weight|bias).
+struct GgufName {
+  std::string_view layer;  // empty: of the whole model
+  std::string_view part;
+  std::string_view kind;
+};
+
+std::optional<GgufName> Split(std::string_view stored) {
+  GgufName name;
+  if (stored.starts_with("blk.")) {
+    stored.remove_prefix(4);
+    const size_t dot = stored.find('.');
+    if (dot == 0 || dot == stored.npos) return std::nullopt;
+    name.layer = stored.substr(0, dot);
+    stored.remove_prefix(dot + 1);
+  }
+  const size_t dot = stored.find('.');
+  if (dot == stored.npos) return std::nullopt;
+  name.part = stored.substr(0, dot);
+  name.kind = stored.substr(dot + 1);
+  return name;
+}
+
+// A name that is not known stays: nothing asks for it.
+std::string NameInCheckpoint(std::string_view stored) {
+  const std::optional<GgufName> name = Split(stored);
+  if (!name) return std::string(stored);
+  const std::span<const NamePair> known =
+      name->layer.empty() ? std::span<const NamePair>(kModelNames) : kLayerNames;
+  const auto found = std::ranges::find(known, name->part, &NamePair::stored);
+  if (found == known.end()) return std::string(stored);
+  const std::string prefix =
+      name->layer.empty() ? "" : "model.layers." + std::string(name->layer) + ".";
+  return prefix + std::string(found->name) + "." + std::string(name->kind);
+}
+
+// ----------------------------------------------------------------------------------------------------
+// the header
+
+// What weights need of the metadata.
+struct GgufMetadata {
+  std::string architecture;
+  uint64_t alignment = kDefaultAlignment;
+  int64_t head_count = 0;  // 0: not given
+  int64_t kv_head_count = 0;
+};
+
+class GgufParser {
+ public:
+  GgufParser(std::span<const std::byte> bytes, std::string_view file)
+      : bytes_(bytes), file_(file) {}
+
+  Result<StoredTensors> Parse() {
+    QUIRE_RETURN_IF_ERROR(ReadVersion());
+    uint64_t tensor_count = 0;
+    uint64_t metadata_count = 0;
+    QUIRE_RETURN_IF_ERROR(Read(&tensor_count, "the tensor count"));
+    QUIRE_RETURN_IF_ERROR(Read(&metadata_count, "the metadata count"));
+    if (tensor_count > kMaxTensors || metadata_count > kMaxMetadata) {
+      return Status(StatusCode::kTooLarge,
+                    std::string(file_) + ": declares " + std::to_string(tensor_count) +
+                        " tensors and " + std::to_string(metadata_count) +
+                        " metadata entries; the limits are " + std::to_string(kMaxTensors) +
+                        " and " + std::to_string(kMaxMetadata));
+    }
+    for (uint64_t i = 0; i < metadata_count; ++i) QUIRE_RETURN_IF_ERROR(ReadMetadata());
+    QUIRE_RETURN_IF_ERROR(CheckMetadata());
+    StoredTensors stored;
+    for (uint64_t i = 0; i < tensor_count; ++i) {
+      QUIRE_ASSIGN_OR_RETURN(StoredTensor tensor, ReadTensor());
+      stored.tensors.push_back(std::move(tensor));
+    }
+    stored.data_offset = static_cast<int64_t>(RoundUp(position_, metadata_.alignment));
+    QUIRE_RETURN_IF_ERROR(CheckPlaces(stored));
+    QUIRE_RETURN_IF_ERROR(CheckNames(stored));
+    return stored;
+  }
+
+ private:
+  Status Corrupt(std::string_view why) const {
+    return Status(StatusCode::kCorrupt, std::string(file_) + ": " + std::string(why) +
+                                            "; the file is damaged, fetch it again");
+  }
+
+  Status CheckLeft(uint64_t count, std::string_view what) const {
+    if (count <= bytes_.size() - position_) return Status();
+    return Corrupt(std::string(what) + " needs " + std::to_string(count) + " bytes at offset " +
+                   std::to_string(position_) + ", the file has " + std::to_string(bytes_.size()));
+  }
+
+  template <typename T>
+  Status Read(T* value, std::string_view what) {
+    QUIRE_RETURN_IF_ERROR(CheckLeft(sizeof(T), what));
+    std::memcpy(value, bytes_.data() + position_, sizeof(T));
+    position_ += sizeof(T);
+    return Status();
+  }
+
+  Result<std::string_view> ReadString(uint64_t limit, std::string_view what) {
+    uint64_t length = 0;
+    QUIRE_RETURN_IF_ERROR(Read(&length, what));
+    if (length > limit) {
+      return Corrupt(std::string(what) + " has " + std::to_string(length) +
+                     " bytes, the limit is " + std::to_string(limit));
+    }
+    QUIRE_RETURN_IF_ERROR(CheckLeft(length, what));
+    const auto* const text = reinterpret_cast<const char*>(bytes_.data() + position_);
+    position_ += length;
+    return std::string_view(text, length);
+  }
+
+  Status ReadVersion() {
+    constexpr std::string_view kMagic = "GGUF";
+    uint32_t version = 0;
+    QUIRE_RETURN_IF_ERROR(CheckLeft(kMagic.size(), "the header"));
+    if (std::memcmp(bytes_.data(), kMagic.data(), kMagic.size()) != 0) {
+      return Corrupt("it does not begin with GGUF");
+    }
+    position_ = kMagic.size();
+    QUIRE_RETURN_IF_ERROR(Read(&version, "the version"));
+    if (version == 2 || version == 3) return Status();
+    return Status(StatusCode::kBadArgument,
+                  std::string(file_) + ": has GGUF version " + std::to_string(version) +
+                      "; little-endian files of the versions 2 and 3 are read");
+  }
+
+  Status SkipValue(uint32_t type, int depth, std::string_view what) {
+    if (type > kFloat64) {
+      return Corrupt(std::string(what) + " has the unknown value type " + std::to_string(type));
+    }
+    if (type == kString) return ReadString(kMaxStringBytes, what).status();
+    if (type == kArray) return SkipArray(depth, what);
+    QUIRE_RETURN_IF_ERROR(CheckLeft(kValueBytes[type], what));
+    position_ += kValueBytes[type];
+    return Status();
+  }
+
+  Status SkipArray(int depth, std::string_view what) {
+    if (depth == kMaxArrayDepth) {
+      return Corrupt(std::string(what) + " nests arrays more than " +
+                     std::to_string(kMaxArrayDepth) + " deep");
+    }
+    uint32_t type = 0;
+    uint64_t count = 0;
+    QUIRE_RETURN_IF_ERROR(Read(&type, what));
+    QUIRE_RETURN_IF_ERROR(Read(&count, what));
+    QUIRE_RETURN_IF_ERROR(CheckLeft(count, what));  // each takes a byte at least
+    if (type != kString && type != kArray) {
+      if (type > kFloat64) return SkipValue(type, depth, what);
+      QUIRE_RETURN_IF_ERROR(CheckLeft(count * kValueBytes[type], what));
+      position_ += count * kValueBytes[type];
+      return Status();
+    }
+    array_values_ += count;
+    if (array_values_ > kMaxArrayValues) {
+      return Corrupt(std::string(what) + ": arrays hold more than " +
+                     std::to_string(kMaxArrayValues) + " strings");
+    }
+    for (uint64_t i = 0; i < count; ++i) {
+      QUIRE_RETURN_IF_ERROR(SkipValue(type, depth + 1, what));
+    }
+    return Status();
+  }
+
+  Status ReadMetadata() {
+    QUIRE_ASSIGN_OR_RETURN(const std::string_view key,
+                           ReadString(kMaxTensorNameBytes, "a metadata key"));
+    const std::string what = "metadata " + QuotedName(key);
+    uint32_t type = 0;
+    QUIRE_RETURN_IF_ERROR(Read(&type, what));
+    if (key == "general.architecture" && type == kString) {
+      QUIRE_ASSIGN_OR_RETURN(const std::string_view name, ReadString(kMaxTensorNameBytes, what));
+      metadata_.architecture = name;
+      return Status();
+    }
+    const size_t begin = position_;
+    QUIRE_RETURN_IF_ERROR(SkipValue(type, 0, what));
+    if (type != kUint32 && type != kInt32) return Status();
+    uint32_t value = 0;
+    std::memcpy(&value, bytes_.data() + begin, sizeof(value));
+    if (key == "general.alignment") metadata_.alignment = value;
+    if (key.ends_with(".attention.head_count")) metadata_.head_count = value;
+    if (key.ends_with(".attention.head_count_kv")) metadata_.kv_head_count = value;
+    return Status();
+  }
+
+  Status CheckMetadata() {
+    const uint64_t alignment = metadata_.alignment;
+    if (alignment == 0 || alignment > kMaxAlignment || (alignment & (alignment - 1)) != 0) {
+      return Corrupt("metadata \"general.alignment\" is " + std::to_string(alignment) +
+                     ", not a power of two up to " + std::to_string(kMaxAlignment));
+    }
+    if (metadata_.kv_head_count == 0) metadata_.kv_head_count = metadata_.head_count;
+    if (std::ranges::find(kArchitectures, metadata_.architecture) == std::end(kArchitectures)) {
+      std::string known;
+      for (const std::string_view name : kArchitectures) {
+        known += (known.empty() ? "" : ", ") + std::string(name);
+      }
+      return Status(StatusCode::kBadArgument, std::string(file_) + ": its architecture is " +
+                                                  QuotedName(metadata_.architecture) +
+                                                  "; GGUF files are read of: " + known);
+    }
+    return Status();
+  }
+
+  Result<StoredTensor> ReadTensor() {
+    QUIRE_ASSIGN_OR_RETURN(const std::string_view name,
+                           ReadString(kMaxTensorNameBytes, "the name of a tensor"));
+    const std::string what = "tensor " + QuotedName(name);
+    uint32_t dimensions = 0;
+    QUIRE_RETURN_IF_ERROR(Read(&dimensions, what));
+    if (dimensions == 0 || dimensions > kMaxDimensions) {
+      return Corrupt(what + " has " + std::to_string(dimensions) + " dimensions; 1 to " +
+                     std::to_string(kMaxDimensions) + " are possible");
+    }
+    StoredTensor tensor;
+    for (uint32_t i = 0; i < dimensions; ++i) {
+      int64_t size = 0;
+      QUIRE_RETURN_IF_ERROR(Read(&size, what));
+      if (size <= 0) return Corrupt(what + " has a dimension that is 0 or over 2^63");
+      tensor.shape.insert(tensor.shape.begin(), size);
+    }
+    uint32_t type = 0;
+    uint64_t offset = 0;
+    QUIRE_RETURN_IF_ERROR(Read(&type, what));
+    QUIRE_RETURN_IF_ERROR(Read(&offset, what));
+    tensor.name = NameInCheckpoint(name);
+    tensor.type_name = TypeOf(type).name;
+    tensor.dtype = TypeOf(type).dtype;
+    tensor.format = WeightFormatOfGguf(type);
+    QUIRE_RETURN_IF_ERROR(Place(&tensor, offset, what));
+    QUIRE_RETURN_IF_ERROR(NoteRotaryHeads(name, what, &tensor));
+    return tensor;
+  }
+
+  // Where the tensor's bytes lie after the header.
+  Status Place(StoredTensor* tensor, uint64_t offset, const std::string& what) const {
+    if (offset > bytes_.size() || offset % metadata_.alignment != 0) {
+      return Corrupt(what + " lies at " + std::to_string(offset) + "; the file has " +
+                     std::to_string(bytes_.size()) + " bytes and the alignment " +
+                     std::to_string(metadata_.alignment));
+    }
+    tensor->begin = tensor->end = static_cast<int64_t>(offset);
+    if (!tensor->dtype && !tensor->format) return Status();
+    const int64_t unit = tensor->format ? BlockInputs(*tensor->format) : 1;
+    const int64_t unit_bytes =
+        tensor->format ? BlockBytes(*tensor->format) : DTypeBytes(*tensor->dtype);
+    if (tensor->shape.back() % unit != 0) {
+      return Corrupt(what + " is " + tensor->TypeAndShape() + ": its rows are no whole blocks of " +
+                     std::to_string(unit));
+    }
+    int64_t size = tensor->shape.back() / unit;
+    bool is_over = __builtin_mul_overflow(size, unit_bytes, &size);
+    for (size_t i = 0; i + 1 < tensor->shape.size(); ++i) {
+      is_over = is_over || __builtin_mul_overflow(size, tensor->shape[i], &size);
+    }
+    if (is_over || static_cast<uint64_t>(size) > bytes_.size()) {
+      return Corrupt(what + " is " + tensor->TypeAndShape() + ", more than the file's " +
+                     std::to_string(bytes_.size()) + " bytes");
+    }
+    tensor->end += size;
+    return Status();
+  }
+
+  // Converters for the llama architecture store the rows of q and k as rotary pairs.
+  Status NoteRotaryHeads(std::string_view stored, const std::string& what,
+                         StoredTensor* tensor) const {
+    if (metadata_.architecture != "llama") return Status();
+    const std::optional<GgufName> name = Split(stored);
+    if (!name || (name->part != "attn_q" && name->part != "attn_k")) return Status();
+    const int64_t heads = name->part == "attn_q" ? metadata_.head_count : metadata_.kv_head_count;
+    const int64_t rows = tensor->shape.front();
+    if (heads <= 0 || rows % heads != 0 || rows / heads % 2 != 0) {
+      return Corrupt(what + " has " + std::to_string(rows) + " rows for " + std::to_string(heads) +
+                     " heads; a head needs an even number of them");
+    }
+    tensor->rotary_head_rows = rows / heads;
+    return Status();
+  }
+
+  Status CheckPlaces(StoredTensors& stored) const {
+    std::ranges::sort(stored.tensors, {}, &StoredTensor::begin);
+    int64_t end = 0;
+    for (const StoredTensor& tensor : stored.tensors) {
+      const std::string what = "tensor " + QuotedName(tensor.name);
+      if (tensor.begin < end) return Corrupt(what + " overlaps with another one");
+      end = tensor.end;
+      if (stored.data_offset + end > static_cast<int64_t>(bytes_.size())) {
+        return Corrupt(what + " ends at byte " + std::to_string(stored.data_offset + end) +
+                       ", the file has " + std::to_string(bytes_.size()));
+      }
+    }
+    return Status();
+  }
+
+  Status CheckNames(StoredTensors& stored) const {
+    std::ranges::sort(stored.tensors, {}, &StoredTensor::name);
+    const auto twice = std::ranges::adjacent_find(stored.tensors, {}, &StoredTensor::name);
+    if (twice == stored.tensors.end()) return Status();
+    return Corrupt("tensor " + QuotedName(twice->name) + " stands twice");
+  }
+
+  const std::span<const std::byte> bytes_;
+  const std::string_view file_;
+  size_t position_ = 0;  // never after the end of bytes_
+  uint64_t array_values_ = 0;
+  GgufMetadata metadata_;
+};
+
+}  // namespace
+
+Result<StoredTensors> ParseGguf(std::span<const std::byte> bytes, std::string_view file) {
+  return GgufParser(bytes, file).Parse();
+}
+
+}  // namespace quire

@@ -1,0 +1,189 @@
+#include "model/weights/gguf.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace quire {
+namespace {
+
+constexpr uint32_t kF32Type = 0;
+constexpr uint32_t kQ4Type = 2;
+constexpr uint32_t kQ5KType = 13;
+
+template <typename T>
+std::string Bytes(T value) {
+  return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+std::string Text(std::string_view text) { return Bytes<uint64_t>(text.size()) + std::string(text); }
+std::string TextEntry(std::string_view key, std::string_view value) {
+  return Text(key) + Bytes<uint32_t>(8) + Text(value);
+}
+std::string IntEntry(std::string_view key, uint32_t value) {
+  return Text(key) + Bytes<uint32_t>(4) + Bytes(value);
+}
+
+struct Tensor {
+  std::string name;
+  std::vector<uint64_t> dimensions;  // the fastest first
+  uint32_t type = kF32Type;
+  uint64_t offset = 0;
+};
+
+struct File {
+  uint32_t version = 3;
+  std::vector<std::string> metadata = {TextEntry("general.architecture", "llama"),
+                                       IntEntry("llama.attention.head_count", 2),
+                                       IntEntry("llama.attention.head_count_kv", 1)};
+  std::vector<Tensor> tensors = {{"output_norm.weight", {32}, kF32Type, 0},
+                                 {"blk.0.attn_q.weight", {32, 8}, kQ4Type, 128},
+                                 {"blk.10.attn_k.weight", {32, 4}, kQ4Type, 288},
+                                 {"rope_freqs.weight", {4}, kQ5KType, 384}};
+  uint64_t data_bytes = 384;
+
+  std::string Write() const {
+    std::string bytes = "GGUF" + Bytes(version) + Bytes<uint64_t>(tensors.size()) +
+                        Bytes<uint64_t>(metadata.size());
+    for (const std::string& entry : metadata) bytes += entry;
+    for (const Tensor& tensor : tensors) {
+      bytes += Text(tensor.name) + Bytes(static_cast<uint32_t>(tensor.dimensions.size()));
+      for (const uint64_t size : tensor.dimensions) bytes += Bytes(size);
+      bytes += Bytes(tensor.type) + Bytes(tensor.offset);
+    }
+    bytes.resize((bytes.size() + 31) / 32 * 32);
+    return bytes + std::string(data_bytes, '\1');
+  }
+};
+
+Result<StoredTensors> Parse(const std::string& bytes) {
+  return ParseGguf(std::as_bytes(std::span(bytes)), "test.gguf");
+}
+
+void ExpectRefused(const File& file, StatusCode code, const std::string& part) {
+  const auto stored = Parse(file.Write());
+  ASSERT_FALSE(stored.ok()) << part;
+  EXPECT_EQ(stored.status().code(), code) << stored.status().message();
+  EXPECT_NE(stored.status().message().find(part), std::string::npos) << stored.status().message();
+  EXPECT_NE(stored.status().message().find("test.gguf"), std::string::npos);
+}
+
+TEST(Gguf, TensorsHaveTheNamesAndShapesOfACheckpoint) {
+  const auto stored = Parse(File{}.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  ASSERT_EQ(stored->tensors.size(), 4U);
+  const StoredTensor* const norm = stored->Find("model.norm.weight");
+  ASSERT_NE(norm, nullptr);
+  EXPECT_EQ(norm->dtype, DType::kF32);
+  EXPECT_EQ(norm->shape, std::vector<int64_t>{32});
+  EXPECT_EQ(norm->end - norm->begin, 128);
+  EXPECT_EQ(norm->rotary_head_rows, 0);
+  const StoredTensor* const q = stored->Find("model.layers.0.self_attn.q_proj.weight");
+  ASSERT_NE(q, nullptr);
+  EXPECT_EQ(q->format, WeightFormat::kQ4_0);
+  EXPECT_EQ(q->dtype, std::nullopt);
+  EXPECT_EQ(q->shape, (std::vector<int64_t>{8, 32}));
+  EXPECT_EQ(q->begin, 128);
+  EXPECT_EQ(q->end - q->begin, 8 * 18);
+  EXPECT_EQ(q->rotary_head_rows, 4);
+  const StoredTensor* const k = stored->Find("model.layers.10.self_attn.k_proj.weight");
+  ASSERT_NE(k, nullptr);
+  EXPECT_EQ(k->rotary_head_rows, 4);
+  const StoredTensor* const other = stored->Find("rope_freqs.weight");
+  ASSERT_NE(other, nullptr);
+  EXPECT_EQ(other->type_name, "Q5_K");
+  EXPECT_FALSE(other->dtype || other->format);
+}
+
+TEST(Gguf, OtherArchitecturesKeepTheOrderOfRows) {
+  File file;
+  file.metadata = {TextEntry("general.architecture", "qwen3")};
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  EXPECT_EQ(stored->Find("model.layers.0.self_attn.q_proj.weight")->rotary_head_rows, 0);
+}
+
+TEST(Gguf, MetadataOfAnyTypeIsSkipped) {
+  File file;
+  file.metadata.push_back(Text("a") + Bytes<uint32_t>(9) + Bytes<uint32_t>(8) + Bytes<uint64_t>(2) +
+                          Text("x") + Text("yy"));
+  file.metadata.push_back(Text("b") + Bytes<uint32_t>(9) + Bytes<uint32_t>(5) + Bytes<uint64_t>(3) +
+                          std::string(12, '\0'));
+  file.metadata.push_back(Text("c") + Bytes<uint32_t>(12) + Bytes(1.0));
+  file.metadata.push_back(Text("d") + Bytes<uint32_t>(7) + Bytes<uint8_t>(1));
+  EXPECT_TRUE(Parse(file.Write()).ok());
+}
+
+TEST(Gguf, EveryCutFileIsRefused) {
+  const std::string bytes = File{}.Write();
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    const auto stored = Parse(bytes.substr(0, size));
+    ASSERT_FALSE(stored.ok()) << size;
+    EXPECT_EQ(stored.status().code(), StatusCode::kCorrupt) << stored.status().message();
+  }
+}
+
+TEST(Gguf, HostileHeadersAreRefused) {
+  File file;
+  file.version = 1;
+  ExpectRefused(file, StatusCode::kBadArgument, "version 1");
+  file = {};
+  file.metadata[0] = TextEntry("general.architecture", "mamba2");
+  ExpectRefused(file, StatusCode::kBadArgument, "\"mamba2\"");
+  for (const uint32_t alignment : {0U, 3U, 1U << 21}) {
+    file = {};
+    file.metadata.push_back(IntEntry("general.alignment", alignment));
+    ExpectRefused(file, StatusCode::kCorrupt, "general.alignment");
+  }
+  file = {};
+  file.metadata.push_back(Text("k") + Bytes<uint32_t>(13));
+  ExpectRefused(file, StatusCode::kCorrupt, "unknown value type 13");
+  file.metadata.back() = Text("k") + Bytes<uint32_t>(8) + Bytes<uint64_t>(1ULL << 63);
+  ExpectRefused(file, StatusCode::kCorrupt, "the limit is");
+  for (const uint32_t type : {0U, 8U, 9U, 12U}) {
+    file.metadata.back() =
+        Text("k") + Bytes<uint32_t>(9) + Bytes(type) + Bytes<uint64_t>(1ULL << 62);
+    ExpectRefused(file, StatusCode::kCorrupt, "\"k\" needs");
+  }
+  std::string nested = Text("k") + Bytes<uint32_t>(9);
+  for (int i = 0; i < 5; ++i) nested += Bytes<uint32_t>(9) + Bytes<uint64_t>(1);
+  file.metadata.back() = nested + std::string(64, '\0');
+  ExpectRefused(file, StatusCode::kCorrupt, "nests arrays");
+}
+
+TEST(Gguf, HostileCountsAreRefused) {
+  std::string bytes = File{}.Write();
+  bytes.replace(8, 8, Bytes<uint64_t>(1ULL << 40));
+  EXPECT_EQ(Parse(bytes).status().code(), StatusCode::kTooLarge);
+  bytes = File{}.Write();
+  bytes.replace(16, 8, Bytes<uint64_t>(1ULL << 60));
+  EXPECT_EQ(Parse(bytes).status().code(), StatusCode::kTooLarge);
+}
+
+TEST(Gguf, HostileTensorsAreRefused) {
+  const auto refuse = [](const Tensor& tensor, const std::string& part) {
+    File file;
+    file.tensors[1] = tensor;
+    ExpectRefused(file, StatusCode::kCorrupt, part);
+  };
+  refuse({"x", {}, kQ4Type, 128}, "0 dimensions");
+  refuse({"x", {32, 1, 1, 1, 1}, kQ4Type, 128}, "5 dimensions");
+  refuse({"x", {32, 0}, kQ4Type, 128}, "a dimension that is 0");
+  refuse({"x", {32, 1ULL << 63}, kQ4Type, 128}, "over 2^63");
+  refuse({"x", {33, 2}, kQ4Type, 128}, "no whole blocks");
+  refuse({"x", {1ULL << 40, 1ULL << 40}, kQ4Type, 128}, "more than the file's");
+  refuse({"x", {32, 1ULL << 40}, kQ4Type, 128}, "more than the file's");
+  refuse({"x", {32, 8}, kQ4Type, 130}, "the alignment 32");
+  refuse({"x", {32, 8}, kQ4Type, 1ULL << 60}, "lies at");
+  refuse({"x", {32, 8}, kQ4Type, 96}, "overlaps");
+  refuse({"x", {32, 8}, kQ4Type, 384}, "the file has");
+  refuse({"output_norm.weight", {32, 8}, kQ4Type, 128}, "stands twice");
+  refuse({"blk.0.attn_q.weight", {32, 6}, kQ4Type, 128}, "6 rows for 2 heads");
+  refuse({"blk.0.attn_q.weight", {32, 7}, kQ4Type, 128}, "7 rows for 2 heads");
+  refuse({std::string(2000, 'x'), {32, 8}, kQ4Type, 128}, "2000 bytes");
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,189 @@
+"""GGUF files as models: weights stay as they lie in the file, and logits are exact in the same
+sense as those of any other model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import quire
+import tiny_gguf
+from gguf import GGMLQuantizationType
+from program import run
+from quire import importer
+from quire.gguf_model import model_folder
+from quire.identity import model_identity
+from quire.quantizing import quantize_model
+
+QUANTISED = ["Q8_0", "Q4_0", "Q4_1"]
+TEXT = "the thing in there 12"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "cache"))
+
+
+def write(path: Path, kind: str, arch: str = "llama", tied: bool = True) -> Path:
+    """A small model, its values such that hidden states stay near 1."""
+    weights = tiny_gguf.random_weights(5, tiny_gguf.vocab_size(), arch, tied)
+    scaled = {
+        name: value / 8 if value.ndim == 2 else 1 + value / 16 for name, value in weights.items()
+    }
+    tiny_gguf.write_model(
+        path, scaled, arch=arch, matrix_type=GGMLQuantizationType[kind]
+    )
+    return path
+
+
+def logits(model: Path, **options) -> np.ndarray:
+    given = {"dtype": "float32", "kv_dtype": "float32", "threads": 1, "kv_bytes": 1 << 20}
+    with quire.Engine(model, **{**given, **options}) as engine:
+        return engine.logits(TEXT)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_plain_weights_give_the_bits_of_an_import(tmp_path, arch, tied, kind):
+    file = write(tmp_path / "model.gguf", kind, arch, tied)
+    folder = importer.import_gguf(file, tmp_path / "imported", dtype="float32")
+    assert np.array_equal(logits(file), logits(folder))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_weights_are_near_the_import(tmp_path, arch, tied, kind):
+    """The weights are the same numbers; activations are quantised in groups of 32."""
+    file = write(tmp_path / "model.gguf", kind, arch, tied)
+    folder = importer.import_gguf(file, tmp_path / "imported", dtype="float32")
+    ours, theirs = logits(file), logits(folder)
+    assert np.abs(ours - theirs).mean() < 0.02 * theirs.std()
+    assert not np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_logits_do_not_depend_on_cuts_threads_or_the_path(tmp_path, kind):
+    file = write(tmp_path / "model.gguf", kind)
+    expected = logits(file)
+    assert np.array_equal(expected, logits(file, threads=2))
+    assert np.array_equal(expected, logits(file, prefill_chunk=3, page_size=4))
+    for path in quire.kernel_paths():
+        assert np.array_equal(expected, logits(file, kernel_path=path)), path
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_requests_side_by_side_answer_as_alone(tmp_path, kind):
+    file = write(tmp_path / "model.gguf", kind)
+    prompts = ["the", "in there 12 12", "abc abc abc", "her"]
+    with quire.Engine(file, threads=1, kv_bytes=1 << 20) as engine:
+        together = engine.generate(prompts, max_tokens=12)
+        alone = [engine.generate(prompt, max_tokens=12) for prompt in prompts]
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+
+
+def test_the_folder_holds_a_link_and_is_made_once(tmp_path):
+    file = write(tmp_path / "model.gguf", "Q8_0")
+    folder = model_folder(file)
+    assert (folder / "model.gguf").resolve() == file.resolve()
+    made = (folder / "config.json").stat().st_mtime_ns
+    assert model_folder(file) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == made
+    assert model_folder(folder) == folder
+    write(file, "Q4_0")
+    assert model_folder(file) != folder
+
+
+def test_another_quantisation_is_another_model(tmp_path):
+    folders = [model_folder(write(tmp_path / f"{kind}.gguf", kind)) for kind in QUANTISED]
+    revisions = {model_identity(folder)["revision"] for folder in folders}
+    assert len(revisions) == len(QUANTISED)
+    sizes = [quire.Engine.plan_memory(folder, threads=1).weight_bytes for folder in folders]
+    assert sizes[1] < sizes[2] < sizes[0]
+
+
+def test_what_is_not_taken_is_refused_by_name(tmp_path):
+    file = write(tmp_path / "model.gguf", "Q5_0")
+    with pytest.raises(quire.BadArgumentError, match="embed_tokens.*stored as Q5_0.*Q4_K"):
+        logits(file)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    file = write(tmp_path / "model.gguf", "Q8_0")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(quire.CorruptError, match=r"model\.gguf"):
+        logits(file)
+    file.write_bytes(whole)
+    folder = model_folder(file)
+    file.write_bytes(whole[:-4096])  # after the folder was made: the library looks again
+    with pytest.raises(quire.CorruptError, match="the file has"):
+        logits(folder)
+
+
+def test_a_quantised_model_is_not_packed(tmp_path):
+    file = write(tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(quire.BadArgumentError, match="is quantised, and such a model cannot be"):
+        quire.pack_model(model_folder(file), tmp_path / "packed", dtype="float32")
+
+
+def test_the_program_takes_a_file(tmp_path, capsys):
+    file = write(tmp_path / "model.gguf", "Q8_0")
+    arguments = [str(file), "the", "--threads", "1", "--kv-bytes", "1M"]
+    code, out, error = run(capsys, "generate", *arguments, "--max-tokens", "4", "--raw")
+    assert code == 0, error
+    assert out
+    assert run(capsys, "inspect", str(file))[0] == 0
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+def test_quantising_a_folder_gives_the_codes_of_the_format(tmp_path, arch, weights):
+    """The same file as the gguf package's quantiser and writer make of the same values."""
+    kind = {"q8": "Q8_0", "q4": "Q4_0"}[weights]
+    source = importer.import_gguf(
+        write(tmp_path / "source.gguf", "F32", arch, tied=False), tmp_path / "s", dtype="float32"
+    )
+    ours = quantize_model(source, tmp_path / "ours", weights=weights, embeddings=weights)
+    theirs = write(tmp_path / "theirs.gguf", kind, arch, tied=False)
+    assert np.array_equal(logits(ours), logits(theirs))
+
+
+def test_quantising_says_how_far_it_is(tmp_path):
+    source = importer.import_gguf(write(tmp_path / "source.gguf", "F32"), tmp_path / "s")
+    calls: list[tuple[int, int]] = []
+    quantize_model(source, tmp_path / "out", progress=lambda *call: calls.append(call))
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1][0] == calls[-1][1]
+
+
+def test_what_cannot_be_quantised_is_refused_and_nothing_is_left(tmp_path, tiny, capsys):
+    out = tmp_path / "out"
+    with pytest.raises(quire.BadArgumentError, match="rows of 48, which are no whole blocks"):
+        quantize_model(tiny.directory, out)
+    with pytest.raises(quire.BadArgumentError, match='"q3" cannot be written'):
+        quantize_model(tiny.directory, out, weights="q3")
+    code, _, error = run(capsys, "quantize", str(tiny.directory), str(out))
+    assert code == 1
+    assert "no whole blocks" in error
+    assert not out.exists()
+
+
+def test_quality_compares_two_models(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text(TEXT * 8)
+    eight, four = (write(tmp_path / f"{kind}.gguf", kind) for kind in ("Q8_0", "Q4_0"))
+    arguments = ["--against", str(eight), "--text", str(text), "--threads", "1"]
+    code, out, error = run(capsys, "quality", str(four), *arguments, "--json")
+    assert code == 0, error
+    reference, measured = json.loads(out)["models"]
+    assert reference["quality"]["divergence"] == 0
+    assert reference["quality"]["agreement"] == 1
+    assert measured["quality"]["divergence"] > 0
+    assert measured["weight_bytes"] < reference["weight_bytes"]
+    _, out, _ = run(capsys, "quality", str(four), *arguments)
+    assert "perplexity" in out
+    assert str(four) in out
