@@ -1,5 +1,5 @@
-"""A GGUF file as a model: a small folder beside other caches has its configuration and tokenizer, and
-a link to the file, whose weights stay as they lie."""
+"""A GGUF file as a model: a small folder in the cache has its configuration and tokenizer, and a
+link to the file, whose weights stay as they lie."""
 
 from __future__ import annotations
 

@@ -52,7 +52,11 @@ _PARTS = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
-_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

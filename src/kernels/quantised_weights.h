@@ -53,9 +53,9 @@ inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 //     4 bits: [4][16 outputs][4], the low half of a byte input 4 i + j, the high half 16 + 4 i + j
 //     kQ6_K: as 4 bits; then [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are the upper two
 //            of input 16 i + 4 b + j
-//   scales, per group: float16 d[16]; kQ4_1: float16 d[16], m[16]; kQ4_K: uint8 s[16], t[16];
-//   kQ6_K: int8 s[2][16] scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16
-//   d[16]
+//   scales, per group: float16 d[16]; kQ4_1: and m[16]; kQ4_K: uint8 s[16], t[16]; kQ6_K: int8
+//     s[2][16]
+//   scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16 d[16]
 inline constexpr int64_t kStripOutputs = 16;
 
 constexpr int64_t GroupCodeBytes(WeightFormat format) {
@@ -83,9 +83,8 @@ constexpr int64_t Strips(int64_t n) { return (n + kStripOutputs - 1) / kStripOut
 size_t PackedQuantisedBytes(WeightFormat format, int64_t n, int64_t k);
 
 // Packs n stored rows, one after the other, into strips (64-byte aligned, zero before).
-// rotary_head_rows > 0: the rows of each head (of that size) lie as pairs (0, h / 2), (1, h / 2 +
-// 1),
-// ... and are packed as 0, 1, ..., h - 1. REQUIRES: it is even and divides n.
+// rotary_head_rows = h > 0: rows of each head lie as pairs (0, h / 2), (1, h / 2 + 1), ... and are
+// packed as 0, 1, ..., h - 1. REQUIRES: h is even and divides n.
 void PackQuantised(WeightFormat format, const std::byte* rows, int64_t n, int64_t k,
                    int64_t rotary_head_rows, std::byte* packed, ParallelRunner& runner);
 // Where row `row` of a head-wise reordered matrix lies among the stored rows.
