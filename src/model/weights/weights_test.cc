@@ -243,8 +243,9 @@ TEST_F(WeightsTest, NamesWhatDoesNotFit) {
   EXPECT_EQ(integer.status().code(), StatusCode::kBadArgument);
   EXPECT_EQ(integer.status().message(),
             file +
-                ": tensor \"q.weight\" is stored as I32; weights must be F32, F16 or BF16: save "
-                "the model in one of these types");
+                ": tensor \"q.weight\" is stored as I32; weights must be F32, F16 or BF16 "
+                "(matrices of a GGUF file also Q8_0, Q4_0, Q4_1, Q4_K, Q6_K): save the model in "
+                "one of these types");
 
   Write(Projections(DType::kF32, DType::kF32, DType::kF32));
   WeightLoader loader = Loader(DType::kF32);
