@@ -10,6 +10,7 @@
 #include "ffi/options.h"
 #include "ffi/tensors.h"
 #include "quire/attention_kv_cache.h"
+#include "quire/kernel_paths.h"
 #include "quire/model.h"
 #include "quire/rope.h"
 
@@ -58,6 +59,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::GlobalDef()
       .def("quire.version", [] { return tf::String(QUIRE_VERSION); })
       .def("quire.kernel_paths", KernelPathNames)
+      .def("quire.refused_kernel_path", [] { return tf::String(RefusedKernelPath()); })
       .def("quire.default_page_size",
            [](const OptionMap& layer) { return DefaultPageSize(ReadLayerSpec(layer)); })
       .def("quire.rope_frequencies", RopeFrequenciesOf)

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <csignal>
 #include <cstdlib>
 #include <string>
 
@@ -73,6 +74,23 @@ TEST(Dispatch, AnUnknownNameIsRefusedWithTheListOfNames) {
 }
 
 #if defined(__x86_64__)
+
+// Linux refuses tiles to a process with a signal stack that is too small for them. In a process of
+// its own, as what is detected once stays.
+TEST(DispatchDeathTest, TilesThatAreRefusedAreNotListedAndTheReasonIsTold) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto detect_with_a_small_signal_stack = [] {
+    static char stack[4096];
+    const stack_t small = {.ss_sp = stack, .ss_flags = 0, .ss_size = sizeof(stack)};
+    if (sigaltstack(&small, nullptr) != 0) std::exit(1);
+    const bool listed = Backends().front()->name == "avx512_amx";
+    const std::string_view reason = TilesRefused();
+    const bool told = reason.empty() || reason.find("arch_prctl") != std::string_view::npos;
+    std::exit(listed || !told ? 1 : 0);
+  };
+  EXPECT_EXIT(detect_with_a_small_signal_stack(), testing::ExitedWithCode(0), "");
+}
+
 TEST(Dispatch, AgreesWithTheCompilersDetection) {
   const auto has = [](std::string_view name) {
     for (const Backend* backend : Backends()) {
@@ -83,7 +101,7 @@ TEST(Dispatch, AgreesWithTheCompilersDetection) {
   if (Backends().size() == 1) GTEST_SKIP() << "built without vector paths, or the CPU has none";
   EXPECT_EQ(has("avx2"), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
 #if QUIRE_EMULATE_AVX512
-  EXPECT_TRUE(has("avx512") && has("avx512_bf16"));
+  EXPECT_TRUE(has("avx512") && has("avx512_bf16") && has("avx512_amx"));
 #else
   EXPECT_EQ(has("avx512"),
             __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -406,8 +406,8 @@ TEST_P(LinearTest, DenormalsAreTreatedAlikeForFewRowsAndMany) {
   const Case all{.dtype = DType::kBF16, .x_rounding = DType::kBF16, .rows = 40, .n = 33, .k = 77};
   Data data(all);
   RandomSequence random(6);
-  for (float& x : data.x) x *= std::ldexp(1.0F, -60 - static_cast<int>(random.Bits() % 72));
-  for (float& w : data.weights) w *= std::ldexp(1.0F, -static_cast<int>(random.Bits() % 70));
+  for (float& x : data.x) x *= std::ldexp(1.0F, -63 - static_cast<int>(random.Bits() % 4));
+  for (float& w : data.weights) w *= std::ldexp(1.0F, -61 - static_cast<int>(random.Bits() % 4));
   data.weights = Rounded(data.weights, DType::kBF16);
   const std::vector<float> y = RunLinear(backend(), all, data);
   for (int64_t row = 0; row < all.rows; ++row) {

@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         plan = memory.plan_memory(options.model, engine_arguments)
         return memory.print_plan(plan, {}, options.json)
-    facts = {"build": _build_facts(), "kernels": {"available": quire.kernel_paths()}}
+    facts = {"build": _build_facts(), "kernels": _kernel_facts()}
     try:
         folder = models.model_folder(options.model)
     except models.Failure as error:
@@ -69,6 +69,13 @@ def _build_facts() -> Facts:
         "library": str(_ffi.LIBRARY_PATH),
         "cores": len(os.sched_getaffinity(0)),
     }
+
+
+def _kernel_facts() -> Facts:
+    from quire import _ffi
+
+    refused = str(_ffi.function("refused_kernel_path")())
+    return {"available": quire.kernel_paths(), **({"refused": refused} if refused else {})}
 
 
 def _model_facts(engine: quire.Engine) -> Facts:

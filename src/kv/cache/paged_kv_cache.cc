@@ -10,6 +10,7 @@
 #include "base/float_environment.h"
 #include "kv/cache/layer_kv.h"
 #include "kv/pages/sliding_window.h"
+#include "quire/kernel_paths.h"
 
 namespace quire {
 
@@ -17,6 +18,11 @@ std::vector<std::string> KernelPaths() {
   std::vector<std::string> names;
   for (const Backend* backend : Backends()) names.emplace_back(backend->name);
   return names;
+}
+
+std::string RefusedKernelPath() {
+  const std::string_view reason = TilesRefused();
+  return reason.empty() ? "" : "avx512_amx: " + std::string(reason);
 }
 
 Result<std::unique_ptr<AttentionKVCache>> AttentionKVCache::Create(
