@@ -52,7 +52,7 @@ inline TestRows RowsOfLayer(int64_t layer, int64_t rows) {
   return made;
 }
 
-// Calls of KVTransfer from any thread; the others while nothing arrives.
+// Calls of KVTransfer and CheckPages from any thread; the others while nothing arrives.
 class TestReceiver final : public KVTransfer {
  public:
   struct Reservation {
@@ -90,6 +90,7 @@ class TestReceiver final : public KVTransfer {
   }
   // Every byte that counts is the sender's.
   void CheckPages() const {
+    const std::lock_guard lock(mutex_);
     for (const auto& [epoch, reservation] : open) {
       for (int64_t layer = 0; layer < kTestLayers; ++layer) {
         const TestRows& page = reservation.pages[static_cast<size_t>(layer)];
