@@ -16,7 +16,9 @@ using wire::TransferOpcode;
 constexpr size_t kTransfersOpenMax = 1024;
 constexpr int64_t kRequestBytesMax = int64_t{64} << 20;
 
-int64_t Later2(int64_t now_ns, int64_t ns) { return ns > kNever - now_ns ? kNever : now_ns + ns; }
+int64_t UntilAfter(int64_t now_ns, int64_t ns) {
+  return ns > kNever - now_ns ? kNever : now_ns + ns;
+}
 
 int64_t BytesOf(const TransferJob& job) {
   return static_cast<int64_t>(sizeof(job) + job.tokens.size() * sizeof(int32_t));
@@ -103,8 +105,8 @@ Status SendHalf::OnMap(wire::TransferMap map, int64_t now_ns) {
   const auto numbers = request.map.slots.size() + request.map.kv_heads.size();
   const auto bytes = static_cast<int64_t>(sizeof(Transfer) + numbers * sizeof(int64_t));
   QUIRE_RETURN_IF_ERROR(TakeBytes(bytes));
-  const Transfer transfer{.deadline_ns = Later2(now_ns, request.job.deadline_ns),
-                          .lease_ns = Later2(now_ns, lease_ns_),
+  const Transfer transfer{.deadline_ns = UntilAfter(now_ns, request.job.deadline_ns),
+                          .lease_ns = UntilAfter(now_ns, lease_ns_),
                           .bytes = bytes + (request.job.id == 0 ? 0 : BytesOf(request.job))};
   transfers_.emplace(epoch, transfer);
   owner_->OnRequest(std::move(request));
@@ -131,7 +133,7 @@ void SendHalf::OnCancel(const wire::TransferEnd& cancel) { End(cancel.epoch, can
 
 void SendHalf::OnLease(const wire::TransferLease& lease, int64_t now_ns) {
   const auto place = transfers_.find(lease.epoch);
-  if (place != transfers_.end()) place->second.lease_ns = Later2(now_ns, lease_ns_);
+  if (place != transfers_.end()) place->second.lease_ns = UntilAfter(now_ns, lease_ns_);
 }
 
 void SendHalf::Tick(int64_t now_ns) {
