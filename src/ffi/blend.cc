@@ -28,7 +28,7 @@ constexpr std::string_view kBlendPairings[] = {"half_split", "interleaved"};
 
 // The numbers of a contiguous tensor of one dimension, which must live on.
 template <typename T>
-std::span<T> SpanOf(const char* name, const tf::TensorView& tensor, DType dtype) {
+std::span<T> TensorSpan(const char* name, const tf::TensorView& tensor, DType dtype) {
   const TensorView view = ViewOf(tensor);
   if (view.rank() != 1 || !view.is_contiguous() || view.dtype() != dtype) {
     ThrowBadArgument(std::string("blend: ") + name + " must be " + std::string(DTypeName(dtype)) +
@@ -40,7 +40,7 @@ std::span<T> SpanOf(const char* name, const tf::TensorView& tensor, DType dtype)
 std::optional<std::span<const int64_t>> RowsOf(const char* name,
                                                const tf::Optional<tf::TensorView>& rows) {
   if (!rows.has_value()) return std::nullopt;
-  return SpanOf<const int64_t>(name, rows.value(), DType::kI64);
+  return TensorSpan<const int64_t>(name, rows.value(), DType::kI64);
 }
 
 TensorView OptionalViewOf(const tf::Optional<tf::TensorView>& tensor) {
@@ -96,9 +96,9 @@ void ShiftKeysOf(tf::TensorView keys, int64_t token_axis, tf::TensorView old_pos
                  tf::TensorView moved) {
   const OwnedRotation owned(rotation);
   const KeyMoves moves{
-      .old_positions = SpanOf<const int64_t>("old_positions", old_positions, DType::kI64),
-      .new_positions = SpanOf<const int64_t>("new_positions", new_positions, DType::kI64),
-      .valid = SpanOf<const uint8_t>("valid", valid, DType::kU8)};
+      .old_positions = TensorSpan<const int64_t>("old_positions", old_positions, DType::kI64),
+      .new_positions = TensorSpan<const int64_t>("new_positions", new_positions, DType::kI64),
+      .valid = TensorSpan<const uint8_t>("valid", valid, DType::kU8)};
   const TensorView from = ViewOf(keys);
   const TensorView to = ViewOf(moved);
   ThrowIfError(CallChecked(
@@ -110,7 +110,7 @@ tf::Tensor DeviationsOf(const tf::String& metric, int64_t token_axis,
                         tf::Optional<tf::TensorView> cached_k,
                         tf::Optional<tf::TensorView> cached_v, tf::Optional<tf::TensorView> rows,
                         tf::TensorView kinds) {
-  const std::span<const uint8_t> row_kinds = SpanOf<const uint8_t>("kinds", kinds, DType::kU8);
+  const std::span<const uint8_t> row_kinds = TensorSpan<const uint8_t>("kinds", kinds, DType::kU8);
   const KVRows fresh{OptionalViewOf(fresh_k), OptionalViewOf(fresh_v)};
   const KVRows cached{OptionalViewOf(cached_k), OptionalViewOf(cached_v)};
   const std::optional<std::span<const int64_t>> fresh_rows = RowsOf("rows", rows);
@@ -153,9 +153,9 @@ tf::Array<tf::Tensor> SelectTokensOf(tf::TensorView query_start_loc, tf::TensorV
   const std::vector<BlendDocument> found = DocumentsOf(documents, document_ratios);
   const BlendOptions options = ReadBlendOptions(fields);
   const SelectionBatch batch{
-      .query_start_loc = SpanOf<const int32_t>("query_start_loc", query_start_loc, DType::kI32),
-      .kinds = SpanOf<const uint8_t>("kinds", kinds, DType::kU8),
-      .deviations = SpanOf<const float>("deviations", deviations, DType::kF32),
+      .query_start_loc = TensorSpan<const int32_t>("query_start_loc", query_start_loc, DType::kI32),
+      .kinds = TensorSpan<const uint8_t>("kinds", kinds, DType::kU8),
+      .deviations = TensorSpan<const float>("deviations", deviations, DType::kF32),
       .documents = found,
       .candidates = RowsOf("candidates", candidates)};
   const TokenSelection selection = ValueOrThrow(
@@ -165,7 +165,7 @@ tf::Array<tf::Tensor> SelectTokensOf(tf::TensorView query_start_loc, tf::TensorV
 
 void ScatterRowsOf(tf::TensorView some, int64_t token_axis, tf::TensorView rows,
                    tf::TensorView all) {
-  const std::span<const int64_t> to = SpanOf<const int64_t>("rows", rows, DType::kI64);
+  const std::span<const int64_t> to = TensorSpan<const int64_t>("rows", rows, DType::kI64);
   const TensorView from = ViewOf(some);
   const TensorView out = ViewOf(all);
   ThrowIfError(
@@ -174,7 +174,7 @@ void ScatterRowsOf(tf::TensorView some, int64_t token_axis, tf::TensorView rows,
 
 void GatherRowsOf(tf::TensorView all, int64_t token_axis, tf::TensorView rows,
                   tf::TensorView some) {
-  const std::span<const int64_t> from = SpanOf<const int64_t>("rows", rows, DType::kI64);
+  const std::span<const int64_t> from = TensorSpan<const int64_t>("rows", rows, DType::kI64);
   const TensorView in = ViewOf(all);
   const TensorView out = ViewOf(some);
   ThrowIfError(
@@ -182,8 +182,8 @@ void GatherRowsOf(tf::TensorView all, int64_t token_axis, tf::TensorView rows,
 }
 
 tf::Tensor PositionsOf(tf::TensorView query_start_loc, tf::TensorView context_lengths) {
-  const auto starts = SpanOf<const int32_t>("query_start_loc", query_start_loc, DType::kI32);
-  const auto contexts = SpanOf<const int64_t>("context_lengths", context_lengths, DType::kI64);
+  const auto starts = TensorSpan<const int32_t>("query_start_loc", query_start_loc, DType::kI32);
+  const auto contexts = TensorSpan<const int64_t>("context_lengths", context_lengths, DType::kI64);
   const int64_t row_count = starts.empty() ? 0 : std::max(0, starts.back());
   const tf::Tensor positions = NewTensor(ToDLDataType(DType::kI64), {row_count});
   const std::span<int64_t> out(static_cast<int64_t*>(positions.data_ptr()),
