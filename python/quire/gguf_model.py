@@ -11,7 +11,6 @@ from pathlib import Path
 from quire import errors
 from quire._home import cache_dir
 from quire._model_folder import check_model_folder, is_gguf_file
-from quire.importer import FORMAT_VERSION
 
 __all__ = ["model_folder"]
 
@@ -30,6 +29,8 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
     check_model_folder(model)
     if not is_gguf_file(model):
         return Path(model)
+    from quire.importer import FORMAT_VERSION  # folders need nothing of it
+
     file = Path(model).resolve()
     stat = file.stat()
     facts = f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}"

@@ -371,7 +371,7 @@ def test_a_bad_value_is_told_by_its_option_with_its_range(
 def test_every_option_with_a_value_has_a_range() -> None:
     """An option that takes any text is one of these."""
     texts = {"prompt", "system", "stop", "model", "draft_model", "kv_dir", "kv_redis"}
-    texts |= {"file", "output", "words", "directory", "text"}
+    texts |= {"file", "output", "words", "directory", "text", "against"}
     for name in cli._COMMANDS:
         command = importlib.import_module(cli._COMMANDS[name]).parser()
         for action in command._actions:
@@ -436,9 +436,12 @@ def test_a_tokenizer_of_sentencepiece_says_how_to_convert_it(
 def test_a_file_in_place_of_a_folder_gets_a_hint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "model.bin").write_bytes(b"GGUF")
+    code, _, err = run(capsys, "generate", "--model", str(tmp_path / "model.bin"), "Hi")
+    assert code == 1 and "neither the folder of a model nor a GGUF file" in err
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     code, _, err = run(capsys, "generate", "--model", str(tmp_path / "model.gguf"), "Hi")
-    assert code == 1 and "quire import" in err
+    assert code == 1 and "shorter than a GGUF header" in err
 
 
 @pytest.mark.parametrize(

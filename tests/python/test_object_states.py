@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,50 @@ _LSE = np.zeros((1, 2), np.float32)
 _ONE = np.zeros((1, 1), np.float32)
 _IDENTITY = {"model": "m", "revision": "r"}
 _NO_MAP: list[Any] = []
+_MAP = quire.ReceiveMap(epoch=1, slots=(0, 1), first_position=0, count=1, kv_heads=(1,), layout=0)
 _PASSPORT = quire.Passport("0" * 64, "m", "r", "", "", "", chunk_tokens=16)
+
+
+def _rnn_state() -> quire.RNNState:
+    return quire.RNNState([quire.StateSpec((1,))], max_num_sequences=2, max_tree_slots=4)
+
+
+def _kv_cache() -> quire.KVCache:
+    return quire.KVCache(
+        num_layers=1,
+        num_qo_heads=2,
+        num_kv_heads=1,
+        qk_head_dim=8,
+        max_num_sequences=2,
+        token_capacity=32,
+        prefill_chunk_size=8,
+        threads=1,
+    )
+
+
+def _recurrent_cache() -> quire.RecurrentCache:
+    spec = quire.RecurrentLayerSpec("linear_attention", num_heads=1, key_dim=8, value_dim=8)
+    return quire.RecurrentCache([spec], max_num_sequences=2, prefill_chunk_size=8, threads=1)
+
+
+_OTHER_ENDS: list[Any] = []  # of connections that tests have
+
+
+def _peer() -> quire.TransferPeer:
+    """One side of a connection within this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        listener = quire.TransferListener(f"unix:{folder}/peers", _kv_cache())
+        peer = quire.TransferPeer.connect(listener.endpoint, _kv_cache())
+        _OTHER_ENDS.append((listener, listener.accept(10.0)))
+    return peer
+
+
+class _LazyPeer:
+    """An argument that is made when a call uses it."""
+
+    @property
+    def _handle(self) -> Any:
+        return _peer()._handle
 
 
 class _FailedHandle:
@@ -80,6 +124,7 @@ _TRANSFER = {
     "disagg_prepare_recv": _Call((0, 1), open="UnknownSequence"),
     "disagg_unmark_send": _Call((0,), open="UnknownSequence"),
     "disconnect_channel": _Call((quire.LocalChannel(), 0), open="NotFound"),
+    "receive_from": _Call((_LazyPeer(),)),
     "receive_progress": _Call((1,), open="NotFound"),
     "send_progress": _Call((0,), open="UnknownSequence"),
     "send_through": _Call((None,)),
@@ -206,6 +251,24 @@ TABLES: dict[str, dict[str, _Call]] = {
         "unpin": _Call((["0" * 64],)),
         "verify": _Call(("disk",)),
     },
+    "TransferListener": {
+        "accept": _Call((0.0,), open="Timeout"),
+        "close": _FIXED,
+        "endpoint": _OK,
+        "last_refusal": _OK,
+        "refused": _OK,
+    },
+    "TransferPeer": {
+        "cancel": _Call((1,), open="NotFound"),
+        "close": _FIXED,
+        "connect": _Call(("nowhere", _kv_cache()), *["BadArgument"] * 3),
+        "endpoint": _OK,
+        "failure": _OK,
+        "next_request": _Call((0.0,), open="Timeout"),
+        "refuse": _Call((1, "busy"), open="NotFound"),
+        "request": _Call((_MAP,), open="BadState"),
+        "stats": _OK,
+    },
     "Engine": {
         "chat": _Call(([{"role": "user", "content": "a"}],)),
         "check": _Call(([1, 2],)),
@@ -233,28 +296,6 @@ TABLES: dict[str, dict[str, _Call]] = {
 }
 
 
-def _rnn_state() -> quire.RNNState:
-    return quire.RNNState([quire.StateSpec((1,))], max_num_sequences=2, max_tree_slots=4)
-
-
-def _kv_cache() -> quire.KVCache:
-    return quire.KVCache(
-        num_layers=1,
-        num_qo_heads=2,
-        num_kv_heads=1,
-        qk_head_dim=8,
-        max_num_sequences=2,
-        token_capacity=32,
-        prefill_chunk_size=8,
-        threads=1,
-    )
-
-
-def _recurrent_cache() -> quire.RecurrentCache:
-    spec = quire.RecurrentLayerSpec("linear_attention", num_heads=1, key_dim=8, value_dim=8)
-    return quire.RecurrentCache([spec], max_num_sequences=2, prefill_chunk_size=8, threads=1)
-
-
 class _Objects:
     """One new object of a class."""
 
@@ -273,6 +314,8 @@ class _Objects:
             "LookupBuffer": lambda: quire.LookupBuffer(1 << 16),
             "StoreBuffer": lambda: quire.StoreBuffer(1 << 16),
             "ChunkStore": lambda: quire.ChunkStore(self._folder),
+            "TransferListener": lambda: quire.TransferListener("127.0.0.1:0", _kv_cache()),
+            "TransferPeer": _peer,
             "Engine": lambda: quire.Engine(self._tiny.directory, threads=1),
         }
         return makers[name]()
