@@ -31,7 +31,7 @@ def embedded_model_dir(on_import: Callable[[], None] | None = None) -> Path:
     importer's version. Calls at the same time, also from several processes, are safe: one imports,
     the others wait.
     """
-    from .importer import FORMAT_VERSION  # not for those who only import quire
+    from .importer import FORMAT_VERSION  # importing quire does not need it
 
     gguf, digest = _find_gguf()
     models = cache_dir() / "models"

@@ -176,8 +176,8 @@ class ChunkStore(_ffi.ClosingOwner):
             taken; b"" = not signed.
         redis_username, redis_password, redis_prefix, redis_ttl: seconds of what is written there;
             0 = for ever.
-        redis_tls: with TLS. redis_tls_ca_file: PEM file of those who sign servers' certificates, ""
-            = the system's. redis_tls_cert_file, redis_tls_key_file: this client's. redis_tls_server_name:
+        redis_tls: with TLS. redis_tls_ca_file: PEM file of the authorities for servers' certificates,
+            "" = the system's. redis_tls_cert_file, redis_tls_key_file: this client's. redis_tls_server_name:
             whose certificate servers must have, "" = each one's host. redis_tls_verify: False takes
             anybody's certificate.
         eviction: which chunk goes first when a tier is full: "lru" the one that was not used for
