@@ -1,5 +1,8 @@
 #include "base/random.h"
 
+#include <sys/random.h>
+
+#include <cerrno>
 #include <cmath>
 #include <numbers>
 
@@ -51,6 +54,14 @@ double RandomSequence::Normal() {
   // Box-Muller; 1 - u lies in (0, 1], so the logarithm is finite.
   const double radius = std::sqrt(-2 * std::log(1 - Uniform()));
   return radius * std::cos(2 * std::numbers::pi * Uniform());
+}
+
+void FillRandom(std::span<std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = ::getrandom(bytes.data(), bytes.size(), 0);
+    QUIRE_CHECK(count > 0 || errno == EINTR) << "the system gives no random numbers";
+    if (count > 0) bytes = bytes.subspan(static_cast<size_t>(count));
+  }
 }
 
 }  // namespace quire

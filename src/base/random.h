@@ -4,7 +4,9 @@
 #define QUIRE_BASE_RANDOM_H_
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace quire {
 
@@ -16,6 +18,9 @@ uint64_t RandomBits(uint64_t seed, uint64_t stream, uint64_t counter);
 
 // Uniform in [0, 1): a multiple of 2^-53.
 double RandomUniform(uint64_t seed, uint64_t stream, uint64_t counter);
+
+// From the operating system: bytes that no other process gets or guesses.
+void FillRandom(std::span<std::byte> bytes);
 
 // The numbers of one stream one after the other, for callers that draw in a fixed order (tests,
 // test models).

@@ -10,6 +10,7 @@
 
 #include "base/clock.h"
 #include "base/guard.h"
+#include "base/random.h"
 #include "buffers/server_session.h"
 #include "buffers/socket_turns.h"
 #include "net/socket.h"

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "base/random.h"
 #include "buffers/socket_turns.h"
 
 namespace quire {

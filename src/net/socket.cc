@@ -6,7 +6,6 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -290,14 +289,6 @@ void PollSockets(std::span<PollEntry> entries, int64_t timeout_ns) {
     const int events = count > 0 ? fds[i].revents : 0;
     entries[i].can_read = (events & (POLLIN | POLLHUP | POLLERR | POLLNVAL)) != 0;
     entries[i].can_write = (events & (POLLOUT | POLLHUP | POLLERR)) != 0;
-  }
-}
-
-void FillRandom(std::span<std::byte> bytes) {
-  while (!bytes.empty()) {
-    const ssize_t count = ::getrandom(bytes.data(), bytes.size(), 0);
-    QUIRE_CHECK(count > 0 || errno == EINTR) << "the system gives no random numbers";
-    if (count > 0) bytes = bytes.subspan(static_cast<size_t>(count));
   }
 }
 

@@ -92,9 +92,6 @@ struct PollEntry {
 // Waits for any of them, for at most timeout_ns (kNever: for ever).
 void PollSockets(std::span<PollEntry> entries, int64_t timeout_ns);
 
-// From the operating system, for what others must not guess.
-void FillRandom(std::span<std::byte> bytes);
-
 }  // namespace quire
 
 #endif  // QUIRE_NET_SOCKET_H_

@@ -9,6 +9,7 @@
 #include "base/blocked_signals.h"
 #include "base/checksum.h"
 #include "base/guard.h"
+#include "base/random.h"
 #include "transfer/part_runs.h"
 
 namespace quire {

@@ -1,15 +1,23 @@
 #include "store/disk/chunk_folders.h"
 
 #include <cerrno>
+#include <span>
 #include <utility>
 #include <vector>
 
+#include "base/random.h"
 #include "store/disk/disk_layout.h"
 
 namespace quire {
 namespace {
 
 namespace layout = disk_layout;
+
+uint64_t RandomNumber() {
+  uint64_t number = 0;
+  FillRandom(std::as_writable_bytes(std::span(&number, 1)));
+  return number;
+}
 
 }  // namespace
 
@@ -29,6 +37,9 @@ int MakePath(FileSession& io, const std::string& path) {
   const int again = io.MakeDirectory(path);
   return again == -EEXIST ? 0 : again;
 }
+
+ChunkFolders::ChunkFolders(std::string directory)
+    : directory_(std::move(directory)), instance_(RandomNumber()) {}
 
 Status ChunkFolders::Make(FileSession& io, const ChunkId& id) {
   const std::string leaf = layout::LeafFolder(directory_, id);
@@ -66,9 +77,10 @@ void ChunkFolders::Forget() {
   synced_.clear();
 }
 
-int64_t ChunkFolders::NewNumber() {
+std::string ChunkFolders::NewName(int64_t wall_ms) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  return next_number_++;
+  return directory_ + "/" + std::string(layout::kTemporaryName) + "/" + std::to_string(wall_ms) +
+         "-" + std::to_string(instance_) + "-" + std::to_string(next_number_++);
 }
 
 }  // namespace quire

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <utility>
 
 #include "quire/status.h"
 #include "store/disk/file_session.h"
@@ -24,7 +23,7 @@ int MakePath(FileSession& io, const std::string& path);
 
 class ChunkFolders {
  public:
-  explicit ChunkFolders(std::string directory) : directory_(std::move(directory)) {}
+  explicit ChunkFolders(std::string directory);
 
   // The folder of the chunk's file, and those above it.
   Status Make(FileSession& io, const ChunkId& id);
@@ -32,12 +31,14 @@ class ChunkFolders {
   // have died before it synced them.
   Status Sync(FileSession& io, const ChunkId& id);
   void Forget();
-  // A number that no other call of this process gets, for names of new files.
-  int64_t NewNumber();
+  // A name in the temporary folder that no call in any process ever gets again: what is done to it
+  // is done to the file that was made with it.
+  std::string NewName(int64_t wall_ms);
 
  private:
   const std::string directory_;
-  std::mutex mutex_;  // guards the members below
+  const uint64_t instance_;  // random: processes share the temporary folder
+  std::mutex mutex_;         // guards the members below
   int64_t next_number_ = 0;
   std::set<std::string> made_, synced_;
 };

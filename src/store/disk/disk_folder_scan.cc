@@ -83,7 +83,7 @@ int64_t DiskFolder::RemoveLeftovers(FileSession& io) {
   for (const std::string& name : names) {
     OpenFile file;
     FileStat stat;
-    if (io.Open(folder + name, OpenMode::kReadWrite, &file) != 0) continue;
+    if (io.Open(folder + name, OpenMode::kRead, &file) != 0) continue;
     const bool is_dead = io.StatFile(file.get(), &stat) == 0 && io.Lock(file.get(), false) == 0;
     if (is_dead && io.Unlink(folder + name) == 0) freed += stat.size;
   }

@@ -26,14 +26,17 @@ Status DiskFolder::CreateNewFile(FileSession& io, bool named, NewFile* new_file)
     nameless_works_ = false;
   }
   for (;;) {
-    const int64_t number = folders_.NewNumber();
-    new_file->path = folder + "/" + std::to_string(clock_->WallMs()) + "-" + std::to_string(number);
+    new_file->path = folders_.NewName(clock_->WallMs());
     const int error = io.Open(new_file->path, OpenMode::kNew, &new_file->file);
-    if (error == -EEXIST) continue;
     if (error != 0) return FileError(error, "cannot make " + new_file->path);
-    // Somebody who cleans up may have come first, and takes the file for a dead process's.
-    if (io.Lock(new_file->file.get(), false) == 0) return Status();
+    // A clean-up that comes before the lock takes the file for that of a dead process: it holds the
+    // lock now, or has removed the name already.
+    const int locked = io.Lock(new_file->file.get(), false);
+    FileStat stat;
+    if (locked == 0 && io.Stat(new_file->path, &stat) == 0) return Status();
     DropNewFile(io, *new_file);
+    if (locked != 0 && locked != -EWOULDBLOCK)
+      return FileError(locked, "cannot lock a new file in " + folder);
   }
 }
 

@@ -6,7 +6,9 @@
 #include <cerrno>
 #include <filesystem>
 #include <memory>
+#include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -35,6 +37,70 @@ class DiskTierFaultTest : public DiskTierTest {
   std::shared_ptr<FaultyFileSystem> files =
       std::make_shared<FaultyFileSystem>(CreateMachineFileSystem(false));
 };
+
+// ---- Clean-up beside writers
+
+// A clean-up that looks at a new file between its making and its lock takes it for a dead
+// process's.
+TEST_F(DiskTierFaultTest, AFileThatACleanUpTookIsMadeAgain) {
+  const auto chain = TestChain(1);
+  const auto tier = OpenFaulty();
+  ASSERT_TRUE(Put(*tier, chain[0]).ok());
+  const std::string temporary = directory.path() + "/tmp";
+  int taken = 0;
+  files->CallAt(-1, [&](std::string_view name) {
+    if (name != "lock" || fs::is_empty(temporary) || taken++ > 0) return;
+    for (const auto& entry : fs::directory_iterator(temporary)) fs::remove(entry.path());
+  });
+  EXPECT_TRUE(tier->SetExpiry(chain[0].id.key, int64_t{1} << 50, kNever).ok());
+  EXPECT_GT(taken, 0);
+  files->CallAt(-1, nullptr);
+  EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
+  EXPECT_EQ(tier->List(kNever)->front().expires_ms, int64_t{1} << 50);
+}
+
+// Two processes that make files in the same millisecond: a clean-up that removes the one's by name
+// must never meet the other's.
+TEST_F(DiskTierFaultTest, NamesOfNewFilesAreNeverUsedTwice) {
+  const auto chain = TestChain(1);
+  std::set<std::string> names;
+  for (int process = 0; process < 2; ++process) {
+    const auto tier = OpenFaulty();
+    ASSERT_TRUE(Put(*tier, chain[0]).ok());
+    files->CallAt(-1, [&](std::string_view name) {
+      if (name != "rename") return;
+      for (const auto& entry : fs::directory_iterator(directory.path() + "/tmp"))
+        EXPECT_TRUE(names.insert(entry.path().filename()).second) << entry.path();
+    });
+    EXPECT_TRUE(tier->SetExpiry(chain[0].id.key, (int64_t{1} << 50) + process, kNever).ok());
+    files->CallAt(-1, nullptr);
+  }
+  EXPECT_EQ(names.size(), 2u);
+}
+
+// What was removed since the clean-up saw its name stays away.
+TEST_F(DiskTierFaultTest, ACleanUpMakesNoFile) {
+  const auto tier = OpenFaulty();
+  const std::string left = directory.path() + "/tmp/1-0";
+  WriteFileBytes(left, "left over");
+  files->CallAt(-1, [&](std::string_view name) {
+    if (name == "open") fs::remove(left);
+    if (name == "lock") {
+      EXPECT_FALSE(fs::exists(left));
+    }
+  });
+  EXPECT_EQ(*tier->CollectGarbage(kNever), 0);
+  files->CallAt(-1, nullptr);
+}
+
+// A file system that grants no lock is told, and not asked for ever.
+TEST_F(DiskTierFaultTest, ALockThatFailsIsAnError) {
+  const auto chain = TestChain(1);
+  const auto tier = OpenFaulty();
+  ASSERT_TRUE(Put(*tier, chain[0]).ok());
+  files->FailAt(0, -ENOLCK, true, "lock");
+  EXPECT_EQ(tier->SetExpiry(chain[0].id.key, 7, kNever).code(), StatusCode::kIoError);
+}
 
 // ---- Damaged files
 
