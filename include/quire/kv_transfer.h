@@ -85,7 +85,10 @@ struct ReceiveView {
 struct ReceiveProgress {
   int64_t count = 0;                // tokens reserved
   std::vector<int64_t> layer_rows;  // [layer], rows that are complete
-  Status failure;                   // the first error that was reported
+  // The most tokens that DisaggCommitRecv takes now: the first rows without a gap that are complete
+  // in every layer. With recurrent layers, the tokens before their states, if those rows are there.
+  int64_t complete = 0;
+  Status failure;  // the first error that was reported
 };
 
 struct SendProgress {
@@ -117,8 +120,8 @@ class KVTransfer {
   // that the first pending token opens one of its own. BadState in FORWARD; errors as BeginForward.
   virtual Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) = 0;
   // The first n tokens count from now on, the others are given back. n = 0 is DisaggCancelRecv.
-  // BadState unless the first n rows are complete in every layer; NotFound for an epoch that is
-  // over.
+  // BadState unless the first n rows are complete in every layer, whether or not a failure was
+  // reported; NotFound for an epoch that is over.
   virtual Status DisaggCommitRecv(uint64_t epoch, int64_t n) = 0;
   // The sequence is as before DisaggPrepareRecv.
   virtual Status DisaggCancelRecv(uint64_t epoch) = 0;
@@ -140,20 +143,27 @@ class KVTransfer {
   // ---- Sending. BadState in FORWARD or while a mark is active. Null: none.
   virtual Status SetLayerSink(std::shared_ptr<LayerSink> sink) = 0;
   // From the next forward on, tokens at positions begin, begin + 1, ... go to the map's first,
-  // second, ... token until the map is full; those that the sequence has already go with the next
-  // forward. Replaces the sequence's mark; forks do not inherit it. After PopN, positions that are
-  // computed again are sent again.
+  // second, ... token until the map is full; those that the sequence has already, all of them
+  // perhaps, go with the next forward or DisaggFlushSend. Replaces the sequence's mark; forks do
+  // not inherit it. After PopN, positions that are computed again are sent again.
+  //
+  // first_row > 0: the receiver has the map's tokens before it, and they are not sent. Marking
+  // again for the same reservation, whichever way, is no end of the transfer for its receiver.
   //
   // Heads: a sender of rank r with fewer kv heads than the receiver, a of b, gives one map and
   // sends to peer + r / (b / a); one with more, a = f b, gives f maps, and sends heads [j b, (j +
   // 1) b) to peer + r f + j by the j-th. Layers of equal heads go to every one of them whole.
-  // REQUIRES: IDLE (else BadState, as without a sink); begin >= 0; stored tokens from `begin` on
-  // are held and fewer than the map's. Incompatible: other layers, RoPE or kernels, or keys rotated
-  // for other positions.
+  // REQUIRES: IDLE (else BadState, as without a sink); begin >= 0; 0 <= first_row < the map's
+  // count; stored tokens that are to be sent are held. Incompatible: other layers, RoPE or kernels,
+  // or keys rotated for other positions.
   virtual Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                                int64_t peer, int64_t rank) = 0;
+                                int64_t peer, int64_t rank, int64_t first_row = 0) = 0;
   // Ends the mark; the receiver is told. NotFound without one.
   virtual Status DisaggUnmarkSend(int64_t seq_id) = 0;
+  // Ends the mark; the receiver is not told and goes on waiting. Returns the map's tokens that were
+  // sent, which is first_row of a mark that resumes: of a prompt that was preempted, perhaps on
+  // another sequence. NotFound without one, the mark's failure if it has one.
+  virtual Result<int64_t> DisaggDetachSend(int64_t seq_id) = 0;
   // Fence: sends what the sequence has and no forward has sent yet. The mark's failure, if any.
   virtual Status DisaggFlushSend(int64_t seq_id) = 0;
   virtual Result<SendProgress> GetSendProgress(int64_t seq_id) const = 0;

@@ -76,10 +76,12 @@ class ReceiveMap:
 
 @dataclasses.dataclass(frozen=True)
 class ReceiveProgress:
-    """How far a reservation is: complete tokens per layer, and the first failure ("": none)."""
+    """How far a reservation is: complete tokens per layer, how many of the first ones
+    ``disagg_commit_recv`` takes now (after a failure, too), and the first failure ("": none)."""
 
     count: int
     layer_rows: tuple[int, ...]
+    complete: int
     failure: str
 
 
@@ -420,9 +422,13 @@ class TransferCalls:
         maps: ReceiveMap | Sequence[ReceiveMap],
         peer: int,
         rank: int = 0,
+        first_row: int = 0,
     ) -> None:
         """From the next forward on, the sequence's tokens from position `begin` on go to the
-        tokens of the map, until it is full.
+        tokens of the map, until it is full. Those that are stored already, all perhaps, go with the
+        next forward or :meth:`disagg_flush_send`.
+
+        ``first_row``: the receiver has the map's tokens before it, and they are not sent.
 
         Several maps: of the receivers that share this cache's heads, peer + rank * len(maps)
         onwards. With fewer heads than the receiver, `rank` says which part of them this cache has.
@@ -432,11 +438,20 @@ class TransferCalls:
         """
         if isinstance(maps, ReceiveMap):
             maps = [maps]
-        self._handle.disagg_mark_send(seq_id, begin, [m._fields() for m in maps], peer, rank)
+        fields = [m._fields() for m in maps]
+        self._handle.disagg_mark_send(seq_id, begin, fields, peer, rank, first_row)
 
     def disagg_unmark_send(self, seq_id: int) -> None:
         """Ends the sequence's mark; its receiver is told. NotFoundError without one."""
         self._handle.disagg_unmark_send(seq_id)
+
+    def disagg_detach_send(self, seq_id: int) -> int:
+        """Ends the sequence's mark without a word to its receiver, which goes on waiting.
+
+        Returns the map's tokens that were sent: ``first_row`` of the mark that goes on with it, on
+        another sequence perhaps. NotFoundError without a mark; raises the mark's failure.
+        """
+        return int(self._handle.disagg_detach_send(seq_id))
 
     def disagg_flush_send(self, seq_id: int) -> None:
         """Sends what the sequence has and no forward has sent; raises the mark's failure."""
@@ -451,6 +466,7 @@ def read_receive_progress(fields: Mapping[str, Any]) -> ReceiveProgress:
     return ReceiveProgress(
         count=int(fields["count"]),
         layer_rows=tuple(int(rows) for rows in fields["layer_rows"]),
+        complete=int(fields["complete"]),
         failure=str(fields["failure"]),
     )
 

@@ -51,6 +51,7 @@ ReceiveMap ReadReceiveMap(const OptionMap& fields) {
 OptionMap ReceiveProgressFields(const ReceiveProgress& progress) {
   return {{"count", progress.count},
           {"layer_rows", ShapeOf(progress.layer_rows)},
+          {"complete", progress.complete},
           {"failure", TextOf(progress.failure)}};
 }
 

@@ -176,14 +176,18 @@ class TransferObject : public StateObject<State> {
     });
   }
   void DisaggMarkSend(int64_t seq_id, int64_t begin, const tvm::ffi::Array<OptionMap>& maps,
-                      int64_t peer, int64_t rank) {
+                      int64_t peer, int64_t rank, int64_t first_row) {
     std::vector<ReceiveMap> read;
     for (const OptionMap& map : maps) read.push_back(ReadReceiveMap(map));
-    this->latch_.Run(
-        [&] { return this->state_->transfer()->DisaggMarkSend(seq_id, begin, read, peer, rank); });
+    this->latch_.Run([&] {
+      return this->state_->transfer()->DisaggMarkSend(seq_id, begin, read, peer, rank, first_row);
+    });
   }
   void DisaggUnmarkSend(int64_t seq_id) {
     this->latch_.Run([&] { return this->state_->transfer()->DisaggUnmarkSend(seq_id); });
+  }
+  int64_t DisaggDetachSend(int64_t seq_id) {
+    return this->latch_.Run([&] { return this->state_->transfer()->DisaggDetachSend(seq_id); });
   }
   void DisaggFlushSend(int64_t seq_id) {
     this->latch_.Run([&] { return this->state_->transfer()->DisaggFlushSend(seq_id); });
@@ -217,6 +221,7 @@ void DefineTransfer(tvm::ffi::reflection::ObjectDef<Object>& object) {
       .def("wait_received", &Object::WaitReceived)
       .def("disagg_mark_send", &Object::DisaggMarkSend)
       .def("disagg_unmark_send", &Object::DisaggUnmarkSend)
+      .def("disagg_detach_send", &Object::DisaggDetachSend)
       .def("disagg_flush_send", &Object::DisaggFlushSend)
       .def("send_progress", &Object::SendProgress);
 }

@@ -60,10 +60,12 @@ class Recorder final : public KVTransfer {
   Result<ReceiveProgress> GetReceiveProgress(uint64_t) const override { return Unasked(); }
   Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unasked(); }
   Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unasked(); }
-  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t) override {
+  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t,
+                        int64_t) override {
     return Unasked();
   }
   Status DisaggUnmarkSend(int64_t) override { return Unasked(); }
+  Result<int64_t> DisaggDetachSend(int64_t) override { return Unasked(); }
   Status DisaggFlushSend(int64_t) override { return Unasked(); }
   Result<SendProgress> GetSendProgress(int64_t) const override { return Unasked(); }
 

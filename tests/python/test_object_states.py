@@ -119,6 +119,7 @@ _TRANSFER = {
     "connect_channel": _Call((quire.LocalChannel(), 0)),
     "disagg_cancel_recv": _Call((1,), open="NotFound"),
     "disagg_commit_recv": _Call((1, 1), open="NotFound"),
+    "disagg_detach_send": _Call((0,), open="UnknownSequence"),
     "disagg_flush_send": _Call((0,), open="UnknownSequence"),
     "disagg_mark_send": _Call((0, 0, _NO_MAP, 0), open="UnknownSequence"),
     "disagg_prepare_recv": _Call((0, 1), open="UnknownSequence"),

@@ -60,7 +60,10 @@ void TvmKVCacheObj::DisaggMarkSend(int64_t seq_id, int64_t begin, const tf::Shap
   RefuseImporting(call, seq_id);
   TvmTransferPeer& transfer = RequireTransfer(call);
   const int64_t position = PositionBehind(seq_id, begin);
-  latch_.Run([&] { return transfer.MarkSend(seq_id, position, TvmSpanOf(map), pe_offset); });
+  latch_.Run([&]() -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const int64_t length, cache_->GetSequenceLength(seq_id));
+    return transfer.MarkSend(seq_id, position, length, TvmSpanOf(map), pe_offset);
+  });
 }
 
 // ---------------------------------------------------------------------- kept tokens

@@ -62,9 +62,16 @@ Result<std::vector<int64_t>> TvmTransferPeer::PrepareRecv(int64_t seq_id, int64_
   return reservations_.back().map.slots;
 }
 
-Status TvmTransferPeer::MarkSend(int64_t seq_id, int64_t begin, std::span<const int64_t> slots,
-                                 int64_t pe_offset) {
+Status TvmTransferPeer::MarkSend(int64_t seq_id, int64_t begin, int64_t length,
+                                 std::span<const int64_t> slots, int64_t pe_offset) {
   QUIRE_ASSIGN_OR_RETURN(const ReceiveMap map, hub_->FindMap(pe_offset, slots));
+  if (length - begin >= map.count) {  // TVM's own rule
+    return Status(StatusCode::kBadArgument,
+                  "kv_cache_disagg_mark_send: sequence " + std::to_string(seq_id) + " has " +
+                      std::to_string(length - begin) + " tokens from position " +
+                      std::to_string(begin) + " on already, and the map " +
+                      std::to_string(map.count) + "; at least one must be left to compute");
+  }
   return cache_->DisaggMarkSend(seq_id, begin, std::span(&map, 1), pe_offset, 0);
 }
 

@@ -43,7 +43,9 @@ class TvmTransferPeer {
   TvmTransferPeer& operator=(const TvmTransferPeer&) = delete;
 
   Result<std::vector<int64_t>> PrepareRecv(int64_t seq_id, int64_t length);
-  Status MarkSend(int64_t seq_id, int64_t begin, std::span<const int64_t> slots, int64_t pe_offset);
+  // `length`: tokens that the sequence has.
+  Status MarkSend(int64_t seq_id, int64_t begin, int64_t length, std::span<const int64_t> slots,
+                  int64_t pe_offset);
   // If all of the sequence's pending tokens are there, they count from now on.
   Status TakeOver(int64_t seq_id);
 

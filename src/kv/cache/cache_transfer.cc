@@ -62,12 +62,13 @@ Status CacheTransfer::SetLayerSink(std::shared_ptr<LayerSink> sink) {
 }
 
 Status CacheTransfer::DisaggMarkSend(int64_t seq_id, int64_t begin,
-                                     std::span<const ReceiveMap> maps, int64_t peer, int64_t rank) {
+                                     std::span<const ReceiveMap> maps, int64_t peer, int64_t rank,
+                                     int64_t first_row) {
   const char* call = "DisaggMarkSend";
   return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle(call));
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find(call, seq_id));
-    return sender_.Mark(index, begin, maps, peer, rank);
+    return sender_.Mark(index, begin, maps, peer, rank, first_row);
   });
 }
 
@@ -76,6 +77,14 @@ Status CacheTransfer::DisaggUnmarkSend(int64_t seq_id) {
   return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch(call, seq_id));
     return sender_.Unmark(call, index);
+  });
+}
+
+Result<int64_t> CacheTransfer::DisaggDetachSend(int64_t seq_id) {
+  const char* call = "DisaggDetachSend";
+  return gate_.EnterAlone(call, [&]() -> Result<int64_t> {
+    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch(call, seq_id));
+    return sender_.Detach(call, index);
   });
 }
 

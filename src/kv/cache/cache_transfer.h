@@ -33,8 +33,9 @@ class CacheTransfer final : public KVTransfer {
   Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
   Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
   Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                        int64_t peer, int64_t rank) override;
+                        int64_t peer, int64_t rank, int64_t first_row) override;
   Status DisaggUnmarkSend(int64_t seq_id) override;
+  Result<int64_t> DisaggDetachSend(int64_t seq_id) override;
   Status DisaggFlushSend(int64_t seq_id) override;
   Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 

@@ -401,11 +401,9 @@ TEST(KVChannelFailure, EachCapacityIsRefusedWithoutAChange) {
     EXPECT_EQ(cache->StateDigest(), digest);
     for (const int64_t id : {2, 3}) ASSERT_TRUE(cache->RemoveSequence(id).ok());
   }
-  // The map: as many as the sender has already, and none.
-  ReceiveMap map = ends.map;
-  map.count = kStored - kFirst;
-  map.slots = {1, 0, map.count};
-  expect(StatusCode::kBadArgument, sender.DisaggMarkSend(0, kFirst, std::span(&map, 1), kPeer, 0));
+  // The map: nothing of it is left to send, and none.
+  expect(StatusCode::kBadArgument,
+         sender.DisaggMarkSend(0, kFirst, std::span(&ends.map, 1), kPeer, 0, ends.map.count));
   expect(StatusCode::kBadArgument, sender.DisaggMarkSend(0, kFirst, {}, kPeer, 0));
   // Peers.
   expect(StatusCode::kBadArgument, ends.channel->Connect(kPeer, ends.receiver->transfer()));

@@ -81,29 +81,20 @@ Status KVSender::CheckMaps(const Sequence& sequence, std::span<const ReceiveMap>
 }
 
 Status KVSender::Mark(int32_t index, int64_t begin, std::span<const ReceiveMap> maps, int64_t peer,
-                      int64_t rank) {
+                      int64_t rank, int64_t first_row) {
   QUIRE_RETURN_IF_ERROR(marks_.RequireSink());
   const Sequence& sequence = kv_.control[index];
   const int64_t seq_id = sequence.id;
   QUIRE_RETURN_IF_ERROR(CheckMaps(sequence, maps, begin, rank));
-  const int64_t length = kv_.CommittedLength(sequence);
-  const int64_t stored = std::max<int64_t>(length - begin, 0);
-  if (stored >= maps[0].count) {
-    return BadMaps(StatusCode::kBadArgument,
-                   "sequence " + std::to_string(seq_id) + " has " + std::to_string(stored) +
-                       " tokens from position " + std::to_string(begin) +
-                       " on already, and the map " + std::to_string(maps[0].count) +
-                       "; at least one must be left to compute");
-  }
-  for (int g = 0; g < kv_.tree.group_count() && stored > 0; ++g)
-    QUIRE_RETURN_IF_ERROR(kv_.CheckHeld(kMark, sequence, g, begin, length));
-
   std::vector<int64_t> peers;
   for (const ReceiveMap& map : maps) {
     peers.push_back(PeerOf(kv_.options.layers, map, peer, rank, std::ssize(peers),
                            static_cast<int64_t>(maps.size())));
   }
-  QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, peers, rank));
+  QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, peers, rank, first_row));
+  const int64_t stored = std::min(kv_.CommittedLength(sequence), mark->end);
+  for (int g = 0; g < kv_.tree.group_count() && mark->next < stored; ++g)
+    QUIRE_RETURN_IF_ERROR(kv_.CheckHeld(kMark, sequence, g, mark->next, stored));
   int64_t bytes = 0;
   for (const AttentionLayerSpec& spec : kv_.options.layers)
     bytes = std::max(bytes, LayerBytes(spec, SendMarks::kRowsMax));

@@ -29,9 +29,12 @@ class KVSender {
   // ---- Calls of KVTransfer. REQUIRES: no forward is open.
   Status SetSink(std::shared_ptr<LayerSink> sink) { return marks_.SetSink(std::move(sink)); }
   Status Mark(int32_t index, int64_t begin, std::span<const ReceiveMap> maps, int64_t peer,
-              int64_t rank);
+              int64_t rank, int64_t first_row);
   Status Unmark(const char* call, int32_t index) {
     return marks_.Unmark(call, kv_.control[index].id, index);
+  }
+  Result<int64_t> Detach(const char* call, int32_t index) {
+    return marks_.Detach(call, kv_.control[index].id, index);
   }
   // Sends what is committed and has not been sent.
   Status Flush(const char* call, int32_t index);

@@ -573,10 +573,10 @@ TEST(KVTransfer, MarksAreCheckedAndARefusedOneArmsNothing) {
   expect(StatusCode::kBadArgument, Mark(cache, 0, 0, bad));
   bad.count = 0;
   expect(StatusCode::kBadArgument, Mark(cache, 0, 0, bad));
-  bad = good;  // no longer than what is stored: no token is left to compute
-  bad.count = 5;
-  bad.slots = {1, 0, 5};
-  expect(StatusCode::kBadArgument, Mark(cache, 0, 0, bad));
+  for (const int64_t row : {-1, 8}) {
+    expect(StatusCode::kBadArgument,
+           cache.transfer()->DisaggMarkSend(0, 0, std::span(&good, 1), 6, 0, row));
+  }
   expect(StatusCode::kBadArgument, cache.transfer()->DisaggMarkSend(0, 0, {}, 6, 0));
   expect(StatusCode::kBadArgument,
          cache.transfer()->DisaggMarkSend(0, 0, std::span(&good, 1), 6, -1));
@@ -616,7 +616,10 @@ TEST(KVTransfer, MarksEndWithTheirSequenceAndAreNotInherited) {
   Extend(cache, 1, 2);
   EXPECT_EQ(cache.transfer()->GetSendProgress(1).status().code(), StatusCode::kNotFound);
   EXPECT_EQ(sender.sink->records.size(), 1U);
-  ASSERT_TRUE(Mark(cache, 0, 0, map).ok());  // replaces the first
+  ASSERT_TRUE(Mark(cache, 0, 0, map).ok());  // replaces the first, which goes on at its receiver
+  ReceiveMap other = map;
+  other.epoch = 99;
+  ASSERT_TRUE(Mark(cache, 0, 0, other).ok());  // it does not
   ASSERT_TRUE(cache.RemoveSequence(0).ok());
   ASSERT_TRUE(Mark(cache, 1, 0, map).ok());
   ASSERT_TRUE(cache.transfer()->DisaggUnmarkSend(1).ok());
@@ -628,12 +631,50 @@ TEST(KVTransfer, MarksEndWithTheirSequenceAndAreNotInherited) {
   ASSERT_TRUE(cache.Clear().ok());
   using Record = RecordingSink::Record;
   EXPECT_EQ(sender.sink->records, (std::vector<Record>{{"end", 0, 3, 6},
-                                                       {"stop Cancelled", 3, 5, 6},
+                                                       {"stop Cancelled", 0, 8, 6},
                                                        {"stop Cancelled", 0, 8, 6},
                                                        {"stop Cancelled", 0, 8, 6},
                                                        {"abort", 0, 6, 6},
                                                        {"stop Cancelled", 0, 8, 6}}));
   ASSERT_TRUE(cache.transfer()->SetLayerSink(nullptr).ok());
+}
+
+TEST(KVTransfer, AMarkOfStoredTokensIsFlushed) {
+  for (const int64_t count : {5, 3}) {  // all that there is, and less
+    Sender sender(MakeOptions());
+    Extend(*sender.cache, 0, 5);
+    ASSERT_TRUE(Mark(*sender.cache, 0, 0, MapOf(MakeOptions(), 0, count)).ok());
+    EXPECT_TRUE(sender.sink->records.empty());
+    ASSERT_TRUE(sender.cache->transfer()->DisaggFlushSend(0).ok());
+    EXPECT_EQ(sender.sink->records, (std::vector<RecordingSink::Record>{{"end", 0, count, 6}}));
+    EXPECT_FALSE(sender.cache->transfer()->GetSendProgress(0)->active);
+  }
+}
+
+// As of a prompt that was preempted: its sequence goes, is computed once more, and sends the rest.
+TEST(KVTransfer, ADetachedMarkIsResumedAndItsReceiverHearsNothing) {
+  Sender sender(MakeOptions());
+  AttentionKVCache& cache = *sender.cache;
+  KVTransfer& transfer = *cache.transfer();
+  const ReceiveMap map = MapOf(MakeOptions(), 0, 8);
+  EXPECT_EQ(transfer.DisaggDetachSend(0).status().code(), StatusCode::kNotFound);
+  ASSERT_TRUE(Mark(cache, 0, 0, map).ok());
+  Extend(cache, 0, 3);
+  ASSERT_EQ(transfer.DisaggDetachSend(0).value(), 3);
+  EXPECT_EQ(transfer.GetSendProgress(0).status().code(), StatusCode::kNotFound);
+  ASSERT_TRUE(cache.RemoveSequence(0).ok());
+  ASSERT_TRUE(cache.AddSequence(1).ok());
+  ASSERT_TRUE(transfer.DisaggMarkSend(1, 0, std::span(&map, 1), 6, 0, 3).ok());
+  EXPECT_EQ(transfer.GetSendProgress(1)->sent, 3);
+  Extend(cache, 1, 2);  // the receiver has these
+  Extend(cache, 1, 6);
+  using Record = RecordingSink::Record;
+  EXPECT_EQ(sender.sink->records, (std::vector<Record>{{"end", 0, 3, 6}, {"end", 3, 5, 6}}));
+  int64_t rows = 0;
+  for (const RecordingSink::Range& range : sender.sink->ranges)
+    rows += range.layer == 0 ? range.count : 0;
+  EXPECT_EQ(rows, 8);
+  EXPECT_FALSE(transfer.GetSendProgress(1)->active);
 }
 
 TEST(KVTransfer, ASentPrefixMustBeHeld) {

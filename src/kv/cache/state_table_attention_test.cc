@@ -352,6 +352,7 @@ constexpr TableRow kRows[] = {
   {"DisaggMarkSend",                        "o S S o S o S o o"},
   {"DisaggMarkSend: another",               "o S S o S o S o o"},
   {"DisaggUnmarkSend",                      "N S S N S N S N o"},
+  {"DisaggDetachSend",                      "N S S N S N S N o"},
   {"DisaggFlushSend",                       "N S S N S N S N o"},
   {"GetSendProgress",                       "N N N N N N N N o"},
   {"SetRetained",                           "o S S S S S S o o"},

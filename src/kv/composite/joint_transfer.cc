@@ -261,6 +261,8 @@ Result<ReceiveProgress> JointTransfer::GetReceiveProgress(uint64_t epoch) const 
     }
     QUIRE_ASSIGN_OR_RETURN(const ReceiveProgress states, receives_.Progress(epoch));
     progress.count = states.count;
+    const bool has_tokens = attention_ == nullptr || progress.complete >= states.complete;
+    progress.complete = has_tokens ? states.complete : 0;
     progress.layer_rows.insert(progress.layer_rows.end(), states.layer_rows.begin(),
                                states.layer_rows.end());
     if (progress.failure.ok()) progress.failure = states.failure;

@@ -13,9 +13,9 @@
 // - With an attention part, a sequence has a reservation here exactly while it has one there, of
 // the
 //   same epoch and as many tokens: every call makes or ends both.
-// - A mark here has one target, and its `next` is its begin or the position whose states were sent
-//   last. With an attention part it has a mark there, too, unless that has failed or was ended with
-//   this one.
+// - A mark here has one target, and its `next` is its begin, the position whose states were sent
+//   last, or where it resumes: the receiver has those states. With an attention part it has a mark
+//   there, too, unless that has failed or was ended with this one.
 #ifndef QUIRE_KV_COMPOSITE_JOINT_TRANSFER_H_
 #define QUIRE_KV_COMPOSITE_JOINT_TRANSFER_H_
 
@@ -63,8 +63,9 @@ class JointTransfer final : public KVTransfer {
   Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
   Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
   Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                        int64_t peer, int64_t rank) override;
+                        int64_t peer, int64_t rank, int64_t first_row) override;
   Status DisaggUnmarkSend(int64_t seq_id) override;
+  Result<int64_t> DisaggDetachSend(int64_t seq_id) override;
   Status DisaggFlushSend(int64_t seq_id) override;
   Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 

@@ -1,5 +1,6 @@
 // Marks of a CompositeState, and what goes to the sink when a forward has ended.
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "kv/composite/joint_transfer.h"
@@ -51,17 +52,16 @@ Status JointTransfer::CheckMap(int64_t seq_id, int64_t begin, std::span<const Re
                        ", and states from position " + std::to_string(begin) +
                        " on are of other tokens");
   }
-  const int64_t stored = std::max<int64_t>(LengthOf(seq_id) - begin, 0);
-  if (map.count > stored && map.count <= kPositionsMax - begin) return Status();
+  if (map.count >= 1 && map.count <= kPositionsMax - begin) return Status();
   return BadMark(StatusCode::kBadArgument,
                  "a map of " + std::to_string(map.count) + " tokens from position " +
                      std::to_string(begin) + " on for sequence " + std::to_string(seq_id) +
-                     ", which has " + std::to_string(stored) +
-                     " there; at least one must be left to compute, and positions end at 2^31");
+                     "; it must have at least 1, and positions end at 2^31");
 }
 
 Status JointTransfer::DisaggMarkSend(int64_t seq_id, int64_t begin,
-                                     std::span<const ReceiveMap> maps, int64_t peer, int64_t rank) {
+                                     std::span<const ReceiveMap> maps, int64_t peer, int64_t rank,
+                                     int64_t first_row) {
   const char* const call = "DisaggMarkSend";
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
@@ -69,7 +69,8 @@ Status JointTransfer::DisaggMarkSend(int64_t seq_id, int64_t begin,
     QUIRE_RETURN_IF_ERROR(marks_.RequireSink());
     QUIRE_RETURN_IF_ERROR(CheckMap(seq_id, begin, maps, rank));
     const int64_t to = peer + rank;
-    QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, std::span(&to, 1), rank));
+    QUIRE_ASSIGN_OR_RETURN(auto mark,
+                           MakeMark(seq_id, begin, maps, std::span(&to, 1), rank, first_row));
     const int32_t index = marks_.IndexOf(seq_id);
     int64_t bytes = 0;
     for (const Tensor& tensor : states_.tensors)
@@ -79,8 +80,8 @@ Status JointTransfer::DisaggMarkSend(int64_t seq_id, int64_t begin,
       ReceiveMap of_attention = maps[0];
       of_attention.layout ^= states_.layout;
       of_attention.kv_heads.resize(static_cast<size_t>(attention_layers_));
-      QUIRE_RETURN_IF_ERROR(
-          attention_->DisaggMarkSend(seq_id, begin, std::span(&of_attention, 1), peer, rank));
+      QUIRE_RETURN_IF_ERROR(attention_->DisaggMarkSend(seq_id, begin, std::span(&of_attention, 1),
+                                                       peer, rank, first_row));
     }
     marks_.Put(index, std::move(mark));
     return Status();
@@ -95,6 +96,23 @@ Status JointTransfer::DisaggUnmarkSend(int64_t seq_id) {
     QUIRE_RETURN_IF_ERROR(marks_.Unmark(call, seq_id, marks_.IndexOf(seq_id)));
     StopTokens(seq_id);
     return Status();
+  });
+}
+
+Result<int64_t> JointTransfer::DisaggDetachSend(int64_t seq_id) {
+  const char* const call = "DisaggDetachSend";
+  return gate_.Enter(call, [&]() -> Result<int64_t> {
+    QUIRE_RETURN_IF_ERROR(RequireIdle(call));
+    QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
+    const int32_t index = marks_.IndexOf(seq_id);
+    QUIRE_RETURN_IF_ERROR(marks_.Require(call, seq_id, index));
+    if (!marks_.Find(index)->failure.ok()) return marks_.Find(index)->failure;
+    int64_t tokens = std::numeric_limits<int64_t>::max();
+    if (attention_ != nullptr) {
+      QUIRE_ASSIGN_OR_RETURN(tokens, attention_->DisaggDetachSend(seq_id));
+    }
+    QUIRE_ASSIGN_OR_RETURN(const int64_t states, marks_.Detach(call, seq_id, index));
+    return std::min(states, tokens);
   });
 }
 
@@ -175,8 +193,7 @@ void JointTransfer::SendStates(SendMark* mark) noexcept {
     mark->failure = tokens.ok() ? tokens->failure : tokens.status();
   }
   if (!mark->failure.ok()) return;
-  if (!nodes.ok() || *nodes > 0 || position <= mark->begin || position == mark->next) return;
-  QUIRE_DCHECK(position > mark->next) << "a shorter sequence starts its mark again";
+  if (!nodes.ok() || *nodes > 0 || position <= mark->next) return;
   mark->given = position;
   mark->failure = GuardEntry([&] { return SendStatesAt(mark, position); });
   marks_.Finish(mark, SendMarks::Outcome::kEnded, position - 1 - mark->begin);

@@ -400,12 +400,38 @@ TEST(JointTransfer, AForwardOverTheMapsEndHasNoStateThere) {
   EXPECT_EQ(pair.Waited(4).code(), StatusCode::kNeedsReplay);
 }
 
+// As of a prompt that was preempted, and of one that was stored before it was asked for.
+TEST_P(JointTransferOf, ADetachedMarkIsResumedAndAStoredPromptIsFlushed) {
+  Pair pair(GetParam());
+  KVTransfer& transfer = pair.sender.transfer();
+  EXPECT_EQ(transfer.DisaggDetachSend(kSeq).status().code(), StatusCode::kNotFound);
+  ASSERT_TRUE(pair.Mark().ok());
+  pair.sender.Run(kSeq, Text(5, 9));
+  ASSERT_EQ(transfer.DisaggDetachSend(kSeq).value(), 4);
+  ASSERT_TRUE(pair.sender.state().RemoveSequence(kSeq).ok());
+  EXPECT_EQ(pair.Waited(12).code(), StatusCode::kTimeout) << "it was told";
+  EXPECT_EQ(pair.receiver.transfer().GetReceiveProgress(pair.map.epoch)->complete, 4);
+  ASSERT_TRUE(pair.sender.state().AddSequence(kSeq).ok());
+  pair.sender.Run(kSeq, Text(0, 17));  // all of the map's
+  ASSERT_TRUE(transfer.DisaggMarkSend(kSeq, 5, std::span(&pair.map, 1), kPeer, 0, 4).ok());
+  EXPECT_EQ(transfer.GetSendProgress(kSeq)->sent, 4);
+  ASSERT_TRUE(transfer.DisaggFlushSend(kSeq).ok());
+  EXPECT_FALSE(transfer.GetSendProgress(kSeq)->active);
+  EXPECT_EQ(pair.receiver.transfer().GetReceiveProgress(pair.map.epoch)->complete, 12);
+  ASSERT_TRUE(pair.Commit(12).ok());
+  pair.ExpectGoesOn(Text(5, 17));
+}
+
 TEST(JointTransfer, AnEndedMarkIsHeardOf) {
   const std::vector<std::function<Status(Pair&)>> ends = {
       [](Pair& p) { return p.sender.transfer().DisaggUnmarkSend(kSeq); },
       [](Pair& p) { return p.sender.state().RemoveSequence(kSeq); },
       [](Pair& p) { return p.sender.state().Clear(); },
-      [](Pair& p) { return p.Mark(); },
+      [](Pair& p) {
+        ReceiveMap other = p.map;
+        other.epoch += 1000;
+        return p.sender.transfer().DisaggMarkSend(kSeq, 5, std::span(&other, 1), kPeer, 0);
+      },
   };
   for (const bool attention : {true, false}) {
     for (const auto& end : ends) {

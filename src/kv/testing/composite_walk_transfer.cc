@@ -50,8 +50,9 @@ void CompositeWalk::TransferStep() {
     case 1:
       return MarkSend(AnyId(), other_->AnyEpoch());
     case 2: {
-      const int64_t kind = random_.Below(4);
+      const int64_t kind = random_.Below(5);
       if (kind == 0) return Unmark(AnyMarked());
+      if (kind == 4) return Resume(AnyMarked());
       return kind == 1 ? MarkAgain(AnyMarked()) : Flush(AnyMarked());
     }
     case 3:
@@ -72,7 +73,7 @@ void CompositeWalk::Transfer() {
   const int64_t begin = other_->model_[to].length();
   const int64_t stored = std::max<int64_t>(model_[from].length() - begin, 0);
   const uint64_t epoch =
-      other_->Reserve(to, stored + 1 + random_.Below(random_.Below(3) == 0 ? 60 : 6));
+      other_->Reserve(to, stored + random_.Below(random_.Below(3) == 0 ? 60 : 6));
   if (epoch == 0) return;
   MarkSend(from, epoch);
   for (int64_t i = random_.Below(4); i > 0 && Known(from); --i) {
@@ -235,15 +236,14 @@ StatusCode CompositeWalk::ExpectedOfMark(int64_t id, int64_t begin, const Receiv
   const uint64_t layout = other_->receives_.at(map.epoch).map.layout;
   if (!setting_.with_attention && map.layout != layout) return StatusCode::kIncompatible;
   if (map.first_position != begin) return StatusCode::kIncompatible;
-  const int64_t stored = std::max<int64_t>(model_.at(id).length() - begin, 0);
-  if (map.count <= stored) return StatusCode::kBadArgument;
+  if (map.count < 1) return StatusCode::kBadArgument;
   const Result<std::vector<int64_t>> slots = DecodeSlots(map.slots, map.count);
   if (!slots.ok() || std::ssize(*slots) != map.count) return StatusCode::kBadArgument;
   return map.layout == layout ? StatusCode::kOk : StatusCode::kIncompatible;
 }
 
 // Mostly as the map is; now and then something is wrong with it, or a token is not to be stored.
-void CompositeWalk::MarkSend(int64_t id, uint64_t epoch) {
+void CompositeWalk::MarkSend(int64_t id, uint64_t epoch, int64_t first_row) {
   const auto found = other_->receives_.find(epoch);
   if (found == other_->receives_.end()) return;
   const bool is_taken = std::ranges::any_of(marks_, [&](const auto& entry) {
@@ -260,15 +260,23 @@ void CompositeWalk::MarkSend(int64_t id, uint64_t epoch) {
   if (wrong == 8) maps.clear();
   if (wrong == 9) maps.push_back(map);
   const uint64_t digest = state_->StateDigest();
-  const StatusCode expected = ExpectedOfMark(id, begin, map, maps.size());
-  if (!Expect(state_->transfer()->DisaggMarkSend(id, begin, maps, kPeer, 0), expected, digest))
+  StatusCode expected = ExpectedOfMark(id, begin, map, maps.size());
+  if (wrong == 10) first_row = -1;
+  if (wrong == 11) first_row = map.count;
+  if (expected == StatusCode::kOk && (first_row < 0 || first_row >= map.count))
+    expected = StatusCode::kBadArgument;
+  if (!Expect(state_->transfer()->DisaggMarkSend(id, begin, maps, kPeer, 0, first_row), expected,
+              digest))
     return;
+  const auto old = marks_.find(id);
+  if (old != marks_.end() && old->second.epoch == epoch) marks_.erase(old);  // it goes on
   DropMark(id);
   marks_[id] = {.begin = begin,
                 .end = begin + map.count,
                 .epoch = epoch,
                 .left_out = left_out,
-                .next = begin};
+                .next = begin + first_row,
+                .sent = first_row == 0 ? 0 : begin + first_row};
 }
 
 // To the same reservation, from an earlier end on: what was sent before is sent anew.
@@ -291,6 +299,23 @@ void CompositeWalk::Unmark(int64_t id) {
                               : marks_.count(id) == 0 ? StatusCode::kNotFound
                                                       : StatusCode::kOk;
   if (Expect(state_->transfer()->DisaggUnmarkSend(id), expected, digest)) DropMark(id);
+}
+
+// The mark goes without a word to its receiver, and another one goes on where it was.
+void CompositeWalk::Resume(int64_t id) {
+  const uint64_t digest = state_->StateDigest();
+  const auto found = marks_.find(id);
+  const StatusCode expected = !batch_.empty()         ? StatusCode::kBadState
+                              : !Known(id)            ? StatusCode::kUnknownSequence
+                              : found == marks_.end() ? StatusCode::kNotFound
+                                                      : found->second.failure;
+  const Result<int64_t> sent = state_->transfer()->DisaggDetachSend(id);
+  if (!Expect(sent.status(), expected, digest)) return;
+  const ModelMark mark = found->second;
+  const int64_t states = std::max<int64_t>(mark.sent - mark.begin, 0);
+  EXPECT_EQ(*sent, setting_.with_attention ? std::min(states, mark.next - mark.begin) : states);
+  marks_.erase(found);
+  if (random_.Below(8) != 0) MarkSend(id, mark.epoch, *sent);
 }
 
 // What it answers with may be the end of the mark, which changes the state. Now and then nobody is
@@ -420,7 +445,7 @@ void CompositeWalk::SendStates(int64_t id) {
   if (!mark.active()) return;
   const ModelSequence& s = model_.at(id);
   const int64_t position = std::min(s.length(), mark.end);
-  if (position <= mark.begin || position == mark.sent) return;
+  if (position <= std::max(mark.begin, mark.sent)) return;
   const int64_t row = position - 1 - mark.begin;
   const int64_t first_layer = setting_.with_attention ? 1 : 0;
   for (size_t t = 0; t < tensor_parts_.size() && row != mark.left_out; ++t) {
@@ -469,6 +494,14 @@ void CompositeWalk::CheckReceive(uint64_t epoch, const ModelReceive& receive) {
   }
   for (const ModelArrival& arrival : receive.arrivals) rows.push_back(arrival.rows());
   ASSERT_EQ(progress->layer_rows, rows);
+  int64_t complete = receive.arrivals[0].rows();
+  for (const ModelArrival& arrival : receive.arrivals) {
+    if (arrival.rows() != complete) complete = 0;
+  }
+  for (int64_t row = 0; row < complete && setting_.with_attention; ++row) {
+    if (!receive.rows[static_cast<size_t>(row)].has_value()) complete = 0;
+  }
+  ASSERT_EQ(progress->complete, complete);
   for (const int64_t n :
        {int64_t{0}, int64_t{1}, rows.back(), receive.map.count, receive.map.count + 1}) {
     const Status waited = transfer.WaitReceived(epoch, n, *MachineTime(), 0);

@@ -164,11 +164,12 @@ class CompositeWalk {
   int64_t AnyMarked();
   uint64_t Reserve(int64_t id, int64_t count);
   StatusCode ExpectedOfReserve(int64_t id, int64_t count) const;
-  void MarkSend(int64_t id, uint64_t epoch);
+  void MarkSend(int64_t id, uint64_t epoch, int64_t first_row = 0);
   StatusCode ExpectedOfMark(int64_t id, int64_t begin, const ReceiveMap& map,
                             size_t map_count) const;
   void MarkAgain(int64_t id);
   void Unmark(int64_t id);
+  void Resume(int64_t id);
   void Flush(int64_t id);
   StatusCode FlushModel(int64_t id);
   void Settle(uint64_t epoch);

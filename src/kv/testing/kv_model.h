@@ -125,8 +125,9 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
   Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
   Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                        int64_t peer, int64_t rank) override;
+                        int64_t peer, int64_t rank, int64_t first_row = 0) override;
   Status DisaggUnmarkSend(int64_t seq_id) override;
+  Result<int64_t> DisaggDetachSend(int64_t seq_id) override;
   Status DisaggFlushSend(int64_t seq_id) override;
   Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 
@@ -323,15 +324,15 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   int64_t CompleteRows(const Receive& receive, size_t layer, int64_t row, int64_t end) const;
   Status RequireRows(uint64_t epoch, int64_t n);
   void EndReceive(int64_t seq_id, int64_t n);
-  Status CheckMark(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                   int64_t rank) const;
+  Status CheckMark(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps, int64_t rank,
+                   int64_t first_row) const;
   void SendLayer(size_t layer);
   void GiveRows(int64_t seq_id, size_t layer, int64_t end);
   Status GiveRow(int64_t seq_id, size_t layer, size_t map, int64_t position);
   // Of the marks of the batch.
   enum class Outcome : uint8_t { kEnded, kAborted };
   void FinishSends(std::span<const int64_t> seq_ids, Outcome outcome);
-  void StopSend(int64_t seq_id);
+  void StopSend(int64_t seq_id, const Mark* next = nullptr);
   std::vector<SendRecord> RecordsOf(int64_t seq_id, int64_t first, int64_t end) const;
   int64_t PeerOf(const Mark& mark, size_t map) const;
   Status CheckAttention(int64_t layer) const;

@@ -145,9 +145,14 @@ int64_t KVModel::CompleteRows(const Receive& receive, size_t layer, int64_t row,
 
 Result<ReceiveProgress> KVModel::GetReceiveProgress(uint64_t epoch) const {
   QUIRE_ASSIGN_OR_RETURN(const Receive* receive, const_cast<KVModel*>(this)->FindReceive(epoch));
-  ReceiveProgress progress{.count = receive->count, .layer_rows = {}, .failure = receive->failure};
-  for (size_t l = 0; l < options_.layers.size(); ++l)
+  ReceiveProgress progress{.count = receive->count,
+                           .layer_rows = {},
+                           .complete = receive->count,
+                           .failure = receive->failure};
+  for (size_t l = 0; l < options_.layers.size(); ++l) {
     progress.layer_rows.push_back(CompleteRows(*receive, l, 0, receive->count));
+    while (CompleteRows(*receive, l, 0, progress.complete) < progress.complete) --progress.complete;
+  }
   return progress;
 }
 
@@ -214,7 +219,7 @@ Status KVModel::SetLayerSink(std::shared_ptr<LayerSink> sink) {
 }
 
 Status KVModel::CheckMark(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                          int64_t rank) const {
+                          int64_t rank, int64_t first_row) const {
   if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
   if (sink_ == nullptr) return Bad(StatusCode::kBadState, "no sink");
@@ -237,9 +242,8 @@ Status KVModel::CheckMark(int64_t seq_id, int64_t begin, std::span<const Receive
       if (!fits) return Bad(StatusCode::kIncompatible, "heads");
     }
   }
-  const int64_t stored = std::max<int64_t>(sequence.length() - begin, 0);
-  if (stored >= maps[0].count) return Bad(StatusCode::kBadArgument, "nothing is left to compute");
-  for (int64_t p = begin; p < sequence.length(); ++p) {
+  if (first_row < 0 || first_row >= maps[0].count) return Bad(StatusCode::kBadArgument, "row");
+  for (int64_t p = begin + first_row; p < std::min(sequence.length(), begin + maps[0].count); ++p) {
     for (size_t g = 0; g < groups_.size(); ++g) {
       if (!IsHeld(sequence, p, g)) return Bad(StatusCode::kBadArgument, "not held");
     }
@@ -248,10 +252,11 @@ Status KVModel::CheckMark(int64_t seq_id, int64_t begin, std::span<const Receive
 }
 
 Status KVModel::DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                               int64_t peer, int64_t rank) {
-  QUIRE_RETURN_IF_ERROR(CheckMark(seq_id, begin, maps, rank));
+                               int64_t peer, int64_t rank, int64_t first_row) {
+  QUIRE_RETURN_IF_ERROR(CheckMark(seq_id, begin, maps, rank, first_row));
   Mark mark;
-  mark.begin = mark.next = begin;
+  mark.begin = begin;
+  mark.next = begin + first_row;
   mark.peer = peer;
   mark.rank = rank;
   for (const ReceiveMap& map : maps) {
@@ -260,13 +265,15 @@ Status KVModel::DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const Re
     if (std::ssize(slots) != map.count) return Bad(StatusCode::kBadArgument, "slots");
     mark.slots.push_back(std::move(slots));
   }
-  StopSend(seq_id);
+  StopSend(seq_id, &mark);
   marks_.emplace(seq_id, std::move(mark));
   return Status();
 }
 
 // Receivers are numbered as their heads follow one another.
 int64_t KVModel::PeerOf(const Mark& mark, size_t map) const {
+  const auto maps = std::ssize(mark.maps);
+  if (maps > 1) return mark.rank * maps + static_cast<int64_t>(map);
   int64_t receiver = mark.rank;
   for (size_t l = 0; l < options_.layers.size(); ++l) {
     const int64_t a = options_.layers[l].num_kv_heads;
@@ -354,12 +361,21 @@ void KVModel::FinishSends(std::span<const int64_t> seq_ids, Outcome outcome) {
   }
 }
 
-void KVModel::StopSend(int64_t seq_id) {
+// What `next` sends to goes on.
+void KVModel::StopSend(int64_t seq_id, const Mark* next) {
   const auto mark = marks_.find(seq_id);
   if (mark == marks_.end()) return;
-  if (mark->second.active()) {
-    static_cast<void>(sink_->OnSendStopped(RecordsOf(seq_id, mark->second.next, mark->second.end()),
-                                           Bad(StatusCode::kCancelled, "the sender has stopped")));
+  auto records = RecordsOf(seq_id, mark->second.next, mark->second.end());
+  std::erase_if(records, [&](const SendRecord& record) {
+    for (size_t map = 0; next != nullptr && map < next->maps.size(); ++map) {
+      if (next->maps[map].epoch == record.epoch && next->peer + PeerOf(*next, map) == record.peer)
+        return true;
+    }
+    return false;
+  });
+  if (mark->second.active() && !records.empty()) {
+    static_cast<void>(
+        sink_->OnSendStopped(records, Bad(StatusCode::kCancelled, "the sender has stopped")));
   }
   marks_.erase(mark);
 }
@@ -369,6 +385,16 @@ Status KVModel::DisaggUnmarkSend(int64_t seq_id) {
   if (marks_.count(seq_id) == 0) return Bad(StatusCode::kNotFound, "no mark");
   StopSend(seq_id);
   return Status();
+}
+
+Result<int64_t> KVModel::DisaggDetachSend(int64_t seq_id) {
+  QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
+  const auto mark = marks_.find(seq_id);
+  if (mark == marks_.end()) return Bad(StatusCode::kNotFound, "no mark");
+  if (!mark->second.failure.ok()) return mark->second.failure;
+  const int64_t sent = mark->second.next - mark->second.begin;
+  marks_.erase(mark);
+  return sent;
 }
 
 Status KVModel::DisaggFlushSend(int64_t seq_id) {

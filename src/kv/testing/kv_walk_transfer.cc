@@ -197,6 +197,7 @@ std::string Walker::CompareIncoming() {
     if (error.empty() && ours.ok()) {
       if (ours->layer_rows != models->layer_rows) error = "complete rows differ";
       if (error.empty()) error = Differ("tokens to receive", ours->count, models->count);
+      if (error.empty()) error = Differ("tokens to commit", ours->complete, models->complete);
       if (error.empty()) error = Compare("receiving", ours->failure, models->failure);
     }
     for (const int64_t n : {int64_t{0}, incoming.maps[0].count / 2, incoming.maps[0].count}) {
@@ -260,8 +261,9 @@ std::string Walker::MarkSend(int64_t id, const Outgoing& outgoing, RandomSequenc
     if (wrong == 9 && !side.empty()) side.push_back(side[0]);
   }
   const int64_t rank = wrong == 10 ? -1 : outgoing.rank;
+  const int64_t first_row = wrong == 11 ? 100 * random.Below(2) - 1 : outgoing.first_row;
   QUIRE_WALK_CALL("DisaggMarkSend", status, [&](AttentionKVCache& c) {
-    return c.transfer()->DisaggMarkSend(id, begin, maps[SideOf(c)], kFirstPeer, rank);
+    return c.transfer()->DisaggMarkSend(id, begin, maps[SideOf(c)], kFirstPeer, rank, first_row);
   });
   if (!status.ok()) return "";
   outgoing_[id] = outgoing;
@@ -274,6 +276,17 @@ std::string Walker::Unmark(int64_t id) {
   QUIRE_WALK_CALL("DisaggUnmarkSend", status,
                   [&](AttentionKVCache& c) { return c.transfer()->DisaggUnmarkSend(id); });
   return "";
+}
+
+std::string Walker::Detach(int64_t id, int64_t* sent) {
+  int64_t rows[2] = {0, 0};
+  QUIRE_WALK_CALL("DisaggDetachSend", status, [&](AttentionKVCache& c) {
+    const Result<int64_t> result = c.transfer()->DisaggDetachSend(id);
+    if (result.ok()) rows[SideOf(c)] = *result;
+    return result.status();
+  });
+  *sent = status.ok() ? rows[0] : -1;
+  return Differ("tokens that a mark has sent", rows[0], rows[1]);
 }
 
 // What it answers with may be the end of the mark, which changes the state.
@@ -524,7 +537,8 @@ std::string Walker::Transfer(const WalkOp& op) {
   const int64_t first = std::ssize(history_.at(receivers[0]));
   const int64_t begin = rotates_keys() ? first : held + random.Below(length - held + 1);
   const int64_t behind = random.Below(3) == 0 ? 60 : 12;
-  const int64_t count = std::max<int64_t>(length - begin, 0) + 1 + random.Below(behind);
+  const int64_t left = random.Below(4) == 0 ? 0 : 1 + random.Below(behind);
+  const int64_t count = std::max<int64_t>(1, std::max<int64_t>(length - begin, 0) + left);
   std::vector<uint64_t> epochs;
   for (const int64_t id : receivers) {
     epochs.push_back(0);
@@ -579,6 +593,20 @@ std::string Walker::Receive(const WalkOp& op) {
   return FinishReceive(found->first, random);
 }
 
+// The mark goes without a word; another one goes on where it was.
+std::string Walker::Resume(int64_t id, RandomSequence& random) {
+  int64_t sent = 0;
+  std::string error = Detach(id, &sent);
+  if (!error.empty() || sent < 0 || setting_.halved_layers != 0) return error;
+  Outgoing outgoing = outgoing_.at(id);
+  const bool is_there = std::ranges::all_of(
+      outgoing.epochs, [&](uint64_t epoch) { return other_->incoming_.count(epoch) != 0; });
+  if (!is_there || random.Below(8) == 0) return error;
+  outgoing.first_row = sent;
+  bool marked = false;
+  return MarkSend(id, outgoing, random, &marked);
+}
+
 std::string Walker::Send(const WalkOp& op) {
   RandomSequence random(op.a, op.b);
   std::vector<int64_t> ids;
@@ -588,6 +616,7 @@ std::string Walker::Send(const WalkOp& op) {
                          : ids[static_cast<size_t>(random.Below(std::ssize(ids)))];
   const int64_t kind = random.Below(8);
   if (kind == 1) return Unmark(id);
+  if (kind == 5) return Resume(id, random);
   if (kind == 2) {
     QUIRE_WALK_CALL("SetLayerSink", status, [&](AttentionKVCache& c) {
       const size_t side = SideOf(c);

@@ -105,6 +105,7 @@ struct Outgoing {
   int64_t begin = 0;
   int64_t rank = 0;
   std::vector<uint64_t> epochs;
+  int64_t first_row = 0;
 };
 
 // What a member of a forward loads: its number in the batch, the tokens' keys and values in the
@@ -247,6 +248,8 @@ class Walker {
   std::string Receive(const WalkOp& op);
   std::string Settle(RandomSequence& random);
   std::string Unmark(int64_t id);
+  std::string Detach(int64_t id, int64_t* sent);
+  std::string Resume(int64_t id, RandomSequence& random);
   std::string Flush(int64_t id);
   std::string Cancel(uint64_t epoch);
   std::string Commit(uint64_t epoch, int64_t n);

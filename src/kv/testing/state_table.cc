@@ -155,6 +155,7 @@ void AddTransferCalls(const TransferArguments& a, TableCalls* calls) {
   c["DisaggMarkSend: another"] = {
       [&t, a] { return t.DisaggMarkSend(kOther, 0, std::span(a.map, 1), 6, 0); }};
   c["DisaggUnmarkSend"] = {[&t] { return t.DisaggUnmarkSend(kSubject); }};
+  c["DisaggDetachSend"] = {[&t] { return Answered(t.DisaggDetachSend(kSubject)); }};
   c["DisaggFlushSend"] = {[&t] { return t.DisaggFlushSend(kSubject); }};
   c["GetSendProgress"] = {[&t] { return Answered(t.GetSendProgress(kSubject)); }};
 }

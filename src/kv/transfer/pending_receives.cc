@@ -374,8 +374,22 @@ Status PendingReceives::Fail(uint64_t epoch, const Status& why) {
 Result<ReceiveProgress> PendingReceives::Progress(uint64_t epoch) const {
   const std::lock_guard lock(mutex_);
   QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked("GetReceiveProgress", epoch));
-  ReceiveProgress progress{.count = receive->count, .layer_rows = {}, .failure = receive->failure};
-  for (const Layer& layer : receive->layers) progress.layer_rows.push_back(layer.rows);
+  ReceiveProgress progress{.count = receive->count,
+                           .layer_rows = {},
+                           .complete = receive->count,
+                           .failure = receive->failure};
+  for (const Layer& layer : receive->layers) {
+    progress.layer_rows.push_back(layer.rows);
+    if (!layer.row.empty()) progress.complete = CompleteCount(layer, progress.complete);
+  }
+  // States are those of one position or of none.
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    if (!layers_[l].is_state()) continue;
+    const int64_t state = receive->layers[l].rows;
+    const bool is_first = l == 0 || !layers_[l - 1].is_state();
+    const bool fits = is_first ? state <= progress.complete : state == progress.complete;
+    progress.complete = fits ? state : 0;
+  }
   return progress;
 }
 

@@ -25,12 +25,19 @@ HeadsOfTarget HeadsFor(int64_t heads, int64_t remote_heads, int64_t rank, int64_
 
 Result<std::unique_ptr<SendMark>> MakeMark(int64_t seq_id, int64_t begin,
                                            std::span<const ReceiveMap> maps,
-                                           std::span<const int64_t> peers, int64_t rank) {
+                                           std::span<const int64_t> peers, int64_t rank,
+                                           int64_t first_row) {
   QUIRE_DCHECK(!maps.empty());
   QUIRE_DCHECK(maps.size() == peers.size());
+  if (first_row < 0 || first_row >= maps[0].count) {
+    return Status(StatusCode::kBadArgument, "DisaggMarkSend: sending from row " +
+                                                std::to_string(first_row) + " on of a map of " +
+                                                std::to_string(maps[0].count) + " tokens");
+  }
   auto mark = std::make_unique<SendMark>();
   mark->seq_id = seq_id;
-  mark->begin = mark->next = begin;
+  mark->begin = begin;
+  mark->next = begin + first_row;
   mark->end = begin + maps[0].count;
   mark->rank = rank;
   for (size_t t = 0; t < maps.size(); ++t) {
@@ -109,6 +116,16 @@ Status SendMarks::Unmark(const char* call, int64_t seq_id, int32_t index) {
   return Status();
 }
 
+Result<int64_t> SendMarks::Detach(const char* call, int64_t seq_id, int32_t index) {
+  QUIRE_RETURN_IF_ERROR(Require(call, seq_id, index));
+  const SendMark& mark = *Find(index);
+  QUIRE_DCHECK(mark.given == 0) << "a forward sends these tokens";
+  if (!mark.failure.ok()) return mark.failure;
+  const int64_t sent = mark.next - mark.begin;
+  Drop(index);
+  return sent;
+}
+
 Result<SendProgress> SendMarks::Progress(const char* call, int64_t seq_id, int32_t index) const {
   QUIRE_RETURN_IF_ERROR(Require(call, seq_id, index));
   const SendMark& mark = *Find(index);
@@ -134,7 +151,19 @@ void SendMarks::Put(int32_t sequence, std::unique_ptr<SendMark> mark) noexcept {
   QUIRE_DCHECK(static_cast<size_t>(sequence) < marks_.size()) << "no room was reserved";
   QUIRE_DCHECK(mark != nullptr);
   QUIRE_DCHECK(mark->given == 0);
-  Stop(sequence, "another mark has replaced it");
+  if (SendMark* const old = Find(sequence)) {
+    // What goes to the same reservation goes on.
+    std::erase_if(old->targets, [&](const SendMark::Target& target) {
+      return std::ranges::any_of(mark->targets, [&](const SendMark::Target& next) {
+        return next.map.epoch == target.map.epoch && next.peer == target.peer;
+      });
+    });
+    if (old->targets.empty()) {
+      Drop(sequence);
+    } else {
+      Stop(sequence, "another mark has replaced it");
+    }
+  }
   marks_[static_cast<size_t>(sequence)] = std::move(mark);
   ++count_;
 }
@@ -153,6 +182,11 @@ void SendMarks::Stop(int32_t sequence, const char* why) noexcept {
     });
     static_cast<void>(told);  // the mark goes whether or not its receiver can be told
   }
+  Drop(sequence);
+}
+
+void SendMarks::Drop(int32_t sequence) noexcept {
+  QUIRE_DCHECK(Find(sequence) != nullptr);
   marks_[static_cast<size_t>(sequence)].reset();
   --count_;
   QUIRE_DCHECK(count_ >= 0);

@@ -53,12 +53,14 @@ struct SendMark {
   std::span<const SendRecord> RecordsOf(int64_t first, int64_t count) noexcept;
 };
 
-// A mark for positions from `begin` on; peers: [map]. BadArgument for a map whose slots are no
-// encoding of its tokens. May throw std::bad_alloc.
+// A mark for positions from `begin` on, of which the map's tokens before first_row are sent; peers:
+// [map]. BadArgument for a map whose slots are no encoding of its tokens, or a row that it has not.
+// May throw std::bad_alloc.
 // REQUIRES: maps of equal counts.
 Result<std::unique_ptr<SendMark>> MakeMark(int64_t seq_id, int64_t begin,
                                            std::span<const ReceiveMap> maps,
-                                           std::span<const int64_t> peers, int64_t rank);
+                                           std::span<const int64_t> peers, int64_t rank,
+                                           int64_t first_row);
 
 // Of a layer with `heads` kv heads here and `remote_heads` there, what the target'th of `targets`
 // peers gets. head_count 0: such heads do not fit together.
@@ -99,10 +101,12 @@ class SendMarks {
   LayerSink& sink() const { return *sink_; }
   Status Require(const char* call, int64_t seq_id, int32_t index) const;
   Status Unmark(const char* call, int64_t seq_id, int32_t index);
+  // Ends the mark; its receivers are not told. The rows that were sent, or the mark's failure.
+  Result<int64_t> Detach(const char* call, int64_t seq_id, int32_t index);
   Result<SendProgress> Progress(const char* call, int64_t seq_id, int32_t index) const;
   // Makes Put succeed, and rows_memory of that size. May throw std::bad_alloc.
   void Reserve(int32_t sequence, int64_t rows_bytes);
-  // Replaces the sequence's mark, if it has one.
+  // Replaces the sequence's mark, if it has one. Receivers that both marks have are not told.
   void Put(int32_t sequence, std::unique_ptr<SendMark> mark) noexcept;
   // The mark, if there is one, goes; the sink hears of it.
   void Stop(int32_t sequence, const char* why) noexcept;
@@ -118,6 +122,8 @@ class SendMarks {
   std::span<AppendTarget> rows_slots() { return slots_; }
 
  private:
+  void Drop(int32_t sequence) noexcept;
+
   std::shared_ptr<LayerSink> sink_;
   std::unique_ptr<std::byte[]> memory_;
   int64_t memory_bytes_ = 0;

@@ -189,10 +189,12 @@ class TestReceiver final : public KVTransfer {
   Status DisaggCommitRecv(uint64_t, int64_t) override { return Unused(); }
   Status DisaggCancelRecv(uint64_t) override { return Unused(); }
   Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unused(); }
-  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t) override {
+  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t,
+                        int64_t) override {
     return Unused();
   }
   Status DisaggUnmarkSend(int64_t) override { return Unused(); }
+  Result<int64_t> DisaggDetachSend(int64_t) override { return Unused(); }
   Status DisaggFlushSend(int64_t) override { return Unused(); }
   Result<SendProgress> GetSendProgress(int64_t) const override { return Unused(); }
 
