@@ -62,9 +62,11 @@ class KeySpace {
   ChunkKey Next(const ChunkKey& previous, std::span<const int32_t> tokens,
                 std::string_view extras = {}) const;
   // Keys of the prefix chain over `tokens`, block_tokens at a time; with `tail` also that of a
-  // shorter last chunk. BadArgument for block_tokens below 1, OutOfMemory.
+  // shorter last chunk. `extras`: those of the leading chunks; the chunks after them have none.
+  // BadArgument for block_tokens below 1 and for more extras than chunks, OutOfMemory.
   Result<std::vector<ChunkKey>> Chain(std::span<const int32_t> tokens, int64_t block_tokens,
-                                      bool tail = false) const;
+                                      bool tail = false,
+                                      std::span<const std::string> extras = {}) const;
   // The chunk of `tokens` wherever it stands (blending).
   ChunkKey Segment(std::span<const int32_t> tokens) const;
 

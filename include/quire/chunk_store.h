@@ -173,7 +173,10 @@ struct FetchRequest {
   const KeySpace* keys = nullptr;        // REQUIRES: of a passport that was added
   std::span<const int32_t> tokens = {};  // from position 0 on; copied
   int64_t chunk_tokens = 0;
-  bool tail = false;        // also the shorter last chunk
+  bool tail = false;  // also the shorter last chunk
+  // What the chunks were put with, from chunk 0 of the chain on; those after them have none.
+  // Copied.
+  std::span<const std::string> extras = {};
   int64_t first_chunk = 0;  // chunks before it are not read: the caller has them
   // On the clock's SteadyNs; what is not there by then is a miss. 0 = none but the tiers' own.
   int64_t deadline_ns = 0;
@@ -216,6 +219,9 @@ struct PutOptions {
   // Seconds that computing the chunk again would take; 0 = not known, then its tokens count.
   double recompute_seconds = 0;
   std::optional<int> priority = std::nullopt;  // 0 to kPriorityMax; nullopt: the store's
+  // What the chunk's key was made with beside its tokens (KeySpace::Next). The chunk does not keep
+  // them.
+  std::string_view extras = {};
 };
 
 // What became of a put.

@@ -92,7 +92,8 @@ ChunkKey KeySpace::Next(const ChunkKey& previous, std::span<const int32_t> token
 }
 
 Result<std::vector<ChunkKey>> KeySpace::Chain(std::span<const int32_t> tokens, int64_t block_tokens,
-                                              bool tail) const {
+                                              bool tail,
+                                              std::span<const std::string> extras) const {
   return GuardEntry([&]() -> Result<std::vector<ChunkKey>> {
     if (block_tokens < 1) {
       return Status(StatusCode::kBadArgument, "KeySpace::Chain: block_tokens is " +
@@ -100,12 +101,21 @@ Result<std::vector<ChunkKey>> KeySpace::Chain(std::span<const int32_t> tokens, i
                                                   "; it must be at least 1");
     }
     const size_t block = static_cast<size_t>(block_tokens);
+    const bool has_tail = tail && tokens.size() % block > 0;
+    const size_t chunk_count = tokens.size() / block + (has_tail ? 1 : 0);
+    if (extras.size() > chunk_count) {
+      return Status(StatusCode::kBadArgument, "KeySpace::Chain: there are extras of " +
+                                                  std::to_string(extras.size()) + " chunks, and " +
+                                                  std::to_string(chunk_count) + " chunks");
+    }
     std::vector<ChunkKey> keys;
-    keys.reserve(tokens.size() / block + 1);
+    keys.reserve(chunk_count);
     const ChunkKey* previous = &root_;
-    while (tokens.size() >= block || (tail && !tokens.empty())) {
+    while (keys.size() < chunk_count) {
       const size_t count = std::min(block, tokens.size());
-      keys.push_back(Next(*previous, tokens.first(count)));
+      const size_t i = keys.size();
+      keys.push_back(Next(*previous, tokens.first(count),
+                          i < extras.size() ? std::string_view(extras[i]) : std::string_view()));
       previous = &keys.back();
       tokens = tokens.subspan(count);
     }

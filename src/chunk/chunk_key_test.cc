@@ -79,6 +79,23 @@ TEST(ChunkKey, ChainIsNextAfterNextAndCountsTheTail) {
   EXPECT_TRUE(space.Chain(Tokens{}, 2, true).value().empty());
 }
 
+TEST(ChunkKey, ExtrasAreOfTheLeadingChunks) {
+  const KeySpace space(FingerprintOf("p"), "s");
+  const Tokens tokens{1, 2, 3, 4, 5};
+  const std::vector<std::string> extras{"", "image"};
+  const std::vector<ChunkKey> plain = space.Chain(tokens, 2, /*tail=*/true).value();
+  const std::vector<ChunkKey> chain = space.Chain(tokens, 2, /*tail=*/true, extras).value();
+  ASSERT_EQ(chain.size(), 3u);
+  EXPECT_EQ(chain[0], plain[0]);
+  EXPECT_EQ(chain[1], space.Next(chain[0], Tokens{3, 4}, "image"));
+  EXPECT_EQ(chain[2], space.Next(chain[1], Tokens{5}));
+  EXPECT_NE(chain[2], plain[2]) << "the extras of a chunk are part of what follows it";
+  const std::vector<std::string> too_many(3, "x");
+  EXPECT_EQ(space.Chain(tokens, 2, /*tail=*/false, too_many).status().code(),
+            StatusCode::kBadArgument);
+  EXPECT_TRUE(space.Chain(tokens, 2, /*tail=*/true, too_many).ok());
+}
+
 // What is hashed says where each field ends, so that no two inputs are the same bytes.
 TEST(ChunkKey, NoTwoInputsShareAKey) {
   const Digest fingerprint = FingerprintOf("p");

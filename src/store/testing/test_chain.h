@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -45,12 +46,14 @@ inline std::byte TestByte(const ChunkKey& key, size_t s, size_t k) {
 struct TestChunkOptions {
   int64_t expires_ms = 0;
   std::string_view mac_key = {};
+  std::vector<std::string> extras = {};  // of the leading chunks of the chain
 };
 
 // Chunk i of the chain of the tokens, sealed.
 inline ChunkBuffer TestChunk(const KeySpace& keys, std::span<const int32_t> tokens, int64_t i,
                              const TestChunkOptions& options = {}) {
-  const std::vector<ChunkKey> chain = keys.Chain(tokens, kTestBlock, /*tail=*/true).value();
+  const std::vector<ChunkKey> chain =
+      keys.Chain(tokens, kTestBlock, /*tail=*/true, options.extras).value();
   const size_t begin = static_cast<size_t>(i * kTestBlock);
   const size_t count = std::min(static_cast<size_t>(kTestBlock), tokens.size() - begin);
   ChunkFields fields;

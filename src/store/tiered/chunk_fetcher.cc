@@ -34,8 +34,9 @@ void ChunkFetcher::Close() noexcept {
 
 Result<std::shared_ptr<ChunkFetch>> ChunkFetcher::Start(const FetchRequest& request,
                                                         bool to_memory) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<ChunkKey> chain,
-                         request.keys->Chain(request.tokens, request.chunk_tokens, request.tail));
+  QUIRE_ASSIGN_OR_RETURN(
+      const std::vector<ChunkKey> chain,
+      request.keys->Chain(request.tokens, request.chunk_tokens, request.tail, request.extras));
   auto state = std::make_shared<FetchState>(parts_, request, chain, to_memory);
   auto handle = std::make_shared<FetchHandle>(state);
   {

@@ -209,13 +209,15 @@ Result<KeptChunk> TieredStore::Admit(const KeySpace& keys, ChunkBuffer sealed,
                                   .tokens = {},
                                   .mac_key = parts_->options.mac_key};
   QUIRE_RETURN_IF_ERROR(ChunkView::Open(bytes, expected, limits).status());
-  const ChunkKey key = header.contextual ? keys.Segment(header.tokens)
-                                         : keys.Next(ChunkKey{header.context}, header.tokens);
+  const ChunkKey key = header.contextual
+                           ? keys.Segment(header.tokens)
+                           : keys.Next(ChunkKey{header.context}, header.tokens, options.extras);
   const bool begins_chain = !header.contextual && header.first_position == 0;
   if (key != header.key || (begins_chain && ChunkKey{header.context} != keys.root()))
-    return Status(StatusCode::kBadArgument,
-                  "ChunkStore::Put: the key " + header.key.digest.ToHex() +
-                      " is not that of the chunk's tokens in this key space; another salt?");
+    return Status(
+        StatusCode::kBadArgument,
+        "ChunkStore::Put: the key " + header.key.digest.ToHex() +
+            " is not that of the chunk's tokens and extras in this key space; another salt?");
   const ChunkId id{keys.fingerprint(), keys.root(), header.key};
   return KeptChunk{id,
                    std::make_shared<StoredChunk>(std::move(header), std::move(sealed)),

@@ -98,6 +98,41 @@ TEST_F(MemoryStore, ATailIsFoundOnlyIfAskedFor) {
   EXPECT_EQ((*rest)->chunk(0)->header().tokens, TokensFrom(5, 2));
 }
 
+TEST_F(MemoryStore, ExtrasTellChunksOfTheSameTokensApart) {
+  Open(16);
+  const std::vector<int32_t> tokens = TokensFrom(1, 12);
+  const std::vector<std::string> image{"", "image a"}, other{"", "image b"};
+  for (int64_t i = 0; i < 3; ++i) {
+    const std::string_view extras = i == 1 ? std::string_view(image[1]) : std::string_view();
+    const auto put =
+        store_->Put(keys_, TestChunk(keys_, tokens, i, {.extras = image}), {.extras = extras});
+    ASSERT_TRUE(put.ok()) << put.status().ToString();
+    ASSERT_TRUE((*put)->status().ok());
+  }
+  const auto hits = [&](const std::vector<std::string>& extras) {
+    const auto fetch = store_->Fetch(
+        {.keys = &keys_, .tokens = tokens, .chunk_tokens = kTestBlock, .extras = extras});
+    return (*fetch)->ready();
+  };
+  EXPECT_EQ(hits(image), 3);
+  EXPECT_EQ(hits(other), 1);
+  EXPECT_EQ(hits({}), 1);
+  // The chunk is refused under extras that its key was not made with.
+  for (const std::string_view wrong : {"", "image b"}) {
+    const auto put =
+        store_->Put(keys_, TestChunk(keys_, tokens, 1, {.extras = image}), {.extras = wrong});
+    EXPECT_EQ(put.status().code(), StatusCode::kBadArgument);
+  }
+  const std::vector<std::string> too_many(4, "x");
+  EXPECT_EQ(
+      store_
+          ->Fetch(
+              {.keys = &keys_, .tokens = tokens, .chunk_tokens = kTestBlock, .extras = too_many})
+          .status()
+          .code(),
+      StatusCode::kBadArgument);
+}
+
 TEST_F(MemoryStore, AGapEndsThePrefix) {  // example 23
   Open(16);
   const std::vector<int32_t> tokens = TokensFrom(1, 12);
