@@ -135,9 +135,15 @@ struct SamplingOptions {
   // given out only when it is known that they do not.
   std::vector<std::vector<int32_t>> stop = {};
   // Requests with equal salts reuse each other's KV, in every tier; others never do. Any bytes.
-  // Requests that wait come in by turns of their salts.
   std::string cache_salt = {};
+  // Requests that wait come in by turns of their groups: in a turn of a group of weight 1 one of
+  // weight w has w requests. Any bytes; empty: requests of one salt are a group.
+  std::string turn_group = {};
+  int64_t turn_weight = 1;                      // in [1, kTurnWeightMax]
   std::optional<Speculation> speculation = {};  // nothing: EngineOptions::speculation
+  // A text that the answer is likely to repeat in parts: DraftKind::kNGram guesses from it, too. It
+  // changes no answer. Where the request has no speculation of its own, it is kNGram.
+  std::vector<int32_t> predicted_tokens = {};
   // Endless text: a token sees the first `sinks` tokens and the last window - sinks, as by
   // AttentionKVCache::EnableSlidingWindowForSeq. Pages are those of the window, and prompt +
   // max_tokens may pass the model's positions, up to kEndlessTokensMax. 0 = a token sees all.
@@ -152,7 +158,10 @@ struct SamplingOptions {
   static constexpr int64_t kLogprobsMax = 256;                    // 2 KiB per token of the answer
   static constexpr int64_t kStopSequencesMax = 64;                // each is compared at every token
   static constexpr int64_t kStopTokensMax = 256;       // of one; as many tokens may be held back
-  static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in
+  static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in; of a group
+                                                       // as well
+  static constexpr int64_t kTurnWeightMax = int64_t{1} << 20;
+  static constexpr int64_t kPredictedTokensMax = int64_t{1} << 16;  // each is hashed three times
 };
 
 // Calls f(name, member) for each option, for bindings.
@@ -173,7 +182,10 @@ void ForEachOption(SamplingOptions& options, F&& f) {
   f("ignore_eos", options.ignore_eos);
   f("stop", options.stop);
   f("cache_salt", options.cache_salt);
+  f("turn_group", options.turn_group);
+  f("turn_weight", options.turn_weight);
   f("speculation", options.speculation);
+  f("predicted_tokens", options.predicted_tokens);
   f("window", options.window);
   f("sinks", options.sinks);
   f("filter", options.filter);
@@ -246,6 +258,10 @@ struct StepOutput {
   RequestTimes times;  // so far
 };
 
+// Upper bounds of the classes in which EngineStats counts steps; one more class has all above.
+inline constexpr std::array<double, 14> kStepSecondsBounds = {
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30};
+
 struct EngineStats {
   int64_t pages_total = 0, pages_free = 0, pages_in_use = 0;
   // What the prefix cache keeps; its pages are in use and given up when others need them.
@@ -256,6 +272,9 @@ struct EngineStats {
   // Tokens of prompts and answers, by steps that ended: how far a long prompt is. What was
   // preempted counts again, a wrong guess not at all.
   int64_t computed_tokens = 0;
+  // Calls of Step that computed something, by the time that they took, and all of that time.
+  std::array<int64_t, kStepSecondsBounds.size() + 1> step_counts = {};
+  double step_seconds = 0;
   int64_t kv_bytes = 0, kv_bytes_per_token = 0, weight_bytes = 0, page_size = 0;
   // Models with recurrent layers: states that there is room for, that are free, and that the prefix
   // cache keeps; the bytes of all; prompt tokens that were known and computed again.

@@ -30,7 +30,7 @@ from quire._ranges import (
 )
 
 if TYPE_CHECKING:
-    from quire.grammar import Grammar
+    from quire.grammar import CompiledGrammar, Grammar
     from quire.store import ChunkStore
 
 Group = Literal["engine", "serve", "store", "store details", "sampling", "samples"]
@@ -189,7 +189,7 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             65536,
-            "most requests that wait. They come in by turns of their cache_salt.",
+            "most requests that wait. They come in by turns of their turn_group.",
         ),
     ]
     max_step_ms: Annotated[
@@ -268,6 +268,12 @@ class EngineOptions(TypedDict, total=False):
             0,
             "guesses of all samples in a step, and one more for each sample; 0 = 64 if speculate or "
             "draft_model is given. Recurrent layers keep a state for each.",
+            Flag(
+                "room for N guesses of all answers in a step (default: 64 with --speculate or "
+                "--draft-model, else 0: then no request can have guesses)",
+                _N,
+                Integer(0, 2**16),
+            ),
         ),
     ]
     kernel_path: Annotated[
@@ -424,7 +430,8 @@ _LIMIT_OF_TOKENS = """most new tokens; 0 computes the prompt and keeps its KV. N
 there is room for in the model's positions and the engine's pages; with a window, which has no such
 end, as many as the model has positions. Where a model's rotations change after its original length
 (LongRoPE, dynamic NTK) the room ends there, unless that leaves less than a quarter of it."""
-_GRAMMAR = """what the answer must look like: a :class:`quire.Grammar`, or what makes one, such as
+_GRAMMAR = """what the answer must look like: a :class:`quire.Grammar`, what :meth:`Engine.compile_grammar`
+made of one, or what makes one, such as
 {"json_schema": {...}}, {"json_object": True}, {"regex": "..."}, {"choice": ["a", "b"]} or
 {"grammar": "root ::= ..."}. It holds by construction for every answer that ends by itself ("stop");
 log-probabilities are those of the allowed tokens. Needs the package xgrammar (UnavailableError); an
@@ -706,7 +713,27 @@ class SamplingOptions(TypedDict, total=False):
     draft_branches: Annotated[
         int, _answer("with speculate: alternatives that are followed.", values.INTEGER)
     ]
-    grammar: Annotated["Grammar | Mapping[str, Any] | None", _answer(_GRAMMAR)]
+    prediction: Annotated[
+        str | Sequence[int],
+        _answer(
+            "a text or token ids that the answer is likely to repeat in parts, at most 65536 tokens: "
+            "guesses come from it as well. It changes no answer, and needs max_tree_nodes or speculate "
+            "of the engine.",
+            field="predicted_tokens",
+        ),
+    ]
+    turn_group: Annotated[
+        bytes,
+        _answer(
+            "requests that wait come in by turns of their groups; by default those of one cache_salt "
+            "are a group."
+        ),
+    ]
+    turn_weight: Annotated[
+        int,
+        _answer("requests that the group has in a turn of one of weight 1, from 1 to 2^20 (1)."),
+    ]
+    grammar: Annotated["CompiledGrammar | Grammar | Mapping[str, Any] | None", _answer(_GRAMMAR)]
     special_texts: Annotated[
         Sequence[str],
         _answer('special tokens that texts have, such as ["[TOOL_CALLS]"]; by default none.'),

@@ -22,7 +22,7 @@ from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
 from quire._options import EngineOptions, SamplingOptions
 from quire.gguf_model import model_folder
-from quire.grammar import Grammar, GrammarCompiler
+from quire.grammar import CompiledGrammar, Grammar, GrammarCompiler
 from quire.kv_cache import LayerSpec
 from quire.store import ChunkStore, read_key_file
 from quire.text import Detokenizer, Message, StopStrings, Tokenizer, check_messages
@@ -38,6 +38,7 @@ __all__ = [
     "Result",
     "Sample",
     "SamplingOptions",
+    "StepTimes",
     "Stream",
     "Usage",
 ]
@@ -237,6 +238,19 @@ class MemoryPlan:
     def fits(self) -> bool:
         """Whether it is not more than what is free."""
         return self.total_bytes <= self.available_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """How long the engine's steps took, as a histogram.
+
+    bounds: the largest time of each class in seconds; counts: the steps in each class, and one more
+    count for all that took longer. seconds: of all together.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    seconds: float
 
 
 class _Answer:
@@ -568,19 +582,31 @@ class Engine(_ffi.ThreadOwner):
             self._tokenizer = Tokenizer(self.model_dir) if load is None else load.result()
         return self._tokenizer
 
-    def compile_grammar(self, grammar: Grammar | Mapping[str, Any]) -> None:
-        """Makes a grammar ready, which takes up to seconds for a large one: requests that name it
-        then begin at once. Raises what is wrong with it; see `grammar` of
+    def compile_grammar(
+        self, grammar: Grammar | Mapping[str, Any], special_texts: Sequence[str] = ()
+    ) -> CompiledGrammar:
+        """Makes a grammar ready, which takes up to seconds for a large one. Requests that have what
+        comes back as their `grammar` begin at once, those that have the same grammar once others
+        are not being compiled. Raises what is wrong with it; see `grammar` and `special_texts` of
         :class:`SamplingOptions`."""
         if self._open_handle is None:
             raise _ffi.closed_error("Engine")
-        self._compiled(grammar)
+        special = tuple(_texts(special_texts, "special_texts"))
+        return CompiledGrammar(self._compiled(grammar, special), special)
 
     def _compiled(
-        self, grammar: Grammar | Mapping[str, Any], special_texts: Sequence[str] = ()
+        self,
+        grammar: CompiledGrammar | Grammar | Mapping[str, Any],
+        special_texts: Sequence[str] = (),
     ) -> Any:
-        wanted = Grammar.of(grammar)
         key = tuple(special_texts)
+        if isinstance(grammar, CompiledGrammar):
+            if grammar.special_texts != key:
+                raise errors.BadArgumentError(
+                    "grammar: it was compiled for other special_texts than those of the request"
+                )
+            return grammar.handle
+        wanted = Grammar.of(grammar)
         with self._compiler_lock:
             compiler = self._compilers.pop(key, None)
             if compiler is None:
@@ -635,6 +661,13 @@ class Engine(_ffi.ThreadOwner):
         refused_chunks; compute_ns_per_token, which a load must beat.
         """
         return {str(name): int(value) for name, value in self._handle.stats(wait).items()}
+
+    def step_times(self) -> StepTimes:
+        """The times of all steps so far; never waits for one."""
+        fields = self._handle.step_times()
+        bounds = tuple(float(bound) for bound in fields["bounds"])
+        counts = tuple(int(count) for count in fields["counts"])
+        return StepTimes(bounds, counts, float(fields["seconds"]))
 
     # ---- Logits
 
@@ -902,6 +935,13 @@ class Engine(_ffi.ThreadOwner):
         if grammar is not None:
             special = _texts(options.get("special_texts", ()), "special_texts")
             sampling["grammar"] = self._compiled(grammar, special)
+        if "prediction" in sampling:
+            sampling["predicted_tokens"] = self._predicted_ids(sampling.pop("prediction"))
+        if "turn_weight" in sampling:
+            sampling["turn_weight"] = _numbers.int64(sampling["turn_weight"], "turn_weight")
+        if not isinstance(sampling.get("turn_group", b""), bytes):
+            kind = type(sampling["turn_group"]).__name__
+            raise TypeError(f"turn_group must be bytes, not {kind}")
         if "logit_bias" in sampling:
             sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
         if isinstance(sampling.get("cache_salt"), str):
@@ -992,6 +1032,11 @@ class Engine(_ffi.ThreadOwner):
                 raise errors.BadArgumentError("the prompt is an empty text")
             return self.tokenizer.encode(prompt)
         return int_list(prompt, "token ids")
+
+    def _predicted_ids(self, prediction: Any) -> list[int]:
+        if isinstance(prediction, str):
+            return self.tokenizer.encode(prediction, add_special_tokens=False)
+        return int_list(prediction, "prediction")
 
     def _detokenizer(self, made: _NewRequest) -> Detokenizer | None:
         if not self.has_tokenizer:

@@ -21,7 +21,7 @@ from quire._json_schema import check_schema
 if TYPE_CHECKING:
     from quire.text import Tokenizer
 
-__all__ = ["Grammar", "GrammarCompiler"]
+__all__ = ["CompiledGrammar", "Grammar", "GrammarCompiler"]
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
@@ -113,6 +113,17 @@ def _escaped(text: str) -> str:
     """As it stands in a literal of EBNF."""
     plain = {"\\": "\\\\", '"': '\\"'}
     return "".join(plain.get(c) or (c if c >= " " else f"\\u{ord(c):04x}") for c in text)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar that is ready for the answers of one model: of :meth:`Engine.compile_grammar`.
+
+    special_texts: of the answers that it is for.
+    """
+
+    handle: Any = dataclasses.field(repr=False)
+    special_texts: tuple[str, ...] = ()
 
 
 class GrammarCompiler:

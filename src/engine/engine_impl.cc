@@ -40,6 +40,14 @@ ModelInfo WithLayersOf(const AttentionKVCache* cache, ModelInfo info) {
   return info;
 }
 
+void CountStep(int64_t ns, EngineStats* stats) noexcept {
+  const double seconds = static_cast<double>(ns) * 1e-9;
+  const auto bound =
+      std::lower_bound(kStepSecondsBounds.begin(), kStepSecondsBounds.end(), seconds);
+  ++stats->step_counts[static_cast<size_t>(bound - kStepSecondsBounds.begin())];
+  stats->step_seconds += seconds;
+}
+
 }  // namespace
 
 EngineImpl::EngineImpl(Parts parts)
@@ -130,7 +138,7 @@ Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
     const int64_t vocab_size = model_->info().vocab_size;
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
-    QUIRE_RETURN_IF_ERROR(speculator_.CheckCanSpeculate(options.speculation));
+    QUIRE_RETURN_IF_ERROR(speculator_.CheckCanSpeculate(options));
     return limits_.CheckFits(static_cast<int64_t>(prompt.size()), options);
   });
 }
@@ -147,6 +155,7 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     }
     auto request = std::make_unique<Request>(next_request_id_, prompt, options);
     request->speculation = options.speculation.value_or(options_.speculation);
+    if (!options.predicted_tokens.empty()) request->speculation.draft = DraftKind::kNGram;
     request->submitted_ns = clock_->SteadyNs();
     // Settled before the first token is computed, because stored keys cannot be turned again. So
     // which factors positions use depends on the request alone.
@@ -178,7 +187,10 @@ Status EngineImpl::Stop(int64_t request_id, int64_t sample, int64_t answer_token
 
 Result<std::vector<StepOutput>> EngineImpl::Step() {
   return Enter("Step", [&]() -> Result<std::vector<StepOutput>> {
+    const int64_t steps = counters_.steps;
+    const int64_t start_ns = clock_->SteadyNs();
     QUIRE_RETURN_IF_ERROR(RunStep());
+    if (counters_.steps > steps) CountStep(clock_->SteadyNs() - start_ns, &counters_);
     return std::exchange(due_, {});
   });
 }

@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -110,6 +113,67 @@ TEST(Fairness, SaltsTakeTurns) {
   EXPECT_EQ(beginning, (std::vector<int64_t>{many[0], many[1], one, other, many[2], two}));
   const std::vector<int64_t> rest(ends.begin() + 6, ends.end());
   EXPECT_EQ(rest, std::vector<int64_t>(many.begin() + 3, many.end())) << "in their order";
+}
+
+// The groups of the requests in the order in which their answers end, one at a time.
+std::string EndsByGroup(Server* server, const std::map<int64_t, std::string>& groups) {
+  std::string ends;
+  std::set<int64_t> known;
+  while (!server->engine->Idle()) {
+    EXPECT_TRUE(server->Step().ok());
+    for (const auto& [key, answer] : server->answers) {
+      if (answer.reason != FinishReason::kNone && known.insert(key.first).second)
+        ends += groups.at(key.first);
+    }
+  }
+  return ends;
+}
+
+// A group has its turns whatever number of salts its requests have.
+TEST(Fairness, GroupsTakeTurnsAndSaltsDoNotMultiplyThem) {
+  Server server({.pages = 200, .sequences = 1, .waiting = 1000});
+  std::map<int64_t, std::string> groups;
+  const auto submit = [&](const std::string& group, const std::string& salt, uint64_t seed) {
+    SamplingOptions options = Greedy(2);
+    options.turn_group = group;
+    options.cache_salt = salt;
+    groups[server.Submit(Text(5, seed), options)] = group.empty() ? "-" : group;
+  };
+  for (uint64_t i = 0; i < 8; ++i) submit("a", std::to_string(i), i);
+  for (uint64_t i = 0; i < 4; ++i) submit("b", "", 50 + i);
+  submit("", "a", 90);  // a salt is no group of that name
+  EXPECT_EQ(EndsByGroup(&server, groups), "ab-abababaaaa");
+}
+
+TEST(Fairness, AGroupHasTurnsByItsWeight) {
+  Server server({.pages = 200, .sequences = 1, .waiting = 1000});
+  std::map<int64_t, std::string> groups;
+  for (uint64_t i = 0; i < 16; ++i) {
+    SamplingOptions options = Greedy(2);
+    options.turn_group = i < 8 ? "a" : "b";
+    options.turn_weight = i < 8 ? 1 : 3;
+    groups[server.Submit(Text(5, i), options)] = options.turn_group;
+  }
+  const std::string ends = EndsByGroup(&server, groups);
+  EXPECT_EQ(std::count(ends.begin(), ends.begin() + 8, 'b'), 6) << ends;
+  EXPECT_EQ(std::count(ends.begin(), ends.begin() + 4, 'b'), 3) << ends;
+}
+
+TEST(StepTimes, AreCountedInClasses) {
+  const auto clock = std::make_shared<FakeClock>();
+  Server server({.pages = 200, .chunk = 64, .clock = clock});
+  server.model->fault = [&](std::span<const int32_t> tokens) {
+    clock->Advance(std::ssize(tokens) * kMilli);
+    return Status();
+  };
+  server.Generate(Text(40, 1), Greedy(4));  // 40 ms, then three steps of 1 ms
+  ASSERT_TRUE(server.Step().ok()) << "nothing is left to do";
+  const EngineStats stats = server.engine->Stats();
+  std::array<int64_t, kStepSecondsBounds.size() + 1> want = {};
+  want[0] = 3;
+  want[5] = 1;
+  EXPECT_EQ(stats.step_counts, want);
+  EXPECT_NEAR(stats.step_seconds, 0.043, 1e-9);
 }
 
 TEST(Fairness, AThousandSaltsLeaveNothingBehind) {

@@ -79,6 +79,52 @@ TEST(Speculation, AnswersAreThoseOfPlainDecoding) {
   EXPECT_GT(accepted, 1000);
 }
 
+// A prediction that is right, one that is right in parts, and a wrong one.
+TEST(Speculation, PredictionsChangeNoAnswer) {
+  RandomSequence random(8);
+  const Tokens prompt = RandomTokens(30, &random);
+  for (const float temperature : {0.0F, 1.5F}) {
+    SamplingOptions options{.max_tokens = 60, .temperature = temperature, .seed = 4, .logprobs = 2};
+    const Answer want = Server().Generate(prompt, options);
+    ASSERT_EQ(std::ssize(want.tokens), 60);
+    Tokens parts(want.tokens.begin() + 20, want.tokens.end());
+    parts.insert(parts.end(), want.tokens.begin(), want.tokens.begin() + 20);
+    const std::pair<Tokens, int64_t> predictions[] = {
+        {want.tokens, 50}, {parts, 40}, {RandomTokens(60, &random), 0}};
+    for (const auto& [predicted, accepted] : predictions) {
+      options.predicted_tokens = predicted;
+      Server server({.tree_nodes = 64});
+      ExpectEqual(server.Generate(prompt, options), want, "with a prediction");
+      EXPECT_GE(server.engine->Stats().accepted_tokens, accepted);
+    }
+    options.predicted_tokens = want.tokens;
+    Server guessing({.speculation = kModel, .tree_nodes = 64, .draft_seed = 9});
+    ExpectEqual(guessing.Generate(prompt, options), want, "beside a draft model");
+    EXPECT_GE(guessing.engine->Stats().accepted_tokens, 40) << "n-grams take its place";
+  }
+}
+
+TEST(Speculation, APredictionNeedsRoomAndNGrams) {
+  const Tokens prompt = {1, 2, 3};
+  SamplingOptions options{.predicted_tokens = {4, 5}};
+  const auto refusal = [&](const Sizes& sizes) {
+    const Server server(sizes);
+    const Status status = server.engine->CheckSubmit(prompt, options);
+    EXPECT_TRUE(status.ok() || status.code() == StatusCode::kBadArgument);
+    return std::string(status.message());
+  };
+  EXPECT_NE(refusal({}).find("predicted_tokens: this engine has no room"), std::string::npos);
+  EXPECT_EQ(refusal({.tree_nodes = 8}), "");
+  options.speculation = kModel;
+  EXPECT_NE(refusal({.tree_nodes = 8}).find("predicted_tokens: guesses from them"),
+            std::string::npos);
+  options.speculation = {};
+  options.predicted_tokens = {4, -1};
+  EXPECT_NE(refusal({.tree_nodes = 8}).find("predicted_tokens[1] is token -1"), std::string::npos);
+  options.predicted_tokens.assign(SamplingOptions::kPredictedTokensMax + 1, 4);
+  EXPECT_NE(refusal({.tree_nodes = 8}).find("predicted_tokens count is 65537"), std::string::npos);
+}
+
 TEST(Speculation, TheSameModelIsAlwaysRight) {
   for (const float temperature : {0.0F, 1.5F}) {
     Server server({.chunk = 64, .speculation = kModel, .tree_nodes = 64, .draft_seed = 0});

@@ -59,10 +59,12 @@ class OptionVisitor {
   void operator()(const char* name, T& value, IntegerRange = {}) {
     reader_->Read(name, &value);
   }
-  // A salt is any bytes; other texts are Unicode.
+  // Salts and groups are any bytes; other texts are Unicode.
   void operator()(const char* name, std::string& value) {
-    if (std::string_view(name) != "cache_salt") return reader_->Read(name, &value);
-    if (const auto salt = reader_->Get<tf::Bytes>(name)) value.assign(salt->data(), salt->size());
+    const std::string_view option = name;
+    if (option != "cache_salt" && option != "turn_group") return reader_->Read(name, &value);
+    if (const auto bytes = reader_->Get<tf::Bytes>(name))
+      value.assign(bytes->data(), bytes->size());
   }
   void operator()(const char*, Speculation& value) { value = ReadSpeculation(reader_, value); }
   void operator()(const char*, std::optional<Speculation>& value) {
@@ -82,6 +84,10 @@ class OptionVisitor {
       std::vector<int32_t>& ids = value.emplace_back();
       for (const int64_t id : tokens) ids.push_back(NarrowTokenId(name, id));
     }
+  }
+  void operator()(const char* name, std::vector<int32_t>& value) {
+    for (const int64_t id : reader_->Get<tf::Shape>(name).value_or(tf::Shape()))
+      value.push_back(NarrowTokenId(name, id));
   }
   void operator()(const char*, std::shared_ptr<const TokenFilter>& value) {
     if (const auto grammar = reader_->Get<GrammarRef>("grammar")) value = (*grammar)->filter();
@@ -251,6 +257,14 @@ class EngineObj : public tf::Object {
             {"compute_ns_per_token", static_cast<int64_t>(stats.compute_seconds_per_token * 1e9)}};
   }
 
+  // Upper bounds of the classes in seconds, the counts of all classes, and the sum in seconds.
+  OptionMap StepTimes() {
+    const EngineStats stats = latch_.Run([&] { return loop_->Stats(); });
+    return {{"bounds", tf::Array<double>(kStepSecondsBounds.begin(), kStepSecondsBounds.end())},
+            {"counts", tf::Array<int64_t>(stats.step_counts.begin(), stats.step_counts.end())},
+            {"seconds", stats.step_seconds}};
+  }
+
   OptionMap Info() {
     return latch_.Run([&] {
       const ModelInfo& info = loop_->model_info();
@@ -333,6 +347,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("attach_store", &EngineObj::AttachStore)
       .def("flush_store", &EngineObj::FlushStore)
       .def("stats", &EngineObj::Stats)
+      .def("step_times", &EngineObj::StepTimes)
       .def("info", &EngineObj::Info);
 }
 

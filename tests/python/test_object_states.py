@@ -284,6 +284,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "max_num_sequences": _FIXED,
         "model_sampling": _FIXED,
         "on_step": _FIXED,
+        "step_times": _OK,
         "plan_memory": _FIXED,
         "resolve_sampling": _FIXED,
         "stats": _OK,

@@ -66,7 +66,7 @@ class Generation:
     how many alternatives. return_ids: whether it wants token ids beside texts.
     tool_parser: the format of calls in the answer; None: all of it is text. grammar_field: of the
     body, which the `grammar` of the options comes from. reads_samples: whether the end of a stream
-    shows something of all of its tokens.
+    shows something of all of its tokens. prompt_field: of the body, which the prompts come from.
     """
 
     prompts: list[Prompt]
@@ -79,6 +79,7 @@ class Generation:
     tool_parser: str | None = None
     grammar_field: str | None = None
     reads_samples: bool = False
+    prompt_field: str = "messages"
 
     @property
     def keep(self) -> bool:
@@ -113,6 +114,7 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
         "window": fields.integer("window", 0, _TOKENS_MAX),
         "sinks": fields.integer("sinks", 0, _TOKENS_MAX),
         "logit_bias": _logit_bias(fields, limits, facts),
+        "prediction": _prediction(fields),
     }
     if options["seed"] is not None:
         options["seed"] %= 2**64
@@ -131,12 +133,23 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
     fields.only("length_penalty", 1, 1.0)
     fields.only("early_stopping", False)
     fields.only("kv_transfer_params")
-    fields.only("prediction")
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
     fields.ignore("prompt_cache_key", "prompt_cache_retention")
     # vllm-router sends them; nothing is told apart as reasoning here.
     fields.ignore("separate_reasoning", "stream_reasoning", "include_reasoning")
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _prediction(fields: Fields) -> str | None:
+    """The text that the answer is likely to repeat: guesses come from it."""
+    prediction = fields.object("prediction")
+    if prediction is None:
+        return None
+    prediction.only("type", "content")
+    text = text_of_content(prediction, "content")
+    if text is None:
+        prediction.refuse("content", "a text, or a list of text parts")
+    return text or None
 
 
 def _top_k(fields: Fields, facts: ModelFacts) -> int | None:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.calls import Call, ClientGone, Log
 from quire.serve.page_routes import PAGE_FILES
-from quire.serve.problems import Problem
+from quire.serve.problems import Problem, defect
 from quire.serve.responses import JsonAnswer
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
@@ -78,10 +78,9 @@ class Guard:
             problem = error if isinstance(error, Problem) else _not_found(scope, error)
             call.facts["error"] = problem.code or problem.type
             await self._tell(scope, receive, sender, problem)
-        except Exception as defect:
-            self._log.write("error", "defect", id=id, error=f"{type(defect).__name__}: {defect}")
-            problem = Problem(500, f"the server failed; its log has more under {id}")
-            await self._tell(scope, receive, sender, problem)
+        except Exception as error:
+            self._log.write("error", "defect", id=id, error=f"{type(error).__name__}: {error}")
+            await self._tell(scope, receive, sender, defect(id))
         finally:
             self._note(scope, call, sender.status, asyncio.get_running_loop().time() - begin)
 

@@ -4,43 +4,81 @@ from __future__ import annotations
 
 import collections
 import json
+import secrets
 from typing import Any
 
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 
-__all__ = ["KeptResponses", "Messages"]
+__all__ = ["KeptResponses", "Messages", "new_response_id"]
 
 Messages = list[dict[str, Any]]
 
 
+def new_response_id() -> str:
+    """An id that no client can choose: one that is chosen twice would take the place of another."""
+    return f"resp_{secrets.token_hex(16)}"
+
+
+class _Own:
+    """What one tenant has, the oldest first. bytes: of the messages as JSON."""
+
+    def __init__(self) -> None:
+        self.kept: collections.OrderedDict[str, tuple[int, Messages]] = collections.OrderedDict()
+        self.bytes = 0
+
+    def remove(self, id: str) -> None:
+        size, _ = self.kept.pop(id, (0, []))
+        self.bytes -= size
+
+
 class KeptResponses:
-    """Conversations by the id of their last response; the oldest ones go when there are too many.
-    A tenant finds its own alone."""
+    """Conversations by the id of their last response. A tenant finds its own alone.
+
+    Where there are too many, or too many bytes, the tenant with the most of them gives up its
+    oldest ones. So no tenant loses what is within an equal part of the limits, whatever others do.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._kept: collections.OrderedDict[tuple[str, str], tuple[int, Messages]]
-        self._kept = collections.OrderedDict()
-        self._bytes = 0
+        self._tenants: dict[str, _Own] = {}
 
     def put(self, tenant: str, id: str, messages: Messages) -> None:
+        own = self._tenants.setdefault(tenant, _Own())
+        own.remove(id)
         size = len(json.dumps(messages))
-        self._kept[tenant, id] = size, messages
-        self._bytes += size
-        limits = self._limits
-        while len(self._kept) > limits.responses or self._bytes > limits.responses_bytes:
-            _, (size, _) = self._kept.popitem(last=False)
-            self._bytes -= size
+        own.kept[id] = size, messages
+        own.bytes += size
+        while self.count > self._limits.responses:
+            self._give_up(max(self._tenants, key=lambda name: len(self._tenants[name].kept)))
+        while self.bytes > self._limits.responses_bytes:
+            self._give_up(max(self._tenants, key=lambda name: self._tenants[name].bytes))
+
+    @property
+    def count(self) -> int:
+        """Responses that are kept."""
+        return sum(len(own.kept) for own in self._tenants.values())
+
+    @property
+    def bytes(self) -> int:
+        """All of them together."""
+        return sum(own.bytes for own in self._tenants.values())
+
+    def _give_up(self, tenant: str) -> None:
+        own = self._tenants[tenant]
+        own.remove(next(iter(own.kept)))
+        if not own.kept:
+            del self._tenants[tenant]
 
     def get(self, tenant: str, id: str) -> Messages:
         """Problem (404) for what is not there, or another tenant's."""
-        if (tenant, id) not in self._kept:
+        own = self._tenants.get(tenant)
+        if own is None or id not in own.kept:
             raise Problem(
                 404,
                 f"there is no response {id[:80]!r}: it was not stored, or made room for others",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        self._kept.move_to_end((tenant, id))
-        return self._kept[tenant, id][1]
+        own.kept.move_to_end(id)
+        return own.kept[id][1]

@@ -23,9 +23,11 @@ class Limits:
     unread_bytes: of an answer's tokens that wait for a place in that buffer.
     queue, queue_per_key: requests that wait in the engine for their turn.
     wait_seconds: a request that is predicted to wait longer is refused.
+    grammars, grammars_per_key: that are being compiled or wait for it.
     ping_seconds: the longest silence of a stream.
     samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, tools: of one request.
-    responses, responses_bytes: that /v1/responses keeps for previous_response_id.
+    responses, responses_bytes: that /v1/responses keeps for previous_response_id; each key keeps what
+        it has within an equal part of them.
     """
 
     header_bytes: int = 16 << 10
@@ -46,6 +48,8 @@ class Limits:
     queue: int = 1024
     queue_per_key: int = 64
     wait_seconds: float = 60.0
+    grammars: int = 64
+    grammars_per_key: int = 8
     ping_seconds: float = 15.0
     samples: int = 16
     prompts: int = 64

@@ -6,7 +6,7 @@ No label comes from a user: names of routes, limits, tiers and reasons are the p
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.serve.protocol import ConnectionBook
@@ -58,6 +58,9 @@ _TIER_FIELDS = {
 }
 
 
+Lines = Callable[[str], Iterable[str]]
+
+
 class Histogram:
     """Counts of observations up to each bound, and their sum."""
 
@@ -72,13 +75,23 @@ class Histogram:
         self.sum += value * times
         self.count += times
 
-    def lines(self, name: str) -> Iterable[str]:
-        total = 0
-        for bound, count in zip((*self._bounds, "+Inf"), self._counts):
-            total += count
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self.sum:.9g}"
-        yield f"{name}_count {total}"
+    def lines(self) -> Lines:
+        return histogram_lines(self._bounds, self._counts, self.sum)
+
+
+def histogram_lines(bounds: Sequence[float], counts: Sequence[int], total: float) -> Lines:
+    """The lines of a histogram, for its name. counts: of each class, and of what is above all;
+    total: of all observations."""
+
+    def lines(name: str) -> Iterable[str]:
+        below = 0
+        for bound, count in zip((*bounds, "+Inf"), counts, strict=True):
+            below += count
+            yield f'{name}_bucket{{le="{bound}"}} {below}'
+        yield f"{name}_sum {total:.9g}"
+        yield f"{name}_count {below}"
+
+    return lines
 
 
 class Metrics:
@@ -130,6 +143,12 @@ class Metrics:
             page.add(metric, "gauge", help, [((), stats[name])])
         for name, (metric, help) in _COUNTERS.items():
             page.add(metric, "counter", help, [((), stats[name])])
+        times = engine.step_times()
+        page.add_histogram(
+            "engine_step_seconds",
+            "Time of a step that computed something.",
+            histogram_lines(times.bounds, times.counts, times.seconds),
+        )
         self._add_cache(page, stats)
         self._add_store(page, engine)
         self._add_requests(page)
@@ -201,7 +220,7 @@ class Metrics:
             ("request_prompt_tokens", self.prompt_tokens, "Tokens of a request's prompt."),
             ("request_generation_tokens", self.generation_tokens, "New tokens of a request."),
         ):
-            page.add_histogram(name, help, histogram)
+            page.add_histogram(name, help, histogram.lines())
 
 
 def _labelled(label: str, values: Mapping[str, int]) -> list[_Sample]:
@@ -223,9 +242,9 @@ class _Page:
                 f"quire:{name}{{{text}}} {value}" if text else f"quire:{name} {value}"
             )
 
-    def add_histogram(self, name: str, help: str, histogram: Histogram) -> None:
+    def add_histogram(self, name: str, help: str, lines: Lines) -> None:
         self._head(name, "histogram", help)
-        self._lines += histogram.lines(f"quire:{name}")
+        self._lines += lines(f"quire:{name}")
 
     def _head(self, name: str, kind: str, help: str) -> None:
         self._lines += [f"# HELP quire:{name} {help}", f"# TYPE quire:{name} {kind}"]

@@ -57,6 +57,7 @@ def _read(fields: Fields, service: Service) -> Generation:
         include_usage,
         logprobs,
         fields.boolean("return_token_ids"),
+        prompt_field="prompt",
     ).hold(read_wanted(fields))
 
 

@@ -17,7 +17,7 @@ from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
 from quire.serve.grammars import Wanted, read_inner_format
-from quire.serve.kept_responses import Messages
+from quire.serve.kept_responses import Messages, new_response_id
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service
@@ -87,6 +87,7 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         common.read_salt(fields),
         fields.boolean("stream"),
         tool_parser=None if tools is None else service.tool_parser,
+        prompt_field="input",
     ).hold(wanted if tools is None else tools.answer)
     store = fields.boolean("store", True)
     return _Asked(service, call, generation, messages, store, echo)
@@ -161,7 +162,7 @@ class _ResponseView(View):
 
     def __init__(self, asked: _Asked) -> None:
         self._asked = asked
-        self._id = f"resp_{asked.call.id}"
+        self._id = new_response_id()
         self._created = int(time.time())
         kind = asked.generation.tool_parser
         self._tools = None if kind is None else ToolParser(kind)

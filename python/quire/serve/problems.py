@@ -6,7 +6,7 @@ import re
 
 from quire import errors
 
-__all__ = ["Problem", "from_engine"]
+__all__ = ["Problem", "defect", "from_engine"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -88,12 +88,18 @@ class Problem(Exception):
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
-def from_engine(error: errors.QuireError) -> Problem:
-    """The problem that an error of the library is for a client."""
+def defect(request_id: str) -> Problem:
+    """What a client is told of an error that has no name: the log has it under the request's id."""
+    return Problem(500, f"the server failed; its log has more under {request_id}")
+
+
+def from_engine(error: errors.QuireError, prompt_field: str | None = None) -> Problem:
+    """The problem that an error of the library is for a client. prompt_field: of the body."""
     status = _STATUS.get(type(error), 500)
-    message = re.sub(r"^(Engine::\w+|\w+Options(::\w+)?): ", "", str(error))
+    message = re.sub(r"^(Engine::\w+|\w+Options(::\w+)?): |^SamplingOptions::", "", str(error))
     message = re.sub(r"raise EngineOptions::\w+ or ", "", message)  # which a client cannot do
     if status == 413:
-        return Problem(413, message, param="messages", code="context_length_exceeded")
+        field = "n" if message.startswith("n is ") else prompt_field
+        return Problem(413, message, param=field, code="context_length_exceeded")
     retry_after = _RETRY_SECONDS if status == 503 else None
     return Problem(status, message, code=error.code.lower() or None, retry_after=retry_after)

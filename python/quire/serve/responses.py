@@ -18,7 +18,7 @@ from quire.engine import Result
 from quire.serve._streams import Answer, Delta
 from quire.serve.calls import Call, ClientGone
 from quire.serve.generation import Generation
-from quire.serve.problems import Problem, from_engine
+from quire.serve.problems import Problem, defect, from_engine
 from quire.serve.service import Service
 
 __all__ = [
@@ -148,11 +148,15 @@ class _EventAnswer:
                 try:
                     async for part in self._parts():
                         await _send_part(send, part, more=True)
-                except (errors.QuireError, Problem) as error:
-                    problem = error if isinstance(error, Problem) else from_engine(error)
+                except ClientGone:
+                    raise
+                except Exception as error:
+                    problem = _problem_of(error, self._call)
                     await _send_part(send, self._view.failed(problem), more=True)
                     await _send_part(send, b"", more=False)
-                    raise problem from None
+                    if isinstance(error, errors.QuireError):
+                        raise problem from None
+                    raise  # of a defect the log has more
                 await _send_part(send, b"", more=False)
 
     async def _parts(self) -> AsyncIterator[bytes]:
@@ -172,6 +176,15 @@ class _EventAnswer:
                 assert self._answer.result is not None
                 yield b"".join(self._view.end(self._answer.result))
                 return
+
+
+def _problem_of(error: Exception, call: Call) -> Problem:
+    """What a client is told of a stream that fails."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, errors.QuireError):
+        return from_engine(error)
+    return defect(call.id)
 
 
 async def _send_part(send: Send, part: bytes, *, more: bool) -> None:

@@ -140,6 +140,7 @@ class _Server:
 
     async def _end(self, service: Service) -> int:
         await service.streams.close()
+        service.grammars.close()
         code = 0
         try:
             await asyncio.to_thread(self._engine.flush_store)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from quire import errors
 from quire.engine import Engine, Result
 from quire.serve._streams import Answer, Streams
 from quire.serve.generation import Generation, ModelFacts
+from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.kept_responses import KeptResponses
 from quire.serve.limits import Limits
 from quire.serve.metrics import Metrics
@@ -123,12 +125,14 @@ class Service:
         self.metrics = Metrics(self.book)
         self.admission = Admission(limits, engine.max_num_sequences, tenants.share_total)
         self.streams = Streams(engine, self._note_tokens, limits.unread_bytes, self._unread)
+        self.grammars = GrammarQueue(engine, limits, self.book.refuse)
         self.kept = KeptResponses(limits)
         self.body_bytes = 0  # of all requests together
         self.draining = False
         self._last_tokens: dict[Answer, float] = {}
         self._probe: asyncio.Task[str | None] | None = None
         self._computed = 0
+        self._fault: str | None = None  # why the engine does not tell how things stand
         self._last_progress = -math.inf
 
     def stats(self) -> dict[str, int]:
@@ -140,25 +144,33 @@ class Service:
     async def submit(self, generation: Generation, tenant: Tenant) -> Answer:
         """Problem for a request that is refused. The answer must be given to `finish`."""
         self.admission.enter(tenant, generation.samples, self.stats()["waiting"])
+        try:
+            options = await self._options(generation, tenant)
+            return await self.streams.submit(generation.prompts, options, keep=generation.keep)  # type: ignore[arg-type]
+        except errors.QuireError as error:
+            self._leave(tenant, generation.samples)
+            raise _refusal(error, generation) from None
+        except BaseException:
+            self._leave(tenant, generation.samples)
+            raise
+
+    async def _options(self, generation: Generation, tenant: Tenant) -> dict[str, Any]:
+        """As the engine takes them. Keys take turns by their shares, whatever salts their clients
+        send; where there are no keys, salts do."""
         options = dict(generation.options)
         salt = tenant.salt(generation.cache_salt)
         if salt is not None:
             options["cache_salt"] = salt
+        if self.tenants.need_keys:
+            options |= {"turn_group": tenant.name.encode(), "turn_weight": tenant.share}
+        special: tuple[str, ...] = ()
         if generation.tool_parser is not None:
-            options["special_texts"] = special_texts(generation.tool_parser)
-        try:
-            return await self.streams.submit(generation.prompts, options, keep=generation.keep)  # type: ignore[arg-type]
-        except BaseException as error:
-            self._leave(tenant, generation.samples)
-            field = generation.grammar_field
-            if field is not None and isinstance(error, errors.UnavailableError):
-                raise Problem(501, f"{field}: {error}", param=field) from None
-            if field is not None and str(error).startswith("grammar: "):
-                message = f"{field}: " + str(error).removeprefix("grammar: ")
-                raise Problem(400, message, param=field, code="invalid_value") from None
-            if isinstance(error, errors.QuireError):
-                raise from_engine(error) from None
-            raise
+            special = special_texts(generation.tool_parser)
+            options["special_texts"] = special
+        if generation.grammar_field is not None:
+            grammar = options["grammar"]
+            options["grammar"] = await self.grammars.compile(grammar, special, tenant.name)
+        return options
 
     def finish(self, answer: Answer, generation: Generation, tenant: Tenant, failed: str) -> None:
         """Ends an answer, whatever became of it. failed: "cancelled" or "error" where it has no
@@ -196,6 +208,8 @@ class Service:
         nothing runs one is made, for all that ask at the time."""
         if self.draining:
             return "the server is ending"
+        if self._fault is not None:
+            return self._fault
         now = asyncio.get_running_loop().time()
         if now - max(self.streams.last_token, self._last_progress) <= _HEALTHY_SECONDS:
             return None
@@ -231,15 +245,22 @@ class Service:
                 answer.close()
         return None
 
-    async def watch_progress(self) -> None:
+    async def watch_progress(
+        self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
         """Notes once a second whether the engine computed anything: a long prompt gives no token
-        for a while, and is no standstill."""
+        for a while, and is no standstill; and whether it has failed."""
         while True:
-            computed = self.stats()["computed_tokens"]
+            try:
+                computed = self.stats()["computed_tokens"]
+                self._fault = None
+            except errors.QuireError as error:
+                computed = self._computed
+                self._fault = f"the engine has failed: {error}"
             if computed != self._computed:
                 self._computed = computed
                 self._last_progress = asyncio.get_running_loop().time()
-            await asyncio.sleep(1.0)
+            await sleep(1.0)
 
     # ---- The end
 
@@ -251,6 +272,26 @@ class Service:
         """Ends what still runs, each with an error that its client is told."""
         for answer in list(self.streams.answers):
             answer.fail(Problem(503, "the server is ending; ask again", code="shutting_down"))
+
+
+def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
+    """What a client is told of a request that the engine does not take."""
+    field, message = generation.grammar_field, str(error)
+    if field is not None and isinstance(error, errors.UnavailableError):
+        return Problem(501, f"{field}: {error}", param=field)
+    if field is not None and message.startswith("grammar: "):
+        message = f"{field}: " + message.removeprefix("grammar: ")
+        return Problem(400, message, param=field, code="invalid_value")
+    option = "SamplingOptions::predicted_tokens"
+    if message.startswith(option):
+        message = "prediction" + message.removeprefix(option)
+        if "no room for guesses" in message:
+            message = (
+                "prediction: the server has no room for guesses; begin it with --speculate ngram, or "
+                "with --max-tree-nodes of at least 2"
+            )
+        return Problem(400, message, param="prediction", code="invalid_value")
+    return from_engine(error, generation.prompt_field)
 
 
 def usage_of(result: Result) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 #include "engine/drafts/ngram_draft.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/checksum.h"
 
@@ -97,14 +98,34 @@ Status Merge(std::span<const int32_t> text, std::span<const int64_t> places, con
 
 }  // namespace
 
+// The prediction stands behind the prompt's end, so that the first token of the answer already
+// finds where it goes on.
+std::span<const int32_t> NGramDrafter::TextOf(const DraftJob& job, Known* known) {
+  const std::span<const int32_t> tokens = *job.tokens;
+  const std::vector<int32_t>& predicted = job.options->predicted_tokens;
+  if (predicted.empty()) return tokens;
+  std::vector<int32_t>& text = known->text;
+  if (text.empty()) {
+    const auto prompt = tokens.first(static_cast<size_t>(job.prompt_tokens));
+    const auto end = prompt.last(std::min(prompt.size(), static_cast<size_t>(NGramIndex::kMost)));
+    std::vector<int32_t> before(end.begin(), end.end());
+    before.insert(before.end(), predicted.begin(), predicted.end());
+    text = std::move(before);
+  }
+  text.insert(text.end(), tokens.begin() + known->own, tokens.end());
+  known->own = std::ssize(tokens);
+  return text;
+}
+
 Status NGramDrafter::Propose(std::span<const DraftJob> jobs, DrawScratch* /*scratch*/) {
   for (const DraftJob& job : jobs) {
     if (*job.state == kNoDraftState) {
-      indexes_.try_emplace(next_state_);
+      known_.try_emplace(next_state_);
       *job.state = next_state_++;
     }
-    NGramIndex& index = indexes_.at(*job.state);
-    const std::span<const int32_t> text = *job.tokens;
+    Known& known = known_.at(*job.state);
+    NGramIndex& index = known.index;
+    const std::span<const int32_t> text = TextOf(job, &known);
     index.Extend(text);
     // A filter that fails is dropped, and fails again when the next token is drawn.
     if (!Merge(text, index.FindContinuations(text, job.branches), job).ok()) job.tree->Truncate(0);
@@ -113,7 +134,7 @@ Status NGramDrafter::Propose(std::span<const DraftJob> jobs, DrawScratch* /*scra
 }
 
 void NGramDrafter::Forget(int64_t* state) noexcept {
-  indexes_.erase(*state);
+  known_.erase(*state);
   *state = kNoDraftState;
 }
 

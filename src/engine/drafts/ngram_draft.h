@@ -1,5 +1,5 @@
-// Guesses from the sample's own text (prompt lookup): what followed at earlier places where prompt
-// and answer ended like now.
+// Guesses from the sample's own text (prompt lookup) and from SamplingOptions::predicted_tokens:
+// what followed at earlier places where prompt and answer ended like now.
 #ifndef QUIRE_ENGINE_DRAFTS_NGRAM_DRAFT_H_
 #define QUIRE_ENGINE_DRAFTS_NGRAM_DRAFT_H_
 
@@ -46,11 +46,21 @@ class NGramDrafter final : public Drafter {
  public:
   Status Propose(std::span<const DraftJob> jobs, DrawScratch* scratch) override;
   void Forget(int64_t* state) noexcept override;
-  int64_t state_count() const override { return static_cast<int64_t>(indexes_.size()); }
+  int64_t state_count() const override { return static_cast<int64_t>(known_.size()); }
   void CheckInvariants() const override {}
 
  private:
-  std::unordered_map<int64_t, NGramIndex> indexes_;
+  // What is known of a sample. text: with a prediction, the end of the prompt and the prediction
+  // behind it, as if they had been said before, then the sample's own text, of which `own` tokens
+  // are there; else empty, and the index is that of the sample's tokens.
+  struct Known {
+    NGramIndex index;
+    std::vector<int32_t> text;
+    int64_t own = 0;
+  };
+  static std::span<const int32_t> TextOf(const DraftJob& job, Known* known);
+
+  std::unordered_map<int64_t, Known> known_;
   int64_t next_state_ = 0;
 };
 

@@ -56,13 +56,14 @@ TEST(NGramIndex, PiecesMakeTheSameIndexAsTheWhole) {
   EXPECT_GT(found, 500);
 }
 
-DraftTree Propose(Tokens text, int64_t guesses, int64_t levels, int64_t branches) {
+DraftTree Propose(Tokens text, int64_t guesses, int64_t levels, int64_t branches,
+                  const SamplingOptions& options = {}) {
   NGramDrafter drafter;
   int64_t state = kNoDraftState;
   DraftTree tree;
   const DraftJob job{.tokens = &text,
                      .prompt_tokens = 1,
-                     .options = nullptr,
+                     .options = &options,
                      .guesses_max = guesses,
                      .levels_max = levels,
                      .branches = branches,
@@ -96,6 +97,43 @@ TEST(NGramDrafter, ATextThatRepeatsItselfGoesOnDoingSo) {
     EXPECT_EQ(tree.tokens, (Tokens{9, 7, 8, 9, 7, 8, 9, 7})) << branches;
     EXPECT_EQ(tree.levels(), 8);
   }
+}
+
+TEST(NGramDrafter, APredictionIsFollowedFromTheFirstTokenOfTheAnswer) {
+  const SamplingOptions options{.predicted_tokens = {20, 21, 22, 23, 24}};
+  const auto guess = [&](const Tokens& text) { return Propose(text, 4, 4, 1, options).tokens; };
+  EXPECT_EQ(guess({9, 20}), (Tokens{21, 22, 23, 24})) << "the prompt is 9";
+  EXPECT_EQ(guess({9, 50, 22, 23}), (Tokens{24, 9, 50, 22})) << "parts of it were left out";
+  EXPECT_EQ(guess({9, 50}), Tokens());
+}
+
+// What is known of a sample grows with it.
+TEST(NGramDrafter, APredictionStaysWhileTheAnswerGrows) {
+  const SamplingOptions options{.predicted_tokens = {20, 21, 22, 23, 24, 25, 26, 27}};
+  NGramDrafter drafter;
+  Tokens text = {1, 2, 3, 4, 5, 6};
+  int64_t state = kNoDraftState;
+  const auto guess = [&](int32_t drawn) {
+    text.push_back(drawn);
+    DraftTree tree;
+    const DraftJob job{.tokens = &text,
+                       .prompt_tokens = 6,
+                       .options = &options,
+                       .guesses_max = 2,
+                       .levels_max = 2,
+                       .state = &state,
+                       .tree = &tree};
+    EXPECT_TRUE(drafter.Propose({&job, 1}, nullptr).ok());
+    return tree.tokens;
+  };
+  EXPECT_EQ(guess(20), (Tokens{21, 22}));
+  EXPECT_EQ(guess(21), (Tokens{22, 23}));
+  EXPECT_EQ(guess(7), Tokens()) << "something else";
+  EXPECT_EQ(guess(24), Tokens());
+  EXPECT_EQ(guess(25), (Tokens{26, 27}));
+  EXPECT_EQ(guess(7), Tokens());
+  EXPECT_EQ(guess(24), (Tokens{25, 7})) << "as the answer went on the last time";
+  drafter.Forget(&state);
 }
 
 TEST(DraftTree, SiblingsAreMergedAndTheFrontIsWhole) {

@@ -1,6 +1,7 @@
 #include "engine/drafts/speculator.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "base/guard.h"
@@ -26,14 +27,17 @@ Speculator::Speculator(std::unique_ptr<ModelDrafter> model_drafter, int64_t max_
       max_tree_nodes_(max_tree_nodes),
       nodes_max_(std::min(max_tree_nodes, prefill_chunk)) {}
 
-Status Speculator::CheckCanSpeculate(const std::optional<Speculation>& speculation) const {
-  if (!speculation || speculation->draft == DraftKind::kNone) return {};
+Status Speculator::CheckCanSpeculate(const SamplingOptions& options) const {
+  const DraftKind draft = options.speculation ? options.speculation->draft : DraftKind::kNone;
+  const bool predicts = !options.predicted_tokens.empty();
+  if (draft == DraftKind::kNone && !predicts) return {};
   if (max_tree_nodes_ < 2) {
     return Status(StatusCode::kBadArgument,
-                  "SamplingOptions::speculation: this engine has no room for guesses; give it "
-                  "EngineOptions::max_tree_nodes of at least 2, or a speculation of its own");
+                  "SamplingOptions::" + std::string(predicts ? "predicted_tokens" : "speculation") +
+                      ": this engine has no room for guesses; give it "
+                      "EngineOptions::max_tree_nodes of at least 2, or a speculation of its own");
   }
-  if (speculation->draft == DraftKind::kModel && model_drafter_ == nullptr) {
+  if (draft == DraftKind::kModel && model_drafter_ == nullptr) {
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::speculation: draft is kModel and this engine has no draft "
                   "model; give EngineOptions::draft_model_directory, or take kNGram");

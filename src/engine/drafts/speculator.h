@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -36,7 +35,7 @@ class Speculator {
   int64_t nodes_max() const { return nodes_max_; }
   const ModelDrafter* model_drafter() const { return model_drafter_.get(); }
   // BadArgument: there is no room for guesses, or no draft model.
-  Status CheckCanSpeculate(const std::optional<Speculation>& speculation) const;
+  Status CheckCanSpeculate(const SamplingOptions& options) const;
   // Jobs of the first candidates for which there is room: an equal part of the nodes that are left
   // for each. guesses[i] gets those of candidates[i].
   std::vector<DraftJob> MakeJobs(std::span<const Candidate> candidates,

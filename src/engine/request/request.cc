@@ -80,6 +80,27 @@ Status CheckStop(const SamplingOptions& options, int64_t vocab_size) {
   return {};
 }
 
+Status CheckBytes(std::string_view field, const std::string& value) {
+  if (static_cast<int64_t>(value.size()) <= SamplingOptions::kCacheSaltBytesMax) return {};
+  return OutOfRange(std::string(field) + " size", value.size(),
+                    "at most " + std::to_string(SamplingOptions::kCacheSaltBytesMax) + " bytes");
+}
+
+Status CheckPrediction(const SamplingOptions& options, int64_t vocab_size) {
+  if (options.predicted_tokens.empty()) return {};
+  const auto count = static_cast<int64_t>(options.predicted_tokens.size());
+  if (count > SamplingOptions::kPredictedTokensMax) {
+    return OutOfRange("predicted_tokens count", count,
+                      "at most " + std::to_string(SamplingOptions::kPredictedTokensMax));
+  }
+  if (options.speculation && options.speculation->draft != DraftKind::kNGram) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::predicted_tokens: guesses from them are those of n-grams, and "
+                  "speculation asks for others; take kNGram, or leave speculation out");
+  }
+  return CheckTokens("SamplingOptions::predicted_tokens", options.predicted_tokens, vocab_size);
+}
+
 Status CheckFilter(const SamplingOptions& options, int64_t vocab_size) {
   if (options.filter == nullptr) return {};
   if (options.filter->vocab_size() != vocab_size) {
@@ -197,9 +218,11 @@ Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) 
   QUIRE_RETURN_IF_ERROR(CheckTruncation(options));
   QUIRE_RETURN_IF_ERROR(CheckPenalties(options));
   QUIRE_RETURN_IF_ERROR(CheckLogitBias(options, vocab_size));
-  if (static_cast<int64_t>(options.cache_salt.size()) > SamplingOptions::kCacheSaltBytesMax) {
-    return OutOfRange("cache_salt size", options.cache_salt.size(),
-                      "at most " + std::to_string(SamplingOptions::kCacheSaltBytesMax) + " bytes");
+  QUIRE_RETURN_IF_ERROR(CheckBytes("cache_salt", options.cache_salt));
+  QUIRE_RETURN_IF_ERROR(CheckBytes("turn_group", options.turn_group));
+  if (options.turn_weight < 1 || options.turn_weight > SamplingOptions::kTurnWeightMax) {
+    return OutOfRange("turn_weight", options.turn_weight,
+                      "in [1, " + std::to_string(SamplingOptions::kTurnWeightMax) + "]");
   }
   if (options.window < 0) return OutOfRange("window", options.window, "at least 0 (0 = off)");
   if (options.sinks < 0 || options.sinks >= std::max<int64_t>(options.window, 1)) {
@@ -209,6 +232,7 @@ Status CheckSamplingOptions(const SamplingOptions& options, int64_t vocab_size) 
   if (options.speculation) {
     QUIRE_RETURN_IF_ERROR(CheckSpeculation("SamplingOptions", *options.speculation));
   }
+  QUIRE_RETURN_IF_ERROR(CheckPrediction(options, vocab_size));
   QUIRE_RETURN_IF_ERROR(CheckFilter(options, vocab_size));
   return CheckStop(options, vocab_size);
 }

@@ -4,6 +4,14 @@
 #include <iterator>
 
 namespace quire {
+namespace {
+
+// The turn of a group of weight 1: large beside the largest weight, so that each takes its part to
+// a sixteenth, and small enough for 2^39 turns.
+constexpr int64_t kTurn = int64_t{1} << 24;
+static_assert(kTurn / SamplingOptions::kTurnWeightMax == 16);
+
+}  // namespace
 
 Request* RequestQueue::Find(int64_t request_id) const {
   const auto has_id = [&](const auto& request) { return request->id == request_id; };
@@ -23,8 +31,11 @@ void RequestQueue::Add(std::unique_ptr<Request> request) {
   if (last_turns_.size() > 2 * waiting_.size() + 64) {
     std::erase_if(last_turns_, [this](const auto& entry) { return entry.second <= turn_; });
   }
-  int64_t& last = last_turns_.try_emplace(request->space.salt, 0).first->second;
-  const int64_t turn = std::max(last, turn_) + 1;
+  const SamplingOptions& options = request->options;
+  const bool is_named = !options.turn_group.empty();
+  const std::string& group = is_named ? options.turn_group : options.cache_salt;
+  int64_t& last = last_turns_.try_emplace({is_named, group}, 0).first->second;
+  const int64_t turn = std::max(last, turn_) + kTurn / options.turn_weight;
   request->turn = turn;
   auto place = waiting_.end();
   while (place != waiting_.begin() && (*std::prev(place))->turn > turn) --place;

@@ -1,10 +1,11 @@
 // The requests of an engine: those that wait, and those in work.
 //
 // Invariants.
-// - Those that wait stand in the order in which they may come in. Salts take turns: each request
-//   has the turn after the last one of its salt, and of those in work. So a salt with many requests
-//   that wait holds up another one by one request, and a request that waits is overtaken by one of
-//   each other salt at most in a turn.
+// - Those that wait stand in the order in which they may come in. Groups (SamplingOptions) take
+//   turns: each request has the turn after the last one of its group, and of those in work; what
+//   lies between two turns of a group is 1 / its weight. So a group with many requests that wait
+//   holds up another one of its weight by one request, and a request that waits is overtaken by one
+//   of each other group at most in a turn.
 // - Those in work stand in the order in which they came in. One that is preempted waits in front.
 #ifndef QUIRE_ENGINE_REQUEST_REQUEST_QUEUE_H_
 #define QUIRE_ENGINE_REQUEST_REQUEST_QUEUE_H_
@@ -54,8 +55,9 @@ class RequestQueue {
   std::deque<std::unique_ptr<Request>> waiting_;
   std::vector<std::unique_ptr<Request>> running_;
   int64_t turn_ = 0;  // the highest of requests that came in
-  std::map<std::string, int64_t>
-      last_turns_;  // by salt; a salt that is absent has none after turn_
+  // By group, whose name is a salt where no group is named; one that is absent has none after
+  // turn_.
+  std::map<std::pair<bool, std::string>, int64_t> last_turns_;
 };
 
 }  // namespace quire

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 import quire
-from server_process import Server
+from server_process import Server, running
+from tiny_model import TinyModel
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def guessing(tiny: TinyModel) -> Iterator[Server]:
+    """With room for guesses, of which it makes none by itself."""
+    with running(tiny.directory, "--page-size", "16", "--max-tree-nodes", "16") as server:
+        yield server
 
 
 MESSAGES = [{"role": "user", "content": "What is a quire?"}]
@@ -237,7 +246,13 @@ def test_tokenize_and_detokenize(server: Server, engine: quire.Engine) -> None:
             "'input_audio'",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format.schema", "a JSON schema"),
-        ({"prediction": {"type": "content"}}, "prediction", "is not supported"),
+        ({"prediction": {"type": "content"}}, "prediction.content", "a text, or a list"),
+        ({"prediction": {"type": "words"}}, "prediction.type", "only \"content\" is taken"),
+        (
+            {"prediction": {"type": "content", "content": "A quire"}},
+            "prediction",
+            "no room for guesses; begin it with --speculate ngram, or with --max-tree-nodes",
+        ),
         ({"best_of": 2}, "best_of", "only 1"),
         ({"chat_template_kwargs": {"nothing": 1}}, None, "has no variable 'nothing'"),
     ],
@@ -278,6 +293,46 @@ def test_too_long_for_ever_is_413(server: Server) -> None:
     status, _, found = server.request("POST", "/v1/completions", body)
     message = found["error"]["message"]
     assert status == 413 and "Engine" not in message and message.endswith("lower max_tokens or n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x " * 500}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 500}]}, "messages"),
+        ("/v1/responses", {"input": "x " * 500}, "input"),
+    ],
+)
+def test_413_names_the_field_of_the_prompt(
+    server: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, _, found = server.request("POST", path, body)
+    assert (status, found["error"]["param"]) == (413, param)
+
+
+def test_a_prediction_changes_no_answer(
+    guessing: Server, client: openai.OpenAI, engine: quire.Engine
+) -> None:
+    """One that is right is accepted, in both forms; usage says how much of it."""
+    expected = engine.generate(MESSAGES, max_tokens=60, temperature=0)
+    assert expected.text is not None
+    parts = [{"type": "text", "text": expected.text[:9]}, {"type": "text", "text": expected.text[9:]}]
+    guesses = openai.OpenAI(base_url=guessing.url + "/v1", api_key="none", max_retries=0)
+    for content in (expected.text, parts, "something else"):
+        prediction: Any = {"type": "content", "content": content}
+        found = guesses.chat.completions.create(
+            messages=MESSAGES, model="tiny", max_tokens=60, temperature=0, prediction=prediction
+        )
+        assert found.choices[0].message.content == expected.text
+        details = found.usage.completion_tokens_details
+        if content != "something else":
+            assert details.accepted_prediction_tokens >= 10  # a text has other tokens than it was drawn as
+    plain = guesses.chat.completions.create(
+        messages=MESSAGES, model="tiny", max_tokens=60, temperature=0
+    )
+    assert plain.choices[0].message.content == expected.text
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert plain.usage.completion_tokens_details.rejected_prediction_tokens == 0
 
 
 def test_unknown_paths_and_methods(server: Server) -> None:

@@ -32,11 +32,13 @@ USED = 'quire:kv_pages{state="used"}'
 
 
 def open_stream(
-    server: Server, id: str, **more: Any
+    server: Server, id: str, authorization: str = "", **more: Any
 ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     """A stream without an end, of which the first event has come."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
     headers = {"content-type": "application/json", "x-request-id": id}
+    if authorization:
+        headers["authorization"] = authorization
     body = {**ENDLESS, "stream": True, **more}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     answer = connection.getresponse()
@@ -142,13 +144,44 @@ def test_health_makes_a_token(tiny: TinyModel) -> None:
         assert server.metrics()["quire:generation_tokens_total"] == 1
 
 
+def test_health_tells_that_the_engine_has_failed() -> None:
+    """The task that watches the engine once died with the first error, and nobody saw it."""
+
+    async def reasons() -> list[str | None]:
+        service = Service.__new__(Service)
+        service.draining, service._last_progress = False, -math.inf
+        service._computed, service._fault = 0, None
+        found: list[str | None] = []
+        calls = 0
+
+        def stats() -> dict[str, int]:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise quire.InternalError("a check failed")
+            return {"computed_tokens": calls}
+
+        async def health_of_each_turn(_: float) -> None:
+            found.append(await service.health())
+            if len(found) == 3:
+                raise asyncio.CancelledError
+
+        service.stats = stats  # type: ignore[method-assign]
+        service.streams = SimpleNamespace(last_token=-math.inf, answers=[])  # type: ignore
+        with pytest.raises(asyncio.CancelledError):
+            await service.watch_progress(health_of_each_turn)
+        return found
+
+    assert asyncio.run(reasons()) == [None, "the engine has failed: a check failed", None]
+
+
 @pytest.mark.parametrize(("seconds", "alive"), [(1.0, True), (11.0, False)])
 def test_health_after_a_long_rest(seconds: float, alive: bool) -> None:
     """The last token is long ago: what counts is how long the oldest answer has had."""
 
     async def reason() -> str | None:
         service = Service.__new__(Service)
-        service.draining, service._last_progress = False, -math.inf
+        service.draining, service._last_progress, service._fault = False, -math.inf, None
         submitted = asyncio.get_running_loop().time() - seconds
         answers = [SimpleNamespace(submitted=submitted)]
         service.streams = SimpleNamespace(last_token=-math.inf, answers=answers)  # type: ignore
@@ -175,6 +208,17 @@ def test_metrics_count_what_happened(server: Server) -> None:
     assert grown['quire:http_requests_total{route="/v1/completions",status="200"}'] == 1
     assert found[USED] == 0 < found['quire:kv_pages{state="free"}']
     assert 0 == found["quire:kv_cache_usage_perc"]
+
+
+def test_metrics_have_the_times_of_steps(server: Server) -> None:
+    before = server.metrics()
+    server.post("/v1/completions", {**ENDLESS, "max_tokens": 9})
+    after = server.metrics()
+    name = "quire:engine_step_seconds"
+    steps = after["quire:engine_steps_total"] - before["quire:engine_steps_total"]
+    assert after[f"{name}_count"] - before[f"{name}_count"] == steps >= 9
+    assert after[f'{name}_bucket{{le="30.0"}}'] <= after[f"{name}_count"]
+    assert after[f"{name}_sum"] > before[f"{name}_sum"]
 
 
 def test_pages_that_the_prefix_cache_keeps_are_not_in_use(keyed: Server) -> None:

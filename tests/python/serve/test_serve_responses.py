@@ -112,3 +112,30 @@ def test_the_oldest_make_room() -> None:
     for id in "def":
         with pytest.raises(Problem):
             kept.get("ann", id)
+
+
+def test_an_id_that_comes_twice_counts_once() -> None:
+    """420 puts of one id once left room for nothing else, for all tenants."""
+    kept = KeptResponses(Limits(responses=10, responses_bytes=10_000))
+    for _ in range(500):
+        kept.put("ann", "a", [{"content": "x" * 100}])
+    assert kept.count == 1 and kept.bytes < 200
+    kept.put("bob", "b", [{"content": "y"}])
+    assert kept.get("ann", "a") and kept.get("bob", "b") == [{"content": "y"}]
+
+
+def test_a_tenant_keeps_what_is_within_an_equal_part() -> None:
+    kept = KeptResponses(Limits(responses=10, responses_bytes=1000))
+    for i in range(4):
+        kept.put("bob", f"b{i}", [{"content": "b"}])
+    for i in range(100):  # more of them, and more bytes, than there is room for
+        kept.put("ann", f"a{i}", [{"content": "x" * (i % 3 * 200)}])
+        assert kept.count <= 10 and kept.bytes <= 1000
+    assert all(kept.get("bob", f"b{i}") for i in range(4))
+    assert kept.get("ann", "a99")
+
+
+def test_ids_of_responses_are_the_servers_own(server: Server) -> None:
+    body = {"input": "Hi", "max_output_tokens": 1}
+    ids = [server.post("/v1/responses", body, **{"x-request-id": "mine"})["id"] for _ in "ab"]
+    assert ids[0] != ids[1] and not any("mine" in id for id in ids)

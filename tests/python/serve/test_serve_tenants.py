@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from quire.serve.app import ROUTES
 from quire.serve.guard import OPEN_PATHS
 from quire.serve.page_routes import PAGE_FILES
 from quire.serve.tenants import ANYONE, Tenant, Tenants, read_api_keys
-from server_process import Server, head, read_answer, running
+from server_process import DEADLINE, Server, head, read_answer, running
+from test_serve_life import open_stream
 from tiny_model import Shape, TinyModel
 
 ANN, BOB = "ann-key-0123456789", "bob-key-0123456789"
@@ -97,6 +99,33 @@ def test_a_clients_salt_divides_its_own_kv(keyed: Server) -> None:
     assert _cached(keyed, ANN, text, cache_salt="one") > 32
     assert _cached(keyed, ANN, text, cache_salt="two") == 0
     assert _cached(keyed, ANN, text) == 0
+
+
+def test_salts_give_a_key_no_further_turns(tiny: TinyModel, keys_file: Path) -> None:
+    """While one answer is in work, ann asks for five of other salts and bob, with the share 3, for
+    three: bob's come in before ann's second one."""
+    options = ("--api-keys", str(keys_file), "--page-size", "16", "--max-num-sequences", "1")
+    with running(tiny.directory, *options, key=ANN) as server:
+        first = open_stream(server, "first", authorization=f"Bearer {ANN}")
+        waiting = []
+        for index in range(8):
+            key, id = (ANN, f"ann-{index}") if index < 5 else (BOB, f"bob-{index}")
+            peer = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
+            body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "cache_salt": str(index)}
+            headers = {"authorization": f"Bearer {key}", "x-request-id": id}
+            headers["content-type"] = "application/json"
+            peer.request("POST", "/v1/completions", json.dumps(body), headers)
+            waiting.append(peer)
+            server.wait_metrics(lambda m: m["quire:num_requests_waiting"] == index + 1)
+        for part in first:
+            part.close()
+        assert [peer.getresponse().status for peer in waiting] == [200] * 8
+        begun: dict[str, float] = {}  # when the engine began with it
+        while len(begun) < 8:
+            line = server.wait_log(lambda line: line.get("id", "").startswith(("ann-", "bob-")))
+            begun[line["id"]] = line["time"] - line["seconds"] + line["queue_seconds"]
+    order = sorted(begun, key=lambda id: begun[id])
+    assert set(order[:4]) == {"bob-5", "bob-6", "bob-7", "ann-0"}, order
 
 
 def test_the_log_has_names_and_no_keys(keyed: Server) -> None:
