@@ -18,6 +18,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,13 +45,23 @@ struct TransferPeerOptions {
   std::chrono::nanoseconds lease = std::chrono::seconds(30);
   // Bytes of parts on their way to this side: what the other one holds until they are taken here.
   int64_t window_bytes = int64_t{64} << 20;
+  // How long a forward of this side waits for room in the other side's window before its mark ends.
+  // A sender that has other work looks at send_room() first and lets such a prompt wait.
+  std::chrono::nanoseconds send_wait = std::chrono::milliseconds(250);
 };
 
 // What a prompt is, for the process that is to compute it.
 struct TransferJob {
   uint64_t id = 0;  // the receiver's choice; 0: none
   std::vector<int32_t> tokens{};
-  Digest salt{};  // of the tenant's salt, which does not travel
+  // The tenant's salt, at most kSaltBytesMax bytes: keys of stores are made from it. It travels
+  // only where both sides have shown the secret or are processes of one machine on a unix socket.
+  std::string salt{};
+  static constexpr int64_t kSaltBytesMax = 4096;
+  // As the tokens are to be computed: window and sinks of SamplingOptions, LongRoPE's long factors.
+  int64_t window = 0;
+  int64_t sinks = 0;
+  bool long_rope = false;
   // From the moment that it is sent, or received, on.
   int64_t deadline_ns = kNoDeadline;
   static constexpr int64_t kNoDeadline = INT64_MAX;
@@ -60,6 +71,13 @@ struct TransferJob {
 struct TransferRequest {
   TransferJob job{};
   ReceiveMap map{};
+};
+
+// What a process that computes for others says of itself, so that others can predict.
+struct TransferLoad {
+  int64_t queued_tokens = 0;  // that it has to compute before a job that comes now
+  int64_t ns_per_token = 0;   // of prompts, as measured; 0: not yet
+  bool operator==(const TransferLoad&) const = default;
 };
 
 struct TransferPeerStats {
@@ -73,8 +91,7 @@ struct TransferPeerStats {
 };
 
 // One connection. As a sink it sends what was asked for over it, whatever number of a peer a range
-// has; a call waits while the window is full, until the transfer is over at the latest. All calls
-// from any thread.
+// has; a call waits while the window is full, for send_wait at most. All calls from any thread.
 class TransferPeer : public LayerSink {
  public:
   // "ADDRESS:PORT" with a numeric address or "localhost": TCP. "unix:PATH": shared memory, with the
@@ -88,6 +105,17 @@ class TransferPeer : public LayerSink {
   // Ok while the connection is open; then why it is not.
   virtual Status status() const = 0;
   virtual TransferPeerStats stats() const = 0;
+  // `wake` is called, from the connection's thread, after a request or a load has come, a request
+  // has ended, the window has room again, and the connection is over; several may be one call. It
+  // may call this peer, but for SetWake, and must not wait for a thread that does. After SetWake
+  // has returned, the one before is not called any more. What happened before is told to nobody:
+  // look.
+  virtual void SetWake(std::function<void()> wake) = 0;
+  // Tells the other side how busy this one is: at most 20 times a second, the last word counts. The
+  // connection's status.
+  virtual Status SetLoad(const TransferLoad& load) = 0;
+  // What the other side has said last.
+  virtual TransferLoad load() const = 0;
   // Tells the other side. Its transfers end with Cancelled, waiting calls with Closed. Twice is
   // fine.
   virtual void Close() noexcept = 0;
@@ -99,8 +127,9 @@ class TransferPeer : public LayerSink {
   // Asks for the map's tokens. When the connection is lost or the job's deadline is over, the
   // reservation fails (FailReceive), which WaitReceived tells. A reservation that is committed or
   // cancelled ends its transfer within a heartbeat, at once by Cancel.
-  // BadState without a receiver, TooLarge for a job or map of more than a frame, the connection's
-  // status.
+  // BadState without a receiver, BadArgument for a salt over a connection that carries none,
+  // TooLarge for a job or map of more than a frame, or a salt of more than kSaltBytesMax; the
+  // connection's status.
   virtual Status Request(const TransferJob& job, const ReceiveMap& map) = 0;
   // The sender is told; nothing more arrives for the epoch. NotFound.
   virtual Status Cancel(uint64_t epoch) = 0;
@@ -109,6 +138,11 @@ class TransferPeer : public LayerSink {
   // The oldest request that no call has returned; none until until_ns of `clock`. The connection's
   // status.
   virtual Result<std::optional<TransferRequest>> NextRequest(Clock& clock, int64_t until_ns) = 0;
+  // Ok while the epoch's transfer from here is open; then why it ended, as far as that is known
+  // still; NotFound. So a job that was cancelled leaves a queue before it is marked.
+  virtual Status SendStatus(uint64_t epoch) const = 0;
+  // Bytes of rows that can be sent now without waiting.
+  virtual int64_t send_room() const = 0;
   // Ends a request that is not going to be computed; the receiver learns why. NotFound.
   virtual Status Refuse(uint64_t epoch, const Status& why) = 0;
 };

@@ -14,7 +14,6 @@ values layer by layer and continues after them (docs/transfer.md)::
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,13 +109,13 @@ class LocalChannel:
 class TransferRequest:
     """What a peer wants computed: the tokens of a job, into the tokens of its map.
 
-    job: the receiver's number of it; 0: none, and no tokens. salt: digest of its cache salt, 64
-    hexadecimal digits. seconds: until its deadline, when it came; None for none.
+    job: the receiver's number of it; 0: none, and no tokens. salt: its cache salt. seconds: until
+    its deadline, when it came; None for none.
     """
 
     job: int
     tokens: tuple[int, ...]
-    salt: str
+    salt: bytes
     seconds: float | None
     map: ReceiveMap
 
@@ -149,6 +148,7 @@ class TransferPeer(_ffi.ClosingOwner):
         dead_after: float = 3.0,
         lease: float = 30.0,
         window_bytes: int = 64 << 20,
+        send_wait: float = 0.25,
     ) -> TransferPeer:
         """Connects to a :class:`TransferListener`: ``"ADDRESS:PORT"`` over TCP, ``"unix:PATH"``
         through shared memory.
@@ -164,6 +164,8 @@ class TransferPeer(_ffi.ClosingOwner):
                 side counts as dead.
             lease: seconds that a transfer lives without a renewal from its receiver.
             window_bytes: of parts on their way to this side.
+            send_wait: seconds that a forward of this side waits for room in the other side's window
+                before its mark ends.
 
         Raises:
             UnavailableError, TimeoutError: nobody answers.
@@ -176,6 +178,7 @@ class TransferPeer(_ffi.ClosingOwner):
             state, model, revision, tokenizer, adapter, secret, heartbeat, dead_after, lease
         )
         options["window_bytes"] = int64(window_bytes, "window_bytes")
+        options["send_wait_ns"] = nanoseconds(send_wait, "send_wait")
         options["connect_timeout_ns"] = nanoseconds(connect_timeout, "connect_timeout")
         return cls(_ffi.new(_ffi.TransferPeerHandle, text(endpoint, "endpoint"), options))
 
@@ -206,8 +209,9 @@ class TransferPeer(_ffi.ClosingOwner):
         """Asks the other side for the tokens of a reservation of the state that ``receive_from``
         named.
 
-        `tokens`, with a number `job` of the caller's, say what is to be computed; `cache_salt`
-        travels as a digest. When `timeout` seconds are over, or the connection is lost, the
+        `tokens`, with a number `job` of the caller's, say what is to be computed; `cache_salt` is
+        their tenant's, at most 4 096 bytes. It travels as it is: BadArgumentError over a connection
+        that has neither a secret nor a unix socket. When `timeout` seconds are over, or the connection is lost, the
         reservation fails, which ``wait_received`` raises.
 
         BadStateError without a receiving state, TooLargeError for a job or map of more than 1 MiB,
@@ -217,7 +221,7 @@ class TransferPeer(_ffi.ClosingOwner):
         fields = {
             "id": int64(job, "job"),
             "tokens": np.asarray(int_list(tokens, "tokens"), np.int64),
-            "salt": hashlib.sha256(salt).hexdigest(),
+            "salt": salt,
             "deadline_ns": _NO_DEADLINE if timeout is None else nanoseconds(timeout, "timeout"),
         }
         if job == 0 and len(tokens) > 0:
@@ -243,7 +247,7 @@ class TransferPeer(_ffi.ClosingOwner):
         return TransferRequest(
             job=int(fields["id"]),
             tokens=tuple(int(token) for token in fields["tokens"]),
-            salt=str(fields["salt"]),
+            salt=bytes(fields["salt"]),
             seconds=None if deadline == _NO_DEADLINE else deadline / 1e9,
             map=ReceiveMap._of(fields["map"]),
         )
@@ -275,12 +279,14 @@ class TransferListener(_ffi.ClosingOwner):
         dead_after: float = 3.0,
         lease: float = 30.0,
         window_bytes: int = 64 << 20,
+        send_wait: float = 0.25,
         peers_max: int = 64,
     ) -> None:
         options = _peer_options(
             state, model, revision, tokenizer, adapter, secret, heartbeat, dead_after, lease
         )
         options["window_bytes"] = int64(window_bytes, "window_bytes")
+        options["send_wait_ns"] = nanoseconds(send_wait, "send_wait")
         options["endpoint"] = text(bind, "bind")
         options["peers_max"] = int64(peers_max, "peers_max")
         super().__init__(_ffi.new(_ffi.TransferListenerHandle, options))

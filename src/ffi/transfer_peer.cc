@@ -37,6 +37,7 @@ TransferPeerOptions ReadPeerOptions(OptionsReader* reader) {
   ReadTime(reader, "dead_after_ns", &options.dead_after);
   ReadTime(reader, "lease_ns", &options.lease);
   reader->Read("window_bytes", &options.window_bytes);
+  ReadTime(reader, "send_wait_ns", &options.send_wait);
   return options;
 }
 
@@ -55,8 +56,7 @@ TransferJob ReadJob(const OptionMap& fields) {
   reader.Read("deadline_ns", &job.deadline_ns);
   if (const auto tokens = reader.Get<tf::Tensor>("tokens"))
     job.tokens = TokenIds(tf::TensorView(*tokens));
-  if (const auto salt = reader.Get<tf::String>("salt"))
-    job.salt = ValueOrThrow(Digest::FromHex(std::string(*salt)));
+  if (const auto salt = reader.Get<tf::Bytes>("salt")) job.salt.assign(salt->data(), salt->size());
   reader.Finish();
   return job;
 }
@@ -67,7 +67,7 @@ OptionMap RequestFields(const TransferRequest& request) {
   for (const int32_t token : request.job.tokens) tokens.push_back(token);
   return {{"id", static_cast<int64_t>(request.job.id)},
           {"tokens", tokens},
-          {"salt", tf::String(request.job.salt.ToHex())},
+          {"salt", tf::Bytes(request.job.salt)},
           {"deadline_ns", request.job.deadline_ns},
           {"map", ReceiveMapFields(request.map)}};
 }

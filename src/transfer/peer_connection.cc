@@ -57,6 +57,7 @@ Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& optio
   QUIRE_RETURN_IF_ERROR(CheckTime("heartbeat", options.heartbeat));
   QUIRE_RETURN_IF_ERROR(CheckTime("dead_after", options.dead_after));
   QUIRE_RETURN_IF_ERROR(CheckTime("lease", options.lease));
+  QUIRE_RETURN_IF_ERROR(CheckTime("send_wait", options.send_wait));
   constexpr int64_t kWindowMax = int64_t{1} << 36;
   if (options.window_bytes < 1 || options.window_bytes > kWindowMax) {
     return Status(StatusCode::kBadArgument,
@@ -67,7 +68,9 @@ Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& optio
                                    .heartbeat_ns = options.heartbeat.count(),
                                    .dead_after_ns = options.dead_after.count(),
                                    .lease_ns = options.lease.count(),
-                                   .window_bytes = options.window_bytes};
+                                   .window_bytes = options.window_bytes,
+                                   .send_wait_ns = options.send_wait.count(),
+                                   .carries_salts = !options.secret.empty()};
   QUIRE_ASSIGN_OR_RETURN(session.passport, options.passport.ToJson());
   if (static_cast<int64_t>(session.passport.size()) > wire::kPassportBytesMax) {
     return Status(StatusCode::kTooLarge, "TransferPeerOptions::passport has " +
@@ -105,7 +108,7 @@ PeerConnection::PeerConnection(std::unique_ptr<ByteChannel> channel, std::string
                                TransferSession::Options options, Waker waker,
                                std::function<void()> changed)
     : endpoint_(std::move(endpoint)),
-      lease_ns_(options.lease_ns),
+      send_wait_ns_(options.send_wait_ns),
       changed_here_(std::move(changed)),
       waker_(std::move(waker)),
       channel_(std::move(channel)),
@@ -144,6 +147,21 @@ void PeerConnection::Close() noexcept {
   waker_.Signal();
 }
 
+void PeerConnection::SetWake(std::function<void()> wake) {
+  const std::lock_guard lock(wake_mutex_);
+  wake_ = std::move(wake);
+}
+
+// With no lock of the connection's state: it may call the connection.
+void PeerConnection::Wake() noexcept {
+  const std::lock_guard wake_lock(wake_mutex_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!std::exchange(is_wake_due_, false)) return;
+  }
+  if (wake_) wake_();
+}
+
 // The call is made on a session that is open, and what it has to say is sent.
 template <typename F>
 auto PeerConnection::WithSession(F&& f) {
@@ -172,6 +190,18 @@ TransferPeerStats PeerConnection::stats() const {
           .bytes_received = session.receives().bytes_received,
           .sends_open = static_cast<int64_t>(session.sends().open_count()),
           .receives_open = static_cast<int64_t>(session.receives().open_count())};
+}
+
+Status PeerConnection::SetLoad(const TransferLoad& load) {
+  return WithSession([&] {
+    session_.SetLoad(load);
+    return Status();
+  });
+}
+
+TransferLoad PeerConnection::load() const {
+  const std::lock_guard lock(mutex_);
+  return load_;
 }
 
 // -------------------------------------------------------------------------------------- receiving
@@ -214,6 +244,16 @@ Result<std::optional<TransferRequest>> PeerConnection::NextRequest(Clock& clock,
     requests_.pop_front();
     return request;
   });
+}
+
+Status PeerConnection::SendStatus(uint64_t epoch) const {
+  const std::lock_guard lock(mutex_);
+  return CheckSendLocked(epoch);
+}
+
+int64_t PeerConnection::send_room() const {
+  const std::lock_guard lock(mutex_);
+  return window_left_;
 }
 
 Status PeerConnection::Refuse(uint64_t epoch, const Status& why) {
@@ -280,13 +320,14 @@ Status PeerConnection::TakeWindow(uint64_t epoch, int64_t bytes) {
                       std::to_string(std::min(window_bytes_, wire::kPartBytesMax)) +
                       "; raise its window_bytes");
   }
-  const bool has_room = WaitUntil(*clock_, changed_, lock, clock_->SteadyNs() + lease_ns_, [&] {
+  const bool has_room = WaitUntil(*clock_, changed_, lock, clock_->SteadyNs() + send_wait_ns_, [&] {
     return window_left_ >= bytes || is_closing_ || !status_.ok() || sends_.count(epoch) == 0;
   });
   QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
   if (!has_room) {
     return Status(StatusCode::kTimeout,
-                  "transfer: " + endpoint_ + " has confirmed no part for the time of a lease");
+                  "transfer: " + endpoint_ + " has made no room for " + std::to_string(bytes) +
+                      " bytes within send_wait; it takes rows more slowly than they are computed");
   }
   window_left_ -= bytes;
   return Status();
@@ -348,8 +389,15 @@ void PeerConnection::OnOpen(int64_t window_bytes, const wire::Instance& receiver
   if (changed_here_) changed_here_();
 }
 
+void PeerConnection::OnLoad(const TransferLoad& load) {
+  const std::lock_guard lock(mutex_);
+  load_ = load;
+  is_wake_due_ = true;
+}
+
 void PeerConnection::OnRequest(TransferRequest request) {
   const std::lock_guard lock(mutex_);
+  is_wake_due_ = true;
   sends_.insert(request.map.epoch);
   requests_.push_back(std::move(request));
   changed_.notify_all();
@@ -359,14 +407,23 @@ void PeerConnection::OnSendOver(uint64_t epoch, const Status& why) {
   const std::lock_guard lock(mutex_);
   sends_.erase(epoch);
   std::erase_if(requests_, [&](const TransferRequest& r) { return r.map.epoch == epoch; });
-  if (over_.size() >= kOverMax) over_.erase(over_.begin());
+  std::erase(over_order_, epoch);
+  if (over_order_.size() >= kOverMax) {
+    over_.erase(over_order_.front());
+    over_order_.pop_front();
+  }
+  over_order_.push_back(epoch);
   over_.insert_or_assign(epoch, why);
+  is_wake_due_ = true;
   changed_.notify_all();
 }
 
 void PeerConnection::OnPartTaken(const OutgoingPart& part) {
   const std::lock_guard lock(mutex_);
+  // Half a window is room for a sender that has waited for some.
+  const bool was_small = window_left_ < window_bytes_ / 2;
   window_left_ += part.head.bytes;
+  is_wake_due_ |= was_small && window_left_ >= window_bytes_ / 2;
   changed_.notify_all();
 }
 
@@ -377,26 +434,31 @@ void PeerConnection::Run() noexcept {
   for (;;) {
     PollEntry entries[2] = {{.fd = waker_.fd(), .wants_read = true}, {}};
     int64_t timeout = 0;
+    bool goes_on = false;
     {
       const std::lock_guard session_lock(session_mutex_);
       Status failure;
-      bool goes_on = false;
       try {
         goes_on = Turn(can_read);
       } catch (const std::bad_alloc&) {
         failure = Status::OutOfMemory();
       }
-      if (!goes_on) return Finish(failure);
-      const ByteChannel::Wait wait =
-          channel_->PrepareWait(session_.accepts_input(), session_.has_output());
-      entries[1] = wait.entry;
-      const int64_t deadline = session_.next_deadline();
-      const int64_t now = clock_->SteadyNs();
-      timeout = wait.is_ready        ? 0
-                : deadline == kNever ? kNever
-                                     : std::max<int64_t>(0, deadline - now);
-      can_read = wait.is_ready;
+      if (goes_on) {
+        const ByteChannel::Wait wait =
+            channel_->PrepareWait(session_.accepts_input(), session_.has_output());
+        entries[1] = wait.entry;
+        const int64_t deadline = session_.next_deadline();
+        const int64_t now = clock_->SteadyNs();
+        timeout = wait.is_ready        ? 0
+                  : deadline == kNever ? kNever
+                                       : std::max<int64_t>(0, deadline - now);
+        can_read = wait.is_ready;
+      } else {
+        Finish(failure);
+      }
     }
+    Wake();
+    if (!goes_on) return;
     PollSockets(entries, timeout);
     if (entries[0].can_read) waker_.Clear();
     can_read |= entries[1].can_read;
@@ -465,6 +527,7 @@ void PeerConnection::Finish(const Status& why) noexcept {
   {
     const std::lock_guard lock(mutex_);
     status_ = session_.status();
+    is_wake_due_ = true;
     commands_.clear();
     changed_.notify_all();
   }
@@ -478,6 +541,7 @@ Result<std::shared_ptr<TransferPeer>> TransferPeer::Connect(const std::string& n
     QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options));
     QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options));
     session.is_connector = true;
+    session.carries_salts |= endpoint.is_unix;
     const std::shared_ptr<Clock> clock = MachineTime();
     const int64_t until = clock->SteadyNs() + options.connect_timeout.count();
     QUIRE_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(endpoint));

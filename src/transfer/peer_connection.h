@@ -48,12 +48,17 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   const std::string& endpoint() const override { return endpoint_; }
   Status status() const override;
   TransferPeerStats stats() const override;
+  void SetWake(std::function<void()> wake) override;
+  Status SetLoad(const TransferLoad& load) override;
+  TransferLoad load() const override;
   void Close() noexcept override;
 
   Status SetReceiver(KVTransfer* receiver) override;
   Status Request(const TransferJob& job, const ReceiveMap& map) override;
   Status Cancel(uint64_t epoch) override;
   Result<std::optional<TransferRequest>> NextRequest(Clock& clock, int64_t until_ns) override;
+  Status SendStatus(uint64_t epoch) const override;
+  int64_t send_room() const override;
   Status Refuse(uint64_t epoch, const Status& why) override;
 
   Status OnLayerAppended(int64_t layer, std::span<const SendRange> ranges) override;
@@ -65,6 +70,7 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   using Command = std::function<void(TransferSession&)>;
 
   void OnOpen(int64_t window_bytes, const wire::Instance& receiver) override;
+  void OnLoad(const TransferLoad& load) override;
   void OnRequest(TransferRequest request) override;
   void OnSendOver(uint64_t epoch, const Status& why) override;
   void OnPartTaken(const OutgoingPart& part) override;
@@ -77,6 +83,7 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   Status SendRecords(std::span<const SendRecord> records, bool is_aborted);
 
   void Run() noexcept;
+  void Wake() noexcept;
   // False: it is over.
   bool Turn(bool can_read);
   bool ReadSome();
@@ -88,11 +95,14 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   auto WithSession(F&& f);
 
   const std::string endpoint_;
-  const int64_t lease_ns_;
+  const int64_t send_wait_ns_;
   const std::shared_ptr<Clock> clock_ = MachineTime();
   const std::shared_ptr<PartPool> pool_ = std::make_shared<PartPool>();
   const std::function<void()> changed_here_;
   const Waker waker_;
+
+  std::mutex wake_mutex_;  // before the others; held while wake_ runs
+  std::function<void()> wake_;
 
   mutable std::mutex session_mutex_;  // before mutex_, where both are held
   const std::unique_ptr<ByteChannel> channel_;
@@ -108,6 +118,9 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   int64_t window_bytes_ = 0;
   std::set<uint64_t> sends_;         // epochs that are open
   std::map<uint64_t, Status> over_;  // the last that are over, and why
+  std::deque<uint64_t> over_order_;  // of them, the oldest first
+  TransferLoad load_;                // of the other side
+  bool is_wake_due_ = false;
   std::deque<TransferRequest> requests_;
   std::deque<Command> commands_;
 

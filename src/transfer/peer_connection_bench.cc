@@ -91,6 +91,7 @@ struct Loop {
     PassportLayer layer;
     layer.kv_heads = layer.head_dim = layer.v_head_dim = 1;
     options.passport.layers = {layer};
+    options.send_wait = std::chrono::nanoseconds(kMinuteNs);
     TransferSession::Options session = SessionOptions(options).value();
     session.is_connector = true;
     to = PeerConnection::Start(std::move(channels[0]), "bench", session, nullptr).value();

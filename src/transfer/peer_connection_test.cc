@@ -41,10 +41,11 @@ Channels MakeChannels(bool is_shared) {
 // A receiver that connects and a sender.
 struct ConnectionPair {
   explicit ConnectionPair(Channels channels, int64_t window_bytes = 1 << 20,
-                          int64_t dead_after_ns = kMinuteNs) {
+                          int64_t dead_after_ns = kMinuteNs, int64_t send_wait_ns = kMinuteNs) {
     TransferSession::Options options = TestSessionOptions(true, "a secret");
     options.window_bytes = window_bytes;
     options.dead_after_ns = dead_after_ns;
+    options.send_wait_ns = send_wait_ns;
     to = PeerConnection::Start(std::move(channels[0]), "test", options, nullptr).value();
     options.is_connector = false;
     from = PeerConnection::Start(std::move(channels[1]), "test", options, nullptr).value();
@@ -124,6 +125,86 @@ TEST(PeerConnection, ASenderThatWaitsForTheWindowEndsWithTheConnection) {
     EXPECT_FALSE(status.ok());
     pair.receiver.CheckPages();
   }
+}
+
+// A receiver that takes nothing: Hold() keeps its connection's thread in View.
+TEST(PeerConnection, ASenderWaitsForTheWindowForItsTimeAlone) {
+  ConnectionPair pair(MakeChannels(false), kTestRowBytes, kMinuteNs, 1'000'000);
+  const auto epoch = pair.Ask(100);
+  ASSERT_TRUE(epoch.ok());
+  EXPECT_EQ(pair.from->send_room(), kTestRowBytes);
+  std::unique_lock held = pair.receiver.Hold();
+  Status status;
+  for (int64_t row = 0; row < 100 && status.ok(); ++row) status = pair.Send(*epoch, row, 1);
+  EXPECT_EQ(status.code(), StatusCode::kTimeout) << status.ToString();
+  EXPECT_NE(status.message().find("send_wait"), std::string::npos);
+  EXPECT_LT(pair.from->send_room(), kTestRowBytes);
+  EXPECT_TRUE(pair.from->SendStatus(*epoch).ok());
+  held.unlock();
+}
+
+TEST(PeerConnection, AnOwnerIsWokenForWhatComesAndWhatEnds) {
+  ConnectionPair pair(MakeChannels(false));
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t wakes = 0;
+  pair.from->SetWake([&] {
+    const std::lock_guard lock(mutex);
+    static_cast<void>(pair.from->stats());  // calls of the peer are legal
+    ++wakes;
+    changed.notify_all();
+  });
+  const auto wait_for = [&](const std::function<bool()>& condition) {
+    std::unique_lock lock(mutex);
+    return WaitUntil(*pair.clock, changed, lock, pair.Soon(), condition);
+  };
+  ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());
+  const ReceiveMap map = pair.receiver.Reserve(4);
+  EXPECT_EQ(pair.from->SendStatus(map.epoch).code(), StatusCode::kNotFound);
+  ASSERT_TRUE(pair.to->Request({}, map).ok());
+  EXPECT_TRUE(wait_for([&] { return pair.from->SendStatus(map.epoch).ok(); }));
+  ASSERT_TRUE(pair.to->Cancel(map.epoch).ok());
+  EXPECT_TRUE(
+      wait_for([&] { return pair.from->SendStatus(map.epoch).code() == StatusCode::kCancelled; }));
+  pair.to->Close();
+  EXPECT_TRUE(wait_for([&] { return !pair.from->status().ok(); }));
+  pair.from->SetWake(nullptr);
+  EXPECT_GE(wakes, 3);
+}
+
+// Epochs do not come in order: the oldest endings are forgotten, not the smallest numbers.
+TEST(PeerConnection, TheLastEndingsAreRemembered) {
+  ConnectionPair pair(MakeChannels(false));
+  ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());
+  const auto end = [&](uint64_t epoch) {
+    pair.receiver.last_epoch = epoch - 1;
+    EXPECT_EQ(pair.Ask(1).value(), epoch);
+    EXPECT_TRUE(pair.from->Refuse(epoch, Status(StatusCode::kFull, "busy")).ok());
+  };
+  for (uint64_t epoch = 1000; epoch > 1000 - 256; --epoch) end(epoch);
+  end(1);
+  EXPECT_EQ(pair.from->SendStatus(1).code(), StatusCode::kFull);
+  EXPECT_EQ(pair.from->SendStatus(1000 - 255).code(), StatusCode::kFull);
+  EXPECT_EQ(pair.from->SendStatus(1000).code(), StatusCode::kNotFound);
+}
+
+TEST(PeerConnection, LoadsAreHeardOf) {
+  ConnectionPair pair(MakeChannels(false));
+  ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());
+  std::mutex mutex;
+  std::condition_variable changed;
+  pair.to->SetWake([&] {
+    const std::lock_guard lock(mutex);
+    changed.notify_all();
+  });
+  const TransferLoad load{.queued_tokens = 5, .ns_per_token = 6};
+  ASSERT_TRUE(pair.from->SetLoad(load).ok());
+  {
+    std::unique_lock lock(mutex);
+    EXPECT_TRUE(WaitUntil(*pair.clock, changed, lock, pair.Soon(),
+                          [&] { return pair.to->load() == load; }));
+  }
+  pair.to->SetWake(nullptr);
 }
 
 TEST(PeerConnection, AfterACancelNoLateRowIsTaken) {

@@ -31,8 +31,8 @@ int64_t Later(int64_t now_ns, int64_t ns) { return ns > kNever - now_ns ? kNever
 void ReceiveHalf::SetReceiver(KVTransfer* receiver) {
   if (receiver == nullptr) {
     while (!transfers_.empty()) {
-      End(transfers_.begin()->first,
-          Status(StatusCode::kCancelled, "the receiving cache has left the connection"));
+      Fail(transfers_.begin()->first,
+           Status(StatusCode::kCancelled, "the receiving cache has left the connection"));
     }
   }
   receiver_ = receiver;
@@ -47,6 +47,17 @@ Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
   if (transfers_.count(epoch) > 0) {
     return Status(StatusCode::kBadState,
                   "Request: epoch " + std::to_string(epoch) + " is requested already");
+  }
+  const auto salt_bytes = static_cast<int64_t>(request.job.salt.size());
+  if (salt_bytes > TransferJob::kSaltBytesMax) {
+    return Status(StatusCode::kTooLarge, "Request: the salt has " + std::to_string(salt_bytes) +
+                                             " bytes; a job takes " +
+                                             std::to_string(TransferJob::kSaltBytesMax));
+  }
+  if (salt_bytes > 0 && !options_.carries_salts) {
+    return Status(StatusCode::kBadArgument,
+                  "Request: the job has a salt, and the connection neither a secret nor a unix "
+                  "socket: set a secret on both sides, or use unix:PATH");
   }
   std::vector<std::byte> job = wire::Encode(request.job);
   std::vector<std::byte> map =
@@ -291,7 +302,7 @@ void ReceiveHalf::Tick(int64_t now_ns) {
       Fail(here->first, Status(StatusCode::kTimeout,
                                "transfer: the job's deadline is over; cancel the reservation and "
                                "compute the tokens here"));
-    } else if (now_ns >= Later(here->second.renewed_ns, options_.lease_ns / kRenewalsPerLease)) {
+    } else if (now_ns >= Later(here->second.renewed_ns, lease_ns_ / kRenewalsPerLease)) {
       here->second.renewed_ns = now_ns;
       writer_->QueueUrgent(TransferOpcode::kLease,
                            wire::Encode(wire::TransferLease{.epoch = here->first}));
@@ -314,8 +325,8 @@ int64_t ReceiveHalf::next_deadline() const {
   if (transfers_.empty()) return kNever;
   int64_t next = next_poll_ns_;
   for (const auto& [epoch, transfer] : transfers_) {
-    next = std::min({next, transfer.deadline_ns,
-                     Later(transfer.renewed_ns, options_.lease_ns / kRenewalsPerLease)});
+    next = std::min(
+        {next, transfer.deadline_ns, Later(transfer.renewed_ns, lease_ns_ / kRenewalsPerLease)});
   }
   return next;
 }

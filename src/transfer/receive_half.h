@@ -8,6 +8,7 @@
 #ifndef QUIRE_TRANSFER_RECEIVE_HALF_H_
 #define QUIRE_TRANSFER_RECEIVE_HALF_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -31,13 +32,17 @@ class ReceiveHalf {
     wire::Instance instance{};
     int64_t window_bytes = 0;
     int64_t lease_ns = 0;
+    bool carries_salts = false;
     int64_t poll_ns = 0;  // how often it asks whether a reservation is over
   };
-  ReceiveHalf(FrameWriter* writer, const Options& options) : writer_(writer), options_(options) {}
+  ReceiveHalf(FrameWriter* writer, const Options& options)
+      : writer_(writer), options_(options), lease_ns_(options.lease_ns) {}
 
   KVTransfer* receiver() const { return receiver_; }
-  // Null ends all transfers.
+  // Null ends all transfers; their reservations fail.
   void SetReceiver(KVTransfer* receiver);
+  // A lease is over when the sender thinks so: renewals keep to the shorter of both sides'.
+  void SetSenderLease(int64_t ns) { lease_ns_ = std::min(options_.lease_ns, ns); }
 
   Status Open(const TransferRequest& request, int64_t now_ns);
   Status Cancel(uint64_t epoch);
@@ -90,6 +95,7 @@ class ReceiveHalf {
 
   FrameWriter* const writer_;
   const Options options_;
+  int64_t lease_ns_;
   KVTransfer* receiver_ = nullptr;
   std::map<uint64_t, Transfer> transfers_;  // by epoch
   Parts parts_;                             // by number

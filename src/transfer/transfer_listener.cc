@@ -163,6 +163,7 @@ Result<std::unique_ptr<TransferListener>> TransferListener::Start(
     QUIRE_ASSIGN_OR_RETURN(Endpoint endpoint, Endpoint::Parse(options.endpoint));
     QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options.peer));
     QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options.peer));
+    session.carries_salts |= endpoint.is_unix;
     constexpr int64_t kPeersMax = 4096;
     if (options.peers_max < 1 || options.peers_max > kPeersMax) {
       return Status(StatusCode::kBadArgument,

@@ -13,6 +13,8 @@ namespace {
 
 using wire::TransferOpcode;
 
+// A load that changes with every step is told no more often.
+constexpr int64_t kLoadEveryNs = 50 * kNsPerMs;
 // Answers that a peer lets wait before nothing more is read from it.
 constexpr size_t kAnswersWaitingMax = 4096;
 
@@ -48,8 +50,10 @@ TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
       receives_(&writer_, {.instance = options_.instance,
                            .window_bytes = options_.window_bytes,
                            .lease_ns = options_.lease_ns,
+                           .carries_salts = options_.carries_salts,
                            .poll_ns = options_.heartbeat_ns}),
       sends_(&writer_, owner, options_.lease_ns),
+      told_ns_(now_ns),
       now_ns_(now_ns),
       heard_ns_(now_ns),
       sent_ns_(now_ns),
@@ -112,6 +116,11 @@ void TransferSession::Tick(int64_t now_ns) {
   }
   receives_.Tick(now_ns);
   sends_.Tick(now_ns);
+  if (load_ != told_load_ && now_ns >= Moment(told_ns_, kLoadEveryNs)) {
+    writer_.QueueUrgent(TransferOpcode::kLoad, wire::Encode(load_));
+    told_load_ = load_;
+    told_ns_ = now_ns;
+  }
   if (!has_output() && now_ns >= Moment(sent_ns_, options_.heartbeat_ns))
     writer_.QueueUrgent(TransferOpcode::kHeartbeat, {});
 }
@@ -120,6 +129,7 @@ int64_t TransferSession::next_deadline() const {
   if (state_ == State::kOver) return kNever;
   if (state_ != State::kOpen) return end_deadline_ns_;
   int64_t next = std::min(receives_.next_deadline(), sends_.next_deadline());
+  if (load_ != told_load_) next = std::min(next, Moment(told_ns_, kLoadEveryNs));
   if (accepts_input()) next = std::min(next, Moment(heard_ns_, options_.dead_after_ns));
   return std::min(next, Moment(sent_ns_, has_output() ? options_.lease_ns : options_.heartbeat_ns));
 }
@@ -227,6 +237,7 @@ Status TransferSession::OnPassport(std::span<const std::byte> head) {
     return PeerBreach("sends no passport: " + std::string(match.message()));
   QUIRE_RETURN_IF_ERROR(match);
   state_ = State::kOpen;
+  receives_.SetSenderLease(int64_t{peer_hello_.lease_ms} * kNsPerMs);
   reader_.set_head_bytes_max(wire::kTransferHeadBytesMax);
   owner_->OnOpen(static_cast<int64_t>(peer_hello_.window_bytes), peer_hello_.instance);
   return Status();
@@ -238,8 +249,11 @@ Status TransferSession::OnMessage(const wire::TransferHeader& header,
                                   std::span<const std::byte> head) {
   switch (header.opcode) {
     case TransferOpcode::kJob:
-      return With(wire::DecodeTransferJob(head),
-                  [&](TransferJob job) { return sends_.OnJob(std::move(job)); });
+      return With(wire::DecodeTransferJob(head), [&](TransferJob job) {
+        if (!job.salt.empty() && !options_.carries_salts)
+          return PeerBreach("sends a salt where others could have read it");
+        return sends_.OnJob(std::move(job));
+      });
     case TransferOpcode::kMap:
       return With(wire::DecodeTransferMap(head),
                   [&](wire::TransferMap map) { return sends_.OnMap(std::move(map), now_ns_); });
@@ -269,6 +283,11 @@ Status TransferSession::OnMessage(const wire::TransferHeader& header,
     case TransferOpcode::kLease:
       return With(wire::DecodeTransferLease(head), [&](const wire::TransferLease& lease) {
         sends_.OnLease(lease, now_ns_);
+        return Status();
+      });
+    case TransferOpcode::kLoad:
+      return With(wire::DecodeTransferLoad(head), [&](const TransferLoad& load) {
+        owner_->OnLoad(load);
         return Status();
       });
     case TransferOpcode::kHeartbeat:

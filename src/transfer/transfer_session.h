@@ -30,6 +30,7 @@ class TransferSession final : private FrameReader::Handler {
    public:
     // The two sides match; the peer takes `window_bytes` of parts, and `receiver` names it.
     virtual void OnOpen(int64_t window_bytes, const wire::Instance& receiver) = 0;
+    virtual void OnLoad(const TransferLoad& load) = 0;
 
    protected:
     ~Owner() = default;
@@ -44,6 +45,8 @@ class TransferSession final : private FrameReader::Handler {
     int64_t dead_after_ns = 0;
     int64_t lease_ns = 0;
     int64_t window_bytes = 0;
+    int64_t send_wait_ns = 0;    // of the owner's callers
+    bool carries_salts = false;  // both sides have a secret, or are of one machine
   };
   TransferSession(Owner* owner, Options options, int64_t now_ns);
 
@@ -61,6 +64,9 @@ class TransferSession final : private FrameReader::Handler {
   // Lets time pass; due at next_deadline().
   void Tick(int64_t now_ns);
   int64_t next_deadline() const;
+
+  // The peer is told at the next Tick, or a little later.
+  void SetLoad(const TransferLoad& load) { load_ = load; }
 
   // Tells the peer, and ends.
   void Close(const Status& why, int64_t now_ns);
@@ -104,6 +110,9 @@ class TransferSession final : private FrameReader::Handler {
   FrameReader reader_;
   ReceiveHalf receives_;
   SendHalf sends_;
+  TransferLoad load_;
+  TransferLoad told_load_;
+  int64_t told_ns_ = 0;
   int64_t now_ns_ = 0;
   int64_t heard_ns_ = 0;         // from the peer
   int64_t sent_ns_ = 0;          // the peer took bytes

@@ -84,6 +84,19 @@ class SessionPair {
   TestSession sender;
 };
 
+std::vector<std::byte> MakeFrame(uint64_t number, TransferOpcode opcode,
+                                 std::vector<std::byte> head, uint32_t claims = 0) {
+  std::vector<std::byte> frame(wire::kTransferHeaderBytes);
+  const auto bytes = claims > 0 ? claims : static_cast<uint32_t>(head.size());
+  wire::EncodeTransferHeader({.opcode = opcode,
+                              .number = number,
+                              .head_bytes = bytes,
+                              .head_crc = Crc32c(head.data(), head.size())},
+                             std::span(frame).first<wire::kTransferHeaderBytes>());
+  frame.insert(frame.end(), head.begin(), head.end());
+  return frame;
+}
+
 TEST(HostileTransferPeer, BreaksNothingInManySessions) {
   constexpr int kSessions = 30'000;
   ReportFigure("sessions", 2 * kSessions);
@@ -305,6 +318,74 @@ TEST(TransferSession, DeadlinesAndLeasesEndTransfers) {
   pair.ExpectQuiet();
 }
 
+// The sender's lease is what ends a transfer, also where it is the shorter one.
+TEST(TransferSession, RenewalsKeepToTheShorterLease) {
+  TransferSession::Options sender = TestSessionOptions(false);
+  sender.lease_ns = 4 * kTestSecondNs;
+  SessionPair pair(TestSessionOptions(true), sender);
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.Live(20 * kTestSecondNs);
+  EXPECT_EQ(pair.sender.over.count(map.epoch), 0U);
+}
+
+TEST(TransferSession, AReceiverThatLeavesTellsWhoWaitsForIt) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.receiver.session.receives().SetReceiver(nullptr);
+  EXPECT_EQ(pair.receiver.receiver.open.at(map.epoch).failure.code(), StatusCode::kCancelled);
+  pair.Exchange();
+  EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kCancelled);
+  pair.ExpectQuiet();
+}
+
+TEST(TransferSession, SaltsTravelWhereNobodyElseReads) {
+  for (const bool carries : {true, false}) {
+    TransferSession::Options options[2] = {TestSessionOptions(true), TestSessionOptions(false)};
+    for (TransferSession::Options& option : options) option.carries_salts = carries;
+    SessionPair pair(options[0], options[1]);
+    pair.Exchange();
+    const ReceiveMap map = pair.receiver.receiver.Reserve(4);
+    TransferRequest request{.job = {.id = 1, .tokens = {1}, .salt = "ann"}, .map = map};
+    const Status status = pair.receiver.session.receives().Open(request, pair.now);
+    EXPECT_EQ(status.code(), carries ? StatusCode::kOk : StatusCode::kBadArgument);
+    request.job.salt = std::string(4097, 's');
+    EXPECT_EQ(pair.receiver.session.receives().Open(request, pair.now).code(),
+              carries ? StatusCode::kBadState : StatusCode::kTooLarge);
+    pair.Exchange();
+    EXPECT_EQ(pair.sender.sends.size(), carries ? 1U : 0U);
+    if (carries) {
+      EXPECT_EQ(pair.sender.sends.at(map.epoch).job.salt, "ann");
+    } else {
+      pair.sender.session.Receive(
+          MakeFrame(2, TransferOpcode::kJob, wire::Encode(TransferJob{.id = 1, .salt = "ann"})),
+          pair.now);
+      EXPECT_EQ(pair.sender.session.status().code(), StatusCode::kCorrupt);
+    }
+  }
+}
+
+TEST(TransferSession, ALoadIsToldAndNotWithEachChange) {
+  SessionPair pair;
+  pair.Exchange();
+  const int64_t frames = 40;
+  int64_t told = 0;
+  TransferLoad last;
+  for (int64_t i = 1; i <= frames; ++i) {
+    pair.sender.session.SetLoad({.queued_tokens = i, .ns_per_token = 7});
+    pair.now += 10 * kNsPerMs;
+    pair.sender.session.Tick(pair.now);
+    pair.Exchange();
+    told += pair.receiver.load != last;
+    last = pair.receiver.load;
+  }
+  EXPECT_EQ(told, frames / 5);
+  pair.Live(kTestSecondNs);
+  EXPECT_EQ(pair.receiver.load, (TransferLoad{frames, 7}));
+  EXPECT_EQ(pair.sender.load, TransferLoad());
+}
+
 TEST(TransferSession, AnOpeningThatDoesNotComeEnds) {
   TestSession listener(TestSessionOptions(false, "a secret"));
   TakeOutput(&listener.session, 1 << 20, 0);
@@ -314,19 +395,6 @@ TEST(TransferSession, AnOpeningThatDoesNotComeEnds) {
   EXPECT_EQ(listener.session.status().code(), StatusCode::kTimeout);
   TakeOutput(&listener.session, 1 << 20, 0);  // the goodbye
   EXPECT_TRUE(listener.session.is_over());
-}
-
-std::vector<std::byte> MakeFrame(uint64_t number, TransferOpcode opcode,
-                                 std::vector<std::byte> head, uint32_t claims = 0) {
-  std::vector<std::byte> frame(wire::kTransferHeaderBytes);
-  const auto bytes = claims > 0 ? claims : static_cast<uint32_t>(head.size());
-  wire::EncodeTransferHeader({.opcode = opcode,
-                              .number = number,
-                              .head_bytes = bytes,
-                              .head_crc = Crc32c(head.data(), head.size())},
-                             std::span(frame).first<wire::kTransferHeaderBytes>());
-  frame.insert(frame.end(), head.begin(), head.end());
-  return frame;
 }
 
 TEST(TransferSession, AStrangerGetsNoMemory) {

@@ -15,6 +15,7 @@ static_assert(std::endian::native == std::endian::little, "the format is little-
 
 constexpr size_t kHeadCrcEnd = 28;  // the header's own CRC covers what is before it
 constexpr uint8_t kHelloSecret = 1 << 0;
+constexpr uint8_t kJobLongRope = 1 << 0;
 constexpr int64_t kCountMax = int64_t{1} << 40;  // of tokens, rows, heads: sums of two never wrap
 constexpr int64_t kLayersMax = 65535;
 
@@ -155,7 +156,12 @@ Result<TransferHello> DecodeTransferHello(std::span<const std::byte> head) {
 std::vector<std::byte> Encode(const TransferJob& job) {
   std::vector<std::byte> head;
   FieldWriter writer(&head);
-  writer.Add(job.id).Add(job.deadline_ns).AddBytes(std::as_bytes(std::span(job.salt.bytes)));
+  writer.Add(job.id)
+      .Add(job.deadline_ns)
+      .Add(job.window)
+      .Add(job.sinks)
+      .Add(job.long_rope ? kJobLongRope : uint8_t{0});
+  AddList(&writer, std::span(job.salt));
   AddList(&writer, std::span(job.tokens));
   return head;
 }
@@ -165,11 +171,19 @@ Result<TransferJob> DecodeTransferJob(std::span<const std::byte> head) {
   TransferJob job;
   job.id = reader.Take<uint64_t>();
   job.deadline_ns = reader.Take<int64_t>();
-  const auto salt = reader.TakeBytes(sizeof(job.salt.bytes));
+  job.window = reader.Take<int64_t>();
+  job.sinks = reader.Take<int64_t>();
+  const auto flags = reader.Take<uint8_t>();
+  const auto salt = TakeList<char>(&reader);
   job.tokens = TakeList<int32_t>(&reader);
   if (!reader.ok()) return Malformed("a job of the wrong length");
   if (job.deadline_ns < 0) return Malformed("a job that was over before it was sent");
-  std::memcpy(job.salt.bytes.data(), salt.data(), salt.size());
+  if (!IsCount(job.window) || !IsCount(job.sinks) || (flags & ~kJobLongRope) != 0 ||
+      static_cast<int64_t>(salt.size()) > TransferJob::kSaltBytesMax) {
+    return Malformed("a job with a window, a salt or bits that no job has");
+  }
+  job.long_rope = (flags & kJobLongRope) != 0;
+  job.salt.assign(salt.begin(), salt.end());
   return job;
 }
 
@@ -326,6 +340,22 @@ Result<TransferLease> DecodeTransferLease(std::span<const std::byte> head) {
   const TransferLease lease{.epoch = reader.Take<uint64_t>()};
   if (!reader.ok()) return Malformed("a lease of the wrong length");
   return lease;
+}
+
+std::vector<std::byte> Encode(const TransferLoad& load) {
+  std::vector<std::byte> head;
+  FieldWriter(&head).Add(load.queued_tokens).Add(load.ns_per_token);
+  return head;
+}
+
+Result<TransferLoad> DecodeTransferLoad(std::span<const std::byte> head) {
+  FieldReader reader(head);
+  TransferLoad load;
+  load.queued_tokens = reader.Take<int64_t>();
+  load.ns_per_token = reader.Take<int64_t>();
+  if (!reader.ok() || !IsCount(load.queued_tokens) || !IsCount(load.ns_per_token))
+    return Malformed("a load of the wrong length, or of what nobody computes");
+  return load;
 }
 
 std::vector<std::byte> Encode(const TransferData& data) {

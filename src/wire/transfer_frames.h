@@ -19,7 +19,7 @@
 namespace quire::wire {
 
 inline constexpr std::string_view kTransferMagic = "QTRN";
-inline constexpr uint16_t kTransferVersion = 1;
+inline constexpr uint16_t kTransferVersion = 2;
 inline constexpr size_t kTransferHeaderBytes = 32;
 // A frame with its header: what a peer may make others wait behind (design.md section 6).
 inline constexpr int64_t kTransferFrameBytesMax = int64_t{1} << 20;
@@ -49,6 +49,7 @@ enum class TransferOpcode : uint8_t {
   kLease = 12,
   kHeartbeat = 13,
   kGoodbye = 14,
+  kLoad = 15,
 };
 
 struct TransferHeader {
@@ -129,6 +130,7 @@ std::vector<std::byte> Encode(const TransferCredit& credit);
 // Long texts are cut.
 std::vector<std::byte> EncodeEnd(uint64_t epoch, const Status& status);
 std::vector<std::byte> Encode(const TransferLease& lease);
+std::vector<std::byte> Encode(const TransferLoad& load);
 
 // Corrupt for what no sender of this version writes.
 Result<TransferHello> DecodeTransferHello(std::span<const std::byte> head);
@@ -139,6 +141,7 @@ Result<TransferRecord> DecodeTransferRecord(std::span<const std::byte> head);
 Result<TransferCredit> DecodeTransferCredit(std::span<const std::byte> head);
 Result<TransferEnd> DecodeTransferEnd(std::span<const std::byte> head);
 Result<TransferLease> DecodeTransferLease(std::span<const std::byte> head);
+Result<TransferLoad> DecodeTransferLoad(std::span<const std::byte> head);
 
 // Before the bytes of a part in a kData frame.
 struct TransferData {

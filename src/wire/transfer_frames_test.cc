@@ -89,7 +89,19 @@ TEST(TransferFrames, MessagesComeBackAsTheyWere) {
   const auto part = DecodeTransferPart(Encode(SomePart()));
   ASSERT_TRUE(part.ok());
   EXPECT_EQ(Encode(*part), Encode(SomePart()));
-  const TransferJob job{.id = 3, .tokens = {1, -2, 3}, .deadline_ns = 5};
+  const TransferJob job{.id = 3,
+                        .tokens = {1, -2, 3},
+                        .salt = std::string("a\0b", 3),
+                        .window = 64,
+                        .sinks = 4,
+                        .long_rope = true,
+                        .deadline_ns = 5};
+  EXPECT_EQ(Encode(*DecodeTransferJob(Encode(job))), Encode(job));
+  EXPECT_EQ(DecodeTransferJob(Encode(job))->salt, job.salt);
+  EXPECT_EQ(DecodeTransferJob(Encode(job))->sinks, 4);
+  EXPECT_TRUE(DecodeTransferJob(Encode(job))->long_rope);
+  const TransferLoad load{.queued_tokens = 8192, .ns_per_token = 900};
+  EXPECT_EQ(*DecodeTransferLoad(Encode(load)), load);
   EXPECT_EQ(DecodeTransferJob(Encode(job))->tokens, job.tokens);
   EXPECT_EQ(DecodeTransferJob(Encode(job))->deadline_ns, 5);
   const TransferMap map{.job = 3,
@@ -142,10 +154,21 @@ TEST(TransferFrames, CutAndLongMessagesAreRefused) {
   refuses_others(Encode(TransferCredit{1, false}), DecodeTransferCredit);
   refuses_others(Encode(TransferLease{1}), DecodeTransferLease);
   refuses_others(Encode(TransferData{1, 2}), DecodeTransferData);
-  // A list that claims more than there is takes no memory for it.
-  std::vector<std::byte> lying = job;
-  lying[48] = lying[49] = lying[50] = lying[51] = std::byte{0xff};
-  EXPECT_FALSE(DecodeTransferJob(lying).ok());
+  refuses_others(Encode(TransferLoad{1, 2}), DecodeTransferLoad);
+  // A list that claims more than there is takes no memory for it: the salt, the tokens.
+  for (const size_t place : {33, 37}) {
+    std::vector<std::byte> lying = job;
+    for (size_t i = place; i < place + 4; ++i) lying[i] = std::byte{0xff};
+    EXPECT_FALSE(DecodeTransferJob(lying).ok()) << place;
+  }
+  for (const TransferJob& bad :
+       {TransferJob{.salt = std::string(4097, 's')}, TransferJob{.window = -1},
+        TransferJob{.sinks = -1}, TransferJob{.deadline_ns = -1}}) {
+    EXPECT_EQ(DecodeTransferJob(Encode(bad)).status().code(), StatusCode::kCorrupt);
+  }
+  EXPECT_TRUE(DecodeTransferJob(Encode(TransferJob{.salt = std::string(4096, 's')})).ok());
+  EXPECT_FALSE(DecodeTransferLoad(Encode(TransferLoad{-1, 0})).ok());
+  EXPECT_FALSE(DecodeTransferLoad(Encode(TransferLoad{0, -1})).ok());
 }
 
 TEST(TransferFrames, HeadersAreCheckedBitByBit) {

@@ -77,6 +77,8 @@ class TestReceiver final : public KVTransfer {
     open.emplace(map.epoch, std::move(made));
     return map;
   }
+  // Calls wait until it is let go.
+  std::unique_lock<std::mutex> Hold() { return std::unique_lock(mutex_); }
   // The reservation is over.
   void End(uint64_t epoch) {
     const std::lock_guard lock(mutex_);

@@ -38,7 +38,9 @@ inline TransferSession::Options TestSessionOptions(bool is_connector, std::strin
                                    .heartbeat_ns = kTestSecondNs / 2,
                                    .dead_after_ns = 3 * kTestSecondNs,
                                    .lease_ns = 30 * kTestSecondNs,
-                                   .window_bytes = int64_t{1} << 20};
+                                   .window_bytes = int64_t{1} << 20,
+                                   .send_wait_ns = 60 * kTestSecondNs,
+                                   .carries_salts = true};
   options.instance[0] = std::byte{is_connector ? uint8_t{1} : uint8_t{2}};
   options.nonce[0] = options.instance[0];
   return options;
@@ -89,6 +91,7 @@ class TestSession final : private TransferSession::Owner {
   int64_t window_bytes = 0;
   int64_t window_left = 0;
   wire::Instance peer_instance{};
+  TransferLoad load;
   std::map<uint64_t, TransferRequest> sends;  // by epoch: open
   std::map<uint64_t, Status> over;
   TransferSession session;
@@ -99,6 +102,7 @@ class TestSession final : private TransferSession::Owner {
     window_bytes = window_left = bytes;
     peer_instance = instance;
   }
+  void OnLoad(const TransferLoad& told) override { load = told; }
   void OnRequest(TransferRequest request) override {
     const uint64_t epoch = request.map.epoch;
     sends.emplace(epoch, std::move(request));
