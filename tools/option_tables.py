@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the tables of options in docs from python/quire/_options.py: option_tables.py.
+"""Writes the tables of options in docs: option_tables.py.
 
-A table stands between a line "<!-- options: GROUP, ... -->" and the next line "<!-- end -->".
+A table stands between a line "<!-- options: GROUP, ... -->" and the next line "<!-- end -->". Groups
+are those of python/quire/_options.py; "own of serve" has the options that `quire serve` alone has.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs" / "program.md",)
+PAGES = (ROOT / "docs" / "program.md", ROOT / "docs" / "serve.md")
+OWN_OF_SERVE = "own of serve"
 sys.path.insert(0, str(ROOT / "python"))
 
 from quire._options import ENGINE, SAMPLING, Flag  # noqa: E402
+from quire.cli import arguments, serve  # noqa: E402
 
 _TABLE = re.compile(r"(<!-- options: ([\w, ]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
@@ -26,8 +29,25 @@ def row(name: str, flag: Flag) -> str:
     return f"| `{option}{' ' if value else ''}{value}` | {meaning} |\n"
 
 
+def own_of_serve() -> list[str]:
+    """Rows of the options that `quire serve` alone has, in the order of its --help."""
+    shared = arguments.Parser()
+    arguments.add_engine(shared)
+    arguments.add_store(shared)
+    known = {name for action in shared._actions for name in action.option_strings}
+    rows = []
+    for action in serve.parser()._actions:
+        names = [name for name in action.option_strings if name not in known and name[:2] == "--"]
+        if names and names != ["--help"]:
+            value = action.metavar or r"\|".join(action.choices or ())
+            space = " " if value else ""
+            help = str(action.help).replace("|", r"\|").replace("*", r"\*")
+            rows.append(f"| `{names[0]}{space}{value}` | {help} |\n")
+    return rows
+
+
 def table(groups: list[str]) -> str:
-    found = [
+    found = own_of_serve() if groups == [OWN_OF_SERVE] else [
         row(name, option.flag)
         for options in (ENGINE, SAMPLING)
         for name, option in options.items()

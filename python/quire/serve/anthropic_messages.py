@@ -19,7 +19,7 @@ from quire.serve.generation import Generation
 from quire.serve.grammars import Wanted, read_inner_format
 from quire.serve.problems import Problem, from_engine
 from quire.serve.responses import JsonAnswer, View, answer, event
-from quire.serve.service import Service
+from quire.serve.service import Service, guesses_of, origin_of
 from quire.serve.tool_parser import Call as ToolCall
 from quire.serve.tool_parser import ToolParser, call_id
 from quire.serve.tools import Tools, read_tools
@@ -166,12 +166,14 @@ def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tool
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic's form, in which tokens of the cache are not among the input's."""
+    """Anthropic's form, in which tokens of the cache are not among the input's; and more, in a field
+    that its clients do not know."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.completion_tokens,
+        "quire": {**origin_of(usage), **guesses_of(usage)},
     }
 
 

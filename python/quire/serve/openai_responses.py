@@ -20,7 +20,7 @@ from quire.serve.grammars import Wanted, read_inner_format
 from quire.serve.kept_responses import Messages, new_response_id
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
-from quire.serve.service import Service
+from quire.serve.service import Service, guesses_of, origin_of
 from quire.serve.tool_parser import Call as ToolCall
 from quire.serve.tool_parser import ToolParser, call_id
 from quire.serve.tools import Tools, read_tools
@@ -311,8 +311,8 @@ def _said(item: dict[str, Any]) -> Messages:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, **origin_of(usage)},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0, **guesses_of(usage)},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -6,14 +6,14 @@ All of it belongs to the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-import collections
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from quire import errors
-from quire.engine import Engine, Result
+from quire.engine import Engine, Result, Usage
 from quire.serve._streams import Answer, Streams
+from quire.serve.admission import Admission, Cost, Place
 from quire.serve.generation import Generation, ModelFacts
 from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.kept_responses import KeptResponses
@@ -24,78 +24,12 @@ from quire.serve.protocol import ConnectionBook
 from quire.serve.tenants import Tenant, Tenants
 from quire.serve.tool_parser import parser_of_template, special_texts
 
-__all__ = ["Admission", "Service", "usage_of"]
+__all__ = ["Service", "guesses_of", "origin_of", "usage_of"]
 
 _HEALTHY_SECONDS = 10.0
+_CHARACTERS_PER_TOKEN = 4.0  # of English, about; what a text costs is told by its tokens later
 _PROBE_SALT = b"quire health probe 1"
 _PROBE_TOKEN = 0
-
-
-class Admission:
-    """Which requests are let in, so that none waits longer than `limits.wait_seconds`.
-
-    A sample *runs* while no more than running_max are in work; all above wait. How long is
-    predicted from the mean time between the ends of two samples, measured while some waited.
-    """
-
-    _SMOOTHING = 0.2
-
-    def __init__(self, limits: Limits, running_max: int, share_total: int) -> None:
-        self._limits = limits
-        self._running_max = running_max
-        self._share_total = share_total
-        self._in_work: collections.Counter[Tenant] = collections.Counter()
-        self._seconds_per_sample: float | None = None
-        self._last_end: float | None = None
-
-    @property
-    def samples(self) -> int:
-        """In work or waiting."""
-        return self._in_work.total()
-
-    def enter(self, tenant: Tenant, samples: int, waiting: int) -> None:
-        """Counts a request in. waiting: requests that wait for pages. Problem (429, 503)."""
-        own = self._in_work[tenant] + samples
-        share = max(1, self._running_max * tenant.share // self._share_total)
-        if own > share + self._limits.queue_per_key:
-            raise Problem(
-                429,
-                f"this key has {own - samples} answers in work or waiting; it may have "
-                f"{share + self._limits.queue_per_key}",
-                code="too_many_requests",
-                retry_after=self._seconds(1),
-            )
-        queued = max(self.samples + samples - self._running_max, waiting, 0)
-        if queued > self._limits.queue:
-            message = f"{queued - samples} answers wait; the limit is {self._limits.queue}"
-            raise Problem(503, message, code="queue_full", retry_after=self._seconds(queued))
-        if queued and self._seconds(queued) > self._limits.wait_seconds:
-            raise Problem(
-                503,
-                f"the answer would wait for about {self._seconds(queued)} s; the limit is "
-                f"{self._limits.wait_seconds:g} s",
-                code="would_wait",
-                retry_after=self._seconds(queued),
-            )
-        self._in_work[tenant] += samples
-
-    def leave(self, tenant: Tenant, samples: int, now: float) -> None:
-        if self.samples > self._running_max:
-            if self._last_end is not None:
-                seconds = (now - self._last_end) / samples
-                old = self._seconds_per_sample
-                new = seconds if old is None else old + self._SMOOTHING * (seconds - old)
-                self._seconds_per_sample = new
-            self._last_end = now
-        else:
-            self._last_end = None
-        self._in_work[tenant] -= samples
-        if not self._in_work[tenant]:
-            del self._in_work[tenant]
-
-    def _seconds(self, samples: int) -> int:
-        """Seconds until this number of samples has ended; at least 1."""
-        return max(1, math.ceil(samples * (self._seconds_per_sample or 0.0)))
 
 
 class Service:
@@ -130,6 +64,7 @@ class Service:
         self.body_bytes = 0  # of all requests together
         self.draining = False
         self._last_tokens: dict[Answer, float] = {}
+        self._places: dict[Answer, Place] = {}
         self._probe: asyncio.Task[str | None] | None = None
         self._computed = 0
         self._fault: str | None = None  # why the engine does not tell how things stand
@@ -143,16 +78,31 @@ class Service:
 
     async def submit(self, generation: Generation, tenant: Tenant) -> Answer:
         """Problem for a request that is refused. The answer must be given to `finish`."""
-        self.admission.enter(tenant, generation.samples, self.stats()["waiting"])
+        stats = self.stats()
+        place = self.admission.enter(tenant, self._cost(generation, stats), stats["waiting"])
         try:
             options = await self._options(generation, tenant)
-            return await self.streams.submit(generation.prompts, options, keep=generation.keep)  # type: ignore[arg-type]
-        except errors.QuireError as error:
-            self._leave(tenant, generation.samples)
-            raise _refusal(error, generation) from None
-        except BaseException:
-            self._leave(tenant, generation.samples)
+            answer = await self.streams.submit(generation.prompts, options, keep=generation.keep)  # type: ignore[arg-type]
+        except BaseException as error:
+            self._leave(place)
+            if isinstance(error, errors.QuireError):
+                raise _refusal(error, generation) from None
             raise
+        self._places[answer] = place
+        if answer.first_token is not None:  # it came before this turn of the event loop
+            self.admission.note_begun(place)
+        return answer
+
+    def _cost(self, generation: Generation, stats: dict[str, int]) -> Cost:
+        """What a request asks for, about: nothing of it is tokenized yet."""
+        characters = sum(_characters(prompt) for prompt in generation.prompts)
+        latency = self.metrics.inter_token_latency
+        return Cost(
+            samples=generation.samples,
+            prompt_seconds=characters / _CHARACTERS_PER_TOKEN * stats["compute_ns_per_token"] * 1e-9,
+            token_seconds=latency.sum / latency.count if latency.count else 0.0,
+            max_tokens=generation.options.get("max_tokens"),
+        )
 
     async def _options(self, generation: Generation, tenant: Tenant) -> dict[str, Any]:
         """As the engine takes them. Keys take turns by their shares, whatever salts their clients
@@ -177,21 +127,24 @@ class Service:
         result."""
         answer.close()
         self._last_tokens.pop(answer, None)
-        self._leave(tenant, generation.samples)
+        self._leave(self._places.pop(answer))
         if answer.result is None:
             self.metrics.note_finished(failed)
             return
+        self.admission.note_usage(tenant, answer.result.usage)
         self.metrics.note_usage(answer.result.usage)
         for sample in answer.result.samples:
             self.metrics.note_finished(sample.finish_reason or failed)
 
-    def _leave(self, tenant: Tenant, samples: int) -> None:
-        self.admission.leave(tenant, samples, asyncio.get_running_loop().time())
+    def _leave(self, place: Place) -> None:
+        self.admission.leave(place, asyncio.get_running_loop().time())
 
     def _note_tokens(self, answer: Answer, tokens: int, now: float) -> None:
         before = self._last_tokens.get(answer)
         self._last_tokens[answer] = now
         if before is None:
+            if answer in self._places:
+                self.admission.note_begun(self._places[answer])
             if tokens > 1:  # of one step: the client waits for none of them
                 self.metrics.inter_token_latency.observe(0.0, tokens - 1)
         else:
@@ -274,6 +227,15 @@ class Service:
             answer.fail(Problem(503, "the server is ending; ask again", code="shutting_down"))
 
 
+def _characters(prompt: Any) -> float:
+    """The characters of a prompt; a token id counts as what a token usually has."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if prompt and isinstance(prompt[0], Mapping):
+        return sum(len(str(message.get("content", ""))) for message in prompt)
+    return len(prompt) * _CHARACTERS_PER_TOKEN
+
+
 def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
     """What a client is told of a request that the engine does not take."""
     field, message = generation.grammar_field, str(error)
@@ -301,17 +263,27 @@ def usage_of(result: Result) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "memory_tokens": usage.memory_tokens,
-            "ram_tokens": usage.ram_tokens,
-            "disk_tokens": usage.disk_tokens,
-            "redis_tokens": usage.redis_tokens,
-            "recomputed_tokens": usage.recomputed_tokens,
-            "miss": usage.miss,
-        },
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": usage.accepted_tokens,
-            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
-        },
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **origin_of(usage)},
+        "completion_tokens_details": guesses_of(usage),
+    }
+
+
+def origin_of(usage: Usage) -> dict[str, Any]:
+    """Where the KV of a prompt came from, and why not all of it was there: fields that the clients
+    of every API leave alone."""
+    return {
+        "memory_tokens": usage.memory_tokens,
+        "ram_tokens": usage.ram_tokens,
+        "disk_tokens": usage.disk_tokens,
+        "redis_tokens": usage.redis_tokens,
+        "recomputed_tokens": usage.recomputed_tokens,
+        "miss": usage.miss,
+    }
+
+
+def guesses_of(usage: Usage) -> dict[str, int]:
+    """The guesses that were kept, and those that were not."""
+    return {
+        "accepted_prediction_tokens": usage.accepted_tokens,
+        "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
     }

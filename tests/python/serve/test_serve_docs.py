@@ -6,8 +6,6 @@ import dataclasses
 import re
 
 from program import ROOT
-from quire.cli import arguments
-from quire.cli import serve as command
 from quire.serve.app import ROUTES
 from quire.serve.limits import Limits
 from server_process import Server, running
@@ -20,17 +18,6 @@ def rows(page: str, heading: str) -> str:
     """The first cells of the table below a heading."""
     table = page.split(heading, 1)[1].split("\n\n| ", 1)[1].split("\n\n", 1)[0]
     return "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
-
-
-def test_options() -> None:
-    parser = command.parser()
-    plain = arguments.Parser()
-    arguments.add_engine(plain)
-    arguments.add_store(plain)
-    shared = {name for action in plain._actions for name in action.option_strings}
-    own = {name for action in parser._actions for name in action.option_strings} - shared
-    found = set(re.findall(r"--[a-z][a-z-]+", rows(PAGE, "## Options")))
-    assert found == own - {"-h", "--help"}
 
 
 def test_limits() -> None:

@@ -19,10 +19,11 @@ import pytest
 import quire
 from program import process, run
 from quire.serve._streams import Streams
+from quire.serve.admission import Admission, Cost
 from quire.serve.generation import Generation
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
-from quire.serve.service import Admission, Service
+from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 from server_process import DEADLINE, Server, events, head, running
 from tiny_model import TinyModel
@@ -251,22 +252,54 @@ def test_admission_by_share_and_time() -> None:
     ann, bob = Tenant("ann", 1, b"a"), Tenant("bob", 3, b"b")
     admission = Admission(limits, running_max=8, share_total=4)
     for _ in range(6):  # its share is 2, and 4 may wait
-        admission.enter(ann, 1, 0)
+        place = admission.enter(ann, Cost(1), 0)
     with pytest.raises(Problem) as caught:
-        admission.enter(ann, 1, 0)
+        admission.enter(ann, Cost(1), 0)
     assert caught.value.status == 429 and caught.value.retry_after == 1
-    admission.enter(bob, 6, 0)
+    admission.enter(bob, Cost(6), 0)
     for now in (0.0, 5.0):  # while others wait an answer ends every 5 s
-        admission.leave(ann, 1, now)
-        admission.enter(ann, 1, 0)
+        admission.leave(place, now)
+        place = admission.enter(ann, Cost(1), 0)
     with pytest.raises(Problem) as caught:
-        admission.enter(bob, 2, 0)
+        admission.enter(bob, Cost(2), 0)
     assert (caught.value.status, caught.value.code) == (503, "would_wait")
     assert caught.value.retry_after == 30
     with pytest.raises(Problem) as caught:
-        admission.enter(bob, 1, 11)
+        admission.enter(bob, Cost(1), 11)
     assert (caught.value.status, caught.value.code) == (503, "queue_full")
     assert admission.samples == 12
+
+
+def test_admission_by_the_cost_of_prompts_ahead() -> None:
+    """From the first request on: no answer has ended yet."""
+    ann, bob = Tenant("ann", 1, b"a"), Tenant("bob", 1, b"b")
+    admission = Admission(Limits(wait_seconds=20), running_max=64, share_total=2)
+    first = admission.enter(ann, Cost(1, prompt_seconds=15), 0)
+    admission.enter(ann, Cost(1, prompt_seconds=9), 0)
+    with pytest.raises(Problem, match="about 24 s; the limit is 20 s") as caught:
+        admission.enter(bob, Cost(1), 0)
+    assert (caught.value.status, caught.value.retry_after) == (503, 24)
+    admission.note_begun(first)
+    admission.enter(bob, Cost(1), 0)
+    # A key of whose prompts a tenth has to be computed asks others to wait for a tenth.
+    for _ in range(30):
+        admission.note_usage(bob, quire.Usage(100, 90, 5))
+    admission.enter(bob, Cost(1, prompt_seconds=90), 0)
+    admission.enter(ann, Cost(1), 0)  # behind 9 and 9 seconds
+
+
+def test_admission_knows_how_long_answers_are_before_one_has_ended() -> None:
+    ann = Tenant("ann", 1, b"a")
+    admission = Admission(Limits(wait_seconds=20), running_max=2, share_total=1)
+    cost = Cost(1, token_seconds=0.1, max_tokens=100)  # 10 s each, two at a time
+    for _ in range(6):  # of which four wait
+        place = admission.enter(ann, cost, 0)
+    with pytest.raises(Problem, match="about 25 s"):
+        admission.enter(ann, cost, 0)
+    admission.leave(place, 0.0)
+    admission.note_usage(ann, quire.Usage(10, 0, 20))  # answers have 20 tokens: 2 s
+    for _ in range(10):
+        admission.enter(ann, cost, 0)
 
 
 def test_a_full_server_says_when_to_come_back(tiny: TinyModel) -> None:

@@ -1,0 +1,142 @@
+"""Which requests are let in, so that none waits longer than `limits.wait_seconds`.
+
+What a request waits for is predicted from two measured speeds, from the first request on:
+
+- prompts ahead of it, which are computed one after the other at the engine's speed, as far as their
+  KV was not there in the requests of the same key so far;
+- a place in the batch: a sample *runs* while no more than running_max are in work, and all above
+  wait. Their time is the mean between the ends of two samples while some waited; before that was
+  seen, it comes from the time of a token and from how long answers are.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+from quire.engine import Usage
+from quire.serve.limits import Limits
+from quire.serve.problems import Problem
+from quire.serve.tenants import Tenant
+
+__all__ = ["Admission", "Cost", "Place"]
+
+_SMOOTHING = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a request asks for.
+
+    samples: answers. prompt_seconds: that its prompts take, if nothing of them is there.
+    token_seconds: between two tokens of an answer; 0: not known. max_tokens: of an answer; None: as
+    many as there is room for.
+    """
+
+    samples: int
+    prompt_seconds: float = 0.0
+    token_seconds: float = 0.0
+    max_tokens: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """A request that was let in. ahead: seconds that others wait for its prompts."""
+
+    tenant: Tenant
+    samples: int
+    ahead: float
+
+
+def _smoothed(old: float | None, new: float) -> float:
+    return new if old is None else old + _SMOOTHING * (new - old)
+
+
+class Admission:
+    """For the event loop's thread."""
+
+    def __init__(self, limits: Limits, running_max: int, share_total: int) -> None:
+        self._limits = limits
+        self._running_max = running_max
+        self._share_total = share_total
+        self._in_work: collections.Counter[Tenant] = collections.Counter()
+        self._places: set[Place] = set()  # whose prompts are not computed
+        self._computed_share: dict[Tenant, float] = {}  # of prompt tokens
+        self._answer_tokens: float | None = None  # of a sample, in the mean
+        self._seconds_per_sample: float | None = None
+        self._last_end: float | None = None
+
+    @property
+    def samples(self) -> int:
+        """In work or waiting."""
+        return self._in_work.total()
+
+    def enter(self, tenant: Tenant, cost: Cost, waiting: int) -> Place:
+        """Counts a request in. waiting: requests that wait for pages. Problem (429, 503)."""
+        samples = cost.samples
+        each = self._sample_seconds(cost)
+        own = self._in_work[tenant] + samples
+        share = max(1, self._running_max * tenant.share // self._share_total)
+        if own > share + self._limits.queue_per_key:
+            raise Problem(
+                429,
+                f"this key has {own - samples} answers in work or waiting; it may have "
+                f"{share + self._limits.queue_per_key}",
+                code="too_many_requests",
+                retry_after=_whole(each),
+            )
+        queued = max(self.samples + samples - self._running_max, waiting, 0)
+        ahead = sum(place.ahead for place in self._places)
+        seconds = ahead + queued * each
+        if queued > self._limits.queue:
+            message = f"{queued - samples} answers wait; the limit is {self._limits.queue}"
+            raise Problem(503, message, code="queue_full", retry_after=_whole(seconds))
+        if seconds > self._limits.wait_seconds:
+            raise Problem(
+                503,
+                f"the answer would wait for about {_whole(seconds)} s; the limit is "
+                f"{self._limits.wait_seconds:g} s",
+                code="would_wait",
+                retry_after=_whole(seconds),
+            )
+        self._in_work[tenant] += samples
+        place = Place(tenant, samples, cost.prompt_seconds * self._computed_share.get(tenant, 1.0))
+        self._places.add(place)
+        return place
+
+    def note_begun(self, place: Place) -> None:
+        """Its first token has come: nobody waits for its prompts any more."""
+        self._places.discard(place)
+
+    def note_usage(self, tenant: Tenant, usage: Usage) -> None:
+        """What an answer has taken that ended by itself."""
+        computed = 1 - usage.cached_tokens / max(1, usage.prompt_tokens)
+        self._computed_share[tenant] = _smoothed(self._computed_share.get(tenant), computed)
+        self._answer_tokens = _smoothed(self._answer_tokens, usage.completion_tokens)
+
+    def leave(self, place: Place, now: float) -> None:
+        if self.samples > self._running_max:
+            if self._last_end is not None:
+                seconds = (now - self._last_end) / place.samples
+                self._seconds_per_sample = _smoothed(self._seconds_per_sample, seconds)
+            self._last_end = now
+        else:
+            self._last_end = None
+        self._places.discard(place)
+        self._in_work[place.tenant] -= place.samples
+        if not self._in_work[place.tenant]:
+            del self._in_work[place.tenant]
+
+    def _sample_seconds(self, cost: Cost) -> float:
+        """Between the ends of two samples while others wait."""
+        if self._seconds_per_sample is not None:
+            return self._seconds_per_sample
+        tokens = self._answer_tokens
+        if tokens is None:
+            tokens = 0 if cost.max_tokens is None else cost.max_tokens
+        return tokens * cost.token_seconds / self._running_max
+
+
+def _whole(seconds: float) -> int:
+    return max(1, math.ceil(seconds))
