@@ -649,13 +649,13 @@ class Engine(_ffi.ThreadOwner):
         prompts and answers, by the steps so far); kv_bytes, kv_bytes_per_token, weight_bytes,
         page_size (tokens).
 
-        Of recurrent layers: states_total, states_free, retained_states (of the prefix cache),
+        Recurrent layers: states_total, states_free, retained_states (of the prefix cache),
         state_bytes; recomputed_tokens, as in :class:`Usage`.
 
-        Of guesses: drafted_tokens, accepted_tokens, decode_forwards, as in :class:`Usage`; draft_ns
+        Guesses: drafted_tokens, accepted_tokens, decode_forwards, as in :class:`Usage`; draft_ns
         (that guessing took).
 
-        Of the chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
+        Chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
         loaded_disk_tokens, loaded_redis_tokens, load_ns; layer_loads (loads that a forward
         took layer by layer), overlap_ns (that was computed meanwhile); stored_chunks, stored_bytes,
         refused_chunks; compute_ns_per_token, which a load must beat.
@@ -1409,7 +1409,7 @@ def _texts(value: Any, option: str) -> list[str]:
 
 
 def _miss_name(reason: int) -> str | None:
-    """Of quire::MissReason; None for the first, which is no miss."""
+    """The name of a quire::MissReason; None for the first, which is no miss."""
     return None if reason == 0 else str(_ffi.function("miss_reason_name")(reason))
 
 

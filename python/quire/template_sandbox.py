@@ -31,7 +31,7 @@ __all__ = ["LimitedEnvironment", "TemplateLimitError"]
 TEXT_MAX = 16 << 20  # characters: several times the context of any model
 WORK_MAX = 1_000_000  # a second or two; a chat of a thousand messages takes about 20 000
 SECONDS_MAX = 10.0  # more than all of that work takes on a slow machine
-# Reading so many characters or items costs about as much as a call.
+# Reading this number of characters or items costs about as much as a call.
 _CHARACTERS_PER_WORK = 256
 _ITEMS_PER_WORK = 16
 _INT_BITS_MAX = 4096

@@ -23,7 +23,7 @@ using List = std::vector<int64_t>;
 
 constexpr Timeout kNoWait = nanoseconds(0);
 
-// Of this process, or of another one as seen from here.
+// Whether the buffer is of this process, or of another one as seen from here.
 enum class Kind : uint8_t { kLocal, kRemote };
 
 class LookupBufferTest : public testing::TestWithParam<Kind> {

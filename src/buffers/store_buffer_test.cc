@@ -13,7 +13,7 @@
 namespace quire {
 namespace {
 
-// Of this process, or of another one as seen from here.
+// Whether the buffer is of this process, or of another one as seen from here.
 enum class Kind : uint8_t { kLocal, kRemote };
 
 class StoreBufferTest : public testing::TestWithParam<Kind> {

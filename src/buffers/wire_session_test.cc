@@ -122,7 +122,7 @@ class Pair : private ClientSession::Owner {
     put.tensors.emplace_back("", Floats({floats}, 1));
     return Send(std::move(put));
   }
-  // Of the server, for what arrives.
+  // Bytes that the server still takes.
   int64_t budget_left() const { return served_.budget.left(); }
 
   int64_t now = 0;
@@ -253,7 +253,7 @@ TEST(WireSession, CancelEndsATakeWhereverItIs) {
 }
 
 TEST(WireSession, EveryFlippedBitIsNoticed) {
-  // Of a put on its way to the server: the value is stored as sent or not at all.
+  // A put on its way to the server: the value is stored as sent or not at all.
   for (size_t at = 0; at < 64 + 9 + 8 + 8; ++at) {
     for (int bit = 0; bit < 8; bit += 3) {
       Pair pair;

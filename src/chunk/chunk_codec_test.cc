@@ -211,7 +211,7 @@ TEST(ChunkCodec, TheMacIsThatOfTheKey) {
   expected.mac_key = "secret";
   EXPECT_EQ(ReadAll(SampleChunk(), expected).code(), StatusCode::kIncompatible);
   EXPECT_EQ(ReadAll(SampleChunk({.mac_key = "other"}), expected).code(), StatusCode::kCorrupt);
-  // Who has no key reads signed chunks too.
+  // A reader without a key reads signed chunks too.
   EXPECT_TRUE(ReadAll(SampleChunk({.mac_key = "other"})).ok());
 }
 

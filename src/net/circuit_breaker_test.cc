@@ -88,7 +88,7 @@ TEST_F(CircuitBreakerTest, TimeoutsAreFailuresOfPatientCallers) {
   EXPECT_TRUE(breaker_.open());
   BackOff();
   EXPECT_TRUE(Call(Status()));
-  // Whoever is given up on by somebody with less patience than the caller.
+  // The caller has less patience than the breaker.
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(Call(kTimedOut, 5 * kMs));
   EXPECT_TRUE(breaker_.open());
 }

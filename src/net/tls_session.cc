@@ -211,7 +211,7 @@ Status OpenSslSession::Explain(int code, const char* what) {
   if (context_->verify_ && verified != X509_V_OK) {
     return Unavailable(std::string("TLS: the server's certificate is refused: ") +
                        X509_verify_cert_error_string(verified) +
-                       "; redis.tls_ca_file names whom to trust");
+                       "; redis.tls_ca_file names the authorities to trust");
   }
   if (error == SSL_ERROR_SYSCALL && ERR_peek_error() == 0) {
     const std::string why = error_number == 0 ? "the server closed the connection"

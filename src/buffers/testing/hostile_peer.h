@@ -27,7 +27,7 @@ class HostilePeer {
   // Whatever bytes, as they are.
   void SendRaw(std::span<const std::byte> bytes);
 
-  // Of all sessions.
+  // Sums over all sessions.
   int64_t sessions_open = 0;  // that got past the hello
   int64_t answers = 0;
   int64_t errors = 0;  // answers that say no

@@ -1,4 +1,4 @@
-// A small chunk for tests, and the hands of somebody who forges one.
+// A small chunk for tests, and ways to forge one.
 #ifndef QUIRE_CHUNK_TESTING_TEST_CHUNK_H_
 #define QUIRE_CHUNK_TESTING_TEST_CHUNK_H_
 

@@ -351,7 +351,7 @@ void TvmKVCacheObj::FinishImport(int64_t seq_id) {
                      " tokens in every layer, and the checkpoint has " +
                      std::to_string(import.held) +
                      ": it was popped after tokens had slid out of the layers' window; compute "
-                     "it anew"));
+                     "it again"));
   }
   const SequenceWindowArguments window = import.window;
   imports_.erase(seq_id);

@@ -132,8 +132,8 @@ std::optional<int64_t> AskDisco(const char* name) {
   }
 }
 
-// Of `stages` pipeline stages the one whose cache is made: what quire.tvm.install() was told, else,
-// as in TVM, that of the Disco worker on this thread.
+// The pipeline stage, one of `stages`, whose cache is made: what quire.tvm.install() was told,
+// else, as in TVM, that of the Disco worker on this thread.
 int64_t ReadStage(const TvmArguments& arguments, const TvmOptions& options, int64_t stages) {
   const std::string has =
       "(layer partition) has " + std::to_string(stages) + " pipeline stages, and ";
@@ -174,7 +174,7 @@ Stage ReadPartition(const TvmArguments& arguments, const TvmOptions& options) {
   return {partition[stage], partition[stage + 1] - partition[stage], partition.back()};
 }
 
-// Of all layers of the model.
+// The attention kinds of all layers of the model.
 tf::Shape ReadKinds(const TvmArguments& arguments, const Stage& stage) {
   const auto kinds = arguments.Get<tf::Shape>(kKinds, "attention kinds");
   if (static_cast<int64_t>(kinds.size()) != stage.total_layers) {
@@ -224,8 +224,8 @@ std::vector<AttentionLayerSpec> ReadLayers(const TvmArguments& arguments, const 
   return layers;
 }
 
-// Of `layer`, one whose keys the cache rotates; null if there is none. Also for RopeMode::kInline,
-// whose attention kernels in TVM ignore all but theta and scale.
+// The rotation of `layer`, whose keys the cache rotates; null if there is none. Also for
+// RopeMode::kInline, whose attention kernels in TVM ignore all but theta and scale.
 RopeOptions ReadRope(const TvmArguments& arguments, const TvmOptions& options,
                      const AttentionLayerSpec* layer, bool windows) {
   const int64_t mode = arguments.GetInt(kRopeMode, "rope mode", 0, 2);

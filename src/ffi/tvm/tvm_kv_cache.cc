@@ -198,7 +198,7 @@ int64_t TvmKVCacheObj::LeafToCommit(int64_t seq_id, int64_t leaf, std::vector<Ke
 
 namespace {
 
-// Rows `rows` of [layers, count, ...], whose rows are of so many bytes, of one layer.
+// Rows `rows` of one layer of [layers, count, ...], whose rows have `row_bytes` bytes.
 std::vector<std::byte> RowsOf(const std::vector<std::byte>& all, size_t row_bytes, int64_t count,
                               size_t layer, std::span<const int64_t> rows) {
   std::vector<std::byte> some(rows.size() * row_bytes);

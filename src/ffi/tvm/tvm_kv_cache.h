@@ -59,7 +59,7 @@ class TvmKVCacheObj : public TvmStateObj {
 
   void AttentionWithFusedQKV(int64_t model_layer, double sm_scale, tvm::ffi::TensorView qkv,
                              tvm::ffi::TensorView o);
-  // Of MLA layers. In a forward of one token per sequence TVM's CrossAttention counts the tokens
+  // For MLA layers. In a forward of one token per sequence TVM's CrossAttention counts the tokens
   // themselves, so that it alone is a decode step; and SelfAttention does, so that it alone is a
   // prefill of one token. Where both are called, the first one counts them and their merge is
   // right.
@@ -122,7 +122,7 @@ class TvmKVCacheObj : public TvmStateObj {
   struct KeptRun {
     int64_t from, to, position;
   };
-  // Who has counted a layer's new tokens in a forward of one token per sequence.
+  // The call that has counted a layer's new tokens in a forward of one token per sequence.
   enum class Counted : uint8_t { kByNobody, kBySelf, kByCross };
 
   const AttentionLayerSpec& layer(int64_t index) const {

@@ -25,7 +25,7 @@ struct TvmOptions {
   bool tree_lengths = false;  // TvmTrees::KeptByTvm
   bool rnn_history1 = true;   // RNNStateOptions::tvm_rnn_history1
   // In place of what the rotation kernel shows, but for the mode: for rotations that a kernel of
-  // TVM gets wrong (YaRN) or cannot have (LongRoPE). Of MLA layers, how the model rotates.
+  // TVM gets wrong (YaRN) or cannot have (LongRoPE). For MLA layers, how the model rotates.
   std::optional<RopeOptions> rope;
   // Whose caches this process makes; without it the Disco worker's, as in TVM.
   std::optional<int64_t> pipeline_stage;

@@ -17,7 +17,7 @@ namespace quire::ffi {
 
 class TvmTransferPeer;
 
-// Of one installation. Calls from any thread.
+// The hub of one installation. Calls from any thread.
 class TvmTransferHub {
  public:
   // The number of a new peer. Throws as LocalChannel::Connect returns.

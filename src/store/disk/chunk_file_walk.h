@@ -1,4 +1,4 @@
-// Which chunk files a folder has, whoever put them there. Files and folders that others remove
+// The chunk files of a folder, those of other processes too. Files and folders that others remove
 // meanwhile are not there; what cannot be listed is an error.
 #ifndef QUIRE_STORE_DISK_CHUNK_FILE_WALK_H_
 #define QUIRE_STORE_DISK_CHUNK_FILE_WALK_H_

@@ -36,8 +36,8 @@ Status CheckIsStore(FileSession& io, const std::string& directory) {
   return error == 0 ? Status() : FileError(error, "cannot look into " + directory);
 }
 
-// The directory and those above it: whoever made them may have died before it synced them. Those
-// that this user may not read, it did not make.
+// Syncs the directory and those above it: the process that made them may have died before it
+// synced them. Directories that this user may not read were not made by it.
 Status SyncPath(FileSession& io, std::string path) {
   for (;;) {
     const int error = io.SyncDirectory(path);

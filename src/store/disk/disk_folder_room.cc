@@ -94,7 +94,7 @@ void DiskFolder::QuarantineFile(FileSession& io, const ChunkId& id, uint64_t ino
   if (error != 0) return;
   catalog_.Erase(id);
   catalog_.Tell(ChunkEvent::Kind::kCorrupt, id.key);
-  (void)AddUsage(io, -stat.size);  // who next finds the sum in disagreement counts anew
+  (void)AddUsage(io, -stat.size);  // on failure the next MakeRoom finds the sum wrong, and counts
 }
 
 // Names begin with the time, so the first ones are the oldest.

@@ -111,7 +111,7 @@ void DiskReader::EndRest(const Status& status) {
 void DiskReader::End(FileSession& io, DiskFolder& folder, size_t index, const Status& status) {
   Item& item = items_[index];
   const ChunkId& id = item.read.id;
-  // Before anybody hears of it, so that who asks again finds it gone.
+  // Before anybody hears of it, so that a caller that asks again finds it gone.
   if (status.code() == StatusCode::kCorrupt) folder.Quarantine(io, id, item.file.stat.inode);
   if (status.code() == StatusCode::kIncompatible)
     static_cast<void>(folder.RemoveUnsigned(io, id));  // else it is there and no use to anybody
@@ -201,7 +201,7 @@ void DiskReader::Prepare(FileSession& io, DiskFolder& folder, size_t index,
   if (!status.ok()) End(io, folder, index, status);
 }
 
-// Of the first bytes of the file what is complete: the header, and sections.
+// Places what is complete in the first bytes of the file: the header, and sections.
 Status DiskReader::PlaceBegin(Item& item, std::span<const std::byte> begin) {
   const ChunkHeader& header = item.header;
   for (const Section& section : header.sections) item.missing.push_back(section.length);

@@ -104,7 +104,7 @@ Result<std::unique_ptr<DiskTier>> DiskTier::Open(DiskTierSetup setup) {
     QUIRE_RETURN_IF_ERROR(opened.status());
     tier->scan_ = tier->upkeep_.Start([shared](IoWork& work) {
       FileSession io(*shared->files, work);
-      // A folder that cannot be read is found out by whoever reads or writes next.
+      // If the folder cannot be read, the next read or write says so.
       (void)shared->folder->Scan(io);
       shared->folder->catalog().EndScan();
     });

@@ -9,8 +9,8 @@
 namespace quire {
 
 // Reads through `files`. Every call that would change a file, a folder or a name returns -EROFS;
-// kReadWrite opens for reading, and a lock is granted without asking for it, as nobody is in the
-// way of who only reads.
+// kReadWrite opens for reading, and a lock is granted without asking for it: a reader is in no
+// writer's way.
 std::shared_ptr<FileSystem> CreateReadOnlyFileSystem(std::shared_ptr<FileSystem> files);
 
 }  // namespace quire

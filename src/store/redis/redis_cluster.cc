@@ -39,7 +39,7 @@ Status CheckTls(const RedisTierOptions& options, const std::vector<RedisAddress>
 
 }  // namespace
 
-// Who has which slot. Never changed once others see it.
+// The node of each slot. Never changed once others see it.
 struct RedisCluster::Map {
   bool is_cluster = false;
   std::vector<std::shared_ptr<RedisNode>> nodes;
@@ -121,7 +121,7 @@ void RedisCluster::NoteMoved(const std::vector<RedisRedirection>& moved) {
   map_ = map;
 }
 
-// Whom to ask for a map: servers that are thought to be well first.
+// The servers to ask for a map: those that are thought to be well first.
 std::vector<std::shared_ptr<RedisNode>> RedisCluster::RefreshCandidates() {
   std::vector<std::shared_ptr<RedisNode>> candidates;
   const std::shared_ptr<const Map> map = CurrentMap();
@@ -258,7 +258,7 @@ void RedisCluster::Execute(std::span<RedisOp> ops, int64_t deadline_ns, RedisObs
       if (observer != nullptr) observer->OnDone(i);
     }
   };
-  // Once more at most: who was redirected twice had better compute.
+  // At most one retry: after two redirections, computing is the better choice.
   for (const bool may_retry : {true, false}) {
     if (which.empty()) return;
     if (client_.clock->SteadyNs() >= deadline_ns)

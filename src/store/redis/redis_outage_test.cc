@@ -216,7 +216,7 @@ TEST(RedisOutage, MovedIsFollowedOnceAndAStormIsCutShort) {
   });
   right_port = right.port();
   map_port = wrong.port();
-  // Time stands: on a busy machine the map would be asked for anew meanwhile.
+  // Time stands: on a busy machine the map would be asked for again meanwhile.
   const auto clock = std::make_shared<FakeClock>();
   const auto tier = Open(wrong.tcp() + "," + right.tcp(), {}, "", clock);
   EXPECT_TRUE(ReadOne(*tier, *chunk).ok());

@@ -37,7 +37,7 @@ RedisRequest HelloOf(const RedisTierOptions& options) {
   return hello;
 }
 
-// What an error of the server means to who asked.
+// What an error of the server means to the caller.
 StatusCode CodeOf(std::string_view error) {
   if (error.starts_with("OOM ")) return StatusCode::kFull;
   if (error.starts_with("WRONGTYPE ")) return StatusCode::kCorrupt;

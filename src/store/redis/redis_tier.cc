@@ -160,7 +160,7 @@ Result<int64_t> RedisTier::Prefix(std::span<const ChunkId> ids, int64_t deadline
       cluster_->Execute(ops, deadline_ns);
       for (const RedisOp& op : ops) {
         const ChunkKey& key = ids[static_cast<size_t>(there)].key;
-        // Of a cluster that lost a master: as far as the others know.
+        // In a cluster that lost a master: as far as the others know.
         if (!op.status.ok()) return there > 0 ? Result<int64_t>(there) : op.status;
         if (!IsThere(op)) {
           Forget(key);
@@ -224,7 +224,7 @@ RedisOp RedisTier::RemovalOf(const ChunkKey& key, int64_t piece_count) const {
   return op;
 }
 
-// Best effort: who reads it next does the same.
+// Best effort: the next read of it does the same.
 void RedisTier::RemoveUseless(std::span<const RedisReadItem> items, const RedisRead& read,
                               int64_t deadline_ns) {
   std::vector<RedisOp> ops;

@@ -83,7 +83,7 @@ void RedisRequest::Gather(size_t offset, size_t count_max,
 RespReader::RespReader() : buffer_(std::make_unique_for_overwrite<std::byte[]>(kBufferBytes)) {}
 
 std::byte* RespReader::body() const {
-  // Asked for anew each time: current_ may have been moved since.
+  // Asked for each time: current_ may have been moved since.
   return body_mode_ == BodyMode::kPlace
              ? place_
              : reinterpret_cast<std::byte*>(const_cast<char*>(current_.text.data()));

@@ -73,7 +73,7 @@ class FakeTier final : public ChunkTier {
     for (const auto& [id, entry] : chunks_) pins += entry.pins;
     return pins;
   }
-  // Returns once so many calls are held.
+  // Returns once `count` calls are held.
   void AwaitHeld(int count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return held_ >= count; });

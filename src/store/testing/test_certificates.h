@@ -6,8 +6,8 @@
 
 namespace quire {
 
-// Of an authority of its own, in files that go with the object: the server's for localhost and
-// 127.0.0.1, a client's, and their keys. All PEM.
+// Certificates of a test authority, in files that go with the object: the server's for localhost
+// and 127.0.0.1, a client's, and their keys. All PEM.
 class TestCertificates {
  public:
   TestCertificates();

@@ -242,7 +242,7 @@ std::string RedisServerCluster::seeds() const {
 
 size_t RedisServerCluster::MasterOf(int slot) {
   for (size_t i = 0; i < servers_.size(); ++i) {
-    // Whoever would answer a question about the slot with data, not with MOVED.
+    // The servers that would answer a question about the slot with data, not with MOVED.
     const std::string text = servers_[i]->Command({"CLUSTER", "NODES"});
     size_t line_at = 0;
     while (line_at < text.size()) {

@@ -75,7 +75,7 @@ class RedisServerCluster {
 };
 
 // Answers each command with what `answer` returns, byte for byte. kHang: with nothing; kHangUp:
-// closes the connection. With a `greeting` it says that to whoever connects, and hangs up.
+// closes the connection. With a `greeting` it says that to each client, and hangs up.
 class FakeRedis {
  public:
   static const std::string kHang;

@@ -428,7 +428,7 @@ bool ChunkIndexImpl::Erase(const ChunkId& id) noexcept {
   Root& root = *node->root;
   const size_t lane = At(node->standing.lane);
   const Rank rank = Rank::Of(*node, !node->IsFree());
-  // Whoever erases the chunk that is next to go evicts it, as far as the policy is concerned.
+  // To the policy, erasing the chunk that is next to go is an eviction.
   const bool was_next = !rank.stays && root.lanes[lane].begin()->node == node;
   root.lanes[lane].erase(rank);
   UpdateHead(root, lane);

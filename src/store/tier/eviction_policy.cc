@@ -20,9 +20,9 @@ class Lru final : public EvictionPolicy {
 };
 
 // S3-FIFO (Yang et al., SOSP 2023). What is new is on probation, a FIFO of a tenth of the bytes,
-// and goes from there unless it was used twice; whoever comes back soon after that is taken in at
-// once. The main queue is a FIFO whose hand passes a chunk once for each of its last uses. Laps of
-// the hand stand for the counters that it would decrement: a chunk goes in lap `value`.
+// and goes from there unless it was used twice; a chunk that comes back soon after that is taken
+// in at once. The main queue is a FIFO whose hand passes a chunk once for each of its last uses.
+// Laps of the hand stand for the counters that it would decrement: a chunk goes in lap `value`.
 class S3Fifo final : public EvictionPolicy {
  public:
   Standing Enter(const IndexedChunk&, uint64_t stamp, bool remembered) const noexcept override {

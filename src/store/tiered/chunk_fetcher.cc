@@ -181,7 +181,7 @@ bool ChunkFetcher::Claim(const Fetch& fetch, int64_t i, SlowTier* tier) {
   PinnedChunk pin{id.key};
   PinBoard::Ticket ticket = 0;
   if (tier != nullptr) {
-    // Who is pinned is there: an answer that is out of date by now shows here.
+    // A pinned chunk is there: an answer that is out of date by now shows here.
     if (tier->tier->Pin(id.key, 1)) {
       pin.tiers = TierBit(tier->kind);
       try {

@@ -97,13 +97,13 @@ class ChunkFetcher::Sink final : public TierReadSink {
       failed = true;
     }
     if (call) call->Report(status);  // one call is one sign of health, for all its chunks
-    // Before the last one is told: who has his chunks finds the measure of them.
+    // Before the last one is told: a caller that has its chunks finds the measure of them.
     if (++ended == items.size() && !failed && bytes_read > 0)
       tier_->predictor.Measured(bytes_read, static_cast<double>(now - begin_ns) * 1e-9);
     fetcher_->Finish(*tier_, items[item].load, status);
   }
 
-  // Who comes after this begins a load of his own: this one is about to end.
+  // A fetch that comes after this begins its own load: this one is about to end.
   bool Cancelled(size_t item) const override {
     const Load& load = items[item].load;
     {
@@ -118,7 +118,7 @@ class ChunkFetcher::Sink final : public TierReadSink {
   SlowTier* const tier_;
 };
 
-// One of those who wait for the load; *deadline_ns is raised to the last moment of all of them.
+// One of the load's waiters; *deadline_ns is raised to the last moment of all of them.
 std::optional<ChunkLoad::Waiter> ChunkFetcher::AnyWaiter(const ChunkLoad& load,
                                                          int64_t* deadline_ns) const {
   const std::lock_guard lock(parts_->fetch_mutex);
@@ -152,7 +152,7 @@ bool ChunkFetcher::PlanRead(const std::vector<Load>& loads, Sink* sink,
 void ChunkFetcher::Read(SlowTier& tier, const std::vector<Load>& loads) noexcept {
   Sink sink(this, &tier);
   sink.begin_ns = parts_->clock->SteadyNs();
-  // Of those that the tier leaves without an end.
+  // The status of those that the tier leaves without an end.
   Status left = Status::OutOfMemory();
   try {
     std::vector<TierRead> reads;
@@ -192,7 +192,7 @@ void ChunkFetcher::Finish(SlowTier& tier, const Load& load, const Status& status
 }
 
 void ChunkFetcher::Serve(const Load& load) noexcept {
-  // Before it leaves loads_: who does not find it there finds it in RAM.
+  // Before it leaves loads_: a fetch that does not find it there finds it in RAM.
   Promote(*load);
   ReleasePin(*load);
   std::vector<ChunkLoad::Waiter> waiters;  // ends after the lock
@@ -233,7 +233,7 @@ void ChunkFetcher::Promote(const ChunkLoad& load) noexcept {
 // The tier that may have what `load` did not bring.
 std::optional<TierKind> ChunkFetcher::NextTier(const ChunkLoad& load, StatusCode why) const {
   if (why == StatusCode::kTimeout || why == StatusCode::kCancelled) {
-    // Another fetch's deadline or end, not that of those who wait now.
+    // Another fetch's deadline or end, not that of the present waiters.
     if (load.retries < kRetriesMax) return load.tier;
     return std::nullopt;
   }
@@ -255,7 +255,7 @@ bool ChunkFetcher::Retry(const Load& load, StatusCode why) noexcept {
     {
       const std::lock_guard lock(parts_->fetch_mutex);
       EndLateWaiters(*load);
-      // Whoever saw a layer of it keeps what he saw.
+      // A waiter that was given a layer keeps it.
       const bool is_seen =
           std::find(load->verified.begin(), load->verified.end(), true) != load->verified.end();
       if (load->waiters.empty() || is_seen) return false;

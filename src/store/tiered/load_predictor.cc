@@ -7,8 +7,8 @@ namespace {
 
 // The newest read counts for a fifth: a tier that changed is known after some ten reads.
 constexpr double kNewWeight = 0.2;
-// A refused load costs what computing costs anyway; one in so many shows whether the tier got
-// faster.
+// A refused load costs what computing costs anyway; one in this number is let through, to show
+// whether the tier got faster.
 constexpr int64_t kRefusalsBetweenProbes = 32;
 // Sizes that vary by less than a tenth say nothing about latency against bandwidth.
 constexpr double kRelativeSpreadMin = 0.1;

@@ -24,7 +24,7 @@ namespace {
 // Allocations of this thread that may still succeed; negative: all.
 thread_local int64_t allocations_left = -1;
 thread_local bool allocation_refused = false;
-// One in so many allocations of all other threads is refused; 0 = none.
+// One in this number of allocations of all other threads is refused; 0 = none.
 std::atomic<int64_t> refuse_one_in{0};
 std::atomic<int64_t> allocations_of_others{0};
 thread_local bool is_the_test = false;

@@ -9,11 +9,11 @@ namespace quire {
 namespace {
 
 constexpr int64_t kSecondNs = 1'000'000'000;
-// Pins and expired chunks stay at most so much longer than they must.
+// Pins and expired chunks stay at most this much longer than they must.
 constexpr int64_t kSweepNs = kSecondNs;
 // Expired files are no hits from their moment on; only their bytes wait.
 constexpr int64_t kDiskSweepNs = 60 * kSecondNs;
-// Memory of chunks that nobody fetched for so many sweeps goes back to the system.
+// Memory of chunks that nobody fetched for this number of sweeps goes back to the system.
 constexpr int kSpareSweeps = 60;
 
 }  // namespace

@@ -661,7 +661,7 @@ TEST_F(SlowStore, WhatWaitsToBeWrittenIsRemovedToo) {
   EXPECT_EQ(second->status().code(), StatusCode::kCancelled);
   // What is being written is waited for.
   std::thread remover([&] { EXPECT_EQ(*store_->Remove(std::span(chain).first(1)), 1); });
-  clock_->AwaitWaiters(2);  // the write, and who removes
+  clock_->AwaitWaiters(2);  // the write, and the remover
   clock_->Advance(2000 * kMs);
   remover.join();
   redis_->Change([](auto& script) { script = {}; });
@@ -680,7 +680,7 @@ TEST_F(SlowStore, WhatIsOnItsWayIsNotKeptOnceItIsRemoved) {
   EXPECT_EQ(*store_->Clear(keys_), 1);
   redis_->Change([](auto& script) { script = {}; });
   ASSERT_TRUE(fetch->Wait(kNever));
-  EXPECT_EQ(fetch->ready(), 1);  // who had begun gets it
+  EXPECT_EQ(fetch->ready(), 1);  // a fetch that had begun gets it
   ExpectExact(*fetch, tokens);
   ASSERT_TRUE(store_->Flush(kNever).ok());
   EXPECT_EQ(Fetch(tokens)->ready(), 0);  // and no tier does

@@ -50,8 +50,8 @@ Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put) {
     ++tier_->deduplicated;
     return {};
   }
-  // Under the lock: who was written leaves the queue after the tier knows it, so that it is found
-  // either there or here.
+  // Under the lock: a chunk that was written leaves the queue after the tier knows it, so that it
+  // is found either there or here.
   if (tier_->tier->Knows(kept.id) == 1) {
     ++tier_->deduplicated;
     if (put != nullptr) put->Report({});
