@@ -17,6 +17,9 @@
 #include <vector>
 
 #include "engine/answer_drawer.h"
+#include "engine/blending/blend_hook.h"
+#include "engine/blending/blend_plan.h"
+#include "engine/blending/moved_rows.h"
 #include "engine/drafts/speculator.h"
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
@@ -110,8 +113,11 @@ class EngineImpl final : public Engine {
     int64_t tokens;
     LayerwiseLoad* layers = nullptr;
     const DraftTree* guesses = nullptr;  // in a tree forward; null: none
+    // The tokens are all that is left of a piece of a blended prompt, and some are moved.
+    std::optional<BlendPlan::Found> piece = {};
 
     int64_t loaded() const { return layers == nullptr ? 0 : layers->tokens(); }
+    int64_t cost() const { return piece ? piece->cost : tokens; }
     bool ends_pending() const { return loaded() + tokens == sample->pending(); }
   };
   using Batch = std::vector<Work>;
@@ -132,7 +138,7 @@ class EngineImpl final : public Engine {
   Status GiveSequences();
   int64_t PendingNow(const Request& request, const Sample& sample, int64_t length) const;
   Result<std::vector<bool>> WhichOpenPages(std::span<const int64_t> sequence_ids) const;
-  Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
+  Result<std::vector<RunnableSample>> ViewRunning(Batch* works);
   int64_t PagesOfLoads(const Batch& works) const;
   std::optional<WaitingHead> ViewHead();
   Status AdmitHead();
@@ -140,11 +146,30 @@ class EngineImpl final : public Engine {
   void RestartOrFail();
   void MakeRoom();
 
+  // step_blend.cc: documents of blended prompts.
+  struct OpenPiece {
+    const Work* work;
+    std::unique_ptr<MovedPiece> rows;
+    std::unique_ptr<BlendHook> hook;
+  };
+  std::vector<MovedPiece::Part> FindDocuments(const Request& request, const BlendPiece& piece);
+  void TouchDocuments(const Request& request);
+  std::optional<BlendPlan::Found> PieceAt(const Request& request, int64_t length);
+  Result<std::vector<OpenPiece>> OpenPieces(const Batch& batch);
+  static int64_t ExactEnd(const Work& work, std::span<const OpenPiece> pieces);
+  void CommitPieces(std::span<const OpenPiece> pieces) noexcept;
+  std::vector<std::unique_ptr<Request>> MakeLearners(const Request& request);
+  void AddWithLearners(std::unique_ptr<Request> request,
+                       std::vector<std::unique_ptr<Request>> learners);
+  void NoteLearnt(const Request& learner) noexcept;
+
   // step_forward.cc: computing it.
   Status RunStep();
   Status RunBatch(const Batch& batch, bool* plan_anew);
   Status Attempt(const Batch& batch);
   Status Forward(const Batch& batch);
+  Status Begin(std::span<const int64_t> sequence_ids, std::span<const int64_t> lengths,
+               std::span<const LayerLoad> loads, std::span<const OpenPiece> pieces);
   Result<std::vector<Drawn>> PrepareDraws(const Batch& batch) const;
   void Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept;
   void CommitDraws(std::vector<Drawn>* draws) noexcept;
@@ -197,6 +222,7 @@ class EngineImpl final : public Engine {
   AnswerDrawer drawer_;
   std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests
   int64_t next_request_id_ = 0;
+  int64_t next_learner_id_ = -2;  // downwards
 
   std::atomic<bool> entered_ = false;
   std::atomic<bool> idle_ = true;

@@ -88,25 +88,44 @@ Status EngineImpl::Attempt(const Batch& batch) {
     const int64_t start_ns = clock_->SteadyNs();
     QUIRE_ASSIGN_OR_RETURN(std::vector<Drawn> draws, PrepareDraws(batch));
     due_.reserve(due_.size() + draws.size());
-    QUIRE_RETURN_IF_ERROR(loads.empty() ? state_.kv().BeginForward(sequence_ids, lengths)
-                                        : state_.BeginLoadingForward(sequence_ids, lengths, loads));
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<OpenPiece> pieces, OpenPieces(batch));
+    QUIRE_RETURN_IF_ERROR(Begin(sequence_ids, lengths, loads, pieces));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     drawer_.DrawAll(&draws);
     const int64_t computed_ns = clock_->SteadyNs();
     for (const Work& work : batch) {
       const int64_t seen = work.sample->computed + work.loaded() + work.tokens;
-      store_traffic_.StoreSeen(*work.request, work.sample, seen);
+      store_traffic_.StoreSeen(*work.request, work.sample, std::min(seen, ExactEnd(work, pieces)));
     }
     QUIRE_RETURN_IF_ERROR(forward.End());
     int64_t waited_ns = 0;
     for (const Work& work : batch)
       waited_ns += work.layers == nullptr ? 0 : work.layers->waited_ns();
-    store_traffic_.MeasureSpeed(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}),
-                                computed_ns - start_ns - waited_ns);
+    const int64_t cost =
+        std::accumulate(batch.begin(), batch.end(), int64_t{0},
+                        [](int64_t sum, const Work& work) { return sum + work.cost(); });
+    store_traffic_.MeasureSpeed(cost, computed_ns - start_ns - waited_ns);
+    CommitPieces(pieces);
     Commit(batch, &draws);
     return {};
   });
+}
+
+Status EngineImpl::Begin(std::span<const int64_t> sequence_ids, std::span<const int64_t> lengths,
+                         std::span<const LayerLoad> loads, std::span<const OpenPiece> pieces) {
+  if (!pieces.empty()) {
+    std::vector<BlendMember> members;
+    for (const OpenPiece& piece : pieces) {
+      members.push_back({.seq_id = piece.work->sample->sequence_id,
+                         .hook = piece.hook.get(),
+                         .source = piece.rows.get(),
+                         .check_layers = piece.work->request->blend->options().check_layers});
+    }
+    return cache_->BeginBlendingForward(sequence_ids, lengths, loads, members);
+  }
+  if (!loads.empty()) return state_.BeginLoadingForward(sequence_ids, lengths, loads);
+  return state_.kv().BeginForward(sequence_ids, lengths);
 }
 
 Status EngineImpl::Forward(const Batch& batch) {
@@ -174,7 +193,8 @@ void EngineImpl::CommitDraws(std::vector<Drawn>* draws) noexcept {
     }
     const bool says_something =
         !drawn.output.tokens.empty() || drawn.output.finish_reason != FinishReason::kNone;
-    if (says_something) due_.push_back(std::move(drawn.output));
+    if (says_something && drawn.request->learns_for == Request::kNobody)
+      due_.push_back(std::move(drawn.output));
   }
   requests_.EraseEnded();
 }
