@@ -77,20 +77,24 @@ std::optional<BlendPlan::Found> EngineImpl::PieceAt(const Request& request, int6
 // A prompt of its own for each document that is not known: its KV is computed behind the anchor, or
 // comes from the store, and is kept and stored like that of any prompt.
 std::vector<std::unique_ptr<Request>> EngineImpl::MakeLearners(const Request& request) {
-  const PrefixSpace space = request.space.exact();
+  // With the factors of a prompt of this length, as any other request would compute it.
+  const auto space_of = [&](std::span<const int32_t> chain) {
+    PrefixSpace space = request.space.exact();
+    space.long_rope = NeedsLongRope(model_->info(), std::ssize(chain));
+    return space;
+  };
   std::vector<std::unique_ptr<Request>> learners;
   const auto chains = request.blend->Unknown(
       request.prompt_of(request.samples.front()), [&](std::span<const int32_t> chain) {
-        return finder_.FindExact(chain, space).length >= std::ssize(chain) - 1;
+        return finder_.FindExact(chain, space_of(chain)).length >= std::ssize(chain) - 1;
       });
   for (const std::vector<int32_t>& chain : chains) {
-    SamplingOptions options{.max_tokens = 0, .cache_salt = space.salt};
+    SamplingOptions options{.max_tokens = 0, .cache_salt = request.space.salt};
     const bool fits = limits_.CheckFits(std::ssize(chain), options).ok();
     if (!fits) continue;  // with the begin token it is one too many: it is computed in its place
     auto learner = std::make_unique<Request>(next_learner_id_--, chain, std::move(options));
     learner->submitted_ns = request.submitted_ns;
-    learner->space = space;
-    learner->space.long_rope = NeedsLongRope(model_->info(), learner->prompt_tokens);
+    learner->space = space_of(chain);
     learner->learns_for = request.id;
     learners.push_back(std::move(learner));
   }

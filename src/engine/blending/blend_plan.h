@@ -2,6 +2,7 @@
 #ifndef QUIRE_ENGINE_BLENDING_BLEND_PLAN_H_
 #define QUIRE_ENGINE_BLENDING_BLEND_PLAN_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -63,7 +64,9 @@ class BlendPlan {
     if (!request_.learn || pieces_.empty()) return chains;
     for (const PromptDocument& document : MovableDocuments(documents())) {
       Chain chain = ChainOf(prompt, document);
-      if (!knows(chain.tokens)) chains.push_back(std::move(chain.tokens));
+      const bool is_repeated =
+          std::find(chains.begin(), chains.end(), chain.tokens) != chains.end();
+      if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain.tokens));
     }
     return chains;
   }

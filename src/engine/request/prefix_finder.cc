@@ -52,6 +52,9 @@ void PrefixFinder::ConsiderRunning(const Request& request, const Sample& sample,
       if (common <= best->length) continue;
       const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
       if (length <= best->length) continue;
+      const bool is_inside_a_piece =
+          length > candidate.approximate_from && request.blend->BorderBefore(length) != length;
+      if (is_inside_a_piece) continue;
       best->sequence_id = candidate.sequence_id;
       best->length = length;
       best->has_window = other->has_window();
