@@ -352,7 +352,7 @@ struct EngineStats {
   // decode_forwards are what speculation saves at most.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
   double draft_seconds = 0;
-  // Of blended prompts, by steps that ended: tokens whose KV was moved, and of these recomputed.
+  // Tokens of blended prompts, by steps that ended: whose KV was moved, and of these recomputed.
   int64_t blend_moved_tokens = 0, blend_recomputed_tokens = 0;
 };
 

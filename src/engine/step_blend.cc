@@ -150,11 +150,13 @@ Result<std::vector<EngineImpl::OpenPiece>> EngineImpl::OpenPieces(const Batch& b
   return pieces;
 }
 
-// How far the sequence is exact once the work's tokens are in it.
+// How far the sequence is exact once the work's tokens are in it. Rows of the piece before the
+// first one that was left as it was moved are exact, too; but what others find of this prompt, and
+// so how they are blended, must not depend on which rows this request selected.
 int64_t EngineImpl::ExactEnd(const Work& work, std::span<const OpenPiece> pieces) {
   for (const OpenPiece& piece : pieces) {
     if (piece.work != &work || !piece.hook->counts().any_left()) continue;
-    return work.piece->rest.begin + piece.hook->counts().first_left;
+    return work.piece->rest.begin;
   }
   return kExactForever;
 }

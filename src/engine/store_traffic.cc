@@ -446,7 +446,9 @@ int64_t StoreTraffic::StoreSample(const Request& request, Sample* sample, int64_
     return link_->Export(sample->sequence_id, request.space, tokens, tail, most,
                          compute_seconds_per_token_, &sample->stored);
   };
-  const int64_t prompt_end = link_->PromptEnd(request.prompt_tokens);
+  int64_t prompt_end = link_->PromptEnd(request.prompt_tokens);
+  // What stands before the first piece is the beginning of other prompts: anchor and document.
+  if (sample->approximate_from < prompt_end) prompt_end = request.blend->begin();
   const bool has_prompt = computed >= prompt_end;
   const int64_t bytes = has_prompt ? put(prompt_end, true, bytes_max) : 0;
   if (bytes >= bytes_max) return bytes;

@@ -298,7 +298,7 @@ def _best(result: Result) -> list[tuple[int, float]]:
 
 
 def _log_probability(best: list[tuple[int, float]], token: int) -> float:
-    """Of a token that is none of the best, that of the last one: an upper bound."""
+    """The token's; if it is none of the best, that of the last one: an upper bound."""
     return dict(best).get(token, best[-1][1])
 
 

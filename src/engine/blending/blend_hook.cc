@@ -98,7 +98,6 @@ void BlendHook::NoteDropped(std::span<const int64_t> selected) {
     if (kinds_[static_cast<size_t>(row)] != kRowMoved) return;
     if (std::binary_search(selected.begin(), selected.end(), row)) return;
     --counts_.recomputed;
-    counts_.first_left = std::min(counts_.first_left, row - rows_before_);
     const double deviation = deviations_[static_cast<size_t>(row)];
     counts_.deviation_sum += deviation;
     counts_.deviation_max = std::max(counts_.deviation_max, deviation);

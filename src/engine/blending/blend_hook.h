@@ -9,7 +9,6 @@
 
 #include "engine/blending/blend_pieces.h"
 #include "engine/blending/moved_rows.h"
-#include "engine/prefix/prefix_cache.h"
 #include "quire/blend.h"
 #include "quire/engine.h"
 #include "quire/seams.h"
@@ -22,15 +21,13 @@ struct PieceCounts {
   int64_t moved = 0;
   int64_t recomputed = 0;  // in all layers
   int64_t moved_bytes = 0;
-  // The first row of the piece that is not what prefill gives: none before it was left as it was
-  // moved. kExactForever without any.
-  int64_t first_left = kExactForever;
   double deviation_max = 0;  // of those that were not
   double deviation_sum = 0;
   int64_t move_ns = 0;
   int64_t select_ns = 0;
 
-  bool any_left() const { return first_left != kExactForever; }
+  // Whether some KV of the piece is not what prefill gives.
+  bool any_left() const { return recomputed < moved; }
 };
 
 class BlendHook final : public LayerHook {
@@ -47,7 +44,7 @@ class BlendHook final : public LayerHook {
   // Takes the memory for a row's deviation, kind and place. May throw std::bad_alloc.
   explicit BlendHook(const Parts& parts);
 
-  // Of the layers in options->check_layers.
+  // Selects in the layers of options->check_layers.
   Result<RowSelection> BeforeAttention(int64_t layer, const FreshRows& fresh) override;
 
   // Since it was made, of the check layers so far.

@@ -76,7 +76,6 @@ TEST_F(BlendHookTest, TheRowsThatDeviateMostGoOn) {
   EXPECT_EQ(Ask(&hook, 1, values), (Rows{7, 20, 33, 39}));
   EXPECT_EQ(hook.counts().moved, 40);
   EXPECT_EQ(hook.counts().recomputed, 4);
-  EXPECT_EQ(hook.counts().first_left, 0);
   EXPECT_FLOAT_EQ(hook.counts().deviation_max, 0.25F);
   EXPECT_FLOAT_EQ(hook.counts().deviation_sum, 36 * 0.25F);
 }
@@ -94,7 +93,6 @@ TEST_F(BlendHookTest, EachDocumentThatBeginsInThePieceHasLinkTokens) {
   Take(0, 40);
   BlendHook hook = Hook({.ratios = {0.0}, .link_tokens = 2}, {{50, 100}, {100, 120}, {120, 140}});
   EXPECT_EQ(Ask(&hook, 1, std::vector<float>(kRows, 1.0F)), (Rows{0, 1, 20, 21}));
-  EXPECT_EQ(hook.counts().first_left, 2);
 }
 
 TEST_F(BlendHookTest, ADocumentThatGoesOnHasNone) {

@@ -4,8 +4,6 @@
 #include <bit>
 #include <sstream>
 
-#include "engine/prefix/prefix_cache.h"
-
 namespace quire {
 namespace {
 

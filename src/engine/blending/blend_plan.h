@@ -11,6 +11,7 @@
 
 #include "engine/blending/blend_hook.h"
 #include "engine/blending/blend_pieces.h"
+#include "engine/prefix/prefix_cache.h"
 #include "quire/engine.h"
 #include "quire/model.h"
 #include "quire/status.h"
@@ -71,7 +72,7 @@ class BlendPlan {
     return chains;
   }
 
-  // Of each piece, as it was computed last.
+  // What came of a piece, as it was computed last.
   void NotePiece(size_t index, const PieceCounts& counts) noexcept { counts_[index] = counts; }
   BlendUsage Usage() const noexcept;
 

@@ -30,7 +30,7 @@ PrefixMatch PrefixFinder::Find(const Request& request, const Sample& sample, int
   return best;
 }
 
-// Of a request that blends in another way, what it has exact is as good as any.
+// What a request that blends in another way has exact is as good as any.
 void PrefixFinder::ConsiderRunning(const Request& request, const Sample& sample,
                                    std::span<const int32_t> seeing_all, int64_t border,
                                    PrefixMatch* best) const {
@@ -115,7 +115,7 @@ bool PrefixFinder::IsBeingComputed(const Request& request, const Sample& sample,
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : requests_.running()) {
     if (!other->space.shares_exact(request.space) || !other->has_window_of(request)) continue;
-    // Of what is blended in another way only the beginning will be of use.
+    // Only the beginning of what is blended in another way will be of use.
     const int64_t exact_end = other->blend == nullptr || other->space == request.space
                                   ? kExactForever
                                   : other->blend->begin();
