@@ -1005,7 +1005,8 @@ class Engine(_ffi.ThreadOwner):
         more: SamplingOptions = {} if cache_salt is None else {"cache_salt": cache_salt}
         if not chains:
             return []
-        results = self.generate(cast(Any, chains), max_tokens=0, **more)
+        prompts = cast(Sequence[Prompt], chains)
+        results = self.generate(prompts, max_tokens=0, **more)
         return [result.usage for result in results]
 
     def _submit(self, made: _NewRequest, mail: Mail, keep: bool = True) -> _Request:

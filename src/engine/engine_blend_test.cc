@@ -1,5 +1,5 @@
 // Blended prompts in whole engines over small real models: ratio 1 and unknown documents equal full
-// prefill bit for bit; what is approximate is seen by nobody who did not ask for it, in no tier;
+// prefill bit for bit; what is approximate is seen by no other request, in no tier;
 // and a blended answer depends on its request and the documents alone, whatever runs beside it.
 #include <gtest/gtest.h>
 

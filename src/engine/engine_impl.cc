@@ -73,6 +73,12 @@ EngineImpl::EngineImpl(Parts parts)
                     RetainedSequencesMax(pages_total_, state_.forks_anywhere())),
       finder_(&requests_, &prefix_cache_, state_, options_.prefix_cache, options_.page_size),
       sequences_(state_, &prefix_cache_, &speculator_),
+      blender_({.state = state_,
+                .prefix_cache = &prefix_cache_,
+                .requests = &requests_,
+                .finder = &finder_,
+                .limits = &limits_,
+                .clock = clock_.get()}),
       store_traffic_({.model = model_.get(),
                       .state = state_,
                       .prefix_cache = &prefix_cache_,
@@ -178,8 +184,7 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     if (request->blend == nullptr) {
       requests_.Add(std::move(request));
     } else {
-      std::vector<std::unique_ptr<Request>> learners = MakeLearners(*request);
-      AddWithLearners(std::move(request), std::move(learners));
+      blender_.Add(std::move(request));
     }
     return next_request_id_++;
   });

@@ -17,12 +17,11 @@
 #include <vector>
 
 #include "engine/answer_drawer.h"
-#include "engine/blending/blend_hook.h"
 #include "engine/blending/blend_plan.h"
-#include "engine/blending/moved_rows.h"
 #include "engine/drafts/speculator.h"
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
+#include "engine/prompt_blender.h"
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request.h"
 #include "engine/request/request_queue.h"
@@ -146,30 +145,11 @@ class EngineImpl final : public Engine {
   void RestartOrFail();
   void MakeRoom();
 
-  // step_blend.cc: documents of blended prompts.
-  struct OpenPiece {
-    const Work* work;
-    std::unique_ptr<MovedPiece> rows;
-    std::unique_ptr<BlendHook> hook;
-  };
-  std::vector<MovedPiece::Part> FindDocuments(const Request& request, const BlendPiece& piece);
-  void TouchDocuments(const Request& request);
-  std::optional<BlendPlan::Found> PieceAt(const Request& request, int64_t length);
-  Result<std::vector<OpenPiece>> OpenPieces(const Batch& batch);
-  static int64_t ExactEnd(const Work& work, std::span<const OpenPiece> pieces);
-  void CommitPieces(std::span<const OpenPiece> pieces) noexcept;
-  std::vector<std::unique_ptr<Request>> MakeLearners(const Request& request);
-  void AddWithLearners(std::unique_ptr<Request> request,
-                       std::vector<std::unique_ptr<Request>> learners);
-  void NoteLearnt(const Request& learner) noexcept;
-
   // step_forward.cc: computing it.
   Status RunStep();
   Status RunBatch(const Batch& batch, bool* plan_anew);
   Status Attempt(const Batch& batch);
   Status Forward(const Batch& batch);
-  Status Begin(std::span<const int64_t> sequence_ids, std::span<const int64_t> lengths,
-               std::span<const LayerLoad> loads, std::span<const OpenPiece> pieces);
   Result<std::vector<Drawn>> PrepareDraws(const Batch& batch) const;
   void Commit(const Batch& batch, std::vector<Drawn>* draws) noexcept;
   void CommitDraws(std::vector<Drawn>* draws) noexcept;
@@ -218,11 +198,11 @@ class EngineImpl final : public Engine {
   RequestQueue requests_;
   const PrefixFinder finder_;
   SampleSequences sequences_;
+  PromptBlender blender_;
   StoreTraffic store_traffic_;
   AnswerDrawer drawer_;
   std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests
   int64_t next_request_id_ = 0;
-  int64_t next_learner_id_ = -2;  // downwards
 
   std::atomic<bool> entered_ = false;
   std::atomic<bool> idle_ = true;

@@ -92,7 +92,7 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
   NoteUsage(*request, clock_->SteadyNs(), output);
-  if (request->learns_for != Request::kNobody) NoteLearnt(*request);
+  if (request->learns_for != Request::kNobody) blender_.NoteLearnt(*request);
   speculator_.Forget(*request, sample);
   sample->filter.Drop();
   if (sample->has_sequence()) ReleaseSequence(request, sample);

@@ -75,7 +75,9 @@ Status EngineImpl::Attempt(const Batch& batch) {
     std::vector<int64_t> sequence_ids;
     std::vector<int64_t> lengths;
     std::vector<LayerLoad> loads;
+    std::vector<PromptBlender::Work> to_blend;
     for (const Work& work : batch) {
+      if (work.piece) to_blend.push_back({work.request, work.sample, *work.piece});
       sequence_ids.push_back(work.sample->sequence_id);
       lengths.push_back(work.tokens);
       if (work.layers == nullptr) continue;
@@ -88,15 +90,16 @@ Status EngineImpl::Attempt(const Batch& batch) {
     const int64_t start_ns = clock_->SteadyNs();
     QUIRE_ASSIGN_OR_RETURN(std::vector<Drawn> draws, PrepareDraws(batch));
     due_.reserve(due_.size() + draws.size());
-    QUIRE_ASSIGN_OR_RETURN(const std::vector<OpenPiece> pieces, OpenPieces(batch));
-    QUIRE_RETURN_IF_ERROR(Begin(sequence_ids, lengths, loads, pieces));
+    QUIRE_ASSIGN_OR_RETURN(const PromptBlender::OpenPieces pieces, blender_.Open(to_blend));
+    QUIRE_RETURN_IF_ERROR(blender_.Begin(sequence_ids, lengths, loads, pieces));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     drawer_.DrawAll(&draws);
     const int64_t computed_ns = clock_->SteadyNs();
     for (const Work& work : batch) {
       const int64_t seen = work.sample->computed + work.loaded() + work.tokens;
-      store_traffic_.StoreSeen(*work.request, work.sample, std::min(seen, ExactEnd(work, pieces)));
+      store_traffic_.StoreSeen(*work.request, work.sample,
+                               std::min(seen, PromptBlender::ExactEnd(*work.sample, pieces)));
     }
     QUIRE_RETURN_IF_ERROR(forward.End());
     int64_t waited_ns = 0;
@@ -106,26 +109,10 @@ Status EngineImpl::Attempt(const Batch& batch) {
         std::accumulate(batch.begin(), batch.end(), int64_t{0},
                         [](int64_t sum, const Work& work) { return sum + work.cost(); });
     store_traffic_.MeasureSpeed(cost, computed_ns - start_ns - waited_ns);
-    CommitPieces(pieces);
+    PromptBlender::Commit(pieces, &counters_);
     Commit(batch, &draws);
     return {};
   });
-}
-
-Status EngineImpl::Begin(std::span<const int64_t> sequence_ids, std::span<const int64_t> lengths,
-                         std::span<const LayerLoad> loads, std::span<const OpenPiece> pieces) {
-  if (!pieces.empty()) {
-    std::vector<BlendMember> members;
-    for (const OpenPiece& piece : pieces) {
-      members.push_back({.seq_id = piece.work->sample->sequence_id,
-                         .hook = piece.hook.get(),
-                         .source = piece.rows.get(),
-                         .check_layers = piece.work->request->blend->options().check_layers});
-    }
-    return cache_->BeginBlendingForward(sequence_ids, lengths, loads, members);
-  }
-  if (!loads.empty()) return state_.BeginLoadingForward(sequence_ids, lengths, loads);
-  return state_.kv().BeginForward(sequence_ids, lengths);
 }
 
 Status EngineImpl::Forward(const Batch& batch) {

@@ -139,7 +139,7 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) {
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
       if (layers == nullptr && length % options_.page_size != 0)
         inside_pages[length].push_back(view.size());
-      const std::optional<BlendPlan::Found> piece = PieceAt(*request, length);
+      const std::optional<BlendPlan::Found> piece = blender_.PieceAt(*request, length);
       const int64_t pending = PendingNow(*request, sample, length);
       view.push_back({.request_id = request->id,
                       .length = length,
@@ -182,7 +182,7 @@ std::optional<WaitingHead> EngineImpl::ViewHead() {
   if (finder_.IsBeingComputed(*request, leader, start.end)) return {};
   // What it is about to use goes last if pages must be found for it.
   prefix_cache_.Touch(start.from.sequence_id);
-  TouchDocuments(*request);
+  blender_.Touch(*request);
   int64_t pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length;
   if (request->has_window())
     pending = std::min(pending, limits_.PagesOfWindow(request->options) * options_.page_size);

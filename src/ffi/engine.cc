@@ -45,7 +45,7 @@ Speculation ReadSpeculation(OptionsReader* reader, Speculation speculation) {
 // As DeviationMetric.
 constexpr std::string_view kBlendMetrics[] = {"v_l2", "k_l2", "kv_l2", "cosine"};
 
-// documents: pairs [begin, end) of tokens; document_ratios: of each, below 0 for none of its own.
+// documents: pairs [begin, end) of tokens; document_ratios: of each, below 0: that of the request.
 BlendRequest ReadBlendRequest(const OptionMap& fields) {
   BlendRequest request;
   OptionsReader reader("Submit: blend", fields);

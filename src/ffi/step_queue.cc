@@ -73,7 +73,7 @@ int64_t TokensOf(const StepOutput& output, TierKind tier) {
   return output.cached.tiers[static_cast<size_t>(tier)];
 }
 int64_t Nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
-// Of a request that blends; zeros else. Deviations travel as the bits of a float64.
+// What a request that blends says; zeros else. Deviations travel as the bits of a float64.
 template <auto member>
 int64_t BlendColumn(const StepOutput& output) {
   const auto value = output.blend ? *output.blend.*member : decltype(BlendUsage().*member){};

@@ -27,7 +27,7 @@ struct RunnableSample {
                             // another holder may write there
   int64_t last_step = 0;    // in which it was given tokens last
   // > 0: the pending tokens are a piece of a blended prompt, which is computed whole or not at all
-  // and costs so many tokens of the step's budget.
+  // and costs this number of tokens of the step's budget.
   int64_t piece_cost = 0;
 
   bool decodes() const { return pending == 1 && piece_cost == 0; }
