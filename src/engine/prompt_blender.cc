@@ -90,7 +90,10 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
   };
   const auto prompt = request.prompt_of(request.samples.front());
   for (const std::vector<int32_t>& chain : request.blend->Unknown(prompt, knows)) {
-    SamplingOptions options{.max_tokens = 0, .cache_salt = request.space.salt};
+    SamplingOptions options{.max_tokens = 0,
+                            .cache_salt = request.space.salt,
+                            .turn_group = request.options.turn_group,
+                            .turn_weight = request.options.turn_weight};
     const bool fits = parts_.limits->CheckFits(std::ssize(chain), options).ok();
     if (!fits) continue;  // with the begin token it is one too many: it is computed in its place
     auto learner = std::make_unique<Request>(next_learner_id_--, chain, std::move(options));
