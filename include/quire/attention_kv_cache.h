@@ -154,6 +154,65 @@ struct TokenRange {
   bool operator==(const TokenRange&) const = default;
 };
 
+// ---- A forward whose rows grow fewer (BeginBlendingForward).
+
+// Keys and values that a layer has computed and stored for the rows of a member that have come so
+// far. Valid until BeforeAttention returns.
+struct FreshRows {
+  int64_t seq_id = 0;
+  // float32 [n, Hkv, D] and [n, Hkv, Dv], the stored numbers: rotated with RopeMode::kNormal; codes
+  // times their scales. v is empty for latent layers.
+  TensorView k{}, v{};
+  std::span<const int32_t> positions{};  // [n], of the rows in the sequence, ascending
+};
+
+// The rows of a member that go on.
+struct RowSelection {
+  bool selects = false;  // false: all that have come so far, `rows` is not read
+  // Ascending indices of the member's append rows, all among those that have come so far; at least
+  // one.
+  std::vector<int32_t> rows = {};
+};
+
+// Chooses which rows of a forward go on, in a layer. It is called on the thread of the attention
+// call, in which it must make no call on the cache.
+class LayerHook {
+ public:
+  virtual ~LayerHook() = default;
+  // The layer has stored the keys and values of these rows and attends next. An error becomes that
+  // of the attention call.
+  virtual Result<RowSelection> BeforeAttention(int64_t layer, const FreshRows& fresh) = 0;
+};
+
+// Keys and values for append rows [rows.begin, rows.end) of a member that were computed elsewhere
+// and belong to the positions at which they come to stand now.
+struct MovedRows {
+  TokenRange rows{};
+  // As stored, rows.count() tokens. Keys may be float32 whatever the layer's dtype is: they are
+  // rounded, or quantised, as they are stored; k_scale is not read then.
+  LayerKV kv{};
+};
+
+// Where the rows that do not go on get their keys and values from.
+class MovedSource {
+ public:
+  virtual ~MovedSource() = default;
+  // Waits until the layer's rows are there and gives them, ascending; what overlaps the rows that
+  // go on is not read. They stay as they are until the next call or until the forward has ended.
+  // Called on the thread of the attention call, once for each layer behind one in which the hook
+  // has left rows out; it must make no call on the cache. An error becomes the attention call's.
+  virtual Result<std::span<const MovedRows>> Load(int64_t layer) = 0;
+};
+
+// A member of a blending forward some of whose rows may stop before the last layer. The hook and
+// the source live until the forward has ended; the layers are copied.
+struct BlendMember {
+  int64_t seq_id = 0;
+  LayerHook* hook = nullptr;
+  MovedSource* source = nullptr;
+  std::span<const int64_t> check_layers{};  // ascending, at least one: where the hook is asked
+};
+
 // What windows hide from a sequence. Lengths in tokens; 0 = none.
 struct SequenceWindows {
   int64_t window = 0;  // of EnableSlidingWindowForSeq, sinks included
@@ -258,6 +317,25 @@ class AttentionKVCache : public KVState {
                                      std::span<const int64_t> append_lengths,
                                      std::span<const LayerLoad> loads) = 0;
 
+  // BeginLoadingForward in which rows of some members go on without others (docs/blend.md). Each
+  // new token has an *append row*; *query rows* are those that go on. Layers run in ascending
+  // order, and a layer is attended to before the next one is appended to.
+  //   - Up to the member's first check layer, which it includes, all of its rows are computed and
+  //     stored. Right after a check layer has stored its rows, the hook is given them and says
+  //     which go on; the layer attends for these alone.
+  //   - Behind it a layer first stores the moved rows of the source for the rows that were left
+  //     out, then those that go on as the caller gives them.
+  // A check layer's tensors have the rows that have come to it: outputs of rows that do not go on
+  // are left unwritten. Later calls have the rows of GetQueryRows alone, one after the other.
+  // What a row sees is what a whole forward would show it: equal KV gives equal bits.
+  // BadState with allow_skipped_layers, and for a member whose tokens are marked to be sent; masks,
+  // SelfAttention and CrossAttention are refused until the forward has ended.
+  // REQUIRES: as BeginLoadingForward; blends of members of the batch, in its order.
+  virtual Status BeginBlendingForward(std::span<const int64_t> seq_ids,
+                                      std::span<const int64_t> append_lengths,
+                                      std::span<const LayerLoad> loads,
+                                      std::span<const BlendMember> blends) = 0;
+
   // kLongRope and kDynamic: whether the sequence's positions use the long set. Forks inherit it.
   // REQUIRES: the sequence is empty.
   virtual Status SelectLongRope(int64_t seq_id, bool use_long_factors) = 0;
@@ -339,8 +417,12 @@ class AttentionKVCache : public KVState {
   virtual Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1,
                                         const TensorView& o2, const TensorView& lse2) = 0;
 
-  // Position of each new token, int32 [n]. Valid until the next BeginForward, AbortForward or
-  // Clear. BadState in IDLE.
+  // The new tokens whose rows go on, as ascending indices of all of the forward's: all of them but
+  // in a blending forward, where there may be fewer after a check layer. Valid until then, and as
+  // GetQueryPositions.
+  virtual Result<std::span<const int32_t>> GetQueryRows() const = 0;
+  // Position of each of them, int32 [n]. Valid until the next BeginForward, AbortForward or
+  // Clear, in a blending forward until the next check layer. BadState in IDLE.
   virtual Result<std::span<const int32_t>> GetQueryPositions() const = 0;
 
   // ---- KV as stored, bit for bit: keys are rotated with kNormal. quire/kv_export.h moves it as

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "quire/blend.h"
 #include "quire/chunk_store.h"
 #include "quire/model.h"
 #include "quire/seams.h"
@@ -85,6 +86,9 @@ struct EngineOptions {
   // Recurrent layers keep a state for each. 0 = 64 with `speculation` or a draft model, else none:
   // then no request can speculate.
   int64_t max_tree_nodes = 0;
+  // Tokens of a piece of a blended prompt, at most (BlendRequest); a step takes as many beside
+  // prefill_chunk others. 0 = no request can blend.
+  int64_t blend_piece = 0;
 };
 
 // Calls f(name, member) or f(name, member, range) for each option but `runner`, for checks and
@@ -108,7 +112,34 @@ void ForEachOption(EngineOptions& options, F&& f) {
   f("speculation", options.speculation);
   f("draft_model_directory", options.draft_model_directory);
   f("max_tree_nodes", options.max_tree_nodes, IntegerRange{0, int64_t{1} << 16});
+  f("blend_piece", options.blend_piece, IntegerRange{0, int64_t{1} << 20});
 }
+
+// Tokens [begin, end) of a prompt that are a text of their own.
+struct PromptDocument {
+  int64_t begin = 0;
+  int64_t end = 0;
+  // A budget of its own, as BlendDocument::ratio.
+  std::optional<double> ratio = std::nullopt;
+
+  bool operator==(const PromptDocument&) const = default;
+};
+
+// Use KV of documents wherever they stand in the prompt (CacheBlend, docs/blend.md). The answer is
+// APPROXIMATE, unless all tokens are recomputed or no document is found.
+//
+// What stands before the first document is the anchor; where nothing does, the model's begin token.
+// A document is known if the prefix cache holds anchor + document as a prompt's beginning. The
+// first document behind an anchor is such a beginning of the prompt itself, and exact.
+struct BlendRequest {
+  std::vector<PromptDocument> documents;  // ascending, disjoint, none empty; at least one
+  // force_last does not count: the prompt's last token is always computed. Prompts of fewer than
+  // min_tokens are computed, too.
+  BlendOptions options = {.link_tokens = 8};
+  // Documents that are not known are computed behind the anchor first, or come from the store, and
+  // the request waits for them. False: they are computed where they stand.
+  bool learn = true;
+};
 
 // How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,
 // position) only. Order: filter, penalties, bias, then greedy, or temperature, top_k, top_p, min_p
@@ -153,6 +184,8 @@ struct SamplingOptions {
   // log-probabilities are those of the allowed ones. Where it allows nothing, or fails, the sample
   // ends with kError. It takes the place of ignore_eos. Null: all are allowed.
   std::shared_ptr<const TokenFilter> filter = nullptr;
+  std::optional<BlendRequest> blend = {};  // nothing: exact
+  static constexpr int64_t kBlendDocumentsMax = 4096;
 
   static constexpr int64_t kEndlessTokensMax = int64_t{1} << 30;  // positions are int32
   static constexpr int64_t kLogprobsMax = 256;                    // 2 KiB per token of the answer
@@ -189,6 +222,7 @@ void ForEachOption(SamplingOptions& options, F&& f) {
   f("window", options.window);
   f("sinks", options.sinks);
   f("filter", options.filter);
+  f("blend", options.blend);
 }
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
@@ -231,6 +265,27 @@ struct RequestTimes {
   int64_t steps = 0;          // forwards that computed some of its tokens
 };
 
+// How a blended prompt was made. exact + kept + moved + computed is all of it.
+struct BlendUsage {
+  // Whether some KV of the request is not what full prefill gives: moved tokens that were not
+  // recomputed, or what was computed behind them.
+  bool approximate = false;
+  int64_t exact_tokens = 0;       // found as prefill would give them
+  int64_t kept_tokens = 0;        // left by an earlier request with the same blend, or by itself
+  int64_t moved_tokens = 0;       // KV of documents at another place
+  int64_t recomputed_tokens = 0;  // of the moved ones: computed again in all layers
+  int64_t computed_tokens = 0;
+  int64_t learned_tokens = 0;  // computed for BlendRequest::learn, before the prompt itself
+  // How far the cached KV of moved tokens that were not recomputed is from fresh KV, at the check
+  // layer that dropped them (BlendOptions::metric): largest, and mean over left_tokens.
+  double deviation_max = 0, deviation_mean = 0;
+  int64_t moved_bytes = 0;    // of keys and values that were read
+  double move_seconds = 0;    // that reading and rotating them took
+  double select_seconds = 0;  // that comparing and ranking took
+
+  int64_t left_tokens() const { return moved_tokens - recomputed_tokens; }
+};
+
 // What one step gave to one sample of one request.
 struct StepOutput {
   int64_t request_id = 0;
@@ -255,7 +310,8 @@ struct StepOutput {
   // Sums over all samples so far: guessed tokens, the right ones among them, and forwards that drew
   // tokens of an answer, counted per sample.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
-  RequestTimes times;  // so far
+  RequestTimes times;               // so far
+  std::optional<BlendUsage> blend;  // of a request that has SamplingOptions::blend
 };
 
 // Upper bounds of the classes in which EngineStats counts steps; one more class has all above.
@@ -296,6 +352,8 @@ struct EngineStats {
   // decode_forwards are what speculation saves at most.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
   double draft_seconds = 0;
+  // Tokens of blended prompts, by steps that ended: whose KV was moved, and of these recomputed.
+  int64_t blend_moved_tokens = 0, blend_recomputed_tokens = 0;
 };
 
 // What an engine takes from the machine, in bytes, known before it is made.

@@ -87,7 +87,8 @@ class Model {
 
   // One forward of the batch that is open in the caches (BeginForward done; EndForward is the
   // caller's). token_ids: [n], the new tokens in batch order. logit_rows: ascending indices into
-  // [0, n). logits: [rows, vocab_size]. On error the forward must be aborted.
+  // [0, n), of rows that go on to the end (AttentionKVCache::GetQueryRows). logits: [rows,
+  // vocab_size]. On error the forward must be aborted.
   virtual Status Forward(const ModelState& state, std::span<const int32_t> token_ids,
                          std::span<const int64_t> logit_rows, float* logits) = 0;
 };

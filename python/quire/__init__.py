@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quire.buffers import LookupBuffer, StoreBuffer
     from quire.composite_state import CompositeState
     from quire.engine import (
+        BlendUsage,
         Engine,
         EngineOptions,
         MemoryPlan,

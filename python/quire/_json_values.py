@@ -115,6 +115,20 @@ def _integer_or_null(value: Any) -> int | None:
     return None if value is None else _integer(value)
 
 
+def _texts(value: Any) -> list[str]:
+    return [_full_text(text) for text in _list(value)]
+
+
+def _blend(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value
+    ratio = _number(value)
+    if not 0 <= ratio <= 1:
+        raise ValueError
+    return ratio
+
+
+BLEND = Kind("a number from 0 to 1, or an object of options", _blend)
 BOOLEAN = Kind("true or false", _boolean)
 DRAFT_KIND = Kind('"none", "ngram" or "model"', _draft_kind)
 FULL_TEXT = Kind("a text that is not empty", _full_text)
@@ -130,4 +144,5 @@ SALT = Kind("a text of 1 to 4096 bytes", _salt)
 SEED = Kind("an integer from 0 to 2^64 - 1", _seed)
 STOPS = Kind("a text, or a list of texts and lists of token ids", _stops)
 TEXT = Kind("a text", _text)
+TEXTS = Kind("a list of texts that are not empty", _texts)
 TOKEN_IDS = Kind("a list of token ids", _ids)

@@ -276,6 +276,19 @@ class EngineOptions(TypedDict, total=False):
             ),
         ),
     ]
+    blend_piece: Annotated[
+        int,
+        Option(
+            0,
+            "most tokens of a piece of a prompt with `blend`, which a step takes beside prefill_chunk "
+            "others; 0 = no prompt can blend. 2048 is a good number.",
+            Flag(
+                "at most N tokens of documents in a step (default: 2048 where prompts blend, else 0)",
+                _N,
+                Integer(0, 2**20),
+            ),
+        ),
+    ]
     kernel_path: Annotated[
         str,
         Option(
@@ -737,6 +750,25 @@ class SamplingOptions(TypedDict, total=False):
     special_texts: Annotated[
         Sequence[str],
         _answer('special tokens that texts have, such as ["[TOOL_CALLS]"]; by default none.'),
+    ]
+    documents: Annotated[
+        "Sequence[str | tuple[int, int]]",
+        _answer(
+            "texts that stand before the prompt (of a chat: at the beginning of the first message of "
+            "the user), each tokenised apart; or pairs (begin, end) of a prompt of token ids. They "
+            "change nothing but the prompt, unless `blend` is given.",
+            values.TEXTS,
+        ),
+    ]
+    blend: Annotated[
+        "float | Mapping[str, Any] | None",
+        _answer(
+            "the answer is APPROXIMATE: KV of the documents is used wherever they stand, and this "
+            "part of their tokens, from 0 to 1, is computed again. Or a mapping: ratio, metric "
+            '("v_l2", "k_l2", "kv_l2", "cosine"), check_layers, ratios, thresholds, link_tokens, '
+            "min_tokens, learn. Needs blend_piece. docs/blend.md",
+            values.BLEND,
+        ),
     ]
     template_args: Annotated[
         Mapping[str, Any],

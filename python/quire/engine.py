@@ -8,6 +8,7 @@ import dataclasses
 import json
 import operator
 import os
+import struct
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 
-from quire import _ffi, _numbers, _options, _sampling, errors
+from quire import _documents, _ffi, _numbers, _options, _sampling, errors
 from quire._arrays import dtype_name, int_list
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
@@ -28,6 +29,7 @@ from quire.store import ChunkStore, read_key_file
 from quire.text import Detokenizer, Message, StopStrings, Tokenizer, check_messages
 
 __all__ = [
+    "BlendUsage",
     "Engine",
     "EngineOptions",
     "FinishReason",
@@ -56,6 +58,48 @@ _FLUSH_SECONDS = 60.0  # more than a store takes to write the largest queue to a
 
 
 @dataclasses.dataclass(frozen=True)
+class BlendUsage:
+    """How a prompt with `blend` was made. exact + kept + moved + computed tokens are all of it.
+
+    approximate: whether some of its KV is not what full prefill gives.
+    exact_tokens: found as prefill would give them, from the prefix cache or the store.
+    kept_tokens: left by an earlier request with the same blend.
+    moved_tokens: KV of documents, used at another place; recomputed_tokens: of these, computed
+        again in all layers.
+    computed_tokens: the rest of the prompt.
+    learned_tokens: computed before the prompt, so that its documents are known.
+    deviation_max, deviation_mean: how far the cached KV of the moved tokens that were not
+        recomputed is from fresh KV, at the check layer (by the metric of the blend).
+    moved_bytes: of keys and values; move_seconds: that reading and rotating them took;
+        select_seconds: that comparing took.
+    """
+
+    approximate: bool = False
+    exact_tokens: int = 0
+    kept_tokens: int = 0
+    moved_tokens: int = 0
+    recomputed_tokens: int = 0
+    computed_tokens: int = 0
+    learned_tokens: int = 0
+    deviation_max: float = 0.0
+    deviation_mean: float = 0.0
+    moved_bytes: int = 0
+    move_seconds: float = dataclasses.field(default=0.0, compare=False)
+    select_seconds: float = dataclasses.field(default=0.0, compare=False)
+
+
+def _blend_usage(counts: dict[str, Any]) -> BlendUsage | None:
+    """Takes the columns of a blend out of those of the usage; None where nothing was to blend."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(BlendUsage):
+        value = counts.pop(f"blend.{field.name}", 0)
+        if field.type == "float":  # its bits
+            value = struct.unpack("<d", struct.pack("<q", value))[0]
+        fields[field.name] = bool(value) if field.type == "bool" else value
+    return BlendUsage(**fields) if counts.pop("blends", 0) else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Usage:
     """Tokens of one request: of the prompt, how many of those came from a cache, and of all its
     samples.
@@ -71,6 +115,7 @@ class Usage:
     queue_seconds, prompt_seconds, decode_seconds: where the time went: until the engine began with
         the request, then to its first token, then to the end. The first two together are the time
         to the first token. steps: of the engine that computed some of its tokens.
+    blend: of a prompt with `blend`, how it was made; else None.
     decode_forwards: where something was guessed: forwards that drew tokens of the answer, counted
         per sample. Without guesses there is one for each token.
     """
@@ -92,6 +137,7 @@ class Usage:
     prompt_seconds: float = dataclasses.field(default=0.0, compare=False)
     decode_seconds: float = dataclasses.field(default=0.0, compare=False)
     steps: int = dataclasses.field(default=0, compare=False)
+    blend: BlendUsage | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -371,6 +417,7 @@ class _Request:
     def result(self) -> Result:
         samples = [answer.sample for answer in self.answers]
         counts = dict(self.usage)
+        blend = _blend_usage(counts)
         miss, load_ns = counts.pop("miss", 0), counts.pop("load_ns", 0)
         times: dict[str, Any] = {
             f"{part}_seconds": counts.pop(f"{part}_ns", 0) / 1e9
@@ -383,6 +430,7 @@ class _Request:
             completion_tokens=sum(answer.tokens for answer in self.answers),
             miss=_miss_name(miss),
             load_seconds=load_ns / 1e9,
+            blend=blend,
             **times,
             **counts,
         )
@@ -871,7 +919,8 @@ class Engine(_ffi.ThreadOwner):
     def _make_request(self, prompt: Prompt, options: SamplingOptions) -> _NewRequest:
         """Checks what the library does not see, and raises what is wrong; nothing is submitted."""
         _options.check_names("an answer", options, _options.SAMPLING)
-        ids = self._prompt_ids(prompt, options.get("template_args"))
+        composed = self._composed(prompt, options)
+        ids = composed.ids
         stop_texts, stop_ids = _split_stops(options.get("stop", ()))
         if stop_texts and not self.has_tokenizer:
             raise errors.BadArgumentError(
@@ -881,12 +930,84 @@ class Engine(_ffi.ThreadOwner):
         sampling = self._engine_options(options, len(ids))
         if stop_ids:
             sampling["stop"] = stop_ids
+        if options.get("blend") is not None:
+            sampling["blend"] = _documents.blend_fields(options["blend"], composed.documents)
         # The answer to a chat stands alone; otherwise it goes on from the prompt.
         vocab_size = self._info.vocab_size
         context = [] if _is_chat(prompt) else [i for i in ids[-8:] if 0 <= i < vocab_size]
         special = _texts(options.get("special_texts", ()), "special_texts")
         logprobs = options.get("logprobs", 0)
         return _NewRequest(ids, context, stop_texts, special, logprobs, sampling)
+
+    def _composed(self, prompt: Prompt, options: SamplingOptions) -> _documents.Composed:
+        """The prompt's tokens, and which of them are documents."""
+        documents = options.get("documents")
+        if isinstance(documents, (str, bytes, Mapping)):
+            raise TypeError(f"documents is a list, not {type(documents).__name__}")
+        if not documents:
+            if options.get("blend") is not None:
+                raise errors.BadArgumentError("blend: there are no documents; give some")
+            return _documents.Composed(self._prompt_ids(prompt, options.get("template_args")), [])
+        _check_prompt(prompt)
+        if _is_chat(prompt):
+            messages = check_messages(list(cast(Sequence[Message], prompt)))
+            variables = _template_args(options.get("template_args"))
+            texts = _documents.texts_of(documents)
+            return _documents.compose_chat(self.tokenizer, messages, texts, variables)
+        if isinstance(prompt, str):
+            texts = _documents.texts_of(documents)
+            return _documents.compose_text(self.tokenizer, prompt, texts)
+        ids = self._prompt_ids(prompt, options.get("template_args"))
+        return _documents.Composed(ids, _documents.ranges_of(documents, len(ids)))
+
+    def document_ranges(
+        self, prompt: Prompt, **options: Unpack[SamplingOptions]
+    ) -> list[tuple[int, int]]:
+        """Where the `documents` of a prompt are among its tokens: (begin, end) of each. With
+        :attr:`Result.prompt_ids` they stand for the same prompt."""
+        _options.check_names("an answer", options, _options.SAMPLING)
+        return self._composed(prompt, options).documents
+
+    def prepare(
+        self,
+        documents: Sequence[str],
+        prompt: Prompt | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        cache_salt: str | bytes | None = None,
+    ) -> list[Usage]:
+        """Computes the KV of documents, so that prompts with `blend` find it: in the prefix cache,
+        and in the store if there is one.
+
+        Without it the first prompt with a document computes it before its own tokens.
+
+        Args:
+            documents: texts.
+            prompt: like those that will come. KV of a document is that behind the beginning of the
+                prompt (the template's, with a system message). None: a chat without a system
+                message, or a bare text where the model has no template.
+            template_args, cache_salt: as of those prompts; see :class:`SamplingOptions`.
+
+        Returns:
+            What each document took: `cached_tokens` were there.
+
+        Raises:
+            TooLargeError: a document that does not fit the model's positions or the cache.
+            What :meth:`generate` raises.
+        """
+        options: SamplingOptions = {"documents": documents}
+        if template_args is not None:
+            options["template_args"] = template_args
+        if prompt is None:
+            is_chat = self.has_tokenizer and self.tokenizer.chat_template is not None
+            prompt = [{"role": "user", "content": ""}] if is_chat else ""
+        chains = self._composed(prompt, options).chains()
+        more: SamplingOptions = {} if cache_salt is None else {"cache_salt": cache_salt}
+        if not chains:
+            return []
+        prompts = cast(Sequence[Prompt], chains)
+        results = self.generate(prompts, max_tokens=0, **more)
+        return [result.usage for result in results]
 
     def _submit(self, made: _NewRequest, mail: Mail, keep: bool = True) -> _Request:
         seed = made.sampling["seed"] % 2**64 if _sampling.draws(made.sampling) else None
@@ -914,7 +1035,7 @@ class Engine(_ffi.ThreadOwner):
     def _engine_options(self, options: SamplingOptions, prompt_tokens: int) -> dict[str, Any]:
         """The options of a request as the library takes them, but for `stop`."""
         sampling = _sampling.resolved(self._model_sampling, options)
-        for name in ("stop", "special_texts", "template_args"):
+        for name in ("stop", "special_texts", "template_args", "documents", "blend"):
             sampling.pop(name, None)
         logprobs = options.get("logprobs", 0)
         sampling["logprobs"] = -1 if logprobs is None else _numbers.int64(logprobs, "logprobs")

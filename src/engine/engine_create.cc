@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "base/guard.h"
+#include "engine/blending/moved_rows.h"
 #include "engine/drafts/draft_vocabulary.h"
 #include "engine/engine_impl.h"
 #include "engine/memory_fit.h"
@@ -79,6 +80,11 @@ int64_t TreeNodesFor(const EngineOptions& options) {
   return speculates ? kTreeNodesDefault : 0;
 }
 
+// New tokens of one forward, at most.
+int64_t StepTokensMax(const EngineOptions& options) {
+  return options.prefill_chunk + options.blend_piece;
+}
+
 // One page size for all layers: then all groups of the cache hold the same pages, and one count of
 // pages is that of all.
 int64_t PageSizeFor(const ModelInfo& info, int64_t wanted) {
@@ -131,7 +137,8 @@ AttentionKVCacheOptions CacheOptions(const EngineOptions& options, const ModelIn
   cache_options.layers = info.layers;
   cache_options.max_num_sequences = SequencesOf(options, role);
   cache_options.token_capacity = (page_count - 1) * page_size;
-  cache_options.prefill_chunk_size = options.prefill_chunk;
+  cache_options.prefill_chunk_size =
+      role == Role::kDraft ? options.prefill_chunk : StepTokensMax(options);
   cache_options.page_size = page_size;
   cache_options.rope = info.rope;
   cache_options.kernel_path = options.kernel_path;
@@ -224,6 +231,10 @@ Status PlanPages(const EngineOptions& options, const ModelInfo& info, Role role,
                      samples_max));
   plan->kv_bytes = kv.storage_bytes;
   plan->scratch_bytes += kv.scratch_bytes + kv.angle_bytes;
+  // As in the step with the largest pieces: their moved rows.
+  if (role == Role::kTarget && options.blend_piece > 0) {
+    plan->scratch_bytes += MovedRowsBytes(info.layers, options.blend_piece);
+  }
   plan->longest_context = std::min(plan->longest_context, plan->page_count * plan->page_size);
   return {};
 }
@@ -314,7 +325,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   const int64_t samples_max = StepSamplesMax(options.max_num_sequences, options.prefill_chunk);
   if (!models->target) {
     QUIRE_ASSIGN_OR_RETURN(models->target, Model::Measure(options.model_directory, model_options,
-                                                          options.prefill_chunk, rows_max));
+                                                          StepTokensMax(options), rows_max));
     QUIRE_RETURN_IF_ERROR(SetKVTypes(options, &models->target->info));
   }
   const ModelMeasure& model = *models->target;

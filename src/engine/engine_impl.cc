@@ -73,6 +73,12 @@ EngineImpl::EngineImpl(Parts parts)
                     RetainedSequencesMax(pages_total_, state_.forks_anywhere())),
       finder_(&requests_, &prefix_cache_, state_, options_.prefix_cache, options_.page_size),
       sequences_(state_, &prefix_cache_, &speculator_),
+      blender_({.state = state_,
+                .prefix_cache = &prefix_cache_,
+                .requests = &requests_,
+                .finder = &finder_,
+                .limits = &limits_,
+                .clock = clock_.get()}),
       store_traffic_({.model = model_.get(),
                       .state = state_,
                       .prefix_cache = &prefix_cache_,
@@ -139,6 +145,13 @@ Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
     QUIRE_RETURN_IF_ERROR(speculator_.CheckCanSpeculate(options));
+    if (options.blend && !options_.prefix_cache) {
+      return Status(StatusCode::kBadArgument,
+                    "SamplingOptions::blend: this engine keeps no KV between requests, so no "
+                    "document is known (EngineOptions::prefix_cache)");
+    }
+    QUIRE_RETURN_IF_ERROR(CheckBlend(model_->info(), static_cast<int64_t>(prompt.size()), options,
+                                     options_.blend_piece));
     return limits_.CheckFits(static_cast<int64_t>(prompt.size()), options);
   });
 }
@@ -162,8 +175,17 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     request->space = {
         .salt = options.cache_salt,
         .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};
+    if (options.blend) {
+      request->space.recipe = BlendRecipe(*options.blend, options_.blend_piece);
+      request->blend =
+          std::make_unique<BlendPlan>(model_->info(), prompt, *options.blend, options_.blend_piece);
+    }
     store_traffic_.Prefetch(request.get());
-    requests_.Add(std::move(request));
+    if (request->blend == nullptr) {
+      requests_.Add(std::move(request));
+    } else {
+      blender_.Add(std::move(request));
+    }
     return next_request_id_++;
   });
 }

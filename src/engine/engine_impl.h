@@ -17,9 +17,11 @@
 #include <vector>
 
 #include "engine/answer_drawer.h"
+#include "engine/blending/blend_plan.h"
 #include "engine/drafts/speculator.h"
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
+#include "engine/prompt_blender.h"
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request.h"
 #include "engine/request/request_queue.h"
@@ -110,8 +112,11 @@ class EngineImpl final : public Engine {
     int64_t tokens;
     LayerwiseLoad* layers = nullptr;
     const DraftTree* guesses = nullptr;  // in a tree forward; null: none
+    // The tokens are all that is left of a piece of a blended prompt, and some are moved.
+    std::optional<BlendPlan::Found> piece = {};
 
     int64_t loaded() const { return layers == nullptr ? 0 : layers->tokens(); }
+    int64_t cost() const { return piece ? piece->cost : tokens; }
     bool ends_pending() const { return loaded() + tokens == sample->pending(); }
   };
   using Batch = std::vector<Work>;
@@ -132,7 +137,7 @@ class EngineImpl final : public Engine {
   Status GiveSequences();
   int64_t PendingNow(const Request& request, const Sample& sample, int64_t length) const;
   Result<std::vector<bool>> WhichOpenPages(std::span<const int64_t> sequence_ids) const;
-  Result<std::vector<RunnableSample>> ViewRunning(Batch* works) const;
+  Result<std::vector<RunnableSample>> ViewRunning(Batch* works);
   int64_t PagesOfLoads(const Batch& works) const;
   std::optional<WaitingHead> ViewHead();
   Status AdmitHead();
@@ -193,6 +198,7 @@ class EngineImpl final : public Engine {
   RequestQueue requests_;
   const PrefixFinder finder_;
   SampleSequences sequences_;
+  PromptBlender blender_;
   StoreTraffic store_traffic_;
   AnswerDrawer drawer_;
   std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests

@@ -21,6 +21,8 @@ Status SampleSequences::Give(const Request& request, Sample* sample, const Prefi
   prefix_cache_.Touch(from.sequence_id);
   sample->sequence_id = sequence_id;
   sample->computed = from.length;
+  sample->approximate_from =
+      from.approximate_from < from.length ? from.approximate_from : kExactForever;
   sample->stored = {};
   return {};
 }
@@ -32,6 +34,7 @@ void SampleSequences::Remove(const Request& request, Sample* sample) noexcept {
   QUIRE_CHECK(removed.ok()) << removed.ToString();
   sample->sequence_id = kNoSequence;
   sample->computed = 0;
+  sample->approximate_from = kExactForever;
 }
 
 void SampleSequences::RemoveAll(Request* request) noexcept {
@@ -39,18 +42,32 @@ void SampleSequences::RemoveAll(Request* request) noexcept {
   for (Sample& sample : request->samples) Remove(*request, &sample);
 }
 
+// What stands before the first approximate token is what any request would compute.
+void SampleSequences::RetainExactBeginning(const Request& request, const Sample& sample,
+                                           int64_t sequence_id, int64_t exact, int64_t stored) {
+  const int64_t length = state_.ForkStart(sequence_id, exact);
+  if (length == 0) return;
+  std::vector<int32_t> tokens(sample.tokens.begin(), sample.tokens.begin() + length);
+  const PrefixSpace space = request.space.exact();
+  if (!state_.kv().ForkSequence(sequence_id, next_id_, length).ok()) return;
+  prefix_cache_.Retain(next_id_++, std::move(tokens), space, std::min(stored, length));
+}
+
 void SampleSequences::Retain(const Request& request, Sample* sample, bool kept) noexcept {
   const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
+  const int64_t exact = sample->exact();
   const int64_t computed = std::exchange(sample->computed, 0);
+  sample->approximate_from = kExactForever;
   // What was stored may be more than what is left: the surplus behind a stop was popped.
-  const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, computed);
+  const int64_t stored = std::min(std::exchange(sample->stored, {}).tokens, exact);
   // No other request can use KV from behind a window.
   const bool is_plain = !request.has_window() || state_.DropWindow(sequence_id);
   if (kept && is_plain) {
     try {
+      if (exact < computed) RetainExactBeginning(request, *sample, sequence_id, exact, stored);
       return prefix_cache_.Retain(sequence_id,
                                   {sample->tokens.begin(), sample->tokens.begin() + computed},
-                                  request.space, stored);
+                                  exact < computed ? request.space : request.space.exact(), stored);
     } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
     }
   }

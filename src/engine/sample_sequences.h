@@ -27,11 +27,15 @@ class SampleSequences {
   void Remove(const Request& request, Sample* sample) noexcept;
   // Those of all samples, and what is loaded into them.
   void RemoveAll(Request* request) noexcept;
-  // Gives the sequence to the prefix cache. It is removed where nothing is to be `kept`, where a
+  // Gives the sequence to the prefix cache: what is approximate in it under the request's recipe,
+  // its exact beginning for everybody. It is removed where nothing is to be `kept`, where a
   // window has slid in it, or without memory.
   void Retain(const Request& request, Sample* sample, bool kept) noexcept;
 
  private:
+  void RetainExactBeginning(const Request& request, const Sample& sample, int64_t sequence_id,
+                            int64_t exact, int64_t stored);
+
   const SequenceState state_;
   PrefixCache& prefix_cache_;
   Speculator& speculator_;

@@ -10,6 +10,17 @@ namespace quire {
 
 namespace {
 
+// Prompt tokens that were found are exact up to where the sequence became approximate.
+BlendUsage BlendUsageOf(const Request& request) noexcept {
+  BlendUsage usage = request.blend->Usage();
+  usage.approximate = request.approximate;
+  usage.exact_tokens = std::min(request.cached.total(), request.exact_start);
+  usage.kept_tokens = request.cached.total() - usage.exact_tokens;
+  usage.learned_tokens = request.learned_tokens;
+  usage.computed_tokens = request.prompt_tokens - request.cached.total() - usage.moved_tokens;
+  return usage;
+}
+
 void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexcept {
   output->prompt_tokens = request.prompt_tokens;
   output->completion_tokens = request.completion_tokens;
@@ -22,6 +33,7 @@ void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexc
   output->accepted_tokens = request.accepted_tokens;
   output->decode_forwards = request.decode_forwards;
   output->times = request.TimesAt(now_ns);
+  if (request.blend != nullptr) output->blend = BlendUsageOf(request);
 }
 
 }  // namespace
@@ -80,6 +92,7 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
   NoteUsage(*request, clock_->SteadyNs(), output);
+  if (request->learns_for != Request::kNobody) blender_.NoteLearnt(*request);
   speculator_.Forget(*request, sample);
   sample->filter.Drop();
   if (sample->has_sequence()) ReleaseSequence(request, sample);
@@ -106,6 +119,7 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
   heir->sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   heir->stored = {};
   heir->computed = std::exchange(sample->computed, 0);
+  heir->approximate_from = std::exchange(sample->approximate_from, kExactForever);
 }
 
 void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept {
@@ -118,7 +132,7 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
 void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::string& error) {
   std::vector<StepOutput> outputs;
   for (const Sample& sample : request->samples) {
-    if (sample.finished()) continue;
+    if (sample.finished() || request->learns_for != Request::kNobody) continue;
     StepOutput& output = outputs.emplace_back();
     output.request_id = request->id;
     output.sample = &sample - request->samples.data();
@@ -128,8 +142,12 @@ void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::st
   }
   due_.insert(due_.end(), std::make_move_iterator(outputs.begin()),
               std::make_move_iterator(outputs.end()));
+  const std::vector<int64_t> learners = std::move(request->learners);
   sequences_.RemoveAll(request);
   requests_.Erase(request);
+  for (const int64_t id : learners) {
+    if (Request* const learner = requests_.Find(id)) EndRequest(learner, reason, error);
+  }
 }
 
 Status EngineImpl::StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens) {

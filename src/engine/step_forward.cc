@@ -75,7 +75,9 @@ Status EngineImpl::Attempt(const Batch& batch) {
     std::vector<int64_t> sequence_ids;
     std::vector<int64_t> lengths;
     std::vector<LayerLoad> loads;
+    std::vector<PromptBlender::Work> to_blend;
     for (const Work& work : batch) {
+      if (work.piece) to_blend.push_back({work.request, work.sample, *work.piece});
       sequence_ids.push_back(work.sample->sequence_id);
       lengths.push_back(work.tokens);
       if (work.layers == nullptr) continue;
@@ -88,22 +90,26 @@ Status EngineImpl::Attempt(const Batch& batch) {
     const int64_t start_ns = clock_->SteadyNs();
     QUIRE_ASSIGN_OR_RETURN(std::vector<Drawn> draws, PrepareDraws(batch));
     due_.reserve(due_.size() + draws.size());
-    QUIRE_RETURN_IF_ERROR(loads.empty() ? state_.kv().BeginForward(sequence_ids, lengths)
-                                        : state_.BeginLoadingForward(sequence_ids, lengths, loads));
+    QUIRE_ASSIGN_OR_RETURN(const PromptBlender::OpenPieces pieces, blender_.Open(to_blend));
+    QUIRE_RETURN_IF_ERROR(blender_.Begin(sequence_ids, lengths, loads, pieces));
     OpenForward forward(&state_.kv());
     QUIRE_RETURN_IF_ERROR(Forward(batch));
     drawer_.DrawAll(&draws);
     const int64_t computed_ns = clock_->SteadyNs();
     for (const Work& work : batch) {
       const int64_t seen = work.sample->computed + work.loaded() + work.tokens;
-      store_traffic_.StoreSeen(*work.request, work.sample, seen);
+      store_traffic_.StoreSeen(*work.request, work.sample,
+                               std::min(seen, PromptBlender::ExactEnd(*work.sample, pieces)));
     }
     QUIRE_RETURN_IF_ERROR(forward.End());
     int64_t waited_ns = 0;
     for (const Work& work : batch)
       waited_ns += work.layers == nullptr ? 0 : work.layers->waited_ns();
-    store_traffic_.MeasureSpeed(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}),
-                                computed_ns - start_ns - waited_ns);
+    const int64_t cost =
+        std::accumulate(batch.begin(), batch.end(), int64_t{0},
+                        [](int64_t sum, const Work& work) { return sum + work.cost(); });
+    store_traffic_.MeasureSpeed(cost, computed_ns - start_ns - waited_ns);
+    PromptBlender::Commit(pieces, &counters_);
     Commit(batch, &draws);
     return {};
   });
@@ -174,7 +180,8 @@ void EngineImpl::CommitDraws(std::vector<Drawn>* draws) noexcept {
     }
     const bool says_something =
         !drawn.output.tokens.empty() || drawn.output.finish_reason != FinishReason::kNone;
-    if (says_something) due_.push_back(std::move(drawn.output));
+    if (says_something && drawn.request->learns_for == Request::kNobody)
+      due_.push_back(std::move(drawn.output));
   }
   requests_.EraseEnded();
 }

@@ -19,6 +19,7 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
     const double speed = store_traffic_.compute_seconds_per_token();
     const Decision decision =
         DecideNext({.token_budget = options_.prefill_chunk,
+                    .piece_rows = options_.blend_piece,
                     .step_seconds = static_cast<double>(options_.max_step_ms) * 1e-3,
                     .seconds_per_token = speed,
                     .page_size = options_.page_size,
@@ -79,6 +80,9 @@ Status EngineImpl::GiveSequences() {
 // without a sequence are forked, and with recurrent layers all stop where chunks end.
 int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample, int64_t length) const {
   int64_t pending = static_cast<int64_t>(sample.tokens.size()) - length;
+  if (request.blend != nullptr) {
+    pending = std::min(pending, request.blend->NextBorder(length) - length);
+  }
   if (finder_.ForksAnywhere(request)) return pending;
   if (!request.has_window()) {
     const int64_t stop = store_traffic_.NextStop(length, request.prompt_tokens);
@@ -125,7 +129,7 @@ Result<std::vector<bool>> EngineImpl::WhichOpenPages(std::span<const int64_t> se
 }
 
 // `works` gets the sample behind each entry.
-Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const {
+Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) {
   std::vector<RunnableSample> view;
   std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
   for (const auto& request : requests_.running()) {
@@ -135,13 +139,19 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) const 
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
       if (layers == nullptr && length % options_.page_size != 0)
         inside_pages[length].push_back(view.size());
+      const std::optional<BlendPlan::Found> piece = blender_.PieceAt(*request, length);
+      const int64_t pending = PendingNow(*request, sample, length);
       view.push_back({.request_id = request->id,
                       .length = length,
-                      .pending = PendingNow(*request, sample, length),
+                      .pending = piece ? piece->rest.count() : pending,
                       .opens_page = false,
-                      .last_step = sample.last_step});
-      works->push_back(
-          {.request = request.get(), .sample = &sample, .tokens = 0, .layers = layers});
+                      .last_step = sample.last_step,
+                      .piece_cost = piece ? piece->cost : 0});
+      works->push_back({.request = request.get(),
+                        .sample = &sample,
+                        .tokens = 0,
+                        .layers = layers,
+                        .piece = piece});
     }
   }
   for (const auto& [length, places] : inside_pages) {
@@ -172,6 +182,7 @@ std::optional<WaitingHead> EngineImpl::ViewHead() {
   if (finder_.IsBeingComputed(*request, leader, start.end)) return {};
   // What it is about to use goes last if pages must be found for it.
   prefix_cache_.Touch(start.from.sequence_id);
+  blender_.Touch(*request);
   int64_t pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length;
   if (request->has_window())
     pending = std::min(pending, limits_.PagesOfWindow(request->options) * options_.page_size);
@@ -190,6 +201,8 @@ Status EngineImpl::AdmitHead() {
     if (layers != nullptr) request.load = layers->TakeLoad();
     return given;
   }
+  if (!request.admitted_before) request.exact_start = request.leader()->approximate_from;
+  request.approximate |= request.leader()->approximate_from != kExactForever;
   request.layers = std::move(layers);
   store_traffic_.ImportChunks(&request, start);
   store_traffic_.NoteStart(&request, start.from.known);

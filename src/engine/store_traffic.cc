@@ -101,6 +101,7 @@ StoreTraffic::Start StoreTraffic::FindStart(const Request& request) const {
   Start start{.from = match, .end = match.length};
   const PrefixLoad* const load = request.load.get();
   if (load == nullptr || load->begin() > match.length) return start;
+  if (match.approximate_from < match.length) return start;  // chunks go on behind exact tokens
   const int64_t common = CommonPrefix(leader.tokens, load->tokens());
   int64_t end = 0;
   for (const PrefixLoad::Chunk& chunk : load->chunks()) {
@@ -151,6 +152,7 @@ bool StoreTraffic::StartLoad(Request* request) {
   if (!has_load && request->looked_up) return false;
   const Sample& leader = *request->leader();
   const PrefixMatch match = finder_.Find(*request, leader);
+  if (match.approximate_from < match.length) return false;
   const PrefixMatch border = finder_.Find(*request, leader, link_->chunk_tokens());
   if (has_load && request->load->begin() > border.length) {
     request->load = nullptr;
@@ -189,7 +191,7 @@ bool StoreTraffic::IsPrefixBeingLoaded(const Request& request, int64_t matched) 
   const std::vector<int32_t>& tokens = request.leader()->tokens;
   for (const auto& other : requests_.waiting()) {
     if (other.get() == &request) return false;
-    if (other->load == nullptr || other->space != request.space) continue;
+    if (other->load == nullptr || !other->space.shares_exact(request.space)) continue;
     const PrefixLoad& load = *other->load;
     int64_t common = CommonPrefix(tokens, load.tokens());
     if (load.usable()) common = std::min(common, load.end());
@@ -437,12 +439,16 @@ void StoreTraffic::StoreWhole(const Request& request, Sample* sample) noexcept {
 int64_t StoreTraffic::StoreSample(const Request& request, Sample* sample, int64_t computed,
                                   int64_t bytes_max) noexcept {
   if (link_ == nullptr || request.has_window()) return 0;
+  // A chunk is what any request would compute.
+  computed = std::min(computed, sample->approximate_from);
   const auto put = [&](int64_t length, bool tail, int64_t most) {
     const auto tokens = std::span<const int32_t>(sample->tokens).first(static_cast<size_t>(length));
     return link_->Export(sample->sequence_id, request.space, tokens, tail, most,
                          compute_seconds_per_token_, &sample->stored);
   };
-  const int64_t prompt_end = link_->PromptEnd(request.prompt_tokens);
+  int64_t prompt_end = link_->PromptEnd(request.prompt_tokens);
+  // What stands before the first piece is the beginning of other prompts: anchor and document.
+  if (sample->approximate_from < prompt_end) prompt_end = request.blend->begin();
   const bool has_prompt = computed >= prompt_end;
   const int64_t bytes = has_prompt ? put(prompt_end, true, bytes_max) : 0;
   if (bytes >= bytes_max) return bytes;
@@ -451,6 +457,7 @@ int64_t StoreTraffic::StoreSample(const Request& request, Sample* sample, int64_
 
 void StoreTraffic::StoreRetained(const PrefixCache::Retained& retained) noexcept {
   const int64_t length = static_cast<int64_t>(retained.tokens.size());
+  if (!retained.space.is_exact()) return;
   if (length - retained.stored < link_->chunk_tokens()) return;
   StoredPrefix stored;  // the keys begin at the first token; what is there is not wanted
   link_->Export(retained.sequence_id, retained.space, retained.tokens, false, kNoLimit,

@@ -42,6 +42,45 @@ Speculation ReadSpeculation(OptionsReader* reader, Speculation speculation) {
   return speculation;
 }
 
+// As DeviationMetric.
+constexpr std::string_view kBlendMetrics[] = {"v_l2", "k_l2", "kv_l2", "cosine"};
+
+// documents: pairs [begin, end) of tokens; document_ratios: of each, below 0: that of the request.
+BlendRequest ReadBlendRequest(const OptionMap& fields) {
+  BlendRequest request;
+  OptionsReader reader("Submit: blend", fields);
+  for (const tf::Shape& range :
+       reader.Get<tf::Array<tf::Shape>>("documents").value_or(tf::Array<tf::Shape>())) {
+    if (range.size() != 2) ThrowBadArgument("Submit: blend: a document is a pair of positions");
+    request.documents.push_back({.begin = range[0], .end = range[1]});
+  }
+  std::vector<double> own;
+  reader.Read("document_ratios", &own);
+  if (!own.empty() && own.size() != request.documents.size()) {
+    ThrowBadArgument("Submit: blend: there are " + std::to_string(request.documents.size()) +
+                     " documents and " + std::to_string(own.size()) + " document_ratios");
+  }
+  for (size_t i = 0; i < own.size(); ++i) {
+    if (!(own[i] < 0)) request.documents[i].ratio = own[i];
+  }
+  BlendOptions& options = request.options;
+  reader.ReadEnum("metric", kBlendMetrics, &options.metric);
+  if (const auto layers = reader.Get<tf::Shape>("check_layers")) {
+    options.check_layers.assign(layers->begin(), layers->end());
+  }
+  reader.Read("ratios", &options.ratios);
+  std::vector<double> thresholds;
+  reader.Read("thresholds", &thresholds);
+  for (const double threshold : thresholds) {
+    options.thresholds.push_back(static_cast<float>(threshold));
+  }
+  reader.Read("link_tokens", &options.link_tokens);
+  reader.Read("min_tokens", &options.min_tokens);
+  reader.Read("learn", &request.learn);
+  reader.Finish();
+  return request;
+}
+
 int32_t NarrowTokenId(const char* field, int64_t id) {
   if (id < 0 || id > std::numeric_limits<int32_t>::max()) {
     ThrowBadArgument(std::string("Submit: ") + field + ": " + std::to_string(id) +
@@ -91,6 +130,9 @@ class OptionVisitor {
   }
   void operator()(const char*, std::shared_ptr<const TokenFilter>& value) {
     if (const auto grammar = reader_->Get<GrammarRef>("grammar")) value = (*grammar)->filter();
+  }
+  void operator()(const char* name, std::optional<BlendRequest>& value) {
+    if (const auto fields = reader_->Get<OptionMap>(name)) value = ReadBlendRequest(*fields);
   }
 
  private:
@@ -254,6 +296,8 @@ class EngineObj : public tf::Object {
             {"accepted_tokens", stats.accepted_tokens},
             {"decode_forwards", stats.decode_forwards},
             {"draft_ns", static_cast<int64_t>(stats.draft_seconds * 1e9)},
+            {"blend_moved_tokens", stats.blend_moved_tokens},
+            {"blend_recomputed_tokens", stats.blend_recomputed_tokens},
             {"compute_ns_per_token", static_cast<int64_t>(stats.compute_seconds_per_token * 1e9)}};
   }
 

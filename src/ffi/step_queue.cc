@@ -3,9 +3,11 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <bit>
 #include <iterator>
 #include <span>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "ffi/errors.h"
@@ -71,6 +73,16 @@ int64_t TokensOf(const StepOutput& output, TierKind tier) {
   return output.cached.tiers[static_cast<size_t>(tier)];
 }
 int64_t Nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
+// What a request that blends says; zeros else. Deviations travel as the bits of a float64.
+template <auto member>
+int64_t BlendColumn(const StepOutput& output) {
+  const auto value = output.blend ? *output.blend.*member : decltype(BlendUsage().*member){};
+  if constexpr (std::is_same_v<decltype(value), const double>) {
+    return std::bit_cast<int64_t>(value);
+  } else {
+    return static_cast<int64_t>(value);
+  }
+}
 constexpr Column kUsageColumns[] = {
     {"cached_tokens", [](const StepOutput& o) { return o.cached_tokens; }},
     {"memory_tokens", [](const StepOutput& o) { return o.cached.memory; }},
@@ -87,6 +99,19 @@ constexpr Column kUsageColumns[] = {
     {"prompt_ns", [](const StepOutput& o) { return Nanoseconds(o.times.prompt_seconds); }},
     {"decode_ns", [](const StepOutput& o) { return Nanoseconds(o.times.decode_seconds); }},
     {"steps", [](const StepOutput& o) { return o.times.steps; }},
+    {"blends", [](const StepOutput& o) { return int64_t{o.blend.has_value()}; }},
+    {"blend.approximate", BlendColumn<&BlendUsage::approximate>},
+    {"blend.exact_tokens", BlendColumn<&BlendUsage::exact_tokens>},
+    {"blend.kept_tokens", BlendColumn<&BlendUsage::kept_tokens>},
+    {"blend.moved_tokens", BlendColumn<&BlendUsage::moved_tokens>},
+    {"blend.recomputed_tokens", BlendColumn<&BlendUsage::recomputed_tokens>},
+    {"blend.computed_tokens", BlendColumn<&BlendUsage::computed_tokens>},
+    {"blend.learned_tokens", BlendColumn<&BlendUsage::learned_tokens>},
+    {"blend.deviation_max", BlendColumn<&BlendUsage::deviation_max>},
+    {"blend.deviation_mean", BlendColumn<&BlendUsage::deviation_mean>},
+    {"blend.moved_bytes", BlendColumn<&BlendUsage::moved_bytes>},
+    {"blend.move_seconds", BlendColumn<&BlendUsage::move_seconds>},
+    {"blend.select_seconds", BlendColumn<&BlendUsage::select_seconds>},
 };
 
 tf::Array<tf::String> NamesOf(std::span<const Column> columns) {
@@ -117,7 +142,7 @@ tf::Tensor Matrix(const std::vector<int64_t>& values, size_t columns) {
 //   tokens    int32 [t], of all outputs, one after another
 //   logprob_ends int64 [t]: end of each token's entries in the two arrays below
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
-//   usage     int64 [ends, 15], of the outputs with a finish reason, in their order
+//   usage     int64 [ends, columns], of the outputs with a finish reason, in their order
 //   errors    texts, of those that failed, in their order
 OptionMap FieldsOf(const StepQueue::Steps& steps) {
   std::vector<int64_t> rows, usage, logprob_ends;

@@ -141,7 +141,7 @@ struct AttentionSequence {
   int64_t first_row;
   int64_t row_count;
   int64_t base;         // position of the first row
-  const PageRun* runs;  // cover [0, base + row_count)
+  const PageRun* runs;  // cover [0, base + row_count), and may go on
   int64_t run_count;
   int64_t private_segment;  // first segment that no SharedSpan with this sequence covers
   // RopeMode::kInline: of the keys, the one at position p by p + inline_base; else null.

@@ -193,15 +193,16 @@ void Decoder::Embed(std::span<const int32_t> token_ids, float* hidden) const {
 
 // The output goes straight into the residual stream, unless it is normalised first.
 MixerRun Decoder::PartOfLayer(const std::vector<float>& norm, const std::vector<float>& output_norm,
-                              int64_t row_count, const Buffers& b) const {
-  Norm(norm, b.hidden, row_count, b.normed);
+                              QueryRows& rows, const Buffers& b) const {
+  Norm(norm, b.hidden, rows.count(), b.normed);
   return {.ops = ops_,
-          .row_count = row_count,
+          .row_count = rows.count(),
           .x = b.normed,
           .floats = b.floats,
           .scratch = b.scratch,
           .y = output_norm.empty() ? b.hidden : b.normed,
-          .accumulate = output_norm.empty()};
+          .accumulate = output_norm.empty(),
+          .rows = &rows};
 }
 
 void Decoder::AddNormed(const std::vector<float>& output_norm, int64_t row_count,
@@ -214,32 +215,40 @@ void Decoder::AddNormed(const std::vector<float>& output_norm, int64_t row_count
   });
 }
 
-Status Decoder::RunLayer(const ModelState& state, const Layer& layer, int64_t row_count,
+Status Decoder::RunLayer(const ModelState& state, const Layer& layer, QueryRows& rows,
                          const Buffers& b) const {
-  QUIRE_RETURN_IF_ERROR(layer.mixer->Run(
-      state, PartOfLayer(layer.mixer_norm, layer.mixer_output_norm, row_count, b)));
-  AddNormed(layer.mixer_output_norm, row_count, b);
+  QUIRE_RETURN_IF_ERROR(
+      layer.mixer->Run(state, PartOfLayer(layer.mixer_norm, layer.mixer_output_norm, rows, b)));
+  AddNormed(layer.mixer_output_norm, rows.count(), b);
   if (layer.mlp == nullptr) return Status();
-  layer.mlp->Run(PartOfLayer(layer.mlp_norm, layer.mlp_output_norm, row_count, b));
-  AddNormed(layer.mlp_output_norm, row_count, b);
+  layer.mlp->Run(PartOfLayer(layer.mlp_norm, layer.mlp_output_norm, rows, b));
+  AddNormed(layer.mlp_output_norm, rows.count(), b);
   return Status();
 }
 
-void Decoder::ComputeLogits(std::span<const int64_t> logit_rows, const Buffers& b,
-                            float* logits) const {
-  if (logit_rows.empty()) return;
+Status Decoder::ComputeLogits(std::span<const int64_t> logit_rows, const QueryRows& rows,
+                              const Buffers& b, float* logits) const {
+  if (logit_rows.empty()) return Status();
   const int64_t hidden = config_.hidden_size;
   float* next = b.normed;
   for (const int64_t row : logit_rows) {
-    CopyFloats(b.hidden + row * hidden, hidden, next);
+    const int64_t at = rows.Find(row);
+    if (at < 0) {
+      return Status(StatusCode::kBadArgument,
+                    "Model::Forward: logit_rows has " + std::to_string(row) +
+                        ", a row that a LayerHook has left out; it must choose the rows whose "
+                        "logits are wanted");
+    }
+    CopyFloats(b.hidden + at * hidden, hidden, next);
     next += hidden;
   }
   const auto row_count = static_cast<int64_t>(logit_rows.size());
   Norm(final_norm_, b.normed, row_count, b.normed);
   ops_.Multiply(head_, b.normed, row_count, logits, false, b.scratch);
-  if (config_.logit_cap == 0) return;
+  if (config_.logit_cap == 0) return Status();
   ops_.backend().soft_cap(logits, static_cast<float>(config_.logit_cap), row_count,
                           config_.vocab_size, logits, ops_.runner());
+  return Status();
 }
 
 Status Decoder::Forward(const ModelState& state, std::span<const int32_t> token_ids,
@@ -249,12 +258,12 @@ Status Decoder::Forward(const ModelState& state, std::span<const int32_t> token_
     const auto row_count = static_cast<int64_t>(token_ids.size());
     QUIRE_ASSIGN_OR_RETURN(const Buffers buffers,
                            PrepareBuffers(row_count, static_cast<int64_t>(logit_rows.size())));
+    QueryRows rows(row_count, {buffers.hidden, config_.hidden_size});
     Embed(token_ids, buffers.hidden);
     for (const Layer& layer : layers_) {
-      QUIRE_RETURN_IF_ERROR(RunLayer(state, layer, row_count, buffers));
+      QUIRE_RETURN_IF_ERROR(RunLayer(state, layer, rows, buffers));
     }
-    ComputeLogits(logit_rows, buffers, logits);
-    return Status();
+    return ComputeLogits(logit_rows, rows, buffers, logits);
   });
 }
 

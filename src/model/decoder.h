@@ -15,6 +15,7 @@
 #include "model/config/model_config.h"
 #include "model/layers/layer_types.h"
 #include "model/layers/mixer.h"
+#include "model/layers/query_rows.h"
 #include "model/layers/row_ops.h"
 #include "model/weights/checkpoint.h"
 #include "model/weights/weights.h"
@@ -92,12 +93,14 @@ class Decoder final : public Model {
   Result<Buffers> PrepareBuffers(int64_t row_count, int64_t logit_row_count);
   void Norm(const std::vector<float>& weight, const float* x, int64_t row_count, float* y) const;
   MixerRun PartOfLayer(const std::vector<float>& norm, const std::vector<float>& output_norm,
-                       int64_t row_count, const Buffers& b) const;
+                       QueryRows& rows, const Buffers& b) const;
   void AddNormed(const std::vector<float>& output_norm, int64_t row_count, const Buffers& b) const;
-  Status RunLayer(const ModelState& state, const Layer& layer, int64_t row_count,
+  // `rows`: those that come to the layer, then those that go on.
+  Status RunLayer(const ModelState& state, const Layer& layer, QueryRows& rows,
                   const Buffers& b) const;
   void Embed(std::span<const int32_t> token_ids, float* hidden) const;
-  void ComputeLogits(std::span<const int64_t> logit_rows, const Buffers& b, float* logits) const;
+  Status ComputeLogits(std::span<const int64_t> logit_rows, const QueryRows& rows, const Buffers& b,
+                       float* logits) const;
 
   const ModelConfig config_;
   const Architecture& architecture_;

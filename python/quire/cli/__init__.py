@@ -38,6 +38,7 @@ prompts with it.
   quire store ls | verify | gc ...    what --kv-dir and --kv-redis keep between commands
   quire kv-quality --text FILE        what int8 and fp8 keys and values cost in quality
   quire quality MODEL --against MODEL what narrow weights cost in quality
+  quire blend add | eval ...          documents for --document --blend, and what blending costs
 
 `quire COMMAND --help` lists all options; --dry-run prints the memory that a command would take.
 In Python: import quire; quire.Engine(MODEL).generate("TEXT")
@@ -57,6 +58,7 @@ _COMMANDS = {
     "store": "quire.cli.store",
     "kv-quality": "quire.cli.kv_quality",
     "quality": "quire.cli.quality",
+    "blend": "quire.cli.blend",
 }
 
 

@@ -135,6 +135,34 @@ def print_sources(engine: Engine, result: Result | None) -> None:
     note(f"({sources(result.usage)})")
 
 
+def print_blend(result: Result | None) -> None:
+    """How a blended prompt was made, and that its answer is approximate."""
+    if result is None or result.usage.blend is None:
+        return
+    blend = result.usage.blend
+    parts = [
+        f"{count} {word}"
+        for count, word in (
+            (blend.exact_tokens, "found as they are"),
+            (blend.kept_tokens, "left by the same blend"),
+            (blend.moved_tokens, "moved"),
+            (blend.computed_tokens, "computed"),
+        )
+        if count > 0
+    ]
+    text = f"of {result.usage.prompt_tokens} prompt tokens " + ", ".join(parts)
+    if blend.moved_tokens > 0:
+        text += f"; {blend.recomputed_tokens} of the moved ones computed again"
+    if blend.moved_tokens > blend.recomputed_tokens:
+        text += (
+            f", deviation of the rest {blend.deviation_mean:.3g} on average, "
+            f"{blend.deviation_max:.3g} at most"
+        )
+    if blend.learned_tokens > 0:
+        text += f"; {blend.learned_tokens} computed before, to know the documents"
+    note(f"({'APPROXIMATE' if blend.approximate else 'exact'}: {text})")
+
+
 def print_total_sources(engine: Engine) -> None:
     """The same for all requests of the engine together."""
     if engine.store is None:

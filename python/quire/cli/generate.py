@@ -19,6 +19,8 @@ from quire.cli.prompt_file import PromptFile
 if TYPE_CHECKING:
     from quire.grammar import Grammar
 
+# Enough for several documents, and little beside what a forward takes.
+_BLEND_PIECE = 2048
 _GRAMMARS = ("json_schema", "regex", "choice", "grammar")
 
 
@@ -59,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
         help="compute nothing: print the memory needed, and whether the prompts fit",
     )
     _add_file_options(command)
+    _add_documents(command)
     sampling = arguments.add_sampling(command, most_tokens="what there is room for")
     arguments.add_flags(sampling, "samples")
     _add_grammars(command)
@@ -86,6 +89,44 @@ def _add_file_options(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write answers there, an object per line (default: stdout)",
     )
+
+
+def _add_documents(command: argparse.ArgumentParser) -> None:
+    documents = command.add_argument_group("documents that stand before the prompt")
+    documents.add_argument(
+        "--document",
+        action="append",
+        type=ranges.place,
+        metavar="FILE",
+        help="a text that stands before the prompt; may be repeated",
+    )
+    documents.add_argument(
+        "--blend",
+        type=ranges.Number(0, 1),
+        metavar="RATIO",
+        help="use KV of the documents wherever they stand, and compute this part of their tokens "
+        "again (0.15 is usual); the answer is APPROXIMATE. Without it the prompt is computed, and "
+        "the answer exact",
+    )
+
+
+def _documents(options: argparse.Namespace) -> dict[str, Any]:
+    """The documents and how they are blended, as options of the answer."""
+    if not options.document:
+        if options.blend is not None:
+            raise UsageError("generate: --blend has no effect without --document")
+        return {}
+    for name in ("file", "prompt_ids", "dry_run"):
+        if getattr(options, name):
+            raise UsageError(
+                f"generate: --document does not go with {arguments.option_name(name)}"
+            )
+    texts = [text_input.read_file(name) for name in options.document]
+    for name, text in zip(options.document, texts):
+        if not text.strip():
+            raise UsageError(f"generate: --document: {name} is empty")
+    found: dict[str, Any] = {"documents": texts}
+    return found if options.blend is None else {**found, "blend": options.blend}
 
 
 def _add_grammars(command: argparse.ArgumentParser) -> None:
@@ -142,6 +183,7 @@ def _grammar(options: argparse.Namespace) -> Grammar | None:
 def _run(options: argparse.Namespace) -> int:
     _check_modes(options)
     grammar = _grammar(options)
+    documents = _documents(options)
     model, text = _model_and_text(options)
     if options.file is not None:
         return batch.run(options, model, PromptFile.read(options.file, options.format), grammar)
@@ -152,10 +194,13 @@ def _run(options: argparse.Namespace) -> int:
         text = text_input.read_stdin()
     if options.prompt_ids is None:
         _check_not_empty(text, options.raw)
-    sampling = arguments.given(options, arguments.SAMPLING)
+    sampling = {**arguments.given(options, arguments.SAMPLING), **documents}
     if grammar is not None:
         sampling["grammar"] = grammar
-    with models.open_engine(folder, arguments.given(options, arguments.ENGINE)) as engine:
+    engine_options = arguments.given(options, arguments.ENGINE)
+    if "blend" in documents:
+        engine_options.setdefault("blend_piece", _BLEND_PIECE)
+    with models.open_engine(folder, engine_options) as engine:
         prompt = options.prompt_ids or models.text_prompt(
             models.tokenizer_of(engine), text or "", options.system, options.raw
         )
@@ -163,10 +208,12 @@ def _run(options: argparse.Namespace) -> int:
             result = engine.generate(prompt, **sampling)
             print(json.dumps(answers.result_object(result), ensure_ascii=False))
             answers.print_sources(engine, result)
+            answers.print_blend(result)
             answers.print_lost(engine)
             return 0
         answer = answers.print_answer(engine, prompt, sampling)
         answers.print_sources(engine, answer.result)
+        answers.print_blend(answer.result)
         answers.print_cut(engine, answer.result, sampling)
         answers.print_lost(engine)
     if options.stats:

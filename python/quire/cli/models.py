@@ -60,6 +60,12 @@ def read_tokenizer(folder: str) -> Tokenizer | None:
     return Tokenizer(folder) if os.path.isfile(os.path.join(folder, "tokenizer.json")) else None
 
 
+def is_model(word: str) -> bool:
+    """Whether a word of a command names a model and no other file."""
+    path = os.path.expanduser(word)
+    return is_gguf_file(path) or os.path.isdir(path)
+
+
 def is_chat_model(tokenizer: Tokenizer | None) -> bool:
     return tokenizer is not None and tokenizer.chat_template is not None
 

@@ -48,6 +48,7 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         "stop": common.read_stop(fields, service.limits),
         "template_args": common.read_template_args(fields) or None,
     }
+    options |= _read_documents(fields, service)
     _refuse_what_is_not_there(fields)
     wanted = read_wanted(fields)
     tools = read_tools(fields, service.limits, service.tool_parser, service.template, wanted)
@@ -64,6 +65,20 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         fields.boolean("return_token_ids"),
         None if tools is None else service.tool_parser,
     ).hold(wanted if tools is None else tools.answer)
+
+
+def _read_documents(fields: Fields, service: Service) -> dict[str, Any]:
+    """Texts that stand before the conversation, and which part of their tokens is computed again;
+    without `blend` all are."""
+    documents = fields.entries("documents", service.limits.messages)
+    ratio = fields.number("blend", 0, 1)
+    if not documents:
+        if ratio is not None:
+            fields.refuse("blend", "given together with documents")
+        return {}
+    if not all(isinstance(document, str) and document.strip() for document in documents):
+        fields.refuse("documents", "a list of texts that are not empty")
+    return {"documents": documents, "blend": ratio}
 
 
 def _read_logprobs(fields: Fields, service: Service) -> int | None:
@@ -86,7 +101,6 @@ def _refuse_what_is_not_there(fields: Fields) -> None:
     fields.only("continue_final_message", False)
     fields.only("add_special_tokens", False)
     fields.only("echo", False)
-    fields.only("documents")
     fields.only("chat_template")
     fields.only("verbosity", "medium")
 

@@ -6,6 +6,7 @@ All of it belongs to the event loop's thread.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -259,7 +260,9 @@ def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
 def usage_of(result: Result) -> dict[str, Any]:
     """The usage in OpenAI's form, and where the KV of the prompt came from."""
     usage = result.usage
+    blend = None if usage.blend is None else dataclasses.asdict(usage.blend)
     return {
+        **({} if blend is None else {"blend": blend}),
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -27,6 +27,7 @@
 #include <compare>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <list>
 #include <map>
 #include <set>
@@ -43,18 +44,30 @@ int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b);
 
 // KV is reused within one space only. Salts keep tenants apart: the time that an answer takes must
 // not tell what others have asked. LongRoPE has two sets of factors, and KV made with one is of no
-// use to a request that computes with the other.
+// use to a request that computes with the other. Blended KV is that of its tokens and of how it was
+// blended; nobody else may see it.
 struct PrefixSpace {
   std::string salt = {};
   bool long_rope = false;
+  std::string recipe = {};  // BlendRecipe; empty: exact
   auto operator<=>(const PrefixSpace&) const = default;
+
+  bool is_exact() const { return recipe.empty(); }
+  PrefixSpace exact() const { return {.salt = salt, .long_rope = long_rope}; }
+  bool shares_exact(const PrefixSpace& other) const {
+    return salt == other.salt && long_rope == other.long_rope;
+  }
 };
+
+// No token of a sequence is approximate.
+inline constexpr int64_t kExactForever = std::numeric_limits<int64_t>::max();
 
 struct PrefixMatch {
   int64_t sequence_id = -1;
   int64_t length = 0;       // tokens in common, where the sequence can be forked; 0 = no match
   int64_t known = 0;        // most tokens in common with any sequence, fork or not
   bool has_window = false;  // the sequence has the window of the request that looks
+  int64_t approximate_from = kExactForever;  // the sequence's first token that may be approximate
 };
 
 class PrefixCache {

@@ -24,22 +24,72 @@ PrefixMatch PrefixFinder::Find(const Request& request, const Sample& sample, int
       request.has_window()
           ? tokens.first(std::min(tokens.size(), static_cast<size_t>(request.options.window)))
           : tokens;
-  PrefixMatch best = prefix_cache_.Find(seeing_all, request.space, border);
+  PrefixMatch best = prefix_cache_.Find(seeing_all, request.space.exact(), border);
+  ConsiderRunning(request, sample, seeing_all, border, &best);
+  if (request.blend != nullptr && border == 1) ConsiderKept(request, tokens, &best);
+  return best;
+}
+
+// What a request that blends in another way has exact is as good as any.
+void PrefixFinder::ConsiderRunning(const Request& request, const Sample& sample,
+                                   std::span<const int32_t> seeing_all, int64_t border,
+                                   PrefixMatch* best) const {
+  const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : requests_.running()) {
     const bool has_same_window = other->has_window_of(request);
-    if (other->space != request.space || (other->has_window() && !has_same_window)) continue;
+    if (!other->space.shares_exact(request.space)) continue;
+    if (other->has_window() && !has_same_window) continue;
     const auto usable = has_same_window ? tokens : seeing_all;
+    const bool blends_alike =
+        request.blend != nullptr && border == 1 && other->space == request.space;
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || &candidate == &sample) continue;
-      const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.computed);
-      const int64_t common = CommonPrefix(usable, computed);
-      best.known = std::max(best.known, common);
-      if (common <= best.length) continue;
+      const auto computed = std::span<const int32_t>(candidate.tokens)
+                                .first(blends_alike ? candidate.computed : candidate.exact());
+      int64_t common = CommonPrefix(usable, computed);
+      best->known = std::max(best->known, common);
+      if (common > candidate.approximate_from) common = request.blend->BorderBefore(common);
+      if (common <= best->length) continue;
       const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
-      if (length <= best.length) continue;
-      best.sequence_id = candidate.sequence_id;
-      best.length = length;
-      best.has_window = other->has_window();
+      if (length <= best->length) continue;
+      const bool is_inside_a_piece =
+          length > candidate.approximate_from && request.blend->BorderBefore(length) != length;
+      if (is_inside_a_piece) continue;
+      best->sequence_id = candidate.sequence_id;
+      best->length = length;
+      best->has_window = other->has_window();
+      best->approximate_from = candidate.approximate_from;
+    }
+  }
+}
+
+// What an equal blend has left: it goes on at the end of a piece, or behind the last one.
+void PrefixFinder::ConsiderKept(const Request& request, std::span<const int32_t> tokens,
+                                PrefixMatch* best) const {
+  PrefixMatch kept = prefix_cache_.Find(tokens, request.space);
+  const int64_t border = request.blend->BorderBefore(kept.length);
+  if (border < kept.length) {
+    kept = prefix_cache_.Find(tokens.first(static_cast<size_t>(border)), request.space);
+  }
+  if (request.blend->BorderBefore(kept.length) != kept.length) return;
+  kept.known = std::max(kept.known, best->known);
+  kept.approximate_from = request.blend->begin();
+  if (kept.length > best->length) *best = kept;
+}
+
+PrefixMatch PrefixFinder::FindExact(std::span<const int32_t> tokens,
+                                    const PrefixSpace& space) const {
+  if (!reuses_) return {};
+  PrefixMatch best = prefix_cache_.Find(tokens, space);
+  for (const auto& other : requests_.running()) {
+    if (!other->space.shares_exact(space) || other->has_window()) continue;
+    for (const Sample& candidate : other->samples) {
+      if (!candidate.has_sequence()) continue;
+      const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.exact());
+      const int64_t common = CommonPrefix(tokens, computed);
+      const int64_t length =
+          common <= best.length ? 0 : state_.ForkStart(candidate.sequence_id, common);
+      if (length > best.length) best = {.sequence_id = candidate.sequence_id, .length = length};
     }
   }
   return best;
@@ -54,7 +104,8 @@ PrefixMatch PrefixFinder::FindFork(const Request& request, const Sample& leader,
   if (end != request.prompt_tokens) return found;
   return Longer({.sequence_id = leader.sequence_id,
                  .length = request.prompt_tokens,
-                 .has_window = request.has_window()},
+                 .has_window = request.has_window(),
+                 .approximate_from = leader.approximate_from},
                 found);
 }
 
@@ -63,10 +114,14 @@ bool PrefixFinder::IsBeingComputed(const Request& request, const Sample& sample,
   if (!reuses_) return false;
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : requests_.running()) {
-    if (other->space != request.space || !other->has_window_of(request)) continue;
+    if (!other->space.shares_exact(request.space) || !other->has_window_of(request)) continue;
+    // Only the beginning of what is blended in another way will be of use.
+    const int64_t exact_end = other->blend == nullptr || other->space == request.space
+                                  ? kExactForever
+                                  : other->blend->begin();
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
-      const int64_t common = CommonPrefix(tokens, candidate.tokens);
+      const int64_t common = std::min(exact_end, CommonPrefix(tokens, candidate.tokens));
       // A candidate that has gone past this position may no longer be forkable there.
       const auto end = static_cast<int64_t>(candidate.tokens.size());
       if (!ForksAnywhere(request) && common != end) continue;

@@ -4,6 +4,7 @@
 #define QUIRE_ENGINE_REQUEST_PREFIX_FINDER_H_
 
 #include <cstdint>
+#include <span>
 
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
@@ -26,8 +27,11 @@ class PrefixFinder {
   bool ForksAnywhere(const Request& request) const {
     return state_.forks_anywhere() && !request.has_window();
   }
-  // The longest beginning, at a multiple of `border`.
+  // The longest exact beginning, at a multiple of `border`; without one also a longer one that an
+  // equal blend has left.
   PrefixMatch Find(const Request& request, const Sample& sample, int64_t border = 1) const;
+  // The longest exact beginning of tokens that no request may have: a document behind its anchor.
+  PrefixMatch FindExact(std::span<const int32_t> tokens, const PrefixSpace& space) const;
   // Where to fork another sample of the leader's request.
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   // Whether a sample in work is about to compute more of this one's beginning than the `matched`
@@ -36,6 +40,12 @@ class PrefixFinder {
   bool IsBeingComputed(const Request& request, const Sample& sample, int64_t matched) const;
 
  private:
+  void ConsiderRunning(const Request& request, const Sample& sample,
+                       std::span<const int32_t> seeing_all, int64_t border,
+                       PrefixMatch* best) const;
+  void ConsiderKept(const Request& request, std::span<const int32_t> tokens,
+                    PrefixMatch* best) const;
+
   const RequestQueue& requests_;
   const PrefixCache& prefix_cache_;
   const SequenceState state_;

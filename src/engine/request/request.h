@@ -12,11 +12,13 @@
 #ifndef QUIRE_ENGINE_REQUEST_REQUEST_H_
 #define QUIRE_ENGINE_REQUEST_REQUEST_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "engine/blending/blend_plan.h"
 #include "engine/loading/layerwise_load.h"
 #include "engine/loading/prefix_load.h"
 #include "engine/prefix/prefix_cache.h"
@@ -36,9 +38,10 @@ struct Sample {
       held_logprobs;  // of answer tokens that are not reported yet, if asked for
   int64_t sequence_id = kNoSequence;
   int64_t computed = 0;
-  int64_t reported = 0;                 // answer tokens that the caller has
-  StoredPrefix stored;                  // of its sequence
-  int64_t last_step = 0;                // in which it was given tokens last
+  int64_t reported = 0;                      // answer tokens that the caller has
+  int64_t approximate_from = kExactForever;  // its sequence's first token that is not exact
+  StoredPrefix stored;                       // of its sequence
+  int64_t last_step = 0;                     // in which it was given tokens last
   int64_t draft_state = kNoDraftState;  // what the drafter holds for it; gone with its sequence
   int64_t draft_tokens = 0;             // most guesses of the next draft; 0: as the request says
   // Of a request that has one. Between two steps it may be ahead of the answer, or not be there.
@@ -48,6 +51,8 @@ struct Sample {
   bool finished() const { return finish_reason != FinishReason::kNone; }
   bool has_sequence() const { return sequence_id != kNoSequence; }
   int64_t pending() const { return static_cast<int64_t>(tokens.size()) - computed; }
+  // Its first tokens whose KV is what any request would compute.
+  int64_t exact() const { return std::min(computed, approximate_from); }
 };
 
 struct Request {
@@ -84,6 +89,15 @@ struct Request {
   SamplingOptions options;
   std::vector<Sample> samples;
   PrefixSpace space;
+  std::unique_ptr<BlendPlan> blend;  // null: it does not blend
+  bool approximate = false;          // BlendUsage::approximate
+  // Requests of the engine's own that compute documents for this one, which waits for them; and
+  // what they computed.
+  std::vector<int64_t> learners = {};
+  int64_t learned_tokens = 0;
+  int64_t learns_for = kNobody;  // of such a request: nobody is told of its end
+  static constexpr int64_t kNobody = -1;
+  int64_t exact_start = kExactForever;  // what `cached` counts is exact up to here
   Speculation speculation;
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput
   // While it waits: what the chunk store has of it, under way or there. Null before it was asked,

@@ -44,8 +44,13 @@ void RequestQueue::Add(std::unique_ptr<Request> request) {
 }
 
 Request* RequestQueue::NextToAdmit(size_t count) const {
-  for (size_t i = 0; i < std::min(count, waiting_.size()); ++i) {
-    if (!waiting_[i]->held_back) return waiting_[i].get();
+  for (const auto& request : waiting_) {
+    if (count == 0) return nullptr;
+    const std::vector<int64_t>& learners = request->learners;
+    const auto is_there = [this](int64_t id) { return Find(id) != nullptr; };
+    if (std::any_of(learners.begin(), learners.end(), is_there)) continue;
+    if (!request->held_back) return request.get();
+    --count;
   }
   return nullptr;
 }

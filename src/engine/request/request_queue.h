@@ -34,7 +34,8 @@ class RequestQueue {
   int64_t running_samples() const;
 
   void Add(std::unique_ptr<Request> request);
-  // The first of the first `count` that wait which is not held back; null if there is none.
+  // The first of the first `count` that wait which is not held back; null if there is none. Those
+  // that wait for documents to be learnt let others pass.
   Request* NextToAdmit(size_t count) const;
   void ReserveAdmission() { running_.reserve(running_.size() + 1); }
   // REQUIRES: `request` waits; ReserveAdmission.

@@ -14,8 +14,8 @@ std::vector<int64_t> OrderOfService(std::span<const RunnableSample> running) {
   std::vector<int64_t> order(running.size());
   std::iota(order.begin(), order.end(), int64_t{0});
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    const bool a_decodes = running[a].pending == 1;
-    const bool b_decodes = running[b].pending == 1;
+    const bool a_decodes = running[a].decodes();
+    const bool b_decodes = running[b].decodes();
     if (a_decodes != b_decodes) return a_decodes;
     return a_decodes && running[a].last_step < running[b].last_step;
   });
@@ -33,7 +33,7 @@ int64_t TokensThatFit(const RunnableSample& sample, int64_t wanted, int64_t page
 // Prompt tokens of a step. Samples that decode wait for all of them.
 int64_t PromptTokens(const SchedulerView& view) {
   const auto decodes = std::count_if(view.running.begin(), view.running.end(),
-                                     [](const auto& sample) { return sample.pending == 1; });
+                                     [](const auto& sample) { return sample.decodes(); });
   if (decodes == 0 || view.seconds_per_token <= 0) return view.token_budget;
   const double tokens = view.step_seconds / view.seconds_per_token;
   if (tokens >= static_cast<double>(view.token_budget + decodes)) return view.token_budget;
@@ -45,7 +45,28 @@ struct Budget {
   int64_t tokens;
   int64_t prompt_tokens;
   int64_t pages;
+  int64_t piece_rows;
+  bool any_prompt = false;  // got tokens
 };
+
+// How many of its pending tokens the budget allows the sample.
+int64_t TokensAllowed(const RunnableSample& sample, const Budget& budget) {
+  const int64_t most =
+      sample.decodes() ? budget.tokens : std::min(budget.tokens, budget.prompt_tokens);
+  if (sample.piece_cost == 0) return std::min(sample.pending, most);
+  const bool is_allowed = sample.pending <= budget.piece_rows &&
+                          (sample.piece_cost <= most || (most > 0 && !budget.any_prompt));
+  return is_allowed ? sample.pending : 0;
+}
+
+void Spend(const RunnableSample& sample, int64_t tokens, Budget* budget) {
+  const int64_t cost = sample.piece_cost > 0 ? sample.piece_cost : tokens;
+  budget->tokens = std::max<int64_t>(0, budget->tokens - cost);
+  if (sample.decodes()) return;
+  budget->any_prompt = true;
+  budget->prompt_tokens = std::max<int64_t>(0, budget->prompt_tokens - cost);
+  if (sample.piece_cost > 0) budget->piece_rows -= tokens;
+}
 
 bool MoreThanOneRequest(std::span<const RunnableSample> running) {
   return running.front().request_id != running.back().request_id;
@@ -114,15 +135,16 @@ Decision DecideNext(const SchedulerView& view) {
   QUIRE_CHECK(view.token_budget >= 1);
   QUIRE_CHECK(view.page_size >= 1);
   Decision run;
-  Budget budget{
-      .tokens = view.token_budget, .prompt_tokens = PromptTokens(view), .pages = view.pages_free};
+  Budget budget{.tokens = view.token_budget,
+                .prompt_tokens = PromptTokens(view),
+                .pages = view.pages_free,
+                .piece_rows = view.piece_rows};
   for (const int64_t index : OrderOfService(view.running)) {
     const RunnableSample& sample = view.running[index];
     QUIRE_CHECK(sample.pending >= 1);
-    const bool decodes = sample.pending == 1;
-    const int64_t most = decodes ? budget.tokens : std::min(budget.tokens, budget.prompt_tokens);
-    const int64_t wanted = std::min(sample.pending, most);
-    const int64_t taken = TokensThatFit(sample, wanted, budget.pages, view.page_size);
+    const int64_t wanted = TokensAllowed(sample, budget);
+    int64_t taken = TokensThatFit(sample, wanted, budget.pages, view.page_size);
+    if (sample.piece_cost > 0 && taken < wanted) taken = 0;
     if (taken < wanted && (taken == 0 || view.pages_evictable_max > 0)) {
       const int64_t used = view.pages_free - budget.pages;
       const int64_t needed =
@@ -130,9 +152,9 @@ Decision DecideNext(const SchedulerView& view) {
       return NoPageFor(view, used + needed);
     }
     budget.pages -= PagesForAppend(sample.length, taken, view.page_size, sample.opens_page);
-    budget.tokens -= taken;
-    if (!decodes) budget.prompt_tokens -= taken;
-    if (taken > 0) run.takes.push_back({.index = index, .tokens = taken});
+    if (taken == 0) continue;
+    Spend(sample, taken, &budget);
+    run.takes.push_back({.index = index, .tokens = taken});
   }
   if (std::optional<Decision> admission = DecideAdmission(view, budget)) return *admission;
   run.kind = run.takes.empty() ? Decision::Kind::kNothing : Decision::Kind::kRun;

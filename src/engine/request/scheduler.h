@@ -5,7 +5,9 @@
 // they came (strictly: a request that does not fit yet holds up those behind it, so none starves).
 // Samples that decode come before prompts. Decodes take turns when the token budget is below their
 // number; prompts are worked on oldest first, and while samples decode their part of a step is what
-// the measured speed allows. When pages run out, first retained KV goes, then the youngest request.
+// the measured speed allows. A piece of a blended prompt is taken if its cost is left of that, or
+// if no prompt before it got anything: it cannot be cut, and must get on. When pages run out, first
+// retained KV goes, then the youngest request.
 #ifndef QUIRE_ENGINE_REQUEST_SCHEDULER_H_
 #define QUIRE_ENGINE_REQUEST_SCHEDULER_H_
 
@@ -24,6 +26,11 @@ struct RunnableSample {
   bool opens_page = false;  // its next token needs a page although its last page is not full:
                             // another holder may write there
   int64_t last_step = 0;    // in which it was given tokens last
+  // > 0: the pending tokens are a piece of a blended prompt, which is computed whole or not at all
+  // and costs this number of tokens of the step's budget.
+  int64_t piece_cost = 0;
+
+  bool decodes() const { return pending == 1 && piece_cost == 0; }
 };
 
 // The request that is admitted next.
@@ -35,6 +42,7 @@ struct WaitingHead {
 
 struct SchedulerView {
   int64_t token_budget = 0;  // of a step
+  int64_t piece_rows = 0;    // of all pieces of a step, beside that
   // While samples decode, prompts get the tokens that are computed in `step_seconds` at this speed,
   // and at least kPromptTokensMin. 0: the speed is not known, and token_budget the only limit.
   double step_seconds = 0;

@@ -59,6 +59,38 @@ TEST(Scheduler, DecodesComeBeforePromptsAndPromptsByAge) {
   EXPECT_EQ(decision.takes, (std::vector<Take>{{1, 1}, {3, 1}, {0, 5}, {2, 3}}));
 }
 
+TEST(Scheduler, APieceIsTakenWholeForItsCost) {
+  const RunnableSample decode{.request_id = 1, .length = 8, .pending = 1};
+  const RunnableSample prompt{.request_id = 2, .length = 0, .pending = 900};
+  const RunnableSample piece{.request_id = 3, .length = 0, .pending = 60, .piece_cost = 20};
+  const RunnableSample one_token{.request_id = 4, .length = 0, .pending = 1, .piece_cost = 1};
+  using Takes = std::vector<Take>;
+  SchedulerView view = View(50, 1000);
+  view.piece_rows = 100;
+  EXPECT_EQ(Decide({decode, piece, prompt}, view).takes, (Takes{{0, 1}, {1, 60}, {2, 29}}));
+  EXPECT_EQ(Decide({prompt, piece}, view).takes, (Takes{{0, 50}})) << "it waits for its turn";
+  EXPECT_EQ(Decide({piece, piece}, view).takes, (Takes{{0, 60}})) << "rows are used up";
+  EXPECT_EQ(Decide({one_token, decode}, view).takes, (Takes{{1, 1}, {0, 1}})) << "no decode";
+  view.token_budget = 10;
+  EXPECT_EQ(Decide({decode, piece, prompt}, view).takes, (Takes{{0, 1}, {1, 60}}))
+      << "the first prompt gets on, and nothing is left for others";
+  view.token_budget = 1;
+  EXPECT_EQ(Decide({decode, piece}, view).takes, (Takes{{0, 1}})) << "decodes come first";
+}
+
+TEST(Scheduler, APieceGetsAllItsPagesOrNone) {
+  const RunnableSample prompt{.request_id = 1, .length = 0, .pending = 8};
+  const RunnableSample piece{.request_id = 2, .length = 0, .pending = 60, .piece_cost = 20};
+  SchedulerView view = View(50, 10);
+  view.piece_rows = 100;
+  EXPECT_EQ(Decide({prompt, piece}, view).kind, Kind::kPreempt);
+  EXPECT_EQ(Decide({piece}, view).kind, Kind::kRestart);
+  view.pages_evictable_max = 5;
+  const Decision decision = Decide({prompt, piece}, view);
+  EXPECT_EQ(decision.kind, Kind::kEvict);
+  EXPECT_EQ(decision.pages, 2 + 15);
+}
+
 TEST(Scheduler, PromptsGetWhatTheTimeAllowsWhileSamplesDecode) {
   const RunnableSample decode{.request_id = 1, .length = 8, .pending = 1};
   const RunnableSample prompt{.request_id = 2, .length = 0, .pending = 900};

@@ -67,6 +67,14 @@ class FallibleKVCache final : public AttentionKVCache {
     loading_forwards += status.ok();
     return status;
   }
+  Status BeginBlendingForward(std::span<const int64_t> ids, std::span<const int64_t> lengths,
+                              std::span<const LayerLoad> loads,
+                              std::span<const BlendMember> blends) override {
+    QUIRE_RETURN_IF_ERROR(Fault("BeginBlendingForward"));
+    const Status status = cache_->BeginBlendingForward(ids, lengths, loads, blends);
+    if (status.code() == StatusCode::kOutOfPages) ++out_of_pages;
+    return status;
+  }
   Status EndForward() override {
     QUIRE_RETURN_IF_ERROR(Fault("EndForward"));
     return cache_->EndForward();
@@ -153,6 +161,7 @@ class FallibleKVCache final : public AttentionKVCache {
                                const TensorView* mask) override {
     return cache_->AttentionWithSharedKV(layer, q, o, lse, sm_scale, mask);
   }
+  Result<std::span<const int32_t>> GetQueryRows() const override { return cache_->GetQueryRows(); }
   Result<std::span<const int32_t>> GetQueryPositions() const override {
     return cache_->GetQueryPositions();
   }

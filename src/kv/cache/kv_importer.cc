@@ -185,24 +185,32 @@ void KVImporter::FillBlocks(const ForwardPlan& plan, int64_t start,
   }
 }
 
-// The rows of `kv`, as imported tokens from `first` on. What fills whole tiles is moved so; the
-// rows before and behind them one by one.
-void KVImporter::Fill(const TokenSlots& imports, int64_t layer, int64_t first, const LayerKV& kv,
+void KVImporter::Fill(const TokenSlots& slots, int64_t layer, int64_t first, const LayerKV& kv,
                       TokenRange rows, ParallelRunner& runner) noexcept {
-  QUIRE_DCHECK(first + rows.count() <= static_cast<int64_t>(imports.targets.size()));
+  FillSlots(slots.targets, slots.opens_tile, layer, first, kv, rows, runner);
+}
+
+// The rows of `kv`, as tokens from `first` on. What fills whole tiles is moved so; the rows before
+// and behind them one by one, as all are whose keys are to be rounded.
+void KVImporter::FillSlots(std::span<const AppendTarget> all_targets,
+                           std::span<const uint8_t> all_opens_tile, int64_t layer, int64_t first,
+                           const LayerKV& kv, TokenRange rows, ParallelRunner& runner) noexcept {
+  QUIRE_DCHECK(first + rows.count() <= std::ssize(all_targets));
   const KVPages pages = kv_.storage->layer(layer);
-  const std::span<const AppendTarget> targets(imports.targets.data() + first,
-                                              static_cast<size_t>(rows.count()));
+  const auto targets =
+      all_targets.subspan(static_cast<size_t>(first), static_cast<size_t>(rows.count()));
+  const bool as_stored = kv.k.dtype() == pages.layout.dtype;
   for (int64_t done = 0; done < rows.count();) {
     const auto rest = targets.subspan(static_cast<size_t>(done));
-    const uint8_t* const opens_tile = imports.opens_tile.data() + first + done;
-    const RowRun run = FirstRun(pages.layout, rest, opens_tile);
+    const uint8_t* const opens_tile = all_opens_tile.data() + first + done;
+    const RowRun run = as_stored ? FirstRun(pages.layout, rest, opens_tile)
+                                 : RowRun{.rows = rows.count(), .whole_tiles = false};
     const int64_t row = rows.begin + done;
     HeadRows k = RowsOf(kv.k);
     HeadRows v = pages.layout.latent ? HeadRows{} : RowsOf(kv.v);
     k.data = RowAt(k, row);
     v.data = RowAt(v, row);
-    const float* const k_scale = ScalesFrom(kv.k_scale, row);
+    const float* const k_scale = as_stored ? ScalesFrom(kv.k_scale, row) : nullptr;
     const float* const v_scale = ScalesFrom(kv.v_scale, row);
     if (run.whole_tiles) {
       WriteTiles(pages, rest.first(static_cast<size_t>(run.rows)),

@@ -47,6 +47,12 @@ class KVImporter {
   void Fill(const TokenSlots& slots, int64_t layer, int64_t first, const LayerKV& kv,
             TokenRange rows, ParallelRunner& runner) noexcept;
 
+  // The same in slots that are not those of imports; keys may be float32 in place of the layer's
+  // dtype, and are rounded or quantised then.
+  void FillSlots(std::span<const AppendTarget> targets, std::span<const uint8_t> opens_tile,
+                 int64_t layer, int64_t first, const LayerKV& kv, TokenRange rows,
+                 ParallelRunner& runner) noexcept;
+
   // Fills the layer's imported tokens of the open forward from their sources, once. They stand
   // before the first row, so whatever stores or reads tokens of the layer calls this first.
   Status LoadLayer(const AttentionCall& call, const ForwardPlan& plan);

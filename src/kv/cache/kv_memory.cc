@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kv/cache/blending_forward.h"
 #include "kv/pages/page_storage.h"
 #include "kv/plan/rope_layers.h"
 
@@ -34,9 +35,15 @@ Result<KVMemory> MeasureKVCache(const AttentionKVCacheOptions& options, int64_t 
     memory.page_bytes += static_cast<int64_t>(group.layers.size() * group.layout.page_bytes());
   }
   memory.storage_bytes = PageStorage::Bytes(groups);
-  memory.scratch_bytes = static_cast<int64_t>(
-      AttentionScratchBytes(*backend, groups, options.layers, options.prefill_chunk_size,
-                            sequences_max, options.runner->worker_count()));
+  const auto scratch_bytes = [&](int64_t sequences) {
+    return static_cast<int64_t>(AttentionScratchBytes(*backend, groups, options.layers,
+                                                      options.prefill_chunk_size, sequences,
+                                                      options.runner->worker_count()));
+  };
+  memory.scratch_bytes = scratch_bytes(sequences_max);
+  memory.blend_bytes =
+      scratch_bytes(QueryPlan::SequenceCountMax(options.prefill_chunk_size, sequences_max)) -
+      memory.scratch_bytes + BlendingForward::Bytes(options, std::ssize(groups), sequences_max);
   QUIRE_ASSIGN_OR_RETURN(const std::vector<RopeLayers> ropes, MakeRopeLayers(options, groups));
   for (const RopeLayers& rope : ropes) memory.angle_bytes += rope.bytes_max;
   return memory;

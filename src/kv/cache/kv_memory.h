@@ -27,6 +27,7 @@ struct KVMemory {
   int64_t scratch_bytes = 0;  // of attention, in a forward of prefill_chunk_size tokens of
                               // `sequences_max` sequences
   int64_t angle_bytes = 0;    // of RoPE: what its tables take at most
+  int64_t blend_bytes = 0;    // what BeginBlendingForward takes beside that, in such a forward
 };
 
 // BadArgument for options out of range. Takes and maps nothing. REQUIRES: options.runner.

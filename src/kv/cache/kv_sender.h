@@ -42,6 +42,12 @@ class KVSender {
     return marks_.Progress(call, kv_.control[index].id, index);
   }
 
+  // Whether a mark of the sequence still has tokens to send.
+  bool Sends(int32_t index) const {
+    const SendMark* const mark = marks_.Find(index);
+    return mark != nullptr && mark->active();
+  }
+
   // ---- The forward. Nothing is done where there is no mark.
   // The layer has stored its rows of the open forward: sends what marks want of them. Failures end
   // the mark.

@@ -47,6 +47,15 @@ Status CheckLayerKV(const char* call, int64_t layer, const AttentionLayerSpec& s
   return CheckRows(call, layer, "v_scale", kv.v_scale, DType::kF32, {count, heads});
 }
 
+Status CheckMovedKV(const char* call, int64_t layer, const AttentionLayerSpec& spec,
+                    const LayerKV& kv, int64_t count) {
+  if (kv.k.dtype() != DType::kF32) return CheckLayerKV(call, layer, spec, kv, count);
+  AttentionLayerSpec given = spec;
+  given.dtype = DType::kF32;
+  given.v_dtype = spec.value_dtype();
+  return CheckLayerKV(call, layer, given, kv, count);
+}
+
 int64_t TokenCount(const LayerKV& kv) { return kv.k.rank() == 3 ? kv.k.dim(0) : 0; }
 
 }  // namespace quire

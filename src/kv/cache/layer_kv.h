@@ -17,6 +17,10 @@ int64_t TokenCount(const LayerKV& kv);
 Status CheckLayerKV(const char* call, int64_t layer, const AttentionLayerSpec& spec,
                     const LayerKV& kv, int64_t count);
 
+// The same, with keys of float32 in place of the layer's dtype if the caller has such.
+Status CheckMovedKV(const char* call, int64_t layer, const AttentionLayerSpec& spec,
+                    const LayerKV& kv, int64_t count);
+
 }  // namespace quire
 
 #endif  // QUIRE_KV_CACHE_LAYER_KV_H_

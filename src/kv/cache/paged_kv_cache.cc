@@ -67,6 +67,7 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
       trees_(kv_, planner_, windows_),
       importer_(kv_, windows_, steps_, *backend_),
       sender_(kv_),
+      blending_(kv_, importer_, sender_, ropes_, plan_),
       receiver_(kv_, importer_, windows_, std::move(receive_runner)),
       transfer_(gate_, kv_, sender_, receiver_),
       stored_(kv_, windows_, steps_, plan_) {
@@ -94,6 +95,7 @@ Status PagedKVCache::Clear() {
     trees_.Clear();
     scratch_.Clear();
     ropes_.Clear();
+    blending_.Clear();
     ragged_ = {};
     mask_ = {};
     kv_.Clear();

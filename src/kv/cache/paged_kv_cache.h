@@ -2,8 +2,9 @@
 // checks and reserves, in which order its owners commit, and how a layer's kernels are called. What
 // it works on has owners: the sequences and their pages (PagedSequences), the forward as arrays
 // (ForwardPlan) and what it may have (BatchPlanner), angles (RopeAngles), scratch memory
-// (AttentionScratch), windows (WindowBook), token trees (TreeForward), tokens that are imported
-// (KVImporter), sent (KVSender), received (KVReceiver) and read (StoredTokens).
+// (AttentionScratch), windows (WindowBook), token trees (TreeForward), rows that go on without
+// others (BlendingForward), tokens that are imported (KVImporter), sent (KVSender), received
+// (KVReceiver) and read (StoredTokens).
 //
 // Every call enters through the gate: one call at a time, std::bad_alloc becomes OutOfMemory.
 // Inside, a call checks and reserves first and changes nothing until all of that has succeeded;
@@ -20,6 +21,7 @@
 #include "kernels/backend.h"
 #include "kv/cache/attention_scratch.h"
 #include "kv/cache/batch_planner.h"
+#include "kv/cache/blending_forward.h"
 #include "kv/cache/cache_transfer.h"
 #include "kv/cache/counting_gate.h"
 #include "kv/cache/kv_importer.h"
@@ -56,6 +58,10 @@ class PagedKVCache final : public AttentionKVCache {
                              std::span<const LayerLoad> loads) override;
   Status BeginTreeForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
                           std::span<const int64_t> token_tree_parents) override;
+  Status BeginBlendingForward(std::span<const int64_t> seq_ids,
+                              std::span<const int64_t> append_lengths,
+                              std::span<const LayerLoad> loads,
+                              std::span<const BlendMember> blends) override;
   Status EndForward() override;
   Status AbortForward() override;
   Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
@@ -120,6 +126,7 @@ class PagedKVCache final : public AttentionKVCache {
   Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
                           const TensorView& o, double sm_scale,
                           const TensorView* mask = nullptr) override;
+  Result<std::span<const int32_t>> GetQueryRows() const override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -147,6 +154,7 @@ class PagedKVCache final : public AttentionKVCache {
   // What is taken now, for tests of kv_memory.h.
   int64_t storage_bytes() const { return kv_.storage->bytes(); }
   int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_.bytes()); }
+  int64_t blend_bytes() const { return blending_.bytes(); }
   int64_t angle_bytes() const { return ropes_.bytes(); }
   int64_t table_bytes() const { return kv_.tree.memory_bytes(); }
   int64_t angle_bytes_max() const { return ropes_.bytes_max(); }
@@ -170,7 +178,8 @@ class PagedKVCache final : public AttentionKVCache {
   // ---- A forward: what is planned is reserved, then committed, which opens it.
   Status BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
                       std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads);
-  void ReserveForward();
+  // `sequences_max`: that attention will have to do with.
+  void ReserveForward(int64_t sequences_max);
   void CommitForward() noexcept;
   void CommitRepeatedForward() noexcept;
   void OpenForward(bool repeats) noexcept;
@@ -184,7 +193,8 @@ class PagedKVCache final : public AttentionKVCache {
   template <typename F>
   Status RunAttention(const char* call, int64_t layer, F&& body);
   Status AppendLatent(const AttentionCall& call, const TensorView& kv);
-  void RunAppend(int64_t layer, const HeadRows& k, const HeadRows& v) noexcept;
+  // What comes before the layer's rows, these, and the choice of those that go on.
+  Status AppendRows(const AttentionCall& call, const HeadRows& k, const HeadRows& v);
   // Keys are rotated by `rotary`.
   void StoreRows(int64_t layer, const HeadRows& k, const HeadRows& v,
                  const RotaryRows& rotary) noexcept;
@@ -217,6 +227,7 @@ class PagedKVCache final : public AttentionKVCache {
   TreeForward trees_;
   KVImporter importer_;
   KVSender sender_;
+  BlendingForward blending_;
   KVReceiver receiver_;
   CacheTransfer transfer_;
   StoredTokens stored_;
@@ -232,10 +243,11 @@ Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
                                                   std::to_string(layer) + "; this cache has " +
                                                   std::to_string(kv_.options.layers.size()));
     }
-    QUIRE_RETURN_IF_ERROR(body(AttentionCall{.name = call,
-                                             .layer = layer,
-                                             .spec = kv_.options.layers[static_cast<size_t>(layer)],
-                                             .row_count = plan_.row_count()}));
+    QUIRE_RETURN_IF_ERROR(body(AttentionCall{
+        .name = call,
+        .layer = layer,
+        .spec = kv_.options.layers[static_cast<size_t>(layer)],
+        .row_count = blending_.is_open() ? blending_.RowsOfCall(layer) : plan_.row_count()}));
     kv_.control.set_failed(false);
     return Status();
   });

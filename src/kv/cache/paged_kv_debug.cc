@@ -55,7 +55,9 @@ Status PagedKVCache::DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorVi
 Result<std::string> PagedKVCache::DebugPlan() const {
   return gate_.Ask([&]() -> Result<std::string> {
     if (!kv_.control.in_forward()) return kv_.control.RequireForward("DebugPlan");
-    return plan_.ToString(kv_.tree);
+    std::string text = plan_.ToString(kv_.tree);
+    if (blending_.is_open()) text += blending_.queries().ToString(plan_);
+    return text;
   });
 }
 

@@ -31,13 +31,14 @@ Result<int64_t> PagedKVCache::PagesNeededForTree(
   });
 }
 
-void PagedKVCache::ReserveForward() {
+void PagedKVCache::ReserveForward(int64_t sequences_max) {
   kv_.tree.Reserve(
       AppendPlans(std::span<const ForwardMember>(plan_.members), &ForwardMember::append),
       plan_.group_appends);
   plan_.Reserve(kv_.tree);
   ropes_.Reserve(plan_, false);
-  scratch_.Reserve(plan_.totals().rows, plan_.totals().members);
+  scratch_.Reserve(plan_.totals().rows, sequences_max);
+  blending_.ReserveRows(plan_.totals().rows);
 }
 
 // ---------------------------------------------------------------------- begin and end
@@ -72,9 +73,28 @@ Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq
   QUIRE_RETURN_IF_ERROR(planner_.Plan(call, seq_ids, append_lengths, loads, plan_));
   QUIRE_RETURN_IF_ERROR(kv_.CheckPages(call, plan_.page_counts));
   kv_.tree.PrefetchPlanned(plan_.page_counts);
-  ReserveForward();
+  ReserveForward(std::ssize(plan_.members));
   CommitForward();
   return Status();
+}
+
+Status PagedKVCache::BeginBlendingForward(std::span<const int64_t> seq_ids,
+                                          std::span<const int64_t> append_lengths,
+                                          std::span<const LayerLoad> loads,
+                                          std::span<const BlendMember> blends) {
+  const char* call = "BeginBlendingForward";
+  return gate_.EnterAlone(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(planner_.Plan(call, seq_ids, append_lengths, loads, plan_));
+    QUIRE_RETURN_IF_ERROR(blending_.Plan(call, blends, plan_));
+    QUIRE_RETURN_IF_ERROR(kv_.CheckPages(call, plan_.page_counts));
+    const auto members = std::ssize(plan_.members);
+    ReserveForward(QueryPlan::SequenceCountMax(
+        plan_.members.back().first_row + plan_.members.back().row_count(), members));
+    blending_.Reserve(blends);
+    CommitForward();
+    blending_.Open();
+    return Status();
+  });
 }
 
 Status PagedKVCache::BeginTreeForward(std::span<const int64_t> seq_ids,
@@ -85,7 +105,7 @@ Status PagedKVCache::BeginTreeForward(std::span<const int64_t> seq_ids,
     QUIRE_RETURN_IF_ERROR(trees_.Plan(call, seq_ids, append_lengths, token_tree_parents, plan_));
     QUIRE_RETURN_IF_ERROR(kv_.CheckPages(call, plan_.page_counts));
     trees_.Reserve(plan_, token_tree_parents);
-    ReserveForward();
+    ReserveForward(std::ssize(plan_.members));
     CommitForward();
     return Status();
   });
@@ -164,6 +184,7 @@ Status PagedKVCache::EndForward() {
 
 void PagedKVCache::CloseForward() noexcept {
   kv_.control.CloseForward();
+  blending_.Close();
   if (plan_.totals().copying > 0) {
     for (const ForwardMember& member : plan_.members) {
       if (member.append.copies()) kv_.tree.ReleaseOldPath(member.append, member.last);
@@ -193,6 +214,7 @@ Status PagedKVCache::AbortForward() {
 // In the reverse order of the batch, so that pages come back to the free list as they left it.
 void PagedKVCache::RollBackForward() noexcept {
   kv_.control.CloseForward();
+  blending_.Close();
   for (size_t m = plan_.members.size(); m-- > 0;) {
     const ForwardMember& member = plan_.members[m];
     if (member.is_tree()) trees_.DropNodes(member.sequence, member.first_node());
@@ -209,7 +231,15 @@ void PagedKVCache::RollBackForward() noexcept {
 Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
   return gate_.Ask([&]() -> Result<std::span<const int32_t>> {
     if (!kv_.control.in_forward()) return kv_.control.RequireForward("GetQueryPositions");
-    return plan_.positions();
+    return blending_.is_open() ? blending_.queries().positions() : plan_.positions();
+  });
+}
+
+Result<std::span<const int32_t>> PagedKVCache::GetQueryRows() const {
+  return gate_.Ask([&]() -> Result<std::span<const int32_t>> {
+    if (!kv_.control.in_forward()) return kv_.control.RequireForward("GetQueryRows");
+    if (blending_.is_open()) return blending_.queries().rows();
+    return blending_.queries().AllRows(plan_.row_count());
   });
 }
 
@@ -224,10 +254,10 @@ Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}}, {{"qkv", &qkv}}));
+    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, false));
-    QUIRE_RETURN_IF_ERROR(importer_.LoadLayer(call, plan_));
-    RunAppend(layer, rows.k, rows.v);
+    QUIRE_RETURN_IF_ERROR(AppendRows(call, rows.k, rows.v));
     RunAttend(layer, Sees::kUpToOwn, rows.q, ropes_.OfQueries(layer), o_rows, nullptr, sm_scale,
               masks);
     return Status();
@@ -243,9 +273,7 @@ Status PagedKVCache::Append(int64_t layer, const TensorView& k, const TensorView
     QUIRE_ASSIGN_OR_RETURN(const HeadRows v_rows,
                            ViewHeads(call, "v", v, heads, call.spec.v_head_dim));
     QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, false));
-    QUIRE_RETURN_IF_ERROR(importer_.LoadLayer(call, plan_));
-    RunAppend(layer, k_rows, v_rows);
-    return Status();
+    return AppendRows(call, k_rows, v_rows);
   });
 }
 
@@ -258,8 +286,10 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
+    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, true));
+    if (blending_.is_open()) QUIRE_RETURN_IF_ERROR(blending_.RequireLatest(call));
     const auto angles =
         call.spec.latent ? ropes_.OfRotatedQueries(layer, plan_) : ropes_.OfQueries(layer);
     RunAttend(layer, Sees::kUpToOwn, q_rows, angles, o_rows, lse, sm_scale, masks);
@@ -270,9 +300,7 @@ Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView
 Status PagedKVCache::AppendLatent(const AttentionCall& call, const TensorView& kv) {
   QUIRE_ASSIGN_OR_RETURN(const HeadRows rows, ViewLatent(call, kv));
   QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, false));
-  QUIRE_RETURN_IF_ERROR(importer_.LoadLayer(call, plan_));
-  RunAppend(call.layer, rows, {});
-  return Status();
+  return AppendRows(call, rows, {});
 }
 
 Status PagedKVCache::AppendMLAKV(int64_t layer, const TensorView& kv) {
@@ -294,6 +322,7 @@ Status PagedKVCache::AttentionWithMLA(int64_t layer, const TensorView& q_absorbe
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(
         CheckApart(call, {{"o", &o}}, {{"q_absorbed", &q_absorbed}, {"kv", &kv}}));
+    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(AppendLatent(call, kv));
     RunAttend(layer, Sees::kUpToOwn, q_rows, ropes_.OfRotatedQueries(layer, plan_), o_rows, nullptr,
@@ -306,13 +335,20 @@ Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorVie
                                            const TensorView& o, const TensorView* lse,
                                            double sm_scale, const TensorView* mask) {
   const char* name = "AttentionWithSharedKV";
-  return RunAttention(name, source_layer, [&](const AttentionCall& call) -> Status {
+  return RunAttention(name, source_layer, [&](const AttentionCall& of_layer) -> Status {
+    // Its rows are those that go on: it is a layer behind the last one that was appended to.
+    AttentionCall call = of_layer;
+    if (blending_.is_open()) {
+      blending_.StartLayer();
+      call.row_count = blending_.RowsOfCall(source_layer);
+    }
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
                            ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
+    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
     QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, true));
     const bool attended = steps_.attended(source_layer);
@@ -323,8 +359,17 @@ Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorVie
   });
 }
 
-void PagedKVCache::RunAppend(int64_t index, const HeadRows& k, const HeadRows& v) noexcept {
-  StoreRows(index, k, v, ropes_.OfNewKeys(index));
+Status PagedKVCache::AppendRows(const AttentionCall& call, const HeadRows& k, const HeadRows& v) {
+  if (blending_.is_open()) QUIRE_RETURN_IF_ERROR(blending_.RequireNext(call));
+  QUIRE_RETURN_IF_ERROR(importer_.LoadLayer(call, plan_));
+  if (!blending_.is_open()) {
+    StoreRows(call.layer, k, v, ropes_.OfNewKeys(call.layer));
+    return Status();
+  }
+  QUIRE_RETURN_IF_ERROR(blending_.Store(call, k, v, *backend_));
+  steps_.SetAppended(call.layer);
+  sender_.SendLayer(call.layer, plan_);
+  return blending_.Choose(call);
 }
 
 void PagedKVCache::StoreRows(int64_t index, const HeadRows& k, const HeadRows& v,
@@ -348,19 +393,22 @@ void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q,
                              const RowMask* masks) noexcept {
   const std::vector<float>& head_sinks = head_sinks_log2_[static_cast<size_t>(index)];
   const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(index)];
-  RunKernel(index,
-            {.pages = kv_.storage->layer(index),
-             .num_qo_heads = static_cast<int>(spec.num_qo_heads),
-             .q = q,
-             .rotary = angles.rows,
-             .sink_angles = angles.sinks,
-             .head_sinks_log2 = head_sinks.empty() ? nullptr : head_sinks.data(),
-             .o = o,
-             .sequences = plan_.group(kv_.group_of(index)).sequences,
-             .shared = plan_.shared(),
-             .cached_only = sees == Sees::kCached,
-             .masks = masks},
-            lse, sm_scale);
+  const int group = kv_.group_of(index);
+  const bool blends = blending_.is_open();
+  RunKernel(
+      index,
+      {.pages = kv_.storage->layer(index),
+       .num_qo_heads = static_cast<int>(spec.num_qo_heads),
+       .q = q,
+       .rotary = angles.rows,
+       .sink_angles = angles.sinks,
+       .head_sinks_log2 = head_sinks.empty() ? nullptr : head_sinks.data(),
+       .o = o,
+       .sequences = blends ? blending_.queries().sequences(group) : plan_.group(group).sequences,
+       .shared = blends ? blending_.queries().shared() : plan_.shared(),
+       .cached_only = sees == Sees::kCached,
+       .masks = masks},
+      lse, sm_scale);
 }
 
 void PagedKVCache::RunKernel(int64_t index, AttentionArgs args, const TensorView* lse,
@@ -371,7 +419,7 @@ void PagedKVCache::RunKernel(int64_t index, AttentionArgs args, const TensorView
   args.soft_cap = static_cast<float>(kv_.options.layers[static_cast<size_t>(index)].soft_cap);
   args.lse = lse == nullptr ? nullptr : lse->data_as<float>();
   args.lse_row_stride = lse == nullptr ? 0 : lse->stride(0);
-  args.row_count = plan_.row_count();
+  args.row_count = blending_.is_open() ? std::ssize(blending_.queries().rows()) : plan_.row_count();
   args.scratch = scratch_.Take();
   backend_->attention(args, *kv_.options.runner);
   steps_.SetAttended(index);

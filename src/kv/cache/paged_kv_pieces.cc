@@ -95,6 +95,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                                    const TensorView& v, const TensorView& o, const TensorView& lse,
                                    double sm_scale, const TensorView* mask) {
   return RunAttention("SelfAttention", layer, [&](const AttentionCall& layer_call) -> Status {
+    QUIRE_RETURN_IF_ERROR(blending_.Refuse(layer_call, "pieces of attention"));
     QUIRE_ASSIGN_OR_RETURN(const AttentionLayerSpec spec, SelfSpec(layer_call, q, k, v));
     const AttentionCall call{layer_call.name, layer, spec, layer_call.row_count};
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
@@ -178,6 +179,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
 Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                                     const TensorView& lse, double sm_scale) {
   return RunAttention("CrossAttention", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "pieces of attention"));
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
                            ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));

@@ -57,6 +57,18 @@ ReceiveMap MapOfAnother() {
   return *receiver->transfer()->DisaggPrepareRecv(0, kSubjectLength + 3);
 }
 
+// Nothing that a forward which is begun and aborted asks.
+class NoHook final : public LayerHook {
+ public:
+  Result<RowSelection> BeforeAttention(int64_t, const FreshRows&) override {
+    return RowSelection{};
+  }
+};
+class NoSource final : public MovedSource {
+ public:
+  Result<std::span<const MovedRows>> Load(int64_t) override { return std::span<const MovedRows>(); }
+};
+
 class Scene final : public TableScene {
  public:
   explicit Scene(At at) : cache_(MakeTestCache(Options())), map_(MapOfAnother()) {
@@ -170,6 +182,15 @@ class Scene final : public TableScene {
       const Status status = s.BeginLoadingForward(Ids{kSubject}, Ids{1}, std::span(&load, 1));
       return status.ok() ? s.AbortForward() : status;
     }};
+    c["BeginBlendingForward"] = {[&s] {
+      const int64_t checks[] = {0};
+      NoHook hook;
+      NoSource source;
+      const BlendMember blend{
+          .seq_id = kSubject, .hook = &hook, .source = &source, .check_layers = checks};
+      const Status status = s.BeginBlendingForward(Ids{kSubject}, Ids{1}, {}, {&blend, 1});
+      return status.ok() ? s.AbortForward() : status;
+    }};
     c["ImportKV"] = {[this, &s] { return s.ImportKV(kSubject, std::span(&block_, 1)); }};
     c["ImportKV: another"] = {[this, &s] { return s.ImportKV(kOther, std::span(&block_, 1)); }};
     c["ImportVisibleKV"] = {[this, &s] { return Import(s, kSubject); }};
@@ -217,6 +238,7 @@ class Scene final : public TableScene {
       return Answered(s.PagesNeededForTree(Ids{kOther}, Ids{2}, Ids{-1, 0}));
     }};
     c["UsesLongRope"] = {[&] { return Answered(s.UsesLongRope(kSubject)); }};
+    c["GetQueryRows"] = {[&] { return Answered(s.GetQueryRows()); }};
     c["GetQueryPositions"] = {[&] { return Answered(s.GetQueryPositions()); }};
     c["transfer"] = Question([this] { return cache_->transfer(); });
     c["DebugPlan"] = {[&] { return Answered(s.DebugPlan()); }};
@@ -365,6 +387,7 @@ constexpr TableRow kRows[] = {
   {"SelectLongRope",                        "S S S S S S S S S"},
   {"SelectLongRope: of an empty one",       "o o o o o o o o o"},
   {"BeginLoadingForward",                   "o S S S S S S S o"},
+  {"BeginBlendingForward",                  "o S S S S S S S S"},
   {"ImportKV",                              "o S S S S S S o o"},
   {"ImportKV: another",                     "o S S o S o S o o"},
   {"ImportVisibleKV",                       "o S S S S S S o o"},
@@ -390,6 +413,7 @@ constexpr TableRow kRows[] = {
   {"PagesNeededForTree",                    "o S S o S S S S o"},
   {"PagesNeededForTree: another",           "o S S o S o S o o"},
   {"UsesLongRope",                          "o o o o o o o o o"},
+  {"GetQueryRows",                          "S o o S o S o S S"},
   {"GetQueryPositions",                     "S o o S o S o S S"},
   {"transfer",                              "o o o o o o o o o"},
   {"DebugPlan",                             "S o o S o S o S S"},

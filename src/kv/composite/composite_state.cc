@@ -249,4 +249,13 @@ Result<std::unique_ptr<CompositeState>> CompositeState::Create(Parts parts) {
   });
 }
 
+Status CompositeState::BeginBlendingForward(std::span<const int64_t> /*seq_ids*/,
+                                            std::span<const int64_t> /*append_lengths*/,
+                                            std::span<const LayerLoad> /*loads*/,
+                                            std::span<const BlendMember> /*blends*/) {
+  return Status(StatusCode::kBadState,
+                "BeginBlendingForward: this state has recurrent layers, which need every token in "
+                "every layer; begin an ordinary forward (exact prefixes are reused)");
+}
+
 }  // namespace quire

@@ -217,6 +217,8 @@ class Scene final : public TableScene {
       const LayerLoad load{.seq_id = kSubject, .tokens = kLoaded, .source = source_.get()};
       return s.BeginLoadingForward(Ids{kSubject}, Ids{1}, std::span(&load, 1));
     }};
+    c["BeginBlendingForward"] = {
+        [&s] { return s.BeginBlendingForward(Ids{kSubject}, Ids{1}, {}, {}); }};
     c["EndForward: all run"] = {[&s] { return s.EndForward(); }, [this] { TryLayers(); }};
     c["transfer"] = question([&] { return s.transfer(); });
     c["HasSequence"] = question([&] { return s.HasSequence(kSubject); });
@@ -298,6 +300,7 @@ constexpr TableRow kRows[] = {
   {"ImportState",                                 "o S S S S S S S o"},
   {"ImportState: another",                        "o S S o S o S o o"},
   {"BeginLoadingForward",                         "o S S S S S S S o"},
+  {"BeginBlendingForward",                        "S S S S S S S S S"},
   {"EndForward: all run",                         "S o o S o S S S S"},
   {"transfer",                                    "o o o o o o o o o"},
   {"HasSequence",                                 "o o o o o o o o o"},

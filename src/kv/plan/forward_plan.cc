@@ -66,6 +66,7 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
     totals.copying += member.append.copies();
     totals.copied_tokens += member.old_length() - member.append.cut;
     totals.trees += member.is_tree();
+    totals.blending += member.blends;
     int64_t& end = member.long_factors ? totals.long_end : totals.short_end;
     end = std::max(end, member.position_end());
     totals.has_sinks |= member.window.sinks > 0;
@@ -166,9 +167,9 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
     }
     FillSequences(tree, g);
   }
-  // A forward that follows one with imported tokens is planned anew: it has none. And what follows
-  // a forward of trees is no token more.
-  if (totals_.imports == 0 && totals_.trees == 0) filled_at_ = tree.tables().version();
+  // A forward that follows one with imported tokens, or one that blends, is planned anew: it has
+  // neither. And what follows a forward of trees is no token more.
+  if (totals_.imports + totals_.trees + totals_.blending == 0) filled_at_ = tree.tables().version();
 }
 
 // ---------------------------------------------------------------------- slots

@@ -40,6 +40,7 @@ struct ForwardMember {
   int64_t imported = 0;
   int64_t first_import = 0;       // imported tokens of the members before it
   LayerSource* source = nullptr;  // of the imported tokens
+  bool blends = false;            // its rows may grow fewer (query_plan.h)
   // Of a tree forward: the rows are the tree's last nodes, and the append gives the path a position
   // for each new level (it may be none).
   int64_t node_count = 0;           // rows; 0: not of a tree
@@ -72,6 +73,7 @@ struct BatchTotals {
   int64_t copying = 0;         // members that copy
   int64_t copied_tokens = 0;
   int64_t trees = 0;
+  int64_t blending = 0;  // members whose rows may grow fewer
   // ForwardMember::is_row() of all.
   bool rows_only() const { return copying + imports + trees == 0 && rows == members; }
   // Where the positions end, of members with each set of RoPE factors; 0: there is none.
@@ -143,7 +145,8 @@ class ForwardPlan {
   // The same plan for a caller that adds pointers to its sequences (RopeMode::kInline).
   GroupPlan& group(int group) { return groups_[static_cast<size_t>(group)]; }
   std::span<const SharedSpan> shared() const { return shared_; }
-  std::span<const int32_t> order() const { return order_; }  // plan order -> member
+  size_t shared_capacity() const { return shared_.capacity(); }  // what Fill may use
+  std::span<const int32_t> order() const { return order_; }      // plan order -> member
 
   // Stable text, one line per fact.
   std::string ToString(const BlockTree& tree) const;

@@ -196,6 +196,7 @@ void RopeAngles::set_limits(const RopeLimits& limits) {
 
 // The rows' own angles, and for RopeMode::kInline the tables of all positions.
 void RopeAngles::Fill(ForwardPlan& plan, bool repeats) noexcept {
+  selects_ = false;
   for (Rope& rope : ropes_) {
     QUIRE_DCHECK(rope.angles.capacity() >= static_cast<size_t>(plan.row_count()));
     rope.angles.resize(static_cast<size_t>(plan.row_count()));
@@ -221,6 +222,32 @@ void RopeAngles::Fill(ForwardPlan& plan, bool repeats) noexcept {
     for (size_t i = 0; i < sequences.size(); ++i) {
       const ForwardMember& member = plan.members[static_cast<size_t>(plan.order()[i])];
       sequences[i].inline_angles = &rope.table(member.long_factors).view();
+    }
+  }
+}
+
+// ---------------------------------------------------------------------- selected rows
+
+void RopeAngles::ReserveSelection(const ForwardPlan& plan) {
+  const size_t rows = static_cast<size_t>(plan.totals().rows);
+  ReserveGrowing(selected_, rows);
+  for (Rope& rope : ropes_) {
+    ReserveGrowing(rope.selected_angles, rows);
+    if (plan.totals().has_sinks) ReserveGrowing(rope.selected_sink_angles, rows);
+  }
+}
+
+void RopeAngles::Select(std::span<const int32_t> rows) noexcept {
+  QUIRE_DCHECK(selected_.capacity() >= rows.size());
+  selects_ = true;
+  selected_.assign(rows.begin(), rows.end());
+  for (Rope& rope : ropes_) {
+    rope.selected_angles.clear();
+    rope.selected_sink_angles.clear();
+    for (const int32_t row : rows) {
+      rope.selected_angles.push_back(rope.angles[static_cast<size_t>(row)]);
+      if (!rope.sink_angles.empty())
+        rope.selected_sink_angles.push_back(rope.sink_angles[static_cast<size_t>(row)]);
     }
   }
 }
@@ -275,6 +302,9 @@ void RopeAngles::FillSlid(const Layer& layer, const ForwardPlan& plan) noexcept 
       slid_angles_[row++] = {cos, sin};
     }
   }
+  if (!selects_) return;
+  for (size_t i = 0; i < selected_.size(); ++i)
+    slid_angles_[i] = slid_angles_[static_cast<size_t>(selected_[i])];
 }
 
 // ---------------------------------------------------------------------- of a layer
@@ -282,7 +312,7 @@ void RopeAngles::FillSlid(const Layer& layer, const ForwardPlan& plan) noexcept 
 RotaryRows RopeAngles::OfRows(const Layer& layer) const noexcept {
   if (layer.rope < 0) return {};
   const Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
-  return {.angles = rope.angles.data(),
+  return {.angles = selects_ ? rope.selected_angles.data() : rope.angles.data(),
           .rotary_dim = static_cast<int>(2 * rope.short_table.pair_count()),
           .interleaved = layer.interleaved,
           .first_dim = layer.first_dim};
@@ -292,7 +322,8 @@ RopeAngles::QueryAngles RopeAngles::OfQueries(int64_t layer) const noexcept {
   QueryAngles angles{.rows = OfRows(at(layer))};
   if (!rotates(layer)) return angles;
   const Rope& rope = ropes_[static_cast<size_t>(at(layer).rope)];
-  angles.sinks = rope.sink_angles.empty() ? nullptr : rope.sink_angles.data();
+  const std::vector<RotaryAngles>& sinks = selects_ ? rope.selected_sink_angles : rope.sink_angles;
+  angles.sinks = sinks.empty() ? nullptr : sinks.data();
   return angles;
 }
 
@@ -309,9 +340,12 @@ RopeAngles::QueryAngles RopeAngles::OfRotatedQueries(int64_t layer,
 void RopeAngles::Clear() noexcept {
   for (std::vector<float>* const table : {&slid_cos_, &slid_sin_}) FreeAll(*table);
   FreeAll(slid_angles_);
+  FreeAll(selected_);
   for (Rope& rope : ropes_) {
     FreeAll(rope.angles);
     FreeAll(rope.sink_angles);
+    FreeAll(rope.selected_angles);
+    FreeAll(rope.selected_sink_angles);
     rope.short_table.Clear();
     rope.long_table.Clear();
   }

@@ -45,6 +45,11 @@ class RopeAngles {
   // positions.
   void Fill(ForwardPlan& plan, bool repeats) noexcept;
 
+  // Room for Select. May throw std::bad_alloc. REQUIRES: Reserve.
+  void ReserveSelection(const ForwardPlan& plan);
+  // From now on rows are these of the open forward's, ascending. REQUIRES: ReserveSelection; Fill.
+  void Select(std::span<const int32_t> rows) noexcept;
+
   // A sequence has gone or become shorter. REQUIRES: no forward is open.
   void DropUnneeded() noexcept;
   // Gives all memory back.
@@ -88,6 +93,9 @@ class RopeAngles {
     SweepPace pace{};
     std::vector<RotaryAngles> angles{};       // of the forward's rows
     std::vector<RotaryAngles> sink_angles{};  // for keys of sinks; empty: the same
+    // The same of selected rows.
+    std::vector<RotaryAngles> selected_angles{};
+    std::vector<RotaryAngles> selected_sink_angles{};
     RopeTable& table(bool long_factors) { return long_factors ? long_table : short_table; }
     const RopeTable& table(bool long_factors) const {
       return long_factors ? long_table : short_table;
@@ -123,6 +131,9 @@ class RopeAngles {
   std::vector<Layer> layers_;
   std::vector<Rope> ropes_;
   RopeLimits limits_;
+  // Rows that Select has left; the forward has all of them if nothing is selected.
+  bool selects_ = false;
+  std::vector<int32_t> selected_;
   // For queries that come rotated, what turns a row that was rotated to p back by slid(p): cos and
   // sin [row][pair], and where each row's lie; empty if no row needs them.
   std::vector<float> slid_cos_, slid_sin_;

@@ -40,27 +40,6 @@ Status Bad(StatusCode code, const std::string& message) {
   return Status(code, "KVModel: " + message);
 }
 
-float LoadElement(const TensorView& view, int64_t offset) {
-  switch (view.dtype()) {
-    case DType::kF32:
-      return view.data_as<float>()[offset];
-    case DType::kF16:
-      return F16ToF32(view.data_as<uint16_t>()[offset]);
-    case DType::kBF16:
-      return Bf16ToF32(view.data_as<uint16_t>()[offset]);
-    case DType::kI32:
-    case DType::kI64:
-    case DType::kU8:
-      break;
-    case DType::kI8:
-      return static_cast<float>(view.data_as<int8_t>()[offset]);
-    case DType::kF8E4M3:
-      return F8E4M3ToF32(view.data_as<uint8_t>()[offset]);
-  }
-  QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());
-  return 0;
-}
-
 void StoreElement(const TensorView& view, int64_t offset, float value) {
   if (view.dtype() == DType::kF32) view.data_as<float>()[offset] = value;
   if (view.dtype() == DType::kF16) view.data_as<uint16_t>()[offset] = F32ToF16(value);
@@ -69,17 +48,7 @@ void StoreElement(const TensorView& view, int64_t offset, float value) {
   if (view.dtype() == DType::kF8E4M3) view.data_as<uint8_t>()[offset] = F32ToF8E4M3(value);
 }
 
-// Stored rows [token][head][dim] into numbers and back, one token at a time.
-void LoadRow(const TensorView& rows, const TensorView& scales, int64_t row,
-             std::vector<float>* to) {
-  for (int64_t h = 0; h < rows.dim(1); ++h) {
-    const float scale =
-        IsQuantised(rows.dtype()) ? LoadElement(scales, row * scales.stride(0) + h) : 1;
-    for (int64_t d = 0; d < rows.dim(2); ++d)
-      to->push_back(LoadElement(rows, row * rows.stride(0) + h * rows.stride(1) + d) * scale);
-  }
-}
-
+// Numbers into stored rows [token][head][dim], one token at a time.
 void StoreRow(std::span<const float> from, const TensorView& rows, const TensorView& scales,
               int64_t row) {
   const auto dim = static_cast<size_t>(rows.dim(2));
@@ -146,9 +115,8 @@ void KVModel::Rows::Set(int64_t row, int64_t head, int64_t d, double value) cons
 }
 
 bool KVModel::LseFits(const TensorView& lse, int64_t heads) const {
-  return lse.dtype() == DType::kF32 && lse.rank() == 2 &&
-         lse.dim(0) >= static_cast<int64_t>(positions_.size()) && lse.dim(1) == heads &&
-         lse.stride(1) == 1;
+  return lse.dtype() == DType::kF32 && lse.rank() == 2 && lse.dim(0) >= std::ssize(query_rows_) &&
+         lse.dim(1) == heads && lse.stride(1) == 1;
 }
 
 Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t layer, int64_t heads,
@@ -159,7 +127,7 @@ Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t laye
   const bool by_head = view.rank() == 3 && view.dim(1) == heads && view.dim(2) == dim;
   const bool flat = view.rank() == 2 && view.dim(1) == heads * dim;
   const bool dense = view.rank() > 0 && view.stride(view.rank() - 1) == 1;
-  const bool rows_fit = view.rank() > 0 && view.dim(0) >= static_cast<int64_t>(positions_.size());
+  const bool rows_fit = view.rank() > 0 && view.dim(0) >= std::ssize(query_rows_);
   if (dtype_fits && (by_head || flat) && dense && rows_fit) return Status();
   return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
 }
@@ -941,6 +909,12 @@ void KVModel::OpenForward(Plan plan, std::span<const int64_t> seq_ids,
       positions_.push_back(static_cast<int32_t>(position));
     }
   }
+  query_rows_.resize(positions_.size());
+  std::iota(query_rows_.begin(), query_rows_.end(), 0);
+  query_positions_ = positions_;
+  input_rows_ = query_rows_;
+  blends_.clear();
+  is_blending_ = false;
   loaded_.assign(options_.layers.size(), 0);
   appended_.assign(options_.layers.size(), 0);
   attended_.assign(options_.layers.size(), 0);
@@ -1031,7 +1005,7 @@ Status KVModel::AbortForward() {
 
 Result<std::span<const int32_t>> KVModel::GetQueryPositions() const {
   if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
-  return std::span<const int32_t>(positions_);
+  return std::span<const int32_t>(query_positions_);
 }
 
 // ---------------------------------------------------------------------- attention
@@ -1069,7 +1043,8 @@ Status KVModel::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, cons
   }
   const int64_t head_stride = qkv.rank() == 3 ? qkv.stride(1) : d;
   QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
-  AppendRows(layer, Rows{&qkv, hq * head_stride, d}, Rows{&qkv, (hq + hkv) * head_stride, dv});
+  QUIRE_RETURN_IF_ERROR(FailAttention(AppendRows(layer, Rows{&qkv, hq * head_stride, d},
+                                                 Rows{&qkv, (hq + hkv) * head_stride, dv})));
   AttendRows(layer, Sees::kUpToOwn, Rows{&qkv, 0, d}, Rotated::kNo, Rows{&o, 0, dv}, nullptr,
              sm_scale, mask);
   attended_[static_cast<size_t>(layer)] = 1;
@@ -1088,8 +1063,8 @@ Status KVModel::Append(int64_t layer, const TensorView& k, const TensorView& v) 
     return FailAttention(Bad(StatusCode::kBadState, "layer was appended already"));
   }
   QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
-  AppendRows(layer, Rows{&k, 0, spec.qk_head_dim}, Rows{&v, 0, spec.v_head_dim});
-  return Status();
+  return FailAttention(
+      AppendRows(layer, Rows{&k, 0, spec.qk_head_dim}, Rows{&v, 0, spec.v_head_dim}));
 }
 
 Status KVModel::CheckAttend(int64_t layer, const TensorView& q, const TensorView& o,
@@ -1136,8 +1111,7 @@ Status KVModel::AppendMLAKV(int64_t layer, const TensorView& kv) {
   }
   QUIRE_RETURN_IF_ERROR(FailAttention(LoadLayer(layer)));
   const Rows rows{&kv, 0, spec.qk_head_dim};
-  AppendRows(layer, rows, rows);
-  return Status();
+  return FailAttention(AppendRows(layer, rows, rows));
 }
 
 Status KVModel::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
@@ -1153,6 +1127,7 @@ Status KVModel::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
                                       const TensorView& o, const TensorView* lse, double sm_scale,
                                       const TensorView* mask) {
   QUIRE_RETURN_IF_ERROR(CheckAttend(source_layer, q, o, lse, mask));
+  PackRows();
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(source_layer)];
   AttendRows(
       source_layer, Sees::kUpToOwn, Rows{&q, 0, spec.qk_head_dim},
@@ -1219,7 +1194,9 @@ KVModel::TokenValues& KVModel::ValuesOfRow(size_t i, int64_t n, int64_t row) con
   return *sequence.nodes[static_cast<size_t>(node)].values;
 }
 
-void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
+Status KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
+  PackRows();
+  QUIRE_RETURN_IF_ERROR(StoreMoved(layer));
   const size_t l = static_cast<size_t>(layer);
   const AttentionLayerSpec& spec = options_.layers[l];
   int64_t row = 0;
@@ -1227,12 +1204,14 @@ void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
     const Sequence& sequence = sequences_.at(batch_[i]);
     const RopeFrequencies& frequencies = FrequenciesOf(sequence, l);
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
+      const int64_t input = InputOf(row);
+      if (input < 0) continue;
       const int64_t position = positions_[static_cast<size_t>(row)];
       TokenValues& values = ValuesOfRow(i, n, row);
       std::vector<double> key(static_cast<size_t>(spec.qk_head_dim));
       for (int64_t h = 0; h < spec.num_kv_heads; ++h) {
         for (int64_t d = 0; d < spec.qk_head_dim; ++d)
-          key[static_cast<size_t>(d)] = k.Get(row, h, d);
+          key[static_cast<size_t>(d)] = k.Get(input, h, d);
         if (ModeOf(l) == RopeMode::kNormal) {
           key = RotateReference(key, frequencies, options_.rope.pairing, position);
         }
@@ -1243,13 +1222,14 @@ void KVModel::AppendRows(int64_t layer, const Rows& k, const Rows& v) {
         }
         std::vector<float> value;
         for (int64_t d = 0; d < spec.v_head_dim; ++d)
-          value.push_back(static_cast<float>(v.Get(row, h, d)));
+          value.push_back(static_cast<float>(v.Get(input, h, d)));
         AppendStored(std::move(value), spec.value_dtype(), &values.v[l]);
       }
     }
   }
   appended_[l] = 1;
   SendLayer(l);
+  return Choose(layer);
 }
 
 double KVModel::StoredKeyBound(int64_t layer, double value) const {
@@ -1426,6 +1406,7 @@ std::vector<int64_t> KVModel::NewTokensUpTo(size_t member, int64_t n) const {
 
 Status KVModel::CheckMask(const TensorView* mask) const {
   if (mask == nullptr) return Status();
+  if (is_blending_) return Bad(StatusCode::kBadState, "a mask in a forward that blends");
   int64_t count = 0;
   for (const int64_t length : batch_lengths_) count += length * length;
   if (mask->dtype() == DType::kU8 && mask->rank() == 1 && mask->dim(0) == count &&
@@ -1457,6 +1438,8 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
     TokenRows values = ValuesOf(sequence, l);
     const int64_t base = BaseOf(i);
     for (int64_t n = 0; n < batch_lengths_[i]; ++n, ++row) {
+      const int64_t input = InputOf(row);
+      if (input < 0 || !GoesOn(row)) continue;
       if (is_tree) {
         sequence = SequenceOfRow(i, n);
         keys = KeysOf(sequence, l);
@@ -1469,7 +1452,8 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
         return token < 0 || (sees == Sees::kUpToOwn && MaskShows(mask, i, n, token));
       };
       for (int64_t h = 0; h < spec.num_qo_heads; ++h) {
-        for (size_t d = 0; d < query.size(); ++d) query[d] = q.Get(row, h, static_cast<int64_t>(d));
+        for (size_t d = 0; d < query.size(); ++d)
+          query[d] = q.Get(input, h, static_cast<int64_t>(d));
         HeadArguments head{.spec = &spec,
                            .kv_head = static_cast<size_t>(h / group_size),
                            .visible = {},
@@ -1491,9 +1475,9 @@ void KVModel::AttendRows(int64_t layer, Sees sees, const Rows& q, Rotated rotate
         double log_sum = 0;
         AttendHead(head, &log_sum, output);
         for (size_t d = 0; d < output.size(); ++d)
-          o.Set(row, h, static_cast<int64_t>(d), output[d]);
+          o.Set(input, h, static_cast<int64_t>(d), output[d]);
         if (lse != nullptr) {
-          lse->data_as<float>()[row * lse->stride(0) + h] = static_cast<float>(log_sum);
+          lse->data_as<float>()[input * lse->stride(0) + h] = static_cast<float>(log_sum);
         }
       }
     }

@@ -46,6 +46,10 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
                              std::span<const LayerLoad> loads) override;
   Status BeginTreeForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
                           std::span<const int64_t> token_tree_parents) override;
+  Status BeginBlendingForward(std::span<const int64_t> seq_ids,
+                              std::span<const int64_t> append_lengths,
+                              std::span<const LayerLoad> loads,
+                              std::span<const BlendMember> blends) override;
   Status EndForward() override;
   Status AbortForward() override;
   Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
@@ -99,6 +103,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
                           const TensorView& o, double sm_scale,
                           const TensorView* mask = nullptr) override;
+  Result<std::span<const int32_t>> GetQueryRows() const override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
   Status ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) override;
@@ -342,7 +347,15 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   void StoreTokens(const Sequence& sequence, size_t position, size_t layer,
                    const LayerKV& kv) const;
   Status LoadLayer(int64_t layer);
-  void AppendRows(int64_t layer, const Rows& k, const Rows& v);
+  // Stores what has come to the layer; then hooks choose what goes on.
+  Status AppendRows(int64_t layer, const Rows& k, const Rows& v);
+  // ---- A forward that blends (kv_model_blend.cc).
+  void PackRows();
+  Status StoreMoved(int64_t layer);
+  Status Choose(int64_t layer);
+  // The row of a call's tensors that is this append row; -1: there is none.
+  int64_t InputOf(int64_t append_row) const;
+  bool GoesOn(int64_t append_row) const;
   Status FillSkippedLayers();
   TokenValues& ValuesOfRow(size_t i, int64_t n, int64_t row) const;
   const RopeFrequencies& FrequenciesOf(const Sequence& sequence, size_t layer) const {
@@ -398,7 +411,17 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   std::vector<int64_t> batch_;
   std::vector<int64_t> batch_lengths_;
   std::vector<LayerLoad> loads_;
-  std::vector<int32_t> positions_;
+  std::vector<int32_t> positions_;  // of all append rows
+  // Append rows that go on, their positions, and those that the last layer's tensors have.
+  std::vector<int32_t> query_rows_, query_positions_, input_rows_;
+  struct Blend {
+    size_t member = 0;
+    LayerHook* hook = nullptr;
+    MovedSource* source = nullptr;
+    std::vector<int64_t> check_layers;
+  };
+  std::vector<Blend> blends_;
+  bool is_blending_ = false;
   std::vector<char> loaded_, appended_, attended_;  // [layer]
   Bounds last_bounds_;
 

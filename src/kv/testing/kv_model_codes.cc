@@ -4,7 +4,9 @@
 #include <cmath>
 #include <limits>
 
+#include "base/check.h"
 #include "base/float_environment.h"
+#include "tensor/float8.h"
 #include "tensor/half.h"
 
 namespace quire {
@@ -55,6 +57,37 @@ void AppendStored(const std::vector<float>& head, DType dtype, std::vector<float
   const float scale = IsQuantised(dtype) ? CodeScale(head, dtype) : 0;
   for (const float x : head)
     to->push_back(IsQuantised(dtype) ? Quantise(x, scale, dtype) : RoundToDType(x, dtype));
+}
+
+float LoadElement(const TensorView& view, int64_t offset) {
+  switch (view.dtype()) {
+    case DType::kF32:
+      return view.data_as<float>()[offset];
+    case DType::kF16:
+      return F16ToF32(view.data_as<uint16_t>()[offset]);
+    case DType::kBF16:
+      return Bf16ToF32(view.data_as<uint16_t>()[offset]);
+    case DType::kI32:
+    case DType::kI64:
+    case DType::kU8:
+      break;
+    case DType::kI8:
+      return static_cast<float>(view.data_as<int8_t>()[offset]);
+    case DType::kF8E4M3:
+      return F8E4M3ToF32(view.data_as<uint8_t>()[offset]);
+  }
+  QUIRE_CHECK(false) << "dtype " << DTypeName(view.dtype());
+  return 0;
+}
+
+void LoadRow(const TensorView& rows, const TensorView& scales, int64_t row,
+             std::vector<float>* to) {
+  for (int64_t h = 0; h < rows.dim(1); ++h) {
+    const float scale =
+        IsQuantised(rows.dtype()) ? LoadElement(scales, row * scales.stride(0) + h) : 1;
+    for (int64_t d = 0; d < rows.dim(2); ++d)
+      to->push_back(LoadElement(rows, row * rows.stride(0) + h * rows.stride(1) + d) * scale);
+  }
 }
 
 }  // namespace quire

@@ -17,6 +17,7 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
                               const TensorView& v, const TensorView& o, const TensorView& lse,
                               double sm_scale, const TensorView* mask) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  if (is_blending_) return FailAttention(Bad("a forward that blends has no pieces"));
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckMask(mask)));
   const size_t l = static_cast<size_t>(layer);
   if (q.rank() != 3 || k.rank() != 3 || v.rank() != 3 || q.dim(1) % k.dim(1) != 0) {
@@ -128,6 +129,7 @@ Status KVModel::SelfAttention(int64_t layer, const TensorView& q, const TensorVi
 Status KVModel::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
                                const TensorView& lse, double sm_scale) {
   QUIRE_RETURN_IF_ERROR(FailAttention(CheckAttention(layer)));
+  if (is_blending_) return FailAttention(Bad("a forward that blends has no pieces"));
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   Status status = CheckRows("q", q, layer, spec.num_qo_heads, spec.qk_head_dim);
   if (status.ok()) status = CheckRows("o", o, layer, spec.num_qo_heads, spec.v_head_dim);

@@ -39,9 +39,9 @@ void GatedAttention::SplitGates(const MixerRun& run, const float* in, float* qkv
   });
 }
 
-void GatedAttention::Gate(const MixerRun& run, const float* in, float* o) const {
+void GatedAttention::Gate(const MixerRun& run, int64_t row_count, const float* in, float* o) const {
   const int64_t dim = head_dim_;
-  run.ops.runner().ParallelFor(run.row_count, [&](int64_t row, int) {
+  run.ops.runner().ParallelFor(row_count, [&](int64_t row, int) {
     for (int64_t h = 0; h < query_heads_; ++h) {
       const float* const gate = in + row * in_width() + (2 * h + 1) * dim;
       float* const head = o + row * query_width() + h * dim;
@@ -63,8 +63,10 @@ Status GatedAttention::Run(const ModelState& state, const MixerRun& run) const {
       TensorView(qkv, DType::kF32, {run.row_count, query_heads_ + 2 * key_heads_, head_dim_}),
       TensorView(o, DType::kF32, {run.row_count, query_heads_, head_dim_}),
       1.0 / std::sqrt(static_cast<double>(head_dim_))));
-  Gate(run, in, o);
-  run.ops.Multiply(out_, o, run.row_count, run.y, run.accumulate, run.scratch);
+  QUIRE_ASSIGN_OR_RETURN(
+      const int64_t n, run.rows->Follow(*state.attention, {{in, in_width()}, {o, query_width()}}));
+  Gate(run, n, in, o);
+  run.ops.Multiply(out_, o, n, run.y, run.accumulate, run.scratch);
   return Status();
 }
 

@@ -33,7 +33,7 @@ class GatedAttention final : public Mixer {
   int64_t qkv_width() const { return query_width() + 2 * key_width(); }
   int64_t in_width() const { return query_width() + qkv_width(); }
   void SplitGates(const MixerRun& run, const float* in, float* qkv) const;
-  void Gate(const MixerRun& run, const float* in, float* o) const;
+  void Gate(const MixerRun& run, int64_t row_count, const float* in, float* o) const;
 
   int64_t layer_ = 0;
   int64_t query_heads_ = 0;

@@ -152,10 +152,12 @@ Status LatentAttention::Run(const ModelState& state, const MixerRun& run) const 
       layer_, TensorView(b.absorbed, DType::kF32, {n, heads_, key_dim}),
       TensorView(b.kv, DType::kF32, {n, key_dim}),
       TensorView(b.latents, DType::kF32, {n, heads_, config_.kv_rank}), config_.scale));
+  QUIRE_ASSIGN_OR_RETURN(const int64_t left,
+                         run.rows->Follow(cache, {{b.latents, heads_ * config_.kv_rank}}));
   run.ops.MultiplyHeads(
       out_of_latent_, {.data = b.latents, .row = heads_ * config_.kv_rank, .head = config_.kv_rank},
-      n, {.data = b.q, .row = v_width(), .head = config_.v_dim}, run.scratch);
-  run.ops.Multiply(o_, b.q, n, run.y, run.accumulate, run.scratch);
+      left, {.data = b.q, .row = v_width(), .head = config_.v_dim}, run.scratch);
+  run.ops.Multiply(o_, b.q, left, run.y, run.accumulate, run.scratch);
   return Status();
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "model/layers/query_rows.h"
 #include "model/layers/row_ops.h"
 #include "quire/model.h"
 #include "quire/status.h"
@@ -17,11 +18,12 @@ namespace quire {
 struct MixerRun {
   const RowOps& ops;
   int64_t row_count;
-  const float* x;   // [n, hidden_size], normalised
-  float* floats;    // row_floats() for each row
-  void* scratch;    // ScratchBytes(n)
-  float* y;         // [n, hidden_size]; may be x: only the last step writes it
-  bool accumulate;  // the output is added to y, in place of filling it
+  const float* x;             // [n, hidden_size], normalised
+  float* floats;              // row_floats() for each row
+  void* scratch;              // ScratchBytes(n)
+  float* y;                   // [n, hidden_size]; may be x: only the last step writes it
+  bool accumulate;            // the output is added to y, in place of filling it
+  QueryRows* rows = nullptr;  // of a mixer's run: followed behind attention
 };
 
 // Holds weights; what lasts between tokens is in the caches. A row's output depends on its own
@@ -33,7 +35,8 @@ class Mixer {
   virtual int64_t row_floats() const = 0;
   // The scratch memory for products of row_count rows.
   virtual size_t ScratchBytes(const RowOps& ops, int64_t row_count) const = 0;
-  // REQUIRES: `state` has the cache that the mixer's layers are in. Errors are those of the cache.
+  // The output has the rows that go on behind attention. REQUIRES: `state` has the cache that the
+  // mixer's layers are in. Errors are those of the cache.
   virtual Status Run(const ModelState& state, const MixerRun& run) const = 0;
 };
 

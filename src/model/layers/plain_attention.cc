@@ -44,7 +44,8 @@ Status PlainAttention::Run(const ModelState& state, const MixerRun& run) const {
   QUIRE_RETURN_IF_ERROR(state.attention->AttentionWithFusedQKV(
       layer_, TensorView(qkv, DType::kF32, {run.row_count, qkv_width / head_dim_, head_dim_}),
       TensorView(o, DType::kF32, {run.row_count, o_width / head_dim_, head_dim_}), scale_));
-  run.ops.Multiply(o_, o, run.row_count, run.y, run.accumulate, run.scratch);
+  QUIRE_ASSIGN_OR_RETURN(const int64_t n, run.rows->Follow(*state.attention, {{o, o_width}}));
+  run.ops.Multiply(o_, o, n, run.y, run.accumulate, run.scratch);
   return Status();
 }
 

@@ -1,0 +1,164 @@
+"""Prompts with documents: where each document's tokens are.
+
+A template is rendered with a placeholder for each document, and the pieces between and of the
+documents are tokenised apart. So a document has the same tokens in every prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quire import _numbers, errors
+from quire.text import Message, Tokenizer
+
+# What stands behind each document; it is a part of it.
+_END = "\n\n"
+# Private characters: they are in no text.
+_OPEN, _CLOSE = "\ue0d0", "\ue0d1"
+_BLEND_FIELDS = (
+    "ratio",
+    "metric",
+    "check_layers",
+    "ratios",
+    "thresholds",
+    "link_tokens",
+    "min_tokens",
+    "learn",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Composed:
+    """A prompt's token ids, and the range of each document in them."""
+
+    ids: list[int]
+    documents: list[tuple[int, int]]
+
+    @property
+    def anchor(self) -> list[int]:
+        """The tokens before the first document."""
+        return self.ids[: self.documents[0][0]]
+
+    def chains(self) -> list[list[int]]:
+        """The prompts that let each document be known: anchor and document."""
+        return [self.anchor + self.ids[begin:end] for begin, end in self.documents]
+
+
+def texts_of(documents: Any) -> list[str]:
+    """Documents that are texts, of which none is empty."""
+    found = [_numbers.text(document, "documents") for document in documents]
+    for index, document in enumerate(found):
+        if not document.strip():
+            raise errors.BadArgumentError(f"documents[{index}] is empty")
+        if _OPEN in document or _CLOSE in document:
+            raise errors.BadArgumentError(
+                f"documents[{index}] has one of the private characters U+E0D0 and U+E0D1"
+            )
+    return found
+
+
+def ranges_of(documents: Any, prompt_tokens: int) -> list[tuple[int, int]]:
+    """Documents that are ranges of a prompt's token ids."""
+    found = []
+    for index, document in enumerate(documents):
+        if isinstance(document, str) or not isinstance(document, Iterable):
+            raise TypeError(
+                "documents of a prompt of token ids are pairs (begin, end) of its tokens, not "
+                f"{type(document).__name__}"
+            )
+        pair = [_numbers.int64(value, f"documents[{index}]") for value in document]
+        if len(pair) != 2:
+            raise errors.BadArgumentError(
+                f"documents[{index}] has {len(pair)} numbers; a document is a pair (begin, end) of "
+                f"the prompt's {prompt_tokens} tokens"
+            )
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def compose_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    documents: Sequence[str],
+    variables: Mapping[str, Any],
+) -> Composed:
+    """The documents stand at the beginning of the first message of the user."""
+    marks = [f"{_OPEN}{index}{_CLOSE}" for index in range(len(documents))]
+    template = tokenizer.chat_template
+    if template is None:
+        raise errors.BadArgumentError(
+            "this model has no chat template: give its prompt as plain text"
+        )
+    marked = [dict(message) for message in messages]
+    first = next((message for message in marked if message.get("role") == "user"), None)
+    if first is None or not isinstance(first.get("content"), str):
+        raise errors.BadArgumentError(
+            "documents stand before the first message of the user, whose content is a text; the "
+            "chat has no such message"
+        )
+    first["content"] = "".join(marks) + first["content"]
+    text = template.render(marked, **variables)
+    pieces = []
+    for mark in marks:
+        piece, found, text = text.partition(mark)
+        if not found or mark in text:
+            raise errors.BadArgumentError(
+                "the chat template does not print the first message of the user once and as it "
+                "is, so documents have no place in it"
+            )
+        pieces.append(piece)
+    return _join(tokenizer, [], pieces, documents, text)
+
+
+def compose_text(tokenizer: Tokenizer, text: str, documents: Sequence[str]) -> Composed:
+    """The documents stand before the text, behind what every prompt of the model begins with."""
+    return _join(tokenizer, tokenizer.encode(""), [""] * len(documents), documents, text)
+
+
+def _join(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    pieces: Sequence[str],
+    documents: Sequence[str],
+    rest: str,
+) -> Composed:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    ranges = []
+    for piece, document in zip(pieces, documents):
+        ids = ids + encode(piece)
+        begin = len(ids)
+        ids = ids + encode(document.rstrip() + _END)
+        ranges.append((begin, len(ids)))
+    return Composed(ids + encode(rest), ranges)
+
+
+def blend_fields(blend: Any, documents: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The option `blend` as the library takes it: a ratio, or a mapping of options."""
+    if isinstance(blend, Mapping):
+        fields = dict(blend)
+        for name in fields:
+            if name not in _BLEND_FIELDS:
+                raise errors.BadArgumentError(
+                    f"blend: there is no option {name!r}; options are {', '.join(_BLEND_FIELDS)}"
+                )
+        if "ratio" in fields:
+            if "ratios" in fields:
+                raise errors.BadArgumentError("blend: ratio and ratios are two; give one")
+            fields["ratios"] = [fields.pop("ratio")]
+    else:
+        fields = {"ratios": [blend]}
+    for name in ("ratios", "thresholds"):
+        if name in fields:
+            fields[name] = [_numbers.real(value, f"blend: {name}") for value in fields[name]]
+    if "check_layers" in fields:
+        fields["check_layers"] = [
+            _numbers.int64(layer, "blend: check_layers") for layer in fields["check_layers"]
+        ]
+    for name in ("link_tokens", "min_tokens"):
+        if name in fields:
+            fields[name] = _numbers.int64(fields[name], f"blend: {name}")
+    return {**fields, "documents": [list(document) for document in documents]}

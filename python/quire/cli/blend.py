@@ -1,0 +1,312 @@
+"""`quire blend`: documents that are known before they are asked about, and what blending costs a
+model in quality."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+from quire import _ranges as ranges
+from quire.cli import arguments, models, text_input
+from quire.cli.arguments import UsageError
+
+if TYPE_CHECKING:
+    from quire.engine import Engine, Result
+
+_ABOUT = """\
+  quire blend add [MODEL] FILE... --kv-dir DIR   computes documents, once: prompts of
+                                                 `quire generate --document` find them in DIR
+  quire blend eval [MODEL]                       blended answers against full prefill
+
+KV of a document is that behind the beginning of a prompt: give --system where prompts have one.
+
+eval asks about documents that are made from a seed: notes about invented people, and lists whose
+facts are cut by the borders of documents. Along the answer of full prefill it prints, for each
+ratio of recomputed tokens, the mean Kullback-Leibler divergence of the next token (in nats, over
+the 256 likeliest tokens and the rest as one), how often the likeliest token is the same, and the
+log-probability of the right answer. 1 is full prefill.
+"""
+_BLEND_PIECE = 2048
+_RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
+# Beside the ratios: what else may be worth its cost.
+_MORE: tuple[dict[str, Any], ...] = (
+    {"ratio": 0.0, "link_tokens": 0},
+    {"ratio": 0.15, "metric": "k_l2"},
+    {"ratio": 0.15, "metric": "cosine"},
+)
+_TOP = 256
+_ANSWER_TOKENS = 12
+
+
+def parser() -> argparse.ArgumentParser:
+    command = arguments.Parser(
+        prog="quire blend",
+        usage="quire blend add | eval [MODEL] [FILE ...] [options]",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("words", nargs="+", metavar="add | eval", help=argparse.SUPPRESS)
+    command.add_argument("--model", type=ranges.place, metavar="DIR", help="folder of the model")
+    command.add_argument("--system", metavar="TEXT", help="system message of the prompts to come")
+    command.add_argument(
+        "--questions",
+        type=ranges.Integer(1, 10_000),
+        default=20,
+        metavar="N",
+        help="eval: number of questions (default: 20)",
+    )
+    command.add_argument(
+        "--seed", type=ranges.Integer(0, 2**63), default=1, metavar="N", help="eval: of the texts"
+    )
+    command.add_argument("--json", action="store_true", help="print one object")
+    arguments.add_engine(command)
+    arguments.add_store(command)
+    command.set_defaults(run=_run)
+    return command
+
+
+def _run(options: argparse.Namespace) -> int:
+    action, *words = options.words
+    if action == "add":
+        return _add(options, words)
+    if action == "eval":
+        if len(words) > 1:
+            raise UsageError("blend: eval takes one MODEL")
+        return _eval(options, words[0] if words else options.model)
+    raise UsageError(f"blend: there is no action {action!r}; actions are add and eval")
+
+
+# ---- Documents
+
+
+def _add(options: argparse.Namespace, words: list[str]) -> int:
+    model = options.model
+    if model is None and words and models.is_model(words[0]):
+        model = words.pop(0)
+    if not words:
+        raise UsageError("blend: add: which documents? give files")
+    if not options.kv_dir and not options.kv_redis:
+        raise UsageError("blend: add: give --kv-dir or --kv-redis, where the documents are kept")
+    texts = [text_input.read_file(name) for name in words]
+    for name, text in zip(words, texts):
+        if not text.strip():
+            raise UsageError(f"blend: add: {name} is empty")
+    with models.open_engine(model, arguments.given(options, arguments.ENGINE)) as engine:
+        is_chat = models.is_chat_model(models.tokenizer_of(engine))
+        prompt: Any = None
+        if options.system is not None:
+            if not is_chat:
+                raise UsageError("blend: --system needs a model with a chat template")
+            prompt = [*models.chat_messages(options.system), {"role": "user", "content": ""}]
+        usages = engine.prepare(texts, prompt)
+        engine.flush_store()
+    found = [
+        {"file": name, "tokens": usage.prompt_tokens, "known": usage.cached_tokens}
+        for name, usage in zip(words, usages)
+    ]
+    if options.json:
+        print(json.dumps({"documents": found}))
+        return 0
+    for entry in found:
+        known = f", {entry['known']} of them known" if entry["known"] else ""
+        print(f"{entry['file']}: {entry['tokens']} tokens with what stands before it{known}")
+    return 0
+
+
+# ---- Quality
+
+
+@dataclasses.dataclass
+class Question:
+    """Documents, a question about them, and its right answer."""
+
+    kind: str
+    documents: list[str]
+    text: str
+    answer: str
+
+
+@dataclasses.dataclass
+class BlendQuality:
+    """One way to blend against full prefill, over all tokens of its answers.
+
+    divergence: in nats. right: mean log-probability of the right answers. left: the part of the
+    moved tokens that was not computed again.
+    """
+
+    kind: str
+    blend: dict[str, Any]
+    divergence: float
+    agreement: float
+    right: float
+    moved_tokens: int
+    left: float
+
+
+_NAMES = "Arvo Belit Cadoc Dunja Eskil Fenna Goran Hilda Ivor Jorunn Kasper Liv".split()
+_SURNAMES = "Tarn Velk Moss Quill Brand Osk Holt Pirn Stave Wick Lund Marr".split()
+_CITIES = "Narvik Ghent Tartu Bergen Oulu Split Cork Turku Basel Graz Lille Porto".split()
+_TRADES = "glazier cooper baker pilot printer surveyor weaver brewer sailor mason".split()
+_THINGS = "lamp ladder kettle saddle anvil compass barrel mirror lantern spade".split()
+
+
+def notes(source: random.Random) -> Question:
+    """Notes about six people; the question is about one of them."""
+    people = source.sample([f"{a} {b}" for a in _NAMES for b in _SURNAMES], 6)
+    cities = source.sample(_CITIES, 6)
+    documents = []
+    for person, city in zip(people, cities):
+        first = person.split()[0]
+        documents.append(
+            f"Notes about {person}. {person} is a {source.choice(_TRADES)} and lives in {city}. "
+            f"In {source.randint(1950, 2005)} {first} bought a {source.choice(_THINGS)} and a "
+            f"{source.choice(_THINGS)}, and has kept both since. On most days {first} works "
+            f"until {source.randint(4, 9)} o'clock and then reads."
+        )
+    index = source.randrange(6)
+    return Question("notes", documents, f"In which city does {people[index]} live?", cities[index])
+
+
+def cut_facts(source: random.Random) -> Question:
+    """A list whose lines are cut in the middle by the borders of documents."""
+    things = source.sample(_THINGS, 8)
+    cities = source.sample(_CITIES, 8)
+    lines = [f"The {thing} is kept in the city of {city}." for thing, city in zip(things, cities)]
+    documents = ["A list of things and places."]
+    for index, line in enumerate(lines):
+        head, tail = line.split(" is kept ")
+        documents[-1] += f" {head}"
+        if index % 2 == 0:  # the border is inside of this fact
+            documents.append(f"is kept {tail}")
+        else:
+            documents[-1] += f" is kept {tail}"
+    index = source.randrange(4) * 2
+    return Question("cut facts", documents, f"Where is the {things[index]} kept?", cities[index])
+
+
+def _eval(options: argparse.Namespace, model: str | None) -> int:
+    given = arguments.given(options, arguments.ENGINE)
+    given.setdefault("blend_piece", _BLEND_PIECE)
+    ways = [{"ratio": ratio} for ratio in _RATIOS] + [dict(way) for way in _MORE]
+    found: list[BlendQuality] = []
+    with models.open_engine(model, given) as engine:
+        if not models.is_chat_model(models.tokenizer_of(engine)):
+            raise UsageError("blend: eval needs a model with a chat template, which is asked")
+        name = str(engine.model_dir)
+        for make in (notes, cut_facts):
+            source = random.Random(options.seed)
+            questions = [make(source) for _ in range(options.questions)]
+            sums = [_Sums() for _ in ways]
+            for question in questions:
+                _measure(engine, options.system, question, ways, sums)
+            found += [
+                each.quality(questions[0].kind, way) for each, way in zip(sums, ways)
+            ]
+    date = datetime.date.today().isoformat()
+    if options.json:
+        rows = [dataclasses.asdict(item) for item in found]
+        print(json.dumps({"model": name, "date": date, "questions": options.questions, "rows": rows}))
+        return 0
+    print(f"{name}, {date}: {options.questions} questions of each kind, seed {options.seed}")
+    print(f"{'texts':<11}{'blend':<36}{'KL':>9}{'same':>8}{'log p(right)':>14}{'left':>8}")
+    for item in found:
+        way = ", ".join(f"{key} {value}" for key, value in item.blend.items())
+        print(
+            f"{item.kind:<11}{way:<36}{item.divergence:>9.4f}{item.agreement:>8.1%}"
+            f"{item.right:>14.3f}{item.left:>8.1%}"
+        )
+    return 0
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.tokens = self.same = self.questions = self.moved = self.left = 0
+        self.divergence = self.right = 0.0
+
+    def quality(self, kind: str, way: dict[str, Any]) -> BlendQuality:
+        return BlendQuality(
+            kind,
+            way,
+            self.divergence / max(1, self.tokens),
+            self.same / max(1, self.tokens),
+            self.right / max(1, self.questions),
+            self.moved,
+            self.left / max(1, self.moved),
+        )
+
+
+def _measure(
+    engine: Engine,
+    system: str | None,
+    question: Question,
+    ways: list[dict[str, Any]],
+    sums: list[_Sums],
+) -> None:
+    messages: list[Any] = [
+        *models.chat_messages(system),
+        {"role": "user", "content": question.text + " Answer with the name alone."},
+    ]
+    options: dict[str, Any] = {"documents": question.documents}
+    full = engine.generate(
+        messages, greedy=True, max_tokens=_ANSWER_TOKENS, cache_salt="full", **options
+    )
+    right = engine.tokenizer.encode(question.answer, add_special_tokens=False)
+    prompt = full.prompt_ids
+    spans = engine.document_ranges(messages, **options)
+    reference = [
+        _best(_next(engine, prompt + full.ids[:i], spans, None)) for i in range(len(full.ids))
+    ]
+    for way, each in zip(ways, sums):
+        for index, theirs in enumerate(reference):
+            result = _next(engine, prompt + full.ids[:index], spans, way)
+            ours = _best(result)
+            if index == 0 and result.usage.blend is not None:
+                each.moved += result.usage.blend.moved_tokens
+                each.left += result.usage.blend.moved_tokens - result.usage.blend.recomputed_tokens
+            each.tokens += 1
+            each.same += ours[0][0] == theirs[0][0]
+            each.divergence += divergence(dict(theirs), dict(ours))
+        each.questions += 1
+        for index, token in enumerate(right):
+            best = _best(_next(engine, prompt + right[:index], spans, way))
+            each.right += _log_probability(best, token)
+
+
+def _next(
+    engine: Engine,
+    ids: list[int],
+    documents: list[tuple[int, int]],
+    way: dict[str, Any] | None,
+) -> Result:
+    """The next token. Without a way by full prefill, whose KV no blend is to find."""
+    options: dict[str, Any] = {"cache_salt": "full"}
+    if way is not None:
+        options = {"cache_salt": "blend", "documents": documents, "blend": way}
+    return engine.generate(
+        ids, greedy=True, max_tokens=1, logprobs=_TOP, ignore_eos=True, **options
+    )
+
+
+def _best(result: Result) -> list[tuple[int, float]]:
+    """The likeliest tokens with their log-probabilities."""
+    return (result.top_logprobs or [[]])[0]
+
+
+def _log_probability(best: list[tuple[int, float]], token: int) -> float:
+    """The token's; if it is none of the best, that of the last one: an upper bound."""
+    return dict(best).get(token, best[-1][1])
+
+
+def divergence(full: dict[int, float], ours: dict[int, float]) -> float:
+    """Kullback-Leibler divergence over the tokens that both have, and all others as one."""
+    common = [token for token in full if token in ours]
+    p = [math.exp(full[token]) for token in common]
+    q = [math.exp(ours[token]) for token in common]
+    p.append(max(1e-12, 1 - sum(p)))
+    q.append(max(1e-12, 1 - sum(q)))
+    return max(0.0, sum(a * math.log(a / b) for a, b in zip(p, q)))

@@ -1,0 +1,166 @@
+#include "engine/blending/blend_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <sstream>
+
+namespace quire {
+namespace {
+
+Status BadBlend(const std::string& field, const std::string& why) {
+  return Status(StatusCode::kBadArgument, "SamplingOptions::blend." + field + ": " + why);
+}
+
+Status CheckPromptDocuments(std::span<const PromptDocument> documents, int64_t prompt_tokens) {
+  if (documents.empty()) {
+    return BadBlend("documents", "there are none; say which tokens of the prompt are documents");
+  }
+  if (std::ssize(documents) > SamplingOptions::kBlendDocumentsMax) {
+    return BadBlend("documents", "there are " + std::to_string(documents.size()) + "; at most " +
+                                     std::to_string(SamplingOptions::kBlendDocumentsMax));
+  }
+  int64_t end = 0;
+  for (size_t i = 0; i < documents.size(); ++i) {
+    const PromptDocument& document = documents[i];
+    const std::string name = "documents[" + std::to_string(i) + "]";
+    std::ostringstream range;
+    range << "[" << document.begin << ", " << document.end << ")";
+    if (document.begin < end) {
+      return BadBlend(name, range.str() + " begins before token " + std::to_string(end) +
+                                "; documents ascend and do not overlap");
+    }
+    if (document.end <= document.begin) return BadBlend(name, range.str() + " is empty");
+    if (document.end > prompt_tokens) {
+      return BadBlend(name, range.str() + " ends behind the prompt, which has " +
+                                std::to_string(prompt_tokens) + " tokens");
+    }
+    if (document.ratio && !(*document.ratio >= 0 && *document.ratio <= 1)) {
+      return BadBlend(name + ".ratio", std::to_string(*document.ratio) + " is not in [0, 1]");
+    }
+    end = document.end;
+  }
+  return {};
+}
+
+}  // namespace
+
+Status CheckBlend(const ModelInfo& model, int64_t prompt_tokens, const SamplingOptions& options,
+                  int64_t piece_max) {
+  if (!options.blend) return {};
+  if (!model.recurrent_layers.empty() || model.layers.empty()) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::blend: " + model.architecture +
+                      " has recurrent layers, in which every token must be computed, so nothing "
+                      "can be saved; leave it out: an exact beginning of the prompt is reused");
+  }
+  if (piece_max == 0) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::blend: EngineOptions::blend_piece is 0, so this engine has no "
+                  "room for blended prompts; make it with 2048");
+  }
+  if (options.window != 0) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::blend: window is " + std::to_string(options.window) +
+                      "; endless text cannot be blended: leave one of them out");
+  }
+  const Status status =
+      CheckBlendOptions(options.blend->options, static_cast<int64_t>(model.layers.size()));
+  if (!status.ok()) return BadBlend("options", std::string(status.message()));
+  return CheckPromptDocuments(options.blend->documents, prompt_tokens);
+}
+
+std::string BlendRecipe(const BlendRequest& request, int64_t piece_max) {
+  std::ostringstream text;
+  const auto bits = [&](double value) { text << std::bit_cast<uint64_t>(value + 0.0) << ' '; };
+  const BlendOptions& options = request.options;
+  text << "piece " << piece_max << " metric " << static_cast<int>(options.metric) << " links "
+       << options.link_tokens << " least " << options.min_tokens << " layers ";
+  for (size_t i = 0; i < options.check_layers.size(); ++i) {
+    text << options.check_layers[i] << ' ';
+    bits(options.ratios[i]);
+    bits(options.thresholds.empty() ? 0 : static_cast<double>(options.thresholds[i]));
+  }
+  text << "documents ";
+  for (const PromptDocument& document : request.documents) {
+    text << document.begin << ' ' << document.end << ' ';
+    bits(document.ratio.value_or(-1));
+  }
+  return text.str();
+}
+
+BlendPlan::BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt,
+                     const BlendRequest& request, int64_t piece_max)
+    : request_(request),
+      prompt_tokens_(static_cast<int64_t>(prompt.size())),
+      bos_token_(model.bos_token_id),
+      layer_count_(static_cast<int64_t>(model.layers.size())) {
+  if (prompt_tokens_ >= request.options.min_tokens) {
+    pieces_ = CutPieces(request_.documents, piece_max);
+  }
+  counts_.resize(pieces_.size());
+}
+
+int64_t BlendPlan::begin() const {
+  return pieces_.empty() ? prompt_tokens_ : pieces_.front().begin;
+}
+
+bool BlendPlan::FindPiece(int64_t position, Found* found) const {
+  const auto piece =
+      std::upper_bound(pieces_.begin(), pieces_.end(), position,
+                       [](int64_t at, const BlendPiece& each) { return at < each.end; });
+  if (piece == pieces_.end() || position < piece->begin) return false;
+  found->index = static_cast<size_t>(piece - pieces_.begin());
+  found->rest = {position, piece->end};
+  found->cost = PieceCost(found->rest, MovableDocuments(documents()), options(), layer_count_);
+  return true;
+}
+
+int64_t BlendPlan::NextBorder(int64_t length) const {
+  for (const BlendPiece& piece : pieces_) {
+    if (piece.begin > length) return piece.begin;
+    if (piece.end > length) return piece.end;
+  }
+  return kExactForever;
+}
+
+int64_t BlendPlan::BorderBefore(int64_t length) const {
+  for (const BlendPiece& piece : pieces_) {
+    if (piece.begin < length && length < piece.end) return piece.begin;
+  }
+  return length;
+}
+
+BlendPlan::Chain BlendPlan::ChainOf(std::span<const int32_t> prompt,
+                                    const PromptDocument& document) const {
+  Chain chain;
+  const auto part = [&](int64_t begin, int64_t end) {
+    return prompt.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+  };
+  const auto anchor = part(0, documents().front().begin);
+  const auto tokens = part(document.begin, document.end);
+  chain.tokens.assign(anchor.begin(), anchor.end());
+  const bool needs_bos = anchor.empty() && bos_token_ >= 0 && tokens.front() != bos_token_;
+  if (needs_bos) chain.tokens.push_back(static_cast<int32_t>(bos_token_));
+  chain.anchor_tokens = std::ssize(chain.tokens);
+  chain.tokens.insert(chain.tokens.end(), tokens.begin(), tokens.end());
+  return chain;
+}
+
+BlendUsage BlendPlan::Usage() const noexcept {
+  BlendUsage usage;
+  double sum = 0;
+  for (const PieceCounts& piece : counts_) {
+    usage.moved_tokens += piece.moved;
+    usage.recomputed_tokens += piece.recomputed;
+    usage.moved_bytes += piece.moved_bytes;
+    usage.deviation_max = std::max(usage.deviation_max, piece.deviation_max);
+    sum += piece.deviation_sum;
+    usage.move_seconds += static_cast<double>(piece.move_ns) * 1e-9;
+    usage.select_seconds += static_cast<double>(piece.select_ns) * 1e-9;
+  }
+  if (usage.left_tokens() > 0)
+    usage.deviation_mean = sum / static_cast<double>(usage.left_tokens());
+  return usage;
+}
+
+}  // namespace quire

@@ -1,0 +1,90 @@
+// What a request to blend comes to in an engine: its recipe and its pieces.
+#ifndef QUIRE_ENGINE_BLENDING_BLEND_PLAN_H_
+#define QUIRE_ENGINE_BLENDING_BLEND_PLAN_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/blending/blend_hook.h"
+#include "engine/blending/blend_pieces.h"
+#include "engine/prefix/prefix_cache.h"
+#include "quire/engine.h"
+#include "quire/model.h"
+#include "quire/status.h"
+
+namespace quire {
+
+// BadArgument by field and value for a blend that the model or the engine cannot do.
+Status CheckBlend(const ModelInfo& model, int64_t prompt_tokens, const SamplingOptions& options,
+                  int64_t piece_max);
+
+// All that decides how the KV of given tokens is blended, as text: equal if and only if the same
+// blend is asked for. REQUIRES: CheckBlend is ok.
+std::string BlendRecipe(const BlendRequest& request, int64_t piece_max);
+
+class BlendPlan {
+ public:
+  // REQUIRES: CheckBlend is ok.
+  BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt, const BlendRequest& request,
+            int64_t piece_max);
+
+  const BlendRequest& request() const { return request_; }
+  const BlendOptions& options() const { return request_.options; }
+  std::span<const PromptDocument> documents() const { return request_.documents; }
+  // Before it no token is approximate; the prompt's end if there is no piece.
+  int64_t begin() const;
+  // The piece that begins at the position; a beginning of it is there where the sequence has more
+  // exact tokens. Null: the position is in no piece.
+  struct Found {
+    size_t index = 0;
+    BlendPiece rest;  // what is to be computed
+    int64_t cost = 0;
+  };
+  bool FindPiece(int64_t position, Found* found) const;
+  // The first position behind `length` where a piece begins or ends; kExactForever behind all.
+  int64_t NextBorder(int64_t length) const;
+  // The largest position up to `length` at which an approximate sequence may be gone on from: not
+  // inside a piece.
+  int64_t BorderBefore(int64_t length) const;
+
+  // The tokens under which a movable document is known, and how many of them are before it.
+  struct Chain {
+    std::vector<int32_t> tokens;
+    int64_t anchor_tokens = 0;
+  };
+  Chain ChainOf(std::span<const int32_t> prompt, const PromptDocument& document) const;
+
+  // Those that are to be learnt, but for what `knows(chain)` says is known.
+  template <typename F>
+  std::vector<std::vector<int32_t>> Unknown(std::span<const int32_t> prompt, F&& knows) const {
+    std::vector<std::vector<int32_t>> chains;
+    if (!request_.learn || pieces_.empty()) return chains;
+    for (const PromptDocument& document : MovableDocuments(documents())) {
+      Chain chain = ChainOf(prompt, document);
+      const bool is_repeated =
+          std::find(chains.begin(), chains.end(), chain.tokens) != chains.end();
+      if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain.tokens));
+    }
+    return chains;
+  }
+
+  // What came of a piece, as it was computed last.
+  void NotePiece(size_t index, const PieceCounts& counts) noexcept { counts_[index] = counts; }
+  BlendUsage Usage() const noexcept;
+
+ private:
+  BlendRequest request_;
+  int64_t prompt_tokens_;
+  int64_t bos_token_;
+  int64_t layer_count_;
+  std::vector<BlendPiece> pieces_;
+  std::vector<PieceCounts> counts_;  // [piece]
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_BLENDING_BLEND_PLAN_H_

@@ -1,0 +1,185 @@
+// How a blended prompt is cut, what a piece costs, which blends are equal, and what is refused: all
+// pure functions of the request.
+#include "engine/blending/blend_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+namespace quire {
+namespace {
+
+using Pieces = std::vector<BlendPiece>;
+
+ModelInfo Model(int64_t layer_count = 10) {
+  ModelInfo model;
+  model.architecture = "Some";
+  model.bos_token_id = 7;
+  model.layers.resize(static_cast<size_t>(layer_count));
+  return model;
+}
+
+SamplingOptions Blending(std::vector<PromptDocument> documents) {
+  SamplingOptions options;
+  options.blend = BlendRequest{.documents = std::move(documents)};
+  return options;
+}
+
+std::vector<int32_t> Prompt(int64_t count) {
+  std::vector<int32_t> tokens(static_cast<size_t>(count));
+  std::iota(tokens.begin(), tokens.end(), 100);
+  return tokens;
+}
+
+TEST(BlendPieces, ADocumentBehindTheAnchorIsTheBeginningOfThePromptItself) {
+  const std::vector<PromptDocument> documents = {{10, 20}, {20, 30}};
+  EXPECT_EQ(CutPieces(documents, 100), (Pieces{{20, 30}}));
+  const std::vector<PromptDocument> without_anchor = {{0, 20}, {20, 30}};
+  EXPECT_EQ(CutPieces(without_anchor, 100), (Pieces{{0, 30}}));
+  EXPECT_EQ(CutPieces(std::vector<PromptDocument>{{10, 20}}, 100), Pieces{});
+}
+
+TEST(BlendPieces, WholeDocumentsShareAPieceAndLongOnesAreCut) {
+  const std::vector<PromptDocument> documents = {{5, 10}, {10, 40}, {45, 70}, {70, 90}, {90, 260}};
+  // Gaps go with the document before them.
+  EXPECT_EQ(CutPieces(documents, 60),
+            (Pieces{{10, 70}, {70, 90}, {90, 150}, {150, 210}, {210, 260}}));
+  EXPECT_EQ(CutPieces(documents, 1000), (Pieces{{10, 260}}));
+  EXPECT_EQ(CutPieces(documents, 35), (Pieces{{10, 45},
+                                              {45, 70},
+                                              {70, 90},
+                                              {90, 125},
+                                              {125, 160},
+                                              {160, 195},
+                                              {195, 230},
+                                              {230, 260}}));
+}
+
+TEST(BlendPieces, CostIsRowsTimesLayersOfAllLayers) {
+  const std::vector<PromptDocument> documents = {{0, 100}};
+  BlendOptions options;  // layer 1, 0.15
+  // 10 layers: 100 rows in two of them, 15 in eight.
+  EXPECT_EQ(PieceCost({0, 100}, documents, options, 10), (100 * 2 + 15 * 8) / 10);
+  options.link_tokens = 5;
+  EXPECT_EQ(PieceCost({0, 100}, documents, options, 10), (100 * 2 + 20 * 8) / 10);
+  // Rows of no document are computed in all layers.
+  EXPECT_EQ(PieceCost({0, 150}, documents, options, 10), (150 * 2 + 70 * 8) / 10);
+  options = {.check_layers = {1, 5}, .ratios = {0.5, 0.1}};
+  EXPECT_EQ(PieceCost({0, 100}, documents, options, 10), (100 * 2 + 50 * 4 + 10 * 4) / 10);
+  options = {.ratios = {1.0}};
+  EXPECT_EQ(PieceCost({0, 100}, documents, options, 10), 100);
+}
+
+TEST(BlendPlan, APieceIsEnteredWhereTheExactTokensEnd) {
+  const SamplingOptions options = Blending({{5, 10}, {10, 40}, {45, 70}});
+  const BlendPlan plan(Model(), Prompt(80), *options.blend, 40);
+  EXPECT_EQ(plan.begin(), 10);
+  BlendPlan::Found found;
+  EXPECT_FALSE(plan.FindPiece(9, &found));
+  ASSERT_TRUE(plan.FindPiece(10, &found));
+  EXPECT_EQ(found.rest, (BlendPiece{10, 45}));
+  ASSERT_TRUE(plan.FindPiece(44, &found));
+  EXPECT_EQ(found.rest, (BlendPiece{44, 45}));
+  ASSERT_TRUE(plan.FindPiece(45, &found));
+  EXPECT_EQ(found.index, 1U);
+  EXPECT_FALSE(plan.FindPiece(70, &found));
+  EXPECT_EQ(plan.NextBorder(0), 10);
+  EXPECT_EQ(plan.NextBorder(10), 45);
+  EXPECT_EQ(plan.NextBorder(69), 70);
+  EXPECT_EQ(plan.NextBorder(70), kExactForever);
+  // What is approximate goes on between pieces.
+  EXPECT_EQ(plan.BorderBefore(8), 8);
+  EXPECT_EQ(plan.BorderBefore(44), 10);
+  EXPECT_EQ(plan.BorderBefore(45), 45);
+  EXPECT_EQ(plan.BorderBefore(69), 45);
+  EXPECT_EQ(plan.BorderBefore(75), 75);
+}
+
+TEST(BlendPlan, ShortPromptsAreNotBlended) {
+  SamplingOptions options = Blending({{5, 10}, {10, 40}});
+  options.blend->options.min_tokens = 81;
+  const BlendPlan plan(Model(), Prompt(80), *options.blend, 40);
+  BlendPlan::Found found;
+  EXPECT_FALSE(plan.FindPiece(10, &found));
+  EXPECT_EQ(plan.begin(), 80);
+}
+
+TEST(BlendPlan, ADocumentIsKnownBehindItsAnchor) {
+  const std::vector<int32_t> prompt = Prompt(50);
+  const SamplingOptions behind = Blending({{3, 10}, {20, 24}});
+  const BlendPlan plan(Model(), prompt, *behind.blend, 40);
+  const BlendPlan::Chain chain = plan.ChainOf(prompt, behind.blend->documents[1]);
+  EXPECT_EQ(chain.tokens, (std::vector<int32_t>{100, 101, 102, 120, 121, 122, 123}));
+  EXPECT_EQ(chain.anchor_tokens, 3);
+  // Without an anchor it is the begin token, once.
+  const SamplingOptions first = Blending({{0, 2}, {2, 4}});
+  const BlendPlan bare(Model(), prompt, *first.blend, 40);
+  EXPECT_EQ(bare.ChainOf(prompt, first.blend->documents[1]).tokens,
+            (std::vector<int32_t>{7, 102, 103}));
+  const std::vector<int32_t> with_bos = {7, 1, 2, 3};
+  const BlendPlan::Chain own = bare.ChainOf(with_bos, {0, 2});
+  EXPECT_EQ(own.tokens, (std::vector<int32_t>{7, 1}));
+  EXPECT_EQ(own.anchor_tokens, 0);
+}
+
+TEST(BlendRecipe, TellsBlendsApartThatMayGiveOtherKV) {
+  const BlendRequest request{.documents = {{5, 10}, {10, 40}}};
+  const std::string recipe = BlendRecipe(request, 2048);
+  EXPECT_EQ(BlendRecipe(request, 2048), recipe);
+  EXPECT_NE(BlendRecipe(request, 1024), recipe);
+  const auto differs = [&](auto&& change) {
+    BlendRequest other = request;
+    change(other);
+    return BlendRecipe(other, 2048) != recipe;
+  };
+  EXPECT_TRUE(differs([](auto& r) { r.documents[1].end = 41; }));
+  EXPECT_TRUE(differs([](auto& r) { r.documents[1].ratio = 0.0; }));
+  EXPECT_TRUE(differs([](auto& r) { r.documents.pop_back(); }));
+  EXPECT_TRUE(differs([](auto& r) { r.options.ratios = {0.16}; }));
+  EXPECT_TRUE(differs([](auto& r) { r.options.check_layers = {2}; }));
+  EXPECT_TRUE(differs([](auto& r) { r.options.metric = DeviationMetric::kKL2; }));
+  EXPECT_TRUE(differs([](auto& r) { r.options.link_tokens = 0; }));
+  EXPECT_TRUE(differs([](auto& r) { r.options.min_tokens = 1; }));
+  EXPECT_TRUE(differs([](auto& r) { r.options.thresholds = {0.5F}; }));
+  // These give the same.
+  EXPECT_FALSE(differs([](auto& r) { r.options.thresholds = {0.0F}; }));
+  EXPECT_FALSE(differs([](auto& r) { r.options.force_last = false; }));
+}
+
+TEST(CheckBlend, NamesWhatIsWrong) {
+  const auto error = [](const SamplingOptions& options, const ModelInfo& model = Model(),
+                        int64_t piece_max = 2048) {
+    const Status status = CheckBlend(model, 50, options, piece_max);
+    EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+    return std::string(status.message());
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+  };
+  EXPECT_TRUE(CheckBlend(Model(), 50, Blending({{5, 10}, {10, 50}}), 2048).ok());
+  EXPECT_TRUE(CheckBlend(Model(), 50, SamplingOptions(), 0).ok()) << "exact requests need nothing";
+  EXPECT_TRUE(has(error(Blending({})), "documents: there are none"));
+  EXPECT_TRUE(
+      has(error(Blending({{5, 10}, {9, 12}})), "documents[1]: [9, 12) begins before token 10"));
+  EXPECT_TRUE(has(error(Blending({{20, 30}, {5, 10}})), "documents[1]"));
+  EXPECT_TRUE(has(error(Blending({{5, 5}})), "[5, 5) is empty"));
+  EXPECT_TRUE(has(error(Blending({{5, 51}})), "ends behind the prompt, which has 50 tokens"));
+  EXPECT_TRUE(has(error(Blending({{5, 10, 1.5}})), "documents[0].ratio"));
+  SamplingOptions options = Blending({{5, 10}});
+  options.blend->options.check_layers = {1, 3};
+  options.blend->options.ratios = {0.1, 0.2};
+  EXPECT_TRUE(has(error(options), "blend.options"));
+  options.blend->options.check_layers = {10};
+  options.blend->options.ratios = {0.1};
+  EXPECT_TRUE(has(error(options), "10")) << "a layer that the model lacks";
+  options = Blending({{5, 10}});
+  EXPECT_TRUE(has(error(options, Model(), 0), "blend_piece is 0"));
+  options.window = 20;
+  EXPECT_TRUE(has(error(options), "window is 20"));
+  ModelInfo hybrid = Model();
+  hybrid.recurrent_layers.resize(1);
+  EXPECT_TRUE(has(error(Blending({{5, 10}}), hybrid), "recurrent"));
+}
+
+}  // namespace
+}  // namespace quire

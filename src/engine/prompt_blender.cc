@@ -1,0 +1,197 @@
+#include "engine/prompt_blender.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "base/check.h"
+
+namespace quire {
+namespace {
+
+// Fewer tokens are computed along with any step; to move them costs more than it saves.
+constexpr int64_t kMovedTokensMin = 16;
+
+int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
+  int64_t window = std::numeric_limits<int64_t>::max();
+  for (const AttentionLayerSpec& layer : layers) {
+    if (layer.window > 0) window = std::min(window, layer.window);
+  }
+  return window;
+}
+
+}  // namespace
+
+// What is known of the movable documents in the piece. A document is known as far as a sequence
+// with its anchor goes; where layers have windows, what they still see at its end.
+std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& request,
+                                                           const BlendPiece& piece) {
+  std::vector<MovedPiece::Part> parts;
+  if (request.restarted) return parts;
+  const auto prompt = request.prompt_of(request.samples.front());
+  const int64_t window = SmallestWindow(parts_.state.attention()->options().layers);
+  for (const PromptDocument& document : MovableDocuments(request.blend->documents())) {
+    if (document.end <= piece.begin || document.begin >= piece.end) continue;
+    const BlendPlan::Chain chain = request.blend->ChainOf(prompt, document);
+    PrefixSpace space = request.space.exact();
+    PrefixMatch match = parts_.finder->FindExact(chain.tokens, space);
+    bool long_factors = space.long_rope;
+    if (HasLongSet(model().rope.scaling)) {
+      space.long_rope = !space.long_rope;
+      const PrefixMatch other = parts_.finder->FindExact(chain.tokens, space);
+      if (other.length > match.length) match = other, long_factors = space.long_rope;
+    }
+    parts_.prefix_cache->Touch(match.sequence_id);
+    const int64_t held = window > match.length ? 0 : match.length - (window - 1);
+    const int64_t known_begin = document.begin + std::max<int64_t>(0, held - chain.anchor_tokens);
+    const int64_t known_end = document.begin + match.length - chain.anchor_tokens;
+    const int64_t begin = std::max(piece.begin, known_begin);
+    const int64_t end = std::min(piece.end, known_end);
+    if (begin >= end) continue;
+    parts.push_back({.rows = {begin - piece.begin, end - piece.begin},
+                     .seq_id = match.sequence_id,
+                     .from = chain.anchor_tokens + begin - document.begin,
+                     .long_factors = long_factors});
+  }
+  int64_t tokens = 0;
+  for (const MovedPiece::Part& part : parts) tokens += part.rows.count();
+  if (tokens < kMovedTokensMin) parts.clear();
+  return parts;
+}
+
+void PromptBlender::Touch(const Request& request) {
+  if (request.blend != nullptr) FindDocuments(request, {0, request.prompt_tokens});
+}
+
+std::optional<BlendPlan::Found> PromptBlender::PieceAt(const Request& request, int64_t length) {
+  BlendPlan::Found found;
+  if (request.blend == nullptr || !request.blend->FindPiece(length, &found)) return {};
+  if (FindDocuments(request, found.rest).empty()) return {};
+  return found;
+}
+
+// ---- Learning
+
+// With the factors of a prompt of this length, as any other request would compute it.
+PrefixSpace PromptBlender::LearnerSpace(const Request& request,
+                                        std::span<const int32_t> chain) const {
+  PrefixSpace space = request.space.exact();
+  space.long_rope = NeedsLongRope(model(), std::ssize(chain));
+  return space;
+}
+
+// A prompt of its own for each document that is not known: its KV is computed behind the anchor, or
+// comes from the store, and is kept and stored like that of any prompt.
+std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request) {
+  std::vector<std::unique_ptr<Request>> learners;
+  const auto knows = [&](std::span<const int32_t> chain) {
+    const PrefixMatch match = parts_.finder->FindExact(chain, LearnerSpace(request, chain));
+    return match.length >= std::ssize(chain) - 1;
+  };
+  const auto prompt = request.prompt_of(request.samples.front());
+  for (const std::vector<int32_t>& chain : request.blend->Unknown(prompt, knows)) {
+    SamplingOptions options{.max_tokens = 0,
+                            .cache_salt = request.space.salt,
+                            .turn_group = request.options.turn_group,
+                            .turn_weight = request.options.turn_weight};
+    const bool fits = parts_.limits->CheckFits(std::ssize(chain), options).ok();
+    if (!fits) continue;  // with the begin token it is one too many: it is computed in its place
+    auto learner = std::make_unique<Request>(next_learner_id_--, chain, std::move(options));
+    learner->submitted_ns = request.submitted_ns;
+    learner->space = LearnerSpace(request, chain);
+    learner->learns_for = request.id;
+    learners.push_back(std::move(learner));
+  }
+  return learners;
+}
+
+void PromptBlender::Add(std::unique_ptr<Request> request) {
+  std::vector<std::unique_ptr<Request>> learners = MakeLearners(*request);
+  for (const auto& learner : learners) request->learners.push_back(learner->id);
+  const std::vector<int64_t> ids = request->learners;
+  try {
+    for (auto& learner : learners) parts_.requests->Add(std::move(learner));
+    parts_.requests->Add(std::move(request));
+  } catch (...) {  // without memory nothing has changed
+    for (const int64_t id : ids) {
+      if (const Request* const added = parts_.requests->Find(id)) parts_.requests->Erase(added);
+    }
+    throw;
+  }
+}
+
+void PromptBlender::NoteLearnt(const Request& learner) noexcept {
+  Request* const request = parts_.requests->Find(learner.learns_for);
+  if (request == nullptr) return;
+  request->learned_tokens += learner.prompt_tokens - learner.cached.total();
+}
+
+// ---- Forwards
+
+Result<PromptBlender::OpenPieces> PromptBlender::Open(std::span<const Work> works) {
+  OpenPieces pieces;
+  for (const Work& work : works) {
+    const BlendPiece& range = work.piece.rest;
+    const int64_t begin_ns = parts_.clock->SteadyNs();
+    AttentionKVCache& cache = *parts_.state.attention();
+    auto rows = std::make_unique<MovedPiece>(cache.options(), range.begin, range.count(),
+                                             work.request->space.long_rope);
+    for (const MovedPiece::Part& part : FindDocuments(*work.request, range)) {
+      const Status taken = rows->Take(cache, part);
+      if (!taken.ok() && taken.code() != StatusCode::kNotFound) return taken;
+    }
+    if (rows->moved_count() == 0) continue;
+    auto hook = std::make_unique<BlendHook>(
+        BlendHook::Parts{.piece = rows.get(),
+                         .options = &work.request->blend->options(),
+                         .documents = work.request->blend->documents(),
+                         .range = range,
+                         .ends_prompt = range.end == work.request->prompt_tokens,
+                         .move_ns = parts_.clock->SteadyNs() - begin_ns,
+                         .clock = parts_.clock});
+    pieces.push_back({work, std::move(rows), std::move(hook)});
+  }
+  return pieces;
+}
+
+Status PromptBlender::Begin(std::span<const int64_t> sequence_ids, std::span<const int64_t> lengths,
+                            std::span<const LayerLoad> loads, const OpenPieces& pieces) const {
+  if (!pieces.empty()) {
+    std::vector<BlendMember> members;
+    for (const OpenPiece& piece : pieces) {
+      members.push_back({.seq_id = piece.work.sample->sequence_id,
+                         .hook = piece.hook.get(),
+                         .source = piece.rows.get(),
+                         .check_layers = piece.work.request->blend->options().check_layers});
+    }
+    return parts_.state.attention()->BeginBlendingForward(sequence_ids, lengths, loads, members);
+  }
+  if (!loads.empty()) return parts_.state.BeginLoadingForward(sequence_ids, lengths, loads);
+  return parts_.state.kv().BeginForward(sequence_ids, lengths);
+}
+
+// Rows of the piece before the first one that was left as it was moved are exact, too; but what
+// others find of this prompt, and so how they are blended, must not depend on which rows this
+// request selected.
+int64_t PromptBlender::ExactEnd(const Sample& sample, const OpenPieces& pieces) {
+  for (const OpenPiece& piece : pieces) {
+    if (piece.work.sample == &sample && piece.hook->counts().any_left())
+      return piece.work.piece.rest.begin;
+  }
+  return kExactForever;
+}
+
+void PromptBlender::Commit(const OpenPieces& pieces, EngineStats* counters) noexcept {
+  for (const OpenPiece& piece : pieces) {
+    Request& request = *piece.work.request;
+    Sample& sample = *piece.work.sample;
+    const PieceCounts& counts = piece.hook->counts();
+    sample.approximate_from = std::min(sample.approximate_from, ExactEnd(sample, pieces));
+    request.approximate |= counts.any_left();
+    request.blend->NotePiece(piece.work.piece.index, counts);
+    counters->blend_moved_tokens += counts.moved;
+    counters->blend_recomputed_tokens += counts.recomputed;
+  }
+}
+
+}  // namespace quire
