@@ -7,8 +7,8 @@
 //   QUIRE_RETURN_IF_ERROR(ScatterBlocks(section, keys, std::array<int64_t, 2>{7, 3}));
 //
 // Bytes are copied as they are. Every block and every length is checked before the first byte
-// moves: a call that fails has changed nothing. All functions may be called from any thread; who
-// else uses the blocks meanwhile is the caller's concern.
+// moves: a call that fails has changed nothing. All functions may be called from any thread; that
+// nothing else uses the blocks meanwhile is the caller's concern.
 #ifndef QUIRE_CHUNK_BLOCKS_H_
 #define QUIRE_CHUNK_BLOCKS_H_
 

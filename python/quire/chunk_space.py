@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockMemory", "ChunkFetch", "ChunkSpace", "SectionName"]
 
+#: Token ids, [n]; arrays of int32 or int64 are read as they are.
+Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
 #: A section of a chunk: its kind and its layer.
 SectionName: TypeAlias = "tuple[Literal['key', 'value', 'latent'], int]"
 
@@ -232,12 +234,12 @@ class ChunkSpace(_ffi.Owner):
         self.fingerprint: str = str(self._handle.fingerprint())
         self.chunk_tokens: int = int(self._handle.chunk_tokens())
 
-    def keys(self, tokens: Sequence[int], *, extras: Iterable[bytes] = ()) -> list[str]:
+    def keys(self, tokens: Tokens, *, extras: Iterable[bytes] = ()) -> list[str]:
         """Keys of the whole chunks of a prompt, stored or not, for :meth:`ChunkStore.pin` and
         others."""
         return [str(key) for key in self._handle.keys(token_ids(tokens), _extras(extras))]
 
-    def known_prefix(self, tokens: Sequence[int], *, extras: Iterable[bytes] = ()) -> int:
+    def known_prefix(self, tokens: Tokens, *, extras: Iterable[bytes] = ()) -> int:
         """How many leading chunks are stored, as far as that is known without asking the folder or
         Redis.
 
@@ -246,14 +248,14 @@ class ChunkSpace(_ffi.Owner):
         """
         return int(self._handle.known_prefix(token_ids(tokens), _extras(extras)))
 
-    def wanted(self, tokens: Sequence[int], *, extras: Iterable[bytes] = ()) -> list[bool]:
+    def wanted(self, tokens: Tokens, *, extras: Iterable[bytes] = ()) -> list[bool]:
         """For each whole chunk, whether the store does not have it, as far as that is known without
         asking the folder or Redis."""
         return [bool(each) for each in self._handle.wanted(token_ids(tokens), _extras(extras))]
 
     def fetch(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         *,
         first_chunk: int = 0,
         timeout: float | None = None,
@@ -289,7 +291,7 @@ class ChunkSpace(_ffi.Owner):
     def put(
         self,
         index: int,
-        tokens: Sequence[int],
+        tokens: Tokens,
         sections: Mapping[SectionName, Any] | None = None,
         *,
         memory: BlockMemory | None = None,

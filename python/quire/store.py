@@ -375,6 +375,7 @@ class ChunkStore(_ffi.ClosingOwner):
             BadArgumentError, CorruptError: a field lacks or is not what the page says.
             IoError: the folder cannot take the passport.
         """
+        self._handle.statistics()  # raises after an internal error
         return ChunkSpace(self, passport, _salt(salt))
 
     def known_prefix(

@@ -256,7 +256,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "set_priority": _Call((["0" * 64], 100)),
         "set_quota": _Call((_PASSPORT,)),
         "set_ttl": _Call((["0" * 64], 1.0)),
-        "space": _Call((_SPACE_PASSPORT,), failed="Ok"),
+        "space": _Call((_SPACE_PASSPORT,)),
         "statistics": _OK,
         "take_events": _OK,
         "tiers": _OK,
