@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from quire.packing import pack_model
     from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
     from quire.rnn_state import RNNState, StateSpec
+    from quire.chunk_space import BlockMemory, ChunkFetch, ChunkSpace
     from quire.store import ChunkStore, Passport, chunk_keys
     from quire.transfer import (
         LocalChannel,
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULE_OF = {
+    "BlockMemory": "quire.chunk_space",
+    "ChunkFetch": "quire.chunk_space",
+    "ChunkSpace": "quire.chunk_space",
     "ChunkStore": "quire.store",
     "CompositeState": "quire.composite_state",
     "Engine": "quire.engine",
@@ -130,6 +134,9 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "BlockMemory",
+    "ChunkFetch",
+    "ChunkSpace",
     "ChunkStore",
     "CompositeState",
     "Engine",

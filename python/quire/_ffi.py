@@ -183,6 +183,21 @@ class ChunkStoreHandle(tvm_ffi.Object):
     """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
 
 
+@_register("quire.BlockMemory")
+class BlockMemoryHandle(tvm_ffi.Object):
+    """The C++ object behind quire.BlockMemory; constructor and methods come from the library."""
+
+
+@_register("quire.ChunkSpace")
+class ChunkSpaceHandle(tvm_ffi.Object):
+    """The C++ object behind quire.ChunkSpace; constructor and methods come from the library."""
+
+
+@_register("quire.ChunkFetch")
+class ChunkFetchHandle(tvm_ffi.Object):
+    """The C++ object behind quire.ChunkFetch; its methods come from the library."""
+
+
 def new(handle: type[_Handle], *arguments: Any) -> Any:
     """A C++ object of the class, made by its constructor."""
     return _counted(lambda: handle(*arguments))()

@@ -19,7 +19,7 @@ import dataclasses
 import json
 import builtins
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -28,6 +28,7 @@ import numpy as np
 from quire import _ffi, errors, redis_url
 from quire._arrays import int_list
 from quire._numbers import checked_fields, int64, milliseconds, text
+from quire.chunk_space import ChunkSpace
 from quire.identity import model_identity
 
 __all__ = [
@@ -265,7 +266,8 @@ class ChunkStore(_ffi.ClosingOwner):
                         "redis_ttl_ms": milliseconds(redis_ttl, "redis_ttl", most=_TTL_MAX),
                         "redis_tls": redis_tls or place.tls,
                         "redis_tls_ca_file": os.fspath(redis_tls_ca_file) or place.tls_ca_file,
-                        "redis_tls_cert_file": os.fspath(redis_tls_cert_file) or place.tls_cert_file,
+                        "redis_tls_cert_file": os.fspath(redis_tls_cert_file)
+                        or place.tls_cert_file,
                         "redis_tls_key_file": os.fspath(redis_tls_key_file) or place.tls_key_file,
                         "redis_tls_server_name": redis_tls_server_name or place.tls_server_name,
                         "redis_tls_verify": redis_tls_verify and place.tls_verify,
@@ -277,7 +279,7 @@ class ChunkStore(_ffi.ClosingOwner):
                         "pin_timeout_ms": milliseconds(pin_timeout, "pin_timeout"),
                         **options,
                     }
-                )
+                ),
             )
         )
 
@@ -359,6 +361,22 @@ class ChunkStore(_ffi.ClosingOwner):
         )
 
     # ---- Prompts
+
+    def space(self, passport: Mapping[str, Any], *, salt: str | bytes = b"") -> ChunkSpace:
+        """The chunks of one passport and salt, for an engine that is not Quire's.
+
+        passport: what decides whether two engines may share KV, with the names of
+        docs/formats/chunk.md: "model", "revision", "block" (tokens of a chunk), "layers" ([first,
+        behind the last]), "kind", "dtype", "kv_heads", "head_dim", "v_head_dim", "rope", "quant",
+        "numerics", "adapter"; "layout" names the order of the bytes where it is not Quire's own,
+        "shard" the part that this engine has.
+
+        Raises:
+            BadArgumentError, CorruptError: a field lacks or is not what the page says.
+            IoError: the folder cannot take the passport.
+        """
+        self._handle.statistics()  # raises after an internal error
+        return ChunkSpace(self, passport, _salt(salt))
 
     def known_prefix(
         self, passport: Passport, tokens: Sequence[int], *, cache_salt: str | bytes = b""

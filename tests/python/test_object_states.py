@@ -23,6 +23,17 @@ _ONE = np.zeros((1, 1), np.float32)
 _IDENTITY = {"model": "m", "revision": "r"}
 _NO_MAP: list[Any] = []
 _MAP = quire.ReceiveMap(epoch=1, slots=(0, 1), first_position=0, count=1, kv_heads=(1,), layout=0)
+_SPACE_PASSPORT = {
+    "model": "m",
+    "revision": "r",
+    "block": 2,
+    "layers": [0, 1],
+    "kind": "latent",
+    "dtype": "u8",
+    "kv_heads": 1,
+    "head_dim": 8,
+}
+_BLOCKS = quire.BlockMemory({("latent", 0): np.zeros((2, 16), np.uint8)})
 _PASSPORT = quire.Passport("0" * 64, "m", "r", "", "", "", chunk_tokens=16)
 
 
@@ -245,12 +256,36 @@ TABLES: dict[str, dict[str, _Call]] = {
         "set_priority": _Call((["0" * 64], 100)),
         "set_quota": _Call((_PASSPORT,)),
         "set_ttl": _Call((["0" * 64], 1.0)),
+        "space": _Call((_SPACE_PASSPORT,)),
         "statistics": _OK,
         "take_events": _OK,
         "tiers": _OK,
         "touch": _Call((["0" * 64],)),
         "unpin": _Call((["0" * 64],)),
         "verify": _Call(("disk",)),
+    },
+    "ChunkSpace": {
+        "close": _FIXED,
+        "fetch": _Call(([1, 2],)),
+        "keys": _Call(([1, 2],)),
+        "known_prefix": _Call(([1, 2],)),
+        "put": _Call((0, [1, 2], {("latent", 0): np.zeros((2, 8), np.uint8)})),
+        "wanted": _Call(([1, 2],)),
+    },
+    "ChunkFetch": {
+        "cancel": _OK,
+        "chunk_count": _OK,
+        "close": _FIXED,
+        "done": _OK,
+        "found": _OK,
+        "located": _OK,
+        "miss": _OK,
+        "ready": _OK,
+        "scatter": _Call((0, _BLOCKS, [0, 1]), open="BadArgument"),
+        "section": _Call((0, "latent", 0), open="BadArgument"),
+        "tier": _Call((0,), open="BadArgument"),
+        "wait": _Call((1.0,)),
+        "wait_layer": _Call((0, 1.0)),
     },
     "TransferListener": {
         "accept": _Call((0.0,), open="Timeout"),
@@ -305,6 +340,9 @@ class _Objects:
         self._tiny = tiny
         self._folder = folder
 
+    def _space(self) -> quire.ChunkSpace:
+        return quire.ChunkStore(ram_bytes=1 << 20).space(_SPACE_PASSPORT)
+
     def make(self, name: str) -> Any:
         makers: dict[str, Callable[[], Any]] = {
             "KVCache": _kv_cache,
@@ -316,6 +354,8 @@ class _Objects:
             "LookupBuffer": lambda: quire.LookupBuffer(1 << 16),
             "StoreBuffer": lambda: quire.StoreBuffer(1 << 16),
             "ChunkStore": lambda: quire.ChunkStore(self._folder),
+            "ChunkSpace": lambda: self._space(),
+            "ChunkFetch": lambda: self._space().fetch([1, 2]),
             "TransferListener": lambda: quire.TransferListener("127.0.0.1:0", _kv_cache()),
             "TransferPeer": _peer,
             "Engine": lambda: quire.Engine(self._tiny.directory, threads=1),
@@ -333,7 +373,7 @@ def _members(cls: type) -> set[str]:
 
 
 def _end(owner: Any, name: str, call: _Call) -> str:
-    """"Ok" or the code of the error. Any other exception is the test's failure."""
+    """ "Ok" or the code of the error. Any other exception is the test's failure."""
     try:
         if isinstance(inspect.getattr_static(type(owner), name), property):
             getattr(owner, name)

@@ -1,0 +1,87 @@
+"""What vLLM's KV is of: the passport of its blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire import errors
+from quire.identity import model_identity
+
+__all__ = ["layer_order", "passport_of"]
+
+
+def layer_order(names: Sequence[str]) -> list[str]:
+    """Layers in the order of the numbers in their names."""
+
+    def numbers(name: str) -> tuple[list[int], str]:
+        return [int(part) for part in re.findall(r"\d+", name)], name
+
+    return sorted(names, key=numbers)
+
+
+def _model_folder(model: str, revision: str | None) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def weights_identity(model_config: Any) -> dict[str, str]:
+    """Digests of the model's files, which are read once and then kept."""
+    folder = _model_folder(model_config.model, getattr(model_config, "revision", None))
+    if not any(folder.glob("*.safetensors")):
+        raise errors.BadArgumentError(
+            f"QuireConnector: {folder} has no *.safetensors, so its weights cannot be told from "
+            "others; convert the model"
+        )
+    return model_identity(folder)
+
+
+def _layout(vllm_config: Any, block_size: int) -> tuple[str, str]:
+    """The order of the bytes within a block, and what computed them. K and V lie in an order that
+    the attention kernel chose, so blocks of another kernel or size are not these."""
+    import torch
+    import vllm
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    capability = str(torch.backends.cpu.get_cpu_capability()).lower().replace(" ", "_")
+    tiles = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+    kernel = f"cpu/{capability}{'+amx' if tiles else ''}"
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    numerics = "/".join(
+        str(part)
+        for part in (
+            "vllm", vllm.__version__, kernel, str(model.dtype).removeprefix("torch."),
+            cache.cache_dtype, model.quantization or "none", getattr(backend, "name", "auto"),
+        )
+    )  # fmt: skip
+    return f"vllm/{vllm.__version__}/{kernel}/{block_size}", numerics
+
+
+def passport_of(
+    vllm_config: Any, page_bytes: int, layer_count: int, chunk_tokens: int
+) -> dict[str, Any]:
+    """The passport of chunks whose sections are vLLM's pages, one per layer, as bytes."""
+    block_size = vllm_config.cache_config.block_size
+    if page_bytes % block_size:
+        raise errors.BadArgumentError(
+            f"QuireConnector: a page of {page_bytes} bytes is not whole bytes per token"
+        )
+    identity = weights_identity(vllm_config.model_config)
+    layout, numerics = _layout(vllm_config, block_size)
+    return {
+        "model": identity["model"],
+        "revision": identity["revision"],
+        "layout": layout,
+        "numerics": numerics,
+        "block": chunk_tokens,
+        "layers": [0, layer_count],
+        "kind": "latent",
+        "dtype": "u8",
+        "kv_heads": 1,
+        "head_dim": page_bytes // block_size,
+    }
