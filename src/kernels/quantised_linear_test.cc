@@ -80,14 +80,14 @@ std::vector<float> RunKernel(const Backend& backend, const Case& c, const Data& 
   PackQuantised(c.format, data.weights.data(), c.n, c.k, 0, packed.data(), runner);
   const HostMemory scratch = DirtyMemory(backend.quantised_scratch_bytes(c.rows, c.k));
   std::vector<float> y(static_cast<size_t>(c.rows * c.n), kNaN);
-  const QuantisedLinearArgs args{
-      .w = {c.format, c.n, c.k, packed.data(), c.bias ? data.bias.data() : nullptr},
-      .row_count = c.rows,
-      .x = data.x.data(),
-      .x_stride = c.k,
-      .y = y.data(),
-      .y_stride = c.n,
-      .scratch = scratch.data()};
+  const QuantisedLinear w{c.format, c.n, c.k, packed.data(), c.bias ? data.bias.data() : nullptr};
+  const QuantisedLinearArgs args{.parts = {&w, 1},
+                                 .row_count = c.rows,
+                                 .x = data.x.data(),
+                                 .x_stride = c.k,
+                                 .y = y.data(),
+                                 .y_stride = c.n,
+                                 .scratch = scratch.data()};
   backend.quantised_linear(args, runner);
   return y;
 }
@@ -207,7 +207,8 @@ TEST_P(QuantisedLinearTest, AccumulatesTheFinishedOutputOnce) {
   const HostMemory scratch = DirtyMemory(backend().quantised_scratch_bytes(c.rows, c.k));
   constexpr int64_t kStride = 30;
   std::vector<float> y(c.rows * kStride, 0.25F);
-  backend().quantised_linear({.w = {c.format, c.n, c.k, packed.data(), data.bias.data()},
+  const QuantisedLinear w{c.format, c.n, c.k, packed.data(), data.bias.data()};
+  backend().quantised_linear({.parts = {&w, 1},
                               .row_count = c.rows,
                               .x = data.x.data(),
                               .x_stride = c.k,

@@ -122,19 +122,23 @@ Byte* StripAt(Byte* packed, WeightFormat format, int64_t k, int64_t row) {
   return packed + row / kStripOutputs * StripBytes(format, k);
 }
 
+// The run that holds a group.
 template <typename Byte>
-Byte* GroupCodesAt(Byte* strip, WeightFormat format, int64_t group) {
-  return strip + group * GroupCodeBytes(format);
-}
-template <typename Byte>
-Byte* GroupScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t group) {
-  return strip + StripCodeBytes(format, k) + group * GroupScaleBytes(format);
-}
-template <typename Byte>
-Byte* SuperScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t super) {
-  return strip + StripCodeBytes(format, k) + StripScaleBytes(format, k) +
-         super * SuperScaleBytes(format);
-}
+struct Run {
+  Run(Byte* strip, WeightFormat format, int64_t k, int64_t group)
+      : codes(strip + group / kSuperGroups * RunBytes(format, kSuperGroups)) {
+    const int64_t first = group / kSuperGroups * kSuperGroups;
+    const int64_t groups = std::min(kSuperGroups, k / kQuantGroup - first);
+    scales = codes + groups * GroupCodeBytes(format);
+    supers = scales + groups * GroupScaleBytes(format);
+    codes += (group - first) * GroupCodeBytes(format);
+    scales += (group - first) * GroupScaleBytes(format);
+  }
+
+  Byte* codes;   // of the group
+  Byte* scales;  // of the group
+  Byte* supers;  // of all
+};
 
 // Four inputs of one output lie side by side, then those of the next output.
 constexpr int64_t PlaceOf(int64_t input, int64_t output) {
@@ -181,8 +185,9 @@ void PackBlock(WeightFormat format, const BlockParts& parts, int64_t k, int64_t 
   const int64_t groups = BlockInputs(format) / kQuantGroup;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t group = block * groups + g;
-    PackCodes(format, parts.codes + g * kQuantGroup, output, GroupCodesAt(strip, format, group));
-    std::byte* const scales = GroupScalesAt(strip, format, k, group);
+    const Run<std::byte> run(strip, format, k, group);
+    PackCodes(format, parts.codes + g * kQuantGroup, output, run.codes);
+    std::byte* const scales = run.scales;
     if (HasSupers(format)) {
       scales[output] = static_cast<std::byte>(parts.scales[g][0]);
       scales[kStripOutputs + output] = static_cast<std::byte>(parts.scales[g][1]);
@@ -194,7 +199,7 @@ void PackBlock(WeightFormat format, const BlockParts& parts, int64_t k, int64_t 
     }
   }
   if (!HasSupers(format)) return;
-  std::byte* const supers = SuperScalesAt(strip, format, k, block);
+  std::byte* const supers = Run<std::byte>(strip, format, k, block * groups).supers;
   std::memcpy(supers + 2 * output, &parts.d, 2);
   if (format == WeightFormat::kQ4_K) {
     std::memcpy(supers + 2 * (kStripOutputs + output), &parts.m, 2);
@@ -206,8 +211,9 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t k, int64_t
   const int64_t groups = BlockInputs(format) / kQuantGroup;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t group = block * groups + g;
-    UnpackCodes(format, GroupCodesAt(strip, format, group), output, parts->codes + g * kQuantGroup);
-    const std::byte* const scales = GroupScalesAt(strip, format, k, group);
+    const Run<const std::byte> run(strip, format, k, group);
+    UnpackCodes(format, run.codes, output, parts->codes + g * kQuantGroup);
+    const std::byte* const scales = run.scales;
     if (HasSupers(format)) {
       parts->scales[g][0] = static_cast<uint8_t>(scales[output]);
       parts->scales[g][1] = static_cast<uint8_t>(scales[kStripOutputs + output]);
@@ -219,7 +225,7 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t k, int64_t
     }
   }
   if (!HasSupers(format)) return;
-  const std::byte* const supers = SuperScalesAt(strip, format, k, block);
+  const std::byte* const supers = Run<const std::byte>(strip, format, k, block * groups).supers;
   std::memcpy(&parts->d, supers + 2 * output, 2);
   if (format == WeightFormat::kQ4_K) {
     std::memcpy(&parts->m, supers + 2 * (kStripOutputs + output), 2);

@@ -46,8 +46,9 @@ void DequantiseRow(WeightFormat format, const std::byte* row, int64_t k, float* 
 inline constexpr int64_t kQuantGroup = 32;
 inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 
-// A strip is 16 outputs, whose bytes lie side by side; outputs from n on are zeros. A strip has
-// three parts, each with its groups (blocks) in order:
+// A strip is 16 outputs, whose bytes lie side by side; outputs from n on are zeros. It is a
+// sequence of runs of 8 groups (the last may have fewer), so that a kernel reads one stream of
+// memory. A run:
 //   codes, per group:
 //     kQ8_0: [8][16 outputs][4 inputs] int8
 //     4 bits: [4][16 outputs][4], the low half of a byte input 4 i + j, the high half 16 + 4 i + j
@@ -55,7 +56,8 @@ inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 //            of input 16 i + 4 b + j
 //   scales, per group: float16 d[16]; kQ4_1: and m[16]; kQ4_K: uint8 s[16], t[16]; kQ6_K: int8
 //     s[2][16]
-//   scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16 d[16]
+//   scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16 d[16], 32 zeros, so that
+//     runs begin with a cache line
 inline constexpr int64_t kStripOutputs = 16;
 
 constexpr int64_t GroupCodeBytes(WeightFormat format) {
@@ -65,17 +67,16 @@ constexpr int64_t GroupScaleBytes(WeightFormat format) {
   return format == WeightFormat::kQ4_1 ? 64 : 32;
 }
 constexpr int64_t SuperScaleBytes(WeightFormat format) {
-  return format == WeightFormat::kQ4_K ? 64 : format == WeightFormat::kQ6_K ? 32 : 0;
+  return format == WeightFormat::kQ4_K || format == WeightFormat::kQ6_K ? 64 : 0;
 }
-constexpr int64_t StripCodeBytes(WeightFormat format, int64_t k) {
-  return k / kQuantGroup * GroupCodeBytes(format);
-}
-constexpr int64_t StripScaleBytes(WeightFormat format, int64_t k) {
-  return k / kQuantGroup * GroupScaleBytes(format);
+constexpr int64_t RunBytes(WeightFormat format, int64_t groups) {
+  return groups * (GroupCodeBytes(format) + GroupScaleBytes(format)) + SuperScaleBytes(format);
 }
 constexpr int64_t StripBytes(WeightFormat format, int64_t k) {
-  const int64_t bytes = StripCodeBytes(format, k) + StripScaleBytes(format, k) +
-                        k / (kQuantGroup * kSuperGroups) * SuperScaleBytes(format);
+  const int64_t groups = k / kQuantGroup;
+  const int64_t rest = groups % kSuperGroups;
+  const int64_t bytes = groups / kSuperGroups * RunBytes(format, kSuperGroups) +
+                        (rest > 0 ? RunBytes(format, rest) : 0);
   return (bytes + 63) / 64 * 64;
 }
 constexpr int64_t Strips(int64_t n) { return (n + kStripOutputs - 1) / kStripOutputs; }
