@@ -284,8 +284,9 @@ struct QuantisedTile {
   const RowGroup* groups;
   int64_t code_stride;
   int64_t group_count;
-  bool streams;  // weights are read once: they are asked for ahead
-  float* sums;   // [row][16]
+  bool streams;  // weights come from memory: they are asked for ahead
+  StreamPrefetch prefetch;
+  float* sums;  // [row][16]
 };
 
 template <int kRows>
@@ -487,32 +488,47 @@ struct Q6KWeights {
   }
 };
 
+// Asks for what comes some steps behind `at`.
+QUIRE_INLINE void FetchAhead(const std::byte* at, int64_t bytes, const StreamPrefetch& prefetch) {
+  const char* const ahead = reinterpret_cast<const char*>(at) + prefetch.bytes_ahead;
+  if (prefetch.into_l1) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line, 0, 3);
+  } else {
+    for (int64_t line = 0; line < bytes; line += 64) PrefetchL2(ahead + line);
+  }
+}
+
+// Both groups of a pair, or the first alone.
 template <class W, int kRows>
-static void RunQuantisedTile(const QuantisedTile& tile) {
+QUIRE_INLINE void AddPairOfGroups(const QuantisedTile& tile, int64_t index, const std::byte* pair,
+                                  const std::byte* supers, Chains<kRows>* chains) {
   constexpr int64_t kCodeBytes = GroupCodeBytes(W::kFormat);
   constexpr int64_t kScaleBytes = GroupScaleBytes(W::kFormat);
-  // What a group's part of a run has in cache lines, rounded up.
-  constexpr int64_t kAheadBytes =
-      (RunBytes(W::kFormat, kSuperGroups) / kSuperGroups + 63) / 64 * 64;
+  const std::byte* const codes = pair + 2 * kScaleBytes;
+  const auto* const scales_of_block = reinterpret_cast<const uint16_t*>(supers);
+  W::template Add<kRows>(tile, {index, codes, pair, scales_of_block}, chains);
+  if (index + 1 == tile.group_count) return;
+  W::template Add<kRows>(tile, {index + 1, codes + kCodeBytes, pair + kScaleBytes, scales_of_block},
+                         chains);
+}
+
+template <class W, int kRows>
+static void RunQuantisedTile(const QuantisedTile& tile) {
+  constexpr int64_t kPairBytes = PairBytes(W::kFormat);
+  constexpr int64_t kSuperBytes = SuperScaleBytes(W::kFormat);
   Chains<kRows> chains;
   QUIRE_UNROLL
   for (int r = 0; r < kRows; ++r) chains.sum[r] = Zero();
-  const std::byte* run = tile.strip;
-  for (int64_t first = 0; first < tile.group_count; first += kSuperGroups) {
-    const int64_t left = tile.group_count - first;
-    const int64_t groups = left < kSuperGroups ? left : kSuperGroups;
-    const std::byte* const scales = run + groups * kCodeBytes;
-    const auto* const supers = reinterpret_cast<const uint16_t*>(scales + groups * kScaleBytes);
-    for (int64_t g = 0; g < groups; ++g) {
-      if (tile.streams) {
-        const char* const ahead =
-            reinterpret_cast<const char*>(run) + kStreamAhead + g * kAheadBytes;
-        for (int64_t line = 0; line < kAheadBytes; line += 64) PrefetchL2(ahead + line);
-      }
-      const WeightGroup group{first + g, run + g * kCodeBytes, scales + g * kScaleBytes, supers};
-      W::template Add<kRows>(tile, group, &chains);
+  const std::byte* at = tile.strip;
+  const std::byte* supers = at;
+  for (int64_t index = 0; index < tile.group_count; index += 2) {
+    if (kSuperBytes > 0 && index % kSuperGroups == 0) {
+      supers = at;
+      at += kSuperBytes;
     }
-    run += RunBytes(W::kFormat, kSuperGroups);
+    if (tile.streams) FetchAhead(at, kPairBytes, tile.prefetch);
+    AddPairOfGroups<W, kRows>(tile, index, at, supers, &chains);
+    at += kPairBytes;
   }
   QUIRE_UNROLL
   for (int r = 0; r < kRows; ++r) Store(tile.sums + r * kStripOutputs, chains.sum[r]);
@@ -528,6 +544,7 @@ struct QuantisedPlan {
   int64_t strips;        // of all parts
   int64_t chunk_strips;  // of one task
   int64_t chunks;
+  StreamPrefetch prefetch;
 };
 
 static size_t QuantisedScratchBytes(int64_t row_count, int64_t k) {
@@ -550,6 +567,7 @@ static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int work
   if (plan.block_rows < kWholeTiles) plan.block_rows = kWholeTiles;
   plan.row_blocks = CeilDivide(args.row_count, plan.block_rows);
   for (const QuantisedLinear& part : args.parts) plan.strips += Strips(part.n);
+  plan.prefetch = WeightPrefetchOfCpu();
   constexpr int64_t kTasksPerWorker = 8;
   plan.chunk_strips = CeilDivide(plan.strips * plan.row_blocks, kTasksPerWorker * worker_count);
   if (plan.chunk_strips > plan.strips) plan.chunk_strips = plan.strips;
@@ -613,6 +631,7 @@ static int64_t RunTilesOf(const QuantisedWork& work, int64_t row, int64_t strip)
   tile.code_stride = rows.code_stride;
   tile.group_count = rows.group_count;
   tile.streams = row == work.begin_row;
+  tile.prefetch = work.plan->prefetch;
   tile.sums = sums;
   for (; row + kRows <= work.end_row; row += kRows) {
     tile.codes = rows.codes + row * tile.code_stride;
