@@ -62,7 +62,7 @@ class Work:
     two. Empty: no bound is known."""
 
     phases: tuple[tuple[float, float], ...] = ()
-    precision: Literal["bfloat16", "float32"] = "float32"
+    precision: Literal["bfloat16", "float32", "int8"] = "float32"
 
     def bound_seconds(self, bandwidth: float, peak: float) -> float:
         return sum(max(read / bandwidth, flop / peak) for read, flop in self.phases)
@@ -509,12 +509,23 @@ def _plan_cases(threads: int) -> list[Case]:
 _LONG_FLOP = 3e13
 
 
-def _sides(request: dict[str, Any], llama: str) -> tuple[Side, ...]:
+def _sides(model: models.Model, request: dict[str, Any], llama: str) -> tuple[Side, ...]:
+    if model.is_quantised:
+        # llama.cpp packs the weights again while it loads them, unless it is told not to.
+        return (
+            Side("Quire", "quire-engine", request),
+            Side("llama.cpp", llama, request),
+            Side("llama.cpp --no-repack", f"{llama}-plain", request),
+        )
     return (
         Side("Quire", "quire-engine", request),
         Side("llama.cpp", llama, request),
         Side("vLLM", "vllm-engine", request),
     )
+
+
+def _precision(model: models.Model) -> Literal["bfloat16", "int8"]:
+    return "int8" if model.is_quantised else "bfloat16"
 
 
 def _prefill_case(model: models.Model, tokens: int) -> Case:
@@ -525,21 +536,27 @@ def _prefill_case(model: models.Model, tokens: int) -> Case:
         name=f"model/{model.name}/prefill/{tokens}",
         group="d",
         sides=_sides(
-            {"kind": "prefill", "tokens": tokens, "repetitions": repetitions}, "llama-bench"
+            model, {"kind": "prefill", "tokens": tokens, "repetitions": repetitions}, "llama-bench"
         ),
         metrics=(
             Metric(
                 unit="tokens",
                 tokens=tokens,
-                work=Work(((model.step_bytes(0), flop),), "bfloat16"),
-                goals=(Goal("llama.cpp", 1.35), Goal("vLLM", 1.0)),
+                work=Work(((model.step_bytes(0), flop),), _precision(model)),
+                goals=_quantised_goals(1.4)
+                if model.is_quantised
+                else (Goal("llama.cpp", 1.35), Goal("vLLM", 1.0)),
             ),
         ),
-        quick=tokens == 512 and model.name != "1b",
+        quick=tokens == 512 and model.name in ("embedded", "110m"),
         model=model.name,
         tokens=tokens + 2,
         length=tokens + 2,
     )
+
+
+def _quantised_goals(llama: float) -> tuple[Goal, ...]:
+    return (Goal("llama.cpp", llama), Goal("llama.cpp --no-repack", llama))
 
 
 def _generation_case(model: models.Model, depth: int, batch: int) -> Case:
@@ -554,10 +571,15 @@ def _generation_case(model: models.Model, depth: int, batch: int) -> Case:
                 model.flop(batch, batch * middle, batch),
             ),
         ),
-        "bfloat16",
+        _precision(model),
     )
     goals: tuple[Goal, ...] = ()
-    if batch == 1:
+    if model.is_quantised:
+        if batch == 1:
+            goals = (*_quantised_goals(1.1), Goal("bound", 0.85))
+        elif batch == 16:
+            goals = _quantised_goals(1.7)
+    elif batch == 1:
         goals = (Goal("llama.cpp", 1.0),)
     elif batch == 16:
         goals = (Goal("llama.cpp", 1.7), Goal("vLLM", 1.3))
@@ -565,13 +587,15 @@ def _generation_case(model: models.Model, depth: int, batch: int) -> Case:
         name=f"model/{model.name}/generate/{batch}x{depth}",
         group="d",
         sides=_sides(
+            model,
             {"kind": "generate", "depth": length, "batch": batch, "tokens": tokens},
             # llama.cpp's own programs where they can be used: they serve no requests and sample
             # nothing. Behind a long context they would compute it again in every round.
             "llama-server" if depth > 0 else "llama-bench" if batch == 1 else "llama-batched-bench",
         ),
         metrics=(Metric(unit="tokens", tokens=batch, work=work, goals=goals),),
-        quick=(model.name, depth, batch) in (("110m", 0, 1), ("110m", 0, 16), ("1b", 0, 1)),
+        quick=(model.name, depth, batch)
+        in (("110m", 0, 1), ("110m", 0, 16), ("1b", 0, 1), ("1b-q4_k_m", 0, 1)),
         long=2 * batch * depth * model.layer_parameters > _LONG_FLOP,
         model=model.name,
         tokens=batch * (length + tokens + 2),
@@ -597,7 +621,9 @@ def _shared_case(model: models.Model) -> Case:
         name=f"model/{model.name}/shared/{batch}x({prefix}+{OWN_TOKENS})",
         group="d",
         sides=_sides(
-            {"kind": "shared", "prefix": prefix, "batch": batch, "tokens": tokens}, "llama-server"
+            model,
+            {"kind": "shared", "prefix": prefix, "batch": batch, "tokens": tokens},
+            "llama-server",
         ),
         metrics=(Metric(unit="s", work=Work((first,) + (step,) * (tokens - 1), "bfloat16")),),
         # llama-server computes the prefix in every slot.
@@ -616,7 +642,9 @@ def _first_token_case(model: models.Model) -> Case:
     return Case(
         name=f"model/{model.name}/first_token/{prefix}+{OWN_TOKENS}",
         group="d",
-        sides=_sides({"kind": "first_token", "prefix": prefix, "repetitions": 3}, "llama-server"),
+        sides=_sides(
+            model, {"kind": "first_token", "prefix": prefix, "repetitions": 3}, "llama-server"
+        ),
         metrics=(
             Metric(
                 work=Work(
@@ -647,7 +675,7 @@ def _start_case(model: models.Model) -> Case:
             Metric("memory at start", "MiB"),
             Metric("memory, context full", "MiB", goals=(Goal("llama.cpp", 1 / 1.1),)),
         ),
-        quick=model.name != "1b",
+        quick=model.name in ("embedded", "110m"),
         model=model.name,
         tokens=context,
         length=context,
@@ -923,9 +951,7 @@ def _arrivals_case(model: models.Model) -> Case:
         (
             Metric("first token"),
             Metric("between tokens, quiet p99"),
-            Metric(
-                "between tokens, p99", goals=(Goal("llama-server", 4.0), Goal("vLLM", 4.0))
-            ),
+            Metric("between tokens, p99", goals=(Goal("llama-server", 4.0), Goal("vLLM", 4.0))),
             Metric("memory", "MiB"),
         ),
         model,
@@ -1057,7 +1083,12 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
             for batch in (1, 4, 16)
         ]
         cases += [_shared_case(model), _first_token_case(model)]
-    cases += [_start_case(models.describe(name)) for name in models.NAMES]
+    for name in models.QUANTISED_NAMES:
+        model = models.describe(name)
+        cases += [_prefill_case(model, 512)]
+        cases += [_generation_case(model, 0, batch) for batch in (1, 16)]
+    started = (*models.NAMES, *models.QUANTISED_NAMES)
+    cases += [_start_case(models.describe(name)) for name in started]
     cases += _chunk_cases()
     cases += [_tier_case(models.describe(name)) for name in models.NAMES]
     cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)

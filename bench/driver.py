@@ -338,9 +338,9 @@ class Workers:
         if kind == "llama-server":
             return self._llama_server(log, case)
         if kind in ("llama-bench", "llama-batched-bench"):
-            return LlamaBench(
-                self._llama(kind), self._gguf(case), log, threads=threads, patience=self._patience
-            )
+            return self._llama_bench(kind, log, case)
+        if kind.endswith("-plain"):
+            return self._llama_bench(kind.removesuffix("-plain"), log, case, repack=False)
         if kind == "quire-start":
             packed = models.packed_folder(case.model, self._peers / "models")
             load = self._load(case, alone=True) | {"model": str(packed)}
@@ -430,7 +430,7 @@ class Workers:
         tokens = max(c.tokens for c in same) + room
         return {
             "do": "load",
-            "model": str(models.folder(case.model, self._peers / "models")),
+            "model": str(models.source(case.model, self._peers / "models")),
             "threads": self._threads,
             "kv_bytes": tokens * model.kv_bytes_per_token,
             "sequences": sequences,
@@ -438,14 +438,29 @@ class Workers:
         }
 
     def _gguf(self, case: Case) -> Path:
-        """In the type that llama.cpp computes faster with on this CPU."""
+        """A quantised model's own file; else in the type that llama.cpp computes faster with on
+        this CPU."""
+        if models.describe(case.model).is_quantised:
+            return models.quantised_file(case.model, self._peers / "models")
         dtype: Literal["bf16", "f16"] = "bf16" if self._has_bf16 else "f16"
         return models.gguf_file(case.model, self._peers / "models", dtype)
 
     def _vllm(self) -> str:
         if not (self._peers / "vllm" / "ready").exists():
-            self._no("vllm-kernel", "vllm-engine", "vllm-serve", reason="no vLLM: bench/setup vllm builds it")
+            self._no(
+                "vllm-kernel",
+                "vllm-engine",
+                "vllm-serve",
+                reason="no vLLM: bench/setup vllm builds it",
+            )
         return str(self._peers / "vllm" / "bin" / "python")
+
+    def _llama_bench(self, name: str, log: Path, case: Case, repack: bool = True) -> LlamaBench:
+        binary, model = self._llama(name), self._gguf(case)
+        patience = self._patience
+        return LlamaBench(
+            binary, model, log, threads=self._threads, patience=patience, repack=repack
+        )
 
     def _llama(self, name: str) -> Path:
         binary = self._peers / "llama" / "bin" / name

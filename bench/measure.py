@@ -12,6 +12,9 @@ from cases import Case, Goal, Metric, Side
 # Memory that gives more than this to all threads is in its fast mode: other goals hold there.
 FAST_MEMORY = 40e9
 
+# The probe of each precision's peak. A CPU without bfloat16 dot products computes in float32.
+_PEAKS = {"float32": "f32_n", "bfloat16": "bf16_n", "int8": "int8_n"}
+
 Samples = dict[str, list[float]]  # of one side and round, by metric
 Probe = dict[str, list[float]]
 
@@ -152,8 +155,8 @@ def _fractions(metric: Metric, quire: list[float], probes: list[list[Probe]]) ->
         return []
     fractions = []
     for seconds, around in zip(quire, probes, strict=True):
-        has_dot = metric.work.precision == "bfloat16" and "bf16_n" in around[0]
-        peak = _around(around, 0, "bf16_n" if has_dot else "f32_n")
+        name = _PEAKS[metric.work.precision]
+        peak = _around(around, 0, name if name in around[0] else "f32_n")
         bound = metric.work.bound_seconds(_around(around, 0, "read_n"), peak)
         fractions.append(bound / seconds)
     return fractions
@@ -168,7 +171,9 @@ def _outcome(
 ) -> Outcome | None:
     """None if what the goal compares was not measured."""
     if goal.against == "limit":
-        return Outcome(f"≤ {goal.value * 1e6:g} µs", statistics.median(sides["Quire"]) <= goal.value)
+        return Outcome(
+            f"≤ {goal.value * 1e6:g} µs", statistics.median(sides["Quire"]) <= goal.value
+        )
     if goal.against == "most":
         return Outcome(f"≤ {goal.value:g}", statistics.median(sides["Quire"]) <= goal.value)
     if goal.against == "bound":

@@ -1,10 +1,11 @@
 """The models of the whole-model cases: each as a Hugging Face folder for Quire and vLLM, and as a
-GGUF file of the same bfloat16 weights for llama.cpp."""
+GGUF file of the same bfloat16 weights for llama.cpp; quantised ones as one GGUF file for both."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import shutil
@@ -16,12 +17,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-# hidden, layers, heads, kv heads, intermediate: llamas of 124 and 1100 million parameters.
-_RANDOM_SHAPES = {"110m": (768, 12, 12, 4, 2048), "1b": (2048, 22, 32, 4, 5632)}
-_VOCAB_SIZE = 32000
+# hidden, layers, heads, kv heads, intermediate, vocabulary: llamas of 124 million, 1.1 and 8 billion
+# parameters.
+_SHAPES = {
+    "110m": (768, 12, 12, 4, 2048, 32000),
+    "1b": (2048, 22, 32, 4, 5632, 32000),
+    "8b": (4096, 32, 32, 8, 14336, 128256),
+}
+# Bits of a weight, with its part of the scales.
+_BITS = {"BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.5, "Q6_K": 6.5625}
 _MAX_POSITIONS = 32768
 _SEED = 7
-NAMES = ("embedded", *_RANDOM_SHAPES)
+NAMES = ("embedded", "110m", "1b")
+# A shape and the kinds of its weights. Q4_K_M is the mixture of llama.cpp's quantizer.
+QUANTISED_NAMES = ("1b-q8_0", "1b-q4_0", "1b-q4_k_m", "8b-q4_k_m")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +46,11 @@ class Model:
     head_dim: int
     intermediate: int
     max_positions: int
+    weights: str = "bf16"  # or the kind of a quantised model
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.weights != "bf16"
 
     @property
     def layer_parameters(self) -> int:
@@ -58,8 +72,13 @@ class Model:
         return products + 4 * self.layers * self.heads * self.head_dim * pairs
 
     def step_bytes(self, kv_tokens: float) -> float:
-        """Read by one forward: bfloat16 weights and the keys and values of so many tokens."""
-        weights = 2 * (self.layer_parameters + self.logit_parameters)
+        """Read by one forward: the weights, but for the embedding, and the keys and values of so
+        many tokens."""
+        weights = sum(
+            shape[0] * shape[1] * _BITS[tensor_kind(self, name)] / 8
+            for _, name, shape, _ in _tensors(self)
+            if len(shape) == 2 and name != "token_embd.weight"
+        )
         return weights + self.kv_bytes_per_token * kv_tokens
 
 
@@ -67,10 +86,11 @@ def describe(name: str) -> Model:
     """Without any file: the embedded model's numbers are those of SmolLM2-135M."""
     if name == "embedded":
         return Model(name, 49152, 576, 30, 9, 3, 64, 1536, 8192)
-    hidden, layers, heads, kv_heads, intermediate = _RANDOM_SHAPES[name]
+    shape, _, kind = name.partition("-")
+    hidden, layers, heads, kv_heads, intermediate, vocab_size = _SHAPES[shape]
     return Model(
         name,
-        _VOCAB_SIZE,
+        vocab_size,
         hidden,
         layers,
         heads,
@@ -78,7 +98,41 @@ def describe(name: str) -> Model:
         hidden // heads,
         intermediate,
         _MAX_POSITIONS,
+        kind or "bf16",
     )
+
+
+def tensor_kind(model: Model, name: str) -> str:
+    """The kind of a matrix, by its GGUF name. In Q4_K_M values and the outputs of MLPs are Q6_K in
+    the first and last eighth of the layers and in every third one between; so is the head."""
+    if model.weights != "q4_k_m":
+        return model.weights.upper()
+    if name == "output.weight":
+        return "Q6_K"
+    if not name.endswith(("attn_v.weight", "ffn_down.weight")):
+        return "Q4_K"
+    layer, eighth = int(name.split(".")[1]), model.layers // 8
+    is_wide = layer < eighth or layer >= 7 * model.layers // 8 or (layer - eighth) % 3 == 2
+    return "Q6_K" if is_wide else "Q4_K"
+
+
+def source(name: str, cache: Path) -> Path:
+    """What Quire is given: a folder, or the GGUF file of a quantised model."""
+    if describe(name).is_quantised:
+        return quantised_file(name, cache)
+    return folder(name, cache)
+
+
+def quantised_file(name: str, cache: Path) -> Path:
+    """A GGUF file of random blocks, made if it is not there: no bfloat16 copy is needed, and speed
+    does not depend on the weights."""
+    done = cache / f"{name}.gguf"
+    if not done.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        made = cache / f".{done.name}.making"
+        _write_random_blocks(describe(name), made)
+        os.replace(made, done)
+    return done
 
 
 def folder(name: str, cache: Path) -> Path:
@@ -98,7 +152,7 @@ def served_folder(name: str, cache: Path) -> Path:
     if not path.exists():
         import tokenizers
 
-        tokens, merges = _vocabulary(_VOCAB_SIZE)
+        tokens, merges = _vocabulary(describe(name).vocab_size)
         pairs = [tuple(merge.split(" ")) for merge in merges]
         vocabulary = {token: id for id, token in enumerate(tokens)}
         made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs, unk_token="<unk>"))
@@ -109,12 +163,16 @@ def served_folder(name: str, cache: Path) -> Path:
 
 
 def packed_folder(name: str, cache: Path) -> Path:
-    """The same model as `quire pack` writes it, made if it is not there."""
-    source = folder(name, cache)
+    """The same model as `quire pack` writes it, made if it is not there. Quantised models are not
+    packed: Quire starts with their file."""
+    unpacked = source(name, cache)
+    if describe(name).is_quantised:
+        return unpacked
     # Another version of the embedded model has another name.
-    done = cache / f"{source.name}-packed"
+    done = cache / f"{unpacked.name}-packed"
     if not done.is_dir():
-        subprocess.run([sys.executable, "-m", "quire", "pack", str(source), str(done)], check=True)
+        command = [sys.executable, "-m", "quire", "pack", str(unpacked), str(done)]
+        subprocess.run(command, check=True)
     return done
 
 
@@ -274,6 +332,56 @@ def _convert_random(model: Model, source: Path, made: Path, dtype: str) -> None:
     _write_gguf(writer)
 
 
+def _random_blocks(random: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of blocks whose bits are random but for their float16 scales, which are about as large as
+    those of a trained matrix."""
+    import gguf
+
+    quantisation = gguf.GGMLQuantizationType[kind]
+    inputs, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+    blocks = shape[0] * (shape[1] // inputs)
+    data = np.frombuffer(random.bytes(blocks * block_bytes), np.uint8).reshape(blocks, block_bytes)
+    data = data.copy()
+    # Weights of about 0.02: codes times (Q4_K, Q6_K) scales of up to 63 and 127.
+    scale = {"Q8_0": 2e-4, "Q4_0": 4e-3, "Q4_K": 1e-4, "Q6_K": 1.5e-5}[kind]
+    bits = np.array([scale], np.float16).view(np.uint8)
+    data[:, -2:] = bits if kind == "Q6_K" else data[:, -2:]
+    if kind != "Q6_K":
+        data[:, :2] = bits
+    if kind == "Q4_K":
+        data[:, 2:4] = np.array([7.5 * scale], np.float16).view(np.uint8)
+    return data.reshape(shape[0], -1)
+
+
+def _write_random_blocks(model: Model, made: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(str(made), "llama")
+    _add_gguf_header(writer, model)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{model.weights.upper()}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    random = np.random.default_rng(_SEED)
+    sizes = []
+    for _, name, shape, _ in _tensors(model):
+        kind = gguf.GGMLQuantizationType["F32" if len(shape) == 1 else tensor_kind(model, name)]
+        count = int(np.prod(shape))
+        inputs, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        writer.add_tensor_info(
+            name, shape, np.dtype(np.float32), count // inputs * block_bytes, raw_dtype=kind
+        )
+        sizes.append((name, shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    # One tensor after the other: a model of many gigabytes is never in memory.
+    for name, shape in sizes:
+        if len(shape) == 1:
+            writer.write_tensor_data(np.ones(shape, np.float32))
+        else:
+            writer.write_tensor_data(_random_blocks(random, tensor_kind(model, name), shape))
+    writer.close()
+
+
 def _write_gguf(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -306,12 +414,14 @@ def _add_gguf_header(writer: Any, model: Model) -> None:
 
 
 def _vocabulary(size: int) -> tuple[list[str], list[str]]:
-    """Tokens that llama.cpp accepts: three special ones, the 256 bytes as GPT-2 writes them, and
-    pairs of them. Prompts are token ids; no text is ever split."""
+    """Tokens that llama.cpp accepts: three special ones, the 256 bytes as GPT-2 writes them, pairs
+    of them, and a byte before a pair. Prompts are token ids; no text is ever split."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
-    pairs = [(a, b) for a in letters for b in letters][: size - 3 - len(letters)]
+    two = [(a, b) for a in letters for b in letters]
+    three = ((a, "".join(pair)) for a in letters for pair in two)
+    pairs = list(itertools.islice(itertools.chain(two, three), size - 3 - len(letters)))
     return (
         ["<unk>", "<s>", "</s>", *letters, *(a + b for a, b in pairs)],
         [f"{a} {b}" for a, b in pairs],

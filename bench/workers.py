@@ -280,10 +280,18 @@ class LlamaBench:
     the model."""
 
     def __init__(
-        self, binary: Path, model: Path, log: Path, *, threads: int, patience: Patience
+        self,
+        binary: Path,
+        model: Path,
+        log: Path,
+        *,
+        threads: int,
+        patience: Patience,
+        repack: bool = True,
     ) -> None:
         self._binary, self._model, self._log, self._threads = binary, model, log, str(threads)
         self._patience = patience
+        self._repack = repack
         self.version = llama_version(binary.parent)
 
     def prepare(self, key: str, request: dict[str, Any]) -> None:
@@ -308,6 +316,9 @@ class LlamaBench:
 
     def _call(self, *arguments: str) -> dict[str, Any]:
         command = [str(self._binary), "-m", str(self._model), "-t", self._threads, "-fa", "on"]
+        if not self._repack:
+            is_bench = self._binary.name == "llama-bench"
+            command += ["--repack", "0"] if is_bench else ["--no-repack"]
         try:
             with open(self._log, "wb") as errors:
                 done = subprocess.run(

@@ -12,18 +12,31 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from quire import errors
+from quire import _q4k, errors
 from quire._model_folder import GGUF_WEIGHTS
 from quire._new_folder import check_free, check_room, new_folder
+from quire._safetensors_header import StoredTensor, read_header
 from quire.packing import copy_other_files
 
 __all__ = ["WEIGHTS", "quantize_model"]
 
-# The name of a kind of weights -> number of the GGUF type, and bytes of a block of 32.
-WEIGHTS = {"q8": (8, 34), "q4": (2, 18)}
-_F32 = 0
 
-_BLOCK = 32
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    gguf_type: int
+    inputs: int  # of a block
+    block_bytes: int
+
+
+WEIGHTS = {
+    "q8": _Kind(8, 32, 34),
+    "q4": _Kind(2, 32, 18),
+    "q4k": _Kind(12, _q4k.BLOCK, _q4k.BLOCK_BYTES),
+}
+_F32 = 0
+# A scale of Q4_0 is an eighth of the greatest weight; those of the others are smaller.
+_GREATEST = 8 * 65504.0
+
 _ALIGNMENT = 32
 _UINT32, _STRING = 4, 8
 _VALUES_PER_PART = 4 << 20  # read, quantised and written at a time: 16 MiB as float32
@@ -52,6 +65,8 @@ _PARTS = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+# Angles of the rotation, which old folders hold and the configuration says already.
+_COMPUTED = ".rotary_emb.inv_freq"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -82,12 +97,15 @@ class _Tensor:
 
     @property
     def gguf_type(self) -> int:
-        return WEIGHTS[self.kind][0] if self.kind else _F32
+        return WEIGHTS[self.kind].gguf_type if self.kind else _F32
 
     @property
     def byte_count(self) -> int:
         values = self.rows * self.columns
-        return values // _BLOCK * WEIGHTS[self.kind][1] if self.kind else 4 * values
+        if not self.kind:
+            return 4 * values
+        kind = WEIGHTS[self.kind]
+        return values // kind.inputs * kind.block_bytes
 
 
 def quantize_model(
@@ -96,6 +114,7 @@ def quantize_model(
     *,
     weights: str = "q8",
     embeddings: str = "q8",
+    head: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Writes a model folder whose matrices have codes of 8 or 4 bits, and returns it.
@@ -107,28 +126,37 @@ def quantize_model(
         model_dir: a Hugging Face folder of Llama, Mistral, Qwen2 or Qwen3, with safetensors in
             bfloat16, float16 or float32.
         out_dir: must not exist, or be empty; it is there completely or not at all.
-        weights: "q8" (Q8_0, 8.5 bits per weight) or "q4" (Q4_0, 4.5 bits).
-        embeddings: the same for the token embedding and the head.
+        weights: "q8" (Q8_0, 8.5 bits per weight), "q4" (Q4_0, 4.5 bits) or "q4k" (Q4_K, 4.5 bits
+            and nearer to the weights; rows must be multiples of 256).
+        embeddings: the same for the token embedding.
+        head: the same for the matrix that makes logits; None: as `embeddings`. A model whose head
+            is its embedding has no other one.
         progress: called with (bytes written, bytes of all weights), many times.
 
     Raises:
         BadArgumentError: another kind of model, of weights, or of elements.
+        CorruptError: a damaged configuration or safetensors file.
         FileExistsError: `out_dir` is something else than an empty folder.
         IoError: its disk has too little room.
     """
-    for kind in (weights, embeddings):
+    for kind in (weights, embeddings, head or embeddings):
         if kind not in WEIGHTS:
             raise errors.BadArgumentError(
                 f'weights of "{kind}" cannot be written; there are: {", ".join(WEIGHTS)}'
             )
     source = Path(model_dir)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = _configuration(source)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in _ARCHITECTURES:
         raise errors.BadArgumentError(
             f"{source}: {architecture} cannot be quantised; known are: {', '.join(_ARCHITECTURES)}"
         )
-    tensors = _plan(source, config, _ARCHITECTURES[architecture], weights, embeddings)
+    if head not in (None, embeddings) and config.get("tie_word_embeddings", False):
+        raise errors.BadArgumentError(
+            f"{source}: the head is the token embedding; embeddings={embeddings!r} holds for both"
+        )
+    kinds = {"embed_tokens": embeddings, "lm_head": head or embeddings}
+    tensors = _plan(source, config, _ARCHITECTURES[architecture], weights, kinds)
     total = sum(tensor.byte_count for tensor in tensors)
     check_free(Path(out_dir))
     check_room(Path(out_dir), total + _OTHER_BYTES)
@@ -140,25 +168,57 @@ def quantize_model(
     return Path(out_dir)
 
 
+def _configuration(source: Path) -> dict[str, Any]:
+    path = source / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise errors.CorruptError(f"{path}: is no JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("architectures", []), list):
+        raise errors.CorruptError(f'{path}: is no JSON object with a list "architectures"')
+    return config
+
+
+def _heads(source: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Heads of the parts whose rows are rotary pairs."""
+    query = config.get("num_attention_heads")
+    key = config.get("num_key_value_heads") or query
+    for field, value in (("num_attention_heads", query), ("num_key_value_heads", key)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise errors.CorruptError(
+                f"{source / 'config.json'}: {field} is {value!r}, not an integer from 1 on"
+            )
+    assert isinstance(query, int) and isinstance(key, int)
+    return {"q_proj": query, "k_proj": key}
+
+
 def _plan(
-    source: Path, config: dict[str, Any], architecture: str, weights: str, embeddings: str
+    source: Path, config: dict[str, Any], architecture: str, weights: str, kinds: dict[str, str]
 ) -> list[_Tensor]:
-    heads = {"q_proj": config["num_attention_heads"]}
-    heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
+    """`kinds`: of the parts that have others than `weights`."""
+    heads = _heads(source, config)
     planned = []
     for tensor in _stored(source):
         *_, part, _ = tensor.name.split(".")
         if part == "lm_head" and config.get("tie_word_embeddings", False):
             continue
-        kind = embeddings if part in ("embed_tokens", "lm_head") else weights
+        kind = kinds.get(part, weights)
         if len(tensor.shape) != 2:
             kind = ""
-        elif tensor.columns % _BLOCK:
+        elif tensor.columns % WEIGHTS[kind].inputs:
             raise errors.BadArgumentError(
                 f"{tensor.path}: tensor {tensor.name} has rows of {tensor.columns}, which are no "
-                f"whole blocks of {_BLOCK}"
+                f"whole blocks of {WEIGHTS[kind].inputs}"
+                + ("; q8 and q4 have blocks of 32" if kind == "q4k" else "")
             )
-        head_rows = tensor.rows // heads[part] if architecture == "llama" and part in heads else 0
+        head_rows = 0
+        if architecture == "llama" and part in heads:
+            if tensor.rows % (2 * heads[part]):
+                raise errors.CorruptError(
+                    f"{tensor.path}: tensor {tensor.name} has {tensor.rows} rows, which are no "
+                    f"{heads[part]} heads of pairs"
+                )
+            head_rows = tensor.rows // heads[part]
         planned.append(dataclasses.replace(tensor, kind=kind, head_rows=head_rows))
     return planned
 
@@ -168,26 +228,31 @@ def _stored(source: Path) -> Iterator[_Tensor]:
     if not files:
         raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise")
     for path in files:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES or _gguf_name(name) is None:
-                raise errors.BadArgumentError(
-                    f"{path}: tensor {name} of {entry['dtype']} cannot be quantised; weights must "
-                    "be F32, F16 or BF16 matrices and vectors of a plain decoder"
-                )
-            offset = 8 + length + entry["data_offsets"][0]
-            yield _Tensor(name, path, entry["dtype"], tuple(entry["shape"]), offset)
+        for stored in read_header(path):
+            if stored.name.endswith(_COMPUTED):
+                continue
+            _check_can_be_quantised(stored)
+            yield _Tensor(stored.name, path, stored.type_name, stored.shape, stored.offset)
+
+
+def _check_can_be_quantised(stored: StoredTensor) -> None:
+    is_plain = stored.type_name in _DTYPES and len(stored.shape) in (1, 2)
+    if not is_plain or 0 in stored.shape or _gguf_name(stored.name) is None:
+        raise errors.BadArgumentError(
+            f"{stored.path}: tensor {stored.name} of {stored.type_name} cannot be quantised; "
+            "weights must be F32, F16 or BF16 matrices and vectors of a plain decoder"
+        )
 
 
 def _gguf_name(name: str) -> str | None:
-    *path, part, kind = name.split(".")
+    """None: no tensor of a plain decoder."""
+    *path, part, kind = ["", *name.split(".")]
     if part not in _PARTS:
         return None
-    layer = f"blk.{path[path.index('layers') + 1]}." if "layers" in path else ""
-    return f"{layer}{_PARTS[part]}.{kind}"
+    if "layers" not in path:
+        return f"{_PARTS[part]}.{kind}"
+    layer = path[path.index("layers") + 1 :][:1]
+    return f"blk.{layer[0]}.{_PARTS[part]}.{kind}" if layer else None
 
 
 def _header(tensors: list[_Tensor], config: dict[str, Any], architecture: str) -> bytes:
@@ -258,10 +323,21 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
                 raise errors.CorruptError(
                     f"{tensor.path}: tensor {tensor.name} holds a value that is not finite"
                 )
+            greatest = float(np.abs(values).max(initial=0))
+            if tensor.kind and greatest > _GREATEST:
+                raise errors.BadArgumentError(
+                    f"{tensor.path}: tensor {tensor.name} holds {greatest:g}; scales in float16 "
+                    f"reach no further than {_GREATEST:g}"
+                )
             if tensor.head_rows:
                 values = _rotary_pairs(values, tensor.head_rows)
-            kind = GGMLQuantizationType(tensor.gguf_type)
-            yield np.ascontiguousarray(quants.quantize(values, kind) if tensor.kind else values)
+            if tensor.kind == "q4k":
+                yield _q4k.quantize_rows(values)
+            elif tensor.kind:
+                kind = GGMLQuantizationType(tensor.gguf_type)
+                yield np.ascontiguousarray(quants.quantize(values, kind))
+            else:
+                yield np.ascontiguousarray(values)
 
 
 def _as_float32(raw: np.ndarray) -> np.ndarray:

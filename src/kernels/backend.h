@@ -251,11 +251,13 @@ struct QuantisedLinear {
 // y = x W^T + bias, the row's x quantised in groups of 32 inputs, products inside a group summed as
 // integers, groups added left to right (docs/exactness.md): the same bits on every path.
 struct QuantisedLinearArgs {
-  QuantisedLinear w;
+  // Matrices of one k, at least one; their outputs stand side by side in y. A row is quantised once
+  // for all of them.
+  std::span<const QuantisedLinear> parts;
   int64_t row_count = 0;
   const float* x = nullptr;  // [row][k], row stride x_stride
   int64_t x_stride = 0;
-  float* y = nullptr;  // [row][n], row stride y_stride
+  float* y = nullptr;  // [row][n of all parts], row stride y_stride
   int64_t y_stride = 0;
   bool accumulate = false;  // as LinearArgs
   void* scratch = nullptr;  // quantised_scratch_bytes() of it, 64-byte aligned

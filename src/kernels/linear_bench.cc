@@ -1,8 +1,9 @@
 // Speed of linear layers beside two bounds of the same machine: reading the weights once, and the
 // float32 fma peak.
 //   linear_bench --benchmark_filter='avx512/bfloat16/rows:1/' --benchmark_repetitions=5
-// Few rows: compare GB/s with Read; many rows: GFLOP/s with Fma. Two threads on busy machines vary,
-// so alternate runs.
+//   linear_bench --benchmark_filter='avx2/Q4_K/'
+// Few rows: compare GB/s with Read; many rows: GFLOP/s with Fma, of quantised weights with Int8.
+// Two threads on busy machines vary, so alternate runs.
 #include <benchmark/benchmark.h>
 
 #include <cstring>
@@ -12,6 +13,8 @@
 #include "base/random.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/path_includes.h"
+#include "kernels/quantised_weights.h"
+#include "tensor/half.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
@@ -88,6 +91,29 @@ void FmaPeak(benchmark::State& state, void (*fma)(), int lanes) {
 }
 #endif
 
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512vnni"))) void Int8Avx512() {
+  __m512i sums[kChains];
+  QUIRE_UNROLL
+  for (int j = 0; j < kChains; ++j) sums[j] = _mm512_setzero_si512();
+  for (int64_t i = 0; i < kFmas; ++i) {
+    QUIRE_UNROLL
+    for (int j = 0; j < kChains; ++j) {
+      __asm__ volatile("vpdpbusd %0, %0, %0" : "+v"(sums[j]));
+    }
+  }
+}
+
+void Int8Peak(benchmark::State& state) {
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(0))).value();
+  constexpr int64_t kTasks = 64;
+  for (auto _ : state) pool->ParallelFor(kTasks, [&](int64_t, int) { Int8Avx512(); });
+  state.counters["GFLOP/s"] = benchmark::Counter(
+      2e-9 * static_cast<double>(64 * kChains * kFmas * kTasks * state.iterations()),
+      benchmark::Counter::kIsRate);
+}
+#endif
+
 void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DType rounding) {
   const int64_t rows = state.range(0);
   const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
@@ -126,6 +152,59 @@ void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DTy
       2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
 }
 
+// Rows of numbers whose blocks are finite: every bit is random but for the float16 scales, which
+// are small.
+std::vector<std::byte> RandomBlocks(WeightFormat format) {
+  RandomSequence random(1);
+  std::vector<std::byte> rows(static_cast<size_t>(kN * StoredRowBytes(format, kK)));
+  for (std::byte& byte : rows) byte = static_cast<std::byte>(random.Uniform(0, 256));
+  const uint16_t small = F32ToF16(0x1p-8F);
+  const size_t block_bytes = static_cast<size_t>(BlockBytes(format));
+  for (size_t block = 0; block < rows.size(); block += block_bytes) {
+    const size_t scale = format == WeightFormat::kQ6_K ? block_bytes - sizeof(small) : 0;
+    std::memcpy(rows.data() + block + scale, &small, sizeof(small));
+    if (format == WeightFormat::kQ4_1 || format == WeightFormat::kQ4_K) {
+      std::memcpy(rows.data() + block + sizeof(small), &small, sizeof(small));
+    }
+  }
+  return rows;
+}
+
+void RunQuantised(benchmark::State& state, const Backend& backend, WeightFormat format) {
+  const int64_t rows = state.range(0);
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
+  const size_t bytes = PackedQuantisedBytes(format, kN, kK);
+  const size_t copies = kColdBytes / bytes + 1;
+  const HostMemory packed = Memory(copies * bytes);
+  const std::vector<std::byte> weights = RandomBlocks(format);
+  for (size_t i = 0; i < copies; ++i) {
+    PackQuantised(format, weights.data(), kN, kK, 0, packed.data() + i * bytes, *pool);
+  }
+  std::vector<float> x(static_cast<size_t>(rows * kK));
+  RandomSequence random(2);
+  for (float& value : x) value = static_cast<float>(random.Uniform(-1, 1));
+  std::vector<float> y(static_cast<size_t>(rows * kN));
+  const HostMemory scratch = Memory(backend.quantised_scratch_bytes(rows, kK));
+  QuantisedLinear w{.format = format, .n = kN, .k = kK};
+  QuantisedLinearArgs args{.parts = {&w, 1},
+                           .row_count = rows,
+                           .x = x.data(),
+                           .x_stride = kK,
+                           .y = y.data(),
+                           .y_stride = kN,
+                           .scratch = scratch.data()};
+  size_t copy = 0;
+  for (auto _ : state) {
+    w.data = packed.data() + copy * bytes;
+    copy = (copy + 1) % copies;
+    backend.quantised_linear(args, *pool);
+    benchmark::DoNotOptimize(y.data());
+  }
+  state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(bytes));
+  state.counters["GFLOP/s"] = benchmark::Counter(
+      2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
+}
+
 void RunPack(benchmark::State& state, const Backend& backend, DType dtype) {
   const auto pool = CreateThreadPool(static_cast<int>(state.range(0))).value();
   const HostMemory weights = Memory(static_cast<size_t>(kN * kK * DTypeBytes(dtype)));
@@ -154,7 +233,22 @@ int RegisterAll() {
         ->Arg(1)
         ->Arg(2)
         ->UseRealTime();
+    if (backend->name == "avx512_bf16") {  // which has VNNI
+      benchmark::RegisterBenchmark("Int8", Int8Peak)
+          ->ArgName("threads")
+          ->Arg(1)
+          ->Arg(2)
+          ->UseRealTime();
+    }
 #endif
+    for (const WeightFormat format : kWeightFormats) {
+      const std::string name =
+          std::string(backend->name) + "/" + std::string(WeightFormatName(format));
+      benchmark::RegisterBenchmark(name.c_str(), RunQuantised, *backend, format)
+          ->ArgNames({"rows", "threads"})
+          ->ArgsProduct({{1, 2, 4, 8, 12, 16, 32, 64, 128, 512}, {1, 2}})
+          ->UseRealTime();
+    }
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       const DType rounding = dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
       const std::string name = std::string(backend->name) + "/" + std::string(DTypeName(dtype));

@@ -10,6 +10,7 @@
 
 #include "base/random.h"
 #include "kernels/backend.h"
+#include "kernels/cpu/paths.h"
 #include "kernels/quantised_weights.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
@@ -80,14 +81,14 @@ std::vector<float> RunKernel(const Backend& backend, const Case& c, const Data& 
   PackQuantised(c.format, data.weights.data(), c.n, c.k, 0, packed.data(), runner);
   const HostMemory scratch = DirtyMemory(backend.quantised_scratch_bytes(c.rows, c.k));
   std::vector<float> y(static_cast<size_t>(c.rows * c.n), kNaN);
-  const QuantisedLinearArgs args{
-      .w = {c.format, c.n, c.k, packed.data(), c.bias ? data.bias.data() : nullptr},
-      .row_count = c.rows,
-      .x = data.x.data(),
-      .x_stride = c.k,
-      .y = y.data(),
-      .y_stride = c.n,
-      .scratch = scratch.data()};
+  const QuantisedLinear w{c.format, c.n, c.k, packed.data(), c.bias ? data.bias.data() : nullptr};
+  const QuantisedLinearArgs args{.parts = {&w, 1},
+                                 .row_count = c.rows,
+                                 .x = data.x.data(),
+                                 .x_stride = c.k,
+                                 .y = y.data(),
+                                 .y_stride = c.n,
+                                 .scratch = scratch.data()};
   backend.quantised_linear(args, runner);
   return y;
 }
@@ -125,7 +126,7 @@ TEST_P(QuantisedLinearTest, BitsAreThoseOfTheReferenceForEverySizeAroundTheTiles
     for (const int64_t k : {block, 2 * block, 3 * block, 5 * block}) {
       CheckBits({.format = format, .rows = 2, .n = 17, .k = k});
     }
-    for (const int64_t rows : {1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 23, 24, 25, 49}) {
+    for (const int64_t rows : {1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 15, 16, 17, 28, 33, 49}) {
       CheckBits({.format = format, .rows = rows, .n = 19, .k = 512, .bias = true});
     }
   }
@@ -207,7 +208,8 @@ TEST_P(QuantisedLinearTest, AccumulatesTheFinishedOutputOnce) {
   const HostMemory scratch = DirtyMemory(backend().quantised_scratch_bytes(c.rows, c.k));
   constexpr int64_t kStride = 30;
   std::vector<float> y(c.rows * kStride, 0.25F);
-  backend().quantised_linear({.w = {c.format, c.n, c.k, packed.data(), data.bias.data()},
+  const QuantisedLinear w{c.format, c.n, c.k, packed.data(), data.bias.data()};
+  backend().quantised_linear({.parts = {&w, 1},
                               .row_count = c.rows,
                               .x = data.x.data(),
                               .x_stride = c.k,
@@ -221,6 +223,63 @@ TEST_P(QuantisedLinearTest, AccumulatesTheFinishedOutputOnce) {
     for (int64_t i = 0; i < kStride; ++i) {
       const float added = i < c.n ? alone[static_cast<size_t>(r * c.n + i)] : 0.0F;
       EXPECT_EQ(y[static_cast<size_t>(r * kStride + i)], 0.25F + added);
+    }
+  }
+}
+
+// Matrices that share a row: each output is what it is alone.
+TEST_P(QuantisedLinearTest, SeveralPartsGiveTheBitsOfEach) {
+  constexpr int64_t kK = 512;
+  constexpr int64_t kStride = 150;
+  const Case cases[] = {{.format = WeightFormat::kQ4_K, .n = 40, .k = kK, .bias = true},
+                        {.format = WeightFormat::kQ6_K, .n = 17, .k = kK},
+                        {.format = WeightFormat::kQ8_0, .n = 1, .k = kK, .bias = true},
+                        {.format = WeightFormat::kQ4_K, .n = 65, .k = kK}};
+  for (const int64_t rows : {1, 6, 40}) {
+    std::vector<Data> data;
+    std::vector<HostMemory> packed;
+    std::vector<QuantisedLinear> parts;
+    for (size_t i = 0; i < std::size(cases); ++i) {
+      Case c = cases[i];
+      c.rows = rows;
+      data.emplace_back(c, i + 1);
+      packed.push_back(HostMemory::Allocate(PackedQuantisedBytes(c.format, c.n, kK)).value());
+      PackQuantised(c.format, data[i].weights.data(), c.n, kK, 0, packed[i].data(),
+                    *CreateThreadPool(1).value());
+    }
+    for (size_t i = 0; i < std::size(cases); ++i) {
+      data[i].x = data[0].x;
+      parts.push_back({cases[i].format, cases[i].n, kK, packed[i].data(),
+                       cases[i].bias ? data[i].bias.data() : nullptr});
+    }
+    const HostMemory scratch = DirtyMemory(backend().quantised_scratch_bytes(rows, kK));
+    for (const int threads : {1, 3}) {
+      std::vector<float> y(static_cast<size_t>(rows * kStride), 0.25F);
+      backend().quantised_linear({.parts = parts,
+                                  .row_count = rows,
+                                  .x = data[0].x.data(),
+                                  .x_stride = kK,
+                                  .y = y.data(),
+                                  .y_stride = kStride,
+                                  .scratch = scratch.data()},
+                                 *CreateThreadPool(threads).value());
+      int64_t first = 0;
+      for (size_t i = 0; i < std::size(cases); ++i) {
+        Case c = cases[i];
+        c.rows = rows;
+        const std::vector<float> alone = RunKernel(backend(), c, data[i]);
+        for (int64_t r = 0; r < rows; ++r) {
+          EXPECT_EQ(0, std::memcmp(alone.data() + r * c.n, y.data() + r * kStride + first,
+                                   static_cast<size_t>(c.n) * sizeof(float)))
+              << Describe(c) << ' ' << threads;
+        }
+        first += c.n;
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t i = first; i < kStride; ++i) {
+          EXPECT_EQ(y[static_cast<size_t>(r * kStride + i)], 0.25F);
+        }
+      }
     }
   }
 }
@@ -260,6 +319,20 @@ TEST_P(QuantisedLinearTest, HostileRowsStayRows) {
 INSTANTIATE_TEST_SUITE_P(Paths, QuantisedLinearTest,
                          testing::ValuesIn(Backends().begin(), Backends().end()),
                          [](const auto& param) { return std::string(param.param->name); });
+
+#if QUIRE_SIMD && !QUIRE_EMULATE_AVX512
+// The path avx512 as CPUs without VNNI run it, which this CPU would not choose.
+std::vector<const Backend*> WithoutVnni() {
+  for (const Backend* const backend : Backends()) {
+    if (backend == &kAvx512VnniBackend) return {&kAvx512Backend};
+  }
+  return {};
+}
+
+INSTANTIATE_TEST_SUITE_P(WithoutVnni, QuantisedLinearTest, testing::ValuesIn(WithoutVnni()),
+                         [](const auto& param) { return std::string(param.param->name); });
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(QuantisedLinearTest);
+#endif
 
 TEST(QuantisedWeights, StoredRowsAreTheReferencesNumbers) {
   for (const WeightFormat format : kWeightFormats) {

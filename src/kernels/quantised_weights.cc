@@ -122,19 +122,21 @@ Byte* StripAt(Byte* packed, WeightFormat format, int64_t k, int64_t row) {
   return packed + row / kStripOutputs * StripBytes(format, k);
 }
 
+// The bytes of a group, and the scales of its block of 256.
 template <typename Byte>
-Byte* GroupCodesAt(Byte* strip, WeightFormat format, int64_t group) {
-  return strip + group * GroupCodeBytes(format);
-}
-template <typename Byte>
-Byte* GroupScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t group) {
-  return strip + StripCodeBytes(format, k) + group * GroupScaleBytes(format);
-}
-template <typename Byte>
-Byte* SuperScalesAt(Byte* strip, WeightFormat format, int64_t k, int64_t super) {
-  return strip + StripCodeBytes(format, k) + StripScaleBytes(format, k) +
-         super * SuperScaleBytes(format);
-}
+struct GroupBytes {
+  GroupBytes(Byte* strip, WeightFormat format, int64_t group)
+      : supers(strip + group / kSuperGroups * RunBytes(format)) {
+    Byte* const pair =
+        supers + SuperScaleBytes(format) + group % kSuperGroups / 2 * PairBytes(format);
+    scales = pair + group % 2 * GroupScaleBytes(format);
+    codes = pair + 2 * GroupScaleBytes(format) + group % 2 * GroupCodeBytes(format);
+  }
+
+  Byte* codes;
+  Byte* scales;
+  Byte* supers;
+};
 
 // Four inputs of one output lie side by side, then those of the next output.
 constexpr int64_t PlaceOf(int64_t input, int64_t output) {
@@ -176,13 +178,14 @@ void UnpackCodes(WeightFormat format, const std::byte* group, int64_t output, in
 
 bool HasSupers(WeightFormat format) { return SuperScaleBytes(format) > 0; }
 
-void PackBlock(WeightFormat format, const BlockParts& parts, int64_t k, int64_t block,
-               int64_t output, std::byte* strip) {
+void PackBlock(WeightFormat format, const BlockParts& parts, int64_t block, int64_t output,
+               std::byte* strip) {
   const int64_t groups = BlockInputs(format) / kQuantGroup;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t group = block * groups + g;
-    PackCodes(format, parts.codes + g * kQuantGroup, output, GroupCodesAt(strip, format, group));
-    std::byte* const scales = GroupScalesAt(strip, format, k, group);
+    const GroupBytes<std::byte> bytes(strip, format, group);
+    PackCodes(format, parts.codes + g * kQuantGroup, output, bytes.codes);
+    std::byte* const scales = bytes.scales;
     if (HasSupers(format)) {
       scales[output] = static_cast<std::byte>(parts.scales[g][0]);
       scales[kStripOutputs + output] = static_cast<std::byte>(parts.scales[g][1]);
@@ -194,20 +197,21 @@ void PackBlock(WeightFormat format, const BlockParts& parts, int64_t k, int64_t 
     }
   }
   if (!HasSupers(format)) return;
-  std::byte* const supers = SuperScalesAt(strip, format, k, block);
+  std::byte* const supers = GroupBytes<std::byte>(strip, format, block * groups).supers;
   std::memcpy(supers + 2 * output, &parts.d, 2);
   if (format == WeightFormat::kQ4_K) {
     std::memcpy(supers + 2 * (kStripOutputs + output), &parts.m, 2);
   }
 }
 
-void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t k, int64_t block,
-                 int64_t output, BlockParts* parts) {
+void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t block, int64_t output,
+                 BlockParts* parts) {
   const int64_t groups = BlockInputs(format) / kQuantGroup;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t group = block * groups + g;
-    UnpackCodes(format, GroupCodesAt(strip, format, group), output, parts->codes + g * kQuantGroup);
-    const std::byte* const scales = GroupScalesAt(strip, format, k, group);
+    const GroupBytes<const std::byte> bytes(strip, format, group);
+    UnpackCodes(format, bytes.codes, output, parts->codes + g * kQuantGroup);
+    const std::byte* const scales = bytes.scales;
     if (HasSupers(format)) {
       parts->scales[g][0] = static_cast<uint8_t>(scales[output]);
       parts->scales[g][1] = static_cast<uint8_t>(scales[kStripOutputs + output]);
@@ -219,7 +223,7 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t k, int64_t
     }
   }
   if (!HasSupers(format)) return;
-  const std::byte* const supers = SuperScalesAt(strip, format, k, block);
+  const std::byte* const supers = GroupBytes<const std::byte>(strip, format, block * groups).supers;
   std::memcpy(&parts->d, supers + 2 * output, 2);
   if (format == WeightFormat::kQ4_K) {
     std::memcpy(&parts->m, supers + 2 * (kStripOutputs + output), 2);
@@ -316,7 +320,7 @@ void PackQuantised(WeightFormat format, const std::byte* rows, int64_t n, int64_
       for (int64_t output = 0; output < count; ++output) {
         const int64_t row = StoredRowOf(first + output, rotary_head_rows);
         ReadBlock(format, rows + row * row_bytes + block * BlockBytes(format), &parts);
-        PackBlock(format, parts, k, block, output, to);
+        PackBlock(format, parts, block, output, to);
       }
     }
   });
@@ -327,7 +331,7 @@ void ReadPackedQuantisedRow(WeightFormat format, const std::byte* packed, int64_
   const std::byte* const strip = StripAt(packed, format, k, row);
   BlockParts parts{};
   for (int64_t i = 0; i < k; i += BlockInputs(format)) {
-    UnpackBlock(format, strip, k, i / BlockInputs(format), row % kStripOutputs, &parts);
+    UnpackBlock(format, strip, i / BlockInputs(format), row % kStripOutputs, &parts);
     Dequantise(format, parts, values + i);
   }
 }

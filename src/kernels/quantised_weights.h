@@ -46,16 +46,18 @@ void DequantiseRow(WeightFormat format, const std::byte* row, int64_t k, float* 
 inline constexpr int64_t kQuantGroup = 32;
 inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 
-// A strip is 16 outputs, whose bytes lie side by side; outputs from n on are zeros. A strip has
-// three parts, each with its groups (blocks) in order:
-//   codes, per group:
-//     kQ8_0: [8][16 outputs][4 inputs] int8
-//     4 bits: [4][16 outputs][4], the low half of a byte input 4 i + j, the high half 16 + 4 i + j
-//     kQ6_K: as 4 bits; then [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are the upper two
-//            of input 16 i + 4 b + j
-//   scales, per group: float16 d[16]; kQ4_1: and m[16]; kQ4_K: uint8 s[16], t[16]; kQ6_K: int8
-//     s[2][16]
-//   scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16 d[16]
+// A strip is 16 outputs, whose bytes lie side by side; outputs from n on are zeros. Its bytes are
+// in the order in which a kernel reads them, so that memory sees one stream:
+//   per 8 groups, scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16 d[16], 32
+//     zeros, so that all parts begin with a cache line
+//   per pair of groups (the last may be half empty):
+//     scales of both, each: float16 d[16]; kQ4_1: and m[16]; kQ4_K: uint8 s[16], t[16]; kQ6_K: int8
+//       s[2][16]
+//     codes of both, each:
+//       kQ8_0: [8][16 outputs][4 inputs] int8
+//       4 bits: [4][16 outputs][4], the low half of a byte input 4 i + j, the high half 16 + 4 i +
+//       j kQ6_K: as 4 bits; then [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are the upper
+//              two of input 16 i + 4 b + j
 inline constexpr int64_t kStripOutputs = 16;
 
 constexpr int64_t GroupCodeBytes(WeightFormat format) {
@@ -65,18 +67,19 @@ constexpr int64_t GroupScaleBytes(WeightFormat format) {
   return format == WeightFormat::kQ4_1 ? 64 : 32;
 }
 constexpr int64_t SuperScaleBytes(WeightFormat format) {
-  return format == WeightFormat::kQ4_K ? 64 : format == WeightFormat::kQ6_K ? 32 : 0;
+  return format == WeightFormat::kQ4_K || format == WeightFormat::kQ6_K ? 64 : 0;
 }
-constexpr int64_t StripCodeBytes(WeightFormat format, int64_t k) {
-  return k / kQuantGroup * GroupCodeBytes(format);
+constexpr int64_t PairBytes(WeightFormat format) {
+  return 2 * (GroupCodeBytes(format) + GroupScaleBytes(format));
 }
-constexpr int64_t StripScaleBytes(WeightFormat format, int64_t k) {
-  return k / kQuantGroup * GroupScaleBytes(format);
+// Of 8 groups.
+constexpr int64_t RunBytes(WeightFormat format) {
+  return SuperScaleBytes(format) + kSuperGroups / 2 * PairBytes(format);
 }
 constexpr int64_t StripBytes(WeightFormat format, int64_t k) {
-  const int64_t bytes = StripCodeBytes(format, k) + StripScaleBytes(format, k) +
-                        k / (kQuantGroup * kSuperGroups) * SuperScaleBytes(format);
-  return (bytes + 63) / 64 * 64;
+  const int64_t groups = k / kQuantGroup;
+  return groups / kSuperGroups * RunBytes(format) +
+         (groups % kSuperGroups + 1) / 2 * PairBytes(format);
 }
 constexpr int64_t Strips(int64_t n) { return (n + kStripOutputs - 1) / kStripOutputs; }
 

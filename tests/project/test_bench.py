@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import source_tree
 
@@ -389,6 +390,37 @@ def test_a_models_numbers_agree_with_its_tensors(name):
     assert matrices == model.layer_parameters
     head = tensors["lm_head.weight"]
     assert head[0] * head[1] == model.logit_parameters
+
+
+def test_a_quantised_models_file_has_the_bytes_that_bound_a_step(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setitem(models._SHAPES, "tiny", (256, 8, 4, 2, 512, 600))
+    for kind in ("q8_0", "q4_0", "q4_k_m"):
+        model = models.describe(f"tiny-{kind}")
+        file = models.quantised_file(model.name, tmp_path)
+        assert models.source(model.name, tmp_path) == file
+        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
+        read = sum(int(t.n_bytes) for name, t in tensors.items() if "norm" not in name)
+        embedding = int(tensors["token_embd.weight"].n_bytes)
+        assert model.step_bytes(0) == read - embedding
+        for tensor in tensors.values():
+            assert np.isfinite(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).all()
+    # Of 8 layers in Q4_K_M the first, the last, and every third between have wider matrices.
+    wide = [
+        layer
+        for layer in range(8)
+        if tensors[f"blk.{layer}.attn_v.weight"].tensor_type.name == "Q6_K"
+    ]
+    assert wide == [0, 3, 6, 7]
+    assert tensors["output.weight"].tensor_type.name == "Q6_K"
+    assert tensors["blk.3.attn_q.weight"].tensor_type.name == "Q4_K"
+
+
+def test_quantised_weights_are_bound_by_products_of_bytes():
+    metric = bench_cases.Metric(work=bench_cases.Work(((0, 400e9),), "int8"))
+    fast = probe(10e9, 100e9, 200e9) | {"int8_n": [400e9]}
+    (row,) = measure.rows(case_of(metric), measured([2.0], [1.0], [fast]))
+    assert row.fraction == pytest.approx(0.5)
 
 
 def test_the_embedded_models_numbers_are_those_of_its_configuration():

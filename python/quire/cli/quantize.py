@@ -21,15 +21,21 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--weights",
-        choices=("q8", "q4"),
+        choices=("q8", "q4", "q4k"),
         default="q8",
-        help="Q8_0 with 8.5 bits per weight or Q4_0 with 4.5 (default: q8)",
+        help="Q8_0 with 8.5 bits per weight, Q4_0 with 4.5, or Q4_K with 4.5, which is nearer to the "
+        "weights and needs rows that are multiples of 256 (default: q8)",
     )
     command.add_argument(
         "--embeddings",
-        choices=("q8", "q4"),
+        choices=("q8", "q4", "q4k"),
         default="q8",
-        help="the same for the token embedding and the head (default: q8)",
+        help="the same for the token embedding (default: q8)",
+    )
+    command.add_argument(
+        "--head",
+        choices=("q8", "q4", "q4k"),
+        help="the same for the matrix that makes logits (default: as --embeddings)",
     )
     command.set_defaults(run=_run)
     return command
@@ -46,6 +52,7 @@ def _run(options: argparse.Namespace) -> int:
             options.directory,
             weights=options.weights,
             embeddings=options.embeddings,
+            head=options.head,
             progress=tell,
         )
     print(f'{options.directory}: written; try: quire generate {options.directory} "Hello"')

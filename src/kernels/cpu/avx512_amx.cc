@@ -3,6 +3,7 @@
 
 #define QUIRE_SIMD_AVX512
 #define QUIRE_SIMD_TILES
+#define QUIRE_SIMD_VNNI
 #define QUIRE_PATH_NAME "avx512_amx"
 
 #if defined(__clang__)

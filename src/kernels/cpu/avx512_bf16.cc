@@ -6,6 +6,7 @@
 
 #define QUIRE_SIMD_AVX512
 #define QUIRE_SIMD_BF16
+#define QUIRE_SIMD_VNNI
 #define QUIRE_PATH_NAME "avx512_bf16"
 
 #if QUIRE_EMULATE_AVX512

@@ -10,6 +10,7 @@ extern const Backend kScalarBackend;
 #if QUIRE_SIMD
 extern const Backend kAvx2Backend;
 extern const Backend kAvx512Backend;
+extern const Backend kAvx512VnniBackend;  // the same path; not in builds that emulate AVX-512
 extern const Backend kAvx512Bf16Backend;
 extern const Backend kAvx512AmxBackend;    // not in builds that emulate AVX-512
 extern const Backend kEmulatedAmxBackend;  // in builds with tests

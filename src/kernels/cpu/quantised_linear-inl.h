@@ -15,6 +15,10 @@ using VB = __m512i;
 QUIRE_INLINE VI SetInts(int32_t x) { return _mm512_set1_epi32(x); }
 QUIRE_INLINE VI AddInts(VI a, VI b) { return _mm512_add_epi32(a, b); }
 QUIRE_INLINE VI MulInts(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
+template <int kBits>
+QUIRE_INLINE VI ShiftInts(VI a) {
+  return _mm512_slli_epi32(a, kBits);
+}
 QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -44,14 +48,13 @@ QUIRE_INLINE VB FourOfRow(const int8_t* x) {
   return _mm512_set1_epi32(four);
 }
 
-#if defined(QUIRE_SIMD_BF16) || (defined(QUIRE_SIMD_TILES) && !defined(QUIRE_EMULATE_TILES))
-// These paths have VNNI.
+#if defined(QUIRE_SIMD_VNNI)
 QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
   return _mm512_dpbusd_epi32(sum, w, FourOfRow(x));
 }
 // Signed codes are raised by 128 and the sums begin with what that adds.
 using SignedCodes = VB;
-constexpr int kRaisedBy = 128;
+constexpr int kRaisedBits = 7;  // 0: they are not raised
 QUIRE_INLINE SignedCodes MakeSigned(VB w) {
   return _mm512_xor_si512(w, _mm512_set1_epi32(static_cast<int>(0x80808080U)));
 }
@@ -66,7 +69,7 @@ struct SignedCodes {
   VB magnitude;
   __mmask64 negative;
 };
-constexpr int kRaisedBy = 0;
+constexpr int kRaisedBits = 0;
 QUIRE_INLINE SignedCodes MakeSigned(VB w) { return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)}; }
 QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
   const __m512i four = FourOfRow(x);
@@ -86,6 +89,10 @@ QUIRE_INLINE VI AddInts(VI a, VI b) {
 }
 QUIRE_INLINE VI MulInts(VI a, VI b) {
   return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
+template <int kBits>
+QUIRE_INLINE VI ShiftInts(VI a) {
+  return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
 }
 QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -136,7 +143,7 @@ QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
 }
 // |w| times x with the sign of w.
 using SignedCodes = VB;
-constexpr int kRaisedBy = 0;
+constexpr int kRaisedBits = 0;
 QUIRE_INLINE SignedCodes MakeSigned(VB w) { return w; }
 QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
   const __m256i four = FourOfRow(x);
@@ -162,6 +169,10 @@ QUIRE_INLINE VI AddInts(VI a, VI b) {
 QUIRE_INLINE VI MulInts(VI a, VI b) {
   for (int i = 0; i < kLanes; ++i) a.v[i] *= b.v[i];
   return a;
+}
+template <int kBits>
+QUIRE_INLINE VI ShiftInts(VI a) {
+  return MulInts(a, SetInts(1 << kBits));
 }
 QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
   VI r;
@@ -205,7 +216,7 @@ QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
   return sum;
 }
 using SignedCodes = VB;
-constexpr int kRaisedBy = 0;
+constexpr int kRaisedBits = 0;
 QUIRE_INLINE SignedCodes MakeSigned(VB w) { return w; }
 QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
   for (int i = 0; i < kLanes * 4; ++i) sum.v[i / 4] += static_cast<int8_t>(w.v[i]) * x[i % 4];
@@ -218,9 +229,10 @@ QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
 
 // What 32 inputs of a row share.
 struct RowGroup {
-  float scale;       // input = code * scale; NaN where one of them is not finite
-  float scaled_sum;  // scale * (sum of all codes)
-  int32_t sums[2];   // of the codes of inputs 0 ... 15 and 16 ... 31
+  float scale;            // input = code * scale; NaN where one of them is not finite
+  float scaled_sum;       // scale * (sum of all codes)
+  int32_t minus_sum;      // - (sum of all codes)
+  int32_t minus_half[2];  // of the codes of inputs 0 ... 15 and 16 ... 31
 };
 
 // Rows in scratch: codes, one row after the other, then groups. The odd number of lines keeps rows
@@ -246,7 +258,7 @@ static void QuantiseGroup(const float* x, int8_t* codes, RowGroup* group) {
   const float greatest = ReduceMax(magnitude);
   if (!is_finite || greatest < kLeast) {
     const float scale = is_finite ? 0.0F : __builtin_nanf("");
-    *group = {scale, scale, {0, 0}};
+    *group = {scale, scale, 0, {0, 0}};
     for (int64_t i = 0; i < kQuantGroup; ++i) codes[i] = 0;
     return;
   }
@@ -258,8 +270,9 @@ static void QuantiseGroup(const float* x, int8_t* codes, RowGroup* group) {
   const float sums[] = {ReduceAdd(first_codes), ReduceAdd(second_codes)};  // exact
   group->scale = greatest / 127.0F;
   group->scaled_sum = group->scale * (sums[0] + sums[1]);
-  group->sums[0] = static_cast<int32_t>(sums[0]);
-  group->sums[1] = static_cast<int32_t>(sums[1]);
+  group->minus_half[0] = -static_cast<int32_t>(sums[0]);
+  group->minus_half[1] = -static_cast<int32_t>(sums[1]);
+  group->minus_sum = group->minus_half[0] + group->minus_half[1];
 }
 
 // ------------------------------------------------------------------------------------- one tile
@@ -271,8 +284,9 @@ struct QuantisedTile {
   const RowGroup* groups;
   int64_t code_stride;
   int64_t group_count;
-  bool streams;  // weights are read once: they are asked for ahead
-  float* sums;   // [row][16]
+  bool streams;  // weights come from memory: they are asked for ahead
+  StreamPrefetch prefetch;
+  float* sums;  // [row][16]
 };
 
 template <int kRows>
@@ -280,27 +294,40 @@ struct Chains {
   VF sum[kRows];
 };
 
-// The scales of a group, and those of its block of 256.
-QUIRE_INLINE const std::byte* GroupScales(const QuantisedTile& tile, WeightFormat format,
-                                          int64_t group) {
-  return tile.strip + tile.group_count * GroupCodeBytes(format) + group * GroupScaleBytes(format);
+// One group of weights.
+struct WeightGroup {
+  int64_t index;
+  const std::byte* codes;
+  const std::byte* scales;
+  const uint16_t* supers;  // of the block of 256
+};
+
+QUIRE_INLINE const uint16_t* F16Scales(const WeightGroup& group) {
+  return reinterpret_cast<const uint16_t*>(group.scales);
 }
-QUIRE_INLINE const uint16_t* SuperScales(const QuantisedTile& tile, WeightFormat format,
-                                         int64_t group) {
-  return reinterpret_cast<const uint16_t*>(GroupScales(tile, format, tile.group_count) +
-                                           group / kSuperGroups * SuperScaleBytes(format));
+
+QUIRE_INLINE const RowGroup& RowGroupAt(const QuantisedTile& tile, const WeightGroup& group,
+                                        int row) {
+  return tile.groups[group.index + row * tile.group_count];
 }
-QUIRE_INLINE VF F16Scales(const QuantisedTile& tile, WeightFormat format, int64_t group) {
-  return LoadF16(reinterpret_cast<const uint16_t*>(GroupScales(tile, format, group)));
+
+// The sums begin with what the offset 2^kBits of the weights' codes makes of the row's.
+template <int kRows, int kBits>
+QUIRE_INLINE void BeginSums(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    sum[r] =
+        kBits == 0 ? SetInts(0) : ShiftInts<kBits>(SetInts(RowGroupAt(tile, group, r).minus_sum));
+  }
 }
 
 // One step of the chains: fma(float(sum), scale of the row's group * scale of the weights, chain).
 template <int kRows>
-QUIRE_INLINE void ApplyScale(const QuantisedTile& tile, int64_t group, VF scale, const VI* sum,
-                             Chains<kRows>* chains) {
+QUIRE_INLINE void ApplyScale(const QuantisedTile& tile, const WeightGroup& group, VF scale,
+                             const VI* sum, Chains<kRows>* chains) {
   QUIRE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    const float row_scale = tile.groups[group + r * tile.group_count].scale;
+    const float row_scale = RowGroupAt(tile, group, r).scale;
     chains->sum[r] = Fma(SumsToF32(sum[r]), Mul(Set1(row_scale), scale), chains->sum[r]);
   }
 }
@@ -310,35 +337,30 @@ struct Q8Weights {
   static constexpr int kMostRows = 12;
 
   template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
                         Chains<kRows>* chains) {
-    const int8_t* const x = tile.codes + group * kQuantGroup;
+    const int8_t* const x = tile.codes + group.index * kQuantGroup;
     VI sum[kRows];
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const int32_t* const s = tile.groups[group + r * tile.group_count].sums;
-      sum[r] = SetInts(-kRaisedBy * (s[0] + s[1]));
-    }
+    BeginSums<kRows, kRaisedBits>(tile, group, sum);
     QUIRE_UNROLL
     for (int quad = 0; quad < 8; ++quad) {
-      const SignedCodes w = MakeSigned(LoadBytes(codes + quad * 64));
+      const SignedCodes w = MakeSigned(LoadBytes(group.codes + quad * 64));
       QUIRE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         sum[r] = DotSigned(sum[r], w, x + r * tile.code_stride + quad * 4);
       }
     }
-    ApplyScale(tile, group, F16Scales(tile, kFormat, group), sum, chains);
+    ApplyScale(tile, group, LoadF16(F16Scales(group)), sum, chains);
   }
 };
 
 // Adds the sums of a group of 4-bit codes, of all rows.
 template <int kRows>
-QUIRE_INLINE void AddNibbles(const QuantisedTile& tile, int64_t group, const std::byte* codes,
-                             VI* sum) {
-  const int8_t* const x = tile.codes + group * kQuantGroup;
+QUIRE_INLINE void AddNibbles(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
+  const int8_t* const x = tile.codes + group.index * kQuantGroup;
   QUIRE_UNROLL
   for (int quad = 0; quad < 4; ++quad) {
-    const VB both = LoadBytes(codes + quad * 64);
+    const VB both = LoadBytes(group.codes + quad * 64);
     const VB low = AndBytes(both, 15);
     const VB high = AndBytes(ShiftRight<4>(both), 15);
     QUIRE_UNROLL
@@ -354,27 +376,23 @@ struct Q4Weights {
   static constexpr int kMostRows = 12;
 
   template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
                         Chains<kRows>* chains) {
     VI sum[kRows];
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const int32_t* const s = tile.groups[group + r * tile.group_count].sums;
-      sum[r] = SetInts(-8 * (s[0] + s[1]));
-    }
-    AddNibbles<kRows>(tile, group, codes, sum);
-    ApplyScale(tile, group, F16Scales(tile, kFormat, group), sum, chains);
+    BeginSums<kRows, 3>(tile, group, sum);
+    AddNibbles<kRows>(tile, group, sum);
+    ApplyScale(tile, group, LoadF16(F16Scales(group)), sum, chains);
   }
 };
 
 // The second step of formats whose weights have a summand: fma(scale * sum of the row's codes,
 // summand, chain).
 template <int kRows>
-QUIRE_INLINE void AddSummand(const QuantisedTile& tile, int64_t group, VF summand,
+QUIRE_INLINE void AddSummand(const QuantisedTile& tile, const WeightGroup& group, VF summand,
                              Chains<kRows>* chains) {
   QUIRE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    const float row_sum = tile.groups[group + r * tile.group_count].scaled_sum;
+    const float row_sum = RowGroupAt(tile, group, r).scaled_sum;
     chains->sum[r] = Fma(Set1(row_sum), summand, chains->sum[r]);
   }
 }
@@ -384,15 +402,13 @@ struct Q41Weights {
   static constexpr int kMostRows = 12;
 
   template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
                         Chains<kRows>* chains) {
     VI sum[kRows];
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] = SetInts(0);
-    AddNibbles<kRows>(tile, group, codes, sum);
-    const auto* const own = reinterpret_cast<const uint16_t*>(GroupScales(tile, kFormat, group));
-    ApplyScale(tile, group, LoadF16(own), sum, chains);
-    AddSummand(tile, group, LoadF16(own + kStripOutputs), chains);
+    BeginSums<kRows, 0>(tile, group, sum);
+    AddNibbles<kRows>(tile, group, sum);
+    ApplyScale(tile, group, LoadF16(F16Scales(group)), sum, chains);
+    AddSummand(tile, group, LoadF16(F16Scales(group) + kStripOutputs), chains);
   }
 };
 
@@ -401,17 +417,14 @@ struct Q4KWeights {
   static constexpr int kMostRows = 12;
 
   template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
                         Chains<kRows>* chains) {
     VI sum[kRows];
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] = SetInts(0);
-    AddNibbles<kRows>(tile, group, codes, sum);
-    const std::byte* const own = GroupScales(tile, kFormat, group);
-    const uint16_t* const supers = SuperScales(tile, kFormat, group);
-    const VF scale = Mul(LoadF16(supers), SumsToF32(LoadUint8s(own)));
-    const VF least = Mul(Sub(Zero(), LoadF16(supers + kStripOutputs)),
-                         SumsToF32(LoadUint8s(own + kStripOutputs)));
+    BeginSums<kRows, 0>(tile, group, sum);
+    AddNibbles<kRows>(tile, group, sum);
+    const VF scale = Mul(LoadF16(group.supers), SumsToF32(LoadUint8s(group.scales)));
+    const VF least = Mul(Sub(Zero(), LoadF16(group.supers + kStripOutputs)),
+                         SumsToF32(LoadUint8s(group.scales + kStripOutputs)));
     ApplyScale(tile, group, scale, sum, chains);
     AddSummand(tile, group, least, chains);
   }
@@ -445,12 +458,13 @@ struct Q6KWeights {
 
   // The integer sums of 16 inputs times their scale.
   template <int kRows, int kHalf>
-  QUIRE_INLINE void HalfSums(const QuantisedTile& tile, int64_t group, const std::byte* codes,
-                             VI scale, VI* sum) {
-    const int8_t* const x = tile.codes + group * kQuantGroup + kHalf * 16;
+  QUIRE_INLINE void HalfSums(const QuantisedTile& tile, const WeightGroup& group, VI scale,
+                             VI* sum) {
+    const std::byte* const codes = group.codes;
+    const int8_t* const x = tile.codes + group.index * kQuantGroup + kHalf * 16;
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      sum[r] = SetInts(-32 * tile.groups[group + r * tile.group_count].sums[kHalf]);
+      sum[r] = ShiftInts<5>(SetInts(RowGroupAt(tile, group, r).minus_half[kHalf]));
     }
     const VB upper = LoadBytes(codes + 256 + kHalf * 64);
     AddQuad<kRows, 0>(tile, Codes<0>(Nibbles<kHalf>(codes, 0), upper), x, sum);
@@ -462,34 +476,59 @@ struct Q6KWeights {
   }
 
   template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, int64_t group, const std::byte* codes,
+  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
                         Chains<kRows>* chains) {
-    const std::byte* const own = GroupScales(tile, kFormat, group);
     VI sum[kRows];
     VI second[kRows];
-    HalfSums<kRows, 0>(tile, group, codes, LoadInt8s(own), sum);
-    HalfSums<kRows, 1>(tile, group, codes, LoadInt8s(own + kStripOutputs), second);
+    HalfSums<kRows, 0>(tile, group, LoadInt8s(group.scales), sum);
+    HalfSums<kRows, 1>(tile, group, LoadInt8s(group.scales + kStripOutputs), second);
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] = AddInts(sum[r], second[r]);
-    ApplyScale(tile, group, LoadF16(SuperScales(tile, kFormat, group)), sum, chains);
+    ApplyScale(tile, group, LoadF16(group.supers), sum, chains);
   }
 };
 
+// Asks for what comes some steps behind `at`.
+QUIRE_INLINE void FetchAhead(const std::byte* at, int64_t bytes, const StreamPrefetch& prefetch) {
+  const char* const ahead = reinterpret_cast<const char*>(at) + prefetch.bytes_ahead;
+  if (prefetch.into_l1) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line, 0, 3);
+  } else {
+    for (int64_t line = 0; line < bytes; line += 64) PrefetchL2(ahead + line);
+  }
+}
+
+// Both groups of a pair, or the first alone.
+template <class W, int kRows>
+QUIRE_INLINE void AddPairOfGroups(const QuantisedTile& tile, int64_t index, const std::byte* pair,
+                                  const std::byte* supers, Chains<kRows>* chains) {
+  constexpr int64_t kCodeBytes = GroupCodeBytes(W::kFormat);
+  constexpr int64_t kScaleBytes = GroupScaleBytes(W::kFormat);
+  const std::byte* const codes = pair + 2 * kScaleBytes;
+  const auto* const scales_of_block = reinterpret_cast<const uint16_t*>(supers);
+  W::template Add<kRows>(tile, {index, codes, pair, scales_of_block}, chains);
+  if (index + 1 == tile.group_count) return;
+  W::template Add<kRows>(tile, {index + 1, codes + kCodeBytes, pair + kScaleBytes, scales_of_block},
+                         chains);
+}
+
 template <class W, int kRows>
 static void RunQuantisedTile(const QuantisedTile& tile) {
-  constexpr int64_t kCodeBytes = GroupCodeBytes(W::kFormat);
+  constexpr int64_t kPairBytes = PairBytes(W::kFormat);
+  constexpr int64_t kSuperBytes = SuperScaleBytes(W::kFormat);
   Chains<kRows> chains;
   QUIRE_UNROLL
   for (int r = 0; r < kRows; ++r) chains.sum[r] = Zero();
-  const std::byte* codes = tile.strip;
-  for (int64_t group = 0; group < tile.group_count; ++group) {
-    if (tile.streams) {
-      for (int64_t line = 0; line < kCodeBytes; line += 64) {
-        PrefetchL2(reinterpret_cast<const char*>(codes) + kStreamAhead + line);
-      }
+  const std::byte* at = tile.strip;
+  const std::byte* supers = at;
+  for (int64_t index = 0; index < tile.group_count; index += 2) {
+    if (kSuperBytes > 0 && index % kSuperGroups == 0) {
+      supers = at;
+      at += kSuperBytes;
     }
-    W::template Add<kRows>(tile, group, codes, &chains);
-    codes += kCodeBytes;
+    if (tile.streams) FetchAhead(at, kPairBytes, tile.prefetch);
+    AddPairOfGroups<W, kRows>(tile, index, at, supers, &chains);
+    at += kPairBytes;
   }
   QUIRE_UNROLL
   for (int r = 0; r < kRows; ++r) Store(tile.sums + r * kStripOutputs, chains.sum[r]);
@@ -502,9 +541,10 @@ struct QuantisedPlan {
   QuantisedRows rows;
   int64_t block_rows;  // rows that stay in L2 together
   int64_t row_blocks;
-  int64_t strips;
+  int64_t strips;        // of all parts
   int64_t chunk_strips;  // of one task
   int64_t chunks;
+  StreamPrefetch prefetch;
 };
 
 static size_t QuantisedScratchBytes(int64_t row_count, int64_t k) {
@@ -516,17 +556,18 @@ static size_t QuantisedScratchBytes(int64_t row_count, int64_t k) {
 static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int worker_count) {
   QuantisedPlan plan{};
   plan.args = &args;
-  const int64_t k = args.w.k;
+  const int64_t k = args.parts.front().k;
   plan.rows.code_stride = CodeStride(k);
   plan.rows.group_count = k / kQuantGroup;
   plan.rows.codes = static_cast<int8_t*>(args.scratch);
   plan.rows.groups =
       reinterpret_cast<RowGroup*>(plan.rows.codes + args.row_count * plan.rows.code_stride);
-  constexpr int64_t kWholeTiles = 24;  // a multiple of every tile's
+  constexpr int64_t kWholeTiles = 48;  // a multiple of every tile's
   plan.block_rows = kResidentBytes / plan.rows.code_stride / kWholeTiles * kWholeTiles;
   if (plan.block_rows < kWholeTiles) plan.block_rows = kWholeTiles;
   plan.row_blocks = CeilDivide(args.row_count, plan.block_rows);
-  plan.strips = Strips(args.w.n);
+  for (const QuantisedLinear& part : args.parts) plan.strips += Strips(part.n);
+  plan.prefetch = WeightPrefetchOfCpu();
   constexpr int64_t kTasksPerWorker = 8;
   plan.chunk_strips = CeilDivide(plan.strips * plan.row_blocks, kTasksPerWorker * worker_count);
   if (plan.chunk_strips > plan.strips) plan.chunk_strips = plan.strips;
@@ -556,13 +597,22 @@ static void QuantiseRowsTask(void* context, int64_t index, int) {
 
 // ------------------------------------------------------------------------------ the work of a task
 
+// Strips of one part against some rows.
+struct QuantisedWork {
+  const QuantisedPlan* plan;
+  const QuantisedLinear* part;
+  float* y;  // [row][n], at the part's first output
+  int64_t begin_row, end_row;
+  int64_t begin_strip, end_strip;
+};
+
 // The sums of one row and strip, bias added, into y.
-static void FinishStrip(const QuantisedLinearArgs& args, int64_t row, int64_t output,
-                        const float* sums) {
-  const int64_t left = args.w.n - output;
+static void FinishStrip(const QuantisedWork& work, int64_t row, int64_t output, const float* sums) {
+  const QuantisedLinearArgs& args = *work.plan->args;
+  const int64_t left = work.part->n - output;
   const int64_t count = left < kStripOutputs ? left : kStripOutputs;
-  float* const y = args.y + row * args.y_stride + output;
-  const float* const bias = args.w.bias != nullptr ? args.w.bias + output : nullptr;
+  float* const y = work.y + row * args.y_stride + output;
+  const float* const bias = work.part->bias != nullptr ? work.part->bias + output : nullptr;
   for (int64_t i = 0; i < count; ++i) {
     float v = sums[i];
     if (bias != nullptr) v += bias[i];
@@ -570,71 +620,92 @@ static void FinishStrip(const QuantisedLinearArgs& args, int64_t row, int64_t ou
   }
 }
 
-// kRows rows from `row` on while that number is left before `end`; returns the next one.
+// kRows rows from `row` on while that number is left; returns the next one.
 template <class W, int kRows>
-static int64_t RunTilesOf(const QuantisedPlan& plan, int64_t row, int64_t end, int64_t strip) {
-  const QuantisedLinearArgs& args = *plan.args;
+static int64_t RunTilesOf(const QuantisedWork& work, int64_t row, int64_t strip) {
+  const QuantisedRows& rows = work.plan->rows;
   alignas(64) float sums[kRows * kStripOutputs];
   QuantisedTile tile{};
   tile.strip =
-      static_cast<const std::byte*>(args.w.data) + strip * StripBytes(W::kFormat, args.w.k);
-  tile.code_stride = plan.rows.code_stride;
-  tile.group_count = plan.rows.group_count;
+      static_cast<const std::byte*>(work.part->data) + strip * StripBytes(W::kFormat, work.part->k);
+  tile.code_stride = rows.code_stride;
+  tile.group_count = rows.group_count;
+  tile.streams = row == work.begin_row;
+  tile.prefetch = work.plan->prefetch;
   tile.sums = sums;
-  for (; row + kRows <= end; row += kRows) {
-    tile.codes = plan.rows.codes + row * tile.code_stride;
-    tile.groups = plan.rows.groups + row * tile.group_count;
-    tile.streams = args.row_count <= kRows;
+  for (; row + kRows <= work.end_row; row += kRows) {
+    tile.codes = rows.codes + row * tile.code_stride;
+    tile.groups = rows.groups + row * tile.group_count;
     RunQuantisedTile<W, kRows>(tile);
     for (int r = 0; r < kRows; ++r) {
-      FinishStrip(args, row + r, strip * kStripOutputs, sums + r * kStripOutputs);
+      FinishStrip(work, row + r, strip * kStripOutputs, sums + r * kStripOutputs);
     }
+    tile.streams = false;
   }
   return row;
 }
 
 template <class W>
+static void RunStrips(const QuantisedWork& work) {
+  for (int64_t strip = work.begin_strip; strip < work.end_strip; ++strip) {
+    int64_t row = work.begin_row;
+#if defined(QUIRE_SIMD_AVX512)
+    row = RunTilesOf<W, W::kMostRows>(work, row, strip);
+    row = RunTilesOf<W, 8>(work, row, strip);
+#endif
+    row = RunTilesOf<W, 4>(work, row, strip);
+    row = RunTilesOf<W, 2>(work, row, strip);
+    RunTilesOf<W, 1>(work, row, strip);
+  }
+}
+
+static void RunStripsOf(const QuantisedWork& work) {
+  switch (work.part->format) {
+    case WeightFormat::kQ8_0:
+      return RunStrips<Q8Weights>(work);
+    case WeightFormat::kQ4_0:
+      return RunStrips<Q4Weights>(work);
+    case WeightFormat::kQ4_1:
+      return RunStrips<Q41Weights>(work);
+    case WeightFormat::kQ4_K:
+      return RunStrips<Q4KWeights>(work);
+    case WeightFormat::kQ6_K:
+      return RunStrips<Q6KWeights>(work);
+  }
+}
+
+// Strips are counted through all parts.
 static void QuantisedLinearTask(void* context, int64_t index, int) {
   const ScopedFloatEnvironment environment;
   const auto& plan = *static_cast<const QuantisedPlan*>(context);
-  const int64_t first_row = index / plan.chunks * plan.block_rows;
-  const int64_t rows_end = first_row + plan.block_rows;
-  const int64_t end = rows_end < plan.args->row_count ? rows_end : plan.args->row_count;
-  const int64_t begin_strip = index % plan.chunks * plan.chunk_strips;
-  const int64_t chunk_end = begin_strip + plan.chunk_strips;
-  const int64_t end_strip = chunk_end < plan.strips ? chunk_end : plan.strips;
-  for (int64_t strip = begin_strip; strip < end_strip; ++strip) {
-    int64_t row = first_row;
-#if defined(QUIRE_SIMD_AVX512)
-    row = RunTilesOf<W, W::kMostRows>(plan, row, end, strip);
-    row = RunTilesOf<W, 8>(plan, row, end, strip);
-#endif
-    row = RunTilesOf<W, 4>(plan, row, end, strip);
-    row = RunTilesOf<W, 2>(plan, row, end, strip);
-    RunTilesOf<W, 1>(plan, row, end, strip);
+  QuantisedWork work{};
+  work.plan = &plan;
+  work.y = plan.args->y;
+  work.begin_row = index / plan.chunks * plan.block_rows;
+  const int64_t rows_end = work.begin_row + plan.block_rows;
+  work.end_row = rows_end < plan.args->row_count ? rows_end : plan.args->row_count;
+  int64_t begin = index % plan.chunks * plan.chunk_strips;
+  int64_t end = begin + plan.chunk_strips;
+  for (const QuantisedLinear& part : plan.args->parts) {
+    const int64_t strips = Strips(part.n);
+    work.part = &part;
+    work.begin_strip = begin > 0 ? begin : 0;
+    work.end_strip = end < strips ? end : strips;
+    if (work.begin_strip < work.end_strip) RunStripsOf(work);
+    work.y += part.n;
+    begin -= strips;
+    end -= strips;
   }
 }
 
 static void MultiplyQuantised(const QuantisedLinearArgs& args, ParallelRunner& runner) {
   if (args.row_count == 0) return;
   QuantisedPlan plan = MakeQuantisedPlan(args, runner.worker_count());
-  if (args.row_count * args.w.k < kMinParallelElements) {
+  if (args.row_count * args.parts.front().k < kMinParallelElements) {
     const ScopedFloatEnvironment environment;
     QuantiseRows(plan, 0, args.row_count);
   } else {
     runner.Run(CeilDivide(args.row_count, kRowsPerPackTask), QuantiseRowsTask, &plan);
   }
-  const int64_t tasks = plan.row_blocks * plan.chunks;
-  switch (args.w.format) {
-    case WeightFormat::kQ8_0:
-      return runner.Run(tasks, QuantisedLinearTask<Q8Weights>, &plan);
-    case WeightFormat::kQ4_0:
-      return runner.Run(tasks, QuantisedLinearTask<Q4Weights>, &plan);
-    case WeightFormat::kQ4_1:
-      return runner.Run(tasks, QuantisedLinearTask<Q41Weights>, &plan);
-    case WeightFormat::kQ4_K:
-      return runner.Run(tasks, QuantisedLinearTask<Q4KWeights>, &plan);
-    case WeightFormat::kQ6_K:
-      return runner.Run(tasks, QuantisedLinearTask<Q6KWeights>, &plan);
-  }
+  runner.Run(plan.row_blocks * plan.chunks, QuantisedLinearTask, &plan);
 }

@@ -4,7 +4,8 @@
 //
 // The including file defines exactly one of QUIRE_SIMD_AVX512, QUIRE_SIMD_AVX2, QUIRE_SIMD_SCALAR,
 // and besides QUIRE_SIMD_AVX512 QUIRE_SIMD_BF16 where the CPU has bfloat16 dot products, or
-// QUIRE_SIMD_TILES where bfloat16 is summed as the tile unit does (tile_unit-inl.h).
+// QUIRE_SIMD_TILES where bfloat16 is summed as the tile unit does (tile_unit-inl.h);
+// QUIRE_SIMD_VNNI where it has dot products of integers, which change no bit.
 //
 // Every operation gives the same bits on every path (the caller has MXCSR at its default,
 // base/float_environment.h), except DotPair with QUIRE_SIMD_BF16. That is why reductions have a
@@ -443,7 +444,7 @@ QUIRE_INLINE VI16 WidenI8(const uint8_t* p) {
 // acc + v[0] w[0] + v[1] w[1]; w: two int16.
 QUIRE_INLINE VI DotI16(VI acc, VI16 v, uint32_t w) {
   const __m512i weights = _mm512_set1_epi32(static_cast<int>(w));
-#if defined(QUIRE_SIMD_BF16) || (defined(QUIRE_SIMD_TILES) && !QUIRE_EMULATE_TILES)
+#if defined(QUIRE_SIMD_VNNI)
   return _mm512_dpwssd_epi32(acc, v, weights);
 #else
   return _mm512_add_epi32(acc, _mm512_madd_epi16(v, weights));

@@ -1,5 +1,5 @@
-// How decode asks for keys and values, which it reads once, ahead of reading them. A matter of
-// speed alone.
+// How decode asks for keys, values and quantised weights, which it reads once, ahead of reading
+// them. A matter of speed alone.
 #ifndef QUIRE_KERNELS_CPU_STREAM_PREFETCH_H_
 #define QUIRE_KERNELS_CPU_STREAM_PREFETCH_H_
 
@@ -12,7 +12,9 @@ struct StreamPrefetch {
   int64_t bytes_ahead;  // of what is read
 };
 
-StreamPrefetch StreamPrefetchOfCpu();  // in dispatch.cc
+// In dispatch.cc.
+StreamPrefetch StreamPrefetchOfCpu();  // keys and values
+StreamPrefetch WeightPrefetchOfCpu();  // quantised weights
 
 }  // namespace quire
 

@@ -89,21 +89,17 @@ void RowOps::Multiply(const LinearWeights& weights, const float* x, int64_t row_
   backend_.linear(args, runner_);
 }
 
-// The parts stand side by side in y.
 void RowOps::MultiplyQuantised(const LinearWeights& weights, const float* x, int64_t row_count,
                                float* y, bool accumulate, void* scratch) const {
-  for (const QuantisedLinear& part : weights.quantised()) {
-    const QuantisedLinearArgs args{.w = part,
-                                   .row_count = row_count,
-                                   .x = x,
-                                   .x_stride = part.k,
-                                   .y = y,
-                                   .y_stride = weights.packed().n,
-                                   .accumulate = accumulate,
-                                   .scratch = scratch};
-    backend_.quantised_linear(args, runner_);
-    y += part.n;
-  }
+  const QuantisedLinearArgs args{.parts = weights.quantised(),
+                                 .row_count = row_count,
+                                 .x = x,
+                                 .x_stride = weights.packed().k,
+                                 .y = y,
+                                 .y_stride = weights.packed().n,
+                                 .accumulate = accumulate,
+                                 .scratch = scratch};
+  backend_.quantised_linear(args, runner_);
 }
 
 size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) const {

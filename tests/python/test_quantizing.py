@@ -1,0 +1,214 @@
+"""`quantize_model`: codes of each tensor, and damaged folders, which are refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import quire
+from gguf import GGMLQuantizationType, GGUFReader, quants
+from quire._q4k import quantize_rows
+from quire.importer.safetensors_writer import Declaration, SafetensorsWriter
+from quire.quantizing import quantize_model
+
+HIDDEN, INNER, HEADS, VOCAB = 256, 512, 4, 40
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "tie_word_embeddings": False,
+}
+
+
+def tensors() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(3)
+    layer = "model.layers.0"
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        f"{layer}.self_attn.rotary_emb.inv_freq": (HIDDEN // HEADS // 2,),
+        f"{layer}.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+        f"{layer}.mlp.up_proj.weight": (INNER, HIDDEN),
+        f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    return {
+        name: generator.standard_normal(shape, np.float32) / 8 for name, shape in shapes.items()
+    }
+
+
+def folder(path: Path, config: dict[str, object] | None = None) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    values = tensors()
+    declarations = [Declaration(name, "F32", value.shape) for name, value in values.items()]
+    with SafetensorsWriter(str(path / "model.safetensors"), declarations) as writer:
+        for value in values.values():
+            writer.write(value)
+    return path
+
+
+def stored(made: Path) -> dict[str, object]:
+    (file,) = made.glob("*.gguf")
+    return {tensor.name: tensor for tensor in GGUFReader(str(file)).tensors}
+
+
+def error_of(given: np.ndarray, read: np.ndarray) -> float:
+    return float(np.sqrt(np.square(given - read).mean() / np.square(given).mean()))
+
+
+def test_q4k_is_nearer_to_the_weights_than_q4(tmp_path):
+    made = quantize_model(folder(tmp_path / "source"), tmp_path / "made", weights="q4k")
+    given = tensors()["model.layers.0.mlp.down_proj.weight"]
+    tensor = stored(made)["blk.0.ffn_down.weight"]
+    assert tensor.tensor_type == GGMLQuantizationType.Q4_K
+    ours = error_of(given, quants.dequantize(tensor.data, tensor.tensor_type))
+    plain = GGMLQuantizationType.Q4_0
+    theirs = error_of(given, quants.dequantize(quants.quantize(given, plain), plain))
+    assert ours < 0.9 * theirs
+    # Heads lie as rotary pairs: rows 0 and 32 of the first one are its first two.
+    rotated = stored(made)["blk.0.attn_q.weight"]
+    values = quants.dequantize(rotated.data, rotated.tensor_type)
+    queries = tensors()["model.layers.0.self_attn.q_proj.weight"]
+    assert error_of(queries[[0, 32, 1, 33]], values[:4]) < 0.1
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1000.0])
+def test_q4k_takes_rows_of_any_sign_and_size(scale):
+    generator = np.random.default_rng(1)
+    values = generator.standard_normal((6, 512)).astype(np.float32)
+    values[0], values[1], values[2] = 0, np.abs(values[1]), -np.abs(values[2])
+    values[3], values[4] = 0.75, -0.75
+    values *= np.float32(scale)
+    read = quants.dequantize(quantize_rows(values), GGMLQuantizationType.Q4_K)
+    assert np.isfinite(read).all()
+    # Half a step of a grid over the range of the group, and what 6 bits of scale and least cost.
+    widest = np.abs(values).max(initial=0)
+    assert np.abs(read - values).max() <= 0.15 * widest
+
+
+def test_weights_beyond_float16_scales_are_refused(tmp_path, monkeypatch):
+    values = tensors()
+    values["lm_head.weight"][3, 5] = 1e6
+    monkeypatch.setitem(globals(), "tensors", lambda: values)
+    with pytest.raises(quire.BadArgumentError, match="lm_head.weight holds 1e"):
+        quantize_model(folder(tmp_path / "source"), tmp_path / "made")
+
+
+def test_embedding_and_head_have_kinds_of_their_own(tmp_path):
+    made = quantize_model(
+        folder(tmp_path / "source"), tmp_path / "made", weights="q4", embeddings="q4k", head="q8"
+    )
+    kinds = {name: tensor.tensor_type.name for name, tensor in stored(made).items()}
+    assert kinds == {
+        "token_embd.weight": "Q4_K",
+        "blk.0.attn_q.weight": "Q4_0",
+        "blk.0.ffn_up.weight": "Q4_0",
+        "blk.0.ffn_down.weight": "Q4_0",
+        "output_norm.weight": "F32",
+        "output.weight": "Q8_0",
+    }
+
+
+def test_a_head_that_is_the_embedding_has_no_kind_of_its_own(tmp_path):
+    source = folder(tmp_path / "source", {"tie_word_embeddings": True})
+    with pytest.raises(quire.BadArgumentError, match="the head is the token embedding"):
+        quantize_model(source, tmp_path / "made", embeddings="q4", head="q8")
+    assert "output.weight" not in stored(quantize_model(source, tmp_path / "made", head="q8"))
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ("[1]", "no JSON object"),
+        ("{", "is no JSON"),
+        (json.dumps(CONFIG | {"num_attention_heads": "4"}), "num_attention_heads is '4'"),
+        (json.dumps(CONFIG | {"num_attention_heads": 7}), "no 7 heads of pairs"),
+        (json.dumps({"architectures": ["LlamaForCausalLM"]}), "num_attention_heads is None"),
+    ],
+)
+def test_a_damaged_configuration_is_refused(tmp_path, config, message):
+    source = folder(tmp_path / "source")
+    (source / "config.json").write_text(config)
+    with pytest.raises(quire.CorruptError, match=message):
+        quantize_model(source, tmp_path / "made")
+
+
+def header_of(data: bytes) -> dict[str, dict[str, object]]:
+    (length,) = struct.unpack("<Q", data[:8])
+    header: dict[str, dict[str, object]] = json.loads(data[8 : 8 + length])
+    return header
+
+
+def with_header(data: bytes, header: object) -> bytes:
+    (length,) = struct.unpack("<Q", data[:8])
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+HEAD = "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda data: data[:5], "fewer than a header's length"),
+        (lambda data: struct.pack("<Q", 1 << 62) + data[8:], "says that its header has"),
+        (lambda data: data[:-1], f"tensor {HEAD} lies at"),
+        (lambda data: with_header(data, [1]), "no JSON object"),
+        (lambda data: data[:8] + b"}" + data[9:], "the header is no JSON"),
+        (lambda data: with_header(data, {HEAD: 1}), f"tensor {HEAD} is described by no JSON"),
+        (lambda data: with_header(data, {HEAD: {"dtype": 5}}), f"tensor {HEAD} has no dtype"),
+        (
+            lambda data: with_header(data, {HEAD: header_of(data)[HEAD] | {"shape": [-1, 2]}}),
+            f'tensor {HEAD}: "shape"',
+        ),
+        (
+            lambda data: with_header(data, {HEAD: header_of(data)[HEAD] | {"shape": [2**40, 256]}}),
+            f"tensor {HEAD} of F32 and shape",
+        ),
+        (
+            lambda data: with_header(data, {HEAD: header_of(data)[HEAD] | {"data_offsets": [8]}}),
+            f'tensor {HEAD}: "shape"',
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, change, message):
+    source = folder(tmp_path / "source")
+    file = source / "model.safetensors"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(quire.CorruptError, match=message) as caught:
+        quantize_model(source, tmp_path / "made")
+    assert str(file) in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_damage_is_an_error_of_ours_or_none(tmp_path, seed):
+    source = folder(tmp_path / "source")
+    file = source / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    generator = random.Random(seed)
+    (length,) = struct.unpack("<Q", data[:8])
+    for _ in range(generator.randint(1, 4)):
+        data[generator.randrange(8 + length)] = generator.randrange(256)
+    file.write_bytes(data)
+    try:
+        quantize_model(source, tmp_path / "made")
+    except quire.QuireError:
+        assert not (tmp_path / "made").exists()
+    else:
+        assert (tmp_path / "made").is_dir()
+
+
+def test_rows_of_no_whole_blocks_are_refused(tmp_path, monkeypatch):
+    values = {"model.embed_tokens.weight": np.ones((VOCAB, 96), np.float32)}
+    monkeypatch.setitem(globals(), "tensors", lambda: values)
+    source = folder(tmp_path / "source")
+    with pytest.raises(quire.BadArgumentError, match="no whole blocks of 256; q8 and q4"):
+        quantize_model(source, tmp_path / "made", embeddings="q4k")
+    quantize_model(source, tmp_path / "made", embeddings="q4")
