@@ -169,6 +169,31 @@ def _attention_case(
     )
 
 
+def _prefill_cases(dtype: str, common: dict[str, Any]) -> list[Case]:
+    cases = []
+    for new in (512, 2048):
+        for cached in (0, 4096):
+            shape = {
+                "dtype": dtype,
+                "kv_heads": HEADS // 4,
+                "sequences": 1,
+                "prefix": 0,
+                "own": new + cached,
+                "rows": new,
+            }
+            cases.append(
+                _attention_case(
+                    f"prefill/{_SHORT[dtype]}/gqa4/{new}+{cached}",
+                    "b",
+                    shape,
+                    (Goal("vLLM", 2.0), Goal("bound", 0.75)),
+                    quick=dtype == "bfloat16" and (new, cached) in ((512, 0), (512, 4096)),
+                    **common,
+                )
+            )
+    return cases
+
+
 def _attention_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases = []
     common: dict[str, Any] = {"cache_bytes": cache_bytes, "threads": threads}
@@ -226,26 +251,7 @@ def _attention_cases(cache_bytes: int, threads: int) -> list[Case]:
                         **common,
                     )
                 )
-        for new in (512, 2048):
-            for cached in (0, 4096):
-                shape = {
-                    "dtype": dtype,
-                    "kv_heads": HEADS // 4,
-                    "sequences": 1,
-                    "prefix": 0,
-                    "own": new + cached,
-                    "rows": new,
-                }
-                cases.append(
-                    _attention_case(
-                        f"prefill/{_SHORT[dtype]}/gqa4/{new}+{cached}",
-                        "b",
-                        shape,
-                        (Goal("vLLM", 2.0), Goal("bound", 0.75)),
-                        quick=dtype == "bfloat16" and (new, cached) in ((512, 0), (512, 4096)),
-                        **common,
-                    )
-                )
+        cases += _prefill_cases(dtype, common)
     return cases
 
 

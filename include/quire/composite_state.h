@@ -1,5 +1,5 @@
-// CompositeState: the state of a model with attention and recurrent layers. Its parts change
-// together or not at all.
+// CompositeState: the state of a model whose layers keep theirs in several caches: attention caches
+// and recurrent states. Its parts change together or not at all.
 #ifndef QUIRE_COMPOSITE_STATE_H_
 #define QUIRE_COMPOSITE_STATE_H_
 
@@ -24,10 +24,13 @@ class CompositeState : public KVState {
   struct Parts {
     std::shared_ptr<AttentionKVCache> attention{};  // null: recurrent layers only
     std::vector<std::shared_ptr<RecurrentState>> recurrent{};
+    // Further attention caches, for layers that have other options than a cache can give each of
+    // its layers. Their sequences have the same tokens. REQUIRES: `attention`.
+    std::vector<std::shared_ptr<AttentionKVCache>> more_attention{};
   };
 
-  // REQUIRES: recurrent parts, none of them null or given twice, made by this library; no part has
-  // sequences.
+  // REQUIRES: at least one part, none of them null or given twice, made by this library; no part
+  // has sequences.
   static Result<std::unique_ptr<CompositeState>> Create(Parts parts);
 
   virtual const Parts& parts() const = 0;
@@ -38,7 +41,8 @@ class CompositeState : public KVState {
   // REQUIRES: 0 <= position <= length.
   virtual Result<int64_t> ReplayStart(int64_t seq_id, int64_t position) const = 0;
 
-  // Appends tokens to all parts: to attention KV as ImportVisibleKV (nothing without such a part);
+  // Appends tokens to all parts: to attention KV as ImportVisibleKV (nothing without such a part;
+  // with several, a block has the layers of the first, then those of the others);
   // recurrent parts, [part][tensor], as ImportState at `position`, where the sequence ends then.
   // BadArgument if parts would end elsewhere.
   virtual Status ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
@@ -46,7 +50,7 @@ class CompositeState : public KVState {
 
   // As on AttentionKVCache; states come from the same sources when their layers are run, and are
   // those after the imported tokens, as by ImportState. OutOfPages without a free slot for each.
-  // REQUIRES: one recurrent part, a RecurrentCache.
+  // REQUIRES: one recurrent part, a RecurrentCache; at most one attention cache.
   virtual Status BeginLoadingForward(std::span<const int64_t> seq_ids,
                                      std::span<const int64_t> append_lengths,
                                      std::span<const LayerLoad> loads) = 0;
@@ -60,7 +64,8 @@ class CompositeState : public KVState {
 
   // Transfers all parts: states go as layers after the attention layers (docs/transfer.md). No
   // length has pending tokens until DisaggCommitRecv, for which the states after the last one must
-  // be there.
+  // be there. With several attention caches, or without a recurrent part, there is none: BadState
+  // for reservations, marks and sinks.
   virtual KVTransfer* transfer() = 0;
   virtual bool HasSequence(int64_t seq_id) const = 0;
   virtual int64_t sequence_count() const = 0;

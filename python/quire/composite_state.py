@@ -1,4 +1,4 @@
-"""quire.CompositeState: the state of a model with attention and recurrent layers."""
+"""quire.CompositeState: the state of a model whose layers keep theirs in several caches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["CompositeState"]
 
 
 class CompositeState(TransferCalls, KVState):
-    """The state of a model with attention and recurrent layers: its parts change together or not at
-    all.
+    """The state of a model whose layers keep theirs in several caches, as attention and recurrent
+    layers do: its parts change together or not at all.
 
     Each call is made on all parts, or, if one of them refuses it, on none, and the error is that
     part's. What layers do is called on the parts::
@@ -36,23 +36,40 @@ class CompositeState(TransferCalls, KVState):
     one recurrent part is a RecurrentCache.
 
     Args:
-        recurrent: the recurrent parts, at least one, none of them twice and without sequences.
-        attention: the attention part, without sequences, or None.
+        recurrent: the recurrent parts, none of them twice and without sequences.
+        attention: the attention part, without sequences, or None; or several, for layers whose
+            options one cache cannot have. The tokens of several are neither transferred nor saved
+            as snapshots.
+
+    There must be at least one part.
     """
 
     def __init__(
-        self, *, recurrent: Sequence[RNNState | RecurrentCache], attention: KVCache | None = None
+        self,
+        *,
+        recurrent: Sequence[RNNState | RecurrentCache] = (),
+        attention: KVCache | Sequence[KVCache] | None = None,
     ) -> None:
-        self._attention = attention
+        if attention is None:
+            caches: tuple[KVCache, ...] = ()
+        else:
+            caches = tuple(attention) if isinstance(attention, Sequence) else (attention,)
+        self._attention = caches
         self._recurrent = tuple(recurrent)
         fields: dict[str, Any] = {"recurrent": [_object_of(part) for part in self._recurrent]}
-        if attention is not None:
-            fields["attention"] = _object_of(attention)
+        if caches:
+            fields["attention"] = _object_of(caches[0])
+            fields["more_attention"] = [_object_of(cache) for cache in caches[1:]]
         super().__init__(_ffi.new(_ffi.CompositeStateHandle, fields))
 
     @property
     def attention(self) -> KVCache | None:
-        """The attention part."""
+        """The attention part, the first of several."""
+        return self._attention[0] if self._attention else None
+
+    @property
+    def attention_caches(self) -> tuple[KVCache, ...]:
+        """All attention parts."""
         return self._attention
 
     @property

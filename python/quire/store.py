@@ -158,6 +158,25 @@ def chunk_keys(
     return [str(key) for key in keys]
 
 
+def _key_bytes(key: bytes) -> bytes:
+    if not isinstance(key, (bytes, bytearray, memoryview)):
+        raise TypeError(f"ChunkStore: key must be bytes, not {type(key).__name__}")
+    return bytes(key)
+
+
+def _words_of_redis(place: redis_url.RedisPlace, **given: str | os.PathLike[str]) -> dict[str, str]:
+    """Fields of the library, "redis_NAME": what was given, or what the URL has."""
+    fields = {}
+    for name, value in given.items():
+        in_url: str = getattr(place, name)
+        if value and in_url:
+            raise errors.BadArgumentError(
+                f"ChunkStore: redis_{name} is given twice, the second time in the URL"
+            )
+        fields[f"redis_{name}"] = os.fspath(value) or in_url
+    return fields
+
+
 class ChunkStore(_ffi.ClosingOwner):
     """Keeps chunks of KV in up to three tiers.
 
@@ -229,25 +248,20 @@ class ChunkStore(_ffi.ClosingOwner):
         pin_timeout: float = 60.0,
         **options: Any,
     ) -> None:
-        if not isinstance(key, (bytes, bytearray, memoryview)):
-            raise TypeError(f"ChunkStore: key must be bytes, not {type(key).__name__}")
-        self.key = bytes(key)
+        self.key = _key_bytes(key)
         if directory is not None and not os.fspath(directory):
             raise errors.BadArgumentError("ChunkStore: directory is empty; give a folder, or None")
         place = redis_url.parse(redis)
-        for name, given, in_url in (
-            ("redis_username", redis_username, place.username),
-            ("redis_password", redis_password, place.password),
-            ("redis_prefix", redis_prefix, place.prefix),
-            ("redis_tls_ca_file", redis_tls_ca_file, place.tls_ca_file),
-            ("redis_tls_cert_file", redis_tls_cert_file, place.tls_cert_file),
-            ("redis_tls_key_file", redis_tls_key_file, place.tls_key_file),
-            ("redis_tls_server_name", redis_tls_server_name, place.tls_server_name),
-        ):
-            if given and in_url:
-                raise errors.BadArgumentError(
-                    f"ChunkStore: {name} is given twice, the second time in the URL"
-                )
+        words = _words_of_redis(
+            place,
+            username=redis_username,
+            password=redis_password,
+            prefix=redis_prefix,
+            tls_ca_file=redis_tls_ca_file,
+            tls_cert_file=redis_tls_cert_file,
+            tls_key_file=redis_tls_key_file,
+            tls_server_name=redis_tls_server_name,
+        )
         super().__init__(
             _ffi.new(
                 _ffi.ChunkStoreHandle,
@@ -260,16 +274,9 @@ class ChunkStore(_ffi.ClosingOwner):
                         "disk_bytes": disk_bytes,
                         "durability": durability,
                         "key": self.key,
-                        "redis_username": redis_username or place.username,
-                        "redis_password": redis_password or place.password,
-                        "redis_prefix": redis_prefix or place.prefix,
+                        **words,
                         "redis_ttl_ms": milliseconds(redis_ttl, "redis_ttl", most=_TTL_MAX),
                         "redis_tls": redis_tls or place.tls,
-                        "redis_tls_ca_file": os.fspath(redis_tls_ca_file) or place.tls_ca_file,
-                        "redis_tls_cert_file": os.fspath(redis_tls_cert_file)
-                        or place.tls_cert_file,
-                        "redis_tls_key_file": os.fspath(redis_tls_key_file) or place.tls_key_file,
-                        "redis_tls_server_name": redis_tls_server_name or place.tls_server_name,
                         "redis_tls_verify": redis_tls_verify and place.tls_verify,
                         "eviction": eviction,
                         "write_policy": write_policy,

@@ -20,7 +20,7 @@ namespace {
 
 namespace tf = tvm::ffi;
 
-// "attention", if given, and "recurrent".
+// "attention", if given, "recurrent" and "more_attention".
 std::vector<KVStateRef> ReadParts(const OptionMap& fields, CompositeState::Parts* parts) {
   std::vector<KVStateRef> objects;
   OptionsReader reader("CompositeState", fields);
@@ -28,6 +28,15 @@ std::vector<KVStateRef> ReadParts(const OptionMap& fields, CompositeState::Parts
     if (attention->defined()) parts->attention = (*attention)->attention();
     if (parts->attention == nullptr) ThrowBadArgument("CompositeState: attention is no KVCache");
     objects.push_back(*attention);
+  }
+  for (const KVStateRef& part :
+       reader.Get<tf::Array<KVStateRef>>("more_attention").value_or(tf::Array<KVStateRef>())) {
+    parts->more_attention.push_back(part.defined() ? part->attention() : nullptr);
+    if (parts->more_attention.back() == nullptr) {
+      ThrowBadArgument("CompositeState: attention[" + std::to_string(parts->more_attention.size()) +
+                       "] is no KVCache");
+    }
+    objects.push_back(part);
   }
   for (const KVStateRef& part :
        reader.Get<tf::Array<KVStateRef>>("recurrent").value_or(tf::Array<KVStateRef>())) {

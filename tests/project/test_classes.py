@@ -13,7 +13,7 @@ import source_tree
 # No class of the product has more methods than this, but for those below.
 METHODS_MAX = 60
 # What is reached in kv. A class that gets smaller gets a smaller limit.
-METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 85, "StateHistory": 59}
+METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 84, "StateHistory": 59}
 MEMBERS_OF_KV = {"PagedKVCache": 22}
 
 _CLASS = re.compile(

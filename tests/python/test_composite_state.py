@@ -309,7 +309,7 @@ def test_what_is_no_part_is_refused() -> None:
     used.add_sequence(0)
     twice = sums()
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        (dict(recurrent=[]), quire.BadArgumentError, "no recurrent part"),
+        (dict(recurrent=[]), quire.BadArgumentError, "no part; give a cache"),
         (dict(recurrent=[twice, twice]), quire.BadArgumentError, r"recurrent\[1\] is given twice"),
         (dict(recurrent=[used]), quire.BadArgumentError, r"recurrent\[0\] has 1 sequences"),
         (dict(recurrent=[attention()]), quire.BadArgumentError, r"recurrent\[0\] is no RNNState"),
@@ -321,6 +321,25 @@ def test_what_is_no_part_is_refused() -> None:
         with pytest.raises(error, match=message):
             quire.CompositeState(**arguments)
     quire.CompositeState(recurrent=[twice])  # a refused one keeps no part
+
+
+def test_several_attention_caches_change_together() -> None:
+    caches = [attention(), attention()]
+    whole = quire.CompositeState(attention=caches)
+    assert whole.attention is caches[0] and whole.attention_caches == tuple(caches)
+    whole.add_sequence(0)
+    whole.begin_forward([0], [2])
+    qkv = np.zeros((2, 3, WIDTH), np.float32)
+    caches[0].attention_with_fused_qkv(0, qkv)
+    with pytest.raises(quire.BadStateError, match="EndForward"):
+        whole.end_forward()
+    caches[1].attention_with_fused_qkv(0, qkv)
+    whole.end_forward()
+    assert [cache.get_sequence_length(0) for cache in caches] == [2, 2]
+    with pytest.raises(quire.BadStateError):
+        caches[1].pop_n(0, 1)
+    with pytest.raises(quire.BadArgumentError, match=r"attention\[1\] is no KVCache"):
+        quire.CompositeState(attention=[attention(), sums()])
 
 
 # ---------------------------------------------------------------------- files

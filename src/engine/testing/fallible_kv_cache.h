@@ -8,19 +8,37 @@
 #include <string_view>
 #include <utility>
 
+#include "kv/control/control_call.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire {
 
-class FallibleKVCache final : public AttentionKVCache {
+class FallibleKVCache final : public AttentionKVCache, public PlannedState {
  public:
-  explicit FallibleKVCache(std::unique_ptr<AttentionKVCache> cache) : cache_(std::move(cache)) {}
+  explicit FallibleKVCache(std::unique_ptr<AttentionKVCache> cache)
+      : cache_(std::move(cache)), planned_(dynamic_cast<PlannedState&>(*cache_)) {}
 
   // Asked before each call that may fail for want of pages or memory; its error is what the call
   // returns.
   std::function<Status(std::string_view call)> fault;
   int64_t out_of_pages = 0;  // of BeginForward, by the cache itself
   int64_t loading_forwards = 0;
+
+  // As a part of a CompositeState: the same faults and counts.
+  Status Plan(const ControlCall& call) override {
+    using Kind = ControlCall::Kind;
+    const bool may_fail =
+        call.kind != Kind::kClear && call.kind != Kind::kRemove && call.kind != Kind::kAbort;
+    const char* const name = call.kind == Kind::kImport ? "ImportVisibleKV" : call.name();
+    if (may_fail) QUIRE_RETURN_IF_ERROR(Fault(name));
+    const Status status = planned_.Plan(call);
+    const bool begins = call.kind == Kind::kBegin || call.kind == Kind::kBeginTree;
+    if (begins && status.code() == StatusCode::kOutOfPages) ++out_of_pages;
+    loading_forwards += status.ok() && !call.loads.empty();
+    return status;
+  }
+  void Commit() noexcept override { planned_.Commit(); }
+  void Drop() noexcept override { planned_.Drop(); }
 
   Status Clear() override { return cache_->Clear(); }
   Status AddSequence(int64_t id) override {
@@ -197,6 +215,7 @@ class FallibleKVCache final : public AttentionKVCache {
   Status Fault(std::string_view call) const { return fault ? fault(call) : Status(); }
 
   std::unique_ptr<AttentionKVCache> cache_;
+  PlannedState& planned_;
 };
 
 }  // namespace quire

@@ -10,6 +10,7 @@
 #include "kv/cache/page_counts.h"
 #include "kv/control/call_gate.h"
 #include "kv/pages/block_tree.h"
+#include "quire/status.h"
 
 namespace quire {
 
@@ -29,6 +30,12 @@ class CountingGate {
       } leave{*this};
       return body();
     });
+  }
+  // Such a call in two halves (CallGate::Open).
+  Status Open(const char* call) const { return gate_.Open(call); }
+  void Close() const noexcept {
+    Publish();
+    gate_.Close();
   }
   // Calls of a layer, and exports, change none of these: queries go on meanwhile.
   template <typename F>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -100,14 +101,15 @@ Status KVImporter::CheckBlocks(const char* call, int64_t start, const KVImport& 
   return Status();
 }
 
-Status KVImporter::Import(const char* call, int32_t index, const KVImport& import,
-                          bool leaves_out) {
+Status KVImporter::PlanImport(const char* call, int32_t index, const KVImport& import,
+                              bool leaves_out) {
+  QUIRE_DCHECK(import_.index == SequenceTable::kAbsent) << "an import is planned already";
   QUIRE_RETURN_IF_ERROR(kv_.RequireCommitted(call, index));
-  Sequence& sequence = kv_.control[index];
+  const Sequence& sequence = kv_.control[index];
   QUIRE_ASSIGN_OR_RETURN(const int64_t count, CheckTokens(call, sequence, import));
   const int64_t start = kv_.tree.End(sequence.last);
   const int64_t end = start + count;
-  ForwardPlan plan;  // of one sequence that gets no rows
+  ForwardPlan plan;
   plan.StartBatch(1, kv_.groups.size());
   if (leaves_out) {
     QUIRE_RETURN_IF_ERROR(windows_.CheckImport(call, sequence, import.windows, end));
@@ -117,15 +119,23 @@ Status KVImporter::Import(const char* call, int32_t index, const KVImport& impor
   QUIRE_RETURN_IF_ERROR(Reserve(call, sequence, count, FirstPage::kShared, &plan));
   const bool sets_windows = leaves_out && import.windows != SequenceWindows();
   if (sets_windows) kv_.tree.hidden().Track(kv_.control.table().entries().size());
-  Commit(index, &plan);
-  FillBlocks(plan, start, import);
-  if (sets_windows) {
-    windows_.Set(index, import.windows);
+  import_ = {.index = index, .kv = import, .sets_windows = sets_windows, .plan = std::move(plan)};
+  return Status();
+}
+
+void KVImporter::CommitImport() noexcept {
+  QUIRE_DCHECK(import_.index != SequenceTable::kAbsent) << "no import is planned";
+  const int32_t index = import_.index;
+  const int64_t start = kv_.tree.End(kv_.control[index].last);
+  Commit(index, &import_.plan);
+  FillBlocks(import_.plan, start, import_.kv);
+  if (import_.sets_windows) {
+    windows_.Set(index, import_.kv.windows);
   } else {
     windows_.SlideTo(index);
   }
   windows_.FreeHidden();
-  return Status();
+  import_ = {};
 }
 
 Status KVImporter::Reserve(const char* call, const Sequence& sequence, int64_t count,

@@ -31,9 +31,12 @@ class KVImporter {
   KVImporter(PagedSequences& kv, WindowBook& windows, LayerSteps& steps, const Backend& backend)
       : kv_(kv), windows_(windows), steps_(steps), backend_(backend) {}
 
-  // The whole way, as ImportKV and, if `leaves_out`, ImportVisibleKV have it. REQUIRES: no forward
-  // is open.
-  Status Import(const char* call, int32_t index, const KVImport& import, bool leaves_out);
+  // ---- The whole way in two halves: ImportKV and, if `leaves_out`, ImportVisibleKV. What `import`
+  // refers to stays until CommitImport, or DropImport, which gives up what is planned. REQUIRES: no
+  // forward is open.
+  Status PlanImport(const char* call, int32_t index, const KVImport& import, bool leaves_out);
+  void CommitImport() noexcept;
+  void DropImport() noexcept { import_ = {}; }
 
   // ---- The parts, for `count` tokens without rows after those of the sequence.
   enum class FirstPage : uint8_t { kShared, kOwn };
@@ -64,10 +67,19 @@ class KVImporter {
                      std::span<const GroupAppend> groups) const;
   void FillBlocks(const ForwardPlan& plan, int64_t start, const KVImport& import) noexcept;
 
+  // From PlanImport to its end.
+  struct PlannedImport {
+    int32_t index = SequenceTable::kAbsent;
+    KVImport kv{};
+    bool sets_windows = false;
+    ForwardPlan plan{};  // of one sequence that gets no rows
+  };
+
   PagedSequences& kv_;
   WindowBook& windows_;
   LayerSteps& steps_;
   const Backend& backend_;
+  PlannedImport import_;
 };
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-// Creation, the calls that change sequences, and counters. The forward is in paged_kv_forward.cc,
+// Creation, calls in two halves, and counters. The forward is in paged_kv_forward.cc,
 // what tests and tools look at in paged_kv_debug.cc.
 #include "kv/cache/paged_kv_cache.h"
 
@@ -53,11 +53,24 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
   });
 }
 
+PagedKVCache::LayerConstants::LayerConstants(const AttentionKVCacheOptions& options) {
+  const ScopedFloatEnvironment environment;
+  for (const AttentionLayerSpec& spec : options.layers) {
+    std::vector<float>& sinks = head_sinks_log2.emplace_back();
+    for (const float logit : spec.head_sinks)
+      sinks.push_back(static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
+    if (!options.allow_skipped_layers) continue;
+    const auto dims = static_cast<size_t>(std::max(spec.qk_head_dim, spec.v_head_dim));
+    zero_row.resize(std::max(zero_row.size(), dims), 0.0F);
+  }
+}
+
 PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                            std::vector<RopeLayers> ropes, std::unique_ptr<PageStorage> storage,
                            const Backend* backend, std::shared_ptr<ParallelRunner> receive_runner)
     : kv_(std::move(options), std::move(groups), std::move(storage)),
       backend_(backend),
+      constants_(kv_.options),
       gate_(kv_.tree),
       steps_(kv_.options.layers.size()),
       ropes_(kv_.options, kv_.groups, std::move(ropes), kv_.control.table(), kv_.tree),
@@ -69,143 +82,114 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
       sender_(kv_),
       blending_(kv_, importer_, sender_, ropes_, plan_),
       receiver_(kv_, importer_, windows_, std::move(receive_runner)),
+      sequences_({.kv = kv_,
+                  .plan = plan_,
+                  .ropes = ropes_,
+                  .windows = windows_,
+                  .trees = trees_,
+                  .importer = importer_,
+                  .sender = sender_,
+                  .receiver = receiver_}),
       transfer_(gate_, kv_, sender_, receiver_),
-      stored_(kv_, windows_, steps_, plan_) {
-  const ScopedFloatEnvironment environment;
-  for (const AttentionLayerSpec& spec : kv_.options.layers) {
-    std::vector<float>& sinks = head_sinks_log2_.emplace_back();
-    for (const float logit : spec.head_sinks)
-      sinks.push_back(static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
-    if (!kv_.options.allow_skipped_layers) continue;
-    const auto dims = static_cast<size_t>(std::max(spec.qk_head_dim, spec.v_head_dim));
-    zero_row_.resize(std::max(zero_row_.size(), dims), 0.0F);
+      stored_(kv_, windows_, steps_, plan_) {}
+
+// ---------------------------------------------------------------------- calls in two halves
+
+Status PagedKVCache::Run(const ControlCall& call) {
+  return gate_.EnterAlone(call.name(), [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(PlanCall(call));
+    CommitCall();
+    return Status();
+  });
+}
+
+Status PagedKVCache::Plan(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(gate_.Open(call.name()));
+  const Status planned = GuardEntry([&] { return PlanCall(call); });
+  if (!planned.ok()) gate_.Close();
+  return planned;
+}
+
+void PagedKVCache::Commit() noexcept {
+  CommitCall();
+  gate_.Close();
+}
+
+// What a planned forward has in plan_ is as good as nothing: the next one starts it again.
+void PagedKVCache::Drop() noexcept {
+  if (planned_.kind == ControlCall::Kind::kImport) importer_.DropImport();
+  gate_.Close();
+}
+
+Status PagedKVCache::PlanCall(const ControlCall& call) {
+  planned_.kind = call.kind;
+  switch (call.kind) {
+    case ControlCall::Kind::kClear:
+      return Status();
+    case ControlCall::Kind::kBegin:
+      return PlanBegin(call);
+    case ControlCall::Kind::kBeginTree:
+      return PlanBeginTree(call);
+    case ControlCall::Kind::kEnd:
+      return PlanEnd(call);
+    case ControlCall::Kind::kAbort:
+      return kv_.control.in_forward() ? Status() : kv_.control.RequireForward(call.name());
+    case ControlCall::Kind::kAdd:
+    case ControlCall::Kind::kRemove:
+    case ControlCall::Kind::kFork:
+    case ControlCall::Kind::kPop:
+    case ControlCall::Kind::kRetain:
+    case ControlCall::Kind::kCommitTree:
+    case ControlCall::Kind::kImport:
+      break;
   }
+  return sequences_.Plan(call);
+}
+
+void PagedKVCache::CommitCall() noexcept {
+  switch (planned_.kind) {
+    case ControlCall::Kind::kClear:
+      return ClearAll();
+    case ControlCall::Kind::kBegin:
+      return planned_.repeats ? CommitRepeatedForward() : CommitForward();
+    case ControlCall::Kind::kBeginTree:
+      return CommitForward();
+    case ControlCall::Kind::kEnd:
+      if (kv_.options.allow_skipped_layers) FillSkippedLayers();
+      CloseForward();
+      return sender_.FinishForward(plan_, SendMarks::Outcome::kEnded);
+    case ControlCall::Kind::kAbort:
+      RollBackForward();
+      return sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
+    case ControlCall::Kind::kAdd:
+    case ControlCall::Kind::kRemove:
+    case ControlCall::Kind::kFork:
+    case ControlCall::Kind::kPop:
+    case ControlCall::Kind::kRetain:
+    case ControlCall::Kind::kCommitTree:
+    case ControlCall::Kind::kImport:
+      break;
+  }
+  return sequences_.Commit();
+}
+
+void PagedKVCache::ClearAll() noexcept {
+  sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
+  for (size_t i = 0; i < kv_.control.table().entries().size(); ++i)
+    sender_.Stop(static_cast<int32_t>(i), "the cache was cleared");
+  receiver_.Clear();
+  plan_.Clear();
+  query_.Clear();
+  trees_.Clear();
+  scratch_.Clear();
+  ropes_.Clear();
+  blending_.Clear();
+  ragged_ = {};
+  mask_ = {};
+  kv_.Clear();
 }
 
 // ---------------------------------------------------------------------- sequences
-
-Status PagedKVCache::Clear() {
-  return gate_.EnterAlone("Clear", [&]() -> Status {
-    sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
-    for (size_t i = 0; i < kv_.control.table().entries().size(); ++i)
-      sender_.Stop(static_cast<int32_t>(i), "the cache was cleared");
-    receiver_.Clear();
-    plan_.Clear();
-    query_.Clear();
-    trees_.Clear();
-    scratch_.Clear();
-    ropes_.Clear();
-    blending_.Clear();
-    ragged_ = {};
-    mask_ = {};
-    kv_.Clear();
-    return Status();
-  });
-}
-
-Status PagedKVCache::AddSequence(int64_t seq_id) {
-  return gate_.EnterAlone("AddSequence", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(kv_.control.CheckNew("AddSequence", seq_id));
-    kv_.control.table().ReserveOne();
-    kv_.tree.hidden().ReserveSequences(kv_.control.table().entries().size());
-    kv_.control[kv_.control.table().Insert(seq_id)].long_factors =
-        kv_.options.rope.use_long_factors;
-    return Status();
-  });
-}
-
-Status PagedKVCache::RemoveSequence(int64_t seq_id) {
-  return gate_.EnterAlone("RemoveSequence", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index,
-                           kv_.control.FindOutsideBatch("RemoveSequence", seq_id));
-    if (kv_.trees.Find(index) != nullptr) trees_.DropNodes(index, 0);
-    sender_.Stop(index, "its sequence was removed");
-    if (kv_.control[index].pending > 0) receiver_.End(index, 0);
-    kv_.tree.hidden().Unhide(index);
-    kv_.tree.Release(kv_.control[index].last, !kv_.control[index].retained);
-    kv_.control.table().Erase(index);
-    windows_.FreeHidden();
-    if (!kv_.control.in_forward()) ropes_.DropUnneeded();
-    return Status();
-  });
-}
-
-Status PagedKVCache::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) {
-  return gate_.EnterAlone("ForkSequence", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t parent,
-                           kv_.control.FindOutsideBatch("ForkSequence", parent_id));
-    QUIRE_RETURN_IF_ERROR(kv_.control.CheckNew("ForkSequence", child_id));
-    const int64_t length = kv_.LengthOf(parent);
-    if (fork_pos < -1 || fork_pos > length) {
-      return Status(StatusCode::kBadArgument, OfSequence("ForkSequence", parent_id) + "of length " +
-                                                  std::to_string(length) + " cannot be forked at " +
-                                                  std::to_string(fork_pos));
-    }
-    const int64_t position = fork_pos < 0 ? length : fork_pos;
-    if (position > kv_.CommittedLength(kv_.control[parent]))
-      QUIRE_RETURN_IF_ERROR(
-          kv_.RequireCommitted("ForkSequence behind the committed tokens", parent));
-    QUIRE_RETURN_IF_ERROR(windows_.CheckEnd("ForkSequence", kv_.control[parent], position));
-    kv_.control.table().ReserveOne();
-    kv_.tree.hidden().ReserveSequences(kv_.control.table().entries().size());
-    kv_.tree.ReserveSplit();
-    const BlockIndex last = kv_.tree.ForkAt(kv_.control[parent].last, position);
-    const int32_t index = kv_.control.table().Insert(child_id);
-    Sequence& child = kv_.control[index];
-    child.last = last;
-    child.long_factors = kv_.control[parent].long_factors;
-    windows_.MoveEnd(kv_.control[parent], position, &child);
-    windows_.UpdateHidden(index);
-    return Status();
-  });
-}
-
-Status PagedKVCache::PopN(int64_t seq_id, int64_t n) {
-  return gate_.EnterAlone("PopN", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch("PopN", seq_id));
-    Sequence& sequence = kv_.control[index];
-    const int64_t length = kv_.LengthOf(index);
-    if (n < 0 || n > length) {
-      return Status(StatusCode::kBadArgument, OfSequence("PopN", seq_id) + "of length " +
-                                                  std::to_string(length) + " cannot lose " +
-                                                  std::to_string(n) + " tokens");
-    }
-    const int64_t committed = kv_.CommittedLength(sequence);
-    if (n > 0 && sequence.pending > n) QUIRE_RETURN_IF_ERROR(kv_.RequireCommitted("PopN", index));
-    const int64_t nodes = std::max<int64_t>(length - n - committed, 0);
-    const int64_t end = std::min(length - n, committed);
-    QUIRE_RETURN_IF_ERROR(windows_.CheckEnd("PopN", sequence, end));
-    kv_.tree.ReserveSplit();
-    if (kv_.trees.Find(index) != nullptr) trees_.DropNodes(index, nodes);
-    if (n > 0 && sequence.pending > 0) receiver_.End(index, 0);
-    sender_.ShortenTo(index, end);
-    if (end < committed) {
-      kv_.tree.hidden().Unhide(index);
-      sequence.last = kv_.tree.Pop(sequence.last, end, !sequence.retained);
-      windows_.MoveEnd(sequence, end, &sequence);
-      windows_.UpdateHidden(index);
-    }
-    windows_.FreeHidden();
-    if (!kv_.control.in_forward()) ropes_.DropUnneeded();
-    return Status();
-  });
-}
-
-Status PagedKVCache::SetRetained(int64_t seq_id, bool retained) {
-  return gate_.EnterAlone("SetRetained", [&]() -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index,
-                           kv_.control.FindOutsideBatch("SetRetained", seq_id));
-    if (retained) QUIRE_RETURN_IF_ERROR(kv_.RequireCommitted("SetRetained", index));
-    if (!retained && kv_.control[index].retained) {
-      QUIRE_RETURN_IF_ERROR(kv_.control.CheckRoomForActive("SetRetained", seq_id));
-    }
-    if (retained != kv_.control[index].retained)
-      kv_.tree.SetActive(kv_.control[index].last, !retained);
-    kv_.control.table().SetRetained(index, retained);
-    plan_.ForbidRepeat();
-    return Status();
-  });
-}
 
 Status PagedKVCache::SelectLongRope(int64_t seq_id, bool use_long_factors) {
   return gate_.EnterAlone("SelectLongRope", [&]() -> Status {
@@ -286,23 +270,6 @@ Result<SequenceWindows> PagedKVCache::GetWindows(int64_t seq_id) const {
 
 // ---------------------------------------------------------------------- token trees
 
-Status PagedKVCache::CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
-                                                  std::span<const int64_t> leaf_indices) {
-  const char* call = "CommitAcceptedTokenTreeNodes";
-  return gate_.EnterAlone(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle(call));
-    QUIRE_RETURN_IF_ERROR(CheckLeafCount(call, seq_ids, leaf_indices));
-    kv_.control.StartPlanning();
-    for (size_t i = 0; i < seq_ids.size(); ++i)
-      QUIRE_RETURN_IF_ERROR(trees_.PlanLeaf(call, seq_ids[i], leaf_indices[i]));
-    for (size_t i = 0; i < seq_ids.size(); ++i) {
-      trees_.CommitPath(kv_.control.table().Find(seq_ids[i]), leaf_indices[i]);
-    }
-    windows_.FreeHidden();
-    return Status();
-  });
-}
-
 Result<int64_t> PagedKVCache::GetTreeSize(int64_t seq_id) const {
   return gate_.Ask([&]() -> Result<int64_t> {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetTreeSize", seq_id));
@@ -313,22 +280,20 @@ Result<int64_t> PagedKVCache::GetTreeSize(int64_t seq_id) const {
 // ---------------------------------------------------------------------- export and import
 
 Status PagedKVCache::ImportKV(int64_t seq_id, std::span<const KVBlock> blocks) {
-  return gate_.EnterAlone("ImportKV", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle("ImportKV"));
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("ImportKV", seq_id));
+  return GuardEntry([&]() -> Status {
     std::vector<int64_t> tokens;
     for (const KVBlock& block : blocks) tokens.push_back(block.empty() ? 0 : TokenCount(block[0]));
-    return importer_.Import("ImportKV", index, {.blocks = blocks, .tokens = tokens}, false);
+    const KVImport import{.blocks = blocks, .tokens = tokens};
+    return Run({.kind = Kind::kImport,
+                .seq_id = seq_id,
+                .kv = &import,
+                .leaves_out = false,
+                .entry = "ImportKV"});
   });
 }
 
 Status PagedKVCache::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
-  const char* call = "ImportVisibleKV";
-  return gate_.EnterAlone(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle(call));
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find(call, seq_id));
-    return importer_.Import(call, index, import, true);
-  });
+  return Run({.kind = Kind::kImport, .seq_id = seq_id, .kv = &import, .entry = "ImportVisibleKV"});
 }
 
 Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to) {

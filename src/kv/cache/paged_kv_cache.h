@@ -2,8 +2,9 @@
 // checks and reserves, in which order its owners commit, and how a layer's kernels are called. What
 // it works on has owners: the sequences and their pages (PagedSequences), the forward as arrays
 // (ForwardPlan) and what it may have (BatchPlanner), angles (RopeAngles), scratch memory
-// (AttentionScratch), windows (WindowBook), token trees (TreeForward), rows that go on without
-// others (BlendingForward), tokens that are imported (KVImporter), sent (KVSender), received
+// (AttentionScratch), calls that change sequences (SequenceCalls), windows (WindowBook), token
+// trees (TreeForward), rows that go on without others (BlendingForward), tokens that are imported
+// (KVImporter), sent (KVSender), received
 // (KVReceiver) and read (StoredTokens).
 //
 // Every call enters through the gate: one call at a time, std::bad_alloc becomes OutOfMemory.
@@ -29,9 +30,11 @@
 #include "kv/cache/kv_sender.h"
 #include "kv/cache/layer_steps.h"
 #include "kv/cache/paged_sequences.h"
+#include "kv/cache/sequence_calls.h"
 #include "kv/cache/stored_tokens.h"
 #include "kv/cache/tree_forward.h"
 #include "kv/cache/window_book.h"
+#include "kv/control/control_call.h"
 #include "kv/plan/attention_mask.h"
 #include "kv/plan/attention_tensors.h"
 #include "kv/plan/forward_plan.h"
@@ -41,31 +44,22 @@
 
 namespace quire {
 
-class PagedKVCache final : public AttentionKVCache {
+class PagedKVCache final : public ControlledState<AttentionKVCache>, public PlannedState {
  public:
   static Result<std::unique_ptr<AttentionKVCache>> Create(AttentionKVCacheOptions options);
 
-  Status Clear() override;
-  Status AddSequence(int64_t seq_id) override;
-  Status RemoveSequence(int64_t seq_id) override;
-  Status ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_pos) override;
-  Status PopN(int64_t seq_id, int64_t n) override;
-  Status SetRetained(int64_t seq_id, bool retained) override;
-  Status BeginForward(std::span<const int64_t> seq_ids,
-                      std::span<const int64_t> append_lengths) override;
+  // The calls of ControlledState in two halves, for a state that has this cache as a part. The call
+  // is inside the gate from a Plan that worked until Commit or Drop.
+  Status Plan(const ControlCall& call) override;
+  void Commit() noexcept override;
+  void Drop() noexcept override;
   Status BeginLoadingForward(std::span<const int64_t> seq_ids,
                              std::span<const int64_t> append_lengths,
                              std::span<const LayerLoad> loads) override;
-  Status BeginTreeForward(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
-                          std::span<const int64_t> token_tree_parents) override;
   Status BeginBlendingForward(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths,
                               std::span<const LayerLoad> loads,
                               std::span<const BlendMember> blends) override;
-  Status EndForward() override;
-  Status AbortForward() override;
-  Status CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
-                                      std::span<const int64_t> leaf_indices) override;
   Result<int64_t> GetTreeSize(int64_t seq_id) const override;
 
   const AttentionKVCacheOptions& options() const override { return kv_.options; }
@@ -146,7 +140,7 @@ class PagedKVCache final : public AttentionKVCache {
   Status CheckInvariants() const override;
 
   // Forwards whose plan was that of the step before, one token further. For tests.
-  int64_t repeated_forward_count() const { return repeated_forward_count_; }
+  int64_t repeated_forward_count() const { return planned_.repeated_forward_count; }
   // For tests of growth: what windows have had to look at since the cache was made, and how many
   // entries all page tables have.
   int64_t blocks_visited() const { return kv_.tree.hidden().blocks_visited(); }
@@ -162,6 +156,19 @@ class PagedKVCache final : public AttentionKVCache {
   void set_rope_limits(const RopeLimits& limits) { ropes_.set_limits(limits); }
 
  private:
+  // What kernels read of the layers' options.
+  struct LayerConstants {
+    explicit LayerConstants(const AttentionKVCacheOptions& options);
+
+    std::vector<std::vector<float>> head_sinks_log2;  // [layer][query head], or empty
+    std::vector<float> zero_row;  // of one head of any layer; empty unless layers may be skipped
+  };
+  // The call that was planned last.
+  struct PlannedCall {
+    ControlCall::Kind kind = ControlCall::Kind::kClear;
+    bool repeats = false;  // kBegin: the batch of the last forward, one token further
+    int64_t repeated_forward_count = 0;
+  };
   // Which tokens a row attends to: those up to its own, or those of before the forward.
   enum class Sees : uint8_t { kUpToOwn, kCached };
 
@@ -175,16 +182,24 @@ class PagedKVCache final : public AttentionKVCache {
                                     : std::span<const ForwardMember>();
   }
 
+  // Both halves of a call.
+  Status Run(const ControlCall& call) override;
+  Status PlanCall(const ControlCall& call);
+  void CommitCall() noexcept;
+  void ClearAll() noexcept;
+
   // ---- A forward: what is planned is reserved, then committed, which opens it.
-  Status BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
-                      std::span<const int64_t> append_lengths, std::span<const LayerLoad> loads);
+  Status PlanBegin(const ControlCall& call);
+  Status PlanBeginTree(const ControlCall& call);
+  Status PlanEnd(const ControlCall& call);
   // `sequences_max`: that attention will have to do with.
   void ReserveForward(int64_t sequences_max);
   void CommitForward() noexcept;
   void CommitRepeatedForward() noexcept;
   void OpenForward(bool repeats) noexcept;
-  // Of EndForward with AttentionKVCacheOptions::allow_skipped_layers.
-  Status FillSkippedLayers();
+  // EndForward with AttentionKVCacheOptions::allow_skipped_layers: what may fail, and the rest.
+  Status LoadSkippedLayers(const ControlCall& call);
+  void FillSkippedLayers() noexcept;
   void CloseForward() noexcept;
   void RollBackForward() noexcept;
 
@@ -208,15 +223,14 @@ class PagedKVCache final : public AttentionKVCache {
 
   PagedSequences kv_;
   const Backend* const backend_;
-  std::vector<std::vector<float>> head_sinks_log2_;  // [layer][query head], or empty
-  std::vector<float> zero_row_;  // of one head of any layer; empty unless layers may be skipped
+  const LayerConstants constants_;
   CountingGate gate_;
 
+  PlannedCall planned_;
   ForwardPlan plan_;  // of the open forward or the last one
   // Of PagesNeeded, which leaves plan_ as it is, to be repeated.
   mutable ForwardPlan query_;
   LayerSteps steps_;
-  int64_t repeated_forward_count_ = 0;
   RopeAngles ropes_;
   AttentionScratch scratch_;
   RaggedKV ragged_;     // of the last SelfAttention
@@ -229,6 +243,7 @@ class PagedKVCache final : public AttentionKVCache {
   KVSender sender_;
   BlendingForward blending_;
   KVReceiver receiver_;
+  SequenceCalls sequences_;
   CacheTransfer transfer_;
   StoredTokens stored_;
 };

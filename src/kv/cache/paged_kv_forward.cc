@@ -43,38 +43,29 @@ void PagedKVCache::ReserveForward(int64_t sequences_max) {
 
 // ---------------------------------------------------------------------- begin and end
 
-Status PagedKVCache::BeginForward(std::span<const int64_t> seq_ids,
-                                  std::span<const int64_t> append_lengths) {
-  return gate_.EnterAlone("BeginForward", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle("BeginForward"));
-    if (plan_.CanRepeat(seq_ids, append_lengths, kv_.tree)) {
-      QUIRE_RETURN_IF_ERROR(kv_.CheckPages("BeginForward", plan_.page_counts));
-      // For all else the last forward had as much as this one.
-      ropes_.Reserve(plan_, true);
-      scratch_.ReserveAgain();
-      CommitRepeatedForward();
-      return Status();
-    }
-    return BeginPlanned("BeginForward", seq_ids, append_lengths, {});
-  });
-}
-
 Status PagedKVCache::BeginLoadingForward(std::span<const int64_t> seq_ids,
                                          std::span<const int64_t> append_lengths,
                                          std::span<const LayerLoad> loads) {
-  return gate_.EnterAlone("BeginLoadingForward", [&]() -> Status {
-    return BeginPlanned("BeginLoadingForward", seq_ids, append_lengths, loads);
-  });
+  return Run(
+      {.kind = Kind::kBegin, .seq_ids = seq_ids, .append_lengths = append_lengths, .loads = loads});
 }
 
-Status PagedKVCache::BeginPlanned(const char* call, std::span<const int64_t> seq_ids,
-                                  std::span<const int64_t> append_lengths,
-                                  std::span<const LayerLoad> loads) {
-  QUIRE_RETURN_IF_ERROR(planner_.Plan(call, seq_ids, append_lengths, loads, plan_));
-  QUIRE_RETURN_IF_ERROR(kv_.CheckPages(call, plan_.page_counts));
+Status PagedKVCache::PlanBegin(const ControlCall& call) {
+  const char* const name = call.name();
+  QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle(name));
+  planned_.repeats =
+      call.loads.empty() && plan_.CanRepeat(call.seq_ids, call.append_lengths, kv_.tree);
+  if (planned_.repeats) {
+    QUIRE_RETURN_IF_ERROR(kv_.CheckPages(name, plan_.page_counts));
+    // For all else the last forward had as much as this one.
+    ropes_.Reserve(plan_, true);
+    scratch_.ReserveAgain();
+    return Status();
+  }
+  QUIRE_RETURN_IF_ERROR(planner_.Plan(name, call.seq_ids, call.append_lengths, call.loads, plan_));
+  QUIRE_RETURN_IF_ERROR(kv_.CheckPages(name, plan_.page_counts));
   kv_.tree.PrefetchPlanned(plan_.page_counts);
   ReserveForward(std::ssize(plan_.members));
-  CommitForward();
   return Status();
 }
 
@@ -97,18 +88,13 @@ Status PagedKVCache::BeginBlendingForward(std::span<const int64_t> seq_ids,
   });
 }
 
-Status PagedKVCache::BeginTreeForward(std::span<const int64_t> seq_ids,
-                                      std::span<const int64_t> append_lengths,
-                                      std::span<const int64_t> token_tree_parents) {
-  const char* call = "BeginTreeForward";
-  return gate_.EnterAlone(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(trees_.Plan(call, seq_ids, append_lengths, token_tree_parents, plan_));
-    QUIRE_RETURN_IF_ERROR(kv_.CheckPages(call, plan_.page_counts));
-    trees_.Reserve(plan_, token_tree_parents);
-    ReserveForward(std::ssize(plan_.members));
-    CommitForward();
-    return Status();
-  });
+Status PagedKVCache::PlanBeginTree(const ControlCall& call) {
+  const char* const name = call.name();
+  QUIRE_RETURN_IF_ERROR(trees_.Plan(name, call.seq_ids, call.append_lengths, call.parents, plan_));
+  QUIRE_RETURN_IF_ERROR(kv_.CheckPages(name, plan_.page_counts));
+  trees_.Reserve(plan_, call.parents);
+  ReserveForward(std::ssize(plan_.members));
+  return Status();
 }
 
 void PagedKVCache::CommitForward() noexcept {
@@ -138,7 +124,7 @@ void PagedKVCache::CommitRepeatedForward() noexcept {
     for (const ForwardMember& member : plan_.members) kv_.control.Name(member.sequence);
   }
   plan_.Repeat(kv_.tree);
-  ++repeated_forward_count_;
+  ++planned_.repeated_forward_count;
   kv_.tree.DeferMerges();
   OpenForward(true);
 }
@@ -149,13 +135,12 @@ void PagedKVCache::OpenForward(bool repeats) noexcept {
   kv_.control.OpenForward();
 }
 
-// The new tokens of layers that have not stored any become zeros, without rotation: 0 * cos(a) may
-// be -0. What they import is loaded first, as their Append would have; that alone can fail.
-Status PagedKVCache::FillSkippedLayers() {
+// Layers that have not stored their rows load what they import, as their Append would have.
+Status PagedKVCache::LoadSkippedLayers(const ControlCall& call) {
   for (int64_t layer = 0; layer < steps_.count(); ++layer) {
     if (steps_.appended(layer)) continue;
     const Status loaded =
-        importer_.LoadLayer({.name = "EndForward",
+        importer_.LoadLayer({.name = call.name(),
                              .layer = layer,
                              .spec = kv_.options.layers[static_cast<size_t>(layer)],
                              .row_count = plan_.row_count()},
@@ -163,23 +148,21 @@ Status PagedKVCache::FillSkippedLayers() {
     kv_.control.set_failed(!loaded.ok());
     QUIRE_RETURN_IF_ERROR(loaded);
   }
-  // Of all rows and heads.
-  const HeadRows zeros{.data = zero_row_.data(), .dtype = DType::kF32};
-  for (int64_t layer = 0; layer < steps_.count(); ++layer) {
-    if (!steps_.appended(layer)) StoreRows(layer, zeros, zeros, {});
-  }
   return Status();
 }
 
-Status PagedKVCache::EndForward() {
-  return gate_.EnterAlone("EndForward", [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(kv_.control.RequireForward("EndForward"));
-    QUIRE_RETURN_IF_ERROR(kv_.options.allow_skipped_layers ? FillSkippedLayers()
-                                                           : steps_.RequireAll());
-    CloseForward();
-    sender_.FinishForward(plan_, SendMarks::Outcome::kEnded);
-    return Status();
-  });
+// The new tokens of these layers become zeros, without rotation: 0 * cos(a) may be -0.
+void PagedKVCache::FillSkippedLayers() noexcept {
+  // For all rows and heads.
+  const HeadRows zeros{.data = constants_.zero_row.data(), .dtype = DType::kF32};
+  for (int64_t layer = 0; layer < steps_.count(); ++layer) {
+    if (!steps_.appended(layer)) StoreRows(layer, zeros, zeros, {});
+  }
+}
+
+Status PagedKVCache::PlanEnd(const ControlCall& call) {
+  QUIRE_RETURN_IF_ERROR(kv_.control.RequireForward(call.name()));
+  return kv_.options.allow_skipped_layers ? LoadSkippedLayers(call) : steps_.RequireAll();
 }
 
 void PagedKVCache::CloseForward() noexcept {
@@ -200,15 +183,6 @@ void PagedKVCache::CloseForward() noexcept {
     }
   }
   windows_.FreeHidden();
-}
-
-Status PagedKVCache::AbortForward() {
-  return gate_.EnterAlone("AbortForward", [&]() -> Status {
-    if (!kv_.control.in_forward()) return kv_.control.RequireForward("AbortForward");
-    RollBackForward();
-    sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
-    return Status();
-  });
 }
 
 // In the reverse order of the batch, so that pages come back to the free list as they left it.
@@ -391,7 +365,7 @@ void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q,
                              const RopeAngles::QueryAngles& angles, const MutableHeadRows& o,
                              const TensorView* lse, double sm_scale,
                              const RowMask* masks) noexcept {
-  const std::vector<float>& head_sinks = head_sinks_log2_[static_cast<size_t>(index)];
+  const std::vector<float>& head_sinks = constants_.head_sinks_log2[static_cast<size_t>(index)];
   const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(index)];
   const int group = kv_.group_of(index);
   const bool blends = blending_.is_open();

@@ -43,6 +43,30 @@ Result<AttentionLayerSpec> SelfSpec(const AttentionCall& call, const TensorView&
                             std::to_string(spec.num_kv_heads) + " heads of k");
 }
 
+// Keys of the call are rotated as the layer's are.
+Status CheckRotatedDim(const AttentionCall& call, const AttentionLayerSpec& of_layer) {
+  if (call.spec.qk_head_dim == of_layer.qk_head_dim) return Status();
+  return BadPiece(call, "q and k have dimension " + std::to_string(call.spec.qk_head_dim) +
+                            "; with RopeMode::kInline it must be the layer's, " +
+                            std::to_string(of_layer.qk_head_dim));
+}
+
+// A window has slid past sinks that are among the new tokens: they are turned as the layer's keys.
+Status CheckTurnedDim(const AttentionCall& call, const AttentionLayerSpec& of_layer) {
+  const std::string is = "q and k have dimension " + std::to_string(call.spec.qk_head_dim);
+  if (of_layer.latent) {
+    const int64_t rope_dim = RopeDim(of_layer);
+    if (call.spec.qk_head_dim >= rope_dim) return Status();
+    return BadPiece(
+        call, is + "; it must hold the layer's rope part, the last " + std::to_string(rope_dim));
+  }
+  if (call.spec.qk_head_dim == of_layer.qk_head_dim) return Status();
+  return BadPiece(call, is +
+                            "; where a window has slid past sinks that are among the new tokens it "
+                            "must be the layer's, " +
+                            std::to_string(of_layer.qk_head_dim));
+}
+
 struct MergeSide {
   const char* o_name;
   const char* lse_name;
@@ -110,11 +134,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     QUIRE_RETURN_IF_ERROR(
         CheckApart(call, {{"o", &o}, {"lse", &lse}}, {{"q", &q}, {"k", &k}, {"v", &v}}));
     const bool rotates = ropes_.is_inline(layer);
-    if (rotates && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
-      return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
-                                "; with RopeMode::kInline it must be the layer's, " +
-                                std::to_string(layer_call.spec.qk_head_dim));
-    }
+    if (rotates) QUIRE_RETURN_IF_ERROR(CheckRotatedDim(call, layer_call.spec));
     // As wide as the wider of both: nothing is rounded.
     const KVLayout layout{.dtype = k.dtype() == v.dtype() ? k.dtype() : DType::kF32,
                           .num_kv_heads = static_cast<int>(spec.num_kv_heads),
@@ -127,17 +147,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     const bool turns_sinks =
         !rotates && ropes_.rotates(layer) && SlidePastNewSinks(ragged_.sequences());
     const int64_t rope_dim = RopeDim(layer_call.spec);
-    if (turns_sinks && layer_call.spec.latent && spec.qk_head_dim < rope_dim) {
-      return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
-                                "; it must hold the layer's rope part, the last " +
-                                std::to_string(rope_dim));
-    }
-    if (turns_sinks && !layer_call.spec.latent && spec.qk_head_dim != layer_call.spec.qk_head_dim) {
-      return BadPiece(call, "q and k have dimension " + std::to_string(spec.qk_head_dim) +
-                                "; where a window has slid past sinks that are among the new "
-                                "tokens it must be the layer's, " +
-                                std::to_string(layer_call.spec.qk_head_dim));
-    }
+    if (turns_sinks) QUIRE_RETURN_IF_ERROR(CheckTurnedDim(call, layer_call.spec));
     const int64_t members = static_cast<int64_t>(plan_.members.size());
     scratch_.Grow(backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
                                                     plan_.row_count(), members,

@@ -50,11 +50,12 @@ PagedSequences::PagedSequences(AttentionKVCacheOptions all_options,
   if (AnyWindow(groups)) tree.hidden().Track(0);
 }
 
-void PagedSequences::Clear() {
+void PagedSequences::Clear() noexcept {
   tree.Clear();
   trees.Clear();
   control.Clear();
-  if (AnyWindow(groups)) tree.hidden().Track(control.table().entries().size());
+  QUIRE_DCHECK(control.table().entries().empty()) << "Track would allocate";
+  if (AnyWindow(groups)) tree.hidden().Track(0);
 }
 
 Status PagedSequences::RequireReceived(const char* call, int32_t index) const {

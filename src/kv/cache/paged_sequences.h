@@ -33,8 +33,8 @@ struct PagedSequences {
   PagedSequences(const PagedSequences&) = delete;
   PagedSequences& operator=(const PagedSequences&) = delete;
 
-  // No sequences any more. May throw std::bad_alloc.
-  void Clear();
+  // No sequences any more.
+  void Clear() noexcept;
 
   // ---- Lengths in tokens.
   int64_t CommittedLength(const Sequence& sequence) const {

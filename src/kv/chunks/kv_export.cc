@@ -93,6 +93,15 @@ void DescribeAttention(const AttentionKVCacheOptions& options, bool long_factors
   passport->quant = quantised ? kQuantScheme : "none";
 }
 
+// A chunk has the layers of one attention cache.
+Status RequireOneCache(const char* call, const SequenceStates& states) {
+  if (states.composite() == nullptr || states.composite()->parts().more_attention.empty())
+    return Status();
+  return Status(StatusCode::kBadArgument,
+                std::string(call) +
+                    ": the state has several attention caches; chunks have the layers of one");
+}
+
 Status ImportInto(const SequenceStates& states, int64_t seq_id, int64_t end,
                   std::span<const KVBlock> blocks, std::span<const int64_t> tokens,
                   std::span<const std::vector<TensorView>> at_end) {
@@ -138,6 +147,7 @@ Result<int64_t> SequenceStates::GetSequenceLength(int64_t seq_id) const {
 }
 
 Result<Passport> CachePassport(const SequenceStates& states, Passport identity, bool long_factors) {
+  QUIRE_RETURN_IF_ERROR(RequireOneCache("CachePassport", states));
   return GuardEntry([&]() -> Result<Passport> {
     identity.layout = kLogicalLayout;
     identity.rope = identity.quant = "none";
@@ -216,6 +226,7 @@ Result<std::vector<ChunkFields>> ChainFields(const Passport& passport, const Key
 Result<ChunkBuffer> ExportChunk(const SequenceStates& states, int64_t seq_id, int64_t start,
                                 ChunkFields fields, const ChunkWriteOptions& options) {
   return GuardEntry([&]() -> Result<ChunkBuffer> {
+    QUIRE_RETURN_IF_ERROR(RequireOneCache("ExportChunk", states));
     QUIRE_ASSIGN_OR_RETURN(const int64_t length, states.GetSequenceLength(seq_id));
     const int64_t count = static_cast<int64_t>(fields.tokens.size());
     if (start < 0 || count < 1 || count > length - start) {

@@ -1,8 +1,9 @@
-// Recurrent parts plan a call and commit it without fail; the attention cache, which does both in
-// one, is asked between the two. So there is one attention cache at most, and it decides last.
+// Every part plans a call, then every part commits it, which cannot fail. The order of the parts
+// only decides which one's error is returned if several would refuse the call.
 #include "quire/composite_state.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <string>
 #include <utility>
 
@@ -15,44 +16,32 @@
 namespace quire {
 namespace {
 
-Status Apply(const ControlCall& call, AttentionKVCache& cache) {
-  switch (call.kind) {
-    case ControlCall::Kind::kClear:
-      return cache.Clear();
-    case ControlCall::Kind::kAdd:
-      return cache.AddSequence(call.seq_id);
-    case ControlCall::Kind::kRemove:
-      return cache.RemoveSequence(call.seq_id);
-    case ControlCall::Kind::kFork:
-      return cache.ForkSequence(call.seq_id, call.child_id, call.count);
-    case ControlCall::Kind::kPop:
-      return cache.PopN(call.seq_id, call.count);
-    case ControlCall::Kind::kRetain:
-      return cache.SetRetained(call.seq_id, call.retained);
-    case ControlCall::Kind::kBegin:
-      return call.loads.empty()
-                 ? cache.BeginForward(call.seq_ids, call.append_lengths)
-                 : cache.BeginLoadingForward(call.seq_ids, call.append_lengths, call.loads);
-    case ControlCall::Kind::kEnd:
-      return cache.EndForward();
-    case ControlCall::Kind::kBeginTree:
-      return cache.BeginTreeForward(call.seq_ids, call.append_lengths, call.parents);
-    case ControlCall::Kind::kCommitTree:
-      return cache.CommitAcceptedTokenTreeNodes(call.seq_ids, call.leaves);
-    case ControlCall::Kind::kImport:
-      return cache.ImportVisibleKV(call.seq_id, *call.kv);
-    case ControlCall::Kind::kAbort:
-      break;
+// One part of a composite, in the order in which calls are planned.
+struct StatePart {
+  PlannedState* planned = nullptr;
+  AttentionKVCache* attention = nullptr;  // or
+  RecurrentState* recurrent = nullptr;
+
+  template <typename F>
+  auto Ask(F&& f) const {
+    return attention != nullptr ? f(*attention) : f(*recurrent);
   }
-  return cache.AbortForward();
+};
+
+std::vector<PlannedState*> PlannedOf(std::span<const StatePart> parts) {
+  std::vector<PlannedState*> planned;
+  for (const StatePart& part : parts) planned.push_back(part.planned);
+  return planned;
 }
 
 class JointState final : public ControlledState<CompositeState> {
  public:
-  JointState(Parts parts, std::vector<PlannedState*> planned)
+  // `all`: the recurrent parts, then the attention caches.
+  JointState(Parts parts, std::vector<StatePart> all)
       : parts_(std::move(parts)),
-        planned_(std::move(planned)),
-        transfer_(parts_, planned_, gate_) {}
+        all_(std::move(all)),
+        planned_(PlannedOf(all_)),
+        transfer_(*this, std::span(planned_).first(parts_.recurrent.size()), gate_) {}
 
   const Parts& parts() const override { return parts_; }
   KVTransfer* transfer() override { return &transfer_; }
@@ -62,12 +51,18 @@ class JointState final : public ControlledState<CompositeState> {
   Status BeginLoadingForward(std::span<const int64_t> seq_ids,
                              std::span<const int64_t> append_lengths,
                              std::span<const LayerLoad> loads) override;
-  bool HasSequence(int64_t seq_id) const override { return first().HasSequence(seq_id); }
-  int64_t sequence_count() const override { return first().sequence_count(); }
-  Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
-    return first().GetSequenceLength(seq_id);
+  bool HasSequence(int64_t seq_id) const override {
+    return first().Ask([&](const auto& part) { return part.HasSequence(seq_id); });
   }
-  Result<int64_t> GetTreeSize(int64_t seq_id) const override { return first().GetTreeSize(seq_id); }
+  int64_t sequence_count() const override {
+    return first().Ask([](const auto& part) { return part.sequence_count(); });
+  }
+  Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
+    return first().Ask([&](const auto& part) { return part.GetSequenceLength(seq_id); });
+  }
+  Result<int64_t> GetTreeSize(int64_t seq_id) const override {
+    return first().Ask([&](const auto& part) { return part.GetTreeSize(seq_id); });
+  }
   uint64_t StateDigest() const override;
   Status CheckInvariants() const override;
 
@@ -76,11 +71,16 @@ class JointState final : public ControlledState<CompositeState> {
   Status RunOnAll(const ControlCall& call);
   Status CheckLoadable() const;
   Status CheckImportEnd(int64_t seq_id, int64_t position, const KVImport& kv) const;
+  Result<std::vector<std::vector<KVBlock>>> BlocksOfCaches(const KVImport& kv) const;
   Status ExplainReplay(const ControlCall& call, const Status& status) const;
-  const RecurrentState& first() const { return *parts_.recurrent.front(); }
+  const StatePart& first() const { return all_.front(); }
+  std::span<const StatePart> caches() const {
+    return std::span(all_).subspan(parts_.recurrent.size());
+  }
 
   const Parts parts_;
-  const std::vector<PlannedState*> planned_;  // the recurrent parts
+  const std::vector<StatePart> all_;
+  const std::vector<PlannedState*> planned_;  // of all parts
   CallGate gate_;
   JointTransfer transfer_;
 };
@@ -91,12 +91,13 @@ Status JointState::Run(const ControlCall& call) {
 
 Status JointState::RunOnAll(const ControlCall& call) {
   QUIRE_RETURN_IF_ERROR(transfer_.Check(call));
+  const ControlCall for_attention = transfer_.ForAttention(call);
   PlannedParts planned(planned_);
-  const Status status = planned.Plan([&](size_t) -> const ControlCall& { return call; });
+  const Status status = planned.Plan([&](size_t part) -> const ControlCall& {
+    return all_[part].attention != nullptr ? for_attention : call;
+  });
   if (status.code() == StatusCode::kNeedsReplay) return ExplainReplay(call, status);
   QUIRE_RETURN_IF_ERROR(status);
-  if (parts_.attention != nullptr)
-    QUIRE_RETURN_IF_ERROR(Apply(transfer_.ForAttention(call), *parts_.attention));
   planned.Commit();
   transfer_.Finish(call);
   return Status();
@@ -106,6 +107,8 @@ Status JointState::CheckLoadable() const {
   const auto bad = [](const std::string& what) {
     return Status(StatusCode::kBadArgument, "BeginLoadingForward: " + what);
   };
+  if (!parts_.more_attention.empty())
+    return bad("there are several attention caches; a source has the layers of one");
   if (parts_.recurrent.size() != 1)
     return bad("there are " + std::to_string(parts_.recurrent.size()) +
                " recurrent parts; a source has the states of one");
@@ -119,19 +122,40 @@ Status BadImport(const std::string& what) {
   return Status(StatusCode::kBadArgument, "ImportState: " + what);
 }
 
-// REQUIRES: the sequence may get an import.
+// All parts would end at the same position. REQUIRES: the sequence may get an import.
 Status JointState::CheckImportEnd(int64_t seq_id, int64_t position, const KVImport& kv) const {
   QUIRE_ASSIGN_OR_RETURN(int64_t end, GetSequenceLength(seq_id));
   for (const int64_t tokens : kv.tokens) {
     if (tokens < 0 || tokens > position - end)
-      return BadImport("a block of " + std::to_string(tokens) + " tokens behind position " +
+      return BadImport("a block of " + std::to_string(tokens) + " tokens after position " +
                        std::to_string(end) + "; the states are those at position " +
                        std::to_string(position));
     end += tokens;
   }
-  if (parts_.attention == nullptr || end == position) return Status();
+  if (caches().empty() || end == position) return Status();
   return BadImport("the keys and values end at position " + std::to_string(end) +
                    ", the states are those at position " + std::to_string(position));
+}
+
+// Each cache's layers of each block: [cache][block].
+Result<std::vector<std::vector<KVBlock>>> JointState::BlocksOfCaches(const KVImport& kv) const {
+  std::vector<std::vector<KVBlock>> blocks(caches().size());
+  for (const KVBlock& block : kv.blocks) {
+    size_t next = 0;
+    for (size_t c = 0; c < blocks.size(); ++c) {
+      const size_t begin = std::min(next, block.size());
+      next += caches()[c].attention->options().layers.size();
+      const size_t end = std::min(next, block.size());
+      blocks[c].emplace_back(block.begin() + static_cast<std::ptrdiff_t>(begin),
+                             block.begin() + static_cast<std::ptrdiff_t>(end));
+    }
+    if (next != block.size() && !blocks.empty()) {
+      return BadImport("a block has " + std::to_string(block.size()) + " layers; the " +
+                       std::to_string(blocks.size()) + " attention caches have " +
+                       std::to_string(next));
+    }
+  }
+  return blocks;
 }
 
 Status JointState::ImportState(int64_t seq_id, int64_t position, const KVImport& kv,
@@ -144,13 +168,17 @@ Status JointState::ImportState(int64_t seq_id, int64_t position, const KVImport&
     ControlCall call{
         .kind = ControlCall::Kind::kImport, .seq_id = seq_id, .count = position, .kv = &kv};
     QUIRE_RETURN_IF_ERROR(transfer_.Check(call));
+    QUIRE_ASSIGN_OR_RETURN(const auto blocks, BlocksOfCaches(kv));
+    std::vector<KVImport> imports(blocks.size(), kv);
+    for (size_t c = 0; c < blocks.size(); ++c) imports[c].blocks = blocks[c];
     PlannedParts planned(planned_);
     QUIRE_RETURN_IF_ERROR(planned.Plan([&](size_t part) {
-      call.states = states[part];
+      const bool is_cache = part >= states.size();
+      call.states = is_cache ? std::span<const TensorView>() : states[part];
+      call.kv = is_cache ? &imports[part - states.size()] : nullptr;
       return call;
     }));
     QUIRE_RETURN_IF_ERROR(CheckImportEnd(seq_id, position, kv));
-    if (parts_.attention != nullptr) QUIRE_RETURN_IF_ERROR(Apply(call, *parts_.attention));
     planned.Commit();
     return Status();
   });
@@ -192,8 +220,8 @@ Result<int64_t> JointState::ReplayStart(int64_t seq_id, int64_t position) const 
 
 uint64_t JointState::StateDigest() const {
   std::vector<uint64_t> digests;
-  if (parts_.attention != nullptr) digests.push_back(parts_.attention->StateDigest());
-  for (const auto& part : parts_.recurrent) digests.push_back(part->StateDigest());
+  for (const StatePart& part : all_)
+    digests.push_back(part.Ask([](const auto& state) { return state.StateDigest(); }));
   std::vector<int64_t> facts;
   transfer_.AppendFacts(&facts);
   digests.insert(digests.end(), facts.begin(), facts.end());
@@ -201,17 +229,10 @@ uint64_t JointState::StateDigest() const {
 }
 
 Status JointState::CheckInvariants() const {
-  const auto same = [&](int64_t count) {
-    if (count == sequence_count()) return Status();
-    return Status(StatusCode::kInternal, "CompositeState: parts hold different sequences");
-  };
-  if (parts_.attention != nullptr) {
-    QUIRE_RETURN_IF_ERROR(parts_.attention->CheckInvariants());
-    QUIRE_RETURN_IF_ERROR(same(parts_.attention->sequence_count()));
-  }
-  for (const auto& part : parts_.recurrent) {
-    QUIRE_RETURN_IF_ERROR(part->CheckInvariants());
-    QUIRE_RETURN_IF_ERROR(same(part->sequence_count()));
+  for (const StatePart& part : all_) {
+    QUIRE_RETURN_IF_ERROR(part.Ask([](const auto& state) { return state.CheckInvariants(); }));
+    if (part.Ask([](const auto& state) { return state.sequence_count(); }) != sequence_count())
+      return Status(StatusCode::kInternal, "CompositeState: parts hold different sequences");
   }
   return Status();
 }
@@ -220,32 +241,46 @@ Status BadParts(const std::string& what) {
   return Status(StatusCode::kBadArgument, "CompositeState: " + what);
 }
 
+// Adds the part, of which `state` is the interface, to `all`.
+template <typename State>
+Status AddPart(const std::string& name, State* state, StatePart part, std::vector<StatePart>* all) {
+  part.planned = dynamic_cast<PlannedState*>(state);
+  if (part.planned == nullptr) return BadParts(name + " is null or no state of this library");
+  const bool twice = std::ranges::any_of(
+      *all, [&](const StatePart& other) { return other.planned == part.planned; });
+  if (twice) return BadParts(name + " is given twice");
+  if (state->sequence_count() != 0) {
+    return BadParts(name + " has " + std::to_string(state->sequence_count()) +
+                    " sequences; give an empty one");
+  }
+  all->push_back(part);
+  return Status();
+}
+
 }  // namespace
 
 Result<std::unique_ptr<CompositeState>> CompositeState::Create(Parts parts) {
   return GuardEntry([&]() -> Result<std::unique_ptr<CompositeState>> {
-    if (parts.recurrent.empty()) return BadParts("no recurrent part; give at least one");
-    if (parts.attention != nullptr && parts.attention->sequence_count() != 0) {
-      return BadParts("the attention cache has " +
-                      std::to_string(parts.attention->sequence_count()) +
-                      " sequences; give an empty one");
-    }
-    std::vector<PlannedState*> planned;
+    std::vector<StatePart> all;
+    const auto name = [](const char* list, size_t i) {
+      return std::string(list) + "[" + std::to_string(i) + "]";
+    };
     for (size_t i = 0; i < parts.recurrent.size(); ++i) {
       RecurrentState* const part = parts.recurrent[i].get();
-      const std::string name = "recurrent[" + std::to_string(i) + "]";
-      auto* const plans = dynamic_cast<PlannedState*>(part);
-      if (plans == nullptr) return BadParts(name + " is null or no state of this library");
-      if (std::find(planned.begin(), planned.end(), plans) != planned.end())
-        return BadParts(name + " is given twice");
-      if (part->sequence_count() != 0) {
-        return BadParts(name + " has " + std::to_string(part->sequence_count()) +
-                        " sequences; give an empty one");
-      }
-      planned.push_back(plans);
+      QUIRE_RETURN_IF_ERROR(AddPart(name("recurrent", i), part, {.recurrent = part}, &all));
+    }
+    AttentionKVCache* const attention = parts.attention.get();
+    if (attention != nullptr)
+      QUIRE_RETURN_IF_ERROR(AddPart("attention", attention, {.attention = attention}, &all));
+    if (all.empty()) return BadParts("no part; give a cache or a recurrent state");
+    if (attention == nullptr && !parts.more_attention.empty())
+      return BadParts("more_attention without attention; give the first cache as attention");
+    for (size_t i = 0; i < parts.more_attention.size(); ++i) {
+      AttentionKVCache* const part = parts.more_attention[i].get();
+      QUIRE_RETURN_IF_ERROR(AddPart(name("more_attention", i), part, {.attention = part}, &all));
     }
     return std::unique_ptr<CompositeState>(
-        std::make_unique<JointState>(std::move(parts), std::move(planned)));
+        std::make_unique<JointState>(std::move(parts), std::move(all)));
   });
 }
 

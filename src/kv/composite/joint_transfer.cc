@@ -11,15 +11,16 @@
 
 namespace quire {
 
-JointTransfer::JointTransfer(const CompositeState::Parts& parts,
-                             std::span<PlannedState* const> planned, const CallGate& gate)
-    : parts_(parts),
+JointTransfer::JointTransfer(const CompositeState& state, std::span<PlannedState* const> planned,
+                             const CallGate& gate)
+    : state_(state),
+      parts_(state.parts()),
       planned_(planned),
       gate_(gate),
-      attention_(parts.attention == nullptr ? nullptr : parts.attention->transfer()),
-      attention_layers_(parts.attention == nullptr ? 0
-                                                   : std::ssize(parts.attention->options().layers)),
-      states_(StatesOfParts(parts)),
+      attention_(parts_.attention == nullptr ? nullptr : parts_.attention->transfer()),
+      attention_layers_(
+          parts_.attention == nullptr ? 0 : std::ssize(parts_.attention->options().layers)),
+      states_(StatesOfParts(parts_)),
       receives_(StateLayers(), attention_layers_, nullptr) {}
 
 // ---------------------------------------------------------------------- states
@@ -63,12 +64,20 @@ LayerKV JointTransfer::Tensor::RowIn(std::byte* memory) const {
 }
 
 int64_t JointTransfer::LengthOf(int64_t seq_id) const {
-  const Result<int64_t> length = first().GetSequenceLength(seq_id);
+  const Result<int64_t> length = state_.GetSequenceLength(seq_id);
   return length.ok() ? *length : 0;
 }
 
 Status JointTransfer::RequireIdle(const char* call) const {
   return in_forward_ ? ForwardIsOpen(call) : Status();
+}
+
+Status JointTransfer::RequireMappable(const char* call) const {
+  if (parts_.more_attention.empty() && !parts_.recurrent.empty()) return Status();
+  return Status(StatusCode::kBadState,
+                std::string(call) +
+                    ": a state of several attention caches, or without a recurrent part, sends and "
+                    "receives nothing; compute the tokens, or give them to ImportState");
 }
 
 // ---------------------------------------------------------------------- the composite's calls
@@ -182,8 +191,9 @@ Status JointTransfer::PlanImport(PlannedParts& parts, const Receive& receive,
 Result<ReceiveMap> JointTransfer::DisaggPrepareRecv(int64_t seq_id, int64_t count) {
   const char* const call = "DisaggPrepareRecv";
   return gate_.Enter(call, [&]() -> Result<ReceiveMap> {
+    QUIRE_RETURN_IF_ERROR(RequireMappable(call));
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    QUIRE_ASSIGN_OR_RETURN(const int64_t length, first().GetSequenceLength(seq_id));
+    QUIRE_ASSIGN_OR_RETURN(const int64_t length, state_.GetSequenceLength(seq_id));
     if (receives_.PendingOf(seq_id) > 0) {
       return Status(StatusCode::kBadState,
                     OfSequence(call, seq_id) + "has a reservation already; commit or cancel it");

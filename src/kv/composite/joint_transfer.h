@@ -38,8 +38,9 @@ namespace quire {
 
 class JointTransfer final : public KVTransfer {
  public:
-  // The composite's parts and its gate, which outlive this.
-  JointTransfer(const CompositeState::Parts& parts, std::span<PlannedState* const> planned,
+  // The composite, its recurrent parts in their order, and its gate, which outlive this. It is
+  // asked for its parts here.
+  JointTransfer(const CompositeState& state, std::span<PlannedState* const> planned,
                 const CallGate& gate);
 
   // ---- What the composite's own calls have to do with it.
@@ -91,9 +92,10 @@ class JointTransfer final : public KVTransfer {
   static States StatesOfParts(const CompositeState::Parts& parts);
   std::vector<TransferLayer> StateLayers() const;
 
-  const RecurrentState& first() const { return *parts_.recurrent.front(); }
   int64_t LengthOf(int64_t seq_id) const;
   Status RequireIdle(const char* call) const;
+  // BadState for parts whose tokens no map can describe.
+  Status RequireMappable(const char* call) const;
   Status PlanImport(PlannedParts& parts, const Receive& receive, int64_t position) const;
 
   Status CheckMap(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
@@ -105,6 +107,7 @@ class JointTransfer final : public KVTransfer {
     marks_.Stop(marks_.IndexOf(seq_id), why);
   }
 
+  const CompositeState& state_;
   const CompositeState::Parts& parts_;
   const std::span<PlannedState* const> planned_;
   const CallGate& gate_;

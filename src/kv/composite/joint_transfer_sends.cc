@@ -18,6 +18,7 @@ Status BadMark(StatusCode code, const std::string& why) {
 Status JointTransfer::SetLayerSink(std::shared_ptr<LayerSink> sink) {
   const char* const call = "SetLayerSink";
   return gate_.Enter(call, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(RequireMappable(call));
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
     QUIRE_RETURN_IF_ERROR(marks_.RequireNoneActive());
     if (attention_ != nullptr) QUIRE_RETURN_IF_ERROR(attention_->SetLayerSink(sink));
@@ -65,7 +66,7 @@ Status JointTransfer::DisaggMarkSend(int64_t seq_id, int64_t begin,
   const char* const call = "DisaggMarkSend";
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
+    QUIRE_RETURN_IF_ERROR(state_.GetSequenceLength(seq_id).status());
     QUIRE_RETURN_IF_ERROR(marks_.RequireSink());
     QUIRE_RETURN_IF_ERROR(CheckMap(seq_id, begin, maps, rank));
     const int64_t to = peer + rank;
@@ -92,7 +93,7 @@ Status JointTransfer::DisaggUnmarkSend(int64_t seq_id) {
   const char* const call = "DisaggUnmarkSend";
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
+    QUIRE_RETURN_IF_ERROR(state_.GetSequenceLength(seq_id).status());
     QUIRE_RETURN_IF_ERROR(marks_.Unmark(call, seq_id, marks_.IndexOf(seq_id)));
     StopTokens(seq_id);
     return Status();
@@ -103,7 +104,7 @@ Result<int64_t> JointTransfer::DisaggDetachSend(int64_t seq_id) {
   const char* const call = "DisaggDetachSend";
   return gate_.Enter(call, [&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
+    QUIRE_RETURN_IF_ERROR(state_.GetSequenceLength(seq_id).status());
     const int32_t index = marks_.IndexOf(seq_id);
     QUIRE_RETURN_IF_ERROR(marks_.Require(call, seq_id, index));
     if (!marks_.Find(index)->failure.ok()) return marks_.Find(index)->failure;
@@ -120,7 +121,7 @@ Status JointTransfer::DisaggFlushSend(int64_t seq_id) {
   const char* const call = "DisaggFlushSend";
   return gate_.Enter(call, [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
+    QUIRE_RETURN_IF_ERROR(state_.GetSequenceLength(seq_id).status());
     const int32_t index = marks_.IndexOf(seq_id);
     QUIRE_RETURN_IF_ERROR(marks_.Require(call, seq_id, index));
     SendMark* const mark = marks_.Find(index);
@@ -134,7 +135,7 @@ Status JointTransfer::DisaggFlushSend(int64_t seq_id) {
 Result<SendProgress> JointTransfer::GetSendProgress(int64_t seq_id) const {
   const char* const call = "GetSendProgress";
   return gate_.Enter(call, [&]() -> Result<SendProgress> {
-    QUIRE_RETURN_IF_ERROR(first().GetSequenceLength(seq_id).status());
+    QUIRE_RETURN_IF_ERROR(state_.GetSequenceLength(seq_id).status());
     QUIRE_ASSIGN_OR_RETURN(SendProgress progress,
                            marks_.Progress(call, seq_id, marks_.IndexOf(seq_id)));
     if (attention_ == nullptr || !progress.failure.ok()) return progress;
@@ -186,7 +187,7 @@ Status JointTransfer::SendStatesAt(SendMark* mark, int64_t position) {
 void JointTransfer::SendStates(SendMark* mark) noexcept {
   if (!mark->active()) return;
   const int64_t seq_id = mark->seq_id;
-  const Result<int64_t> nodes = first().GetTreeSize(seq_id);
+  const Result<int64_t> nodes = state_.GetTreeSize(seq_id);
   const int64_t position = std::min(LengthOf(seq_id), mark->end);
   if (attention_ != nullptr) {  // the receiver was told by the attention part if it failed there
     const Result<SendProgress> tokens = attention_->GetSendProgress(seq_id);

@@ -36,6 +36,17 @@ class CallGate {
       return body();
     });
   }
+  // A call in two halves: it is inside, as in EnterAlone, from an Open that worked until Close,
+  // which the same thread calls.
+  Status Open(const char* call) const {
+    if (busy_.exchange(true, std::memory_order_acquire)) return Busy(call);
+    asking_.lock();
+    return Status();
+  }
+  void Close() const noexcept {
+    asking_.unlock();
+    busy_.store(false, std::memory_order_release);
+  }
   // Runs the body of a query. Calls of Enter go on meanwhile.
   template <typename F>
   std::invoke_result_t<F> Ask(F&& body) const {

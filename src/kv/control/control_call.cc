@@ -3,6 +3,7 @@
 namespace quire {
 
 const char* ControlCall::name() const {
+  if (entry != nullptr) return entry;
   switch (kind) {
     case Kind::kClear:
       return "Clear";

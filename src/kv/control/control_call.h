@@ -40,7 +40,9 @@ struct ControlCall {
   std::span<const LayerLoad> loads{};         // kBegin: of members, in the order of the batch
   std::span<const int64_t> leaves{};          // kCommitTree
   std::span<const TensorView> states{};       // kImport: [layer]
-  const KVImport* kv = nullptr;               // kImport: for the attention part
+  const KVImport* kv = nullptr;               // kImport: for an attention part
+  bool leaves_out = true;                     // kImport: rows that every window hides may lack
+  const char* entry = nullptr;                // what the caller has called, if not that of the kind
 
   const char* name() const;
 };

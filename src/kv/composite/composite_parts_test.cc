@@ -1,0 +1,261 @@
+// Composites of whatever parts: several attention caches, attention alone, and parts that plan in
+// any order. A call that one part refuses changes none of them.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kv/control/control_call.h"
+#include "kv/testing/kv_test_forward.h"
+#include "kv/testing/recurrent_test_forward.h"
+#include "quire/composite_state.h"
+#include "quire/kv_transfer.h"
+#include "quire/recurrent_cache.h"
+
+namespace quire {
+namespace {
+
+using Ids = std::vector<int64_t>;
+using Tokens = std::vector<uint64_t>;
+
+std::shared_ptr<AttentionKVCache> MakeCache(std::vector<AttentionLayerSpec> layers,
+                                            int64_t token_capacity, int64_t page_size) {
+  return MakeTestCache(TestCacheOptions(
+      std::move(layers),
+      {.max_num_sequences = 4, .token_capacity = token_capacity, .page_size = page_size}));
+}
+
+std::shared_ptr<AttentionKVCache> MakeFirst() {
+  return MakeCache({{2, 1, 4, 4, DType::kF32}, {2, 2, 4, 4, DType::kF32}}, 400, 4);
+}
+// Pages of other sizes, and few of them.
+std::shared_ptr<AttentionKVCache> MakeSecond() {
+  return MakeCache({{4, 2, 8, 8, DType::kBF16}}, 32, 16);
+}
+
+std::shared_ptr<RecurrentCache> MakeRecurrent() {
+  RecurrentCacheOptions options;
+  options.layers = AllRecurrentKinds();
+  options.max_num_sequences = 4;
+  options.prefill_chunk_size = 64;
+  options.max_tree_slots = 8;
+  options.max_retained_slots = 8;
+  options.max_loads = 2;
+  options.runner = std::make_shared<SerialRunner>();
+  return *RecurrentCache::Create(options);
+}
+
+Tokens Text(int64_t count) {
+  Tokens tokens;
+  for (int64_t i = 0; i < count; ++i) tokens.push_back(100 + static_cast<uint64_t>(i));
+  return tokens;
+}
+
+void RunLayersOf(AttentionKVCache& cache, const Tokens& tokens) {
+  const std::vector<AttentionLayerSpec>& layers = cache.options().layers;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    LayerOutputs outputs;
+    ASSERT_TRUE(RunLayer(cache, layers[l], static_cast<int64_t>(l), tokens, {}, &outputs).ok());
+  }
+}
+
+// A composite with its parts in reach.
+struct Joined {
+  explicit Joined(bool with_second = true, bool with_recurrent = true)
+      : second(with_second ? MakeSecond() : nullptr),
+        recurrent(with_recurrent ? MakeRecurrent() : nullptr) {
+    CompositeState::Parts parts{.attention = first};
+    if (second != nullptr) parts.more_attention = {second};
+    if (recurrent != nullptr) parts.recurrent = {recurrent};
+    state = *CompositeState::Create(parts);
+  }
+  void RunLayers(const Tokens& tokens) const {
+    RunLayersOf(*first, tokens);
+    if (second != nullptr) RunLayersOf(*second, tokens);
+    if (recurrent != nullptr) {
+      ASSERT_TRUE(RunRecurrentLayers(*recurrent, tokens, nullptr).ok());
+    }
+  }
+  void Run(int64_t id, const Tokens& tokens) const {
+    ASSERT_TRUE(state->BeginForward(Ids{id}, Ids{std::ssize(tokens)}).ok());
+    RunLayers(tokens);
+    ASSERT_TRUE(state->EndForward().ok());
+  }
+  void ExpectLength(int64_t id, int64_t length) const {
+    EXPECT_EQ(*state->GetSequenceLength(id), length);
+    EXPECT_EQ(*first->GetSequenceLength(id), length);
+    if (second != nullptr) {
+      EXPECT_EQ(*second->GetSequenceLength(id), length);
+    }
+    const Status valid = state->CheckInvariants();
+    EXPECT_TRUE(valid.ok()) << valid.ToString();
+  }
+
+  std::shared_ptr<AttentionKVCache> first = MakeFirst();
+  std::shared_ptr<AttentionKVCache> second;
+  std::shared_ptr<RecurrentCache> recurrent;
+  std::unique_ptr<CompositeState> state;
+};
+
+void ExpectRefused(const Joined& joined, StatusCode code, const Status& status, uint64_t digest) {
+  EXPECT_EQ(status.code(), code) << status.ToString();
+  EXPECT_EQ(joined.state->StateDigest(), digest) << status.ToString();
+  const Status valid = joined.state->CheckInvariants();
+  EXPECT_TRUE(valid.ok()) << valid.ToString();
+}
+
+void RunAllCalls(const Joined& joined) {
+  CompositeState& s = *joined.state;
+  ASSERT_TRUE(s.AddSequence(0).ok());
+  joined.Run(0, Text(10));
+  ASSERT_TRUE(s.ForkSequence(0, 1, 10).ok());
+  ASSERT_TRUE(s.SetRetained(0, true).ok());
+  joined.Run(1, Text(1));
+  joined.Run(1, Text(1));  // the same batch, one token further
+  joined.ExpectLength(1, 12);
+  ASSERT_TRUE(s.BeginTreeForward(Ids{1}, Ids{3}, Ids{-1, 0, 0}).ok());
+  joined.RunLayers(Text(3));
+  ASSERT_TRUE(s.EndForward().ok());
+  EXPECT_EQ(*s.GetTreeSize(1), 3);
+  ASSERT_TRUE(s.CommitAcceptedTokenTreeNodes(Ids{1}, Ids{2}).ok());
+  joined.ExpectLength(1, 14);
+  ASSERT_TRUE(s.PopN(1, 1).ok());
+  ASSERT_TRUE(s.BeginForward(Ids{1}, Ids{2}).ok());
+  ASSERT_TRUE(s.AbortForward().ok());
+  joined.ExpectLength(1, 13);
+  ASSERT_TRUE(s.RemoveSequence(0).ok());
+  ASSERT_TRUE(s.Clear().ok());
+  EXPECT_EQ(s.sequence_count(), 0);
+  EXPECT_EQ(joined.first->pages_in_use(), 0);
+}
+
+TEST(CompositeParts, EveryCallReachesAllOfThem) {
+  for (const bool with_second : {true, false}) {
+    for (const bool with_recurrent : {true, false}) {
+      SCOPED_TRACE(std::to_string(with_second) + std::to_string(with_recurrent));
+      RunAllCalls(Joined(with_second, with_recurrent));
+    }
+  }
+}
+
+TEST(CompositeParts, WhatTheLastCacheRefusesChangesNothing) {
+  for (const bool with_recurrent : {true, false}) {
+    const Joined joined(true, with_recurrent);
+    CompositeState& s = *joined.state;
+    for (const int64_t id : {0, 1}) ASSERT_TRUE(s.AddSequence(id).ok());
+    int64_t length = 0;
+    for (; joined.second->GetNumAvailablePages() > 0; length += 16) joined.Run(0, Text(16));
+    const uint64_t digest = s.StateDigest();
+    ExpectRefused(joined, StatusCode::kOutOfPages, s.BeginForward(Ids{1}, Ids{1}), digest);
+    ExpectRefused(joined, StatusCode::kOutOfPages, s.BeginTreeForward(Ids{1}, Ids{1}, Ids{-1}),
+                  digest);
+    ExpectRefused(joined, StatusCode::kBadArgument, s.PopN(0, length + 1), digest);
+    ExpectRefused(joined, StatusCode::kUnknownSequence, s.RemoveSequence(7), digest);
+    ExpectRefused(joined, StatusCode::kBadState, s.EndForward(), digest);
+    ASSERT_TRUE(s.PopN(0, 1).ok());
+    const uint64_t shorter = s.StateDigest();
+    // Once a part is behind with its layers, no part ends the forward.
+    ASSERT_TRUE(s.BeginForward(Ids{0}, Ids{1}).ok());
+    RunLayersOf(*joined.first, Text(1));
+    const uint64_t open = s.StateDigest();
+    ExpectRefused(joined, StatusCode::kBadState, s.EndForward(), open);
+    ASSERT_TRUE(s.AbortForward().ok());
+    EXPECT_EQ(s.StateDigest(), shorter);
+  }
+}
+
+TEST(CompositeParts, AnImportGivesEachCacheItsLayers) {
+  const Joined joined(true, false);
+  ASSERT_TRUE(joined.state->AddSequence(0).ok());
+  joined.Run(0, Text(9));
+  KVBlock block;
+  std::vector<StoredRows> rows;
+  for (AttentionKVCache* cache : {joined.first.get(), joined.second.get()}) {
+    const std::vector<AttentionLayerSpec>& layers = cache->options().layers;
+    for (size_t l = 0; l < layers.size(); ++l) {
+      rows.emplace_back(layers[l], 9);
+      ASSERT_TRUE(cache->ExportKV(0, static_cast<int64_t>(l), 0, rows.back().view()).ok());
+      block.push_back(rows.back().view());
+    }
+  }
+  const int64_t count = 9;
+  const KVImport import{.blocks = std::span(&block, 1), .tokens = std::span(&count, 1)};
+  const Joined other(true, false);
+  ASSERT_TRUE(other.state->AddSequence(3).ok());
+  ASSERT_TRUE(other.state->ImportState(3, 9, import, {}).ok());
+  other.ExpectLength(3, 9);
+  StoredRows again(other.second->options().layers[0], 9);
+  ASSERT_TRUE(other.second->ExportKV(3, 0, 0, again.view()).ok());
+  EXPECT_TRUE(again == rows[2]);
+  const uint64_t digest = other.state->StateDigest();
+  block.pop_back();
+  ASSERT_TRUE(other.state->GetSequenceLength(3).ok());
+  ExpectRefused(other, StatusCode::kBadArgument, other.state->ImportState(3, 18, import, {}),
+                digest);
+}
+
+TEST(CompositeParts, SeveralCachesTransferAndLoadNothing) {
+  const Joined joined;
+  ASSERT_TRUE(joined.state->AddSequence(0).ok());
+  KVTransfer& transfer = *joined.state->transfer();
+  EXPECT_EQ(transfer.DisaggPrepareRecv(0, 2).status().code(), StatusCode::kBadState);
+  EXPECT_EQ(transfer.DisaggMarkSend(0, 0, {}, 0, 0).code(), StatusCode::kBadState);
+  EXPECT_EQ(transfer.SetLayerSink(nullptr).code(), StatusCode::kBadState);
+  const LayerLoad load{.seq_id = 0, .tokens = 1, .source = nullptr};
+  EXPECT_EQ(joined.state->BeginLoadingForward(Ids{0}, Ids{1}, std::span(&load, 1)).code(),
+            StatusCode::kBadArgument);
+}
+
+TEST(CompositeParts, FurtherCachesFollowAFirstOne) {
+  const auto code = [](CompositeState::Parts parts) {
+    return CompositeState::Create(std::move(parts)).status().code();
+  };
+  const auto cache = MakeFirst();
+  EXPECT_EQ(code({.more_attention = {cache}}), StatusCode::kBadArgument);
+  EXPECT_EQ(code({.attention = cache, .more_attention = {cache}}), StatusCode::kBadArgument);
+  EXPECT_EQ(code({.attention = cache, .more_attention = {nullptr}}), StatusCode::kBadArgument);
+  ASSERT_TRUE(cache->AddSequence(0).ok());
+  EXPECT_EQ(code({.attention = cache}), StatusCode::kBadArgument);
+}
+
+// The order in which parts plan is nobody's business: neither is what a refusal leaves behind.
+TEST(CompositeParts, PartsPlanInAnyOrder) {
+  uint64_t digests[2];
+  for (const bool attention_first : {false, true}) {
+    const auto attention = MakeFirst();
+    const auto recurrent = MakeRecurrent();
+    std::vector<PlannedState*> parts{dynamic_cast<PlannedState*>(recurrent.get()),
+                                     dynamic_cast<PlannedState*>(attention.get())};
+    if (attention_first) std::swap(parts[0], parts[1]);
+    const auto run = [&](const ControlCall& call) -> Status {
+      PlannedParts planned(parts);
+      QUIRE_RETURN_IF_ERROR(planned.Plan([&](size_t) -> const ControlCall& { return call; }));
+      planned.Commit();
+      return Status();
+    };
+    using Kind = ControlCall::Kind;
+    const Ids ids{0}, lengths{6};
+    ASSERT_TRUE(run({.kind = Kind::kAdd, .seq_id = 0}).ok());
+    ASSERT_TRUE(run({.kind = Kind::kBegin, .seq_ids = ids, .append_lengths = lengths}).ok());
+    RunLayersOf(*attention, Text(6));
+    ASSERT_TRUE(RunRecurrentLayers(*recurrent, Text(6), nullptr).ok());
+    ASSERT_TRUE(run({.kind = Kind::kEnd}).ok());
+    const uint64_t before = attention->StateDigest() ^ recurrent->StateDigest();
+    const auto refused = [&](StatusCode code, const ControlCall& call) {
+      EXPECT_EQ(run(call).code(), code) << call.name();
+      EXPECT_EQ(attention->StateDigest() ^ recurrent->StateDigest(), before) << call.name();
+    };
+    refused(StatusCode::kUnknownSequence, {.kind = Kind::kRemove, .seq_id = 4});
+    refused(StatusCode::kSequenceExists, {.kind = Kind::kAdd, .seq_id = 0});
+    refused(StatusCode::kBadArgument, {.kind = Kind::kPop, .seq_id = 0, .count = 7});
+    refused(StatusCode::kBadState, {.kind = Kind::kEnd});
+    ASSERT_TRUE(run({.kind = Kind::kFork, .seq_id = 0, .child_id = 1, .count = 6}).ok());
+    ASSERT_TRUE(run({.kind = Kind::kPop, .seq_id = 1, .count = 6}).ok());
+    digests[attention_first] = attention->StateDigest() ^ recurrent->StateDigest();
+  }
+  EXPECT_EQ(digests[0], digests[1]);
+}
+
+}  // namespace
+}  // namespace quire
