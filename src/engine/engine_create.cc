@@ -20,17 +20,17 @@
 namespace quire {
 namespace {
 
-// Of the machine's memory, when EngineOptions::kv_bytes is 0: weights, scratch and the other
-// programs need the rest.
+// The part of the machine's memory for KV when EngineOptions::kv_bytes is 0: weights, scratch and
+// the other programs need the rest.
 constexpr int64_t kMemoryPartForKV = 4;
 
-// Of the free memory, when EngineOptions::state_bytes is 0, for states that are retained; and
-// the most of them: some thirty conversations with their checkpoints.
+// The part of the free memory for retained states when EngineOptions::state_bytes is 0; and the
+// most of them: some thirty conversations with their checkpoints.
 constexpr int64_t kMemoryPartForStates = 8;
 constexpr int64_t kRetainedStatesDefault = 128;
 
-// Of the free memory, what stays free where the number of pages is not given: one part of so many,
-// for what is not counted and for whoever starts next.
+// Where the number of pages is not given, one in this number of parts of the free memory stays
+// free, for what is not counted and for the next program.
 constexpr int64_t kMemoryPartLeftFree = 16;
 
 // Checkpoints of a sequence. Two recent ones: an answer that is cut back by up to 64 tokens (a stop
@@ -199,7 +199,7 @@ struct Blueprint {
   MemoryPlan plan;
   int64_t retained_states = 0;
   ModelOptions model_options;
-  // Of the draft model, if there is one. Its nodes are guesses that it goes on from.
+  // Options of the draft model, if there is one. Its nodes are guesses that it goes on from.
   EngineOptions draft_options = {};
   MemoryPlan draft = {};
 };
@@ -291,7 +291,7 @@ Status PlanDraftModel(const EngineOptions& options, ModelMeasures* models, Bluep
                        samples_max));
     const int64_t tokens =
         blueprint->plan.page_count * blueprint->plan.page_size + draft_options.max_tree_nodes;
-    // Of each sample a page of tokens and one of nodes are not full.
+    // A page of tokens and one of nodes of each sample are not full.
     draft_options.kv_bytes =
         ((tokens + page_size - 1) / page_size + 2 * samples_max + 1) * two_pages.page_bytes;
   }

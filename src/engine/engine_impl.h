@@ -132,7 +132,7 @@ class EngineImpl final : public Engine {
   auto Enter(std::string_view call, F&& body) -> decltype(body());
   void Publish() noexcept;
 
-  // step_plan.cc: who computes what.
+  // step_plan.cc: which samples compute how many tokens.
   Result<Batch> PlanBatch(bool may_admit);
   Status GiveSequences();
   int64_t PendingNow(const Request& request, const Sample& sample, int64_t length) const;

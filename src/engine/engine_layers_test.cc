@@ -189,7 +189,7 @@ TEST_P(EngineLayers, ADamagedLayerIsNotTaken) {
     const auto server = MakeOf();
     const Answer answer = server->Generate(prompt, Greedy(5));
     ExpectEqual(answer, want, "whatever was taken");
-    // Of earlier chunks only what is seen at the end is asked for: no states, and of windows the
+    // Only what is seen at the end is asked for of earlier chunks: no states, and of windows the
     // rows that reach there.
     const bool is_needed = damaged == 5;
     EXPECT_EQ(answer.cached_tokens, is_needed ? 40 : 48) << "the border before it";

@@ -148,7 +148,7 @@ class Scene {
     server_->Finish();
   }
   const Answers& answers() const { return server_->answers; }
-  // A step whose n-th allocation is refused, and whether it made so many.
+  // A step whose n-th allocation is refused, and whether it came to that one.
   Status StepRefusing(int64_t n, bool* refused) {
     Result<std::vector<StepOutput>> outputs = [&] {
       const RefuseAllocation refusal(n);

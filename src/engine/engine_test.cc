@@ -166,7 +166,7 @@ TEST(Engine, GivesUpSharedPagesWhenTheyAreInTheWay) {
   ExpectEqual(got, Alone({{prompt, options}}).at({0, 0}), "restarted");
 }
 
-// A request that was computed anew takes no more pages than were counted: its samples fork from
+// A request that was computed again takes no more pages than were counted: its samples fork from
 // their leader, however much of their answers a newcomer has computed in pages of its own.
 TEST(Engine, SamplesOfARestartedRequestForkFromTheirLeader) {
   RandomSequence random(25);

@@ -23,7 +23,7 @@ struct RequestLimits {
   // TooLarge for a prompt, max_tokens or n that can never fit; BadArgument for a window that the
   // model cannot have.
   Status CheckFits(int64_t prompt_tokens, const SamplingOptions& options) const;
-  // Of one sample.
+  // The pages of one sample's window.
   int64_t PagesOfWindow(const SamplingOptions& options) const;
   // The most tokens of one sequence that sees all of them.
   int64_t length_max() const;

@@ -150,9 +150,10 @@ TEST(Speculation, TheDraftModelKeepsInStep) {
   Server server({.chunk = 64, .speculation = kModel, .tree_nodes = 64, .draft_seed = 0});
   RandomSequence random(2);
   server.Generate(RandomTokens(40, &random), {.max_tokens = 57, .n = 4});
-  // The prompt once for all samples. Of each step the last right guess is not run by the draft
-  // model, as its own draw behind it would come too late; it is fed in the next step.
-  EXPECT_LE(server.engine->model_drafter()->tokens_run(), 40 + 4 * (57 + 8));
+  // The prompt once for all samples. The draft model does not run the last right guess of a step,
+  as its own draw behind it would come too late;
+  it is fed in the next step.EXPECT_LE(server.engine->model_drafter()->tokens_run(),
+                                       40 + 4 * (57 + 8));
 }
 
 TEST(Speculation, AnotherModelIsSeldomRight) {
@@ -420,7 +421,7 @@ TEST(Speculation, PreemptedRequestsGoOnAsIfNothingHadHappened) {
   EXPECT_GT(accepted, 200);
 }
 
-// ---- Who speculates.
+// ---- Which requests speculate.
 
 TEST(Speculation, RequestsOfAllKindsShareABatch) {
   Server server({.chunk = 64, .tree_nodes = 48, .draft_seed = 0});

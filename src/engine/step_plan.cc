@@ -1,5 +1,6 @@
-// The first half of a step: who computes what. Every decision is carried out whole before the next
-// one is asked for, so an error between two leaves a state from which the next step goes on.
+// The first half of a step: which samples compute how many tokens. Every decision is carried out
+// whole before the next one is asked for, so an error between two leaves a state from which the
+// next step goes on.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -97,9 +98,9 @@ int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample, int
   return has_followers ? std::min(pending, to_prompt_end) : pending;
 }
 
-// Whether the next token of each opens a page; all end at the same position, inside a page. Of
-// sequences that end in the same slot, as samples do that were just forked, only the first can go
-// on there: those behind it are said to open a page.
+// Whether the next token of each opens a page; all end at the same position, inside a page. If
+// several end in the same slot, as samples do that were just forked, only the first can go on
+// there: those behind it are said to open a page.
 Result<std::vector<bool>> EngineImpl::WhichOpenPages(std::span<const int64_t> sequence_ids) const {
   const std::vector<int64_t> ones(sequence_ids.size(), 1);
   const auto pages_of = [&](size_t first, size_t count) {
@@ -225,8 +226,8 @@ void EngineImpl::PreemptYoungest() {
 }
 
 // The only running request does not fit although it did at Submit. Pages that it shares in part
-// with what is gone by now hold less of it than pages of its own would; computed anew it takes what
-// CheckFits counted.
+// with what is gone by now hold less of it than pages of its own would; computed again it takes
+// what CheckFits counted.
 void EngineImpl::RestartOrFail() {
   Request& request = *requests_.running().front();
   if (request.restarted) {

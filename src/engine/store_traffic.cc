@@ -219,7 +219,7 @@ int64_t StoreTraffic::FirstLayerNeeded() const {
   return model_.info().recurrent_layers.empty() ? 0 : std::ssize(model_.info().layers);
 }
 
-// Of the request's load, so far.
+// The layers of the request's load that are there so far.
 int64_t StoreTraffic::LayersThere(const Request& request) const {
   return request.load->LayersThere(ChunkLayerCount(), link_->now_ns());
 }

@@ -83,8 +83,8 @@ class StoreTraffic {
   static LayerwiseLoad* LayersOf(const Request& request, const Sample& sample);
   // The forward has ended that took the request's layers.
   void CommitLayers(Request* request, Sample* sample) noexcept;
-  // The forward was aborted. Of a load that failed the chunks that are whole are taken as if
-  // nothing more had been found, the rest is computed. True if the request had such a load.
+  // The forward was aborted. The whole chunks of a load that failed are taken as if nothing more
+  // had been found, the rest is computed. True if the request had such a load.
   bool DropFailedLayers(Request* request) noexcept;
   // After a step.
   void StoreComputed() noexcept;

@@ -1,4 +1,4 @@
-// Guesses of the next tokens of a sample, as a tree; who makes them, and who verifies them.
+// Guesses of the next tokens of a sample, as a tree; how they are made and verified.
 //
 // A draw is a function of (logits, history, options, seed, position), so a guess is right exactly
 // if it is the token that is drawn at its parent. The engine runs the sample's last token and all
@@ -45,7 +45,7 @@ struct DraftJob {
   int64_t stream = 0;
   const SamplingOptions* options = nullptr;
   int64_t guesses_max = 0;  // >= 1
-  int64_t levels_max = 0;   // >= 1; so many tokens fit into `tokens`
+  int64_t levels_max = 0;   // >= 1; this number of tokens fits into `tokens`
   int64_t branches = 1;
   // At the end of `tokens`; null: none. What it refuses is no guess. A drafter may leave it behind
   // its guesses: it is aligned again before tokens are drawn.

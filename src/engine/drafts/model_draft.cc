@@ -102,7 +102,7 @@ bool ModelDrafter::KnowsTokens(const DraftJob& job, Held* held) const {
   return !held->unknown_token;
 }
 
-// Of the guesses that the sequence has the first `count` were right.
+// The first `count` of the guesses that the sequence has were right.
 Status ModelDrafter::KeepGuesses(Held* held, int64_t count) {
   if (held->chain.empty()) return {};
   const int64_t leaf = count - 1;  // -1: none of them

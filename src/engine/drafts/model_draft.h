@@ -37,7 +37,7 @@ class ModelDrafter final : public Drafter {
     std::shared_ptr<RecurrentCache> recurrent = nullptr;
     int64_t prefill_chunk = 0;  // most tokens of a forward, and fed at once to catch up
     int64_t rows_max = 0;       // of logits, in a forward
-    int64_t vocab_size = 0;     // of those who draw the tokens
+    int64_t vocab_size = 0;     // of the model that draws the tokens
   };
   explicit ModelDrafter(Parts parts);
 

@@ -36,7 +36,7 @@ class NGramIndex {
   static constexpr size_t kLengths = kMost - kLeast + 1;
   static uint64_t Key(std::span<const int32_t> text, int64_t end, int64_t length);
 
-  // Of each run's hash the last position behind it, and for each position the one before with the
+  // For each run's hash the last position behind it, and for each position the one before with the
   // same hash; 0: none. Hashes may collide: places are compared.
   std::unordered_map<uint64_t, int32_t> last_;
   std::vector<std::array<int32_t, kLengths>> previous_;  // [position behind a run]

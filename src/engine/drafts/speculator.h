@@ -31,7 +31,7 @@ class Speculator {
   Speculator(std::unique_ptr<ModelDrafter> model_drafter, int64_t max_tree_nodes,
              int64_t prefill_chunk);
 
-  // Of the trees in one forward, roots included.
+  // The most nodes of the trees in one forward, roots included.
   int64_t nodes_max() const { return nodes_max_; }
   const ModelDrafter* model_drafter() const { return model_drafter_.get(); }
   // BadArgument: there is no room for guesses, or no draft model.

@@ -98,7 +98,7 @@ class StoreLink {
                  StoredPrefix* stored) noexcept;
 
  private:
-  // Of one set of RoPE factors.
+  // The keys of one set of RoPE factors.
   struct KeyKind {
     Passport passport;
     Digest fingerprint;
@@ -107,7 +107,7 @@ class StoreLink {
 
   StoreLink(std::shared_ptr<ChunkStore> store, const SequenceStates& states, bool at_borders,
             const StoreUseOptions& options, int64_t chunk_tokens);
-  // Where the last of the chunks of so many tokens ends.
+  // Where the last of the chunks of `length` tokens ends.
   int64_t ChunksEnd(int64_t length, bool tail) const;
   Status AddKind(const Passport& identity, bool long_rope);
   // What StartLoad asks for, without a deadline. `keys` and `tokens` outlive it.

@@ -10,7 +10,7 @@
 // a radix tree would store the same tokens with a node for each branch and answer the same
 // question.
 //
-// What may be reused by whom is a PrefixSpace; each has an order of its own.
+// Only requests of the same PrefixSpace reuse each other's KV; each space has an order of its own.
 //
 // Where layers have windows, a sequence can be forked where it ends and at the positions that it
 // still sees; where layers are recurrent, where it ends and at its checkpoints. A text that is a
@@ -106,7 +106,7 @@ class PrefixCache {
   bool empty() const { return by_use_.empty(); }
   int64_t sequence_count() const { return static_cast<int64_t>(by_use_.size()); }
   int64_t token_count() const { return token_count_; }
-  // Evicting everything frees at most so many pages; fewer if sequences share some.
+  // Evicting everything frees at most this number of pages; fewer if sequences share some.
   int64_t page_count_max() const { return page_count_max_; }
   // The first violated invariant stops the process. For tests.
   void CheckInvariants() const;

@@ -27,7 +27,7 @@ inline constexpr int64_t kPagesUnlimited = int64_t{1} << 40;
 std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCache>& attention,
                                            const std::shared_ptr<RecurrentCache>& recurrent);
 
-// A view: the objects belong to whoever made it.
+// A view: the objects belong to its maker.
 class SequenceState {
  public:
   SequenceState(AttentionKVCache* attention);  // NOLINT: it is nothing but that
@@ -43,7 +43,7 @@ class SequenceState {
 
   // With the long factors of LongRoPE, or the short ones.
   Status AddSequence(int64_t sequence_id, bool long_rope) const;
-  // Of a sequence that has just been made, which is removed again if this fails.
+  // REQUIRES: the sequence has just been made; it is removed again if this fails.
   // REQUIRES: attention layers.
   Status EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const;
   // Switches the sequence's window off, if nothing has slid out of it: then all its tokens are what
@@ -64,7 +64,7 @@ class SequenceState {
   int64_t retained_sequence_count() const;
   Status CheckInvariants() const;
 
-  // Of KV.
+  // Free pages of KV.
   int64_t pages_free() const;
   int64_t retained_pages() const;
   Result<int64_t> PagesNeeded(std::span<const int64_t> sequence_ids,
@@ -73,7 +73,7 @@ class SequenceState {
                                      std::span<const int64_t> lengths,
                                      std::span<const int64_t> parents) const;
 
-  // Of states, all recurrent parts together; zeros without any.
+  // Slots of states, all recurrent parts together; zeros without any.
   StateSlotCounts slot_counts() const;
 
  private:

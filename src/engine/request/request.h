@@ -80,7 +80,7 @@ struct Request {
   Status AlignFilter(Sample* sample) const;
   // Takes the memory that the samples need until they finish, or for a long time.
   void ReserveAnswers();
-  // Takes memory for so many more tokens of a sample, so that results can be stored without
+  // Takes memory for `count` more tokens of a sample, so that results can be stored without
   // failing.
   static void ReserveTokens(Sample* sample, int64_t count);
 
@@ -121,7 +121,7 @@ struct Request {
   int64_t steps = 0, last_step = kNotYet;
   bool admitted_before = false;
   int64_t turn = 0;        // in which it may come in (RequestQueue)
-  bool restarted = false;  // computed anew without shared pages, see Decision::kRestart
+  bool restarted = false;  // computed again without shared pages, see Decision::kRestart
 };
 
 // BadArgument with the field's name and value.
@@ -140,7 +140,7 @@ int64_t HeldBackLength(std::span<const int32_t> answer,
 
 // The most consecutive positions that a token of the request sees: all of them, or its window.
 int64_t SpanMax(int64_t prompt_tokens, const SamplingOptions& options);
-// Whether a sequence of so many tokens takes the long factors of the model's rotation.
+// Whether a sequence of `tokens_max` tokens takes the long factors of the model's rotation.
 bool NeedsLongRope(const ModelInfo& model, int64_t tokens_max);
 // Whether the token ends an answer and is not part of it.
 bool IsEnd(const ModelInfo& model, const SamplingOptions& options, int32_t token) noexcept;

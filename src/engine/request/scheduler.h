@@ -51,7 +51,7 @@ struct SchedulerView {
   int64_t pages_free = 0;
   int64_t sequences_free = 0;
   int64_t pages_evictable_max =
-      0;  // at most so many pages would become free if all retained KV were given up
+      0;  // the most pages that would become free if all retained KV were given up
   std::span<const RunnableSample> running;  // oldest request first
   std::optional<WaitingHead> head;
 };
@@ -70,8 +70,8 @@ struct Decision {
     kAdmit,    // let the head of the queue in, then decide again
     kEvict,    // give up retained KV until `pages` are free, then decide again
     kPreempt,  // send the youngest running request back to the queue, then decide again
-    kRestart,  // the only running request does not fit: compute it anew, without shared pages, then
-               // decide again
+    kRestart,  // the only running request does not fit: compute it again, without shared pages,
+               // then decide again
     kNothing,
   };
   Kind kind = Kind::kNothing;

@@ -79,7 +79,7 @@ template <typename T>
 void KeepTopPOfAll(double top_p, double temperature, T greatest, std::span<const T> logits,
                    std::span<const float> weights, std::vector<int32_t>* listed) {
   constexpr int kLevels = 1024;          // what is lower is of the last one
-  constexpr double kLevelsPerHalf = 32;  // the weight halves in so many
+  constexpr double kLevelsPerHalf = 32;  // levels in which the weight halves
   const double total = TotalWeight(weights);
   const double target = top_p * total;
   const float least = LeastInRun(top_p, total, std::ssize(weights));

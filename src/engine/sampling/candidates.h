@@ -27,7 +27,7 @@ void FindBest(std::span<const T> logits, int64_t count, std::vector<int32_t>* li
 // Which tokens are candidates: all, or those that are listed, in id order.
 enum class Candidates : uint8_t { kAll, kListed };
 
-// Of logits and their weights; `greatest` logit has weight 1.
+// Candidates of logits and their weights; the `greatest` logit has weight 1.
 template <typename T>
 Candidates FindCandidates(const SamplingOptions& options, std::span<const T> logits, T greatest,
                           std::span<const float> weights, std::vector<int32_t>* listed);

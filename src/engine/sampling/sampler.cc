@@ -58,7 +58,7 @@ std::span<const float> Weigh(std::span<const float> logits, float greatest, doub
                                 scratch->weights.data());
   return {scratch->weights.data(), logits.size()};
 }
-// Of adjusted logits: their distance from the greatest is rounded to float32.
+// The weights of adjusted logits: their distance from the greatest is rounded to float32.
 std::span<const float> Weigh(std::span<const double> logits, double greatest, double temperature,
                              DrawScratch* scratch) {
   for (size_t i = 0; i < logits.size(); ++i) {

@@ -49,7 +49,7 @@ struct Draw {
 // Memory of one worker. It holds nothing between two draws.
 struct DrawScratch {
   DrawScratch(int64_t vocab_size, const Backend& path);
-  // Of one for this vocabulary.
+  // The memory of one for this vocabulary.
   static int64_t Bytes(int64_t vocab_size);
   int64_t bytes() const;
 

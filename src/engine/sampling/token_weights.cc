@@ -48,7 +48,7 @@ int32_t Walk(double sum, double target, size_t count, std::span<const float> wei
 }  // namespace
 
 float LogitScale(double steps, double temperature) {
-  // Of the least temperatures it would be infinite, and 0 times that is no number.
+  // With the least temperatures it would be infinite, and 0 times that is no number.
   return static_cast<float>(
       std::min<double>(steps / temperature, std::numeric_limits<float>::max()));
 }

@@ -12,9 +12,9 @@ namespace quire {
 // a factor e has `steps`.
 float LogitScale(double steps, double temperature);
 
-// Of all tokens: block by block (token_weights.cc).
+// The sum of all tokens: block by block (token_weights.cc).
 double TotalWeight(std::span<const float> weights);
-// Of the listed tokens, one after the other.
+// The sum of the listed tokens, one after the other.
 double TotalWeight(std::span<const float> weights, std::span<const int32_t> listed);
 
 // The token for a random number in [0, 1). REQUIRES: one weight is above 0.

@@ -1,5 +1,5 @@
-// Test only: a chunk store in memory whose time is a FakeClock: whoever waits for it makes time
-// pass. It can be slow, hang, lose, damage and refuse.
+// Test only: a chunk store in memory whose time is a FakeClock: a caller that waits for it makes
+// time pass. It can be slow, hang, lose, damage and refuse.
 #ifndef QUIRE_ENGINE_TESTING_FAKE_CHUNK_STORE_H_
 #define QUIRE_ENGINE_TESTING_FAKE_CHUNK_STORE_H_
 

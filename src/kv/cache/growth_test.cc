@@ -43,7 +43,7 @@ class Growth : public testing::Test {
   }
 };
 
-// Of a span of steps: the sum of what was visited, the most of the others.
+// The costs of a span of steps: the sum of what was visited, the most of the others.
 struct Costs {
   int64_t visited = 0;
   int64_t entries = 0;

@@ -409,7 +409,7 @@ TEST(KVCommit, APathOpensTheTileOfItsSlotInAPageOfItsOwn) {
   }
 }
 
-// Of the imported tokens the layers hold none, so the tile of the path's first slot has no others:
+// The layers hold none of the imported tokens, so the tile of the path's first slot has no others:
 // it is read where it lies, and what is stale in it must not be met.
 TEST(KVCommit, APathBehindTokensThatAreNotHeldOpensItsTile) {
   for (const std::string& path : KernelPaths()) {

@@ -88,7 +88,7 @@ struct Ends {
   std::vector<int64_t> received_rows() const {
     return receiver->transfer()->GetReceiveProgress(map.epoch)->layer_rows;
   }
-  // Marked anew, all tokens arrive, and the receiver has what the sender has.
+  // Marked again, all tokens arrive, and the receiver has what the sender has.
   void ExpectWorks() const {
     if (receiver->StateDigest() == bare_receiver) return;  // its reservation is over
     const int64_t length = sender->GetSequenceLength(0).value();

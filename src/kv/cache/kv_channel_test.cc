@@ -380,7 +380,7 @@ TEST(KVChannel, LateWritesOfAnOldEpochReachNobody) {
             StatusCode::kNotFound);
   Extend(*pair.sender, 0, Text(4, 4));
   EXPECT_EQ(pair.Sent().failure.code(), StatusCode::kNotFound);
-  // The new reservation has heard of none of this; marked anew, it is filled.
+  // The new reservation has heard of none of this; marked again, it is filled.
   EXPECT_TRUE(pair.receiver->transfer()->GetReceiveProgress(map.epoch)->failure.ok());
   ASSERT_TRUE(pair.Mark(map, 0).ok());
   Extend(*pair.sender, 0, Text(8, 8));

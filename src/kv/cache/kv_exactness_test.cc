@@ -41,7 +41,7 @@ Tokens OfSequence(int64_t begin, int64_t end) {
   return TokenRange(1000 + static_cast<uint64_t>(begin), end - begin);
 }
 
-// Of other sequences.
+// Tokens of other sequences.
 Tokens Junk(RandomSequence& random, int64_t count) {
   return TokenRange(1'000'000 + 1000 * static_cast<uint64_t>(random.Below(1000)), count);
 }

@@ -47,7 +47,7 @@ void Extend(AttentionKVCache& cache, const AttentionKVCacheOptions& options, int
   ASSERT_TRUE(outputs.ok()) << outputs.status().ToString();
 }
 
-// A state, made anew for every trial.
+// A state, made again for every trial.
 struct Scene {
   std::string name;
   AttentionKVCacheOptions options;
@@ -548,7 +548,7 @@ TEST_P(KVAllocationFailure, Chunks) {
 
 INSTANTIATE_TEST_SUITE_P(Scenes, KVAllocationFailure, testing::Range<size_t>(0, Scenes().size()));
 
-// Of an open forward: one layer in one call, the other one in parts, and the end.
+// Runs the rest of an open forward: one layer in one call, the other one in parts, and the end.
 void ExpectNoAllocationUpToTheEnd(AttentionKVCache& cache) {
   const ForwardTensors first(cache.options().layers[0]);
   const ForwardTensors second(cache.options().layers[1]);

@@ -32,7 +32,7 @@ const float* ScalesFrom(const TensorView& scales, int64_t row) {
   return scales.data_as<float>() + row * scales.stride(0);
 }
 
-// Of [begin, end) what lies in `absent`.
+// The number of tokens of [begin, end) that lie in `absent`.
 int64_t CountAbsent(const AbsentRange& absent, int64_t begin, int64_t end) {
   return std::max<int64_t>(std::min(absent.end, end) - std::max(absent.begin, begin), 0);
 }

@@ -293,7 +293,7 @@ class Checker {
     return Status();
   }
 
-  // Who sees a page: 0 and up, sequences by index.
+  // The viewers of a page: 0 and up, sequences by index.
   struct PageViewers {
     int32_t last_viewer = -1;
     int32_t all = 0;

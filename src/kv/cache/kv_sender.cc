@@ -40,7 +40,7 @@ Status KVSender::CheckMaps(const Sequence& sequence, std::span<const ReceiveMap>
                        "; there must be a map, and neither may be negative");
   }
   const uint64_t layout = kv_.TransferLayout(sequence.long_factors);
-  // Of latent layers, the caller rotates.
+  // The caller rotates for latent layers.
   const bool has_rotated_keys =
       kv_.options.rope.mode == RopeMode::kNormal ||
       std::ranges::any_of(kv_.options.layers, [](const AttentionLayerSpec& l) { return l.latent; });

@@ -518,7 +518,7 @@ TEST(KVTransfer, EachLayerIsGivenOnceItIsStoredAndNothingBehindTheMap) {
 TEST(KVTransfer, EachRankSendsItsHeadsToItsPeers) {
   struct Case {
     int64_t heads, remote_heads, rank;
-    // Of a range for each peer: {peer, local head, remote head, heads}.
+    // For a range to each peer: {peer, local head, remote head, heads}.
     std::vector<std::array<int64_t, 4>> expected;
   };
   for (const Case& c : {Case{4, 2, 0, {{6, 0, 0, 2}, {7, 2, 0, 2}}},

@@ -1900,7 +1900,7 @@ constexpr int kWalksPerShard = 10;
 constexpr int kWideWalksPerShard = 3;
 #endif
 constexpr int kOpsPerWalk = 750;
-// Of the second setting, whose operations take a hundred times as long.
+// Shards of the second setting, whose operations take a hundred times as long.
 constexpr int kWideShards = 10;
 constexpr int kOpsPerWideWalk = 300;
 

@@ -138,7 +138,7 @@ TEST_F(MemoryGrowth, TheMemoryPlanCountsTheAngles) {
   }
 }
 
-// Of pages of one token, long sequences have long tables.
+// With pages of one token, long sequences have long tables.
 TEST_F(MemoryGrowth, WhatLongSequencesTookIsGivenBack) {
   options_.page_size = 1;
   options_.token_capacity = 40000;

@@ -1,6 +1,6 @@
 // PageCounts of a block tree, which counts pages as blocks come to be seen by others.
 //
-// A page is held by consecutive blocks of one path, so whoever sees it goes through the uppermost
+// A page is held by consecutive blocks of one path, so all that see it go through the uppermost
 // of them. Hence a page belongs to the kind of the block in which its first token lies, and all
 // pages that begin in one block are of one kind: nothing has to look at pages.
 #ifndef QUIRE_KV_CACHE_PAGE_COUNTS_H_

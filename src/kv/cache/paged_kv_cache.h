@@ -176,7 +176,7 @@ class PagedKVCache final : public ControlledState<AttentionKVCache>, public Plan
                std::vector<RopeLayers> ropes, std::unique_ptr<PageStorage> storage,
                const Backend* backend, std::shared_ptr<ParallelRunner> receive_runner);
 
-  // Of the open forward, if any.
+  // The members of the open forward, if any.
   std::span<const ForwardMember> Batch() const {
     return kv_.control.in_forward() ? std::span<const ForwardMember>(plan_.members)
                                     : std::span<const ForwardMember>();

@@ -412,7 +412,7 @@ TEST(PagedKVCache, ACallWithinACallIsRefused) {
 }
 
 // Two caches get the same random calls. Before each forward the second one gets a call besides that
-// changes nothing, but that it has to plan anew for.
+// changes nothing, but that the next forward is planned from the start.
 class RepeatedForwards : public testing::Test {
  protected:
   static AttentionKVCacheOptions MakeOptions() {

@@ -60,7 +60,7 @@ struct PagedSequences {
   // Slots of the positions from `start` on, of the path that ends in `last`.
   void FillSlots(BlockIndex last, int group, int64_t start,
                  std::span<AppendTarget> slots) const noexcept;
-  // Of a sequence with this set of RoPE factors: equal for equal stored bytes of two caches.
+  // The layout with this set of RoPE factors: equal for equal stored bytes of two caches.
   uint64_t TransferLayout(bool long_factors) const;
 
   const AttentionKVCacheOptions options;

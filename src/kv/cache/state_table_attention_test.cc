@@ -50,7 +50,7 @@ Tokens Text(int64_t count) {
   return tokens;
 }
 
-// Of a cache that waits for kSubjectLength + 3 tokens.
+// The map of a cache that waits for kSubjectLength + 3 tokens.
 ReceiveMap MapOfAnother() {
   const auto receiver = MakeTestCache(Options());
   EXPECT_TRUE(receiver->AddSequence(0).ok());

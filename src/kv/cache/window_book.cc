@@ -105,7 +105,7 @@ Status WindowBook::CheckEnd(const char* call, const Sequence& sequence, int64_t 
                       " cannot end at " + std::to_string(length) + ": in layer " +
                       std::to_string(group.layers.front()) +
                       " tokens that a query there would see have slid out of the window and are "
-                      "no longer held; compute the sequence anew from an empty one");
+                      "no longer held; compute the sequence again from an empty one");
   }
   return Status();
 }

@@ -129,7 +129,7 @@ Status LoadPlain(AttentionKVCache& cache, int64_t seq_id, const SnapshotReader& 
   });
 }
 
-// Of a sequence without tokens.
+// REQUIRES: the sequence has no tokens.
 Status EnableWindow(const SequenceStates& states, int64_t seq_id, const SequenceWindows& windows) {
   if (windows == SequenceWindows()) return Status();
   const bool is_span = windows.span > 0;

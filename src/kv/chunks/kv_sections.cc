@@ -10,8 +10,8 @@
 namespace quire {
 namespace {
 
-// The sections of so many tokens of a layer, in the order in which they stand in a chunk. Of no
-// tokens there is nothing.
+// The sections of `count` tokens of a layer, in the order in which they stand in a chunk; none if
+// there are no tokens.
 std::vector<SectionSpec> SectionsOf(int64_t layer, const AttentionLayerSpec& spec, int64_t count) {
   if (count == 0) return {};
   const int64_t heads = spec.num_kv_heads;
@@ -74,7 +74,7 @@ Status CheckPosition(const ChunkHeader& header, int64_t position) {
                     std::to_string(position));
 }
 
-// The verified rows of so many tokens of a layer.
+// The verified rows of `count` tokens of a layer.
 Result<LayerKV> RowsOf(const ChunkView& chunk, const AttentionLayerSpec& spec, int64_t layer,
                        int64_t count) {
   LayerKV kv;
@@ -85,7 +85,7 @@ Result<LayerKV> RowsOf(const ChunkView& chunk, const AttentionLayerSpec& spec, i
   return kv;
 }
 
-// Of [begin, end) what is not hidden, in two pieces.
+// What is not hidden of [begin, end), in two pieces.
 struct ShownPieces {
   TokenRange before;
   TokenRange behind;
@@ -153,7 +153,7 @@ SectionSpec SectionOf(const StateTensor& tensor, int64_t layer) {
 
 Result<TensorView> StateIn(const ChunkView& chunk, const StateTensor& tensor, int64_t layer) {
   QUIRE_ASSIGN_OR_RETURN(const auto bytes, FindSection(chunk, SectionOf(tensor, layer)));
-  // Whoever imports only reads.
+  // An import only reads.
   return TensorView(const_cast<std::byte*>(bytes.data()), tensor.dtype, tensor.shape);
 }
 

@@ -14,7 +14,7 @@
 
 namespace quire {
 
-// Of each attention layer the positions whose rows are left out: one range, which may be empty.
+// For each attention layer the positions whose rows are left out: one range, which may be empty.
 using HiddenRanges = std::vector<TokenRange>;
 
 // What the next query of a sequence of `length` tokens does not see.

@@ -75,7 +75,7 @@ struct Joint {
         .seq_id = id, .tokens = source->tokens(), .source = source, .only_visible = true};
     return state->BeginLoadingForward(Ids{id}, Ids{new_tokens}, {&load, 1});
   }
-  // Of a forward that has begun; its recurrent layers first, as in hybrid models.
+  // Ends a forward that has begun; its recurrent layers first, as in hybrid models.
   std::vector<std::byte> Finish(const Tokens& tokens) {
     std::vector<std::byte> bytes;
     RecurrentOutputs outputs;

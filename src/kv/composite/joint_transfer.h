@@ -84,7 +84,7 @@ class JointTransfer final : public KVTransfer {
     TensorView StateIn(const void* memory) const;
     LayerKV RowIn(std::byte* memory) const;
   };
-  // Of the recurrent parts, in the order in which chunks have them.
+  // The states of the recurrent parts, in the order in which chunks have them.
   struct States {
     std::vector<Tensor> tensors{};
     uint64_t layout = 0;  // equal for equal states, computed by equal kernels

@@ -87,7 +87,7 @@ class Model {
   KVTransfer& transfer() { return *state_->transfer(); }
   RecurrentCache& cache() { return *cache_; }
 
-  // Of an open forward of one sequence: what all layers give, and the caller's states.
+  // Runs an open forward of one sequence: what all layers give, and the caller's states.
   Result<std::vector<float>> RunLayers(const Tokens& tokens) {
     std::vector<float> values;
     for (size_t l = 0; attention_ != nullptr && l < attention_->options().layers.size(); ++l) {

@@ -126,7 +126,7 @@ size_t CopiedPath::RunCount(int group) const {
 
 }  // namespace
 
-// Of a plan that copies: its cut is at most where it is now.
+// REQUIRES: a plan that copies: its cut is at most where it is now.
 void BlockTree::PlanCopies(AppendPlan& plan, std::span<GroupAppend> groups) const {
   const CopiedPath copied(*this, plan);
   plan.cut = copied.LowerCut();

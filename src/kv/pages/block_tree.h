@@ -31,8 +31,8 @@
 // of that range on are copied to pages of their own. With several groups all of them are cut at the
 // same position.
 //
-// Viewers. Whoever has a reference on a block sees it: a child, on behalf of those that see the
-// child, or a sequence that ends there. Two things are kept up to date from the viewers upwards, as
+// Viewers. What has a reference on a block sees it: a child, on behalf of those that see the child,
+// or a sequence that ends there. Two things are kept up to date from the viewers upwards, as
 // far as they change: whether a block is seen by more than one sequence and by one that is not
 // retained, which gives the page counts; and, once windows are in use, which pages all viewers of a
 // block hide (block_tree_hidden.cc).
@@ -192,14 +192,14 @@ class BlockTree {
   // REQUIRES: reserved, pages available.
   BlockIndex Append(const AppendPlan& plan, std::span<const GroupAppend> groups) noexcept;
   // Append of one token by a plan that extends, in place in all groups, but for the fills of the
-  // pages: the caller, who knows them, sets these.
+  // pages: the caller, which knows them, sets these.
   void ExtendInPlace(BlockIndex last) noexcept {
     QUIRE_DCHECK(block(last).refs == 1) << "block " << last << " is shared";
     tables_.Change();
     ++distinct_token_count_;
     ++blocks_.at(last).end;
   }
-  // Of a plan that copies: gives back the reference on plan.last. `last`: what Append returned.
+  // For a plan that copies: gives back the reference on plan.last. `last`: what Append returned.
   void ReleaseOldPath(const AppendPlan& plan, BlockIndex last) noexcept;
   // Takes the append back; returns the sequence's end of before. `last`: what Append returned.
   BlockIndex UndoAppend(const AppendPlan& plan, BlockIndex last) noexcept;
@@ -295,8 +295,8 @@ class BlockTree {
 
  private:
   // Whether the page range in which a path ends, behind `slot` of its positions, can get no page
-  // more. Of a block that has one entry for each range it has none for a second page; that is
-  // mostly so, and is known without the page table. (A hole may make up for a second page.)
+  // more. A block that has one entry for each range has none for a second page; that is mostly so,
+  // and is known without the page table. (A hole may make up for a second page.)
   bool IsFragmented(BlockIndex last, int group, int64_t slot) const {
     const Block& end = block(last);
     const int64_t range_begin = end.end - slot;

@@ -64,7 +64,7 @@ TEST(BlockTree, AfterAForkAtAPageBorderBothOpenNewPages) {
   EXPECT_EQ(tree.Check(), "");
 }
 
-// 6.4: whoever appends first takes the next slot of the page.
+// 6.4: the first to append takes the next slot of the page.
 TEST(BlockTree, TheFirstToAppendAfterAForkGoesOnInPlace) {
   BlockTreeDriver tree = ExampleTree();
   tree.Add(0);

@@ -1,5 +1,5 @@
-// HiddenViews: which pages of a block none of its viewers sees, because windows hide them, and the
-// freeing of such pages. Nothing is spent on it before Track.
+// HiddenViews: the pages of a block that windows hide from all of its viewers, and the freeing of
+// such pages. Nothing is spent on it before Track.
 //
 // A viewer hides page ranges [begin, end), or nothing; what all viewers of a block hide is from the
 // most begin to the least end, if all hide something. Both are at the top of a heap of the block's

@@ -12,7 +12,7 @@
 namespace quire {
 
 // k [slot][kv head][qk_head_dim], v [slot][kv head][v_head_dim], in the layout's dtypes, bit for
-// bit; scales [slot][kv head] of what is quantised. Of a latent layout v and v_scale are null.
+// bit; scales [slot][kv head] of what is quantised. v and v_scale of a latent layout are null.
 struct RowsOut {
   void* k;
   void* v;

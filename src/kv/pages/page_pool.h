@@ -1,5 +1,5 @@
-// PagePool: which pages of one group of layers are free, who holds the others and how far they are
-// filled.
+// PagePool: which pages of one group of layers are free, how often the others are held and how far
+// they are filled.
 #ifndef QUIRE_KV_PAGES_PAGE_POOL_H_
 #define QUIRE_KV_PAGES_PAGE_POOL_H_
 

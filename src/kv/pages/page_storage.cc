@@ -11,7 +11,7 @@ size_t StrideOf(const LayerGroup& group) { return group.layers.size() * group.la
 size_t PagesBytes(const LayerGroup& group) {
   return static_cast<size_t>(group.page_count) * StrideOf(group);
 }
-// Of one layer.
+// The number of tiles of one layer.
 size_t TileCount(const LayerGroup& group) {
   return static_cast<size_t>(group.page_count) * static_cast<size_t>(group.layout.tiles_per_page());
 }

@@ -28,7 +28,7 @@ void FreeAll(std::vector<T>& table) noexcept {
 }
 
 // How much of a memory that is used again and again has been needed lately: the most of the last
-// 64 to 128 uses. So steps of different sizes that take turns do not take it anew each time.
+// 64 to 128 uses. So steps of different sizes that take turns do not take it again each time.
 class RecentPeak {
  public:
   // Returns the peak, `size` included.

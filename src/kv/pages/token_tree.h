@@ -59,7 +59,7 @@ class TokenTrees {
     const TokenTree* const tree = Find(sequence);
     return tree == nullptr ? 0 : tree->size();
   }
-  // Of all trees.
+  // The nodes of all trees.
   int64_t node_count() const { return node_count_; }
   int64_t level_count() const { return level_count_; }
   int64_t page_count() const { return page_count_; }

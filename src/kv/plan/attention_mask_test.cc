@@ -224,7 +224,7 @@ TEST(AttentionMask, ThatHidesAllLeavesWhatWasCached) {
   ExpectSameRows(Finish(*cache, rows, &mask.view()).whole, 0, cross, 0, 20, "cached alone");
 }
 
-// Of a tree's row, the mask's elements at its ancestors and itself count.
+// The mask's elements at the ancestors of a tree's row and at itself count.
 TEST(AttentionMask, MeetsAncestryInATree) {
   const Ids parents = {-1, 0, 1, 1, 0, 4, -1, 6, 6, 2, 9, 10};
   const auto is_on_path = [&](int64_t node, int64_t of) {

@@ -45,7 +45,7 @@ void ForwardPlan::ClearArrays() noexcept {
 
 // Adds up the blocks of the path, and finds whether another member has one of them on its path too.
 // Paths part behind the deepest block that they have in common, so that one has more than one
-// reference: others are not looked at. Of a member that copies, the new path has less in common
+// reference: others are not looked at. The new path of a member that copies has less in common
 // with others than the old one, which is looked at; to build nodes for no sharing changes nothing.
 inline void ForwardPlan::AddPath(const BlockTree& tree, BlockIndex last, BatchTotals& totals) {
   for (BlockIndex b = last; b != kNoBlock; b = tree.block(b).parent) {
@@ -102,7 +102,7 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
   ReserveGrowing(nodes_, blocks);
 }
 
-// Of the member's row i; those of the rows before are there.
+// The old levels of the member's row i; those of the rows before are there.
 int32_t ForwardPlan::OldLevels(const ForwardMember& member, int64_t i) const noexcept {
   const int64_t first = member.first_node();
   const int64_t parent = member.tree->parents[static_cast<size_t>(first + i)];
@@ -167,7 +167,7 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
     }
     FillSequences(tree, g);
   }
-  // A forward that follows one with imported tokens, or one that blends, is planned anew: it has
+  // A forward that follows one with imported tokens, or one that blends, gets a new plan: it has
   // neither. And what follows a forward of trees is no token more.
   if (totals_.imports + totals_.trees + totals_.blending == 0) filled_at_ = tree.tables().version();
 }

@@ -131,7 +131,7 @@ class ForwardPlan {
   void Repeat(BlockTree& tree) noexcept;
   // A sequence has changed in something that the tree does not know.
   void ForbidRepeat() noexcept { filled_at_ = 0; }
-  // What differs from a plan that is made of the same members anew, or "". For tests.
+  // What differs from a plan that is made of the same members from the start, or "". For tests.
   std::string DifferenceFromNew(const BlockTree& tree) const;
 
   int64_t row_count() const { return row_count_; }

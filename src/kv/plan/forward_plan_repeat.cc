@@ -1,6 +1,6 @@
 // The step after a decode step: the same batch in the same order, one token more for each member.
 // Its plan is the last one with every number one higher, and here it is made so, which reads and
-// writes a few cache lines per sequence; planning anew walks every path.
+// writes a few cache lines per sequence; planning from the start walks every path.
 //
 // Invariant: while filled_at_ is the tree's version, nothing has changed in the tree since the
 // arrays were filled, that is to say since the appends of that forward. So each member still ends
@@ -67,7 +67,7 @@ void ForwardPlan::RepeatSlots(PagePool& pool, int group_index) noexcept {
   }
 }
 
-// Of a member that opens a page in some group.
+// Repeats a member that opens a page in some group.
 void ForwardPlan::RepeatWithPages(BlockTree& tree, size_t m) noexcept {
   const size_t group_count = groups_.size();
   const std::span<const GroupAppend> appends(group_appends.data() + m * group_count, group_count);
@@ -144,11 +144,11 @@ std::string ForwardPlan::DifferenceFromNew(const BlockTree& tree) const {
   fresh.Fill(tree);
   const std::string text = ToString(tree);
   const std::string fresh_text = fresh.ToString(tree);
-  if (text != fresh_text) return "is\n" + text + "and made anew\n" + fresh_text;
-  if (positions_ != fresh.positions_) return "has other positions than one that is made anew";
+  if (text != fresh_text) return "is\n" + text + "and made from the start\n" + fresh_text;
+  if (positions_ != fresh.positions_) return "has other positions than a new plan";
   for (int g = 0; g < tree.group_count(); ++g) {
     if (SameSequences(group(g), fresh.group(g))) continue;
-    return "of group " + std::to_string(g) + " reads other runs than one that is made anew";
+    return "of group " + std::to_string(g) + " reads other runs than a new plan";
   }
   return "";
 }

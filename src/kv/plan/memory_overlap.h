@@ -16,7 +16,7 @@ namespace quire {
 // 0 <= i < count, for each choice of the i.
 class MemoryRuns {
  public:
-  // Of the first `rows` indices of the first axis, or of all of them if it is negative. REQUIRES:
+  // The runs of the first `rows` indices of the first axis; of all, if it is negative. REQUIRES:
   // the last dimension is contiguous.
   explicit MemoryRuns(const TensorView& tensor, int64_t rows = -1) noexcept;
 
@@ -62,7 +62,7 @@ struct TensorCall {
 };
 
 // BadArgument, with the names of both, if an output shares memory with another tensor of the call
-// or with itself. Of each tensor, `rows` indices of the first axis count; -1: all.
+// or with itself. `rows` indices of the first axis count in each tensor; -1: all.
 Status CheckOutputs(const TensorCall& call, std::initializer_list<NamedTensor> outputs,
                     std::initializer_list<NamedTensor> inputs, int64_t rows);
 

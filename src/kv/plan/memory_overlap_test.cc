@@ -11,7 +11,7 @@
 namespace quire {
 namespace {
 
-// Of shapes and strides in elements.
+// A view; its shape and strides are in elements.
 TensorView Strided(std::byte* data, DType dtype, std::vector<int64_t> shape,
                    std::vector<int64_t> strides) {
   const DLTensor tensor{.data = data,

@@ -43,7 +43,7 @@ bool HasAll(const BatchTotals& totals, int64_t more_rows, const RopeTable& short
   return has_short && has_long;
 }
 
-// Of the member's rows.
+// The positions of the member's rows.
 std::span<const int32_t> PositionsOf(const ForwardPlan& plan, const ForwardMember& member) {
   return plan.positions().subspan(static_cast<size_t>(member.first_row),
                                   static_cast<size_t>(member.row_count()));
@@ -129,7 +129,7 @@ int64_t RopeAngles::KeepOfAll(Rope& rope) noexcept {
   return visits;
 }
 
-// REQUIRES: no forward is open. Of the batch, if it is one of those: it is planned, not committed.
+// REQUIRES: no forward is open. `plan`, if any, is planned, not committed.
 void RopeAngles::Sweep(Rope& rope, SweepFor whom, const ForwardPlan* plan) noexcept {
   int64_t visits = 0;
   for (RopeTable* const table : {&rope.short_table, &rope.long_table}) {

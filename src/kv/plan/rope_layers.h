@@ -29,7 +29,7 @@ struct RopeLayers {
   // RopeMode::kInline: the largest window of these layers; else 0. What a row sees in another one
   // of them it sees there, too.
   int64_t inline_window = 0;
-  // Of both tables together, while they hold what is needed and what is near.
+  // The tiles of both tables together, while they hold what is needed and what is near.
   int64_t tile_count_max = 0;
   int64_t bytes_max = 0;
 

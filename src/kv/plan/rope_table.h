@@ -68,7 +68,7 @@ class RopeTable {
   static int64_t TileBytes(int64_t pair_count) {
     return 2 * kTilePositions * pair_count * static_cast<int64_t>(sizeof(float));
   }
-  // memory_bytes() at most, of tables with so many tiles in `range_count` ranges of positions.
+  // memory_bytes() at most, of tables with `tile_count` tiles in `range_count` ranges of positions.
   static int64_t BytesMax(int64_t tile_count, int64_t range_count, int64_t pair_count);
 
  private:

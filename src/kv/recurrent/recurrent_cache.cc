@@ -172,7 +172,7 @@ void SlottedRecurrentCache::CommitForward() noexcept {
   }
 }
 
-// Of the block with whose inputs the member's first new one begins.
+// Copies from the block with whose inputs the member's first new one begins.
 void SlottedRecurrentCache::CopySharedBlock(const StateMember& member) noexcept {
   if (member.copied_block < 0) return;
   const int64_t token_count = member.base % kRecurrentCheckpointInterval;

@@ -138,7 +138,7 @@ class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
   Poisoner slot_poisoner_;
   Poisoner block_poisoner_;
 
-  // Of the open forward.
+  // The pieces of the open forward.
   std::vector<SlotPiece> slot_pieces_;
   std::vector<RecurrencePiece> pieces_;  // of the layer that runs
   std::vector<RecurrenceSequence> sequences_;

@@ -408,7 +408,7 @@ TEST(RecurrentCacheTest, BadOptions) {
   EXPECT_TRUE(refused([](Options& o) { o.kernel_path = "none"; }));
 }
 
-// Of this process, in bytes.
+// The resident memory of this process, in bytes.
 int64_t ResidentBytes() {
   int64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages >> pages;

@@ -20,7 +20,7 @@
 
 namespace quire {
 
-// One sequence of the open forward. Of a commit of trees, as if it were a forward of the accepted
+// One sequence of the open forward; in a commit of trees, as if it were a forward of the accepted
 // tokens.
 struct StateMember {
   int32_t index = 0;

@@ -72,7 +72,7 @@ class RecurrentScene : public TableScene {
   explicit RecurrentScene(std::shared_ptr<RecurrentState> state) : state_(std::move(state)) {
     for (const int64_t id : {kSubject, kOther, kEmpty}) EXPECT_TRUE(state_->AddSequence(id).ok());
   }
-  // Runs all layers of the open forward of so many rows, and ends it.
+  // Runs all layers of the open forward of `rows` rows, and ends it.
   virtual void Finish(int64_t rows) = 0;
   // Makes a call of a layer that is refused.
   virtual Status Refuse() = 0;

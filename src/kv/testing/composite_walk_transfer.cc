@@ -279,7 +279,7 @@ void CompositeWalk::MarkSend(int64_t id, uint64_t epoch, int64_t first_row) {
                 .sent = first_row == 0 ? 0 : begin + first_row};
 }
 
-// To the same reservation, from an earlier end on: what was sent before is sent anew.
+// To the same reservation, from an earlier end on: what was sent before is sent again.
 void CompositeWalk::MarkAgain(int64_t id) {
   const auto found = marks_.find(id);
   if (found == marks_.end() || ReceiverOf(found->second) == nullptr) return Flush(id);
@@ -353,7 +353,7 @@ void CompositeWalk::DropMark(int64_t id) {
   marks_.erase(found);
 }
 
-// The sequence was cut: what is computed anew is sent anew.
+// The sequence was cut: what is computed again is sent again.
 void CompositeWalk::CutMark(int64_t id) {
   const auto found = marks_.find(id);
   if (found == marks_.end()) return;
@@ -371,7 +371,7 @@ ModelReceive* CompositeWalk::ReceiverOf(const ModelMark& mark) {
   return found == other_->receives_.end() ? nullptr : &found->second;
 }
 
-// Of what is given to the channel.
+// The outcome of what is given to the channel.
 StatusCode CompositeWalk::ViewOutcome(const ModelMark& mark) {
   if (is_cut_off_) return StatusCode::kUnavailable;
   return ReceiverOf(mark) == nullptr ? StatusCode::kNotFound : StatusCode::kOk;

@@ -498,8 +498,8 @@ void CompositeWalk::CheckAll() {
     }
   }
   if (!setting_.with_cache || model_.empty()) return;
-  // One of them each time, the one that was cut if any: computing the states anew takes the
-  // longest.
+  // One of them each time, the one that was cut if any: computing the states again takes
+  // the longest.
   auto any = model_.find(cut_id_);
   if (any == model_.end()) {
     any = model_.begin();

@@ -94,7 +94,7 @@ struct WalkSetting {
 };
 
 WalkSetting DrawSetting(RandomSequence& random);
-// Of a state that can send to one of `setting` and receive from it.
+// The setting of a state that can send to one of `setting` and receive from it.
 WalkSetting DrawPeerSetting(const WalkSetting& setting, RandomSequence& random);
 
 class CompositeWalk {
@@ -179,7 +179,7 @@ class CompositeWalk {
   void EndReceive(uint64_t epoch);
   void EndReceiveOf(int64_t id);
   void TransferInForward();
-  // Of the model's sends.
+  // The receive that the model's mark fills.
   ModelReceive* ReceiverOf(const ModelMark& mark);
   StatusCode GiveOutcome(const ModelMark& mark, int64_t layer);
   StatusCode ViewOutcome(const ModelMark& mark);

@@ -15,7 +15,7 @@
 namespace quire {
 
 enum class Feature : uint8_t {
-  // Of the layer.
+  // Features of the layer.
   kLayerWindow,
   kSoftCap,
   kHeadSinks,
@@ -32,12 +32,12 @@ enum class Feature : uint8_t {
   kRopeNormal,
   kRopeInline,
   kRopeOfLayer,
-  // Of the cache.
+  // Features of the cache.
   kMixedLayers,
   kOddPages,
   kRetainedBeside,
   kPendingBeside,
-  // Of the sequence.
+  // Features of the sequence.
   kRopeLong,
   kWindow,
   kSinks,
@@ -52,13 +52,13 @@ enum class Feature : uint8_t {
   kCommitted,
   kReceived,
   kSending,
-  // Of the forward.
+  // Features of the forward.
   kDecode,
   kChunk,
   kLoading,
   kTree,
   kLaterRound,
-  // Of the call.
+  // Features of the call.
   kFused,
   kHalves,
   kSharedKV,

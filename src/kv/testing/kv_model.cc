@@ -809,7 +809,7 @@ Status KVModel::CheckMember(int64_t seq_id, int64_t length, std::set<int64_t>* s
   return Status();
 }
 
-// Of plain forwards.
+// Checks of plain forwards.
 Status KVModel::CheckBatch(std::span<const int64_t> seq_ids,
                            std::span<const int64_t> lengths) const {
   QUIRE_RETURN_IF_ERROR(CheckShapeOfBatch(seq_ids, lengths));
@@ -1185,7 +1185,7 @@ Status KVModel::FillSkippedLayers() {
   return Status();
 }
 
-// Of new token n of the batch's member i.
+// The values of new token n of the batch's member i.
 KVModel::TokenValues& KVModel::ValuesOfRow(size_t i, int64_t n, int64_t row) const {
   const Sequence& sequence = sequences_.at(batch_[i]);
   if (sequence.nodes.empty())

@@ -334,7 +334,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   void SendLayer(size_t layer);
   void GiveRows(int64_t seq_id, size_t layer, int64_t end);
   Status GiveRow(int64_t seq_id, size_t layer, size_t map, int64_t position);
-  // Of the marks of the batch.
+  // What became of the batch's marks.
   enum class Outcome : uint8_t { kEnded, kAborted };
   void FinishSends(std::span<const int64_t> seq_ids, Outcome outcome);
   void StopSend(int64_t seq_id, const Mark* next = nullptr);
@@ -377,7 +377,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   bool LseFits(const TensorView& lse, int64_t heads) const;
   Status CheckAttend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
                      const TensorView* mask);
-  // Who rotates: for latent layers the caller.
+  // The mode of the layer; the caller rotates for latent layers.
   RopeMode ModeOf(size_t layer) const {
     return options_.layers[layer].latent ? RopeMode::kNone : options_.rope.mode;
   }

@@ -162,7 +162,7 @@ Status KVModel::MergeAttnOutputInplace(const TensorView& o1, const TensorView& l
       constexpr double kEmpty = -std::numeric_limits<double>::infinity();
       const double largest = a == kEmpty ? b : b == kEmpty ? a : std::max(a, b);
       const bool empty = largest == kEmpty;
-      // Of a side without keys nothing is taken; else what is not finite makes all of it NaN.
+      // A side without keys gives nothing; else what is not finite makes all of it NaN.
       const double all = a == kEmpty || b == kEmpty ? 0 : (a + b) * 0;
       const double wa = a == kEmpty ? 0 : b == kEmpty ? 1 : std::exp2(a - largest) + all;
       const double wb = b == kEmpty ? 0 : a == kEmpty ? 1 : std::exp2(b - largest) + all;

@@ -131,7 +131,7 @@ Status KVModel::FailReceive(uint64_t epoch, const Status& why) {
   return Status();
 }
 
-// Of rows [row, end), those of which all heads are complete.
+// The number of rows of [row, end) all of whose heads are complete.
 int64_t KVModel::CompleteRows(const Receive& receive, size_t layer, int64_t row,
                               int64_t end) const {
   const int64_t heads = options_.layers[layer].num_kv_heads;
@@ -331,7 +331,7 @@ Status KVModel::GiveRow(int64_t seq_id, size_t layer, size_t map, int64_t positi
   return sink_->OnLayerAppended(static_cast<int64_t>(layer), std::span(&range, 1));
 }
 
-// Of positions [first, end), one for each map.
+// The records of positions [first, end), one for each map.
 std::vector<SendRecord> KVModel::RecordsOf(int64_t seq_id, int64_t first, int64_t end) const {
   const Mark& mark = marks_.at(seq_id);
   std::vector<SendRecord> records;

@@ -63,7 +63,7 @@ struct TestCacheSizes {
   int64_t page_size = 4;
   RopeMode rope = RopeMode::kNormal;
 };
-// Of a cache on the calling thread, whose freed pages and fresh scratch are NaN.
+// Options of a cache on the calling thread, whose freed pages and fresh scratch are NaN.
 AttentionKVCacheOptions TestCacheOptions(std::vector<AttentionLayerSpec> layers,
                                          const TestCacheSizes& sizes);
 

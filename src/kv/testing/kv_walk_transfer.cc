@@ -383,8 +383,8 @@ std::string Walker::AddReceiver(bool long_factors, RandomSequence& random,
   return "";
 }
 
-// Who may get the sender's tokens: mostly what is there and long; where this cache has half of the
-// heads, two of equal length.
+// Sequences for the sender's tokens: mostly what is there and long; where this cache has half of
+// the heads, two of equal length.
 std::string Walker::DrawReceivers(int64_t from, int64_t held, RandomSequence& random,
                                   std::vector<int64_t>* ids) {
   const int64_t length = std::ssize(other_->history_.at(from));

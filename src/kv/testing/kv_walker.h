@@ -69,7 +69,7 @@ struct WalkSetting {
   bool has_windows = false;     // of layers or sequences
   bool evicts = false;          // whether a forward that finds too few pages removes a sequence
   uint32_t halved_layers = 0;   // bit l: the layer has half of the heads that the other cache has
-  int64_t fresh_period = 0;     // one of so many forwards is compared with a fresh cache
+  int64_t fresh_period = 0;     // one of this number of forwards is compared with a fresh cache
   int64_t batch_max = 6;        // members of a batch
   bool has_bad_tokens = false;  // one new token of 128 has a number that is not finite
 };
@@ -339,7 +339,7 @@ constexpr uint64_t kWideSeed = uint64_t{1} << 40;
 constexpr bool IsWide(uint64_t seed) { return seed >= kWideSeed; }
 
 WalkSetting MakeSetting(uint64_t seed);
-// Of the seed's other cache; nothing if it has none.
+// The setting of the seed's other cache; nothing if it has none.
 std::optional<WalkSetting> MakeOtherSetting(uint64_t seed);
 std::string Differ(const char* what, int64_t cache, int64_t model);
 // Whether a number of the cache is the model's: where that is not finite, it must not be finite

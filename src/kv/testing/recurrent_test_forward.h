@@ -12,7 +12,7 @@
 
 namespace quire {
 
-// Of each layer, row after row; NaN where nothing was written.
+// The outputs of each layer, row after row; NaN where nothing was written.
 using RecurrentOutputs = std::vector<std::vector<float>>;
 
 // Small layers, one of each kind, with dimensions that fill no vector evenly.

@@ -9,8 +9,8 @@
 //
 // Invariants:
 // - An epoch names one reservation and is never used again; a sequence has at most one.
-// - Of a layer with rows, `rows` counts the rows all of whose heads are verified. Of a layer with a
-//   state, `rows` is 0 or the number of tokens before the verified state in staging memory.
+// - For a layer with rows, `rows` counts the rows all of whose heads are verified; for a layer with
+//   a state, `rows` is 0 or the number of tokens before the verified state in staging memory.
 //
 // A reservation starts in a page of its own, so nothing that a forward reads lies in a page that is
 // written here. Parts may come in any order: every tile of the slots is opened when they are
@@ -35,8 +35,8 @@
 namespace quire {
 
 // A layer as transfers see it. An attention layer has rows, one for each token. A recurrent layer
-// has a state, which is sent as one row of one head: that of the last token before it. Of several
-// states that arrive, the newest counts.
+// has a state, which is sent as one row of one head: that of the last token before it. If several
+// states arrive, the newest counts.
 struct TransferLayer {
   const AttentionLayerSpec* rows = nullptr;  // null: the layer has a state
   int group = 0;                             // with rows: the group whose slots they get

@@ -49,7 +49,7 @@ struct SendMark {
 
   bool active() const { return failure.ok() && next < end; }
   int64_t count() const { return end - begin; }
-  // Of tokens [first, first + count) of the map, one for each target. Allocates nothing.
+  // Records of tokens [first, first + count) of the map, one for each target. Allocates nothing.
   std::span<const SendRecord> RecordsOf(int64_t first, int64_t count) noexcept;
 };
 
@@ -62,8 +62,8 @@ Result<std::unique_ptr<SendMark>> MakeMark(int64_t seq_id, int64_t begin,
                                            std::span<const int64_t> peers, int64_t rank,
                                            int64_t first_row);
 
-// Of a layer with `heads` kv heads here and `remote_heads` there, what the target'th of `targets`
-// peers gets. head_count 0: such heads do not fit together.
+// What the target'th of `targets` peers gets of a layer with `heads` kv heads here and
+// `remote_heads` there. head_count 0: such heads do not fit together.
 struct HeadsOfTarget {
   int64_t local_head = 0;
   int64_t remote_head = 0;
@@ -88,7 +88,7 @@ class SendMarks {
     return const_cast<SendMarks*>(this)->Find(sequence);
   }
   bool empty() const { return count_ == 0; }
-  // Of all marks, some null.
+  // All marks, some of them null.
   std::span<const std::unique_ptr<SendMark>> all() const { return marks_; }
   // The index of the sequence's mark; without one, an index that has no mark.
   int32_t IndexOf(int64_t seq_id) const;
@@ -114,7 +114,7 @@ class SendMarks {
   // REQUIRES: `given` says up to where.
   enum class Outcome : uint8_t { kEnded, kAborted };
   void Finish(SendMark* mark, Outcome outcome, int64_t first_row) noexcept;
-  // The sequence has `length` tokens: those behind are sent anew when there are such again.
+  // The sequence has `length` tokens: those behind are sent again once they are computed again.
   void ShortenTo(int32_t sequence, int64_t length) noexcept;
 
   // Scratch of sending, for kRowsMax tokens of any layer.

@@ -14,8 +14,8 @@ namespace quire {
 class SlotRuns {
  public:
   SlotRuns() = default;
-  // Of a map's encoding (quire/kv_transfer.h). BadArgument for what is none, or of more tokens than
-  // count_max.
+  // The runs of a map's encoding (quire/kv_transfer.h). BadArgument for what is none, or has more
+  // tokens than count_max.
   static Result<SlotRuns> Decode(std::span<const int64_t> slots, int64_t count_max);
 
   int64_t count() const { return count_; }  // tokens
