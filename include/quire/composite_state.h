@@ -55,8 +55,8 @@ class CompositeState : public KVState {
                                      std::span<const int64_t> append_lengths,
                                      std::span<const LayerLoad> loads) = 0;
 
-  // BadState: a recurrent state needs every token in every layer, so no row can stop before the last
-  // one. Blend with models of attention alone; with others, reuse exact prefixes.
+  // BadState: a recurrent state needs every token in every layer, so no row can stop before the
+  // last one. Blend with models of attention alone; with others, reuse exact prefixes.
   Status BeginBlendingForward(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths,
                               std::span<const LayerLoad> loads,
