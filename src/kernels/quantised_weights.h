@@ -72,7 +72,7 @@ constexpr int64_t SuperScaleBytes(WeightFormat format) {
 constexpr int64_t PairBytes(WeightFormat format) {
   return 2 * (GroupCodeBytes(format) + GroupScaleBytes(format));
 }
-// Of 8 groups.
+// The bytes of 8 groups.
 constexpr int64_t RunBytes(WeightFormat format) {
   return SuperScaleBytes(format) + kSuperGroups / 2 * PairBytes(format);
 }
