@@ -151,9 +151,8 @@ TEST(Speculation, TheDraftModelKeepsInStep) {
   RandomSequence random(2);
   server.Generate(RandomTokens(40, &random), {.max_tokens = 57, .n = 4});
   // The prompt once for all samples. The draft model does not run the last right guess of a step,
-  as its own draw behind it would come too late;
-  it is fed in the next step.EXPECT_LE(server.engine->model_drafter()->tokens_run(),
-                                       40 + 4 * (57 + 8));
+  // as its own draw behind it would come too late; it is fed in the next step.
+  EXPECT_LE(server.engine->model_drafter()->tokens_run(), 40 + 4 * (57 + 8));
 }
 
 TEST(Speculation, AnotherModelIsSeldomRight) {
