@@ -142,8 +142,8 @@ StreamPrefetch DetectStreamPrefetch() {
   return kCommon;
 }
 
-// Measured with one row and weights of Q4_K and Q8_0 out of memory: on Zen 4 one core reads Q4_K at
-// 25 GB/s through L1, at 14 through L2; 2 and 8 KiB ahead are slower.
+// Chosen by few runs on Zen 4 with one row and one thread (docs/notes/speed.md): Q4_K out of memory
+// at 25 GB/s through L1, at 14 through L2. Other CPUs were not measured.
 StreamPrefetch DetectWeightPrefetch() {
   constexpr StreamPrefetch kCommon = {.into_l1 = false, .bytes_ahead = 4096};
 #if QUIRE_SIMD
