@@ -26,7 +26,7 @@ DOCUMENTS = [
 @pytest.fixture(scope="module")
 def long_tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     folder = tmp_path_factory.mktemp("long_tiny")
-    return TinyModel(folder, Shape(layers=4, positions=1024))
+    return TinyModel(folder, Shape(layers=4, positions=4096))
 
 
 def make(tiny: TinyModel, **options: Any) -> quire.Engine:
