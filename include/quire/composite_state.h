@@ -57,10 +57,10 @@ class CompositeState : public KVState {
 
   // BadState: a recurrent state needs every token in every layer, so no row can stop before the
   // last one. Blend with models of attention alone; with others, reuse exact prefixes.
-  Status BeginBlendingForward(std::span<const int64_t> seq_ids,
-                              std::span<const int64_t> append_lengths,
-                              std::span<const LayerLoad> loads,
-                              std::span<const BlendMember> blends);
+  virtual Status BeginBlendingForward(std::span<const int64_t> seq_ids,
+                                      std::span<const int64_t> append_lengths,
+                                      std::span<const LayerLoad> loads,
+                                      std::span<const BlendMember> blends);
 
   // Transfers all parts: states go as layers after the attention layers (docs/transfer.md). No
   // length has pending tokens until DisaggCommitRecv, for which the states after the last one must
