@@ -118,9 +118,8 @@ def test_a_request_may_skip_expire_and_pin(tmp_path: Path) -> None:
     assert pair.generate(PROMPT, kv_transfer_params={"quire_skip": "load"}).external == 0
     assert pair.generate(PROMPT).external == 12
     store = pair.scheduler._store
-    assert {chunk.expires is not None for chunk in store.list("ram")} == {True, False} or all(
-        chunk.expires is not None for chunk in store.list("ram")
-    )
+    kept = store.list("ram")
+    assert kept and all(chunk.expires is not None for chunk in kept)  # the first request kept none
     assert store.statistics()["pins"] >= 3
     pair.close()
 
@@ -147,7 +146,7 @@ def test_a_miss_is_asked_for_once(tmp_path: Path) -> None:
     for i in range(3):
         pair.engine.add(FakeRequest(f"r{i}", [i, *PROMPT], 3))
     pair.run()
-    assert pair.stats()["lookups"] <= 3 + pair.counts.get("preempted", 0) + 3
+    assert pair.stats()["lookups"] == 3
     pair.close()
 
 
