@@ -218,6 +218,18 @@ TEST_P(EngineBlend, NobodyElseSeesWhatIsApproximate) {
   EXPECT_EQ(Generate(engine.get(), other.prompt, Exact()).bits, Full(other.prompt, Exact()));
 }
 
+// No ratio, no link tokens, and pieces that do not end the prompt.
+TEST_P(EngineBlend, FullReuseComputesARowOfEachPiece) {
+  const Question question = Ask({1, 2, 3, 4}, 1);
+  SamplingOptions options = Blend(question, 0.0);
+  options.blend->options.link_tokens = 0;
+  const Outcome outcome = Generate(Create().get(), question.prompt, options);
+  ASSERT_EQ(outcome.reason, FinishReason::kLength) << outcome.error;
+  ASSERT_TRUE(outcome.blend && outcome.blend->approximate);
+  EXPECT_GE(outcome.blend->recomputed_tokens, 1);
+  EXPECT_LE(outcome.blend->recomputed_tokens, 3) << "one for each piece";
+}
+
 TEST_P(EngineBlend, ABlendIsTheSameWhateverRan) {
   const Question first = Ask({1, 2, 3, 4}, 1);
   const Question second = Ask({4, 2, 1, 5}, 2);

@@ -74,13 +74,15 @@ Result<RowSelection> BlendHook::Select(size_t check_index, int64_t layer, const 
     candidates = all;
   }
   const std::array<int32_t, 2> query_start_loc = {0, static_cast<int32_t>(kinds_.size())};
-  QUIRE_ASSIGN_OR_RETURN(const TokenSelection selection,
-                         SelectTokens({.query_start_loc = query_start_loc,
-                                       .kinds = kinds_,
-                                       .deviations = deviations_,
-                                       .documents = documents_,
-                                       .candidates = candidates},
-                                      options_, check_index));
+  QUIRE_ASSIGN_OR_RETURN(TokenSelection selection, SelectTokens({.query_start_loc = query_start_loc,
+                                                                 .kinds = kinds_,
+                                                                 .deviations = deviations_,
+                                                                 .documents = documents_,
+                                                                 .candidates = candidates},
+                                                                options_, check_index));
+  if (selection.rows.empty()) {  // a forward has at least one row: the last one that is there
+    selection.rows.push_back(selected_before_ ? candidates_.back() : std::ssize(kinds_) - 1);
+  }
   NoteDropped(selection.rows);
   RowSelection selected{.selects = true, .rows = {}};
   selected.rows.reserve(selection.rows.size());

@@ -89,6 +89,14 @@ TEST_F(BlendHookTest, InvalidRowsAndThePromptsLastOneGoOn) {
   EXPECT_EQ(hook.counts().recomputed, 1);
 }
 
+TEST_F(BlendHookTest, ARowGoesOnWhereNoneIsAskedFor) {
+  Take(0, 40);
+  BlendHook hook = Hook({.check_layers = {1, 3}, .ratios = {0.0, 0.0}}, {{50, 100}, {100, 140}});
+  EXPECT_EQ(Ask(&hook, 1, std::vector<float>(kRows, 1.0F)), Rows{39});
+  EXPECT_EQ(Ask(&hook, 3, {1.0F}), Rows{39});
+  EXPECT_EQ(hook.counts().recomputed, 1);
+}
+
 TEST_F(BlendHookTest, EachDocumentThatBeginsInThePieceHasLinkTokens) {
   Take(0, 40);
   BlendHook hook = Hook({.ratios = {0.0}, .link_tokens = 2}, {{50, 100}, {100, 120}, {120, 140}});
