@@ -141,13 +141,14 @@ class Answer:
         try:
             for prompt, stream in enumerate(self._opened):
                 tokens += self._take(prompt, stream.poll(_STEPS_PER_TURN))
-        except errors.QuireError as error:
+            if self.result is None and len(self._results) == len(self._opened):
+                self.result = _joined([self._results[i] for i in range(len(self._opened))])
+        except Exception as error:  # of a defect, too: the client that waits must hear of it
             self.fail(error)
             return 0
         if tokens and self.first_token is None:
             self.first_token = now
-        if self.result is None and len(self._results) == len(self._opened):
-            self.result = _joined([self._results[i] for i in range(len(self._opened))])
+        if self.result is not None:
             self._streams._forget(self)
             self._news.set()
         if self._unread_bytes > self._streams.unread_bytes_max:
@@ -296,7 +297,7 @@ def _joined(results: list[Result]) -> Result:
     sums: dict[str, Any] = {
         field.name: sum(getattr(usage, field.name) for usage in usages)
         for field in dataclasses.fields(Usage)
-        if field.name != "miss"
+        if field.name not in ("miss", "blend")  # prompts of one request do not blend
     }
     sums |= {name: getattr(longest, name) for name in _TIMES}
     miss = next((usage.miss for usage in usages if usage.miss is not None), None)
