@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import quire
 from program import process, run
+from quire.serve import _streams
 from quire.serve._streams import Streams
 from quire.serve.admission import Admission, Cost
 from quire.serve.generation import Generation
@@ -127,6 +128,27 @@ def test_streams_keep_nothing_of_what_was_sent(engine: quire.Engine) -> None:
     sent, whole = asyncio.run(results())
     assert (sent.ids, sent.text, sent.logprobs) == ([], "", [])
     assert len(whole.ids) == len(whole.logprobs or ()) == 6 == sent.usage.completion_tokens
+
+
+def test_a_defect_while_an_answer_is_taken_fails_it(
+    engine: quire.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in a callback of the event loop would be heard by nobody, and the client wait."""
+
+    def broken(results: list[quire.Result]) -> quire.Result:
+        raise TypeError("a defect")
+
+    async def run() -> None:
+        streams = Streams(engine, lambda *_: None, 1 << 20, lambda: AssertionError())
+        monkeypatch.setattr(_streams, "_joined", broken)
+        answer = await streams.submit(["A quire"], {"max_tokens": 6})
+        with pytest.raises(TypeError, match="a defect"):
+            while await answer.next(DEADLINE):
+                pass
+        assert not streams.answers
+        await streams.close()
+
+    asyncio.run(run())
 
 
 # ---- Health and metrics
