@@ -1002,11 +1002,12 @@ class Engine(_ffi.ThreadOwner):
             is_chat = self.has_tokenizer and self.tokenizer.chat_template is not None
             prompt = [{"role": "user", "content": ""}] if is_chat else ""
         chains = self._composed(prompt, options).chains()
-        more: SamplingOptions = {} if cache_salt is None else {"cache_salt": cache_salt}
         if not chains:
             return []
-        prompts = cast(Sequence[Prompt], chains)
-        results = self.generate(prompts, max_tokens=0, **more)
+        of_prompts: SamplingOptions = {"max_tokens": 0}
+        if cache_salt is not None:
+            of_prompts["cache_salt"] = cache_salt
+        results = self.generate(cast(Sequence[Prompt], chains), **of_prompts)
         return [result.usage for result in results]
 
     def _submit(self, made: _NewRequest, mail: Mail, keep: bool = True) -> _Request:

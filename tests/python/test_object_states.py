@@ -217,6 +217,7 @@ TABLES: dict[str, dict[str, _Call]] = {
     | _TRANSFER
     | {
         "attention": _FIXED,
+        "attention_caches": _FIXED,
         "recurrent": _FIXED,
         "replay_start": _Call((0, 0), open="UnknownSequence"),
     },
