@@ -49,7 +49,7 @@ class BlendHookTest : public testing::Test {
                       .documents = documents_,
                       .range = {100, 100 + kRows},
                       .ends_prompt = ends_prompt,
-                      .clock = MachineTime().get()});
+                      .clock = clock_.get()});
   }
   // Fresh values of the rows that came so far.
   Rows Ask(BlendHook* hook, int64_t layer, const std::vector<float>& values) {
@@ -61,6 +61,7 @@ class BlendHookTest : public testing::Test {
     return selection->selects ? selection->rows : Rows{-1};
   }
 
+  const std::shared_ptr<Clock> clock_ = MachineTime();
   std::unique_ptr<AttentionKVCache> cache_;
   std::unique_ptr<MovedPiece> piece_;
   BlendOptions options_;
