@@ -191,7 +191,7 @@ def layer_in_source(path: Path) -> str:
 # ---- Globals: none that lasts and changes --------------------------------------------------------
 
 _ALLOWED_GLOBALS = re.compile(
-    r"quire::\(anonymous namespace\)::PathsOfCpu\(\)::paths|quire::StreamPrefetchOfCpu\(\)::advice"  # what the CPU can: asked once
+    r"quire::\(anonymous namespace\)::PathsOfCpu\(\)::paths|quire::(?:Stream|Weight)PrefetchOfCpu\(\)::advice"  # what the CPU can: asked once
     r"|quire::Crc32c\(.*\)::has_sse42"
     r"|quire::\(anonymous namespace\)::handler_in_place"  # of failed checks, given by the host
     r"|quire::ffi::(?:\(anonymous namespace\)::)?\w+::_\w*(?:\(\)::tindex)?"  # tvm-ffi's type indices
