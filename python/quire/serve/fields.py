@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from quire.serve.problems import Problem
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "check_text"]
 
 
 class Fields:

@@ -25,7 +25,8 @@ class Limits:
     wait_seconds: a request that is predicted to wait longer is refused.
     grammars, grammars_per_key: that are being compiled or wait for it.
     ping_seconds: the longest silence of a stream.
-    samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, tools: of one request.
+    samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, documents, tools: of one
+        request.
     responses, responses_bytes: that /v1/responses keeps for previous_response_id; each key keeps what
         it has within an equal part of them.
     """
@@ -58,6 +59,7 @@ class Limits:
     stop_bytes: int = 256
     logit_biases: int = 1024
     messages: int = 4096
+    documents: int = 4096
     tools: int = 256
     responses: int = 1000
     responses_bytes: int = 64 << 20

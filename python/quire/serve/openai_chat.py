@@ -12,7 +12,7 @@ from starlette.requests import Request
 from quire.engine import Result, Sample
 from quire.serve import generation as common
 from quire.serve.calls import Call, check_unknown, read_fields
-from quire.serve.fields import Fields
+from quire.serve.fields import Fields, check_text
 from quire.serve.generation import Generation
 from quire.serve.grammars import read_wanted
 from quire.serve.problems import Problem
@@ -27,6 +27,8 @@ from quire.serve._streams import Delta
 __all__ = ["ChatView", "handle", "read_chat"]
 
 DONE = b"data: [DONE]\n\n"
+_METRICS = ("v_l2", "k_l2", "kv_l2", "cosine")
+_TOKENS_MOST = 2**31 - 1
 
 
 async def handle(request: Request, service: Service) -> Any:
@@ -68,17 +70,40 @@ def read_chat(fields: Fields, service: Service) -> Generation:
 
 
 def _read_documents(fields: Fields, service: Service) -> dict[str, Any]:
-    """Texts that stand before the conversation, and which part of their tokens is computed again;
-    without `blend` all are."""
-    documents = fields.entries("documents", service.limits.messages)
-    ratio = fields.number("blend", 0, 1)
+    """Texts that stand before the conversation, and how they are blended; without `blend` all of
+    their tokens are computed."""
+    documents = fields.entries("documents", service.limits.documents)
     if not documents:
-        if ratio is not None:
+        if fields.has("blend"):
             fields.refuse("blend", "given together with documents")
         return {}
     if not all(isinstance(document, str) and document.strip() for document in documents):
         fields.refuse("documents", "a list of texts that are not empty")
-    return {"documents": documents, "blend": ratio}
+    for index, document in enumerate(documents):
+        check_text(document, f"documents[{index}]")
+    return {"documents": documents, "blend": _read_blend(fields)}
+
+
+def _read_blend(fields: Fields) -> float | dict[str, Any] | None:
+    """The part of the documents' tokens that is computed again, or an object of options."""
+    if not isinstance(fields.any("blend"), dict):
+        return fields.number("blend", 0, 1)
+    given = fields.object("blend") or Fields({})
+    options = {
+        "ratio": given.number("ratio", 0, 1),
+        "metric": given.choice("metric", _METRICS, _METRICS[0]),
+        "link_tokens": given.integer("link_tokens", 0, _TOKENS_MOST),
+        "min_tokens": given.integer("min_tokens", 0, _TOKENS_MOST),
+        "learn": given.boolean("learn", True),
+    }
+    for name in given.unknown():
+        raise Problem(
+            400,
+            f"{name} is not an option of a blend; options are {', '.join(options)}",
+            param=name,
+            code="invalid_value",
+        )
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _read_logprobs(fields: Fields, service: Service) -> int | None:

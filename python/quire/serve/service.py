@@ -254,6 +254,19 @@ def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
                 "with --max-tree-nodes of at least 2"
             )
         return Problem(400, message, param="prediction", code="invalid_value")
+    option = "SamplingOptions::blend"
+    if message.startswith((option, "blend: ")):
+        message = "blend" + message.removeprefix(option).removeprefix("blend")
+        if "blend_piece is 0" in message:
+            message = (
+                "blend: the server has no room for blended prompts; begin it with --blend-piece 2048"
+            )
+        elif "keeps no KV" in message:
+            message = (
+                "blend: the server keeps no KV between requests, so no document is known; begin it "
+                "without --no-prefix-cache"
+            )
+        return Problem(400, message, param="blend", code="invalid_value")
     return from_engine(error, generation.prompt_field)
 
 

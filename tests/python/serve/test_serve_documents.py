@@ -1,0 +1,164 @@
+"""Documents of chats: the answers are those of the engine, and say what is approximate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import quire
+from server_process import Server, running
+from tiny_model import Shape, TinyModel
+
+MESSAGES = [{"role": "user", "content": "Which fox?"}]
+DOCUMENTS = [
+    "The quick brown fox is red and jumps.",
+    "A quire has sixteen pages, folded once.",
+    "The lazy dog sleeps over naïve café.",
+]
+SECONDS = ("move_seconds", "select_seconds")
+
+
+@pytest.fixture(scope="module")
+def long_tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(tmp_path_factory.mktemp("documents"), Shape(layers=4, positions=2048))
+
+
+@pytest.fixture(scope="module")
+def blending(long_tiny: TinyModel) -> Iterator[Server]:
+    options = ("--page-size", "16", "--blend-piece", "256")
+    with running(long_tiny.directory, *options) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(long_tiny: TinyModel) -> Iterator[quire.Engine]:
+    options: Any = {"threads": 1, "page_size": 16, "blend_piece": 256}
+    with quire.Engine(long_tiny.directory, dtype="float32", **options) as engine:
+        yield engine
+
+
+def body(salt: str, **fields: Any) -> dict[str, Any]:
+    """Of a chat whose documents nobody has asked about."""
+    head = {"messages": MESSAGES, "max_tokens": 6, "return_token_ids": True, "cache_salt": salt}
+    return {**head, "documents": DOCUMENTS, **fields}
+
+
+def told(blend: dict[str, Any] | None) -> dict[str, Any]:
+    assert blend is not None
+    return {name: value for name, value in blend.items() if name not in SECONDS}
+
+
+BLENDS: tuple[Any, ...] = (
+    0.1,
+    0,
+    {"ratio": 0.3},
+    {"ratio": 0.2, "metric": "cosine", "link_tokens": 2},
+    {"ratio": 0.2, "min_tokens": 10_000},
+    {"learn": False},
+    {},
+)
+
+
+@pytest.mark.parametrize("index", range(len(BLENDS)))
+def test_a_blended_chat_has_the_answer_of_the_engine(
+    blending: Server, engine: quire.Engine, index: int
+) -> None:
+    expected = engine.chat(MESSAGES, documents=DOCUMENTS, blend=BLENDS[index], max_tokens=6)
+    assert expected.usage.blend is not None
+    found = blending.post(
+        "/v1/chat/completions", body(f"whole {index}", blend=BLENDS[index])
+    )
+    assert found["choices"][0]["token_ids"] == expected.ids
+    assert told(found["usage"]["blend"]) == told(dataclasses.asdict(expected.usage.blend))
+    assert found["usage"]["prompt_tokens"] == len(expected.prompt_ids)
+
+
+def test_usage_says_what_is_approximate(blending: Server) -> None:
+    found = blending.post("/v1/chat/completions", body("told", blend=0.1))["usage"]
+    blend = found["blend"]
+    assert blend["approximate"] is True
+    assert 0 < blend["recomputed_tokens"] < blend["moved_tokens"]
+    assert blend["learned_tokens"] > 0 and blend["deviation_max"] >= blend["deviation_mean"] > 0
+    parts = ("exact_tokens", "kept_tokens", "moved_tokens", "computed_tokens")
+    assert sum(blend[name] for name in parts) == found["prompt_tokens"]
+    # All computed again: exact, and said to be.
+    ones = blending.post("/v1/chat/completions", body("ones", blend=1))["usage"]["blend"]
+    assert ones["approximate"] is False
+    assert ones["moved_tokens"] == ones["recomputed_tokens"] > 0
+    full = blending.post("/v1/chat/completions", body("full"))
+    assert "blend" not in full["usage"]
+
+
+def test_documents_without_blend_are_a_part_of_the_prompt(
+    blending: Server, engine: quire.Engine
+) -> None:
+    expected = engine.chat(MESSAGES, documents=DOCUMENTS, max_tokens=6)
+    found = blending.post("/v1/chat/completions", body("plain"))
+    ones = blending.post("/v1/chat/completions", body("plain ones", blend=1.0))
+    for answer in (found, ones):
+        assert answer["choices"][0]["token_ids"] == expected.ids
+
+
+def test_a_stream_ends_with_the_same_usage(blending: Server, engine: quire.Engine) -> None:
+    expected = engine.chat(MESSAGES, documents=DOCUMENTS, blend=0.1, max_tokens=6)
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    content = blending.post("/v1/chat/completions", body("stream", blend=0.1, **fields))
+    lines = [line[6:] for line in content.split("\n\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    ids = [id for c in chunks for choice in c["choices"] for id in choice["token_ids"]]
+    assert ids == expected.ids
+    assert expected.usage.blend is not None
+    assert told(chunks[-1]["usage"]["blend"]) == told(dataclasses.asdict(expected.usage.blend))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"blend": 1.5}, "blend", "blend is 1.5; it must be a number from 0 to 1"),
+        ({"blend": -0.1}, "blend", "blend is -0.1; it must be a number from 0 to 1"),
+        ({"blend": True}, "blend", "blend is true; it must be a number from 0 to 1"),
+        ({"blend": "much"}, "blend", 'blend is "much"; it must be a number from 0 to 1'),
+        ({"blend": [0.1]}, "blend", "blend is a list of 1 entries; it must be a number"),
+        ({"blend": {"ratio": 2}}, "blend.ratio", "blend.ratio is 2; it must be a number from 0"),
+        (
+            {"blend": {"metric": "x"}},
+            "blend.metric",
+            'blend.metric is "x"; it must be one of v_l2, k_l2, kv_l2, cosine',
+        ),
+        (
+            {"blend": {"link_tokens": -1}},
+            "blend.link_tokens",
+            "blend.link_tokens is -1; it must be an integer from 0 to 2147483647",
+        ),
+        ({"blend": {"min_tokens": 1.5}}, "blend.min_tokens", "1.5; it must be an integer"),
+        ({"blend": {"learn": 1}}, "blend.learn", "blend.learn is 1; it must be true or false"),
+        ({"blend": {"layers": [1]}}, "blend.layers", "is not an option of a blend; options are"),
+        ({"documents": "text"}, "documents", 'documents is "text"; it must be a list'),
+        ({"documents": [" "]}, "documents", "documents is a list of 1 entries; it must be a list"),
+        ({"documents": [7]}, "documents", "a list of texts that are not empty"),
+        ({"documents": ["x"] * 4097}, "documents", "4097 entries; it must be a list of at most 4096"),
+        ({"documents": ["a", "\ud800"]}, "documents[1]", "lone surrogate"),
+        ({"documents": [], "blend": 0.1}, "blend", "blend is 0.1; it must be given together with"),
+        ({"documents": None, "blend": 0}, "blend", "blend is 0; it must be given together with"),
+        ({"documents": None, "blend": {}}, "blend", "it must be given together with documents"),
+        ({"blend": 0.1, "window": 64}, "blend", "blend: window is 64; endless text"),
+    ],
+)
+def test_what_is_refused_is_named_with_its_range(
+    blending: Server, fields: dict[str, Any], param: str, words: str
+) -> None:
+    status, _, found = blending.request("POST", "/v1/chat/completions", body("bad", **fields))
+    assert status == 400, found
+    assert found["error"]["param"] == param and words in found["error"]["message"]
+    assert found["error"]["type"] == "invalid_request_error"
+
+
+def test_a_server_that_cannot_blend_says_how_to_begin_it(server: Server, keyed: Server) -> None:
+    for place, words in ((server, "without --no-prefix-cache"), (keyed, "with --blend-piece 2048")):
+        status, _, found = place.request("POST", "/v1/chat/completions", body("none", blend=0.1))
+        assert status == 400 and found["error"]["param"] == "blend"
+        assert "begin it " + words in found["error"]["message"]
