@@ -66,6 +66,15 @@ class FakeRequest:
         return len(self.all_token_ids) >= self.num_prompt_tokens + self.max_tokens
 
 
+def new_layers(blocks: int) -> list[torch.Tensor]:
+    """Memory of the KV of each layer."""
+    return [torch.zeros(blocks, BLOCK, BYTES, dtype=torch.uint8) for _ in LAYER_NAMES]
+
+
+class WrongReport(AssertionError):
+    """The worker has not ended just the loads that it was told of."""
+
+
 class WrongBytes(AssertionError):
     """A forward has read KV that is not that of its tokens."""
 
@@ -73,11 +82,14 @@ class WrongBytes(AssertionError):
 class FakeVllm:
     """One engine. step() is a step of scheduler and worker."""
 
-    def __init__(self, scheduler: Any, worker: Any, blocks: int, *, budget: int = 24) -> None:
+    def __init__(
+        self, scheduler: Any, worker: Any, blocks: int, *, budget: int = 24, layers: Any = None
+    ) -> None:
         self.scheduler, self.worker, self.budget = scheduler, worker, budget
         self.weights = 0
         self.free = list(range(blocks))
-        self.layers = [torch.zeros(blocks, BLOCK, BYTES, dtype=torch.uint8) for _ in LAYER_NAMES]
+        self.layers: list[torch.Tensor] = layers or new_layers(blocks)
+        self.planned: set[int] = set()  # loads that the worker has not ended
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
         self.refused_blocks = 0
@@ -218,10 +230,18 @@ class FakeVllm:
         )
         return output, [every[name] for name in counts]
 
+    def _check_report(self, report: Any) -> None:
+        """Each load is ended in the step that it was planned for, and once."""
+        ended = [] if report is None else report.ended
+        if sorted(ended) != sorted(self.planned):
+            raise WrongReport(f"planned were {sorted(self.planned)}, ended are {sorted(ended)}")
+        self.planned = set()
+
     def step(self) -> None:
         output, scheduled = self._schedule()
         counts = output.num_scheduled_tokens
         plan = self.scheduler.build_connector_meta(output)
+        self.planned |= {load.number for load in plan.loads}
         # ---- the worker
         self.worker.bind_connector_metadata(plan)
         self.worker.start_load_kv(None)
@@ -236,6 +256,7 @@ class FakeVllm:
         report = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         # ---- the scheduler again
+        self._check_report(report)
         self.refused_blocks += len(bad)
         self.scheduler.update_connector_output(
             types.SimpleNamespace(kv_connector_worker_meta=report)

@@ -3,8 +3,6 @@ a dead Redis, full queues and lost memory. A forward that reads a wrong byte fai
 
 from __future__ import annotations
 
-import gc
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,75 +12,16 @@ import pytest
 pytest.importorskip("torch")
 
 import quire
-from fake_vllm import BLOCK, PASSPORT, FakeRequest, FakeVllm, config
-from quire.vllm import QuireConnector, _arena, _scheduler, connector
+from fake_vllm import FakeRequest
+from quire.vllm import _arena, _scheduler
+from vllm_pair import PROMPT, Pair, fake_passport, walk
 
-
-@pytest.fixture(autouse=True)
-def passport(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        connector,
-        "passport_of",
-        lambda config, page_bytes, layers, chunk: {**PASSPORT, "block": chunk},
-    )
-
-
-class Pair:
-    """An engine with both sides of the connector. apart: as in two processes."""
-
-    def __init__(self, extra: dict[str, Any], *, blocks: int = 40, apart: bool = False) -> None:
-        gc.collect()
-        connector._workers_here.clear()
-        sides = ["SCHEDULER", "WORKER"] if apart else ["WORKER", "SCHEDULER"]
-        made = {
-            side: QuireConnector(config_[0], side, config_[1])
-            for config_ in [
-                config({"chunk_tokens": BLOCK, "shared_bytes": 1 << 16, **extra}, blocks)
-            ]
-            for side in sides
-        }
-        self.scheduler, self.worker = made["SCHEDULER"], made["WORKER"]
-        self.engine = FakeVllm(self.scheduler, self.worker, blocks)
-        self.counts: dict[str, int] = {}
-
-    def run(self, steps: int = 2000) -> None:
-        """Until all requests are finished."""
-        for _ in range(steps):
-            if not (self.engine.waiting or self.engine.running):
-                return
-            self.engine.step()
-        raise AssertionError("requests do not come to an end")
-
-    def generate(self, tokens: list[int], count: int = 3, **options: Any) -> FakeRequest:
-        request = FakeRequest(f"r{random.random()}", tokens, count, **options)
-        self.engine.add(request)
-        self.run()
-        return request
-
-    def stats(self) -> dict[str, int]:
-        for side in (self.scheduler, self.worker):
-            found = side.get_kv_connector_stats()
-            for name, count in (found.data if found is not None else {}).items():
-                self.counts[name] = self.counts.get(name, 0) + count
-        return self.counts
-
-    def flush(self) -> None:
-        self.scheduler._store.flush()
-        if self.worker._worker._store is not None:
-            self.worker._worker._store.flush()
-
-    def close(self) -> None:
-        self.scheduler.shutdown()
-        self.worker.shutdown()
-        self.worker.shutdown()
+passport = pytest.fixture(autouse=True)(fake_passport)
 
 
 @pytest.fixture(params=[False, True], ids=["one process", "two processes"])
 def apart(request: pytest.FixtureRequest) -> Iterator[bool]:
     yield request.param
-
-
-PROMPT = [5, 1, 4, 2, 8, 5, 7, 1, 4, 2, 8, 5, 7, 1, 4]  # three chunks and a rest
 
 
 def test_a_second_engine_finds_what_the_first_has_saved(tmp_path: Path, apart: bool) -> None:
@@ -221,82 +160,6 @@ def test_wrong_options_are_named(extra: dict[str, Any], message: str) -> None:
         Pair({**({"ram_bytes": 1 << 20} if extra else {}), **extra}, apart=not extra)
 
 
-def _damage(rng: random.Random, folder: Path) -> None:
-    files = sorted(folder.rglob("*.qkv"))
-    if not files:
-        return
-    file = rng.choice(files)
-    if rng.random() < 0.3:
-        file.unlink(missing_ok=True)
-        return
-    data = bytearray(file.read_bytes())
-    if data:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        file.write_bytes(data)
-
-
 @pytest.mark.parametrize("seed", range(16))
-def test_walk(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Print of a failure: the seed is the case's number."""
-    rng = random.Random(seed)
-    extra: dict[str, Any] = {
-        "directory": str(tmp_path),
-        "ram_bytes": rng.choice([0, 1 << 16, 1 << 20]),
-        "chunk_tokens": BLOCK * rng.choice([1, 1, 2]),
-        "prompts_only": rng.random() < 0.2,
-        "shared_bytes": rng.choice([64, 512, 1 << 16]),
-    }
-    if rng.random() < 0.3:
-        extra["queue_bytes"] = 20_000
-    if rng.random() < 0.25:
-        extra |= {"redis": "127.0.0.1:1", "redis_connect_timeout_ms": 20}
-    weights = 0
-    real_layer = _arena.ArenaView.layer
-
-    def layer(view: Any, slots: list[int], number: int) -> Any:
-        if rng.random() < 0.1:
-            raise OSError("lost")
-        return real_layer(view, slots, number)
-
-    monkeypatch.setattr(_arena.ArenaView, "layer", layer)
-    names = iter(range(10**6))
-    hits = 0
-    for _ in range(3):  # restarts
-        pair = Pair(extra, blocks=rng.choice([12, 30, 60]), apart=rng.random() < 0.5)
-        engine = pair.engine
-        engine.weights = weights = 0
-        every: list[FakeRequest] = []
-        for _ in range(100):
-            draw = rng.random()
-            if draw < 0.25 and len(engine.waiting) < 6:
-                shared = [rng.randrange(2) for _ in range(3)] * 4
-                tail = [rng.randrange(3) for _ in range(rng.randrange(1, 20))]
-                request = FakeRequest(
-                    f"r{next(names)}",
-                    shared[: rng.randrange(1, 13)] + tail,
-                    rng.randrange(1, 8),
-                    cache_salt=rng.choice([None, None, "a"]),
-                    kv_transfer_params=rng.choice([None, None, {"quire_skip": True}]),
-                )
-                every.append(request)
-                engine.add(request)
-            elif draw < 0.28 and (engine.waiting or engine.running):
-                engine.abort(rng.choice(engine.waiting + engine.running))
-            elif draw < 0.32:
-                _damage(rng, tmp_path)
-            elif draw < 0.33 and not engine.running:
-                pair.scheduler.reset_cache()
-                engine.weights = weights = weights + 1
-            else:
-                engine.step()
-        pair.run()
-        assert len(engine.free) == len(engine.layers[0]), "blocks are lost"
-        scheduler = pair.scheduler._scheduler
-        assert not scheduler._requests
-        if scheduler._arena is not None:
-            assert scheduler._arena.free_count == scheduler._arena.slot_count
-        assert not _scheduler.fetches_in_flight
-        hits += sum(request.external for request in every)
-        pair.close()
-    if not extra["prompts_only"] and "redis" not in extra and extra["shared_bytes"] > 64:
-        assert hits > 0, "the walk has tested nothing"
+def test_walk(seed: int, tmp_path: Path) -> None:
+    walk(seed, tmp_path)

@@ -2,8 +2,9 @@
 
 The scheduler copies verified chunks into slots and leases them; the worker maps the memory and only
 reads it. There is no file: the memory ends with the last process that has it. A slot that is leased
-is not written again before the worker has said that the load has ended, so a worker that dies
-leaves its slots leased, and vLLM ends without it anyway.
+is not written again before the worker has said that the load has ended, or its lease is overdue.
+Each lease of a slot has a number of its own, which stands in the memory before the first byte of
+the chunk is written: a worker that comes too late finds another number and has read nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,17 @@ from typing import Any
 import numpy as np
 
 import quire
+from quire import errors
 
-__all__ = ["Arena", "ArenaView"]
+__all__ = ["Arena", "ArenaView", "Slot"]
+
+#: A slot and the number of its lease.
+Slot = tuple[int, int]
+
+
+def _header_bytes(slot_count: int) -> int:
+    """Bytes of the numbers of all leases, uint64 [slots], in whole pages."""
+    return -(-slot_count * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Arena:
@@ -26,37 +36,47 @@ class Arena:
         self.layer_bytes, self.layer_count = layer_bytes, layer_count
         chunk_bytes = layer_bytes * layer_count
         self.slot_count = max(1, bytes_max // chunk_bytes)
-        self.bytes = self.slot_count * chunk_bytes
+        header = _header_bytes(self.slot_count)
+        self.bytes = header + self.slot_count * chunk_bytes
         self.descriptor = os.memfd_create("quire-vllm", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self.bytes)
         self._map = mmap.mmap(self.descriptor, self.bytes)
-        slots = np.frombuffer(self._map, np.uint8).reshape(
+        self._numbers = np.frombuffer(self._map, np.uint64, self.slot_count)
+        slots = np.frombuffer(self._map, np.uint8, offset=header).reshape(
             self.slot_count, layer_count, layer_bytes
         )
         self._memory = quire.BlockMemory(
             {("latent", layer): slots[:, layer] for layer in range(layer_count)}
         )
         self._free = list(range(self.slot_count))
+        self._leased: set[Slot] = set()
 
     @property
     def free_count(self) -> int:
         return len(self._free)
 
-    def lease(self, fetch: quire.ChunkFetch, first: int, count: int) -> list[int]:
+    def lease(self, fetch: quire.ChunkFetch, first: int, count: int) -> list[Slot]:
         """Copies chunks [first, first + count), as far as there is room; the slots they are in."""
         keep = max(0, len(self._free) - count)
-        slots, count = self._free[keep:], len(self._free) - keep
+        numbers, count = self._free[keep:], len(self._free) - keep
         del self._free[keep:]
+        self._numbers[numbers] += np.uint64(1)
+        slots = [(number, int(self._numbers[number])) for number in numbers]
+        self._leased.update(slots)
         try:
             for layer in range(self.layer_count if count else 0):
-                fetch.scatter(layer, self._memory, slots, first=first, count=count)
+                fetch.scatter(layer, self._memory, numbers, first=first, count=count)
         except BaseException:
             self.release(slots)
             raise
         return slots
 
-    def release(self, slots: list[int]) -> None:
-        self._free.extend(slots)
+    def release(self, slots: list[Slot]) -> None:
+        """Ends leases; those that have ended already (they were overdue) are left as they are."""
+        for slot in slots:
+            if slot in self._leased:
+                self._leased.remove(slot)
+                self._free.append(slot[0])
 
     def close(self) -> None:
         """The map itself goes when the last array over it does."""
@@ -69,18 +89,35 @@ class ArenaView:
     """The worker's view of the scheduler's arena, read-only."""
 
     def __init__(
-        self, process: int, descriptor: int, size: int, layer_count: int, layer_bytes: int
+        self, process: int, descriptor: int, slot_count: int, layer_count: int, layer_bytes: int
     ):
+        header = _header_bytes(slot_count)
+        size = header + slot_count * layer_count * layer_bytes
         opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(opened).st_size != size:
-                raise OSError(f"the shared memory of process {process} has another size")
+            found = os.fstat(opened).st_size
+            if found != size:
+                raise OSError(
+                    f"the shared memory of process {process} has {found} bytes, not {size}"
+                )
             self._map = mmap.mmap(opened, size, prot=mmap.PROT_READ)
         finally:
             os.close(opened)
-        self._slots = np.frombuffer(self._map, np.uint8).reshape(-1, layer_count, layer_bytes)
+        self._numbers = np.frombuffer(self._map, np.uint64, slot_count)
+        self._slots = np.frombuffer(self._map, np.uint8, offset=header).reshape(
+            slot_count, layer_count, layer_bytes
+        )
 
-    def layer(self, slots: list[int], layer: int) -> np.ndarray[Any, Any]:
-        """Bytes of a layer of the chunks in these slots, [slots, layer_bytes]; a copy."""
-        copy: np.ndarray[Any, Any] = self._slots[slots, layer]
+    def layer(self, slots: list[Slot], layer: int) -> np.ndarray[Any, Any]:
+        """Bytes of a layer of the chunks in these slots, [slots, layer_bytes]; a copy.
+
+        Raises BadStateError where a lease has ended: the slot may hold another chunk.
+        """
+        places = [place for place, _ in slots]
+        copy: np.ndarray[Any, Any] = self._slots[places, layer]
+        # After the copy: the number changes before the first byte does.
+        if self._numbers[places].tolist() != [number for _, number in slots]:
+            raise errors.BadStateError(
+                "a load came after its lease had ended; raise lease_timeout if steps are that long"
+            )
         return copy

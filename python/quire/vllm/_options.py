@@ -26,9 +26,11 @@ _CHUNK_TOKENS = 128  # small blocks are joined up to this
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """store: arguments of quire.ChunkStore. block_size: tokens of vLLM's block. chunk_tokens: a multiple of it. load_timeout:
-    seconds after which what has not come is a miss. prompts_only: generated tokens are not saved.
-    shared_bytes: of the memory between scheduler and worker, where they are two processes."""
+    """store: arguments of quire.ChunkStore. block_size: tokens of vLLM's block. chunk_tokens: a
+    multiple of it. load_timeout: seconds after which what has not come is a miss. prompts_only:
+    generated tokens are not saved. shared_bytes: of the memory between scheduler and worker, where
+    they are two processes. lease_timeout: seconds after which a part of it that the worker has not
+    given back is used again."""
 
     store: Mapping[str, Any]
     block_size: int
@@ -36,6 +38,7 @@ class Options:
     load_timeout: float
     prompts_only: bool
     shared_bytes: int
+    lease_timeout: float
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], block_size: int) -> Options:
@@ -56,6 +59,7 @@ class Options:
             load_timeout=float(left.pop("load_timeout", 2.0)),
             prompts_only=bool(left.pop("prompts_only", False)),
             shared_bytes=int(left.pop("shared_bytes", _ARENA_BYTES)),
+            lease_timeout=float(left.pop("lease_timeout", 60.0)),
         )
         if left:
             raise errors.BadArgumentError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.vllm._arena import Slot
 from quire.vllm._base import Metadata, WorkerMetadata
 
 __all__ = ["LoadPlan", "SavePlan", "StepPlan", "WorkerReport"]
@@ -17,15 +18,15 @@ class LoadPlan:
     """Chunks that go into blocks.
 
     number: of the load, counted by the scheduler. first, chunk_count: chunks of the fetch. blocks:
-    the same number for each chunk. slots: where the chunks lie in the shared memory; None: the
-    fetch is in this process.
+    the same number for each chunk. slots: where the chunks lie in the shared memory, and the
+    numbers of their leases; None: the fetch is in this process.
     """
 
     number: int
     first: int
     chunk_count: int
     blocks: list[int]
-    slots: list[int] | None
+    slots: list[Slot] | None
 
 
 @dataclasses.dataclass
@@ -48,7 +49,7 @@ class SavePlan:
 @dataclasses.dataclass
 class StepPlan(Metadata):  # type: ignore[misc]
     """Everything for one step. passport: of the chunks since the last reset; process: of the
-    scheduler; arena: descriptor and bytes of its shared memory, if it has some. heard: failed loads
+    scheduler; arena: descriptor and slots of its shared memory, if it has some. heard: failed loads
     that vLLM knew of when it planned the step. What a step computes after a load has failed may
     come from the blocks that it did not fill, and is not saved."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import quire
-from quire.vllm._arena import Arena
+from quire.vllm._arena import Arena, Slot
 from quire.vllm._options import SPACES_MAX, Options
 from quire.vllm._plan import LoadPlan, SavePlan, StepPlan
 
@@ -36,8 +38,16 @@ class _Promise:
     count: int
     fetch: quire.ChunkFetch
     fetch_first: int
-    slots: list[int] | None
+    slots: list[Slot] | None
     tiers: list[str]
+
+
+@dataclasses.dataclass
+class _Lease:
+    """Slots that a plan has given to the worker, and when."""
+
+    slots: list[Slot]
+    begin: float
 
 
 @dataclasses.dataclass
@@ -65,6 +75,7 @@ class SchedulerSide:
         options: Options,
         passport: dict[str, Any],
         arena: Arena | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._options = store, options
         self._base_passport = passport
@@ -75,7 +86,8 @@ class SchedulerSide:
         self._arena = arena
         self._requests: dict[str, _Request] = {}
         self._spaces: dict[bytes, quire.ChunkSpace] = {}
-        self._leases: dict[int, list[int]] = {}
+        self._clock = clock
+        self._leases: dict[int, _Lease] = {}  # by the number of the load, oldest first
         self._count: dict[str, int] = {}
         self._spoiled: list[list[int]] = []  # blocks that vLLM counts on and nobody will fill
         self._heard = 0
@@ -197,6 +209,7 @@ class SchedulerSide:
             return 0
         slots = None
         if self._arena is not None:
+            self._end_overdue_leases(self._arena)
             slots = self._arena.lease(fetch, skip, count)
             if len(slots) < count:
                 self._add("no_room")
@@ -252,7 +265,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """The plan of one step."""
-        arena = None if self._arena is None else (self._arena.descriptor, self._arena.bytes)
+        arena = None if self._arena is None else (self._arena.descriptor, self._arena.slot_count)
         plan = StepPlan(self._passport, os.getpid(), arena, self._heard)
         spoiled, self._spoiled = self._spoiled, []
         plan.loads.extend(LoadPlan(-1, 0, 0, blocks, None) for blocks in spoiled)
@@ -294,7 +307,7 @@ class SchedulerSide:
             # Chunks before `first` are of no use any more: vLLM has them.
             fetches_in_flight[number] = promise.fetch
         else:
-            self._leases[number] = promise.slots
+            self._leases[number] = _Lease(promise.slots, self._clock())
             promise.fetch.close()
         state.fetch = None
         return LoadPlan(
@@ -331,9 +344,20 @@ class SchedulerSide:
         """Loads that the worker has ended, and how many have failed so far."""
         self._heard = max(self._heard, failed)
         for number in numbers:
-            slots = self._leases.pop(number, None)
-            if slots is not None and self._arena is not None:
-                self._arena.release(slots)
+            lease = self._leases.pop(number, None)
+            if lease is not None and self._arena is not None:
+                self._arena.release(lease.slots)
+
+    def _end_overdue_leases(self, arena: Arena) -> None:
+        """The worker has not ended these loads: it is gone, or a step takes long. One that comes
+        later finds that its lease has ended."""
+        latest = self._clock() - self._options.lease_timeout
+        for number, lease in list(self._leases.items()):
+            if lease.begin > latest:
+                break
+            del self._leases[number]
+            arena.release(lease.slots)
+            self._add("overdue_leases")
 
     # ---- Control
 

@@ -14,6 +14,7 @@ COUNTS = {
     "hit_tokens": "Tokens that were found, by the tier that they came from",
     "misses": "Lookups that ended before the prompt did, by reason",
     "no_room": "Hits that were cut as the shared memory was full",
+    "overdue_leases": "Loads that the worker had not ended within lease_timeout",
     "loaded_tokens": "Tokens that were copied into blocks",
     "failed_loads": "Loads whose blocks vLLM was told to compute",
     "spoiled": "Loads that could not be planned",

@@ -1,0 +1,208 @@
+"""The walks of the connector are worth something: with the connector broken on purpose they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import quire
+from fake_vllm import BLOCK, FakeRequest, WrongBytes, WrongReport
+from quire.vllm import _arena, _plan, _scheduler, _worker
+from vllm_pair import PROMPT, Pair, fake_passport, walk
+
+passport = pytest.fixture(autouse=True)(fake_passport)
+
+Patch = pytest.MonkeyPatch
+
+
+def _unverified_byte(patch: Patch) -> None:
+    """A byte of a block that was loaded is not that of the chunk."""
+    real = _worker.WorkerSide._load
+
+    def load(side: Any, plan: Any, each: Any) -> None:
+        real(side, plan, each)
+        side._layers[1][each.blocks[-1]].view(-1)[3] ^= 1
+
+    patch.setattr(_worker.WorkerSide, "_load", load)
+
+
+def _promise_not_kept(patch: Patch) -> None:
+    """A promised chunk is gone when it is loaded, and nobody says so."""
+
+    def load(side: Any, plan: Any, each: Any) -> None:
+        if each.slots is None:
+            _scheduler.fetches_in_flight.pop(each.number).close()
+
+    patch.setattr(_worker.WorkerSide, "_load", load)
+
+
+def _failure_not_reported(patch: Patch) -> None:
+    """Blocks of a load that failed are not named."""
+    patch.setattr(_worker.WorkerSide, "take_bad_blocks", lambda side: set())
+
+
+def _failed_load_is_saved(patch: Patch) -> None:
+    """What a step computes from blocks that were not filled goes to the store."""
+
+    class Plan(_plan.StepPlan):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.heard = 1 << 30
+
+    patch.setattr(_scheduler, "StepPlan", Plan)
+
+
+def _salts_are_mixed(patch: Patch) -> None:
+    real = _scheduler.SchedulerSide.add
+
+    def add(side: Any, request: Any) -> None:
+        real(side, request)
+        side._requests[request.request_id].salt = b""
+
+    patch.setattr(_scheduler.SchedulerSide, "add", add)
+
+
+def _reset_forgets_nothing(patch: Patch) -> None:
+    patch.setattr(_scheduler.SchedulerSide, "reset", lambda side: True)
+
+
+def _reported_twice(patch: Patch) -> None:
+    real = _worker.WorkerSide.take_report
+
+    def take(side: Any) -> Any:
+        report = real(side)
+        return report if report is None else report.aggregate(report)
+
+    patch.setattr(_worker.WorkerSide, "take_report", take)
+
+
+def _report_lost(patch: Patch) -> None:
+    patch.setattr(_worker.WorkerSide, "take_report", lambda side: None)
+
+
+def _lease_not_ended(patch: Patch) -> None:
+    patch.setattr(_scheduler.SchedulerSide, "ended", lambda *_: None)
+
+
+def _failure(folder: Path, apart: bool | None) -> AssertionError | None:
+    """Of the first walk that fails."""
+    for seed in range(16):
+        try:
+            walk(seed, folder / str(seed), apart=apart)
+        except AssertionError as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("defect", "apart", "failure"),
+    [
+        (_unverified_byte, False, WrongBytes),
+        (_unverified_byte, True, WrongBytes),
+        (_promise_not_kept, False, WrongBytes),
+        (_promise_not_kept, True, WrongBytes),
+        (_failure_not_reported, True, WrongBytes),
+        (_failed_load_is_saved, True, WrongBytes),
+        (_salts_are_mixed, False, WrongBytes),
+        (_reset_forgets_nothing, False, WrongBytes),
+        (_reported_twice, None, WrongReport),
+        (_report_lost, None, WrongReport),
+        (_lease_not_ended, True, AssertionError),
+    ],
+)
+def test_a_walk_notices(
+    defect: Callable[[Patch], None],
+    apart: bool,
+    failure: type[AssertionError],
+    tmp_path: Path,
+    monkeypatch: Patch,
+) -> None:
+    defect(monkeypatch)
+    error = _failure(tmp_path, apart)
+    assert isinstance(error, failure), f"{defect.__name__}: {error!r}"
+
+
+def _two_requests_of_one_slot(pair: Pair) -> None:
+    """Both are promised before either is loaded, and there is room for one chunk."""
+    for i, prompt in enumerate((PROMPT[: BLOCK + 1], PROMPT[BLOCK : 2 * BLOCK + 1])):
+        pair.engine.add(FakeRequest(f"r{i}", prompt, 2))
+    pair.run()
+
+
+def _stored(folder: Path) -> Pair:
+    """Both requests' chunks are on disk; shared memory has one slot."""
+    extra = {"directory": str(folder), "shared_bytes": 2 * BLOCK * 8}
+    first = Pair(extra)
+    for prompt in (PROMPT[:BLOCK], PROMPT[BLOCK : 2 * BLOCK]):
+        first.generate(prompt)
+    first.close()
+    return Pair(extra, apart=True)
+
+
+def _lease_dropped_early(patch: Patch) -> None:
+    """A slot is free for others as soon as it is leased."""
+    real = _arena.Arena.lease
+
+    def lease(arena: Any, fetch: quire.ChunkFetch, first: int, count: int) -> Any:
+        slots = real(arena, fetch, first, count)
+        arena.release(slots)
+        return slots
+
+    patch.setattr(_arena.Arena, "lease", lease)
+
+
+def test_a_lease_that_is_dropped_early_is_found_out_by_its_number(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    pair = _stored(tmp_path)
+    _lease_dropped_early(monkeypatch)
+    _two_requests_of_one_slot(pair)
+    assert pair.stats()["failed_loads"] == 1
+    assert pair.engine.refused_blocks == 1
+    pair.close()
+
+
+def test_without_its_number_it_would_be_read_as_another_chunk(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    pair = _stored(tmp_path)
+    _lease_dropped_early(monkeypatch)
+    monkeypatch.setattr(
+        _arena.ArenaView,
+        "layer",
+        lambda view, slots, layer: view._slots[[place for place, _ in slots], layer],
+    )
+    with pytest.raises(WrongBytes):
+        _two_requests_of_one_slot(pair)
+
+
+def test_an_overdue_lease_ends_and_a_late_worker_reads_nothing(tmp_path: Path) -> None:
+    """The worker is given a plan, and comes to it after another load has taken the slot."""
+    pair = _stored(tmp_path)
+    scheduler = pair.scheduler._scheduler
+    now = [100.0]
+    scheduler._clock = lambda: now[0]
+    engine = pair.engine
+    late = FakeRequest("late", PROMPT[: BLOCK + 1], 2)
+    engine.add(late)
+    output, scheduled = engine._schedule()
+    while not scheduled:  # its chunk is on its way from disk
+        output, scheduled = engine._schedule()
+    plan = pair.scheduler.build_connector_meta(output)
+    assert scheduler._arena.free_count == 0
+    engine.running.remove(late)
+    now[0] += 59.0
+    scheduler._end_overdue_leases(scheduler._arena)
+    assert scheduler._arena.free_count == 0
+    now[0] += 2.0
+    assert pair.generate(PROMPT[BLOCK : 2 * BLOCK + 1]).external == BLOCK
+    assert pair.stats()["overdue_leases"] == 1
+    pair.worker.bind_connector_metadata(plan)
+    pair.worker.start_load_kv(None)
+    assert pair.worker.get_block_ids_with_load_errors() == set(late.blocks[:1])
+    pair.close()
