@@ -143,6 +143,15 @@ CAPABILITIES = (
         "R15: an answer depends on batch, cuts, cache, preemption, speculation or store",
     ),
     Capability(
+        "blends",
+        "src/engine/engine_blend_walk_test",
+        "*EachIsAsAloneAndStoresAreExact*",
+        "requests",
+        10_000,
+        "R15b: a blended answer depends on what runs beside it, or a chunk in RAM or on disk is not "
+        "what full prefill gives",
+    ),
+    Capability(
         "abuse",
         SERVER,
         "test_abuse",

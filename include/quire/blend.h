@@ -63,6 +63,9 @@ enum class DeviationMetric : uint8_t {
   kKL2,     // "k_l2": the same of keys; cached keys are at their new positions
   kKVL2,    // "kv_l2": the mean over the numbers of both
   kCosine,  // "cosine": mean over heads of 1 - cos(fresh v, cached v); 1 where one of them is 0
+  // "random": numbers in [0, 1) that depend on the row's place in the batch alone. No KV is read:
+  // the yardstick of what the other ones are worth.
+  kRandom,
 };
 Result<DeviationMetric> ParseDeviationMetric(std::string_view name);
 

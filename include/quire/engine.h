@@ -131,14 +131,19 @@ struct PromptDocument {
 // What stands before the first document is the anchor; where nothing does, the model's begin token.
 // A document is known if the prefix cache holds anchor + document as a prompt's beginning. The
 // first document behind an anchor is such a beginning of the prompt itself, and exact.
+// When documents are computed behind the anchor that are not known there.
+enum class DocumentLearning : uint8_t {
+  kNever,  // they are computed where they stand in the prompt, and stay unknown
+  kFirst,  // before the prompt, which waits for them; what a store has is loaded
+  kIdle,   // where they stand in the prompt, and behind the anchor when no other request is there
+};
+
 struct BlendRequest {
   std::vector<PromptDocument> documents;  // ascending, disjoint, none empty; at least one
   // force_last does not count: the prompt's last token is always computed. Prompts of fewer than
   // min_tokens are computed, too.
   BlendOptions options = {.link_tokens = 8};
-  // Documents that are not known are computed behind the anchor first, or come from the store, and
-  // the request waits for them. False: they are computed where they stand.
-  bool learn = true;
+  DocumentLearning learn = DocumentLearning::kFirst;
 };
 
 // How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,

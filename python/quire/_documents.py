@@ -7,7 +7,7 @@ documents are tokenised apart. So a document has the same tokens in every prompt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire import _numbers, errors
@@ -136,21 +136,30 @@ def _join(
     return Composed(ids + encode(rest), ranges)
 
 
-def blend_fields(blend: Any, documents: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The option `blend` as the library takes it: a ratio, or a mapping of options."""
-    if isinstance(blend, Mapping):
-        fields = dict(blend)
-        for name in fields:
-            if name not in _BLEND_FIELDS:
+def blend_fields(
+    blend: Any,
+    documents: Sequence[tuple[int, int]],
+    auto_ratio: Callable[[int], float],
+) -> dict[str, Any]:
+    """The option `blend` as the library takes it: a ratio, or a mapping of options. auto_ratio:
+    that of "auto", for a number of tokens of documents."""
+    fields = dict(blend) if isinstance(blend, Mapping) else {"ratio": blend}
+    for name in fields:
+        if name not in _BLEND_FIELDS:
+            raise errors.BadArgumentError(
+                f"blend: there is no option {name!r}; options are {', '.join(_BLEND_FIELDS)}"
+            )
+    if "ratio" in fields:
+        if "ratios" in fields:
+            raise errors.BadArgumentError("blend: ratio and ratios are two; give one")
+        ratio = fields.pop("ratio")
+        if isinstance(ratio, str):
+            if ratio != "auto":
                 raise errors.BadArgumentError(
-                    f"blend: there is no option {name!r}; options are {', '.join(_BLEND_FIELDS)}"
+                    f'blend: ratio is {ratio!r}; it must be a number from 0 to 1, or "auto"'
                 )
-        if "ratio" in fields:
-            if "ratios" in fields:
-                raise errors.BadArgumentError("blend: ratio and ratios are two; give one")
-            fields["ratios"] = [fields.pop("ratio")]
-    else:
-        fields = {"ratios": [blend]}
+            ratio = auto_ratio(sum(end - begin for begin, end in documents))
+        fields["ratios"] = [ratio]
     for name in ("ratios", "thresholds"):
         if name in fields:
             fields[name] = [_numbers.real(value, f"blend: {name}") for value in fields[name]]
@@ -161,4 +170,14 @@ def blend_fields(blend: Any, documents: Sequence[tuple[int, int]]) -> dict[str, 
     for name in ("link_tokens", "min_tokens"):
         if name in fields:
             fields[name] = _numbers.int64(fields[name], f"blend: {name}")
+    if "learn" in fields:
+        fields["learn"] = _learning(fields["learn"])
     return {**fields, "documents": [list(document) for document in documents]}
+
+
+def _learning(learn: Any) -> str:
+    if learn == "idle":
+        return "idle"
+    if not isinstance(learn, bool):
+        raise errors.BadArgumentError(f'blend: learn is {learn!r}; it is True, False or "idle"')
+    return "first" if learn else "never"

@@ -120,7 +120,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _blend(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, dict) or value == "auto":
         return value
     ratio = _number(value)
     if not 0 <= ratio <= 1:
@@ -128,7 +128,7 @@ def _blend(value: Any) -> Any:
     return ratio
 
 
-BLEND = Kind("a number from 0 to 1, or an object of options", _blend)
+BLEND = Kind('a number from 0 to 1, "auto", or an object of options', _blend)
 BOOLEAN = Kind("true or false", _boolean)
 DRAFT_KIND = Kind('"none", "ngram" or "model"', _draft_kind)
 FULL_TEXT = Kind("a text that is not empty", _full_text)

@@ -68,8 +68,9 @@ class ModelOwn:
     off: Any
 
 
-# Which part takes an option: the engine, its answers, the store that an engine makes, its use.
-Part = Literal["engine", "store", "use", "answer"]
+# Which part takes an option: the engine, its answers, the store that an engine makes, its use, or
+# quire.Engine itself.
+Part = Literal["engine", "store", "use", "answer", "binding"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -287,6 +288,18 @@ class EngineOptions(TypedDict, total=False):
                 _N,
                 Integer(0, 2**20),
             ),
+        ),
+    ]
+    blend_unverified: Annotated[
+        bool,
+        Option(
+            False,
+            "blend although no verdict of `quire blend eval` allows it for this model.",
+            Flag(
+                "blend although no verdict of `quire blend eval` allows it for this model",
+                action="store_true",
+            ),
+            part="binding",
         ),
     ]
     kernel_path: Annotated[
@@ -761,12 +774,14 @@ class SamplingOptions(TypedDict, total=False):
         ),
     ]
     blend: Annotated[
-        "float | Mapping[str, Any] | None",
+        "float | str | Mapping[str, Any] | None",
         _answer(
             "the answer is APPROXIMATE: KV of the documents is used wherever they stand, and this "
-            "part of their tokens, from 0 to 1, is computed again. Or a mapping: ratio, metric "
-            '("v_l2", "k_l2", "kv_l2", "cosine"), check_layers, ratios, thresholds, link_tokens, '
-            "min_tokens, learn. Needs blend_piece. docs/blend.md",
+            'part of their tokens, from 0 to 1, is computed again; "auto": what can be computed in '
+            "the time that loading takes, at least 0.15. Or a mapping: ratio, metric "
+            '("v_l2", "k_l2", "kv_l2", "cosine", "random"), check_layers, ratios, thresholds, '
+            'link_tokens, min_tokens, learn (True, False, "idle"). Needs blend_piece, and a verdict '
+            "of `quire blend eval`. docs/blend.md",
             values.BLEND,
         ),
     ]

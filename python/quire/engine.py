@@ -17,13 +17,16 @@ from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 
-from quire import _documents, _ffi, _numbers, _options, _sampling, errors
+from quire import _blend_verdict, _documents, _ffi, _numbers, _options, _sampling, errors
 from quire._arrays import dtype_name, int_list
+from quire._blend_verdict import BlendVerdict
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
 from quire._options import EngineOptions, SamplingOptions
+from quire.blend.controller import recompute_ratio
 from quire.gguf_model import model_folder
 from quire.grammar import CompiledGrammar, Grammar, GrammarCompiler
+from quire.identity import model_identity
 from quire.kv_cache import LayerSpec
 from quire.store import ChunkStore, read_key_file
 from quire.text import Detokenizer, Message, StopStrings, Tokenizer, check_messages
@@ -490,6 +493,9 @@ class Engine(_ffi.ThreadOwner):
         self._inbox: Inbox[_Request] = Inbox(handle.steps())
         self._info = self._read_info()
         self._model_sampling = _sampling.read_model_sampling(self.model_dir)
+        self._blend_unverified: bool = whole["blend_unverified"]
+        self._kv_types = whole["kv_dtype"] or dtype_name(whole["dtype"])
+        self._verdict: BlendVerdict | None = None
         stats = self.stats()
         self._pages, self._page_size = stats["pages_total"], stats["page_size"]
         self._max_num_sequences = int(whole["max_num_sequences"])
@@ -931,13 +937,52 @@ class Engine(_ffi.ThreadOwner):
         if stop_ids:
             sampling["stop"] = stop_ids
         if options.get("blend") is not None:
-            sampling["blend"] = _documents.blend_fields(options["blend"], composed.documents)
+            sampling["blend"] = self._blend(options["blend"], composed.documents)
         # The answer to a chat stands alone; otherwise it goes on from the prompt.
         vocab_size = self._info.vocab_size
         context = [] if _is_chat(prompt) else [i for i in ids[-8:] if 0 <= i < vocab_size]
         special = _texts(options.get("special_texts", ()), "special_texts")
         logprobs = options.get("logprobs", 0)
         return _NewRequest(ids, context, stop_texts, special, logprobs, sampling)
+
+    def _blend(self, blend: Any, documents: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """The option as the library takes it. BadArgumentError where the answer would be
+        approximate and the model has no verdict that allows it."""
+        fields = _documents.blend_fields(blend, documents, self._auto_ratio)
+        is_exact = all(ratio >= 1 for ratio in fields.get("ratios", (0,)))
+        if not is_exact and not self._blend_unverified:
+            _blend_verdict.check(self.model_dir, self.blend_verdict())
+        return fields
+
+    def _auto_ratio(self, tokens: int) -> float:
+        """The part of `tokens` tokens that is computed in the time that loading takes, by what the
+        two have taken so far."""
+        stats = self.stats()
+        loaded = sum(stats[f"loaded_{tier}_tokens"] for tier in ("ram", "disk", "redis"))
+        load_ns = stats["load_ns"] / loaded if loaded else 0.0
+        seconds = tokens * 1e-9
+        return recompute_ratio(stats["compute_ns_per_token"] * seconds, load_ns * seconds)
+
+    def blend_verdict(self) -> BlendVerdict | None:
+        """What `quire blend eval` found about this model with these types of KV; None: it was not
+        asked. The first call reads the weights, unless their digests are kept.
+
+        Raises:
+            CorruptError: the file of the verdict is damaged.
+        """
+        if self._verdict is None:
+            self._verdict = _blend_verdict.find(self._blend_fingerprint())
+        return self._verdict
+
+    def keep_blend_verdict(self, verdict: BlendVerdict) -> Path:
+        """Keeps a verdict for all engines of this model with these types of KV, in the folder
+        QUIRE_HOME, and returns its file. OSError where it cannot be written."""
+        path = _blend_verdict.keep(self._blend_fingerprint(), verdict)
+        self._verdict = verdict
+        return path
+
+    def _blend_fingerprint(self) -> str:
+        return _blend_verdict.fingerprint(model_identity(self.model_dir), self._kv_types)
 
     def _composed(self, prompt: Prompt, options: SamplingOptions) -> _documents.Composed:
         """The prompt's tokens, and which of them are documents."""

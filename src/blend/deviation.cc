@@ -129,6 +129,14 @@ Status ReadBlendPair(std::string_view name, const TensorView& fresh, const Tenso
   return {};
 }
 
+// SplitMix64 of the row, 24 bits of it.
+float RandomOfRow(size_t row) {
+  uint64_t bits = (static_cast<uint64_t>(row) + 1) * 0x9E3779B97F4A7C15U;
+  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9U;
+  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBU;
+  return static_cast<float>((bits ^ (bits >> 31)) >> 40) * 0x1p-24F;
+}
+
 double RowDeviation(const ComparedViews& views, DeviationMetric metric, int64_t fresh_row,
                     int64_t cached_row) {
   if (metric == DeviationMetric::kCosine) {
@@ -157,6 +165,10 @@ void FillDeviations(const ComparedViews& views, DeviationMetric metric,
   for (size_t i = 0; i < count; ++i) {
     const size_t row = rows ? static_cast<size_t>((*rows)[i]) : i;
     if (kinds[row] != kRowMoved) continue;
+    if (metric == DeviationMetric::kRandom) {
+      deviations[row] = RandomOfRow(row);
+      continue;
+    }
     const auto deviation = static_cast<float>(
         RowDeviation(views, metric, static_cast<int64_t>(i), static_cast<int64_t>(row)));
     deviations[row] = std::isnan(deviation) ? kInfinity : deviation;
@@ -171,8 +183,9 @@ Result<DeviationMetric> ParseDeviationMetric(std::string_view name) {
     if (name == "k_l2") return DeviationMetric::kKL2;
     if (name == "kv_l2") return DeviationMetric::kKVL2;
     if (name == "cosine") return DeviationMetric::kCosine;
+    if (name == "random") return DeviationMetric::kRandom;
     return BlendError("metric: there is no \"" + std::string(name) +
-                      "\"; give v_l2, k_l2, kv_l2 or cosine");
+                      "\"; give v_l2, k_l2, kv_l2, cosine or random");
   });
 }
 
@@ -189,7 +202,7 @@ Status ComputeDeviations(DeviationMetric metric, int token_axis, const KVRows& f
     const int64_t fresh_count = rows ? static_cast<int64_t>(rows->size()) : row_count;
     ComparedViews views;
     views.keys = metric == DeviationMetric::kKL2 || metric == DeviationMetric::kKVL2;
-    views.values = metric != DeviationMetric::kKL2;
+    views.values = metric != DeviationMetric::kKL2 && metric != DeviationMetric::kRandom;
     if (views.keys) {
       QUIRE_RETURN_IF_ERROR(ReadBlendPair("k", fresh.k, cached.k, token_axis, fresh_count,
                                           row_count, &views.fresh_k, &views.cached_k));

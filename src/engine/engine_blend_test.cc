@@ -3,125 +3,11 @@
 // and a blended answer depends on its request and the documents alone, whatever runs beside it.
 #include <gtest/gtest.h>
 
-#include <map>
-#include <ostream>
-#include <utility>
-
-#include "base/random.h"
-#include "engine/engine_impl.h"
+#include "engine/testing/blended_prompts.h"
 #include "engine/testing/fake_chunk_store.h"
-#include "model/testing/test_model.h"
 
 namespace quire {
 namespace {
-
-using Tokens = std::vector<int32_t>;
-// Tokens and the bits of their log-probabilities.
-using Bits = std::vector<std::pair<int32_t, float>>;
-
-constexpr int64_t kVocab = 101;
-constexpr int64_t kWindow = 70;
-
-struct Variant {
-  const char* name;
-  TestModel model;
-  DType dtype = DType::kF32;
-  std::optional<DType> kv_dtype = {};
-};
-void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; }
-
-std::vector<Variant> Variants() {
-  const nlohmann::json window = {{"sliding_window", kWindow}, {"query_pre_attn_scalar", 24}};
-  std::vector<Variant> variants = {
-      {"Llama", {.num_hidden_layers = 4}},
-      {"LlamaBfloat16", {.num_hidden_layers = 4}, DType::kBF16},
-      {"LlamaInt8", {.num_hidden_layers = 4}, DType::kBF16, DType::kI8},
-      {"LlamaFp8", {.num_hidden_layers = 4}, DType::kBF16, DType::kF8E4M3},
-      {"Qwen3",
-       {.architecture = "Qwen3ForCausalLM", .num_hidden_layers = 4, .dtype = DType::kBF16},
-       DType::kBF16},
-      {"Gemma2",
-       {.architecture = "Gemma2ForCausalLM",
-        .num_hidden_layers = 4,
-        .tie_word_embeddings = true,
-        .extra = window}},
-      {"DeepseekV3", {.architecture = "DeepseekV3ForCausalLM", .num_hidden_layers = 4}}};
-  return variants;
-}
-
-struct Outcome {
-  Bits bits;
-  FinishReason reason = FinishReason::kNone;
-  std::string error;
-  int64_t cached_tokens = 0;
-  std::optional<BlendUsage> blend;
-};
-using Outcomes = std::map<std::pair<int64_t, int64_t>, Outcome>;
-
-void Step(Engine* engine, Outcomes* outcomes) {
-  Result<std::vector<StepOutput>> outputs = engine->Step();
-  ASSERT_TRUE(outputs.ok()) << outputs.status().ToString();
-  for (const StepOutput& output : *outputs) {
-    ASSERT_GE(output.request_id, 0) << "a request of the engine's own";
-    Outcome& outcome = (*outcomes)[{output.request_id, output.sample}];
-    for (size_t i = 0; i < output.tokens.size(); ++i) {
-      outcome.bits.emplace_back(output.tokens[i], output.logprobs[i].front().logprob);
-    }
-    outcome.reason = output.finish_reason;
-    outcome.error = output.error;
-    outcome.cached_tokens = output.cached_tokens;
-    if (output.blend) outcome.blend = output.blend;
-  }
-  static_cast<EngineImpl*>(engine)->CheckInvariants();
-}
-
-Outcome Generate(Engine* engine, const Tokens& prompt, const SamplingOptions& options) {
-  Outcomes outcomes;
-  const Result<int64_t> id = engine->Submit(prompt, options);
-  EXPECT_TRUE(id.ok()) << id.status().ToString();
-  if (!id.ok()) return {};
-  while (!engine->Idle()) {
-    Step(engine, &outcomes);
-    if (testing::Test::HasFatalFailure()) return {};
-  }
-  return outcomes[{*id, 0}];
-}
-
-// A prompt of an anchor, documents and a question.
-struct Question {
-  Tokens prompt;
-  std::vector<PromptDocument> documents;
-};
-
-Tokens Document(uint64_t seed) {
-  return RandomTokens(20 + static_cast<int64_t>(seed % 7) * 4, kVocab, 100 + seed);
-}
-
-Question Ask(const std::vector<uint64_t>& documents, uint64_t question, int64_t anchor = 5) {
-  Question asked;
-  asked.prompt = RandomTokens(anchor, kVocab, 1);
-  for (const uint64_t seed : documents) {
-    const Tokens document = Document(seed);
-    const auto begin = static_cast<int64_t>(asked.prompt.size());
-    asked.prompt.insert(asked.prompt.end(), document.begin(), document.end());
-    asked.documents.push_back({begin, static_cast<int64_t>(asked.prompt.size())});
-  }
-  const Tokens rest = RandomTokens(6, kVocab, 1000 + question);
-  asked.prompt.insert(asked.prompt.end(), rest.begin(), rest.end());
-  return asked;
-}
-
-SamplingOptions Exact(int64_t max_tokens = 8) {
-  return {.max_tokens = max_tokens, .logprobs = 0, .ignore_eos = true};
-}
-
-SamplingOptions Blend(const Question& question, double ratio, bool learn = true) {
-  SamplingOptions options = Exact();
-  options.blend = BlendRequest{.documents = question.documents,
-                               .options = {.ratios = {ratio}, .link_tokens = 2},
-                               .learn = learn};
-  return options;
-}
 
 class EngineBlend : public testing::TestWithParam<Variant> {
  protected:
@@ -173,7 +59,7 @@ TEST_P(EngineBlend, RatioOneIsFullPrefill) {
 TEST_P(EngineBlend, UnknownDocumentsAreComputed) {
   const Question question = Ask({1, 2, 3}, 1);
   const Outcome outcome =
-      Generate(Create().get(), question.prompt, Blend(question, 0.0, /*learn=*/false));
+      Generate(Create().get(), question.prompt, Blend(question, 0.0, DocumentLearning::kNever));
   ASSERT_TRUE(outcome.blend);
   EXPECT_EQ(outcome.blend->moved_tokens, 0);
   EXPECT_EQ(outcome.blend->computed_tokens, std::ssize(question.prompt));
@@ -385,9 +271,35 @@ TEST_P(EngineBlend, WithFewPagesExactRequestsStayExact) {
   }
 }
 
+// The first answer waits for nothing and is exact; the documents are known when nobody asks.
+TEST_P(EngineBlend, IdleLearningDelaysNobody) {
+  const Question question = Ask({1, 2, 3, 4}, 1);
+  const auto engine = Create();
+  const SamplingOptions idle = Blend(question, 0.0, DocumentLearning::kIdle);
+  Outcomes outcomes;
+  const int64_t id = engine->Submit(question.prompt, idle).value();
+  EXPECT_EQ(engine->Submit(question.prompt, idle).value(), id + 1);
+  EXPECT_EQ(engine->Stats().waiting, 2 + 3) << "each document is to be learnt once";
+  while (outcomes[{id, 0}].reason == FinishReason::kNone) {
+    Step(engine.get(), &outcomes);
+    if (HasFatalFailure()) return;
+    const EngineStats stats = engine->Stats();
+    EXPECT_LE(stats.running, 2) << "documents wait until nobody else is there";
+  }
+  EXPECT_EQ((outcomes[{id, 0}].bits), Full(question.prompt, Exact()));
+  EXPECT_EQ((outcomes[{id, 0}].blend->learned_tokens), 0);
+  while (!engine->Idle()) Step(engine.get(), &outcomes);
+  // Prompts of the same documents are blended now.
+  const Question other = Ask({4, 3, 2}, 2);
+  const Outcome blended =
+      Generate(engine.get(), other.prompt, Blend(other, 0.0, DocumentLearning::kIdle));
+  EXPECT_GT(blended.blend->moved_tokens, 30);
+  EXPECT_EQ(blended.blend->learned_tokens, 0);
+  EXPECT_EQ(blended.bits, Generate(Create().get(), other.prompt, Blend(other, 0.0)).bits);
+}
+
 // What one engine puts into a store is exact, and another one learns its documents from there.
 TEST_P(EngineBlend, TheStoreHasExactTokensAlone) {
-  if (GetParam().model.architecture == "Gemma2ForCausalLM") GTEST_SKIP();
   const auto clock = std::make_shared<FakeClock>();
   const auto store = std::make_shared<FakeChunkStore>(clock);
   StoreUseOptions use{.chunk_tokens = 8, .load_always = true, .clock = clock};

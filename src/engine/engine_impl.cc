@@ -160,7 +160,7 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
                                    const SamplingOptions& options) {
   return Enter("Submit", [&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckSubmit(prompt, options));
-    if (static_cast<int64_t>(requests_.waiting().size()) >= options_.max_waiting) {
+    if (requests_.waiting_in_turn() >= options_.max_waiting) {
       return Status(StatusCode::kFull,
                     "Engine::Submit: " + std::to_string(requests_.waiting().size()) +
                         " requests wait (EngineOptions::max_waiting); "

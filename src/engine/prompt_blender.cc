@@ -89,7 +89,16 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
     return match.length >= std::ssize(chain) - 1;
   };
   const auto prompt = request.prompt_of(request.samples.front());
+  const bool is_idle = request.blend->request().learn == DocumentLearning::kIdle;
+  const auto is_to_be_learnt = [&](std::span<const int32_t> chain, const PrefixSpace& space) {
+    const auto& waiting = parts_.requests->waiting();
+    return std::any_of(waiting.begin(), waiting.end(), [&](const auto& other) {
+      return other->is_idle && other->space == space &&
+             std::ranges::equal(other->prompt_of(other->samples.front()), chain);
+    });
+  };
   for (const std::vector<int32_t>& chain : request.blend->Unknown(prompt, knows)) {
+    if (is_idle && is_to_be_learnt(chain, LearnerSpace(request, chain))) continue;
     SamplingOptions options{.max_tokens = 0,
                             .cache_salt = request.space.salt,
                             .turn_group = request.options.turn_group,
@@ -100,6 +109,7 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
     learner->submitted_ns = request.submitted_ns;
     learner->space = LearnerSpace(request, chain);
     learner->learns_for = request.id;
+    learner->is_idle = is_idle;
     learners.push_back(std::move(learner));
   }
   return learners;
@@ -107,8 +117,11 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
 
 void PromptBlender::Add(std::unique_ptr<Request> request) {
   std::vector<std::unique_ptr<Request>> learners = MakeLearners(*request);
-  for (const auto& learner : learners) request->learners.push_back(learner->id);
-  const std::vector<int64_t> ids = request->learners;
+  std::vector<int64_t> ids;
+  for (const auto& learner : learners) {
+    ids.push_back(learner->id);
+    if (!learner->is_idle) request->learners.push_back(learner->id);  // which it waits for
+  }
   try {
     for (auto& learner : learners) parts_.requests->Add(std::move(learner));
     parts_.requests->Add(std::move(request));

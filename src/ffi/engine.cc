@@ -43,7 +43,9 @@ Speculation ReadSpeculation(OptionsReader* reader, Speculation speculation) {
 }
 
 // As DeviationMetric.
-constexpr std::string_view kBlendMetrics[] = {"v_l2", "k_l2", "kv_l2", "cosine"};
+constexpr std::string_view kBlendMetrics[] = {"v_l2", "k_l2", "kv_l2", "cosine", "random"};
+// As DocumentLearning.
+constexpr std::string_view kDocumentLearning[] = {"never", "first", "idle"};
 
 // documents: pairs [begin, end) of tokens; document_ratios: of each, below 0: that of the request.
 BlendRequest ReadBlendRequest(const OptionMap& fields) {
@@ -76,7 +78,7 @@ BlendRequest ReadBlendRequest(const OptionMap& fields) {
   }
   reader.Read("link_tokens", &options.link_tokens);
   reader.Read("min_tokens", &options.min_tokens);
-  reader.Read("learn", &request.learn);
+  reader.ReadEnum("learn", kDocumentLearning, &request.learn);
   reader.Finish();
   return request;
 }

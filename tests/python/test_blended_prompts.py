@@ -3,16 +3,21 @@ program and the command line. What is exact is compared with ==."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import program
 import pytest
 import quire
-from quire import _documents
+from quire import _blend_verdict, _documents
+from quire._blend_verdict import BlendVerdict
 from quire.cli import blend as blend_command
+from quire.embedded import embedded_model_dir
+from quire.identity import model_identity
 from tiny_model import Shape, TinyModel
 
 QUESTION = [{"role": "user", "content": "Which fox?"}]
@@ -30,6 +35,7 @@ def long_tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def make(tiny: TinyModel, **options: Any) -> quire.Engine:
+    options = {"blend_unverified": True, **options}
     return quire.Engine(
         tiny.directory, dtype="float32", threads=1, kv_bytes=32 << 20, blend_piece=256, **options
     )
@@ -133,6 +139,8 @@ def test_streams_and_texts(blender: quire.Engine) -> None:
         ({"documents": [" "]}, r"documents\[0\] is empty"),
         ({"documents": ["a \ue0d0"]}, "private characters"),
         ({"documents": ["a", "b"], "blend": 1.5}, "blend"),
+        ({"documents": ["a", "b"], "blend": "much"}, "ratio is 'much'; it must be a number from 0"),
+        ({"documents": ["a", "b"], "blend": {"learn": 1}}, 'learn is 1; it is True, False or "idle"'),
         ({"documents": ["a", "b"], "blend": {"layers": [1]}}, "no option 'layers'"),
         ({"documents": ["a", "b"], "blend": {"metric": "x"}}, "metric"),
         ({"documents": ["a", "b"], "blend": {"check_layers": [9], "ratio": 0.1}}, "9"),
@@ -158,7 +166,8 @@ def test_ranges_that_overlap_are_refused(blender: quire.Engine) -> None:
 
 
 def test_an_engine_without_pieces_says_so(long_tiny: TinyModel) -> None:
-    with quire.Engine(long_tiny.directory, threads=1, kv_bytes=8 << 20) as engine:
+    options: Any = {"threads": 1, "kv_bytes": 8 << 20, "blend_unverified": True}
+    with quire.Engine(long_tiny.directory, **options) as engine:
         with pytest.raises(quire.BadArgumentError, match="blend_piece"):
             engine.chat(QUESTION, documents=DOCUMENTS, blend=0.1)
 
@@ -187,7 +196,7 @@ def generate(
         "Which fox?",
         *words,
         *("--json", "--max-tokens", "5", "--greedy", "--dtype", "float32", "--threads", "1"),
-        *more,
+        *("--blend-unverified", *more),
     )
     assert code == 0, err
     return json.loads(out), err
@@ -239,6 +248,144 @@ def test_blend_eval_compares_with_full_prefill(
     assert [row["agreement"] for row in ones] == [1, 1]
     assert all(row["left"] == 0 for row in ones)
     assert all(row["divergence"] > 0 for row in rows if row["blend"].get("ratio") == 0.0)
+    by_lot = [row["left"] for row in rows if row["blend"].get("metric") == "random"]
+    assert len(by_lot) == 2 and all(0 < left < 1 for left in by_lot)
+    assert len([row for row in rows if row["blend"].get("anchor") == "none"]) == 2
+
+
+def test_blend_eval_of_a_text_keeps_its_verdict(
+    capsys: pytest.CaptureFixture[str],
+    long_tiny: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over sixteen folded pages of a quire. " * 20)
+    words = ("blend", "eval", str(long_tiny.directory), "--text", str(text), "--questions", "20")
+    code, out, err = program.run(capsys, *words, "--threads", "1", "--kv-bytes", "64M")
+    assert code == 0, err
+    assert "text       ratio 0.15 " in out and "verdict: blends are " in out
+    with quire.Engine(long_tiny.directory, threads=1, kv_bytes=8 << 20, blend_piece=256) as engine:
+        verdict = engine.blend_verdict()
+        assert verdict is not None and verdict.questions == 20
+        assert f"KL {verdict.divergence:.3f} " in out
+    # KV of other types is another matter.
+    with quire.Engine(long_tiny.directory, threads=1, kv_bytes=8 << 20, kv_dtype="int8") as engine:
+        assert engine.blend_verdict() is None
+    text.write_text("too short")
+    code, _, err = program.run(capsys, *words)
+    assert code == 2 and "--text: the texts have fewer than 22 words" in err
+
+
+# ---- Verdicts
+
+
+GOOD = BlendVerdict("2026-11-24", 20, 0.1, 0.9)
+
+
+def test_a_model_without_a_verdict_is_refused(
+    long_tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    with make(long_tiny, blend_unverified=False) as engine:
+        with pytest.raises(quire.BadArgumentError, match="nobody has measured .* run quire blend"):
+            engine.chat(QUESTION, documents=DOCUMENTS, blend=0.1)
+        assert engine.blend_verdict() is None and engine.stats()["steps"] == 0
+        # What is exact needs none.
+        ones = engine.chat(QUESTION, documents=DOCUMENTS, blend=1.0, max_tokens=3)
+        assert ones.ids == engine.chat(QUESTION, documents=DOCUMENTS, max_tokens=3).ids
+        path = engine.keep_blend_verdict(GOOD)
+        assert path.parent == tmp_path / "blend"
+        assert engine.chat(QUESTION, documents=DOCUMENTS, blend=0.1, max_tokens=1).ids
+    with make(long_tiny, blend_unverified=False) as engine:
+        assert engine.blend_verdict() == GOOD
+        bad = dataclasses.replace(GOOD, divergence=0.31)
+        engine.keep_blend_verdict(bad)
+        with pytest.raises(quire.BadArgumentError, match=r"too much: a divergence of 0\.310 nats"):
+            engine.chat(QUESTION, documents=DOCUMENTS, blend={"ratio": 0.5})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-9],
+        lambda text: text.replace("0.9", "1.9"),
+        lambda text: text.replace("0.1", "NaN"),
+        lambda text: text.replace('"questions": 20', '"questions": 0'),
+        lambda text: re.sub('"fingerprint": "..', '"fingerprint": "zz', text),
+        lambda text: "[]",
+    ],
+)
+def test_a_damaged_verdict_is_told(
+    long_tiny: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[str], str],
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    with make(long_tiny, blend_unverified=False) as engine:
+        path = engine.keep_blend_verdict(GOOD)
+    path.write_text(change(path.read_text()))
+    with make(long_tiny, blend_unverified=False) as engine:
+        with pytest.raises(quire.CorruptError, match=f"{path}: the verdict about blending is dam"):
+            engine.chat(QUESTION, documents=DOCUMENTS, blend=0.1)
+
+
+def test_a_verdict_of_another_version_is_none(
+    long_tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    with make(long_tiny) as engine:
+        path = engine.keep_blend_verdict(GOOD)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with make(long_tiny) as engine:
+        assert engine.blend_verdict() is None
+
+
+def test_the_embedded_model_comes_with_a_verdict() -> None:
+    folder = embedded_model_dir()
+    name = _blend_verdict.fingerprint(model_identity(folder), "bfloat16")
+    shipped = json.loads((Path(quire.__file__).parent / "blend" / "verdicts.json").read_text())
+    assert list(shipped) == [name]
+    verdict = _blend_verdict.find(name)
+    assert verdict is not None and verdict.passes and verdict.questions >= 50
+
+
+# ---- When, and how much
+
+
+def test_auto_is_what_loading_leaves_time_for(long_tiny: TinyModel, tmp_path: Path) -> None:
+    options: Any = {"kv_dir": str(tmp_path), "kv_load_always": True, "kv_load_timeout": 60}
+    with make(long_tiny, **options) as engine:
+        first = engine.chat(QUESTION, documents=DOCUMENTS, blend="auto", max_tokens=1)
+        floor = engine.chat(
+            QUESTION, documents=DOCUMENTS, blend=0.15, max_tokens=1, cache_salt="other"
+        )
+        assert first.usage.blend is not None and floor.usage.blend is not None
+        assert first.usage.blend.recomputed_tokens == floor.usage.blend.recomputed_tokens
+        assert engine._auto_ratio(100) == 0.15, "nothing was loaded"
+        engine.flush_store()
+    with make(long_tiny, **options) as engine:
+        engine.chat(QUESTION, documents=DOCUMENTS, max_tokens=1)
+        stats = engine.stats()
+        assert stats["loaded_disk_tokens"] > 0 and stats["load_ns"] > 0
+        each = stats["load_ns"] / stats["loaded_disk_tokens"]
+        compute = stats["compute_ns_per_token"]
+        assert engine._auto_ratio(100) == pytest.approx(min(1, max(0.15, each / compute)))
+
+
+def test_idle_learning_makes_nobody_wait(blender: quire.Engine) -> None:
+    idle = {"ratio": 0.1, "learn": "idle"}
+    first = blender.chat(QUESTION, documents=DOCUMENTS, blend=idle, max_tokens=3)
+    assert first.usage.blend is not None
+    assert first.usage.blend.moved_tokens == first.usage.blend.learned_tokens == 0
+    assert not first.usage.blend.approximate
+    while blender.stats()["waiting"] or blender.stats()["running"]:
+        pass  # the engine's own thread learns the documents
+    turned = [DOCUMENTS[0], DOCUMENTS[2], DOCUMENTS[1]]
+    again = blender.chat(QUESTION, documents=turned, blend=idle, max_tokens=3)
+    assert again.usage.blend is not None and again.usage.blend.moved_tokens > 10
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import quire
 from quire import _ffi
+from quire._blend_verdict import BlendVerdict
 from tiny_model import TinyModel
 
 _Q = np.zeros((1, 2, 8), np.float32)
@@ -104,6 +105,7 @@ class _Call:
 
 
 _OK = _Call()
+_VERDICT = BlendVerdict("2026-11-24", 20, 0.1, 0.9)
 _FIXED = _Call(closed="Ok", failed="Ok")  # what Python keeps itself
 
 _STATE = {
@@ -307,6 +309,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "stats": _OK,
     },
     "Engine": {
+        "blend_verdict": _FIXED,
         "chat": _Call(([{"role": "user", "content": "a"}],)),
         "check": _Call(([1, 2],)),
         "close": _FIXED,
@@ -317,6 +320,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "generate_each": _Call(([([1, 2], {"max_tokens": 1})],)),
         "has_tokenizer": _FIXED,
         "info": _FIXED,
+        "keep_blend_verdict": _Call((_VERDICT,), closed="Ok", failed="Ok"),
         "logits": _Call(([1, 2],)),
         "max_num_sequences": _FIXED,
         "model_sampling": _FIXED,

@@ -12,6 +12,12 @@ needed.
 
 from __future__ import annotations
 
+from quire.blend.controller import (
+    RATIO_FLOOR,
+    LoadingController,
+    is_worth_loading,
+    recompute_ratio,
+)
 from quire.blend.executor import BlendExecutor, BlendOutput
 from quire.blend.retriever import (
     BlendRetriever,
@@ -33,6 +39,7 @@ from quire.blend.rows import (
 from quire.blend.segment_memory import SegmentMemory
 
 __all__ = [
+    "RATIO_FLOOR",
     "BlendDocument",
     "BlendExecutor",
     "BlendOutput",
@@ -41,10 +48,13 @@ __all__ = [
     "BlendRetrieverTask",
     "FoundSegment",
     "KeyRotation",
+    "LoadingController",
     "SegmentMemory",
     "SegmentSource",
     "batch_positions",
     "gather_rows",
+    "is_worth_loading",
+    "recompute_ratio",
     "scatter_rows",
     "select_tokens",
     "shift_keys",

@@ -12,11 +12,15 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from quire import _ranges as ranges
+from quire._blend_verdict import AGREEMENT_LEAST, DIVERGENCE_MOST, BlendVerdict
 from quire.cli import arguments, models, text_input
 from quire.cli.arguments import UsageError
 
 if TYPE_CHECKING:
-    from quire.engine import Engine, Result
+    from quire.engine import BlendUsage, Engine, Result
+
+# The likeliest tokens with their log-probabilities.
+Best = list[tuple[int, float]]
 
 _ABOUT = """\
   quire blend add [MODEL] FILE... --kv-dir DIR   computes documents, once: prompts of
@@ -26,10 +30,15 @@ _ABOUT = """\
 KV of a document is that behind the beginning of a prompt: give --system where prompts have one.
 
 eval asks about documents that are made from a seed: notes about invented people, and lists whose
-facts are cut by the borders of documents. Along the answer of full prefill it prints, for each
-ratio of recomputed tokens, the mean Kullback-Leibler divergence of the next token (in nats, over
-the 256 likeliest tokens and the rest as one), how often the likeliest token is the same, and the
-log-probability of the right answer. 1 is full prefill.
+facts are cut by the borders of documents; or, with --text, about pieces of texts of your own. Along
+the answer of full prefill it prints, for each ratio of recomputed tokens, the mean Kullback-Leibler
+divergence of the next token (in nats, over the 256 likeliest tokens and the rest as one), how often
+the likeliest token is the same, the log-probability of the right answer, and how often the answer
+would be right. Ratio 1 is full prefill; metric random computes tokens again that were drawn by lot;
+anchor none takes documents that were computed behind the begin token alone.
+
+With at least 20 questions the verdict is kept: it allows or refuses blends of this model with these
+types of KV.
 """
 _BLEND_PIECE = 2048
 _RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5)
@@ -38,7 +47,12 @@ _MORE: tuple[dict[str, Any], ...] = (
     {"ratio": 0.0, "link_tokens": 0},
     {"ratio": 0.15, "metric": "k_l2"},
     {"ratio": 0.15, "metric": "cosine"},
+    {"ratio": 0.15, "metric": "random"},
+    {"ratio": 0.15, "anchor": "none"},
 )
+# What a request gets that says nothing: the verdict is about it.
+_DEFAULT = {"ratio": 0.15}
+_QUESTIONS_OF_VERDICT = 20
 # Last: it leaves exact KV of the whole prompt, which the others would find and move nothing.
 _WHOLE = {"ratio": 1.0}
 _TOP = 256
@@ -55,6 +69,13 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("words", nargs="+", metavar="add | eval", help=argparse.SUPPRESS)
     command.add_argument("--model", type=ranges.place, metavar="DIR", help="folder of the model")
     command.add_argument("--system", metavar="TEXT", help="system message of the prompts to come")
+    command.add_argument(
+        "--text",
+        action="append",
+        type=ranges.place,
+        metavar="FILE",
+        help="eval: asks about this text; may be repeated (default: texts made from the seed)",
+    )
     command.add_argument(
         "--questions",
         type=ranges.Integer(1, 10_000),
@@ -138,7 +159,8 @@ class BlendQuality:
     """One way to blend against full prefill, over all tokens of its answers.
 
     divergence: in nats. right: mean log-probability of the right answers. left: the part of the
-    moved tokens that was not computed again.
+    moved tokens that was not computed again. answered: the part of the questions whose right answer
+    the model would give.
     """
 
     kind: str
@@ -148,6 +170,7 @@ class BlendQuality:
     right: float
     moved_tokens: int
     left: float
+    answered: float
 
 
 _NAMES = "Arvo Belit Cadoc Dunja Eskil Fenna Goran Hilda Ivor Jorunn Kasper Liv".split()
@@ -191,44 +214,103 @@ def cut_facts(source: random.Random) -> Question:
     return Question("cut facts", documents, f"Where is the {things[index]} kept?", cities[index])
 
 
+_PIECE_CHARACTERS = 400
+_CUE_WORDS, _ANSWER_WORDS = 8, 3
+
+
+def pieces_of(source: random.Random, text: str) -> Question:
+    """Six pieces of a text, which begin anywhere in it; the question is how a sentence goes on."""
+    words = text.split()
+    size = max(_CUE_WORDS + _ANSWER_WORDS, len(words) * _PIECE_CHARACTERS // max(1, len(text)))
+    documents = []
+    for _ in range(6):
+        begin = source.randrange(max(1, len(words) - size))
+        documents.append(" ".join(words[begin : begin + size]))
+    asked = source.choice(documents).split()
+    at = source.randrange(max(1, len(asked) - _CUE_WORDS - _ANSWER_WORDS))
+    cue = " ".join(asked[at : at + _CUE_WORDS])
+    answer = " ".join(asked[at + _CUE_WORDS : at + _CUE_WORDS + _ANSWER_WORDS])
+    return Question("text", documents, f'How does the text go on behind "{cue}"?', answer)
+
+
+def _questions(options: argparse.Namespace) -> list[list[Question]]:
+    """Of each kind of texts, as many as are asked for."""
+    if not options.text:
+        kinds = []
+        for make in (notes, cut_facts):
+            source = random.Random(options.seed)
+            kinds.append([make(source) for _ in range(options.questions)])
+        return kinds
+    text = "\n\n".join(text_input.read_file(name) for name in options.text)
+    least = 2 * (_CUE_WORDS + _ANSWER_WORDS)
+    if len(text.split()) < least:
+        raise UsageError(f"blend: --text: the texts have fewer than {least} words")
+    source = random.Random(options.seed)
+    return [[pieces_of(source, text) for _ in range(options.questions)]]
+
+
 def _eval(options: argparse.Namespace, model: str | None) -> int:
-    given = arguments.given(options, arguments.ENGINE)
+    given = {**arguments.given(options, arguments.ENGINE), "blend_unverified": True}
     given.setdefault("blend_piece", _BLEND_PIECE)
     ways: list[dict[str, Any]] = [{"ratio": ratio} for ratio in _RATIOS]
     ways += [dict(way) for way in (*_MORE, _WHOLE)]
     found: list[BlendQuality] = []
+    kinds = _questions(options)
     with models.open_engine(model, given) as engine:
         if not models.is_chat_model(models.tokenizer_of(engine)):
             raise UsageError("blend: eval needs a model with a chat template, which is asked")
         name = str(engine.model_dir)
-        for make in (notes, cut_facts):
-            source = random.Random(options.seed)
-            questions = [make(source) for _ in range(options.questions)]
+        for questions in kinds:
             sums = [_Sums() for _ in ways]
             for question in questions:
                 _measure(engine, options.system, question, ways, sums)
-            found += [
-                each.quality(questions[0].kind, way) for each, way in zip(sums, ways)
-            ]
-    date = datetime.date.today().isoformat()
+            found += [each.quality(questions[0].kind, way) for each, way in zip(sums, ways)]
+        date = datetime.date.today().isoformat()
+        verdict = _verdict(found, date, options.questions)
+        if options.questions >= _QUESTIONS_OF_VERDICT:
+            engine.keep_blend_verdict(verdict)
     if options.json:
         rows = [dataclasses.asdict(item) for item in found]
-        print(json.dumps({"model": name, "date": date, "questions": options.questions, "rows": rows}))
+        head = {"model": name, "date": date, "questions": options.questions}
+        print(json.dumps({**head, "passes": verdict.passes, "rows": rows}))
         return 0
     print(f"{name}, {date}: {options.questions} questions of each kind, seed {options.seed}")
-    print(f"{'texts':<11}{'blend':<36}{'KL':>9}{'same':>8}{'log p(right)':>14}{'left':>8}")
+    _print_rows(found)
+    _print_verdict(verdict)
+    return 0
+
+
+def _verdict(found: list[BlendQuality], date: str, questions: int) -> BlendVerdict:
+    """About the default blend, in the kind of texts that it costs most."""
+    rows = [item for item in found if item.blend == _DEFAULT]
+    divergence = max(item.divergence for item in rows)
+    return BlendVerdict(date, questions, divergence, min(item.agreement for item in rows))
+
+
+def _print_rows(found: list[BlendQuality]) -> None:
+    columns = f"{'KL':>9}{'same':>8}{'log p(right)':>14}{'right':>8}{'left':>8}"
+    print(f"{'texts':<11}{'blend':<36}{columns}")
     for item in found:
         way = ", ".join(f"{key} {value}" for key, value in item.blend.items())
         print(
             f"{item.kind:<11}{way:<36}{item.divergence:>9.4f}{item.agreement:>8.1%}"
-            f"{item.right:>14.3f}{item.left:>8.1%}"
+            f"{item.right:>14.3f}{item.answered:>8.1%}{item.left:>8.1%}"
         )
-    return 0
+
+
+def _print_verdict(verdict: BlendVerdict) -> None:
+    allowed = "blends are allowed" if verdict.passes else "blends are refused unless forced"
+    print(
+        f"verdict: {allowed}: KL {verdict.divergence:.3f} (at most {DIVERGENCE_MOST}), same "
+        f"{verdict.agreement:.1%} (at least {AGREEMENT_LEAST:.0%})"
+    )
+    if verdict.questions < _QUESTIONS_OF_VERDICT:
+        print(f"It is not kept: it takes at least {_QUESTIONS_OF_VERDICT} questions.")
 
 
 class _Sums:
     def __init__(self) -> None:
-        self.tokens = self.same = self.questions = self.moved = self.left = 0
+        self.tokens = self.same = self.questions = self.moved = self.left = self.answered = 0
         self.divergence = self.right = 0.0
 
     def quality(self, kind: str, way: dict[str, Any]) -> BlendQuality:
@@ -240,7 +322,26 @@ class _Sums:
             self.right / max(1, self.questions),
             self.moved,
             self.left / max(1, self.moved),
+            self.answered / max(1, self.questions),
         )
+
+    def add_blend(self, usage: BlendUsage | None) -> None:
+        if usage is not None:
+            self.moved += usage.moved_tokens
+            self.left += usage.moved_tokens - usage.recomputed_tokens
+
+    def add_answer(self, reference: list[Best], ours: list[Best]) -> None:
+        """The tokens along the answer of full prefill."""
+        for theirs, mine in zip(reference, ours, strict=True):
+            self.tokens += 1
+            self.same += mine[0][0] == theirs[0][0]
+            self.divergence += divergence(dict(theirs), dict(mine))
+
+    def add_right(self, right: list[int], ours: list[Best]) -> None:
+        """The tokens along the right answer."""
+        self.questions += 1
+        self.right += sum(_log_probability(best, token) for best, token in zip(ours, right))
+        self.answered += all(best[0][0] == token for best, token in zip(ours, right))
 
 
 def _measure(
@@ -259,48 +360,38 @@ def _measure(
         messages, greedy=True, max_tokens=_ANSWER_TOKENS, cache_salt="full", **options
     )
     right = engine.tokenizer.encode(question.answer, add_special_tokens=False)
-    prompt = full.prompt_ids
     spans = engine.document_ranges(messages, **options)
-    reference = [
-        _best(_next(engine, prompt + full.ids[:i], spans, None)) for i in range(len(full.ids))
-    ]
+    answer = full.ids or right
+    ends = [answer[:i] for i in range(len(answer))] + [right[:i] for i in range(1, len(right))]
+    reference, _ = _next(engine, full.prompt_ids, ends[: len(answer)], {"cache_salt": "full"})
     for way, each in zip(ways, sums):
-        for index, theirs in enumerate(reference):
-            result = _next(engine, prompt + full.ids[:index], spans, way)
-            ours = _best(result)
-            if index == 0 and result.usage.blend is not None:
-                each.moved += result.usage.blend.moved_tokens
-                each.left += result.usage.blend.moved_tokens - result.usage.blend.recomputed_tokens
-            each.tokens += 1
-            each.same += ours[0][0] == theirs[0][0]
-            each.divergence += divergence(dict(theirs), dict(ours))
-        each.questions += 1
-        for index, token in enumerate(right):
-            best = _best(_next(engine, prompt + right[:index], spans, way))
-            each.right += _log_probability(best, token)
+        ours, usage = _next(engine, full.prompt_ids, ends, _blended(way, spans))
+        each.add_blend(usage)
+        each.add_answer(reference, ours[: len(answer)])
+        each.add_right(right, [ours[0], *ours[len(answer) :]])
+
+
+def _blended(way: dict[str, Any], spans: list[tuple[int, int]]) -> dict[str, Any]:
+    """The options of a prompt with documents in `spans`. What full prefill left is not found."""
+    blend = dict(way)
+    if blend.pop("anchor", None) == "none":
+        spans = [(0, spans[0][0]), *spans]  # nothing stands before the first document
+    return {"cache_salt": "blend", "documents": spans, "blend": blend}
 
 
 def _next(
-    engine: Engine,
-    ids: list[int],
-    documents: list[tuple[int, int]],
-    way: dict[str, Any] | None,
-) -> Result:
-    """The next token. Without a way by full prefill, whose KV no blend is to find."""
-    options: dict[str, Any] = {"cache_salt": "full"}
-    if way is not None:
-        options = {"cache_salt": "blend", "documents": documents, "blend": way}
-    return engine.generate(
-        ids, greedy=True, max_tokens=1, logprobs=_TOP, ignore_eos=True, **options
-    )
+    engine: Engine, prompt: list[int], ends: list[list[int]], options: dict[str, Any]
+) -> tuple[list[Best], BlendUsage | None]:
+    """The likeliest tokens behind the prompt with each of the ends, of which the first is empty; and
+    how the prompt was blended, whose KV the other ones find."""
+    options = {**options, "greedy": True, "max_tokens": 1, "logprobs": _TOP, "ignore_eos": True}
+    first = engine.generate(prompt, **options)
+    rest = [prompt + end for end in ends[1:]]
+    results: list[Result] = [first, *(engine.generate(rest, **options) if rest else [])]
+    return [(result.top_logprobs or [[]])[0] for result in results], first.usage.blend
 
 
-def _best(result: Result) -> list[tuple[int, float]]:
-    """The likeliest tokens with their log-probabilities."""
-    return (result.top_logprobs or [[]])[0]
-
-
-def _log_probability(best: list[tuple[int, float]], token: int) -> float:
+def _log_probability(best: Best, token: int) -> float:
     """The token's; if it is none of the best, that of the last one: an upper bound."""
     return dict(best).get(token, best[-1][1])
 

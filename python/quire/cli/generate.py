@@ -91,6 +91,10 @@ def _add_file_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _ratio(text: str) -> float | str:
+    return text if text == "auto" else float(ranges.Number(0, 1)(text))
+
+
 def _add_documents(command: argparse.ArgumentParser) -> None:
     documents = command.add_argument_group("documents that stand before the prompt")
     documents.add_argument(
@@ -102,11 +106,11 @@ def _add_documents(command: argparse.ArgumentParser) -> None:
     )
     documents.add_argument(
         "--blend",
-        type=ranges.Number(0, 1),
+        type=_ratio,
         metavar="RATIO",
         help="use KV of the documents wherever they stand, and compute this part of their tokens "
-        "again (0.15 is usual); the answer is APPROXIMATE. Without it the prompt is computed, and "
-        "the answer exact",
+        "again (0.15 is usual; auto: what can be computed in the time that loading takes); the "
+        "answer is APPROXIMATE. Without it the prompt is computed, and the answer exact",
     )
 
 

@@ -84,17 +84,19 @@ def _read_documents(fields: Fields, service: Service) -> dict[str, Any]:
     return {"documents": documents, "blend": _read_blend(fields)}
 
 
-def _read_blend(fields: Fields) -> float | dict[str, Any] | None:
+def _read_blend(fields: Fields) -> float | str | dict[str, Any] | None:
     """The part of the documents' tokens that is computed again, or an object of options."""
-    if not isinstance(fields.any("blend"), dict):
-        return fields.number("blend", 0, 1)
-    given = fields.object("blend") or Fields({})
+    blend = fields.any("blend")
+    if not isinstance(blend, dict):
+        return _read_ratio(fields, "blend")
+    given = Fields(blend, "blend")
+    learn = "idle" if given.any("learn") == "idle" else given.boolean("learn", True)
     options = {
-        "ratio": given.number("ratio", 0, 1),
+        "ratio": _read_ratio(given, "ratio"),
         "metric": given.choice("metric", _METRICS, _METRICS[0]),
         "link_tokens": given.integer("link_tokens", 0, _TOKENS_MOST),
         "min_tokens": given.integer("min_tokens", 0, _TOKENS_MOST),
-        "learn": given.boolean("learn", True),
+        "learn": learn,
     }
     for name in given.unknown():
         raise Problem(
@@ -104,6 +106,10 @@ def _read_blend(fields: Fields) -> float | dict[str, Any] | None:
             code="invalid_value",
         )
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _read_ratio(fields: Fields, name: str) -> float | str | None:
+    return "auto" if fields.any(name) == "auto" else fields.number(name, 0, 1)
 
 
 def _read_logprobs(fields: Fields, service: Service) -> int | None:

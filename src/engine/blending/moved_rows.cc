@@ -180,7 +180,9 @@ Status MovedPiece::Take(AttentionKVCache& cache, const Part& part) {
   }
   const int64_t to = first_position_ + part.rows.begin;
   if (to != part.from || part.long_factors != long_factors_) {
-    for (int64_t layer = 0; layer < layer_count; ++layer) MoveKeys(layer, part);
+    for (int64_t layer = 0; layer < layer_count; ++layer) {
+      QUIRE_RETURN_IF_ERROR(MoveKeys(layer, part));
+    }
   }
   std::fill(kinds_.begin() + part.rows.begin, kinds_.begin() + part.rows.end, kRowMoved);
   parts_.push_back(part.rows);
@@ -192,11 +194,11 @@ Status MovedPiece::Take(AttentionKVCache& cache, const Part& part) {
   return {};
 }
 
-void MovedPiece::MoveKeys(int64_t layer, const Part& part) {
+Status MovedPiece::MoveKeys(int64_t layer, const Part& part) {
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   LayerRotation rotation;
   FillRotation(options_, spec, long_factors_, part.long_factors, &rotation);
-  if (rotation.now.empty()) return;
+  if (rotation.now.empty()) return {};
   const auto n = static_cast<size_t>(part.rows.count());
   std::vector<int64_t> from(n);
   std::vector<int64_t> to(n);
@@ -205,22 +207,21 @@ void MovedPiece::MoveKeys(int64_t layer, const Part& part) {
   const KeyMoves moves{.old_positions = from, .new_positions = to};
   if (IsQuantised(spec.dtype)) return MoveQuantised(layer, part, moves, rotation.rotation);
   const TensorView keys = RowsOf(layer, part.rows).k;
-  const Status moved = ShiftKeys(keys, 0, moves, rotation.rotation, keys);
-  QUIRE_CHECK(moved.ok()) << moved.ToString();
+  return ShiftKeys(keys, 0, moves, rotation.rotation, keys);
 }
 
 // As numbers in float32, rounded once: to codes and a scale for each head. Values stay as they are.
-void MovedPiece::MoveQuantised(int64_t layer, const Part& part, const KeyMoves& moves,
-                               const KeyRotation& rotation) {
+Status MovedPiece::MoveQuantised(int64_t layer, const Part& part, const KeyMoves& moves,
+                                 const KeyRotation& rotation) {
   const AttentionLayerSpec& spec = options_.layers[static_cast<size_t>(layer)];
   const LayerKV kv = RowsOf(layer, part.rows);
   k_floats_.resize(static_cast<size_t>(kv.k.element_count()));
   const ScopedFloatEnvironment environment;
   Dequantise(spec.dtype, kv.k, kv.k_scale, k_floats_.data());
   const TensorView numbers(k_floats_.data(), DType::kF32, {kv.k.dim(0), kv.k.dim(1), kv.k.dim(2)});
-  const Status moved = ShiftKeys(numbers, 0, moves, rotation, numbers);
-  QUIRE_CHECK(moved.ok()) << moved.ToString();
+  QUIRE_RETURN_IF_ERROR(ShiftKeys(numbers, 0, moves, rotation, numbers));
   Quantise(spec.dtype, k_floats_.data(), kv.k, kv.k_scale);
+  return {};
 }
 
 Result<std::span<const MovedRows>> MovedPiece::Load(int64_t layer) {

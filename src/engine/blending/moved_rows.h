@@ -66,9 +66,9 @@ class MovedPiece final : public MovedSource {
   LayerKV RowsOf(int64_t layer, const TokenRange& rows) const;
   TensorView Numbers(int64_t layer, TensorView LayerKV::*codes, TensorView LayerKV::*scales,
                      std::vector<float>* floats) const;
-  void MoveKeys(int64_t layer, const Part& part);
-  void MoveQuantised(int64_t layer, const Part& part, const KeyMoves& moves,
-                     const KeyRotation& rotation);
+  Status MoveKeys(int64_t layer, const Part& part);
+  Status MoveQuantised(int64_t layer, const Part& part, const KeyMoves& moves,
+                       const KeyRotation& rotation);
 
   const AttentionKVCacheOptions& options_;
   const int64_t first_position_;

@@ -97,6 +97,7 @@ struct Request {
   int64_t learned_tokens = 0;
   int64_t learns_for = kNobody;  // of such a request: nobody is told of its end
   static constexpr int64_t kNobody = -1;
+  bool is_idle = false;  // such a request that comes in when no other one is there
   int64_t exact_start = kExactForever;  // what `cached` counts is exact up to here
   Speculation speculation;
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput

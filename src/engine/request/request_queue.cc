@@ -27,7 +27,13 @@ int64_t RequestQueue::running_samples() const {
   return samples;
 }
 
+int64_t RequestQueue::waiting_in_turn() const {
+  return std::count_if(waiting_.begin(), waiting_.end(),
+                       [](const auto& request) { return !request->is_idle; });
+}
+
 void RequestQueue::Add(std::unique_ptr<Request> request) {
+  if (request->is_idle) return waiting_.push_back(std::move(request));
   if (last_turns_.size() > 2 * waiting_.size() + 64) {
     std::erase_if(last_turns_, [this](const auto& entry) { return entry.second <= turn_; });
   }
@@ -38,14 +44,17 @@ void RequestQueue::Add(std::unique_ptr<Request> request) {
   const int64_t turn = std::max(last, turn_) + kTurn / options.turn_weight;
   request->turn = turn;
   auto place = waiting_.end();
-  while (place != waiting_.begin() && (*std::prev(place))->turn > turn) --place;
+  const auto is_behind = [&](const Request& other) { return other.is_idle || other.turn > turn; };
+  while (place != waiting_.begin() && is_behind(**std::prev(place))) --place;
   waiting_.insert(place, std::move(request));
   last = turn;
 }
 
 Request* RequestQueue::NextToAdmit(size_t count) const {
+  const bool all_idle = running_.empty() && waiting_in_turn() == 0;
   for (const auto& request : waiting_) {
     if (count == 0) return nullptr;
+    if (request->is_idle && !all_idle) continue;
     const std::vector<int64_t>& learners = request->learners;
     const auto is_there = [this](int64_t id) { return Find(id) != nullptr; };
     if (std::any_of(learners.begin(), learners.end(), is_there)) continue;

@@ -7,6 +7,8 @@
 //   holds up another one of its weight by one request, and a request that waits is overtaken by one
 //   of each other group at most in a turn.
 // - Those in work stand in the order in which they came in. One that is preempted waits in front.
+// - Idle ones have no turn. They come in, in their order, when no other request waits or is in
+//   work.
 #ifndef QUIRE_ENGINE_REQUEST_REQUEST_QUEUE_H_
 #define QUIRE_ENGINE_REQUEST_REQUEST_QUEUE_H_
 
@@ -32,6 +34,9 @@ class RequestQueue {
   Request* Find(int64_t request_id) const;
   // Samples in work that have not ended.
   int64_t running_samples() const;
+
+  // Those that wait and are not idle.
+  int64_t waiting_in_turn() const;
 
   void Add(std::unique_ptr<Request> request);
   // The first of the first `count` that wait which is not held back; null if there is none. Those

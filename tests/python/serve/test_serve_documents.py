@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +29,14 @@ def long_tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def blending(long_tiny: TinyModel) -> Iterator[Server]:
-    options = ("--page-size", "16", "--blend-piece", "256")
+    options = ("--page-size", "16", "--blend-piece", "256", "--blend-unverified")
     with running(long_tiny.directory, *options) as server:
         yield server
 
 
 @pytest.fixture
 def engine(long_tiny: TinyModel) -> Iterator[quire.Engine]:
-    options: Any = {"threads": 1, "page_size": 16, "blend_piece": 256}
+    options: Any = {"threads": 1, "page_size": 16, "blend_piece": 256, "blend_unverified": True}
     with quire.Engine(long_tiny.directory, dtype="float32", **options) as engine:
         yield engine
 
@@ -58,6 +59,9 @@ BLENDS: tuple[Any, ...] = (
     {"ratio": 0.2, "metric": "cosine", "link_tokens": 2},
     {"ratio": 0.2, "min_tokens": 10_000},
     {"learn": False},
+    {"learn": "idle"},
+    "auto",
+    {"ratio": "auto", "metric": "k_l2"},
     {},
 )
 
@@ -162,3 +166,14 @@ def test_a_server_that_cannot_blend_says_how_to_begin_it(server: Server, keyed: 
         status, _, found = place.request("POST", "/v1/chat/completions", body("none", blend=0.1))
         assert status == 400 and found["error"]["param"] == "blend"
         assert "begin it " + words in found["error"]["message"]
+
+
+def test_a_model_without_a_verdict_is_not_blended(
+    long_tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    with running(long_tiny.directory, "--blend-piece", "256") as server:
+        status, _, found = server.request("POST", "/v1/chat/completions", body("none", blend=0.1))
+        assert status == 400 and found["error"]["param"] == "blend"
+        assert "nobody has measured what blending costs" in found["error"]["message"]
+        assert server.post("/v1/chat/completions", body("ones", blend=1))["usage"]["blend"]

@@ -1,0 +1,513 @@
+// Blended and exact requests in random schedules over real stores: cancelled, preempted, with
+// several samples, with guesses. Each answer is that of its request alone; what the stores hold in
+// the end is what an engine gives that never blended. Then stores that damage, delay and lie, and
+// each allocation refused.
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <fstream>
+
+#include "base/testing/soak.h"
+#include "engine/testing/blended_prompts.h"
+#include "engine/testing/fake_chunk_store.h"
+#include "kv/testing/allocation_refusal.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kChunkTokens = 8;
+
+struct Job {
+  Tokens prompt;
+  SamplingOptions options;
+};
+
+// Exact prompts go on behind the first document as no blended one does: a longer exact beginning
+// would be another, better blend.
+std::vector<Job> RandomJobs(RandomSequence* random) {
+  std::vector<Job> jobs;
+  for (uint64_t i = 0; i < 10; ++i) {
+    std::vector<uint64_t> documents = {
+        static_cast<uint64_t>(1 + random->Below(5)),
+        (i % 2 == 0 ? 6 : 1) + static_cast<uint64_t>(random->Below(2))};
+    const int64_t more = random->Below(3);
+    for (int64_t k = 0; k < more; ++k) {
+      documents.push_back(static_cast<uint64_t>(1 + random->Below(7)));
+    }
+    const Question question = Ask(documents, i);
+    Job& job = jobs.emplace_back();
+    job.prompt = question.prompt;
+    job.options = i % 2 == 0 ? Exact() : Blend(question, random->Uniform(0, 0.6));
+    job.options.n = 1 + random->Below(2);
+    job.options.temperature = 0.8F;
+    job.options.seed = i;
+    if (i % 3 == 0) job.options.stop = {{static_cast<int32_t>(random->Below(kVocab))}};
+  }
+  return jobs;
+}
+
+// Tokens from the prompt's first to the chunk's last, by the contexts of chunks.
+class StoredChunks {
+ public:
+  explicit StoredChunks(ChunkStore* store, TierKind tier) {
+    const auto listings = store->List(tier);
+    EXPECT_TRUE(listings.ok()) << listings.status().ToString();
+    for (const ChunkListing& listing : *listings) {
+      const auto chunk = store->Get(tier, listing.key);
+      EXPECT_TRUE(chunk.ok()) << chunk.status().ToString();
+      if (chunk.ok()) chunks_[listing.key] = *chunk;
+    }
+  }
+  const std::map<ChunkKey, std::shared_ptr<const StoredChunk>>& all() const { return chunks_; }
+
+  Tokens PrefixOf(const StoredChunk& chunk) const {
+    Tokens tokens = chunk.header().tokens;
+    const StoredChunk* at = &chunk;
+    while (true) {
+      const auto before = std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& entry) {
+        return entry.first.digest == at->header().context;
+      });
+      if (before == chunks_.end()) return tokens;
+      at = before->second.get();
+      tokens.insert(tokens.begin(), at->header().tokens.begin(), at->header().tokens.end());
+    }
+  }
+
+ private:
+  std::map<ChunkKey, std::shared_ptr<const StoredChunk>> chunks_;
+};
+
+std::vector<std::byte> SectionBytes(const StoredChunk& chunk, const Section& section) {
+  const auto bytes = chunk.bytes().subspan(static_cast<size_t>(section.offset),
+                                           static_cast<size_t>(section.length));
+  return {bytes.begin(), bytes.end()};
+}
+
+class EngineBlendWalk : public testing::TestWithParam<Variant> {
+ protected:
+  EngineBlendWalk()
+      : directory_(std::filesystem::temp_directory_path() /
+                   ("engine_blend_walk_test_" + std::to_string(::getpid()))) {
+    identity_.model = "test";
+  }
+  ~EngineBlendWalk() override { std::filesystem::remove_all(directory_); }
+  void SetUp() override { WriteTestModel(folder_, GetParam().model); }
+
+  EngineOptions Options() const {
+    return {.model_directory = folder_.path(),
+            .dtype = GetParam().dtype,
+            .k_dtype = GetParam().kv_dtype,
+            .v_dtype = GetParam().kv_dtype,
+            .threads = 1,
+            .page_size = 16,
+            .prefill_chunk = 24,
+            .kv_bytes = 16 << 20,
+            .blend_piece = 80};
+  }
+  std::unique_ptr<Engine> Create(const EngineOptions& options) const {
+    Result<std::unique_ptr<Engine>> engine = Engine::Create(options);
+    EXPECT_TRUE(engine.ok()) << engine.status().ToString();
+    return engine.ok() ? *std::move(engine) : nullptr;
+  }
+  std::unique_ptr<Engine> Create() const { return Create(Options()); }
+  std::unique_ptr<Engine> CreateExact() const {
+    EngineOptions options = Options();
+    options.blend_piece = 0;
+    return Create(options);
+  }
+  void Attach(Engine* engine, const std::shared_ptr<ChunkStore>& store,
+              std::shared_ptr<Clock> clock = nullptr, bool write = true) const {
+    const Status attached = engine->AttachStore(store, identity_,
+                                                {.chunk_tokens = kChunkTokens,
+                                                 .load_timeout_ms = clock == nullptr ? 60'000 : 100,
+                                                 .load_always = true,
+                                                 .write = write,
+                                                 .clock = clock});
+    EXPECT_TRUE(attached.ok()) << attached.ToString();
+  }
+  std::shared_ptr<ChunkStore> Open(const std::string& name) const {
+    ChunkStoreOptions options;
+    options.ram.bytes_max = int64_t{8} << 20;
+    options.disk.directory = (directory_ / name).string();
+    Result<std::unique_ptr<ChunkStore>> store = ChunkStore::Open(options);
+    EXPECT_TRUE(store.ok()) << store.status().ToString();
+    return *std::move(store);
+  }
+
+  std::vector<Outcomes> Alone(const std::vector<Job>& jobs) const {
+    std::vector<Outcomes> alone;
+    for (const Job& job : jobs) {
+      const auto engine = Create();
+      Outcomes outcomes;
+      EXPECT_TRUE(engine->Submit(job.prompt, job.options).ok());
+      while (!engine->Idle()) Step(engine.get(), &outcomes);
+      alone.push_back(std::move(outcomes));
+    }
+    return alone;
+  }
+  void Walk(Engine* engine, const std::vector<Job>& jobs, const std::vector<Outcomes>& alone,
+            RandomSequence* moves);
+  void ExpectAsAlone(const Job& job, const Outcomes& alone, int64_t sample, const Outcome& outcome);
+  // Every chunk of the store is, to the bit, that of an engine that never blended.
+  void ExpectExactChunks(ChunkStore* store);
+
+  TestFolder folder_;
+  const std::filesystem::path directory_;
+  Passport identity_;
+  int64_t compared_ = 0;  // answers of blended requests
+  int64_t others_ = 0;    // of blended requests whose documents were given up
+  int64_t requests_ = 0;
+  int64_t preemptions_ = 0;
+  bool few_pages_ = false;
+};
+
+// A blended answer depends on the documents that are known. Where pages are few, some of them are
+// given up, and then the usage tells other numbers of moved tokens; or that the answer is exact.
+void EngineBlendWalk::ExpectAsAlone(const Job& job, const Outcomes& alone, int64_t sample,
+                                    const Outcome& outcome) {
+  ASSERT_NE(outcome.reason, FinishReason::kError) << outcome.error;
+  const Outcome& one = alone.at({0, sample});
+  if (job.options.blend) {
+    if (outcome.reason == FinishReason::kCancelled && !outcome.blend) return;
+    ASSERT_TRUE(outcome.blend);
+    if (few_pages_ && outcome.blend->moved_tokens != one.blend->moved_tokens) {
+      ++others_;
+      return;
+    }
+    ++compared_;
+  }
+  Bits want = one.bits;
+  if (outcome.reason == FinishReason::kCancelled) want.resize(outcome.bits.size());
+  EXPECT_EQ(outcome.bits, want);
+}
+
+void EngineBlendWalk::Walk(Engine* engine, const std::vector<Job>& jobs,
+                           const std::vector<Outcomes>& alone, RandomSequence* moves) {
+  constexpr int64_t kRequests = 16;
+  Outcomes outcomes;
+  std::map<int64_t, size_t> job_of;
+  for (int64_t submitted = 0; submitted < kRequests || !engine->Idle();) {
+    const int64_t move = moves->Below(12);
+    if (move < 4 && submitted < kRequests) {
+      const auto job = static_cast<size_t>(moves->Below(std::ssize(jobs)));
+      const Result<int64_t> id = engine->Submit(jobs[job].prompt, jobs[job].options);
+      ASSERT_TRUE(id.ok()) << id.status().ToString();
+      job_of[*id] = job;
+      ++submitted;
+    } else if (move == 4 && submitted > 0) {
+      static_cast<void>(engine->Cancel(moves->Below(submitted)));
+    } else {
+      Step(engine, &outcomes);
+      if (HasFatalFailure()) return;
+    }
+  }
+  requests_ += kRequests;
+  preemptions_ += engine->Stats().preemptions;
+  for (const auto& [key, outcome] : outcomes) {
+    const size_t job = job_of.at(key.first);
+    SCOPED_TRACE("request " + std::to_string(key.first) + " job " + std::to_string(job));
+    ExpectAsAlone(jobs[job], alone[job], key.second, outcome);
+    if (HasFatalFailure()) return;
+  }
+}
+
+void EngineBlendWalk::ExpectExactChunks(ChunkStore* store) {
+  const auto clock = std::make_shared<FakeClock>();
+  for (const TierKind tier : {TierKind::kRam, TierKind::kDisk}) {
+    SCOPED_TRACE(tier == TierKind::kRam ? "RAM" : "disk");
+    const StoredChunks stored(store, tier);
+    EXPECT_GT(stored.all().size(), 10U);
+    const auto want = std::make_shared<FakeChunkStore>(clock);
+    const auto exact = CreateExact();
+    Attach(exact.get(), want, clock);
+    for (const auto& [key, chunk] : stored.all()) {
+      const ChunkHeader& header = chunk->header();
+      EXPECT_FALSE(header.approximate || header.contextual);
+      if (!want->chunks.contains(key)) {
+        Generate(exact.get(), stored.PrefixOf(*chunk), {.max_tokens = 0});
+        ASSERT_TRUE(exact->FlushStore(1000).ok());
+      }
+      ASSERT_TRUE(want->chunks.contains(key)) << "a key of no prompt";
+      const StoredChunk& other = *want->chunks.at(key);
+      ASSERT_EQ(header.tokens, other.header().tokens);
+      ASSERT_EQ(header.sections.size(), other.header().sections.size());
+      for (size_t i = 0; i < header.sections.size(); ++i) {
+        EXPECT_EQ(SectionBytes(*chunk, header.sections[i]),
+                  SectionBytes(other, other.header().sections[i]))
+            << "section " << i << " of a chunk that ends at token "
+            << stored.PrefixOf(*chunk).size();
+      }
+    }
+  }
+}
+
+std::vector<Variant> WalkVariants() {
+  std::vector<Variant> variants = Variants();
+  std::erase_if(variants, [](const Variant& variant) {
+    const std::string name = variant.name;
+    return name == "Llama" || name == "Qwen3" || name == "LlamaFp8";
+  });
+  return variants;
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, EngineBlendWalk, testing::ValuesIn(WalkVariants()),
+                         [](const auto& variant) { return std::string(variant.param.name); });
+
+TEST_P(EngineBlendWalk, EachIsAsAloneAndStoresAreExact) {
+  RandomSequence random(SoakSeed(11));
+  const std::vector<Job> jobs = RandomJobs(&random);
+  const std::vector<Outcomes> alone = Alone(jobs);
+  EngineOptions small = Options();
+  small.page_size = 4;
+  const int64_t page_bytes = Engine::PlanMemory(small)->page_bytes;
+  const std::shared_ptr<ChunkStore> store = Open("walk");
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    RandomSequence moves(SoakSeed(seed), 2);
+    EngineOptions options = Options();
+    options.max_num_sequences = 3 + moves.Below(6);
+    options.prefill_chunk = 5 + moves.Below(30);
+    if (seed % 2 == 1) {
+      options.max_tree_nodes = 24;
+      options.speculation = {.draft = DraftKind::kNGram, .draft_tokens = 4};
+    }
+    few_pages_ = seed >= 2;
+    if (few_pages_) {
+      options.page_size = 4;
+      options.kv_bytes = (60 + moves.Below(12)) * page_bytes;
+    }
+    const auto engine = Create(options);
+    Attach(engine.get(), store);
+    Walk(engine.get(), jobs, alone, &moves);
+    if (HasFatalFailure()) return;
+    ASSERT_TRUE(engine->FlushStore(60'000).ok());
+  }
+  ReportFigure("requests", requests_);
+  ExpectExactChunks(store.get());
+  if (IsSoak()) return;
+  EXPECT_GT(compared_, 15) << "blended answers were compared";
+  EXPECT_GT(others_, 0);
+  EXPECT_GT(preemptions_, GetParam().model.architecture == "Gemma2ForCausalLM" ? -1 : 0);
+}
+
+// ---- Stores that damage, delay and lie
+
+class EngineBlendFaults : public EngineBlendWalk {
+ protected:
+  // What comes of the question where no store is there, and where a sound one has the documents.
+  void Fill(const std::shared_ptr<ChunkStore>& store, std::shared_ptr<Clock> clock) {
+    const auto writer = Create();
+    Attach(writer.get(), store, std::move(clock));
+    const Question other = Ask({4, 3, 2, 1}, 9);
+    Generate(writer.get(), other.prompt, Blend(other, 0.0));
+    ASSERT_TRUE(writer->FlushStore(60'000).ok());
+    unknown_ = Generate(Create().get(), question_.prompt, Blend(question_, 0.1));
+    const auto reader = Create();
+    Attach(reader.get(), store, clock, /*write=*/false);
+    known_ = Generate(reader.get(), question_.prompt, Blend(question_, 0.1));
+    EXPECT_EQ(known_.bits, unknown_.bits);
+    EXPECT_LT(known_.blend->learned_tokens, unknown_.blend->learned_tokens / 2);
+  }
+
+  const Question question_ = Ask({1, 2, 3, 4}, 1);
+  Outcome unknown_, known_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Models, EngineBlendFaults, testing::ValuesIn(WalkVariants()),
+                         [](const auto& variant) { return std::string(variant.param.name); });
+
+TEST_P(EngineBlendFaults, WhatAStoreDamagesDelaysOrDeniesIsComputed) {
+  const auto clock = std::make_shared<FakeClock>();
+  const auto store = std::make_shared<FakeChunkStore>(clock);
+  Fill(store, clock);
+  if (HasFailure()) return;
+  const auto learned = [&] {
+    const auto engine = Create();
+    Attach(engine.get(), store, clock, /*write=*/false);
+    const Outcome outcome = Generate(engine.get(), question_.prompt, Blend(question_, 0.1));
+    EXPECT_EQ(outcome.reason, FinishReason::kLength) << outcome.error;
+    EXPECT_EQ(outcome.bits, unknown_.bits);
+    EXPECT_EQ(outcome.blend->moved_tokens, unknown_.blend->moved_tokens);
+    return outcome.blend->learned_tokens;
+  };
+  const int64_t all = unknown_.blend->learned_tokens;
+  store->is_damaged = [] { return true; };
+  EXPECT_GE(learned(), all) << "all are damaged";
+  int64_t asked = 0;
+  store->is_damaged = [&] { return asked++ % 3 == 1; };
+  const int64_t some = learned();
+  EXPECT_GT(some, known_.blend->learned_tokens);
+  EXPECT_LT(some, all);
+  store->is_damaged = nullptr;
+  store->chunk_ns = 10'000'000'000;
+  EXPECT_GE(learned(), all) << "late";
+  store->chunk_ns = 0;
+  store->layer_ns = 60'000'000;
+  EXPECT_GE(learned(), all) << "some layers in time, the others late";
+  store->layer_ns = 0;
+  store->hangs = true;
+  EXPECT_GE(learned(), all);
+  store->hangs = false;
+  store->fetch_fault = [] { return Status(StatusCode::kUnavailable, "injected"); };
+  EXPECT_GE(learned(), all);
+}
+
+// Sound bytes under the keys of others.
+TEST_P(EngineBlendFaults, AStoreThatLiesIsNotBelieved) {
+  const auto clock = std::make_shared<FakeClock>();
+  const auto store = std::make_shared<FakeChunkStore>(clock);
+  Fill(store, clock);
+  if (HasFailure()) return;
+  std::vector<std::shared_ptr<const StoredChunk>> chunks;
+  for (const auto& [key, chunk] : store->chunks) chunks.push_back(chunk);
+  std::rotate(chunks.begin(), chunks.begin() + 1, chunks.end());
+  size_t next = 0;
+  for (auto& [key, chunk] : store->chunks) chunk = chunks[next++];
+  const auto engine = Create();
+  Attach(engine.get(), store, clock, /*write=*/false);
+  const Outcome outcome = Generate(engine.get(), question_.prompt, Blend(question_, 0.1));
+  EXPECT_EQ(outcome.bits, unknown_.bits);
+  EXPECT_GE(outcome.blend->learned_tokens, unknown_.blend->learned_tokens);
+}
+
+void FlipABit(const std::filesystem::path& file, RandomSequence* random) {
+  std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+  const int64_t at = random->Below(static_cast<int64_t>(std::filesystem::file_size(file)));
+  stream.seekg(at);
+  const char byte = static_cast<char>(stream.get() ^ (1 << random->Below(8)));
+  stream.seekp(at);
+  stream.put(byte);
+}
+
+// The folder of the documents' KV, damaged between two processes.
+TEST_P(EngineBlendFaults, ADamagedFolderChangesNoAnswer) {
+  Fill(Open("damaged"), nullptr);
+  if (HasFailure()) return;
+  std::vector<std::filesystem::path> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory_)) {
+    if (entry.is_regular_file() && entry.file_size() > 1000) files.push_back(entry.path());
+  }
+  ASSERT_GE(files.size(), 10U);
+  RandomSequence random(SoakSeed(3));
+  for (const auto& file : files) FlipABit(file, &random);
+  const auto store = Open("damaged");
+  const auto engine = Create();
+  Attach(engine.get(), store);
+  const Outcome outcome = Generate(engine.get(), question_.prompt, Blend(question_, 0.1));
+  EXPECT_EQ(outcome.bits, unknown_.bits);
+  EXPECT_GT(outcome.blend->learned_tokens, known_.blend->learned_tokens);
+  EXPECT_EQ(outcome.blend->moved_tokens, unknown_.blend->moved_tokens);
+}
+
+// ---- Memory
+
+// Submits the question once, and steps until it has ended. From one call on, the n-th allocation of
+// each call is refused, for n = 0, 1, ... until the call succeeds without.
+class RefusedRun {
+ public:
+  struct Place {
+    int64_t call = 0;
+    int64_t allocation = 0;
+  };
+  RefusedRun(Engine* engine, const Place& from) : engine_(engine), from_(from) {}
+
+  void Run(const Question& question, const SamplingOptions& options) {
+    Call([&] { return engine_->Submit(question.prompt, options).status(); });
+    while (!engine_->Idle()) {
+      Call([&] {
+        outputs_ = engine_->Step();
+        return outputs_.status();
+      });
+      if (testing::Test::HasFatalFailure()) return;
+      Take();
+    }
+  }
+  // The first refusal that a call did without, or the last one of all: what comes behind it was not
+  // tried. No value: all was.
+  const std::optional<Place>& left() const { return left_; }
+  const Outcome& outcome() const { return outcome_; }
+  int64_t refused() const { return refused_; }
+
+ private:
+  template <typename F>
+  void Call(F&& call) {
+    const int64_t index = calls_++;
+    if (index < from_.call) {
+      ASSERT_TRUE(call().ok());
+      return;
+    }
+    for (int64_t n = index == from_.call ? from_.allocation : 0;; ++n) {
+      bool was_refused = false;
+      const Status status = [&] {
+        const RefuseAllocation refusal(n);
+        Status answer = call();
+        was_refused = refusal.refused();
+        return answer;
+      }();
+      static_cast<EngineImpl*>(engine_)->CheckInvariants();
+      refused_ += was_refused;
+      if (status.ok()) {
+        if (was_refused && !left_) left_ = {index, n};
+        return;
+      }
+      ASSERT_EQ(status.code(), StatusCode::kOutOfMemory) << status.ToString();
+      ASSERT_TRUE(was_refused);
+    }
+  }
+  void Take() {
+    for (const StepOutput& output : *outputs_) {
+      for (size_t i = 0; i < output.tokens.size(); ++i) {
+        outcome_.bits.emplace_back(output.tokens[i], output.logprobs[i].front().logprob);
+      }
+      outcome_.reason = output.finish_reason;
+      outcome_.error = output.error;
+      if (output.blend) outcome_.blend = output.blend;
+    }
+  }
+
+  Engine* engine_;
+  const Place from_;
+  std::optional<Place> left_;
+  int64_t calls_ = 0;
+  Result<std::vector<StepOutput>> outputs_ = std::vector<StepOutput>();
+  Outcome outcome_;
+  int64_t refused_ = 0;
+};
+
+// The answer, or its beginning where the request has ended with kError.
+void ExpectPartOf(const Outcome& want, const Outcome& found) {
+  if (found.reason == FinishReason::kError) {
+    ASSERT_LE(found.bits.size(), want.bits.size());
+    EXPECT_TRUE(std::equal(found.bits.begin(), found.bits.end(), want.bits.begin()));
+    return;
+  }
+  ASSERT_EQ(found.reason, FinishReason::kLength);
+  ASSERT_TRUE(found.blend);
+  EXPECT_EQ(found.blend->moved_tokens, want.blend->moved_tokens);
+  EXPECT_EQ(found.bits, want.bits);
+}
+
+// Each allocation of Submit and of each step of a blended request: the call fails and can be made
+// again, or does without, or ends the request with kError. No token is wrong or given twice.
+TEST_P(EngineBlendFaults, AnyAllocationMayBeRefused) {
+  const SamplingOptions options = Blend(question_, 0.1);
+  const Outcome want = Generate(Create().get(), question_.prompt, options);
+  RefusedRun::Place from;
+  int64_t refused = 0;
+  while (true) {
+    const auto engine = Create();
+    RefusedRun run(engine.get(), from);
+    run.Run(question_, options);
+    if (HasFatalFailure()) return;
+    refused += run.refused();
+    ExpectPartOf(want, run.outcome());
+    if (!run.left()) break;
+    from = {run.left()->call, run.left()->allocation + 1};
+  }
+  EXPECT_GT(refused, 200);
+}
+
+}  // namespace
+}  // namespace quire
