@@ -25,7 +25,7 @@ __all__ = ["BlendVerdict", "check", "find", "fingerprint", "keep"]
 
 _VERSION = 1
 _SHIPPED = Path(__file__).parent / "blend" / "verdicts.json"
-# Of the blend that a request gets by default, against full prefill, for each kind of texts.
+# What the blend may cost that a request gets by default, against full prefill, for each kind of texts.
 DIVERGENCE_MOST = 0.3
 AGREEMENT_LEAST = 0.75
 
@@ -52,7 +52,7 @@ class BlendVerdict:
 
 
 def fingerprint(identity: Mapping[str, str], kv_types: str) -> str:
-    """Of a model's identity and the types of its keys and values."""
+    """The fingerprint of a model's identity and the types of its keys and values."""
     text = json.dumps({"model": dict(identity), "kv": kv_types}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

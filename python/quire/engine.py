@@ -23,7 +23,7 @@ from quire._blend_verdict import BlendVerdict
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
 from quire._options import EngineOptions, SamplingOptions
-from quire.blend.controller import recompute_ratio
+from quire.blend.controller import RATIO_FLOOR, recompute_ratio
 from quire.gguf_model import model_folder
 from quire.grammar import CompiledGrammar, Grammar, GrammarCompiler
 from quire.identity import model_identity
@@ -493,7 +493,9 @@ class Engine(_ffi.ThreadOwner):
         self._inbox: Inbox[_Request] = Inbox(handle.steps())
         self._info = self._read_info()
         self._model_sampling = _sampling.read_model_sampling(self.model_dir)
-        self._blend_unverified: bool = whole["blend_unverified"]
+        # Where nothing can be blended, the library says what is absent.
+        can_blend = whole["blend_piece"] > 0 and whole["prefix_cache"]
+        self._asks_verdict = can_blend and not whole["blend_unverified"]
         self._kv_types = whole["kv_dtype"] or dtype_name(whole["dtype"])
         self._verdict: BlendVerdict | None = None
         stats = self.stats()
@@ -950,7 +952,7 @@ class Engine(_ffi.ThreadOwner):
         approximate and the model has no verdict that allows it."""
         fields = _documents.blend_fields(blend, documents, self._auto_ratio)
         is_exact = all(ratio >= 1 for ratio in fields.get("ratios", (0,)))
-        if not is_exact and not self._blend_unverified:
+        if not is_exact and self._asks_verdict:
             _blend_verdict.check(self.model_dir, self.blend_verdict())
         return fields
 
@@ -958,6 +960,8 @@ class Engine(_ffi.ThreadOwner):
         """The part of `tokens` tokens that is computed in the time that loading takes, by what the
         two have taken so far."""
         stats = self.stats()
+        if not stats["compute_ns_per_token"]:  # nothing was measured
+            return RATIO_FLOOR
         loaded = sum(stats[f"loaded_{tier}_tokens"] for tier in ("ram", "disk", "redis"))
         load_ns = stats["load_ns"] / loaded if loaded else 0.0
         seconds = tokens * 1e-9

@@ -15,7 +15,7 @@ import source_tree
 
 # The design says 2 000; recurrent states, the chunk store, buffers and transfers between processes,
 # the engine's thread, blending and stores for other engines took the rest.
-PUBLIC_HEADER_LINES_MAX = 3860
+PUBLIC_HEADER_LINES_MAX = 3870
 FILE_BYTES_MAX = 1 << 20
 # Folders whose text is code: what is written there is finished.
 CODE = ("src", "include", "python", "tests", "bench", "fuzz", "examples", "cmake", "tools")

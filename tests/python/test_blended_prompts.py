@@ -355,9 +355,12 @@ def test_the_embedded_model_comes_with_a_verdict() -> None:
 # ---- When, and how much
 
 
-def test_auto_is_what_loading_leaves_time_for(long_tiny: TinyModel, tmp_path: Path) -> None:
+def test_auto_is_what_loading_leaves_time_for(
+    long_tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: Any = {"kv_dir": str(tmp_path), "kv_load_always": True, "kv_load_timeout": 60}
     with make(long_tiny, **options) as engine:
+        engine.wait_for_store()
         first = engine.chat(QUESTION, documents=DOCUMENTS, blend="auto", max_tokens=1)
         floor = engine.chat(
             QUESTION, documents=DOCUMENTS, blend=0.15, max_tokens=1, cache_salt="other"
@@ -365,14 +368,21 @@ def test_auto_is_what_loading_leaves_time_for(long_tiny: TinyModel, tmp_path: Pa
         assert first.usage.blend is not None and floor.usage.blend is not None
         assert first.usage.blend.recomputed_tokens == floor.usage.blend.recomputed_tokens
         assert engine._auto_ratio(100) == 0.15, "nothing was loaded"
+        engine.chat(QUESTION, documents=DOCUMENTS, max_tokens=1)
         engine.flush_store()
     with make(long_tiny, **options) as engine:
+        engine.wait_for_store()
         engine.chat(QUESTION, documents=DOCUMENTS, max_tokens=1)
         stats = engine.stats()
         assert stats["loaded_disk_tokens"] > 0 and stats["load_ns"] > 0
+        monkeypatch.setattr(engine, "stats", lambda: {**stats, "compute_ns_per_token": 0})
+        assert engine._auto_ratio(100) == 0.15, "no speed is known"
         each = stats["load_ns"] / stats["loaded_disk_tokens"]
-        compute = stats["compute_ns_per_token"]
-        assert engine._auto_ratio(100) == pytest.approx(min(1, max(0.15, each / compute)))
+        for compute, ratio in ((2 * each, 0.5), (100 * each, 0.15), (each / 2, 1.0)):
+            monkeypatch.setattr(
+                engine, "stats", lambda: {**stats, "compute_ns_per_token": compute}  # noqa: B023
+            )
+            assert engine._auto_ratio(100) == pytest.approx(ratio)
 
 
 def test_idle_learning_makes_nobody_wait(blender: quire.Engine) -> None:

@@ -234,7 +234,7 @@ def pieces_of(source: random.Random, text: str) -> Question:
 
 
 def _questions(options: argparse.Namespace) -> list[list[Question]]:
-    """Of each kind of texts, as many as are asked for."""
+    """As many of each kind of texts as are asked for."""
     if not options.text:
         kinds = []
         for make in (notes, cut_facts):
