@@ -14,6 +14,7 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/path_includes.h"
 #include "kernels/quantised_weights.h"
+#include "kernels/testing/quantised_rows.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
 
@@ -152,31 +153,13 @@ void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DTy
       2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
 }
 
-// Rows of numbers whose blocks are finite: every bit is random but for the float16 scales, which
-// are small.
-std::vector<std::byte> RandomBlocks(WeightFormat format) {
-  RandomSequence random(1);
-  std::vector<std::byte> rows(static_cast<size_t>(kN * StoredRowBytes(format, kK)));
-  for (std::byte& byte : rows) byte = static_cast<std::byte>(random.Uniform(0, 256));
-  const uint16_t small = F32ToF16(0x1p-8F);
-  const size_t block_bytes = static_cast<size_t>(BlockBytes(format));
-  for (size_t block = 0; block < rows.size(); block += block_bytes) {
-    const size_t scale = format == WeightFormat::kQ6_K ? block_bytes - sizeof(small) : 0;
-    std::memcpy(rows.data() + block + scale, &small, sizeof(small));
-    if (format == WeightFormat::kQ4_1 || format == WeightFormat::kQ4_K) {
-      std::memcpy(rows.data() + block + sizeof(small), &small, sizeof(small));
-    }
-  }
-  return rows;
-}
-
 void RunQuantised(benchmark::State& state, const Backend& backend, WeightFormat format) {
   const int64_t rows = state.range(0);
   const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
   const size_t bytes = PackedQuantisedBytes(format, kN, kK);
   const size_t copies = kColdBytes / bytes + 1;
   const HostMemory packed = Memory(copies * bytes);
-  const std::vector<std::byte> weights = RandomBlocks(format);
+  const std::vector<std::byte> weights = RandomQuantisedRows(format, kN, kK, 1, 1);
   for (size_t i = 0; i < copies; ++i) {
     PackQuantised(format, weights.data(), kN, kK, 0, packed.data() + i * bytes, *pool);
   }

@@ -12,7 +12,7 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/quantised_weights.h"
-#include "tensor/half.h"
+#include "kernels/testing/quantised_rows.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
@@ -20,24 +20,8 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// Where the float16 numbers of a block stand.
-std::vector<int64_t> ScalePlaces(WeightFormat format) {
-  if (format == WeightFormat::kQ4_K || format == WeightFormat::kQ4_1) return {0, 2};
-  return {format == WeightFormat::kQ6_K ? 208 : 0};
-}
-
-// Every bit of a row is random but for its float16 scales, which are small numbers of either sign.
 std::vector<std::byte> RandomRows(WeightFormat format, int64_t n, int64_t k, uint64_t seed) {
-  RandomSequence random(seed);
-  std::vector<std::byte> rows(static_cast<size_t>(n * StoredRowBytes(format, k)));
-  for (std::byte& byte : rows) byte = static_cast<std::byte>(random.Uniform(0, 256));
-  for (size_t block = 0; block < rows.size(); block += static_cast<size_t>(BlockBytes(format))) {
-    for (const int64_t place : ScalePlaces(format)) {
-      const uint16_t scale = F32ToF16(static_cast<float>(random.Uniform(-0.02, 0.02)));
-      std::memcpy(rows.data() + block + static_cast<size_t>(place), &scale, sizeof(scale));
-    }
-  }
-  return rows;
+  return RandomQuantisedRows(format, n, k, 4, seed);
 }
 
 // Memory of which every byte before use is 0xFF.
@@ -140,13 +124,8 @@ TEST_P(QuantisedLinearTest, ExtremeCodesDoNotSaturate) {
     for (const int fill : {0x00, 0x7F, 0x80, 0xFF}) {
       const Case c{.format = format, .rows = 2, .n = 17, .k = 256};
       Data data(c);
-      const auto half = F32ToF16(0.5F);
       for (std::byte& byte : data.weights) byte = static_cast<std::byte>(fill);
-      for (size_t at = 0; at < data.weights.size(); at += static_cast<size_t>(BlockBytes(format))) {
-        for (const int64_t place : ScalePlaces(format)) {
-          std::memcpy(data.weights.data() + at + static_cast<size_t>(place), &half, sizeof(half));
-        }
-      }
+      SetScales(format, 1000, data.weights, [] { return 1.0F; });
       for (size_t i = 0; i < data.x.size(); ++i) {
         data.x[i] = i / 256 % 2 == 0 || i % 2 == 0 ? 3.0F : -3.0F;
       }
@@ -343,6 +322,34 @@ TEST(QuantisedWeights, StoredRowsAreTheReferencesNumbers) {
       const double expected = reference::StoredWeight(format, row.data(), i);
       EXPECT_NEAR(values[static_cast<size_t>(i)], expected, 2e-6 * (1 + std::abs(expected)))
           << WeightFormatName(format) << ' ' << i;
+    }
+  }
+}
+
+// The two least of the scale's 256 bytes are subnormal numbers, the last is not a number.
+TEST(QuantisedWeights, PowersOfTwoAreScalesToTheLast) {
+  for (int exponent = 0; exponent < 256; ++exponent) {
+    std::vector<std::byte> row(17, std::byte{0x11});
+    row[0] = static_cast<std::byte>(exponent);
+    std::vector<float> values(32);
+    DequantiseRow(WeightFormat::kMXFP4, row.data(), 32, values.data());
+    if (exponent == 255) {
+      EXPECT_TRUE(std::isnan(values[0]));
+    } else {
+      EXPECT_EQ(values[0], std::ldexp(1.0F, exponent - 128)) << exponent;
+    }
+  }
+}
+
+TEST(QuantisedWeights, TablesAreTheReferences) {
+  for (const WeightFormat format : {WeightFormat::kIQ4_NL, WeightFormat::kMXFP4}) {
+    std::vector<std::byte> row(static_cast<size_t>(BlockBytes(format)), std::byte{0});
+    SetScales(format, 127, row, [] { return 1.0F; });
+    for (int code = 0; code < 16; ++code) {
+      row.back() = static_cast<std::byte>(code);
+      float values[32];
+      DequantiseRow(format, row.data(), 32, values);
+      EXPECT_EQ(values[15], reference::StoredWeight(format, row.data(), 15)) << code;
     }
   }
 }

@@ -1,6 +1,7 @@
 #include "kernels/quantised_weights.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "tensor/half.h"
@@ -12,9 +13,10 @@ constexpr int64_t kSuperInputs = kQuantGroup * kSuperGroups;
 
 // One block of a row in parts that every format has: a byte per input, and scales per group.
 struct BlockParts {
-  int8_t codes[kSuperInputs];       // kQ8_0 signed, else 0 ... 63
-  uint8_t scales[kSuperGroups][2];  // kQ4_K: s, t; kQ6_K: s of each half, signed
-  uint16_t d = 0, m = 0;            // float16
+  int8_t codes[kSuperInputs];  // of 8 bits signed, else 0 ... 63
+  uint8_t scales[kSuperGroups]
+                [2];      // kPairs: s, t; kHalves: s of each half, kGroups: s - 32, signed
+  uint16_t d = 0, m = 0;  // float16, with kPowerOfTwo bfloat16
 };
 
 uint16_t ReadF16(const uint8_t* bytes) { return static_cast<uint16_t>(bytes[0] | bytes[1] << 8); }
@@ -37,14 +39,54 @@ void ReadSixBitScales(const uint8_t* bytes, BlockParts* parts) {
   }
 }
 
+// Upper bits of codes: bit i of `bits` belongs to codes[i].
+void RaiseByFifthBits(const uint8_t* bits, int64_t count, int8_t* codes) {
+  for (int64_t i = 0; i < count; ++i) {
+    codes[i] = static_cast<int8_t>(codes[i] | (bits[i / 8] >> (i % 8) & 1) << 4);
+  }
+}
+
+// Groups of a block of 256: a pair of them shares 32 bytes, the first the low halves.
+void ReadPairedNibbles(const uint8_t* bytes, int8_t* codes) {
+  for (int64_t pair = 0; pair < kSuperGroups / 2; ++pair) {
+    int8_t* const of_pair = codes + pair * 2 * kQuantGroup;
+    ReadNibbles(bytes + pair * kQuantGroup, of_pair, of_pair + kQuantGroup, kQuantGroup);
+  }
+}
+
 void ReadQ4KBlock(const uint8_t* bytes, BlockParts* parts) {
-  parts->d = ReadF16(bytes);
   parts->m = ReadF16(bytes + 2);
   ReadSixBitScales(bytes + 4, parts);
-  for (int64_t pair = 0; pair < kSuperGroups / 2; ++pair) {
-    int8_t* const codes = parts->codes + pair * 2 * kQuantGroup;
-    ReadNibbles(bytes + 16 + pair * kQuantGroup, codes, codes + kQuantGroup, kQuantGroup);
+  ReadPairedNibbles(bytes + 16, parts->codes);
+}
+
+// Byte i of 32 holds the fifth bits of input i of all groups.
+void ReadQ5KBlock(const uint8_t* bytes, BlockParts* parts) {
+  parts->m = ReadF16(bytes + 2);
+  ReadSixBitScales(bytes + 4, parts);
+  ReadPairedNibbles(bytes + 48, parts->codes);
+  for (int64_t i = 0; i < kSuperInputs; ++i) {
+    const int fifth = bytes[16 + i % kQuantGroup] >> (i / kQuantGroup) & 1;
+    parts->codes[i] = static_cast<int8_t>(parts->codes[i] | fifth << 4);
   }
+}
+
+// The scales' lower four bits stand two in a byte, the upper two of all in two bytes before.
+void ReadIq4XsBlock(const uint8_t* bytes, BlockParts* parts) {
+  const int upper = bytes[2] | bytes[3] << 8;
+  for (int g = 0; g < kSuperGroups; ++g) {
+    const int lower = bytes[4 + g / 2] >> (g % 2 * 4) & 15;
+    parts->scales[g][0] = static_cast<uint8_t>((lower | (upper >> (2 * g) & 3) << 4) - 32);
+    parts->scales[g][1] = 0;
+    int8_t* const codes = parts->codes + g * kQuantGroup;
+    ReadNibbles(bytes + 8 + g * 16, codes, codes + 16, 16);
+  }
+}
+
+// 2^(e - 128) as bfloat16; 255 stands for NaN.
+uint16_t PowerOfTwo(uint8_t e) {
+  if (e == 255) return 0x7FC0;
+  return F32ToBf16(std::ldexp(1.0F, e - 128));
 }
 
 // Two halves of 128 inputs, each: 64 bytes with the lower four bits, 32 with the upper two.
@@ -65,51 +107,80 @@ void ReadQ6KBlock(const uint8_t* bytes, BlockParts* parts) {
 
 void ReadBlock(WeightFormat format, const std::byte* block, BlockParts* parts) {
   const auto* const bytes = reinterpret_cast<const uint8_t*>(block);
+  parts->d = ReadF16(bytes);
   switch (format) {
     case WeightFormat::kQ8_0:
-      parts->d = ReadF16(bytes);
       std::memcpy(parts->codes, bytes + 2, kQuantGroup);
       return;
     case WeightFormat::kQ4_0:
-      parts->d = ReadF16(bytes);
+    case WeightFormat::kIQ4_NL:
       ReadNibbles(bytes + 2, parts->codes, parts->codes + 16, 16);
       return;
     case WeightFormat::kQ4_1:
-      parts->d = ReadF16(bytes);
       parts->m = ReadF16(bytes + 2);
       ReadNibbles(bytes + 4, parts->codes, parts->codes + 16, 16);
       return;
+    case WeightFormat::kQ5_0:
+      ReadNibbles(bytes + 6, parts->codes, parts->codes + 16, 16);
+      RaiseByFifthBits(bytes + 2, kQuantGroup, parts->codes);
+      return;
+    case WeightFormat::kQ5_1:
+      parts->m = ReadF16(bytes + 2);
+      ReadNibbles(bytes + 8, parts->codes, parts->codes + 16, 16);
+      RaiseByFifthBits(bytes + 4, kQuantGroup, parts->codes);
+      return;
+    case WeightFormat::kMXFP4:
+      parts->d = PowerOfTwo(bytes[0]);
+      ReadNibbles(bytes + 1, parts->codes, parts->codes + 16, 16);
+      return;
     case WeightFormat::kQ4_K:
       return ReadQ4KBlock(bytes, parts);
+    case WeightFormat::kQ5_K:
+      return ReadQ5KBlock(bytes, parts);
     case WeightFormat::kQ6_K:
       return ReadQ6KBlock(bytes, parts);
+    case WeightFormat::kIQ4_XS:
+      return ReadIq4XsBlock(bytes, parts);
   }
 }
 
+// q - z, or the table's value of q.
+float ValueOf(const WeightLayout& layout, int8_t code) {
+  if (layout.values != nullptr) return layout.values[code];
+  const int offset = layout.offset_bits > 0 ? 1 << layout.offset_bits : 0;
+  return static_cast<float>(code - offset);
+}
+
+float ScaleOf(const WeightLayout& layout, const BlockParts& parts, int64_t i) {
+  const uint8_t* const scales = parts.scales[i / kQuantGroup];
+  switch (layout.scales) {
+    case BlockScales::kOwn:
+    case BlockScales::kOwnWithSummand:
+      return F16ToF32(parts.d);
+    case BlockScales::kPowerOfTwo:
+      return Bf16ToF32(parts.d);
+    case BlockScales::kPairs:
+      return F16ToF32(parts.d) * static_cast<float>(scales[0]);
+    case BlockScales::kHalves:
+      return F16ToF32(parts.d) *
+             static_cast<float>(static_cast<int8_t>(scales[i % kQuantGroup / 16]));
+    case BlockScales::kGroups:
+      return F16ToF32(parts.d) * static_cast<float>(static_cast<int8_t>(scales[0]));
+  }
+  return 0;
+}
+
 void Dequantise(WeightFormat format, const BlockParts& parts, float* values) {
-  const float d = F16ToF32(parts.d);
+  const WeightLayout& layout = LayoutOf(format);
   const float m = F16ToF32(parts.m);
   for (int64_t i = 0; i < BlockInputs(format); ++i) {
-    const auto code = static_cast<float>(parts.codes[i]);
-    const uint8_t* const scales = parts.scales[i / kQuantGroup];
-    switch (format) {
-      case WeightFormat::kQ8_0:
-        values[i] = d * code;
-        break;
-      case WeightFormat::kQ4_0:
-        values[i] = d * (code - 8.0F);
-        break;
-      case WeightFormat::kQ4_1:
-        values[i] = d * code + m;
-        break;
-      case WeightFormat::kQ4_K:
-        values[i] = d * static_cast<float>(scales[0]) * code - m * static_cast<float>(scales[1]);
-        break;
-      case WeightFormat::kQ6_K: {
-        const auto scale = static_cast<int8_t>(scales[i % kQuantGroup / 16]);
-        values[i] = d * static_cast<float>(scale) * (code - 32.0F);
-        break;
-      }
+    const float product = ScaleOf(layout, parts, i) * ValueOf(layout, parts.codes[i]);
+    if (layout.scales == BlockScales::kPairs) {
+      values[i] = product - m * static_cast<float>(parts.scales[i / kQuantGroup][1]);
+    } else if (layout.scales == BlockScales::kOwnWithSummand) {
+      values[i] = product + m;
+    } else {
+      values[i] = product;
     }
   }
 }
@@ -143,8 +214,16 @@ constexpr int64_t PlaceOf(int64_t input, int64_t output) {
   return input / 4 * kStripOutputs * 4 + output * 4 + input % 4;
 }
 
-void PackCodes(WeightFormat format, const int8_t* codes, int64_t output, std::byte* group) {
-  if (format == WeightFormat::kQ8_0) {
+// The byte behind the nibbles that holds the bits of a code from the fifth on, and where in it.
+int64_t UpperPlaceOf(CodeBits bits, int64_t input, int64_t output) {
+  return 256 + (bits == CodeBits::kSix ? input / 16 * 64 : 0) + output * 4 + input % 4;
+}
+int UpperShiftOf(CodeBits bits, int64_t input) {
+  return static_cast<int>(bits == CodeBits::kSix ? input % 16 / 4 * 2 : input / 4);
+}
+
+void PackCodes(CodeBits bits, const int8_t* codes, int64_t output, std::byte* group) {
+  if (bits == CodeBits::kEight) {
     for (int64_t i = 0; i < kQuantGroup; i += 4) {
       std::memcpy(group + PlaceOf(i, output), codes + i, 4);
     }
@@ -153,30 +232,29 @@ void PackCodes(WeightFormat format, const int8_t* codes, int64_t output, std::by
   for (int64_t i = 0; i < kQuantGroup / 2; ++i) {
     group[PlaceOf(i, output)] = static_cast<std::byte>((codes[i] & 15) | (codes[16 + i] & 15) << 4);
   }
-  if (format != WeightFormat::kQ6_K) return;
+  if (bits == CodeBits::kFour) return;
   for (int64_t i = 0; i < kQuantGroup; ++i) {
-    const int64_t at = 256 + i / 16 * 64 + output * 4 + i % 4;
-    group[at] |= static_cast<std::byte>(codes[i] >> 4 << (2 * (i % 16 / 4)));
+    group[UpperPlaceOf(bits, i, output)] |=
+        static_cast<std::byte>(codes[i] >> 4 << UpperShiftOf(bits, i));
   }
 }
 
-void UnpackCodes(WeightFormat format, const std::byte* group, int64_t output, int8_t* codes) {
+void UnpackCodes(CodeBits bits, const std::byte* group, int64_t output, int8_t* codes) {
   for (int64_t i = 0; i < kQuantGroup; ++i) {
-    if (format == WeightFormat::kQ8_0) {
+    if (bits == CodeBits::kEight) {
       codes[i] = static_cast<int8_t>(group[PlaceOf(i, output)]);
       continue;
     }
     const auto both = static_cast<int>(group[PlaceOf(i % 16, output)]);
     int code = i < 16 ? both & 15 : both >> 4;
-    if (format == WeightFormat::kQ6_K) {
-      const auto upper = static_cast<int>(group[256 + i / 16 * 64 + output * 4 + i % 4]);
-      code |= (upper >> (2 * (i % 16 / 4)) & 3) << 4;
+    if (bits != CodeBits::kFour) {
+      const int mask = bits == CodeBits::kSix ? 3 : 1;
+      const auto upper = static_cast<int>(group[UpperPlaceOf(bits, i, output)]);
+      code |= (upper >> UpperShiftOf(bits, i) & mask) << 4;
     }
     codes[i] = static_cast<int8_t>(code);
   }
 }
-
-bool HasSupers(WeightFormat format) { return SuperScaleBytes(format) > 0; }
 
 void PackBlock(WeightFormat format, const BlockParts& parts, int64_t block, int64_t output,
                std::byte* strip) {
@@ -184,14 +262,14 @@ void PackBlock(WeightFormat format, const BlockParts& parts, int64_t block, int6
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t group = block * groups + g;
     const GroupBytes<std::byte> bytes(strip, format, group);
-    PackCodes(format, parts.codes + g * kQuantGroup, output, bytes.codes);
+    PackCodes(LayoutOf(format).codes, parts.codes + g * kQuantGroup, output, bytes.codes);
     std::byte* const scales = bytes.scales;
     if (HasSupers(format)) {
       scales[output] = static_cast<std::byte>(parts.scales[g][0]);
       scales[kStripOutputs + output] = static_cast<std::byte>(parts.scales[g][1]);
     } else {
       std::memcpy(scales + 2 * output, &parts.d, 2);
-      if (format == WeightFormat::kQ4_1) {
+      if (HasSummand(format)) {
         std::memcpy(scales + 2 * (kStripOutputs + output), &parts.m, 2);
       }
     }
@@ -199,7 +277,7 @@ void PackBlock(WeightFormat format, const BlockParts& parts, int64_t block, int6
   if (!HasSupers(format)) return;
   std::byte* const supers = GroupBytes<std::byte>(strip, format, block * groups).supers;
   std::memcpy(supers + 2 * output, &parts.d, 2);
-  if (format == WeightFormat::kQ4_K) {
+  if (HasSummand(format)) {
     std::memcpy(supers + 2 * (kStripOutputs + output), &parts.m, 2);
   }
 }
@@ -210,14 +288,14 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t block, int
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t group = block * groups + g;
     const GroupBytes<const std::byte> bytes(strip, format, group);
-    UnpackCodes(format, bytes.codes, output, parts->codes + g * kQuantGroup);
+    UnpackCodes(LayoutOf(format).codes, bytes.codes, output, parts->codes + g * kQuantGroup);
     const std::byte* const scales = bytes.scales;
     if (HasSupers(format)) {
       parts->scales[g][0] = static_cast<uint8_t>(scales[output]);
       parts->scales[g][1] = static_cast<uint8_t>(scales[kStripOutputs + output]);
     } else {
       std::memcpy(&parts->d, scales + 2 * output, 2);
-      if (format == WeightFormat::kQ4_1) {
+      if (HasSummand(format)) {
         std::memcpy(&parts->m, scales + 2 * (kStripOutputs + output), 2);
       }
     }
@@ -225,63 +303,25 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t block, int
   if (!HasSupers(format)) return;
   const std::byte* const supers = GroupBytes<const std::byte>(strip, format, block * groups).supers;
   std::memcpy(&parts->d, supers + 2 * output, 2);
-  if (format == WeightFormat::kQ4_K) {
+  if (HasSummand(format)) {
     std::memcpy(&parts->m, supers + 2 * (kStripOutputs + output), 2);
   }
 }
 
 }  // namespace
 
-std::string_view WeightFormatName(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::kQ8_0:
-      return "Q8_0";
-    case WeightFormat::kQ4_0:
-      return "Q4_0";
-    case WeightFormat::kQ4_1:
-      return "Q4_1";
-    case WeightFormat::kQ4_K:
-      return "Q4_K";
-    case WeightFormat::kQ6_K:
-      return "Q6_K";
-  }
-  return "";
-}
+std::string_view WeightFormatName(WeightFormat format) { return LayoutOf(format).name; }
 
 std::optional<WeightFormat> WeightFormatOfGguf(uint32_t type) {
-  switch (type) {
-    case 2:
-      return WeightFormat::kQ4_0;
-    case 3:
-      return WeightFormat::kQ4_1;
-    case 8:
-      return WeightFormat::kQ8_0;
-    case 12:
-      return WeightFormat::kQ4_K;
-    case 14:
-      return WeightFormat::kQ6_K;
-    default:
-      return std::nullopt;
+  for (const WeightFormat format : kWeightFormats) {
+    if (LayoutOf(format).gguf_type == type) return format;
   }
+  return std::nullopt;
 }
 
 int64_t BlockInputs(WeightFormat format) { return HasSupers(format) ? kSuperInputs : kQuantGroup; }
 
-int64_t BlockBytes(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::kQ8_0:
-      return 34;
-    case WeightFormat::kQ4_0:
-      return 18;
-    case WeightFormat::kQ4_1:
-      return 20;
-    case WeightFormat::kQ4_K:
-      return 144;
-    case WeightFormat::kQ6_K:
-      return 210;
-  }
-  return 0;
-}
+int64_t BlockBytes(WeightFormat format) { return LayoutOf(format).block_bytes; }
 
 int64_t StoredRowBytes(WeightFormat format, int64_t k) {
   return k / BlockInputs(format) * BlockBytes(format);

@@ -12,22 +12,99 @@
 
 namespace quire {
 
-// A block is the number of inputs after which a row's bytes repeat:
-//   kQ8_0, 32 inputs:  float16 d; int8 q[32].                     w = d q
-//   kQ4_0, 32 inputs:  float16 d; 4-bit q[32].                    w = d (q - 8)
-//   kQ4_1, 32 inputs:  float16 d, m; 4-bit q[32].                 w = d q + m
-//   kQ4_K, 256 inputs: float16 d, m; per 32 inputs 6-bit s, t;
-//                      4-bit q[256].                              w = d s q - m t
-//   kQ6_K, 256 inputs: 6-bit q[256]; per 16 inputs int8 s;
-//                      float16 d.                                 w = d s (q - 32)
-enum class WeightFormat : uint8_t { kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ6_K };
+// A block is the number of inputs after which a row's bytes repeat. `value` is a table's number of
+// a 4-bit code (kNearlyNormal, kTinyFloat):
+//   kQ8_0, 32 inputs:   float16 d; int8 q[32].                     w = d q
+//   kQ4_0, 32 inputs:   float16 d; 4-bit q[32].                    w = d (q - 8)
+//   kQ4_1, 32 inputs:   float16 d, m; 4-bit q[32].                 w = d q + m
+//   kQ5_0, 32 inputs:   float16 d; 5-bit q[32].                    w = d (q - 16)
+//   kQ5_1, 32 inputs:   float16 d, m; 5-bit q[32].                 w = d q + m
+//   kIQ4_NL, 32 inputs: float16 d; 4-bit q[32].                    w = d value(q)
+//   kMXFP4, 32 inputs:  8-bit e; 4-bit q[32].                      w = 2^(e - 128) value(q)
+//   kQ4_K, 256 inputs:  float16 d, m; per 32 inputs 6-bit s, t;
+//                       4-bit q[256].                              w = d s q - m t
+//   kQ5_K, 256 inputs:  float16 d, m; per 32 inputs 6-bit s, t;
+//                       5-bit q[256].                              w = d s q - m t
+//   kQ6_K, 256 inputs:  6-bit q[256]; per 16 inputs int8 s;
+//                       float16 d.                                 w = d s (q - 32)
+//   kIQ4_XS, 256 inputs: float16 d; per 32 inputs 6-bit s;
+//                       4-bit q[256].                              w = d (s - 32) value(q)
+enum class WeightFormat : uint8_t {
+  kQ8_0,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kIQ4_NL,
+  kMXFP4,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIQ4_XS,
+};
 
-inline constexpr WeightFormat kWeightFormats[] = {WeightFormat::kQ8_0, WeightFormat::kQ4_0,
-                                                  WeightFormat::kQ4_1, WeightFormat::kQ4_K,
-                                                  WeightFormat::kQ6_K};
+inline constexpr WeightFormat kWeightFormats[] = {
+    WeightFormat::kQ8_0, WeightFormat::kQ4_0,   WeightFormat::kQ4_1,  WeightFormat::kQ5_0,
+    WeightFormat::kQ5_1, WeightFormat::kIQ4_NL, WeightFormat::kMXFP4, WeightFormat::kQ4_K,
+    WeightFormat::kQ5_K, WeightFormat::kQ6_K,   WeightFormat::kIQ4_XS};
+
+// Values of 4-bit codes. The second are the numbers of a sign, two bits of exponent and one of
+// mantissa, times two.
+inline constexpr int8_t kNearlyNormal[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                             1,    13,   25,  38,  53,  69,  89,  113};
+inline constexpr int8_t kTinyFloat[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// The parts of a format.
+enum class CodeBits : uint8_t { kEight, kFour, kFive, kSix };
+enum class BlockScales : uint8_t {
+  kOwn,             // d of a block of 32
+  kOwnWithSummand,  // and m
+  kPowerOfTwo,      // 2^(e - 128) of a block of 32
+  kPairs,           // d and m of a block of 256; s, t of a group
+  kHalves,          // d of a block of 256; s of 16 inputs
+  kGroups,          // d of a block of 256; s of a group
+};
+struct WeightLayout {
+  std::string_view name;
+  uint32_t gguf_type;  // the number of the type in GGUF files
+  int64_t block_bytes;
+  CodeBits codes;
+  BlockScales scales;
+  int offset_bits = 0;             // z of w = d (q - z) is 2^offset_bits; 0: z is 0
+  const int8_t* values = nullptr;  // of 4-bit codes; null: the codes themselves
+};
+
+// In the order of WeightFormat.
+inline constexpr WeightLayout kWeightLayouts[] = {
+    {"Q8_0", 8, 34, CodeBits::kEight, BlockScales::kOwn},
+    {"Q4_0", 2, 18, CodeBits::kFour, BlockScales::kOwn, 3},
+    {"Q4_1", 3, 20, CodeBits::kFour, BlockScales::kOwnWithSummand},
+    {"Q5_0", 6, 22, CodeBits::kFive, BlockScales::kOwn, 4},
+    {"Q5_1", 7, 24, CodeBits::kFive, BlockScales::kOwnWithSummand},
+    {"IQ4_NL", 20, 18, CodeBits::kFour, BlockScales::kOwn, 0, kNearlyNormal},
+    {"MXFP4", 39, 17, CodeBits::kFour, BlockScales::kPowerOfTwo, 0, kTinyFloat},
+    {"Q4_K", 12, 144, CodeBits::kFour, BlockScales::kPairs},
+    {"Q5_K", 13, 176, CodeBits::kFive, BlockScales::kPairs},
+    {"Q6_K", 14, 210, CodeBits::kSix, BlockScales::kHalves, 5},
+    {"IQ4_XS", 23, 136, CodeBits::kFour, BlockScales::kGroups, 0, kNearlyNormal},
+};
+constexpr const WeightLayout& LayoutOf(WeightFormat format) {
+  return kWeightLayouts[static_cast<int>(format)];
+}
+// A block has 256 inputs, not 32.
+constexpr bool HasSupers(WeightFormat format) {
+  const BlockScales scales = LayoutOf(format).scales;
+  return scales == BlockScales::kPairs || scales == BlockScales::kHalves ||
+         scales == BlockScales::kGroups;
+}
+// w has a summand beside the product.
+constexpr bool HasSummand(WeightFormat format) {
+  const BlockScales scales = LayoutOf(format).scales;
+  return scales == BlockScales::kOwnWithSummand || scales == BlockScales::kPairs;
+}
 
 std::string_view WeightFormatName(WeightFormat format);  // "Q8_0", ...; static storage
-// The number of the type in GGUF files.
+// By the number of the type in GGUF files.
 std::optional<WeightFormat> WeightFormatOfGguf(uint32_t type);
 
 // Inputs and bytes of one block as stored.
@@ -48,27 +125,37 @@ inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 
 // A strip is 16 outputs, whose bytes lie side by side; outputs from n on are zeros. Its bytes are
 // in the order in which a kernel reads them, so that memory sees one stream:
-//   per 8 groups, scales of a block of 256: kQ4_K: float16 d[16], m[16]; kQ6_K: float16 d[16], 32
-//     zeros, so that all parts begin with a cache line
+//   per 8 groups, scales of a block of 256: float16 d[16], then m[16] (kPairs) or 32 zeros, so that
+//     all parts begin with a cache line
 //   per pair of groups (the last may be half empty):
-//     scales of both, each: float16 d[16]; kQ4_1: and m[16]; kQ4_K: uint8 s[16], t[16]; kQ6_K: int8
-//       s[2][16]
+//     scales of both, each: float16 d[16], with kOwnWithSummand m[16]; kPowerOfTwo: bfloat16 d[16];
+//       kPairs: uint8 s[16], t[16]; kHalves: int8 s[2][16]; kGroups: int8 (s - 32)[16], 16 zeros
 //     codes of both, each:
-//       kQ8_0: [8][16 outputs][4 inputs] int8
+//       8 bits: [8][16 outputs][4 inputs] int8
 //       4 bits: [4][16 outputs][4], the low half of a byte input 4 i + j, the high half 16 + 4 i +
-//       j kQ6_K: as 4 bits; then [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are the upper
-//              two of input 16 i + 4 b + j
+//         j
+//       5 bits: as 4 bits; then [16 outputs][4]: bit b of byte j is the fifth of input 4 b + j
+//       6 bits: as 4 bits; then [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are the upper
+//         two of input 16 i + 4 b + j
 inline constexpr int64_t kStripOutputs = 16;
 
 constexpr int64_t GroupCodeBytes(WeightFormat format) {
-  return format == WeightFormat::kQ8_0 ? 512 : format == WeightFormat::kQ6_K ? 384 : 256;
+  switch (LayoutOf(format).codes) {
+    case CodeBits::kEight:
+      return 512;
+    case CodeBits::kFour:
+      return 256;
+    case CodeBits::kFive:
+      return 320;
+    case CodeBits::kSix:
+      return 384;
+  }
+  return 0;
 }
 constexpr int64_t GroupScaleBytes(WeightFormat format) {
-  return format == WeightFormat::kQ4_1 ? 64 : 32;
+  return LayoutOf(format).scales == BlockScales::kOwnWithSummand ? 64 : 32;
 }
-constexpr int64_t SuperScaleBytes(WeightFormat format) {
-  return format == WeightFormat::kQ4_K || format == WeightFormat::kQ6_K ? 64 : 0;
-}
+constexpr int64_t SuperScaleBytes(WeightFormat format) { return HasSupers(format) ? 64 : 0; }
 constexpr int64_t PairBytes(WeightFormat format) {
   return 2 * (GroupCodeBytes(format) + GroupScaleBytes(format));
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf.constants import GGML_QUANT_SIZES
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -96,6 +97,31 @@ def gguf_name(name: str) -> str:
     return f"{layer}{_GGUF_PARTS[part]}.{kind}"
 
 
+# Kinds that the gguf package reads and cannot write: where a block has float16 scales, and what
+# codes and scales of a group multiply them by at most.
+_READ_ONLY = {
+    "IQ4_NL": [(0, 127)],
+    "IQ4_XS": [(0, 32 * 127)],
+    "Q4_K": [(0, 63 * 15), (2, 63)],
+    "Q5_K": [(0, 63 * 31), (2, 63)],
+    "Q6_K": [(208, 128 * 32)],
+}
+
+
+def encode(value: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """The rows as stored. Of a kind that cannot be written: random blocks, their weights not larger
+    than those of `value` (twice that in kinds with a summand)."""
+    if kind.name not in _READ_ONLY:
+        return quants.quantize(value, kind)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(value.size)
+    blocks = random.integers(0, 256, (value.size // block, block_bytes), dtype=np.uint8)
+    for place, factor in _READ_ONLY[kind.name]:
+        scale = np.abs(value).max() / factor * random.uniform(-1, 1, len(blocks))
+        blocks[:, place : place + 2] = scale.astype("<f2").view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(value.shape[0], -1)
+
+
 def write_model(
     path,
     weights: dict[str, np.ndarray],
@@ -126,7 +152,7 @@ def write_model(
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             value = interleave_rotary(value, HEAD_DIM)
         kind = matrix_type if value.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quants.quantize(value, kind), raw_dtype=kind)
+        writer.add_tensor(gguf_name(name), encode(value, kind), raw_dtype=kind)
     for name, value in extra_tensors:
         writer.add_tensor(name, value)
     writer.write_header_to_file()

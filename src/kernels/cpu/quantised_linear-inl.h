@@ -30,6 +30,11 @@ QUIRE_INLINE VB AndBytes(VB a, int mask) {
   return _mm512_and_si512(a, _mm512_set1_epi32(mask * 0x01010101));
 }
 QUIRE_INLINE VB OrBytes(VB a, VB b) { return _mm512_or_si512(a, b); }
+// table[i] for each byte i < 16.
+QUIRE_INLINE VB LookUp(const int8_t* table, VB i) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), i);
+}
 template <int kCount>
 QUIRE_INLINE VB ShiftRight(VB a) {
   return _mm512_srli_epi32(a, kCount);
@@ -112,6 +117,11 @@ QUIRE_INLINE VB AndBytes(VB a, int mask) {
 }
 QUIRE_INLINE VB OrBytes(VB a, VB b) {
   return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+}
+QUIRE_INLINE VB LookUp(const int8_t* table, VB i) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  const __m256i twice = _mm256_broadcastsi128_si256(values);
+  return {_mm256_shuffle_epi8(twice, i.lo), _mm256_shuffle_epi8(twice, i.hi)};
 }
 template <int kCount>
 QUIRE_INLINE VB ShiftRight(VB a) {
@@ -196,6 +206,10 @@ QUIRE_INLINE VB AndBytes(VB a, int mask) {
 QUIRE_INLINE VB OrBytes(VB a, VB b) {
   for (int i = 0; i < kLanes * 4; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] | b.v[i]);
   return a;
+}
+QUIRE_INLINE VB LookUp(const int8_t* table, VB i) {
+  for (uint8_t& byte : i.v) byte = static_cast<uint8_t>(table[byte]);
+  return i;
 }
 // Shifts each byte: bits that a wider shift moves into a neighbour are masked by the caller.
 template <int kCount>
@@ -332,58 +346,85 @@ QUIRE_INLINE void ApplyScale(const QuantisedTile& tile, const WeightGroup& group
   }
 }
 
-struct Q8Weights {
-  static constexpr WeightFormat kFormat = WeightFormat::kQ8_0;
-  static constexpr int kMostRows = 12;
-
-  template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
-                        Chains<kRows>* chains) {
-    const int8_t* const x = tile.codes + group.index * kQuantGroup;
-    VI sum[kRows];
-    BeginSums<kRows, kRaisedBits>(tile, group, sum);
-    QUIRE_UNROLL
-    for (int quad = 0; quad < 8; ++quad) {
-      const SignedCodes w = MakeSigned(LoadBytes(group.codes + quad * 64));
-      QUIRE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        sum[r] = DotSigned(sum[r], w, x + r * tile.code_stride + quad * 4);
-      }
-    }
-    ApplyScale(tile, group, LoadF16(F16Scales(group)), sum, chains);
-  }
-};
-
-// Adds the sums of a group of 4-bit codes, of all rows.
+// Adds the sums of a group of 8-bit codes, of all rows.
 template <int kRows>
-QUIRE_INLINE void AddNibbles(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
+QUIRE_INLINE void AddBytes(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
   const int8_t* const x = tile.codes + group.index * kQuantGroup;
   QUIRE_UNROLL
-  for (int quad = 0; quad < 4; ++quad) {
-    const VB both = LoadBytes(group.codes + quad * 64);
-    const VB low = AndBytes(both, 15);
-    const VB high = AndBytes(ShiftRight<4>(both), 15);
+  for (int quad = 0; quad < 8; ++quad) {
+    const SignedCodes w = MakeSigned(LoadBytes(group.codes + quad * 64));
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const int8_t* const row = x + r * tile.code_stride + quad * 4;
+      sum[r] = DotSigned(sum[r], w, x + r * tile.code_stride + quad * 4);
+    }
+  }
+}
+
+// Quad kQuad of the lower and of the upper 16 inputs of 4-bit and 5-bit codes. `fifth`: the bytes
+// of fifth bits.
+template <WeightFormat kFormat, int kQuad, int kRows>
+QUIRE_INLINE void AddNibbleQuad(const QuantisedTile& tile, const WeightGroup& group, VB fifth,
+                                VI* sum) {
+  constexpr WeightLayout kLayout = LayoutOf(kFormat);
+  const int8_t* const x = tile.codes + group.index * kQuantGroup + kQuad * 4;
+  const VB both = LoadBytes(group.codes + kQuad * 64);
+  VB low = AndBytes(both, 15);
+  VB high = AndBytes(ShiftRight<4>(both), 15);
+  if constexpr (kLayout.codes == CodeBits::kFive) {
+    low = OrBytes(low, AndBytes(ShiftLeft<4 - kQuad>(fifth), 16));
+    high = OrBytes(high, AndBytes(ShiftRight<kQuad>(fifth), 16));
+  }
+  if constexpr (kLayout.values != nullptr) {
+    const SignedCodes first = MakeSigned(LookUp(kLayout.values, low));
+    const SignedCodes second = MakeSigned(LookUp(kLayout.values, high));
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int8_t* const row = x + r * tile.code_stride;
+      sum[r] = DotSigned(DotSigned(sum[r], first, row), second, row + 16);
+    }
+  } else {
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int8_t* const row = x + r * tile.code_stride;
       sum[r] = DotUnsigned(DotUnsigned(sum[r], low, row), high, row + 16);
     }
   }
 }
 
-struct Q4Weights {
-  static constexpr WeightFormat kFormat = WeightFormat::kQ4_0;
-  static constexpr int kMostRows = 12;
+// Adds the sums of a group of 4-bit or 5-bit codes, of all rows.
+template <WeightFormat kFormat, int kRows>
+QUIRE_INLINE void AddNibbles(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
+  constexpr bool kHasFifth = LayoutOf(kFormat).codes == CodeBits::kFive;
+  const VB fifth = LoadBytes(group.codes + (kHasFifth ? 256 : 0));
+  AddNibbleQuad<kFormat, 0, kRows>(tile, group, fifth, sum);
+  AddNibbleQuad<kFormat, 1, kRows>(tile, group, fifth, sum);
+  AddNibbleQuad<kFormat, 2, kRows>(tile, group, fifth, sum);
+  AddNibbleQuad<kFormat, 3, kRows>(tile, group, fifth, sum);
+}
 
-  template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
-                        Chains<kRows>* chains) {
-    VI sum[kRows];
-    BeginSums<kRows, 3>(tile, group, sum);
-    AddNibbles<kRows>(tile, group, sum);
-    ApplyScale(tile, group, LoadF16(F16Scales(group)), sum, chains);
+template <WeightFormat kFormat>
+QUIRE_INLINE VF ScaleOf(const WeightGroup& group) {
+  constexpr BlockScales kScales = LayoutOf(kFormat).scales;
+  if constexpr (kScales == BlockScales::kOwn || kScales == BlockScales::kOwnWithSummand) {
+    return LoadF16(F16Scales(group));
+  } else if constexpr (kScales == BlockScales::kPowerOfTwo) {
+    return LoadBits16AsHigh(F16Scales(group));
+  } else if constexpr (kScales == BlockScales::kPairs) {
+    return Mul(LoadF16(group.supers), SumsToF32(LoadUint8s(group.scales)));
+  } else {
+    return Mul(LoadF16(group.supers), SumsToF32(LoadInt8s(group.scales)));
   }
-};
+}
+
+template <WeightFormat kFormat>
+QUIRE_INLINE VF SummandOf(const WeightGroup& group) {
+  if constexpr (LayoutOf(kFormat).scales == BlockScales::kOwnWithSummand) {
+    return LoadF16(F16Scales(group) + kStripOutputs);
+  } else {
+    return Mul(Sub(Zero(), LoadF16(group.supers + kStripOutputs)),
+               SumsToF32(LoadUint8s(group.scales + kStripOutputs)));
+  }
+}
 
 // The second step of formats whose weights have a summand: fma(scale * sum of the row's codes,
 // summand, chain).
@@ -397,36 +438,28 @@ QUIRE_INLINE void AddSummand(const QuantisedTile& tile, const WeightGroup& group
   }
 }
 
-struct Q41Weights {
-  static constexpr WeightFormat kFormat = WeightFormat::kQ4_1;
+// Formats whose groups have one scale.
+template <WeightFormat kWeights>
+struct PlainWeights {
+  static constexpr WeightFormat kFormat = kWeights;
   static constexpr int kMostRows = 12;
 
   template <int kRows>
   QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
                         Chains<kRows>* chains) {
+    constexpr WeightLayout kLayout = LayoutOf(kFormat);
+    constexpr bool kIsSigned = kLayout.codes == CodeBits::kEight || kLayout.values != nullptr;
     VI sum[kRows];
-    BeginSums<kRows, 0>(tile, group, sum);
-    AddNibbles<kRows>(tile, group, sum);
-    ApplyScale(tile, group, LoadF16(F16Scales(group)), sum, chains);
-    AddSummand(tile, group, LoadF16(F16Scales(group) + kStripOutputs), chains);
-  }
-};
-
-struct Q4KWeights {
-  static constexpr WeightFormat kFormat = WeightFormat::kQ4_K;
-  static constexpr int kMostRows = 12;
-
-  template <int kRows>
-  QUIRE_INLINE void Add(const QuantisedTile& tile, const WeightGroup& group,
-                        Chains<kRows>* chains) {
-    VI sum[kRows];
-    BeginSums<kRows, 0>(tile, group, sum);
-    AddNibbles<kRows>(tile, group, sum);
-    const VF scale = Mul(LoadF16(group.supers), SumsToF32(LoadUint8s(group.scales)));
-    const VF least = Mul(Sub(Zero(), LoadF16(group.supers + kStripOutputs)),
-                         SumsToF32(LoadUint8s(group.scales + kStripOutputs)));
-    ApplyScale(tile, group, scale, sum, chains);
-    AddSummand(tile, group, least, chains);
+    BeginSums<kRows, kIsSigned ? kRaisedBits : kLayout.offset_bits>(tile, group, sum);
+    if constexpr (kLayout.codes == CodeBits::kEight) {
+      AddBytes<kRows>(tile, group, sum);
+    } else {
+      AddNibbles<kFormat, kRows>(tile, group, sum);
+    }
+    ApplyScale(tile, group, ScaleOf<kFormat>(group), sum, chains);
+    if constexpr (HasSummand(kFormat)) {
+      AddSummand(tile, group, SummandOf<kFormat>(group), chains);
+    }
   }
 };
 
@@ -662,15 +695,27 @@ static void RunStrips(const QuantisedWork& work) {
 static void RunStripsOf(const QuantisedWork& work) {
   switch (work.part->format) {
     case WeightFormat::kQ8_0:
-      return RunStrips<Q8Weights>(work);
+      return RunStrips<PlainWeights<WeightFormat::kQ8_0>>(work);
     case WeightFormat::kQ4_0:
-      return RunStrips<Q4Weights>(work);
+      return RunStrips<PlainWeights<WeightFormat::kQ4_0>>(work);
     case WeightFormat::kQ4_1:
-      return RunStrips<Q41Weights>(work);
+      return RunStrips<PlainWeights<WeightFormat::kQ4_1>>(work);
+    case WeightFormat::kQ5_0:
+      return RunStrips<PlainWeights<WeightFormat::kQ5_0>>(work);
+    case WeightFormat::kQ5_1:
+      return RunStrips<PlainWeights<WeightFormat::kQ5_1>>(work);
+    case WeightFormat::kIQ4_NL:
+      return RunStrips<PlainWeights<WeightFormat::kIQ4_NL>>(work);
+    case WeightFormat::kMXFP4:
+      return RunStrips<PlainWeights<WeightFormat::kMXFP4>>(work);
     case WeightFormat::kQ4_K:
-      return RunStrips<Q4KWeights>(work);
+      return RunStrips<PlainWeights<WeightFormat::kQ4_K>>(work);
+    case WeightFormat::kQ5_K:
+      return RunStrips<PlainWeights<WeightFormat::kQ5_K>>(work);
     case WeightFormat::kQ6_K:
       return RunStrips<Q6KWeights>(work);
+    case WeightFormat::kIQ4_XS:
+      return RunStrips<PlainWeights<WeightFormat::kIQ4_XS>>(work);
   }
 }
 

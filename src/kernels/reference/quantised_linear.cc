@@ -47,6 +47,14 @@ Weight Q4K(const std::byte* block, int64_t i) {
           .summand = 0 - F16At(block, 2) * least};
 }
 
+Weight Q5K(const std::byte* block, int64_t i) {
+  Weight w = Q4K(block, i);  // but for where codes lie
+  const int both = ByteAt(block, 48 + i / 64 * 32 + i % 32);
+  const int fifth = ByteAt(block, 16 + i % 32) >> (i / 32) & 1;
+  w.code = (i / 32 % 2 == 0 ? both & 15 : both >> 4) | fifth << 4;
+  return w;
+}
+
 Weight Q6K(const std::byte* block, int64_t i) {
   const int64_t half = i / 128;
   const int64_t quarter = i / 32 % 4;
@@ -59,24 +67,71 @@ Weight Q6K(const std::byte* block, int64_t i) {
           .scale = F16At(block, 208)};
 }
 
+// Sixteen numbers that lie nearly as normal ones do.
+int NearlyNormal(int code) {
+  constexpr int kNegative[] = {127, 104, 83, 65, 49, 35, 22, 10};
+  constexpr int kPositive[] = {1, 13, 25, 38, 53, 69, 89, 113};
+  return code < 8 ? -kNegative[code] : kPositive[code - 8];
+}
+
+// Twice a number of a sign, two bits of exponent (bias 1) and one of mantissa.
+int TwiceTinyFloat(int code) {
+  const int exponent = code >> 1 & 3;
+  const int mantissa = code & 1;
+  const int magnitude = exponent == 0 ? mantissa : (2 + mantissa) << (exponent - 1);
+  return code < 8 ? magnitude : -magnitude;
+}
+
+Weight IQ4XS(const std::byte* block, int64_t i) {
+  const int64_t group = i / 32;
+  const int low = ByteAt(block, 4 + group / 2) >> (group % 2 * 4) & 15;
+  const int high = ByteAt(block, 2 + group / 4) >> (group % 4 * 2) & 3;
+  const int both = ByteAt(block, 8 + group * 16 + i % 16);
+  return {.code = NearlyNormal(i % 32 < 16 ? both & 15 : both >> 4),
+          .scale = F16At(block, 0) * static_cast<float>((low | high << 4) - 32)};
+}
+
+float PowerOfTwo(int exponent) {
+  if (exponent == 255) return std::numeric_limits<float>::quiet_NaN();
+  return std::ldexp(1.0F, exponent - 128);
+}
+
+// Four bits of input i (of 32) whose bytes begin at `begin`, and the bit of five-bit codes at
+// `fifths`.
+int Nibble(const std::byte* block, int64_t begin, int64_t i) {
+  return ByteAt(block, begin + i % 16) >> (i / 16 * 4) & 15;
+}
+int FiveBits(const std::byte* block, int64_t fifths, int64_t i) {
+  return Nibble(block, fifths + 4, i) | (ByteAt(block, fifths + i / 8) >> (i % 8) & 1) << 4;
+}
+
 Weight WeightAt(WeightFormat format, const std::byte* row, int64_t input) {
   const std::byte* const block = row + input / BlockInputs(format) * BlockBytes(format);
   const int64_t i = input % BlockInputs(format);
+  const float d = F16At(block, 0);
   switch (format) {
     case WeightFormat::kQ8_0:
-      return {.code = SignedByteAt(block, 2 + i), .scale = F16At(block, 0)};
+      return {.code = SignedByteAt(block, 2 + i), .scale = d};
     case WeightFormat::kQ4_0:
-      return {.code = ByteAt(block, 2 + i % 16) >> (i / 16 * 4) & 15,
-              .offset = 8,
-              .scale = F16At(block, 0)};
+      return {.code = Nibble(block, 2, i), .offset = 8, .scale = d};
     case WeightFormat::kQ4_1:
-      return {.code = ByteAt(block, 4 + i % 16) >> (i / 16 * 4) & 15,
-              .scale = F16At(block, 0),
-              .summand = F16At(block, 2)};
+      return {.code = Nibble(block, 4, i), .scale = d, .summand = F16At(block, 2)};
+    case WeightFormat::kQ5_0:
+      return {.code = FiveBits(block, 2, i), .offset = 16, .scale = d};
+    case WeightFormat::kQ5_1:
+      return {.code = FiveBits(block, 4, i), .scale = d, .summand = F16At(block, 2)};
+    case WeightFormat::kIQ4_NL:
+      return {.code = NearlyNormal(Nibble(block, 2, i)), .scale = d};
+    case WeightFormat::kMXFP4:
+      return {.code = TwiceTinyFloat(Nibble(block, 1, i)), .scale = PowerOfTwo(ByteAt(block, 0))};
     case WeightFormat::kQ4_K:
       return Q4K(block, i);
+    case WeightFormat::kQ5_K:
+      return Q5K(block, i);
     case WeightFormat::kQ6_K:
       return Q6K(block, i);
+    case WeightFormat::kIQ4_XS:
+      return IQ4XS(block, i);
   }
   return {};
 }
@@ -118,7 +173,7 @@ float AddGroup(WeightFormat format, const std::byte* row, const Group& group, in
   }
   const Weight shared = WeightAt(format, row, begin);
   chain = std::fma(static_cast<float>(sum), group.scale * shared.scale, chain);
-  if (format != WeightFormat::kQ4_K && format != WeightFormat::kQ4_1) return chain;
+  if (!HasSummand(format)) return chain;
   return std::fma(group.scale * static_cast<float>(group.sum), shared.summand, chain);
 }
 

@@ -1,12 +1,12 @@
 #include "model/testing/test_gguf.h"
 
-#include <cstring>
+#include <cstddef>
 #include <utility>
 
 #include "base/check.h"
 #include "base/random.h"
 #include "base/round_up.h"
-#include "tensor/half.h"
+#include "kernels/testing/quantised_rows.h"
 
 namespace quire {
 namespace {
@@ -54,27 +54,9 @@ uint32_t GgufTypeOf(WeightFormat format) {
   QUIRE_CHECK(false);
 }
 
-// Where a block has float16 scales, and their greatest size: with random codes the weights are
-// about 0.05.
-std::vector<std::pair<size_t, float>> Scales(WeightFormat format) {
-  if (format == WeightFormat::kQ8_0) return {{0, 1.2e-3F}};
-  if (format == WeightFormat::kQ4_0) return {{0, 2e-2F}};
-  if (format == WeightFormat::kQ4_1) return {{0, 1e-2F}, {2, 5e-2F}};
-  if (format == WeightFormat::kQ4_K) return {{0, 2e-4F}, {2, 2e-3F}};
-  return {{208, 6e-5F}};
-}
-
 std::string RandomMatrix(WeightFormat format, int64_t rows, int64_t columns, uint64_t seed) {
-  RandomSequence random(seed);
-  std::string bytes(static_cast<size_t>(rows * StoredRowBytes(format, columns)), '\0');
-  for (char& byte : bytes) byte = static_cast<char>(random.Below(256));
-  for (size_t block = 0; block < bytes.size(); block += static_cast<size_t>(BlockBytes(format))) {
-    for (const auto& [place, greatest] : Scales(format)) {
-      const uint16_t scale = F32ToF16(static_cast<float>(random.Uniform(-greatest, greatest)));
-      std::memcpy(bytes.data() + block + place, &scale, sizeof(scale));
-    }
-  }
-  return bytes;
+  const std::vector<std::byte> bytes = RandomQuantisedRows(format, rows, columns, 0.16F, seed);
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
 }  // namespace
