@@ -66,7 +66,9 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert built <= names
     page = {f"quire/serve/page/{name}" for name in ("index.html", "page.css", "page.js")}
     assert page <= names
-    rest = names - modules - built - page
+    data = {"quire/blend/verdicts.json"}
+    assert data <= names
+    rest = names - modules - built - page - data
     assert all(re.match(r"quire-0\.1\.0\.dist-info/", name) for name in rest), rest
     assert any(name.endswith("licenses/LICENSE") for name in rest)
     assert any(name.endswith("licenses/NOTICES") for name in rest)
