@@ -34,6 +34,7 @@ def own_of_serve() -> list[str]:
     shared = arguments.Parser()
     arguments.add_engine(shared)
     arguments.add_store(shared)
+    arguments.add_peers(shared)
     known = {name for action in shared._actions for name in action.option_strings}
     rows = []
     for action in serve.parser()._actions:

@@ -3,7 +3,8 @@
 // Exact: nothing that the scheduler does (batching, chunking, prefix reuse, preemption) can be seen
 // in an answer. Threads: one thread at a time calls the engine; a second one meanwhile gets
 // BadState. Stats and Idle are open to all threads at all times and tell how things stood after the
-// last call. The engine computes on the model's runner.
+// last call, but that Idle is false, too, when another process asks for a prompt. The engine
+// computes on the model's runner.
 //
 // Order of calls: Submit any number of requests at any time, Step until Idle.
 #ifndef QUIRE_ENGINE_H_
@@ -11,6 +12,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -26,6 +28,7 @@
 #include "quire/snapshot.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
+#include "quire/transfer_peer.h"
 
 namespace quire {
 
@@ -125,19 +128,19 @@ struct PromptDocument {
   bool operator==(const PromptDocument&) const = default;
 };
 
+// When documents are computed behind the anchor that are not known there.
+enum class DocumentLearning : uint8_t {
+  kOff,    // they are computed where they stand in the prompt, and stay unknown
+  kFirst,  // before the prompt, which waits for them; what a store has is loaded
+  kIdle,   // where they stand in the prompt, and behind the anchor when no other request is there
+};
+
 // Use KV of documents wherever they stand in the prompt (CacheBlend, docs/blend.md). The answer is
 // APPROXIMATE, unless all tokens are recomputed or no document is found.
 //
 // What stands before the first document is the anchor; where nothing does, the model's begin token.
 // A document is known if the prefix cache holds anchor + document as a prompt's beginning. The
 // first document behind an anchor is such a beginning of the prompt itself, and exact.
-// When documents are computed behind the anchor that are not known there.
-enum class DocumentLearning : uint8_t {
-  kNever,  // they are computed where they stand in the prompt, and stay unknown
-  kFirst,  // before the prompt, which waits for them; what a store has is loaded
-  kIdle,   // where they stand in the prompt, and behind the anchor when no other request is there
-};
-
 struct BlendRequest {
   std::vector<PromptDocument> documents;  // ascending, disjoint, none empty; at least one
   // force_last does not count: the prompt's last token is always computed. Prompts of fewer than
@@ -261,6 +264,40 @@ struct StoreUseOptions {
   std::shared_ptr<Clock> clock = nullptr;  // the store's; null = MachineTime()
 };
 
+// When a prompt is computed by another process.
+enum class RemotePrefill : uint8_t {
+  kAuto,    // when that is predicted to be faster than to compute it here
+  kAlways,  // when a peer is there
+  kOff,
+};
+
+// What becomes of a request whose prompt a peer does not finish: it is gone, late, or refuses.
+enum class OnPeerLoss : uint8_t {
+  kRecompute,  // what came is kept, and the rest computed here: the same answer
+  kFail,       // the request ends with kError
+};
+
+// Processes that compute prompts for this one (Engine::AttachPrefillPeers).
+struct PrefillPeerOptions {
+  std::vector<std::string> addresses = {};  // as TransferPeer::Connect takes them; 1 to 64
+  RemotePrefill when = RemotePrefill::kAuto;
+  OnPeerLoss on_loss = OnPeerLoss::kRecompute;
+  int64_t timeout_ms = 120'000;   // of one prompt, from asking to the last row; up to a day
+  TransferPeerOptions peer = {};  // without a passport
+};
+
+// One of them, as things stand.
+struct PrefillPeerInfo {
+  std::string address;
+  bool connected = false;
+  std::string error;             // of the last connection or prompt that failed; empty: none did
+  int64_t queued_tokens = 0;     // that the peer has to compute
+  double seconds_per_token = 0;  // that it computes prompts in; 0: not measured yet
+  double bytes_per_second = 0;   // that came from it at least; 0: nothing did yet
+  int64_t prompts = 0, tokens = 0, bytes = 0;  // that came from it
+  int64_t losses = 0;                          // prompts that it did not finish
+};
+
 // Where the time of a request went: three parts, one after the other, whose sum is all of it, by
 // the engine's clock. One that waits again after preemption does so in the part that it was in.
 struct RequestTimes {
@@ -312,6 +349,11 @@ struct StepOutput {
   // brought all, or was not asked.
   MissReason miss = MissReason::kNone;
   double load_seconds = 0;  // that the store took for the chunks
+  // Tokens of the prompt that a peer computed, the time that they took to come, and what was
+  // predicted for them there and here; 0: no peer was asked, or speeds are not known.
+  int64_t remote_tokens = 0;
+  double remote_seconds = 0;
+  double predicted_remote_seconds = 0, predicted_here_seconds = 0;
   // Sums over all samples so far: guessed tokens, the right ones among them, and forwards that drew
   // tokens of an answer, counted per sample.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
@@ -353,6 +395,15 @@ struct EngineStats {
   double overlap_seconds = 0;
   int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
+  // Prompts that peers computed for this engine: tokens and bytes that came, requests that wait for
+  // them now, time during which this engine computed for others meanwhile, and prompts that were
+  // not finished.
+  int64_t remote_tokens = 0, remote_bytes = 0, remote_waiting = 0, remote_losses = 0;
+  double remote_overlap_seconds = 0;
+  // Prompts that this engine computes for peers: connections, prompts in work or queued, those that
+  // were sent whole and their tokens that were sent, and those that were refused or broken off.
+  int64_t served_peers = 0, served_waiting = 0, served_prompts = 0, served_tokens = 0;
+  int64_t served_losses = 0;
   // As in StepOutput, over all requests, and the time that guessing took. Tokens of answers per
   // decode_forwards are what speculation saves at most.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
@@ -447,6 +498,30 @@ class Engine {
   // Puts what is in memory and not in the store, and waits until it is as durable as the store
   // promises: before the engine goes. Ok without a store. Timeout.
   virtual Status FlushStore(int64_t timeout_ms) = 0;
+
+  // From now on prompts may be computed by other processes that serve prefill (ServePrefill), whose
+  // keys and values come here layer by layer; the last token is computed here. `identity`: the
+  // model, as CachePassport takes it. Answers do not change. Prompts that blend are computed here.
+  // Connects to each peer once and waits for that; those that do not answer are tried again in the
+  // background. BadArgument for an option by name and value, BadState if peers are attached,
+  // Incompatible for a peer whose model or KV is another one.
+  virtual Status AttachPrefillPeers(const Passport& identity,
+                                    const PrefillPeerOptions& options) = 0;
+  // From any thread at any time. Empty without peers.
+  virtual std::vector<PrefillPeerInfo> PrefillPeers() const = 0;
+  // Computes prompts for other processes from now on, as requests beside those of Submit, and with
+  // the prefix cache and the store; returns the endpoint, with the port that was taken. They have
+  // no outputs. With an EngineLoop: in EngineLoop::Run, since the engine may not be idle after it.
+  // BadState if it serves already; else as TransferListener::Start.
+  virtual Result<std::string> ServePrefill(const Passport& identity,
+                                           const TransferListenerOptions& options) = 0;
+  // The last connection that was refused; Ok if none was. From any thread at any time.
+  virtual Status LastPrefillRefusal() const = 0;
+  // `wake` is called, from any thread, when Idle may have become false without a call: a peer asks
+  // for a prompt. It must not call the engine, but for Idle and Stats. Null: nothing is called.
+  // When SetWake returns, the one before is not called any more. From any thread at any time, but
+  // for within `wake`. An EngineLoop sets its own.
+  virtual void SetWake(std::function<void()> wake) = 0;
 
   virtual EngineStats Stats() const = 0;
 };

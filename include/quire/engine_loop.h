@@ -84,6 +84,7 @@ class EngineLoop {
                              const SamplingOptions& options) const = 0;  // as Engine::CheckSubmit
   // How things stood after the last step; requests that the engine has not yet count as waiting.
   virtual EngineStats Stats() const = 0;
+  virtual std::vector<PrefillPeerInfo> PrefillPeers() const = 0;  // as Engine::PrefillPeers
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
 };

@@ -148,6 +148,11 @@ class StepQueueHandle(tvm_ffi.Object):
     """What the steps of an engine gave; its methods come from the library."""
 
 
+@_register("quire.RefusalQueue")
+class RefusalQueueHandle(tvm_ffi.Object):
+    """Why connections were refused; constructor and methods come from the library."""
+
+
 @_register("quire.LookupBuffer")
 class LookupBufferHandle(tvm_ffi.Object):
     """The C++ object behind quire.LookupBuffer; constructor and methods come from the library."""

@@ -20,11 +20,13 @@ from quire._json_values import Kind
 from quire._ranges import (
     Integer,
     Number,
+    addresses,
     cache_salt,
     kernel_path,
     key_file,
     kv_dtype,
     place,
+    secret_file,
     size,
     switch,
 )
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from quire.grammar import CompiledGrammar, Grammar
     from quire.store import ChunkStore
 
-Group = Literal["engine", "serve", "store", "store details", "sampling", "samples"]
+Group = Literal[
+    "engine", "serve", "store", "store details", "prefill", "connection", "sampling", "samples"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +72,9 @@ class ModelOwn:
     off: Any
 
 
-# Which part takes an option: the engine, its answers, the store that an engine makes, its use, or
-# quire.Engine itself.
-Part = Literal["engine", "store", "use", "answer", "binding"]
+# Which part takes an option: the engine, its answers, the store that an engine makes, its use,
+# processes that compute prompts for it, connections to and from them, or quire.Engine itself.
+Part = Literal["engine", "store", "use", "peers", "connection", "answer", "binding"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -448,6 +452,105 @@ class EngineOptions(TypedDict, total=False):
             ),
             part="use",
             field="write",
+        ),
+    ]
+    prefill_from: Annotated[
+        Sequence[str] | str,
+        Option(
+            (),
+            "processes that compute prompts for this engine (:meth:`Engine.serve_prefill`, `quire "
+            'prefill`): "HOST:PORT" or "unix:PATH", at most 64; or a text with commas between them. '
+            "Answers do not change.",
+            Flag(
+                "let the processes at these addresses compute prompts, where `quire prefill` or "
+                "`quire serve --prefill-listen` runs with the same model; or unix:PATH",
+                "ADDR[,ADDR...]",
+                addresses,
+                group="prefill",
+                more="Answers do not change",
+            ),
+            part="peers",
+            field="addresses",
+        ),
+    ]
+    prefill_remote: Annotated[
+        str,
+        Option(
+            "auto",
+            'which prompts they compute: "auto" (those that come sooner so, as predicted from the '
+            'measured speeds), "always" (all, while one is there) or "never".',
+            Flag(
+                "which prompts they compute: those that are predicted to come sooner so (auto, "
+                "default), always, or never",
+                choices=("auto", "always", "never"),
+                group="prefill",
+            ),
+            part="peers",
+            field="when",
+        ),
+    ]
+    on_peer_loss: Annotated[
+        str,
+        Option(
+            "recompute",
+            "a prompt that a peer does not finish, because it is gone, late or refuses: "
+            '"recompute" keeps what came and computes the rest here, "fail" ends the request with '
+            "the reason.",
+            Flag(
+                "when a process does not finish a prompt: compute the rest here (recompute, "
+                "default), or end the answer with an error (fail)",
+                choices=("recompute", "fail"),
+                group="prefill",
+            ),
+            part="peers",
+            field="on_loss",
+        ),
+    ]
+    prefill_timeout: Annotated[
+        float,
+        Option(
+            120.0,
+            "seconds that a peer has for a prompt, from asking to the last row.",
+            Flag(
+                "a process has this time for a prompt (default: 120)",
+                "SECONDS",
+                Number(0.001, 86400),
+                group="prefill",
+            ),
+            part="peers",
+            field="timeout_ms",
+        ),
+    ]
+    peer_secret_file: Annotated[
+        Path | None,
+        Option(
+            None,
+            "a file whose content, at least 16 bytes, both sides of a connection must have. Needed "
+            "for addresses that other machines reach, and for a cache_salt over TCP. What is sent is "
+            "not encrypted.",
+            Flag(
+                "both sides must have the content of FILE (at least 16 bytes); needed for addresses "
+                "that other machines reach, and for --cache-salt over TCP",
+                "FILE",
+                secret_file,
+                group="connection",
+                more="It is not sent. What is sent is not encrypted",
+            ),
+            part="connection",
+        ),
+    ]
+    peer_dead_after: Annotated[
+        float,
+        Option(
+            3.0,
+            "seconds without a sign of life after which the other side counts as dead.",
+            Flag(
+                "the other side counts as dead after this time without a sign of life (default: 3)",
+                "SECONDS",
+                Number(1, 86400),
+                group="connection",
+            ),
+            part="connection",
         ),
     ]
 

@@ -89,6 +89,38 @@ def place(text: str) -> str:
     return text
 
 
+def addresses(text: str) -> list[str]:
+    """Addresses of processes, with commas between them: HOST:PORT or unix:PATH."""
+    return [address(word) for word in text.split(",")]
+
+
+def address(text: str) -> str:
+    """HOST:PORT or unix:PATH."""
+    if text.startswith("unix:"):
+        if text == "unix:":
+            raise argparse.ArgumentTypeError("'unix:' names no file; give unix:PATH")
+        return text
+    host, _, port = text.rpartition(":")
+    if not host or re.fullmatch(r"\d{1,5}", port, re.ASCII) is None or int(port) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)} is no address: HOST:PORT, such as 127.0.0.1:7000, or unix:PATH"
+        )
+    return text
+
+
+def secret_file(text: str) -> str:
+    """A file that the secret of connections can be read from."""
+    from quire import _prefill  # loads the library, which --help does not need
+
+    try:
+        _prefill.read_secret_file(text)
+    except errors.BadArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return text
+
+
 def kv_dtype(text: str) -> str:
     """A type of keys and values, or two with a comma."""
     names = text.split(",")

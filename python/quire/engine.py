@@ -17,12 +17,13 @@ from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 
-from quire import _blend_verdict, _documents, _ffi, _numbers, _options, _sampling, errors
+from quire import _blend_verdict, _documents, _ffi, _numbers, _options, _prefill, _sampling, errors
 from quire._arrays import dtype_name, int_list
 from quire._blend_verdict import BlendVerdict
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
 from quire._options import EngineOptions, SamplingOptions
+from quire._prefill import PrefillPeer, Refusals
 from quire.blend.controller import RATIO_FLOOR, recompute_ratio
 from quire.gguf_model import model_folder
 from quire.grammar import CompiledGrammar, Grammar, GrammarCompiler
@@ -39,6 +40,7 @@ __all__ = [
     "MemoryPlan",
     "ModelInfo",
     "Piece",
+    "PrefillPeer",
     "Prompt",
     "Result",
     "Sample",
@@ -56,6 +58,8 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
 # Families of rotations that are others for sequences that pass the original length.
 _ROPE_OF_LENGTH = ("longrope", "dynamic")
+# Times in the usage, which the library counts in nanoseconds.
+_TIMES = ("queue", "prompt", "decode", "remote", "predicted_remote", "predicted_here")
 _COMPILERS_MAX = 2  # without special texts, and with those of the model's calls
 _FLUSH_SECONDS = 60.0  # more than a store takes to write the largest queue to a slow disk
 
@@ -114,6 +118,9 @@ class Usage:
         a window has slid past).
     miss: why the store did not bring more; None if it brought all or was not asked.
     load_seconds: that it took.
+    remote_tokens: of the prompt, computed by another process (`prefill_from`); remote_seconds: that
+        they took to come; predicted_remote_seconds, predicted_here_seconds: what was predicted for
+        them, there and here. 0 where no process was asked, or speeds were not known.
     drafted_tokens, accepted_tokens: tokens that were guessed, and of these the right ones.
     queue_seconds, prompt_seconds, decode_seconds: where the time went: until the engine began with
         the request, then to its first token, then to the end. The first two together are the time
@@ -133,6 +140,10 @@ class Usage:
     recomputed_tokens: int = 0
     miss: str | None = None
     load_seconds: float = 0.0
+    remote_tokens: int = 0
+    remote_seconds: float = dataclasses.field(default=0.0, compare=False)
+    predicted_remote_seconds: float = dataclasses.field(default=0.0, compare=False)
+    predicted_here_seconds: float = dataclasses.field(default=0.0, compare=False)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     decode_forwards: int = 0
@@ -424,7 +435,7 @@ class _Request:
         miss, load_ns = counts.pop("miss", 0), counts.pop("load_ns", 0)
         times: dict[str, Any] = {
             f"{part}_seconds": counts.pop(f"{part}_ns", 0) / 1e9
-            for part in ("queue", "prompt", "decode")
+            for part in _TIMES
         }
         if not counts.get("drafted_tokens"):
             counts["decode_forwards"] = 0
@@ -456,11 +467,15 @@ class Engine(_ffi.ThreadOwner):
 
     The store is used as soon as the digest of the model's files is known. It is kept, so that only
     the first engine of a model computes it, beside its first answers (see :meth:`wait_for_store`).
+    With `prefill_from` the constructor waits for it, and for a connection to each process; those
+    that do not answer are tried again in the background.
 
     Raises:
         NotFoundError, CorruptError, IncompatibleError, BadArgumentError: the folder is not what it
             should be.
         OutOfMemoryError: weights or pages do not fit.
+        IncompatibleError: a process of `prefill_from` has another model or other KV; the message has
+            the first field that differs, and both values.
     """
 
     def __init__(
@@ -469,7 +484,10 @@ class Engine(_ffi.ThreadOwner):
         **options: Unpack[EngineOptions],
     ) -> None:
         self._attachment: Attachment | None = None
+        self._refusals: Refusals | None = None
         whole = _options.whole_engine(options)
+        self._connection = _prefill.connection_fields(_options.of_part("connection", whole))
+        peers = _prefill.peer_fields(_options.of_part("peers", whole))
         kv_store: ChunkStore | None = whole["kv_store"]
         has_tiers = (
             whole["kv_dir"] is not None or bool(whole["kv_redis"]) or whole["kv_ram_bytes"] > 0
@@ -501,6 +519,8 @@ class Engine(_ffi.ThreadOwner):
         stats = self.stats()
         self._pages, self._page_size = stats["pages_total"], stats["page_size"]
         self._max_num_sequences = int(whole["max_num_sequences"])
+        if peers is not None:
+            self._attach_peers(peers)
         if store is not None:
             owned = kv_store is None
             self._attachment = Attachment(store, owned, self.model_dir, use, self._attach_store)
@@ -509,6 +529,68 @@ class Engine(_ffi.ThreadOwner):
         self, store: ChunkStore, identity: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self._handle.attach_store(store.__tvm_ffi_object__(), identity, options)
+
+    def _attach_peers(self, peers: dict[str, Any]) -> None:
+        try:
+            identity = model_identity(self.model_dir)
+            self._handle.attach_prefill_peers(identity, peers | self._connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def prefill_peers(self) -> list[PrefillPeer]:
+        """The processes of `prefill_from`, as things stand; never waits for a step."""
+        return _prefill.read_peers(self._handle.prefill_peers())
+
+    def serve_prefill(
+        self,
+        listen: str = "127.0.0.1:0",
+        *,
+        peers_max: int = _prefill.PEERS_MAX,
+        on_refused: Callable[[str], None] | None = None,
+    ) -> str:
+        """Computes prompts for engines of other processes from now on, beside those of this one, and
+        with its prefix cache and store. It ends with the engine.
+
+        Waits for the digest of the model's files, which is kept.
+
+        Args:
+            listen: "HOST:PORT", port 0 being any that is free, or "unix:PATH". One that other
+                machines reach needs `peer_secret_file` of the engine.
+            peers_max: connections at a time.
+            on_refused: is called with the reason, one line, for each connection that is refused: of
+                another model, for example, with the first field that differs and both values. It is
+                called on a Python thread of its own.
+
+        Returns:
+            Where others connect to, with the port that was taken: `prefill_from` of their engines.
+
+        Raises:
+            BadArgumentError: an option is out of range, or the address needs a secret.
+            UnavailableError: the address cannot be had.
+            BadStateError: it serves already.
+        """
+        fields = {
+            "listen": _numbers.text(listen, "listen"),
+            "peers_max": _numbers.int64(peers_max, "peers_max"),
+            **self._connection,
+        }
+        handle = self._handle
+        identity = model_identity(self.model_dir)
+        refusals = Refusals(on_refused)
+        try:
+            endpoint = str(handle.serve_prefill(identity, fields, refusals.queue))
+        except BaseException:
+            refusals.close()
+            raise
+        self._refusals = refusals
+        return endpoint
+
+    def prefill_refusals(self) -> dict[str, int]:
+        """Connections that were refused since :meth:`serve_prefill`, by the field in which the two
+        sides differ, such as "revision"; "other" for other causes."""
+        _ = self._handle
+        return {} if self._refusals is None else self._refusals.counts()
 
     @property
     def on_step(self) -> Callable[[], None] | None:
@@ -589,6 +671,9 @@ class Engine(_ffi.ThreadOwner):
             if handle is not None:
                 handle.close()
                 self._inbox.close()
+            refusals, self._refusals = self._refusals, None
+            if refusals is not None:
+                refusals.close()
             if attachment is not None:
                 attachment.stop()
                 attachment.close()
@@ -598,6 +683,7 @@ class Engine(_ffi.ThreadOwner):
         closed."""
         handle, self._open_handle = self._open_handle, None
         attachment, self._attachment = self._attachment, None
+        self._refusals = None
         for left in (handle, None if attachment is None else attachment.abandon()):
             if left is not None:
                 _ffi.leak(left)
@@ -715,6 +801,12 @@ class Engine(_ffi.ThreadOwner):
         loaded_disk_tokens, loaded_redis_tokens, load_ns; layer_loads (loads that a forward
         took layer by layer), overlap_ns (that was computed meanwhile); stored_chunks, stored_bytes,
         refused_chunks; compute_ns_per_token, which a load must beat.
+
+        Prompts that other processes compute (`prefill_from`): remote_tokens, remote_bytes;
+        remote_waiting (requests that wait for them), remote_losses (prompts that were not
+        finished), remote_overlap_ns (that was computed for others meanwhile). Prompts for others
+        (:meth:`serve_prefill`): served_peers (connections), served_waiting, served_prompts,
+        served_tokens (that were sent), served_losses (refused or broken off).
         """
         return {str(name): int(value) for name, value in self._handle.stats(wait).items()}
 

@@ -59,7 +59,7 @@ TEST_P(EngineBlend, RatioOneIsFullPrefill) {
 TEST_P(EngineBlend, UnknownDocumentsAreComputed) {
   const Question question = Ask({1, 2, 3}, 1);
   const Outcome outcome =
-      Generate(Create().get(), question.prompt, Blend(question, 0.0, DocumentLearning::kNever));
+      Generate(Create().get(), question.prompt, Blend(question, 0.0, DocumentLearning::kOff));
   ASSERT_TRUE(outcome.blend);
   EXPECT_EQ(outcome.blend->moved_tokens, 0);
   EXPECT_EQ(outcome.blend->computed_tokens, std::ssize(question.prompt));

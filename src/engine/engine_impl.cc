@@ -86,6 +86,16 @@ EngineImpl::EngineImpl(Parts parts)
                       .finder = &finder_,
                       .sequences = &sequences_,
                       .prefill_chunk = options_.prefill_chunk}),
+      remote_traffic_({.state = state_,
+                       .requests = &requests_,
+                       .finder = &finder_,
+                       .clock = clock_.get(),
+                       .bytes_per_token = parts.kv_bytes_per_token}),
+      prefill_traffic_({.state = state_,
+                        .requests = &requests_,
+                        .sequences = &sequences_,
+                        .bytes_per_token = parts.kv_bytes_per_token,
+                        .prefill_chunk = options_.prefill_chunk}),
       drawer_(model_.get(), *parts.backend, std::move(parts.runner),
               StepLogitRowsMax(options_.max_num_sequences, options_.prefill_chunk,
                                options_.max_tree_nodes)) {
@@ -126,6 +136,8 @@ void EngineImpl::Publish() noexcept {
   counters_.waiting = static_cast<int64_t>(requests_.waiting().size());
   counters_.running = static_cast<int64_t>(requests_.running().size());
   store_traffic_.Publish(&counters_);
+  remote_traffic_.Publish(&counters_);
+  prefill_traffic_.Publish(&counters_);
   speculator_.Publish(&counters_);
   idle_.store(requests_.empty() && due_.empty(), std::memory_order_release);
   const std::lock_guard<std::mutex> lock(published_mutex_);
@@ -260,6 +272,33 @@ Status EngineImpl::FlushStore(int64_t timeout_ms) {
   });
 }
 
+Status EngineImpl::AttachPrefillPeers(const Passport& identity, const PrefillPeerOptions& options) {
+  return Enter("AttachPrefillPeers",
+               [&] { return remote_traffic_.Attach(states_, identity, options, clock_); });
+}
+
+Result<std::string> EngineImpl::ServePrefill(const Passport& identity,
+                                             const TransferListenerOptions& options) {
+  return Enter("ServePrefill", [&] { return prefill_traffic_.Serve(states_, identity, options); });
+}
+
+Status EngineImpl::AddJob(const std::shared_ptr<PrefillJob>& job) {
+  QUIRE_ASSIGN_OR_RETURN(const SamplingOptions options, PrefillTraffic::OptionsOf(*job));
+  QUIRE_RETURN_IF_ERROR(CheckSubmit(job->job.tokens, options));
+  if (static_cast<int64_t>(requests_.waiting().size()) >= options_.max_waiting) {
+    return Status(StatusCode::kFull, std::to_string(requests_.waiting().size()) +
+                                         " requests wait (EngineOptions::max_waiting)");
+  }
+  auto request = std::make_unique<Request>(next_request_id_, job->job.tokens, options);
+  request->submitted_ns = clock_->SteadyNs();
+  request->space = PrefillTraffic::SpaceOf(job->job);
+  request->job = job;
+  store_traffic_.Prefetch(request.get());
+  requests_.Add(std::move(request));
+  ++next_request_id_;
+  return {};
+}
+
 void EngineImpl::CheckInvariants() const {
   prefix_cache_.CheckInvariants();
   int64_t sequences = prefix_cache_.sequence_count();
@@ -275,7 +314,10 @@ void EngineImpl::CheckInvariants() const {
       ++sequences;
       const Result<int64_t> length = state_.GetSequenceLength(sample.sequence_id);
       QUIRE_CHECK(length.ok()) << length.status().ToString();
-      QUIRE_CHECK(*length == sample.computed) << "sequence " << sample.sequence_id;
+      // Tokens that are to come are in the lengths of attention.
+      const int64_t to_come = RemoteTraffic::TokensToCome(*request, sample);
+      const int64_t expected = sample.computed + (state_.is_recurrent() ? 0 : to_come);
+      QUIRE_CHECK(*length == expected) << "sequence " << sample.sequence_id;
     }
   }
   QUIRE_CHECK(samples <= options_.max_num_sequences);
@@ -287,6 +329,7 @@ void EngineImpl::CheckInvariants() const {
     }
     QUIRE_CHECK(request->load == nullptr || store_traffic_.is_attached());
     QUIRE_CHECK(request->layers == nullptr) << "request " << request->id << " waits with layers";
+    QUIRE_CHECK(request->remote == nullptr) << "request " << request->id << " waits and receives";
   }
   for (const auto& request : requests_.running()) {
     QUIRE_CHECK(request->load == nullptr) << "request " << request->id << " loads while it runs";

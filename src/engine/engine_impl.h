@@ -7,8 +7,10 @@
 #ifndef QUIRE_ENGINE_ENGINE_IMPL_H_
 #define QUIRE_ENGINE_ENGINE_IMPL_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,9 +21,11 @@
 #include "engine/answer_drawer.h"
 #include "engine/blending/blend_plan.h"
 #include "engine/drafts/speculator.h"
+#include "engine/prefill_traffic.h"
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
 #include "engine/prompt_blender.h"
+#include "engine/remote_traffic.h"
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request.h"
 #include "engine/request/request_queue.h"
@@ -81,7 +85,9 @@ class EngineImpl final : public Engine {
   Status Cancel(int64_t request_id) override;
   Status Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) override;
   Result<std::vector<StepOutput>> Step() override;
-  bool Idle() const override { return idle_.load(std::memory_order_acquire); }
+  bool Idle() const override {
+    return idle_.load(std::memory_order_acquire) && !prefill_traffic_.is_asked();
+  }
   Status Logits(std::span<const std::span<const int32_t>> prompts,
                 std::span<float* const> logits) override;
   Result<int64_t> SaveSnapshot(const SnapshotContents& contents, const std::string& path) override;
@@ -90,6 +96,12 @@ class EngineImpl final : public Engine {
   Status AttachStore(std::shared_ptr<ChunkStore> store, const Passport& identity,
                      const StoreUseOptions& options) override;
   Status FlushStore(int64_t timeout_ms) override;
+  Status AttachPrefillPeers(const Passport& identity, const PrefillPeerOptions& options) override;
+  std::vector<PrefillPeerInfo> PrefillPeers() const override { return remote_traffic_.Infos(); }
+  Result<std::string> ServePrefill(const Passport& identity,
+                                   const TransferListenerOptions& options) override;
+  Status LastPrefillRefusal() const override { return prefill_traffic_.last_refusal(); }
+  void SetWake(std::function<void()> wake) override { prefill_traffic_.SetWake(std::move(wake)); }
   EngineStats Stats() const override;
   // How often a forward found fewer pages than the scheduler had counted on.
   int64_t short_counts() const { return short_counts_; }
@@ -140,10 +152,13 @@ class EngineImpl final : public Engine {
   Result<std::vector<RunnableSample>> ViewRunning(Batch* works);
   int64_t PagesOfLoads(const Batch& works) const;
   std::optional<WaitingHead> ViewHead();
-  Status AdmitHead();
+  Result<bool> AdmitHead();
   void PreemptYoungest();
   void RestartOrFail();
   void MakeRoom();
+
+  // Makes a request of what a peer asks for.
+  Status AddJob(const std::shared_ptr<PrefillJob>& job);
 
   // step_forward.cc: computing it.
   Status RunStep();
@@ -200,6 +215,8 @@ class EngineImpl final : public Engine {
   SampleSequences sequences_;
   PromptBlender blender_;
   StoreTraffic store_traffic_;
+  RemoteTraffic remote_traffic_;
+  PrefillTraffic prefill_traffic_;
   AnswerDrawer drawer_;
   std::vector<StepOutput> due_;  // ends that the next step reports: cancelled and failed requests
   int64_t next_request_id_ = 0;

@@ -122,6 +122,7 @@ class Scene {
     AddQuestions(&calls);
     AddSnapshotCalls(&calls);
     AddStoreCalls(&calls);
+    AddPrefillCalls(&calls);
     return calls;
   }
   // All that a caller and the store see, and the cache.
@@ -367,6 +368,40 @@ class Scene {
     c["FlushStore: a time that overflows"] = {
         [=] { return flush(std::numeric_limits<int64_t>::max()); }};
   }
+  void AddPrefillCalls(Calls* calls) {
+    Calls& c = *calls;
+    Engine& e = *server_->engine;
+    const std::string here = "unix:" + folder_.File("here");
+    const auto attach = [&e](std::vector<std::string> addresses) {
+      return e.AttachPrefillPeers(Identity(), {.addresses = std::move(addresses)});
+    };
+    const auto serve = [&e](const std::string& endpoint) {
+      return Answered(e.ServePrefill(Identity(), {.endpoint = endpoint}));
+    };
+    c["AttachPrefillPeers: one that is not there"] = {[=] { return attach({here}); }, true};
+    c["AttachPrefillPeers: none"] = {[=] { return attach({}); }};
+    c["AttachPrefillPeers: a second time"] = {[=] {
+                                                static_cast<void>(attach({here}));
+                                                return attach({here});
+                                              },
+                                              true};
+    c["PrefillPeers"] = {[&e] {
+      EXPECT_TRUE(e.PrefillPeers().empty());
+      return Status();
+    }};
+    c["ServePrefill"] = {[=] { return serve(here); }, true};
+    c["ServePrefill: no address"] = {[=] { return serve("nowhere"); }};
+    c["ServePrefill: a second time"] = {[=] {
+                                          static_cast<void>(serve(here));
+                                          return serve(here + "2");
+                                        },
+                                        true};
+    c["LastPrefillRefusal"] = {[&e] { return e.LastPrefillRefusal(); }};
+    c["SetWake"] = {[&e] {
+      e.SetWake([] {});
+      return Status();
+    }};
+  }
 
   const When when_;
   const std::shared_ptr<FakeClock> clock_ = std::make_shared<FakeClock>();
@@ -485,6 +520,15 @@ constexpr TableRow kRows[] = {
   {"FlushStore: no time",                       "o o o o o o o o o o X o S"},
   {"FlushStore: a time out of range",           "A A A A A A A A A A A A S"},
   {"FlushStore: a time that overflows",         "A A A A A A A A A A A A S"},
+  {"AttachPrefillPeers: one that is not there", "o o o o o o o o o o o o S"},
+  {"AttachPrefillPeers: none",                  "A A A A A A A A A A A A S"},
+  {"AttachPrefillPeers: a second time",         "S S S S S S S S S S S S S"},
+  {"PrefillPeers",                              "o o o o o o o o o o o o o"},
+  {"ServePrefill",                              "o o o o o o o o o o o o S"},
+  {"ServePrefill: no address",                  "A A A A A A A A A A A A S"},
+  {"ServePrefill: a second time",               "S S S S S S S S S S S S S"},
+  {"LastPrefillRefusal",                        "o o o o o o o o o o o o o"},
+  {"SetWake",                                   "o o o o o o o o o o o o o"},
 };
 // clang-format on
 

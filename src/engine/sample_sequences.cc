@@ -39,6 +39,7 @@ void SampleSequences::Remove(const Request& request, Sample* sample) noexcept {
 
 void SampleSequences::RemoveAll(Request* request) noexcept {
   request->layers = nullptr;
+  request->remote = nullptr;
   for (Sample& sample : request->samples) Remove(*request, &sample);
 }
 

@@ -29,6 +29,10 @@ void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexc
   output->recomputed_tokens = request.recomputed;
   output->miss = request.miss;
   output->load_seconds = request.load_seconds;
+  output->remote_tokens = request.remote_tokens;
+  output->remote_seconds = request.remote_seconds;
+  output->predicted_remote_seconds = request.predicted_remote_seconds;
+  output->predicted_here_seconds = request.predicted_here_seconds;
   output->drafted_tokens = request.drafted_tokens;
   output->accepted_tokens = request.accepted_tokens;
   output->decode_forwards = request.decode_forwards;
@@ -95,12 +99,14 @@ void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason rea
   if (request->learns_for != Request::kNobody) blender_.NoteLearnt(*request);
   speculator_.Forget(*request, sample);
   sample->filter.Drop();
+  prefill_traffic_.NoteEnd(request);
   if (sample->has_sequence()) ReleaseSequence(request, sample);
 }
 
 // The sequence goes to the next leader if that one still waits to be forked from it, else it is
 // retained.
 void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
+  RemoteTraffic::GiveUp(request, *sample);
   Sample* const heir = request->leader();
   const bool inherits =
       heir != nullptr && !heir->has_sequence() && sample->computed >= request->prompt_tokens;
@@ -131,8 +137,9 @@ void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept
 // need memory.
 void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::string& error) {
   std::vector<StepOutput> outputs;
+  prefill_traffic_.NoteFailure(request, error);
   for (const Sample& sample : request->samples) {
-    if (sample.finished() || request->learns_for != Request::kNobody) continue;
+    if (sample.finished() || !request->has_outputs()) continue;
     StepOutput& output = outputs.emplace_back();
     output.request_id = request->id;
     output.sample = &sample - request->samples.data();

@@ -25,10 +25,19 @@ bool DropFailedLayers(const Batch& batch, StoreTraffic* store) noexcept {
 }  // namespace
 
 Status EngineImpl::RunStep() {
+  const RequestEnder end = [this](Request* request, FinishReason reason, const std::string& why) {
+    EndRequest(request, reason, why);
+  };
+  QUIRE_RETURN_IF_ERROR(prefill_traffic_.TakeJobs(store_traffic_.compute_seconds_per_token(), end,
+                                                  [this](const auto& job) { return AddJob(job); }));
   for (bool may_admit = true;;) {
+    remote_traffic_.Poll(end);
     QUIRE_ASSIGN_OR_RETURN(Batch batch, PlanBatch(may_admit));
     if (batch.empty()) {
-      if (!may_admit || !store_traffic_.AwaitLoad()) return {};
+      if (!may_admit) return {};
+      const bool any = store_traffic_.AwaitLoad() || remote_traffic_.Await() ||
+                       prefill_traffic_.AwaitRoom(clock_.get());
+      if (!any) return {};
       continue;
     }
     bool plan_anew = false;
@@ -39,6 +48,7 @@ Status EngineImpl::RunStep() {
     const Status status = batch.empty() ? Status() : RunBatch(batch, &plan_anew);
     if (plan_anew) continue;
     if (status.ok()) store_traffic_.StoreComputed();
+    if (status.ok()) remote_traffic_.NoteComputed();
     if (status.code() != StatusCode::kOutOfPages) return status;
     MakeRoom();
     may_admit = false;
@@ -180,8 +190,7 @@ void EngineImpl::CommitDraws(std::vector<Drawn>* draws) noexcept {
     }
     const bool says_something =
         !drawn.output.tokens.empty() || drawn.output.finish_reason != FinishReason::kNone;
-    if (says_something && drawn.request->learns_for == Request::kNobody)
-      due_.push_back(std::move(drawn.output));
+    if (says_something && drawn.request->has_outputs()) due_.push_back(std::move(drawn.output));
   }
   requests_.EraseEnded();
 }

@@ -14,6 +14,7 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
   for (;;) {
     QUIRE_RETURN_IF_ERROR(GiveSequences());
     if (may_admit) store_traffic_.StartLoads();
+    if (may_admit) remote_traffic_.HoldBack(store_traffic_.is_attached());
     Batch works;
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
     const int64_t of_loads = PagesOfLoads(works);
@@ -27,12 +28,15 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
                     .pages_free = state_.pages_free() - of_loads,
                     .sequences_free = options_.max_num_sequences - requests_.running_samples(),
                     .pages_evictable_max = prefix_cache_.page_count_max(),
+                    .receiving = remote_traffic_.receiving(),
                     .running = running,
                     .head = may_admit ? ViewHead() : std::nullopt});
     switch (decision.kind) {
-      case Decision::Kind::kAdmit:
-        QUIRE_RETURN_IF_ERROR(AdmitHead());
+      case Decision::Kind::kAdmit: {
+        QUIRE_ASSIGN_OR_RETURN(const bool admitted, AdmitHead());
+        may_admit = may_admit && admitted;
         break;
+      }
       case Decision::Kind::kEvict:
         prefix_cache_.Evict(decision.pages + of_loads);
         break;
@@ -64,6 +68,7 @@ Status EngineImpl::GiveSequences() {
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(sequences_.Give(*request, leader, finder_.Find(*request, *leader)));
     }
+    if (request->job != nullptr) QUIRE_RETURN_IF_ERROR(prefill_traffic_.Mark(request.get()));
     // Another sample leads now, and begins elsewhere or has another answer.
     if (store_traffic_.LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
@@ -136,6 +141,8 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) {
   for (const auto& request : requests_.running()) {
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
+      if (RemoteTraffic::Receives(*request, sample)) continue;
+      if (!prefill_traffic_.HasRoom(*request)) continue;
       LayerwiseLoad* const layers = store_traffic_.LayersOf(*request, sample);
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
       if (layers == nullptr && length % options_.page_size != 0)
@@ -176,7 +183,8 @@ int64_t EngineImpl::PagesOfLoads(const Batch& works) const {
 }
 
 std::optional<WaitingHead> EngineImpl::ViewHead() {
-  Request* const request = requests_.NextToAdmit(store_traffic_.admissible());
+  Request* const request =
+      requests_.NextToAdmit(remote_traffic_.admissible(store_traffic_.admissible()));
   if (request == nullptr) return {};
   const Sample& leader = *request->leader();
   const StoreTraffic::Start start = store_traffic_.FindStart(*request);
@@ -191,8 +199,10 @@ std::optional<WaitingHead> EngineImpl::ViewHead() {
       .matched = start.from.length, .pending = pending, .samples = request->unfinished_count()};
 }
 
-Status EngineImpl::AdmitHead() {
-  Request& request = *requests_.NextToAdmit(store_traffic_.admissible());
+// False: pages were too few for what a peer is to send, and the request waits on.
+Result<bool> EngineImpl::AdmitHead() {
+  Request& request =
+      *requests_.NextToAdmit(remote_traffic_.admissible(store_traffic_.admissible()));
   request.ReserveAnswers();
   requests_.ReserveAdmission();
   const StoreTraffic::Start start = store_traffic_.FindStart(request);
@@ -206,10 +216,15 @@ Status EngineImpl::AdmitHead() {
   request.approximate |= request.leader()->approximate_from != kExactForever;
   request.layers = std::move(layers);
   store_traffic_.ImportChunks(&request, start);
+  if (!remote_traffic_.Start(&request, store_traffic_.compute_seconds_per_token())) {
+    sequences_.RemoveAll(&request);
+    request.cached = {};
+    return false;
+  }
   store_traffic_.NoteStart(&request, start.from.known);
   if (request.admitted_ns == Request::kNotYet) request.admitted_ns = clock_->SteadyNs();
   requests_.Admit(request);
-  return {};
+  return true;
 }
 
 // The request goes on later where it was: its samples keep their tokens, so what is computed again
@@ -217,6 +232,8 @@ Status EngineImpl::AdmitHead() {
 void EngineImpl::PreemptYoungest() {
   requests_.PreemptYoungest([this](Request& request) {
     request.layers = nullptr;
+    request.remote = nullptr;
+    prefill_traffic_.NotePreempted(&request);
     for (Sample& sample : request.samples) {
       speculator_.Forget(request, &sample);
       if (sample.has_sequence()) RetainOrRemove(request, &sample);
@@ -237,6 +254,7 @@ void EngineImpl::RestartOrFail() {
     return;
   }
   request.restarted = true;
+  prefill_traffic_.NotePreempted(&request);
   sequences_.RemoveAll(&request);
 }
 

@@ -229,6 +229,8 @@ int64_t StoreTraffic::LayersThere(const Request& request) const {
 // that waited inside would hold up everybody, and end no earlier than one that begins later.
 // `alone`: nobody would be held up, then it may also begin while the speed is not known.
 bool StoreTraffic::KeepsPace(const Request& request, int64_t there, bool alone) const {
+  // Loaded layers are in no forward's rows, so they would not be sent.
+  if (request.job != nullptr) return false;
   const PrefixLoad& load = *request.load;
   const int64_t count = ChunkLayerCount();
   if (there <= FirstLayerNeeded()) return false;

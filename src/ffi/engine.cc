@@ -22,6 +22,7 @@
 #include "ffi/errors.h"
 #include "ffi/grammar.h"
 #include "ffi/options.h"
+#include "ffi/prefill_peers.h"
 #include "ffi/snapshot.h"
 #include "ffi/step_queue.h"
 #include "ffi/store.h"
@@ -256,6 +257,24 @@ class EngineObj : public tf::Object {
     BetweenSteps([&](Engine& engine) { return engine.FlushStore(timeout_ms); });
   }
 
+  void AttachPrefillPeers(const OptionMap& identity, const OptionMap& fields) {
+    const Passport passport = ReadIdentity(identity);
+    const PrefillPeerOptions options = ReadPrefillPeerOptions(fields);
+    BetweenSteps([&](Engine& engine) { return engine.AttachPrefillPeers(passport, options); });
+  }
+  tf::Array<OptionMap> PrefillPeers() {
+    return PrefillPeerFields(latch_.Run(
+        [&]() -> Result<std::vector<PrefillPeerInfo>> { return loop_->PrefillPeers(); }));
+  }
+  // Where peers connect to.
+  tf::String ServePrefill(const OptionMap& identity, const OptionMap& fields,
+                          const RefusalQueueRef& refusals) {
+    const Passport passport = ReadIdentity(identity);
+    const TransferListenerOptions options = ReadPrefillServeOptions(fields, refusals->queue());
+    return tf::String(
+        BetweenSteps([&](Engine& engine) { return engine.ServePrefill(passport, options); }));
+  }
+
   // wait: until all that was asked for before is carried out.
   tf::Map<tf::String, int64_t> Stats(bool wait) {
     if (wait) latch_.Run([&] { return loop_->Settle(); });
@@ -294,6 +313,16 @@ class EngineObj : public tf::Object {
             {"stored_chunks", stats.stored_chunks},
             {"stored_bytes", stats.stored_bytes},
             {"refused_chunks", stats.refused_chunks},
+            {"remote_tokens", stats.remote_tokens},
+            {"remote_bytes", stats.remote_bytes},
+            {"remote_waiting", stats.remote_waiting},
+            {"remote_losses", stats.remote_losses},
+            {"remote_overlap_ns", static_cast<int64_t>(stats.remote_overlap_seconds * 1e9)},
+            {"served_peers", stats.served_peers},
+            {"served_waiting", stats.served_waiting},
+            {"served_prompts", stats.served_prompts},
+            {"served_tokens", stats.served_tokens},
+            {"served_losses", stats.served_losses},
             {"drafted_tokens", stats.drafted_tokens},
             {"accepted_tokens", stats.accepted_tokens},
             {"decode_forwards", stats.decode_forwards},
@@ -392,6 +421,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("load_snapshot", &EngineObj::LoadSnapshot)
       .def("attach_store", &EngineObj::AttachStore)
       .def("flush_store", &EngineObj::FlushStore)
+      .def("attach_prefill_peers", &EngineObj::AttachPrefillPeers)
+      .def("prefill_peers", &EngineObj::PrefillPeers)
+      .def("serve_prefill", &EngineObj::ServePrefill)
       .def("stats", &EngineObj::Stats)
       .def("step_times", &EngineObj::StepTimes)
       .def("info", &EngineObj::Info);

@@ -7,6 +7,7 @@
 #include <tvm/ffi/reflection/registry.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -26,6 +27,9 @@ OptionMap ReceiveMapFields(const ReceiveMap& map);
 ReceiveMap ReadReceiveMap(const OptionMap& fields);
 OptionMap ReceiveProgressFields(const ReceiveProgress& progress);
 OptionMap SendProgressFields(const SendProgress& progress);
+
+// A time in nanoseconds.
+void ReadTime(OptionsReader* reader, const char* name, std::chrono::nanoseconds* out);
 
 // A peer's place in a channel; gives it back when it goes.
 class ChannelPlace {

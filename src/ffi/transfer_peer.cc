@@ -20,12 +20,6 @@ namespace {
 
 namespace tf = tvm::ffi;
 
-void ReadTime(OptionsReader* reader, const char* name, std::chrono::nanoseconds* out) {
-  int64_t count = out->count();
-  reader->Read(name, &count);
-  *out = std::chrono::nanoseconds(count);
-}
-
 TransferPeerOptions ReadPeerOptions(OptionsReader* reader) {
   TransferPeerOptions options;
   std::string passport;
@@ -129,6 +123,12 @@ class RemoteChannelObj : public LayerSinkObj {
 };
 
 }  // namespace
+
+void ReadTime(OptionsReader* reader, const char* name, std::chrono::nanoseconds* out) {
+  int64_t count = out->count();
+  reader->Read(name, &count);
+  *out = std::chrono::nanoseconds(count);
+}
 
 TransferPeerObj::TransferPeerObj(const tf::String& endpoint, const OptionMap& options)
     : peer_(latch_.Run([&] { return OpenPeer(std::string(endpoint), options); })) {}

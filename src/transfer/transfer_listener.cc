@@ -20,11 +20,12 @@ namespace {
 class SocketListener final : public TransferListener {
  public:
   SocketListener(Endpoint endpoint, Socket listener, std::shared_ptr<const Waker> waker,
-                 TransferSession::Options options, int64_t peers_max)
+                 TransferSession::Options options, const TransferListenerOptions& given)
       : endpoint_(std::move(endpoint)),
         name_(endpoint_.ToString()),
         options_(std::move(options)),
-        peers_max_(static_cast<size_t>(peers_max)),
+        peers_max_(static_cast<size_t>(given.peers_max)),
+        on_refused_(given.on_refused),
         waker_(std::move(waker)),
         listener_(std::move(listener)) {
     const ScopedBlockedSignals blocked;
@@ -124,6 +125,8 @@ class SocketListener final : public TransferListener {
       }
       if (status.ok()) {
         accepted_.push_back(*place);
+      } else if (on_refused_) {
+        on_refused_(status);
       }
       const std::lock_guard lock(mutex_);
       if (status.ok()) {
@@ -141,6 +144,7 @@ class SocketListener final : public TransferListener {
   const std::string name_;
   const TransferSession::Options options_;
   const size_t peers_max_;
+  const std::function<void(const Status&)> on_refused_;
   const std::shared_ptr<const Waker> waker_;  // connections may outlive this
   Socket listener_;
   std::vector<std::shared_ptr<PeerConnection>> opening_;  // of the thread
@@ -174,7 +178,7 @@ Result<std::unique_ptr<TransferListener>> TransferListener::Start(
     QUIRE_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(&endpoint));
     return std::unique_ptr<TransferListener>(std::make_unique<SocketListener>(
         std::move(endpoint), std::move(listener), std::make_shared<const Waker>(std::move(waker)),
-        std::move(session), options.peers_max));
+        std::move(session), options));
   });
 }
 

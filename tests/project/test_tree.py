@@ -14,8 +14,9 @@ import pytest
 import source_tree
 
 # The design says 2 000; recurrent states, the chunk store, buffers and transfers between processes,
-# the engine's thread, blending and stores for other engines took the rest.
-PUBLIC_HEADER_LINES_MAX = 3870
+# the engine's thread, blending, stores for other engines and prompts from other processes took the
+# rest.
+PUBLIC_HEADER_LINES_MAX = 3950
 FILE_BYTES_MAX = 1 << 20
 # Folders whose text is code: what is written there is finished.
 CODE = ("src", "include", "python", "tests", "bench", "fuzz", "examples", "cmake", "tools")

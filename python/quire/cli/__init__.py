@@ -30,6 +30,7 @@ prompts with it.
   quire generate --file PROMPTS       answers to many prompts, computed together
   quire chat [MODEL]                  a conversation in the terminal
   quire serve [MODEL]                 the model over HTTP, for clients of OpenAI's API
+  quire prefill [MODEL] --listen ADDR computes prompts for --prefill-from of other processes
   quire inspect [MODEL]               a model, its memory and kernels; what this build can do
   quire import FILE.gguf DIR          turns a GGUF file into a Hugging Face folder
   quire pack MODEL DIR                a copy of a model that starts faster
@@ -50,6 +51,7 @@ _COMMANDS = {
     "generate": "quire.cli.generate",
     "chat": "quire.cli.chat",
     "serve": "quire.cli.serve",
+    "prefill": "quire.cli.prefill",
     "inspect": "quire.cli.inspect",
     "import": "quire.cli.import_gguf",
     "pack": "quire.cli.pack",

@@ -87,6 +87,13 @@ def check_effect(options: argparse.Namespace) -> None:
         needs(("kv_key_file", "kv_load_timeout"), stores, "--kv-dir or --kv-redis")
         if options.kv_write is False and not stores:
             raise UsageError("--kv-read-only has no effect without --kv-dir or --kv-redis")
+    if hasattr(options, "prefill_from"):
+        peers = has("prefill_from")
+        needs(("prefill_remote", "on_peer_loss", "prefill_timeout"), peers, "--prefill-from")
+        listens = hasattr(options, "prefill_listen")
+        either = "--prefill-from or --prefill-listen" if listens else "--prefill-from"
+        connects = peers or has("prefill_listen")
+        needs(("peer_secret_file", "peer_dead_after"), connects, either)
     _check_greedy(options, by_line)
 
 
@@ -226,6 +233,33 @@ def add_store(command: argparse.ArgumentParser) -> None:
     store = command.add_argument_group("KV that outlives the command")
     add_flags(store, "store")
     add_store_details(store)
+
+
+def add_peers(command: argparse.ArgumentParser) -> None:
+    """Processes that compute prompts."""
+    peers = command.add_argument_group("prompts that other processes compute")
+    add_flags(peers, "prefill")
+    add_connection(peers)
+
+
+def check_reach(
+    command: str, option: str, address: str | None, options: argparse.Namespace
+) -> None:
+    """UsageError for an address of other machines without a secret."""
+    from quire.serve.addresses import is_loopback
+
+    if address is None or address.startswith("unix:") or options.peer_secret_file is not None:
+        return
+    if not is_loopback(address.rpartition(":")[0].strip("[]")):
+        raise UsageError(
+            f"{command}: {option} {address} is reached from other machines: give "
+            "--peer-secret-file FILE, the same content on both sides"
+        )
+
+
+def add_connection(group: argparse._ActionsContainer) -> None:
+    """What both sides of a connection between processes need."""
+    add_flags(group, "connection")
 
 
 def add_store_details(store: argparse._ArgumentGroup) -> None:

@@ -52,6 +52,7 @@ def run(
         requests = _requests(engine, file, options, grammar)
         code = _answer_all(engine, file, requests, output)
         answers.print_total_sources(engine)
+        answers.print_total_remote(engine)
         answers.print_lost(engine)
         return code
 

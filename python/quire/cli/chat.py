@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_sampling(command, most_tokens="what there is room for")
     arguments.add_engine(command)
     arguments.add_store(command)
+    arguments.add_peers(command)
     command.set_defaults(run=_run)
     return command
 
@@ -341,6 +342,7 @@ class Conversation:
         # As it was printed, also if it was interrupted: it is what the user saw.
         self._turns.append({"role": "assistant", "content": answer.text})
         answers.print_sources(self._engine, answer.result)
+        answers.print_remote(self._engine, answer.result)
         answers.print_cut(self._engine, answer.result, sampling)
         if answer.result is None:
             note("(interrupted)")

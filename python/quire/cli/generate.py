@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     _add_grammars(command)
     arguments.add_engine(command)
     arguments.add_store(command)
+    arguments.add_peers(command)
     command.set_defaults(run=_run)
     return command
 
@@ -212,11 +213,13 @@ def _run(options: argparse.Namespace) -> int:
             result = engine.generate(prompt, **sampling)
             print(json.dumps(answers.result_object(result), ensure_ascii=False))
             answers.print_sources(engine, result)
+            answers.print_remote(engine, result)
             answers.print_blend(result)
             answers.print_lost(engine)
             return 0
         answer = answers.print_answer(engine, prompt, sampling)
         answers.print_sources(engine, answer.result)
+        answers.print_remote(engine, answer.result)
         answers.print_blend(answer.result)
         answers.print_cut(engine, answer.result, sampling)
         answers.print_lost(engine)

@@ -38,15 +38,24 @@ def model_folder(model: str | None) -> str:
 def open_engine(model: str | None, arguments: dict[str, Any]) -> Engine:
     """An engine whose store is in use from the first prompt on, so that the next command finds what
     this one has computed."""
-    engine = quire.Engine(model_folder(model), **arguments)
+    folder = model_folder(model)
+    if arguments.get("prefill_from"):
+        note_digest(folder)
+    engine = quire.Engine(folder, **arguments)
     try:
-        if engine.store is not None and kept_identity(engine.model_dir) is None:
-            note("(reading the model's files, this once, to know what model the KV is of)")
+        if engine.store is not None:
+            note_digest(engine.model_dir)
         engine.wait_for_store()
     except BaseException:
         engine.close()
         raise
     return engine
+
+
+def note_digest(folder: str | os.PathLike[str]) -> None:
+    """That the model's files are about to be read for their digest, if they are."""
+    if kept_identity(folder) is None:
+        note("(reading the model's files, this once, to know what model the KV is of)")
 
 
 def tokenizer_of(engine: Engine) -> Tokenizer | None:

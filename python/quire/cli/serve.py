@@ -32,6 +32,7 @@ _SERVER = (
     "drain_timeout",
     "tls_cert",
     "tls_key",
+    "prefill_listen",
     "cors",
     "log_format",
     "limits",
@@ -57,8 +58,10 @@ def parser() -> argparse.ArgumentParser:
     _add_address(command)
     _add_clients(command)
     _add_life(command)
+    _add_prefill(command)
     arguments.add_engine(command)
     arguments.add_store(command)
+    arguments.add_peers(command)
     command.set_defaults(run=_run)
     return command
 
@@ -88,6 +91,16 @@ def _add_address(command: argparse.ArgumentParser) -> None:
         type=ranges.place,
         metavar="ORIGIN",
         help="web pages of ORIGIN may send requests; * allows all web pages; may be repeated",
+    )
+
+
+def _add_prefill(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("prompts for other processes")
+    group.add_argument(
+        "--prefill-listen",
+        type=ranges.address,
+        metavar="ADDR",
+        help="also compute prompts for --prefill-from of other processes, at HOST:PORT or unix:PATH",
     )
 
 
@@ -236,6 +249,7 @@ def _check_pairs(options: argparse.Namespace) -> None:
         raise UsageError("serve: --tls-cert and --tls-key go together")
     if options.insecure_no_auth and options.api_keys is not None:
         raise UsageError("serve: --insecure-no-auth has no effect with --api-keys")
+    arguments.check_reach("serve", "--prefill-listen", options.prefill_listen, options)
     if not (is_loopback(options.host) or options.api_keys or options.insecure_no_auth):
         raise UsageError(
             f"serve: --host {options.host} is reached from other machines: give --api-keys FILE, or "
@@ -262,6 +276,7 @@ def _server_options(options: argparse.Namespace, folder: str) -> ServerOptions:
         strict=options.strict,
         tool_parser=options.tool_parser,
         drain_seconds=options.drain_timeout,
+        prefill_listen=options.prefill_listen,
         tls_cert=None if options.tls_cert is None else Path(options.tls_cert),
         tls_key=None if options.tls_key is None else Path(options.tls_key),
         origins=tuple(options.cors or ()),

@@ -41,6 +41,11 @@ def one_line(error: BaseException) -> str:
     return re.sub(r"\s*\n\s*", " ", str(error)) or type(error).__name__
 
 
+def told_line(text: str) -> str:
+    """What another process has said, as one line without control characters."""
+    return re.sub(r"\s*\n\s*", " ", text).translate(_CONTROL)
+
+
 def printable(text: str) -> str:
     """The text as standard output should get it."""
     return text.translate(_CONTROL) if sys.stdout.isatty() else text

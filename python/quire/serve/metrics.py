@@ -1,6 +1,7 @@
 """The page /metrics: Prometheus' text format, with the names and units of vLLM under "quire:".
 
-No label comes from a user: names of routes, limits, tiers and reasons are the program's own.
+No label comes from a user: names of routes, limits, tiers and reasons are the program's own, and
+addresses of peers are those of its options.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ _GAUGES = {
     "running": ("num_requests_running", "Requests that the engine computes."),
     "waiting": ("num_requests_waiting", "Requests that wait for pages or a place in the batch."),
     "loading": ("num_requests_loading", "Requests that wait for KV of the chunk store."),
+    "remote_waiting": (
+        "num_requests_remote",
+        "Requests whose prompts another process computes.",
+    ),
+    "served_peers": ("prefill_served_peers", "Processes that have their prompts computed here."),
+    "served_waiting": (
+        "prefill_served_waiting",
+        "Their prompts that are queued or being computed.",
+    ),
     "retained_tokens": ("prefix_cache_tokens", "Tokens whose KV the prefix cache keeps."),
     "kv_bytes": ("kv_cache_bytes", "Memory of all pages."),
     "weight_bytes": ("model_weight_bytes", "Memory of the model's weights."),
@@ -40,6 +50,9 @@ _COUNTERS = {
     "preemptions": ("num_preemptions_total", "Answers that gave up their pages for others."),
     "drafted_tokens": ("spec_decode_num_draft_tokens_total", "Guessed tokens."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens_total", "Of these, the right ones."),
+    "served_prompts": ("prefill_served_prompts_total", "Prompts that were sent to other processes."),
+    "served_tokens": ("prefill_served_tokens_total", "Their tokens that were sent."),
+    "served_losses": ("prefill_served_losses_total", "Prompts that were refused or broken off."),
     "loads": ("kv_loads_total", "Loads from the chunk store."),
     "stored_chunks": ("kv_stored_chunks_total", "Chunks put into the store."),
     "stored_bytes": ("kv_stored_bytes_total", "Bytes put into the store."),
@@ -57,6 +70,16 @@ _TIER_FIELDS = {
     "bytes_written": ("kv_tier_written_bytes_total", "counter", "Bytes written."),
 }
 
+
+# By field of PrefillPeer: the metric, its type, its help.
+_PEER_FIELDS = {
+    "connected": ("prefill_peer_connected", "gauge", "Whether prompts can go to the process."),
+    "queued_tokens": ("prefill_peer_queued_tokens", "gauge", "Tokens that it has to compute."),
+    "prompts": ("prefill_peer_prompts_total", "counter", "Prompts that it computed for this one."),
+    "tokens": ("prefill_peer_tokens_total", "counter", "Their tokens that came."),
+    "bytes": ("prefill_peer_bytes_total", "counter", "Bytes of KV that came."),
+    "losses": ("prefill_peer_losses_total", "counter", "Prompts that it did not finish."),
+}
 
 Lines = Callable[[str], Iterable[str]]
 
@@ -151,6 +174,7 @@ class Metrics:
         )
         self._add_cache(page, stats)
         self._add_store(page, engine)
+        self._add_prefill(page, stats, engine)
         self._add_requests(page)
         return page.text()
 
@@ -191,6 +215,26 @@ class Metrics:
             values = {name: int(tier[field]) for name, tier in tiers.items() if tier["present"]}
             page.add(metric, kind, help, _labelled("tier", values))
 
+    def _add_prefill(self, page: _Page, stats: Mapping[str, int], engine: Engine) -> None:
+        peers = engine.prefill_peers()
+        if peers:
+            page.add(
+                "prefill_overlap_seconds_total",
+                "counter",
+                "Time that was computed while a prompt was on its way from another process.",
+                [((), stats["remote_overlap_ns"] * 1e-9)],
+            )
+        for field, (metric, kind, help) in _PEER_FIELDS.items():
+            values = {peer.address: int(getattr(peer, field)) for peer in peers}
+            if values:
+                page.add(metric, kind, help, _labelled("peer", values))
+        page.add(
+            "prefill_refused_total",
+            "counter",
+            "Connections for prompts that were refused, by the field in which the sides differ.",
+            _labelled("field", engine.prefill_refusals()),
+        )
+
     def _add_requests(self, page: _Page) -> None:
         page.add(
             "request_success_total",
@@ -230,6 +274,10 @@ def _labelled(label: str, values: Mapping[str, int]) -> list[_Sample]:
 _Sample = tuple[tuple[tuple[str, str], ...], float]
 
 
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
 class _Page:
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -237,7 +285,7 @@ class _Page:
     def add(self, name: str, kind: str, help: str, samples: Sequence[_Sample]) -> None:
         self._head(name, kind, help)
         for labels, value in samples:
-            text = ",".join(f'{label}="{value}"' for label, value in labels)
+            text = ",".join(f'{label}="{_escaped(value)}"' for label, value in labels)
             self._lines.append(
                 f"quire:{name}{{{text}}} {value}" if text else f"quire:{name} {value}"
             )

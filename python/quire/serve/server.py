@@ -39,6 +39,7 @@ _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """host: that clients may name beside those of this machine. names: of the model, for clients.
+    prefill_listen: where other processes have their prompts computed; None: nowhere.
     drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS; None:
     by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
     may ask. in_effect: what the log gets of the options, by their names."""
@@ -49,6 +50,7 @@ class ServerOptions:
     limits: Limits
     strict: bool = False
     tool_parser: str | None = None
+    prefill_listen: str | None = None
     drain_seconds: float = 30.0
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -108,6 +110,7 @@ class _Server:
             watching = asyncio.create_task(service.watch_progress())
             dividing = asyncio.create_task(self._divide_store())
             await server.wait_started(listening)
+            self._serve_prefill()
             on_ready()
             notify("READY=1")
             await _first(ending, listening)
@@ -117,6 +120,21 @@ class _Server:
             watching.cancel()
             await dividing
         return await self._end(service)
+
+    def _serve_prefill(self) -> None:
+        """Prompts of other processes, from now on."""
+        listen = self._options.prefill_listen
+        if listen is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def refused(why: str) -> None:
+            note = functools.partial(self._log.write, "warning", "prefill refused", reason=why)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(note)
+
+        endpoint = self._engine.serve_prefill(listen, on_refused=refused)
+        self._log.write("info", "prefill", endpoint=endpoint)
 
     async def _drain(self, service: Service) -> None:
         service.begin_drain()

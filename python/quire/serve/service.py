@@ -293,6 +293,7 @@ def origin_of(usage: Usage) -> dict[str, Any]:
         "disk_tokens": usage.disk_tokens,
         "redis_tokens": usage.redis_tokens,
         "recomputed_tokens": usage.recomputed_tokens,
+        "remote_tokens": usage.remote_tokens,
         "miss": usage.miss,
     }
 

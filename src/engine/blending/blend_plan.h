@@ -62,7 +62,7 @@ class BlendPlan {
   template <typename F>
   std::vector<std::vector<int32_t>> Unknown(std::span<const int32_t> prompt, F&& knows) const {
     std::vector<std::vector<int32_t>> chains;
-    if (request_.learn == DocumentLearning::kNever || pieces_.empty()) return chains;
+    if (request_.learn == DocumentLearning::kOff || pieces_.empty()) return chains;
     for (const PromptDocument& document : MovableDocuments(documents())) {
       Chain chain = ChainOf(prompt, document);
       const bool is_repeated =

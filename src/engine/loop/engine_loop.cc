@@ -107,12 +107,17 @@ class EngineThread final : public EngineLoop {
         sink_(std::move(sink)),
         max_calls_(options.max_calls),
         max_waiting_(engine_->max_waiting()) {
+    engine_->SetWake([this] {  // a peer asks for a prompt
+      const std::lock_guard<std::mutex> lock(mutex_);
+      changed_.notify_one();
+    });
     const ScopedBlockedSignals blocked;
     thread_ = std::thread([this, around = options.around] { Main(around); });
   }
   ~EngineThread() override {
     const Status closed = Close();
     QUIRE_CHECK(closed.ok()) << "an EngineLoop was destroyed on its own thread";
+    engine_->SetWake(nullptr);  // the engine outlives what it wakes
   }
 
   Result<int64_t> Submit(std::span<const int32_t> prompt, const SamplingOptions& options) override;
@@ -126,6 +131,7 @@ class EngineThread final : public EngineLoop {
     return engine_->CheckSubmit(prompt, options);
   }
   EngineStats Stats() const override;
+  std::vector<PrefillPeerInfo> PrefillPeers() const override { return engine_->PrefillPeers(); }
   const ModelInfo& model_info() const override { return engine_->model_info(); }
   const std::string& kernel_path() const override { return engine_->kernel_path(); }
 

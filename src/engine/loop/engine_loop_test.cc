@@ -152,6 +152,16 @@ class ScriptedEngine final : public Engine {
     return engine_->AttachStore(std::move(store), identity, options);
   }
   Status FlushStore(int64_t timeout_ms) override { return engine_->FlushStore(timeout_ms); }
+  Status AttachPrefillPeers(const Passport& identity, const PrefillPeerOptions& options) override {
+    return engine_->AttachPrefillPeers(identity, options);
+  }
+  std::vector<PrefillPeerInfo> PrefillPeers() const override { return engine_->PrefillPeers(); }
+  Result<std::string> ServePrefill(const Passport& identity,
+                                   const TransferListenerOptions& options) override {
+    return engine_->ServePrefill(identity, options);
+  }
+  Status LastPrefillRefusal() const override { return engine_->LastPrefillRefusal(); }
+  void SetWake(std::function<void()> wake) override { engine_->SetWake(std::move(wake)); }
   EngineStats Stats() const override { return engine_->Stats(); }
 
  private:
@@ -618,6 +628,7 @@ constexpr Row kRows[] = {
   {"CheckSubmit",                     "o o o o o"},
   {"CheckSubmit: no tokens",          "A A A A A"},
   {"Stats",                           "o o o o o"},
+  {"PrefillPeers",                    "o o o o o"},
   {"model_info",                      "o o o o o"},
   {"kernel_path",                     "o o o o o"},
 };
@@ -650,6 +661,10 @@ std::map<std::string, std::function<Status()>> CallsOf(EngineLoop& loop) {
   calls["CheckSubmit: no tokens"] = [&] { return loop.CheckSubmit({}, Greedy()); };
   calls["Stats"] = [&] {
     EXPECT_EQ(loop.Stats().pages_total, 100);
+    return Status();
+  };
+  calls["PrefillPeers"] = [&] {
+    EXPECT_TRUE(loop.PrefillPeers().empty());
     return Status();
   };
   calls["model_info"] = [&] {

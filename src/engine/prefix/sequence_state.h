@@ -37,6 +37,10 @@ class SequenceState {
   // Null without attention layers.
   AttentionKVCache* attention() const { return attention_; }
   bool is_recurrent() const { return composite_ != nullptr; }
+  // All parts together.
+  KVTransfer* transfer() const {
+    return composite_ != nullptr ? composite_->transfer() : attention_->transfer();
+  }
   // Whether a sequence can be forked at each of its positions: no recurrent layers, no windows.
   bool forks_anywhere() const { return forks_anywhere_; }
   bool has_windows() const { return has_windows_; }

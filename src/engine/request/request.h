@@ -14,8 +14,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/blending/blend_plan.h"
@@ -28,6 +30,9 @@
 #include "quire/status.h"
 
 namespace quire {
+
+class RemoteReceive;  // engine/remote/remote_receive.h
+struct PrefillJob;    // engine/remote/prefill_server.h
 
 inline constexpr int64_t kNoSequence = -1;
 inline constexpr int64_t kNoDraftState = -1;
@@ -64,6 +69,8 @@ struct Request {
   int64_t unfinished_count() const;
   // Whether the unfinished samples have answers.
   bool answer_begun() const;
+  // Whether anybody is told of its tokens and its end.
+  bool has_outputs() const { return learns_for == kNobody && job == nullptr; }
   bool has_window() const { return options.window != 0; }
   bool has_window_of(const Request& other) const {
     return options.window == other.options.window && options.sinks == other.options.sinks;
@@ -97,7 +104,7 @@ struct Request {
   int64_t learned_tokens = 0;
   int64_t learns_for = kNobody;  // of such a request: nobody is told of its end
   static constexpr int64_t kNobody = -1;
-  bool is_idle = false;  // such a request that comes in when no other one is there
+  bool is_idle = false;                 // such a request that comes in when no other one is there
   int64_t exact_start = kExactForever;  // what `cached` counts is exact up to here
   Speculation speculation;
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput
@@ -110,6 +117,14 @@ struct Request {
   int64_t lookups = 0;
   // While it runs: chunks behind the leader's tokens, which its next forward takes layer by layer.
   std::unique_ptr<LayerwiseLoad> layers;
+  // While a peer computes the leader's prompt: the leader's sequence ends in tokens that are to
+  // come, and is in no forward. Null: nothing is to come.
+  std::shared_ptr<RemoteReceive> remote;
+  int64_t remote_tokens = 0;  // as in StepOutput
+  double remote_seconds = 0;
+  double predicted_remote_seconds = 0, predicted_here_seconds = 0;
+  // A prompt of another process, to which its KV goes. It has no outputs. Null: one of Submit.
+  std::shared_ptr<PrefillJob> job;
   bool counts_cached = false;  // what is loaded counts as `cached`: it came in for the first time
   CachedTokens cached;
   int64_t recomputed = 0;  // StepOutput::recomputed_tokens
@@ -124,6 +139,10 @@ struct Request {
   int64_t turn = 0;        // in which it may come in (RequestQueue)
   bool restarted = false;  // computed again without shared pages, see Decision::kRestart
 };
+
+// Ends a request, wherever it is.
+using RequestEnder =
+    std::function<void(Request* request, FinishReason reason, const std::string& error)>;
 
 // BadArgument with the field's name and value.
 Status CheckSpeculation(std::string_view owner, const Speculation& speculation);

@@ -68,8 +68,8 @@ void Spend(const RunnableSample& sample, int64_t tokens, Budget* budget) {
   if (sample.piece_cost > 0) budget->piece_rows -= tokens;
 }
 
-bool MoreThanOneRequest(std::span<const RunnableSample> running) {
-  return running.front().request_id != running.back().request_id;
+bool MoreThanOneRequest(const SchedulerView& view) {
+  return view.receiving > 0 || view.running.front().request_id != view.running.back().request_id;
 }
 
 Decision NoPageFor(const SchedulerView& view, int64_t pages) {
@@ -78,8 +78,7 @@ Decision NoPageFor(const SchedulerView& view, int64_t pages) {
     decision.kind = Decision::Kind::kEvict;
     decision.pages = pages;
   } else {
-    decision.kind =
-        MoreThanOneRequest(view.running) ? Decision::Kind::kPreempt : Decision::Kind::kRestart;
+    decision.kind = MoreThanOneRequest(view) ? Decision::Kind::kPreempt : Decision::Kind::kRestart;
   }
   return decision;
 }
@@ -95,12 +94,12 @@ std::optional<Decision> DecideAdmission(const SchedulerView& view, const Budget&
   const bool opens_page = head.matched % view.page_size != 0;  // a fork is not the writer there
   const int64_t needed = PagesForAppend(head.matched, head.pending, view.page_size, opens_page) +
                          (head.samples - 1);  // each further sample opens a page of its own
-  const int64_t growth = static_cast<int64_t>(view.running.size());
+  const int64_t growth = static_cast<int64_t>(view.running.size()) + view.receiving;
   const int64_t left = budget.pages - growth;
   // What the head itself is about to use is no help: given up, it would have to be computed.
   const int64_t matched_pages = PagesForAppend(0, head.matched, view.page_size, false);
   const int64_t evictable_max = view.pages_evictable_max - matched_pages;
-  const bool is_alone = view.running.empty();
+  const bool is_alone = view.running.empty() && view.receiving == 0;
   Decision decision;
   if (needed <= left || (is_alone && view.pages_evictable_max == 0)) {
     decision.kind = Decision::Kind::kAdmit;

@@ -52,6 +52,9 @@ struct SchedulerView {
   int64_t sequences_free = 0;
   int64_t pages_evictable_max =
       0;  // the most pages that would become free if all retained KV were given up
+  // Running requests whose prompts come from elsewhere: they hold pages, take no part in a step,
+  // and can be preempted.
+  int64_t receiving = 0;
   std::span<const RunnableSample> running;  // oldest request first
   std::optional<WaitingHead> head;
 };

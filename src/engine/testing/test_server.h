@@ -123,6 +123,7 @@ struct Server {
     parts.options.max_step_ms = sizes.step_ms;
     parts.options.prefix_cache = sizes.prefix_cache;
     parts.clock = sizes.clock;
+    parts.kv_bytes_per_token = FakeModel::kLayers * 2 * FakeModel::kDim * int64_t{sizeof(float)};
     parts.options.speculation = sizes.speculation;
     parts.options.max_tree_nodes = sizes.tree_nodes;
     if (sizes.draft_seed) {

@@ -33,7 +33,8 @@ def test_paths() -> None:
 def test_metrics(tiny: TinyModel, tmp_path_factory: object, server: Server) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     named = set(re.findall(r"`(quire:\w+)", page))
-    options = ("--kv-dir", str(tmp_path_factory.mktemp("kv")))  # type: ignore[attr-defined]
+    folder = str(tmp_path_factory.mktemp("kv"))  # type: ignore[attr-defined]
+    options = ("--kv-dir", folder, "--prefill-from", f"unix:{folder}/nobody")
     with running(tiny.directory, *options) as stored:
         _, _, text = stored.request("GET", "/metrics")
         assert stored.stop() == 0

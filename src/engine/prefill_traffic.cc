@@ -1,0 +1,232 @@
+#include "engine/prefill_traffic.h"
+
+#include <algorithm>
+#include <new>
+#include <span>
+#include <utility>
+
+#include "base/check.h"
+#include "base/clock.h"
+#include "base/guard.h"
+
+namespace quire {
+namespace {
+
+// More are taken by the next step, so that others get in.
+constexpr int64_t kJobsOfAStep = 64;
+// A step that waits for room and nothing else returns after this.
+constexpr int64_t kAwaitRoomNs = 5 * kNsPerMs;
+
+}  // namespace
+
+void PrefillBell::Ring() noexcept {
+  is_rung_.store(true, std::memory_order_release);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();
+  if (wake_) wake_();
+}
+
+bool PrefillBell::Await(Clock& clock, int64_t until_ns) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return WaitUntil(clock, changed_, lock, until_ns, [this] { return is_rung(); });
+}
+
+void PrefillBell::SetWake(std::function<void()> wake) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  wake_ = std::move(wake);
+}
+
+PrefillTraffic::~PrefillTraffic() = default;
+
+Result<std::string> PrefillTraffic::Serve(const SequenceStates& states, const Passport& identity,
+                                          TransferListenerOptions options) {
+  if (server_ != nullptr) {
+    return Status(StatusCode::kBadState, "Engine::ServePrefill: it serves at " +
+                                             server_->endpoint() + "; an engine has one endpoint");
+  }
+  QUIRE_ASSIGN_OR_RETURN(options.peer.passport, CachePassport(states, identity, false));
+  QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<PrefillServer> server,
+                         PrefillServer::Start(options, [bell = bell_] { bell->Ring(); }));
+  QUIRE_RETURN_IF_ERROR(state_.transfer()->SetLayerSink(server->channel()));
+  std::string endpoint = server->endpoint();
+  const std::lock_guard<std::mutex> lock(serve_mutex_);
+  server_ = std::move(server);
+  return endpoint;
+}
+
+Status PrefillTraffic::last_refusal() const {
+  const std::lock_guard<std::mutex> lock(serve_mutex_);
+  return server_ == nullptr ? Status() : server_->last_refusal();
+}
+
+Status PrefillTraffic::TakeJobs(double seconds_per_token, const RequestEnder& end,
+                                const JobAdder& add) {
+  if (server_ == nullptr) return {};
+  bell_->Clear();
+  while (Request* const broken = FindBroken())
+    end(broken, FinishReason::kCancelled, "the prompt cannot be sent any more");
+  for (int64_t taken = 0;; ++taken) {
+    auto job = std::make_shared<PrefillJob>();
+    Result<bool> any = server_->Take(job.get());
+    if (!any.ok() || taken == kJobsOfAStep) bell_->Ring();  // the next step goes on
+    QUIRE_RETURN_IF_ERROR(any.status());
+    if (!*any) break;
+    const Status added = GuardEntry([&] { return add(job); });
+    if (!added.ok()) Refuse(job.get(), added);
+    if (taken == kJobsOfAStep) break;
+  }
+  TellLoad(seconds_per_token);
+  return {};
+}
+
+bool PrefillTraffic::AwaitRoom(Clock* clock) {
+  if (!WaitsForRoom()) return false;
+  return bell_->Await(*clock, clock->SteadyNs() + kAwaitRoomNs) && !WaitsForRoom();
+}
+
+// Tokens [0, end of the map): what stands before the map is computed, or found, and not sent.
+Result<SamplingOptions> PrefillTraffic::OptionsOf(const PrefillJob& job) {
+  const auto tokens = static_cast<int64_t>(job.job.tokens.size());
+  const ReceiveMap& map = job.map;
+  if (map.first_position < 0 || map.count < 1 || tokens - map.count != map.first_position) {
+    return Status(StatusCode::kBadArgument,
+                  "a job of " + std::to_string(tokens) + " tokens, and a map of " +
+                      std::to_string(map.count) + " from position " +
+                      std::to_string(map.first_position) + " on; a map ends where its job does");
+  }
+  return SamplingOptions{.max_tokens = 0, .window = job.job.window, .sinks = job.job.sinks};
+}
+
+PrefixSpace PrefillTraffic::SpaceOf(const TransferJob& job) {
+  return {.salt = job.salt, .long_rope = job.long_rope};
+}
+
+void PrefillTraffic::Refuse(PrefillJob* job, const Status& why) noexcept {
+  if (std::exchange(job->is_refused, true)) return;
+  ++losses_;
+  // A peer that is gone needs no word.
+  static_cast<void>(GuardEntry([&] { return job->peer->Refuse(job->map.epoch, why); }));
+}
+
+Request* PrefillTraffic::FindBroken() const {
+  const auto is_broken = [&](const auto& request) {
+    const PrefillJob* const job = request->job.get();
+    if (job == nullptr) return false;
+    if (job->is_refused || !job->peer->SendStatus(job->map.epoch).ok()) return true;
+    if (job->marked_sequence < 0) return false;
+    const Result<SendProgress> progress = state_.transfer()->GetSendProgress(job->marked_sequence);
+    return !progress.ok() || !progress->failure.ok();
+  };
+  for (const auto& request : requests_.running())
+    if (is_broken(request)) return request.get();
+  for (const auto& request : requests_.waiting())
+    if (is_broken(request)) return request.get();
+  return nullptr;
+}
+
+// What the sequence has and has not sent goes with the next forward, too. A connection that takes
+// less than all that at a time is to be empty first.
+bool PrefillTraffic::HasRoom(const Request& request) const {
+  const PrefillJob* const job = request.job.get();
+  if (job == nullptr || job->is_refused || job->marked_sequence < 0) return true;
+  const Result<SendProgress> progress = state_.transfer()->GetSendProgress(job->marked_sequence);
+  if (!progress.ok()) return true;  // FindBroken ends it
+  const int64_t sent_end = progress->begin + progress->sent;
+  const int64_t stored = std::max<int64_t>(0, request.leader()->computed - sent_end);
+  const int64_t wanted = (stored + prefill_chunk_) * bytes_per_token_;
+  return job->peer->send_room() >= std::min(wanted, job->window);
+}
+
+bool PrefillTraffic::WaitsForRoom() const {
+  return std::ranges::any_of(requests_.running(),
+                             [this](const auto& request) { return !HasRoom(*request); });
+}
+
+void PrefillTraffic::TellLoad(double seconds_per_token) {
+  TransferLoad load{.ns_per_token = static_cast<int64_t>(seconds_per_token * 1e9)};
+  const auto add = [&](const auto& request) {
+    if (const Sample* const leader = request->leader())
+      load.queued_tokens += request->remote != nullptr ? 0 : leader->pending() - 1;
+  };
+  std::ranges::for_each(requests_.running(), add);
+  std::ranges::for_each(requests_.waiting(), add);
+  server_->TellLoad(load);
+  server_->ForgetEnded();
+}
+
+// ---- Hooks
+
+Status PrefillTraffic::MarkAt(PrefillJob* job, int64_t sequence_id) {
+  QUIRE_RETURN_IF_ERROR(state_.transfer()->DisaggMarkSend(sequence_id, job->map.first_position,
+                                                          std::span(&job->map, 1), job->connection,
+                                                          /*rank=*/0, job->sent));
+  job->marked_sequence = sequence_id;
+  return {};
+}
+
+Status PrefillTraffic::Mark(Request* request) {
+  PrefillJob* const job = request->job.get();
+  Sample* const leader = request->leader();
+  if (job->is_refused || job->marked_sequence == leader->sequence_id) return {};
+  Status marked = MarkAt(job, leader->sequence_id);
+  if (!marked.ok() && leader->computed > 0) {
+    // A window has slid past rows of what was found.
+    request->restarted = true;
+    sequences_.Remove(*request, leader);
+    QUIRE_RETURN_IF_ERROR(sequences_.Give(*request, leader, {}));
+    marked = MarkAt(job, leader->sequence_id);
+  }
+  if (!marked.ok()) {
+    if (marked.code() == StatusCode::kOutOfMemory) return marked;
+    Refuse(job, marked);  // FindBroken ends it
+  }
+  return {};
+}
+
+void PrefillTraffic::Detach(PrefillJob* job) noexcept {
+  if (job->marked_sequence < 0) return;
+  const Result<int64_t> sent = state_.transfer()->DisaggDetachSend(job->marked_sequence);
+  job->marked_sequence = -1;
+  if (sent.ok()) {
+    job->sent = *sent;
+  } else {
+    Refuse(job, sent.status());
+  }
+}
+
+void PrefillTraffic::NotePreempted(Request* request) noexcept {
+  if (request->job != nullptr) Detach(request->job.get());
+}
+
+void PrefillTraffic::NoteEnd(Request* request) noexcept {
+  PrefillJob* const job = request->job.get();
+  if (job == nullptr) return;
+  Detach(job);
+  tokens_ += job->sent;
+  if (job->is_refused) return;
+  if (job->sent == job->map.count) {
+    ++prompts_;
+  } else {
+    Refuse(job, Status(StatusCode::kInternal, "rows of the prompt were not sent"));
+  }
+}
+
+void PrefillTraffic::NoteFailure(Request* request, const std::string& why) noexcept {
+  if (request->job == nullptr) return;
+  Detach(request->job.get());
+  tokens_ += request->job->sent;
+  Refuse(request->job.get(), Status(StatusCode::kUnavailable, why));
+}
+
+void PrefillTraffic::Publish(EngineStats* stats) const noexcept {
+  stats->served_prompts = prompts_;
+  stats->served_tokens = tokens_;
+  stats->served_losses = losses_;
+  if (server_ == nullptr) return;
+  stats->served_peers = server_->connection_count();
+  const auto is_job = [](const auto& request) { return request->job != nullptr; };
+  stats->served_waiting = std::ranges::count_if(requests_.running(), is_job) +
+                          std::ranges::count_if(requests_.waiting(), is_job);
+}
+
+}  // namespace quire

@@ -1,0 +1,137 @@
+// Prompts that this engine computes for other processes (docs/transfer.md).
+//
+// Each is a request with max_tokens 0 that has a `job`: it waits, is scheduled and preempted as all
+// others, uses prefix cache and store under its tenant's salt, and has no outputs. While its leader
+// has a sequence, that is marked: each forward's rows go to the peer's connection. A prompt that is
+// preempted goes on later at the row that the peer has not got.
+//
+// What the engine does not compute, the peer is told of; a peer that is gone, or wants it no more,
+// ends the request before the next step. A prompt whose peer takes bytes slowly is in no forward
+// until there is room for its rows, so that nobody waits for them.
+//
+// Threads: PrefillBell is rung by the connections' threads, and asked by the loop's. All else is
+// called on the engine's thread.
+//
+// Invariant: at most one sequence of a job is marked, its leader's, and it is detached before the
+// sequence goes to anybody else.
+#ifndef QUIRE_ENGINE_PREFILL_TRAFFIC_H_
+#define QUIRE_ENGINE_PREFILL_TRAFFIC_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "engine/prefix/sequence_state.h"
+#include "engine/remote/prefill_server.h"
+#include "engine/request/request_queue.h"
+#include "engine/sample_sequences.h"
+#include "quire/engine.h"
+#include "quire/kv_export.h"
+
+namespace quire {
+
+// Says that a peer may want something. All calls from any thread.
+class PrefillBell {
+ public:
+  void Ring() noexcept;
+  bool is_rung() const noexcept { return is_rung_.load(std::memory_order_acquire); }
+  void Clear() noexcept { is_rung_.store(false, std::memory_order_release); }
+  // Until it is rung, or the moment. Whether it is.
+  bool Await(Clock& clock, int64_t until_ns);
+  // Called in Ring. When this returns, the one before is not called any more.
+  void SetWake(std::function<void()> wake);
+
+ private:
+  std::atomic<bool> is_rung_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::function<void()> wake_;
+};
+
+class PrefillTraffic {
+ public:
+  // What is pointed to, and what `state` views, outlives this.
+  struct Parts {
+    SequenceState state;
+    const RequestQueue* requests;
+    SampleSequences* sequences;
+    int64_t bytes_per_token;
+    int64_t prefill_chunk;
+  };
+  explicit PrefillTraffic(const Parts& parts)
+      : state_(parts.state),
+        requests_(*parts.requests),
+        sequences_(*parts.sequences),
+        bytes_per_token_(parts.bytes_per_token),
+        prefill_chunk_(parts.prefill_chunk) {}
+  PrefillTraffic(const PrefillTraffic&) = delete;
+  PrefillTraffic& operator=(const PrefillTraffic&) = delete;
+  ~PrefillTraffic();
+
+  // As Engine::ServePrefill.
+  Result<std::string> Serve(const SequenceStates& states, const Passport& identity,
+                            TransferListenerOptions options);
+
+  // ---- From any thread
+  Status last_refusal() const;
+  // Whether a peer may want something.
+  bool is_asked() const noexcept { return bell_->is_rung(); }
+  void SetWake(std::function<void()> wake) { bell_->SetWake(std::move(wake)); }
+
+  // ---- Between steps
+  // Gives `add` what peers ask for, and ends the requests that they do not want any more. They are
+  // told how busy this engine is. OutOfMemory, and nothing is lost.
+  using JobAdder = std::function<Status(const std::shared_ptr<PrefillJob>& job)>;
+  Status TakeJobs(double seconds_per_token, const RequestEnder& end, const JobAdder& add);
+  // Options of the request that a job is. BadArgument for a map that is not of the job's tokens.
+  static Result<SamplingOptions> OptionsOf(const PrefillJob& job);
+  static PrefixSpace SpaceOf(const TransferJob& job);
+  // Whether the connection takes the rows of the request's next forward at once. True for one that
+  // has no job.
+  bool HasRoom(const Request& request) const;
+  // Nothing else is to be done: waits for room for a moment. Whether all have it, and some had not.
+  bool AwaitRoom(Clock* clock);
+
+  // ---- Hooks of a request; nothing for one that has no job.
+  // Its leader has a sequence: rows go to the peer. Where rows that are there cannot be sent, all
+  // are computed; else the job is broken (FindBroken). Errors of a new sequence.
+  Status Mark(Request* request);
+  void NotePreempted(Request* request) noexcept;
+  void NoteEnd(Request* request) noexcept;
+  void NoteFailure(Request* request, const std::string& why) noexcept;
+
+  void Publish(EngineStats* stats) const noexcept;
+
+ private:
+  // A request whose peer does not want it any more, or to which nothing can be sent; null: none.
+  Request* FindBroken() const;
+  bool WaitsForRoom() const;
+  // The engine does not compute it, or not to its end.
+  void Refuse(PrefillJob* job, const Status& why) noexcept;
+  // The peers' other half of a prediction.
+  void TellLoad(double seconds_per_token);
+  Status MarkAt(PrefillJob* job, int64_t sequence_id);
+  // Ends the mark, and notes the tokens that the peer has.
+  void Detach(PrefillJob* job) noexcept;
+
+  const SequenceState state_;
+  const RequestQueue& requests_;
+  SampleSequences& sequences_;
+  const int64_t bytes_per_token_;
+  const int64_t prefill_chunk_;
+  const std::shared_ptr<PrefillBell> bell_ = std::make_shared<PrefillBell>();
+  mutable std::mutex serve_mutex_;         // of last_refusal, while a server is made
+  std::unique_ptr<PrefillServer> server_;  // null: it does not serve
+
+  // As in EngineStats.
+  int64_t prompts_ = 0, tokens_ = 0, losses_ = 0;
+};
+
+}  // namespace quire
+
+#endif  // QUIRE_ENGINE_PREFILL_TRAFFIC_H_

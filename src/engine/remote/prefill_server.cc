@@ -1,0 +1,113 @@
+#include "engine/remote/prefill_server.h"
+
+#include <utility>
+
+#include "base/blocked_signals.h"
+#include "base/clock.h"
+#include "base/guard.h"
+
+namespace quire {
+
+Result<std::unique_ptr<PrefillServer>> PrefillServer::Start(const TransferListenerOptions& options,
+                                                            std::function<void()> wake) {
+  QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<TransferListener> listener,
+                         TransferListener::Start(options));
+  std::unique_ptr<PrefillServer> server(new PrefillServer(std::move(listener), std::move(wake)));
+  const ScopedBlockedSignals blocked;
+  server->thread_ = std::thread([here = server.get()] { here->Accept(); });
+  return server;
+}
+
+PrefillServer::PrefillServer(std::unique_ptr<TransferListener> listener, std::function<void()> wake)
+    : listener_(std::move(listener)), wake_(std::move(wake)) {}
+
+PrefillServer::~PrefillServer() {
+  listener_->Close();
+  if (thread_.joinable()) thread_.join();
+  for (auto& [number, connection] : connections_) {
+    connection.peer->SetWake(nullptr);
+    connection.peer->Close();
+  }
+}
+
+// Ends when the listener is closed. A connection for which there is no memory is closed, which its
+// other side sees.
+void PrefillServer::Accept() noexcept {
+  for (;;) {
+    Result<std::optional<std::shared_ptr<TransferPeer>>> accepted =
+        listener_->Accept(*clock_, kNever);
+    if (!accepted.ok()) {
+      if (accepted.status().code() == StatusCode::kOutOfMemory) continue;
+      return;
+    }
+    if (!*accepted) continue;
+    const std::shared_ptr<TransferPeer> peer = **std::move(accepted);
+    if (!GuardEntry([&] { return Add(peer); }).ok()) {
+      peer->Close();
+      continue;
+    }
+    wake_();  // it may have asked before there was a `wake` to call
+  }
+}
+
+Status PrefillServer::Add(const std::shared_ptr<TransferPeer>& peer) {
+  peer->SetWake(wake_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t number = next_connection_++;
+  connections_[number] = {.peer = peer, .window = peer->send_room()};
+  const Status connected = channel_->Connect(number, peer);
+  if (!connected.ok()) {
+    connections_.erase(number);
+    return connected;
+  }
+  static_cast<void>(peer->SetLoad(told_));  // a connection that is over is found by Take
+  return {};
+}
+
+Result<bool> PrefillServer::Take(PrefillJob* job) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [number, connection] : connections_) {
+    // What has not come by now rings again.
+    Result<std::optional<TransferRequest>> request = connection.peer->NextRequest(*clock_, 0);
+    if (request.status().code() == StatusCode::kOutOfMemory) return request.status();
+    if (!request.ok() || !*request) continue;
+    *job = {.peer = connection.peer,
+            .connection = number,
+            .window = connection.window,
+            .job = std::move((*request)->job),
+            .map = std::move((*request)->map)};
+    return true;
+  }
+  return false;
+}
+
+void PrefillServer::ForgetEnded() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto place = connections_.begin(); place != connections_.end();) {
+    TransferPeer& peer = *place->second.peer;
+    if (peer.status().ok()) {
+      ++place;
+      continue;
+    }
+    peer.SetWake(nullptr);
+    static_cast<void>(channel_->Disconnect(place->first));  // it is there
+    place = connections_.erase(place);
+  }
+}
+
+int64_t PrefillServer::connection_count() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(connections_.size());
+}
+
+void PrefillServer::TellLoad(const TransferLoad& load) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (load == told_) return;
+  told_ = load;
+  for (auto& [number, connection] : connections_) {
+    // A connection that is over is found by Take.
+    static_cast<void>(connection.peer->SetLoad(load));
+  }
+}
+
+}  // namespace quire

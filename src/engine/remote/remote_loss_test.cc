@@ -1,0 +1,262 @@
+// A peer that is lost, late, silent or refuses, at each of its stages, and when a peer is asked at
+// all: answers have the bits of an engine alone, and all pages come back.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/testing/remote_pair.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kMilli = 1'000'000;
+using Stage = LostAt::Stage;
+
+Tokens Text(int64_t count, uint64_t seed) {
+  RandomSequence random(seed);
+  return RandomTokens(count, &random);
+}
+SamplingOptions Greedy(int64_t max_tokens) {
+  return {.max_tokens = max_tokens, .logprobs = 0, .ignore_eos = true};
+}
+Answer Alone(const Tokens& prompt, const SamplingOptions& options) {
+  return Server({.prefix_cache = false}).Generate(prompt, options);
+}
+
+class RemoteLoss : public testing::Test {
+ protected:
+  std::string Endpoint() {
+    return "unix:" + folder_.File("socket" + std::to_string(next_socket_++));
+  }
+  TestFolder folder_;
+  int next_socket_ = 0;
+};
+
+constexpr int64_t kPrompt = 50;
+const Sizes kHand = {.page_size = 5, .chunk = 12};
+// Rows that have come with `calls` calls of the sink: two layers and a record for each forward.
+int64_t RowsAfter(int64_t calls) { return std::min(kPrompt - 1, calls / 3 * kHand.chunk); }
+
+// One prompt whose peer is lost as told.
+struct Lost {
+  Answer answer;
+  StepOutput end;
+  EngineStats stats;
+  PrefillPeerInfo info;
+  int64_t calls = 0;
+};
+
+Lost Ask(const std::string& endpoint, const LostAt& lost, OnPeerLoss on_loss) {
+  HandServer hand(endpoint, kHand);
+  Server server({.page_size = 4});
+  Attach(&server,
+         {.addresses = {hand.endpoint()}, .when = RemotePrefill::kAlways, .on_loss = on_loss});
+  hand.Accept();
+  const Tokens prompt = Text(kPrompt, 1);
+  const int64_t id = server.Submit(prompt, Greedy(8));
+  hand.Run(lost);
+  Lost result;
+  for (int steps = 0; !server.engine->Idle() && steps < 100000; ++steps) {
+    Result<std::vector<StepOutput>> outputs = server.engine->Step();
+    server.engine->CheckInvariants();
+    EXPECT_TRUE(outputs.ok()) << outputs.status().ToString();
+    for (const StepOutput& output : *outputs) result.end = output;
+    server.Take(*std::move(outputs));
+  }
+  EXPECT_TRUE(server.engine->Idle());
+  hand.Join();
+  result.answer = server.answers[{id, 0}];
+  result.stats = server.engine->Stats();
+  result.info = server.engine->PrefillPeers().front();
+  result.calls = hand.calls();
+  ExpectAllPagesBack(server);
+  hand.peer()->Close();
+  if (on_loss == OnPeerLoss::kFail) return result;  // the next one may be asked of it, and fail
+  const Tokens other = Text(30, 2);                 // whatever has become of the peer
+  ExpectEqual(server.Generate(other, Greedy(4)), Alone(other, Greedy(4)), "the next one");
+  return result;
+}
+
+TEST_F(RemoteLoss, AtEveryCallOfTheSenderWhatHasARecordIsKept) {
+  const Answer alone = Alone(Text(kPrompt, 1), Greedy(8));
+  const int64_t calls = Ask(Endpoint(), {}, OnPeerLoss::kRecompute).calls;
+  ASSERT_EQ(calls, (kPrompt - 1 + kHand.chunk - 1) / kHand.chunk * 3);
+  for (int64_t call = 0; call <= calls; ++call) {
+    SCOPED_TRACE(call);
+    const Lost lost = Ask(Endpoint(), {.call = call}, OnPeerLoss::kRecompute);
+    ExpectEqual(lost.answer, alone, "lost");
+    const bool is_whole = call == calls;
+    // The last frames before the end may be on their way when it comes.
+    EXPECT_LE(lost.end.remote_tokens, RowsAfter(call));
+    EXPECT_EQ(lost.end.remote_tokens % kHand.chunk, is_whole ? (kPrompt - 1) % kHand.chunk : 0);
+    EXPECT_EQ(lost.stats.remote_losses, is_whole ? 0 : 1);
+    EXPECT_EQ(lost.stats.remote_tokens, lost.end.remote_tokens);
+    EXPECT_EQ(lost.info.losses, is_whole ? 0 : 1);
+    EXPECT_EQ(lost.info.prompts, is_whole ? 1 : 0);
+    EXPECT_EQ(lost.end.remote_tokens == kPrompt - 1, is_whole);
+  }
+}
+
+TEST_F(RemoteLoss, BeforeTheFirstRowOrByAWord) {
+  const Answer alone = Alone(Text(kPrompt, 1), Greedy(8));
+  for (const Stage stage : {Stage::kBeforeJob, Stage::kBeforeMark, Stage::kRefused}) {
+    SCOPED_TRACE(static_cast<int>(stage));
+    const Lost lost = Ask(Endpoint(), {.stage = stage}, OnPeerLoss::kRecompute);
+    ExpectEqual(lost.answer, alone, "lost");
+    EXPECT_EQ(lost.end.remote_tokens, 0);
+    if (stage == Stage::kBeforeJob) continue;  // then it may not have been asked
+    EXPECT_EQ(lost.stats.remote_losses, 1);
+    EXPECT_FALSE(lost.info.error.empty());
+    if (stage != Stage::kRefused) continue;
+    EXPECT_NE(lost.info.error.find("no room at all"), std::string::npos) << lost.info.error;
+    EXPECT_TRUE(lost.info.connected);
+  }
+}
+
+TEST_F(RemoteLoss, FailEndsTheRequestAndNothingElse) {
+  for (const LostAt& at : {LostAt{.stage = Stage::kBeforeMark}, LostAt{.stage = Stage::kRefused},
+                           LostAt{.call = 1}, LostAt{.call = 4}}) {
+    const Lost lost = Ask(Endpoint(), at, OnPeerLoss::kFail);
+    EXPECT_EQ(lost.answer.reason, FinishReason::kError);
+    EXPECT_NE(lost.answer.error.find("on_loss is fail"), std::string::npos) << lost.answer.error;
+    EXPECT_TRUE(lost.answer.tokens.empty());
+  }
+}
+
+// The engine's clock says when: the peer has the job and never answers.
+TEST_F(RemoteLoss, ASilentPeerIsGivenUpWhenItsTimeIsOver) {
+  for (const OnPeerLoss on_loss : {OnPeerLoss::kRecompute, OnPeerLoss::kFail}) {
+    const auto clock = std::make_shared<FakeClock>();
+    HandServer hand(Endpoint(), kHand);
+    Server server({.page_size = 4, .clock = clock});
+    Attach(&server, {.addresses = {hand.endpoint()},
+                     .when = RemotePrefill::kAlways,
+                     .on_loss = on_loss,
+                     .timeout_ms = 60'000});
+    hand.Accept();
+    const Tokens prompt = Text(kPrompt, 1);
+    const int64_t id = server.Submit(prompt, Greedy(8));
+    hand.Run({.stage = Stage::kSilent});
+    std::thread time([&] {
+      clock->AwaitWaiters(2);  // the thread that connects, and the step
+      clock->Advance(59'999 * kMilli);
+    });
+    ASSERT_TRUE(server.Step().ok());
+    time.join();
+    EXPECT_EQ(server.engine->Stats().remote_waiting, 1) << "a millisecond is left";
+    EXPECT_EQ(server.engine->Stats().remote_losses, 0);
+    clock->Advance(kMilli);
+    server.Finish();
+    EXPECT_EQ(server.engine->Stats().remote_losses, 1);
+    const Answer& answer = server.answers[{id, 0}];
+    if (on_loss == OnPeerLoss::kRecompute) {
+      ExpectEqual(answer, Alone(prompt, Greedy(8)), "computed here");
+    } else {
+      EXPECT_EQ(answer.reason, FinishReason::kError);
+      EXPECT_NE(answer.error.find("PrefillPeerOptions::timeout_ms"), std::string::npos)
+          << answer.error;
+    }
+    hand.Join();
+    while (hand.peer()->stats().sends_open > 0) std::this_thread::yield();  // it is told
+    ExpectAllPagesBack(server);
+  }
+}
+
+// Each token takes a millisecond here. What the peer says of itself decides.
+TEST_F(RemoteLoss, AutoAsksThePeerThatIsPredictedToBeFaster) {
+  struct Case {
+    TransferLoad load;
+    bool is_asked;
+  };
+  for (const Case& one : {Case{{.queued_tokens = 0, .ns_per_token = 900'000}, true},
+                          Case{{.queued_tokens = 0, .ns_per_token = 1'100'000}, false},
+                          Case{{.queued_tokens = 4, .ns_per_token = 900'000}, true},
+                          Case{{.queued_tokens = 7, .ns_per_token = 900'000}, false},
+                          Case{{.queued_tokens = 0, .ns_per_token = 0}, false}}) {
+    SCOPED_TRACE(testing::Message() << one.load.queued_tokens << " " << one.load.ns_per_token);
+    const auto clock = std::make_shared<FakeClock>();
+    HandServer hand(Endpoint(), kHand);
+    Server server({.page_size = 4, .clock = clock});
+    server.model->fault = [&](std::span<const int32_t> tokens) {
+      clock->Advance(std::ssize(tokens) * kMilli);
+      return Status();
+    };
+    Attach(&server, {.addresses = {hand.endpoint()}});
+    hand.Accept(one.load);
+    // Nothing is known of the speed here yet, so the first one is computed here.
+    const Tokens first = Text(64, 7);
+    ExpectEqual(server.Generate(first, Greedy(2)), Alone(first, Greedy(2)), "first");
+    ASSERT_DOUBLE_EQ(server.engine->Stats().compute_seconds_per_token, 1e-3);
+    EXPECT_EQ(server.engine->Stats().remote_tokens, 0);
+    const double speed = static_cast<double>(one.load.ns_per_token) * 1e-9;
+    while (server.engine->PrefillPeers()[0].seconds_per_token != speed) std::this_thread::yield();
+    while (server.engine->PrefillPeers()[0].queued_tokens != one.load.queued_tokens)
+      std::this_thread::yield();
+    const Tokens prompt = Text(kPrompt, 1);
+    if (one.is_asked) hand.Run({});
+    const int64_t id = server.Submit(prompt, Greedy(8));
+    StepOutput end;
+    while (!server.engine->Idle()) {
+      Result<std::vector<StepOutput>> outputs = server.engine->Step();
+      ASSERT_TRUE(outputs.ok());
+      if (!outputs->empty()) end = outputs->back();
+      server.Take(*std::move(outputs));
+    }
+    hand.Join();
+    ExpectEqual(server.answers[{id, 0}], Alone(prompt, Greedy(8)), "second");
+    const int64_t wanted = kPrompt - 1 - end.cached_tokens;
+    EXPECT_EQ(end.remote_tokens, one.is_asked ? wanted : 0);
+    if (!one.is_asked) continue;
+    EXPECT_DOUBLE_EQ(end.predicted_here_seconds, 1e-3 * static_cast<double>(wanted));
+    EXPECT_DOUBLE_EQ(end.predicted_remote_seconds,
+                     speed * static_cast<double>(wanted + one.load.queued_tokens));
+  }
+}
+
+// No loss: the connection does not carry what keeps tenants apart.
+TEST_F(RemoteLoss, ASaltGoesOverNoOpenConnection) {
+  Server prefill({.page_size = 8});
+  Server server({.page_size = 4});
+  Attach(&server, {.addresses = {Serve(&prefill, "127.0.0.1:0")}, .when = RemotePrefill::kAlways});
+  SamplingOptions options = Greedy(5);
+  options.cache_salt = "tenant";
+  const Tokens prompt = Text(40, 3);
+  ExpectEqual(server.Generate(prompt, options), Alone(prompt, options), "here");
+  EXPECT_EQ(server.engine->Stats().remote_tokens, 0);
+  EXPECT_EQ(server.engine->Stats().remote_losses, 1);
+  const PrefillPeerInfo info = server.engine->PrefillPeers()[0];
+  EXPECT_NE(info.error.find("salt"), std::string::npos) << info.error;
+  EXPECT_EQ(info.losses, 0) << "the peer has lost nothing";
+  EXPECT_TRUE(info.connected);
+}
+
+TEST_F(RemoteLoss, OptionsAreCheckedByName) {
+  Server server;
+  const auto refuse = [&](PrefillPeerOptions options, const char* word) {
+    const Status status = server.engine->AttachPrefillPeers(PairIdentity(), options);
+    EXPECT_EQ(status.code(), StatusCode::kBadArgument) << status.ToString();
+    EXPECT_NE(status.ToString().find(word), std::string::npos) << status.ToString();
+  };
+  refuse({}, "0 addresses");
+  refuse({.addresses = std::vector<std::string>(65, "127.0.0.1:1")}, "65 addresses");
+  refuse({.addresses = {"127.0.0.1:1", "127.0.0.1:1"}}, "twice");
+  refuse({.addresses = {"127.0.0.1:1"}, .timeout_ms = 0}, "timeout_ms is 0");
+  refuse({.addresses = {"127.0.0.1:1"}, .timeout_ms = 86'400'001}, "timeout_ms");
+  refuse({.addresses = {"nonsense"}}, "nonsense");
+  EXPECT_TRUE(server.engine->PrefillPeers().empty());
+  // Nobody is there yet: that is no mistake.
+  Attach(&server, {.addresses = {Endpoint()}, .when = RemotePrefill::kAlways});
+  EXPECT_EQ(server.engine->AttachPrefillPeers(PairIdentity(), {.addresses = {Endpoint()}}).code(),
+            StatusCode::kBadState);
+  const Tokens prompt = Text(20, 1);
+  ExpectEqual(server.Generate(prompt, Greedy(3)), Alone(prompt, Greedy(3)), "here");
+  Serve(&server, Endpoint());
+  EXPECT_EQ(server.engine->ServePrefill(PairIdentity(), {.endpoint = Endpoint()}).status().code(),
+            StatusCode::kBadState);
+}
+
+}  // namespace
+}  // namespace quire

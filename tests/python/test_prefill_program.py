@@ -1,0 +1,401 @@
+"""Prompts that another process computes: `quire prefill`, and --prefill-from of the other commands.
+Every process here is one of its own, but for engines that the test itself has."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quire
+from program import process, run
+from tiny_model import Shape, TinyModel
+
+sys.path.insert(0, str(Path(__file__).parent / "serve"))
+
+from server_process import Server  # noqa: E402
+
+SECONDS = 120.0  # for what must come; nothing waits so long
+IDS = [3 + i % 90 for i in range(400)]
+LONG = [3 + (i * i + i) % 900 for i in range(1200)]
+SECRET = b"what both sides have"
+
+
+class Prefill:
+    """`quire prefill` as a process. Its errors are read line by line."""
+
+    def __init__(self, model: Path | str, listen: str, *options: str) -> None:
+        self.process = process("prefill", str(model), "--listen", listen, *options)
+        assert self.process.stdout is not None and self.process.stderr is not None
+        ready = self.process.stdout.readline().decode()
+        found = re.search(r"^quire: (\S+) computes prompts at (\S+)\n$", ready)
+        if found is None:
+            self.kill()
+        assert found, (ready, self.process.stderr.read())
+        self.name, self.address = found[1], found[2]
+
+    def refusal(self) -> str:
+        """The next line about a connection that was refused."""
+        assert self.process.stderr is not None
+        while True:
+            line = self.process.stderr.readline().decode()
+            assert line, "it has ended"
+            if line.startswith("quire: refused: "):
+                return line
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+    def terminate(self) -> tuple[int, bytes]:
+        """Its exit code, and what else it has said."""
+        self.process.send_signal(signal.SIGTERM)
+        _, rest = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, rest
+
+
+Start = Callable[..., Prefill]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[Prefill] = []
+
+    def start_one(model: Path | str, listen: str = "127.0.0.1:0", *options: str) -> Prefill:
+        started.append(Prefill(model, listen, "--threads", "1", *options))
+        return started[-1]
+
+    yield start_one
+    for each in started:
+        each.kill()
+        for stream in (each.process.stdout, each.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(tmp_path_factory.mktemp("roomy"), Shape(positions=4096))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    return str(path)
+
+
+def ids_text(ids: list[int]) -> str:
+    return ",".join(map(str, ids))
+
+
+def generate(*options: str, ids: list[int] = IDS) -> subprocess.Popen[bytes]:
+    """`quire generate --json` as a process, of the embedded model."""
+    words = ["generate", "--prompt-ids", ids_text(ids), "--json", "--threads", "1"]
+    return process(*words, "--greedy", "--max-tokens", "8", *options)
+
+
+def answer_of(started: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]:
+    out, err = started.communicate(timeout=SECONDS)
+    assert started.returncode == 0, err
+    return json.loads(out), err.decode()
+
+
+def engine_from(model: TinyModel, address: str, **options: Any) -> quire.Engine:
+    fixed: dict[str, Any] = {"threads": 1, "prefill_from": [address], "prefill_remote": "always"}
+    return quire.Engine(model.directory, **{**fixed, **options})
+
+
+def same_answers(a: quire.Result, b: quire.Result) -> bool:
+    """Tokens and log-probabilities, bit for bit."""
+    return a.samples == b.samples
+
+
+# ---- The program, two processes
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_a_prompt_of_another_process_has_the_answer_of_one(
+    start: Start, embedded_model: str, tmp_path: Path, secret: str, kind: str
+) -> None:
+    listen = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/prefill.sock"
+    guard = ["--peer-secret-file", secret] if kind == "tcp" else []
+    prefill = start(embedded_model, listen, *guard)
+    assert prefill.address.startswith("127.0.0.1:" if kind == "tcp" else "unix:")
+    alone, _ = answer_of(generate())
+    found, err = answer_of(
+        generate("--prefill-from", prefill.address, "--prefill-remote", "always", *guard)
+    )
+    usage = found.pop("usage")
+    assert usage["remote_tokens"] == len(IDS) - 1 and usage["remote_seconds"] > 0
+    assert "remote_tokens" not in alone.pop("usage")
+    assert found == alone
+    assert f"({len(IDS) - 1} of {len(IDS)} prompt tokens computed by another process in " in err
+    code, rest = prefill.terminate()
+    assert code == 0 and rest == b""
+
+
+def test_a_process_that_is_killed_in_a_long_prompt_changes_no_answer(embedded_model: str) -> None:
+    """The prefill side is a server, whose metrics tell when it is in the middle of the prompt."""
+    alone, _ = answer_of(generate(ids=LONG))
+    options = ("--prefill-listen", "127.0.0.1:0", "--prefill-chunk", "16", "--dtype", "bfloat16")
+    prefill = Server(Path(embedded_model), *options)
+    try:
+        address = prefill.wait_log(lambda line: line["event"] == "prefill")["endpoint"]
+        started = generate(
+            "--prefill-from", address, "--prefill-remote", "always", ids=LONG
+        )
+        prefill.wait_metrics(
+            lambda m: m["quire:engine_steps_total"] >= 8 and m["quire:prefill_served_waiting"] == 1
+        )
+        prefill.process.kill()
+        found, err = answer_of(started)
+    finally:
+        prefill.process.kill()
+        prefill.process.wait(SECONDS)
+    usage = found.pop("usage")
+    assert 0 < usage["remote_tokens"] < len(LONG) - 1
+    alone.pop("usage")
+    assert found == alone
+    assert f"({address}: Unavailable" in err
+
+
+def test_a_process_that_is_killed_fails_the_answer_if_that_is_asked_for(
+    embedded_model: str,
+) -> None:
+    options = ("--prefill-listen", "127.0.0.1:0", "--prefill-chunk", "16", "--dtype", "bfloat16")
+    prefill = Server(Path(embedded_model), *options)
+    try:
+        address = prefill.wait_log(lambda line: line["event"] == "prefill")["endpoint"]
+        how = ("--prefill-remote", "always", "--on-peer-loss", "fail")
+        started = generate("--prefill-from", address, *how, ids=LONG)
+        prefill.wait_metrics(lambda m: m["quire:prefill_served_waiting"] == 1)
+        prefill.process.kill()
+        out, err = started.communicate(timeout=SECONDS)
+    finally:
+        prefill.process.kill()
+        prefill.process.wait(SECONDS)
+    assert started.returncode == 1 and out == b""
+    assert b"a peer did not finish the prompt" in err and err.count(b"quire: error: ") == 1
+
+
+def test_another_model_is_refused_with_the_field_and_both_values(
+    start: Start, roomy: TinyModel, embedded_model: str, tmp_path: Path
+) -> None:
+    listen = f"unix:{tmp_path}/prefill.sock"
+    with quire.Engine(roomy.directory, threads=1) as engine:
+        alone = engine.generate(IDS, max_tokens=4, greedy=True)
+    first = start(roomy.directory, listen)
+    with engine_from(roomy, listen) as engine:
+        assert engine.generate(IDS, max_tokens=4, greedy=True).usage.remote_tokens > 0
+        first.kill()
+        second = start(embedded_model, listen)
+        # The process of before connects again by itself, and is refused.
+        line = second.refusal()
+        assert re.fullmatch(
+            r"quire: refused: .*the two sides hold other KV: \w+: .+ here, .+ there\n", line
+        ), line
+        result = engine.generate(IDS[1:], max_tokens=4, greedy=True)
+        assert result.usage.remote_tokens == 0
+        assert engine.generate(IDS, max_tokens=4, greedy=True).ids == alone.ids
+        (peer,) = engine.prefill_peers()
+        assert not peer.connected and peer.address == listen
+    # A new one does not begin.
+    words = ["generate", str(roomy.directory), "--prompt-ids", "3,4", "--prefill-from", listen]
+    refused = process(*words, "--threads", "1")
+    out, err = refused.communicate(timeout=SECONDS)
+    assert refused.returncode == 1 and out == b""
+    text = err.decode().splitlines()[-1]
+    assert re.search(r"^quire: error: .*the two sides hold other KV: \w+: .+ here, .+ there$", text)
+    assert second.refusal() and second.terminate()[0] == 0
+
+
+def test_a_server_answers_with_the_prompts_of_another_process(
+    start: Start, embedded_model: str
+) -> None:
+    prefill = start(embedded_model, "127.0.0.1:0", "--dtype", "float32")
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Count from one to ten. " * 12}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    answers = []
+    for options in ((), ("--prefill-from", prefill.address, "--prefill-remote", "always")):
+        server = Server(Path(embedded_model), *options)
+        try:
+            answers.append(server.post("/v1/chat/completions", body))
+            metrics = server.metrics()
+        finally:
+            assert server.stop() == 0
+    alone, found = answers
+    assert found["choices"] == alone["choices"]
+    details = found["usage"]["prompt_tokens_details"]
+    assert details["remote_tokens"] == found["usage"]["prompt_tokens"] - 1
+    assert alone["usage"]["prompt_tokens_details"]["remote_tokens"] == 0
+    tokens = f'quire:prefill_peer_tokens_total{{peer="{prefill.address}"}}'
+    assert metrics[tokens] == details["remote_tokens"]
+    assert metrics[tokens.replace("tokens", "bytes")] > 0
+    assert metrics["quire:num_requests_remote"] == 0
+
+
+# ---- Engines, with a process of `quire prefill`
+
+
+def test_several_requests_at_once_and_samples_of_one(start: Start, roomy: TinyModel) -> None:
+    prompts = [IDS[i : i + 150 + 20 * i] for i in range(6)]
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.8, "seed": 5, "n": 2}
+    with quire.Engine(roomy.directory, threads=1) as engine:
+        alone = engine.generate(prompts, **options)
+    prefill = start(roomy.directory)
+    with engine_from(roomy, prefill.address) as engine:
+        found = engine.generate(prompts, **options)
+        assert all(map(same_answers, found, alone))
+        stats = engine.stats()
+        assert stats["remote_tokens"] == sum(result.usage.remote_tokens for result in found) > 0
+        (peer,) = engine.prefill_peers()
+        assert peer.connected and peer.error == "" and peer.losses == 0
+        assert peer.tokens == stats["remote_tokens"] and peer.bytes == stats["remote_bytes"] > 0
+        assert stats["remote_waiting"] == stats["remote_losses"] == 0
+
+
+def test_a_process_that_stands_still_is_left_behind(start: Start, roomy: TinyModel) -> None:
+    with quire.Engine(roomy.directory, threads=1) as engine:
+        alone = engine.generate(IDS, max_tokens=6, greedy=True)
+    prefill = start(roomy.directory)
+    with engine_from(roomy, prefill.address, peer_dead_after=1.0) as engine:
+        prefill.process.send_signal(signal.SIGSTOP)
+        found = engine.generate(IDS, max_tokens=6, greedy=True)
+        assert same_answers(found, alone) and found.usage.remote_tokens == 0
+        assert engine.stats()["remote_losses"] == 1
+        (peer,) = engine.prefill_peers()
+        assert peer.losses == 1 and not peer.connected and "sign of life" in peer.error
+
+
+def test_a_prompt_has_a_deadline(start: Start, roomy: TinyModel) -> None:
+    prefill = start(roomy.directory)
+    options: dict[str, Any] = {"prefill_timeout": 0.2, "peer_dead_after": 60.0}
+    with engine_from(roomy, prefill.address, on_peer_loss="fail", **options) as engine:
+        prefill.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(quire.QuireError, match="0 of 399 tokens came within 200 ms"):
+            engine.generate(IDS, max_tokens=6, greedy=True)
+        prefill.process.send_signal(signal.SIGCONT)
+
+
+def test_a_process_of_another_secret_is_refused(
+    start: Start, roomy: TinyModel, secret: str, tmp_path: Path
+) -> None:
+    prefill = start(roomy.directory, "127.0.0.1:0", "--peer-secret-file", secret)
+    other = tmp_path / "other"
+    other.write_bytes(SECRET[::-1])
+    with engine_from(roomy, prefill.address, peer_secret_file=other) as engine:
+        assert "secret" in prefill.refusal()
+        assert engine.generate(IDS, max_tokens=2).usage.remote_tokens == 0
+        (peer,) = engine.prefill_peers()
+        assert not peer.connected and "secret" in peer.error
+    with engine_from(roomy, prefill.address, peer_secret_file=secret) as engine:
+        salted = engine.generate(IDS, max_tokens=2, cache_salt="ann")
+        assert salted.usage.remote_tokens > 0
+
+
+def test_one_process_computes_for_others_and_has_others_compute(
+    start: Start, roomy: TinyModel
+) -> None:
+    prefill = start(roomy.directory)
+    with quire.Engine(roomy.directory, threads=1) as engine:
+        alone = engine.generate([IDS, IDS[5:]], max_tokens=4, greedy=True)
+    refused: list[str] = []
+    told = threading.Event()
+
+    def note(why: str) -> None:
+        refused.append(why)
+        told.set()
+
+    with engine_from(roomy, prefill.address) as both:
+        endpoint = both.serve_prefill(on_refused=note)
+        with pytest.raises(quire.BadStateError):
+            both.serve_prefill()
+        with engine_from(roomy, endpoint) as decode:
+            theirs = decode.generate(IDS, max_tokens=4, greedy=True)
+            mine = both.generate(IDS[5:], max_tokens=4, greedy=True)
+        assert same_answers(theirs, alone[0]) and same_answers(mine, alone[1])
+        assert theirs.usage.remote_tokens == len(IDS) - 1
+        assert mine.usage.remote_tokens > 0
+        stats = both.stats()
+        assert stats["served_prompts"] == 1 and stats["served_tokens"] == len(IDS) - 1
+        assert both.prefill_refusals() == {}
+        with pytest.raises(quire.IncompatibleError, match="dtype: .* here, .* there"):
+            engine_from(roomy, endpoint, kv_dtype="int8")
+        assert told.wait(SECONDS)
+        assert len(refused) == 1 and "dtype: " in refused[0]
+        assert both.prefill_refusals() == {"dtype": 1}
+    with pytest.raises(quire.ClosedError):
+        both.prefill_peers()
+
+
+def test_auto_computes_short_prompts_here(start: Start, roomy: TinyModel) -> None:
+    prefill = start(roomy.directory)
+    with engine_from(roomy, prefill.address, prefill_remote="auto") as engine:
+        assert engine.generate(IDS[:3], max_tokens=2).usage.remote_tokens == 0
+    with engine_from(roomy, prefill.address, prefill_remote="never") as engine:
+        assert engine.generate(IDS, max_tokens=2).usage.remote_tokens == 0
+        (peer,) = engine.prefill_peers()
+        assert peer.connected
+
+
+# ---- What is refused before anything begins
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["prefill"], "--listen says where"),
+        (["prefill", "--listen", "0.0.0.0:0"], "--peer-secret-file FILE"),
+        (["prefill", "--listen", "7000"], "no address"),
+        (["prefill", "--listen", "unix:"], "unix:PATH"),
+        (["prefill", "--listen", "127.0.0.1:0", "--peer-secret-file", "SHORT"], "at least 16"),
+        (["serve", "--prefill-listen", "192.0.2.1:7000"], "--peer-secret-file FILE"),
+        (["generate", "x", "--prefill-from", "a:1,,b:2"], "no address"),
+        (["generate", "x", "--prefill-remote", "always"], "no effect without --prefill-from"),
+        (["generate", "x", "--on-peer-loss", "fail"], "no effect without --prefill-from"),
+        (["chat", "--peer-dead-after", "2"], "no effect without --prefill-from"),
+        (["serve", "--peer-dead-after", "2"], "without --prefill-from or --prefill-listen"),
+        (["generate", "x", "--prefill-from", "a:1", "--peer-dead-after", "0.5"], "at least 1"),
+    ],
+)
+def test_options_are_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], expected: str
+) -> None:
+    short = tmp_path / "short"
+    short.write_bytes(b"too short")
+    code, out, err = run(capsys, *[str(short) if word == "SHORT" else word for word in words])
+    assert code == 2 and out == "" and expected in err and err.count("\n") == 1, err
+
+
+def test_options_of_engines_are_checked(roomy: TinyModel, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_bytes(b"too short")
+    for options, expected in (
+        ({"prefill_from": ["a:1", "a:1"]}, "given twice"),
+        ({"prefill_from": [f"a:{i}" for i in range(1, 66)]}, "65 addresses"),
+        ({"prefill_from": ["127.0.0.1:1"], "prefill_remote": "sometimes"}, "sometimes"),
+        ({"prefill_from": ["127.0.0.1:1"], "on_peer_loss": "ignore"}, "ignore"),
+        ({"prefill_from": ["192.0.2.1:7000"]}, "secret"),
+        ({"peer_secret_file": short}, "at least 16"),
+        ({"peer_dead_after": 0.1}, "peer_dead_after"),
+    ):
+        with pytest.raises(quire.BadArgumentError, match=expected):
+            quire.Engine(roomy.directory, threads=1, **options)  # type: ignore[arg-type]
+    with quire.Engine(roomy.directory, threads=1, prefill_from="127.0.0.1:1") as engine:
+        (peer,) = engine.prefill_peers()
+        assert not peer.connected and peer.error
+        with pytest.raises(quire.BadArgumentError, match="secret"):
+            engine.serve_prefill("0.0.0.0:0")
+        assert engine.generate(IDS, max_tokens=1).usage.remote_tokens == 0
