@@ -123,6 +123,9 @@ def _check_words(place: str, schema: Mapping[str, Any]) -> None:
     for word in schema:
         if word in _NOT_FOLLOWED and schema[word] is not False:
             _refuse(f"{place}.{word}", "cannot be held: XGrammar does not follow this word")
+    for word in ("anyOf", "oneOf", "allOf"):
+        if not isinstance(schema.get(word, []), (list, tuple)):
+            _refuse(f"{place}.{word}", "must be a list")
     for word in _ALONE:
         others = [w for w in schema if w != word and w not in _NO_CONSTRAINTS]
         if word in schema and others:
@@ -158,5 +161,5 @@ def _check_required(place: str, schema: Mapping[str, Any]) -> None:
     if not isinstance(required, (list, tuple)):
         _refuse(f"{place}.required", "must be a list")
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             _refuse(f"{place}.required", f"has {str(name)[:40]!r}, which properties does not have")

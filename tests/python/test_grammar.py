@@ -159,6 +159,8 @@ def test_bias_cannot_bring_back_what_is_masked(masked: quire.Engine) -> None:
         ({"json_object": False}, "json_object must be true"),
         ({"structural_tag": {"type": "structural_tag"}}, "grammar: "),
         ({"json_schema": 5}, "json_schema must be an object"),
+        ({"json_schema": {"type": "object", "allOf": None}}, "allOf must be a list"),
+        ({"json_schema": {"type": "object", "required": [[]]}}, "required has"),
         ({"json_schema": '{"a":'}, "json_schema is no JSON"),
         ({"json_schema": "[" * 60000}, "json_schema is no JSON"),
         ({"json_schema": False}, "cannot accept any value"),
