@@ -12,14 +12,12 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire import errors
-from quire._home import cache_dir
+from quire._home import cache_dir, write_whole
 
 __all__ = ["BlendVerdict", "check", "find", "fingerprint", "keep"]
 
@@ -97,16 +95,8 @@ def _read(fields: Any, name: str) -> BlendVerdict | None:
 def keep(name: str, verdict: BlendVerdict) -> Path:
     """Writes the verdict of the fingerprint `name`, whole or not at all, and returns its file."""
     path = _place(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
     fields = {"version": _VERSION, "fingerprint": name, **dataclasses.asdict(verdict)}
-    handle, part = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(fields, indent=2) + "\n")
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
+    write_whole(path, json.dumps(fields, indent=2) + "\n")
     return path
 
 

@@ -10,14 +10,13 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quire import errors
-from quire._home import cache_dir
+from quire._home import cache_dir, write_whole
 from quire._model_folder import GGUF_WEIGHTS
 
 __all__ = ["keep_source", "kept_identity", "model_identity"]
@@ -120,15 +119,7 @@ def _keep(folder: Path, facts: dict[str, object]) -> None:
     """Whole or not at all; where it cannot be kept it is computed again."""
     place = _place(folder)
     with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(facts, file)
-            os.replace(name, place)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_whole(place, json.dumps(facts))
 
 
 def _digest(files: Sequence[Path], stop: threading.Event | None) -> str:

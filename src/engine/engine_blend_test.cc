@@ -9,27 +9,8 @@
 namespace quire {
 namespace {
 
-class EngineBlend : public testing::TestWithParam<Variant> {
+class EngineBlend : public BlendingEngines {
  protected:
-  void SetUp() override { WriteTestModel(folder_, GetParam().model); }
-
-  EngineOptions Options() const {
-    return {.model_directory = folder_.path(),
-            .dtype = GetParam().dtype,
-            .k_dtype = GetParam().kv_dtype,
-            .v_dtype = GetParam().kv_dtype,
-            .threads = 1,
-            .page_size = 16,
-            .prefill_chunk = 24,
-            .kv_bytes = 16 << 20,
-            .blend_piece = 80};
-  }
-  std::unique_ptr<Engine> Create(const EngineOptions& options) const {
-    Result<std::unique_ptr<Engine>> engine = Engine::Create(options);
-    EXPECT_TRUE(engine.ok()) << engine.status().ToString();
-    return engine.ok() ? *std::move(engine) : nullptr;
-  }
-  std::unique_ptr<Engine> Create() const { return Create(Options()); }
   // The yardstick: full prefill.
   Bits Full(const Tokens& prompt, const SamplingOptions& options) const {
     EngineOptions plain = Options();
@@ -39,8 +20,6 @@ class EngineBlend : public testing::TestWithParam<Variant> {
     exact.blend.reset();
     return Generate(Create(plain).get(), prompt, exact).bits;
   }
-
-  TestFolder folder_;
 };
 
 INSTANTIATE_TEST_SUITE_P(Models, EngineBlend, testing::ValuesIn(Variants()),

@@ -85,7 +85,7 @@ std::vector<std::byte> SectionBytes(const StoredChunk& chunk, const Section& sec
   return {bytes.begin(), bytes.end()};
 }
 
-class EngineBlendWalk : public testing::TestWithParam<Variant> {
+class EngineBlendWalk : public BlendingEngines {
  protected:
   EngineBlendWalk()
       : directory_(std::filesystem::temp_directory_path() /
@@ -93,25 +93,6 @@ class EngineBlendWalk : public testing::TestWithParam<Variant> {
     identity_.model = "test";
   }
   ~EngineBlendWalk() override { std::filesystem::remove_all(directory_); }
-  void SetUp() override { WriteTestModel(folder_, GetParam().model); }
-
-  EngineOptions Options() const {
-    return {.model_directory = folder_.path(),
-            .dtype = GetParam().dtype,
-            .k_dtype = GetParam().kv_dtype,
-            .v_dtype = GetParam().kv_dtype,
-            .threads = 1,
-            .page_size = 16,
-            .prefill_chunk = 24,
-            .kv_bytes = 16 << 20,
-            .blend_piece = 80};
-  }
-  std::unique_ptr<Engine> Create(const EngineOptions& options) const {
-    Result<std::unique_ptr<Engine>> engine = Engine::Create(options);
-    EXPECT_TRUE(engine.ok()) << engine.status().ToString();
-    return engine.ok() ? *std::move(engine) : nullptr;
-  }
-  std::unique_ptr<Engine> Create() const { return Create(Options()); }
   std::unique_ptr<Engine> CreateExact() const {
     EngineOptions options = Options();
     options.blend_piece = 0;
@@ -153,7 +134,6 @@ class EngineBlendWalk : public testing::TestWithParam<Variant> {
   // Every chunk of the store is, to the bit, that of an engine that never blended.
   void ExpectExactChunks(ChunkStore* store);
 
-  TestFolder folder_;
   const std::filesystem::path directory_;
   Passport identity_;
   int64_t compared_ = 0;  // answers of blended requests

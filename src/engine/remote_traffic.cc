@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "engine/loading/store_link.h"
+#include "engine/remote/fnv_hash.h"
 #include "quire/kv_export.h"
 
 namespace quire {
@@ -22,12 +23,11 @@ constexpr int64_t kAwaitEachNs = kNsPerMs;
 constexpr size_t kKeyTokens = 256;
 
 uint64_t KeyOf(const PrefixSpace& space, std::span<const int32_t> tokens) {
-  uint64_t hash = 0xCBF29CE484222325ULL;  // FNV-1a
-  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001B3ULL; };
-  for (const char c : space.salt) add(static_cast<uint8_t>(c));
+  FnvHash hash;
+  hash.Add(space.salt);
   for (const int32_t token : tokens.first(std::min(tokens.size(), kKeyTokens)))
-    add(static_cast<uint32_t>(token));
-  return hash;
+    hash.Add(uint64_t{static_cast<uint32_t>(token)});
+  return hash.value();
 }
 
 }  // namespace
@@ -211,12 +211,13 @@ RemoteTraffic::Standing RemoteTraffic::StandingOf(const Request& request) const 
 }
 
 void RemoteTraffic::Poll(const RequestEnder& end) {
-  std::vector<Request*> over;  // one that ends leaves the queue
+  std::vector<std::pair<Request*, Standing>> over;  // one that ends leaves the queue
   for (const auto& request : requests_.running()) {
-    if (request->remote != nullptr && StandingOf(*request).is_over) over.push_back(request.get());
+    if (request->remote == nullptr) continue;
+    Standing standing = StandingOf(*request);
+    if (standing.is_over) over.emplace_back(request.get(), std::move(standing));
   }
-  for (Request* const request : over) {
-    const Standing standing = StandingOf(*request);
+  for (const auto& [request, standing] : over) {
     Finish(request, standing);
     if (standing.failure.ok() || options_.on_loss == OnPeerLoss::kRecompute) continue;
     end(request, FinishReason::kError,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from quire import _options, errors
+from quire.cli.terminal import joined_lines
 
 # Options that the command line has, in the order of quire._options.
 SAMPLING = (*[name for name, option in _options.SAMPLING.items() if option.flag], "template_args")
@@ -141,7 +142,7 @@ def _renamed(message: str, typed: Callable[[str], str]) -> str:
 def message_and_usage(error: errors.QuireError, options: argparse.Namespace) -> tuple[str, bool]:
     """What to tell of an error of the library, and whether an option that was given is out of a
     range that the model or the machine has."""
-    message = in_typed_words(re.sub(r"\s*\n\s*", " ", str(error)))
+    message = in_typed_words(joined_lines(str(error)))
     if getattr(options, "prompt_ids", None) is not None:
         message = re.sub(r"^prompt(?=\[\d+\] is token)", "--prompt-ids", message)
     names = given(options, (*SAMPLING, *ENGINE, "prompt_ids"))

@@ -35,15 +35,20 @@ def leave_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def joined_lines(text: str) -> str:
+    """The text with a space for each end of a line and the white space around it."""
+    return re.sub(r"\s*\n\s*", " ", text)
+
+
 def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:  # without "[Errno 21]"
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return re.sub(r"\s*\n\s*", " ", str(error)) or type(error).__name__
+    return joined_lines(str(error)) or type(error).__name__
 
 
 def told_line(text: str) -> str:
     """What another process has said, as one line without control characters."""
-    return re.sub(r"\s*\n\s*", " ", text).translate(_CONTROL)
+    return joined_lines(text).translate(_CONTROL)
 
 
 def printable(text: str) -> str:

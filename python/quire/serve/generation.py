@@ -13,6 +13,7 @@ from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 
 __all__ = [
+    "TOKENS_MAX",
     "Generation",
     "ModelFacts",
     "check_text",
@@ -27,7 +28,7 @@ __all__ = [
     "unsupported_content",
 ]
 
-_TOKENS_MAX = 2**31 - 1
+TOKENS_MAX = 2**31 - 1
 _PENALTY_MAX = 1e4
 _SALT_BYTES = 4096
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -111,8 +112,8 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
         "seed": fields.integer("seed", -(2**63), 2**64 - 1),
         "n": fields.integer("n", 1, limits.samples),
         "ignore_eos": fields.boolean("ignore_eos") or None,
-        "window": fields.integer("window", 0, _TOKENS_MAX),
-        "sinks": fields.integer("sinks", 0, _TOKENS_MAX),
+        "window": fields.integer("window", 0, TOKENS_MAX),
+        "sinks": fields.integer("sinks", 0, TOKENS_MAX),
         "logit_bias": _logit_bias(fields, limits, facts),
         "prediction": _prediction(fields),
     }
@@ -153,7 +154,7 @@ def _prediction(fields: Fields) -> str | None:
 
 
 def _top_k(fields: Fields, facts: ModelFacts) -> int | None:
-    value = fields.integer("top_k", -1, _TOKENS_MAX)
+    value = fields.integer("top_k", -1, TOKENS_MAX)
     return value if value is None else max(0, min(value, facts.vocab_size))  # -1: off, as 0 is
 
 
@@ -178,7 +179,7 @@ def _logit_bias(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[int, 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
     """The first of the fields that is given; None: what there is room for. 0: the prompt alone, whose
     KV is kept."""
-    values = [fields.integer(name, 0, _TOKENS_MAX) for name in names]
+    values = [fields.integer(name, 0, TOKENS_MAX) for name in names]
     return next((value for value in values if value is not None), None)
 
 

@@ -28,7 +28,6 @@ __all__ = ["ChatView", "handle", "read_chat"]
 
 DONE = b"data: [DONE]\n\n"
 _METRICS = ("v_l2", "k_l2", "kv_l2", "cosine")
-_TOKENS_MOST = 2**31 - 1
 
 
 async def handle(request: Request, service: Service) -> Any:
@@ -94,8 +93,8 @@ def _read_blend(fields: Fields) -> float | str | dict[str, Any] | None:
     options = {
         "ratio": _read_ratio(given, "ratio"),
         "metric": given.choice("metric", _METRICS, _METRICS[0]),
-        "link_tokens": given.integer("link_tokens", 0, _TOKENS_MOST),
-        "min_tokens": given.integer("min_tokens", 0, _TOKENS_MOST),
+        "link_tokens": given.integer("link_tokens", 0, common.TOKENS_MAX),
+        "min_tokens": given.integer("min_tokens", 0, common.TOKENS_MAX),
         "learn": learn,
     }
     for name in given.unknown():

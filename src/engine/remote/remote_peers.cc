@@ -8,6 +8,7 @@
 #include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/guard.h"
+#include "engine/remote/fnv_hash.h"
 
 namespace quire {
 namespace {
@@ -54,9 +55,9 @@ uint64_t Mix(uint64_t x) {
 }
 
 uint64_t HashOf(std::string_view text) {
-  uint64_t hash = 0xCBF29CE484222325ULL;  // FNV-1a
-  for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001B3ULL;
-  return hash;
+  FnvHash hash;
+  hash.Add(text);
+  return hash.value();
 }
 
 }  // namespace

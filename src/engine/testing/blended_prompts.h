@@ -126,6 +126,32 @@ inline SamplingOptions Blend(const Question& question, double ratio,
   return options;
 }
 
+// Engines over a small model, in which prompts can be blended.
+class BlendingEngines : public testing::TestWithParam<Variant> {
+ protected:
+  void SetUp() override { WriteTestModel(folder_, GetParam().model); }
+
+  EngineOptions Options() const {
+    return {.model_directory = folder_.path(),
+            .dtype = GetParam().dtype,
+            .k_dtype = GetParam().kv_dtype,
+            .v_dtype = GetParam().kv_dtype,
+            .threads = 1,
+            .page_size = 16,
+            .prefill_chunk = 24,
+            .kv_bytes = 16 << 20,
+            .blend_piece = 80};
+  }
+  std::unique_ptr<Engine> Create(const EngineOptions& options) const {
+    Result<std::unique_ptr<Engine>> engine = Engine::Create(options);
+    EXPECT_TRUE(engine.ok()) << engine.status().ToString();
+    return engine.ok() ? *std::move(engine) : nullptr;
+  }
+  std::unique_ptr<Engine> Create() const { return Create(Options()); }
+
+  TestFolder folder_;
+};
+
 }  // namespace quire
 
 #endif  // QUIRE_ENGINE_TESTING_BLENDED_PROMPTS_H_

@@ -45,13 +45,11 @@ struct GgufType {
   std::string_view name;
   std::optional<DType> dtype;
 };
+// Beside those of WeightFormat.
 constexpr GgufType kGgufTypes[] = {
-    {0, "F32", DType::kF32},      {1, "F16", DType::kF16},      {30, "BF16", DType::kBF16},
-    {2, "Q4_0", std::nullopt},    {3, "Q4_1", std::nullopt},    {6, "Q5_0", std::nullopt},
-    {7, "Q5_1", std::nullopt},    {8, "Q8_0", std::nullopt},    {9, "Q8_1", std::nullopt},
-    {10, "Q2_K", std::nullopt},   {11, "Q3_K", std::nullopt},   {12, "Q4_K", std::nullopt},
-    {13, "Q5_K", std::nullopt},   {14, "Q6_K", std::nullopt},   {15, "Q8_K", std::nullopt},
-    {20, "IQ4_NL", std::nullopt}, {23, "IQ4_XS", std::nullopt}, {39, "MXFP4", std::nullopt},
+    {0, "F32", DType::kF32},    {1, "F16", DType::kF16},    {30, "BF16", DType::kBF16},
+    {9, "Q8_1", std::nullopt},  {10, "Q2_K", std::nullopt}, {11, "Q3_K", std::nullopt},
+    {15, "Q8_K", std::nullopt},
 };
 constexpr GgufType kOtherType = {0, "a type that is not read", std::nullopt};
 
@@ -305,9 +303,9 @@ class GgufParser {
     QUIRE_RETURN_IF_ERROR(Read(&type, what));
     QUIRE_RETURN_IF_ERROR(Read(&offset, what));
     tensor.name = NameInCheckpoint(name);
-    tensor.type_name = TypeOf(type).name;
-    tensor.dtype = TypeOf(type).dtype;
     tensor.format = WeightFormatOfGguf(type);
+    tensor.type_name = tensor.format ? WeightFormatName(*tensor.format) : TypeOf(type).name;
+    tensor.dtype = TypeOf(type).dtype;
     QUIRE_RETURN_IF_ERROR(Place(&tensor, offset, what));
     QUIRE_RETURN_IF_ERROR(NoteRotaryHeads(name, what, &tensor));
     return tensor;
