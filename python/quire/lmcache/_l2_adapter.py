@@ -1,0 +1,277 @@
+"""quire.lmcache.QuireL2Adapter: quire.ChunkStore as a second tier of LMCache's server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import quire
+from quire import errors
+from quire.lmcache._base import AdapterBase, Bits, StoreResult
+from quire.lmcache._lane import Lane
+from quire.lmcache._objects import Objects
+from quire.store import read_key_file
+
+__all__ = ["QuireL2Adapter"]
+
+_log = logging.getLogger("quire.lmcache")
+_GONE = ("removed", "evicted", "expired", "corrupt")
+
+
+def _options(params: Mapping[str, Any]) -> tuple[dict[str, Any], float, float]:
+    store = dict(params)
+    load_timeout = float(store.pop("load_timeout", 10.0))
+    lock_timeout = float(store.pop("lock_timeout", 300.0))
+    if (key_file := store.pop("key_file", None)) is not None:
+        store["key"] = read_key_file(key_file)
+    if not (store.get("directory") or store.get("redis")):
+        raise errors.BadArgumentError(
+            "QuireL2Adapter: adapter_params has neither directory nor redis; LMCache has RAM itself"
+        )
+    return store, load_timeout, lock_timeout
+
+
+class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
+    """LMCache's L2AdapterInterface over a store of checked chunks.
+
+    Args:
+        params: `adapter_params` of the plug-in: arguments of :class:`quire.ChunkStore`
+            (`directory`, `redis`, `disk_bytes`, ...), `key_file` (chunks are signed),
+            `load_timeout` (10 seconds: what has not come is a miss) and `lock_timeout` (300
+            seconds: a lock that is not undone ends).
+
+    A lookup brings the objects into memory and verifies them; its lock is that they stay there. So
+    a load that follows copies, and cannot fail for damage. Tasks that fail are logged, and tell so
+    in their results. All calls from any thread.
+
+    Raises:
+        BadArgumentError: an option.
+        IoError: the folder cannot be made or read.
+    """
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        store, self._load_timeout, self._lock_timeout = _options(params)
+        super().__init__(max_capacity_bytes=int(store.get("disk_bytes", 0)))
+        self._store = quire.ChunkStore(**store)
+        self._objects = Objects(self._store)
+        self._clock: Callable[[], float] = time.monotonic
+        self._mutex = threading.Lock()
+        self._locked: dict[Any, list[tuple[float, quire.ChunkFetch]]] = {}
+        # What LMCache was told to be stored, by the chunk's key: the object's and its bytes.
+        self._told: dict[str, tuple[Any, int]] = {}
+        self._stores, self._lookups, self._loads = Lane("store"), Lane("lookup"), Lane("load")
+
+    # ---- Event fds
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.event_fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.event_fd
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.event_fd
+
+    # ---- Stores
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        return self._stores.submit(lambda: self._put(keys, objects), StoreResult(False, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        return self._stores.take_all()
+
+    def _put(self, keys: list[Any], objects: list[Any]) -> Any:
+        """Returns when all are as durable as the store promises."""
+        chunks: dict[str, tuple[Any, int]] = {}
+        for key, each in zip(keys, objects, strict=True):
+            size = len(each.byte_array)
+            chunks[self._objects.chunk_key(key, size)] = (key, size)
+        # What is stored already is not to be evicted by the rest.
+        self._store.pin(chunks)
+        try:
+            for key, each in zip(keys, objects, strict=True):
+                self._put_one(key, each.byte_array, len(each.byte_array))
+            self._store.flush()
+            kept = {name for name, (key, size) in chunks.items() if self._has(key, size)}
+        finally:
+            self._store.unpin(chunks)
+        with self._mutex:
+            new = [chunks[name] for name in kept if name not in self._told]
+            self._told.update((name, chunks[name]) for name in kept)
+        if new:
+            self._notify_keys_stored([key for key, _ in new], [size for _, size in new])
+        self._tell_of_deletions()
+        if len(kept) < len(chunks):
+            raise errors.UnavailableError(
+                f"{len(chunks) - len(kept)} of {len(chunks)} objects were not stored: the folder "
+                "or Redis does not take them"
+            )
+        return StoreResult(True, sum(size for _, size in chunks.values()))
+
+    def _put_one(self, key: Any, data: Any, size: int) -> None:
+        space, tokens = self._objects.space(key, size), self._objects.tokens(key)
+        if not space.wanted(tokens)[0]:
+            return
+        memory = self._objects.memory(data)
+        try:
+            space.put(0, tokens, memory=memory, blocks=[0])
+        except errors.FullError:
+            self._store.flush()  # then the queue is empty
+            space.put(0, tokens, memory=memory, blocks=[0])
+
+    def _has(self, key: Any, size: int) -> bool:
+        return self._objects.space(key, size).known_prefix(self._objects.tokens(key)) == 1
+
+    def _tell_of_deletions(self) -> None:
+        """What the slowest tier does not have any more is gone."""
+        last = self._store.tiers[-1]
+        gone = [
+            key for kind, tier, key in self._store.take_events() if tier == last and kind in _GONE
+        ]
+        with self._mutex:
+            told = [self._told.pop(key) for key in gone if key in self._told]
+        if told:
+            self._notify_keys_deleted([key for key, _ in told], [size for _, size in told])
+
+    # ---- Lookups
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
+        return self._lookups.submit(
+            lambda: self._lookup(keys, group_layout_descs), Bits(len(keys))
+        )
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        return self._lookups.take(task_id)
+
+    def _lookup(self, keys: list[Any], layouts: Any) -> Any:
+        self._end_overdue_locks()
+        fetches = [self._fetch(key, self._objects.size(key, layouts)) for key in keys]
+        found = Bits(len(keys))
+        hits = []
+        for i, (key, fetch) in enumerate(zip(keys, fetches, strict=True)):
+            if fetch is None or not self._arrived(fetch):
+                continue
+            found.set(i)
+            hits.append(key)
+            with self._mutex:
+                self._locked.setdefault(key, []).append((self._clock(), fetch))
+        if hits:
+            self._notify_keys_accessed(hits)
+        self._tell_of_deletions()
+        return found
+
+    def _fetch(self, key: Any, size: int | None) -> quire.ChunkFetch | None:
+        """None where nobody has said how large such objects are."""
+        if size is None:
+            return None
+        space = self._objects.space(key, size)
+        return space.fetch(self._objects.tokens(key), timeout=self._load_timeout)
+
+    def _arrived(self, fetch: quire.ChunkFetch) -> bool:
+        """Whether the object is in memory and verified. If not, the fetch is closed."""
+        if fetch.wait(self._load_timeout) and fetch.ready == 1:
+            return True
+        fetch.close()
+        return False
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        with self._mutex:
+            ended = []
+            for key in keys:
+                locks = self._locked.get(key)
+                if locks:  # else the lock was overdue
+                    ended.append(locks.pop(0))
+                    if not locks:
+                        del self._locked[key]
+        for _, fetch in ended:
+            fetch.close()
+
+    def _end_overdue_locks(self) -> None:
+        latest = self._clock() - self._lock_timeout
+        with self._mutex:
+            overdue = [
+                key for key, locks in self._locked.items() for at, _ in locks if at <= latest
+            ]
+        if overdue:
+            _log.warning("QuireL2Adapter: %d locks were never undone", len(overdue))
+            self.submit_unlock(overdue)
+
+    # ---- Loads
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        return self._loads.submit(lambda: self._load(keys, objects), Bits(len(keys)))
+
+    def query_load_result(self, task_id: int) -> Any:
+        return self._loads.take(task_id)
+
+    def _load(self, keys: list[Any], objects: list[Any]) -> Any:
+        loaded = Bits(len(keys))
+        for i, (key, each) in enumerate(zip(keys, objects, strict=True)):
+            if self._load_one(key, each.byte_array):
+                loaded.set(i)
+        return loaded
+
+    def _load_one(self, key: Any, data: Any) -> bool:
+        """From what a lookup has locked, or else from the store. Nothing is written unless the
+        whole object is verified."""
+        size = len(data)
+        with self._mutex:
+            locked = [fetch for _, fetch in self._locked.get(key, ())]
+        if locked:
+            self._copy(locked[0], data, size)
+            return True
+        fetch = self._fetch(key, size)
+        if fetch is None or not self._arrived(fetch):
+            return False
+        try:
+            self._copy(fetch, data, size)
+        finally:
+            fetch.close()
+        return True
+
+    def _copy(self, fetch: quire.ChunkFetch, data: Any, size: int) -> None:
+        memory = self._objects.memory(data)
+        for section in range(self._objects.section_count(size)):
+            fetch.scatter(section, memory, [0])
+
+    # ---- Deletion, usage, the end
+
+    def delete(self, keys: list[Any]) -> None:
+        """Removes objects from the folder and Redis, after what is being stored. Objects of a group
+        that this process has neither stored nor looked for are not known, and stay."""
+        self._stores.submit(lambda: self._delete(keys), None)
+
+    def _delete(self, keys: list[Any]) -> None:
+        chunks = [
+            self._objects.chunk_key(key, size)
+            for key in keys
+            if (size := self._objects.size(key)) is not None
+        ]
+        self._store.remove(chunks)
+        self._tell_of_deletions()
+
+    def report_status(self) -> dict[str, Any]:
+        """is_healthy: the last task of each kind has not failed. statistics: those of the store."""
+        lanes = {"store": self._stores, "lookup": self._lookups, "load": self._loads}
+        with self._mutex:
+            locked = sum(map(len, self._locked.values()))
+        return {
+            "is_healthy": not any(lane.failing for lane in lanes.values()),
+            "failed_tasks": {name: lane.failures for name, lane in lanes.items()},
+            "locks": locked,
+            "statistics": self._store.statistics(),
+        }
+
+    def close(self) -> None:
+        """Ends after the tasks that were submitted. Twice is fine."""
+        for lane in (self._stores, self._lookups, self._loads):
+            lane.close()
+        with self._mutex:
+            locked, self._locked = self._locked, {}
+        for locks in locked.values():
+            for _, fetch in locks:
+                fetch.close()
+        self._store.close()

@@ -1,0 +1,78 @@
+"""One process of vLLM with QuireConnector, or without: runs prompts and prints what came out.
+
+usage: vllm_run.py, a JSON object on standard input:
+    model: folder. prompts: lists of ids, run one after the other. count: new tokens of each.
+    connector: kv_connector_extra_config, or null. executor: "mp" = the worker is a process.
+    options: further arguments of vllm.LLM.
+The last line of standard output is a JSON object: answers (ids), cached (for each prompt the tokens
+that vLLM has not computed).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def _engine(load: dict[str, Any]) -> Any:
+    import vllm
+    from vllm.config import KVTransferConfig
+
+    options: dict[str, Any] = dict(load.get("options") or {})
+    if load["connector"] is not None:
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="QuireConnector",
+            kv_connector_module_path="quire.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=load["connector"],
+        )
+    if load.get("executor"):
+        options["distributed_executor_backend"] = load["executor"]
+    return vllm.LLM(
+        model=load["model"],
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        disable_log_stats=False,
+        **options,
+    )
+
+
+def main() -> None:
+    load = json.load(sys.stdin)
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    import vllm
+
+    engine = _engine(load)
+    sampling = vllm.SamplingParams(
+        temperature=0,
+        max_tokens=load["count"],
+        min_tokens=load["count"],
+        ignore_eos=True,
+        detokenize=False,
+    )
+    answers, cached = [], []
+    for prompt in load["prompts"]:
+        (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        answers.append(list(output.outputs[0].token_ids))
+        cached.append(output.num_cached_tokens)
+    events = {
+        metric.name: metric.value
+        for metric in engine.get_metrics()
+        if metric.name.startswith("vllm:quire") and hasattr(metric, "value")
+    }
+    engine.llm_engine.engine_core.shutdown()
+    print(json.dumps({"answers": answers, "cached": cached, "metrics": events}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
