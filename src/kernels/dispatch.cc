@@ -142,13 +142,15 @@ StreamPrefetch DetectStreamPrefetch() {
   return kCommon;
 }
 
-// Chosen by few runs on Zen 4 with one row and one thread (docs/notes/speed.md): Q4_K out of memory
-// at 25 GB/s through L1, at 14 through L2. Other CPUs were not measured.
-StreamPrefetch DetectWeightPrefetch() {
+// Measured on Zen 4 with one row (docs/notes/speed.md): codes of up to 6 bits are faster through L1
+// (Q4_K with one thread 25 GB/s, 14 through L2), codes of 8 bits through L2 (21 GB/s, 13 through
+// L1): they need little arithmetic per line, and requests fill L1's buffers. Other CPUs were not
+// measured.
+StreamPrefetch DetectWeightPrefetch([[maybe_unused]] bool eight_bits) {
   constexpr StreamPrefetch kCommon = {.into_l1 = false, .bytes_ahead = 4096};
 #if QUIRE_SIMD
   constexpr unsigned kZen4Family = 0x19;
-  if (AmdFamily() >= kZen4Family) return {.into_l1 = true, .bytes_ahead = 4096};
+  if (AmdFamily() >= kZen4Family && !eight_bits) return {.into_l1 = true, .bytes_ahead = 4096};
 #endif
   return kCommon;
 }
@@ -184,9 +186,10 @@ StreamPrefetch StreamPrefetchOfCpu() {
   return advice;
 }
 
-StreamPrefetch WeightPrefetchOfCpu() {
-  static const StreamPrefetch advice = DetectWeightPrefetch();
-  return advice;
+StreamPrefetch WeightPrefetchOfCpu(bool eight_bits) {
+  static const StreamPrefetch narrow = DetectWeightPrefetch(false);
+  static const StreamPrefetch wide = DetectWeightPrefetch(true);
+  return eight_bits ? wide : narrow;
 }
 
 std::span<const Backend* const> Backends() { return PathsOfCpu().all; }

@@ -577,7 +577,6 @@ struct QuantisedPlan {
   int64_t strips;        // of all parts
   int64_t chunk_strips;  // of one task
   int64_t chunks;
-  StreamPrefetch prefetch;
 };
 
 static size_t QuantisedScratchBytes(int64_t row_count, int64_t k) {
@@ -600,7 +599,6 @@ static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int work
   if (plan.block_rows < kWholeTiles) plan.block_rows = kWholeTiles;
   plan.row_blocks = CeilDivide(args.row_count, plan.block_rows);
   for (const QuantisedLinear& part : args.parts) plan.strips += Strips(part.n);
-  plan.prefetch = WeightPrefetchOfCpu();
   constexpr int64_t kTasksPerWorker = 8;
   plan.chunk_strips = CeilDivide(plan.strips * plan.row_blocks, kTasksPerWorker * worker_count);
   if (plan.chunk_strips > plan.strips) plan.chunk_strips = plan.strips;
@@ -664,7 +662,7 @@ static int64_t RunTilesOf(const QuantisedWork& work, int64_t row, int64_t strip)
   tile.code_stride = rows.code_stride;
   tile.group_count = rows.group_count;
   tile.streams = row == work.begin_row;
-  tile.prefetch = work.plan->prefetch;
+  tile.prefetch = WeightPrefetchOfCpu(LayoutOf(W::kFormat).codes == CodeBits::kEight);
   tile.sums = sums;
   for (; row + kRows <= work.end_row; row += kRows) {
     tile.codes = rows.codes + row * tile.code_stride;

@@ -13,8 +13,8 @@ struct StreamPrefetch {
 };
 
 // In dispatch.cc.
-StreamPrefetch StreamPrefetchOfCpu();  // keys and values
-StreamPrefetch WeightPrefetchOfCpu();  // quantised weights
+StreamPrefetch StreamPrefetchOfCpu();                 // keys and values
+StreamPrefetch WeightPrefetchOfCpu(bool eight_bits);  // quantised weights, by their codes
 
 }  // namespace quire
 
