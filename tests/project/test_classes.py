@@ -15,9 +15,9 @@ METHODS_MAX = 60
 # The engine's interface alone has 25 calls.
 METHODS_OF_ENGINE = {"EngineImpl": 66}
 # What is reached in kv. A class that gets smaller gets a smaller limit.
-METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 84, "StateHistory": 59}
+METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 78, "StateHistory": 59}
 METHODS_OF = METHODS_OF_KV | METHODS_OF_ENGINE
-MEMBERS_OF_KV = {"PagedKVCache": 22}
+MEMBERS_OF_KV = {"PagedKVCache": 18}
 
 _CLASS = re.compile(
     r"\b(?:class|struct)\s+(?:\[\[\w+\]\]\s*)?(\w+)(?:\s+final)?\s*(?::(?!:)[^;{]*)?\{"
@@ -177,7 +177,7 @@ def test_members_of_the_paged_cache_are_written_in_one_file(classes: list[CppCla
         if not re.search(r"_(test|bench)$", path.stem)
         if "PagedKVCache::" in source_tree.read(path)
     }
-    assert len(files) > 3
+    assert len(files) >= 3
     several = {m: names for m, names in written_in(cache, files).items() if len(names) > 1}
     assert not several, several
 

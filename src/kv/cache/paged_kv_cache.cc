@@ -3,11 +3,9 @@
 #include "kv/cache/paged_kv_cache.h"
 
 #include <algorithm>
-#include <numbers>
 #include <string>
 #include <utility>
 
-#include "base/float_environment.h"
 #include "kv/cache/layer_kv.h"
 #include "kv/pages/sliding_window.h"
 #include "quire/kernel_paths.h"
@@ -47,40 +45,34 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
     }
     QUIRE_ASSIGN_OR_RETURN(auto receive_runner, CreateThreadPool(1));
     options.kernel_path = (*backend)->name;
-    return std::unique_ptr<AttentionKVCache>(new PagedKVCache(std::move(options), std::move(groups),
-                                                              std::move(ropes), std::move(storage),
-                                                              *backend, std::move(receive_runner)));
+    return std::unique_ptr<AttentionKVCache>(
+        new PagedKVCache(std::move(options), std::move(groups), std::move(ropes),
+                         std::move(storage), **backend, std::move(receive_runner)));
   });
-}
-
-PagedKVCache::LayerConstants::LayerConstants(const AttentionKVCacheOptions& options) {
-  const ScopedFloatEnvironment environment;
-  for (const AttentionLayerSpec& spec : options.layers) {
-    std::vector<float>& sinks = head_sinks_log2.emplace_back();
-    for (const float logit : spec.head_sinks)
-      sinks.push_back(static_cast<float>(static_cast<double>(logit) * std::numbers::log2e));
-    if (!options.allow_skipped_layers) continue;
-    const auto dims = static_cast<size_t>(std::max(spec.qk_head_dim, spec.v_head_dim));
-    zero_row.resize(std::max(zero_row.size(), dims), 0.0F);
-  }
 }
 
 PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                            std::vector<RopeLayers> ropes, std::unique_ptr<PageStorage> storage,
-                           const Backend* backend, std::shared_ptr<ParallelRunner> receive_runner)
+                           const Backend& backend, std::shared_ptr<ParallelRunner> receive_runner)
     : kv_(std::move(options), std::move(groups), std::move(storage)),
-      backend_(backend),
-      constants_(kv_.options),
       gate_(kv_.tree),
       steps_(kv_.options.layers.size()),
       ropes_(kv_.options, kv_.groups, std::move(ropes), kv_.control.table(), kv_.tree),
-      scratch_(kv_.options, kv_.groups, *backend_),
       windows_(kv_, plan_),
       planner_(kv_, windows_),
       trees_(kv_, planner_, windows_),
-      importer_(kv_, windows_, steps_, *backend_),
+      importer_(kv_, windows_, steps_, backend),
       sender_(kv_),
       blending_(kv_, importer_, sender_, ropes_, plan_),
+      attention_({.gate = gate_,
+                  .kv = kv_,
+                  .plan = plan_,
+                  .steps = steps_,
+                  .ropes = ropes_,
+                  .blending = blending_,
+                  .importer = importer_,
+                  .sender = sender_},
+                 backend),
       receiver_(kv_, importer_, windows_, std::move(receive_runner)),
       sequences_({.kv = kv_,
                   .plan = plan_,
@@ -181,11 +173,9 @@ void PagedKVCache::ClearAll() noexcept {
   plan_.Clear();
   query_.Clear();
   trees_.Clear();
-  scratch_.Clear();
+  attention_.Clear();
   ropes_.Clear();
   blending_.Clear();
-  ragged_ = {};
-  mask_ = {};
   kv_.Clear();
 }
 

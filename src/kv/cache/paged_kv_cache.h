@@ -1,11 +1,10 @@
 // PagedKVCache: the AttentionKVCache of this library. It has the control of a step: what a call
-// checks and reserves, in which order its owners commit, and how a layer's kernels are called. What
-// it works on has owners: the sequences and their pages (PagedSequences), the forward as arrays
-// (ForwardPlan) and what it may have (BatchPlanner), angles (RopeAngles), scratch memory
-// (AttentionScratch), calls that change sequences (SequenceCalls), windows (WindowBook), token
-// trees (TreeForward), rows that go on without others (BlendingForward), tokens that are imported
-// (KVImporter), sent (KVSender), received
-// (KVReceiver) and read (StoredTokens).
+// checks and reserves, and in which order its owners commit. What it works on has owners: the
+// sequences and their pages (PagedSequences), the forward as arrays (ForwardPlan) and what it may
+// have (BatchPlanner), angles (RopeAngles), what layers store and attend to (AttentionCalls), calls
+// that change sequences (SequenceCalls), windows (WindowBook), token trees (TreeForward), rows that
+// go on without others (BlendingForward), tokens that are imported (KVImporter), sent (KVSender),
+// received (KVReceiver) and read (StoredTokens).
 //
 // Every call enters through the gate: one call at a time, std::bad_alloc becomes OutOfMemory.
 // Inside, a call checks and reserves first and changes nothing until all of that has succeeded;
@@ -20,7 +19,7 @@
 #include <vector>
 
 #include "kernels/backend.h"
-#include "kv/cache/attention_scratch.h"
+#include "kv/cache/attention_calls.h"
 #include "kv/cache/batch_planner.h"
 #include "kv/cache/blending_forward.h"
 #include "kv/cache/cache_transfer.h"
@@ -35,10 +34,7 @@
 #include "kv/cache/tree_forward.h"
 #include "kv/cache/window_book.h"
 #include "kv/control/control_call.h"
-#include "kv/plan/attention_mask.h"
-#include "kv/plan/attention_tensors.h"
 #include "kv/plan/forward_plan.h"
-#include "kv/plan/ragged_kv.h"
 #include "kv/plan/rope_angles.h"
 #include "quire/attention_kv_cache.h"
 
@@ -102,24 +98,42 @@ class PagedKVCache final : public ControlledState<AttentionKVCache>, public Plan
   Result<bool> UsesLongRope(int64_t seq_id) const override;
 
   Status AttentionWithFusedQKV(int64_t layer, const TensorView& qkv, const TensorView& o,
-                               double sm_scale, const TensorView* mask = nullptr) override;
-  Status Append(int64_t layer, const TensorView& k, const TensorView& v) override;
+                               double sm_scale, const TensorView* mask = nullptr) override {
+    return attention_.AttentionWithFusedQKV(layer, qkv, o, sm_scale, mask);
+  }
+  Status Append(int64_t layer, const TensorView& k, const TensorView& v) override {
+    return attention_.Append(layer, k, v);
+  }
   Status Attend(int64_t layer, const TensorView& q, const TensorView& o, const TensorView* lse,
-                double sm_scale, const TensorView* mask = nullptr) override;
+                double sm_scale, const TensorView* mask = nullptr) override {
+    return attention_.Attend(layer, q, o, lse, sm_scale, mask);
+  }
   Status SelfAttention(int64_t layer, const TensorView& q, const TensorView& k, const TensorView& v,
                        const TensorView& o, const TensorView& lse, double sm_scale,
-                       const TensorView* mask = nullptr) override;
+                       const TensorView* mask = nullptr) override {
+    return attention_.SelfAttention(layer, q, k, v, o, lse, sm_scale, mask);
+  }
   Status CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
-                        const TensorView& lse, double sm_scale) override;
+                        const TensorView& lse, double sm_scale) override {
+    return attention_.CrossAttention(layer, q, o, lse, sm_scale);
+  }
   Status MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1, const TensorView& o2,
-                                const TensorView& lse2) override;
+                                const TensorView& lse2) override {
+    return attention_.MergeAttnOutputInplace(o1, lse1, o2, lse2);
+  }
   Status AttentionWithSharedKV(int64_t source_layer, const TensorView& q, const TensorView& o,
                                const TensorView* lse, double sm_scale,
-                               const TensorView* mask = nullptr) override;
-  Status AppendMLAKV(int64_t layer, const TensorView& kv) override;
+                               const TensorView* mask = nullptr) override {
+    return attention_.AttentionWithSharedKV(source_layer, q, o, lse, sm_scale, mask);
+  }
+  Status AppendMLAKV(int64_t layer, const TensorView& kv) override {
+    return attention_.AppendMLAKV(layer, kv);
+  }
   Status AttentionWithMLA(int64_t layer, const TensorView& q_absorbed, const TensorView& kv,
                           const TensorView& o, double sm_scale,
-                          const TensorView* mask = nullptr) override;
+                          const TensorView* mask = nullptr) override {
+    return attention_.AttentionWithMLA(layer, q_absorbed, kv, o, sm_scale, mask);
+  }
   Result<std::span<const int32_t>> GetQueryRows() const override;
   Result<std::span<const int32_t>> GetQueryPositions() const override;
 
@@ -147,7 +161,7 @@ class PagedKVCache final : public ControlledState<AttentionKVCache>, public Plan
   int64_t page_entry_count() const { return kv_.tree.tables().entry_count(); }
   // What is taken now, for tests of kv_memory.h.
   int64_t storage_bytes() const { return kv_.storage->bytes(); }
-  int64_t scratch_bytes() const { return static_cast<int64_t>(scratch_.bytes()); }
+  int64_t scratch_bytes() const { return attention_.scratch_bytes(); }
   int64_t blend_bytes() const { return blending_.bytes(); }
   int64_t angle_bytes() const { return ropes_.bytes(); }
   int64_t table_bytes() const { return kv_.tree.memory_bytes(); }
@@ -156,25 +170,15 @@ class PagedKVCache final : public ControlledState<AttentionKVCache>, public Plan
   void set_rope_limits(const RopeLimits& limits) { ropes_.set_limits(limits); }
 
  private:
-  // What kernels read of the layers' options.
-  struct LayerConstants {
-    explicit LayerConstants(const AttentionKVCacheOptions& options);
-
-    std::vector<std::vector<float>> head_sinks_log2;  // [layer][query head], or empty
-    std::vector<float> zero_row;  // of one head of any layer; empty unless layers may be skipped
-  };
   // The call that was planned last.
   struct PlannedCall {
     ControlCall::Kind kind = ControlCall::Kind::kClear;
     bool repeats = false;  // kBegin: the batch of the last forward, one token further
     int64_t repeated_forward_count = 0;
   };
-  // Which tokens a row attends to: those up to its own, or those of before the forward.
-  enum class Sees : uint8_t { kUpToOwn, kCached };
-
   PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                std::vector<RopeLayers> ropes, std::unique_ptr<PageStorage> storage,
-               const Backend* backend, std::shared_ptr<ParallelRunner> receive_runner);
+               const Backend& backend, std::shared_ptr<ParallelRunner> receive_runner);
 
   // The members of the open forward, if any.
   std::span<const ForwardMember> Batch() const {
@@ -203,27 +207,7 @@ class PagedKVCache final : public ControlledState<AttentionKVCache>, public Plan
   void CloseForward() noexcept;
   void RollBackForward() noexcept;
 
-  // ---- A layer of it.
-  // Runs an attention call: only a success leaves the forward open for further ones.
-  template <typename F>
-  Status RunAttention(const char* call, int64_t layer, F&& body);
-  Status AppendLatent(const AttentionCall& call, const TensorView& kv);
-  // What comes before the layer's rows, these, and the choice of those that go on.
-  Status AppendRows(const AttentionCall& call, const HeadRows& k, const HeadRows& v);
-  // Keys are rotated by `rotary`.
-  void StoreRows(int64_t layer, const HeadRows& k, const HeadRows& v,
-                 const RotaryRows& rotary) noexcept;
-  // `masks`: of the rows, or null.
-  void RunAttend(int64_t layer, Sees sees, const HeadRows& q, const RopeAngles::QueryAngles& angles,
-                 const MutableHeadRows& o, const TensorView* lse, double sm_scale,
-                 const RowMask* masks = nullptr) noexcept;
-  // `args` says what is attended to; what is the same for all calls is set here.
-  void RunKernel(int64_t layer, AttentionArgs args, const TensorView* lse,
-                 double sm_scale) noexcept;
-
   PagedSequences kv_;
-  const Backend* const backend_;
-  const LayerConstants constants_;
   CountingGate gate_;
 
   PlannedCall planned_;
@@ -232,9 +216,6 @@ class PagedKVCache final : public ControlledState<AttentionKVCache>, public Plan
   mutable ForwardPlan query_;
   LayerSteps steps_;
   RopeAngles ropes_;
-  AttentionScratch scratch_;
-  RaggedKV ragged_;     // of the last SelfAttention
-  AttentionMask mask_;  // of the last call that has one
 
   WindowBook windows_;
   BatchPlanner planner_;
@@ -242,31 +223,12 @@ class PagedKVCache final : public ControlledState<AttentionKVCache>, public Plan
   KVImporter importer_;
   KVSender sender_;
   BlendingForward blending_;
+  AttentionCalls attention_;
   KVReceiver receiver_;
   SequenceCalls sequences_;
   CacheTransfer transfer_;
   StoredTokens stored_;
 };
-
-template <typename F>
-Status PagedKVCache::RunAttention(const char* call, int64_t layer, F&& body) {
-  return gate_.Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(kv_.control.RequireForward(call));
-    kv_.control.set_failed(true);
-    if (layer < 0 || layer >= static_cast<int64_t>(kv_.options.layers.size())) {
-      return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
-                                                  std::to_string(layer) + "; this cache has " +
-                                                  std::to_string(kv_.options.layers.size()));
-    }
-    QUIRE_RETURN_IF_ERROR(body(AttentionCall{
-        .name = call,
-        .layer = layer,
-        .spec = kv_.options.layers[static_cast<size_t>(layer)],
-        .row_count = blending_.is_open() ? blending_.RowsOfCall(layer) : plan_.row_count()}));
-    kv_.control.set_failed(false);
-    return Status();
-  });
-}
 
 }  // namespace quire
 

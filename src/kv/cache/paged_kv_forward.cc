@@ -1,15 +1,9 @@
-// The forward of PagedKVCache: planning, attention, end.
+// The forward of PagedKVCache: planning, begin, end.
 #include <algorithm>
 
-#include "base/float_environment.h"
 #include "kv/cache/paged_kv_cache.h"
 
 namespace quire {
-namespace {
-
-constexpr double kLog2E = 1.4426950408889634074;
-
-}  // namespace
 
 // ---------------------------------------------------------------------- planning
 
@@ -37,7 +31,7 @@ void PagedKVCache::ReserveForward(int64_t sequences_max) {
       plan_.group_appends);
   plan_.Reserve(kv_.tree);
   ropes_.Reserve(plan_, false);
-  scratch_.Reserve(plan_.totals().rows, sequences_max);
+  attention_.Reserve(sequences_max);
   blending_.ReserveRows(plan_.totals().rows);
 }
 
@@ -59,7 +53,7 @@ Status PagedKVCache::PlanBegin(const ControlCall& call) {
     QUIRE_RETURN_IF_ERROR(kv_.CheckPages(name, plan_.page_counts));
     // For all else the last forward had as much as this one.
     ropes_.Reserve(plan_, true);
-    scratch_.ReserveAgain();
+    attention_.ReserveAgain();
     return Status();
   }
   QUIRE_RETURN_IF_ERROR(planner_.Plan(name, call.seq_ids, call.append_lengths, call.loads, plan_));
@@ -151,12 +145,9 @@ Status PagedKVCache::LoadSkippedLayers(const ControlCall& call) {
   return Status();
 }
 
-// The new tokens of these layers become zeros, without rotation: 0 * cos(a) may be -0.
 void PagedKVCache::FillSkippedLayers() noexcept {
-  // For all rows and heads.
-  const HeadRows zeros{.data = constants_.zero_row.data(), .dtype = DType::kF32};
   for (int64_t layer = 0; layer < steps_.count(); ++layer) {
-    if (!steps_.appended(layer)) StoreRows(layer, zeros, zeros, {});
+    if (!steps_.appended(layer)) attention_.StoreZeros(layer);
   }
 }
 
@@ -215,188 +206,6 @@ Result<std::span<const int32_t>> PagedKVCache::GetQueryRows() const {
     if (blending_.is_open()) return blending_.queries().rows();
     return blending_.queries().AllRows(plan_.row_count());
   });
-}
-
-// ---------------------------------------------------------------------- attention
-
-Status PagedKVCache::AttentionWithFusedQKV(int64_t layer, const TensorView& qkv,
-                                           const TensorView& o, double sm_scale,
-                                           const TensorView* mask) {
-  return RunAttention("AttentionWithFusedQKV", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireLatent(call, false, "AttentionWithMLA"));
-    QUIRE_ASSIGN_OR_RETURN(const QKVRows rows, ViewFusedQKV(call, qkv));
-    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
-    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
-    QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}}, {{"qkv", &qkv}}));
-    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
-    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
-    QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, false));
-    QUIRE_RETURN_IF_ERROR(AppendRows(call, rows.k, rows.v));
-    RunAttend(layer, Sees::kUpToOwn, rows.q, ropes_.OfQueries(layer), o_rows, nullptr, sm_scale,
-              masks);
-    return Status();
-  });
-}
-
-Status PagedKVCache::Append(int64_t layer, const TensorView& k, const TensorView& v) {
-  return RunAttention("Append", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireLatent(call, false, "AppendMLAKV"));
-    const int64_t heads = call.spec.num_kv_heads;
-    QUIRE_ASSIGN_OR_RETURN(const HeadRows k_rows,
-                           ViewHeads(call, "k", k, heads, call.spec.qk_head_dim));
-    QUIRE_ASSIGN_OR_RETURN(const HeadRows v_rows,
-                           ViewHeads(call, "v", v, heads, call.spec.v_head_dim));
-    QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, false));
-    return AppendRows(call, k_rows, v_rows);
-  });
-}
-
-Status PagedKVCache::Attend(int64_t layer, const TensorView& q, const TensorView& o,
-                            const TensorView* lse, double sm_scale, const TensorView* mask) {
-  return RunAttention("Attend", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
-                           ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
-    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
-    if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
-    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
-    QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
-    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
-    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
-    QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, true));
-    if (blending_.is_open()) QUIRE_RETURN_IF_ERROR(blending_.RequireLatest(call));
-    const auto angles =
-        call.spec.latent ? ropes_.OfRotatedQueries(layer, plan_) : ropes_.OfQueries(layer);
-    RunAttend(layer, Sees::kUpToOwn, q_rows, angles, o_rows, lse, sm_scale, masks);
-    return Status();
-  });
-}
-
-Status PagedKVCache::AppendLatent(const AttentionCall& call, const TensorView& kv) {
-  QUIRE_ASSIGN_OR_RETURN(const HeadRows rows, ViewLatent(call, kv));
-  QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, false));
-  return AppendRows(call, rows, {});
-}
-
-Status PagedKVCache::AppendMLAKV(int64_t layer, const TensorView& kv) {
-  return RunAttention("AppendMLAKV", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireLatent(call, true, "Append"));
-    return AppendLatent(call, kv);
-  });
-}
-
-Status PagedKVCache::AttentionWithMLA(int64_t layer, const TensorView& q_absorbed,
-                                      const TensorView& kv, const TensorView& o, double sm_scale,
-                                      const TensorView* mask) {
-  return RunAttention("AttentionWithMLA", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireLatent(call, true, "AttentionWithFusedQKV"));
-    QUIRE_ASSIGN_OR_RETURN(
-        const HeadRows q_rows,
-        ViewHeads(call, "q_absorbed", q_absorbed, call.spec.num_qo_heads, call.spec.qk_head_dim));
-    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
-    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
-    QUIRE_RETURN_IF_ERROR(
-        CheckApart(call, {{"o", &o}}, {{"q_absorbed", &q_absorbed}, {"kv", &kv}}));
-    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
-    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
-    QUIRE_RETURN_IF_ERROR(AppendLatent(call, kv));
-    RunAttend(layer, Sees::kUpToOwn, q_rows, ropes_.OfRotatedQueries(layer, plan_), o_rows, nullptr,
-              sm_scale, masks);
-    return Status();
-  });
-}
-
-Status PagedKVCache::AttentionWithSharedKV(int64_t source_layer, const TensorView& q,
-                                           const TensorView& o, const TensorView* lse,
-                                           double sm_scale, const TensorView* mask) {
-  const char* name = "AttentionWithSharedKV";
-  return RunAttention(name, source_layer, [&](const AttentionCall& of_layer) -> Status {
-    // Its rows are those that go on: it is a layer behind the last one that was appended to.
-    AttentionCall call = of_layer;
-    if (blending_.is_open()) {
-      blending_.StartLayer();
-      call.row_count = blending_.RowsOfCall(source_layer);
-    }
-    QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
-                           ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
-    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
-    if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
-    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
-    QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
-    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "masks"));
-    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, plan_));
-    QUIRE_RETURN_IF_ERROR(steps_.RequireAppended(call, true));
-    const bool attended = steps_.attended(source_layer);
-    RunAttend(source_layer, Sees::kUpToOwn, q_rows, ropes_.OfRotatedQueries(source_layer, plan_),
-              o_rows, lse, sm_scale, masks);
-    steps_.SetAttended(source_layer, attended);  // this was another layer's
-    return Status();
-  });
-}
-
-Status PagedKVCache::AppendRows(const AttentionCall& call, const HeadRows& k, const HeadRows& v) {
-  if (blending_.is_open()) QUIRE_RETURN_IF_ERROR(blending_.RequireNext(call));
-  QUIRE_RETURN_IF_ERROR(importer_.LoadLayer(call, plan_));
-  if (!blending_.is_open()) {
-    StoreRows(call.layer, k, v, ropes_.OfNewKeys(call.layer));
-    return Status();
-  }
-  QUIRE_RETURN_IF_ERROR(blending_.Store(call, k, v, *backend_));
-  steps_.SetAppended(call.layer);
-  sender_.SendLayer(call.layer, plan_);
-  return blending_.Choose(call);
-}
-
-void PagedKVCache::StoreRows(int64_t index, const HeadRows& k, const HeadRows& v,
-                             const RotaryRows& rotary) noexcept {
-  const GroupPlan& plan = plan_.group(kv_.group_of(index));
-  const AppendArgs args{.pages = kv_.storage->layer(index),
-                        .row_count = plan_.row_count(),
-                        .k = k,
-                        .v = v,
-                        .rotary = rotary,
-                        .targets = plan.rows.targets.data(),
-                        .opens_tile = plan.rows.opens_tile.data()};
-  backend_->append_kv(args, *kv_.options.runner);
-  steps_.SetAppended(index);
-  sender_.SendLayer(index, plan_);
-}
-
-void PagedKVCache::RunAttend(int64_t index, Sees sees, const HeadRows& q,
-                             const RopeAngles::QueryAngles& angles, const MutableHeadRows& o,
-                             const TensorView* lse, double sm_scale,
-                             const RowMask* masks) noexcept {
-  const std::vector<float>& head_sinks = constants_.head_sinks_log2[static_cast<size_t>(index)];
-  const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(index)];
-  const int group = kv_.group_of(index);
-  const bool blends = blending_.is_open();
-  RunKernel(
-      index,
-      {.pages = kv_.storage->layer(index),
-       .num_qo_heads = static_cast<int>(spec.num_qo_heads),
-       .q = q,
-       .rotary = angles.rows,
-       .sink_angles = angles.sinks,
-       .head_sinks_log2 = head_sinks.empty() ? nullptr : head_sinks.data(),
-       .o = o,
-       .sequences = blends ? blending_.queries().sequences(group) : plan_.group(group).sequences,
-       .shared = blends ? blending_.queries().shared() : plan_.shared(),
-       .cached_only = sees == Sees::kCached,
-       .masks = masks},
-      lse, sm_scale);
-}
-
-void PagedKVCache::RunKernel(int64_t index, AttentionArgs args, const TensorView* lse,
-                             double sm_scale) noexcept {
-  const ScopedFloatEnvironment environment;  // scale_log2 is rounded here
-  args.scale_log2 = static_cast<float>(sm_scale * kLog2E);
-  args.layer_window = kv_.groups[static_cast<size_t>(kv_.group_of(index))].window;
-  args.soft_cap = static_cast<float>(kv_.options.layers[static_cast<size_t>(index)].soft_cap);
-  args.lse = lse == nullptr ? nullptr : lse->data_as<float>();
-  args.lse_row_stride = lse == nullptr ? 0 : lse->stride(0);
-  args.row_count = blending_.is_open() ? std::ssize(blending_.queries().rows()) : plan_.row_count();
-  args.scratch = scratch_.Take();
-  backend_->attention(args, *kv_.options.runner);
-  steps_.SetAttended(index);
 }
 
 }  // namespace quire

@@ -1,9 +1,9 @@
-// The pieces of attention of PagedKVCache: new tokens among themselves, new tokens against cached
-// ones, and the merge of such results.
+// The pieces of attention: new tokens among themselves, new tokens against cached ones, and the
+// merge of such results.
 #include <algorithm>
 
 #include "kernels/row_view.h"
-#include "kv/cache/paged_kv_cache.h"
+#include "kv/cache/attention_calls.h"
 #include "kv/plan/attention_tensors.h"
 
 namespace quire {
@@ -115,11 +115,20 @@ bool SlidePastNewSinks(std::span<const AttentionSequence> sequences) {
 
 }  // namespace
 
-Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
-                                   const TensorView& v, const TensorView& o, const TensorView& lse,
-                                   double sm_scale, const TensorView* mask) {
-  return RunAttention("SelfAttention", layer, [&](const AttentionCall& layer_call) -> Status {
-    QUIRE_RETURN_IF_ERROR(blending_.Refuse(layer_call, "pieces of attention"));
+void AttentionCalls::RotateInline(int64_t layer) noexcept {
+  for (size_t m = 0; m < owners_.plan.members.size(); ++m) {
+    const ForwardMember& member = owners_.plan.members[m];
+    ragged_.sequences()[m].inline_angles = &owners_.ropes.TableOf(layer, member.long_factors);
+    ragged_.sequences()[m].inline_base = member.base();
+  }
+}
+
+Status AttentionCalls::SelfAttention(int64_t layer, const TensorView& q, const TensorView& k,
+                                     const TensorView& v, const TensorView& o,
+                                     const TensorView& lse, double sm_scale,
+                                     const TensorView* mask) {
+  return Run("SelfAttention", layer, [&](const AttentionCall& layer_call) -> Status {
+    QUIRE_RETURN_IF_ERROR(owners_.blending.Refuse(layer_call, "pieces of attention"));
     QUIRE_ASSIGN_OR_RETURN(const AttentionLayerSpec spec, SelfSpec(layer_call, q, k, v));
     const AttentionCall call{layer_call.name, layer, spec, layer_call.row_count};
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
@@ -133,7 +142,7 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(
         CheckApart(call, {{"o", &o}, {"lse", &lse}}, {{"q", &q}, {"k", &k}, {"v", &v}}));
-    const bool rotates = ropes_.is_inline(layer);
+    const bool rotates = owners_.ropes.is_inline(layer);
     if (rotates) QUIRE_RETURN_IF_ERROR(CheckRotatedDim(call, layer_call.spec));
     // As wide as the wider of both: nothing is rounded.
     const KVLayout layout{.dtype = k.dtype() == v.dtype() ? k.dtype() : DType::kF32,
@@ -141,37 +150,31 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
                           .qk_head_dim = static_cast<int>(spec.qk_head_dim),
                           .v_head_dim = static_cast<int>(spec.v_head_dim),
                           .page_size = kTilePositions};
-    ragged_.Prepare(layout, plan_, kv_.options.poison_freed_pages);
+    ragged_.Prepare(layout, owners_.plan, kv_.options.poison_freed_pages);
     QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks,
-                           mask_.RowsOf(call, mask, plan_, MaskFrom::kBase));
+                           mask_.RowsOf(call, mask, owners_.plan, MaskFrom::kBase));
     const bool turns_sinks =
-        !rotates && ropes_.rotates(layer) && SlidePastNewSinks(ragged_.sequences());
+        !rotates && owners_.ropes.rotates(layer) && SlidePastNewSinks(ragged_.sequences());
     const int64_t rope_dim = RopeDim(layer_call.spec);
     if (turns_sinks) QUIRE_RETURN_IF_ERROR(CheckTurnedDim(call, layer_call.spec));
-    const int64_t members = static_cast<int64_t>(plan_.members.size());
-    scratch_.Grow(backend_->attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
-                                                    plan_.row_count(), members,
-                                                    kv_.options.runner->worker_count()));
+    const int64_t members = static_cast<int64_t>(owners_.plan.members.size());
+    scratch_.Grow(backend_.attention_scratch_bytes(layout, static_cast<int>(spec.num_qo_heads),
+                                                   owners_.plan.row_count(), members,
+                                                   kv_.options.runner->worker_count()));
     RopeAngles::QueryAngles angles;
-    if (rotates || turns_sinks) angles = ropes_.OfRotatedQueries(layer, plan_);
+    if (rotates || turns_sinks) angles = owners_.ropes.OfRotatedQueries(layer, owners_.plan);
     if (layer_call.spec.latent) {
       angles.rows.first_dim = static_cast<int>(spec.qk_head_dim - rope_dim);
     }
-    if (rotates) {
-      for (size_t m = 0; m < plan_.members.size(); ++m) {
-        const ForwardMember& member = plan_.members[m];
-        ragged_.sequences()[m].inline_angles = &ropes_.TableOf(layer, member.long_factors);
-        ragged_.sequences()[m].inline_base = member.base();
-      }
-    }
-    backend_->append_kv({.pages = ragged_.pages(),
-                         .row_count = plan_.row_count(),
-                         .k = k_rows,
-                         .v = v_rows,
-                         .rotary = {},
-                         .targets = ragged_.targets().data(),
-                         .opens_tile = ragged_.opens_tile().data()},
-                        *kv_.options.runner);
+    if (rotates) RotateInline(layer);
+    backend_.append_kv({.pages = ragged_.pages(),
+                        .row_count = owners_.plan.row_count(),
+                        .k = k_rows,
+                        .v = v_rows,
+                        .rotary = {},
+                        .targets = ragged_.targets().data(),
+                        .opens_tile = ragged_.opens_tile().data()},
+                       *kv_.options.runner);
     RunKernel(layer,
               {.pages = ragged_.pages(),
                .num_qo_heads = static_cast<int>(spec.num_qo_heads),
@@ -186,47 +189,47 @@ Status PagedKVCache::SelfAttention(int64_t layer, const TensorView& q, const Ten
   });
 }
 
-Status PagedKVCache::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
-                                    const TensorView& lse, double sm_scale) {
-  return RunAttention("CrossAttention", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_RETURN_IF_ERROR(blending_.Refuse(call, "pieces of attention"));
+Status AttentionCalls::CrossAttention(int64_t layer, const TensorView& q, const TensorView& o,
+                                      const TensorView& lse, double sm_scale) {
+  return Run("CrossAttention", layer, [&](const AttentionCall& call) -> Status {
+    QUIRE_RETURN_IF_ERROR(owners_.blending.Refuse(call, "pieces of attention"));
     QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
                            ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
     QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
     QUIRE_RETURN_IF_ERROR(CheckLse(call, lse));
     QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
     QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", &lse}}, {{"q", &q}}));
-    QUIRE_RETURN_IF_ERROR(importer_.LoadLayer(call, plan_));
-    RunAttend(layer, Sees::kCached, q_rows, ropes_.OfRotatedQueries(layer, plan_), o_rows, &lse,
-              sm_scale);
+    QUIRE_RETURN_IF_ERROR(owners_.importer.LoadLayer(call, owners_.plan));
+    RunAttend(layer, Sees::kCached, q_rows, owners_.ropes.OfRotatedQueries(layer, owners_.plan),
+              o_rows, &lse, sm_scale);
     return Status();
   });
 }
 
-Status PagedKVCache::MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1,
-                                            const TensorView& o2, const TensorView& lse2) {
-  return gate_.Enter("MergeAttnOutputInplace", [&]() -> Status {
+Status AttentionCalls::MergeAttnOutputInplace(const TensorView& o1, const TensorView& lse1,
+                                              const TensorView& o2, const TensorView& lse2) {
+  return owners_.gate.Enter("MergeAttnOutputInplace", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(CheckMergeSide({"o1", "lse1", o1, lse1}, o1));
     QUIRE_RETURN_IF_ERROR(CheckMergeSide({"o2", "lse2", o2, lse2}, o1));
     QUIRE_RETURN_IF_ERROR(CheckOutputs({.name = "MergeAttnOutputInplace"},
                                        {{"o1", &o1}, {"lse1", &lse1}},
                                        {{"o2", &o2}, {"lse2", &lse2}}, -1));
-    backend_->merge_attention({.row_count = o1.dim(0),
-                               .head_count = static_cast<int>(o1.dim(1)),
-                               .dim = static_cast<int>(o1.dim(2)),
-                               .o = {.data = o1.data(),
-                                     .dtype = o1.dtype(),
-                                     .row_stride = o1.stride(0),
-                                     .head_stride = o1.stride(1)},
-                               .lse = lse1.data_as<float>(),
-                               .lse_row_stride = lse1.stride(0),
-                               .other_o = {.data = o2.data(),
-                                           .dtype = o2.dtype(),
-                                           .row_stride = o2.stride(0),
-                                           .head_stride = o2.stride(1)},
-                               .other_lse = lse2.data_as<float>(),
-                               .other_lse_row_stride = lse2.stride(0)},
-                              *kv_.options.runner);
+    backend_.merge_attention({.row_count = o1.dim(0),
+                              .head_count = static_cast<int>(o1.dim(1)),
+                              .dim = static_cast<int>(o1.dim(2)),
+                              .o = {.data = o1.data(),
+                                    .dtype = o1.dtype(),
+                                    .row_stride = o1.stride(0),
+                                    .head_stride = o1.stride(1)},
+                              .lse = lse1.data_as<float>(),
+                              .lse_row_stride = lse1.stride(0),
+                              .other_o = {.data = o2.data(),
+                                          .dtype = o2.dtype(),
+                                          .row_stride = o2.stride(0),
+                                          .head_stride = o2.stride(1)},
+                              .other_lse = lse2.data_as<float>(),
+                              .other_lse_row_stride = lse2.stride(0)},
+                             *kv_.options.runner);
     return Status();
   });
 }
