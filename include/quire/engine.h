@@ -328,6 +328,24 @@ struct BlendUsage {
   int64_t left_tokens() const { return moved_tokens - recomputed_tokens; }
 };
 
+// Why the KV of a prompt was not all there when its request was admitted, as far as requests of its
+// own salt tell.
+enum class PrefixMissKind : uint8_t {
+  kNone,     // all was there that can be used: the last token is always computed
+  kNew,      // nothing is known behind the first `position` tokens
+  kDiffers,  // what is known departs from it at token `position`
+  kEvicted,  // what was known behind the first `position` tokens was given up for want of room
+  kStore,    // the chunk store did not bring more than `position` tokens: StepOutput::miss
+};
+
+struct PrefixMiss {
+  PrefixMissKind kind = PrefixMissKind::kNone;
+  int64_t position = 0;
+  int64_t evicted_ms = 0;  // kEvicted: how long ago
+
+  bool operator==(const PrefixMiss&) const = default;
+};
+
 // What one step gave to one sample of one request.
 struct StepOutput {
   int64_t request_id = 0;
@@ -337,7 +355,7 @@ struct StepOutput {
   std::vector<std::vector<TokenLogprob>> logprobs;
   FinishReason finish_reason = FinishReason::kNone;
   std::string error;  // kError
-  // The rest is about the whole request, and set with a finish_reason.
+  // The rest is about the whole request, and set with a finish_reason and with the first tokens.
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;      // of the prompt, not computed: cached.total()
   int64_t completion_tokens = 0;  // of all samples so far: final with the last sample that finishes
@@ -348,6 +366,7 @@ struct StepOutput {
   // The reason for the first chunk that the store was asked for and did not bring; kNone if it
   // brought all, or was not asked.
   MissReason miss = MissReason::kNone;
+  PrefixMiss prefix_miss;
   double load_seconds = 0;  // that the store took for the chunks
   // Tokens of the prompt that a peer computed, the time that they took to come, and what was
   // predicted for them there and here; 0: no peer was asked, or speeds are not known.

@@ -27,7 +27,8 @@ class Output:
     """What one step gave to one sample.
 
     logprobs: per token the chosen one, then the best ones; empty if not asked for.
-    usage: by the names that the library gives them; set with a finish reason.
+    usage: by the names that the library gives them; set with a finish reason and with the first
+        tokens.
     """
 
     sample: int
@@ -179,7 +180,7 @@ def outputs_of(fields: Any, columns: Mapping[str, list[str]]) -> Iterator[Item]:
                 tokens=tokens[begin:end],
                 logprobs=[entries[start:stop] for start, stop in zip(starts, ends[begin:end])],
                 finish_reason=reason,
-                usage=None if reason is None else dict(zip(columns["usage"], next(usages))),
+                usage=dict(zip(columns["usage"], next(usages))) if named["has_usage"] else None,
                 error=str(next(texts)) if reason == "error" else None,
             ),
         )

@@ -41,6 +41,7 @@ __all__ = [
     "ModelInfo",
     "Piece",
     "PrefillPeer",
+    "PrefixMiss",
     "Prompt",
     "Result",
     "Sample",
@@ -107,6 +108,24 @@ def _blend_usage(counts: dict[str, Any]) -> BlendUsage | None:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrefixMiss:
+    """Why the KV of a prompt was not all there when its request began, as far as requests of the
+    same cache_salt tell.
+
+    kind: "new": nothing is known behind the first `position` tokens. "differs": what is known
+        departs from the prompt at token `position`. "evicted": what was known behind `position` was
+        given up for want of memory, `evicted_ms` before. "store": the chunk store did not bring
+        more; :attr:`Usage.miss` has its reason.
+    position: tokens that were there, or known.
+    evicted_ms: in milliseconds; 0 for the other kinds.
+    """
+
+    kind: Literal["new", "differs", "evicted", "store"]
+    position: int
+    evicted_ms: int = dataclasses.field(default=0, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class Usage:
     """Tokens of one request: of the prompt, how many of those came from a cache, and of all its
     samples.
@@ -117,6 +136,8 @@ class Usage:
         because no state of the recurrent layers is kept where the text parts from the known one (or
         a window has slid past).
     miss: why the store did not bring more; None if it brought all or was not asked.
+    prefix_miss: why the KV of the prompt was not all there, whether or not there is a store; None if
+        it was.
     load_seconds: that it took.
     remote_tokens: of the prompt, computed by another process (`prefill_from`); remote_seconds: that
         they took to come; predicted_remote_seconds, predicted_here_seconds: what was predicted for
@@ -139,6 +160,7 @@ class Usage:
     redis_tokens: int = 0
     recomputed_tokens: int = 0
     miss: str | None = None
+    prefix_miss: PrefixMiss | None = None
     load_seconds: float = 0.0
     remote_tokens: int = 0
     remote_seconds: float = dataclasses.field(default=0.0, compare=False)
@@ -433,6 +455,7 @@ class _Request:
         counts = dict(self.usage)
         blend = _blend_usage(counts)
         miss, load_ns = counts.pop("miss", 0), counts.pop("load_ns", 0)
+        prefix_miss = _prefix_miss(counts)
         times: dict[str, Any] = {
             f"{part}_seconds": counts.pop(f"{part}_ns", 0) / 1e9
             for part in _TIMES
@@ -443,6 +466,7 @@ class _Request:
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=sum(answer.tokens for answer in self.answers),
             miss=_miss_name(miss),
+            prefix_miss=prefix_miss,
             load_seconds=load_ns / 1e9,
             blend=blend,
             **times,
@@ -1451,6 +1475,11 @@ class Stream(Iterator[Piece]):
         return self._request.prompt_ids
 
     @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were not computed; None before the first piece."""
+        return self._request.usage.get("cached_tokens")
+
+    @property
     def seed(self) -> int | None:
         """As :attr:`Result.seed`."""
         return self._request.seed
@@ -1674,6 +1703,14 @@ def _texts(value: Any, option: str) -> list[str]:
 def _miss_name(reason: int) -> str | None:
     """The name of a quire::MissReason; None for the first, which is no miss."""
     return None if reason == 0 else str(_ffi.function("miss_reason_name")(reason))
+
+
+def _prefix_miss(counts: dict[str, int]) -> PrefixMiss | None:
+    """Takes the fields of quire::PrefixMiss from those of a usage."""
+    kinds: tuple[Any, ...] = (None, "new", "differs", "evicted", "store")  # by PrefixMissKind
+    kind = kinds[counts.pop("prefix_miss", 0)]
+    position, evicted_ms = counts.pop("miss_position", 0), counts.pop("evicted_ms", 0)
+    return None if kind is None else PrefixMiss(kind, position, evicted_ms)
 
 
 def _as_signed(seed: int) -> int:

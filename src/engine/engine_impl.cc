@@ -70,7 +70,7 @@ EngineImpl::EngineImpl(Parts parts)
                .pages_total = pages_total_}),
       speculator_(std::move(parts.model_drafter), options_.max_tree_nodes, options_.prefill_chunk),
       prefix_cache_(state_, options_.page_size,
-                    RetainedSequencesMax(pages_total_, state_.forks_anywhere())),
+                    RetainedSequencesMax(pages_total_, state_.forks_anywhere()), clock_),
       finder_(&requests_, &prefix_cache_, state_, options_.prefix_cache, options_.page_size),
       sequences_(state_, &prefix_cache_, &speculator_),
       blender_({.state = state_,

@@ -57,6 +57,9 @@ int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk);
 // Rows of logits in one forward.
 int64_t StepLogitRowsMax(int64_t max_num_sequences, int64_t prefill_chunk, int64_t max_tree_nodes);
 
+// Fills what an output has about its whole request.
+void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexcept;
+
 class EngineImpl final : public Engine {
  public:
   struct Parts {

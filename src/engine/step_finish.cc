@@ -21,6 +21,8 @@ BlendUsage BlendUsageOf(const Request& request) noexcept {
   return usage;
 }
 
+}  // namespace
+
 void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexcept {
   output->prompt_tokens = request.prompt_tokens;
   output->completion_tokens = request.completion_tokens;
@@ -28,6 +30,7 @@ void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexc
   output->cached_tokens = request.cached.total();
   output->recomputed_tokens = request.recomputed;
   output->miss = request.miss;
+  output->prefix_miss = request.prefix_miss;
   output->load_seconds = request.load_seconds;
   output->remote_tokens = request.remote_tokens;
   output->remote_seconds = request.remote_seconds;
@@ -39,8 +42,6 @@ void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexc
   output->times = request.TimesAt(now_ns);
   if (request.blend != nullptr) output->blend = BlendUsageOf(request);
 }
-
-}  // namespace
 
 void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
   Sample& sample = *drawn->sample;

@@ -188,6 +188,10 @@ void EngineImpl::CommitDraws(std::vector<Drawn>* draws) noexcept {
     for (int64_t i = 0; i < drawn.count; ++i) {
       ApplyDraw(&drawn, &drawn.draws[static_cast<size_t>(i)]);
     }
+    if (!drawn.output.tokens.empty() && !drawn.request->told_usage) {
+      drawn.request->told_usage = true;
+      NoteUsage(*drawn.request, now_ns, &drawn.output);
+    }
     const bool says_something =
         !drawn.output.tokens.empty() || drawn.output.finish_reason != FinishReason::kNone;
     if (says_something && drawn.request->has_outputs()) due_.push_back(std::move(drawn.output));

@@ -2,7 +2,10 @@
 // whole before the next one is asked for, so an error between two leaves a state from which the
 // next step goes on.
 #include <algorithm>
+#include <iterator>
 #include <map>
+#include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -10,6 +13,30 @@
 #include "engine/engine_impl.h"
 
 namespace quire {
+namespace {
+
+// `match`: what was found of the prompt as its request is admitted; `exact`: of its space. The last
+// token has to be computed whatever is known. Needs no memory.
+PrefixMiss MissOf(const Request& request, const PrefixSpace& exact, const PrefixMatch& match,
+                  const PrefixCache& cache) {
+  const std::span<const int32_t> prompt = request.prompt_of(request.samples.front());
+  const std::span<const int32_t> usable = prompt.first(prompt.size() - 1);
+  const int64_t loading = request.layers == nullptr ? 0 : request.layers->tokens();
+  const int64_t there = request.cached.total() + loading;
+  if (there >= std::ssize(usable)) return {};
+  if (request.miss != MissReason::kNone) {
+    return {.kind = PrefixMissKind::kStore, .position = there};
+  }
+  const int64_t known = std::max(match.known, there);
+  if (const std::optional<int64_t> ago = cache.EvictedAgo(usable, exact, known)) {
+    return {.kind = PrefixMissKind::kEvicted, .position = known, .evicted_ms = *ago / 1'000'000};
+  }
+  const bool differs = match.goes_on && match.known == known && known > 0;
+  return {.kind = differs ? PrefixMissKind::kDiffers : PrefixMissKind::kNew, .position = known};
+}
+
+}  // namespace
+
 Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
   for (;;) {
     QUIRE_RETURN_IF_ERROR(GiveSequences());
@@ -205,6 +232,7 @@ Result<bool> EngineImpl::AdmitHead() {
       *requests_.NextToAdmit(remote_traffic_.admissible(store_traffic_.admissible()));
   request.ReserveAnswers();
   requests_.ReserveAdmission();
+  const PrefixSpace exact = request.space.exact();
   const StoreTraffic::Start start = store_traffic_.FindStart(request);
   std::unique_ptr<LayerwiseLoad> layers = store_traffic_.MakeLayerwise(&request, start);
   const Status given = sequences_.Give(request, request.leader(), start.from);
@@ -221,6 +249,8 @@ Result<bool> EngineImpl::AdmitHead() {
     request.cached = {};
     return false;
   }
+  if (!request.admitted_before)
+    request.prefix_miss = MissOf(request, exact, start.from, prefix_cache_);
   store_traffic_.NoteStart(&request, start.from.known);
   if (request.admitted_ns == Request::kNotYet) request.admitted_ns = clock_->SteadyNs();
   requests_.Admit(request);

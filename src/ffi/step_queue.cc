@@ -58,6 +58,9 @@ Result<StepQueue::Steps> StepQueue::Take() {
 
 namespace {
 
+// A prompt is never empty.
+bool HasUsage(const StepOutput& output) { return output.prompt_tokens > 0; }
+
 // Python reads the columns by these names (OutputColumns), not by their places.
 struct Column {
   std::string_view name;
@@ -68,6 +71,7 @@ constexpr Column kOutputColumns[] = {
     {"sample", [](const StepOutput& o) { return o.sample; }},
     {"token_count", [](const StepOutput& o) { return std::ssize(o.tokens); }},
     {"finish_reason", [](const StepOutput& o) { return static_cast<int64_t>(o.finish_reason); }},
+    {"has_usage", [](const StepOutput& o) { return int64_t{HasUsage(o)}; }},
 };
 int64_t TokensOf(const StepOutput& output, TierKind tier) {
   return output.cached.tiers[static_cast<size_t>(tier)];
@@ -91,6 +95,9 @@ constexpr Column kUsageColumns[] = {
     {"redis_tokens", [](const StepOutput& o) { return TokensOf(o, TierKind::kRedis); }},
     {"recomputed_tokens", [](const StepOutput& o) { return o.recomputed_tokens; }},
     {"miss", [](const StepOutput& o) { return static_cast<int64_t>(o.miss); }},
+    {"prefix_miss", [](const StepOutput& o) { return static_cast<int64_t>(o.prefix_miss.kind); }},
+    {"miss_position", [](const StepOutput& o) { return o.prefix_miss.position; }},
+    {"evicted_ms", [](const StepOutput& o) { return o.prefix_miss.evicted_ms; }},
     {"load_ns", [](const StepOutput& o) { return Nanoseconds(o.load_seconds); }},
     {"remote_tokens", [](const StepOutput& o) { return o.remote_tokens; }},
     {"remote_ns", [](const StepOutput& o) { return Nanoseconds(o.remote_seconds); }},
@@ -144,11 +151,11 @@ tf::Tensor Matrix(const std::vector<int64_t>& values, size_t columns) {
 // The outputs of some steps as a few flat arrays, so that their cost does not grow with the number
 // of requests:
 //   steps     how many
-//   outputs   int64 [outputs, 4], columns as OutputColumns names them
+//   outputs   int64 [outputs, 5], columns as OutputColumns names them
 //   tokens    int32 [t], of all outputs, one after another
 //   logprob_ends int64 [t]: end of each token's entries in the two arrays below
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
-//   usage     int64 [ends, columns], of the outputs with a finish reason, in their order
+//   usage     int64 [n, columns], of the outputs that have it, in their order
 //   errors    texts, of those that failed, in their order
 OptionMap FieldsOf(const StepQueue::Steps& steps) {
   std::vector<int64_t> rows, usage, logprob_ends;
@@ -157,7 +164,7 @@ OptionMap FieldsOf(const StepQueue::Steps& steps) {
   tf::Array<tf::String> errors;
   for (const StepOutput& output : steps.outputs) {
     AddRow(kOutputColumns, output, &rows);
-    if (output.finish_reason != FinishReason::kNone) AddRow(kUsageColumns, output, &usage);
+    if (HasUsage(output)) AddRow(kUsageColumns, output, &usage);
     if (output.finish_reason == FinishReason::kError) errors.push_back(tf::String(output.error));
     tokens.insert(tokens.end(), output.tokens.begin(), output.tokens.end());
     for (size_t i = 0; i < output.tokens.size(); ++i) {

@@ -104,7 +104,12 @@ def test_greedy_takes_the_most_likely_token_of_the_same_logits(
     expected = log_softmax(logits)[np.arange(30), result.ids]
     assert np.abs(np.array(result.logprobs) - expected).max() < 1e-5
     assert result.prompt_ids == prompt
-    assert result.usage == quire.Usage(prompt_tokens=19, cached_tokens=0, completion_tokens=30)
+    assert result.usage == quire.Usage(
+        prompt_tokens=19,
+        cached_tokens=0,
+        completion_tokens=30,
+        prefix_miss=quire.PrefixMiss("new", 0),
+    )
 
 
 def test_answers_to_many_prompts_are_those_to_each_alone(engine: quire.Engine) -> None:

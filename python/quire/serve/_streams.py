@@ -38,6 +38,7 @@ _POOL_THREADS = 4  # tokenizing and templates; more would only take turns with e
 _TOKEN_BYTES = 64
 _ALTERNATIVE_BYTES = 128
 _CHARACTER_BYTES = 4
+_NO_SUMS = ("miss", "prefix_miss", "blend")
 _TIMES = ("queue_seconds", "prompt_seconds", "decode_seconds", "steps")
 
 
@@ -100,6 +101,11 @@ class Answer:
     def prompt_ids(self) -> list[int]:
         """The tokens of the first prompt."""
         return self._opened[0].prompt_ids
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed; known with the first delta."""
+        return sum(stream.cached_tokens or 0 for stream in self._opened)
 
     @property
     def prompt_tokens(self) -> int:
@@ -297,10 +303,13 @@ def _joined(results: list[Result]) -> Result:
     sums: dict[str, Any] = {
         field.name: sum(getattr(usage, field.name) for usage in usages)
         for field in dataclasses.fields(Usage)
-        if field.name not in ("miss", "blend")  # prompts of one request do not blend
+        if field.name not in _NO_SUMS
     }
     sums |= {name: getattr(longest, name) for name in _TIMES}
-    miss = next((usage.miss for usage in usages if usage.miss is not None), None)
+    first: dict[str, Any] = {
+        name: next((found for u in usages if (found := getattr(u, name)) is not None), None)
+        for name in _NO_SUMS
+    }
     prompt_ids = [id for result in results for id in result.prompt_ids]
     samples = [sample for result in results for sample in result.samples]
-    return Result(prompt_ids, samples, Usage(**sums, miss=miss), results[0].seed)
+    return Result(prompt_ids, samples, Usage(**sums, **first), results[0].seed)

@@ -169,11 +169,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic's form, in which tokens of the cache are not among the input's; and more, in a field
     that its clients do not know."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        **_input_usage(usage.prompt_tokens, usage.cached_tokens),
         "output_tokens": usage.completion_tokens,
         "quire": {**origin_of(usage), **guesses_of(usage)},
+    }
+
+
+def _input_usage(prompt_tokens: int, cached_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": prompt_tokens - cached_tokens,
+        "cache_read_input_tokens": cached_tokens,
+        "cache_creation_input_tokens": 0,
     }
 
 
@@ -204,7 +210,11 @@ class _MessageView(View):
         }
 
     def begin(self, prompt_tokens: int) -> Iterable[bytes]:
-        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        return ()
+
+    def first(self, prompt_tokens: int, cached_tokens: int) -> Iterable[bytes]:
+        """Not before the tokens of the cache are known, which the usage does not count."""
+        usage = {**_input_usage(prompt_tokens, cached_tokens), "output_tokens": 0}
         yield _event("message_start", message=self._message(usage=usage))
 
     def step(self, deltas: list[Delta]) -> Iterable[bytes]:

@@ -154,10 +154,9 @@ class Metrics:
             self.time_to_first_token.observe(first_token)
         for tier in TIERS:
             self.tier_tokens[tier] += getattr(usage, f"{tier}_tokens")
-        if usage.miss is not None:
-            self.misses[usage.miss] = self.misses.get(usage.miss, 0) + 1
-        elif usage.cached_tokens == 0:
-            self.misses["new prefix"] = self.misses.get("new prefix", 0) + 1
+        reason = _miss_of(usage)
+        if reason is not None:
+            self.misses[reason] = self.misses.get(reason, 0) + 1
 
     def text(self, stats: Mapping[str, int], engine: Engine) -> str:
         """The whole page. stats: of the engine."""
@@ -265,6 +264,14 @@ class Metrics:
             ("request_generation_tokens", self.generation_tokens, "New tokens of a request."),
         ):
             page.add_histogram(name, help, histogram.lines())
+
+
+def _miss_of(usage: Usage) -> str | None:
+    """A text that goes on behind what is known is no miss."""
+    miss = usage.prefix_miss
+    if miss is None or (miss.kind == "new" and miss.position > 0):
+        return usage.miss
+    return usage.miss or {"new": "new prefix"}.get(miss.kind, miss.kind)
 
 
 def _labelled(label: str, values: Mapping[str, int]) -> list[_Sample]:

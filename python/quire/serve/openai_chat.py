@@ -156,6 +156,9 @@ class ChatView(View):
     def begin(self, prompt_tokens: int) -> Iterable[bytes]:
         return ()
 
+    def first(self, prompt_tokens: int, cached_tokens: int) -> Iterable[bytes]:
+        return ()
+
     def step(self, deltas: list[Delta]) -> Iterable[bytes]:
         keep = self.generation.return_ids
         choices = [self._choice(delta) for delta in deltas if delta.is_news(keep)]

@@ -181,6 +181,9 @@ class _ResponseView(View):
         yield self._event("created", response=self._response("in_progress"))
         yield self._event("in_progress", response=self._response("in_progress"))
 
+    def first(self, prompt_tokens: int, cached_tokens: int) -> Iterable[bytes]:
+        return ()
+
     def step(self, deltas: list[Delta]) -> Iterable[bytes]:
         text = "".join(delta.text for delta in deltas)
         ended = deltas[-1].finish_reason is not None

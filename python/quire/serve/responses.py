@@ -43,10 +43,13 @@ STREAM_HEADERS = {
 
 
 class View(Protocol):
-    """How one API shows an answer. Events are bytes as they are sent; `step` gives one at most for
-    each kind of change, whatever the number of tokens."""
+    """How one API shows an answer. Events are bytes as they are sent: `begin` gives those of an
+    answer that waits, `first` those before the first token; `step` gives one at most for each kind
+    of change, whatever the number of tokens."""
 
     def begin(self, prompt_tokens: int) -> Iterable[bytes]: ...
+
+    def first(self, prompt_tokens: int, cached_tokens: int) -> Iterable[bytes]: ...
 
     def step(self, deltas: list[Delta]) -> Iterable[bytes]: ...
 
@@ -164,18 +167,24 @@ class _EventAnswer:
         begin = b"".join(self._view.begin(self._answer.prompt_tokens))
         if begin:
             yield begin
+        has_begun = False
         while True:
             deltas = await self._answer.next(self._service.limits.ping_seconds)
             if deltas is None:
                 yield _PING
-            elif deltas:
-                part = b"".join(self._view.step(deltas))
-                if part:
-                    yield part
-            else:
+                continue
+            part = b""
+            if not has_begun:
+                has_begun = True
+                answer = self._answer
+                part += b"".join(self._view.first(answer.prompt_tokens, answer.cached_tokens))
+            if not deltas:
                 assert self._answer.result is not None
-                yield b"".join(self._view.end(self._answer.result))
+                yield part + b"".join(self._view.end(self._answer.result))
                 return
+            part += b"".join(self._view.step(deltas))
+            if part:
+                yield part
 
 
 def _problem_of(error: Exception, call: Call) -> Problem:
@@ -241,6 +250,9 @@ def _note(call: Call, submitted: Answer, failed: str) -> None:
     call.facts["steps"] = usage.steps
     if usage.miss is not None:
         call.facts["miss"] = usage.miss
+    if usage.prefix_miss is not None:
+        call.facts["prefix_miss"] = usage.prefix_miss.kind
+        call.facts["miss_position"] = usage.prefix_miss.position
     call.facts["finish"] = ",".join(sample.finish_reason or "" for sample in result.samples)
 
 

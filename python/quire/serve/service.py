@@ -287,6 +287,7 @@ def usage_of(result: Result) -> dict[str, Any]:
 def origin_of(usage: Usage) -> dict[str, Any]:
     """Where the KV of a prompt came from, and why not all of it was there: fields that the clients
     of every API leave alone."""
+    miss = usage.prefix_miss
     return {
         "memory_tokens": usage.memory_tokens,
         "ram_tokens": usage.ram_tokens,
@@ -295,6 +296,7 @@ def origin_of(usage: Usage) -> dict[str, Any]:
         "recomputed_tokens": usage.recomputed_tokens,
         "remote_tokens": usage.remote_tokens,
         "miss": usage.miss,
+        "prefix_miss": None if miss is None else dataclasses.asdict(miss),
     }
 
 

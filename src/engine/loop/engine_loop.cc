@@ -551,8 +551,8 @@ Status EngineThread::Deliver() {
       Live& live = live_.at(id->second);
       SampleState& sample = live.samples[static_cast<size_t>(output.sample)];
       sample.given += std::ssize(output.tokens);
+      if (output.prompt_tokens > 0) output.times.queue_seconds += live.waited_seconds;
       if (output.finish_reason == FinishReason::kNone) continue;
-      output.times.queue_seconds += live.waited_seconds;
       sample.ended = true;
       if (--live.unfinished > 0) continue;
       ids_.erase(id);

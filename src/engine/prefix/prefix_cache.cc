@@ -20,8 +20,19 @@ int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b) {
   return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
 }
 
-PrefixCache::PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max)
-    : state_(state), page_size_(page_size), sequences_max_(sequences_max) {
+void NoteKnown(int64_t common, int64_t length, PrefixMatch* best) noexcept {
+  if (common < best->known) return;
+  const bool goes_on = common < length;
+  best->goes_on = common > best->known ? goes_on : best->goes_on && goes_on;
+  best->known = common;
+}
+
+PrefixCache::PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max,
+                         std::shared_ptr<Clock> clock)
+    : state_(state),
+      page_size_(page_size),
+      sequences_max_(sequences_max),
+      clock_(std::move(clock)) {
   QUIRE_CHECK(sequences_max >= 1);
 }
 
@@ -53,7 +64,19 @@ bool PrefixCache::MakeRetained(int64_t sequence_id) noexcept {
 
 void PrefixCache::GiveUpOldest() noexcept {
   if (before_eviction) before_eviction(ViewOf(by_use_.front()));
+  NoteEvicted(by_use_.front(), 0);
   Remove(by_use_.begin());
+}
+
+void PrefixCache::NoteEvicted(const Entry& entry, int64_t kept) noexcept {
+  evicted_.Note(entry.space, entry.sequence_id, entry.tokens, kept, clock_->SteadyNs());
+}
+
+std::optional<int64_t> PrefixCache::EvictedAgo(std::span<const int32_t> tokens,
+                                               const PrefixSpace& space, int64_t known) const {
+  const std::optional<int64_t> time_ns = evicted_.Find(space, tokens, known);
+  if (!time_ns) return {};
+  return clock_->SteadyNs() - *time_ns;
 }
 
 void PrefixCache::Count(int64_t tokens, int64_t sign) noexcept {
@@ -98,7 +121,7 @@ PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace
   const Index& by_tokens = order->second;
   const auto consider = [&](Entries::iterator entry) {
     const int64_t common = CommonPrefix(tokens, entry->tokens);
-    best.known = std::max(best.known, common);
+    NoteKnown(common, static_cast<int64_t>(entry->tokens.size()), &best);
     if (common <= best.length) return;
     const int64_t length = state_.ForkBorder(entry->sequence_id, common, border);
     if (length <= best.length) return;
@@ -128,7 +151,10 @@ void PrefixCache::Evict(int64_t pages) noexcept {
     if (before_eviction) before_eviction(ViewOf(*victim));
     const bool is_left = CutTail(victim, missing);
     // What is still missing is in pages that others hold too: nothing is won by keeping the rest.
-    if (is_left && state_.pages_free() < pages) Remove(victim);
+    if (is_left && state_.pages_free() < pages) {
+      NoteEvicted(*victim, 0);
+      Remove(victim);
+    }
   }
 }
 
@@ -136,6 +162,7 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
   const auto length = static_cast<int64_t>(entry->tokens.size());
   const int64_t pages_kept = std::max<int64_t>(0, PagesOf(length) - pages);
   const int64_t kept = state_.ForkStart(entry->sequence_id, pages_kept * page_size_);
+  NoteEvicted(*entry, kept);
   if (kept == 0) {
     Remove(entry);
     return false;
@@ -143,6 +170,7 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
   const Status status = state_.kv().PopN(entry->sequence_id, length - kept);
   // A window hides what the end would see, or the allocator refused; removing needs no memory.
   if (!status.ok()) {
+    NoteEvicted(*entry, 0);
     Remove(entry);
     return false;
   }

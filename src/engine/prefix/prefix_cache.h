@@ -24,40 +24,26 @@
 #define QUIRE_ENGINE_PREFIX_PREFIX_CACHE_H_
 
 #include <algorithm>
-#include <compare>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <list>
 #include <map>
+#include <memory>
+#include <optional>
 #include <set>
 #include <span>
-#include <string>
 #include <vector>
 
+#include "engine/prefix/evicted_prefixes.h"
+#include "engine/prefix/prefix_space.h"
 #include "engine/prefix/sequence_state.h"
+#include "quire/seams.h"
 
 namespace quire {
 
 // Length of the longest common prefix.
 int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b);
-
-// KV is reused within one space only. Salts keep tenants apart: the time that an answer takes must
-// not tell what others have asked. LongRoPE has two sets of factors, and KV made with one is of no
-// use to a request that computes with the other. Blended KV is that of its tokens and of how it was
-// blended; nobody else may see it.
-struct PrefixSpace {
-  std::string salt = {};
-  bool long_rope = false;
-  std::string recipe = {};  // BlendRecipe; empty: exact
-  auto operator<=>(const PrefixSpace&) const = default;
-
-  bool is_exact() const { return recipe.empty(); }
-  PrefixSpace exact() const { return {.salt = salt, .long_rope = long_rope}; }
-  bool shares_exact(const PrefixSpace& other) const {
-    return salt == other.salt && long_rope == other.long_rope;
-  }
-};
 
 // No token of a sequence is approximate.
 inline constexpr int64_t kExactForever = std::numeric_limits<int64_t>::max();
@@ -66,14 +52,19 @@ struct PrefixMatch {
   int64_t sequence_id = -1;
   int64_t length = 0;       // tokens in common, where the sequence can be forked; 0 = no match
   int64_t known = 0;        // most tokens in common with any sequence, fork or not
+  bool goes_on = false;     // no sequence that has `known` tokens ends there
   bool has_window = false;  // the sequence has the window of the request that looks
   int64_t approximate_from = kExactForever;  // the sequence's first token that may be approximate
 };
 
+// Takes note of a sequence of `length` tokens that has `common` of them with the text looked for.
+void NoteKnown(int64_t common, int64_t length, PrefixMatch* best) noexcept;
+
 class PrefixCache {
  public:
   // What `state` views outlives this. sequences_max >= 1 bounds what is retained.
-  PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max);
+  PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max,
+              std::shared_ptr<Clock> clock = MachineTime());
 
   // A retained sequence. `stored`: its first tokens that the owner has written elsewhere.
   struct Retained {
@@ -96,6 +87,10 @@ class PrefixCache {
   PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {},
                    int64_t border = 1) const;
   void Touch(int64_t sequence_id) noexcept;
+  // How long ago KV behind the first `known` of these tokens was given up for want of room;
+  // nothing: it was not, as far as is remembered.
+  std::optional<int64_t> EvictedAgo(std::span<const int32_t> tokens, const PrefixSpace& space,
+                                    int64_t known) const;
 
   // Gives up retained KV until `pages` are free or nothing is left.
   void Evict(int64_t pages) noexcept;
@@ -145,6 +140,7 @@ class PrefixCache {
   bool MakeRetained(int64_t sequence_id) noexcept;
   void GiveUpOldest() noexcept;
   void Remove(Entries::iterator entry) noexcept;
+  void NoteEvicted(const Entry& entry, int64_t kept) noexcept;
   // Cuts the tail that holds `pages` pages; false if the entry is gone thereby.
   bool CutTail(Entries::iterator entry, int64_t pages) noexcept;
 
@@ -156,6 +152,8 @@ class PrefixCache {
   std::map<PrefixSpace, Index> by_space_;
   int64_t token_count_ = 0;
   int64_t page_count_max_ = 0;
+  const std::shared_ptr<Clock> clock_;
+  EvictedPrefixes evicted_;
 };
 
 }  // namespace quire

@@ -1,6 +1,7 @@
 #include "engine/request/prefix_finder.h"
 
 #include <algorithm>
+#include <iterator>
 #include <span>
 
 namespace quire {
@@ -47,7 +48,7 @@ void PrefixFinder::ConsiderRunning(const Request& request, const Sample& sample,
       const auto computed = std::span<const int32_t>(candidate.tokens)
                                 .first(blends_alike ? candidate.computed : candidate.exact());
       int64_t common = CommonPrefix(usable, computed);
-      best->known = std::max(best->known, common);
+      NoteKnown(common, std::ssize(computed), best);
       if (common > candidate.approximate_from) common = request.blend->BorderBefore(common);
       if (common <= best->length) continue;
       const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
@@ -72,9 +73,10 @@ void PrefixFinder::ConsiderKept(const Request& request, std::span<const int32_t>
     kept = prefix_cache_.Find(tokens.first(static_cast<size_t>(border)), request.space);
   }
   if (request.blend->BorderBefore(kept.length) != kept.length) return;
-  kept.known = std::max(kept.known, best->known);
+  if (kept.length <= best->length) return;
+  NoteKnown(best->known, best->goes_on ? best->known + 1 : best->known, &kept);
   kept.approximate_from = request.blend->begin();
-  if (kept.length > best->length) *best = kept;
+  *best = kept;
 }
 
 PrefixMatch PrefixFinder::FindExact(std::span<const int32_t> tokens,

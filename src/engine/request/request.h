@@ -129,6 +129,7 @@ struct Request {
   CachedTokens cached;
   int64_t recomputed = 0;  // StepOutput::recomputed_tokens
   MissReason miss = MissReason::kNone;
+  PrefixMiss prefix_miss;
   double load_seconds = 0;
   int64_t completion_tokens = 0;
   // When, by the engine's clock; kNotYet. In how many forwards it was, and in which one last.
@@ -136,8 +137,9 @@ struct Request {
   int64_t submitted_ns = 0, admitted_ns = kNotYet, first_token_ns = kNotYet;
   int64_t steps = 0, last_step = kNotYet;
   bool admitted_before = false;
-  int64_t turn = 0;        // in which it may come in (RequestQueue)
-  bool restarted = false;  // computed again without shared pages, see Decision::kRestart
+  int64_t turn = 0;         // in which it may come in (RequestQueue)
+  bool told_usage = false;  // the outputs of its first tokens had it
+  bool restarted = false;   // computed again without shared pages, see Decision::kRestart
 };
 
 // Ends a request, wherever it is.

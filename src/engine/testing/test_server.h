@@ -61,6 +61,7 @@ struct Answer {
   int64_t prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0;
   CachedTokens cached;
   MissReason miss = MissReason::kNone;
+  PrefixMiss prefix_miss;
   double load_seconds = 0;
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
   RequestTimes times;
@@ -168,6 +169,7 @@ struct Server {
       answer.completion_tokens = output.completion_tokens;
       answer.cached = output.cached;
       answer.miss = output.miss;
+      answer.prefix_miss = output.prefix_miss;
       answer.load_seconds = output.load_seconds;
       answer.drafted_tokens = output.drafted_tokens;
       answer.accepted_tokens = output.accepted_tokens;

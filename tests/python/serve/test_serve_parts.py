@@ -26,6 +26,9 @@ class BrokenView:
     def begin(self, prompt_tokens: int) -> tuple[bytes, ...]:
         return (b"data: begun\n\n",)
 
+    def first(self, prompt_tokens: int, cached_tokens: int) -> tuple[bytes, ...]:
+        return ()
+
     def step(self, deltas: Any) -> tuple[bytes, ...]:
         raise KeyError("a defect of a view")
 
@@ -41,7 +44,7 @@ def test_a_defect_ends_a_stream_with_an_error_event() -> None:
             return [SimpleNamespace()]
 
         submitted: Any = SimpleNamespace(
-            prompt_tokens=1, next=next_deltas, first_token=None, result=None, fail=lambda error: None
+            prompt_tokens=1, cached_tokens=0, next=next_deltas, first_token=None, result=None, fail=lambda error: None
         )
         finished: list[str] = []
         service: Any = SimpleNamespace(
