@@ -37,7 +37,7 @@ Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
 #: A section of a chunk: its kind and its layer.
 SectionName: TypeAlias = "tuple[Literal['key', 'value', 'latent'], int]"
 
-_TTL_MAX = 1e12  # seconds: longer than any store is there
+TTL_MAX = 1e12  # seconds: longer than any store is there
 _PASSPORT_DEFAULTS = {
     "v": 1,
     "layout": "L2THD",
@@ -317,7 +317,7 @@ class ChunkSpace(_ffi.Owner):
         """
         options: dict[str, Any] = {
             "extras": _extras(extras),
-            "ttl_ms": milliseconds(ttl, "ttl", most=_TTL_MAX),
+            "ttl_ms": milliseconds(ttl, "ttl", most=TTL_MAX),
             "recompute_seconds": real(recompute_seconds, "recompute_seconds"),
         }
         if priority is not None:

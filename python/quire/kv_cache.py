@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
 from quire import _ffi
 from quire._arrays import dtype_name, empty_beside, input_array, int_list, output_array
 from quire._kv_state import KVState
+from quire._numbers import int64, milliseconds
+from quire.chunk_space import TTL_MAX, token_ids
 from quire.transfer import TransferCalls
+
+if TYPE_CHECKING:
+    from quire.chunk_space import ChunkFetch, ChunkSpace
 
 __all__ = ["KVCache", "LayerSpec", "RopeOptions", "default_page_size", "rope_frequencies"]
 
@@ -508,6 +514,61 @@ class KVCache(TransferCalls, KVState):
         BadStateError outside a forward.
         """
         return np.from_dlpack(self._handle.get_query_positions())
+
+    # ---- Chunks of a store
+
+    def chunk_passport(
+        self, identity: Mapping[str, str], *, chunk_tokens: int = 64
+    ) -> dict[str, Any]:
+        """The passport of this cache's chunks, for :meth:`quire.ChunkStore.space`.
+
+        identity: what computes the keys and values, "model" and where they matter "revision",
+        "tokenizer" and "adapter"; layers, types, RoPE and kernels are the cache's. chunk_tokens: of
+        a chunk.
+
+        Raises:
+            BadArgumentError: a field that is unknown or out of range.
+        """
+        fields = {**identity, "block_tokens": int64(chunk_tokens, "chunk_tokens")}
+        passport: dict[str, Any] = json.loads(str(self._handle.chunk_passport(fields)))
+        return passport
+
+    def put_chunks(
+        self, seq_id: int, tokens: Sequence[int], space: ChunkSpace, *, ttl: float = 0
+    ) -> int:
+        """Puts the whole chunks of `tokens` that the store lacks, bit for bit. Does not wait for a
+        disk or Redis.
+
+        tokens: ids, those that the sequence begins with. ttl: seconds until the chunks expire; 0 =
+        never. A chunk has of each layer what goes on after its last token, so a layer with a window
+        must still hold that: within ``max_pop`` tokens of the sequence's end.
+
+        Returns how many leading chunks the store has or takes; fewer than all where a queue is full.
+
+        Raises:
+            IncompatibleError: the passport of `space` is not that of :meth:`chunk_passport`.
+            UnknownSequenceError.
+            BadArgumentError: the sequence is shorter, or has slid too far; chunks before that were
+                put.
+        """
+        ids = token_ids(tokens)
+        ttl_ms = milliseconds(ttl, "ttl", most=TTL_MAX)
+        return int(self._handle.put_chunks(seq_id, ids, space._handle, ttl_ms))
+
+    def take_chunks(self, seq_id: int, fetch: ChunkFetch, count: int | None = None) -> None:
+        """Appends chunks of a fetch to a sequence, which is added if it is absent: the bits that
+        were put. What is needed of them is verified once more.
+
+        The fetch is of a space with :meth:`chunk_passport`, and begins where the sequence ends.
+        count: leading chunks of the fetch; None = all that are ready.
+
+        Raises:
+            IncompatibleError: chunks of another passport.
+            BadArgumentError: `count` is not ready, or the sequence ends elsewhere.
+            CorruptError, OutOfPagesError, BadStateError; nothing has changed then.
+        """
+        count = fetch.ready if count is None else int64(count, "count")
+        self._handle.take_chunks(seq_id, fetch._handle, count)
 
     # ---- Debugging
 

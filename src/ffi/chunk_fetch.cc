@@ -10,6 +10,7 @@
 
 #include "ffi/chunk_space.h"
 #include "ffi/tensors.h"
+#include "quire/kv_export.h"
 
 namespace quire::ffi {
 namespace {
@@ -271,6 +272,54 @@ void ChunkFetchObj::Scatter(int64_t layer, const BlockMemoryRef& memory,
       QUIRE_RETURN_IF_ERROR(ScatterBlocks(copy.bytes, *copy.place, copy.blocks));
     return {};
   });
+}
+
+Status RequirePassportOf(AttentionKVCache& cache, int64_t seq_id, const Passport& passport) {
+  bool long_factors = false;
+  if (cache.HasSequence(seq_id)) {
+    QUIRE_ASSIGN_OR_RETURN(long_factors, cache.UsesLongRope(seq_id));
+  }
+  const Passport identity{.model = passport.model,
+                          .revision = passport.revision,
+                          .tokenizer = passport.tokenizer,
+                          .adapter = passport.adapter,
+                          .block_tokens = passport.block_tokens};
+  QUIRE_ASSIGN_OR_RETURN(const Passport own, CachePassport(cache, identity, long_factors));
+  QUIRE_ASSIGN_OR_RETURN(const std::string own_json, own.ToJson());
+  QUIRE_ASSIGN_OR_RETURN(const std::string json, passport.ToJson());
+  if (own_json == json) return {};
+  return Status(StatusCode::kIncompatible,
+                "KVCache: the chunks are of " + json + "; those of sequence " +
+                    std::to_string(seq_id) + " are of " + own_json +
+                    "; take the passport of a space from KVCache.chunk_passport");
+}
+
+Status ChunkFetchObj::AppendTo(AttentionKVCache& cache, int64_t seq_id, int64_t count) {
+  QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<ChunkFetch> fetch, Open());
+  QUIRE_RETURN_IF_ERROR(RequirePassportOf(cache, seq_id, passport_));
+  int64_t length = 0;
+  if (cache.HasSequence(seq_id)) {
+    QUIRE_ASSIGN_OR_RETURN(length, cache.GetSequenceLength(seq_id));
+  }
+  if (count < 0 || count > fetch->ready() || length != first_token_) {
+    return Status(StatusCode::kBadArgument,
+                  "KVCache.take_chunks: " + std::to_string(count) + " chunks from position " +
+                      std::to_string(first_token_) + " on are asked for; " +
+                      std::to_string(fetch->ready()) + " are ready, and sequence " +
+                      std::to_string(seq_id) + " has " + std::to_string(length) + " tokens");
+  }
+  const ChunkLimits limits = ChunkLimits::Of(passport_);
+  std::vector<std::shared_ptr<const StoredChunk>> chunks;
+  std::vector<ChunkView> views;
+  for (int64_t i = 0; i < count; ++i) {
+    chunks.push_back(fetch->chunk(i));  // the store has compared all of its header
+    const ChunkHeader& header = chunks.back()->header();
+    QUIRE_ASSIGN_OR_RETURN(
+        ChunkView view,
+        chunks.back()->View({.key = header.key, .fingerprint = header.fingerprint}, limits));
+    views.push_back(std::move(view));
+  }
+  return ImportChunks(cache, seq_id, views);
 }
 
 void ChunkFetchObj::Cancel() {

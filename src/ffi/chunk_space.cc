@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "ffi/tensors.h"
+#include "quire/kv_export.h"
 
 namespace quire::ffi {
 namespace {
@@ -25,6 +26,13 @@ constexpr size_t kChainsMax = 256;
 constexpr size_t kChainTokensMax = size_t{4} << 20;
 // Sections begin where O_DIRECT reads them, as those of an engine do.
 constexpr int64_t kSectionAlignment = 4096;
+constexpr int64_t kTtlMsMax = int64_t{1} << 50;  // sums with times fit
+
+Status CheckTtl(const char* call, int64_t ttl_ms) {
+  if (ttl_ms >= 0 && ttl_ms <= kTtlMsMax) return {};
+  return Status(StatusCode::kBadArgument, std::string(call) + ": ttl_ms is " +
+                                              std::to_string(ttl_ms) + "; it is out of range");
+}
 
 std::vector<std::string> ReadExtras(const Extras& extras) {
   std::vector<std::string> read;
@@ -169,7 +177,8 @@ tf::ObjectRef ChunkSpaceObj::Fetch(const tf::TensorView& tokens, const OptionMap
   if (timeout_ms > 0) request.deadline_ns = MachineTime()->SteadyNs() + timeout_ms * 1'000'000;
   const std::shared_ptr<ChunkFetch> fetch =
       latch_.Run([&] { return prefetch ? store_->Prefetch(request) : store_->Fetch(request); });
-  return tf::ObjectRef(tf::make_object<ChunkFetchObj>(fetch));
+  return tf::ObjectRef(tf::make_object<ChunkFetchObj>(
+      fetch, passport_, request.first_chunk * passport_.block_tokens));
 }
 
 Result<ChunkFields> ChunkSpaceObj::FieldsOf(std::span<const int32_t> tokens, int64_t index,
@@ -207,7 +216,6 @@ Result<ChunkFields> ChunkSpaceObj::FieldsOf(std::span<const int32_t> tokens, int
 
 void ChunkSpaceObj::Put(const tf::TensorView& tokens, int64_t index, const BlockMemoryRef& memory,
                         std::span<const int64_t> blocks, const OptionMap& options) {
-  constexpr int64_t kTtlMsMax = int64_t{1} << 50;  // sums with times fit
   const std::vector<int32_t> ids = TokenIds(tokens);
   OptionsReader reader("ChunkSpace.put", options);
   const std::vector<std::string> extras = ExtrasOf(reader);
@@ -218,9 +226,7 @@ void ChunkSpaceObj::Put(const tf::TensorView& tokens, int64_t index, const Block
   reader.Read("priority", &priority);
   reader.Read("recompute_seconds", &put.recompute_seconds);
   reader.Finish();
-  if (ttl_ms < 0 || ttl_ms > kTtlMsMax)
-    ThrowBadArgument("ChunkSpace.put: ttl_ms is " + std::to_string(ttl_ms) +
-                     "; it is out of range");
+  ThrowIfError(CheckTtl("ChunkSpace.put", ttl_ms));
   if (priority >= 0) put.priority = priority;
   if (index >= 0 && static_cast<size_t>(index) < extras.size())
     put.extras = extras[static_cast<size_t>(index)];
@@ -270,6 +276,35 @@ void ChunkSpaceObj::PutBlocks(const tf::TensorView& tokens, int64_t index,
                               const OptionMap& options) {
   const std::vector<int32_t> ids = TokenIds(blocks);
   Put(tokens, index, memory, std::vector<int64_t>(ids.begin(), ids.end()), options);
+}
+
+Result<int64_t> ChunkSpaceObj::PutSequence(AttentionKVCache& cache, int64_t seq_id,
+                                           std::span<const int32_t> tokens, int64_t ttl_ms) {
+  QUIRE_RETURN_IF_ERROR(CheckTtl("KVCache.put_chunks", ttl_ms));
+  QUIRE_RETURN_IF_ERROR(RequirePassportOf(cache, seq_id, passport_));
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<ChunkKey> chain, chains_.Chain(keys_, tokens, {}));
+  const std::vector<bool> wanted = store_->Wanted(keys_, chain);
+  const int64_t block = passport_.block_tokens;
+  for (size_t i = 0; i < chain.size(); ++i) {
+    if (!wanted[i]) continue;
+    const int64_t start = static_cast<int64_t>(i) * block;
+    ChunkFields fields =
+        NextFields(passport_, keys_, i == 0 ? keys_.root() : chain[i - 1], start,
+                   tokens.subspan(static_cast<size_t>(start), static_cast<size_t>(block)));
+    fields.created_ms = MachineTime()->WallMs();
+    if (ttl_ms > 0) fields.expires_ms = fields.created_ms + ttl_ms;
+    QUIRE_ASSIGN_OR_RETURN(
+        ChunkBuffer sealed,
+        ExportChunk(cache, seq_id, start, std::move(fields),
+                    {.alignment = kSectionAlignment, .mac_key = mac_key_, .limits = limits_}));
+    QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<ChunkPut> put,
+                           store_->Put(keys_, std::move(sealed), {}));
+    if (!put->done() || put->status().ok()) continue;
+    // What hangs on a chunk that was dropped could not be found.
+    if (put->status().code() == StatusCode::kFull) return static_cast<int64_t>(i);
+    return put->status();
+  }
+  return static_cast<int64_t>(chain.size());
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {

@@ -19,6 +19,7 @@
 #include "ffi/errors.h"
 #include "ffi/options.h"
 #include "ffi/store.h"
+#include "quire/attention_kv_cache.h"
 #include "quire/chunk.h"
 #include "quire/chunk_blocks.h"
 #include "quire/chunk_store.h"
@@ -51,8 +52,12 @@ class BlockMemoryRef : public tvm::ffi::ObjectRef {
 // A fetch, and which of its sections are known to be verified.
 class ChunkFetchObj : public tvm::ffi::Object {
  public:
-  explicit ChunkFetchObj(std::shared_ptr<ChunkFetch> fetch)
-      : fetch_(std::move(fetch)), layers_(static_cast<size_t>(fetch_->chunk_count())) {}
+  // first_token: of chunk 0 of the fetch, in the text.
+  ChunkFetchObj(std::shared_ptr<ChunkFetch> fetch, const Passport& passport, int64_t first_token)
+      : passport_(passport),
+        first_token_(first_token),
+        fetch_(std::move(fetch)),
+        layers_(static_cast<size_t>(fetch_->chunk_count())) {}
 
   // chunks, located, found, ready, done, miss.
   OptionMap State();
@@ -67,6 +72,9 @@ class ChunkFetchObj : public tvm::ffi::Object {
   // Copies the layer's sections of chunks [first, first + count) into blocks of the memory.
   void Scatter(int64_t layer, const BlockMemoryRef& memory, const tvm::ffi::TensorView& blocks,
                int64_t first, int64_t count);
+  // Appends the first `count` chunks to a sequence of a cache, which is added if it is absent; it
+  // must end where they begin. As ImportChunks; BadArgument, BadState, Incompatible.
+  Status AppendTo(AttentionKVCache& cache, int64_t seq_id, int64_t count);
   void Cancel();
   void Close();
 
@@ -82,11 +90,22 @@ class ChunkFetchObj : public tvm::ffi::Object {
                                                                              int64_t layer);
 
   FaultLatch latch_;
+  const Passport passport_;
+  const int64_t first_token_;
   std::mutex mutex_;
   std::shared_ptr<ChunkFetch> fetch_;  // null after Close; guarded by mutex_
   std::vector<int64_t>
       layers_;  // of each chunk, verified: those before this one; guarded by mutex_
 };
+
+class ChunkFetchRef : public tvm::ffi::ObjectRef {
+ public:
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(ChunkFetchRef, tvm::ffi::ObjectRef, ChunkFetchObj);
+};
+
+// Incompatible unless chunks of the passport are those of the cache, whose sequence (which may be
+// absent) is the one.
+Status RequirePassportOf(AttentionKVCache& cache, int64_t seq_id, const Passport& passport);
 
 // Keys of the chains that were asked for last, so that a chain that grows by a chunk costs one hash
 // and not those of its whole prompt. All calls from any thread.
@@ -132,6 +151,11 @@ class ChunkSpaceObj : public tvm::ffi::Object {
   void PutBlocks(const tvm::ffi::TensorView& tokens, int64_t index, const BlockMemoryRef& memory,
                  const tvm::ffi::TensorView& blocks, const OptionMap& options);
 
+  // Puts the whole chunks of the tokens that the store lacks, out of a sequence of a cache. How
+  // many leading chunks the store has or takes; fewer than all where a queue is full.
+  Result<int64_t> PutSequence(AttentionKVCache& cache, int64_t seq_id,
+                              std::span<const int32_t> tokens, int64_t ttl_ms);
+
   [[maybe_unused]] static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.ChunkSpace", ChunkSpaceObj, tvm::ffi::Object);
 
@@ -148,6 +172,11 @@ class ChunkSpaceObj : public tvm::ffi::Object {
   const std::string mac_key_;
   const ChunkLimits limits_;
   RecentChains chains_;
+};
+
+class ChunkSpaceRef : public tvm::ffi::ObjectRef {
+ public:
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(ChunkSpaceRef, tvm::ffi::ObjectRef, ChunkSpaceObj);
 };
 
 }  // namespace quire::ffi

@@ -8,7 +8,9 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "ffi/chunk_space.h"
 #include "ffi/errors.h"
 #include "ffi/kv_state.h"
 #include "ffi/options.h"
@@ -16,6 +18,7 @@
 #include "ffi/tensors.h"
 #include "ffi/transfer.h"
 #include "quire/attention_kv_cache.h"
+#include "quire/kv_export.h"
 
 namespace quire::ffi {
 namespace {
@@ -224,6 +227,25 @@ class KVCacheObj : public TransferObject<AttentionKVCache> {
     return LoadStateSnapshot(&latch_, *state_, seq_id, identity, path, any_numerics);
   }
 
+  // The passport of chunks of this cache's, as JSON. `identity`: as ReadIdentity.
+  tf::String ChunkPassport(const OptionMap& identity) {
+    const Passport read = ReadIdentity(identity);
+    return latch_.Run([&]() -> Result<tf::String> {
+      QUIRE_ASSIGN_OR_RETURN(const Passport passport, CachePassport(*state_, read, false));
+      QUIRE_ASSIGN_OR_RETURN(const std::string json, passport.ToJson());
+      return tf::String(json);
+    });
+  }
+  int64_t PutChunks(int64_t seq_id, const tf::TensorView& tokens, const ChunkSpaceRef& space,
+                    int64_t ttl_ms) {
+    const std::vector<int32_t> ids = TokenIds(tokens);
+    return latch_.Run([&] { return space->PutSequence(*state_, seq_id, ids, ttl_ms); });
+  }
+  void TakeChunks(int64_t seq_id, const ChunkFetchRef& fetch, int64_t count) {
+    RefuseIfPart("TakeChunks");
+    latch_.Run([&] { return fetch->AppendTo(*state_, seq_id, count); });
+  }
+
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.KVCache", KVCacheObj, KVStateObj);
 };
 
@@ -260,7 +282,10 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("debug_set_kv_mla", &KVCacheObj::DebugSetKVMLA)
       .def("debug_plan", &KVCacheObj::DebugPlan)
       .def("save_snapshot", &KVCacheObj::SaveSnapshot)
-      .def("load_snapshot", &KVCacheObj::LoadSnapshot);
+      .def("load_snapshot", &KVCacheObj::LoadSnapshot)
+      .def("chunk_passport", &KVCacheObj::ChunkPassport)
+      .def("put_chunks", &KVCacheObj::PutChunks)
+      .def("take_chunks", &KVCacheObj::TakeChunks);
 }
 
 }  // namespace

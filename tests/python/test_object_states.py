@@ -80,6 +80,22 @@ class _LazyPeer:
         return _peer()._handle
 
 
+class _LazySpace:
+    """A space of latents, which no cache of the table keeps."""
+
+    @property
+    def _handle(self) -> Any:
+        return quire.ChunkStore(ram_bytes=1 << 20).space(_SPACE_PASSPORT)._handle
+
+
+class _LazyFetch:
+    """A fetch of nothing from such a space."""
+
+    @property
+    def _handle(self) -> Any:
+        return quire.ChunkStore(ram_bytes=1 << 20).space(_SPACE_PASSPORT).fetch([1])._handle
+
+
 class _FailedHandle:
     """A C++ object behind FaultLatch after an internal error: close() works, all else is
     refused."""
@@ -173,6 +189,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "attention_with_fused_qkv": _Call((0, np.zeros((1, 32), np.float32)), open="BadState"),
         "attention_with_mla": _Call((0, _Q, _KV), open="BadState"),
         "attention_with_shared_kv": _Call((0, _Q), open="BadState"),
+        "chunk_passport": _Call((_IDENTITY,)),
         "cross_attention": _Call((0, _Q, _Q, _LSE), open="BadState"),
         "debug_get_kv": _Call((0,), open="UnknownSequence"),
         "debug_get_kv_mla": _Call((0,), open="UnknownSequence"),
@@ -192,9 +209,11 @@ TABLES: dict[str, dict[str, _Call]] = {
         "pages_allocated": _OK,
         "pages_in_use": _OK,
         "pages_needed": _Call(([0], [1]), open="UnknownSequence"),
+        "put_chunks": _Call((0, [1, 2], _LazySpace()), open="Incompatible"),
         "select_long_rope": _Call((0, True), open="UnknownSequence"),
         "self_attention": _Call((0, _Q, _KV, _KV, _Q, _LSE), open="BadState"),
         "slid_range": _Call((0,), open="UnknownSequence"),
+        "take_chunks": _Call((0, _LazyFetch(), 0), open="Incompatible"),
     },
     "RNNState": _STATE
     | _RECURRENT

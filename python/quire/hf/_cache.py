@@ -17,10 +17,12 @@ from quire._arrays import dtype_name
 from quire._new_folder import new_folder
 from quire.hf._attention import NewKeys, register
 from quire.hf._forward import Forward
+from quire.hf._kept import Prompts, keep_rows, space_of, take_rows
 from quire.hf._layers import architecture_digest, layer_specs
 from quire.hf._sequences import Rows, Sequences
 from quire.hf._weights import Weights
 from quire.kv_cache import KVCache
+from quire.store import ChunkStore
 
 __all__ = ["QuireCache"]
 
@@ -256,18 +258,10 @@ class QuireCache(Cache):
             BadStateError: nothing is held, or a forward is open.
             BadArgumentError: the shape of input_ids.
         """
-        self._check_idle("save")
-        if not self._columns:
-            raise errors.BadStateError("QuireCache.save: nothing is held")
-        rows, held = len(self._rows.held), self._rows.held
+        self._check_held("save")
+        held = self._rows.held
         if input_ids is not None:
-            shape = tuple(input_ids.shape)
-            if len(shape) != 2 or shape[0] != rows or shape[1] < self._columns:
-                raise errors.BadArgumentError(
-                    f"QuireCache.save: input_ids has shape {shape}, the cache "
-                    f"{rows} rows of {self._columns} columns"
-                )
-            input_ids = input_ids[:, : self._columns]
+            input_ids = self._checked_ids("save", input_ids)
         distinct = sorted(dict.fromkeys(held), key=lambda sequence: not self._length(sequence))
         fields = {
             "version": _VERSION,
@@ -326,6 +320,86 @@ class QuireCache(Cache):
         shown, ids = fields["shown"], fields["input_ids"]
         self._shown = None if shown is None else torch.tensor(shown, dtype=torch.bool)
         return None if ids is None else torch.tensor(ids)
+
+    def keep(
+        self,
+        store: ChunkStore,
+        input_ids: torch.Tensor,
+        model: torch.nn.Module,
+        *,
+        cache_salt: str | bytes = b"",
+        chunk_tokens: int = 64,
+        ttl: float = 0,
+    ) -> list[int]:
+        """Puts what is held into a store, where :meth:`find` finds it, in another process too.
+        Whole chunks of each row, and those that the store lacks; it writes them meanwhile.
+
+        input_ids: the tokens, int64 [rows, at least get_seq_length()], padding included. model:
+        whose keys and values these are; all its weights are digested once. cache_salt: only finds
+        with the same one find it. chunk_tokens: of a chunk. ttl: seconds until it expires; 0 =
+        never.
+
+        Returns:
+            How many tokens of each row the store has or takes; fewer where its queue is full.
+
+        Raises:
+            BadStateError: a forward is open, nothing is held, another model's keys and values are,
+                or layers have slid more than ``max_crop`` tokens beyond a chunk that is new.
+            BadArgumentError: the shape of input_ids, another configuration.
+        """
+        self._check_held("keep")
+        ids = self._checked_ids("keep", input_ids)
+        if not self._weights.are_of(model):
+            raise errors.BadStateError("QuireCache.keep: holds keys and values of another model")
+        space = space_of(
+            self.kv_cache, store, model, self._architecture, cache_salt, chunk_tokens
+        )
+        rows = [self._ids(row, ids) for row in range(len(self._rows.held))]
+        return keep_rows(self.kv_cache, self._rows.held, rows, space, ttl)
+
+    def find(
+        self,
+        store: ChunkStore,
+        input_ids: torch.Tensor,
+        model: torch.nn.Module,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        cache_salt: str | bytes = b"",
+        chunk_tokens: int = 64,
+        timeout: float = 10.0,
+    ) -> int:
+        """Holds the longest beginning of `input_ids` that a store has of all rows, in place of what
+        was held: the bits that were kept. At least one column is left to compute.
+
+        input_ids: the whole prompts, int64 [rows, columns]. model: that will go on; only it may.
+        attention_mask: zeros for padding, which stands on the left. cache_salt, chunk_tokens: as
+        for :meth:`keep`. timeout: seconds after which what has not come is a miss.
+
+        Returns:
+            Columns that are held now; 0 if nothing was found.
+
+        Raises:
+            BadStateError: a forward is open.
+            BadArgumentError: a shape, another configuration, or rows of several lengths in a model
+                with sliding layers.
+            OutOfPagesError: it does not fit; what was held is held.
+        """
+        self._check_idle("find")
+        shown = None if attention_mask is None else attention_mask.bool()
+        prompts = Prompts("find", input_ids, shown)
+        space = space_of(
+            self.kv_cache, store, model, self._architecture, cache_salt, chunk_tokens
+        )
+        columns, held = take_rows(self._rows.sequences, prompts, space, timeout)
+        self._rows.set(held)
+        self._weights.expect_model(model)
+        if columns == 0:
+            self.reset()
+            return 0
+        self._columns = columns
+        shown = prompts.shown[:, :columns]
+        self._shown = None if shown.all() else shown
+        return columns
 
     # ---- Forwards
 
@@ -505,6 +579,21 @@ class QuireCache(Cache):
 
     def _identity(self) -> dict[str, str]:
         return {"model": "transformers", "revision": self._architecture}
+
+    def _check_held(self, call: str) -> None:
+        self._check_idle(call)
+        if not self._columns:
+            raise errors.BadStateError(f"QuireCache.{call}: nothing is held")
+
+    def _checked_ids(self, call: str, input_ids: torch.Tensor) -> torch.Tensor:
+        """Those of the columns that are held."""
+        shape, rows = tuple(input_ids.shape), len(self._rows.held)
+        if len(shape) != 2 or shape[0] != rows or shape[1] < self._columns:
+            raise errors.BadArgumentError(
+                f"QuireCache.{call}: input_ids has shape {shape}, the cache "
+                f"{rows} rows of {self._columns} columns"
+            )
+        return input_ids[:, : self._columns]
 
     def _check_idle(self, call: str) -> None:
         if self._forward is not None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from quire import snapshot
+from quire.chunk_space import ChunkFetch
 from quire.kv_cache import KVCache
 
 __all__ = ["Rows", "Sequences"]
@@ -34,6 +35,13 @@ class Sequences:
         snapshot.restore_sequence(
             self.kv, self._next, path, identity=identity, any_numerics=any_numerics
         )
+        return self._named()
+
+    def take(self, fetch: ChunkFetch, count: int) -> int:
+        """A sequence of the first chunks of a fetch that nobody holds yet; 0: an empty one."""
+        if count == 0:
+            return self.add()
+        self.kv.take_chunks(self._next, fetch, count)
         return self._named()
 
     def drop(self, sequences: Iterable[int]) -> None:

@@ -4,43 +4,65 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from quire import errors
 
-__all__ = ["Weights", "module_digest"]
+__all__ = ["Weights", "model_digest", "module_digest"]
+
+# Where the weights of a model lie, and their digest, which holds as long as none is written to.
+_models: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
-def module_digest(module: torch.nn.Module) -> str:
-    """A digest of the weights of one attention module."""
+def _digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     whole = hashlib.blake2b(digest_size=16)
-    for name, weight in module.named_parameters():
+    for name, weight in weights:
         whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         whole.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 
+def module_digest(module: torch.nn.Module) -> str:
+    """A digest of the weights of one attention module."""
+    return _digest(module.named_parameters())
+
+
+def model_digest(model: torch.nn.Module) -> str:
+    """A digest of all weights of a model; computed again when one of them has been written to."""
+    weights = model.state_dict()
+    stamp = [(name, each.data_ptr(), each._version) for name, each in weights.items()]
+    known = _models.get(model)
+    if known is None or known[0] != stamp:
+        known = _models[model] = (stamp, _digest(weights.items()))
+    return known[1]
+
+
 class Weights:
-    """Unknown; or modules; or digests of modules, of which load() knows no more."""
+    """Unknown; or modules; or digests of modules, of which load() knows no more; or a model."""
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[Any]] = []
         self._digests: list[str] = []
+        self._model: weakref.ref[Any] | None = None
 
     def forget(self) -> None:
-        self._modules, self._digests = [], []
+        self._modules, self._digests, self._model = [], [], None
 
     def copy(self) -> Weights:
         copied = Weights()
         copied._modules, copied._digests = [*self._modules], [*self._digests]
+        copied._model = self._model
         return copied
 
     def check(self, layer: int, module: torch.nn.Module) -> None:
         """BadStateError if keys of another model are held."""
         if self._modules:
             same = self._modules[layer]() is module
+        elif self._model is not None:
+            same = _is_part(module, self._model())
         else:
             same = not self._digests or module_digest(module) == self._digests[layer]
         if not same:
@@ -56,7 +78,23 @@ class Weights:
 
     def expect(self, digests: list[str]) -> None:
         """Only modules with these digests may go on."""
-        self._modules, self._digests = [], [*digests]
+        self.forget()
+        self._digests = [*digests]
+
+    def expect_model(self, model: torch.nn.Module) -> None:
+        """Only modules of this model may go on."""
+        self.forget()
+        self._model = weakref.ref(model)
+
+    def are_of(self, model: torch.nn.Module) -> bool:
+        """Whether what is held was computed by this model."""
+        if self._modules:
+            parts = {id(each) for each in model.modules()}
+            return all(id(reference()) in parts for reference in self._modules)
+        if self._model is not None:
+            return self._model() is model
+        layers = {module_digest(each) for each in model.modules() if hasattr(each, "layer_idx")}
+        return layers.issuperset(self._digests)
 
     def digests(self) -> list[str]:
         """Digests of the modules. BadStateError if the model is gone."""
@@ -69,3 +107,7 @@ class Weights:
                 "note which it was; save while it is there"
             )
         return [module_digest(module) for module in modules]
+
+
+def _is_part(module: torch.nn.Module, model: torch.nn.Module | None) -> bool:
+    return model is not None and any(each is module for each in model.modules())

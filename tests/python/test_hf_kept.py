@@ -1,0 +1,267 @@
+"""quire.hf.QuireCache in a quire.ChunkStore: what keep() puts, find() holds again, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quire
+import torch
+import transformers
+from hf_models import PAD, model, random_ids, reference
+
+from quire import hf
+
+torch.set_num_threads(1)
+CHUNK = 16
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model("llama")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[quire.ChunkStore]:
+    with quire.ChunkStore(tmp_path / "kv", ram_bytes=16 << 20) as store:
+        yield store
+
+
+def new_cache(made: Any, **options: Any) -> hf.QuireCache:
+    return hf.QuireCache(made.config, **{"token_capacity": 1024, **options})
+
+
+def run(made: Any, cache: hf.QuireCache, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    logits: torch.Tensor = made(ids, past_key_values=cache, **options).logits
+    return logits
+
+
+def recomputed(made: Any, ids: torch.Tensor, border: int) -> torch.Tensor:
+    """Logits behind the border, computed anew in two forwards that meet there."""
+    cache = new_cache(made)
+    run(made, cache, ids[:, :border])
+    return run(made, cache, ids[:, border:])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_found_has_the_bits_of_recomputation(
+    store: quire.ChunkStore, name: str, dtype: torch.dtype
+) -> None:
+    made = model(name).to(dtype)
+    made.config.dtype = dtype
+    ids = random_ids(1, 70)
+    cache = new_cache(made)
+    run(made, cache, ids[:, :60])
+    assert cache.keep(store, ids, made, chunk_tokens=CHUNK) == [48]
+    store.flush()
+    later = new_cache(made)
+    assert later.find(store, ids, made, chunk_tokens=CHUNK) == 48
+    later.kv_cache.check_invariants()
+    assert torch.equal(run(made, later, ids[:, 48:]), recomputed(made, ids, 48))
+
+
+def test_generate_goes_on_after_what_was_found_as_dynamic_cache_does(
+    store: quire.ChunkStore, llama: Any
+) -> None:
+    question = random_ids(1, 40)
+    cache = new_cache(llama)
+    answer = llama.generate(question, past_key_values=cache, max_new_tokens=24)
+    assert cache.keep(store, answer, llama, chunk_tokens=CHUNK) == [48]
+    ids = torch.cat([answer, random_ids(1, 9, seed=5)], dim=1)
+    later = new_cache(llama)
+    assert later.find(store, ids, llama, chunk_tokens=CHUNK) == 48
+    out = llama.generate(ids, past_key_values=later, max_new_tokens=24)
+    with reference(llama):
+        expected = llama.generate(
+            ids, past_key_values=transformers.DynamicCache(), max_new_tokens=24
+        )
+    assert torch.equal(out, expected)
+
+
+_OTHER_PROCESS = """
+    import sys, torch, quire
+    sys.path.insert(0, sys.argv[1])
+    from hf_models import model, random_ids
+    from quire import hf
+    torch.set_num_threads(1)
+    made, ids = model("llama"), random_ids(1, 70)
+    with torch.no_grad(), quire.ChunkStore(sys.argv[2]) as store:
+        cache = hf.QuireCache(made.config, token_capacity=1024)
+        print(cache.find(store, ids, made, chunk_tokens=16))
+        logits = made(ids[:, 48:], past_key_values=cache).logits
+        torch.save(logits, sys.argv[3])
+"""
+
+
+def test_another_process_finds_it(llama: Any, tmp_path: Path) -> None:
+    ids = random_ids(1, 70)
+    with quire.ChunkStore(tmp_path / "kv") as store:
+        cache = new_cache(llama)
+        run(llama, cache, ids[:, :60])
+        cache.keep(store, ids, llama, chunk_tokens=CHUNK)
+    arguments = [str(Path(__file__).parent), str(tmp_path / "kv"), str(tmp_path / "logits")]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_OTHER_PROCESS), *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "48\n", done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits"), recomputed(llama, ids, 48))
+
+
+def test_rows_of_several_lengths_end_at_one_column(store: quire.ChunkStore, llama: Any) -> None:
+    ids = random_ids(2, 70)
+    ids[1, :7] = PAD
+    mask = torch.ones(2, 70, dtype=torch.long)
+    mask[1, :7] = 0
+    cache = new_cache(llama)
+    run(llama, cache, ids, attention_mask=mask)
+    assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == [64, 48]
+    later = new_cache(llama)
+    assert later.find(store, ids, llama, attention_mask=mask, chunk_tokens=CHUNK) == 55
+    rest = run(llama, later, ids[:, 55:], attention_mask=mask)
+    expected = new_cache(llama)
+    run(llama, expected, ids[:, :55], attention_mask=mask[:, :55])
+    assert torch.equal(rest, run(llama, expected, ids[:, 55:], attention_mask=mask))
+
+
+def test_equal_rows_are_found_once(store: quire.ChunkStore, llama: Any) -> None:
+    ids = random_ids(1, 40).repeat(3, 1)
+    cache = new_cache(llama)
+    run(llama, cache, ids)
+    assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == [32] * 3
+    assert len(store.list("ram")) == 2
+    later = new_cache(llama)
+    assert later.find(store, ids, llama, chunk_tokens=CHUNK) == 32
+    assert later.kv_cache.get_distinct_token_count() == 32
+    assert later.batch_size == 3
+
+
+def test_nothing_of_others_is_found(store: quire.ChunkStore, llama: Any) -> None:
+    ids = random_ids(1, 40)
+    cache = new_cache(llama)
+    run(llama, cache, ids)
+    cache.keep(store, ids, llama, chunk_tokens=CHUNK, cache_salt="ann")
+
+    def found(made: Any = llama, **options: Any) -> int:
+        asked = {"chunk_tokens": CHUNK, "cache_salt": "ann", **options}
+        return new_cache(made).find(store, ids, made, **asked)
+
+    assert found() == 32
+    assert found(cache_salt="bob") == found(cache_salt=b"") == found(chunk_tokens=8) == 0
+    assert found(model("llama", seed=1)) == 0
+    changed = model("llama")
+    assert found(changed) == 32
+    changed.lm_head.weight[0, 0] += 1  # not even a weight that computes keys
+    assert found(changed) == 0
+
+
+def test_damage_is_a_miss(llama: Any, tmp_path: Path) -> None:
+    ids = random_ids(1, 70)
+    with quire.ChunkStore(tmp_path / "kv") as store:
+        cache = new_cache(llama)
+        run(llama, cache, ids)
+        cache.keep(store, ids, llama, chunk_tokens=CHUNK)
+    third = b"".join(int(token).to_bytes(4, "little") for token in ids[0, 32:48])
+    (file,) = [each for each in (tmp_path / "kv").rglob("*.qkv") if third in each.read_bytes()]
+    data = bytearray(file.read_bytes())
+    data[int.from_bytes(data[12:16], "little") + 9] ^= 1
+    file.write_bytes(data)
+    with quire.ChunkStore(tmp_path / "kv") as store:
+        later = new_cache(llama)
+        assert later.find(store, ids, llama, chunk_tokens=CHUNK) == 32
+        assert torch.equal(run(llama, later, ids[:, 32:]), recomputed(llama, ids, 32))
+
+
+def test_layers_that_have_slid_too_far_are_named(store: quire.ChunkStore) -> None:
+    made = model("gemma3")
+    ids = random_ids(1, 120)
+    cache = new_cache(made, max_crop=8)
+    run(made, cache, ids[:, :20])
+    assert cache.keep(store, ids, made, chunk_tokens=CHUNK) == [16]
+    run(made, cache, ids[:, 20:34])
+    assert cache.keep(store, ids, made, chunk_tokens=CHUNK) == [32]
+    run(made, cache, ids[:, 34:100])
+    with pytest.raises(quire.BadStateError, match="max_crop"):
+        cache.keep(store, ids, made, chunk_tokens=CHUNK)
+    later = new_cache(made)
+    assert later.find(store, ids, made, chunk_tokens=CHUNK) == 32
+    assert torch.equal(run(made, later, ids[:, 32:]), recomputed(made, ids, 32))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :3] = 0
+    with pytest.raises(quire.BadArgumentError, match="several lengths"):
+        later.find(store, random_ids(2, 40), made, attention_mask=mask)
+
+
+def test_what_was_found_is_of_one_model(store: quire.ChunkStore, llama: Any) -> None:
+    ids = random_ids(1, 40)
+    cache = new_cache(llama)
+    run(llama, cache, ids)
+    cache.keep(store, ids, llama, chunk_tokens=CHUNK)
+    with pytest.raises(quire.BadStateError, match="another model"):
+        cache.keep(store, ids, model("llama"), chunk_tokens=CHUNK)
+    assert cache.find(store, ids, llama, chunk_tokens=CHUNK) == 32
+    with pytest.raises(quire.BadStateError, match="another model"):
+        run(model("llama"), cache, ids[:, 32:])
+    assert cache.get_seq_length() == 32
+    assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == [32]
+    forked = cache.fork()
+    assert torch.equal(run(llama, forked, ids[:, 32:]), run(llama, cache, ids[:, 32:]))
+
+
+def test_a_loaded_cache_is_kept(store: quire.ChunkStore, llama: Any, tmp_path: Path) -> None:
+    ids = random_ids(1, 40)
+    cache = new_cache(llama)
+    run(llama, cache, ids)
+    cache.save(tmp_path / "saved")
+    loaded = new_cache(llama)
+    loaded.load(tmp_path / "saved")
+    with pytest.raises(quire.BadStateError, match="another model"):
+        loaded.keep(store, ids, model("llama", seed=1), chunk_tokens=CHUNK)
+    assert loaded.keep(store, ids, llama, chunk_tokens=CHUNK) == [32]
+
+
+def test_wrong_calls_change_nothing(store: quire.ChunkStore, llama: Any) -> None:
+    ids = random_ids(2, 40)
+    cache = new_cache(llama)
+    with pytest.raises(quire.BadStateError, match="nothing is held"):
+        cache.keep(store, ids, llama)
+    run(llama, cache, ids)
+    held = cache.kv_cache.state_digest()
+    with pytest.raises(quire.BadArgumentError, match=r"shape \(1, 40\)"):
+        cache.keep(store, ids[:1], llama)
+    with pytest.raises(quire.BadArgumentError, match="another configuration"):
+        cache.find(store, ids, model("llama", num_hidden_layers=2))
+    with pytest.raises(quire.BadArgumentError, match="rows, columns"):
+        cache.find(store, ids[0], llama)
+    with pytest.raises(quire.BadArgumentError, match="attention_mask has shape"):
+        cache.find(store, ids, llama, attention_mask=torch.ones(2, 3))
+    mask = torch.ones(2, 40)
+    mask[0, 20] = 0
+    with pytest.raises(quire.BadArgumentError, match="pad on the left"):
+        cache.find(store, ids, llama, attention_mask=mask)
+    cache.keep(store, ids, llama, chunk_tokens=CHUNK)
+    small = new_cache(llama, token_capacity=64, page_size=16)
+    run(llama, small, ids[:1, :20])
+    with pytest.raises(quire.OutOfPagesError):
+        small.find(store, ids, llama, chunk_tokens=CHUNK)
+    assert small.get_seq_length() == 20
+    small.kv_cache.check_invariants()
+    assert cache.kv_cache.state_digest() == held
+    assert cache.find(store, ids[:, :1], llama) == 0, "one column is left to compute"
+    assert cache.get_seq_length() == 0
+    store.close()
+    with pytest.raises(quire.ClosedError):
+        cache.find(store, ids, llama)
