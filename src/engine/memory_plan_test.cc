@@ -28,7 +28,8 @@ int64_t WorkspaceBytes(const Model& model) {
 
 int64_t BytesOf(const AttentionKVCache* cache) {
   const auto& paged = dynamic_cast<const PagedKVCache&>(*cache);
-  return paged.storage_bytes() + paged.scratch_bytes() + paged.angle_bytes_max();
+  return paged.figures().storage_bytes + paged.figures().scratch_bytes +
+         paged.figures().angle_bytes_max;
 }
 
 int64_t BytesOf(const RecurrentCache* cache) {
@@ -44,8 +45,8 @@ Taken TakenBy(const Engine& engine) {
               .scratch = WorkspaceBytes(impl.model()) + impl.step_bytes()};
   if (impl.state().attention() != nullptr) {
     const auto& cache = static_cast<const PagedKVCache&>(impl.cache());
-    taken.storage = cache.storage_bytes();
-    taken.scratch += cache.scratch_bytes() + cache.angle_bytes_max();
+    taken.storage = cache.figures().storage_bytes;
+    taken.scratch += cache.figures().scratch_bytes + cache.figures().angle_bytes_max;
   }
   if (impl.recurrent() != nullptr) {
     taken.states = impl.recurrent()->storage_bytes();

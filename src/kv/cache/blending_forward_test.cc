@@ -954,8 +954,9 @@ TEST(BlendingForward, MemoryIsWithinThePlan) {
   const KVMemory memory = MeasureKVCache(options, 1).value();
   ASSERT_TRUE(blend.Run(*cache).ok());
   const auto& paged = static_cast<const PagedKVCache&>(*cache);
-  EXPECT_LE(paged.scratch_bytes() + paged.blend_bytes(), memory.scratch_bytes + memory.blend_bytes);
-  EXPECT_GT(paged.blend_bytes(), 0);
+  EXPECT_LE(paged.figures().scratch_bytes + paged.figures().blend_bytes,
+            memory.scratch_bytes + memory.blend_bytes);
+  EXPECT_GT(paged.figures().blend_bytes, 0);
 }
 
 TEST(BlendingForward, ThePlanNamesRunsAndWhatTheyShare) {

@@ -1,10 +1,18 @@
 #include "kv/cache/cache_transfer.h"
 
+#include <cstddef>
 #include <utility>
 
 #include "base/guard.h"
 
 namespace quire {
+
+void CacheTransfer::Clear(const ForwardPlan& plan) noexcept {
+  sender_.FinishForward(plan, SendMarks::Outcome::kAborted);
+  for (size_t i = 0; i < kv_.control.table().entries().size(); ++i)
+    sender_.Stop(static_cast<int32_t>(i), "the cache was cleared");
+  receiver_.Clear();
+}
 
 // ---------------------------------------------------------------------- receiving
 

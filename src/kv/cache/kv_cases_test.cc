@@ -83,7 +83,7 @@ class KVCases : public testing::Test {
     if (!HasFatalFailure()) Finish(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}));
   }
   int64_t repeated_forwards() const {
-    return static_cast<const PagedKVCache&>(*cache_).repeated_forward_count();
+    return static_cast<const PagedKVCache&>(*cache_).figures().repeated_forwards;
   }
 
   AttentionKVCacheOptions options_;

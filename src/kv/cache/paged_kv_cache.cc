@@ -1,13 +1,11 @@
-// Creation, calls in two halves, and counters. The forward is in paged_kv_forward.cc,
-// what tests and tools look at in paged_kv_debug.cc.
 #include "kv/cache/paged_kv_cache.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "kv/cache/kv_digest.h"
+#include "kv/cache/kv_invariants.h"
 #include "kv/cache/layer_kv.h"
-#include "kv/pages/sliding_window.h"
 #include "quire/kernel_paths.h"
 
 namespace quire {
@@ -54,16 +52,16 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
 PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGroup> groups,
                            std::vector<RopeLayers> ropes, std::unique_ptr<PageStorage> storage,
                            const Backend& backend, std::shared_ptr<ParallelRunner> receive_runner)
-    : kv_(std::move(options), std::move(groups), std::move(storage)),
+    : CacheQueries(gate_, kv_, windows_),
+      kv_(std::move(options), std::move(groups), std::move(storage)),
       gate_(kv_.tree),
       steps_(kv_.options.layers.size()),
       ropes_(kv_.options, kv_.groups, std::move(ropes), kv_.control.table(), kv_.tree),
       windows_(kv_, plan_),
-      planner_(kv_, windows_),
-      trees_(kv_, planner_, windows_),
+      trees_(kv_, windows_),
       importer_(kv_, windows_, steps_, backend),
-      sender_(kv_),
-      blending_(kv_, importer_, sender_, ropes_, plan_),
+      transfer_(gate_, kv_, importer_, windows_, std::move(receive_runner)),
+      blending_(kv_, importer_, transfer_.sender(), ropes_, plan_),
       attention_({.gate = gate_,
                   .kv = kv_,
                   .plan = plan_,
@@ -71,18 +69,26 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
                   .ropes = ropes_,
                   .blending = blending_,
                   .importer = importer_,
-                  .sender = sender_},
+                  .sender = transfer_.sender()},
                  backend),
-      receiver_(kv_, importer_, windows_, std::move(receive_runner)),
+      forwards_({.kv = kv_,
+                 .plan = plan_,
+                 .steps = steps_,
+                 .ropes = ropes_,
+                 .windows = windows_,
+                 .trees = trees_,
+                 .importer = importer_,
+                 .sender = transfer_.sender(),
+                 .blending = blending_,
+                 .attention = attention_}),
       sequences_({.kv = kv_,
                   .plan = plan_,
                   .ropes = ropes_,
                   .windows = windows_,
                   .trees = trees_,
                   .importer = importer_,
-                  .sender = sender_,
-                  .receiver = receiver_}),
-      transfer_(gate_, kv_, sender_, receiver_),
+                  .sender = transfer_.sender(),
+                  .receiver = transfer_.receiver()}),
       stored_(kv_, windows_, steps_, plan_) {}
 
 // ---------------------------------------------------------------------- calls in two halves
@@ -109,74 +115,101 @@ void PagedKVCache::Commit() noexcept {
 
 // What a planned forward has in plan_ is as good as nothing: the next one starts it again.
 void PagedKVCache::Drop() noexcept {
-  if (planned_.kind == ControlCall::Kind::kImport) importer_.DropImport();
+  if (planned_ == Kind::kImport) importer_.DropImport();
   gate_.Close();
 }
 
 Status PagedKVCache::PlanCall(const ControlCall& call) {
-  planned_.kind = call.kind;
+  planned_ = call.kind;
   switch (call.kind) {
-    case ControlCall::Kind::kClear:
+    case Kind::kClear:
       return Status();
-    case ControlCall::Kind::kBegin:
-      return PlanBegin(call);
-    case ControlCall::Kind::kBeginTree:
-      return PlanBeginTree(call);
-    case ControlCall::Kind::kEnd:
-      return PlanEnd(call);
-    case ControlCall::Kind::kAbort:
-      return kv_.control.in_forward() ? Status() : kv_.control.RequireForward(call.name());
-    case ControlCall::Kind::kAdd:
-    case ControlCall::Kind::kRemove:
-    case ControlCall::Kind::kFork:
-    case ControlCall::Kind::kPop:
-    case ControlCall::Kind::kRetain:
-    case ControlCall::Kind::kCommitTree:
-    case ControlCall::Kind::kImport:
+    case Kind::kBegin:
+    case Kind::kBeginTree:
+    case Kind::kEnd:
+    case Kind::kAbort:
+      return forwards_.Plan(call);
+    case Kind::kAdd:
+    case Kind::kRemove:
+    case Kind::kFork:
+    case Kind::kPop:
+    case Kind::kRetain:
+    case Kind::kCommitTree:
+    case Kind::kImport:
       break;
   }
   return sequences_.Plan(call);
 }
 
 void PagedKVCache::CommitCall() noexcept {
-  switch (planned_.kind) {
-    case ControlCall::Kind::kClear:
+  switch (planned_) {
+    case Kind::kClear:
       return ClearAll();
-    case ControlCall::Kind::kBegin:
-      return planned_.repeats ? CommitRepeatedForward() : CommitForward();
-    case ControlCall::Kind::kBeginTree:
-      return CommitForward();
-    case ControlCall::Kind::kEnd:
-      if (kv_.options.allow_skipped_layers) FillSkippedLayers();
-      CloseForward();
-      return sender_.FinishForward(plan_, SendMarks::Outcome::kEnded);
-    case ControlCall::Kind::kAbort:
-      RollBackForward();
-      return sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
-    case ControlCall::Kind::kAdd:
-    case ControlCall::Kind::kRemove:
-    case ControlCall::Kind::kFork:
-    case ControlCall::Kind::kPop:
-    case ControlCall::Kind::kRetain:
-    case ControlCall::Kind::kCommitTree:
-    case ControlCall::Kind::kImport:
+    case Kind::kBegin:
+    case Kind::kBeginTree:
+    case Kind::kEnd:
+    case Kind::kAbort:
+      return forwards_.Commit();
+    case Kind::kAdd:
+    case Kind::kRemove:
+    case Kind::kFork:
+    case Kind::kPop:
+    case Kind::kRetain:
+    case Kind::kCommitTree:
+    case Kind::kImport:
       break;
   }
   return sequences_.Commit();
 }
 
 void PagedKVCache::ClearAll() noexcept {
-  sender_.FinishForward(plan_, SendMarks::Outcome::kAborted);
-  for (size_t i = 0; i < kv_.control.table().entries().size(); ++i)
-    sender_.Stop(static_cast<int32_t>(i), "the cache was cleared");
-  receiver_.Clear();
-  plan_.Clear();
-  query_.Clear();
+  transfer_.Clear(plan_);
+  forwards_.Clear();
   trees_.Clear();
   attention_.Clear();
   ropes_.Clear();
   blending_.Clear();
   kv_.Clear();
+}
+
+// ---------------------------------------------------------------------- forwards
+
+Status PagedKVCache::BeginLoadingForward(std::span<const int64_t> seq_ids,
+                                         std::span<const int64_t> append_lengths,
+                                         std::span<const LayerLoad> loads) {
+  return Run(
+      {.kind = Kind::kBegin, .seq_ids = seq_ids, .append_lengths = append_lengths, .loads = loads});
+}
+
+Status PagedKVCache::BeginBlendingForward(std::span<const int64_t> seq_ids,
+                                          std::span<const int64_t> append_lengths,
+                                          std::span<const LayerLoad> loads,
+                                          std::span<const BlendMember> blends) {
+  return gate_.EnterAlone("BeginBlendingForward", [&] {
+    return forwards_.BeginBlending(seq_ids, append_lengths, loads, blends);
+  });
+}
+
+Result<int64_t> PagedKVCache::PagesNeeded(std::span<const int64_t> seq_ids,
+                                          std::span<const int64_t> append_lengths) const {
+  return gate_.Ask([&] { return forwards_.PagesNeeded("PagesNeeded", seq_ids, append_lengths); });
+}
+
+Result<int64_t> PagedKVCache::PagesNeededForTree(
+    std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
+    std::span<const int64_t> token_tree_parents) const {
+  return gate_.Ask([&] {
+    return forwards_.PagesNeededForTree("PagesNeededForTree", seq_ids, append_lengths,
+                                        token_tree_parents);
+  });
+}
+
+Result<std::span<const int32_t>> PagedKVCache::GetQueryRows() const {
+  return gate_.Ask([&] { return forwards_.QueryRows("GetQueryRows"); });
+}
+
+Result<std::span<const int32_t>> PagedKVCache::GetQueryPositions() const {
+  return gate_.Ask([&] { return forwards_.QueryPositions("GetQueryPositions"); });
 }
 
 // ---------------------------------------------------------------------- sequences
@@ -202,15 +235,6 @@ Status PagedKVCache::SelectLongRope(int64_t seq_id, bool use_long_factors) {
   });
 }
 
-Result<bool> PagedKVCache::UsesLongRope(int64_t seq_id) const {
-  return gate_.Ask([&]() -> Result<bool> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("UsesLongRope", seq_id));
-    return kv_.control[index].long_factors;
-  });
-}
-
-// ---------------------------------------------------------------------- windows
-
 Status PagedKVCache::EnableSlidingWindowForSeq(int64_t seq_id, int64_t window, int64_t sinks) {
   const char* call = "EnableSlidingWindowForSeq";
   return gate_.EnterAlone(call, [&]() -> Status {
@@ -224,46 +248,6 @@ Status PagedKVCache::DisableSlidingWindowForSeq(int64_t seq_id) {
   return gate_.EnterAlone(call, [&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch(call, seq_id));
     return windows_.Disable(call, index);
-  });
-}
-
-bool PagedKVCache::CanFork(int64_t seq_id, int64_t position) const {
-  const auto lock = gate_.Lock();
-  const int32_t index = kv_.control.table().Find(seq_id);
-  if (index == SequenceTable::kAbsent || position < 0) return false;
-  return windows_.CanEnd(kv_.control[index], position);
-}
-
-Result<int64_t> PagedKVCache::HeldTokens(int64_t seq_id) const {
-  return gate_.Ask([&]() -> Result<int64_t> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("HeldTokens", seq_id));
-    const Sequence& sequence = kv_.control[index];
-    return CountHeldTokens(kv_.tree, sequence.last) - sequence.reserved + kv_.trees.SizeOf(index);
-  });
-}
-
-Result<TokenRange> PagedKVCache::SlidRange(int64_t seq_id) const {
-  return gate_.Ask([&]() -> Result<TokenRange> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("SlidRange", seq_id));
-    const Sequence& sequence = kv_.control[index];
-    if (sequence.slid == 0) return TokenRange();
-    return TokenRange{sequence.window.sinks, sequence.window.sinks + sequence.slid};
-  });
-}
-
-Result<SequenceWindows> PagedKVCache::GetWindows(int64_t seq_id) const {
-  return gate_.Ask([&]() -> Result<SequenceWindows> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetWindows", seq_id));
-    return windows_.Of(kv_.control[index]);
-  });
-}
-
-// ---------------------------------------------------------------------- token trees
-
-Result<int64_t> PagedKVCache::GetTreeSize(int64_t seq_id) const {
-  return gate_.Ask([&]() -> Result<int64_t> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetTreeSize", seq_id));
-    return kv_.trees.SizeOf(index);
   });
 }
 
@@ -291,42 +275,69 @@ Status PagedKVCache::ExportKV(int64_t seq_id, int64_t layer, int64_t start, cons
                      [&] { return stored_.Export("ExportKV", seq_id, layer, start, to); });
 }
 
-// ---------------------------------------------------------------------- counters
+// ---------------------------------------------------------------------- for tests and tools
 
-int64_t PagedKVCache::GetNumAvailablePages() const {
-  const auto lock = gate_.Lock();
-  int64_t least = kv_.tree.pool(0).free_count();
-  for (int g = 1; g < kv_.tree.group_count(); ++g)
-    least = std::min(least, kv_.tree.pool(g).free_count());
-  return least;
+Status PagedKVCache::DebugGetKV(int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+                                const TensorView& v) {
+  return gate_.Enter("DebugGetKV",
+                     [&] { return stored_.Get("DebugGetKV", seq_id, start, end, k, &v); });
 }
 
-int64_t PagedKVCache::GetTotalSequenceLength() const {
-  const auto lock = gate_.Lock();
-  int64_t total = 0;
-  for (const Sequence& sequence : kv_.control.table().entries())
-    total += kv_.CommittedLength(sequence) + sequence.pending;
-  return total + kv_.trees.node_count();
+Status PagedKVCache::DebugGetKVMLA(int64_t seq_id, int64_t start, int64_t end,
+                                   const TensorView& kv) {
+  return gate_.Enter("DebugGetKVMLA",
+                     [&] { return stored_.Get("DebugGetKVMLA", seq_id, start, end, kv, nullptr); });
 }
 
-int64_t PagedKVCache::pages_in_use() const {
-  const auto lock = gate_.Lock();
-  int64_t total = 0;
-  for (int g = 0; g < kv_.tree.group_count(); ++g) total += kv_.tree.pool(g).used_count();
-  return total;
+Status PagedKVCache::DebugSetKV(int64_t seq_id, int64_t start, const TensorView& k,
+                                const TensorView& v) {
+  return gate_.EnterAlone("DebugSetKV",
+                          [&] { return stored_.Set("DebugSetKV", seq_id, start, k, &v); });
 }
 
-int64_t PagedKVCache::pages_allocated() const {
-  int64_t total = 0;
-  for (int g = 0; g < kv_.tree.group_count(); ++g) total += kv_.tree.pool(g).page_count();
-  return total;
+Status PagedKVCache::DebugSetKVMLA(int64_t seq_id, int64_t start, const TensorView& kv) {
+  return gate_.EnterAlone("DebugSetKVMLA",
+                          [&] { return stored_.Set("DebugSetKVMLA", seq_id, start, kv, nullptr); });
 }
 
-Result<int64_t> PagedKVCache::GetSequenceLength(int64_t seq_id) const {
-  return gate_.Ask([&]() -> Result<int64_t> {
-    QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetSequenceLength", seq_id));
-    return kv_.LengthOf(index);
+Result<std::string> PagedKVCache::DebugPlan() const {
+  return gate_.Ask([&]() -> Result<std::string> {
+    if (!kv_.control.in_forward()) return kv_.control.RequireForward("DebugPlan");
+    std::string text = plan_.ToString(kv_.tree);
+    if (blending_.is_open()) text += blending_.queries().ToString(plan_);
+    return text;
   });
+}
+
+uint64_t PagedKVCache::StateDigest() const {
+  const auto lock = gate_.Lock();
+  return DigestState(kv_, transfer_.sender(), steps_);
+}
+
+Status PagedKVCache::CheckInvariants() const {
+  return gate_.Ask([&]() -> Status {
+    std::vector<int64_t> windows;
+    for (const LayerGroup& group : kv_.groups) windows.push_back(group.window);
+    QUIRE_RETURN_IF_ERROR(CheckKVInvariants(kv_.tree, kv_.control.table(), forwards_.members(),
+                                            &kv_.trees, windows, kv_.options.max_pop));
+    QUIRE_RETURN_IF_ERROR(transfer_.receiver().CheckInvariants());
+    const std::string difference =
+        kv_.control.in_forward() ? plan_.DifferenceFromNew(kv_.tree) : "";
+    if (difference.empty()) return Status();
+    return Status(StatusCode::kInternal, "invariant violated: the plan " + difference);
+  });
+}
+
+PagedKVCache::Figures PagedKVCache::figures() const {
+  return {.repeated_forwards = forwards_.repeated_count(),
+          .blocks_visited = kv_.tree.hidden().blocks_visited(),
+          .page_entries = kv_.tree.tables().entry_count(),
+          .storage_bytes = kv_.storage->bytes(),
+          .scratch_bytes = attention_.scratch_bytes(),
+          .blend_bytes = blending_.bytes(),
+          .angle_bytes = ropes_.bytes(),
+          .angle_bytes_max = ropes_.bytes_max(),
+          .table_bytes = kv_.tree.memory_bytes()};
 }
 
 }  // namespace quire

@@ -529,8 +529,8 @@ TEST_F(RepeatedForwards, ArePlannedAsIfAnew) {
       if (length > 60) CallBoth([&](AttentionKVCache& c) { return c.PopN(id, length - 5); });
     }
   }
-  EXPECT_GT(static_cast<PagedKVCache&>(*repeating_).repeated_forward_count(), 150);
-  EXPECT_EQ(static_cast<PagedKVCache&>(*planning_).repeated_forward_count(), 0);
+  EXPECT_GT(static_cast<PagedKVCache&>(*repeating_).figures().repeated_forwards, 150);
+  EXPECT_EQ(static_cast<PagedKVCache&>(*planning_).figures().repeated_forwards, 0);
 }
 
 }  // namespace

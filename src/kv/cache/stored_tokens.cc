@@ -45,6 +45,21 @@ Status CheckShape(const char* call, const char* name, const TensorView& tensor,
   return tensor.data() != nullptr ? Status() : BadTensor(call, name, tensor, "its pointer is null");
 }
 
+// [layers, count, dim] as [layers, count, 1, dim]; others stay as they are, and are refused.
+TensorView WithHead(const TensorView& kv) {
+  if (kv.rank() != 3) return kv;
+  int64_t shape[] = {kv.dim(0), kv.dim(1), 1, kv.dim(2)};
+  int64_t strides[] = {kv.stride(0), kv.stride(1), kv.dim(2), kv.stride(2)};
+  const Result<TensorView> view = TensorView::FromDLPack({.data = kv.data(),
+                                                          .device = {kDLCPU, 0},
+                                                          .ndim = 4,
+                                                          .dtype = ToDLDataType(kv.dtype()),
+                                                          .shape = shape,
+                                                          .strides = strides,
+                                                          .byte_offset = 0});
+  return view.ok() ? *view : kv;
+}
+
 // One token of one layer in a tensor [layers, count, heads, dim], whose heads may be strided.
 class TokenRows {
  public:
@@ -163,7 +178,8 @@ Status StoredTokens::RequireStored(const char* call, int32_t index, int64_t laye
 
 // Positions behind the committed tokens stand for the nodes of the sequence's tree, in node order.
 Status StoredTokens::Get(const char* call, int64_t seq_id, int64_t start, int64_t end,
-                         const TensorView& k, const TensorView* v) {
+                         const TensorView& keys, const TensorView* v) {
+  const TensorView k = v == nullptr ? WithHead(keys) : keys;
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find(call, seq_id));
   const int64_t committed = kv_.CommittedLength(kv_.control[index]);
   const int64_t length = committed + kv_.trees.SizeOf(index);
@@ -233,8 +249,9 @@ Status StoredTokens::PrivatizeFrom(const char* call, int32_t index, int64_t star
   return Status();
 }
 
-Status StoredTokens::Set(const char* call, int64_t seq_id, int64_t start, const TensorView& k,
+Status StoredTokens::Set(const char* call, int64_t seq_id, int64_t start, const TensorView& keys,
                          const TensorView* v) {
+  const TensorView k = v == nullptr ? WithHead(keys) : keys;
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.FindOutsideBatch(call, seq_id));
   QUIRE_RETURN_IF_ERROR(kv_.RequireCommitted(call, index));
   Sequence& sequence = kv_.control[index];

@@ -3,8 +3,7 @@
 //
 // Invariants:
 // - A token is read only once its layer has stored it: of the open forward's tokens, those of
-// layers
-//   that have been appended to.
+//   layers that have been appended to.
 // - A token is written only in pages that no other sequence sees: what is shared moves to pages of
 //   the sequence's own first.
 #ifndef QUIRE_KV_CACHE_STORED_TOKENS_H_
@@ -32,10 +31,11 @@ class StoredTokens {
 
   // As AttentionKVCache::ExportKV.
   Status Export(const char* call, int64_t seq_id, int64_t layer, int64_t start, const LayerKV& to);
-  // As its Debug calls, on the layers that are (`v` is null) or are not latent.
-  Status Get(const char* call, int64_t seq_id, int64_t start, int64_t end, const TensorView& k,
+  // As its Debug calls. Layers that are not latent have keys [layers, tokens, heads, dim] and `v`;
+  // if `v` is null, latent ones have `keys` [layers, tokens, dim].
+  Status Get(const char* call, int64_t seq_id, int64_t start, int64_t end, const TensorView& keys,
              const TensorView* v);
-  Status Set(const char* call, int64_t seq_id, int64_t start, const TensorView& k,
+  Status Set(const char* call, int64_t seq_id, int64_t start, const TensorView& keys,
              const TensorView* v);
 
  private:

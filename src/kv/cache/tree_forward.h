@@ -22,9 +22,9 @@ namespace quire {
 
 class TreeForward {
  public:
-  // All must outlive it.
-  TreeForward(PagedSequences& kv, const BatchPlanner& planner, WindowBook& windows)
-      : kv_(kv), planner_(planner), windows_(windows) {}
+  // Both must outlive it.
+  TreeForward(PagedSequences& kv, WindowBook& windows)
+      : kv_(kv), planner_(kv, windows), windows_(windows) {}
 
   // ---- A forward. `parents`: those of all new nodes [row].
   // As BatchPlanner::Plan.
@@ -54,7 +54,7 @@ class TreeForward {
                     int64_t first_row, ForwardPlan& plan) const;
 
   PagedSequences& kv_;
-  const BatchPlanner& planner_;
+  const BatchPlanner planner_;
   WindowBook& windows_;
   std::span<const int64_t> parents_;  // of the forward that begins [row]
   // Scratch of a commit, [level].

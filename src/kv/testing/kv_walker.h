@@ -152,7 +152,7 @@ class Walker {
   int64_t largest_batch() const { return largest_batch_; }
   const FeaturePairs& pairs() const { return pairs_; }
   int64_t repeated_forwards() const {
-    return static_cast<const PagedKVCache&>(*cache_).repeated_forward_count();
+    return static_cast<const PagedKVCache&>(*cache_).figures().repeated_forwards;
   }
 
  private:

@@ -63,13 +63,13 @@ TEST_F(Growth, AnEndlessStreamCostsWhatItSees) {
       ASSERT_TRUE(cache_->EnableSlidingWindowForSeq(0, 68, 4).ok());
       std::vector<Costs> spans(kSpans);
       for (Costs& span : spans) {
-        const int64_t visited = paged().blocks_visited();
+        const int64_t visited = paged().figures().blocks_visited;
         for (int64_t step = 0; step < kSpan; ++step) {
           Append(0, 1);
-          span.entries = std::max(span.entries, paged().page_entry_count());
+          span.entries = std::max(span.entries, paged().figures().page_entries);
           span.pages = std::max(span.pages, cache_->pages_in_use());
         }
-        span.visited = paged().blocks_visited() - visited;
+        span.visited = paged().figures().blocks_visited - visited;
         ExpectSound();
       }
       const Costs& early = spans[1];
@@ -106,9 +106,9 @@ TEST_F(Growth, RetainedSequencesCostOthersNothing) {
       }
       ASSERT_TRUE(cache_->ForkSequence(0, 1, -1).ok());
       ASSERT_TRUE(cache_->EnableSlidingWindowForSeq(1, 32, 2).ok());
-      const int64_t before = paged().blocks_visited();
+      const int64_t before = paged().figures().blocks_visited;
       for (int64_t step = 0; step < 256; ++step) Append(1, 1);
-      visited.push_back(paged().blocks_visited() - before);
+      visited.push_back(paged().figures().blocks_visited - before);
       const PageCounts counts = cache_->page_counts();
       EXPECT_EQ(counts.free + counts.exclusive + counts.shared + counts.retained_only,
                 counts.total);
@@ -134,15 +134,15 @@ TEST_F(Growth, RemovalsCostWhatTheyFree) {
     ASSERT_TRUE(cache_->SetRetained(id, true).ok());
   }
   ASSERT_TRUE(cache_->RemoveSequence(0).ok());
-  const int64_t before = paged().blocks_visited();
+  const int64_t before = paged().figures().blocks_visited;
   for (int64_t id = 1; id <= kSequences; ++id) {
-    const int64_t visited = paged().blocks_visited();
+    const int64_t visited = paged().figures().blocks_visited;
     ASSERT_TRUE(cache_->RemoveSequence(id).ok());
-    ASSERT_LE(paged().blocks_visited() - visited, 40);
+    ASSERT_LE(paged().figures().blocks_visited - visited, 40);
   }
-  EXPECT_LE(paged().blocks_visited() - before, 12 * kSequences);
+  EXPECT_LE(paged().figures().blocks_visited - before, 12 * kSequences);
   EXPECT_EQ(cache_->pages_in_use(), 0);
-  EXPECT_EQ(paged().page_entry_count(), 0);
+  EXPECT_EQ(paged().figures().page_entries, 0);
   ExpectSound();
 }
 
@@ -161,9 +161,9 @@ TEST_F(Growth, AWindowThatSlidesInALeafVisitsNoAncestorBlock) {
       ASSERT_TRUE(cache_->SetRetained(id, true).ok());
     }
     Append(0, 128);  // all that the window shows is in the last block
-    const int64_t before = paged().blocks_visited();
+    const int64_t before = paged().figures().blocks_visited;
     for (int64_t step = 0; step < kSteps; ++step) Append(0, 1);
-    visited.push_back(paged().blocks_visited() - before);
+    visited.push_back(paged().figures().blocks_visited - before);
     ExpectSound();
   }
   EXPECT_LE(visited[1], visited[0]) << "without and with ancestors";
@@ -175,14 +175,14 @@ TEST_F(Growth, AfterWindowsNothingIsLookedAt) {
   ASSERT_TRUE(cache_->AddSequence(0).ok());
   ASSERT_TRUE(cache_->EnableSlidingWindowForSeq(0, 32, 2).ok());
   Append(0, 128);
-  EXPECT_GT(paged().blocks_visited(), 0);
+  EXPECT_GT(paged().figures().blocks_visited, 0);
   ASSERT_TRUE(cache_->Clear().ok());
-  const int64_t before = paged().blocks_visited();
+  const int64_t before = paged().figures().blocks_visited;
   ASSERT_TRUE(cache_->AddSequence(0).ok());
   Append(0, 128);
   ASSERT_TRUE(cache_->ForkSequence(0, 1, 50).ok());
   ASSERT_TRUE(cache_->RemoveSequence(0).ok());
-  EXPECT_EQ(paged().blocks_visited(), before);
+  EXPECT_EQ(paged().figures().blocks_visited, before);
 }
 
 }  // namespace

@@ -61,10 +61,10 @@ TEST_F(MemoryGrowth, AnglesOfAnEndlessStreamAreThoseOfItsWindow) {
     for (int64_t step = 0; step < 6000; ++step) {
       ASSERT_TRUE(Append({0}, step, step + 1).ok());
       int64_t& most = step < 2000 ? most_early : most_late;
-      most = std::max(most, cache.angle_bytes());
+      most = std::max(most, cache.figures().angle_bytes);
     }
     EXPECT_LE(most_late, most_early + 3000) << "a leaf more, where it crosses from one to the next";
-    EXPECT_LE(most_late, cache.angle_bytes_max());
+    EXPECT_LE(most_late, cache.figures().angle_bytes_max);
     // A window of 100 positions, half as much again, and 64 tiles of 16 positions.
     EXPECT_LT(most_late, 80 * RopeTable::TileBytes(4) + 40000);
   }
@@ -125,7 +125,7 @@ TEST_F(MemoryGrowth, AnglesStayWithinTheMemoryPlan) {
   }
   for (int64_t step = 0; step < 400; ++step) {
     ASSERT_TRUE(Append({step % 8}, step, step + 1 + 37 * (step % 9)).ok());
-    ASSERT_LE(cache.angle_bytes(), cache.angle_bytes_max());
+    ASSERT_LE(cache.figures().angle_bytes, cache.figures().angle_bytes_max);
   }
 }
 
@@ -134,7 +134,7 @@ TEST_F(MemoryGrowth, TheMemoryPlanCountsTheAngles) {
     options_.rope.mode = mode;
     cache_ = MakeTestCache(options_);
     EXPECT_EQ(MeasureKVCache(cache_->options(), 8)->angle_bytes,
-              dynamic_cast<PagedKVCache&>(*cache_).angle_bytes_max());
+              dynamic_cast<PagedKVCache&>(*cache_).figures().angle_bytes_max);
   }
 }
 
@@ -146,18 +146,18 @@ TEST_F(MemoryGrowth, WhatLongSequencesTookIsGivenBack) {
   PagedKVCache& cache = Create(0);
   ASSERT_TRUE(cache.AddSequence(7).ok());
   ASSERT_TRUE(Append({7}, 0, 10).ok());
-  const int64_t tables = cache.table_bytes();
-  const int64_t angles = cache.angle_bytes();
+  const int64_t tables = cache.figures().table_bytes;
+  const int64_t angles = cache.figures().angle_bytes;
   for (int64_t id = 0; id < 4; ++id) {
     ASSERT_TRUE(cache.AddSequence(id).ok());
     for (int64_t at = 0; at < 8192; at += 512) ASSERT_TRUE(Append({id}, at, at + 512).ok());
   }
-  EXPECT_GT(cache.table_bytes(), tables + 4 * 8192 * 16);
-  EXPECT_GT(cache.scratch_bytes(), 0);
+  EXPECT_GT(cache.figures().table_bytes, tables + 4 * 8192 * 16);
+  EXPECT_GT(cache.figures().scratch_bytes, 0);
   for (int64_t id = 0; id < 4; ++id) ASSERT_TRUE(cache.RemoveSequence(id).ok());
   for (int64_t step = 0; step < 300; ++step) ASSERT_TRUE(Append({7}, 10, 11).ok());
-  EXPECT_LT(cache.table_bytes(), tables + 64 * 1024);
-  EXPECT_LT(cache.angle_bytes(), angles + 80 * RopeTable::TileBytes(4) + 20000);
+  EXPECT_LT(cache.figures().table_bytes, tables + 64 * 1024);
+  EXPECT_LT(cache.figures().angle_bytes, angles + 80 * RopeTable::TileBytes(4) + 20000);
 }
 
 TEST_F(MemoryGrowth, AShortenedSequenceGivesItsTableBackWhenItGoesOn) {
@@ -166,10 +166,10 @@ TEST_F(MemoryGrowth, AShortenedSequenceGivesItsTableBackWhenItGoesOn) {
   PagedKVCache& cache = Create(0);
   ASSERT_TRUE(cache.AddSequence(0).ok());
   for (int64_t at = 0; at < 8192; at += 512) ASSERT_TRUE(Append({0}, at, at + 512).ok());
-  const int64_t bytes = cache.table_bytes();
+  const int64_t bytes = cache.figures().table_bytes;
   ASSERT_TRUE(cache.PopN(0, 8190).ok());
   for (int64_t at = 2; at < 40; ++at) ASSERT_TRUE(Append({0}, at, at + 1).ok());
-  EXPECT_LT(cache.table_bytes(), bytes - 8192 * 16 / 2);
+  EXPECT_LT(cache.figures().table_bytes, bytes - 8192 * 16 / 2);
   EXPECT_TRUE(cache.CheckInvariants().ok());
 }
 
@@ -177,7 +177,7 @@ TEST_F(MemoryGrowth, ClearGivesAllBack) {
   for (const RopeMode mode : {RopeMode::kNormal, RopeMode::kInline}) {
     options_.rope.mode = mode;
     PagedKVCache& cache = Create(65536);
-    const int64_t tables = cache.table_bytes();
+    const int64_t tables = cache.figures().table_bytes;
     for (int round = 0; round < 2; ++round) {
       ASSERT_TRUE(cache.AddSequence(0).ok());
       ASSERT_TRUE(cache.AddSequence(1).ok());
@@ -185,11 +185,11 @@ TEST_F(MemoryGrowth, ClearGivesAllBack) {
       ASSERT_TRUE(Append({0, 1}, 0, 200).ok());
       ASSERT_TRUE(cache.ForkSequence(0, 2, 100).ok());
       ASSERT_TRUE(Append({0, 1, 2}, 0, 1).ok());
-      EXPECT_GT(cache.angle_bytes(), 0);
+      EXPECT_GT(cache.figures().angle_bytes, 0);
       ASSERT_TRUE(cache.Clear().ok());
-      EXPECT_EQ(cache.angle_bytes(), 0);
-      EXPECT_EQ(cache.scratch_bytes(), 0);
-      EXPECT_EQ(cache.table_bytes(), tables);
+      EXPECT_EQ(cache.figures().angle_bytes, 0);
+      EXPECT_EQ(cache.figures().scratch_bytes, 0);
+      EXPECT_EQ(cache.figures().table_bytes, tables);
       EXPECT_TRUE(cache.CheckInvariants().ok());
     }
   }
@@ -200,14 +200,15 @@ TEST_F(MemoryGrowth, ScratchOfOneLongForwardDoesNotStay) {
   PagedKVCache& cache = Create(65536);
   ASSERT_TRUE(cache.AddSequence(0).ok());
   ASSERT_TRUE(Append({0}, 0, 1).ok());
-  const int64_t small = cache.scratch_bytes();
+  const int64_t small = cache.figures().scratch_bytes;
   ASSERT_TRUE(Append({0}, 1, 513).ok());
-  const int64_t large = cache.scratch_bytes();
+  const int64_t large = cache.figures().scratch_bytes;
   ASSERT_GT(large, small);
   for (int64_t at = 513; at < 530; ++at) ASSERT_TRUE(Append({0}, at, at + 1).ok());
-  EXPECT_EQ(cache.scratch_bytes(), large) << "a few steps later it stands for the next one";
+  EXPECT_EQ(cache.figures().scratch_bytes, large) << "a few steps later it stands for the next one";
   for (int64_t at = 530; at < 700; ++at) ASSERT_TRUE(Append({0}, at, at + 1).ok());
-  EXPECT_TRUE(cache.scratch_bytes() <= 4 * small || large <= 4 * small) << cache.scratch_bytes();
+  EXPECT_TRUE(cache.figures().scratch_bytes <= 4 * small || large <= 4 * small)
+      << cache.figures().scratch_bytes;
 }
 
 TEST(RecentPeak, ForgetsWhatWasLongAgo) {

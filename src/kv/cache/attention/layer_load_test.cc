@@ -251,9 +251,9 @@ TEST(LayerLoad, AStepBehindALoadIsPlannedAnewAndTheNextOneRepeated) {
   ASSERT_TRUE(cache->BeginLoadingForward(Ids{0}, Ids{1}, loads).ok());
   ASSERT_TRUE(FinishForward(*cache, options.layers, Tokens{1}).ok());
   ASSERT_TRUE(RunForward(*cache, options.layers, Ids{0}, {Tokens{2}}).ok());
-  EXPECT_EQ(paged.repeated_forward_count(), 0);
+  EXPECT_EQ(paged.figures().repeated_forwards, 0);
   ASSERT_TRUE(RunForward(*cache, options.layers, Ids{0}, {Tokens{3}}).ok());
-  EXPECT_EQ(paged.repeated_forward_count(), 1);
+  EXPECT_EQ(paged.figures().repeated_forwards, 1);
 }
 
 // ---------------------------------------------------------------------- order
