@@ -1,25 +1,14 @@
 #include "store/disk/chunk_folders.h"
 
 #include <cerrno>
-#include <span>
 #include <utility>
 #include <vector>
 
-#include "base/random.h"
 #include "store/disk/disk_layout.h"
 
 namespace quire {
-namespace {
 
 namespace layout = disk_layout;
-
-uint64_t RandomNumber() {
-  uint64_t number = 0;
-  FillRandom(std::as_writable_bytes(std::span(&number, 1)));
-  return number;
-}
-
-}  // namespace
 
 std::string ParentOf(const std::string& path) {
   const size_t slash = path.find_last_of('/');
@@ -38,8 +27,7 @@ int MakePath(FileSession& io, const std::string& path) {
   return again == -EEXIST ? 0 : again;
 }
 
-ChunkFolders::ChunkFolders(std::string directory)
-    : directory_(std::move(directory)), instance_(RandomNumber()) {}
+ChunkFolders::ChunkFolders(std::string directory) : directory_(std::move(directory)) {}
 
 Status ChunkFolders::Make(FileSession& io, const ChunkId& id) {
   const std::string leaf = layout::LeafFolder(directory_, id);
@@ -75,12 +63,6 @@ void ChunkFolders::Forget() {
   const std::lock_guard<std::mutex> guard(mutex_);
   made_.clear();
   synced_.clear();
-}
-
-std::string ChunkFolders::NewName(int64_t wall_ms) {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  return directory_ + "/" + std::string(layout::kTemporaryName) + "/" + std::to_string(wall_ms) +
-         "-" + std::to_string(instance_) + "-" + std::to_string(next_number_++);
 }
 
 }  // namespace quire

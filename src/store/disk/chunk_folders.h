@@ -5,7 +5,6 @@
 #ifndef QUIRE_STORE_DISK_CHUNK_FOLDERS_H_
 #define QUIRE_STORE_DISK_CHUNK_FOLDERS_H_
 
-#include <cstdint>
 #include <mutex>
 #include <set>
 #include <string>
@@ -31,15 +30,10 @@ class ChunkFolders {
   // have died before it synced them.
   Status Sync(FileSession& io, const ChunkId& id);
   void Forget();
-  // A name in the temporary folder that no call in any process ever gets again: what is done to it
-  // is done to the file that was made with it.
-  std::string NewName(int64_t wall_ms);
 
  private:
   const std::string directory_;
-  const uint64_t instance_;  // random: processes share the temporary folder
-  std::mutex mutex_;         // guards the members below
-  int64_t next_number_ = 0;
+  std::mutex mutex_;  // guards the members below
   std::set<std::string> made_, synced_;
 };
 

@@ -70,14 +70,18 @@ int64_t ReadPassport(FileSession& io, const std::string& path, std::string* text
 
 DiskFolder::DiskFolder(std::shared_ptr<FileSystem> files, std::shared_ptr<Clock> clock,
                        DiskTierOptions options, EvictionKind eviction, std::string mac_key,
-                       int64_t bytes_max)
+                       int64_t bytes_max, OpenFile lock_file, bool direct_works)
     : files_(std::move(files)),
       clock_(std::move(clock)),
       options_(std::move(options)),
       mac_key_(std::move(mac_key)),
       catalog_(eviction, bytes_max),
       transfers_(files_),
-      folders_(options_.directory) {}
+      lock_(options_.directory, std::move(lock_file), catalog_),
+      temporary_(options_.directory, *clock_),
+      quarantine_(options_.directory, *clock_),
+      folders_(options_.directory),
+      direct_works_(direct_works) {}
 
 Result<std::unique_ptr<DiskFolder>> DiskFolder::Open(FileSession& io,
                                                      std::shared_ptr<FileSystem> files,
@@ -103,17 +107,14 @@ Result<std::unique_ptr<DiskFolder>> DiskFolder::Open(FileSession& io,
   if (bytes_max == 0) {
     const int64_t free = io.FreeBytes(directory);
     if (free < 0) return FileError(free, "cannot ask for the free space of " + directory);
-    std::array<std::byte, layout::kUsageBytes> record{};
-    io.ReadFull(lock_file.get(), record, 0);
     // A tenth stays free for others. What the folder has already is as good as free.
-    bytes_max = (free + layout::ParseUsage(record).value_or(0)) / 10 * 9;
+    bytes_max = (free + FolderLock::Peek(io, lock_file)) / 10 * 9;
   }
-  std::unique_ptr<DiskFolder> folder(
-      new DiskFolder(std::move(files), std::move(clock), std::move(options), eviction,
-                     std::move(mac_key), std::max<int64_t>(bytes_max, 1)));
-  folder->lock_file_ = std::move(lock_file);
-  folder->direct_works_ = ProbeDirect(io, lock_path);
-  if (folder->options_.use != FolderUse::kLook) folder->RemoveLeftovers(io);
+  const bool direct_works = ProbeDirect(io, lock_path);
+  std::unique_ptr<DiskFolder> folder(new DiskFolder(
+      std::move(files), std::move(clock), std::move(options), eviction, std::move(mac_key),
+      std::max<int64_t>(bytes_max, 1), std::move(lock_file), direct_works));
+  if (folder->options_.use != FolderUse::kLook) folder->temporary_.RemoveLeftovers(io);
   return folder;
 }
 
@@ -131,63 +132,7 @@ ChunkExpectation DiskFolder::Expect(const ChunkHeader& header) const {
   return expected;
 }
 
-// ---------------------------------------------------------------------- the lock and the sum
-
-DiskFolder::Lock::Lock(DiskFolder& folder, FileSession& io)
-    : threads_(folder.change_mutex_), files_(io.files()), file_(folder.lock_file_.get()) {
-  if (const int error = io.Lock(file_, true); error != 0)
-    status_ = FileError(error, "cannot lock " + folder.options_.directory);
-}
-
-DiskFolder::Lock::~Lock() {
-  if (status_.ok()) files_.Unlock(file_);
-}
-
-Result<int64_t> DiskFolder::CountUsage(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> found,
-                         WalkChunkFiles(io, options_.directory, catalog_));
-  int64_t bytes = 0;
-  for (const FoundChunkFile& file : found) bytes += file.stat.size;
-  const auto record = layout::EncodeUsage(bytes);
-  if (const int error = io.WriteFull(lock_file_.get(), record, 0); error != 0)
-    return FileError(error, "cannot write the sum of sizes");
-  return bytes;
-}
-
-Result<int64_t> DiskFolder::Usage(FileSession& io) {
-  std::array<std::byte, layout::kUsageBytes> record{};
-  const int64_t count = io.ReadFull(lock_file_.get(), record, 0);
-  if (count < 0) return FileError(count, "cannot read the sum of sizes");
-  if (const auto bytes = layout::ParseUsage(record)) return *bytes;
-  return CountUsage(io);
-}
-
-// If the record cannot be written, the next call that finds it wrong counts again.
-Status DiskFolder::AddUsage(FileSession& io, int64_t bytes) {
-  QUIRE_ASSIGN_OR_RETURN(const int64_t before, Usage(io));
-  const auto record = layout::EncodeUsage(std::max<int64_t>(before + bytes, 0));
-  if (const int error = io.WriteFull(lock_file_.get(), record, 0); error != 0)
-    return FileError(error, "cannot write the sum of sizes");
-  return Status();
-}
-
 // ---------------------------------------------------------------------- passports
-
-Status DiskFolder::WriteSmallFile(FileSession& io, std::string_view folder, const std::string& path,
-                                  std::string_view text) {
-  NewFile new_file;
-  QUIRE_RETURN_IF_ERROR(CreateNewFile(io, true, &new_file));
-  int error =
-      io.WriteFull(new_file.file.get(), std::as_bytes(std::span(text.data(), text.size())), 0);
-  if (error == 0 && syncs()) error = io.Sync(new_file.file.get());
-  if (error == 0) error = io.Rename(new_file.path, path);
-  if (error != 0) {
-    DropNewFile(io, new_file);
-    return FileError(error, "cannot write " + path);
-  }
-  if (syncs()) error = io.SyncDirectory(std::string(folder));
-  return error == 0 ? Status() : FileError(error, "cannot sync " + std::string(folder));
-}
 
 Result<std::vector<std::string>> DiskFolder::Passports(FileSession& io) const {
   std::vector<std::string> names;
@@ -210,7 +155,7 @@ Status DiskFolder::AddPassport(FileSession& io, const Digest& fingerprint,
                                const std::string& passport_json) {
   const std::string folder = layout::PassportFolder(options_.directory, fingerprint);
   const std::string path = folder + "/" + std::string(layout::kManifestName);
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   if (const int error = MakePath(io, folder); error != 0)
     return FileError(error, "cannot make the directory " + folder);
@@ -230,7 +175,8 @@ Status DiskFolder::AddPassport(FileSession& io, const Digest& fingerprint,
     // Every chunk says its fingerprint in full, so a damaged passport costs none of them.
     catalog_.Tell(ChunkEvent::Kind::kCorrupt, ChunkKey{fingerprint});
   }
-  return WriteSmallFile(io, folder, path, layout::EncodeManifest(fingerprint, passport_json));
+  return temporary_.WriteText(io, folder, path, layout::EncodeManifest(fingerprint, passport_json),
+                              syncs());
 }
 
 }  // namespace quire

@@ -1,17 +1,16 @@
 // DiskFolder: the files of a disk tier and the catalog of them, kept in step. Its calls block; the
 // tier makes them on the threads of its lanes.
 //
-// Several processes may use one folder. Only the holder of the lock file makes chunk files appear,
-// go, or change places, and keeps the sum of their bytes in it; bytes are read and written without
-// it. What appears is complete and has its final name at once (a link), so a reader sees a whole
-// file or none, and one that it has opened stays until it is closed.
+// Several processes may use one folder. Only the holder of the lock (FolderLock) makes chunk files
+// appear, go, or change places; bytes are read and written without it. What appears is complete and
+// has its final name at once (a link), so a reader sees a whole file or none, and one that it has
+// opened stays until it is closed.
 #ifndef QUIRE_STORE_DISK_DISK_FOLDER_H_
 #define QUIRE_STORE_DISK_DISK_FOLDER_H_
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,6 +23,9 @@
 #include "store/disk/disk_catalog.h"
 #include "store/disk/file_session.h"
 #include "store/disk/file_transfers.h"
+#include "store/disk/folder_lock.h"
+#include "store/disk/quarantine_folder.h"
+#include "store/disk/temporary_files.h"
 
 namespace quire {
 
@@ -112,29 +114,11 @@ class DiskFolder {
   // than from it.
   static constexpr int64_t kDirectBytesMin = 128 << 10;
 
-  // Damaged files are kept so that the disk's failure can be looked into: some, not all.
-  static constexpr int64_t kQuarantineFilesMax = 16;
-  static constexpr int64_t kQuarantineShare = 16;  // of bytes_max
-
   static constexpr auto kAlignment = static_cast<int64_t>(kDirectAlignment);
 
   DiskFolder(std::shared_ptr<FileSystem> files, std::shared_ptr<Clock> clock,
-             DiskTierOptions options, EvictionKind eviction, std::string mac_key,
-             int64_t bytes_max);
-
-  // The right to change which files there are.
-  class Lock {
-   public:
-    Lock(DiskFolder& folder, FileSession& io);
-    ~Lock();
-    const Status& status() const { return status_; }
-
-   private:
-    std::unique_lock<std::mutex> threads_;  // flock() does not separate those of one process
-    FileSystem& files_;
-    const int file_;
-    Status status_;
-  };
+             DiskTierOptions options, EvictionKind eviction, std::string mac_key, int64_t bytes_max,
+             OpenFile lock_file, bool direct_works);
 
   bool syncs() const { return options_.durability == Durability::kSync; }
   ChunkExpectation Expect(const ChunkHeader& header) const;
@@ -150,15 +134,6 @@ class DiskFolder {
   Result<std::shared_ptr<const StoredChunk>> LoadWhole(FileSession& io, const ChunkId& id,
                                                        ChunkFile& file);
 
-  // A file being written: nameless, or with a name in the temporary folder. The lock on it says
-  // that its writer lives.
-  struct NewFile {
-    OpenFile file{};
-    std::string path{};
-    bool direct = false;
-  };
-  Status CreateNewFile(FileSession& io, bool named, NewFile* new_file);
-  void DropNewFile(FileSession& io, NewFile& new_file);
   Status WriteNewFile(FileSession& io, const NewChunk& chunk, NewFile& new_file);
   Status WritePieces(FileSession& io, const NewChunk& chunk, NewFile& new_file,
                      FileTransfers& transfers);
@@ -168,8 +143,6 @@ class DiskFolder {
   Status Replace(FileSession& io, const NewChunk& chunk, uint64_t inode, NewFile& new_file);
   // Ok with *is_there: a sound file is there, as durable as a new one would be.
   Status CheckPresent(FileSession& io, const ChunkId& id, bool* is_there);
-  Status WriteSmallFile(FileSession& io, std::string_view folder, const std::string& path,
-                        std::string_view text);
 
   // With the lock:
   Status MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes);
@@ -178,13 +151,8 @@ class DiskFolder {
   Result<bool> Evict(FileSession& io, std::span<const ChunkId> victims, ChunkEvent::Kind why);
   Status RemoveFile(FileSession& io, const ChunkId& id, ChunkEvent::Kind why, bool* removed);
   void QuarantineFile(FileSession& io, const ChunkId& id, uint64_t inode);
-  int64_t TrimQuarantine(FileSession& io, int64_t files_max, int64_t bytes_max);
-  Result<int64_t> Usage(FileSession& io);
-  Result<int64_t> CountUsage(FileSession& io);
-  Status AddUsage(FileSession& io, int64_t bytes);
 
   Status FreeDisk(FileSession& io, int64_t bytes);
-  int64_t RemoveLeftovers(FileSession& io);
 
   const std::shared_ptr<FileSystem> files_;
   const std::shared_ptr<Clock> clock_;
@@ -192,11 +160,11 @@ class DiskFolder {
   const std::string mac_key_;
   DiskCatalog catalog_;
   FileTransfersPool transfers_;
-  OpenFile lock_file_;
-  std::mutex change_mutex_;
-  bool direct_works_ = false;
-  bool nameless_works_ = true;
+  FolderLock lock_;
+  TemporaryFiles temporary_;
+  QuarantineFolder quarantine_;
   ChunkFolders folders_;
+  const bool direct_works_;
 };
 
 }  // namespace quire

@@ -1,18 +1,11 @@
 // How files go: removed, evicted for room, expired, or set aside because they are damaged.
 #include <algorithm>
 #include <cerrno>
-#include <utility>
 
 #include "base/clock.h"
 #include "store/disk/disk_folder.h"
-#include "store/disk/disk_layout.h"
 
 namespace quire {
-namespace {
-
-namespace layout = disk_layout;
-
-}  // namespace
 
 Status DiskFolder::RemoveFile(FileSession& io, const ChunkId& id, ChunkEvent::Kind why,
                               bool* removed) {
@@ -26,7 +19,7 @@ Status DiskFolder::RemoveFile(FileSession& io, const ChunkId& id, ChunkEvent::Ki
   catalog_.Erase(id);
   if (!*removed) return Status();
   catalog_.Tell(why, id.key);
-  return AddUsage(io, -stat.size);
+  return lock_.Add(io, -stat.size);
 }
 
 // Returns whether all of them were there.
@@ -44,7 +37,7 @@ Result<bool> DiskFolder::Evict(FileSession& io, std::span<const ChunkId> victims
 Result<bool> DiskFolder::Remove(FileSession& io, const ChunkId& id, ChunkEvent::Kind why) {
   bool removed = false;
   {
-    const Lock lock(*this, io);
+    const FolderLock::Hold lock(lock_, io);
     QUIRE_RETURN_IF_ERROR(lock.status());
     QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, why, &removed));
   }
@@ -65,7 +58,7 @@ Result<int64_t> DiskFolder::Clear(FileSession& io, const Digest& fingerprint,
 }
 
 void DiskFolder::RemoveExpired(FileSession& io, const ChunkId& id, uint64_t inode) {
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   FileStat stat;
   if (!lock.status().ok() || io.Stat(PathOf(id), &stat) != 0 || stat.inode != inode) return;
   bool removed = false;
@@ -73,7 +66,7 @@ void DiskFolder::RemoveExpired(FileSession& io, const ChunkId& id, uint64_t inod
 }
 
 void DiskFolder::Quarantine(FileSession& io, const ChunkId& id, uint64_t inode) {
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   if (lock.status().ok()) QuarantineFile(io, id, inode);
 }
 
@@ -81,44 +74,16 @@ void DiskFolder::QuarantineFile(FileSession& io, const ChunkId& id, uint64_t ino
   const std::string path = PathOf(id);
   FileStat stat;
   if (io.Stat(path, &stat) != 0 || stat.inode != inode) return;
-  const int64_t bytes_max = catalog_.bytes_max() / kQuarantineShare;
-  int error = -EFBIG;
-  if (stat.size <= bytes_max) {
-    TrimQuarantine(io, kQuarantineFilesMax - 1, bytes_max - stat.size);
-    const std::string name =
-        std::to_string(clock_->WallMs()) + "-" + std::string(layout::ChunkName(id.key));
-    error = io.Rename(path,
-                      options_.directory + "/" + std::string(layout::kQuarantineName) + "/" + name);
-  }
-  if (error != 0) error = io.Unlink(path);
-  if (error != 0) return;
+  if (quarantine_.Take(io, path, id.key, stat.size, catalog_.bytes_max()) != 0) return;
   catalog_.Erase(id);
   catalog_.Tell(ChunkEvent::Kind::kCorrupt, id.key);
-  (void)AddUsage(io, -stat.size);  // on failure the next MakeRoom finds the sum wrong, and counts
-}
-
-// Names begin with the time, so the first ones are the oldest.
-int64_t DiskFolder::TrimQuarantine(FileSession& io, int64_t files_max, int64_t bytes_max) {
-  const std::string folder = options_.directory + "/" + std::string(layout::kQuarantineName) + "/";
-  std::vector<std::string> names;
-  if (io.List(folder, &names) != 0) return 0;
-  std::ranges::sort(names, std::ranges::greater());
-  int64_t files = 0, bytes = 0, freed = 0;
-  for (const std::string& name : names) {
-    FileStat stat;
-    if (io.Stat(folder + name, &stat) != 0 || stat.is_directory) continue;
-    ++files;
-    bytes += stat.size;
-    if (files <= files_max && bytes <= bytes_max) continue;
-    if (io.Unlink(folder + name) == 0) freed += stat.size;
-  }
-  return freed;
+  (void)lock_.Add(io, -stat.size);  // on failure the next MakeRoom finds the sum wrong, and counts
 }
 
 Status DiskFolder::MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes) {
   bool is_fresh = false;  // the catalog is what the folder holds
   for (;;) {
-    QUIRE_ASSIGN_OR_RETURN(const int64_t used, Usage(io));
+    QUIRE_ASSIGN_OR_RETURN(const int64_t used, lock_.Sum(io));
     const int64_t bytes_max = catalog_.bytes_max();
     const bool is_tight = std::max(used, catalog_.bytes()) + bytes > bytes_max;
     // Files that this process does not know, or that are gone.
@@ -147,7 +112,7 @@ Status DiskFolder::MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes
 Status DiskFolder::LearnFolder(FileSession& io) {
   QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io));
   for (const FoundChunkFile& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
-  return CountUsage(io).status();
+  return lock_.Count(io).status();
 }
 
 // Another process may have given a chunk more time: its header decides.
@@ -166,7 +131,7 @@ Status DiskFolder::DropExpired(FileSession& io) {
 }
 
 Status DiskFolder::FreeDisk(FileSession& io, int64_t bytes) {
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   const auto victims = catalog_.VictimsToFree(bytes);
   if (!victims || victims->empty())

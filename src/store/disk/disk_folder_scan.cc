@@ -3,17 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <set>
-#include <utility>
 
 #include "store/disk/disk_folder.h"
-#include "store/disk/disk_layout.h"
 
 namespace quire {
-namespace {
-
-namespace layout = disk_layout;
-
-}  // namespace
 
 Status DiskFolder::LearnHeader(FileSession& io, const FoundChunkFile& found,
                                std::vector<FoundChunkFile>* damaged) {
@@ -56,11 +49,11 @@ Result<std::vector<FoundChunkFile>> DiskFolder::ScanFiles(FileSession& io) {
 Status DiskFolder::Scan(FileSession& io) {
   QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io));
   if (options_.use == FolderUse::kLook) return Status();
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   for (const FoundChunkFile& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
-  QUIRE_ASSIGN_OR_RETURN(const int64_t used, Usage(io));
-  if (used != catalog_.bytes()) QUIRE_RETURN_IF_ERROR(CountUsage(io).status());
+  QUIRE_ASSIGN_OR_RETURN(const int64_t used, lock_.Sum(io));
+  if (used != catalog_.bytes()) QUIRE_RETURN_IF_ERROR(lock_.Count(io).status());
   return Status();
 }
 
@@ -75,36 +68,21 @@ Result<int64_t> DiskFolder::Verify(FileSession& io) {
   return damaged;
 }
 
-int64_t DiskFolder::RemoveLeftovers(FileSession& io) {
-  const std::string folder = options_.directory + "/" + std::string(layout::kTemporaryName) + "/";
-  std::vector<std::string> names;
-  if (io.List(folder, &names) != 0) return 0;
-  int64_t freed = 0;
-  for (const std::string& name : names) {
-    OpenFile file;
-    FileStat stat;
-    if (io.Open(folder + name, OpenMode::kRead, &file) != 0) continue;
-    const bool is_dead = io.StatFile(file.get(), &stat) == 0 && io.Lock(file.get(), false) == 0;
-    if (is_dead && io.Unlink(folder + name) == 0) freed += stat.size;
-  }
-  return freed;
-}
-
 Result<int64_t> DiskFolder::CollectGarbage(FileSession& io) {
-  int64_t freed = RemoveLeftovers(io);
+  int64_t freed = temporary_.RemoveLeftovers(io);
   QUIRE_RETURN_IF_ERROR(Scan(io));
   const int64_t before = catalog_.bytes();
   std::set<ChunkKey> roots = {ChunkKey{}};
   for (const IndexedChunk& chunk : catalog_.All()) roots.insert(chunk.id.root);
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   QUIRE_RETURN_IF_ERROR(DropExpired(io));
   for (const ChunkKey& root : roots) {
     if (const auto victims = catalog_.Victims(root, 0))
       QUIRE_RETURN_IF_ERROR(Evict(io, *victims, ChunkEvent::Kind::kEvicted).status());
   }
-  QUIRE_RETURN_IF_ERROR(CountUsage(io).status());
-  freed += TrimQuarantine(io, kQuarantineFilesMax, catalog_.bytes_max() / kQuarantineShare);
+  QUIRE_RETURN_IF_ERROR(lock_.Count(io).status());
+  freed += quarantine_.Trim(io, catalog_.bytes_max());
   return freed + before - catalog_.bytes();
 }
 

@@ -17,35 +17,6 @@ constexpr int kStoreAttempts = 4;
 
 }  // namespace
 
-Status DiskFolder::CreateNewFile(FileSession& io, bool named, NewFile* new_file) {
-  const std::string folder = options_.directory + "/" + std::string(layout::kTemporaryName);
-  if (!named && nameless_works_) {
-    const int error = io.Open(folder, OpenMode::kNameless, &new_file->file);
-    if (error == 0) return Status();
-    if (error != -EOPNOTSUPP) return FileError(error, "cannot make a file in " + folder);
-    nameless_works_ = false;
-  }
-  for (;;) {
-    new_file->path = folders_.NewName(clock_->WallMs());
-    const int error = io.Open(new_file->path, OpenMode::kNew, &new_file->file);
-    if (error != 0) return FileError(error, "cannot make " + new_file->path);
-    // A clean-up that comes before the lock takes the file for that of a dead process: it holds the
-    // lock now, or has removed the name already.
-    const int locked = io.Lock(new_file->file.get(), false);
-    FileStat stat;
-    if (locked == 0 && io.Stat(new_file->path, &stat) == 0) return Status();
-    DropNewFile(io, *new_file);
-    if (locked != 0 && locked != -EWOULDBLOCK)
-      return FileError(locked, "cannot lock a new file in " + folder);
-  }
-}
-
-void DiskFolder::DropNewFile(FileSession& io, NewFile& new_file) {
-  if (!new_file.path.empty()) io.Unlink(new_file.path);
-  new_file.path.clear();
-  new_file.file.Reset();
-}
-
 Status DiskFolder::WritePieces(FileSession& io, const NewChunk& chunk, NewFile& new_file,
                                FileTransfers& transfers) {
   int64_t next = 0;
@@ -123,7 +94,7 @@ Status DiskFolder::RemoveUnsigned(FileSession& io, const ChunkId& id) {
 
 Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, NewFile& new_file,
                            bool* is_there) {
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   const int64_t bytes = chunk.header.total_bytes;
   QUIRE_RETURN_IF_ERROR(MakeRoom(io, chunk.id.root, bytes));
@@ -132,7 +103,7 @@ Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, NewFile& new_
   *is_there = error == -EEXIST;
   if (*is_there) return Status();
   if (error != 0) return FileError(error, "cannot name " + path);
-  const Status counted = AddUsage(io, bytes);
+  const Status counted = lock_.Add(io, bytes);
   Note(chunk.id, chunk.header, chunk.worth);
   catalog_.SetSeen(chunk.id, {.verified = true});
   catalog_.Tell(ChunkEvent::Kind::kStored, chunk.id.key);
@@ -150,11 +121,11 @@ Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, bool* store
   }
   QUIRE_RETURN_IF_ERROR(folders_.Make(io, chunk.id));
   NewFile new_file;
-  QUIRE_RETURN_IF_ERROR(CreateNewFile(io, false, &new_file));
+  QUIRE_RETURN_IF_ERROR(temporary_.Create(io, false, &new_file));
   Status status = WriteNewFile(io, chunk, new_file);
   bool appeared = false;
   if (status.ok()) status = Publish(io, chunk, new_file, &appeared);
-  DropNewFile(io, new_file);
+  TemporaryFiles::Drop(io, new_file);
   QUIRE_RETURN_IF_ERROR(status);
   *stored = !appeared;  // otherwise it is looked at once more: is it sound?
   if (*stored && syncs()) {
@@ -225,10 +196,10 @@ Status DiskFolder::SetExpiry(FileSession& io, const ChunkId& id, int64_t expires
     return true;
   };
   NewFile new_file;
-  QUIRE_RETURN_IF_ERROR(CreateNewFile(io, true, &new_file));
+  QUIRE_RETURN_IF_ERROR(temporary_.Create(io, true, &new_file));
   Status status = WriteNewFile(io, changed, new_file);
   if (status.ok()) status = Replace(io, changed, old.stat.inode, new_file);
-  DropNewFile(io, new_file);
+  TemporaryFiles::Drop(io, new_file);
   QUIRE_RETURN_IF_ERROR(status);
   return syncs() ? folders_.Sync(io, id) : Status();
 }
@@ -246,7 +217,7 @@ Status DiskFolder::SetPriority(FileSession& io, const ChunkId& id, int priority)
 
 Status DiskFolder::Replace(FileSession& io, const NewChunk& chunk, uint64_t inode,
                            NewFile& new_file) {
-  const Lock lock(*this, io);
+  const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   FileStat stat;
   const std::string path = PathOf(chunk.id);
@@ -257,7 +228,7 @@ Status DiskFolder::Replace(FileSession& io, const NewChunk& chunk, uint64_t inod
     return FileError(error, "cannot replace " + path);
   new_file.path.clear();
   if (stat.size != chunk.header.total_bytes)
-    QUIRE_RETURN_IF_ERROR(AddUsage(io, chunk.header.total_bytes - stat.size));
+    QUIRE_RETURN_IF_ERROR(lock_.Add(io, chunk.header.total_bytes - stat.size));
   catalog_.SetExpiry(chunk.id, chunk.header.expires_ms);
   return Status();
 }
