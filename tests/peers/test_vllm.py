@@ -34,6 +34,7 @@ class Run:
     answers: list[list[int]]
     cached: list[int]
     metrics: dict[str, float]
+    events: list[dict[str, Any]]
     log: str
 
 
@@ -59,7 +60,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(
-    model: str, prompts: list[list[int]], connector: dict[str, Any] | None, executor: str = ""
+    model: str,
+    prompts: list[list[int]],
+    connector: dict[str, Any] | None,
+    executor: str = "",
+    *,
+    events: bool = False,
 ) -> Run:
     load = {
         "model": model,
@@ -67,6 +73,7 @@ def run(
         "count": _COUNT,
         "connector": connector,
         "executor": executor,
+        "events": events,
     }
     done = subprocess.run(
         [sys.executable, str(_RUN)],
@@ -128,6 +135,19 @@ def test_one_flipped_byte_is_computed_and_repaired(
     repaired = run(model, [PROMPT], {"directory": str(folder)}, executor)
     assert repaired.cached == [896]
     assert repaired.answers == own.answers[1:]
+
+
+def test_events_name_blocks_by_vllms_hashes(model: str, tmp_path: Path) -> None:
+    """The second prompt is there for one more step, which takes what was written meanwhile."""
+    connector = {"directory": str(tmp_path)}
+    found = run(model, [PROMPT, PROMPT[:50]], connector, executor="mp", events=True)
+    own = [each for each in found.events if each["medium"] == "GPU"]
+    stored = [each for each in found.events if each["medium"] == "STORAGE"]
+    assert {each["name"] for each in own + stored} == {"BlockStored"}
+    hashes = {each for event in own for each in event["hashes"]}
+    assert len(stored) == 7
+    assert {each for event in stored for each in event["hashes"]} <= hashes
+    assert {event["parent"] for event in stored} - {None} <= hashes
 
 
 def _key_of_first_chunk(folder: Path) -> str:

@@ -3,9 +3,9 @@
 usage: vllm_run.py, a JSON object on standard input:
     model: folder. prompts: lists of ids, run one after the other. count: new tokens of each.
     connector: kv_connector_extra_config, or null. executor: "mp" = the worker is a process.
-    options: further arguments of vllm.LLM.
+    options: further arguments of vllm.LLM. events: whether KV events are published.
 The last line of standard output is a JSON object: answers (ids), cached (for each prompt the tokens
-that vLLM has not computed).
+that vLLM has not computed), metrics, events (of each: name, medium, hashes, parent).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 def _engine(load: dict[str, Any]) -> Any:
     import vllm
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
     options: dict[str, Any] = dict(load.get("options") or {})
     if load["connector"] is not None:
@@ -29,6 +29,8 @@ def _engine(load: dict[str, Any]) -> Any:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=load["connector"],
         )
+    if load.get("events"):
+        options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if load.get("executor"):
         options["distributed_executor_backend"] = load["executor"]
     return vllm.LLM(
@@ -42,6 +44,24 @@ def _engine(load: dict[str, Any]) -> Any:
     )
 
 
+def _publish_to(engine: Any, published: list[dict[str, Any]]) -> None:
+    """What vLLM's scheduler would send to routers goes into the list."""
+
+    def publish(batch: Any) -> None:
+        for event in batch.events:
+            parent = getattr(event, "parent_block_hash", None)
+            published.append(
+                {
+                    "name": type(event).__name__,
+                    "medium": event.medium,
+                    "hashes": [str(each) for each in event.block_hashes],
+                    "parent": None if parent is None else str(parent),
+                }
+            )
+
+    engine.llm_engine.engine_core.engine_core.scheduler.kv_event_publisher.publish = publish
+
+
 def main() -> None:
     load = json.load(sys.stdin)
     os.environ |= {
@@ -53,6 +73,9 @@ def main() -> None:
     import vllm
 
     engine = _engine(load)
+    published: list[dict[str, Any]] = []
+    if load.get("events"):
+        _publish_to(engine, published)
     sampling = vllm.SamplingParams(
         temperature=0,
         max_tokens=load["count"],
@@ -65,13 +88,14 @@ def main() -> None:
         (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         answers.append(list(output.outputs[0].token_ids))
         cached.append(output.num_cached_tokens)
-    events = {
+    metrics = {
         metric.name: metric.value
         for metric in engine.get_metrics()
         if metric.name.startswith("vllm:quire") and hasattr(metric, "value")
     }
     engine.llm_engine.engine_core.shutdown()
-    print(json.dumps({"answers": answers, "cached": cached, "metrics": events}), flush=True)
+    found = {"answers": answers, "cached": cached, "metrics": metrics, "events": published}
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ BLOCK, LAYERS, BYTES = 4, 2, 8  # tokens of a block; bytes of a token's KV
 LAYER_NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
 
 
-def config(extra: dict[str, Any], blocks: int) -> tuple[Any, Any]:
+def config(extra: dict[str, Any], blocks: int, *, events: bool = False) -> tuple[Any, Any]:
     """(vllm_config, kv_cache_config)."""
     vllm = types.SimpleNamespace(
         kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config=extra),
         cache_config=types.SimpleNamespace(block_size=BLOCK),
         parallel_config=types.SimpleNamespace(world_size=1),
+        kv_events_config=types.SimpleNamespace(enable_kv_cache_events=events),
     )
     group = types.SimpleNamespace(
         layer_names=list(reversed(LAYER_NAMES)),
@@ -62,6 +63,12 @@ class FakeRequest:
         return len(self.prompt_token_ids)
 
     @property
+    def block_hashes(self) -> list[int]:
+        """Of whole blocks; each commits to what is before it."""
+        ends = range(BLOCK, len(self.all_token_ids) + 1, BLOCK)
+        return [hash((self.cache_salt, *self.all_token_ids[:end])) for end in ends]
+
+    @property
     def done(self) -> bool:
         return len(self.all_token_ids) >= self.num_prompt_tokens + self.max_tokens
 
@@ -93,6 +100,7 @@ class FakeVllm:
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
         self.refused_blocks = 0
+        self.known_blocks: set[tuple[str, int]] = set()
         worker.register_kv_caches(dict(zip(LAYER_NAMES, self.layers, strict=True)))
 
     # ---- The model
@@ -237,6 +245,18 @@ class FakeVllm:
             raise WrongReport(f"planned were {sorted(self.planned)}, ended are {sorted(ended)}")
         self.planned = set()
 
+    def _note(self, events: list[Any]) -> None:
+        """What a router would know: tier and hash of each block."""
+        for event in events:
+            blocks = {(event.ownership, each) for each in event.block_hashes}
+            if hasattr(event, "token_ids"):
+                assert len(event.token_ids) == len(event.block_hashes) * BLOCK
+                assert not blocks & self.known_blocks, "told twice"
+                self.known_blocks |= blocks
+            else:
+                assert blocks <= self.known_blocks, "removed what was never told"
+                self.known_blocks -= blocks
+
     def step(self) -> None:
         output, scheduled = self._schedule()
         counts = output.num_scheduled_tokens
@@ -261,6 +281,7 @@ class FakeVllm:
         self.scheduler.update_connector_output(
             types.SimpleNamespace(kv_connector_worker_meta=report)
         )
+        self._note(self.scheduler.take_events())
         for request in scheduled:
             invalid = [i for i, block in enumerate(request.blocks) if block in bad]
             if invalid:

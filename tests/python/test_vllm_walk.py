@@ -160,6 +160,36 @@ def test_wrong_options_are_named(extra: dict[str, Any], message: str) -> None:
         Pair({**({"ram_bytes": 1 << 20} if extra else {}), **extra}, apart=not extra)
 
 
+def _heard(pair: Pair) -> set[tuple[str, int]]:
+    """Blocks that a router knows of, by tier, once everything is written."""
+    pair.flush()
+    pair.generate([9] * 2, 1)  # one more step, in which a worker of its own tells
+    return {(tier.removeprefix("quire-"), each) for tier, each in pair.engine.known_blocks}
+
+
+def test_vllm_is_told_of_blocks_under_its_own_hashes(tmp_path: Path, apart: bool) -> None:
+    extra = {"directory": str(tmp_path), "events": True}
+    first = Pair(extra, apart=apart)
+    blocks = first.generate(PROMPT).block_hashes[:4]
+    told = _heard(first)
+    assert {each for tier, each in told if tier == "disk"} == set(blocks)
+    assert first.scheduler.take_events() == []
+    first.close()
+    second = Pair(extra, apart=apart)
+    assert second.generate(PROMPT).external == 12
+    assert {("disk", each) for each in blocks[:3]} <= _heard(second)
+    store = second.scheduler._store if not apart else second.worker._worker._store
+    store.remove([chunk.key for chunk in store.list("disk")])
+    assert not {each for tier, each in _heard(second) if tier == "disk"} & set(blocks[3:])
+    assert second.scheduler.reset_cache()
+    assert _heard(second) == set()
+    second.close()
+    silent = Pair({"directory": str(tmp_path)}, apart=apart)
+    silent.generate(PROMPT)
+    assert _heard(silent) == set()
+    silent.close()
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_walk(seed: int, tmp_path: Path) -> None:
     walk(seed, tmp_path)

@@ -30,7 +30,8 @@ def sides(extra: dict[str, Any], blocks: int, *names: str) -> list[QuireConnecto
     gc.collect()
     connector._workers_here.clear()
     options = {"chunk_tokens": BLOCK, "shared_bytes": 1 << 16, **extra}
-    vllm_config, kv_cache_config = config(options, blocks)
+    events = bool(options.pop("events", False))
+    vllm_config, kv_cache_config = config(options, blocks, events=events)
     return [QuireConnector(vllm_config, name, kv_cache_config) for name in names]
 
 
@@ -98,6 +99,7 @@ def _options(rng: random.Random, folder: Path) -> dict[str, Any]:
         "chunk_tokens": BLOCK * rng.choice([1, 1, 2]),
         "prompts_only": rng.random() < 0.2,
         "shared_bytes": rng.choice([64, 512, 1 << 16]),
+        "events": rng.random() < 0.5,
     }
     if rng.random() < 0.3:
         extra["queue_bytes"] = 20_000

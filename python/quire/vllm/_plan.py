@@ -9,6 +9,7 @@ import numpy as np
 
 from quire.vllm._arena import Slot
 from quire.vllm._base import Metadata, WorkerMetadata
+from quire.vllm._events import StoreEvent
 
 __all__ = ["LoadPlan", "SavePlan", "StepPlan", "WorkerReport"]
 
@@ -63,11 +64,15 @@ class StepPlan(Metadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class WorkerReport(WorkerMetadata):  # type: ignore[misc]
-    """Numbers of the loads that a worker has ended, well or not; how many have failed so far."""
+    """Numbers of the loads that a worker has ended, well or not; how many have failed so far; what
+    has happened in the store of a worker that is another process."""
 
     ended: list[int]
     failed: int
+    events: list[StoreEvent] = dataclasses.field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both; there is one worker."""
-        return WorkerReport(self.ended + other.ended, max(self.failed, other.failed))
+        return WorkerReport(
+            self.ended + other.ended, max(self.failed, other.failed), self.events + other.events
+        )

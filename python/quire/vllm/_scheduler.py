@@ -17,6 +17,7 @@ import numpy as np
 
 import quire
 from quire.vllm._arena import Arena, Slot
+from quire.vllm._events import ChunkEvents, StoreEvent
 from quire.vllm._options import SPACES_MAX, Options
 from quire.vllm._plan import LoadPlan, SavePlan, StepPlan
 
@@ -76,6 +77,7 @@ class SchedulerSide:
         passport: dict[str, Any],
         arena: Arena | None,
         clock: Callable[[], float] = time.monotonic,
+        events: ChunkEvents | None = None,
     ) -> None:
         self._store, self._options = store, options
         self._base_passport = passport
@@ -84,6 +86,7 @@ class SchedulerSide:
         self._block_size = options.block_size
         self._chunk = options.chunk_tokens
         self._arena = arena
+        self._events = events
         self._requests: dict[str, _Request] = {}
         self._spaces: dict[bytes, quire.ChunkSpace] = {}
         self._clock = clock
@@ -219,6 +222,8 @@ class SchedulerSide:
                 state.missing_chunk = first
                 return 0
         tiers = [str(fetch.tier(skip + i)) for i in range(count)]
+        keys = self._learn(state, first, count)
+        self.note([("stored", tier, key) for tier, key in zip(tiers, keys, strict=False)])
         state.promise = _Promise(first, count, fetch, state.fetch_first, slots, tiers)
         return count * self._chunk
 
@@ -328,6 +333,7 @@ class SchedulerSide:
         if not state.save or full <= first:
             return None
         state.saved = full
+        self._learn(state, first, full - first)
         end = full * self._chunk
         return SavePlan(
             tokens=np.fromiter(ids[:end], np.int32, end),
@@ -339,6 +345,33 @@ class SchedulerSide:
             ttl=state.ttl,
             pin=state.pin,
         )
+
+    # ---- Events
+
+    def _learn(self, state: _Request, first: int, count: int) -> list[str]:
+        """vLLM may be told of these chunks. Their keys; none where it wants no events."""
+        if self._events is None:
+            return []
+        end = (first + count) * self._chunk
+        tokens = np.fromiter(state.request.all_token_ids[:end], np.int32, end)
+        extras = self._extras(state.request, first + count)
+        keys = self._space(state.salt).keys(tokens, extras=extras)
+        self._events.learn(state.request, keys[first:], first)
+        return keys[first:]
+
+    def note(self, events: list[StoreEvent]) -> None:
+        """What has happened in a store."""
+        if self._events is not None:
+            self._events.note(events)
+
+    def events(self) -> list[Any]:
+        """vLLM's events since the last call."""
+        if self._events is None:
+            return []
+        self._events.note(self._store.take_events())
+        return self._events.take()
+
+    # ---- What the worker tells
 
     def ended(self, numbers: list[int], failed: int) -> None:
         """Loads that the worker has ended, and how many have failed so far."""
@@ -369,6 +402,8 @@ class SchedulerSide:
         revision = f"{self._base_passport['revision']}+reset.{number}"
         self._passport = {**self._base_passport, "revision": revision}
         self._spaces.clear()
+        if self._events is not None:
+            self._events.forget()
         for state in self._requests.values():
             self._withdraw(state)
             self._drop_fetch(state)

@@ -9,6 +9,7 @@ from typing import Any
 import quire
 from quire import errors
 from quire.vllm._arena import ArenaView
+from quire.vllm._events import StoreEvent
 from quire.vllm._identity import layer_order
 from quire.vllm._options import SPACES_MAX, Options, close_store, open_store
 from quire.vllm._plan import LoadPlan, SavePlan, StepPlan, WorkerReport
@@ -20,8 +21,12 @@ __all__ = ["WorkerSide"]
 class WorkerSide:
     """Everything that vLLM's model runner asks. One thread calls it."""
 
-    def __init__(self, options: Options, block_count: int, layer_bytes: int) -> None:
+    def __init__(
+        self, options: Options, block_count: int, layer_bytes: int, *, tells_events: bool = False
+    ) -> None:
         self._options = options
+        self._tells_events = tells_events
+        self._is_apart = False  # from the scheduler, which then has another store
         self._block_count, self._layer_bytes = block_count, layer_bytes
         self._layers: list[Any] = []  # of a layer: uint8 [blocks, ...], vLLM's own memory
         self._memory: quire.BlockMemory | None = None
@@ -76,6 +81,7 @@ class WorkerSide:
         if self._store is None:
             # RAM of this process is of use for the scheduler only if it is the same process.
             shared = plan.process == os.getpid()
+            self._is_apart = not shared
             self._store = open_store(self._options, with_ram=shared)
         if self._passport != plan.passport:
             self._passport = plan.passport
@@ -138,11 +144,14 @@ class WorkerSide:
         return bad
 
     def take_report(self) -> WorkerReport | None:
-        """Loads that have ended since the last call."""
-        if not self._ended:
+        """Loads that have ended since the last call, and what has happened in the store."""
+        events: list[StoreEvent] = []
+        if self._tells_events and self._is_apart and self._store is not None:
+            events.extend(self._store.take_events())
+        if not self._ended and not events:
             return None
         ended, self._ended = self._ended, []
-        return WorkerReport(ended, self._failed)
+        return WorkerReport(ended, self._failed, events)
 
     # ---- Saves
 

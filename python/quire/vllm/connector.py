@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from quire import errors
 from quire.vllm._arena import Arena
 from quire.vllm._base import HAS_VLLM, ConnectorBase, is_worker
+from quire.vllm._events import ChunkEvents
 from quire.vllm._identity import passport_of
 from quire.vllm._options import Options, close_store, open_store
 from quire.vllm._plan import StepPlan, WorkerReport
@@ -78,6 +79,11 @@ def _check_version() -> None:
         )
 
 
+def _wants_events(vllm_config: Any) -> bool:
+    events = getattr(vllm_config, "kv_events_config", None)
+    return bool(getattr(events, "enable_kv_cache_events", False))
+
+
 class QuireConnector(ConnectorBase):  # type: ignore[misc]
     """A KV connector of vLLM over quire.ChunkStore.
 
@@ -111,7 +117,12 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker(role):
-            self._worker = WorkerSide(self._options, kv_cache_config.num_blocks, layer_bytes)
+            self._worker = WorkerSide(
+                self._options,
+                kv_cache_config.num_blocks,
+                layer_bytes,
+                tells_events=_wants_events(vllm_config),
+            )
             _workers_here.add(self)
             return
         passport = passport_of(vllm_config, page_bytes, layer_count, self._options.chunk_tokens)
@@ -123,7 +134,12 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
             )
         self._store = open_store(self._options)
         arena = Arena(self._options.shared_bytes, layer_bytes, layer_count) if apart else None
-        self._scheduler = SchedulerSide(self._store, self._options, passport, arena)
+        events = None
+        if _wants_events(vllm_config):
+            events = ChunkEvents(self._options.block_size, self._options.chunk_tokens)
+        self._scheduler = SchedulerSide(
+            self._store, self._options, passport, arena, events=events
+        )
 
     def _failed(self, call: str, error: Exception) -> None:
         self._errors += 1
@@ -197,6 +213,7 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._here.ended(report.ended, report.failed)
+            self._here.note(report.events)
 
     @_guarded(lambda: (False, None))
     def request_finished(
@@ -204,6 +221,11 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._here.finish(request.request_id)
         return False, None
+
+    @_guarded(list)
+    def take_events(self) -> list[Any]:
+        """Blocks that the store has and has no more, under vLLM's hashes."""
+        return self._here.events()
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool:
