@@ -26,7 +26,7 @@ from quire._options import EngineOptions, SamplingOptions
 from quire._prefill import PrefillPeer, Refusals
 from quire.blend.controller import RATIO_FLOOR, recompute_ratio
 from quire.gguf_model import model_folder
-from quire.grammar import CompiledGrammar, Grammar, GrammarCompiler
+from quire.grammar import CompiledGrammar, Grammar, GrammarCompiler, compiler_options
 from quire.identity import model_identity
 from quire.kv_cache import LayerSpec
 from quire.store import ChunkStore, read_key_file
@@ -780,8 +780,9 @@ class Engine(_ffi.ThreadOwner):
                     raise errors.BadArgumentError(
                         "grammar: this model has no tokenizer.json, so its tokens have no text"
                     )
+                info = self._info
                 compiler = GrammarCompiler(
-                    self.tokenizer, self._info.vocab_size, self._info.eos_token_ids, key
+                    compiler_options(self.tokenizer, info.vocab_size, info.eos_token_ids, key)
                 )
             self._compilers[key] = compiler  # the last used is the last one
             while len(self._compilers) > _COMPILERS_MAX:

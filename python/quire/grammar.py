@@ -21,7 +21,7 @@ from quire._json_schema import check_schema
 if TYPE_CHECKING:
     from quire.text import Tokenizer
 
-__all__ = ["CompiledGrammar", "Grammar", "GrammarCompiler"]
+__all__ = ["CompiledGrammar", "Grammar", "GrammarCompiler", "compiler_options"]
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
@@ -125,39 +125,48 @@ class CompiledGrammar:
     handle: Any = dataclasses.field(repr=False)
     special_texts: tuple[str, ...] = ()
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return int(self.handle.bytes())
+
+
+def compiler_options(
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    end_ids: Sequence[int],
+    special_texts: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What a :class:`GrammarCompiler` is made of: plain values, which another process can have.
+
+    special_texts: special tokens that texts have.
+    """
+    tokens = tokenizer.token_bytes(special_texts)[:vocab_size]
+    for id in end_ids:
+        if id < len(tokens):
+            tokens[id] = b""
+    return {
+        "tokens": tokens,
+        "vocab_size": vocab_size,
+        "end_ids": list(end_ids),
+        "cache_bytes": _CACHE_BYTES // 2,  # it has two of them
+        "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
+    }
+
 
 class GrammarCompiler:
     """Grammars for the tokens of one model. Threads may share it.
 
-    What is compiled is kept within 64 MiB, the last used. special_texts: special tokens that texts
-    have.
+    What is compiled is kept within 64 MiB, the last used. options: of :func:`compiler_options`.
 
     Raises UnavailableError where XGrammar is not installed, BadArgumentError for a model without a
     token that ends an answer.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        end_ids: Sequence[int],
-        special_texts: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         if "xgrammar" not in sys.modules:  # else somebody has loaded it: that can be done once
             _ffi.load_library(_library_path())
-        tokens = tokenizer.token_bytes(special_texts)[:vocab_size]
-        for id in end_ids:
-            if id < len(tokens):
-                tokens[id] = b""
-        self._handle = _ffi.function("GrammarCompiler.create")(
-            {
-                "tokens": tokens,
-                "vocab_size": vocab_size,
-                "end_ids": list(end_ids),
-                "cache_bytes": _CACHE_BYTES // 2,  # it has two of them
-                "threads": max(1, min(4, (os.cpu_count() or 1) // 2)),
-            }
-        )
+        self._handle = _ffi.function("GrammarCompiler.create")(dict(options))
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> Any:
@@ -167,7 +176,13 @@ class GrammarCompiler:
             try:
                 return self._handle.compile(grammar.kind, grammar.text)
             except errors.BadArgumentError as error:
-                raise errors.BadArgumentError(f"grammar: {error}") from None
+                message = str(error)
+                if message.startswith("Check failed"):
+                    message = (
+                        "XGrammar has a defect that it meets: say the same in another way, such as "
+                        f"with counted repetitions of at most 100 in patterns ({message.rstrip(': ')})"
+                    )
+                raise errors.BadArgumentError(f"grammar: {message}") from None
 
     @property
     def cache_bytes(self) -> int:

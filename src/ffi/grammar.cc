@@ -27,6 +27,7 @@ namespace tf = tvm::ffi;
 
 constexpr std::string_view kTokenizerInfo = "xgrammar.tvm_ffi_binding.TokenizerInfo";
 constexpr std::string_view kCompiler = "xgrammar.tvm_ffi_binding.GrammarCompiler";
+constexpr std::string_view kCompiled = "xgrammar.tvm_ffi_binding.CompiledGrammar";
 constexpr std::string_view kMatcher = "xgrammar.tvm_ffi_binding.GrammarMatcher";
 constexpr int64_t kRawVocabulary = 0;  // tokens are given as their bytes
 // A usual grammar takes some microseconds for a token, milliseconds at most. One whose text can be
@@ -84,6 +85,7 @@ struct Library {
     compile_grammar = find(kCompiler, "compile_grammar_from_strings");
     compile_structural_tag = find(kCompiler, "compile_structural_tag");
     get_cache_size_bytes = find(kCompiler, "get_cache_size_bytes");
+    memory_size_bytes = find(kCompiled, "memory_size_bytes");
     new_matcher = find(kMatcher, "__ffi_init__");
     fill_next_token_bitmask = find(kMatcher, "fill_next_token_bitmask");
     accept_token = find(kMatcher, "accept_token");
@@ -93,8 +95,9 @@ struct Library {
   }
 
   tf::Function new_tokenizer_info, special_token_ids, new_compiler, compile_json_schema,
-      compile_regex, compile_grammar, compile_structural_tag, get_cache_size_bytes, new_matcher,
-      fill_next_token_bitmask, accept_token, rollback, fork, is_terminated;
+      compile_regex, compile_grammar, compile_structural_tag, get_cache_size_bytes,
+      memory_size_bytes, new_matcher, fill_next_token_bitmask, accept_token, rollback, fork,
+      is_terminated;
 };
 
 // XGrammar's classes of characters take any bytes that look like UTF-8: surrogates, numbers beyond
@@ -328,7 +331,8 @@ class GrammarCompilerObj : public tf::Object {
       auto filter =
           std::make_shared<const XGrammarFilter>(vocabulary_, std::move(matcher), is_json);
       QUIRE_RETURN_IF_ERROR(CheckBegins(*filter));
-      return tf::ObjectRef(tf::make_object<GrammarObj>(std::move(filter)));
+      const auto bytes = library().memory_size_bytes(compiled).cast<int64_t>();
+      return tf::ObjectRef(tf::make_object<GrammarObj>(std::move(filter), bytes));
     }));
   }
 
@@ -363,7 +367,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::GlobalDef().def("quire.GrammarCompiler.create", [](const OptionMap& fields) {
     return CallChecked([&] { return tf::ObjectRef(tf::make_object<GrammarCompilerObj>(fields)); });
   });
-  tf::reflection::ObjectDef<GrammarObj>();
+  tf::reflection::ObjectDef<GrammarObj>().def("bytes", &GrammarObj::bytes);
   tf::reflection::ObjectDef<GrammarCompilerObj>()
       .def("compile", &GrammarCompilerObj::Compile)
       .def("cache_bytes", &GrammarCompilerObj::CacheBytes);

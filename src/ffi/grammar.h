@@ -4,6 +4,7 @@
 
 #include <tvm/ffi/object.h>
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -13,15 +14,20 @@ namespace quire::ffi {
 
 class GrammarObj : public tvm::ffi::Object {
  public:
-  explicit GrammarObj(std::shared_ptr<const TokenFilter> filter) : filter_(std::move(filter)) {}
+  // bytes: that it takes, about.
+  GrammarObj(std::shared_ptr<const TokenFilter> filter, int64_t bytes)
+      : filter_(std::move(filter)), bytes_(bytes) {}
 
   // At the beginning of an answer.
   const std::shared_ptr<const TokenFilter>& filter() const { return filter_; }
+
+  int64_t bytes() { return bytes_; }
 
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.Grammar", GrammarObj, tvm::ffi::Object);
 
  private:
   const std::shared_ptr<const TokenFilter> filter_;
+  const int64_t bytes_;
 };
 
 class GrammarRef : public tvm::ffi::ObjectRef {

@@ -224,7 +224,8 @@ def _run(options: argparse.Namespace) -> int:
     with models.naming_missing_packages("serve"):
         from quire.serve.server import bind, serve
     folder = models.model_folder(options.model)
-    server = _server_options(options, folder)
+    blends = bool(engine_options.get("blend_piece")) and not engine_options.get("blend_unverified")
+    server = dataclasses.replace(_server_options(options, folder), reads_verdict=blends)
     with contextlib.ExitStack() as stack:
         # A port that is taken shows before the model loads.
         sockets = bind(options.host, options.port)

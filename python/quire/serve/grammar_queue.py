@@ -1,7 +1,10 @@
-"""Grammars are compiled in a thread of their own: one takes up to seconds, and neither the event
-loop nor the threads that tokenize for others wait for it.
+"""Grammars are compiled apart: one takes up to seconds, and neither the event loop nor the threads
+that tokenize for others wait for it.
 
-The thread takes them one by one. What may wait for it is bounded, in all and for each key.
+They are compiled one by one, by turns of the keys: a key with many waits for its own. Each is tried
+first in a process that is ended where it takes too long, so a turn is bounded. What is compiled is
+kept, and given at once to requests that ask for it again. What may wait is bounded, in all and for
+each key.
 """
 
 from __future__ import annotations
@@ -9,14 +12,40 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
+from typing import Any, Protocol
 
+from quire import errors
 from quire.engine import Engine
 from quire.grammar import CompiledGrammar, Grammar
+from quire.serve.grammar_probe import GrammarProbe, TooCostlyError
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 
 __all__ = ["GrammarQueue"]
+
+
+_COSTLY_MAX = 64  # of at most 64 KiB each
+
+
+class Probe(Protocol):
+    """What :class:`GrammarProbe` is for the queue."""
+
+    def check(self, grammar: Grammar, special_texts: tuple[str, ...]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Work:
+    """A grammar that somebody waits for."""
+
+    grammar: Grammar
+    special_texts: tuple[str, ...]
+    tenant: str
+    done: asyncio.Future[CompiledGrammar]
 
 
 class GrammarQueue:
@@ -24,53 +53,157 @@ class GrammarQueue:
 
     Args:
         refuse: of the server's book: counts a limit that was met.
+        probe: tries grammars; None: in a process of its own.
     """
 
     def __init__(
-        self, engine: Engine, limits: Limits, refuse: Callable[[str, int, str], Problem]
+        self,
+        engine: Engine,
+        limits: Limits,
+        refuse: Callable[[str, int, str], Problem],
+        probe: Probe | None = None,
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._refuse = refuse
-        self._waiting: collections.Counter[str] = collections.Counter()  # by tenant
+        bounds = (limits.grammar_seconds, limits.grammar_bytes, limits.wait_seconds)
+        self._probe = probe or GrammarProbe(engine, *bounds)
+        # What waits, by tenant; the tenant whose turn is next comes first.
+        self._turns: collections.OrderedDict[str, collections.deque[_Work]]
+        self._turns = collections.OrderedDict()
+        self._running: _Work | None = None
+        # What is compiled, the last used last.
+        self._known: collections.OrderedDict[tuple[Any, ...], CompiledGrammar]
+        self._known = collections.OrderedDict()
+        self._known_bytes = 0
+        # Why a grammar is refused at once, the last one last.
+        self._costly: collections.OrderedDict[Grammar, str] = collections.OrderedDict()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "quire-grammar")
 
     async def compile(
         self, grammar: Grammar, special_texts: tuple[str, ...], tenant: str
     ) -> CompiledGrammar:
-        """Problem (429, 503) where too many wait, or the thread is busy for longer than
-        `limits.wait_seconds`; what Engine.compile_grammar raises."""
-        limits = self._limits
-        if self._waiting[tenant] >= limits.grammars_per_key:
-            message = f"this key has {self._waiting[tenant]} grammars that are being compiled"
-            raise self._refuse("grammars_per_key", 429, message)
-        if self._waiting.total() >= limits.grammars:
-            message = f"{self._waiting.total()} grammars are being compiled"
-            raise self._refuse("grammars", 503, message)
-        self._waiting[tenant] += 1
-        # Counted until the thread is done with it, also where nobody waits for it any more.
-        work = self._pool.submit(self._engine.compile_grammar, grammar, special_texts)
+        """Problem (429, 503) where too many wait, or it is not compiled within
+        `limits.wait_seconds`; TooCostlyError; what Engine.compile_grammar raises."""
+        if grammar in self._costly:
+            raise self._too_costly(self._costly[grammar])
+        known = self._find(grammar, special_texts)
+        if known is not None:
+            return known
+        self._check_room(tenant)
         loop = asyncio.get_running_loop()
-        done = asyncio.wrap_future(work)
-        work.add_done_callback(lambda _: _call_in(loop, self._leave, tenant))
+        work = _Work(grammar, special_texts, tenant, loop.create_future())
+        self._turns.setdefault(tenant, collections.deque()).append(work)
+        self._begin_next()
+        seconds = self._limits.wait_seconds
         try:
-            async with asyncio.timeout(limits.wait_seconds):
-                return await done
+            async with asyncio.timeout(seconds):
+                return await work.done
         except TimeoutError:
-            message = f"the grammar was not compiled within {limits.wait_seconds:g} s"
+            message = f"the grammar was not compiled within {seconds:g} s"
             raise self._refuse("grammars", 503, message) from None
+        finally:
+            self._withdraw(work)
 
-    def _leave(self, tenant: str) -> None:
-        self._waiting[tenant] -= 1
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+    def give_up(self, grammar: Grammar, why: str) -> None:
+        """Refuses a grammar from now on, as long as it is among the last ones of this kind."""
+        self._costly[grammar] = why
+        while len(self._costly) > _COSTLY_MAX:
+            self._costly.popitem(last=False)
 
     def close(self) -> None:
+        """Nothing is compiled any more."""
+        for work in itertools.chain(*self._turns.values()):
+            if not work.done.done():
+                work.done.set_exception(errors.ClosedError("the server ends"))
+        self._turns.clear()
+        self._probe.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    # ---- What waits
 
-def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], tenant: str) -> None:
+    def _check_room(self, tenant: str) -> None:
+        # One that runs counts until it is done, also where nobody waits for it any more.
+        running = () if self._running is None else (self._running.tenant,)
+        own = len(self._turns.get(tenant, ())) + running.count(tenant)
+        if own >= self._limits.grammars_per_key:
+            message = f"this key has {own} grammars that are being compiled"
+            raise self._refuse("grammars_per_key", 429, message)
+        total = sum(map(len, self._turns.values())) + len(running)
+        if total >= self._limits.grammars:
+            raise self._refuse("grammars", 503, f"{total} grammars are being compiled")
+
+    def _withdraw(self, work: _Work) -> None:
+        """Nobody waits for it any more."""
+        waiting = self._turns.get(work.tenant)
+        if waiting is None or work not in waiting:
+            return
+        waiting.remove(work)
+        if not waiting:
+            del self._turns[work.tenant]
+
+    def _begin_next(self) -> None:
+        while self._running is None and self._turns:
+            tenant, waiting = self._turns.popitem(last=False)
+            work = waiting.popleft()
+            if waiting:
+                self._turns[tenant] = waiting  # behind the others
+            known = self._find(work.grammar, work.special_texts)
+            if known is not None:
+                work.done.set_result(known)
+                continue
+            self._running = work
+            loop = asyncio.get_running_loop()
+            made = self._pool.submit(self._make, work.grammar, work.special_texts)
+            made.add_done_callback(functools.partial(_call_in, loop, self._end, work))
+
+    def _too_costly(self, why: str) -> TooCostlyError:
+        self._refuse("grammar_seconds", 400, why)  # counts it; the client is told its field, too
+        return TooCostlyError(why)
+
+    def _make(self, grammar: Grammar, special_texts: tuple[str, ...]) -> CompiledGrammar:
+        """In the thread."""
+        self._probe.check(grammar, special_texts)
+        return self._engine.compile_grammar(grammar, special_texts)
+
+    def _end(self, work: _Work, made: concurrent.futures.Future[CompiledGrammar]) -> None:
+        self._running = None
+        ended = errors.ClosedError("the server ends")
+        error = ended if made.cancelled() else made.exception()
+        if isinstance(error, TooCostlyError):
+            self.give_up(work.grammar, str(error))
+            error = self._too_costly(str(error))
+        if error is None:
+            self._keep(work, made.result())
+        if not work.done.done():
+            if error is None:
+                work.done.set_result(made.result())
+            else:
+                work.done.set_exception(error)
+        self._begin_next()
+
+    # ---- What is compiled
+
+    def _find(self, grammar: Grammar, special_texts: tuple[str, ...]) -> CompiledGrammar | None:
+        key = (grammar, special_texts)
+        if key in self._known:
+            self._known.move_to_end(key)
+        return self._known.get(key)
+
+    def _keep(self, work: _Work, compiled: CompiledGrammar) -> None:
+        self._known[(work.grammar, work.special_texts)] = compiled
+        self._known_bytes += _size(work.grammar, compiled)
+        while self._known_bytes > self._limits.grammar_cache_bytes:
+            (grammar, _), last = self._known.popitem(last=False)
+            self._known_bytes -= _size(grammar, last)
+
+
+def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
+    return len(grammar.text) + compiled.memory_bytes
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
     try:
-        loop.call_soon_threadsafe(call, tenant)
+        loop.call_soon_threadsafe(call, *arguments)
     except RuntimeError:
-        pass  # the event loop has ended, and the counts with it
+        pass  # the event loop has ended, and with it all that waited

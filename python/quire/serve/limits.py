@@ -24,6 +24,8 @@ class Limits:
     queue, queue_per_key: requests that wait in the engine for their turn.
     wait_seconds: a request that is predicted to wait longer is refused.
     grammars, grammars_per_key: that are being compiled or wait for it.
+    grammar_seconds, grammar_bytes: of computing and of memory, to compile one; grammar_cache_bytes: of
+        those that are kept.
     ping_seconds: the longest silence of a stream.
     samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, documents, tools: of one
         request.
@@ -51,6 +53,9 @@ class Limits:
     wait_seconds: float = 60.0
     grammars: int = 64
     grammars_per_key: int = 8
+    grammar_seconds: float = 2.0
+    grammar_bytes: int = 1 << 30
+    grammar_cache_bytes: int = 64 << 20
     ping_seconds: float = 15.0
     samples: int = 16
     prompts: int = 64

@@ -18,7 +18,7 @@ from quire.engine import Result
 from quire.serve._streams import Answer, Delta
 from quire.serve.calls import Call, ClientGone
 from quire.serve.generation import Generation
-from quire.serve.problems import Problem, defect, from_engine
+from quire.serve.problems import Problem, defect
 from quire.serve.service import Service
 
 __all__ = [
@@ -60,9 +60,13 @@ class View(Protocol):
     def whole(self, result: Result) -> dict[str, Any]: ...
 
 
+# Characters that JSON has as they are, and at which some clients end a line.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
+
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event. JSON has no line breaks of its own, so that data is one line."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    """A server-sent event, of which the data is one line, whatever a client takes as its end."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode()
 
@@ -154,13 +158,21 @@ class _EventAnswer:
                 except ClientGone:
                     raise
                 except Exception as error:
-                    problem = _problem_of(error, self._call)
+                    problem = self._problem_of(error)
                     await _send_part(send, self._view.failed(problem), more=True)
                     await _send_part(send, b"", more=False)
                     if isinstance(error, errors.QuireError):
                         raise problem from None
                     raise  # of a defect the log has more
                 await _send_part(send, b"", more=False)
+
+    def _problem_of(self, error: Exception) -> Problem:
+        """What the client is told of a stream that fails."""
+        if isinstance(error, Problem):
+            return error
+        if isinstance(error, errors.QuireError):
+            return self._service.failure(error, self._generation)
+        return defect(self._call.id)
 
     async def _parts(self) -> AsyncIterator[bytes]:
         """What is sent at a time: the events of a step together."""
@@ -185,15 +197,6 @@ class _EventAnswer:
             part += b"".join(self._view.step(deltas))
             if part:
                 yield part
-
-
-def _problem_of(error: Exception, call: Call) -> Problem:
-    """What a client is told of a stream that fails."""
-    if isinstance(error, Problem):
-        return error
-    if isinstance(error, errors.QuireError):
-        return from_engine(error)
-    return defect(call.id)
 
 
 async def _send_part(send: Send, part: bytes, *, more: bool) -> None:
@@ -228,7 +231,7 @@ async def _finishing(
         failed = "cancelled"
         raise
     except errors.QuireError as error:
-        raise from_engine(error) from None
+        raise service.failure(error, generation) from None
     finally:
         service.finish(submitted, generation, call.tenant, failed)
         _note(call, submitted, failed)

@@ -42,7 +42,8 @@ class ServerOptions:
     prefill_listen: where other processes have their prompts computed; None: nowhere.
     drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS; None:
     by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
-    may ask. in_effect: what the log gets of the options, by their names."""
+    may ask. reads_verdict: whether the model's verdict about blending is asked for at the start, which
+    may read the weights, and not by the first request with documents. in_effect: what the log gets of the options, by their names."""
 
     host: str
     names: tuple[str, ...]
@@ -56,6 +57,7 @@ class ServerOptions:
     tls_key: Path | None = None
     origins: Sequence[str] = ()
     json_log: bool = False
+    reads_verdict: bool = False
     in_effect: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -109,6 +111,7 @@ class _Server:
             listening = asyncio.create_task(server.serve(sockets=self._sockets))
             watching = asyncio.create_task(service.watch_progress())
             dividing = asyncio.create_task(self._divide_store())
+            reading = asyncio.create_task(self._read_verdict())
             await server.wait_started(listening)
             self._serve_prefill()
             on_ready()
@@ -119,6 +122,7 @@ class _Server:
             await listening
             watching.cancel()
             await dividing
+            await reading
         return await self._end(service)
 
     def _serve_prefill(self) -> None:
@@ -155,6 +159,17 @@ class _Server:
             return
         if self._engine.store is not None:
             self._log.write("info", "store", tiers=self._engine.store.tiers)
+
+    async def _read_verdict(self) -> None:
+        if not self._options.reads_verdict:
+            return
+        try:
+            verdict = await asyncio.to_thread(self._engine.blend_verdict)
+        except (errors.QuireError, OSError, ValueError) as error:
+            self._log.write("error", "blend", error=str(error))
+            return
+        passes = None if verdict is None else verdict.passes
+        self._log.write("info", "blend", verdict=passes)
 
     async def _end(self, service: Service) -> int:
         await service.streams.close()

@@ -34,6 +34,18 @@ def blending(long_tiny: TinyModel) -> Iterator[Server]:
         yield server
 
 
+def test_the_verdict_is_read_before_the_first_request(
+    long_tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the weights, for which no request waits."""
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    with running(long_tiny.directory, "--blend-piece", "256") as server:
+        assert server.wait_log(lambda line: line["event"] == "blend")["verdict"] is None
+        assert list((tmp_path / "identities").iterdir())
+        status, _, found = server.request("POST", "/v1/chat/completions", body("v", blend=0.1))
+        assert status == 400 and "quire blend eval" in found["error"]["message"]
+
+
 @pytest.fixture
 def engine(long_tiny: TinyModel) -> Iterator[quire.Engine]:
     options: Any = {"threads": 1, "page_size": 16, "blend_piece": 256, "blend_unverified": True}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire import errors
 from quire.grammar import CompiledGrammar, Grammar
 from quire.serve.calls import Call
+from quire.serve.generation import Generation
+from quire.serve.grammar_probe import TooCostlyError
 from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook
-from quire.serve.responses import _EventAnswer
+from quire.serve.responses import _EventAnswer, event
+from quire.serve.service import Service
 from quire.serve.tenants import ANYONE
 
 DEADLINE = 30.0
@@ -82,31 +87,45 @@ class SlowEngine:
 
     def __init__(self) -> None:
         self.go_on = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
         self.compiled: list[str] = []
 
     def compile_grammar(self, grammar: Grammar, special_texts: Any) -> CompiledGrammar:
+        self.begun.release()
         assert self.go_on.acquire(timeout=DEADLINE)
         self.compiled.append(grammar.text)
-        return CompiledGrammar(grammar.text, special_texts)
+        handle = SimpleNamespace(text=grammar.text, bytes=lambda: 1000)
+        return CompiledGrammar(handle, special_texts)
+
+
+class NoProbe:
+    """Takes all but what is "costly"."""
+
+    def check(self, grammar: Grammar, special_texts: Any) -> None:
+        if grammar.text == "costly":
+            raise TooCostlyError("grammar: it is too costly")
+
+    def close(self) -> None:
+        pass
 
 
 def _queue(engine: SlowEngine, **limits: Any) -> GrammarQueue:
     found = Limits(**limits)
-    return GrammarQueue(engine, found, ConnectionBook(found).refuse)  # type: ignore[arg-type]
+    return GrammarQueue(engine, found, ConnectionBook(found).refuse, NoProbe())  # type: ignore[arg-type]
+
+
+def _begin(queue: GrammarQueue, tenant: str, text: str) -> asyncio.Task[CompiledGrammar]:
+    return asyncio.create_task(queue.compile(Grammar("regex", text), (), tenant))
 
 
 def test_grammars_are_bounded_for_each_key_and_in_all() -> None:
     async def run() -> None:
         engine = SlowEngine()
         queue = _queue(engine, grammars=4, grammars_per_key=3)
-
-        def begin(tenant: str, text: str) -> asyncio.Task[CompiledGrammar]:
-            return asyncio.create_task(queue.compile(Grammar("regex", text), (), tenant))
-
-        tasks = [begin("ann", text) for text in "abc"]
+        tasks = [_begin(queue, "ann", text) for text in "abc"]
         await asyncio.sleep(0)
         for tenant, expected in (("ann", (429, "grammars_per_key")), ("bob", None), ("cid", (503, "grammars"))):
-            task = begin(tenant, "d")
+            task = _begin(queue, tenant, "d")
             await asyncio.sleep(0)
             if expected is None:
                 tasks.append(task)
@@ -116,10 +135,122 @@ def test_grammars_are_bounded_for_each_key_and_in_all() -> None:
             assert (caught.value.status, caught.value.code) == expected
             assert caught.value.retry_after is not None
         engine.go_on.release(len(tasks) + 1)
-        assert [(await task).handle for task in tasks] == ["a", "b", "c", "d"]
-        assert engine.compiled == ["a", "b", "c", "d"]
-        assert (await begin("ann", "e")).handle == "e"  # there is room again
+        assert [(await task).handle.text for task in tasks] == ["a", "b", "c", "d"]
+        assert (await _begin(queue, "ann", "e")).handle.text == "e"  # there is room again
         queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_keys_take_turns() -> None:
+    """However many one key has, another one waits for one of them."""
+
+    async def run() -> None:
+        engine = SlowEngine()
+        queue = _queue(engine)
+        tasks = [_begin(queue, "ann", text) for text in "abcd"]
+        tasks += [_begin(queue, "bob", text) for text in "xy"] + [_begin(queue, "cid", "z")]
+        await asyncio.sleep(0)
+        engine.go_on.release(len(tasks))
+        await asyncio.gather(*tasks)
+        assert engine.compiled == ["a", "b", "x", "z", "c", "y", "d"]
+        queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_what_is_compiled_is_given_at_once_within_a_bound() -> None:
+    async def run() -> None:
+        engine = SlowEngine()
+        queue = _queue(engine, grammar_cache_bytes=2500)
+        engine.go_on.release(4)
+        first = await _begin(queue, "ann", "a")
+        await _begin(queue, "ann", "b")
+        held = _begin(queue, "bob", "a"), _begin(queue, "ann", "a")
+        assert [await task for task in held] == [first, first]
+        await _begin(queue, "ann", "c")  # there is room for two: "b" was used longest ago
+        assert await _begin(queue, "ann", "a") is first
+        await _begin(queue, "ann", "b")
+        assert engine.compiled == ["a", "b", "c", "b"]
+        # Nobody waits behind one that is compiled for what is kept.
+        slow = _begin(queue, "ann", "e")
+        await asyncio.sleep(0)
+        assert await _begin(queue, "bob", "b") is not None and not slow.done()
+        engine.go_on.release()
+        await slow
+        queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_costly_grammar_is_refused_and_counted() -> None:
+    async def run() -> None:
+        limits = Limits()
+        book = ConnectionBook(limits)
+        queue = GrammarQueue(SlowEngine(), limits, book.refuse, NoProbe())  # type: ignore[arg-type]
+        with pytest.raises(TooCostlyError):
+            await _begin(queue, "ann", "costly")
+        with pytest.raises(TooCostlyError):  # now at once, whoever has a turn
+            await _begin(queue, "bob", "costly")
+        assert book.refused == {"grammar_seconds": 2}
+        for number in range(64):
+            queue.give_up(Grammar("regex", f"one {number}"), "it is too costly")
+        assert Grammar("regex", "costly") not in queue._costly
+        with pytest.raises(TooCostlyError, match="it is too costly"):
+            await _begin(queue, "ann", "one 3")
+        queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+COSTLY_TOKEN = "the grammar is too costly: one token took more than 0.1 s; grammar failed for token 1"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param", "given_up"),
+    [
+        (errors.BadArgumentError("grammar allows no token for token 2 of sample 0"), 400, "f", []),
+        (errors.BadArgumentError(COSTLY_TOKEN), 400, "f", ["grammar: " + COSTLY_TOKEN]),
+        (errors.OutOfPagesError("there is no page"), 503, None, []),
+    ],
+)
+def test_an_answer_that_its_grammar_ends_has_the_name_of_the_field(
+    error: errors.QuireError, status: int, param: str | None, given_up: list[str]
+) -> None:
+    told: list[str] = []
+    grammars = SimpleNamespace(give_up=lambda grammar, why: told.append(why))
+    generation = Generation(["x"], {"grammar": Grammar("regex", "a")}, grammar_field="f")
+    found = Service.failure(SimpleNamespace(grammars=grammars), error, generation)  # type: ignore[arg-type]
+    assert (found.status, found.param, told) == (status, param, given_up)
+    assert param is None or found.message.startswith("f: ")
+
+
+@pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029", "\n", "\x0b", "\x1e"])
+def test_an_event_is_one_line_for_every_client(end: str) -> None:
+    found = event({"text": f"a{end}b"}, "name").decode()
+    assert [line.split(":")[0] for line in found.splitlines()] == ["event", "data", ""]
+    assert json.loads(found.splitlines()[1].removeprefix("data: ")) == {"text": f"a{end}b"}
+
+
+def test_a_client_that_leaves_gives_up_its_turn() -> None:
+    async def run() -> None:
+        engine = SlowEngine()
+        queue = _queue(engine, grammars_per_key=2)
+        first, second = _begin(queue, "ann", "a"), _begin(queue, "ann", "b")
+        await asyncio.sleep(0)
+        second.cancel()
+        third = _begin(queue, "ann", "c")
+        engine.go_on.release(2)
+        assert (await first).handle.text == "a" and (await third).handle.text == "c"
+        assert engine.compiled == ["a", "c"]
+        assert engine.begun.acquire() and engine.begun.acquire()
+        fourth, fifth = _begin(queue, "ann", "d"), _begin(queue, "ann", "e")
+        await asyncio.to_thread(engine.begun.acquire, timeout=DEADLINE)
+        queue.close()
+        with pytest.raises(errors.ClosedError):
+            await fifth
+        engine.go_on.release()
+        assert (await fourth).handle.text == "d"
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
@@ -129,10 +260,10 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
         engine = SlowEngine()
         queue = _queue(engine, wait_seconds=0.01, grammars_per_key=1)
         with pytest.raises(Problem, match="not compiled within 0.01 s") as caught:
-            await queue.compile(Grammar("regex", "a"), (), "ann")
+            await _begin(queue, "ann", "a")
         assert caught.value.status == 503
         with pytest.raises(Problem) as caught:  # the thread still works on the first
-            await queue.compile(Grammar("regex", "b"), (), "ann")
+            await _begin(queue, "ann", "b")
         assert caught.value.status == 429
         engine.go_on.release(2)
         queue.close()
