@@ -25,6 +25,7 @@ GROUPS = {
     "m": "Serving",
     "n": "Blending",
     "o": "Beams of transformers",
+    "p": "First token under vLLM",
 }
 
 HEADS = 32
@@ -1019,6 +1020,30 @@ def _beams_case(beams: int, prompt: int, tokens: int, *, quick: bool) -> Case:
     )
 
 
+# ---- (p): first token under vLLM, with quire.vllm.QuireConnector
+
+
+def connector_case(model: models.Model, tokens: int, *, quick: bool) -> Case:
+    request = {"kind": "again", "tokens": tokens}
+    sides = {
+        "Quire": "vllm-quire-ram",
+        "disk": "vllm-quire-disk",
+        "vLLM's hit": "vllm-hit",
+        "cold": "vllm-cold",
+    }
+    own = "vLLM's hit"
+    return Case(
+        name=f"vllm/{model.name}/first_token/{tokens}",
+        group="p",
+        sides=tuple(Side(name, worker, request) for name, worker in sides.items()),
+        metrics=(Metric(goals=(Goal(own, 1 / 1.2), Goal(own, 1 / 2, side="disk"))),),
+        quick=quick,
+        model=model.name,
+        tokens=tokens + 256,
+        length=tokens + 2,
+    )
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -1101,4 +1126,7 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
     cases += _growth_cases(threads) + _serving_cases() + _blend_cases()
     cases += [_beams_case(4, 512, 32, quick=True), _beams_case(4, 1536, 32, quick=False)]
+    cases += [
+        connector_case(models.describe(name), 3000, quick=name == "110m") for name in ("110m", "1b")
+    ]
     return sorted(cases, key=lambda case: case.group)

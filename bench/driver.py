@@ -142,7 +142,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def select(options: argparse.Namespace, machine: Machine) -> list[Case]:
     if options.smoke:
-        return case_list.smoke_cases(options.threads)
+        cases = case_list.smoke_cases(options.threads)
+        if (peers_folder() / "vllm" / "ready").exists():
+            cases.append(case_list.connector_case(models.describe("embedded"), 300, quick=True))
+        return cases
     chosen = []
     for case in case_list.all_cases(machine.cache_bytes, options.threads):
         if options.group and case.group not in options.group:
@@ -202,6 +205,11 @@ def _last_cache_bytes() -> int:
     return max(sizes, default=32 << 20)
 
 
+def peers_folder() -> Path:
+    """Where bench/setup has built the peers."""
+    return Path(os.environ.get("QUIRE_PEERS") or Path.home() / ".cache" / "quire-peers")
+
+
 def available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
@@ -231,7 +239,7 @@ class Workers:
         self._build = build
         self._logs = logs
         self._patience = patience
-        self._peers = Path(os.environ.get("QUIRE_PEERS") or Path.home() / ".cache" / "quire-peers")
+        self._peers = peers_folder()
         self._alive: dict[tuple[Any, ...], Worker] = {}
         self._missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}
@@ -318,10 +326,9 @@ class Workers:
                 [self._vllm(), str(HERE / "vllm_kernel_worker.py")], log, self._patience, start
             )
         if kind == "vllm-engine":
-            load = self._load(case) | {"dtype": self._vllm_dtype}
-            return LineWorker(
-                [self._vllm(), str(HERE / "vllm_engine_worker.py")], log, self._patience, load
-            )
+            return self._vllm_engine(log, self._load(case))
+        if kind in ("vllm-quire-ram", "vllm-quire-disk", "vllm-hit", "vllm-cold"):
+            return self._vllm_again(kind, log, case)
         if kind == "tvm-cache":
             return self._tvm_cache(log)
         if kind in ("quire-hf", "transformers"):
@@ -348,6 +355,31 @@ class Workers:
         if kind == "llama-start":
             return LlamaStart(lambda: self._llama_server(log, case), case)
         raise AssertionError(kind)
+
+    def _vllm_engine(self, log: Path, load: dict[str, Any]) -> LineWorker:
+        return LineWorker(
+            [self._vllm(), str(HERE / "vllm_engine_worker.py")],
+            log,
+            self._patience,
+            load | {"dtype": self._vllm_dtype},
+            env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+        )
+
+    def _vllm_again(self, kind: str, log: Path, case: Case) -> LineWorker:
+        """A vLLM that finds an earlier prompt in one place alone, or nowhere."""
+        load = self._load(case, alone=True)
+        if kind == "vllm-quire-ram":
+            return self._vllm_engine(log, load | {"connector": {"ram_bytes": _GIB}})
+        if kind != "vllm-quire-disk":
+            return self._vllm_engine(log, load | {"prefix_cache": kind == "vllm-hit"})
+        folder = tempfile.mkdtemp(dir=self._scratch())
+        load |= {"connector": {"directory": folder, "ram_bytes": 0}}
+        # What is measured is what this one leaves: prompts are the same in each process.
+        before = self._vllm_engine(log, load)
+        before.prepare(case.sides[0].name, case.sides[0].request)
+        before.ask({"do": "end"})
+        before.close()
+        return self._vllm_engine(log, load)
 
     def _quire_engine(self, log: Path, load: dict[str, Any]) -> LineWorker:
         return LineWorker(
@@ -451,6 +483,10 @@ class Workers:
                 "vllm-kernel",
                 "vllm-engine",
                 "vllm-serve",
+                "vllm-quire-ram",
+                "vllm-quire-disk",
+                "vllm-hit",
+                "vllm-cold",
                 reason="no vLLM: bench/setup vllm builds it",
             )
         return str(self._peers / "vllm" / "bin" / "python")

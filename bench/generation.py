@@ -26,6 +26,7 @@ class Engine:
     settle: Callable[[], None] = lambda: None
     # Forwards since the start that drew tokens where tokens were guessed.
     guessing_forwards: Callable[[], int] = lambda: 0
+    end: Callable[[], None] = lambda: None  # what it computed is written by then
 
 
 # load(options of the case) makes an engine.
@@ -125,6 +126,7 @@ def serve(load: Load) -> None:
         cases = Cases(engine)
         engine.generate([cases.prompt(8)], 1)
         handlers.update(prepare=cases.prepare, run=cases.run, drop=cases.drop)
+        handlers["end"] = lambda: {"ended": engine.end()}
         return {"version": engine.version}
 
     handlers["load"] = load_engine

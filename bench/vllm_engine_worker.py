@@ -4,13 +4,23 @@ environment."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import generation
 
 
 def load(
-    model: str, threads: int, kv_bytes: int, sequences: int, length: int, dtype: str
+    model: str,
+    threads: int,
+    kv_bytes: int,
+    sequences: int,
+    length: int,
+    dtype: str,
+    prefix_cache: bool = True,
+    connector: dict[str, Any] | None = None,
 ) -> generation.Engine:
+    """connector: kv_connector_extra_config of quire.vllm.QuireConnector; vLLM's own prefix cache is
+    then emptied before each call, so that only the connector's store has earlier prompts."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     os.environ |= {
         # Whole gibibytes; one more, since blocks of 128 tokens are not filled to the end.
@@ -20,20 +30,33 @@ def load(
         "HF_HUB_OFFLINE": "1",
     }
     import vllm
+    from vllm.config import KVTransferConfig
 
+    options: dict[str, Any] = {}
+    if connector is not None:
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="QuireConnector",
+            kv_connector_module_path="quire.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=connector,
+        )
     engine = vllm.LLM(
         model=model,
         dtype=dtype,
         max_model_len=length,
         enforce_eager=True,
-        enable_prefix_caching=True,
+        enable_prefix_caching=prefix_cache,
         max_num_seqs=sequences,
         max_num_batched_tokens=2048,
         skip_tokenizer_init=True,
+        **options,
     )
 
     def generate(prompts: list[generation.Prompt], count: int) -> None:
-        options = vllm.SamplingParams(
+        if connector is not None and not engine.reset_prefix_cache():
+            raise RuntimeError("vLLM's own prefix cache is in use")
+        sampling = vllm.SamplingParams(
             temperature=0,
             max_tokens=count,
             min_tokens=count,
@@ -41,12 +64,15 @@ def load(
             detokenize=False,
         )
         engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], options, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
         )
 
     vocab_size = engine.llm_engine.model_config.get_vocab_size()
     return generation.Engine(
-        generate, vocab_size, f"vLLM {vllm.__version__} (eager, {dtype})"
+        generate,
+        vocab_size,
+        f"vLLM {vllm.__version__} (eager, {dtype})",
+        end=engine.llm_engine.engine_core.shutdown,
     )
 
 

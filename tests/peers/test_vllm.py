@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(
     model: str,
-    prompts: list[list[int]],
+    prompts: list[Any],
     connector: dict[str, Any] | None,
     executor: str = "",
     *,
@@ -135,6 +135,22 @@ def test_one_flipped_byte_is_computed_and_repaired(
     repaired = run(model, [PROMPT], {"directory": str(folder)}, executor)
     assert repaired.cached == [896]
     assert repaired.answers == own.answers[1:]
+
+
+def test_salts_parameters_and_resets(model: str, own: Run) -> None:
+    again = {"ids": PROMPT, "reset": "own"}
+    prompts = [
+        PROMPT,
+        again,
+        again | {"salt": "ann"},
+        again | {"kv": {"quire_skip": "load"}},
+        again | {"reset": "both"},
+        again,
+    ]
+    found = run(model, prompts, {"ram_bytes": 1 << 28})
+    assert found.cached == [0, 896, 0, 0, 0, 896]
+    cold, hit = own.answers
+    assert found.answers == [cold, hit, cold, cold, cold, hit]
 
 
 def test_events_name_blocks_by_vllms_hashes(model: str, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """One process of vLLM with QuireConnector, or without: runs prompts and prints what came out.
 
 usage: vllm_run.py, a JSON object on standard input:
-    model: folder. prompts: lists of ids, run one after the other. count: new tokens of each.
+    model: folder. prompts: run one after the other; lists of ids, or objects of ids, salt, kv (the
+    request's kv_transfer_params) and reset ("own": vLLM's prefix cache is emptied before, "both":
+    the connector is reset, too). count: new tokens of each.
     connector: kv_connector_extra_config, or null. executor: "mp" = the worker is a process.
     options: further arguments of vllm.LLM. events: whether KV events are published.
 The last line of standard output is a JSON object: answers (ids), cached (for each prompt the tokens
@@ -44,6 +46,24 @@ def _engine(load: dict[str, Any]) -> Any:
     )
 
 
+def _answer(engine: Any, asked: dict[str, Any], count: int) -> Any:
+    import vllm
+
+    sampling = vllm.SamplingParams(
+        temperature=0,
+        max_tokens=count,
+        min_tokens=count,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": asked["kv"]} if "kv" in asked else None,
+    )
+    prompt = {"prompt_token_ids": asked["ids"]}
+    if "salt" in asked:
+        prompt["cache_salt"] = asked["salt"]
+    (output,) = engine.generate([prompt], sampling, use_tqdm=False)
+    return output
+
+
 def _publish_to(engine: Any, published: list[dict[str, Any]]) -> None:
     """What vLLM's scheduler would send to routers goes into the list."""
 
@@ -70,22 +90,16 @@ def main() -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    import vllm
-
     engine = _engine(load)
     published: list[dict[str, Any]] = []
     if load.get("events"):
         _publish_to(engine, published)
-    sampling = vllm.SamplingParams(
-        temperature=0,
-        max_tokens=load["count"],
-        min_tokens=load["count"],
-        ignore_eos=True,
-        detokenize=False,
-    )
     answers, cached = [], []
     for prompt in load["prompts"]:
-        (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        asked = {"ids": prompt} if isinstance(prompt, list) else prompt
+        if "reset" in asked:
+            assert engine.reset_prefix_cache(reset_connector=asked["reset"] == "both")
+        output = _answer(engine, asked, load["count"])
         answers.append(list(output.outputs[0].token_ids))
         cached.append(output.num_cached_tokens)
     metrics = {
