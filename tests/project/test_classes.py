@@ -15,7 +15,7 @@ METHODS_MAX = 60
 # The engine's interface alone has 25 calls.
 METHODS_OF_ENGINE = {"EngineImpl": 66}
 # What is reached in kv. A class that gets smaller gets a smaller limit.
-METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 40, "StateHistory": 59}
+METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 40, "StateHistory": 44}
 METHODS_OF = METHODS_OF_KV | METHODS_OF_ENGINE
 MEMBERS_OF_KV = {"PagedKVCache": 15}
 

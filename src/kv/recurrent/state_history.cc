@@ -15,56 +15,13 @@ Status NeedsReplay(const char* call, int64_t seq_id, int64_t position, int64_t f
                                               " and run the tokens from there again");
 }
 
-Status NoFreeSlots(const ControlCall& call, const char* what, int64_t needed,
-                   const SlotPool& pool) {
-  return Status(StatusCode::kOutOfPages,
-                std::string(call.name()) + ": needs " + std::to_string(needed) + " " + what +
-                    ", of " + std::to_string(pool.slot_count()) + " are free " +
-                    std::to_string(pool.free_count()) + "; remove or pop sequences");
-}
-
-// The most that one call adds, of states or of blocks of inputs: each sequence has one at its end,
-// and `more_max` before it. Sequences share the rows: the first of those takes two of them (one
-// before the border, one behind it), each further one an interval. So the small ones first, as many
-// as there may be.
-int64_t AddedMax(const StateHistoryOptions& options, int64_t rows_max, int64_t more_max) {
-  if (options.keep.interval == 0) return options.max_num_sequences * (more_max + 1);
-  const int64_t ends = std::min(options.max_num_sequences, rows_max);
-  if (more_max == 0) return ends;
-  const int64_t firsts = std::min(ends, rows_max - ends);
-  const int64_t others = (rows_max - ends - firsts) / options.keep.interval;
-  return ends + firsts + std::min(firsts * (more_max - 1), others);
-}
-
 }  // namespace
-
-int64_t StateSlotCount(const StateHistoryOptions& options) {
-  if (options.slot_count != 0) return options.slot_count + options.max_tree_slots;
-  // Before the forward: history and checkpoints.
-  const int64_t checkpoints = options.keep.recent + options.keep.thinned;
-  return options.max_num_sequences * (options.keep.history + checkpoints) +
-         AddedMax(options, options.max_rows, checkpoints) + options.max_loads +
-         options.max_retained_slots + options.max_tree_slots;
-}
-
-int64_t InputBlockCount(const StateHistoryOptions& options) {
-  if (options.keep.interval == 0) return 0;
-  // Inputs since the oldest recent checkpoint lie in one block more than there are such. A commit
-  // of trees adds those of the accepted nodes.
-  const int64_t for_inputs =
-      options.max_num_sequences * (options.keep.recent + 1) +
-      AddedMax(options, std::max(options.max_rows, options.max_tree_slots), options.keep.recent);
-  if (options.max_tree_slots == 0) return for_inputs;
-  // Each tree's last block may hold a single node.
-  return for_inputs + options.max_tree_slots / options.keep.interval +
-         std::min(options.max_num_sequences, options.max_tree_slots);
-}
 
 StateHistory::StateHistory(const StateHistoryOptions& options)
     : options_(options),
       control_(options.max_num_sequences),
       tracks_(options.keep, StateSlotCount(options), InputBlockCount(options)),
-      batch_(options.keep, tracks_) {}
+      forwards_(options_, control_, tracks_) {}
 
 // ---------------------------------------------------------------------- queries
 
@@ -74,6 +31,11 @@ Result<int64_t> StateHistory::Length(const char* call, int64_t seq_id) const {
     if (in_forward() && member.index == index && !member.is_tree) return member.end();
   }
   return tracks_[index].length + tracks_[index].tree.size();
+}
+
+Result<int64_t> StateHistory::TreeSize(const char* call, int64_t seq_id) const {
+  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
+  return tracks_[index].tree.size();
 }
 
 Result<int64_t> StateHistory::ReplayStart(int64_t seq_id, int64_t position) const {
@@ -107,17 +69,23 @@ Result<int32_t> StateHistory::SlotAt(const char* call, int64_t seq_id, int64_t p
 }
 
 int64_t StateHistory::memory_bytes() const {
-  return tracks_.memory_bytes() + batch_.memory_bytes() +
-         static_cast<int64_t>(tree_depths_.capacity() * sizeof(int32_t)) + child_.memory_bytes() +
-         loaded_.memory_bytes();
+  return tracks_.memory_bytes() + forwards_.memory_bytes() + child_.memory_bytes();
 }
 
 // ---------------------------------------------------------------------- planning
 
 Status StateHistory::Plan(const ControlCall& call) {
-  call_ = call;
+  kind_ = call.kind;
   replay_ = {};
+  if (StateForwards::Takes(call.kind)) return forwards_.Plan(call);
+  call_ = call;
   switch (call.kind) {
+    case ControlCall::Kind::kBegin:
+    case ControlCall::Kind::kBeginTree:
+    case ControlCall::Kind::kEnd:
+    case ControlCall::Kind::kAbort:
+    case ControlCall::Kind::kCommitTree:
+      break;
     case ControlCall::Kind::kClear:
       return Status();
     case ControlCall::Kind::kAdd:
@@ -130,23 +98,14 @@ Status StateHistory::Plan(const ControlCall& call) {
       return PlanPop(call);
     case ControlCall::Kind::kRetain:
       return PlanRetain(call);
-    case ControlCall::Kind::kBegin:
-      return PlanBegin(call);
-    case ControlCall::Kind::kEnd:
-      QUIRE_RETURN_IF_ERROR(RequireForward(call.name()));
-      if (options_.keep.interval > 0) return Status();
-      for (StateMember& member : batch_.members()) batch_.PlanKept(member);
-      return Status();
-    case ControlCall::Kind::kAbort:
-      return RequireForward(call.name());
-    case ControlCall::Kind::kBeginTree:
-      return PlanBeginTree(call);
-    case ControlCall::Kind::kCommitTree:
-      return PlanCommitTree(call);
     case ControlCall::Kind::kImport:
       return PlanImport(call);
   }
   return Status();
+}
+
+Status StateHistory::RequireCommitted(const ControlCall& call, int32_t index) const {
+  return RequireNoTree(call.name(), table()[index].id, tracks_[index].tree.size());
 }
 
 void StateHistory::ReserveSequence() {
@@ -259,81 +218,17 @@ Status StateHistory::PlanImport(const ControlCall& call) {
   return Status();
 }
 
-Status StateHistory::PlanBegin(const ControlCall& call) {
-  QUIRE_RETURN_IF_ERROR(control_.CheckBatch(call.name(), call.seq_ids, call.append_lengths));
-  control_.StartPlanning();
-  batch_.Start(call.seq_ids.size());
-  std::span<const LayerLoad> loads = call.loads;
-  Status status;
-  for (size_t i = 0; i < call.seq_ids.size() && status.ok(); ++i)
-    status = PlanMember(call, i, TakeLoad(call.seq_ids[i], loads));
-  if (status.ok()) status = RequireNoLoadLeft(call.name(), loads);
-  if (status.ok()) status = CheckRoomForBatch();
-  if (!status.ok()) batch_.Drop();
-  return status;
-}
-
-// `member` goes on behind what it loads, as if it had been imported before.
-Status StateHistory::StartLoad(const ControlCall& call, const LayerLoad& load,
-                               StateMember& member) {
-  QUIRE_RETURN_IF_ERROR(CheckLoad(call.name(), load));
-  QUIRE_RETURN_IF_ERROR(
-      CheckPositions(call.name(), load.seq_id, member.base, member.row_count, load.tokens));
-  member.base += load.tokens;
-  member.imported = load.tokens;
-  member.source = load.source;
-  member.current = -1;
-  loaded_.length = loaded_.input_start = member.base;
-  loaded_.records.assign(1, {.position = member.base, .ends_forward = true, .checkpoint = true});
-  return Status();
-}
-
-Result<int32_t> StateHistory::CheckMember(const ControlCall& call, int64_t seq_id,
-                                          int64_t row_count) {
-  const int32_t index = table().Find(seq_id);
-  QUIRE_RETURN_IF_ERROR(control_.CheckMember(call.name(), seq_id, index));
-  QUIRE_RETURN_IF_ERROR(CheckRowCount(call.name(), seq_id, row_count));
-  QUIRE_RETURN_IF_ERROR(CheckPositions(call.name(), seq_id, tracks_[index].length, row_count, 0));
-  if (row_count <= kPositionsMax - batch_.row_count()) return index;
-  return Status(StatusCode::kTooLarge,
-                std::string(call.name()) + ": with the " + std::to_string(row_count) +
-                    " tokens of sequence " + std::to_string(seq_id) +
-                    " the batch has 2^31 rows or more; append them in several forwards");
-}
-
-Status StateHistory::PlanMember(const ControlCall& call, size_t i, const LayerLoad* load) {
-  const int64_t row_count = call.append_lengths[i];
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, call.seq_ids[i], row_count));
-  QUIRE_RETURN_IF_ERROR(RequireCommitted(call, index));
-  StateTrack& track = tracks_[index];
-  StateMember& member = batch_.Next(index, row_count);
-  if (load != nullptr) QUIRE_RETURN_IF_ERROR(StartLoad(call, *load, member));
-  const StateTrack& from = load == nullptr ? track : loaded_;
-  batch_.PlanCheckpoints(from, member);
-  batch_.PlanBlocks(from, member);
-  if (load != nullptr) member.pending.insert(member.pending.begin(), loaded_.records.front());
-  ReserveGrowing(track.records, track.records.size() + member.pending.capacity());
-  control_.Name(index);
-  batch_.Add(member);
-  return Status();
-}
-
-Status StateHistory::CheckRoomForBatch() const {
-  const int64_t needed = batch_.SlotsNeeded();
-  if (needed > slots().free_count()) return NoFreeSlots(call_, "slots for states", needed, slots());
-  return CheckRoomForInputs();
-}
-
-Status StateHistory::CheckRoomForInputs() const {
-  const int64_t needed = batch_.BlocksNeeded();
-  if (needed <= blocks().free_count()) return Status();
-  return NoFreeSlots(call_, "blocks for inputs", needed, blocks());
-}
-
 // ---------------------------------------------------------------------- committing
 
 ControlCall::Kind StateHistory::Commit() noexcept {
-  switch (call_.kind) {
+  switch (kind_) {
+    case ControlCall::Kind::kBegin:
+    case ControlCall::Kind::kBeginTree:
+    case ControlCall::Kind::kEnd:
+    case ControlCall::Kind::kAbort:
+    case ControlCall::Kind::kCommitTree:
+      forwards_.Commit();
+      break;
     case ControlCall::Kind::kClear:
       ClearAll();
       break;
@@ -353,41 +248,18 @@ ControlCall::Kind StateHistory::Commit() noexcept {
     case ControlCall::Kind::kRetain:
       CommitRetain();
       break;
-    case ControlCall::Kind::kBegin:
-      control_.OpenForward();
-      batch_.TakeSlots();
-      batch_.TakeBlocks();
-      break;
-    case ControlCall::Kind::kEnd:
-      CommitEnd();
-      break;
-    case ControlCall::Kind::kAbort:
-      CommitAbort();
-      break;
-    case ControlCall::Kind::kBeginTree:
-      CommitBeginTree();
-      break;
-    case ControlCall::Kind::kCommitTree:
-      CommitTrees();
-      break;
     case ControlCall::Kind::kImport:
       CommitImport();
       break;
   }
-  return call_.kind;
+  return kind_;
 }
 
 void StateHistory::Drop() noexcept {
   if (replay_.needed) slots().Release(replay_.to_slot);
   replay_ = {};
   if (import_slot_ >= 0) slots().Release(std::exchange(import_slot_, -1));
-  if (call_.kind == ControlCall::Kind::kCommitTree) {
-    for (size_t m = batch_.members().size(); m-- > 0;) batch_.ReleaseBlocks(batch_.members()[m]);
-  }
-  const bool opens = call_.kind == ControlCall::Kind::kBegin ||
-                     call_.kind == ControlCall::Kind::kBeginTree ||
-                     call_.kind == ControlCall::Kind::kCommitTree;
-  if (opens) batch_.Drop();
+  if (StateForwards::Takes(kind_)) forwards_.Drop();
 }
 
 void StateHistory::FinishCut(StateTrack& track) noexcept {
@@ -439,180 +311,20 @@ void StateHistory::CommitImport() noexcept {
                            .checkpoint = keeps_inputs});
 }
 
-void StateHistory::CommitEnd() noexcept {
-  control_.CloseForward();
-  for (StateMember& member : batch_.members()) {
-    if (!member.is_tree) batch_.End(member);
-  }
-  batch_.Drop();
-}
-
-// In the reverse order of the commit that opened it, so that slots come back to the free list as
-// they left it.
-void StateHistory::CommitAbort() noexcept {
-  control_.CloseForward();
-  for (size_t m = batch_.members().size(); m-- > 0;) {
-    const StateMember& member = batch_.members()[m];
-    StateTree& tree = tracks_[member.index].tree;
-    if (member.is_tree) tracks_.DropNodes(tree, tree.size() - member.row_count);
-    batch_.ReleaseBlocks(member);
-    batch_.ReleaseSlots(member);
-  }
-  batch_.Drop();
-}
-
 void StateHistory::ClearAll() noexcept {
-  if (in_forward()) CommitAbort();
+  forwards_.Clear();
   for (size_t i = 0; i < table().entries().size(); ++i) {
     if (table().entries()[i].id >= 0) ReleaseTrack(static_cast<int32_t>(i));
   }
   control_.Clear();
   tracks_.Clear();
-  batch_.Clear();
-  FreeAll(tree_depths_);
   child_ = {};
-  loaded_ = {};
 }
 
 void StateHistory::ReleaseTrack(int32_t index) noexcept {
   StateTrack& track = tracks_[index];
   tracks_.DropNodes(track.tree, 0);
   tracks_.Release(track, table()[index].retained);
-}
-
-// ---------------------------------------------------------------------- token trees
-
-Result<int64_t> StateHistory::TreeSize(const char* call, int64_t seq_id) const {
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
-  return tracks_[index].tree.size();
-}
-
-Status StateHistory::RequireCommitted(const ControlCall& call, int32_t index) const {
-  return RequireNoTree(call.name(), table()[index].id, tracks_[index].tree.size());
-}
-
-Status StateHistory::PlanBeginTree(const ControlCall& call) {
-  QUIRE_RETURN_IF_ERROR(control_.CheckBatch(call.name(), call.seq_ids, call.append_lengths));
-  control_.StartPlanning();
-  batch_.Start(call.seq_ids.size());
-  tree_depths_.clear();
-  NodeParents parents(call.name(), call.parents);
-  Status status;
-  for (size_t i = 0; i < call.seq_ids.size() && status.ok(); ++i) {
-    const auto of_member = parents.Take(call.seq_ids[i], call.append_lengths[i]);
-    status = of_member.ok() ? PlanTreeMember(call, i, *of_member) : of_member.status();
-  }
-  if (status.ok()) status = parents.RequireNoneLeft();
-  if (status.ok()) status = CheckRoomForNodes();
-  if (!status.ok()) batch_.Drop();
-  return status;
-}
-
-Status StateHistory::PlanTreeMember(const ControlCall& call, size_t i,
-                                    std::span<const int64_t> parents) {
-  const int64_t seq_id = call.seq_ids[i];
-  const int64_t count = call.append_lengths[i];
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, CheckMember(call, seq_id, count));
-  StateTree& tree = tracks_[index].tree;
-  QUIRE_RETURN_IF_ERROR(
-      CheckTreeSize(call.name(), seq_id, tree.size(), count, options_.max_tree_size));
-  QUIRE_RETURN_IF_ERROR(AddDepths(call.name(), seq_id, tree.depths, parents, tree_depths_));
-  const size_t size = static_cast<size_t>(tree.size() + count);
-  ReserveGrowing(tree.parents, size);
-  ReserveGrowing(tree.depths, size);
-  ReserveGrowing(tree.slots, size);
-  ReserveGrowing(tree.blocks, static_cast<size_t>(BlocksOfNodes(static_cast<int64_t>(size),
-                                                                options_.keep.interval)));
-  StateMember& member = batch_.Next(index, count);
-  member.is_tree = true;
-  control_.Name(index);
-  batch_.Add(member);
-  return Status();
-}
-
-Status StateHistory::CheckRoomForNodes() const {
-  int64_t needed = 0;
-  for (const StateMember& member : members()) {
-    const int64_t size = tracks_[member.index].tree.size();
-    needed += BlocksOfNodes(size + member.row_count, options_.keep.interval) -
-              BlocksOfNodes(size, options_.keep.interval);
-  }
-  if (row_count() > options_.max_tree_slots - tracks_.node_count()) {
-    return Status(StatusCode::kOutOfPages,
-                  std::string(call_.name()) + ": " + std::to_string(row_count()) +
-                      " new nodes beside " + std::to_string(tracks_.node_count()) +
-                      " uncommitted ones are more than max_tree_slots, " +
-                      std::to_string(options_.max_tree_slots) + "; commit trees first");
-  }
-  if (row_count() > slots().free_count())
-    return NoFreeSlots(call_, "slots for states", row_count(), slots());
-  if (needed > blocks().free_count())
-    return NoFreeSlots(call_, "blocks for inputs", needed, blocks());
-  return Status();
-}
-
-void StateHistory::CommitBeginTree() noexcept {
-  control_.OpenForward();
-  for (const StateMember& member : members()) {
-    StateTree& tree = tracks_[member.index].tree;
-    for (int64_t row = member.first_row; row < member.first_row + member.row_count; ++row) {
-      tracks_.AddNode(tree, static_cast<int32_t>(call_.parents[static_cast<size_t>(row)]),
-                      tree_depths_[static_cast<size_t>(row)]);
-    }
-  }
-}
-
-// As a forward of the accepted tokens, whose states and inputs are there already.
-Status StateHistory::PlanCommitTree(const ControlCall& call) {
-  QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call.name()));
-  QUIRE_RETURN_IF_ERROR(CheckLeafCount(call.name(), call.seq_ids, call.leaves));
-  control_.StartPlanning();
-  batch_.Start(call.seq_ids.size());
-  Status status;
-  for (size_t i = 0; i < call.seq_ids.size() && status.ok(); ++i) status = PlanLeaf(call, i);
-  if (status.ok()) status = CheckRoomForInputs();
-  if (!status.ok()) {
-    batch_.Drop();
-    return status;
-  }
-  batch_.TakeBlocks();  // now, so that the owner can copy inputs there before the commit
-  return Status();
-}
-
-Status StateHistory::PlanLeaf(const ControlCall& call, size_t i) {
-  const int64_t seq_id = call.seq_ids[i];
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call.name(), seq_id));
-  QUIRE_RETURN_IF_ERROR(control_.NameOnce(call.name(), index));
-  StateTrack& track = tracks_[index];
-  const StateTree& tree = track.tree;
-  const int64_t leaf = call.leaves[i];
-  QUIRE_RETURN_IF_ERROR(CheckLeaf(call.name(), seq_id, tree.size(), leaf));
-  const int64_t count = leaf < 0 ? 0 : tree.depths[static_cast<size_t>(leaf)] + 1;
-  StateMember& member = batch_.Next(index, count);
-  member.is_tree = true;
-  batch_.Add(member);
-  if (count == 0) return Status();
-  member.path.reserve(static_cast<size_t>(count));
-  FillPath(tree.parents, leaf, member.path);
-  batch_.PlanCheckpoints(track, member);
-  batch_.PlanBlocks(track, member);
-  if (options_.keep.interval == 0) batch_.PlanKept(member);
-  ReserveGrowing(track.records, track.records.size() + member.pending.size());
-  return Status();
-}
-
-void StateHistory::CommitTrees() noexcept {
-  for (StateMember& member : batch_.members()) {
-    StateTree& tree = tracks_[member.index].tree;
-    for (StateRecord& record : member.pending) {
-      const int32_t node = member.path[static_cast<size_t>(record.position - member.base - 1)];
-      record.slot = tree.slots[static_cast<size_t>(node)];
-      slots().Hold(record.slot);
-    }
-    if (member.row_count > 0) batch_.End(member);
-    tracks_.DropNodes(tree, 0);
-  }
-  batch_.Drop();
 }
 
 // ---------------------------------------------------------------------- digest and invariants

@@ -1,5 +1,6 @@
-// StateHistory: which sequences a recurrent state has, where each one's states are held, and what a
-// forward adds to them. It knows slots by number; their bytes belong to its owner.
+// StateHistory: which sequences a recurrent state has and where each one's states are held. What
+// forwards and commits of trees add to them is StateForwards' business. Both know slots by number;
+// their bytes belong to its owner.
 //
 // A sequence is its records, ascending by position; the last one is at its length (a sequence of
 // length 0 has none: its state is the initial one). With a checkpoint interval it also has input
@@ -26,6 +27,8 @@
 #include "kv/pages/slot_pool.h"
 #include "kv/pages/token_tree.h"
 #include "kv/recurrent/state_batch.h"
+#include "kv/recurrent/state_forwards.h"
+#include "kv/recurrent/state_history_options.h"
 #include "kv/recurrent/state_tracks.h"
 #include "quire/recurrent_state.h"
 #include "quire/status.h"
@@ -42,21 +45,6 @@ struct ReplayPlan {
   int32_t block = -1;  // which holds them all
 };
 
-struct StateHistoryOptions {
-  int64_t max_num_sequences = 0;
-  int64_t max_retained_slots = 0;
-  int64_t slot_count = 0;      // 0: so many that every forward finds room
-  int64_t max_tree_size = 0;   // nodes of a sequence
-  int64_t max_tree_slots = 0;  // nodes of all sequences; slots and blocks beside the others
-  int64_t max_rows = 0;        // of a forward, where checkpoints have an interval
-  int64_t max_loads = 0;       // members of a forward that load
-  KeepPolicy keep;
-};
-
-// Slots for states, and blocks for inputs: as many as every forward finds room in.
-int64_t StateSlotCount(const StateHistoryOptions& options);
-int64_t InputBlockCount(const StateHistoryOptions& options);
-
 class StateHistory {
  public:
   explicit StateHistory(const StateHistoryOptions& options);
@@ -69,12 +57,11 @@ class StateHistory {
   const StateTrack& track(int32_t index) const { return tracks_[index]; }
 
   bool in_forward() const { return control_.in_forward(); }
-  // The members and rows of the open forward; after a planned kBegin, those that its commit will
-  // open.
-  const StateBatch& batch() const { return batch_; }
-  StateBatch& batch() { return batch_; }
-  int64_t row_count() const { return batch_.row_count(); }
-  std::span<const StateMember> members() const { return batch_.members(); }
+  // The members and rows of the open or planned forward (StateForwards::batch).
+  const StateBatch& batch() const { return forwards_.batch(); }
+  StateBatch& batch() { return forwards_.batch(); }
+  int64_t row_count() const { return batch().row_count(); }
+  std::span<const StateMember> members() const { return batch().members(); }
 
   // PlannedState's. An import makes a sequence longer whose earlier states it forgets: the one at
   // its new end, which the owner writes before the commit, is all that is held. After Plan of a
@@ -112,28 +99,13 @@ class StateHistory {
   Status PlanCut(const ControlCall& call, const StateTrack& track, int64_t position);
   Status PlanRetain(const ControlCall& call);
   Status PlanImport(const ControlCall& call);
-  Status PlanBegin(const ControlCall& call);
-  Status PlanMember(const ControlCall& call, size_t i, const LayerLoad* load);
-  Status StartLoad(const ControlCall& call, const LayerLoad& load, StateMember& member);
-  Status CheckRoomForBatch() const;
-  Status CheckRoomForInputs() const;
   Status RequireCommitted(const ControlCall& call, int32_t index) const;
-  Status PlanBeginTree(const ControlCall& call);
-  Status PlanTreeMember(const ControlCall& call, size_t i, std::span<const int64_t> parents);
-  Status PlanCommitTree(const ControlCall& call);
-  Status PlanLeaf(const ControlCall& call, size_t i);
-  Status CheckRoomForNodes() const;
-  void CommitBeginTree() noexcept;
-  void CommitTrees() noexcept;
-  Result<int32_t> CheckMember(const ControlCall& call, int64_t seq_id, int64_t row_count);
 
   void ReserveSequence();
   void CommitFork() noexcept;
   void CommitPop() noexcept;
   void CommitRetain() noexcept;
   void CommitImport() noexcept;
-  void CommitEnd() noexcept;
-  void CommitAbort() noexcept;
   void ClearAll() noexcept;
   // Cuts a track, of which the records and blocks behind the cut are no longer held, to position_.
   void FinishCut(StateTrack& track) noexcept;
@@ -144,16 +116,15 @@ class StateHistory {
   const StateHistoryOptions options_;
   SequenceControl control_;
   StateTracks tracks_;
-  StateBatch batch_;
-  std::vector<int32_t> tree_depths_;  // of a planned kBeginTree: [row]
+  StateForwards forwards_;
 
   // What Plan has found, for Commit.
-  ControlCall call_;
+  ControlCall::Kind kind_ = ControlCall::Kind::kClear;
+  ControlCall call_;  // if it is not of forwards_
   int32_t index_ = -1;
   int64_t position_ = 0;
   StateCut cut_;
-  StateTrack child_;   // of a fork
-  StateTrack loaded_;  // what the member that is planned goes on from
+  StateTrack child_;  // of a fork
   ReplayPlan replay_;
   int32_t import_slot_ = -1;
 };
