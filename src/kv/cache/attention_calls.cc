@@ -176,6 +176,7 @@ Status AttentionCalls::AppendRows(const AttentionCall& call, const HeadRows& k, 
 
 void AttentionCalls::StoreRows(int64_t index, const HeadRows& k, const HeadRows& v,
                                const RotaryRows& rotary) noexcept {
+  QUIRE_DCHECK(kv_.control.in_forward()) << "layer " << index;
   const GroupPlan& plan = owners_.plan.group(kv_.group_of(index));
   const AppendArgs args{.pages = kv_.storage->layer(index),
                         .row_count = owners_.plan.row_count(),
@@ -234,6 +235,7 @@ void AttentionCalls::RunKernel(int64_t index, AttentionArgs args, const TensorVi
   args.lse_row_stride = lse == nullptr ? 0 : lse->stride(0);
   args.row_count = owners_.blending.is_open() ? std::ssize(owners_.blending.queries().rows())
                                               : owners_.plan.row_count();
+  QUIRE_DCHECK(args.row_count > 0) << "layer " << index << " attends to nothing";
   args.scratch = scratch_.Take();
   backend_.attention(args, *kv_.options.runner);
   owners_.steps.SetAttended(index);

@@ -108,6 +108,7 @@ Status ForwardCalls::BeginBlending(std::span<const int64_t> seq_ids,
   QUIRE_RETURN_IF_ERROR(planner_.Plan(call, seq_ids, append_lengths, loads, plan));
   QUIRE_RETURN_IF_ERROR(owners_.blending.Plan(call, blends, plan));
   QUIRE_RETURN_IF_ERROR(kv_.CheckPages(call, plan.page_counts));
+  QUIRE_DCHECK(!plan.members.empty()) << "a batch without members was planned";
   const ForwardMember& last = plan.members.back();
   Reserve(QueryPlan::SequenceCountMax(last.first_row + last.row_count(), std::ssize(plan.members)));
   owners_.blending.Reserve(blends);
@@ -131,12 +132,15 @@ void ForwardCalls::CommitBegin() noexcept {
   ForwardPlan& plan = owners_.plan;
   plan.ClearArrays();
   const size_t group_count = kv_.groups.size();
+  QUIRE_DCHECK(plan.group_appends.size() == plan.members.size() * group_count);
   const GroupAppend* appends = plan.group_appends.data();
   for (ForwardMember& member : plan.members) {
     const std::span<const GroupAppend> groups(appends, group_count);
     appends += group_count;
     if (member.appends() && !member.append.extends) kv_.tree.hidden().Unhide(member.sequence);
     member.last = member.appends() ? kv_.tree.Append(member.append, groups) : member.append.last;
+    QUIRE_DCHECK(kv_.tree.End(member.last) == member.append.length + member.append.count)
+        << "sequence " << member.id;
     kv_.control[member.sequence].last = member.last;
     if (member.is_tree()) owners_.trees.AddNodes(plan, member, groups);
   }
@@ -154,6 +158,7 @@ void ForwardCalls::CommitRepeated() noexcept {
     kv_.control.StartPlanning();
     for (const ForwardMember& member : owners_.plan.members) kv_.control.Name(member.sequence);
   }
+  QUIRE_DCHECK(!owners_.plan.members.empty()) << "there is no forward to repeat";
   owners_.plan.Repeat(kv_.tree);
   ++repeated_count_;
   kv_.tree.DeferMerges();
@@ -192,6 +197,7 @@ Status ForwardCalls::LoadSkippedLayers(const ControlCall& call) {
 void ForwardCalls::FillSkippedLayers() noexcept {
   for (int64_t layer = 0; layer < owners_.steps.count(); ++layer) {
     if (!owners_.steps.appended(layer)) owners_.attention.StoreZeros(layer);
+    QUIRE_DCHECK(owners_.steps.appended(layer)) << "layer " << layer;
   }
 }
 
@@ -226,6 +232,7 @@ void ForwardCalls::RollBack() noexcept {
     BlockIndex& last = kv_.control[member.sequence].last;
     kv_.tree.hidden().Unhide(member.sequence);
     last = kv_.tree.UndoAppend(member.append, last);
+    QUIRE_DCHECK(kv_.tree.End(last) == member.append.length) << "sequence " << member.id;
     owners_.windows.UpdateHidden(member.sequence);
   }
   kv_.tree.RunDeferredMerges();

@@ -189,6 +189,7 @@ void SequenceCalls::CommitPop() noexcept {
     owners_.windows.MoveEnd(sequence, end, &sequence);
     owners_.windows.UpdateHidden(index_);
   }
+  QUIRE_DCHECK(kv_.CommittedLength(sequence) == end) << "sequence " << sequence.id;
   FreeUnseen();
 }
 

@@ -148,7 +148,10 @@ int64_t StateBatch::BlocksNeeded() const {
 
 void StateBatch::TakeSlots() noexcept {
   for (StateMember& member : members()) {
-    for (StateRecord& record : member.pending) record.slot = tracks_.slots().Take();
+    for (StateRecord& record : member.pending) {
+      QUIRE_DCHECK(record.slot < 0) << "position " << record.position << " has a slot already";
+      record.slot = tracks_.slots().Take();
+    }
   }
 }
 
@@ -169,6 +172,7 @@ void StateBatch::ReleaseBlocks(const StateMember& member) noexcept {
 }
 
 void StateBatch::End(StateMember& member) noexcept {
+  QUIRE_DCHECK(!member.pending.empty() && member.pending.back().position == member.end());
   tracks_.End(tracks_[member.index], {.length = member.end(),
                                       .input_start = member.input_start,
                                       .pending = member.pending,
@@ -231,6 +235,8 @@ int32_t StateBatch::AddCheckpoint(const RowPlace& place) noexcept {
     return record.position > place.position;
   });
   QUIRE_DCHECK(pending.size() < pending.capacity()) << "no room was reserved";
+  QUIRE_DCHECK(place.position > members_[place.member].base &&
+               place.position < members_[place.member].end());
   const int32_t slot = tracks_.slots().Take();
   pending.insert(behind, {.position = place.position, .slot = slot, .checkpoint = true});
   return slot;

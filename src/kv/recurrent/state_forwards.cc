@@ -88,6 +88,7 @@ void StateForwards::Drop() noexcept {
   const bool ends =
       call_.kind == ControlCall::Kind::kEnd || call_.kind == ControlCall::Kind::kAbort;
   if (ends) return;
+  QUIRE_DCHECK(!control_.in_forward()) << "the open forward has the batch";
   if (call_.kind == ControlCall::Kind::kCommitTree) {
     for (size_t m = batch_.members().size(); m-- > 0;) batch_.ReleaseBlocks(batch_.members()[m]);
   }
@@ -170,6 +171,7 @@ Status StateForwards::CheckRoomForInputs() const {
 }
 
 void StateForwards::CommitBegin() noexcept {
+  QUIRE_DCHECK(batch_.row_count() > 0) << "a batch without rows was planned";
   control_.OpenForward();
   batch_.TakeSlots();
   batch_.TakeBlocks();
@@ -269,6 +271,7 @@ Status StateForwards::CheckRoomForNodes() const {
 }
 
 void StateForwards::CommitBeginTree() noexcept {
+  QUIRE_DCHECK(std::ssize(tree_depths_) == batch_.row_count());
   control_.OpenForward();
   for (const StateMember& member : members()) {
     StateTree& tree = tracks_[member.index].tree;
@@ -321,7 +324,9 @@ Status StateForwards::PlanLeaf(const ControlCall& call, size_t i) {
 void StateForwards::CommitTrees() noexcept {
   for (StateMember& member : batch_.members()) {
     StateTree& tree = tracks_[member.index].tree;
+    QUIRE_DCHECK(member.row_count == 0 || std::ssize(member.path) == member.row_count);
     for (StateRecord& record : member.pending) {
+      QUIRE_DCHECK(record.position > member.base && record.position <= member.end());
       const int32_t node = member.path[static_cast<size_t>(record.position - member.base - 1)];
       record.slot = tree.slots[static_cast<size_t>(node)];
       tracks_.slots().Hold(record.slot);
