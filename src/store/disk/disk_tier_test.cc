@@ -409,6 +409,20 @@ TEST_F(DiskTierTest, AnotherProcessPutsAndRemoves) {
   EXPECT_LE(directory.ChunkFiles().size(), 3u);
 }
 
+// The sum in the lock file tells a process of files that it has not seen.
+TEST_F(DiskTierTest, TheQuotaCountsFilesThatOnlyAnotherProcessKnows) {
+  const auto chain = TestChain(3);
+  const int64_t bytes = chain[0].stored->header().total_bytes;
+  const auto mine = Open(MakeSetup(3 * bytes));
+  const auto theirs = Open(MakeSetup(3 * bytes));
+  (void)theirs->Write(WritesOf(chain), kNever);
+  EXPECT_EQ(mine->Usage().bytes, 0);
+  for (const TestChunk& chunk : TestChain(2, 4)) {
+    EXPECT_TRUE(Put(*mine, chunk).ok());
+    EXPECT_EQ(directory.ChunkFiles().size(), 3u);
+  }
+}
+
 TEST_F(DiskTierTest, AScanLearnsWhatOthersDid) {
   const auto chain = TestChain(3);
   const auto mine = Open();
