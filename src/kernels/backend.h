@@ -246,13 +246,15 @@ struct QuantisedLinear {
   int64_t n = 0, k = 0;         // k: a multiple of BlockInputs(format)
   const void* data = nullptr;   // PackedQuantisedBytes() of it, 64-byte aligned
   const float* bias = nullptr;  // [n] or null
+  // [k] or null: input i of the weights is x[input_order[i]]; a permutation.
+  const int32_t* input_order = nullptr;
 };
 
 // y = x W^T + bias, the row's x quantised in groups of 32 inputs, products inside a group summed as
 // integers, groups added left to right (docs/exactness.md): the same bits on every path.
 struct QuantisedLinearArgs {
-  // Matrices of one k, at least one; their outputs stand side by side in y. A row is quantised once
-  // for all of them.
+  // Matrices of one k and one input_order, at least one; their outputs stand side by side in y. A
+  // row is quantised once for all of them.
   std::span<const QuantisedLinear> parts;
   int64_t row_count = 0;
   const float* x = nullptr;  // [row][k], row stride x_stride

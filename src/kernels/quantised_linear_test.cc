@@ -60,12 +60,17 @@ struct Data {
 };
 
 std::vector<float> RunKernel(const Backend& backend, const Case& c, const Data& data,
-                             ParallelRunner& runner) {
+                             ParallelRunner& runner, const int32_t* input_order = nullptr) {
   const HostMemory packed = HostMemory::Allocate(PackedQuantisedBytes(c.format, c.n, c.k)).value();
   PackQuantised(c.format, data.weights.data(), c.n, c.k, 0, packed.data(), runner);
   const HostMemory scratch = DirtyMemory(backend.quantised_scratch_bytes(c.rows, c.k));
   std::vector<float> y(static_cast<size_t>(c.rows * c.n), kNaN);
-  const QuantisedLinear w{c.format, c.n, c.k, packed.data(), c.bias ? data.bias.data() : nullptr};
+  const QuantisedLinear w{.format = c.format,
+                          .n = c.n,
+                          .k = c.k,
+                          .data = packed.data(),
+                          .bias = c.bias ? data.bias.data() : nullptr,
+                          .input_order = input_order};
   const QuantisedLinearArgs args{.parts = {&w, 1},
                                  .row_count = c.rows,
                                  .x = data.x.data(),
@@ -77,9 +82,10 @@ std::vector<float> RunKernel(const Backend& backend, const Case& c, const Data& 
   return y;
 }
 
-std::vector<float> RunKernel(const Backend& backend, const Case& c, const Data& data) {
+std::vector<float> RunKernel(const Backend& backend, const Case& c, const Data& data,
+                             const int32_t* input_order = nullptr) {
   const auto pool = CreateThreadPool(1).value();
-  return RunKernel(backend, c, data, *pool);
+  return RunKernel(backend, c, data, *pool, input_order);
 }
 
 bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
@@ -114,6 +120,8 @@ TEST_P(QuantisedLinearTest, BitsAreThoseOfTheReferenceForEverySizeAroundTheTiles
       CheckBits({.format = format, .rows = rows, .n = 19, .k = 512, .bias = true});
     }
   }
+  // Runs of 8 groups that end in a part of one.
+  CheckBits({.format = WeightFormat::kI4ZWide, .rows = 13, .n = 33, .k = 896});
   // Rows so long that few of them stay in L2 together.
   CheckBits({.format = WeightFormat::kQ4_0, .rows = 30, .n = 17, .k = 65536});
 }
@@ -187,7 +195,8 @@ TEST_P(QuantisedLinearTest, AccumulatesTheFinishedOutputOnce) {
   const HostMemory scratch = DirtyMemory(backend().quantised_scratch_bytes(c.rows, c.k));
   constexpr int64_t kStride = 30;
   std::vector<float> y(c.rows * kStride, 0.25F);
-  const QuantisedLinear w{c.format, c.n, c.k, packed.data(), data.bias.data()};
+  const QuantisedLinear w{
+      .format = c.format, .n = c.n, .k = c.k, .data = packed.data(), .bias = data.bias.data()};
   backend().quantised_linear({.parts = {&w, 1},
                               .row_count = c.rows,
                               .x = data.x.data(),
@@ -228,8 +237,11 @@ TEST_P(QuantisedLinearTest, SeveralPartsGiveTheBitsOfEach) {
     }
     for (size_t i = 0; i < std::size(cases); ++i) {
       data[i].x = data[0].x;
-      parts.push_back({cases[i].format, cases[i].n, kK, packed[i].data(),
-                       cases[i].bias ? data[i].bias.data() : nullptr});
+      parts.push_back({.format = cases[i].format,
+                       .n = cases[i].n,
+                       .k = kK,
+                       .data = packed[i].data(),
+                       .bias = cases[i].bias ? data[i].bias.data() : nullptr});
     }
     const HostMemory scratch = DirtyMemory(backend().quantised_scratch_bytes(rows, kK));
     for (const int threads : {1, 3}) {
@@ -261,6 +273,22 @@ TEST_P(QuantisedLinearTest, SeveralPartsGiveTheBitsOfEach) {
       }
     }
   }
+}
+
+// Weights whose inputs stand in another order, as quantisers leave them that sort by activations.
+TEST_P(QuantisedLinearTest, InputsAreTakenInTheOrderOfTheWeights) {
+  const Case c{.format = WeightFormat::kI4Z, .rows = 5, .n = 21, .k = 160, .bias = true};
+  const Data data(c);
+  Data shuffled = data;
+  std::vector<int32_t> order;
+  for (int64_t i = 0; i < c.k; ++i) order.push_back(static_cast<int32_t>(i * 7 % c.k));
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t i = 0; i < c.k; ++i) {
+      const auto from = static_cast<size_t>(order[static_cast<size_t>(i)]);
+      shuffled.x[static_cast<size_t>(r * c.k) + from] = data.x[static_cast<size_t>(r * c.k + i)];
+    }
+  }
+  EXPECT_TRUE(SameBits(Expected(c, data), RunKernel(backend(), c, shuffled, order.data())));
 }
 
 TEST_P(QuantisedLinearTest, NoRowsChangeNothing) {

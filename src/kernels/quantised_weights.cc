@@ -1,8 +1,10 @@
 #include "kernels/quantised_weights.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <span>
 
 #include "tensor/half.h"
 
@@ -17,6 +19,7 @@ struct BlockParts {
   uint8_t scales[kSuperGroups]
                 [2];      // kPairs: s, t; kHalves: s of each half, kGroups: s - 32, signed
   uint16_t d = 0, m = 0;  // float16, with kPowerOfTwo bfloat16
+  uint32_t word = 0;      // kWord, kWordWithZero
 };
 
 uint16_t ReadF16(const uint8_t* bytes) { return static_cast<uint16_t>(bytes[0] | bytes[1] << 8); }
@@ -105,6 +108,20 @@ void ReadQ6KBlock(const uint8_t* bytes, BlockParts* parts) {
   parts->d = ReadF16(bytes + 208);
 }
 
+// A word, then the codes of 32 or 128 inputs; 4-bit codes 32 by 32.
+void ReadWordBlock(WeightFormat format, const uint8_t* bytes, BlockParts* parts) {
+  std::memcpy(&parts->word, bytes, sizeof(parts->word));
+  const uint8_t* const codes = bytes + sizeof(parts->word);
+  const int64_t inputs = BlockInputs(format);
+  if (LayoutOf(format).codes == CodeBits::kEight) {
+    std::memcpy(parts->codes, codes, static_cast<size_t>(inputs));
+    return;
+  }
+  for (int64_t i = 0; i < inputs; i += kQuantGroup) {
+    ReadNibbles(codes + i / 2, parts->codes + i, parts->codes + i + 16, 16);
+  }
+}
+
 void ReadBlock(WeightFormat format, const std::byte* block, BlockParts* parts) {
   const auto* const bytes = reinterpret_cast<const uint8_t*>(block);
   parts->d = ReadF16(bytes);
@@ -141,12 +158,24 @@ void ReadBlock(WeightFormat format, const std::byte* block, BlockParts* parts) {
       return ReadQ6KBlock(bytes, parts);
     case WeightFormat::kIQ4_XS:
       return ReadIq4XsBlock(bytes, parts);
+    case WeightFormat::kI8G:
+    case WeightFormat::kI8Z:
+    case WeightFormat::kI4G:
+    case WeightFormat::kI4Z:
+    case WeightFormat::kI8GWide:
+    case WeightFormat::kI8ZWide:
+    case WeightFormat::kI4GWide:
+    case WeightFormat::kI4ZWide:
+      return ReadWordBlock(format, bytes, parts);
   }
 }
 
 // q - z, or the table's value of q.
-float ValueOf(const WeightLayout& layout, int8_t code) {
+float ValueOf(const WeightLayout& layout, const BlockParts& parts, int8_t code) {
   if (layout.values != nullptr) return layout.values[code];
+  if (layout.scales == BlockScales::kWordWithZero) {
+    return static_cast<float>(code - (static_cast<int>(parts.word & kZeroBits) - kZeroRaised));
+  }
   const int offset = layout.offset_bits > 0 ? 1 << layout.offset_bits : 0;
   return static_cast<float>(code - offset);
 }
@@ -166,6 +195,10 @@ float ScaleOf(const WeightLayout& layout, const BlockParts& parts, int64_t i) {
              static_cast<float>(static_cast<int8_t>(scales[i % kQuantGroup / 16]));
     case BlockScales::kGroups:
       return F16ToF32(parts.d) * static_cast<float>(static_cast<int8_t>(scales[0]));
+    case BlockScales::kWord:
+      return std::bit_cast<float>(parts.word);
+    case BlockScales::kWordWithZero:
+      return std::bit_cast<float>(parts.word & ~kZeroBits);
   }
   return 0;
 }
@@ -174,7 +207,7 @@ void Dequantise(WeightFormat format, const BlockParts& parts, float* values) {
   const WeightLayout& layout = LayoutOf(format);
   const float m = F16ToF32(parts.m);
   for (int64_t i = 0; i < BlockInputs(format); ++i) {
-    const float product = ScaleOf(layout, parts, i) * ValueOf(layout, parts.codes[i]);
+    const float product = ScaleOf(layout, parts, i) * ValueOf(layout, parts, parts.codes[i]);
     if (layout.scales == BlockScales::kPairs) {
       values[i] = product - m * static_cast<float>(parts.scales[i / kQuantGroup][1]);
     } else if (layout.scales == BlockScales::kOwnWithSummand) {
@@ -202,10 +235,12 @@ struct GroupBytes {
         supers + SuperScaleBytes(format) + group % kSuperGroups / 2 * PairBytes(format);
     scales = pair + group % 2 * GroupScaleBytes(format);
     codes = pair + 2 * GroupScaleBytes(format) + group % 2 * GroupCodeBytes(format);
+    words = IsWide(format) ? supers + group % kSuperGroups / (kSuperGroups / 2) * 64 : scales;
   }
 
   Byte* codes;
   Byte* scales;
+  Byte* words;  // where HasWords(format)
   Byte* supers;
 };
 
@@ -264,7 +299,9 @@ void PackBlock(WeightFormat format, const BlockParts& parts, int64_t block, int6
     const GroupBytes<std::byte> bytes(strip, format, group);
     PackCodes(LayoutOf(format).codes, parts.codes + g * kQuantGroup, output, bytes.codes);
     std::byte* const scales = bytes.scales;
-    if (HasSupers(format)) {
+    if (HasWords(format)) {
+      std::memcpy(bytes.words + 4 * output, &parts.word, sizeof(parts.word));
+    } else if (HasSupers(format)) {
       scales[output] = static_cast<std::byte>(parts.scales[g][0]);
       scales[kStripOutputs + output] = static_cast<std::byte>(parts.scales[g][1]);
     } else {
@@ -290,7 +327,9 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t block, int
     const GroupBytes<const std::byte> bytes(strip, format, group);
     UnpackCodes(LayoutOf(format).codes, bytes.codes, output, parts->codes + g * kQuantGroup);
     const std::byte* const scales = bytes.scales;
-    if (HasSupers(format)) {
+    if (HasWords(format)) {
+      std::memcpy(&parts->word, bytes.words + 4 * output, sizeof(parts->word));
+    } else if (HasSupers(format)) {
       parts->scales[g][0] = static_cast<uint8_t>(scales[output]);
       parts->scales[g][1] = static_cast<uint8_t>(scales[kStripOutputs + output]);
     } else {
@@ -308,18 +347,33 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t block, int
   }
 }
 
+// Rows of outputs that stand side by side in a strip.
+void PackRows(WeightFormat format, std::span<const std::byte* const> rows, int64_t k,
+              std::byte* strip) {
+  const int64_t blocks = k / BlockInputs(format);
+  BlockParts parts{};
+  for (int64_t block = 0; block < blocks; ++block) {
+    int64_t output = 0;
+    for (const std::byte* const row : rows) {
+      ReadBlock(format, row + block * BlockBytes(format), &parts);
+      PackBlock(format, parts, block, output++, strip);
+    }
+  }
+}
+
 }  // namespace
 
 std::string_view WeightFormatName(WeightFormat format) { return LayoutOf(format).name; }
 
 std::optional<WeightFormat> WeightFormatOfGguf(uint32_t type) {
+  if (type == kNotOfGguf) return std::nullopt;
   for (const WeightFormat format : kWeightFormats) {
     if (LayoutOf(format).gguf_type == type) return format;
   }
   return std::nullopt;
 }
 
-int64_t BlockInputs(WeightFormat format) { return HasSupers(format) ? kSuperInputs : kQuantGroup; }
+int64_t BlockInputs(WeightFormat format) { return LayoutOf(format).block_inputs; }
 
 int64_t BlockBytes(WeightFormat format) { return LayoutOf(format).block_bytes; }
 
@@ -350,20 +404,25 @@ int64_t StoredRowOf(int64_t row, int64_t rotary_head_rows) {
 void PackQuantised(WeightFormat format, const std::byte* rows, int64_t n, int64_t k,
                    int64_t rotary_head_rows, std::byte* packed, ParallelRunner& runner) {
   const int64_t row_bytes = StoredRowBytes(format, k);
-  const int64_t blocks = k / BlockInputs(format);
   runner.ParallelFor(Strips(n), [&](int64_t strip, int) {
-    std::byte* const to = packed + strip * StripBytes(format, k);
     const int64_t first = strip * kStripOutputs;
+    const std::byte* stored[kStripOutputs];
     const int64_t count = std::min(kStripOutputs, n - first);
-    BlockParts parts{};
-    for (int64_t block = 0; block < blocks; ++block) {
-      for (int64_t output = 0; output < count; ++output) {
-        const int64_t row = StoredRowOf(first + output, rotary_head_rows);
-        ReadBlock(format, rows + row * row_bytes + block * BlockBytes(format), &parts);
-        PackBlock(format, parts, block, output, to);
-      }
+    for (int64_t output = 0; output < count; ++output) {
+      stored[output] = rows + StoredRowOf(first + output, rotary_head_rows) * row_bytes;
     }
+    PackRows(format, {stored, static_cast<size_t>(count)}, k,
+             packed + strip * StripBytes(format, k));
   });
+}
+
+void PackQuantisedStrip(WeightFormat format, const std::byte* rows, int64_t count, int64_t k,
+                        std::byte* strip) {
+  const std::byte* stored[kStripOutputs];
+  for (int64_t output = 0; output < count; ++output) {
+    stored[output] = rows + output * StoredRowBytes(format, k);
+  }
+  PackRows(format, {stored, static_cast<size_t>(count)}, k, strip);
 }
 
 void ReadPackedQuantisedRow(WeightFormat format, const std::byte* packed, int64_t k, int64_t row,

@@ -57,6 +57,7 @@ Status Decoder::LoadWeights(const Checkpoint& checkpoint, WeightUse use,
                             std::vector<TensorToWrite>* record) {
   const DecoderNames& names = architecture_.names;
   WeightLoader loader(checkpoint, ops_.backend(), ops_.runner(), options_.dtype, use);
+  loader.ReadQuantised(config_.quantisation);
   loader.RecordTo(record);
   const std::string embedding(names.embedding);
   bool is_in_head = false;

@@ -43,7 +43,10 @@ std::vector<Variant> Variants() {
   variants.push_back({"Bfloat16_Qwen3Float16", DType::kBF16, "", qwen});
   const TestModel quantised{
       .hidden_size = 256, .intermediate_size = 512, .head_dim = 64, .tie_word_embeddings = true};
+  std::vector<WeightFormat> all;
   for (const WeightFormat format : kWeightFormats) {
+    if (!IsOfGguf(format)) continue;
+    all.push_back(format);
     const std::string name(WeightFormatName(format));
     variants.push_back({"Bfloat16_" + name, DType::kBF16, "", quantised, {format}});
   }
@@ -51,7 +54,6 @@ std::vector<Variant> Variants() {
   TestModel mixed = quantised;
   mixed.tie_word_embeddings = false;
   for (const std::string& path : KernelPaths()) {
-    const std::vector<WeightFormat> all(std::begin(kWeightFormats), std::end(kWeightFormats));
     variants.push_back({"Float32_Mixed_" + path, DType::kF32, path, mixed, all});
   }
   const TestModel deepseek{.architecture = "DeepseekV3ForCausalLM"};

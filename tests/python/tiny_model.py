@@ -17,6 +17,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 EOS = "<|im_end|>"
+_STORED_TYPES = {
+    "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int8": "I8"
+}
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", EOS]
 _CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -166,7 +169,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     offset = 0
     for name, array in tensors.items():
         header[name] = {
-            "dtype": "F32",
+            "dtype": _STORED_TYPES[array.dtype.name],
             "shape": list(array.shape),
             "data_offsets": [offset, offset + array.nbytes],
         }

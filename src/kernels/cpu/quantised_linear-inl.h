@@ -25,6 +25,9 @@ QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
 QUIRE_INLINE VI LoadUint8s(const std::byte* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+QUIRE_INLINE VI LoadWords(const std::byte* p) { return _mm512_loadu_si512(p); }
+QUIRE_INLINE VI AndInts(VI a, int32_t mask) { return _mm512_and_si512(a, _mm512_set1_epi32(mask)); }
+QUIRE_INLINE VF BitsAsF32(VI a) { return _mm512_castsi512_ps(a); }
 QUIRE_INLINE VB LoadBytes(const std::byte* p) { return _mm512_loadu_si512(p); }
 QUIRE_INLINE VB AndBytes(VB a, int mask) {
   return _mm512_and_si512(a, _mm512_set1_epi32(mask * 0x01010101));
@@ -111,6 +114,12 @@ QUIRE_INLINE VB LoadBytes(const std::byte* p) {
   const auto* const at = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
 }
+QUIRE_INLINE VI LoadWords(const std::byte* p) { return LoadBytes(p); }
+QUIRE_INLINE VI AndInts(VI a, int32_t mask) {
+  const __m256i all = _mm256_set1_epi32(mask);
+  return {_mm256_and_si256(a.lo, all), _mm256_and_si256(a.hi, all)};
+}
+QUIRE_INLINE VF BitsAsF32(VI a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 QUIRE_INLINE VB AndBytes(VB a, int mask) {
   const __m256i all = _mm256_set1_epi8(static_cast<char>(mask));
   return {_mm256_and_si256(a.lo, all), _mm256_and_si256(a.hi, all)};
@@ -192,6 +201,20 @@ QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
 QUIRE_INLINE VI LoadUint8s(const std::byte* p) {
   VI r;
   for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<uint8_t>(p[i]);
+  return r;
+}
+QUIRE_INLINE VI LoadWords(const std::byte* p) {
+  VI r;
+  __builtin_memcpy(r.v, p, sizeof(r.v));
+  return r;
+}
+QUIRE_INLINE VI AndInts(VI a, int32_t mask) {
+  for (int32_t& word : a.v) word &= mask;
+  return a;
+}
+QUIRE_INLINE VF BitsAsF32(VI a) {
+  VF r;
+  __builtin_memcpy(r.v, a.v, sizeof(r.v));
   return r;
 }
 QUIRE_INLINE VB LoadBytes(const std::byte* p) {
@@ -335,6 +358,29 @@ QUIRE_INLINE void BeginSums(const QuantisedTile& tile, const WeightGroup& group,
   }
 }
 
+// The words of a group's block: of blocks of 32 beside it, of those of 128 before both of a run.
+template <WeightFormat kFormat>
+QUIRE_INLINE VI WordsOf(const WeightGroup& group) {
+  if constexpr (IsWide(kFormat)) {
+    const int64_t block = group.index % kSuperGroups / (kSuperGroups / 2);
+    return LoadWords(reinterpret_cast<const std::byte*>(group.supers) + block * 64);
+  } else {
+    return LoadWords(group.scales);
+  }
+}
+
+// As BeginSums, where each output has an offset of its own, beside 2^kBits of raised codes.
+template <WeightFormat kFormat, int kRows, int kBits>
+QUIRE_INLINE void BeginSumsWithZeros(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
+  constexpr int kOffset = (kBits == 0 ? 0 : 1 << kBits) - kZeroRaised;
+  const VI zeros = AndInts(WordsOf<kFormat>(group), static_cast<int32_t>(kZeroBits));
+  const VI offsets = AddInts(zeros, SetInts(kOffset));
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    sum[r] = MulInts(SetInts(RowGroupAt(tile, group, r).minus_sum), offsets);
+  }
+}
+
 // One step of the chains: fma(float(sum), scale of the row's group * scale of the weights, chain).
 template <int kRows>
 QUIRE_INLINE void ApplyScale(const QuantisedTile& tile, const WeightGroup& group, VF scale,
@@ -409,6 +455,10 @@ QUIRE_INLINE VF ScaleOf(const WeightGroup& group) {
     return LoadF16(F16Scales(group));
   } else if constexpr (kScales == BlockScales::kPowerOfTwo) {
     return LoadBits16AsHigh(F16Scales(group));
+  } else if constexpr (kScales == BlockScales::kWord) {
+    return BitsAsF32(WordsOf<kFormat>(group));
+  } else if constexpr (kScales == BlockScales::kWordWithZero) {
+    return BitsAsF32(AndInts(WordsOf<kFormat>(group), static_cast<int32_t>(~kZeroBits)));
   } else if constexpr (kScales == BlockScales::kPairs) {
     return Mul(LoadF16(group.supers), SumsToF32(LoadUint8s(group.scales)));
   } else {
@@ -449,8 +499,13 @@ struct PlainWeights {
                         Chains<kRows>* chains) {
     constexpr WeightLayout kLayout = LayoutOf(kFormat);
     constexpr bool kIsSigned = kLayout.codes == CodeBits::kEight || kLayout.values != nullptr;
+    constexpr int kBits = kIsSigned ? kRaisedBits : kLayout.offset_bits;
     VI sum[kRows];
-    BeginSums<kRows, kIsSigned ? kRaisedBits : kLayout.offset_bits>(tile, group, sum);
+    if constexpr (kLayout.scales == BlockScales::kWordWithZero) {
+      BeginSumsWithZeros<kFormat, kRows, kBits>(tile, group, sum);
+    } else {
+      BeginSums<kRows, kBits>(tile, group, sum);
+    }
     if constexpr (kLayout.codes == CodeBits::kEight) {
       AddBytes<kRows>(tile, group, sum);
     } else {
@@ -606,14 +661,26 @@ static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int work
   return plan;
 }
 
+// Inputs that weights take in another order, 32 from `begin` on.
+static void GatherGroup(const float* x, const int32_t* order, int64_t begin, float* inputs) {
+  for (int64_t i = 0; i < kQuantGroup; ++i) inputs[i] = x[order[begin + i]];
+}
+
 static void QuantiseRows(const QuantisedPlan& plan, int64_t first, int64_t count) {
   const QuantisedRows& rows = plan.rows;
+  const int32_t* const order = plan.args->parts.front().input_order;
+  alignas(64) float inputs[kQuantGroup];
   for (int64_t row = first; row < first + count; ++row) {
     const float* const x = plan.args->x + row * plan.args->x_stride;
     int8_t* const codes = rows.codes + row * rows.code_stride;
     RowGroup* const groups = rows.groups + row * rows.group_count;
     for (int64_t g = 0; g < rows.group_count; ++g) {
-      QuantiseGroup(x + g * kQuantGroup, codes + g * kQuantGroup, groups + g);
+      const float* group = x + g * kQuantGroup;
+      if (order != nullptr) {
+        GatherGroup(x, order, g * kQuantGroup, inputs);
+        group = inputs;
+      }
+      QuantiseGroup(group, codes + g * kQuantGroup, groups + g);
     }
   }
 }
@@ -714,6 +781,22 @@ static void RunStripsOf(const QuantisedWork& work) {
       return RunStrips<Q6KWeights>(work);
     case WeightFormat::kIQ4_XS:
       return RunStrips<PlainWeights<WeightFormat::kIQ4_XS>>(work);
+    case WeightFormat::kI8G:
+      return RunStrips<PlainWeights<WeightFormat::kI8G>>(work);
+    case WeightFormat::kI8Z:
+      return RunStrips<PlainWeights<WeightFormat::kI8Z>>(work);
+    case WeightFormat::kI4G:
+      return RunStrips<PlainWeights<WeightFormat::kI4G>>(work);
+    case WeightFormat::kI4Z:
+      return RunStrips<PlainWeights<WeightFormat::kI4Z>>(work);
+    case WeightFormat::kI8GWide:
+      return RunStrips<PlainWeights<WeightFormat::kI8GWide>>(work);
+    case WeightFormat::kI8ZWide:
+      return RunStrips<PlainWeights<WeightFormat::kI8ZWide>>(work);
+    case WeightFormat::kI4GWide:
+      return RunStrips<PlainWeights<WeightFormat::kI4GWide>>(work);
+    case WeightFormat::kI4ZWide:
+      return RunStrips<PlainWeights<WeightFormat::kI4ZWide>>(work);
   }
 }
 

@@ -20,6 +20,12 @@ float F16At(const std::byte* bytes, int64_t at) {
   return F16ToF32(half);
 }
 
+float F32At(const std::byte* bytes, int64_t at) {
+  float number;
+  std::memcpy(&number, bytes + at, sizeof(number));
+  return number;
+}
+
 // weight = scale * factor * (code - offset) + summand.
 struct Weight {
   int code = 0;
@@ -105,6 +111,16 @@ int FiveBits(const std::byte* block, int64_t fifths, int64_t i) {
   return Nibble(block, fifths + 4, i) | (ByteAt(block, fifths + i / 8) >> (i % 8) & 1) << 4;
 }
 
+// The block's first four bytes: a scale of 19 bits and, below it, the offset plus 128.
+Weight WithZero(const std::byte* block, int code) {
+  const int low = ByteAt(block, 0) | (ByteAt(block, 1) & 31) << 8;
+  std::byte scale[4];
+  std::memcpy(scale, block, sizeof(scale));
+  scale[0] = std::byte{0};
+  scale[1] &= std::byte{0xE0};
+  return {.code = code, .offset = low - 128, .scale = F32At(scale, 0)};
+}
+
 Weight WeightAt(WeightFormat format, const std::byte* row, int64_t input) {
   const std::byte* const block = row + input / BlockInputs(format) * BlockBytes(format);
   const int64_t i = input % BlockInputs(format);
@@ -132,6 +148,19 @@ Weight WeightAt(WeightFormat format, const std::byte* row, int64_t input) {
       return Q6K(block, i);
     case WeightFormat::kIQ4_XS:
       return IQ4XS(block, i);
+    case WeightFormat::kI8G:
+    case WeightFormat::kI8GWide:
+      return {.code = SignedByteAt(block, 4 + i), .scale = F32At(block, 0)};
+    case WeightFormat::kI8Z:
+    case WeightFormat::kI8ZWide:
+      return WithZero(block, SignedByteAt(block, 4 + i));
+    case WeightFormat::kI4G:
+    case WeightFormat::kI4GWide:
+      return {
+          .code = Nibble(block, 4 + i / 32 * 16, i % 32), .offset = 8, .scale = F32At(block, 0)};
+    case WeightFormat::kI4Z:
+    case WeightFormat::kI4ZWide:
+      return WithZero(block, Nibble(block, 4 + i / 32 * 16, i % 32));
   }
   return {};
 }

@@ -47,8 +47,21 @@ inline std::vector<StoredScale> StoredScales(WeightFormat format) {
       return {{208, 128 * 32}};
     case WeightFormat::kIQ4_XS:
       return {{0, 32 * 127}};
+    default:  // words
+      return {};
   }
   return {};
+}
+
+// The word of a block: with `zero`, -1 to 1, that part of the greatest offset.
+inline uint32_t RandomWord(WeightFormat format, float scale, float zero, float greatest) {
+  const bool has_bytes = LayoutOf(format).codes == CodeBits::kEight;
+  const float d = scale * greatest / (has_bytes ? 256 : 16);
+  uint32_t word = 0;
+  std::memcpy(&word, &d, sizeof(word));
+  if (LayoutOf(format).scales == BlockScales::kWord) return word;
+  const int z = has_bytes ? static_cast<int>(zero * 128) : static_cast<int>(zero * 8) + 8;
+  return (word & ~kZeroBits) | static_cast<uint32_t>(z + kZeroRaised);
 }
 
 // Writes the scales of all blocks: `part()`, -1 to 1, is asked per scale and says how much of
@@ -59,6 +72,10 @@ void SetScales(WeightFormat format, float greatest, std::span<std::byte> rows, P
     if (format == WeightFormat::kMXFP4) {
       const float scale = std::max(std::abs(part()), 0x1p-10F) * greatest / 12;
       rows[block] = static_cast<std::byte>(std::ilogb(scale) + 128);
+    }
+    if (HasWords(format)) {
+      const uint32_t word = RandomWord(format, part(), part(), greatest);
+      std::memcpy(rows.data() + block, &word, sizeof(word));
     }
     for (const StoredScale& stored : StoredScales(format)) {
       const uint16_t scale = F32ToF16(part() * greatest / stored.factor);

@@ -6,6 +6,7 @@
 #include "base/json.h"
 #include "model/config/architecture.h"
 #include "model/config/config_bounds.h"
+#include "model/config/quantisation_config.h"
 #include "model/config/rope_config.h"
 #include "tensor/host_memory.h"
 
@@ -136,9 +137,8 @@ Status ReadFlags(const JsonValue& json, bool is_gemma, ModelConfig& config) {
   QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> quantised,
                          json.Find("quantization_config"));
   if (!quantised) return Status();
-  return BadField(json, "quantization_config",
-                  "quantised weights are not read; save the model dequantised (float32, float16 or "
-                  "bfloat16) without this field");
+  QUIRE_ASSIGN_OR_RETURN(config.quantisation, ReadQuantisation(*quantised));
+  return Status();
 }
 
 Status ReadLayerTypes(const JsonValue& json, int64_t layer_count, WindowConfig& window) {

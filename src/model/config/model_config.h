@@ -13,6 +13,7 @@
 #include "model/config/expert_config.h"
 #include "model/config/latent_config.h"
 #include "model/config/recurrent_config.h"
+#include "model/weights/quantised_folder.h"
 #include "quire/rope.h"
 #include "quire/status.h"
 
@@ -58,6 +59,7 @@ struct ModelConfig {
   std::optional<GatedDeltaConfig> gated_delta;
   std::optional<LatentConfig> latent;  // rope is that of its rotated part
   ExpertConfig experts;
+  std::optional<FolderQuantisation> quantisation;  // of matrices that the folder holds so
   std::vector<int64_t> eos_token_ids;
   int64_t bos_token_id = -1;  // -1: none
 };

@@ -34,8 +34,15 @@ void ReadPackedRow(const PackedLinear& packed, int64_t row, float* values) {
 void ReadQuantisedRow(std::span<const QuantisedLinear> parts, int64_t row, float* values) {
   const QuantisedLinear* part = parts.data();
   for (; row >= part->n; ++part) row -= part->n;
-  ReadPackedQuantisedRow(part->format, static_cast<const std::byte*>(part->data), part->k, row,
-                         values);
+  const auto* const packed = static_cast<const std::byte*>(part->data);
+  if (part->input_order == nullptr) {
+    return ReadPackedQuantisedRow(part->format, packed, part->k, row, values);
+  }
+  std::vector<float> ordered(static_cast<size_t>(part->k));
+  ReadPackedQuantisedRow(part->format, packed, part->k, row, ordered.data());
+  for (int64_t i = 0; i < part->k; ++i) {
+    values[part->input_order[i]] = ordered[static_cast<size_t>(i)];
+  }
 }
 
 }  // namespace
@@ -89,17 +96,28 @@ void RowOps::Multiply(const LinearWeights& weights, const float* x, int64_t row_
   backend_.linear(args, runner_);
 }
 
+// Parts whose inputs stand in one order share the row's codes.
 void RowOps::MultiplyQuantised(const LinearWeights& weights, const float* x, int64_t row_count,
                                float* y, bool accumulate, void* scratch) const {
-  const QuantisedLinearArgs args{.parts = weights.quantised(),
-                                 .row_count = row_count,
-                                 .x = x,
-                                 .x_stride = weights.packed().k,
-                                 .y = y,
-                                 .y_stride = weights.packed().n,
-                                 .accumulate = accumulate,
-                                 .scratch = scratch};
-  backend_.quantised_linear(args, runner_);
+  const std::span<const QuantisedLinear> parts = weights.quantised();
+  for (size_t begin = 0; begin < parts.size();) {
+    size_t end = begin;
+    int64_t outputs = 0;
+    while (end < parts.size() && parts[end].input_order == parts[begin].input_order) {
+      outputs += parts[end++].n;
+    }
+    const QuantisedLinearArgs args{.parts = parts.subspan(begin, end - begin),
+                                   .row_count = row_count,
+                                   .x = x,
+                                   .x_stride = weights.packed().k,
+                                   .y = y,
+                                   .y_stride = weights.packed().n,
+                                   .accumulate = accumulate,
+                                   .scratch = scratch};
+    backend_.quantised_linear(args, runner_);
+    y += outputs;
+    begin = end;
+  }
 }
 
 size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) const {

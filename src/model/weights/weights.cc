@@ -141,11 +141,13 @@ LinearWeights::LinearWeights(std::vector<QuantisedPart> parts, int64_t k, std::v
     : bias_(std::move(bias)), parts_(std::move(parts)) {
   int64_t n = 0;
   for (const QuantisedPart& part : parts_) {
-    quantised_.push_back({.format = part.format,
-                          .n = part.n,
-                          .k = k,
-                          .data = part.packed.get(),
-                          .bias = bias_.empty() ? nullptr : bias_.data() + n});
+    quantised_.push_back(
+        {.format = part.format,
+         .n = part.n,
+         .k = k,
+         .data = part.packed.get(),
+         .bias = bias_.empty() ? nullptr : bias_.data() + n,
+         .input_order = part.input_order == nullptr ? nullptr : part.input_order->data()});
     n += part.n;
   }
   packed_ = PackedLinear{.n = n, .k = k};
@@ -166,7 +168,7 @@ Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
   if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
     std::string quantised;
     for (const WeightFormat format : kWeightFormats) {
-      quantised += ", " + std::string(WeightFormatName(format));
+      if (IsOfGguf(format)) quantised += ", " + std::string(WeightFormatName(format));
     }
     return Status(StatusCode::kBadArgument,
                   tensor.Name() + " is stored as " + std::string(tensor.stored->type_name) +
@@ -261,6 +263,9 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   }
   const std::string packed_name = PackedName(parts);
   if (checkpoint_.Has(packed_name)) return MappedMatrix(packed_name, n, k, std::move(bias));
+  if (std::ranges::any_of(parts, [&](const LinearPart& part) { return IsQuantised(part.name); })) {
+    return QuantisedFolder(parts, k, std::move(bias));
+  }
   QUIRE_ASSIGN_OR_RETURN(const std::vector<CheckpointTensor> tensors, FindParts(parts, k));
   if (std::ranges::any_of(tensors, [](const auto& t) { return t.stored->format.has_value(); })) {
     return Quantised(tensors, k, std::move(bias));
@@ -305,6 +310,72 @@ Result<LinearWeights> WeightLoader::Quantised(std::span<const CheckpointTensor> 
     parts.push_back(std::move(part));
   }
   return LinearWeights(std::move(parts), k, std::move(bias));
+}
+
+bool WeightLoader::IsQuantised(const std::string& name) const {
+  return quantisation_ && FolderMatrix::IsStored(checkpoint_, *quantisation_, name);
+}
+
+// Some quantisers write biases for every matrix. One that says something must not be left out.
+Status WeightLoader::CheckNoBias(const LinearPart& part) {
+  const std::string name = part.name + ".bias";
+  if (!checkpoint_.Has(name) || use_ == WeightUse::kMeasure) return Status();
+  const int64_t shape[] = {part.rows};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
+  std::vector<float> values(static_cast<size_t>(part.rows));
+  QUIRE_RETURN_IF_ERROR(
+      CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
+  if (std::ranges::all_of(values, [](float value) { return value == 0; })) return Status();
+  return Status(StatusCode::kBadArgument,
+                tensor.Name() +
+                    " is not zero, and config.json has no bias there; the checkpoint "
+                    "does not fit its config.json");
+}
+
+Result<LinearWeights> WeightLoader::QuantisedFolder(std::span<const LinearPart> parts, int64_t k,
+                                                    std::vector<float> bias) {
+  std::vector<QuantisedPart> quantised;
+  for (const LinearPart& part : parts) {
+    if (!IsQuantised(part.name)) {
+      return Status(StatusCode::kBadArgument, "matrix " + QuotedName(part.name) +
+                                                  " is not quantised, as others of its kind (" +
+                                                  parts.front().name +
+                                                  " ...) are; quantise all or none of them");
+    }
+    if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(part));
+    QUIRE_ASSIGN_OR_RETURN(QuantisedPart loaded, FolderPart(part, k));
+    if (!quantised.empty() && loaded.input_order && quantised.back().input_order &&
+        *loaded.input_order == *quantised.back().input_order) {
+      loaded.input_order = quantised.back().input_order;
+    }
+    quantised.push_back(std::move(loaded));
+  }
+  return LinearWeights(std::move(quantised), k, std::move(bias));
+}
+
+Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k) {
+  if (record_ != nullptr) {
+    return Status(StatusCode::kBadArgument, "matrix " + QuotedName(part.name) +
+                                                " is quantised, and such a model cannot be packed; "
+                                                "use it as it is");
+  }
+  QUIRE_ASSIGN_OR_RETURN(const FolderMatrix matrix,
+                         FolderMatrix::Open(checkpoint_, *quantisation_, part.name, part.rows, k));
+  const WeightFormat format = matrix.format();
+  const size_t bytes = PackedQuantisedBytes(format, part.rows, k);
+  weight_bytes_ += WeightMemory::BytesTaken(bytes);
+  if (matrix.has_groups_of_inputs()) weight_bytes_ += k * static_cast<int64_t>(sizeof(int32_t));
+  QuantisedPart loaded{.format = format, .n = part.rows, .packed = nullptr};
+  if (use_ == WeightUse::kMeasure) return loaded;
+  QUIRE_ASSIGN_OR_RETURN(std::vector<int32_t> order, matrix.InputOrder());
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes));
+  QUIRE_RETURN_IF_ERROR(matrix.Pack(order, packed.get(), runner_));
+  matrix.Release();
+  loaded.packed = std::move(packed);
+  if (!order.empty()) {
+    loaded.input_order = std::make_shared<const std::vector<int32_t>>(std::move(order));
+  }
+  return loaded;
 }
 
 LinearWeights WeightLoader::Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
@@ -370,6 +441,12 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   for (const HeadSlice& slice : slices) head_rows += slice.rows;
   Count(name + ".weight", heads * head_rows * k);
   if (checkpoint_.Has(PackedSliceName(name, 0, 0))) return MappedSlices(name, heads, slices, k);
+  if (IsQuantised(name)) {
+    return Status(StatusCode::kBadArgument,
+                  "matrix " + QuotedName(name) +
+                      " is quantised; it is cut head by head, and read as F32, F16 or BF16 alone: "
+                      "leave it out when the model is quantised");
+  }
   const int64_t shape[] = {heads * head_rows, k};
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
   QUIRE_ASSIGN_OR_RETURN(HeadMatrices matrices, CutSlices(name, tensor, heads, slices, k));

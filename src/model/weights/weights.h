@@ -16,6 +16,7 @@
 #include "kernels/backend.h"
 #include "kernels/quantised_weights.h"
 #include "model/weights/checkpoint.h"
+#include "model/weights/quantised_folder.h"
 #include "model/weights/safetensors_writer.h"
 #include "quire/seams.h"
 #include "quire/status.h"
@@ -44,6 +45,8 @@ struct QuantisedPart {
   WeightFormat format;
   int64_t n;
   std::shared_ptr<const std::byte> packed;
+  // Null: inputs are as the row has them. Parts with the same order share it.
+  std::shared_ptr<const std::vector<int32_t>> input_order = nullptr;
 };
 
 // One weight matrix in the kernels' order, with its bias. The view's pointers follow moves.
@@ -107,7 +110,8 @@ enum class WeightUse : uint8_t {
 // type other than float32, float16 and bfloat16.
 //
 // A checkpoint may hold matrices packed already (docs/formats/packed.md): those are read where they
-// are mapped. Quantised matrices (GGUF) stay quantised, whatever the model computes in.
+// are mapped. Quantised matrices (of GGUF files and of quantised folders) stay quantised, whatever
+// the model computes in.
 class WeightLoader {
  public:
   // kBF16: float32 matrices are rounded to bfloat16; kF32: all types are kept. The arguments must
@@ -115,6 +119,10 @@ class WeightLoader {
   WeightLoader(const Checkpoint& checkpoint, const Backend& backend, ParallelRunner& runner,
                DType compute_dtype, WeightUse use = WeightUse::kLoad);
 
+  // Matrices that the checkpoint holds in this form are read so.
+  void ReadQuantised(const std::optional<FolderQuantisation>& quantisation) {
+    quantisation_ = quantisation;
+  }
   // Notes from now on all that is loaded as a packed checkpoint holds it.
   void RecordTo(std::vector<TensorToWrite>* tensors) { record_ = tensors; }
 
@@ -147,6 +155,11 @@ class WeightLoader {
   Result<CheckpointTensor> FindMatrix(const std::string& name, int64_t rows, int64_t k);
   Result<LinearWeights> Quantised(std::span<const CheckpointTensor> tensors, int64_t k,
                                   std::vector<float> bias);
+  bool IsQuantised(const std::string& name) const;
+  Result<LinearWeights> QuantisedFolder(std::span<const LinearPart> parts, int64_t k,
+                                        std::vector<float> bias);
+  Result<QuantisedPart> FolderPart(const LinearPart& part, int64_t k);
+  Status CheckNoBias(const LinearPart& part);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
   DType PackedType(DType from) const;
   Result<std::shared_ptr<const std::byte>> ShareAligned(const CheckpointTensor& tensor,
@@ -174,6 +187,7 @@ class WeightLoader {
   ParallelRunner& runner_;
   const DType compute_dtype_;
   const WeightUse use_;
+  std::optional<FolderQuantisation> quantisation_;
   WeightMemory memory_;
   int64_t parameter_count_ = 0;
   int64_t weight_bytes_ = 0;
