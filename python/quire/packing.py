@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,7 +80,7 @@ def pack_model(
             }
         )
         copy_other_files(source, part)
-        if dtype_name(dtype) == "float32" or not _has_float32_matrices(source):
+        if not _is_rounded(source, dtype_name(dtype)):
             keep_source(part, model_identity(source))
     return Path(out_dir)
 
@@ -120,13 +118,10 @@ def _watched(
         thread.join()
 
 
-def _has_float32_matrices(folder: Path) -> bool:
-    """Whether a dtype of bfloat16 rounds weights. The folder is one that could be packed."""
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        if any(entry["dtype"] == "F32" and len(entry["shape"]) > 1 for entry in header.values()):
-            return True
-    return False
+def _is_rounded(source: Path, dtype: str) -> bool:
+    """Whether matrices of `source` are rounded where an engine computes in `dtype`: they then take
+    less memory than as they are stored."""
+    from quire.engine import Engine
+
+    plans = [Engine.plan_memory(source, dtype=name, threads=1) for name in (dtype, "float32")]
+    return plans[0].weight_bytes != plans[1].weight_bytes

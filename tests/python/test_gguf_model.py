@@ -144,10 +144,32 @@ def test_a_damaged_file_is_refused(tmp_path):
         logits(folder)
 
 
-def test_a_quantised_model_is_not_packed(tmp_path):
-    file = write(tmp_path / "model.gguf", "Q8_0")
-    with pytest.raises(quire.BadArgumentError, match="is quantised, and such a model cannot be"):
-        quire.pack_model(model_folder(file), tmp_path / "packed", dtype="float32")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_is_the_same_model(tmp_path, tied):
+    for kind in QUANTISED:
+        folder = model_folder(write(tmp_path / f"{kind}.gguf", kind, tied=tied))
+        packed = quire.pack_model(folder, tmp_path / f"packed_{kind}", dtype="float32")
+        assert not list(packed.glob("*.gguf"))
+        assert np.array_equal(logits(folder), logits(packed)), kind
+        assert model_identity(folder) == model_identity(packed)
+        again = quire.pack_model(packed, tmp_path / f"again_{kind}", dtype="float32")
+        file = "model.safetensors"
+        assert (packed / file).read_bytes() == (again / file).read_bytes()
+
+
+def test_damage_of_a_packed_model_is_named(tmp_path):
+    packed = quire.pack_model(
+        model_folder(write(tmp_path / "model.gguf", "Q8_0")), tmp_path / "packed", dtype="float32"
+    )
+    file = packed / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"q_proj.packed.Q8_0", b"q_proj.packed.Q4_0", 1))
+    with pytest.raises(quire.CorruptError, match=r"q_proj\.packed\.Q4_0.*is U8"):
+        logits(packed)
+    file.write_bytes(whole.replace(b"k_proj.packed.Q8_0", b"k_proj.packed.Q9_9", 1))
+    with pytest.raises(quire.NotFoundError, match=r"k_proj\.packed.*is in no format there"):
+        logits(packed)
+
 
 
 def test_the_program_takes_a_file(tmp_path, capsys):

@@ -140,6 +140,7 @@ class Form:
         return {"format": kind, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+Q = "model.layers.1.self_attn.q_proj"
 FORMS = {
     "gptq_4": Form(gptq, "gptq"),
     "gptq_4_order": Form(gptq, "gptq", strewn=True),
@@ -247,11 +248,40 @@ def test_another_quantisation_is_another_model(tmp_path):
     assert len(revisions) == len(FORMS)
 
 
-def test_the_program_takes_the_folder(tmp_path):
-    model = model_of(tmp_path / "model", FORMS["awq"])
-    arguments = [str(model.directory), "The quick", "--threads", "1"]
-    assert "weights" in run(["generate", *arguments, "--dry-run"]).stdout
-    assert run(["generate", *arguments, "--max-tokens", "4"]).returncode == 0
+def test_the_program_takes_the_folder(capsys, tmp_path):
+    folder = str(model_of(tmp_path / "model", FORMS["awq"]).directory)
+    code, text, _ = run(capsys, "generate", folder, "The quick", "--dry-run")
+    assert code == 0 and "weights" in text
+    code, _, error = run(capsys, "generate", folder, "The quick", "--max-tokens", "4")
+    assert code == 0, error
+    code, text, _ = run(capsys, "inspect", folder, "--json")
+    assert code == 0 and json.loads(text)["model"]["architecture"] == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_folder_is_the_same_model(tmp_path, form):
+    model = model_of(tmp_path / "model", FORMS[form])
+    packed = quire.pack_model(model.directory, tmp_path / "packed", dtype="float32", threads=1)
+    expected = logits(model)
+    model.directory = packed
+    assert np.array_equal(expected, logits(model))
+    assert model_identity(packed) == model_identity(tmp_path / "model")
+
+
+def test_a_packed_order_that_is_none_is_refused(tmp_path):
+    model = model_of(tmp_path / "model", FORMS["gptq_4_order"])
+    packed = quire.pack_model(model.directory, tmp_path / "packed", dtype="float32", threads=1)
+    file = packed / "model.safetensors"
+    model.directory = packed
+    header_bytes = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + header_bytes])
+    begin = header[Q + ".packed.order"]["data_offsets"][0] + 8 + header_bytes
+    for hostile in (-1, 128, int.from_bytes(file.read_bytes()[begin + 4 : begin + 8], "little")):
+        damaged = bytearray(file.read_bytes())
+        damaged[begin : begin + 4] = hostile.to_bytes(4, "little", signed=True)
+        file.write_bytes(damaged)
+        with pytest.raises(quire.CorruptError, match=r"q_proj\.packed\.order.*twice or outside"):
+            logits(model)
 
 
 @pytest.mark.parametrize(
@@ -287,8 +317,6 @@ def rewrite(path: Path, form: Form, change: Callable[[Tensors], None]) -> TinyMo
     config_with(path, {"quant_method": form.method, **form.config()})
     return model
 
-
-Q = "model.layers.1.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,15 @@ inline std::vector<StoredScale> StoredScales(WeightFormat format) {
       return {{208, 128 * 32}};
     case WeightFormat::kIQ4_XS:
       return {{0, 32 * 127}};
-    default:  // words
-      return {};
+    case WeightFormat::kI8G:
+    case WeightFormat::kI8Z:
+    case WeightFormat::kI4G:
+    case WeightFormat::kI4Z:
+    case WeightFormat::kI8GWide:
+    case WeightFormat::kI8ZWide:
+    case WeightFormat::kI4GWide:
+    case WeightFormat::kI4ZWide:
+      return {};  // words
   }
   return {};
 }

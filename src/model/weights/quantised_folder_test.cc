@@ -43,15 +43,16 @@ class RawFile {
 
 // A matrix quantised by whatever means: codes from 0 on, offsets among them, and scales.
 struct Matrix {
-  int64_t n = 24, k = 192, group = 64;
-  int bits = 4;
+  int64_t n, k, group;
+  int bits;
   std::vector<int> codes;  // [n][k]
   std::vector<int> zeros;  // [n][groups]
   std::vector<float> scales;
   std::vector<int32_t> group_of;  // [k]
 
-  explicit Matrix(int bits = 4, int64_t n = 24, int64_t k = 192, int64_t group = 64)
-      : n(n), k(k), group(group), bits(bits) {
+  explicit Matrix(int code_bits = 4, int64_t outputs = 24, int64_t inputs = 192,
+                  int64_t group_size = 64)
+      : n(outputs), k(inputs), group(group_size), bits(code_bits) {
     RandomSequence random(5);
     const uint64_t range = uint64_t{1} << bits;
     for (int64_t i = 0; i < n * k; ++i) codes.push_back(static_cast<int>(random.Below(range)));

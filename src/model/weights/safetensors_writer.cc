@@ -30,6 +30,8 @@ Status WriteError(const std::string& path, const char* what) {
 const char* TypeName(DType dtype) {
   if (dtype == DType::kF32) return "F32";
   if (dtype == DType::kF16) return "F16";
+  if (dtype == DType::kU8) return "U8";
+  if (dtype == DType::kI32) return "I32";
   QUIRE_CHECK(dtype == DType::kBF16) << DTypeName(dtype);
   return "BF16";
 }

@@ -17,7 +17,7 @@ namespace quire {
 
 struct TensorToWrite {
   std::string name;
-  DType dtype = DType::kF32;  // kF32, kF16 or kBF16
+  DType dtype = DType::kF32;  // kF32, kF16, kBF16, kU8 or kI32
   std::vector<int64_t> shape;
   std::shared_ptr<const std::byte> data;
 

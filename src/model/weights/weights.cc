@@ -104,6 +104,21 @@ std::string PackedSliceName(const std::string& name, size_t slice, int64_t head)
   return name + "." + std::to_string(slice) + "." + std::to_string(head) + ".packed";
 }
 
+// Those of quantised matrices are held tensor by tensor; their formats' names follow.
+std::string PackedPartName(const std::string& name) { return name + ".packed"; }
+std::string PackedOrderName(const std::string& name) { return name + ".packed.order"; }
+std::string WithFormat(const std::string& name, WeightFormat format) {
+  return name + "." + std::string(WeightFormatName(format));
+}
+
+// The last part has the order of the one before, if both are equal.
+void ShareOrder(std::vector<QuantisedPart>& parts) {
+  if (parts.size() < 2) return;
+  const auto& before = parts[parts.size() - 2].input_order;
+  auto& last = parts.back().input_order;
+  if (before != nullptr && last != nullptr && *before == *last) last = before;
+}
+
 std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
   return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
 }
@@ -263,6 +278,9 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   }
   const std::string packed_name = PackedName(parts);
   if (checkpoint_.Has(packed_name)) return MappedMatrix(packed_name, n, k, std::move(bias));
+  if (MappedFormat(PackedPartName(parts.front().name))) {
+    return MappedQuantised(parts, k, std::move(bias));
+  }
   if (std::ranges::any_of(parts, [&](const LinearPart& part) { return IsQuantised(part.name); })) {
     return QuantisedFolder(parts, k, std::move(bias));
   }
@@ -289,12 +307,6 @@ Result<LinearWeights> WeightLoader::Quantised(std::span<const CheckpointTensor> 
                     tensor.Name() + " is not quantised, as the other parts of its matrix (" +
                         tensors.front().stored->name + " ...) are; quantise all or none of them");
     }
-    if (record_ != nullptr) {
-      return Status(StatusCode::kBadArgument,
-                    tensor.Name() +
-                        " is quantised, and such a model cannot be packed; use it as "
-                        "it is");
-    }
     const WeightFormat format = *tensor.stored->format;
     const int64_t rows = tensor.stored->shape.front();
     const size_t bytes = PackedQuantisedBytes(format, rows, k);
@@ -306,7 +318,9 @@ Result<LinearWeights> WeightLoader::Quantised(std::span<const CheckpointTensor> 
       part.packed = std::move(packed);
       Checkpoint::Release(tensor);
     }
-    weight_bytes_ += WeightMemory::BytesTaken(bytes);
+    // "a.weight"
+    const std::string_view name = std::string_view(tensor.stored->name);
+    AddPart(std::string(name.substr(0, name.rfind('.'))), k, part);
     parts.push_back(std::move(part));
   }
   return LinearWeights(std::move(parts), k, std::move(bias));
@@ -344,29 +358,23 @@ Result<LinearWeights> WeightLoader::QuantisedFolder(std::span<const LinearPart> 
     }
     if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(part));
     QUIRE_ASSIGN_OR_RETURN(QuantisedPart loaded, FolderPart(part, k));
-    if (!quantised.empty() && loaded.input_order && quantised.back().input_order &&
-        *loaded.input_order == *quantised.back().input_order) {
-      loaded.input_order = quantised.back().input_order;
-    }
     quantised.push_back(std::move(loaded));
+    ShareOrder(quantised);
   }
   return LinearWeights(std::move(quantised), k, std::move(bias));
 }
 
 Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k) {
-  if (record_ != nullptr) {
-    return Status(StatusCode::kBadArgument, "matrix " + QuotedName(part.name) +
-                                                " is quantised, and such a model cannot be packed; "
-                                                "use it as it is");
-  }
   QUIRE_ASSIGN_OR_RETURN(const FolderMatrix matrix,
                          FolderMatrix::Open(checkpoint_, *quantisation_, part.name, part.rows, k));
   const WeightFormat format = matrix.format();
   const size_t bytes = PackedQuantisedBytes(format, part.rows, k);
-  weight_bytes_ += WeightMemory::BytesTaken(bytes);
-  if (matrix.has_groups_of_inputs()) weight_bytes_ += k * static_cast<int64_t>(sizeof(int32_t));
   QuantisedPart loaded{.format = format, .n = part.rows, .packed = nullptr};
-  if (use_ == WeightUse::kMeasure) return loaded;
+  if (matrix.has_groups_of_inputs()) weight_bytes_ += k * static_cast<int64_t>(sizeof(int32_t));
+  if (use_ == WeightUse::kMeasure) {
+    AddPart(part.name, k, loaded);
+    return loaded;
+  }
   QUIRE_ASSIGN_OR_RETURN(std::vector<int32_t> order, matrix.InputOrder());
   QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes));
   QUIRE_RETURN_IF_ERROR(matrix.Pack(order, packed.get(), runner_));
@@ -375,7 +383,114 @@ Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k
   if (!order.empty()) {
     loaded.input_order = std::make_shared<const std::vector<int32_t>>(std::move(order));
   }
+  AddPart(part.name, k, loaded);
   return loaded;
+}
+
+void WeightLoader::AddPart(const std::string& name, int64_t k, const QuantisedPart& part) {
+  weight_bytes_ += WeightMemory::BytesTaken(PackedQuantisedBytes(part.format, part.n, k));
+  if (record_ == nullptr) return;
+  record_->push_back({WithFormat(PackedPartName(name), part.format),
+                      DType::kU8,
+                      {Strips(part.n), StripBytes(part.format, k)},
+                      part.packed});
+  if (part.input_order == nullptr) return;
+  const auto* const order = reinterpret_cast<const std::byte*>(part.input_order->data());
+  record_->push_back({PackedOrderName(name),
+                      DType::kI32,
+                      {k},
+                      std::shared_ptr<const std::byte>(part.input_order, order)});
+}
+
+std::optional<WeightFormat> WeightLoader::MappedFormat(const std::string& name) const {
+  for (const WeightFormat format : kWeightFormats) {
+    if (checkpoint_.Has(WithFormat(name, format))) return format;
+  }
+  return std::nullopt;
+}
+
+Result<CheckpointTensor> WeightLoader::FindMapped(const std::string& name, DType dtype,
+                                                  std::span<const int64_t> shape) {
+  QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, checkpoint_.Find(name));
+  if (tensor.stored->dtype == dtype && std::ranges::equal(tensor.stored->shape, shape)) {
+    return tensor;
+  }
+  return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
+                                          ", config.json asks for " +
+                                          std::string(DTypeName(dtype)) + " " + ShapeText(shape) +
+                                          "; the two do not belong together");
+}
+
+Result<LinearWeights> WeightLoader::MappedQuantised(std::span<const LinearPart> parts, int64_t k,
+                                                    std::vector<float> bias) {
+  std::vector<QuantisedPart> mapped;
+  for (const LinearPart& part : parts) {
+    QUIRE_ASSIGN_OR_RETURN(QuantisedPart one, MappedPart(part, k));
+    mapped.push_back(std::move(one));
+    ShareOrder(mapped);
+  }
+  return LinearWeights(std::move(mapped), k, std::move(bias));
+}
+
+Result<QuantisedPart> WeightLoader::MappedPart(const LinearPart& part, int64_t k) {
+  const std::string name = PackedPartName(part.name);
+  const std::optional<WeightFormat> format = MappedFormat(name);
+  if (!format) {
+    return Status(StatusCode::kNotFound,
+                  "matrix " + QuotedName(name) +
+                      " is in no format there, though others of its kind are; pack the model "
+                      "again");
+  }
+  if (k % BlockInputs(*format) != 0) {
+    return Status(StatusCode::kCorrupt,
+                  "matrix " + QuotedName(WithFormat(name, *format)) + " has " + std::to_string(k) +
+                      " inputs, no whole blocks of " + std::to_string(BlockInputs(*format)));
+  }
+  const int64_t shape[] = {Strips(part.rows), StripBytes(*format, k)};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor,
+                         FindMapped(WithFormat(name, *format), DType::kU8, shape));
+  QuantisedPart mapped{.format = *format, .n = part.rows, .packed = nullptr};
+  QUIRE_ASSIGN_OR_RETURN(mapped.input_order, MappedOrder(PackedOrderName(part.name), k));
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(mapped.packed, ShareAligned(tensor, kCacheLine));
+  }
+  AddPart(part.name, k, mapped);
+  return mapped;
+}
+
+// Null: none is there. Read in every use: it is short.
+Result<std::shared_ptr<const std::vector<int32_t>>> WeightLoader::MappedOrder(
+    const std::string& name, int64_t k) {
+  if (!checkpoint_.Has(name)) return std::shared_ptr<const std::vector<int32_t>>();
+  const int64_t shape[] = {k};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindMapped(name, DType::kI32, shape));
+  auto order = std::make_shared<std::vector<int32_t>>(static_cast<size_t>(k));
+  std::memcpy(order->data(), tensor.bytes.data(), tensor.bytes.size());
+  std::vector<bool> taken(static_cast<size_t>(k));
+  for (const int32_t input : *order) {
+    if (input < 0 || input >= k || taken[static_cast<size_t>(input)]) {
+      return Status(StatusCode::kCorrupt, tensor.Name() + " has input " + std::to_string(input) +
+                                              " twice or outside the " + std::to_string(k) +
+                                              " that there are; pack the model again");
+    }
+    taken[static_cast<size_t>(input)] = true;
+  }
+  weight_bytes_ += k * static_cast<int64_t>(sizeof(int32_t));
+  return std::shared_ptr<const std::vector<int32_t>>(std::move(order));
+}
+
+Result<RowTable> WeightLoader::MappedRows(const std::string& name, WeightFormat format,
+                                          int64_t rows, int64_t dim) {
+  const int64_t shape[] = {rows, StoredRowBytes(format, dim)};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor,
+                         FindMapped(WithFormat(name, format), DType::kU8, shape));
+  if (dim % BlockInputs(format) != 0) {
+    return Status(StatusCode::kCorrupt, tensor.Name() + ": rows of " + std::to_string(dim) +
+                                            " are no whole blocks of " +
+                                            std::to_string(BlockInputs(format)));
+  }
+  return RowTable{
+      .format = format, .data = tensor.Share(), .bytes = static_cast<int64_t>(tensor.bytes.size())};
 }
 
 LinearWeights WeightLoader::Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
@@ -520,25 +635,43 @@ Result<bool> WeightLoader::KeepsType(const std::string& name, int64_t rows, int6
   // Packed alone: it was kept when it was packed.
   const LinearPart part{name, rows};
   if (checkpoint_.Has(PackedName({&part, 1})) && !checkpoint_.Has(name + ".weight")) return true;
+  if (MappedFormat(PackedPartName(name))) return true;
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindMatrix(name + ".weight", rows, dim));
   if (tensor.stored->format) return true;
   return PackedType(*tensor.stored->dtype) == tensor.stored->dtype;
 }
 
 Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64_t dim) {
+  RowTable table;
+  if (const std::optional<WeightFormat> format = MappedFormat(name)) {
+    QUIRE_ASSIGN_OR_RETURN(table, MappedRows(name, *format, rows, dim));
+  } else {
+    QUIRE_ASSIGN_OR_RETURN(table, StoredRows(name, rows, dim));
+  }
+  if (table.format && record_ != nullptr) {
+    record_->push_back({WithFormat(name, *table.format),
+                        DType::kU8,
+                        {rows, StoredRowBytes(*table.format, dim)},
+                        table.data});
+  }
+  Count(name, rows * dim);
+  tables_.push_back(name);
+  weight_bytes_ += table.bytes;
+  return table;
+}
+
+Result<RowTable> WeightLoader::StoredRows(const std::string& name, int64_t rows, int64_t dim) {
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindMatrix(name, rows, dim));
   RowTable table{.dtype = tensor.stored->dtype.value_or(DType::kF32),
                  .format = tensor.stored->format,
                  .data = tensor.Share(),
                  .bytes = static_cast<int64_t>(tensor.bytes.size())};
-  if (use_ == WeightUse::kLoad && !table.format) {
+  if (table.format) return table;
+  Record(tensor);
+  if (use_ == WeightUse::kLoad) {
     QUIRE_ASSIGN_OR_RETURN(table.data,
                            ShareAligned(tensor, static_cast<size_t>(DTypeBytes(table.dtype))));
   }
-  if (!table.format) Record(tensor);
-  Count(name, rows * dim);
-  tables_.push_back(name);
-  weight_bytes_ += table.bytes;
   return table;
 }
 

@@ -156,6 +156,20 @@ class WeightLoader {
   Result<LinearWeights> Quantised(std::span<const CheckpointTensor> tensors, int64_t k,
                                   std::vector<float> bias);
   bool IsQuantised(const std::string& name) const;
+  // The format in which a packed checkpoint holds the tensor `name` + "." + the format's name.
+  std::optional<WeightFormat> MappedFormat(const std::string& name) const;
+  Result<CheckpointTensor> FindMapped(const std::string& name, DType dtype,
+                                      std::span<const int64_t> shape);
+  Result<LinearWeights> MappedQuantised(std::span<const LinearPart> parts, int64_t k,
+                                        std::vector<float> bias);
+  Result<QuantisedPart> MappedPart(const LinearPart& part, int64_t k);
+  Result<std::shared_ptr<const std::vector<int32_t>>> MappedOrder(const std::string& name,
+                                                                  int64_t k);
+  Result<RowTable> MappedRows(const std::string& name, WeightFormat format, int64_t rows,
+                              int64_t dim);
+  Result<RowTable> StoredRows(const std::string& name, int64_t rows, int64_t dim);
+  // Counts and notes a part.
+  void AddPart(const std::string& name, int64_t k, const QuantisedPart& part);
   Result<LinearWeights> QuantisedFolder(std::span<const LinearPart> parts, int64_t k,
                                         std::vector<float> bias);
   Result<QuantisedPart> FolderPart(const LinearPart& part, int64_t k);
