@@ -19,6 +19,7 @@ from quire.quantizing import quantize_model
 
 QUANTISED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"]
 BLOCKS_OF_256 = ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
 TEXT = "the thing in there 12"
 
 
@@ -27,15 +28,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "cache"))
 
 
-def write(path: Path, kind: str, arch: str = "llama", tied: bool = True) -> Path:
-    """A small model, its values such that hidden states stay near 1."""
+def checkpoint(arch: str = "llama", tied: bool = True) -> dict[str, np.ndarray]:
     weights = tiny_gguf.random_weights(5, tiny_gguf.vocab_size(), arch, tied)
-    scaled = {
+    return {
         name: value / 8 if value.ndim == 2 else 1 + value / 16 for name, value in weights.items()
     }
-    tiny_gguf.write_model(
-        path, scaled, arch=arch, matrix_type=GGMLQuantizationType[kind]
-    )
+
+
+def write(path: Path, kind: str, arch: str = "llama", tied: bool = True) -> Path:
+    """A small model, its values such that hidden states stay near 1."""
+    scaled = checkpoint(arch, tied)
+    tiny_gguf.write_model(path, scaled, arch=arch, matrix_type=GGMLQuantizationType[kind])
     return path
 
 
@@ -46,7 +49,7 @@ def logits(model: Path, **options) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_plain_weights_give_the_bits_of_an_import(tmp_path, arch, tied, kind):
     file = write(tmp_path / "model.gguf", kind, arch, tied)
@@ -55,7 +58,7 @@ def test_plain_weights_give_the_bits_of_an_import(tmp_path, arch, tied, kind):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_quantised_weights_are_near_the_import(tmp_path, arch, tied, kind):
     """The weights are the same numbers; activations are quantised in groups of 32."""
@@ -142,6 +145,37 @@ def test_a_damaged_file_is_refused(tmp_path):
     file.write_bytes(whole[:-4096])  # after the folder was made: the library looks again
     with pytest.raises(quire.CorruptError, match="the file has"):
         logits(folder)
+
+
+@pytest.mark.parametrize("arch", tiny_gguf.GEMMA)
+def test_gemma_is_what_transformers_computes_with_the_checkpoint(tmp_path, arch):
+    """The file is made from a checkpoint, whose norms are one smaller than the file's."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    file = write(tmp_path / "model.gguf", "F32", arch)
+    config = json.loads((model_folder(file) / "config.json").read_text())
+    assert (config["sliding_window"], config["query_pre_attn_scalar"]) == (6, 16)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(model_folder(file)), attn_implementation="eager"
+    ).float()
+    state = {name: torch.from_numpy(value) for name, value in checkpoint(arch).items()}
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    theirs.tie_weights()
+    with quire.Engine(file, dtype="float32", kv_dtype="float32", kv_bytes=1 << 20) as engine:
+        ids = engine.tokenizer.encode(TEXT)
+        ours = engine.logits(ids)
+    assert len(ids) > 6  # the window
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("arch", tiny_gguf.GEMMA)
+def test_a_packed_gemma_is_the_same_model(tmp_path, arch):
+    folder = model_folder(write(tmp_path / "model.gguf", "Q8_0", arch))
+    packed = quire.pack_model(folder, tmp_path / "packed", dtype="float32")
+    assert np.array_equal(logits(folder), logits(packed))
 
 
 @pytest.mark.parametrize("tied", [True, False])

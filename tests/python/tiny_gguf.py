@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
+GEMMA = ("gemma2", "gemma3")
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -57,7 +58,10 @@ def random_weights(
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
             if arch == "qwen2":
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
-        if arch == "qwen3":
+        if arch in GEMMA:
+            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+                shapes[f"{prefix}{name}.weight"] = (HIDDEN,)
+        if arch in ("qwen3", "gemma3"):
             shapes[prefix + "self_attn.q_norm.weight"] = shapes[
                 prefix + "self_attn.k_norm.weight"
             ] = (HEAD_DIM,)
@@ -89,12 +93,17 @@ _GGUF_PARTS = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+_GEMMA_PARTS = _GGUF_PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str = "llama") -> str:
     *path, part, kind = name.split(".")
     layer = f"blk.{path[path.index('layers') + 1]}." if "layers" in path else ""
-    return f"{layer}{_GGUF_PARTS[part]}.{kind}"
+    return f"{layer}{(_GEMMA_PARTS if arch in GEMMA else _GGUF_PARTS)[part]}.{kind}"
 
 
 # Kinds that the gguf package reads and cannot write: where a block has float16 scales, and what
@@ -145,6 +154,11 @@ def write_model(
     writer.add_value_length(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
+    if arch in GEMMA:
+        writer.add_sliding_window(6)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(5.0)
+        writer.add_final_logit_softcapping(3.0)
     (vocabulary or add_byte_level_vocabulary)(writer, pre)
     if change:
         change(writer)
@@ -152,7 +166,9 @@ def write_model(
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             value = interleave_rotary(value, HEAD_DIM)
         kind = matrix_type if value.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), encode(value, kind), raw_dtype=kind)
+        if arch in GEMMA and name.endswith("norm.weight"):
+            value = value + np.float32(1)
+        writer.add_tensor(gguf_name(name, arch), encode(value, kind), raw_dtype=kind)
     for name, value in extra_tensors:
         writer.add_tensor(name, value)
     writer.write_header_to_file()

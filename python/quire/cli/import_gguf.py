@@ -13,7 +13,7 @@ from quire.cli.terminal import written_progress
 def parser() -> argparse.ArgumentParser:
     command = arguments.Parser(
         prog="quire import",
-        description="Turns a GGUF file of the llama family into a Hugging Face folder.",
+        description="Turns a GGUF file of the llama or Gemma family into a Hugging Face folder.",
     )
     command.add_argument("file", metavar="FILE.gguf")
     command.add_argument(

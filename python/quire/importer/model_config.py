@@ -1,4 +1,4 @@
-"""From the metadata of a llama-family GGUF file to config.json and generation_config.json of a
+"""From the metadata of a GGUF file of the llama or Gemma family to config.json and generation_config.json of a
 Hugging Face folder."""
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
+# GGUF does not have what scores are divided by: of these models, by their layers, it is the root of
+# the hidden size over the heads, of all others that of the head size.
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 # Bounds for sizes in the metadata. The sizes are compared with the tensors' shapes as well; these
 # keep the products small.
 _SIZE_MAX = 1 << 24
@@ -43,6 +48,10 @@ class ModelShape:
     tied_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+
+    @property
+    def is_gemma(self) -> bool:
+        return self.architecture in _GEMMA_27B_LAYERS
 
 
 def read_shape(file: GgufFile) -> ModelShape:
@@ -123,12 +132,32 @@ def build_config(file: GgufFile, shape: ModelShape, dtype: str) -> dict[str, Any
         "use_cache": True,
         **_token_ids(file, shape.vocab_size),
     }
+    if shape.is_gemma:
+        _apply_gemma(file, shape, config)
     if arch in ("llama", "qwen3"):
         config["attention_bias"] = shape.attention_bias
     if arch == "llama":
         config["mlp_bias"] = shape.mlp_bias
         _apply_sliding_window(file, config)
     return config
+
+
+def _apply_gemma(file: GgufFile, shape: ModelShape, config: dict[str, Any]) -> None:
+    metadata, arch = file.metadata, shape.architecture
+    del config["hidden_act"]
+    config["hidden_activation"] = "gelu_pytorch_tanh"
+    is_27b = shape.layer_count == _GEMMA_27B_LAYERS[arch]
+    config["query_pre_attn_scalar"] = (
+        shape.hidden_size // shape.head_count if is_27b else shape.head_dim
+    )
+    config["sliding_window"] = metadata.integer(f"{arch}.attention.sliding_window", 1, 1 << 31)
+    if arch == "gemma3":
+        config["rope_local_base_freq"] = metadata.number(
+            "gemma3.rope.freq_base_swa", default=10000.0
+        )
+        return
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        config[cap] = metadata.number(f"gemma2.{cap}")
 
 
 def build_generation_config(file: GgufFile, shape: ModelShape) -> dict[str, Any]:

@@ -24,11 +24,12 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """One tensor of the checkpoint. `rotary_head_dim` > 0: rows are to be put back into the
-    half-split rotary order."""
+    half-split rotary order. `value_offset` is added to each value."""
 
     name: str
     source: TensorInfo
     rotary_head_dim: int = 0
+    value_offset: float = 0.0
 
 
 def plan_weights(file: GgufFile, shape: ModelShape) -> list[Weight]:
@@ -49,6 +50,7 @@ class _Expected(NamedTuple):
     source: str  # as GGUF names it
     shape: tuple[int, ...]
     rotary_head_dim: int = 0
+    value_offset: float = 0.0
 
 
 def _find(file: GgufFile, item: _Expected) -> Weight:
@@ -60,10 +62,17 @@ def _find(file: GgufFile, item: _Expected) -> Weight:
             item.source,
             f"has shape {list(tensor.shape)}, expected {list(item.shape)} from the metadata",
         )
-    return Weight(item.name, tensor, item.rotary_head_dim)
+    return Weight(item.name, tensor, item.rotary_head_dim, item.value_offset)
 
 
 def _expected(shape: ModelShape) -> Iterator[_Expected]:
+    """Converters add to the norms of Gemma the 1 that these models add to them."""
+    for item in _expected_as_stored(shape):
+        is_shifted = shape.is_gemma and item.source.endswith("norm.weight")
+        yield item._replace(value_offset=-1.0) if is_shifted else item
+
+
+def _expected_as_stored(shape: ModelShape) -> Iterator[_Expected]:
     hidden, vocab = shape.hidden_size, shape.vocab_size
     yield _Expected("model.embed_tokens.weight", "token_embd.weight", (vocab, hidden))
     for layer in range(shape.layer_count):
@@ -96,10 +105,18 @@ def _expected_in_layer(shape: ModelShape) -> Iterator[_Expected]:
         yield _Expected(f"{name}.weight", f"{source}.weight", matrix, rotary_head_dim)
         if _has_bias(shape, source):
             yield _Expected(f"{name}.bias", f"{source}.bias", matrix[:1], rotary_head_dim)
-    if shape.architecture == "qwen3":
+    if shape.architecture in ("qwen3", "gemma3"):
         yield _Expected("self_attn.q_norm.weight", "attn_q_norm.weight", (head_dim,))
         yield _Expected("self_attn.k_norm.weight", "attn_k_norm.weight", (head_dim,))
-    yield _Expected("post_attention_layernorm.weight", "ffn_norm.weight", (hidden,))
+    if not shape.is_gemma:
+        yield _Expected("post_attention_layernorm.weight", "ffn_norm.weight", (hidden,))
+        return
+    for name, source in (
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+    ):
+        yield _Expected(f"{name}.weight", f"{source}.weight", (hidden,))
 
 
 def _has_bias(shape: ModelShape, source: str) -> bool:
@@ -118,6 +135,8 @@ def converted_parts(file: GgufFile, weight: Weight, dtype: str) -> Iterator[np.n
     row_step = max(_VALUES_PER_PART // (tensor.shape[-1] * unit), 1) * unit
     for begin in range(0, tensor.row_count, row_step):
         values = _read_values(file, tensor, begin, min(begin + row_step, tensor.row_count))
+        if weight.value_offset:
+            values = values + np.float32(weight.value_offset)
         if weight.rotary_head_dim:
             values = split_rotary_halves(values, weight.rotary_head_dim)
         yield _convert(file, tensor, values, dtype)

@@ -74,7 +74,13 @@ constexpr NamePair kLayerNames[] = {
     {"attn_k_norm", "self_attn.k_norm"}, {"ffn_norm", "post_attention_layernorm"},
     {"ffn_gate", "mlp.gate_proj"},       {"ffn_up", "mlp.up_proj"},
     {"ffn_down", "mlp.down_proj"}};
-constexpr std::string_view kArchitectures[] = {"llama", "qwen2", "qwen3"};
+// Norms around attention and MLP.
+constexpr NamePair kGemmaNames[] = {{"post_attention_norm", "post_attention_layernorm"},
+                                    {"ffn_norm", "pre_feedforward_layernorm"},
+                                    {"post_ffw_norm", "post_feedforward_layernorm"}};
+constexpr std::string_view kArchitectures[] = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"};
+
+bool IsGemma(std::string_view architecture) { return architecture.starts_with("gemma"); }
 
 // A tensor's name cut at dots: [blk.LAYER.]part.(weight|bias).
 struct GgufName {
@@ -99,14 +105,25 @@ std::optional<GgufName> Split(std::string_view stored) {
   return name;
 }
 
+// Null: it is not known.
+const NamePair* FindPart(std::string_view architecture, const GgufName& name) {
+  const auto find = [&name](std::span<const NamePair> known) {
+    const auto found = std::ranges::find(known, name.part, &NamePair::stored);
+    return found == known.end() ? nullptr : &*found;
+  };
+  if (name.layer.empty()) return find(kModelNames);
+  if (IsGemma(architecture)) {
+    if (const NamePair* const found = find(kGemmaNames)) return found;
+  }
+  return find(kLayerNames);
+}
+
 // A name that is not known stays: nothing asks for it.
-std::string NameInCheckpoint(std::string_view stored) {
+std::string NameInCheckpoint(std::string_view architecture, std::string_view stored) {
   const std::optional<GgufName> name = Split(stored);
   if (!name) return std::string(stored);
-  const std::span<const NamePair> known =
-      name->layer.empty() ? std::span<const NamePair>(kModelNames) : kLayerNames;
-  const auto found = std::ranges::find(known, name->part, &NamePair::stored);
-  if (found == known.end()) return std::string(stored);
+  const NamePair* const found = FindPart(architecture, *name);
+  if (found == nullptr) return std::string(stored);
   const std::string prefix =
       name->layer.empty() ? "" : "model.layers." + std::string(name->layer) + ".";
   return prefix + std::string(found->name) + "." + std::string(name->kind);
@@ -302,7 +319,9 @@ class GgufParser {
     uint64_t offset = 0;
     QUIRE_RETURN_IF_ERROR(Read(&type, what));
     QUIRE_RETURN_IF_ERROR(Read(&offset, what));
-    tensor.name = NameInCheckpoint(name);
+    tensor.name = NameInCheckpoint(metadata_.architecture, name);
+    // Converters add the 1 that these models add to the weights of all norms.
+    if (IsGemma(metadata_.architecture) && name.ends_with("norm.weight")) tensor.value_offset = -1;
     tensor.format = WeightFormatOfGguf(type);
     tensor.type_name = tensor.format ? WeightFormatName(*tensor.format) : TypeOf(type).name;
     tensor.dtype = TypeOf(type).dtype;

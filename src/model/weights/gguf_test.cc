@@ -70,6 +70,31 @@ void ExpectRefused(const File& file, StatusCode code, const std::string& part) {
   EXPECT_NE(stored.status().message().find("test.gguf"), std::string::npos);
 }
 
+TEST(Gguf, NormsOfGemmaHaveNamesOfTheirOwnAndAreOneTooLarge) {
+  File file;
+  file.metadata = {TextEntry("general.architecture", "gemma2")};
+  file.tensors = {{"output_norm.weight", {32}, kF32Type, 0},
+                  {"blk.3.attn_norm.weight", {8}, kF32Type, 128},
+                  {"blk.3.post_attention_norm.weight", {8}, kF32Type, 160},
+                  {"blk.3.ffn_norm.weight", {8}, kF32Type, 192},
+                  {"blk.3.post_ffw_norm.weight", {8}, kF32Type, 224},
+                  {"blk.3.attn_q.weight", {8, 4}, kF32Type, 256}};
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  const std::string layer = "model.layers.3.";
+  for (const std::string& name :
+       {std::string("model.norm"), layer + "input_layernorm", layer + "post_attention_layernorm",
+        layer + "pre_feedforward_layernorm", layer + "post_feedforward_layernorm"}) {
+    const StoredTensor* const tensor = stored->Find(name + ".weight");
+    ASSERT_NE(tensor, nullptr) << name;
+    EXPECT_EQ(tensor->value_offset, -1.0F);
+  }
+  const StoredTensor* const queries = stored->Find(layer + "self_attn.q_proj.weight");
+  ASSERT_NE(queries, nullptr);
+  EXPECT_EQ(queries->value_offset, 0.0F);
+  EXPECT_EQ(queries->rotary_head_rows, 0);
+}
+
 TEST(Gguf, TensorsHaveTheNamesAndShapesOfACheckpoint) {
   const auto stored = Parse(File{}.Write());
   ASSERT_TRUE(stored.ok()) << stored.status().message();

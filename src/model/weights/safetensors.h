@@ -42,6 +42,8 @@ struct StoredTensor {
   // > 0: the rows of each head (of that size) are stored as rotary pairs
   // (kernels/quantised_weights.h).
   int64_t rotary_head_rows = 0;
+  // Only in GGUF files: what is added to each value of a vector to get that of the checkpoint.
+  float value_offset = 0;
 
   // "BF16 [32, 64]", for messages.
   std::string TypeAndShape() const;

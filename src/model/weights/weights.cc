@@ -622,12 +622,22 @@ Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
   const int64_t size = ElementCount(tensor);
   Count(name, size);
-  Record(tensor);
   weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
   if (use_ == WeightUse::kMeasure) return std::vector<float>();
   std::vector<float> values(static_cast<size_t>(size));
   QUIRE_RETURN_IF_ERROR(
       CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
+  if (tensor.stored->value_offset == 0) {
+    Record(tensor);
+    return values;
+  }
+  for (float& value : values) value += tensor.stored->value_offset;
+  if (record_ != nullptr) {
+    auto copy = std::make_shared<const std::vector<float>>(values);
+    const auto* const bytes = reinterpret_cast<const std::byte*>(copy->data());
+    record_->push_back({name, DType::kF32, tensor.stored->shape,
+                        std::shared_ptr<const std::byte>(std::move(copy), bytes)});
+  }
   return values;
 }
 
