@@ -41,7 +41,7 @@ def quantise(w: np.ndarray, bits: int, group: int, symmetric: bool, strewn: bool
     n, k = w.shape
     order = np.arange(k)
     if strewn:
-        order = np.random.default_rng(k).permutation(k)
+        order = np.random.default_rng([n, k]).permutation(k)  # that of q is not that of k
     group_of = np.empty(k, np.int32)
     group_of[order] = np.arange(k) // group
     zeros, scales = [], []

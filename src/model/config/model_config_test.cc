@@ -233,7 +233,9 @@ TEST(ModelConfig, NamesFieldAndValueOfWhatIsOutOfRange) {
        ".hidden_act: \"mish\" is not known; known are silu, swish, gelu, gelu_new, "
        "gelu_pytorch_tanh, relu, relu2, quick_gelu"},
       {"quantization_config", "int8", ".quantization_config: expected an object"},
-      {"quantization_config", {{"quant_method", "gptq"}}, ".quantization_config: \"bits\""},
+      {"quantization_config",
+       {{"quant_method", "gptq"}},
+       ".quantization_config: the field \"bits\" is missing"},
       {"tie_word_embeddings", "yes", ".tie_word_embeddings: expected true or false"},
       {"eos_token_id", 1000, ".eos_token_id: 1000 is not in [0, 999]"},
       {"eos_token_id", {1, "2"}, ".eos_token_id[1]: expected an integer"},

@@ -362,7 +362,10 @@ TEST_F(QuantisedFolderTest, MissingAndMisshapenTensorsAreNamed) {
   AddCompressed(compressed, m, true);
   ExpectRefused(compressed, kCompressed, StatusCode::kCorrupt, "\"a.weight_scale\" is F16 [24, 3]",
                 48);
-  ExpectRefused(compressed, kCompressed, StatusCode::kBadArgument, "groups of 16 inputs", 24, 48);
+  const Matrix narrow(4, 24, 192, 16);
+  RawFile short_groups;
+  AddCompressed(short_groups, narrow, true);
+  ExpectRefused(short_groups, kCompressed, StatusCode::kBadArgument, "groups of 16 inputs");
 }
 
 TEST_F(QuantisedFolderTest, TypesThatAreNotReadAreNamed) {
@@ -391,6 +394,11 @@ TEST_F(QuantisedFolderTest, GroupsThatAreNoGroupsAreRefused) {
     AddGptq(file, m, 0);
     ExpectRefused(file, Gptq(m, 0), StatusCode::kCorrupt, "there are 3 groups of 64 inputs each");
   }
+  Matrix m(4, 24, 160);
+  m.group_of[5] = 2;  // a group of 32, one too large
+  RawFile file;
+  AddGptq(file, m, 0);
+  ExpectRefused(file, Gptq(m, 0), StatusCode::kCorrupt, "input 159 is in group 2", 24, 160);
 }
 
 }  // namespace
