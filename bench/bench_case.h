@@ -34,6 +34,7 @@ std::unique_ptr<BenchCase> MakeBlendCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakePlanCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeGrowthCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeChunkCase(const JsonValue& request);
+std::unique_ptr<BenchCase> MakeTransferCase(const JsonValue& request);
 
 inline double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

@@ -26,6 +26,7 @@ GROUPS = {
     "n": "Blending",
     "o": "Beams of transformers",
     "p": "First token under vLLM",
+    "q": "Transfer between caches and processes",
 }
 
 HEADS = 32
@@ -1044,6 +1045,60 @@ def connector_case(model: models.Model, tokens: int, *, quick: bool) -> Case:
     )
 
 
+# ---- (q): transfer
+
+
+def _move_case(shape: str, tokens: int, *, quick: bool) -> Case:
+    """Keys and values of a prompt, from the pages of one cache to those of another one."""
+    layers, kv_heads, head_dim, _ = _CHUNK_SHAPES[shape]
+    request = {
+        "kind": "transfer",
+        "layers": layers,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "tokens": tokens,
+    }
+    size = tokens * 2 * layers * kv_heads * head_dim * 2
+    ways = {"Quire": "unix", "TCP": "tcp", "one process": "hand", "copy": "copy"}
+    return Case(
+        name=f"transfer/{shape}/{tokens}",
+        group="q",
+        sides=tuple(Side(name, "quire", request | {"way": way}) for name, way in ways.items()),
+        metrics=(Metric(unit="GB/s", bytes=size, goals=(Goal("copy", 0.5),)),),
+        quick=quick,
+        side_bytes=4 * size,
+    )
+
+
+def _pair_case(model: models.Model, tokens: int, within: float, *, quick: bool) -> Case:
+    """A new prompt up to its first token: computed by another process, or by the one that
+    answers."""
+    request = {"kind": "prefill", "tokens": tokens, "repetitions": 1}
+    return Case(
+        name=f"pair/{model.name}/first_token/{tokens}",
+        group="q",
+        sides=(
+            Side("Quire", "quire-pair", request),
+            Side("one process", "quire-cold", request),
+        ),
+        metrics=(Metric(goals=(Goal("one process", 1 / (1 + within)),)),),
+        quick=quick,
+        model=model.name,
+        tokens=tokens + 512,  # in whole pages, and one for the answer
+        length=tokens + 2,
+    )
+
+
+def _transfer_cases() -> list[Case]:
+    cases = [_move_case("1.1b", 2048, quick=True), _move_case("8b", 2048, quick=False)]
+    for name in models.NAMES:
+        for tokens in (2048, 8192):
+            within = 0.03 if name == "1b" else 0.05
+            quick = (name, tokens) == ("embedded", 2048)
+            cases.append(_pair_case(models.describe(name), tokens, within, quick=quick))
+    return cases
+
+
 def smoke_cases(threads: int) -> list[Case]:
     """Tiny ones, whose figures mean nothing: do the parts work together?"""
     shape: dict[str, Any] = {
@@ -1099,6 +1154,8 @@ def smoke_cases(threads: int) -> list[Case]:
             answers=3,
         ),
         _beams_case(2, 8, 2, quick=True),
+        _move_case("1.1b", 64, quick=True),
+        _pair_case(models.describe("embedded"), 48, 0.05, quick=True),
     ]
 
 
@@ -1124,7 +1181,7 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += [_tier_case(models.describe(name)) for name in models.NAMES]
     cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)
     cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
-    cases += _growth_cases(threads) + _serving_cases() + _blend_cases()
+    cases += _growth_cases(threads) + _serving_cases() + _blend_cases() + _transfer_cases()
     cases += [_beams_case(4, 512, 32, quick=True), _beams_case(4, 1536, 32, quick=False)]
     cases += [
         connector_case(models.describe(name), 3000, quick=name == "110m") for name in ("110m", "1b")

@@ -34,6 +34,7 @@ from workers import (
     LineWorker,
     LlamaBench,
     LlamaServer,
+    PairWorker,
     Patience,
     RedisServer,
     Worker,
@@ -340,6 +341,8 @@ class Workers:
             return self._quire_engine(log, self._load(case, alone=True) | guesses)
         if kind in ("quire-disk", "quire-cold", "quire-pages", "quire-redis"):
             return self._quire_engine(log, self._load(case, alone=True) | self._tier(kind))
+        if kind == "quire-pair":
+            return self._pair(log, self._load(case, alone=True) | {"prefix_cache": False})
         if kind in _SERVING_WORKERS:
             return self._serving(kind, log, case)
         if kind == "llama-server":
@@ -385,6 +388,16 @@ class Workers:
         return LineWorker(
             [sys.executable, str(HERE / "quire_engine_worker.py")], log, self._patience, load
         )
+
+    def _pair(self, log: Path, load: dict[str, Any]) -> LineWorker:
+        """An engine all of whose prompts another process computes, with as many threads."""
+        endpoint = f"unix:{tempfile.mkdtemp(dir=self._scratch())}/socket"
+        command = [sys.executable, str(HERE / "quire_engine_worker.py")]
+        helper = LineWorker(
+            command, log.with_suffix(".prefill.log"), self._patience, load | {"listen": endpoint}
+        )
+        peers = {"prefill_from": [endpoint], "prefill_remote": "always", "on_peer_loss": "fail"}
+        return PairWorker(helper, command, log, self._patience, load | peers)
 
     def _tvm_cache(self, log: Path) -> LineWorker:
         if importlib.util.find_spec("tvm") is None:

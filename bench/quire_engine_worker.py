@@ -9,8 +9,15 @@ import generation
 
 
 def load(
-    model: str, threads: int, kv_bytes: int, sequences: int, length: int, **options: Any
+    model: str,
+    threads: int,
+    kv_bytes: int,
+    sequences: int,
+    length: int,
+    listen: str | None = None,
+    **options: Any,
 ) -> generation.Engine:
+    """listen: where it computes prompts for other processes; None: nowhere."""
     # tvm-ffi imports torch where it finds it, for seconds and 200 MiB; the program `quire` does
     # not let it either.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -21,6 +28,8 @@ def load(
         model, threads=threads, kv_bytes=kv_bytes, max_num_sequences=sequences, **options
     )
     engine.wait_for_store()
+    if listen is not None:
+        engine.serve_prefill(listen)
 
     def generate(prompts: list[generation.Prompt], count: int) -> None:
         engine.generate(prompts, max_tokens=count, ignore_eos=True, greedy=True)

@@ -2,8 +2,8 @@
 // input, one a line as the answer:
 //   {"do": "info"}                                            what is measured here
 //   {"do": "probe", "threads", "bytes", "repetitions", "single"}   the machine's bounds, now
-//   {"do": "prepare", "key", "kind": "attention" | "blend" | "plan" | "growth" | "chunks", ...}
-//                                                             makes a case
+//   {"do": "prepare", "key", "kind": "attention" | "blend" | "plan" | "growth" | "chunks" |
+//    "transfer", ...}                                       makes a case
 //   {"do": "run", "key", "seconds", "min_calls"}              {"samples": {name: [seconds...]}}
 //   {"do": "drop", "key"}
 // A request that cannot be met ends the process with the reason on standard error.
@@ -67,6 +67,8 @@ class Worker {
       cases_[key] = MakeGrowthCase(request);
     } else if (kind == "chunks") {
       cases_[key] = MakeChunkCase(request);
+    } else if (kind == "transfer") {
+      cases_[key] = MakeTransferCase(request);
     } else {
       Require(Status(StatusCode::kBadArgument, "kind: there is no " + kind));
     }

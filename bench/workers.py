@@ -167,6 +167,29 @@ class LineWorker(Process):
         self.stop()
 
 
+class PairWorker(LineWorker):
+    """A child whose prompts another one computes; they end together."""
+
+    def __init__(
+        self,
+        helper: LineWorker,
+        command: list[str],
+        log: Path,
+        patience: Patience,
+        start: dict[str, Any],
+    ) -> None:
+        self._helper = helper
+        try:
+            super().__init__(command, log, patience, start)
+        except BaseException:
+            helper.stop()
+            raise
+
+    def stop(self) -> None:
+        super().stop()
+        self._helper.stop()
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
