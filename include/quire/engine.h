@@ -536,6 +536,9 @@ class Engine {
                                            const TransferListenerOptions& options) = 0;
   // The last connection that was refused; Ok if none was. From any thread at any time.
   virtual Status LastPrefillRefusal() const = 0;
+  // Refuses connections and prompts of others from now on. Those in work are finished, and counted
+  // by served_waiting until they have arrived; `at_once`: all connections end. From any thread.
+  virtual void EndPrefill(bool at_once) noexcept = 0;
   // `wake` is called, from any thread, when Idle may have become false without a call: a peer asks
   // for a prompt. It must not call the engine, but for Idle and Stats. Null: nothing is called.
   // When SetWake returns, the one before is not called any more. From any thread at any time, but

@@ -104,6 +104,7 @@ class EngineImpl final : public Engine {
   Result<std::string> ServePrefill(const Passport& identity,
                                    const TransferListenerOptions& options) override;
   Status LastPrefillRefusal() const override { return prefill_traffic_.last_refusal(); }
+  void EndPrefill(bool at_once) noexcept override { prefill_traffic_.End(at_once); }
   void SetWake(std::function<void()> wake) override { prefill_traffic_.SetWake(std::move(wake)); }
   EngineStats Stats() const override;
   // How often a forward found fewer pages than the scheduler had counted on.
@@ -185,7 +186,6 @@ class EngineImpl final : public Engine {
   void FinishSample(Request* request, Sample* sample, FinishReason reason,
                     StepOutput* output) noexcept;
   void ReleaseSequence(Request* request, Sample* sample) noexcept;
-  void RetainOrRemove(const Request& request, Sample* sample) noexcept;
   Status StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens);
   void EndRequest(Request* request, FinishReason reason, const std::string& error);
 

@@ -397,6 +397,10 @@ class Scene {
                                         },
                                         true};
     c["LastPrefillRefusal"] = {[&e] { return e.LastPrefillRefusal(); }};
+    c["EndPrefill"] = {[&e] {
+      e.EndPrefill(false);
+      return Status();
+    }};
     c["SetWake"] = {[&e] {
       e.SetWake([] {});
       return Status();
@@ -528,6 +532,7 @@ constexpr TableRow kRows[] = {
   {"ServePrefill: no address",                  "A A A A A A A A A A A A S"},
   {"ServePrefill: a second time",               "S S S S S S S S S S S S S"},
   {"LastPrefillRefusal",                        "o o o o o o o o o o o o o"},
+  {"EndPrefill",                                "o o o o o o o o o o o o o"},
   {"SetWake",                                   "o o o o o o o o o o o o o"},
 };
 // clang-format on

@@ -17,6 +17,11 @@ constexpr int64_t kJobsOfAStep = 64;
 // A step that waits for room and nothing else returns after this.
 constexpr int64_t kAwaitRoomNs = 5 * kNsPerMs;
 
+Status Ending() {
+  return Status(StatusCode::kUnavailable,
+                "the process is ending and begins no prompt any more; compute it elsewhere");
+}
+
 }  // namespace
 
 void PrefillBell::Ring() noexcept {
@@ -59,6 +64,11 @@ Status PrefillTraffic::last_refusal() const {
   return server_ == nullptr ? Status() : server_->last_refusal();
 }
 
+void PrefillTraffic::End(bool at_once) noexcept {
+  const std::lock_guard<std::mutex> lock(serve_mutex_);
+  if (server_ != nullptr) server_->End(at_once);
+}
+
 Status PrefillTraffic::TakeJobs(double seconds_per_token, const RequestEnder& end,
                                 const JobAdder& add) {
   if (server_ == nullptr) return {};
@@ -71,7 +81,7 @@ Status PrefillTraffic::TakeJobs(double seconds_per_token, const RequestEnder& en
     if (!any.ok() || taken == kJobsOfAStep) bell_->Ring();  // the next step goes on
     QUIRE_RETURN_IF_ERROR(any.status());
     if (!*any) break;
-    const Status added = GuardEntry([&] { return add(job); });
+    const Status added = GuardEntry([&] { return server_->is_ending() ? Ending() : add(job); });
     if (!added.ok()) Refuse(job.get(), added);
     if (taken == kJobsOfAStep) break;
   }
@@ -142,7 +152,7 @@ bool PrefillTraffic::WaitsForRoom() const {
                              [this](const auto& request) { return !HasRoom(*request); });
 }
 
-void PrefillTraffic::TellLoad(double seconds_per_token) {
+void PrefillTraffic::TellLoad(double seconds_per_token) noexcept {
   TransferLoad load{.ns_per_token = static_cast<int64_t>(seconds_per_token * 1e9)};
   const auto add = [&](const auto& request) {
     if (const Sample* const leader = request->leader())
@@ -218,7 +228,7 @@ void PrefillTraffic::NoteFailure(Request* request, const std::string& why) noexc
   Refuse(request->job.get(), Status(StatusCode::kUnavailable, why));
 }
 
-void PrefillTraffic::Publish(EngineStats* stats) const noexcept {
+void PrefillTraffic::Publish(EngineStats* stats) noexcept {
   stats->served_prompts = prompts_;
   stats->served_tokens = tokens_;
   stats->served_losses = losses_;
@@ -227,6 +237,10 @@ void PrefillTraffic::Publish(EngineStats* stats) const noexcept {
   const auto is_job = [](const auto& request) { return request->job != nullptr; };
   stats->served_waiting = std::ranges::count_if(requests_.running(), is_job) +
                           std::ranges::count_if(requests_.waiting(), is_job);
+  // What was computed and has not arrived would be lost with the process.
+  if (server_->is_ending())
+    stats->served_waiting = std::max(stats->served_waiting, server_->open_count());
+  TellLoad(stats->compute_seconds_per_token);
 }
 
 }  // namespace quire

@@ -82,6 +82,8 @@ class PrefillTraffic {
   // Whether a peer may want something.
   bool is_asked() const noexcept { return bell_->is_rung(); }
   void SetWake(std::function<void()> wake) { bell_->SetWake(std::move(wake)); }
+  // As Engine::EndPrefill.
+  void End(bool at_once) noexcept;
 
   // ---- Between steps
   // Gives `add` what peers ask for, and ends the requests that they do not want any more. They are
@@ -105,7 +107,8 @@ class PrefillTraffic {
   void NoteEnd(Request* request) noexcept;
   void NoteFailure(Request* request, const std::string& why) noexcept;
 
-  void Publish(EngineStats* stats) const noexcept;
+  // Peers are told how busy the engine is, also when it has nothing more to do.
+  void Publish(EngineStats* stats) noexcept;
 
  private:
   // A request whose peer does not want it any more, or to which nothing can be sent; null: none.
@@ -114,7 +117,7 @@ class PrefillTraffic {
   // The engine does not compute it, or not to its end.
   void Refuse(PrefillJob* job, const Status& why) noexcept;
   // The peers' other half of a prediction.
-  void TellLoad(double seconds_per_token);
+  void TellLoad(double seconds_per_token) noexcept;
   Status MarkAt(PrefillJob* job, int64_t sequence_id);
   // Ends the mark, and notes the tokens that the peer has.
   void Detach(PrefillJob* job) noexcept;
@@ -125,7 +128,7 @@ class PrefillTraffic {
   const int64_t bytes_per_token_;
   const int64_t prefill_chunk_;
   const std::shared_ptr<PrefillBell> bell_ = std::make_shared<PrefillBell>();
-  mutable std::mutex serve_mutex_;         // of last_refusal, while a server is made
+  mutable std::mutex serve_mutex_;         // of calls from any thread, while a server is made
   std::unique_ptr<PrefillServer> server_;  // null: it does not serve
 
   // As in EngineStats.

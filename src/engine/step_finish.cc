@@ -122,16 +122,14 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
     return sequences_.Remove(*request, sample);
   }
   sample->computed = kept;
-  if (!inherits) return RetainOrRemove(*request, sample);
+  if (!inherits) {
+    store_traffic_.StoreWhole(*request, sample);
+    return sequences_.Retain(*request, sample, options_.prefix_cache);
+  }
   heir->sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   heir->stored = {};
   heir->computed = std::exchange(sample->computed, 0);
   heir->approximate_from = std::exchange(sample->approximate_from, kExactForever);
-}
-
-void EngineImpl::RetainOrRemove(const Request& request, Sample* sample) noexcept {
-  store_traffic_.StoreWhole(request, sample);
-  sequences_.Retain(request, sample, options_.prefix_cache);
 }
 
 // Ends a request, wherever it is, with an output for each unfinished sample. Outputs first: they

@@ -266,7 +266,9 @@ void EngineImpl::PreemptYoungest() {
     prefill_traffic_.NotePreempted(&request);
     for (Sample& sample : request.samples) {
       speculator_.Forget(request, &sample);
-      if (sample.has_sequence()) RetainOrRemove(request, &sample);
+      if (!sample.has_sequence()) continue;
+      store_traffic_.StoreWhole(request, &sample);
+      sequences_.Retain(request, &sample, options_.prefix_cache);
     }
   });
   ++counters_.preemptions;

@@ -275,6 +275,13 @@ class EngineObj : public tf::Object {
         BetweenSteps([&](Engine& engine) { return engine.ServePrefill(passport, options); }));
   }
 
+  void EndPrefill() {
+    BetweenSteps([](Engine& engine) {
+      engine.EndPrefill(/*at_once=*/false);
+      return Status();
+    });
+  }
+
   // wait: until all that was asked for before is carried out.
   tf::Map<tf::String, int64_t> Stats(bool wait) {
     if (wait) latch_.Run([&] { return loop_->Settle(); });
@@ -424,6 +431,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("attach_prefill_peers", &EngineObj::AttachPrefillPeers)
       .def("prefill_peers", &EngineObj::PrefillPeers)
       .def("serve_prefill", &EngineObj::ServePrefill)
+      .def("end_prefill", &EngineObj::EndPrefill)
       .def("stats", &EngineObj::Stats)
       .def("step_times", &EngineObj::StepTimes)
       .def("info", &EngineObj::Info);

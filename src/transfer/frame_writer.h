@@ -1,5 +1,5 @@
-// Frames that go out over one connection, in order, without the connection. Short messages that
-// must not wait (credits, signs of life) pass the rows that do.
+// Frames that go out over one connection, in order, without the connection. Messages that must not
+// wait (jobs, credits, signs of life) pass the rows that do, and not each other.
 #ifndef QUIRE_TRANSFER_FRAME_WRITER_H_
 #define QUIRE_TRANSFER_FRAME_WRITER_H_
 

@@ -251,6 +251,11 @@ Status PeerConnection::SendStatus(uint64_t epoch) const {
   return CheckSendLocked(epoch);
 }
 
+int64_t PeerConnection::window_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return window_bytes_;
+}
+
 int64_t PeerConnection::send_room() const {
   const std::lock_guard lock(mutex_);
   return window_left_;
@@ -276,28 +281,37 @@ Status PeerConnection::OnLayerAppended(int64_t layer, std::span<const SendRange>
 
 Status PeerConnection::SendRows(int64_t layer, const SendRange& range) {
   const int64_t row_bytes = RowBytes(range.local, range.head_count);
-  const int64_t rows_max = std::max<int64_t>(1, kPartBytes / std::max<int64_t>(1, row_bytes));
+  const int64_t part_bytes = std::min(kPartBytes, window_bytes());
+  const int64_t rows_max = std::max<int64_t>(1, part_bytes / std::max<int64_t>(1, row_bytes));
   for (int64_t first = 0; first < range.count; first += rows_max) {
     const int64_t count = std::min(rows_max, range.count - first);
     QUIRE_RETURN_IF_ERROR(TakeWindow(range.epoch, count * row_bytes));
-    const std::shared_ptr<OutgoingPart> part = PartPool::Take(pool_, count * row_bytes);
-    const ReceivePart local{.first_row = first,
-                            .count = count,
-                            .first_head = range.local_head,
-                            .head_count = range.head_count};
-    part->head.digest = CopyRuns(PartRuns(range.local, local), part->bytes.get());
-    part->head.epoch = range.epoch;
-    part->head.layer = layer;
-    part->head.part = {.first_row = range.first_row + first,
-                       .count = count,
-                       .first_head = range.remote_head,
-                       .head_count = range.head_count};
-    QUIRE_RETURN_IF_ERROR(Push(range.epoch, [this, part](TransferSession& session) {
-      part->head.receiver = receiver_;
-      session.sends().SendPart(part);
-    }));
+    const Status sent = GuardEntry([&] { return SendPart(layer, range, first, count); });
+    if (!sent.ok()) GiveWindow(count * row_bytes);  // no part takes it
+    QUIRE_RETURN_IF_ERROR(sent);
   }
   return Status();
+}
+
+Status PeerConnection::SendPart(int64_t layer, const SendRange& range, int64_t first,
+                                int64_t count) {
+  const int64_t bytes = count * RowBytes(range.local, range.head_count);
+  const std::shared_ptr<OutgoingPart> part = PartPool::Take(pool_, bytes);
+  const ReceivePart local{.first_row = first,
+                          .count = count,
+                          .first_head = range.local_head,
+                          .head_count = range.head_count};
+  part->head.digest = CopyRuns(PartRuns(range.local, local), part->bytes.get());
+  part->head.epoch = range.epoch;
+  part->head.layer = layer;
+  part->head.part = {.first_row = range.first_row + first,
+                     .count = count,
+                     .first_head = range.remote_head,
+                     .head_count = range.head_count};
+  return Push(range.epoch, [this, part](TransferSession& session) {
+    part->head.receiver = receiver_;
+    session.sends().SendPart(part);
+  });
 }
 
 Status PeerConnection::CheckSendLocked(uint64_t epoch) const {
@@ -418,11 +432,13 @@ void PeerConnection::OnSendOver(uint64_t epoch, const Status& why) {
   changed_.notify_all();
 }
 
-void PeerConnection::OnPartTaken(const OutgoingPart& part) {
+void PeerConnection::OnPartTaken(const OutgoingPart& part) { GiveWindow(part.head.bytes); }
+
+void PeerConnection::GiveWindow(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   // Half a window is room for a sender that has waited for some.
   const bool was_small = window_left_ < window_bytes_ / 2;
-  window_left_ += part.head.bytes;
+  window_left_ += bytes;
   is_wake_due_ |= was_small && window_left_ >= window_bytes_ / 2;
   changed_.notify_all();
 }

@@ -76,8 +76,12 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   void OnPartTaken(const OutgoingPart& part) override;
 
   Status SendRows(int64_t layer, const SendRange& range);
+  // Rows `first`, ... of the range, `count` of them, for which there is room.
+  Status SendPart(int64_t layer, const SendRange& range, int64_t first, int64_t count);
   // Waits until the window takes them.
   Status TakeWindow(uint64_t epoch, int64_t bytes);
+  void GiveWindow(int64_t bytes);
+  int64_t window_bytes() const;
   Status CheckSendLocked(uint64_t epoch) const;
   Status Push(uint64_t epoch, Command command);
   Status SendRecords(std::span<const SendRecord> records, bool is_aborted);

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/testing/refuse_each.h"
 #include "base/testing/soak.h"
 #include "transfer/testing/faulty_channel.h"
 #include "transfer/testing/test_session.h"
@@ -141,6 +142,37 @@ TEST(PeerConnection, ASenderWaitsForTheWindowForItsTimeAlone) {
   EXPECT_LT(pair.from->send_room(), kTestRowBytes);
   EXPECT_TRUE(pair.from->SendStatus(*epoch).ok());
   held.unlock();
+}
+
+// Parts are as large as the window takes, not larger.
+TEST(PeerConnection, AWindowOfOneRowTakesRowByRow) {
+  ConnectionPair pair(MakeChannels(false), kTestRowBytes);
+  const auto epoch = pair.Ask(50);
+  ASSERT_TRUE(epoch.ok());
+  ASSERT_EQ(pair.Send(*epoch, 0, 50).ToString(), "Ok");
+  EXPECT_TRUE(pair.receiver.WaitReceived(*epoch, 50, *pair.clock, pair.Soon()).ok());
+  pair.receiver.CheckPages();
+  EXPECT_EQ(pair.from->stats().parts_sent, kTestLayers * 50);
+}
+
+// Else the window would become too small for a prompt, which would then wait for ever.
+TEST(PeerConnection, RowsThatCannotBeSentTakeNoRoom) {
+  ConnectionPair pair(MakeChannels(false));
+  const auto epoch = pair.Ask(4);
+  ASSERT_TRUE(epoch.ok());
+  const int64_t room = pair.from->send_room();
+  TestRows rows = RowsOfLayer(0, 4);
+  SendRange range;
+  range.epoch = *epoch;
+  range.count = 4;
+  range.local = rows.View(0, 4);
+  range.head_count = kTestHeads;
+  bool has_leaked = false;
+  RefuseEach("OnLayerAppended", StatusCode::kOk, [&] {
+    has_leaked |= pair.from->send_room() != room;
+    return pair.from->OnLayerAppended(0, std::span(&range, 1));
+  });
+  EXPECT_FALSE(has_leaked);
 }
 
 TEST(PeerConnection, AnOwnerIsWokenForWhatComesAndWhatEnds) {

@@ -70,8 +70,9 @@ Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
   }
   transfers_.emplace(
       epoch, Transfer{.deadline_ns = Later(now_ns, request.job.deadline_ns), .renewed_ns = now_ns});
-  if (request.job.id != 0) writer_->Queue(TransferOpcode::kJob, std::move(job));
-  writer_->Queue(TransferOpcode::kMap, std::move(map));
+  // In one queue with what ends it: a cancel that came first would end nothing.
+  if (request.job.id != 0) writer_->QueueUrgent(TransferOpcode::kJob, std::move(job));
+  writer_->QueueUrgent(TransferOpcode::kMap, std::move(map));
   return Status();
 }
 
@@ -317,7 +318,8 @@ void ReceiveHalf::PollReservations(int64_t now_ns) {
   for (auto place = transfers_.begin(); place != transfers_.end();) {
     const uint64_t epoch = (place++)->first;
     const auto progress = receiver_->GetReceiveProgress(epoch);
-    if (!progress.ok()) End(epoch, Status(StatusCode::kCancelled, "the reservation is over"));
+    const bool is_over = !progress.ok() && progress.status().code() != StatusCode::kOutOfMemory;
+    if (is_over) End(epoch, Status(StatusCode::kCancelled, "the reservation is over"));
   }
 }
 

@@ -267,6 +267,37 @@ TEST(TransferSession, CancelAtEveryStageFreesBothSides) {
   }
 }
 
+// A cancel that came before what it cancels would end nothing: the peer would compute for nobody.
+TEST(TransferSession, ACancelDoesNotPassItsRequest) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.receiver.receiver.Reserve(4);
+  ReceiveHalf& receives = pair.receiver.session.receives();
+  ASSERT_TRUE(receives.Open({.job = {.id = 1, .tokens = {1, 2, 3}}, .map = map}, pair.now).ok());
+  ASSERT_TRUE(receives.Cancel(map.epoch).ok());
+  pair.Exchange();
+  pair.ExpectQuiet();
+  EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kCancelled);
+}
+
+// A reservation of which nothing is known for want of memory goes on.
+TEST(TransferSession, AReservationIsOverWhenItIsNotFoundAlone) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.receiver.receiver.is_without_memory = true;
+  pair.Live(2 * kTestSecondNs);
+  pair.receiver.receiver.is_without_memory = false;
+  ASSERT_EQ(pair.sender.sends.count(map.epoch), 1U);
+  pair.SendAll(map.epoch, 0, 4);
+  pair.sender.SendRecord(map.epoch, 0, 4);
+  pair.Exchange();
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 4);
+  pair.receiver.receiver.End(map.epoch);
+  pair.Live(2 * kTestSecondNs);
+  pair.ExpectQuiet();
+}
+
 TEST(TransferSession, AStopTellsTheReceiverWhy) {
   SessionPair pair;
   pair.Exchange();

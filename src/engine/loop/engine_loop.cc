@@ -613,6 +613,7 @@ void EngineThread::FailAll(const Status& why) noexcept {
 }
 
 void EngineThread::End(const Status& why) noexcept {
+  engine_->EndPrefill(/*at_once=*/true);  // peers would wait for steps that do not come
   if (fault_.ok()) {
     for (const auto& entry : ids_) {
       static_cast<void>(CallEngine([&](Engine& engine) { return engine.Cancel(entry.first); }));

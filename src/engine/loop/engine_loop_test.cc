@@ -161,6 +161,7 @@ class ScriptedEngine final : public Engine {
     return engine_->ServePrefill(identity, options);
   }
   Status LastPrefillRefusal() const override { return engine_->LastPrefillRefusal(); }
+  void EndPrefill(bool at_once) noexcept override { engine_->EndPrefill(at_once); }
   void SetWake(std::function<void()> wake) override { engine_->SetWake(std::move(wake)); }
   EngineStats Stats() const override { return engine_->Stats(); }
 

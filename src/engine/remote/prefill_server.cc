@@ -53,6 +53,7 @@ void PrefillServer::Accept() noexcept {
 Status PrefillServer::Add(const std::shared_ptr<TransferPeer>& peer) {
   peer->SetWake(wake_);
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_closed_) return Status(StatusCode::kClosed, "PrefillServer: it was ended");
   const int64_t number = next_connection_++;
   connections_[number] = {.peer = peer, .window = peer->send_room()};
   const Status connected = channel_->Connect(number, peer);
@@ -62,6 +63,23 @@ Status PrefillServer::Add(const std::shared_ptr<TransferPeer>& peer) {
   }
   static_cast<void>(peer->SetLoad(told_));  // a connection that is over is found by Take
   return {};
+}
+
+void PrefillServer::End(bool at_once) noexcept {
+  is_ending_.store(true, std::memory_order_release);
+  listener_->Close();
+  if (!at_once) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_closed_ = true;
+  for (auto& [number, connection] : connections_) connection.peer->Close();
+}
+
+int64_t PrefillServer::open_count() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t count = 0;
+  for (const auto& [number, connection] : connections_)
+    count += connection.peer->stats().sends_open;
+  return count;
 }
 
 Result<bool> PrefillServer::Take(PrefillJob* job) {

@@ -6,6 +6,7 @@
 #ifndef QUIRE_ENGINE_REMOTE_PREFILL_SERVER_H_
 #define QUIRE_ENGINE_REMOTE_PREFILL_SERVER_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -45,6 +46,13 @@ class PrefillServer {
   // The sink of the marks: connections by their numbers.
   const std::shared_ptr<RemoteChannel>& channel() const { return channel_; }
 
+  // ---- From any thread.
+  // Nobody else connects; with `at_once` all connections are closed.
+  void End(bool at_once) noexcept;
+  bool is_ending() const noexcept { return is_ending_.load(std::memory_order_acquire); }
+  // Prompts that peers have asked for and have neither got nor given up.
+  int64_t open_count() const;
+
   // ---- The engine's thread.
   // The next prompt that is asked for, if any: true. OutOfMemory, and nothing is lost.
   Result<bool> Take(PrefillJob* job);
@@ -72,7 +80,9 @@ class PrefillServer {
   std::map<int64_t, Connection> connections_;  // by their numbers
   int64_t next_connection_ = 0;
   TransferLoad told_;
+  bool is_closed_ = false;
 
+  std::atomic<bool> is_ending_ = false;
   std::thread thread_;
 };
 

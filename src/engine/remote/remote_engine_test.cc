@@ -45,6 +45,7 @@ std::vector<Variant> Variants() {
        {.architecture = "Gemma2ForCausalLM",
         .tie_word_embeddings = true,
         .extra = {{"sliding_window", kWindow}, {"query_pre_attn_scalar", 24}}}},
+      {"DeepseekV3", {.architecture = "DeepseekV3ForCausalLM"}},
       {"Mamba2", {.architecture = "Mamba2ForCausalLM"}},
       {"Qwen3Next", {.architecture = "Qwen3NextForCausalLM"}},
   };

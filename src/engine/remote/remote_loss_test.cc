@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/testing/remote_pair.h"
+#include "quire/engine_loop.h"
 
 namespace quire {
 namespace {
@@ -49,7 +52,7 @@ struct Lost {
   int64_t calls = 0;
 };
 
-Lost Ask(const std::string& endpoint, const LostAt& lost, OnPeerLoss on_loss) {
+Lost Ask(const std::string& endpoint, LostAt lost, OnPeerLoss on_loss) {
   HandServer hand(endpoint, kHand);
   Server server({.page_size = 4});
   Attach(&server,
@@ -57,6 +60,10 @@ Lost Ask(const std::string& endpoint, const LostAt& lost, OnPeerLoss on_loss) {
   hand.Accept();
   const Tokens prompt = Text(kPrompt, 1);
   const int64_t id = server.Submit(prompt, Greedy(8));
+  lost.await = [&](uint64_t epoch, int64_t rows) {
+    const KVTransfer& transfer = *server.engine->state().transfer();
+    while (transfer.GetReceiveProgress(epoch).value().complete < rows) std::this_thread::yield();
+  };
   hand.Run(lost);
   Lost result;
   for (int steps = 0; !server.engine->Idle() && steps < 100000; ++steps) {
@@ -89,9 +96,9 @@ TEST_F(RemoteLoss, AtEveryCallOfTheSenderWhatHasARecordIsKept) {
     const Lost lost = Ask(Endpoint(), {.call = call}, OnPeerLoss::kRecompute);
     ExpectEqual(lost.answer, alone, "lost");
     const bool is_whole = call == calls;
-    // The last frames before the end may be on their way when it comes.
-    EXPECT_LE(lost.end.remote_tokens, RowsAfter(call));
-    EXPECT_EQ(lost.end.remote_tokens % kHand.chunk, is_whole ? (kPrompt - 1) % kHand.chunk : 0);
+    EXPECT_EQ(lost.end.remote_tokens, RowsAfter(call));
+    // The rest of the prompt, and the answer's tokens but for the last.
+    EXPECT_EQ(lost.stats.computed_tokens, kPrompt - RowsAfter(call) + 7);
     EXPECT_EQ(lost.stats.remote_losses, is_whole ? 0 : 1);
     EXPECT_EQ(lost.stats.remote_tokens, lost.end.remote_tokens);
     EXPECT_EQ(lost.info.losses, is_whole ? 0 : 1);
@@ -214,6 +221,93 @@ TEST_F(RemoteLoss, AutoAsksThePeerThatIsPredictedToBeFaster) {
     EXPECT_DOUBLE_EQ(end.predicted_remote_seconds,
                      speed * static_cast<double>(wanted + one.load.queued_tokens));
   }
+}
+
+// Its connections would live on, and prompts wait for their time to be over.
+TEST_F(RemoteLoss, AnEngineWhoseLoopHasEndedComputesForNobody) {
+  class BrokenSink final : public StepSink {
+   public:
+    explicit BrokenSink(const Engine* engine) : engine_(*engine) {}
+    void OnStep(std::vector<StepOutput>) override {
+      if (engine_.Stats().computed_tokens > 0) throw std::runtime_error("broken");
+    }
+    void OnEnd(const Status& why) override { EXPECT_EQ(why.code(), StatusCode::kInternal); }
+
+   private:
+    const Engine& engine_;
+  };
+  Server prefill({.page_size = 8, .chunk = 12});
+  const std::string endpoint = Serve(&prefill, Endpoint());
+  const auto sink = std::make_shared<BrokenSink>(prefill.engine.get());
+  const std::unique_ptr<EngineLoop> loop =
+      EngineLoop::Create(std::move(prefill.engine), sink).value();
+  Server server({.page_size = 4});
+  Attach(&server, {.addresses = {endpoint}, .when = RemotePrefill::kAlways, .timeout_ms = 20'000});
+  const Tokens prompt = Text(kPrompt, 1);
+  ExpectEqual(server.Generate(prompt, Greedy(8)), Alone(prompt, Greedy(8)), "computed here");
+  EXPECT_EQ(server.engine->Stats().remote_losses, 1);
+  const PrefillPeerInfo info = server.engine->PrefillPeers()[0];
+  EXPECT_FALSE(info.connected);
+  EXPECT_EQ(info.error.find("timeout_ms"), std::string::npos) << info.error;
+  ExpectAllPagesBack(server);
+}
+
+// What is in work is finished, what comes is computed where it was asked for, and nobody else
+// connects.
+TEST_F(RemoteLoss, AnEngineThatEndsFinishesWhatItHasBegun) {
+  Server prefill({.page_size = 8, .chunk = 12});
+  Server server({.page_size = 4});
+  const PrefillPeerOptions use{.addresses = {Serve(&prefill, Endpoint())},
+                               .when = RemotePrefill::kAlways};
+  Attach(&server, use);
+  const auto step = [](Server* one) {
+    if (one->engine->Idle()) return;
+    EXPECT_TRUE(one->Step().ok());
+  };
+  const Tokens first = Text(kPrompt, 1), second = Text(kPrompt, 2);
+  const int64_t begun = server.Submit(first, Greedy(8));
+  while (prefill.engine->Stats().computed_tokens == 0) {
+    step(&server);
+    step(&prefill);
+  }
+  ASSERT_LT(prefill.engine->Stats().computed_tokens, kPrompt - 1);
+  prefill.engine->EndPrefill(false);
+  const int64_t late = server.Submit(second, Greedy(8));
+  while (!server.engine->Idle()) {
+    step(&server);
+    step(&prefill);
+  }
+  ExpectEqual(server.answers[{begun, 0}], Alone(first, Greedy(8)), "in work");
+  ExpectEqual(server.answers[{late, 0}], Alone(second, Greedy(8)), "refused");
+  EXPECT_EQ(server.engine->Stats().remote_tokens, kPrompt - 1);
+  EXPECT_EQ(server.engine->Stats().remote_losses, 1);
+  const PrefillPeerInfo info = server.engine->PrefillPeers()[0];
+  EXPECT_NE(info.error.find("is ending"), std::string::npos) << info.error;
+  while (prefill.engine->Stats().served_waiting > 0) step(&prefill);  // its last row has come
+  Server other({.page_size = 4});
+  Attach(&other, use);
+  EXPECT_FALSE(other.engine->PrefillPeers()[0].connected);
+  EXPECT_TRUE(server.engine->PrefillPeers()[0].connected);
+  prefill.engine->EndPrefill(true);
+  while (server.engine->PrefillPeers()[0].connected) std::this_thread::yield();
+  ExpectAllPagesBack(prefill);
+}
+
+// The last word of an engine that has nothing more to do is that.
+TEST_F(RemoteLoss, AnIdlePeerHasNoQueue) {
+  const auto clock = std::make_shared<FakeClock>();
+  Server prefill({.page_size = 8, .clock = clock});
+  prefill.model->fault = [&](std::span<const int32_t> tokens) {
+    clock->Advance(std::ssize(tokens) * kMilli);
+    return Status();
+  };
+  const std::string endpoint = Serve(&prefill, Endpoint());
+  prefill.Generate(Text(64, 7), Greedy(1));  // a step's beginning has a queue, its end has none
+  Server server;
+  Attach(&server, {.addresses = {endpoint}});
+  while (server.engine->PrefillPeers()[0].seconds_per_token == 0) std::this_thread::yield();
+  EXPECT_DOUBLE_EQ(server.engine->PrefillPeers()[0].seconds_per_token, 1e-3);
+  EXPECT_EQ(server.engine->PrefillPeers()[0].queued_tokens, 0);
 }
 
 // No loss: the connection does not carry what keeps tenants apart.

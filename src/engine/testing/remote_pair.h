@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -53,17 +54,22 @@ inline void ExpectAllPagesBack(const Server& server) {
   EXPECT_EQ(stats.served_waiting, 0);
 }
 
-// Passes on what a cache sends, until the connection is closed before call `cut`, from 0 on.
+// Waits until that many rows of an epoch count at the receiver.
+using RowsWaiter = std::function<void(uint64_t epoch, int64_t rows)>;
+
+// Passes on what a cache sends, until the connection is closed before call `cut`, from 0 on: when
+// what has a record has come.
 class CutSink final : public LayerSink {
  public:
-  CutSink(std::shared_ptr<TransferPeer> peer, int64_t cut) : peer_(std::move(peer)), cut_(cut) {}
+  CutSink(std::shared_ptr<TransferPeer> peer, int64_t cut, RowsWaiter await)
+      : peer_(std::move(peer)), cut_(cut), await_(std::move(await)) {}
 
   Status OnLayerAppended(int64_t layer, std::span<const SendRange> ranges) override {
-    CutHere();
+    CutHere(ranges.front().epoch);
     return peer_->OnLayerAppended(layer, ranges);
   }
   Status OnForwardEnded(std::span<const SendRecord> records) override {
-    CutHere();
+    CutHere(records.front().epoch);
     rows_ += peer_->status().ok() ? records.front().count : 0;
     return peer_->OnForwardEnded(records);
   }
@@ -77,12 +83,15 @@ class CutSink final : public LayerSink {
   int64_t rows() const { return rows_; }  // with a record
 
  private:
-  void CutHere() {
-    if (calls_++ == cut_) peer_->Close();
+  void CutHere(uint64_t epoch) {
+    if (calls_++ != cut_) return;
+    if (await_) await_(epoch, rows_);
+    peer_->Close();
   }
 
   const std::shared_ptr<TransferPeer> peer_;
   const int64_t cut_;
+  const RowsWaiter await_;
   int64_t calls_ = 0;
   int64_t rows_ = 0;
 };
@@ -92,6 +101,7 @@ class CutSink final : public LayerSink {
 struct LostAt {
   enum class Stage { kBeforeJob, kBeforeMark, kAtCall, kRefused, kSilent } stage = Stage::kAtCall;
   int64_t call = std::numeric_limits<int64_t>::max();
+  RowsWaiter await = {};  // before it is lost at a call; null: at once
 };
 
 // A process that computes one prompt, in forwards of `chunk` tokens, on a thread of its own.
@@ -139,7 +149,7 @@ class HandServer {
       EXPECT_TRUE(refused.ok()) << refused.ToString();
       return;
     }
-    const auto sink = std::make_shared<CutSink>(peer_, lost.call);
+    const auto sink = std::make_shared<CutSink>(peer_, lost.call, lost.await);
     Send(**request, sink);
     calls_ = sink->calls();
     rows_ = sink->rows();

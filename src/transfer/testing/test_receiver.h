@@ -148,6 +148,7 @@ class TestReceiver final : public KVTransfer {
   }
   Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override {
     const std::lock_guard lock(mutex_);
+    if (is_without_memory) return Status::OutOfMemory();
     if (open.count(epoch) == 0) return Status(StatusCode::kNotFound, "the reservation is over");
     return ReceiveProgress{};
   }
@@ -163,6 +164,7 @@ class TestReceiver final : public KVTransfer {
   std::map<uint64_t, Reservation> open;
   uint64_t last_epoch = 0;
   int64_t views = 0;
+  bool is_without_memory = false;  // GetReceiveProgress is refused some
 
  private:
   bool HasRows(uint64_t epoch, int64_t n) const {

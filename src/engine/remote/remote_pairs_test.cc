@@ -1,0 +1,188 @@
+// Several peers at once, tenants that share one, connections with little room, and prompts with a
+// window that are preempted at the peer: answers have the bits of an engine alone, and what a peer
+// keeps of one tenant helps no other.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/testing/remote_pair.h"
+
+namespace quire {
+namespace {
+
+Tokens Text(int64_t count, uint64_t seed) {
+  RandomSequence random(seed);
+  return RandomTokens(count, &random);
+}
+SamplingOptions Greedy(int64_t max_tokens, const std::string& salt = "") {
+  SamplingOptions options{.max_tokens = max_tokens, .logprobs = 0, .ignore_eos = true};
+  options.cache_salt = salt;
+  return options;
+}
+Answer Alone(const Tokens& prompt, const SamplingOptions& options) {
+  return Server({.prefix_cache = false}).Generate(prompt, options);
+}
+
+class RemotePairs : public testing::Test {
+ protected:
+  std::string Endpoint() {
+    return "unix:" + folder_.File("socket" + std::to_string(next_socket_++));
+  }
+  // Steps of all, in turns, until the first one has nothing to do.
+  static void Finish(Server* server, const std::vector<Server*>& peers) {
+    for (int64_t turn = 0; !server->engine->Idle(); ++turn) {
+      ASSERT_LT(turn, 200'000) << "no progress";
+      ASSERT_TRUE(server->Step().ok());
+      for (Server* const peer : peers) {
+        if (peer->engine->Idle()) continue;
+        ASSERT_TRUE(peer->Step().ok());
+      }
+    }
+  }
+  // They learn that nothing more is wanted.
+  static void Settle(Server* peer) {
+    while (peer->engine->Stats().served_waiting > 0) {
+      if (peer->engine->Idle()) continue;
+      ASSERT_TRUE(peer->Step().ok());
+    }
+    ExpectAllPagesBack(*peer);
+  }
+
+  TestFolder folder_;
+  int next_socket_ = 0;
+};
+
+TEST_F(RemotePairs, SeveralPeersComputeAtOnce) {
+  Server first({.page_size = 8}), second({.page_size = 5, .chunk = 9}), third({.chunk = 17});
+  const std::vector<Server*> peers = {&first, &second, &third};
+  PrefillPeerOptions use{.when = RemotePrefill::kAlways};
+  for (Server* const peer : peers) use.addresses.push_back(Serve(peer, Endpoint()));
+  Server server({.page_size = 4, .sequences = 16});
+  Attach(&server, use);
+  std::map<int64_t, Tokens> asked;
+  for (uint64_t seed = 1; seed <= 16; ++seed) {
+    const Tokens prompt = Text(40 + static_cast<int64_t>(seed), seed);
+    asked[server.Submit(prompt, Greedy(6))] = prompt;
+  }
+  Finish(&server, peers);
+  for (const auto& [id, prompt] : asked)
+    ExpectEqual(server.answers[{id, 0}], Alone(prompt, Greedy(6)), "request " + std::to_string(id));
+  EXPECT_EQ(server.engine->Stats().remote_losses, 0);
+  int64_t tokens = 0;
+  for (const PrefillPeerInfo& info : server.engine->PrefillPeers()) {
+    EXPECT_GT(info.prompts, 0) << info.address << ": 16 prompts are spread over 3 peers";
+    tokens += info.tokens;
+  }
+  EXPECT_EQ(tokens, server.engine->Stats().remote_tokens);
+  for (Server* const peer : peers) Settle(peer);
+  ExpectAllPagesBack(server);
+}
+
+// One that is lost does not take the prompts of the others with it.
+TEST_F(RemotePairs, OneOfSeveralPeersIsLost) {
+  Server first({.page_size = 8}), second({.page_size = 5, .chunk = 9});
+  PrefillPeerOptions use{.when = RemotePrefill::kAlways};
+  use.addresses = {Serve(&first, Endpoint()), Serve(&second, Endpoint())};
+  Server server({.page_size = 4, .sequences = 16});
+  Attach(&server, use);
+  std::map<int64_t, Tokens> asked;
+  for (uint64_t seed = 1; seed <= 12; ++seed)
+    asked[server.Submit(Text(50, seed), Greedy(6))] = Text(50, seed);
+  ASSERT_TRUE(server.Step().ok());
+  ASSERT_EQ(server.engine->Stats().remote_waiting, 12);
+  first.engine->EndPrefill(true);
+  Finish(&server, {&second});
+  for (const auto& [id, prompt] : asked)
+    ExpectEqual(server.answers[{id, 0}], Alone(prompt, Greedy(6)), "request " + std::to_string(id));
+  const std::vector<PrefillPeerInfo> infos = server.engine->PrefillPeers();
+  EXPECT_GT(infos[0].losses, 0);
+  EXPECT_GT(infos[1].prompts, 0);
+  EXPECT_EQ(infos[1].losses, 0);
+  EXPECT_EQ(infos[0].losses + infos[1].prompts, 12);
+  Settle(&second);
+}
+
+// The same prompt of two tenants, asked for by two engines: what the peer has of the one is found
+// by it alone.
+TEST_F(RemotePairs, ATenantFindsNothingOfAnother) {
+  Server peer({.page_size = 8});
+  const PrefillPeerOptions use{.addresses = {Serve(&peer, Endpoint())},
+                               .when = RemotePrefill::kAlways};
+  const Tokens prompt = Text(60, 1);
+  const auto computed_for = [&](const std::string& salt) {
+    const int64_t before = peer.engine->Stats().computed_tokens;
+    Server server({.page_size = 4});
+    Attach(&server, use);
+    const int64_t id = server.Submit(prompt, Greedy(5, salt));
+    Finish(&server, {&peer});
+    ExpectEqual(server.answers[{id, 0}], Alone(prompt, Greedy(5)), salt);
+    EXPECT_EQ(server.engine->Stats().remote_tokens, 59);
+    Settle(&peer);
+    return peer.engine->Stats().computed_tokens - before;
+  };
+  EXPECT_EQ(computed_for("ann"), 59);
+  EXPECT_EQ(computed_for("bob"), 59) << "another tenant";
+  EXPECT_EQ(computed_for(""), 59) << "no tenant";
+  EXPECT_LT(computed_for("ann"), 59);
+  EXPECT_LT(computed_for("bob"), 59);
+}
+
+// The receiver takes few bytes at a time: the peer computes when there is room, and nothing is
+// lost.
+TEST_F(RemotePairs, SmallWindowsSlowAPromptDownAndLoseNothing) {
+  constexpr int64_t kRowBytes = 2 * FakeModel::kDim * int64_t{sizeof(float)};  // of a layer
+  for (const int64_t rows : {1, 2, 5, 12, 100}) {
+    SCOPED_TRACE(rows);
+    Server peer({.page_size = 8, .chunk = 12});
+    PrefillPeerOptions use{.addresses = {Serve(&peer, Endpoint())}, .when = RemotePrefill::kAlways};
+    use.peer.window_bytes = rows * kRowBytes;
+    Server server({.page_size = 4});
+    Attach(&server, use);
+    std::map<int64_t, Tokens> asked;
+    for (uint64_t seed = 1; seed <= 4; ++seed)
+      asked[server.Submit(Text(70, seed), Greedy(6))] = Text(70, seed);
+    Finish(&server, {&peer});
+    for (const auto& [id, prompt] : asked)
+      ExpectEqual(server.answers[{id, 0}], Alone(prompt, Greedy(6)), std::to_string(id));
+    const EngineStats stats = server.engine->Stats();
+    // A forward waits for room, and gives a prompt up when the other side makes none.
+    EXPECT_GT(stats.remote_tokens, 0);
+    Settle(&peer);
+    ExpectAllPagesBack(server);
+  }
+}
+
+// Rows that slid out of the window and were sent are not sent again; the rest is.
+TEST_F(RemotePairs, APromptWithAWindowGoesOnAfterItWasPreemptedThere) {
+  for (const int64_t window : {int64_t{0}, int64_t{16}}) {
+    SCOPED_TRACE(window);
+    // Its own answer needs the pages of the prompt that came later.
+    Server peer({.pages = 22, .page_size = 4, .chunk = 2});
+    const PrefillPeerOptions use{.addresses = {Serve(&peer, Endpoint())},
+                                 .when = RemotePrefill::kAlways};
+    Server server({.page_size = 4});
+    Attach(&server, use);
+    const Tokens own = Text(8, 7), prompt = Text(64, 1);
+    const int64_t kept = peer.Submit(own, Greedy(70));
+    ASSERT_TRUE(peer.Step().ok());
+    SamplingOptions options = Greedy(6);
+    options.window = window;
+    options.sinks = window > 0 ? 2 : 0;
+    const int64_t id = server.Submit(prompt, options);
+    Finish(&server, {&peer});
+    while (!peer.engine->Idle()) ASSERT_TRUE(peer.Step().ok());
+    ExpectEqual(server.answers[{id, 0}], Alone(prompt, options), "remote");
+    ExpectEqual(peer.answers[{kept, 0}], Alone(own, Greedy(70)), "its own");
+    EXPECT_EQ(server.engine->Stats().remote_tokens, 63);
+    EXPECT_EQ(server.engine->Stats().remote_losses, 0);
+    EXPECT_GT(peer.engine->Stats().preemptions, 0);
+    Settle(&peer);
+  }
+}
+
+}  // namespace
+}  // namespace quire
