@@ -16,6 +16,7 @@ from quire import _ffi, _numbers, errors
 __all__ = [
     "PEERS_MAX",
     "PrefillPeer",
+    "ReadSecretFile",
     "Refusals",
     "connection_fields",
     "peer_fields",
@@ -101,6 +102,19 @@ def read_peers(peers: Sequence[Any]) -> list[PrefillPeer]:
     ]
 
 
+class ReadSecretFile(str):
+    """The name of a file as it was when its secret was read. So what was checked is what is used,
+    and a pipe can be read once."""
+
+    secret: bytes
+
+    def __new__(cls, path: str) -> ReadSecretFile:
+        """Raises as :func:`read_secret_file`."""
+        made = super().__new__(cls, path)
+        made.secret = read_secret_file(path)
+        return made
+
+
 def read_secret_file(path: str | os.PathLike[str]) -> bytes:
     """The content of a file as what both sides of a connection must have.
 
@@ -108,6 +122,8 @@ def read_secret_file(path: str | os.PathLike[str]) -> bytes:
         BadArgumentError: it has fewer than 16 bytes, which can be guessed.
         OSError: the file cannot be read.
     """
+    if isinstance(path, ReadSecretFile):
+        return path.secret
     secret = Path(path).read_bytes()
     if len(secret) < _SECRET_BYTES_MIN:
         raise errors.BadArgumentError(

@@ -113,12 +113,11 @@ def secret_file(text: str) -> str:
     from quire import _prefill  # loads the library, which --help does not need
 
     try:
-        _prefill.read_secret_file(text)
+        return _prefill.ReadSecretFile(text)
     except errors.BadArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
-    return text
 
 
 def kv_dtype(text: str) -> str:

@@ -616,6 +616,13 @@ class Engine(_ffi.ThreadOwner):
         _ = self._handle
         return {} if self._refusals is None else self._refusals.counts()
 
+    def end_prefill(self) -> None:
+        """Begins no prompt of another process any more, so that this process can end without a loss:
+        nobody else connects, and prompts that are asked for are refused, which their processes then
+        compute. Those in work go on; `served_waiting` of :meth:`stats` counts them until their rows
+        have arrived. Nothing for an engine that does not serve; twice is fine."""
+        self._handle.end_prefill()
+
     @property
     def on_step(self) -> Callable[[], None] | None:
         """Is called after each step, as soon as its pieces are there (:meth:`Stream.poll`), and

@@ -347,6 +347,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "step_times": _OK,
         "plan_memory": _FIXED,
         "prefill_peers": _OK,
+        "end_prefill": _OK,
         "prefill_refusals": _Call(failed="Ok"),
         "prepare": _Call((["a"],)),
         "resolve_sampling": _FIXED,

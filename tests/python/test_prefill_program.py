@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import pytest
 import quire
 from program import process, run
+from quire import _prefill, _ranges
 from tiny_model import Shape, TinyModel
 
 sys.path.insert(0, str(Path(__file__).parent / "serve"))
 
-from server_process import Server  # noqa: E402
+from server_process import Server, running  # noqa: E402
 
 SECONDS = 120.0  # for what must come; nothing waits so long
 IDS = [3 + i % 90 for i in range(400)]
 LONG = [3 + (i * i + i) % 900 for i in range(1200)]
+LONG_TINY = [3 + (i * i + i) % 300 for i in range(1200)]  # for a small vocabulary
 SECRET = b"what both sides have"
 
 
@@ -266,6 +269,67 @@ def test_several_requests_at_once_and_samples_of_one(start: Start, roomy: TinyMo
         assert stats["remote_waiting"] == stats["remote_losses"] == 0
 
 
+def test_a_process_that_ends_finishes_the_prompts_in_work(start: Start, roomy: TinyModel) -> None:
+    with quire.Engine(roomy.directory, threads=1) as engine:
+        alone = engine.generate(LONG_TINY, max_tokens=6, greedy=True)
+    prefill = start(roomy.directory, "127.0.0.1:0", "--prefill-chunk", "8")
+    with engine_from(roomy, prefill.address) as engine:
+        found: list[quire.Result] = []
+        asking = threading.Thread(
+            target=lambda: found.append(engine.generate(LONG_TINY, max_tokens=6, greedy=True))
+        )
+        asking.start()
+        end = time.monotonic() + SECONDS
+        while engine.prefill_peers()[0].queued_tokens == 0:
+            assert time.monotonic() < end and asking.is_alive(), "it was too fast"
+        code, rest = prefill.terminate()
+        assert code == 0 and b"not finished" not in rest
+        asking.join(SECONDS)
+        assert same_answers(found[0], alone) and found[0].usage.remote_tokens == len(LONG_TINY) - 1
+        stats = engine.stats()
+        assert stats["remote_losses"] == 0 and stats["remote_tokens"] == len(LONG_TINY) - 1
+
+
+def test_a_server_that_computes_for_others_finishes_their_prompts(
+    roomy: TinyModel,
+) -> None:
+    listen = ("--prefill-listen", "127.0.0.1:0", "--prefill-chunk", "8")
+    with running(roomy.directory, *listen) as server:
+        address = server.wait_log(lambda line: line["event"] == "prefill")["endpoint"]
+        with engine_from(roomy, address, dtype="float32") as engine:
+            found: list[quire.Result] = []
+            asking = threading.Thread(
+                target=lambda: found.append(engine.generate(LONG_TINY, max_tokens=6, greedy=True))
+            )
+            asking.start()
+            end = time.monotonic() + SECONDS
+            while engine.prefill_peers()[0].queued_tokens == 0:
+                assert time.monotonic() < end and asking.is_alive(), "it was too fast"
+            assert server.stop() == 0
+            asking.join(SECONDS)
+            assert found[0].usage.remote_tokens == len(LONG_TINY) - 1
+            assert engine.stats()["remote_losses"] == 0
+
+
+def test_a_server_whose_prompt_does_not_come_ends_in_its_time(
+    start: Start, embedded_model: str
+) -> None:
+    prefill = start(embedded_model, "127.0.0.1:0", "--dtype", "float32")
+    how = ("--prefill-remote", "always", "--peer-dead-after", "600", "--drain-timeout", "0.5")
+    with running(Path(embedded_model), "--prefill-from", prefill.address, *how) as server:
+        prefill.process.send_signal(signal.SIGSTOP)
+        told: list[int] = []
+        body = {"model": "tiny", "prompt": "Count from one to ten. " * 12, "max_tokens": 8}
+        asking = threading.Thread(
+            target=lambda: told.append(server.request("POST", "/v1/completions", body)[0])
+        )
+        asking.start()
+        server.wait_metrics(lambda m: m["quire:num_requests_remote"] == 1)
+        assert server.stop() == 0
+        asking.join(SECONDS)
+        assert told == [503]
+
+
 def test_a_process_that_stands_still_is_left_behind(start: Start, roomy: TinyModel) -> None:
     with quire.Engine(roomy.directory, threads=1) as engine:
         alone = engine.generate(IDS, max_tokens=6, greedy=True)
@@ -303,6 +367,19 @@ def test_a_process_of_another_secret_is_refused(
     with engine_from(roomy, prefill.address, peer_secret_file=secret) as engine:
         salted = engine.generate(IDS, max_tokens=2, cache_salt="ann")
         assert salted.usage.remote_tokens > 0
+
+
+def test_a_secret_is_read_once(tmp_path: Path) -> None:
+    """What was checked is what is used; a pipe can be read once."""
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    checked = _ranges.secret_file(str(path))
+    path.write_bytes(b"short")
+    options = {"peer_dead_after": 3.0, "peer_secret_file": checked}
+    assert _prefill.connection_fields(options)["secret"] == SECRET
+    assert checked == str(path) and SECRET.decode() not in repr(checked)
+    with pytest.raises(quire.BadArgumentError, match="at least 16"):
+        _prefill.connection_fields(options | {"peer_secret_file": path})
 
 
 def test_one_process_computes_for_others_and_has_others_compute(

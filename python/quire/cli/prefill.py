@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
         prog="quire prefill",
         description="Computes prompts for other processes, whose --prefill-from has its address: "
         "`quire generate`, `quire chat` and `quire serve` with the same model. It runs until SIGINT "
-        "(Ctrl-C) or SIGTERM, and prints a line for each connection that it refuses.",
+        "(Ctrl-C) or SIGTERM, finishes the prompts in work, and prints a line for each connection "
+        "that it refuses.",
     )
     command.add_argument(
         "model",
@@ -50,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         help="at most N connections at a time (default: 64)",
     )
     arguments.add_connection(address)
+    command.add_argument(
+        "--drain-timeout",
+        type=ranges.Number(0, 86400),
+        default=30.0,
+        metavar="SECONDS",
+        help="after SIGTERM, prompts in work have this time to end (default: 30)",
+    )
     command.add_argument(
         "--dry-run", action="store_true", help="start nothing: print the memory needed"
     )
@@ -75,6 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         name = os.path.basename(os.path.realpath(folder))
         print(f"quire: {name} computes prompts at {endpoint}", flush=True)
         _wait(engine, ending)
+        _drain(engine, options.drain_timeout)
         engine.flush_store()
     return 0
 
@@ -112,7 +121,29 @@ def _wait(engine: Engine, ending: threading.Event) -> None:
             ending.set()
 
     engine.on_step = look
+    look()  # it may have ended before
     ending.wait()
     engine.on_step = None
     if failed:
         raise failed[0]
+
+
+def _drain(engine: Engine, seconds: float) -> None:
+    """Until the prompts in work have arrived, for `seconds` at most."""
+    done = threading.Event()
+
+    def look() -> None:
+        try:
+            waiting = engine.stats()["served_waiting"]
+        except errors.QuireError:  # it has ended, and its connections with it
+            waiting = 0
+        if waiting == 0:
+            done.set()
+
+    engine.on_step = look
+    engine.end_prefill()
+    look()
+    if not done.wait(seconds):
+        left = engine.stats(wait=False)["served_waiting"]
+        note(f"quire: {left} prompts were not finished within {seconds:g} s (--drain-timeout)")
+    engine.on_step = None

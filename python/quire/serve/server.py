@@ -69,8 +69,8 @@ def serve(
 ) -> int:
     """Answers until SIGINT or SIGTERM; returns the exit code. `on_ready` is told the URL.
 
-    The first signal refuses newcomers and lets answers end; the second one, or `drain_seconds`, ends
-    them with an error. sockets: of `bind`.
+    The first signal refuses newcomers and lets answers end, and prompts for other processes; the
+    second one, or `drain_seconds`, ends them with an error. sockets: of `bind`.
     """
     url = _url(options, sockets[0])
     _allow_files(options.limits)
@@ -145,9 +145,10 @@ class _Server:
         notify("STOPPING=1")
         running = len(service.streams.answers)
         self._log.write("info", "draining", answers=running)
+        await asyncio.to_thread(self._engine.end_prefill)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_seconds):
-                while service.streams.answers:
+                while service.streams.answers or service.stats()["served_waiting"] > 0:
                     await asyncio.sleep(0.02)
         service.end_answers()
 
