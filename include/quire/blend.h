@@ -110,6 +110,18 @@ struct BlendOptions {
 // BadArgument with the field, where it says no schedule for a model of `layer_count` layers.
 Status CheckBlendOptions(const BlendOptions& options, int64_t layer_count);
 
+// What the default blend costs a model with certain types of KV against full prefill, as it was
+// measured (`quire blend eval` measures it).
+struct BlendVerdict {
+  double divergence = 0;  // mean Kullback-Leibler divergence of the next token, in nats
+  double agreement = 0;   // in [0, 1]: the part of the tokens of which the likeliest is the same
+  static constexpr double kDivergenceMost = 0.3;
+  static constexpr double kAgreementLeast = 0.75;
+
+  // Whether such blends are allowed; a NaN allows none.
+  bool passes() const { return divergence <= kDivergenceMost && agreement >= kAgreementLeast; }
+};
+
 // Adjacent rows of one request that were taken from one text.
 struct BlendDocument {
   int64_t first_row = 0;  // of the batch

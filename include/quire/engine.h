@@ -135,18 +135,34 @@ enum class DocumentLearning : uint8_t {
   kIdle,   // where they stand in the prompt, and behind the anchor when no other request is there
 };
 
+// Whether the engine looks for documents in the prompt's tokens: those that earlier blended
+// requests with the same cache_salt have named. They are found wherever they stand, whole or in
+// part, from kFoundTokensMin tokens on; every token is compared.
+enum class DocumentSearch : uint8_t {
+  kOff,       // BlendRequest::documents are all
+  kAnchored,  // those whose anchor is the beginning of this prompt
+  kAnywhere,  // also those whose KV was computed behind another anchor
+};
+
 // Use KV of documents wherever they stand in the prompt (CacheBlend, docs/blend.md). The answer is
-// APPROXIMATE, unless all tokens are recomputed or no document is found.
+// APPROXIMATE, unless all tokens are recomputed or no document is found. BadArgument for a blend
+// that may be approximate where neither `verdict` nor `unverified` allows it.
 //
 // What stands before the first document is the anchor; where nothing does, the model's begin token.
 // A document is known if the prefix cache holds anchor + document as a prompt's beginning. The
 // first document behind an anchor is such a beginning of the prompt itself, and exact.
 struct BlendRequest {
-  std::vector<PromptDocument> documents;  // ascending, disjoint, none empty; at least one
+  // Ascending, disjoint, none empty. At least one; none with `search`.
+  std::vector<PromptDocument> documents;
   // force_last does not count: the prompt's last token is always computed. Prompts of fewer than
   // min_tokens are computed, too.
   BlendOptions options = {.link_tokens = 8};
   DocumentLearning learn = DocumentLearning::kFirst;
+  DocumentSearch search = DocumentSearch::kOff;
+  // What blending costs the engine's model; nothing: it was not measured.
+  std::optional<BlendVerdict> verdict = std::nullopt;
+  bool unverified = false;  // blend whatever the verdict says, or without one
+  static constexpr int64_t kFoundTokensMin = 16;
 };
 
 // How the next token is drawn. Defaults are greedy. A draw is a function of (logits, history, seed,
@@ -312,6 +328,7 @@ struct BlendUsage {
   // Whether some KV of the request is not what full prefill gives: moved tokens that were not
   // recomputed, or what was computed behind them.
   bool approximate = false;
+  int64_t documents = 0;          // of the prompt: named, or found
   int64_t exact_tokens = 0;       // found as prefill would give them
   int64_t kept_tokens = 0;        // left by an earlier request with the same blend, or by itself
   int64_t moved_tokens = 0;       // KV of documents at another place

@@ -16,16 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire import errors
+from quire import _ffi, errors
 from quire._home import cache_dir, write_whole
 
-__all__ = ["BlendVerdict", "check", "find", "fingerprint", "keep"]
+__all__ = ["BlendVerdict", "find", "fingerprint", "keep", "limits"]
 
 _VERSION = 1
 _SHIPPED = Path(__file__).parent / "blend" / "verdicts.json"
-# What the blend may cost that a request gets by default, against full prefill, for each kind of texts.
-DIVERGENCE_MOST = 0.3
-AGREEMENT_LEAST = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +43,14 @@ class BlendVerdict:
     @property
     def passes(self) -> bool:
         """Whether such blends are allowed."""
-        return self.divergence <= DIVERGENCE_MOST and self.agreement >= AGREEMENT_LEAST
+        divergence_most, agreement_least = limits()
+        return self.divergence <= divergence_most and self.agreement >= agreement_least
+
+
+def limits() -> tuple[float, float]:
+    """The most divergence and the least agreement that a blend may have which needs no force."""
+    divergence, agreement = _ffi.function("blend_verdict_limits")()
+    return float(divergence), float(agreement)
 
 
 def fingerprint(identity: Mapping[str, str], kv_types: str) -> str:
@@ -98,22 +102,6 @@ def keep(name: str, verdict: BlendVerdict) -> Path:
     fields = {"version": _VERSION, "fingerprint": name, **dataclasses.asdict(verdict)}
     write_whole(path, json.dumps(fields, indent=2) + "\n")
     return path
-
-
-def check(model: Path, verdict: BlendVerdict | None) -> None:
-    """BadArgumentError where nothing allows the model's blends."""
-    if verdict is None:
-        raise errors.BadArgumentError(
-            f"blend: nobody has measured what blending costs {model.name}; run quire blend eval, or "
-            "force it: blend_unverified"
-        )
-    if not verdict.passes:
-        raise errors.BadArgumentError(
-            f"blend: it costs {model.name} too much: a divergence of {verdict.divergence:.3f} nats (at "
-            f"most {DIVERGENCE_MOST}), the same token in {verdict.agreement:.1%} (at least "
-            f"{AGREEMENT_LEAST:.0%}), measured {verdict.date}; leave blend out, or force it: "
-            "blend_unverified"
-        )
 
 
 def _place(name: str) -> Path:

@@ -26,24 +26,32 @@ _BLEND_FIELDS = (
     "link_tokens",
     "min_tokens",
     "learn",
+    "contextual",
 )
+# In the place of documents: those that the engine finds in the prompt.
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class Composed:
-    """A prompt's token ids, and the range of each document in them."""
+    """A prompt's token ids, and the range of each document in them; None: the engine finds them."""
 
     ids: list[int]
-    documents: list[tuple[int, int]]
+    documents: list[tuple[int, int]] | None
 
-    @property
-    def anchor(self) -> list[int]:
-        """The tokens before the first document."""
-        return self.ids[: self.documents[0][0]]
-
-    def chains(self) -> list[list[int]]:
-        """The prompts that let each document be known: anchor and document."""
-        return [self.anchor + self.ids[begin:end] for begin, end in self.documents]
+    def chains(self, begin_token: int | None) -> list[tuple[list[int], int]]:
+        """The prompts that let each document be known: anchor and document, and how many tokens the
+        anchor has. Where nothing stands before the first document it is the begin token, unless the
+        document begins with it."""
+        ranges = self.documents or []
+        anchor = self.ids[: ranges[0][0]] if ranges else []
+        chains = []
+        for begin, end in ranges:
+            before = anchor
+            if not anchor and begin_token is not None and self.ids[begin] != begin_token:
+                before = [begin_token]
+            chains.append((before + self.ids[begin:end], len(before)))
+        return chains
 
 
 def texts_of(documents: Any) -> list[str]:
@@ -138,11 +146,12 @@ def _join(
 
 def blend_fields(
     blend: Any,
-    documents: Sequence[tuple[int, int]],
+    composed: Composed,
     auto_ratio: Callable[[int], float],
 ) -> dict[str, Any]:
     """The option `blend` as the library takes it: a ratio, or a mapping of options. auto_ratio:
     that of "auto", for a number of tokens of documents."""
+    documents = [(0, len(composed.ids))] if composed.documents is None else composed.documents
     fields = dict(blend) if isinstance(blend, Mapping) else {"ratio": blend}
     for name in fields:
         if name not in _BLEND_FIELDS:
@@ -172,7 +181,22 @@ def blend_fields(
             fields[name] = _numbers.int64(fields[name], f"blend: {name}")
     if "learn" in fields:
         fields["learn"] = _learning(fields["learn"])
+    contextual = fields.pop("contextual", False)
+    if not isinstance(contextual, bool):
+        raise errors.BadArgumentError(f"blend: contextual is {contextual!r}; it is True or False")
+    if composed.documents is None:
+        return {**fields, "search": "anywhere" if contextual else "anchored"}
+    if contextual:
+        raise errors.BadArgumentError(
+            'blend: contextual is about documents that the engine finds; give documents="auto"'
+        )
     return {**fields, "documents": [list(document) for document in documents]}
+
+
+def is_exact(fields: Mapping[str, Any]) -> bool:
+    """Whether such a blend computes again all that it moves."""
+    ratios, thresholds = fields.get("ratios", (0,)), fields.get("thresholds", ())
+    return all(ratio >= 1 for ratio in ratios) and not any(thresholds)
 
 
 def _learning(learn: Any) -> str:

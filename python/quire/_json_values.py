@@ -128,6 +128,11 @@ def _blend(value: Any) -> Any:
     return ratio
 
 
+def _documents(value: Any) -> list[str] | str:
+    return "auto" if value == "auto" else _texts(value)
+
+
+DOCUMENTS = Kind('a list of texts that are not empty, or "auto"', _documents)
 BLEND = Kind('a number from 0 to 1, "auto", or an object of options', _blend)
 BOOLEAN = Kind("true or false", _boolean)
 DRAFT_KIND = Kind('"none", "ngram" or "model"', _draft_kind)

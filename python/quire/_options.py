@@ -306,6 +306,18 @@ class EngineOptions(TypedDict, total=False):
             part="binding",
         ),
     ]
+    exact: Annotated[
+        bool,
+        Option(
+            False,
+            "refuse every prompt whose answer may be approximate: `blend` with a ratio below 1.",
+            Flag(
+                "refuse answers that may be approximate: a blend with a ratio below 1",
+                action="store_true",
+            ),
+            part="binding",
+        ),
+    ]
     kernel_path: Annotated[
         str,
         Option(
@@ -868,12 +880,13 @@ class SamplingOptions(TypedDict, total=False):
         _answer('special tokens that texts have, such as ["[TOOL_CALLS]"]; by default none.'),
     ]
     documents: Annotated[
-        "Sequence[str | tuple[int, int]]",
+        'Sequence[str | tuple[int, int]] | Literal["auto"]',
         _answer(
             "texts that stand before the prompt (of a chat: at the beginning of the first message of "
             "the user), each tokenised apart; or pairs (begin, end) of a prompt of token ids. They "
-            "change nothing but the prompt, unless `blend` is given.",
-            values.TEXTS,
+            "change nothing but the prompt, unless `blend` is given. \"auto\", with `blend`: those that "
+            "earlier prompts with documents and `prepare` had are found in the prompt's tokens.",
+            values.DOCUMENTS,
         ),
     ]
     blend: Annotated[
@@ -883,7 +896,8 @@ class SamplingOptions(TypedDict, total=False):
             'part of their tokens, from 0 to 1, is computed again; "auto": what can be computed in '
             "the time that loading takes, at least 0.15. Or a mapping: ratio, metric "
             '("v_l2", "k_l2", "kv_l2", "cosine", "random"), check_layers, ratios, thresholds, '
-            'link_tokens, min_tokens, learn (True, False, "idle"). Needs blend_piece, and a verdict '
+            'link_tokens, min_tokens, learn (True, False, "idle"), contextual (with documents="auto": '
+            "True finds also those behind another beginning). Needs blend_piece, and a verdict "
             "of `quire blend eval`. docs/blend.md",
             values.BLEND,
         ),

@@ -70,6 +70,7 @@ class BlendUsage:
     """How a prompt with `blend` was made. exact + kept + moved + computed tokens are all of it.
 
     approximate: whether some of its KV is not what full prefill gives.
+    documents: of the prompt, named by the request or found by the engine.
     exact_tokens: found as prefill would give them, from the prefix cache or the store.
     kept_tokens: left by an earlier request with the same blend.
     moved_tokens: KV of documents, used at another place; recomputed_tokens: of these, computed
@@ -83,6 +84,7 @@ class BlendUsage:
     """
 
     approximate: bool = False
+    documents: int = 0
     exact_tokens: int = 0
     kept_tokens: int = 0
     moved_tokens: int = 0
@@ -536,8 +538,9 @@ class Engine(_ffi.ThreadOwner):
         self._info = self._read_info()
         self._model_sampling = _sampling.read_model_sampling(self.model_dir)
         # Where nothing can be blended, the library says what is absent.
-        can_blend = whole["blend_piece"] > 0 and whole["prefix_cache"]
-        self._asks_verdict = can_blend and not whole["blend_unverified"]
+        self._can_blend = bool(whole["blend_piece"] > 0 and whole["prefix_cache"])
+        self._asks_verdict = self._can_blend and not whole["blend_unverified"]
+        self._exact = bool(whole["exact"])
         self._kv_types = whole["kv_dtype"] or dtype_name(whole["dtype"])
         self._verdict: BlendVerdict | None = None
         stats = self.stats()
@@ -1063,7 +1066,7 @@ class Engine(_ffi.ThreadOwner):
         if stop_ids:
             sampling["stop"] = stop_ids
         if options.get("blend") is not None:
-            sampling["blend"] = self._blend(options["blend"], composed.documents)
+            sampling["blend"] = self._blend(options["blend"], composed)
         # The answer to a chat stands alone; otherwise it goes on from the prompt.
         vocab_size = self._info.vocab_size
         context = [] if _is_chat(prompt) else [i for i in ids[-8:] if 0 <= i < vocab_size]
@@ -1071,14 +1074,21 @@ class Engine(_ffi.ThreadOwner):
         logprobs = options.get("logprobs", 0)
         return _NewRequest(ids, context, stop_texts, special, logprobs, sampling)
 
-    def _blend(self, blend: Any, documents: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """The option as the library takes it. BadArgumentError where the answer would be
-        approximate and the model has no verdict that allows it."""
-        fields = _documents.blend_fields(blend, documents, self._auto_ratio)
-        is_exact = all(ratio >= 1 for ratio in fields.get("ratios", (0,)))
-        if not is_exact and self._asks_verdict:
-            _blend_verdict.check(self.model_dir, self.blend_verdict())
-        return fields
+    def _blend(self, blend: Any, composed: _documents.Composed) -> dict[str, Any]:
+        """The option as the library takes it, which refuses what may be approximate unless the
+        model's verdict allows it. BadArgumentError for such a blend where `exact` is set."""
+        fields = _documents.blend_fields(blend, composed, self._auto_ratio)
+        if self._exact and not _documents.is_exact(fields):
+            raise errors.BadArgumentError(
+                "blend: this engine gives exact answers only (exact), and a blend with a ratio below "
+                "1 may be approximate; leave blend out, or give the ratio 1"
+            )
+        if not self._asks_verdict:
+            return {**fields, "unverified": True}
+        verdict = None if _documents.is_exact(fields) else self.blend_verdict()
+        if verdict is None:
+            return fields
+        return {**fields, "verdict": [verdict.divergence, verdict.agreement]}
 
     def _auto_ratio(self, tokens: int) -> float:
         """The part of `tokens` tokens that is computed in the time that loading takes, by what the
@@ -1115,8 +1125,15 @@ class Engine(_ffi.ThreadOwner):
     def _composed(self, prompt: Prompt, options: SamplingOptions) -> _documents.Composed:
         """The prompt's tokens, and which of them are documents."""
         documents = options.get("documents")
+        if documents == _documents.AUTO:
+            if options.get("blend") is None:
+                raise errors.BadArgumentError(
+                    'documents: "auto" looks for documents whose KV can be blended; give blend'
+                )
+            ids = self._prompt_ids(prompt, options.get("template_args"))
+            return _documents.Composed(ids, None)
         if isinstance(documents, (str, bytes, Mapping)):
-            raise TypeError(f"documents is a list, not {type(documents).__name__}")
+            raise TypeError(f'documents is a list, or "auto", not {type(documents).__name__}')
         if not documents:
             if options.get("blend") is not None:
                 raise errors.BadArgumentError("blend: there are no documents; give some")
@@ -1139,7 +1156,13 @@ class Engine(_ffi.ThreadOwner):
         """Where the `documents` of a prompt are among its tokens: (begin, end) of each. With
         :attr:`Result.prompt_ids` they stand for the same prompt."""
         _options.check_names("an answer", options, _options.SAMPLING)
-        return self._composed(prompt, options).documents
+        found = self._composed(prompt, options).documents
+        if found is None:
+            raise errors.BadArgumentError(
+                'document_ranges: with documents="auto" the engine finds them when the prompt comes '
+                "in (usage.blend.documents says how many)"
+            )
+        return found
 
     def prepare(
         self,
@@ -1150,7 +1173,8 @@ class Engine(_ffi.ThreadOwner):
         cache_salt: str | bytes | None = None,
     ) -> list[Usage]:
         """Computes the KV of documents, so that prompts with `blend` find it: in the prefix cache,
-        and in the store if there is one.
+        and in the store if there is one. Prompts with `documents="auto"` find these documents in
+        their tokens, if this engine has room for blends (`blend_piece`).
 
         Without it the first prompt with a document computes it before its own tokens.
 
@@ -1174,14 +1198,23 @@ class Engine(_ffi.ThreadOwner):
         if prompt is None:
             is_chat = self.has_tokenizer and self.tokenizer.chat_template is not None
             prompt = [{"role": "user", "content": ""}] if is_chat else ""
-        chains = self._composed(prompt, options).chains()
-        if not chains:
-            return []
-        of_prompts: SamplingOptions = {"max_tokens": 0}
-        if cache_salt is not None:
-            of_prompts["cache_salt"] = cache_salt
-        results = self.generate(cast(Sequence[Prompt], chains), **of_prompts)
-        return [result.usage for result in results]
+        usages: dict[int, Usage] = {}
+        requests = []
+        for chain, begin in self._composed(prompt, options).chains(self._info.bos_token_id):
+            of_chain: SamplingOptions = {"max_tokens": 0}
+            if cache_salt is not None:
+                of_chain["cache_salt"] = cache_salt
+            if self._can_blend:  # exact, and the engine knows which tokens the document has
+                of_chain["documents"] = [(begin, len(chain))]
+                of_chain["blend"] = {"ratio": 1, "learn": False}
+            self.check(chain, **of_chain)
+            requests.append((cast(Prompt, chain), of_chain))
+        with contextlib.closing(self.generate_each(requests)) as outcomes:
+            for index, outcome in outcomes:
+                if isinstance(outcome, errors.QuireError):
+                    raise outcome
+                usages[index] = dataclasses.replace(outcome.usage, blend=None)
+        return [usages[index] for index in range(len(requests))]
 
     def _submit(self, made: _NewRequest, mail: Mail, keep: bool = True) -> _Request:
         seed = made.sampling["seed"] % 2**64 if _sampling.draws(made.sampling) else None

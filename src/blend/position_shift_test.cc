@@ -206,6 +206,22 @@ TEST(ShiftKeys, ThereAndBackRestoresWithinTwoRoundings) {
   }
 }
 
+// P9: two moves are one by their sum, but for the rounding between them.
+TEST(ShiftKeys, TwoMovesAreOneByTheirSum) {
+  const std::vector<double> inv_freq = Frequencies(64, 500000);
+  std::vector<float> keys(64);
+  RandomSequence random(4);
+  for (float& key : keys) key = static_cast<float>(random.Normal());
+  for (const RopePairing pairing : {RopePairing::kHalfSplit, RopePairing::kInterleaved}) {
+    const KeyRotation rotation{.inv_freq = inv_freq, .pairing = pairing};
+    const auto two = Shifted(Shifted(keys, 40, 7, rotation), 7, 2900, rotation);
+    const auto one = Shifted(keys, 40, 2900, rotation);
+    double norm = 0;
+    for (const float key : keys) norm = std::hypot(norm, key);
+    for (size_t i = 0; i < keys.size(); ++i) EXPECT_NEAR(two[i], one[i], 2e-7 * norm) << i;
+  }
+}
+
 // A row's bits depend on nothing around it: rows one at a time, in one call, as channels, in a
 // larger buffer, and in place.
 TEST(ShiftKeys, EveryFormOfViewGivesTheSameBits) {

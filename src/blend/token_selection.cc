@@ -78,10 +78,10 @@ class RowSelector {
       const auto first = has_own_budget_.begin() + document.first_row;
       std::fill(first, first + document.row_count, uint8_t{1});
     }
+    SelectLinkTokens();
     for (size_t request = 0; request + 1 < batch_.query_start_loc.size(); ++request) {
       SelectInRequest(batch_.query_start_loc[request], batch_.query_start_loc[request + 1]);
     }
-    SelectInDocuments();
     return SelectedRows();
   }
 
@@ -102,30 +102,32 @@ class RowSelector {
   void SelectInRequest(int64_t begin, int64_t end) {
     if (begin == end) return;
     const bool is_short = end - begin < options_.min_tokens;
+    if (!is_short) SelectTop(begin, end, false, ratio_);
     for (int64_t row = begin; row < end; ++row) {
       const uint8_t kind = batch_.kinds[static_cast<size_t>(row)];
       if (kind == kRowInvalid || (is_short && kind == kRowMoved)) Force(row);
     }
     if (options_.force_last) Force(end - 1);
-    if (!is_short) SelectTop(begin, end, false, ratio_);
   }
 
-  void SelectInDocuments() {
+  // And the budgets of documents that have one of their own. Before all others: link tokens are
+  // ranked by nobody, so that a ratio selects as many rows whether or not they deviate most.
+  void SelectLinkTokens() {
     int64_t request_end = 0;  // of the request of the last document with rows
     for (const BlendDocument& document : batch_.documents) {
       if (document.row_count == 0) continue;
       const int64_t end = document.first_row + document.row_count;
-      if (document.ratio) SelectTop(document.first_row, end, true, *document.ratio);
-      if (document.first_row >= request_end) {  // the first one of its request
+      int64_t link_count = std::min(options_.link_tokens, document.row_count);
+      if (document.first_row >= request_end) {
         const auto starts = batch_.query_start_loc;
         request_end = *std::upper_bound(starts.begin(), starts.end(), document.first_row);
-        continue;
+        link_count = 0;  // the first one of its request
       }
-      const int64_t link_count = std::min(options_.link_tokens, document.row_count);
       for (int64_t i = 0; i < link_count; ++i) {
         const int64_t row = document.first_row + i;
         if (batch_.kinds[static_cast<size_t>(row)] != kRowExact) Force(row);
       }
+      if (document.ratio) SelectTop(document.first_row, end, true, *document.ratio);
     }
   }
 
@@ -148,6 +150,7 @@ class RowSelector {
       const auto at = static_cast<size_t>(row);
       if (batch_.kinds[at] != kRowMoved || (has_own_budget_[at] != 0) != own_budget) continue;
       ++moved_count;
+      if (selected_[at] != 0) continue;
       if (is_candidate_[at] != 0 && DeviationOf(row) >= threshold_) ranked_.push_back(row);
     }
     // 1e-6: a product such as 100 * 0.53 may end just below its whole number.

@@ -116,6 +116,18 @@ TEST(SelectTokens, LinkTokensAreThoseOfAllDocumentsButTheFirstOfARequest) {
   EXPECT_EQ(Selected(batch.view(), options).rows, (Rows{3, 5, 11, 12}));
 }
 
+// They deviate most, and a ratio selects as many other rows as without them.
+TEST(SelectTokens, LinkTokensAreBesideTheRatio) {
+  OwnedBatch batch{{0, 12}, std::vector<uint8_t>(12, 1), {9, 1, 2, 3, 9, 9, 4, 5, 9, 8, 6, 7}};
+  batch.documents = {{0, 4}, {4, 4}, {8, 4, 0.5}};
+  BlendOptions options = Options(0.25);
+  options.link_tokens = 2;
+  // Two of 8 rows beside the links 4 and 5, two of the last document beside 8 and 9.
+  EXPECT_EQ(Selected(batch.view(), options).rows, (Rows{0, 4, 5, 7, 8, 9, 10, 11}));
+  options.ratios = {1.0};
+  EXPECT_EQ(std::ssize(Selected(batch.view(), options).rows), 12);
+}
+
 TEST(SelectTokens, DocumentsMayHaveBudgetsOfTheirOwn) {
   OwnedBatch batch{{0, 8}, std::vector<uint8_t>(8, 1), {8, 7, 6, 5, 4, 3, 2, 1}};
   batch.documents = {{0, 4, 0.0}, {4, 2, 0.5}};
@@ -167,7 +179,44 @@ OwnedBatch RandomBatch(RandomSequence& random) {
   return batch;
 }
 
-// P7 and P8: a request's rows are those that it has alone, and a larger ratio adds rows.
+// Request `index` of the batch, and its selection of all rows that the batch has in it.
+OwnedBatch RequestOf(const OwnedBatch& batch, size_t index) {
+  const int64_t begin = batch.query_start_loc[index];
+  const int64_t end = batch.query_start_loc[index + 1];
+  OwnedBatch one{{0, static_cast<int32_t>(end - begin)},
+                 {batch.kinds.begin() + begin, batch.kinds.begin() + end},
+                 {batch.deviations.begin() + begin, batch.deviations.begin() + end}};
+  for (const BlendDocument& document : batch.documents) {
+    if (document.row_count == 0 || document.first_row < begin || document.first_row >= end)
+      continue;
+    one.documents.push_back({document.first_row - begin, document.row_count, document.ratio});
+  }
+  return one;
+}
+
+// P7: a request's rows are those that it has alone.
+TEST(SelectTokens, RowsDoNotDependOnOtherRequests) {
+  RandomSequence random(7);
+  for (int i = 0; i < 500; ++i) {
+    const OwnedBatch batch = RandomBatch(random);
+    BlendOptions options = Options(0.1 * static_cast<double>(random.Below(11)));
+    options.force_last = random.Below(2) == 0;
+    options.link_tokens = random.Below(3);
+    options.min_tokens = random.Below(4) == 0 ? 8 : 0;
+    const TokenSelection together = Selected(batch.view(), options);
+    Rows apart;
+    for (size_t request = 0; request + 1 < batch.query_start_loc.size(); ++request) {
+      EXPECT_EQ(together.query_start_loc[request], std::ssize(apart));
+      const OwnedBatch one = RequestOf(batch, request);
+      for (const int64_t row : Selected(one.view(), options).rows) {
+        apart.push_back(batch.query_start_loc[request] + row);
+      }
+    }
+    ASSERT_EQ(together.rows, apart) << "batch " << i;
+  }
+}
+
+// P8: a larger ratio adds rows.
 TEST(SelectTokens, RandomBatchesAreAsTheReferenceSays) {
   RandomSequence random(22);
   for (int i = 0; i < 2000; ++i) {

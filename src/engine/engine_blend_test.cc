@@ -3,6 +3,8 @@
 // and a blended answer depends on its request and the documents alone, whatever runs beside it.
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
 #include "engine/testing/blended_prompts.h"
 #include "engine/testing/fake_chunk_store.h"
 
@@ -11,6 +13,14 @@ namespace {
 
 class EngineBlend : public BlendingEngines {
  protected:
+  SamplingOptions Searching(double ratio) const {
+    SamplingOptions options = Exact();
+    BlendRequest& blend = options.blend.emplace();
+    blend.options = {.ratios = {ratio}, .link_tokens = 2};
+    blend.search = DocumentSearch::kAnywhere;
+    blend.unverified = true;
+    return options;
+  }
   // The yardstick: full prefill.
   Bits Full(const Tokens& prompt, const SamplingOptions& options) const {
     EngineOptions plain = Options();
@@ -277,6 +287,92 @@ TEST_P(EngineBlend, IdleLearningDelaysNobody) {
   EXPECT_EQ(blended.bits, Generate(Create().get(), other.prompt, Blend(other, 0.0)).bits);
 }
 
+// A snapshot holds what full prefill gives: the beginning that nothing was moved into.
+TEST_P(EngineBlend, SnapshotsHaveExactTokensAlone) {
+  const Question question = Ask({1, 2, 3, 4}, 1);
+  const std::string path = (std::filesystem::path(folder_.path()) / "snapshot").string();
+  Passport identity;
+  identity.model = "test";
+  const auto engine = Create();
+  ASSERT_TRUE(Generate(engine.get(), question.prompt, Blend(question, 0.0)).blend->approximate);
+  const Result<int64_t> saved =
+      engine->SaveSnapshot({.identity = identity, .tokens = question.prompt}, path);
+  ASSERT_TRUE(saved.ok()) << saved.status().ToString();
+  EXPECT_GT(*saved, 0);
+  EXPECT_LE(*saved, question.documents.front().end);
+  const auto other = Create();
+  ASSERT_TRUE(other->LoadSnapshot(identity, path, {}).ok());
+  const Outcome exact = Generate(other.get(), question.prompt, Exact());
+  EXPECT_GE(exact.cached_tokens, *saved);
+  EXPECT_EQ(exact.bits, Full(question.prompt, Exact()));
+}
+
+// What a request has named is found in later prompts, and blended as if they named it.
+TEST_P(EngineBlend, DocumentsAreFoundInLaterPrompts) {
+  const auto engine = Create();
+  const Question first = Ask({3, 1, 4, 2}, 1);
+  SamplingOptions search = Searching(0.2);
+  const Outcome before = Generate(engine.get(), first.prompt, search);
+  EXPECT_EQ(before.blend->documents, 0) << "nobody has named any";
+  EXPECT_EQ(before.bits, Full(first.prompt, Exact()));
+  Generate(engine.get(), first.prompt, Blend(first, 0.2));
+  const Question second = Ask({4, 3, 2}, 2);
+  const Outcome found = Generate(engine.get(), second.prompt, search);
+  const Outcome named = Generate(engine.get(), second.prompt, Blend(second, 0.2));
+  ASSERT_TRUE(found.blend && named.blend);
+  EXPECT_EQ(found.blend->documents, 2) << "the one behind the anchor is not moved";
+  EXPECT_EQ(named.blend->documents, 3);
+  EXPECT_TRUE(found.blend->approximate);
+  EXPECT_GT(found.blend->moved_tokens, 30);
+  EXPECT_EQ(found.blend->moved_tokens, named.blend->moved_tokens);
+  EXPECT_EQ(Generate(engine.get(), second.prompt, Exact()).bits, Full(second.prompt, Exact()));
+  search.blend->options.ratios = {1.0};
+  const Outcome ones = Generate(engine.get(), Ask({2, 4, 1}, 3).prompt, search);
+  EXPECT_FALSE(ones.blend->approximate);
+  EXPECT_GT(ones.blend->moved_tokens, 30);
+  EXPECT_EQ(ones.bits, Full(Ask({2, 4, 1}, 3).prompt, Exact()));
+}
+
+// Where the first document is the prompt's own beginning, a search gives the bits of its naming.
+TEST_P(EngineBlend, WhatIsFoundIsBlendedAsWhatIsNamed) {
+  const Question question = Ask({1, 2, 3, 4}, 1);
+  const Outcome named = Generate(Create().get(), question.prompt, Blend(question, 0.2));
+  const auto engine = Create();
+  const Question other = Ask({2, 3, 4, 1}, 9);
+  Generate(engine.get(), other.prompt, Blend(other, 0.2));
+  SamplingOptions search = Searching(0.2);
+  search.blend->search = DocumentSearch::kAnchored;
+  const Outcome found = Generate(engine.get(), question.prompt, search);
+  EXPECT_EQ(found.blend->documents, 3) << "the one behind the anchor is not moved";
+  EXPECT_EQ(found.blend->moved_tokens, named.blend->moved_tokens);
+  EXPECT_EQ(found.blend->recomputed_tokens, named.blend->recomputed_tokens);
+  EXPECT_EQ(found.bits, named.bits);
+}
+
+// Other tenants find nothing, nor do prompts with another beginning unless they ask for it.
+TEST_P(EngineBlend, ASearchKeepsSaltsAndAnchorsApart) {
+  const auto engine = Create();
+  const Question known = Ask({1, 2, 3}, 1);
+  Generate(engine.get(), known.prompt, Blend(known, 0.2));
+  SamplingOptions search = Searching(0.2);
+  search.cache_salt = "other";
+  const Question next = Ask({3, 2, 1}, 2);
+  EXPECT_EQ(Generate(engine.get(), next.prompt, search).blend->documents, 0);
+  search.cache_salt = "";
+  Tokens elsewhere = RandomTokens(9, kVocab, 55);
+  elsewhere.insert(elsewhere.end(), next.prompt.begin() + 5, next.prompt.end());
+  search.blend->search = DocumentSearch::kAnchored;
+  const Outcome refused = Generate(engine.get(), elsewhere, search);
+  EXPECT_EQ(refused.blend->documents, 0);
+  EXPECT_EQ(refused.bits, Full(elsewhere, Exact()));
+  elsewhere[0] = (elsewhere[0] + 1) % kVocab;
+  search.blend->search = DocumentSearch::kAnywhere;
+  const Outcome allowed = Generate(engine.get(), elsewhere, search);
+  EXPECT_EQ(allowed.blend->documents, 3);
+  EXPECT_GT(allowed.blend->moved_tokens, 30);
+  EXPECT_EQ(Generate(engine.get(), elsewhere, Exact()).bits, Full(elsewhere, Exact()));
+}
+
 // What one engine puts into a store is exact, and another one learns its documents from there.
 TEST_P(EngineBlend, TheStoreHasExactTokensAlone) {
   const auto clock = std::make_shared<FakeClock>();
@@ -334,6 +430,11 @@ TEST(EngineBlendRefusals, NameWhatIsWrongAndChangeNothing) {
   EngineOptions none = options;
   none.blend_piece = 0;
   EXPECT_NE(refusal(none, Blend(question, 0.1)).find("blend_piece"), std::string::npos);
+  SamplingOptions unmeasured = Blend(question, 0.1);
+  unmeasured.blend->unverified = false;
+  EXPECT_NE(refusal(options, unmeasured).find("nobody has measured"), std::string::npos);
+  unmeasured.blend->verdict = BlendVerdict{.divergence = 0.4, .agreement = 0.9};
+  EXPECT_NE(refusal(options, unmeasured).find("too much"), std::string::npos);
   none = options;
   none.prefix_cache = false;
   EXPECT_NE(refusal(none, Blend(question, 0.1)).find("prefix_cache"), std::string::npos);

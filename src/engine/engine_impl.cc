@@ -78,7 +78,8 @@ EngineImpl::EngineImpl(Parts parts)
                 .requests = &requests_,
                 .finder = &finder_,
                 .limits = &limits_,
-                .clock = clock_.get()}),
+                .clock = clock_.get(),
+                .piece_max = options_.blend_piece}),
       store_traffic_({.model = model_.get(),
                       .state = state_,
                       .prefix_cache = &prefix_cache_,
@@ -187,11 +188,7 @@ Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,
     request->space = {
         .salt = options.cache_salt,
         .long_rope = NeedsLongRope(model_->info(), SpanMax(request->prompt_tokens, options))};
-    if (options.blend) {
-      request->space.recipe = BlendRecipe(*options.blend, options_.blend_piece);
-      request->blend =
-          std::make_unique<BlendPlan>(model_->info(), prompt, *options.blend, options_.blend_piece);
-    }
+    if (options.blend) blender_.Plan(request.get(), prompt);
     store_traffic_.Prefetch(request.get());
     if (request->blend == nullptr) {
       requests_.Add(std::move(request));

@@ -22,6 +22,20 @@ int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
 
 }  // namespace
 
+void PromptBlender::Plan(Request* request, std::span<const int32_t> prompt) {
+  const BlendRequest& blend = *request->options.blend;
+  const std::string& salt = request->space.salt;
+  std::vector<FoundDocument> found;
+  if (blend.search != DocumentSearch::kOff) found = index_.Find(salt, prompt, blend.search);
+  request->space.recipe = BlendRecipe(blend, found, parts_.piece_max);
+  request->blend =
+      std::make_unique<BlendPlan>(model(), prompt, blend, std::move(found), parts_.piece_max);
+  for (const PromptDocument& document : blend.documents) {
+    const BlendPlan::Chain chain = request->blend->ChainOf(prompt, document);
+    index_.Add(salt, chain.tokens, chain.anchor_tokens);
+  }
+}
+
 // What is known of the movable documents in the piece. A document is known as far as a sequence
 // with its anchor goes; where layers have windows, what they still see at its end.
 std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& request,
@@ -30,9 +44,11 @@ std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& reques
   if (request.restarted) return parts;
   const auto prompt = request.prompt_of(request.samples.front());
   const int64_t window = SmallestWindow(parts_.state.attention()->options().layers);
-  for (const PromptDocument& document : MovableDocuments(request.blend->documents())) {
+  const std::span<const PromptDocument> movable = request.blend->movable();
+  for (size_t i = 0; i < movable.size(); ++i) {
+    const PromptDocument& document = movable[i];
     if (document.end <= piece.begin || document.begin >= piece.end) continue;
-    const BlendPlan::Chain chain = request.blend->ChainOf(prompt, document);
+    const BlendPlan::Chain chain = request.blend->MovableChain(prompt, i);
     PrefixSpace space = request.space.exact();
     PrefixMatch match = parts_.finder->FindExact(chain.tokens, space);
     bool long_factors = space.long_rope;
@@ -157,7 +173,7 @@ Result<PromptBlender::OpenPieces> PromptBlender::Open(std::span<const Work> work
     auto hook = std::make_unique<BlendHook>(
         BlendHook::Parts{.piece = rows.get(),
                          .options = &work.request->blend->options(),
-                         .documents = work.request->blend->documents(),
+                         .documents = work.request->blend->movable(),
                          .range = range,
                          .ends_prompt = range.end == work.request->prompt_tokens,
                          .move_ns = parts_.clock->SteadyNs() - begin_ns,

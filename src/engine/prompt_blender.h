@@ -11,6 +11,7 @@
 
 #include "engine/blending/blend_hook.h"
 #include "engine/blending/blend_plan.h"
+#include "engine/blending/document_index.h"
 #include "engine/blending/moved_rows.h"
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
@@ -32,6 +33,7 @@ class PromptBlender {
     const PrefixFinder* finder;
     const RequestLimits* limits;
     const Clock* clock;
+    int64_t piece_max;
   };
   // A piece of a prompt in a forward.
   struct Work {
@@ -49,6 +51,9 @@ class PromptBlender {
 
   explicit PromptBlender(const Parts& parts) : parts_(parts) {}
 
+  // Gives the request, whose prompt is `prompt`, its plan; the documents that it names are known to
+  // searches from now on. Throws std::bad_alloc. REQUIRES: CheckBlend is ok.
+  void Plan(Request* request, std::span<const int32_t> prompt);
   // Adds the request to those that wait, behind prompts of the engine's own for the documents that
   // are not known. Throws std::bad_alloc, and nothing has changed then. REQUIRES: it blends.
   void Add(std::unique_ptr<Request> request);
@@ -76,6 +81,7 @@ class PromptBlender {
   const ModelInfo& model() const { return parts_.limits->model->info(); }
 
   const Parts parts_;
+  DocumentIndex index_;
   int64_t next_learner_id_ = -2;  // downwards
 };
 

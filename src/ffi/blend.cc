@@ -199,6 +199,10 @@ TVM_FFI_STATIC_INIT_BLOCK() {
              ThrowIfError(CallChecked(
                  [&] { return CheckBlendOptions(ReadBlendOptions(options), layer_count); }));
            })
+      .def("quire.blend_verdict_limits",  // the most divergence, and the least agreement
+           [] {
+             return tf::Array<double>{BlendVerdict::kDivergenceMost, BlendVerdict::kAgreementLeast};
+           })
       .def("quire.blend_shift_keys", ShiftKeysOf)
       .def("quire.blend_deviations", DeviationsOf)
       .def("quire.blend_select_tokens", SelectTokensOf)

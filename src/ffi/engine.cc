@@ -48,7 +48,11 @@ constexpr std::string_view kBlendMetrics[] = {"v_l2", "k_l2", "kv_l2", "cosine",
 // As DocumentLearning.
 constexpr std::string_view kDocumentLearning[] = {"never", "first", "idle"};
 
-// documents: pairs [begin, end) of tokens; document_ratios: of each, below 0: that of the request.
+// As DocumentSearch.
+constexpr std::string_view kDocumentSearches[] = {"no", "anchored", "anywhere"};
+
+// verdict: divergence and agreement; empty: none. documents: pairs [begin, end) of tokens;
+// document_ratios: of each, below 0: that of the request.
 BlendRequest ReadBlendRequest(const OptionMap& fields) {
   BlendRequest request;
   OptionsReader reader("Submit: blend", fields);
@@ -80,6 +84,11 @@ BlendRequest ReadBlendRequest(const OptionMap& fields) {
   reader.Read("link_tokens", &options.link_tokens);
   reader.Read("min_tokens", &options.min_tokens);
   reader.ReadEnum("learn", kDocumentLearning, &request.learn);
+  reader.ReadEnum("search", kDocumentSearches, &request.search);
+  std::vector<double> verdict;
+  reader.Read("verdict", &verdict);
+  if (verdict.size() == 2) request.verdict = {.divergence = verdict[0], .agreement = verdict[1]};
+  reader.Read("unverified", &request.unverified);
   reader.Finish();
   return request;
 }

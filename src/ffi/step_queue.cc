@@ -114,6 +114,7 @@ constexpr Column kUsageColumns[] = {
     {"steps", [](const StepOutput& o) { return o.times.steps; }},
     {"blends", [](const StepOutput& o) { return int64_t{o.blend.has_value()}; }},
     {"blend.approximate", BlendColumn<&BlendUsage::approximate>},
+    {"blend.documents", BlendColumn<&BlendUsage::documents>},
     {"blend.exact_tokens", BlendColumn<&BlendUsage::exact_tokens>},
     {"blend.kept_tokens", BlendColumn<&BlendUsage::kept_tokens>},
     {"blend.moved_tokens", BlendColumn<&BlendUsage::moved_tokens>},

@@ -266,6 +266,10 @@ def test_segments_move_behind_a_prefix_and_behind_themselves(make: Make) -> None
     assert blend.batch_positions(starts, [10, 0]).tolist() == [10, 11, 12, 13, 14, 0, 1, 2]
     rotation = KeyRotation([1.0])
     rng = np.random.default_rng(4)
+    five = rng.standard_normal((5, 1, 2)).astype(np.float32)
+    behind = blend.batch_positions([0, 5], [10])
+    by_ten = blend.shift_keys(make(five), [0] * 5, [10] * 5, rotation)
+    assert np.array_equal(blend.shift_keys(make(five), list(range(5)), behind, rotation), by_ten)
     a = rng.standard_normal((3, 1, 2)).astype(np.float32)
     twice = make(np.concatenate([a, a]))
     positions = blend.batch_positions([0, 6], [0])

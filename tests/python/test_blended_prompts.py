@@ -57,8 +57,9 @@ def test_a_document_has_the_same_tokens_in_every_prompt(blender: quire.Engine) -
     turned = _documents.compose_chat(tokenizer, QUESTION, DOCUMENTS[::-1], {})
     texts = [first.ids[begin:end] for begin, end in first.documents]
     assert [turned.ids[begin:end] for begin, end in turned.documents] == texts[::-1]
-    assert first.anchor == turned.anchor
-    assert first.chains() == [first.anchor + text for text in texts]
+    anchor = first.ids[: first.documents[0][0]]
+    assert turned.ids[: turned.documents[0][0]] == anchor != []
+    assert first.chains(None) == [(anchor + text, len(anchor)) for text in texts]
     text = tokenizer.decode(first.ids, skip_special_tokens=False)
     content = "".join(f"{document}\n\n" for document in DOCUMENTS) + QUESTION[0]["content"]
     assert text == tokenizer.chat_template.render([{"role": "user", "content": content}])
@@ -116,6 +117,80 @@ def test_prepared_documents_are_known(blender: quire.Engine) -> None:
     assert all(usage.cached_tokens > 0 for usage in blender.prepare(DOCUMENTS))
 
 
+def test_prepared_documents_of_bare_texts_are_known(blender: quire.Engine) -> None:
+    """Nothing stands before them but the begin token, which the tokenizer does not add."""
+    blender.prepare(DOCUMENTS, "")
+    result = blender.generate("Which fox?", documents=DOCUMENTS, blend=0.1, max_tokens=2)
+    assert result.usage.blend is not None and result.usage.blend.learned_tokens == 0
+    assert result.usage.blend.moved_tokens > 30
+
+
+def test_a_document_that_does_not_fit_is_refused_before_any_is_computed(
+    blender: quire.Engine,
+) -> None:
+    long = "The quick brown fox jumps. " * 2000
+    with pytest.raises(quire.TooLargeError, match="do not fit the model's 4096 positions"):
+        blender.prepare([DOCUMENTS[0], long])
+    with pytest.raises(quire.TooLargeError, match="do not fit the model's 4096 positions"):
+        blender.chat(QUESTION, documents=[DOCUMENTS[0], long], blend=0.1)
+    assert blender.stats()["steps"] == 0
+
+
+# ---- Documents that the engine finds
+
+SURROUNDED = f"Some words. {DOCUMENTS[1]} More.\n\n{DOCUMENTS[0]} {DOCUMENTS[1]} Which fox?"
+
+
+def found(result: quire.Result) -> quire.BlendUsage:
+    assert result.usage.blend is not None
+    return result.usage.blend
+
+
+def test_known_documents_are_found_in_prompts(long_tiny: TinyModel, blender: quire.Engine) -> None:
+    chat = [{"role": "user", "content": SURROUNDED}]
+    options: Any = {"documents": "auto", "blend": 0.1, "max_tokens": 3}
+    with make(long_tiny) as other:
+        full = drawn(other.chat(chat, max_tokens=3))
+    nothing = blender.chat(chat, **options)
+    assert found(nothing).documents == 0 and not found(nothing).approximate
+    assert drawn(nothing) == full
+    blender.prepare(DOCUMENTS)
+    salted = blender.chat(chat, cache_salt="other", **options)
+    assert found(salted).documents == 0, "those of other tenants are not found"
+    elsewhere = [{"role": "system", "content": "Be brief."}, *chat]
+    assert found(blender.chat(elsewhere, **options)).documents == 0
+    contextual = {**options, "blend": {"ratio": 0.1, "contextual": True}}
+    assert found(blender.chat(elsewhere, **contextual)).documents == 3
+    elsewhere[0]["content"] = "Be kind."
+    ones = blender.chat(elsewhere, **{**options, "blend": {"ratio": 1, "contextual": True}})
+    assert not found(ones).approximate and found(ones).moved_tokens > 40
+    with make(long_tiny) as other:
+        assert drawn(ones) == drawn(other.chat(elsewhere, max_tokens=3))
+
+
+def test_documents_of_earlier_requests_are_found(blender: quire.Engine) -> None:
+    blender.chat(QUESTION, documents=DOCUMENTS, blend=0.1, max_tokens=1)
+    chat = [{"role": "user", "content": SURROUNDED}]
+    result = blender.chat(chat, documents="auto", blend=0.1, max_tokens=3)
+    usage = found(result)
+    assert usage.documents == 3 and usage.approximate and usage.moved_tokens > 40
+    again = blender.chat(chat, documents="auto", blend=0.1, max_tokens=3)
+    assert drawn(again) == drawn(result) and found(again).kept_tokens > 0
+    ids = blender.generate(result.prompt_ids, documents="auto", blend=0.1, max_tokens=3)
+    assert drawn(ids) == drawn(result)
+
+
+def test_what_is_wrong_with_a_search(blender: quire.Engine) -> None:
+    with pytest.raises(quire.BadArgumentError, match='documents: "auto" looks .* give blend'):
+        blender.chat(QUESTION, documents="auto")
+    with pytest.raises(quire.BadArgumentError, match="contextual is about documents that the eng"):
+        blender.chat(QUESTION, documents=DOCUMENTS, blend={"contextual": True})
+    with pytest.raises(quire.BadArgumentError, match="contextual is 1; it is True or False"):
+        blender.chat(QUESTION, documents="auto", blend={"contextual": 1})
+    with pytest.raises(quire.BadArgumentError, match="usage.blend.documents says how many"):
+        blender.document_ranges(QUESTION, documents="auto", blend=0.1)
+
+
 def test_token_ids_and_ranges(blender: quire.Engine) -> None:
     chat = blender.chat(QUESTION, documents=DOCUMENTS, blend=0.2, max_tokens=4)
     ranges = blender.document_ranges(QUESTION, documents=DOCUMENTS)
@@ -152,6 +227,18 @@ def test_what_is_refused(blender: quire.Engine, options: Any, message: str) -> N
     with pytest.raises(quire.BadArgumentError, match=message):
         blender.chat(QUESTION, max_tokens=2, **options)
     assert blender.stats()["running"] == blender.stats()["waiting"] == 0
+
+
+def test_an_exact_engine_refuses_what_may_be_approximate(long_tiny: TinyModel) -> None:
+    with make(long_tiny, exact=True) as engine:
+        for blend in (0.5, "auto", {"ratios": [1.0, 0.9], "check_layers": [1, 2]}, {}):
+            with pytest.raises(quire.BadArgumentError, match=r"gives exact answers only \(exact\)"):
+                engine.chat(QUESTION, documents=DOCUMENTS, blend=blend)
+        with pytest.raises(quire.BadArgumentError, match="gives exact answers only"):
+            engine.chat(QUESTION, documents="auto", blend={"ratio": 1, "thresholds": [0.1]})
+        assert engine.stats()["steps"] == 0
+        ones = engine.chat(QUESTION, documents=DOCUMENTS, blend=1, max_tokens=3)
+        assert ones.ids == engine.chat(QUESTION, documents=DOCUMENTS, max_tokens=3).ids
 
 
 def test_ranges_that_overlap_are_refused(blender: quire.Engine) -> None:
@@ -219,6 +306,34 @@ def test_generate_with_documents(
     assert second["usage"]["blend"]["moved_tokens"] > 20
 
 
+def test_generate_refuses_what_may_be_approximate(
+    capsys: pytest.CaptureFixture[str], long_tiny: TinyModel, files: list[str]
+) -> None:
+    words = ("generate", str(long_tiny.directory), "x", "--document", files[0], "--exact")
+    code, _, err = program.run(capsys, *words, "--blend", "0.1", "--threads", "1")
+    assert code == 1 and "this engine gives exact answers only" in err
+    code, _, err = program.run(capsys, *words, "--blend", "1", "--threads", "1", "--max-tokens", "1")
+    assert code == 0 and "(exact: " in err
+
+
+def test_generate_finds_documents(
+    capsys: pytest.CaptureFixture[str], long_tiny: TinyModel, files: list[str]
+) -> None:
+    words = [word for name in files for word in ("--document", name)]
+    options = ("--dtype", "float32", "--threads", "1", "--blend-unverified", "--max-tokens", "3")
+    code, out, err = program.run(
+        capsys, "generate", str(long_tiny.directory), SURROUNDED, *words, "--find-documents",
+        "--blend", "0.1", "--json", *options,
+    )  # fmt: skip
+    assert code == 0 and "(APPROXIMATE: 3 documents; of " in err, err
+    result = json.loads(out)
+    assert result["usage"]["blend"]["documents"] == 3
+    assert result["usage"]["blend"]["learned_tokens"] == 0
+    with make(long_tiny) as engine:
+        chat = [{"role": "user", "content": SURROUNDED}]
+        assert result["usage"]["prompt_tokens"] == len(engine.chat(chat, max_tokens=1).prompt_ids)
+
+
 def test_blend_add_makes_documents_known(
     capsys: pytest.CaptureFixture[str], long_tiny: TinyModel, files: list[str], tmp_path: Path
 ) -> None:
@@ -249,7 +364,7 @@ def test_blend_eval_compares_with_full_prefill(
     assert all(row["left"] == 0 for row in ones)
     assert all(row["divergence"] > 0 for row in rows if row["blend"].get("ratio") == 0.0)
     by_lot = [row["left"] for row in rows if row["blend"].get("metric") == "random"]
-    assert len(by_lot) == 2 and all(0 < left < 1 for left in by_lot)
+    assert len(by_lot) == 4 and all(0 < left < 1 for left in by_lot)
     assert len([row for row in rows if row["blend"].get("anchor") == "none"]) == 2
 
 
@@ -295,6 +410,9 @@ def test_a_model_without_a_verdict_is_refused(
         # What is exact needs none.
         ones = engine.chat(QUESTION, documents=DOCUMENTS, blend=1.0, max_tokens=3)
         assert ones.ids == engine.chat(QUESTION, documents=DOCUMENTS, max_tokens=3).ids
+        # Rows below a threshold stay as they were moved.
+        with pytest.raises(quire.BadArgumentError, match="nobody has measured"):
+            engine.chat(QUESTION, documents=DOCUMENTS, blend={"ratio": 1, "thresholds": [0.5]})
         path = engine.keep_blend_verdict(GOOD)
         assert path.parent == tmp_path / "blend"
         assert engine.chat(QUESTION, documents=DOCUMENTS, blend=0.1, max_tokens=1).ids
@@ -403,6 +521,8 @@ def test_idle_learning_makes_nobody_wait(blender: quire.Engine) -> None:
     [
         (["generate", "x", "--blend", "0.1"], "--blend has no effect without --document"),
         (["generate", "x", "--document", "f", "--prompt-ids", "1"], "--document does not go with"),
+        (["generate", "x", "--find-documents"], "--find-documents has no effect without --document"),
+        (["generate", "x", "--find-documents", "--document", "f"], "--find-documents needs --blend"),
         (["blend", "list"], "there is no action 'list'"),
         (["blend", "add"], "which documents"),
         (["blend", "add", "f"], "--kv-dir"),

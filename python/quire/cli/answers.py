@@ -187,7 +187,8 @@ def print_blend(result: Result | None) -> None:
         )
         if count > 0
     ]
-    text = f"of {result.usage.prompt_tokens} prompt tokens " + ", ".join(parts)
+    text = f"{blend.documents} documents; " if blend.documents != 1 else "1 document; "
+    text += f"of {result.usage.prompt_tokens} prompt tokens " + ", ".join(parts)
     if blend.moved_tokens > 0:
         text += f"; {blend.recomputed_tokens} of the moved ones computed again"
     if blend.moved_tokens > blend.recomputed_tokens:

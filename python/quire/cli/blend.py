@@ -11,8 +11,9 @@ import math
 import random
 from typing import TYPE_CHECKING, Any
 
+from quire import _blend_verdict
 from quire import _ranges as ranges
-from quire._blend_verdict import AGREEMENT_LEAST, DIVERGENCE_MOST, BlendVerdict
+from quire._blend_verdict import BlendVerdict
 from quire.cli import arguments, models, text_input
 from quire.cli.arguments import UsageError
 
@@ -33,8 +34,8 @@ eval asks about documents that are made from a seed: notes about invented people
 facts are cut by the borders of documents; or, with --text, about pieces of texts of your own. Along
 the answer of full prefill it prints, for each ratio of recomputed tokens, the mean Kullback-Leibler
 divergence of the next token (in nats, over the 256 likeliest tokens and the rest as one), how often
-the likeliest token is the same, the log-probability of the right answer, and how often the answer
-would be right. Ratio 1 is full prefill; metric random computes tokens again that were drawn by lot;
+the likeliest token is the same, the log-probability of the right answer where a sentence has begun
+that it ends, and how often it would be the answer. Ratio 1 is full prefill; metric random computes tokens again that were drawn by lot;
 anchor none takes documents that were computed behind the begin token alone.
 
 With at least 20 questions the verdict is kept: it allows or refuses blends of this model with these
@@ -45,6 +46,9 @@ _RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5)
 # Beside the ratios: what else may be worth its cost.
 _MORE: tuple[dict[str, Any], ...] = (
     {"ratio": 0.0, "link_tokens": 0},
+    {"ratio": 0.05, "link_tokens": 0},
+    {"ratio": 0.15, "link_tokens": 0},
+    {"ratio": 0.15, "link_tokens": 0, "metric": "random"},
     {"ratio": 0.15, "metric": "k_l2"},
     {"ratio": 0.15, "metric": "cosine"},
     {"ratio": 0.15, "metric": "random"},
@@ -146,12 +150,14 @@ def _add(options: argparse.Namespace, words: list[str]) -> int:
 
 @dataclasses.dataclass
 class Question:
-    """Documents, a question about them, and its right answer."""
+    """Documents, a question about them, its right answer, and how a sentence begins that goes on with
+    this answer."""
 
     kind: str
     documents: list[str]
     text: str
     answer: str
+    cue: str
 
 
 @dataclasses.dataclass
@@ -194,7 +200,9 @@ def notes(source: random.Random) -> Question:
             f"until {source.randint(4, 9)} o'clock and then reads."
         )
     index = source.randrange(6)
-    return Question("notes", documents, f"In which city does {people[index]} live?", cities[index])
+    person = people[index]
+    text = f"In which city does {person} live?"
+    return Question("notes", documents, text, cities[index], f"{person} lives in")
 
 
 def cut_facts(source: random.Random) -> Question:
@@ -211,7 +219,8 @@ def cut_facts(source: random.Random) -> Question:
         else:
             documents[-1] += f" is kept {tail}"
     index = source.randrange(4) * 2
-    return Question("cut facts", documents, f"Where is the {things[index]} kept?", cities[index])
+    text, cue = f"Where is the {things[index]} kept?", f"The {things[index]} is kept in the city of"
+    return Question("cut facts", documents, text, cities[index], cue)
 
 
 _PIECE_CHARACTERS = 400
@@ -230,7 +239,7 @@ def pieces_of(source: random.Random, text: str) -> Question:
     at = source.randrange(max(1, len(asked) - _CUE_WORDS - _ANSWER_WORDS))
     cue = " ".join(asked[at : at + _CUE_WORDS])
     answer = " ".join(asked[at + _CUE_WORDS : at + _CUE_WORDS + _ANSWER_WORDS])
-    return Question("text", documents, f'How does the text go on behind "{cue}"?', answer)
+    return Question("text", documents, f'How does the text go on behind "{cue}"?', answer, cue)
 
 
 def _questions(options: argparse.Namespace) -> list[list[Question]]:
@@ -299,10 +308,11 @@ def _print_rows(found: list[BlendQuality]) -> None:
 
 
 def _print_verdict(verdict: BlendVerdict) -> None:
+    divergence_most, agreement_least = _blend_verdict.limits()
     allowed = "blends are allowed" if verdict.passes else "blends are refused unless forced"
     print(
-        f"verdict: {allowed}: KL {verdict.divergence:.3f} (at most {DIVERGENCE_MOST}), same "
-        f"{verdict.agreement:.1%} (at least {AGREEMENT_LEAST:.0%})"
+        f"verdict: {allowed}: KL {verdict.divergence:.3f} (at most {divergence_most}), same "
+        f"{verdict.agreement:.1%} (at least {agreement_least:.0%})"
     )
     if verdict.questions < _QUESTIONS_OF_VERDICT:
         print(f"It is not kept: it takes at least {_QUESTIONS_OF_VERDICT} questions.")
@@ -359,16 +369,25 @@ def _measure(
     full = engine.generate(
         messages, greedy=True, max_tokens=_ANSWER_TOKENS, cache_salt="full", **options
     )
-    right = engine.tokenizer.encode(question.answer, add_special_tokens=False)
+    cue, right = _split(engine, question)
     spans = engine.document_ranges(messages, **options)
     answer = full.ids or right
-    ends = [answer[:i] for i in range(len(answer))] + [right[:i] for i in range(1, len(right))]
+    ends = [answer[:i] for i in range(len(answer))] + [cue + right[:i] for i in range(len(right))]
     reference, _ = _next(engine, full.prompt_ids, ends[: len(answer)], {"cache_salt": "full"})
     for way, each in zip(ways, sums):
         ours, usage = _next(engine, full.prompt_ids, ends, _blended(way, spans))
         each.add_blend(usage)
         each.add_answer(reference, ours[: len(answer)])
-        each.add_right(right, [ours[0], *ours[len(answer) :]])
+        each.add_right(right, ours[len(answer) :])
+
+
+def _split(engine: Engine, question: Question) -> tuple[list[int], list[int]]:
+    """The tokens of the cue, and those with which the right answer goes on from it."""
+    whole = engine.tokenizer.encode(f"{question.cue} {question.answer}", add_special_tokens=False)
+    cue = engine.tokenizer.encode(question.cue, add_special_tokens=False)
+    if whole[: len(cue)] != cue:  # the tokenizer joins the two words
+        return [], engine.tokenizer.encode(question.answer, add_special_tokens=False)
+    return cue, whole[len(cue) :]
 
 
 def _blended(way: dict[str, Any], spans: list[tuple[int, int]]) -> dict[str, Any]:

@@ -106,6 +106,12 @@ def _add_documents(command: argparse.ArgumentParser) -> None:
         help="a text that stands before the prompt; may be repeated",
     )
     documents.add_argument(
+        "--find-documents",
+        action="store_true",
+        help="the documents do not stand before the prompt: they are computed first, and looked for "
+        "in its tokens, wherever they stand and in parts; needs --blend",
+    )
+    documents.add_argument(
         "--blend",
         type=_ratio,
         metavar="RATIO",
@@ -120,7 +126,11 @@ def _documents(options: argparse.Namespace) -> dict[str, Any]:
     if not options.document:
         if options.blend is not None:
             raise UsageError("generate: --blend has no effect without --document")
+        if options.find_documents:
+            raise UsageError("generate: --find-documents has no effect without --document")
         return {}
+    if options.find_documents and options.blend is None:
+        raise UsageError("generate: --find-documents needs --blend")
     for name in ("file", "prompt_ids", "dry_run"):
         if getattr(options, name):
             raise UsageError(
@@ -209,6 +219,9 @@ def _run(options: argparse.Namespace) -> int:
         prompt = options.prompt_ids or models.text_prompt(
             models.tokenizer_of(engine), text or "", options.system, options.raw
         )
+        if options.find_documents:
+            engine.prepare(sampling["documents"], prompt)
+            sampling["documents"] = "auto"
         if options.json:
             result = engine.generate(prompt, **sampling)
             print(json.dumps(answers.result_object(result), ensure_ascii=False))

@@ -69,8 +69,12 @@ def read_chat(fields: Fields, service: Service) -> Generation:
 
 
 def _read_documents(fields: Fields, service: Service) -> dict[str, Any]:
-    """Texts that stand before the conversation, and how they are blended; without `blend` all of
-    their tokens are computed."""
+    """Texts that stand before the conversation, or "auto", and how they are blended; without `blend`
+    all of their tokens are computed."""
+    if fields.any("documents") == "auto":
+        if not fields.has("blend"):
+            fields.refuse("documents", 'a list of texts, or "auto" with blend')
+        return {"documents": "auto", "blend": _read_blend(fields)}
     documents = fields.entries("documents", service.limits.documents)
     if not documents:
         if fields.has("blend"):
@@ -96,6 +100,7 @@ def _read_blend(fields: Fields) -> float | str | dict[str, Any] | None:
         "link_tokens": given.integer("link_tokens", 0, common.TOKENS_MAX),
         "min_tokens": given.integer("min_tokens", 0, common.TOKENS_MAX),
         "learn": learn,
+        "contextual": given.boolean("contextual"),
     }
     for name in given.unknown():
         raise Problem(

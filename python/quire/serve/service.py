@@ -276,6 +276,11 @@ def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
                 "blend: the server keeps no KV between requests, so no document is known; begin it "
                 "without --no-prefix-cache"
             )
+        elif "; a ratio of 1 is exact" in message:  # the model has no verdict, or one against it
+            message = (
+                message.partition("; a ratio of 1 is exact")[0]
+                + "; a ratio of 1 is exact, and --blend-unverified of the server forces it"
+            )
         return Problem(400, message, param="blend", code="invalid_value")
     return from_engine(error, generation.prompt_field)
 

@@ -37,12 +37,12 @@ std::vector<int64_t> RankedRows(const SelectionBatch& batch, const std::set<int6
 }
 
 void AddTop(const SelectionBatch& batch, const std::set<int64_t>& moved,
-            const std::set<int64_t>& candidates, double ratio, float threshold,
-            std::set<int64_t>* selected) {
+            const std::set<int64_t>& links, const std::set<int64_t>& candidates, double ratio,
+            float threshold, std::set<int64_t>* selected) {
   auto budget = static_cast<int64_t>(static_cast<double>(moved.size()) * ratio + 1e-6);
   for (const int64_t row : RankedRows(batch, moved)) {
     const bool below = batch.deviations[static_cast<size_t>(row)] < threshold;
-    if (budget == 0 || below || !candidates.contains(row)) continue;
+    if (budget == 0 || below || links.contains(row) || !candidates.contains(row)) continue;
     selected->insert(row);
     --budget;
   }
@@ -103,6 +103,7 @@ std::vector<int64_t> SelectedRowsReference(const SelectionBatch& batch, const Bl
     const int64_t begin = batch.query_start_loc[request];
     const int64_t end = batch.query_start_loc[request + 1];
     std::set<int64_t> moved;  // without a budget of their own
+    std::set<int64_t> links;
     for (int64_t row = begin; row < end; ++row) {
       const uint8_t kind = batch.kinds[static_cast<size_t>(row)];
       const bool is_short = end - begin < options.min_tokens;
@@ -118,16 +119,17 @@ std::vector<int64_t> SelectedRowsReference(const SelectionBatch& batch, const Bl
       for (int64_t row = document.first_row; row < document_end; ++row) {
         const bool exact = batch.kinds[static_cast<size_t>(row)] == kRowExact;
         if (!is_first && !exact && row < document.first_row + options.link_tokens) {
-          selected.insert(row);
+          links.insert(row);
         }
         if (document.ratio && moved.erase(row) > 0) own.insert(row);
       }
       if (document.ratio) {
-        AddTop(batch, own, candidates, *document.ratio, threshold, &selected);
+        AddTop(batch, own, links, candidates, *document.ratio, threshold, &selected);
       }
       is_first = false;
     }
-    AddTop(batch, moved, candidates, options.ratios[check_index], threshold, &selected);
+    selected.insert(links.begin(), links.end());
+    AddTop(batch, moved, links, candidates, options.ratios[check_index], threshold, &selected);
   }
   std::vector<int64_t> rows;
   std::set_intersection(selected.begin(), selected.end(), candidates.begin(), candidates.end(),

@@ -13,9 +13,8 @@ namespace quire {
 BlendHook::BlendHook(const Parts& parts) : parts_(parts), options_(*parts.options) {
   options_.force_last = parts.ends_prompt;
   options_.min_tokens = 0;  // of whole prompts
-  const auto documents = MovableDocuments(parts.documents);
   rows_before_ =
-      std::any_of(documents.begin(), documents.end(),
+      std::any_of(parts.documents.begin(), parts.documents.end(),
                   [&](const auto& document) {
                     return document.begin < parts.range.begin && document.end > parts.range.begin;
                   })
@@ -27,7 +26,7 @@ BlendHook::BlendHook(const Parts& parts) : parts_(parts), options_(*parts.option
   kinds_.insert(kinds_.end(), kinds.begin(), kinds.end());
   deviations_.resize(kinds_.size());
   candidates_.reserve(kinds_.size());
-  for (const PromptDocument& document : documents) {
+  for (const PromptDocument& document : parts.documents) {
     const int64_t begin = std::max(document.begin, parts.range.begin);
     const int64_t end = std::min(document.end, parts.range.end);
     if (begin >= end) continue;

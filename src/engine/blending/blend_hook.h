@@ -35,7 +35,7 @@ class BlendHook final : public LayerHook {
   struct Parts {
     MovedPiece* piece = nullptr;  // outlives this
     const BlendOptions* options = nullptr;
-    std::span<const PromptDocument> documents = {};  // of the prompt
+    std::span<const PromptDocument> documents = {};  // of the prompt, those that can be moved
     BlendPiece range = {};
     bool ends_prompt = false;  // its last row's logits are wanted
     int64_t move_ns = 0;       // that reading and moving the rows took

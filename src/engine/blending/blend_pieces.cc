@@ -21,9 +21,8 @@ std::span<const PromptDocument> MovableDocuments(std::span<const PromptDocument>
   return has_anchor ? documents.subspan(1) : documents;
 }
 
-std::vector<BlendPiece> CutPieces(std::span<const PromptDocument> documents, int64_t piece_max) {
+std::vector<BlendPiece> CutPieces(std::span<const PromptDocument> movable, int64_t piece_max) {
   QUIRE_CHECK(piece_max >= 1);
-  const std::span<const PromptDocument> movable = MovableDocuments(documents);
   std::vector<BlendPiece> all;
   for (size_t i = 0; i < movable.size(); ++i) {
     const int64_t begin = movable[i].begin;

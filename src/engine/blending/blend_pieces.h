@@ -29,7 +29,7 @@ std::span<const PromptDocument> MovableDocuments(std::span<const PromptDocument>
 // goes with the one before it. As many documents as fit in `piece_max` share a piece; a longer one
 // is cut at multiples of piece_max from its begin.
 // REQUIRES: documents ascending and disjoint, piece_max >= 1.
-std::vector<BlendPiece> CutPieces(std::span<const PromptDocument> documents, int64_t piece_max);
+std::vector<BlendPiece> CutPieces(std::span<const PromptDocument> movable, int64_t piece_max);
 
 // What a piece costs of a step's budget, in tokens that are computed in all layers: rows x layers.
 // Up to the first check layer all rows are computed, behind it those that are selected, at most.

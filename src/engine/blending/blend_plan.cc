@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <iomanip>
 #include <sstream>
+#include <utility>
+
+#include "base/checksum.h"
 
 namespace quire {
 namespace {
@@ -11,8 +15,46 @@ Status BadBlend(const std::string& field, const std::string& why) {
   return Status(StatusCode::kBadArgument, "SamplingOptions::blend." + field + ": " + why);
 }
 
-Status CheckPromptDocuments(std::span<const PromptDocument> documents, int64_t prompt_tokens) {
-  if (documents.empty()) {
+// Whether all that is moved is computed again.
+bool IsExact(const BlendRequest& request) {
+  const auto is_one = [](double ratio) { return ratio >= 1; };
+  const BlendOptions& options = request.options;
+  return std::ranges::all_of(options.ratios, is_one) &&
+         std::ranges::all_of(options.thresholds, [](float threshold) { return threshold == 0; }) &&
+         std::ranges::all_of(request.documents, [&](const PromptDocument& document) {
+           return is_one(document.ratio.value_or(1));
+         });
+}
+
+Status CheckVerdict(const BlendRequest& request) {
+  if (request.unverified || IsExact(request)) return {};
+  const std::string force =
+      "; a ratio of 1 is exact, and BlendRequest::unverified (blend_unverified of an engine in "
+      "Python) forces it";
+  if (!request.verdict) {
+    return Status(StatusCode::kBadArgument,
+                  "SamplingOptions::blend: nobody has measured what blending costs this model with "
+                  "this type of KV; run quire blend eval" +
+                      force);
+  }
+  if (request.verdict->passes()) return {};
+  std::ostringstream why;
+  why << std::fixed << std::setprecision(3)
+      << "SamplingOptions::blend: it costs this model too much: a divergence of "
+      << request.verdict->divergence << " nats (at most " << BlendVerdict::kDivergenceMost
+      << "), the same token in " << std::setprecision(1) << 100 * request.verdict->agreement
+      << " % (at least " << 100 * BlendVerdict::kAgreementLeast << " %)" << force;
+  return Status(StatusCode::kBadArgument, why.str());
+}
+
+Status CheckPromptDocuments(const BlendRequest& request, int64_t prompt_tokens) {
+  const std::span<const PromptDocument> documents = request.documents;
+  const bool searches = request.search != DocumentSearch::kOff;
+  if (searches && !documents.empty()) {
+    return BadBlend("search", "it finds the documents, and " + std::to_string(documents.size()) +
+                                  " are named; leave one of them out");
+  }
+  if (!searches && documents.empty()) {
     return BadBlend("documents", "there are none; say which tokens of the prompt are documents");
   }
   if (std::ssize(documents) > SamplingOptions::kBlendDocumentsMax) {
@@ -66,10 +108,12 @@ Status CheckBlend(const ModelInfo& model, int64_t prompt_tokens, const SamplingO
   const Status status =
       CheckBlendOptions(options.blend->options, static_cast<int64_t>(model.layers.size()));
   if (!status.ok()) return BadBlend("options", std::string(status.message()));
-  return CheckPromptDocuments(options.blend->documents, prompt_tokens);
+  QUIRE_RETURN_IF_ERROR(CheckPromptDocuments(*options.blend, prompt_tokens));
+  return CheckVerdict(*options.blend);
 }
 
-std::string BlendRecipe(const BlendRequest& request, int64_t piece_max) {
+std::string BlendRecipe(const BlendRequest& request, std::span<const FoundDocument> found,
+                        int64_t piece_max) {
   std::ostringstream text;
   const auto bits = [&](double value) { text << std::bit_cast<uint64_t>(value + 0.0) << ' '; };
   const BlendOptions& options = request.options;
@@ -85,18 +129,32 @@ std::string BlendRecipe(const BlendRequest& request, int64_t piece_max) {
     text << document.begin << ' ' << document.end << ' ';
     bits(document.ratio.value_or(-1));
   }
+  // Prefix caches compare the tokens of the prompt; what stood before a known document is not among
+  // them.
+  for (const FoundDocument& document : found) {
+    const size_t bytes = static_cast<size_t>(document.from) * sizeof(int32_t);
+    text << "found " << document.begin << ' ' << document.end << " behind " << document.from;
+    for (const uint64_t seed : {1, 2}) text << ' ' << Hash64(document.chain->data(), bytes, seed);
+    text << ' ';
+  }
   return text.str();
 }
 
 BlendPlan::BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt,
-                     const BlendRequest& request, int64_t piece_max)
+                     const BlendRequest& request, std::vector<FoundDocument> found,
+                     int64_t piece_max)
     : request_(request),
+      found_(std::move(found)),
       prompt_tokens_(static_cast<int64_t>(prompt.size())),
       bos_token_(model.bos_token_id),
       layer_count_(static_cast<int64_t>(model.layers.size())) {
-  if (prompt_tokens_ >= request.options.min_tokens) {
-    pieces_ = CutPieces(request_.documents, piece_max);
+  if (found_.empty()) {
+    const auto movable = MovableDocuments(request_.documents);
+    movable_.assign(movable.begin(), movable.end());
   }
+  for (const FoundDocument& document : found_) movable_.push_back({document.begin, document.end});
+  document_count_ = std::ssize(found_.empty() ? request_.documents : movable_);
+  if (prompt_tokens_ >= request.options.min_tokens) pieces_ = CutPieces(movable_, piece_max);
   counts_.resize(pieces_.size());
 }
 
@@ -111,7 +169,7 @@ bool BlendPlan::FindPiece(int64_t position, Found* found) const {
   if (piece == pieces_.end() || position < piece->begin) return false;
   found->index = static_cast<size_t>(piece - pieces_.begin());
   found->rest = {position, piece->end};
-  found->cost = PieceCost(found->rest, MovableDocuments(documents()), options(), layer_count_);
+  found->cost = PieceCost(found->rest, movable_, options(), layer_count_);
   return true;
 }
 
@@ -136,7 +194,7 @@ BlendPlan::Chain BlendPlan::ChainOf(std::span<const int32_t> prompt,
   const auto part = [&](int64_t begin, int64_t end) {
     return prompt.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
   };
-  const auto anchor = part(0, documents().front().begin);
+  const auto anchor = part(0, request_.documents.front().begin);
   const auto tokens = part(document.begin, document.end);
   chain.tokens.assign(anchor.begin(), anchor.end());
   const bool needs_bos = anchor.empty() && bos_token_ >= 0 && tokens.front() != bos_token_;
@@ -146,8 +204,15 @@ BlendPlan::Chain BlendPlan::ChainOf(std::span<const int32_t> prompt,
   return chain;
 }
 
+BlendPlan::Chain BlendPlan::MovableChain(std::span<const int32_t> prompt, size_t index) const {
+  if (found_.empty()) return ChainOf(prompt, movable_[index]);
+  const FoundDocument& document = found_[index];
+  const auto tokens = document.chain->begin();
+  return {.tokens = {tokens, tokens + document.chain_end()}, .anchor_tokens = document.from};
+}
+
 BlendUsage BlendPlan::Usage() const noexcept {
-  BlendUsage usage;
+  BlendUsage usage{.documents = document_count_};
   double sum = 0;
   for (const PieceCounts& piece : counts_) {
     usage.moved_tokens += piece.moved;

@@ -11,6 +11,7 @@
 
 #include "engine/blending/blend_hook.h"
 #include "engine/blending/blend_pieces.h"
+#include "engine/blending/document_index.h"
 #include "engine/prefix/prefix_cache.h"
 #include "quire/engine.h"
 #include "quire/model.h"
@@ -18,23 +19,26 @@
 
 namespace quire {
 
-// BadArgument by field and value for a blend that the model or the engine cannot do.
+// BadArgument by field and value for a blend that the model or the engine cannot do, and for one
+// that may be approximate where no verdict allows it.
 Status CheckBlend(const ModelInfo& model, int64_t prompt_tokens, const SamplingOptions& options,
                   int64_t piece_max);
 
 // All that decides how the KV of given tokens is blended, as text: equal if and only if the same
-// blend is asked for. REQUIRES: CheckBlend is ok.
-std::string BlendRecipe(const BlendRequest& request, int64_t piece_max);
+// blend is asked for, of the same known documents. REQUIRES: CheckBlend is ok.
+std::string BlendRecipe(const BlendRequest& request, std::span<const FoundDocument> found,
+                        int64_t piece_max);
 
 class BlendPlan {
  public:
-  // REQUIRES: CheckBlend is ok.
+  // `found`: of a request that searches. REQUIRES: CheckBlend is ok.
   BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt, const BlendRequest& request,
-            int64_t piece_max);
+            std::vector<FoundDocument> found, int64_t piece_max);
 
   const BlendRequest& request() const { return request_; }
   const BlendOptions& options() const { return request_.options; }
-  std::span<const PromptDocument> documents() const { return request_.documents; }
+  // Those that can be moved.
+  std::span<const PromptDocument> movable() const { return movable_; }
   // Before it no token is approximate; the prompt's end if there is no piece.
   int64_t begin() const;
   // The piece that begins at the position; a beginning of it is there where the sequence has more
@@ -51,20 +55,26 @@ class BlendPlan {
   // inside a piece.
   int64_t BorderBefore(int64_t length) const;
 
-  // The tokens under which a movable document is known, and how many of them are before it.
+  // The tokens under which a document is known, and how many of them are before it.
   struct Chain {
     std::vector<int32_t> tokens;
     int64_t anchor_tokens = 0;
   };
+  // For a document that the request names.
   Chain ChainOf(std::span<const int32_t> prompt, const PromptDocument& document) const;
+  // For movable()[index].
+  Chain MovableChain(std::span<const int32_t> prompt, size_t index) const;
 
-  // Those that are to be learnt, but for what `knows(chain)` says is known.
+  // Those that are to be learnt, but for what `knows(chain)` says is known. What is found from its
+  // middle on is used as far as it is held: to compute what stands before it would be more than it
+  // saves.
   template <typename F>
   std::vector<std::vector<int32_t>> Unknown(std::span<const int32_t> prompt, F&& knows) const {
     std::vector<std::vector<int32_t>> chains;
     if (request_.learn == DocumentLearning::kOff || pieces_.empty()) return chains;
-    for (const PromptDocument& document : MovableDocuments(documents())) {
-      Chain chain = ChainOf(prompt, document);
+    for (size_t i = 0; i < movable_.size(); ++i) {
+      if (!found_.empty() && !BeginsWithDocument(found_[i])) continue;
+      Chain chain = MovableChain(prompt, i);
       const bool is_repeated =
           std::find(chains.begin(), chains.end(), chain.tokens) != chains.end();
       if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain.tokens));
@@ -77,7 +87,14 @@ class BlendPlan {
   BlendUsage Usage() const noexcept;
 
  private:
+  static bool BeginsWithDocument(const FoundDocument& found) {
+    return found.from - found.anchor_tokens < BlendRequest::kFoundTokensMin;
+  }
+
   BlendRequest request_;
+  std::vector<FoundDocument> found_;  // [movable document]; empty: the request names them
+  std::vector<PromptDocument> movable_;
+  int64_t document_count_;
   int64_t prompt_tokens_;
   int64_t bos_token_;
   int64_t layer_count_;

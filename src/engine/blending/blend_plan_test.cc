@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <numeric>
 
 namespace quire {
@@ -21,7 +22,7 @@ ModelInfo Model(int64_t layer_count = 10) {
 
 SamplingOptions Blending(std::vector<PromptDocument> documents) {
   SamplingOptions options;
-  options.blend = BlendRequest{.documents = std::move(documents)};
+  options.blend = BlendRequest{.documents = std::move(documents), .unverified = true};
   return options;
 }
 
@@ -33,26 +34,26 @@ std::vector<int32_t> Prompt(int64_t count) {
 
 TEST(BlendPieces, ADocumentBehindTheAnchorIsTheBeginningOfThePromptItself) {
   const std::vector<PromptDocument> documents = {{10, 20}, {20, 30}};
-  EXPECT_EQ(CutPieces(documents, 100), (Pieces{{20, 30}}));
+  EXPECT_EQ(CutPieces(MovableDocuments(documents), 100), (Pieces{{20, 30}}));
   const std::vector<PromptDocument> without_anchor = {{0, 20}, {20, 30}};
-  EXPECT_EQ(CutPieces(without_anchor, 100), (Pieces{{0, 30}}));
-  EXPECT_EQ(CutPieces(std::vector<PromptDocument>{{10, 20}}, 100), Pieces{});
+  EXPECT_EQ(CutPieces(MovableDocuments(without_anchor), 100), (Pieces{{0, 30}}));
+  EXPECT_EQ(CutPieces(MovableDocuments(std::vector<PromptDocument>{{10, 20}}), 100), Pieces{});
 }
 
 TEST(BlendPieces, WholeDocumentsShareAPieceAndLongOnesAreCut) {
   const std::vector<PromptDocument> documents = {{5, 10}, {10, 40}, {45, 70}, {70, 90}, {90, 260}};
   // Gaps go with the document before them.
-  EXPECT_EQ(CutPieces(documents, 60),
+  EXPECT_EQ(CutPieces(MovableDocuments(documents), 60),
             (Pieces{{10, 70}, {70, 90}, {90, 150}, {150, 210}, {210, 260}}));
-  EXPECT_EQ(CutPieces(documents, 1000), (Pieces{{10, 260}}));
-  EXPECT_EQ(CutPieces(documents, 35), (Pieces{{10, 45},
-                                              {45, 70},
-                                              {70, 90},
-                                              {90, 125},
-                                              {125, 160},
-                                              {160, 195},
-                                              {195, 230},
-                                              {230, 260}}));
+  EXPECT_EQ(CutPieces(MovableDocuments(documents), 1000), (Pieces{{10, 260}}));
+  EXPECT_EQ(CutPieces(MovableDocuments(documents), 35), (Pieces{{10, 45},
+                                                                {45, 70},
+                                                                {70, 90},
+                                                                {90, 125},
+                                                                {125, 160},
+                                                                {160, 195},
+                                                                {195, 230},
+                                                                {230, 260}}));
 }
 
 TEST(BlendPieces, CostIsRowsTimesLayersOfAllLayers) {
@@ -72,7 +73,7 @@ TEST(BlendPieces, CostIsRowsTimesLayersOfAllLayers) {
 
 TEST(BlendPlan, APieceIsEnteredWhereTheExactTokensEnd) {
   const SamplingOptions options = Blending({{5, 10}, {10, 40}, {45, 70}});
-  const BlendPlan plan(Model(), Prompt(80), *options.blend, 40);
+  const BlendPlan plan(Model(), Prompt(80), *options.blend, {}, 40);
   EXPECT_EQ(plan.begin(), 10);
   BlendPlan::Found found;
   EXPECT_FALSE(plan.FindPiece(9, &found));
@@ -98,7 +99,7 @@ TEST(BlendPlan, APieceIsEnteredWhereTheExactTokensEnd) {
 TEST(BlendPlan, ShortPromptsAreNotBlended) {
   SamplingOptions options = Blending({{5, 10}, {10, 40}});
   options.blend->options.min_tokens = 81;
-  const BlendPlan plan(Model(), Prompt(80), *options.blend, 40);
+  const BlendPlan plan(Model(), Prompt(80), *options.blend, {}, 40);
   BlendPlan::Found found;
   EXPECT_FALSE(plan.FindPiece(10, &found));
   EXPECT_EQ(plan.begin(), 80);
@@ -107,13 +108,13 @@ TEST(BlendPlan, ShortPromptsAreNotBlended) {
 TEST(BlendPlan, ADocumentIsKnownBehindItsAnchor) {
   const std::vector<int32_t> prompt = Prompt(50);
   const SamplingOptions behind = Blending({{3, 10}, {20, 24}});
-  const BlendPlan plan(Model(), prompt, *behind.blend, 40);
+  const BlendPlan plan(Model(), prompt, *behind.blend, {}, 40);
   const BlendPlan::Chain chain = plan.ChainOf(prompt, behind.blend->documents[1]);
   EXPECT_EQ(chain.tokens, (std::vector<int32_t>{100, 101, 102, 120, 121, 122, 123}));
   EXPECT_EQ(chain.anchor_tokens, 3);
   // Without an anchor it is the begin token, once.
   const SamplingOptions first = Blending({{0, 2}, {2, 4}});
-  const BlendPlan bare(Model(), prompt, *first.blend, 40);
+  const BlendPlan bare(Model(), prompt, *first.blend, {}, 40);
   EXPECT_EQ(bare.ChainOf(prompt, first.blend->documents[1]).tokens,
             (std::vector<int32_t>{7, 102, 103}));
   const std::vector<int32_t> with_bos = {7, 1, 2, 3};
@@ -122,15 +123,53 @@ TEST(BlendPlan, ADocumentIsKnownBehindItsAnchor) {
   EXPECT_EQ(own.anchor_tokens, 0);
 }
 
+TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
+  const std::vector<int32_t> prompt = Prompt(80);
+  std::vector<int32_t> known = {1, 2, 3};  // an anchor, and the document behind it
+  known.insert(known.end(), prompt.begin() + 10, prompt.begin() + 70);
+  const auto chain = std::make_shared<const std::vector<int32_t>>(known);
+  const std::vector<FoundDocument> found = {
+      {.begin = 10, .end = 30, .chain = chain, .from = 3, .anchor_tokens = 3},
+      {.begin = 40, .end = 70, .chain = chain, .from = 33, .anchor_tokens = 3}};
+  BlendRequest request;
+  request.search = DocumentSearch::kAnywhere;
+  const BlendPlan plan(Model(), prompt, request, found, 40);
+  EXPECT_EQ(plan.movable().size(), 2U) << "the first one, too, stands behind other tokens";
+  EXPECT_EQ(plan.begin(), 10);
+  EXPECT_EQ(plan.Usage().documents, 2);
+  const BlendPlan::Chain middle = plan.MovableChain(prompt, 1);
+  EXPECT_EQ(middle.tokens, known);
+  EXPECT_EQ(middle.anchor_tokens, 33);
+  EXPECT_EQ(plan.MovableChain(prompt, 0).tokens,
+            (std::vector<int32_t>{known.begin(), known.begin() + 23}));
+  // Nobody computes what stands before a part for its sake.
+  const auto unknown = plan.Unknown(prompt, [](const auto&) { return false; });
+  EXPECT_EQ(unknown, (std::vector<std::vector<int32_t>>{{known.begin(), known.begin() + 23}}));
+  const BlendPlan nothing(Model(), prompt, request, {}, 40);
+  EXPECT_EQ(nothing.begin(), 80);
+  EXPECT_EQ(nothing.Usage().documents, 0);
+  // The same documents behind other tokens are another blend.
+  const std::string recipe = BlendRecipe(request, found, 2048);
+  EXPECT_EQ(BlendRecipe(request, found, 2048), recipe);
+  EXPECT_NE(BlendRecipe(request, {}, 2048), recipe);
+  known[1] = 9;
+  auto others = found;
+  others[0].chain = std::make_shared<const std::vector<int32_t>>(known);
+  EXPECT_NE(BlendRecipe(request, others, 2048), recipe);
+  others = found;
+  others[1].begin = 41;
+  EXPECT_NE(BlendRecipe(request, others, 2048), recipe);
+}
+
 TEST(BlendRecipe, TellsBlendsApartThatMayGiveOtherKV) {
   const BlendRequest request{.documents = {{5, 10}, {10, 40}}};
-  const std::string recipe = BlendRecipe(request, 2048);
-  EXPECT_EQ(BlendRecipe(request, 2048), recipe);
-  EXPECT_NE(BlendRecipe(request, 1024), recipe);
+  const std::string recipe = BlendRecipe(request, {}, 2048);
+  EXPECT_EQ(BlendRecipe(request, {}, 2048), recipe);
+  EXPECT_NE(BlendRecipe(request, {}, 1024), recipe);
   const auto differs = [&](auto&& change) {
     BlendRequest other = request;
     change(other);
-    return BlendRecipe(other, 2048) != recipe;
+    return BlendRecipe(other, {}, 2048) != recipe;
   };
   EXPECT_TRUE(differs([](auto& r) { r.documents[1].end = 41; }));
   EXPECT_TRUE(differs([](auto& r) { r.documents[1].ratio = 0.0; }));
@@ -179,6 +218,49 @@ TEST(CheckBlend, NamesWhatIsWrong) {
   ModelInfo hybrid = Model();
   hybrid.recurrent_layers.resize(1);
   EXPECT_TRUE(has(error(Blending({{5, 10}}), hybrid), "recurrent"));
+  options = Blending({{5, 10}});
+  options.blend->search = DocumentSearch::kAnchored;
+  EXPECT_TRUE(has(error(options), "search: it finds the documents, and 1 are named"));
+  options.blend->documents.clear();
+  EXPECT_TRUE(CheckBlend(Model(), 50, options, 2048).ok());
+}
+
+TEST(CheckBlend, WhatMayBeApproximateNeedsAVerdict) {
+  const auto check = [](auto&& change) {
+    SamplingOptions options = Blending({{5, 10}, {10, 20}});
+    options.blend->unverified = false;
+    change(*options.blend);
+    const Status status = CheckBlend(Model(), 50, options, 2048);
+    EXPECT_TRUE(status.ok() || status.code() == StatusCode::kBadArgument);
+    return std::string(status.message());
+  };
+  const std::string missing = check([](auto&) {});
+  EXPECT_NE(missing.find("nobody has measured what blending costs this model"), std::string::npos);
+  EXPECT_EQ(check([](auto& r) { r.unverified = true; }), "");
+  EXPECT_EQ(check([](auto& r) { r.verdict = BlendVerdict{0.3, 0.75}; }), "");
+  for (const BlendVerdict& bad :
+       {BlendVerdict{0.31, 0.9}, BlendVerdict{0.1, 0.74}, BlendVerdict{NAN, 0.9}}) {
+    const std::string refusal = check([&](auto& r) { r.verdict = bad; });
+    EXPECT_NE(refusal.find("it costs this model too much"), std::string::npos) << refusal;
+    EXPECT_EQ(check([&](auto& r) { r.verdict = bad, r.unverified = true; }), "");
+  }
+  // What is exact needs none; a budget below 1 or a threshold leaves rows as they were moved.
+  EXPECT_EQ(check([](auto& r) { r.options.ratios = {1.0}; }), "");
+  EXPECT_EQ(check([](auto& r) {
+              r.options.ratios = {1.0};
+              r.options.thresholds = {0.5F};
+            }),
+            missing);
+  EXPECT_EQ(check([](auto& r) {
+              r.options.ratios = {1.0};
+              r.documents[1].ratio = 0.5;
+            }),
+            missing);
+  EXPECT_EQ(check([](auto& r) {
+              r.options.check_layers = {1, 3};
+              r.options.ratios = {1.0, 0.9};
+            }),
+            missing);
 }
 
 }  // namespace

@@ -122,7 +122,8 @@ inline SamplingOptions Blend(const Question& question, double ratio,
   SamplingOptions options = Exact();
   options.blend = BlendRequest{.documents = question.documents,
                                .options = {.ratios = {ratio}, .link_tokens = 2},
-                               .learn = learn};
+                               .learn = learn,
+                               .unverified = true};
   return options;
 }
 

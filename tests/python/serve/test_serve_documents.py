@@ -118,6 +118,26 @@ def test_documents_without_blend_are_a_part_of_the_prompt(
         assert answer["choices"][0]["token_ids"] == expected.ids
 
 
+def test_documents_of_earlier_chats_are_found(blending: Server) -> None:
+    def asking(first: str) -> dict[str, Any]:
+        text = f"{first} words. {DOCUMENTS[1]} More.\n\n{DOCUMENTS[0]} Which fox?"
+        options = {"max_tokens": 3, "cache_salt": "find", "documents": "auto", "blend": 0.2}
+        return {"messages": [{"role": "user", "content": text}], **options}
+
+    search = asking("Some")
+    nothing = blending.post("/v1/chat/completions", search)["usage"]["blend"]
+    assert nothing["documents"] == 0 and nothing["approximate"] is False
+    blending.post("/v1/chat/completions", body("find", blend=0.2))
+    search = asking("Other")
+    found = blending.post("/v1/chat/completions", search)["usage"]["blend"]
+    assert found["documents"] == 2 and found["moved_tokens"] > 30
+    search["messages"] = [{"role": "system", "content": "Be brief."}, *search["messages"]]
+    other = blending.post("/v1/chat/completions", search)["usage"]["blend"]
+    assert other["documents"] == 0, "they stand behind another beginning"
+    search["blend"] = {"ratio": 0.2, "contextual": True}
+    assert blending.post("/v1/chat/completions", search)["usage"]["blend"]["documents"] == 2
+
+
 def test_a_stream_ends_with_the_same_usage(blending: Server, engine: quire.Engine) -> None:
     expected = engine.chat(MESSAGES, documents=DOCUMENTS, blend=0.1, max_tokens=6)
     fields = {"stream": True, "stream_options": {"include_usage": True}}
@@ -153,6 +173,12 @@ def test_a_stream_ends_with_the_same_usage(blending: Server, engine: quire.Engin
         ({"blend": {"min_tokens": 1.5}}, "blend.min_tokens", "1.5; it must be an integer"),
         ({"blend": {"learn": 1}}, "blend.learn", "blend.learn is 1; it must be true or false"),
         ({"blend": {"layers": [1]}}, "blend.layers", "is not an option of a blend; options are"),
+        ({"documents": "auto"}, "documents", 'it must be a list of texts, or "auto" with blend'),
+        (
+            {"blend": {"contextual": True}},
+            "blend",
+            "blend: contextual is about documents that the engine finds",
+        ),
         ({"documents": "text"}, "documents", 'documents is "text"; it must be a list'),
         ({"documents": [" "]}, "documents", "documents is a list of 1 entries; it must be a list"),
         ({"documents": [7]}, "documents", "a list of texts that are not empty"),
@@ -180,6 +206,15 @@ def test_a_server_that_cannot_blend_says_how_to_begin_it(server: Server, keyed: 
         assert "begin it " + words in found["error"]["message"]
 
 
+def test_an_exact_server_refuses_what_may_be_approximate(long_tiny: TinyModel) -> None:
+    options = ("--blend-piece", "256", "--blend-unverified", "--exact")
+    with running(long_tiny.directory, *options) as server:
+        status, _, found = server.request("POST", "/v1/chat/completions", body("no", blend=0.1))
+        assert status == 400 and found["error"]["param"] == "blend"
+        assert "gives exact answers only" in found["error"]["message"]
+        assert server.post("/v1/chat/completions", body("ones", blend=1))["usage"]["blend"]
+
+
 def test_a_model_without_a_verdict_is_not_blended(
     long_tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,5 +222,7 @@ def test_a_model_without_a_verdict_is_not_blended(
     with running(long_tiny.directory, "--blend-piece", "256") as server:
         status, _, found = server.request("POST", "/v1/chat/completions", body("none", blend=0.1))
         assert status == 400 and found["error"]["param"] == "blend"
-        assert "nobody has measured what blending costs" in found["error"]["message"]
+        message = found["error"]["message"]
+        assert "nobody has measured what blending costs" in message
+        assert message.endswith("--blend-unverified of the server forces it")
         assert server.post("/v1/chat/completions", body("ones", blend=1))["usage"]["blend"]
