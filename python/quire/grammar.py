@@ -179,10 +179,19 @@ class GrammarCompiler:
                 message = str(error)
                 if message.startswith("Check failed"):
                     message = (
-                        "XGrammar has a defect that it meets: say the same in another way, such as "
-                        f"with counted repetitions of at most 100 in patterns ({message.rstrip(': ')})"
+                        "XGrammar fails on it: say the same in another way, such as with integers of "
+                        "less than 60 bits and counted repetitions of at most 100 in patterns "
+                        f"({message.rstrip(': ')})"
                     )
                 raise errors.BadArgumentError(f"grammar: {message}") from None
+
+    def try_tokens(self, compiled: Any, count: int) -> None:
+        """Draws `count` tokens of a compiled grammar by lot, from the beginning again at each end.
+        BadArgumentError if one takes too long, as it would in an answer."""
+        try:
+            self._handle.try_tokens(compiled, count)
+        except errors.BadArgumentError as error:
+            raise errors.BadArgumentError(f"grammar: {error}") from None
 
     @property
     def cache_bytes(self) -> int:

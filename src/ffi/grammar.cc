@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <new>
+#include <random>
 #include <span>
 #include <string>
 #include <string_view>
@@ -159,6 +160,7 @@ TokenBytes ReadToken(std::string_view bytes) {
 struct Vocabulary {
   std::shared_ptr<const Library> library;
   int64_t size = 0;
+  std::vector<bool> ends;          // [size] ends an answer
   std::vector<bool> never;         // [size] to ask XGrammar about one prints a warning
   std::vector<TokenBytes> tokens;  // [size]
   // Bits as of TokenFilter::FillMask: those that texts have, or JSON, and all that end the answer.
@@ -269,6 +271,34 @@ Status CheckBegins(const TokenFilter& filter) {
   return Status(StatusCode::kBadArgument, "no text of this model's tokens fits it");
 }
 
+// Draws `tokens` tokens by lot, from the beginning again at each end. The filter's error if one
+// takes too long.
+Status Walk(const TokenFilter& filter, const std::vector<bool>& ends, int64_t tokens) {
+  std::vector<uint32_t> mask(static_cast<size_t>((filter.vocab_size() + 31) / 32));
+  std::vector<int32_t> allowed;
+  std::mt19937_64 lot(1);
+  std::unique_ptr<TokenFilter> fork;
+  for (int64_t i = 0; i < tokens; ++i) {
+    if (fork == nullptr) {
+      QUIRE_ASSIGN_OR_RETURN(fork, filter.Fork());
+    }
+    QUIRE_RETURN_IF_ERROR(fork->FillMask(mask));
+    allowed.clear();
+    for (int64_t token = 0; token < filter.vocab_size(); ++token) {
+      if ((mask[static_cast<size_t>(token / 32)] & Bit(token)) != 0 &&
+          !ends[static_cast<size_t>(token)])
+        allowed.push_back(static_cast<int32_t>(token));
+    }
+    if (allowed.empty()) {
+      fork = nullptr;
+      continue;
+    }
+    QUIRE_ASSIGN_OR_RETURN(const bool accepted, fork->Accept(allowed[lot() % allowed.size()]));
+    if (!accepted) return Status(StatusCode::kInternal, "its mask has a token that it refuses");
+  }
+  return {};
+}
+
 // quire.GrammarCompiler: grammars for one vocabulary. Calls may come from any thread.
 class GrammarCompilerObj : public tf::Object {
  public:
@@ -307,7 +337,9 @@ class GrammarCompilerObj : public tf::Object {
         if (!token.in_no_text) vocabulary_->text_mask[i / 32] |= bit;
         if (!token.in_no_json) vocabulary_->json_mask[i / 32] |= bit;
       }
+      vocabulary_->ends.resize(static_cast<size_t>(vocabulary_->size));
       for (const int64_t id : end_ids) {
+        vocabulary_->ends.at(static_cast<size_t>(id)) = true;
         vocabulary_->text_mask.at(static_cast<size_t>(id / 32)) |= Bit(id);
         vocabulary_->json_mask.at(static_cast<size_t>(id / 32)) |= Bit(id);
       }
@@ -334,6 +366,11 @@ class GrammarCompilerObj : public tf::Object {
       const auto bytes = library().memory_size_bytes(compiled).cast<int64_t>();
       return tf::ObjectRef(tf::make_object<GrammarObj>(std::move(filter), bytes));
     }));
+  }
+
+  // Draws tokens of a compiled grammar by lot. BadArgument if one takes too long.
+  void TryTokens(const GrammarRef& grammar, int64_t tokens) {
+    ThrowIfError(Walk(*grammar->filter(), vocabulary_->ends, tokens));
   }
 
   int64_t CacheBytes() { return library().get_cache_size_bytes(compiler_).cast<int64_t>(); }
@@ -370,6 +407,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::ObjectDef<GrammarObj>().def("bytes", &GrammarObj::bytes);
   tf::reflection::ObjectDef<GrammarCompilerObj>()
       .def("compile", &GrammarCompilerObj::Compile)
+      .def("try_tokens", &GrammarCompilerObj::TryTokens)
       .def("cache_bytes", &GrammarCompilerObj::CacheBytes);
 }
 

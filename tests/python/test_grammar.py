@@ -249,7 +249,7 @@ def test_hostile_grammars_hurt_nobody(masked: quire.Engine) -> None:
     assert masked.stats()["running"] == 0
 
 
-def test_a_defect_of_xgrammar_is_told_in_other_words(masked: quire.Engine) -> None:
+def test_a_check_of_xgrammar_is_told_in_other_words(masked: quire.Engine) -> None:
     wanted = {"json_schema": {"type": "string", "pattern": "^[a-z]{250}$"}}
     with pytest.raises(errors.BadArgumentError, match="repetitions of at most 100 in patterns"):
         masked.compile_grammar(wanted)

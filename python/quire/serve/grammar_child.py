@@ -27,6 +27,7 @@ __all__ = ["LENGTH", "main"]
 LENGTH = struct.Struct("<Q")
 _NICE = 5  # the steps of the engine go first
 _CACHE_BYTES = 1 << 20
+_TOKENS = 200  # of each grammar: a token that takes long is found here, and not by the engine
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def _tried(compiler: GrammarCompiler, grammar: Grammar, seconds: float, bytes_ma
     def run() -> None:  # in a thread, as in the server: a stack of the same size
         nonlocal answer
         try:
-            compiler.compile(grammar)
+            compiler.try_tokens(compiler.compile(grammar), _TOKENS)
         except (MemoryError, errors.OutOfMemoryError):
             os.abort()
         except errors.QuireError as error:

@@ -68,8 +68,10 @@ class GrammarProbe:
             raise _too_costly(f"{self._wait_seconds:g} s") from None
         except (OSError, EOFError):
             raise self._ended() from None
-        if answer:
-            raise errors.from_text(answer)
+        if not answer:
+            return
+        error = errors.from_text(answer)
+        raise TooCostlyError(str(error)) if "the grammar is too costly" in answer else error
 
     def close(self) -> None:
         """Ends the process, whatever it does."""
@@ -134,7 +136,7 @@ class GrammarProbe:
 
 def _too_costly(what: str) -> TooCostlyError:
     return TooCostlyError(
-        f"grammar: it is too costly: to compile it takes more than {what}; give it fewer optional "
+        f"grammar: it is too costly: to compile and to try it takes more than {what}; give it fewer optional "
         "parts, counted repetitions and choices that follow each other"
     )
 

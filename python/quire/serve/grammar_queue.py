@@ -15,6 +15,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -78,6 +79,7 @@ class GrammarQueue:
         self._known_bytes = 0
         # Why a grammar is refused at once, the last one last.
         self._costly: collections.OrderedDict[Grammar, str] = collections.OrderedDict()
+        self._paused: dict[str, float] = {}  # until when, by tenant
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "quire-grammar")
 
     async def compile(
@@ -90,8 +92,9 @@ class GrammarQueue:
         known = self._find(grammar, special_texts)
         if known is not None:
             return known
-        self._check_room(tenant)
         loop = asyncio.get_running_loop()
+        self._check_pause(tenant, loop.time())
+        self._check_room(tenant)
         work = _Work(grammar, special_texts, tenant, loop.create_future())
         self._turns.setdefault(tenant, collections.deque()).append(work)
         self._begin_next()
@@ -111,6 +114,12 @@ class GrammarQueue:
         while len(self._costly) > _COSTLY_MAX:
             self._costly.popitem(last=False)
 
+    def pause(self, tenant: str) -> None:
+        """Refuses new grammars of a key for a while: one held all answers for a token, which no
+        trial had shown."""
+        now = asyncio.get_running_loop().time()
+        self._paused[tenant] = now + self._limits.grammar_pause_seconds
+
     def close(self) -> None:
         """Nothing is compiled any more."""
         for work in itertools.chain(*self._turns.values()):
@@ -121,6 +130,16 @@ class GrammarQueue:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- What waits
+
+    def _check_pause(self, tenant: str, now: float) -> None:
+        until = self._paused.get(tenant, now)
+        if until <= now:
+            self._paused.pop(tenant, None)
+            return
+        message = "a grammar of this key held all answers for a token: it gets no new one for a while"
+        problem = self._refuse("grammar_pause_seconds", 429, message)
+        problem.retry_after = math.ceil(until - now)
+        raise problem
 
     def _check_room(self, tenant: str) -> None:
         # One that runs counts until it is done, also where nobody waits for it any more.

@@ -25,7 +25,8 @@ class Limits:
     wait_seconds: a request that is predicted to wait longer is refused.
     grammars, grammars_per_key: that are being compiled or wait for it.
     grammar_seconds, grammar_bytes: of computing and of memory, to compile one; grammar_cache_bytes: of
-        those that are kept.
+        those that are kept; grammar_pause_seconds: no new ones for a key of which one took too long
+        for a token.
     ping_seconds: the longest silence of a stream.
     samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, documents, tools: of one
         request.
@@ -53,9 +54,10 @@ class Limits:
     wait_seconds: float = 60.0
     grammars: int = 64
     grammars_per_key: int = 8
-    grammar_seconds: float = 2.0
+    grammar_seconds: float = 5.0
     grammar_bytes: int = 1 << 30
     grammar_cache_bytes: int = 64 << 20
+    grammar_pause_seconds: float = 60.0
     ping_seconds: float = 15.0
     samples: int = 16
     prompts: int = 64

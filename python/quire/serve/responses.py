@@ -171,7 +171,7 @@ class _EventAnswer:
         if isinstance(error, Problem):
             return error
         if isinstance(error, errors.QuireError):
-            return self._service.failure(error, self._generation)
+            return self._service.failure(error, self._generation, self._call.tenant)
         return defect(self._call.id)
 
     async def _parts(self) -> AsyncIterator[bytes]:
@@ -231,7 +231,7 @@ async def _finishing(
         failed = "cancelled"
         raise
     except errors.QuireError as error:
-        raise service.failure(error, generation) from None
+        raise service.failure(error, generation, call.tenant) from None
     finally:
         service.finish(submitted, generation, call.tenant, failed)
         _note(call, submitted, failed)

@@ -123,14 +123,18 @@ class Service:
             options["grammar"] = await self.grammars.compile(grammar, special, tenant.name)
         return options
 
-    def failure(self, error: errors.QuireError, generation: Generation) -> Problem:
+    def failure(
+        self, error: errors.QuireError, generation: Generation, tenant: Tenant
+    ) -> Problem:
         """What a client is told of an answer that fails while it is computed. A grammar that is too
-        costly is refused from now on."""
+        costly is refused from now on, and new ones of its key for a while."""
         field, message = generation.grammar_field, str(error).removeprefix("SamplingOptions::")
         if field is None or not isinstance(error, errors.BadArgumentError) or "grammar" not in message:
             return from_engine(error)
         if "the grammar is too costly" in message:
             self.grammars.give_up(generation.options["grammar"], f"grammar: {message}")
+            if self.tenants.need_keys:
+                self.grammars.pause(tenant.name)
         return Problem(400, f"{field}: {message}", param=field, code="invalid_value")
 
     def finish(self, answer: Answer, generation: Generation, tenant: Tenant, failed: str) -> None:

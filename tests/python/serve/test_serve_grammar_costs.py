@@ -46,6 +46,20 @@ def test_the_probe_ends_at_its_bound_of_computing(probe: GrammarProbe) -> None:
         assert probe.starts == number + 2
 
 
+def test_the_probe_draws_tokens_and_finds_those_that_take_long(engine: quire.Engine) -> None:
+    """A grammar that is compiled at once, and of which each token would hold the engine."""
+    grammar = Grammar("regex", "x" + "([a-z]{0,9})" * 3000)
+    engine.compile_grammar(grammar)
+    probe = GrammarProbe(engine, 1.0, 1 << 30, 60.0)
+    with pytest.raises(TooCostlyError, match="it is too costly: to compile and to try it"):
+        probe.check(grammar, ())
+    for text in ("x", "x?", "[a-z]{3}( [a-z]{2})*", "(x|yy)+"):
+        probe.check(Grammar("regex", text), ())
+    probe.check(Grammar("json_schema", '{"type":"array","items":{"type":"null"}}'), ())
+    assert probe.starts == 2
+    probe.close()
+
+
 def test_the_probe_ends_at_its_bound_of_memory(engine: quire.Engine) -> None:
     probe = GrammarProbe(engine, 30.0, 24 << 20, 60.0)
     probe.check(Grammar("regex", "[ab]{4}"), ())

@@ -20,7 +20,7 @@ from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook
 from quire.serve.responses import _EventAnswer, event
 from quire.serve.service import Service
-from quire.serve.tenants import ANYONE
+from quire.serve.tenants import ANYONE, Tenant
 
 DEADLINE = 30.0
 
@@ -218,10 +218,16 @@ def test_an_answer_that_its_grammar_ends_has_the_name_of_the_field(
     error: errors.QuireError, status: int, param: str | None, given_up: list[str]
 ) -> None:
     told: list[str] = []
-    grammars = SimpleNamespace(give_up=lambda grammar, why: told.append(why))
+    paused: list[str] = []
+    grammars = SimpleNamespace(give_up=lambda grammar, why: told.append(why), pause=paused.append)
+    service: Any = SimpleNamespace(grammars=grammars, tenants=SimpleNamespace(need_keys=True))
     generation = Generation(["x"], {"grammar": Grammar("regex", "a")}, grammar_field="f")
-    found = Service.failure(SimpleNamespace(grammars=grammars), error, generation)  # type: ignore[arg-type]
+    found = Service.failure(service, error, generation, Tenant("ann"))
     assert (found.status, found.param, told) == (status, param, given_up)
+    assert paused == ["ann"] * len(given_up)
+    service.tenants.need_keys = False  # all are one tenant: nobody is paused for another one
+    Service.failure(service, error, generation, Tenant("ann"))
+    assert len(paused) == len(given_up)
     assert param is None or found.message.startswith("f: ")
 
 
@@ -230,6 +236,26 @@ def test_an_event_is_one_line_for_every_client(end: str) -> None:
     found = event({"text": f"a{end}b"}, "name").decode()
     assert [line.split(":")[0] for line in found.splitlines()] == ["event", "data", ""]
     assert json.loads(found.splitlines()[1].removeprefix("data: ")) == {"text": f"a{end}b"}
+
+
+def test_a_key_is_paused_for_new_grammars_alone() -> None:
+    async def run() -> None:
+        engine = SlowEngine()
+        queue = _queue(engine, grammar_pause_seconds=50.0)
+        engine.go_on.release(3)
+        first = await _begin(queue, "ann", "a")
+        queue.pause("ann")
+        assert await _begin(queue, "ann", "a") is first
+        with pytest.raises(Problem, match="no new one for a while") as caught:
+            await _begin(queue, "ann", "b")
+        assert (caught.value.status, caught.value.retry_after) == (429, 50)
+        assert (await _begin(queue, "bob", "b")).handle.text == "b"
+        queue._paused["ann"] = asyncio.get_running_loop().time()  # it is over
+        assert (await _begin(queue, "ann", "c")).handle.text == "c"
+        assert queue._paused == {}
+        queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
 def test_a_client_that_leaves_gives_up_its_turn() -> None:

@@ -27,7 +27,8 @@ PATTERNS += ["\\d{4}-\\d{2}", "[z-a]", "(", "a**", "\\p{L}+", "\\1", "^$", "[\\u
 
 @pytest.fixture(scope="module")
 def server(tiny: TinyModel) -> Iterator[Server]:
-    with running(tiny.directory, "--no-prefix-cache", "--page-size", "16") as server:
+    options = ("--no-prefix-cache", "--page-size", "16", "--limit", "grammar_seconds=2")
+    with running(tiny.directory, *options) as server:
         yield server
 
 
