@@ -148,6 +148,7 @@ TEST_F(RemoteLoss, ASilentPeerIsGivenUpWhenItsTimeIsOver) {
     const int64_t id = server.Submit(prompt, Greedy(8));
     hand.Run({.stage = Stage::kSilent});
     std::thread time([&] {
+      hand.Join();             // it has the job: one that is cancelled before is given to nobody
       clock->AwaitWaiters(2);  // the thread that connects, and the step
       clock->Advance(59'999 * kMilli);
     });
