@@ -110,14 +110,12 @@ struct BlendOptions {
 // BadArgument with the field, where it says no schedule for a model of `layer_count` layers.
 Status CheckBlendOptions(const BlendOptions& options, int64_t layer_count);
 
-// What the default blend costs a model with certain types of KV against full prefill, as it was
-// measured (`quire blend eval` measures it).
+// What the default blend costs a model against full prefill (`quire blend eval` measures it).
 struct BlendVerdict {
   double divergence = 0;  // mean Kullback-Leibler divergence of the next token, in nats
   double agreement = 0;   // in [0, 1]: the part of the tokens of which the likeliest is the same
   static constexpr double kDivergenceMost = 0.3;
   static constexpr double kAgreementLeast = 0.75;
-
   // Whether such blends are allowed; a NaN allows none.
   bool passes() const { return divergence <= kDivergenceMost && agreement >= kAgreementLeast; }
 };
@@ -146,9 +144,9 @@ struct TokenSelection {
 };
 
 // The selection of check layer options.check_layers[check_index]. Selected are, in each request:
-// its invalid rows; the floor(n * ratio + 1e-6) of its n moved rows that deviate most (equal ones:
-// the lower row first; an infinite one and NaN first of all); link tokens; the last row; all of
-// them only if they are candidates. A larger ratio selects a superset, and a request's rows do not
+// its invalid rows; link tokens; beside these the floor(n * ratio + 1e-6) of its n moved rows that
+// deviate most (equal ones: the lower row first; an infinite one and NaN first of all); the last
+// row; all of them only if they are candidates. A larger ratio selects a superset, and a request's rows do not
 // depend on others.
 // BadArgument for a batch that is not as described, OutOfMemory.
 Result<TokenSelection> SelectTokens(const SelectionBatch& batch, const BlendOptions& options,

@@ -135,9 +135,8 @@ enum class DocumentLearning : uint8_t {
   kIdle,   // where they stand in the prompt, and behind the anchor when no other request is there
 };
 
-// Whether the engine looks for documents in the prompt's tokens: those that earlier blended
-// requests with the same cache_salt have named. They are found wherever they stand, whole or in
-// part, from kFoundTokensMin tokens on; every token is compared.
+// Whether documents are looked for in the prompt's tokens: those that earlier blended requests with
+// the same cache_salt have named, whole or in parts of at least kFoundTokensMin tokens.
 enum class DocumentSearch : uint8_t {
   kOff,       // BlendRequest::documents are all
   kAnchored,  // those whose anchor is the beginning of this prompt
@@ -145,22 +144,19 @@ enum class DocumentSearch : uint8_t {
 };
 
 // Use KV of documents wherever they stand in the prompt (CacheBlend, docs/blend.md). The answer is
-// APPROXIMATE, unless all tokens are recomputed or no document is found. BadArgument for a blend
-// that may be approximate where neither `verdict` nor `unverified` allows it.
+// APPROXIMATE (`verdict` or `unverified` must allow it), unless all is recomputed or none is found.
 //
 // What stands before the first document is the anchor; where nothing does, the model's begin token.
 // A document is known if the prefix cache holds anchor + document as a prompt's beginning. The
 // first document behind an anchor is such a beginning of the prompt itself, and exact.
 struct BlendRequest {
-  // Ascending, disjoint, none empty. At least one; none with `search`.
-  std::vector<PromptDocument> documents;
+  std::vector<PromptDocument> documents;  // ascending, disjoint, none empty; none with `search`
   // force_last does not count: the prompt's last token is always computed. Prompts of fewer than
   // min_tokens are computed, too.
   BlendOptions options = {.link_tokens = 8};
   DocumentLearning learn = DocumentLearning::kFirst;
   DocumentSearch search = DocumentSearch::kOff;
-  // What blending costs the engine's model; nothing: it was not measured.
-  std::optional<BlendVerdict> verdict = std::nullopt;
+  std::optional<BlendVerdict> verdict = std::nullopt;  // of the model; nothing: not measured
   bool unverified = false;  // blend whatever the verdict says, or without one
   static constexpr int64_t kFoundTokensMin = 16;
 };
