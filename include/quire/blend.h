@@ -146,9 +146,8 @@ struct TokenSelection {
 // The selection of check layer options.check_layers[check_index]. Selected are, in each request:
 // its invalid rows; link tokens; beside these the floor(n * ratio + 1e-6) of its n moved rows that
 // deviate most (equal ones: the lower row first; an infinite one and NaN first of all); the last
-// row; all of them only if they are candidates. A larger ratio selects a superset, and a request's rows do not
-// depend on others.
-// BadArgument for a batch that is not as described, OutOfMemory.
+// row; all of them only if they are candidates. A larger ratio selects a superset, and a request's
+// rows do not depend on others. BadArgument for a batch that is not as described, OutOfMemory.
 Result<TokenSelection> SelectTokens(const SelectionBatch& batch, const BlendOptions& options,
                                     size_t check_index);
 
