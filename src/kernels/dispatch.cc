@@ -187,9 +187,8 @@ StreamPrefetch StreamPrefetchOfCpu() {
 }
 
 StreamPrefetch WeightPrefetchOfCpu(bool eight_bits) {
-  static const StreamPrefetch narrow = DetectWeightPrefetch(false);
-  static const StreamPrefetch wide = DetectWeightPrefetch(true);
-  return eight_bits ? wide : narrow;
+  static const StreamPrefetch advice[] = {DetectWeightPrefetch(false), DetectWeightPrefetch(true)};
+  return advice[eight_bits ? 1 : 0];
 }
 
 std::span<const Backend* const> Backends() { return PathsOfCpu().all; }

@@ -58,6 +58,8 @@ def test_every_case_gives_its_rows(smoke):
         "serve/embedded/chats",
         "serve/embedded/arrivals",
         "hf/embedded/beams/2x(8+2)",
+        "transfer/1.1b/64",
+        "pair/embedded/first_token/48",
     ]
     sides = [list(case["samples"]) for case in smoke["cases"][8:]]
     assert sides == [
@@ -67,6 +69,8 @@ def test_every_case_gives_its_rows(smoke):
         ["Quire", "plain"],
         *[["Quire", "EngineLoop"]] * 3,
         ["Quire", "DynamicCache"],
+        ["Quire", "TCP", "one process", "copy"],
+        ["Quire", "one process"],
     ]
     for case in smoke["cases"]:
         assert case["rows"], case["name"]

@@ -129,6 +129,7 @@ _ALLOWED_CALLS = {
     ("base", "json.cc.o"): {"__cxa_throw"},  # inside nlohmann-json, whose SAX parser never does
     ("chunk", "passport.cc.o"): {"__cxa_throw"},  # the same
     ("engine", "draft_vocabulary.cc.o"): {"__cxa_throw"},  # the same: its iterators over an object
+    ("model", "quantisation_config.cc.o"): {"__cxa_throw"},  # the same: what was parsed is UTF-8
     ("model", "safetensors_writer.cc.o"): {"__cxa_throw"},  # the same: it writes valid names
     ("buffers", "lookup_buffer.cc.o"): {
         "_ZNSt6chrono3_V212steady_clock3nowEv"
@@ -191,7 +192,7 @@ def layer_in_source(path: Path) -> str:
 # ---- Globals: none that lasts and changes --------------------------------------------------------
 
 _ALLOWED_GLOBALS = re.compile(
-    r"quire::\(anonymous namespace\)::PathsOfCpu\(\)::paths|quire::(?:Stream|Weight)PrefetchOfCpu\(\)::advice"  # what the CPU can: asked once
+    r"quire::\(anonymous namespace\)::PathsOfCpu\(\)::paths|quire::(?:Stream|Weight)PrefetchOfCpu\((?:bool)?\)::advice"  # what the CPU can: asked once
     r"|quire::Crc32c\(.*\)::has_sse42"
     r"|quire::\(anonymous namespace\)::handler_in_place"  # of failed checks, given by the host
     r"|quire::ffi::(?:\(anonymous namespace\)::)?\w+::_\w*(?:\(\)::tindex)?"  # tvm-ffi's type indices
