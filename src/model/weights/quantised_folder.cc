@@ -21,7 +21,7 @@ T NumberAt(const CheckpointTensor& tensor, int64_t index) {
   return number;
 }
 
-std::string ShapeText(std::span<const int64_t> shape) {
+std::string ShapeInWords(std::span<const int64_t> shape) {
   std::string text;
   for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
   return "[" + text + "]";
@@ -69,7 +69,7 @@ Result<CheckpointTensor> FolderMatrix::Find(const std::string& suffix, std::stri
   }
   return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
                                           ", config.json asks for " + std::string(type) + " " +
-                                          ShapeText(shape) + "; the two do not belong together");
+                                          ShapeInWords(shape) + "; the two do not belong together");
 }
 
 Result<CheckpointTensor> FolderMatrix::FindScales(const std::string& suffix) const {
@@ -93,7 +93,7 @@ Status FolderMatrix::FindCompressed() {
   if (!has_one_scale_ && (!has_rows || group_count_ < 1 || k_ % group_count_ != 0)) {
     return Status(StatusCode::kCorrupt,
                   scales_->Name() + " is " + scales_->stored->TypeAndShape() + ", its matrix is " +
-                      ShapeText(std::vector<int64_t>{n_, k_}) +
+                      ShapeInWords(std::vector<int64_t>{n_, k_}) +
                       "; scales of each output and group of inputs are expected");
   }
   group_inputs_ = k_ / group_count_;
