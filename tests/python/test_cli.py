@@ -64,6 +64,7 @@ def test_json_is_one_object(
         "cached_tokens": 0,
         "completion_tokens": len(expected.ids),
         "steps": 5,
+        "prefix_miss": {"kind": "new", "position": 0, "evicted_ms": 0},
     }
     assert [best["id"] for best in found["top_logprobs"][0]] == [
         id for id, _ in expected.top_logprobs[0]
