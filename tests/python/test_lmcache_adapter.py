@@ -204,6 +204,7 @@ def test_usage_follows_stores_deletions_and_evictions(tmp_path: Path) -> None:
     server.store(ann, [Memory(5), Memory(6)])
     assert _salts(server) == {"": 3 * _SIZE, "ann": 2 * _SIZE}, "twice stored is counted once"
     server.adapter.delete(ann[:1])
+    server.store(ann[1:], [Memory(6)])  # deletions and stores are done one after the other
     assert server.lookup([*ann[:1], *ann]) == [False, False, True]
     assert _salts(server) == {"": 3 * _SIZE, "ann": _SIZE}
     small = server.restart(directory=str(tmp_path / "small"), disk_bytes=40_000)

@@ -269,19 +269,26 @@ def test_several_requests_at_once_and_samples_of_one(start: Start, roomy: TinyMo
         assert stats["remote_waiting"] == stats["remote_losses"] == 0
 
 
+def asking_its_peer(engine: quire.Engine) -> tuple[threading.Thread, list[quire.Result]]:
+    """A thread that asks for LONG_TINY, whose prompt the peer has in work, and where its answer will
+    be."""
+    found: list[quire.Result] = []
+    asking = threading.Thread(
+        target=lambda: found.append(engine.generate(LONG_TINY, max_tokens=6, greedy=True))
+    )
+    asking.start()
+    end = time.monotonic() + SECONDS
+    while engine.prefill_peers()[0].queued_tokens == 0:
+        assert time.monotonic() < end and asking.is_alive(), "it was too fast"
+    return asking, found
+
+
 def test_a_process_that_ends_finishes_the_prompts_in_work(start: Start, roomy: TinyModel) -> None:
     with quire.Engine(roomy.directory, threads=1) as engine:
         alone = engine.generate(LONG_TINY, max_tokens=6, greedy=True)
     prefill = start(roomy.directory, "127.0.0.1:0", "--prefill-chunk", "8")
     with engine_from(roomy, prefill.address) as engine:
-        found: list[quire.Result] = []
-        asking = threading.Thread(
-            target=lambda: found.append(engine.generate(LONG_TINY, max_tokens=6, greedy=True))
-        )
-        asking.start()
-        end = time.monotonic() + SECONDS
-        while engine.prefill_peers()[0].queued_tokens == 0:
-            assert time.monotonic() < end and asking.is_alive(), "it was too fast"
+        asking, found = asking_its_peer(engine)
         code, rest = prefill.terminate()
         assert code == 0 and b"not finished" not in rest
         asking.join(SECONDS)
@@ -297,14 +304,7 @@ def test_a_server_that_computes_for_others_finishes_their_prompts(
     with running(roomy.directory, *listen) as server:
         address = server.wait_log(lambda line: line["event"] == "prefill")["endpoint"]
         with engine_from(roomy, address, dtype="float32") as engine:
-            found: list[quire.Result] = []
-            asking = threading.Thread(
-                target=lambda: found.append(engine.generate(LONG_TINY, max_tokens=6, greedy=True))
-            )
-            asking.start()
-            end = time.monotonic() + SECONDS
-            while engine.prefill_peers()[0].queued_tokens == 0:
-                assert time.monotonic() < end and asking.is_alive(), "it was too fast"
+            asking, found = asking_its_peer(engine)
             assert server.stop() == 0
             asking.join(SECONDS)
             assert found[0].usage.remote_tokens == len(LONG_TINY) - 1

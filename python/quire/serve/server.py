@@ -42,8 +42,9 @@ class ServerOptions:
     prefill_listen: where other processes have their prompts computed; None: nowhere.
     drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS; None:
     by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
-    may ask. reads_verdict: whether the model's verdict about blending is asked for at the start, which
-    may read the weights, and not by the first request with documents. in_effect: what the log gets of the options, by their names."""
+    may ask. reads_verdict: whether the model's verdict about blending is
+    asked for at the start, which may read the weights, and not by the first request with documents.
+    in_effect: what the log gets of the options, by their names."""
 
     host: str
     names: tuple[str, ...]

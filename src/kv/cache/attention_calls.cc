@@ -76,22 +76,30 @@ Status AttentionCalls::Append(int64_t layer, const TensorView& k, const TensorVi
   });
 }
 
+Result<AttentionCalls::QueryTensors> AttentionCalls::CheckQueries(
+    const AttentionCall& call, const TensorView& q, const TensorView& o, const TensorView* lse,
+    double sm_scale, const TensorView* mask) {
+  QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
+                         ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
+  QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
+  if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
+  QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
+  QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
+  if (mask != nullptr) QUIRE_RETURN_IF_ERROR(owners_.blending.Refuse(call, "masks"));
+  QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, owners_.plan));
+  QUIRE_RETURN_IF_ERROR(owners_.steps.RequireAppended(call, true));
+  return QueryTensors{.q = q_rows, .o = o_rows, .masks = masks};
+}
+
 Status AttentionCalls::Attend(int64_t layer, const TensorView& q, const TensorView& o,
                               const TensorView* lse, double sm_scale, const TensorView* mask) {
   return Run("Attend", layer, [&](const AttentionCall& call) -> Status {
-    QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
-                           ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
-    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
-    if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
-    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
-    QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
-    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(owners_.blending.Refuse(call, "masks"));
-    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, owners_.plan));
-    QUIRE_RETURN_IF_ERROR(owners_.steps.RequireAppended(call, true));
+    QUIRE_ASSIGN_OR_RETURN(const QueryTensors queries,
+                           CheckQueries(call, q, o, lse, sm_scale, mask));
     if (owners_.blending.is_open()) QUIRE_RETURN_IF_ERROR(owners_.blending.RequireLatest(call));
     const auto angles = call.spec.latent ? owners_.ropes.OfRotatedQueries(layer, owners_.plan)
                                          : owners_.ropes.OfQueries(layer);
-    RunAttend(layer, Sees::kUpToOwn, q_rows, angles, o_rows, lse, sm_scale, masks);
+    RunAttend(layer, Sees::kUpToOwn, queries.q, angles, queries.o, lse, sm_scale, queries.masks);
     return Status();
   });
 }
@@ -141,19 +149,12 @@ Status AttentionCalls::AttentionWithSharedKV(int64_t source_layer, const TensorV
       owners_.blending.StartLayer();
       call.row_count = owners_.blending.RowsOfCall(source_layer);
     }
-    QUIRE_ASSIGN_OR_RETURN(const HeadRows q_rows,
-                           ViewHeads(call, "q", q, call.spec.num_qo_heads, call.spec.qk_head_dim));
-    QUIRE_ASSIGN_OR_RETURN(const MutableHeadRows o_rows, ViewOutput(call, o));
-    if (lse != nullptr) QUIRE_RETURN_IF_ERROR(CheckLse(call, *lse));
-    QUIRE_RETURN_IF_ERROR(CheckScale(call, sm_scale));
-    QUIRE_RETURN_IF_ERROR(CheckApart(call, {{"o", &o}, {"lse", lse}}, {{"q", &q}}));
-    if (mask != nullptr) QUIRE_RETURN_IF_ERROR(owners_.blending.Refuse(call, "masks"));
-    QUIRE_ASSIGN_OR_RETURN(const RowMask* const masks, mask_.RowsOf(call, mask, owners_.plan));
-    QUIRE_RETURN_IF_ERROR(owners_.steps.RequireAppended(call, true));
+    QUIRE_ASSIGN_OR_RETURN(const QueryTensors queries,
+                           CheckQueries(call, q, o, lse, sm_scale, mask));
     const bool attended = owners_.steps.attended(source_layer);
-    RunAttend(source_layer, Sees::kUpToOwn, q_rows,
-              owners_.ropes.OfRotatedQueries(source_layer, owners_.plan), o_rows, lse, sm_scale,
-              masks);
+    RunAttend(source_layer, Sees::kUpToOwn, queries.q,
+              owners_.ropes.OfRotatedQueries(source_layer, owners_.plan), queries.o, lse, sm_scale,
+              queries.masks);
     owners_.steps.SetAttended(source_layer, attended);  // this was another layer's
     return Status();
   });

@@ -100,6 +100,15 @@ class AttentionCalls {
   Status Run(const char* name, int64_t layer, F&& body);
   int64_t RowsOfCall(int64_t layer) const;
   Status AppendLatent(const AttentionCall& call, const TensorView& kv);
+  // What Attend and AttentionWithSharedKV are given, checked; the layer must have been appended to.
+  struct QueryTensors {
+    HeadRows q;
+    MutableHeadRows o;
+    const RowMask* masks;  // null: there are none
+  };
+  Result<QueryTensors> CheckQueries(const AttentionCall& call, const TensorView& q,
+                                    const TensorView& o, const TensorView* lse, double sm_scale,
+                                    const TensorView* mask);
   // What comes before the layer's rows, these, and the choice of those that go on.
   Status AppendRows(const AttentionCall& call, const HeadRows& k, const HeadRows& v);
   // Keys are rotated by `rotary`.

@@ -21,6 +21,31 @@ std::string RefusedKernelPath() {
   return reason.empty() ? "" : "avx512_amx: " + std::string(reason);
 }
 
+namespace {
+
+// Those of ForwardCalls; kClear is the cache's own, all others are of SequenceCalls.
+constexpr bool IsCallOfForwards(ControlCall::Kind kind) {
+  switch (kind) {
+    case ControlCall::Kind::kBegin:
+    case ControlCall::Kind::kBeginTree:
+    case ControlCall::Kind::kEnd:
+    case ControlCall::Kind::kAbort:
+      return true;
+    case ControlCall::Kind::kClear:
+    case ControlCall::Kind::kAdd:
+    case ControlCall::Kind::kRemove:
+    case ControlCall::Kind::kFork:
+    case ControlCall::Kind::kPop:
+    case ControlCall::Kind::kRetain:
+    case ControlCall::Kind::kCommitTree:
+    case ControlCall::Kind::kImport:
+      break;
+  }
+  return false;
+}
+
+}  // namespace
+
 Result<std::unique_ptr<AttentionKVCache>> AttentionKVCache::Create(
     AttentionKVCacheOptions options) {
   return PagedKVCache::Create(std::move(options));
@@ -121,45 +146,13 @@ void PagedKVCache::Drop() noexcept {
 
 Status PagedKVCache::PlanCall(const ControlCall& call) {
   planned_ = call.kind;
-  switch (call.kind) {
-    case Kind::kClear:
-      return Status();
-    case Kind::kBegin:
-    case Kind::kBeginTree:
-    case Kind::kEnd:
-    case Kind::kAbort:
-      return forwards_.Plan(call);
-    case Kind::kAdd:
-    case Kind::kRemove:
-    case Kind::kFork:
-    case Kind::kPop:
-    case Kind::kRetain:
-    case Kind::kCommitTree:
-    case Kind::kImport:
-      break;
-  }
-  return sequences_.Plan(call);
+  if (call.kind == Kind::kClear) return Status();
+  return IsCallOfForwards(call.kind) ? forwards_.Plan(call) : sequences_.Plan(call);
 }
 
 void PagedKVCache::CommitCall() noexcept {
-  switch (planned_) {
-    case Kind::kClear:
-      return ClearAll();
-    case Kind::kBegin:
-    case Kind::kBeginTree:
-    case Kind::kEnd:
-    case Kind::kAbort:
-      return forwards_.Commit();
-    case Kind::kAdd:
-    case Kind::kRemove:
-    case Kind::kFork:
-    case Kind::kPop:
-    case Kind::kRetain:
-    case Kind::kCommitTree:
-    case Kind::kImport:
-      break;
-  }
-  return sequences_.Commit();
+  if (planned_ == Kind::kClear) return ClearAll();
+  return IsCallOfForwards(planned_) ? forwards_.Commit() : sequences_.Commit();
 }
 
 void PagedKVCache::ClearAll() noexcept {

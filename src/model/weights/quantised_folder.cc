@@ -21,12 +21,6 @@ T NumberAt(const CheckpointTensor& tensor, int64_t index) {
   return number;
 }
 
-std::string ShapeInWords(std::span<const int64_t> shape) {
-  std::string text;
-  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
-}
-
 // The nibble of a word that holds output i of 8 where they are interleaved.
 int64_t InterleavedPlace(int64_t output) { return output % 2 * 4 + output / 2; }
 
@@ -69,7 +63,7 @@ Result<CheckpointTensor> FolderMatrix::Find(const std::string& suffix, std::stri
   }
   return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
                                           ", config.json asks for " + std::string(type) + " " +
-                                          ShapeInWords(shape) + "; the two do not belong together");
+                                          ShapeText(shape) + "; the two do not belong together");
 }
 
 Result<CheckpointTensor> FolderMatrix::FindScales(const std::string& suffix) const {
@@ -93,7 +87,7 @@ Status FolderMatrix::FindCompressed() {
   if (!has_one_scale_ && (!has_rows || group_count_ < 1 || k_ % group_count_ != 0)) {
     return Status(StatusCode::kCorrupt,
                   scales_->Name() + " is " + scales_->stored->TypeAndShape() + ", its matrix is " +
-                      ShapeInWords(std::vector<int64_t>{n_, k_}) +
+                      ShapeText(std::vector<int64_t>{n_, k_}) +
                       "; scales of each output and group of inputs are expected");
   }
   group_inputs_ = k_ / group_count_;

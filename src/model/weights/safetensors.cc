@@ -484,13 +484,16 @@ Status CheckShardName(const std::string& name, std::string_view file) {
 
 }  // namespace
 
-std::string StoredTensor::TypeAndShape() const {
-  std::string text(type_name);
-  text += " [";
+std::string ShapeText(std::span<const int64_t> shape) {
+  std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
   }
   return text + "]";
+}
+
+std::string StoredTensor::TypeAndShape() const {
+  return std::string(type_name) + " " + ShapeText(shape);
 }
 
 const StoredTensor* StoredTensors::Find(std::string_view name) const {

@@ -49,6 +49,9 @@ struct StoredTensor {
   std::string TypeAndShape() const;
 };
 
+// "[32, 64]", for messages.
+std::string ShapeText(std::span<const int64_t> shape);
+
 // What one file of weights holds.
 struct StoredTensors {
   std::vector<StoredTensor> tensors;  // ascending by name, which are distinct

@@ -14,14 +14,6 @@ namespace {
 // Addresses only: a mapping takes memory where it is written, so what is left of one costs nothing.
 constexpr size_t kMappingBytes = size_t{256} << 20;
 
-std::string ShapeText(std::span<const int64_t> shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
-  return text + "]";
-}
-
 bool IsAligned(const void* data, DType dtype) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(DTypeBytes(dtype)) == 0;
 }
