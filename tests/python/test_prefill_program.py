@@ -27,7 +27,6 @@ from server_process import Server, running  # noqa: E402
 SECONDS = 120.0  # for what must come; nothing waits so long
 IDS = [3 + i % 90 for i in range(400)]
 LONG = [3 + (i * i + i) % 900 for i in range(1200)]
-LONG_TINY = [3 + (i * i + i) % 300 for i in range(1200)]  # for a small vocabulary
 SECRET = b"what both sides have"
 
 
@@ -111,9 +110,10 @@ def answer_of(started: subprocess.Popen[bytes]) -> tuple[dict[str, Any], str]:
     return json.loads(out), err.decode()
 
 
-def engine_from(model: TinyModel, address: str, **options: Any) -> quire.Engine:
+def engine_from(model: TinyModel | str, address: str, **options: Any) -> quire.Engine:
     fixed: dict[str, Any] = {"threads": 1, "prefill_from": [address], "prefill_remote": "always"}
-    return quire.Engine(model.directory, **{**fixed, **options})
+    folder = model if isinstance(model, str) else model.directory
+    return quire.Engine(folder, **{**fixed, **options})
 
 
 def same_answers(a: quire.Result, b: quire.Result) -> bool:
@@ -270,11 +270,11 @@ def test_several_requests_at_once_and_samples_of_one(start: Start, roomy: TinyMo
 
 
 def asking_its_peer(engine: quire.Engine) -> tuple[threading.Thread, list[quire.Result]]:
-    """A thread that asks for LONG_TINY, whose prompt the peer has in work, and where its answer will
-    be."""
+    """A thread that asks for LONG, whose prompt the peer has in work, and where its answer will be.
+    The model has to be the embedded one: a tiny model ends the prompt before this can look."""
     found: list[quire.Result] = []
     asking = threading.Thread(
-        target=lambda: found.append(engine.generate(LONG_TINY, max_tokens=6, greedy=True))
+        target=lambda: found.append(engine.generate(LONG, max_tokens=6, greedy=True))
     )
     asking.start()
     end = time.monotonic() + SECONDS
@@ -283,31 +283,31 @@ def asking_its_peer(engine: quire.Engine) -> tuple[threading.Thread, list[quire.
     return asking, found
 
 
-def test_a_process_that_ends_finishes_the_prompts_in_work(start: Start, roomy: TinyModel) -> None:
-    with quire.Engine(roomy.directory, threads=1) as engine:
-        alone = engine.generate(LONG_TINY, max_tokens=6, greedy=True)
-    prefill = start(roomy.directory, "127.0.0.1:0", "--prefill-chunk", "8")
-    with engine_from(roomy, prefill.address) as engine:
+def test_a_process_that_ends_finishes_the_prompts_in_work(
+    start: Start, embedded_model: str
+) -> None:
+    with quire.Engine(embedded_model, threads=1) as engine:
+        alone = engine.generate(LONG, max_tokens=6, greedy=True)
+    prefill = start(embedded_model, "127.0.0.1:0", "--prefill-chunk", "16")
+    with engine_from(embedded_model, prefill.address) as engine:
         asking, found = asking_its_peer(engine)
         code, rest = prefill.terminate()
         assert code == 0 and b"not finished" not in rest
         asking.join(SECONDS)
-        assert same_answers(found[0], alone) and found[0].usage.remote_tokens == len(LONG_TINY) - 1
+        assert same_answers(found[0], alone) and found[0].usage.remote_tokens == len(LONG) - 1
         stats = engine.stats()
-        assert stats["remote_losses"] == 0 and stats["remote_tokens"] == len(LONG_TINY) - 1
+        assert stats["remote_losses"] == 0 and stats["remote_tokens"] == len(LONG) - 1
 
 
-def test_a_server_that_computes_for_others_finishes_their_prompts(
-    roomy: TinyModel,
-) -> None:
-    listen = ("--prefill-listen", "127.0.0.1:0", "--prefill-chunk", "8")
-    with running(roomy.directory, *listen) as server:
+def test_a_server_that_computes_for_others_finishes_their_prompts(embedded_model: str) -> None:
+    listen = ("--prefill-listen", "127.0.0.1:0", "--prefill-chunk", "16")
+    with running(Path(embedded_model), *listen) as server:
         address = server.wait_log(lambda line: line["event"] == "prefill")["endpoint"]
-        with engine_from(roomy, address, dtype="float32") as engine:
+        with engine_from(embedded_model, address, dtype="float32") as engine:
             asking, found = asking_its_peer(engine)
             assert server.stop() == 0
             asking.join(SECONDS)
-            assert found[0].usage.remote_tokens == len(LONG_TINY) - 1
+            assert found[0].usage.remote_tokens == len(LONG) - 1
             assert engine.stats()["remote_losses"] == 0
 
 
