@@ -1,8 +1,9 @@
 """Whether the tests notice changes of one line: tools/mutants [--list | --check | NAME...].
 
-tools/mutants.toml lists the changes and the test programs that are expected to notice them. They are
+tools/mutants.toml lists the changes and the tests that are expected to notice them. They are
 made one by one in a copy of the working tree, build/mutants/tree, whose scalar build takes unchanged
-objects from ccache. A mutant is killed if one of its tests fails, ends by a signal or takes too long; it
+objects from ccache. Mutants of Python files have tests of pytest, which run with the library of the
+working tree's release build. A mutant is killed if one of its tests fails, ends by a signal or takes too long; it
 survives if all pass. Results are kept in build/mutants/results.json: an interrupted run goes on where it
 was (--again forgets them). The table in docs/testing.md is written with --write.
 
@@ -35,11 +36,15 @@ END = "<!-- end of mutants -->"
 HEAD = "| mutant | file | killed by |"
 NOT_RUN = "not run yet"
 AREAS = ("kv", "kernels", "chunk", "store", "transfer", "engine", "blend")
+PYTHON_AREAS = ("serve",)
 SECONDS_MAX = 300  # of one test program
+LIBRARY = ROOT / "build" / "release" / "src" / "ffi" / "libquire_ffi.so"
+PYTEST_FAILED = 1  # exit code: tests have run, and one has failed
 
 _KEYS = {"name", "area", "file", "old", "new", "tests", "occurrence"}
 # A result holds until one of these changes.
 _BUILT = ("CMakeLists.txt", "CMakePresets.json", "cmake/", "include/", "src/")
+_PYTHON = (*_BUILT, "python/", "tests/python/")
 
 
 class MutantError(Exception):
@@ -70,8 +75,14 @@ class Mutant:
             at = text.index(self.old, at + 1)
         return text[:at] + self.new + text[at + len(self.old) :]
 
+    @property
+    def is_python(self) -> bool:
+        return self.file.endswith(".py")
+
     def programs(self) -> list[tuple[str, str]]:
-        """Test programs, each with a filter of gtest."""
+        """Test programs, each with a filter of gtest; files of pytest, each with a test's name."""
+        if self.is_python:
+            return [(file, case) for file, _, case in (t.partition("::") for t in self.tests)]
         pairs = [test.partition(":") for test in self.tests]
         return [(program, cases or "*") for program, _, cases in pairs]
 
@@ -80,7 +91,7 @@ class Mutant:
 class Outcome:
     killed_by: str  # "program: case"; empty: it survived
     seconds: float
-    tree: str  # digest of the tree without the mutant
+    tree: str  # digest without the mutant of what is built, or of the Python files
 
 
 def read_mutants(path: Path = LIST) -> list[Mutant]:
@@ -91,8 +102,8 @@ def read_mutants(path: Path = LIST) -> list[Mutant]:
         missing = _KEYS - {"occurrence"} - entry.keys()
         if unknown or missing:
             raise MutantError(f"{name}: unknown keys {sorted(unknown)}, missing {sorted(missing)}")
-        if entry["area"] not in AREAS:
-            raise MutantError(f"{name}: the area {entry['area']} is none of {', '.join(AREAS)}")
+        if entry["area"] not in (every := AREAS + PYTHON_AREAS):
+            raise MutantError(f"{name}: the area {entry['area']} is none of {', '.join(every)}")
         if not entry["old"] or entry["old"] == entry["new"] or not entry["tests"]:
             raise MutantError(f"{name}: it changes nothing, or names no test")
         mutants.append(
@@ -126,8 +137,12 @@ def faults(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
             if not file.is_file():
                 raise MutantError(f"{mutant.name}: there is no {mutant.file}")
             mutant.applied_to(file.read_text(encoding="utf-8"))
-            for program, _ in mutant.programs():
-                if program not in programs:
+            for program, case in mutant.programs():
+                if mutant.is_python:
+                    test = root / program
+                    if not test.is_file() or f"def {case}(" not in test.read_text(encoding="utf-8"):
+                        raise MutantError(f"{mutant.name}: there is no test {program}::{case}")
+                elif program not in programs:
                     raise MutantError(f"{mutant.name}: there is no test program {program}")
         except MutantError as error:
             found.append(str(error))
@@ -148,10 +163,13 @@ class Copy:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / ".lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # one run at a time: the tree is changed
-        self.digest = self._synchronise()
-        self._configure()
+        self._digests = self._synchronise()
 
-    def _synchronise(self) -> str:
+    def digest(self, mutant: Mutant) -> str:
+        """Of what the mutant's tests depend on."""
+        return self._digests[mutant.is_python]
+
+    def _synchronise(self) -> tuple[str, str]:
         """Takes over the files of the working tree; those that are equal keep their time."""
         listed = subprocess.run(
             ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -159,7 +177,7 @@ class Copy:
             capture_output=True,
             text=True,
         ).stdout.split("\0")
-        digest = hashlib.sha256()
+        built, python = hashlib.sha256(), hashlib.sha256()
         wanted = set()
         for name in sorted(set(listed)):
             source = ROOT / name
@@ -171,14 +189,15 @@ class Copy:
             if not target.is_file() or target.read_bytes() != content:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
-            if name.startswith(_BUILT):
-                digest.update(f"{name}\0{len(content)}\0".encode())
-                digest.update(content)
-        for folder in ("src", "include", "cmake", "tests", "docs"):
+            for digest, begins in ((built, _BUILT), (python, _PYTHON)):
+                if name.startswith(begins):
+                    digest.update(f"{name}\0{len(content)}\0".encode())
+                    digest.update(content)
+        for folder in ("src", "include", "cmake", "tests", "docs", "python"):
             for old in (self.tree / folder).rglob("*"):
                 if old.is_file() and old not in wanted:
                     old.unlink()
-        return digest.hexdigest()[:16]
+        return built.hexdigest()[:16], python.hexdigest()[:16]
 
     def _run(self, what: str, command: Sequence[str | Path]) -> None:
         environment = {**os.environ, "CCACHE_BASEDIR": str(self.tree), "CCACHE_NOHASHDIR": "1"}
@@ -201,12 +220,19 @@ class Copy:
             command.append("-DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold")
         self._run("cmake", command)
 
-    def compile(self, programs: Sequence[str]) -> None:
+    def compile(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Builds the test programs among these."""
+        programs = [program for program, _ in pairs if program in self.programs]
+        if not programs:
+            return
+        self._configure()
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
         self._run("the build", ["ninja", "-C", self.build, "-j", jobs, *dict.fromkeys(programs)])
 
     def failure(self, program: str, cases: str) -> str:
         """What fails in a program: a test case, a signal or the time. Empty: nothing."""
+        if program not in self.programs:
+            return self._pytest_failure(program, cases)
         path = self.build / self.programs[program] / program
         try:
             done = subprocess.run(
@@ -230,6 +256,29 @@ class Copy:
         how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
         return f"{program}: {started[-1] if started else 'start'} ({how})"
 
+    def _pytest_failure(self, file: str, case: str) -> str:
+        if not LIBRARY.is_file():
+            raise MutantError(f"{LIBRARY} is not there; ninja -C build/release quire_ffi makes it")
+        environment = {**os.environ, "PYTHONPATH": str(self.tree / "python")}
+        environment |= {"QUIRE_FFI_LIBRARY": str(LIBRARY), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.setdefault("QUIRE_HOME", str(ROOT / ".quire"))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [*command, f"{file}::{case}"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=SECONDS_MAX,
+                cwd=self.tree,
+                env=environment,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{file}: more than {SECONDS_MAX} s"
+        if done.returncode not in (0, PYTEST_FAILED) or not re.search(r"\d (passed|failed)", done.stdout):
+            raise MutantError(f"{file}::{case} does not run: {done.stdout[-1000:]}{done.stderr[-500:]}")
+        return f"{Path(file).name}: {case}" if done.returncode else ""
+
     def write(self, file: str, text: str) -> None:
         (self.tree / file).write_text(text, encoding="utf-8")
 
@@ -240,7 +289,7 @@ def run_mutant(copy: Copy, mutant: Mutant) -> Outcome:
     copy.write(mutant.file, mutant.applied_to(original))
     killed_by = ""
     try:
-        copy.compile([program for program, _ in mutant.programs()])
+        copy.compile(mutant.programs())
         for program, cases in mutant.programs():
             killed_by = copy.failure(program, cases)
             if killed_by:
@@ -249,13 +298,13 @@ def run_mutant(copy: Copy, mutant: Mutant) -> Outcome:
         raise MutantError(f"{mutant.name}: {error}") from error
     finally:
         copy.write(mutant.file, original)
-    return Outcome(killed_by, round(time.monotonic() - begin, 1), copy.digest)
+    return Outcome(killed_by, round(time.monotonic() - begin, 1), copy.digest(mutant))
 
 
 def broken_tests(copy: Copy, mutants: Sequence[Mutant]) -> dict[tuple[str, str], str]:
     """What fails without a mutant, by program and filter: there a mutant cannot be tried."""
     pairs = dict.fromkeys(pair for mutant in mutants for pair in mutant.programs())
-    copy.compile([program for program, _ in pairs])
+    copy.compile(list(pairs))
     found = {pair: copy.failure(*pair) for pair in pairs}
     return {pair: failed for pair, failed in found.items() if failed}
 
@@ -312,7 +361,7 @@ def arguments_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants (default: all)")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="the same")
-    parser.add_argument("--area", action="append", choices=AREAS, help="those of an area")
+    parser.add_argument("--area", action="append", choices=AREAS + PYTHON_AREAS, help="those of an area")
     parser.add_argument("--list", action="store_true", help="show them, with their results")
     parser.add_argument("--check", action="store_true", help="only whether all can be made")
     parser.add_argument("--again", action="store_true", help="also those with a result")
@@ -339,7 +388,7 @@ def run_all(mutants: Sequence[Mutant], results: dict[str, Outcome], path: Path, 
     left = [
         mutant
         for mutant in mutants
-        if again or mutant.name not in results or results[mutant.name].tree != copy.digest
+        if again or mutant.name not in results or results[mutant.name].tree != copy.digest(mutant)
     ]
     broken = broken_tests(copy, left) if left else {}
     failed = 0

@@ -65,6 +65,40 @@ def test_stale_mutants_are_named(tmp_path: Path) -> None:
         assert found.startswith("m: ") and why in found
 
 
+def test_mutants_of_python_files_have_tests_of_pytest(tmp_path: Path) -> None:
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "a.py").write_text("a < b")
+    (tmp_path / "test_a.py").write_text("def test_less() -> None: ...\n")
+    one = mutant(file="python/a.py", area="serve", tests=("test_a.py::test_less",))
+    assert one.is_python and one.programs() == [("test_a.py", "test_less")]
+    assert not mutants.faults([one], tmp_path)
+    for tests in (("test_a.py::test_les",), ("test_b.py::test_less",), ("a_test",)):
+        (found,) = mutants.faults([mutant(file="python/a.py", tests=tests)], tmp_path)
+        assert found.startswith("m: there is no test ")
+
+
+def test_what_a_test_of_pytest_says_is_told(tmp_path: Path) -> None:
+    copy = object.__new__(mutants.Copy)
+    copy.tree, copy.programs = tmp_path, {}
+    (tmp_path / "library").touch()
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n"
+        "def test_holds(): pass\n"
+        "def test_fails(): assert 1 > 2\n"
+        "def test_is_left_out(): pytest.skip()\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mutants, "LIBRARY", tmp_path / "library")
+        assert copy.failure("test_a.py", "test_holds") == ""
+        assert copy.failure("test_a.py", "test_fails") == "test_a.py: test_fails"
+        for case in ("test_is_left_out", "test_of_nothing"):
+            with pytest.raises(mutants.MutantError, match=f"test_a.py::{case} does not run"):
+                copy.failure("test_a.py", case)
+        patch.setattr(mutants, "LIBRARY", tmp_path / "none")
+        with pytest.raises(mutants.MutantError, match="ninja -C build/release quire_ffi makes it"):
+            copy.failure("test_a.py", "test_holds")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
