@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import http.client
 import json
+import queue
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,8 @@ from quire.serve.app import ROUTES
 from quire.serve.guard import OPEN_PATHS
 from quire.serve.page_routes import PAGE_FILES
 from quire.serve.tenants import ANYONE, Tenant, Tenants, read_api_keys
-from server_process import DEADLINE, Server, head, read_answer, running
-from test_serve_life import open_stream
+from server_process import DEADLINE, Server, events, head, read_answer, running
+from test_serve_life import ENDLESS, open_stream
 from tiny_model import Shape, TinyModel
 
 ANN, BOB = "ann-key-0123456789", "bob-key-0123456789"
@@ -103,28 +106,42 @@ def test_a_clients_salt_divides_its_own_kv(keyed: Server) -> None:
 
 def test_salts_give_a_key_no_further_turns(tiny: TinyModel, keys_file: Path) -> None:
     """While one answer is in work, ann asks for five of other salts and bob, with the share 3, for
-    three: bob's come in before ann's second one."""
-    options = ("--api-keys", str(keys_file), "--page-size", "16", "--max-num-sequences", "1")
-    with running(tiny.directory, *options, key=ANN) as server:
-        first = open_stream(server, "first", authorization=f"Bearer {ANN}")
-        waiting = []
+    three: bob's come in before ann's second one. No answer ends by itself: each is ended here when
+    it has begun, which lets the next one in."""
+    options = ["--api-keys", str(keys_file), "--page-size", "16", "--max-num-sequences", "1"]
+    # All may wait for those without an end, and a client that reads slowly ends none.
+    options += ["--limit", "wait_seconds=100000", "--limit", "unread_bytes=1G"]
+    begun: queue.Queue[str] = queue.Queue()
+    with running(tiny.directory, *options, key=ANN) as server, contextlib.ExitStack() as stack:
+        first = open_stream(server, "first", f"Bearer {ANN}", max_tokens=10**6)
+        waiting: dict[str, http.client.HTTPConnection] = {}
         for index in range(8):
             key, id = (ANN, f"ann-{index}") if index < 5 else (BOB, f"bob-{index}")
             peer = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
-            body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "cache_salt": str(index)}
+            stack.callback(peer.close)
+            body = {**ENDLESS, "max_tokens": 10**6, "stream": True, "cache_salt": str(index)}
             headers = {"authorization": f"Bearer {key}", "x-request-id": id}
             headers["content-type"] = "application/json"
             peer.request("POST", "/v1/completions", json.dumps(body), headers)
-            waiting.append(peer)
+            waiting[id] = peer
             server.wait_metrics(lambda m: m["quire:num_requests_waiting"] == index + 1)
+
+        def watch(id: str) -> None:
+            answer = waiting[id].getresponse()
+            next(events(answer))
+            answer.close()
+            begun.put(id)
+
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(8))
+        watched = [pool.submit(watch, id) for id in waiting]
         for part in first:
             part.close()
-        assert [peer.getresponse().status for peer in waiting] == [200] * 8
-        begun: dict[str, float] = {}  # when the engine began with it
-        while len(begun) < 8:
-            line = server.wait_log(lambda line: line.get("id", "").startswith(("ann-", "bob-")))
-            begun[line["id"]] = line["time"] - line["seconds"] + line["queue_seconds"]
-    order = sorted(begun, key=lambda id: begun[id])
+        order: list[str] = []
+        while len(order) < 8:
+            order.append(begun.get(timeout=DEADLINE))
+            waiting[order[-1]].close()
+        for future in watched:
+            future.result()
     assert set(order[:4]) == {"bob-5", "bob-6", "bob-7", "ann-0"}, order
 
 
