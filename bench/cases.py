@@ -951,6 +951,24 @@ def _chats_case(model: models.Model) -> Case:
     )
 
 
+def _branches_case(model: models.Model) -> Case:
+    branches, prompt, own, tokens = 16, 4096, 16, 64
+    return _serving_case(
+        f"branches/{branches}x{prompt}",
+        {"kind": "branches", "branches": branches, "prompt": prompt, "own": own, "tokens": tokens},
+        (
+            Metric(unit="tokens", tokens=branches * tokens, goals=_PEERS_FASTER),
+            Metric("first token, alone"),
+            Metric("first token"),
+            Metric("between tokens"),
+            Metric("memory", "MiB"),
+        ),
+        model,
+        prompt + own + tokens + 2,
+        answers=branches,
+    )
+
+
 def _arrivals_case(model: models.Model) -> Case:
     request = {"clients": 8, "prompts": 3, "prompt": 4096, "tokens": 4096}
     return _serving_case(
@@ -973,7 +991,7 @@ def _serving_cases() -> list[Case]:
     for name in models.NAMES:
         model = models.describe(name)
         cases += [_clients_case(model, clients, 512, 64) for clients in (1, 8, 32)]
-        cases += [_chats_case(model), _arrivals_case(model)]
+        cases += [_chats_case(model), _branches_case(model), _arrivals_case(model)]
     return cases
 
 
@@ -1144,6 +1162,14 @@ def smoke_cases(threads: int) -> list[Case]:
             models.describe("embedded"),
             64,
             answers=2,
+        ),
+        _serving_case(
+            "branches",
+            {"kind": "branches", "branches": 3, "prompt": 32, "own": 4, "tokens": 4},
+            (Metric("first token"), Metric("between tokens")),
+            models.describe("embedded"),
+            48,
+            answers=3,
         ),
         _serving_case(
             "arrivals",

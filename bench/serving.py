@@ -175,6 +175,21 @@ class Work:
             "first token, later": [first for chat in firsts for first in chat[1:]],
         }
 
+    async def branches(self, branches: int, prompt: int, own: int, tokens: int) -> Samples:
+        """One beginning, computed once; then answers to it that differ in their last tokens."""
+        beginning = self._prompt(prompt)
+        first = await self._answer(beginning + self._prompt(own), 1)
+        begin = time.perf_counter()
+        answers = [self._answer(beginning + self._prompt(own), tokens) for _ in range(branches)]
+        seen = await asyncio.gather(*answers)
+        end = time.perf_counter()
+        return {
+            "call": [end - begin],
+            "first token, alone": [first.first_token],
+            "first token": [one.first_token for one in seen],
+            "between tokens": [statistics.median(gap for one in seen for gap in one.gaps())],
+        }
+
     async def arrivals(self, clients: int, prompts: int, prompt: int, tokens: int) -> Samples:
         """Answers that are written while long prompts arrive, one behind the other."""
         streams = [Seen() for _ in range(clients)]
