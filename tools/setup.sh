@@ -81,6 +81,7 @@ missing_test_packages() {
   command -v ccache >/dev/null || echo ccache  # the wheel and the tests of other builds take the release build's objects
   command -v mold >/dev/null || echo mold      # a hundred test programs are linked
   command -v redis-server >/dev/null || echo redis-server
+  [[ -x /usr/sbin/haproxy ]] || echo haproxy     # in front of several servers
   command -v openssl >/dev/null || echo openssl  # certificates for tests of TLS
   command -v chromium >/dev/null || echo chromium  # uses the page of `quire serve`
 }
