@@ -195,6 +195,8 @@ bool StoreTraffic::IsPrefixBeingLoaded(const Request& request, int64_t matched) 
     const PrefixLoad& load = *other->load;
     int64_t common = CommonPrefix(tokens, load.tokens());
     if (load.usable()) common = std::min(common, load.end());
+    // Documents behind one anchor come at once: each has chunks of its own behind the common ones.
+    if (request.learns_for != Request::kNobody) common -= common % link_->chunk_tokens();
     if (common - matched >= kLoadTokensMin) return true;
   }
   return false;

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <numeric>
 
 namespace quire {
@@ -79,6 +80,15 @@ TEST_F(BlendHookTest, TheRowsThatDeviateMostGoOn) {
   EXPECT_EQ(hook.counts().recomputed, 4);
   EXPECT_FLOAT_EQ(hook.counts().deviation_max, 0.25F);
   EXPECT_FLOAT_EQ(hook.counts().deviation_sum, 36 * 0.25F);
+}
+
+TEST_F(BlendHookTest, ARowThatIsNotANumberGoesOnFirst) {
+  Take(0, 40);
+  BlendHook hook = Hook({.ratios = {0.05}}, {{50, 100}, {100, 140}});
+  std::vector<float> values(kRows, 0.5F);
+  values[7] = 3, values[20] = NAN, values[33] = 4;
+  EXPECT_EQ(Ask(&hook, 1, values), (Rows{20, 33}));
+  EXPECT_FLOAT_EQ(hook.counts().deviation_max, 9) << "the others are compared as they are";
 }
 
 TEST_F(BlendHookTest, InvalidRowsAndThePromptsLastOneGoOn) {

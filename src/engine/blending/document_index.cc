@@ -31,7 +31,9 @@ uint64_t DocumentIndex::HashOf(std::span<const int32_t> chunk) const {
 
 int64_t DocumentIndex::place_count() const {
   int64_t count = 0;
-  for (const auto& [hash, places] : places_) count += std::ssize(places);
+  for (const auto& [name, salt] : salts_) {
+    for (const auto& [hash, places] : salt.places) count += std::ssize(places);
+  }
   return count;
 }
 
@@ -39,22 +41,27 @@ void DocumentIndex::Add(const std::string& salt, std::span<const int32_t> chain,
                         int64_t anchor_tokens) {
   const auto tokens = std::ssize(chain);
   QUIRE_CHECK(anchor_tokens >= 0 && anchor_tokens <= tokens);
-  if (tokens - anchor_tokens < chunk_tokens_ || tokens > tokens_max_) return;
+  if (tokens - anchor_tokens < chunk_tokens_) return;
   Documents one;
   one.push_back({salt, std::make_shared<const std::vector<int32_t>>(chain.begin(), chain.end()),
                  anchor_tokens});
   const auto known = by_content_.find(one.begin());
   if (known != by_content_.end()) return by_use_.splice(by_use_.end(), by_use_, *known);
-  while (token_count_ + tokens > tokens_max_) Remove(by_use_.begin());
+  if (token_count_ + tokens > tokens_max_) {
+    if (tokens > ShareWith(salt)) return;
+    MakeRoom(salt, tokens);
+  }
+  Salt& own = salts_[salt];
   const auto document = one.begin();
   by_use_.splice(by_use_.end(), one);
   token_count_ += tokens;
+  own.tokens += tokens;
   try {
     by_content_.insert(document);
     for (int64_t from = anchor_tokens; from + chunk_tokens_ <= tokens; from += chunk_tokens_) {
       const auto chunk =
           chain.subspan(static_cast<size_t>(from), static_cast<size_t>(chunk_tokens_));
-      std::vector<Place>& places = places_[HashOf(chunk)];
+      std::vector<Place>& places = own.places[HashOf(chunk)];
       places.push_back({document, from});
       if (std::ssize(places) > kPlacesMax) places.erase(places.begin());
     }
@@ -64,20 +71,39 @@ void DocumentIndex::Add(const std::string& salt, std::span<const int32_t> chain,
   }
 }
 
+int64_t DocumentIndex::ShareWith(const std::string& salt) const {
+  return tokens_max_ / (salt_count() + (salts_.contains(salt) ? 0 : 1));
+}
+
+void DocumentIndex::MakeRoom(const std::string& salt, int64_t tokens) noexcept {
+  while (token_count_ + tokens > tokens_max_) {
+    const int64_t share = ShareWith(salt);
+    const auto has_more = [&](const Document& document) {
+      const int64_t added = document.salt == salt ? tokens : 0;
+      return salts_.find(document.salt)->second.tokens + added > share;
+    };
+    Remove(std::find_if(by_use_.begin(), by_use_.end(), has_more));  // together they have too many
+  }
+}
+
 void DocumentIndex::Remove(Documents::iterator document) noexcept {
+  const auto salt = salts_.find(document->salt);
+  auto& places = salt->second.places;
   const std::span<const int32_t> chain = *document->chain;
   const auto tokens = std::ssize(chain);
   for (int64_t from = document->anchor_tokens; from + chunk_tokens_ <= tokens;
        from += chunk_tokens_) {
-    const auto found = places_.find(
+    const auto found = places.find(
         HashOf(chain.subspan(static_cast<size_t>(from), static_cast<size_t>(chunk_tokens_))));
-    if (found == places_.end()) continue;  // all of its places gave way, or were never put there
+    if (found == places.end()) continue;  // all of its places gave way, or were never put there
     std::erase_if(found->second, [&](const Place& place) { return place.document == document; });
-    if (found->second.empty()) places_.erase(found);
+    if (found->second.empty()) places.erase(found);
   }
   const auto known = by_content_.find(document);
   if (known != by_content_.end() && *known == document) by_content_.erase(known);
   token_count_ -= tokens;
+  salt->second.tokens -= tokens;
+  if (salt->second.tokens == 0) salts_.erase(salt);
   by_use_.erase(document);
 }
 
@@ -86,7 +112,7 @@ class DocumentIndex::Search {
   Search(DocumentIndex* index, const std::string& salt, std::span<const int32_t> prompt,
          DocumentSearch search)
       : index_(*index),
-        salt_(salt),
+        salt_(index->salts_.find(salt)),
         prompt_(prompt),
         tokens_(std::ssize(prompt)),
         search_(search),
@@ -96,6 +122,7 @@ class DocumentIndex::Search {
 
   std::vector<FoundDocument> Run(int64_t count_max) {
     std::vector<FoundDocument> all;
+    if (salt_ == index_.salts_.end()) return all;
     int64_t free_from = 0;  // what is before it was found
     bool has_hash = false;
     uint64_t hash = 0;  // of the chunk that begins at `at`
@@ -131,10 +158,10 @@ class DocumentIndex::Search {
 
   std::optional<Match> BestAt(int64_t at, int64_t free_from, uint64_t hash) {
     std::optional<Match> best;
-    const auto places = index_.places_.find(hash);
-    if (places == index_.places_.end()) return best;
+    const auto places = salt_->second.places.find(hash);
+    if (places == salt_->second.places.end()) return best;
     for (const Place& place : places->second) {
-      if (place.document->salt != salt_ || !MayBeUsed(place.document)) continue;
+      if (!MayBeUsed(place.document)) continue;
       const Match match = Extended(place, at, free_from);
       if (match.end - at < chunk_) continue;  // equal hashes of other tokens
       if (!best || match.end - match.begin > best->end - best->begin) best = match;
@@ -187,7 +214,7 @@ class DocumentIndex::Search {
   }
 
   DocumentIndex& index_;
-  const std::string& salt_;
+  const std::map<std::string, Salt>::const_iterator salt_;
   const std::span<const int32_t> prompt_;
   const int64_t tokens_;
   const DocumentSearch search_;

@@ -4,12 +4,13 @@
 // each chunk by the hash of its tokens. A prompt is gone through with a rolling hash, so that every
 // offset is looked up; what the table has is compared token by token and goes on in both directions
 // as far as the tokens are equal. Work is at most kPlacesMax comparisons for each token of the
-// prompt, and memory is bounded.
+// prompt, and memory is bounded. Salts have tables of their own, and equal shares of the memory.
 #ifndef QUIRE_ENGINE_BLENDING_DOCUMENT_INDEX_H_
 #define QUIRE_ENGINE_BLENDING_DOCUMENT_INDEX_H_
 
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -35,19 +36,21 @@ struct FoundDocument {
 
 class DocumentIndex {
  public:
-  static constexpr int64_t kPlacesMax = 8;  // of chunks with one hash: those that came last
+  // Chunks of one salt with one hash: those that came last.
+  static constexpr int64_t kPlacesMax = 8;
   // About 12 bytes for each.
   static constexpr int64_t kTokensMax = int64_t{1} << 21;
 
-  // REQUIRES: both at least 1. `tokens_max`: of all documents with their anchors; those that were
-  // named or found longest ago give way.
+  // REQUIRES: both at least 1. `tokens_max`: of all documents with their anchors. The document that
+  // was named or found longest ago gives way, among those of salts that have more than an equal
+  // share of it; a salt that has less loses nothing to others.
   explicit DocumentIndex(int64_t chunk_tokens = BlendRequest::kFoundTokensMin,
                          int64_t tokens_max = kTokensMax)
       : chunk_tokens_(chunk_tokens), tokens_max_(tokens_max) {}
 
   // The document is known from now on to prompts of this salt. Nothing is kept of one that has not
-  // a whole chunk, or more than tokens_max tokens. std::bad_alloc: nothing has changed but what
-  // gave way. REQUIRES: 0 <= anchor_tokens <= chain.size().
+  // a whole chunk, or that does not fit and has more tokens than an equal share. std::bad_alloc:
+  // nothing has changed but what gave way. REQUIRES: 0 <= anchor_tokens <= chain.size().
   void Add(const std::string& salt, std::span<const int32_t> chain, int64_t anchor_tokens);
 
   // Ascending and disjoint, at most `count_max`: from left to right the longest part of a known
@@ -59,6 +62,7 @@ class DocumentIndex {
                                   int64_t count_max = SamplingOptions::kBlendDocumentsMax);
 
   int64_t document_count() const { return static_cast<int64_t>(by_use_.size()); }
+  int64_t salt_count() const { return static_cast<int64_t>(salts_.size()); }  // that have documents
   int64_t token_count() const { return token_count_; }
   int64_t place_count() const;  // of chunks
 
@@ -73,6 +77,10 @@ class DocumentIndex {
     Documents::iterator document;
     int64_t from;  // in its chain
   };
+  struct Salt {
+    std::unordered_map<uint64_t, std::vector<Place>> places;  // by the hash of the chunk
+    int64_t tokens = 0;
+  };
   struct ContentOrder {
     bool operator()(Documents::iterator a, Documents::iterator b) const;
   };
@@ -80,13 +88,17 @@ class DocumentIndex {
   class Search;
 
   uint64_t HashOf(std::span<const int32_t> chunk) const;
+  // What each salt may keep against all others, once one of this name has documents.
+  int64_t ShareWith(const std::string& salt) const;
+  // REQUIRES: tokens <= ShareWith(salt).
+  void MakeRoom(const std::string& salt, int64_t tokens) noexcept;
   void Remove(Documents::iterator document) noexcept;
 
   const int64_t chunk_tokens_;
   const int64_t tokens_max_;
   Documents by_use_;
   std::set<Documents::iterator, ContentOrder> by_content_;
-  std::unordered_map<uint64_t, std::vector<Place>> places_;  // by the hash of the chunk
+  std::map<std::string, Salt> salts_;
   int64_t token_count_ = 0;
 };
 

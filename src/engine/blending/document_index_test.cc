@@ -147,25 +147,59 @@ TEST(DocumentIndex, EqualChunksHaveFewPlaces) {
             (Part{1, 33, 8, Joined({Tokens(40, 5), {129}})}));
 }
 
+// One tenant's documents push out no place and no document of another that has its share or less.
+TEST(DocumentIndex, SaltsDoNotPushOutEachOthersDocuments) {
+  DocumentIndex index(4, 60);
+  const Tokens a = {1, 2, 3, 4, 5}, b = {11, 12, 13, 14, 15};
+  index.Add("small", a, 0);
+  index.Add("small", b, 0);
+  for (int32_t end = 0; end < 30; ++end) {
+    index.Add("large", Joined({a, {end + 100}}), 0);  // chunks of one hash
+    index.Add("large", Tokens(4, end + 200), 0);
+  }
+  EXPECT_EQ(index.salt_count(), 2);
+  EXPECT_EQ(index.token_count(), 60) << "what one salt has no use for, the other one takes";
+  const Tokens prompt = Joined({{9}, a, b});
+  EXPECT_EQ(Search(&index, prompt, DocumentSearch::kAnywhere, "small").size(), 2U);
+  // A salt that comes later gets its share, of the one that has more.
+  index.Add("late", Tokens(20, 7), 0);
+  EXPECT_EQ(Search(&index, Joined({{9}, Tokens(20, 7)}), DocumentSearch::kAnywhere, "late").size(),
+            1U);
+  EXPECT_EQ(Search(&index, prompt, DocumentSearch::kAnywhere, "small").size(), 2U);
+  const int64_t documents = index.document_count();
+  index.Add("later", Tokens(16, 7), 0);
+  EXPECT_EQ(index.document_count(), documents) << "more than a fourth part, and it does not fit";
+  EXPECT_EQ(index.salt_count(), 3);
+}
+
 // The same by comparing tokens: for each chunk the places that came last, for each offset all.
 class NaiveIndex {
  public:
   NaiveIndex(int64_t chunk, int64_t tokens_max) : chunk_(chunk), tokens_max_(tokens_max) {}
 
   void Add(const std::string& salt, const Tokens& chain, int64_t anchor) {
-    if (std::ssize(chain) - anchor < chunk_ || std::ssize(chain) > tokens_max_) return;
+    if (std::ssize(chain) - anchor < chunk_) return;
     const Document added{salt, chain, anchor};
     const auto known = std::find(documents_.begin(), documents_.end(), added);
     if (known != documents_.end()) return Use(added);
     while (Count() + std::ssize(chain) > tokens_max_) {
-      for (auto& [chunk, places] : places_) {
-        std::erase_if(places, [&](const auto& at) { return at.first == documents_.front(); });
+      std::map<std::string, int64_t> held{{salt, std::ssize(chain)}};
+      for (const Document& document : documents_) {
+        held[document.salt] += std::ssize(document.chain);
       }
-      documents_.pop_front();
+      const int64_t share = tokens_max_ / std::ssize(held);
+      if (std::ssize(chain) > share) return;
+      const auto oldest =
+          std::find_if(documents_.begin(), documents_.end(),
+                       [&](const Document& document) { return held[document.salt] > share; });
+      for (auto& [chunk, places] : places_) {
+        std::erase_if(places, [&](const auto& at) { return at.first == *oldest; });
+      }
+      documents_.erase(oldest);
     }
     documents_.push_back(added);
     for (int64_t from = anchor; from + chunk_ <= std::ssize(chain); from += chunk_) {
-      auto& places = places_[Tokens(chain.begin() + from, chain.begin() + from + chunk_)];
+      auto& places = places_[{salt, {chain.begin() + from, chain.begin() + from + chunk_}}];
       places.emplace_back(added, from);
       if (std::ssize(places) > DocumentIndex::kPlacesMax) places.erase(places.begin());
     }
@@ -178,12 +212,11 @@ class NaiveIndex {
       Part best{0, 0, 0, {}};
       Document source;
       for (const auto& [document, place] :
-           places_[Tokens(prompt.begin() + at, prompt.begin() + at + chunk_)]) {
+           places_[{salt, {prompt.begin() + at, prompt.begin() + at + chunk_}}]) {
         const Tokens& chain = document.chain;
         const bool is_behind_it =
             std::ssize(prompt) >= document.anchor &&
             std::equal(chain.begin(), chain.begin() + document.anchor, prompt.begin());
-        if (document.salt != salt) continue;
         if (search == DocumentSearch::kAnchored && !is_behind_it) continue;
         int64_t begin = at, from = place, end = at;
         while (begin > free_from && from > document.anchor &&
@@ -228,7 +261,8 @@ class NaiveIndex {
 
   const int64_t chunk_, tokens_max_;
   std::deque<Document> documents_;  // least recently used first
-  std::map<Tokens, std::vector<std::pair<Document, int64_t>>> places_;
+  // By the salt and a chunk's tokens.
+  std::map<std::pair<std::string, Tokens>, std::vector<std::pair<Document, int64_t>>> places_;
 };
 
 Tokens RandomText(RandomSequence* random, int64_t count, int64_t vocabulary) {
@@ -252,7 +286,7 @@ TEST(DocumentIndex, RandomWalksAreAsComparingTokensSays) {
     NaiveIndex naive(chunk, tokens_max);
     std::vector<Tokens> chains;
     for (int step = 0; step < 60; ++step) {
-      const std::string salt(static_cast<size_t>(random.Below(2)), 's');
+      const std::string salt(static_cast<size_t>(random.Below(3)), 's');
       if (chains.empty() || random.Below(2) == 0) {
         Tokens chain = RandomText(&random, random.Below(30), vocabulary);
         if (!chains.empty() && random.Below(3) == 0) {
