@@ -190,7 +190,10 @@ struct SamplingOptions {
   // Requests that wait come in by turns of their groups: in a turn of a group of weight 1 one of
   // weight w has w requests. Any bytes; empty: requests of one salt are a group.
   std::string turn_group = {};
-  int64_t turn_weight = 1;                      // in [1, kTurnWeightMax]
+  int64_t turn_weight = 1;  // in [1, kTurnWeightMax]
+  // One of PrefillPeerOptions::addresses. Unless the engine never asks peers, this one is asked for
+  // the prompt if it is there, and no other one, whatever is predicted. Empty: the engine chooses.
+  std::string prefill_peer = {};
   std::optional<Speculation> speculation = {};  // nothing: EngineOptions::speculation
   // A text that the answer is likely to repeat in parts: DraftKind::kNGram guesses from it, too. It
   // changes no answer. Where the request has no speculation of its own, it is kNGram.
@@ -237,6 +240,7 @@ void ForEachOption(SamplingOptions& options, F&& f) {
   f("cache_salt", options.cache_salt);
   f("turn_group", options.turn_group);
   f("turn_weight", options.turn_weight);
+  f("prefill_peer", options.prefill_peer);
   f("speculation", options.speculation);
   f("predicted_tokens", options.predicted_tokens);
   f("window", options.window);

@@ -874,6 +874,13 @@ class SamplingOptions(TypedDict, total=False):
         int,
         _answer("requests that the group has in a turn of one of weight 1, from 1 to 2^20 (1)."),
     ]
+    prefill_peer: Annotated[
+        str,
+        _answer(
+            "one of prefill_from: that process is asked for the prompt if it is there, and no other "
+            'one, whatever is predicted; without effect where prefill_remote is "never".'
+        ),
+    ]
     grammar: Annotated["CompiledGrammar | Grammar | Mapping[str, Any] | None", _answer(_GRAMMAR)]
     special_texts: Annotated[
         Sequence[str],

@@ -1270,6 +1270,8 @@ class Engine(_ffi.ThreadOwner):
         if not isinstance(sampling.get("turn_group", b""), bytes):
             kind = type(sampling["turn_group"]).__name__
             raise TypeError(f"turn_group must be bytes, not {kind}")
+        if "prefill_peer" in sampling:
+            sampling["prefill_peer"] = _numbers.text(sampling["prefill_peer"], "prefill_peer")
         if "logit_bias" in sampling:
             sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
         if isinstance(sampling.get("cache_salt"), str):

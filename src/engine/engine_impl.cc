@@ -158,6 +158,7 @@ Status EngineImpl::CheckSubmit(std::span<const int32_t> prompt,
     QUIRE_RETURN_IF_ERROR(CheckTokens("Engine::Submit: prompt", prompt, vocab_size));
     QUIRE_RETURN_IF_ERROR(CheckSamplingOptions(options, vocab_size));
     QUIRE_RETURN_IF_ERROR(speculator_.CheckCanSpeculate(options));
+    QUIRE_RETURN_IF_ERROR(remote_traffic_.CheckPeer(options.prefill_peer));
     if (options.blend && !options_.prefix_cache) {
       return Status(StatusCode::kBadArgument,
                     "SamplingOptions::blend: this engine keeps no KV between requests, so no "

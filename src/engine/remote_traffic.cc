@@ -50,8 +50,8 @@ Status RemoteTraffic::Attach(const SequenceStates& states, const Passport& ident
   QUIRE_ASSIGN_OR_RETURN(const Passport passport, CachePassport(states, identity, false));
   QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<RemotePeers> peers,
                          RemotePeers::Create(options, passport, state_.transfer(), clock));
-  options_ = options;
   const std::lock_guard<std::mutex> lock(attach_mutex_);
+  options_ = options;
   peers_ = std::move(peers);
   return {};
 }
@@ -59,6 +59,16 @@ Status RemoteTraffic::Attach(const SequenceStates& states, const Passport& ident
 std::vector<PrefillPeerInfo> RemoteTraffic::Infos() const {
   const std::lock_guard<std::mutex> lock(attach_mutex_);
   return peers_ == nullptr ? std::vector<PrefillPeerInfo>() : peers_->Infos();
+}
+
+Status RemoteTraffic::CheckPeer(const std::string& address) const {
+  if (address.empty()) return {};
+  const std::lock_guard<std::mutex> lock(attach_mutex_);
+  const bool is_known = peers_ != nullptr && std::ranges::count(options_.addresses, address) > 0;
+  if (is_known) return {};
+  return Status(StatusCode::kBadArgument, "SamplingOptions::prefill_peer is '" + address +
+                                              "', which is no address of an attached peer "
+                                              "(PrefillPeerOptions::addresses)");
 }
 
 size_t RemoteTraffic::admissible(size_t others) const {
@@ -111,7 +121,9 @@ bool RemoteTraffic::Start(Request* request, double here_seconds_per_token) {
   if (peers_ == nullptr || request->layers != nullptr || !request->has_outputs()) return true;
   if (request->blend != nullptr || !request->leader()->has_sequence()) return true;
   const int64_t count = request->leader()->pending() - 1;  // the last one is computed here
-  const int64_t least = options_.when == RemotePrefill::kAlways ? 1 : kLoadTokensMin;
+  const bool is_told =
+      options_.when == RemotePrefill::kAlways || !request->options.prefill_peer.empty();
+  const int64_t least = is_told ? 1 : kLoadTokensMin;
   if (count < least) return true;
   const std::optional<RemotePeers::Chosen> chosen =
       peers_->Choose(AskFor(*request, count, here_seconds_per_token), options_.when);
@@ -146,6 +158,7 @@ PromptAsk RemoteTraffic::AskFor(const Request& request, int64_t count,
   return {.key = KeyOf(request.space, request.leader()->tokens),
           .tokens = count,
           .bytes = count * bytes_per_token_,
+          .peer = request.options.prefill_peer,
           .here_seconds = here_seconds_per_token * static_cast<double>(ahead + count),
           .here_seconds_per_token = here_seconds_per_token};
 }

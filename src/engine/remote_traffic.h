@@ -9,7 +9,7 @@
 //
 // Threads: all calls come from the engine's thread. What arrives is written into the cache's
 // reservations by the connections' threads (remote_peers.h); this one polls them between steps.
-// Infos may be called by any thread.
+// Infos and CheckPeer may be called by any thread.
 //
 // Invariant: a sequence with pending tokens belongs to the leader of a running request that has
 // `remote`. So `remote` is reset before the sequence goes to anybody else.
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "engine/prefix/sequence_state.h"
@@ -50,6 +51,8 @@ class RemoteTraffic {
                 const PrefillPeerOptions& options, const std::shared_ptr<Clock>& clock);
   // From any thread.
   std::vector<PrefillPeerInfo> Infos() const;
+  // From any thread: whether SamplingOptions::prefill_peer is empty or one that is attached.
+  Status CheckPeer(const std::string& address) const;
   // The number of requests that are looked at for being admitted, `others` without peers: others
   // may pass one that is held back.
   size_t admissible(size_t others) const;
@@ -112,7 +115,7 @@ class RemoteTraffic {
   const PrefixFinder& finder_;
   Clock& clock_;
   const int64_t bytes_per_token_;
-  mutable std::mutex attach_mutex_;     // of Infos, while peers are attached
+  mutable std::mutex attach_mutex_;     // of calls from any thread, while peers are attached
   std::unique_ptr<RemotePeers> peers_;  // null: none are attached
   PrefillPeerOptions options_;
   std::vector<Asked> asked_;  // of all receives, and of some that were given up

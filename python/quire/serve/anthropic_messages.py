@@ -61,6 +61,7 @@ def _read(fields: Fields, service: Service) -> Generation:
     wanted = read_inner_format(fields, "output_config")
     tools = _read_tools(fields, service, wanted)
     options = common.read_sampling(fields, service.limits, service.facts)
+    fields.only("kv_transfer_params")
     options |= {"max_tokens": max_tokens, "logprobs": None}
     if options.get("n", 1) != 1:
         fields.refuse("n", "1 in this API")

@@ -39,6 +39,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/tokenize", text_routes.tokenize),
     ("POST", "/detokenize", text_routes.detokenize),
     ("GET", "/version", text_routes.version),
+    ("GET", "/query", text_routes.query),
     ("GET", "/metrics", text_routes.metrics),
     ("GET", "/", page_routes.index),
     ("GET", "/page.css", page_routes.style),

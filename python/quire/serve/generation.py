@@ -10,6 +10,7 @@ from quire.serve.bounded_json import parse_object
 from quire.serve.fields import Fields, check_text
 from quire.serve.grammars import Wanted
 from quire.serve.limits import Limits
+from quire.serve.prefill_pairs import Handover, least_tokens
 from quire.serve.problems import Problem
 
 __all__ = [
@@ -68,6 +69,7 @@ class Generation:
     tool_parser: the format of calls in the answer; None: all of it is text. grammar_field: of the
     body, which the `grammar` of the options comes from. reads_samples: whether the end of a stream
     shows something of all of its tokens. prompt_field: of the body, which the prompts come from.
+    handover: the other server of a pair.
     """
 
     prompts: list[Prompt]
@@ -81,6 +83,7 @@ class Generation:
     grammar_field: str | None = None
     reads_samples: bool = False
     prompt_field: str = "messages"
+    handover: Handover = Handover()
 
     @property
     def keep(self) -> bool:
@@ -91,6 +94,13 @@ class Generation:
         """This request, with an answer that must look like that."""
         if wanted is not None:
             self.options["grammar"], self.grammar_field = wanted
+        return self
+
+    def hand_over(self, handover: Handover) -> Generation:
+        """This request, of which another server computes the prompt or the answer."""
+        self.handover = handover
+        if handover.peer is not None:
+            self.options["prefill_peer"] = handover.peer
         return self
 
     @property
@@ -123,7 +133,7 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
         fields.refuse("sinks", "given together with window")
     fields.only("best_of", 1, options["n"] or 1)
     fields.only("use_beam_search", False)
-    fields.only("min_tokens", 0)
+    fields.only("min_tokens", *least_tokens(fields))
     fields.only("skip_special_tokens", True)
     fields.only("spaces_between_special_tokens", True)
     fields.only("include_stop_str_in_output", False)
@@ -133,7 +143,6 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
     fields.only("return_hidden_states", False)
     fields.only("length_penalty", 1, 1.0)
     fields.only("early_stopping", False)
-    fields.only("kv_transfer_params")
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
     fields.ignore("prompt_cache_key", "prompt_cache_retention")
     # vllm-router sends them; nothing is told apart as reasoning here.

@@ -15,6 +15,7 @@ from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.fields import Fields, check_text
 from quire.serve.generation import Generation
 from quire.serve.grammars import read_wanted
+from quire.serve.prefill_pairs import read_handover
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service, usage_of
@@ -65,7 +66,7 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         logprobs,
         fields.boolean("return_token_ids"),
         None if tools is None else service.tool_parser,
-    ).hold(wanted if tools is None else tools.answer)
+    ).hand_over(read_handover(fields, stream)).hold(wanted if tools is None else tools.answer)
 
 
 def _read_documents(fields: Fields, service: Service) -> dict[str, Any]:

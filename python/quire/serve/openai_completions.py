@@ -17,6 +17,7 @@ from quire.serve.fields import Fields
 from quire.serve.generation import Generation
 from quire.serve.grammars import read_wanted
 from quire.serve.openai_chat import DONE
+from quire.serve.prefill_pairs import read_handover
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
 from quire.serve.service import Service, usage_of
@@ -58,7 +59,7 @@ def _read(fields: Fields, service: Service) -> Generation:
         logprobs,
         fields.boolean("return_token_ids"),
         prompt_field="prompt",
-    ).hold(read_wanted(fields))
+    ).hand_over(read_handover(fields, stream)).hold(read_wanted(fields))
 
 
 def read_prompts(fields: Fields, service: Service) -> list[Prompt]:

@@ -58,6 +58,7 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
     wanted = read_inner_format(fields, "text")
     tools = _read_tools(fields, service, wanted)
     options = common.read_sampling(fields, service.limits, service.facts)
+    fields.only("kv_transfer_params")
     if options.get("n", 1) != 1:
         fields.refuse("n", "1 in this API")
     max_tokens = common.read_max_tokens(fields, "max_output_tokens")

@@ -18,6 +18,7 @@ from quire.engine import Result
 from quire.serve._streams import Answer, Delta
 from quire.serve.calls import Call, ClientGone
 from quire.serve.generation import Generation
+from quire.serve.prefill_pairs import told_of
 from quire.serve.problems import Problem, defect
 from quire.serve.service import Service
 
@@ -102,6 +103,7 @@ async def answer(
 ) -> JsonAnswer | _EventAnswer:
     """Submits, and gives what is to be sent. Problem for requests that are refused; ClientGone."""
     call = Call.of(request)
+    told = told_of(generation.handover, service.prefill_endpoint)
     submitted = await service.submit(generation, call.tenant)
     call.facts["prompt_tokens"] = submitted.prompt_tokens
     headers = {**headers, PREFIX_HEADER: _prefix(request, call, generation, submitted)}
@@ -112,7 +114,7 @@ async def answer(
             while await submitted.next(service.limits.ping_seconds) != []:
                 pass
             assert submitted.result is not None
-            return JsonAnswer(view.whole(submitted.result), headers=headers)
+            return JsonAnswer({**view.whole(submitted.result), **told}, headers=headers)
 
 
 def _prefix(request: Request, call: Call, generation: Generation, submitted: Answer) -> str:

@@ -114,7 +114,7 @@ class _Server:
             dividing = asyncio.create_task(self._divide_store())
             reading = asyncio.create_task(self._read_verdict())
             await server.wait_started(listening)
-            self._serve_prefill()
+            service.prefill_endpoint = self._serve_prefill()
             on_ready()
             notify("READY=1")
             await _first(ending, listening)
@@ -126,11 +126,11 @@ class _Server:
             await reading
         return await self._end(service)
 
-    def _serve_prefill(self) -> None:
-        """Prompts of other processes, from now on."""
+    def _serve_prefill(self) -> str | None:
+        """Prompts of other processes, from now on; where they have them computed."""
         listen = self._options.prefill_listen
         if listen is None:
-            return
+            return None
         loop = asyncio.get_running_loop()
 
         def refused(why: str) -> None:
@@ -140,6 +140,7 @@ class _Server:
 
         endpoint = self._engine.serve_prefill(listen, on_refused=refused)
         self._log.write("info", "prefill", endpoint=endpoint)
+        return endpoint
 
     async def _drain(self, service: Service) -> None:
         service.begin_drain()

@@ -20,6 +20,7 @@ from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.kept_responses import KeptResponses
 from quire.serve.limits import Limits
 from quire.serve.metrics import Metrics
+from quire.serve.prefill_pairs import FIELD
 from quire.serve.problems import Problem, from_engine
 from quire.serve.protocol import ConnectionBook
 from quire.serve.tenants import Tenant, Tenants
@@ -64,6 +65,7 @@ class Service:
         self.kept = KeptResponses(limits)
         self.body_bytes = 0  # of all requests together
         self.draining = False
+        self.prefill_endpoint: str | None = None  # where other processes have prompts computed
         self._last_tokens: dict[Answer, float] = {}
         self._places: dict[Answer, Place] = {}
         self._probe: asyncio.Task[str | None] | None = None
@@ -268,6 +270,12 @@ def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
                 "with --max-tree-nodes of at least 2"
             )
         return Problem(400, message, param="prediction", code="invalid_value")
+    option = "SamplingOptions::prefill_peer"
+    if message.startswith(option):
+        place = f"{FIELD}.remote_engine_id"
+        message = place + message.removeprefix(option).partition(",")[0]
+        message += ", which is none of the addresses of --prefill-from of this server"
+        return Problem(400, message, param=place, code="invalid_value")
     option = "SamplingOptions::blend"
     if message.startswith((option, "blend: ")):
         message = "blend" + message.removeprefix(option).removeprefix("blend")

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/v1/models`, `/version`, `/health`, `/health/live`, `/metrics`."""
+"""`/tokenize`, `/detokenize`, `/v1/models`, `/version`, `/query`, `/health`, `/health/live`, `/metrics`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ from quire.serve import generation as common
 from quire.serve.calls import Call, check_unknown, read_fields
 from quire.serve.guard import STRANGER
 from quire.serve.metrics import CONTENT_TYPE
+from quire.serve.prefill_pairs import engine_id
 from quire.serve.problems import Problem, from_engine
 from quire.serve.responses import JsonAnswer
 from quire.serve.service import Service
 
-__all__ = ["detokenize", "health", "live", "metrics", "model", "models", "tokenize", "version"]
+__all__ = [
+    "detokenize",
+    "health",
+    "live",
+    "metrics",
+    "model",
+    "models",
+    "query",
+    "tokenize",
+    "version",
+]
 
 
 async def tokenize(request: Request, service: Service) -> Any:
@@ -88,6 +99,12 @@ async def model(request: Request, service: Service) -> Any:
 
 async def version(request: Request, service: Service) -> Any:
     return JsonAnswer({"version": quire.__version__})
+
+
+async def query(request: Request, service: Service) -> Any:
+    """What a router of Mooncake's form asks a prefill server: the engine ids by data-parallel rank,
+    of which there is one."""
+    return JsonAnswer({"0": {"engine_id": engine_id(service.prefill_endpoint)}})
 
 
 async def live(request: Request, service: Service) -> Any:

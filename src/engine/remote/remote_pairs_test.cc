@@ -82,6 +82,55 @@ TEST_F(RemotePairs, SeveralPeersComputeAtOnce) {
   ExpectAllPagesBack(server);
 }
 
+// Whatever is predicted, and without another one where it is not there.
+TEST_F(RemotePairs, ARequestNamesThePeerThatHasItsPrompt) {
+  Server first({.page_size = 8}), second({.page_size = 5, .chunk = 9});
+  PrefillPeerOptions use{.when = RemotePrefill::kAuto};
+  use.addresses = {Serve(&first, Endpoint()), Serve(&second, Endpoint())};
+  Server server({.page_size = 4});
+  SamplingOptions options = Greedy(6);
+  options.prefill_peer = use.addresses[1];
+  const Tokens prompt = Text(40, 1);
+  const Result<int64_t> early = server.engine->Submit(prompt, options);
+  EXPECT_EQ(early.status().code(), StatusCode::kBadArgument) << "no peer is attached";
+  Attach(&server, use);
+
+  options.prefill_peer += "0";
+  const Status unknown = server.engine->CheckSubmit(prompt, options);
+  EXPECT_EQ(unknown.code(), StatusCode::kBadArgument);
+  EXPECT_NE(unknown.message().find("'" + options.prefill_peer + "'"), std::string::npos);
+
+  for (const size_t index : {1, 0}) {
+    options.prefill_peer = use.addresses[index];
+    const Tokens text = Text(40, index + 1);
+    const int64_t id = server.Submit(text, options);
+    Finish(&server, {&first, &second});
+    ExpectEqual(server.answers[{id, 0}], Alone(text, Greedy(6)), options.prefill_peer);
+    EXPECT_EQ(server.engine->PrefillPeers()[index].tokens, 39);
+  }
+
+  first.engine->EndPrefill(true);
+  const int64_t id = server.Submit(Text(40, 3), options);
+  Finish(&server, {&second});
+  ExpectEqual(server.answers[{id, 0}], Alone(Text(40, 3), Greedy(6)), "its peer is gone");
+  EXPECT_EQ(server.engine->PrefillPeers()[1].tokens, 39) << "nobody else is asked";
+  Settle(&second);
+}
+
+TEST_F(RemotePairs, ARequestThatNamesAPeerIsComputedHereWhereNoneIsToBeAsked) {
+  Server peer({.page_size = 8});
+  const PrefillPeerOptions use{.addresses = {Serve(&peer, Endpoint())},
+                               .when = RemotePrefill::kOff};
+  Server server({.page_size = 4});
+  Attach(&server, use);
+  SamplingOptions options = Greedy(6);
+  options.prefill_peer = use.addresses[0];
+  const int64_t id = server.Submit(Text(40, 1), options);
+  Finish(&server, {&peer});
+  ExpectEqual(server.answers[{id, 0}], Alone(Text(40, 1), Greedy(6)), "off");
+  EXPECT_EQ(server.engine->Stats().remote_tokens, 0);
+}
+
 // One that is lost does not take the prompts of the others with it.
 TEST_F(RemotePairs, OneOfSeveralPeersIsLost) {
   Server first({.page_size = 8}), second({.page_size = 5, .chunk = 9});

@@ -218,11 +218,12 @@ std::optional<RemotePeers::Chosen> RemotePeers::Choose(const PromptAsk& ask,
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const size_t index : order) {
     const Peer& peer = peers_[index];
+    if (!ask.peer.empty() && ask.peer != peer.address) continue;
     PrefillPeerInfo info = InfoOf(peer);
     if (!info.connected || !peer.breaker->available()) continue;
     const PrefillPrediction prediction = PredictPrefill(ask, info);
     const bool is_faster = prediction.remote_seconds < prediction.here_seconds;
-    if (when == RemotePrefill::kAuto && !is_faster) continue;
+    if (when == RemotePrefill::kAuto && ask.peer.empty() && !is_faster) continue;
     info.bytes_per_second = 0;
     return Chosen{.index = index,
                   .peer = peer.connection,

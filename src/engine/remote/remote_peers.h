@@ -15,6 +15,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -27,9 +28,10 @@ namespace quire {
 
 // What a prompt is, for choosing.
 struct PromptAsk {
-  uint64_t key = 0;    // of its beginning and its salt: equal prompts go to equal peers
-  int64_t tokens = 0;  // that are wanted
-  int64_t bytes = 0;   // of keys and values, about
+  uint64_t key = 0;            // of its beginning and its salt: equal prompts go to equal peers
+  int64_t tokens = 0;          // that are wanted
+  int64_t bytes = 0;           // of keys and values, about
+  std::string_view peer = {};  // the address of the only one that may be asked; empty: any
   // What it takes to compute them here; 0: not known.
   double here_seconds = 0;
   double here_seconds_per_token = 0;
@@ -89,7 +91,7 @@ class RemotePeers {
     double busy_seconds = 0;  // as in PromptOutcome
   };
   // The first peer in the prompt's order that is there and, where `when` is kAuto, predicted to be
-  // faster than this process.
+  // faster than this process. The ask's own peer, or none, if it has one.
   std::optional<Chosen> Choose(const PromptAsk& ask, RemotePrefill when) const;
   void Report(size_t index, const PromptOutcome& outcome);
   // A prompt that could not be asked for, through no fault of the peer.
