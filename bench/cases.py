@@ -995,7 +995,63 @@ def _serving_cases() -> list[Case]:
     return cases
 
 
-# ---- (n): blending, single steps
+# ---- (n): blending: single steps, and prompts about documents
+
+
+def documents_case(
+    model: models.Model, place: str, tokens: int, *, quick: bool = False, long: bool = False
+) -> Case:
+    """Six documents in ever other orders, and a question about them. "all again": as at ratio 1."""
+    request = {"kind": "documents", "documents": 6, "document": tokens, "question": 32}
+    length = 8 + 6 * tokens + 32
+    sides = {
+        "Quire": (0.15, "blend"),
+        "full prefill": (None, None),
+        "prefix cache": (None, "prefix"),
+        "full reuse": (0.0, "blend"),
+        "5 %": (0.05, "blend"),
+        "30 %": (0.3, "blend"),
+        "all again": (1.0, "again"),
+    }
+    worker = f"quire-blend-{place}"
+    goals = {"embedded": 3.0, "1b": 4.0} if place != "disk" else {"embedded": 2.5, "1b": 2.5}
+    whole = "full prefill"
+    first_token = Metric(
+        "first token",
+        goals=(Goal(whole, goals[model.name]), Goal(whole, 1 / 1.05, side="all again")),
+    )
+    return Case(
+        name=f"blend/{model.name}/first_token/6x{tokens}+32/{place}",
+        group="n",
+        sides=(
+            *(
+                Side(name, worker, request | {"ratio": ratio, "salt": salt})
+                for name, (ratio, salt) in sides.items()
+            ),
+            Side("llama-server", "llama-reuse", request),
+        ),
+        metrics=(
+            first_token,
+            Metric("loading"),
+            Metric("moving"),
+            Metric("selecting"),
+            Metric("memory", "MiB"),
+        ),
+        quick=quick,
+        long=long,
+        model=model.name,
+        # What the prompts of two rounds leave, so that no document has to give way.
+        tokens=2 * (len(sides) + 2) * (length + 512),
+        length=length + 2,
+    )
+
+
+def _documents_cases() -> list[Case]:
+    return [
+        documents_case(models.describe(name), place, 512, long=name == "1b")
+        for name in ("embedded", "1b")
+        for place in ("pages", "ram", "disk")
+    ]
 
 
 def _blend_cases() -> list[Case]:
@@ -1182,6 +1238,8 @@ def smoke_cases(threads: int) -> list[Case]:
         _beams_case(2, 8, 2, quick=True),
         _move_case("1.1b", 64, quick=True),
         _pair_case(models.describe("embedded"), 48, 0.05, quick=True),
+        documents_case(models.describe("embedded"), "pages", 24),
+        documents_case(models.describe("embedded"), "disk", 24),
     ]
 
 
@@ -1207,7 +1265,8 @@ def all_cases(cache_bytes: int, threads: int) -> list[Case]:
     cases += [_tier_case(models.describe(name)) for name in models.NAMES]
     cases += _tree_cases(cache_bytes, threads) + _latent_cases(cache_bytes, threads)
     cases += _tvm_cases(cache_bytes, threads) + _speculation_cases()
-    cases += _growth_cases(threads) + _serving_cases() + _blend_cases() + _transfer_cases()
+    cases += _growth_cases(threads) + _serving_cases() + _blend_cases() + _documents_cases()
+    cases += _transfer_cases()
     cases += [_beams_case(4, 512, 32, quick=True), _beams_case(4, 1536, 32, quick=False)]
     cases += [
         connector_case(models.describe(name), 3000, quick=name == "110m") for name in ("110m", "1b")

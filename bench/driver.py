@@ -33,6 +33,7 @@ from serving_workers import LlamaServing, quire_server, vllm_server
 from workers import (
     LineWorker,
     LlamaBench,
+    LlamaReuse,
     LlamaServer,
     PairWorker,
     Patience,
@@ -341,12 +342,16 @@ class Workers:
             return self._quire_engine(log, self._load(case, alone=True) | guesses)
         if kind in ("quire-disk", "quire-cold", "quire-pages", "quire-redis"):
             return self._quire_engine(log, self._load(case, alone=True) | self._tier(kind))
+        if kind.startswith("quire-blend-"):
+            return self._blends(kind.removeprefix("quire-blend-"), log, case)
         if kind == "quire-pair":
             return self._pair(log, self._load(case, alone=True) | {"prefix_cache": False})
         if kind in _SERVING_WORKERS:
             return self._serving(kind, log, case)
         if kind == "llama-server":
             return self._llama_server(log, case)
+        if kind == "llama-reuse":
+            return self._llama_server(log, case, LlamaReuse)
         if kind in ("llama-bench", "llama-batched-bench"):
             return self._llama_bench(kind, log, case)
         if kind.endswith("-plain"):
@@ -398,6 +403,12 @@ class Workers:
         )
         peers = {"prefill_from": [endpoint], "prefill_remote": "always", "on_peer_loss": "fail"}
         return PairWorker(helper, command, log, self._patience, load | peers)
+
+    def _blends(self, place: str, log: Path, case: Case) -> LineWorker:
+        directory = tempfile.mkdtemp(dir=self._scratch()) if place == "disk" else None
+        command = [sys.executable, str(HERE / "quire_blend_worker.py")]
+        start = self._load(case, alone=True) | {"place": place, "directory": directory}
+        return LineWorker(command, log, self._patience, start)
 
     def _tvm_cache(self, log: Path) -> LineWorker:
         if importlib.util.find_spec("tvm") is None:
@@ -514,7 +525,7 @@ class Workers:
     def _llama(self, name: str) -> Path:
         binary = self._peers / "llama" / "bin" / name
         if not binary.exists():
-            self._no(name, "llama-serve", reason="no llama.cpp: bench/setup llama builds it")
+            self._no(name, "llama-serve", "llama-reuse", reason="no llama.cpp: bench/setup llama builds it")
         return binary
 
     def _no(self, *kinds: str, reason: str) -> None:

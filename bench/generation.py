@@ -35,6 +35,29 @@ Load = Callable[..., Engine]
 OWN_TOKENS = 16  # of a request behind a prefix that it shares
 
 
+class Documents:
+    """Prompts about the same documents in other orders, with a new question each. All that are made
+    of the same numbers give the same prompts in the same order."""
+
+    def __init__(self, vocab_size: int, documents: int, document: int, question: int) -> None:
+        self._random = random.Random(5)
+        self._vocab_size, self._question = vocab_size, question
+        self._anchor = self._tokens(8)
+        self._documents = [self._tokens(document) for _ in range(documents)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(100, self._vocab_size - 100) for _ in range(count)]
+
+    def next(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """A prompt, and where the documents are in it."""
+        self._random.shuffle(self._documents)
+        prompt, ranges = list(self._anchor), []
+        for document in self._documents:
+            ranges.append((len(prompt), len(prompt) + len(document)))
+            prompt += document
+        return prompt + self._tokens(self._question), ranges
+
+
 class Cases:
     """Runs the whole-model cases on one engine. Prompts are random: a prompt of another seed shares
     nothing with those before."""
@@ -43,6 +66,7 @@ class Cases:
         self._engine = engine
         self._random = random.Random(seed)
         self._prompts: dict[str, list[Prompt]] = {}
+        self._documents: dict[str, Documents] = {}
 
     def prompt(self, length: int) -> list[int]:
         return [self._random.randrange(100, self._engine.vocab_size - 100) for _ in range(length)]
@@ -66,16 +90,23 @@ class Cases:
             self._engine.settle()
         if kind == "text":
             self._prompts[key] = [shape["text"]]
+        if kind == "documents":
+            self._documents[key] = Documents(self._engine.vocab_size, **shape)
+            self.run(key, kind, **shape)  # as quire_blend_worker.py: all see the same prompts
         self.run(key, kind, **shape)
         return {}
 
     def drop(self, key: str) -> dict[str, Any]:
         self._prompts.pop(key, None)
+        self._documents.pop(key, None)
         return {}
 
     def run(self, key: str, kind: str, **shape: Any) -> dict[str, Any]:
         if kind == "text":
             return {"samples": self.answer(self._prompts[key], shape["tokens"])}
+        if kind == "documents":
+            prompt, _ = self._documents[key].next()
+            return {"samples": {"first token": [self.seconds([prompt], 1)]}}
         measure: dict[str, Callable[..., list[float]]] = {
             "prefill": self.prefill,
             "generate": lambda **rest: self.generation(self._prompts[key], **rest),

@@ -199,6 +199,8 @@ def free_port() -> int:
 class LlamaServer(Process):
     """llama-server with one slot per sequence. Its context is divided among the slots."""
 
+    arguments: tuple[str, ...] = ()
+
     def __init__(
         self,
         binary: Path,
@@ -221,7 +223,7 @@ class LlamaServer(Process):
                 *("-t", str(threads), "-tb", str(threads), "-fa", "on"),
                 *("-c", str(slots * length), "-np", str(slots), "--port", str(self._port)),
                 # Copies of old prompts beside the slots are memory that no case asks for.
-                *("--cache-ram", "0", "--no-webui", "--log-disable"),
+                *("--cache-ram", "0", "--no-webui", "--log-disable", *self.arguments),
             ],
             log,
             stdout=subprocess.DEVNULL,
@@ -296,6 +298,12 @@ class LlamaServer(Process):
     def close(self) -> None:
         self.stop()  # first: requests that wait for an answer end with it
         self._pool.shutdown(cancel_futures=True)
+
+
+class LlamaReuse(LlamaServer):
+    """One that moves parts of its last prompt to where they stand in the next one."""
+
+    arguments = ("--cache-reuse", "256")
 
 
 class LlamaBench:

@@ -61,6 +61,8 @@ def test_every_case_gives_its_rows(smoke):
         "hf/embedded/beams/2x(8+2)",
         "transfer/1.1b/64",
         "pair/embedded/first_token/48",
+        "blend/embedded/first_token/6x24+32/pages",
+        "blend/embedded/first_token/6x24+32/disk",
     ]
     sides = [list(case["samples"]) for case in smoke["cases"][8:]]
     assert sides == [
@@ -72,6 +74,7 @@ def test_every_case_gives_its_rows(smoke):
         ["Quire", "DynamicCache"],
         ["Quire", "TCP", "one process", "copy"],
         ["Quire", "one process"],
+        *[["Quire", "full prefill", "prefix cache", "full reuse", "5 %", "30 %", "all again"]] * 2,
     ]
     for case in smoke["cases"]:
         assert case["rows"], case["name"]
