@@ -178,6 +178,30 @@ configure() {
   configure_stamp "$@" >"$folder/quire.stamp"
 }
 
+# kernel_paths [FILE]: the paths of src/kernels that the CPU of FILE (/proc/cpuinfo) has a use for, with semicolons; dispatch.cc
+# chooses among them. Those of other CPUs are a third of the time that the library takes to compile.
+kernel_paths() {
+  local flags paths=()
+  flags=" $(sed -n 's/^flags[^:]*://p;T;q' "${1:-/proc/cpuinfo}") "
+  has() { local flag; for flag in "$@"; do [[ $flags == *" $flag "* ]] || return 1; done; }
+  if has avx2 fma f16c; then
+    paths=(avx2)
+    if has avx512f avx512dq avx512bw avx512vl; then
+      if has avx512_vnni; then paths+=(avx512_vnni); else paths+=(avx512); fi
+      if has avx512_vnni avx512_bf16; then paths+=(avx512_bf16); fi
+      if has avx512_vnni avx512_bf16 amx_bf16 amx_tile; then paths+=(avx512_amx); fi
+    fi
+  fi
+  local IFS=';'
+  printf '%s' "${paths[*]}"
+}
+
+# The paths of every CPU on which ./run was called in this checkout, so that machines that share it do not build it in turns.
+run_kernel_paths() {
+  { cat "$QUIRE_ROOT/build/kernel_paths" 2>/dev/null || true; echo "$(kernel_paths)"; } | tr ';' '\n' | sed '/^$/d' |
+    sort -u | paste -sd ';'
+}
+
 RELEASE=(release -DQUIRE_PYTHON=ON "-DPython_EXECUTABLE=$QUIRE_PYTHON")
 configure_release() { configure "${RELEASE[@]}"; }
 # The library alone, in half the time: its sources are compiled a folder at a time (QUIRE_UNITY).
@@ -211,10 +235,12 @@ build_shown() {
 # setup_run: everything up to libquire_ffi.so. Where nothing is to be built, the system's packages are not looked for.
 setup_run() {
   lock_setup
+  RUN+=("-DQUIRE_KERNEL_PATHS=$(run_kernel_paths)")
   if ! requirements_are_installed run || ! is_configured "${RUN[@]}"; then
     install_system run
     install_python run
     configure "${RUN[@]}"
+    run_kernel_paths >"$QUIRE_ROOT/build/kernel_paths"
   fi
   if ! ninja -C "$QUIRE_ROOT/build/run" -n quire_ffi 2>/dev/null | grep -q 'no work to do'; then
     install_system run

@@ -86,6 +86,9 @@ Paths DetectVectorPaths() {
   return {{&kAvx512Bf16Backend, &kAvx512Backend, &kEmulatedAmxBackend, &kAvx2Backend}, ""};
 }
 #else
+// Whether the build has the path (QUIRE_KERNEL_PATHS).
+bool IsBuilt(const Backend& backend) { return !backend.name.empty(); }
+
 // Why this process may not use the tile unit, which the CPU has; "" if it may. Linux grants its
 // registers on request, to all threads of the process at once.
 std::string RequestTiles(unsigned states) {
@@ -119,12 +122,15 @@ Paths DetectVectorPaths() {
   const bool dots_are_slow = IsVendor("GenuineIntel");
   if (amx) paths.all.push_back(&kAvx512AmxBackend);
   if (bf16 && !dots_are_slow) paths.all.push_back(&kAvx512Bf16Backend);
-  if (avx512) paths.all.push_back(vnni ? &kAvx512VnniBackend : &kAvx512Backend);
+  // Two tables of one path; either one serves in a build for other CPUs.
+  const bool sums_by_vnni = vnni && IsBuilt(kAvx512VnniBackend);
+  if (avx512) paths.all.push_back(sums_by_vnni ? &kAvx512VnniBackend : &kAvx512Backend);
   if (bf16 && dots_are_slow) paths.all.push_back(&kAvx512Bf16Backend);
   if (avx2) paths.all.push_back(&kAvx2Backend);
 #if QUIRE_EMULATED_AMX
   if (avx512 && !amx) paths.all.push_back(&kEmulatedAmxBackend);
 #endif
+  std::erase_if(paths.all, [](const Backend* path) { return !IsBuilt(*path); });
   return paths;
 }
 #endif

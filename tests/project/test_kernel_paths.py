@@ -1,0 +1,61 @@
+"""./run compiles the kernel paths of this machine (tools/setup.sh), and the CPU finds its own there."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import quire
+import source_tree
+
+_AVX512 = "avx2 fma f16c avx512f avx512dq avx512bw avx512vl"
+_BF16 = f"{_AVX512} avx512_vnni avx512_bf16"
+
+
+def shell(command: str, root: Path = source_tree.ROOT) -> str:
+    """What a command prints behind tools/setup.sh."""
+    setup = source_tree.ROOT / "tools" / "setup.sh"
+    script = f"set -euo pipefail; QUIRE_ROOT={root}; source {setup}; {command}"
+    return subprocess.run(
+        ["bash", "-c", script], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "flags,paths",
+    [
+        ("fpu sse2", ""),
+        ("avx2 fma", ""),
+        ("avx2 fma f16c", "avx2"),
+        ("avx2 fma f16c avx512f avx512dq avx512bw", "avx2"),
+        (_AVX512, "avx2;avx512"),
+        (f"{_AVX512} avx512_vnni", "avx2;avx512_vnni"),
+        (f"{_AVX512} avx512_bf16 amx_bf16 amx_tile", "avx2;avx512"),
+        (_BF16, "avx2;avx512_vnni;avx512_bf16"),
+        (f"{_BF16} amx_tile", "avx2;avx512_vnni;avx512_bf16"),
+        (f"{_BF16} amx_bf16 amx_tile", "avx2;avx512_vnni;avx512_bf16;avx512_amx"),
+    ],
+)
+def test_a_cpu_gets_the_paths_that_it_can_run(tmp_path: Path, flags: str, paths: str):
+    info = tmp_path / "cpuinfo"
+    cpu = f"model name\t: x\nflags\t\t: {flags}\nvmx flags\t: avx2 fma f16c\n"
+    info.write_text(f"processor\t: 0\n{cpu}\nprocessor\t: 1\n{cpu}")
+    assert shell(f"kernel_paths {info}") == paths
+
+
+def test_this_cpu_gets_what_a_build_with_all_paths_finds():
+    named = {name.replace("avx512_vnni", "avx512") for name in shell("kernel_paths").split(";")}
+    found = set(quire.kernel_paths()) - {"scalar"}
+    # The operating system may refuse the tiles that the CPU has, and a build with tests emulates
+    # those that it lacks.
+    assert named - {"", "avx512_amx"} == found - {"avx512_amx"}
+
+
+def test_machines_that_share_a_checkout_keep_their_paths(tmp_path: Path):
+    own = set(shell("kernel_paths").split(";")) - {""}
+    assert set(shell("run_kernel_paths", tmp_path).split(";")) - {""} == own
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "kernel_paths").write_text("avx2;avx512_amx\n")
+    both = own | {"avx2", "avx512_amx"}
+    assert shell("run_kernel_paths", tmp_path).split(";") == sorted(both)
