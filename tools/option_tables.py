@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes the tables of options in docs: option_tables.py.
 
-A table stands between a line "<!-- options: GROUP, ... -->" and the next line "<!-- end -->". Groups
-are those of python/quire/_options.py; "own of serve" has the options that `quire serve` alone has.
+A table stands between a line "<!-- options: GROUP, ... -->" and the next line "<!-- end -->".
+Groups are those of python/quire/_options.py; "own of serve" has the options that `quire serve`
+alone has, "quire.ChunkStore" the keywords of that class.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs" / "program.md", ROOT / "docs" / "serve.md")
+PAGES = tuple(ROOT / "docs" / name for name in ("program.md", "serve.md", "store.md"))
 OWN_OF_SERVE = "own of serve"
+KEYWORDS_OF_STORE = "quire.ChunkStore"
 sys.path.insert(0, str(ROOT / "python"))
 
-from quire._options import ENGINE, SAMPLING, Flag  # noqa: E402
+from quire._options import ENGINE, SAMPLING, STORE, Flag  # noqa: E402
 from quire.cli import arguments, serve  # noqa: E402
 
-_TABLE = re.compile(r"(<!-- options: ([\w, ]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- options: ([\w., ]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
 def row(name: str, flag: Flag) -> str:
@@ -47,7 +49,17 @@ def own_of_serve() -> list[str]:
     return rows
 
 
+def keywords_of_store() -> str:
+    rows = [
+        f"| `{name}` | `{option.default!r}` | {option.doc.replace(':func:', '').rstrip('.')} |\n"
+        for name, option in STORE.items()
+    ]
+    return "".join(["| option | default | |\n", "| --- | --- | --- |\n", *rows])
+
+
 def table(groups: list[str]) -> str:
+    if groups == [KEYWORDS_OF_STORE]:
+        return keywords_of_store()
     found = own_of_serve() if groups == [OWN_OF_SERVE] else [
         row(name, option.flag)
         for options in (ENGINE, SAMPLING)

@@ -1,9 +1,11 @@
-"""The options of engines and answers. Each is written here once: its name, type, default, meaning,
-and how the command line takes it. The signature of :class:`quire.Engine`, docstrings, flags and
-their `--help`, the environment, the file of `quire serve --config`, /set, the fields of a line of
-`--file` and the tables of docs/program.md are made from these entries.
+"""The options of engines, answers and chunk stores. Each is written here once: its name, type,
+default, meaning, and how the command line takes it. The signatures of :class:`quire.Engine` and
+:class:`quire.ChunkStore`, docstrings, flags and their `--help`, the environment, the file of
+`quire serve --config`, /set, the fields of a line of `--file` and the tables of docs/program.md and
+docs/store.md are made from these entries.
 
-A new option needs an entry here and a member in quire/engine.h (ForEachOption), and what uses it.
+A new option needs an entry here, a member in quire/engine.h (ForEachOption) or quire/chunk_store.h
+(and a line in src/ffi/store.cc), and what uses it.
 """
 
 # Without `from __future__ import annotations`: the entries are read from the annotations. Types
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
 
 from quire import _json_values as values
 from quire._json_values import Kind
+from quire._numbers import milliseconds
 from quire._ranges import (
     Integer,
     Number,
@@ -80,7 +83,8 @@ Part = Literal["engine", "store", "use", "peers", "connection", "answer", "bindi
 @dataclasses.dataclass(frozen=True, repr=False)
 class Option:
     """One option. `kind`: its value in JSON; None where it is no field of a line. `field`: its name
-    in the part that takes it, where that is another one."""
+    in the part that takes it, where that is another one. `most_seconds`: the option is a time,
+    which the library takes as milliseconds up to this."""
 
     default: Any
     doc: str
@@ -89,6 +93,7 @@ class Option:
     kind: Kind | None = None
     own: ModelOwn | None = None
     field: str | None = None
+    most_seconds: float | None = None
 
     def __repr__(self) -> str:
         return f"Option({self.default!r})"
@@ -96,6 +101,150 @@ class Option:
 
 Path = str | os.PathLike[str]
 _N = "N"
+
+
+Eviction = Literal["lru", "s3fifo", "cost"]
+WritePolicy = Literal["through", "selective", "back"]
+Durability = Literal["none", "async", "os", "sync"]
+FolderUse = Literal["create", "existing", "look"]
+_CENTURIES = 1e12  # seconds: longer than any store is there
+_YEAR = 365 * 86400.0
+
+
+class ChunkStoreOptions(TypedDict, total=False):
+    """The options of :class:`quire.ChunkStore`, beside its directory.
+
+    OPTIONS
+    """
+
+    folder_use: Annotated[
+        FolderUse,
+        Option(
+            "create",
+            '"create" makes the folder if it is absent; "existing" raises NotFoundError unless it '
+            'is the folder of a store; "look" does the same, and changes nothing in it: what is '
+            "damaged or expired stays, and puts fail.",
+        ),
+    ]
+    redis: Annotated[
+        str,
+        Option(
+            "",
+            '"HOST:PORT", several with commas (seeds of a cluster), or "unix:PATH"; or all of it '
+            'in one word, "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX", percent-encoded; with '
+            'TLS "rediss://...?ca=FILE" (:func:`quire.redis_url.parse` has all parameters).',
+        ),
+    ]
+    ram_bytes: Annotated[
+        int,
+        Option(0, "memory for chunks; 0 = none (an engine's own pages come first anyway)."),
+    ]
+    disk_bytes: Annotated[
+        int,
+        Option(0, "the most that the folder takes; 0 = what is free there, less a tenth."),
+    ]
+    durability: Annotated[
+        Durability,
+        Option(
+            "os",
+            'what a put survives: "none" and "async" nothing, "os" the end of the process, "sync" '
+            "a loss of power.",
+        ),
+    ]
+    key: Annotated[
+        bytes,
+        Option(
+            b"",
+            "at least 16 bytes: chunks are signed with it, and those without its signature are not "
+            'taken; b"" = not signed.',
+        ),
+    ]
+    redis_username: Annotated[str, Option("", "the user at Redis, if not in the URL.")]
+    redis_password: Annotated[str, Option("", "the password at Redis, if not in the URL.")]
+    redis_prefix: Annotated[str, Option("", "stands before every key, if not in the URL.")]
+    redis_ttl: Annotated[
+        float,
+        Option(
+            0,
+            "seconds after which Redis removes what is written there; 0 = never.",
+            field="redis_ttl_ms",
+            most_seconds=_CENTURIES,
+        ),
+    ]
+    redis_tls: Annotated[bool, Option(False, "with TLS.")]
+    redis_tls_ca_file: Annotated[
+        Path,
+        Option("", "PEM file of the authorities for servers' certificates; \"\" = the system's."),
+    ]
+    redis_tls_cert_file: Annotated[Path, Option("", "PEM file of this client's certificate.")]
+    redis_tls_key_file: Annotated[Path, Option("", "PEM file of its private key.")]
+    redis_tls_server_name: Annotated[
+        str, Option("", "the name in servers' certificates; \"\" = each server's host.")
+    ]
+    redis_tls_verify: Annotated[
+        bool, Option(True, "False accepts any certificate: any machine may pose as the server.")
+    ]
+    redis_connect_timeout_ms: Annotated[
+        int, Option(500, "milliseconds that a connection to Redis may take.")
+    ]
+    redis_timeout_ms: Annotated[int, Option(2000, "milliseconds that Redis has for an answer.")]
+    redis_replicas: Annotated[
+        int,
+        Option(
+            0,
+            "a put is acknowledged when this number of replicas have it; 0 = when the server has.",
+        ),
+    ]
+    eviction: Annotated[
+        Eviction,
+        Option(
+            "lru",
+            'which chunk goes first when a tier is full: "lru" the one that was not used for the '
+            'longest time, "s3fifo" what was used once, so that one scan does not empty the tier, '
+            '"cost" what saves least seconds per byte.',
+        ),
+    ]
+    write_policy: Annotated[
+        WritePolicy,
+        Option(
+            "through",
+            'when the folder and Redis get a chunk: "through" at once, "selective" when it was put '
+            'or found `admit_after` times, "back" when RAM gives it up, at flush() and at close().',
+        ),
+    ]
+    admit_after: Annotated[int, Option(2, 'with "selective"; at least 1.')]
+    promote: Annotated[
+        bool, Option(True, "what came from a slow tier is kept in the faster ones, too.")
+    ]
+    priority: Annotated[
+        int,
+        Option(
+            50,
+            "priority of chunks that are put, 0 to 100: those of lower priority are evicted first.",
+        ),
+    ]
+    pin_timeout: Annotated[
+        float,
+        Option(
+            60.0,
+            "seconds after which a pin ends by itself.",
+            field="pin_timeout_ms",
+            most_seconds=_YEAR,
+        ),
+    ]
+    use_uring: Annotated[
+        bool, Option(True, "io_uring for the folder; False, or where there is none: threads.")
+    ]
+    disk_timeout_ms: Annotated[int, Option(2000, "milliseconds that the folder has for a chunk.")]
+    queue_bytes: Annotated[
+        int, Option(256 << 20, "memory of puts that wait to be written; more are refused.")
+    ]
+    fetch_bytes: Annotated[
+        int, Option(1 << 30, "memory of fetches under way and not yet given back.")
+    ]
+    scrub_bytes_per_second: Annotated[
+        int, Option(0, "reads and verifies what lies in the folder, at this rate; 0 = never.")
+    ]
 
 
 class EngineOptions(TypedDict, total=False):
@@ -170,8 +319,9 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             0,
-            "models with recurrent layers: memory for the states that the prefix cache keeps, beside "
-            "those of samples in work; 0 = at most 128 states and an eighth of the free memory.",
+            "models with recurrent layers: memory for the states that the prefix cache keeps, "
+            "beside those of samples in work; 0 = at most 128 states and an eighth of the free "
+            "memory.",
         ),
     ]
     prefill_chunk: Annotated[
@@ -201,8 +351,8 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             100,
-            "while samples decode, prompts get what is computed in this time, and at least 16 tokens "
-            "of a step: the most that the next tokens of others wait for them.",
+            "while samples decode, prompts get what is computed in this time, and at least 16 "
+            "tokens of a step: the most that the next tokens of others wait for them.",
             Flag(
                 "while answers are computed, long prompts are cut so that the next token of each "
                 "answer waits at most about this long (default: 100)",
@@ -232,8 +382,8 @@ class EngineOptions(TypedDict, total=False):
             'answer: "ngram" (what followed earlier in prompt and answer) or "model" (a smaller '
             'one); "none" by default, with a draft_model "model".',
             Flag(
-                "guess the next tokens from the text so far or with a smaller model; answers do not "
-                "change (default: model with --draft-model, else none)",
+                "guess the next tokens from the text so far or with a smaller model; answers do "
+                "not change (default: model with --draft-model, else none)",
                 choices=("none", "ngram", "model"),
             ),
         ),
@@ -271,8 +421,8 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             0,
-            "guesses of all samples in a step, and one more for each sample; 0 = 64 if speculate or "
-            "draft_model is given. Recurrent layers keep a state for each.",
+            "guesses of all samples in a step, and one more for each sample; 0 = 64 if speculate "
+            "or draft_model is given. Recurrent layers keep a state for each.",
             Flag(
                 "room for N guesses of all answers in a step (default: 64 with --speculate or "
                 "--draft-model, else 0: then no request can have guesses)",
@@ -285,10 +435,11 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             0,
-            "most tokens of a piece of a prompt with `blend`, which a step takes beside prefill_chunk "
-            "others; 0 = no prompt can blend. 2048 is a good number.",
+            "most tokens of a piece of a prompt with `blend`, which a step takes beside "
+            "prefill_chunk others; 0 = no prompt can blend. 2048 is a good number.",
             Flag(
-                "at most N tokens of documents in a step (default: 2048 where prompts blend, else 0)",
+                "at most N tokens of documents in a step (default: 2048 where prompts blend, else "
+                "0)",
                 _N,
                 Integer(0, 2**20),
             ),
@@ -334,8 +485,9 @@ class EngineOptions(TypedDict, total=False):
         "ChunkStore | None",
         Option(
             None,
-            "a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it. Not "
-            "beside kv_dir, kv_redis or kv_ram_bytes, the tiers of a store of the engine's own.",
+            "a :class:`quire.ChunkStore` in which KV outlives the engine; the caller closes it. "
+            "Not beside kv_dir, kv_redis or kv_ram_bytes, the tiers of a store of the engine's "
+            "own.",
             part="store",
         ),
     ]
@@ -404,7 +556,7 @@ class EngineOptions(TypedDict, total=False):
             Flag(
                 "durability of stored KV: none, async (neither survives a crash), os (survives the "
                 "process, default), sync (survives power loss)",
-                choices=("none", "async", "os", "sync"),
+                choices=get_args(Durability),
                 group="store details",
             ),
             part="store",
@@ -417,8 +569,8 @@ class EngineOptions(TypedDict, total=False):
             None,
             "a file whose content, at least 16 bytes, signs the chunks.",
             Flag(
-                "sign stored KV with the key in FILE (at least 16 bytes); ignore unsigned or wrongly "
-                "signed KV",
+                "sign stored KV with the key in FILE (at least 16 bytes); ignore unsigned or "
+                "wrongly signed KV",
                 "FILE",
                 key_file,
                 group="store details",
@@ -471,8 +623,8 @@ class EngineOptions(TypedDict, total=False):
         Option(
             (),
             "processes that compute prompts for this engine (:meth:`Engine.serve_prefill`, `quire "
-            'prefill`): "HOST:PORT" or "unix:PATH", at most 64; or a text with commas between them. '
-            "Answers do not change.",
+            'prefill`): "HOST:PORT" or "unix:PATH", at most 64; or a text with commas between them.'
+            " Answers do not change.",
             Flag(
                 "let the processes at these addresses compute prompts, where `quire prefill` or "
                 "`quire serve --prefill-listen` runs with the same model; or unix:PATH",
@@ -538,11 +690,11 @@ class EngineOptions(TypedDict, total=False):
         Option(
             None,
             "a file whose content, at least 16 bytes, both sides of a connection must have. Needed "
-            "for addresses that other machines reach, and for a cache_salt over TCP. What is sent is "
-            "not encrypted.",
+            "for addresses that other machines reach, and for a cache_salt over TCP. What is sent "
+            "is not encrypted.",
             Flag(
-                "both sides must have the content of FILE (at least 16 bytes); needed for addresses "
-                "that other machines reach, and for --cache-salt over TCP",
+                "both sides must have the content of FILE (at least 16 bytes); needed for "
+                "addresses that other machines reach, and for --cache-salt over TCP",
                 "FILE",
                 secret_file,
                 group="connection",
@@ -571,8 +723,8 @@ _LIMIT_OF_TOKENS = """most new tokens; 0 computes the prompt and keeps its KV. N
 there is room for in the model's positions and the engine's pages; with a window, which has no such
 end, as many as the model has positions. Where a model's rotations change after its original length
 (LongRoPE, dynamic NTK) the room ends there, unless that leaves less than a quarter of it."""
-_GRAMMAR = """what the answer must look like: a :class:`quire.Grammar`, what :meth:`Engine.compile_grammar`
-made of one, or what makes one, such as
+_GRAMMAR = """what the answer must look like: a :class:`quire.Grammar`, what
+:meth:`Engine.compile_grammar` made of one, or what makes one, such as
 {"json_schema": {...}}, {"json_object": True}, {"regex": "..."}, {"choice": ["a", "b"]} or
 {"grammar": "root ::= ..."}. It holds by construction for every answer that ends by itself ("stop");
 log-probabilities are those of the allowed tokens. Needs the package xgrammar (UnavailableError); an
@@ -780,9 +932,7 @@ class SamplingOptions(TypedDict, total=False):
         _answer(
             "continue after the end-of-answer token.",
             values.BOOLEAN,
-            Flag(
-                "continue after the end-of-answer token", group="sampling", action="store_true"
-            ),
+            Flag("continue after the end-of-answer token", group="sampling", action="store_true"),
         ),
     ]
     stop: Annotated[
@@ -857,17 +1007,17 @@ class SamplingOptions(TypedDict, total=False):
     prediction: Annotated[
         str | Sequence[int],
         _answer(
-            "a text or token ids that the answer is likely to repeat in parts, at most 65536 tokens: "
-            "guesses come from it as well. It changes no answer, and needs max_tree_nodes or speculate "
-            "of the engine.",
+            "a text or token ids that the answer is likely to repeat in parts, at most 65536 "
+            "tokens: guesses come from it as well. It changes no answer, and needs max_tree_nodes "
+            "or speculate of the engine.",
             field="predicted_tokens",
         ),
     ]
     turn_group: Annotated[
         bytes,
         _answer(
-            "requests that wait come in by turns of their groups; by default those of one cache_salt "
-            "are a group."
+            "requests that wait come in by turns of their groups; by default those of one "
+            "cache_salt are a group."
         ),
     ]
     turn_weight: Annotated[
@@ -889,10 +1039,11 @@ class SamplingOptions(TypedDict, total=False):
     documents: Annotated[
         'Sequence[str | tuple[int, int]] | Literal["auto"]',
         _answer(
-            "texts that stand before the prompt (of a chat: at the beginning of the first message of "
-            "the user), each tokenised apart; or pairs (begin, end) of a prompt of token ids. They "
-            "change nothing but the prompt, unless `blend` is given. \"auto\", with `blend`: those that "
-            "earlier prompts with documents and `prepare` had are found in the prompt's tokens.",
+            "texts that stand before the prompt (of a chat: at the beginning of the first message "
+            "of the user), each tokenised apart; or pairs (begin, end) of a prompt of token ids. "
+            'They change nothing but the prompt, unless `blend` is given. "auto", with `blend`: '
+            "those that earlier prompts with documents and `prepare` had are found in the "
+            "prompt's tokens.",
             values.DOCUMENTS,
         ),
     ]
@@ -903,7 +1054,8 @@ class SamplingOptions(TypedDict, total=False):
             'part of their tokens, from 0 to 1, is computed again; "auto": what can be computed in '
             "the time that loading takes, at least 0.15. Or a mapping: ratio, metric "
             '("v_l2", "k_l2", "kv_l2", "cosine", "random"), check_layers, ratios, thresholds, '
-            'link_tokens, min_tokens, learn (True, False, "idle"), contextual (with documents="auto": '
+            'link_tokens, min_tokens, learn (True, False, "idle"), contextual (with '
+            'documents="auto": '
             "True finds also those behind another beginning). Needs blend_piece, and a verdict "
             "of `quire blend eval`. docs/blend.md",
             values.BLEND,
@@ -913,7 +1065,8 @@ class SamplingOptions(TypedDict, total=False):
         Mapping[str, Any],
         _answer(
             "of chats: values (as JSON has them) that the model's template knows by name, such as "
-            '{"enable_thinking": False}. BadArgumentError for names that the template does not use.',
+            '{"enable_thinking": False}. BadArgumentError for names that the template does not '
+            "use.",
             values.OBJECT,
         ),
     ]
@@ -929,6 +1082,7 @@ def _entries(options: type) -> dict[str, Option]:
 
 ENGINE = _entries(EngineOptions)
 SAMPLING = _entries(SamplingOptions)
+STORE = _entries(ChunkStoreOptions)
 
 
 def described(indent: str, options: Mapping[str, Option]) -> str:
@@ -957,21 +1111,35 @@ def describe(documented: Any, options: Mapping[str, Option]) -> None:
 
 describe(EngineOptions, ENGINE)
 describe(SamplingOptions, SAMPLING)
+describe(ChunkStoreOptions, STORE)
 
 
 def check_names(call: str, given: Iterable[str], known: Mapping[str, Option]) -> None:
     """TypeError for a name that is no option, as Python raises for its own signatures."""
     for name in given:
         if name not in known:
-            raise TypeError(
-                f"{call}: there is no option {name!r}; options are {', '.join(known)}"
-            )
+            raise TypeError(f"{call}: there is no option {name!r}; options are {', '.join(known)}")
 
 
 def whole_engine(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an engine with the defaults of those that were not given."""
     check_names("Engine", given, ENGINE)
     return {**{name: option.default for name, option in ENGINE.items()}, **given}
+
+
+def whole_store(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a chunk store with the defaults of those that were not given."""
+    return {**{name: option.default for name, option in STORE.items()}, **given}
+
+
+def store_fields(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a chunk store as the library takes them; it refuses unknown names.
+    BadArgumentError for a time that is none."""
+    fields = dict(whole)
+    for name, option in STORE.items():
+        value, most = fields.pop(name), option.most_seconds
+        fields[option.field or name] = value if most is None else milliseconds(value, name, most)
+    return fields
 
 
 def of_part(part: Part, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,13 +21,14 @@ import builtins
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import numpy as np
 
-from quire import _ffi, errors, redis_url
+from quire import _ffi, _options, errors, redis_url
 from quire._arrays import int_list
 from quire._numbers import checked_fields, int64, milliseconds, text
+from quire._options import ChunkStoreOptions
 from quire.chunk_space import ChunkSpace
 from quire.identity import model_identity
 
@@ -43,14 +44,19 @@ __all__ = [
 ]
 
 Tier: TypeAlias = Literal["ram", "disk", "redis"]
-Eviction: TypeAlias = Literal["lru", "s3fifo", "cost"]
-WritePolicy: TypeAlias = Literal["through", "selective", "back"]
-Durability: TypeAlias = Literal["none", "async", "os", "sync"]
-FolderUse: TypeAlias = Literal["create", "existing", "look"]
 
-_TTL_MAX = 1e12  # seconds: longer than any store is there
+_TTL_MAX = _options.STORE["redis_ttl"].most_seconds or 0.0
 _FLUSH_SECONDS = 60.0
-_PRIORITY_DEFAULT = 50  # kDefaultPriority in include/quire/chunk_store.h
+# What a URL of Redis may have; "redis_" stands before their options.
+_IN_URL = (
+    "username",
+    "password",
+    "prefix",
+    "tls_ca_file",
+    "tls_cert_file",
+    "tls_key_file",
+    "tls_server_name",
+)
 _KEY_BYTES_MIN = 16  # kMacKeyBytesMin in include/quire/chunk_store.h
 
 
@@ -164,17 +170,21 @@ def _key_bytes(key: bytes) -> bytes:
     return bytes(key)
 
 
-def _words_of_redis(place: redis_url.RedisPlace, **given: str | os.PathLike[str]) -> dict[str, str]:
-    """Fields of the library, "redis_NAME": what was given, or what the URL has."""
-    fields = {}
-    for name, value in given.items():
+def _with_url(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with what the URL of Redis has in their places."""
+    place = redis_url.parse(whole["redis"])
+    found = {**whole, "redis": place.endpoints}
+    for name in _IN_URL:
         in_url: str = getattr(place, name)
-        if value and in_url:
+        option = f"redis_{name}"
+        if whole[option] and in_url:
             raise errors.BadArgumentError(
-                f"ChunkStore: redis_{name} is given twice, the second time in the URL"
+                f"ChunkStore: {option} is given twice, the second time in the URL"
             )
-        fields[f"redis_{name}"] = os.fspath(value) or in_url
-    return fields
+        found[option] = os.fspath(whole[option]) or in_url
+    found["redis_tls"] = whole["redis_tls"] or place.tls
+    found["redis_tls_verify"] = whole["redis_tls_verify"] and place.tls_verify
+    return found
 
 
 class ChunkStore(_ffi.ClosingOwner):
@@ -182,37 +192,7 @@ class ChunkStore(_ffi.ClosingOwner):
 
     Args:
         directory: a folder for chunks; several processes may share it.
-        folder_use: "create" makes the folder if it is absent; "existing" raises NotFoundError
-            unless it is the folder of a store; "look" does the same, and changes nothing in it:
-            what is damaged or expired stays, and puts fail.
-        redis: "HOST:PORT", several with commas (seeds of a cluster), or "unix:PATH"; or all of it in
-            one word, "redis://USER:PASSWORD@HOST:PORT/?prefix=PREFIX", percent-encoded; with TLS
-            "rediss://...?ca=FILE" (:func:`quire.redis_url.parse` has all parameters).
-        ram_bytes: memory for chunks; 0 = none (an engine's own pages come first anyway).
-        disk_bytes: the most that the folder takes; 0 = what is free there, but a tenth.
-        durability: what a put survives: "none" and "async" nothing, "os" the end of the process,
-            "sync" a loss of power.
-        key: at least 16 bytes: chunks are signed with it, and those without its signature are not
-            taken; b"" = not signed.
-        redis_username, redis_password, redis_prefix, redis_ttl: seconds of what is written there;
-            0 = for ever.
-        redis_tls: with TLS. redis_tls_ca_file: PEM file of the authorities for servers' certificates,
-            "" = the system's. redis_tls_cert_file, redis_tls_key_file: this client's. redis_tls_server_name:
-            whose certificate servers must have, "" = each one's host. redis_tls_verify: False takes
-            anybody's certificate.
-        eviction: which chunk goes first when a tier is full: "lru" the one that was not used for
-            the longest time, "s3fifo" what was used once, so that one scan does not empty the tier,
-            "cost" what saves least seconds per byte.
-        write_policy: when the folder and Redis get a chunk: "through" at once, "selective" when it
-            was put or found `admit_after` times, "back" when RAM gives it up, at flush() and at
-            close().
-        admit_after: with "selective"; at least 1.
-        promote: what came from a slow tier is kept in the faster ones, too.
-        priority: of chunks that are put, 0 to 100: those of lower priority are evicted first.
-        pin_timeout: seconds after which a pin ends by itself.
-        **options: names of ChunkStoreOptions for what is rarely changed: use_uring,
-            disk_timeout_ms, redis_connect_timeout_ms, redis_timeout_ms, redis_replicas,
-            queue_bytes, fetch_bytes, scrub_bytes_per_second.
+        OPTIONS
 
     Raises:
         BadArgumentError: an option, or no tier at all.
@@ -223,72 +203,15 @@ class ChunkStore(_ffi.ClosingOwner):
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,
-        *,
-        redis: str = "",
-        ram_bytes: int = 0,
-        folder_use: FolderUse = "create",
-        disk_bytes: int = 0,
-        durability: Durability = "os",
-        key: bytes = b"",
-        redis_username: str = "",
-        redis_password: str = "",
-        redis_prefix: str = "",
-        redis_ttl: float = 0,
-        redis_tls: bool = False,
-        redis_tls_ca_file: str | os.PathLike[str] = "",
-        redis_tls_cert_file: str | os.PathLike[str] = "",
-        redis_tls_key_file: str | os.PathLike[str] = "",
-        redis_tls_server_name: str = "",
-        redis_tls_verify: bool = True,
-        eviction: Eviction = "lru",
-        write_policy: WritePolicy = "through",
-        admit_after: int = 2,
-        promote: bool = True,
-        priority: int = _PRIORITY_DEFAULT,
-        pin_timeout: float = 60.0,
-        **options: Any,
+        **options: Unpack[ChunkStoreOptions],
     ) -> None:
-        self.key = _key_bytes(key)
+        whole = _options.whole_store(options)
+        self.key = whole["key"] = _key_bytes(whole["key"])
         if directory is not None and not os.fspath(directory):
             raise errors.BadArgumentError("ChunkStore: directory is empty; give a folder, or None")
-        place = redis_url.parse(redis)
-        words = _words_of_redis(
-            place,
-            username=redis_username,
-            password=redis_password,
-            prefix=redis_prefix,
-            tls_ca_file=redis_tls_ca_file,
-            tls_cert_file=redis_tls_cert_file,
-            tls_key_file=redis_tls_key_file,
-            tls_server_name=redis_tls_server_name,
-        )
-        super().__init__(
-            _ffi.new(
-                _ffi.ChunkStoreHandle,
-                checked_fields(
-                    {
-                        "directory": "" if directory is None else os.fspath(Path(directory)),
-                        "redis": place.endpoints,
-                        "folder_use": folder_use,
-                        "ram_bytes": ram_bytes,
-                        "disk_bytes": disk_bytes,
-                        "durability": durability,
-                        "key": self.key,
-                        **words,
-                        "redis_ttl_ms": milliseconds(redis_ttl, "redis_ttl", most=_TTL_MAX),
-                        "redis_tls": redis_tls or place.tls,
-                        "redis_tls_verify": redis_tls_verify and place.tls_verify,
-                        "eviction": eviction,
-                        "write_policy": write_policy,
-                        "admit_after": admit_after,
-                        "promote": promote,
-                        "priority": priority,
-                        "pin_timeout_ms": milliseconds(pin_timeout, "pin_timeout"),
-                        **options,
-                    }
-                ),
-            )
-        )
+        fields = _options.store_fields(_with_url(whole))
+        fields["directory"] = "" if directory is None else os.fspath(Path(directory))
+        super().__init__(_ffi.new(_ffi.ChunkStoreHandle, checked_fields(fields)))
 
     @property
     def tiers(self) -> builtins.list[Tier]:
@@ -535,6 +458,10 @@ class ChunkStore(_ffi.ClosingOwner):
     def close(self) -> None:
         """Writes what is queued and stops. Every later call raises ClosedError."""
         super().close()
+
+
+_options.describe(ChunkStore, _options.STORE)
+_options.with_signature(ChunkStore.__init__, _options.STORE, ChunkStoreOptions)
 
 
 def _plain(fields: Any) -> dict[str, Any]:

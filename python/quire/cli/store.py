@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire import errors, redis_url
+from quire import _options, errors, redis_url
 from quire import _ranges as ranges
 from quire.cli import arguments, models, text_input
 from quire.cli.arguments import UsageError
@@ -231,13 +231,12 @@ def _open(options: argparse.Namespace) -> tuple[ChunkStore, Tier]:
         )
     if options.action == "prefetch" and options.kv_redis is None:
         raise UsageError("store prefetch: give the Redis that has the chunks, --kv-redis URL")
+    given = arguments.given(options, ("kv_redis", "kv_dir_bytes", "kv_durability"))
     store = ChunkStore(
         name,
-        redis=options.kv_redis or "",
         folder_use="look" if options.action in _LOOKING else "existing",
-        disk_bytes=options.kv_dir_bytes or 0,
-        durability=options.kv_durability or "os",
         key=key,
+        **_options.of_part("store", given),
     )
     return store, "disk"
 
