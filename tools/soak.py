@@ -148,8 +148,8 @@ CAPABILITIES = (
         "*EachIsAsAloneAndStoresAreExact*",
         "requests",
         10_000,
-        "R15b: a blended answer depends on what runs beside it, or a chunk in RAM or on disk is not "
-        "what full prefill gives",
+        "R15b: a blended answer depends on what runs beside it, or KV under an exact key, in pages, "
+        "RAM, a folder or Redis, is not what full prefill gives",
     ),
     Capability(
         "abuse",
