@@ -12,18 +12,15 @@ import source_tree
 
 # No class of the product has more methods than this, but for those below.
 METHODS_MAX = 60
-# The engine's interface alone has 25 calls.
-METHODS_OF_ENGINE = {"EngineImpl": 66}
-# What is reached in kv. A class that gets smaller gets a smaller limit.
-METHODS_OF_KV = {"BlockTree": 53, "PagedKVCache": 40, "StateHistory": 44}
-METHODS_OF = METHODS_OF_KV | METHODS_OF_ENGINE
-MEMBERS_OF_KV = {"PagedKVCache": 15}
+# What is reached. A class that gets smaller gets a smaller limit. The engine's interface alone has 21
+# calls.
+METHODS_OF = {"BlockTree": 53, "EngineImpl": 33, "PagedKVCache": 40, "StateHistory": 44}
+MEMBERS_OF = {"EngineImpl": 15, "PagedKVCache": 15}
 
 # A class with this number of methods has one file for the writes of a member, but for these. A
 # plan's arrays are filled in one file and repeated in place in the other.
 LARGE_METHODS_MIN = 20
 WRITTEN_IN_SEVERAL = {
-    "EngineImpl": {"counters_", "due_"},
     "ForwardPlan": {"filled_at_", "opens_page_", "positions_"},
 }
 
@@ -165,15 +162,15 @@ def test_no_class_has_too_many_methods(classes: list[CppClass]):
 
 def test_no_large_class_gets_members(classes: list[CppClass]):
     for found in classes:
-        if found.name in MEMBERS_OF_KV:
-            assert len(found.members) <= MEMBERS_OF_KV[found.name], found.members
+        if found.name in MEMBERS_OF:
+            assert len(found.members) <= MEMBERS_OF[found.name], found.members
 
 
 def test_limits_are_what_is_reached(classes: list[CppClass]):
     methods = {found.name: len(found.methods) for found in classes}
     members = {found.name: len(found.members) for found in classes}
-    assert METHODS_OF_KV == {name: methods[name] for name in METHODS_OF_KV}
-    assert MEMBERS_OF_KV == {name: members[name] for name in MEMBERS_OF_KV}
+    assert METHODS_OF == {name: methods[name] for name in METHODS_OF}
+    assert MEMBERS_OF == {name: members[name] for name in MEMBERS_OF}
 
 
 def files_of(found: CppClass) -> dict[Path, str]:

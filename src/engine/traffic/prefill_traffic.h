@@ -14,8 +14,8 @@
 //
 // Invariant: at most one sequence of a job is marked, its leader's, and it is detached before the
 // sequence goes to anybody else.
-#ifndef QUIRE_ENGINE_PREFILL_TRAFFIC_H_
-#define QUIRE_ENGINE_PREFILL_TRAFFIC_H_
+#ifndef QUIRE_ENGINE_TRAFFIC_PREFILL_TRAFFIC_H_
+#define QUIRE_ENGINE_TRAFFIC_PREFILL_TRAFFIC_H_
 
 #include <atomic>
 #include <condition_variable>
@@ -29,7 +29,7 @@
 #include "engine/prefix/sequence_state.h"
 #include "engine/remote/prefill_server.h"
 #include "engine/request/request_queue.h"
-#include "engine/sample_sequences.h"
+#include "engine/traffic/sample_sequences.h"
 #include "quire/engine.h"
 #include "quire/kv_export.h"
 
@@ -137,4 +137,4 @@ class PrefillTraffic {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_PREFILL_TRAFFIC_H_
+#endif  // QUIRE_ENGINE_TRAFFIC_PREFILL_TRAFFIC_H_

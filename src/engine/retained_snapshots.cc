@@ -1,10 +1,10 @@
-// Snapshots out of and into the prefix cache.
+#include "engine/retained_snapshots.h"
+
 #include <algorithm>
 #include <string>
 #include <utility>
 
 #include "base/check.h"
-#include "engine/engine_impl.h"
 
 namespace quire {
 namespace {
@@ -29,13 +29,12 @@ Status CheckSnapshotFits(const SnapshotInfo& info, const std::string& path,
 
 }  // namespace
 
-Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
-                                         const std::string& path) {
-  if (!options_.prefix_cache) return NeedsPrefixCache("SaveSnapshot");
+Result<int64_t> RetainedSnapshots::Save(const SnapshotContents& contents, const std::string& path) {
+  if (!facts_.options.prefix_cache) return NeedsPrefixCache("SaveSnapshot");
   const std::string& salt = contents.cache_salt;
-  PrefixMatch match = prefix_cache_.Find(contents.tokens, {.salt = salt});
+  PrefixMatch match = holders_.prefix_cache.Find(contents.tokens, {.salt = salt});
   const PrefixMatch long_match =
-      prefix_cache_.Find(contents.tokens, {.salt = salt, .long_rope = true});
+      holders_.prefix_cache.Find(contents.tokens, {.salt = salt, .long_rope = true});
   if (long_match.length > match.length) match = long_match;
   if (match.length == 0) {
     return Status(StatusCode::kNotFound, "Engine::SaveSnapshot: no KV of the beginning of these " +
@@ -44,34 +43,34 @@ Result<int64_t> EngineImpl::SaveRetained(const SnapshotContents& contents,
   }
   SnapshotContents held = contents;
   held.tokens.resize(static_cast<size_t>(match.length));
-  const int64_t id = sequences_.NewId();
-  QUIRE_RETURN_IF_ERROR(state_.kv().ForkSequence(match.sequence_id, id, match.length));
+  const int64_t id = holders_.sequences.NewId();
+  QUIRE_RETURN_IF_ERROR(holders_.state.kv().ForkSequence(match.sequence_id, id, match.length));
   const Status saved = quire::SaveSnapshot(states_, id, held, path);
-  const Status removed = state_.kv().RemoveSequence(id);
+  const Status removed = holders_.state.kv().RemoveSequence(id);
   QUIRE_CHECK(removed.ok()) << removed.ToString();
   QUIRE_RETURN_IF_ERROR(saved);
-  prefix_cache_.Touch(match.sequence_id);
+  holders_.prefix_cache.Touch(match.sequence_id);
   return match.length;
 }
 
-Result<SnapshotInfo> EngineImpl::LoadRetained(const Passport& identity, const std::string& path,
-                                              const SnapshotLoadOptions& options) {
-  if (!options_.prefix_cache) return NeedsPrefixCache("LoadSnapshot");
+Result<SnapshotInfo> RetainedSnapshots::Load(const Passport& identity, const std::string& path,
+                                             const SnapshotLoadOptions& options) {
+  if (!facts_.options.prefix_cache) return NeedsPrefixCache("LoadSnapshot");
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
-  QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path, limits_));
+  QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path, facts_.limits));
   const int64_t length = static_cast<int64_t>(announced.tokens.size());
-  prefix_cache_.Evict((length + options_.page_size - 1) / options_.page_size);
-  const int64_t id = sequences_.NewId();
+  holders_.prefix_cache.Evict((length + facts_.options.page_size - 1) / facts_.options.page_size);
+  const int64_t id = holders_.sequences.NewId();
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo info,
                          quire::LoadSnapshot(states_, id, identity, path, options));
   if (info.tokens != announced.tokens) {  // the file was replaced meanwhile
-    const Status removed = state_.kv().RemoveSequence(id);
+    const Status removed = holders_.state.kv().RemoveSequence(id);
     QUIRE_CHECK(removed.ok()) << removed.ToString();
     return Status(StatusCode::kUnavailable, path + ": it changed while it was read; load it again");
   }
   const PrefixSpace space{.salt = options.cache_salt, .long_rope = info.long_factors};
-  prefix_cache_.Retain(id, std::move(announced.tokens), space);
-  if (prefix_cache_.Find(info.tokens, space).length == length) return info;
+  holders_.prefix_cache.Retain(id, std::move(announced.tokens), space);
+  if (holders_.prefix_cache.Find(info.tokens, space).length == length) return info;
   return Status(StatusCode::kOutOfPages,
                 path + ": the prefix cache has no room for the states of its " +
                     std::to_string(length) + " tokens; raise EngineOptions::state_bytes");

@@ -1,4 +1,4 @@
-#include "engine/answer_drawer.h"
+#include "engine/step/answer_drawer.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "engine/prompt_blender.h"
+#include "engine/step/prompt_blender.h"
 
 #include <algorithm>
 #include <limits>
@@ -210,7 +210,7 @@ int64_t PromptBlender::ExactEnd(const Sample& sample, const OpenPieces& pieces) 
   return kExactForever;
 }
 
-void PromptBlender::Commit(const OpenPieces& pieces, EngineStats* counters) noexcept {
+void PromptBlender::Commit(const OpenPieces& pieces) noexcept {
   for (const OpenPiece& piece : pieces) {
     Request& request = *piece.work.request;
     Sample& sample = *piece.work.sample;
@@ -218,9 +218,14 @@ void PromptBlender::Commit(const OpenPieces& pieces, EngineStats* counters) noex
     sample.approximate_from = std::min(sample.approximate_from, ExactEnd(sample, pieces));
     request.approximate |= counts.any_left();
     request.blend->NotePiece(piece.work.piece.index, counts);
-    counters->blend_moved_tokens += counts.moved;
-    counters->blend_recomputed_tokens += counts.recomputed;
+    moved_tokens_ += counts.moved;
+    recomputed_tokens_ += counts.recomputed;
   }
+}
+
+void PromptBlender::Publish(EngineStats* stats) const noexcept {
+  stats->blend_moved_tokens = moved_tokens_;
+  stats->blend_recomputed_tokens = recomputed_tokens_;
 }
 
 }  // namespace quire

@@ -1,8 +1,8 @@
 // Which sample holds which sequence of the caches.
 //
 // Invariant: a sequence belongs to one sample, to the prefix cache, or to the call that is running.
-#ifndef QUIRE_ENGINE_SAMPLE_SEQUENCES_H_
-#define QUIRE_ENGINE_SAMPLE_SEQUENCES_H_
+#ifndef QUIRE_ENGINE_TRAFFIC_SAMPLE_SEQUENCES_H_
+#define QUIRE_ENGINE_TRAFFIC_SAMPLE_SEQUENCES_H_
 
 #include <cstdint>
 
@@ -44,4 +44,4 @@ class SampleSequences {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_SAMPLE_SEQUENCES_H_
+#endif  // QUIRE_ENGINE_TRAFFIC_SAMPLE_SEQUENCES_H_

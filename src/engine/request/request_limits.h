@@ -1,7 +1,7 @@
 // What an engine can hold of a request, whatever else there is: facts that never change while it
 // lives, so threads may ask at any time.
-#ifndef QUIRE_ENGINE_REQUEST_LIMITS_H_
-#define QUIRE_ENGINE_REQUEST_LIMITS_H_
+#ifndef QUIRE_ENGINE_REQUEST_REQUEST_LIMITS_H_
+#define QUIRE_ENGINE_REQUEST_REQUEST_LIMITS_H_
 
 #include <cstdint>
 #include <string>
@@ -34,4 +34,4 @@ struct RequestLimits {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_REQUEST_LIMITS_H_
+#endif  // QUIRE_ENGINE_REQUEST_REQUEST_LIMITS_H_

@@ -1,4 +1,4 @@
-#include "engine/remote_traffic.h"
+#include "engine/traffic/remote_traffic.h"
 
 #include <algorithm>
 #include <new>

@@ -13,8 +13,8 @@
 // What has been computed is put after each step, a bounded number of bytes, and the rest of a
 // sequence when it ends. KV from before the store was attached is put when its pages are about to
 // be given up, and by StoreAll.
-#ifndef QUIRE_ENGINE_STORE_TRAFFIC_H_
-#define QUIRE_ENGINE_STORE_TRAFFIC_H_
+#ifndef QUIRE_ENGINE_TRAFFIC_STORE_TRAFFIC_H_
+#define QUIRE_ENGINE_TRAFFIC_STORE_TRAFFIC_H_
 
 #include <array>
 #include <cstdint>
@@ -26,7 +26,7 @@
 #include "engine/prefix/sequence_state.h"
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request_queue.h"
-#include "engine/sample_sequences.h"
+#include "engine/traffic/sample_sequences.h"
 #include "quire/engine.h"
 
 namespace quire {
@@ -138,4 +138,4 @@ class StoreTraffic {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_STORE_TRAFFIC_H_
+#endif  // QUIRE_ENGINE_TRAFFIC_STORE_TRAFFIC_H_

@@ -1,4 +1,4 @@
-#include "engine/sample_sequences.h"
+#include "engine/traffic/sample_sequences.h"
 
 #include <algorithm>
 #include <new>

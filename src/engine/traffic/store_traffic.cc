@@ -1,4 +1,4 @@
-#include "engine/store_traffic.h"
+#include "engine/traffic/store_traffic.h"
 
 #include <algorithm>
 #include <utility>

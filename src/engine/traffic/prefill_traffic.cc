@@ -1,4 +1,4 @@
-#include "engine/prefill_traffic.h"
+#include "engine/traffic/prefill_traffic.h"
 
 #include <algorithm>
 #include <new>

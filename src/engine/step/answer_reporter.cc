@@ -1,10 +1,10 @@
-// What a drawn token does to its sample, and how samples and requests end. Results are stored in
-// memory that was taken when the request was admitted and when the draws were prepared.
+#include "engine/step/answer_reporter.h"
+
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/check.h"
-#include "engine/engine_impl.h"
 
 namespace quire {
 
@@ -21,8 +21,7 @@ BlendUsage BlendUsageOf(const Request& request) noexcept {
   return usage;
 }
 
-}  // namespace
-
+// Fills what an output has about its whole request.
 void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexcept {
   output->prompt_tokens = request.prompt_tokens;
   output->completion_tokens = request.completion_tokens;
@@ -43,7 +42,36 @@ void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexc
   if (request.blend != nullptr) output->blend = BlendUsageOf(request);
 }
 
-void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
+}  // namespace
+
+void AnswerReporter::Commit(std::vector<Drawn>* draws) noexcept {
+  const int64_t now_ns = owners_.clock.SteadyNs();
+  for (Drawn& drawn : *draws) {
+    if (drawn.count > 0 && drawn.request->first_token_ns == Request::kNotYet)
+      drawn.request->first_token_ns = now_ns;
+    if (drawn.draws.empty()) {
+      Finish(drawn.request, drawn.sample, FinishReason::kLength, &drawn.output);
+    } else {
+      owners_.holders.speculator.Note({drawn.request, drawn.sample}, drawn.guesses, drawn.count,
+                                      std::ssize(drawn.draws));
+    }
+    for (int64_t i = 0; i < drawn.count; ++i) {
+      ApplyDraw(&drawn, &drawn.draws[static_cast<size_t>(i)]);
+    }
+    if (!drawn.output.tokens.empty() && !drawn.request->told_usage) {
+      drawn.request->told_usage = true;
+      NoteUsage(*drawn.request, now_ns, &drawn.output);
+    }
+    const bool says_something =
+        !drawn.output.tokens.empty() || drawn.output.finish_reason != FinishReason::kNone;
+    if (says_something && drawn.request->has_outputs()) due_.push_back(std::move(drawn.output));
+  }
+  owners_.holders.requests.EraseEnded();
+}
+
+std::vector<StepOutput> AnswerReporter::Take() { return std::exchange(due_, {}); }
+
+void AnswerReporter::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
   Sample& sample = *drawn->sample;
   const SamplingOptions& options = drawn->request->options;
   const auto answer_length = [&] {
@@ -51,28 +79,28 @@ void EngineImpl::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
   };
   if (draw->error != DrawError::kNone) {
     Report(answer_length(), drawn);
-    return FinishSample(drawn->request, &sample, FinishReason::kError, &drawn->output);
+    return Finish(drawn->request, &sample, FinishReason::kError, &drawn->output);
   }
-  if (IsEnd(model_->info(), options, draw->token)) {
+  if (IsEnd(owners_.model.info(), options, draw->token)) {
     Report(answer_length(), drawn);
-    return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
+    return Finish(drawn->request, &sample, FinishReason::kStop, &drawn->output);
   }
   sample.tokens.push_back(draw->token);
   if (options.logprobs >= 0) sample.held_logprobs.push_back(std::move(draw->logprobs));
   const std::span<const int32_t> answer = drawn->request->answer_of(sample);
   if (const int64_t match = StopMatchLength(answer, options.stop); match > 0) {
     Report(answer_length() - match, drawn);
-    return FinishSample(drawn->request, &sample, FinishReason::kStop, &drawn->output);
+    return Finish(drawn->request, &sample, FinishReason::kStop, &drawn->output);
   }
   if (answer_length() == options.max_tokens) {
     Report(answer_length(), drawn);
-    return FinishSample(drawn->request, &sample, FinishReason::kLength, &drawn->output);
+    return Finish(drawn->request, &sample, FinishReason::kLength, &drawn->output);
   }
   Report(answer_length() - HeldBackLength(answer, options.stop), drawn);
 }
 
 // Gives out the answer up to `answer_length`.
-void EngineImpl::Report(int64_t answer_length, Drawn* drawn) noexcept {
+void AnswerReporter::Report(int64_t answer_length, Drawn* drawn) noexcept {
   Sample& sample = *drawn->sample;
   const int64_t count = answer_length - sample.reported;
   QUIRE_CHECK(count >= 0) << "a token was given out that belongs to a stop sequence";
@@ -86,27 +114,27 @@ void EngineImpl::Report(int64_t answer_length, Drawn* drawn) noexcept {
   }
   sample.reported += count;
   drawn->request->completion_tokens += count;
-  counters_.completion_tokens += count;
+  tokens_ += count;
 }
 
 // The answer is what was reported: what was drawn beyond it is popped, so that state and usage are
 // as if the sample had stopped at once.
-void EngineImpl::FinishSample(Request* request, Sample* sample, FinishReason reason,
-                              StepOutput* output) noexcept {
+void AnswerReporter::Finish(Request* request, Sample* sample, FinishReason reason,
+                            StepOutput* output) noexcept {
   sample->finish_reason = reason;
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
-  NoteUsage(*request, clock_->SteadyNs(), output);
-  if (request->learns_for != Request::kNobody) blender_.NoteLearnt(*request);
-  speculator_.Forget(*request, sample);
+  NoteUsage(*request, owners_.clock.SteadyNs(), output);
+  if (request->learns_for != Request::kNobody) owners_.blender.NoteLearnt(*request);
+  owners_.holders.speculator.Forget(*request, sample);
   sample->filter.Drop();
-  prefill_traffic_.NoteEnd(request);
+  owners_.traffic.prefill.NoteEnd(request);
   if (sample->has_sequence()) ReleaseSequence(request, sample);
 }
 
 // The sequence goes to the next leader if that one still waits to be forked from it, else it is
 // retained.
-void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
+void AnswerReporter::ReleaseSequence(Request* request, Sample* sample) noexcept {
   RemoteTraffic::GiveUp(request, *sample);
   Sample* const heir = request->leader();
   const bool inherits =
@@ -114,17 +142,18 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
   // What is retained may be less than all, where only that is held; what is inherited may not.
   const int64_t kept =
       inherits ? request->prompt_tokens
-               : state_.ForkStart(
+               : owners_.holders.state.ForkStart(
                      sample->sequence_id,
                      std::min(sample->computed, static_cast<int64_t>(sample->tokens.size())));
-  const Status popped = state_.kv().PopN(sample->sequence_id, sample->computed - kept);
+  const Status popped =
+      owners_.holders.state.kv().PopN(sample->sequence_id, sample->computed - kept);
   if (!popped.ok() || sample->finish_reason == FinishReason::kError) {
-    return sequences_.Remove(*request, sample);
+    return owners_.holders.sequences.Remove(*request, sample);
   }
   sample->computed = kept;
   if (!inherits) {
-    store_traffic_.StoreWhole(*request, sample);
-    return sequences_.Retain(*request, sample, options_.prefix_cache);
+    owners_.traffic.store.StoreWhole(*request, sample);
+    return owners_.holders.sequences.Retain(*request, sample, owners_.retains);
   }
   heir->sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   heir->stored = {};
@@ -132,11 +161,10 @@ void EngineImpl::ReleaseSequence(Request* request, Sample* sample) noexcept {
   heir->approximate_from = std::exchange(sample->approximate_from, kExactForever);
 }
 
-// Ends a request, wherever it is, with an output for each unfinished sample. Outputs first: they
-// need memory.
-void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::string& error) {
+// Outputs first: they need memory.
+void AnswerReporter::End(Request* request, FinishReason reason, const std::string& error) {
   std::vector<StepOutput> outputs;
-  prefill_traffic_.NoteFailure(request, error);
+  owners_.traffic.prefill.NoteFailure(request, error);
   for (const Sample& sample : request->samples) {
     if (sample.finished() || !request->has_outputs()) continue;
     StepOutput& output = outputs.emplace_back();
@@ -144,20 +172,20 @@ void EngineImpl::EndRequest(Request* request, FinishReason reason, const std::st
     output.sample = &sample - request->samples.data();
     output.finish_reason = reason;
     output.error = error;
-    NoteUsage(*request, clock_->SteadyNs(), &output);
+    NoteUsage(*request, owners_.clock.SteadyNs(), &output);
   }
   due_.insert(due_.end(), std::make_move_iterator(outputs.begin()),
               std::make_move_iterator(outputs.end()));
   const std::vector<int64_t> learners = std::move(request->learners);
-  sequences_.RemoveAll(request);
-  requests_.Erase(request);
+  owners_.holders.sequences.RemoveAll(request);
+  owners_.holders.requests.Erase(request);
   for (const int64_t id : learners) {
-    if (Request* const learner = requests_.Find(id)) EndRequest(learner, reason, error);
+    if (Request* const learner = owners_.holders.requests.Find(id)) End(learner, reason, error);
   }
 }
 
-Status EngineImpl::StopSample(int64_t request_id, int64_t sample_index, int64_t answer_tokens) {
-  Request* const request = requests_.Find(request_id);
+Status AnswerReporter::Stop(int64_t request_id, int64_t sample_index, int64_t answer_tokens) {
+  Request* const request = owners_.holders.requests.Find(request_id);
   const bool is_there = request != nullptr && sample_index >= 0 &&
                         sample_index < static_cast<int64_t>(request->samples.size()) &&
                         !request->samples[sample_index].finished();
@@ -177,14 +205,14 @@ Status EngineImpl::StopSample(int64_t request_id, int64_t sample_index, int64_t 
   StepOutput output;
   output.request_id = request_id;
   output.sample = sample_index;
-  due_.reserve(due_.size() + 1);
+  Reserve(1);
   const int64_t surplus = sample.reported - answer_tokens;
   sample.reported -= surplus;
   request->completion_tokens -= surplus;
-  counters_.completion_tokens -= surplus;
-  FinishSample(request, &sample, FinishReason::kStop, &output);
+  tokens_ -= surplus;
+  Finish(request, &sample, FinishReason::kStop, &output);
   due_.push_back(std::move(output));
-  if (request->leader() == nullptr) requests_.Erase(request);
+  if (request->leader() == nullptr) owners_.holders.requests.Erase(request);
   return {};
 }
 

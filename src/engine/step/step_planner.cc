@@ -1,6 +1,5 @@
-// The first half of a step: which samples compute how many tokens. Every decision is carried out
-// whole before the next one is asked for, so an error between two leaves a state from which the
-// next step goes on.
+#include "engine/step/step_planner.h"
+
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -10,7 +9,6 @@
 #include <vector>
 
 #include "base/check.h"
-#include "engine/engine_impl.h"
 
 namespace quire {
 namespace {
@@ -37,27 +35,26 @@ PrefixMiss MissOf(const Request& request, const PrefixSpace& exact, const Prefix
 
 }  // namespace
 
-Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
+Result<StepBatch> StepPlanner::Plan(bool may_admit) {
   for (;;) {
     QUIRE_RETURN_IF_ERROR(GiveSequences());
-    if (may_admit) store_traffic_.StartLoads();
-    if (may_admit) remote_traffic_.HoldBack(store_traffic_.is_attached());
-    Batch works;
+    if (may_admit) owners_.traffic.StartLoads();
+    StepBatch works;
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
-    const int64_t of_loads = PagesOfLoads(works);
-    const double speed = store_traffic_.compute_seconds_per_token();
-    const Decision decision =
-        DecideNext({.token_budget = options_.prefill_chunk,
-                    .piece_rows = options_.blend_piece,
-                    .step_seconds = static_cast<double>(options_.max_step_ms) * 1e-3,
-                    .seconds_per_token = speed,
-                    .page_size = options_.page_size,
-                    .pages_free = state_.pages_free() - of_loads,
-                    .sequences_free = options_.max_num_sequences - requests_.running_samples(),
-                    .pages_evictable_max = prefix_cache_.page_count_max(),
-                    .receiving = remote_traffic_.receiving(),
-                    .running = running,
-                    .head = may_admit ? ViewHead() : std::nullopt});
+    const int64_t of_loads = PagesOfLoads(works, options_.page_size);
+    const double speed = owners_.traffic.store.compute_seconds_per_token();
+    const Decision decision = DecideNext(
+        {.token_budget = options_.prefill_chunk,
+         .piece_rows = options_.blend_piece,
+         .step_seconds = static_cast<double>(options_.max_step_ms) * 1e-3,
+         .seconds_per_token = speed,
+         .page_size = options_.page_size,
+         .pages_free = holders_.state.pages_free() - of_loads,
+         .sequences_free = options_.max_num_sequences - holders_.requests.running_samples(),
+         .pages_evictable_max = holders_.prefix_cache.page_count_max(),
+         .receiving = owners_.traffic.remote.receiving(),
+         .running = running,
+         .head = may_admit ? ViewHead() : std::nullopt});
     switch (decision.kind) {
       case Decision::Kind::kAdmit: {
         QUIRE_ASSIGN_OR_RETURN(const bool admitted, AdmitHead());
@@ -65,7 +62,7 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
         break;
       }
       case Decision::Kind::kEvict:
-        prefix_cache_.Evict(decision.pages + of_loads);
+        holders_.prefix_cache.Evict(decision.pages + of_loads);
         break;
       case Decision::Kind::kPreempt:
         PreemptYoungest();
@@ -76,7 +73,7 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
         break;
       case Decision::Kind::kRun:
       case Decision::Kind::kNothing: {
-        Batch batch;
+        StepBatch batch;
         for (const Take& take : decision.takes) {
           batch.push_back(works[take.index]);
           batch.back().tokens = take.tokens;
@@ -89,20 +86,21 @@ Result<EngineImpl::Batch> EngineImpl::PlanBatch(bool may_admit) {
 
 // Leaders without a sequence get one; the other samples are forked as soon as their leader has
 // computed the prompt.
-Status EngineImpl::GiveSequences() {
-  for (const auto& request : requests_.running()) {
+Status StepPlanner::GiveSequences() {
+  for (const auto& request : holders_.requests.running()) {
     Sample* const leader = request->leader();
     if (!leader->has_sequence()) {
-      QUIRE_RETURN_IF_ERROR(sequences_.Give(*request, leader, finder_.Find(*request, *leader)));
+      QUIRE_RETURN_IF_ERROR(
+          holders_.sequences.Give(*request, leader, holders_.finder.Find(*request, *leader)));
     }
-    if (request->job != nullptr) QUIRE_RETURN_IF_ERROR(prefill_traffic_.Mark(request.get()));
+    if (request->job != nullptr) QUIRE_RETURN_IF_ERROR(owners_.traffic.prefill.Mark(request.get()));
     // Another sample leads now, and begins elsewhere or has another answer.
-    if (store_traffic_.LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
+    if (owners_.traffic.store.LayersOf(*request, *leader) == nullptr) request->layers = nullptr;
     if (!request->answer_begun() || leader->computed < request->prompt_tokens) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || sample.has_sequence()) continue;
-      QUIRE_RETURN_IF_ERROR(
-          sequences_.Give(*request, &sample, finder_.FindFork(*request, *leader, sample)));
+      QUIRE_RETURN_IF_ERROR(holders_.sequences.Give(
+          *request, &sample, holders_.finder.FindFork(*request, *leader, sample)));
     }
   }
   return {};
@@ -111,14 +109,15 @@ Status EngineImpl::GiveSequences() {
 // What may be computed of a sample behind its first `length` tokens before the next decision. Where
 // not all positions can be forked, a leader stops at the end of the prompt, at which samples
 // without a sequence are forked, and with recurrent layers all stop where chunks end.
-int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample, int64_t length) const {
+int64_t StepPlanner::PendingNow(const Request& request, const Sample& sample,
+                                int64_t length) const {
   int64_t pending = static_cast<int64_t>(sample.tokens.size()) - length;
   if (request.blend != nullptr) {
     pending = std::min(pending, request.blend->NextBorder(length) - length);
   }
-  if (finder_.ForksAnywhere(request)) return pending;
+  if (holders_.finder.ForksAnywhere(request)) return pending;
   if (!request.has_window()) {
-    const int64_t stop = store_traffic_.NextStop(length, request.prompt_tokens);
+    const int64_t stop = owners_.traffic.store.NextStop(length, request.prompt_tokens);
     pending = std::min(pending, stop - length);
   }
   const int64_t to_prompt_end = request.prompt_tokens - length;
@@ -133,11 +132,11 @@ int64_t EngineImpl::PendingNow(const Request& request, const Sample& sample, int
 // Whether the next token of each opens a page; all end at the same position, inside a page. If
 // several end in the same slot, as samples do that were just forked, only the first can go on
 // there: those behind it are said to open a page.
-Result<std::vector<bool>> EngineImpl::WhichOpenPages(std::span<const int64_t> sequence_ids) const {
+Result<std::vector<bool>> StepPlanner::WhichOpenPages(std::span<const int64_t> sequence_ids) const {
   const std::vector<int64_t> ones(sequence_ids.size(), 1);
   const auto pages_of = [&](size_t first, size_t count) {
-    return state_.PagesNeeded(sequence_ids.subspan(first, count),
-                              std::span(ones).subspan(first, count));
+    return holders_.state.PagesNeeded(sequence_ids.subspan(first, count),
+                                      std::span(ones).subspan(first, count));
   };
   std::vector<bool> opens(sequence_ids.size());
   int64_t alone = 0;
@@ -162,19 +161,18 @@ Result<std::vector<bool>> EngineImpl::WhichOpenPages(std::span<const int64_t> se
 }
 
 // `works` gets the sample behind each entry.
-Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) {
+Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
   std::vector<RunnableSample> view;
   std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
-  for (const auto& request : requests_.running()) {
+  for (const auto& request : holders_.requests.running()) {
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
-      if (RemoteTraffic::Receives(*request, sample)) continue;
-      if (!prefill_traffic_.HasRoom(*request)) continue;
-      LayerwiseLoad* const layers = store_traffic_.LayersOf(*request, sample);
+      if (!owners_.traffic.CanRun(*request, sample)) continue;
+      LayerwiseLoad* const layers = owners_.traffic.store.LayersOf(*request, sample);
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
       if (layers == nullptr && length % options_.page_size != 0)
         inside_pages[length].push_back(view.size());
-      const std::optional<BlendPlan::Found> piece = blender_.PieceAt(*request, length);
+      const std::optional<BlendPlan::Found> piece = owners_.blender.PieceAt(*request, length);
       const int64_t pending = PendingNow(*request, sample, length);
       view.push_back({.request_id = request->id,
                       .length = length,
@@ -198,44 +196,32 @@ Result<std::vector<RunnableSample>> EngineImpl::ViewRunning(Batch* works) {
   return view;
 }
 
-// That the tokens which are still to be loaded will take; the scheduler sees them as held.
-int64_t EngineImpl::PagesOfLoads(const Batch& works) const {
-  int64_t pages = 0;
-  for (const Work& work : works) {
-    const int64_t length = work.sample->computed;
-    pages +=
-        PagesForAppend(length, work.loaded(), options_.page_size, length % options_.page_size != 0);
-  }
-  return pages;
-}
-
-std::optional<WaitingHead> EngineImpl::ViewHead() {
-  Request* const request =
-      requests_.NextToAdmit(remote_traffic_.admissible(store_traffic_.admissible()));
+std::optional<WaitingHead> StepPlanner::ViewHead() {
+  Request* const request = owners_.traffic.NextToAdmit();
   if (request == nullptr) return {};
   const Sample& leader = *request->leader();
-  const StoreTraffic::Start start = store_traffic_.FindStart(*request);
-  if (finder_.IsBeingComputed(*request, leader, start.end)) return {};
+  const StoreTraffic::Start start = owners_.traffic.store.FindStart(*request);
+  if (holders_.finder.IsBeingComputed(*request, leader, start.end)) return {};
   // What it is about to use goes last if pages must be found for it.
-  prefix_cache_.Touch(start.from.sequence_id);
-  blender_.Touch(*request);
+  holders_.prefix_cache.Touch(start.from.sequence_id);
+  owners_.blender.Touch(*request);
   int64_t pending = static_cast<int64_t>(leader.tokens.size()) - start.from.length;
   if (request->has_window())
-    pending = std::min(pending, limits_.PagesOfWindow(request->options) * options_.page_size);
+    pending =
+        std::min(pending, owners_.limits.PagesOfWindow(request->options) * options_.page_size);
   return WaitingHead{
       .matched = start.from.length, .pending = pending, .samples = request->unfinished_count()};
 }
 
 // False: pages were too few for what a peer is to send, and the request waits on.
-Result<bool> EngineImpl::AdmitHead() {
-  Request& request =
-      *requests_.NextToAdmit(remote_traffic_.admissible(store_traffic_.admissible()));
+Result<bool> StepPlanner::AdmitHead() {
+  Request& request = *owners_.traffic.NextToAdmit();
   request.ReserveAnswers();
-  requests_.ReserveAdmission();
+  holders_.requests.ReserveAdmission();
   const PrefixSpace exact = request.space.exact();
-  const StoreTraffic::Start start = store_traffic_.FindStart(request);
-  std::unique_ptr<LayerwiseLoad> layers = store_traffic_.MakeLayerwise(&request, start);
-  const Status given = sequences_.Give(request, request.leader(), start.from);
+  const StoreTraffic::Start start = owners_.traffic.store.FindStart(request);
+  std::unique_ptr<LayerwiseLoad> layers = owners_.traffic.store.MakeLayerwise(&request, start);
+  const Status given = holders_.sequences.Give(request, request.leader(), start.from);
   if (!given.ok()) {
     if (layers != nullptr) request.load = layers->TakeLoad();
     return given;
@@ -243,59 +229,57 @@ Result<bool> EngineImpl::AdmitHead() {
   if (!request.admitted_before) request.exact_start = request.leader()->approximate_from;
   request.approximate |= request.leader()->approximate_from != kExactForever;
   request.layers = std::move(layers);
-  store_traffic_.ImportChunks(&request, start);
-  if (!remote_traffic_.Start(&request, store_traffic_.compute_seconds_per_token())) {
-    sequences_.RemoveAll(&request);
+  owners_.traffic.store.ImportChunks(&request, start);
+  if (!owners_.traffic.remote.Start(&request, owners_.traffic.store.compute_seconds_per_token())) {
+    holders_.sequences.RemoveAll(&request);
     request.cached = {};
     return false;
   }
   if (!request.admitted_before)
-    request.prefix_miss = MissOf(request, exact, start.from, prefix_cache_);
-  store_traffic_.NoteStart(&request, start.from.known);
-  if (request.admitted_ns == Request::kNotYet) request.admitted_ns = clock_->SteadyNs();
-  requests_.Admit(request);
+    request.prefix_miss = MissOf(request, exact, start.from, holders_.prefix_cache);
+  owners_.traffic.store.NoteStart(&request, start.from.known);
+  if (request.admitted_ns == Request::kNotYet) request.admitted_ns = owners_.clock.SteadyNs();
+  holders_.requests.Admit(request);
   return true;
 }
 
 // The request goes on later where it was: its samples keep their tokens, so what is computed again
 // are the same bits. Its KV is retained, and given up from the tail as far as the pages are needed.
-void EngineImpl::PreemptYoungest() {
-  requests_.PreemptYoungest([this](Request& request) {
-    request.layers = nullptr;
-    request.remote = nullptr;
-    prefill_traffic_.NotePreempted(&request);
+void StepPlanner::PreemptYoungest() {
+  holders_.requests.PreemptYoungest([this](Request& request) {
+    owners_.traffic.NotePreempted(&request);
     for (Sample& sample : request.samples) {
-      speculator_.Forget(request, &sample);
+      holders_.speculator.Forget(request, &sample);
       if (!sample.has_sequence()) continue;
-      store_traffic_.StoreWhole(request, &sample);
-      sequences_.Retain(request, &sample, options_.prefix_cache);
+      owners_.traffic.store.StoreWhole(request, &sample);
+      holders_.sequences.Retain(request, &sample, options_.prefix_cache);
     }
   });
-  ++counters_.preemptions;
+  ++preemptions_;
 }
 
 // The only running request does not fit although it did at Submit. Pages that it shares in part
 // with what is gone by now hold less of it than pages of its own would; computed again it takes
 // what CheckFits counted.
-void EngineImpl::RestartOrFail() {
-  Request& request = *requests_.running().front();
+void StepPlanner::RestartOrFail() {
+  Request& request = *holders_.requests.running().front();
   if (request.restarted) {
-    EndRequest(&request, FinishReason::kError,
-               "OutOfPages: request " + std::to_string(request.id) +
-                   " runs alone and the cache has no page left for its next token");
+    owners_.answers.End(&request, FinishReason::kError,
+                        "OutOfPages: request " + std::to_string(request.id) +
+                            " runs alone and the cache has no page left for its next token");
     return;
   }
   request.restarted = true;
-  prefill_traffic_.NotePreempted(&request);
-  sequences_.RemoveAll(&request);
+  owners_.traffic.prefill.NotePreempted(&request);
+  holders_.sequences.RemoveAll(&request);
 }
 
 // After BeginForward found too few pages, against the scheduler's count.
-void EngineImpl::MakeRoom() {
+void StepPlanner::MakeRoom() {
   ++short_counts_;
-  if (!prefix_cache_.empty()) {
-    prefix_cache_.Evict(state_.pages_free() + 1);
-  } else if (requests_.running().size() > 1) {
+  if (!holders_.prefix_cache.empty()) {
+    holders_.prefix_cache.Evict(holders_.state.pages_free() + 1);
+  } else if (holders_.requests.running().size() > 1) {
     PreemptYoungest();
   } else {
     RestartOrFail();

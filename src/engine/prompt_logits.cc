@@ -1,12 +1,11 @@
-// Engine::Logits: prompts through the model beside the requests that run, on sequences that live
-// only as long as the call.
+#include "engine/prompt_logits.h"
+
 #include <algorithm>
 #include <numeric>
 #include <sstream>
 #include <utility>
 
 #include "base/check.h"
-#include "engine/engine_impl.h"
 #include "engine/prefix/open_forward.h"
 
 namespace quire {
@@ -83,27 +82,27 @@ Status CheckLogitsArguments(std::span<const std::span<const int32_t>> prompts,
 
 }  // namespace
 
-Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> prompts,
-                                 std::span<float* const> logits) {
-  QUIRE_RETURN_IF_ERROR(CheckLogitsArguments(prompts, logits, limits_));
-  Passes passes(&state_.kv());
+Status PromptLogits::Compute(std::span<const std::span<const int32_t>> prompts,
+                             std::span<float* const> logits) {
+  QUIRE_RETURN_IF_ERROR(CheckLogitsArguments(prompts, logits, facts_.limits));
+  Passes passes(&holders_.state.kv());
   for (size_t i = 0; i < prompts.size(); ++i) {
     passes.all.push_back({.tokens = prompts[i], .logits = logits[i]});
   }
-  const int64_t vocab_size = model_->info().vocab_size;
+  const int64_t vocab_size = facts_.model->info().vocab_size;
   std::vector<float> together;  // of several prompts in one forward: more rows than a step has
   for (;;) {
-    std::vector<Pass*> batch = NextBatch(&passes.all, options_.prefill_chunk,
-                                         LogitsSequencesMax(options_.max_num_sequences));
+    std::vector<Pass*> batch = NextBatch(&passes.all, facts_.options.prefill_chunk,
+                                         LogitsSequencesMax(facts_.options.max_num_sequences));
     if (batch.empty()) return {};
     std::vector<int64_t> sequence_ids;
     std::vector<int64_t> lengths;
     for (Pass* pass : batch) {
       if (pass->sequence_id == kNoSequence) {
         const bool long_rope =
-            NeedsLongRope(model_->info(), static_cast<int64_t>(pass->tokens.size()));
-        const int64_t sequence_id = sequences_.NewId();
-        QUIRE_RETURN_IF_ERROR(state_.AddSequence(sequence_id, long_rope));
+            NeedsLongRope(facts_.model->info(), static_cast<int64_t>(pass->tokens.size()));
+        const int64_t sequence_id = holders_.sequences.NewId();
+        QUIRE_RETURN_IF_ERROR(holders_.state.AddSequence(sequence_id, long_rope));
         pass->sequence_id = sequence_id;
       }
       sequence_ids.push_back(pass->sequence_id);
@@ -123,10 +122,9 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
     if (batch.size() > 1) together.resize(rows.size() * vocab_size);
     float* const target = batch.size() > 1 ? together.data() : alone;
 
-    QUIRE_RETURN_IF_ERROR(state_.kv().BeginForward(sequence_ids, lengths));
-    OpenForward forward(&state_.kv());
-    QUIRE_RETURN_IF_ERROR(
-        model_->Forward({cache_.get(), recurrent_.get()}, token_ids, rows, target));
+    QUIRE_RETURN_IF_ERROR(holders_.state.kv().BeginForward(sequence_ids, lengths));
+    OpenForward forward(&holders_.state.kv());
+    QUIRE_RETURN_IF_ERROR(facts_.model->Forward(caches_, token_ids, rows, target));
     QUIRE_RETURN_IF_ERROR(forward.End());
 
     const float* row = target;
@@ -141,17 +139,18 @@ Status EngineImpl::ComputeLogits(std::span<const std::span<const int32_t>> promp
 }
 
 // Gives up retained KV for the batch, then the batch's last sequences.
-Status EngineImpl::ShrinkToFreePages(std::vector<int64_t>* sequence_ids,
-                                     std::vector<int64_t>* lengths) {
+Status PromptLogits::ShrinkToFreePages(std::vector<int64_t>* sequence_ids,
+                                       std::vector<int64_t>* lengths) {
   for (;;) {
-    QUIRE_ASSIGN_OR_RETURN(const int64_t needed, state_.PagesNeeded(*sequence_ids, *lengths));
-    if (needed <= state_.pages_free()) return {};
-    prefix_cache_.Evict(needed);
-    if (needed <= state_.pages_free()) return {};
+    QUIRE_ASSIGN_OR_RETURN(const int64_t needed,
+                           holders_.state.PagesNeeded(*sequence_ids, *lengths));
+    if (needed <= holders_.state.pages_free()) return {};
+    holders_.prefix_cache.Evict(needed);
+    if (needed <= holders_.state.pages_free()) return {};
     if (sequence_ids->size() == 1) {
       std::ostringstream message;
-      message << "Engine::Logits: " << needed << " pages are needed and " << state_.pages_free()
-              << " free; " << requests_.running().size()
+      message << "Engine::Logits: " << needed << " pages are needed and "
+              << holders_.state.pages_free() << " free; " << holders_.requests.running().size()
               << " requests run, call again when they have finished";
       return Status(StatusCode::kOutOfPages, message.str());
     }

@@ -1,7 +1,7 @@
 // Blended prompts of an engine: which documents are known, requests that learn the others, and the
 // rows of documents in forwards.
-#ifndef QUIRE_ENGINE_PROMPT_BLENDER_H_
-#define QUIRE_ENGINE_PROMPT_BLENDER_H_
+#ifndef QUIRE_ENGINE_STEP_PROMPT_BLENDER_H_
+#define QUIRE_ENGINE_STEP_PROMPT_BLENDER_H_
 
 #include <cstdint>
 #include <memory>
@@ -16,8 +16,8 @@
 #include "engine/prefix/prefix_cache.h"
 #include "engine/prefix/sequence_state.h"
 #include "engine/request/prefix_finder.h"
+#include "engine/request/request_limits.h"
 #include "engine/request/request_queue.h"
-#include "engine/request_limits.h"
 #include "quire/engine.h"
 
 namespace quire {
@@ -72,7 +72,8 @@ class PromptBlender {
   // How far the sample is exact once the forward's tokens are in it.
   static int64_t ExactEnd(const Sample& sample, const OpenPieces& pieces);
   // The forward has ended.
-  static void Commit(const OpenPieces& pieces, EngineStats* counters) noexcept;
+  void Commit(const OpenPieces& pieces) noexcept;
+  void Publish(EngineStats* stats) const noexcept;
 
  private:
   std::vector<MovedPiece::Part> FindDocuments(const Request& request, const BlendPiece& piece);
@@ -82,9 +83,10 @@ class PromptBlender {
 
   const Parts parts_;
   DocumentIndex index_;
-  int64_t next_learner_id_ = -2;  // downwards
+  int64_t next_learner_id_ = -2;                      // downwards
+  int64_t moved_tokens_ = 0, recomputed_tokens_ = 0;  // as in EngineStats
 };
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_PROMPT_BLENDER_H_
+#endif  // QUIRE_ENGINE_STEP_PROMPT_BLENDER_H_

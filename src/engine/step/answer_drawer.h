@@ -1,7 +1,7 @@
 // Draws the next tokens of samples from the logits of a forward. Memory is taken by Prepare, so
 // that what is drawn can be stored without failing.
-#ifndef QUIRE_ENGINE_ANSWER_DRAWER_H_
-#define QUIRE_ENGINE_ANSWER_DRAWER_H_
+#ifndef QUIRE_ENGINE_STEP_ANSWER_DRAWER_H_
+#define QUIRE_ENGINE_STEP_ANSWER_DRAWER_H_
 
 #include <cstdint>
 #include <memory>
@@ -56,4 +56,4 @@ class AnswerDrawer {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_ANSWER_DRAWER_H_
+#endif  // QUIRE_ENGINE_STEP_ANSWER_DRAWER_H_

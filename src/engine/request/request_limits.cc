@@ -1,4 +1,4 @@
-#include "engine/request_limits.h"
+#include "engine/request/request_limits.h"
 
 #include <algorithm>
 #include <sstream>

@@ -13,8 +13,8 @@
 //
 // Invariant: a sequence with pending tokens belongs to the leader of a running request that has
 // `remote`. So `remote` is reset before the sequence goes to anybody else.
-#ifndef QUIRE_ENGINE_REMOTE_TRAFFIC_H_
-#define QUIRE_ENGINE_REMOTE_TRAFFIC_H_
+#ifndef QUIRE_ENGINE_TRAFFIC_REMOTE_TRAFFIC_H_
+#define QUIRE_ENGINE_TRAFFIC_REMOTE_TRAFFIC_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -128,4 +128,4 @@ class RemoteTraffic {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_REMOTE_TRAFFIC_H_
+#endif  // QUIRE_ENGINE_TRAFFIC_REMOTE_TRAFFIC_H_

@@ -1,0 +1,28 @@
+#include "engine/engine_facts.h"
+
+#include <algorithm>
+
+namespace quire {
+
+int64_t LogitsSequencesMax(int64_t max_num_sequences) {
+  return std::min<int64_t>(max_num_sequences, 16);
+}
+
+int64_t CacheSequencesMax(int64_t max_num_sequences) {
+  return max_num_sequences + LogitsSequencesMax(max_num_sequences);
+}
+
+int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk) {
+  return std::min(max_num_sequences, prefill_chunk);
+}
+
+int64_t StepLogitRowsMax(int64_t max_num_sequences, int64_t prefill_chunk, int64_t max_tree_nodes) {
+  return std::max(StepSamplesMax(max_num_sequences, prefill_chunk),
+                  std::min(max_tree_nodes, prefill_chunk));
+}
+
+int64_t RetainedSequencesMax(int64_t pages_total, bool forks_anywhere) {
+  return forks_anywhere ? std::max<int64_t>(pages_total, 1) : 1024;
+}
+
+}  // namespace quire
