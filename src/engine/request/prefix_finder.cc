@@ -4,12 +4,25 @@
 #include <iterator>
 #include <span>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
 // The better of two; the first on a tie.
 PrefixMatch Longer(const PrefixMatch& a, const PrefixMatch& b) {
   return b.length > a.length ? b : a;
+}
+
+// visit(request, sample) for each sample in work whose sequence may have exact tokens of the space.
+template <typename F>
+void ForEachHolder(const RequestQueue& requests, const PrefixSpace& space, F&& visit) {
+  for (const auto& request : requests.running()) {
+    if (!request->space.shares_exact(space)) continue;
+    for (const Sample& sample : request->samples) {
+      if (sample.has_sequence()) visit(*request, sample);
+    }
+  }
 }
 
 }  // namespace
@@ -28,6 +41,8 @@ PrefixMatch PrefixFinder::Find(const Request& request, const Sample& sample, int
   PrefixMatch best = prefix_cache_.Find(seeing_all, request.space.exact(), border);
   ConsiderRunning(request, sample, seeing_all, border, &best);
   if (request.blend != nullptr && border == 1) ConsiderKept(request, tokens, &best);
+  QUIRE_CHECK(best.length <= std::ssize(tokens)) << "the last token has to be computed";
+  QUIRE_CHECK(best.length % border == 0);
   return best;
 }
 
@@ -36,32 +51,28 @@ void PrefixFinder::ConsiderRunning(const Request& request, const Sample& sample,
                                    std::span<const int32_t> seeing_all, int64_t border,
                                    PrefixMatch* best) const {
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
-  for (const auto& other : requests_.running()) {
-    const bool has_same_window = other->has_window_of(request);
-    if (!other->space.shares_exact(request.space)) continue;
-    if (other->has_window() && !has_same_window) continue;
+  ForEachHolder(requests_, request.space, [&](const Request& other, const Sample& candidate) {
+    const bool has_same_window = other.has_window_of(request);
+    if (&candidate == &sample || (other.has_window() && !has_same_window)) return;
     const auto usable = has_same_window ? tokens : seeing_all;
     const bool blends_alike =
-        request.blend != nullptr && border == 1 && other->space == request.space;
-    for (const Sample& candidate : other->samples) {
-      if (!candidate.has_sequence() || &candidate == &sample) continue;
-      const auto computed = std::span<const int32_t>(candidate.tokens)
-                                .first(blends_alike ? candidate.computed : candidate.exact());
-      int64_t common = CommonPrefix(usable, computed);
-      NoteKnown(common, std::ssize(computed), best);
-      if (common > candidate.approximate_from) common = request.blend->BorderBefore(common);
-      if (common <= best->length) continue;
-      const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
-      if (length <= best->length) continue;
-      const bool is_inside_a_piece =
-          length > candidate.approximate_from && request.blend->BorderBefore(length) != length;
-      if (is_inside_a_piece) continue;
-      best->sequence_id = candidate.sequence_id;
-      best->length = length;
-      best->has_window = other->has_window();
-      best->approximate_from = candidate.approximate_from;
-    }
-  }
+        request.blend != nullptr && border == 1 && other.space == request.space;
+    const auto computed = std::span<const int32_t>(candidate.tokens)
+                              .first(blends_alike ? candidate.computed : candidate.exact());
+    int64_t common = CommonPrefix(usable, computed);
+    NoteKnown(common, std::ssize(computed), best);
+    if (common > candidate.approximate_from) common = request.blend->BorderBefore(common);
+    if (common <= best->length) return;
+    const int64_t length = state_.ForkBorder(candidate.sequence_id, common, border);
+    if (length <= best->length) return;
+    const bool is_inside_a_piece =
+        length > candidate.approximate_from && request.blend->BorderBefore(length) != length;
+    if (is_inside_a_piece) return;
+    best->sequence_id = candidate.sequence_id;
+    best->length = length;
+    best->has_window = other.has_window();
+    best->approximate_from = candidate.approximate_from;
+  });
 }
 
 // What an equal blend has left: it goes on at the end of a piece, or behind the last one.
@@ -83,22 +94,20 @@ PrefixMatch PrefixFinder::FindExact(std::span<const int32_t> tokens,
                                     const PrefixSpace& space) const {
   if (!reuses_) return {};
   PrefixMatch best = prefix_cache_.Find(tokens, space);
-  for (const auto& other : requests_.running()) {
-    if (!other->space.shares_exact(space) || other->has_window()) continue;
-    for (const Sample& candidate : other->samples) {
-      if (!candidate.has_sequence()) continue;
-      const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.exact());
-      const int64_t common = CommonPrefix(tokens, computed);
-      const int64_t length =
-          common <= best.length ? 0 : state_.ForkStart(candidate.sequence_id, common);
-      if (length > best.length) best = {.sequence_id = candidate.sequence_id, .length = length};
-    }
-  }
+  ForEachHolder(requests_, space, [&](const Request& other, const Sample& candidate) {
+    if (other.has_window()) return;
+    const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.exact());
+    const int64_t common = CommonPrefix(tokens, computed);
+    const int64_t length =
+        common <= best.length ? 0 : state_.ForkStart(candidate.sequence_id, common);
+    if (length > best.length) best = {.sequence_id = candidate.sequence_id, .length = length};
+  });
   return best;
 }
 
 PrefixMatch PrefixFinder::FindFork(const Request& request, const Sample& leader,
                                    const Sample& sample) const {
+  QUIRE_CHECK(leader.has_sequence()) << "request " << request.id;
   const PrefixMatch found = Find(request, sample);
   // A leader that found more than the prompt may not be held at the prompt's end any more: the
   // sample then computes the prompt by itself.
