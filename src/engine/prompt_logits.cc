@@ -51,6 +51,7 @@ std::vector<Pass*> NextBatch(std::vector<Pass>* passes, int64_t chunk, int64_t s
     if (left == 0) continue;
     if (chunk == 0 || static_cast<int64_t>(batch.size()) == sequences_max) break;
     pass.taken = std::min(left, chunk);
+    QUIRE_CHECK(pass.taken >= 1);
     chunk -= pass.taken;
     batch.push_back(&pass);
   }
@@ -109,6 +110,8 @@ Status PromptLogits::Compute(std::span<const std::span<const int32_t>> prompts,
       lengths.push_back(pass->taken);
     }
     QUIRE_RETURN_IF_ERROR(ShrinkToFreePages(&sequence_ids, &lengths));
+    QUIRE_CHECK(sequence_ids.size() == lengths.size());
+    QUIRE_CHECK(!sequence_ids.empty()) << "a forward of nothing";
     batch.resize(sequence_ids.size());
 
     std::vector<int32_t> token_ids;

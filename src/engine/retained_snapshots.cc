@@ -41,6 +41,7 @@ Result<int64_t> RetainedSnapshots::Save(const SnapshotContents& contents, const 
                                              std::to_string(contents.tokens.size()) +
                                              " tokens is there; let a request compute them first");
   }
+  QUIRE_CHECK(match.length <= std::ssize(contents.tokens));
   SnapshotContents held = contents;
   held.tokens.resize(static_cast<size_t>(match.length));
   const int64_t id = holders_.sequences.NewId();

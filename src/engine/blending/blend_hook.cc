@@ -23,6 +23,7 @@ BlendHook::BlendHook(const Parts& parts) : parts_(parts), options_(*parts.option
   kinds_.assign(static_cast<size_t>(rows_before_), kRowExact);
   if (rows_before_ == 1) documents_.push_back({.first_row = 0, .row_count = 1});
   const std::span<const uint8_t> kinds = parts.piece->kinds();
+  QUIRE_CHECK(std::ssize(kinds) == parts.range.count()) << "rows of another piece";
   kinds_.insert(kinds_.end(), kinds.begin(), kinds.end());
   deviations_.resize(kinds_.size());
   candidates_.reserve(kinds_.size());
@@ -82,6 +83,7 @@ Result<RowSelection> BlendHook::Select(size_t check_index, int64_t layer, const 
   if (selection.rows.empty()) {  // a forward has at least one row: the last one that is there
     selection.rows.push_back(selected_before_ ? candidates_.back() : std::ssize(kinds_) - 1);
   }
+  QUIRE_CHECK(std::is_sorted(selection.rows.begin(), selection.rows.end()));
   NoteDropped(selection.rows);
   RowSelection selected{.selects = true, .rows = {}};
   selected.rows.reserve(selection.rows.size());
@@ -99,6 +101,7 @@ void BlendHook::NoteDropped(std::span<const int64_t> selected) {
     if (kinds_[static_cast<size_t>(row)] != kRowMoved) return;
     if (std::binary_search(selected.begin(), selected.end(), row)) return;
     --counts_.recomputed;
+    QUIRE_CHECK(counts_.recomputed >= 0) << "a row is dropped twice";
     const double deviation = deviations_[static_cast<size_t>(row)];
     counts_.deviation_sum += deviation;
     counts_.deviation_max = std::max(counts_.deviation_max, deviation);

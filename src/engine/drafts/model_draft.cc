@@ -60,6 +60,7 @@ void ModelDrafter::Forget(int64_t* state) noexcept {
 // A sequence for the job, which begins with what another sample of its request has. None as long as
 // that one is still on its way through the prompt: it is run once for all.
 Status ModelDrafter::Begin(const DraftJob& job, Held* held) {
+  QUIRE_CHECK(held->sequence_id == -1) << "sequence " << held->sequence_id << " would be lost";
   int64_t parent = -1;
   int64_t length = 0;
   for (const auto& [state, other] : held_) {
@@ -105,6 +106,7 @@ bool ModelDrafter::KnowsTokens(const DraftJob& job, Held* held) const {
 // The first `count` of the guesses that the sequence has were right.
 Status ModelDrafter::KeepGuesses(Held* held, int64_t count) {
   if (held->chain.empty()) return {};
+  QUIRE_CHECK(count <= std::ssize(held->chain));
   const int64_t leaf = count - 1;  // -1: none of them
   QUIRE_RETURN_IF_ERROR(
       state_.kv().CommitAcceptedTokenTreeNodes({&held->sequence_id, 1}, {&leaf, 1}));
@@ -127,6 +129,7 @@ Result<ModelDrafter::Held*> ModelDrafter::Align(const DraftJob& job) {
     return nullptr;
   }
   if (held.sequence_id != -1) {
+    QUIRE_CHECK(held.synced <= std::ssize(*job.tokens)) << "KV of tokens that are gone";
     const std::span<const int32_t> drawn =
         std::span<const int32_t>(*job.tokens).subspan(static_cast<size_t>(held.synced));
     const auto in_chain =

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "base/guard.h"
 
 namespace quire {
@@ -59,6 +60,8 @@ std::vector<DraftJob> Speculator::MakeJobs(std::span<const Candidate> candidates
         sample.draft_tokens == 0 ? request.speculation.draft_tokens : sample.draft_tokens;
     const int64_t guesses_max = std::min(wanted, std::max<int64_t>(nodes / samples--, 2) - 1);
     nodes -= 1 + guesses_max;
+    QUIRE_CHECK(guesses_max >= 1);
+    QUIRE_CHECK(nodes >= 0) << "the trees are larger than a forward may have them";
     // The last token that may be drawn needs no guess.
     const int64_t levels_max = request.prompt_tokens + request.options.max_tokens - 1 -
                                static_cast<int64_t>(sample.tokens.size());
@@ -91,6 +94,7 @@ Status Speculator::Guess(std::span<const DraftJob> jobs, DrawScratch* scratch, C
     }
     QUIRE_RETURN_IF_ERROR(ngram_drafter_.Propose(of_ngrams, scratch));
     if (of_model.empty()) return {};
+    QUIRE_CHECK(model_drafter_ != nullptr) << "CheckCanSpeculate let a request through";
     return model_drafter_->Propose(of_model, scratch);
   });
   seconds_ += static_cast<double>(clock->SteadyNs() - start_ns) * 1e-9;
@@ -100,10 +104,13 @@ Status Speculator::Guess(std::span<const DraftJob> jobs, DrawScratch* scratch, C
 void Speculator::Note(const Candidate& candidate, const DraftTree* guesses, int64_t drawn,
                       int64_t draws_max) noexcept {
   Request& request = *candidate.request;
+  QUIRE_CHECK(drawn >= 1);
+  QUIRE_CHECK(drawn <= draws_max);
   ++request.decode_forwards;
   ++decode_forwards_;
   if (guesses == nullptr) return;
   const int64_t accepted = drawn - 1;
+  QUIRE_CHECK(accepted <= guesses->size());
   request.drafted_tokens += guesses->size();
   request.accepted_tokens += accepted;
   drafted_tokens_ += guesses->size();
@@ -112,6 +119,7 @@ void Speculator::Note(const Candidate& candidate, const DraftTree* guesses, int6
   if (next == 0) next = request.speculation.draft_tokens;
   if (accepted == 0) next = std::max<int64_t>(next / 2, 1);
   if (drawn == draws_max) next = std::min(2 * next, request.speculation.draft_tokens);
+  QUIRE_CHECK(next >= 1) << "request " << request.id << " would never guess again";
 }
 
 void Speculator::Forget(const Request& request, Sample* sample) noexcept {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "quire/kv_export.h"
 
@@ -10,7 +11,10 @@ namespace quire {
 
 LayerwiseLoad::LayerwiseLoad(StoreLink* link, const PrefixSpace& space,
                              std::unique_ptr<PrefixLoad> load, int64_t begin, int64_t end)
-    : link_(link), space_(space), load_(std::move(load)), begin_(begin), end_(end) {}
+    : link_(link), space_(space), load_(std::move(load)), begin_(begin), end_(end) {
+  QUIRE_CHECK(load_ != nullptr);
+  QUIRE_CHECK(begin < end) << "a forward would load nothing";
+}
 
 int64_t LayerwiseLoad::TokensOf(const PrefixLoad::Chunk& chunk) const {
   if (chunk.begin < begin_) return 0;
@@ -37,6 +41,7 @@ Result<std::span<const LayerKV>> LayerwiseLoad::Load(int64_t layer) {
 Result<TensorView> LayerwiseLoad::LoadState(int64_t layer) {
   const Status status = Take([&]() -> Status {
     QUIRE_RETURN_IF_ERROR(WaitLayer(link_->attention_layer_count() + layer));
+    QUIRE_CHECK(!views_.empty()) << "no chunk brings the tokens of the load";
     QUIRE_ASSIGN_OR_RETURN(state_, link_->StateOf(views_.back(), layer));
     return {};
   });
@@ -63,6 +68,7 @@ Status LayerwiseLoad::LoadBlocks(int64_t layer) {
   size_t next = 0;
   for (const PrefixLoad::Chunk& chunk : load_->chunks()) {
     if (TokensOf(chunk) == 0) continue;
+    QUIRE_CHECK(next < views_.size()) << "chunks were found after the first layer";
     QUIRE_ASSIGN_OR_RETURN(const LayerKV kv,
                            link_->LayerOf(views_[next++], layer, chunk.begin, end_));
     if (kv.k.rank() > 0) blocks_.push_back(kv);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
+
 namespace quire {
 
 PrefixLoad::PrefixLoad(std::shared_ptr<ChunkFetch> fetch, std::vector<ChunkKey> keys,
@@ -14,7 +16,10 @@ PrefixLoad::PrefixLoad(std::shared_ptr<ChunkFetch> fetch, std::vector<ChunkKey> 
       chunk_tokens_(chunk_tokens),
       first_chunk_(first_chunk),
       start_ns_(start_ns),
-      deadline_ns_(deadline_ns) {}
+      deadline_ns_(deadline_ns) {
+  QUIRE_CHECK(fetch_ != nullptr);
+  QUIRE_CHECK(chunk_tokens >= 1);
+}
 
 PrefixLoad::~PrefixLoad() {
   if (fetch_ != nullptr) fetch_->Cancel();
@@ -25,6 +30,7 @@ int64_t PrefixLoad::FoundCount() const {
 }
 
 int64_t PrefixLoad::EndOf(int64_t count) const {
+  QUIRE_CHECK(count <= std::ssize(keys_)) << "more chunks than were asked for";
   return std::min((first_chunk_ + count) * chunk_tokens_, static_cast<int64_t>(tokens_.size()));
 }
 
@@ -62,6 +68,7 @@ void PrefixLoad::End(int64_t now_ns) noexcept {
 }
 
 int64_t PrefixLoad::LayersThere(int64_t layer_count, int64_t now_ns) const {
+  QUIRE_CHECK(!ended());
   if (!fetch_->located() || FoundCount() == 0) return 0;
   int64_t there = 0;  // layers come in order
   for (int64_t absent = layer_count; there < absent;) {
@@ -76,11 +83,13 @@ int64_t PrefixLoad::LayersThere(int64_t layer_count, int64_t now_ns) const {
 }
 
 void PrefixLoad::TakeLayers() {
+  QUIRE_CHECK(!ended()) << "its chunks are there, or do not come";
   chunks_ = ChunksOf(FoundCount());
   comes_by_layers_ = true;
 }
 
 void PrefixLoad::AwaitLayer(int64_t layer, int64_t until_ns) {
+  QUIRE_CHECK(!ended());
   const int64_t until = std::min(until_ns, deadline_ns_);
   const bool is_there = fetch_->WaitLayer(layer, until).ok() && FoundCount() > 0;
   if (!is_there) fetch_->Wait(until);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/blocked_signals.h"
+#include "base/check.h"
 #include "base/clock.h"
 #include "base/guard.h"
 #include "engine/remote/fnv_hash.h"
@@ -192,6 +193,7 @@ Status RemotePeers::Connect(size_t index) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer& peer = peers_[index];
   if (status.ok()) {
+    QUIRE_CHECK(peer.connection == nullptr) << peer.address << " has two connections";
     peer.connection = *std::move(opened);
     peer.info.error.clear();
   } else {
@@ -235,6 +237,9 @@ std::optional<RemotePeers::Chosen> RemotePeers::Choose(const PromptAsk& ask,
 
 void RemotePeers::Report(size_t index, const PromptOutcome& outcome) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  QUIRE_CHECK(index < peers_.size());
+  QUIRE_CHECK(outcome.tokens >= 0);
+  QUIRE_CHECK(outcome.bytes >= 0);
   Peer& peer = peers_[index];
   peer.info.tokens += outcome.tokens;
   peer.info.bytes += outcome.bytes;
@@ -253,6 +258,7 @@ void RemotePeers::Report(size_t index, const PromptOutcome& outcome) {
 
 void RemotePeers::NoteError(size_t index, const Status& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  QUIRE_CHECK(index < peers_.size());
   peers_[index].info.error = why.ToString();
 }
 

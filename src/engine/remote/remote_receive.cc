@@ -20,6 +20,7 @@ Result<std::unique_ptr<RemoteReceive>> RemoteReceive::Start(KVTransfer* transfer
                                                             int64_t sequence_id, int64_t count,
                                                             const TransferJob& job) {
   QUIRE_ASSIGN_OR_RETURN(const ReceiveMap map, transfer->DisaggPrepareRecv(sequence_id, count));
+  QUIRE_CHECK(map.count == count) << "sequence " << sequence_id;
   std::unique_ptr<RemoteReceive> receive;
   try {
     receive.reset(new RemoteReceive(transfer, std::move(peer), sequence_id, map));
@@ -42,16 +43,21 @@ RemoteReceive::~RemoteReceive() {
 }
 
 Result<RemoteReceive::Progress> RemoteReceive::Poll() const {
+  QUIRE_CHECK(!is_over_);
   QUIRE_ASSIGN_OR_RETURN(const ReceiveProgress progress, transfer_->GetReceiveProgress(epoch_));
   return Progress{.complete = progress.complete, .failure = progress.failure};
 }
 
 void RemoteReceive::Await(Clock& clock, int64_t until_ns) const {
+  QUIRE_CHECK(!is_over_);
   // What it returns is what Poll tells.
   static_cast<void>(transfer_->WaitReceived(epoch_, count_, clock, until_ns));
 }
 
 Status RemoteReceive::Finish(int64_t n) {
+  QUIRE_CHECK(!is_over_) << "a receive has one end";
+  QUIRE_CHECK(n >= 0);
+  QUIRE_CHECK(n <= count_);
   QUIRE_RETURN_IF_ERROR(transfer_->DisaggCommitRecv(epoch_, n));
   is_over_ = true;
   static_cast<void>(peer_->Cancel(epoch_));  // the peer need not send more of it

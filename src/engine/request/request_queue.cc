@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -33,6 +35,7 @@ int64_t RequestQueue::waiting_in_turn() const {
 }
 
 void RequestQueue::Add(std::unique_ptr<Request> request) {
+  QUIRE_DCHECK(Find(request->id) == nullptr) << "request " << request->id << " is queued twice";
   if (request->is_idle) return waiting_.push_back(std::move(request));
   if (last_turns_.size() > 2 * waiting_.size() + 64) {
     std::erase_if(last_turns_, [this](const auto& entry) { return entry.second <= turn_; });
@@ -42,6 +45,7 @@ void RequestQueue::Add(std::unique_ptr<Request> request) {
   const std::string& group = is_named ? options.turn_group : options.cache_salt;
   int64_t& last = last_turns_.try_emplace({is_named, group}, 0).first->second;
   const int64_t turn = std::max(last, turn_) + kTurn / options.turn_weight;
+  QUIRE_CHECK(turn > turn_) << "request " << request->id << " would pass one that came in";
   request->turn = turn;
   auto place = waiting_.end();
   const auto is_behind = [&](const Request& other) { return other.is_idle || other.turn > turn; };
@@ -67,6 +71,9 @@ Request* RequestQueue::NextToAdmit(size_t count) const {
 void RequestQueue::Admit(const Request& request) noexcept {
   const auto place = std::find_if(waiting_.begin(), waiting_.end(),
                                   [&](const auto& other) { return other.get() == &request; });
+  QUIRE_CHECK(place != waiting_.end()) << "request " << request.id << " does not wait";
+  QUIRE_CHECK(running_.size() < running_.capacity()) << "ReserveAdmission was left out";
+  QUIRE_CHECK(!request.is_idle || running_.empty()) << "an idle request comes in beside others";
   turn_ = std::max(turn_, request.turn);
   running_.push_back(std::move(*place));
   waiting_.erase(place);
@@ -74,7 +81,9 @@ void RequestQueue::Admit(const Request& request) noexcept {
 
 void RequestQueue::Erase(const Request* request) noexcept {
   const auto is_request = [&](const auto& other) { return other.get() == request; };
-  if (std::erase_if(running_, is_request) == 0) std::erase_if(waiting_, is_request);
+  const bool was_running = std::erase_if(running_, is_request) > 0;
+  const bool was_there = was_running || std::erase_if(waiting_, is_request) > 0;
+  QUIRE_CHECK(was_there) << "a request that is not in the queue has ended";
 }
 
 void RequestQueue::EraseEnded() noexcept {

@@ -66,6 +66,7 @@ void Spend(const RunnableSample& sample, int64_t tokens, Budget* budget) {
   budget->any_prompt = true;
   budget->prompt_tokens = std::max<int64_t>(0, budget->prompt_tokens - cost);
   if (sample.piece_cost > 0) budget->piece_rows -= tokens;
+  QUIRE_CHECK(budget->piece_rows >= 0) << "a piece has more rows than were left";
 }
 
 bool MoreThanOneRequest(const SchedulerView& view) {
@@ -133,6 +134,8 @@ int64_t PagesForWindow(int64_t window, int64_t sinks, int64_t page_size) {
 Decision DecideNext(const SchedulerView& view) {
   QUIRE_CHECK(view.token_budget >= 1);
   QUIRE_CHECK(view.page_size >= 1);
+  QUIRE_CHECK(view.sequences_free >= 0) << "more samples are in work than there is room for";
+  QUIRE_CHECK(view.pages_evictable_max >= 0);
   Decision run;
   Budget budget{.tokens = view.token_budget,
                 .prompt_tokens = PromptTokens(view),
@@ -152,6 +155,8 @@ Decision DecideNext(const SchedulerView& view) {
     }
     budget.pages -= PagesForAppend(sample.length, taken, view.page_size, sample.opens_page);
     if (taken == 0) continue;
+    QUIRE_CHECK(budget.pages >= 0) << "a step takes pages that are not free";
+    QUIRE_CHECK(sample.piece_cost == 0 || taken == sample.pending) << "a piece is cut";
     Spend(sample, taken, &budget);
     run.takes.push_back({.index = index, .tokens = taken});
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "kernels/backend.h"
 
@@ -69,6 +70,9 @@ Result<Drawn> AnswerDrawer::Prepare(Request* request, Sample* sample, int64_t ro
 void AnswerDrawer::DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept {
   const auto vocab_size = static_cast<size_t>(model_.info().vocab_size);
   const Request& request = *drawn->request;
+  QUIRE_CHECK(drawn->count < std::ssize(drawn->draws)) << "more is drawn than was prepared";
+  QUIRE_CHECK((drawn->row + drawn->last_node + 1) * model_.info().vocab_size <=
+              std::ssize(logits_));
   Draw& draw = drawn->draws[static_cast<size_t>(drawn->count++)];
   const auto row = static_cast<size_t>(drawn->row + drawn->last_node);
   DrawInput input{.logits = {logits_.data() + row * vocab_size, vocab_size},

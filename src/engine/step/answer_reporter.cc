@@ -45,8 +45,10 @@ void NoteUsage(const Request& request, int64_t now_ns, StepOutput* output) noexc
 }  // namespace
 
 void AnswerReporter::Commit(std::vector<Drawn>* draws) noexcept {
+  QUIRE_CHECK(due_.capacity() - due_.size() >= draws->size()) << "Reserve was left out";
   const int64_t now_ns = owners_.clock.SteadyNs();
   for (Drawn& drawn : *draws) {
+    QUIRE_CHECK(drawn.count <= std::ssize(drawn.draws));
     if (drawn.count > 0 && drawn.request->first_token_ns == Request::kNotYet)
       drawn.request->first_token_ns = now_ns;
     if (drawn.draws.empty()) {
@@ -73,6 +75,7 @@ std::vector<StepOutput> AnswerReporter::Take() { return std::exchange(due_, {});
 
 void AnswerReporter::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
   Sample& sample = *drawn->sample;
+  QUIRE_CHECK(!sample.finished()) << "a token was drawn behind the end of its sample";
   const SamplingOptions& options = drawn->request->options;
   const auto answer_length = [&] {
     return static_cast<int64_t>(sample.tokens.size()) - drawn->request->prompt_tokens;
@@ -85,6 +88,7 @@ void AnswerReporter::ApplyDraw(Drawn* drawn, Draw* draw) noexcept {
     Report(answer_length(), drawn);
     return Finish(drawn->request, &sample, FinishReason::kStop, &drawn->output);
   }
+  QUIRE_CHECK(sample.tokens.size() < sample.tokens.capacity()) << "Prepare took too little memory";
   sample.tokens.push_back(draw->token);
   if (options.logprobs >= 0) sample.held_logprobs.push_back(std::move(draw->logprobs));
   const std::span<const int32_t> answer = drawn->request->answer_of(sample);
@@ -104,9 +108,11 @@ void AnswerReporter::Report(int64_t answer_length, Drawn* drawn) noexcept {
   Sample& sample = *drawn->sample;
   const int64_t count = answer_length - sample.reported;
   QUIRE_CHECK(count >= 0) << "a token was given out that belongs to a stop sequence";
+  QUIRE_CHECK(answer_length <= std::ssize(drawn->request->answer_of(sample)));
   const auto first = drawn->request->answer_of(sample).begin() + sample.reported;
   drawn->output.tokens.insert(drawn->output.tokens.end(), first, first + count);
   if (drawn->request->options.logprobs >= 0) {
+    QUIRE_CHECK(count <= std::ssize(sample.held_logprobs));
     const auto begin = sample.held_logprobs.begin();
     drawn->output.logprobs.insert(drawn->output.logprobs.end(), std::make_move_iterator(begin),
                                   std::make_move_iterator(begin + count));
@@ -121,6 +127,9 @@ void AnswerReporter::Report(int64_t answer_length, Drawn* drawn) noexcept {
 // as if the sample had stopped at once.
 void AnswerReporter::Finish(Request* request, Sample* sample, FinishReason reason,
                             StepOutput* output) noexcept {
+  QUIRE_CHECK(reason != FinishReason::kNone);
+  QUIRE_CHECK(!sample->finished()) << "a sample ends twice";
+  QUIRE_CHECK(request->prompt_tokens + sample->reported <= std::ssize(sample->tokens));
   sample->finish_reason = reason;
   sample->tokens.resize(request->prompt_tokens + sample->reported);
   output->finish_reason = reason;
@@ -130,6 +139,7 @@ void AnswerReporter::Finish(Request* request, Sample* sample, FinishReason reaso
   sample->filter.Drop();
   owners_.traffic.prefill.NoteEnd(request);
   if (sample->has_sequence()) ReleaseSequence(request, sample);
+  QUIRE_CHECK(!sample->has_sequence()) << "a sample that has ended holds a sequence";
 }
 
 // The sequence goes to the next leader if that one still waits to be forked from it, else it is
@@ -145,6 +155,7 @@ void AnswerReporter::ReleaseSequence(Request* request, Sample* sample) noexcept 
                : owners_.holders.state.ForkStart(
                      sample->sequence_id,
                      std::min(sample->computed, static_cast<int64_t>(sample->tokens.size())));
+  QUIRE_CHECK(kept <= sample->computed);
   const Status popped =
       owners_.holders.state.kv().PopN(sample->sequence_id, sample->computed - kept);
   if (!popped.ok() || sample->finish_reason == FinishReason::kError) {

@@ -25,6 +25,7 @@ bool DropFailedLayers(const StepBatch& batch, StoreTraffic* store) noexcept {
 }  // namespace
 
 Status BatchRunner::Run(const StepBatch& batch, bool* plan_anew) {
+  QUIRE_CHECK(!batch.empty());
   Status status = Attempt(batch);
   if (status.ok()) return status;  // requests of the batch may be gone
   Request* const first = batch.front().request;
@@ -52,6 +53,10 @@ Status BatchRunner::Attempt(const StepBatch& batch) {
     std::vector<LayerLoad> loads;
     std::vector<PromptBlender::Work> to_blend;
     for (const StepWork& work : batch) {
+      QUIRE_CHECK(work.sample->has_sequence());
+      QUIRE_CHECK(work.tokens >= 1);
+      QUIRE_CHECK(work.loaded() + work.tokens <= work.sample->pending());
+      QUIRE_CHECK(!work.piece || work.tokens == work.piece->rest.count()) << "a piece is cut";
       if (work.piece) to_blend.push_back({work.request, work.sample, *work.piece});
       sequence_ids.push_back(work.sample->sequence_id);
       lengths.push_back(work.tokens);

@@ -23,6 +23,8 @@ int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
 }  // namespace
 
 void PromptBlender::Plan(Request* request, std::span<const int32_t> prompt) {
+  QUIRE_CHECK(request->options.blend);
+  QUIRE_CHECK(request->blend == nullptr) << "request " << request->id << " is planned twice";
   const BlendRequest& blend = *request->options.blend;
   const std::string& salt = request->space.salt;
   std::vector<FoundDocument> found;
@@ -64,6 +66,8 @@ std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& reques
     const int64_t begin = std::max(piece.begin, known_begin);
     const int64_t end = std::min(piece.end, known_end);
     if (begin >= end) continue;
+    QUIRE_CHECK(end - document.begin + chain.anchor_tokens <= match.length)
+        << "rows that are not known would be moved";
     parts.push_back({.rows = {begin - piece.begin, end - piece.begin},
                      .seq_id = match.sequence_id,
                      .from = chain.anchor_tokens + begin - document.begin,
@@ -215,6 +219,7 @@ void PromptBlender::Commit(const OpenPieces& pieces) noexcept {
     Request& request = *piece.work.request;
     Sample& sample = *piece.work.sample;
     const PieceCounts& counts = piece.hook->counts();
+    QUIRE_CHECK(counts.recomputed <= counts.moved) << "request " << request.id;
     sample.approximate_from = std::min(sample.approximate_from, ExactEnd(sample, pieces));
     request.approximate |= counts.any_left();
     request.blend->NotePiece(piece.work.piece.index, counts);

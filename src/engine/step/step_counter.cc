@@ -7,8 +7,8 @@
 namespace quire {
 
 void StepCounter::NoteWork(Request* request, Sample* sample, int64_t tokens) noexcept {
-  QUIRE_DCHECK(tokens >= 0);
-  QUIRE_DCHECK(sample->last_step < steps_) << "a sample is in a forward twice";
+  QUIRE_CHECK(tokens >= 0);
+  QUIRE_CHECK(sample->last_step < steps_) << "a sample is in a forward twice";
   sample->computed += tokens;
   sample->last_step = steps_;
   request->NoteStep(steps_);

@@ -75,6 +75,8 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
       case Decision::Kind::kNothing: {
         StepBatch batch;
         for (const Take& take : decision.takes) {
+          QUIRE_CHECK(take.tokens >= 1);
+          QUIRE_CHECK(take.tokens <= running[static_cast<size_t>(take.index)].pending);
           batch.push_back(works[take.index]);
           batch.back().tokens = take.tokens;
         }
@@ -89,6 +91,7 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
 Status StepPlanner::GiveSequences() {
   for (const auto& request : holders_.requests.running()) {
     Sample* const leader = request->leader();
+    QUIRE_CHECK(leader != nullptr) << "request " << request->id << " has ended and is in work";
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(
           holders_.sequences.Give(*request, leader, holders_.finder.Find(*request, *leader)));
@@ -246,6 +249,7 @@ Result<bool> StepPlanner::AdmitHead() {
 // The request goes on later where it was: its samples keep their tokens, so what is computed again
 // are the same bits. Its KV is retained, and given up from the tail as far as the pages are needed.
 void StepPlanner::PreemptYoungest() {
+  QUIRE_CHECK(!holders_.requests.running().empty());
   holders_.requests.PreemptYoungest([this](Request& request) {
     owners_.traffic.NotePreempted(&request);
     for (Sample& sample : request.samples) {
@@ -262,6 +266,7 @@ void StepPlanner::PreemptYoungest() {
 // with what is gone by now hold less of it than pages of its own would; computed again it takes
 // what CheckFits counted.
 void StepPlanner::RestartOrFail() {
+  QUIRE_CHECK(holders_.requests.running().size() == 1);
   Request& request = *holders_.requests.running().front();
   if (request.restarted) {
     owners_.answers.End(&request, FinishReason::kError,

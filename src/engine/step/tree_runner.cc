@@ -133,7 +133,10 @@ Status TreeRunner::Attempt(const TreeBatch& trees) {
     const TreeNodes nodes = NodesOf(trees.works);
     std::vector<int32_t> token_ids;
     std::vector<Drawn> draws;
+    QUIRE_CHECK(std::ssize(nodes.parents) <= holders_.speculator.nodes_max());
     for (const StepWork& work : trees.works) {
+      QUIRE_CHECK(work.sample->pending() == 1) << "a tree hangs at the last token";
+      QUIRE_CHECK(work.layers == nullptr);
       const int64_t levels = work.guesses == nullptr ? 0 : work.guesses->levels();
       QUIRE_ASSIGN_OR_RETURN(
           draws.emplace_back(),
@@ -153,7 +156,10 @@ Status TreeRunner::Attempt(const TreeBatch& trees) {
                                                 owners_.drawer.Logits(std::ssize(rows))));
     owners_.drawer.DrawAll(&draws);
     std::vector<int64_t> leaves;
-    for (const Drawn& drawn : draws) leaves.push_back(drawn.last_node);
+    for (const Drawn& drawn : draws) {
+      QUIRE_CHECK(drawn.last_node < nodes.lengths[leaves.size()]) << "a leaf of another tree";
+      leaves.push_back(drawn.last_node);
+    }
     QUIRE_RETURN_IF_ERROR(forward.End());
     const Status committed = holders_.state.kv().CommitAcceptedTokenTreeNodes(nodes.ids, leaves);
     if (!committed.ok()) {

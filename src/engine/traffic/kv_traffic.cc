@@ -39,6 +39,7 @@ bool KVTraffic::CanRun(const Request& request, const Sample& sample) const {
 }
 
 void KVTraffic::NotePreempted(Request* request) noexcept {
+  QUIRE_CHECK(request->load == nullptr) << "request " << request->id << " loads while it runs";
   request->layers = nullptr;
   request->remote = nullptr;
   prefill.NotePreempted(request);

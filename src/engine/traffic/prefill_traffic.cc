@@ -170,6 +170,7 @@ Status PrefillTraffic::MarkAt(PrefillJob* job, int64_t sequence_id) {
   QUIRE_RETURN_IF_ERROR(state_.transfer()->DisaggMarkSend(sequence_id, job->map.first_position,
                                                           std::span(&job->map, 1), job->connection,
                                                           /*rank=*/0, job->sent));
+  QUIRE_CHECK(job->marked_sequence < 0) << "two sequences of one job are marked";
   job->marked_sequence = sequence_id;
   return {};
 }
@@ -198,6 +199,8 @@ void PrefillTraffic::Detach(PrefillJob* job) noexcept {
   const Result<int64_t> sent = state_.transfer()->DisaggDetachSend(job->marked_sequence);
   job->marked_sequence = -1;
   if (sent.ok()) {
+    QUIRE_CHECK(*sent >= job->sent) << "rows that the peer has were taken back";
+    QUIRE_CHECK(*sent <= job->map.count);
     job->sent = *sent;
   } else {
     Refuse(job, sent.status());

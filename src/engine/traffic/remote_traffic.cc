@@ -139,6 +139,7 @@ bool RemoteTraffic::Start(Request* request, double here_seconds_per_token) {
   request->predicted_here_seconds = chosen->prediction.here_seconds;
   request->predicted_remote_seconds = chosen->prediction.remote_seconds;
   request->remote = *std::move(receive);
+  QUIRE_CHECK(TokensToCome(*request, *request->leader()) == count);
   asked_.push_back({.request_id = request->id,
                     .peer = chosen->index,
                     .start_ns = start_ns,
@@ -210,6 +211,8 @@ RemoteTraffic::Standing RemoteTraffic::StandingOf(const Request& request) const 
     return {.is_over = progress.status().code() != StatusCode::kOutOfMemory,
             .failure = progress.status()};
   }
+  QUIRE_CHECK(progress->complete >= 0);
+  QUIRE_CHECK(progress->complete <= count) << "a peer sent tokens that nobody asked for";
   Standing standing{.complete = progress->complete, .failure = progress->failure};
   if (standing.complete == count) standing.failure = {};
   const int64_t late_ns = clock_.SteadyNs() - AskedOf(request).start_ns;
@@ -255,6 +258,7 @@ void RemoteTraffic::Finish(Request* request, const Standing& standing) noexcept 
   }
   request->remote = nullptr;
   leader.computed += complete;
+  QUIRE_CHECK(leader.pending() >= 1) << "the last token has to be computed";
   const int64_t bytes = complete * bytes_per_token_;
   const double seconds = static_cast<double>(clock_.SteadyNs() - asked.start_ns) * 1e-9;
   request->remote_tokens += complete;

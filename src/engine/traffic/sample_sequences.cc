@@ -9,6 +9,8 @@
 namespace quire {
 
 Status SampleSequences::Give(const Request& request, Sample* sample, const PrefixMatch& from) {
+  QUIRE_CHECK(!sample->has_sequence()) << "sequence " << sample->sequence_id << " would be lost";
+  QUIRE_CHECK(from.length < std::ssize(sample->tokens)) << "the last token has to be computed";
   const int64_t sequence_id = next_id_;
   QUIRE_RETURN_IF_ERROR(from.length == 0
                             ? state_.AddSequence(sequence_id, request.space.long_rope)
@@ -29,6 +31,7 @@ Status SampleSequences::Give(const Request& request, Sample* sample, const Prefi
 
 void SampleSequences::Remove(const Request& request, Sample* sample) noexcept {
   speculator_.Forget(request, sample);
+  QUIRE_CHECK(sample->draft_state == kNoDraftState) << "a draft outlives its sequence";
   if (!sample->has_sequence()) return;
   const Status removed = state_.kv().RemoveSequence(sample->sequence_id);
   QUIRE_CHECK(removed.ok()) << removed.ToString();
@@ -47,6 +50,7 @@ void SampleSequences::RemoveAll(Request* request) noexcept {
 void SampleSequences::RetainExactBeginning(const Request& request, const Sample& sample,
                                            int64_t sequence_id, int64_t exact, int64_t stored) {
   const int64_t length = state_.ForkStart(sequence_id, exact);
+  QUIRE_CHECK(length <= exact) << "approximate tokens would be found by any request";
   if (length == 0) return;
   std::vector<int32_t> tokens(sample.tokens.begin(), sample.tokens.begin() + length);
   const PrefixSpace space = request.space.exact();
@@ -55,6 +59,8 @@ void SampleSequences::RetainExactBeginning(const Request& request, const Sample&
 }
 
 void SampleSequences::Retain(const Request& request, Sample* sample, bool kept) noexcept {
+  QUIRE_CHECK(sample->has_sequence());
+  QUIRE_CHECK(sample->computed <= std::ssize(sample->tokens)) << "KV of tokens that are gone";
   const int64_t sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   const int64_t exact = sample->exact();
   const int64_t computed = std::exchange(sample->computed, 0);

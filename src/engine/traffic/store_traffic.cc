@@ -169,6 +169,7 @@ bool StoreTraffic::StartLoad(Request* request) {
                        border.length, tail, compute_seconds_per_token_);
   request->looked_up = true;
   ++request->lookups;
+  QUIRE_CHECK(request->lookups <= kLookupsMax) << "request " << request->id;
   request->prefetch = nullptr;  // the load shares what it reads
   if (!load.ok()) {
     request->miss = ReasonOf(load.status().code());
@@ -314,6 +315,8 @@ void StoreTraffic::CountLoaded(Request* request, TierKind tier, int64_t tokens) 
 
 void StoreTraffic::CommitLayers(Request* request, Sample* sample) noexcept {
   LayerwiseLoad& layers = *request->layers;
+  QUIRE_CHECK(sample->computed == layers.begin()) << "layers were taken at another position";
+  QUIRE_CHECK(layers.failure() == StatusCode::kOk) << "a forward ended without one of its layers";
   CountLoad(request, layers.load().miss(),
             static_cast<double>(layers.last_ns() - layers.load().start_ns()) * 1e-9);
   ++layer_loads_;
@@ -375,6 +378,7 @@ Status StoreTraffic::TakeChunks(Request* request, const PrefixLoad& load, int64_
       // The last token is computed, for the logits behind it.
       CountLoaded(request, chunk.tier, std::min(chunk.end, size - 1) - chunk.begin);
     }
+    QUIRE_CHECK(taken.back().end > leader.computed);
     leader.computed = taken.back().end;
     rest = rest.subspan(count);
     if (!state_.forks_anywhere()) break;
@@ -444,6 +448,7 @@ int64_t StoreTraffic::StoreSample(const Request& request, Sample* sample, int64_
                                   int64_t bytes_max) noexcept {
   if (link_ == nullptr || request.has_window()) return 0;
   // A chunk is what any request would compute.
+  QUIRE_CHECK(sample->has_sequence());
   computed = std::min(computed, sample->approximate_from);
   const auto put = [&](int64_t length, bool tail, int64_t most) {
     const auto tokens = std::span<const int32_t>(sample->tokens).first(static_cast<size_t>(length));
