@@ -64,8 +64,8 @@ class CompositeState : public KVState {
 
   // Transfers all parts: states go as layers after the attention layers (docs/transfer.md). No
   // length has pending tokens until DisaggCommitRecv, for which the states after the last one must
-  // be there. With several attention caches, or without a recurrent part, there is none: BadState
-  // for reservations, marks and sinks.
+  // be there. The layers of several attention caches come in the order of the caches. Transfers of
+  // a part alone are BadState.
   virtual KVTransfer* transfer() = 0;
   virtual bool HasSequence(int64_t seq_id) const = 0;
   virtual int64_t sequence_count() const = 0;

@@ -63,7 +63,7 @@ Status BlendingForward::Plan(const char* call, std::span<const BlendMember> blen
   for (ForwardMember& member : plan.members) {
     if (next == blends.size() || blends[next].seq_id != member.id) continue;
     QUIRE_RETURN_IF_ERROR(CheckBlend(call, blends[next], std::ssize(kv_.options.layers)));
-    if (sender_.Sends(member.sequence)) {
+    if (sender_.Sends(member.id)) {
       return BadBlend(StatusCode::kBadState, call, member.id,
                       "is marked to be sent; its tokens would not be those that a whole forward "
                       "computes. Call DisaggUnmarkSend, or leave it out of blends");

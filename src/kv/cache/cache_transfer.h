@@ -1,12 +1,16 @@
 // CacheTransfer: the KVTransfer of a paged cache. It takes each call through the cache's gate,
-// finds the sequence, and hands the call to the sender or the receiver, which it owns.
+// finds the sequence, and hands the call to the sender or the receiver, which it owns. As a part of
+// a composite state, the cache receives what that state's receiver reserves, and sends what its
+// sender has marked: these calls, too, come through the gate.
 #ifndef QUIRE_KV_CACHE_CACHE_TRANSFER_H_
 #define QUIRE_KV_CACHE_CACHE_TRANSFER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "kv/cache/counting_gate.h"
 #include "kv/cache/kv_importer.h"
@@ -14,27 +18,30 @@
 #include "kv/cache/kv_sender.h"
 #include "kv/cache/paged_sequences.h"
 #include "kv/cache/window_book.h"
-#include "kv/plan/forward_plan.h"
+#include "kv/transfer/transfer_receiver.h"
+#include "kv/transfer/transfer_sender.h"
 #include "quire/kv_transfer.h"
 #include "quire/seams.h"
 #include "quire/status.h"
 
 namespace quire {
 
-class CacheTransfer final : public KVTransfer {
+class CacheTransfer final : public KVTransfer, public ReceivingPart, public SendingPart {
  public:
   // All must outlive it. `runner` runs what Complete has to do, on any thread.
   CacheTransfer(const CountingGate& gate, PagedSequences& kv, KVImporter& importer,
-                WindowBook& windows, std::shared_ptr<ParallelRunner> runner)
-      : gate_(gate), kv_(kv), sender_(kv), receiver_(kv, importer, windows, std::move(runner)) {}
+                WindowBook& windows, std::shared_ptr<ParallelRunner> runner);
 
-  KVSender& sender() { return sender_; }
-  const KVSender& sender() const { return sender_; }
-  KVReceiver& receiver() { return receiver_; }
-  const KVReceiver& receiver() const { return receiver_; }
-  // Every mark and every reservation ends; sinks hear of it. `plan`: of the open forward or the
-  // last one. REQUIRES: the sequences are still there.
-  void Clear(const ForwardPlan& plan) noexcept;
+  KVSender& sender() { return rows_; }
+  const KVSender& sender() const { return rows_; }
+  KVReceiver& receiver() { return pages_; }
+  const KVReceiver& receiver() const { return pages_; }
+  // Every mark and every reservation ends; sinks hear of it. REQUIRES: the sequences are still
+  // there.
+  void Clear() noexcept {
+    rows_.Clear();
+    pages_.Clear();
+  }
 
   Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) override;
   Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
@@ -52,11 +59,39 @@ class CacheTransfer final : public KVTransfer {
   Status DisaggFlushSend(int64_t seq_id) override;
   Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 
+  // ---- ReceivingPart, for the receiver of a composite state.
+  std::vector<TransferLayer> receive_layers() override { return pages_.receive_layers(); }
+  size_t receive_groups() const override { return pages_.receive_groups(); }
+  void SetReceiver(TransferReceiver* receiver) noexcept override {
+    pages_.SetReceiver(receiver == nullptr ? &receiver_ : receiver);
+  }
+  Result<ReservePlan> PlanReserve(const char* call, int64_t seq_id, int64_t count) override;
+  void CommitReserve(const ReceiveShare& share) noexcept override;
+  Status PlanTake(const char* call, const ReceiveShare& share, int64_t n) override;
+  void CommitTake() noexcept override;
+  void DropPlanned() noexcept override;
+
+  // ---- SendingPart, for the sender of a composite state.
+  std::vector<TransferLayer> send_layers() override { return rows_.send_layers(); }
+  int64_t send_bytes() const override { return rows_.send_bytes(); }
+  void SetSender(TransferSender* sender, int64_t first_layer) noexcept override {
+    rows_.SetSender(sender, first_layer);
+  }
+  uint64_t SendLayout(int64_t seq_id) const override;
+  bool binds_positions() const override { return rows_.binds_positions(); }
+  Status CheckHeld(const char* call, int64_t seq_id, int64_t begin, int64_t end) const override;
+  int64_t SendableLength(int64_t seq_id) const override;
+  Status Send(SendMark* mark, int64_t begin, int64_t end) override;
+
  private:
+  Status RequireAlone(const char* call) const;
+
   const CountingGate& gate_;
   const PagedSequences& kv_;
-  KVSender sender_;
-  KVReceiver receiver_;
+  KVReceiver pages_;
+  TransferReceiver receiver_;  // of pages_ alone
+  KVSender rows_;
+  TransferSender sender_;  // of rows_ alone
 };
 
 }  // namespace quire

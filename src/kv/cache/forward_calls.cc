@@ -50,10 +50,10 @@ void ForwardCalls::Commit() noexcept {
     case ControlCall::Kind::kEnd:
       if (kv_.options.allow_skipped_layers) FillSkippedLayers();
       Close();
-      return owners_.sender.FinishForward(owners_.plan, SendMarks::Outcome::kEnded);
+      return owners_.sender.FinishForward(SendMarks::Outcome::kEnded);
     case ControlCall::Kind::kAbort:
       RollBack();
-      return owners_.sender.FinishForward(owners_.plan, SendMarks::Outcome::kAborted);
+      return owners_.sender.FinishForward(SendMarks::Outcome::kAborted);
     case ControlCall::Kind::kClear:
     case ControlCall::Kind::kAdd:
     case ControlCall::Kind::kRemove:

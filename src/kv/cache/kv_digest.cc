@@ -17,7 +17,7 @@ void AppendSequence(const PagedSequences& kv, const KVSender& sender, int32_t in
                 sequence.window.slid, sequence.slid, sequence.span.tokens, sequence.span.sinks,
                 sequence.reserved, kv.trees.SizeOf(index), sequence.pending,
                 static_cast<int64_t>(sequence.receive)});
-  sender.AppendFacts(index, &facts);
+  sender.AppendFacts(sequence.id, &facts);
   if (const TokenTree* tree = kv.trees.Find(index)) {
     facts.insert(facts.end(), tree->parents.begin(), tree->parents.end());
     for (const TokenTree::Group& group : tree->groups)

@@ -1,59 +1,77 @@
-// KVReceiver: tokens of a cache's sequences that other caches send.
+// KVReceiver: tokens of a cache's sequences that other caches send: the cache's part of a
+// TransferReceiver.
 //
 // Invariants:
-// - A sequence has pending tokens exactly while PendingReceives has a reservation of its epoch, of
-//   as many tokens: Prepare makes both, End takes both away.
+// - A sequence has pending tokens exactly while the receiver has a reservation of its epoch, of as
+//   many tokens.
 // - Pending tokens stand in pages of their own, after the committed ones; nobody else sees them
 //   until they are committed.
 #ifndef QUIRE_KV_CACHE_KV_RECEIVER_H_
 #define QUIRE_KV_CACHE_KV_RECEIVER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "kv/cache/kv_importer.h"
 #include "kv/cache/paged_sequences.h"
 #include "kv/cache/window_book.h"
-#include "kv/transfer/pending_receives.h"
-#include "quire/kv_transfer.h"
+#include "kv/plan/forward_plan.h"
+#include "kv/transfer/transfer_receiver.h"
 #include "quire/seams.h"
 #include "quire/status.h"
 
 namespace quire {
 
-class KVReceiver : private PendingReceives::Pages {
+class KVReceiver final : public ReceivingPart, private ReceivedRows {
  public:
   // All must outlive it. `runner` runs what Complete has to do, on any thread.
   KVReceiver(PagedSequences& kv, KVImporter& importer, WindowBook& windows,
              std::shared_ptr<ParallelRunner> runner);
 
-  // Reserves `count` tokens of the sequence. REQUIRES: no forward is open.
-  Result<ReceiveMap> Prepare(const char* call, int32_t index, int64_t count);
-  // The first n tokens become committed ones, the others go. BadState unless they are complete.
-  Status Commit(const char* call, uint64_t epoch, int64_t n);
-  Status Cancel(const char* call, uint64_t epoch);
-  // The first n pending tokens of the sequence stay, as committed ones. REQUIRES: it has some.
-  void End(int32_t index, int64_t n) noexcept;
-  // Forgets all reservations; their sequences go, too.
-  void Clear() noexcept { receives_.Clear(); }
+  // ---- ReceivingPart.
+  std::vector<TransferLayer> receive_layers() override;
+  size_t receive_groups() const override { return kv_.groups.size(); }
+  void SetReceiver(TransferReceiver* receiver) noexcept override { receiver_ = receiver; }
+  // REQUIRES: no forward is open.
+  Result<ReservePlan> PlanReserve(const char* call, int64_t seq_id, int64_t count) override;
+  void CommitReserve(const ReceiveShare& share) noexcept override;
+  Status PlanTake(const char* call, const ReceiveShare& share, int64_t n) override;
+  void CommitTake() noexcept override { Keep(index_, taken_); }
+  void DropPlanned() noexcept override { reserve_ = {}; }
 
-  // What channels call, from any thread.
-  PendingReceives& receives() { return receives_; }
-  const PendingReceives& receives() const { return receives_; }
+  // ---- The sequence's own calls. REQUIRES: SetReceiver.
+  // The sequence's pending tokens go. REQUIRES: it has some.
+  void End(int32_t index) noexcept;
+  // All reservations go; their sequences do, too.
+  void Clear() noexcept { receiver_->receives().Clear(); }
   // Internal if an invariant is violated.
   Status CheckInvariants() const;
 
  private:
   Status CheckSequence(const char* call, int32_t index, int64_t count) const;
-  void OpenTiles(PendingReceives::Receive& receive, TokenSlots* tiles) noexcept;
+  void OpenTiles(const ReceiveShare& share, TokenSlots* tiles) noexcept;
+  // The first n pending tokens of the sequence stay, as committed ones. REQUIRES: nobody writes to
+  // their pages any more.
+  void Keep(int32_t index, int64_t n) noexcept;
   void StoreReceived(const TokenSlots& slots, int64_t layer, int64_t first,
                      const LayerKV& rows) noexcept override;
+
+  // From PlanReserve to its end.
+  struct PlannedReserve {
+    ForwardPlan plan{};  // of one sequence that gets no rows
+    TokenSlots tiles{};  // room for the slots that open tiles
+  };
 
   PagedSequences& kv_;
   KVImporter& importer_;
   WindowBook& windows_;
   const std::shared_ptr<ParallelRunner> runner_;
-  PendingReceives receives_;
+  TransferReceiver* receiver_ = nullptr;
+  int32_t index_ = SequenceTable::kAbsent;  // of the planned call
+  int64_t taken_ = 0;
+  PlannedReserve reserve_;
 };
 
 }  // namespace quire

@@ -1,80 +1,74 @@
-// KVSender: sequences whose tokens go to other caches, layer by layer as forwards compute them. It
-// knows which rows a mark sends and reads them from their pages; how far a mark has got and what
-// the sink is told is SendMarks' business.
-//
-// Invariant: while no forward is open and no call is inside, no mark has `given` anything. What an
-// open forward has given counts from its end on.
+// KVSender: tokens of a cache's sequences that go to other caches, layer by layer as forwards
+// compute them: the cache's part of a TransferSender. It reads rows from their pages.
 #ifndef QUIRE_KV_CACHE_KV_SENDER_H_
 #define QUIRE_KV_CACHE_KV_SENDER_H_
 
 #include <cstdint>
-#include <memory>
-#include <span>
-#include <utility>
 #include <vector>
 
 #include "kv/cache/paged_sequences.h"
 #include "kv/plan/forward_plan.h"
-#include "kv/transfer/send_marks.h"
-#include "quire/kv_transfer.h"
+#include "kv/transfer/transfer_sender.h"
 #include "quire/status.h"
 
 namespace quire {
 
-class KVSender {
+class KVSender final : public SendingPart {
  public:
-  // Must outlive it.
-  explicit KVSender(const PagedSequences& kv) : kv_(kv) {}
+  // Must outlive it. `own`: the sender of this cache alone.
+  KVSender(const PagedSequences& kv, TransferSender& own) : kv_(kv), own_(own), sender_(&own) {}
 
-  // ---- Calls of KVTransfer. REQUIRES: no forward is open.
-  Status SetSink(std::shared_ptr<LayerSink> sink) { return marks_.SetSink(std::move(sink)); }
-  Status Mark(int32_t index, int64_t begin, std::span<const ReceiveMap> maps, int64_t peer,
-              int64_t rank, int64_t first_row);
-  Status Unmark(const char* call, int32_t index) {
-    return marks_.Unmark(call, kv_.control[index].id, index);
+  // ---- SendingPart.
+  std::vector<TransferLayer> send_layers() override;
+  int64_t send_bytes() const override;
+  void SetSender(TransferSender* sender, int64_t first_layer) noexcept override {
+    sender_ = sender == nullptr ? &own_ : sender;
+    first_layer_ = first_layer;
   }
-  Result<int64_t> Detach(const char* call, int32_t index) {
-    return marks_.Detach(call, kv_.control[index].id, index);
-  }
-  // Sends what is committed and has not been sent.
-  Status Flush(const char* call, int32_t index);
-  Result<SendProgress> Progress(const char* call, int32_t index) const {
-    return marks_.Progress(call, kv_.control[index].id, index);
-  }
+  uint64_t SendLayout(int64_t seq_id) const override;
+  bool binds_positions() const override;
+  Status CheckHeld(const char* call, int64_t seq_id, int64_t begin, int64_t end) const override;
+  int64_t SendableLength(int64_t seq_id) const override;
+  Status Send(SendMark* mark, int64_t begin, int64_t end) override;
 
+  // Whether this is a part of another state, which knows when its forwards and sequences end.
+  bool is_part() const { return sender_ != &own_; }
   // Whether a mark of the sequence still has tokens to send.
-  bool Sends(int32_t index) const {
-    const SendMark* const mark = marks_.Find(index);
-    return mark != nullptr && mark->active();
-  }
+  bool Sends(int64_t seq_id) const { return sender_->FindActive(seq_id) != nullptr; }
 
-  // ---- The forward. Nothing is done where there is no mark.
+  // ---- The forward.
   // The layer has stored its rows of the open forward: sends what marks want of them. Failures end
   // the mark.
   void SendLayer(int64_t layer, const ForwardPlan& plan) noexcept {
-    if (!marks_.empty()) SendMembers(layer, plan);
+    if (sender_->has_marks()) SendMembers(layer, plan);
   }
-  void FinishForward(const ForwardPlan& plan, SendMarks::Outcome outcome) noexcept;
+  void FinishForward(SendMarks::Outcome outcome) noexcept {
+    if (!is_part()) own_.FinishForward(outcome);
+  }
 
   // ---- The sequence.
   // The mark, if there is one, goes; the sink hears of it.
-  void Stop(int32_t index, const char* why) noexcept { marks_.Stop(index, why); }
+  void Stop(int64_t seq_id, const char* why) noexcept {
+    if (!is_part()) own_.Stop(seq_id, why);
+  }
   // It has `length` tokens: those after them are sent again when they come again.
-  void ShortenTo(int32_t index, int64_t length) noexcept { marks_.ShortenTo(index, length); }
+  void ShortenTo(int64_t seq_id, int64_t length) noexcept { sender_->ShortenRows(seq_id, length); }
+  // All sequences go.
+  void Clear() noexcept;
   // What a digest of the cache's state has of the mark.
-  void AppendFacts(int32_t index, std::vector<int64_t>* facts) const;
+  void AppendFacts(int64_t seq_id, std::vector<int64_t>* facts) const {
+    sender_->AppendFacts(seq_id, facts);
+  }
 
  private:
-  Status CheckMaps(const Sequence& sequence, std::span<const ReceiveMap> maps, int64_t begin,
-                   int64_t rank) const;
   void SendMembers(int64_t layer, const ForwardPlan& plan) noexcept;
   void SendRows(SendMark* mark, const Sequence& sequence, int64_t layer, int64_t end) noexcept;
-  Status SendPiece(SendMark* mark, const Sequence& sequence, int64_t layer, int64_t begin,
-                   int64_t end);
-  void Finish(SendMark* mark, SendMarks::Outcome outcome) noexcept;
+  Result<LayerKV> Read(const Sequence& sequence, int64_t layer, int64_t begin, int64_t end);
 
   const PagedSequences& kv_;
-  SendMarks marks_;
+  TransferSender& own_;
+  TransferSender* sender_;
+  int64_t first_layer_ = 0;
 };
 
 }  // namespace quire

@@ -156,7 +156,7 @@ void PagedKVCache::CommitCall() noexcept {
 }
 
 void PagedKVCache::ClearAll() noexcept {
-  transfer_.Clear(plan_);
+  transfer_.Clear();
   forwards_.Clear();
   trees_.Clear();
   attention_.Clear();

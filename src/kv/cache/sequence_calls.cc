@@ -152,9 +152,9 @@ void SequenceCalls::CommitAdd() noexcept {
 
 void SequenceCalls::CommitRemove() noexcept {
   if (kv_.trees.Find(index_) != nullptr) owners_.trees.DropNodes(index_, 0);
-  owners_.sender.Stop(index_, "its sequence was removed");
+  owners_.sender.Stop(call_.seq_id, "its sequence was removed");
   const Sequence& sequence = kv_.control[index_];
-  if (sequence.pending > 0) owners_.receiver.End(index_, 0);
+  if (sequence.pending > 0) owners_.receiver.End(index_);
   QUIRE_DCHECK(sequence.reserved == 0) << "positions without tokens are left";
   kv_.tree.hidden().Unhide(index_);
   kv_.tree.Release(sequence.last, !sequence.retained);
@@ -180,8 +180,8 @@ void SequenceCalls::CommitPop() noexcept {
   const int64_t end = std::min(position_, committed);
   if (kv_.trees.Find(index_) != nullptr)
     owners_.trees.DropNodes(index_, std::max<int64_t>(position_ - committed, 0));
-  if (call_.count > 0 && sequence.pending > 0) owners_.receiver.End(index_, 0);
-  owners_.sender.ShortenTo(index_, end);
+  if (call_.count > 0 && sequence.pending > 0) owners_.receiver.End(index_);
+  owners_.sender.ShortenTo(call_.seq_id, end);
   if (end < committed) {
     QUIRE_DCHECK(sequence.reserved == 0) << "tokens are popped that others follow";
     kv_.tree.hidden().Unhide(index_);

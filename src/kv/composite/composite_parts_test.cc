@@ -12,6 +12,7 @@
 #include "quire/composite_state.h"
 #include "quire/kv_transfer.h"
 #include "quire/recurrent_cache.h"
+#include "quire/transfer.h"
 
 namespace quire {
 namespace {
@@ -195,13 +196,133 @@ TEST(CompositeParts, AnImportGivesEachCacheItsLayers) {
                 digest);
 }
 
-TEST(CompositeParts, SeveralCachesTransferAndLoadNothing) {
+// ---------------------------------------------------------------------- transfer
+
+constexpr int64_t kPeer = 7;
+
+// The rows of all layers of all caches.
+std::vector<StoredRows> RowsOfCaches(const Joined& joined, int64_t id, int64_t count) {
+  std::vector<StoredRows> rows;
+  for (AttentionKVCache* cache : {joined.first.get(), joined.second.get()}) {
+    if (cache == nullptr) continue;
+    const std::vector<AttentionLayerSpec>& layers = cache->options().layers;
+    for (size_t l = 0; l < layers.size(); ++l) {
+      rows.emplace_back(layers[l], count);
+      EXPECT_TRUE(cache->ExportKV(id, static_cast<int64_t>(l), 0, rows.back().view()).ok());
+    }
+  }
+  return rows;
+}
+
+// A sender and a receiver of 9 tokens, and the channel between them.
+struct Transferring {
+  Transferring(bool with_second, bool with_recurrent)
+      : from(with_second, with_recurrent), to(with_second, with_recurrent) {
+    EXPECT_TRUE(channel->Connect(kPeer, to.state->transfer()).ok());
+    EXPECT_TRUE(from.state->transfer()->SetLayerSink(channel).ok());
+    EXPECT_TRUE(from.state->AddSequence(0).ok());
+    EXPECT_TRUE(to.state->AddSequence(5).ok());
+    map = *to.state->transfer()->DisaggPrepareRecv(5, 9);
+  }
+  Status Mark() const {
+    return from.state->transfer()->DisaggMarkSend(0, 0, std::span(&map, 1), kPeer, 0);
+  }
+
+  const std::shared_ptr<LocalChannel> channel = CreateLocalChannel();
+  const Joined from, to;
+  ReceiveMap map;
+};
+
+TEST(CompositeParts, EveryPartIsTransferred) {
+  for (const bool with_second : {true, false}) {
+    for (const bool with_recurrent : {true, false}) {
+      SCOPED_TRACE(std::to_string(with_second) + std::to_string(with_recurrent));
+      const Transferring pair(with_second, with_recurrent);
+      ASSERT_TRUE(pair.Mark().ok());
+      EXPECT_EQ(*pair.to.state->GetSequenceLength(5), 0) << "pending tokens count";
+      pair.from.Run(0, Text(4));
+      EXPECT_EQ(pair.from.state->transfer()->GetSendProgress(0)->sent, 4);
+      Tokens rest = Text(9);
+      rest.erase(rest.begin(), rest.begin() + 4);
+      pair.from.Run(0, rest);
+      EXPECT_FALSE(pair.from.state->transfer()->GetSendProgress(0)->active);
+      EXPECT_EQ(pair.to.state->transfer()->GetReceiveProgress(pair.map.epoch)->complete, 9);
+      const Status committed = pair.to.state->transfer()->DisaggCommitRecv(pair.map.epoch, 9);
+      ASSERT_TRUE(committed.ok()) << committed.ToString();
+      pair.to.ExpectLength(5, 9);
+      EXPECT_TRUE(RowsOfCaches(pair.to, 5, 9) == RowsOfCaches(pair.from, 0, 9));
+      pair.from.Run(0, Text(2));
+      pair.to.Run(5, Text(2));
+      EXPECT_TRUE(RowsOfCaches(pair.to, 5, 11) == RowsOfCaches(pair.from, 0, 11));
+    }
+  }
+}
+
+TEST(CompositeParts, AReservationIsOfAllCachesOrOfNone) {
+  for (const bool with_recurrent : {true, false}) {
+    const Joined joined(true, with_recurrent);
+    CompositeState& s = *joined.state;
+    KVTransfer& transfer = *s.transfer();
+    for (const int64_t id : {0, 1}) ASSERT_TRUE(s.AddSequence(id).ok());
+    int64_t length = 0;
+    for (; joined.second->GetNumAvailablePages() > 1; length += 16) joined.Run(0, Text(16));
+    const uint64_t digest = s.StateDigest();
+    // The second cache has one page of 16 left.
+    ExpectRefused(joined, StatusCode::kOutOfPages, transfer.DisaggPrepareRecv(1, 17).status(),
+                  digest);
+    const ReceiveMap map = *transfer.DisaggPrepareRecv(1, 16);
+    joined.ExpectLength(0, length);
+    EXPECT_EQ(*s.GetSequenceLength(1), 0);
+    EXPECT_EQ(s.BeginForward(Ids{1}, Ids{1}).code(), StatusCode::kBadState);
+    EXPECT_EQ(transfer.DisaggCommitRecv(map.epoch, 1).code(), StatusCode::kBadState);
+    ASSERT_TRUE(s.ForkSequence(1, 2, -1).ok());
+    joined.ExpectLength(2, 0);
+    ASSERT_TRUE(s.RemoveSequence(2).ok());
+    ASSERT_TRUE(transfer.DisaggCancelRecv(map.epoch).ok());
+    EXPECT_EQ(s.StateDigest(), digest);
+    ASSERT_TRUE(transfer.DisaggPrepareRecv(1, 16).ok());
+    ASSERT_TRUE(s.RemoveSequence(1).ok());
+    EXPECT_EQ(joined.second->GetNumAvailablePages(), 1);
+  }
+}
+
+TEST(CompositeParts, WhatOneCacheCannotSendEndsTheMarkOfAll) {
+  const Transferring pair(true, true);
+  ASSERT_TRUE(pair.Mark().ok());
+  ASSERT_TRUE(pair.to.state->RemoveSequence(5).ok());
+  pair.from.Run(0, Text(9));
+  const auto progress = pair.from.state->transfer()->GetSendProgress(0);
+  EXPECT_EQ(progress->failure.code(), StatusCode::kNotFound);
+  EXPECT_EQ(progress->sent, 0);
+  pair.from.ExpectLength(0, 9);
+  // Two equal caches are not one.
+  ReceiveMap other = pair.map;
+  other.layout ^= 1;
+  EXPECT_EQ(
+      pair.from.state->transfer()->DisaggMarkSend(0, 0, std::span(&other, 1), kPeer, 0).code(),
+      StatusCode::kIncompatible);
+}
+
+TEST(CompositeParts, APartAloneTransfersNothing) {
+  Joined joined;
+  ASSERT_TRUE(joined.state->AddSequence(0).ok());
+  KVTransfer& part = *joined.second->transfer();
+  EXPECT_EQ(part.DisaggPrepareRecv(0, 2).status().code(), StatusCode::kBadState);
+  EXPECT_EQ(part.DisaggMarkSend(0, 0, {}, 0, 0).code(), StatusCode::kBadState);
+  EXPECT_EQ(part.SetLayerSink(nullptr).code(), StatusCode::kBadState);
+  // Its state goes: what is reserved there is given back, and the part is its own again.
+  ASSERT_TRUE(joined.state->transfer()->DisaggPrepareRecv(0, 2).ok());
+  joined.state.reset();
+  EXPECT_EQ(*joined.second->GetSequenceLength(0), 0);
+  EXPECT_TRUE(joined.second->CheckInvariants().ok());
+  EXPECT_TRUE(part.DisaggPrepareRecv(0, 2).ok());
+  EXPECT_TRUE(part.SetLayerSink(nullptr).ok());
+  EXPECT_TRUE(joined.second->CheckInvariants().ok());
+}
+
+TEST(CompositeParts, SeveralCachesLoadNothing) {
   const Joined joined;
   ASSERT_TRUE(joined.state->AddSequence(0).ok());
-  KVTransfer& transfer = *joined.state->transfer();
-  EXPECT_EQ(transfer.DisaggPrepareRecv(0, 2).status().code(), StatusCode::kBadState);
-  EXPECT_EQ(transfer.DisaggMarkSend(0, 0, {}, 0, 0).code(), StatusCode::kBadState);
-  EXPECT_EQ(transfer.SetLayerSink(nullptr).code(), StatusCode::kBadState);
   const LayerLoad load{.seq_id = 0, .tokens = 1, .source = nullptr};
   EXPECT_EQ(joined.state->BeginLoadingForward(Ids{0}, Ids{1}, std::span(&load, 1)).code(),
             StatusCode::kBadArgument);

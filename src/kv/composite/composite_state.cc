@@ -57,9 +57,7 @@ class JointState final : public ControlledState<CompositeState> {
   int64_t sequence_count() const override {
     return first().Ask([](const auto& part) { return part.sequence_count(); });
   }
-  Result<int64_t> GetSequenceLength(int64_t seq_id) const override {
-    return first().Ask([&](const auto& part) { return part.GetSequenceLength(seq_id); });
-  }
+  Result<int64_t> GetSequenceLength(int64_t seq_id) const override;
   Result<int64_t> GetTreeSize(int64_t seq_id) const override {
     return first().Ask([&](const auto& part) { return part.GetTreeSize(seq_id); });
   }
@@ -194,6 +192,14 @@ Status JointState::BeginLoadingForward(std::span<const int64_t> seq_ids,
                      .append_lengths = append_lengths,
                      .loads = loads});
   });
+}
+
+// A cache counts pending tokens, a recurrent part has none.
+Result<int64_t> JointState::GetSequenceLength(int64_t seq_id) const {
+  QUIRE_ASSIGN_OR_RETURN(const int64_t length, first().Ask([&](const auto& part) {
+    return part.GetSequenceLength(seq_id);
+  }));
+  return first().attention == nullptr ? length : length - transfer_.PendingOf(seq_id);
 }
 
 // One part's message names a position that another part may not reach.

@@ -59,32 +59,52 @@ class PlannedState {
   virtual void Drop() noexcept = 0;
 };
 
-// Gives up what is planned unless the call comes to an end.
-class PlannedParts {
+// A call in two halves of several parts: gives up what is planned unless the call comes to an end.
+template <typename Part>
+class PlannedHalves {
  public:
-  explicit PlannedParts(std::span<PlannedState* const> parts) : parts_(parts) {}
-  ~PlannedParts() {
+  explicit PlannedHalves(std::span<Part* const> parts) : parts_(parts) {}
+  ~PlannedHalves() {
     while (count_ > 0) parts_[--count_]->Drop();
   }
-  PlannedParts(const PlannedParts&) = delete;
-  PlannedParts& operator=(const PlannedParts&) = delete;
-  // call_of(part): the call as it is for the part with that index.
+  PlannedHalves(const PlannedHalves&) = delete;
+  PlannedHalves& operator=(const PlannedHalves&) = delete;
+  // plan(part) -> Status: the first half of the part with that index.
   template <typename F>
-  Status Plan(F&& call_of) {
+  Status PlanEach(F&& plan) {
     for (size_t part = 0; part < parts_.size(); ++part) {
-      QUIRE_RETURN_IF_ERROR(parts_[part]->Plan(call_of(part)));
+      QUIRE_RETURN_IF_ERROR(plan(part));
       ++count_;
     }
     return Status();
   }
-  void Commit() noexcept {
+  // commit(part): the second half, which cannot fail.
+  template <typename F>
+  void CommitEach(F&& commit) noexcept {
     QUIRE_DCHECK(count_ == parts_.size()) << "a part has not planned the call";
-    for (; count_ > 0; --count_) parts_[parts_.size() - count_]->Commit();
+    for (; count_ > 0; --count_) commit(parts_.size() - count_);
   }
 
+ protected:
+  Part& part(size_t index) const { return *parts_[index]; }
+
  private:
-  std::span<PlannedState* const> parts_;
+  std::span<Part* const> parts_;
   size_t count_ = 0;
+};
+
+// The halves of a ControlCall.
+class PlannedParts : public PlannedHalves<PlannedState> {
+ public:
+  using PlannedHalves::PlannedHalves;
+  // call_of(part): the call as it is for the part with that index.
+  template <typename F>
+  Status Plan(F&& call_of) {
+    return PlanEach([&](size_t index) { return part(index).Plan(call_of(index)); });
+  }
+  void Commit() noexcept {
+    CommitEach([&](size_t index) { part(index).Commit(); });
+  }
 };
 
 // KVState's calls and SetRetained of `Interface`, each as one ControlCall given to Run.

@@ -1,7 +1,6 @@
 #include "kv/transfer/pending_receives.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -125,7 +124,6 @@ std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_i
     Layer& layer = receive->layers.emplace_back();
     if (of.is_state()) {
       layer.staging.k = TensorView(memory, of.dtype, {1, 1, of.elements});
-      std::memset(memory, 0, static_cast<size_t>(StagingBytes(of, count)));
     } else {
       layer.staging = LayerRowsIn(memory, *of.rows, count);
       layer.head.resize(static_cast<size_t>(count * of.heads()));
@@ -135,21 +133,16 @@ std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_i
   }
   const std::lock_guard lock(mutex_);
   ReserveGrowing(receives_, receives_.size() + 1);
+  receive->epoch = next_epoch_;
   return receive;
 }
 
-uint64_t PendingReceives::Add(std::shared_ptr<Receive> receive, uint64_t epoch) noexcept {
+void PendingReceives::Add(std::shared_ptr<Receive> receive) noexcept {
   const std::lock_guard lock(mutex_);
   QUIRE_DCHECK(receives_.size() < receives_.capacity()) << "no room was reserved";
-  QUIRE_DCHECK(epoch == 0 || FindLocked(epoch) == nullptr) << "epoch " << epoch << " is in use";
-  receive->epoch = epoch == 0 ? next_epoch_++ : epoch;
+  QUIRE_DCHECK(receive->epoch == next_epoch_) << "another reservation was prepared in between";
+  ++next_epoch_;
   receives_.push_back(std::move(receive));
-  return receives_.back()->epoch;
-}
-
-void PendingReceives::End(uint64_t epoch) noexcept {
-  const std::lock_guard lock(mutex_);
-  EndLocked(epoch);
 }
 
 void PendingReceives::EndLocked(uint64_t epoch) noexcept {
@@ -196,21 +189,15 @@ Result<PendingReceives::Claim> PendingReceives::Find(const char* call, uint64_t 
   return Claim{receive->seq_id, receive->count};
 }
 
-Status PendingReceives::RequireComplete(const char* call, uint64_t epoch, int64_t n) const {
-  const std::lock_guard lock(mutex_);
-  return RequireCompleteLocked(call, epoch, n);
-}
-
-Status PendingReceives::RequireCompleteLocked(const char* call, uint64_t epoch, int64_t n) const {
-  QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked(call, epoch));
-  if (n < 0 || n > receive->count) return WrongCount(call, epoch, receive->count, n);
+Status PendingReceives::RequireCompleteLocked(const char* call, const Receive& receive,
+                                              int64_t n) const {
+  if (n < 0 || n > receive.count) return WrongCount(call, receive.epoch, receive.count, n);
   for (size_t l = 0; l < layers_.size(); ++l) {
-    const std::string missing = WhatIsMissing(receive->layers[l], layers_[l].is_state(), n);
+    const std::string missing = WhatIsMissing(receive.layers[l], layers_[l].is_state(), n);
     if (missing.empty()) continue;
-    std::string why = std::string(call) + ": in layer " +
-                      std::to_string(first_layer_ + static_cast<int64_t>(l)) + " of " +
-                      Name(epoch) + " " + missing;
-    if (!receive->failure.ok()) why += " (" + receive->failure.ToString() + ")";
+    std::string why = std::string(call) + ": in layer " + std::to_string(l) + " of " +
+                      Name(receive.epoch) + " " + missing;
+    if (!receive.failure.ok()) why += " (" + receive.failure.ToString() + ")";
     return Status(StatusCode::kBadState,
                   why +
                       "; wait for it, commit another number of tokens, or cancel and compute "
@@ -222,6 +209,11 @@ Status PendingReceives::RequireCompleteLocked(const char* call, uint64_t epoch, 
 int64_t PendingReceives::count() const {
   const std::lock_guard lock(mutex_);
   return static_cast<int64_t>(receives_.size());
+}
+
+uint64_t PendingReceives::any_epoch() const {
+  const std::lock_guard lock(mutex_);
+  return receives_.empty() ? 0 : receives_.front()->epoch;
 }
 
 int64_t PendingReceives::PendingOf(int64_t seq_id) const {
@@ -243,11 +235,10 @@ void PendingReceives::AppendFacts(std::vector<int64_t>* facts) const {
 Result<std::shared_ptr<PendingReceives::Receive>> PendingReceives::FindPart(
     const char* call, uint64_t epoch, int64_t layer, const ReceivePart& part) const {
   QUIRE_ASSIGN_OR_RETURN(auto receive, RequireLocked(call, epoch));
-  const int64_t layer_end = first_layer_ + std::ssize(layers_);
-  if (layer < first_layer_ || layer >= layer_end) {
+  if (layer < 0 || layer >= std::ssize(layers_)) {
     return Status(StatusCode::kBadArgument, std::string(call) + ": no layer " +
                                                 std::to_string(layer) + "; there are " +
-                                                std::to_string(layer_end));
+                                                std::to_string(layers_.size()));
   }
   const int64_t heads = LayerAt(layer).heads();
   const bool is_state = LayerAt(layer).is_state();
@@ -346,8 +337,9 @@ void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
   if (count == 0) return;
   QUIRE_DCHECK(first >= 0);
   QUIRE_DCHECK(first + count <= receive.count);
-  QUIRE_DCHECK(pages_ != nullptr);
-  TokenSlots& slots = receive.slots[static_cast<size_t>(LayerAt(layer).group)];
+  const TransferLayer& of = LayerAt(layer);
+  QUIRE_DCHECK(of.pages != nullptr);
+  TokenSlots& slots = receive.slots[static_cast<size_t>(of.group)];
   // Tiles are open already. Those of which all slots are written may be written as wholes.
   for (int64_t row = first; row < first + count; ++row) {
     const size_t i = static_cast<size_t>(row);
@@ -356,7 +348,8 @@ void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
                           static_cast<int64_t>(last) < first + count &&
                           slots.targets[last].page == slots.targets[i].page;
   }
-  pages_->StoreReceived(slots, layer, first, RowsOf(LayerOf(receive, layer).staging, first, count));
+  const LayerKV rows = RowsOf(LayerOf(receive, layer).staging, first, count);
+  of.pages->StoreReceived(slots, of.layer, first, rows);
 }
 
 Status PendingReceives::Fail(uint64_t epoch, const Status& why) {

@@ -1,6 +1,7 @@
 // PendingReceives: tokens that were reserved for a sender and are not committed yet: the staging
 // memory in which their layers arrive, and which parts of it are verified. Layers are of two kinds
-// (TransferLayer): a cache has those with rows of tokens, a composite state those with a state.
+// (TransferLayer): those with rows of tokens, and those with a state. TransferReceiver says what
+// the parts of a state have to do with a reservation.
 //
 // Bytes go to staging memory first. Rows go to pages from there, one by one, when all heads of a
 // row are verified; a state stays until its reservation is committed. So a page is written under
@@ -34,12 +35,26 @@
 
 namespace quire {
 
+// Where the rows of a part of a state go.
+class ReceivedRows {
+ public:
+  // Moves rows [first, first + rows.k.dim(0)) of a reservation to their pages; the slots'
+  // opens_tile are 1 where all of a tile is among them. `layer` is the part's number of it.
+  virtual void StoreReceived(const TokenSlots& slots, int64_t layer, int64_t first,
+                             const LayerKV& rows) noexcept = 0;
+
+ protected:
+  ~ReceivedRows() = default;
+};
+
 // A layer as transfers see it. An attention layer has rows, one for each token. A recurrent layer
 // has a state, which is sent as one row of one head: that of the last token before it. If several
 // states arrive, the newest counts.
 struct TransferLayer {
   const AttentionLayerSpec* rows = nullptr;  // null: the layer has a state
-  int group = 0;                             // with rows: the group whose slots they get
+  int group = 0;                             // with rows: the group whose slots they get,
+  ReceivedRows* pages = nullptr;             // where they go,
+  int64_t layer = 0;                         // and the number of the layer there
   DType dtype = DType::kF32;                 // of the state
   int64_t elements = 0;                      // of the state
 
@@ -47,47 +62,38 @@ struct TransferLayer {
   int64_t heads() const { return is_state() ? 1 : rows->num_kv_heads; }
 };
 
+// The layout of a state, equal iff the stored bytes mean the same, heads and pages aside, made of
+// that of its first parts and that of the next. A state of one part has the layout of the part.
+inline uint64_t JoinLayouts(uint64_t first, uint64_t next) {
+  return first * 0x9E3779B97F4A7C15u ^ next;  // 2^64 / golden ratio: equal parts do not cancel
+}
+
 class PendingReceives {
  public:
-  // Moves rows [first, first + rows.k.dim(0)) of a reservation to their pages; the slots'
-  // opens_tile are 1 where all of a tile is among them.
-  class Pages {
-   public:
-    virtual void StoreReceived(const TokenSlots& slots, int64_t layer, int64_t first,
-                               const LayerKV& rows) noexcept = 0;
+  explicit PendingReceives(std::vector<TransferLayer> layers) : layers_(std::move(layers)) {}
+  const std::vector<TransferLayer>& layers() const { return layers_; }
 
-   protected:
-    ~Pages() = default;
-  };
-
-  // `layers` have the numbers from first_layer on. `pages`: where rows go; null if no layer has
-  // any.
-  PendingReceives(std::vector<TransferLayer> layers, int64_t first_layer, Pages* pages)
-      : layers_(std::move(layers)), first_layer_(first_layer), pages_(pages) {}
-
-  // Memory for a reservation of `count` tokens, which Add makes one. States are zero. May throw
+  // Memory for a reservation of `count` tokens, which Add makes one, and its epoch. May throw
   // std::bad_alloc.
   struct Receive;
   std::shared_ptr<Receive> Prepare(int64_t seq_id, int64_t first_position, int64_t count,
                                    size_t group_count);
-  // Returns the epoch: a new one, or the one that is given.
-  // REQUIRES: `receive` was returned by Prepare, its slots are filled in, and nothing was called in
-  // between; a given epoch was never used here.
-  uint64_t Add(std::shared_ptr<Receive> receive, uint64_t epoch = 0) noexcept;
-  // Ends a reservation. REQUIRES: there is one.
-  void End(uint64_t epoch) noexcept;
-  // Ends the sequence's reservation, if it has one.
+  // REQUIRES: `receive` was returned by Prepare, its slots are filled in, and no other one was
+  // prepared in between.
+  void Add(std::shared_ptr<Receive> receive) noexcept;
+  // Ends the sequence's reservation, if it has one. From here on nobody writes to its pages.
   void EndOf(int64_t seq_id) noexcept;
   void Clear() noexcept;
-  // Runs body(const Receive&) -> Status for a reservation whose first n tokens are complete, and
-  // ends the reservation if that succeeds. No part is viewed or completed meanwhile. Errors as
-  // RequireComplete.
+  // Runs body(Receive&) -> Status for a reservation whose first n tokens are complete, and ends the
+  // reservation if that succeeds. No part is viewed or completed meanwhile. NotFound for an epoch
+  // that is over; BadState, with the layer that lacks something, unless the first n rows of all
+  // layers with rows are complete and all states are those after token n. n = 0: whatever has come.
   template <typename F>
-  Status Commit(const char* call, uint64_t epoch, int64_t n, F&& body) {
+  Status Take(const char* call, uint64_t epoch, int64_t n, F&& body) {
     const std::lock_guard lock(mutex_);
-    QUIRE_RETURN_IF_ERROR(RequireCompleteLocked(call, epoch, n));
-    const std::shared_ptr<Receive> receive = FindLocked(epoch);
-    QUIRE_RETURN_IF_ERROR(body(std::as_const(*receive)));
+    QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked(call, epoch));
+    if (n != 0) QUIRE_RETURN_IF_ERROR(RequireCompleteLocked(call, *receive, n));
+    QUIRE_RETURN_IF_ERROR(body(*receive));
     EndLocked(epoch);
     return Status();
   }
@@ -97,10 +103,8 @@ class PendingReceives {
     int64_t count = 0;
   };
   Result<Claim> Find(const char* call, uint64_t epoch) const;
-  // BadState, with the layer that lacks something, unless the first n rows of all layers with rows
-  // are complete, and all states are those after token n.
-  Status RequireComplete(const char* call, uint64_t epoch, int64_t n) const;
-  int64_t count() const;  // reservations
+  int64_t count() const;       // reservations
+  uint64_t any_epoch() const;  // of one of them; 0: there are none
   // Tokens that are reserved for the sequence; 0: it has no reservation.
   int64_t PendingOf(int64_t seq_id) const;
   // What a digest of the state has of the reservations.
@@ -135,20 +139,16 @@ class PendingReceives {
   Result<std::shared_ptr<Receive>> RequireLocked(const char* call, uint64_t epoch) const;
   Result<std::shared_ptr<Receive>> FindPart(const char* call, uint64_t epoch, int64_t layer,
                                             const ReceivePart& part) const;
-  Status RequireCompleteLocked(const char* call, uint64_t epoch, int64_t n) const;
+  Status RequireCompleteLocked(const char* call, const Receive& receive, int64_t n) const;
   void EndLocked(uint64_t epoch) noexcept;
-  const TransferLayer& LayerAt(int64_t layer) const {
-    return layers_[static_cast<size_t>(layer - first_layer_)];
-  }
-  Layer& LayerOf(Receive& receive, int64_t layer) const {
-    return receive.layers[static_cast<size_t>(layer - first_layer_)];
+  const TransferLayer& LayerAt(int64_t layer) const { return layers_[static_cast<size_t>(layer)]; }
+  static Layer& LayerOf(Receive& receive, int64_t layer) {
+    return receive.layers[static_cast<size_t>(layer)];
   }
   void CompleteRows(Receive& receive, int64_t layer, const ReceivePart& part) noexcept;
   void StoreRows(Receive& receive, int64_t layer, int64_t first, int64_t count) noexcept;
 
   const std::vector<TransferLayer> layers_;
-  const int64_t first_layer_;
-  Pages* const pages_;
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "base/guard.h"
 #include "kv/control/sequence_control.h"
+#include "kv/pages/reserve.h"
 
 namespace quire {
 
@@ -37,7 +38,7 @@ Result<std::unique_ptr<SendMark>> MakeMark(int64_t seq_id, int64_t begin,
   auto mark = std::make_unique<SendMark>();
   mark->seq_id = seq_id;
   mark->begin = begin;
-  mark->next = begin + first_row;
+  mark->next = mark->state_next = begin + first_row;
   mark->end = begin + maps[0].count;
   mark->rank = rank;
   for (size_t t = 0; t < maps.size(); ++t) {
@@ -69,23 +70,15 @@ std::span<const SendRecord> SendMark::RecordsOf(int64_t first, int64_t count) no
   return records;
 }
 
-// ---------------------------------------------------------------------- calls
-
-int32_t SendMarks::IndexOf(int64_t seq_id) const {
-  size_t free = marks_.size();
-  for (size_t i = 0; i < marks_.size(); ++i) {
-    if (marks_[i] == nullptr) {
-      free = std::min(free, i);
-    } else if (marks_[i]->seq_id == seq_id) {
-      return static_cast<int32_t>(i);
-    }
-  }
-  return static_cast<int32_t>(free);
+void SendMark::ShortenTo(int64_t length) noexcept {
+  next = std::max(begin, std::min(next, length));
 }
 
+// ---------------------------------------------------------------------- calls
+
 Status SendMarks::RequireNoneActive() const {
-  const bool any_active = std::ranges::any_of(
-      marks_, [](const auto& mark) { return mark != nullptr && mark->active(); });
+  const bool any_active =
+      std::ranges::any_of(marks_, [](const auto& mark) { return mark->active(); });
   if (!any_active) return Status();
   return Status(StatusCode::kBadState,
                 "SetLayerSink: there are marks that send to the present sink; call "
@@ -104,54 +97,54 @@ Status SendMarks::RequireSink() const {
                 "DisaggMarkSend: there is no sink to send to; call SetLayerSink first");
 }
 
-Status SendMarks::Require(const char* call, int64_t seq_id, int32_t index) const {
-  if (Find(index) != nullptr) return Status();
+Status SendMarks::Require(const char* call, int64_t seq_id) const {
+  if (Find(seq_id) != nullptr) return Status();
   return Status(StatusCode::kNotFound,
                 OfSequence(call, seq_id) + "has no mark; call DisaggMarkSend first");
 }
 
-Status SendMarks::Unmark(const char* call, int64_t seq_id, int32_t index) {
-  QUIRE_RETURN_IF_ERROR(Require(call, seq_id, index));
-  Stop(index, "DisaggUnmarkSend was called");
+Status SendMarks::Unmark(const char* call, int64_t seq_id) {
+  QUIRE_RETURN_IF_ERROR(Require(call, seq_id));
+  Stop(seq_id, "DisaggUnmarkSend was called");
   return Status();
 }
 
-Result<int64_t> SendMarks::Detach(const char* call, int64_t seq_id, int32_t index) {
-  QUIRE_RETURN_IF_ERROR(Require(call, seq_id, index));
-  const SendMark& mark = *Find(index);
+Result<int64_t> SendMarks::Detach(const char* call, int64_t seq_id) {
+  QUIRE_RETURN_IF_ERROR(Require(call, seq_id));
+  const SendMark& mark = *Find(seq_id);
   QUIRE_DCHECK(mark.given == 0) << "a forward sends these tokens";
   if (!mark.failure.ok()) return mark.failure;
-  const int64_t sent = mark.next - mark.begin;
-  Drop(index);
+  const int64_t sent = mark.reached() - mark.begin;
+  Drop(seq_id);
   return sent;
 }
 
-Result<SendProgress> SendMarks::Progress(const char* call, int64_t seq_id, int32_t index) const {
-  QUIRE_RETURN_IF_ERROR(Require(call, seq_id, index));
-  const SendMark& mark = *Find(index);
+Result<SendProgress> SendMarks::Progress(const char* call, int64_t seq_id) const {
+  QUIRE_RETURN_IF_ERROR(Require(call, seq_id));
+  const SendMark& mark = *Find(seq_id);
   return SendProgress{.begin = mark.begin,
                       .count = mark.count(),
-                      .sent = mark.next - mark.begin,
+                      .sent = mark.reached() - mark.begin,
                       .active = mark.active(),
                       .failure = mark.failure};
 }
 
 // ---------------------------------------------------------------------- what the sink is told
 
-void SendMarks::Reserve(int32_t sequence, int64_t rows_bytes) {
-  if (marks_.size() <= static_cast<size_t>(sequence))
-    marks_.resize(static_cast<size_t>(sequence) + 1);
+void SendMarks::Reserve(int64_t rows_bytes) {
+  ReserveGrowing(marks_, marks_.size() + 1);
   slots_.resize(static_cast<size_t>(kRowsMax));
   if (memory_bytes_ >= rows_bytes) return;
   memory_.reset(new std::byte[static_cast<size_t>(rows_bytes)]);
   memory_bytes_ = rows_bytes;
 }
 
-void SendMarks::Put(int32_t sequence, std::unique_ptr<SendMark> mark) noexcept {
-  QUIRE_DCHECK(static_cast<size_t>(sequence) < marks_.size()) << "no room was reserved";
+void SendMarks::Put(std::unique_ptr<SendMark> mark) noexcept {
+  QUIRE_DCHECK(marks_.size() < marks_.capacity()) << "no room was reserved";
   QUIRE_DCHECK(mark != nullptr);
   QUIRE_DCHECK(mark->given == 0);
-  if (SendMark* const old = Find(sequence)) {
+  const int64_t seq_id = mark->seq_id;
+  if (SendMark* const old = Find(seq_id)) {
     // What goes to the same reservation goes on.
     std::erase_if(old->targets, [&](const SendMark::Target& target) {
       return std::ranges::any_of(mark->targets, [&](const SendMark::Target& next) {
@@ -159,21 +152,24 @@ void SendMarks::Put(int32_t sequence, std::unique_ptr<SendMark> mark) noexcept {
       });
     });
     if (old->targets.empty()) {
-      Drop(sequence);
+      Drop(seq_id);
     } else {
-      Stop(sequence, "another mark has replaced it");
+      Stop(seq_id, "another mark has replaced it");
     }
   }
-  marks_[static_cast<size_t>(sequence)] = std::move(mark);
-  ++count_;
+  marks_.insert(marks_.begin() + static_cast<std::ptrdiff_t>(PlaceOf(seq_id)), std::move(mark));
 }
 
-void SendMarks::Stop(int32_t sequence, const char* why) noexcept {
-  SendMark* const mark = Find(sequence);
+void SendMarks::StopAll(const char* why) noexcept {
+  while (!marks_.empty()) Stop(marks_.back()->seq_id, why);
+}
+
+void SendMarks::Stop(int64_t seq_id, const char* why) noexcept {
+  SendMark* const mark = Find(seq_id);
   if (mark == nullptr) return;
   if (mark->active()) {
     QUIRE_DCHECK(sink_ != nullptr);
-    const int64_t sent = mark->next - mark->begin;
+    const int64_t sent = mark->reached() - mark->begin;
     const Status told = GuardEntry([&] {
       return sink_->OnSendStopped(
           mark->RecordsOf(sent, mark->count() - sent),
@@ -182,38 +178,31 @@ void SendMarks::Stop(int32_t sequence, const char* why) noexcept {
     });
     static_cast<void>(told);  // the mark goes whether or not its receiver can be told
   }
-  Drop(sequence);
+  Drop(seq_id);
 }
 
-void SendMarks::Drop(int32_t sequence) noexcept {
-  QUIRE_DCHECK(Find(sequence) != nullptr);
-  marks_[static_cast<size_t>(sequence)].reset();
-  --count_;
-  QUIRE_DCHECK(count_ >= 0);
+void SendMarks::Drop(int64_t seq_id) noexcept {
+  QUIRE_DCHECK(Find(seq_id) != nullptr);
+  marks_.erase(marks_.begin() + static_cast<std::ptrdiff_t>(PlaceOf(seq_id)));
 }
 
 // A sink that fails as it hears of an end makes that the mark's failure, unless it has one already.
-void SendMarks::Finish(SendMark* mark, Outcome outcome, int64_t first_row) noexcept {
+void SendMarks::Finish(SendMark* mark, Outcome outcome, int64_t SendMark::*reached,
+                       int64_t first_row) noexcept {
   const int64_t given = std::exchange(mark->given, 0);
-  QUIRE_DCHECK(given > mark->next);
+  QUIRE_DCHECK(given > mark->*reached);
   QUIRE_DCHECK(given <= mark->end);
-  QUIRE_DCHECK(first_row >= mark->next - mark->begin);
+  QUIRE_DCHECK(first_row >= mark->*reached - mark->begin);
   const auto records = mark->RecordsOf(first_row, given - mark->begin - first_row);
   const bool ends = outcome == Outcome::kEnded && mark->failure.ok();
   const Status status = GuardEntry(
       [&] { return ends ? sink_->OnForwardEnded(records) : sink_->OnForwardAborted(records); });
-  if (ends && status.ok()) mark->next = given;
+  if (ends && status.ok()) mark->*reached = given;
   if (mark->failure.ok()) mark->failure = status;
   if (mark->failure.ok()) return;
   const auto rest = mark->RecordsOf(0, mark->count());
   const Status told = GuardEntry([&] { return sink_->OnSendStopped(rest, mark->failure); });
   static_cast<void>(told);  // the mark's first failure is what is kept
-}
-
-void SendMarks::ShortenTo(int32_t sequence, int64_t length) noexcept {
-  SendMark* const mark = Find(sequence);
-  QUIRE_DCHECK(mark == nullptr || mark->given == 0) << "a forward sends these tokens";
-  if (mark != nullptr) mark->next = std::max(mark->begin, std::min(mark->next, length));
 }
 
 }  // namespace quire

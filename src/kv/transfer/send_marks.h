@@ -1,16 +1,16 @@
-// SendMarks: which sequences' tokens go to other caches, how far that has got, and what the sink is
-// told of it. What a layer's rows are, its user knows: KVSender sends rows of pages as forwards
-// compute them, JointTransfer sends states when a forward has ended.
+// SendMarks: which sequences' tokens go to other states, how far that has got, and what the sink is
+// told of it. TransferSender knows what is sent when.
 //
 // Invariants:
 // - An active mark has a sink to send to: SetSink refuses while there is one.
-// - A mark's tokens before `next` are sent. What has been given to the sink since counts when
-//   Finish tells it that the forward has ended.
+// - A mark's rows before `next` are sent, and the states at `state_next`, if that is not its begin.
+//   What has been given to the sink since counts when Finish tells it that the forward has ended.
 // - The first failure ends a mark. It stays, to say why, until it is taken away or replaced; its
 //   sequence and the forward are not affected.
 #ifndef QUIRE_KV_TRANSFER_SEND_MARKS_H_
 #define QUIRE_KV_TRANSFER_SEND_MARKS_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -37,7 +37,10 @@ struct SendMark {
     int64_t peer = 0;
   };
   std::vector<Target> targets;
-  int64_t next = 0;
+  bool has_rows = true;
+  bool has_states = false;
+  int64_t next = 0;        // of rows
+  int64_t state_next = 0;  // the position of the states that were sent last
   int64_t given =
       0;  // the open forward, or the fence, has given the sink what is before it; 0: none
   Status failure;
@@ -47,8 +50,15 @@ struct SendMark {
   std::vector<SendRecord> records;
   std::vector<int64_t> remote_slots;  // [target][row], of one piece
 
-  bool active() const { return failure.ok() && next < end; }
+  bool active() const { return failure.ok() && reached() < end; }
   int64_t count() const { return end - begin; }
+  // Everything of the tokens before it is sent.
+  int64_t reached() const {
+    if (!has_states) return next;
+    return has_rows ? std::min(next, state_next) : state_next;
+  }
+  // The sequence has `length` tokens: rows after those are sent again once they are computed again.
+  void ShortenTo(int64_t length) noexcept;
   // Records of tokens [first, first + count) of the map, one for each target. Allocates nothing.
   std::span<const SendRecord> RecordsOf(int64_t first, int64_t count) noexcept;
 };
@@ -72,7 +82,7 @@ struct HeadsOfTarget {
 HeadsOfTarget HeadsFor(int64_t heads, int64_t remote_heads, int64_t rank, int64_t target,
                        int64_t targets);
 
-// Marks by index: that of the sequence in a table, or any that IndexOf gives.
+// A mark for a sequence at most, in the order of ids.
 class SendMarks {
  public:
   // Tokens that are read and given at once: enough to keep all threads busy, few enough that the
@@ -80,18 +90,18 @@ class SendMarks {
   static constexpr int64_t kRowsMax = 256;
 
   // Null if the sequence has none.
-  SendMark* Find(int32_t sequence) {
-    const size_t i = static_cast<size_t>(sequence);
-    return i < marks_.size() ? marks_[i].get() : nullptr;
+  SendMark* Find(int64_t seq_id) {
+    const size_t place = PlaceOf(seq_id);
+    return place < marks_.size() && marks_[place]->seq_id == seq_id ? marks_[place].get() : nullptr;
   }
-  const SendMark* Find(int32_t sequence) const {
-    return const_cast<SendMarks*>(this)->Find(sequence);
+  const SendMark* Find(int64_t seq_id) const { return const_cast<SendMarks*>(this)->Find(seq_id); }
+  // Null also if nothing is left to send.
+  SendMark* FindActive(int64_t seq_id) {
+    SendMark* const mark = Find(seq_id);
+    return mark != nullptr && mark->active() ? mark : nullptr;
   }
-  bool empty() const { return count_ == 0; }
-  // All marks, some of them null.
+  bool empty() const { return marks_.empty(); }
   std::span<const std::unique_ptr<SendMark>> all() const { return marks_; }
-  // The index of the sequence's mark; without one, an index that has no mark.
-  int32_t IndexOf(int64_t seq_id) const;
 
   // ---- Calls of KVTransfer. NotFound without a mark.
   // BadState while a mark is active: it sends to the present sink.
@@ -99,37 +109,43 @@ class SendMarks {
   Status SetSink(std::shared_ptr<LayerSink> sink);
   Status RequireSink() const;
   LayerSink& sink() const { return *sink_; }
-  Status Require(const char* call, int64_t seq_id, int32_t index) const;
-  Status Unmark(const char* call, int64_t seq_id, int32_t index);
+  Status Require(const char* call, int64_t seq_id) const;
+  Status Unmark(const char* call, int64_t seq_id);
   // Ends the mark; its receivers are not told. The rows that were sent, or the mark's failure.
-  Result<int64_t> Detach(const char* call, int64_t seq_id, int32_t index);
-  Result<SendProgress> Progress(const char* call, int64_t seq_id, int32_t index) const;
+  Result<int64_t> Detach(const char* call, int64_t seq_id);
+  Result<SendProgress> Progress(const char* call, int64_t seq_id) const;
   // Makes Put succeed, and rows_memory of that size. May throw std::bad_alloc.
-  void Reserve(int32_t sequence, int64_t rows_bytes);
+  void Reserve(int64_t rows_bytes);
   // Replaces the sequence's mark, if it has one. Receivers that both marks have are not told.
-  void Put(int32_t sequence, std::unique_ptr<SendMark> mark) noexcept;
+  void Put(std::unique_ptr<SendMark> mark) noexcept;
   // The mark, if there is one, goes; the sink hears of it.
-  void Stop(int32_t sequence, const char* why) noexcept;
+  void Stop(int64_t seq_id, const char* why) noexcept;
+  void StopAll(const char* why) noexcept;
   // What the sink was given of the map's tokens [first_row, ...) counts from now on, or never.
-  // REQUIRES: `given` says up to where.
+  // `reached`: how far the mark has got with them, next or state_next. REQUIRES: `given` says up to
+  // where.
   enum class Outcome : uint8_t { kEnded, kAborted };
-  void Finish(SendMark* mark, Outcome outcome, int64_t first_row) noexcept;
-  // The sequence has `length` tokens: those behind are sent again once they are computed again.
-  void ShortenTo(int32_t sequence, int64_t length) noexcept;
+  void Finish(SendMark* mark, Outcome outcome, int64_t SendMark::*reached,
+              int64_t first_row) noexcept;
 
   // Scratch of sending, for kRowsMax tokens of any layer.
   std::byte* rows_memory() const { return memory_.get(); }
   std::span<AppendTarget> rows_slots() { return slots_; }
 
  private:
-  void Drop(int32_t sequence) noexcept;
+  // Where the sequence's mark is, or would come.
+  size_t PlaceOf(int64_t seq_id) const {
+    const auto place = std::ranges::lower_bound(
+        marks_, seq_id, {}, [](const std::unique_ptr<SendMark>& mark) { return mark->seq_id; });
+    return static_cast<size_t>(place - marks_.begin());
+  }
+  void Drop(int64_t seq_id) noexcept;
 
   std::shared_ptr<LayerSink> sink_;
   std::unique_ptr<std::byte[]> memory_;
   int64_t memory_bytes_ = 0;
   std::vector<AppendTarget> slots_;
-  std::vector<std::unique_ptr<SendMark>> marks_;
-  int64_t count_ = 0;
+  std::vector<std::unique_ptr<SendMark>> marks_;  // by seq_id
 };
 
 }  // namespace quire
