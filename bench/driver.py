@@ -525,7 +525,8 @@ class Workers:
     def _llama(self, name: str) -> Path:
         binary = self._peers / "llama" / "bin" / name
         if not binary.exists():
-            self._no(name, "llama-serve", "llama-reuse", reason="no llama.cpp: bench/setup llama builds it")
+            reason = "no llama.cpp: bench/setup llama builds it"
+            self._no(name, "llama-serve", "llama-reuse", reason=reason)
         return binary
 
     def _no(self, *kinds: str, reason: str) -> None:

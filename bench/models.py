@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-# hidden, layers, heads, kv heads, intermediate, vocabulary: llamas of 124 million, 1.1 and 8 billion
-# parameters.
+# hidden, layers, heads, kv heads, intermediate, vocabulary: llamas of 124 million, 1.1 and 8
+# billion parameters.
 _SHAPES = {
     "110m": (768, 12, 12, 4, 2048, 32000),
     "1b": (2048, 22, 32, 4, 5632, 32000),
@@ -333,8 +333,8 @@ def _convert_random(model: Model, source: Path, made: Path, dtype: str) -> None:
 
 
 def _random_blocks(random: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of blocks whose bits are random but for their float16 scales, which are about as large as
-    those of a trained matrix."""
+    """Rows of blocks whose bits are random but for their float16 scales, which are about as large
+    as those of a trained matrix."""
     import gguf
 
     quantisation = gguf.GGMLQuantizationType[kind]

@@ -1,5 +1,5 @@
-"""Quire asked about documents in ever other orders: blended, and not, with KV of the documents in one
-place."""
+"""Quire asked about documents in ever other orders: blended, and not, with KV of the documents in
+one place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _WARM_TOKENS = 8
 
 
 class Blends:
-    """One engine whose pages have the documents; or a new one for each prompt, over a store that has
-    them. `directory`: of chunks; None: they are in memory. `place`: "pages", "ram" or "disk"."""
+    """One engine whose pages have the documents; or a new one for each prompt, over a store that
+    has them. `directory`: of chunks; None: they are in memory. `place`: "pages", "ram" or "disk".
+    """
 
     def __init__(self, place: str, directory: str | None, **options: Any) -> None:
         import quire
@@ -57,7 +58,9 @@ class Blends:
         self.run(key, ratio=ratio, salt=salt)
         return {}
 
-    def run(self, key: str, *, ratio: float | None, salt: str | None, **shape: Any) -> dict[str, Any]:
+    def run(
+        self, key: str, *, ratio: float | None, salt: str | None, **shape: Any
+    ) -> dict[str, Any]:
         del shape
         if self._store is not None:
             self._replace(write=False)

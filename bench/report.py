@@ -141,7 +141,7 @@ def record(folder: Path, machine: str, new: list[Recorded]) -> None:
 
 
 def newest(folder: Path) -> dict[str, dict[str, Recorded]]:
-    """Machine -> label -> the last row recorded for it. Machines with the newest rows come first."""
+    """Machine -> label -> the last row recorded for it; machines with the newest rows first."""
     machines: dict[str, dict[str, Recorded]] = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))

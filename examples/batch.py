@@ -1,4 +1,4 @@
-"""Several prompts in one batch, several answers each, reproducible by seed: batch.py [MODEL_DIR]."""
+"""Several prompts in a batch, several answers each, reproducible by seed: batch.py [MODEL_DIR]."""
 
 import sys
 

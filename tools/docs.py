@@ -3,8 +3,9 @@
 
 FOLDER/cpp is made by Doxygen of the public headers, whose plain // comments are turned into
 Doxygen's form on the way (docs.py --filter HEADER prints one); FOLDER/python by pdoc of the
-package's docstrings. Every link within FOLDER must lead to a file that exists. (Places within a page
-are the generators': pdoc links to inherited methods that it shows without a place of their own.)
+package's docstrings. Every link within FOLDER must lead to a file that exists. (Places within a
+page are the generators': pdoc links to inherited methods that it shows without a place of their
+own.)
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def broken_links(folder: Path) -> list[str]:
 
 def build_cpp(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    config = _DOXYGEN.format(out=out, root=ROOT, python=sys.executable, script=Path(__file__).resolve())
+    script = Path(__file__).resolve()
+    config = _DOXYGEN.format(out=out, root=ROOT, python=sys.executable, script=script)
     subprocess.run(["doxygen", "-"], input=config, text=True, check=True)
 
 
@@ -120,7 +122,7 @@ def build_python(out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "docs")
-    parser.add_argument("--filter", type=Path, metavar="HEADER", help="print it as Doxygen reads it")
+    parser.add_argument("--filter", type=Path, metavar="HEADER", help="print what Doxygen reads")
     options = parser.parse_args()
     if options.filter is not None:
         sys.stdout.write(doxygen_comments(options.filter.read_text(encoding="utf-8")))

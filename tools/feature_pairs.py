@@ -29,8 +29,8 @@ edited.
 Each walk does the same with the cache and with the naive model `src/kv/testing/kv_model.h` and
 compares all that can be observed. A cell counts how often two features held at once: for one
 sequence, in one call on one layer whose outputs were compared. `12k` are at least 12 000, `2M` at
-least 2 000 000. No cell may be below {least}; the diagonal is the feature alone. A letter says why two
-features never meet. `src/kv/testing/feature_pairs.cc` has the list,
+least 2 000 000. No cell may be below {least}; the diagonal is the feature alone. A letter says why
+two features never meet. `src/kv/testing/feature_pairs.cc` has the list,
 `tests/project/test_feature_pairs.py` checks this page.
 """
 

@@ -1,11 +1,12 @@
 """Whether the tests notice changes of one line: tools/mutants [--list | --check | NAME...].
 
-tools/mutants.toml lists the changes and the tests that are expected to notice them. They are
-made one by one in a copy of the working tree, build/mutants/tree, whose scalar build takes unchanged
+tools/mutants.toml lists the changes and the tests that are expected to notice them. They are made
+one by one in a copy of the working tree, build/mutants/tree, whose scalar build takes unchanged
 objects from ccache. Mutants of Python files have tests of pytest, which run with the library of the
-working tree's release build. A mutant is killed if one of its tests fails, ends by a signal or takes too long; it
-survives if all pass. Results are kept in build/mutants/results.json: an interrupted run goes on where it
-was (--again forgets them). The table in docs/testing.md is written with --write.
+working tree's release build. A mutant is killed if one of its tests fails, ends by a signal or
+takes too long; it survives if all pass. Results are kept in build/mutants/results.json: an
+interrupted run goes on where it was (--again forgets them). The table in docs/testing.md is written
+with --write.
 
 Exit code 0: all chosen mutants were killed. 1: one survived, or could not be made, built or run.
 """
@@ -106,11 +107,9 @@ def read_mutants(path: Path = LIST) -> list[Mutant]:
             raise MutantError(f"{name}: the area {entry['area']} is none of {', '.join(every)}")
         if not entry["old"] or entry["old"] == entry["new"] or not entry["tests"]:
             raise MutantError(f"{name}: it changes nothing, or names no test")
-        mutants.append(
-            Mutant(
-                **{**entry, "tests": tuple(entry["tests"]), "occurrence": entry.get("occurrence", 0)}
-            )
-        )
+        tests = tuple(entry["tests"])
+        occurrence = entry.get("occurrence", 0)
+        mutants.append(Mutant(**{**entry, "tests": tests, "occurrence": occurrence}))
     names = [mutant.name for mutant in mutants]
     for name in names:
         if names.count(name) > 1:
@@ -275,8 +274,10 @@ class Copy:
             )
         except subprocess.TimeoutExpired:
             return f"{file}: more than {SECONDS_MAX} s"
-        if done.returncode not in (0, PYTEST_FAILED) or not re.search(r"\d (passed|failed)", done.stdout):
-            raise MutantError(f"{file}::{case} does not run: {done.stdout[-1000:]}{done.stderr[-500:]}")
+        ran = re.search(r"\d (passed|failed)", done.stdout)
+        if done.returncode not in (0, PYTEST_FAILED) or not ran:
+            output = done.stdout[-1000:] + done.stderr[-500:]
+            raise MutantError(f"{file}::{case} does not run: {output}")
         return f"{Path(file).name}: {case}" if done.returncode else ""
 
     def write(self, file: str, text: str) -> None:
@@ -361,7 +362,8 @@ def arguments_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants (default: all)")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="the same")
-    parser.add_argument("--area", action="append", choices=AREAS + PYTHON_AREAS, help="those of an area")
+    areas = AREAS + PYTHON_AREAS
+    parser.add_argument("--area", action="append", choices=areas, help="those of an area")
     parser.add_argument("--list", action="store_true", help="show them, with their results")
     parser.add_argument("--check", action="store_true", help="only whether all can be made")
     parser.add_argument("--again", action="store_true", help="also those with a result")
@@ -443,7 +445,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PAGE.write_text(with_rows(page, every, results), encoding="utf-8")
     mine = [results[mutant.name] for mutant in mutants if mutant.name in results]
     survivors = [m.name for m in mutants if m.name in results and not results[m.name].killed_by]
-    print(f"{len(mine) - len(survivors)} of {len(mutants)} killed; survivors: {survivors or 'none'}")
+    killed = len(mine) - len(survivors)
+    print(f"{killed} of {len(mutants)} killed; survivors: {survivors or 'none'}")
     return 1 if failed or survivors else 0
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Runs random tests with ever new seeds and keeps the figures: soak.py [--minutes N] [CAPABILITY...].
+"""Runs random tests with ever new seeds and keeps the figures: soak.py [--minutes N]
+[CAPABILITY...].
 
-A capability is some test cases of one program of build/release, or of Python's tests. Each round runs them with
-QUIRE_SOAK_ROUND one higher (src/base/testing/soak.h), and adds up what they say that they did. It ends at
-the goal, when its minutes are over, or at the first failure, whose round repeats it. What was
-reached goes into docs/reliability.md, one row per capability; what an earlier run of the same
-commit reached counts on.
+A capability is some test cases of one program of build/release, or of Python's tests. Each round
+runs them with QUIRE_SOAK_ROUND one higher (src/base/testing/soak.h), and adds up what they say that
+they did. It ends at the goal, when its minutes are over, or at the first failure, whose round
+repeats it. What was reached goes into docs/reliability.md, one row per capability; what an earlier
+run of the same commit reached counts on.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ CAPABILITIES = (
         "HostileTransferPeer.*",
         "sessions",
         100_000,
-        "R5: a hostile peer of a transfer breaks it, touches what it was not asked for, or holds more "
-        "memory than it may",
+        "R5: a hostile peer of a transfer breaks it, touches what it was not asked for, or holds "
+        "more memory than it may",
     ),
     Capability(
         "transfer-faults",
@@ -131,8 +132,8 @@ CAPABILITIES = (
         "*",
         "moves",
         10_000_000,
-        "R14b: moves between RAM, disk and Redis with faults at each edge serve a wrong byte, bring "
-        "back what was removed, or lose count",
+        "R14b: moves between RAM, disk and Redis with faults at each edge serve a wrong byte, "
+        "bring back what was removed, or lose count",
     ),
     Capability(
         "answers",
@@ -148,8 +149,8 @@ CAPABILITIES = (
         "*EachIsAsAloneAndStoresAreExact*",
         "requests",
         10_000,
-        "R15b: a blended answer depends on what runs beside it, or KV under an exact key, in pages, "
-        "RAM, a folder or Redis, is not what full prefill gives",
+        "R15b: a blended answer depends on what runs beside it, or KV under an exact key, in "
+        "pages, RAM, a folder or Redis, is not what full prefill gives",
     ),
     Capability(
         "abuse",
@@ -157,8 +158,8 @@ CAPABILITIES = (
         "test_abuse",
         "connections",
         100_000,
-        "R8: idle connections, half headers and hostile bodies cost the server more than 64 MiB and "
-        "16 KiB each, or slow others to more than twice",
+        "R8: idle connections, half headers and hostile bodies cost the server more than 64 MiB "
+        "and 16 KiB each, or slow others to more than twice",
     ),
     Capability(
         "isolation",
@@ -174,7 +175,8 @@ CAPABILITIES = (
         "test_timing",
         "samples",
         2_000,
-        "R12: times tell an attacker what another tenant has asked; of its own prompts they must tell",
+        "R12: times tell an attacker what another tenant has asked; of its own prompts they must "
+        "tell",
     ),
     Capability(
         "memory",
@@ -198,7 +200,8 @@ CAPABILITIES = (
         "test_kills",
         "kills",
         500,
-        "R22: a stream of a server that is killed looks whole, or the disk's KV is not there at once",
+        "R22: a stream of a server that is killed looks whole, or the disk's KV is not there at "
+        "once",
     ),
     Capability("drains", SERVER, "test_drains", "drains", 100, "R22: SIGTERM loses a stream"),
 )
@@ -249,9 +252,12 @@ def write_rows(page: str, rows: dict[str, Row]) -> str:
     for capability in CAPABILITIES:
         row = rows.get(capability.name)
         reached = "not run | " if row is None else f"{spaced(row.reached)} | "
-        rest = "| | | |" if row is None else f"{row.rounds} | {row.date} | {row.commit} | {row.machine} |"
+        rest = "| | | |"
+        if row is not None:
+            rest = f"{row.rounds} | {row.date} | {row.commit} | {row.machine} |"
         lines.append(
-            f"| {capability.name} | {capability.claim} | {reached}{spaced(capability.goal)} | {rest}"
+            f"| {capability.name} | {capability.claim} | {reached}{spaced(capability.goal)} | "
+            f"{rest}"
         )
     before, begin, after = page.partition(BEGIN)
     if not begin or END not in after:

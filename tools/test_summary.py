@@ -1,4 +1,5 @@
-"""Prints the failures, the slowest tests and the counts in the JUnit files of ./test: test_summary.py FOLDER.
+"""Prints the failures, the slowest tests and the counts in the JUnit files of ./test:
+test_summary.py FOLDER.
 
 ctest-*.xml are of ctest, pytest*.xml of pytest. Exits with 1 if a test failed or a file has none.
 """

@@ -21,8 +21,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def int_list(values: Iterable[Any], what: str) -> list[int]:
-    """Plain ints of any iterable of integers (NumPy's among them). BadArgumentError for those beyond
-    64 bits."""
+    """Plain ints of any iterable of integers (NumPy's among them). BadArgumentError for those
+    beyond 64 bits."""
     import operator
 
     try:

@@ -1,5 +1,5 @@
-"""What blending costs a model: measured by `quire blend eval`, kept for each model, and asked before
-an answer is blended.
+"""What blending costs a model: measured by `quire blend eval`, kept for each model, and asked
+before an answer is blended.
 
 A verdict is a file of JSON in the folder `blend` of :func:`quire._home.cache_dir`, under the
 fingerprint of the model's files and the types of its KV. That of the embedded model comes with
@@ -27,8 +27,8 @@ _SHIPPED = Path(__file__).parent / "blend" / "verdicts.json"
 
 @dataclasses.dataclass(frozen=True)
 class BlendVerdict:
-    """What the default blend (0.15 of the tokens computed again) costs a model, in the kind of texts
-    that it costs most.
+    """What the default blend (0.15 of the tokens computed again) costs a model, in the kind of
+    texts that it costs most.
 
     date: when it was measured, as in "2026-11-24". questions: of each kind of texts.
     divergence: mean Kullback-Leibler divergence of the next token from full prefill's, in nats.

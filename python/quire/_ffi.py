@@ -65,7 +65,9 @@ def _counted(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def counted(*args: Any) -> Any:
         if _interpreter_ends and threading.current_thread() is not threading.main_thread():
-            raise errors.ClosedError("the interpreter ends; no other thread may call Quire any more")
+            raise errors.ClosedError(
+                "the interpreter ends; no other thread may call Quire any more"
+            )
         token = object()
         _calls_inside.add(token)
         try:

@@ -36,8 +36,8 @@ def check_room(out: Path, wanted: int) -> None:
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """The folder to write into: it has another name beside `out` and gets that of `out` when the
-    block ends well and all files are on the disk, so that a failure, a kill or a cut of power leaves
-    no half folder there."""
+    block ends well and all files are on the disk, so that a failure, a kill or a cut of power
+    leaves no half folder there."""
     check_free(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))

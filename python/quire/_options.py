@@ -1027,8 +1027,8 @@ class SamplingOptions(TypedDict, total=False):
     prefill_peer: Annotated[
         str,
         _answer(
-            "one of prefill_from: that process is asked for the prompt if it is there, and no other "
-            'one, whatever is predicted; without effect where prefill_remote is "never".'
+            "one of prefill_from: that process is asked for the prompt if it is there, and no "
+            'other one, whatever is predicted; without effect where prefill_remote is "never".'
         ),
     ]
     grammar: Annotated["CompiledGrammar | Grammar | Mapping[str, Any] | None", _answer(_GRAMMAR)]

@@ -1,5 +1,5 @@
-"""Prompts that other processes compute for an engine, and it for them: options, and what is known of
-the other side."""
+"""Prompts that other processes compute for an engine, and it for them: options, and what is known
+of the other side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _SECRET_BYTES_MIN = 16
 # Signs of life for each time after which a peer without one counts as dead; at most this apart.
 _HEARTBEATS = 6
 _HEARTBEAT_SECONDS_MAX = 0.5
-# Fields of a passport (docs/formats/chunk.md): a refusal is about one of them, or has another cause.
+# Fields of a passport (docs/formats/chunk.md): a refusal is about one of them, or has another
+# cause.
 _FIELDS = frozenset(
     (
         "adapter",

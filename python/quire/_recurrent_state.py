@@ -51,8 +51,8 @@ class RecurrentState(KVState):
         """The states after `tokens`, with which the sequence begins, as a chunk
         (``docs/formats/chunk.md``): the last of the chain that has `block_tokens` in each.
 
-        identity: what the states are of: ``model``, ``revision``, ``tokenizer``, ``adapter``. For an
-        RNNState ``revision`` also says what computes them, and from which initial states.
+        identity: what the states are of: ``model``, ``revision``, ``tokenizer``, ``adapter``. For
+        an RNNState ``revision`` also says what computes them, and from which initial states.
 
         Raises:
             NeedsReplayError: no state is held there.

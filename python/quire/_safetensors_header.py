@@ -80,8 +80,8 @@ def _tensor(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTe
     begin, end = offsets
     if begin > end or end > size - data:
         raise errors.CorruptError(
-            f"{what} lies at [{begin}, {end}) of {size - data} bytes of data: the file is truncated "
-            "or damaged"
+            f"{what} lies at [{begin}, {end}) of {size - data} bytes of data: the file is "
+            "truncated or damaged"
         )
     element = _ELEMENT_BYTES.get(type_name)
     if element is not None and math.prod(shape) * element != end - begin:

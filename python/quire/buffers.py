@@ -105,7 +105,9 @@ class LookupBuffer(_Buffer, KVLookupBufferBase):
     """
 
     def __init__(self, capacity: int, *, prefer: Literal["fifo", "longest"] = "fifo") -> None:
-        self._open(_ffi.new(_ffi.LookupBufferHandle, {"capacity_bytes": capacity, "prefer": prefer}))
+        self._open(
+            _ffi.new(_ffi.LookupBufferHandle, {"capacity_bytes": capacity, "prefer": prefer})
+        )
 
     def _open(self, handle: Any) -> None:
         super().__init__(handle)

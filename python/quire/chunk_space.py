@@ -154,14 +154,15 @@ class ChunkFetch(_ffi.ClosingOwner):
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
         """Waits until a layer of all chunks that were found is here and verified. False if it will
-        not come, or not within `timeout` seconds; :attr:`miss` says why. Signed chunks come whole."""
+        not come, or not within `timeout` seconds; :attr:`miss` says why. Signed chunks come whole.
+        """
         return bool(
             self._handle.wait_layer(int64(layer, "layer"), milliseconds(timeout, "timeout"))
         )
 
     def section(self, i: int, kind: str, layer: int) -> np.ndarray[Any, Any]:
-        """One section of chunk `i`: a read-only view that keeps the chunk's memory alive, also after
-        the fetch and the store are closed.
+        """One section of chunk `i`: a read-only view that keeps the chunk's memory alive, also
+        after the fetch and the store are closed.
 
         Its shape is [tokens, ...] as the passport says; its dtype NumPy's, where it has the type,
         else the unsigned integers of the same width (bf16 as uint16). Hand it on by DLPack or

@@ -138,8 +138,8 @@ class Usage:
         because no state of the recurrent layers is kept where the text parts from the known one (or
         a window has slid past).
     miss: why the store did not bring more; None if it brought all or was not asked.
-    prefix_miss: why the KV of the prompt was not all there, whether or not there is a store; None if
-        it was.
+    prefix_miss: why the KV of the prompt was not all there, whether or not there is a store; None
+        if it was.
     load_seconds: that it took.
     remote_tokens: of the prompt, computed by another process (`prefill_from`); remote_seconds: that
         they took to come; predicted_remote_seconds, predicted_here_seconds: what was predicted for
@@ -500,8 +500,8 @@ class Engine(_ffi.ThreadOwner):
         NotFoundError, CorruptError, IncompatibleError, BadArgumentError: the folder is not what it
             should be.
         OutOfMemoryError: weights or pages do not fit.
-        IncompatibleError: a process of `prefill_from` has another model or other KV; the message has
-            the first field that differs, and both values.
+        IncompatibleError: a process of `prefill_from` has another model or other KV; the message
+            has the first field that differs, and both values.
     """
 
     def __init__(
@@ -576,8 +576,8 @@ class Engine(_ffi.ThreadOwner):
         peers_max: int = _prefill.PEERS_MAX,
         on_refused: Callable[[str], None] | None = None,
     ) -> str:
-        """Computes prompts for engines of other processes from now on, beside those of this one, and
-        with its prefix cache and store. It ends with the engine.
+        """Computes prompts for engines of other processes from now on, beside those of this one,
+        and with its prefix cache and store. It ends with the engine.
 
         Waits for the digest of the model's files, which is kept.
 
@@ -620,10 +620,10 @@ class Engine(_ffi.ThreadOwner):
         return {} if self._refusals is None else self._refusals.counts()
 
     def end_prefill(self) -> None:
-        """Begins no prompt of another process any more, so that this process can end without a loss:
-        nobody else connects, and prompts that are asked for are refused, which their processes then
-        compute. Those in work go on; `served_waiting` of :meth:`stats` counts them until their rows
-        have arrived. Nothing for an engine that does not serve; twice is fine."""
+        """Begins no prompt of another process any more, so that this process can end without a
+        loss: nobody else connects, and prompts that are asked for are refused, which their
+        processes then compute. Those in work go on; `served_waiting` of :meth:`stats` counts them
+        until their rows have arrived. Nothing for an engine that does not serve; twice is fine."""
         self._handle.end_prefill()
 
     @property
@@ -821,10 +821,10 @@ class Engine(_ffi.ThreadOwner):
             may take the rest of a step; False: as things stood after the last step, at once.
 
         pages_total, pages_free, pages_in_use (those of retained sequences among them);
-        retained_sequences, retained_tokens, retained_pages (that the prefix cache alone holds); waiting, running (requests);
-        steps, prompt_tokens, cached_tokens, completion_tokens, preemptions; computed_tokens (of
-        prompts and answers, by the steps so far); kv_bytes, kv_bytes_per_token, weight_bytes,
-        page_size (tokens).
+        retained_sequences, retained_tokens, retained_pages (that the prefix cache alone holds);
+        waiting, running (requests); steps, prompt_tokens, cached_tokens, completion_tokens,
+        preemptions; computed_tokens (of prompts and answers, by the steps so far); kv_bytes,
+        kv_bytes_per_token, weight_bytes, page_size (tokens).
 
         Recurrent layers: states_total, states_free, retained_states (of the prefix cache),
         state_bytes; recomputed_tokens, as in :class:`Usage`.
@@ -1080,8 +1080,8 @@ class Engine(_ffi.ThreadOwner):
         fields = _documents.blend_fields(blend, composed, self._auto_ratio)
         if self._exact and not _documents.is_exact(fields):
             raise errors.BadArgumentError(
-                "blend: this engine gives exact answers only (exact), and a blend with a ratio below "
-                "1 may be approximate; leave blend out, or give the ratio 1"
+                "blend: this engine gives exact answers only (exact), and a blend with a ratio "
+                "below 1 may be approximate; leave blend out, or give the ratio 1"
             )
         if not self._asks_verdict:
             return {**fields, "unverified": True}
@@ -1159,7 +1159,8 @@ class Engine(_ffi.ThreadOwner):
         found = self._composed(prompt, options).documents
         if found is None:
             raise errors.BadArgumentError(
-                'document_ranges: with documents="auto" the engine finds them when the prompt comes '
+                'document_ranges: with documents="auto" the engine finds them when the prompt '
+                'comes '
                 "in (usage.blend.documents says how many)"
             )
         return found

@@ -179,8 +179,8 @@ class GrammarCompiler:
                 message = str(error)
                 if message.startswith("Check failed"):
                     message = (
-                        "XGrammar fails on it: say the same in another way, such as with integers of "
-                        "less than 60 bits and counted repetitions of at most 100 in patterns "
+                        "XGrammar fails on it: say the same in another way, such as with integers "
+                        "of less than 60 bits and counted repetitions of at most 100 in patterns "
                         f"({message.rstrip(': ')})"
                     )
                 raise errors.BadArgumentError(f"grammar: {message}") from None
@@ -207,6 +207,7 @@ def _library_path() -> Path:
         if path.is_file():
             return path
     raise errors.UnavailableError(
-        "grammars need XGrammar, and there is no package xgrammar here: pip install 'quire[grammar]', "
-        "or, without the torch that it asks for, pip install --no-deps xgrammar==0.2.8"
+        "grammars need XGrammar, and there is no package xgrammar here: pip install "
+        "'quire[grammar]', or, without the torch that it asks for, pip install --no-deps "
+        "xgrammar==0.2.8"
     )

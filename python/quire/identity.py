@@ -50,8 +50,8 @@ def model_identity(
 
 
 def keep_source(packed: Path, source: dict[str, str]) -> None:
-    """Notes in the folder `packed` that its files as they are now give the same KV as a model of the
-    identity `source`. Changed files are another model again."""
+    """Notes in the folder `packed` that its files as they are now give the same KV as a model of
+    the identity `source`. Changed files are another model again."""
     note = {"files": _own_identity(packed, None), "identity": source}
     (packed / _SOURCE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 

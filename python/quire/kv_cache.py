@@ -29,14 +29,15 @@ class LayerSpec:
 
     ``dtype`` is that of the stored keys and values: "float32", "float16" or "bfloat16" (a NumPy or
     torch dtype will do), or "int8" or "float8_e4m3fn": codes with a scale per token and head.
-    ``v_dtype`` is that of values where it is another. ``v_head_dim`` defaults to ``qk_head_dim``, ``num_kv_heads`` to
-    ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0 for all.
-    ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none. ``head_sinks``: one
-    learned logit per query head that takes part in the softmax without a value; () for none.
-    ``rope``: in place of the cache's, of its mode and pairing; None for the cache's.
-    ``latent``: multi-head latent attention, absorbed: one vector [kv_lora_rank + rope part] per token,
-    whose first ``v_head_dim`` (= kv_lora_rank) elements are the value; ``num_kv_heads`` is 1, and the
-    caller rotates, by ``rope`` of any mode and pairing (which sinks of windows are turned back by).
+    ``v_dtype`` is that of values where it is another. ``v_head_dim`` defaults to ``qk_head_dim``,
+    ``num_kv_heads`` to ``num_qo_heads``. ``window``: a query at position p sees (p - window, p]; 0
+    for all. ``soft_cap``: scores become soft_cap * tanh(score / soft_cap); 0 for none.
+    ``head_sinks``: one learned logit per query head that takes part in the softmax without a value;
+    () for none. ``rope``: in place of the cache's, of its mode and pairing; None for the cache's.
+    ``latent``: multi-head latent attention, absorbed: one vector [kv_lora_rank + rope part] per
+    token, whose first ``v_head_dim`` (= kv_lora_rank) elements are the value; ``num_kv_heads`` is
+    1, and the caller rotates, by ``rope`` of any mode and pairing (which sinks of windows are
+    turned back by).
     """
 
     num_qo_heads: int
@@ -154,8 +155,8 @@ class KVCache(TransferCalls, KVState):
 
     Tensors are NumPy arrays, torch CPU tensors or anything else with DLPack; they are borrowed for
     the call and never copied. They are float32 or of the layer's dtype (bfloat16 where that is
-    quantised), and contiguous in their last dimension. The output row of a token depends, bit for bit, on the tokens that it may see
-    and not on batch, page size, forks, pops or threads.
+    quantised), and contiguous in their last dimension. The output row of a token depends, bit for
+    bit, on the tokens that it may see and not on batch, page size, forks, pops or threads.
 
     Every call works, or raises a subclass of :class:`quire.QuireError` and has changed nothing.
 
@@ -461,9 +462,9 @@ class KVCache(TransferCalls, KVState):
     ) -> tuple[Any, Any]:
         """Causal attention of the new tokens among themselves, on k and v as given.
 
-        In a tree, of a new node to the new nodes on its path. Stores nothing. Heads and dimensions may be other than the layer's. With rope "normal" q and
-        k are given rotated, with "inline" unrotated. Windows and the soft cap hold; head sinks take
-        part in cross_attention alone.
+        In a tree, of a new node to the new nodes on its path. Stores nothing. Heads and dimensions
+        may be other than the layer's. With rope "normal" q and k are given rotated, with "inline"
+        unrotated. Windows and the soft cap hold; head sinks take part in cross_attention alone.
 
         Args:
             layer: index of the layer.
@@ -543,7 +544,8 @@ class KVCache(TransferCalls, KVState):
         never. A chunk has of each layer what goes on after its last token, so a layer with a window
         must still hold that: within ``max_pop`` tokens of the sequence's end.
 
-        Returns how many leading chunks the store has or takes; fewer than all where a queue is full.
+        Returns how many leading chunks the store has or takes; fewer than all where a queue is
+        full.
 
         Raises:
             IncompatibleError: the passport of `space` is not that of :meth:`chunk_passport`.

@@ -61,8 +61,7 @@ class LookupBufferServer(_Served, LookupBuffer):
     ) -> None:
         options = {"capacity_bytes": capacity, "prefer": prefer}
         self._server = _ffi.new(
-            _ffi.BufferServerHandle,
-            {"endpoint": bind, "secret": secret, "lookup": options}
+            _ffi.BufferServerHandle, {"endpoint": bind, "secret": secret, "lookup": options}
         )
         self._open(self._server.lookup())
 
@@ -86,7 +85,9 @@ class RemoteLookupBuffer(LookupBuffer):
     def __init__(
         self, endpoint: str, *, secret: str = "", connect_timeout: float = _CONNECT_TIMEOUT
     ) -> None:
-        self._open(_ffi.new(_ffi.LookupBufferHandle, _remote_options(endpoint, secret, connect_timeout)))
+        self._open(
+            _ffi.new(_ffi.LookupBufferHandle, _remote_options(endpoint, secret, connect_timeout))
+        )
 
 
 class StoreBufferServer(_Served, StoreBuffer):
@@ -102,13 +103,14 @@ class StoreBufferServer(_Served, StoreBuffer):
     ) -> None:
         self._server = _ffi.new(
             _ffi.BufferServerHandle,
-            {"endpoint": bind, "secret": secret, "store": {"capacity_bytes": capacity}}
+            {"endpoint": bind, "secret": secret, "store": {"capacity_bytes": capacity}},
         )
         self._open(self._server.store(), strict)
 
 
 class RemoteStoreBuffer(StoreBuffer):
-    """The store of a :class:`StoreBufferServer` in another process, which ``close`` leaves as it is.
+    """The store of a :class:`StoreBufferServer` in another process, which ``close`` leaves as it
+    is.
 
     A server that cannot be reached makes ``get`` a miss and ``put`` a counted drop: a cache must
     not take its server down. With ``strict`` both raise StoreUnavailable or RemoteError.
@@ -124,7 +126,9 @@ class RemoteStoreBuffer(StoreBuffer):
         connect_timeout: float = _CONNECT_TIMEOUT,
         strict: bool = False,
     ) -> None:
-        handle = _ffi.new(_ffi.StoreBufferHandle, _remote_options(endpoint, secret, connect_timeout))
+        handle = _ffi.new(
+            _ffi.StoreBufferHandle, _remote_options(endpoint, secret, connect_timeout)
+        )
         self._open(handle, strict)
 
     def put(self, key: str, value: Any | None) -> None:

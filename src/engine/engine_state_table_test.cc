@@ -481,7 +481,7 @@ void ExpectCell(const TableRow& row, When when, char expected, const Ended& ende
 
 // clang-format off
 constexpr TableRow kRows[] = {
-  //                                             fresh wait full run load ending ended error failed refus closed nopref step
+  // fresh wait full run load ending ended error failed refus closed nopref step
   {"model_info",                                "o o o o o o o o o o o o o"},
   {"kernel_path",                               "o o o o o o o o o o o o o"},
   {"Idle",                                      "o o o o o o o o o o o o o"},

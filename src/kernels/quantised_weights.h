@@ -153,7 +153,7 @@ int64_t StoredRowBytes(WeightFormat format, int64_t k);
 // A row as stored, as float32: products of exact factors, each rounded once, then the difference.
 void DequantiseRow(WeightFormat format, const std::byte* row, int64_t k, float* values);
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // as the kernels read them
 
 // Inputs whose products are summed as integers; the activations of a row have one scale per group.

@@ -1,6 +1,6 @@
 // Models of all mixers but plain attention: nothing of how a text came into the caches can be seen
 // in the logits after it, and what a model takes is known beforehand. That the logits are the
-// right ones is shown against transformers (tests/python/test_hf_logits.py).
+// right ones is shown against transformers (tests/python/hf/test_hf_logits.py).
 #include "model/layers/mixer.h"
 
 #include <gtest/gtest.h>

@@ -136,6 +136,43 @@ def test_the_arrows_have_no_circle():
     assert not circles, f"{ARCHITECTURE}: {circles} depend on themselves"
 
 
+def circles_of(included: dict[str, list[str]]) -> list[str]:
+    """Chains of files that include each other, the first file again at the end."""
+    circles: list[str] = []
+    chain: list[str] = []
+    done: set[str] = set()
+
+    def follow(name: str) -> None:
+        if name in chain:
+            circles.append(" -> ".join([*chain[chain.index(name) :], name]))
+        elif name not in done:
+            chain.append(name)
+            for target in included.get(name, []):
+                follow(target)
+            done.add(chain.pop())
+
+    for name in included:
+        follow(name)
+    return circles
+
+
+def test_no_headers_include_each_other():
+    files = source_tree.cpp_files("src", "include")
+    included = {
+        "/".join(path.parts[1:]): [target for _, target in _INCLUDE.findall(source_tree.read(path))]
+        for path in files
+    }
+    assert len(included) > 500
+    assert sum(target in included for targets in included.values() for target in targets) > 1000
+    assert circles_of(included) == [], "move what both need into a header of its own"
+
+
+def test_a_circle_of_headers_is_found():
+    included = {"a.h": ["b.h", "c.h"], "b.h": ["c.h"], "c.h": ["d.h"], "d.h": ["b.h", "vector"]}
+    assert circles_of(included) == ["b.h -> c.h -> d.h -> b.h"]
+    assert circles_of(included | {"d.h": ["vector"]}) == []
+
+
 @pytest.mark.parametrize(
     "path,line,complaint",
     [

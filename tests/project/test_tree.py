@@ -18,6 +18,7 @@ import source_tree
 # rest.
 PUBLIC_HEADER_LINES_MAX = 4000
 FILE_BYTES_MAX = 1 << 20
+COLUMNS_MAX = 100
 # Folders whose text is code: what is written there is finished.
 CODE = ("src", "include", "python", "tests", "bench", "fuzz", "examples", "cmake", "tools")
 _LEFT_OVER = re.compile(
@@ -94,6 +95,22 @@ def test_every_header_compiles_alone():
         errors = list(filter(None, pool.map(errors_of, headers)))
     assert len(headers) > 20
     assert not errors, "\n".join(errors)
+
+
+def test_no_line_is_wide():
+    """C++ everywhere, and Python but for tests. A remark for a tool may stand behind."""
+    wide = []
+    lines = 0
+    for path in source_tree.files():
+        is_python = path.suffix == ".py" and path.parts[0] != "tests"
+        if not is_python and path.suffix not in (".h", ".cc"):
+            continue
+        for number, line in enumerate(source_tree.read(path).splitlines(), 1):
+            lines += 1
+            if len(re.sub(r" +# (?:type: ignore|noqa).*$", "", line)) > COLUMNS_MAX:
+                wide.append(f"{path}:{number}: {len(line)} columns, at most {COLUMNS_MAX}")
+    assert lines > 100_000
+    assert not wide, "\n".join(wide)
 
 
 def test_header_guards_are_named_after_their_path():

@@ -1,5 +1,5 @@
-"""How much of a blended prompt is computed again, and whether to load KV at all: decided by how long
-loading and computing take.
+"""How much of a blended prompt is computed again, and whether to load KV at all: decided by how
+long loading and computing take.
 
 While a layer is loaded the one before it is computed, so a part of the tokens can be computed again
 for nothing: as many as loading leaves time for. Fewer than the floor are never taken, as quality
@@ -125,7 +125,7 @@ class LoadingController:
         return self._prefill.seconds * tokens
 
     def ratio(self, tier: str, byte_count: int, tokens: int) -> float:
-        """:func:`recompute_ratio` of `tokens` tokens whose KV has `byte_count` bytes in the tier."""
+        """:func:`recompute_ratio` of `tokens` tokens whose KV has `byte_count` bytes in a tier."""
         if not self._prefill.count:
             return self._floor
         return recompute_ratio(

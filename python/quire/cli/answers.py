@@ -149,7 +149,9 @@ def print_remote(engine: Engine, result: Result | None) -> None:
 def remote(usage: Usage) -> str:
     """ "1022 of 1023 prompt tokens computed by another process in 0.21 s; predicted: 0.20 s there,
     0.55 s here"."""
-    text = f"{usage.remote_tokens} of {usage.prompt_tokens} prompt tokens computed by another process"
+    text = (
+        f"{usage.remote_tokens} of {usage.prompt_tokens} prompt tokens computed by another process"
+    )
     if usage.remote_seconds > 0:
         text += f" in {usage.remote_seconds:.3f} s"
     if usage.predicted_remote_seconds > 0:

@@ -157,7 +157,10 @@ def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 
 def add_flags(
-    group: argparse._ActionsContainer, title: _options.Group, names: Sequence[str] = (), **words: str
+    group: argparse._ActionsContainer,
+    title: _options.Group,
+    names: Sequence[str] = (),
+    **words: str,
 ) -> None:
     """The options of a group, or those of the names among them. `words` fill in their help."""
     for name, flag in _FLAGS.items():

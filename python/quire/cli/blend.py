@@ -35,8 +35,9 @@ facts are cut by the borders of documents; or, with --text, about pieces of text
 the answer of full prefill it prints, for each ratio of recomputed tokens, the mean Kullback-Leibler
 divergence of the next token (in nats, over the 256 likeliest tokens and the rest as one), how often
 the likeliest token is the same, the log-probability of the right answer where a sentence has begun
-that it ends, and how often it would be the answer. Ratio 1 is full prefill; metric random computes tokens again that were drawn by lot;
-anchor none takes documents that were computed behind the begin token alone.
+that it ends, and how often it would be the answer. Ratio 1 is full prefill; metric random computes
+tokens again that were drawn by lot; anchor none takes documents that were computed behind the begin
+token alone.
 
 With at least 20 questions the verdict is kept: it allows or refuses blends of this model with these
 types of KV.
@@ -150,8 +151,8 @@ def _add(options: argparse.Namespace, words: list[str]) -> int:
 
 @dataclasses.dataclass
 class Question:
-    """Documents, a question about them, its right answer, and how a sentence begins that goes on with
-    this answer."""
+    """Documents, a question about them, its right answer, and how a sentence begins that goes on
+    with this answer."""
 
     kind: str
     documents: list[str]
@@ -401,8 +402,8 @@ def _blended(way: dict[str, Any], spans: list[tuple[int, int]]) -> dict[str, Any
 def _next(
     engine: Engine, prompt: list[int], ends: list[list[int]], options: dict[str, Any]
 ) -> tuple[list[Best], BlendUsage | None]:
-    """The likeliest tokens behind the prompt with each of the ends, of which the first is empty; and
-    how the prompt was blended, whose KV the other ones find."""
+    """The likeliest tokens behind the prompt with each of the ends, of which the first is empty;
+    and how the prompt was blended, whose KV the other ones find."""
     options = {**options, "greedy": True, "max_tokens": 1, "logprobs": _TOP, "ignore_eos": True}
     first = engine.generate(prompt, **options)
     rest = [prompt + end for end in ends[1:]]

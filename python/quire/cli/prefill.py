@@ -26,9 +26,9 @@ def parser() -> argparse.ArgumentParser:
     command = arguments.Parser(
         prog="quire prefill",
         description="Computes prompts for other processes, whose --prefill-from has its address: "
-        "`quire generate`, `quire chat` and `quire serve` with the same model. It runs until SIGINT "
-        "(Ctrl-C) or SIGTERM, finishes the prompts in work, and prints a line for each connection "
-        "that it refuses.",
+        "`quire generate`, `quire chat` and `quire serve` with the same model. It runs until "
+        "SIGINT (Ctrl-C) or SIGTERM, finishes the prompts in work, and prints a line for each "
+        "connection that it refuses.",
     )
     command.add_argument(
         "model",

@@ -44,10 +44,10 @@ _MODEL_VARIABLE = "QUIRE_MODEL"
 def parser() -> argparse.ArgumentParser:
     command = _ServeParser(
         prog="quire serve",
-        description="An HTTP server for clients of OpenAI's and Anthropic's APIs. It runs until SIGINT "
-        "(Ctrl-C) or SIGTERM. Options are also read from environment variables (QUIRE_PORT is --port, "
-        "QUIRE_KV_DIR is --kv-dir) and from the file of --config. The command line wins over the "
-        "environment, and the environment over the file.",
+        description="An HTTP server for clients of OpenAI's and Anthropic's APIs. It runs until "
+        "SIGINT (Ctrl-C) or SIGTERM. Options are also read from environment variables (QUIRE_PORT "
+        "is --port, QUIRE_KV_DIR is --kv-dir) and from the file of --config. The command line wins "
+        "over the environment, and the environment over the file.",
     )
     command.add_argument(
         "model",
@@ -83,8 +83,18 @@ def _add_address(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="port to listen on; 0 takes one that is free (default: 8000)",
     )
-    group.add_argument("--tls-cert", type=ranges.place, metavar="FILE", help="certificates of the server, in PEM: the server then speaks HTTPS")
-    group.add_argument("--tls-key", type=ranges.place, metavar="FILE", help="private key of the certificates, in PEM")
+    group.add_argument(
+        "--tls-cert",
+        type=ranges.place,
+        metavar="FILE",
+        help="certificates of the server, in PEM: the server then speaks HTTPS",
+    )
+    group.add_argument(
+        "--tls-key",
+        type=ranges.place,
+        metavar="FILE",
+        help="private key of the certificates, in PEM",
+    )
     group.add_argument(
         "--cors",
         action="append",
@@ -100,7 +110,8 @@ def _add_prefill(command: argparse.ArgumentParser) -> None:
         "--prefill-listen",
         type=ranges.address,
         metavar="ADDR",
-        help="also compute prompts for --prefill-from of other processes, at HOST:PORT or unix:PATH",
+        help="also compute prompts for --prefill-from of other processes, at HOST:PORT or "
+        "unix:PATH",
     )
 
 
@@ -110,13 +121,15 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
         "--api-keys",
         type=ranges.place,
         metavar="FILE",
-        help='API keys, a line "NAME KEY" or "NAME KEY SHARE" for each client; requests without one of '
+        help='API keys, a line "NAME KEY" or "NAME KEY SHARE" for each client; requests without '
+        "one of "
         "these keys are refused",
     )
     group.add_argument(
         "--insecure-no-auth",
         action="store_true",
-        help="allow a --host that other machines reach, without keys: every machine that reaches the "
+        help="allow a --host that other machines reach, without keys: every machine that reaches "
+        "the "
         "port can use the server",
     )
     group.add_argument(
@@ -136,7 +149,8 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tool-parser",
         choices=("deepseek", "hermes", "llama3", "mistral"),
-        help="format in which the model writes function calls (default: the one of the chat template)",
+        help="format in which the model writes function calls (default: the one of the chat "
+        "template)",
     )
     group.add_argument(
         "--limit",
@@ -166,7 +180,10 @@ def _add_life(command: argparse.ArgumentParser) -> None:
     )
     arguments.add_flags(group, "serve")
     group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="format of the log on standard error (default: text)"
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="format of the log on standard error (default: text)",
     )
     group.add_argument(
         "--dry-run",
@@ -253,8 +270,8 @@ def _check_pairs(options: argparse.Namespace) -> None:
     arguments.check_reach("serve", "--prefill-listen", options.prefill_listen, options)
     if not (is_loopback(options.host) or options.api_keys or options.insecure_no_auth):
         raise UsageError(
-            f"serve: --host {options.host} is reached from other machines: give --api-keys FILE, or "
-            "--insecure-no-auth to answer all that reach the port"
+            f"serve: --host {options.host} is reached from other machines: give --api-keys FILE, "
+            "or --insecure-no-auth to answer all that reach the port"
         )
 
 

@@ -1,4 +1,5 @@
-"""Options of `quire serve` that stand in the environment or in a file, as words of the command line."""
+"""Options of `quire serve` that stand in the environment or in a file, as words of the command
+line."""
 
 from __future__ import annotations
 

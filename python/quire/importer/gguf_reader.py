@@ -337,7 +337,8 @@ class _HeaderParser:
             byte_count *= size  # Python integers do not overflow
         if byte_count > self._size:
             raise self._error(
-                f"{what}: its shape {list(shape)} needs {byte_count} bytes, the file has {self._size}"
+                f"{what}: its shape {list(shape)} needs {byte_count} bytes, the file has "
+                f"{self._size}"
             )
         return byte_count
 
@@ -349,7 +350,8 @@ class _HeaderParser:
             or alignment & (alignment - 1)
         ):
             raise self._error(
-                f'metadata "general.alignment": {alignment!r} is not a power of two up to {MAX_ALIGNMENT}'
+                f'metadata "general.alignment": {alignment!r} is not a power of two up to '
+                f'{MAX_ALIGNMENT}'
             )
         return alignment
 

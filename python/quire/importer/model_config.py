@@ -1,5 +1,5 @@
-"""From the metadata of a GGUF file of the llama or Gemma family to config.json and generation_config.json of a
-Hugging Face folder."""
+"""From the metadata of a GGUF file of the llama or Gemma family to config.json and
+generation_config.json of a Hugging Face folder."""
 
 from __future__ import annotations
 

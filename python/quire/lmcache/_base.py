@@ -1,4 +1,4 @@
-"""LMCache's classes, or plain ones where it is not installed: the tests drive the adapter without."""
+"""LMCache's classes, or plain ones where it is not installed, as in tests of the adapter."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ def _sections(size: int) -> int:
 class Objects:
     """Keys of LMCache's and their chunks. All calls from any thread.
 
-    The passport names the model, the rank, the group and the size; the salt is the chunk's salt; the
-    tokens are the digest of the object's hash, so a chunk of another object is never taken for it.
+    The passport names the model, the rank, the group and the size; the salt is the chunk's salt;
+    the tokens are the digest of the object's hash, so a chunk of another object is never taken for
+    it.
     """
 
     def __init__(self, store: quire.ChunkStore) -> None:

@@ -167,8 +167,8 @@ def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tool
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic's form, in which tokens of the cache are not among the input's; and more, in a field
-    that its clients do not know."""
+    """Anthropic's form, in which tokens of the cache are not among the input's; and more, in a
+    field that its clients do not know."""
     return {
         **_input_usage(usage.prompt_tokens, usage.cached_tokens),
         "output_tokens": usage.completion_tokens,

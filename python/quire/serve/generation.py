@@ -186,8 +186,8 @@ def _logit_bias(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[int, 
 
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
-    """The first of the fields that is given; None: what there is room for. 0: the prompt alone, whose
-    KV is kept."""
+    """The first of the fields that is given; None: what there is room for. 0: the prompt alone,
+    whose KV is kept."""
     values = [fields.integer(name, 0, TOKENS_MAX) for name in names]
     return next((value for value in values if value is not None), None)
 

@@ -36,7 +36,9 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what XGrammar prints is no answer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a whole service; the server ends this process
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # of a whole service; the server ends this process
     compilers: dict[tuple[str, ...], GrammarCompiler | errors.QuireError] = {}
     while (message := _read(sys.stdin.buffer)) is not None:
         if message[0] == "options":

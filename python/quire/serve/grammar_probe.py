@@ -136,8 +136,8 @@ class GrammarProbe:
 
 def _too_costly(what: str) -> TooCostlyError:
     return TooCostlyError(
-        f"grammar: it is too costly: to compile and to try it takes more than {what}; give it fewer optional "
-        "parts, counted repetitions and choices that follow each other"
+        f"grammar: it is too costly: to compile and to try it takes more than {what}; give it "
+        "fewer optional parts, counted repetitions and choices that follow each other"
     )
 
 

@@ -136,7 +136,9 @@ class GrammarQueue:
         if until <= now:
             self._paused.pop(tenant, None)
             return
-        message = "a grammar of this key held all answers for a token: it gets no new one for a while"
+        message = (
+            "a grammar of this key held all answers for a token: it gets no new one for a while"
+        )
         problem = self._refuse("grammar_pause_seconds", 429, message)
         problem.retry_after = math.ceil(until - now)
         raise problem

@@ -24,14 +24,14 @@ class Limits:
     queue, queue_per_key: requests that wait in the engine for their turn.
     wait_seconds: a request that is predicted to wait longer is refused.
     grammars, grammars_per_key: that are being compiled or wait for it.
-    grammar_seconds, grammar_bytes: of computing and of memory, to compile one; grammar_cache_bytes: of
-        those that are kept; grammar_pause_seconds: no new ones for a key of which one took too long
-        for a token.
+    grammar_seconds, grammar_bytes: of computing and of memory, to compile one; grammar_cache_bytes:
+        of those that are kept; grammar_pause_seconds: no new ones for a key of which one took too
+        long for a token.
     ping_seconds: the longest silence of a stream.
-    samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, documents, tools: of one
-        request.
-    responses, responses_bytes: that /v1/responses keeps for previous_response_id; each key keeps what
-        it has within an equal part of them.
+    samples (n), prompts, logprobs, stops, stop_bytes, logit_biases, messages, documents, tools: of
+        one request.
+    responses, responses_bytes: that /v1/responses keeps for previous_response_id; each key keeps
+        what it has within an equal part of them.
     """
 
     header_bytes: int = 16 << 10

@@ -50,7 +50,10 @@ _COUNTERS = {
     "preemptions": ("num_preemptions_total", "Answers that gave up their pages for others."),
     "drafted_tokens": ("spec_decode_num_draft_tokens_total", "Guessed tokens."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens_total", "Of these, the right ones."),
-    "served_prompts": ("prefill_served_prompts_total", "Prompts that were sent to other processes."),
+    "served_prompts": (
+        "prefill_served_prompts_total",
+        "Prompts that were sent to other processes.",
+    ),
     "served_tokens": ("prefill_served_tokens_total", "Their tokens that were sent."),
     "served_losses": ("prefill_served_losses_total", "Prompts that were refused or broken off."),
     "loads": ("kv_loads_total", "Loads from the chunk store."),
@@ -179,7 +182,8 @@ class Metrics:
 
     def _add_cache(self, page: _Page, stats: Mapping[str, int]) -> None:
         total, free = stats["pages_total"], stats["pages_free"]
-        # Kept pages are those of all groups of layers, the others of the group with the fewest free.
+        # Kept pages are those of all groups of layers, the others of the group with the fewest
+        # free.
         kept = min(stats["retained_pages"], stats["pages_in_use"])
         used = stats["pages_in_use"] - kept
         page.add(

@@ -1,4 +1,4 @@
-"""What a service manager is told: the protocol of systemd's Type=notify, a datagram for each state."""
+"""What a service manager is told: systemd's Type=notify, a datagram for each state."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def read_chat(fields: Fields, service: Service) -> Generation:
 
 
 def _read_documents(fields: Fields, service: Service) -> dict[str, Any]:
-    """Texts that stand before the conversation, or "auto", and how they are blended; without `blend`
-    all of their tokens are computed."""
+    """Texts that stand before the conversation, or "auto", and how they are blended; without
+    `blend` all of their tokens are computed."""
     if fields.any("documents") == "auto":
         if not fields.has("blend"):
             fields.refuse("documents", 'a list of texts, or "auto" with blend')

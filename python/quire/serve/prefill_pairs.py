@@ -1,11 +1,12 @@
 """Two servers for one answer: `kv_transfer_params` of a body, as routers send them for vLLM's
 connectors of NIXL and of Mooncake.
 
-A router sends a request to the prefill server with `do_remote_decode`, and to the decode server with
-`do_remote_prefill` and the `remote_engine_id` that the prefill server has told: in its answer (NIXL),
-or at `/query` (Mooncake). Here that is the address of `--prefill-listen`. The decode server asks the
-process at this address for the prompt, and only if it is one of its own `--prefill-from`: a body
-makes no connection. The prefill server has the prompt's KV in its prefix cache, or computes it.
+A router sends a request to the prefill server with `do_remote_decode`, and to the decode server
+with `do_remote_prefill` and the `remote_engine_id` that the prefill server has told: in its answer
+(NIXL), or at `/query` (Mooncake). Here that is the address of `--prefill-listen`. The decode server
+asks the process at this address for the prompt, and only if it is one of its own `--prefill-from`:
+a body makes no connection. The prefill server has the prompt's KV in its prefix cache, or computes
+it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _ENGINE_ID_BYTES = 512
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
-    """keeps: the prompt's KV is for another server, which is told where it is. peer: the engine id of
-    the server that has the prompt's KV. Both at their defaults: an ordinary request."""
+    """keeps: the prompt's KV is for another server, which is told where it is. peer: the engine id
+    of the server that has the prompt's KV. Both at their defaults: an ordinary request."""
 
     keeps: bool = False
     peer: str | None = None
@@ -58,7 +59,8 @@ def least_tokens(fields: Fields) -> tuple[int, ...]:
 
 
 def engine_id(endpoint: str | None) -> str:
-    """What this server tells routers: where it computes prompts for others. Problem (400) if nowhere."""
+    """What this server tells routers: where it computes prompts for others. Problem (400) if
+    nowhere."""
     if endpoint is None:
         raise Problem(
             400,

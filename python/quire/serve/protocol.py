@@ -73,7 +73,8 @@ class _Refusal(Exception):
         self.problem = problem
 
 
-# A refused client is read for so long, and so far, that it gets its answer before the connection ends.
+# A refused client is read for so long, and so far, that it gets its answer before the connection
+# ends.
 _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 64 << 10
 
@@ -189,9 +190,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._invalid("the request is not valid HTTP/1.1"))
 
     def _read_without_upgrade(self, rest: bytes) -> None:
-        """Reads the request again as if it did not ask for another protocol. Clients that would like
-        HTTP/2 (Java's own does) send their body all the same, which the parser takes for the other
-        protocol's."""
+        """Reads the request again as if it did not ask for another protocol. Clients that would
+        like HTTP/2 (Java's own does) send their body all the same, which the parser takes for the
+        other protocol's."""
         dropped = (b"upgrade", b"connection", b"http2-settings")
         lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] not in dropped]

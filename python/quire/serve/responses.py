@@ -89,7 +89,11 @@ class JsonAnswer:
             **self._headers,
         }
         await send(
-            {"type": "http.response.start", "status": self.status, "headers": encoded_headers(headers)}
+            {
+                "type": "http.response.start",
+                "status": self.status,
+                "headers": encoded_headers(headers),
+            }
         )
         await send({"type": "http.response.body", "body": self._body})
 

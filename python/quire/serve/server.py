@@ -40,7 +40,8 @@ _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 class ServerOptions:
     """host: that clients may name beside those of this machine. names: of the model, for clients.
     prefill_listen: where other processes have their prompts computed; None: nowhere.
-    drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS; None:
+    drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS;
+        None:
     by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
     may ask. reads_verdict: whether the model's verdict about blending is
     asked for at the start, which may read the weights, and not by the first request with documents.
@@ -93,7 +94,9 @@ class _Server:
         facts = ModelFacts(
             options.names, info.vocab_size, info.max_position_embeddings, int(time.time())
         )
-        self._log.write("info", "started", version=quire.__version__, options=dict(options.in_effect))
+        self._log.write(
+            "info", "started", version=quire.__version__, options=dict(options.in_effect)
+        )
         service = Service(
             self._engine,
             facts,
@@ -216,7 +219,8 @@ def _uvicorn_config(app: object, service: Service, options: ServerOptions) -> uv
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=int(options.limits.idle_seconds),
-        # Answers have ended by then, and what clients have not taken goes with the protocol's timers.
+        # Answers have ended by then, and what clients have not taken goes with the protocol's
+        # timers.
         timeout_graceful_shutdown=int(options.limits.slow_client_seconds) + 1,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,

@@ -102,7 +102,10 @@ class Service:
         latency = self.metrics.inter_token_latency
         return Cost(
             samples=generation.samples,
-            prompt_seconds=characters / _CHARACTERS_PER_TOKEN * stats["compute_ns_per_token"] * 1e-9,
+            prompt_seconds=characters
+            / _CHARACTERS_PER_TOKEN
+            * stats["compute_ns_per_token"]
+            * 1e-9,
             token_seconds=latency.sum / latency.count if latency.count else 0.0,
             max_tokens=generation.options.get("max_tokens"),
         )
@@ -125,13 +128,15 @@ class Service:
             options["grammar"] = await self.grammars.compile(grammar, special, tenant.name)
         return options
 
-    def failure(
-        self, error: errors.QuireError, generation: Generation, tenant: Tenant
-    ) -> Problem:
+    def failure(self, error: errors.QuireError, generation: Generation, tenant: Tenant) -> Problem:
         """What a client is told of an answer that fails while it is computed. A grammar that is too
         costly is refused from now on, and new ones of its key for a while."""
         field, message = generation.grammar_field, str(error).removeprefix("SamplingOptions::")
-        if field is None or not isinstance(error, errors.BadArgumentError) or "grammar" not in message:
+        if (
+            field is None
+            or not isinstance(error, errors.BadArgumentError)
+            or "grammar" not in message
+        ):
             return from_engine(error)
         if "the grammar is too costly" in message:
             self.grammars.give_up(generation.options["grammar"], f"grammar: {message}")
@@ -266,8 +271,8 @@ def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
         message = "prediction" + message.removeprefix(option)
         if "no room for guesses" in message:
             message = (
-                "prediction: the server has no room for guesses; begin it with --speculate ngram, or "
-                "with --max-tree-nodes of at least 2"
+                "prediction: the server has no room for guesses; begin it with --speculate ngram, "
+                "or with --max-tree-nodes of at least 2"
             )
         return Problem(400, message, param="prediction", code="invalid_value")
     option = "SamplingOptions::prefill_peer"
@@ -281,7 +286,8 @@ def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
         message = "blend" + message.removeprefix(option).removeprefix("blend")
         if "blend_piece is 0" in message:
             message = (
-                "blend: the server has no room for blended prompts; begin it with --blend-piece 2048"
+                "blend: the server has no room for blended prompts; begin it with --blend-piece "
+                "2048"
             )
         elif "keeps no KV" in message:
             message = (

@@ -59,8 +59,8 @@ class Tenants:
         return (tenant for _, tenant in self._tenants)
 
     def find(self, headers: Mapping[str, str]) -> Tenant | None:
-        """The tenant of `Authorization: Bearer KEY` or `x-api-key: KEY`; None: the key is missing or
-        unknown. The time does not depend on how much of a key was right, nor on which it is."""
+        """The tenant of `Authorization: Bearer KEY` or `x-api-key: KEY`; None: the key is missing
+        or unknown. The time does not depend on how much of a key was right, nor on which it is."""
         if not self._tenants:
             return ANYONE
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -1,4 +1,5 @@
-"""`/tokenize`, `/detokenize`, `/v1/models`, `/version`, `/query`, `/health`, `/health/live`, `/metrics`."""
+"""`/tokenize`, `/detokenize`, `/v1/models`, `/version`, `/query`, `/health`, `/health/live`,
+`/metrics`."""
 
 from __future__ import annotations
 

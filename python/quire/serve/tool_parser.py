@@ -61,7 +61,8 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """open: begins a call within text; "": the answer itself is the call. silent: tags around calls,
+    """open: begins a call within text; "": the answer itself is the call. silent: tags around
+        calls,
     which are no text of the answer. special: tokens that are tags here."""
 
     open: str
@@ -78,7 +79,8 @@ class _Format:
 _NAMED = r'"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _OBJECT = re.compile(r"\s*\{\s*" + _NAMED)
 _DEEPSEEK = {
-    name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+    name: f"<｜tool▁{name}｜>"
+    for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 }
 _FORMATS = {
     "deepseek": _Format(
@@ -88,9 +90,7 @@ _FORMATS = {
                 re.compile(rf"\s*function{_DEEPSEEK['sep']}\s*([^\s<]+)\s*```json\s*(?=\{{)"),
                 _DEEPSEEK["call▁end"],
             ),
-            _Shape(
-                re.compile(rf"\s*([^\s<]+){_DEEPSEEK['sep']}\s*(?=\{{)"), _DEEPSEEK["call▁end"]
-            ),
+            _Shape(re.compile(rf"\s*([^\s<]+){_DEEPSEEK['sep']}\s*(?=\{{)"), _DEEPSEEK["call▁end"]),
         ),
         (_DEEPSEEK["calls▁begin"], _DEEPSEEK["calls▁end"]),
         tuple(_DEEPSEEK.values()),
@@ -178,8 +178,8 @@ class ToolParser:
     The order of calls: `put` for each piece of text, `finish` once. calls: those that have begun.
 
     The held text is in one of five places: in *text*, before an opening tag; in a *head*, behind
-    one; in *arguments*; in the *tail* of a call, behind them; or *between* two calls of a row. Where
-    the text is cut into pieces decides only when something is certain, never what it is.
+    one; in *arguments*; in the *tail* of a call, behind them; or *between* two calls of a row.
+    Where the text is cut into pieces decides only when something is certain, never what it is.
     """
 
     def __init__(self, kind: str) -> None:

@@ -23,8 +23,8 @@ _NO_OBJECT = r"[ \t\r\n]*([^ \t\r\n{][\s\S]*)?"
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """entries: in OpenAI's form, which templates know. answer: what the answer must look like; None:
-    it may be any text, and calls in it are what the model writes."""
+    """entries: in OpenAI's form, which templates know. answer: what the answer must look like;
+    None: it may be any text, and calls in it are what the model writes."""
 
     entries: list[dict[str, Any]]
     answer: Wanted | None = None

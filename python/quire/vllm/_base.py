@@ -1,4 +1,4 @@
-"""vLLM's classes, or plain ones where it is not installed: the tests drive the connector without."""
+"""vLLM's classes, or plain ones where it is not installed, as in tests of the connector."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """quire.vllm.QuireConnector: what vLLM's scheduler and workers call.
 
-No call raises into vLLM once it is constructed: what fails is logged once per call and kind, counted
-as an error, and answered by a miss. A load that fails is reported by its blocks, so that vLLM
-computes them; nothing else ever stands in for bytes that were not verified.
+No call raises into vLLM once it is constructed: what fails is logged once per call and kind,
+counted as an error, and answered by a miss. A load that fails is reported by its blocks, so that
+vLLM computes them; nothing else ever stands in for bytes that were not verified.
 """
 
 from __future__ import annotations

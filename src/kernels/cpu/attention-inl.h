@@ -11,7 +11,7 @@
 #include "kernels/cpu/attention_block-inl.h"
 #include "kernels/cpu/attention_decode-inl.h"
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // units
 
 // Whether a unit's heads are computed one after the other, all tiles of a segment at once. Keys
@@ -115,7 +115,7 @@ static void RunFold(void* context, int64_t index, int worker) {
   FinishRows(call, unit, states, begin, end, space);
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // entry points
 
 static size_t StateBytes(const KVLayout& layout, int num_qo_heads, int64_t row_count) {

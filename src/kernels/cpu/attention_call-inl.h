@@ -23,7 +23,7 @@ static int64_t SmallerOf(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t LargerOf(int64_t a, int64_t b) { return a > b ? a : b; }
 static size_t Align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // memory of a worker
 
 // Queries of a unit: weights, and the scales of those that are integers.
@@ -114,7 +114,7 @@ static size_t WorkerBytes(const KVLayout& layout) {
   return space.Place(layout, nullptr);
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the call
 
 // What all tasks of one Attention call share. Read-only but for the memory that it points to.

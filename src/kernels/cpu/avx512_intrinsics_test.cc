@@ -19,7 +19,7 @@
 #include "kernels/cpu/avx512_emulation.h"
 #endif
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // each intrinsic between arrays; nothing but these functions is compiled wide
 
 #if QUIRE_EMULATE_AVX512
@@ -164,7 +164,7 @@ void Upper(const float* a, float* lower_to, float* upper_to) {
 #pragma GCC pop_options
 #endif
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 namespace quire {
 namespace {

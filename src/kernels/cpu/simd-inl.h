@@ -15,7 +15,7 @@
 
 constexpr int kLanes = 16;
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the vector
 #if defined(QUIRE_SIMD_AVX512)
 
@@ -277,7 +277,7 @@ QUIRE_INLINE float ReduceMax(VF v) {
 
 #endif
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // pairs of bfloat16 Memory holds 16 outputs x 2 inputs, [lane][2]. VPair is what a chain step needs
 // of it; QPair is one broadcast pair of the other operand, prepared once (MakeQPair, both values
 // already rounded to bfloat16).
@@ -339,7 +339,7 @@ QUIRE_INLINE VF DotPair(VF acc, VPair k, QPair q) {
 
 #endif
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // pairs of bytes Memory holds 16 outputs x 2 inputs, [lane][2], as int8 or float8 e4m3; both widen
 // exactly.
 
@@ -427,7 +427,7 @@ QUIRE_INLINE VPair LoadF8Pair(const uint8_t* p) {
 }
 #endif
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // integers: sums of products of int8 and int16, exact in any order as long as they fit
 
 #if defined(QUIRE_SIMD_AVX512)
@@ -525,7 +525,7 @@ QUIRE_INLINE void StoreI16(int16_t* p, VF v) {
 
 #endif
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // functions 2^x. Exact at integers; elsewhere within 1.5 ulp on [-126, 127]. 0 below -126 (and at
 // -inf), 2^127 from 127 on; NaN for NaN. Own minimax polynomial of degree 6 for 2^f - 1 on [-0.5,
 // 0.5] (relative error 2e-9 before rounding).

@@ -7,7 +7,7 @@
 #include "kernels/cpu/latent-inl.h"
 #include "kernels/cpu/rotary-inl.h"
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // places
 
 // Where tiles that are read in place lie: the arithmetic of KVLayout's tiled layout in bytes,
@@ -54,7 +54,7 @@ struct TilePlaces {
   }
 };
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // assembling
 
 template <typename Element>
@@ -158,7 +158,7 @@ static const float* StoredScales(const TilePlaces& places, const KVPages& pages,
   return buffer;
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // widening
 
 // 16 pairs of bfloat16 in memory order.
@@ -225,7 +225,7 @@ static void WidenTile(DType dtype, const std::byte* stored, int row_count, int c
   __builtin_memcpy(out, stored, static_cast<size_t>(count) * sizeof(float));
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // rotating
 
 // cos and sin of 16 positions with the positions in lanes: [rotary_dim / 2][16], zero from `count`
@@ -274,7 +274,7 @@ static void PackPairs(const float* tile, int row_count, int columns, uint32_t* o
   }
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // hiding
 
 // A copy of a V tile in chain layout with zeros in the lanes whose bit is not in `seen`.

@@ -58,7 +58,7 @@ const GgufType& TypeOf(uint32_t number) {
   return found == std::end(kGgufTypes) ? kOtherType : *found;
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // names
 
 struct NamePair {
@@ -129,7 +129,7 @@ std::string NameInCheckpoint(std::string_view architecture, std::string_view sto
   return prefix + std::string(found->name) + "." + std::string(name->kind);
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the header
 
 // What weights need of the metadata.

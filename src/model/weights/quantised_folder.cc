@@ -30,7 +30,7 @@ uint32_t Bits(uint32_t word, int64_t place, int64_t bits) {
 
 }  // namespace
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // finding the tensors
 
 bool FolderMatrix::IsStored(const Checkpoint& checkpoint, const FolderQuantisation& quantisation,
@@ -164,7 +164,7 @@ Status FolderMatrix::CheckGroupSize() const {
                     " are read: save the model dequantised");
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // its numbers
 
 bool FolderMatrix::is_wide() const {
@@ -258,7 +258,7 @@ Result<std::vector<int32_t>> FolderMatrix::InputOrder() const {
   return order;
 }
 
-// ----------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // packing
 
 // Signed codes of 8 bits, 0 ... 15 of 4 bits.

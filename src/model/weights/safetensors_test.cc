@@ -259,9 +259,10 @@ Result<SafetensorsIndex> ParseIndex(std::string_view text) {
 }
 
 TEST(SafetensorsIndex, ListsFilesAndTensors) {
-  const auto index = ParseIndex(
-      R"({"metadata":{"total_size":12,"nested":[{"weight_map":{"x":1}}]},)"
-      R"("weight_map":{"b":"2.safetensors","a":"1.safetensors","c":"1.safetensors"},"extra":null})");
+  const auto index =
+      ParseIndex(R"({"metadata":{"total_size":12,"nested":[{"weight_map":{"x":1}}]},)"
+                 R"("weight_map":{"b":"2.safetensors","a":"1.safetensors","c":"1.safetensors"},)"
+                 R"("extra":null})");
   ASSERT_TRUE(index.ok()) << index.status().ToString();
   EXPECT_EQ(index->files, (std::vector<std::string>{"1.safetensors", "2.safetensors"}));
   const std::vector<std::pair<std::string, size_t>> tensors = {{"a", 0}, {"b", 1}, {"c", 0}};
