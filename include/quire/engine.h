@@ -448,6 +448,48 @@ struct EngineStats {
   int64_t blend_moved_tokens = 0, blend_recomputed_tokens = 0;
 };
 
+// ---- How things stand between two steps, to be shown to people: what holds which KV. No text is
+// in it.
+
+// At most this number of blocks, of sequences and of requests that wait are described.
+inline constexpr int64_t kDescribedMax = 1000;
+
+// A range of tokens that the same sequences see. Salts are told by digests, HMAC-SHA-256 with
+// EngineDescription::salt_key of which 16 hexadecimal digits are kept; "": no salt.
+struct DescribedBlock {
+  int64_t parent = -1;           // index of the block before it; -1: none, or it was left out
+  int64_t begin = 0, end = 0;    // positions
+  int64_t bytes = 0;             // of the pages that begin in it
+  int64_t sequences = 0;         // described ones that see it
+  int64_t stored_tokens = 0;     // of its first tokens, those that the chunk store has as well
+  std::string salt_digest = {};  // for requests with this salt
+};
+struct DescribedSequence {
+  static constexpr int64_t kRetained = -1;  // by the prefix cache
+  static constexpr int64_t kInternal = -2;  // of a prompt of another process, or of a document
+  int64_t request_id = kRetained;
+  int64_t sample = 0;
+  int64_t tokens = 0;
+  int64_t block = -1;  // index of the one in which it ends; -1: none, or it was left out
+  std::string salt_digest = {};
+};
+struct DescribedRequest {
+  int64_t request_id = 0;
+  int64_t prompt_tokens = 0;
+  double seconds = 0;  // since it was submitted
+  std::string salt_digest = {};
+};
+struct EngineDescription {
+  EngineStats stats;
+  std::vector<DescribedBlock> blocks;        // parents come before their children
+  std::vector<DescribedSequence> sequences;  // of requests, then retained ones, last used first
+  std::vector<DescribedRequest> waiting;     // in their order
+  bool cut = false;                          // something was left out
+  int64_t visited = 0;  // blocks and sequences that were looked at: what it has cost
+  // Random, the same for the engine's life. With it salts can be tried: it stays in the process.
+  std::string salt_key = {};
+};
+
 // What an engine takes from the machine, in bytes, known before it is made.
 struct MemoryPlan {
   int64_t weight_bytes = 0;  // as ModelInfo::weight_bytes
@@ -562,7 +604,14 @@ class Engine {
   // for within `wake`. An EngineLoop sets its own.
   virtual void SetWake(std::function<void()> wake) = 0;
 
+  // As long as the prefix cache keeps at most `pages` pages for this salt (shared ones count for
+  // each sequence), they are given up only where nothing else is left. 0: no longer. BadArgument
+  // for a negative number, BadState without a prefix cache.
+  virtual Status SetKeptPart(const std::string& cache_salt, int64_t pages) = 0;
+
   virtual EngineStats Stats() const = 0;
+  // OutOfMemory.
+  virtual Result<EngineDescription> Describe() = 0;
 };
 
 }  // namespace quire

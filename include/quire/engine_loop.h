@@ -18,6 +18,7 @@
 
 #include "quire/engine.h"
 #include "quire/model.h"
+#include "quire/seams.h"
 #include "quire/status.h"
 
 namespace quire {
@@ -40,6 +41,7 @@ struct EngineLoopOptions {
   // Called on the loop's thread with what the thread does, which it calls once: a host puts here
   // what each of its threads needs around it. Null: nothing.
   std::function<void(const std::function<void()>& body)> around = nullptr;
+  std::shared_ptr<Clock> clock = nullptr;  // null = MachineTime()
 };
 
 class EngineLoop {
@@ -84,6 +86,9 @@ class EngineLoop {
                              const SamplingOptions& options) const = 0;  // as Engine::CheckSubmit
   // How things stood after the last step; requests that the engine has not yet count as waiting.
   virtual EngineStats Stats() const = 0;
+  // The last description that was made (Engine::Describe, with the loop's ids); never null. If it
+  // is older than half a second, the next one is made before the next step.
+  virtual std::shared_ptr<const EngineDescription> Describe() = 0;
   virtual std::vector<PrefillPeerInfo> PrefillPeers() const = 0;  // as Engine::PrefillPeers
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;

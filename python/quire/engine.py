@@ -20,6 +20,7 @@ import numpy as np
 from quire import _blend_verdict, _documents, _ffi, _numbers, _options, _prefill, _sampling, errors
 from quire._arrays import dtype_name, int_list
 from quire._blend_verdict import BlendVerdict
+from quire._description import Description, read_description
 from quire._inbox import Inbox, Item, Mail, Output
 from quire._kv_store import Attachment
 from quire._options import EngineOptions, SamplingOptions
@@ -34,6 +35,7 @@ from quire.text import Detokenizer, Message, StopStrings, Tokenizer, check_messa
 
 __all__ = [
     "BlendUsage",
+    "Description",
     "Engine",
     "EngineOptions",
     "FinishReason",
@@ -851,6 +853,26 @@ class Engine(_ffi.ThreadOwner):
         bounds = tuple(float(bound) for bound in fields["bounds"])
         counts = tuple(int(count) for count in fields["counts"])
         return StepTimes(bounds, counts, float(fields["seconds"]))
+
+    def set_kept_part(self, cache_salt: bytes, pages: int) -> None:
+        """As long as the prefix cache keeps at most this number of pages for requests with this
+        salt, they are given up only where nothing else is left: what others compute does not cost
+        them.
+
+        pages: those that several sequences share count for each; 0: no part any more.
+
+        Raises BadArgumentError for a negative number, BadStateError without a prefix cache.
+        """
+        self._handle.set_kept_part(cache_salt, pages)
+
+    def describe(self, *, wait: bool = False) -> Description:
+        """What holds which KV, and which requests wait: as things stood between two steps, half a
+        second ago or so. It is made at most twice a second, however often it is asked for.
+
+        wait: until the description is made that this call asks for, which may take the rest of a
+            step; False: the last one, at once.
+        """
+        return read_description(self._handle.describe(wait))
 
     # ---- Logits
 

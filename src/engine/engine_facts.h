@@ -40,7 +40,8 @@ struct EngineFacts {
   // Checked; page_size and max_tree_nodes are the numbers that hold, also where they are 0.
   const EngineOptions options;
   const RequestLimits limits;
-  const EngineStats sizes;  // the fields that are known from the beginning; the others are 0
+  const EngineStats sizes;     // the fields that are known from the beginning; the others are 0
+  const std::string salt_key;  // random: of the digests that descriptions have of salts
 };
 
 }  // namespace quire

@@ -1,10 +1,14 @@
 #include "engine/engine_impl.h"
 
+#include <cstddef>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "base/check.h"
 #include "base/guard.h"
+#include "base/random.h"
+#include "engine/description.h"
 #include "engine/prompt_logits.h"
 #include "engine/retained_snapshots.h"
 #include "kernels/backend.h"
@@ -28,6 +32,12 @@ EngineStats SizesOf(const EngineImpl::Parts& parts, const EngineCaches& caches) 
   return sizes;
 }
 
+std::string RandomKey() {
+  std::string key(size_t{32}, '\0');
+  FillRandom(std::as_writable_bytes(std::span(key)));
+  return key;
+}
+
 // Takes the model.
 EngineFacts MakeFacts(EngineImpl::Parts* parts, const EngineCaches& caches) {
   const Model* const model = parts->model.get();
@@ -43,7 +53,8 @@ EngineFacts MakeFacts(EngineImpl::Parts* parts, const EngineCaches& caches) {
                      .max_num_sequences = parts->options.max_num_sequences,
                      .page_size = parts->options.page_size,
                      .pages_total = caches.pages_total()},
-          .sizes = sizes};
+          .sizes = sizes,
+          .salt_key = RandomKey()};
 }
 
 }  // namespace
@@ -130,6 +141,34 @@ void EngineImpl::Publish() noexcept {
   counter_.Publish(&stats);
   planner_.Publish(&stats);
   published_.Set(stats, holders_.requests.empty() && answers_.empty());
+}
+
+Result<EngineDescription> EngineImpl::Describe() {
+  return Enter("Describe", [&] {
+    const EngineDescriber describer({.cache = caches_.attention(),
+                                     .requests = &holders_.requests,
+                                     .prefix_cache = &holders_.prefix_cache,
+                                     .clock = clock_.get(),
+                                     .salt_key = facts_.salt_key});
+    return describer.Describe(published_.stats());
+  });
+}
+
+Status EngineImpl::SetKeptPart(const std::string& cache_salt, int64_t pages) {
+  return Enter("SetKeptPart", [&]() -> Status {
+    if (!facts_.options.prefix_cache) {
+      return Status(StatusCode::kBadState,
+                    "Engine::SetKeptPart: this engine keeps no KV between requests "
+                    "(EngineOptions::prefix_cache)");
+    }
+    if (pages < 0) {
+      return Status(
+          StatusCode::kBadArgument,
+          "Engine::SetKeptPart: pages is " + std::to_string(pages) + "; it must be at least 0");
+    }
+    holders_.prefix_cache.SetPart(cache_salt, pages);
+    return {};
+  });
 }
 
 Result<int64_t> EngineImpl::Submit(std::span<const int32_t> prompt,

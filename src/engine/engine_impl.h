@@ -91,6 +91,8 @@ class EngineImpl final : public Engine {
   void EndPrefill(bool at_once) noexcept override { traffic_.prefill.End(at_once); }
   void SetWake(std::function<void()> wake) override { traffic_.prefill.SetWake(std::move(wake)); }
   EngineStats Stats() const override { return published_.stats(); }
+  Result<EngineDescription> Describe() override;
+  Status SetKeptPart(const std::string& cache_salt, int64_t pages) override;
   // How often a forward found fewer pages than the scheduler had counted on.
   int64_t short_counts() const { return planner_.short_counts(); }
 

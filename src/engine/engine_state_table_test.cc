@@ -312,6 +312,13 @@ class Scene {
       EXPECT_EQ(e.Stats().pages_in_use + e.Stats().pages_free, e.Stats().pages_total);
       return Status();
     }};
+    c["SetKeptPart"] = {[&e] { return e.SetKeptPart("a", 3); }};
+    c["SetKeptPart: a negative number"] = {[&e] { return e.SetKeptPart("a", -1); }};
+    c["Describe"] = {[&e]() -> Status {
+      QUIRE_ASSIGN_OR_RETURN(const EngineDescription description, e.Describe());
+      EXPECT_FALSE(description.cut);
+      return {};
+    }};
     const auto logits = [this, &e](const Tokens& prompt) {
       logits_.assign(prompt.size() * FakeModel::kVocabSize, 0);
       const std::span<const int32_t> tokens(prompt);
@@ -486,6 +493,9 @@ constexpr TableRow kRows[] = {
   {"kernel_path",                               "o o o o o o o o o o o o o"},
   {"Idle",                                      "o o o o o o o o o o o o o"},
   {"Stats",                                     "o o o o o o o o o o o o o"},
+  {"Describe",                                  "o o o o o o o o o o o o S"},
+  {"SetKeptPart",                               "o o o o o o o o o o o S S"},
+  {"SetKeptPart: a negative number",            "A A A A A A A A A A A S S"},
   {"PlanMemory",                                "o o o o o o o o o o o o o"},
   {"PlanMemory: a folder that is not there",    "N N N N N N N N N N N N N"},
   {"Create",                                    "o o o o o o o o o o o o o"},

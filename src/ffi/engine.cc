@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/description.h"
 #include "ffi/errors.h"
 #include "ffi/grammar.h"
 #include "ffi/options.h"
@@ -291,61 +292,28 @@ class EngineObj : public tf::Object {
     });
   }
 
+  void SetKeptPart(const tf::Bytes& cache_salt, int64_t pages) {
+    const std::string salt(cache_salt.data(), cache_salt.size());
+    BetweenSteps([&](Engine& engine) { return engine.SetKeptPart(salt, pages); });
+  }
+
   // wait: until all that was asked for before is carried out.
   tf::Map<tf::String, int64_t> Stats(bool wait) {
     if (wait) latch_.Run([&] { return loop_->Settle(); });
     const EngineStats stats = latch_.Run([&] { return loop_->Stats(); });
-    return {{"pages_total", stats.pages_total},
-            {"pages_free", stats.pages_free},
-            {"pages_in_use", stats.pages_in_use},
-            {"retained_sequences", stats.retained_sequences},
-            {"retained_tokens", stats.retained_tokens},
-            {"retained_pages", stats.retained_pages},
-            {"waiting", stats.waiting},
-            {"running", stats.running},
-            {"steps", stats.steps},
-            {"prompt_tokens", stats.prompt_tokens},
-            {"cached_tokens", stats.cached_tokens},
-            {"completion_tokens", stats.completion_tokens},
-            {"computed_tokens", stats.computed_tokens},
-            {"preemptions", stats.preemptions},
-            {"kv_bytes", stats.kv_bytes},
-            {"kv_bytes_per_token", stats.kv_bytes_per_token},
-            {"weight_bytes", stats.weight_bytes},
-            {"page_size", stats.page_size},
-            {"states_total", stats.states_total},
-            {"states_free", stats.states_free},
-            {"retained_states", stats.retained_states},
-            {"state_bytes", stats.state_bytes},
-            {"recomputed_tokens", stats.recomputed_tokens},
-            {"loading", stats.loading},
-            {"loads", stats.loads},
-            {"loaded_ram_tokens", stats.loaded_tokens[0]},
-            {"loaded_disk_tokens", stats.loaded_tokens[1]},
-            {"loaded_redis_tokens", stats.loaded_tokens[2]},
-            {"load_ns", static_cast<int64_t>(stats.load_seconds * 1e9)},
-            {"layer_loads", stats.layer_loads},
-            {"overlap_ns", static_cast<int64_t>(stats.overlap_seconds * 1e9)},
-            {"stored_chunks", stats.stored_chunks},
-            {"stored_bytes", stats.stored_bytes},
-            {"refused_chunks", stats.refused_chunks},
-            {"remote_tokens", stats.remote_tokens},
-            {"remote_bytes", stats.remote_bytes},
-            {"remote_waiting", stats.remote_waiting},
-            {"remote_losses", stats.remote_losses},
-            {"remote_overlap_ns", static_cast<int64_t>(stats.remote_overlap_seconds * 1e9)},
-            {"served_peers", stats.served_peers},
-            {"served_waiting", stats.served_waiting},
-            {"served_prompts", stats.served_prompts},
-            {"served_tokens", stats.served_tokens},
-            {"served_losses", stats.served_losses},
-            {"drafted_tokens", stats.drafted_tokens},
-            {"accepted_tokens", stats.accepted_tokens},
-            {"decode_forwards", stats.decode_forwards},
-            {"draft_ns", static_cast<int64_t>(stats.draft_seconds * 1e9)},
-            {"blend_moved_tokens", stats.blend_moved_tokens},
-            {"blend_recomputed_tokens", stats.blend_recomputed_tokens},
-            {"compute_ns_per_token", static_cast<int64_t>(stats.compute_seconds_per_token * 1e9)}};
+    return StatsFields(stats);
+  }
+
+  // The last one that was made. wait: one that is asked for by now is made first.
+  OptionMap Describe(bool wait) {
+    const auto last = [&]() -> Result<std::shared_ptr<const EngineDescription>> {
+      return loop_->Describe();
+    };
+    if (wait) {
+      latch_.Run(last);
+      latch_.Run([&] { return loop_->Settle(); });
+    }
+    return DescriptionFields(*latch_.Run(last));
   }
 
   // Upper bounds of the classes in seconds, the counts of all classes, and the sum in seconds.
@@ -441,7 +409,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("prefill_peers", &EngineObj::PrefillPeers)
       .def("serve_prefill", &EngineObj::ServePrefill)
       .def("end_prefill", &EngineObj::EndPrefill)
+      .def("set_kept_part", &EngineObj::SetKeptPart)
       .def("stats", &EngineObj::Stats)
+      .def("describe", &EngineObj::Describe)
       .def("step_times", &EngineObj::StepTimes)
       .def("info", &EngineObj::Info);
 }

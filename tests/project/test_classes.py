@@ -12,9 +12,9 @@ import source_tree
 
 # No class of the product has more methods than this, but for those below.
 METHODS_MAX = 60
-# What is reached. A class that gets smaller gets a smaller limit. The engine's interface alone has 21
+# What is reached. A class that gets smaller gets a smaller limit. The engine's interface alone has 23
 # calls.
-METHODS_OF = {"BlockTree": 53, "EngineImpl": 33, "PagedKVCache": 40, "StateHistory": 44}
+METHODS_OF = {"BlockTree": 53, "EngineImpl": 35, "PagedKVCache": 40, "StateHistory": 44}
 MEMBERS_OF = {"EngineImpl": 15, "PagedKVCache": 15}
 
 # A class with this number of methods has one file for the writes of a member, but for these. A

@@ -1,13 +1,26 @@
-"""What a key keeps in the chunk store, however much the others put into it."""
+"""What a key keeps in pages and in the chunk store, however much the others compute."""
 
 from __future__ import annotations
 
+from quire import errors
 from quire.engine import Engine
 from quire.serve.tenants import Tenants
 
-__all__ = ["guarantee_shares"]
+__all__ = ["guarantee_pages", "guarantee_shares"]
 
 _PART = 2  # the half of a tier is divided; the rest is for what was used last
+
+
+def guarantee_pages(engine: Engine, tenants: Tenants) -> None:
+    """Divides a half of the pages among the keys by their shares: what the prefix cache keeps for a
+    key within its part is given up last. KV of a client's own cache_salt has no part."""
+    pages = engine.stats(wait=False)["pages_total"] // _PART
+    for tenant in tenants:
+        try:
+            part = pages * tenant.share // tenants.share_total
+            engine.set_kept_part(tenant.salt(None) or b"", part)
+        except errors.BadStateError:
+            return  # the server keeps no KV between requests
 
 
 def guarantee_shares(engine: Engine, tenants: Tenants) -> None:

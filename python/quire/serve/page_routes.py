@@ -12,9 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import quire
+from quire.serve.calls import Call
 from quire.serve.metrics import TIERS
 from quire.serve.responses import STREAM_HEADERS, encoded_headers, event
 from quire.serve.service import Service
+from quire.serve.tenants import Tenant
 
 __all__ = ["PAGE_FILES", "index", "script", "state", "style"]
 
@@ -59,15 +61,16 @@ async def script(request: Request, service: Service) -> Any:
 
 async def state(request: Request, service: Service) -> Any:
     """How things stand, twice a second, until the client leaves or the server ends."""
-    return _States(service)
+    return _States(service, Call.of(request).tenant)
 
 
 class _States:
     """As an application of ASGI."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, tenant: Tenant) -> None:
         self.status = 200
         self._service = service
+        self._tenant = tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = encoded_headers(STREAM_HEADERS)
@@ -75,7 +78,7 @@ class _States:
         gone = asyncio.create_task(_left(receive))
         try:
             while not gone.done():
-                body = event(_state_of(self._service))
+                body = event(_state_of(self._service, self._tenant))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 if self._service.draining:
                     break
@@ -90,15 +93,17 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _state_of(service: Service) -> dict[str, Any]:
-    """Sums over all clients, and nothing of any one of them."""
+def _state_of(service: Service, tenant: Tenant) -> dict[str, Any]:
+    """Sums over all clients, and of single blocks and requests what is the tenant's own."""
     metrics = service.metrics
+    now = asyncio.get_running_loop().time()
+    times = service.engine.step_times()
     latencies = {
         "first_token": metrics.time_to_first_token,
         "between_tokens": metrics.inter_token_latency,
     }
     return {
-        "time": asyncio.get_running_loop().time(),
+        "time": now,
         "model": service.facts.names[0],
         "version": quire.__version__,
         "draining": service.draining,
@@ -109,6 +114,8 @@ def _state_of(service: Service) -> dict[str, Any]:
         },
         "tiers": _tiers(service),
         "misses": dict(sorted(metrics.misses.items())),
+        "step_times": {"bounds": times.bounds, "counts": times.counts, "seconds": times.seconds},
+        "kv": service.held_kv.view(tenant, now),
     }
 
 

@@ -22,7 +22,7 @@ from quire.serve.addresses import is_loopback
 from quire.serve.app import make_app
 from quire.serve.calls import Log
 from quire.serve.generation import ModelFacts
-from quire.serve.guarantees import guarantee_shares
+from quire.serve.guarantees import guarantee_pages, guarantee_shares
 from quire.serve.limits import Limits
 from quire.serve.notify import notify
 from quire.serve.protocol import LimitedProtocol
@@ -159,6 +159,8 @@ class _Server:
 
     async def _divide_store(self) -> None:
         try:
+            await asyncio.to_thread(guarantee_pages, self._engine, self._options.tenants)
+            self._log.write("info", "pages", divided=self._options.tenants.need_keys)
             await asyncio.to_thread(guarantee_shares, self._engine, self._options.tenants)
         except (errors.QuireError, OSError, ValueError) as error:
             self._log.write("error", "store", error=str(error))

@@ -17,6 +17,7 @@ from quire.serve._streams import Answer, Streams
 from quire.serve.admission import Admission, Cost, Place
 from quire.serve.generation import Generation, ModelFacts
 from quire.serve.grammar_queue import GrammarQueue
+from quire.serve.held_kv import HeldKV
 from quire.serve.kept_responses import KeptResponses
 from quire.serve.limits import Limits
 from quire.serve.metrics import Metrics
@@ -63,6 +64,7 @@ class Service:
         self.streams = Streams(engine, self._note_tokens, limits.unread_bytes, self._unread)
         self.grammars = GrammarQueue(engine, limits, self.book.refuse)
         self.kept = KeptResponses(limits)
+        self.held_kv = HeldKV(engine, tenants)
         self.body_bytes = 0  # of all requests together
         self.draining = False
         self.prefill_endpoint: str | None = None  # where other processes have prompts computed
@@ -117,6 +119,7 @@ class Service:
         salt = tenant.salt(generation.cache_salt)
         if salt is not None:
             options["cache_salt"] = salt
+            self.held_kv.note_salt(tenant, salt)
         if self.tenants.need_keys:
             options |= {"turn_group": tenant.name.encode(), "turn_weight": tenant.share}
         special: tuple[str, ...] = ()

@@ -36,6 +36,9 @@ namespace {
 // back meanwhile; a failed step tells nobody anything, so there are few.
 constexpr int kTries = 3;
 
+// People see no more of it than that, and a description delays a step.
+constexpr int64_t kDescriptionNs = 500'000'000;
+
 constexpr int64_t kNotGiven = -1;  // Live::engine_id: the engine does not have it yet
 constexpr int64_t kNoStop = -1;
 
@@ -101,12 +104,18 @@ struct Due {
 
 class EngineThread final : public EngineLoop {
  public:
+  using Description = std::shared_ptr<const EngineDescription>;
+
+  // `description`: of the engine as it is.
   EngineThread(std::unique_ptr<Engine> engine, std::shared_ptr<StepSink> sink,
-               const EngineLoopOptions& options)
+               const EngineLoopOptions& options, Description description)
       : engine_(std::move(engine)),
         sink_(std::move(sink)),
         max_calls_(options.max_calls),
-        max_waiting_(engine_->max_waiting()) {
+        max_waiting_(engine_->max_waiting()),
+        clock_(options.clock ? options.clock : MachineTime()),
+        description_(std::move(description)),
+        described_ns_(clock_->SteadyNs()) {
     engine_->SetWake([this] {  // a peer asks for a prompt
       const std::lock_guard<std::mutex> lock(mutex_);
       changed_.notify_one();
@@ -131,6 +140,7 @@ class EngineThread final : public EngineLoop {
     return engine_->CheckSubmit(prompt, options);
   }
   EngineStats Stats() const override;
+  Description Describe() override;
   std::vector<PrefillPeerInfo> PrefillPeers() const override { return engine_->PrefillPeers(); }
   const ModelInfo& model_info() const override { return engine_->model_info(); }
   const std::string& kernel_path() const override { return engine_->kernel_path(); }
@@ -154,6 +164,7 @@ class EngineThread final : public EngineLoop {
   void NoteDone(const Due& due);
   Status CarryOutDue();
   Status MakeCalls();
+  Status MakeDescription();
   void NoteSettled();
   template <typename F>
   Status CallEngine(F&& call);
@@ -167,7 +178,7 @@ class EngineThread final : public EngineLoop {
   const std::shared_ptr<StepSink> sink_;
   const int64_t max_calls_;
   const int64_t max_waiting_;
-  const std::shared_ptr<Clock> clock_ = MachineTime();
+  const std::shared_ptr<Clock> clock_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // there is work, or the loop closes
@@ -181,7 +192,10 @@ class EngineThread final : public EngineLoop {
   int64_t engine_waiting_ = 0;
   Live* asked_ = nullptr;  // of these something is due, last asked first
   std::list<WaitingCall*> calls_;
-  int64_t accepted_ = 0;  // calls of Submit, Cancel and Stop that were Ok
+  Description description_;  // the last one
+  int64_t described_ns_;
+  bool description_due_ = false;
+  int64_t accepted_ = 0;  // calls of Submit, Cancel and Stop that were Ok, and due descriptions
   int64_t settled_count_ = 0;
 
   // The thread's.
@@ -363,6 +377,17 @@ EngineStats EngineThread::Stats() const {
   return stats;
 }
 
+EngineThread::Description EngineThread::Describe() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_old = clock_->SteadyNs() - described_ns_ >= kDescriptionNs;
+  if (is_old && !description_due_ && !closing_ && ended_.ok()) {
+    description_due_ = true;
+    ++accepted_;
+    changed_.notify_one();
+  }
+  return description_;
+}
+
 // ---- On the loop's thread
 
 void EngineThread::Main(const std::function<void(const std::function<void()>&)>& around) noexcept {
@@ -406,8 +431,8 @@ bool EngineThread::TakeCommands() {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto has_work = [&] {
     return closing_ || !queue_.empty() || asked_ != nullptr || !calls_.empty() ||
-           !requests_.empty() || due_ != nullptr || !to_call_.empty() || !outputs_.empty() ||
-           !failed_.empty() || !engine_->Idle();
+           description_due_ || !requests_.empty() || due_ != nullptr || !to_call_.empty() ||
+           !outputs_.empty() || !failed_.empty() || !engine_->Idle();
   };
   changed_.wait(lock, has_work);
   if (closing_) return false;
@@ -424,6 +449,7 @@ bool EngineThread::TakeCommands() {
 Status EngineThread::RunRound() {
   QUIRE_RETURN_IF_ERROR(GiveRequests());
   QUIRE_RETURN_IF_ERROR(CarryOutDue());
+  QUIRE_RETURN_IF_ERROR(MakeDescription());
   NoteSettled();
   QUIRE_RETURN_IF_ERROR(MakeCalls());
   bool stepped = false;
@@ -523,6 +549,31 @@ Status EngineThread::MakeCalls() {
     if (!fault_.ok()) return fault_;
   }
   return {};
+}
+
+// Without memory the last one stays.
+Status EngineThread::MakeDescription() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!description_due_) return {};
+  }
+  Description made;
+  const Status status = CallEngine([&](Engine& engine) -> Status {
+    QUIRE_ASSIGN_OR_RETURN(EngineDescription description, engine.Describe());
+    for (DescribedSequence& sequence : description.sequences) {
+      if (sequence.request_id >= 0) sequence.request_id = ids_.at(sequence.request_id);
+    }
+    for (DescribedRequest& request : description.waiting) {
+      request.request_id = ids_.at(request.request_id);
+    }
+    made = std::make_shared<const EngineDescription>(std::move(description));
+    return {};
+  });
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (status.ok()) description_.swap(made);
+  described_ns_ = clock_->SteadyNs();
+  description_due_ = false;
+  return fault_;
 }
 
 void EngineThread::NoteSettled() {
@@ -656,9 +707,11 @@ Result<std::unique_ptr<EngineLoop>> EngineLoop::Create(std::unique_ptr<Engine> e
                                                   std::to_string(options.max_calls) +
                                                   "; it must be at least 1");
     }
+    QUIRE_ASSIGN_OR_RETURN(EngineDescription description, engine->Describe());
     try {
-      return std::unique_ptr<EngineLoop>(
-          std::make_unique<EngineThread>(std::move(engine), std::move(sink), options));
+      return std::unique_ptr<EngineLoop>(std::make_unique<EngineThread>(
+          std::move(engine), std::move(sink), options,
+          std::make_shared<const EngineDescription>(std::move(description))));
     } catch (const std::system_error&) {
       return Status(StatusCode::kOutOfMemory,
                     "EngineLoop::Create: the system has no thread to give");

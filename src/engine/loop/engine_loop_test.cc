@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/testing/fake_clock.h"
 #include "engine/testing/test_server.h"
 #include "kv/testing/allocation_refusal.h"
 #include "kv/testing/state_table.h"
@@ -111,7 +112,9 @@ class ScriptedEngine final : public Engine {
 
   std::function<Status()> before_step;
   std::function<Status()> before_cancel;
+  std::function<Status()> before_describe;
   std::atomic<int64_t> steps = 0;
+  std::atomic<int64_t> descriptions = 0;
 
   const ModelInfo& model_info() const override { return engine_->model_info(); }
   const std::string& kernel_path() const override { return engine_->kernel_path(); }
@@ -163,7 +166,15 @@ class ScriptedEngine final : public Engine {
   Status LastPrefillRefusal() const override { return engine_->LastPrefillRefusal(); }
   void EndPrefill(bool at_once) noexcept override { engine_->EndPrefill(at_once); }
   void SetWake(std::function<void()> wake) override { engine_->SetWake(std::move(wake)); }
+  Status SetKeptPart(const std::string& cache_salt, int64_t pages) override {
+    return engine_->SetKeptPart(cache_salt, pages);
+  }
   EngineStats Stats() const override { return engine_->Stats(); }
+  Result<EngineDescription> Describe() override {
+    ++descriptions;
+    if (before_describe) QUIRE_RETURN_IF_ERROR(before_describe());
+    return engine_->Describe();
+  }
 
  private:
   const std::unique_ptr<Engine> engine_;
@@ -542,6 +553,82 @@ TEST(EngineLoop, TheEndIsToldOnceAndCallsInItAreRefused) {
 
 // ---- The end
 
+// ---- Descriptions
+
+constexpr int64_t kHalfSecond = 500'000'000;
+
+TEST(EngineLoop, DescribesAtMostTwiceASecondAndBetweenSteps) {
+  const auto clock = std::make_shared<FakeClock>();
+  Served served({.pages = 100}, {.clock = clock});
+  const auto described = [&] {
+    served.loop->Describe();
+    EXPECT_TRUE(served.loop->Settle().ok());
+    return served.loop->Describe();
+  };
+  EXPECT_EQ(served.engine->descriptions, 1);  // by Create
+  const auto first = served.loop->Describe();
+  EXPECT_TRUE(first->sequences.empty());
+  for (int i = 0; i < 10; ++i) EXPECT_EQ(described(), first);
+  clock->Advance(kHalfSecond - 1);
+  EXPECT_EQ(described(), first);
+  EXPECT_EQ(served.engine->descriptions, 1);
+  clock->Advance(1);
+  EXPECT_NE(described(), first);
+  EXPECT_EQ(served.engine->descriptions, 2);
+  for (int i = 0; i < 10; ++i) described();
+  EXPECT_EQ(served.engine->descriptions, 2);
+
+  // Inside a step the last one is given at once, and the next one comes after it.
+  clock->Advance(kHalfSecond);
+  served.SubmitAndStand(Text(9, 1), Greedy(4));
+  const auto before = served.loop->Describe();
+  EXPECT_TRUE(before->sequences.empty());
+  EXPECT_EQ(served.engine->descriptions, 2);
+  served.Release();
+  EXPECT_TRUE(served.loop->Settle().ok());
+  EXPECT_EQ(served.engine->descriptions, 3);
+  EXPECT_NE(served.loop->Describe(), before);
+}
+
+// Ids of the loop and of its engine differ, as a request was refused by the engine alone.
+TEST(EngineLoop, DescribesRequestsByTheIdsThatItGave) {
+  const auto clock = std::make_shared<FakeClock>();
+  Served served({.pages = 100, .sequences = 1}, {.clock = clock});
+  EXPECT_TRUE(served.loop
+                  ->Run([](Engine& engine) {  // takes the engine's first ids
+                    for (int i = 0; i < 3; ++i) {
+                      const Result<int64_t> id = engine.Submit(Text(3, 9), Greedy());
+                      if (!id.ok()) return id.status();
+                      QUIRE_RETURN_IF_ERROR(engine.Cancel(*id));
+                    }
+                    return engine.Step().status();
+                  })
+                  .ok());
+  const int64_t running = served.SubmitAndStand(Text(9, 1), Greedy(4));
+  const int64_t waiting = served.Submit(Text(5, 2), Greedy(4));
+  clock->Advance(kHalfSecond);
+  served.loop->Describe();
+  served.Release();
+  EXPECT_TRUE(served.loop->Settle().ok());
+  const auto description = served.loop->Describe();
+  ASSERT_EQ(description->sequences.size(), 1u);
+  EXPECT_EQ(description->sequences[0].request_id, running);
+  ASSERT_EQ(description->waiting.size(), 1u);
+  EXPECT_EQ(description->waiting[0].request_id, waiting);
+}
+
+TEST(EngineLoop, ADescriptionWithoutMemoryLeavesTheLastOne) {
+  const auto clock = std::make_shared<FakeClock>();
+  Served served({.pages = 100}, {.clock = clock});
+  served.engine->before_describe = [] { return Status::OutOfMemory(); };
+  clock->Advance(kHalfSecond);
+  const auto first = served.loop->Describe();
+  EXPECT_TRUE(served.loop->Settle().ok());
+  EXPECT_EQ(served.loop->Describe(), first);
+  EXPECT_EQ(served.engine->descriptions, 2);  // and it is not tried again at once
+  served.ExpectServesOn(7);
+}
+
 TEST(EngineLoop, IsDestroyedWithRequestsInAnyState) {
   for (const int64_t steps : {0, 1, 3}) {
     Served served({.pages = 100, .sequences = 2});
@@ -629,6 +716,7 @@ constexpr Row kRows[] = {
   {"CheckSubmit",                     "o o o o o"},
   {"CheckSubmit: no tokens",          "A A A A A"},
   {"Stats",                           "o o o o o"},
+  {"Describe",                        "o o o o o"},
   {"PrefillPeers",                    "o o o o o"},
   {"model_info",                      "o o o o o"},
   {"kernel_path",                     "o o o o o"},
@@ -662,6 +750,10 @@ std::map<std::string, std::function<Status()>> CallsOf(EngineLoop& loop) {
   calls["CheckSubmit: no tokens"] = [&] { return loop.CheckSubmit({}, Greedy()); };
   calls["Stats"] = [&] {
     EXPECT_EQ(loop.Stats().pages_total, 100);
+    return Status();
+  };
+  calls["Describe"] = [&] {
+    EXPECT_EQ(loop.Describe()->stats.pages_total, 100);
     return Status();
   };
   calls["PrefillPeers"] = [&] {

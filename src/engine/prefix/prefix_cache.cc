@@ -44,7 +44,8 @@ void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const
     entry.push_back({.sequence_id = sequence_id,
                      .tokens = std::move(tokens),
                      .space = space,
-                     .stored = stored});
+                     .stored = stored,
+                     .part = PartOf(space.salt)});
     Insert(std::move(entry));
   } catch (const std::bad_alloc&) {
     const auto order = by_space_.find(space);
@@ -63,9 +64,40 @@ bool PrefixCache::MakeRetained(int64_t sequence_id) noexcept {
 }
 
 void PrefixCache::GiveUpOldest() noexcept {
-  if (before_eviction) before_eviction(ViewOf(by_use_.front()));
-  NoteEvicted(by_use_.front(), 0);
-  Remove(by_use_.begin());
+  const Entries::iterator victim = Victim();
+  if (before_eviction) before_eviction(ViewOf(*victim));
+  NoteEvicted(*victim, 0);
+  Remove(victim);
+}
+
+void PrefixCache::SetPart(const std::string& salt, int64_t pages) {
+  const auto [place, is_new] = parts_.try_emplace(salt);
+  place->second.pages = pages;
+  if (!is_new) return;
+  for (Entry& entry : by_use_) {
+    if (entry.space.salt != salt) continue;
+    entry.part = &place->second;
+    entry.part->pages_kept += PagesOf(static_cast<int64_t>(entry.tokens.size()));
+  }
+}
+
+PrefixCache::Part* PrefixCache::PartOf(const std::string& salt) {
+  const auto found = parts_.find(salt);
+  return found == parts_.end() ? nullptr : &found->second;
+}
+
+int64_t PrefixCache::PagesToGive(const Entry& entry, int64_t missing) {
+  if (entry.part == nullptr) return missing;
+  const int64_t beyond = entry.part->pages_kept - entry.part->pages;
+  return beyond > 0 ? std::min(missing, beyond) : missing;
+}
+
+PrefixCache::Entries::iterator PrefixCache::Victim() noexcept {
+  if (parts_.empty()) return by_use_.begin();
+  const auto found = std::find_if(by_use_.begin(), by_use_.end(), [](const Entry& entry) {
+    return entry.part == nullptr || entry.part->pages_kept > entry.part->pages;
+  });
+  return found == by_use_.end() ? by_use_.begin() : found;
 }
 
 void PrefixCache::NoteEvicted(const Entry& entry, int64_t kept) noexcept {
@@ -79,9 +111,10 @@ std::optional<int64_t> PrefixCache::EvictedAgo(std::span<const int32_t> tokens,
   return clock_->SteadyNs() - *time_ns;
 }
 
-void PrefixCache::Count(int64_t tokens, int64_t sign) noexcept {
+void PrefixCache::Count(const Entry& entry, int64_t tokens, int64_t sign) noexcept {
   token_count_ += sign * tokens;
   page_count_max_ += sign * PagesOf(tokens);
+  if (entry.part != nullptr) entry.part->pages_kept += sign * PagesOf(tokens);
 }
 
 // `entry` is a list of one, so that what allocates comes before what changes.
@@ -97,7 +130,7 @@ void PrefixCache::Insert(Entries entry) {
   }
   by_use_.splice(by_use_.end(), entry);
   by_id_.merge(by_id);
-  Count(static_cast<int64_t>(added->tokens.size()), 1);
+  Count(*added, static_cast<int64_t>(added->tokens.size()), 1);
   const auto is_prefix = [this](Entries::iterator a, Entries::iterator b) {
     return state_.forks_anywhere() &&
            CommonPrefix(a->tokens, b->tokens) == static_cast<int64_t>(a->tokens.size());
@@ -147,11 +180,12 @@ void PrefixCache::Evict(int64_t pages) noexcept {
   while (!by_use_.empty()) {
     const int64_t missing = pages - state_.pages_free();
     if (missing <= 0) return;
-    const Entries::iterator victim = by_use_.begin();
+    const Entries::iterator victim = Victim();
     if (before_eviction) before_eviction(ViewOf(*victim));
-    const bool is_left = CutTail(victim, missing);
+    const int64_t given = PagesToGive(*victim, missing);
+    const bool is_left = CutTail(victim, given);
     // What is still missing is in pages that others hold too: nothing is won by keeping the rest.
-    if (is_left && state_.pages_free() < pages) {
+    if (is_left && given == missing && state_.pages_free() < pages) {
       NoteEvicted(*victim, 0);
       Remove(victim);
     }
@@ -178,8 +212,8 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
   Index::node_type node = by_tokens.extract(by_tokens.find(entry));
   entry->tokens.resize(kept);
   entry->stored = std::min(entry->stored, kept);
-  Count(length, -1);
-  Count(kept, 1);
+  Count(*entry, length, -1);
+  Count(*entry, kept, 1);
   // Texts that begin with the shortened one stand from its place on.
   const auto place = by_tokens.lower_bound(entry);
   const bool is_redundant =
@@ -189,7 +223,7 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
     by_tokens.insert(place, std::move(node));
     return true;
   }
-  Count(kept, -1);
+  Count(*entry, kept, -1);
   by_id_.erase(entry->sequence_id);
   RemoveFrom(state_, entry->sequence_id);
   by_use_.erase(entry);
@@ -199,7 +233,7 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
 void PrefixCache::Remove(Entries::iterator entry) noexcept {
   by_id_.erase(entry->sequence_id);
   RemoveFrom(state_, entry->sequence_id);
-  Count(static_cast<int64_t>(entry->tokens.size()), -1);
+  Count(*entry, static_cast<int64_t>(entry->tokens.size()), -1);
   const auto order = by_space_.find(entry->space);
   order->second.erase(entry);
   if (order->second.empty()) by_space_.erase(order);
@@ -210,6 +244,15 @@ void PrefixCache::ForEach(const std::function<void(const Retained&)>& visit) {
   for (Entry& entry : by_use_) visit(ViewOf(entry));
 }
 
+void PrefixCache::ForNewest(int64_t count, const std::function<void(const Facts&)>& visit) const {
+  for (auto entry = by_use_.rbegin(); entry != by_use_.rend() && count > 0; ++entry, --count) {
+    visit({.sequence_id = entry->sequence_id,
+           .tokens = static_cast<int64_t>(entry->tokens.size()),
+           .stored = entry->stored,
+           .salt = entry->space.salt});
+  }
+}
+
 void PrefixCache::CheckInvariants() const {
   size_t indexed = 0;
   for (const auto& [space, by_tokens] : by_space_) indexed += by_tokens.size();
@@ -218,18 +261,21 @@ void PrefixCache::CheckInvariants() const {
   QUIRE_CHECK(sequence_count() == state_.retained_sequence_count());
   int64_t tokens = 0;
   int64_t pages = 0;
+  std::map<const Part*, int64_t> kept;
   QUIRE_CHECK(by_id_.size() == by_use_.size());
   for (const Entry& entry : by_use_) {
     QUIRE_CHECK(&*by_id_.at(entry.sequence_id) == &entry);
     const auto length = static_cast<int64_t>(entry.tokens.size());
     tokens += length;
     pages += PagesOf(length);
+    kept[entry.part] += PagesOf(length);
     const Result<int64_t> held = state_.GetSequenceLength(entry.sequence_id);
     QUIRE_CHECK(held.ok()) << held.status().ToString();
     QUIRE_CHECK(*held == length) << "sequence " << entry.sequence_id;
   }
   QUIRE_CHECK(tokens == token_count_);
   QUIRE_CHECK(pages == page_count_max_);
+  for (const auto& [salt, part] : parts_) QUIRE_CHECK(part.pages_kept == kept[&part]);
   for (const auto& [space, by_tokens] : by_space_) CheckOrder(space, by_tokens);
 }
 

@@ -10,6 +10,9 @@
 // a radix tree would store the same tokens with a node for each branch and answer the same
 // question.
 //
+// A salt may have a part: as long as what is kept with it takes no more pages, it is given up only
+// when nothing else is left. So whatever others compute, a tenant keeps that much of its own.
+//
 // Only requests of the same PrefixSpace reuse each other's KV; each space has an order of its own.
 //
 // Where layers have windows, a sequence can be forked where it ends and at the positions that it
@@ -33,6 +36,7 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/prefix/evicted_prefixes.h"
@@ -92,11 +96,26 @@ class PrefixCache {
   std::optional<int64_t> EvictedAgo(std::span<const int32_t> tokens, const PrefixSpace& space,
                                     int64_t known) const;
 
+  // KV of this salt has a part of `pages` pages from now on; 0: none. A page that several sequences
+  // share counts for each. May throw std::bad_alloc.
+  void SetPart(const std::string& salt, int64_t pages);
+
   // Gives up retained KV until `pages` are free or nothing is left.
   void Evict(int64_t pages) noexcept;
 
   // Least recently used first. `visit` must not call the prefix cache.
   void ForEach(const std::function<void(const Retained&)>& visit);
+
+  // What is there to be told of a retained sequence.
+  struct Facts {
+    int64_t sequence_id;
+    int64_t tokens;
+    int64_t stored;
+    const std::string& salt;
+  };
+  // The `count` most recently used ones, the last used first. `visit` must not call the prefix
+  // cache.
+  void ForNewest(int64_t count, const std::function<void(const Facts&)>& visit) const;
 
   bool empty() const { return by_use_.empty(); }
   int64_t sequence_count() const { return static_cast<int64_t>(by_use_.size()); }
@@ -107,11 +126,16 @@ class PrefixCache {
   void CheckInvariants() const;
 
  private:
+  struct Part {
+    int64_t pages = 0;
+    int64_t pages_kept = 0;
+  };
   struct Entry {
     int64_t sequence_id;
     std::vector<int32_t> tokens;
     PrefixSpace space;
     int64_t stored;
+    Part* part;  // of its salt, or null
   };
   using Entries = std::list<Entry>;  // least recently used first
 
@@ -134,7 +158,14 @@ class PrefixCache {
   void CheckOrder(const PrefixSpace& space, const Index& by_tokens) const;
   int64_t PagesOf(int64_t tokens) const { return (tokens + page_size_ - 1) / page_size_; }
   Index& IndexOf(const Entry& entry) { return by_space_.find(entry.space)->second; }
-  void Count(int64_t tokens, int64_t sign) noexcept;
+  Part* PartOf(const std::string& salt);
+  void Count(const Entry& entry, int64_t tokens, int64_t sign) noexcept;
+  // Pages of the entry that may be given up before its salt has less than its part; at most
+  // `missing`, and all of these where nothing else is left.
+  static int64_t PagesToGive(const Entry& entry, int64_t missing);
+  // The least recently used entry that is beyond the part of its salt; else the least recently used
+  // one. REQUIRES: not empty.
+  Entries::iterator Victim() noexcept;
   void Insert(Entries entry);
   // Whether the sequence is retained now. Where states are short, older sequences give way.
   bool MakeRetained(int64_t sequence_id) noexcept;
@@ -150,6 +181,7 @@ class PrefixCache {
   Entries by_use_;
   std::map<int64_t, Entries::iterator> by_id_;
   std::map<PrefixSpace, Index> by_space_;
+  std::map<std::string, Part> parts_;  // by salt
   int64_t token_count_ = 0;
   int64_t page_count_max_ = 0;
   const std::shared_ptr<Clock> clock_;

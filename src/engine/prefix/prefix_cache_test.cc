@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <string>
 
 #include "base/random.h"
 
@@ -166,6 +167,50 @@ TEST(PrefixCache, EvictsTheTailOfTheLeastRecentlyUsed) {
   fixture.prefixes.Evict(100);
   EXPECT_TRUE(fixture.kv.Empty());
   EXPECT_TRUE(fixture.prefixes.empty());
+}
+
+// Salt "a" has a part of 3 pages of 12.
+TEST(PrefixCache, GivesUpTheKVOfAPartLast) {
+  Fixture fixture(12);
+  const auto retain = [&](int64_t tokens, int32_t first, const std::string& salt) {
+    const int64_t id = fixture.MakeSequence(tokens);
+    fixture.prefixes.Retain(id, Tokens(static_cast<size_t>(tokens), first), {.salt = salt});
+    return id;
+  };
+  const int64_t before = retain(8, 1, "a");  // 2 pages, of before the part was set
+  fixture.prefixes.SetPart("a", 3);
+  const int64_t within = retain(4, 2, "a");  // 1 page
+  const int64_t other = retain(16, 3, "b");  // 4 pages; 5 are free
+  fixture.prefixes.CheckInvariants();
+  fixture.prefixes.Evict(7);
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(other), 8) << "though it was used last";
+  fixture.prefixes.Evict(9);
+  EXPECT_FALSE(fixture.kv.HasSequence(other));
+  EXPECT_TRUE(fixture.kv.HasSequence(before));
+  EXPECT_TRUE(fixture.kv.HasSequence(within));
+  fixture.prefixes.CheckInvariants();
+
+  // Beyond its part a salt gives what is beyond, its oldest first, and not more.
+  const int64_t beyond = retain(12, 4, "a");  // 3 pages: 6 of "a"
+  const int64_t last = retain(8, 5, "b");     // 2 pages; 4 are free
+  fixture.prefixes.Evict(6);
+  EXPECT_FALSE(fixture.kv.HasSequence(before));
+  EXPECT_TRUE(fixture.kv.HasSequence(within));
+  fixture.prefixes.Evict(9);
+  EXPECT_FALSE(fixture.kv.HasSequence(within));
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(beyond), 12);
+  EXPECT_FALSE(fixture.kv.HasSequence(last));
+  fixture.prefixes.CheckInvariants();
+
+  fixture.prefixes.Evict(100);  // nothing else is left
+  EXPECT_TRUE(fixture.kv.Empty());
+  fixture.prefixes.CheckInvariants();
+  fixture.prefixes.SetPart("a", 0);
+  const int64_t plain = retain(8, 6, "a");
+  const int64_t newer = retain(8, 7, "b");
+  fixture.prefixes.Evict(10);
+  EXPECT_FALSE(fixture.kv.HasSequence(plain));
+  EXPECT_TRUE(fixture.kv.HasSequence(newer));
 }
 
 TEST(PrefixCache, DoesNotCutWherePagesAreSharedAndNothingIsWon) {

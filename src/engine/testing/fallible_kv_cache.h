@@ -9,14 +9,17 @@
 #include <utility>
 
 #include "kv/control/control_call.h"
+#include "kv/pages/block_queries.h"
 #include "quire/attention_kv_cache.h"
 
 namespace quire {
 
-class FallibleKVCache final : public AttentionKVCache, public PlannedState {
+class FallibleKVCache final : public AttentionKVCache, public PlannedState, public BlockQueries {
  public:
   explicit FallibleKVCache(std::unique_ptr<AttentionKVCache> cache)
-      : cache_(std::move(cache)), planned_(dynamic_cast<PlannedState&>(*cache_)) {}
+      : cache_(std::move(cache)),
+        planned_(dynamic_cast<PlannedState&>(*cache_)),
+        blocks_(dynamic_cast<const BlockQueries&>(*cache_)) {}
 
   // Asked before each call that may fail for want of pages or memory; its error is what the call
   // returns.
@@ -122,6 +125,10 @@ class FallibleKVCache final : public AttentionKVCache, public PlannedState {
   PageCounts page_counts() const override { return cache_->page_counts(); }
   int64_t pages_in_use() const override { return cache_->pages_in_use(); }
   int64_t pages_allocated() const override { return cache_->pages_allocated(); }
+  Result<SeenBlocks> DescribeBlocks(std::span<const int64_t> seq_ids,
+                                    int64_t blocks_max) const override {
+    return blocks_.DescribeBlocks(seq_ids, blocks_max);
+  }
   bool HasSequence(int64_t id) const override { return cache_->HasSequence(id); }
   Result<int64_t> GetSequenceLength(int64_t id) const override {
     return cache_->GetSequenceLength(id);
@@ -216,6 +223,7 @@ class FallibleKVCache final : public AttentionKVCache, public PlannedState {
 
   std::unique_ptr<AttentionKVCache> cache_;
   PlannedState& planned_;
+  const BlockQueries& blocks_;
 };
 
 }  // namespace quire

@@ -111,4 +111,11 @@ int64_t CacheQueries::pages_allocated() const {
   return total;
 }
 
+Result<SeenBlocks> CacheQueries::DescribeBlocks(std::span<const int64_t> seq_ids,
+                                                int64_t blocks_max) const {
+  return gate_.Ask([&]() -> Result<SeenBlocks> {
+    return DescribeBlocksOf(kv_.tree, kv_.control.table(), kv_.groups, seq_ids, blocks_max);
+  });
+}
+
 }  // namespace quire

@@ -9,17 +9,19 @@
 #define QUIRE_KV_CACHE_CACHE_QUERIES_H_
 
 #include <cstdint>
+#include <span>
 
 #include "kv/cache/counting_gate.h"
 #include "kv/cache/paged_sequences.h"
 #include "kv/cache/window_book.h"
 #include "kv/control/control_call.h"
+#include "kv/pages/block_queries.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/status.h"
 
 namespace quire {
 
-class CacheQueries : public ControlledState<AttentionKVCache> {
+class CacheQueries : public ControlledState<AttentionKVCache>, public BlockQueries {
  public:
   const AttentionKVCacheOptions& options() const final { return kv_.options; }
 
@@ -43,6 +45,8 @@ class CacheQueries : public ControlledState<AttentionKVCache> {
   PageCounts page_counts() const final { return gate_.counts(); }
   int64_t pages_in_use() const final;
   int64_t pages_allocated() const final;
+  Result<SeenBlocks> DescribeBlocks(std::span<const int64_t> seq_ids,
+                                    int64_t blocks_max) const final;
 
  protected:
   // All must outlive it; nothing is read before the first query.

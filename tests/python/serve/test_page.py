@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import quire
 from program import ROOT
+from quire._description import HeldBlock, HeldSequence, WaitingRequest
 from quire.serve.page_routes import PAGE_FILES
 from server_process import DEADLINE, Server, events, running
 from tiny_model import TinyModel
 
 FOLDER = ROOT / "python" / "quire" / "serve" / "page"
 HTML, STYLE, SCRIPT = ((FOLDER / name).read_text() for name in PAGE_FILES.values())
-ANN = "ann-key-0123456789"
+ANN, BOB = "ann-key-0123456789", "bob-key-0123456789"
 
 
 # ---- Files
@@ -59,6 +62,14 @@ def test_the_script_names_what_the_stream_has(server: Server) -> None:
     fields = set(re.findall(r"\bstate\.(\w+)", SCRIPT)) - {"stats"}
     assert fields <= state.keys()
     assert set(re.findall(r"\btier\.(\w+)", SCRIPT)) <= state["tiers"][0].keys()
+    assert set(re.findall(r"\bkv\.(\w+)", SCRIPT)) <= state["kv"].keys()
+    for name, kind in (
+        ("block", HeldBlock),
+        ("sequence", HeldSequence),
+        ("request", WaitingRequest),
+    ):
+        named = set(re.findall(rf"\b{name}\.(\w+)", SCRIPT))
+        assert named and named <= {field.name for field in dataclasses.fields(kind)}
 
 
 # ---- The stream
@@ -102,6 +113,60 @@ def test_the_stream_needs_a_key_and_tells_nothing_of_others(keyed: Server) -> No
     text = json.dumps(next(events(answer)))
     connection.close()
     assert "secret" not in text and "ann" not in text
+
+
+def kv_of(
+    server: Server, key: str | None, holds: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """What a key is shown of KV, once it is as expected."""
+    connection, answer = open_states(server, key)
+    for state in events(answer):
+        if holds(state["kv"]):
+            break
+    answer.close()
+    connection.close()
+    return state["kv"]  # type: ignore[no-any-return]
+
+
+def ends_of(kv: dict[str, Any]) -> list[int]:
+    """Where the blocks end that nothing goes on from."""
+    inner = {block["parent"] for block in kv["blocks"]}
+    return sorted(block["end"] for i, block in enumerate(kv["blocks"]) if i not in inner)
+
+
+def test_each_key_sees_the_blocks_that_are_its_own(tiny: TinyModel, keys_file: Path) -> None:
+    options = ("--api-keys", str(keys_file), "--page-size", "16")
+    with running(tiny.directory, *options, key=ANN) as server:
+
+        def ask(key: str, prompt: list[int], **fields: Any) -> None:
+            body = {"prompt": prompt, "max_tokens": 0, **fields}
+            server.post("/v1/completions", body, authorization=f"Bearer {key}")
+
+        begin = list(range(5, 45))
+        ask(ANN, [*begin, 50, 51, 52])
+        ask(ANN, [*begin, 60])
+        ask(ANN, [*begin, 70, 71], cache_salt="mine")
+        ask(BOB, [*begin, 80, 81, 82, 83, 84])
+        of_ann = kv_of(server, ANN, lambda kv: len(kv["sequences"]) == 3)
+        of_bob = kv_of(server, BOB, lambda kv: len(kv["sequences"]) == 1)
+    assert len(of_ann["blocks"]) == 4 and ends_of(of_ann) == [41, 42, 43]
+    root = of_ann["blocks"][0]
+    shared = [block for block in of_ann["blocks"] if block["sequences"] == 2]
+    assert [(block["begin"], block["end"]) for block in shared] == [(0, 40)] and root["begin"] == 0
+    assert len({block["salt_digest"] for block in of_ann["blocks"]}) == 2
+    assert ends_of(of_bob) == [45] and of_bob["blocks"][0]["sequences"] == 1
+    assert of_bob["blocks"][0]["parent"] is None and of_bob["sequences"][0]["block"] == 0
+    mine = {block["salt_digest"] for block in of_ann["blocks"]}
+    assert of_bob["blocks"][0]["salt_digest"] not in mine
+
+
+def test_where_there_are_no_keys_all_is_shown(tiny: TinyModel) -> None:
+    with running(tiny.directory, "--page-size", "16") as server:
+        for salt in ("one", "two"):
+            body = {"prompt": [5, 6, 7], "max_tokens": 0, "cache_salt": salt}
+            server.post("/v1/completions", body)
+        kv = kv_of(server, None, lambda kv: len(kv["blocks"]) == 2)
+    assert len({block["salt_digest"] for block in kv["blocks"]} - {"one", "two"}) == 2
 
 
 def test_the_stream_ends_with_the_server(tiny: TinyModel) -> None:
@@ -162,6 +227,27 @@ def test_a_browser_chats(page: Any, server: Server, engine: quire.Engine) -> Non
     assert re.fullmatch(r"\d+ of \d+ hold answers in work, \d+ are kept .*", text), text
     page.click("#clear")
     assert said.count() == 0
+
+
+def test_a_browser_shows_who_holds_kv(page: Any, tiny: TinyModel) -> None:
+    begin = list(range(5, 45))
+    with running(tiny.directory, "--page-size", "16") as server:
+        for end in ([50, 51, 52], [60]):
+            server.post("/v1/completions", {"prompt": [*begin, *end], "max_tokens": 0})
+        page.goto(server.url + "/")
+        page.get_by_text("3 blocks, 2 samples and kept texts").wait_for()
+        texts = page.locator("#blocks li").all_text_contents()
+        assert len(texts) == 3 and "kept" not in texts[0], texts
+        assert texts[0].startswith("tokens 0 to 40: ") and texts[0].endswith("; seen by 2")
+        for text in texts[1:]:
+            assert re.fullmatch(r"tokens 40 to 4[13]: .*; seen by one; kept for later prompts", text)
+        margins = page.eval_on_selector_all(
+            "#blocks li", "items => items.map(item => item.style.marginInlineStart)"
+        )
+        assert margins == ["0rem", "1rem", "1rem"]
+        assert page.locator("#blocks li.shared").count() == 1
+        page.locator("#step-times tr").first.wait_for()
+        assert re.fullmatch(r"[0-9.]+ ms", page.text_content("#step"))
 
 
 def test_a_browser_stops_an_answer(page: Any, tiny: TinyModel) -> None:

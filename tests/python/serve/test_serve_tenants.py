@@ -152,6 +152,26 @@ def test_the_log_has_names_and_no_keys(keyed: Server) -> None:
     assert "key-0123456789" not in json.dumps(keyed.log)
 
 
+def test_a_key_keeps_its_share_of_the_pages(tiny: TinyModel, keys_file: Path) -> None:
+    """There are 85 pages, and ann has a fourth of a half: 10. A prompt takes 8, and bob's fill all."""
+    options = ("--api-keys", str(keys_file), "--page-size", "16", "--kv-bytes", "1M")
+    with running(tiny.directory, *options, key=ANN) as server:
+
+        def cached(key: str, first: int) -> int:
+            prompt = [first] + [5 + i % 200 for i in range(120)]
+            body = {"prompt": prompt, "max_tokens": 0}
+            found = server.post("/v1/completions", body, authorization=f"Bearer {key}")
+            return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        server.wait_log(lambda line: line["event"] == "pages")
+        assert cached(ANN, 5) == 0
+        for first in range(5, 40):
+            cached(BOB, first)
+        assert server.metrics()['quire:kv_pages{state="free"}'] < 8
+        assert cached(BOB, 5) == 0  # the positive control: it was given up
+        assert cached(ANN, 5) == 120
+
+
 def test_a_key_keeps_its_share_of_the_store(tmp_path: Path, keys_file: Path) -> None:
     model = TinyModel(tmp_path / "model", Shape(positions=2048))
     options = ["--api-keys", str(keys_file), "--page-size", "16", "--no-prefix-cache"]

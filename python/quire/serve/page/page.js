@@ -216,6 +216,80 @@ function showState(state, before) {
     tier.hits === null ? "" : tier.hits, tier.misses === null ? "" : tier.misses,
   ]));
   rows("misses", Object.entries(state.misses));
+  showStepTimes(state.step_times, before && before.step_times);
+  showHeld(state.kv);
+}
+
+// ---- Blocks of KV
+
+// Blocks in the order in which a reader goes down the tree, each with its depth.
+function walk(blocks) {
+  const children = blocks.map(() => []);
+  const open = [];
+  blocks.forEach((block, index) => {
+    if (block.parent === null) open.push([index, 0]);
+    else children[block.parent].push(index);
+  });
+  open.reverse();
+  const order = [];
+  while (open.length) {
+    const [index, depth] = open.pop();
+    order.push([index, depth]);
+    for (const child of children[index].reverse()) open.push([child, depth + 1]);
+  }
+  return order;
+}
+
+function holderOf(sequence) {
+  if (sequence.holder === "kept") return "kept for later prompts";
+  if (sequence.holder === "internal") return "another process, or a document";
+  return `request ${sequence.request_id}` + (sequence.sample ? `, sample ${sequence.sample}` : "");
+}
+
+function aboutBlock(block, holders) {
+  const words = [
+    `tokens ${block.begin} to ${block.end}: ${bytes(block.bytes)}`,
+    block.sequences > 1 ? `seen by ${block.sequences}` : "seen by one",
+    ...holders,
+  ];
+  if (block.stored_tokens) words.push(`${block.stored_tokens} in the store`);
+  if (block.salt_digest) words.push(`for ${block.salt_digest}`);
+  return words.join("; ");
+}
+
+const DEPTH_MAX = 24;  // that is shown by the distance from the margin
+
+function showHeld(kv) {
+  const holders = kv.blocks.map(() => []);
+  for (const sequence of kv.sequences) {
+    if (sequence.block !== null) holders[sequence.block].push(holderOf(sequence));
+  }
+  at("held-text").textContent =
+    `${kv.blocks.length} blocks, ${kv.sequences.length} samples and kept texts` +
+    (kv.cut ? ", and there are more" : "");
+  at("blocks").replaceChildren(
+    ...walk(kv.blocks).map(([index, depth]) => {
+      const block = kv.blocks[index];
+      const item = document.createElement("li");
+      item.textContent = aboutBlock(block, holders[index]);
+      item.classList.toggle("shared", block.sequences > 1);
+      item.style.marginInlineStart = `${Math.min(depth, DEPTH_MAX)}rem`;
+      return item;
+    }),
+  );
+  rows("waiting", kv.waiting.map((request) => [
+    request.request_id, request.prompt_tokens, `${request.seconds.toFixed(1)} s`,
+  ]));
+}
+
+function showStepTimes(times, before) {
+  const count = (of) => of.counts.reduce((sum, steps) => sum + steps, 0);
+  const fresh = before && count(times) > count(before);
+  const steps = count(times) - (fresh ? count(before) : 0);
+  const seconds = times.seconds - (fresh ? before.seconds : 0);
+  at("step").textContent = steps ? `${(seconds / steps * 1000).toFixed(1)} ms` : "none yet";
+  const names = [...times.bounds.map((bound) => `${bound * 1000} ms`), "more"];
+  rows("step-times", names.map((name, i) => [name, times.counts[i]]).filter((row) => row[1]));
 }
 
 let watching = 0;
