@@ -37,8 +37,8 @@ class HeldSequence:
     """What one sample of a request has, or the prefix cache keeps.
 
     holder: "request"; "kept" by the prefix cache; "internal", of a prompt of another process or
-    of a document that is learnt. request_id: the request's number; None: it has none. block: index of
-    the one in which it ends; None: none, or it was left out.
+    of a document that is learnt. request_id: the request's number; None: it has none. block: index
+    of the one in which it ends; None: none, or it was left out.
     """
 
     holder: str
