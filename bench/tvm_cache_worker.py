@@ -206,7 +206,7 @@ def info(threads: int) -> dict[str, Any]:
     os.environ["TVM_NUM_THREADS"] = str(threads)
     # tvm-ffi imports torch where it finds it, for seconds.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "python" / "tvm_runtime"))
     import tvm
 
     return {"version": f"TVM {tvm.__version__}"}
