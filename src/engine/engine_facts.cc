@@ -25,4 +25,11 @@ int64_t RetainedSequencesMax(int64_t pages_total, bool forks_anywhere) {
   return forks_anywhere ? std::max<int64_t>(pages_total, 1) : 1024;
 }
 
+Status EngineFacts::RequirePrefixCache(const char* call) const {
+  if (options.prefix_cache) return {};
+  return Status(StatusCode::kBadState,
+                std::string("Engine::") + call +
+                    ": this engine keeps no KV between requests (EngineOptions::prefix_cache)");
+}
+
 }  // namespace quire

@@ -10,6 +10,7 @@
 #include "engine/request/request_limits.h"
 #include "quire/engine.h"
 #include "quire/model.h"
+#include "quire/status.h"
 
 namespace quire {
 
@@ -34,6 +35,9 @@ int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk);
 int64_t StepLogitRowsMax(int64_t max_num_sequences, int64_t prefill_chunk, int64_t max_tree_nodes);
 
 struct EngineFacts {
+  // BadState for a call that needs EngineOptions::prefix_cache, without one.
+  Status RequirePrefixCache(const char* call) const;
+
   const std::unique_ptr<Model> model;
   const ModelInfo reported_info;  // the model's, with the layers of the cache
   const std::string kernel_path;

@@ -156,11 +156,7 @@ Result<EngineDescription> EngineImpl::Describe() {
 
 Status EngineImpl::SetKeptPart(const std::string& cache_salt, int64_t pages) {
   return Enter("SetKeptPart", [&]() -> Status {
-    if (!facts_.options.prefix_cache) {
-      return Status(StatusCode::kBadState,
-                    "Engine::SetKeptPart: this engine keeps no KV between requests "
-                    "(EngineOptions::prefix_cache)");
-    }
+    QUIRE_RETURN_IF_ERROR(facts_.RequirePrefixCache("SetKeptPart"));
     if (pages < 0) {
       return Status(
           StatusCode::kBadArgument,

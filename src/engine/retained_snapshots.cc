@@ -9,12 +9,6 @@
 namespace quire {
 namespace {
 
-Status NeedsPrefixCache(const char* call) {
-  return Status(StatusCode::kBadState,
-                std::string("Engine::") + call +
-                    ": this engine keeps no KV between requests (EngineOptions::prefix_cache)");
-}
-
 Status CheckSnapshotFits(const SnapshotInfo& info, const std::string& path,
                          const RequestLimits& limits) {
   if (info.tokens.empty()) return {};
@@ -30,7 +24,7 @@ Status CheckSnapshotFits(const SnapshotInfo& info, const std::string& path,
 }  // namespace
 
 Result<int64_t> RetainedSnapshots::Save(const SnapshotContents& contents, const std::string& path) {
-  if (!facts_.options.prefix_cache) return NeedsPrefixCache("SaveSnapshot");
+  QUIRE_RETURN_IF_ERROR(facts_.RequirePrefixCache("SaveSnapshot"));
   const std::string& salt = contents.cache_salt;
   PrefixMatch match = holders_.prefix_cache.Find(contents.tokens, {.salt = salt});
   const PrefixMatch long_match =
@@ -56,7 +50,7 @@ Result<int64_t> RetainedSnapshots::Save(const SnapshotContents& contents, const 
 
 Result<SnapshotInfo> RetainedSnapshots::Load(const Passport& identity, const std::string& path,
                                              const SnapshotLoadOptions& options) {
-  if (!facts_.options.prefix_cache) return NeedsPrefixCache("LoadSnapshot");
+  QUIRE_RETURN_IF_ERROR(facts_.RequirePrefixCache("LoadSnapshot"));
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
   QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path, facts_.limits));
   const int64_t length = static_cast<int64_t>(announced.tokens.size());

@@ -109,8 +109,7 @@ def _add_documents(command: argparse.ArgumentParser) -> None:
         "--find-documents",
         action="store_true",
         help="the documents do not stand before the prompt: they are computed first, and looked "
-        "for "
-        "in its tokens, wherever they stand and in parts; needs --blend",
+        "for in its tokens, wherever they stand and in parts; needs --blend",
     )
     documents.add_argument(
         "--blend",

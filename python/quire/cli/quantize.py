@@ -24,8 +24,7 @@ def parser() -> argparse.ArgumentParser:
         choices=("q8", "q4", "q4k"),
         default="q8",
         help="Q8_0 with 8.5 bits per weight, Q4_0 with 4.5, or Q4_K with 4.5, which is nearer to "
-        "the "
-        "weights and needs rows that are multiples of 256 (default: q8)",
+        "the weights and needs rows that are multiples of 256 (default: q8)",
     )
     command.add_argument(
         "--embeddings",

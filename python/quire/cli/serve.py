@@ -122,15 +122,13 @@ def _add_clients(command: argparse.ArgumentParser) -> None:
         type=ranges.place,
         metavar="FILE",
         help='API keys, a line "NAME KEY" or "NAME KEY SHARE" for each client; requests without '
-        "one of "
-        "these keys are refused",
+        "one of these keys are refused",
     )
     group.add_argument(
         "--insecure-no-auth",
         action="store_true",
         help="allow a --host that other machines reach, without keys: every machine that reaches "
-        "the "
-        "port can use the server",
+        "the port can use the server",
     )
     group.add_argument(
         "--served-model-name",

@@ -46,30 +46,6 @@ Status CacheTransfer::DisaggCancelRecv(uint64_t epoch) {
   return gate_.EnterAlone(call, [&] { return receiver_.Cancel(call, epoch); });
 }
 
-// From any thread: not through the gate.
-
-Result<ReceiveView> CacheTransfer::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
-  return GuardEntry([&] { return receiver_.receives().View(epoch, layer, part); });
-}
-
-Status CacheTransfer::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                               uint32_t digest) {
-  return GuardEntry([&] { return receiver_.receives().Complete(epoch, layer, part, digest); });
-}
-
-Status CacheTransfer::FailReceive(uint64_t epoch, const Status& why) {
-  return GuardEntry([&] { return receiver_.receives().Fail(epoch, why); });
-}
-
-Result<ReceiveProgress> CacheTransfer::GetReceiveProgress(uint64_t epoch) const {
-  return GuardEntry([&] { return receiver_.receives().Progress(epoch); });
-}
-
-Status CacheTransfer::WaitReceived(uint64_t epoch, int64_t n, Clock& clock,
-                                   int64_t until_ns) const {
-  return GuardEntry([&] { return receiver_.receives().Wait(epoch, n, clock, until_ns); });
-}
-
 // ---------------------------------------------------------------------- as a part
 
 Result<ReservePlan> CacheTransfer::PlanReserve(const char* call, int64_t seq_id, int64_t count) {

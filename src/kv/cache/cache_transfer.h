@@ -18,6 +18,8 @@
 #include "kv/cache/kv_sender.h"
 #include "kv/cache/paged_sequences.h"
 #include "kv/cache/window_book.h"
+#include "kv/transfer/arrivals.h"
+#include "kv/transfer/pending_receives.h"
 #include "kv/transfer/transfer_receiver.h"
 #include "kv/transfer/transfer_sender.h"
 #include "quire/kv_transfer.h"
@@ -26,7 +28,7 @@
 
 namespace quire {
 
-class CacheTransfer final : public KVTransfer, public ReceivingPart, public SendingPart {
+class CacheTransfer final : public Arrivals, public ReceivingPart, public SendingPart {
  public:
   // All must outlive it. `runner` runs what Complete has to do, on any thread.
   CacheTransfer(const CountingGate& gate, PagedSequences& kv, KVImporter& importer,
@@ -46,11 +48,6 @@ class CacheTransfer final : public KVTransfer, public ReceivingPart, public Send
   Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) override;
   Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
   Status DisaggCancelRecv(uint64_t epoch) override;
-  Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
-  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) override;
-  Status FailReceive(uint64_t epoch, const Status& why) override;
-  Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override;
-  Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
   Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
   Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
                         int64_t peer, int64_t rank, int64_t first_row) override;
@@ -84,6 +81,8 @@ class CacheTransfer final : public KVTransfer, public ReceivingPart, public Send
   Status Send(SendMark* mark, int64_t begin, int64_t end) override;
 
  private:
+  PendingReceives& arriving() noexcept override { return receiver_.receives(); }
+  const PendingReceives& arriving() const noexcept override { return receiver_.receives(); }
   Status RequireAlone(const char* call) const;
 
   const CountingGate& gate_;

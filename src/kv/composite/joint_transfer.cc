@@ -157,30 +157,6 @@ Status JointTransfer::DisaggCancelRecv(uint64_t epoch) {
   return gate_.Enter(call, [&] { return receiver_.Cancel(call, epoch); });
 }
 
-// From any thread: not through the gate.
-
-Result<ReceiveView> JointTransfer::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
-  return GuardEntry([&] { return receiver_.receives().View(epoch, layer, part); });
-}
-
-Status JointTransfer::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                               uint32_t digest) {
-  return GuardEntry([&] { return receiver_.receives().Complete(epoch, layer, part, digest); });
-}
-
-Status JointTransfer::FailReceive(uint64_t epoch, const Status& why) {
-  return GuardEntry([&] { return receiver_.receives().Fail(epoch, why); });
-}
-
-Result<ReceiveProgress> JointTransfer::GetReceiveProgress(uint64_t epoch) const {
-  return GuardEntry([&] { return receiver_.receives().Progress(epoch); });
-}
-
-Status JointTransfer::WaitReceived(uint64_t epoch, int64_t n, Clock& clock,
-                                   int64_t until_ns) const {
-  return GuardEntry([&] { return receiver_.receives().Wait(epoch, n, clock, until_ns); });
-}
-
 // ---------------------------------------------------------------------- sending
 
 Status JointTransfer::SetLayerSink(std::shared_ptr<LayerSink> sink) {

@@ -17,6 +17,8 @@
 #include "kv/composite/state_transfer.h"
 #include "kv/control/call_gate.h"
 #include "kv/control/control_call.h"
+#include "kv/transfer/arrivals.h"
+#include "kv/transfer/pending_receives.h"
 #include "kv/transfer/transfer_receiver.h"
 #include "kv/transfer/transfer_sender.h"
 #include "quire/composite_state.h"
@@ -24,7 +26,7 @@
 
 namespace quire {
 
-class JointTransfer final : public KVTransfer {
+class JointTransfer final : public Arrivals {
  public:
   // The composite, its recurrent parts in their order, and its gate, which outlive this. It is
   // asked for its parts here.
@@ -49,11 +51,6 @@ class JointTransfer final : public KVTransfer {
   Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) override;
   Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
   Status DisaggCancelRecv(uint64_t epoch) override;
-  Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
-  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) override;
-  Status FailReceive(uint64_t epoch, const Status& why) override;
-  Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override;
-  Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
   Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
   Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
                         int64_t peer, int64_t rank, int64_t first_row) override;
@@ -63,6 +60,8 @@ class JointTransfer final : public KVTransfer {
   Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 
  private:
+  PendingReceives& arriving() noexcept override { return receiver_.receives(); }
+  const PendingReceives& arriving() const noexcept override { return receiver_.receives(); }
   // The parts, in the order of layers.
   template <typename Part>
   std::vector<Part*> PartsAs();

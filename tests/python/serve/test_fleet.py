@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from balancers import free_port, front_of, vllm_router
 from program import ROOT
 from server_process import DEADLINE, Server, running
 from tiny_model import Shape, TinyModel
@@ -104,16 +104,8 @@ def test_another_server_goes_on_with_the_kv(redis: str, fleet_model: TinyModel) 
 
 @contextlib.contextmanager
 def router(folder: Path, servers: list[Server]) -> Iterator[Server]:
-    """vllm-router in front of servers; it answers as one of them."""
-    program = Path(sys.executable).with_name("vllm-router")
-    if not program.exists():
-        pytest.skip("vllm-router is not installed")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [str(program), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", "cache_aware", "--worker-urls", *(server.url for server in servers)]
-    with front_of(command, port, folder, None) as front:
+    urls = [server.url for server in servers]
+    with vllm_router(folder, "--policy", "cache_aware", "--worker-urls", *urls) as front:
         yield front
 
 
@@ -126,9 +118,7 @@ def haproxy(folder: Path, servers: list[Server]) -> Iterator[Server]:
     program = shutil.which("haproxy", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if program is None:
         pytest.skip("haproxy is not installed")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     assert HAPROXY is not None
     text = textwrap.dedent(HAPROXY[1])
     for address, real in [
@@ -142,26 +132,6 @@ def haproxy(folder: Path, servers: list[Server]) -> Iterator[Server]:
     command = [program, "-db", "-f", str(folder / "haproxy.cfg")]
     with front_of(command, port, folder, servers[0].key) as front:
         yield front
-
-
-@contextlib.contextmanager
-def front_of(command: list[str], port: int, folder: Path, key: str | None) -> Iterator[Server]:
-    """A balancer, which answers as one of its servers."""
-    log = folder / "balancer.log"
-    with open(log, "wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder)
-    front = object.__new__(Server)
-    front.host, front.port, front.key, front.process = "127.0.0.1", port, key, process
-    try:
-        while process.poll() is None:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if front.request("GET", "/health")[0] == 200:
-                    break
-        assert process.poll() is None, log.read_text()[-2000:]
-        yield front
-    finally:
-        process.terminate()
-        process.wait(DEADLINE)
 
 
 @pytest.mark.parametrize("balancer", [router, haproxy])

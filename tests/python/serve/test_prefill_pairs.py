@@ -3,18 +3,14 @@ by hand as vllm-router 0.1.17 sends them, and by the router itself."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from server_process import DEADLINE, Server, running
+from balancers import vllm_router
+from server_process import Server, running
 from tiny_model import Shape, TinyModel
 
 TEXT = "A quire is a stack of folded pages. " * 30
@@ -181,40 +177,14 @@ def test_a_stream_keeps_nothing_for_another_server(pair: Pair) -> None:
     assert status == 400 and "--prefill-listen" in content["error"]["message"]
 
 
-@contextlib.contextmanager
-def pair_router(folder: Path, pair: Pair, connector: str) -> Iterator[Server]:
-    """vllm-router in front of the pair; it answers as one server."""
-    program = Path(sys.executable).with_name("vllm-router")
-    if not program.exists():
-        pytest.skip("vllm-router is not installed")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    bootstrap = [str(pair.prefill.port)] if connector == "mooncake" else []
-    command = [str(program), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--vllm-pd-disaggregation", "--kv-connector", connector]
-    command += ["--prefill", pair.prefill.url, *bootstrap, "--decode", pair.decode.url]
-    with open(folder / "router.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    front = object.__new__(Server)
-    front.host, front.port, front.key, front.process = "127.0.0.1", port, None, process
-    try:
-        while process.poll() is None:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if front.request("GET", "/health")[0] == 200:
-                    break
-        assert process.poll() is None, (folder / "router.log").read_text()[-2000:]
-        yield front
-    finally:
-        process.terminate()
-        process.wait(DEADLINE)
-
-
 @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
 def test_a_router_drives_the_pair(pair: Pair, tmp_path: Path, connector: str) -> None:
     tokens = f'quire:prefill_peer_tokens_total{{peer="{pair.address}"}}'
     prompts = f'quire:prefill_peer_prompts_total{{peer="{pair.address}"}}'
-    with pair_router(tmp_path, pair, connector) as front:
+    bootstrap = [str(pair.prefill.port)] if connector == "mooncake" else []
+    options = ["--vllm-pd-disaggregation", "--kv-connector", connector]
+    options += ["--prefill", pair.prefill.url, *bootstrap, "--decode", pair.decode.url]
+    with vllm_router(tmp_path, *options) as front:
         before = pair.decode.metrics()
         asked = chat(f"Routed by {connector}. " + TEXT)
         answer = front.post("/v1/chat/completions", asked)
