@@ -9,6 +9,8 @@ QUIRE_LOG="$QUIRE_ROOT/build/setup.log"
 export QUIRE_HOME="${QUIRE_HOME:-$QUIRE_ROOT/.quire}"
 CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
 export CMAKE_BUILD_PARALLEL_LEVEL
+# So that the cache of objects knows those that include the precompiled headers of the tests.
+export CCACHE_SLOPPINESS="${CCACHE_SLOPPINESS:-pch_defines,time_macros}"
 
 say() { printf 'quire: %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
@@ -159,7 +161,9 @@ install_python() {
 
 # ---- The build
 
-configure_stamp() { printf '%s %s %s' "$(sha256sum <"$QUIRE_ROOT/CMakePresets.json")" "$QUIRE_ROOT" "$*"; }
+configure_stamp() {
+  printf '%s %s %s %s' "$(sha256sum <"$QUIRE_ROOT/CMakePresets.json")" "$QUIRE_ROOT" "$*" "${QUIRE_BUILD_ONCE:-}"
+}
 
 # is_configured PRESET [cmake arguments]: ninja itself watches the CMakeLists.txt, but not the presets.
 is_configured() {
@@ -167,12 +171,14 @@ is_configured() {
   [[ -f $folder/build.ninja && -f $folder/quire.stamp && $(<"$folder/quire.stamp") == "$(configure_stamp "$@")" ]]
 }
 
-# configure PRESET [cmake arguments]: with a cache of objects and a fast linker where the machine has them
+# configure PRESET [cmake arguments]: with a cache of objects and a fast linker where the machine has them; with QUIRE_BUILD_ONCE
+# a folder of sources is one file.
 configure() {
   local folder="$QUIRE_ROOT/build/$1" tools=()
   is_configured "$@" && return
   command -v ccache >/dev/null && tools=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
   command -v mold >/dev/null && tools+=(-DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold)
+  [[ -n ${QUIRE_BUILD_ONCE:-} ]] && tools+=(-DQUIRE_UNITY=ON)
   rm -rf "$folder"  # a cache of another place or compiler is not to be trusted
   (cd "$QUIRE_ROOT" && quietly cmake --preset "$@" "${tools[@]}")
   configure_stamp "$@" >"$folder/quire.stamp"

@@ -243,13 +243,13 @@ class XGrammarFilter final : public TokenFilter {
     return range.least <= first && first <= range.most;
   }
 
-  // A call that takes too long has an error: BadArgument.
+  // A call that takes too long has an error: TooLarge.
   template <typename F>
   static auto Bounded(F&& f) -> std::invoke_result_t<F> {
     const double before = ComputedSeconds();
     auto result = Guarded(StatusCode::kInternal, f);
     if (ComputedSeconds() - before <= kTokenSecondsMax) return result;
-    return Status(StatusCode::kBadArgument,
+    return Status(StatusCode::kTooLarge,
                   "the grammar is too costly: one token took more than 0.1 s, as its text can be "
                   "read in too many ways; make it unambiguous, or nest fewer counted repetitions");
   }

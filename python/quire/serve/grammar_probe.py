@@ -71,7 +71,7 @@ class GrammarProbe:
         if not answer:
             return
         error = errors.from_text(answer)
-        raise TooCostlyError(str(error)) if "the grammar is too costly" in answer else error
+        raise TooCostlyError(str(error)) if isinstance(error, errors.TooLargeError) else error
 
     def close(self) -> None:
         """Ends the process, whatever it does."""

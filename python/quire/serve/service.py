@@ -13,6 +13,7 @@ from typing import Any
 
 from quire import errors
 from quire.engine import Engine, Result, Usage
+from quire.serve import refusals
 from quire.serve._streams import Answer, Streams
 from quire.serve.admission import Admission, Cost, Place
 from quire.serve.generation import Generation, ModelFacts
@@ -21,8 +22,7 @@ from quire.serve.held_kv import HeldKV
 from quire.serve.kept_responses import KeptResponses
 from quire.serve.limits import Limits
 from quire.serve.metrics import Metrics
-from quire.serve.prefill_pairs import FIELD
-from quire.serve.problems import Problem, from_engine
+from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook
 from quire.serve.tenants import Tenant, Tenants
 from quire.serve.tool_parser import parser_of_template, special_texts
@@ -91,7 +91,7 @@ class Service:
         except BaseException as error:
             self._leave(place)
             if isinstance(error, errors.QuireError):
-                raise _refusal(error, generation) from None
+                raise refusals.of_request(error, generation) from None
             raise
         self._places[answer] = place
         if answer.first_token is not None:  # it came before this turn of the event loop
@@ -134,18 +134,12 @@ class Service:
     def failure(self, error: errors.QuireError, generation: Generation, tenant: Tenant) -> Problem:
         """What a client is told of an answer that fails while it is computed. A grammar that is too
         costly is refused from now on, and new ones of its key for a while."""
-        field, message = generation.grammar_field, str(error).removeprefix("SamplingOptions::")
-        if (
-            field is None
-            or not isinstance(error, errors.BadArgumentError)
-            or "grammar" not in message
-        ):
-            return from_engine(error)
-        if "the grammar is too costly" in message:
+        if generation.grammar_field is not None and isinstance(error, errors.TooLargeError):
+            message = str(error).removeprefix("SamplingOptions::")
             self.grammars.give_up(generation.options["grammar"], f"grammar: {message}")
             if self.tenants.need_keys:
                 self.grammars.pause(tenant.name)
-        return Problem(400, f"{field}: {message}", param=field, code="invalid_value")
+        return refusals.of_answer(error, generation)
 
     def finish(self, answer: Answer, generation: Generation, tenant: Tenant, failed: str) -> None:
         """Ends an answer, whatever became of it. failed: "cancelled" or "error" where it has no
@@ -259,51 +253,6 @@ def _characters(prompt: Any) -> float:
     if prompt and isinstance(prompt[0], Mapping):
         return sum(len(str(message.get("content", ""))) for message in prompt)
     return len(prompt) * _CHARACTERS_PER_TOKEN
-
-
-def _refusal(error: errors.QuireError, generation: Generation) -> Problem:
-    """What a client is told of a request that the engine does not take."""
-    field, message = generation.grammar_field, str(error)
-    if field is not None and isinstance(error, errors.UnavailableError):
-        return Problem(501, f"{field}: {error}", param=field)
-    if field is not None and message.startswith("grammar: "):
-        message = f"{field}: " + message.removeprefix("grammar: ")
-        return Problem(400, message, param=field, code="invalid_value")
-    option = "SamplingOptions::predicted_tokens"
-    if message.startswith(option):
-        message = "prediction" + message.removeprefix(option)
-        if "no room for guesses" in message:
-            message = (
-                "prediction: the server has no room for guesses; begin it with --speculate ngram, "
-                "or with --max-tree-nodes of at least 2"
-            )
-        return Problem(400, message, param="prediction", code="invalid_value")
-    option = "SamplingOptions::prefill_peer"
-    if message.startswith(option):
-        place = f"{FIELD}.remote_engine_id"
-        message = place + message.removeprefix(option).partition(",")[0]
-        message += ", which is none of the addresses of --prefill-from of this server"
-        return Problem(400, message, param=place, code="invalid_value")
-    option = "SamplingOptions::blend"
-    if message.startswith((option, "blend: ")):
-        message = "blend" + message.removeprefix(option).removeprefix("blend")
-        if "blend_piece is 0" in message:
-            message = (
-                "blend: the server has no room for blended prompts; begin it with --blend-piece "
-                "2048"
-            )
-        elif "keeps no KV" in message:
-            message = (
-                "blend: the server keeps no KV between requests, so no document is known; begin it "
-                "without --no-prefix-cache"
-            )
-        elif "; a ratio of 1 is exact" in message:  # the model has no verdict, or one against it
-            message = (
-                message.partition("; a ratio of 1 is exact")[0]
-                + "; a ratio of 1 is exact, and --blend-unverified of the server forces it"
-            )
-        return Problem(400, message, param="blend", code="invalid_value")
-    return from_engine(error, generation.prompt_field)
 
 
 def usage_of(result: Result) -> dict[str, Any]:

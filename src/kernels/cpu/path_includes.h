@@ -36,8 +36,10 @@
 #include "tensor/half.h"
 
 // Fully unrolls the next loop, whose count is a constant: an array of vectors that it indexes then
-// lives in registers.
-#if defined(__clang__)
+// lives in registers. The scalar path has no vectors: there it would only make the code larger.
+#if defined(QUIRE_SIMD_SCALAR)
+#define QUIRE_UNROLL
+#elif defined(__clang__)
 #define QUIRE_UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define QUIRE_UNROLL _Pragma("GCC unroll 16")

@@ -1,7 +1,8 @@
 // The path that every CPU can run: plain loops, and the same bits as the vector paths.
+#define QUIRE_SIMD_SCALAR
+
 #include "kernels/cpu/path_includes.h"
 
-#define QUIRE_SIMD_SCALAR
 #define QUIRE_PATH_NAME "scalar"
 
 namespace quire::scalar {

@@ -158,6 +158,11 @@ class Pair {
     map = receiver.transfer().DisaggPrepareRecv(kSeq, count).value();
   }
 
+  // The sender tells the channel that its marks end when it is destroyed, behind the receiver.
+  ~Pair() { static_cast<void>(channel->Disconnect(kPeer)); }
+  Pair(const Pair&) = delete;
+  Pair& operator=(const Pair&) = delete;
+
   Status Mark() { return sender.transfer().DisaggMarkSend(kSeq, 5, std::span(&map, 1), kPeer, 0); }
   Status Commit(int64_t n) { return receiver.transfer().DisaggCommitRecv(map.epoch, n); }
   Status Waited(int64_t n) {

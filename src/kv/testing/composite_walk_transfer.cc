@@ -40,6 +40,8 @@ void CompositeWalk::ConnectTo(CompositeWalk* other) {
   ASSERT_TRUE(state_->transfer()->SetLayerSink(sink_).ok());
 }
 
+CompositeWalk::~CompositeWalk() { static_cast<void>(channel_->Disconnect(kPeer)); }
+
 // ---------------------------------------------------------------------- what is drawn
 
 void CompositeWalk::TransferStep() {
@@ -276,7 +278,8 @@ void CompositeWalk::MarkSend(int64_t id, uint64_t epoch, int64_t first_row) {
                 .epoch = epoch,
                 .left_out = left_out,
                 .next = begin + first_row,
-                .sent = first_row == 0 ? 0 : begin + first_row};
+                .sent = first_row == 0 ? 0 : begin + first_row,
+                .has_rows = setting_.with_attention};
 }
 
 // To the same reservation, from an earlier end on: what was sent before is sent again.
@@ -513,7 +516,9 @@ void CompositeWalk::CheckMark(int64_t id, const ModelMark& mark) {
   const Result<SendProgress> progress = state_->transfer()->GetSendProgress(id);
   ASSERT_TRUE(progress.ok()) << progress.status().ToString();
   ASSERT_EQ(progress->failure.code(), mark.failure) << progress->failure.ToString();
-  ASSERT_EQ(progress->active, mark.active());
+  ASSERT_EQ(progress->active, mark.active())
+      << "sent " << progress->sent << " of " << progress->count << " from " << progress->begin
+      << "; the model: rows to " << mark.next << ", states at " << mark.sent;
   ASSERT_EQ(progress->begin, mark.begin);
   ASSERT_EQ(progress->count, mark.end - mark.begin);
   if (mark.failure != StatusCode::kOk) return;

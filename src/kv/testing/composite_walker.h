@@ -75,9 +75,13 @@ struct ModelMark {
   int64_t next = 0;       // of keys and values
   int64_t given = 0;      // in the open forward, up to here; 0: none
   int64_t sent = 0;       // position of the states that are sent; 0: none
+  bool has_rows = false;  // keys and values go as well
   StatusCode failure = StatusCode::kOk;
 
-  bool active() const { return failure == StatusCode::kOk && sent < end; }
+  // States may be ahead of rows: a forward of a tree sends those behind the sequence's last token.
+  bool active() const {
+    return failure == StatusCode::kOk && (sent < end || (has_rows && next < end));
+  }
 };
 
 // ---------------------------------------------------------------------- the walk
@@ -100,6 +104,8 @@ WalkSetting DrawPeerSetting(const WalkSetting& setting, RandomSequence& random);
 class CompositeWalk {
  public:
   CompositeWalk(const WalkSetting& setting, uint64_t seed);
+  // Its marks end with it, and the other one may be gone.
+  ~CompositeWalk();
   // From here on tokens go to the other one too.
   void ConnectTo(CompositeWalk* other);
 

@@ -210,7 +210,7 @@ COSTLY_TOKEN = "the grammar is too costly: one token took more than 0.1 s; gramm
     ("error", "status", "param", "given_up"),
     [
         (errors.BadArgumentError("grammar allows no token for token 2 of sample 0"), 400, "f", []),
-        (errors.BadArgumentError(COSTLY_TOKEN), 400, "f", ["grammar: " + COSTLY_TOKEN]),
+        (errors.TooLargeError(COSTLY_TOKEN), 400, "f", ["grammar: " + COSTLY_TOKEN]),
         (errors.OutOfPagesError("there is no page"), 503, None, []),
     ],
 )
