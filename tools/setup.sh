@@ -9,8 +9,8 @@ QUIRE_LOG="$QUIRE_ROOT/build/setup.log"
 export QUIRE_HOME="${QUIRE_HOME:-$QUIRE_ROOT/.quire}"
 CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
 export CMAKE_BUILD_PARALLEL_LEVEL
-# So that the cache of objects knows those that include the precompiled headers of the tests.
-export CCACHE_SLOPPINESS="${CCACHE_SLOPPINESS:-pch_defines,time_macros}"
+# The cache of objects: for all build folders alike, and for what includes the precompiled headers of the tests.
+export CCACHE_BASEDIR="${CCACHE_BASEDIR:-$QUIRE_ROOT}" CCACHE_SLOPPINESS="${CCACHE_SLOPPINESS:-pch_defines,time_macros}"
 
 say() { printf 'quire: %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }

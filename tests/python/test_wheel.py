@@ -21,7 +21,7 @@ BUILD = ROOT / "build" / "wheel-test"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built as pip does it, with the tools of this environment. With ccache the objects are those of
-    the release build, if the compiler has the same name. Else without the SIMD variants: most of the
+    `./test --once`, if the compiler has the same name. Else without the SIMD variants: most of the
     time of a build is theirs, and none of these tests looks at a kernel."""
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation"]
