@@ -147,7 +147,8 @@ install_requirements() {
   if [[ $1 == run ]]; then
     pip_install --no-deps -r "$QUIRE_ROOT/requirements/run.txt"
   else
-    pip_install -c "$QUIRE_ROOT/requirements/run.txt" -r "$QUIRE_ROOT/requirements/$1.txt"
+    # Most modules of torch and transformers are never imported: those that are get compiled then.
+    pip_install --no-compile -c "$QUIRE_ROOT/requirements/run.txt" -r "$QUIRE_ROOT/requirements/$1.txt"
   fi
   requirements_stamp "$1" >"$QUIRE_VENV/quire-$1.stamp"
 }

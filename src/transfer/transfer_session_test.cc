@@ -98,20 +98,20 @@ std::vector<std::byte> MakeFrame(uint64_t number, TransferOpcode opcode,
 }
 
 TEST(HostileTransferPeer, BreaksNothingInManySessions) {
-  constexpr int kSessions = 30'000;
-  ReportFigure("sessions", 2 * kSessions);
+  const int64_t sessions = RoundsOf(30'000);
+  ReportFigure("sessions", 2 * sessions);
   for (const char* secret : {"", "a secret"}) {
     HostileTransferPeer peer(secret);
     RandomSequence random(SoakSeed(6), *secret == 0 ? 0 : 1);
-    for (int i = 0; i < kSessions; ++i) {
+    for (int64_t i = 0; i < sessions; ++i) {
       SCOPED_TRACE(i);
       peer.RunSession([&](int64_t bound) { return random.Below(bound); });
     }
     // The sessions reach what they are to break.
-    EXPECT_GT(peer.sessions_open, kSessions / 2);
-    EXPECT_GT(peer.rows_complete, kSessions / 20);
-    EXPECT_GT(peer.requests, kSessions / 50);
-    EXPECT_GT(peer.ended, kSessions / 4);
+    EXPECT_GT(peer.sessions_open, sessions / 2);
+    EXPECT_GT(peer.rows_complete, sessions / 20);
+    EXPECT_GT(peer.requests, sessions / 50);
+    EXPECT_GT(peer.ended, sessions / 4);
   }
 }
 

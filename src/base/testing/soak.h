@@ -11,8 +11,26 @@
 
 namespace quire {
 
-// What the seeds of an ordinary run come to, others may miss.
 inline bool IsSoak() { return std::getenv("QUIRE_SOAK_ROUND") != nullptr; }
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define QUIRE_SANITIZED 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define QUIRE_SANITIZED 1
+#endif
+
+// How many of its rounds a random test has. Under a sanitizer a round takes ten times as long: a
+// quarter of them, except in a soak.
+inline int64_t RoundsOf(int64_t rounds) {
+#if defined(QUIRE_SANITIZED)
+  if (!IsSoak()) return (rounds + 3) / 4;
+#endif
+  return rounds;
+}
+// What all rounds of an ordinary run come to, others may miss.
+inline bool IsOrdinaryRun() { return !IsSoak() && RoundsOf(4) == 4; }
 
 // The first of a million seeds that no other round draws from: `seed` itself in an ordinary run.
 inline uint64_t SoakSeed(uint64_t seed) {

@@ -113,7 +113,7 @@ struct Golden {
 class PlanGolden : public testing::TestWithParam<Golden> {};
 
 TEST_P(PlanGolden, IsAsPrinted) {
-  const std::string path = std::string(QUIRE_KV_TESTDATA) + "/" + GetParam().name + ".txt";
+  const std::string path = std::string(QUIRE_KV_TESTDATA "/") + GetParam().name + ".txt";
   const std::string text = GetParam().plan();
   if (std::getenv("QUIRE_REWRITE_GOLDENS") != nullptr) {
     std::ofstream(path) << text;
