@@ -1,2 +1,2 @@
-// Has the precompiled headers of the tests (quire_test_headers in QuireTargets.cmake); nothing links it.
+// Has the precompiled headers of the tests: quire_test_headers in QuireTargets.cmake.
 int main() {}

@@ -171,7 +171,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> Any:
         """What the engine takes. BadArgumentError, with XGrammar's words, for what it does not
-        take; the same for a grammar that no text fits."""
+        take; the same for a grammar that no text fits. TooLargeError as try_tokens."""
         with self._lock:  # one at a time: each takes several threads
             try:
                 return self._handle.compile(grammar.kind, grammar.text)
@@ -184,14 +184,16 @@ class GrammarCompiler:
                         f"({message.rstrip(': ')})"
                     )
                 raise errors.BadArgumentError(f"grammar: {message}") from None
+            except errors.TooLargeError as error:  # the first token is tried
+                raise errors.TooLargeError(f"grammar: {error}") from None
 
     def try_tokens(self, compiled: Any, count: int) -> None:
         """Draws `count` tokens of a compiled grammar by lot, from the beginning again at each end.
-        BadArgumentError if one takes too long, as it would in an answer."""
+        TooLargeError if one takes too long, as it would in an answer."""
         try:
             self._handle.try_tokens(compiled, count)
-        except errors.BadArgumentError as error:
-            raise errors.BadArgumentError(f"grammar: {error}") from None
+        except (errors.BadArgumentError, errors.TooLargeError) as error:
+            raise type(error)(f"grammar: {error}") from None
 
     @property
     def cache_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """What a client is told when the engine refuses its request, or ends its answer with an error.
 
-An error of the engine names the engine's options. A client knows the fields of its request, and
-whoever began the server knows the options of the program: messages are put into their words here.
+An error of the engine names the engine's options. A client knows the fields of a request, and the
+operator of the server knows the options of the program: messages are put into their words here.
 """
 
 from __future__ import annotations
