@@ -154,6 +154,22 @@ def compiler_options(
     }
 
 
+# What a grammar is refused with: the second, where it takes too long.
+_OF_GRAMMARS = (errors.BadArgumentError, errors.TooLargeError)
+
+
+def _named(error: errors.QuireError) -> errors.QuireError:
+    """An error of `_OF_GRAMMARS` that says that it is about the grammar, in words of ours."""
+    message = str(error)
+    if message.startswith("Check failed"):
+        message = (
+            "XGrammar fails on it: say the same in another way, such as with integers of less than "
+            "60 bits and counted repetitions of at most 100 in patterns "
+            f"({message.rstrip(': ')})"
+        )
+    return type(error)(f"grammar: {message}")
+
+
 class GrammarCompiler:
     """Grammars for the tokens of one model. Threads may share it.
 
@@ -175,25 +191,16 @@ class GrammarCompiler:
         with self._lock:  # one at a time: each takes several threads
             try:
                 return self._handle.compile(grammar.kind, grammar.text)
-            except errors.BadArgumentError as error:
-                message = str(error)
-                if message.startswith("Check failed"):
-                    message = (
-                        "XGrammar fails on it: say the same in another way, such as with integers "
-                        "of less than 60 bits and counted repetitions of at most 100 in patterns "
-                        f"({message.rstrip(': ')})"
-                    )
-                raise errors.BadArgumentError(f"grammar: {message}") from None
-            except errors.TooLargeError as error:  # the first token is tried
-                raise errors.TooLargeError(f"grammar: {error}") from None
+            except _OF_GRAMMARS as error:
+                raise _named(error) from None
 
     def try_tokens(self, compiled: Any, count: int) -> None:
         """Draws `count` tokens of a compiled grammar by lot, from the beginning again at each end.
         TooLargeError if one takes too long, as it would in an answer."""
         try:
             self._handle.try_tokens(compiled, count)
-        except (errors.BadArgumentError, errors.TooLargeError) as error:
-            raise type(error)(f"grammar: {error}") from None
+        except _OF_GRAMMARS as error:
+            raise _named(error) from None
 
     @property
     def cache_bytes(self) -> int:

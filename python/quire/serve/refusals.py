@@ -14,7 +14,7 @@ from quire.serve.generation import Generation
 from quire.serve.prefill_pairs import FIELD
 from quire.serve.problems import Problem, from_engine
 
-__all__ = ["of_answer", "of_request"]
+__all__ = ["is_of_grammar", "of_answer", "of_request"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +109,17 @@ def of_request(error: errors.QuireError, generation: Generation) -> Problem:
     return from_engine(error, generation.prompt_field)
 
 
+def is_of_grammar(error: errors.QuireError, generation: Generation) -> bool:
+    """Whether it is by its grammar that an answer ends with this error."""
+    if generation.grammar_field is None or "grammar" not in str(error):
+        return False
+    return isinstance(error, errors.BadArgumentError | errors.TooLargeError)
+
+
 def of_answer(error: errors.QuireError, generation: Generation) -> Problem:
     """For an answer that ends with an error while it is computed."""
-    field, message = generation.grammar_field, str(error).removeprefix("SamplingOptions::")
-    of_grammar = isinstance(error, errors.BadArgumentError | errors.TooLargeError)
-    if field is None or not of_grammar or "grammar" not in message:
+    if not is_of_grammar(error, generation):
         return from_engine(error)
+    field = generation.grammar_field
+    message = str(error).removeprefix("SamplingOptions::")
     return Problem(400, f"{field}: {message}", param=field, code="invalid_value")

@@ -134,7 +134,8 @@ class Service:
     def failure(self, error: errors.QuireError, generation: Generation, tenant: Tenant) -> Problem:
         """What a client is told of an answer that fails while it is computed. A grammar that is too
         costly is refused from now on, and new ones of its key for a while."""
-        if generation.grammar_field is not None and isinstance(error, errors.TooLargeError):
+        of_grammar = refusals.is_of_grammar(error, generation)
+        if of_grammar and isinstance(error, errors.TooLargeError):
             message = str(error).removeprefix("SamplingOptions::")
             self.grammars.give_up(generation.options["grammar"], f"grammar: {message}")
             if self.tenants.need_keys:

@@ -397,6 +397,24 @@ TEST(JointTransfer, AnotherSequencesForwardSendsNoTokens) {
   pair.ExpectGoesOn(Text(5, 11));
 }
 
+TEST(JointTransfer, StatesThatWentAheadWaitForTheRows) {
+  Pair pair;
+  pair.sender.Run(kSeq, Text(5, 17));
+  ASSERT_TRUE(pair.Mark().ok());
+  ASSERT_TRUE(pair.sender.state().AddSequence(4).ok());
+  pair.sender.Run(4, Text(30, 33));
+  const SendProgress ahead = pair.sender.transfer().GetSendProgress(kSeq).value();
+  EXPECT_TRUE(ahead.active);
+  EXPECT_EQ(ahead.sent, 0);
+  EXPECT_EQ(pair.Commit(12).code(), StatusCode::kBadState);
+  ASSERT_TRUE(pair.sender.transfer().DisaggFlushSend(kSeq).ok());
+  const SendProgress all = pair.sender.transfer().GetSendProgress(kSeq).value();
+  EXPECT_FALSE(all.active);
+  EXPECT_EQ(all.sent, 12);
+  ASSERT_TRUE(pair.Commit(12).ok());
+  pair.ExpectGoesOn(Text(5, 17));
+}
+
 TEST(JointTransfer, AForwardOverTheMapsEndHasNoStateThere) {
   Pair pair({}, 4);
   ASSERT_TRUE(pair.Mark().ok());

@@ -78,7 +78,7 @@ struct ModelMark {
   bool has_rows = false;  // keys and values go as well
   StatusCode failure = StatusCode::kOk;
 
-  // States may be ahead of rows: a forward of a tree sends those behind the sequence's last token.
+  // States may be ahead of rows: any forward's end sends them, and the sequence's own sends rows.
   bool active() const {
     return failure == StatusCode::kOk && (sent < end || (has_rows && next < end));
   }

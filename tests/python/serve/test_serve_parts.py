@@ -212,6 +212,7 @@ COSTLY_TOKEN = "the grammar is too costly: one token took more than 0.1 s; gramm
         (errors.BadArgumentError("grammar allows no token for token 2 of sample 0"), 400, "f", []),
         (errors.TooLargeError(COSTLY_TOKEN), 400, "f", ["grammar: " + COSTLY_TOKEN]),
         (errors.OutOfPagesError("there is no page"), 503, None, []),
+        (errors.TooLargeError("2147483648 tokens, at most 2147483647"), 413, None, []),
     ],
 )
 def test_an_answer_that_its_grammar_ends_has_the_name_of_the_field(
