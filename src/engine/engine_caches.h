@@ -6,7 +6,7 @@
 #include <memory>
 #include <utility>
 
-#include "engine/prefix/sequence_state.h"
+#include "engine/prefix/engine_states.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/composite_state.h"
 #include "quire/kv_export.h"
@@ -23,8 +23,8 @@ class EngineCaches {
       : attention_(std::move(attention)),
         recurrent_(std::move(recurrent)),
         composite_(JoinStates(attention_, recurrent_)),
-        state_(composite_ != nullptr ? SequenceState(composite_.get())
-                                     : SequenceState(attention_.get())),
+        state_(composite_ != nullptr ? EngineStates(composite_.get())
+                                     : EngineStates(attention_.get())),
         states_(composite_ != nullptr ? SequenceStates(*composite_) : SequenceStates(*attention_)),
         pages_total_(state_.pages_free()) {}
 
@@ -32,7 +32,7 @@ class EngineCaches {
   const RecurrentCache* recurrent() const { return recurrent_.get(); }
   // As a forward of the model takes them.
   ModelState for_model() const { return {attention_.get(), recurrent_.get()}; }
-  const SequenceState& state() const { return state_; }
+  const EngineStates& state() const { return state_; }
   const SequenceStates& states() const { return states_; }  // for chunks and snapshots
   int64_t pages_total() const { return pages_total_; }
 
@@ -40,7 +40,7 @@ class EngineCaches {
   const std::shared_ptr<AttentionKVCache> attention_;
   const std::shared_ptr<RecurrentCache> recurrent_;
   const std::unique_ptr<CompositeState> composite_;  // null without recurrent layers
-  const SequenceState state_;
+  const EngineStates state_;
   const SequenceStates states_;
   const int64_t pages_total_;
 };

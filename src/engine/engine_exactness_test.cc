@@ -394,7 +394,7 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       if (by_layers) use.clock = clock;
       const Status attached = by_layers ? engine->AttachStore(slow_store, {.model = "test"}, use)
                                         : engine->AttachStore(store, {.model = "test"}, use);
-      const SequenceState& state = static_cast<const EngineImpl&>(*engine).state();
+      const EngineStates& state = static_cast<const EngineImpl&>(*engine).state();
       is_recurrent = state.is_recurrent();
       has_pages = state.attention() != nullptr;
       has_windows = state.has_windows();

@@ -100,7 +100,7 @@ class EngineImpl final : public Engine {
   const Model& model() const { return *facts_.model; }
   const AttentionKVCache& cache() const { return *caches_.attention(); }
   const RecurrentCache* recurrent() const { return caches_.recurrent(); }
-  const SequenceState& state() const { return caches_.state(); }
+  const EngineStates& state() const { return caches_.state(); }
   const ModelDrafter* model_drafter() const { return holders_.speculator.model_drafter(); }
   int64_t step_bytes() const { return drawer_.bytes(); }  // of logits and draw scratch
   // For tests: what must hold between two calls; the first violation stops the process.

@@ -34,7 +34,7 @@ ModelDrafter::ModelDrafter(Parts parts)
       cache_(std::move(parts.cache)),
       recurrent_(std::move(parts.recurrent)),
       composite_(JoinStates(cache_, recurrent_)),
-      state_(composite_ != nullptr ? SequenceState(composite_.get()) : SequenceState(cache_.get())),
+      state_(composite_ != nullptr ? EngineStates(composite_.get()) : EngineStates(cache_.get())),
       prefill_chunk_(parts.prefill_chunk),
       vocab_size_(std::min(parts.vocab_size, model_->info().vocab_size)) {
   logits_.reserve(static_cast<size_t>(parts.rows_max * model_->info().vocab_size));

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "engine/drafts/draft.h"
-#include "engine/prefix/sequence_state.h"
+#include "engine/prefix/engine_states.h"
 #include "quire/model.h"
 
 namespace quire {
@@ -93,7 +93,7 @@ class ModelDrafter final : public Drafter {
   const std::shared_ptr<AttentionKVCache> cache_;
   const std::shared_ptr<RecurrentCache> recurrent_;
   const std::unique_ptr<CompositeState> composite_;
-  const SequenceState state_;
+  const EngineStates state_;
   const int64_t prefill_chunk_;
   const int64_t vocab_size_;      // that both have
   std::map<int64_t, Held> held_;  // by the job's state

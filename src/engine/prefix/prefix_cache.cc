@@ -9,7 +9,7 @@
 namespace quire {
 namespace {
 
-void RemoveFrom(const SequenceState& state, int64_t sequence_id) noexcept {
+void RemoveFrom(const EngineStates& state, int64_t sequence_id) noexcept {
   const Status status = state.kv().RemoveSequence(sequence_id);
   QUIRE_CHECK(status.ok()) << status.ToString();
 }
@@ -27,7 +27,7 @@ void NoteKnown(int64_t common, int64_t length, PrefixMatch* best) noexcept {
   best->known = common;
 }
 
-PrefixCache::PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max,
+PrefixCache::PrefixCache(EngineStates state, int64_t page_size, int64_t sequences_max,
                          std::shared_ptr<Clock> clock)
     : state_(state),
       page_size_(page_size),

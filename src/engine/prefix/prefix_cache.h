@@ -39,9 +39,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/prefix/engine_states.h"
 #include "engine/prefix/evicted_prefixes.h"
 #include "engine/prefix/prefix_space.h"
-#include "engine/prefix/sequence_state.h"
 #include "quire/seams.h"
 
 namespace quire {
@@ -67,7 +67,7 @@ void NoteKnown(int64_t common, int64_t length, PrefixMatch* best) noexcept;
 class PrefixCache {
  public:
   // What `state` views outlives this. sequences_max >= 1 bounds what is retained.
-  PrefixCache(SequenceState state, int64_t page_size, int64_t sequences_max,
+  PrefixCache(EngineStates state, int64_t page_size, int64_t sequences_max,
               std::shared_ptr<Clock> clock = MachineTime());
 
   // A retained sequence. `stored`: its first tokens that the owner has written elsewhere.
@@ -175,7 +175,7 @@ class PrefixCache {
   // Cuts the tail that holds `pages` pages; false if the entry is gone thereby.
   bool CutTail(Entries::iterator entry, int64_t pages) noexcept;
 
-  const SequenceState state_;
+  const EngineStates state_;
   int64_t page_size_;
   int64_t sequences_max_;
   Entries by_use_;

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <span>
 
+#include "engine/prefix/engine_states.h"
 #include "engine/prefix/prefix_cache.h"
-#include "engine/prefix/sequence_state.h"
 #include "engine/request/request_queue.h"
 
 namespace quire {
@@ -15,7 +15,7 @@ namespace quire {
 class PrefixFinder {
  public:
   // What is pointed to, and what `state` views, outlives this. `reuses`: false finds nothing.
-  PrefixFinder(const RequestQueue* requests, const PrefixCache* prefix_cache, SequenceState state,
+  PrefixFinder(const RequestQueue* requests, const PrefixCache* prefix_cache, EngineStates state,
                bool reuses, int64_t page_size)
       : requests_(*requests),
         prefix_cache_(*prefix_cache),
@@ -48,7 +48,7 @@ class PrefixFinder {
 
   const RequestQueue& requests_;
   const PrefixCache& prefix_cache_;
-  const SequenceState state_;
+  const EngineStates state_;
   const bool reuses_;
   const int64_t page_size_;
 };

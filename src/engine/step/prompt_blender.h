@@ -13,8 +13,8 @@
 #include "engine/blending/blend_plan.h"
 #include "engine/blending/document_index.h"
 #include "engine/blending/moved_rows.h"
+#include "engine/prefix/engine_states.h"
 #include "engine/prefix/prefix_cache.h"
-#include "engine/prefix/sequence_state.h"
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request_limits.h"
 #include "engine/request/request_queue.h"
@@ -27,7 +27,7 @@ class PromptBlender {
   // What is pointed to, and what `state` views, outlives this. Models without attention layers have
   // no requests that blend.
   struct Parts {
-    SequenceState state;
+    EngineStates state;
     PrefixCache* prefix_cache;
     RequestQueue* requests;
     const PrefixFinder* finder;

@@ -26,7 +26,7 @@
 #include <optional>
 #include <string>
 
-#include "engine/prefix/sequence_state.h"
+#include "engine/prefix/engine_states.h"
 #include "engine/remote/prefill_server.h"
 #include "engine/request/request_queue.h"
 #include "engine/traffic/sample_sequences.h"
@@ -57,7 +57,7 @@ class PrefillTraffic {
  public:
   // What is pointed to, and what `state` views, outlives this.
   struct Parts {
-    SequenceState state;
+    EngineStates state;
     const RequestQueue* requests;
     SampleSequences* sequences;
     int64_t bytes_per_token;
@@ -122,7 +122,7 @@ class PrefillTraffic {
   // Ends the mark, and notes the tokens that the peer has.
   void Detach(PrefillJob* job) noexcept;
 
-  const SequenceState state_;
+  const EngineStates state_;
   const RequestQueue& requests_;
   SampleSequences& sequences_;
   const int64_t bytes_per_token_;

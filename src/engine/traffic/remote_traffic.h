@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/prefix/sequence_state.h"
+#include "engine/prefix/engine_states.h"
 #include "engine/remote/remote_peers.h"
 #include "engine/remote/remote_receive.h"
 #include "engine/request/prefix_finder.h"
@@ -36,7 +36,7 @@ class RemoteTraffic {
  public:
   // What is pointed to, and what `state` views, outlives this.
   struct Parts {
-    SequenceState state;
+    EngineStates state;
     const RequestQueue* requests;
     const PrefixFinder* finder;
     Clock* clock;
@@ -110,7 +110,7 @@ class RemoteTraffic {
   // The end of a receive: what is complete is kept.
   void Finish(Request* request, const Standing& standing) noexcept;
 
-  const SequenceState state_;
+  const EngineStates state_;
   const RequestQueue& requests_;
   const PrefixFinder& finder_;
   Clock& clock_;

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "engine/drafts/speculator.h"
+#include "engine/prefix/engine_states.h"
 #include "engine/prefix/prefix_cache.h"
-#include "engine/prefix/sequence_state.h"
 #include "engine/request/request.h"
 
 namespace quire {
@@ -16,7 +16,7 @@ namespace quire {
 class SampleSequences {
  public:
   // What is pointed to, and what `state` views, outlives this.
-  SampleSequences(SequenceState state, PrefixCache* prefix_cache, Speculator* speculator)
+  SampleSequences(EngineStates state, PrefixCache* prefix_cache, Speculator* speculator)
       : state_(state), prefix_cache_(*prefix_cache), speculator_(*speculator) {}
 
   // An id that no sequence has had.
@@ -36,7 +36,7 @@ class SampleSequences {
   void RetainExactBeginning(const Request& request, const Sample& sample, int64_t sequence_id,
                             int64_t exact, int64_t stored);
 
-  const SequenceState state_;
+  const EngineStates state_;
   PrefixCache& prefix_cache_;
   Speculator& speculator_;
   int64_t next_id_ = 0;

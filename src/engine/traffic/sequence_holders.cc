@@ -7,10 +7,10 @@
 
 namespace quire {
 
-SequenceHolders::SequenceHolders(SequenceState sequence_state, const EngineOptions& options,
+SequenceHolders::SequenceHolders(EngineStates states, const EngineOptions& options,
                                  int64_t retained_max, std::unique_ptr<ModelDrafter> model_drafter,
                                  std::shared_ptr<Clock> clock)
-    : state(sequence_state),
+    : state(states),
       speculator(std::move(model_drafter), options.max_tree_nodes, options.prefill_chunk),
       prefix_cache(state, options.page_size, retained_max, std::move(clock)),
       finder(&requests, &prefix_cache, state, options.prefix_cache, options.page_size),

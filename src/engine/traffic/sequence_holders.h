@@ -14,8 +14,8 @@
 
 #include "engine/drafts/model_draft.h"
 #include "engine/drafts/speculator.h"
+#include "engine/prefix/engine_states.h"
 #include "engine/prefix/prefix_cache.h"
-#include "engine/prefix/sequence_state.h"
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request_queue.h"
 #include "engine/traffic/sample_sequences.h"
@@ -25,7 +25,7 @@ namespace quire {
 
 struct SequenceHolders {
   // What `state` views outlives the holders. model_drafter: null without a draft model.
-  SequenceHolders(SequenceState sequence_state, const EngineOptions& options, int64_t retained_max,
+  SequenceHolders(EngineStates states, const EngineOptions& options, int64_t retained_max,
                   std::unique_ptr<ModelDrafter> model_drafter, std::shared_ptr<Clock> clock);
   SequenceHolders(const SequenceHolders&) = delete;
   SequenceHolders& operator=(const SequenceHolders&) = delete;
@@ -34,7 +34,7 @@ struct SequenceHolders {
   void CheckInvariants() const;
   void Publish(EngineStats* stats) const noexcept;
 
-  const SequenceState state;
+  const EngineStates state;
   Speculator speculator;
   PrefixCache prefix_cache;
   RequestQueue requests;

@@ -22,8 +22,8 @@
 
 #include "engine/loading/layerwise_load.h"
 #include "engine/loading/store_link.h"
+#include "engine/prefix/engine_states.h"
 #include "engine/prefix/prefix_cache.h"
-#include "engine/prefix/sequence_state.h"
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request_queue.h"
 #include "engine/traffic/sample_sequences.h"
@@ -36,7 +36,7 @@ class StoreTraffic {
   // What is pointed to, and what `state` views, outlives this.
   struct Parts {
     const Model* model;
-    SequenceState state;
+    EngineStates state;
     PrefixCache* prefix_cache;
     const RequestQueue* requests;
     const PrefixFinder* finder;
@@ -119,7 +119,7 @@ class StoreTraffic {
   void StoreRetained(const PrefixCache::Retained& retained) noexcept;
 
   const Model& model_;
-  const SequenceState state_;
+  const EngineStates state_;
   PrefixCache& prefix_cache_;
   const RequestQueue& requests_;
   const PrefixFinder& finder_;

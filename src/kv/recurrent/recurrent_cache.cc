@@ -36,7 +36,7 @@ Result<std::unique_ptr<RecurrentCache>> SlottedRecurrentCache::Create(
 
 SlottedRecurrentCache::SlottedRecurrentCache(RecurrentCacheOptions options, RecurrentLayout layout,
                                              HostMemory storage, const Backend* backend)
-    : HistoryState(layout.history),
+    : RecurrentBase(layout.history),
       options_(std::move(options)),
       layout_(std::move(layout)),
       storage_(std::move(storage)),

@@ -16,14 +16,14 @@
 
 #include "kernels/backend.h"
 #include "kv/pages/reserve.h"
-#include "kv/recurrent/history_state.h"
+#include "kv/recurrent/recurrent_base.h"
 #include "kv/recurrent/recurrent_layout.h"
 #include "quire/recurrent_cache.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
 
-class SlottedRecurrentCache final : public HistoryState<RecurrentCache> {
+class SlottedRecurrentCache final : public RecurrentBase<RecurrentCache> {
  public:
   static Result<std::unique_ptr<RecurrentCache>> Create(RecurrentCacheOptions options);
 

@@ -148,7 +148,7 @@ RNNStateOptions WithoutInitialData(RNNStateOptions options) {
 SlottedRNNState::SlottedRNNState(const RNNStateOptions& options, const StateHistoryOptions& history,
                                  std::vector<StateLayout> layouts, size_t slot_bytes,
                                  HostMemory storage)
-    : HistoryState(history),
+    : RecurrentBase(history),
       options_(WithoutInitialData(options)),
       layouts_(std::move(layouts)),
       slot_bytes_(slot_bytes),

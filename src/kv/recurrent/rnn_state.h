@@ -9,13 +9,13 @@
 #include <span>
 #include <vector>
 
-#include "kv/recurrent/history_state.h"
+#include "kv/recurrent/recurrent_base.h"
 #include "quire/rnn_state.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
 
-class SlottedRNNState final : public HistoryState<RNNState>, private SlotFreeListener {
+class SlottedRNNState final : public RecurrentBase<RNNState>, private SlotFreeListener {
  public:
   static Result<std::unique_ptr<RNNState>> Create(const RNNStateOptions& options);
 

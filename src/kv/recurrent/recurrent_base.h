@@ -1,7 +1,7 @@
-// HistoryState: what every RecurrentState of this library shares beside its history: the calls of
+// RecurrentBase: what every RecurrentState of this library shares beside its history: the calls of
 // the interface, one at a time, and the counters.
-#ifndef QUIRE_KV_RECURRENT_HISTORY_STATE_H_
-#define QUIRE_KV_RECURRENT_HISTORY_STATE_H_
+#ifndef QUIRE_KV_RECURRENT_RECURRENT_BASE_H_
+#define QUIRE_KV_RECURRENT_RECURRENT_BASE_H_
 
 #include <cstdint>
 #include <utility>
@@ -17,7 +17,7 @@ namespace quire {
 // Plan, Commit and Drop are the history's; a derived class adds to PlanCall and CommitCall what
 // concerns the bytes.
 template <typename Interface>
-class HistoryState : public ControlledState<Interface>, public PlannedState {
+class RecurrentBase : public ControlledState<Interface>, public PlannedState {
  public:
   Status Plan(const ControlCall& call) final {
     const auto lock = gate_.Lock();
@@ -78,7 +78,7 @@ class HistoryState : public ControlledState<Interface>, public PlannedState {
   }
 
  protected:
-  explicit HistoryState(const StateHistoryOptions& options) : history_(options) {}
+  explicit RecurrentBase(const StateHistoryOptions& options) : history_(options) {}
 
   // Plan and Commit, for derived classes.
   virtual Status PlanCall(const ControlCall& call) { return history_.Plan(call); }
@@ -104,4 +104,4 @@ class HistoryState : public ControlledState<Interface>, public PlannedState {
 
 }  // namespace quire
 
-#endif  // QUIRE_KV_RECURRENT_HISTORY_STATE_H_
+#endif  // QUIRE_KV_RECURRENT_RECURRENT_BASE_H_

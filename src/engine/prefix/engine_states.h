@@ -4,8 +4,8 @@
 // KV comes in pages, which are counted and given out by the scheduler. States come in slots: those
 // of active sequences are there from the beginning, so that no forward lacks one; retained
 // sequences share a number of them, and the oldest gives way (PrefixCache).
-#ifndef QUIRE_ENGINE_PREFIX_SEQUENCE_STATE_H_
-#define QUIRE_ENGINE_PREFIX_SEQUENCE_STATE_H_
+#ifndef QUIRE_ENGINE_PREFIX_ENGINE_STATES_H_
+#define QUIRE_ENGINE_PREFIX_ENGINE_STATES_H_
 
 #include <cstdint>
 #include <memory>
@@ -28,10 +28,10 @@ std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCach
                                            const std::shared_ptr<RecurrentCache>& recurrent);
 
 // A view: the objects belong to its maker.
-class SequenceState {
+class EngineStates {
  public:
-  SequenceState(AttentionKVCache* attention);  // NOLINT: it is nothing but that
-  SequenceState(CompositeState* composite);    // NOLINT
+  EngineStates(AttentionKVCache* attention);  // NOLINT: it is nothing but that
+  EngineStates(CompositeState* composite);    // NOLINT
 
   KVState& kv() const { return *kv_; }
   // Null without attention layers.
@@ -90,4 +90,4 @@ class SequenceState {
 
 }  // namespace quire
 
-#endif  // QUIRE_ENGINE_PREFIX_SEQUENCE_STATE_H_
+#endif  // QUIRE_ENGINE_PREFIX_ENGINE_STATES_H_

@@ -53,7 +53,7 @@ const std::vector<KVLayout> kLayouts = {
     {DType::kBF16, 1, 1, 1, 1},
 };
 
-TEST(KVSlots, TheTiledLayoutIsWhatItsHeaderSays) {
+TEST(SlotCopies, TheTiledLayoutIsWhatItsHeaderSays) {
   Pool pool({DType::kBF16, 2, 5, 7, 32}, 2);
   const std::vector<float> k = Row(2, 5, 1.0F);
   const std::vector<float> v = Row(2, 7, -1.0F);
@@ -79,7 +79,7 @@ TEST(KVSlots, TheTiledLayoutIsWhatItsHeaderSays) {
   }
 }
 
-TEST(KVSlots, WhatIsWrittenIsReadBackInAnyLayout) {
+TEST(SlotCopies, WhatIsWrittenIsReadBackInAnyLayout) {
   for (const KVLayout& layout : kLayouts) {
     Pool pool(layout, 3);
     const std::vector<float> k = Row(layout.num_kv_heads, layout.qk_head_dim, 1.0F);
@@ -106,7 +106,7 @@ TEST(KVSlots, WhatIsWrittenIsReadBackInAnyLayout) {
   }
 }
 
-TEST(KVSlots, OpeningATileZeroesItsValuesAndItsFlag) {
+TEST(SlotCopies, OpeningATileZeroesItsValuesAndItsFlag) {
   Pool pool({DType::kBF16, 2, 6, 16, 32}, 1);
   const std::vector<float> k = Row(2, 6, 1.0F);
   const std::vector<float> v = Row(2, 16, 1.0F);
@@ -120,7 +120,7 @@ TEST(KVSlots, OpeningATileZeroesItsValuesAndItsFlag) {
   EXPECT_EQ(v_read, std::vector<uint16_t>(32, 0xFFFF)) << "another tile";
 }
 
-TEST(KVSlots, PaddingIsZero) {
+TEST(SlotCopies, PaddingIsZero) {
   for (const KVLayout& layout : kLayouts) {
     Pool pool(layout, 1);
     const std::vector<float> k = Row(layout.num_kv_heads, layout.qk_head_dim, 1.0F);
@@ -141,7 +141,7 @@ TEST(KVSlots, PaddingIsZero) {
   }
 }
 
-TEST(KVSlots, CopiesKeepBitsAndFlags) {
+TEST(SlotCopies, CopiesKeepBitsAndFlags) {
   for (const KVLayout& layout : kLayouts) {
     Pool pool(layout, 2);
     const auto k_count = static_cast<size_t>(layout.num_kv_heads * layout.qk_head_dim);
@@ -174,7 +174,7 @@ TEST(KVSlots, CopiesKeepBitsAndFlags) {
   }
 }
 
-TEST(KVSlots, AValueThatOverflowsTheStoredTypeIsFlagged) {
+TEST(SlotCopies, AValueThatOverflowsTheStoredTypeIsFlagged) {
   Pool pool({DType::kF16, 1, 2, 16, 16}, 1);
   const std::vector<float> k = {1.0F, 2.0F};
   std::vector<float> v(16, 65504.0F);

@@ -1,4 +1,4 @@
-#include "engine/prefix/sequence_state.h"
+#include "engine/prefix/engine_states.h"
 
 #include <algorithm>
 
@@ -25,7 +25,7 @@ std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCach
   return *std::move(joined);
 }
 
-SequenceState::SequenceState(AttentionKVCache* attention)
+EngineStates::EngineStates(AttentionKVCache* attention)
     : kv_(attention),
       attention_(attention),
       composite_(nullptr),
@@ -34,14 +34,14 @@ SequenceState::SequenceState(AttentionKVCache* attention)
   QUIRE_CHECK(attention != nullptr);
 }
 
-SequenceState::SequenceState(CompositeState* composite)
+EngineStates::EngineStates(CompositeState* composite)
     : kv_(composite),
       attention_(composite->parts().attention.get()),
       composite_(composite),
       has_windows_(HasWindows(attention_)),
       forks_anywhere_(false) {}
 
-Status SequenceState::AddSequence(int64_t sequence_id, bool long_rope) const {
+Status EngineStates::AddSequence(int64_t sequence_id, bool long_rope) const {
   QUIRE_RETURN_IF_ERROR(kv_->AddSequence(sequence_id));
   if (!long_rope) return {};
   const Status selected = attention_->SelectLongRope(sequence_id, true);
@@ -51,7 +51,7 @@ Status SequenceState::AddSequence(int64_t sequence_id, bool long_rope) const {
   return selected;
 }
 
-Status SequenceState::EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const {
+Status EngineStates::EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const {
   const Status enabled = attention_->EnableSlidingWindowForSeq(sequence_id, window, sinks);
   if (enabled.ok()) return enabled;
   const Status removed = kv_->RemoveSequence(sequence_id);
@@ -59,25 +59,25 @@ Status SequenceState::EnableWindow(int64_t sequence_id, int64_t window, int64_t 
   return enabled;
 }
 
-bool SequenceState::DropWindow(int64_t sequence_id) const noexcept {
+bool EngineStates::DropWindow(int64_t sequence_id) const noexcept {
   const Result<TokenRange> slid = attention_->SlidRange(sequence_id);
   return slid.ok() && slid->count() == 0 &&
          attention_->DisableSlidingWindowForSeq(sequence_id).ok();
 }
 
-Status SequenceState::SetRetained(int64_t sequence_id, bool retained) const {
+Status EngineStates::SetRetained(int64_t sequence_id, bool retained) const {
   return composite_ != nullptr ? composite_->SetRetained(sequence_id, retained)
                                : attention_->SetRetained(sequence_id, retained);
 }
 
-Status SequenceState::BeginLoadingForward(std::span<const int64_t> sequence_ids,
-                                          std::span<const int64_t> lengths,
-                                          std::span<const LayerLoad> loads) const {
+Status EngineStates::BeginLoadingForward(std::span<const int64_t> sequence_ids,
+                                         std::span<const int64_t> lengths,
+                                         std::span<const LayerLoad> loads) const {
   return composite_ != nullptr ? composite_->BeginLoadingForward(sequence_ids, lengths, loads)
                                : attention_->BeginLoadingForward(sequence_ids, lengths, loads);
 }
 
-int64_t SequenceState::ForkStart(int64_t sequence_id, int64_t position) const noexcept {
+int64_t EngineStates::ForkStart(int64_t sequence_id, int64_t position) const noexcept {
   if (composite_ != nullptr) {
     const Result<int64_t> start = composite_->ReplayStart(sequence_id, position);
     if (!start.ok()) return 0;
@@ -87,8 +87,8 @@ int64_t SequenceState::ForkStart(int64_t sequence_id, int64_t position) const no
   return 0;
 }
 
-int64_t SequenceState::ForkBorder(int64_t sequence_id, int64_t position,
-                                  int64_t border) const noexcept {
+int64_t EngineStates::ForkBorder(int64_t sequence_id, int64_t position,
+                                 int64_t border) const noexcept {
   while (position > 0) {
     position -= position % border;
     const int64_t start = ForkStart(sequence_id, position);
@@ -98,46 +98,46 @@ int64_t SequenceState::ForkBorder(int64_t sequence_id, int64_t position,
   return 0;
 }
 
-Result<int64_t> SequenceState::GetSequenceLength(int64_t sequence_id) const {
+Result<int64_t> EngineStates::GetSequenceLength(int64_t sequence_id) const {
   return composite_ != nullptr ? composite_->GetSequenceLength(sequence_id)
                                : attention_->GetSequenceLength(sequence_id);
 }
 
-int64_t SequenceState::sequence_count() const {
+int64_t EngineStates::sequence_count() const {
   return composite_ != nullptr ? composite_->sequence_count() : attention_->sequence_count();
 }
 
-int64_t SequenceState::retained_sequence_count() const {
+int64_t EngineStates::retained_sequence_count() const {
   return composite_ != nullptr ? composite_->parts().recurrent.front()->retained_sequence_count()
                                : attention_->retained_sequence_count();
 }
 
-Status SequenceState::CheckInvariants() const {
+Status EngineStates::CheckInvariants() const {
   return composite_ != nullptr ? composite_->CheckInvariants() : attention_->CheckInvariants();
 }
 
-int64_t SequenceState::pages_free() const {
+int64_t EngineStates::pages_free() const {
   return attention_ != nullptr ? attention_->GetNumAvailablePages() : kPagesUnlimited;
 }
 
-int64_t SequenceState::retained_pages() const {
+int64_t EngineStates::retained_pages() const {
   return attention_ != nullptr ? attention_->page_counts().retained_only : 0;
 }
 
-Result<int64_t> SequenceState::PagesNeeded(std::span<const int64_t> sequence_ids,
-                                           std::span<const int64_t> lengths) const {
+Result<int64_t> EngineStates::PagesNeeded(std::span<const int64_t> sequence_ids,
+                                          std::span<const int64_t> lengths) const {
   if (attention_ != nullptr) return attention_->PagesNeeded(sequence_ids, lengths);
   return 0;
 }
 
-Result<int64_t> SequenceState::PagesNeededForTree(std::span<const int64_t> sequence_ids,
-                                                  std::span<const int64_t> lengths,
-                                                  std::span<const int64_t> parents) const {
+Result<int64_t> EngineStates::PagesNeededForTree(std::span<const int64_t> sequence_ids,
+                                                 std::span<const int64_t> lengths,
+                                                 std::span<const int64_t> parents) const {
   if (attention_ == nullptr) return 0;
   return attention_->PagesNeededForTree(sequence_ids, lengths, parents);
 }
 
-StateSlotCounts SequenceState::slot_counts() const {
+StateSlotCounts EngineStates::slot_counts() const {
   StateSlotCounts sum;
   if (composite_ == nullptr) return sum;
   for (const auto& part : composite_->parts().recurrent) {
