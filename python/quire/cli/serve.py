@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import _options
 from quire import _ranges as ranges
 from quire import errors
 from quire.cli import arguments, memory, models, serve_config
@@ -313,12 +314,28 @@ def _in_effect(options: argparse.Namespace, folder: str) -> dict[str, str]:
     """All options by their names, as they are shown: without the password of a URL."""
     rows = {"model": folder}
     for name in (*_SERVER, *arguments.ENGINE):
-        value = getattr(options, name)
-        shown = "default" if value is None else _PASSWORD.sub(r"\1***@", str(value))
-        rows[arguments.option_name(name).lstrip("-")] = shown
+        rows[arguments.option_name(name).lstrip("-")] = _shown(name, getattr(options, name))
     rows["served-model-name"] = ", ".join(_model_names(options, folder))
-    rows["limit"] = " ".join(f"{k}={v:g}" for k, v in dataclasses.asdict(_limits(options)).items())
+    limits = dataclasses.asdict(_limits(options))
+    rows["limit"] = " ".join(
+        f"{name}={value if isinstance(value, int) else f'{value:g}'}"
+        for name, value in limits.items()
+    )
     return rows
+
+
+def _shown(name: str, value: Any) -> str:
+    """"default" where the model or the machine decides."""
+    option = _options.ENGINE.get(name)
+    if option is not None and option.flag is not None:
+        if value is None and (option.default or isinstance(option.default, bool)):
+            value = option.default
+        if option.flag.action == "store_false":
+            value = not value
+    if value is None:
+        return "default"
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return _PASSWORD.sub(r"\1***@", text)
 
 
 def _dry_run(options: argparse.Namespace, engine_options: dict[str, Any]) -> int:

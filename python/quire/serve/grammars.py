@@ -79,6 +79,8 @@ def _read_format(fields: Fields, name: str) -> Wanted | None:
     assert inner is not None
     inner.ignore("name", "description", "strict")
     if not inner.has("schema"):
+        if inner is format and name == "response_format":
+            inner.refuse("json_schema", "an object whose schema is a JSON schema")
         inner.refuse("schema", "a JSON schema")
     return wanted(inner.name("schema"), {"json_schema": inner.any("schema")})
 

@@ -245,7 +245,7 @@ def test_tokenize_and_detokenize(server: Server, engine: quire.Engine) -> None:
             "messages[0].content[0].type",
             "'input_audio'",
         ),
-        ({"response_format": {"type": "json_schema"}}, "response_format.schema", "a JSON schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is a JSON schema"),
         ({"prediction": {"type": "content"}}, "prediction.content", "a text, or a list"),
         ({"prediction": {"type": "words"}}, "prediction.type", "only \"content\" is taken"),
         (

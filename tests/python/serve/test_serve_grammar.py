@@ -119,7 +119,7 @@ def deep(levels: int) -> Any:
     ("body", "param", "words"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "one of text"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.schema", "JSON schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "JSON schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": deep(64)}}},
             "response_format.json_schema.schema",

@@ -429,7 +429,16 @@ def test_dry_run_prints_what_is_in_effect(
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert code == 0 and (rows["port"], rows["strict"]) == ("8001", "True")
     assert rows["drain-timeout"] == "8.0" and "queue=3 " in rows["limit"]
+    assert "body_bytes=8388608 " in rows["limit"] and "body_seconds=60 " in rows["limit"]
+    assert (rows["max-num-sequences"], rows["dtype"], rows["threads"]) == (
+        "64",
+        "bfloat16",
+        "default",
+    )
+    assert (rows["no-prefix-cache"], rows["kv-read-only"], rows["exact"]) == ("False",) * 3
     assert "total" in rows
+    _, out, _ = run(capsys, "serve", str(tiny.directory), "--dry-run", "--no-prefix-cache")
+    assert "no-prefix-cache    True\n" in out
 
 
 def test_the_log_begins_with_what_is_in_effect(tiny: TinyModel) -> None:
@@ -460,7 +469,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert (rows["port"], rows["threads"], rows["kv-bytes"]) == ("2", "4", str(3 << 20))
     assert (rows["strict"], rows["drain-timeout"]) == ("True", "2.5")
-    assert rows["cors"] == "['https://a.example', 'https://b.example']"
+    assert rows["cors"] == "https://a.example, https://b.example"
     assert "queue=3 " in rows["limit"] and "prompts=4 " in rows["limit"]
     assert rows["model"] == str(tiny.directory) and rows["config"] == str(path)
     other = tmp_path / "other.yaml"
