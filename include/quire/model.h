@@ -27,6 +27,12 @@ struct ModelOptions {
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
 };
 
+// Weights of one type as they are in memory.
+struct WeightType {
+  std::string name;  // "bfloat16", ... (DTypeName), or the format of blocks: "Q4_K", ...
+  int64_t bytes = 0;
+};
+
 struct ModelInfo {
   std::string architecture;  // "LlamaForCausalLM", ...
   int64_t vocab_size = 0;
@@ -35,7 +41,8 @@ struct ModelInfo {
   std::vector<int64_t> eos_token_ids;  // generation_config.json, else config.json
   int64_t bos_token_id = -1;           // -1: none
   int64_t parameter_count = 0;
-  int64_t weight_bytes = 0;  // in memory, mapped or allocated
+  int64_t weight_bytes = 0;                   // in memory, mapped or allocated
+  std::vector<WeightType> weight_types = {};  // of weight_bytes; most bytes first
   // With keys and values of ModelOptions::dtype. A cache may keep them in other types: set `dtype`
   // and `v_dtype` of the layers that it is made with.
   std::vector<AttentionLayerSpec> layers;

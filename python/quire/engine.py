@@ -268,7 +268,9 @@ class Piece(str):
 class ModelInfo:
     """What the engine runs.
 
-    ``eos_token_ids`` end an answer; ``bos_token_id`` is None if there is none.
+    ``eos_token_ids`` end an answer; ``bos_token_id`` is None if there is none. ``weight_types``:
+    bytes of the weights by the types that they have in memory ("bfloat16", "Q4_K", ...), most
+    first; ``weight_bytes`` is their sum.
     """
 
     architecture: str
@@ -279,6 +281,7 @@ class ModelInfo:
     bos_token_id: int | None
     parameter_count: int
     weight_bytes: int
+    weight_types: Mapping[str, int]
     layers: tuple[LayerSpec, ...]
     rope: Mapping[str, Any]
     kernel_path: str
@@ -1426,6 +1429,12 @@ class Engine(_ffi.ThreadOwner):
             bos_token_id=None if bos < 0 else bos,
             parameter_count=int(fields["parameter_count"]),
             weight_bytes=int(fields["weight_bytes"]),
+            weight_types=dict(
+                sorted(
+                    ((str(name), int(size)) for name, size in fields["weight_types"].items()),
+                    key=lambda entry: (-entry[1], entry[0]),
+                )
+            ),
             layers=tuple(
                 LayerSpec(
                     **{

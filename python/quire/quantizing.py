@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from quire import _q4k, errors
+from quire import _float8, _q4k, errors
 from quire._model_folder import GGUF_WEIGHTS
 from quire._new_folder import check_free, check_room, new_folder
 from quire._safetensors_header import StoredTensor, read_header
@@ -77,7 +77,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
     """A tensor of the source. head_rows > 0: the rows of each head, `head_rows` of them, are
-    stored as rotary pairs."""
+    stored as rotary pairs. Numbers of float8 codes: see quire._float8."""
 
     name: str
     path: Path
@@ -86,6 +86,8 @@ class _Tensor:
     offset: int  # in the file
     kind: str = ""  # of WEIGHTS; "" stays float32
     head_rows: int = 0
+    scales: StoredTensor | None = None  # of float8 codes
+    block: tuple[int, int] | None = None  # outputs and inputs with one of them
 
     @property
     def rows(self) -> int:
@@ -124,7 +126,7 @@ def quantize_model(
 
     Args:
         model_dir: a Hugging Face folder of Llama, Mistral, Qwen2 or Qwen3, with safetensors in
-            bfloat16, float16 or float32.
+            bfloat16, float16 or float32, or in float8 (e4m3) with scales.
         out_dir: must not exist, or be empty; it is there completely or not at all.
         weights: "q8" (Q8_0, 8.5 bits per weight), "q4" (Q4_0, 4.5 bits) or "q4k" (Q4_K, 4.5 bits
             and nearer to the weights; rows must be multiples of 256).
@@ -165,6 +167,9 @@ def quantize_model(
             file.write(_header(tensors, config, _ARCHITECTURES[architecture]))
             _write(file, tensors, total, progress)
         copy_other_files(source, part)
+        if config.pop("quantization_config", None) is not None:
+            (part / "config.json").unlink()  # a copy, with the mode of the source
+            (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return Path(out_dir)
 
 
@@ -198,7 +203,7 @@ def _plan(
     """`kinds`: of the parts that have others than `weights`."""
     heads = _heads(source, config)
     planned = []
-    for tensor in _stored(source):
+    for tensor in _stored(source, _float8.block_of(config)):
         *_, part, _ = tensor.name.split(".")
         if part == "lm_head" and config.get("tie_word_embeddings", False):
             continue
@@ -223,24 +228,41 @@ def _plan(
     return planned
 
 
-def _stored(source: Path) -> Iterator[_Tensor]:
+def _stored(source: Path, block: tuple[int, int] | None) -> Iterator[_Tensor]:
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise")
-    for path in files:
-        for stored in read_header(path):
-            if stored.name.endswith(_COMPUTED):
-                continue
-            _check_can_be_quantised(stored)
-            yield _Tensor(stored.name, path, stored.type_name, stored.shape, stored.offset)
+    found = {stored.name: stored for path in files for stored in read_header(path)}
+    scales = {
+        name: found[scale]
+        for name, stored in found.items()
+        if stored.type_name == _float8.FLOAT8
+        for scale in _float8.scale_names(name)
+        if scale in found
+    }
+    names_of_scales = {stored.name for stored in scales.values()}
+    for name, stored in found.items():
+        if name.endswith(_COMPUTED) or name in names_of_scales or _float8.is_of_activations(name):
+            continue
+        _check_can_be_quantised(stored, name in scales)
+        tensor = _Tensor(name, stored.path, stored.type_name, stored.shape, stored.offset)
+        if name in scales:
+            tensor = dataclasses.replace(tensor, scales=scales[name], block=block)
+        yield tensor
 
 
-def _check_can_be_quantised(stored: StoredTensor) -> None:
-    is_plain = stored.type_name in _DTYPES and len(stored.shape) in (1, 2)
+def _check_can_be_quantised(stored: StoredTensor, has_scales: bool) -> None:
+    if stored.type_name == _float8.FLOAT8 and not has_scales:
+        raise errors.NotFoundError(
+            f"{stored.path}: tensor {stored.name} has codes of 8 bits and no scales; "
+            f"{stored.name}_scale or {stored.name}_scale_inv is expected"
+        )
+    is_plain = len(stored.shape) == 2 if has_scales else len(stored.shape) in (1, 2)
+    is_plain = is_plain and (has_scales or stored.type_name in _DTYPES)
     if not is_plain or 0 in stored.shape or _gguf_name(stored.name) is None:
         raise errors.BadArgumentError(
             f"{stored.path}: tensor {stored.name} of {stored.type_name} cannot be quantised; "
-            "weights must be F32, F16 or BF16 matrices and vectors of a plain decoder"
+            "weights must be F32, F16, BF16 or F8_E4M3 matrices and vectors of a plain decoder"
         )
 
 
@@ -312,13 +334,14 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
 
     unit = max(tensor.head_rows, 1)
     step = max(_VALUES_PER_PART // (tensor.columns * unit), 1) * unit
-    dtype = _DTYPES[tensor.type_name]
+    dtype = np.dtype(np.uint8) if tensor.scales else _DTYPES[tensor.type_name]
+    scales = tensor.scales and _float8.read_scales(tensor.scales, tensor.shape, tensor.block)
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         for first in range(0, tensor.rows, step):
             rows = min(step, tensor.rows - first)
             raw = np.fromfile(file, dtype, rows * tensor.columns).reshape(rows, tensor.columns)
-            values = _as_float32(raw)
+            values = scales.numbers(raw, first) if scales else _as_float32(raw)
             if not np.isfinite(values).all():
                 raise errors.CorruptError(
                     f"{tensor.path}: tensor {tensor.name} holds a value that is not finite"

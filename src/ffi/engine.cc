@@ -174,6 +174,12 @@ tf::Array<tf::Any> LayersOf(const ModelInfo& info) {
   return layers;
 }
 
+OptionMap WeightTypesOf(const ModelInfo& info) {
+  OptionMap types;
+  for (const WeightType& type : info.weight_types) types.Set(tf::String(type.name), type.bytes);
+  return types;
+}
+
 class EngineObj : public tf::Object {
   // f returns Status or Result<T>; what comes back is nothing or T.
   template <typename F>
@@ -336,6 +342,7 @@ class EngineObj : public tf::Object {
                        {"bos_token_id", info.bos_token_id},
                        {"parameter_count", info.parameter_count},
                        {"weight_bytes", info.weight_bytes},
+                       {"weight_types", WeightTypesOf(info)},
                        {"layers", LayersOf(info)},
                        {"rope", RopeFields(info.rope)},
                        {"kernel_path", tf::String(loop_->kernel_path())}};

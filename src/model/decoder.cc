@@ -119,6 +119,7 @@ void Decoder::FillInfo(const WeightLoader& loader) {
   info_.bos_token_id = config_.bos_token_id;
   info_.parameter_count = loader.parameter_count();
   info_.weight_bytes = loader.weight_bytes();
+  info_.weight_types = loader.weight_types();
   info_.rope = config_.rope;
 }
 

@@ -220,6 +220,8 @@ def test_inspect_says_what_runs(capsys: pytest.CaptureFixture[str], tiny: TinyMo
     ]
     assert found["build"]["version"] == quire.__version__
     assert found["kernels"] == {"available": quire.kernel_paths(), "chosen": "scalar"}
+    types = found["model"]["weight_types"]
+    assert set(types) == {"float32"} and sum(types.values()) == found["memory"]["weight_bytes"]
     assert found["model"]["layers"] == 3 and found["model"]["chat_template"] is True
     plan = quire.Engine.plan_memory(tiny.directory, **options)
     assert found["memory"].pop("fits") is True

@@ -228,11 +228,18 @@ def test_the_same_numbers_in_three_forms_give_the_same_bits(tmp_path):
 def test_memory_is_known_before_and_below_that_of_plain_weights(tmp_path):
     plain = TinyModel(tmp_path / "plain", SHAPE)
     sizes = {"plain": quire.Engine.plan_memory(plain.directory, dtype="float32").weight_bytes}
-    for name in ("gptq_8_128", "gptq_4_order", "compressed_4_symmetric"):
+    types_of = {
+        "gptq_8_128": {"I8ZWide", "int32", "float32"},
+        "gptq_4_order": {"I4Z", "int32", "float32"},
+        "compressed_4_symmetric": {"I4G", "float32"},
+    }
+    for name, expected in types_of.items():
         model = model_of(tmp_path / name, FORMS[name])
         sizes[name] = quire.Engine.plan_memory(model.directory, dtype="float32").weight_bytes
         with quire.Engine(model.directory, dtype="float32", kv_bytes=1 << 20) as engine:
             assert engine.stats()["weight_bytes"] == sizes[name]
+            types = engine.info.weight_types
+        assert set(types) == expected and sum(types.values()) == sizes[name]
     tables = sum(w.nbytes for name, w in plain.weights.items() if not is_quantised(name))
     matrices = sum(w.size for name, w in plain.weights.items() if is_quantised(name))
     assert sizes["gptq_8_128"] - tables < matrices * 9 / 8
@@ -287,7 +294,7 @@ def test_a_packed_order_that_is_none_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("quantisation", "message"),
     [
-        ({"quant_method": "fp8"}, r'quantization_config\.quant_method: "fp8" is not read'),
+        ({"quant_method": "hqq"}, r'quantization_config\.quant_method: "hqq" is not read'),
         ({"quant_method": "gptq", "bits": 3, "group_size": 32}, r"bits: 3 is not read"),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},

@@ -85,6 +85,7 @@ def _model_facts(engine: quire.Engine) -> Facts:
         "folder": str(engine.model_dir),
         "architecture": info.architecture,
         "parameters": info.parameter_count,
+        "weight_types": dict(info.weight_types),
         "layers": len(info.layers),
         "query_heads": layer.num_qo_heads,
         "kv_heads": layer.num_kv_heads,
@@ -120,6 +121,8 @@ def _print(facts: dict[str, Facts], as_json: bool) -> None:
 def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {memory.bytes_text(size)}" for key, size in value.items())
     if isinstance(value, list):
         return ", ".join(str(entry) for entry in value) or "none"
     if value is None:

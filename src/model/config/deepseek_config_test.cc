@@ -128,8 +128,8 @@ TEST(DeepseekConfig, NamesWhatIsWrong) {
   ExpectRefused(Form(2), "scoring_func", "sigmoid", "known is softmax");
   ExpectRefused(Form(2), "norm_topk_prob", true, "norm_topk_prob: true");
   ExpectRefused(Form(2), "routed_scaling_factor", 0, "is not in (0,");
-  ExpectRefused(Form(3), "quantization_config", {{"quant_method", "fp8"}},
-                ".quantization_config.quant_method: \"fp8\" is not read");
+  ExpectRefused(Form(3), "quantization_config", {{"quant_method", "hqq"}},
+                ".quantization_config.quant_method: \"hqq\" is not read");
   ExpectRefused(Form(3), "rope_scaling",
                 {{"type", "longrope"},
                  {"short_factor", {1, 1, 1, 1}},

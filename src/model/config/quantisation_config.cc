@@ -88,13 +88,44 @@ Status RefuseMember(const JsonValue& json, std::string_view field, std::string_v
   return NotRead(*object, member, value->json().dump(), "it must be absent");
 }
 
-Status CheckCompressedGroup(const JsonValue& group) {
-  constexpr std::string_view kForms[] = {"pack-quantized", "int-quantized", "naive-quantized"};
-  constexpr std::string_view kTypes[] = {"int"};
+// A pair of sizes: outputs and inputs of the blocks that have one scale.
+Status ReadBlocks(const JsonValue& json, std::string_view field, FolderQuantisation* quantisation) {
+  QUIRE_ASSIGN_OR_RETURN(const JsonValue value, json.Get(field));
+  QUIRE_ASSIGN_OR_RETURN(const size_t count, value.ArraySize());
+  if (count != 2) return BadField(json, field, "expected two sizes");
+  int64_t sizes[2];
+  for (size_t i = 0; i < 2; ++i) {
+    QUIRE_ASSIGN_OR_RETURN(const JsonValue size, value.At(i));
+    QUIRE_ASSIGN_OR_RETURN(sizes[i], size.Int(1, kMaxIntermediate));
+  }
+  const int64_t before[] = {quantisation->block_outputs, quantisation->block_inputs};
+  if (before[0] != 0 && !std::ranges::equal(before, sizes)) {
+    return NotRead(json, field, value.json().dump(), "read is one size of blocks for all groups");
+  }
+  quantisation->block_outputs = sizes[0];
+  quantisation->block_inputs = sizes[1];
+  return Status();
+}
+
+Status ReadFloatGroup(const JsonValue& weights, FolderQuantisation* quantisation) {
+  constexpr std::string_view kStrategies[] = {"block", "channel", "tensor"};
+  QUIRE_ASSIGN_OR_RETURN(const int64_t bits, weights.GetInt("num_bits"));
+  if (bits != 8) return NotRead(weights, "num_bits", std::to_string(bits), "read is 8");
+  QUIRE_ASSIGN_OR_RETURN(const std::string strategy,
+                         ReadName(weights, "strategy", "tensor", kStrategies));
+  if (strategy != "block") return Status();
+  return ReadBlocks(weights, "block_structure", quantisation);
+}
+
+Status ReadCompressedGroup(const JsonValue& group, FolderQuantisation* quantisation) {
+  constexpr std::string_view kForms[] = {"pack-quantized", "int-quantized", "float-quantized",
+                                         "naive-quantized"};
+  constexpr std::string_view kTypes[] = {"float", "int"};
   constexpr std::string_view kStrategies[] = {"channel", "group", "tensor"};
   QUIRE_RETURN_IF_ERROR(ReadName(group, "format", kForms[0], kForms).status());
   QUIRE_ASSIGN_OR_RETURN(const JsonValue weights, group.Get("weights"));
-  QUIRE_RETURN_IF_ERROR(ReadName(weights, "type", "int", kTypes).status());
+  QUIRE_ASSIGN_OR_RETURN(const std::string type, ReadName(weights, "type", "int", kTypes));
+  if (type == "float") return ReadFloatGroup(weights, quantisation);
   QUIRE_RETURN_IF_ERROR(ReadBits(weights, "num_bits", true).status());
   QUIRE_ASSIGN_OR_RETURN(const std::string strategy,
                          ReadName(weights, "strategy", "tensor", kStrategies));
@@ -103,8 +134,8 @@ Status CheckCompressedGroup(const JsonValue& group) {
 }
 
 Result<FolderQuantisation> ReadCompressed(const JsonValue& json) {
-  constexpr std::string_view kForms[] = {"pack-quantized", "int-quantized", "naive-quantized",
-                                         "mixed-precision", "dense"};
+  constexpr std::string_view kForms[] = {"pack-quantized",  "int-quantized",   "float-quantized",
+                                         "naive-quantized", "mixed-precision", "dense"};
   QUIRE_RETURN_IF_ERROR(ReadName(json, "format", "dense", kForms).status());
   QUIRE_RETURN_IF_ERROR(RefuseMember(json, "sparsity_config", "format", "dense"));
   QUIRE_RETURN_IF_ERROR(RefuseMember(json, "transform_config", "config_groups", ""));
@@ -113,19 +144,32 @@ Result<FolderQuantisation> ReadCompressed(const JsonValue& json) {
   if (!groups->json().is_object()) {
     return BadField(json, "config_groups", "expected an object");
   }
+  FolderQuantisation quantisation;
   for (const auto& [name, value] : groups->json().items()) {
     QUIRE_ASSIGN_OR_RETURN(const JsonValue group, groups->Get(name));
-    QUIRE_RETURN_IF_ERROR(CheckCompressedGroup(group));
+    QUIRE_RETURN_IF_ERROR(ReadCompressedGroup(group, &quantisation));
   }
-  return FolderQuantisation{};
+  return quantisation;
+}
+
+// Activations are not quantised here, so what the field activation_scheme asks for is not needed.
+Result<FolderQuantisation> ReadFloat8(const JsonValue& json) {
+  constexpr std::string_view kTypes[] = {"e4m3"};
+  FolderQuantisation quantisation{.scheme = FolderScheme::kFloat8};
+  QUIRE_RETURN_IF_ERROR(ReadName(json, "fmt", "e4m3", kTypes).status());
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> blocks, json.Find("weight_block_size"));
+  if (!blocks) return quantisation;
+  QUIRE_RETURN_IF_ERROR(ReadBlocks(json, "weight_block_size", &quantisation));
+  return quantisation;
 }
 
 }  // namespace
 
 Result<FolderQuantisation> ReadQuantisation(const JsonValue& json) {
-  constexpr std::string_view kMethods[] = {"awq", "compressed-tensors", "gptq"};
+  constexpr std::string_view kMethods[] = {"awq", "compressed-tensors", "fp8", "gptq"};
   QUIRE_ASSIGN_OR_RETURN(const std::string method, ReadName(json, "quant_method", "", kMethods));
   if (method == "gptq") return ReadGptq(json);
+  if (method == "fp8") return ReadFloat8(json);
   return method == "awq" ? ReadAwq(json) : ReadCompressed(json);
 }
 

@@ -24,6 +24,20 @@ json Compressed() {
           {"config_groups", {{"group_0", {{"targets", {"Linear"}}, {"weights", weights}}}}}};
 }
 
+json Float8() {
+  return {{"quant_method", "fp8"},
+          {"fmt", "e4m3"},
+          {"activation_scheme", "dynamic"},
+          {"weight_block_size", {128, 64}}};
+}
+json CompressedFloat8() {
+  json config = Compressed();
+  config["format"] = "float-quantized";
+  config["config_groups"]["group_0"]["weights"] = {
+      {"num_bits", 8}, {"type", "float"}, {"strategy", "block"}, {"block_structure", {128, 64}}};
+  return config;
+}
+
 TEST(Quantisation, FormsAreRead) {
   const FolderQuantisation gptq = Read(Gptq()).value();
   EXPECT_EQ(gptq.scheme, FolderScheme::kGptq);
@@ -42,6 +56,30 @@ TEST(Quantisation, FormsAreRead) {
   EXPECT_EQ(Read(Compressed())->scheme, FolderScheme::kCompressed);
 }
 
+TEST(Quantisation, Float8IsReadWithItsBlocks) {
+  const auto found = Read(Float8());
+  ASSERT_TRUE(found.ok()) << found.status().ToString();
+  EXPECT_EQ(found->scheme, FolderScheme::kFloat8);
+  EXPECT_EQ(found->block_outputs, 128);
+  EXPECT_EQ(found->block_inputs, 64);
+  json one_scale = Float8();
+  one_scale["weight_block_size"] = nullptr;
+  EXPECT_EQ(Read(one_scale)->block_outputs, 0);
+
+  json compressed = CompressedFloat8();
+  EXPECT_EQ(Read(compressed)->scheme, FolderScheme::kCompressed);
+  EXPECT_EQ(Read(compressed)->block_inputs, 64);
+  json& groups = compressed["config_groups"];
+  groups["group_1"] = groups["group_0"];
+  EXPECT_TRUE(Read(compressed).ok());
+  groups["group_1"]["weights"]["block_structure"] = {128, 128};
+  EXPECT_NE(Read(compressed).status().message().find("[128,128] is not read; read is one size"),
+            std::string::npos);
+  groups.erase("group_1");
+  groups["group_0"]["weights"]["strategy"] = "channel";
+  EXPECT_EQ(Read(compressed)->block_inputs, 0);
+}
+
 struct Refused {
   json config;
   std::string at;  // a JSON pointer
@@ -52,8 +90,8 @@ struct Refused {
 TEST(Quantisation, WhatIsNotReadIsRefusedByFieldAndValue) {
   const std::string group = "/config_groups/group_0";
   const Refused cases[] = {
-      {Gptq(), "/quant_method", "fp8",
-       ".quant_method: \"fp8\" is not read; read are awq, compressed-tensors, gptq"},
+      {Gptq(), "/quant_method", "hqq",
+       ".quant_method: \"hqq\" is not read; read are awq, compressed-tensors, fp8, gptq"},
       {Gptq(), "/bits", 3, ".bits: 3 is not read; read are 4 and 8"},
       {Gptq(), "/bits", nullptr, "\"bits\" is missing"},
       {Gptq(), "/group_size", 16, ".group_size: 16 is not read; read are multiples of 32, and -1"},
@@ -64,7 +102,16 @@ TEST(Quantisation, WhatIsNotReadIsRefusedByFieldAndValue) {
       {Awq(), "/bits", 8, ".bits: 8 is not read; read is 4"},
       {Awq(), "/version", "gemv", ".version: \"gemv\" is not read; read are gemm"},
       {Awq(), "/zero_point", false, ".zero_point: false is not read; read is true"},
-      {Compressed(), "/format", "float-quantized", ".format: \"float-quantized\" is not read"},
+      {Compressed(), "/format", "marlin-24", ".format: \"marlin-24\" is not read"},
+      {Float8(), "/fmt", "e5m2", ".fmt: \"e5m2\" is not read; read are e4m3"},
+      {Float8(), "/weight_block_size", {128}, ".weight_block_size: expected two sizes"},
+      {Float8(), "/weight_block_size", 128, ".weight_block_size: expected an array"},
+      {Float8(), "/weight_block_size/1", 0, ".weight_block_size[1]: 0 is not in [1, "},
+      {CompressedFloat8(), group + "/weights/num_bits", 4, ".weights.num_bits: 4 is not read"},
+      {CompressedFloat8(), group + "/weights/strategy", "group",
+       ".weights.strategy: \"group\" is not read; read are block, channel, tensor"},
+      {CompressedFloat8(), group + "/weights/block_structure", nullptr,
+       "\"block_structure\" is missing"},
       {Compressed(),
        "/sparsity_config",
        {{"format", "sparse-24-bitmask"}},
@@ -77,8 +124,8 @@ TEST(Quantisation, WhatIsNotReadIsRefusedByFieldAndValue) {
       {Compressed(), group + "/weights", nullptr, "\"weights\" is missing"},
       {Compressed(), group + "/format", "nvfp4-pack-quantized",
        "group_0.format: \"nvfp4-pack-quantized\" is not read"},
-      {Compressed(), group + "/weights/type", "float",
-       "group_0.weights.type: \"float\" is not read; read are int"},
+      {Compressed(), group + "/weights/type", "fp",
+       "group_0.weights.type: \"fp\" is not read; read are float, int"},
       {Compressed(), group + "/weights/num_bits", 2, "group_0.weights.num_bits: 2 is not read"},
       {Compressed(), group + "/weights/strategy", "block",
        "group_0.weights.strategy: \"block\" is not read; read are channel, group, tensor"},

@@ -6,20 +6,11 @@
 #include <limits>
 #include <utility>
 
-#include "tensor/half.h"
+#include "model/weights/folder_tensors.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
 namespace {
-
-constexpr std::string_view kFloatTypes[] = {"F16", "BF16", "F32"};
-
-template <typename T>
-T NumberAt(const CheckpointTensor& tensor, int64_t index) {
-  T number;  // a file may begin its data anywhere
-  std::memcpy(&number, tensor.bytes.data() + static_cast<size_t>(index) * sizeof(T), sizeof(T));
-  return number;
-}
 
 // The nibble of a word that holds output i of 8 where they are interleaved.
 int64_t InterleavedPlace(int64_t output) { return output % 2 * 4 + output / 2; }
@@ -35,6 +26,7 @@ uint32_t Bits(uint32_t word, int64_t place, int64_t bits) {
 
 bool FolderMatrix::IsStored(const Checkpoint& checkpoint, const FolderQuantisation& quantisation,
                             const std::string& name) {
+  if (quantisation.scheme == FolderScheme::kFloat8) return false;
   if (quantisation.scheme != FolderScheme::kCompressed) return checkpoint.Has(name + ".qweight");
   return checkpoint.Has(name + ".weight_packed") ||
          (checkpoint.Has(name + ".weight") && checkpoint.Has(name + ".weight_scale"));
@@ -57,31 +49,13 @@ Result<FolderMatrix> FolderMatrix::Open(const Checkpoint& checkpoint,
 
 Result<CheckpointTensor> FolderMatrix::Find(const std::string& suffix, std::string_view type,
                                             std::span<const int64_t> shape) const {
-  QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, checkpoint_->Find(name_ + suffix));
-  if (tensor.stored->type_name == type && std::ranges::equal(tensor.stored->shape, shape)) {
-    return tensor;
-  }
-  return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
-                                          ", config.json asks for " + std::string(type) + " " +
-                                          ShapeText(shape) + "; the two do not belong together");
-}
-
-Result<CheckpointTensor> FolderMatrix::FindScales(const std::string& suffix) const {
-  QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, checkpoint_->Find(name_ + suffix));
-  if (std::ranges::find(kFloatTypes, tensor.stored->type_name) != std::end(kFloatTypes)) {
-    return tensor;
-  }
-  return Status(StatusCode::kBadArgument,
-                tensor.Name() + " is stored as " + std::string(tensor.stored->type_name) +
-                    "; scales must be F16, BF16 or F32: save the model so");
+  return FindTyped(*checkpoint_, name_ + suffix, type, shape);
 }
 
 Status FolderMatrix::FindCompressed() {
-  QUIRE_ASSIGN_OR_RETURN(scales_, FindScales(".weight_scale"));
+  QUIRE_ASSIGN_OR_RETURN(scales_, FindScales(*checkpoint_, name_ + ".weight_scale"));
   const std::vector<int64_t>& scales = scales_->stored->shape;
-  const auto count =
-      static_cast<int64_t>(scales_->bytes.size()) / (scales_->stored->type_name == "F32" ? 4 : 2);
-  has_one_scale_ = count == 1;
+  has_one_scale_ = ScaleCount(*scales_) == 1;
   group_count_ = scales.size() == 2 && !has_one_scale_ ? scales[1] : 1;
   const bool has_rows = !scales.empty() && scales[0] == n_ && scales.size() <= 2;
   if (!has_one_scale_ && (!has_rows || group_count_ < 1 || k_ % group_count_ != 0)) {
@@ -145,7 +119,7 @@ Status FolderMatrix::FindWords(const FolderQuantisation& quantisation) {
   const int64_t scales[] = {group_count_, n_};
   QUIRE_ASSIGN_OR_RETURN(codes_, Find(".qweight", "I32", codes));
   QUIRE_ASSIGN_OR_RETURN(zeros_, Find(".qzeros", "I32", zeros));
-  QUIRE_ASSIGN_OR_RETURN(scales_, FindScales(".scales"));
+  QUIRE_ASSIGN_OR_RETURN(scales_, FindScales(*checkpoint_, name_ + ".scales"));
   QUIRE_ASSIGN_OR_RETURN(scales_, Find(".scales", scales_->stored->type_name, scales));
   return Has(".g_idx") ? FindGroups(".g_idx") : Status();
 }
@@ -182,9 +156,7 @@ WeightFormat FolderMatrix::format() const {
 float FolderMatrix::ScaleAt(int64_t output, int64_t group) const {
   int64_t at = scales_by_group_ ? group * n_ + output : output * group_count_ + group;
   if (has_one_scale_) at = 0;
-  if (scales_->stored->type_name == "F32") return NumberAt<float>(*scales_, at);
-  const auto bits = NumberAt<uint16_t>(*scales_, at);
-  return scales_->stored->type_name == "F16" ? F16ToF32(bits) : Bf16ToF32(bits);
+  return FloatAt(*scales_, at);
 }
 
 // In the units of the format's codes: signed ones of 8 bits, 0 ... 15 of 4 bits.

@@ -1,6 +1,7 @@
 // Matrices that the safetensors files of a Hugging Face folder hold quantised, in the forms of
 // compressed-tensors, GPTQ and AWQ: several tensors per matrix, which become one in a format of the
-// kernels. Codes, scales and offsets move and keep their values.
+// kernels. Codes, scales and offsets move and keep their values. Codes of floating point:
+// float8_matrix.h.
 #ifndef QUIRE_MODEL_WEIGHTS_QUANTISED_FOLDER_H_
 #define QUIRE_MODEL_WEIGHTS_QUANTISED_FOLDER_H_
 
@@ -18,7 +19,7 @@
 
 namespace quire {
 
-enum class FolderScheme : uint8_t { kCompressed, kGptq, kAwq };
+enum class FolderScheme : uint8_t { kCompressed, kGptq, kAwq, kFloat8 };
 
 // What the folder's configuration says of all its quantised matrices.
 struct FolderQuantisation {
@@ -26,6 +27,10 @@ struct FolderQuantisation {
   int64_t bits = 4;        // kGptq, kAwq: 4 or 8; matrices of kCompressed tell it by their tensors
   int64_t group_size = 0;  // kGptq, kAwq: inputs with one scale; 0: all of a matrix
   int zero_raise = 0;      // kGptq: what is added to the offsets as they are stored
+  // kFloat8, kCompressed: outputs and inputs with one scale, where scales of float8 codes are those
+  // of blocks; 0: they are not.
+  int64_t block_outputs = 0;
+  int64_t block_inputs = 0;
 };
 
 // The tensors of one matrix `name` [n, k], whose types and shapes are checked. With q the stored
@@ -78,7 +83,6 @@ class FolderMatrix {
   Status CheckGroupSize() const;
   Result<CheckpointTensor> Find(const std::string& suffix, std::string_view type,
                                 std::span<const int64_t> shape) const;
-  Result<CheckpointTensor> FindScales(const std::string& suffix) const;
   bool Has(const std::string& suffix) const { return checkpoint_->Has(name_ + suffix); }
 
   int64_t per_word() const { return 32 / bits_; }

@@ -6,40 +6,18 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <string>
 #include <vector>
 
 #include "base/random.h"
+#include "model/testing/raw_checkpoint.h"
 #include "model/testing/test_checkpoint.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
 namespace {
-
-// Tensors of any type, as a file of them.
-class RawFile {
- public:
-  template <typename T>
-  void Add(const std::string& name, const std::string& type, const std::vector<int64_t>& shape,
-           const std::vector<T>& values) {
-    const std::string bytes(reinterpret_cast<const char*>(values.data()),
-                            values.size() * sizeof(T));
-    header_[name] = {{"dtype", type},
-                     {"shape", shape},
-                     {"data_offsets", {data_.size(), data_.size() + bytes.size()}}};
-    data_ += bytes;
-  }
-  void Write(const TestFolder& folder) const {
-    folder.Write("model.safetensors", SafetensorsBytes(header_.dump() + " ", data_));
-  }
-
- private:
-  nlohmann::json header_ = nlohmann::json::object();
-  std::string data_;
-};
 
 // A matrix quantised by whatever means: codes from 0 on, offsets among them, and scales.
 struct Matrix {
@@ -130,7 +108,7 @@ std::vector<T> ByGroup(const Matrix& m, const std::vector<T>& values) {
   return turned;
 }
 
-void AddGptq(RawFile& file, const Matrix& m, int raise = 1) {
+void AddGptq(RawCheckpoint& file, const Matrix& m, int raise = 1) {
   const int64_t per = 32 / m.bits;
   const auto codes = Words(m.n, m.k, m.bits, [&](int64_t o, int64_t i) { return m.code(o, i); });
   file.Add("a.qweight", "I32", {m.k / per, m.n}, Turned(codes, m.n, m.k / per));
@@ -142,7 +120,7 @@ void AddGptq(RawFile& file, const Matrix& m, int raise = 1) {
   file.Add("a.g_idx", "I32", {m.k}, m.group_of);
 }
 
-void AddAwq(RawFile& file, const Matrix& m) {
+void AddAwq(RawCheckpoint& file, const Matrix& m) {
   const std::vector<int64_t> order = {0, 2, 4, 6, 1, 3, 5, 7};
   file.Add("a.qweight", "I32", {m.k, m.n / 8},
            Words(
@@ -154,7 +132,7 @@ void AddAwq(RawFile& file, const Matrix& m) {
   file.Add("a.scales", "F16", {m.groups(), m.n}, Halves(ByGroup(m, m.scales)));
 }
 
-void AddCompressed(RawFile& file, const Matrix& m, bool has_zeros) {
+void AddCompressed(RawCheckpoint& file, const Matrix& m, bool has_zeros) {
   const int64_t per = 32 / m.bits;
   file.Add("a.weight_packed", "I32", {m.n, m.k / per},
            Words(m.n, m.k, m.bits, [&](int64_t o, int64_t i) { return m.code(o, i); }));
@@ -167,7 +145,7 @@ void AddCompressed(RawFile& file, const Matrix& m, bool has_zeros) {
   file.Add("a.weight_zero_point", "I32", {rows, m.groups()}, Turned(words, m.groups(), rows));
 }
 
-void AddBytes(RawFile& file, const Matrix& m, bool has_zeros) {
+void AddBytes(RawCheckpoint& file, const Matrix& m, bool has_zeros) {
   std::vector<int8_t> codes;
   std::vector<int8_t> zeros;
   for (const int code : m.codes) codes.push_back(static_cast<int8_t>(code - 128));
@@ -188,8 +166,8 @@ FolderQuantisation Awq(const Matrix& m) {
 
 class QuantisedFolderTest : public testing::Test {
  protected:
-  Result<FolderMatrix> Open(const RawFile& file, const FolderQuantisation& quantisation, int64_t n,
-                            int64_t k) {
+  Result<FolderMatrix> Open(const RawCheckpoint& file, const FolderQuantisation& quantisation,
+                            int64_t n, int64_t k) {
     file.Write(folder_);
     checkpoint_ = std::make_unique<Checkpoint>(Checkpoint::Open(folder_.path()).value());
     EXPECT_TRUE(FolderMatrix::IsStored(*checkpoint_, quantisation, "a"));
@@ -198,7 +176,7 @@ class QuantisedFolderTest : public testing::Test {
   }
 
   // What packing gives is the formula's weights, bit for bit.
-  void Check(const RawFile& file, const FolderQuantisation& quantisation, const Matrix& m,
+  void Check(const RawCheckpoint& file, const FolderQuantisation& quantisation, const Matrix& m,
              WeightFormat format) {
     auto matrix = Open(file, quantisation, m.n, m.k);
     ASSERT_TRUE(matrix.ok()) << matrix.status().ToString();
@@ -224,8 +202,8 @@ class QuantisedFolderTest : public testing::Test {
     matrix->Release();
   }
 
-  void ExpectRefused(const RawFile& file, const FolderQuantisation& quantisation, StatusCode code,
-                     std::string_view message, int64_t n = 24, int64_t k = 192) {
+  void ExpectRefused(const RawCheckpoint& file, const FolderQuantisation& quantisation,
+                     StatusCode code, std::string_view message, int64_t n = 24, int64_t k = 192) {
     const auto matrix = Open(file, quantisation, n, k);
     Status status = matrix.status();
     if (status.ok()) {
@@ -250,12 +228,12 @@ TEST_F(QuantisedFolderTest, GptqIsReadToTheBit) {
     for (const int raise : {0, 1}) {
       Matrix m(bits);
       for (int& zero : m.zeros) zero += raise;  // up to 16 and 256
-      RawFile file;
+      RawCheckpoint file;
       AddGptq(file, m, raise);
       Check(file, Gptq(m, raise), m, bits == 4 ? WeightFormat::kI4Z : WeightFormat::kI8Z);
     }
     Matrix wide(bits, 16, 384, 128);
-    RawFile file;
+    RawCheckpoint file;
     AddGptq(file, wide, 0);
     Check(file, Gptq(wide, 0), wide, bits == 4 ? WeightFormat::kI4ZWide : WeightFormat::kI8ZWide);
   }
@@ -266,7 +244,7 @@ TEST_F(QuantisedFolderTest, GptqGroupsInTheOrderOfActivationsAreReadToTheBit) {
   for (const int64_t k : {192, 160}) {
     Matrix m(4, 24, k);
     m.Strew();
-    RawFile file;
+    RawCheckpoint file;
     AddGptq(file, m, 0);
     Check(file, Gptq(m, 0), m, WeightFormat::kI4Z);
   }
@@ -274,13 +252,13 @@ TEST_F(QuantisedFolderTest, GptqGroupsInTheOrderOfActivationsAreReadToTheBit) {
 
 TEST_F(QuantisedFolderTest, AwqIsReadToTheBit) {
   const Matrix m;
-  RawFile file;
+  RawCheckpoint file;
   AddAwq(file, m);
   Check(file, Awq(m), m, WeightFormat::kI4Z);
   Matrix whole(4, 8, 96, 96);
   FolderQuantisation quantisation = Awq(whole);
   quantisation.group_size = 0;
-  RawFile second;
+  RawCheckpoint second;
   AddAwq(second, whole);
   Check(second, quantisation, whole, WeightFormat::kI4Z);
 }
@@ -292,11 +270,11 @@ TEST_F(QuantisedFolderTest, CompressedTensorsAreReadToTheBit) {
       if (!has_zeros) std::ranges::fill(m.zeros, bits == 4 ? 8 : 128);
       const WeightFormat sym = bits == 4 ? WeightFormat::kI4G : WeightFormat::kI8G;
       const WeightFormat asym = bits == 4 ? WeightFormat::kI4Z : WeightFormat::kI8Z;
-      RawFile packed;
+      RawCheckpoint packed;
       AddCompressed(packed, m, has_zeros);
       Check(packed, kCompressed, m, has_zeros ? asym : sym);
       if (bits == 4) continue;
-      RawFile bytes;
+      RawCheckpoint bytes;
       AddBytes(bytes, m, has_zeros);
       Check(bytes, kCompressed, m, has_zeros ? asym : sym);
     }
@@ -306,13 +284,13 @@ TEST_F(QuantisedFolderTest, CompressedTensorsAreReadToTheBit) {
 TEST_F(QuantisedFolderTest, ScalesOfOutputsOrOfAllAreReadToTheBit) {
   Matrix m(8, 19, 256, 256);
   std::ranges::fill(m.zeros, 128);
-  RawFile file;
+  RawCheckpoint file;
   AddBytes(file, m, false);
   Check(file, kCompressed, m, WeightFormat::kI8GWide);
   std::ranges::fill(m.scales, 0.3F);  // of all its bits
   std::vector<int8_t> codes;
   for (const int code : m.codes) codes.push_back(static_cast<int8_t>(code - 128));
-  RawFile one;
+  RawCheckpoint one;
   one.Add("a.weight", "I8", {m.n, m.k}, codes);
   one.Add("a.weight_scale", "F32", {1}, std::vector<float>{0.3F});
   Check(one, kCompressed, m, WeightFormat::kI8GWide);
@@ -321,7 +299,7 @@ TEST_F(QuantisedFolderTest, ScalesOfOutputsOrOfAllAreReadToTheBit) {
 TEST_F(QuantisedFolderTest, CompressedGroupsInAnotherOrderAreReadToTheBit) {
   Matrix m;
   m.Strew();
-  RawFile file;
+  RawCheckpoint file;
   AddCompressed(file, m, true);
   file.Add("a.weight_g_idx", "I32", {m.k}, m.group_of);
   Check(file, kCompressed, m, WeightFormat::kI4Z);
@@ -331,12 +309,12 @@ TEST_F(QuantisedFolderTest, OffsetsOfFourBitsMayBeBytes) {
   const Matrix m;
   std::vector<int8_t> zeros;
   for (const int zero : m.zeros) zeros.push_back(static_cast<int8_t>(zero - 8));
-  RawFile file;
+  RawCheckpoint file;
   AddCompressed(file, m, false);
   file.Add("a.weight_zero_point", "I8", {m.n, m.groups()}, zeros);
   Check(file, kCompressed, m, WeightFormat::kI4Z);
   zeros[7] = -9;
-  RawFile beyond;
+  RawCheckpoint beyond;
   AddCompressed(beyond, m, false);
   beyond.Add("a.weight_zero_point", "I8", {m.n, m.groups()}, zeros);
   ExpectRefused(beyond, kCompressed, StatusCode::kCorrupt, "the offset of output 2 is -9");
@@ -344,11 +322,11 @@ TEST_F(QuantisedFolderTest, OffsetsOfFourBitsMayBeBytes) {
 
 TEST_F(QuantisedFolderTest, MissingAndMisshapenTensorsAreNamed) {
   const Matrix m;
-  RawFile alone;
+  RawCheckpoint alone;
   alone.Add("a.qweight", "I32", {24, 24}, std::vector<int32_t>(576));
   ExpectRefused(alone, Gptq(m), StatusCode::kNotFound, "\"a.qzeros\" is in none");
   ExpectRefused(alone, Awq(m), StatusCode::kCorrupt, "\"a.qweight\" is I32 [24, 24]");
-  RawFile file;
+  RawCheckpoint file;
   AddGptq(file, m, 0);
   FolderQuantisation other = Gptq(m);
   other.group_size = 32;
@@ -358,28 +336,28 @@ TEST_F(QuantisedFolderTest, MissingAndMisshapenTensorsAreNamed) {
   ExpectRefused(file, other, StatusCode::kCorrupt, "config.json asks for I32 [48, 24]");
   ExpectRefused(file, Gptq(m), StatusCode::kBadArgument, "190 inputs", 24, 190);
   ExpectRefused(file, Gptq(m), StatusCode::kBadArgument, "no multiple of the 8", 22);
-  RawFile compressed;
+  RawCheckpoint compressed;
   AddCompressed(compressed, m, true);
   ExpectRefused(compressed, kCompressed, StatusCode::kCorrupt, "\"a.weight_scale\" is F16 [24, 3]",
                 48);
   const Matrix narrow(4, 24, 192, 16);
-  RawFile short_groups;
+  RawCheckpoint short_groups;
   AddCompressed(short_groups, narrow, true);
   ExpectRefused(short_groups, kCompressed, StatusCode::kBadArgument, "groups of 16 inputs");
 }
 
 TEST_F(QuantisedFolderTest, TypesThatAreNotReadAreNamed) {
   const Matrix m(8, 4, 64, 64);
-  RawFile file;
+  RawCheckpoint file;
   file.Add("a.weight", "F8_E4M3", {4, 64}, std::vector<int8_t>(256));
   file.Add("a.weight_scale", "F16", {4, 1}, std::vector<uint16_t>(4));
   ExpectRefused(file, kCompressed, StatusCode::kCorrupt, "\"a.weight\" is F8_E4M3 [4, 64]", 4, 64);
-  RawFile scales;
+  RawCheckpoint scales;
   scales.Add("a.weight", "I8", {4, 64}, std::vector<int8_t>(256));
   scales.Add("a.weight_scale", "I32", {4, 1}, std::vector<int32_t>(4));
   ExpectRefused(scales, kCompressed, StatusCode::kBadArgument,
                 "\"a.weight_scale\" is stored as I32; scales must be", 4, 64);
-  RawFile precise;
+  RawCheckpoint precise;
   precise.Add("a.weight", "I8", {4, 64}, std::vector<int8_t>(256));
   precise.Add("a.weight_scale", "F32", {4, 1}, std::vector<float>{0.5F, 0.3F, 1, 1});
   precise.Add("a.weight_zero_point", "I8", {4, 1}, std::vector<int8_t>(4));
@@ -390,13 +368,13 @@ TEST_F(QuantisedFolderTest, GroupsThatAreNoGroupsAreRefused) {
   for (const int32_t hostile : {-1, 3, 1 << 30, std::numeric_limits<int32_t>::min(), 2}) {
     Matrix m;
     m.group_of[5] = hostile;  // 2: that group is one too large
-    RawFile file;
+    RawCheckpoint file;
     AddGptq(file, m, 0);
     ExpectRefused(file, Gptq(m, 0), StatusCode::kCorrupt, "there are 3 groups of 64 inputs each");
   }
   Matrix m(4, 24, 160);
   m.group_of[5] = 2;  // a group of 32, one too large
-  RawFile file;
+  RawCheckpoint file;
   AddGptq(file, m, 0);
   ExpectRefused(file, Gptq(m, 0), StatusCode::kCorrupt, "input 159 is in group 2", 24, 160);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <utility>
 
 #include "base/round_up.h"
@@ -113,6 +114,12 @@ void ShareOrder(std::vector<QuantisedPart>& parts) {
 
 std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
   return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
+}
+
+Status NotQuantised(const LinearPart& part, const LinearPart& first) {
+  return Status(StatusCode::kBadArgument,
+                "matrix " + QuotedName(part.name) + " is not quantised, as others of its kind (" +
+                    first.name + " ...) are; quantise all or none of them");
 }
 
 }  // namespace
@@ -273,6 +280,9 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   if (MappedFormat(PackedPartName(parts.front().name))) {
     return MappedQuantised(parts, k, std::move(bias));
   }
+  if (std::ranges::any_of(parts, [&](const LinearPart& part) { return IsFloat8(part.name); })) {
+    return Float8(parts, k, std::move(bias));
+  }
   if (std::ranges::any_of(parts, [&](const LinearPart& part) { return IsQuantised(part.name); })) {
     return QuantisedFolder(parts, k, std::move(bias));
   }
@@ -342,12 +352,7 @@ Result<LinearWeights> WeightLoader::QuantisedFolder(std::span<const LinearPart> 
                                                     std::vector<float> bias) {
   std::vector<QuantisedPart> quantised;
   for (const LinearPart& part : parts) {
-    if (!IsQuantised(part.name)) {
-      return Status(StatusCode::kBadArgument, "matrix " + QuotedName(part.name) +
-                                                  " is not quantised, as others of its kind (" +
-                                                  parts.front().name +
-                                                  " ...) are; quantise all or none of them");
-    }
+    if (!IsQuantised(part.name)) return NotQuantised(part, parts.front());
     if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(part));
     QUIRE_ASSIGN_OR_RETURN(QuantisedPart loaded, FolderPart(part, k));
     quantised.push_back(std::move(loaded));
@@ -356,13 +361,67 @@ Result<LinearWeights> WeightLoader::QuantisedFolder(std::span<const LinearPart> 
   return LinearWeights(std::move(quantised), k, std::move(bias));
 }
 
+bool WeightLoader::IsFloat8(const std::string& name) const {
+  return quantisation_ && Float8Matrix::IsStored(checkpoint_, name);
+}
+
+Result<LinearWeights> WeightLoader::Float8(std::span<const LinearPart> parts, int64_t k,
+                                           std::vector<float> bias) {
+  std::vector<Float8Matrix> matrices;
+  int64_t n = 0;
+  for (const LinearPart& part : parts) {
+    if (!IsFloat8(part.name)) return NotQuantised(part, parts.front());
+    if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(part));
+    QUIRE_ASSIGN_OR_RETURN(Float8Matrix matrix, Float8Matrix::Open(checkpoint_, *quantisation_,
+                                                                   part.name, part.rows, k));
+    matrices.push_back(std::move(matrix));
+    n += part.rows;
+  }
+  const DType to = PackedType(DType::kF32);
+  std::shared_ptr<const std::byte> packed;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(packed, PackFloat8(matrices, to, n, k));
+    for (const Float8Matrix& matrix : matrices) matrix.Release();
+  }
+  return Matrix(PackedName(parts), to, n, k, std::move(packed), std::move(bias));
+}
+
+// Some rows at a time: all of them in float32 would take four times the file.
+Result<std::shared_ptr<const std::byte>> WeightLoader::PackFloat8(
+    std::span<const Float8Matrix> matrices, DType to, int64_t n, int64_t k) {
+  constexpr int64_t kRows = 8 * kOutputBlock;
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed,
+                         memory_.Take(backend_.packed_linear_bytes(to, n, k)));
+  QUIRE_ASSIGN_OR_RETURN(const HostMemory memory,
+                         HostMemory::Allocate(static_cast<size_t>(kRows * k) * sizeof(float)));
+  auto* const rows = reinterpret_cast<float*>(memory.data());
+  std::byte* next = packed.get();
+  int64_t filled = 0;
+  const auto pack = [&] {
+    backend_.pack_linear(memory.data(), DType::kF32, filled, k, to, next, runner_);
+    next += backend_.packed_linear_bytes(to, filled, k);
+    filled = 0;
+  };
+  for (const Float8Matrix& matrix : matrices) {
+    for (int64_t row = 0; row < matrix.rows();) {
+      const int64_t count = std::min(kRows - filled, matrix.rows() - row);
+      QUIRE_RETURN_IF_ERROR(matrix.Read(row, count, rows + filled * k, runner_));
+      row += count;
+      filled += count;
+      if (filled == kRows) pack();
+    }
+  }
+  if (filled > 0) pack();
+  return std::shared_ptr<const std::byte>(std::move(packed));
+}
+
 Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k) {
   QUIRE_ASSIGN_OR_RETURN(const FolderMatrix matrix,
                          FolderMatrix::Open(checkpoint_, *quantisation_, part.name, part.rows, k));
   const WeightFormat format = matrix.format();
   const size_t bytes = PackedQuantisedBytes(format, part.rows, k);
   QuantisedPart loaded{.format = format, .n = part.rows, .packed = nullptr};
-  if (matrix.has_groups_of_inputs()) weight_bytes_ += k * static_cast<int64_t>(sizeof(int32_t));
+  if (matrix.has_groups_of_inputs()) AddOrder(k);
   if (use_ == WeightUse::kMeasure) {
     AddPart(part.name, k, loaded);
     return loaded;
@@ -379,8 +438,30 @@ Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k
   return loaded;
 }
 
+void WeightLoader::AddBytes(std::string_view type, int64_t bytes) {
+  bytes_of_types_[std::string(type)] += bytes;
+}
+
+void WeightLoader::AddOrder(int64_t k) {
+  AddBytes(DTypeName(DType::kI32), k * static_cast<int64_t>(sizeof(int32_t)));
+}
+
+int64_t WeightLoader::weight_bytes() const {
+  int64_t sum = 0;
+  for (const auto& [name, bytes] : bytes_of_types_) sum += bytes;
+  return sum;
+}
+
+std::vector<WeightType> WeightLoader::weight_types() const {
+  std::vector<WeightType> types;
+  for (const auto& [name, bytes] : bytes_of_types_) types.push_back({name, bytes});
+  std::ranges::stable_sort(types, std::ranges::greater(), &WeightType::bytes);
+  return types;
+}
+
 void WeightLoader::AddPart(const std::string& name, int64_t k, const QuantisedPart& part) {
-  weight_bytes_ += WeightMemory::BytesTaken(PackedQuantisedBytes(part.format, part.n, k));
+  AddBytes(WeightFormatName(part.format),
+           WeightMemory::BytesTaken(PackedQuantisedBytes(part.format, part.n, k)));
   if (record_ == nullptr) return;
   record_->push_back({WithFormat(PackedPartName(name), part.format),
                       DType::kU8,
@@ -467,7 +548,7 @@ Result<std::shared_ptr<const std::vector<int32_t>>> WeightLoader::MappedOrder(
     }
     taken[static_cast<size_t>(input)] = true;
   }
-  weight_bytes_ += k * static_cast<int64_t>(sizeof(int32_t));
+  AddOrder(k);
   return std::shared_ptr<const std::vector<int32_t>>(std::move(order));
 }
 
@@ -488,7 +569,7 @@ Result<RowTable> WeightLoader::MappedRows(const std::string& name, WeightFormat 
 LinearWeights WeightLoader::Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
                                    std::shared_ptr<const std::byte> packed,
                                    std::vector<float> bias) {
-  weight_bytes_ += WeightMemory::BytesTaken(backend_.packed_linear_bytes(dtype, n, k));
+  AddBytes(DTypeName(dtype), WeightMemory::BytesTaken(backend_.packed_linear_bytes(dtype, n, k)));
   if (record_ != nullptr) record_->push_back({name, dtype, PackedShape(dtype, n, k), packed});
   return LinearWeights(dtype, n, k, std::move(packed), std::move(bias));
 }
@@ -548,6 +629,7 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   for (const HeadSlice& slice : slices) head_rows += slice.rows;
   Count(name + ".weight", heads * head_rows * k);
   if (checkpoint_.Has(PackedSliceName(name, 0, 0))) return MappedSlices(name, heads, slices, k);
+  if (IsFloat8(name)) return Float8Slices(name, heads, slices, heads * head_rows, k);
   if (IsQuantised(name)) {
     return Status(StatusCode::kBadArgument,
                   "matrix " + QuotedName(name) +
@@ -556,9 +638,32 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   }
   const int64_t shape[] = {heads * head_rows, k};
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
-  QUIRE_ASSIGN_OR_RETURN(HeadMatrices matrices, CutSlices(name, tensor, heads, slices, k));
+  const DType from = *tensor.stored->dtype;
+  const std::byte* rows = tensor.bytes.data();
+  HostMemory aligned;
+  if (use_ == WeightUse::kLoad && !IsAligned(rows, from)) {
+    QUIRE_ASSIGN_OR_RETURN(aligned, HostMemory::Allocate(tensor.bytes.size()));
+    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, aligned.data()));
+    rows = aligned.data();
+  }
+  QUIRE_ASSIGN_OR_RETURN(HeadMatrices matrices, CutSlices(name, rows, from, heads, slices, k));
   if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
   return matrices;
+}
+
+Result<HeadMatrices> WeightLoader::Float8Slices(const std::string& name, int64_t heads,
+                                                std::span<const HeadSlice> slices, int64_t rows,
+                                                int64_t k) {
+  QUIRE_ASSIGN_OR_RETURN(const Float8Matrix matrix,
+                         Float8Matrix::Open(checkpoint_, *quantisation_, name, rows, k));
+  HostMemory memory;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(memory,
+                           HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
+    QUIRE_RETURN_IF_ERROR(matrix.Read(0, rows, reinterpret_cast<float*>(memory.data()), runner_));
+    matrix.Release();
+  }
+  return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);
 }
 
 Result<HeadMatrices> WeightLoader::MappedSlices(const std::string& name, int64_t heads,
@@ -575,18 +680,10 @@ Result<HeadMatrices> WeightLoader::MappedSlices(const std::string& name, int64_t
   return matrices;
 }
 
-Result<HeadMatrices> WeightLoader::CutSlices(const std::string& name,
-                                             const CheckpointTensor& tensor, int64_t heads,
+Result<HeadMatrices> WeightLoader::CutSlices(const std::string& name, const std::byte* rows,
+                                             DType from, int64_t heads,
                                              std::span<const HeadSlice> slices, int64_t k) {
-  const DType from = *tensor.stored->dtype;
   const bool loads = use_ == WeightUse::kLoad;
-  HostMemory aligned;
-  const std::byte* rows = tensor.bytes.data();
-  if (loads && !IsAligned(rows, from)) {
-    QUIRE_ASSIGN_OR_RETURN(aligned, HostMemory::Allocate(tensor.bytes.size()));
-    QUIRE_RETURN_IF_ERROR(CopyElements(tensor, from, aligned.data()));
-    rows = aligned.data();
-  }
   HeadMatrices matrices(slices.size());
   for (int64_t h = 0; h < heads; ++h) {
     for (size_t s = 0; s < slices.size(); ++s) {
@@ -597,7 +694,7 @@ Result<HeadMatrices> WeightLoader::CutSlices(const std::string& name,
       const auto [n, inputs] = slices[s].MatrixSize(k);
       matrices[s].push_back(
           Matrix(PackedSliceName(name, s, h), PackedType(from), n, inputs, std::move(packed), {}));
-      rows += slices[s].rows * k * DTypeBytes(from);
+      if (loads) rows += slices[s].rows * k * DTypeBytes(from);
     }
   }
   return matrices;
@@ -614,7 +711,7 @@ Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name, shape));
   const int64_t size = ElementCount(tensor);
   Count(name, size);
-  weight_bytes_ += size * static_cast<int64_t>(sizeof(float));
+  AddBytes(DTypeName(DType::kF32), size * static_cast<int64_t>(sizeof(float)));
   if (use_ == WeightUse::kMeasure) return std::vector<float>();
   std::vector<float> values(static_cast<size_t>(size));
   QUIRE_RETURN_IF_ERROR(
@@ -658,7 +755,7 @@ Result<RowTable> WeightLoader::Rows(const std::string& name, int64_t rows, int64
   }
   Count(name, rows * dim);
   tables_.push_back(name);
-  weight_bytes_ += table.bytes;
+  AddBytes(table.format ? WeightFormatName(*table.format) : DTypeName(table.dtype), table.bytes);
   return table;
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -16,8 +17,10 @@
 #include "kernels/backend.h"
 #include "kernels/quantised_weights.h"
 #include "model/weights/checkpoint.h"
+#include "model/weights/float8_matrix.h"
 #include "model/weights/quantised_folder.h"
 #include "model/weights/safetensors_writer.h"
+#include "quire/model.h"
 #include "quire/seams.h"
 #include "quire/status.h"
 #include "quire/tensor.h"
@@ -147,7 +150,9 @@ class WeightLoader {
   // Totals of everything loaded so far. A tensor that is used twice (tied embeddings) counts once
   // as parameters.
   int64_t parameter_count() const { return parameter_count_; }
-  int64_t weight_bytes() const { return weight_bytes_; }
+  int64_t weight_bytes() const;
+  // In memory, by the types that weights have there; most bytes first.
+  std::vector<WeightType> weight_types() const;
 
  private:
   Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
@@ -168,11 +173,21 @@ class WeightLoader {
   Result<RowTable> MappedRows(const std::string& name, WeightFormat format, int64_t rows,
                               int64_t dim);
   Result<RowTable> StoredRows(const std::string& name, int64_t rows, int64_t dim);
+  void AddBytes(std::string_view type, int64_t bytes);
+  // The order of k inputs.
+  void AddOrder(int64_t k);
   // Counts and notes a part.
   void AddPart(const std::string& name, int64_t k, const QuantisedPart& part);
   Result<LinearWeights> QuantisedFolder(std::span<const LinearPart> parts, int64_t k,
                                         std::vector<float> bias);
   Result<QuantisedPart> FolderPart(const LinearPart& part, int64_t k);
+  bool IsFloat8(const std::string& name) const;
+  Result<LinearWeights> Float8(std::span<const LinearPart> parts, int64_t k,
+                               std::vector<float> bias);
+  Result<std::shared_ptr<const std::byte>> PackFloat8(std::span<const Float8Matrix> matrices,
+                                                      DType to, int64_t n, int64_t k);
+  Result<HeadMatrices> Float8Slices(const std::string& name, int64_t heads,
+                                    std::span<const HeadSlice> slices, int64_t rows, int64_t k);
   Status CheckNoBias(const LinearPart& part);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
   DType PackedType(DType from) const;
@@ -185,7 +200,8 @@ class WeightLoader {
   Result<std::vector<CheckpointTensor>> FindParts(std::span<const LinearPart> parts, int64_t k);
   Result<HeadMatrices> MappedSlices(const std::string& name, int64_t heads,
                                     std::span<const HeadSlice> slices, int64_t k);
-  Result<HeadMatrices> CutSlices(const std::string& name, const CheckpointTensor& tensor,
+  // `rows`: of all heads, aligned; not read in order to measure.
+  Result<HeadMatrices> CutSlices(const std::string& name, const std::byte* rows, DType from,
                                  int64_t heads, std::span<const HeadSlice> slices, int64_t k);
   Result<std::shared_ptr<const std::byte>> PackSlice(const std::byte* rows, DType from,
                                                      const HeadSlice& slice, int64_t k);
@@ -204,7 +220,7 @@ class WeightLoader {
   std::optional<FolderQuantisation> quantisation_;
   WeightMemory memory_;
   int64_t parameter_count_ = 0;
-  int64_t weight_bytes_ = 0;
+  std::map<std::string, int64_t> bytes_of_types_;
   std::vector<std::string> tables_;  // names that Rows has counted
   std::vector<TensorToWrite>* record_ = nullptr;
 };

@@ -189,6 +189,12 @@ TEST_F(WeightsTest, CountsATiedTensorOnce) {
   ASSERT_TRUE(loader.Vector("q.bias", 6).ok());
   EXPECT_EQ(loader.parameter_count(), 6 * kInputs + 6);
   EXPECT_GE(loader.weight_bytes(), 2 * 6 * kInputs * 2 + 6 * 4);
+  const std::vector<WeightType> types = loader.weight_types();
+  ASSERT_EQ(types.size(), 2u);
+  EXPECT_EQ(types[0].name, "bfloat16");
+  EXPECT_EQ(types[1].name, "float32");
+  EXPECT_EQ(types[1].bytes, 6 * 4);
+  EXPECT_EQ(types[0].bytes + types[1].bytes, loader.weight_bytes());
 }
 
 // What lies on a cache line is read in place, what does not is copied to one.

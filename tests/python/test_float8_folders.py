@@ -1,0 +1,196 @@
+"""Hugging Face folders whose matrices are float8 codes with scales: they are computed with as if
+their numbers were stored, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import quire
+import torch
+from gguf import GGUFReader
+from quire import quantizing
+from quire.identity import model_identity
+from quire.quantizing import quantize_model
+from safetensors.torch import load_file, save_file
+from tiny_model import Shape, TinyModel, write_safetensors
+
+SHAPE = Shape(hidden=128, intermediate=192, heads=8, kv_heads=2)
+TEXT = "The quick brown fox: 1234, naïve"
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """block: outputs and inputs with one scale; 0: all of them."""
+
+    block: tuple[int, int]
+    config: dict[str, object]
+    scale: str = ".weight_scale"
+    type: torch.dtype = torch.float32
+
+
+def fp8(block: list[int] | None) -> dict[str, object]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": block,
+    }
+
+
+def compressed(**weights: object) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMS = {
+    "blocks": Form((128, 128), fp8([128, 128]), ".weight_scale_inv"),
+    "small_blocks": Form((48, 32), fp8([48, 32]), ".weight_scale_inv", torch.bfloat16),
+    "one_scale": Form((0, 0), fp8(None)),
+    "channel": Form((1, 0), compressed(strategy="channel"), type=torch.bfloat16),
+    "tensor": Form((0, 0), compressed(strategy="tensor"), type=torch.bfloat16),
+    "compressed_blocks": Form((64, 32), compressed(strategy="block", block_structure=[64, 32])),
+}
+
+
+def quantise(w: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales [rows of blocks, columns of blocks], and the numbers they stand for."""
+    n, k = w.shape
+    rows, columns = form.block[0] or n, form.block[1] or k
+    outputs, inputs = torch.arange(n) // rows, torch.arange(k) // columns
+    scales = torch.zeros(-(-n // rows), -(-k // columns))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            scales[i, j] = w[outputs == i][:, inputs == j].abs().max() / 448
+    scales = scales.to(form.type)
+    spread = scales.float()[outputs][:, inputs]
+    codes = (w / spread).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * spread
+
+
+def model_of(path: Path, form: Form) -> tuple[TinyModel, TinyModel]:
+    """The folder, and one with the numbers that its codes stand for."""
+    model, plain = TinyModel(path / "float8", SHAPE), TinyModel(path / "plain", SHAPE)
+    stored: dict[str, torch.Tensor] = {}
+    for name, w in model.weights.items():
+        if "_proj." not in name:
+            stored[name] = torch.from_numpy(w)
+            continue
+        codes, scales, numbers = quantise(torch.from_numpy(w), form)
+        plain.weights[name] = numbers.numpy()
+        stored[name] = codes
+        one = form.block == (0, 0)
+        stored[name.removesuffix(".weight") + form.scale] = scales[0, 0] if one else scales
+    save_file(stored, str(path / "float8" / "model.safetensors"))
+    write_safetensors(path / "plain" / "model.safetensors", plain.weights)
+    file = path / "float8" / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": form.config})
+    )
+    return model, plain
+
+
+def logits(folder: Path, **options: object) -> np.ndarray:
+    given = {"dtype": "float32", "kv_dtype": "float32", "threads": 1, "kv_bytes": 1 << 20}
+    with quire.Engine(folder, **{**given, **options}) as engine:  # type: ignore[arg-type]
+        return engine.logits(TEXT)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_same_numbers_stored(tmp_path, form, dtype):
+    model, plain = model_of(tmp_path, FORMS[form])
+    ours = logits(model.directory, dtype=dtype)
+    assert np.array_equal(ours, logits(plain.directory, dtype=dtype))
+    assert np.array_equal(ours, logits(model.directory, dtype=dtype, threads=2, prefill_chunk=3))
+    if dtype == "float32":
+        theirs = plain.logits(plain.tokenizer.encode(TEXT).ids)
+        assert np.abs(ours - theirs).max() < 1e-3
+
+
+def test_memory_is_that_of_the_type_it_computes_in(tmp_path):
+    model, plain = model_of(tmp_path, FORMS["blocks"])
+    for dtype in ("float32", "bfloat16"):
+        plan = quire.Engine.plan_memory(model.directory, dtype=dtype)
+        assert plan == quire.Engine.plan_memory(plain.directory, dtype=dtype)
+        with quire.Engine(model.directory, dtype=dtype, kv_bytes=1 << 20) as engine:
+            assert engine.info.weight_bytes == plan.weight_bytes
+            assert next(iter(engine.info.weight_types)) == dtype
+
+
+def test_a_packed_model_gives_the_same_bits(tmp_path):
+    model, _ = model_of(tmp_path, FORMS["small_blocks"])
+    packed = quire.pack_model(model.directory, tmp_path / "packed", dtype="float32", threads=1)
+    assert np.array_equal(logits(model.directory), logits(packed))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantising_takes_the_numbers(tmp_path, monkeypatch, form):
+    """The same bytes as of a folder with the numbers in float32, read in parts of other sizes than
+    the blocks, and a folder that runs."""
+    monkeypatch.setattr(quantizing, "_VALUES_PER_PART", 5000)
+    made = []
+    for model in model_of(tmp_path, FORMS[form]):
+        made.append(tmp_path / f"{model.directory.name}.q8")
+        quantize_model(model.directory, made[-1])
+    files = [GGUFReader(str(folder / "model.gguf")) for folder in made]
+    tensors = [{t.name: (t.tensor_type, t.data.tobytes()) for t in file.tensors} for file in files]
+    assert tensors[0] == tensors[1]
+    assert np.array_equal(logits(made[0]), logits(made[1]))
+
+
+def test_what_cannot_be_quantised_is_named(tmp_path):
+    model, _ = model_of(tmp_path, FORMS["blocks"])
+    file = model.directory / "config.json"
+    whole = json.loads(file.read_text())
+    for block, message in (
+        ([64, 64], "scales of blocks of 64 outputs and 64 inputs are expected"),
+        ([128], r"blocks of \[128\]; two sizes are expected"),
+    ):
+        config = {**whole, "quantization_config": fp8(block)}
+        file.write_text(json.dumps(config))
+        with pytest.raises(quire.CorruptError, match=message):
+            quantize_model(model.directory, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+    file.write_text(json.dumps(whole))
+    tensors = load_file(model.directory / "model.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if "up_proj.weight_scale" not in name},
+        str(model.directory / "model.safetensors"),
+    )
+    with pytest.raises(quire.NotFoundError, match="up_proj.weight has codes of 8 bits and no"):
+        quantize_model(model.directory, tmp_path / "made")
+
+
+def test_the_scales_are_part_of_what_model_it_is(tmp_path):
+    first, _ = model_of(tmp_path / "a", FORMS["channel"])
+    second, _ = model_of(tmp_path / "b", FORMS["compressed_blocks"])
+    revisions = {model_identity(model.directory)["revision"] for model in (first, second)}
+    assert len(revisions) == 2
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    model, _ = model_of(tmp_path, FORMS["blocks"])
+    file = model.directory / "config.json"
+    whole = json.loads(file.read_text())
+    for change, message in (
+        ({"fmt": "e5m2"}, r'fmt: "e5m2" is not read; read are e4m3'),
+        ({"weight_block_size": [64, 64]}, "blocks of 64 outputs and 64 inputs"),
+        ({"weight_block_size": None}, "expected are one scale, or one of each output"),
+    ):
+        config = {**whole, "quantization_config": {**fp8([128, 128]), **change}}
+        file.write_text(json.dumps(config))
+        with pytest.raises(quire.QuireError, match=message):
+            quire.Engine(model.directory, kv_bytes=1 << 20)
+    del whole["quantization_config"]
+    file.write_text(json.dumps(whole))
+    with pytest.raises(quire.BadArgumentError, match="is stored as F8_E4M3"):
+        quire.Engine(model.directory, kv_bytes=1 << 20)
