@@ -166,10 +166,11 @@ Result<FolderQuantisation> ReadFloat8(const JsonValue& json) {
 }  // namespace
 
 Result<FolderQuantisation> ReadQuantisation(const JsonValue& json) {
-  constexpr std::string_view kMethods[] = {"awq", "compressed-tensors", "fp8", "gptq"};
+  constexpr std::string_view kMethods[] = {"awq", "compressed-tensors", "fbgemm_fp8", "fp8",
+                                           "gptq"};
   QUIRE_ASSIGN_OR_RETURN(const std::string method, ReadName(json, "quant_method", "", kMethods));
   if (method == "gptq") return ReadGptq(json);
-  if (method == "fp8") return ReadFloat8(json);
+  if (method == "fp8" || method == "fbgemm_fp8") return ReadFloat8(json);
   return method == "awq" ? ReadAwq(json) : ReadCompressed(json);
 }
 

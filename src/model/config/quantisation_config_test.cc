@@ -66,6 +66,9 @@ TEST(Quantisation, Float8IsReadWithItsBlocks) {
   one_scale["weight_block_size"] = nullptr;
   EXPECT_EQ(Read(one_scale)->block_outputs, 0);
 
+  EXPECT_EQ(Read({{"quant_method", "fbgemm_fp8"}, {"activation_scale_ub", 1200.0}})->scheme,
+            FolderScheme::kFloat8);
+
   json compressed = CompressedFloat8();
   EXPECT_EQ(Read(compressed)->scheme, FolderScheme::kCompressed);
   EXPECT_EQ(Read(compressed)->block_inputs, 64);
@@ -91,7 +94,8 @@ TEST(Quantisation, WhatIsNotReadIsRefusedByFieldAndValue) {
   const std::string group = "/config_groups/group_0";
   const Refused cases[] = {
       {Gptq(), "/quant_method", "hqq",
-       ".quant_method: \"hqq\" is not read; read are awq, compressed-tensors, fp8, gptq"},
+       ".quant_method: \"hqq\" is not read; read are awq, compressed-tensors, fbgemm_fp8, fp8, "
+       "gptq"},
       {Gptq(), "/bits", 3, ".bits: 3 is not read; read are 4 and 8"},
       {Gptq(), "/bits", nullptr, "\"bits\" is missing"},
       {Gptq(), "/group_size", 16, ".group_size: 16 is not read; read are multiples of 32, and -1"},
