@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -194,3 +195,24 @@ def test_what_does_not_fit_is_named(tmp_path):
     file.write_text(json.dumps(whole))
     with pytest.raises(quire.BadArgumentError, match="is stored as F8_E4M3"):
         quire.Engine(model.directory, kv_bytes=1 << 20)
+
+
+def test_random_damage_gives_answers_or_errors(tmp_path):
+    """Flipped bytes of the header, and of codes and scales."""
+    model, _ = model_of(tmp_path, FORMS["small_blocks"])
+    path = model.directory / "model.safetensors"
+    whole = path.read_bytes()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    generator = random.Random(7)
+    refused = 0
+    for index in range(60):
+        damaged = bytearray(whole)
+        begin, end = (8, header_end) if index % 2 else (header_end, len(whole))
+        for _ in range(3):
+            damaged[generator.randrange(begin, end)] = generator.randrange(32, 127)
+        path.write_bytes(damaged)
+        try:
+            logits(model.directory)
+        except quire.QuireError:
+            refused += 1
+    assert refused > 20
