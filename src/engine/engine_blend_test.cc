@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <functional>
 
 #include "engine/testing/blended_prompts.h"
 #include "engine/testing/fake_chunk_store.h"
@@ -406,6 +407,95 @@ TEST_P(EngineBlend, TheStoreHasExactTokensAlone) {
   EXPECT_GT(learned.blend->moved_tokens, 0);
   EXPECT_LE(learned.blend->learned_tokens, 3 * 8) << "documents came out of the store";
   EXPECT_EQ(learned.bits, Generate(Create().get(), reordered.prompt, Blend(reordered, 0.0)).bits);
+}
+
+// Documents of which the last tokens, or all, are fewer than a chunk: however one engine has learnt
+// them, the next one takes them from the store to the last token, whichever comes first.
+class EngineBlendTails : public EngineBlend {
+ protected:
+  static constexpr int64_t kChunk = 24;
+
+  // What one engine does with the documents, in a store of its own.
+  using Lesson = std::function<void(Engine*)>;
+  std::shared_ptr<ChunkStore> StoreOf(const Lesson& learn) const {
+    const auto store = std::make_shared<FakeChunkStore>(clock_);
+    const auto engine = Attached(store, true);
+    learn(engine.get());
+    EXPECT_TRUE(engine->FlushStore(1000).ok());
+    return store;
+  }
+  std::unique_ptr<Engine> Attached(const std::shared_ptr<ChunkStore>& store, bool write) const {
+    Passport identity;
+    identity.model = "test";
+    auto engine = Create();
+    const StoreUseOptions use{
+        .chunk_tokens = kChunk, .load_always = true, .write = write, .clock = clock_};
+    EXPECT_TRUE(engine->AttachStore(store, identity, use).ok());
+    return engine;
+  }
+  Question AskAbout(const std::vector<size_t>& order, const Tokens& question) const {
+    Question asked{.prompt = RandomTokens(5, kVocab, 4), .documents = {}};
+    for (const size_t i : order) {
+      const auto begin = std::ssize(asked.prompt);
+      asked.prompt.insert(asked.prompt.end(), documents_[i].begin(), documents_[i].end());
+      asked.documents.push_back({begin, std::ssize(asked.prompt)});
+    }
+    asked.prompt.insert(asked.prompt.end(), question.begin(), question.end());
+    return asked;
+  }
+  std::vector<std::shared_ptr<ChunkStore>> Stores() const {
+    const Question first = AskAbout({0, 2, 1}, question_);
+    const auto asked = [&](double ratio, DocumentLearning learn) {
+      return StoreOf(
+          [&](Engine* engine) { Generate(engine, first.prompt, Blend(first, ratio, learn)); });
+    };
+    const Lesson prepare = [&](Engine* engine) {  // as Engine.prepare of Python does
+      for (const size_t i : {0, 1, 2}) {
+        const Question alone = AskAbout({i}, {});
+        SamplingOptions options = Blend(alone, 1.0, DocumentLearning::kOff);
+        options.max_tokens = 0;
+        Generate(engine, alone.prompt, options);
+      }
+    };
+    return {StoreOf(prepare), asked(0.15, DocumentLearning::kFirst),
+            asked(1.0, DocumentLearning::kFirst), asked(0.15, DocumentLearning::kIdle)};
+  }
+
+  const std::shared_ptr<FakeClock> clock_ = std::make_shared<FakeClock>();
+  const std::vector<Tokens> documents_ = {RandomTokens(kChunk - 7, kVocab, 1),
+                                          RandomTokens(2 * kChunk + 13, kVocab, 2),
+                                          RandomTokens(3 * kChunk - 5, kVocab, 3)};
+  const Tokens question_ = RandomTokens(6, kVocab, 5);
+};
+
+INSTANTIATE_TEST_SUITE_P(Models, EngineBlendTails, testing::ValuesIn(Variants()),
+                         [](const auto& variant) { return std::string(variant.param.name); });
+
+TEST_P(EngineBlendTails, ComeOutOfTheStore) {
+  const std::vector<std::shared_ptr<ChunkStore>> stores = Stores();
+  const std::vector<std::vector<size_t>> orders = {{0, 1, 2}, {1, 2, 0}, {2, 0, 1}, {0}};
+  for (const std::vector<size_t>& order : orders) {
+    const Question question = AskAbout(order, question_);
+    const int64_t own_end = question.documents.front().end;
+    const Bits blended = Generate(Create().get(), question.prompt, Blend(question, 0.15)).bits;
+    for (const auto& store : stores) {
+      const auto engine = Attached(store, false);
+      const Outcome outcome = Generate(engine.get(), question.prompt, Blend(question, 0.15));
+      ASSERT_TRUE(outcome.blend);
+      EXPECT_EQ(outcome.blend->exact_tokens, own_end);
+      EXPECT_EQ(outcome.blend->moved_tokens, question.documents.back().end - own_end);
+      if (order.size() > 1) {
+        EXPECT_LT(outcome.blend->recomputed_tokens, outcome.blend->moved_tokens);
+      }
+      EXPECT_EQ(outcome.blend->computed_tokens, std::ssize(question_));
+      EXPECT_LE(outcome.blend->learned_tokens, std::ssize(order))
+          << "the last token of each, for the logits behind it";
+      EXPECT_EQ(outcome.bits, blended);
+      if (&store != &stores.front()) continue;
+      EXPECT_EQ(Generate(engine.get(), question.prompt, Blend(question, 1.0)).bits,
+                Full(question.prompt, Exact()));
+    }
+  }
 }
 
 TEST(EngineBlendRefusals, NameWhatIsWrongAndChangeNothing) {

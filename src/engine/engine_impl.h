@@ -118,8 +118,8 @@ class EngineImpl final : public Engine {
   const EngineCaches caches_;
   const EngineFacts facts_;
   SequenceHolders holders_;
-  PromptBlender blender_;
   KVTraffic traffic_;
+  PromptBlender blender_;
   RequestIntake intake_;
   AnswerDrawer drawer_;
   AnswerReporter answers_;

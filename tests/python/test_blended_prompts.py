@@ -306,6 +306,41 @@ def test_generate_with_documents(
     assert second["usage"]["blend"]["moved_tokens"] > 20
 
 
+@pytest.mark.parametrize("teacher", ["prepare", "chat"])
+def test_the_next_process_finds_the_last_tokens_of_documents(
+    long_tiny: TinyModel, tmp_path: Path, teacher: str
+) -> None:
+    """Whichever document comes first: chunks of this model have 1 024 tokens."""
+    documents = [f"{DOCUMENTS[0]} " * count for count in (2, 28, 52)]
+    options: Any = {"kv_dir": str(tmp_path), "kv_load_always": True, "kv_load_timeout": 60}
+    with make(long_tiny, **options) as engine:
+        engine.wait_for_store()
+        ranges = engine.document_ranges(QUESTION, documents=documents)
+        sizes = [end - begin for begin, end in ranges]
+        assert sizes[0] < 60 and 500 < sizes[1] < 1000 and 1100 < sizes[2] < 1400, sizes
+        if teacher == "prepare":
+            engine.prepare(documents, QUESTION)
+        else:
+            engine.chat(QUESTION, documents=documents, blend=0.15, max_tokens=1)
+        engine.flush_store()
+    for first in range(3):
+        turned = documents[first:][:1] + documents[:first][::-1] + documents[first + 1 :][::-1]
+        with make(long_tiny, **options) as engine:
+            engine.wait_for_store()
+            ranges = engine.document_ranges(QUESTION, documents=turned)
+            result = engine.chat(QUESTION, documents=turned, blend=0.15, max_tokens=3)
+            usage = result.usage.blend
+            assert usage is not None and usage.approximate
+            assert usage.exact_tokens == ranges[0][1]
+            assert usage.moved_tokens == ranges[-1][1] - ranges[1][0]
+            assert usage.recomputed_tokens < usage.moved_tokens
+            assert usage.computed_tokens == len(result.prompt_ids) - ranges[-1][1]
+            assert usage.learned_tokens <= 3, "the last token of each, for the logits behind it"
+            ones = engine.chat(QUESTION, documents=turned, blend=1, max_tokens=3)
+            full = engine.chat(QUESTION, documents=turned, max_tokens=3, cache_salt="cold")
+            assert drawn(ones) == drawn(full)
+
+
 def test_generate_refuses_what_may_be_approximate(
     capsys: pytest.CaptureFixture[str], long_tiny: TinyModel, files: list[str]
 ) -> None:

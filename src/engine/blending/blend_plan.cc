@@ -162,6 +162,12 @@ int64_t BlendPlan::begin() const {
   return pieces_.empty() ? prompt_tokens_ : pieces_.front().begin;
 }
 
+int64_t BlendPlan::own_end() const {
+  const std::span<const PromptDocument> documents = request_.documents;
+  const bool is_moved = MovableDocuments(documents).size() == documents.size();
+  return is_moved ? 0 : documents.front().end;
+}
+
 bool BlendPlan::FindPiece(int64_t position, Found* found) const {
   const auto piece =
       std::upper_bound(pieces_.begin(), pieces_.end(), position,

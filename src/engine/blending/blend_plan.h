@@ -41,6 +41,9 @@ class BlendPlan {
   std::span<const PromptDocument> movable() const { return movable_; }
   // Before it no token is approximate; the prompt's end if there is no piece.
   int64_t begin() const;
+  // Where the named document ends that stands right behind the anchor: the prompt's own beginning,
+  // which is not moved. 0 if there is none.
+  int64_t own_end() const;
   // The piece that begins at the position; a beginning of it is there where the sequence has more
   // exact tokens. Null: the position is in no piece.
   struct Found {
@@ -65,19 +68,22 @@ class BlendPlan {
   // For movable()[index].
   Chain MovableChain(std::span<const int32_t> prompt, size_t index) const;
 
-  // Those that are to be learnt, but for what `knows(chain)` says is known. What is found from its
-  // middle on is used as far as it is held: to compute what stands before it would be more than it
-  // saves.
+  // Those that are to be learnt, but for what `knows(chain)` says is known; `with_own`: also the
+  // prompt's own beginning. What is found from its middle on is used as far as it is held: to
+  // compute what stands before it would be more than it saves.
   template <typename F>
-  std::vector<std::vector<int32_t>> Unknown(std::span<const int32_t> prompt, F&& knows) const {
+  std::vector<std::vector<int32_t>> Unknown(std::span<const int32_t> prompt, bool with_own,
+                                            F&& knows) const {
     std::vector<std::vector<int32_t>> chains;
-    if (request_.learn == DocumentLearning::kOff || pieces_.empty()) return chains;
-    for (size_t i = 0; i < movable_.size(); ++i) {
-      if (!found_.empty() && !BeginsWithDocument(found_[i])) continue;
-      Chain chain = MovableChain(prompt, i);
+    if (request_.learn == DocumentLearning::kOff) return chains;
+    const auto add = [&](Chain chain) {
       const bool is_repeated =
           std::find(chains.begin(), chains.end(), chain.tokens) != chains.end();
       if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain.tokens));
+    };
+    if (with_own && own_end() > 0) add(ChainOf(prompt, request_.documents.front()));
+    for (size_t i = 0; i < movable_.size() && !pieces_.empty(); ++i) {
+      if (found_.empty() || BeginsWithDocument(found_[i])) add(MovableChain(prompt, i));
     }
     return chains;
   }

@@ -123,6 +123,30 @@ TEST(BlendPlan, ADocumentIsKnownBehindItsAnchor) {
   EXPECT_EQ(own.anchor_tokens, 0);
 }
 
+TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
+  const std::vector<int32_t> prompt = Prompt(80);
+  const auto unknown = [&](const SamplingOptions& options, bool with_own) {
+    const BlendPlan plan(Model(), prompt, *options.blend, {}, 40);
+    std::vector<int64_t> sizes;
+    for (const auto& chain : plan.Unknown(prompt, with_own, [](const auto&) { return false; })) {
+      sizes.push_back(std::ssize(chain));
+    }
+    return sizes;
+  };
+  SamplingOptions options = Blending({{5, 12}, {12, 40}});
+  EXPECT_EQ(BlendPlan(Model(), prompt, *options.blend, {}, 40).own_end(), 12);
+  EXPECT_EQ(unknown(options, false), (std::vector<int64_t>{5 + 28}));
+  EXPECT_EQ(unknown(options, true), (std::vector<int64_t>{12, 5 + 28}));
+  options.blend->learn = DocumentLearning::kOff;
+  EXPECT_EQ(unknown(options, true), std::vector<int64_t>{});
+  // A prompt of one document has no pieces.
+  EXPECT_EQ(unknown(Blending({{5, 12}}), true), std::vector<int64_t>{12});
+  // Without an anchor the first document, too, is moved.
+  options = Blending({{0, 12}, {12, 40}});
+  EXPECT_EQ(BlendPlan(Model(), prompt, *options.blend, {}, 40).own_end(), 0);
+  EXPECT_EQ(unknown(options, true), unknown(options, false));
+}
+
 TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
   const std::vector<int32_t> prompt = Prompt(80);
   std::vector<int32_t> known = {1, 2, 3};  // an anchor, and the document behind it
@@ -143,7 +167,7 @@ TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
   EXPECT_EQ(plan.MovableChain(prompt, 0).tokens,
             (std::vector<int32_t>{known.begin(), known.begin() + 23}));
   // Nobody computes what stands before a part for its sake.
-  const auto unknown = plan.Unknown(prompt, [](const auto&) { return false; });
+  const auto unknown = plan.Unknown(prompt, false, [](const auto&) { return false; });
   EXPECT_EQ(unknown, (std::vector<std::vector<int32_t>>{{known.begin(), known.begin() + 23}}));
   const BlendPlan nothing(Model(), prompt, request, {}, 40);
   EXPECT_EQ(nothing.begin(), 80);

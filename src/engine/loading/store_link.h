@@ -54,6 +54,10 @@ class StoreLink {
   // forward of one token for a prompt.
   int64_t NextStop(int64_t computed, int64_t prompt_tokens) const;
 
+  // Whether the last chunk of a prompt is a shorter one.
+  bool EndsInTail(int64_t prompt_tokens) const {
+    return ChunksEnd(PromptEnd(prompt_tokens), true) % chunk_tokens_ != 0;
+  }
   // Whether `length` tokens have chunks worth asking for behind the first `held` ones. `tail`: the
   // last one may be shorter.
   bool HasMore(int64_t length, int64_t held, bool tail) const;

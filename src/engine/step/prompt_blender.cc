@@ -101,7 +101,9 @@ PrefixSpace PromptBlender::LearnerSpace(const Request& request,
 }
 
 // A prompt of its own for each document that is not known: its KV is computed behind the anchor, or
-// comes from the store, and is kept and stored like that of any prompt.
+// comes from the store, and is kept and stored like that of any prompt. The prompt's own beginning
+// needs one only for its tail chunk: the prompt goes on behind it, so neither asks the store for
+// that chunk nor gives it to the store.
 std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request) {
   std::vector<std::unique_ptr<Request>> learners;
   const auto knows = [&](std::span<const int32_t> chain) {
@@ -117,7 +119,9 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
              std::ranges::equal(other->prompt_of(other->samples.front()), chain);
     });
   };
-  for (const std::vector<int32_t>& chain : request.blend->Unknown(prompt, knows)) {
+  const int64_t own_end = request.blend->own_end();
+  const bool with_own = own_end < request.prompt_tokens && parts_.store->EndsInTail(own_end);
+  for (const std::vector<int32_t>& chain : request.blend->Unknown(prompt, with_own, knows)) {
     if (is_idle && is_to_be_learnt(chain, LearnerSpace(request, chain))) continue;
     SamplingOptions options{.max_tokens = 0,
                             .cache_salt = request.space.salt,

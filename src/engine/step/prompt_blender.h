@@ -18,6 +18,7 @@
 #include "engine/request/prefix_finder.h"
 #include "engine/request/request_limits.h"
 #include "engine/request/request_queue.h"
+#include "engine/traffic/store_traffic.h"
 #include "quire/engine.h"
 
 namespace quire {
@@ -32,6 +33,7 @@ class PromptBlender {
     RequestQueue* requests;
     const PrefixFinder* finder;
     const RequestLimits* limits;
+    const StoreTraffic* store;
     const Clock* clock;
     int64_t piece_max;
   };

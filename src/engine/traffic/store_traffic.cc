@@ -456,8 +456,11 @@ int64_t StoreTraffic::StoreSample(const Request& request, Sample* sample, int64_
                          compute_seconds_per_token_, &sample->stored);
   };
   int64_t prompt_end = link_->PromptEnd(request.prompt_tokens);
-  // What stands before the first piece is the beginning of other prompts: anchor and document.
-  if (sample->approximate_from < prompt_end) prompt_end = request.blend->begin();
+  // The beginning of other prompts: anchor and document.
+  if (sample->approximate_from < prompt_end) {
+    const int64_t own_end = request.blend->own_end();
+    prompt_end = own_end > 0 ? link_->PromptEnd(own_end) : request.blend->begin();
+  }
   const bool has_prompt = computed >= prompt_end;
   const int64_t bytes = has_prompt ? put(prompt_end, true, bytes_max) : 0;
   if (bytes >= bytes_max) return bytes;

@@ -61,6 +61,12 @@ class StoreTraffic {
   // Where a sequence of which `length` tokens are there has to stop next (StoreLink::NextStop).
   int64_t NextStop(int64_t length, int64_t prompt_tokens) const;
 
+  // Whether a prompt has a last chunk in the store that is shorter than the others, so that only a
+  // prompt of exactly these tokens takes it or gives it.
+  bool EndsInTail(int64_t prompt_tokens) const {
+    return link_ != nullptr && link_->EndsInTail(prompt_tokens);
+  }
+
   // ---- Requests that wait
   Start FindStart(const Request& request) const;
   // `request` is about to wait. If others are ahead of it, the store brings its chunks into RAM in
