@@ -71,33 +71,64 @@ void PrefixCache::GiveUpOldest() noexcept {
 }
 
 void PrefixCache::SetPart(const std::string& salt, int64_t pages) {
+  if (pages == 0) {
+    MoveTo(&part_of_all_, salt);
+    parts_.erase(salt);
+    return;
+  }
   const auto [place, is_new] = parts_.try_emplace(salt);
   place->second.pages = pages;
-  if (!is_new) return;
+  if (is_new) MoveTo(&place->second, salt);
+}
+
+void PrefixCache::MoveTo(Part* part, const std::string& salt) noexcept {
   for (Entry& entry : by_use_) {
     if (entry.space.salt != salt) continue;
-    entry.part = &place->second;
-    entry.part->pages_kept += PagesOf(static_cast<int64_t>(entry.tokens.size()));
+    const int64_t pages = PagesOf(static_cast<int64_t>(entry.tokens.size()));
+    entry.part->pages_kept -= pages;
+    part->by_use.insert(entry.part->by_use.extract(entry.used));
+    entry.part = part;
+    part->pages_kept += pages;
   }
 }
 
 PrefixCache::Part* PrefixCache::PartOf(const std::string& salt) {
   const auto found = parts_.find(salt);
-  return found == parts_.end() ? nullptr : &found->second;
+  return found == parts_.end() ? &part_of_all_ : &found->second;
 }
 
-int64_t PrefixCache::PagesToGive(const Entry& entry, int64_t missing) {
-  if (entry.part == nullptr) return missing;
-  const int64_t beyond = entry.part->pages_kept - entry.part->pages;
-  return beyond > 0 ? std::min(missing, beyond) : missing;
+void PrefixCache::MakeNewest(Entries::iterator entry) noexcept {
+  by_use_.splice(by_use_.end(), by_use_, entry);
+  auto& by_use = entry->part->by_use;
+  auto node = by_use.extract(entry->used);
+  entry->used = ++last_used_;
+  node.key() = entry->used;
+  by_use.insert(by_use.end(), std::move(node));
 }
 
-PrefixCache::Entries::iterator PrefixCache::Victim() noexcept {
-  if (parts_.empty()) return by_use_.begin();
-  const auto found = std::find_if(by_use_.begin(), by_use_.end(), [](const Entry& entry) {
-    return entry.part == nullptr || entry.part->pages_kept > entry.part->pages;
-  });
-  return found == by_use_.end() ? by_use_.begin() : found;
+int64_t PrefixCache::PagesToGive(const Entry& entry, int64_t missing) const {
+  const Part& part = *entry.part;
+  if (IsOfAll(part) || !part.is_beyond()) return missing;
+  return std::min(missing, part.pages_kept - part.pages);
+}
+
+PrefixCache::Entries::iterator PrefixCache::Victim() const noexcept {
+  const Part* oldest = nullptr;
+  const auto consider = [&](const Part& part) {
+    if (part.by_use.empty()) return;
+    if (oldest == nullptr || part.by_use.begin()->first < oldest->by_use.begin()->first) {
+      oldest = &part;
+    }
+  };
+  consider(part_of_all_);
+  for (const auto& [salt, part] : parts_) {
+    if (part.is_beyond()) consider(part);
+  }
+  if (oldest == nullptr) {
+    for (const auto& [salt, part] : parts_) consider(part);
+  }
+  QUIRE_CHECK(oldest != nullptr) << "nothing is kept";
+  return oldest->by_use.begin()->second;
 }
 
 void PrefixCache::NoteEvicted(const Entry& entry, int64_t kept) noexcept {
@@ -114,13 +145,15 @@ std::optional<int64_t> PrefixCache::EvictedAgo(std::span<const int32_t> tokens,
 void PrefixCache::Count(const Entry& entry, int64_t tokens, int64_t sign) noexcept {
   token_count_ += sign * tokens;
   page_count_max_ += sign * PagesOf(tokens);
-  if (entry.part != nullptr) entry.part->pages_kept += sign * PagesOf(tokens);
+  entry.part->pages_kept += sign * PagesOf(tokens);
 }
 
 // `entry` is a list of one, so that what allocates comes before what changes.
 void PrefixCache::Insert(Entries entry) {
   const Entries::iterator added = entry.begin();
   std::map<int64_t, Entries::iterator> by_id = {{added->sequence_id, added}};
+  added->used = last_used_ + 1;
+  std::map<uint64_t, Entries::iterator> by_use = {{added->used, added}};
   Index& by_tokens = by_space_[added->space];
   const auto [place, is_new] = by_tokens.insert(added);
   if (!is_new) {  // the same tokens are retained already
@@ -130,6 +163,8 @@ void PrefixCache::Insert(Entries entry) {
   }
   by_use_.splice(by_use_.end(), entry);
   by_id_.merge(by_id);
+  added->part->by_use.merge(by_use);
+  last_used_ = added->used;
   Count(*added, static_cast<int64_t>(added->tokens.size()), 1);
   const auto is_prefix = [this](Entries::iterator a, Entries::iterator b) {
     return state_.forks_anywhere() &&
@@ -139,8 +174,7 @@ void PrefixCache::Insert(Entries entry) {
     const Entries::iterator longer = *next;
     longer->stored = std::max(longer->stored, added->stored);
     Remove(added);
-    by_use_.splice(by_use_.end(), by_use_, longer);
-    return;
+    return MakeNewest(longer);
   }
   if (place != by_tokens.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
   if (sequence_count() > sequences_max_) GiveUpOldest();
@@ -173,7 +207,7 @@ PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace
 
 void PrefixCache::Touch(int64_t sequence_id) noexcept {
   const auto found = by_id_.find(sequence_id);
-  if (found != by_id_.end()) by_use_.splice(by_use_.end(), by_use_, found->second);
+  if (found != by_id_.end()) MakeNewest(found->second);
 }
 
 void PrefixCache::Evict(int64_t pages) noexcept {
@@ -223,20 +257,22 @@ bool PrefixCache::CutTail(Entries::iterator entry, int64_t pages) noexcept {
     by_tokens.insert(place, std::move(node));
     return true;
   }
-  Count(*entry, kept, -1);
-  by_id_.erase(entry->sequence_id);
-  RemoveFrom(state_, entry->sequence_id);
-  by_use_.erase(entry);
+  Forget(entry);
   return false;
 }
 
 void PrefixCache::Remove(Entries::iterator entry) noexcept {
-  by_id_.erase(entry->sequence_id);
-  RemoveFrom(state_, entry->sequence_id);
-  Count(*entry, static_cast<int64_t>(entry->tokens.size()), -1);
   const auto order = by_space_.find(entry->space);
   order->second.erase(entry);
   if (order->second.empty()) by_space_.erase(order);
+  Forget(entry);
+}
+
+void PrefixCache::Forget(Entries::iterator entry) noexcept {
+  by_id_.erase(entry->sequence_id);
+  entry->part->by_use.erase(entry->used);
+  RemoveFrom(state_, entry->sequence_id);
+  Count(*entry, static_cast<int64_t>(entry->tokens.size()), -1);
   by_use_.erase(entry);
 }
 
@@ -262,6 +298,9 @@ void PrefixCache::CheckInvariants() const {
   int64_t tokens = 0;
   int64_t pages = 0;
   std::map<const Part*, int64_t> kept;
+  std::map<const Part*, size_t> counts;
+  uint64_t used = 0;
+  const Entry* victim = nullptr;  // by looking at all
   QUIRE_CHECK(by_id_.size() == by_use_.size());
   for (const Entry& entry : by_use_) {
     QUIRE_CHECK(&*by_id_.at(entry.sequence_id) == &entry);
@@ -269,14 +308,29 @@ void PrefixCache::CheckInvariants() const {
     tokens += length;
     pages += PagesOf(length);
     kept[entry.part] += PagesOf(length);
+    ++counts[entry.part];
+    QUIRE_CHECK(&*entry.part->by_use.at(entry.used) == &entry);
+    QUIRE_CHECK(entry.used > used) << "the order of use is another one";
+    used = entry.used;
+    const bool may_go = IsOfAll(*entry.part) || entry.part->is_beyond();
+    if (victim == nullptr && may_go) victim = &entry;
     const Result<int64_t> held = state_.GetSequenceLength(entry.sequence_id);
     QUIRE_CHECK(held.ok()) << held.status().ToString();
     QUIRE_CHECK(*held == length) << "sequence " << entry.sequence_id;
   }
   QUIRE_CHECK(tokens == token_count_);
   QUIRE_CHECK(pages == page_count_max_);
-  for (const auto& [salt, part] : parts_) QUIRE_CHECK(part.pages_kept == kept[&part]);
+  QUIRE_CHECK(used <= last_used_);
+  const auto check_part = [&](const Part& part) {
+    QUIRE_CHECK(part.pages_kept == kept[&part]);
+    QUIRE_CHECK(part.by_use.size() == counts[&part]);
+  };
+  check_part(part_of_all_);
+  for (const auto& [salt, part] : parts_) check_part(part);
   for (const auto& [space, by_tokens] : by_space_) CheckOrder(space, by_tokens);
+  if (by_use_.empty()) return;
+  if (victim == nullptr) victim = &by_use_.front();
+  QUIRE_CHECK(&*Victim() == victim) << "sequence " << victim->sequence_id << " goes next";
 }
 
 void PrefixCache::CheckOrder(const PrefixSpace& space, const Index& by_tokens) const {

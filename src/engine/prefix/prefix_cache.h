@@ -11,7 +11,8 @@
 // question.
 //
 // A salt may have a part: as long as what is kept with it takes no more pages, it is given up only
-// when nothing else is left. So whatever others compute, a tenant keeps that much of its own.
+// when nothing else is left. So whatever others compute, a tenant keeps that much of its own. Each
+// part has an order of use of its own, so that what is given up next is found among the first ones.
 //
 // Only requests of the same PrefixSpace reuse each other's KV; each space has an order of its own.
 //
@@ -97,7 +98,7 @@ class PrefixCache {
                                     int64_t known) const;
 
   // KV of this salt has a part of `pages` pages from now on; 0: none. A page that several sequences
-  // share counts for each. May throw std::bad_alloc.
+  // share counts for each. Looks at all that is kept. May throw std::bad_alloc.
   void SetPart(const std::string& salt, int64_t pages);
 
   // Gives up retained KV until `pages` are free or nothing is left.
@@ -126,18 +127,23 @@ class PrefixCache {
   void CheckInvariants() const;
 
  private:
-  struct Part {
-    int64_t pages = 0;
-    int64_t pages_kept = 0;
-  };
+  struct Part;
   struct Entry {
     int64_t sequence_id;
     std::vector<int32_t> tokens;
     PrefixSpace space;
     int64_t stored;
-    Part* part;  // of its salt, or null
+    Part* part;  // of its salt, or that of all salts without one
+    uint64_t used = 0;
   };
   using Entries = std::list<Entry>;  // least recently used first
+  struct Part {
+    int64_t pages = 0;
+    int64_t pages_kept = 0;
+    std::map<uint64_t, Entries::iterator> by_use = {};  // its entries
+
+    bool is_beyond() const { return pages_kept > pages; }
+  };
 
   struct LexicographicOrder {
     using is_transparent = void;
@@ -159,13 +165,19 @@ class PrefixCache {
   int64_t PagesOf(int64_t tokens) const { return (tokens + page_size_ - 1) / page_size_; }
   Index& IndexOf(const Entry& entry) { return by_space_.find(entry.space)->second; }
   Part* PartOf(const std::string& salt);
+  bool IsOfAll(const Part& part) const { return &part == &part_of_all_; }
+  // The entries of the salt.
+  void MoveTo(Part* part, const std::string& salt) noexcept;
+  void MakeNewest(Entries::iterator entry) noexcept;
+  // The entry is not in its order of tokens any more.
+  void Forget(Entries::iterator entry) noexcept;
   void Count(const Entry& entry, int64_t tokens, int64_t sign) noexcept;
   // Pages of the entry that may be given up before its salt has less than its part; at most
   // `missing`, and all of these where nothing else is left.
-  static int64_t PagesToGive(const Entry& entry, int64_t missing);
+  int64_t PagesToGive(const Entry& entry, int64_t missing) const;
   // The least recently used entry that is beyond the part of its salt; else the least recently used
   // one. REQUIRES: not empty.
-  Entries::iterator Victim() noexcept;
+  Entries::iterator Victim() const noexcept;
   void Insert(Entries entry);
   // Whether the sequence is retained now. Where states are short, older sequences give way.
   bool MakeRetained(int64_t sequence_id) noexcept;
@@ -182,6 +194,8 @@ class PrefixCache {
   std::map<int64_t, Entries::iterator> by_id_;
   std::map<PrefixSpace, Index> by_space_;
   std::map<std::string, Part> parts_;  // by salt
+  Part part_of_all_;                   // of salts without a part of their own
+  uint64_t last_used_ = 0;
   int64_t token_count_ = 0;
   int64_t page_count_max_ = 0;
   const std::shared_ptr<Clock> clock_;

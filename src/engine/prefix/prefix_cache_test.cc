@@ -213,6 +213,36 @@ TEST(PrefixCache, GivesUpTheKVOfAPartLast) {
   EXPECT_TRUE(fixture.kv.HasSequence(newer));
 }
 
+// Parts come, change and go; CheckInvariants finds the next victim by looking at all.
+TEST(PrefixCache, GivesUpTheOldestBeyondItsPartWhateverParts) {
+  RandomSequence random(11);
+  Fixture fixture(60);
+  const std::string salts[] = {"", "a", "b", "c"};
+  for (int step = 0; step < 1500; ++step) {
+    const std::string& salt = salts[random.Below(4)];
+    switch (random.Below(5)) {
+      case 0:
+        fixture.prefixes.SetPart(salt, static_cast<int64_t>(random.Below(3)) * 6);
+        break;
+      case 1:
+        fixture.prefixes.Touch(static_cast<int64_t>(random.Below(fixture.next_id + 1)));
+        break;
+      case 2:
+        fixture.prefixes.Evict(static_cast<int64_t>(random.Below(60)));
+        break;
+      default:
+        fixture.prefixes.Evict(8);
+        const auto length = 1 + static_cast<int64_t>(random.Below(30));
+        const auto first = static_cast<int32_t>(random.Below(6));
+        const int64_t id = fixture.MakeSequence(length);
+        fixture.prefixes.Retain(id, Tokens(static_cast<size_t>(length), first), {.salt = salt});
+    }
+    fixture.prefixes.CheckInvariants();
+  }
+  fixture.prefixes.Evict(100);
+  EXPECT_TRUE(fixture.kv.Empty());
+}
+
 TEST(PrefixCache, DoesNotCutWherePagesAreSharedAndNothingIsWon) {
   Fixture fixture(6);
   const int64_t running = fixture.MakeSequence(8);  // 2 pages, held by the fork too
