@@ -369,7 +369,7 @@ Walker::Walker(const WalkSetting& setting, uint64_t first_token)
       layers_(setting_.options.layers),
       cache_(AttentionKVCache::Create(setting.options).value()),
       fresh_(AttentionKVCache::Create(FreshOptions(setting)).value()),
-      model_(setting.options),
+      model_(setting.options, cache_.get()),
       next_token_(first_token) {
   for (size_t l = 0; l < layers_.size(); ++l)
     layer_features_.push_back(FeaturesOf(setting_.options, l));
@@ -448,6 +448,106 @@ std::string Differ(const char* what, int64_t cache, int64_t model) {
          std::to_string(model);
 }
 
+std::string OutOfBounds(const char* what, int64_t found, const KVModel::PageBounds& bounds) {
+  if (bounds.least <= found && found <= bounds.most) return "";
+  return std::string(what) + ": cache " + std::to_string(found) + ", right are " +
+         std::to_string(bounds.least) + " to " + std::to_string(bounds.most);
+}
+
+Walker::Room Walker::RoomNow() const {
+  return {.available = cache_->GetNumAvailablePages(),
+          .in_use = cache_->pages_in_use(),
+          .tokens = cache_->GetDistinctTokenCount()};
+}
+
+std::string Walker::Call(const char* what, const KVModel::Taken& taken,
+                         const std::function<Status(AttentionKVCache&)>& f, Status* status) {
+  const uint64_t digest = cache_->StateDigest();
+  const Room before = RoomNow();
+  *status = f(*cache_);
+  ++seen_[what][status->code()];
+  model_.FindNoRoom(status->code() == StatusCode::kOutOfPages);
+  std::string error = Compare(what, *status, f(model_));
+  if (!error.empty()) return error;
+  if (!status->ok() && cache_->StateDigest() != digest)
+    return std::string(what) + " failed and changed the state: " + status->ToString();
+  error = CheckRoom(*status, before, taken);
+  return error.empty() ? "" : std::string(what) + ": " + error;
+}
+
+// A call that works may give back pages that windows hide, or that it has copied.
+std::string Walker::CheckRoom(const Status& status, const Room& before,
+                              const KVModel::Taken& taken) {
+  const Room now = RoomNow();
+  if (!status.ok()) {
+    std::string error = Differ("free pages behind a failure", now.available, before.available);
+    if (error.empty()) error = Differ("pages behind a failure", now.in_use, before.in_use);
+    if (error.empty()) error = Differ("tokens behind a failure", now.tokens, before.tokens);
+    const bool lacks_room = taken.largest().most > before.available;
+    if (!error.empty() || status.code() != StatusCode::kOutOfPages || lacks_room) return error;
+    return status.ToString() + ", with " + std::to_string(before.available) + " pages available";
+  }
+  const bool takes = !taken.pages.empty();
+  const bool may_free = !takes || setting_.has_windows || taken.copies_max > 0;
+  KVModel::PageBounds pages = taken.sum();
+  if (may_free) pages.least = -before.in_use;
+  std::string error = OutOfBounds("pages taken", now.in_use - before.in_use, pages);
+  pages = taken.largest();
+  if (may_free) pages.least = -before.in_use;
+  if (error.empty())
+    error = OutOfBounds("free pages taken", before.available - now.available, pages);
+  const KVModel::PageBounds tokens = {takes ? taken.tokens : -before.tokens,
+                                      taken.tokens + taken.copies_max};
+  return error.empty() ? OutOfBounds("tokens taken", now.tokens - before.tokens, tokens) : error;
+}
+
+// A forward works if it needs no more pages than there are, and takes them. `needed` is below 0
+// where that could not be asked. Groups free pages apart from one another where there are windows:
+// then what one needs may be fewer than another has.
+std::string Walker::CheckBegun(const char* call, int64_t needed, const Status& status,
+                               const Room& before) {
+  const Room now = RoomNow();
+  if (status.ok()) pages_taken_ = now.in_use - before.in_use;
+  if (status.ok()) tokens_taken_ = now.tokens - before.tokens;
+  if (needed < 0) return "";
+  const bool agrees = status.ok() == (needed <= before.available);
+  if (!agrees && !(status.ok() && setting_.has_windows)) {
+    return std::string(call) + ": " + status.ToString() + " with " + std::to_string(needed) +
+           " needed and " + std::to_string(before.available) + " available";
+  }
+  const int64_t groups = model_.group_count();
+  if (!status.ok() || needed * groups == pages_taken_) return "";
+  if (setting_.has_windows && needed <= pages_taken_ && pages_taken_ <= needed * groups) return "";
+  return std::string(call) + ": " + std::to_string(pages_taken_) + " pages of all groups, with " +
+         std::to_string(needed) + " needed";
+}
+
+// What holds for any pages.
+std::string Walker::ComparePages() {
+  const int64_t allocated = cache_->pages_allocated();
+  const PageCounts counts = cache_->page_counts();
+  const Room now = RoomNow();
+  const int64_t groups = model_.group_count();
+  std::string error = OutOfBounds("pages in use", now.in_use, model_.PagesInUse());
+  const auto expect = [&](const char* what, int64_t found, int64_t least, int64_t most) {
+    if (error.empty()) error = OutOfBounds(what, found, {least, most});
+  };
+  expect("pages and free ones", groups * now.available + now.in_use,
+         setting_.has_windows ? 0 : allocated, allocated);
+  expect("distinct tokens", now.tokens, model_.GetDistinctTokenCount(),
+         cache_->GetTotalSequenceLength() + tokens_taken_);
+  if (cache_->Empty())
+    expect("free pages of an empty cache", groups * now.available, allocated, allocated);
+  expect("page_counts().total", counts.total, allocated, allocated);
+  expect("page_counts().free", counts.free, allocated - now.in_use, allocated - now.in_use);
+  expect("page_counts(), all kinds",
+         counts.free + counts.exclusive + counts.shared + counts.retained_only, allocated,
+         allocated);
+  if (retained_.empty()) expect("page_counts().retained_only", counts.retained_only, 0, 0);
+  if (model_.sequence_count() < 2) expect("page_counts().shared", counts.shared, 0, 0);
+  return error;
+}
+
 std::string Walker::CompareCounters() {
   std::string error;
   const auto compare = [&](const char* what, int64_t cache, int64_t model) {
@@ -457,17 +557,7 @@ std::string Walker::CompareCounters() {
   compare("sequence_count", cache_->sequence_count(), model_.sequence_count());
   compare("retained", cache_->retained_sequence_count(), model_.retained_sequence_count());
   compare("total length", cache_->GetTotalSequenceLength(), model_.GetTotalSequenceLength());
-  compare("distinct tokens", cache_->GetDistinctTokenCount(), model_.GetDistinctTokenCount());
-  compare("pages_in_use", cache_->pages_in_use(), model_.pages_in_use());
-  compare("free pages", cache_->GetNumAvailablePages(), model_.GetNumAvailablePages());
-  compare("pages_allocated", cache_->pages_allocated(), model_.pages_allocated());
-  const PageCounts counts = cache_->page_counts();
-  const PageCounts model_counts = model_.page_counts();
-  compare("page_counts().total", counts.total, model_counts.total);
-  compare("page_counts().free", counts.free, model_counts.free);
-  compare("page_counts().exclusive", counts.exclusive, model_counts.exclusive);
-  compare("page_counts().shared", counts.shared, model_counts.shared);
-  compare("page_counts().retained_only", counts.retained_only, model_counts.retained_only);
+  if (error.empty()) error = ComparePages();
   for (int64_t id = -1; id <= setting_.id_count; ++id) {
     compare("HasSequence", cache_->HasSequence(id), model_.HasSequence(id));
     const Result<int64_t> length = cache_->GetSequenceLength(id);
@@ -538,7 +628,8 @@ std::string Walker::Apply(const WalkOp& op) {
       return Clear();
     case Kind::kPagesNeeded: {
       int64_t needed = 0;
-      return PagesNeeded(DrawBatch(op.a), &needed);
+      KVModel::Taken taken;
+      return PagesNeeded(DrawBatch(op.a), &needed, &taken);
     }
     case Kind::kSelectLongRope:
       return SelectLongRope(op);
@@ -695,17 +786,19 @@ std::string Walker::SameNeeds(const char* call,
   const Result<int64_t> cache = ask(*cache_);
   const Result<int64_t> model = ask(model_);
   std::string error = Compare(call, cache.status(), model.status());
-  if (error.empty() && cache.ok()) error = Differ(call, *cache, *model);
   if (error.empty() && cache_->StateDigest() != digest)
     error = std::string(call) + " changed the state";
   *needed = cache.ok() ? *cache : -1;
   return error;
 }
 
-std::string Walker::PagesNeeded(const Batch& batch, int64_t* needed) {
-  return SameNeeds(
+std::string Walker::PagesNeeded(const Batch& batch, int64_t* needed, KVModel::Taken* taken) {
+  const std::string error = SameNeeds(
       "PagesNeeded",
       [&](const AttentionKVCache& c) { return c.PagesNeeded(batch.ids, batch.lengths); }, needed);
+  *taken = model_.TakenByForward(batch.ids, batch.lengths);
+  return error.empty() && *needed >= 0 ? OutOfBounds("PagesNeeded", *needed, taken->largest())
+                                       : error;
 }
 
 std::string Walker::Begin(const WalkOp& op) {
@@ -723,28 +816,21 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
     for (size_t side = 0; side < 2; ++side)
       given[side].push_back({batch.ids[load.member], count, load.sources[side].get()});
   }
-  std::string error = PagesNeeded(planned, &needed);
+  KVModel::Taken taken;
+  std::string error = PagesNeeded(planned, &needed, &taken);
   if (!error.empty()) return error;
-  const int64_t available = cache_->GetNumAvailablePages();
-  QUIRE_WALK_CALL(
-      loads.empty() ? "BeginForward" : "BeginLoadingForward", status, [&](AttentionKVCache& c) {
-        if (loads.empty()) return c.BeginForward(batch.ids, batch.lengths);
-        return c.BeginLoadingForward(batch.ids, batch.lengths, given[&c == cache_.get() ? 0 : 1]);
-      });
-  // Groups free pages apart from one another where there are windows: then the most that one group
-  // needs may be fewer than the least that another has, but not the other way.
-  const bool agrees = status.ok() == (needed <= available) || (setting_.has_windows && status.ok());
+  const Room before = RoomNow();
+  const char* const call = loads.empty() ? "BeginForward" : "BeginLoadingForward";
+  QUIRE_WALK_TAKE(call, status, taken, [&](AttentionKVCache& c) {
+    if (loads.empty()) return c.BeginForward(batch.ids, batch.lengths);
+    return c.BeginLoadingForward(batch.ids, batch.lengths, given[SideOf(c)]);
+  });
   // Together with what is loaded a length below 1 may look like a good one.
   const bool has_bad_length = std::ranges::any_of(batch.lengths, [](int64_t n) { return n < 1; });
-  if (needed >= 0 && !has_bad_length && !agrees) {
-    return "BeginForward: " + status.ToString() + " with " + std::to_string(needed) +
-           " needed and " + std::to_string(available) + " available";
-  }
+  error = CheckBegun(call, has_bad_length ? -1 : needed, status, before);
+  if (!error.empty()) return error;
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
-  const int64_t taken = available - cache_->GetNumAvailablePages();
-  if (needed >= 0 && (!setting_.has_windows || taken > needed))
-    error = Differ("pages taken by BeginForward", taken, needed);
   const Status plan = cache_->CheckInvariants();  // looks at the plan of the open forward
   if (error.empty() && !plan.ok()) error = "after BeginForward: " + plan.ToString();
   open_ = true;
@@ -1089,6 +1175,7 @@ std::string Walker::Layer(size_t layer, uint32_t draw) {
 std::string Walker::End(uint32_t draw) {
   QUIRE_WALK_CALL("EndForward", status, [&](AttentionKVCache& c) { return c.EndForward(); });
   if (!status.ok()) return "";
+  pages_taken_ = tokens_taken_ = 0;
   open_ = false;
   before_.clear();
   const bool skipped = std::ranges::count(attended_, 0) > 0;
@@ -1211,8 +1298,17 @@ std::string Walker::RunFresh(const History& history, size_t old_length,
 }
 
 std::string Walker::Abort() {
+  const Room before = RoomNow();
   QUIRE_WALK_CALL("AbortForward", status, [&](AttentionKVCache& c) { return c.AbortForward(); });
   if (!status.ok()) return "";
+  const Room now = RoomNow();
+  std::string error =
+      Differ("tokens behind AbortForward", now.tokens, before.tokens - tokens_taken_);
+  // What windows hide goes, too.
+  if (error.empty() && (!setting_.has_windows || now.in_use > before.in_use - pages_taken_))
+    error = Differ("pages behind AbortForward", now.in_use, before.in_use - pages_taken_);
+  if (!error.empty()) return error;
+  pages_taken_ = tokens_taken_ = 0;
   open_ = false;
   for (auto& [id, history] : before_) history_.at(id) = std::move(history);
   before_.clear();
@@ -1321,7 +1417,7 @@ std::string Walker::DebugSetLatents(int64_t id, int64_t start, int64_t count) {
       }
     }
   }
-  QUIRE_WALK_CALL("DebugSetKVMLA", status,
+  QUIRE_WALK_TAKE("DebugSetKVMLA", status, model_.TakenByDebugSet(id, start),
                   [&](AttentionKVCache& c) { return c.DebugSetKVMLA(id, start, kv.view()); });
   if (status.ok()) past_features_[id] |= Feature::kDebugSet;
   for (int64_t t = 0; status.ok() && t < count; ++t) {
@@ -1373,7 +1469,7 @@ std::string Walker::DebugSet(const WalkOp& op) {
     }
     tokens.emplace_back(token_k, token_v);
   }
-  QUIRE_WALK_CALL("DebugSetKV", status,
+  QUIRE_WALK_TAKE("DebugSetKV", status, model_.TakenByDebugSet(id, start),
                   [&](AttentionKVCache& c) { return c.DebugSetKV(id, start, k.view(), v.view()); });
   if (status.ok()) past_features_[id] |= Feature::kDebugSet;
   for (int64_t t = 0; status.ok() && t < count; ++t) {
@@ -1386,6 +1482,7 @@ std::string Walker::DebugSet(const WalkOp& op) {
 std::string Walker::Clear() {
   QUIRE_WALK_CALL("Clear", status, [&](AttentionKVCache& c) { return c.Clear(); });
   open_ = false;
+  pages_taken_ = tokens_taken_ = 0;
   history_.clear();
   trees_.clear();
   retained_.clear();
@@ -1507,7 +1604,7 @@ std::string Walker::Import(const WalkOp& op) {
   std::array<std::vector<StoredRows>, 2> parts;
   const std::string error = ExportPart(from, start, count, &parts);
   if (!error.empty() || parts[0].empty()) return error;
-  QUIRE_WALK_CALL("ImportKV", status, [&](AttentionKVCache& c) {
+  QUIRE_WALK_TAKE("ImportKV", status, model_.TakenByImport(to, count), [&](AttentionKVCache& c) {
     KVBlock block;
     for (const StoredRows& rows : parts[&c == cache_.get() ? 0 : 1]) block.push_back(rows.view());
     return c.ImportKV(to, std::span(&block, 1));
@@ -1673,20 +1770,23 @@ std::string Walker::TreeOf(const Batch& batch, RandomSequence& random, const Wal
       },
       &needed);
   if (!error.empty()) return error;
-  const int64_t available = cache_->GetNumAvailablePages();
-  QUIRE_WALK_CALL("BeginTreeForward", status, [&](AttentionKVCache& c) {
+  KVModel::Taken taken;
+  if (needed >= 0) {
+    const std::span<const int64_t> all = parents;
+    taken = model_.TakenByForward(batch.ids, batch.lengths, &all);
+    error = OutOfBounds("PagesNeededForTree", needed, taken.largest());
+    if (!error.empty()) return error;
+  }
+  const Room before = RoomNow();
+  QUIRE_WALK_TAKE("BeginTreeForward", status, taken, [&](AttentionKVCache& c) {
     return c.BeginTreeForward(batch.ids, batch.lengths, parents);
   });
-  if (needed >= 0 && layers_.size() == 1 && status.ok() != (needed <= available))
-    return "BeginTreeForward: " + status.ToString() + " with " + std::to_string(needed) + " needed";
+  error = CheckBegun("BeginTreeForward", needed, status, before);
+  if (!error.empty()) return error;
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
   const Status plan = cache_->CheckInvariants();
   if (!plan.ok()) return "after BeginTreeForward: " + plan.ToString();
-  if (layers_.size() == 1)
-    error = Differ("pages taken by BeginTreeForward", available - cache_->GetNumAvailablePages(),
-                   needed);
-  if (!error.empty()) return error;
   open_ = true;
   call_failed_ = false;
   tree_forward_ = true;
@@ -1803,9 +1903,7 @@ std::string Walker::Finish() {
     error = Step({Kind::kRemove, 16 * static_cast<uint32_t>(history_.size() / 2) + 1, 0, 0});
   }
   if (!error.empty()) return "at the end: " + error;
-  if (!cache_->Empty()) return "at the end: not empty";
-  if (cache_->pages_in_use() != 0) return "at the end: pages are lost";
-  return "";
+  return cache_->Empty() ? "" : "at the end: not empty";
 }
 
 namespace {

@@ -163,6 +163,21 @@ class Walker {
   Batch DrawBatch(uint32_t seed, bool with_trees = false) const;
   std::string Apply(const WalkOp& op);
   std::string Compare(const char* what, const Status& cache, const Status& model);
+  // `f` of the cache and of the model: both must answer alike. A call that works takes of pages and
+  // tokens what the model expects; one that fails has changed nothing, and where it finds too few
+  // pages there may be too few.
+  std::string Call(const char* what, const KVModel::Taken& taken,
+                   const std::function<Status(AttentionKVCache&)>& f, Status* status);
+  struct Room {
+    int64_t available = 0;
+    int64_t in_use = 0;
+    int64_t tokens = 0;
+  };
+  Room RoomNow() const;
+  std::string CheckRoom(const Status& status, const Room& before, const KVModel::Taken& taken);
+  std::string CheckBegun(const char* call, int64_t needed, const Status& status,
+                         const Room& before);
+  std::string ComparePages();
   std::string CompareCounters();
   std::string Add(const WalkOp& op);
   std::string Remove(const WalkOp& op);
@@ -176,7 +191,7 @@ class Walker {
   std::string SameNeeds(const char* call,
                         const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
                         int64_t* needed);
-  std::string PagesNeeded(const Batch& batch, int64_t* needed);
+  std::string PagesNeeded(const Batch& batch, int64_t* needed, KVModel::Taken* taken);
   std::string Begin(const WalkOp& op);
   std::string BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads = {});
   std::string Layer(size_t layer, uint32_t draw);
@@ -309,6 +324,9 @@ class Walker {
   int64_t bad_numbers_ = 0;
   int64_t largest_batch_ = 0;
   bool open_ = false;
+  // By the open forward.
+  int64_t pages_taken_ = 0;
+  int64_t tokens_taken_ = 0;
   bool call_failed_ = false;
   std::map<int64_t, History> before_;
   std::map<int64_t, KVModel::Window> windows_before_;  // of members of the last batch
@@ -347,20 +365,13 @@ std::string Differ(const char* what, int64_t cache, int64_t model);
 // says that anything is right.
 bool IsWithin(double cache, double model, double bound);
 
-// Calls `f` on the cache and on the model; both must answer alike, and a failed call must have
-// changed nothing.
-#define QUIRE_WALK_CALL(what, status, f)                                                \
-  Status status;                                                                        \
-  do {                                                                                  \
-    const uint64_t walk_digest = cache_->StateDigest();                                 \
-    status = f(*cache_);                                                                \
-    ++seen_[what][status.code()];                                                       \
-    const std::string walk_error = Compare(what, status, f(model_));                    \
-    if (!walk_error.empty()) return walk_error;                                         \
-    if (!status.ok() && cache_->StateDigest() != walk_digest) {                         \
-      return std::string(what) + " failed and changed the state: " + status.ToString(); \
-    }                                                                                   \
-  } while (false)
+// Walker::Call of a call that takes no pages, or of one that takes them.
+#define QUIRE_WALK_CALL(what, status, ...) \
+  QUIRE_WALK_TAKE(what, status, KVModel::Taken(), __VA_ARGS__)
+#define QUIRE_WALK_TAKE(what, status, taken, ...)                                            \
+  Status status;                                                                             \
+  if (std::string walk_error = Call(what, taken, __VA_ARGS__, &status); !walk_error.empty()) \
+  return walk_error
 
 }  // namespace quire::kv_walk
 
