@@ -78,11 +78,6 @@ void TakeValue(const AttentionLayerSpec& spec, std::span<const float> key,
   value->assign(key.begin(), key.begin() + spec.v_head_dim);
 }
 
-uint64_t Mix(uint64_t digest, uint64_t value) {
-  digest = (digest ^ value) * 0x9E3779B97F4A7C15u;
-  return digest ^ digest >> 29;
-}
-
 }  // namespace
 
 std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
@@ -220,11 +215,11 @@ KVModel::Sequence KVModel::SequenceOfRow(size_t member, int64_t n) const {
 
 // ---------------------------------------------------------------------- windows
 
-int64_t KVModel::Sequence::SlidAt(int64_t position) const {
+int64_t KVModel::Windows::SlidAt(int64_t position) const {
   return window == 0 ? lost : std::max(lost, position + 1 - window);
 }
 
-bool KVModel::Sequence::Sees(int64_t position, int64_t key, int64_t layer_window) const {
+bool KVModel::Windows::Sees(int64_t position, int64_t key, int64_t layer_window) const {
   if (key > position) return false;
   if (layer_window != 0 && key <= position - layer_window) return false;
   return key < sinks || key >= sinks + SlidAt(position);
@@ -240,21 +235,10 @@ void KVModel::Sequence::Slide() {
 }
 
 // What is left of the windows when the sequence ends at `end`.
-void KVModel::Sequence::EndAt(int64_t end) {
+void KVModel::Windows::EndAt(int64_t end) {
   if (end <= sinks) lost = 0;
   slid = std::min(slid, SlidAt(end));
   if (window == 0 && lost == 0) sinks = 0;
-}
-
-KVModel::Sequence KVModel::Sequence::Windows() const {
-  Sequence settings;
-  settings.window = window;
-  settings.sinks = sinks;
-  settings.lost = lost;
-  settings.slid = slid;
-  settings.span = span;
-  settings.span_sinks = span_sinks;
-  return settings;
 }
 
 bool KVModel::IsHeld(const Sequence& sequence, int64_t position, size_t group) const {
@@ -263,7 +247,7 @@ bool KVModel::IsHeld(const Sequence& sequence, int64_t position, size_t group) c
 
 bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
   if (length == sequence.length()) return true;
-  Sequence shorter = sequence.Windows();
+  Windows shorter = sequence;
   shorter.EndAt(length);
   if (shorter.lost > 0 && length < shorter.sinks + shorter.lost) return false;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -276,10 +260,10 @@ bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
 
 // Whether the next query of the sequence may look at the page range that begins there.
 bool KVModel::NeedsRange(const Sequence& sequence, const Group& group, int64_t range) const {
-  Sequence popped = sequence.Windows();
+  Windows popped = sequence;
   const int64_t end = std::max<int64_t>(sequence.length() - options_.max_pop, 0);
   popped.EndAt(end);
-  Sequence next;  // the window counts as of the last forward
+  Windows next;  // the window counts as of the last forward
   next.sinks = popped.sinks;
   next.lost = popped.slid;
   for (int64_t p = range; p < range + group.page_size; ++p) {
@@ -362,20 +346,9 @@ Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   return Status();
 }
 
-KVModel::Window KVModel::WindowOf(int64_t seq_id) const {
-  const Sequence& sequence = sequences_.at(seq_id);
-  return {sequence.window, sequence.sinks, sequence.lost};
-}
-
 Result<SequenceWindows> KVModel::GetWindows(int64_t seq_id) const {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-  const Sequence& sequence = sequences_.at(seq_id);
-  return SequenceWindows{.window = sequence.window,
-                         .sinks = sequence.sinks,
-                         .lost = sequence.lost,
-                         .slid = sequence.slid,
-                         .span = sequence.span,
-                         .span_sinks = sequence.span_sinks};
+  return SequenceWindows(sequences_.at(seq_id));
 }
 
 Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
@@ -1345,12 +1318,7 @@ Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) 
   Sequence& sequence = sequences_.at(seq_id);
   AddPlaces(sequence, count, absent);
   if (leaves_out && !(import.windows == SequenceWindows())) {
-    sequence.window = import.windows.window;
-    sequence.sinks = import.windows.sinks;
-    sequence.lost = import.windows.lost;
-    sequence.slid = import.windows.slid;
-    sequence.span = import.windows.span;
-    sequence.span_sinks = import.windows.span_sinks;
+    static_cast<SequenceWindows&>(sequence) = import.windows;
   } else {
     sequence.Slide();
   }
@@ -1494,54 +1462,6 @@ bool KVModel::IsShared(int64_t seq_id, int64_t position) const {
     return other.first != seq_id && other.second.length() > position &&
            other.second.tokens[at].values.get() == values;
   });
-}
-
-Result<std::string> KVModel::DebugPlan() const {
-  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
-  std::string text;
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    text += std::to_string(batch_[i]) + " + " + std::to_string(batch_lengths_[i]) + "\n";
-  }
-  return text;
-}
-
-uint64_t KVModel::StateDigest() const {
-  uint64_t digest = Mix(0, forward_ ? 1 : 0);
-  for (const auto& [id, sequence] : sequences_) {
-    digest = Mix(digest, static_cast<uint64_t>(id));
-    digest = Mix(digest, sequence.long_factors ? 1 : 0);
-    digest = Mix(digest, sequence.retained ? 1 : 0);
-    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid,
-                            sequence.span, sequence.span_sinks})
-      digest = Mix(digest, static_cast<uint64_t>(x));
-    for (const Token& token : sequence.tokens) {
-      for (const char held : token.held) digest = Mix(digest, static_cast<uint64_t>(held));
-    }
-    digest = Mix(digest, static_cast<uint64_t>(sequence.levels));
-    digest = Mix(digest, static_cast<uint64_t>(sequence.pending));
-    digest = Mix(digest, sequence.receive);
-    for (const Node& node : sequence.nodes)
-      digest = Mix(digest, static_cast<uint64_t>(node.parent));
-  }
-  for (const auto& [id, sequence] : before_) {
-    digest = Mix(digest, static_cast<uint64_t>(id));
-    digest = Mix(digest, sequence.tokens.size());
-  }
-  if (forward_) {
-    for (const char done : appended_) digest = Mix(digest, static_cast<uint64_t>(done));
-    for (const char done : attended_) digest = Mix(digest, static_cast<uint64_t>(done));
-  }
-  return digest;
-}
-
-// What an open forward adds comes behind what its members had.
-Status KVModel::CheckInvariants() const {
-  for (const auto& [id, old] : before_) {
-    if (old.tokens.size() > sequences_.at(id).tokens.size())
-      return Bad(StatusCode::kInternal,
-                 "a forward made sequence " + std::to_string(id) + " shorter");
-  }
-  return Status();
 }
 
 }  // namespace quire

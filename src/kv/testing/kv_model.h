@@ -3,10 +3,10 @@
 // answers can be believed: the model tests and fuzzers run it beside the real cache and compare all
 // that can be observed.
 //
-// It has no pages, and so always room. Of pages it knows what is right for every cache that keeps a
-// token in the slot of its position: how many a call takes, and how many are in use, at least and
-// at most (kv_model_pages.cc). A cache that finds too few is believed; who runs both asks whether
-// the pages were too few (FindNoRoom).
+// It has no pages, and so always room. It knows what is right for the pages of every cache that
+// keeps a token in the slot of its position: how many a call takes, and how many are in use, at
+// least and at most (kv_model_pages.cc). A cache that finds too few is believed; the walker asks
+// whether there were too few (FindNoRoom).
 #ifndef QUIRE_KV_TESTING_KV_MODEL_H_
 #define QUIRE_KV_TESTING_KV_MODEL_H_
 
@@ -147,9 +147,10 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   Status DisaggFlushSend(int64_t seq_id) override;
   Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 
-  Result<std::string> DebugPlan() const override;
-  uint64_t StateDigest() const override;
-  Status CheckInvariants() const override;
+  // It has no plan, and nothing that is kept twice.
+  Result<std::string> DebugPlan() const override { return std::string(); }
+  uint64_t StateDigest() const override { return 0; }
+  Status CheckInvariants() const override { return Status(); }
 
   // ---- What a cache's pages are like, whichever it chooses. [group]
   struct PageBounds {
@@ -161,6 +162,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
     std::vector<PageBounds> pages;
     int64_t tokens = 0;      // new ones
     int64_t copies_max = 0;  // tokens that it may copy beside these
+    bool ends = false;       // it lets go of what it copied, and of what it hides
     // Of the group that takes most, and of all groups.
     PageBounds largest() const;
     PageBounds sum() const;
@@ -177,13 +179,6 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   // find too few of them.
   void FindNoRoom(bool finds_none) { finds_no_room_ = finds_none; }
 
-  // The window of a sequence: 0 for none; `lost` positions behind the sinks are hidden for good.
-  struct Window {
-    int64_t window = 0;
-    int64_t sinks = 0;
-    int64_t lost = 0;
-  };
-  Window WindowOf(int64_t seq_id) const;
   Result<SequenceWindows> GetWindows(int64_t seq_id) const override;
 
   // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
@@ -213,7 +208,14 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
     int64_t depth = 0;
     std::shared_ptr<TokenValues> values;
   };
-  struct Sequence {
+  // `lost` tokens are hidden behind the sinks whatever the window says, `slid` from the next query,
+  // as of the last forward. A span turns into lost tokens when a forward ends.
+  struct Windows : SequenceWindows {
+    int64_t SlidAt(int64_t position) const;
+    bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
+    void EndAt(int64_t length);
+  };
+  struct Sequence : Windows {
     // The last `levels` of them are places without values, the last `pending` are to be received.
     std::vector<Token> tokens;
     std::vector<Node> nodes;  // of the uncommitted tree
@@ -222,13 +224,6 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
     uint64_t receive = 0;  // the epoch in which they are received
     bool long_factors = false;
     bool retained = false;
-    int64_t window = 0;  // 0: none
-    int64_t sinks = 0;
-    int64_t lost = 0;  // hidden behind the sinks whatever the window says
-    int64_t slid = 0;  // hidden behind the sinks from the next query, as of the last forward
-    // A window of tvm_window_span; 0: none. It turns into `lost` tokens when a forward ends.
-    int64_t span = 0;
-    int64_t span_sinks = 0;
 
     // Without the tree and what is pending.
     int64_t length() const { return static_cast<int64_t>(tokens.size()) - levels - pending; }
@@ -236,12 +231,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
     int64_t full_length() const { return length() + tree_size() + pending; }
     bool is_committed() const { return nodes.empty() && pending == 0; }
     std::vector<int64_t> PathTo(int64_t node) const;
-    int64_t SlidAt(int64_t position) const;
-    bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
-    void EndAt(int64_t length);
     void Slide();
-    // Its window settings without its tokens: a copy of these for each position takes minutes.
-    Sequence Windows() const;
   };
   // Layers that keep their tokens together.
   struct Group {

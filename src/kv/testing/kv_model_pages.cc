@@ -114,13 +114,18 @@ KVModel::Taken KVModel::TakenByForward(std::span<const int64_t> seq_ids,
 
 KVModel::Taken KVModel::TakenByImport(int64_t seq_id, int64_t count) const {
   if (!HasSequence(seq_id)) return {};
-  return TakenBy(std::vector{Growth{.sequence = &sequences_.at(seq_id), .count = count}});
+  Taken taken = TakenBy(std::vector{Growth{.sequence = &sequences_.at(seq_id), .count = count}});
+  taken.ends = true;
+  return taken;
 }
 
 KVModel::Taken KVModel::TakenByReceive(int64_t seq_id, int64_t count) const {
   if (!HasSequence(seq_id) || count < 1) return {};
-  return TakenBy(std::vector{
-      Growth{.sequence = &sequences_.at(seq_id), .count = count, .next = NextPage::kOwn}});
+  const Growth growth = {
+      .sequence = &sequences_.at(seq_id), .count = count, .next = NextPage::kOwn};
+  Taken taken = TakenBy(std::span(&growth, 1));
+  taken.ends = true;
+  return taken;
 }
 
 KVModel::Taken KVModel::TakenByDebugSet(int64_t seq_id, int64_t start) const {
@@ -129,6 +134,7 @@ KVModel::Taken KVModel::TakenByDebugSet(int64_t seq_id, int64_t start) const {
   if (start >= length || !IsShared(seq_id, start)) return {};
   Taken taken;
   taken.copies_max = length - RangeOf(start);
+  taken.ends = true;
   for (const Group& group : groups_) {
     const int64_t pages =
         PagesOf(length, group.page_size) - PagesOf(RangeOf(start), group.page_size);

@@ -175,8 +175,6 @@ class Walker {
   };
   Room RoomNow() const;
   std::string CheckRoom(const Status& status, const Room& before, const KVModel::Taken& taken);
-  std::string CheckBegun(const char* call, int64_t needed, const Status& status,
-                         const Room& before);
   std::string ComparePages();
   std::string CompareCounters();
   std::string Add(const WalkOp& op);
@@ -190,8 +188,10 @@ class Walker {
   std::string PopToCommon(const std::vector<int64_t>& ids, bool* done);
   std::string SameNeeds(const char* call,
                         const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
-                        int64_t* needed);
-  std::string PagesNeeded(const Batch& batch, int64_t* needed, KVModel::Taken* taken);
+                        const std::function<KVModel::Taken()>& expect, KVModel::Taken* taken);
+  // A batch has begun, which had this room before.
+  void Opened(const Batch& batch, const Room& before);
+  std::string PagesNeeded(const Batch& batch, KVModel::Taken* taken);
   std::string Begin(const WalkOp& op);
   std::string BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads = {});
   std::string Layer(size_t layer, uint32_t draw);
@@ -205,6 +205,7 @@ class Walker {
   std::string Attend(size_t layer, const std::vector<uint64_t>& rows);
   std::string AttendMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
   TestTensor DrawMask(uint32_t draw) const;
+  std::array<LayerOutputs, 2> TwoOutputs(const AttentionLayerSpec& spec, int64_t n) const;
   std::string Pieces(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
   std::string Merge(const LayerOutputs& self, const LayerOutputs& cross);
   std::string CompareOutputs(size_t layer, const LayerOutputs& cache, const LayerOutputs& model);
@@ -249,7 +250,7 @@ class Walker {
   History PathTo(int64_t id, int64_t node) const;
   std::string Window(const WalkOp& op);
   std::string Shared(const WalkOp& op);
-  std::string MakeFreshWindow(const KVModel::Window& window, size_t* done,
+  std::string MakeFreshWindow(const SequenceWindows& window, size_t* done,
                               const std::vector<uint64_t>& numbers);
   std::string ExportPart(int64_t id, int64_t start, int64_t count,
                          std::array<std::vector<StoredRows>, 2>* parts);
@@ -309,7 +310,7 @@ class Walker {
   std::map<int64_t, bool> long_factors_;
   std::set<int64_t> retained_;
   Seen seen_;
-  KVModel::Window fresh_window_;  // that CompareFresh is to have
+  SequenceWindows fresh_window_;  // that CompareFresh is to have
   int64_t fresh_comparisons_ = 0;
   int64_t slid_tokens_ = 0;  // that some sequence did not hold, summed over steps
   Walker* other_ = nullptr;
@@ -329,7 +330,7 @@ class Walker {
   int64_t tokens_taken_ = 0;
   bool call_failed_ = false;
   std::map<int64_t, History> before_;
-  std::map<int64_t, KVModel::Window> windows_before_;  // of members of the last batch
+  std::map<int64_t, SequenceWindows> windows_before_;  // of members of the last batch
   Batch batch_;
   std::vector<WalkLoad> loads_;  // of the forward
   std::vector<uint64_t> rows_;
