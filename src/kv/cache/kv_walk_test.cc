@@ -369,7 +369,7 @@ Walker::Walker(const WalkSetting& setting, uint64_t first_token)
       layers_(setting_.options.layers),
       cache_(AttentionKVCache::Create(setting.options).value()),
       fresh_(AttentionKVCache::Create(FreshOptions(setting)).value()),
-      model_(setting.options),
+      model_(setting.options, cache_.get()),
       next_token_(first_token) {
   for (size_t l = 0; l < layers_.size(); ++l)
     layer_features_.push_back(FeaturesOf(setting_.options, l));
@@ -448,6 +448,88 @@ std::string Differ(const char* what, int64_t cache, int64_t model) {
          std::to_string(model);
 }
 
+std::string OutOfBounds(const char* what, int64_t found, const KVModel::PageBounds& bounds) {
+  if (bounds.least <= found && found <= bounds.most) return "";
+  return std::string(what) + ": cache " + std::to_string(found) + ", right are " +
+         std::to_string(bounds.least) + " to " + std::to_string(bounds.most);
+}
+
+Walker::Room Walker::RoomNow() const {
+  return {.available = cache_->GetNumAvailablePages(),
+          .in_use = cache_->pages_in_use(),
+          .tokens = cache_->GetDistinctTokenCount()};
+}
+
+std::string Walker::Call(const char* what, const KVModel::Taken& taken,
+                         const std::function<Status(AttentionKVCache&)>& f, Status* status) {
+  const uint64_t digest = cache_->StateDigest();
+  const Room before = RoomNow();
+  *status = f(*cache_);
+  ++seen_[what][status->code()];
+  model_.FindNoRoom(status->code() == StatusCode::kOutOfPages);
+  std::string error = Compare(what, *status, f(model_));
+  if (!error.empty()) return error;
+  if (!status->ok() && cache_->StateDigest() != digest)
+    return std::string(what) + " failed and changed the state: " + status->ToString();
+  error = CheckRoom(*status, before, taken);
+  return error.empty() ? "" : std::string(what) + ": " + error;
+}
+
+// A call that works may give back pages that windows hide, or that it has copied.
+std::string Walker::CheckRoom(const Status& status, const Room& before,
+                              const KVModel::Taken& taken) {
+  const Room now = RoomNow();
+  if (!status.ok()) {
+    std::string error = Differ("free pages behind a failure", now.available, before.available);
+    if (error.empty()) error = Differ("pages behind a failure", now.in_use, before.in_use);
+    if (error.empty()) error = Differ("tokens behind a failure", now.tokens, before.tokens);
+    const bool lacks_room = taken.largest().most > before.available;
+    if (!error.empty() || status.code() != StatusCode::kOutOfPages || lacks_room) return error;
+    return status.ToString() + ", with " + std::to_string(before.available) + " pages available";
+  }
+  const bool takes = !taken.pages.empty();
+  const bool may_free = !takes || (taken.ends && (setting_.has_windows || taken.copies_max > 0));
+  KVModel::PageBounds pages = taken.sum();
+  if (may_free) pages.least = -before.in_use;
+  std::string error = OutOfBounds("pages taken", now.in_use - before.in_use, pages);
+  pages = taken.largest();
+  if (may_free || setting_.has_windows) pages.least = -before.in_use;
+  if (error.empty())
+    error = OutOfBounds("free pages taken", before.available - now.available, pages);
+  // Groups free pages apart from one another where there are windows.
+  if (error.empty() && !setting_.has_windows && taken.largest().least > before.available)
+    error = "works with " + std::to_string(before.available) + " pages available";
+  const KVModel::PageBounds tokens = {takes ? taken.tokens : -before.tokens,
+                                      taken.tokens + taken.copies_max};
+  return error.empty() ? OutOfBounds("tokens taken", now.tokens - before.tokens, tokens) : error;
+}
+
+// What holds for any pages.
+std::string Walker::ComparePages() {
+  const int64_t allocated = cache_->pages_allocated();
+  const PageCounts counts = cache_->page_counts();
+  const Room now = RoomNow();
+  const int64_t groups = model_.group_count();
+  std::string error = OutOfBounds("pages in use", now.in_use, model_.PagesInUse());
+  const auto expect = [&](const char* what, int64_t found, int64_t least, int64_t most) {
+    if (error.empty()) error = OutOfBounds(what, found, {least, most});
+  };
+  expect("pages and free ones", groups * now.available + now.in_use,
+         setting_.has_windows ? 0 : allocated, allocated);
+  expect("distinct tokens", now.tokens, model_.GetDistinctTokenCount(),
+         cache_->GetTotalSequenceLength() + tokens_taken_);
+  if (cache_->Empty())
+    expect("free pages of an empty cache", groups * now.available, allocated, allocated);
+  expect("page_counts().total", counts.total, allocated, allocated);
+  expect("page_counts().free", counts.free, allocated - now.in_use, allocated - now.in_use);
+  expect("page_counts(), all kinds",
+         counts.free + counts.exclusive + counts.shared + counts.retained_only, allocated,
+         allocated);
+  if (retained_.empty()) expect("page_counts().retained_only", counts.retained_only, 0, 0);
+  if (model_.sequence_count() < 2) expect("page_counts().shared", counts.shared, 0, 0);
+  return error;
+}
+
 std::string Walker::CompareCounters() {
   std::string error;
   const auto compare = [&](const char* what, int64_t cache, int64_t model) {
@@ -457,17 +539,7 @@ std::string Walker::CompareCounters() {
   compare("sequence_count", cache_->sequence_count(), model_.sequence_count());
   compare("retained", cache_->retained_sequence_count(), model_.retained_sequence_count());
   compare("total length", cache_->GetTotalSequenceLength(), model_.GetTotalSequenceLength());
-  compare("distinct tokens", cache_->GetDistinctTokenCount(), model_.GetDistinctTokenCount());
-  compare("pages_in_use", cache_->pages_in_use(), model_.pages_in_use());
-  compare("free pages", cache_->GetNumAvailablePages(), model_.GetNumAvailablePages());
-  compare("pages_allocated", cache_->pages_allocated(), model_.pages_allocated());
-  const PageCounts counts = cache_->page_counts();
-  const PageCounts model_counts = model_.page_counts();
-  compare("page_counts().total", counts.total, model_counts.total);
-  compare("page_counts().free", counts.free, model_counts.free);
-  compare("page_counts().exclusive", counts.exclusive, model_counts.exclusive);
-  compare("page_counts().shared", counts.shared, model_counts.shared);
-  compare("page_counts().retained_only", counts.retained_only, model_counts.retained_only);
+  if (error.empty()) error = ComparePages();
   for (int64_t id = -1; id <= setting_.id_count; ++id) {
     compare("HasSequence", cache_->HasSequence(id), model_.HasSequence(id));
     const Result<int64_t> length = cache_->GetSequenceLength(id);
@@ -503,9 +575,7 @@ std::string Walker::Compare() {
   if (error.empty()) error = CompareIncoming();
   if (!error.empty()) return error;
   const Status cache = cache_->CheckInvariants();
-  if (!cache.ok()) return "invariants of the cache: " + cache.ToString();
-  const Status model = model_.CheckInvariants();
-  return model.ok() ? "" : "invariants of the model: " + model.ToString();
+  return cache.ok() ? "" : "invariants of the cache: " + cache.ToString();
 }
 
 std::string Walker::Apply(const WalkOp& op) {
@@ -537,8 +607,8 @@ std::string Walker::Apply(const WalkOp& op) {
     case Kind::kClear:
       return Clear();
     case Kind::kPagesNeeded: {
-      int64_t needed = 0;
-      return PagesNeeded(DrawBatch(op.a), &needed);
+      KVModel::Taken taken;
+      return PagesNeeded(DrawBatch(op.a), &taken);
     }
     case Kind::kSelectLongRope:
       return SelectLongRope(op);
@@ -688,24 +758,31 @@ std::string Walker::PopTokens(int64_t id, int64_t n) {
   return "";
 }
 
+// What the cache says is what its forward is held to.
 std::string Walker::SameNeeds(const char* call,
                               const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
-                              int64_t* needed) {
+                              const std::function<KVModel::Taken()>& expect,
+                              KVModel::Taken* taken) {
   const uint64_t digest = cache_->StateDigest();
-  const Result<int64_t> cache = ask(*cache_);
-  const Result<int64_t> model = ask(model_);
-  std::string error = Compare(call, cache.status(), model.status());
-  if (error.empty() && cache.ok()) error = Differ(call, *cache, *model);
+  const Result<int64_t> needed = ask(*cache_);
+  std::string error = Compare(call, needed.status(), ask(model_).status());
   if (error.empty() && cache_->StateDigest() != digest)
     error = std::string(call) + " changed the state";
-  *needed = cache.ok() ? *cache : -1;
+  if (!error.empty() || !needed.ok()) return error;
+  *taken = expect();
+  error = OutOfBounds(call, *needed, taken->largest());
+  for (KVModel::PageBounds& group : taken->pages) {
+    group.most = std::min(group.most, *needed);
+    if (!setting_.has_windows) group.least = *needed;
+  }
   return error;
 }
 
-std::string Walker::PagesNeeded(const Batch& batch, int64_t* needed) {
+std::string Walker::PagesNeeded(const Batch& batch, KVModel::Taken* taken) {
   return SameNeeds(
       "PagesNeeded",
-      [&](const AttentionKVCache& c) { return c.PagesNeeded(batch.ids, batch.lengths); }, needed);
+      [&](const AttentionKVCache& c) { return c.PagesNeeded(batch.ids, batch.lengths); },
+      [&] { return model_.TakenByForward(batch.ids, batch.lengths); }, taken);
 }
 
 std::string Walker::Begin(const WalkOp& op) {
@@ -714,7 +791,6 @@ std::string Walker::Begin(const WalkOp& op) {
 }
 
 std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads) {
-  int64_t needed = 0;
   Batch planned = batch;
   std::array<std::vector<LayerLoad>, 2> given;
   for (const WalkLoad& load : loads) {
@@ -723,40 +799,23 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
     for (size_t side = 0; side < 2; ++side)
       given[side].push_back({batch.ids[load.member], count, load.sources[side].get()});
   }
-  std::string error = PagesNeeded(planned, &needed);
+  // More tokens than a chunk can be loaded, but not asked about.
+  KVModel::Taken taken = model_.TakenByForward(planned.ids, planned.lengths);
+  std::string error = PagesNeeded(planned, &taken);
   if (!error.empty()) return error;
-  const int64_t available = cache_->GetNumAvailablePages();
-  QUIRE_WALK_CALL(
-      loads.empty() ? "BeginForward" : "BeginLoadingForward", status, [&](AttentionKVCache& c) {
-        if (loads.empty()) return c.BeginForward(batch.ids, batch.lengths);
-        return c.BeginLoadingForward(batch.ids, batch.lengths, given[&c == cache_.get() ? 0 : 1]);
-      });
-  // Groups free pages apart from one another where there are windows: then the most that one group
-  // needs may be fewer than the least that another has, but not the other way.
-  const bool agrees = status.ok() == (needed <= available) || (setting_.has_windows && status.ok());
-  // Together with what is loaded a length below 1 may look like a good one.
-  const bool has_bad_length = std::ranges::any_of(batch.lengths, [](int64_t n) { return n < 1; });
-  if (needed >= 0 && !has_bad_length && !agrees) {
-    return "BeginForward: " + status.ToString() + " with " + std::to_string(needed) +
-           " needed and " + std::to_string(available) + " available";
-  }
+  const Room before = RoomNow();
+  const char* const call = loads.empty() ? "BeginForward" : "BeginLoadingForward";
+  QUIRE_WALK_TAKE(call, status, taken, [&](AttentionKVCache& c) {
+    if (loads.empty()) return c.BeginForward(batch.ids, batch.lengths);
+    return c.BeginLoadingForward(batch.ids, batch.lengths, given[SideOf(c)]);
+  });
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
-  const int64_t taken = available - cache_->GetNumAvailablePages();
-  if (needed >= 0 && (!setting_.has_windows || taken > needed))
-    error = Differ("pages taken by BeginForward", taken, needed);
   const Status plan = cache_->CheckInvariants();  // looks at the plan of the open forward
   if (error.empty() && !plan.ok()) error = "after BeginForward: " + plan.ToString();
-  open_ = true;
-  call_failed_ = false;
+  Opened(batch, before);
   tree_forward_ = false;
-  batch_ = batch;
-  largest_batch_ = std::max(largest_batch_, std::ssize(batch.ids));
   loads_ = std::move(loads);
-  rows_.clear();
-  before_.clear();
-  member_features_.clear();
-  masked_ = false;
   for (size_t i = 0; i < batch.ids.size(); ++i) {
     FeatureSet features = FeaturesOfMember(batch.ids[i]);
     features |= batch.lengths[i] == 1 ? Feature::kDecode : Feature::kChunk;
@@ -764,7 +823,7 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
     member_features_.push_back(features);
     History& history = history_.at(batch.ids[i]);
     before_[batch.ids[i]] = history;
-    windows_before_[batch.ids[i]] = model_.WindowOf(batch.ids[i]);
+    windows_before_[batch.ids[i]] = *model_.GetWindows(batch.ids[i]);
     for (const WalkLoad& load : loads_) {
       if (load.member == i) history.insert(history.end(), load.tokens.begin(), load.tokens.end());
     }
@@ -773,10 +832,24 @@ std::string Walker::BeginBatch(const Batch& batch, const WalkOp& op, std::vector
       history.push_back({rows_.back(), nullptr});
     }
   }
+  return error;
+}
+
+void Walker::Opened(const Batch& batch, const Room& before) {
+  const Room now = RoomNow();
+  pages_taken_ = now.in_use - before.in_use;
+  tokens_taken_ = now.tokens - before.tokens;
+  open_ = true;
+  call_failed_ = false;
+  batch_ = batch;
+  largest_batch_ = std::max(largest_batch_, std::ssize(batch.ids));
+  rows_.clear();
+  before_.clear();
+  member_features_.clear();
+  masked_ = false;
   outputs_.assign(layers_.size(), LayerOutputs());
   appended_.assign(layers_.size(), 0);
   attended_.assign(layers_.size(), 0);
-  return error;
 }
 
 uint64_t Walker::NewToken(int64_t id) {
@@ -869,7 +942,7 @@ std::string Walker::FusedMasked(size_t layer, const std::vector<uint64_t>& rows,
     o.o = TestTensor(setting_.style.output_dtype,
                      {std::ssize(rows), spec.num_qo_heads, spec.v_head_dim});
   QUIRE_WALK_CALL("a fused call with a mask", status, [&](AttentionKVCache& c) {
-    const TensorView& o = outputs[&c == cache_.get() ? 0 : 1].o.view();
+    const TensorView& o = outputs[SideOf(c)].o.view();
     if (spec.latent) {
       return c.AttentionWithMLA(l, inputs.q.view(), inputs.kv(), o, ScoreScale(spec), &mask.view());
     }
@@ -930,13 +1003,9 @@ std::string Walker::AttendMasked(size_t layer, const std::vector<uint64_t>& rows
   const TokenInputs inputs =
       MakeTokenInputs(spec, static_cast<int64_t>(layer), setting_.style.input_dtype, rows);
   const TestTensor mask = DrawMask(draw);
-  LayerOutputs outputs[2];
-  for (LayerOutputs& o : outputs) {
-    o.o = TestTensor(setting_.style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
-    o.lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
-  }
+  const auto outputs = TwoOutputs(spec, n);
   QUIRE_WALK_CALL("Attend with a mask", status, [&](AttentionKVCache& c) {
-    LayerOutputs& o = outputs[&c == cache_.get() ? 0 : 1];
+    const LayerOutputs& o = outputs[SideOf(c)];
     return c.Attend(static_cast<int64_t>(layer), inputs.q.view(), o.o.view(), &o.lse.view(),
                     ScoreScale(spec), &mask.view());
   });
@@ -946,18 +1015,24 @@ std::string Walker::AttendMasked(size_t layer, const std::vector<uint64_t>& rows
   return Compared(layer, outputs[0], outputs[1], Feature::kHalves | FeatureSet(Feature::kMask));
 }
 
+// The cache writes to the first, the model to the second.
+std::array<LayerOutputs, 2> Walker::TwoOutputs(const AttentionLayerSpec& spec, int64_t n) const {
+  std::array<LayerOutputs, 2> outputs;
+  for (LayerOutputs& side : outputs) {
+    side.o = TestTensor(setting_.style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
+    side.lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
+  }
+  return outputs;
+}
+
 std::string Walker::Attend(size_t layer, const std::vector<uint64_t>& rows) {
   const AttentionLayerSpec& spec = layers_[layer];
   const int64_t n = static_cast<int64_t>(rows.size());
   const TokenInputs inputs =
       MakeTokenInputs(spec, static_cast<int64_t>(layer), setting_.style.input_dtype, rows);
-  LayerOutputs outputs[2];
-  for (LayerOutputs& o : outputs) {
-    o.o = TestTensor(setting_.style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
-    o.lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
-  }
+  const auto outputs = TwoOutputs(spec, n);
   QUIRE_WALK_CALL("Attend", status, [&](AttentionKVCache& c) {
-    LayerOutputs& o = outputs[&c == cache_.get() ? 0 : 1];
+    const LayerOutputs& o = outputs[SideOf(c)];
     return c.Attend(static_cast<int64_t>(layer), inputs.q.view(), o.o.view(), &o.lse.view(),
                     ScoreScale(spec));
   });
@@ -980,7 +1055,7 @@ std::string Walker::Merge(const LayerOutputs& self, const LayerOutputs& cross) {
     std::memcpy(side.lse.view().data(), self.lse.bytes().data(), self.lse.bytes().size());
   }
   QUIRE_WALK_CALL("MergeAttnOutputInplace", status, [&](AttentionKVCache& c) {
-    LayerOutputs& side = sides[&c == cache_.get() ? 0 : 1];
+    LayerOutputs& side = sides[SideOf(c)];
     return c.MergeAttnOutputInplace(side.o.view(), side.lse.view(), cross.o.view(),
                                     cross.lse.view());
   });
@@ -1017,17 +1092,10 @@ std::string Walker::Pieces(size_t layer, const std::vector<uint64_t>& rows, uint
   const int64_t n = static_cast<int64_t>(rows.size());
   const TokenInputs own = MakeTokenInputs(self, l, setting_.style.input_dtype, rows);
   const TokenInputs inputs = MakeTokenInputs(spec, l, setting_.style.input_dtype, rows);
-  LayerOutputs selves[2];
-  LayerOutputs crosses[2];
-  for (int i = 0; i < 2; ++i) {
-    const DType dtype = setting_.style.output_dtype;
-    selves[i].o = TestTensor(dtype, {n, self.num_qo_heads, self.v_head_dim});
-    selves[i].lse = TestTensor(DType::kF32, {n, self.num_qo_heads});
-    crosses[i].o = TestTensor(dtype, {n, spec.num_qo_heads, spec.v_head_dim});
-    crosses[i].lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
-  }
+  const auto selves = TwoOutputs(self, n);
+  const auto crosses = TwoOutputs(spec, n);
   QUIRE_WALK_CALL("SelfAttention", self_status, [&](AttentionKVCache& c) {
-    const LayerOutputs& out = selves[&c == cache_.get() ? 0 : 1];
+    const LayerOutputs& out = selves[SideOf(c)];
     return c.SelfAttention(l, own.q.view(), own.k.view(), own.v.view(), out.o.view(),
                            out.lse.view(), ScoreScale(self), masked);
   });
@@ -1038,7 +1106,7 @@ std::string Walker::Pieces(size_t layer, const std::vector<uint64_t>& rows, uint
   std::string error = Compared(layer, selves[0], selves[1], call);
   if (!error.empty()) return "SelfAttention: " + error;
   QUIRE_WALK_CALL("CrossAttention", status, [&](AttentionKVCache& c) {
-    const LayerOutputs& out = crosses[&c == cache_.get() ? 0 : 1];
+    const LayerOutputs& out = crosses[SideOf(c)];
     return c.CrossAttention(l, inputs.q.view(), out.o.view(), out.lse.view(), ScoreScale(spec));
   });
   call_failed_ |= !status.ok();
@@ -1089,6 +1157,7 @@ std::string Walker::Layer(size_t layer, uint32_t draw) {
 std::string Walker::End(uint32_t draw) {
   QUIRE_WALK_CALL("EndForward", status, [&](AttentionKVCache& c) { return c.EndForward(); });
   if (!status.ok()) return "";
+  pages_taken_ = tokens_taken_ = 0;
   open_ = false;
   before_.clear();
   const bool skipped = std::ranges::count(attended_, 0) > 0;
@@ -1150,7 +1219,7 @@ std::string Walker::CompareFresh(uint32_t draw) {
 }
 
 // Brings the fresh cache's sequence, of the first *done tokens, into having this window.
-std::string Walker::MakeFreshWindow(const KVModel::Window& window, size_t* done,
+std::string Walker::MakeFreshWindow(const SequenceWindows& window, size_t* done,
                                     const std::vector<uint64_t>& numbers) {
   ForwardStyle style = setting_.style;
   const auto append = [&](size_t end) -> Status {
@@ -1211,8 +1280,17 @@ std::string Walker::RunFresh(const History& history, size_t old_length,
 }
 
 std::string Walker::Abort() {
+  const Room before = RoomNow();
   QUIRE_WALK_CALL("AbortForward", status, [&](AttentionKVCache& c) { return c.AbortForward(); });
   if (!status.ok()) return "";
+  const Room now = RoomNow();
+  std::string error =
+      Differ("tokens behind AbortForward", now.tokens, before.tokens - tokens_taken_);
+  // What windows hide goes, too.
+  if (error.empty() && (!setting_.has_windows || now.in_use > before.in_use - pages_taken_))
+    error = Differ("pages behind AbortForward", now.in_use, before.in_use - pages_taken_);
+  if (!error.empty()) return error;
+  pages_taken_ = tokens_taken_ = 0;
   open_ = false;
   for (auto& [id, history] : before_) history_.at(id) = std::move(history);
   before_.clear();
@@ -1273,7 +1351,7 @@ std::string Walker::DebugGet(const WalkOp& op) {
     v[i] = TestTensor(dtype, {layer_count, count, spec.num_kv_heads, spec.v_head_dim});
   }
   QUIRE_WALK_CALL("DebugGetKV", status, [&](AttentionKVCache& c) {
-    const size_t i = &c == cache_.get() ? 0 : 1;
+    const size_t i = SideOf(c);
     return c.DebugGetKV(id, start, end, k[i].view(), v[i].view());
   });
   if (!status.ok()) return "";
@@ -1298,7 +1376,7 @@ std::string Walker::DebugGetLatents(int64_t id, int64_t start, int64_t count, DT
   for (TestTensor& side : kv)
     side = TestTensor(dtype, {CountOf(true), count, FirstOf(true).qk_head_dim});
   QUIRE_WALK_CALL("DebugGetKVMLA", status, [&](AttentionKVCache& c) {
-    return c.DebugGetKVMLA(id, start, start + count, kv[&c == cache_.get() ? 0 : 1].view());
+    return c.DebugGetKVMLA(id, start, start + count, kv[SideOf(c)].view());
   });
   if (!status.ok() || std::ranges::equal(kv[0].bytes(), kv[1].bytes())) return "";
   return "latents of sequence " + std::to_string(id) + " from " + std::to_string(start) + " differ";
@@ -1321,7 +1399,7 @@ std::string Walker::DebugSetLatents(int64_t id, int64_t start, int64_t count) {
       }
     }
   }
-  QUIRE_WALK_CALL("DebugSetKVMLA", status,
+  QUIRE_WALK_TAKE("DebugSetKVMLA", status, model_.TakenByDebugSet(id, start),
                   [&](AttentionKVCache& c) { return c.DebugSetKVMLA(id, start, kv.view()); });
   if (status.ok()) past_features_[id] |= Feature::kDebugSet;
   for (int64_t t = 0; status.ok() && t < count; ++t) {
@@ -1373,7 +1451,7 @@ std::string Walker::DebugSet(const WalkOp& op) {
     }
     tokens.emplace_back(token_k, token_v);
   }
-  QUIRE_WALK_CALL("DebugSetKV", status,
+  QUIRE_WALK_TAKE("DebugSetKV", status, model_.TakenByDebugSet(id, start),
                   [&](AttentionKVCache& c) { return c.DebugSetKV(id, start, k.view(), v.view()); });
   if (status.ok()) past_features_[id] |= Feature::kDebugSet;
   for (int64_t t = 0; status.ok() && t < count; ++t) {
@@ -1386,6 +1464,7 @@ std::string Walker::DebugSet(const WalkOp& op) {
 std::string Walker::Clear() {
   QUIRE_WALK_CALL("Clear", status, [&](AttentionKVCache& c) { return c.Clear(); });
   open_ = false;
+  pages_taken_ = tokens_taken_ = 0;
   history_.clear();
   trees_.clear();
   retained_.clear();
@@ -1468,8 +1547,7 @@ std::string Walker::ExportPart(int64_t id, int64_t start, int64_t count,
   for (size_t l = 0; l < layers_.size(); ++l) {
     for (std::vector<StoredRows>& side : *parts) side.emplace_back(layers_[l], count);
     QUIRE_WALK_CALL("ExportKV", status, [&](AttentionKVCache& c) {
-      return c.ExportKV(id, static_cast<int64_t>(l), start,
-                        (*parts)[&c == cache_.get() ? 0 : 1][l].view());
+      return c.ExportKV(id, static_cast<int64_t>(l), start, (*parts)[SideOf(c)][l].view());
     });
     if (!status.ok()) {
       for (std::vector<StoredRows>& side : *parts) side.clear();
@@ -1507,9 +1585,9 @@ std::string Walker::Import(const WalkOp& op) {
   std::array<std::vector<StoredRows>, 2> parts;
   const std::string error = ExportPart(from, start, count, &parts);
   if (!error.empty() || parts[0].empty()) return error;
-  QUIRE_WALK_CALL("ImportKV", status, [&](AttentionKVCache& c) {
+  QUIRE_WALK_TAKE("ImportKV", status, model_.TakenByImport(to, count), [&](AttentionKVCache& c) {
     KVBlock block;
-    for (const StoredRows& rows : parts[&c == cache_.get() ? 0 : 1]) block.push_back(rows.view());
+    for (const StoredRows& rows : parts[SideOf(c)]) block.push_back(rows.view());
     return c.ImportKV(to, std::span(&block, 1));
   });
   if (!status.ok()) return "";
@@ -1665,42 +1743,31 @@ std::string Walker::Tree(const WalkOp& op) {
 
 std::string Walker::TreeOf(const Batch& batch, RandomSequence& random, const WalkOp& op) {
   const std::vector<int64_t> parents = DrawParents(batch, random);
-  int64_t needed = -1;
+  const std::span<const int64_t> nodes = parents;
+  KVModel::Taken taken;
   std::string error = SameNeeds(
       "PagesNeededForTree",
       [&](const AttentionKVCache& c) {
-        return c.PagesNeededForTree(batch.ids, batch.lengths, parents);
+        return c.PagesNeededForTree(batch.ids, batch.lengths, nodes);
       },
-      &needed);
+      [&] { return model_.TakenByForward(batch.ids, batch.lengths, &nodes); }, &taken);
   if (!error.empty()) return error;
-  const int64_t available = cache_->GetNumAvailablePages();
-  QUIRE_WALK_CALL("BeginTreeForward", status, [&](AttentionKVCache& c) {
+  const Room before = RoomNow();
+  QUIRE_WALK_TAKE("BeginTreeForward", status, taken, [&](AttentionKVCache& c) {
     return c.BeginTreeForward(batch.ids, batch.lengths, parents);
   });
-  if (needed >= 0 && layers_.size() == 1 && status.ok() != (needed <= available))
-    return "BeginTreeForward: " + status.ToString() + " with " + std::to_string(needed) + " needed";
   if (status.code() == StatusCode::kOutOfPages && setting_.evicts) return Remove(op);
   if (!status.ok()) return "";
   const Status plan = cache_->CheckInvariants();
   if (!plan.ok()) return "after BeginTreeForward: " + plan.ToString();
-  if (layers_.size() == 1)
-    error = Differ("pages taken by BeginTreeForward", available - cache_->GetNumAvailablePages(),
-                   needed);
-  if (!error.empty()) return error;
-  open_ = true;
-  call_failed_ = false;
+  Opened(batch, before);
   tree_forward_ = true;
-  batch_ = batch;
   loads_.clear();
-  rows_.clear();
-  before_.clear();
   trees_before_ = trees_;
-  member_features_.clear();
-  masked_ = false;
   size_t next = 0;
   for (size_t i = 0; i < batch.ids.size(); ++i) {
     before_[batch.ids[i]] = history_.at(batch.ids[i]);
-    windows_before_[batch.ids[i]] = model_.WindowOf(batch.ids[i]);
+    windows_before_[batch.ids[i]] = *model_.GetWindows(batch.ids[i]);
     WalkTree& tree = trees_[batch.ids[i]];
     later_rounds_ += !tree.tokens.empty();
     FeatureSet features = FeaturesOfMember(batch.ids[i]) | Feature::kTree;
@@ -1711,9 +1778,6 @@ std::string Walker::TreeOf(const Batch& batch, RandomSequence& random, const Wal
       tree.tokens.push_back(rows_.back());
     }
   }
-  outputs_.assign(layers_.size(), LayerOutputs());
-  appended_.assign(layers_.size(), 0);
-  attended_.assign(layers_.size(), 0);
   error = CompareCounters();
   return error.empty() ? RunRest(op) : error;
 }
@@ -1761,8 +1825,8 @@ std::string Walker::Window(const WalkOp& op) {
   // Mostly sinks that a window which was switched off leaves room for; now and then none at all.
   constexpr std::array<int64_t, 5> kSinks = {0, 1, 3, 16, 20};
   int64_t sinks = kSinks[op.c % kSinks.size()];
-  if (history_.count(id) != 0 && model_.WindowOf(id).lost > 0 && op.c / 8 % 4 != 0)
-    sinks = model_.WindowOf(id).sinks;
+  if (history_.count(id) != 0 && model_.GetWindows(id)->lost > 0 && op.c / 8 % 4 != 0)
+    sinks = model_.GetWindows(id)->sinks;
   const int64_t window = sinks + static_cast<int64_t>(op.c / 64 % 40) - (op.c / 64 % 40 == 1);
   QUIRE_WALK_CALL("EnableSlidingWindowForSeq", status, [&](AttentionKVCache& c) {
     return c.EnableSlidingWindowForSeq(id, window, sinks);
@@ -1781,13 +1845,9 @@ std::string Walker::Shared(const WalkOp& op) {
   const TokenInputs inputs = MakeTokenInputs(spec, 77, setting_.style.input_dtype, rows);
   const TestTensor mask = DrawMask(op.c);
   const TensorView* const masked = open_ && op.b / 16 % 2 == 0 ? &mask.view() : nullptr;
-  LayerOutputs outputs[2];
-  for (LayerOutputs& o : outputs) {
-    o.o = TestTensor(setting_.style.output_dtype, {n, spec.num_qo_heads, spec.v_head_dim});
-    o.lse = TestTensor(DType::kF32, {n, spec.num_qo_heads});
-  }
+  const auto outputs = TwoOutputs(spec, n);
   QUIRE_WALK_CALL("AttentionWithSharedKV", status, [&](AttentionKVCache& c) {
-    LayerOutputs& o = outputs[&c == cache_.get() ? 0 : 1];
+    const LayerOutputs& o = outputs[SideOf(c)];
     return c.AttentionWithSharedKV(static_cast<int64_t>(layer), inputs.q.view(), o.o.view(),
                                    &o.lse.view(), ScoreScale(spec), masked);
   });
@@ -1803,9 +1863,7 @@ std::string Walker::Finish() {
     error = Step({Kind::kRemove, 16 * static_cast<uint32_t>(history_.size() / 2) + 1, 0, 0});
   }
   if (!error.empty()) return "at the end: " + error;
-  if (!cache_->Empty()) return "at the end: not empty";
-  if (cache_->pages_in_use() != 0) return "at the end: pages are lost";
-  return "";
+  return cache_->Empty() ? "" : "at the end: not empty";
 }
 
 namespace {

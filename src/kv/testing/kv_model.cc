@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "base/check.h"
 #include "kv/testing/kv_model_codes.h"
@@ -15,10 +16,6 @@
 
 namespace quire {
 namespace {
-
-// Pages that may hold one page range of a sequence: a fifth makes BeginForward gather the range in
-// one page.
-constexpr size_t kMostEntriesPerRange = 4;
 
 // Half the distance between neighbouring numbers near 1.
 constexpr double kEpsF32 = 0x1p-24;
@@ -81,11 +78,6 @@ void TakeValue(const AttentionLayerSpec& spec, std::span<const float> key,
   value->assign(key.begin(), key.begin() + spec.v_head_dim);
 }
 
-uint64_t Mix(uint64_t digest, uint64_t value) {
-  digest = (digest ^ value) * 0x9E3779B97F4A7C15u;
-  return digest ^ digest >> 29;
-}
-
 }  // namespace
 
 std::vector<double> RotateReference(std::span<const double> x, const RopeFrequencies& frequencies,
@@ -132,173 +124,66 @@ Status KVModel::CheckRows(const char* name, const TensorView& view, int64_t laye
   return Bad(StatusCode::kBadArgument, std::string(name) + " is " + view.ToString());
 }
 
-// ---------------------------------------------------------------------- pages
+// ---------------------------------------------------------------------- tokens
 
-int64_t KVModel::Group::used() const {
-  return std::count_if(page_holders.begin(), page_holders.end(), [](int32_t n) { return n > 0; });
+Status KVModel::CheckRoom() {
+  if (!std::exchange(finds_no_room_, false)) return Status();
+  return Bad(StatusCode::kOutOfPages, "the cache finds too few free pages");
 }
 
-int32_t KVModel::Group::TakeFreePage() const {
-  const auto free = std::find(page_holders.begin(), page_holders.end(), 0);
-  return static_cast<int32_t>(free - page_holders.begin());
+// What a cache may have copied when something was to come to stand at `end`.
+void KVModel::NoteGathered(Sequence& sequence, int64_t end) const {
+  if (!MayGather(sequence, end)) return;
+  for (int64_t p = RangeOf(end); p < end; ++p)
+    sequence.tokens[static_cast<size_t>(p)].gathered = calls_;
 }
 
-int32_t KVModel::Group::HoldersOf(int32_t page, int64_t position) const {
-  return slot_holders[static_cast<size_t>(page * page_size + position % page_size)];
-}
-
-void KVModel::Group::Hold(int32_t page, int64_t position, int32_t count) {
-  if (page < 0) return;
-  page_holders[static_cast<size_t>(page)] += count;
-  slot_holders[static_cast<size_t>(page * page_size + position % page_size)] += count;
-}
-
-void KVModel::HoldAll(const Sequence& sequence, int32_t count) {
-  for (size_t p = 0; p < sequence.tokens.size(); ++p) {
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      groups_[g].Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), count);
-    }
-  }
-  for (size_t g = 0; g < sequence.tree_pages.size(); ++g) {
-    for (const int32_t page : sequence.tree_pages[g]) groups_[g].Hold(page, 0, count);
+void KVModel::AddPlaces(Sequence& sequence, int64_t count, std::span<const TokenRange> absent) {
+  ++calls_;
+  NoteGathered(sequence, std::ssize(sequence.tokens));
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t position = std::ssize(sequence.tokens);
+    Token token{std::make_shared<TokenValues>(), std::vector<char>(groups_.size(), 1), calls_};
+    token.values->k.resize(options_.layers.size());
+    token.values->v.resize(options_.layers.size());
+    for (size_t g = 0; g < absent.size(); ++g)
+      token.held[g] = position < absent[g].begin || position >= absent[g].end;
+    sequence.tokens.push_back(std::move(token));
   }
 }
 
-// Pages that hold the tokens of one page range below `limit`.
-size_t KVModel::EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit) {
-  std::set<int32_t> pages;
-  for (int64_t p = limit - limit % g.page_size; p < limit; ++p) {
-    const int32_t page = sequence.tokens[static_cast<size_t>(p)].pages[group];
-    if (page >= 0) pages.insert(page);
-  }
-  return pages.size();
-}
-
-// The highest position at or below `cut` where a new page may begin in every group.
-int64_t KVModel::LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut,
-                          NextPage next) {
-  const size_t added = next == NextPage::kOwn ? 2 : 1;  // the copy's page, and the one behind it
-  bool fits = false;
-  while (!fits) {
-    fits = true;
-    for (size_t g = 0; g < groups.size(); ++g) {
-      if (EntryCount(sequence, g, groups[g], cut) + added <= kMostEntriesPerRange) continue;
-      cut -= cut % groups[g].page_size;
-      fits = false;
-    }
-  }
-  return cut;
-}
-
-// Where the part begins that must move before the sequence can take a token: its length if nothing
-// must.
-int64_t KVModel::CutForAppend(const Sequence& sequence, const std::vector<Group>& groups,
-                              NextPage next) {
-  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
-  for (size_t g = 0; g < groups.size(); ++g) {
-    if (length % groups[g].page_size == 0) continue;
-    const int32_t last_page = sequence.tokens.back().pages[g];
-    const bool in_place =
-        next == NextPage::kShared && last_page >= 0 && groups[g].HoldersOf(last_page, length) == 0;
-    if (in_place || EntryCount(sequence, g, groups[g], length) < kMostEntriesPerRange) continue;
-    return LowerCut(sequence, groups, length - length % groups[g].page_size, next);
-  }
-  return length;
-}
-
-// Gives the tokens from `cut` on pages that nobody else has, one for each run of held ones within a
-// page range. Their old places stay held: the caller lets go of them.
-void KVModel::MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
-                             std::vector<int64_t>& taken) const {
-  const int64_t length = static_cast<int64_t>(sequence.tokens.size());
-  for (size_t g = 0; g < groups.size(); ++g) {
-    int32_t own = -1;
-    for (int64_t p = cut; p < length; ++p) {
-      int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
-      if (page < 0 || p % groups[g].page_size == 0) own = -1;
-      if (page >= 0 && own < 0) {
-        own = groups[g].TakeFreePage();
-        ++taken[g];
-      }
-      page = own;
-      groups[g].Hold(page, p, 1);
-    }
-  }
-  for (int64_t p = cut; p < length; ++p)
-    sequence.tokens[static_cast<size_t>(p)].copy = next_copy_++;
-}
-
-// Adds a token in the slot behind the sequence's last one if nobody sees that slot, else in a page
-// of its own.
-void KVModel::PlaceToken(Sequence& sequence, std::vector<Group>& groups,
-                         std::vector<int64_t>& taken, std::span<const TokenRange> absent,
-                         NextPage next) const {
-  const int64_t position = static_cast<int64_t>(sequence.tokens.size());
-  Token token{std::make_shared<TokenValues>(), std::vector<int32_t>(groups.size()), next_copy_++};
-  for (size_t g = 0; g < groups.size(); ++g) {
-    int32_t& page = token.pages[g];
-    if (!absent.empty() && absent[g].begin <= position && position < absent[g].end) {
-      page = -1;
-      continue;
-    }
-    bool in_place = position % groups[g].page_size != 0 && next == NextPage::kShared;
-    if (in_place) {
-      page = sequence.tokens.back().pages[g];
-      in_place = page >= 0 && groups[g].HoldersOf(page, position) == 0;
-    }
-    if (!in_place) {
-      page = groups[g].TakeFreePage();
-      ++taken[g];
-    }
-    groups[g].Hold(page, position, 1);
-  }
-  sequence.tokens.push_back(std::move(token));
-}
-
-// Levels are places behind the tokens; a tree page is held by its first slot.
-void KVModel::PlaceNodes(Sequence& sequence, std::span<const int64_t> parents,
-                         std::vector<Group>& groups, std::vector<int64_t>& taken) const {
+// The levels that the tree has with these nodes as well.
+int64_t KVModel::LevelsWith(const Sequence& sequence, std::span<const int64_t> parents) {
   int64_t levels = sequence.levels;
+  std::vector<int64_t> depths;
+  for (const Node& node : sequence.nodes) depths.push_back(node.depth);
   for (const int64_t parent : parents) {
-    const int64_t depth = parent < 0 ? 0 : sequence.nodes[static_cast<size_t>(parent)].depth + 1;
+    depths.push_back(parent < 0 ? 0 : depths[static_cast<size_t>(parent)] + 1);
+    levels = std::max(levels, depths.back() + 1);
+  }
+  return levels;
+}
+
+// Levels are places behind the tokens.
+void KVModel::AddNodes(Sequence& sequence, std::span<const int64_t> parents) {
+  const int64_t levels = LevelsWith(sequence, parents);
+  for (const int64_t parent : parents) {
     auto values = std::make_shared<TokenValues>();
     values->k.resize(options_.layers.size());
     values->v.resize(options_.layers.size());
+    const int64_t depth = parent < 0 ? 0 : sequence.nodes[static_cast<size_t>(parent)].depth + 1;
     sequence.nodes.push_back({parent, depth, std::move(values)});
-    levels = std::max(levels, depth + 1);
   }
-  if (levels > sequence.levels)
-    MoveToOwnPages(sequence, CutForAppend(sequence, groups), groups, taken);
-  for (; sequence.levels < levels; ++sequence.levels) PlaceToken(sequence, groups, taken);
-  sequence.tree_pages.resize(groups.size());
-  for (size_t g = 0; g < groups.size(); ++g) {
-    std::vector<int32_t>& pages = sequence.tree_pages[g];
-    while (static_cast<int64_t>(pages.size()) * groups[g].page_size < sequence.tree_size()) {
-      pages.push_back(groups[g].TakeFreePage());
-      groups[g].Hold(pages.back(), 0, 1);
-      ++taken[g];
-    }
-  }
+  if (levels > sequence.levels) AddPlaces(sequence, levels - sequence.levels);
+  sequence.levels = levels;
 }
 
-void KVModel::DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups) {
+void KVModel::DropNodes(Sequence& sequence, int64_t size) {
   sequence.nodes.resize(static_cast<size_t>(size));
   int64_t levels = 0;
   for (const Node& node : sequence.nodes) levels = std::max(levels, node.depth + 1);
-  for (; sequence.levels > levels; --sequence.levels) {
-    const int64_t position = static_cast<int64_t>(sequence.tokens.size()) - 1;
-    for (size_t g = 0; g < groups.size(); ++g)
-      groups[g].Hold(sequence.tokens.back().pages[g], position, -1);
-    sequence.tokens.pop_back();
-  }
-  for (size_t g = 0; g < sequence.tree_pages.size(); ++g) {
-    std::vector<int32_t>& pages = sequence.tree_pages[g];
-    while (!pages.empty() &&
-           (static_cast<int64_t>(pages.size()) - 1) * groups[g].page_size >= size) {
-      groups[g].Hold(pages.back(), 0, -1);
-      pages.pop_back();
-    }
-  }
+  sequence.tokens.resize(sequence.tokens.size() - static_cast<size_t>(sequence.levels - levels));
+  sequence.levels = levels;
 }
 
 std::vector<int64_t> KVModel::Sequence::PathTo(int64_t node) const {
@@ -328,54 +213,13 @@ KVModel::Sequence KVModel::SequenceOfRow(size_t member, int64_t n) const {
   return PlainTo(sequence, sequence.tree_size() - batch_lengths_[member] + n);
 }
 
-KVModel::Plan KVModel::MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
-                                const std::span<const int64_t>* parents,
-                                std::span<const TokenRange> absent, NextPage next) const {
-  int64_t first_row = 0;
-  Plan plan;
-  plan.groups = groups_;
-  for (Group& group : plan.groups) {  // room for any plan; whether it fits is asked at the end
-    const size_t most =
-        2 * group.page_holders.size() +
-        static_cast<size_t>(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}));
-    group.page_holders.resize(most + seq_ids.size() * group.page_holders.size());
-    group.slot_holders.resize(group.page_holders.size() * static_cast<size_t>(group.page_size));
-  }
-  std::vector<int64_t> taken(groups_.size());
-  for (size_t i = 0; i < seq_ids.size(); ++i) {
-    Sequence sequence = sequences_.at(seq_ids[i]);
-    if (parents != nullptr) {
-      PlaceNodes(sequence,
-                 parents->subspan(static_cast<size_t>(first_row), static_cast<size_t>(lengths[i])),
-                 plan.groups, taken);
-      first_row += lengths[i];
-      plan.members.emplace(seq_ids[i], std::move(sequence));
-      continue;
-    }
-    MoveToOwnPages(sequence, CutForAppend(sequence, plan.groups, next), plan.groups, taken);
-    for (int64_t n = 0; n < lengths[i]; ++n) {
-      PlaceToken(sequence, plan.groups, taken, absent, n == 0 ? next : NextPage::kShared);
-      sequence.tokens.back().values->k.resize(options_.layers.size());
-      sequence.tokens.back().values->v.resize(options_.layers.size());
-    }
-    plan.members.emplace(seq_ids[i], std::move(sequence));
-  }
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    plan.pages_needed = std::max(plan.pages_needed, taken[g]);
-    plan.fits = plan.fits && taken[g] <= groups_[g].page_count - groups_[g].used();
-    plan.groups[g].page_holders.resize(groups_[g].page_holders.size());
-    plan.groups[g].slot_holders.resize(groups_[g].slot_holders.size());
-  }
-  return plan;
-}
-
 // ---------------------------------------------------------------------- windows
 
-int64_t KVModel::Sequence::SlidAt(int64_t position) const {
+int64_t KVModel::Windows::SlidAt(int64_t position) const {
   return window == 0 ? lost : std::max(lost, position + 1 - window);
 }
 
-bool KVModel::Sequence::Sees(int64_t position, int64_t key, int64_t layer_window) const {
+bool KVModel::Windows::Sees(int64_t position, int64_t key, int64_t layer_window) const {
   if (key > position) return false;
   if (layer_window != 0 && key <= position - layer_window) return false;
   return key < sinks || key >= sinks + SlidAt(position);
@@ -391,30 +235,19 @@ void KVModel::Sequence::Slide() {
 }
 
 // What is left of the windows when the sequence ends at `end`.
-void KVModel::Sequence::EndAt(int64_t end) {
+void KVModel::Windows::EndAt(int64_t end) {
   if (end <= sinks) lost = 0;
   slid = std::min(slid, SlidAt(end));
   if (window == 0 && lost == 0) sinks = 0;
 }
 
-KVModel::Sequence KVModel::Sequence::Windows() const {
-  Sequence settings;
-  settings.window = window;
-  settings.sinks = sinks;
-  settings.lost = lost;
-  settings.slid = slid;
-  settings.span = span;
-  settings.span_sinks = span_sinks;
-  return settings;
-}
-
 bool KVModel::IsHeld(const Sequence& sequence, int64_t position, size_t group) const {
-  return sequence.tokens[static_cast<size_t>(position)].pages[group] >= 0;
+  return sequence.tokens[static_cast<size_t>(position)].held[group] != 0;
 }
 
 bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
   if (length == sequence.length()) return true;
-  Sequence shorter = sequence.Windows();
+  Windows shorter = sequence;
   shorter.EndAt(length);
   if (shorter.lost > 0 && length < shorter.sinks + shorter.lost) return false;
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -425,15 +258,14 @@ bool KVModel::CanEndAt(const Sequence& sequence, int64_t length) const {
   return true;
 }
 
-// Whether the next query of the sequence may look at the page range of `position`.
-bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const {
-  Sequence popped = sequence.Windows();
+// Whether the next query of the sequence may look at the page range that begins there.
+bool KVModel::NeedsRange(const Sequence& sequence, const Group& group, int64_t range) const {
+  Windows popped = sequence;
   const int64_t end = std::max<int64_t>(sequence.length() - options_.max_pop, 0);
   popped.EndAt(end);
-  Sequence next;  // the window counts as of the last forward
+  Windows next;  // the window counts as of the last forward
   next.sinks = popped.sinks;
   next.lost = popped.slid;
-  const int64_t range = position - position % group.page_size;
   for (int64_t p = range; p < range + group.page_size; ++p) {
     // Behind the end lies what is yet to come; sinks stay while one of them is seen.
     const bool is_lost = p >= next.sinks && p < next.sinks + next.lost;
@@ -444,22 +276,40 @@ bool KVModel::NeedsPage(const Sequence& sequence, const Group& group, int64_t po
   return false;
 }
 
+// Whether another sequence needs the page range and has a token of it in common with this one. What
+// has a page in common has the page's first token in common.
+bool KVModel::SharesNeededRange(const Sequence& sequence, const Group& group, int64_t range) const {
+  return std::ranges::any_of(sequences_, [&](const auto& entry) {
+    const Sequence& other = entry.second;
+    if (&other == &sequence || !NeedsRange(other, group, range)) return false;
+    const size_t end = std::min({static_cast<size_t>(range + group.page_size),
+                                 sequence.tokens.size(), other.tokens.size()});
+    for (size_t p = static_cast<size_t>(range); p < end; ++p) {
+      if (other.tokens[p].values == sequence.tokens[p].values) return true;
+    }
+    return false;
+  });
+}
+
+bool KVModel::IsHeldBeside(int64_t seq_id, int64_t position, const Group& group) const {
+  if (beside_ == nullptr) return true;
+  const StoredRows row(options_.layers[static_cast<size_t>(group.first_layer)], 1);
+  return beside_->ExportKV(seq_id, group.first_layer, position, row.view()).ok();
+}
+
+// Windows let go of whole page ranges.
 void KVModel::FreeHidden() {
   if (forward_) return;
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    std::set<int32_t> needed;
-    for (const auto& [id, sequence] : sequences_) {
-      for (int64_t p = 0; p < sequence.length(); ++p) {
-        if (NeedsPage(sequence, groups_[g], p))
-          needed.insert(sequence.tokens[static_cast<size_t>(p)].pages[g]);
-      }
-    }
-    for (auto& [id, sequence] : sequences_) {
-      for (int64_t p = 0; p < sequence.length(); ++p) {
-        int32_t& page = sequence.tokens[static_cast<size_t>(p)].pages[g];
-        if (needed.count(page) != 0) continue;
-        groups_[g].Hold(page, p, -1);
-        page = -1;
+  for (auto& [id, sequence] : sequences_) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      for (int64_t range = 0; range < sequence.length(); range += groups_[g].page_size) {
+        if (NeedsRange(sequence, groups_[g], range)) continue;
+        const bool may_stay = SharesNeededRange(sequence, groups_[g], range);
+        const int64_t end = std::min(range + groups_[g].page_size, sequence.length());
+        for (int64_t p = range; p < end; ++p) {
+          char& held = sequence.tokens[static_cast<size_t>(p)].held[g];
+          held = held != 0 && may_stay && IsHeldBeside(id, p, groups_[g]);
+        }
       }
     }
   }
@@ -496,20 +346,9 @@ Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   return Status();
 }
 
-KVModel::Window KVModel::WindowOf(int64_t seq_id) const {
-  const Sequence& sequence = sequences_.at(seq_id);
-  return {sequence.window, sequence.sinks, sequence.lost};
-}
-
 Result<SequenceWindows> KVModel::GetWindows(int64_t seq_id) const {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-  const Sequence& sequence = sequences_.at(seq_id);
-  return SequenceWindows{.window = sequence.window,
-                         .sinks = sequence.sinks,
-                         .lost = sequence.lost,
-                         .slid = sequence.slid,
-                         .span = sequence.span,
-                         .span_sinks = sequence.span_sinks};
+  return SequenceWindows(sequences_.at(seq_id));
 }
 
 Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
@@ -517,7 +356,7 @@ Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
   const Sequence& sequence = sequences_.at(seq_id);
   const auto end = sequence.tokens.begin() + sequence.length();
   return sequence.tree_size() + std::count_if(sequence.tokens.begin(), end, [](const Token& token) {
-           return *std::min_element(token.pages.begin(), token.pages.end()) >= 0;
+           return std::ranges::count(token.held, 0) == 0;
          });
 }
 
@@ -530,21 +369,20 @@ Result<TokenRange> KVModel::SlidRange(int64_t seq_id) const {
 
 // ---------------------------------------------------------------------- sequences
 
-KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
-  std::vector<size_t> first_layer;  // [group]
+KVModel::KVModel(const AttentionKVCacheOptions& options, AttentionKVCache* beside)
+    : options_(options), beside_(beside) {
   for (size_t l = 0; l < options_.layers.size(); ++l) {
     const AttentionLayerSpec& layer = options_.layers[l];
     size_t g = 0;
-    while (g < first_layer.size() && !SamePageTable(options_.layers[first_layer[g]], layer)) ++g;
-    if (g == first_layer.size()) {
-      first_layer.push_back(l);
-      Group group;
-      group.window = layer.window;
-      group.page_size = options_.page_size != 0 ? options_.page_size : DefaultPageSize(layer);
-      group.page_count = (options_.token_capacity + group.page_size - 1) / group.page_size + 1;
-      group.page_holders.resize(static_cast<size_t>(group.page_count));
-      group.slot_holders.resize(static_cast<size_t>(group.page_count * group.page_size));
-      groups_.push_back(std::move(group));
+    const auto is_of = [&](const Group& group) {
+      return SamePageTable(options_.layers[static_cast<size_t>(group.first_layer)], layer);
+    };
+    while (g < groups_.size() && !is_of(groups_[g])) ++g;
+    if (g == groups_.size()) {
+      groups_.push_back(
+          {.first_layer = static_cast<int64_t>(l),
+           .page_size = options_.page_size != 0 ? options_.page_size : DefaultPageSize(layer),
+           .window = layer.window});
     }
     group_of_layer_.push_back(g);
     const RopeOptions& rope = layer.rope ? *layer.rope : options_.rope;
@@ -561,13 +399,6 @@ KVModel::KVModel(const AttentionKVCacheOptions& options) : options_(options) {
 KVModel::~KVModel() = default;
 
 Status KVModel::Clear() {
-  const std::vector<Group> old = std::move(groups_);
-  groups_.clear();
-  for (Group group : old) {
-    std::fill(group.page_holders.begin(), group.page_holders.end(), 0);
-    std::fill(group.slot_holders.begin(), group.slot_holders.end(), 0);
-    groups_.push_back(std::move(group));
-  }
   std::vector<int64_t> marked;
   for (const auto& [id, mark] : marks_) marked.push_back(id);
   FinishSends(batch_, Outcome::kAborted);
@@ -598,7 +429,6 @@ Status KVModel::RemoveSequence(int64_t seq_id) {
   QUIRE_RETURN_IF_ERROR(CheckControl(seq_id));
   StopSend(seq_id);
   EndReceive(seq_id, 0);
-  HoldAll(sequences_.at(seq_id), -1);
   sequences_.erase(seq_id);
   FreeHidden();
   return Status();
@@ -615,7 +445,6 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   Sequence child = parent;
   child.retained = false;
   child.nodes.clear();
-  child.tree_pages.clear();
   child.levels = 0;
   child.pending = 0;
   child.receive = 0;
@@ -625,7 +454,6 @@ Status KVModel::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_p
   if (!CanEndAt(parent, fork_pos)) return Bad(StatusCode::kBadState, "not held");
   child.tokens.resize(static_cast<size_t>(fork_pos));
   child.EndAt(fork_pos);
-  HoldAll(child, 1);
   sequences_.emplace(child_id, std::move(child));
   return Status();
 }
@@ -647,19 +475,15 @@ Status KVModel::PopN(int64_t seq_id, int64_t n) {
   n -= cancels ? sequence.pending : nodes;
   const int64_t length = sequence.length();
   if (!CanEndAt(sequence, length - n)) return Bad(StatusCode::kBadState, "not held");
-  DropNodes(sequence, sequence.tree_size() - nodes, groups_);
+  DropNodes(sequence, sequence.tree_size() - nodes);
   if (cancels) EndReceive(seq_id, 0);
   const auto mark = marks_.find(seq_id);
   if (mark != marks_.end())
     mark->second.next = std::max(mark->second.begin, std::min(mark->second.next, length - n));
-  if (n == 0) {
-    FreeHidden();
-    return Status();
+  if (n > 0) {
+    sequence.tokens.resize(static_cast<size_t>(length - n));
+    sequence.EndAt(length - n);
   }
-  HoldAll(sequence, -1);
-  sequence.tokens.resize(static_cast<size_t>(length - n));
-  HoldAll(sequence, 1);
-  sequence.EndAt(length - n);
   FreeHidden();
   return Status();
 }
@@ -694,54 +518,9 @@ Result<bool> KVModel::UsesLongRope(int64_t seq_id) const {
 
 // ---------------------------------------------------------------------- counters
 
-int64_t KVModel::GetNumAvailablePages() const {
-  int64_t least = std::numeric_limits<int64_t>::max();
-  for (const Group& group : groups_) least = std::min(least, group.page_count - group.used());
-  return least;
-}
-
-int64_t KVModel::pages_in_use() const {
-  int64_t sum = 0;
-  for (const Group& group : groups_) sum += group.used();
-  return sum;
-}
-
-int64_t KVModel::pages_allocated() const {
-  int64_t sum = 0;
-  for (const Group& group : groups_) sum += group.page_count;
-  return sum;
-}
-
 int64_t KVModel::retained_sequence_count() const {
   return std::count_if(sequences_.begin(), sequences_.end(),
                        [](const auto& entry) { return entry.second.retained; });
-}
-
-PageCounts KVModel::page_counts() const {
-  PageCounts counts;
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    std::vector<std::set<int64_t>> viewers(static_cast<size_t>(groups_[g].page_count));
-    for (const SequenceMap* sequences : {&sequences_, &before_}) {
-      for (const auto& [id, sequence] : *sequences) {
-        for (const Token& token : sequence.tokens) {
-          if (token.pages[g] >= 0) viewers[static_cast<size_t>(token.pages[g])].insert(id);
-        }
-        if (sequence.tree_pages.empty()) continue;
-        for (const int32_t page : sequence.tree_pages[g])
-          viewers[static_cast<size_t>(page)].insert(id);
-      }
-    }
-    for (const std::set<int64_t>& ids : viewers) {
-      const bool active = std::any_of(ids.begin(), ids.end(),
-                                      [&](int64_t id) { return !sequences_.at(id).retained; });
-      ++counts.total;
-      counts.free += ids.empty();
-      counts.retained_only += !ids.empty() && !active;
-      counts.exclusive += active && ids.size() == 1;
-      counts.shared += active && ids.size() > 1;
-    }
-  }
-  return counts;
 }
 
 int64_t KVModel::GetTotalSequenceLength() const {
@@ -750,18 +529,15 @@ int64_t KVModel::GetTotalSequenceLength() const {
   return sum;
 }
 
-// Copies that an open forward made count beside the tokens that they replace.
 int64_t KVModel::GetDistinctTokenCount() const {
-  std::set<int64_t> copies;
+  std::set<const TokenValues*> tokens;
   int64_t nodes = 0;
-  for (const auto& [id, sequence] : sequences_) nodes += sequence.tree_size();
-  for (const SequenceMap* sequences : {&sequences_, &before_}) {
-    for (const auto& [id, sequence] : *sequences) {
-      for (int64_t p = 0; p < sequence.length() + sequence.pending; ++p)
-        copies.insert(sequence.tokens[static_cast<size_t>(p)].copy);
-    }
+  for (const auto& [id, sequence] : sequences_) {
+    nodes += sequence.tree_size();
+    for (int64_t p = 0; p < sequence.length() + sequence.pending; ++p)
+      tokens.insert(sequence.tokens[static_cast<size_t>(p)].values.get());
   }
-  return static_cast<int64_t>(copies.size()) + nodes;
+  return std::ssize(tokens) + nodes;
 }
 
 Result<int64_t> KVModel::GetSequenceLength(int64_t seq_id) const {
@@ -777,14 +553,14 @@ Result<int64_t> KVModel::GetTreeSize(int64_t seq_id) const {
 Result<int64_t> KVModel::PagesNeeded(std::span<const int64_t> seq_ids,
                                      std::span<const int64_t> append_lengths) const {
   QUIRE_RETURN_IF_ERROR(CheckBatch(seq_ids, append_lengths));
-  return MakePlan(seq_ids, append_lengths).pages_needed;
+  return TakenByForward(seq_ids, append_lengths).largest().least;
 }
 
 Result<int64_t> KVModel::PagesNeededForTree(std::span<const int64_t> seq_ids,
                                             std::span<const int64_t> append_lengths,
                                             std::span<const int64_t> token_tree_parents) const {
   QUIRE_RETURN_IF_ERROR(CheckTreeBatch(seq_ids, append_lengths, token_tree_parents));
-  return MakePlan(seq_ids, append_lengths, &token_tree_parents).pages_needed;
+  return TakenByForward(seq_ids, append_lengths, &token_tree_parents).largest().least;
 }
 
 // ---------------------------------------------------------------------- forward
@@ -832,18 +608,22 @@ Status KVModel::BeginLoadingForward(std::span<const int64_t> seq_ids,
                                     std::span<const int64_t> append_lengths,
                                     std::span<const LayerLoad> loads) {
   QUIRE_RETURN_IF_ERROR(CheckBatch(seq_ids, append_lengths));
-  std::vector<int64_t> lengths(append_lengths.begin(), append_lengths.end());
+  std::vector<int64_t> loaded(seq_ids.size());
   size_t load = 0;
   for (size_t i = 0; i < seq_ids.size() && load < loads.size(); ++i) {
     if (loads[load].seq_id != seq_ids[i]) continue;
     if (loads[load].tokens < 1) return Bad(StatusCode::kBadArgument, "nothing to import");
-    lengths[i] += loads[load++].tokens;
+    loaded[i] = loads[load++].tokens;
   }
   if (load < loads.size()) return Bad(StatusCode::kBadArgument, "a load of no member");
-  Plan plan = MakePlan(seq_ids, lengths);
-  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  QUIRE_RETURN_IF_ERROR(CheckRoom());
   loads_.assign(loads.begin(), loads.end());
-  OpenForward(std::move(plan), seq_ids, append_lengths);
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    Sequence& sequence = sequences_.at(seq_ids[i]);
+    before_.emplace(seq_ids[i], sequence);
+    AddPlaces(sequence, loaded[i] + append_lengths[i]);
+  }
+  OpenForward(seq_ids, append_lengths);
   return Status();
 }
 
@@ -881,23 +661,26 @@ Status KVModel::BeginTreeForward(std::span<const int64_t> seq_ids,
                                  std::span<const int64_t> append_lengths,
                                  std::span<const int64_t> token_tree_parents) {
   QUIRE_RETURN_IF_ERROR(CheckTreeBatch(seq_ids, append_lengths, token_tree_parents));
-  Plan plan = MakePlan(seq_ids, append_lengths, &token_tree_parents);
-  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
+  QUIRE_RETURN_IF_ERROR(CheckRoom());
   loads_.clear();
-  OpenForward(std::move(plan), seq_ids, append_lengths);
+  std::span<const int64_t> left = token_tree_parents;
+  for (size_t i = 0; i < seq_ids.size(); ++i) {
+    Sequence& sequence = sequences_.at(seq_ids[i]);
+    before_.emplace(seq_ids[i], sequence);
+    AddNodes(sequence, left.first(static_cast<size_t>(append_lengths[i])));
+    left = left.subspan(static_cast<size_t>(append_lengths[i]));
+  }
+  OpenForward(seq_ids, append_lengths);
   return Status();
 }
 
-void KVModel::OpenForward(Plan plan, std::span<const int64_t> seq_ids,
-                          std::span<const int64_t> lengths) {
-  groups_ = std::move(plan.groups);
+// The batch has its new places.
+void KVModel::OpenForward(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) {
   batch_.assign(seq_ids.begin(), seq_ids.end());
   batch_lengths_.assign(lengths.begin(), lengths.end());
   positions_.clear();
   for (size_t i = 0; i < batch_.size(); ++i) {
-    Sequence& sequence = sequences_.at(batch_[i]);
-    before_.emplace(batch_[i], std::move(sequence));
-    sequence = std::move(plan.members.at(batch_[i]));
+    const Sequence& sequence = sequences_.at(batch_[i]);
     for (int64_t n = 0; n < batch_lengths_[i]; ++n) {
       const int64_t position =
           sequence.nodes.empty()
@@ -942,7 +725,7 @@ Status KVModel::CommitAcceptedTokenTreeNodes(std::span<const int64_t> seq_ids,
     for (const int64_t node : path)
       sequence.tokens[position++].values = sequence.nodes[static_cast<size_t>(node)].values;
     sequence.levels -= std::ssize(path);  // these are tokens now
-    DropNodes(sequence, 0, groups_);
+    DropNodes(sequence, 0);
     sequence.Slide();
   }
   FreeHidden();
@@ -957,16 +740,6 @@ Status KVModel::EndForward() {
   } else if (std::ranges::count(appended_, 0) + std::ranges::count(attended_, 0) > 0) {
     return Bad(StatusCode::kBadState, "a layer was not run");
   }
-  // Tokens that moved into another page leave their old one now.
-  for (const auto& [id, old] : before_) {
-    const Sequence& now = sequences_.at(id);
-    for (size_t p = 0; p < old.tokens.size(); ++p) {
-      for (size_t g = 0; g < groups_.size(); ++g) {
-        const int32_t page = old.tokens[p].pages[g];
-        if (page != now.tokens[p].pages[g]) groups_[g].Hold(page, static_cast<int64_t>(p), -1);
-      }
-    }
-  }
   for (const int64_t id : batch_) {
     Sequence& sequence = sequences_.at(id);
     if (sequence.nodes.empty()) sequence.Slide();
@@ -980,22 +753,7 @@ Status KVModel::EndForward() {
 
 Status KVModel::AbortForward() {
   if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
-  for (auto& [id, old] : before_) {
-    Sequence& now = sequences_.at(id);
-    for (size_t p = 0; p < now.tokens.size(); ++p) {
-      for (size_t g = 0; g < groups_.size(); ++g) {
-        const int32_t page = now.tokens[p].pages[g];
-        const bool kept = p < old.tokens.size() && old.tokens[p].pages[g] == page;
-        if (!kept) groups_[g].Hold(page, static_cast<int64_t>(p), -1);
-      }
-    }
-    for (size_t g = 0; g < now.tree_pages.size(); ++g) {
-      const size_t kept = old.tree_pages.empty() ? 0 : old.tree_pages[g].size();
-      for (size_t i = kept; i < now.tree_pages[g].size(); ++i)
-        groups_[g].Hold(now.tree_pages[g][i], 0, -1);
-    }
-    now = std::move(old);
-  }
+  for (auto& [id, old] : before_) sequences_.at(id) = std::move(old);
   before_.clear();
   forward_ = false;
   FreeHidden();
@@ -1545,24 +1303,6 @@ Status KVModel::ImportVisibleKV(int64_t seq_id, const KVImport& import) {
   return Import(seq_id, import, true);
 }
 
-// Places for tokens behind the sequence's, whose values are still to come.
-Status KVModel::AddPlaces(int64_t seq_id, int64_t count, std::span<const TokenRange> absent,
-                          NextPage next) {
-  Plan plan = MakePlan(std::span(&seq_id, 1), std::span(&count, 1), nullptr, absent, next);
-  if (!plan.fits) return Bad(StatusCode::kOutOfPages, "too few free pages");
-  // The pages that only the old path holds are those that a consolidation copied from.
-  Sequence& sequence = sequences_.at(seq_id);
-  const Sequence old = std::exchange(sequence, std::move(plan.members.at(seq_id)));
-  groups_ = std::move(plan.groups);
-  for (size_t p = 0; p < old.tokens.size(); ++p) {
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      if (old.tokens[p].pages[g] == sequence.tokens[p].pages[g]) continue;
-      groups_[g].Hold(old.tokens[p].pages[g], static_cast<int64_t>(p), -1);
-    }
-  }
-  return Status();
-}
-
 Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) {
   if (forward_) return Bad(StatusCode::kBadState, "a forward is open");
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
@@ -1574,15 +1314,11 @@ Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) 
   for (size_t g = 0; leaves_out && g < groups_.size(); ++g)
     absent[g] = HiddenTokens(import.windows, groups_[g].window, end);
   const size_t old_length = sequences_.at(seq_id).tokens.size();
-  QUIRE_RETURN_IF_ERROR(AddPlaces(seq_id, count, absent, NextPage::kShared));
+  QUIRE_RETURN_IF_ERROR(CheckRoom());
   Sequence& sequence = sequences_.at(seq_id);
+  AddPlaces(sequence, count, absent);
   if (leaves_out && !(import.windows == SequenceWindows())) {
-    sequence.window = import.windows.window;
-    sequence.sinks = import.windows.sinks;
-    sequence.lost = import.windows.lost;
-    sequence.slid = import.windows.slid;
-    sequence.span = import.windows.span;
-    sequence.span_sinks = import.windows.span_sinks;
+    static_cast<SequenceWindows&>(sequence) = import.windows;
   } else {
     sequence.Slide();
   }
@@ -1679,39 +1415,19 @@ Status KVModel::SetDebug(int64_t seq_id, int64_t start, const TensorView& k, con
   const bool latent = v == nullptr;
   QUIRE_RETURN_IF_ERROR(CheckDebugRows("k", k, count, Stored::kKeys, latent));
   if (!latent) QUIRE_RETURN_IF_ERROR(CheckDebugRows("v", *v, count, Stored::kValues, false));
-  // A token is shared only together with all before it, so the first one answers for the range.
-  const int64_t copy = sequence.tokens[static_cast<size_t>(start)].copy;
-  const bool is_shared = std::any_of(sequences_.begin(), sequences_.end(), [&](const auto& other) {
-    const std::vector<Token>& tokens = other.second.tokens;
-    return other.first != seq_id && other.second.length() > start &&
-           tokens[static_cast<size_t>(start)].copy == copy;
-  });
-  if (is_shared) {
-    const int64_t cut = LowerCut(sequence, groups_, start);
-    const Sequence old = sequence;
-    std::vector<int64_t> taken(groups_.size());
-    std::vector<Group> trial = groups_;
-    for (Group& group : trial) {
-      group.page_holders.resize(2 * group.page_holders.size());
-      group.slot_holders.resize(2 * group.slot_holders.size());
+  // What others see of the tokens from `start` on stays as it is.
+  if (IsShared(seq_id, start)) {
+    QUIRE_RETURN_IF_ERROR(CheckRoom());
+    ++calls_;
+    for (int64_t p = start; p < length; ++p) {
+      Token& token = sequence.tokens[static_cast<size_t>(p)];
+      token.values = std::make_shared<TokenValues>(*token.values);
+      token.call = calls_;
     }
-    Sequence moved = sequence;
-    MoveToOwnPages(moved, cut, trial, taken);
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      if (taken[g] > groups_[g].page_count - groups_[g].used())
-        return Bad(StatusCode::kOutOfPages, "too few free pages");
-    }
-    taken.assign(groups_.size(), 0);
-    MoveToOwnPages(sequence, cut, groups_, taken);
-    for (int64_t p = cut; p < length; ++p) {
-      for (size_t g = 0; g < groups_.size(); ++g) {
-        groups_[g].Hold(old.tokens[static_cast<size_t>(p)].pages[g], p, -1);
-      }
-    }
+    NoteGathered(sequence, start);
   }
   for (int64_t p = start; p < start + count; ++p) {
-    Token& token = sequence.tokens[static_cast<size_t>(p)];
-    token.values = std::make_shared<TokenValues>(*token.values);
+    const Token& token = sequence.tokens[static_cast<size_t>(p)];
     int64_t layer = -1;  // of the tensors
     for (size_t l = 0; l < options_.layers.size(); ++l) {
       if (options_.layers[l].latent != latent) continue;
@@ -1738,71 +1454,14 @@ Status KVModel::SetDebug(int64_t seq_id, int64_t start, const TensorView& k, con
   return Status();
 }
 
-Result<std::string> KVModel::DebugPlan() const {
-  if (!forward_) return Bad(StatusCode::kBadState, "no open forward");
-  std::string text;
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    text += std::to_string(batch_[i]) + " + " + std::to_string(batch_lengths_[i]) + "\n";
-  }
-  return text;
-}
-
-uint64_t KVModel::StateDigest() const {
-  uint64_t digest = Mix(0, forward_ ? 1 : 0);
-  for (const auto& [id, sequence] : sequences_) {
-    digest = Mix(digest, static_cast<uint64_t>(id));
-    digest = Mix(digest, sequence.long_factors ? 1 : 0);
-    digest = Mix(digest, sequence.retained ? 1 : 0);
-    for (const int64_t x : {sequence.window, sequence.sinks, sequence.lost, sequence.slid,
-                            sequence.span, sequence.span_sinks})
-      digest = Mix(digest, static_cast<uint64_t>(x));
-    for (const Token& token : sequence.tokens) {
-      for (const int32_t page : token.pages) digest = Mix(digest, static_cast<uint64_t>(page));
-    }
-    digest = Mix(digest, static_cast<uint64_t>(sequence.levels));
-    digest = Mix(digest, static_cast<uint64_t>(sequence.pending));
-    digest = Mix(digest, sequence.receive);
-    for (const Node& node : sequence.nodes)
-      digest = Mix(digest, static_cast<uint64_t>(node.parent));
-  }
-  for (const auto& [id, sequence] : before_) {
-    digest = Mix(digest, static_cast<uint64_t>(id));
-    digest = Mix(digest, sequence.tokens.size());
-  }
-  for (const Group& group : groups_) digest = Mix(digest, static_cast<uint64_t>(group.used()));
-  if (forward_) {
-    for (const char done : appended_) digest = Mix(digest, static_cast<uint64_t>(done));
-    for (const char done : attended_) digest = Mix(digest, static_cast<uint64_t>(done));
-  }
-  return digest;
-}
-
-// The holders counted again from the sequences.
-Status KVModel::CheckInvariants() const {
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    Group fresh = groups_[g];
-    std::fill(fresh.page_holders.begin(), fresh.page_holders.end(), 0);
-    std::fill(fresh.slot_holders.begin(), fresh.slot_holders.end(), 0);
-    for (const auto& [id, sequence] : sequences_) {
-      for (size_t p = 0; p < sequence.tokens.size(); ++p) {
-        fresh.Hold(sequence.tokens[p].pages[g], static_cast<int64_t>(p), 1);
-      }
-      if (sequence.tree_pages.empty()) continue;
-      for (const int32_t page : sequence.tree_pages[g]) fresh.Hold(page, 0, 1);
-    }
-    for (const auto& [id, old] : before_) {
-      const Sequence& now = sequences_.at(id);
-      for (size_t p = 0; p < old.tokens.size(); ++p) {
-        const int32_t page = old.tokens[p].pages[g];
-        if (page != now.tokens[p].pages[g]) fresh.Hold(page, static_cast<int64_t>(p), 1);
-      }
-    }
-    if (fresh.page_holders != groups_[g].page_holders ||
-        fresh.slot_holders != groups_[g].slot_holders) {
-      return Bad(StatusCode::kInternal, "holders of group " + std::to_string(g) + " are wrong");
-    }
-  }
-  return Status();
+// A token is shared only together with all before it, so one answers for what is behind it.
+bool KVModel::IsShared(int64_t seq_id, int64_t position) const {
+  const auto at = static_cast<size_t>(position);
+  const TokenValues* const values = sequences_.at(seq_id).tokens[at].values.get();
+  return std::ranges::any_of(sequences_, [&](const auto& other) {
+    return other.first != seq_id && other.second.length() > position &&
+           other.second.tokens[at].values.get() == values;
+  });
 }
 
 }  // namespace quire

@@ -1,11 +1,17 @@
 // KVModel: the naive oracle of AttentionKVCache. A sequence is a list of tokens with their values;
-// a page is a list of reference counts; attention is a plain loop in double. Nothing is fast and
-// nothing is clever, so that what it answers can be believed: the model tests and fuzzers run it
-// beside the real cache and compare all that can be observed.
+// attention is a plain loop in double. Nothing is fast and nothing is clever, so that what it
+// answers can be believed: the model tests and fuzzers run it beside the real cache and compare all
+// that can be observed.
+//
+// It has no pages, and so always room. It knows what is right for the pages of every cache that
+// keeps a token in the slot of its position: how many a call takes, and how many are in use, at
+// least and at most (kv_model_pages.cc). A cache that finds too few is believed; the walker asks
+// whether there were too few (FindNoRoom).
 #ifndef QUIRE_KV_TESTING_KV_MODEL_H_
 #define QUIRE_KV_TESTING_KV_MODEL_H_
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -28,9 +34,12 @@ std::vector<double> RotateReference(std::span<const double> x, const RopeFrequen
 
 class KVModel final : public AttentionKVCache, public KVTransfer {
  public:
+  // `beside`, where there is one, outlives it and takes each call before the model does. It is
+  // asked for tokens that windows may have let go of or not: which of them lie in one page with a
+  // token that another sequence needs.
   // REQUIRES: options that AttentionKVCache::Create accepts. kernel_path, runner and
   // poison_freed_pages are not read.
-  explicit KVModel(const AttentionKVCacheOptions& options);
+  explicit KVModel(const AttentionKVCacheOptions& options, AttentionKVCache* beside = nullptr);
   ~KVModel() override;
 
   Status Clear() override;
@@ -64,16 +73,18 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   Result<int64_t> HeldTokens(int64_t seq_id) const override;
   Result<TokenRange> SlidRange(int64_t seq_id) const override;
 
-  int64_t GetNumAvailablePages() const override;
   int64_t GetTotalSequenceLength() const override;
+  // At least: a cache may have copied some.
   int64_t GetDistinctTokenCount() const override;
   int64_t sequence_count() const override { return static_cast<int64_t>(sequences_.size()); }
   int64_t retained_sequence_count() const override;
-  PageCounts page_counts() const override;
-  int64_t pages_in_use() const override;
-  int64_t pages_allocated() const override;
+  PageCounts page_counts() const override { return {}; }
+  int64_t GetNumAvailablePages() const override { return std::numeric_limits<int64_t>::max(); }
+  int64_t pages_in_use() const override { return 0; }
+  int64_t pages_allocated() const override { return 0; }
   bool HasSequence(int64_t seq_id) const override { return sequences_.count(seq_id) != 0; }
   Result<int64_t> GetSequenceLength(int64_t seq_id) const override;
+  // At least; Taken has both bounds.
   Result<int64_t> PagesNeeded(std::span<const int64_t> seq_ids,
                               std::span<const int64_t> append_lengths) const override;
   Result<int64_t> PagesNeededForTree(std::span<const int64_t> seq_ids,
@@ -136,17 +147,38 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   Status DisaggFlushSend(int64_t seq_id) override;
   Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 
-  Result<std::string> DebugPlan() const override;
-  uint64_t StateDigest() const override;
-  Status CheckInvariants() const override;
+  // It has no plan, and nothing that is kept twice.
+  Result<std::string> DebugPlan() const override { return std::string(); }
+  uint64_t StateDigest() const override { return 0; }
+  Status CheckInvariants() const override { return Status(); }
 
-  // The window of a sequence: 0 for none; `lost` positions behind the sinks are hidden for good.
-  struct Window {
-    int64_t window = 0;
-    int64_t sinks = 0;
-    int64_t lost = 0;
+  // ---- What a cache's pages are like, whichever it chooses. [group]
+  struct PageBounds {
+    int64_t least = 0;
+    int64_t most = 0;
   };
-  Window WindowOf(int64_t seq_id) const;
+  // What a call takes. A call that failed takes nothing.
+  struct Taken {
+    std::vector<PageBounds> pages;
+    int64_t tokens = 0;      // new ones
+    int64_t copies_max = 0;  // tokens that it may copy beside these
+    bool ends = false;       // it lets go of what it copied, and of what it hides
+    // Of the group that takes most, and of all groups.
+    PageBounds largest() const;
+    PageBounds sum() const;
+  };
+  // Members that cannot take part are left out. With `parents`, which are right: of nodes.
+  Taken TakenByForward(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
+                       const std::span<const int64_t>* parents = nullptr) const;
+  Taken TakenByImport(int64_t seq_id, int64_t count) const;
+  Taken TakenByReceive(int64_t seq_id, int64_t count) const;
+  Taken TakenByDebugSet(int64_t seq_id, int64_t start) const;
+  PageBounds PagesInUse() const;  // of all groups
+  int64_t group_count() const { return std::ssize(groups_); }
+  // Whether the next call, if it is one that takes pages and has nothing else wrong with it, is to
+  // find too few of them.
+  void FindNoRoom(bool finds_none) { finds_no_room_ = finds_none; }
+
   Result<SequenceWindows> GetWindows(int64_t seq_id) const override;
 
   // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
@@ -165,32 +197,33 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
     std::vector<std::vector<float>> k, v;
   };
   struct Token {
-    std::shared_ptr<TokenValues> values;
-    std::vector<int32_t> pages;  // [group]; -1: freed
-    int64_t copy = 0;            // sequences share a token iff this number is the same
+    std::shared_ptr<TokenValues> values;  // the same for all sequences that share the token
+    std::vector<char> held;               // [group]; 0: windows have let go of it
+    // Of the call that made it: the tokens that one call adds to a page range are in one page.
+    int64_t call = 0;
+    int64_t gathered = 0;  // a number if a cache may have copied it into a page of its own
   };
   struct Node {
     int64_t parent = -1;
     int64_t depth = 0;
     std::shared_ptr<TokenValues> values;
   };
-  struct Sequence {
+  // `lost` tokens are hidden behind the sinks whatever the window says, `slid` from the next query,
+  // as of the last forward. A span turns into lost tokens when a forward ends.
+  struct Windows : SequenceWindows {
+    int64_t SlidAt(int64_t position) const;
+    bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
+    void EndAt(int64_t length);
+  };
+  struct Sequence : Windows {
     // The last `levels` of them are places without values, the last `pending` are to be received.
     std::vector<Token> tokens;
     std::vector<Node> nodes;  // of the uncommitted tree
     int64_t levels = 0;       // of the tree
     int64_t pending = 0;
-    uint64_t receive = 0;                          // the epoch in which they are received
-    std::vector<std::vector<int32_t>> tree_pages;  // [group]
+    uint64_t receive = 0;  // the epoch in which they are received
     bool long_factors = false;
     bool retained = false;
-    int64_t window = 0;  // 0: none
-    int64_t sinks = 0;
-    int64_t lost = 0;  // hidden behind the sinks whatever the window says
-    int64_t slid = 0;  // hidden behind the sinks from the next query, as of the last forward
-    // A window of tvm_window_span; 0: none. It turns into `lost` tokens when a forward ends.
-    int64_t span = 0;
-    int64_t span_sinks = 0;
 
     // Without the tree and what is pending.
     int64_t length() const { return static_cast<int64_t>(tokens.size()) - levels - pending; }
@@ -198,33 +231,22 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
     int64_t full_length() const { return length() + tree_size() + pending; }
     bool is_committed() const { return nodes.empty() && pending == 0; }
     std::vector<int64_t> PathTo(int64_t node) const;
-    int64_t SlidAt(int64_t position) const;
-    bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
-    void EndAt(int64_t length);
     void Slide();
-    // Its window settings without its tokens: a copy of these for each position takes minutes.
-    Sequence Windows() const;
   };
-  // The pages of one layer group; a page is in use while a slot of it is held.
+  // Layers that keep their tokens together.
   struct Group {
+    int64_t first_layer = 0;
     int64_t page_size = 0;
-    int64_t page_count = 0;
     int64_t window = 0;
-    std::vector<int32_t> page_holders;  // [page]
-    std::vector<int32_t> slot_holders;  // [page * page_size + slot]
-
-    int64_t used() const;
-    int32_t TakeFreePage() const;
-    int32_t HoldersOf(int32_t page, int64_t position) const;
-    void Hold(int32_t page, int64_t position, int32_t count);
   };
   using SequenceMap = std::map<int64_t, Sequence>;
-  // What BeginForward makes of the state.
-  struct Plan {
-    SequenceMap members;
-    std::vector<Group> groups;
-    int64_t pages_needed = 0;
-    bool fits = true;
+  // A sequence that gets tokens, levels or nodes.
+  enum class NextPage : uint8_t { kShared, kOwn };  // kOwn: the next token opens a page
+  struct Growth {
+    const Sequence* sequence;
+    int64_t count;  // of positions
+    int64_t nodes = 0;
+    NextPage next = NextPage::kShared;
   };
   // One layer's part of a TensorView argument: `heads` heads of `dim` elements per row, beginning
   // at element `offset` of the row.
@@ -277,8 +299,6 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   };
   // Which tokens a row sees: those up to its own, or those of before the forward.
   enum class Sees : uint8_t { kUpToOwn, kCached };
-  // kOwn: the next token opens a page.
-  enum class NextPage : uint8_t { kShared, kOwn };
   // A query as the caller gives it.
   enum class Rotated : uint8_t { kNo, kYes };
 
@@ -291,37 +311,34 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
                            std::span<const int64_t> lengths) const;
   Status CheckMember(int64_t seq_id, int64_t length, std::set<int64_t>* seen, int64_t* room) const;
   Status CheckBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths) const;
-  // `parents`: of new nodes; null: new tokens.
-  // `absent`: by group, of positions that get no page.
-  Plan MakePlan(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
-                const std::span<const int64_t>* parents = nullptr,
-                std::span<const TokenRange> absent = {}, NextPage next = NextPage::kShared) const;
-  void PlaceNodes(Sequence& sequence, std::span<const int64_t> parents, std::vector<Group>& groups,
-                  std::vector<int64_t>& taken) const;
-  static void DropNodes(Sequence& sequence, int64_t size, std::vector<Group>& groups);
+  Status CheckRoom();
+  void NoteGathered(Sequence& sequence, int64_t end) const;
+  // New places behind the sequence's tokens, without values; those in `absent` [group] are not
+  // held.
+  void AddPlaces(Sequence& sequence, int64_t count, std::span<const TokenRange> absent = {});
+  static int64_t LevelsWith(const Sequence& sequence, std::span<const int64_t> parents);
+  void AddNodes(Sequence& sequence, std::span<const int64_t> parents);
+  static void DropNodes(Sequence& sequence, int64_t size);
   Status CheckTreeBatch(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths,
                         std::span<const int64_t> parents) const;
   static Status CheckTree(const Sequence& sequence, std::span<const int64_t> parents);
   // The plain sequence of the committed tokens and the path to a node.
   static Sequence PlainTo(const Sequence& sequence, int64_t node);
   Sequence SequenceOfRow(size_t member, int64_t n) const;
-  void OpenForward(Plan plan, std::span<const int64_t> seq_ids, std::span<const int64_t> lengths);
-  static size_t EntryCount(const Sequence& sequence, size_t group, const Group& g, int64_t limit);
-  static int64_t LowerCut(const Sequence& sequence, const std::vector<Group>& groups, int64_t cut,
-                          NextPage next = NextPage::kShared);
-  static int64_t CutForAppend(const Sequence& sequence, const std::vector<Group>& groups,
-                              NextPage next = NextPage::kShared);
-  void MoveToOwnPages(Sequence& sequence, int64_t cut, std::vector<Group>& groups,
-                      std::vector<int64_t>& taken) const;
-  void PlaceToken(Sequence& sequence, std::vector<Group>& groups, std::vector<int64_t>& taken,
-                  std::span<const TokenRange> absent = {}, NextPage next = NextPage::kShared) const;
-  Status AddPlaces(int64_t seq_id, int64_t count, std::span<const TokenRange> absent,
-                   NextPage next);
+  void OpenForward(std::span<const int64_t> seq_ids, std::span<const int64_t> lengths);
+  // ---- Pages (kv_model_pages.cc).
+  Taken TakenBy(std::span<const Growth> growths) const;
+  PageBounds PagesTakenBy(std::span<const Growth> growths, size_t group) const;
+  int64_t RangeOf(int64_t position) const;
+  // Whether the tokens before `end` in its page range may lie in as many pages as are allowed.
+  bool MayGather(const Sequence& sequence, int64_t end) const;
   bool IsHeld(const Sequence& sequence, int64_t position, size_t group) const;
   bool CanEndAt(const Sequence& sequence, int64_t length) const;
-  bool NeedsPage(const Sequence& sequence, const Group& group, int64_t position) const;
+  bool NeedsRange(const Sequence& sequence, const Group& group, int64_t range) const;
+  bool SharesNeededRange(const Sequence& sequence, const Group& group, int64_t range) const;
+  bool IsHeldBeside(int64_t seq_id, int64_t position, const Group& group) const;
   void FreeHidden();
-  void HoldAll(const Sequence& sequence, int32_t count);
+  bool IsShared(int64_t seq_id, int64_t position) const;
   Status Import(int64_t seq_id, const KVImport& import, bool leaves_out);
   uint64_t TransferLayout(const Sequence& sequence) const;
   Result<Receive*> FindReceive(uint64_t epoch);
@@ -401,10 +418,12 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   std::vector<size_t> group_of_layer_;
   std::vector<std::pair<RopeFrequencies, RopeFrequencies>> frequencies_;  // [layer], short and long
   std::vector<Group> groups_;
+  AttentionKVCache* const beside_;
   SequenceMap sequences_;
-  mutable int64_t next_copy_ = 1;
+  int64_t calls_ = 0;
+  bool finds_no_room_ = false;
 
-  // The open forward. before_ holds the batch as it was, pages included, for AbortForward.
+  // The open forward. before_ holds the batch as it was, for AbortForward.
   bool forward_ = false;
   bool failed_ = false;
   SequenceMap before_;

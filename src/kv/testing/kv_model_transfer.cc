@@ -59,7 +59,8 @@ Result<ReceiveMap> KVModel::DisaggPrepareRecv(int64_t seq_id, int64_t count) {
   map.count = count;
   map.layout = TransferLayout(sequence);
   map.slots = {1, 0, count};
-  QUIRE_RETURN_IF_ERROR(AddPlaces(seq_id, count, {}, NextPage::kOwn));
+  QUIRE_RETURN_IF_ERROR(CheckRoom());
+  AddPlaces(sequence, count);
   Receive receive;
   receive.seq_id = seq_id;
   receive.count = count;
@@ -198,10 +199,7 @@ void KVModel::EndReceive(int64_t seq_id, int64_t n) {
   Sequence& sequence = sequences_.at(seq_id);
   if (sequence.pending == 0) return;
   receives_.erase(sequence.receive);
-  const size_t length = static_cast<size_t>(sequence.length() + n);
-  HoldAll(sequence, -1);
-  sequence.tokens.resize(length);
-  HoldAll(sequence, 1);
+  sequence.tokens.resize(static_cast<size_t>(sequence.length() + n));
   sequence.pending = 0;
   sequence.receive = 0;
   if (n > 0) sequence.Slide();

@@ -217,11 +217,12 @@ std::string Walker::Reserve(int64_t id, int64_t count, uint64_t* epoch) {
   Incoming incoming;
   incoming.id = id;
   *epoch = 0;
-  QUIRE_WALK_CALL("DisaggPrepareRecv", status, [&](AttentionKVCache& c) {
-    const Result<ReceiveMap> map = c.transfer()->DisaggPrepareRecv(id, count);
-    if (map.ok()) incoming.maps[SideOf(c)] = *map;
-    return map.status();
-  });
+  QUIRE_WALK_TAKE("DisaggPrepareRecv", status, model_.TakenByReceive(id, count),
+                  [&](AttentionKVCache& c) {
+                    const Result<ReceiveMap> map = c.transfer()->DisaggPrepareRecv(id, count);
+                    if (map.ok()) incoming.maps[SideOf(c)] = *map;
+                    return map.status();
+                  });
   if (!status.ok()) return "";
   const ReceiveMap& map = incoming.maps[0];
   const ReceiveMap& model = incoming.maps[1];

@@ -163,6 +163,19 @@ class Walker {
   Batch DrawBatch(uint32_t seed, bool with_trees = false) const;
   std::string Apply(const WalkOp& op);
   std::string Compare(const char* what, const Status& cache, const Status& model);
+  // `f` of the cache and of the model: both must answer alike. A call that works takes of pages and
+  // tokens what the model expects; one that fails has changed nothing, and where it finds too few
+  // pages there may be too few.
+  std::string Call(const char* what, const KVModel::Taken& taken,
+                   const std::function<Status(AttentionKVCache&)>& f, Status* status);
+  struct Room {
+    int64_t available = 0;
+    int64_t in_use = 0;
+    int64_t tokens = 0;
+  };
+  Room RoomNow() const;
+  std::string CheckRoom(const Status& status, const Room& before, const KVModel::Taken& taken);
+  std::string ComparePages();
   std::string CompareCounters();
   std::string Add(const WalkOp& op);
   std::string Remove(const WalkOp& op);
@@ -175,8 +188,10 @@ class Walker {
   std::string PopToCommon(const std::vector<int64_t>& ids, bool* done);
   std::string SameNeeds(const char* call,
                         const std::function<Result<int64_t>(const AttentionKVCache&)>& ask,
-                        int64_t* needed);
-  std::string PagesNeeded(const Batch& batch, int64_t* needed);
+                        const std::function<KVModel::Taken()>& expect, KVModel::Taken* taken);
+  // A batch has begun, which had this room before.
+  void Opened(const Batch& batch, const Room& before);
+  std::string PagesNeeded(const Batch& batch, KVModel::Taken* taken);
   std::string Begin(const WalkOp& op);
   std::string BeginBatch(const Batch& batch, const WalkOp& op, std::vector<WalkLoad> loads = {});
   std::string Layer(size_t layer, uint32_t draw);
@@ -190,6 +205,7 @@ class Walker {
   std::string Attend(size_t layer, const std::vector<uint64_t>& rows);
   std::string AttendMasked(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
   TestTensor DrawMask(uint32_t draw) const;
+  std::array<LayerOutputs, 2> TwoOutputs(const AttentionLayerSpec& spec, int64_t n) const;
   std::string Pieces(size_t layer, const std::vector<uint64_t>& rows, uint32_t draw);
   std::string Merge(const LayerOutputs& self, const LayerOutputs& cross);
   std::string CompareOutputs(size_t layer, const LayerOutputs& cache, const LayerOutputs& model);
@@ -234,7 +250,7 @@ class Walker {
   History PathTo(int64_t id, int64_t node) const;
   std::string Window(const WalkOp& op);
   std::string Shared(const WalkOp& op);
-  std::string MakeFreshWindow(const KVModel::Window& window, size_t* done,
+  std::string MakeFreshWindow(const SequenceWindows& window, size_t* done,
                               const std::vector<uint64_t>& numbers);
   std::string ExportPart(int64_t id, int64_t start, int64_t count,
                          std::array<std::vector<StoredRows>, 2>* parts);
@@ -294,7 +310,7 @@ class Walker {
   std::map<int64_t, bool> long_factors_;
   std::set<int64_t> retained_;
   Seen seen_;
-  KVModel::Window fresh_window_;  // that CompareFresh is to have
+  SequenceWindows fresh_window_;  // that CompareFresh is to have
   int64_t fresh_comparisons_ = 0;
   int64_t slid_tokens_ = 0;  // that some sequence did not hold, summed over steps
   Walker* other_ = nullptr;
@@ -309,9 +325,12 @@ class Walker {
   int64_t bad_numbers_ = 0;
   int64_t largest_batch_ = 0;
   bool open_ = false;
+  // By the open forward.
+  int64_t pages_taken_ = 0;
+  int64_t tokens_taken_ = 0;
   bool call_failed_ = false;
   std::map<int64_t, History> before_;
-  std::map<int64_t, KVModel::Window> windows_before_;  // of members of the last batch
+  std::map<int64_t, SequenceWindows> windows_before_;  // of members of the last batch
   Batch batch_;
   std::vector<WalkLoad> loads_;  // of the forward
   std::vector<uint64_t> rows_;
@@ -347,20 +366,13 @@ std::string Differ(const char* what, int64_t cache, int64_t model);
 // says that anything is right.
 bool IsWithin(double cache, double model, double bound);
 
-// Calls `f` on the cache and on the model; both must answer alike, and a failed call must have
-// changed nothing.
-#define QUIRE_WALK_CALL(what, status, f)                                                \
-  Status status;                                                                        \
-  do {                                                                                  \
-    const uint64_t walk_digest = cache_->StateDigest();                                 \
-    status = f(*cache_);                                                                \
-    ++seen_[what][status.code()];                                                       \
-    const std::string walk_error = Compare(what, status, f(model_));                    \
-    if (!walk_error.empty()) return walk_error;                                         \
-    if (!status.ok() && cache_->StateDigest() != walk_digest) {                         \
-      return std::string(what) + " failed and changed the state: " + status.ToString(); \
-    }                                                                                   \
-  } while (false)
+// Walker::Call of a call that takes no pages, or of one that takes them.
+#define QUIRE_WALK_CALL(what, status, ...) \
+  QUIRE_WALK_TAKE(what, status, KVModel::Taken(), __VA_ARGS__)
+#define QUIRE_WALK_TAKE(what, status, taken, ...)                                            \
+  Status status;                                                                             \
+  if (std::string walk_error = Call(what, taken, __VA_ARGS__, &status); !walk_error.empty()) \
+  return walk_error
 
 }  // namespace quire::kv_walk
 
