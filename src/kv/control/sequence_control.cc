@@ -20,12 +20,16 @@ Status ForwardIsOpen(const char* call) {
              "a forward is open; end it with EndForward or AbortForward first");
 }
 
+Status NoSuchSequence(const char* call, int64_t seq_id) {
+  return Status(StatusCode::kUnknownSequence, OfSequence(call, seq_id) + "does not exist");
+}
+
 // ---------------------------------------------------------------------- sequences
 
 Result<int32_t> SequenceControl::Find(const char* call, int64_t seq_id) const {
   const int32_t index = table_.Find(seq_id);
   if (index != SequenceTable::kAbsent) return index;
-  return Status(StatusCode::kUnknownSequence, OfSequence(call, seq_id) + "does not exist");
+  return NoSuchSequence(call, seq_id);
 }
 
 Result<int32_t> SequenceControl::FindOutsideBatch(const char* call, int64_t seq_id) const {
