@@ -46,6 +46,13 @@ uint32_t CopyRuns(std::span<const std::span<std::byte>> runs, std::byte* to) {
   return digest;
 }
 
+// What ends for no reason would be taken for open.
+Status CheckReason(const char* call, const Status& why) {
+  if (!why.ok()) return Status();
+  return Status(StatusCode::kBadArgument,
+                std::string(call) + ": the status is ok; give one that says why the transfer ends");
+}
+
 Status ClosedHere() {
   return Status(StatusCode::kClosed, "transfer: the connection was closed by this process");
 }
@@ -263,6 +270,7 @@ int64_t PeerConnection::send_room() const {
 
 Status PeerConnection::Refuse(uint64_t epoch, const Status& why) {
   return WithSession([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckReason("Refuse", why));
     {
       const std::lock_guard lock(mutex_);
       QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
@@ -381,6 +389,7 @@ Status PeerConnection::OnForwardAborted(std::span<const SendRecord> records) {
 
 Status PeerConnection::OnSendStopped(std::span<const SendRecord> records, const Status& why) {
   return GuardEntry([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckReason("OnSendStopped", why));
     for (const SendRecord& record : records) {
       const uint64_t epoch = record.epoch;
       QUIRE_RETURN_IF_ERROR(Push(
