@@ -18,6 +18,7 @@ JointTransfer::JointTransfer(const CompositeState& state, std::span<PlannedState
       states_(parts_, planned),
       receiver_(PartsAs<ReceivingPart>()),
       sender_(PartsAs<SendingPart>()) {
+  QUIRE_CHECK(planned.size() == parts_.recurrent.size());
   for (ReceivingPart* const part : PartsAs<ReceivingPart>()) part->SetReceiver(&receiver_);
   int64_t first_layer = 0;
   for (SendingPart* const part : PartsAs<SendingPart>()) {
@@ -102,13 +103,16 @@ void JointTransfer::Finish(const ControlCall& call) noexcept {
   switch (call.kind) {
     case Kind::kBegin:
     case Kind::kBeginTree:
+      QUIRE_DCHECK(!in_forward_) << "the parts take no forward within another one";
       in_forward_ = true;
       break;
     case Kind::kEnd:
+      QUIRE_DCHECK(in_forward_) << "a part has ended a forward that was not begun here";
       in_forward_ = false;
       sender_.FinishForward(SendMarks::Outcome::kEnded);
       break;
     case Kind::kAbort:
+      QUIRE_DCHECK(in_forward_) << "a part has ended a forward that was not begun here";
       in_forward_ = false;
       sender_.FinishForward(SendMarks::Outcome::kAborted);
       break;
